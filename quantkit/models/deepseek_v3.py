@@ -1,0 +1,289 @@
+"""DeepSeek-V3 and R1: multi-head latent attention, group-limited sigmoid routing, one shared expert, an MTP layer.
+
+Parameter table, AWQ groups and forward of arXiv 2412.19437 in the names of the published checkpoints.
+Symbols: T tokens, H hidden_size, k num_experts_per_tok; attention head sizes nope, rope, v.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from quantkit_kernels import apply_rope, rms_norm, route, silu_and_mul
+from torch import Tensor
+from torch.nn import functional as F
+
+from quantkit.errors import QuantkitError
+from quantkit.models.context import Context
+from quantkit.models.rope import Rope
+from quantkit.models.table import Parameter, Role, ScaleGroup, Split
+from quantkit.models.weights import Weights
+
+
+@dataclass(frozen=True)
+class Config:
+    """Fields as config.json names them."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    n_routed_experts: int
+    n_shared_experts: int
+    num_experts_per_tok: int
+    n_group: int
+    topk_group: int
+    first_k_dense_replace: int
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    routed_scaling_factor: float
+    norm_topk_prob: bool
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: Rope
+    num_nextn_predict_layers: int = 0
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any]) -> "Config":
+        """From config.json. Raises QuantkitError where a required field is missing or a value is one this file does not compute."""
+        required = {"hidden_act": "silu", "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+        for key, value in required.items():
+            if config.get(key, value) != value:
+                raise QuantkitError(f"config.json has {key} = {config[key]!r}", f"deepseek_v3 here computes {value!r} only")
+        if config.get("attention_bias"):
+            raise QuantkitError("config.json has attention_bias", "deepseek_v3 here has no attention biases")
+        values: dict[str, Any] = {"rope": Rope.from_dict(config, config["qk_rope_head_dim"])}
+        for field in fields(cls):
+            if field.name in config:
+                values[field.name] = config[field.name]
+            elif field.name not in values and field.name != "num_nextn_predict_layers":
+                raise QuantkitError(f"config.json lacks {field.name}", "use the config.json that came with the model")
+        if values["q_lora_rank"] is None:
+            raise QuantkitError("config.json has q_lora_rank null", "deepseek_v3 here needs the low-rank query projection of V3 and R1")
+        return cls(**values)
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.qk_head_dim**-0.5 * self.rope.softmax_factor
+
+    @property
+    def cache_width(self) -> int:
+        """Values cached per token and layer: the latent and the rotated shared key."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    def is_moe(self, layer: int) -> bool:
+        return layer >= self.first_k_dense_replace
+
+
+def parameters(config: Config) -> list[Parameter]:
+    """Every tensor of the checkpoint, MTP layers included, in the order a forward pass meets them."""
+    h, vocab = config.hidden_size, config.vocab_size
+    rows = [Parameter("model.embed_tokens.weight", (vocab, h), "embedding")]
+    for layer in range(config.num_hidden_layers):
+        rows += _layer_parameters(config, layer, mtp=False)
+    rows += [Parameter("model.norm.weight", (h,), "norm"), Parameter("lm_head.weight", (vocab, h), "head", "vocab")]
+    for layer in range(config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_predict_layers):
+        p = f"model.layers.{layer}"
+        rows += [
+            Parameter(f"{p}.embed_tokens.weight", (vocab, h), "embedding", layer=layer, mtp=True),
+            Parameter(f"{p}.enorm.weight", (h,), "norm", layer=layer, mtp=True),
+            Parameter(f"{p}.hnorm.weight", (h,), "norm", layer=layer, mtp=True),
+            Parameter(f"{p}.eh_proj.weight", (h, 2 * h), "mtp_proj", layer=layer, mtp=True),
+            *_layer_parameters(config, layer, mtp=True),
+            Parameter(f"{p}.shared_head.norm.weight", (h,), "norm", layer=layer, mtp=True),
+            Parameter(f"{p}.shared_head.head.weight", (vocab, h), "head", "vocab", layer=layer, mtp=True),
+        ]
+    return rows
+
+
+def _layer_parameters(config: Config, layer: int, mtp: bool) -> Iterator[Parameter]:
+    h, heads = config.hidden_size, config.num_attention_heads
+    p = f"model.layers.{layer}"
+    a = f"{p}.self_attn"
+
+    def row(
+        name: str, shape: tuple[int, ...], role: Role, split: Split = "replicate", expert: int | None = None, fused: str | None = None
+    ) -> Parameter:
+        return Parameter(name, shape, role, split, layer, expert, fused, mtp)
+
+    def mlp(prefix: str, width: int, expert: int | None = None) -> Iterator[Parameter]:
+        yield row(f"{prefix}.gate_proj.weight", (width, h), "linear", "column", expert, f"{prefix}.gate_up_proj")
+        yield row(f"{prefix}.up_proj.weight", (width, h), "linear", "column", expert, f"{prefix}.gate_up_proj")
+        yield row(f"{prefix}.down_proj.weight", (h, width), "linear", "row", expert)
+
+    yield row(f"{p}.input_layernorm.weight", (h,), "norm")
+    yield row(f"{a}.q_a_proj.weight", (config.q_lora_rank, h), "linear", fused=f"{a}.fused_qkv_a_proj")
+    yield row(f"{a}.q_a_layernorm.weight", (config.q_lora_rank,), "norm")
+    yield row(f"{a}.q_b_proj.weight", (heads * config.qk_head_dim, config.q_lora_rank), "linear", "column")
+    yield row(f"{a}.kv_a_proj_with_mqa.weight", (config.cache_width, h), "linear", fused=f"{a}.fused_qkv_a_proj")
+    yield row(f"{a}.kv_a_layernorm.weight", (config.kv_lora_rank,), "norm")
+    yield row(f"{a}.kv_b_proj.weight", (heads * (config.qk_nope_head_dim + config.v_head_dim), config.kv_lora_rank), "kv_b", "column")
+    yield row(f"{a}.o_proj.weight", (h, heads * config.v_head_dim), "linear", "row")
+    yield row(f"{p}.post_attention_layernorm.weight", (h,), "norm")
+    if not config.is_moe(layer):
+        yield from mlp(f"{p}.mlp", config.intermediate_size)
+        return
+    yield row(f"{p}.mlp.gate.weight", (config.n_routed_experts, h), "router")
+    yield row(f"{p}.mlp.gate.e_score_correction_bias", (config.n_routed_experts,), "router_bias")
+    for expert in range(config.n_routed_experts):
+        yield from mlp(f"{p}.mlp.experts.{expert}", config.moe_intermediate_size, expert)
+    yield from mlp(f"{p}.mlp.shared_experts", config.moe_intermediate_size * config.n_shared_experts)
+
+
+def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
+    """The foldable scales of one decoder layer (the MTP layer's included), producers before their consumers' own groups."""
+    p = f"model.layers.{layer}"
+    a = f"{p}.self_attn"
+
+    def up_down(prefix: str, expert: int | None = None) -> ScaleGroup:
+        return ScaleGroup(f"{prefix}.up_down", f"{prefix}.up_proj", False, (f"{prefix}.down_proj",), f"{prefix}.down_proj", expert)
+
+    groups = [
+        ScaleGroup(f"{a}.qkv_a", f"{p}.input_layernorm", True, (f"{a}.q_a_proj", f"{a}.kv_a_proj_with_mqa"), f"{a}.q_a_proj"),
+        ScaleGroup(f"{a}.q_b", f"{a}.q_a_layernorm", True, (f"{a}.q_b_proj",), f"{a}.q_b_proj"),
+    ]
+    norm = f"{p}.post_attention_layernorm"
+    if not config.is_moe(layer):
+        readers = (f"{p}.mlp.gate_proj", f"{p}.mlp.up_proj")
+        return [*groups, ScaleGroup(f"{p}.mlp.gate_up", norm, True, readers, readers[0]), up_down(f"{p}.mlp")]
+    shared = f"{p}.mlp.shared_experts"
+    experts = [f"{p}.mlp.experts.{e}" for e in range(config.n_routed_experts)]
+    readers = (f"{p}.mlp.gate", f"{shared}.gate_proj", f"{shared}.up_proj")
+    readers += tuple(f"{e}.{side}_proj" for e in experts for side in ("gate", "up"))
+    return [
+        *groups,
+        ScaleGroup(f"{p}.mlp.gate_up", norm, True, readers, f"{shared}.gate_proj"),
+        up_down(shared),
+        *(up_down(prefix, expert) for expert, prefix in enumerate(experts)),
+    ]
+
+
+class Attention:
+    def __init__(self, config: Config, layer: int, weights: Weights) -> None:
+        a = f"model.layers.{layer}.self_attn"
+        self.config, self.layer = config, layer
+        self.qkv_a = weights.fused_linear((f"{a}.q_a_proj", f"{a}.kv_a_proj_with_mqa"))
+        self.q_norm = weights.tensor(f"{a}.q_a_layernorm.weight")
+        self.q_b = weights.linear(f"{a}.q_b_proj")
+        self.kv_norm = weights.tensor(f"{a}.kv_a_layernorm.weight")
+        self.kv_b = weights.dense(f"{a}.kv_b_proj")
+        self.o = weights.linear(f"{a}.o_proj")
+
+    def __call__(self, x: Tensor, context: Context) -> Tensor:
+        """x [T, H] -> [T, H], partial over ranks."""
+        c = self.config
+        q_a, latent, k_pe = self.qkv_a(x).split([c.q_lora_rank, c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+        q = self.q_b(rms_norm(q_a, self.q_norm, c.rms_norm_eps)).unflatten(-1, (-1, c.qk_head_dim))
+        q_nope, q_pe = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
+        cos, sin = context.rotary(c.rope)
+        q_pe = apply_rope(q_pe, cos, sin)
+        k_pe = apply_rope(k_pe[:, None, :], cos, sin)[:, 0]
+        latent = rms_norm(latent, self.kv_norm, c.rms_norm_eps)
+        return self.o(context.attend_mla(self.layer, q_nope, q_pe, latent, k_pe, self.kv_b, c.softmax_scale).flatten(1))
+
+
+class DenseMlp:
+    def __init__(self, prefix: str, weights: Weights) -> None:
+        self.gate_up = weights.fused_linear((f"{prefix}.gate_proj", f"{prefix}.up_proj"))
+        self.down = weights.linear(f"{prefix}.down_proj")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(silu_and_mul(self.gate_up(x)))
+
+
+class MoeMlp:
+    def __init__(self, config: Config, prefix: str, weights: Weights) -> None:
+        self.config = config
+        self.router = weights.tensor(f"{prefix}.gate.weight")
+        self.bias = weights.tensor(f"{prefix}.gate.e_score_correction_bias")
+        self.experts = weights.experts(f"{prefix}.experts", config.n_routed_experts)
+        self.shared = DenseMlp(f"{prefix}.shared_experts", weights)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        c = self.config
+        topk_weights, topk_ids = route(
+            F.linear(x.float(), self.router),
+            self.bias,
+            top_k=c.num_experts_per_tok,
+            n_group=c.n_group,
+            topk_group=c.topk_group,
+            norm_topk_prob=c.norm_topk_prob,
+            routed_scaling_factor=c.routed_scaling_factor,
+        )
+        return self.experts(x, topk_ids, topk_weights) + self.shared(x)
+
+
+class DecoderLayer:
+    def __init__(self, config: Config, layer: int, weights: Weights) -> None:
+        p = f"model.layers.{layer}"
+        self.eps = config.rms_norm_eps
+        self.all_reduce = weights.all_reduce
+        self.input_norm = weights.tensor(f"{p}.input_layernorm.weight")
+        self.attention = Attention(config, layer, weights)
+        self.post_attention_norm = weights.tensor(f"{p}.post_attention_layernorm.weight")
+        self.mlp = MoeMlp(config, f"{p}.mlp", weights) if config.is_moe(layer) else DenseMlp(f"{p}.mlp", weights)
+
+    def __call__(self, hidden: Tensor, context: Context) -> Tensor:
+        """hidden [T, H] -> [T, H]."""
+        hidden = hidden + self.all_reduce(self.attention(rms_norm(hidden, self.input_norm, self.eps), context))
+        return hidden + self.all_reduce(self.mlp(rms_norm(hidden, self.post_attention_norm, self.eps)))
+
+
+class Model:
+    """The whole stack but MTP. `layers` may be walked one by one; `__call__` runs them all."""
+
+    def __init__(self, config: Config, weights: Weights) -> None:
+        self.config = config
+        self.embedding = weights.tensor("model.embed_tokens.weight")
+        self.layers = [DecoderLayer(config, layer, weights) for layer in range(config.num_hidden_layers)]
+        self.norm = weights.tensor("model.norm.weight")
+        self.head = weights.linear("lm_head")
+
+    def __call__(self, token_ids: Tensor, context: Context) -> Tensor:
+        """token_ids [T] -> hidden [T, H] after the final norm."""
+        hidden = F.embedding(token_ids, self.embedding)
+        for layer in self.layers:
+            hidden = layer(hidden, context)
+        return rms_norm(hidden, self.norm, self.config.rms_norm_eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [T, H] -> float32 [T, vocab]."""
+        return self.head(hidden).float()
+
+
+class MtpLayer:
+    """Predicts token i + 2 from the hidden state of token i and the embedding of token i + 1."""
+
+    def __init__(self, config: Config, weights: Weights, index: int = 0) -> None:
+        layer = config.num_hidden_layers + index
+        p = f"model.layers.{layer}"
+        self.eps = config.rms_norm_eps
+        self.embedding = weights.tensor(f"{p}.embed_tokens.weight")
+        self.enorm = weights.tensor(f"{p}.enorm.weight")
+        self.hnorm = weights.tensor(f"{p}.hnorm.weight")
+        self.eh_proj = weights.linear(f"{p}.eh_proj")
+        self.block = DecoderLayer(config, layer, weights)
+        self.norm = weights.tensor(f"{p}.shared_head.norm.weight")
+        self.head = weights.linear(f"{p}.shared_head.head")
+
+    def inputs(self, next_token_ids: Tensor, hidden: Tensor) -> Tensor:
+        """next_token_ids [T], hidden [T, H] after the main model's final norm -> the block's input [T, H]."""
+        embedded = rms_norm(F.embedding(next_token_ids, self.embedding), self.enorm, self.eps)
+        return self.eh_proj(torch.cat((embedded, rms_norm(hidden, self.hnorm, self.eps)), dim=-1))
+
+    def __call__(self, next_token_ids: Tensor, hidden: Tensor, context: Context) -> Tensor:
+        """-> hidden [T, H] after shared_head.norm; also the `hidden` of a further MTP step."""
+        return rms_norm(self.block(self.inputs(next_token_ids, hidden), context), self.norm, self.eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [T, H] -> float32 [T, vocab]."""
+        return self.head(hidden).float()

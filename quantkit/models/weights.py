@@ -1,0 +1,39 @@
+"""What a model's forward asks of whoever holds its weights.
+
+The executor answers with prepared kernels, calibration with observed full-precision linears and experts streamed one at a time.
+So one forward serves both, and no forward knows about files, schemes or devices.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+LinearOp = Callable[[Tensor], Tensor]
+"""x [..., K] -> [..., N] in x's dtype."""
+
+ExpertsOp = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""x [T, H], topk_ids [T, k] int64, topk_weights [T, k] float32 -> weighted sum over the chosen experts [T, H] in x's dtype."""
+
+
+class Weights(Protocol):
+    def tensor(self, name: str) -> Tensor:
+        """A tensor used as it is (norm gain, bias, embedding, router) in the compute dtype; router tensors in float32."""
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint holds the tensor: for parts a model may lack, such as a router bias."""
+
+    def linear(self, module: str) -> LinearOp:
+        """The linear called `module`. Under tensor parallelism: this rank's share."""
+
+    def fused_linear(self, modules: tuple[str, ...]) -> LinearOp:
+        """Linears that read the same input, as one operator; outputs are concatenated in the order given."""
+
+    def dense(self, module: str) -> Tensor:
+        """The weight [N, K] of a linear in the compute dtype, decoded if it is packed."""
+
+    def experts(self, prefix: str, num_experts: int) -> ExpertsOp:
+        """The routed experts `prefix`.0 .. `prefix`.{num_experts-1}: gate_proj, up_proj, down_proj with SiLU."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum of the ranks' partial outputs; x itself on one device."""

@@ -1,0 +1,45 @@
+"""A quantization recipe: everything a run depends on besides the model, as one YAML file.
+
+Unknown keys are errors, so that a typo does not silently give the default.
+"""
+
+from pathlib import Path
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from quantkit.assets import asset
+from quantkit.errors import QuantkitError
+from quantkit.schemes import Method
+
+
+class Recipe(BaseModel):
+    """`methods` None means the scheme's own. Lengths are in tokens."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    scheme: str
+    methods: tuple[Method, ...] | None = None
+    calibration: str | None = None
+    samples: int = Field(128, ge=1)
+    seq_len: int = Field(512, ge=8)
+    seed: int = 0
+    group_size: int | None = Field(None, description="overrides the scheme's group_size")
+    awq_grid: int = Field(20, ge=2, description="points of the scale search")
+    damping: float = Field(0.01, gt=0, description="added to the Hessian's diagonal, as a share of its mean")
+    min_expert_tokens: int = Field(64, ge=0, description="experts with fewer routed tokens lean on the layer's shared statistics")
+
+
+def load_recipe(name_or_path: str) -> Recipe:
+    """A recipe that ships with quantkit, by name, or a YAML file."""
+    path = Path(name_or_path)
+    if not path.suffix:
+        path = asset("recipes", f"{name_or_path}.yaml")
+    try:
+        return Recipe.model_validate(yaml.safe_load(path.read_text()))
+    except FileNotFoundError:
+        raise QuantkitError(f"recipe {name_or_path} does not exist", "give a YAML file or the name of a recipe in recipes/") from None
+    except (yaml.YAMLError, ValidationError) as error:
+        first = error.errors()[0] if isinstance(error, ValidationError) else None
+        detail = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else str(error).splitlines()[0]
+        raise QuantkitError(f"recipe {path} is not valid: {detail}", "see docs/quantize.md for its keys") from None

@@ -1,0 +1,87 @@
+"""A quantization scheme is a value: the weight grid, the activation grid, the method that fits one to the other.
+
+A new scheme on known grids is one entry in SCHEMES and, if its defaults differ, one recipe.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from quantkit.errors import QuantkitError
+
+
+@dataclass(frozen=True)
+class IntGrid:
+    """Integers of `bits` bits. One scale per `group_size` input channels of a row, or per row where it is None."""
+
+    bits: int
+    group_size: int | None
+    symmetric: bool
+
+    @property
+    def storage_bits(self) -> int:
+        return self.bits
+
+
+@dataclass(frozen=True)
+class Fp4Grid:
+    """E2M1 values, an e4m3 scale per 16 input channels, one FP32 scale per tensor (NVFP4)."""
+
+    group_size: int = 16
+
+    @property
+    def storage_bits(self) -> int:
+        return 4
+
+
+Grid = IntGrid | Fp4Grid
+Method = Literal["awq", "gptq", "smooth"]
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """One way to quantize a model.
+
+    `methods` are applied in order before or while rounding; none means round to nearest, which needs no calibration.
+    `formats` are the on-disk formats some engine loads it from, the default first.
+    """
+
+    name: str
+    weight: Grid
+    activation_bits: int
+    methods: tuple[Method, ...]
+    formats: tuple[str, ...]
+    summary: str
+
+
+_W4 = IntGrid(bits=4, group_size=128, symmetric=False)
+
+SCHEMES: dict[str, Scheme] = {
+    scheme.name: scheme
+    for scheme in (
+        Scheme(
+            "awq-w4a16", _W4, 16, ("awq", "gptq"), ("awq", "compressed-tensors"), "int4 in groups of 128, activation-aware, compensated"
+        ),
+        Scheme("rtn-w4a16", _W4, 16, (), ("awq", "compressed-tensors"), "int4 in groups of 128, rounded to nearest, no calibration"),
+        Scheme("fp4-w4a16", Fp4Grid(), 16, ("awq", "gptq"), ("modelopt", "compressed-tensors"), "NVFP4 weights, 16-bit activations"),
+        Scheme(
+            "int8-a8w8c16",
+            IntGrid(bits=8, group_size=None, symmetric=True),
+            8,
+            ("smooth", "gptq"),
+            ("compressed-tensors",),
+            "int8 weights per channel, int8 activations per token, BF16 cache",
+        ),
+    )
+}
+
+
+def find_scheme(name: str) -> Scheme:
+    if name not in SCHEMES:
+        raise QuantkitError(f"scheme {name!r} is not known", f"choose one of {', '.join(SCHEMES)}")
+    return SCHEMES[name]
+
+
+def check_pair(scheme: Scheme, format_name: str) -> None:
+    """Refuse a scheme x format pair that no engine loads."""
+    if format_name not in scheme.formats:
+        raise QuantkitError(f"no engine loads {scheme.name} in format {format_name}", f"use --format {' or '.join(scheme.formats)}")
