@@ -1,0 +1,142 @@
+"""The routed experts of one layer: for every token, sum over its experts of weight * down(silu(gate(x)) * up(x)).
+
+`ExpertsBuilder` takes the experts one at a time and lays each out at once, so the unpacked codes of a whole layer (11 GB for an R1 layer)
+never exist together.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quantkit_kernels import backends
+from quantkit_kernels.checks import INDEX_DTYPES, check_compute_dtype, check_tensor, require
+from quantkit_kernels.weights import Weight, check_weight, kind, shape
+
+
+class Experts(ABC):
+    """The prepared experts of one layer. Call it with x[T, H] of `dtype`, topk_ids[T, k], topk_weights[T, k] float32; it returns [T, H].
+
+    topk_ids are int32 or int64 in 0..num_experts-1 (checked on the CPU; on a device an id outside is undefined). A token may name an
+    expert twice; its contributions add up. The products are summed in float32.
+    """
+
+    def __init__(self, num_experts: int, hidden: int, intermediate: int, dtype: torch.dtype, device: torch.device, backend: str) -> None:
+        self.num_experts = num_experts
+        self.hidden = hidden
+        self.intermediate = intermediate
+        self.dtype = dtype
+        self.device = device
+        self.backend = backend
+
+    def __call__(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        check_tensor("x", x, (None, self.hidden), (self.dtype,))
+        check_tensor("topk_ids", topk_ids, (x.shape[0], None), INDEX_DTYPES)
+        check_tensor("topk_weights", topk_weights, tuple(topk_ids.shape), (torch.float32,))
+        if topk_ids.numel() == 0:
+            return torch.zeros_like(x)
+        return self.forward(x, topk_ids, topk_weights)
+
+    @abstractmethod
+    def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        """As the call, with arguments already checked and at least one token."""
+
+    @abstractmethod
+    def held(self) -> list[Tensor]:
+        """The tensors kept between calls."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.held())
+
+
+class ExpertsLayout(ABC):
+    """What a backend does with experts as they come: `place` one, in any order, then `finish`."""
+
+    @abstractmethod
+    def place(self, index: int, gate: Weight, up: Weight, down: Weight) -> None: ...
+
+    @abstractmethod
+    def finish(self) -> Experts: ...
+
+
+class ExpertsBuilder:
+    """Collects the experts of one layer in any order.
+
+    >>> builder = ExpertsBuilder(256, dtype=torch.bfloat16, device="cuda")
+    >>> for index in range(256):
+    ...     builder.add(index, gate, up, down)      # Int4, Int8, Fp4 or Dense: gate and up [I, H], down [H, I]
+    >>> experts = builder.finish()
+
+    All experts of a layer have the same shapes and grids. Raises ValueError naming what does not fit, an expert that is added twice, or, in
+    `finish`, those that are missing.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        *,
+        backend: str = "auto",
+        dtype: torch.dtype = torch.bfloat16,
+        device: str | torch.device | None = None,
+    ) -> None:
+        require(num_experts > 0, f"num_experts: {num_experts}, expected at least 1")
+        check_compute_dtype(dtype)
+        self.num_experts = num_experts
+        self._backend = backend
+        self._dtype = dtype
+        self._device = None if device is None else torch.device(device)
+        self._layout: ExpertsLayout | None = None
+        self._signature: tuple[object, ...] = ()
+        self._placed: set[int] = set()
+
+    def add(self, index: int, gate: Weight, up: Weight, down: Weight) -> None:
+        """Lay out expert `index`. gate and up are [I, H] on one grid, down is [H, I]."""
+        require(0 <= index < self.num_experts, f"index: {index}, expected 0..{self.num_experts - 1}")
+        require(index not in self._placed, f"index: expert {index} was already added")
+        for weight in (gate, up, down):
+            check_weight(weight)
+        _check_expert(gate, up, down)
+        signature = tuple((kind(weight), *(None if part is None else tuple(part.shape) for part in weight)) for weight in (gate, up, down))
+        if self._layout is None:
+            target = gate[0].device if self._device is None else self._device
+            name = backends.choose(f"experts_{kind(gate)}", self._backend, target)
+            self._layout = backends.module(name).experts_layout(self.num_experts, gate, down, self._dtype, target)
+            self._signature = signature
+        require(signature == self._signature, f"expert {index} differs from the first one: {signature} against {self._signature}")
+        self._layout.place(index, gate, up, down)
+        self._placed.add(index)
+
+    def finish(self) -> Experts:
+        """The prepared layer, once every expert was added."""
+        missing = sorted(set(range(self.num_experts)) - self._placed)
+        require(not missing, f"{len(missing)} of {self.num_experts} experts were never added, the first is {missing[:1]}")
+        assert self._layout is not None, "no expert was placed"
+        experts = self._layout.finish()
+        self._layout = None
+        return experts
+
+
+def prepare_experts(
+    gate: Sequence[Weight],
+    up: Sequence[Weight],
+    down: Sequence[Weight],
+    *,
+    backend: str = "auto",
+    dtype: torch.dtype = torch.bfloat16,
+    device: str | torch.device | None = None,
+) -> Experts:
+    """`ExpertsBuilder` over weights that are all at hand: gate[e] and up[e] [I, H], down[e] [H, I]."""
+    require(len(gate) == len(up) == len(down), f"gate, up, down: {len(gate)}, {len(up)}, {len(down)} experts, expected as many of each")
+    builder = ExpertsBuilder(len(gate), backend=backend, dtype=dtype, device=device)
+    for index, (one_gate, one_up, one_down) in enumerate(zip(gate, up, down)):
+        builder.add(index, one_gate, one_up, one_down)
+    return builder.finish()
+
+
+def _check_expert(gate: Weight, up: Weight, down: Weight) -> None:
+    require(kind(gate) == kind(up), f"gate is {kind(gate)} and up is {kind(up)}, expected one grid for both")
+    intermediate, hidden = shape(gate)
+    require(shape(up) == (intermediate, hidden), f"up: shape {list(shape(up))}, expected [{intermediate}, {hidden}] as gate")
+    require(shape(down) == (hidden, intermediate), f"down: shape {list(shape(down))}, expected [{hidden}, {intermediate}]")

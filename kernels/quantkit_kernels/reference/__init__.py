@@ -1,0 +1,31 @@
+"""The plain torch backend: every operator, any device, no packing. What the others are measured against.
+
+Codes stay one per byte and are expanded at every call in blocks of rows; the arithmetic is float32. Nothing here is meant to be fast.
+"""
+
+import torch
+
+from quantkit_kernels.reference.experts import LoopLayout
+from quantkit_kernels.reference.functional import add_rms_norm, mla_decode, rms_norm, rope, route, silu_and_mul
+from quantkit_kernels.reference.linear import linear
+from quantkit_kernels.weights import Weight
+
+__all__ = [
+    "add_rms_norm",
+    "experts_layout",
+    "linear",
+    "mla_decode",
+    "rms_norm",
+    "rope",
+    "route",
+    "silu_and_mul",
+    "unusable",
+]
+
+
+def unusable(operator: str, device: torch.device) -> str | None:
+    return None
+
+
+def experts_layout(num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device) -> LoopLayout:
+    return LoopLayout(num_experts, linear, dtype, device, "reference")

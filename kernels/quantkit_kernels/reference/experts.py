@@ -1,0 +1,68 @@
+"""Experts as a loop over the linears of any backend: tokens are sorted by expert once, experts without tokens are skipped."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from quantkit_kernels.experts import Experts, ExpertsLayout
+from quantkit_kernels.linear import Linear
+from quantkit_kernels.reference.functional import silu_and_mul
+from quantkit_kernels.weights import Weight, stack
+
+PrepareLinear = Callable[[Weight, torch.dtype, torch.device], Linear]
+
+
+class LoopExperts(Experts):
+    """One gate_up linear [2I, H] and one down linear [H, I] per expert."""
+
+    def __init__(self, gate_up: list[Linear], down: list[Linear], dtype: torch.dtype, device: torch.device, backend: str) -> None:
+        super().__init__(len(down), down[0].out_features, down[0].in_features, dtype, device, backend)
+        self.gate_up = gate_up
+        self.down = down
+
+    def held(self) -> list[Tensor]:
+        return [tensor for linear in (*self.gate_up, *self.down) for tensor in linear.held()]
+
+    def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        top_k = topk_ids.shape[1]
+        ids, order = topk_ids.reshape(-1).sort(stable=True)
+        # The one wait for the device: how many rows each expert has.
+        counts = torch.bincount(ids, minlength=self.num_experts).tolist()
+        if len(counts) > self.num_experts:
+            raise ValueError(f"topk_ids: expert {len(counts) - 1} named, there are {self.num_experts}")
+        token = order // top_k
+        gathered = x[token]
+        products = torch.empty(ids.shape[0], self.hidden, dtype=torch.float32, device=x.device)
+        start = 0
+        for expert, count in enumerate(counts):
+            if count == 0:
+                continue
+            gate_up = self.gate_up[expert].rows(gathered[start : start + count])
+            products[start : start + count] = self.down[expert].rows(silu_and_mul(gate_up))
+            start += count
+        products *= topk_weights.reshape(-1)[order].unsqueeze(-1)
+        summed = torch.zeros(x.shape, dtype=torch.float32, device=x.device).index_add_(0, token, products)
+        return summed.to(x.dtype)
+
+
+class LoopLayout(ExpertsLayout):
+    """Prepares each expert's two linears as it comes."""
+
+    def __init__(self, num_experts: int, prepare_linear: PrepareLinear, dtype: torch.dtype, device: torch.device, backend: str) -> None:
+        self._prepare = prepare_linear
+        self._dtype = dtype
+        self._device = device
+        self._backend = backend
+        self._gate_up: list[Linear | None] = [None] * num_experts
+        self._down: list[Linear | None] = [None] * num_experts
+
+    def place(self, index: int, gate: Weight, up: Weight, down: Weight) -> None:
+        self._gate_up[index] = self._prepare(stack(gate, up), self._dtype, self._device)
+        self._down[index] = self._prepare(down, self._dtype, self._device)
+
+    def finish(self) -> LoopExperts:
+        gate_up = [linear for linear in self._gate_up if linear is not None]
+        down = [linear for linear in self._down if linear is not None]
+        assert len(gate_up) == len(down) == len(self._down), (len(gate_up), len(down), len(self._down))
+        return LoopExperts(gate_up, down, self._dtype, self._device, self._backend)

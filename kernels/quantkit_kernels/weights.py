@@ -1,0 +1,151 @@
+"""The weights that the operators take: plain tensors, one value per code, independent of any file format.
+
+A weight is W[N, K]: N output features, K input features. `prepare` turns one into the layout of a backend, once, at load.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantkit_kernels.checks import FLOAT_DTYPES, check_tensor, require
+
+INT4_GROUP_SIZES = (32, 64, 128)
+FP4_GROUP_SIZE = 16
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+class Int4(NamedTuple):
+    """w = (codes - zero_point) * scale, one scale and zero point per group of K/scale.shape[1] input features.
+
+    codes int8 [N, K] in -8..7; scale float32 [N, K/g], g of 32, 64 or 128; zero_point int8 [N, K/g] in -8..7, or None.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+
+
+class Int8(NamedTuple):
+    """w = codes * scale, one scale per output feature; activations are quantized to int8 per token inside the operator.
+
+    codes int8 [N, K] in -127..127; scale float32 [N, 1].
+    """
+
+    codes: Tensor
+    scale: Tensor
+
+
+class Fp4(NamedTuple):
+    """w = e2m1[codes] * scale * global_scale (NVFP4), one scale per 16 input features.
+
+    codes uint8 [N, K] in 0..15, bit 3 the sign; scale float8_e4m3fn [N, K/16]; global_scale float32, a multiplier: a scalar,
+    or [N] where tensors with different global scales were stacked.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    global_scale: Tensor
+
+
+class Dense(NamedTuple):
+    """A weight that is not quantized: float [N, K]."""
+
+    weight: Tensor
+
+
+Weight = Int4 | Int8 | Fp4 | Dense
+
+
+def kind(weight: Weight) -> str:
+    """The name of a weight's grid in operator names: int4, int8, fp4 or dense."""
+    return type(weight).__name__.lower()
+
+
+def shape(weight: Weight) -> tuple[int, int]:
+    """(N, K), the output and input features."""
+    return weight[0].shape[0], weight[0].shape[1]
+
+
+def group_size(weight: Int4) -> int:
+    return weight.codes.shape[1] // weight.scale.shape[1]
+
+
+def check_weight(weight: Weight) -> None:
+    """Refuse a weight whose tensors do not fit each other. Values are not read: a device is not made to wait."""
+    require(weight[0].dim() == 2, f"{kind(weight)} weight: shape {list(weight[0].shape)}, expected [N, K]")
+    n, k = shape(weight)
+    if isinstance(weight, Dense):
+        check_tensor("weight", weight.weight, (n, k), FLOAT_DTYPES)
+    elif isinstance(weight, Int8):
+        check_tensor("codes", weight.codes, (n, k), (torch.int8,))
+        check_tensor("scale", weight.scale, (n, 1), (torch.float32,))
+    elif isinstance(weight, Int4):
+        check_tensor("codes", weight.codes, (n, k), (torch.int8,))
+        check_tensor("scale", weight.scale, (n, None), (torch.float32,))
+        groups = weight.scale.shape[1]
+        fits = groups > 0 and k % groups == 0 and k // groups in INT4_GROUP_SIZES
+        require(fits, f"scale: {groups} groups for {k} input features, expected groups of {', '.join(map(str, INT4_GROUP_SIZES))}")
+        if weight.zero_point is not None:
+            check_tensor("zero_point", weight.zero_point, (n, groups), (torch.int8,))
+    else:
+        check_tensor("codes", weight.codes, (n, k), (torch.uint8,))
+        require(k % FP4_GROUP_SIZE == 0, f"codes: {k} input features are not a multiple of {FP4_GROUP_SIZE}")
+        check_tensor("scale", weight.scale, (n, k // FP4_GROUP_SIZE), (torch.float8_e4m3fn,))
+        require(weight.global_scale.dtype == torch.float32, f"global_scale: dtype {weight.global_scale.dtype}, expected torch.float32")
+        fits = tuple(weight.global_scale.shape) in ((), (n,))
+        require(fits, f"global_scale: shape {list(weight.global_scale.shape)}, expected [] or [{n}]")
+
+
+def dequantize(weight: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
+    """W[N, K] as numbers. The arithmetic is in `dtype`, so float64 gives the exact values the codes stand for."""
+    if isinstance(weight, Dense):
+        return weight.weight.to(dtype)
+    if isinstance(weight, Int8):
+        return weight.codes.to(dtype) * weight.scale.to(dtype)
+    n, k = shape(weight)
+    if isinstance(weight, Int4):
+        codes = weight.codes.to(dtype).view(n, weight.scale.shape[1], -1)
+        if weight.zero_point is not None:
+            codes = codes - weight.zero_point.to(dtype).unsqueeze(-1)
+        return (codes * weight.scale.to(dtype).unsqueeze(-1)).view(n, k)
+    values = torch.tensor(E2M1, dtype=dtype, device=weight.codes.device)[weight.codes.int()]
+    scale = weight.scale.to(dtype) * weight.global_scale.to(dtype).reshape(-1, 1)
+    return (values.view(n, -1, FP4_GROUP_SIZE) * scale.unsqueeze(-1)).view(n, k)
+
+
+def rows(weight: Weight, start: int, stop: int) -> Weight:
+    """The output features start..stop of a weight, without copying."""
+    if isinstance(weight, Dense):
+        return Dense(weight.weight[start:stop])
+    if isinstance(weight, Int8):
+        return Int8(weight.codes[start:stop], weight.scale[start:stop])
+    if isinstance(weight, Int4):
+        zero_point = None if weight.zero_point is None else weight.zero_point[start:stop]
+        return Int4(weight.codes[start:stop], weight.scale[start:stop], zero_point)
+    global_scale = weight.global_scale if weight.global_scale.dim() == 0 else weight.global_scale[start:stop]
+    return Fp4(weight.codes[start:stop], weight.scale[start:stop], global_scale)
+
+
+def stack(first: Weight, second: Weight) -> Weight:
+    """[first; second] along the output features, as gate and up are run by one operator. Both must be on one grid."""
+    alike = kind(first) == kind(second) and shape(first)[1] == shape(second)[1]
+    require(alike, f"cannot stack {kind(second)} {shape(second)} on {kind(first)} {shape(first)}")
+    if isinstance(first, Int4) and isinstance(second, Int4):
+        same = group_size(first) == group_size(second) and (first.zero_point is None) == (second.zero_point is None)
+        require(same, "cannot stack int4 weights that differ in group size or symmetry")
+        zero_point = None
+        if first.zero_point is not None and second.zero_point is not None:
+            zero_point = torch.cat([first.zero_point, second.zero_point])
+        return Int4(torch.cat([first.codes, second.codes]), torch.cat([first.scale, second.scale]), zero_point)
+    if isinstance(first, Int8) and isinstance(second, Int8):
+        return Int8(torch.cat([first.codes, second.codes]), torch.cat([first.scale, second.scale]))
+    if isinstance(first, Fp4) and isinstance(second, Fp4):
+        scale = torch.cat([first.scale.view(torch.uint8), second.scale.view(torch.uint8)]).view(torch.float8_e4m3fn)
+        parts = [part.global_scale.expand(shape(part)[0]) for part in (first, second)]
+        return Fp4(torch.cat([first.codes, second.codes]), scale, torch.cat(parts))
+    return Dense(torch.cat([first[0], second[0]]))
+
+
+def to_device(weight: Weight, device: torch.device) -> Weight:
+    return type(weight)._make(None if tensor is None else tensor.to(device) for tensor in weight)
