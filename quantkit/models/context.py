@@ -6,19 +6,20 @@ see which, and where earlier ones are kept.
 
 from typing import Protocol
 
+import quantkit_kernels
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quantkit.models.rope import Rope
+from quantkit.models.rope import Rope, rotate_halves
 
 
 class Context(Protocol):
     positions: Tensor
     """[T] int64, the position of each token in its sequence."""
 
-    def rotary(self, rope: Rope) -> tuple[Tensor, Tensor]:
-        """cos, sin [T, rope.dim / 2] float32 of the tokens' positions."""
+    def rotate(self, rope: Rope, x: Tensor) -> Tensor:
+        """x [T, heads, rope.dim] turned to the tokens' positions."""
 
     def attend_mla(self, layer: int, q_nope: Tensor, q_pe: Tensor, latent: Tensor, k_pe: Tensor, kv_b: Tensor, scale: float) -> Tensor:
         """Multi-head latent attention.
@@ -36,12 +37,14 @@ class Positions:
 
     def __init__(self, positions: Tensor) -> None:
         self.positions = positions
+        self._rows = torch.arange(len(positions), device=positions.device)
         self._tables: dict[Rope, tuple[Tensor, Tensor]] = {}
 
-    def rotary(self, rope: Rope) -> tuple[Tensor, Tensor]:
+    def rotate(self, rope: Rope, x: Tensor) -> Tensor:
         if rope not in self._tables:
             self._tables[rope] = rope.cos_sin(self.positions)
-        return self._tables[rope]
+        cos, sin = self._tables[rope]
+        return quantkit_kernels.rope(x, self._rows, cos, sin) if rope.interleaved else rotate_halves(x, cos, sin)
 
 
 class CausalContext(Positions):

@@ -5,16 +5,18 @@ Symbols: T tokens, H hidden_size, k num_experts_per_tok; attention head sizes no
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from quantkit_kernels import apply_rope, rms_norm, route, silu_and_mul
+from quantkit_kernels import rms_norm
 from torch import Tensor
 from torch.nn import functional as F
 
 from quantkit.errors import QuantkitError
+from quantkit.models.config import read_fields
 from quantkit.models.context import Context
+from quantkit.models.mlp import DenseMlp, MoeMlp, Routing
 from quantkit.models.rope import Rope
 from quantkit.models.table import Parameter, Role, ScaleGroup, Split
 from quantkit.models.weights import Weights
@@ -47,6 +49,7 @@ class Config:
     max_position_embeddings: int
     rope: Rope
     num_nextn_predict_layers: int = 0
+    scoring_func: str = "sigmoid"
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "Config":
@@ -57,15 +60,11 @@ class Config:
                 raise QuantkitError(f"config.json has {key} = {config[key]!r}", f"deepseek_v3 here computes {value!r} only")
         if config.get("attention_bias"):
             raise QuantkitError("config.json has attention_bias", "deepseek_v3 here has no attention biases")
-        values: dict[str, Any] = {"rope": Rope.from_dict(config, config["qk_rope_head_dim"])}
-        for field in fields(cls):
-            if field.name in config:
-                values[field.name] = config[field.name]
-            elif field.name not in values and field.name != "num_nextn_predict_layers":
-                raise QuantkitError(f"config.json lacks {field.name}", "use the config.json that came with the model")
-        if values["q_lora_rank"] is None:
+        if config.get("q_lora_rank", 0) is None:
             raise QuantkitError("config.json has q_lora_rank null", "deepseek_v3 here needs the low-rank query projection of V3 and R1")
-        return cls(**values)
+        values = read_fields(cls, config)
+        rope = Rope.from_dict(config, values["qk_rope_head_dim"], interleaved=bool(config.get("rope_interleave", True)))
+        return cls(rope=rope, **values)
 
     @property
     def qk_head_dim(self) -> int:
@@ -79,6 +78,18 @@ class Config:
     def cache_width(self) -> int:
         """Values cached per token and layer: the latent and the rotated shared key."""
         return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def routing(self) -> Routing:
+        return Routing(
+            self.n_routed_experts,
+            self.num_experts_per_tok,
+            self.norm_topk_prob,
+            self.scoring_func,
+            self.n_group,
+            self.topk_group,
+            self.routed_scaling_factor,
+        )
 
     def is_moe(self, layer: int) -> bool:
         return layer >= self.first_k_dense_replace
@@ -184,42 +195,16 @@ class Attention:
         q_a, latent, k_pe = self.qkv_a(x).split([c.q_lora_rank, c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
         q = self.q_b(rms_norm(q_a, self.q_norm, c.rms_norm_eps)).unflatten(-1, (-1, c.qk_head_dim))
         q_nope, q_pe = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
-        cos, sin = context.rotary(c.rope)
-        q_pe = apply_rope(q_pe, cos, sin)
-        k_pe = apply_rope(k_pe[:, None, :], cos, sin)[:, 0]
+        q_pe = context.rotate(c.rope, q_pe)
+        k_pe = context.rotate(c.rope, k_pe[:, None])[:, 0]
         latent = rms_norm(latent, self.kv_norm, c.rms_norm_eps)
         return self.o(context.attend_mla(self.layer, q_nope, q_pe, latent, k_pe, self.kv_b, c.softmax_scale).flatten(1))
 
 
-class DenseMlp:
-    def __init__(self, prefix: str, weights: Weights) -> None:
-        self.gate_up = weights.fused_linear((f"{prefix}.gate_proj", f"{prefix}.up_proj"))
-        self.down = weights.linear(f"{prefix}.down_proj")
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.down(silu_and_mul(self.gate_up(x)))
-
-
-class MoeMlp:
-    def __init__(self, config: Config, prefix: str, weights: Weights) -> None:
-        self.config = config
-        self.router = weights.tensor(f"{prefix}.gate.weight")
-        self.bias = weights.tensor(f"{prefix}.gate.e_score_correction_bias")
-        self.experts = weights.experts(f"{prefix}.experts", config.n_routed_experts)
-        self.shared = DenseMlp(f"{prefix}.shared_experts", weights)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        c = self.config
-        topk_weights, topk_ids = route(
-            F.linear(x.float(), self.router),
-            self.bias,
-            top_k=c.num_experts_per_tok,
-            n_group=c.n_group,
-            topk_group=c.topk_group,
-            norm_topk_prob=c.norm_topk_prob,
-            routed_scaling_factor=c.routed_scaling_factor,
-        )
-        return self.experts(x, topk_ids, topk_weights) + self.shared(x)
+def moe_mlp(config: Config, prefix: str, weights: Weights) -> MoeMlp:
+    return MoeMlp(
+        config.routing, prefix, weights, bias_name=f"{prefix}.gate.e_score_correction_bias", shared_prefix=f"{prefix}.shared_experts"
+    )
 
 
 class DecoderLayer:
@@ -230,7 +215,7 @@ class DecoderLayer:
         self.input_norm = weights.tensor(f"{p}.input_layernorm.weight")
         self.attention = Attention(config, layer, weights)
         self.post_attention_norm = weights.tensor(f"{p}.post_attention_layernorm.weight")
-        self.mlp = MoeMlp(config, f"{p}.mlp", weights) if config.is_moe(layer) else DenseMlp(f"{p}.mlp", weights)
+        self.mlp = moe_mlp(config, f"{p}.mlp", weights) if config.is_moe(layer) else DenseMlp(f"{p}.mlp", weights)
 
     def __call__(self, hidden: Tensor, context: Context) -> Tensor:
         """hidden [T, H] -> [T, H]."""

@@ -1,0 +1,61 @@
+"""The feed-forward halves that the architectures share: a gated MLP, and a mixture of them."""
+
+from dataclasses import dataclass
+
+from quantkit_kernels import route, silu_and_mul
+from torch import Tensor
+from torch.nn import functional as F
+
+from quantkit.models.weights import Weights
+
+
+class DenseMlp:
+    """down(SiLU(gate(x)) * up(x))."""
+
+    def __init__(self, prefix: str, weights: Weights) -> None:
+        self.gate_up = weights.fused_linear((f"{prefix}.gate_proj", f"{prefix}.up_proj"))
+        self.down = weights.linear(f"{prefix}.down_proj")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, H] -> [T, H], partial over ranks."""
+        return self.down(silu_and_mul(self.gate_up(x)))
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How experts are chosen; the names are DeepSeek's."""
+
+    n_routed_experts: int
+    num_experts_per_tok: int
+    norm_topk_prob: bool
+    scoring_func: str
+    n_group: int = 1
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0
+
+
+class MoeMlp:
+    """Routed experts, and a shared one where `shared_prefix` names it. `bias_name` is the router's selection bias, if the model has one."""
+
+    def __init__(self, routing: Routing, prefix: str, weights: Weights, *, bias_name: str | None, shared_prefix: str | None) -> None:
+        self.routing = routing
+        self.router = weights.tensor(f"{prefix}.gate.weight").float()
+        self.bias = weights.tensor(bias_name).float() if bias_name else None
+        self.experts = weights.experts(f"{prefix}.experts", routing.n_routed_experts)
+        self.shared = DenseMlp(shared_prefix, weights) if shared_prefix else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, H] -> [T, H], partial over ranks."""
+        r = self.routing
+        topk_ids, topk_weights = route(
+            F.linear(x.float(), self.router),
+            self.bias,
+            top_k=r.num_experts_per_tok,
+            n_group=r.n_group,
+            topk_group=r.topk_group,
+            scoring=r.scoring_func,
+            norm_topk_prob=r.norm_topk_prob,
+            routed_scaling_factor=r.routed_scaling_factor,
+        )
+        routed = self.experts(x, topk_ids, topk_weights)
+        return routed + self.shared(x) if self.shared else routed
