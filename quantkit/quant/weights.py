@@ -1,0 +1,118 @@
+"""The value of one linear layer's weight W [N=out, K=in], whatever format it is stored in.
+
+Formats unpack to one of these and pack from one of these, so that converting is unpack then pack, and kernels and
+calibration know nothing of files. Integers are signed everywhere (an unsigned int4 code q with zero point z is
+q - 8 with z - 8), and global FP4 scales are multipliers everywhere.
+
+G is the number of groups along K (K / group_size); a scale per channel is G = 1.
+"""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+FP8_BLOCK = 128
+FP4_GROUP = 16
+
+
+@dataclass(frozen=True, eq=False)
+class IntWeight:
+    """w = (codes - zero_point) * scale, a scale per row and group of K / G input channels.
+
+    codes int8 [N, K] in -8..7 or -127..127; scale float32 [N, G], already rounded to what the format stores;
+    zero_point int8 [N, G], or None for a symmetric grid.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    bits: int
+
+    def __post_init__(self) -> None:
+        rows, columns = self.codes.shape
+        assert self.bits in (4, 8), f"{self.bits} bits"
+        assert self.codes.dtype == torch.int8, f"codes are {self.codes.dtype}"
+        assert self.scale.dtype == torch.float32, f"scale is {self.scale.dtype}"
+        assert self.scale.shape[0] == rows, f"scale {tuple(self.scale.shape)} for {rows} rows"
+        assert columns % self.scale.shape[1] == 0, f"{self.scale.shape[1]} groups do not divide {columns} columns"
+        if self.zero_point is not None:
+            assert self.zero_point.dtype == torch.int8, f"zero_point is {self.zero_point.dtype}"
+            assert self.zero_point.shape == self.scale.shape, f"zero_point {tuple(self.zero_point.shape)}, scale {tuple(self.scale.shape)}"
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    @property
+    def group_size(self) -> int:
+        return self.codes.shape[1] // self.scale.shape[1]
+
+
+@dataclass(frozen=True, eq=False)
+class Fp4Weight:
+    """w = e2m1[codes] * scale * global_scale, a scale per row and group of 16 input channels (NVFP4).
+
+    codes uint8 [N, K] in 0..15, bit 3 the sign; scale float8_e4m3fn [N, K / 16]; global_scale float32 [], a multiplier.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    global_scale: Tensor
+
+    def __post_init__(self) -> None:
+        rows, columns = self.codes.shape
+        assert self.codes.dtype == torch.uint8, f"codes are {self.codes.dtype}"
+        assert self.scale.dtype == torch.float8_e4m3fn, f"scale is {self.scale.dtype}"
+        assert self.scale.shape == (rows, columns // FP4_GROUP), f"scale {tuple(self.scale.shape)} for codes {tuple(self.codes.shape)}"
+        assert columns % FP4_GROUP == 0, f"groups of {FP4_GROUP} do not divide {columns} columns"
+        assert self.global_scale.shape == (), f"global_scale has shape {tuple(self.global_scale.shape)}"
+        assert self.global_scale.dtype == torch.float32, f"global_scale is {self.global_scale.dtype}"
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    @property
+    def group_size(self) -> int:
+        return FP4_GROUP
+
+
+@dataclass(frozen=True, eq=False)
+class Fp8BlockWeight:
+    """w = codes * scale, a scale per block of 128 x 128; blocks at the edges may be partial (DeepSeek-V3).
+
+    codes float8_e4m3fn [N, K]; scale float32 [ceil(N / 128), ceil(K / 128)], a multiplier.
+    """
+
+    codes: Tensor
+    scale: Tensor
+
+    def __post_init__(self) -> None:
+        assert self.codes.dtype == torch.float8_e4m3fn, f"codes are {self.codes.dtype}"
+        assert self.scale.dtype == torch.float32, f"scale is {self.scale.dtype}"
+        blocks = tuple(-(-size // FP8_BLOCK) for size in self.codes.shape)
+        assert tuple(self.scale.shape) == blocks, f"scale {tuple(self.scale.shape)} for codes {tuple(self.codes.shape)}"
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+
+Weight: TypeAlias = Tensor | IntWeight | Fp4Weight | Fp8BlockWeight
+
+
+def dequantize(weight: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The dense value [N, K] in `dtype`, computed in float32 and rounded once. A plain tensor is only cast."""
+    from quantkit.quant import fp4, fp8, integer
+
+    match weight:
+        case IntWeight():
+            return integer.dequantize_int(weight).to(dtype)
+        case Fp4Weight():
+            return fp4.dequantize_fp4(weight).to(dtype)
+        case Fp8BlockWeight():
+            return fp8.dequantize_fp8_block(weight).to(dtype)
+        case _:
+            return weight.to(dtype)
