@@ -11,11 +11,11 @@ from torch import Tensor
 
 from quantkit.errors import QuantkitError
 from quantkit.quant.weights import FP4_GROUP, Fp4Weight
+from quantkit.quant.weights import decode_e2m1 as decode_e2m1  # the inverse of encode_e2m1, kept with the values
 
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 E4M3_MIN = 2.0**-9
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 def encode_e2m1(x: Tensor) -> Tensor:
@@ -30,12 +30,6 @@ def encode_e2m1(x: Tensor) -> Tensor:
     codes += magnitude >= 3.5
     codes += magnitude > 5.0
     return codes.bitwise_or_((x < 0).to(torch.uint8).mul_(8))
-
-
-def decode_e2m1(codes: Tensor) -> Tensor:
-    """Values float32 of E2M1 codes uint8 0..15."""
-    table = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=codes.device)
-    return table.index_select(0, codes.flatten().int()).view(codes.shape)
 
 
 def global_scale(amax: Tensor) -> Tensor:
@@ -75,9 +69,3 @@ def quantize_fp4(w: Tensor, *, global_scale: Tensor | None = None) -> Fp4Weight:
 
 def _own_global_scale(w: Tensor) -> Tensor:
     return global_scale(w.abs().amax())
-
-
-def dequantize_fp4(weight: Fp4Weight) -> Tensor:
-    """e2m1 * scale * global_scale, float32 [N, K]."""
-    values = decode_e2m1(weight.codes).unflatten(1, (-1, FP4_GROUP))
-    return values.mul_((weight.scale.float() * weight.global_scale).unsqueeze(-1)).flatten(-2)

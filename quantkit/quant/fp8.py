@@ -22,15 +22,3 @@ def quantize_fp8_block(w: Tensor) -> Fp8BlockWeight:
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     codes = (blocks / scale[:, None, :, None]).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     return Fp8BlockWeight(codes.flatten(2).flatten(0, 1)[:rows, :columns].contiguous(), scale)
-
-
-def dequantize_fp8_block(weight: Fp8BlockWeight) -> Tensor:
-    """codes * scale of the block, float32 [N, K]. Needs no more memory than its result."""
-    values = weight.codes.float()
-    rows, columns = values.shape
-    row_scale = weight.scale.repeat_interleave(FP8_BLOCK, dim=0)[:rows]  # [N, column blocks]
-    whole = columns // FP8_BLOCK
-    values[:, : whole * FP8_BLOCK].unflatten(1, (whole, FP8_BLOCK)).mul_(row_scale[:, :whole, None])
-    if columns % FP8_BLOCK:
-        values[:, whole * FP8_BLOCK :].mul_(row_scale[:, whole:])
-    return values

@@ -67,14 +67,6 @@ def quantize_int(w: Tensor, grid: IntGrid, *, scale_dtype: torch.dtype) -> IntWe
     return IntWeight(round_int(w, scale, zero_point, grid.bits), scale, zero_point, grid.bits)
 
 
-def dequantize_int(weight: IntWeight) -> Tensor:
-    """(codes - zero_point) * scale, float32 [N, K]."""
-    values = _grouped(weight.codes.float(), weight.scale)
-    if weight.zero_point is not None:
-        values -= weight.zero_point.unsqueeze(-1)
-    return values.mul_(weight.scale.unsqueeze(-1)).flatten(-2)
-
-
 def _grouped(w: Tensor, scale: Tensor) -> Tensor:
     """[N, K] -> [N, G, K / G]"""
     return w.unflatten(1, (scale.shape[1], -1))

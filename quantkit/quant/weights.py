@@ -15,6 +15,7 @@ from torch import Tensor
 
 FP8_BLOCK = 128
 FP4_GROUP = 16
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,14 +106,41 @@ Weight: TypeAlias = Tensor | IntWeight | Fp4Weight | Fp8BlockWeight
 
 def dequantize(weight: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
     """The dense value [N, K] in `dtype`, computed in float32 and rounded once. A plain tensor is only cast."""
-    from quantkit.quant import fp4, fp8, integer
-
     match weight:
         case IntWeight():
-            return integer.dequantize_int(weight).to(dtype)
+            return _dequantize_int(weight).to(dtype)
         case Fp4Weight():
-            return fp4.dequantize_fp4(weight).to(dtype)
+            return _dequantize_fp4(weight).to(dtype)
         case Fp8BlockWeight():
-            return fp8.dequantize_fp8_block(weight).to(dtype)
+            return _dequantize_fp8_block(weight).to(dtype)
         case _:
             return weight.to(dtype)
+
+
+def decode_e2m1(codes: Tensor) -> Tensor:
+    """Values float32 of E2M1 codes uint8 0..15."""
+    table = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=codes.device)
+    return table.index_select(0, codes.flatten().int()).view(codes.shape)
+
+
+def _dequantize_int(weight: IntWeight) -> Tensor:
+    values = weight.codes.float().unflatten(1, (-1, weight.group_size))
+    if weight.zero_point is not None:
+        values -= weight.zero_point.unsqueeze(-1)
+    return values.mul_(weight.scale.unsqueeze(-1)).flatten(1)
+
+
+def _dequantize_fp4(weight: Fp4Weight) -> Tensor:
+    values = decode_e2m1(weight.codes).unflatten(1, (-1, FP4_GROUP))
+    return values.mul_((weight.scale.float() * weight.global_scale).unsqueeze(-1)).flatten(1)
+
+
+def _dequantize_fp8_block(weight: Fp8BlockWeight) -> Tensor:
+    values = weight.codes.float()
+    rows, columns = values.shape
+    row_scale = weight.scale.repeat_interleave(FP8_BLOCK, dim=0)[:rows]  # [N, column blocks]
+    whole = columns // FP8_BLOCK
+    values[:, : whole * FP8_BLOCK].unflatten(1, (whole, FP8_BLOCK)).mul_(row_scale[:, :whole, None])
+    if columns % FP8_BLOCK:
+        values[:, whole * FP8_BLOCK :].mul_(row_scale[:, whole:])
+    return values

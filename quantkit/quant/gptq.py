@@ -1,0 +1,125 @@
+"""GPTQ (arXiv 2210.17323): round column by column, letting the columns still to come make up for the error so far.
+
+Minimises tr(E H E^T), E = W - Q and H = X^T X, over the values Q of a grid. Written with one upper triangular factor
+H = V V^T instead of the inverse of H: the loss is the squared norm of E V, whose column k depends on columns <= k of E only.
+Columns of a block C that make all earlier error E_P good are W_C + E_P V_PC inv(V_CC), so one product per block and the
+inverse of a small triangle replace the update of all later columns, and one Cholesky replaces three.
+
+Scaling channels by s turns H into D^-1 H D^-1 (D = diag s) and V into D^-1 V: a scale search needs no further factoring.
+
+Shapes: w [..., N, K], factors [..., K, K]; leading dimensions (experts, candidates) broadcast and run as one batch.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.quant.rounding import Rounder, Step
+
+BLOCK = 128
+STRIP = 16
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """values float32 [..., N, K] on the grid; step and zero [..., N, G]; loss float32 [..., N] = diag(E H E^T), damping included."""
+
+    values: Tensor
+    step: Step
+    loss: Tensor
+
+
+def damped(hessian: Tensor, damping: float) -> Tensor:
+    """H + damping * mean(diag H) * I; a channel that never fired gets 1, so that its weight is simply rounded."""
+    diagonal = hessian.diagonal(dim1=-2, dim2=-1)
+    extra = damping * diagonal.mean(-1, keepdim=True)
+    extra = torch.where(extra > 0, extra, torch.ones_like(extra))
+    return hessian + torch.diag_embed(extra.expand_as(diagonal))
+
+
+def factor(hessian: Tensor) -> Tensor:
+    """Upper triangular V [..., K, K] with V V^T = H, H symmetric positive definite float32.
+
+    V is the Cholesky factor of H with its channels in reverse order, reversed back.
+    """
+    return torch.linalg.cholesky(hessian.flip(-1, -2)).flip(-1, -2)
+
+
+def gptq(w: Tensor, factor: Tensor, rounder: Rounder) -> Rounded:
+    """Values of the grid for W under the loss given by `factor`, in the order of the channels.
+
+    Steps of a group are fitted when its first column comes up, to the columns as compensated so far. A grid with one step
+    per row has them fitted at the start.
+    """
+    columns = w.shape[-1]
+    group_size = rounder.group_size or columns
+    assert columns % group_size == 0, f"group size {group_size} does not divide {columns} channels"
+    batch = torch.broadcast_shapes(w.shape[:-2], factor.shape[:-2])
+    w, factor = w.expand(*batch, *w.shape[-2:]), factor.expand(*batch, *factor.shape[-2:])
+    conditional = factor.diagonal(dim1=-2, dim2=-1).square().unsqueeze(-2)  # [..., 1, K]: what an error costs once later columns react
+    row_step = rounder.fit(w, conditional) if rounder.group_size is None else None
+
+    error = torch.zeros(*batch, *w.shape[-2:], dtype=torch.float32, device=w.device)
+    values = torch.empty_like(error)
+    loss = torch.zeros(*batch, w.shape[-2], dtype=torch.float32, device=w.device)
+    steps: list[Step] = [] if row_step is None else [row_step]
+    for start in range(0, columns, BLOCK):
+        stop = min(start + BLOCK, columns)
+        triangle = factor[..., start:stop, start:stop]
+        inverse = torch.linalg.solve_triangular(triangle, torch.eye(stop - start, device=w.device).expand_as(triangle), upper=True)
+        carried = error[..., :start] @ factor[..., :start, start:stop]
+        target = torch.baddbmm(
+            w[..., start:stop].reshape(-1, w.shape[-2], stop - start),
+            carried.reshape(-1, w.shape[-2], stop - start),
+            inverse.reshape(-1, stop - start, stop - start),
+        )
+        block = _Block(target.view(*batch, *target.shape[-2:]), inverse, triangle, conditional[..., start:stop])
+        for strip in range(start, stop, STRIP):
+            if rounder.group_size is not None and strip % group_size == 0:
+                steps.append(block.fit(rounder, strip - start, group_size))
+            block.round_strip(rounder, steps[-1], strip - start, min(strip + STRIP, stop) - start)
+        values[..., start:stop] = block.values()
+        loss += block.loss
+        error[..., start:stop] = w[..., start:stop] - values[..., start:stop]
+    zero = None if steps[0].zero is None else torch.stack([s.zero for s in steps if s.zero is not None], dim=-1)
+    return Rounded(values, Step(torch.stack([s.step for s in steps], dim=-1), zero), loss)
+
+
+class _Block:
+    """The columns in work. Kept transposed, [..., columns, N], so that one column is one run of memory."""
+
+    def __init__(self, target: Tensor, inverse: Tensor, triangle: Tensor, conditional: Tensor) -> None:
+        self.target = target.transpose(-1, -2).contiguous()
+        self.rounded = torch.empty_like(self.target)
+        self.inverse = inverse
+        self.pivot = triangle.diagonal(dim1=-2, dim2=-1)
+        self.conditional = conditional
+        self.loss = torch.zeros_like(self.target[..., 0, :])
+
+    def fit(self, rounder: Rounder, start: int, group_size: int) -> Step:
+        part = slice(start, start + group_size)
+        return rounder.fit(self.target[..., part, :].transpose(-1, -2), self.conditional[..., part])
+
+    def round_strip(self, rounder: Rounder, step: Step, start: int, stop: int) -> None:
+        """Round columns start..stop one by one, then let the rest of the block react to all of them at once."""
+        errors = torch.empty_like(self.target[..., start:stop, :])
+        for i in range(start, stop):
+            column = self.target[..., i, :]
+            value = rounder.snap(column, step)
+            error = (column - value) * self.pivot[..., i, None]
+            self.rounded[..., i, :] = value
+            errors[..., i - start, :] = error
+            if i + 1 < stop:
+                self.target[..., i + 1 : stop, :] -= self.inverse[..., i, i + 1 : stop, None] * error.unsqueeze(-2)
+        self.loss += errors.square().sum(-2)
+        if stop < self.target.shape[-2]:
+            self.target[..., stop:, :] -= self.inverse[..., start:stop, stop:].transpose(-1, -2) @ errors
+
+    def values(self) -> Tensor:
+        return self.rounded.transpose(-1, -2)
+
+
+def rounding_loss(w: Tensor, values: Tensor, factor: Tensor) -> Tensor:
+    """diag(E H E^T) [..., N] of any values: what `gptq` minimises."""
+    return ((w - values) @ factor).square().sum(-1)

@@ -1,0 +1,147 @@
+"""A weight grid as calibration sees it: fit a step to a group, snap values to it, and turn the result into a stored weight.
+
+GPTQ and the scale searches work on any grid through these three verbs. A step is what one unit of the grid is worth:
+value = level * step, where the levels are the integers between low - zero and high - zero, or E2M1's values.
+Steps are rounded to what the format stores before anything is snapped to them.
+
+Shapes: [..., N, g] are N rows of one group of g input channels; leading dimensions are experts or candidates.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quantkit.quant.fp4 import E2M1_MAX, E4M3_MAX, E4M3_MIN, encode_e2m1
+from quantkit.quant.integer import int_params, int_range, round_int
+from quantkit.quant.weights import FP4_GROUP, Fp4Weight, IntWeight
+from quantkit.schemes import IntGrid
+
+
+@dataclass(frozen=True)
+class Step:
+    """step float32 [..., N], what one level is worth; zero float32 [..., N], the integer zero point, or None."""
+
+    step: Tensor
+    zero: Tensor | None
+
+
+class Rounder(Protocol):
+    @property
+    def group_size(self) -> int | None:
+        """Input channels that share a step; None for the whole row."""
+
+    def fit(self, groups: Tensor, importance: Tensor | None = None) -> Step:
+        """The step of every group. groups float32 [..., N, g]; importance [..., 1, g] weighs the squared error of each channel."""
+
+    def snap(self, w: Tensor, step: Step) -> Tensor:
+        """Nearest values of the grid. w float32 [..., N] or, with a step of [..., N, 1], [..., N, g]."""
+
+    def weight(self, values: Tensor, step: Step) -> IntWeight | Fp4Weight:
+        """Values already on the grid, float32 [N, K], with the steps [N, G] they were snapped to, as a stored weight."""
+
+
+@dataclass(frozen=True)
+class IntRounder:
+    """Integers. `shrink` are the fractions of the group's range that `fit` tries; (1.0,) is plain minimum and maximum."""
+
+    grid: IntGrid
+    scale_dtype: torch.dtype
+    shrink: tuple[float, ...] = (1.0,)
+
+    @property
+    def group_size(self) -> int | None:
+        return self.grid.group_size
+
+    def fit(self, groups: Tensor, importance: Tensor | None = None) -> Step:
+        return _best(self, [self._params(groups * ratio) for ratio in self.shrink], groups, importance)
+
+    def _params(self, groups: Tensor) -> Step:
+        scale, zero_point = int_params(groups, self.grid, self.scale_dtype)
+        return Step(scale, None if zero_point is None else zero_point.float())
+
+    def snap(self, w: Tensor, step: Step) -> Tensor:
+        low, high = int_range(self.grid.bits)
+        level = (w / step.step).round_()
+        if step.zero is None:
+            return level.clamp_(low, high).mul_(step.step)
+        return torch.minimum(torch.maximum(level, low - step.zero), high - step.zero).mul_(step.step)
+
+    def weight(self, values: Tensor, step: Step) -> IntWeight:
+        zero_point = None if step.zero is None else step.zero.to(torch.int8)
+        return IntWeight(round_int(values, step.step, zero_point, self.grid.bits), step.step, zero_point, self.grid.bits)
+
+
+@dataclass(frozen=True)
+class Fp4Rounder:
+    """E2M1 with an e4m3 scale per 16 channels under `global_scale` float32 [] or [..., N].
+
+    `fit` starts from amax / 6 and tries the e4m3 values `neighbours` steps away: a smaller scale clips the largest value
+    and is finer for the rest, a larger one lets it fall on 4 instead of 6.
+    """
+
+    global_scale: Tensor
+    neighbours: tuple[int, ...] = (0,)
+
+    @property
+    def group_size(self) -> int | None:
+        return FP4_GROUP
+
+    def fit(self, groups: Tensor, importance: Tensor | None = None) -> Step:
+        amax = groups.abs().amax(dim=-1)
+        base = (amax / E2M1_MAX / self.global_scale).clamp(E4M3_MIN, E4M3_MAX)
+        base = torch.where(amax > 0, base, torch.ones_like(base)).to(torch.float8_e4m3fn)
+        # Positive e4m3 values are ordered as their bits are, so a neighbour is one bit pattern away.
+        bits = base.view(torch.int8).to(torch.int16)
+        steps = []
+        for offset in self.neighbours:
+            scale = (bits + offset).clamp(1, 0x7E).to(torch.int8).view(torch.float8_e4m3fn)
+            steps.append(Step(scale.float() * self.global_scale, None))
+        return _best(self, steps, groups, importance)
+
+    def snap(self, w: Tensor, step: Step) -> Tensor:
+        level = w / step.step
+        # Spacing of E2M1 at |level|: 1/2 up to 2, 1 up to 4, 2 up to 6. Rounding to even in it is RNE on the codes.
+        spacing = torch.where(level.abs() < 2, 0.5, torch.where(level.abs() < 4, 1.0, 2.0))
+        return (level / spacing).round_().mul_(spacing).clamp_(-E2M1_MAX, E2M1_MAX).mul_(step.step)
+
+    def weight(self, values: Tensor, step: Step) -> Fp4Weight:
+        """All rows of one tensor share one global scale."""
+        multiplier = self.global_scale.flatten()[0]
+        codes = encode_e2m1(values.unflatten(-1, (-1, FP4_GROUP)) / step.step.unsqueeze(-1)).flatten(-2)
+        return Fp4Weight(codes, (step.step / multiplier).to(torch.float8_e4m3fn), multiplier)
+
+
+def _best(rounder: Rounder, candidates: list[Step], groups: Tensor, importance: Tensor | None) -> Step:
+    """Of several steps, the one with the least (weighted) squared error, row by row; the first of equals."""
+    best = candidates[0]
+    if len(candidates) == 1:
+        return best
+    error = _squared_error(rounder, best, groups, importance)
+    for step in candidates[1:]:
+        other = _squared_error(rounder, step, groups, importance)
+        better = other < error
+        error = torch.where(better, other, error)
+        zero = None if best.zero is None or step.zero is None else torch.where(better, step.zero, best.zero)
+        best = Step(torch.where(better, step.step, best.step), zero)
+    return best
+
+
+def _squared_error(rounder: Rounder, step: Step, groups: Tensor, importance: Tensor | None) -> Tensor:
+    wide = Step(step.step.unsqueeze(-1), None if step.zero is None else step.zero.unsqueeze(-1))
+    error = (groups - rounder.snap(groups, wide)).square_()
+    return error.sum(-1) if importance is None else (error * importance).sum(-1)
+
+
+def round_to_nearest(w: Tensor, rounder: Rounder, importance: Tensor | None = None) -> tuple[Tensor, Step]:
+    """W float32 [..., N, K] -> its values on the grid, and the steps [..., N, G]. importance [..., K] weighs channels."""
+    group_size = rounder.group_size or w.shape[-1]
+    groups = w.unflatten(-1, (-1, group_size)).transpose(-2, -3)  # [..., G, N, g]
+    if importance is not None:
+        importance = importance.unflatten(-1, (-1, group_size)).unsqueeze(-2)  # [..., G, 1, g]
+    step = rounder.fit(groups, importance)
+    wide = Step(step.step.unsqueeze(-1), None if step.zero is None else step.zero.unsqueeze(-1))
+    values = rounder.snap(groups, wide).transpose(-2, -3).flatten(-2)
+    zero = None if step.zero is None else step.zero.transpose(-1, -2)
+    return values, Step(step.step.transpose(-1, -2), zero)
