@@ -6,11 +6,11 @@ from typing import Any
 
 from quantkit.errors import QuantkitError
 
-ARCHITECTURES = ("deepseek_v3",)
+ARCHITECTURES = ("deepseek_v3", "llama", "pangu_ultra_moe", "qwen2", "qwen3", "qwen3_moe")
 
 
 def find_architecture(config: dict[str, Any]) -> ModuleType:
-    """The model file for a config.json: it has Config, parameters, scale_groups, Model and MtpLayer."""
+    """The model file for a config.json: it has Config, parameters, scale_groups and Model, and MtpLayer where the model has one."""
     model_type = config.get("model_type")
     if model_type not in ARCHITECTURES:
         raise QuantkitError(f"architecture {model_type!r} is not supported", f"quantkit has {', '.join(ARCHITECTURES)}")

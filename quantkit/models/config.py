@@ -18,3 +18,8 @@ def read_fields(config_class: type, config: dict[str, Any]) -> dict[str, Any]:
         elif field.name != "rope" and field.default is MISSING:
             raise QuantkitError(f"config.json lacks {field.name}", "use the config.json that came with the model")
     return values
+
+
+def refuse_attention_bias(config: dict[str, Any]) -> None:
+    if config.get("attention_bias"):
+        raise QuantkitError("config.json has attention_bias", "quantkit computes this architecture without attention biases")

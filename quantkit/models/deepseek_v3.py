@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantkit.errors import QuantkitError
-from quantkit.models.config import read_fields
+from quantkit.models.config import read_fields, refuse_attention_bias
 from quantkit.models.context import Context
-from quantkit.models.mlp import DenseMlp, MoeMlp, Routing
+from quantkit.models.mlp import DenseMlp, MoeMlp, Routing, mlp_parameters, mlp_scale_groups, up_down_group
 from quantkit.models.rope import Rope
 from quantkit.models.table import Parameter, Role, ScaleGroup, Split
 from quantkit.models.weights import Weights
@@ -58,8 +58,7 @@ class Config:
         for key, value in required.items():
             if config.get(key, value) != value:
                 raise QuantkitError(f"config.json has {key} = {config[key]!r}", f"deepseek_v3 here computes {value!r} only")
-        if config.get("attention_bias"):
-            raise QuantkitError("config.json has attention_bias", "deepseek_v3 here has no attention biases")
+        refuse_attention_bias(config)
         if config.get("q_lora_rank", 0) is None:
             raise QuantkitError("config.json has q_lora_rank null", "deepseek_v3 here needs the low-rank query projection of V3 and R1")
         values = read_fields(cls, config)
@@ -121,15 +120,8 @@ def _layer_parameters(config: Config, layer: int, mtp: bool) -> Iterator[Paramet
     p = f"model.layers.{layer}"
     a = f"{p}.self_attn"
 
-    def row(
-        name: str, shape: tuple[int, ...], role: Role, split: Split = "replicate", expert: int | None = None, fused: str | None = None
-    ) -> Parameter:
-        return Parameter(name, shape, role, split, layer, expert, fused, mtp)
-
-    def mlp(prefix: str, width: int, expert: int | None = None) -> Iterator[Parameter]:
-        yield row(f"{prefix}.gate_proj.weight", (width, h), "linear", "column", expert, f"{prefix}.gate_up_proj")
-        yield row(f"{prefix}.up_proj.weight", (width, h), "linear", "column", expert, f"{prefix}.gate_up_proj")
-        yield row(f"{prefix}.down_proj.weight", (h, width), "linear", "row", expert)
+    def row(name: str, shape: tuple[int, ...], role: Role, split: Split = "replicate", fused: str | None = None) -> Parameter:
+        return Parameter(name, shape, role, split, layer, None, fused, mtp)
 
     yield row(f"{p}.input_layernorm.weight", (h,), "norm")
     yield row(f"{a}.q_a_proj.weight", (config.q_lora_rank, h), "linear", fused=f"{a}.fused_qkv_a_proj")
@@ -141,13 +133,13 @@ def _layer_parameters(config: Config, layer: int, mtp: bool) -> Iterator[Paramet
     yield row(f"{a}.o_proj.weight", (h, heads * config.v_head_dim), "linear", "row")
     yield row(f"{p}.post_attention_layernorm.weight", (h,), "norm")
     if not config.is_moe(layer):
-        yield from mlp(f"{p}.mlp", config.intermediate_size)
+        yield from mlp_parameters(f"{p}.mlp", h, config.intermediate_size, layer, mtp=mtp)
         return
     yield row(f"{p}.mlp.gate.weight", (config.n_routed_experts, h), "router")
     yield row(f"{p}.mlp.gate.e_score_correction_bias", (config.n_routed_experts,), "router_bias")
     for expert in range(config.n_routed_experts):
-        yield from mlp(f"{p}.mlp.experts.{expert}", config.moe_intermediate_size, expert)
-    yield from mlp(f"{p}.mlp.shared_experts", config.moe_intermediate_size * config.n_shared_experts)
+        yield from mlp_parameters(f"{p}.mlp.experts.{expert}", h, config.moe_intermediate_size, layer, expert, mtp)
+    yield from mlp_parameters(f"{p}.mlp.shared_experts", h, config.moe_intermediate_size * config.n_shared_experts, layer, mtp=mtp)
 
 
 def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
@@ -155,26 +147,22 @@ def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
     p = f"model.layers.{layer}"
     a = f"{p}.self_attn"
 
-    def up_down(prefix: str, expert: int | None = None) -> ScaleGroup:
-        return ScaleGroup(f"{prefix}.up_down", f"{prefix}.up_proj", False, (f"{prefix}.down_proj",), f"{prefix}.down_proj", expert)
-
     groups = [
         ScaleGroup(f"{a}.qkv_a", f"{p}.input_layernorm", True, (f"{a}.q_a_proj", f"{a}.kv_a_proj_with_mqa"), f"{a}.q_a_proj"),
         ScaleGroup(f"{a}.q_b", f"{a}.q_a_layernorm", True, (f"{a}.q_b_proj",), f"{a}.q_b_proj"),
     ]
     norm = f"{p}.post_attention_layernorm"
     if not config.is_moe(layer):
-        readers = (f"{p}.mlp.gate_proj", f"{p}.mlp.up_proj")
-        return [*groups, ScaleGroup(f"{p}.mlp.gate_up", norm, True, readers, readers[0]), up_down(f"{p}.mlp")]
+        return [*groups, *mlp_scale_groups(f"{p}.mlp", norm)]
     shared = f"{p}.mlp.shared_experts"
     experts = [f"{p}.mlp.experts.{e}" for e in range(config.n_routed_experts)]
-    readers = (f"{p}.mlp.gate", f"{shared}.gate_proj", f"{shared}.up_proj")
-    readers += tuple(f"{e}.{side}_proj" for e in experts for side in ("gate", "up"))
+    routed = [f"{e}.{side}_proj" for e in experts for side in ("gate", "up")]
+    readers = (f"{p}.mlp.gate", f"{shared}.gate_proj", f"{shared}.up_proj", *routed)
     return [
         *groups,
         ScaleGroup(f"{p}.mlp.gate_up", norm, True, readers, f"{shared}.gate_proj"),
-        up_down(shared),
-        *(up_down(prefix, expert) for expert, prefix in enumerate(experts)),
+        up_down_group(shared),
+        *(up_down_group(prefix, expert) for expert, prefix in enumerate(experts)),
     ]
 
 
@@ -226,10 +214,12 @@ class DecoderLayer:
 class Model:
     """The whole stack but MTP. `layers` may be walked one by one; `__call__` runs them all."""
 
+    layer_class: type[DecoderLayer] = DecoderLayer
+
     def __init__(self, config: Config, weights: Weights) -> None:
         self.config = config
         self.embedding = weights.tensor("model.embed_tokens.weight")
-        self.layers = [DecoderLayer(config, layer, weights) for layer in range(config.num_hidden_layers)]
+        self.layers = [self.layer_class(config, layer, weights) for layer in range(config.num_hidden_layers)]
         self.norm = weights.tensor("model.norm.weight")
         self.head = weights.linear("lm_head")
 
@@ -248,6 +238,8 @@ class Model:
 class MtpLayer:
     """Predicts token i + 2 from the hidden state of token i and the embedding of token i + 1."""
 
+    layer_class: type[DecoderLayer] = DecoderLayer
+
     def __init__(self, config: Config, weights: Weights, index: int = 0) -> None:
         layer = config.num_hidden_layers + index
         p = f"model.layers.{layer}"
@@ -256,7 +248,7 @@ class MtpLayer:
         self.enorm = weights.tensor(f"{p}.enorm.weight")
         self.hnorm = weights.tensor(f"{p}.hnorm.weight")
         self.eh_proj = weights.linear(f"{p}.eh_proj")
-        self.block = DecoderLayer(config, layer, weights)
+        self.block = self.layer_class(config, layer, weights)
         self.norm = weights.tensor(f"{p}.shared_head.norm.weight")
         self.head = weights.linear(f"{p}.shared_head.head")
 

@@ -1,4 +1,4 @@
-"""The feed-forward halves that the architectures share: a gated MLP, and a mixture of them."""
+"""The feed-forward halves that the architectures share, a gated MLP and a mixture of them: table rows, scale groups, forward."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,29 @@ from quantkit_kernels import route, silu_and_mul
 from torch import Tensor
 from torch.nn import functional as F
 
+from quantkit.models.table import Parameter, ScaleGroup
 from quantkit.models.weights import Weights
+
+
+def mlp_parameters(prefix: str, hidden: int, width: int, layer: int, expert: int | None = None, mtp: bool = False) -> list[Parameter]:
+    """The three linears of one gated MLP, routed expert or shared."""
+    fused = f"{prefix}.gate_up_proj"
+    return [
+        Parameter(f"{prefix}.gate_proj.weight", (width, hidden), "linear", "column", layer, expert, fused, mtp),
+        Parameter(f"{prefix}.up_proj.weight", (width, hidden), "linear", "column", layer, expert, fused, mtp),
+        Parameter(f"{prefix}.down_proj.weight", (hidden, width), "linear", "row", layer, expert, None, mtp),
+    ]
+
+
+def mlp_scale_groups(prefix: str, norm: str) -> list[ScaleGroup]:
+    """norm to gate and up, up to down: of an MLP that alone reads `norm`."""
+    readers = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
+    return [ScaleGroup(f"{prefix}.gate_up", norm, True, readers, readers[0]), up_down_group(prefix)]
+
+
+def up_down_group(prefix: str, expert: int | None = None) -> ScaleGroup:
+    """up_proj's rows to down_proj's columns: SiLU(gate) * up is linear in up."""
+    return ScaleGroup(f"{prefix}.up_down", f"{prefix}.up_proj", False, (f"{prefix}.down_proj",), f"{prefix}.down_proj", expert)
 
 
 class DenseMlp:

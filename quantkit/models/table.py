@@ -4,7 +4,8 @@ Loader, calibration, converter, planner and executor read these rows; none of th
 Symbols: H = hidden_size, N x K = out x in features of a linear.
 """
 
-from dataclasses import dataclass
+from collections.abc import Container
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Role = Literal["embedding", "head", "norm", "linear", "kv_b", "router", "router_bias", "bias", "mtp_proj"]
@@ -19,6 +20,7 @@ class Parameter:
     """One tensor of the unquantized model.
 
     `fused` names the engine's fused module for siblings that must share type and FP4 global scale (gate and up, q_a and kv_a).
+    `other_name` is a second spelling under which checkpoints hold the tensor (`resolve` picks); `optional` ones may be absent.
     `layer` is None outside the decoder stack; the MTP layer has layer >= num_hidden_layers and `mtp` set.
     """
 
@@ -30,6 +32,8 @@ class Parameter:
     expert: int | None = None
     fused: str | None = None
     mtp: bool = False
+    other_name: str | None = None
+    optional: bool = False
 
     @property
     def module(self) -> str:
@@ -52,3 +56,14 @@ class ScaleGroup:
     consumers: tuple[str, ...]
     observe: str
     expert: int | None = None
+
+
+def resolve(rows: list[Parameter], names: Container[str]) -> list[Parameter]:
+    """The rows as a checkpoint with these tensor names spells them; optional rows it lacks are left out."""
+    resolved = []
+    for row in rows:
+        if row.other_name is not None and row.name not in names and row.other_name in names:
+            row = replace(row, name=row.other_name)
+        if not row.optional or row.name in names:
+            resolved.append(row)
+    return resolved

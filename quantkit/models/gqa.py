@@ -1,0 +1,188 @@
+"""Decoder-only transformers with grouped-query attention: what Llama, Qwen2, Qwen3 and Qwen3-MoE share.
+
+An architecture file reads its config.json into `Config` and says what it has of: biases on q, k and v; norms on q and k; experts.
+Symbols: T tokens, H hidden_size, D head_dim.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from quantkit_kernels import rms_norm
+from torch import Tensor
+from torch.nn import functional as F
+
+from quantkit.errors import QuantkitError
+from quantkit.models.config import read_fields
+from quantkit.models.context import Context
+from quantkit.models.mlp import DenseMlp, MoeMlp, Routing, mlp_parameters, mlp_scale_groups, up_down_group
+from quantkit.models.rope import Rope
+from quantkit.models.table import Parameter, ScaleGroup
+from quantkit.models.weights import Weights
+
+
+@dataclass(frozen=True)
+class Config:
+    """Fields as config.json names them; below `rope`, what the architecture file decides."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: Rope
+    num_key_value_heads: int = 0
+    head_dim: int = 0
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    routing: Routing | None = None
+    moe_intermediate_size: int = 0
+    dense_layers: frozenset[int] = frozenset()
+    num_nextn_predict_layers: int = 0
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.head_dim**-0.5
+
+    @property
+    def cache_width(self) -> int:
+        """Values cached per token and layer: keys and values."""
+        return 2 * self.num_key_value_heads * self.head_dim
+
+    def is_moe(self, layer: int) -> bool:
+        return self.routing is not None and layer not in self.dense_layers
+
+
+def read_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The shared fields. Raises QuantkitError where a field is missing or asks for something not computed here."""
+    if config.get("hidden_act", "silu") != "silu":
+        raise QuantkitError(f"config.json has hidden_act = {config['hidden_act']!r}", "quantkit computes 'silu' only")
+    if config.get("use_sliding_window"):
+        raise QuantkitError("config.json has use_sliding_window", "quantkit computes full attention only")
+    values = read_fields(Config, config)
+    heads = values["num_attention_heads"]
+    values["num_key_value_heads"] = values.get("num_key_value_heads") or heads
+    values["head_dim"] = values.get("head_dim") or values["hidden_size"] // heads
+    values["rope"] = Rope.from_dict(config, values["head_dim"], interleaved=False)
+    return values
+
+
+def parameters(config: Config) -> list[Parameter]:
+    """Every tensor of the checkpoint in the order a forward pass meets them."""
+    h, vocab = config.hidden_size, config.vocab_size
+    rows = [Parameter("model.embed_tokens.weight", (vocab, h), "embedding")]
+    for layer in range(config.num_hidden_layers):
+        rows += _layer_parameters(config, layer)
+    rows.append(Parameter("model.norm.weight", (h,), "norm"))
+    if not config.tie_word_embeddings:
+        rows.append(Parameter("lm_head.weight", (vocab, h), "head", "vocab"))
+    return rows
+
+
+def _layer_parameters(config: Config, layer: int) -> list[Parameter]:
+    h, d = config.hidden_size, config.head_dim
+    p = f"model.layers.{layer}"
+    a = f"{p}.self_attn"
+    rows = [Parameter(f"{p}.input_layernorm.weight", (h,), "norm", layer=layer)]
+    for side, heads in (("q", config.num_attention_heads), ("k", config.num_key_value_heads), ("v", config.num_key_value_heads)):
+        rows.append(Parameter(f"{a}.{side}_proj.weight", (heads * d, h), "linear", "column", layer, fused=f"{a}.qkv_proj"))
+        if config.qkv_bias:
+            rows.append(Parameter(f"{a}.{side}_proj.bias", (heads * d,), "bias", "column", layer))
+    if config.qk_norm:
+        rows += [Parameter(f"{a}.{side}_norm.weight", (d,), "norm", layer=layer) for side in ("q", "k")]
+    rows.append(Parameter(f"{a}.o_proj.weight", (h, config.num_attention_heads * d), "linear", "row", layer))
+    rows.append(Parameter(f"{p}.post_attention_layernorm.weight", (h,), "norm", layer=layer))
+    if config.routing is None or not config.is_moe(layer):
+        return rows + mlp_parameters(f"{p}.mlp", h, config.intermediate_size, layer)
+    rows.append(Parameter(f"{p}.mlp.gate.weight", (config.routing.n_routed_experts, h), "router", layer=layer))
+    for expert in range(config.routing.n_routed_experts):
+        rows += mlp_parameters(f"{p}.mlp.experts.{expert}", h, config.moe_intermediate_size, layer, expert)
+    return rows
+
+
+def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
+    """The foldable scales of one layer. v to o folds only where each query head has its own value head and v has no bias."""
+    p = f"model.layers.{layer}"
+    a = f"{p}.self_attn"
+    groups = [ScaleGroup(f"{a}.qkv", f"{p}.input_layernorm", True, tuple(f"{a}.{side}_proj" for side in "qkv"), f"{a}.q_proj")]
+    if config.num_key_value_heads == config.num_attention_heads and not config.qkv_bias:
+        groups.append(ScaleGroup(f"{a}.v_o", f"{a}.v_proj", False, (f"{a}.o_proj",), f"{a}.o_proj"))
+    norm = f"{p}.post_attention_layernorm"
+    if config.routing is None or not config.is_moe(layer):
+        return [*groups, *mlp_scale_groups(f"{p}.mlp", norm)]
+    experts = [f"{p}.mlp.experts.{e}" for e in range(config.routing.n_routed_experts)]
+    readers = (f"{p}.mlp.gate", *(f"{e}.{side}_proj" for e in experts for side in ("gate", "up")))
+    groups.append(ScaleGroup(f"{p}.mlp.gate_up", norm, True, readers, f"{p}.mlp.gate"))
+    return groups + [up_down_group(prefix, expert) for expert, prefix in enumerate(experts)]
+
+
+class Attention:
+    def __init__(self, config: Config, layer: int, weights: Weights) -> None:
+        a = f"model.layers.{layer}.self_attn"
+        self.config, self.layer = config, layer
+        self.qkv = weights.fused_linear((f"{a}.q_proj", f"{a}.k_proj", f"{a}.v_proj"))
+        biases = [weights.tensor(f"{a}.{side}_proj.bias") for side in "qkv"] if config.qkv_bias else []
+        self.qkv_bias = torch.cat(biases) if biases else None
+        self.q_norm = weights.tensor(f"{a}.q_norm.weight") if config.qk_norm else None
+        self.k_norm = weights.tensor(f"{a}.k_norm.weight") if config.qk_norm else None
+        self.o = weights.linear(f"{a}.o_proj")
+
+    def __call__(self, x: Tensor, context: Context) -> Tensor:
+        """x [T, H] -> [T, H], partial over ranks."""
+        c = self.config
+        qkv = self.qkv(x)
+        if self.qkv_bias is not None:
+            qkv = qkv + self.qkv_bias
+        heads = qkv.unflatten(-1, (-1, c.head_dim))
+        queries_per_kv = c.num_attention_heads // c.num_key_value_heads
+        kv_heads = heads.shape[1] // (queries_per_kv + 2)
+        q, k, v = heads.split([queries_per_kv * kv_heads, kv_heads, kv_heads], dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = rms_norm(q, self.q_norm, c.rms_norm_eps), rms_norm(k, self.k_norm, c.rms_norm_eps)
+        q, k = context.rotate(c.rope, q), context.rotate(c.rope, k)
+        return self.o(context.attend(self.layer, q, k, v, c.softmax_scale).flatten(1))
+
+
+class DecoderLayer:
+    def __init__(self, config: Config, layer: int, weights: Weights) -> None:
+        p = f"model.layers.{layer}"
+        self.eps = config.rms_norm_eps
+        self.all_reduce = weights.all_reduce
+        self.input_norm = weights.tensor(f"{p}.input_layernorm.weight")
+        self.attention = Attention(config, layer, weights)
+        self.post_attention_norm = weights.tensor(f"{p}.post_attention_layernorm.weight")
+        self.mlp: DenseMlp | MoeMlp
+        if config.routing is not None and config.is_moe(layer):
+            self.mlp = MoeMlp(config.routing, f"{p}.mlp", weights, bias_name=None, shared_prefix=None)
+        else:
+            self.mlp = DenseMlp(f"{p}.mlp", weights)
+
+    def __call__(self, hidden: Tensor, context: Context) -> Tensor:
+        """hidden [T, H] -> [T, H]."""
+        hidden = hidden + self.all_reduce(self.attention(rms_norm(hidden, self.input_norm, self.eps), context))
+        return hidden + self.all_reduce(self.mlp(rms_norm(hidden, self.post_attention_norm, self.eps)))
+
+
+class Model:
+    """The whole stack. `layers` may be walked one by one; `__call__` runs them all."""
+
+    def __init__(self, config: Config, weights: Weights) -> None:
+        self.config = config
+        self.embedding = weights.tensor("model.embed_tokens.weight")
+        self.layers = [DecoderLayer(config, layer, weights) for layer in range(config.num_hidden_layers)]
+        self.norm = weights.tensor("model.norm.weight")
+        self.head = weights.linear("model.embed_tokens" if config.tie_word_embeddings else "lm_head")
+
+    def __call__(self, token_ids: Tensor, context: Context) -> Tensor:
+        """token_ids [T] -> hidden [T, H] after the final norm."""
+        hidden = F.embedding(token_ids, self.embedding)
+        for layer in self.layers:
+            hidden = layer(hidden, context)
+        return rms_norm(hidden, self.norm, self.config.rms_norm_eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [T, H] -> float32 [T, vocab]."""
+        return self.head(hidden).float()

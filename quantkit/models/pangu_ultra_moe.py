@@ -1,0 +1,105 @@
+"""openPangu-Ultra-MoE: DeepSeek-V3's attention and experts between sandwich norms, no expert groups, an optional router bias.
+
+Every half of a layer is normed before and after: h + post_norm(half(pre_norm(h))). The post norms sit on outputs that go
+straight into the residual stream, so no scale folds into them; MLP inputs fold into pre_mlp_layernorm.
+
+Rotary pairs: public code disagrees. The vendor's modeling file and its engine (omni-infer) turn (x[i], x[i + D/2]); vLLM turns
+(x[2i], x[2i+1]). The vendor's convention is the default here; `rope_interleave: true` in config.json asks for the other.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from quantkit_kernels import rms_norm
+from torch import Tensor
+
+from quantkit.models import deepseek_v3
+from quantkit.models.config import read_fields
+from quantkit.models.context import Context
+from quantkit.models.deepseek_v3 import Attention
+from quantkit.models.mlp import DenseMlp, MoeMlp
+from quantkit.models.rope import Rope
+from quantkit.models.table import Parameter, ScaleGroup
+from quantkit.models.weights import Weights
+
+FIRST_RELEASE_NAMES = {
+    "num_dense_layers": "first_k_dense_replace",
+    "num_routed_experts": "n_routed_experts",
+    "num_shared_experts": "n_shared_experts",
+    "attention_q_lora_dim": "q_lora_rank",
+    "attention_kv_lora_dim": "kv_lora_rank",
+    "attention_qk_dim": "qk_nope_head_dim",
+    "attention_qk_rope_dim": "qk_rope_head_dim",
+    "attention_v_dim": "v_head_dim",
+    "num_mtp_layers": "num_nextn_predict_layers",
+}
+"""config.json keys of the V1.0 release -> DeepSeek's names, which later releases use."""
+
+
+@dataclass(frozen=True)
+class Config(deepseek_v3.Config):
+    @classmethod
+    def from_dict(cls, config: dict[str, Any]) -> "Config":
+        """From config.json in either release's names."""
+        named = {FIRST_RELEASE_NAMES.get(key, key): value for key, value in config.items()}
+        named |= {"n_group": 1, "topk_group": 1, "scoring_func": "sigmoid", "norm_topk_prob": config.get("norm_topk_prob", True)}
+        values = read_fields(cls, named)
+        return cls(
+            rope=Rope.from_dict(config, values["qk_rope_head_dim"], interleaved=bool(config.get("rope_interleave", False))), **values
+        )
+
+
+def parameters(config: Config) -> list[Parameter]:
+    """DeepSeek-V3's rows with two more norms a layer; the router bias is optional and has two spellings."""
+    rows = []
+    for row in deepseek_v3.parameters(config):
+        if row.role == "router_bias":
+            row = replace(row, other_name=row.name.replace(".mlp.gate.", ".mlp."), optional=True)
+        rows.append(row)
+        if row.name.endswith(".post_attention_layernorm.weight"):
+            for name in ("pre_mlp_layernorm", "post_mlp_layernorm"):
+                rows.append(replace(row, name=row.name.replace("post_attention_layernorm", name)))
+    return rows
+
+
+def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
+    """DeepSeek-V3's groups, with MLP inputs folded into the norm before the MLP."""
+    after_attention, before_mlp = (f"model.layers.{layer}.{name}_layernorm" for name in ("post_attention", "pre_mlp"))
+    return [
+        replace(group, producer=before_mlp) if group.producer == after_attention else group
+        for group in deepseek_v3.scale_groups(config, layer)
+    ]
+
+
+class DecoderLayer(deepseek_v3.DecoderLayer):
+    def __init__(self, config: deepseek_v3.Config, layer: int, weights: Weights) -> None:
+        p = f"model.layers.{layer}"
+        self.eps = config.rms_norm_eps
+        self.all_reduce = weights.all_reduce
+        self.input_norm = weights.tensor(f"{p}.input_layernorm.weight")
+        self.attention = Attention(config, layer, weights)
+        self.post_attention_norm = weights.tensor(f"{p}.post_attention_layernorm.weight")
+        self.pre_mlp_norm = weights.tensor(f"{p}.pre_mlp_layernorm.weight")
+        self.mlp = _moe_mlp(config, f"{p}.mlp", weights) if config.is_moe(layer) else DenseMlp(f"{p}.mlp", weights)
+        self.post_mlp_norm = weights.tensor(f"{p}.post_mlp_layernorm.weight")
+
+    def __call__(self, hidden: Tensor, context: Context) -> Tensor:
+        """hidden [T, H] -> [T, H]."""
+        attended = self.all_reduce(self.attention(rms_norm(hidden, self.input_norm, self.eps), context))
+        hidden = hidden + rms_norm(attended, self.post_attention_norm, self.eps)
+        out = self.all_reduce(self.mlp(rms_norm(hidden, self.pre_mlp_norm, self.eps)))
+        return hidden + rms_norm(out, self.post_mlp_norm, self.eps)
+
+
+def _moe_mlp(config: deepseek_v3.Config, prefix: str, weights: Weights) -> MoeMlp:
+    names = (f"{prefix}.gate.e_score_correction_bias", f"{prefix}.e_score_correction_bias")
+    bias = next((name for name in names if weights.has(name)), None)
+    return MoeMlp(config.routing, prefix, weights, bias_name=bias, shared_prefix=f"{prefix}.shared_experts")
+
+
+class Model(deepseek_v3.Model):
+    layer_class = DecoderLayer
+
+
+class MtpLayer(deepseek_v3.MtpLayer):
+    layer_class = DecoderLayer

@@ -1,0 +1,45 @@
+"""Model weights held as a plain dict of full-precision tensors: the simplest answer to what a forward asks."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from quantkit.models.weights import ExpertsOp, LinearOp
+
+
+class PlainWeights:
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def tensor(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def has(self, name: str) -> bool:
+        return name in self.tensors
+
+    def dense(self, module: str) -> Tensor:
+        return self.tensors[f"{module}.weight"]
+
+    def linear(self, module: str) -> LinearOp:
+        weight = self.dense(module)
+        return lambda x: F.linear(x, weight)
+
+    def fused_linear(self, modules: tuple[str, ...]) -> LinearOp:
+        weight = torch.cat([self.dense(module) for module in modules])
+        return lambda x: F.linear(x, weight)
+
+    def experts(self, prefix: str, num_experts: int) -> ExpertsOp:
+        def run(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+            out = torch.zeros_like(x)
+            for expert in range(num_experts):
+                gate, up, down = (self.dense(f"{prefix}.{expert}.{side}_proj") for side in ("gate", "up", "down"))
+                share = (topk_weights * (topk_ids == expert)).sum(-1, keepdim=True)
+                out += share * F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+            return out
+
+        return run
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
