@@ -1,0 +1,40 @@
+"""The formats, by the name the command line uses and by what a checkpoint says of itself."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quantkit.checkpoint.formats import dense, fp8_block
+from quantkit.checkpoint.formats.base import Format
+from quantkit.errors import QuantkitError
+from quantkit.schemes import Scheme
+
+FORMATS: tuple[Format, ...] = (
+    dense.FORMAT,
+    fp8_block.FORMAT,
+)
+
+
+def find_format(name: str, scheme: Scheme) -> Format:
+    """The format called `name` on the command line that holds the scheme's weights."""
+    named = [format for format in FORMATS if format.name == name]
+    if not named:
+        raise QuantkitError(f"format {name!r} is not known", f"choose one of {', '.join(dict.fromkeys(format.name for format in FORMATS))}")
+    for format in named:
+        if format.holds(scheme.weight):
+            return format
+    raise QuantkitError(f"format {name} cannot hold {scheme.name}", f"use --format {' or '.join(scheme.formats)}")
+
+
+def detect_format(path: Path, config: Mapping[str, Any], side: Mapping[str, Any]) -> Format:
+    """The one format that config.json, and the files of SIDE_FILES beside it, declare."""
+    found = [format for format in FORMATS if format.detect(config, side)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        said = " and ".join(sorted({format.name for format in found}))
+        raise QuantkitError(f"{path} says two things of its quantization: {said}", "keep the files of one format only")
+    block = config.get("quantization_config") or {}
+    method = " ".join(str(block[key]) for key in ("quant_method", "quant_algo", "format") if key in block) or ", ".join(side)
+    readable = ", ".join(dict.fromkeys(f"{format.name} ({format.variant})" for format in FORMATS))
+    raise QuantkitError(f"{path} is quantized in a way that quantkit does not read: {method}", f"it reads {readable}")

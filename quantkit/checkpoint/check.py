@@ -1,0 +1,100 @@
+"""The tensors of a checkpoint against what its format says a quantized linear consists of, from headers alone.
+
+Every tensor must be a part of a quantized linear or a plain float tensor: a scale without its weight, a weight without its
+scale, a wrong shape or dtype, a second format mixed in, each is one QuantkitError naming the tensor.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from quantkit.checkpoint.formats.base import FLOAT_DTYPES, Format
+from quantkit.checkpoint.header import TensorInfo
+from quantkit.errors import QuantkitError
+from quantkit.schemes import Grid
+
+_AGAIN = "download the checkpoint again, or ask its publisher"
+
+
+@dataclass(frozen=True)
+class QuantizedLinear:
+    """A linear stored quantized: its logical shape (N, K), its grid, and the names of its tensors."""
+
+    shape: tuple[int, int]
+    grid: Grid | None
+    tensors: tuple[str, ...]
+
+
+def quantized_linears(path: Path, format: Format, grid: Grid | None, tensors: Mapping[str, TensorInfo]) -> dict[str, QuantizedLinear]:
+    """Every quantized linear by module name. Raises QuantkitError where tensors are missing, superfluous or malformed."""
+    linears: dict[str, QuantizedLinear] = {}
+    for tensor in tensors.values():
+        module = format.quantized_module(tensor)
+        if module is not None:
+            if len(tensor.shape) != 2:
+                raise QuantkitError(f"{tensor.name} in {path} is quantized but has shape {_shape(tensor.shape)}", _AGAIN)
+            linears[module] = _linear(path, format, grid, tensors, module)
+    accounted = {name for linear in linears.values() for name in linear.tensors}
+    for tensor in tensors.values():
+        if tensor.name not in accounted:
+            _check_plain(path, format, tensor)
+    return linears
+
+
+def _linear(path: Path, format: Format, grid: Grid | None, tensors: Mapping[str, TensorInfo], module: str) -> QuantizedLinear:
+    shape, own_grid = format.stored(module, tensors, grid)
+    names = []
+    for part in format.parts(module, shape, own_grid):
+        name = module + part.suffix
+        tensor = tensors.get(name)
+        if tensor is None:
+            if part.required:
+                raise QuantkitError(f"{name} is missing from {path}, and {module} cannot be decoded without it", _AGAIN)
+            continue
+        if tensor.shape != part.shape:
+            raise QuantkitError(f"{name} in {path} has shape {_shape(tensor.shape)}, expected {_shape(part.shape)}", _AGAIN)
+        if tensor.dtype not in part.dtypes:
+            raise QuantkitError(f"{name} in {path} is {_dtype(tensor.dtype)}, expected {' or '.join(map(_dtype, part.dtypes))}", _AGAIN)
+        names.append(name)
+    return QuantizedLinear(shape, own_grid, tuple(names))
+
+
+def _check_plain(path: Path, format: Format, tensor: TensorInfo) -> None:
+    if tensor.name.endswith(format.own_suffixes):
+        raise QuantkitError(f"{tensor.name} in {path} belongs to no quantized weight", _AGAIN)
+    if tensor.dtype not in FLOAT_DTYPES:
+        raise QuantkitError(
+            f"{tensor.name} in {path} is {_dtype(tensor.dtype)}, which is no part of format {format.name} ({format.variant}) that config.json declares",
+            "the formats are mixed, or config.json is not the one of these weights",
+        )
+
+
+def check_ignored(
+    path: Path, ignored: Callable[[str], bool] | None, linears: Mapping[str, QuantizedLinear], tensors: Mapping[str, TensorInfo]
+) -> None:
+    """Refuse a list of unquantized modules that contradicts the tensors: engines trust the list and would load rubbish."""
+    if ignored is None:
+        return
+    for module in linears:
+        if ignored(module):
+            raise QuantkitError(
+                f"{path} lists {module} as unquantized, but its tensors are quantized", "correct the ignore list in its config"
+            )
+    for tensor in tensors.values():
+        module = tensor.name.removesuffix(".weight")
+        # eh_proj is a plain linear in every engine, whatever the list says; other linears of a decoder layer end in _proj.
+        is_linear = tensor.name.endswith("_proj.weight") and not tensor.name.endswith("eh_proj.weight")
+        if is_linear and module not in linears and not ignored(module):
+            raise QuantkitError(
+                f"{module} in {path} is unquantized, but the config does not list it so", "add it to the ignore list in its config"
+            )
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) if shape else "scalar"
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

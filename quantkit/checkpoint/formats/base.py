@@ -1,0 +1,171 @@
+"""What a format is: how one quantized linear becomes stored tensors and back, and how a checkpoint says so.
+
+A linear `module` (a name without ".weight") of shape [N, K] is stored as `parts`, each a suffix with a dtype and a
+shape; reading, writing, planning and checking all follow that one table.
+"""
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoint.header import TensorSpec
+from quantkit.errors import QuantkitError
+from quantkit.quant.weights import Weight
+from quantkit.schemes import Grid, IntGrid
+
+# JSON files beside config.json that say how a checkpoint is quantized.
+SIDE_FILES = ("hf_quant_config.json", "quant_model_description.json", "quant_config.json", "quantize_config.json")
+
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One stored tensor of a quantized linear. `dtypes`: written as the first, read as any of them."""
+
+    suffix: str
+    dtypes: tuple[torch.dtype, ...]
+    shape: tuple[int, ...]
+    required: bool = True
+
+
+class Format(ABC):
+    """One on-disk format. Stateless; each file of this package exposes one as FORMAT."""
+
+    name: ClassVar[str]  # what the command line calls it
+    variant: ClassVar[str]  # which of the formats of that name
+    scale_dtype: ClassVar[torch.dtype]  # what scales are rounded to before codes are computed
+    marker: ClassVar[str]  # suffix of the tensor that only a quantized linear has,
+    marker_dtype: ClassVar[torch.dtype]  # with this dtype
+    own_suffixes: ClassVar[tuple[str, ...]]  # suffixes no other tensor has: alone, they are a fault
+
+    @abstractmethod
+    def holds(self, grid: Grid) -> bool:
+        """Whether weights on this grid can be stored."""
+
+    @abstractmethod
+    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[Part, ...]:
+        """Stored tensors of one quantized linear of `shape` (N, K). Raises QuantkitError where the shape does not fit."""
+
+    @abstractmethod
+    def stored(self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None) -> tuple[tuple[int, int], Grid | None]:
+        """Shape (N, K) and grid of a quantized linear, from the headers of its tensors."""
+
+    @abstractmethod
+    def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
+        """Tensors to store, by full name."""
+
+    @abstractmethod
+    def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
+        """Exact inverse of `pack`."""
+
+    @abstractmethod
+    def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
+        """Whether config.json and the files of SIDE_FILES beside it are those of this format."""
+
+    @abstractmethod
+    def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
+        """The weight grid a checkpoint declares, None where the format has only one. Raises QuantkitError for one not read."""
+
+    @abstractmethod
+    def ignored(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Callable[[str], bool] | None:
+        """Whether the checkpoint declares a module unquantized; None where it declares nothing."""
+
+    @abstractmethod
+    def config_block(self, grid: Grid | None, quantized: Sequence[str], plain: Sequence[TensorSpec]) -> dict[str, Any]:
+        """`quantization_config` of config.json; empty where the format has none.
+
+        quantized: modules stored quantized. plain: the tensors stored as they are.
+        """
+
+    def extra_files(self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> dict[str, bytes]:
+        """Files beside config.json that engines need, by name."""
+        return {}
+
+    def specs(self, module: str, shape: tuple[int, int], grid: Grid | None) -> list[TensorSpec]:
+        """Tensors that `pack` will return for a linear of `shape` (N, K)."""
+        return [TensorSpec(module + part.suffix, part.dtypes[0], part.shape) for part in self.parts(module, shape, grid) if part.required]
+
+    def quantized_module(self, tensor: TensorSpec) -> str | None:
+        """The quantized linear whose main tensor this is, if it is one."""
+        if tensor.dtype == self.marker_dtype and tensor.name.endswith(self.marker):
+            return tensor.name.removesuffix(self.marker)
+        return None
+
+    def quantizes(self, module: str, role: str, *, mtp: bool = False) -> bool:
+        """Whether this format may store the module quantized. `mtp`: it belongs to a multi-token-prediction layer."""
+        return role == "linear"
+
+
+def output_config(source: Mapping[str, Any], block: Mapping[str, Any]) -> dict[str, Any]:
+    """The source's config.json with its quantization replaced by `block`, or removed where that is empty."""
+    config = {key: value for key, value in source.items() if key != "quantization_config"}
+    return config | ({"quantization_config": dict(block)} if block else {})
+
+
+def stored_scale(module: str, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`scale` in the stored dtype; rounding must have happened before codes were computed."""
+    stored = scale.to(dtype)
+    assert torch.equal(stored.float(), scale), f"{module}: scales are not representable in {dtype}"
+    return stored
+
+
+def groups(module: str, columns: int, grid: IntGrid) -> int:
+    """Number of scale groups along K."""
+    size = grid.group_size or columns
+    require_multiple(module, "input channels", columns, size)
+    return columns // size
+
+
+def require_multiple(module: str, what: str, size: int, divisor: int) -> None:
+    if size % divisor:
+        raise QuantkitError(
+            f"{module} has {size} {what}, not a multiple of {divisor}", "choose another group size or format, or leave it unquantized"
+        )
+
+
+def plain_linears(plain: Iterable[TensorSpec]) -> list[str]:
+    """Modules among unquantized tensors that an engine may take for a linear: 2-D weights other than embeddings."""
+    names = (spec.name.removesuffix(".weight") for spec in plain if spec.name.endswith(".weight") and len(spec.shape) == 2)
+    return sorted(name for name in names if not name.endswith("embed_tokens"))
+
+
+@dataclass(frozen=True)
+class IgnoreSpelling:
+    """How a format writes that modules are unquantized, and how its engines match that."""
+
+    layer: Callable[[str], str]  # every module under this prefix
+    tails: Callable[[str], tuple[str, ...]]  # every module that ends so, ways of saying it in order of preference
+    name: Callable[[str], str]  # this one module
+    matches: Callable[[str, str], bool]  # (entry, module)
+
+
+def ignore_list(quantized: Iterable[str], linears: Iterable[str], spelling: IgnoreSpelling) -> list[str]:
+    """Shortest list of entries that covers every module of `linears` and none of `quantized`.
+
+    Layers with nothing quantized are one entry each, then endings such as self_attn.kv_b_proj, then single names.
+    """
+    quantized = list(quantized)
+    layers_with_quantized = {_layer(name) for name in quantized}
+    entries: dict[str, None] = {}
+    left: dict[str, list[str]] = {}
+    for module in linears:
+        layer = _layer(module)
+        if layer and layer not in layers_with_quantized:
+            entries[spelling.layer(layer)] = None
+        else:
+            left.setdefault(re.split(r"\.\d+\.", module)[-1], []).append(module)
+    for tail, modules in left.items():
+        safe = [entry for entry in spelling.tails(tail) if not any(spelling.matches(entry, name) for name in quantized)]
+        entries.update(dict.fromkeys(safe[:1] or [spelling.name(module) for module in modules]))
+    return list(entries)
+
+
+def _layer(module: str) -> str:
+    found = re.match(r"(.*?\.layers\.\d+)\.", module)
+    return found[1] if found else ""

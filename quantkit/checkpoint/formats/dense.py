@@ -1,0 +1,57 @@
+"""Unquantized: X.weight in BF16, FP16 or FP32, and nothing said in config.json."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoint.formats.base import FLOAT_DTYPES, SIDE_FILES, Format, Part
+from quantkit.checkpoint.header import TensorSpec
+from quantkit.quant.weights import Weight
+from quantkit.schemes import Grid
+
+
+class Dense(Format):
+    name = "dense"
+    variant = "plain"
+    scale_dtype = torch.float32
+    own_suffixes = ()
+
+    def holds(self, grid: Grid) -> bool:
+        return False
+
+    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[Part, ...]:
+        return (Part(".weight", FLOAT_DTYPES, shape),)
+
+    def stored(self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None) -> tuple[tuple[int, int], Grid | None]:
+        rows, columns = tensors[f"{module}.weight"].shape
+        return (rows, columns), None
+
+    def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
+        assert isinstance(weight, Tensor), type(weight)
+        return {f"{module}.weight": weight}
+
+    def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
+        return tensors[f"{module}.weight"]
+
+    def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
+        return not config.get("quantization_config") and not any(name in side for name in SIDE_FILES)
+
+    def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
+        return None
+
+    def ignored(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Callable[[str], bool] | None:
+        return None
+
+    def config_block(self, grid: Grid | None, quantized: Sequence[str], plain: Sequence[TensorSpec]) -> dict[str, Any]:
+        return {}
+
+    def quantized_module(self, tensor: TensorSpec) -> str | None:
+        return None
+
+    def quantizes(self, module: str, role: str, *, mtp: bool = False) -> bool:
+        return False
+
+
+FORMAT = Dense()

@@ -1,0 +1,66 @@
+"""DeepSeek's own FP8: X.weight float8_e4m3fn [N, K] and X.weight_scale_inv float32 [ceil(N / 128), ceil(K / 128)].
+
+The scale is a multiplier despite its name (DeepSeek-V3 README_WEIGHTS.md). Which linears are FP8 is said by their dtype.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoint.formats.base import Format, Part
+from quantkit.checkpoint.header import TensorSpec
+from quantkit.errors import QuantkitError
+from quantkit.quant.weights import FP8_BLOCK, Fp8BlockWeight, Weight
+from quantkit.schemes import Grid
+
+_BLOCK_SIZE = [FP8_BLOCK, FP8_BLOCK]
+
+
+class Fp8Block(Format):
+    name = "fp8-block"
+    variant = "e4m3-128x128"
+    scale_dtype = torch.float32
+    marker = ".weight"
+    marker_dtype = torch.float8_e4m3fn
+    own_suffixes = (".weight_scale_inv",)
+
+    def holds(self, grid: Grid) -> bool:
+        return False
+
+    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[Part, ...]:
+        blocks = (-(-shape[0] // FP8_BLOCK), -(-shape[1] // FP8_BLOCK))
+        return (Part(".weight", (torch.float8_e4m3fn,), shape), Part(".weight_scale_inv", (torch.float32,), blocks))
+
+    def stored(self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None) -> tuple[tuple[int, int], Grid | None]:
+        rows, columns = tensors[f"{module}.weight"].shape
+        return (rows, columns), None
+
+    def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
+        assert isinstance(weight, Fp8BlockWeight), type(weight)
+        return {f"{module}.weight": weight.codes, f"{module}.weight_scale_inv": weight.scale}
+
+    def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
+        return Fp8BlockWeight(tensors[f"{module}.weight"], tensors[f"{module}.weight_scale_inv"])
+
+    def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
+        return (config.get("quantization_config") or {}).get("quant_method") == "fp8"
+
+    def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
+        block_size = config["quantization_config"].get("weight_block_size")
+        if block_size != _BLOCK_SIZE:
+            raise QuantkitError(f"the checkpoint is FP8 with weight_block_size {block_size}", f"quantkit reads FP8 with {_BLOCK_SIZE}")
+        return None
+
+    def ignored(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Callable[[str], bool] | None:
+        return None
+
+    def config_block(self, grid: Grid | None, quantized: Sequence[str], plain: Sequence[TensorSpec]) -> dict[str, Any]:
+        return {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": _BLOCK_SIZE}
+
+    def quantizes(self, module: str, role: str, *, mtp: bool = False) -> bool:
+        return role in ("linear", "kv_b")
+
+
+FORMAT = Fp8Block()

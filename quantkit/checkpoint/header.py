@@ -1,0 +1,155 @@
+"""The safetensors header: 8 bytes of little-endian length, a JSON object, then the tensors' bytes with no gap.
+
+Parsed here rather than by the safetensors package for two reasons: a damaged file must be named in one line before any
+long work, and tensors are read with pread into fresh memory, because mapped pages count as resident and would make the
+stated memory bound meaningless.
+"""
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.errors import QuantkitError
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_MAX_HEADER = 100_000_000  # the limit of the safetensors package
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor to be: its name, dtype and shape."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class TensorInfo(TensorSpec):
+    """A stored tensor: `offset` is where its bytes start in the file `shard`."""
+
+    shard: str
+    offset: int
+
+
+def read_header(path: Path) -> list[TensorInfo]:
+    """Tensors of one safetensors file, in the order of their bytes. Raises QuantkitError for a damaged file."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or length > _MAX_HEADER or 8 + length > size:
+            raise _damaged(path, f"is truncated or not safetensors: {size} bytes do not hold its header")
+        text = file.read(length)
+    try:
+        entries = json.loads(text, object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, f"has a header that is not JSON ({error})") from error
+    if not isinstance(entries, dict):
+        raise _damaged(path, "has a header that is not a JSON object")
+    entries.pop("__metadata__", None)
+    tensors = [_tensor(path, name, entry, 8 + length) for name, entry in entries.items()]
+    tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
+    _check_extent(path, tensors, 8 + length, size)
+    return tensors
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        raise ValueError("a name appears twice")
+    return entries
+
+
+def _tensor(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
+    fault = _damaged(path, f"has a header that makes no sense for {name}")
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise fault
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    for numbers in (shape, offsets):
+        if not isinstance(numbers, list) or not all(type(number) is int and number >= 0 for number in numbers):
+            raise fault
+    if entry["dtype"] not in DTYPES:
+        raise QuantkitError(f"{name} in {path} has dtype {entry['dtype']}", f"quantkit reads {', '.join(DTYPES)}")
+    if len(offsets) != 2:
+        raise fault
+    tensor = TensorInfo(name, DTYPES[entry["dtype"]], tuple(shape), path.name, data_start + offsets[0])
+    if offsets[1] - offsets[0] != tensor.nbytes:
+        raise fault
+    return tensor
+
+
+def _check_extent(path: Path, tensors: Sequence[TensorInfo], data_start: int, size: int) -> None:
+    end = data_start
+    for tensor in tensors:
+        if tensor.offset != end:
+            raise _damaged(path, f"has a gap or an overlap before {tensor.name}")
+        end += tensor.nbytes
+    if size < end:
+        raise _damaged(path, f"is truncated: {size} bytes, and its header describes {end}")
+    if size > end:
+        raise _damaged(path, f"has {size - end} bytes that its header does not describe")
+
+
+def _damaged(path: Path, what: str) -> QuantkitError:
+    return QuantkitError(f"{path} {what}", "download or copy that file again")
+
+
+def encode_header(specs: Sequence[TensorSpec]) -> tuple[bytes, list[TensorInfo]]:
+    """Header bytes for tensors stored in the given order, and where each will lie (`shard` left empty).
+
+    The header is padded to a multiple of 8, so that tensors sorted by falling item size are all aligned.
+    """
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without it
+    offset = 0
+    for spec in specs:
+        entries[spec.name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [offset, offset + spec.nbytes]}
+        offset += spec.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    tensors: list[TensorInfo] = []
+    offset = len(header)
+    for spec in specs:
+        tensors.append(TensorInfo(spec.name, spec.dtype, spec.shape, "", offset))
+        offset += spec.nbytes
+    return header, tensors
+
+
+def read_at(descriptor: int, buffer: memoryview, offset: int) -> int:
+    """Fill `buffer` from `offset` of an open file; fewer bytes than asked for only at the end of the file."""
+    done = 0
+    while done < len(buffer):
+        count = os.preadv(descriptor, [buffer[done:]], offset + done)
+        if count == 0:
+            break
+        done += count
+    return done

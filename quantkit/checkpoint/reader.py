@@ -1,0 +1,225 @@
+"""Checkpoint: a directory of safetensors shards, checked whole from its headers, then read tensor by tensor.
+
+Reading is pread into fresh memory and never mmap: what a caller drops is returned to the system, so resident memory is
+what the caller holds. One Checkpoint may be read from several threads, and from processes forked after it was opened.
+"""
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoint.check import QuantizedLinear, check_ignored, quantized_linears
+from quantkit.checkpoint.formats import detect_format
+from quantkit.checkpoint.formats.base import SIDE_FILES, Format
+from quantkit.checkpoint.header import TensorInfo, read_at, read_header
+from quantkit.errors import QuantkitError
+from quantkit.quant.weights import Weight
+from quantkit.schemes import SCHEMES, Grid, Scheme
+
+_INDEX = "model.safetensors.index.json"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+class Checkpoint:
+    """An opened checkpoint.
+
+    path, config (config.json), side (parsed SIDE_FILES that exist), format, grid (weight grid the config declares, if any),
+    tensors (every stored tensor by name), linears (the quantized ones by module name).
+    """
+
+    def __init__(self, path: Path, config: dict[str, Any], side: dict[str, Any], tensors: dict[str, TensorInfo]) -> None:
+        self.path = path
+        self.config = config
+        self.side = side
+        self.tensors = tensors
+        self.format: Format = detect_format(path, config, side)
+        self.grid: Grid | None = self.format.grid(config, side)
+        self.linears: dict[str, QuantizedLinear] = quantized_linears(path, self.format, self.grid, tensors)
+        check_ignored(path, self.format.ignored(config, side), self.linears, tensors)
+        self._descriptors: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    @classmethod
+    def open(cls, path: Path) -> "Checkpoint":
+        """Check everything that headers and JSON files tell; reads no weight. Raises QuantkitError naming the first fault."""
+        if not path.is_dir():
+            raise QuantkitError(f"{path} is not a directory", "give the directory of a checkpoint, or a model's name")
+        config = _read_json(path / "config.json")
+        side = {name: _read_json(path / name) for name in SIDE_FILES if (path / name).exists()}
+        return cls(path, config, side, _read_tensors(path))
+
+    @property
+    def scheme(self) -> Scheme | None:
+        """The first known scheme with this grid in this format; methods such as AWQ leave no trace in the tensors."""
+        if self.grid is None:
+            return None
+        return next((s for s in SCHEMES.values() if s.weight == self.grid and self.format.name in s.formats), None)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 over config, headers, sizes and times of change of the shards: another value means another source.
+
+        Contents are not hashed: that would read the whole checkpoint before the first weight is quantized.
+        """
+        shards = sorted({tensor.shard for tensor in self.tensors.values()})
+        facts = [(name, (self.path / name).stat().st_size, (self.path / name).stat().st_mtime_ns) for name in shards]
+        layout = sorted((t.name, str(t.dtype), t.shape, t.shard, t.offset) for t in self.tensors.values())
+        text = json.dumps([self.config, self.side, facts, layout], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def has(self, name: str) -> bool:
+        return name in self.tensors
+
+    def modules(self) -> list[str]:
+        """Modules that hold a 2-D weight, quantized or not, in the order of `tensors`."""
+        plain = (t.name.removesuffix(".weight") for t in self.tensors.values() if t.name.endswith(".weight") and len(t.shape) == 2)
+        return list(dict.fromkeys([*self.linears, *plain]))
+
+    def shape(self, module: str) -> tuple[int, ...]:
+        """Logical shape of a module's weight, (N, K) for a linear, whatever it is stored as."""
+        if module in self.linears:
+            return self.linears[module].shape
+        return self._info(f"{module}.weight").shape
+
+    def parts(self, module: str) -> tuple[str, ...]:
+        """Names of the stored tensors that make up a module's weight."""
+        if module in self.linears:
+            return self.linears[module].tensors
+        return (self._info(f"{module}.weight").name,)
+
+    def weight(self, module: str) -> Weight:
+        """Weight of the linear `module`: decoded by the format, or a plain tensor where it is unquantized."""
+        if module not in self.linears:
+            return self.read(f"{module}.weight")
+        return self.format.unpack(module, {name: self.read(name) for name in self.linears[module].tensors})
+
+    def read(self, name: str) -> Tensor:
+        """The stored tensor, in its stored dtype."""
+        info = self._info(name)
+        return self._read(info, info.shape, 0)
+
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows start..stop of the stored tensor, reading only their bytes."""
+        info = self._info(name)
+        assert info.shape and 0 <= start <= stop <= info.shape[0], f"{name}: rows {start}..{stop} of {info.shape}"
+        row_bytes = info.nbytes // info.shape[0] if info.shape[0] else 0
+        return self._read(info, (stop - start, *info.shape[1:]), start * row_bytes)
+
+    def _info(self, name: str) -> TensorInfo:
+        if name not in self.tensors:
+            raise QuantkitError(f"{self.path} has no tensor {name}", "config.json may not be the one of these weights")
+        return self.tensors[name]
+
+    def _read(self, info: TensorInfo, shape: tuple[int, ...], skip: int) -> Tensor:
+        tensor = torch.empty(shape, dtype=info.dtype)
+        if tensor.numel():
+            buffer = tensor.view(-1).view(torch.uint8).numpy().data
+            if read_at(self._descriptor(info.shard), buffer, info.offset + skip) < len(buffer):
+                raise QuantkitError(f"{self.path / info.shard} became shorter while it was read", "restore that file and run again")
+        return tensor
+
+    def _descriptor(self, shard: str) -> int:
+        with self._lock:
+            if shard not in self._descriptors:
+                try:
+                    self._descriptors[shard] = os.open(self.path / shard, os.O_RDONLY | os.O_CLOEXEC)
+                except OSError as error:
+                    raise QuantkitError(f"cannot read {self.path / shard}: {error.strerror}", "restore that file and run again") from error
+            return self._descriptors[shard]
+
+    def __del__(self) -> None:
+        for descriptor in getattr(self, "_descriptors", {}).values():
+            os.close(descriptor)
+
+
+def check_finite(name: str, tensor: Tensor) -> None:
+    """Raise QuantkitError naming the tensor if it holds NaN or infinity."""
+    values = tensor.float() if tensor.dtype.itemsize == 1 else tensor
+    finite = torch.isfinite(values)
+    if not bool(finite.all()):
+        count = int(finite.numel() - finite.sum())
+        raise QuantkitError(f"{name} holds {count} values that are NaN or infinite", "the checkpoint is damaged: download it again")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise QuantkitError(f"{path} does not exist", "give the directory of a complete checkpoint") from None
+    except (ValueError, RecursionError) as error:
+        raise QuantkitError(f"{path} is not valid JSON ({error})", "download or copy that file again") from error
+    if not isinstance(value, dict):
+        raise QuantkitError(f"{path} is not a JSON object", "download or copy that file again")
+    return value
+
+
+def _read_tensors(path: Path) -> dict[str, TensorInfo]:
+    """All tensors of the shards: those of the index where there is one, else those of the only shard."""
+    index_path = _find_index(path)
+    if index_path is None:
+        return {tensor.name: tensor for tensor in read_header(_only_shard(path))}
+    weight_map = _read_json(index_path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise QuantkitError(f"{index_path} has no weight_map", "download or copy that file again")
+    held = {shard: _read_shard(path, shard, index_path) for shard in sorted(set(weight_map.values()))}
+    tensors: dict[str, TensorInfo] = {}
+    for name, shard in weight_map.items():
+        if name not in held[shard]:
+            raise QuantkitError(f"{index_path} says that {name} is in {shard}, and it is not", "download the index and that shard again")
+        tensors[name] = held[shard][name]
+    _add_unlisted(index_path, held, tensors)
+    return tensors
+
+
+def _add_unlisted(index_path: Path, held: Mapping[str, Mapping[str, TensorInfo]], tensors: dict[str, TensorInfo]) -> None:
+    """Tensors the index leaves out: ModelOpt's DeepSeek script lists no scales. Two of one name are refused."""
+    listed = frozenset(tensors)
+    for shard in held.values():
+        for tensor in shard.values():
+            if tensor.name in listed:
+                continue
+            if tensor.name in tensors:
+                first = tensors[tensor.name].shard
+                raise QuantkitError(
+                    f"{tensor.name} is in both {first} and {tensor.shard}, and {index_path} does not say which", "remove one"
+                )
+            tensors[tensor.name] = tensor
+
+
+def _find_index(path: Path) -> Path | None:
+    if (path / _INDEX).exists():
+        return path / _INDEX
+    found = sorted(path.glob("*.safetensors.index.json"))
+    if len(found) > 1:
+        raise QuantkitError(f"{path} has {len(found)} indexes: {', '.join(file.name for file in found)}", "keep the one of these weights")
+    return found[0] if found else None
+
+
+def _only_shard(path: Path) -> Path:
+    shards = sorted(path.glob("*.safetensors"))
+    if len(shards) == 1:
+        return shards[0]
+    if shards:
+        raise QuantkitError(f"{path} has {len(shards)} safetensors files and no {_INDEX}", "download the index too")
+    pickles = sorted(file.name for file in path.iterdir() if file.suffix in _PICKLES)
+    if pickles:
+        raise QuantkitError(
+            f"{path} holds pickle weights ({pickles[0]}), which can run code when opened", "convert them to safetensors first"
+        )
+    raise QuantkitError(f"{path} holds no safetensors file", "give the directory of a complete checkpoint")
+
+
+def _read_shard(path: Path, shard: str, index_path: Path) -> dict[str, TensorInfo]:
+    if Path(shard).name != shard or not shard.endswith(".safetensors"):
+        raise QuantkitError(f"{index_path} names the shard {shard!r}, which is no safetensors file beside it", "download the index again")
+    if not (path / shard).is_file():
+        raise QuantkitError(f"shard {shard} is missing from {path}", "download it, or restore it, and run again")
+    return {tensor.name: tensor for tensor in read_header(path / shard)}
