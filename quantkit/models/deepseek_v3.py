@@ -207,7 +207,14 @@ class DecoderLayer:
 
     def __call__(self, hidden: Tensor, context: Context) -> Tensor:
         """hidden [T, H] -> [T, H]."""
-        hidden = hidden + self.all_reduce(self.attention(rms_norm(hidden, self.input_norm, self.eps), context))
+        return self.feed_forward(self.attend(hidden, context))
+
+    def attend(self, hidden: Tensor, context: Context) -> Tensor:
+        """The attention half, residual included."""
+        return hidden + self.all_reduce(self.attention(rms_norm(hidden, self.input_norm, self.eps), context))
+
+    def feed_forward(self, hidden: Tensor) -> Tensor:
+        """The MLP or expert half, residual included. Calibration walks the halves one after the other."""
         return hidden + self.all_reduce(self.mlp(rms_norm(hidden, self.post_attention_norm, self.eps)))
 
 

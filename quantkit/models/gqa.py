@@ -162,17 +162,26 @@ class DecoderLayer:
 
     def __call__(self, hidden: Tensor, context: Context) -> Tensor:
         """hidden [T, H] -> [T, H]."""
-        hidden = hidden + self.all_reduce(self.attention(rms_norm(hidden, self.input_norm, self.eps), context))
+        return self.feed_forward(self.attend(hidden, context))
+
+    def attend(self, hidden: Tensor, context: Context) -> Tensor:
+        """The attention half, residual included."""
+        return hidden + self.all_reduce(self.attention(rms_norm(hidden, self.input_norm, self.eps), context))
+
+    def feed_forward(self, hidden: Tensor) -> Tensor:
+        """The MLP or expert half, residual included."""
         return hidden + self.all_reduce(self.mlp(rms_norm(hidden, self.post_attention_norm, self.eps)))
 
 
 class Model:
     """The whole stack. `layers` may be walked one by one; `__call__` runs them all."""
 
+    layer_class: type[DecoderLayer] = DecoderLayer
+
     def __init__(self, config: Config, weights: Weights) -> None:
         self.config = config
         self.embedding = weights.tensor("model.embed_tokens.weight")
-        self.layers = [DecoderLayer(config, layer, weights) for layer in range(config.num_hidden_layers)]
+        self.layers = [self.layer_class(config, layer, weights) for layer in range(config.num_hidden_layers)]
         self.norm = weights.tensor("model.norm.weight")
         self.head = weights.linear("model.embed_tokens" if config.tie_word_embeddings else "lm_head")
 

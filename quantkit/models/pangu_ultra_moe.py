@@ -83,10 +83,11 @@ class DecoderLayer(deepseek_v3.DecoderLayer):
         self.mlp = _moe_mlp(config, f"{p}.mlp", weights) if config.is_moe(layer) else DenseMlp(f"{p}.mlp", weights)
         self.post_mlp_norm = weights.tensor(f"{p}.post_mlp_layernorm.weight")
 
-    def __call__(self, hidden: Tensor, context: Context) -> Tensor:
-        """hidden [T, H] -> [T, H]."""
+    def attend(self, hidden: Tensor, context: Context) -> Tensor:
         attended = self.all_reduce(self.attention(rms_norm(hidden, self.input_norm, self.eps), context))
-        hidden = hidden + rms_norm(attended, self.post_attention_norm, self.eps)
+        return hidden + rms_norm(attended, self.post_attention_norm, self.eps)
+
+    def feed_forward(self, hidden: Tensor) -> Tensor:
         out = self.all_reduce(self.mlp(rms_norm(hidden, self.pre_mlp_norm, self.eps)))
         return hidden + rms_norm(out, self.post_mlp_norm, self.eps)
 

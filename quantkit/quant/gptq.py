@@ -7,6 +7,11 @@ inverse of a small triangle replace the update of all later columns, and one Cho
 
 Scaling channels by s turns H into D^-1 H D^-1 (D = diag s) and V into D^-1 V: a scale search needs no further factoring.
 
+Two things the paper does not have, both free of any change of format:
+- the order. Groups with the most energy go first, and so do the most energetic channels of a group, when there are still many
+  others left to compensate; a group stays whole, so its step can still be fitted to what the earlier groups left over.
+- sweeps of coordinate descent afterwards. Each column is rounded again, given the final error of ALL others, not only earlier ones.
+
 Shapes: w [..., N, K], factors [..., K, K]; leading dimensions (experts, candidates) broadcast and run as one batch.
 """
 
@@ -30,6 +35,40 @@ class Rounded:
     loss: Tensor
 
 
+@dataclass(frozen=True)
+class Curvature:
+    """What GPTQ needs to know of a layer's inputs, in the order it works.
+
+    hessian [..., K, K] (damped) and factor [..., K, K] are permuted by order [..., K]: position i holds channel order[i].
+    """
+
+    hessian: Tensor
+    factor: Tensor
+    order: Tensor
+
+    @classmethod
+    def of(cls, hessian: Tensor, damping: float, group_size: int | None) -> "Curvature":
+        """From H = sum of x x^T over tokens, float32 [..., K, K], not mutated."""
+        order = energy_order(hessian.diagonal(dim1=-2, dim2=-1), group_size)
+        permuted = damped(hessian, damping)
+        permuted = permuted.gather(-1, order.unsqueeze(-2).expand_as(hessian)).gather(-2, order.unsqueeze(-1).expand_as(hessian))
+        return cls(permuted, factor(permuted), order)
+
+    def scaled(self, scale: Tensor) -> "Curvature":
+        """The curvature for inputs divided by `scale` [..., K]; leading dimensions of either may be candidates."""
+        s = scale.gather(-1, self.order.expand_as(scale))
+        return Curvature(self.hessian / s.unsqueeze(-1) / s.unsqueeze(-2), self.factor / s.unsqueeze(-1), self.order)
+
+
+def energy_order(energy: Tensor, group_size: int | None) -> Tensor:
+    """Channels [..., K] by falling energy, groups kept whole: int64 [..., K]."""
+    groups = energy.unflatten(-1, (-1, group_size or energy.shape[-1]))
+    within = groups.argsort(dim=-1, descending=True, stable=True)
+    first = torch.arange(0, energy.shape[-1], groups.shape[-1], device=energy.device).unsqueeze(-1)
+    by_group = groups.sum(-1).argsort(dim=-1, descending=True, stable=True).unsqueeze(-1).expand_as(within)
+    return (within + first).gather(-2, by_group).flatten(-2)
+
+
 def damped(hessian: Tensor, damping: float) -> Tensor:
     """H + damping * mean(diag H) * I; a channel that never fired gets 1, so that its weight is simply rounded."""
     diagonal = hessian.diagonal(dim1=-2, dim2=-1)
@@ -44,6 +83,58 @@ def factor(hessian: Tensor) -> Tensor:
     V is the Cholesky factor of H with its channels in reverse order, reversed back.
     """
     return torch.linalg.cholesky(hessian.flip(-1, -2)).flip(-1, -2)
+
+
+def compensate(w: Tensor, curvature: Curvature, rounder: Rounder, sweeps: int = 1) -> Rounded:
+    """Values of the grid for W float32 [..., N, K], channels in their own order: GPTQ, then `sweeps` of coordinate descent."""
+    batch = torch.broadcast_shapes(w.shape[:-2], curvature.order.shape[:-1])
+    order = curvature.order.expand(*batch, -1)
+    wide = order.unsqueeze(-2).expand(*batch, *w.shape[-2:])
+    permuted = w.expand(*batch, *w.shape[-2:]).gather(-1, wide)
+    result = gptq(permuted, curvature.factor, rounder)
+    if sweeps:
+        result = descend(permuted, result, curvature.hessian, rounder, sweeps)
+    values = torch.empty_like(result.values).scatter_(-1, wide, result.values)
+    if rounder.group_size is None:
+        return Rounded(values, result.step, result.loss)
+    groups = order[..., :: rounder.group_size].div(rounder.group_size, rounding_mode="floor")
+    groups = groups.unsqueeze(-2).expand_as(result.step.step)
+    step, zero = (None if t is None else torch.empty_like(t).scatter_(-1, groups, t) for t in (result.step.step, result.step.zero))
+    assert step is not None
+    return Rounded(values, Step(step, zero), result.loss)
+
+
+def descend(w: Tensor, rounded: Rounded, hessian: Tensor, rounder: Rounder, sweeps: int) -> Rounded:
+    """Coordinate descent over the columns, steps held fixed: tr(E H E^T) never rises.
+
+    With all other columns fixed the best value of column j is q_j + (E H)_j / H_jj, rounded. H is damped as in `gptq`.
+    """
+    columns = w.shape[-1]
+    group_size = rounder.group_size or columns
+    values = rounded.values.clone()
+    pivot = hessian.diagonal(dim1=-2, dim2=-1)
+    zeros = rounded.step.zero
+    for start in [*range(0, columns, BLOCK)] * sweeps:
+        stop = min(start + BLOCK, columns)
+        pull = ((w - values) @ hessian[..., start:stop]).transpose(-1, -2).contiguous()  # [..., columns of the block, N]
+        block = values[..., start:stop].transpose(-1, -2).contiguous()
+        square = hessian[..., start:stop, start:stop]
+        for strip in range(0, stop - start, STRIP):
+            end = min(strip + STRIP, stop - start)
+            change = torch.empty_like(pull[..., strip:end, :])
+            for i in range(strip, end):
+                group = (start + i) // group_size
+                step = Step(rounded.step.step[..., group], None if zeros is None else zeros[..., group])
+                value = rounder.snap(block[..., i, :] + pull[..., i, :] / pivot[..., start + i, None], step)
+                change[..., i - strip, :] = value - block[..., i, :]
+                block[..., i, :] = value
+                if i + 1 < end:
+                    pull[..., i + 1 : end, :] -= square[..., i + 1 : end, i, None] * change[..., i - strip, None, :]
+            if end < stop - start:
+                pull[..., end:, :] -= square[..., end:, strip:end] @ change
+        values[..., start:stop] = block.transpose(-1, -2)
+    error = w - values
+    return Rounded(values, rounded.step, ((error @ hessian) * error).sum(-1))
 
 
 def gptq(w: Tensor, factor: Tensor, rounder: Rounder) -> Rounded:

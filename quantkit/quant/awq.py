@@ -1,0 +1,58 @@
+"""AWQ (arXiv 2306.00978): per-channel scales that move between a producer and its consumers before rounding.
+
+Channels with large activations get s > 1: their weights are multiplied by s before rounding and their inputs divided by s,
+so they are rounded on a finer grid relative to their size. Candidates are s = x^r, with x the size of each channel's
+activations (root mean square, from the diagonal of the Hessian), and s = x^r / w^(1-r) with w the mean relative size of its
+weights (AutoAWQ's duo scaling); r runs over a grid in [0, 1]. Which candidate wins is a question of loss, asked elsewhere.
+
+Folding is exact: a producer's 16-bit gain can only hold gain / s rounded, so the scale in effect is taken from the rounded gain.
+"""
+
+import torch
+from torch import Tensor
+
+
+def candidate_scales(activation: Tensor, weight: Tensor, points: int) -> Tensor:
+    """Candidate scales [2 * points, ..., K], normalised so that sqrt(max * min) = 1; the first is all ones.
+
+    activation [..., K]: size of each input channel. weight [..., K]: mean over the consumers' rows of |w| / max |w| of its group.
+    """
+    ratios = torch.linspace(0, 1, points, device=activation.device).view(-1, *[1] * activation.dim())
+    x = activation.clamp(min=1e-8)
+    plain = x**ratios
+    duo = plain / (weight ** (1 - ratios) + 1e-4)
+    return torch.cat([_normalised(plain), _normalised(duo)])
+
+
+def _normalised(scale: Tensor) -> Tensor:
+    scale = scale.clamp(min=1e-4)
+    scale = scale / (scale.amax(-1, keepdim=True) * scale.amin(-1, keepdim=True)).sqrt()
+    return torch.where(torch.isfinite(scale), scale, torch.ones_like(scale))
+
+
+def relative_weight(weights: list[Tensor], group_size: int | None) -> Tensor:
+    """Mean over all rows of |w| / max |w| of its group: weights float32 [..., N_i, K] -> [..., K]."""
+    total = torch.zeros_like(weights[0][..., 0, :])
+    rows = 0
+    for w in weights:
+        groups = w.abs().unflatten(-1, (-1, group_size or w.shape[-1]))
+        total += (groups / (groups.amax(-1, keepdim=True) + 1e-6)).flatten(-2).sum(-2)
+        rows += w.shape[-2]
+    return total / rows
+
+
+def power_of_two(scale: Tensor) -> Tensor:
+    """The nearest powers of two (in ratio). Multiplying and dividing 16-bit values by them is exact."""
+    return scale.log2().round().exp2()
+
+
+def effective_scale(gain: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """What folding `scale` into a gain stored in 16 bits really does.
+
+    gain [K] in its stored dtype, scale float32 [K] -> the new gain in that dtype, and float32 gain / new gain, with which
+    consumers must be multiplied for the product to stay what it was. Where the gain is zero the channel carries nothing: scale 1.
+    """
+    scale = torch.where(gain.float() == 0, torch.ones_like(scale), scale)
+    folded = (gain.float() / scale).to(gain.dtype)
+    effective = torch.where(folded.float() == 0, torch.ones_like(scale), gain.float() / folded.float())
+    return torch.where(folded.float() == 0, gain, folded), effective
