@@ -15,7 +15,7 @@ LEVELS = [
     {"checkpoint", "quantkit_kernels"},
     {"models"},
     {"calibrate", "executor"},
-    {"convert", "quantize", "plan", "evaluate"},
+    {"convert", "quantize", "plan", "evaluate", "inspect", "engines", "deploy", "costmodel"},
     {"cli"},
 ]
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}

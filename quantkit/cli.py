@@ -1,0 +1,183 @@
+"""The command line: one thin function a command, and the only place that prints results.
+
+Everything heavy is imported inside the command that needs it, so that `quantkit --help` answers at once. Results go to stdout
+(with --json one JSON object and nothing else), progress to stderr. Exit 0 on success, 1 with one line saying what is wrong and
+what to do, 2 on bad usage.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from quantkit.assets import find_model
+from quantkit.errors import QuantkitError
+
+app = typer.Typer(
+    help="Quantize DeepSeek-R1 class models, run them on one box, and show that accuracy held.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    epilog="Any command takes --debug for the traceback of a failure.",
+)
+out = Console()
+err = Console(stderr=True)
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A directory, tiny-r1 (built in), or a hub id.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or npu.")]
+Backend = Annotated[str, typer.Option(help="Kernel backend; see `quantkit kernels`.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+@app.command()
+def inspect(model: Model, json_: AsJson = False) -> None:
+    """What is in a checkpoint: format, scheme, tensors, bytes, and what is missing or unknown."""
+    from quantkit.checkpoint.reader import Checkpoint
+    from quantkit.inspect import describe
+
+    about = describe(Checkpoint.open(find_model(model)))
+    if json_:
+        return print_json(about)
+    table = Table(show_header=False, title=about["path"])
+    for key in (
+        "architecture",
+        "format",
+        "variant",
+        "scheme",
+        "tensors",
+        "quantized_linears",
+        "shards",
+        "bytes",
+        "parameters",
+        "mtp_layers",
+    ):
+        table.add_row(key.replace("_", " "), _readable(key, about.get(key)))
+    for key in ("bytes_by_part", "bytes_by_dtype"):
+        for name, size in about.get(key, {}).items():
+            table.add_row(f"  {name}", megabytes(size))
+    for key in ("missing", "unknown"):
+        names = about.get(key)
+        table.add_row(key, "not checked: architecture not known" if names is None else f"{len(names)} {', '.join(names[:3])}")
+    out.print(table)
+
+
+@app.command()
+def run(
+    model: Model,
+    prompt: Annotated[str | None, typer.Option(help="One question; without it, a chat.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 512,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
+    seed: Annotated[int, typer.Option()] = 0,
+    device: Device = "auto",
+    backend: Backend = "auto",
+    json_: AsJson = False,
+) -> None:
+    """Answer one prompt, or chat."""
+    from quantkit.executor.engine import Engine
+    from quantkit.executor.sampling import SamplingParams
+
+    if json_ and prompt is None:
+        raise QuantkitError("--json needs --prompt", "a chat cannot be one JSON object")
+    path = find_model(model)
+    with err.status(f"loading {model}"):
+        engine = Engine.load(path, device=device, backend=backend, max_batch=1)
+    params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    if prompt is not None:
+        _answer(engine, [{"role": "user", "content": prompt}], params, json_)
+        return
+    err.print(f"{model} on {engine.loaded.device}. An empty line or Ctrl-D ends the chat.")
+    messages: list[dict[str, str]] = []
+    while question := _ask():
+        messages.append({"role": "user", "content": question})
+        text = _answer(engine, messages, params, False)
+        messages.append({"role": "assistant", "content": text.rpartition("</think>")[2].strip()})
+
+
+def _ask() -> str:
+    try:
+        return input("> ").strip()
+    except EOFError:
+        return ""
+
+
+def _answer(engine: Any, messages: list[dict[str, str]], params: Any, json_: bool) -> str:
+    """Stream one reply to the terminal, or print it whole as JSON; returns its text."""
+    for delta in engine.stream(engine.tokenizer.encode_chat(messages), params):
+        if not json_:
+            out.print(delta.text, end="", markup=False, highlight=False, soft_wrap=True)
+        completion = delta.completion or None
+    assert completion is not None
+    tokens, seconds = len(completion.token_ids), completion.timings.total_s
+    if json_:
+        print_json(
+            {
+                "text": completion.text,
+                "tokens": tokens,
+                "prompt_tokens": completion.prompt_tokens,
+                "tokens_per_second": tokens / seconds,
+                "finish_reason": completion.finish_reason,
+            }
+        )
+    else:
+        out.print()
+        err.print(f"[dim]{tokens} tokens, {tokens / seconds:.0f} tokens/s, {completion.finish_reason}[/dim]")
+    return str(completion.text)
+
+
+@app.command()
+def kernels(device: Device = "auto", json_: AsJson = False) -> None:
+    """Operators and backends: which are usable here, and why the others are not."""
+    import quantkit_kernels
+
+    from quantkit.executor.devices import find_device
+
+    rows = quantkit_kernels.table(find_device(device))
+    if json_:
+        return print_json({"device": str(find_device(device)), "rows": [vars(row) for row in rows]})
+    table = Table("operator", "backend", "usable", "reason", title=f"on {find_device(device)}")
+    for row in rows:
+        table.add_row(row.operator, row.backend, "yes" if row.usable else "no", row.reason)
+    out.print(table)
+
+
+def print_json(value: dict[str, Any]) -> None:
+    print(json.dumps(value))
+
+
+def megabytes(size: float) -> str:
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if size >= scale:
+            return f"{size / scale:.2f} {unit}"
+    return f"{size / 1e3:.1f} kB"
+
+
+def _readable(key: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    return megabytes(value) if key == "bytes" else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def main() -> None:
+    """Entry point: faults become one line on stderr and exit code 1."""
+    debug = "--debug" in sys.argv
+    if debug:
+        sys.argv.remove("--debug")
+    try:
+        app()
+    except QuantkitError as error:
+        if debug:
+            raise
+        err.print(f"[bold red]error:[/bold red] {error}", highlight=False, soft_wrap=True)
+    except Exception as error:
+        if debug:
+            raise
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        err.print(f"[bold red]error:[/bold red] {reason}; run again with --debug for the traceback", highlight=False, soft_wrap=True)
+    else:
+        return
+    raise SystemExit(1)

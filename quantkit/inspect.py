@@ -1,0 +1,77 @@
+"""What is in a checkpoint, from its headers alone."""
+
+from collections import Counter
+from typing import Any
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.models import ARCHITECTURES, find_architecture
+from quantkit.models.table import Parameter, resolve
+
+
+def describe(checkpoint: Checkpoint) -> dict[str, Any]:
+    """A JSON-ready account: format, scheme, tensors, bytes; bytes by dtype and by part of the model; what is missing or unknown.
+
+    `missing` and `unknown` compare the stored tensors with the architecture's table; without a known architecture they are None.
+    """
+    tensors = checkpoint.tensors.values()
+    by_dtype = Counter[str]()
+    for tensor in tensors:
+        by_dtype[str(tensor.dtype).removeprefix("torch.")] += tensor.nbytes
+    about: dict[str, Any] = {
+        "path": str(checkpoint.path),
+        "architecture": checkpoint.config.get("model_type"),
+        "format": checkpoint.format.name,
+        "variant": checkpoint.format.variant,
+        "scheme": checkpoint.scheme.name if checkpoint.scheme else None,
+        "tensors": len(tensors),
+        "bytes": sum(by_dtype.values()),
+        "shards": len({tensor.shard for tensor in tensors}),
+        "quantized_linears": len(checkpoint.linears),
+        "bytes_by_dtype": dict(by_dtype.most_common()),
+    }
+    return about | _against_table(checkpoint)
+
+
+def _against_table(checkpoint: Checkpoint) -> dict[str, Any]:
+    if checkpoint.config.get("model_type") not in ARCHITECTURES:
+        return {"missing": None, "unknown": None}
+    architecture = find_architecture(checkpoint.config)
+    config = architecture.Config.from_dict(checkpoint.config)
+    rows = resolve(architecture.parameters(config), checkpoint.tensors)
+    by_part, owned, missing = Counter[str](), set[str](), []
+    for row in rows:
+        stored = _stored(checkpoint, row)
+        if not stored:
+            missing.append(row.name)
+        owned.update(stored)
+        by_part[_part(row)] += sum(checkpoint.tensors[name].nbytes for name in stored)
+    return {
+        "parameters": sum(_count(row) for row in rows),
+        "bytes_by_part": dict(by_part.most_common()),
+        "mtp_layers": config.num_nextn_predict_layers,
+        "missing": missing,
+        "unknown": sorted(set(checkpoint.tensors) - owned),
+    }
+
+
+def _stored(checkpoint: Checkpoint, row: Parameter) -> tuple[str, ...]:
+    if row.module in checkpoint.linears:
+        return checkpoint.parts(row.module)
+    return (row.name,) if checkpoint.has(row.name) else ()
+
+
+def _part(row: Parameter) -> str:
+    if row.mtp:
+        return "mtp layer"
+    if row.expert is not None:
+        return "routed experts"
+    if ".self_attn." in row.name:
+        return "attention"
+    return "mlp" if ".mlp." in row.name else "embeddings and head" if row.role in ("embedding", "head") else "norms"
+
+
+def _count(row: Parameter) -> int:
+    count = 1
+    for size in row.shape:
+        count *= size
+    return count
