@@ -7,7 +7,6 @@ what to do, 2 on bad usage.
 
 import json
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer

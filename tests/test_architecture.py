@@ -10,7 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LEVELS = [
-    {"errors", "assets", "schemes"},
+    {"errors"},
+    {"assets", "schemes"},
     {"quant", "recipe"},
     {"checkpoint", "quantkit_kernels"},
     {"models"},
