@@ -1,0 +1,158 @@
+"""How the executor's forward attends: over the paged cache.
+
+PrefillContext computes several new tokens per sequence: keys and values are expanded from the latents, which costs least arithmetic.
+DecodeContext computes one token per row: the up-projection is absorbed into the query, so that the cached latent is read as it is
+(arXiv 2405.04434, section 2.1.2). Both write the new tokens first and then attend to what the cache holds, so that a result does not
+depend on how a prompt was cut into chunks.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from quantkit_kernels import mla_decode
+from torch import Tensor
+from torch.nn import functional as F
+
+from quantkit.executor.cache import PagedCache
+from quantkit.models.context import Positions
+
+KEY_CHUNK = 4096
+"""Keys expanded at a time in prefill: bounds memory whatever the context (an R1 layer's keys and values take 0.34 GB in bfloat16)."""
+
+Expand = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Cached tokens [S, width] -> keys [S, heads, d] and values [S, heads, v] in the compute dtype."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """New tokens start .. start + length - 1 of a sequence whose cache is in `blocks` [n] int64."""
+
+    start: int
+    length: int
+    blocks: Tensor
+
+
+class PrefillContext(Positions):
+    """Tokens of several chunks lie flat; each sees its sequence's cached tokens and, causally, its own chunk."""
+
+    def __init__(self, cache: PagedCache, chunks: list[Chunk]) -> None:
+        spans = [torch.arange(chunk.start, chunk.start + chunk.length, device=cache.device) for chunk in chunks]
+        super().__init__(torch.cat(spans))
+        self.cache, self.chunks = cache, chunks
+        size = cache.block_size
+        self.slots = torch.cat([chunk.blocks[span // size] * size + span % size for chunk, span in zip(chunks, spans)])
+
+    def attend_mla(self, layer: int, q_nope: Tensor, q_pe: Tensor, latent: Tensor, k_pe: Tensor, kv_b: Tensor, scale: float) -> Tensor:
+        """As `models.context.Context.attend_mla`."""
+        heads, nope = q_nope.shape[1:]
+        kv_lora = latent.shape[1]
+        q = torch.cat((q_nope, q_pe), dim=-1)
+
+        def expand(cached: Tensor) -> tuple[Tensor, Tensor]:
+            seen, seen_pe = cached.to(q.dtype).split([kv_lora, cached.shape[1] - kv_lora], dim=-1)
+            k_nope, v = F.linear(seen, kv_b).unflatten(-1, (heads, -1)).split([nope, kv_b.shape[0] // heads - nope], dim=-1)
+            return torch.cat((k_nope, seen_pe[:, None, :].expand(-1, heads, -1)), dim=-1), v
+
+        self.cache.write(layer, self.slots, torch.cat((latent, k_pe), dim=-1))
+        return self._attend_chunks(layer, q, expand, scale)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """As `models.context.Context.attend`."""
+        self.cache.write(layer, self.slots, torch.cat((k.flatten(1), v.flatten(1)), dim=-1))
+        return self._attend_chunks(layer, q, _split_heads(q, k, v), scale)
+
+    def _attend_chunks(self, layer: int, q: Tensor, expand: Expand, scale: float) -> Tensor:
+        """q [T, heads, d] -> [T, heads, v], chunk by chunk."""
+        out, row = [], 0
+        for chunk in self.chunks:
+            cached = self.cache.read(layer, chunk.blocks, chunk.start + chunk.length)
+            out.append(_attend_causal(q[row : row + chunk.length], cached, expand, scale))
+            row += chunk.length
+        return torch.cat(out)
+
+
+class DecodeContext(Positions):
+    """One token per row. Rows of one sequence (drafted tokens being verified) share its blocks and have rising positions.
+
+    positions [B] int64 of the new tokens; block_table [B, n] int32 or int64; slots [B] int64, where the new tokens are written.
+    A row's token sees positions 0 .. its own. A padding row writes to block 0 and sees what is there; its output is not read.
+    """
+
+    def __init__(self, cache: PagedCache, positions: Tensor, block_table: Tensor, slots: Tensor) -> None:
+        super().__init__(positions)
+        self.cache, self.block_table, self.slots = cache, block_table, slots
+        self.seq_lens = positions + 1
+
+    def attend_mla(self, layer: int, q_nope: Tensor, q_pe: Tensor, latent: Tensor, k_pe: Tensor, kv_b: Tensor, scale: float) -> Tensor:
+        """As `models.context.Context.attend_mla`, absorbed: scores = (q_nope W_UK) . latent, output = (p . latent) W_UV."""
+        heads, nope = q_nope.shape[1:]
+        kv_lora = latent.shape[1]
+        up_k, up_v = kv_b.view(heads, -1, kv_lora).split([nope, kv_b.shape[0] // heads - nope], dim=1)
+        absorbed = torch.bmm(q_nope.transpose(0, 1), up_k).transpose(0, 1)
+        self.cache.write(layer, self.slots, torch.cat((latent, k_pe), dim=-1))
+        q = torch.cat((absorbed, q_pe), dim=-1)
+        seen = mla_decode(q, self.cache.layers[layer], self.block_table, self.seq_lens, scale=scale, kv_lora_rank=kv_lora)
+        return torch.bmm(seen.transpose(0, 1), up_v.transpose(1, 2)).transpose(0, 1)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """As `models.context.Context.attend`: the rows' caches side by side, padded to the longest."""
+        self.cache.write(layer, self.slots, torch.cat((k.flatten(1), v.flatten(1)), dim=-1))
+        cached = self.cache.layers[layer][self.block_table].flatten(1, 2)
+        seen_k, seen_v = _split_heads(q, k, v)(cached)
+        visible = torch.arange(cached.shape[1], device=q.device) < self.seq_lens[:, None]
+        # What lies beyond a sequence may be anything, NaN included: masked as a score and zeroed as a value.
+        seen_v = seen_v.masked_fill(~visible[:, :, None, None], 0.0)
+        mask = torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill_(~visible, float("-inf"))
+        seen_k = seen_k.masked_fill(~visible[:, :, None, None], 0.0)
+        attended = F.scaled_dot_product_attention(
+            q[:, :, None], seen_k.transpose(1, 2), seen_v.transpose(1, 2), attn_mask=mask[:, None, None], scale=scale
+        )
+        return attended[:, :, 0]
+
+
+def _split_heads(q: Tensor, k: Tensor, v: Tensor) -> Expand:
+    """Expansion of grouped-query attention: cached keys and values repeated for the query heads that share them."""
+    width, kv_heads = k.shape[1] * k.shape[2], k.shape[1]
+    repeats = q.shape[1] // kv_heads
+
+    def expand(cached: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = cached.to(q.dtype).split([width, cached.shape[-1] - width], dim=-1)
+        split = [side.unflatten(-1, (kv_heads, -1)).repeat_interleave(repeats, dim=-2) for side in (keys, values)]
+        return split[0], split[1]
+
+    return expand
+
+
+def _attend_causal(q: Tensor, cached: Tensor, expand: Expand, scale: float) -> Tensor:
+    """q [T, heads, d] of the last T of the cached tokens [S, width] -> [T, heads, v]."""
+    new, seen = q.shape[0], cached.shape[0]
+    if seen <= KEY_CHUNK:
+        k, v = expand(cached)
+        mask = None if new == seen else torch.ones(new, seen, dtype=torch.bool, device=q.device).tril_(seen - new)
+        sides = [x.transpose(0, 1)[None] for x in (q, k, v)]
+        out = F.scaled_dot_product_attention(sides[0], sides[1], sides[2], attn_mask=mask, is_causal=mask is None, scale=scale)
+        return out[0].transpose(0, 1)
+    return _attend_long(q, cached, expand, scale)
+
+
+def _attend_long(q: Tensor, cached: Tensor, expand: Expand, scale: float) -> Tensor:
+    """As `_attend_causal` over any number of keys: parts of KEY_CHUNK keys, merged by their log-sum-exp (online softmax)."""
+    new, seen = q.shape[0], cached.shape[0]
+    queries = q.float().transpose(0, 1) * scale  # [heads, T, d]
+    last = torch.arange(seen - new, seen, device=q.device)[:, None]
+    best = torch.full((*queries.shape[:2], 1), float("-inf"), device=q.device)
+    total: Tensor = torch.zeros_like(best)
+    weighted: Tensor = torch.zeros((), device=q.device)
+    for start in range(0, seen, KEY_CHUNK):
+        k, v = expand(cached[start : start + KEY_CHUNK])
+        scores = queries @ k.float().permute(1, 2, 0)  # [heads, T, part]
+        keys = torch.arange(start, start + k.shape[0], device=q.device)
+        scores.masked_fill_(keys > last, float("-inf"))
+        # The first part holds position 0, which every query sees: `top` is always finite.
+        top = torch.maximum(best, scores.amax(dim=-1, keepdim=True))
+        weights, shrink = scores.sub_(top).exp_(), (best - top).exp()
+        total = total * shrink + weights.sum(dim=-1, keepdim=True)
+        weighted = weighted * shrink + weights @ v.float().transpose(0, 1)
+        best = top
+    return (weighted / total).transpose(0, 1).to(q.dtype)

@@ -1,0 +1,58 @@
+"""Where to compute and in what: the device and dtype that "auto" stands for on this machine."""
+
+import importlib.util
+
+import torch
+
+from quantkit.errors import QuantkitError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def find_device(name: str) -> torch.device:
+    """`auto` (cuda, else npu, else cpu) or a torch device name; refused where this machine does not have it."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "npu" if _has_npu() else "cpu"
+    kind = name.partition(":")[0]
+    if kind not in ("cpu", "cuda", "npu"):
+        raise QuantkitError(f"device {name!r} is not known", "use cpu, cuda or npu")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise QuantkitError("no CUDA device is usable here", "use --device cpu")
+    if kind == "npu" and not _has_npu():
+        raise QuantkitError("no Ascend NPU is usable here", "install torch_npu on an Ascend machine, or use --device cpu")
+    return torch.device(name)
+
+
+def default_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 where the hardware multiplies it, float32 elsewhere: on AVX2 bfloat16 arithmetic is emulated and slower."""
+    if device.type != "cpu":
+        return torch.bfloat16
+    return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else torch.float32
+
+
+def find_dtype(name: str | None, device: torch.device) -> torch.dtype:
+    """A dtype by its torch name; None stands for `default_dtype`."""
+    if name is None:
+        return default_dtype(device)
+    if name not in DTYPES:
+        raise QuantkitError(f"dtype {name!r} is not known", f"use {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that a new allocation could have."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "npu":
+        return int(torch.get_device_module(device).mem_get_info(device)[0])
+    import psutil
+
+    return psutil.virtual_memory().available
+
+
+def _has_npu() -> bool:
+    if importlib.util.find_spec("torch_npu") is None:
+        return False
+    import torch_npu  # noqa: F401  registers torch.npu
+
+    return bool(torch.get_device_module("npu").is_available())

@@ -1,0 +1,133 @@
+"""Choosing the next token: greedy, temperature and top-p, with a seed per request.
+
+The random number of a token depends on the request's seed and the token's position alone, so that a request draws the same numbers
+whichever others share its batch, and again after it was put back in the queue. One uniform number a token and the inverse of the
+cumulative distribution: no generator state to keep, nothing waits for the host.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import QuantkitError
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to continue one prompt.
+
+    temperature 0 is greedy. top_p keeps the likeliest tokens that together reach it. seed None draws one at random. `stop` ends the text
+    before any of its strings; ignore_eos goes on to max_new_tokens (for benchmarks). logprobs: None, or how many alternatives to
+    report with each token's own log-probability (0: only its own).
+    """
+
+    max_new_tokens: int = 512
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise QuantkitError(f"max_new_tokens is {self.max_new_tokens}", "ask for at least one token")
+        if not 0 <= self.temperature < float("inf"):
+            raise QuantkitError(f"temperature is {self.temperature}", "use 0 (greedy) or a positive number")
+        if not 0 < self.top_p <= 1:
+            raise QuantkitError(f"top_p is {self.top_p}", "use a number above 0 and at most 1")
+        if "" in self.stop:
+            raise QuantkitError("a stop string is empty", "leave it out")
+        if self.logprobs is not None and not 0 <= self.logprobs <= 20:
+            raise QuantkitError(f"logprobs is {self.logprobs}", "use 0 to 20")
+
+
+class Batch(NamedTuple):
+    """Sampling parameters of a batch as tensors: temperature, top_p float32 [B]; seed int64 [B]. None: every row is greedy."""
+
+    temperature: Tensor
+    top_p: Tensor
+    seed: Tensor
+
+    @classmethod
+    def of(cls, params: list[SamplingParams], seeds: list[int], device: torch.device) -> "Batch | None":
+        if all(one.temperature == 0 for one in params):
+            return None
+        return cls(
+            torch.tensor([one.temperature for one in params], device=device),
+            torch.tensor([one.top_p for one in params], device=device),
+            torch.tensor([signed64(seed) for seed in seeds], device=device),
+        )
+
+
+class Logprobs(NamedTuple):
+    """Of the model's own distribution (before temperature): of the chosen token [B], and of the likeliest n: values and ids [B, n]."""
+
+    chosen: Tensor
+    top_values: Tensor
+    top_ids: Tensor
+
+
+def sample(logits: Tensor, batch: Batch | None, positions: Tensor) -> Tensor:
+    """logits float32 [B, V]; positions int64 [B] of the tokens to choose. Returns ids int64 [B]."""
+    greedy = logits.argmax(dim=-1)
+    if batch is None:
+        return greedy
+    probabilities, ids = distribution(logits, batch)
+    drawn = draw(probabilities, uniform(batch.seed, positions))
+    return torch.where(batch.temperature == 0, greedy, ids.gather(1, drawn[:, None])[:, 0])
+
+
+def distribution(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """What to draw from: probabilities float32 [B, V], likeliest first and zero outside top_p, and their token ids [B, V].
+
+    Rows of temperature 0 hold the distribution of temperature 1; their draw is not used.
+    """
+    temperature = torch.where(batch.temperature == 0, 1.0, batch.temperature)
+    values, ids = (logits / temperature[:, None]).sort(dim=-1, descending=True)
+    probabilities = values.softmax(dim=-1)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    # The first token stays even where it alone exceeds top_p: nothing comes before it.
+    kept = torch.where(before < batch.top_p[:, None], probabilities, 0.0)
+    return kept / kept.sum(dim=-1, keepdim=True), ids
+
+
+def draw(probabilities: Tensor, numbers: Tensor) -> Tensor:
+    """probabilities [B, V], rows summing to 1; numbers [B] in [0, 1). Where the cumulative sum first exceeds the number [B]."""
+    cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
+    target = numbers.double() * cumulative[:, -1]
+    index = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+    # A number so close to 1 that rounding carries it past the last token with any probability.
+    last = probabilities.shape[1] - 1 - probabilities.flip(-1).gt(0).int().argmax(dim=-1)
+    return torch.minimum(index, last)
+
+
+def uniform(seed: Tensor, position: Tensor, stream: int = 0) -> Tensor:
+    """Numbers in [0, 1) float64 [B] from seed and position int64 [B] by a mixing hash (splitmix64, two rounds).
+
+    `stream` gives independent numbers for the same token.
+    """
+    mixed = _mix(_mix(seed + signed64(stream * 0x632BE59BD9B4E019)) ^ position)
+    return ((mixed >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
+
+
+def log_probabilities(logits: Tensor, ids: Tensor, count: int) -> Logprobs:
+    """logits float32 [B, V], chosen ids [B]; count: how many alternatives."""
+    values = logits.log_softmax(dim=-1)
+    top_values, top_ids = values.topk(count, dim=-1)
+    return Logprobs(values.gather(1, ids[:, None])[:, 0], top_values, top_ids)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """splitmix64's step; int64 arithmetic wraps, and shifts are made logical by masking."""
+    x = x + signed64(0x9E3779B97F4A7C15)
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * signed64(0xBF58476D1CE4E5B9)
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * signed64(0x94D049BB133111EB)
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+def signed64(x: int) -> int:
+    """The int64 with the low 64 bits of x."""
+    return ((x + (1 << 63)) & ((1 << 64) - 1)) - (1 << 63)

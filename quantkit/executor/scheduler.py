@@ -1,0 +1,101 @@
+"""Who computes what in the next step: continuous batching over a limited cache.
+
+Sequences that decode go first, one token each; what is left of the step's token budget prefills, so a long prompt is computed in
+chunks between the others' tokens. A sequence enters when its whole prompt has blocks, and grows a block at a time. When the cache is
+full the youngest sequence gives its blocks up and waits at the head of the queue; later it computes its tokens again. Nothing is lost,
+and since its random numbers depend on positions alone it goes on as it would have.
+"""
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from quantkit.executor.cache import BlockAllocator, CachePlan
+from quantkit.executor.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Step:
+    """`prefill`: sequences with how many of their tokens to compute; `decode`: sequences with one token each."""
+
+    prefill: list[tuple[Sequence, int]]
+    decode: list[Sequence]
+
+
+class Scheduler:
+    """max_batch: sequences that may run together. prefill_tokens: tokens of prompts computed in one step."""
+
+    def __init__(self, plan: CachePlan, *, max_batch: int, prefill_tokens: int) -> None:
+        self.allocator = BlockAllocator(plan.num_blocks)
+        self.block_size = plan.block_size
+        self.max_batch, self.prefill_tokens = max_batch, prefill_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.num_preempted = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def schedule(self) -> Step:
+        decode = self._grow([sequence for sequence in self.running if sequence.num_new == 1])
+        prefill, budget = [], self.prefill_tokens
+        for sequence in self.running:
+            if sequence.num_new > 1 and budget:
+                prefill.append((sequence, min(sequence.num_new, budget)))
+                budget -= prefill[-1][1]
+        while budget and (sequence_in := self._admit()):
+            prefill.append((sequence_in, min(sequence_in.num_new, budget)))
+            budget -= prefill[-1][1]
+        return Step(prefill, decode)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence that finished or was cancelled, wherever it is."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+            self._free(sequence)
+        else:
+            self.waiting.remove(sequence)
+
+    def _grow(self, decoding: list[Sequence]) -> list[Sequence]:
+        """A block more for each sequence that needs one, the oldest first; the youngest lose theirs where there are none."""
+        for sequence in decoding:
+            if not sequence.blocks:  # preempted a moment ago
+                continue
+            missing = self._blocks_for(len(sequence.token_ids)) - len(sequence.blocks)
+            while missing > self.allocator.num_free and sequence.blocks:
+                self._preempt(self.running[-1])
+            if missing > 0 and sequence.blocks:
+                sequence.blocks += self.allocator.take(missing)
+        return [sequence for sequence in decoding if sequence.blocks]
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._free(sequence)
+        self.waiting.appendleft(sequence)
+        self.num_preempted += 1
+
+    def _admit(self) -> Sequence | None:
+        """The first in the queue, if there is room for it and a further block for everybody who runs."""
+        if not self.waiting or len(self.running) >= self.max_batch:
+            return None
+        needed = self._blocks_for(len(self.waiting[0].token_ids))
+        if needed + len(self.running) > self.allocator.num_free:
+            if self.running:
+                return None
+            assert needed <= self.allocator.num_free, (needed, self.allocator.num_free)
+        sequence = self.waiting.popleft()
+        sequence.blocks = self.allocator.take(needed)
+        sequence.started = sequence.started or time.perf_counter()
+        self.running.append(sequence)
+        return sequence
+
+    def _free(self, sequence: Sequence) -> None:
+        self.allocator.give_back(sequence.blocks)
+        sequence.blocks, sequence.num_cached = [], 0
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)

@@ -1,0 +1,112 @@
+"""One request on its way: the prompt, what was generated so far, where its cache is, and when things happened."""
+
+import random
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+from quantkit.executor.chat import ChatTokenizer, TextStream
+from quantkit.executor.sampling import SamplingParams
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probability of a chosen token, and the likeliest alternatives (id, log-probability), best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds from arrival: until the first computation, the first token, and the last token."""
+
+    queued_s: float
+    first_token_s: float
+    total_s: float
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished request. `index` is its number among the prompts; `token_ids` ends with the end-of-answer token where there was one."""
+
+    index: int
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    prompt_tokens: int
+    timings: Timings
+    logprobs: list[TokenLogprob] | None
+
+
+class Sequence:
+    """State of one request. The engine appends tokens; the scheduler gives and takes blocks."""
+
+    def __init__(
+        self, index: int, prompt: list[int], params: SamplingParams, tokenizer: ChatTokenizer, max_len: int, *, streams: bool
+    ) -> None:
+        self.index, self.params = index, params
+        self.token_ids = list(prompt)
+        self.prompt_len = len(prompt)
+        self.max_len = min(len(prompt) + params.max_new_tokens, max_len)
+        self.seed = random.getrandbits(63) if params.seed is None else params.seed
+        self.blocks: list[int] = []
+        self.num_cached = 0
+        """Tokens whose cache entries exist: the first `num_cached` of `token_ids`."""
+        self.finish_reason: FinishReason | None = None
+        self.logprobs: list[TokenLogprob] = []
+        self.arrival = time.perf_counter()
+        self.started = self.first_token = self.last_token = 0.0
+        self._tokenizer = tokenizer
+        self._eos_ids = frozenset[int]() if params.ignore_eos else tokenizer.eos_ids
+        self._stream = TextStream(tokenizer.tokenizer, params.stop) if streams or params.stop else None
+        self._text: list[str] = []
+        self._taken = 0
+
+    @property
+    def num_new(self) -> int:
+        """Tokens that wait to be computed: the rest of the prompt, or the token chosen last."""
+        return len(self.token_ids) - self.num_cached
+
+    @property
+    def generated(self) -> list[int]:
+        return self.token_ids[self.prompt_len :]
+
+    def append(self, token_id: int, now: float) -> None:
+        """A chosen token: kept, decoded where somebody watches, and the end of the answer noticed."""
+        assert self.finish_reason is None, (self.index, self.finish_reason)
+        self.token_ids.append(token_id)
+        if not self.first_token:
+            self.first_token = now
+        self.last_token = now
+        if token_id in self._eos_ids:
+            self.finish("stop")
+            return
+        if self._stream is not None:
+            self._text.append(self._stream.push(token_id))
+            if self._stream.stopped:
+                self.finish("stop")
+                return
+        if len(self.token_ids) >= self.max_len:
+            self.finish("length")
+
+    def finish(self, reason: FinishReason) -> None:
+        self.finish_reason = reason
+        if self._stream is not None and not self._stream.stopped:
+            self._text.append(self._stream.finish())
+
+    def take_text(self) -> str:
+        """Text that is new since the last call; only for sequences that stream."""
+        text = "".join(self._text[self._taken :])
+        self._taken = len(self._text)
+        return text
+
+    def completion(self) -> Completion:
+        assert self.finish_reason is not None, self.index
+        text = self._tokenizer.decode(self.generated) if self._stream is None else "".join(self._text)
+        timings = Timings(self.started - self.arrival, self.first_token - self.arrival, self.last_token - self.arrival)
+        logprobs = None if self.params.logprobs is None else self.logprobs
+        return Completion(self.index, self.generated, text, self.finish_reason, self.prompt_len, timings, logprobs)

@@ -1,0 +1,47 @@
+"""Blocks, and how many of them there are."""
+
+import pytest
+import torch
+
+from quantkit.errors import QuantkitError
+from quantkit.executor.cache import BlockAllocator, PagedCache, plan_cache
+
+FACTS = {"bytes_per_token": 100, "free_bytes": 400_000, "device_type": "cpu", "max_batch": 4, "context_len": 1000}
+
+
+def test_write_and_read_through_blocks() -> None:
+    cache = PagedCache(2, 4, 3, block_size=2, dtype=torch.float32, device="cpu")
+    values = torch.arange(9.0).view(3, 3)
+    cache.write(1, torch.tensor([6, 7, 2]), values)  # blocks 3, 3, 1
+    assert torch.equal(cache.read(1, torch.tensor([3, 1]), 3), values)
+    assert cache.nbytes == 2 * 4 * 2 * 3 * 4
+
+
+def test_allocator_never_hands_out_the_padding_block() -> None:
+    allocator = BlockAllocator(5)
+    blocks = allocator.take(4)
+    assert sorted(blocks) == [1, 2, 3, 4]
+    allocator.give_back(blocks[1:3])
+    assert allocator.num_free == 2
+    assert sorted(allocator.take(2)) == sorted(blocks[1:3])
+
+
+def test_plan_takes_what_the_batch_needs_or_what_there_is() -> None:
+    plenty = plan_cache(**{**FACTS, "free_bytes": 10**9}, max_model_len=None, cache_tokens=None)
+    assert plenty.tokens >= 4000 > plenty.tokens - plenty.block_size
+    assert plenty.max_model_len == 1000
+    scarce = plan_cache(**{**FACTS, "free_bytes": 200_000}, max_model_len=None, cache_tokens=None)
+    assert scarce.max_model_len == scarce.tokens == 512
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"max_model_len": 1001, "cache_tokens": None}, "the model has 1000"),
+        ({"max_model_len": None, "cache_tokens": 1001}, "1000 fit in memory"),
+        ({"max_model_len": 900, "cache_tokens": 100}, "fewer than the context of 900"),
+    ],
+)
+def test_what_does_not_fit_is_refused(asked: dict, said: str) -> None:
+    with pytest.raises(QuantkitError, match=said):
+        plan_cache(**FACTS, **asked)

@@ -1,0 +1,94 @@
+"""Sampling follows the distribution asked for, and repeats itself with a seed whatever the batch."""
+
+import pytest
+import torch
+
+from quantkit.errors import QuantkitError
+from quantkit.executor.sampling import Batch, SamplingParams, distribution, draw, log_probabilities, sample, uniform
+
+LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -30.0])
+
+
+def batch_of(params: list[SamplingParams], seeds: list[int]) -> Batch:
+    batch = Batch.of(params, seeds, torch.device("cpu"))
+    assert batch is not None
+    return batch
+
+
+def test_frequencies_are_the_softmax_of_the_tempered_logits() -> None:
+    rows = 20000
+    batch = batch_of([SamplingParams(temperature=0.7)] * rows, [11] * rows)
+    chosen = sample(LOGITS.expand(rows, -1), batch, torch.arange(rows))
+    frequencies = torch.bincount(chosen, minlength=5) / rows
+    torch.testing.assert_close(frequencies, (LOGITS / 0.7).softmax(-1), rtol=0, atol=0.015)
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
+    exact = LOGITS.softmax(-1)
+    batch = batch_of([SamplingParams(temperature=1, top_p=top_p) for top_p in (0.3, 0.7, 0.9)], [0, 0, 0])
+    probabilities, ids = distribution(LOGITS.expand(3, -1), batch)
+    assert (probabilities > 0).sum(-1).tolist() == [1, 2, 3]
+    assert ids[:, 0].tolist() == [0, 0, 0]
+    torch.testing.assert_close(probabilities[1, :2], exact[:2] / exact[:2].sum())
+
+
+def test_a_row_draws_the_same_in_any_batch() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(8, 100, generator=generator)
+    params, seeds = [SamplingParams(temperature=1.0, top_p=0.9)] * 8, list(range(-3, 5))
+    positions = torch.arange(40, 48)
+    together = sample(logits, batch_of(params, seeds), positions)
+    alone = [sample(logits[i : i + 1], batch_of(params[:1], seeds[i : i + 1]), positions[i : i + 1]) for i in range(8)]
+    assert together.tolist() == torch.cat(alone).tolist()
+
+
+def test_greedy_and_sampled_rows_share_a_batch() -> None:
+    batch = batch_of([SamplingParams(), SamplingParams(temperature=5.0)], [1, 1])
+    chosen = torch.stack([sample(LOGITS.expand(2, -1), batch, torch.full((2,), position)) for position in range(50)])
+    assert (chosen[:, 0] == 0).all()
+    assert chosen[:, 1].unique().numel() > 2
+
+
+def test_all_greedy_needs_no_batch() -> None:
+    assert Batch.of([SamplingParams()] * 3, [0, 1, 2], torch.device("cpu")) is None
+    assert sample(LOGITS[None], None, torch.tensor([3])).tolist() == [0]
+
+
+def test_uniform_numbers_are_uniform_and_independent() -> None:
+    count = 100_000
+    numbers = torch.stack(
+        [
+            uniform(torch.zeros(count, dtype=torch.int64), torch.arange(count)),
+            uniform(torch.arange(count), torch.zeros(count, dtype=torch.int64)),
+            uniform(torch.zeros(count, dtype=torch.int64), torch.arange(count), stream=1),
+        ]
+    )
+    assert numbers.min() >= 0
+    assert numbers.max() < 1
+    assert (numbers.mean(dim=1) - 0.5).abs().max() < 0.005
+    histogram = torch.stack([torch.histc(row, 100, 0, 1) for row in numbers])
+    assert (histogram / (count / 100) - 1).abs().max() < 0.15
+    assert (torch.corrcoef(numbers) - torch.eye(3)).abs().max() < 0.015
+
+
+def test_draw_never_picks_an_impossible_token() -> None:
+    probabilities = torch.tensor([[0.5, 0.5, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
+    for number in (0.0, 0.5, 1 - 2**-53):
+        index = draw(probabilities, torch.full((2,), number, dtype=torch.float64))
+        assert (probabilities.gather(1, index[:, None]) > 0).all()
+
+
+def test_log_probabilities() -> None:
+    found = log_probabilities(LOGITS[None], torch.tensor([2]), 2)
+    exact = LOGITS.log_softmax(-1)
+    assert found.chosen[0] == exact[2]
+    assert found.top_ids.tolist() == [[0, 1]]
+    torch.testing.assert_close(found.top_values[0], exact[:2])
+
+
+@pytest.mark.parametrize(
+    "bad", [{"max_new_tokens": 0}, {"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"stop": ("",)}, {"logprobs": 21}]
+)
+def test_bad_parameters_are_refused(bad: dict) -> None:
+    with pytest.raises(QuantkitError):
+        SamplingParams(**bad)

@@ -1,0 +1,74 @@
+"""Each kind of weight meets its operator, and the operator computes the weight's value."""
+
+from pathlib import Path
+
+import pytest
+import quantkit_kernels as kernels
+import torch
+
+from quantkit.executor.load import load_model
+from quantkit.executor.weights import ExecutorWeights, operand
+from quantkit.quant.fp4 import quantize_fp4
+from quantkit.quant.fp8 import quantize_fp8_block
+from quantkit.quant.integer import quantize_int
+from quantkit.quant.weights import Weight, dequantize
+from quantkit.schemes import IntGrid
+
+W = torch.randn(96, 256, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("weight", "kind"),
+    [
+        (W, kernels.Dense),
+        (quantize_int(W, IntGrid(4, 128, False), scale_dtype=torch.float16), kernels.Int4),
+        (quantize_int(W, IntGrid(4, 64, True), scale_dtype=torch.bfloat16), kernels.Int4),
+        (quantize_int(W, IntGrid(8, None, True), scale_dtype=torch.float32), kernels.Int8),
+        (quantize_int(W, IntGrid(4, 256, True), scale_dtype=torch.float32), kernels.Dense),
+        (quantize_int(W, IntGrid(8, 128, True), scale_dtype=torch.float32), kernels.Dense),
+        (quantize_fp4(W), kernels.Fp4),
+        (quantize_fp8_block(W), kernels.Dense),
+    ],
+)
+def test_operand_stands_for_the_weight(weight: Weight, kind: type) -> None:
+    prepared = operand(weight, torch.float32)
+    assert type(prepared) is kind
+    torch.testing.assert_close(kernels.dequantize(prepared), dequantize(weight), rtol=1e-6, atol=1e-7)
+
+
+@pytest.fixture(scope="module")
+def weights(tiny_checkpoint: Path) -> ExecutorWeights:
+    return load_model(tiny_checkpoint, device="cpu", dtype="float32").weights
+
+
+def test_fused_linear_is_its_parts_side_by_side(weights: ExecutorWeights) -> None:
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(1))
+    names = tuple(f"model.layers.1.self_attn.{name}" for name in ("q_a_proj", "kv_a_proj_with_mqa"))
+    fused = weights.fused_linear(names)
+    assert isinstance(fused, kernels.Linear)
+    expected = torch.cat([x @ weights.dense(name).T for name in names], dim=-1)
+    torch.testing.assert_close(fused(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_parts_on_different_grids_are_not_fused(weights: ExecutorWeights, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = {"a": W, "b": quantize_int(W, IntGrid(4, 128, False), scale_dtype=torch.float16)}
+    monkeypatch.setattr(weights.checkpoint, "weight", parts.__getitem__)
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(1))
+    expected = torch.cat([x @ dequantize(part).T for part in parts.values()], dim=-1)
+    torch.testing.assert_close(weights.fused_linear(("a", "b"))(x), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_router_stays_in_float32(tiny_checkpoint: Path) -> None:
+    weights = load_model(tiny_checkpoint, device="cpu", dtype="bfloat16").weights
+    assert weights.tensor("model.layers.1.mlp.gate.weight").dtype == torch.float32
+    assert weights.tensor("model.layers.1.mlp.gate.e_score_correction_bias").dtype == torch.float32
+    assert weights.tensor("model.norm.weight").dtype == torch.bfloat16
+    assert weights.has("model.norm.weight")
+    assert not weights.has("model.norm.bias")
+
+
+def test_held_bytes_are_counted(tiny_checkpoint: Path) -> None:
+    loaded = load_model(tiny_checkpoint, device="cpu", dtype="float32")
+    held = sum(info.nbytes for name, info in loaded.checkpoint.tensors.items() if "layers.3" not in name and "scale_inv" not in name)
+    # FP8 is one byte a weight on disk and four here; norms and embeddings grow from two.
+    assert 2 * held < loaded.nbytes < 5 * held

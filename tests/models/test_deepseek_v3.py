@@ -1,0 +1,85 @@
+"""The forward against transformers, and the parameter table against a checkpoint written by hand."""
+
+from pathlib import Path
+
+import make_model
+import pytest
+import torch
+
+from quantkit.executor.load import LoadedModel, load_model
+from quantkit.models import deepseek_v3
+from quantkit.models.context import CausalContext
+
+PROMPTS = [list(range(7, 60)), [5, 5, 5], list(range(300, 100, -3))]
+
+
+def our_logits(loaded: LoadedModel, prompts: list[list[int]]) -> torch.Tensor:
+    with torch.inference_mode():
+        hidden = loaded.model(torch.tensor(sum(prompts, [])), CausalContext([len(prompt) for prompt in prompts]))
+        return loaded.model.logits(hidden)
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_dense_checkpoint: Path) -> LoadedModel:
+    return load_model(tiny_dense_checkpoint, device="cpu", dtype="float32")
+
+
+def test_logits_equal_transformers(tiny_dense_checkpoint: Path, loaded: LoadedModel) -> None:
+    """Interleaved yarn rope, group-limited routing with biases, shared expert: all sequences of a flat batch at once."""
+    from transformers import AutoModelForCausalLM
+
+    peer = AutoModelForCausalLM.from_pretrained(tiny_dense_checkpoint, dtype=torch.float32)
+    with torch.inference_mode():
+        expected = torch.cat([peer(torch.tensor([prompt])).logits[0] for prompt in PROMPTS])
+    ours = our_logits(loaded, PROMPTS)
+    assert expected.std() > 0.3, "the logits say nothing"
+    assert (ours - expected).abs().max() < 1e-4
+
+
+def test_routing_uses_bias_and_groups(loaded: LoadedModel) -> None:
+    """The test above would also pass if the biases did nothing: here they change the result."""
+    before = our_logits(loaded, PROMPTS)
+    mlp = loaded.model.layers[1].mlp
+    bias = mlp.bias
+    mlp.bias = torch.zeros_like(bias)
+    after = our_logits(loaded, PROMPTS)
+    mlp.bias = bias
+    assert (after - before).abs().max() > 1e-2
+
+
+def test_fp8_checkpoint_computes_its_decoded_values(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    config = make_model.tiny_config()
+    values = make_model.fp8_values(make_model.random_tensors(config))
+    decoded = make_model.write_dense(tmp_path / "decoded", config, {name: value.float() for name, value in values.items()})
+    ours = our_logits(load_model(tiny_checkpoint, device="cpu", dtype="float32"), PROMPTS)
+    expected = our_logits(load_model(decoded, device="cpu", dtype="float32"), PROMPTS)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
+
+
+def test_parameters_are_the_tensors_of_the_checkpoint() -> None:
+    config = make_model.tiny_config()
+    rows = deepseek_v3.parameters(deepseek_v3.Config.from_dict(config))
+    assert {row.name: row.shape for row in rows} == make_model.tensor_shapes(config)
+    assert len({row.name for row in rows}) == len(rows)
+    assert {row.name for row in rows if row.role in ("linear", "kv_b")} == {
+        n for n in make_model.tensor_shapes(config) if make_model.is_fp8(n)
+    }
+
+
+def test_mtp_layer_predicts_from_hidden_and_next_token(loaded: LoadedModel) -> None:
+    """Written out: the decoder layer over eh_proj([enorm(embed(next)), hnorm(hidden)]), its own norm and head."""
+    from torch.nn.functional import embedding, linear, rms_norm
+
+    tensors = {name: tensor.float() for name, tensor in make_model.random_tensors(make_model.tiny_config()).items()}
+    prompt = torch.tensor(PROMPTS[0])
+    p, eps = "model.layers.3", 1e-6
+    with torch.inference_mode():
+        mtp = deepseek_v3.MtpLayer(loaded.config, loaded.weights)
+        hidden = loaded.model(prompt, CausalContext([len(prompt)]))[:-1]
+        context = CausalContext([len(prompt) - 1])
+        ours = mtp.logits(mtp(prompt[1:], hidden, context))
+        embedded = embedding(prompt[1:], tensors[f"{p}.embed_tokens.weight"])
+        parts = [rms_norm(x, (256,), tensors[f"{p}.{name}.weight"], eps) for x, name in ((embedded, "enorm"), (hidden, "hnorm"))]
+        block = mtp.block(linear(torch.cat(parts, dim=-1), tensors[f"{p}.eh_proj.weight"]), context)
+        expected = linear(rms_norm(block, (256,), tensors[f"{p}.shared_head.norm.weight"], eps), tensors[f"{p}.shared_head.head.weight"])
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
