@@ -4,6 +4,7 @@ Every tensor must be a part of a quantized linear or a plain float tensor: a sca
 scale, a wrong shape or dtype, a second format mixed in, each is one QuantkitError naming the tensor.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +54,8 @@ def _linear(path: Path, format: Format, grid: Grid | None, tensors: Mapping[str,
             if part.required:
                 raise QuantkitError(f"{name} is missing from {path}, and {module} cannot be decoded without it", _AGAIN)
             continue
-        if tensor.shape != part.shape:
+        same = tensor.shape == part.shape or (math.prod(part.shape) == 1 == math.prod(tensor.shape))  # [] or [1], as producers please
+        if not same:
             raise QuantkitError(f"{name} in {path} has shape {_shape(tensor.shape)}, expected {_shape(part.shape)}", _AGAIN)
         if tensor.dtype not in part.dtypes:
             raise QuantkitError(f"{name} in {path} is {_dtype(tensor.dtype)}, expected {' or '.join(map(_dtype, part.dtypes))}", _AGAIN)
@@ -66,8 +68,8 @@ def _check_plain(path: Path, format: Format, tensor: TensorInfo) -> None:
         raise QuantkitError(f"{tensor.name} in {path} belongs to no quantized weight", _AGAIN)
     if tensor.dtype not in FLOAT_DTYPES:
         raise QuantkitError(
-            f"{tensor.name} in {path} is {_dtype(tensor.dtype)}, which is no part of format {format.name} ({format.variant}) that config.json declares",
-            "the formats are mixed, or config.json is not the one of these weights",
+            f"{tensor.name} in {path} is {_dtype(tensor.dtype)}, which format {format.name} ({format.variant}) does not have",
+            "formats are mixed, or config.json is not the one of these weights",
         )
 
 
@@ -79,17 +81,13 @@ def check_ignored(
         return
     for module in linears:
         if ignored(module):
-            raise QuantkitError(
-                f"{path} lists {module} as unquantized, but its tensors are quantized", "correct the ignore list in its config"
-            )
+            raise QuantkitError(f"{path} lists {module} as unquantized, but its tensors are quantized", "correct the list")
     for tensor in tensors.values():
         module = tensor.name.removesuffix(".weight")
         # eh_proj is a plain linear in every engine, whatever the list says; other linears of a decoder layer end in _proj.
         is_linear = tensor.name.endswith("_proj.weight") and not tensor.name.endswith("eh_proj.weight")
         if is_linear and module not in linears and not ignored(module):
-            raise QuantkitError(
-                f"{module} in {path} is unquantized, but the config does not list it so", "add it to the ignore list in its config"
-            )
+            raise QuantkitError(f"{module} in {path} is unquantized, but its config does not list it so", "add it to the list")
 
 
 def _shape(shape: tuple[int, ...]) -> str:

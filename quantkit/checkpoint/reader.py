@@ -109,7 +109,7 @@ class Checkpoint:
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows start..stop of the stored tensor, reading only their bytes."""
         info = self._info(name)
-        assert info.shape and 0 <= start <= stop <= info.shape[0], f"{name}: rows {start}..{stop} of {info.shape}"
+        assert 0 <= start <= stop <= info.shape[0], f"{name}: rows {start}..{stop} of {info.shape}"
         row_bytes = info.nbytes // info.shape[0] if info.shape[0] else 0
         return self._read(info, (stop - start, *info.shape[1:]), start * row_bytes)
 

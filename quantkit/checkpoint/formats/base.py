@@ -77,10 +77,10 @@ class Format(ABC):
         """Whether the checkpoint declares a module unquantized; None where it declares nothing."""
 
     @abstractmethod
-    def config_block(self, grid: Grid | None, quantized: Sequence[str], plain: Sequence[TensorSpec]) -> dict[str, Any]:
+    def config_block(self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> dict[str, Any]:
         """`quantization_config` of config.json; empty where the format has none.
 
-        quantized: modules stored quantized. plain: the tensors stored as they are.
+        quantized: the modules stored quantized, with their grids. plain: the tensors stored as they are.
         """
 
     def extra_files(self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> dict[str, bytes]:
@@ -124,9 +124,7 @@ def groups(module: str, columns: int, grid: IntGrid) -> int:
 
 def require_multiple(module: str, what: str, size: int, divisor: int) -> None:
     if size % divisor:
-        raise QuantkitError(
-            f"{module} has {size} {what}, not a multiple of {divisor}", "choose another group size or format, or leave it unquantized"
-        )
+        raise QuantkitError(f"{module} has {size} {what}, not a multiple of {divisor}", "choose another group size or format")
 
 
 def plain_linears(plain: Iterable[TensorSpec]) -> list[str]:

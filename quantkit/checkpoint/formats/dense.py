@@ -44,7 +44,7 @@ class Dense(Format):
     def ignored(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Callable[[str], bool] | None:
         return None
 
-    def config_block(self, grid: Grid | None, quantized: Sequence[str], plain: Sequence[TensorSpec]) -> dict[str, Any]:
+    def config_block(self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> dict[str, Any]:
         return {}
 
     def quantized_module(self, tensor: TensorSpec) -> str | None:

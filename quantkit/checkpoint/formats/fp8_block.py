@@ -56,7 +56,7 @@ class Fp8Block(Format):
     def ignored(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Callable[[str], bool] | None:
         return None
 
-    def config_block(self, grid: Grid | None, quantized: Sequence[str], plain: Sequence[TensorSpec]) -> dict[str, Any]:
+    def config_block(self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> dict[str, Any]:
         return {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": _BLOCK_SIZE}
 
     def quantizes(self, module: str, role: str, *, mtp: bool = False) -> bool:

@@ -1,0 +1,113 @@
+"""AutoAWQ "gemm": int4 packed along the outputs in an interleaved order, with raw zero points (AutoAWQ, packing_utils.py).
+
+    X.qweight int32 [K, N / 8]     X.qzeros int32 [G, N / 8]     X.scales float16 [G, N]
+
+A stored code is unsigned 0..15 and a zero point is stored as it is (no minus one): w[k, n] = (q - z) * s. A symmetric weight
+is one with z = 8 everywhere.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoint.formats.base import (
+    FLOAT_DTYPES,
+    Format,
+    IgnoreSpelling,
+    Part,
+    groups,
+    ignore_list,
+    plain_linears,
+    require_multiple,
+    stored_scale,
+)
+from quantkit.checkpoint.header import TensorSpec
+from quantkit.errors import QuantkitError
+from quantkit.quant.packing import from_offset, pack_words_awq, to_offset, unpack_words_awq
+from quantkit.quant.weights import IntWeight, Weight
+from quantkit.schemes import Grid, IntGrid
+
+# Engines take an entry as a substring of the module name, so "mlp.gate" would also skip mlp.gate_proj: "mlp.gate." does not.
+_SPELLING = IgnoreSpelling(
+    layer=lambda prefix: f"{prefix}.",
+    tails=lambda tail: (tail, f"{tail}."),
+    name=lambda module: module,
+    matches=lambda entry, module: entry in module,
+)
+
+
+class Awq(Format):
+    name = "awq"
+    variant = "gemm"
+    scale_dtype = torch.float16
+    marker = ".qweight"
+    marker_dtype = torch.int32
+    own_suffixes = (".qweight", ".qzeros", ".scales")
+
+    def holds(self, grid: Grid) -> bool:
+        return isinstance(grid, IntGrid) and grid.bits == 4
+
+    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[Part, ...]:
+        assert isinstance(grid, IntGrid), grid
+        rows, columns = shape
+        require_multiple(module, "outputs", rows, 8)
+        count = groups(module, columns, grid)
+        return (
+            Part(".qweight", (torch.int32,), (columns, rows // 8)),
+            Part(".qzeros", (torch.int32,), (count, rows // 8)),
+            Part(".scales", (torch.float16, *FLOAT_DTYPES), (count, rows)),
+        )
+
+    def stored(self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None) -> tuple[tuple[int, int], Grid | None]:
+        columns, words = tensors[f"{module}.qweight"].shape
+        return (words * 8, columns), grid
+
+    def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
+        assert isinstance(weight, IntWeight), type(weight)
+        zero_point = torch.zeros_like(weight.scale, dtype=torch.int8) if weight.zero_point is None else weight.zero_point
+        return {
+            f"{module}.qweight": pack_words_awq(to_offset(weight.codes.T)),
+            f"{module}.qzeros": pack_words_awq(to_offset(zero_point.T)),
+            f"{module}.scales": stored_scale(module, weight.scale, self.scale_dtype).T.contiguous(),
+        }
+
+    def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
+        return IntWeight(
+            codes=from_offset(unpack_words_awq(tensors[f"{module}.qweight"])).T.contiguous(),
+            scale=tensors[f"{module}.scales"].float().T.contiguous(),
+            zero_point=from_offset(unpack_words_awq(tensors[f"{module}.qzeros"])).T.contiguous(),
+            bits=4,
+        )
+
+    def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
+        return (config.get("quantization_config") or {}).get("quant_method") == "awq"
+
+    def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
+        block = config["quantization_config"]
+        bits, size = block.get("bits", block.get("w_bit")), block.get("group_size", block.get("q_group_size"))
+        version, zero_point = str(block.get("version", "gemm")).lower(), block.get("zero_point", True)
+        if bits != 4 or type(size) is not int or version != "gemm" or zero_point is not True:
+            said = f"bits {bits}, group_size {size}, version {version}, zero_point {zero_point}"
+            raise QuantkitError(f"the checkpoint is AWQ with {said}", "quantkit reads AWQ gemm with 4 bits and zero points")
+        return IntGrid(bits=4, group_size=size if size > 0 else None, symmetric=False)
+
+    def ignored(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Callable[[str], bool] | None:
+        # An empty list declares nothing: engines then go by the tensors.
+        entries = config["quantization_config"].get("modules_to_not_convert")
+        return (lambda module: any(_SPELLING.matches(entry, module) for entry in entries)) if entries else None
+
+    def config_block(self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> dict[str, Any]:
+        assert isinstance(grid, IntGrid), grid
+        return {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": grid.group_size or -1,
+            "zero_point": True,
+            "version": "gemm",
+            "modules_to_not_convert": ignore_list(quantized, plain_linears(plain), _SPELLING) or None,
+        }
+
+
+FORMAT = Awq()

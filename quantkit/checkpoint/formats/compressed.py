@@ -1,0 +1,70 @@
+"""What the compressed-tensors variants share: the config block, its ignore list, and how engines read them.
+
+QuantizationArgs forbids unknown keys, so the block has only those that every version since 0.9 knows. Module names in
+`ignore` are exact, or a regular expression after "re:" that must match from the start.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from quantkit.checkpoint.formats.base import IgnoreSpelling, ignore_list, plain_linears
+from quantkit.checkpoint.header import TensorSpec
+from quantkit.errors import QuantkitError
+
+
+def _matches(entry: str, module: str) -> bool:
+    return re.match(entry[3:], module) is not None if entry.startswith("re:") else entry == module
+
+
+_SPELLING = IgnoreSpelling(
+    layer=lambda prefix: f"re:{re.escape(prefix)}\\..*",
+    tails=lambda tail: (f"re:.*{re.escape(tail)}$",),
+    name=lambda module: module,
+    matches=_matches,
+)
+
+
+def detect(config: Mapping[str, Any], variant: str) -> bool:
+    block = config.get("quantization_config") or {}
+    return block.get("quant_method") == "compressed-tensors" and block.get("format") == variant
+
+
+def weight_args(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The one description of quantized weights; several that differ are refused."""
+    described: list[dict[str, Any]] = []
+    for group in (config["quantization_config"].get("config_groups") or {}).values():
+        args = group.get("weights") if isinstance(group, dict) else None
+        if isinstance(args, dict) and args not in described:
+            described.append(args)
+    if len(described) != 1:
+        fault = f"the checkpoint is compressed-tensors with {len(described)} different descriptions of weights"
+        raise QuantkitError(fault, "quantkit reads those with one")
+    return described[0]
+
+
+def unreadable(args: Mapping[str, Any], readable: str) -> QuantkitError:
+    said = ", ".join(f"{key} {args.get(key)}" for key in ("num_bits", "type", "strategy", "group_size", "symmetric"))
+    return QuantkitError(f"the checkpoint's weights are {said}", f"in this format quantkit reads {readable}")
+
+
+def ignored(config: Mapping[str, Any]) -> Callable[[str], bool]:
+    entries = config["quantization_config"].get("ignore") or []
+    exact = {entry for entry in entries if not entry.startswith("re:")}
+    patterns = [entry for entry in entries if entry.startswith("re:")]
+    return lambda module: module in exact or any(_matches(entry, module) for entry in patterns)
+
+
+def config_block(
+    variant: str, weights: dict[str, Any], activations: dict[str, Any] | None, quantized: Iterable[str], plain: Sequence[TensorSpec]
+) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": variant,
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "kv_cache_scheme": None,
+        "ignore": ignore_list(quantized, plain_linears(plain), _SPELLING),
+        "config_groups": {"group_0": group},
+    }

@@ -1,0 +1,81 @@
+"""compressed-tensors nvfp4-pack-quantized: E2M1 codes two to a byte along the inputs, the even one in the low bits.
+
+    X.weight_packed uint8 [N, K / 2]   X.weight_scale float8_e4m3fn [N, K / 16]   X.weight_global_scale float32 [1]
+
+The global scale is a DIVISOR: w = e2m1 * weight_scale / weight_global_scale. `fp4.global_scale` makes multipliers whose
+reciprocal inverts back exactly; a multiplier from elsewhere may come back one unit in the last place off.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoint.formats import compressed
+from quantkit.checkpoint.formats.base import Format, Part, require_multiple
+from quantkit.checkpoint.header import TensorSpec
+from quantkit.quant.packing import pack_pairs, unpack_pairs
+from quantkit.quant.weights import FP4_GROUP, Fp4Weight, Weight
+from quantkit.schemes import Fp4Grid, Grid
+
+
+class CompressedFp4(Format):
+    name = "compressed-tensors"
+    variant = "nvfp4-pack-quantized"
+    scale_dtype = torch.float8_e4m3fn
+    marker = ".weight_packed"
+    marker_dtype = torch.uint8
+    own_suffixes = (".weight_packed", ".weight_scale", ".weight_global_scale")
+
+    def holds(self, grid: Grid) -> bool:
+        return isinstance(grid, Fp4Grid)
+
+    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[Part, ...]:
+        rows, columns = shape
+        require_multiple(module, "input channels", columns, FP4_GROUP)
+        return (
+            Part(".weight_packed", (torch.uint8,), (rows, columns // 2)),
+            Part(".weight_scale", (torch.float8_e4m3fn,), (rows, columns // FP4_GROUP)),
+            Part(".weight_global_scale", (torch.float32,), (1,)),
+            Part(".input_global_scale", (torch.float32,), (1,), required=False),
+        )
+
+    def stored(self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None) -> tuple[tuple[int, int], Grid | None]:
+        rows, pairs = tensors[f"{module}.weight_packed"].shape
+        return (rows, pairs * 2), grid
+
+    def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
+        assert isinstance(weight, Fp4Weight), type(weight)
+        return {
+            f"{module}.weight_packed": pack_pairs(weight.codes),
+            f"{module}.weight_scale": weight.scale,
+            f"{module}.weight_global_scale": weight.global_scale.reciprocal().reshape(1),
+        }
+
+    def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
+        return Fp4Weight(
+            codes=unpack_pairs(tensors[f"{module}.weight_packed"]),
+            scale=tensors[f"{module}.weight_scale"],
+            global_scale=tensors[f"{module}.weight_global_scale"].reciprocal().reshape(()),
+        )
+
+    def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
+        return compressed.detect(config, self.variant)
+
+    def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
+        args = compressed.weight_args(config)
+        if args.get("num_bits") != 4 or args.get("type") != "float" or args.get("group_size") != FP4_GROUP:
+            raise compressed.unreadable(args, f"4-bit float in groups of {FP4_GROUP}")
+        return Fp4Grid()
+
+    def ignored(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Callable[[str], bool] | None:
+        return compressed.ignored(config)
+
+    def config_block(self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> dict[str, Any]:
+        strategy = {"strategy": "tensor_group", "group_size": FP4_GROUP}
+        weights = {"num_bits": 4, "type": "float", "symmetric": True, **strategy, "dynamic": False}
+        return compressed.config_block(self.variant, weights, None, quantized, plain)
+
+
+FORMAT = CompressedFp4()

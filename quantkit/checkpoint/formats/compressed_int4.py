@@ -1,0 +1,94 @@
+"""compressed-tensors pack-quantized: int4 in natural order, eight to a word along the inputs.
+
+    X.weight_packed int32 [N, K / 8]   X.weight_scale bfloat16 [N, G]   X.weight_shape int64 [2] = (N, K)
+    X.weight_zero_point int32 [N / 8, G], asymmetric only, packed along the OUTPUTS
+
+Codes and zero points are signed -8..7, stored as v + 8: w = (q - z) * s.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoint.formats import compressed
+from quantkit.checkpoint.formats.base import FLOAT_DTYPES, Format, Part, groups, require_multiple, stored_scale
+from quantkit.checkpoint.header import TensorSpec
+from quantkit.quant.packing import from_offset, pack_words, to_offset, unpack_words
+from quantkit.quant.weights import IntWeight, Weight
+from quantkit.schemes import Grid, IntGrid
+
+
+class CompressedInt4(Format):
+    name = "compressed-tensors"
+    variant = "pack-quantized"
+    scale_dtype = torch.bfloat16
+    marker = ".weight_packed"
+    marker_dtype = torch.int32
+    own_suffixes = (".weight_packed", ".weight_scale", ".weight_shape", ".weight_zero_point")
+
+    def holds(self, grid: Grid) -> bool:
+        return isinstance(grid, IntGrid) and grid.bits == 4
+
+    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[Part, ...]:
+        assert isinstance(grid, IntGrid), grid
+        rows, columns = shape
+        require_multiple(module, "input channels", columns, 8)
+        count = groups(module, columns, grid)
+        parts = (
+            Part(".weight_packed", (torch.int32,), (rows, columns // 8)),
+            Part(".weight_scale", FLOAT_DTYPES, (rows, count)),
+            Part(".weight_shape", (torch.int64, torch.int32), (2,)),
+        )
+        if grid.symmetric:
+            return parts
+        require_multiple(module, "outputs", rows, 8)
+        return (*parts, Part(".weight_zero_point", (torch.int32,), (rows // 8, count)))
+
+    def stored(self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None) -> tuple[tuple[int, int], Grid | None]:
+        rows, words = tensors[f"{module}.weight_packed"].shape
+        return (rows, words * 8), grid
+
+    def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
+        assert isinstance(weight, IntWeight), type(weight)
+        tensors = {
+            f"{module}.weight_packed": pack_words(to_offset(weight.codes)),
+            f"{module}.weight_scale": stored_scale(module, weight.scale, self.scale_dtype),
+            f"{module}.weight_shape": torch.tensor(weight.shape, dtype=torch.int64),
+        }
+        if weight.zero_point is not None:
+            tensors[f"{module}.weight_zero_point"] = pack_words(to_offset(weight.zero_point.T)).T.contiguous()
+        return tensors
+
+    def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
+        zero_point = tensors.get(f"{module}.weight_zero_point")
+        return IntWeight(
+            codes=from_offset(unpack_words(tensors[f"{module}.weight_packed"])),
+            scale=tensors[f"{module}.weight_scale"].float(),
+            zero_point=None if zero_point is None else from_offset(unpack_words(zero_point.T)).T.contiguous(),
+            bits=4,
+        )
+
+    def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
+        return compressed.detect(config, self.variant)
+
+    def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
+        args = compressed.weight_args(config)
+        size = args.get("group_size")
+        by_group = args.get("strategy") == "group" and type(size) is int and size > 0
+        if args.get("num_bits") != 4 or args.get("type") != "int" or not (by_group or args.get("strategy") == "channel"):
+            raise compressed.unreadable(args, "4-bit int by group or channel")
+        return IntGrid(bits=4, group_size=size if by_group else None, symmetric=bool(args.get("symmetric", True)))
+
+    def ignored(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Callable[[str], bool] | None:
+        return compressed.ignored(config)
+
+    def config_block(self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> dict[str, Any]:
+        assert isinstance(grid, IntGrid), grid
+        strategy: dict[str, Any] = {"strategy": "group", "group_size": grid.group_size} if grid.group_size else {"strategy": "channel"}
+        weights = {"num_bits": 4, "type": "int", "symmetric": grid.symmetric, **strategy, "dynamic": False}
+        return compressed.config_block(self.variant, weights, None, quantized, plain)
+
+
+FORMAT = CompressedInt4()

@@ -1,0 +1,117 @@
+"""NVIDIA ModelOpt NVFP4, the layout of nvidia/DeepSeek-R1-FP4 and of chitu on Ascend.
+
+    X.weight uint8 [N, K / 2], low bits the even input   X.weight_scale float8_e4m3fn [N, K / 16]   X.weight_scale_2 float32 []
+
+weight_scale_2 is a MULTIPLIER. Engines read hf_quant_config.json; newer checkpoints say the same in config.json. An
+input_scale (4-bit activations) is accepted and not used. The MTP layer stays in BF16: SGLang runs it unquantized.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoint.formats.base import Format, IgnoreSpelling, Part, ignore_list, plain_linears, require_multiple
+from quantkit.checkpoint.header import TensorSpec
+from quantkit.errors import QuantkitError
+from quantkit.quant.packing import pack_pairs, unpack_pairs
+from quantkit.quant.weights import FP4_GROUP, Fp4Weight, Weight
+from quantkit.schemes import Fp4Grid, Grid
+
+_SIDE_FILE = "hf_quant_config.json"
+_ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
+_SPELLING = IgnoreSpelling(
+    layer=lambda prefix: f"{prefix}.*",
+    tails=lambda tail: (f"*.{tail}",),
+    name=lambda module: module,
+    matches=lambda entry, module: fnmatchcase(module, entry) or entry in module,
+)
+
+
+class ModelOpt(Format):
+    name = "modelopt"
+    variant = "NVFP4"
+    scale_dtype = torch.float8_e4m3fn
+    marker = ".weight"
+    marker_dtype = torch.uint8
+    own_suffixes = (".weight_scale", ".weight_scale_2")
+
+    def holds(self, grid: Grid) -> bool:
+        return isinstance(grid, Fp4Grid)
+
+    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[Part, ...]:
+        rows, columns = shape
+        require_multiple(module, "input channels", columns, FP4_GROUP)
+        return (
+            Part(".weight", (torch.uint8,), (rows, columns // 2)),
+            # chitu declares the same bytes as uint8
+            Part(".weight_scale", (torch.float8_e4m3fn, torch.uint8), (rows, columns // FP4_GROUP)),
+            Part(".weight_scale_2", (torch.float32,), ()),
+            Part(".input_scale", (torch.float32,), (), required=False),
+        )
+
+    def stored(self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None) -> tuple[tuple[int, int], Grid | None]:
+        rows, pairs = tensors[f"{module}.weight"].shape
+        return (rows, pairs * 2), grid
+
+    def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
+        assert isinstance(weight, Fp4Weight), type(weight)
+        return {
+            f"{module}.weight": pack_pairs(weight.codes),
+            f"{module}.weight_scale": weight.scale,
+            f"{module}.weight_scale_2": weight.global_scale,
+        }
+
+    def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
+        return Fp4Weight(
+            codes=unpack_pairs(tensors[f"{module}.weight"]),
+            scale=tensors[f"{module}.weight_scale"].view(torch.float8_e4m3fn),
+            global_scale=tensors[f"{module}.weight_scale_2"].reshape(()),
+        )
+
+    def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
+        return _SIDE_FILE in side or str((config.get("quantization_config") or {}).get("quant_method")).startswith("modelopt")
+
+    def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
+        block = _block(config, side)
+        algorithm, size = block.get("quant_algo"), block.get("group_size", FP4_GROUP)
+        if algorithm not in _ALGORITHMS or size != FP4_GROUP:
+            fault = f"the checkpoint is ModelOpt with quant_algo {algorithm} and group_size {size}"
+            raise QuantkitError(fault, f"quantkit reads {' and '.join(_ALGORITHMS)} with group_size {FP4_GROUP}")
+        return Fp4Grid()
+
+    def ignored(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Callable[[str], bool] | None:
+        block = _block(config, side)
+        entries = block.get("exclude_modules", block.get("ignore"))
+        return None if entries is None else lambda module: any(_SPELLING.matches(entry, module) for entry in entries)
+
+    def config_block(self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> dict[str, Any]:
+        return {}
+
+    def extra_files(self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> dict[str, bytes]:
+        quantization = {
+            "quant_algo": "W4A16_NVFP4",
+            "kv_cache_quant_algo": None,
+            "group_size": FP4_GROUP,
+            "exclude_modules": ignore_list(quantized, plain_linears(plain), _SPELLING),
+        }
+        # Engines look for the producer's name, so it is ModelOpt's, with the version whose bytes these are.
+        described = {"producer": {"name": "modelopt", "version": "0.47.0"}, "quantization": quantization}
+        return {_SIDE_FILE: json.dumps(described, indent=2).encode() + b"\n"}
+
+    def quantizes(self, module: str, role: str, *, mtp: bool = False) -> bool:
+        return role == "linear" and not mtp
+
+
+def _block(config: Mapping[str, Any], side: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The description, from config.json where it has one as engines do, else from hf_quant_config.json."""
+    block = config.get("quantization_config") or side.get(_SIDE_FILE, {}).get("quantization")
+    if not isinstance(block, dict):
+        raise QuantkitError(f"{_SIDE_FILE} says nothing under quantization", "download that file again")
+    return block
+
+
+FORMAT = ModelOpt()

@@ -1,0 +1,118 @@
+"""Ascend ModelSlim (ascendV1): INT8 W8A8_DYNAMIC and INT4 W4A8_DYNAMIC, told by quant_model_description.json.
+
+    W8A8_DYNAMIC   X.weight int8 [N, K]       X.weight_scale float32 [N, 1]   X.weight_offset float32 [N, 1], zeros
+    W4A8_DYNAMIC   X.weight int8 [N / 2, K]   the same, and X.scale_bias float32 [N, 1], for down_proj and o_proj [N, 16]
+
+Int4 is symmetric per channel, two rows to a byte in two's complement, the even row in the low bits. The kernel computes with
+codes + 8 and takes scale_bias = 8 * sum_k(code * scale) off again; layers cut along K carry the sum of each of 16 slices.
+vllm-ascend registers weight_offset as a parameter, so it must be there. config.json says nothing.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoint.formats.base import Format, Part, require_multiple, stored_scale
+from quantkit.checkpoint.header import TensorSpec
+from quantkit.errors import QuantkitError
+from quantkit.quant.packing import from_twos_complement, pack_pairs, to_twos_complement, unpack_pairs
+from quantkit.quant.weights import IntWeight, Weight
+from quantkit.schemes import Grid, IntGrid
+
+_SIDE_FILE = "quant_model_description.json"
+_INT8 = IntGrid(bits=8, group_size=None, symmetric=True)
+_INT4 = IntGrid(bits=4, group_size=None, symmetric=True)
+_TYPES: dict[str, Grid] = {"W8A8_DYNAMIC": _INT8, "W4A8_DYNAMIC": _INT4}
+_TYPE_NAMES = {grid: name for name, grid in _TYPES.items()}
+_SLICES = 16  # the largest tensor-parallel size a row-parallel scale_bias is cut for
+
+
+class ModelSlim(Format):
+    name = "modelslim"
+    variant = "ascendV1"
+    scale_dtype = torch.float32
+    marker = ".weight"
+    marker_dtype = torch.int8
+    own_suffixes = (".weight_scale", ".weight_offset", ".scale_bias")
+
+    def holds(self, grid: Grid) -> bool:
+        return grid in (_INT8, _INT4)
+
+    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[Part, ...]:
+        rows, columns = shape
+        scales = (
+            Part(".weight_scale", (torch.float32,), (rows, 1)),
+            Part(".weight_offset", (torch.float32,), (rows, 1)),
+        )
+        if grid == _INT8:
+            return (Part(".weight", (torch.int8,), shape), *scales)
+        slices = _bias_slices(module)
+        require_multiple(module, "outputs", rows, 2)
+        require_multiple(module, "input channels", columns, slices)
+        return (Part(".weight", (torch.int8,), (rows // 2, columns)), *scales, Part(".scale_bias", (torch.float32,), (rows, slices)))
+
+    def stored(self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None) -> tuple[tuple[int, int], Grid | None]:
+        rows, columns = tensors[f"{module}.weight"].shape
+        # A W4A8 checkpoint has INT4 experts and INT8 attention; only INT4 has scale_bias.
+        if f"{module}.scale_bias" in tensors:
+            return (rows * 2, columns), _INT4
+        return (rows, columns), _INT8
+
+    def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
+        assert isinstance(weight, IntWeight), type(weight)
+        assert weight.zero_point is None, f"{module} is asymmetric"
+        tensors = {
+            f"{module}.weight": weight.codes,
+            f"{module}.weight_scale": stored_scale(module, weight.scale, self.scale_dtype),
+            f"{module}.weight_offset": torch.zeros_like(weight.scale),
+        }
+        if weight.bits == 4:
+            tensors[f"{module}.weight"] = pack_pairs(to_twos_complement(weight.codes.T)).T.contiguous().view(torch.int8)
+            sums = weight.codes.unflatten(1, (_bias_slices(module), -1)).sum(dim=-1, dtype=torch.int32)
+            tensors[f"{module}.scale_bias"] = 8 * sums * weight.scale
+        return tensors
+
+    def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
+        if bool(tensors[f"{module}.weight_offset"].any()):
+            raise QuantkitError(f"{module}.weight_offset is not zero: the weight is asymmetric", "quantkit reads symmetric ones")
+        codes, bits = tensors[f"{module}.weight"], 8
+        if f"{module}.scale_bias" in tensors:
+            codes, bits = from_twos_complement(unpack_pairs(codes.view(torch.uint8).T)).T.contiguous(), 4
+        return IntWeight(codes, tensors[f"{module}.weight_scale"], None, bits)
+
+    def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
+        return _SIDE_FILE in side
+
+    def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
+        said = side[_SIDE_FILE].get("model_quant_type")
+        if said not in _TYPES:
+            raise QuantkitError(f"{_SIDE_FILE} says model_quant_type {said}", f"quantkit reads {' and '.join(_TYPES)}")
+        return _TYPES[said]
+
+    def ignored(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Callable[[str], bool] | None:
+        described = side[_SIDE_FILE]
+        return lambda module: described.get(f"{module}.weight") == "FLOAT"
+
+    def config_block(self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> dict[str, Any]:
+        return {}
+
+    def extra_files(self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> dict[str, bytes]:
+        assert grid in _TYPE_NAMES, grid
+        description: dict[str, Any] = {"model_quant_type": _TYPE_NAMES[grid], "version": "1.0.0", "group_size": 0}
+        description |= {"metadata": {}, "optional": {}}
+        for module, own_grid in quantized.items():
+            assert own_grid in _TYPE_NAMES, f"{module}: {own_grid}"
+            suffixes = self.own_suffixes if own_grid == _INT4 else self.own_suffixes[:2]
+            description |= {module + suffix: _TYPE_NAMES[own_grid] for suffix in (".weight", *suffixes)}
+        description |= {spec.name: "FLOAT" for spec in plain}
+        return {_SIDE_FILE: json.dumps(description, indent=2).encode() + b"\n"}
+
+
+def _bias_slices(module: str) -> int:
+    return _SLICES if module.endswith(("down_proj", "o_proj")) else 1
+
+
+FORMAT = ModelSlim()
