@@ -6,10 +6,11 @@ Arguments that do not fit raise ValueError naming the argument.
 """
 
 from quantkit_kernels.backends import BACKENDS, OPERATORS, Row, table
+from quantkit_kernels.check import Measurement, check
 from quantkit_kernels.experts import Experts, ExpertsBuilder, prepare_experts
 from quantkit_kernels.functional import add_rms_norm, mla_decode, rms_norm, rope, route, silu_and_mul
 from quantkit_kernels.linear import Linear, prepare, prepare_dense, prepare_fp4, prepare_int4, prepare_int8, quantize_rows
-from quantkit_kernels.weights import Dense, Fp4, Int4, Int8, Weight, dequantize
+from quantkit_kernels.weights import Dense, Fp4, Int4, Int8, Weight, dequantize, stack
 
 __all__ = [
     "BACKENDS",
@@ -21,9 +22,11 @@ __all__ = [
     "Int4",
     "Int8",
     "Linear",
+    "Measurement",
     "Row",
     "Weight",
     "add_rms_norm",
+    "check",
     "dequantize",
     "mla_decode",
     "prepare",
@@ -37,5 +40,6 @@ __all__ = [
     "rope",
     "route",
     "silu_and_mul",
+    "stack",
     "table",
 ]

@@ -1,7 +1,8 @@
 """Which backend runs which operator here, and why one cannot.
 
-Every backend is a sub-package with `unusable(operator, device) -> reason or None`, and for what it can run `linear(weight, dtype, device)`
-and `experts_builder(...)`. They are imported when first asked for, so a missing Triton or torch_npu costs nothing.
+Every backend is a sub-package with `unusable(operator, device, dtype, shapes) -> reason or None`, and for what it can run
+`linear(weight, dtype, device)`, `experts_layout(num_experts, gate, down, dtype, device)` or the function of functional.py's name. They are
+imported when first asked for, so a missing Triton or torch_npu costs nothing.
 """
 
 import functools
@@ -22,7 +23,8 @@ OPERATORS = (
     "rope",
     "mla_decode",
 )
-BACKENDS = ("reference",)
+BACKENDS = ("reference", "dense", "cpu")
+Shape = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,14 @@ def module(backend: str) -> ModuleType:
     return importlib.import_module(f"quantkit_kernels.{backend}")
 
 
-def why_unusable(operator: str, backend: str, device: torch.device) -> str | None:
-    """None where `backend` runs `operator` on `device`, else the reason in a few words."""
-    reason: str | None = module(backend).unusable(operator, device)
+def why_unusable(
+    operator: str, backend: str, device: torch.device, dtype: torch.dtype | None = None, shapes: tuple[Shape, ...] = ()
+) -> str | None:
+    """None where `backend` runs `operator` on `device`, else the reason in a few words.
+
+    With a compute dtype and weights' shapes [N, K] the answer is for those; without, it is whether some can be run.
+    """
+    reason: str | None = module(backend).unusable(operator, device, dtype, shapes)
     return reason
 
 
@@ -51,14 +58,18 @@ def find(operator: str, backend: str, device: torch.device) -> ModuleType:
     return module(choose(operator, backend, device))
 
 
-def choose(operator: str, backend: str, device: torch.device) -> str:
-    """The backend to run `operator` with: the one asked for, or with "auto" the first usable one. ValueError with the reason otherwise."""
+def choose(operator: str, backend: str, device: torch.device, dtype: torch.dtype | None = None, shapes: tuple[Shape, ...] = ()) -> str:
+    """The backend to run `operator` with: the one asked for, or with "auto" the best usable one. ValueError with the reason otherwise.
+
+    "auto" never expands a quantized weight: backend dense is taken for unquantized weights only.
+    """
     assert operator in OPERATORS, operator
     if backend == "auto":
-        return next(name for name in reversed(BACKENDS) if why_unusable(operator, name, device) is None)
+        candidates = [name for name in reversed(BACKENDS) if name != "dense" or operator.endswith("_dense")]
+        return next(name for name in candidates if why_unusable(operator, name, device, dtype, shapes) is None)
     if backend not in BACKENDS:
         raise ValueError(f"backend: {backend!r} is not known, expected auto, {', '.join(BACKENDS)}")
-    reason = why_unusable(operator, backend, device)
+    reason = why_unusable(operator, backend, device, dtype, shapes)
     if reason is not None:
         raise ValueError(f"backend: {backend} cannot run {operator} on {device.type}: {reason}")
     return backend

@@ -101,7 +101,7 @@ class ExpertsBuilder:
         signature = tuple((kind(weight), *(None if part is None else tuple(part.shape) for part in weight)) for weight in (gate, up, down))
         if self._layout is None:
             target = gate[0].device if self._device is None else self._device
-            name = backends.choose(f"experts_{kind(gate)}", self._backend, target)
+            name = backends.choose(f"experts_{kind(gate)}", self._backend, target, self._dtype, (_stacked(gate), shape(down)))
             self._layout = backends.module(name).experts_layout(self.num_experts, gate, down, self._dtype, target)
             self._signature = signature
         require(signature == self._signature, f"expert {index} differs from the first one: {signature} against {self._signature}")
@@ -135,8 +135,15 @@ def prepare_experts(
     return builder.finish()
 
 
+def _stacked(gate: Weight) -> tuple[int, int]:
+    """The shape of gate and up as one weight."""
+    intermediate, hidden = shape(gate)
+    return 2 * intermediate, hidden
+
+
 def _check_expert(gate: Weight, up: Weight, down: Weight) -> None:
-    require(kind(gate) == kind(up), f"gate is {kind(gate)} and up is {kind(up)}, expected one grid for both")
+    kinds = {kind(gate), kind(up), kind(down)}
+    require(len(kinds) == 1, f"gate is {kind(gate)}, up is {kind(up)}, down is {kind(down)}, expected one grid for all")
     intermediate, hidden = shape(gate)
     require(shape(up) == (intermediate, hidden), f"up: shape {list(shape(up))}, expected [{intermediate}, {hidden}] as gate")
     require(shape(down) == (hidden, intermediate), f"down: shape {list(shape(down))}, expected [{hidden}, {intermediate}]")

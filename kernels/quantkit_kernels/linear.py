@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quantkit_kernels import backends
 from quantkit_kernels.checks import check_compute_dtype, require
-from quantkit_kernels.weights import Dense, Fp4, Int4, Int8, Weight, check_weight, kind
+from quantkit_kernels.weights import Dense, Fp4, Int4, Int8, Weight, check_weight, kind, shape
 
 
 class Linear(ABC):
@@ -58,7 +58,7 @@ def prepare(
     check_weight(weight)
     check_compute_dtype(dtype)
     target = weight[0].device if device is None else torch.device(device)
-    name = backends.choose(f"linear_{kind(weight)}", backend, target)
+    name = backends.choose(f"linear_{kind(weight)}", backend, target, dtype, (shape(weight),))
     linear: Linear = backends.module(name).linear(weight, dtype, target)
     assert linear.backend == name, (linear.backend, name)
     return linear

@@ -12,7 +12,6 @@ from quantkit_kernels.checks import FLOAT_DTYPES, check_tensor, require
 
 INT4_GROUP_SIZES = (32, 64, 128)
 FP4_GROUP_SIZE = 16
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 class Int4(NamedTuple):
@@ -109,9 +108,20 @@ def dequantize(weight: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
         if weight.zero_point is not None:
             codes = codes - weight.zero_point.to(dtype).unsqueeze(-1)
         return (codes * weight.scale.to(dtype).unsqueeze(-1)).view(n, k)
-    values = torch.tensor(E2M1, dtype=dtype, device=weight.codes.device)[weight.codes.int()]
+    values = decode_e2m1(weight.codes).to(dtype)
     scale = weight.scale.to(dtype) * weight.global_scale.to(dtype).reshape(-1, 1)
     return (values.view(n, -1, FP4_GROUP_SIZE) * scale.unsqueeze(-1)).view(n, k)
+
+
+def decode_e2m1(codes: Tensor) -> Tensor:
+    """E2M1 codes (uint8, 0..15: sign, two exponent bits, one mantissa bit) as float16: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
+
+    The bits are put where float16 has its sign, low exponent bits and first mantissa bit, which gives the value times 2^-14, subnormal
+    included, and one multiplication corrects the exponent. Several times faster than looking each code up.
+    """
+    wide = codes.to(torch.int16)
+    bits = ((wide & 7) << 9) | ((wide & 8) << 12)
+    return bits.view(torch.float16) * 16384.0
 
 
 def rows(weight: Weight, start: int, stop: int) -> Weight:

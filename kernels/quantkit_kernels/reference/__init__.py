@@ -5,6 +5,7 @@ Codes stay one per byte and are expanded at every call in blocks of rows; the ar
 
 import torch
 
+from quantkit_kernels.backends import Shape
 from quantkit_kernels.reference.experts import LoopLayout
 from quantkit_kernels.reference.functional import add_rms_norm, mla_decode, rms_norm, rope, route, silu_and_mul
 from quantkit_kernels.reference.linear import linear
@@ -23,7 +24,7 @@ __all__ = [
 ]
 
 
-def unusable(operator: str, device: torch.device) -> str | None:
+def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, shapes: tuple[Shape, ...]) -> str | None:
     return None
 
 

@@ -3,14 +3,13 @@
 import torch
 from torch import Tensor
 
+from quantkit_kernels.blocks import blocked_matmul
 from quantkit_kernels.linear import Linear, quantize_rows
 from quantkit_kernels.weights import Int8, Weight, dequantize, rows, shape, to_device
 
-_BLOCK_BYTES = 64 << 20  # of one expanded block of rows
-
 
 class ReferenceLinear(Linear):
-    """Expands a block of output features at a time, so that memory stays bounded for any weight."""
+    """Float32 products of the expanded weight; for int8, float64 products of the codes, which are exact as an integer unit's are."""
 
     def __init__(self, weight: Weight, dtype: torch.dtype, device: torch.device) -> None:
         n, k = shape(weight)
@@ -21,22 +20,12 @@ class ReferenceLinear(Linear):
         return [tensor for tensor in self.weight if tensor is not None]
 
     def rows(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        row_scale: Tensor | None = None
-        if isinstance(self.weight, Int8):
+        weight = self.weight
+        if isinstance(weight, Int8):
             codes, row_scale = quantize_rows(x)
-            # In float64 the sum of int8 products is exact, as an integer unit's is.
-            wide = codes.double()
-        y = torch.empty(x.shape[0], self.out_features, dtype=x.dtype, device=x.device)
-        step = max(1, _BLOCK_BYTES // (self.in_features * wide.element_size()))
-        for start in range(0, self.out_features, step):
-            stop = min(start + step, self.out_features)
-            block = rows(self.weight, start, stop)
-            if isinstance(block, Int8) and row_scale is not None:
-                y[:, start:stop] = (wide @ block.codes.double().T) * row_scale * block.scale.T
-            else:
-                y[:, start:stop] = wide @ dequantize(block).T
-        return y
+            products = blocked_matmul(codes.double(), self.out_features, lambda start, stop: weight.codes[start:stop].double())
+            return (products * row_scale * weight.scale.T).to(self.dtype)
+        return blocked_matmul(x.float(), self.out_features, lambda start, stop: dequantize(rows(weight, start, stop))).to(self.dtype)
 
 
 def linear(weight: Weight, dtype: torch.dtype, device: torch.device) -> Linear:

@@ -1,0 +1,33 @@
+"""The CPU backend: torch's and oneDNN's packed operators, where they are right on this processor.
+
+int4   `_weight_int4pack_mm_for_cpu` in bf16 or fp16, 4.25 bits per weight.
+int8   `onednn.qlinear_pointwise` with u8 activations where the processor has VNNI (it saturates in 16 bits without, which a test product
+       finds out); else `_weight_int8pack_mm` for few rows and float32 products of expanded blocks for more.
+fp4    torch has no operator.
+"""
+
+import torch
+
+from quantkit_kernels.backends import Shape
+from quantkit_kernels.cpu.linear import linear, refused
+from quantkit_kernels.reference.experts import LoopLayout
+from quantkit_kernels.weights import Weight
+
+__all__ = ["experts_layout", "linear", "unusable"]
+
+
+def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, shapes: tuple[Shape, ...]) -> str | None:
+    if device.type != "cpu":
+        return f"runs on the CPU, not on {device.type}"
+    if operator.endswith("_fp4"):
+        return "torch has no FP4 operator for the CPU"
+    if operator.endswith("_dense"):
+        return "backend dense is torch's own matmul already"
+    if not operator.startswith(("linear_", "experts_")):
+        return "the reference is torch's own operators already"
+    reasons = (refused(operator.split("_")[1], dtype, shape) for shape in shapes or (None,))
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def experts_layout(num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device) -> LoopLayout:
+    return LoopLayout(num_experts, linear, dtype, device, "cpu")

@@ -1,0 +1,22 @@
+"""Weights expanded once and multiplied by torch's own matmul: the fastest where memory is no concern (small models), and the largest.
+
+Taken for unquantized weights; for quantized ones only when asked for by name. `nbytes` counts the expanded weight. Int8 keeps its meaning:
+activations are still rounded to int8 per token, and the codes are multiplied as float32.
+"""
+
+import torch
+
+from quantkit_kernels.backends import Shape
+from quantkit_kernels.dense.linear import linear
+from quantkit_kernels.reference.experts import LoopLayout
+from quantkit_kernels.weights import Weight
+
+__all__ = ["experts_layout", "linear", "unusable"]
+
+
+def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, shapes: tuple[Shape, ...]) -> str | None:
+    return None if operator.startswith(("linear_", "experts_")) else "holds weights only"
+
+
+def experts_layout(num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device) -> LoopLayout:
+    return LoopLayout(num_experts, linear, dtype, device, "dense")

@@ -1,0 +1,30 @@
+"""The table of operators and backends says what `prepare` then does."""
+
+import pytest
+import torch
+from quantkit_kernels import BACKENDS, OPERATORS, prepare, table
+from quantkit_kernels.samples import random_weight
+
+
+def test_table_has_every_pair_once_and_a_reason_for_every_refusal() -> None:
+    rows = table("cpu")
+    assert [(row.operator, row.backend) for row in rows] == [(operator, backend) for operator in OPERATORS for backend in BACKENDS]
+    for row in rows:
+        assert row.usable == (row.reason == ""), row
+    assert all(row.usable for row in rows if row.backend == "reference")
+
+
+def test_a_refused_backend_gives_its_reason_when_asked_for() -> None:
+    weight = random_weight("int4-asym-32", 24, 64, torch.Generator().manual_seed(8))
+    with pytest.raises(ValueError, match="multiples of 16"):
+        prepare(weight, backend="cpu")
+    assert prepare(weight).backend == "reference"
+
+
+def test_auto_never_expands_a_quantized_weight() -> None:
+    rng = torch.Generator().manual_seed(9)
+    for grid in ("int4-asym-128", "int8", "fp4"):
+        linear = prepare(random_weight(grid, 64, 128, rng))
+        assert linear.backend != "dense"
+        assert linear.nbytes < 1.2 * 64 * 128
+    assert prepare(random_weight("dense", 64, 128, rng)).backend == "dense"

@@ -1,0 +1,104 @@
+"""Routed experts of every backend against a float64 loop over tokens: ragged, skewed and empty routings."""
+
+import pytest
+import torch
+from kernel_weights import exact_experts, layer, random_experts
+from quantkit_kernels import BACKENDS, ExpertsBuilder, prepare_experts
+from quantkit_kernels.backends import why_unusable
+from quantkit_kernels.samples import GRIDS, TOLERANCE, distance
+from quantkit_kernels.weights import Weight
+
+HIDDEN, INTERMEDIATE, COUNT = 256, 128, 6
+
+
+def routing(tokens: int, top_k: int, rng: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.rand(tokens, COUNT, generator=rng).topk(top_k, dim=-1).indices
+    return ids, torch.rand(tokens, top_k, generator=rng)
+
+
+def skip_unusable(grid: str, backend: str, dtype: torch.dtype) -> None:
+    shapes = ((2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))
+    reason = why_unusable(f"experts_{grid.split('-')[0]}", backend, torch.device("cpu"), dtype, shapes)
+    if reason is not None:
+        pytest.skip(reason)
+
+
+@pytest.mark.parametrize("dtype", tuple(TOLERANCE), ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("grid", GRIDS)
+def test_experts_match_float64(grid: str, backend: str, dtype: torch.dtype) -> None:
+    skip_unusable(grid, backend, dtype)
+    rng = torch.Generator()
+    rng.seed()
+    weights = random_experts(grid, COUNT, HIDDEN, INTERMEDIATE, rng)
+    experts = layer(weights, backend, dtype)
+    # An int8 step of the intermediate is 1/127 of its largest value: what is rounded twice may fall either way.
+    tolerance = max(2 * TOLERANCE[dtype], 6e-3) if grid == "int8" else TOLERANCE[dtype]
+    for tokens, top_k in ((1, 1), (1, 3), (5, 2), (33, 4)):
+        x = torch.randn(tokens, HIDDEN, generator=rng).to(dtype)
+        ids, topk_weights = routing(tokens, top_k, rng)
+        y = experts(x, ids, topk_weights)
+        assert y.dtype == dtype
+        assert distance(y, exact_experts(x, ids, topk_weights, weights)) < tolerance, (tokens, rng.initial_seed())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("grid", ["int4-asym-128", "int8", "fp4", "dense"])
+def test_all_tokens_on_one_expert_and_one_expert_twice(grid: str, backend: str) -> None:
+    skip_unusable(grid, backend, torch.bfloat16)
+    rng = torch.Generator().manual_seed(5)
+    weights = random_experts(grid, COUNT, HIDDEN, INTERMEDIATE, rng)
+    experts = layer(weights, backend, torch.bfloat16)
+    x = torch.randn(19, HIDDEN, generator=rng).bfloat16()
+    ids = torch.full((19, 2), 4)  # the other experts are empty, this one is named twice
+    topk_weights = torch.rand(19, 2, generator=rng)
+    exact = exact_experts(x, ids, topk_weights, weights)
+    assert distance(experts(x, ids, topk_weights), exact) < 2 * TOLERANCE[torch.bfloat16]
+    assert torch.equal(experts(x, ids.int(), topk_weights), experts(x, ids, topk_weights))
+
+
+def test_no_tokens_and_bad_ids() -> None:
+    rng = torch.Generator().manual_seed(6)
+    experts = layer(random_experts("dense", COUNT, HIDDEN, INTERMEDIATE, rng), "auto", torch.float32)
+    x = torch.randn(2, HIDDEN)
+    assert experts(x[:0], torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2)).shape == (0, HIDDEN)
+    for bad in (COUNT, -1):
+        with pytest.raises(ValueError, match="topk_ids"):
+            experts(x, torch.tensor([[0], [bad]]), torch.ones(2, 1))
+    with pytest.raises(ValueError, match="topk_weights: dtype"):
+        experts(x, torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1).half())
+    with pytest.raises(ValueError, match="topk_ids: shape"):
+        experts(x, torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
+
+
+def test_builder_takes_any_order_and_refuses_what_does_not_fit() -> None:
+    rng = torch.Generator().manual_seed(7)
+    weights = random_experts("int4-sym-128", 3, HIDDEN, INTERMEDIATE, rng)
+    gate, up, down = weights
+
+    def expert(index: int) -> tuple[Weight, Weight, Weight]:
+        return gate[index], up[index], down[index]
+
+    builder = ExpertsBuilder(3, backend="reference", dtype=torch.float32)
+    builder.add(2, *expert(2))
+    builder.add(0, *expert(0))
+    with pytest.raises(ValueError, match="already added"):
+        builder.add(0, *expert(0))
+    with pytest.raises(ValueError, match=r"index: 3"):
+        builder.add(3, *expert(0))
+    other = random_experts("int4-asym-128", 1, HIDDEN, INTERMEDIATE, rng)
+    with pytest.raises(ValueError, match="differs from the first"):
+        builder.add(1, other[0][0], other[1][0], other[2][0])
+    with pytest.raises(ValueError, match="down: shape"):
+        builder.add(1, gate[1], up[1], gate[1])
+    dense = random_experts("dense", 1, HIDDEN, INTERMEDIATE, rng)
+    with pytest.raises(ValueError, match="one grid"):
+        builder.add(1, gate[1], dense[1][0], down[1])
+    with pytest.raises(ValueError, match="never added"):
+        builder.finish()
+    builder.add(1, *expert(1))
+    experts = builder.finish()
+    x, (ids, topk_weights) = torch.randn(4, HIDDEN, generator=rng), routing(4, 1, rng)
+    ids = ids % 3
+    together = prepare_experts(gate, up, down, backend="reference", dtype=torch.float32)
+    assert torch.equal(experts(x, ids, topk_weights), together(x, ids, topk_weights))

@@ -1,0 +1,124 @@
+"""Every linear of every backend against float64 over the values its codes stand for, on fresh random inputs."""
+
+import pytest
+import torch
+from quantkit_kernels import BACKENDS, Fp4, Int4, Int8, prepare, prepare_dense, prepare_fp4, prepare_int4, prepare_int8, quantize_rows
+from quantkit_kernels.backends import why_unusable
+from quantkit_kernels.samples import GRIDS, TOLERANCE, distance, exact_linear, random_weight
+from quantkit_kernels.weights import stack
+
+DTYPES = tuple(TOLERANCE)
+
+
+def skip_unusable(grid: str, backend: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    reason = why_unusable(f"linear_{grid.split('-')[0]}", backend, torch.device("cpu"), dtype, (shape,))
+    if reason is not None:
+        pytest.skip(reason)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_memory_is_poisoned() -> object:
+    """torch.empty gives NaN in this module, so an element that is never written shows."""
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("grid", GRIDS)
+def test_linear_matches_float64(grid: str, backend: str, dtype: torch.dtype) -> None:
+    rng = torch.Generator()
+    rng.seed()
+    for m, n, k in ((1, 48, 256), (3, 208, 384), (17, 64, 128), (4096, 16, 128)):
+        skip_unusable(grid, backend, dtype, (n, k))
+        weight = random_weight(grid, n, k, rng)
+        x = torch.randn(m, k, generator=rng).to(dtype)
+        y = prepare(weight, backend=backend, dtype=dtype)(x)
+        assert y.dtype == dtype
+        assert distance(y, exact_linear(x, weight)) < TOLERANCE[dtype], (m, n, k, rng.initial_seed())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("grid", GRIDS)
+def test_linear_holds_no_reference_to_the_given_tensors(grid: str, backend: str) -> None:
+    """Overwriting x or rows of a batch changes nothing in an earlier result, and leading dimensions are kept."""
+    skip_unusable(grid, backend, torch.bfloat16, (32, 128))
+    linear = prepare(random_weight(grid, 32, 128, torch.Generator().manual_seed(1)), backend=backend)
+    x = torch.randn(2, 3, 128).bfloat16()
+    before = x.clone()
+    y = linear(x)
+    assert y.shape == (2, 3, 32)
+    assert torch.equal(x, before)
+    assert torch.equal(linear(x[:0]), y[:0])
+    assert linear(x[:, :0]).shape == (2, 0, 32)
+    assert linear.nbytes > 0
+
+
+def test_int4_in_cpu_layout_is_packed() -> None:
+    weight = random_weight("int4-asym-128", 256, 512, torch.Generator().manual_seed(2))
+    assert prepare(weight, backend="cpu").nbytes == 256 * 512 // 2 + 256 * 4 * 2 * 2
+    assert prepare(weight, backend="dense").nbytes == 256 * 512 * 2
+
+
+def test_int8_rounds_activations_per_token() -> None:
+    x = torch.tensor([[127.0, 0.4, -0.6], [0.0, 0.0, 0.0], [-2.54, 1.27, 0.01]])
+    codes, scale = quantize_rows(x)
+    assert codes.tolist() == [[127, 0, -1], [0, 0, 0], [-127, 63, 0]] or codes.tolist()[2][1] == 64
+    assert torch.allclose(scale, torch.tensor([[1.0], [1.0], [0.02]]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_int8_does_not_saturate(backend: str) -> None:
+    """The largest codes everywhere: 16-bit intermediate sums would clip."""
+    linear = prepare_int8(torch.full((16, 512), 127, dtype=torch.int8), torch.ones(16, 1), backend=backend, dtype=torch.float32)
+    y = linear(torch.full((1, 512), 127.0))
+    assert torch.equal(y, torch.full((1, 16), 127.0 * 127 * 512))
+
+
+def test_stack_is_both_weights() -> None:
+    rng = torch.Generator().manual_seed(3)
+    x = torch.randn(5, 256, generator=rng)
+    for grid in GRIDS:
+        first, second = random_weight(grid, 32, 256, rng), random_weight(grid, 64, 256, rng)
+        if isinstance(second, Fp4):
+            second = second._replace(global_scale=torch.tensor(0.7))
+        both = prepare(stack(first, second), backend="reference", dtype=torch.float32)(x)
+        parts = [prepare(part, backend="reference", dtype=torch.float32)(x) for part in (first, second)]
+        assert torch.equal(both, torch.cat(parts, dim=1)), grid
+
+
+def test_wrong_weights_are_refused() -> None:
+    codes, scale, zero_point = torch.zeros(16, 128, dtype=torch.int8), torch.ones(16, 1), torch.zeros(16, 1, dtype=torch.int8)
+    e4m3 = torch.ones(16, 8).to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="codes: dtype"):
+        prepare_int4(codes.int(), scale, None)
+    with pytest.raises(ValueError, match="groups of 32, 64, 128"):
+        prepare_int4(codes, torch.ones(16, 8), None)
+    with pytest.raises(ValueError, match="zero_point: shape"):
+        prepare_int4(codes, scale, torch.zeros(16, 2, dtype=torch.int8))
+    with pytest.raises(ValueError, match="scale: dtype"):
+        prepare_int4(codes, scale.half(), zero_point)
+    with pytest.raises(ValueError, match="scale: shape"):
+        prepare_int8(codes, torch.ones(16, 2))
+    with pytest.raises(ValueError, match="multiple of 16"):
+        prepare_fp4(torch.zeros(16, 120, dtype=torch.uint8), e4m3, torch.tensor(1.0))
+    with pytest.raises(ValueError, match="global_scale"):
+        prepare_fp4(torch.zeros(16, 128, dtype=torch.uint8), e4m3, torch.ones(2))
+    with pytest.raises(ValueError, match="weight: shape"):
+        prepare_dense(torch.zeros(16))
+    with pytest.raises(ValueError, match="dtype"):
+        prepare_dense(torch.zeros(16, 16), dtype=torch.float64)
+    with pytest.raises(ValueError, match="not known"):
+        prepare_dense(torch.zeros(16, 16), backend="fast")
+    with pytest.raises(ValueError, match="cannot stack"):
+        stack(Int4(codes, scale, zero_point), Int8(codes, scale))
+
+
+def test_wrong_activations_are_refused() -> None:
+    linear = prepare_dense(torch.zeros(16, 32), dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"expected \[..., 32\]"):
+        linear(torch.zeros(2, 16))
+    with pytest.raises(ValueError, match="float32"):
+        linear(torch.zeros(2, 32).half())
