@@ -15,7 +15,9 @@ PROMPTS = [list(range(7, 60)), [5, 5, 5], list(range(300, 100, -3))]
 
 def our_logits(loaded: LoadedModel, prompts: list[list[int]]) -> torch.Tensor:
     with torch.inference_mode():
-        hidden = loaded.model(torch.tensor(sum(prompts, [])), CausalContext([len(prompt) for prompt in prompts]))
+        hidden = loaded.model(
+            torch.tensor([token for prompt in prompts for token in prompt]), CausalContext([len(prompt) for prompt in prompts])
+        )
         return loaded.model.logits(hidden)
 
 
