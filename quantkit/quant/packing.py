@@ -56,11 +56,17 @@ def unpack_words(words: Tensor) -> Tensor:
     return unpack_pairs(words.contiguous().view(torch.uint8))
 
 
-def pack_words_awq(nibbles: Tensor) -> Tensor:
-    """uint8 [..., 8n] -> int32 [..., n] in AutoAWQ's interleaved order."""
-    return pack_words(nibbles.unflatten(-1, (-1, 8))[..., AWQ_ORDER].flatten(-2))
+def pack_awq(nibbles: Tensor) -> Tensor:
+    """uint8 [8n, m] -> int32 [m, n], packed along the rows in AutoAWQ's interleaved order.
+
+    Rows are put in order and paired before anything is transposed: half the bytes to move across, whole rows at a time.
+    """
+    rows = nibbles.unflatten(0, (-1, 8))[:, AWQ_ORDER].flatten(0, 1)
+    return (rows[0::2] | (rows[1::2] << 4)).T.contiguous().view(torch.int32)
 
 
-def unpack_words_awq(words: Tensor) -> Tensor:
-    """int32 [..., n] -> uint8 [..., 8n]"""
-    return unpack_words(words).unflatten(-1, (-1, 8))[..., _AWQ_INVERSE].flatten(-2)
+def unpack_awq(words: Tensor) -> Tensor:
+    """int32 [m, n] -> uint8 [8n, m]"""
+    pairs = words.contiguous().view(torch.uint8).T.contiguous()
+    rows = torch.stack((pairs & 15, pairs >> 4), dim=1).flatten(0, 1)
+    return rows.unflatten(0, (-1, 8))[:, _AWQ_INVERSE].flatten(0, 1)

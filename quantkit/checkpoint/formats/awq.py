@@ -25,7 +25,7 @@ from quantkit.checkpoint.formats.base import (
 )
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.errors import QuantkitError
-from quantkit.quant.packing import from_offset, pack_words_awq, to_offset, unpack_words_awq
+from quantkit.quant.packing import from_offset, pack_awq, to_offset, unpack_awq
 from quantkit.quant.weights import IntWeight, Weight
 from quantkit.schemes import Grid, IntGrid
 
@@ -68,16 +68,16 @@ class Awq(Format):
         assert isinstance(weight, IntWeight), type(weight)
         zero_point = torch.zeros_like(weight.scale, dtype=torch.int8) if weight.zero_point is None else weight.zero_point
         return {
-            f"{module}.qweight": pack_words_awq(to_offset(weight.codes.T)),
-            f"{module}.qzeros": pack_words_awq(to_offset(zero_point.T)),
+            f"{module}.qweight": pack_awq(to_offset(weight.codes)),
+            f"{module}.qzeros": pack_awq(to_offset(zero_point)),
             f"{module}.scales": stored_scale(module, weight.scale, self.scale_dtype).T.contiguous(),
         }
 
     def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
         return IntWeight(
-            codes=from_offset(unpack_words_awq(tensors[f"{module}.qweight"])).T.contiguous(),
+            codes=from_offset(unpack_awq(tensors[f"{module}.qweight"])),
             scale=tensors[f"{module}.scales"].float().T.contiguous(),
-            zero_point=from_offset(unpack_words_awq(tensors[f"{module}.qzeros"])).T.contiguous(),
+            zero_point=from_offset(unpack_awq(tensors[f"{module}.qzeros"])),
             bits=4,
         )
 
