@@ -7,6 +7,7 @@ what to do, 2 on bad usage.
 
 import json
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -126,6 +127,60 @@ def _answer(engine: Any, messages: list[dict[str, str]], params: Any, json_: boo
         out.print()
         err.print(f"[dim]{tokens} tokens, {tokens / seconds:.0f} tokens/s, {completion.finish_reason}[/dim]")
     return str(completion.text)
+
+
+@app.command()
+def bench(
+    model: Annotated[str, typer.Argument(metavar="MODEL|URL", help="A model to run in this process, or an OpenAI-compatible server.")],
+    input_len: Annotated[str, typer.Option(help="Prompt tokens, comma-separated.")] = "128,1024",
+    concurrency: Annotated[str, typer.Option(help="Requests at a time, comma-separated.")] = "1,8",
+    output_len: Annotated[int, typer.Option(min=1, help="Tokens of every reply.")] = 512,
+    requests: Annotated[int, typer.Option(min=1, help="Measured requests per concurrent slot.")] = 2,
+    warmup: Annotated[int, typer.Option(min=0, help="Requests per slot left out before each cell.")] = 1,
+    seed: int = 0,
+    api_key: Annotated[str | None, typer.Option(help="For a server.")] = None,
+    served_model: Annotated[str | None, typer.Option(help="The server's name of the model; asked of it otherwise.")] = None,
+    device: Device = "auto",
+    backend: Backend = "auto",
+    out_dir: Annotated[Path | None, typer.Option("--out", help="Folder for bench.json and bench.html.")] = None,
+    json_: AsJson = False,
+) -> None:
+    """Speed over a grid of input lengths and concurrencies: TTFT, TPOT, tokens/s, latency, as evalscope perf defines them."""
+    from quantkit.evaluate.speed.measure import Row, measure_grid
+    from quantkit.evaluate.speed.targets import open_target
+
+    lengths, users = _integers("--input-len", input_len), _integers("--concurrency", concurrency)
+    longest = max(lengths) + output_len
+    target = open_target(
+        model, max_batch=max(users), max_model_len=longest, device=device, backend=backend, api_key=api_key, model=served_model
+    )
+    table = Table("input", "concurrency", "TTFT s", "TPOT ms", "tokens/s", "system tokens/s", "latency s", "failed", title=target.name)
+
+    def show(row: Row) -> None:
+        tpot = ("-", "-") if row.tpot_ms is None or row.tps is None else (f"{row.tpot_ms:.1f}", f"{row.tps:.1f}")
+        cells = (f"{row.ttft_s:.3f}", *tpot, f"{row.system_tps:.1f}", f"{row.latency_s:.2f}", str(row.failed))
+        table.add_row(str(row.input_len), str(row.concurrency), *cells)
+        err.print(f"[dim]{row.input_len} x {row.concurrency}: TTFT {cells[0]} s, TPOT {tpot[0]} ms[/dim]")
+
+    rows = measure_grid(target, lengths, users, output_len, requests_per_slot=requests, warmup=warmup, seed=seed, on_row=show)
+    result = {"target": target.name, "output_len": output_len, "rows": [row.to_json() for row in rows]}
+    if out_dir:
+        from quantkit.evaluate.speed.report import write_report
+
+        write_report(out_dir, result)
+    if json_:
+        return print_json(result)
+    out.print(table)
+
+
+def _integers(option: str, text: str) -> list[int]:
+    try:
+        values = [int(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or min(values) < 1:
+        raise typer.BadParameter(f"{text!r} is not a list of positive integers such as 128,1024", param_hint=option)
+    return values
 
 
 @app.command()
