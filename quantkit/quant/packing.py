@@ -48,12 +48,12 @@ def unpack_pairs(packed: Tensor) -> Tensor:
 
 def pack_words(nibbles: Tensor) -> Tensor:
     """uint8 [..., 8n] -> int32 [..., n], element j at bits 4j."""
-    return pack_pairs(nibbles).contiguous().view(torch.int32)
+    return _view(pack_pairs(nibbles), torch.int32)
 
 
 def unpack_words(words: Tensor) -> Tensor:
     """int32 [..., n] -> uint8 [..., 8n]"""
-    return unpack_pairs(words.contiguous().view(torch.uint8))
+    return unpack_pairs(_view(words, torch.uint8))
 
 
 def pack_awq(nibbles: Tensor) -> Tensor:
@@ -62,11 +62,16 @@ def pack_awq(nibbles: Tensor) -> Tensor:
     Rows are put in order and paired before anything is transposed: half the bytes to move across, whole rows at a time.
     """
     rows = nibbles.unflatten(0, (-1, 8))[:, AWQ_ORDER].flatten(0, 1)
-    return (rows[0::2] | (rows[1::2] << 4)).T.contiguous().view(torch.int32)
+    return _view((rows[0::2] | (rows[1::2] << 4)).T, torch.int32)
 
 
 def unpack_awq(words: Tensor) -> Tensor:
     """int32 [m, n] -> uint8 [8n, m]"""
-    pairs = words.contiguous().view(torch.uint8).T.contiguous()
+    pairs = _view(words, torch.uint8).T.contiguous()
     rows = torch.stack((pairs & 15, pairs >> 4), dim=1).flatten(0, 1)
     return rows.unflatten(0, (-1, 8))[:, _AWQ_INVERSE].flatten(0, 1)
+
+
+def _view(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same bytes, row by row, as another dtype. Flat on the way: a dimension of size 1 may have any stride, which view refuses."""
+    return tensor.reshape(-1).view(dtype).view(*tensor.shape[:-1], -1)
