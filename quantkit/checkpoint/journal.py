@@ -1,0 +1,96 @@
+"""The journal of an unfinished output: which units are written, safe on disk, and with which bytes.
+
+One file of JSON lines per process, so that ranks never wait for each other. The first line is the fingerprint of the run;
+every other line is one unit: {"unit", "tensors": its names, "sha256": over their bytes in order of name, "facts"}. A line is
+appended only after the unit's bytes are on disk; a line cut short by a kill is dropped.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from quantkit.errors import QuantkitError
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One finished unit."""
+
+    unit: str
+    tensors: tuple[str, ...]
+    sha256: str
+    facts: dict[str, Any]
+
+
+class Journal:
+    """This process's journal file in `directory`, open for appending and locked until `close` or death."""
+
+    def __init__(self, directory: Path, rank: int, fingerprint: Mapping[str, str]) -> None:
+        self.path = directory / f"journal-{rank:05d}.jsonl"
+        if not self.path.exists():
+            # Appears whole or not at all, so that a journal always has its first line.
+            fresh = self.path.with_suffix(".new")
+            fresh.write_text(_line({"fingerprint": dict(fingerprint)}))
+            fresh.rename(self.path)
+        self._file = self.path.open("r+", encoding="utf-8")
+        if not _lock(self._file):
+            self._file.close()
+            raise QuantkitError(f"another process is writing {directory.parent}", "wait for it, or stop it")
+        whole = sum(len(line) for line in _whole_lines(self.path))
+        self._file.truncate(whole)
+        self._file.seek(whole)
+
+    def append(self, entry: Entry) -> None:
+        self._file.write(_line(asdict(entry)))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def journals(directory: Path) -> list[Path]:
+    return sorted(directory.glob("journal-*.jsonl"))
+
+
+def read_fingerprint(path: Path) -> dict[str, str]:
+    lines = _whole_lines(path)
+    first = json.loads(lines[0]) if lines else {}
+    return dict(first.get("fingerprint", {}))
+
+
+def read_entries(paths: Iterable[Path]) -> dict[str, Entry]:
+    """Finished units of all processes; of a unit written twice, the last line of its journal."""
+    entries: dict[str, Entry] = {}
+    for path in paths:
+        for line in _whole_lines(path)[1:]:
+            fields = json.loads(line)
+            entries[fields["unit"]] = Entry(fields["unit"], tuple(fields["tensors"]), fields["sha256"], fields["facts"])
+    return entries
+
+
+def in_use(path: Path) -> bool:
+    """Whether a living process holds this journal."""
+    with path.open("r+", encoding="utf-8") as file:
+        return not _lock(file)
+
+
+def _whole_lines(path: Path) -> list[bytes]:
+    lines = path.read_bytes().splitlines(keepends=True)
+    return lines if not lines or lines[-1].endswith(b"\n") else lines[:-1]
+
+
+def _line(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, separators=(",", ":")) + "\n"  # ASCII: a character is a byte
+
+
+def _lock(file: TextIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

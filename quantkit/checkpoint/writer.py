@@ -1,0 +1,273 @@
+"""CheckpointWriter: an output that may be killed at any moment and goes on where it was, to the same bytes.
+
+OUT.partial/ holds the shards at their final size from the start; every tensor has its place (layout.py). A unit, a handful
+of tensors such as one expert, is written in place, flushed to disk, then entered in the journal; a unit not entered is simply
+written again. Index, config and other files come last, and OUT.partial is renamed to OUT: OUT exists only complete. Memory is
+one unit. Several processes may write disjoint units of one output, each with its own `rank`; one of them finishes.
+
+Files are made with mode 0666 less the umask, as any program's are.
+"""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoint.header import TensorInfo, TensorSpec, read_at
+from quantkit.checkpoint.journal import Entry, Journal, in_use, journals, read_entries, read_fingerprint
+from quantkit.checkpoint.layout import Layout, Shard, plan_layout
+from quantkit.checkpoint.replace import remove_leftovers, replace_directory
+from quantkit.errors import QuantkitError
+
+_STATE = ".quantkit"  # journals and lock, inside OUT.partial
+_INDEX = "model.safetensors.index.json"
+_CHUNK = 16 * 2**20
+
+
+class CheckpointWriter:
+    """Writes the tensors of `specs` to `out`, unit by unit.
+
+    fingerprint: what determines the output (source, recipe, version); an unfinished output with another one is refused.
+    overwrite: `out` may exist, and is replaced when this output is complete; an unfinished output with another fingerprint
+    is discarded. Raises QuantkitError before anything is written if `out` may not be made or the disk is too small.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        specs: Sequence[TensorSpec],
+        *,
+        fingerprint: Mapping[str, str],
+        overwrite: bool,
+        shard_bytes: int = 5_000_000_000,
+        rank: int = 0,
+    ) -> None:
+        self.out = Path(os.path.abspath(out))
+        self.partial = self.out.with_name(f"{self.out.name}.partial")
+        self.layout: Layout = plan_layout(specs, shard_bytes)
+        self._state = self.partial / _STATE
+        self._descriptors: dict[str, int] = {}
+        self._checked: set[str] = set()
+        run = {**fingerprint, "layout": self.layout.digest}
+        with _told(self.out):
+            remove_leftovers(self.partial, self.out, _STATE)
+            _check_target(self.out, overwrite)
+            _check_partial(self.partial, self._state)
+            self._state.mkdir(parents=True, exist_ok=True)
+            with _locked(self._state / "lock"):
+                _check_run(self.partial, self._state, run, discard=overwrite)
+                self._create_shards()
+                self._journal = Journal(self._state, rank, run)
+            self._entries = read_entries(journals(self._state))
+
+    def done(self, unit: str) -> bool:
+        """Whether the unit was written, by this or an earlier run, and its bytes are still what was written."""
+        entry = self._entries.get(unit)
+        if entry is None:
+            return False
+        if unit not in self._checked:
+            if self._hash_stored(entry) != entry.sha256:
+                del self._entries[unit]
+                return False
+            self._checked.add(unit)
+        return True
+
+    def note(self, unit: str) -> dict[str, Any]:
+        """The facts that were given with a finished unit."""
+        return self._entries[unit].facts
+
+    def write(self, unit: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any] | None = None) -> None:
+        """Write a unit's tensors in their places; when this returns they are on disk and in the journal."""
+        digest = hashlib.sha256()
+        with _told(self.out):
+            for name in sorted(tensors):
+                info, tensor = self.layout.tensors[name], tensors[name]
+                assert tensor.dtype == info.dtype, f"{name} is {tensor.dtype}, planned {info.dtype}"
+                assert tuple(tensor.shape) == info.shape, f"{name} is {tuple(tensor.shape)}, planned {info.shape}"
+                data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+                digest.update(data)
+                _write_at(self._descriptor(info.shard), data, info.offset)
+            for shard in {self.layout.tensors[name].shard for name in tensors}:
+                os.fsync(self._descriptor(shard))
+            entry = Entry(unit, tuple(sorted(tensors)), digest.hexdigest(), dict(facts or {}))
+            self._journal.append(entry)
+        self._entries[unit] = entry
+        self._checked.add(unit)
+
+    def finish(self, config: Mapping[str, Any], extra: Mapping[str, bytes]) -> None:
+        """Write index, config.json and `extra` files, and turn OUT.partial into OUT. Every planned tensor must be written.
+
+        With several processes: one calls this, when all have written their units and closed.
+        """
+        self._entries = read_entries(journals(self._state))
+        written = {name for entry in self._entries.values() for name in entry.tensors}
+        assert written == self.layout.tensors.keys(), f"never written: {sorted(self.layout.tensors.keys() - written)[:5]}"
+        index = {
+            "metadata": {"total_size": self.layout.total_size},
+            "weight_map": {name: self.layout.tensors[name].shard for name in sorted(self.layout.tensors)},
+        }
+        files = {_INDEX: _json(index), "config.json": _json(config), **extra}
+        with _told(self.out):
+            for name, content in files.items():
+                assert Path(name).name == name, name
+                _write_file(self.partial / name, content)
+            self.close()
+            replace_directory(self.partial, self.out, _STATE)
+
+    def close(self) -> None:
+        """Release files and lock; what was written stays, for another run to go on with."""
+        self._journal.close()
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def __enter__(self) -> "CheckpointWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _create_shards(self) -> None:
+        missing = [shard for shard in self.layout.shards if not _intact(self.partial / shard.name, shard)]
+        _check_disk(self.partial, sum(shard.size for shard in missing))
+        for shard in missing:
+            fresh = self.partial / f"{shard.name}.new"
+            with fresh.open("wb") as file:
+                _allocate(file.fileno(), shard.size)
+                file.write(shard.header)
+                file.flush()
+                os.fsync(file.fileno())
+            fresh.rename(self.partial / shard.name)
+
+    def _descriptor(self, shard: str) -> int:
+        if shard not in self._descriptors:
+            self._descriptors[shard] = os.open(self.partial / shard, os.O_RDWR | os.O_CLOEXEC)
+        return self._descriptors[shard]
+
+    def _hash_stored(self, entry: Entry) -> str:
+        digest = hashlib.sha256()
+        for name in sorted(entry.tensors):
+            for chunk in _stored_chunks(self._descriptor(self.layout.tensors[name].shard), self.layout.tensors[name]):
+                digest.update(chunk)
+        return digest.hexdigest()
+
+
+def _stored_chunks(descriptor: int, info: TensorInfo) -> Iterator[memoryview]:
+    buffer = memoryview(bytearray(min(_CHUNK, info.nbytes)))
+    for start in range(0, info.nbytes, _CHUNK):
+        chunk = buffer[: min(_CHUNK, info.nbytes - start)]
+        yield chunk[: read_at(descriptor, chunk, info.offset + start)]
+
+
+def _check_target(out: Path, overwrite: bool) -> None:
+    if not os.path.lexists(out):
+        return
+    if not overwrite:
+        raise QuantkitError(f"{out} exists", "choose another --out, or give --overwrite")
+    # What --overwrite replaces is deleted: never a directory that holds something else than a checkpoint.
+    replaceable = out.is_dir() and not out.is_symlink() and ((out / "config.json").exists() or not any(out.iterdir()))
+    if not replaceable:
+        raise QuantkitError(f"{out} exists and is no checkpoint, so it is not overwritten", "choose another --out, or remove it yourself")
+
+
+def _check_partial(partial: Path, state: Path) -> None:
+    if partial.exists() and not state.is_dir() and any(partial.iterdir()):
+        raise QuantkitError(f"{partial} exists and is no unfinished output of quantkit", "move it away")
+
+
+def _check_run(partial: Path, state: Path, run: Mapping[str, str], *, discard: bool) -> None:
+    """Refuse, or with `discard` empty, an unfinished output that another source, recipe or version began."""
+    for path in journals(state):
+        begun = read_fingerprint(path)
+        if begun == run:
+            continue
+        different = ", ".join(key for key in sorted({*begun, *run}) if begun.get(key) != run.get(key))
+        if not discard:
+            raise QuantkitError(
+                f"{partial} was begun with a different {different}", "run the command that began it, or give --overwrite to start anew"
+            )
+        if any(in_use(journal) for journal in journals(state)):
+            raise QuantkitError(f"another process is writing {partial}", "wait for it, or stop it")
+        _empty(partial, keep=state)
+        for journal in journals(state):
+            journal.unlink()
+        return
+
+
+def _empty(directory: Path, keep: Path) -> None:
+    for path in directory.iterdir():
+        if path != keep:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _check_disk(partial: Path, needed: int) -> None:
+    free = shutil.disk_usage(partial).free
+    if needed > free:
+        missing = (needed - free) / 1e9
+        raise QuantkitError(
+            f"{partial.parent} has {free / 1e9:.1f} GB free and the output needs {needed / 1e9:.1f} GB more",
+            f"free {missing:.1f} GB, or choose another --out",
+        )
+
+
+def _intact(path: Path, shard: Shard) -> bool:
+    if not path.exists() or path.stat().st_size != shard.size:
+        return False
+    with path.open("rb") as file:
+        return file.read(len(shard.header)) == shard.header
+
+
+def _allocate(descriptor: int, size: int) -> None:
+    """Reserve the space now, so that the disk does not fill in the middle; a file system that cannot gets a sparse file."""
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        os.ftruncate(descriptor, size)
+
+
+def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done:], offset + done)
+
+
+def _write_file(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Setting up is one process at a time. The lock goes with the process, however it ends."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _told(out: Path) -> Iterator[None]:
+    """Faults of the file system as one line."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise QuantkitError(f"the disk is full while writing {out}", "free some space and run the same command: it goes on") from error
+        raise QuantkitError(f"cannot write {out}: {error.strerror}", "mend that and run the same command: it goes on") from error
