@@ -1,0 +1,29 @@
+"""The machine in one line, for results that will be read elsewhere."""
+
+import os
+import platform
+from pathlib import Path
+
+
+def describe_hardware(device: str = "auto") -> str:
+    """Processor, cores and memory, and the accelerator where `device` may use one."""
+    import psutil
+    import torch
+
+    from quantkit.executor.devices import find_device
+
+    cores, memory = os.cpu_count() or 0, psutil.virtual_memory().total / 2**30
+    host = f"{_processor()}, {cores} cores, {memory:.0f} GiB"
+    target = find_device(device)
+    if target.type == "cuda":
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()} ({host})"
+    if target.type == "npu":
+        return f"{torch.npu.device_count()} x {torch.npu.get_device_name()} ({host})"  # type: ignore[attr-defined]
+    return host
+
+
+def _processor() -> str:
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().splitlines() if information.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "CPU implementer"))]
+    return names[0] if names else platform.processor() or platform.machine()
