@@ -129,6 +129,118 @@ def _answer(engine: Any, messages: list[dict[str, str]], params: Any, json_: boo
     return str(completion.text)
 
 
+@app.command("eval")
+def evaluate(
+    model: Annotated[str, typer.Argument(metavar="MODEL|URL", help="A model to run in this process, or an OpenAI-compatible server.")],
+    tasks: Annotated[
+        str, typer.Option(help="Comma-separated: tiny-math, gsm8k, aime24, aime25, humaneval, mmlu_pro, live_code_bench, or a YAML.")
+    ],
+    data_dir: Annotated[Path | None, typer.Option(help="Folder with the tasks' data files.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first problems of each task.")] = None,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Replies per problem; the task's own number otherwise.")] = None,
+    protocol: Annotated[str | None, typer.Option(help="r1, evalscope or lm-eval.")] = None,
+    baseline: Annotated[str | None, typer.Option(help="A model, or the --out folder of an earlier run, to compare with.")] = None,
+    out_dir: Annotated[
+        Path | None, typer.Option("--out", help="Folder for results, samples and the report; an interrupted run resumes there.")
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1)] = None,
+    temperature: Annotated[float | None, typer.Option(min=0)] = None,
+    top_p: Annotated[float | None, typer.Option(min=0, max=1)] = None,
+    margin: Annotated[float, typer.Option(help="Loss that counts as lost, as a share.")] = 0.01,
+    seed: int = 0,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight, or prompts in a batch.")] = 64,
+    allow_code_exec: Annotated[bool, typer.Option(help="Run programs the model wrote, in the sandbox.")] = False,
+    served_model: Annotated[str | None, typer.Option(help="The server's name of the model; asked of it otherwise.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="For a server.")] = None,
+    export: Annotated[str | None, typer.Option("--format", help="Also write the results as: evalscope.")] = None,
+    device: Device = "auto",
+    backend: Backend = "auto",
+    json_: AsJson = False,
+) -> None:
+    """Score a model on tasks, with error bars, and say whether accuracy held against a baseline."""
+    from quantkit.evaluate.run import Progress, run_evaluation
+
+    with _bar() as bar:
+        rows: dict[tuple[str, str, str], Any] = {}
+
+        def show(p: Progress) -> None:
+            key = (p.model, p.task, p.stage)
+            if key not in rows:
+                rows[key] = bar.add_task(f"{p.task} {p.stage}", total=p.total, note="")
+            speed = f"{p.tokens / p.seconds:.0f} tokens/s" if p.seconds and p.tokens else ""
+            bar.update(rows[key], completed=p.done, note=speed)
+
+        results = run_evaluation(
+            model,
+            [name.strip() for name in tasks.split(",")],
+            data_dir=data_dir,
+            limit=limit,
+            repeats=repeats,
+            protocol=protocol,
+            baseline=baseline,
+            out=out_dir,
+            seed=seed,
+            allow_code_exec=allow_code_exec,
+            concurrency=concurrency,
+            generation={k: v for k, v in (("max_tokens", max_tokens), ("temperature", temperature), ("top_p", top_p)) if v is not None},
+            margin=margin,
+            model_name=served_model,
+            api_key=api_key,
+            device=device,
+            backend=backend,
+            export=export,
+            progress=show,
+        )
+    if json_:
+        return print_json(results.to_json())
+    _show_scores(results.to_json())
+
+
+def _show_scores(results: dict[str, Any]) -> None:
+    table = Table(
+        "task",
+        "accuracy",
+        "± stderr",
+        "n x repeats",
+        "unfinished",
+        "no answer",
+        "tokens",
+        title=f"{results['model']}, {results['hardware']}",
+    )
+    for name, task in results["results"].items():
+        if not task["n"]:
+            table.add_row(name, "-", "", "0")
+            continue
+        stderr = "-" if task["stderr"] is None else f"{100 * task['stderr']:.2f}"
+        shares = (f"{100 * task[key]:.1f} %" for key in ("unfinished", "no_answer"))
+        table.add_row(
+            name, f"{100 * task['accuracy']:.2f} %", stderr, f"{task['n']} x {task['repeats']}", *shares, f"{task['tokens']['mean']:.0f}"
+        )
+    out.print(table)
+    for name, task in results["results"].items():
+        if task.get("comparison"):
+            out.print(f"{name} against {results['baseline']}: {task['comparison']['verdict']}", highlight=False)
+        for warning in task["warnings"]:
+            err.print(f"[bold yellow]{name}:[/bold yellow] {warning}", highlight=False)
+    if results["out"]:
+        err.print(f"[dim]report: {results['out']}/report.html[/dim]")
+
+
+def _bar() -> Any:
+    """Progress with an estimate, on stderr; `note` is free text at the end of a row."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+        console=err,
+    )
+
+
 @app.command()
 def bench(
     model: Annotated[str, typer.Argument(metavar="MODEL|URL", help="A model to run in this process, or an OpenAI-compatible server.")],

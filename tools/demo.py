@@ -21,7 +21,7 @@ from rich.table import Table
 
 SOURCE = "tiny-r1"
 SCHEMES = ("awq-w4a16", "fp4-w4a16", "int8-a8w8c16", "rtn-w4a16")
-HELDOUT = "tiny_heldout.jsonl"
+HELDOUT = "tiny-heldout.jsonl"
 COLUMNS = ("scheme", "format", "size MB", "quantize s", "KL x1e-3", "perplexity", "experts same", "tiny-math", "tokens/s")
 
 
@@ -50,7 +50,7 @@ def measure(model: str | Path, heldout: Path, evaluation: Path) -> dict[str, Any
         "experts same": quality.get("expert_agree"),
         "tiny-math": result["accuracy"],
         "stderr": result["stderr"],
-        "tokens/s": result["tokens_per_second"],
+        "tokens/s": result["tokens"]["total"] / result["seconds"],
     }
 
 
