@@ -24,7 +24,8 @@ Message = dict[str, Any]
 class ChatTokenizer:
     """The tokenizer of one checkpoint directory.
 
-    eos_ids: tokens that end an answer, of generation_config.json, config.json and the tokenizer together.
+    eos_ids: tokens that end an answer, of generation_config.json, config.json and the tokenizer together. end_think: the id of </think>,
+    if it is one token. sampling_defaults: temperature, top_p and top_k of generation_config.json, where it has them.
     """
 
     def __init__(self, path: Path) -> None:
@@ -36,6 +37,9 @@ class ChatTokenizer:
         self.bos = _token_text(self.settings.get("bos_token"))
         self.eos = _token_text(self.settings.get("eos_token"))
         self.eos_ids = self._find_eos(path)
+        self.end_think: int | None = self.tokenizer.token_to_id(END_THINK)
+        generation = _read_json(path / "generation_config.json")
+        self.sampling_defaults = {key: generation[key] for key in ("temperature", "top_p", "top_k") if generation.get(key) is not None}
         self.template = _find_template(path, self.settings)
 
     def encode(self, text: str) -> list[int]:
@@ -76,16 +80,24 @@ class ChatTokenizer:
         return text
 
     def encode_chat(self, messages: list[Message], **variables: Any) -> list[int]:
-        """Token ids of the rendered conversation, ready to be answered. The template writes special tokens itself."""
-        ids: list[int] = self.tokenizer.encode(self.render(messages, **variables), add_special_tokens=False).ids
+        """Token ids of the rendered conversation, ready to be answered."""
+        return self.encode_rendered(self.render(messages, **variables))
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Token ids of a template's text, which already holds its special tokens."""
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return ids
+
+    def opens_think(self, text: str) -> bool:
+        """Whether a rendered prompt ends inside <think>."""
+        return text.rstrip().endswith(THINK)
 
     @property
     def prefills_think(self) -> bool:
         """Whether the template itself opens <think>, so that an answer begins inside it."""
         if self.template is None:
             return False
-        return self.render([{"role": "user", "content": "?"}]).rstrip().endswith(THINK)
+        return self.opens_think(self.render([{"role": "user", "content": "?"}]))
 
     def _find_eos(self, path: Path) -> frozenset[int]:
         found: set[int] = set()

@@ -94,7 +94,7 @@ class Engine:
         """
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         assert len(each) == len(prompts), (len(each), len(prompts))
-        open_sequences = [self._sequence(index, prompt, one, streams=False) for index, (prompt, one) in enumerate(zip(prompts, each))]
+        open_sequences = [self.sequence(prompt, one, index, streams=False) for index, (prompt, one) in enumerate(zip(prompts, each))]
         for sequence in open_sequences:
             self.scheduler.add(sequence)
         unfinished = set(open_sequences)
@@ -121,7 +121,7 @@ class Engine:
 
     def submit(self, prompt: list[int], params: SamplingParams, index: int = 0) -> Sequence:
         """Queue a request whose text is streamed. Raises QuantkitError where it can never run."""
-        sequence = self._sequence(index, prompt, params, streams=True)
+        sequence = self.sequence(prompt, params, index)
         self.scheduler.add(sequence)
         return sequence
 
@@ -173,7 +173,8 @@ class Engine:
                 top = tuple(zip(top_ids, top_values))[: sequence.params.logprobs]
                 sequence.logprobs.append(TokenLogprob(token_id, logprob, top))
 
-    def _sequence(self, index: int, prompt: list[int], params: SamplingParams, *, streams: bool) -> Sequence:
+    def sequence(self, prompt: list[int], params: SamplingParams, index: int = 0, *, streams: bool = True) -> Sequence:
+        """A request that is checked and not yet queued; touches nothing that `step` does, so any thread may call it."""
         if not prompt:
             raise QuantkitError("the prompt is empty", "give at least one token")
         if len(prompt) >= self.max_model_len:

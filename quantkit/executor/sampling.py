@@ -1,4 +1,4 @@
-"""Choosing the next token: greedy, temperature and top-p, with a seed per request.
+"""Choosing the next token: greedy, temperature, top-k and top-p, with a seed per request.
 
 The random number of a token depends on the request's seed and the token's position alone, so that a request draws the same numbers
 whichever others share its batch, and again after it was put back in the queue. One uniform number a token and the inverse of the
@@ -13,12 +13,16 @@ from torch import Tensor
 
 from quantkit.errors import QuantkitError
 
+NO_LIMIT = 1 << 62
+"""A top_k that keeps every token."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How to continue one prompt.
 
-    temperature 0 is greedy. top_p keeps the likeliest tokens that together reach it. seed None draws one at random. `stop` ends the text
+    temperature 0 is greedy. top_k keeps so many of the likeliest tokens (0: all), then
+    top_p those that together reach it. seed None draws one at random. `stop` ends the text
     before any of its strings; ignore_eos goes on to max_new_tokens (for benchmarks). logprobs: None, or how many alternatives to
     report with each token's own log-probability (0: only its own).
     """
@@ -26,6 +30,7 @@ class SamplingParams:
     max_new_tokens: int = 512
     temperature: float = 0.0
     top_p: float = 1.0
+    top_k: int = 0
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
@@ -38,6 +43,8 @@ class SamplingParams:
             raise QuantkitError(f"temperature is {self.temperature}", "use 0 (greedy) or a positive number")
         if not 0 < self.top_p <= 1:
             raise QuantkitError(f"top_p is {self.top_p}", "use a number above 0 and at most 1")
+        if self.top_k < 0:
+            raise QuantkitError(f"top_k is {self.top_k}", "use 0 (all tokens) or a positive number")
         if "" in self.stop:
             raise QuantkitError("a stop string is empty", "leave it out")
         if self.logprobs is not None and not 0 <= self.logprobs <= 20:
@@ -45,10 +52,11 @@ class SamplingParams:
 
 
 class Batch(NamedTuple):
-    """Sampling parameters of a batch as tensors: temperature, top_p float32 [B]; seed int64 [B]. None: every row is greedy."""
+    """Sampling parameters of a batch as tensors: temperature, top_p float32 [B]; top_k, seed int64 [B]. None: every row is greedy."""
 
     temperature: Tensor
     top_p: Tensor
+    top_k: Tensor
     seed: Tensor
 
     @classmethod
@@ -58,6 +66,7 @@ class Batch(NamedTuple):
         return cls(
             torch.tensor([one.temperature for one in params], device=device),
             torch.tensor([one.top_p for one in params], device=device),
+            torch.tensor([one.top_k or NO_LIMIT for one in params], device=device),
             torch.tensor([signed64(seed) for seed in seeds], device=device),
         )
 
@@ -81,13 +90,14 @@ def sample(logits: Tensor, batch: Batch | None, positions: Tensor) -> Tensor:
 
 
 def distribution(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """What to draw from: probabilities float32 [B, V], likeliest first and zero outside top_p, and their token ids [B, V].
+    """What to draw from: probabilities float32 [B, V], likeliest first and zero outside top_k and top_p, and their token ids [B, V].
 
     Rows of temperature 0 hold the distribution of temperature 1; their draw is not used.
     """
     temperature = torch.where(batch.temperature == 0, 1.0, batch.temperature)
     values, ids = (logits / temperature[:, None]).sort(dim=-1, descending=True)
-    probabilities = values.softmax(dim=-1)
+    ranks = torch.arange(logits.shape[1], device=logits.device)
+    probabilities = values.masked_fill_(ranks >= batch.top_k[:, None], float("-inf")).softmax(dim=-1)
     before = probabilities.cumsum(dim=-1) - probabilities
     # The first token stays even where it alone exceeds top_p: nothing comes before it.
     kept = torch.where(before < batch.top_p[:, None], probabilities, 0.0)

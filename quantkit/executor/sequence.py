@@ -64,7 +64,7 @@ class Sequence:
         self._eos_ids = frozenset[int]() if params.ignore_eos else tokenizer.eos_ids
         self._stream = TextStream(tokenizer.tokenizer, params.stop) if streams or params.stop else None
         self._text: list[str] = []
-        self._taken = 0
+        self._taken = self._taken_logprobs = 0
 
     @property
     def num_new(self) -> int:
@@ -103,6 +103,12 @@ class Sequence:
         text = "".join(self._text[self._taken :])
         self._taken = len(self._text)
         return text
+
+    def take_logprobs(self) -> list[TokenLogprob]:
+        """Log-probabilities that are new since the last call."""
+        new = self.logprobs[self._taken_logprobs :]
+        self._taken_logprobs = len(self.logprobs)
+        return new
 
     def completion(self) -> Completion:
         assert self.finish_reason is not None, self.index

@@ -1,0 +1,74 @@
+"""A reasoning model's answer in two parts: what it thinks, and what it says after </think>."""
+
+from typing import NamedTuple
+
+from quantkit.executor.chat import END_THINK, THINK
+
+
+class Parts(NamedTuple):
+    reasoning: str
+    content: str
+
+
+class ReasoningSplitter:
+    """Splits streamed text. `inside`: the prompt already opened <think>; else thinking begins where the text itself does so first.
+
+    The tags belong to neither part, nor do line breaks around them. An answer cut before </think> is all reasoning.
+    """
+
+    def __init__(self, inside: bool) -> None:
+        self._state = "thinking" if inside else "before"
+        self._held = ""
+        self._fresh = True
+
+    def push(self, text: str) -> Parts:
+        """The next piece of text -> what of it is certain now."""
+        self._held += text
+        reasoning = content = ""
+        if self._state == "before":
+            self._open()
+        if self._state == "thinking":
+            reasoning = self._think()
+        if self._state == "answer":
+            content, self._held = self._trimmed(self._held), ""
+        return Parts(reasoning, content)
+
+    def finish(self) -> Parts:
+        """What is still held when the text ends."""
+        rest, self._held = self._held, ""
+        return Parts(self._trimmed(rest), "") if self._state == "thinking" else Parts("", self._trimmed(rest))
+
+    def _open(self) -> None:
+        """Decide whether the text opens <think>; until enough of it is there, hold it."""
+        start = self._held.lstrip()
+        if start.startswith(THINK):
+            self._state, self._held = "thinking", start[len(THINK) :]
+        elif start and not THINK.startswith(start):
+            self._state = "answer"
+
+    def _think(self) -> str:
+        end = self._held.find(END_THINK)
+        if end >= 0:
+            reasoning = self._trimmed(self._held[:end]).rstrip("\n")
+            self._state, self._held, self._fresh = "answer", self._held[end + len(END_THINK) :], True
+            return reasoning
+        # Line breaks may precede </think>, and a piece may end within the tag.
+        keep = next((n for n in range(len(END_THINK) - 1, 0, -1) if self._held.endswith(END_THINK[:n])), 0)
+        certain = self._held[: len(self._held) - keep].rstrip("\n")
+        self._held = self._held[len(certain) :]
+        return self._trimmed(certain)
+
+    def _trimmed(self, text: str) -> str:
+        """Without the line breaks that begin a part."""
+        if not self._fresh:
+            return text
+        text = text.lstrip("\n")
+        self._fresh = not text
+        return text
+
+
+def split_reasoning(text: str, inside: bool) -> Parts:
+    """The whole answer at once."""
+    splitter = ReasoningSplitter(inside)
+    first, last = splitter.push(text), splitter.finish()
+    return Parts(first.reasoning + last.reasoning, first.content + last.content)

@@ -1,0 +1,200 @@
+"""The engine in a thread of its own, and requests to it from an event loop.
+
+The engine is not thread-safe and is touched by its thread alone: requests and cancellations go in through a queue, and what each step
+produced comes back to the event loop in one call per step.
+"""
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from quantkit.executor.engine import Engine
+from quantkit.executor.sampling import SamplingParams
+from quantkit.executor.sequence import Completion, Sequence, TokenLogprob
+from quantkit.executor.server.metrics import Counter, Gauge, Histogram, Metric
+
+
+class QueueFull(Exception):
+    """As many requests wait as the server accepts."""
+
+
+class EngineFault(Exception):
+    """The engine stopped on an unexpected error; nothing can be answered any more."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one step added to one choice of a request; `completion` comes with its last piece."""
+
+    choice: int
+    text: str
+    logprobs: list[TokenLogprob]
+    completion: Completion | None
+
+
+class Stream:
+    """The answers to one request, piece by piece: several choices where it has several prompts or asks for several.
+
+    Whoever got it closes it, finished or not: that frees its place, and cancels what is unfinished.
+    """
+
+    def __init__(self, service: "Service", sequences: list[Sequence]) -> None:
+        self.sequences = sequences
+        self.arrived: asyncio.Queue[Piece | EngineFault] = asyncio.Queue()
+        self.unfinished = len(sequences)
+        self._service = service
+        self._closed = False
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        """Raises EngineFault."""
+        while self.unfinished:
+            piece = await self.arrived.get()
+            if isinstance(piece, EngineFault):
+                raise piece
+            if piece.completion is not None:
+                self.unfinished -= 1
+            yield piece
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._service.closed(self)
+
+
+@dataclass(frozen=True)
+class _Add:
+    stream: Stream
+
+
+@dataclass(frozen=True)
+class _Cancel:
+    stream: Stream
+
+
+class Service:
+    """max_queue: requests that may wait beyond the `max_batch` that run."""
+
+    def __init__(self, engine: Engine, *, max_queue: int, on_fault: Callable[[], None] = lambda: None) -> None:
+        self.engine = engine
+        self.limit = engine.scheduler.max_batch + max_queue
+        self.open = 0
+        self.fault: BaseException | None = None
+        self._on_fault = on_fault
+        self._inbox: queue.SimpleQueue[_Add | _Cancel | None] = queue.SimpleQueue()
+        self._streams: dict[Sequence, Stream] = {}
+        self._thread = threading.Thread(target=self._run, name="quantkit-engine", daemon=True)
+        self.prompt_tokens = Counter("quantkit_prompt_tokens_total", "Tokens of accepted prompts.")
+        self.generated_tokens = Counter("quantkit_generated_tokens_total", "Tokens generated.")
+        self.finished = Counter("quantkit_requests_finished_total", "Answers by how they ended.", "reason")
+        self.refused = Counter("quantkit_requests_refused_total", "Requests answered with an error, by HTTP status.", "status")
+        self.first_token = Histogram("quantkit_time_to_first_token_seconds", "From arrival to the first token.")
+        self.per_token = Histogram("quantkit_time_per_output_token_seconds", "Mean time between tokens of one answer.")
+        self.duration = Histogram("quantkit_request_duration_seconds", "From arrival to the last token.")
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Let the engine's thread end after its current step; whatever is unfinished is dropped."""
+        self._inbox.put(None)
+        self._thread.join()
+
+    def submit(self, prompts: list[tuple[list[int], SamplingParams]]) -> Stream:
+        """Answer `prompts` together, one choice each.
+
+        Raises QuantkitError for a prompt that can never run, QueueFull, and EngineFault where the engine is gone.
+        """
+        if self.fault is not None:
+            raise EngineFault(f"the engine stopped: {self.fault}")
+        if self.open + len(prompts) > self.limit:
+            raise QueueFull(f"the server holds {self.open} of at most {self.limit} requests, {len(prompts)} more do not fit")
+        sequences = [self.engine.sequence(prompt, params, index) for index, (prompt, params) in enumerate(prompts)]
+        self.open += len(sequences)
+        self.prompt_tokens.add(sum(len(prompt) for prompt, _ in prompts))
+        stream = Stream(self, sequences)
+        self._inbox.put(_Add(stream))
+        return stream
+
+    def closed(self, stream: Stream) -> None:
+        """A stream's reader is done with it."""
+        self.open -= len(stream.sequences)
+        if stream.unfinished:
+            self.finished.add(stream.unfinished, "cancelled")
+            self._inbox.put(_Cancel(stream))
+
+    def metrics(self) -> list[Metric]:
+        scheduler = self.engine.scheduler
+        allocator = scheduler.allocator
+        return [
+            Gauge("quantkit_requests_running", "Requests being computed.", lambda: len(scheduler.running)),
+            Gauge("quantkit_requests_waiting", "Requests in the queue.", lambda: max(self.open - len(scheduler.running), 0)),
+            Gauge("quantkit_cache_usage_ratio", "Share of the cache in use.", lambda: 1 - allocator.num_free / allocator.num_blocks),
+            Gauge("quantkit_preemptions_total", "Requests put back for lack of cache.", lambda: scheduler.num_preempted, "counter"),
+            self.prompt_tokens,
+            self.generated_tokens,
+            self.finished,
+            self.refused,
+            self.first_token,
+            self.per_token,
+            self.duration,
+        ]
+
+    def _observe(self, completion: Completion) -> None:
+        tokens, times = len(completion.token_ids), completion.timings
+        self.generated_tokens.add(tokens)
+        self.finished.add(1, completion.finish_reason)
+        self.first_token.observe(times.first_token_s)
+        self.duration.observe(times.total_s)
+        if tokens > 1:
+            self.per_token.observe((times.total_s - times.first_token_s) / (tokens - 1))
+
+    def _run(self) -> None:
+        """The engine's thread."""
+        try:
+            while self._take_orders():
+                if self.engine.has_work:
+                    self._hand_over(self.engine.step())
+        except BaseException as fault:  # the thread's last act: whoever waits must hear of it
+            self.fault = fault
+            gone = EngineFault(f"the engine stopped: {fault}")
+            self._loop.call_soon_threadsafe(self._tell_all, list(set(self._streams.values())), gone)
+            raise
+
+    def _take_orders(self) -> bool:
+        """Carry out what came in; wait for something where there is nothing to compute. False: stop."""
+        while not (self._inbox.empty() and self.engine.has_work):
+            order = self._inbox.get()
+            if order is None:
+                return False
+            for sequence in order.stream.sequences:
+                if isinstance(order, _Add):
+                    self._streams[sequence] = order.stream
+                    self.engine.scheduler.add(sequence)
+                elif self._streams.pop(sequence, None):
+                    self.engine.cancel(sequence)
+        return True
+
+    def _hand_over(self, advanced: list[Sequence]) -> None:
+        news: list[tuple[Stream, Piece]] = []
+        for sequence in advanced:
+            done = sequence.completion() if sequence.finish_reason else None
+            piece = Piece(sequence.index, sequence.take_text(), sequence.take_logprobs(), done)
+            news.append((self._streams[sequence], piece))
+            if done:
+                del self._streams[sequence]
+        if news:
+            self._loop.call_soon_threadsafe(self._deliver, news)
+
+    def _tell_all(self, streams: list[Stream], fault: EngineFault) -> None:
+        for stream in streams:
+            stream.arrived.put_nowait(fault)
+        self._on_fault()
+
+    def _deliver(self, news: list[tuple[Stream, Piece]]) -> None:
+        for stream, piece in news:
+            stream.arrived.put_nowait(piece)
+            if piece.completion is not None:
+                self._observe(piece.completion)

@@ -1,0 +1,289 @@
+"""The server over loopback, driven by the real openai client, httpx and bare sockets."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+from quantkit.executor.engine import Engine
+from quantkit.executor.sampling import SamplingParams
+from quantkit.executor.server.app import Limits, create_app
+from quantkit.executor.server.service import Service
+
+MESSAGES = [{"role": "user", "content": "What is 12+30?"}]
+KEY = "secret"
+
+
+class Running:
+    """A server in a thread, on a free port."""
+
+    def __init__(self, engine: Engine, *, max_queue: int = 64, api_key: str | None = None, limits: Limits | None = None) -> None:
+        self.engine = engine
+        self.service = Service(engine, max_queue=max_queue)
+        app = create_app(self.service, "tiny", api_key=api_key, limits=limits)
+        self.server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=5))
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
+        self.thread.start()
+        wait_for(lambda: self.server.started)
+        self.port: int = self.server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=60)
+
+    def stop(self) -> None:
+        self.server.should_exit = True
+        self.thread.join(30)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def load(path: Path, **options: int) -> Engine:
+    return Engine.load(path, device="cpu", dtype="float32", **{"max_batch": 4, "max_model_len": 1024, **options})
+
+
+@pytest.fixture(scope="module")
+def running(tiny_checkpoint: Path) -> Iterator[Running]:
+    server = Running(load(tiny_checkpoint), api_key=KEY, limits=Limits(max_input=600, max_output=900, max_body=100_000))
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def peer(tiny_checkpoint: Path) -> Engine:
+    """An engine of our own, to know what the server must say."""
+    return load(tiny_checkpoint)
+
+
+def expected(peer: Engine, prompt: list[int], params: SamplingParams) -> str:
+    return next(iter(peer.generate([prompt], params))).text.rstrip("\ufffd")
+
+
+def idle(running: Running) -> bool:
+    scheduler = running.engine.scheduler
+    return running.service.open == 0 and not scheduler.has_work and scheduler.allocator.num_free == scheduler.allocator.num_blocks
+
+
+def test_chat_whole_and_streamed(running: Running, peer: Engine) -> None:
+    client = running.client()
+    asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 20, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    whole = client.chat.completions.create(**asked)
+    text = expected(peer, peer.tokenizer.encode_chat(MESSAGES), SamplingParams(max_new_tokens=20, ignore_eos=True))
+    message = whole.choices[0].message
+    assert message.reasoning_content.rstrip("\ufffd") == text.lstrip("\n"), "the template opens <think>, so it is all reasoning"
+    assert message.content == ""
+    assert whole.choices[0].finish_reason == "length"
+    assert whole.usage.prompt_tokens == len(peer.tokenizer.encode_chat(MESSAGES))
+    assert whole.usage.completion_tokens == 20
+    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas).rstrip("\ufffd") == text.lstrip("\n")
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "length"
+    assert chunks[-1].usage == whole.usage
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_completions_prompts_choices_stop_and_seed(running: Running, peer: Engine) -> None:
+    client = running.client()
+    asked = {"model": "tiny", "max_tokens": 12, "temperature": 0.9, "top_p": 0.95, "seed": 7, "extra_body": {"ignore_eos": True}}
+    both = client.completions.create(prompt=["one", "two"], n=2, **asked)
+    assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
+    for index, (prompt, seed) in enumerate([("one", 7), ("one", 8), ("two", 7), ("two", 8)]):
+        params = SamplingParams(max_new_tokens=12, temperature=0.9, top_p=0.95, seed=seed, ignore_eos=True)
+        assert both.choices[index].text.rstrip("\ufffd") == expected(peer, peer.tokenizer.encode(prompt), params)
+    assert both.usage.prompt_tokens == 6
+    text = both.choices[0].text
+    stopped = client.completions.create(prompt="one", stop=[text[3:6]], **asked)
+    assert stopped.choices[0].text == text[: text.index(text[3:6])]
+    assert stopped.choices[0].finish_reason == "stop"
+
+
+def test_token_ids_as_prompt(running: Running) -> None:
+    asked = {"model": "tiny", "max_tokens": 4, "temperature": 0}
+    client = running.client()
+    ids = client.completions.create(prompt=running.engine.tokenizer.encode("one"), **asked)
+    assert ids.choices[0].text == client.completions.create(prompt="one", **asked).choices[0].text
+
+
+def test_logprobs(running: Running) -> None:
+    client = running.client()
+    asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 5, "temperature": 0, "logprobs": True, "top_logprobs": 2}
+    whole = client.chat.completions.create(**asked).choices[0].logprobs.content
+    assert len(whole) == 5
+    for token in whole:
+        assert token.logprob == token.top_logprobs[0].logprob > token.top_logprobs[1].logprob
+    streamed = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True) if chunk.choices]
+    again = [token for choice in streamed if choice.logprobs for token in choice.logprobs.content]
+    assert [token.logprob for token in again] == [token.logprob for token in whole]
+    old = client.completions.create(model="tiny", prompt="one", max_tokens=3, temperature=0, logprobs=2).choices[0].logprobs
+    assert len(old.tokens) == len(old.token_logprobs) == len(old.top_logprobs) == 3
+
+
+def test_models_and_health(running: Running) -> None:
+    (model,) = running.client().models.list().data
+    assert model.id == "tiny"
+    assert httpx.get(f"{running.url}/health").json() == {"status": "ok"}
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "said"),
+    [
+        ({"model": "other"}, 404, "'tiny' is"),
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"max_tokens": 901}, 400, "at most 900"),
+        ({"max_tokens": 1020}, 400, "the context holds 1024"),
+        ({"messages": []}, 400, "messages"),
+        ({"messages": [{"role": "user", "content": "x" * 700}]}, 400, "at most 600"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
+        ({"messages": [{"content": "x"}]}, 400, "no role"),
+        ({"temperature": -1}, 400, "temperature"),
+        ({"stop": [""]}, 400, "stop string is empty"),
+        ({"tools": [{"type": "function"}]}, 400, "tools is not supported"),
+        ({"n": 1000}, 400, "n:"),
+        ({"padding": "x" * 100_000}, 413, "larger than 100000 bytes"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(running: Running, change: dict, status: int, said: str) -> None:
+    body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 4, **change}
+    answer = httpx.post(f"{running.url}/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {KEY}"})
+    assert answer.status_code == status
+    assert said in answer.json()["error"]["message"]
+    assert idle(running)
+
+
+def test_not_json_wrong_key_wrong_path(running: Running) -> None:
+    url = f"{running.url}/v1/chat/completions"
+    headers = {"Authorization": f"Bearer {KEY}"}
+    assert httpx.post(url, content=b"{", headers=headers).status_code == 400
+    assert httpx.post(url, json={}, headers={"Authorization": "Bearer wrong"}).json()["error"]["code"] == "invalid_api_key"
+    assert httpx.get(f"{running.url}/v1/models").status_code == 401
+    assert httpx.get(f"{running.url}/v2").json()["error"]["message"] == "Not Found"
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{running.url}/v1", api_key="wrong", max_retries=0).models.list()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_stops_the_work(running: Running, stream: bool) -> None:
+    body = json.dumps({"model": "tiny", "messages": MESSAGES, "max_tokens": 900, "stream": stream, "ignore_eos": True}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
+    before = running.service.finished.values.get("cancelled", 0)
+    with socket.create_connection(("127.0.0.1", running.port)) as connection:
+        connection.sendall(head.encode() + body)
+        wait_for(lambda: len(running.engine.scheduler.running) == 1 and len(running.engine.scheduler.running[0].generated) > 2)
+    wait_for(lambda: idle(running), 5)
+    assert running.service.finished.values["cancelled"] == before + 1
+
+
+def test_200_at_once_with_a_queue_limit(tiny_checkpoint: Path, peer: Engine) -> None:
+    """4 run, 60 wait, the rest is told so at once; a cache for two of them makes everybody wait for room. None is lost."""
+    running = Running(load(tiny_checkpoint, max_model_len=64, cache_tokens=128), max_queue=60)
+
+    async def ask(client: httpx.AsyncClient, index: int) -> httpx.Response:
+        body = {"prompt": f"number {index}", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+        return await client.post(f"{running.url}/v1/completions", json=body)
+
+    async def ask_all() -> list[httpx.Response]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(timeout=120, limits=limits) as client:
+            return await asyncio.gather(*(ask(client, index) for index in range(200)))
+
+    answers = asyncio.run(ask_all())
+    answered = [index for index, answer in enumerate(answers) if answer.status_code == 200]
+    refused = [answer for answer in answers if answer.status_code == 429]
+    assert len(answered) + len(refused) == 200
+    assert len(answered) >= 64
+    assert refused, "nobody was refused: the limit does nothing"
+    assert refused[0].json()["error"]["code"] == "queue_full"
+    assert refused[0].headers["retry-after"] == "1"
+    for index in answered[::7]:
+        text = expected(peer, peer.tokenizer.encode(f"number {index}"), SamplingParams(max_new_tokens=6, ignore_eos=True))
+        assert answers[index].json()["choices"][0]["text"].rstrip("\ufffd") == text
+    wait_for(lambda: idle(running))
+    running.stop()
+
+
+def test_metrics_count_what_happened(running: Running) -> None:
+    def read() -> dict[str, float]:
+        lines = httpx.get(f"{running.url}/metrics").text.splitlines()
+        return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+
+    before = read()
+    asked = {"model": "tiny", "prompt": "one", "max_tokens": 5, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    running.client().completions.create(**asked)
+    after = read()
+    assert after["quantkit_generated_tokens_total"] - before["quantkit_generated_tokens_total"] == 5
+    assert after["quantkit_prompt_tokens_total"] - before["quantkit_prompt_tokens_total"] == 3
+    assert after["quantkit_time_to_first_token_seconds_count"] - before["quantkit_time_to_first_token_seconds_count"] == 1
+    assert after["quantkit_requests_running"] == 0
+    assert after["quantkit_cache_usage_ratio"] == 0
+
+
+def test_a_broken_engine_is_told_to_everybody(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load(tiny_checkpoint)
+    running = Running(engine)
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+
+    def broken() -> list:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(engine, "step", broken)
+    body = {"prompt": "one", "max_tokens": 5}
+    first = httpx.post(f"{running.url}/v1/completions", json=body, timeout=20)
+    assert first.status_code == 503
+    assert "device lost" in first.json()["error"]["message"]
+    assert httpx.post(f"{running.url}/v1/completions", json=body).status_code == 503
+    assert httpx.get(f"{running.url}/health").status_code == 503
+    running.stop()
+
+
+SERVE = """
+import sys
+from quantkit.executor.engine import Engine
+from quantkit.executor.server.serve import ServeOptions, serve
+engine = Engine.load(sys.argv[1], device="cpu", dtype="float32", max_batch=4, max_model_len=1024)
+print("loaded", flush=True)
+serve(engine, "tiny", ServeOptions(port=int(sys.argv[2])))
+"""
+
+
+def test_told_to_stop_it_finishes_what_runs(tiny_checkpoint: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = subprocess.Popen([sys.executable, "-c", SERVE, str(tiny_checkpoint), str(port)], stdout=subprocess.PIPE, env={**os.environ})
+    url = f"http://127.0.0.1:{port}"
+    wait_for(lambda: _answers(url), 60)
+    body = {"prompt": "one", "max_tokens": 300, "stream": True, "ignore_eos": True, "stream_options": {"include_usage": True}}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        process.send_signal(signal.SIGTERM)
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    assert json.loads(rest[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 300
+    assert process.wait(20) == 0
+    assert not _answers(url)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health").status_code == 200
+    except httpx.ConnectError:
+        return False
