@@ -15,8 +15,8 @@ LEVELS = [
     {"quant", "recipe"},
     {"checkpoint", "quantkit_kernels"},
     {"models"},
-    {"calibrate", "executor"},
-    {"convert", "quantize", "plan", "evaluate", "inspect", "engines", "deploy", "costmodel"},
+    {"calibrate", "executor", "engines"},
+    {"convert", "quantize", "plan", "evaluate", "inspect", "deploy", "costmodel"},
     {"cli"},
 ]
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}

@@ -1,0 +1,351 @@
+"""Which engine loads what, as data read from the engines' own sources: recipes/engines/*.yaml.
+
+An engine has a list of loads: a format on one weight grid, the devices it runs on there, and the parts of a model that may or
+must be quantized in it. Quantizing for an engine picks a load; checking a checkpoint compares its headers with one.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from quantkit.assets import asset
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import QuantkitError
+from quantkit.models import ARCHITECTURES, find_architecture
+from quantkit.models.table import Parameter, resolve
+from quantkit.schemes import Fp4Grid, Grid, IntGrid, Scheme
+
+Device = Literal["cuda", "npu", "cpu"]
+Part = Literal["qkv_a", "attention", "kv_b", "mlp", "shared_experts", "experts"]
+"""Parts of a model an engine treats as one. qkv_a: q_a_proj and kv_a_proj_with_mqa, which every engine fuses."""
+
+GridName = Literal["int4-asymmetric", "int4-symmetric", "int4-channel", "int8", "nvfp4", "fp8", "dense"]
+
+
+class Load(BaseModel):
+    """One thing an engine loads. `notes` is for people; `run` is the command of the repository that shows it, if one does."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: str
+    variant: str
+    grids: tuple[GridName, ...]
+    devices: tuple[Device, ...]
+    may: tuple[Part, ...]
+    must: tuple[Part, ...] = ()
+    # Linears of a multi-token-prediction layer: quantized like the rest, left plain, or either.
+    mtp: Literal["any", "quantized", "plain"] = "any"
+    # What the engine calls the MTP layer when it looks a module up in the list of unquantized ones.
+    mtp_prefix: str | None = None
+    # Fused siblings whose FP4 global scales differ.
+    fp4_siblings: Literal["error", "warn"] | None = None
+    # Keys at the top of quantization_config that must repeat the grid's own value.
+    quantization_keys: tuple[Literal["group_size"], ...] = ()
+    launch: tuple[str, ...] = ()
+    notes: str = ""
+    sources: tuple[str, ...]
+    run: str | None = None
+
+
+class Refusal(BaseModel):
+    """Why an engine does not load something; a list that is empty stands for all."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    formats: tuple[str, ...] = ()
+    variants: tuple[str, ...] = ()
+    grids: tuple[GridName, ...] = ()
+    devices: tuple[Device, ...] = ()
+    reason: str
+
+
+class Engine(BaseModel):
+    """A profile. `release` is the version or commit whose sources were read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    engine: str
+    release: str
+    summary: str
+    architectures: tuple[str, ...]
+    config: dict[str, dict[str, Any]] = {}
+    loads: tuple[Load, ...]
+    refuses: tuple[Refusal, ...] = ()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to write so that an engine loads a scheme: the format, the grid it takes there, and the parts to quantize.
+
+    `quantization_config` holds keys to add to that block of config.json. `launch` are options of the engine's command line.
+    """
+
+    engine: str
+    format: str
+    variant: str
+    grid: Grid
+    parts: tuple[Part, ...]
+    mtp: bool
+    quantization_config: dict[str, Any]
+    launch: tuple[str, ...]
+    notes: str
+
+    def quantizes(self, row: Parameter) -> bool:
+        """Whether the tensor is to be quantized for this engine."""
+        return part_of(row) in self.parts and (self.mtp or not row.mtp)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why an engine will not load a checkpoint ("error"), or will lose accuracy or a feature ("warning"), and what to do."""
+
+    severity: Literal["error", "warning"]
+    problem: str
+    remedy: str
+
+
+@cache
+def find_engine(name: str) -> Engine:
+    """The profile of that name. Raises QuantkitError listing those there are."""
+    names = engine_names()
+    if name not in names:
+        raise QuantkitError(f"engine {name!r} is not known", f"choose one of {', '.join(names)}")
+    path = asset("recipes", "engines", f"{name}.yaml")
+    try:
+        return Engine.model_validate(yaml.safe_load(path.read_text()))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise QuantkitError(f"{path} is not valid: {'.'.join(map(str, first['loc']))}: {first['msg']}", "restore that file") from None
+
+
+def engine_names() -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in asset("recipes", "engines").glob("*.yaml")))
+
+
+def grid_name(grid: Grid) -> GridName:
+    """What profiles call a grid, whatever its group size."""
+    match grid:
+        case Fp4Grid():
+            return "nvfp4"
+        case IntGrid(bits=8):
+            return "int8"
+        case IntGrid(group_size=None):
+            return "int4-channel"
+        case IntGrid(symmetric=symmetric):
+            return "int4-symmetric" if symmetric else "int4-asymmetric"
+
+
+def part_of(row: Parameter) -> Part | None:
+    """The part of the model a tensor belongs to; None for what no engine takes quantized."""
+    if row.role == "kv_b":
+        return "kv_b"
+    if row.role != "linear":
+        return None
+    if row.expert is not None:
+        return "experts"
+    if ".shared_experts." in row.name:
+        return "shared_experts"
+    if ".self_attn." not in row.name:
+        return "mlp"
+    return "qkv_a" if row.fused is not None and row.fused.endswith("qkv_a_proj") else "attention"
+
+
+def choose(engine: str, scheme: Scheme, *, device: Device | None = None, format: str | None = None) -> Choice:
+    """The engine's first load that holds the scheme, on `device` and in `format` where those are given.
+
+    An asymmetric int4 grid becomes symmetric where the engine has only that. Raises QuantkitError with the engine's reason.
+    """
+    profile = find_engine(engine)
+    wanted = grid_name(scheme.weight)
+    grids = {wanted: scheme.weight}
+    if isinstance(scheme.weight, IntGrid) and wanted == "int4-asymmetric":
+        grids["int4-symmetric"] = replace(scheme.weight, symmetric=True)
+    for name, grid in grids.items():
+        for load in profile.loads:
+            asked = (format is None or load.format == format) and (device is None or device in load.devices)
+            if asked and name in load.grids and load.format in scheme.formats:
+                return _choice(profile.engine, load, grid)
+    reason = _reason(profile, format, None, wanted, device)
+    loads = sorted({f"{load.format} ({grid})" for load in profile.loads for grid in load.grids if device is None or device in load.devices})
+    raise QuantkitError(f"{engine} does not load {scheme.name}{_in(format)}{_on(device)}: {reason}", f"it loads {', '.join(loads)}")
+
+
+def check_checkpoint(engine: str, checkpoint: Checkpoint, *, device: Device | None = None) -> list[Problem]:
+    """What keeps the engine from loading the checkpoint, or loses something; empty where nothing was found.
+
+    Reads headers only, and for FP4 the global scales. Without `device`, the device with the fewest faults counts.
+    """
+    profile = find_engine(engine)
+    loads = _loads(profile, checkpoint, device)
+    if not loads:
+        reason = _reason(profile, checkpoint.format.name, checkpoint.format.variant, _stored_grid(checkpoint), device)
+        said = f"{engine} does not load {checkpoint.format.name} {checkpoint.format.variant} of {_stored_grid(checkpoint)}{_on(device)}"
+        return [Problem("error", f"{said}: {reason}", f"quantkit convert, or quantize --engine {engine}")]
+    general = _check_model(profile, checkpoint)
+    if any(problem.severity == "error" for problem in general):
+        return general
+    architecture = find_architecture(checkpoint.config)
+    rows = resolve(architecture.parameters(architecture.Config.from_dict(checkpoint.config)), checkpoint.tensors)
+    found = [general + _check_load(engine, load, checkpoint, rows) for load in loads]
+    return min(found, key=lambda problems: [problem.severity for problem in problems].count("error"))
+
+
+def _loads(profile: Engine, checkpoint: Checkpoint, device: Device | None) -> list[Load]:
+    stored = _stored_grid(checkpoint)
+    return [
+        load
+        for load in profile.loads
+        if (load.format, load.variant) == (checkpoint.format.name, checkpoint.format.variant)
+        and stored in load.grids
+        and (device is None or device in load.devices)
+    ]
+
+
+def _stored_grid(checkpoint: Checkpoint) -> GridName:
+    if checkpoint.grid is not None:
+        return grid_name(checkpoint.grid)
+    return "fp8" if checkpoint.linears else "dense"
+
+
+def _choice(engine: str, load: Load, grid: Grid) -> Choice:
+    keys: dict[str, Any] = {key: getattr(grid, key) for key in load.quantization_keys}
+    # Formats never take kv_b_proj: it is absorbed at decoding, and Ascend engines and vLLM on CPU need it plain.
+    parts = tuple(part for part in load.may if part != "kv_b")
+    return Choice(engine, load.format, load.variant, grid, parts, load.mtp != "plain", keys, load.launch, load.notes)
+
+
+def _reason(profile: Engine, format: str | None, variant: str | None, grid: GridName, device: Device | None) -> str:
+    def covers(listed: tuple[str, ...], value: str | None) -> bool:
+        return not listed or value in listed
+
+    for refusal in profile.refuses:
+        asked = covers(refusal.formats, format) and covers(refusal.variants, variant)
+        if asked and covers(refusal.grids, grid) and covers(refusal.devices, device):
+            return refusal.reason
+    devices = sorted({device for load in profile.loads for device in load.devices})
+    if device is not None and device not in devices:
+        return f"it runs on {' and '.join(devices)}"
+    return "it has no reader for that"
+
+
+def _in(format: str | None) -> str:
+    return f" in format {format}" if format else ""
+
+
+def _on(device: str | None) -> str:
+    return f" on {device}" if device else ""
+
+
+def _check_model(profile: Engine, checkpoint: Checkpoint) -> list[Problem]:
+    """The architecture, and the keys of config.json that the engine cannot do without."""
+    model_type = checkpoint.config.get("model_type")
+    if model_type not in profile.architectures or model_type not in ARCHITECTURES:
+        known = ", ".join(profile.architectures)
+        return [Problem("error", f"{profile.engine} is not known to run {model_type}", f"its profile has {known}")]
+    return [
+        Problem("error", f"config.json has {key} = {checkpoint.config.get(key)!r}", f"set it to {value!r}: {profile.engine} goes by it")
+        for key, value in profile.config.get(model_type, {}).items()
+        if checkpoint.config.get(key) != value
+    ]
+
+
+def _check_load(engine: str, load: Load, checkpoint: Checkpoint, rows: list[Parameter]) -> list[Problem]:
+    linears = [row for row in rows if part_of(row) is not None and (row.module in checkpoint.linears or checkpoint.has(row.name))]
+    return [
+        *_check_parts(engine, load, checkpoint, linears),
+        *_check_siblings(engine, load, checkpoint, linears),
+        *_check_mtp(engine, load, checkpoint, linears),
+        *_check_keys(engine, load, checkpoint),
+    ]
+
+
+def _check_parts(engine: str, load: Load, checkpoint: Checkpoint, linears: list[Parameter]) -> list[Problem]:
+    quantized: dict[Part, str] = {}
+    plain: dict[Part, str] = {}
+    for row in linears:
+        part = part_of(row)
+        assert part is not None, row.name
+        (quantized if row.module in checkpoint.linears else plain).setdefault(part, row.module)
+    told = [
+        Problem(
+            "error",
+            f"{engine} does not take {part} quantized in {load.format} {load.variant}, as {module} is",
+            f"quantize with --engine {engine}, which leaves it in BF16",
+        )
+        for part, module in quantized.items()
+        if part not in load.may
+    ]
+    told += [
+        Problem("error", f"{engine} expects every {part} linear quantized, and {module} is not", f"quantize with --engine {engine}")
+        for part, module in plain.items()
+        if part in load.must
+    ]
+    return told
+
+
+def _check_siblings(engine: str, load: Load, checkpoint: Checkpoint, linears: list[Parameter]) -> list[Problem]:
+    """Linears an engine fuses must all be quantized or all plain, and in FP4 share their global scale."""
+    fused: dict[str, list[Parameter]] = {}
+    for row in linears:
+        if row.fused is not None:
+            fused.setdefault(row.fused, []).append(row)
+    for rows in fused.values():
+        if len({row.module in checkpoint.linears for row in rows}) > 1:
+            names = " and ".join(row.module for row in rows)
+            return [Problem("error", f"{names} are fused by {engine}, and only some are quantized", "quantize all of them or none")]
+    if load.fp4_siblings is None:
+        return []
+    different = [rows for rows in fused.values() if len({_global_scale(checkpoint, row.module) for row in rows}) > 1]
+    if not different:
+        return []
+    names = " and ".join(row.module for row in different[0])
+    what = "refuses that" if load.fp4_siblings == "error" else "uses one of them for all, which costs accuracy"
+    severity: Literal["error", "warning"] = "error" if load.fp4_siblings == "error" else "warning"
+    return [
+        Problem(
+            severity,
+            f"{len(different)} groups of fused linears have different FP4 global scales, such as {names}; {engine} {what}",
+            "quantize the source with quantkit, which shares them",
+        )
+    ]
+
+
+def _global_scale(checkpoint: Checkpoint, module: str) -> float | None:
+    """The FP4 global scale as stored, by whatever name the format has for it; None where the linear is plain."""
+    for suffix in (".weight_scale_2", ".weight_global_scale"):
+        if checkpoint.has(module + suffix):
+            return float(checkpoint.read(module + suffix))
+    return None
+
+
+def _check_mtp(engine: str, load: Load, checkpoint: Checkpoint, linears: list[Parameter]) -> list[Problem]:
+    mtp = [row for row in linears if row.mtp]
+    quantized = [row for row in mtp if row.module in checkpoint.linears and row.role == "linear"]
+    plain = [row for row in mtp if row.module not in checkpoint.linears and part_of(row) in load.may]
+    off = "run it without speculative decoding, or quantize with --engine"
+    if load.mtp == "plain" and quantized:
+        return [Problem("warning", f"{engine} runs the MTP layer unquantized, and {quantized[0].module} is quantized", f"{off} {engine}")]
+    if load.mtp == "quantized" and any(row.role == "linear" for row in plain):
+        return [Problem("warning", f"{engine} expects the MTP layer quantized, and {plain[0].module} is not", f"{off} {engine}")]
+    ignored = checkpoint.format.ignored(checkpoint.config, checkpoint.side)
+    if load.mtp_prefix is None or ignored is None:
+        return []
+    for row in mtp:
+        called = f"{load.mtp_prefix}.{row.module.split('.', 3)[3]}"
+        if ignored(row.module) != ignored(called):
+            told = f"{engine} calls {row.module} {called}, which the list of unquantized modules does not cover"
+            return [Problem("warning", told, f"list it by its ending, {off} {engine}")]
+    return []
+
+
+def _check_keys(engine: str, load: Load, checkpoint: Checkpoint) -> Iterable[Problem]:
+    block: Mapping[str, Any] = checkpoint.config.get("quantization_config") or {}
+    for key in load.quantization_keys:
+        value = getattr(checkpoint.grid, key)
+        if block.get(key) != value:
+            told = f"{engine} reads {key} at the top of quantization_config, where it is {block.get(key)}"
+            yield Problem("error", told, f'add "{key}": {value} to that block of config.json')

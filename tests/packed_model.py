@@ -1,0 +1,70 @@
+"""The model of make_model, rounded to nearest and written in one of the formats: what engines, convert and judges are tested on.
+
+write_packed(path, config, tensors, awq.FORMAT, grid)       # every linear the format takes, quantized
+write_packed(..., quantizes=lambda row: row.expert is not None)
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from make_model import write_tokenizer
+from safetensors.torch import save_file
+from torch import Tensor
+
+from quantkit.checkpoint.formats.base import Format
+from quantkit.checkpoint.header import TensorSpec
+from quantkit.models import find_architecture
+from quantkit.models.table import Parameter
+from quantkit.quant.fp4 import global_scale, quantize_fp4
+from quantkit.quant.integer import quantize_int
+from quantkit.quant.weights import Weight
+from quantkit.schemes import Fp4Grid, Grid
+
+
+def rounded(weight: Tensor, format: Format, grid: Grid, amax: Tensor) -> Weight:
+    """`weight` [N, K] on the grid; `amax` is the largest magnitude of it and its fused siblings."""
+    if isinstance(grid, Fp4Grid):
+        return quantize_fp4(weight.float(), global_scale=global_scale(amax))
+    return quantize_int(weight.float(), grid, scale_dtype=format.scale_dtype)
+
+
+def write_packed(
+    path: Path,
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    format: Format,
+    grid: Grid,
+    quantizes: Callable[[Parameter], bool] | None = None,
+    share_scales: bool = True,
+) -> Path:
+    """A checkpoint directory in `format`. Fused siblings share the FP4 global scale unless `share_scales` is false."""
+    architecture = find_architecture(config)
+    rows = {row.name: row for row in architecture.parameters(architecture.Config.from_dict(config))}
+    taken = {name for name, row in rows.items() if name in tensors and format.quantizes(row.module, row.role, mtp=row.mtp)}
+    if quantizes is not None:
+        taken = {name for name, row in rows.items() if name in tensors and quantizes(row)}
+    stored: dict[str, Tensor] = {}
+    quantized: dict[str, Grid | None] = {}
+    plain: list[TensorSpec] = []
+    for name, tensor in tensors.items():
+        if name not in taken:
+            stored[name] = tensor
+            plain.append(TensorSpec(name, tensor.dtype, tuple(tensor.shape)))
+            continue
+        row = rows[name]
+        siblings = [tensors[other] for other in taken if rows[other].fused == row.fused] if row.fused and share_scales else [tensor]
+        amax = torch.stack([sibling.float().abs().max() for sibling in siblings]).max()
+        stored |= format.pack(row.module, rounded(tensor, format, grid, amax))
+        quantized[row.module] = grid
+    path.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, path / "model.safetensors", metadata={"format": "pt"})
+    block = format.config_block(grid, quantized, plain)
+    described = {**config, **({"quantization_config": block} if block else {})}
+    (path / "config.json").write_text(json.dumps(described, indent=2))
+    for file, content in format.extra_files(grid, quantized, plain).items():
+        (path / file).write_bytes(content)
+    write_tokenizer(path, config["vocab_size"])
+    return path
