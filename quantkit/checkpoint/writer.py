@@ -86,6 +86,20 @@ class CheckpointWriter:
         """The facts that were given with a finished unit."""
         return self._entries[unit].facts
 
+    def read(self, unit: str) -> dict[str, Tensor]:
+        """The tensors of a finished unit, as they were written."""
+        tensors = {}
+        for name in self._entries[unit].tensors:
+            info = self.layout.tensors[name]
+            tensors[name] = torch.empty(info.shape, dtype=info.dtype)
+            read_at(self._descriptor(info.shard), tensors[name].reshape(-1).view(torch.uint8).numpy().data, info.offset)
+        return tensors
+
+    @property
+    def state_dir(self) -> Path:
+        """Where a run may keep what it needs to go on after a kill; gone when the output is complete."""
+        return self._state
+
     def write(self, unit: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any] | None = None) -> None:
         """Write a unit's tensors in their places; when this returns they are on disk and in the journal."""
         digest = hashlib.sha256()

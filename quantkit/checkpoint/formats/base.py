@@ -159,7 +159,8 @@ def ignore_list(quantized: Iterable[str], linears: Iterable[str], spelling: Igno
         else:
             left.setdefault(re.split(r"\.\d+\.", module)[-1], []).append(module)
     for tail, modules in left.items():
-        safe = [entry for entry in spelling.tails(tail) if not any(spelling.matches(entry, name) for name in quantized)]
+        ways = (spelling.name(tail),) if modules == [tail] else spelling.tails(tail)
+        safe = [entry for entry in ways if not any(spelling.matches(entry, name) for name in quantized)]
         entries.update(dict.fromkeys(safe[:1] or [spelling.name(module) for module in modules]))
     return list(entries)
 

@@ -1,0 +1,54 @@
+"""AutoAWQ gemm: the bytes of WQLinear_GEMM.from_linear."""
+
+import golden
+import pytest
+import torch
+
+from quantkit.checkpoint.formats.awq import FORMAT
+from quantkit.errors import QuantkitError
+from quantkit.quant.weights import IntWeight, dequantize
+from quantkit.schemes import IntGrid
+
+_VECTORS = golden.load("autoawq_gemm_g32")
+_TENSORS = {f"m.{name}": golden.tensor(_VECTORS[name]) for name in ("qweight", "qzeros", "scales")}
+
+
+def test_unpacks_autoawqs_bytes() -> None:
+    weight = FORMAT.unpack("m", _TENSORS)
+    assert isinstance(weight, IntWeight)
+    assert torch.equal(weight.codes.int() + 8, golden.tensor(_VECTORS["int_weight_in_out"]).T)
+    assert weight.zero_point is not None
+    assert torch.equal(weight.zero_point.int() + 8, golden.tensor(_VECTORS["int_zero_group_out"]).T)
+    assert torch.equal(dequantize(weight, torch.float16).T, golden.tensor(_VECTORS["dequant_in_out_fp16"]))
+
+
+def test_packs_to_autoawqs_bytes() -> None:
+    packed = FORMAT.pack("m", FORMAT.unpack("m", _TENSORS))
+    assert packed.keys() == _TENSORS.keys()
+    for name, tensor in packed.items():
+        assert torch.equal(tensor, _TENSORS[name])
+
+
+def test_a_symmetric_weight_has_the_zero_point_8() -> None:
+    weight = IntWeight(torch.ones(8, 32, dtype=torch.int8), torch.ones(8, 1), None, bits=4)
+    assert FORMAT.pack("m", weight)["m.qzeros"].flatten().tolist() == golden.words(["0x88888888"])
+
+
+def test_expert_shapes_of_r1() -> None:
+    grid = IntGrid(4, 128, False)
+    shapes = {spec.name: spec.shape for spec in FORMAT.specs("e.gate_proj", (2048, 7168), grid)}
+    assert shapes == {"e.gate_proj.qweight": (7168, 256), "e.gate_proj.qzeros": (56, 256), "e.gate_proj.scales": (56, 2048)}
+
+
+@pytest.mark.parametrize(
+    ("shape", "fault"), [((12, 128), "12 outputs, not a multiple of 8"), ((16, 96), "96 input channels, not a multiple of 128")]
+)
+def test_shapes_that_do_not_pack_are_refused(shape: tuple[int, int], fault: str) -> None:
+    with pytest.raises(QuantkitError, match=fault):
+        FORMAT.specs("m", shape, IntGrid(4, 128, False))
+
+
+def test_scales_that_float16_cannot_hold_are_a_bug() -> None:
+    weight = IntWeight(torch.ones(8, 32, dtype=torch.int8), torch.full((8, 1), 0.1), None, bits=4)
+    with pytest.raises(AssertionError, match="not representable"):
+        FORMAT.pack("m", weight)

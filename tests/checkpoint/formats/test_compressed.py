@@ -1,0 +1,114 @@
+"""compressed-tensors: its own golden bytes, and its own code unpacking ours bit for bit."""
+
+from typing import Any
+
+import golden
+import make_quantized
+import pytest
+import torch
+from compressed_tensors.compressors.base import BaseCompressor
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from torch import Tensor
+
+from quantkit.checkpoint.formats import compressed_fp4, compressed_int4, compressed_int8
+from quantkit.checkpoint.formats.base import Format
+from quantkit.quant.packing import unpack_pairs
+from quantkit.quant.weights import Fp4Weight, IntWeight, dequantize
+from quantkit.schemes import Fp4Grid, Grid, IntGrid
+
+_CASES: list[tuple[Format, Grid, str]] = [
+    (compressed_int4.FORMAT, IntGrid(4, 32, True), "W4A16"),
+    (compressed_int4.FORMAT, IntGrid(4, 32, False), "W4A16_ASYM"),
+    (compressed_int4.FORMAT, IntGrid(4, None, True), "W4A16"),
+    (compressed_fp4.FORMAT, Fp4Grid(), "NVFP4A16"),
+    (compressed_int8.FORMAT, IntGrid(8, None, True), "W8A8"),
+]
+every_case = pytest.mark.parametrize(("format", "grid", "example"), _CASES, ids=[f"{f.variant}-{i}" for i, (f, _, _) in enumerate(_CASES)])
+
+
+def _scheme(format: Format, grid: Grid) -> QuantizationScheme:
+    config, _ = make_quantized.description(format, grid)
+    parsed = QuantizationConfig.model_validate(config["quantization_config"])
+    scheme = parsed.config_groups["group_0"]
+    assert isinstance(scheme, QuantizationScheme)
+    return scheme
+
+
+@every_case
+def test_their_code_unpacks_ours(format: Format, grid: Grid, example: str) -> None:
+    weight = make_quantized.quantize(format, grid, torch.randn(16, 128, generator=torch.Generator().manual_seed(3)))
+    local = {name.removeprefix("m."): tensor for name, tensor in format.pack("m", weight).items()}
+    if isinstance(weight, IntWeight) and weight.bits == 4:
+        # In float32 the product is exact to compare; stored as bfloat16, their product is rounded to bfloat16.
+        local["weight_scale"] = local["weight_scale"].float()
+    theirs = BaseCompressor.get_value_from_registry(format.variant).decompress(local, _scheme(format, grid))["weight"]
+    if isinstance(weight, Fp4Weight):
+        # Their decompression divides by the stored divisor in bfloat16; the codes and scales below it are ours.
+        assert torch.equal(theirs, _their_fp4_arithmetic(local))
+        torch.testing.assert_close(theirs.float(), dequantize(weight), rtol=2**-7, atol=0)
+    else:
+        assert torch.equal(theirs.float(), dequantize(weight))
+
+
+def _their_fp4_arithmetic(local: dict[str, Tensor]) -> Tensor:
+    weight = compressed_fp4.FORMAT.unpack("m", {f"m.{name}": tensor for name, tensor in local.items()})
+    assert isinstance(weight, Fp4Weight)
+    unit = Fp4Weight(weight.codes, torch.ones_like(weight.scale.float()).to(torch.float8_e4m3fn), torch.tensor(1.0))
+    step = local["weight_scale"].to(torch.bfloat16) / local["weight_global_scale"]
+    return (dequantize(unit, torch.bfloat16).unflatten(1, (-1, 16)) * step.unsqueeze(-1)).flatten(1).to(torch.bfloat16)
+
+
+@every_case
+def test_the_config_block_says_what_theirs_says(format: Format, grid: Grid, example: str) -> None:
+    ours = make_quantized.description(format, grid)[0]["quantization_config"]
+    theirs = golden.load("ct_config_examples")[example]
+    assert ours["format"] == theirs["format"]
+    assert ours["quantization_status"] == theirs["quantization_status"]
+    ours_group, theirs_group = ours["config_groups"]["group_0"], theirs["config_groups"]["group_0"]
+    assert ours_group["targets"] == theirs_group["targets"]
+    for key in ("num_bits", "type", "symmetric", "dynamic"):
+        assert ours_group["weights"][key] == theirs_group["weights"][key]
+    assert _stripped(ours_group["input_activations"]) == _stripped(theirs_group["input_activations"])
+
+
+def _stripped(args: dict[str, Any] | None) -> dict[str, Any]:
+    return {key: value for key, value in (args or {}).items() if value is not None}
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_int4_golden_bytes(symmetric: bool) -> None:
+    vectors = golden.load(f"ct_pack_quantized_g32_{'sym' if symmetric else 'asym'}")
+    tensors = {f"m.{name}": golden.tensor(stored) for name, stored in vectors["tensors"].items()}
+    weight = compressed_int4.FORMAT.unpack("m", tensors)
+    assert isinstance(weight, IntWeight)
+    assert (weight.zero_point is None) == symmetric
+    if weight.zero_point is not None:
+        assert torch.equal(weight.zero_point, golden.tensor(vectors["unpacked_zero_point"]))
+    # Their product is rounded to bfloat16.
+    assert torch.equal(dequantize(weight, torch.bfloat16), golden.tensor(vectors["decompressed_weight"]))
+    packed = compressed_int4.FORMAT.pack("m", weight)
+    assert packed.keys() == tensors.keys()
+    for name, tensor in packed.items():
+        assert torch.equal(tensor, tensors[name])
+
+
+def test_fp4_golden_bytes() -> None:
+    vectors = golden.load("nvfp4_g16")
+    tensors = {f"m.{name}": golden.tensor(stored) for name, stored in vectors["ct_nvfp4_pack_quantized"].items()}
+    weight = compressed_fp4.FORMAT.unpack("m", tensors)
+    assert isinstance(weight, Fp4Weight)
+    torch.testing.assert_close(dequantize(weight), golden.tensor(vectors["ct_decompressed"]).float(), rtol=2**-7, atol=0)
+    for name, tensor in compressed_fp4.FORMAT.pack("m", weight).items():
+        assert torch.equal(tensor.view(torch.uint8), tensors[name].view(torch.uint8))
+    assert torch.equal(weight.codes, unpack_pairs(tensors["m.weight_packed"]))
+
+
+def test_int8_golden_bytes() -> None:
+    """The layout of their tensors; theirs holds a bfloat16 scale, which is read as well."""
+    stored = golden.load("int8_per_channel")["ct_int_quantized"]
+    tensors = {f"m.{name}": golden.tensor(value) for name, value in stored.items()}
+    weight = compressed_int8.FORMAT.unpack("m", tensors)
+    assert isinstance(weight, IntWeight)
+    packed = compressed_int8.FORMAT.pack("m", weight)
+    assert torch.equal(packed["m.weight"], tensors["m.weight"])
+    assert torch.equal(packed["m.weight_scale"], tensors["m.weight_scale"].float())

@@ -1,0 +1,161 @@
+"""What every format keeps: pack and unpack are exact inverses, and a checkpoint says of itself what it is."""
+
+import json
+from pathlib import Path
+
+import make_quantized
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from quantkit.checkpoint.formats import FORMATS, detect_format, find_format
+from quantkit.checkpoint.formats.base import Format
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import QuantkitError
+from quantkit.quant.weights import Fp4Weight, Fp8BlockWeight, IntWeight, Weight, dequantize
+from quantkit.schemes import SCHEMES, Fp4Grid, Grid, IntGrid
+
+_GRIDS: tuple[Grid, ...] = (
+    IntGrid(4, 32, False),
+    IntGrid(4, 64, True),
+    IntGrid(4, None, True),
+    IntGrid(4, None, False),
+    IntGrid(8, None, True),
+    Fp4Grid(),
+)
+CASES: list[tuple[Format, Grid | None]] = [(format, grid) for format in FORMATS for grid in _GRIDS if format.holds(grid)]
+CASES += [(format, None) for format in FORMATS if format.name in ("fp8-block", "dense")]
+_IDS = [f"{format.name}-{format.variant}-{index}" for index, (format, _) in enumerate(CASES)]
+every_case = pytest.mark.parametrize(("format", "grid"), CASES, ids=_IDS)
+
+
+def _fields(weight: Weight) -> list[Tensor]:
+    match weight:
+        case IntWeight():
+            zero_point = torch.zeros_like(weight.scale, dtype=torch.int8) if weight.zero_point is None else weight.zero_point
+            return [weight.codes, weight.scale, zero_point]
+        case Fp4Weight():
+            return [weight.codes, weight.scale.float(), weight.global_scale]
+        case Fp8BlockWeight():
+            return [weight.codes.float(), weight.scale]
+        case _:
+            return [weight]
+
+
+@every_case
+@settings(deadline=None, max_examples=10)
+@given(seed=st.integers(0, 2**31), eights=st.integers(1, 3), groups=st.integers(1, 3))
+def test_unpack_inverts_pack(format: Format, grid: Grid | None, seed: int, eights: int, groups: int) -> None:
+    w = torch.randn(8 * eights, 64 * groups, generator=torch.Generator().manual_seed(seed))
+    weight = make_quantized.quantize(format, grid, w)
+    again = format.unpack("m.up_proj", format.pack("m.up_proj", weight))
+    assert type(again) is type(weight)
+    for ours, theirs in zip(_fields(again), _fields(weight), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@every_case
+@pytest.mark.parametrize("module", ["m.up_proj", "m.down_proj"])
+def test_specs_are_what_pack_returns(format: Format, grid: Grid | None, module: str) -> None:
+    tensors = format.pack(module, make_quantized.quantize(format, grid, torch.randn(24, 128)))
+    assert {spec.name: (spec.dtype, spec.shape) for spec in format.specs(module, (24, 128), grid)} == {
+        name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()
+    }
+
+
+@every_case
+def test_a_written_checkpoint_reads_back(format: Format, grid: Grid | None, tmp_path: Path) -> None:
+    modules, tensors = make_quantized.quantized_tensors(format, grid)
+    checkpoint = Checkpoint.open(make_quantized.write(tmp_path / "model", format, grid))
+    assert checkpoint.format is format
+    assert checkpoint.grid == grid or (format.name == "awq" and isinstance(grid, IntGrid) and grid.symmetric)
+    assert checkpoint.tensors.keys() == tensors.keys()
+    for name, weight in modules.items():
+        read = checkpoint.weight(name)
+        assert torch.equal(dequantize(read), dequantize(weight))
+        assert checkpoint.shape(name) == tuple(weight.shape)
+        assert set(checkpoint.parts(name)) == set(format.pack(name, weight))
+    for name in make_quantized.PLAIN:
+        assert torch.equal(checkpoint.read(name), tensors[name])
+    expected = {*modules, *(name.removesuffix(".weight") for name, shape in make_quantized.PLAIN.items() if len(shape) == 2)}
+    assert set(checkpoint.modules()) == expected
+
+
+@every_case
+def test_the_ignore_list_names_all_unquantized_linears_and_no_other(format: Format, grid: Grid | None) -> None:
+    config, files = make_quantized.description(format, grid)
+    ignored = format.ignored(config, {name: json.loads(content) for name, content in files.items()})
+    if ignored is None:
+        assert format.name in ("fp8-block", "dense")
+        return
+    assert not any(ignored(module) for module in make_quantized.QUANTIZED)
+    for module in ("lm_head", "model.layers.3.self_attn.kv_b_proj", "model.layers.4.mlp.experts.0.gate_proj"):
+        assert ignored(module)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=lambda scheme: scheme.name)
+def test_every_scheme_has_its_formats(scheme) -> None:  # type: ignore[no-untyped-def]
+    for name in scheme.formats:
+        format = find_format(name, scheme)
+        assert format.name == name
+        assert format.holds(scheme.weight)
+
+
+def test_formats_that_cannot_hold_a_scheme_are_refused() -> None:
+    with pytest.raises(QuantkitError, match=r"format awq cannot hold int8-a8w8c16; use --format compressed-tensors"):
+        find_format("awq", SCHEMES["int8-a8w8c16"])
+    with pytest.raises(QuantkitError, match=r"format 'gguf' is not known; choose one of dense, fp8-block, awq"):
+        find_format("gguf", SCHEMES["awq-w4a16"])
+
+
+def test_unknown_quantization_is_refused(tmp_path: Path) -> None:
+    config = {"quantization_config": {"quant_method": "compressed-tensors", "format": "float-quantized"}}
+    with pytest.raises(QuantkitError, match=r"does not read: compressed-tensors float-quantized; it reads dense"):
+        detect_format(tmp_path, config, {})
+    with pytest.raises(QuantkitError, match="does not read: quantize_config.json"):
+        detect_format(tmp_path, {}, {"quantize_config.json": {"bits": 4}})
+
+
+def test_two_descriptions_are_refused(tmp_path: Path) -> None:
+    config = {"quantization_config": {"quant_method": "awq"}}
+    with pytest.raises(QuantkitError, match="says two things of its quantization: awq and modelslim"):
+        detect_format(tmp_path, config, {"quant_model_description.json": {}})
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: f"{format.name}-{format.variant}")
+@pytest.mark.parametrize("role", ["embedding", "head", "norm", "router", "router_bias", "mtp_proj", "bias"])
+def test_only_linears_are_quantized(format: Format, role: str) -> None:
+    assert not format.quantizes("m", role)
+
+
+@pytest.mark.parametrize(
+    ("name", "block", "said"),
+    [
+        ("awq", {"quant_method": "awq", "bits": 8, "group_size": 128, "zero_point": True}, "bits 8"),
+        ("awq", {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemv"}, "version gemv"),
+        ("awq", {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": False}, "zero_point False"),
+        ("fp8", {"quant_method": "fp8"}, "weight_block_size None"),
+        ("modelopt", {"quant_method": "modelopt", "quant_algo": "FP8"}, "quant_algo FP8"),
+        ("ct", {"quant_method": "compressed-tensors", "format": "pack-quantized"}, "0 different descriptions"),
+        (
+            "ct",
+            {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"a": {"weights": {"num_bits": 8}}}},
+            "num_bits 8",
+        ),
+        (
+            "ct",
+            {
+                "quant_method": "compressed-tensors",
+                "format": "int-quantized",
+                "config_groups": {"a": {"weights": {"num_bits": 8}}, "b": {"weights": {"num_bits": 4}}},
+            },
+            "2 different descriptions",
+        ),
+    ],
+)
+def test_grids_that_are_not_read_are_refused(name: str, block: dict[str, object], said: str, tmp_path: Path) -> None:
+    config = {"quantization_config": block}
+    with pytest.raises(QuantkitError, match=said):
+        detect_format(tmp_path, config, {}).grid(config, {})

@@ -1,0 +1,68 @@
+"""ModelOpt NVFP4: its golden bytes, both places where it describes itself, and its matching of excluded modules."""
+
+import json
+from pathlib import Path
+
+import golden
+import make_quantized
+import torch
+
+from quantkit.checkpoint.formats.modelopt import FORMAT
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.quant.fp4 import quantize_fp4
+from quantkit.quant.weights import Fp4Weight
+from quantkit.schemes import SCHEMES, Fp4Grid
+
+
+def test_golden_bytes() -> None:
+    vectors = golden.load("nvfp4_g16")
+    expected = {f"m.{name}": golden.tensor(stored) for name, stored in vectors["modelopt_0_47_fp32_input"].items()}
+    packed = FORMAT.pack("m", quantize_fp4(golden.tensor(vectors["input_weight"]).float()))
+    assert packed.keys() == expected.keys()
+    for name, tensor in packed.items():
+        assert tensor.shape == expected[name].shape
+        assert torch.equal(tensor.reshape(-1).view(torch.uint8), expected[name].reshape(-1).view(torch.uint8))
+
+
+def test_scales_declared_as_uint8_are_read() -> None:
+    weight = quantize_fp4(torch.randn(4, 32, generator=torch.Generator().manual_seed(0)))
+    tensors = FORMAT.pack("m", weight)
+    tensors["m.weight_scale"] = tensors["m.weight_scale"].view(torch.uint8)
+    tensors["m.weight_scale_2"] = tensors["m.weight_scale_2"].reshape(1, 1)
+    again = FORMAT.unpack("m", tensors)
+    assert isinstance(again, Fp4Weight)
+    assert torch.equal(again.scale.float(), weight.scale.float())
+
+
+def test_description_has_every_key_engines_demand() -> None:
+    _, files = make_quantized.description(FORMAT, Fp4Grid())
+    block = json.loads(files["hf_quant_config.json"])["quantization"]
+    assert block.keys() == {"quant_algo", "kv_cache_quant_algo", "group_size", "exclude_modules"}
+    assert "model.layers.4.*" in block["exclude_modules"]
+
+
+def test_description_in_config_json_is_read(tmp_path: Path) -> None:
+    path = make_quantized.write(tmp_path / "model", FORMAT, Fp4Grid())
+    block = json.loads((path / "hf_quant_config.json").read_text())["quantization"]
+    (path / "hf_quant_config.json").unlink()
+    flat = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": block["exclude_modules"], "group_size": 16}
+    (path / "config.json").write_text(json.dumps({"model_type": "deepseek_v3", "quantization_config": flat}))
+    checkpoint = Checkpoint.open(path)
+    assert checkpoint.format is FORMAT
+    assert checkpoint.scheme is SCHEMES["fp4-w4a16"]
+
+
+def test_nvidias_wildcards() -> None:
+    ignored = FORMAT.ignored(
+        {}, {"hf_quant_config.json": {"quantization": {"exclude_modules": ["lm_head", "model.layers.*.self_attn*", "layers.61"]}}}
+    )
+    assert ignored is not None
+    assert ignored("lm_head")
+    assert ignored("model.layers.7.self_attn.q_a_proj")
+    assert ignored("model.layers.61.mlp.experts.0.up_proj")
+    assert not ignored("model.layers.6.mlp.experts.0.up_proj")
+
+
+def test_the_mtp_layer_stays_unquantized() -> None:
+    assert FORMAT.quantizes("model.layers.61.mlp.experts.0.up_proj", "linear", mtp=True) is False
+    assert FORMAT.quantizes("model.layers.3.mlp.experts.0.up_proj", "linear")

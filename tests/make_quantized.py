@@ -1,0 +1,95 @@
+"""A small checkpoint in any quantized format, written with safetensors alone, for tests of what reads such checkpoints.
+
+One decoder layer with a quantized MLP and attention, an unquantized kv_b_proj and router, and an MTP layer that is all BF16:
+
+    modules, tensors = quantized_tensors(format, grid)      # Weight by module; every stored tensor by name
+    path = write(tmp_path / "model", format, grid)          # two shards, index, config.json, side files
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from quantkit.checkpoint.formats.base import Format, output_config
+from quantkit.checkpoint.header import TensorSpec
+from quantkit.quant.fp4 import quantize_fp4
+from quantkit.quant.fp8 import quantize_fp8_block
+from quantkit.quant.integer import quantize_int
+from quantkit.quant.weights import Weight
+from quantkit.schemes import Fp4Grid, Grid, IntGrid
+
+LAYER, MTP = "model.layers.3", "model.layers.4"
+QUANTIZED = {
+    f"{LAYER}.self_attn.q_a_proj": (16, 128),
+    f"{LAYER}.self_attn.kv_a_proj_with_mqa": (24, 128),
+    f"{LAYER}.self_attn.o_proj": (128, 64),
+    f"{LAYER}.mlp.experts.0.gate_proj": (64, 128),
+    f"{LAYER}.mlp.experts.0.up_proj": (64, 128),
+    f"{LAYER}.mlp.experts.0.down_proj": (128, 64),
+}
+PLAIN = {
+    "model.embed_tokens.weight": (40, 128),
+    "lm_head.weight": (40, 128),
+    "model.norm.weight": (128,),
+    f"{LAYER}.self_attn.kv_b_proj.weight": (48, 64),
+    f"{LAYER}.mlp.gate.weight": (8, 128),
+    f"{LAYER}.mlp.gate.e_score_correction_bias": (8,),
+    f"{MTP}.eh_proj.weight": (128, 256),
+    f"{MTP}.mlp.experts.0.gate_proj.weight": (64, 128),
+    f"{MTP}.mlp.experts.0.up_proj.weight": (64, 128),
+}
+
+
+def quantize(format: Format, grid: Grid | None, w: Tensor) -> Weight:
+    """W on the grid, rounded to nearest."""
+    match grid:
+        case IntGrid():
+            return quantize_int(w, grid, scale_dtype=format.scale_dtype)
+        case Fp4Grid():
+            return quantize_fp4(w)
+        case _:
+            return quantize_fp8_block(w) if format.name == "fp8-block" else w.bfloat16()
+
+
+def quantized_tensors(format: Format, grid: Grid | None, seed: int = 0) -> tuple[dict[str, Weight], dict[str, Tensor]]:
+    """Weights by module, and all stored tensors by name."""
+    generator = torch.Generator().manual_seed(seed)
+    modules = {name: quantize(format, grid, torch.randn(shape, generator=generator)) for name, shape in QUANTIZED.items()}
+    tensors = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in PLAIN.items()}
+    for name, weight in modules.items():
+        tensors |= format.pack(name, weight)
+    return modules, tensors
+
+
+def description(format: Format, grid: Grid | None) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """config.json and the files beside it."""
+    plain = [TensorSpec(name, torch.bfloat16, shape) for name, shape in PLAIN.items()]
+    quantized = dict.fromkeys(QUANTIZED, grid)
+    config = output_config({"model_type": "deepseek_v3", "num_hidden_layers": 4}, format.config_block(grid, quantized, plain))
+    return config, format.extra_files(grid, quantized, plain)
+
+
+def write(path: Path, format: Format, grid: Grid | None) -> Path:
+    """The checkpoint directory."""
+    _, tensors = quantized_tensors(format, grid)
+    config, files = description(format, grid)
+    write_tensors(path, tensors)
+    (path / "config.json").write_text(json.dumps(config))
+    for name, content in files.items():
+        (path / name).write_bytes(content)
+    return path
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Two shards and their index."""
+    path.mkdir(parents=True, exist_ok=True)
+    names = sorted(tensors)
+    halves = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for shard, held in halves.items():
+        save_file({name: tensors[name].contiguous() for name in held}, path / shard, metadata={"format": "pt"})
+    weight_map = {name: shard for shard, held in halves.items() for name in held}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
