@@ -84,8 +84,8 @@ def check_ignored(
             raise QuantkitError(f"{path} lists {module} as unquantized, but its tensors are quantized", "correct the list")
     for tensor in tensors.values():
         module = tensor.name.removesuffix(".weight")
-        # eh_proj is a plain linear in every engine, whatever the list says; other linears of a decoder layer end in _proj.
-        is_linear = tensor.name.endswith("_proj.weight") and not tensor.name.endswith("eh_proj.weight")
+        # The linears of a decoder layer end in _proj; eh_proj is a plain one in every engine, whatever the list says.
+        is_linear = tensor.name.endswith(("_proj.weight", "_proj_with_mqa.weight")) and not tensor.name.endswith("eh_proj.weight")
         if is_linear and module not in linears and not ignored(module):
             raise QuantkitError(f"{module} in {path} is unquantized, but its config does not list it so", "add it to the list")
 

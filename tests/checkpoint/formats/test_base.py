@@ -14,14 +14,14 @@ _WILDCARD = IgnoreSpelling(
     layer=lambda prefix: f"{prefix}.*",
     tails=lambda tail: (f"*.{tail}",),
     name=lambda module: module,
-    matches=lambda e, m: fnmatch.fnmatchcase(m, e),
+    matches=lambda entry, module: fnmatch.fnmatchcase(module, entry),
 )
 
 
 def test_endings_and_whole_layers_are_one_entry_each() -> None:
     quantized = [f"model.layers.{layer}.mlp.experts.{expert}.up_proj" for layer in range(3) for expert in range(4)]
     plain = ["lm_head", *(f"model.layers.{layer}.self_attn.kv_b_proj" for layer in range(4)), "model.layers.3.mlp.experts.0.up_proj"]
-    assert ignore_list(quantized, plain, _WILDCARD) == ["*.lm_head", "*.self_attn.kv_b_proj", "model.layers.3.*"]
+    assert ignore_list(quantized, plain, _WILDCARD) == ["model.layers.3.*", "lm_head", "*.self_attn.kv_b_proj"]
 
 
 def test_an_ending_that_would_catch_a_quantized_module_is_spelled_otherwise() -> None:

@@ -114,7 +114,7 @@ def test_unknown_quantization_is_refused(tmp_path: Path) -> None:
     config = {"quantization_config": {"quant_method": "compressed-tensors", "format": "float-quantized"}}
     with pytest.raises(QuantkitError, match=r"does not read: compressed-tensors float-quantized; it reads dense"):
         detect_format(tmp_path, config, {})
-    with pytest.raises(QuantkitError, match="does not read: quantize_config.json"):
+    with pytest.raises(QuantkitError, match=r"does not read: quantize_config\.json"):
         detect_format(tmp_path, {}, {"quantize_config.json": {"bits": 4}})
 
 

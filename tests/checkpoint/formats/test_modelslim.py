@@ -65,7 +65,7 @@ def test_a_checkpoint_of_int4_experts_and_int8_attention_says_both() -> None:
 def test_an_asymmetric_weight_is_refused() -> None:
     tensors: dict[str, Tensor] = FORMAT.pack("m", IntWeight(torch.ones(4, 8, dtype=torch.int8), torch.ones(4, 1), None, bits=8))
     tensors["m.weight_offset"][2] = 3.0
-    with pytest.raises(QuantkitError, match="m.weight_offset is not zero"):
+    with pytest.raises(QuantkitError, match=r"m\.weight_offset is not zero"):
         FORMAT.unpack("m", tensors)
 
 
