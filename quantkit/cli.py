@@ -34,6 +34,71 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and 
 
 
 @app.command()
+def quantize(
+    model: Model,
+    scheme: Annotated[str, typer.Option(help="awq-w4a16, fp4-w4a16, int8-a8w8c16 or rtn-w4a16.")],
+    out_dir: Annotated[Path | None, typer.Option("--out", help="Output directory; MODEL-SCHEME otherwise.")] = None,
+    format_: Annotated[str, typer.Option("--format", help="auto, awq, compressed-tensors, modelopt or modelslim.")] = "auto",
+    recipe: Annotated[str | None, typer.Option(help="A YAML file; the scheme's own recipe otherwise.")] = None,
+    calibration: Annotated[
+        str | None, typer.Option(help="FILE.txt, FILE.jsonl or a `datasets` id; the model's own where it ships one.")
+    ] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Calibration sequences.")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=8, help="Tokens of a calibration sequence.")] = None,
+    seed: Annotated[int | None, typer.Option()] = None,
+    device: Device = "auto",
+    overwrite: Annotated[bool, typer.Option(help="Replace the output directory if it exists.")] = False,
+    json_: AsJson = False,
+) -> None:
+    """Quantize a checkpoint. A run that was stopped goes on when the same command is given again."""
+    from quantkit.calibrate.events import Event, Note
+    from quantkit.quantize.run import quantize as run_quantize
+    from quantkit.recipe import load_recipe
+    from quantkit.schemes import find_scheme
+
+    chosen, source = find_scheme(scheme), find_model(model)
+    shipped = source / "calibration.jsonl"
+    given = {"calibration": calibration, "samples": samples, "seq_len": seq_len, "seed": seed}
+    settings = load_recipe(recipe or scheme).model_copy(update={key: value for key, value in given.items() if value is not None})
+    if settings.calibration is None and shipped.exists():
+        settings = settings.model_copy(update={"calibration": str(shipped)})
+    with _bytes_bar() as bar:
+        row = bar.add_task("checking", total=None, note="")
+
+        def show(event: Event) -> None:
+            if isinstance(event, Note):
+                bar.console.print(f"[dim]{event.text}[/dim]", highlight=False)
+                return
+            note = f"{event.unit}  error {event.error:.2e}  {event.memory / 2**30:.1f} GiB"
+            bar.update(row, description=event.phase, completed=event.done_bytes, total=event.total_bytes, note=note)
+
+        target = out_dir or Path(f"{source.name}-{scheme}")
+        report = run_quantize(source, target, chosen, format_, settings, device=device, overwrite=overwrite, on_event=show)
+    about = {
+        "out": str(report.out),
+        "scheme": report.scheme,
+        "format": report.format,
+        "source_bytes": report.source_bytes,
+        "output_bytes": report.output_bytes,
+        "seconds": report.seconds,
+        "peak_memory": report.peak_memory,
+        "calibration_tokens": report.calibration_tokens,
+        "mean_error": report.findings.mean_error,
+    }
+    if json_:
+        return print_json(about)
+    table = Table(show_header=False, title=f"{model} as {report.scheme}")
+    table.add_row("written to", str(report.out))
+    table.add_row("format", report.format)
+    table.add_row("size", f"{megabytes(report.output_bytes)}, from {megabytes(report.source_bytes)}")
+    table.add_row("time", f"{report.seconds:.1f} s")
+    table.add_row("peak memory", megabytes(report.peak_memory))
+    table.add_row("calibration", f"{report.calibration_tokens:,} tokens")
+    table.add_row("mean output error", f"{report.findings.mean_error:.2e}")
+    out.print(table)
+
+
+@app.command()
 def inspect(model: Model, json_: AsJson = False) -> None:
     """What is in a checkpoint: format, scheme, tensors, bytes, and what is missing or unknown."""
     from quantkit.checkpoint.reader import Checkpoint
@@ -239,6 +304,14 @@ def _bar() -> Any:
         TextColumn("{task.fields[note]}"),
         console=err,
     )
+
+
+def _bytes_bar() -> Any:
+    """As `_bar`, counting bytes."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    return Progress(*columns, TextColumn("{task.fields[note]}"), console=err)
 
 
 @app.command()
