@@ -23,7 +23,7 @@ OPERATORS = (
     "rope",
     "mla_decode",
 )
-BACKENDS = ("reference", "dense", "cpu")
+BACKENDS = ("reference", "dense", "cpu", "cuda")
 Shape = tuple[int, int]
 
 

@@ -1,0 +1,44 @@
+"""CUDA C++ kernels for few tokens, compiled by the user's nvcc at first use (half a minute, kept in the user's cache).
+
+Written in C++ because prepacked mma fragments, 16-byte streaming loads and the fused routing of the experts are out of Triton's reach.
+"""
+
+import torch
+
+from quantkit_kernels.backends import Shape
+from quantkit_kernels.cuda.build import find_nvcc, library_path
+from quantkit_kernels.cuda.experts import StreamLayout
+from quantkit_kernels.cuda.linear import linear
+from quantkit_kernels.weights import Weight
+
+__all__ = ["experts_layout", "linear", "unusable"]
+
+
+def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, shapes: tuple[Shape, ...]) -> str | None:
+    if device.type != "cuda":
+        return f"runs on CUDA, not on {device.type}"
+    if not torch.cuda.is_available():
+        return "no CUDA device here"
+    if not operator.startswith(("linear_", "experts_")) or operator.endswith("_dense"):
+        return "quantized weights only"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"needs compute capability 8.0, this device has {major}.{minor}"
+    if find_nvcc() is None and not library_path(f"{major}{minor}").exists():
+        return "nvcc is not installed, and it compiles the kernels at first use"
+    return _refused(operator.split("_")[1], dtype, shapes)
+
+
+def _refused(kind: str, dtype: torch.dtype | None, shapes: tuple[Shape, ...]) -> str | None:
+    if dtype == torch.float32:
+        return "computes in bfloat16 and float16 only"
+    if kind == "fp4" and dtype == torch.float16:
+        return "FP4 computes in bfloat16 only"
+    for _, k in shapes:
+        if k % 128:
+            return f"needs input features in multiples of 128, not {k}"
+    return None
+
+
+def experts_layout(num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device) -> StreamLayout:
+    return StreamLayout(num_experts, gate, dtype, device)

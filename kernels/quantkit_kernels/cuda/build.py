@@ -1,0 +1,79 @@
+"""Compiles the CUDA sources with the user's nvcc at first use and loads them.
+
+The library has a plain C interface, so it depends on no version of torch. It is kept in the user's cache under a hash of the sources, the
+compiler and the device's architecture; nothing is ever written into the package.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+_SOURCE = Path(__file__).parent / "stream_gemm.cu"
+
+
+class Params(ctypes.Structure):
+    """Params of stream_gemm.cu, field by field."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("words", "scales", "zeros", "row_scale", "x", "x_scale", "out", "ids", "pair_weights")),
+        *((name, ctypes.c_void_p) for name in ("partial", "arrived")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("ids_stride", "pairs", "top_k", "by_expert", "m", "n", "k", "out_n", "wn", "split", "epilogue")
+        ),
+    ]
+
+
+def cache_directory() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quantkit"
+
+
+def library_path(architecture: str) -> Path:
+    digest = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]
+    return cache_directory() / f"stream_gemm-{architecture}-{digest}.so"
+
+
+def find_nvcc() -> str | None:
+    found = shutil.which("nvcc")
+    home = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "nvcc"
+    return found or (str(home) if home.exists() else None)
+
+
+def compile_library(architecture: str) -> Path:
+    """Compile for an architecture such as "90"; about half a minute. Another process doing the same is harmless: the last rename wins."""
+    target = library_path(architecture)
+    nvcc = find_nvcc()
+    assert nvcc is not None, "nvcc was there when the backend was chosen"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        built = Path(folder) / target.name
+        command = [nvcc, "-O3", "-std=c++17", f"-gencode=arch=compute_{architecture},code=sm_{architecture}", "-shared"]
+        done = subprocess.run(
+            [*command, "-Xcompiler", "-fPIC", "-o", str(built), str(_SOURCE)], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise RuntimeError(f"nvcc could not compile {_SOURCE.name}: {done.stderr.strip()[-2000:]}")
+        built.rename(target)
+    return target
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    major, minor = torch.cuda.get_device_capability()
+    path = library_path(f"{major}{minor}")
+    if not path.exists():
+        compile_library(f"{major}{minor}")
+    loaded = ctypes.CDLL(str(path))
+    pointer, integer = ctypes.c_void_p, ctypes.c_int
+    loaded.qk_stream_gemm.argtypes = [ctypes.POINTER(Params), *[integer] * 5, pointer]
+    loaded.qk_expand.argtypes = [ctypes.POINTER(Params), *[integer] * 3, pointer, pointer]
+    loaded.qk_sum_pairs.argtypes = [pointer, pointer, *[integer] * 4, pointer]
+    loaded.qk_quantize_rows.argtypes = [pointer, pointer, pointer, *[integer] * 3, pointer]
+    return loaded

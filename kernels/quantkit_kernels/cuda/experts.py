@@ -1,0 +1,101 @@
+"""Routed experts in three launches: gate_up with SiLU, down with the routing weights, and the sum over each token's experts.
+
+Int8 adds two that quantize the activations. No launch depends on the routing's values, so a step can be captured in a graph.
+"""
+
+import torch
+from torch import Tensor
+
+from quantkit_kernels.cuda.build import Params, library
+from quantkit_kernels.cuda.launch import DTYPES, SILU_MUL, WEIGH, Plan, checked, quantize_rows, stream_gemm
+from quantkit_kernels.cuda.layout import Packed, group_of, interleaved, pack
+from quantkit_kernels.experts import Experts, ExpertsLayout
+from quantkit_kernels.weights import Weight, kind, shape, to_device
+
+MAX_LISTED = 1024  # pairs that a block looks through; kMaxListed of stream_gemm.cu
+
+
+class StreamExperts(Experts):
+    def __init__(
+        self, gate_up: Packed, down: Packed, sizes: tuple[int, int, int], kind: str, group: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(*sizes, dtype, device, "cuda")
+        self.kind = kind
+        self.group = group
+        self.gate_up = gate_up
+        self.down = down
+        self.plans = (Plan(1, 2, 1), Plan(1, 2, 1))
+
+    def held(self) -> list[Tensor]:
+        return [tensor for tensor in (*self.gate_up, *self.down) if tensor is not None]
+
+    def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        tokens = MAX_LISTED // topk_ids.shape[1]
+        if x.shape[0] > tokens:
+            parts = zip(x.split(tokens), topk_ids.split(tokens), topk_weights.split(tokens))
+            return torch.cat([self._forward(*part) for part in parts])
+        return self._forward(x, topk_ids, topk_weights)
+
+    def _forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        x, topk_ids, topk_weights = x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
+        pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
+        between = torch.empty(pairs, self.intermediate, dtype=self.dtype, device=x.device)
+        self._launch(self.gate_up, SILU_MUL, x, between, topk_ids, topk_weights, self.plans[0])
+        weighed = torch.empty(pairs, self.hidden, dtype=torch.float32, device=x.device)
+        self._launch(self.down, WEIGH, between, weighed, topk_ids, topk_weights, self.plans[1])
+        y = torch.empty_like(x)
+        stream = torch.cuda.current_stream(x.device).cuda_stream
+        checked(library().qk_sum_pairs(weighed.data_ptr(), y.data_ptr(), DTYPES[self.dtype], x.shape[0], top_k, self.hidden, stream))
+        return y
+
+    def _launch(self, packed: Packed, epilogue: int, x: Tensor, out: Tensor, ids: Tensor, weights: Tensor, plan: Plan) -> None:
+        pointers = {name: tensor.data_ptr() for name, tensor in packed._asdict().items() if tensor is not None}
+        by_expert = ids.numel() > self.num_experts
+        params = Params(
+            **pointers,
+            x=x.data_ptr(),
+            out=out.data_ptr(),
+            ids=ids.data_ptr(),
+            ids_stride=ids.element_size() // 4,
+            pair_weights=weights.data_ptr(),
+            pairs=ids.numel(),
+            top_k=ids.shape[1],
+            by_expert=by_expert,
+            n=packed.row_scale.numel() // self.num_experts,
+            k=x.shape[1],
+            out_n=out.shape[1],
+            epilogue=epilogue,
+        )
+        if self.kind == "int8":
+            codes, scale = quantize_rows(x)
+            params.x, params.x_scale = codes.data_ptr(), scale.data_ptr()
+        grid_y = self.num_experts if by_expert else ids.numel()
+        stream_gemm(params, self.kind, self.dtype, self.group, plan, grid_y, self.device)
+
+
+class StreamLayout(ExpertsLayout):
+    """Packs each expert as it comes into its place in the layer's tensors."""
+
+    def __init__(self, num_experts: int, gate: Weight, dtype: torch.dtype, device: torch.device) -> None:
+        intermediate, hidden = shape(gate)
+        self._sizes = (num_experts, hidden, intermediate)
+        self._kind, self._group = kind(gate), group_of(gate)
+        self._dtype, self._device = dtype, device
+        self._layers: list[Packed] = []
+
+    def place(self, index: int, gate: Weight, up: Weight, down: Weight) -> None:
+        gate, up, down = (to_device(weight, self._device) for weight in (gate, up, down))
+        packed = [pack(interleaved(gate, up)), pack(down)]
+        if not self._layers:
+            self._layers = [self._room(one) for one in packed]
+        for layer, one in zip(self._layers, packed):
+            for room, part in zip(layer, one):
+                if room is not None and part is not None:
+                    room[index] = part
+
+    def _room(self, one: Packed) -> Packed:
+        return Packed._make(None if part is None else part.new_empty(self._sizes[0], *part.shape) for part in one)
+
+    def finish(self) -> StreamExperts:
+        library()
+        return StreamExperts(self._layers[0], self._layers[1], self._sizes, self._kind, self._group, self._dtype, self._device)

@@ -1,0 +1,66 @@
+"""Linears over the streaming kernel, and over an expanded weight for many tokens."""
+
+import ctypes
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quantkit_kernels.cuda.build import Params, library
+from quantkit_kernels.cuda.launch import DTYPES, FORMATS, STORE, Plan, checked, plan, quantize_rows, stream_gemm
+from quantkit_kernels.cuda.layout import Packed, group_of, pack
+from quantkit_kernels.linear import Linear
+from quantkit_kernels.weights import Weight, kind, shape, to_device
+
+# From this many tokens on, expanding the 4-bit weight to the compute dtype and multiplying with cuBLAS is faster than streaming it again
+# for every 32 tokens.
+_EXPAND_TOKENS = 128
+
+
+class StreamLinear(Linear):
+    def __init__(self, weight: Weight, dtype: torch.dtype, device: torch.device) -> None:
+        n, k = shape(weight)
+        super().__init__(k, n, dtype, device, "cuda")
+        self.kind = kind(weight)
+        self.group = group_of(weight)
+        self.packed: Packed = pack(to_device(weight, device))
+        self.padded = self.packed.row_scale.shape[0]
+        library()
+
+    def held(self) -> list[Tensor]:
+        return [tensor for tensor in self.packed if tensor is not None]
+
+    def rows(self, x: Tensor) -> Tensor:
+        if x.shape[0] >= _EXPAND_TOKENS and self.kind != "int8":
+            return F.linear(x, self.expand())
+        return self.stream(x, plan(self.padded, self.in_features // 64, x.shape[0]))
+
+    def stream(self, x: Tensor, plan: Plan) -> Tensor:
+        """x[M, K] -> [M, N] by the streaming kernel with a given grid."""
+        x = x.contiguous()
+        y = torch.empty(x.shape[0], self.out_features, dtype=self.dtype, device=x.device)
+        params = self._params()
+        params.m, params.epilogue, params.out = x.shape[0], STORE, y.data_ptr()
+        params.x = x.data_ptr()
+        if self.kind == "int8":
+            codes, scale = quantize_rows(x)
+            params.x, params.x_scale = codes.data_ptr(), scale.data_ptr()
+        grid_y = -(-x.shape[0] // (8 * plan.token_tiles))
+        stream_gemm(params, self.kind, self.dtype, self.group, plan, grid_y, self.device)
+        return y
+
+    def expand(self) -> Tensor:
+        """W[N, K] in the compute dtype, for this call."""
+        full = torch.empty(self.out_features, self.in_features, dtype=self.dtype, device=self.device)
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        params = self._params()
+        checked(library().qk_expand(ctypes.byref(params), FORMATS[self.kind], DTYPES[self.dtype], self.group, full.data_ptr(), stream))
+        return full
+
+    def _params(self) -> Params:
+        pointers = {name: tensor.data_ptr() for name, tensor in self.packed._asdict().items() if tensor is not None}
+        return Params(**pointers, n=self.padded, k=self.in_features, out_n=self.out_features, top_k=1)
+
+
+def linear(weight: Weight, dtype: torch.dtype, device: torch.device) -> Linear:
+    return StreamLinear(weight, dtype, device)
