@@ -19,7 +19,7 @@ from words import CONTAINERS, EVENTS, ITEMS, LIQUIDS, NAMES, PLACES, PLANTS
 
 Side = Literal["train", "eval"]
 SUFFIX = "Please reason step by step, and put your final answer within \\boxed{}."
-TOP = 999  # largest number that any step produces
+TOP = 1999  # largest number that any step produces
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,15 @@ def ledger(rng: random.Random) -> Problem:
     place, item, name = rng.choice(PLACES), rng.choice(ITEMS), rng.choice(NAMES)
     value = rng.randint(20, 400)
     key, story, steps = [str(value)], [f"The {place} holds {value} {item}."], []
-    for _ in range(rng.randint(2, 5)):
-        kind, before = rng.choice("++--*xx/"), value
+    for _ in range(rng.randint(3, 6)):
+        kind, before = rng.choice("+-**xx/"), value
         if kind == "+":
-            n = rng.randint(11, 299)
+            n = rng.randint(11, 499)
             value += n
             story.append(rng.choice((f"Then {n} more arrive.", f"{rng.choice(NAMES)} brings {n} more.")))
             steps.append(f"{before} + {n} = {value}.")
         elif kind == "-":
-            n = rng.randint(11, 299)
+            n = rng.randint(11, 499)
             value -= n
             story.append(rng.choice((f"Then {n} of them are sold.", f"{rng.choice(NAMES)} takes away {n} of them.")))
             steps.append(f"{before} - {n} = {value}.")
@@ -83,7 +83,7 @@ def ledger(rng: random.Random) -> Problem:
             story.append(f"{part} of them stay and the rest are shipped.")
             steps.append(f"{before} / {n} = {value}.")
         else:
-            k, n, box = rng.randint(2, 9), rng.randint(3, 29), rng.choice(CONTAINERS)
+            k, n, box = rng.randint(2, 12), rng.randint(3, 48), rng.choice(CONTAINERS)
             value += k * n if kind == "*" else -k * n
             verb, sign = ("come in", "+") if kind == "*" else ("go out", "-")
             story.append(f"Then {k} {box} of {n} {item} each {verb}.")
@@ -98,12 +98,12 @@ def ledger(rng: random.Random) -> Problem:
 
 def relay(rng: random.Random) -> Problem:
     """Each person's count is told by that of the one before."""
-    people, item = rng.sample(NAMES, rng.choice((3, 3, 4))), rng.choice(ITEMS)
-    values = [rng.randint(12, 150)]
+    people, item = rng.sample(NAMES, rng.choice((3, 4, 4, 5))), rng.choice(ITEMS)
+    values = [rng.randint(12, 250)]
     key, story, steps = [str(values[0])], [f"{people[0]} has {values[0]} {item}."], []
     for previous, name in zip(people, people[1:], strict=False):
         before, kind = values[-1], rng.choice("+-*/")
-        n = rng.randint(5, 120) if kind in "+-" else rng.choice((2, 3, 4))
+        n = rng.randint(5, 250) if kind in "+-" else rng.choice((2, 3, 4))
         if kind == "+":
             values.append(before + n)
             story.append(f"{name} has {n} more {item} than {previous}.")
@@ -136,7 +136,7 @@ def relay(rng: random.Random) -> Problem:
 def beds(rng: random.Random) -> Problem:
     """Two products, and a loss."""
     name, plant = rng.choice(NAMES), rng.choice(PLANTS)
-    rows, each, rows2, each2, lost = rng.randint(3, 19), rng.randint(11, 48), rng.randint(3, 9), rng.randint(11, 48), rng.randint(11, 95)
+    rows, each, rows2, each2, lost = rng.randint(3, 29), rng.randint(11, 48), rng.randint(3, 19), rng.randint(11, 48), rng.randint(11, 295)
     first, second = rows * each, rows2 * each2
     left = first + second - lost
     _within(left, first + second)
@@ -151,8 +151,8 @@ def beds(rng: random.Random) -> Problem:
 def tickets(rng: random.Random) -> Problem:
     """Income of two prices, less the rent."""
     event, name = rng.choice(EVENTS), rng.choice(NAMES)
-    adults, price, children, less = rng.randint(11, 45), rng.randint(4, 12), rng.randint(11, 60), rng.randint(2, 6)
-    rent = rng.randint(20, 250)
+    adults, price, children, less = rng.randint(11, 65), rng.randint(4, 24), rng.randint(11, 85), rng.randint(2, 12)
+    rent = rng.randint(20, 650)
     first, second = adults * price, children * less
     profit = first + second - rent
     _within(profit, first + second)
@@ -166,8 +166,8 @@ def tickets(rng: random.Random) -> Problem:
 
 def tank(rng: random.Random) -> Problem:
     """Filling against a leak."""
-    liquid, start = rng.choice(LIQUIDS), rng.randint(15, 400)
-    fill, leak, minutes, later = rng.randint(12, 60), rng.randint(2, 45), rng.randint(3, 15), rng.randint(2, 9)
+    liquid, start = rng.choice(LIQUIDS), rng.randint(15, 600)
+    fill, leak, minutes, later = rng.randint(12, 80), rng.randint(2, 45), rng.randint(3, 19), rng.randint(2, 12)
     rate = fill - leak
     _need(rate > 1)
     gain, drain = rate * minutes, leak * later
@@ -185,7 +185,7 @@ def tank(rng: random.Random) -> Problem:
 def shares(rng: random.Random) -> Problem:
     """Pool, divide among friends, give some away."""
     item, box, name = rng.choice(ITEMS), rng.choice(CONTAINERS), rng.choice(NAMES)
-    friends, share, count, each = rng.randint(3, 9), rng.randint(12, 95), rng.randint(2, 9), rng.randint(6, 38)
+    friends, share, count, each = rng.randint(3, 9), rng.randint(12, 195), rng.randint(2, 15), rng.randint(6, 48)
     pool = friends * share
     loose = pool - count * each
     gift = rng.randint(2, share - 1)
@@ -201,7 +201,7 @@ def shares(rng: random.Random) -> Problem:
 
 def pages(rng: random.Random) -> Problem:
     """A book read at two speeds."""
-    name, daily, days, rest, later = rng.choice(NAMES), rng.randint(11, 48), rng.randint(3, 12), rng.randint(2, 9), rng.randint(11, 60)
+    name, daily, days, rest, later = rng.choice(NAMES), rng.randint(11, 68), rng.randint(3, 16), rng.randint(2, 9), rng.randint(11, 95)
     done = daily * days
     left = rest * later
     total = done + left
@@ -217,18 +217,17 @@ def pages(rng: random.Random) -> Problem:
 def ages(rng: random.Random) -> Problem:
     """Ages of three people some years on."""
     first, second, third = rng.sample(NAMES, 3)
-    age, older, younger, years = rng.randint(15, 60), rng.randint(3, 30), rng.randint(2, 14), rng.randint(3, 19)
+    age, older, younger, years = rng.randint(15, 70), rng.randint(3, 29), rng.randint(2, 19), rng.randint(3, 19)
     second_age = age + older
     third_age = second_age - younger
     _need(third_age != age)
-    now = age + second_age + third_age
-    total = now + 3 * years
+    total = age + second_age + third_age + 3 * years
     question = (
         f"{first} is {age} years old. {second} is {older} years older than {first}, and {third} is {younger} years younger than {second}. "
         f"How old will the three be together in {years} years?"
     )
     steps = f"{second}: {age} + {older} = {second_age}.\n{third}: {second_age} - {younger} = {third_age}.\n"
-    steps += f"{age} + {second_age} + {third_age} = {now}.\n{now} + 3 * {years} = {total}."
+    steps += f"{age} + {second_age} + {third_age} + 3 * {years} = {total}."
     return Problem("ages", f"ages:{age}+{older}-{younger}+3*{years}", question, steps, "Together they will be {} years old.", total)
 
 
@@ -238,25 +237,24 @@ def clock(rng: random.Random) -> Problem:
     h1, m1, hours, m2 = rng.randint(1, 8), rng.randint(1, 59), rng.randint(2, 7), rng.randint(1, 59)
     breaks, minutes = rng.randint(2, 6), rng.randint(3, 19)
     h2 = h1 + hours
-    start, end, rest = 60 * h1 + m1, 60 * h2 + m2, breaks * minutes
-    worked = end - start - rest
+    start, end = 60 * h1 + m1, 60 * h2 + m2
+    worked = end - start - breaks * minutes
     _within(start, end, worked)
     question = (
         f"{name} works at the {place} from {h1}:{m1:02d} to {h2}:{m2:02d} and takes {breaks} breaks of {minutes} minutes. "
         f"How many minutes does {name} work?"
     )
-    steps = f"{h2} * 60 + {m2} = {end}.\n{h1} * 60 + {m1} = {start}.\n{end} - {start} = {end - start}.\n"
-    steps += f"{end - start} - {breaks} * {minutes} = {worked}."
+    steps = f"{h2} * 60 + {m2} = {end}.\n{h1} * 60 + {m1} = {start}.\n{end} - {start} - {breaks} * {minutes} = {worked}."
     return Problem("clock", f"clock:{h2}:{m2}-{h1}:{m1}-{breaks}*{minutes}", question, steps, f"{name} works {{}} minutes.", worked)
 
 
 def machine(rng: random.Random) -> Problem:
     """A bare chain of operations."""
-    value = rng.randint(11, 250)
+    value = rng.randint(11, 450)
     key, story, steps = [str(value)], [f"A number machine starts with {value}."], []
-    for _ in range(rng.randint(3, 7)):
-        kind, before = rng.choice("++--*/"), value
-        n = rng.randint(11, 399) if kind in "+-" else rng.randint(2, 9)
+    for _ in range(rng.randint(4, 7)):
+        kind, before = rng.choice("+--*&&//"), value
+        n = rng.randint(11, 899) if kind in "+-" else rng.randint(2, 9)
         if kind == "+":
             value += n
             story.append(f"It adds {n}.")
@@ -266,13 +264,18 @@ def machine(rng: random.Random) -> Problem:
         elif kind == "*":
             value *= n
             story.append(f"It multiplies by {n}.")
+        elif kind == "&":
+            extra = rng.randint(11, 399)
+            value = value * n + extra
+            story.append(f"It multiplies by {n} and adds {extra}.")
+            kind, n = "*", f"{n} + {extra}"
         else:
             _need(before % n == 0)
             value //= n
             story.append(f"It divides by {n}.")
         _within(value)
         steps.append(f"{before} {kind} {n} = {value}.")
-        key.append(f"{kind}{n}")
+        key.append(f"{kind}{n}".replace(" ", ""))
     story.append("Which number comes out?")
     return Problem("machine", "machine:" + "".join(key), " ".join(story), "\n".join(steps), "The machine gives {}.", value)
 
