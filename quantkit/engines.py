@@ -194,6 +194,11 @@ def check_checkpoint(engine: str, checkpoint: Checkpoint, *, device: Device | No
     return min(found, key=lambda problems: [problem.severity for problem in problems].count("error"))
 
 
+def find_load(engine: str, checkpoint: Checkpoint, device: Device | None = None) -> Load | None:
+    """The rule by which the engine loads the checkpoint's format, if it does."""
+    return next(iter(_loads(find_engine(engine), checkpoint, device)), None)
+
+
 def _loads(profile: Engine, checkpoint: Checkpoint, device: Device | None) -> list[Load]:
     stored = _stored_grid(checkpoint)
     return [
