@@ -133,40 +133,52 @@ template <int FMT, int MT> struct Step {
   uint4 x[MT][FMT == kInt8 ? 1 : 2];
 };
 
-template <int FMT, int G, int MT>
-__device__ __forceinline__ void load_step(Step<FMT, MT>& s, const Params& p, size_t tile0, int kt, int lane, const char* const (&x_row)[MT]) {
-  const int steps = p.k / 64;
+// Where a lane's loads of step 0 are.
+template <int MT> struct Bases {
+  const uint4* w[kRowTiles];
+  const uint32_t* scale[kRowTiles];
+  const uint8_t* zero[kRowTiles];
+  const char* x[MT];
+};
+
+template <int FMT, int G, int MT> __device__ __forceinline__ void find_weights(Bases<MT>& base, const Params& p, size_t tile0, int lane) {
 #pragma unroll
   for (int nt = 0; nt < kRowTiles; ++nt) {
-    const size_t tile = tile0 + (size_t)nt * steps + kt;
-    if constexpr (FMT == kInt8) {
-      s.w[nt][0] = load_weights(p.words + tile * 64 + lane);
-      s.w[nt][1] = load_weights(p.words + tile * 64 + 32 + lane);
-    } else {
-      s.w[nt][0] = load_weights(p.words + tile * 32 + lane);
-    }
-    if constexpr (FMT == kFp4) s.scale[nt][0] = __ldg(p.scales + tile * 16 + (lane >> 1));
+    const size_t tile = tile0 + (size_t)nt * (p.k / 64);
+    // Tiles of a row follow each other, so the index of a group is the tile's, scaled.
+    const size_t group = G == 32 ? tile * 2 : G == 64 ? tile : tile / 2;
+    base.w[nt] = p.words + tile * (FMT == kInt8 ? 64 : 32) + lane;
+    if constexpr (FMT == kFp4) base.scale[nt] = p.scales + tile * 16 + (lane >> 1);
     if constexpr (FMT == kInt4) {
-      constexpr int halves = G == 32 ? 2 : 1;
+      base.scale[nt] = p.scales + group * 8 + (lane >> 2);
+      base.zero[nt] = p.zeros ? p.zeros + group * 8 + (lane >> 2) : nullptr;
+    }
+  }
+}
+
+template <int FMT, int G, int MT> __device__ __forceinline__ void load_step(Step<FMT, MT>& s, const Bases<MT>& base, int kt) {
 #pragma unroll
-      for (int half = 0; half < halves; ++half) {
-        // Tiles of a row follow each other, so the group's index is the tile's, scaled.
-        const size_t group = G == 32 ? tile * 2 + half : G == 64 ? tile : (tile0 + (size_t)nt * steps) / 2 + kt / 2;
-        s.scale[nt][half] = __ldg(p.scales + group * 8 + (lane >> 2));
-        s.zero[nt][half] = p.zeros ? (uint32_t)__ldg(p.zeros + group * 8 + (lane >> 2)) : 0x88u;
+  for (int nt = 0; nt < kRowTiles; ++nt) {
+    if constexpr (FMT == kInt8) {
+      s.w[nt][0] = load_weights(base.w[nt] + kt * 64);
+      s.w[nt][1] = load_weights(base.w[nt] + kt * 64 + 32);
+    } else {
+      s.w[nt][0] = load_weights(base.w[nt] + kt * 32);
+    }
+    if constexpr (FMT == kFp4) s.scale[nt][0] = __ldg(base.scale[nt] + kt * 16);
+    if constexpr (FMT == kInt4) {
+#pragma unroll
+      for (int half = 0; half < (G == 32 ? 2 : 1); ++half) {
+        const int at = (G == 32 ? kt * 2 + half : G == 64 ? kt : kt / 2) * 8;
+        s.scale[nt][half] = __ldg(base.scale[nt] + at);
+        s.zero[nt][half] = base.zero[nt] ? (uint32_t)__ldg(base.zero[nt] + at) : 0x88u;
       }
     }
   }
-  const int q = lane & 3;
 #pragma unroll
   for (int mt = 0; mt < MT; ++mt) {
-    if constexpr (FMT == kInt8) {
-      s.x[mt][0] = x_row[mt] ? __ldg(reinterpret_cast<const uint4*>(x_row[mt] + kt * 64 + q * 16)) : uint4{0, 0, 0, 0};
-    } else {
-      const char* at = x_row[mt] + kt * 128 + q * 16;
-      s.x[mt][0] = x_row[mt] ? __ldg(reinterpret_cast<const uint4*>(at)) : uint4{0, 0, 0, 0};
-      s.x[mt][1] = x_row[mt] ? __ldg(reinterpret_cast<const uint4*>(at + 64)) : uint4{0, 0, 0, 0};
-    }
+    s.x[mt][0] = __ldg(reinterpret_cast<const uint4*>(base.x[mt] + kt * (FMT == kInt8 ? 64 : 128)));
+    if constexpr (FMT != kInt8) s.x[mt][1] = __ldg(reinterpret_cast<const uint4*>(base.x[mt] + kt * 128 + 64));
   }
 }
 
@@ -321,6 +333,8 @@ __global__ void __launch_bounds__(kWarps * 32, MT <= 2 ? 2 : 1) stream_gemm(cons
   const int steps = p.k / 64;
   const int begin = steps * part / p.split + warp_k, end = steps * (part + 1) / p.split;
   const size_t tile0 = ((size_t)expert * (p.n / 16) + (size_t)(block_n * p.wn + warp_n) * kRowTiles) * steps;
+  Bases<MT> base;
+  find_weights<FMT, G, MT>(base, p, tile0, lane);
   const size_t row_bytes = (size_t)p.k * (FMT == kInt8 ? 1 : 2);
 
   for (; first < total; first += tokens_per_tile) {
@@ -330,25 +344,24 @@ __global__ void __launch_bounds__(kWarps * 32, MT <= 2 ? 2 : 1) stream_gemm(cons
     }
     const int* tokens = p.ids ? list + first : list;
     const int count = min(tokens_per_tile, total - first);
-    const char* x_row[MT];
+    // A column of the product depends on its own token only, so places without a token repeat the first and are not stored.
 #pragma unroll
     for (int mt = 0; mt < MT; ++mt) {
-      const int t = mt * 8 + g;
-      x_row[mt] = nullptr;
-      if (t < count) x_row[mt] = reinterpret_cast<const char*>(p.x) + row_bytes * (p.epilogue == kSiluMul ? tokens[t] / p.top_k : tokens[t]);
+      const int token = tokens[mt * 8 + g < count ? mt * 8 + g : 0];
+      base.x[mt] = reinterpret_cast<const char*>(p.x) + row_bytes * (p.epilogue == kSiluMul ? token / p.top_k : token) + q * 16;
     }
     Acc acc[kRowTiles][MT][4] = {};
     Step<FMT, MT> ring[ahead];
 #pragma unroll
     for (int i = 0; i < ahead; ++i)
-      if (begin + i * wk < end) load_step<FMT, G, MT>(ring[i], p, tile0, begin + i * wk, lane, x_row);
+      if (begin + i * wk < end) load_step<FMT, G, MT>(ring[i], base, begin + i * wk);
     for (int kt = begin; kt < end; kt += ahead * wk) {
 #pragma unroll
       for (int i = 0; i < ahead; ++i) {
         const int now = kt + i * wk;
         if (now >= end) break;
         compute_step<FMT, T, G, MT, Acc>(ring[i], acc);
-        if (now + ahead * wk < end) load_step<FMT, G, MT>(ring[i], p, tile0, now + ahead * wk, lane, x_row);
+        if (now + ahead * wk < end) load_step<FMT, G, MT>(ring[i], base, now + ahead * wk);
       }
     }
     // red[warp_k][row of the block][token]
