@@ -19,8 +19,9 @@ from quantkit.errors import QuantkitError
 from quantkit.executor.cache import CachePlan, PagedCache, plan_cache
 from quantkit.executor.chat import ChatTokenizer
 from quantkit.executor.devices import free_bytes
+from quantkit.executor.drafter import Acceptance, Drafter
 from quantkit.executor.load import LoadedModel, load_model
-from quantkit.executor.runner import Runner
+from quantkit.executor.runner import Pass, Runner
 from quantkit.executor.sampling import Batch, SamplingParams, log_probabilities, sample
 from quantkit.executor.scheduler import Scheduler
 from quantkit.executor.sequence import Completion, FinishReason, Sequence, TokenLogprob
@@ -38,20 +39,24 @@ class Delta:
 
 
 class Engine:
-    def __init__(self, loaded: LoadedModel, tokenizer: ChatTokenizer, plan: CachePlan, *, max_batch: int, prefill_tokens: int) -> None:
+    def __init__(
+        self, loaded: LoadedModel, tokenizer: ChatTokenizer, plan: CachePlan, *, max_batch: int, prefill_tokens: int, num_drafts: int = 0
+    ) -> None:
         self.loaded, self.tokenizer, self.plan = loaded, tokenizer, plan
         self.max_model_len = plan.max_model_len
-        config = loaded.config
         self.cache = PagedCache(
-            config.num_hidden_layers,
+            loaded.num_cached_layers,
             plan.num_blocks,
-            config.cache_width,
+            loaded.config.cache_width,
             block_size=plan.block_size,
             dtype=CACHE_DTYPE,
             device=loaded.device,
         )
-        self.scheduler = Scheduler(plan, max_batch=max_batch, prefill_tokens=prefill_tokens)
+        # A step may write the drafts it checks and then those it makes.
+        self.scheduler = Scheduler(plan, max_batch=max_batch, prefill_tokens=prefill_tokens, lookahead=2 * num_drafts)
         self.runner = Runner(loaded.model, self.cache)
+        self.drafter = Drafter(loaded.mtp, self.runner, num_drafts) if num_drafts else None
+        self.acceptance = Acceptance()
 
     @classmethod
     def load(
@@ -65,19 +70,21 @@ class Engine:
         max_model_len: int | None = None,
         cache_tokens: int | None = None,
         prefill_tokens: int = PREFILL_TOKENS,
+        num_drafts: int = 0,
     ) -> "Engine":
         """Load a checkpoint directory.
 
         max_batch: requests computed together. max_model_len: longest prompt plus answer (None: what model and cache allow).
         cache_tokens: tokens the cache holds, over all requests (None: what max_batch full contexts need, within a share of the memory).
-        prefill_tokens: prompt tokens computed between two decode steps. Raises QuantkitError where something does not fit.
+        prefill_tokens: prompt tokens computed between two decode steps. num_drafts: tokens that the checkpoint's MTP layer guesses a
+        step (0: none); the answers are the same, `acceptance` counts. Raises QuantkitError where something does not fit.
         """
         path = Path(model_path)
         tokenizer = ChatTokenizer(path)
-        loaded = load_model(path, device=device, backend=backend, dtype=dtype)
+        loaded = load_model(path, device=device, backend=backend, dtype=dtype, mtp=num_drafts > 0)
         config = loaded.config
         plan = plan_cache(
-            bytes_per_token=config.num_hidden_layers * config.cache_width * CACHE_DTYPE.itemsize,
+            bytes_per_token=loaded.num_cached_layers * config.cache_width * CACHE_DTYPE.itemsize,
             free_bytes=free_bytes(loaded.device),
             device_type=loaded.device.type,
             max_batch=max_batch,
@@ -85,7 +92,7 @@ class Engine:
             max_model_len=max_model_len,
             cache_tokens=cache_tokens,
         )
-        return cls(loaded, tokenizer, plan, max_batch=max_batch, prefill_tokens=prefill_tokens)
+        return cls(loaded, tokenizer, plan, max_batch=max_batch, prefill_tokens=prefill_tokens, num_drafts=num_drafts)
 
     def generate(self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> Iterator[Completion]:
         """Continue all prompts together; completions come as they finish, `index` is the prompt's place in the list.
@@ -141,37 +148,47 @@ class Engine:
         step = self.scheduler.schedule()
         advanced: list[Sequence] = []
         if step.decode:
-            advanced += self._choose(step.decode, self.runner.decode(step.decode))
+            advanced += self._finish_pass(self.runner.decode(step.decode))
         if step.prefill:
-            advanced += self._choose(*self.runner.prefill(step.prefill))
+            advanced += self._finish_pass(self.runner.prefill(step.prefill))
         for sequence in advanced:
             if sequence.finish_reason:
                 self.scheduler.remove(sequence)
         return advanced
 
-    def _choose(self, sequences: list[Sequence], logits: Tensor) -> list[Sequence]:
-        """Sample a token for each row and append it. The one place where the host waits for the device."""
-        if not sequences:
-            return []
-        params = [sequence.params for sequence in sequences]
-        batch = Batch.of(params, [sequence.seed for sequence in sequences], logits.device)
-        positions = torch.tensor([len(sequence.token_ids) for sequence in sequences], device=logits.device)
-        chosen = sample(logits, batch, positions)
-        counts = [one.logprobs for one in params if one.logprobs is not None]
-        if counts:
-            self._note_logprobs(sequences, logits, chosen, max(counts))
-        token_ids, now = chosen.tolist(), time.perf_counter()
-        for sequence, token_id in zip(sequences, token_ids):
-            sequence.append(token_id, now)
-        return sequences
+    def _finish_pass(self, done: Pass) -> list[Sequence]:
+        """Choose the successors, append them, and guess further. Returns the sequences that got tokens."""
+        if done.counts:
+            self._choose(done)
+        if self.drafter is not None:
+            self.drafter.draft(done)
+        return [sequence for sequence, _ in done.counts]
 
-    def _note_logprobs(self, sequences: list[Sequence], logits: Tensor, chosen: Tensor, count: int) -> None:
-        found = log_probabilities(logits, chosen, count)
-        rows = zip(sequences, chosen.tolist(), found.chosen.tolist(), found.top_ids.tolist(), found.top_values.tolist())
-        for sequence, token_id, logprob, top_ids, top_values in rows:
+    def _choose(self, done: Pass) -> None:
+        """Sample a token for every row; here the host waits for the device."""
+        logits = self.runner.model.logits(done.hidden[done.rows])
+        each = [sequence for sequence, count in done.counts for _ in range(count)]
+        batch = Batch.of([one.params for one in each], [one.seed for one in each], logits.device)
+        positions = [len(sequence.token_ids) + i for sequence, count in done.counts for i in range(count)]
+        chosen = sample(logits, batch, torch.tensor(positions, device=logits.device))
+        logprobs = self._logprobs(each, logits, chosen)
+        token_ids, now, row = chosen.tolist(), time.perf_counter(), 0
+        for sequence, count in done.counts:
+            kept = sequence.extend(token_ids[row : row + count], now)
             if sequence.params.logprobs is not None:
-                top = tuple(zip(top_ids, top_values))[: sequence.params.logprobs]
-                sequence.logprobs.append(TokenLogprob(token_id, logprob, top))
+                sequence.logprobs += logprobs[row : row + kept]
+            self.acceptance.drafted += count - 1
+            self.acceptance.accepted += kept - 1
+            row += count
+
+    def _logprobs(self, each: list[Sequence], logits: Tensor, chosen: Tensor) -> list[TokenLogprob]:
+        """One per row, where anybody asked; with as many alternatives as the row's own request wants."""
+        counts = [sequence.params.logprobs for sequence in each]
+        if all(count is None for count in counts):
+            return []
+        found = log_probabilities(logits, chosen, max(count or 0 for count in counts))
+        rows = zip(counts, chosen.tolist(), found.chosen.tolist(), found.top_ids.tolist(), found.top_values.tolist())
+        return [TokenLogprob(token, logprob, tuple(zip(ids, values))[: count or 0]) for count, token, logprob, ids, values in rows]
 
     def sequence(self, prompt: list[int], params: SamplingParams, index: int = 0, *, streams: bool = True) -> Sequence:
         """A request that is checked and not yet queued; touches nothing that `step` does, so any thread may call it."""

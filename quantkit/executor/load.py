@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import QuantkitError
 from quantkit.executor.devices import find_device, find_dtype
 from quantkit.executor.weights import ExecutorWeights
 from quantkit.models import find_architecture
@@ -14,9 +15,13 @@ from quantkit.models import find_architecture
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """`model` and `config` are the architecture file's Model and Config; `nbytes` is what the prepared weights hold."""
+    """`model`, `mtp` and `config` are the architecture file's Model, MtpLayer (where asked for) and Config.
+
+    `nbytes` is what the prepared weights hold.
+    """
 
     model: Any
+    mtp: Any
     config: Any
     checkpoint: Checkpoint
     weights: ExecutorWeights
@@ -27,15 +32,34 @@ class LoadedModel:
     def nbytes(self) -> int:
         return self.weights.nbytes
 
+    @property
+    def num_cached_layers(self) -> int:
+        """Layers that keep something of every token."""
+        return int(self.config.num_hidden_layers) + (self.mtp is not None)
 
-def load_model(path: Path, *, device: str = "auto", backend: str = "auto", dtype: str | None = None) -> LoadedModel:
-    """Open, check and prepare. Raises QuantkitError for a fault of the checkpoint, the architecture, the device or the backend."""
+
+def load_model(path: Path, *, device: str = "auto", backend: str = "auto", dtype: str | None = None, mtp: bool = False) -> LoadedModel:
+    """Open, check and prepare; the MTP layer only with `mtp`.
+
+    Raises QuantkitError for a fault of the checkpoint, the architecture, the device or the backend.
+    """
     checkpoint = Checkpoint.open(Path(path))
     architecture = find_architecture(checkpoint.config)
     config = architecture.Config.from_dict(checkpoint.config)
     target = find_device(device)
     compute = find_dtype(dtype, target)
+    if mtp:
+        _check_mtp(checkpoint, config)
     weights = ExecutorWeights(checkpoint, architecture.parameters(config), device=target, dtype=compute, backend=backend)
     with torch.inference_mode():
         model = architecture.Model(config, weights)
-    return LoadedModel(model, config, checkpoint, weights, target, compute)
+        layer = architecture.MtpLayer(config, weights) if mtp else None
+    return LoadedModel(model, layer, config, checkpoint, weights, target, compute)
+
+
+def _check_mtp(checkpoint: Checkpoint, config: Any) -> None:
+    remedy = "run without drafts"
+    if not config.num_nextn_predict_layers:
+        raise QuantkitError(f"{checkpoint.path} has no MTP layer (num_nextn_predict_layers)", remedy)
+    if not any(name.startswith(f"model.layers.{config.num_hidden_layers}.") for name in checkpoint.tensors):
+        raise QuantkitError(f"config.json of {checkpoint.path} tells of an MTP layer, its tensors are not there", remedy)

@@ -23,12 +23,15 @@ class Step:
 
 
 class Scheduler:
-    """max_batch: sequences that may run together. prefill_tokens: tokens of prompts computed in one step."""
+    """max_batch: sequences that may run together. prefill_tokens: tokens of prompts computed in one step.
 
-    def __init__(self, plan: CachePlan, *, max_batch: int, prefill_tokens: int) -> None:
+    lookahead: tokens beyond its own that a sequence needs room for, where some are guessed.
+    """
+
+    def __init__(self, plan: CachePlan, *, max_batch: int, prefill_tokens: int, lookahead: int = 0) -> None:
         self.allocator = BlockAllocator(plan.num_blocks)
         self.block_size = plan.block_size
-        self.max_batch, self.prefill_tokens = max_batch, prefill_tokens
+        self.max_batch, self.prefill_tokens, self.lookahead = max_batch, prefill_tokens, lookahead
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preempted = 0
@@ -65,7 +68,7 @@ class Scheduler:
         for sequence in decoding:
             if not sequence.blocks:  # preempted a moment ago
                 continue
-            missing = self._blocks_for(len(sequence.token_ids)) - len(sequence.blocks)
+            missing = self._blocks_for(sequence) - len(sequence.blocks)
             while missing > self.allocator.num_free and sequence.blocks:
                 self._preempt(self.running[-1])
             if missing > 0 and sequence.blocks:
@@ -82,7 +85,7 @@ class Scheduler:
         """The first in the queue, if there is room for it and a further block for everybody who runs."""
         if not self.waiting or len(self.running) >= self.max_batch:
             return None
-        needed = self._blocks_for(len(self.waiting[0].token_ids))
+        needed = self._blocks_for(self.waiting[0])
         if needed + len(self.running) > self.allocator.num_free:
             if self.running:
                 return None
@@ -95,7 +98,8 @@ class Scheduler:
 
     def _free(self, sequence: Sequence) -> None:
         self.allocator.give_back(sequence.blocks)
-        sequence.blocks, sequence.num_cached = [], 0
+        sequence.blocks, sequence.drafts, sequence.num_cached = [], [], 0
 
-    def _blocks_for(self, tokens: int) -> int:
+    def _blocks_for(self, sequence: Sequence) -> int:
+        tokens = min(len(sequence.token_ids) + self.lookahead, sequence.max_len)
         return -(-tokens // self.block_size)

@@ -56,6 +56,8 @@ class Sequence:
         self.blocks: list[int] = []
         self.num_cached = 0
         """Tokens whose cache entries exist: the first `num_cached` of `token_ids`."""
+        self.drafts: list[int] = []
+        """Guesses for the tokens after the last one, to be computed with it."""
         self.finish_reason: FinishReason | None = None
         self.logprobs: list[TokenLogprob] = []
         self.arrival = time.perf_counter()
@@ -75,7 +77,19 @@ class Sequence:
     def generated(self) -> list[int]:
         return self.token_ids[self.prompt_len :]
 
-    def append(self, token_id: int, now: float) -> None:
+    def extend(self, chosen: list[int], now: float) -> int:
+        """The successors of the last token and of each draft: kept as long as the drafts were right. Returns how many were kept."""
+        kept = 0
+        for token_id, draft in zip(chosen, [*self.drafts, None]):
+            self._append(token_id, now)
+            kept += 1
+            if token_id != draft or self.finish_reason:
+                break
+        self.drafts = []
+        self.num_cached = len(self.token_ids) - 1
+        return kept
+
+    def _append(self, token_id: int, now: float) -> None:
         """A chosen token: kept, decoded where somebody watches, and the end of the answer noticed."""
         assert self.finish_reason is None, (self.index, self.finish_reason)
         self.token_ids.append(token_id)

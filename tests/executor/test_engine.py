@@ -56,8 +56,8 @@ def test_batched_is_single(engine: Engine) -> None:
 
 def test_chunked_prefill_and_preemption_change_nothing(engine: Engine, tiny_checkpoint: Path) -> None:
     prompts = questions(engine, 8)
-    params = [SamplingParams(max_new_tokens=90, ignore_eos=True, temperature=(i % 2) * 0.8, seed=i) for i in range(8)]
-    tight = Engine.load(tiny_checkpoint, device="cpu", dtype="float32", max_batch=8, max_model_len=256, cache_tokens=448, prefill_tokens=5)
+    params = [SamplingParams(max_new_tokens=60, ignore_eos=True, temperature=(i % 2) * 0.8, seed=i) for i in range(8)]
+    tight = Engine.load(tiny_checkpoint, device="cpu", dtype="float32", max_batch=8, max_model_len=128, cache_tokens=320, prefill_tokens=9)
     done = run(tight, prompts, params)
     assert tight.scheduler.num_preempted > 0, "the cache was large enough for all: the test tests nothing"
     assert tokens(done) == tokens(run(engine, prompts, params))

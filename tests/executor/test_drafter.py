@@ -1,0 +1,113 @@
+"""Guessing with the MTP layer changes how many tokens a step brings, and no token."""
+
+from pathlib import Path
+
+import make_model
+import pytest
+import torch
+
+from quantkit.errors import QuantkitError
+from quantkit.executor.engine import Engine
+from quantkit.executor.sampling import SamplingParams
+
+PROMPTS = [list(range(6 + i, 30 + 3 * i)) for i in range(6)]
+
+
+def load(path: Path, **options: int) -> Engine:
+    return Engine.load(path, device="cpu", dtype="float32", **{"max_batch": 4, "max_model_len": 128, **options})
+
+
+def tokens(engine: Engine, params: SamplingParams | list[SamplingParams]) -> list[list[int]]:
+    return [done.token_ids for done in sorted(engine.generate(PROMPTS, params), key=lambda done: done.index)]
+
+
+@pytest.fixture(scope="module")
+def easy_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose next token depends on little but the last one, and whose MTP layer knows that rule: guesses are often right.
+
+    Residual branches are made small, so hidden states are nearly the embeddings and logits nearly lm_head(embedding); eh_proj passes
+    the embedding of the next token through.
+    """
+    config = make_model.tiny_config()
+    tensors = make_model.random_tensors(config)
+    for name in tensors:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensors[name] = tensors[name] * 0.2
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] * 6  # sampled tokens follow the rule too
+    mtp = f"model.layers.{config['num_hidden_layers']}"
+    tensors[f"{mtp}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"{mtp}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    tensors[f"{mtp}.shared_head.norm.weight"] = tensors["model.norm.weight"].clone()
+    tensors[f"{mtp}.enorm.weight"] = torch.ones_like(tensors[f"{mtp}.enorm.weight"])
+    tensors[f"{mtp}.eh_proj.weight"] = torch.cat((torch.eye(256), torch.zeros(256, 256)), dim=1).bfloat16()
+    return make_model.write_fp8(tmp_path_factory.mktemp("models") / "easy", config, tensors)
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_tokens_are_those_of_plain_decoding(easy_checkpoint: Path, num_drafts: int, temperature: float) -> None:
+    params = [SamplingParams(max_new_tokens=20 + i, temperature=temperature, top_p=0.9, seed=i, ignore_eos=True) for i in range(6)]
+    drafting = load(easy_checkpoint, num_drafts=num_drafts)
+    assert tokens(drafting, params) == tokens(load(easy_checkpoint), params)
+    assert 0.2 < drafting.acceptance.rate < 1, "all or no guesses are right: the test tests half"
+
+
+def test_guesses_save_steps(easy_checkpoint: Path) -> None:
+    engine = load(easy_checkpoint, num_drafts=2)
+    params = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    sequence = engine.submit(PROMPTS[0], params)
+    steps = 0
+    while not sequence.finish_reason:
+        engine.step()
+        steps += 1
+    assert len(sequence.generated) == 40
+    assert steps == 40 - engine.acceptance.accepted
+
+
+def test_with_chunks_preemption_stops_and_the_end_of_the_context(easy_checkpoint: Path) -> None:
+    plain = load(easy_checkpoint)
+    long = SamplingParams(max_new_tokens=250, ignore_eos=True)
+    expected = tokens(plain, long)
+    tight = load(easy_checkpoint, num_drafts=3, cache_tokens=320, prefill_tokens=7)
+    assert tokens(tight, long) == expected
+    assert tight.scheduler.num_preempted > 0
+    assert tight.scheduler.allocator.num_free == tight.scheduler.allocator.num_blocks
+    eos = frozenset({expected[0][11]})
+    plain.tokenizer.eos_ids = tight.tokenizer.eos_ids = eos
+    params = SamplingParams(max_new_tokens=30)
+    assert tokens(tight, params) == tokens(plain, params)
+
+
+def test_logprobs_belong_to_the_kept_tokens(easy_checkpoint: Path) -> None:
+    params = SamplingParams(max_new_tokens=15, logprobs=1, ignore_eos=True)
+    plain, drafting = (next(iter(load(easy_checkpoint, num_drafts=n).generate(PROMPTS[:1], params))) for n in (0, 2))
+    assert drafting.logprobs is not None
+    assert plain.logprobs is not None
+    assert [one.token_id for one in drafting.logprobs] == drafting.token_ids
+    for ours, theirs in zip(drafting.logprobs, plain.logprobs):
+        assert abs(ours.logprob - theirs.logprob) < 1e-3
+
+
+def test_guesses_follow_the_mtp_layer(tiny_checkpoint: Path) -> None:
+    """The first guess is the argmax of a plain causal pass of the layer over the whole prompt."""
+    from quantkit.models.context import CausalContext
+
+    engine = load(tiny_checkpoint, num_drafts=1)
+    sequence = engine.submit(PROMPTS[2], SamplingParams(max_new_tokens=9, ignore_eos=True))
+    engine.step()
+    with torch.inference_mode():
+        ids = torch.tensor(sequence.token_ids)
+        context = CausalContext([len(ids) - 1])
+        hidden = engine.loaded.mtp(ids[1:], engine.loaded.model(ids[:-1], context), context)
+        logits = engine.loaded.mtp.logits(hidden)[-1]
+    assert logits.max() - logits[sequence.drafts[0]] < 0.03
+
+
+def test_a_model_without_the_layer_is_refused(tmp_path: Path) -> None:
+    config = make_model.tiny_config(num_nextn_predict_layers=0)
+    make_model.write_dense(tmp_path / "none", config, make_model.random_tensors(config))
+    with pytest.raises(QuantkitError, match="no MTP layer"):
+        load(tmp_path / "none", num_drafts=1)
+    make_model.write_dense(tmp_path / "dropped", make_model.tiny_config(), make_model.random_tensors(config))
+    with pytest.raises(QuantkitError, match="not there"):
+        load(tmp_path / "dropped", num_drafts=1)
