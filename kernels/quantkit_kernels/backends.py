@@ -23,7 +23,7 @@ OPERATORS = (
     "rope",
     "mla_decode",
 )
-BACKENDS = ("reference", "dense", "cpu", "cuda")
+BACKENDS = ("reference", "dense", "cpu", "cuda", "ascend", "torch_npu")
 Shape = tuple[int, int]
 
 

@@ -1,0 +1,54 @@
+"""Triton kernels for the Ascend 910B: int4, FP4 and int8 linears and experts.
+
+FP4 exists here alone on this chip: no operator of torch_npu reads E2M1. Lowered by triton-ascend 3.2.0 to its Ascend910B linalg IR, and
+that IR executed on a CPU (tests/ascend/lowered); never compiled by bishengir nor run on an NPU.
+"""
+
+import functools
+import importlib.util
+
+import torch
+
+from quantkit_kernels.ascend.chip import SPAN
+from quantkit_kernels.ascend.experts import AscendLayout
+from quantkit_kernels.ascend.linear import AscendLinear
+from quantkit_kernels.backends import Shape
+from quantkit_kernels.weights import Weight
+
+__all__ = ["experts_layout", "linear", "refused", "unusable"]
+
+
+def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, shapes: tuple[Shape, ...]) -> str | None:
+    if device.type != "npu":
+        return f"runs on Ascend NPUs, not on {device.type}"
+    if not has_triton_ascend():
+        return "triton-ascend is not installed"
+    reasons = (refused(operator, dtype, shape) for shape in shapes or (None,))
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def refused(operator: str, dtype: torch.dtype | None, shape: Shape | None) -> str | None:
+    """Why the kernels cannot run an operator, whatever the machine; dtype and shape are None when asked in general."""
+    family, _, weight_kind = operator.partition("_")
+    if family not in ("linear", "experts") or weight_kind == "dense":
+        return "has quantized weights only"
+    if weight_kind == "fp4" and dtype not in (None, torch.bfloat16):
+        return "the FP4 kernel's decoded weights fit bfloat16 only"
+    if dtype not in (None, torch.bfloat16, torch.float16):
+        return "computes in bfloat16 and float16 only"
+    if shape is not None and shape[1] % SPAN:
+        return f"needs input features in multiples of {SPAN}, not {shape[1]}"
+    return None
+
+
+def linear(weight: Weight, dtype: torch.dtype, device: torch.device) -> AscendLinear:
+    return AscendLinear(weight, dtype, device)
+
+
+def experts_layout(num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device) -> AscendLayout:
+    return AscendLayout(num_experts, dtype, device)
+
+
+@functools.cache
+def has_triton_ascend() -> bool:
+    return importlib.util.find_spec("triton") is not None and importlib.util.find_spec("triton.backends.ascend") is not None

@@ -1,0 +1,71 @@
+"""The built-in operators of torch_npu, for Ascend NPUs.
+
+Every call is checked against the manual's rules (rules.py); tests/ascend checks the calls against the real schemas of torch_npu 2.13.0 and
+runs them on a double that computes the documented results. Never run on an NPU.
+"""
+
+import torch
+
+from quantkit_kernels.backends import Shape
+from quantkit_kernels.experts import ExpertsLayout
+from quantkit_kernels.reference.experts import LoopLayout
+from quantkit_kernels.torch_npu.calls import has_kernel, prefetch
+from quantkit_kernels.torch_npu.experts import GroupedLayout
+from quantkit_kernels.torch_npu.functional import add_rms_norm, mla_decode, rms_norm, route, silu_and_mul
+from quantkit_kernels.torch_npu.layout import CARRIED
+from quantkit_kernels.torch_npu.linear import linear
+from quantkit_kernels.torch_npu.rules import HALVES
+from quantkit_kernels.weights import Fp4, Weight
+
+__all__ = [
+    "add_rms_norm",
+    "experts_layout",
+    "linear",
+    "mla_decode",
+    "prefetch",
+    "rms_norm",
+    "route",
+    "silu_and_mul",
+    "unusable",
+]
+
+_GROUPED = ("npu_moe_init_routing_v2", "npu_grouped_matmul", "npu_swiglu", "npu_moe_finalize_routing")
+NEEDS = {
+    "linear_int4": ("npu_weight_quant_batchmatmul",),
+    "linear_int8": ("npu_dynamic_quant", "npu_quant_matmul", "npu_format_cast"),
+    "linear_fp4": ("npu_swiglu",),
+    "experts_int4": _GROUPED,
+    "experts_fp4": ("npu_swiglu",),
+    "experts_int8": (*_GROUPED, "npu_dynamic_quant"),
+    "rms_norm": ("npu_rms_norm",),
+    "add_rms_norm": ("npu_add_rms_norm",),
+    "silu_and_mul": ("npu_swiglu",),
+    "route": ("npu_moe_gating_top_k",),
+    "mla_decode": ("npu_fused_infer_attention_score",),
+}
+"""The operators of torch_npu behind each of ours.
+
+FP4 is decoded by torch's own operators: its entries tell only that torch_npu is there.
+"""
+
+
+def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, shapes: tuple[Shape, ...]) -> str | None:
+    if operator not in NEEDS:
+        return "no operator of torch_npu is used: torch's own run on the NPU"
+    missing = [name for name in NEEDS[operator] if not has_kernel(name, device)]
+    if missing and not torch._C._dispatch_has_kernel(f"npu::{missing[0]}"):
+        return "torch_npu is not installed"
+    if missing:
+        return f"{missing[0]} does not run on {device.type}"
+    if operator.startswith(("linear_", "experts_")) and dtype not in (None, *HALVES):
+        return "computes in bfloat16 and float16 only"
+    if operator.endswith("_int4"):
+        odd = [n for n, _ in shapes if n % CARRIED]
+        return f"needs output features in multiples of {CARRIED}, not {odd[0]}" if odd else None
+    return None
+
+
+def experts_layout(num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device) -> ExpertsLayout:
+    if isinstance(gate, Fp4):
+        return LoopLayout(num_experts, linear, dtype, device, "torch_npu")
+    return GroupedLayout(num_experts, dtype, device)

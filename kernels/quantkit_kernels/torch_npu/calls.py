@@ -1,0 +1,105 @@
+"""The operators of torch_npu that are called, typed, each checked against its rules first.
+
+They are reached as torch.ops.npu.NAME, so whatever provides them there is called: torch_npu on an NPU, the double of the tests on a CPU.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit_kernels.torch_npu.rules import Arguments, violated
+
+FRACTAL_NZ = 29
+
+
+def has_kernel(name: str, device: torch.device) -> bool:
+    """Whether an operator of torch_npu can be called with tensors on `device`."""
+    key = "PrivateUse1" if device.type == "npu" else torch._C._dispatch_key_for_device(device.type)
+    operator = f"npu::{name}"
+    return bool(torch._C._dispatch_has_kernel(operator) and torch._C._dispatch_has_kernel_for_dispatch_key(operator, key))
+
+
+def bind(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
+    """The arguments by the names of the operator's schema, defaults filled in."""
+    schema = getattr(torch.ops.npu, name).default._schema
+    values = {argument.name: argument.default_value for argument in schema.arguments}
+    values.update(zip(values, args))
+    unknown = kwargs.keys() - values.keys()
+    assert not unknown, f"{name} has no argument {', '.join(unknown)}"
+    values.update(kwargs)
+    return Arguments(**values)
+
+
+def call(name: str, *args: Any, **kwargs: Any) -> Any:
+    """Call torch.ops.npu.NAME; an AssertionError names the rule that its arguments break."""
+    assert (broken := violated(name, bind(name, args, kwargs))) is None, broken
+    return getattr(torch.ops.npu, name).default(*args, **kwargs)
+
+
+def weight_quant_matmul(x: Tensor, weight: Tensor, scale: Tensor, offset: Tensor | None, group_size: int) -> Tensor:
+    """x[M, K] @ ((weight + offset) * scale): the offset is added. weight int32 [K, N/8]; scale, offset [K/group_size, N], [1, N] for 0."""
+    result: Tensor = call("npu_weight_quant_batchmatmul", x, weight, scale, offset, antiquant_group_size=group_size)
+    return result
+
+
+def dynamic_quant(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Symmetric int8 per row: x 16-bit [M, K] -> codes int8 [M, K], scale float32 [M] = max|x| / 127."""
+    codes, scale = call("npu_dynamic_quant", x)
+    return codes, scale
+
+
+def quant_matmul(codes: Tensor, row_scale: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """(codes @ weight) * scale * row_scale. codes int8 [M, K], weight int8 [K, N], scale float32 [N], row_scale float32 [M]."""
+    result: Tensor = call("npu_quant_matmul", codes, weight, scale, pertoken_scale=row_scale, output_dtype=dtype)
+    return result
+
+
+def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor, dtype: torch.dtype, **scales: Tensor) -> Tensor:
+    """x[M, K] times weight[e] [K, N] for the counts[e] rows of each expert in turn.
+
+    scales: antiquant_scale and antiquant_offset for int4 weights, scale and per_token_scale for int8.
+    """
+    lists = {name: [tensor] for name, tensor in scales.items()}
+    kwargs = {"group_list": counts, "group_list_type": 1, "group_type": 0, "split_item": 2, "output_dtype": dtype, **lists}
+    result: Tensor = call("npu_grouped_matmul", [x], [weight], **kwargs)[0]
+    return result
+
+
+def init_routing(x: Tensor, expert_ids: Tensor, num_experts: int, quantize: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows of x sorted by expert. x [T, H]; expert_ids int32 [T, k].
+
+    Returns rows [T * k, H], int8 with `quantize`; where pair t * k + j went, int32 [T * k]; counts int64 [E]; scales float32 [T * k].
+    """
+    rows, places, counts, scale = call(
+        "npu_moe_init_routing_v2",
+        x,
+        expert_ids,
+        active_num=expert_ids.numel(),
+        expert_num=num_experts,
+        expert_tokens_num_type=1,
+        expert_tokens_num_flag=True,
+        quant_mode=1 if quantize else -1,
+        active_expert_range=[0, num_experts],
+        row_idx_type=0,
+    )
+    return rows, places, counts, scale
+
+
+def finalize_routing(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+    """Sum over a token's experts of weight * row. rows [T * k, H]; places as `init_routing` gives; weights [T, k] of rows' dtype."""
+    result: Tensor = call("npu_moe_finalize_routing", rows, None, None, None, weights, places, None, drop_pad_mode=2)
+    return result
+
+
+def format_cast_nz(weight: Tensor) -> Tensor:
+    """The weight in the cube's own layout (FRACTAL_NZ)."""
+    result: Tensor = call("npu_format_cast", weight, FRACTAL_NZ)
+    return result
+
+
+def prefetch(tensors: Sequence[Tensor], after: Tensor | None = None) -> None:
+    """Ask for weights to be brought into the L2 cache, meant for the time of a collective. In a graph, `after` is what starts it."""
+    for tensor in tensors:
+        call("npu_prefetch", tensor, after, tensor.numel() * tensor.element_size())

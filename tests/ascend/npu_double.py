@@ -1,0 +1,176 @@
+"""A double of torch_npu's operators: registered for CPU tensors under the real schemas, computing what the manuals say, in float64.
+
+`installed()` is a context: within it torch.ops.npu exists and backend torch_npu is usable on the CPU. Every operator enforces the rules of
+quantkit_kernels.torch_npu.rules, and raises where arguments break one, as a device would.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from quantkit_kernels import backends
+from quantkit_kernels.torch_npu.calls import bind
+from quantkit_kernels.torch_npu.layout import uncarry_int4
+from quantkit_kernels.torch_npu.rules import violated
+from torch import Tensor
+
+SCHEMAS = Path(__file__).with_name("npu_schemas.txt").read_text().splitlines()
+# Schemas of `int? output_dtype` receive a dtype as torch's own number of it.
+DTYPES = {5: torch.float16, 6: torch.float32, 15: torch.bfloat16}
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[list[str]]:
+    """Register the operators; yields the list to which each call adds its name."""
+    library = torch.library.Library("npu", "DEF")
+    called: list[str] = []
+    for schema in SCHEMAS:
+        library.define(schema.removeprefix("npu::"))
+        name = schema.removeprefix("npu::").partition("(")[0]
+        library.impl(name, _enforcing(name, called), "CPU")
+    backends.find.cache_clear()
+    try:
+        yield called
+    finally:
+        library._destroy()
+        backends.find.cache_clear()
+
+
+def _enforcing(name: str, called: list[str]) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        called.append(name)
+        arguments = bind(name, args, kwargs)
+        if getattr(arguments, "output_dtype", None) is not None:
+            arguments.output_dtype = DTYPES[arguments.output_dtype]
+        broken = violated(name, arguments)
+        if broken is not None:
+            raise RuntimeError(broken)
+        return RESULTS[name](arguments)
+
+    return run
+
+
+def _weight_quant_batchmatmul(a: Any) -> Tensor:
+    weight = (uncarry_int4(a.weight) if a.weight.dtype == torch.int32 else a.weight).double()
+    return (a.x.double() @ _antiquant(weight, a.antiquant_scale, a.antiquant_offset)).to(a.x.dtype)
+
+
+def _antiquant(weight: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
+    """(weight + offset) * scale: weight [K, N], scale and offset [G, N], [1, N] or [N]."""
+    wide = scale.double().reshape(-1, scale.shape[-1])
+    added = torch.zeros_like(wide) if offset is None else offset.double().reshape(wide.shape)
+    groups = wide.shape[0]
+    return ((weight.unflatten(0, (groups, -1)) + added.unsqueeze(1)) * wide.unsqueeze(1)).flatten(0, 1)
+
+
+def _quant_matmul(a: Any) -> Tensor:
+    product = (a.x1.double() @ a.x2.double()) * a.scale.double()
+    if a.pertoken_scale is not None:
+        product = product * a.pertoken_scale.double().unsqueeze(-1)
+    return product.to(a.output_dtype)
+
+
+def _dynamic_quant(a: Any) -> tuple[Tensor, Tensor]:
+    scale = a.input.float().abs().amax(dim=-1) / 127
+    divisor = torch.where(scale == 0, torch.ones_like(scale), scale)
+    return torch.round(a.input.float() / divisor.unsqueeze(-1)).to(torch.int8), scale
+
+
+def _grouped_matmul(a: Any) -> list[Tensor]:
+    x, weight = a.x[0], a.weight[0]
+    pieces = []
+    for expert, rows in enumerate(x.double().split(a.group_list.tolist())):
+        if x.dtype == torch.int8:
+            pieces.append(rows @ weight[expert].double() * a.scale[0][expert].double())
+        else:
+            codes = (uncarry_int4(weight[expert]) if weight.dtype == torch.int32 else weight[expert]).double()
+            pieces.append(rows @ _antiquant(codes, a.antiquant_scale[0][expert], a.antiquant_offset[0][expert]))
+    product = torch.cat(pieces)
+    if a.per_token_scale is not None:
+        product = product * a.per_token_scale[0].double().unsqueeze(-1)
+    return [product.to(a.output_dtype or x.dtype)]
+
+
+def _moe_gating_top_k(a: Any) -> tuple[Tensor, Tensor, Tensor]:
+    wide = a.x.double()
+    scores = wide.sigmoid() if a.norm_type == 1 else wide.softmax(dim=-1)
+    choice = scores if a.bias is None else scores + a.bias.double()
+    groups = choice.unflatten(1, (a.group_count, -1))
+    best = groups.amax(dim=-1) if a.group_select_mode == 0 else groups.topk(2, dim=-1).values.sum(dim=-1)
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(a.k_group, dim=-1).indices, True)
+    choice = groups.masked_fill(~kept.unsqueeze(-1), -math.inf).flatten(1)
+    ids = choice.topk(a.k, dim=-1).indices
+    weights = scores.gather(1, ids)
+    if a.norm_type == 1:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + a.eps)
+    return (weights * a.routed_scaling_factor).to(a.x.dtype), ids.to(torch.int32), scores.float()
+
+
+def _moe_init_routing_v2(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ids, top_k = a.expert_idx.flatten().long(), a.expert_idx.shape[1]
+    order = ids.argsort(stable=True)
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+    rows = a.x[order // top_k]
+    counts = torch.bincount(ids, minlength=a.expert_num)
+    scale = torch.zeros(len(order))
+    if a.quant_mode == 1:
+        rows, scale = _dynamic_quant(bind("npu_dynamic_quant", (rows,), {}))
+    return rows, places.to(torch.int32), counts, scale
+
+
+def _moe_finalize_routing(a: Any) -> Tensor:
+    rows = a.expanded_permuted_rows.double()[a.expanded_src_to_dst_row.long()]
+    weighted = rows.unflatten(0, a.scales.shape) * a.scales.double().unsqueeze(-1)
+    return weighted.sum(dim=1).to(a.expanded_permuted_rows.dtype)
+
+
+def _swiglu(a: Any) -> Tensor:
+    gate, up = a.input.double().chunk(2, dim=a.dim)
+    return (torch.nn.functional.silu(gate) * up).to(a.input.dtype)
+
+
+def _normed(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    wide = x.double()
+    rstd = (wide.square().mean(dim=-1, keepdim=True) + epsilon).rsqrt()
+    return (wide * rstd * gamma.double()).to(x.dtype), rstd.float()
+
+
+def _rms_norm(a: Any) -> tuple[Tensor, Tensor]:
+    return _normed(a.input, a.gamma, a.epsilon)
+
+
+def _add_rms_norm(a: Any) -> tuple[Tensor, Tensor, Tensor]:
+    total = a.x1 + a.x2
+    return *_normed(total, a.gamma, a.epsilon), total
+
+
+def _fused_infer_attention_score(a: Any) -> tuple[Tensor, Tensor]:
+    shared = a.num_heads // a.num_key_value_heads
+    query, key, value = a.query.double(), a.key.double(), a.value.double()
+    if a.query_rope is not None:
+        query, key = torch.cat([query, a.query_rope.double()], dim=-1), torch.cat([key, a.key_rope.double()], dim=-1)
+    scores = query @ key.repeat_interleave(shared, dim=1).transpose(2, 3) * a.scale
+    if a.atten_mask is not None:
+        scores = scores.masked_fill(a.atten_mask, -math.inf)
+    attended = scores.softmax(dim=-1) @ value.repeat_interleave(shared, dim=1)
+    return attended.to(a.query.dtype), torch.zeros(1)
+
+
+RESULTS = {
+    "npu_weight_quant_batchmatmul": _weight_quant_batchmatmul,
+    "npu_quant_matmul": _quant_matmul,
+    "npu_dynamic_quant": _dynamic_quant,
+    "npu_grouped_matmul": _grouped_matmul,
+    "npu_moe_gating_top_k": _moe_gating_top_k,
+    "npu_moe_init_routing_v2": _moe_init_routing_v2,
+    "npu_moe_finalize_routing": _moe_finalize_routing,
+    "npu_swiglu": _swiglu,
+    "npu_rms_norm": _rms_norm,
+    "npu_add_rms_norm": _add_rms_norm,
+    "npu_fused_infer_attention_score": _fused_infer_attention_score,
+    "npu_format_cast": lambda a: a.input.clone(),
+    "npu_prefetch": lambda a: None,
+}

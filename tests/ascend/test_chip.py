@@ -1,0 +1,61 @@
+"""The tile budget of every configuration that the Ascend kernels ship, and what they refuse."""
+
+import pytest
+import torch
+from quantkit_kernels import ascend
+from quantkit_kernels.ascend import chip, layout
+from quantkit_kernels.samples import random_weight
+
+BUFFERS = {"L0A": chip.L0A_BUFFER, "L0B": chip.L0B_BUFFER, "L0C": chip.L0C_BUFFER, "L1": chip.L1_BUFFER}
+
+
+@pytest.mark.parametrize("kind", chip.COLUMNS)
+@pytest.mark.parametrize("bm", chip.BLOCK_ROWS)
+def test_tiles_fit_the_cube_core(kind: str, bm: int) -> None:
+    needed = chip.cube_bytes(kind, bm)
+    assert needed.keys() == BUFFERS.keys()
+    for buffer, size in needed.items():
+        assert size <= BUFFERS[buffer], (buffer, size)
+    # The next operand tile is loaded while one is multiplied.
+    assert 2 * needed["L0A"] <= chip.L0A_BUFFER
+    assert 2 * needed["L0B"] <= chip.L0B_BUFFER
+
+
+@pytest.mark.parametrize("kind", chip.COLUMNS)
+def test_tiles_are_whole_bursts_and_cube_fractals(kind: str) -> None:
+    tile = chip.tile(kind, 16)
+    element = 1 if kind == "int8" else 2
+    assert tile.bn % chip.BURST == 0  # a row of an int8 container
+    assert tile.bk * element % chip.BURST == 0
+    assert (tile.bm % 16, tile.bn % 16, tile.bk % (32 // element)) == (0, 0, 0)
+
+
+def test_block_rows() -> None:
+    assert [chip.block_rows(m) for m in (1, 16, 17, 64, 65, 4096)] == [16, 16, 32, 64, 128, 128]
+
+
+@pytest.mark.parametrize("n", [64, 100])
+def test_nibbles_come_back(n: int) -> None:
+    codes = torch.randint(0, 16, (n, 256), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    packed = layout.pack_nibbles(codes.to(torch.int8), 64)
+    assert packed.shape == (-(-n // 64), 2, 64, 64)
+    assert torch.equal(layout.unpack_nibbles(packed, n), codes)
+    # Byte (s, r, c) of tile t: W[64 t + c, 128 s + r] low, W[64 t + c, 128 s + 64 + r] high.
+    assert int(packed[0, 1, 5, 7]) & 255 == int(codes[7, 133]) | int(codes[7, 197]) << 4
+
+
+@pytest.mark.parametrize(("grid", "bits"), [("int4-asym-128", 4 + 40 / 128), ("fp4", 4.5), ("int8", 8.0)])
+def test_bytes_per_weight(grid: str, bits: float) -> None:
+    packed = layout.pack(random_weight(grid, 256, 7168, torch.Generator().manual_seed(0)))
+    held = sum(tensor.numel() * tensor.element_size() for tensor in packed.tensors)
+    assert held * 8 / (256 * 7168) == pytest.approx(bits, rel=2e-3)
+
+
+def test_refusals_name_the_reason() -> None:
+    npu_free = torch.device("cpu")
+    assert ascend.unusable("linear_int4", npu_free, None, ()) == "runs on Ascend NPUs, not on cpu"
+    assert "multiples of 128, not 96" in (ascend.refused("linear_int4", torch.bfloat16, (64, 96)) or "")
+    assert "bfloat16 only" in (ascend.refused("experts_fp4", torch.float16, None) or "")
+    assert "bfloat16 and float16" in (ascend.refused("linear_int8", torch.float32, None) or "")
+    assert "quantized weights" in (ascend.refused("rms_norm", None, None) or "")
+    assert ascend.refused("linear_int8", torch.bfloat16, (2112, 7168)) is None
