@@ -5,16 +5,16 @@ Everything heavy is imported inside the command that needs it, so that `quantkit
 what to do, 2 on bad usage.
 """
 
-import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
+from quantkit import console
 from quantkit.assets import find_model
+from quantkit.console import err, out, print_json
 from quantkit.errors import QuantkitError
 
 app = typer.Typer(
@@ -24,12 +24,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     epilog="Any command takes --debug for the traceback of a failure.",
 )
-out = Console()
-err = Console(stderr=True)
-
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A directory, tiny-r1 (built in), or a hub id.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or npu.")]
 Backend = Annotated[str, typer.Option(help="Kernel backend; see `quantkit kernels`.")]
+Drafts = Annotated[int, typer.Option(min=0, help="Tokens a step that the model's MTP layer guesses; the answers stay the same.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
@@ -62,7 +60,7 @@ def quantize(
     settings = load_recipe(recipe or scheme).model_copy(update={key: value for key, value in given.items() if value is not None})
     if settings.calibration is None and shipped.exists():
         settings = settings.model_copy(update={"calibration": str(shipped)})
-    with _bytes_bar() as bar:
+    with console.bytes_bar() as bar:
         row = bar.add_task("checking", total=None, note="")
 
         def show(event: Event) -> None:
@@ -74,60 +72,44 @@ def quantize(
 
         target = out_dir or Path(f"{source.name}-{scheme}")
         report = run_quantize(source, target, chosen, format_, settings, device=device, overwrite=overwrite, on_event=show)
-    about = {
-        "out": str(report.out),
-        "scheme": report.scheme,
-        "format": report.format,
-        "source_bytes": report.source_bytes,
-        "output_bytes": report.output_bytes,
-        "seconds": report.seconds,
-        "peak_memory": report.peak_memory,
-        "calibration_tokens": report.calibration_tokens,
-        "mean_error": report.findings.mean_error,
-    }
+    about = {key: value for key, value in vars(report).items() if key != "findings"} | {"mean_error": report.findings.mean_error}
     if json_:
-        return print_json(about)
-    table = Table(show_header=False, title=f"{model} as {report.scheme}")
-    table.add_row("written to", str(report.out))
-    table.add_row("format", report.format)
-    table.add_row("size", f"{megabytes(report.output_bytes)}, from {megabytes(report.source_bytes)}")
-    table.add_row("time", f"{report.seconds:.1f} s")
-    table.add_row("peak memory", megabytes(report.peak_memory))
-    table.add_row("calibration", f"{report.calibration_tokens:,} tokens")
-    table.add_row("mean output error", f"{report.findings.mean_error:.2e}")
-    out.print(table)
+        return print_json(about | {"out": str(report.out)})
+    console.facts(
+        f"{model} as {report.scheme}",
+        [
+            ("written to", f"{report.out} ({report.format})"),
+            ("size", f"{console.size(report.output_bytes)}, from {console.size(report.source_bytes)}"),
+            ("time", f"{report.seconds:.1f} s"),
+            ("peak memory", console.size(report.peak_memory)),
+            ("calibration", f"{report.calibration_tokens:,} tokens"),
+            ("mean output error", f"{report.findings.mean_error:.2e}"),
+        ],
+    )
 
 
 @app.command()
-def inspect(model: Model, json_: AsJson = False) -> None:
-    """What is in a checkpoint: format, scheme, tensors, bytes, and what is missing or unknown."""
+def inspect(
+    model: Model,
+    engine: Annotated[str | None, typer.Option(help="Also say whether vllm, sglang, vllm-ascend, omni-infer or chitu loads it.")] = None,
+    json_: AsJson = False,
+) -> None:
+    """What is in a checkpoint: format, scheme, tensors, bytes, what is missing or unknown, and whether an engine loads it."""
     from quantkit.checkpoint.reader import Checkpoint
     from quantkit.inspect import describe
 
-    about = describe(Checkpoint.open(find_model(model)))
+    checkpoint = Checkpoint.open(find_model(model))
+    about = describe(checkpoint)
+    if engine is not None:
+        from quantkit.engines import check_checkpoint
+
+        about["engine"] = engine
+        about["problems"] = [asdict(problem) for problem in check_checkpoint(engine, checkpoint)]
     if json_:
         return print_json(about)
-    table = Table(show_header=False, title=about["path"])
-    for key in (
-        "architecture",
-        "format",
-        "variant",
-        "scheme",
-        "tensors",
-        "quantized_linears",
-        "shards",
-        "bytes",
-        "parameters",
-        "mtp_layers",
-    ):
-        table.add_row(key.replace("_", " "), _readable(key, about.get(key)))
-    for key in ("bytes_by_part", "bytes_by_dtype"):
-        for name, size in about.get(key, {}).items():
-            table.add_row(f"  {name}", megabytes(size))
-    for key in ("missing", "unknown"):
-        names = about.get(key)
-        table.add_row(key, "not checked: architecture not known" if names is None else f"{len(names)} {', '.join(names[:3])}")
-    out.print(table)
+    console.show_inspection(about)
+    if engine is not None:
+        console.show_problems(engine, about["problems"])
 
 
 @app.command()
@@ -137,7 +119,8 @@ def run(
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 512,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
-    seed: Annotated[int, typer.Option()] = 0,
+    seed: int = 0,
+    drafts: Drafts = 0,
     device: Device = "auto",
     backend: Backend = "auto",
     json_: AsJson = False,
@@ -150,7 +133,7 @@ def run(
         raise QuantkitError("--json needs --prompt", "a chat cannot be one JSON object")
     path = find_model(model)
     with err.status(f"loading {model}"):
-        engine = Engine.load(path, device=device, backend=backend, max_batch=1)
+        engine = Engine.load(path, device=device, backend=backend, max_batch=1, num_drafts=drafts)
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
     if prompt is not None:
         _answer(engine, [{"role": "user", "content": prompt}], params, json_)
@@ -225,7 +208,7 @@ def evaluate(
     """Score a model on tasks, with error bars, and say whether accuracy held against a baseline."""
     from quantkit.evaluate.run import Progress, run_evaluation
 
-    with _bar() as bar:
+    with console.samples_bar() as bar:
         rows: dict[tuple[str, str, str], Any] = {}
 
         def show(p: Progress) -> None:
@@ -258,60 +241,7 @@ def evaluate(
         )
     if json_:
         return print_json(results.to_json())
-    _show_scores(results.to_json())
-
-
-def _show_scores(results: dict[str, Any]) -> None:
-    table = Table(
-        "task",
-        "accuracy",
-        "± stderr",
-        "n x repeats",
-        "unfinished",
-        "no answer",
-        "tokens",
-        title=f"{results['model']}, {results['hardware']}",
-    )
-    for name, task in results["results"].items():
-        if not task["n"]:
-            table.add_row(name, "-", "", "0")
-            continue
-        stderr = "-" if task["stderr"] is None else f"{100 * task['stderr']:.2f}"
-        shares = (f"{100 * task[key]:.1f} %" for key in ("unfinished", "no_answer"))
-        table.add_row(
-            name, f"{100 * task['accuracy']:.2f} %", stderr, f"{task['n']} x {task['repeats']}", *shares, f"{task['tokens']['mean']:.0f}"
-        )
-    out.print(table)
-    for name, task in results["results"].items():
-        if task.get("comparison"):
-            out.print(f"{name} against {results['baseline']}: {task['comparison']['verdict']}", highlight=False)
-        for warning in task["warnings"]:
-            err.print(f"[bold yellow]{name}:[/bold yellow] {warning}", highlight=False)
-    if results["out"]:
-        err.print(f"[dim]report: {results['out']}/report.html[/dim]")
-
-
-def _bar() -> Any:
-    """Progress with an estimate, on stderr; `note` is free text at the end of a row."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
-        console=err,
-    )
-
-
-def _bytes_bar() -> Any:
-    """As `_bar`, counting bytes."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    return Progress(*columns, TextColumn("{task.fields[note]}"), console=err)
+    console.show_scores(results.to_json())
 
 
 @app.command()
@@ -339,13 +269,10 @@ def bench(
     target = open_target(
         model, max_batch=max(users), max_model_len=longest, device=device, backend=backend, api_key=api_key, model=served_model
     )
-    table = Table("input", "concurrency", "TTFT s", "TPOT ms", "tokens/s", "system tokens/s", "latency s", "failed", title=target.name)
 
     def show(row: Row) -> None:
-        tpot = ("-", "-") if row.tpot_ms is None or row.tps is None else (f"{row.tpot_ms:.1f}", f"{row.tps:.1f}")
-        cells = (f"{row.ttft_s:.3f}", *tpot, f"{row.system_tps:.1f}", f"{row.latency_s:.2f}", str(row.failed))
-        table.add_row(str(row.input_len), str(row.concurrency), *cells)
-        err.print(f"[dim]{row.input_len} x {row.concurrency}: TTFT {cells[0]} s, TPOT {tpot[0]} ms[/dim]")
+        tpot = "-" if row.tpot_ms is None else f"{row.tpot_ms:.1f} ms"
+        err.print(f"[dim]{row.input_len} x {row.concurrency}: TTFT {row.ttft_s:.3f} s, TPOT {tpot}[/dim]")
 
     rows = measure_grid(target, lengths, users, output_len, requests_per_slot=requests, warmup=warmup, seed=seed, on_row=show)
     result = {"target": target.name, "output_len": output_len, "rows": [row.to_json() for row in rows]}
@@ -355,7 +282,7 @@ def bench(
         write_report(out_dir, result)
     if json_:
         return print_json(result)
-    out.print(table)
+    console.show_speed(result)
 
 
 def _integers(option: str, text: str) -> list[int]:
@@ -369,36 +296,81 @@ def _integers(option: str, text: str) -> list[int]:
 
 
 @app.command()
-def kernels(device: Device = "auto", json_: AsJson = False) -> None:
-    """Operators and backends: which are usable here, and why the others are not."""
+def serve(
+    model: Model,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    api_key: Annotated[str | None, typer.Option(envvar="QUANTKIT_API_KEY", help="Ask for this key.")] = None,
+    max_batch: Annotated[int, typer.Option(min=1, help="Requests computed together.")] = 64,
+    max_model_len: Annotated[int | None, typer.Option(min=1, help="Longest prompt plus answer.")] = None,
+    max_queue: Annotated[int, typer.Option(min=0, help="Requests that may wait.")] = 256,
+    max_input: Annotated[int | None, typer.Option(min=1, help="Longest prompt, tokens.")] = None,
+    max_output: Annotated[int | None, typer.Option(min=1, help="Longest answer, tokens.")] = None,
+    served_name: Annotated[str | None, typer.Option(help="Name that clients use; MODEL otherwise.")] = None,
+    drafts: Drafts = 0,
+    device: Device = "auto",
+    backend: Backend = "auto",
+) -> None:
+    """Serve an OpenAI-compatible API: chat and completions, streaming, metrics."""
+    from quantkit.executor.engine import Engine
+    from quantkit.executor.server.app import Limits
+    from quantkit.executor.server.serve import ServeOptions
+    from quantkit.executor.server.serve import serve as run_server
+
+    path = find_model(model)
+    with err.status(f"loading {model}"):
+        engine = Engine.load(path, device=device, backend=backend, max_batch=max_batch, max_model_len=max_model_len, num_drafts=drafts)
+    err.print(f"serving {model} on http://{host}:{port}/v1", highlight=False)
+    options = ServeOptions(host, port, api_key, max_queue, limits=Limits(max_input=max_input, max_output=max_output))
+    run_server(engine, served_name or path.name, options)
+
+
+@app.command()
+def kernels(
+    device: Device = "auto",
+    check: Annotated[bool, typer.Option(help="Run every operator at R1 shapes against the reference: error, time, bandwidth.")] = False,
+    json_: AsJson = False,
+) -> None:
+    """Operators and backends: which are usable here and why the others are not, or with --check how right and how fast they are."""
     import quantkit_kernels
 
     from quantkit.executor.devices import find_device
 
-    rows = quantkit_kernels.table(find_device(device))
+    target = find_device(device)
+    if not check:
+        rows = [vars(row) for row in quantkit_kernels.table(target)]
+        return print_json({"device": str(target), "rows": rows}) if json_ else console.show_kernels(str(target), rows)
+    from quantkit_kernels.check import check as measure
+
+    measured = []
+    for one in measure(target):
+        measured.append(asdict(one) | {"ok": one.ok})
+        if not json_:
+            console.show_measurement(measured[-1])
     if json_:
-        return print_json({"device": str(find_device(device)), "rows": [vars(row) for row in rows]})
-    table = Table("operator", "backend", "usable", "reason", title=f"on {find_device(device)}")
-    for row in rows:
-        table.add_row(row.operator, row.backend, "yes" if row.usable else "no", row.reason)
-    out.print(table)
+        print_json({"device": str(target), "rows": measured})
+    wrong = ", ".join(f"{row['operator']} on {row['backend']}" for row in measured if not row["ok"])
+    if wrong:
+        raise QuantkitError(f"results differ from the reference: {wrong}", "use --backend reference and report this")
 
 
-def print_json(value: dict[str, Any]) -> None:
-    print(json.dumps(value))
+@app.command()
+def deploy(
+    model: Model,
+    engine: Annotated[str, typer.Option(help="vllm, sglang, vllm-ascend or omni-infer.")],
+    boxes: Annotated[int, typer.Option(min=1, help="Machines of 8 devices.")] = 1,
+    layout: Annotated[str | None, typer.Option(help="A layout by name, such as one with prefill and decode apart.")] = None,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of the longest request.")] = 16384,
+    hosts: Annotated[str | None, typer.Option(help="Addresses of the boxes, comma-separated.")] = None,
+    json_: AsJson = False,
+) -> None:
+    """Print the exact commands that serve a checkpoint with another engine, on one box or many, and whether it fits."""
+    from quantkit.deploy.launch import deploy as plan
 
-
-def megabytes(size: float) -> str:
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if size >= scale:
-            return f"{size / scale:.2f} {unit}"
-    return f"{size / 1e3:.1f} kB"
-
-
-def _readable(key: str, value: Any) -> str:
-    if value is None:
-        return "-"
-    return megabytes(value) if key == "bytes" else f"{value:,}" if isinstance(value, int) else str(value)
+    planned = plan(find_model(model), engine, boxes=boxes, layout=layout, context=context, hosts=hosts.split(",") if hosts else None)
+    if json_:
+        return print_json(planned.as_dict())
+    console.show_deployment(planned.as_dict(), [launch.script() for launch in planned.launches])
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ LEVELS = [
     {"models"},
     {"calibrate", "executor", "engines"},
     {"convert", "quantize", "plan", "evaluate", "inspect", "deploy", "costmodel"},
+    {"console"},
     {"cli"},
 ]
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}

@@ -1,0 +1,134 @@
+"""What the command line shows: Rich tables of results, progress bars with an estimate. Used by cli.py alone."""
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+out = Console()
+err = Console(stderr=True)
+
+
+def print_json(value: dict[str, Any]) -> None:
+    print(json.dumps(value))
+
+
+def facts(title: str, rows: Iterable[tuple[str, str]]) -> None:
+    """A table of names and values."""
+    table = Table(show_header=False, title=title)
+    for row in rows:
+        table.add_row(*row)
+    out.print(table)
+
+
+def size(count: float) -> str:
+    """Bytes for people, in decimal units."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if count >= scale:
+            return f"{count / scale:.2f} {unit}"
+    return f"{count / 1e3:.1f} kB"
+
+
+def samples_bar() -> Any:
+    """Progress over counted things, on stderr; the field `note` is free text at the end of a row."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    return Progress(*columns, TextColumn("{task.fields[note]}"), console=err)
+
+
+def bytes_bar() -> Any:
+    """Progress over bytes, on stderr; the field `note` is free text at the end of a row."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    return Progress(*columns, TextColumn("{task.fields[note]}"), console=err)
+
+
+def show_inspection(about: dict[str, Any]) -> None:
+    rows = []
+    for key in (
+        "architecture",
+        "format",
+        "variant",
+        "scheme",
+        "tensors",
+        "quantized_linears",
+        "shards",
+        "bytes",
+        "parameters",
+        "mtp_layers",
+    ):
+        value = about.get(key)
+        text = "-" if value is None else size(value) if key == "bytes" else f"{value:,}" if isinstance(value, int) else str(value)
+        rows.append((key.replace("_", " "), text))
+    for key in ("bytes_by_part", "bytes_by_dtype"):
+        rows += [(f"  {name}", size(count)) for name, count in about.get(key, {}).items()]
+    for key in ("missing", "unknown"):
+        names = about[key]
+        rows.append((key, "not checked: architecture not known" if names is None else f"{len(names)} {', '.join(names[:3])}".strip()))
+    facts(about["path"], rows)
+
+
+def show_problems(engine: str, problems: list[dict[str, str]]) -> None:
+    if not problems:
+        out.print(f"{engine} loads it", highlight=False)
+    for problem in problems:
+        out.print(f"{engine}, {problem['severity']}: {problem['problem']}; {problem['remedy']}", highlight=False, soft_wrap=True)
+
+
+def show_scores(results: dict[str, Any]) -> None:
+    columns = ("task", "accuracy", "± stderr", "n x repeats", "unfinished", "no answer", "tokens")
+    table = Table(*columns, title=f"{results['model']}, {results['hardware']}")
+    for name, task in results["results"].items():
+        if not task["n"]:
+            table.add_row(name, "-", "", "0")
+            continue
+        stderr = "-" if task["stderr"] is None else f"{100 * task['stderr']:.2f}"
+        shares = (f"{100 * task[key]:.1f} %" for key in ("unfinished", "no_answer"))
+        count = f"{task['n']} x {task['repeats']}"
+        table.add_row(name, f"{100 * task['accuracy']:.2f} %", stderr, count, *shares, f"{task['tokens']['mean']:.0f}")
+    out.print(table)
+    for name, task in results["results"].items():
+        if task.get("comparison"):
+            out.print(f"{name} against {results['baseline']}: {task['comparison']['verdict']}", highlight=False)
+        for warning in task["warnings"]:
+            err.print(f"[bold yellow]{name}:[/bold yellow] {warning}", highlight=False)
+    if results["out"]:
+        err.print(f"[dim]report: {results['out']}/report.html[/dim]")
+
+
+def show_speed(result: dict[str, Any]) -> None:
+    table = Table("input", "concurrency", "TTFT s", "TPOT ms", "tokens/s", "system tokens/s", "latency s", "failed", title=result["target"])
+    for row in result["rows"]:
+        tpot, tps = ("-" if row[key] is None else f"{row[key]:.1f}" for key in ("tpot_ms", "tps"))
+        cells = (f"{row['ttft_s']:.3f}", tpot, tps, f"{row['system_tps']:.1f}", f"{row['latency_s']:.2f}", str(row["failed"]))
+        table.add_row(str(row["input_len"]), str(row["concurrency"]), *cells)
+    out.print(table)
+
+
+def show_kernels(device: str, rows: list[dict[str, Any]]) -> None:
+    table = Table("operator", "backend", "usable", "reason", title=f"on {device}")
+    for row in rows:
+        table.add_row(row["operator"], row["backend"], "yes" if row["usable"] else "no", row["reason"])
+    out.print(table)
+
+
+def show_measurement(row: dict[str, Any]) -> None:
+    speed = f"{row['microseconds']:10.1f} us {row['gigabytes_per_second']:8.1f} GB/s {row['fraction']:6.1%} of bandwidth"
+    verdict = "ok" if row["ok"] else "[bold red]WRONG[/bold red]"
+    out.print(f"{row['operator']:14} {row['backend']:10} {row['case']:28} error {row['error']:.1e} {speed} {verdict}", highlight=False)
+
+
+def show_deployment(plan: dict[str, Any], scripts: list[str]) -> None:
+    err.print(f"{plan['engine']} on {plan['device']}, {plan['layout']}: {plan['summary']}", highlight=False)
+    for role, fit in plan["memory"].items():
+        err.print(f"{role}: {json.dumps(fit)}", highlight=False, soft_wrap=True)
+    for note in plan["notes"]:
+        err.print(f"[dim]{note}[/dim]", highlight=False)
+    for problem in plan["problems"]:
+        err.print(f"{problem['severity']}: {problem['problem']}; {problem['remedy']}", highlight=False, soft_wrap=True)
+    for script in scripts:
+        out.print(script, markup=False, highlight=False, soft_wrap=True)
