@@ -1,0 +1,347 @@
+"""convert(): from one format to another without calibration, or to plain BF16: decode format A, encode format B, write.
+
+Codes and zero points are never touched. What may change is the dtype of scales, and values that become plain; for every part of
+the model the largest relative error is measured while converting and written into manifest.json. Zero means bit-exact.
+
+Memory is one unit, UNIT_BYTES of output or the largest single tensor, and a few copies of it in float32.
+"""
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from quantkit import __version__
+from quantkit.calibrate.events import OnEvent, Progress, silent
+from quantkit.checkpoint.companions import read_companions
+from quantkit.checkpoint.formats import FORMATS, dense
+from quantkit.checkpoint.formats.base import Format, output_config
+from quantkit.checkpoint.header import TensorSpec
+from quantkit.checkpoint.reader import Checkpoint, check_finite
+from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.engines import part_of
+from quantkit.errors import QuantkitError
+from quantkit.models import ARCHITECTURES, find_architecture
+from quantkit.models.table import Parameter, resolve
+from quantkit.quant.weights import Fp4Weight, Fp8BlockWeight, IntWeight, Weight, dequantize
+from quantkit.schemes import Grid
+
+UNIT_BYTES = 256 * 2**20
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Change:
+    """What became of one part of the model: how many weights, and the largest relative difference of any stored value."""
+
+    weights: int
+    max_relative_error: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came of a conversion. Bytes are of tensors; peak_memory is this process's largest resident set, in bytes.
+
+    changes: by what happened and where, such as "awq to compressed-tensors: experts" or "copied".
+    """
+
+    out: Path
+    source_format: str
+    format: str
+    source_bytes: int
+    output_bytes: int
+    seconds: float
+    peak_memory: int
+    changes: dict[str, Change]
+
+    @property
+    def exact(self) -> bool:
+        return all(change.max_relative_error == 0 for change in self.changes.values())
+
+
+def convert(
+    source: Path,
+    out: Path,
+    *,
+    format: str | None = None,
+    dtype: str | None = None,
+    overwrite: bool = False,
+    on_event: OnEvent = silent,
+) -> Report:
+    """Write the checkpoint `source` to the directory `out` in another format, or plain in `dtype` (bf16, fp16 or fp32).
+
+    Raises QuantkitError before any work where the format cannot hold the weights: rounding them is what `quantkit quantize` does.
+    A conversion that was stopped goes on when it is called again with the same arguments.
+    """
+    start = time.perf_counter()
+    plan = _Plan(Checkpoint.open(source), _target_name(format, dtype), _find_dtype(dtype))
+    units = list(plan.units())
+    changes: dict[str, Change] = {}
+    done = 0
+    with CheckpointWriter(out, plan.specs(), fingerprint=plan.fingerprint(), overwrite=overwrite) as writer:
+        for number, unit in enumerate(units):
+            name = f"{number:05d} {unit[0].name}"
+            if not writer.done(name):
+                tensors, facts = plan.convert(unit)
+                writer.write(name, tensors, {"changes": {key: asdict(change) for key, change in facts.items()}})
+            for key, change in writer.note(name)["changes"].items():
+                changes[key] = _joined(changes.get(key), Change(**change))
+            done += sum(plan.source_bytes(item) for item in unit)
+            worst = max((change.max_relative_error for change in changes.values()), default=0.0)
+            on_event(Progress("converting", unit[0].name, done, plan.total_bytes, worst, psutil.Process().memory_info().rss))
+        writer.finish(plan.config(), plan.files(changes))
+        written = writer.layout.total_size
+    return Report(
+        out=out,
+        source_format=plan.checkpoint.format.name,
+        format=plan.target.name,
+        source_bytes=plan.total_bytes,
+        output_bytes=written,
+        seconds=time.perf_counter() - start,
+        peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+        changes=changes,
+    )
+
+
+@dataclass(frozen=True)
+class _Item:
+    """A linear that is quantized in the source (`name` is the module), or any other tensor (`name` is its own).
+
+    key: under which its change is reported. quantized: whether it is so in the output.
+    """
+
+    name: str
+    linear: bool
+    quantized: bool
+    key: str
+    specs: tuple[TensorSpec, ...]
+
+
+class _Plan:
+    """What every tensor of the source becomes."""
+
+    def __init__(self, checkpoint: Checkpoint, target: str, dtype: torch.dtype | None) -> None:
+        self.checkpoint = checkpoint
+        self.rows = _rows(checkpoint)
+        self.grid = None if target == dense.FORMAT.name else _common_grid(checkpoint)
+        self.target = _find_target(checkpoint, target, self.grid)
+        self.cast_to = dtype
+        self.plain_dtype = dtype or _plain_dtype(checkpoint)
+        parts = {name for linear in checkpoint.linears.values() for name in linear.tensors}
+        self.items = [self._linear(module) for module in checkpoint.linears]
+        self.items += [self._tensor(name) for name in checkpoint.tensors if name not in parts]
+        self.total_bytes = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+
+    def _linear(self, module: str) -> _Item:
+        row = self.rows.get(f"{module}.weight")
+        role = row.role if row is not None else ("kv_b" if module.endswith("kv_b_proj") else "linear")
+        shape = self.checkpoint.linears[module].shape
+        part = (part_of(row) if row is not None else None) or role
+        if self.target is not dense.FORMAT and self.target.quantizes(module, role, mtp=row is not None and row.mtp):
+            key = f"{self.checkpoint.format.name} to {self.target.name}: {part}"
+            return _Item(module, True, True, key, tuple(self.target.specs(module, shape, self.grid)))
+        spec = TensorSpec(f"{module}.weight", self.plain_dtype, shape)
+        return _Item(module, True, False, f"{self.checkpoint.format.name} to {_name(self.plain_dtype)}: {part}", (spec,))
+
+    def _tensor(self, name: str) -> _Item:
+        info = self.checkpoint.tensors[name]
+        # FP32 stays: the router's selection bias loses its meaning in 16 bits.
+        cast = self.cast_to is not None and info.dtype in (torch.bfloat16, torch.float16) and info.dtype != self.cast_to
+        dtype = self.cast_to if cast and self.cast_to is not None else info.dtype
+        key = f"{_name(info.dtype)} to {_name(dtype)}" if cast else "copied"
+        return _Item(name, False, False, key, (TensorSpec(name, dtype, info.shape),))
+
+    def specs(self) -> list[TensorSpec]:
+        return [spec for item in self.items for spec in item.specs]
+
+    def units(self) -> Iterator[list[_Item]]:
+        """Items in order, so many together as make UNIT_BYTES of output."""
+        unit: list[_Item] = []
+        size = 0
+        for item in self.items:
+            nbytes = sum(spec.nbytes for spec in item.specs)
+            if unit and size + nbytes > UNIT_BYTES:
+                yield unit
+                unit, size = [], 0
+            unit.append(item)
+            size += nbytes
+        if unit:
+            yield unit
+
+    def source_bytes(self, item: _Item) -> int:
+        names = self.checkpoint.linears[item.name].tensors if item.linear else (item.name,)
+        return sum(self.checkpoint.tensors[name].nbytes for name in names)
+
+    def convert(self, unit: list[_Item]) -> tuple[dict[str, Tensor], dict[str, Change]]:
+        """The tensors of a unit, and how they differ from the source."""
+        tensors: dict[str, Tensor] = {}
+        changes: dict[str, Change] = {}
+        for item in unit:
+            made, error = self._convert(item)
+            tensors |= made
+            changes[item.key] = _joined(changes.get(item.key), Change(1, error))
+        return tensors, changes
+
+    def _convert(self, item: _Item) -> tuple[dict[str, Tensor], float]:
+        name, dtype = item.specs[0].name, item.specs[0].dtype
+        if not item.linear:
+            tensor = self.checkpoint.read(item.name)
+            return {name: tensor.to(dtype)}, 0.0 if tensor.dtype == dtype else _cast_error(name, tensor.float(), dtype)
+        weight = self.checkpoint.weight(item.name)
+        if item.quantized:
+            fitted = fit_scales(item.name, weight, self.target)
+            packed = self.target.pack(item.name, fitted)
+            return packed, _stored_error(item.name, weight, self.target.unpack(item.name, packed))
+        values = dequantize(weight)
+        return {name: values.to(dtype)}, _cast_error(name, values, dtype)
+
+    def fingerprint(self) -> dict[str, str]:
+        target = f"{self.target.name} {self.target.variant}"
+        return {"source": self.checkpoint.fingerprint, "format": target, "dtype": str(self.cast_to), "version": __version__}
+
+    def config(self) -> dict[str, Any]:
+        block = self.target.config_block(self.grid, self._quantized(), self._plain())
+        config = output_config(self.checkpoint.config, block)
+        if self.cast_to is not None:
+            named = "dtype" if "dtype" in config and "torch_dtype" not in config else "torch_dtype"
+            config[named] = str(self.cast_to).removeprefix("torch.")
+        return config
+
+    def files(self, changes: dict[str, Change]) -> dict[str, bytes]:
+        told = {key: asdict(change) for key, change in sorted(changes.items())}
+        manifest = {"converted_from": self.checkpoint.format.name, "changes": told, "tensors": self._manifest()}
+        files = read_companions(self.checkpoint.path) | self.target.extra_files(self.grid, self._quantized(), self._plain())
+        return files | {"manifest.json": json.dumps(manifest, indent=1).encode()}
+
+    def _quantized(self) -> dict[str, Grid | None]:
+        return {item.name: self.grid for item in self.items if item.quantized}
+
+    def _plain(self) -> list[TensorSpec]:
+        return [spec for item in self.items if not item.quantized for spec in item.specs]
+
+    def _manifest(self) -> dict[str, dict[str, Any]]:
+        """Every tensor of the source, and what it became."""
+        entries: dict[str, dict[str, Any]] = {}
+        for item in self.items:
+            became = [spec.name for spec in item.specs]
+            status = "copied" if item.key == "copied" else "converted"
+            for name in self.checkpoint.linears[item.name].tensors if item.linear else (item.name,):
+                entries[name] = {"status": status, "became": became}
+        return dict(sorted(entries.items()))
+
+
+def fit_scales(module: str, weight: Weight, target: Format) -> Weight:
+    """The weight with scales rounded to what `target` stores; the same object where they already are."""
+    if not isinstance(weight, IntWeight):
+        return weight
+    scale = weight.scale.to(target.scale_dtype).float()
+    if not bool(torch.isfinite(scale).all()) or bool(((scale == 0) & (weight.scale != 0)).any()):
+        raise QuantkitError(f"{module} has scales that {_name(target.scale_dtype)} cannot hold", f"{target.name} is not for this model")
+    return replace(weight, scale=scale)
+
+
+def _target_name(format: str | None, dtype: str | None) -> str:
+    if (format is None) == (dtype is None):
+        raise QuantkitError("convert takes either a format or a dtype", "give --format F, or --dtype bf16 for plain weights")
+    return format if format is not None else dense.FORMAT.name
+
+
+def _find_dtype(dtype: str | None) -> torch.dtype | None:
+    if dtype is not None and dtype not in DTYPES:
+        raise QuantkitError(f"dtype {dtype!r} is not known", f"choose one of {', '.join(DTYPES)}")
+    return DTYPES[dtype] if dtype is not None else None
+
+
+def _find_target(checkpoint: Checkpoint, name: str, grid: Grid | None) -> Format:
+    named = [format for format in FORMATS if format.name == name]
+    if not named:
+        raise QuantkitError(f"format {name!r} is not known", f"choose one of {', '.join(dict.fromkeys(format.name for format in FORMATS))}")
+    if name == dense.FORMAT.name:
+        return named[0]
+    source = checkpoint.format
+    if grid is None:
+        fault = f"{checkpoint.path} is {source.name}, and {name} holds rounded weights"
+        raise QuantkitError(fault, "convert does not round: use quantkit quantize")
+    for format in named:
+        if format is source:
+            raise QuantkitError(f"{checkpoint.path} is already {name} {format.variant}", "there is nothing to convert")
+        if format.holds(grid):
+            return format
+    holders = ", ".join(dict.fromkeys(format.name for format in FORMATS if format.holds(grid)))
+    raise QuantkitError(f"{name} cannot hold the weights of {checkpoint.path} ({grid})", f"formats that can: {holders}")
+
+
+def _common_grid(checkpoint: Checkpoint) -> Grid | None:
+    grids = {linear.grid for linear in checkpoint.linears.values()}
+    if len(grids) > 1:
+        fault = f"{checkpoint.path} has weights on {len(grids)} grids"
+        raise QuantkitError(fault, "only checkpoints with one can be converted; --dtype bf16 makes it plain")
+    return next(iter(grids), None)
+
+
+def _rows(checkpoint: Checkpoint) -> dict[str, Parameter]:
+    """The table of the architecture by tensor name; empty for one that quantkit does not compute, which converts all the same."""
+    if checkpoint.config.get("model_type") not in ARCHITECTURES:
+        return {}
+    architecture = find_architecture(checkpoint.config)
+    rows = architecture.parameters(architecture.Config.from_dict(checkpoint.config))
+    return {row.name: row for row in resolve(rows, checkpoint.tensors)}
+
+
+def _plain_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """What a decoded weight is stored in where no dtype was asked for: the model's own 16 bits."""
+    said = checkpoint.config.get("torch_dtype", checkpoint.config.get("dtype"))
+    return torch.float16 if said == "float16" else torch.bfloat16
+
+
+def _stored_error(module: str, weight: Weight, stored: Weight) -> float:
+    match weight, stored:
+        case IntWeight(), IntWeight():
+            assert torch.equal(weight.codes, stored.codes), module
+            zero = torch.zeros_like(weight.scale, dtype=torch.int8)
+            before, after = (zero if w.zero_point is None else w.zero_point for w in (weight, stored))
+            assert torch.equal(before, after), module
+            return _relative(weight.scale, stored.scale)
+        case Fp4Weight(), Fp4Weight():
+            assert torch.equal(weight.codes, stored.codes), module
+            assert torch.equal(weight.scale.view(torch.uint8), stored.scale.view(torch.uint8)), module
+            if not bool(torch.isfinite(stored.global_scale)):
+                raise QuantkitError(
+                    f"the global scale of {module} has no reciprocal in FP32", "the checkpoint is damaged: download it again"
+                )
+            return _relative(weight.global_scale, stored.global_scale)
+        case Fp8BlockWeight(), _:
+            raise AssertionError("FP8 blocks convert to plain weights only")
+    raise AssertionError(f"{type(weight)} became {type(stored)}")
+
+
+def _cast_error(name: str, values: Tensor, dtype: torch.dtype) -> float:
+    check_finite(name, values)
+    cast = values.to(dtype).float()
+    if not bool(torch.isfinite(cast).all()):
+        raise QuantkitError(f"{name} holds values that {_name(dtype)} cannot", "use --dtype bf16")
+    return _relative(values, cast)
+
+
+def _relative(before: Tensor, after: Tensor) -> float:
+    """Largest |after - before| / |before|; where before is 0 after must be too, as casts keep it."""
+    size = before.abs()
+    return float(((after - before).abs() / torch.where(size > 0, size, torch.ones_like(size))).max()) if before.numel() else 0.0
+
+
+def _joined(one: Change | None, other: Change) -> Change:
+    if one is None:
+        return other
+    return Change(one.weights + other.weights, max(one.max_relative_error, other.max_relative_error))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
