@@ -3,6 +3,7 @@
 Unknown keys are errors, so that a typo does not silently give the default.
 """
 
+import hashlib
 from pathlib import Path
 
 import yaml
@@ -21,13 +22,23 @@ class Recipe(BaseModel):
     scheme: str
     methods: tuple[Method, ...] | None = None
     calibration: str | None = None
-    samples: int = Field(128, ge=1)
+    samples: int = Field(128, ge=1, description="calibration sequences")
+    held_out: int = Field(16, ge=0, description="further sequences that methods are judged on and nothing is fitted to")
     seq_len: int = Field(512, ge=8)
     seed: int = 0
     group_size: int | None = Field(None, description="overrides the scheme's group_size")
-    awq_grid: int = Field(20, ge=2, description="points of the scale search")
+    scale_points: int = Field(11, ge=2, description="points of the scale search, for each of its two families")
+    search_rows: int = Field(256, ge=16, description="output rows of a linear that the scale search looks at")
+    exact_router: bool = Field(True, description="scales that reach a 16-bit reader are powers of two, so folding changes no bit")
     damping: float = Field(0.01, gt=0, description="added to the Hessian's diagonal, as a share of its mean")
+    fit_points: int = Field(9, ge=1, description="steps tried for each group when it is rounded")
+    sweeps: int = Field(1, ge=0, description="rounds of coordinate descent after GPTQ")
     min_expert_tokens: int = Field(64, ge=0, description="experts with fewer routed tokens lean on the layer's shared statistics")
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of what the recipe says."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
 
 
 def load_recipe(name_or_path: str) -> Recipe:

@@ -7,7 +7,7 @@ Steps are rounded to what the format stores before anything is snapped to them.
 Shapes: [..., N, g] are N rows of one group of g input channels; leading dimensions are experts or candidates.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -38,6 +38,9 @@ class Rounder(Protocol):
     def snap(self, w: Tensor, step: Step) -> Tensor:
         """Nearest values of the grid. w float32 [..., N] or, with a step of [..., N, 1], [..., N, g]."""
 
+    def side_by_side(self) -> "Rounder":
+        """The same, for all groups of a row at once: [..., G, N, g] in place of [..., N, g]."""
+
     def weight(self, values: Tensor, step: Step) -> IntWeight | Fp4Weight:
         """Values already on the grid, float32 [N, K], with the steps [N, G] they were snapped to, as a stored weight."""
 
@@ -67,6 +70,9 @@ class IntRounder:
         if step.zero is None:
             return level.clamp_(low, high).mul_(step.step)
         return torch.minimum(torch.maximum(level, low - step.zero), high - step.zero).mul_(step.step)
+
+    def side_by_side(self) -> "IntRounder":
+        return self
 
     def weight(self, values: Tensor, step: Step) -> IntWeight:
         zero_point = None if step.zero is None else step.zero.to(torch.int8)
@@ -106,6 +112,9 @@ class Fp4Rounder:
         spacing = torch.where(level.abs() < 2, 0.5, torch.where(level.abs() < 4, 1.0, 2.0))
         return (level / spacing).round_().mul_(spacing).clamp_(-E2M1_MAX, E2M1_MAX).mul_(step.step)
 
+    def side_by_side(self) -> "Fp4Rounder":
+        return self if self.global_scale.dim() == 0 else replace(self, global_scale=self.global_scale.unsqueeze(-2))
+
     def weight(self, values: Tensor, step: Step) -> Fp4Weight:
         """All rows of one tensor share one global scale."""
         multiplier = self.global_scale.flatten()[0]
@@ -140,6 +149,7 @@ def round_to_nearest(w: Tensor, rounder: Rounder, importance: Tensor | None = No
     groups = w.unflatten(-1, (-1, group_size)).transpose(-2, -3)  # [..., G, N, g]
     if importance is not None:
         importance = importance.unflatten(-1, (-1, group_size)).unsqueeze(-2)  # [..., G, 1, g]
+    rounder = rounder.side_by_side()
     step = rounder.fit(groups, importance)
     wide = Step(step.step.unsqueeze(-1), None if step.zero is None else step.zero.unsqueeze(-1))
     values = rounder.snap(groups, wide).transpose(-2, -3).flatten(-2)

@@ -1,0 +1,164 @@
+"""The routed experts of one layer, streamed a few at a time: solved, and run on the tokens that chose them.
+
+Gate and up of all experts read the same input, so one curvature serves them all. Each down projection has its own Hessian, of the
+tokens routed to its expert weighted by the square of the routing weight (that is what its error counts in the layer's output),
+blended with that of tokens of the whole layer: a starved expert leans on what it would see if it were asked.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from quantkit.calibrate.fold import Consumer, choose_scale, sample_rows
+from quantkit.calibrate.solver import Solved, Solver
+from quantkit.quant.gptq import Curvature
+
+LAYER_ROWS = 512
+"""Rows of the layer's input that every expert is shown, for the shared part of its Hessian."""
+
+
+class Recorder:
+    """An experts operator that writes down what it is asked, for up to `capacity` tokens, and answers zeros.
+
+    With `answers` [capacity, H] set it hands those out instead, in the order of the questions.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.asked = 0
+        self.answers: Tensor | None = None
+        self._answered = 0
+        self._kept: tuple[Tensor, ...] = ()
+
+    def __call__(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        if self.answers is not None:
+            start, self._answered = self._answered, self._answered + len(x)
+            return self.answers[start : self._answered]
+        if not self._kept:
+            self._kept = tuple(
+                torch.empty(self.capacity, *t.shape[1:], dtype=t.dtype, device=t.device) for t in (x, topk_ids, topk_weights)
+            )
+        for kept, new in zip(self._kept, (x, topk_ids, topk_weights)):
+            kept[self.asked : self.asked + len(x)] = new
+        self.asked += len(x)
+        return torch.zeros_like(x)
+
+    def routed(self, fitted: int, quantized: int) -> "Routed":
+        x, topk_ids, topk_weights = (kept[: self.asked] for kept in self._kept)
+        return Routed(x, topk_ids, topk_weights, fitted, quantized)
+
+
+@dataclass(frozen=True)
+class Routed:
+    """What one layer's experts were asked, all tokens in one order: fitted on, held out, held out on the original path.
+
+    x float32 [T, H]; topk_ids [T, k]; topk_weights float32 [T, k]; fitted and quantized: the first tokens that are calibration,
+    and that run through quantized experts; the rest runs through the original ones.
+    """
+
+    x: Tensor
+    topk_ids: Tensor
+    topk_weights: Tensor
+    fitted: int
+    quantized: int
+
+    def of(self, expert: int) -> tuple[Tensor, Tensor]:
+        """Tokens [n] that chose the expert, rising, and their routing weights [n]."""
+        tokens, slots = (self.topk_ids == expert).nonzero(as_tuple=True)
+        return tokens, self.topk_weights[tokens, slots]
+
+    def dense(self, num_experts: int) -> Tensor:
+        """Routing weights [T, E], zero where an expert was not chosen."""
+        empty = torch.zeros(len(self.x), num_experts, device=self.x.device)
+        return empty.scatter_(1, self.topk_ids, self.topk_weights)
+
+    def counts(self, num_experts: int) -> Tensor:
+        """Calibration tokens of every expert, int64 [E]."""
+        return torch.bincount(self.topk_ids[: self.fitted].flatten(), minlength=num_experts)
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """float32 [I, H], [I, H], [H, I]."""
+
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """[T, H] -> [T, I], the input of down."""
+        return F.silu(x @ self.gate.t()) * (x @ self.up.t())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.hidden(x) @ self.down.t()
+
+
+class ExpertSolver:
+    """Solves experts of one layer. scale [H]: folded into the layer's norm; curvature: of the layer's input, unscaled."""
+
+    def __init__(self, solver: Solver, routed: Routed, scale: Tensor, curvature: Curvature, held_out: Tensor) -> None:
+        self.solver, self.routed, self.scale = solver, routed, scale
+        self.curvature = curvature.scaled(scale)
+        self.held_out = held_out / scale
+        fitted = routed.x[: routed.fitted]
+        self.layer_rows = fitted[:: max(1, len(fitted) // LAYER_ROWS)][:LAYER_ROWS]
+
+    def solve(self, names: dict[int, str], experts: dict[int, ExpertWeights]) -> dict[str, Solved]:
+        """names: expert -> prefix such as model.layers.3.mlp.experts.17. Returns module -> solved, of three linears each."""
+        hessians = torch.stack([self._down_hessian(e, weights, torch.ones_like(self.scale)) for e, weights in experts.items()])
+        inner = self._inner_scales(experts, hessians)
+        stack: dict[str, Tensor] = {}
+        fused: dict[str, str] = {}
+        for (expert, weights), s in zip(experts.items(), inner):
+            prefix = names[expert]
+            stack[f"{prefix}.gate_proj"] = weights.gate * self.scale
+            stack[f"{prefix}.up_proj"] = weights.up / s[:, None] * self.scale
+            fused |= {f"{prefix}.gate_proj": prefix, f"{prefix}.up_proj": prefix}
+        solved = self.solver.solve_stack(stack, fused, self.curvature, self.held_out)
+        downs, rounded_hessians, samples = {}, [], []
+        for (expert, weights), s in zip(experts.items(), inner):
+            prefix = names[expert]
+            down = weights.down * s
+            rounded = ExpertWeights(solved[f"{prefix}.gate_proj"].values, solved[f"{prefix}.up_proj"].values, down)
+            rounded_hessians.append(self._down_hessian(expert, rounded, self.scale))
+            downs[f"{prefix}.down_proj"] = down
+            samples.append(rounded.hidden(self._held_out_rows(expert) / self.scale))
+        curvature = self.solver.curvature(torch.stack(rounded_hessians))
+        return solved | self.solver.solve_batch(downs, curvature, samples)
+
+    def _inner_scales(self, experts: dict[int, ExpertWeights], hessians: Tensor) -> Tensor:
+        """Scales between up and down of every expert, [B, I]."""
+        if not self.solver.methods or self.solver.methods == ("gptq",):
+            return torch.ones(hessians.shape[:-1], device=hessians.device)
+        rows = torch.stack([sample_rows(weights.down, self.solver.recipe.search_rows) for weights in experts.values()])
+        sample = torch.stack([weights.hidden(self.layer_rows) for weights in experts.values()])
+        absmax = sample.abs().amax(-2)
+        return choose_scale(self.solver, [Consumer(rows, 1.0)], self.solver.curvature(hessians), hessians, absmax, sample, exact=False)
+
+    def _down_hessian(self, expert: int, weights: ExpertWeights, scale: Tensor) -> Tensor:
+        """Mean over tokens of w^2 h h^T, [I, I]; `weights` read inputs divided by `scale`."""
+        tokens, w = self.routed.of(expert)
+        fitted = tokens < self.routed.fitted
+        tokens, w = tokens[fitted], w[fitted]
+        h = weights.hidden(self.routed.x[tokens] / scale) * w[:, None]
+        mean_square = w.square().mean() if len(w) else torch.ones((), device=scale.device)
+        shared = weights.hidden(self.layer_rows / scale)
+        blend = self.solver.recipe.min_expert_tokens
+        return (h.t() @ h + blend * mean_square / len(shared) * (shared.t() @ shared)) / max(len(tokens) + blend, 1)
+
+    def _held_out_rows(self, expert: int) -> Tensor:
+        """Held-out inputs that chose the expert; of the layer where none did."""
+        tokens, _ = self.routed.of(expert)
+        tokens = tokens[(tokens >= self.routed.fitted) & (tokens < self.routed.quantized)]
+        return self.routed.x[tokens] if len(tokens) else self.layer_rows
+
+
+def add_outputs(total: Tensor, routed: Routed, expert: int, original: ExpertWeights, rounded: ExpertWeights, scale: Tensor) -> None:
+    """Add one expert's weighted outputs to total [T, H]: of the rounded expert, and of the original on the original path."""
+    tokens, w = routed.of(expert)
+    for weights, part, divisor in ((rounded, tokens < routed.quantized, scale), (original, tokens >= routed.quantized, None)):
+        chosen = tokens[part]
+        x = routed.x[chosen] if divisor is None else routed.x[chosen] / divisor
+        total.index_add_(0, chosen, weights(x) * w[part, None])

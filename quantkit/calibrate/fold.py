@@ -1,0 +1,75 @@
+"""Scale groups: which s, and moving it from a norm or a linear into everything that reads it.
+
+A candidate is judged by what it leads to: the consumers' rows (a sample of them) are really rounded, compensated where the
+recipe compensates, and the losses relative to each consumer's own output are added up. For int8 activations the error of
+rounding them is added. The identity is always among the candidates, so no group is worse off than without scales.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.calibrate.solver import Solver
+from quantkit.quant.awq import candidate_scales, power_of_two, relative_weight
+from quantkit.quant.gptq import Curvature
+from quantkit.quant.smooth import activation_loss, smoothing_candidates
+
+BATCH_VALUES = 2**22
+"""Weights that the search rounds at a time, over all candidates."""
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """rows float32 [..., n, K]: a sample of a consumer's weight. share: what its relative loss counts."""
+
+    rows: Tensor
+    share: float
+
+
+def sample_rows(w: Tensor, count: int) -> Tensor:
+    """About `count` evenly spaced rows of [..., N, K]."""
+    return w[..., :: max(1, w.shape[-2] // count), :]
+
+
+def choose_scale(
+    solver: Solver, consumers: Sequence[Consumer], curvature: Curvature, mean_hessian: Tensor, absmax: Tensor, sample: Tensor, exact: bool
+) -> Tensor:
+    """The best scale [..., K] for inputs with this curvature, mean Hessian [..., K, K], largest magnitudes [..., K] and rows [..., S, K].
+
+    exact: only powers of two, because a 16-bit reader must absorb the scale without rounding.
+    """
+    candidates = _candidates(solver, consumers, mean_hessian, absmax)
+    if exact:
+        candidates = torch.unique_consecutive(power_of_two(candidates), dim=0)
+    rows = torch.cat([consumer.rows for consumer in consumers], dim=-2)
+    counts = torch.tensor([consumer.rows.shape[-2] for consumer in consumers], device=rows.device)
+    weight = torch.stack([consumer.share / _energy(consumer.rows, mean_hessian) for consumer in consumers], dim=-1)
+    row_weight = weight.repeat_interleave(counts, dim=-1)  # [..., n]
+    losses = []
+    for part in candidates.split(max(1, BATCH_VALUES // rows.numel())):
+        scaled_rows = rows * part.unsqueeze(-2)
+        amax = torch.stack([w.abs().amax((-1, -2)) for w in scaled_rows.split(counts.tolist(), dim=-2)], dim=-1)
+        loss = solver.losses(scaled_rows, amax.repeat_interleave(counts, dim=-1), curvature.scaled(part))
+        losses.append((loss * row_weight).sum(-1))
+        if "smooth" in solver.methods:
+            energy = (scaled_rows.square() * row_weight.unsqueeze(-1)).sum(-2)
+            losses[-1] += activation_loss(sample / part.unsqueeze(-2), energy)
+    best = torch.cat(losses).argmin(0)  # [...], the first of equals
+    return candidates.gather(0, best[None, ..., None].expand(1, *candidates.shape[1:])).squeeze(0)
+
+
+def _candidates(solver: Solver, consumers: Sequence[Consumer], mean_hessian: Tensor, absmax: Tensor) -> Tensor:
+    rows = [consumer.rows for consumer in consumers]
+    points = solver.recipe.scale_points
+    if "smooth" in solver.methods:
+        weight_max = torch.stack([w.abs().amax(-2) for w in rows]).amax(0)
+        return smoothing_candidates(absmax, weight_max, points)
+    size = mean_hessian.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
+    return candidate_scales(size, relative_weight(rows, solver.group_size), points)
+
+
+def _energy(rows: Tensor, mean_hessian: Tensor) -> Tensor:
+    """tr(W H W^T) [...], the consumer's mean squared output."""
+    return ((rows @ mean_hessian) * rows).sum((-1, -2)).clamp(min=1e-30)

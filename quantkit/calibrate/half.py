@@ -1,0 +1,213 @@
+"""One half of a decoder layer, attention or feed-forward: observe, scale, solve, propagate.
+
+The half is run by the model's own forward over three sets of tensors: the original ones; the same with scales folded and nothing
+rounded, which must compute the same; and the rounded ones.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.calibrate.experts import Recorder
+from quantkit.calibrate.fold import Consumer, choose_scale, sample_rows
+from quantkit.calibrate.solver import Solved, Solver
+from quantkit.calibrate.statistics import InputStatistics, Observations
+from quantkit.calibrate.streams import Streams, relative_distance
+from quantkit.calibrate.weights import LayerWeights
+from quantkit.errors import QuantkitError
+from quantkit.models.table import Parameter, ScaleGroup
+from quantkit.quant.awq import effective_scale
+from quantkit.quant.gptq import Curvature
+from quantkit.quant.weights import Weight, dequantize
+
+HELD_OUT_ROWS = 256
+"""Held-out rows kept at each linear's input."""
+CHECKED_TOKENS = 64
+TOLERANCE = 1e-7
+"""Squared relative difference that folding scales may make in float32."""
+
+Build = Callable[[LayerWeights], Any]
+"""Weights -> the model's decoder layer."""
+Run = Callable[[Any, Tensor, list[int]], Tensor]
+"""(decoder layer, hidden [T, H], lengths of its sequences) -> hidden [T, H] after this half."""
+
+
+@dataclass(frozen=True)
+class HalfSpec:
+    """What a half is made of.
+
+    rows: its parameters but the routed experts'. groups: the scale groups inside it, those inside one routed expert left out.
+    stored: dtype on disk of what stays unquantized, by tensor name. quantized: modules the output holds quantized.
+    """
+
+    name: str
+    build: Build
+    run: Run
+    rows: list[Parameter]
+    groups: list[ScaleGroup]
+    stored: dict[str, torch.dtype]
+    quantized: set[str]
+
+
+class Half:
+    """tensors: float32, all that `build` and this half's forward ask for."""
+
+    def __init__(self, spec: HalfSpec, tensors: dict[str, Tensor], solver: Solver, streams: Streams) -> None:
+        self.spec, self.solver, self.streams = spec, solver, streams
+        self.original = tensors
+        self.folded = dict(tensors)
+        self.rounded: dict[str, Tensor] = {}
+        self.plain: dict[str, Tensor] = {}
+        """Unquantized tensors that folding changed, in their stored dtype."""
+        self.scales: dict[str, Tensor] = {}
+        """Scale in effect at an input, by the module it is observed at."""
+        self.group_scales: dict[str, Tensor] = {}
+        self.sites: dict[str, tuple[str, ...]] = {}
+        self.observations = Observations(HELD_OUT_ROWS)
+        self.recorder = Recorder(len(streams.quantized.hidden) + len(streams.original.hidden))
+        self._curvatures: dict[str, Curvature] = {}
+
+    # --- observe ---------------------------------------------------------------------------------------------------------
+
+    def observe(self) -> None:
+        """Run the original weights; keep statistics of every linear's input, and what the routed experts are asked."""
+        weights = LayerWeights(self.original, self.recorder, self.observations)
+        block = self.spec.build(weights)
+        own = {row.module for row in self.spec.rows}
+        self.sites = {first: modules for first, modules in weights.sites.items() if first in own}
+        for one in self.streams.quantized.passes():
+            self.observations.held_out = one.held_out
+            self.spec.run(block, self.streams.quantized.hidden[one.part], one.lengths)
+        if self.recorder.asked:
+            block = self.spec.build(LayerWeights(self.original, self.recorder))
+            for one in self.streams.original.passes():
+                self.spec.run(block, self.streams.original.hidden[one.part], one.lengths)
+
+    def statistics(self, module: str) -> InputStatistics:
+        """Of the input of `module`. A router is no linear and is not observed: its input is what the experts were asked."""
+        if module not in self.observations.by_module:
+            stream = self.streams.quantized
+            x = self.recorder.routed(stream.fitted, len(stream.hidden)).x
+            for one in stream.passes():
+                self.observations.held_out = one.held_out
+                self.observations(module, x[one.part])
+        return self.observations.by_module[module]
+
+    def curvature(self, module: str) -> Curvature:
+        if module not in self._curvatures:
+            self._curvatures[module] = self.solver.curvature(self.statistics(module).mean_hessian)
+        return self._curvatures[module]
+
+    # --- scale -----------------------------------------------------------------------------------------------------------
+
+    def fold(self, more: dict[str, list[Consumer]]) -> None:
+        """Choose and fold the scale of every group. more: consumers outside this half's rows (routed experts), by group."""
+        for group in self.spec.groups:
+            inside = [module for module in group.consumers if f"{module}.weight" in self.original]
+            rounded = [module for module in inside if module in self.spec.quantized]
+            consumers = [Consumer(sample_rows(self.folded[f"{m}.weight"], self.solver.recipe.search_rows), 1.0) for m in rounded]
+            consumers += more.get(group.name, [])
+            if not consumers or not {"awq", "smooth"} & set(self.solver.methods):
+                continue
+            statistics = self.statistics(group.observe)
+            exact = self.solver.recipe.exact_router and len(rounded) < len(inside)
+            scale = choose_scale(
+                self.solver,
+                consumers,
+                self.curvature(group.observe),
+                statistics.mean_hessian,
+                statistics.absmax,
+                statistics.sample,
+                exact,
+            )
+            self._apply(group, inside, scale)
+
+    def _apply(self, group: ScaleGroup, inside: list[str], scale: Tensor) -> None:
+        producer = f"{group.producer}.weight"
+        if group.producer_is_norm:
+            gain, scale = effective_scale(self.folded[producer].to(self.spec.stored[producer]), scale)
+            self.folded[producer], self.plain[producer] = gain.float(), gain
+        else:
+            self.folded[producer] = self.folded[producer] / scale[:, None]
+        for module in inside:
+            name = f"{module}.weight"
+            self.folded[name] = self.folded[name] * scale
+            if module not in self.spec.quantized:
+                self.plain[name] = self.folded[name].to(self.spec.stored[name])
+        self.scales[group.observe] = self.group_scales[group.name] = scale
+
+    def check_same(self) -> None:
+        """Stop the run if folding changed what this half computes, or which experts it asks."""
+        stream = self.streams.quantized
+        count = min(CHECKED_TOKENS, stream.lengths[0])
+        hidden = stream.hidden[:count]
+        outputs, recorders = [], []
+        for tensors in (self.original, self.folded):
+            recorders.append(Recorder(count))
+            outputs.append(self.spec.run(self.spec.build(LayerWeights(tensors, recorders[-1])), hidden, [count]) - hidden)
+        differences = {"output": relative_distance(outputs[1], outputs[0])}
+        if recorders[0].asked:
+            before, after = (recorder.routed(count, count) for recorder in recorders)
+            experts = int(before.topk_ids.max() if before.topk_ids.max() > after.topk_ids.max() else after.topk_ids.max()) + 1
+            differences["routing"] = relative_distance(after.dense(experts), before.dense(experts))
+        for what, difference in differences.items():
+            if not difference <= TOLERANCE:
+                raise QuantkitError(
+                    f"scaling changes the {what} of {self.spec.name} by {difference:.1e} before anything is rounded",
+                    "the scale groups of this architecture are wrong: report it, or use a recipe without awq and smooth",
+                )
+
+    # --- solve -----------------------------------------------------------------------------------------------------------
+
+    def solve(self) -> dict[str, Solved]:
+        """Every linear of this half that the output holds quantized. Rounded weights are kept for `propagate`."""
+        fused = {row.module: row.fused for row in self.spec.rows if row.fused}
+        solved: dict[str, Solved] = {}
+        for first, modules in self.sites.items():
+            weights = {module: self.folded[f"{module}.weight"] for module in modules if module in self.spec.quantized}
+            if not weights:
+                continue
+            curvature, sample = self.curvature(first), self.statistics(first).sample
+            if first in self.scales:
+                curvature, sample = curvature.scaled(self.scales[first]), sample / self.scales[first]
+            solved |= self.solver.solve_stack(weights, fused, curvature, sample)
+            del self._curvatures[first]
+        self._keep({module: one.weight for module, one in solved.items()}, self.plain)
+        return solved
+
+    def load(self, quantized: dict[str, Weight], plain: dict[str, Tensor]) -> None:
+        """What an earlier run solved, in place of `fold` and `solve`."""
+        self._keep(quantized, plain)
+
+    def scale_of(self, module: str) -> Tensor:
+        """The scale in effect at the input of `module`: original gain over the gain as it is now; ones without a scale."""
+        for group in self.spec.groups:
+            if group.observe == module and group.producer_is_norm:
+                before, after = (tensors[f"{group.producer}.weight"] for tensors in (self.original, self.rounded))
+                return torch.where(after == 0, torch.ones_like(after), before / after)
+        return torch.ones(self.statistics(module).hessian.shape[0], device=self.streams.quantized.hidden.device)
+
+    def _keep(self, quantized: dict[str, Weight], plain: dict[str, Tensor]) -> None:
+        for name, tensor in self.folded.items():
+            dtype = self.spec.stored.get(name)
+            self.rounded[name] = tensor if dtype is None else tensor.to(dtype).float()
+        device = self.streams.quantized.hidden.device
+        for module, weight in quantized.items():
+            self.rounded[f"{module}.weight"] = dequantize(weight).to(device)
+        self.rounded |= {name: tensor.float().to(device) for name, tensor in plain.items()}
+
+    # --- propagate -------------------------------------------------------------------------------------------------------
+
+    def propagate(self, answers: Tensor | None = None) -> None:
+        """Replace the hidden states: rounded weights on the quantized path, original ones on the original path.
+
+        answers [T, H]: the routed experts' outputs for the tokens of both paths.
+        """
+        self.recorder.answers = answers
+        for tensors, stream in ((self.rounded, self.streams.quantized), (self.original, self.streams.original)):
+            block = self.spec.build(LayerWeights(tensors, self.recorder))
+            for one in stream.passes():
+                stream.hidden[one.part] = self.spec.run(block, stream.hidden[one.part], one.lengths)

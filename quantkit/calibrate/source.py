@@ -1,0 +1,49 @@
+"""The source's tensors as calibration wants them: decoded, in float32 on the device, refused if not finite."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoint.reader import Checkpoint, check_finite
+from quantkit.models.table import Parameter
+from quantkit.quant.weights import dequantize
+
+
+class Source:
+    """Reads parameters of one checkpoint. `bytes_read` counts stored bytes, for progress."""
+
+    def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
+        self.checkpoint, self.device = checkpoint, device
+        self.bytes_read = 0
+
+    def stored_bytes(self, row: Parameter) -> int:
+        return sum(self.checkpoint.tensors[name].nbytes for name in self.parts(row))
+
+    def dtype(self, row: Parameter) -> torch.dtype:
+        """What the parameter is stored as when it is left unquantized: its own 16 or 32 bit type, BF16 for a packed source."""
+        parts = self.parts(row)
+        return self.checkpoint.tensors[parts[0]].dtype if parts == (row.name,) else torch.bfloat16
+
+    def plain(self, row: Parameter) -> Tensor:
+        """The parameter as it is stored unquantized, on the CPU."""
+        parts = self.parts(row)
+        self.bytes_read += self.stored_bytes(row)
+        value = self.checkpoint.read(row.name) if parts == (row.name,) else dequantize(self.checkpoint.weight(row.module), torch.bfloat16)
+        check_finite(row.name, value)
+        return value
+
+    def dense(self, row: Parameter) -> Tensor:
+        """float32 on the device."""
+        self.bytes_read += self.stored_bytes(row)
+        weight = self.checkpoint.weight(row.module) if len(row.shape) == 2 else self.checkpoint.read(row.name)
+        value = dequantize(weight).to(self.device)
+        check_finite(row.name, value)
+        return value
+
+    def dense_all(self, rows: Iterable[Parameter]) -> dict[str, Tensor]:
+        return {row.name: self.dense(row) for row in rows}
+
+    def parts(self, row: Parameter) -> tuple[str, ...]:
+        """Names of the stored tensors that hold the parameter."""
+        return self.checkpoint.parts(row.module) if row.module in self.checkpoint.linears else (row.name,)

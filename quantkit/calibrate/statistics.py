@@ -1,0 +1,59 @@
+"""Sums over calibration tokens at the input of a linear."""
+
+import torch
+from torch import Tensor
+
+
+class InputStatistics:
+    """Hessian and sizes of one input of K channels, and a few of its rows.
+
+    hessian: sum of x x^T float32 [K, K]; tokens: how many; absmax float32 [K]; sample: rows kept for judging, [S, K].
+    """
+
+    def __init__(self, channels: int, device: torch.device, sample_rows: int) -> None:
+        self.hessian = torch.zeros(channels, channels, dtype=torch.float32, device=device)
+        self.absmax = torch.zeros(channels, dtype=torch.float32, device=device)
+        self.tokens = 0
+        self.sample_rows = sample_rows
+        self._sample: list[Tensor] = []
+
+    def add(self, x: Tensor) -> None:
+        """x float32 [T, K] of calibration tokens."""
+        self.hessian.addmm_(x.t(), x)
+        self.absmax = torch.maximum(self.absmax, x.abs().amax(0))
+        self.tokens += x.shape[0]
+
+    def keep(self, x: Tensor) -> None:
+        """x float32 [T, K] of held-out tokens: evenly spaced rows are kept until there are enough."""
+        room = self.sample_rows - sum(len(part) for part in self._sample)
+        if room > 0:
+            self._sample.append(x[:: max(1, x.shape[0] // self.sample_rows)][:room].clone())
+
+    @property
+    def sample(self) -> Tensor:
+        return torch.cat(self._sample)
+
+    @property
+    def mean_hessian(self) -> Tensor:
+        """Per token, so that losses of inputs with different counts compare."""
+        return self.hessian / max(self.tokens, 1)
+
+
+class Observations:
+    """The statistics of every input that was observed, by module. `held_out` switches what an observation is for."""
+
+    def __init__(self, sample_rows: int) -> None:
+        self.sample_rows = sample_rows
+        self.by_module: dict[str, InputStatistics] = {}
+        self.held_out = False
+
+    def __call__(self, module: str, x: Tensor) -> None:
+        """An `Observer`."""
+        x = x.reshape(-1, x.shape[-1])
+        if module not in self.by_module:
+            self.by_module[module] = InputStatistics(x.shape[-1], x.device, self.sample_rows)
+        statistics = self.by_module[module]
+        if self.held_out:
+            statistics.keep(x)
+        else:
+            statistics.add(x)

@@ -1,0 +1,55 @@
+"""Hidden states of many sequences, lying one after the other, and walked in passes that fit in memory."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+PASS_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Whole sequences run together: their place in the stream, their lengths, and whether they are held out."""
+
+    part: slice
+    lengths: list[int]
+    held_out: bool
+
+
+@dataclass
+class Stream:
+    """hidden float32 [T, H]; the first `fitted` tokens are calibration, the rest held out."""
+
+    hidden: Tensor
+    fitted: int
+    lengths: list[int]
+
+    def passes(self) -> Iterator[Pass]:
+        """About PASS_TOKENS tokens at a time; none mixes calibration and held-out sequences."""
+        start, pending = 0, list[int]()
+        for length in self.lengths:
+            stop = start + sum(pending)
+            if pending and (sum(pending) + length > PASS_TOKENS or stop == self.fitted):
+                yield Pass(slice(start, stop), pending, start >= self.fitted)
+                start, pending = stop, []
+            pending.append(length)
+        if pending:
+            yield Pass(slice(start, start + sum(pending)), pending, start >= self.fitted)
+
+
+@dataclass
+class Streams:
+    """quantized: all sequences, through what has been rounded so far. original: the held-out ones, through the source's weights."""
+
+    quantized: Stream
+    original: Stream
+
+    def clone(self) -> "Streams":
+        q, o = self.quantized, self.original
+        return Streams(Stream(q.hidden.clone(), q.fitted, q.lengths), Stream(o.hidden.clone(), o.fitted, o.lengths))
+
+
+def relative_distance(a: Tensor, b: Tensor) -> float:
+    """||a - b||^2 / ||b||^2; NaN for nothing."""
+    return float((a - b).square().sum() / b.square().sum()) if b.numel() else float("nan")

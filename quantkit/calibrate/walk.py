@@ -1,0 +1,319 @@
+"""The straight line of a calibrated run: embed, then for every layer attend and feed forward, then the MTP layer.
+
+Each half of a layer is walked in the same steps:
+  observe     run it in full precision on the calibration tokens; sum up the Hessian of every linear's input
+  scale       choose each group's s, fold it, and check that the half still computes the same before anything is rounded
+  solve       round every linear
+  propagate   run it again with the rounded weights, so that later layers are fitted to the inputs they will really get
+A mixture of experts does the same with its experts streamed between observing and propagating.
+
+Memory: the hidden states of all calibration tokens, one half of one layer, its Hessians, and a few experts. Nothing grows with
+the number of layers or experts. Hidden states at the input of each layer are saved, so a stopped run goes on from there.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import torch
+from quantkit_kernels import rms_norm
+from torch import Tensor
+
+from quantkit.calibrate.data import Sequences
+from quantkit.calibrate.events import Note, OnEvent, Progress
+from quantkit.calibrate.experts import ExpertSolver, ExpertWeights, Recorder, Routed, add_outputs
+from quantkit.calibrate.findings import Findings
+from quantkit.calibrate.fold import Consumer, sample_rows
+from quantkit.calibrate.half import Half, HalfSpec, Run
+from quantkit.calibrate.sink import Sink
+from quantkit.calibrate.solver import Solved, Solver
+from quantkit.calibrate.source import Source
+from quantkit.calibrate.streams import Stream, Streams, relative_distance
+from quantkit.calibrate.units import attend_unit, expert_unit, feed_forward_unit, units_of
+from quantkit.calibrate.weights import LayerWeights
+from quantkit.errors import QuantkitError
+from quantkit.models.context import CausalContext
+from quantkit.models.table import Parameter
+from quantkit.quant.weights import dequantize
+
+EXPERT_BATCH_VALUES = 2**25
+"""Experts are solved together up to this many weights (one of R1's has 44 million, so they go one by one)."""
+SCALE_EXPERTS = 8
+"""Routed experts whose rows the search of the layer's scale looks at."""
+
+
+class Walk:
+    """One calibrated run over one source. architecture: a module of quantkit.models; parameters: its rows, resolved."""
+
+    def __init__(
+        self, source: Source, architecture: Any, config: Any, parameters: list[Parameter], solver: Solver, sink: Sink, on_event: OnEvent
+    ) -> None:
+        self.source, self.architecture, self.config = source, architecture, config
+        self.solver, self.sink, self.on_event = solver, sink, on_event
+        self.rows = parameters
+        self.layers = sorted({row.layer for row in parameters if row.layer is not None and not row.mtp})
+        self.mtp_layers = sorted({row.layer for row in parameters if row.layer is not None and row.mtp})
+        self.groups = {layer: architecture.scale_groups(config, layer) for layer in [*self.layers, *self.mtp_layers]}
+        self.units = units_of(parameters, [group for groups in self.groups.values() for group in groups])
+        self.quantized = {row.module for row in parameters if sink.quantizes(row)}
+        self.findings = Findings()
+        self.total_bytes = sum(source.stored_bytes(row) for row in parameters)
+        self.done_bytes = 0
+        self._process = psutil.Process()
+
+    @torch.inference_mode()
+    def run(self, sequences: Sequences) -> Findings:
+        """Quantize every decoder layer, MTP layers included. Tables outside the layers are left to the caller."""
+        lengths = [len(s) for s in (*sequences.calibration, *sequences.held_out)]
+        fitted = sum(len(s) for s in sequences.calibration)
+        saved = self.sink.load_state()
+        if saved is None:
+            first = self.layers[0]
+            streams = self._embed(sequences, lengths, fitted)
+        else:
+            first, tensors, facts = saved
+            self.findings = Findings(**facts)
+            streams = self._streams(tensors["quantized"], tensors["original"], lengths, fitted, sequences)
+        for layer in self.layers:
+            if layer >= first:
+                self._layer(layer, streams)
+            else:
+                self._skip(layer)
+        for layer in self.mtp_layers:
+            if any(row.mtp and row.layer == layer and row.module in self.quantized for row in self.rows):
+                self._layer(layer, self._mtp_streams(layer, streams, sequences), save=False)
+        return self.findings
+
+    def _embed(self, sequences: Sequences, lengths: list[int], fitted: int) -> Streams:
+        table = self.source.checkpoint.read("model.embed_tokens.weight")
+        ids = torch.cat([*sequences.calibration, *sequences.held_out])
+        if int(ids.max()) >= len(table):
+            raise QuantkitError(f"the tokenizer gives token {int(ids.max())}, the model has {len(table)}", "use the model's own tokenizer")
+        return self._streams(table[ids].float(), table[ids[fitted:]].float(), lengths, fitted, sequences)
+
+    def _streams(self, quantized: Tensor, original: Tensor, lengths: list[int], fitted: int, sequences: Sequences) -> Streams:
+        device = self.source.device
+        held_out = [len(s) for s in sequences.held_out]
+        return Streams(Stream(quantized.to(device), fitted, lengths), Stream(original.to(device), 0, held_out))
+
+    # --- one layer -------------------------------------------------------------------------------------------------------
+
+    def _layer(self, layer: int, streams: Streams, save: bool = True) -> None:
+        self._attend(layer, streams)
+        self._feed_forward(layer, streams)
+        fitted = streams.quantized.fitted
+        self.findings.hidden_error[str(layer)] = relative_distance(streams.quantized.hidden[fitted:], streams.original.hidden)
+        if save and layer + 1 in self.layers:
+            hidden = {"quantized": streams.quantized.hidden, "original": streams.original.hidden}
+            self.sink.save_state(layer + 1, hidden, self.findings.to_dict())
+
+    def _attend(self, layer: int, streams: Streams) -> None:
+        unit = attend_unit(layer)
+        device = self.source.device
+        half = self._half(unit, layer, streams, lambda block, x, lengths: block.attend(x, CausalContext(lengths, device)))
+        if self.sink.done(unit):
+            self._load(unit, half)
+        else:
+            self._progress("observing", unit)
+            half.observe()
+            self._progress("scaling", unit)
+            half.fold({})
+            half.check_same()
+            self._progress("solving", unit)
+            self._write(unit, half.solve(), half.plain, half.group_scales)
+        half.propagate()
+        self._account(unit)
+
+    def _feed_forward(self, layer: int, streams: Streams) -> None:
+        unit = feed_forward_unit(layer)
+        half = self._half(unit, layer, streams, lambda block, x, lengths: block.feed_forward(x))
+        experts = self._expert_rows(layer)
+        finished = self.sink.done(unit)
+        if experts or not finished:
+            self._progress("observing", unit)
+            half.observe()
+        if finished:
+            self._load(unit, half)
+        else:
+            self._progress("scaling", unit)
+            half.fold(self._expert_consumers(layer, half))
+            half.check_same()
+            self._progress("solving", unit)
+            self._write(unit, half.solve(), half.plain, half.group_scales)
+        answers = self._experts(layer, half) if experts else None
+        half.propagate(answers)
+        self._account(unit)
+
+    def _half(self, unit: str, layer: int, streams: Streams, run: Run) -> Half:
+        rows = [row for row in self.units[unit] if row.role != "mtp_proj"]
+        own = {row.name for row in rows}
+        inner = [
+            row for row in self.rows if row.layer == layer and row.expert is None and row.role not in ("embedding", "head", "mtp_proj")
+        ]
+        # A decoder layer is built whole; the other half's linears are asked for only when they run, so they need not be read.
+        needed = [row for row in inner if row.name in own or row.role != "linear"]
+        spec = HalfSpec(
+            name=unit,
+            build=lambda weights: self.architecture.Model.layer_class(self.config, layer, weights),
+            run=run,
+            rows=rows,
+            groups=[g for g in self.groups[layer] if g.expert is None and f"{g.producer}.weight" in own],
+            stored={row.name: self.source.dtype(row) for row in needed if row.module not in self.quantized},
+            quantized=self.quantized,
+        )
+        return Half(spec, self.source.dense_all(needed), self.solver, streams)
+
+    # --- routed experts --------------------------------------------------------------------------------------------------
+
+    def _expert_rows(self, layer: int) -> dict[int, list[Parameter]]:
+        experts: dict[int, list[Parameter]] = {}
+        for row in self.rows:
+            if row.layer == layer and row.expert is not None:
+                experts.setdefault(row.expert, []).append(row)
+        return experts
+
+    def _expert_weights(self, rows: list[Parameter]) -> ExpertWeights:
+        by_side = {row.module.rsplit(".", 1)[1]: self.source.dense(row) for row in rows}
+        return ExpertWeights(by_side["gate_proj"], by_side["up_proj"], by_side["down_proj"])
+
+    def _expert_consumers(self, layer: int, half: Half) -> dict[str, list[Consumer]]:
+        """Rows of some routed experts, for the groups that reach them; an expert counts by the tokens that choose it."""
+        experts = self._expert_rows(layer)
+        reached = [g for g in half.spec.groups if experts and any(m not in half.sites and ".experts." in m for m in g.consumers)]
+        if not reached or not self.quantized & {row.module for row in next(iter(experts.values()))}:
+            return {}
+        stream = half.streams.quantized
+        counts = half.recorder.routed(stream.fitted, len(stream.hidden)).counts(len(experts))
+        chosen = list(experts)[:: max(1, len(experts) // SCALE_EXPERTS)]
+        consumers = []
+        for expert in chosen:
+            weights = self._expert_weights(experts[expert])
+            share = float(counts[expert] / max(stream.fitted, 1)) * len(experts) / len(chosen)
+            for w in (weights.gate, weights.up):
+                consumers.append(Consumer(sample_rows(w, max(16, self.solver.recipe.search_rows // 4)), share))
+        return {group.name: consumers for group in reached}
+
+    def _experts(self, layer: int, half: Half) -> Tensor:
+        """Solve and write all routed experts. Returns their outputs for the tokens of both paths, [T, H]."""
+        stream = half.streams.quantized
+        routed = half.recorder.routed(stream.fitted, len(stream.hidden))
+        experts = self._expert_rows(layer)
+        self._report_routing(layer, routed, len(experts))
+        observed = self._experts_input(layer, half)
+        scale = half.scale_of(observed)
+        solver = ExpertSolver(self.solver, routed, scale, half.curvature(observed), half.statistics(observed).sample)
+        total = torch.zeros_like(routed.x)
+        for batch in _batches(experts, EXPERT_BATCH_VALUES):
+            originals = {expert: self._expert_weights(experts[expert]) for expert in batch}
+            rounded = self._solve_experts(layer, solver, experts, originals)
+            for expert in batch:
+                add_outputs(total, routed, expert, originals[expert], rounded[expert], scale)
+                self._account(expert_unit(layer, expert))
+        return total
+
+    def _solve_experts(
+        self, layer: int, solver: ExpertSolver, rows: dict[int, list[Parameter]], originals: dict[int, ExpertWeights]
+    ) -> dict[int, ExpertWeights]:
+        """The rounded weights of a batch of experts: solved now, or read back where an earlier run wrote them."""
+        prefixes = {expert: rows[expert][0].module.rsplit(".", 1)[0] for expert in originals}
+        units = {expert: expert_unit(layer, expert) for expert in originals}
+        # A batch is solved whole or not at all, so that its arithmetic does not depend on where an earlier run stopped.
+        if not all(self.sink.done(unit) for unit in units.values()):
+            self._progress("solving", units[next(iter(units))])
+            solved = solver.solve(prefixes, originals)
+            for expert, unit in units.items():
+                if not self.sink.done(unit):
+                    mine = {module: one for module, one in solved.items() if module.startswith(prefixes[expert] + ".")}
+                    self._write(unit, mine, {}, {})
+        rounded = {}
+        for expert, unit in units.items():
+            weights, _, facts = self.sink.load(unit)
+            self.findings.take(facts)
+            gate, up, down = (
+                dequantize(weights[f"{prefixes[expert]}.{side}_proj"]).to(self.source.device) for side in ("gate", "up", "down")
+            )
+            rounded[expert] = ExpertWeights(gate, up, down)
+        return rounded
+
+    def _experts_input(self, layer: int, half: Half) -> str:
+        """The module whose input is the routed experts' input."""
+        return next(g.observe for g in half.spec.groups if any(".experts." in m for m in g.consumers))
+
+    def _report_routing(self, layer: int, routed: Routed, experts: int) -> None:
+        counts = routed.counts(experts)
+        self.findings.expert_tokens[str(layer)] = counts.tolist()
+        starved = int((counts < self.solver.recipe.min_expert_tokens).sum())
+        if starved:
+            self._note(f"layer {layer}: {starved} of {experts} experts saw fewer than {self.solver.recipe.min_expert_tokens} tokens")
+        held_out, original = routed.topk_ids[routed.fitted : routed.quantized], routed.topk_ids[routed.quantized :]
+        if len(original):
+            common = (held_out[:, :, None] == original[:, None, :]).any(-1)
+            self.findings.expert_agreement[str(layer)] = float(common.float().mean())
+
+    # --- MTP -------------------------------------------------------------------------------------------------------------
+
+    def _mtp_streams(self, layer: int, streams: Streams, sequences: Sequences) -> Streams:
+        """An MTP layer sees the final hidden state of a token and the embedding of the next; a sequence's last token has none."""
+        rows = [r for r in self.rows if r.layer == layer and r.expert is None and r.role not in ("embedding", "head", "linear")]
+        tensors = self.source.dense_all(rows)
+        norm = self.source.dense(next(row for row in self.rows if row.layer is None and row.role == "norm"))
+        table = next(row for row in self.rows if row.layer == layer and row.role == "embedding")
+        following = [s[1:] for s in (*sequences.calibration, *sequences.held_out)]
+        unique, compact = torch.cat(following).unique(return_inverse=True)
+        tensors[table.name] = self.source.checkpoint.read(table.name)[unique].float().to(self.source.device)
+        block = self.architecture.MtpLayer(self.config, LayerWeights(tensors, Recorder(0)), layer - self.config.num_hidden_layers)
+
+        def inputs(stream: Stream, compact: Tensor) -> Stream:
+            keep = torch.ones(len(stream.hidden), dtype=torch.bool)
+            keep[torch.tensor(stream.lengths).cumsum(0) - 1] = False
+            hidden = rms_norm(stream.hidden[keep.to(stream.hidden.device)], norm, self.config.rms_norm_eps)
+            lengths = [length - 1 for length in stream.lengths]
+            fitted = sum(lengths[: len(sequences.calibration)]) if stream.fitted else 0
+            out = Stream(hidden, fitted, lengths)
+            for one in out.passes():
+                hidden[one.part] = block.inputs(compact[one.part].to(hidden.device), hidden[one.part])
+            return out
+
+        held_out = sum(len(s) - 1 for s in sequences.held_out)
+        return Streams(inputs(streams.quantized, compact), inputs(streams.original, compact[len(compact) - held_out :]))
+
+    # --- telling and writing ---------------------------------------------------------------------------------------------
+
+    def _write(self, unit: str, solved: dict[str, Solved], plain: dict[str, Tensor], scales: dict[str, Tensor]) -> None:
+        for module, one in solved.items():
+            if one.method == "nearest" and self.solver.methods:
+                self._note(f"{module}: plain rounding is better on held-out inputs, and kept")
+        self.sink.write(unit, {module: one.weight for module, one in solved.items()}, plain, self.findings.facts(solved, scales))
+
+    def _load(self, unit: str, half: Half) -> None:
+        weights, plain, facts = self.sink.load(unit)
+        half.load(weights, plain)
+        self.findings.take(facts)
+        self._note(f"{unit}: found finished")
+
+    def _skip(self, layer: int) -> None:
+        """A layer that an earlier run finished."""
+        for unit in self.units:
+            if unit.startswith(f"layers.{layer}."):
+                assert self.sink.done(unit), f"{unit} is not written, but a later layer was begun"
+                self._account(unit)
+
+    def _account(self, unit: str) -> None:
+        self.done_bytes += sum(self.source.stored_bytes(row) for row in self.units[unit])
+        self._progress("done", unit)
+
+    def _progress(self, phase: str, unit: str) -> None:
+        memory = self._process.memory_info().rss
+        self.on_event(Progress(phase, unit, self.done_bytes, self.total_bytes, self.findings.mean_error, memory))
+
+    def _note(self, text: str) -> None:
+        self.on_event(Note(text))
+
+
+def _batches(experts: dict[int, list[Parameter]], values: int) -> Iterator[list[int]]:
+    """Experts in batches of at most `values` weights, at least one; the same whatever machine runs them."""
+    first = next(iter(experts.values()))
+    size = max(1, values // sum(row.shape[0] * row.shape[1] for row in first))
+    order = list(experts)
+    for start in range(0, len(order), size):
+        yield order[start : start + size]

@@ -1,0 +1,56 @@
+"""One decoder layer's weights in float32, each linear's input shown to an observer: calibration's answer to a forward's questions.
+
+The routed experts are not here: `experts` is whatever operator the caller puts in, which may record what the experts are asked.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from quantkit.models.weights import ExpertsOp, LinearOp
+
+Observer = Callable[[str, Tensor], None]
+"""(module, its input [T, K]). Linears that share an input are observed once, under the first one's name."""
+
+
+class LayerWeights:
+    """tensors: by full name, float32, on one device. Looked up at every call, so a caller may exchange a weight between calls."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], experts: ExpertsOp | None = None, observer: Observer | None = None) -> None:
+        self.tensors = tensors
+        self.routed = experts
+        self.observer = observer
+        self.sites: dict[str, tuple[str, ...]] = {}
+        """Linears that read one input, by the name it is observed under."""
+
+    def tensor(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def has(self, name: str) -> bool:
+        return name in self.tensors
+
+    def dense(self, module: str) -> Tensor:
+        return self.tensors[f"{module}.weight"]
+
+    def linear(self, module: str) -> LinearOp:
+        return self.fused_linear((module,))
+
+    def fused_linear(self, modules: tuple[str, ...]) -> LinearOp:
+        self.sites[modules[0]] = modules
+
+        def apply(x: Tensor) -> Tensor:
+            if self.observer is not None:
+                self.observer(modules[0], x)
+            outputs = [F.linear(x, self.tensors[f"{module}.weight"]) for module in modules]
+            return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+        return apply
+
+    def experts(self, prefix: str, num_experts: int) -> ExpertsOp:
+        assert self.routed is not None, f"no operator for the experts of {prefix}"
+        return self.routed
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x

@@ -1,0 +1,78 @@
+"""Everything that can be known to be wrong before the first weight is read."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from quantkit.checkpoint.formats.base import Format
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import QuantkitError
+from quantkit.models import find_architecture
+from quantkit.models.table import Parameter, resolve
+from quantkit.schemes import Grid
+
+DROPPED = {
+    r".*\.rotary_emb\.inv_freq": "computed from config.json",
+    r".*\.[kv]_scale": "a scale of a quantized cache; this scheme's cache is 16-bit",
+    r".*\.(input_scale|activation_scale)": "a static activation scale of the source's own quantization",
+}
+"""Tensors that a source may hold beside the parameters, by pattern, and why the output does not have them."""
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """The source against its architecture's table. rows: resolved parameters. dropped: tensor -> reason."""
+
+    architecture: Any
+    config: Any
+    rows: list[Parameter]
+    dropped: dict[str, str]
+
+
+def take_inventory(checkpoint: Checkpoint) -> Inventory:
+    """Every tensor of the source is a parameter of the right shape, or dropped for a known reason. Raises QuantkitError otherwise."""
+    if checkpoint.format.name not in ("dense", "fp8-block"):
+        raise QuantkitError(
+            f"{checkpoint.path} is already quantized ({checkpoint.format.name})", "quantize the model it was made from, not a rounded copy"
+        )
+    architecture = find_architecture(checkpoint.config)
+    config = architecture.Config.from_dict(checkpoint.config)
+    rows = resolve(architecture.parameters(config), checkpoint.tensors)
+    owned: set[str] = set()
+    for row in rows:
+        quantized = row.module in checkpoint.linears
+        if not quantized and not checkpoint.has(row.name):
+            raise QuantkitError(
+                f"{checkpoint.path} lacks {row.name}", "download the missing shard, or use the config.json of these weights"
+            )
+        shape = checkpoint.shape(row.module) if quantized else checkpoint.tensors[row.name].shape
+        if tuple(shape) != row.shape:
+            raise QuantkitError(
+                f"{row.name} has shape {list(shape)}, config.json makes it {list(row.shape)}", "use the model's own config.json"
+            )
+        owned.update(checkpoint.parts(row.module) if quantized else [row.name])
+    dropped = {name: _reason(name) for name in checkpoint.tensors if name not in owned}
+    unknown = sorted(name for name, reason in dropped.items() if not reason)
+    if unknown:
+        raise QuantkitError(
+            f"{checkpoint.path} holds {len(unknown)} tensors that its architecture has no place for, such as {unknown[0]}",
+            "the model may be a variant that quantkit does not compute: use a supported one",
+        )
+    return Inventory(architecture, config, rows, dropped)
+
+
+def _reason(name: str) -> str:
+    return next((reason for pattern, reason in DROPPED.items() if re.fullmatch(pattern, name)), "")
+
+
+def check_groups(rows: list[Parameter], grid: Grid, format: Format) -> None:
+    """The group size divides the input channels of every linear that will be quantized, and the format can hold its shape."""
+    for row in rows:
+        if not format.quantizes(row.module, row.role, mtp=row.mtp):
+            continue
+        if grid.group_size is not None and row.shape[1] % grid.group_size:
+            raise QuantkitError(
+                f"group size {grid.group_size} does not divide the {row.shape[1]} input channels of {row.module}",
+                "set group_size in the recipe to one that does",
+            )
+        format.specs(row.module, (row.shape[0], row.shape[1]), grid)

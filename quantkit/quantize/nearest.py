@@ -1,0 +1,38 @@
+"""Rounding without calibration: unit by unit, limited by the disk."""
+
+import math
+
+import psutil
+import torch
+
+from quantkit.calibrate.events import OnEvent, Progress
+from quantkit.calibrate.findings import Findings
+from quantkit.calibrate.solver import Solver
+from quantkit.calibrate.source import Source
+from quantkit.models.table import Parameter
+from quantkit.quantize.output import Output
+
+
+@torch.inference_mode()
+def round_units(source: Source, output: Output, solver: Solver, on_event: OnEvent) -> Findings:
+    """Round every unit that is not finished. Errors are of the weights themselves: there are no inputs to weigh them by."""
+    findings = Findings()
+    total = sum(source.stored_bytes(row) for row in output.rows.values())
+    done, process = 0, psutil.Process()
+    for unit, rows in output.units.items():
+        if output.done(unit):
+            findings.take(output.load(unit)[2])
+        else:
+            _round_unit(unit, rows, source, output, solver, findings)
+        done += sum(source.stored_bytes(row) for row in rows)
+        on_event(Progress("rounding", unit, done, total, findings.mean_error, process.memory_info().rss))
+    return findings
+
+
+def _round_unit(unit: str, rows: list[Parameter], source: Source, output: Output, solver: Solver, findings: Findings) -> None:
+    weights = {row.module: source.dense(row) for row in rows if output.quantizes(row)}
+    fused = {row.module: row.fused for row in rows if row.fused}
+    solved = solver.nearest(weights, fused)
+    facts = findings.facts(solved, {})
+    assert all(not math.isnan(one.error) for one in solved.values()), unit
+    output.write(unit, {module: one.weight for module, one in solved.items()}, {}, facts)

@@ -1,0 +1,146 @@
+"""What the output holds, unit by unit, and what became of every tensor of the source.
+
+The `Sink` of a calibrated run. A unit is packed by the format, written and journaled in one step; hidden states lie beside the
+journal until the output is complete.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from quantkit.calibrate.source import Source
+from quantkit.checkpoint.formats.base import Format, output_config
+from quantkit.checkpoint.header import TensorSpec
+from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.models.table import Parameter
+from quantkit.quant.weights import Weight
+from quantkit.schemes import Grid
+
+COPIED_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "LICENSE",
+)
+"""Files beside the weights that an engine needs or a licence asks for. Nothing else of the source's directory is copied."""
+
+
+class Output:
+    """Writes units of parameters in one format. dropped: tensors of the source left out, with the reason."""
+
+    def __init__(self, source: Source, format: Format, grid: Grid, units: dict[str, list[Parameter]], dropped: dict[str, str]) -> None:
+        self.source, self.format, self.grid, self.units, self.dropped = source, format, grid, units, dropped
+        self.rows = {row.name: row for rows in units.values() for row in rows}
+        self._writer: CheckpointWriter | None = None
+        self._run = ""
+
+    def specs(self, row: Parameter) -> list[TensorSpec]:
+        """The tensors that one parameter becomes."""
+        if self.quantizes(row):
+            return self.format.specs(row.module, (row.shape[0], row.shape[1]), self.grid)
+        return [TensorSpec(row.name, self.source.dtype(row), row.shape)]
+
+    def all_specs(self) -> list[TensorSpec]:
+        return [spec for row in self.rows.values() for spec in self.specs(row)]
+
+    def open(self, out: Path, fingerprint: dict[str, str], *, overwrite: bool) -> CheckpointWriter:
+        """Make or resume OUT.partial. Raises QuantkitError where that may not be."""
+        self._writer = CheckpointWriter(out, self.all_specs(), fingerprint=fingerprint, overwrite=overwrite)
+        self._run = json.dumps(fingerprint, sort_keys=True)
+        return self._writer
+
+    @property
+    def writer(self) -> CheckpointWriter:
+        assert self._writer is not None, "output is not open"
+        return self._writer
+
+    # --- Sink ------------------------------------------------------------------------------------------------------------
+
+    def quantizes(self, row: Parameter) -> bool:
+        return self.format.quantizes(row.module, row.role, mtp=row.mtp)
+
+    def done(self, unit: str) -> bool:
+        return self.writer.done(unit)
+
+    def write(self, unit: str, quantized: dict[str, Weight], plain: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        tensors: dict[str, Tensor] = {}
+        for row in self.units[unit]:
+            if row.module in quantized:
+                tensors |= self.format.pack(row.module, quantized[row.module])
+            else:
+                tensors[row.name] = plain[row.name] if row.name in plain else self.source.plain(row)
+        self.writer.write(unit, tensors, {**facts, "changed": sorted(plain)})
+
+    def load(self, unit: str) -> tuple[dict[str, Weight], dict[str, Tensor], dict[str, Any]]:
+        tensors, facts = self.writer.read(unit), self.writer.note(unit)
+        weights, plain = {}, {}
+        for row in self.units[unit]:
+            if self.quantizes(row):
+                parts = {spec.name: tensors[spec.name] for spec in self.specs(row)}
+                weights[row.module] = self.format.unpack(row.module, parts)
+            else:
+                plain[row.name] = tensors[row.name]
+        return weights, plain, facts
+
+    def save_state(self, layer: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        fresh = self.writer.state_dir / "hidden.new"
+        hidden = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(hidden, fresh, metadata={"run": self._run, "layer": str(layer), "facts": json.dumps(facts)})
+        fresh.replace(self.writer.state_dir / "hidden.safetensors")
+
+    def load_state(self) -> tuple[int, dict[str, Tensor], dict[str, Any]] | None:
+        path = self.writer.state_dir / "hidden.safetensors"
+        if not path.exists():
+            return None
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+            if metadata["run"] != self._run:  # of an unfinished output that this one replaced
+                return None
+            return int(metadata["layer"]), {name: file.get_tensor(name) for name in file.keys()}, json.loads(metadata["facts"])  # noqa: SIM118
+
+    # --- the end ---------------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Write config, manifest and the files that belong to a model; OUT exists when this returns."""
+        quantized = [row.module for row in self.rows.values() if self.quantizes(row)]
+        plain = [spec for row in self.rows.values() if not self.quantizes(row) for spec in self.specs(row)]
+        files = {
+            name: (self.source.checkpoint.path / name).read_bytes()
+            for name in COPIED_FILES
+            if (self.source.checkpoint.path / name).is_file()
+        }
+        files |= self.format.extra_files(self.grid, dict.fromkeys(quantized, self.grid), plain)
+        files["manifest.json"] = json.dumps({"tensors": self.manifest()}, indent=1).encode()
+        block = self.format.config_block(self.grid, dict.fromkeys(quantized, self.grid), plain)
+        self.writer.finish(output_config(self.source.checkpoint.config, block), files)
+
+    def manifest(self) -> dict[str, dict[str, Any]]:
+        """Every tensor of the source: quantized, copied, transformed or dropped, what it became, and why."""
+        changed = {name for unit in self.units for name in self.writer.note(unit)["changed"]}
+        entries: dict[str, dict[str, Any]] = {}
+        for row in self.rows.values():
+            became = [spec.name for spec in self.specs(row)]
+            for name in self.source.parts(row):
+                entries[name] = {"became": became, **self._fate(row, changed)}
+        entries |= {name: {"status": "dropped", "reason": reason, "became": []} for name, reason in self.dropped.items()}
+        return dict(sorted(entries.items()))
+
+    def _fate(self, row: Parameter, changed: set[str]) -> dict[str, str]:
+        if self.quantizes(row):
+            return {"status": "quantized"}
+        if row.name in changed:
+            return {"status": "transformed", "reason": "scales folded in"}
+        if self.source.parts(row) != (row.name,):
+            return {"status": "transformed", "reason": f"decoded to {str(self.source.dtype(row)).removeprefix('torch.')}"}
+        return {"status": "copied"}

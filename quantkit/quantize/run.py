@@ -1,0 +1,142 @@
+"""quantize(): open the source, check everything, calibrate and write, account for every tensor."""
+
+import hashlib
+import resource
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from quantkit import __version__
+from quantkit.calibrate.data import Sequences, load_sequences
+from quantkit.calibrate.events import OnEvent, silent
+from quantkit.calibrate.findings import Findings
+from quantkit.calibrate.solver import Solver
+from quantkit.calibrate.source import Source
+from quantkit.calibrate.units import units_of
+from quantkit.calibrate.walk import Walk
+from quantkit.checkpoint.formats import find_format
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import QuantkitError
+from quantkit.executor.chat import ChatTokenizer
+from quantkit.executor.devices import find_device
+from quantkit.quantize.checks import Inventory, check_groups, take_inventory
+from quantkit.quantize.nearest import round_units
+from quantkit.quantize.output import Output
+from quantkit.recipe import Recipe
+from quantkit.schemes import Grid, IntGrid, Scheme, check_pair
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came of a run. Bytes are of tensors; peak_memory is this process's largest resident set, in bytes."""
+
+    out: Path
+    scheme: str
+    format: str
+    source_bytes: int
+    output_bytes: int
+    seconds: float
+    peak_memory: int
+    calibration_tokens: int
+    findings: Findings
+
+
+def quantize(
+    source: Path,
+    out: Path,
+    scheme: Scheme,
+    format: str,
+    recipe: Recipe,
+    *,
+    device: str = "auto",
+    overwrite: bool = False,
+    on_event: OnEvent = silent,
+) -> Report:
+    """Quantize the checkpoint `source` into the directory `out`.
+
+    format: a format's command-line name, or "auto" for the scheme's first. recipe.calibration: a file or data set; not read by
+    schemes that need none. Raises QuantkitError before any long work where the source, the recipe or the target do not fit; a run
+    that was stopped goes on when it is called again with the same arguments.
+    """
+    start = time.perf_counter()
+    torch_device = find_device(device)
+    name = scheme.formats[0] if format == "auto" else format
+    check_pair(scheme, name)
+    grid = _grid(scheme, recipe)
+    target = find_format(name, replace(scheme, weight=grid))
+    checkpoint = Checkpoint.open(source)
+    inventory = take_inventory(checkpoint)
+    check_groups(inventory.rows, grid, target)
+    methods = scheme.methods if recipe.methods is None else recipe.methods
+    sequences = _sequences(source, recipe) if methods else Sequences([], [])
+    reader = Source(checkpoint, torch_device)
+    output = Output(reader, target, grid, _units(inventory), inventory.dropped)
+    solver = Solver(grid, target.scale_dtype, recipe, methods)
+    with output.open(out, _fingerprint(checkpoint, recipe, name, sequences), overwrite=overwrite) as writer:
+        if methods:
+            findings = Walk(reader, inventory.architecture, inventory.config, inventory.rows, solver, output, on_event).run(sequences)
+            rest = Solver(grid, target.scale_dtype, recipe, ())
+        else:
+            findings, rest = Findings(), solver
+        nearest = round_units(reader, output, rest, on_event)
+        output.finish()
+        written = writer.layout.total_size
+    return Report(
+        out=out,
+        scheme=scheme.name,
+        format=name,
+        source_bytes=sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
+        output_bytes=written,
+        seconds=time.perf_counter() - start,
+        peak_memory=_peak_memory(),
+        calibration_tokens=sum(len(s) for s in sequences.calibration),
+        findings=findings if methods else nearest,
+    )
+
+
+def _grid(scheme: Scheme, recipe: Recipe) -> Grid:
+    if recipe.group_size is None:
+        return scheme.weight
+    if not isinstance(scheme.weight, IntGrid) or scheme.weight.group_size is None:
+        raise QuantkitError(f"the recipe sets group_size, and {scheme.name} has none to choose", "remove group_size from the recipe")
+    return replace(scheme.weight, group_size=recipe.group_size)
+
+
+def _units(inventory: Inventory) -> dict[str, list]:
+    layers = sorted({row.layer for row in inventory.rows if row.layer is not None})
+    groups = [group for layer in layers for group in inventory.architecture.scale_groups(inventory.config, layer)]
+    return units_of(inventory.rows, groups)
+
+
+def _sequences(source: Path, recipe: Recipe) -> Sequences:
+    if recipe.calibration is None:
+        raise QuantkitError(
+            f"the recipe {recipe.scheme} needs calibration text", "give --calibration FILE.txt, FILE.jsonl or a data set's id"
+        )
+    return load_sequences(
+        recipe.calibration,
+        ChatTokenizer(source),
+        samples=recipe.samples,
+        held_out=recipe.held_out,
+        seq_len=recipe.seq_len,
+        seed=recipe.seed,
+    )
+
+
+def _fingerprint(checkpoint: Checkpoint, recipe: Recipe, format: str, sequences: Sequences) -> dict[str, str]:
+    tokens = hashlib.sha256()
+    for sequence in (*sequences.calibration, *sequences.held_out):
+        tokens.update(sequence.numpy().tobytes() + b"|")
+    return {
+        "source": checkpoint.fingerprint,
+        "recipe": recipe.fingerprint,
+        "format": format,
+        "calibration": tokens.hexdigest(),
+        "version": __version__,
+    }
+
+
+def _peak_memory() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
