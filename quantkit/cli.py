@@ -49,7 +49,6 @@ def quantize(
     json_: AsJson = False,
 ) -> None:
     """Quantize a checkpoint. A run that was stopped goes on when the same command is given again."""
-    from quantkit.calibrate.events import Event, Note
     from quantkit.quantize.run import quantize as run_quantize
     from quantkit.recipe import load_recipe
     from quantkit.schemes import find_scheme
@@ -61,17 +60,8 @@ def quantize(
     if settings.calibration is None and shipped.exists():
         settings = settings.model_copy(update={"calibration": str(shipped)})
     with console.bytes_bar() as bar:
-        row = bar.add_task("checking", total=None, note="")
-
-        def show(event: Event) -> None:
-            if isinstance(event, Note):
-                bar.console.print(f"[dim]{event.text}[/dim]", highlight=False)
-                return
-            note = f"{event.unit}  error {event.error:.2e}  {event.memory / 2**30:.1f} GiB"
-            bar.update(row, description=event.phase, completed=event.done_bytes, total=event.total_bytes, note=note)
-
         target = out_dir or Path(f"{source.name}-{scheme}")
-        report = run_quantize(source, target, chosen, format_, settings, device=device, overwrite=overwrite, on_event=show)
+        report = run_quantize(source, target, chosen, format_, settings, device=device, overwrite=overwrite, on_event=console.listener(bar))
     about = {key: value for key, value in vars(report).items() if key != "findings"} | {"mean_error": report.findings.mean_error}
     if json_:
         return print_json(about | {"out": str(report.out)})
@@ -86,6 +76,26 @@ def quantize(
             ("mean output error", f"{report.findings.mean_error:.2e}"),
         ],
     )
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A model, quantized or not.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="Directory to write.")],
+    format_: Annotated[str | None, typer.Option("--format", help="awq, compressed-tensors, modelopt or modelslim.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32: plain weights.")] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace DST if it exists.")] = False,
+    json_: AsJson = False,
+) -> None:
+    """Convert between formats without recalibration, or to plain weights; says what was lost. Resumes as quantize does."""
+    from quantkit.convert import convert as run_convert
+
+    with console.bytes_bar() as bar:
+        report = run_convert(find_model(source), target, format=format_, dtype=dtype, overwrite=overwrite, on_event=console.listener(bar))
+    about = asdict(report) | {"out": str(report.out), "exact": report.exact}
+    if json_:
+        return print_json(about)
+    console.show_conversion(about)
 
 
 @app.command()

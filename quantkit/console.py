@@ -1,7 +1,7 @@
 """What the command line shows: Rich tables of results, progress bars with an estimate. Used by cli.py alone."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from rich.console import Console
@@ -47,6 +47,22 @@ def bytes_bar() -> Any:
     return Progress(*columns, TextColumn("{task.fields[note]}"), console=err)
 
 
+def listener(bar: Any) -> Callable[[Any], None]:
+    """Shows the events of a quantization or conversion on a `bytes_bar`."""
+    from quantkit.calibrate.events import Event, Note
+
+    row = bar.add_task("checking", total=None, note="")
+
+    def show(event: Event) -> None:
+        if isinstance(event, Note):
+            bar.console.print(f"[dim]{event.text}[/dim]", highlight=False)
+            return
+        note = f"{event.unit}  error {event.error:.2e}  {event.memory / 2**30:.1f} GiB"
+        bar.update(row, description=event.phase, completed=event.done_bytes, total=event.total_bytes, note=note)
+
+    return show
+
+
 def show_inspection(about: dict[str, Any]) -> None:
     rows = []
     for key in (
@@ -70,6 +86,19 @@ def show_inspection(about: dict[str, Any]) -> None:
         names = about[key]
         rows.append((key, "not checked: architecture not known" if names is None else f"{len(names)} {', '.join(names[:3])}".strip()))
     facts(about["path"], rows)
+
+
+def show_conversion(about: dict[str, Any]) -> None:
+    rows = [
+        ("written to", f"{about['out']} ({about['format']}, from {about['source_format']})"),
+        ("size", f"{size(about['output_bytes'])}, from {size(about['source_bytes'])}"),
+        ("time", f"{about['seconds']:.1f} s"),
+        ("peak memory", size(about["peak_memory"])),
+        ("exact", "yes, every value" if about["exact"] else "no"),
+    ]
+    for what, change in about["changes"].items():
+        rows.append((f"  {what}", f"{change['weights']:,} weights, largest relative difference {change['max_relative_error']:.1e}"))
+    facts("converted", rows)
 
 
 def show_problems(engine: str, problems: list[dict[str, str]]) -> None:
