@@ -96,12 +96,17 @@ class Int8Inputs(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def run(model: TinyR1, ids: list[int]) -> tuple[Tensor, Tensor]:
-    """Next-token and MTP log-probabilities of one document, [S, vocab] each."""
-    tokens = torch.tensor([ids])
-    s = len(ids)
-    logits, ahead, _ = model(tokens, torch.arange(s).unsqueeze(0), torch.ones(1, 1, s, s, dtype=torch.bool).tril())
-    return logits[0].log_softmax(-1), ahead[0].log_softmax(-1)
+def run(model: TinyR1, documents: list[Document]) -> list[Tensor]:
+    """Log-probabilities of the next token for every document, [S, vocab] each. What pads the shorter ones comes after them, unseen."""
+    lengths = [len(ids) for ids, _ in documents]
+    s = max(lengths)
+    tokens = torch.tensor([ids + [0] * (s - len(ids)) for ids, _ in documents])
+    logits, _, _ = model(tokens, torch.arange(s).expand_as(tokens), torch.ones(1, 1, s, s, dtype=torch.bool).tril())
+    return [row[:length].log_softmax(-1) for row, length in zip(logits, lengths, strict=True)]
+
+
+def batches(documents: list[Document], size: int = 16) -> list[list[Document]]:
+    return [documents[i : i + size] for i in range(0, len(documents), size)]
 
 
 def quantized(model: TinyR1, rounding: Callable[[str, Tensor], Tensor]) -> TinyR1:
@@ -117,8 +122,8 @@ def quantized(model: TinyR1, rounding: Callable[[str, Tensor], Tensor]) -> TinyR
 def input_scales(model: TinyR1, documents: list[Document]) -> dict[str, Tensor]:
     """mean|x|^0.5 of every linear's inputs, normalized as AWQ does."""
     with Observe() as observe:
-        for ids, _ in documents:
-            run(model, ids)
+        for document in documents:
+            run(model, [document])
     scales = {}
     for prefix, layer in decoder_layers(model):
         for module, weight in linears(prefix, layer):
@@ -133,18 +138,17 @@ def input_scales(model: TinyR1, documents: list[Document]) -> dict[str, Tensor]:
 
 
 def compare(reference: list[Tensor] | None, variant: TinyR1, documents: list[Document], int8: bool) -> tuple[dict[str, float], list[Tensor]]:
-    """Exact share, and KL and first-choice agreement with the reference where there is one; and the variant's log-probabilities."""
-    found, kl, agree, right, tokens = [], 0.0, 0.0, 0, 0
-    mode = Int8Inputs(quantizable(variant) if int8 else {})
-    for i, (ids, mark) in enumerate(documents):
-        with mode:
-            logs, _ = run(variant, ids)
-        found.append(logs)
+    """Exact share, KL and first-choice agreement with the reference (itself where there is none); and the variant's log-probabilities."""
+    found: list[Tensor] = []
+    with Int8Inputs(quantizable(variant) if int8 else {}):
+        for batch in batches(documents):
+            found += run(variant, batch)
+    right, kl, agree, tokens = 0, 0.0, 0, 0
+    for (ids, mark), logs, original in zip(documents, found, reference or found, strict=True):
         target, marked = torch.tensor(ids[1:]), torch.tensor(mark[1:]) > 0
         right += int((logs[:-1].argmax(-1) == target)[marked].all())
-        if reference:
-            kl += (reference[i].exp() * (reference[i] - logs)).sum().item()
-            agree += (reference[i].argmax(-1) == logs.argmax(-1)).sum().item()
+        kl += (original.exp() * (original - logs)).sum().item()
+        agree += int((original.argmax(-1) == logs.argmax(-1)).sum())
         tokens += len(ids)
     return {"exact": right / len(documents), "kl": kl / tokens, "top1_agree": agree / tokens}, found
 
