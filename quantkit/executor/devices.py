@@ -1,6 +1,7 @@
 """Where to compute and in what: the device and dtype that "auto" stands for on this machine."""
 
 import importlib.util
+import os
 
 import torch
 
@@ -10,7 +11,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def find_device(name: str) -> torch.device:
-    """`auto` (cuda, else npu, else cpu) or a torch device name; refused where this machine does not have it."""
+    """`auto` (cuda, else npu, else cpu) or a torch device name; refused where this machine does not have it.
+
+    Of several processes on one machine (LOCAL_RANK) each gets the device of its number.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "npu" if _has_npu() else "cpu"
     kind = name.partition(":")[0]
@@ -20,7 +24,8 @@ def find_device(name: str) -> torch.device:
         raise QuantkitError("no CUDA device is usable here", "use --device cpu")
     if kind == "npu" and not _has_npu():
         raise QuantkitError("no Ascend NPU is usable here", "install torch_npu on an Ascend machine, or use --device cpu")
-    return torch.device(name)
+    local_rank = os.environ.get("LOCAL_RANK")
+    return torch.device(f"{name}:{local_rank}" if local_rank and name in ("cuda", "npu") else name)
 
 
 def default_dtype(device: torch.device) -> torch.dtype:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.executor.parallel import Parallel
 from quantkit.executor.runner import Pass, Runner
 from quantkit.executor.sampling import Batch, sample
 from quantkit.executor.sequence import Sequence
@@ -35,8 +36,8 @@ class Acceptance:
 class Drafter:
     """mtp: the architecture's MtpLayer. num_drafts: tokens guessed a step, at most."""
 
-    def __init__(self, mtp: Any, runner: Runner, num_drafts: int) -> None:
-        self.mtp, self.runner, self.num_drafts = mtp, runner, num_drafts
+    def __init__(self, mtp: Any, runner: Runner, num_drafts: int, parallel: Parallel) -> None:
+        self.mtp, self.runner, self.num_drafts, self.parallel = mtp, runner, num_drafts, parallel
 
     def draft(self, done: Pass) -> None:
         """After the successors of `done` were chosen: take its tokens into the layer's cache, and guess anew for its sequences."""
@@ -69,7 +70,7 @@ class Drafter:
     def _guess(self, sequences: list[Sequence], hidden: Tensor) -> list[int]:
         batch = Batch.of([one.params for one in sequences], [one.seed for one in sequences], hidden.device)
         positions = self._tensor([len(one.token_ids) + len(one.drafts) for one in sequences])
-        guesses: list[int] = sample(self.mtp.logits(hidden), batch, positions).tolist()
+        guesses: list[int] = self.parallel.agree(sample(self.mtp.logits(hidden), batch, positions)).tolist()
         return guesses
 
     def _tensor(self, values: list[int]) -> Tensor:

@@ -4,13 +4,15 @@
     for completion in engine.generate([engine.tokenizer.encode_chat(messages)], SamplingParams(max_new_tokens=512)):
         print(completion.text)
 
-`step` is the whole of it: schedule, compute, choose, append. A server calls submit, step and cancel from one thread.
+`step` is the whole of it: schedule, compute, choose, append. A server calls add, step and cancel from one thread. With tp > 1 this is
+rank 0, which leads the other ranks; their engines do what it tells them.
 """
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +20,11 @@ from torch import Tensor
 from quantkit.errors import QuantkitError
 from quantkit.executor.cache import CachePlan, PagedCache, plan_cache
 from quantkit.executor.chat import ChatTokenizer
-from quantkit.executor.devices import free_bytes
+from quantkit.executor.devices import find_device, free_bytes
 from quantkit.executor.drafter import Acceptance, Drafter
 from quantkit.executor.load import LoadedModel, load_model
+from quantkit.executor.parallel import SINGLE, Parallel, environment_rank
+from quantkit.executor.ranks import Ranks
 from quantkit.executor.runner import Pass, Runner
 from quantkit.executor.sampling import Batch, SamplingParams, log_probabilities, sample
 from quantkit.executor.scheduler import Scheduler
@@ -47,7 +51,7 @@ class Engine:
         self.cache = PagedCache(
             loaded.num_cached_layers,
             plan.num_blocks,
-            loaded.config.cache_width,
+            loaded.cache_width,
             block_size=plan.block_size,
             dtype=CACHE_DTYPE,
             device=loaded.device,
@@ -55,8 +59,11 @@ class Engine:
         # A step may write the drafts it checks and then those it makes.
         self.scheduler = Scheduler(plan, max_batch=max_batch, prefill_tokens=prefill_tokens, lookahead=2 * num_drafts)
         self.runner = Runner(loaded.model, self.cache)
-        self.drafter = Drafter(loaded.mtp, self.runner, num_drafts) if num_drafts else None
+        self.parallel = loaded.weights.parallel
+        self.drafter = Drafter(loaded.mtp, self.runner, num_drafts, self.parallel) if num_drafts else None
         self.acceptance = Acceptance()
+        self._orders: list[dict[str, Any]] = []
+        """What the other ranks must hear before the next step."""
 
     @classmethod
     def load(
@@ -71,28 +78,36 @@ class Engine:
         cache_tokens: int | None = None,
         prefill_tokens: int = PREFILL_TOKENS,
         num_drafts: int = 0,
+        tp: int = 1,
     ) -> "Engine":
         """Load a checkpoint directory.
 
         max_batch: requests computed together. max_model_len: longest prompt plus answer (None: what model and cache allow).
         cache_tokens: tokens the cache holds, over all requests (None: what max_batch full contexts need, within a share of the memory).
         prefill_tokens: prompt tokens computed between two decode steps. num_drafts: tokens that the checkpoint's MTP layer guesses a
-        step (0: none); the answers are the same, `acceptance` counts. Raises QuantkitError where something does not fit.
+        step (0: none); the answers are the same, `acceptance` counts. tp: ranks that share the model; this process is
+        rank 0 and starts the others on this machine, unless torchrun started them all: then ranks above 0 follow rank 0 here, and the
+        process ends with it. Raises QuantkitError where something does not fit.
         """
+        options = {key: value for key, value in locals().items() if key != "cls"} | {"model_path": str(model_path)}
         path = Path(model_path)
         tokenizer = ChatTokenizer(path)
-        loaded = load_model(path, device=device, backend=backend, dtype=dtype, mtp=num_drafts > 0)
+        parallel = _join(tp, options) if tp > 1 else SINGLE
+        loaded = load_model(path, device=device, backend=backend, dtype=dtype, mtp=num_drafts > 0, parallel=parallel)
         config = loaded.config
         plan = plan_cache(
-            bytes_per_token=loaded.num_cached_layers * config.cache_width * CACHE_DTYPE.itemsize,
-            free_bytes=free_bytes(loaded.device),
+            bytes_per_token=loaded.num_cached_layers * loaded.cache_width * CACHE_DTYPE.itemsize,
+            free_bytes=parallel.minimum(free_bytes(loaded.device) // (tp if loaded.device.type == "cpu" else 1)),
             device_type=loaded.device.type,
             max_batch=max_batch,
             context_len=config.max_position_embeddings,
             max_model_len=max_model_len,
             cache_tokens=cache_tokens,
         )
-        return cls(loaded, tokenizer, plan, max_batch=max_batch, prefill_tokens=prefill_tokens, num_drafts=num_drafts)
+        engine = cls(loaded, tokenizer, plan, max_batch=max_batch, prefill_tokens=prefill_tokens, num_drafts=num_drafts)
+        if parallel.rank:
+            engine._follow()
+        return engine
 
     def generate(self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> Iterator[Completion]:
         """Continue all prompts together; completions come as they finish, `index` is the prompt's place in the list.
@@ -103,7 +118,7 @@ class Engine:
         assert len(each) == len(prompts), (len(each), len(prompts))
         open_sequences = [self.sequence(prompt, one, index, streams=False) for index, (prompt, one) in enumerate(zip(prompts, each))]
         for sequence in open_sequences:
-            self.scheduler.add(sequence)
+            self.add(sequence)
         unfinished = set(open_sequences)
         try:
             while unfinished:
@@ -129,14 +144,29 @@ class Engine:
     def submit(self, prompt: list[int], params: SamplingParams, index: int = 0) -> Sequence:
         """Queue a request whose text is streamed. Raises QuantkitError where it can never run."""
         sequence = self.sequence(prompt, params, index)
-        self.scheduler.add(sequence)
+        self.add(sequence)
         return sequence
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a request made by `sequence`."""
+        self.scheduler.add(sequence)
+        if self.parallel.size > 1:
+            params = replace(sequence.params, seed=sequence.seed)
+            self._orders.append({"add": id(sequence), "prompt": sequence.token_ids, "params": asdict(params)})
 
     def cancel(self, sequence: Sequence, reason: FinishReason = "cancelled") -> None:
         """Stop a request and free its cache; nothing happens where it has finished."""
         if sequence.finish_reason is None:
             self.scheduler.remove(sequence)
             sequence.finish(reason)
+            if self.parallel.size > 1:
+                self._orders.append({"cancel": id(sequence)})
+
+    def close(self) -> None:
+        """End the other ranks; without any, nothing needs ending."""
+        if self.parallel.size > 1:
+            self.parallel.tell(None)
+            self.parallel.close()
 
     @property
     def has_work(self) -> bool:
@@ -145,6 +175,9 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Sequence]:
         """Compute one step for everybody who can run. Returns the sequences that got tokens; finished ones are already removed."""
+        if self.parallel.size > 1 and self.parallel.rank == 0:
+            self.parallel.tell(self._orders)
+            self._orders = []
         step = self.scheduler.schedule()
         advanced: list[Sequence] = []
         if step.decode:
@@ -170,7 +203,7 @@ class Engine:
         each = [sequence for sequence, count in done.counts for _ in range(count)]
         batch = Batch.of([one.params for one in each], [one.seed for one in each], logits.device)
         positions = [len(sequence.token_ids) + i for sequence, count in done.counts for i in range(count)]
-        chosen = sample(logits, batch, torch.tensor(positions, device=logits.device))
+        chosen = self.parallel.agree(sample(logits, batch, torch.tensor(positions, device=logits.device)))
         logprobs = self._logprobs(each, logits, chosen)
         token_ids, now, row = chosen.tolist(), time.perf_counter(), 0
         for sequence, count in done.counts:
@@ -202,3 +235,28 @@ class Engine:
         if not 0 <= min(prompt) <= max(prompt) < vocab:
             raise QuantkitError(f"the prompt has token ids outside 0..{vocab - 1}", "use the model's own tokenizer")
         return Sequence(index, prompt, params, self.tokenizer, self.max_model_len, streams=streams)
+
+    def _follow(self) -> None:
+        """What ranks above 0 do: the steps that rank 0 does, until it says that it is done; then the process ends."""
+        known: dict[int, Sequence] = {}
+        while (orders := self.parallel.listen()) is not None:
+            for order in orders:
+                if "add" in order:
+                    params = SamplingParams(**{**order["params"], "stop": tuple(order["params"]["stop"])})
+                    known[order["add"]] = self.sequence(order["prompt"], params, streams=False)
+                    self.scheduler.add(known[order["add"]])
+                else:
+                    self.cancel(known[order["cancel"]])
+            self.step()
+            known = {key: sequence for key, sequence in known.items() if sequence.finish_reason is None}
+        self.parallel.close()
+        raise SystemExit(0)
+
+
+def _join(size: int, options: dict[str, Any]) -> Parallel:
+    """This process's place: given by who started it, or rank 0 with ranks started here."""
+    rank = environment_rank(size)
+    ranks = None if rank is not None else Ranks(size, options)
+    parallel = Parallel(rank or 0, size, ranks)
+    parallel.connect(find_device(options["device"]))
+    return parallel

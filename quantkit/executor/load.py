@@ -9,6 +9,7 @@ import torch
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError
 from quantkit.executor.devices import find_device, find_dtype
+from quantkit.executor.parallel import SINGLE, Parallel
 from quantkit.executor.weights import ExecutorWeights
 from quantkit.models import find_architecture
 
@@ -37,8 +38,16 @@ class LoadedModel:
         """Layers that keep something of every token."""
         return int(self.config.num_hidden_layers) + (self.mtp is not None)
 
+    @property
+    def cache_width(self) -> int:
+        """Values of a token and layer that this rank keeps: a latent is every head's, keys and values are shared out with the heads."""
+        kv_heads = getattr(self.config, "num_key_value_heads", None)
+        return int(self.config.cache_width) // (self.weights.parallel.size if kv_heads else 1)
 
-def load_model(path: Path, *, device: str = "auto", backend: str = "auto", dtype: str | None = None, mtp: bool = False) -> LoadedModel:
+
+def load_model(
+    path: Path, *, device: str = "auto", backend: str = "auto", dtype: str | None = None, mtp: bool = False, parallel: Parallel = SINGLE
+) -> LoadedModel:
     """Open, check and prepare; the MTP layer only with `mtp`.
 
     Raises QuantkitError for a fault of the checkpoint, the architecture, the device or the backend.
@@ -48,13 +57,21 @@ def load_model(path: Path, *, device: str = "auto", backend: str = "auto", dtype
     config = architecture.Config.from_dict(checkpoint.config)
     target = find_device(device)
     compute = find_dtype(dtype, target)
+    _check_heads(config, parallel.size)
     if mtp:
         _check_mtp(checkpoint, config)
-    weights = ExecutorWeights(checkpoint, architecture.parameters(config), device=target, dtype=compute, backend=backend)
+    weights = ExecutorWeights(checkpoint, architecture.parameters(config), device=target, dtype=compute, backend=backend, parallel=parallel)
     with torch.inference_mode():
         model = architecture.Model(config, weights)
         layer = architecture.MtpLayer(config, weights) if mtp else None
     return LoadedModel(model, layer, config, checkpoint, weights, target, compute)
+
+
+def _check_heads(config: Any, size: int) -> None:
+    for field in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, field, size)
+        if heads % size:
+            raise QuantkitError(f"the model has {field} = {heads}, which {size} ranks cannot share evenly", "use another --tp")
 
 
 def _check_mtp(checkpoint: Checkpoint, config: Any) -> None:

@@ -1,7 +1,8 @@
 """The model's weights as prepared kernels: what the executor answers to a forward's questions (`models.weights.Weights`).
 
 Each linear is read from the checkpoint, decoded to its format-neutral value, and laid out for a kernel backend once. Nothing is read
-twice and nothing unpacked stays: peak memory is what is prepared so far plus one linear, or one expert.
+twice and nothing unpacked stays: peak memory is what is prepared so far plus one linear, or one expert. Under tensor parallelism each
+rank keeps its share, cut as the model's table says.
 """
 
 import quantkit_kernels as kernels
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError
+from quantkit.executor.parallel import SINGLE, Parallel
+from quantkit.executor.split import column_share, row_share
 from quantkit.models.table import Parameter
 from quantkit.models.weights import ExpertsOp, LinearOp
 from quantkit.quant.weights import Fp4Weight, IntWeight, Weight, dequantize
@@ -19,22 +22,31 @@ from quantkit.quant.weights import Fp4Weight, IntWeight, Weight, dequantize
 class ExecutorWeights:
     """Prepares for one device.
 
-    backend: a kernel backend's name, or "auto". dtype: of activations. parameters: the model's table.
+    backend: a kernel backend's name, or "auto". dtype: of activations. parameters: the model's table. parallel: this rank's place.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, parameters: list[Parameter], *, device: torch.device, dtype: torch.dtype, backend: str = "auto"
+        self,
+        checkpoint: Checkpoint,
+        parameters: list[Parameter],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        backend: str = "auto",
+        parallel: Parallel = SINGLE,
     ) -> None:
         self.checkpoint = checkpoint
-        self.device, self.dtype, self.backend = device, dtype, backend
+        self.device, self.dtype, self.backend, self.parallel = device, dtype, backend, parallel
         self._parameters = {parameter.name: parameter for parameter in parameters}
         self.nbytes = 0
         """Bytes held by everything handed out so far."""
 
     def tensor(self, name: str) -> Tensor:
         """As `Weights.tensor`: float32 for the router and its bias, the compute dtype for the rest."""
-        router = self._parameters[name].role in ("router", "router_bias")
-        value = self.checkpoint.read(name).to(self.device, torch.float32 if router else self.dtype)
+        parameter, value = self._parameters[name], self.checkpoint.read(name)
+        if parameter.split == "column":
+            value = value.chunk(self.parallel.size)[self.parallel.rank]
+        value = value.to(self.device, torch.float32 if parameter.role in ("router", "router_bias") else self.dtype)
         self.nbytes += value.numel() * value.element_size()
         return value
 
@@ -42,12 +54,13 @@ class ExecutorWeights:
         return self.checkpoint.has(name)
 
     def dense(self, module: str) -> Tensor:
-        value = dequantize(self.checkpoint.weight(module), self.dtype).to(self.device)
+        value = dequantize(self._share(module), self.dtype).to(self.device)
         self.nbytes += value.numel() * value.element_size()
         return value
 
     def linear(self, module: str) -> LinearOp:
-        return self._prepare(self._operand(module))
+        linear = self._prepare(self._operand(module))
+        return Gathered(linear, self.parallel) if self._is_cut(module, "vocab") else linear
 
     def fused_linear(self, modules: tuple[str, ...]) -> LinearOp:
         """One operator where the weights are on one grid; else one each, their outputs side by side."""
@@ -72,10 +85,29 @@ class ExecutorWeights:
         return experts
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        return x
+        return self.parallel.all_reduce(x)
 
     def _operand(self, module: str) -> kernels.Weight:
-        return operand(self.checkpoint.weight(module), self.dtype)
+        return operand(self._share(module), self.dtype)
+
+    def _share(self, module: str) -> Weight:
+        """This rank's part of a linear; the bytes of others are not read where rows of a plain weight are cut."""
+        name, rank, size = f"{module}.weight", self.parallel.rank, self.parallel.size
+        if self._is_cut(module, "row"):
+            return column_share(self.checkpoint.weight(module), module, rank, size)
+        if not self._is_cut(module, "column", "vocab"):
+            return self.checkpoint.weight(module)
+        if module not in self.checkpoint.linears:
+            rows = self.checkpoint.shape(module)[0]
+            if rows % size == 0:
+                return self.checkpoint.read_rows(name, rank * rows // size, (rank + 1) * rows // size)
+        return row_share(self.checkpoint.weight(module), module, rank, size)
+
+    def _is_cut(self, module: str, *splits: str) -> bool:
+        """Whether the ranks share the linear in one of these ways; a vocabulary that does not divide is not shared."""
+        parameter = self._parameters[f"{module}.weight"]
+        divides = parameter.split != "vocab" or parameter.shape[0] % self.parallel.size == 0
+        return self.parallel.size > 1 and parameter.split in splits and divides
 
     def _prepare(self, weight: kernels.Weight) -> kernels.Linear:
         try:
@@ -84,6 +116,16 @@ class ExecutorWeights:
             raise QuantkitError(str(fault), "choose another --backend (`quantkit kernels` lists them)") from fault
         self.nbytes += linear.nbytes
         return linear
+
+
+class Gathered:
+    """A linear whose outputs the ranks hold in parts: everybody gets all of them."""
+
+    def __init__(self, linear: kernels.Linear, parallel: Parallel) -> None:
+        self.linear, self.parallel = linear, parallel
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.parallel.all_gather(self.linear(x))
 
 
 class SideBySide:

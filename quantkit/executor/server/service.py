@@ -174,7 +174,7 @@ class Service:
             for sequence in order.stream.sequences:
                 if isinstance(order, _Add):
                     self._streams[sequence] = order.stream
-                    self.engine.scheduler.add(sequence)
+                    self.engine.add(sequence)
                 elif self._streams.pop(sequence, None):
                     self.engine.cancel(sequence)
         return True

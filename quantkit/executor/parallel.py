@@ -1,0 +1,119 @@
+"""Tensor parallelism: the ranks' collectives, and how rank 0 leads the others.
+
+Rank 0 takes requests. Before every step it tells the others, as JSON, what was added and cancelled since the last; then all ranks
+schedule and compute the same step, and take over the tokens that rank 0 chose. So nothing but rank 0 knows of servers or terminals.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from quantkit.errors import QuantkitError
+from quantkit.executor.ranks import Ranks
+
+_HEADER = 1 << 10
+"""Bytes of a message that go in the first broadcast: nearly every step's."""
+
+_FOREVER = timedelta(days=365)
+"""An idle server's ranks wait for the next request this long."""
+
+
+class Parallel:
+    """This process's place among `size` ranks. `ranks` are the processes of the others, where this one started them."""
+
+    def __init__(self, rank: int, size: int, ranks: Ranks | None = None) -> None:
+        self.rank, self.size, self._ranks = rank, size, ranks
+        self._control: dist.ProcessGroup | None = None
+
+    def connect(self, device: torch.device) -> None:
+        """Meet the other ranks at MASTER_ADDR:MASTER_PORT. Messages go over gloo, tensors over the device's own library."""
+        backend = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}[device.type]
+        self._guard(lambda: dist.init_process_group(backend, rank=self.rank, world_size=self.size, timeout=_FOREVER))
+        if self.size > 1:
+            self._control = dist.new_group(backend="gloo", timeout=_FOREVER)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum over ranks; x is overwritten. On a CPU in float32, whatever x is."""
+        if self.size == 1:
+            return x
+        wide = x.float() if x.device.type == "cpu" else x.contiguous()
+        self._guard(lambda: dist.all_reduce(wide))
+        return wide.to(x.dtype)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[..., n] of each rank -> [..., size * n], ranks in order."""
+        if self.size == 1:
+            return x
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        self._guard(lambda: dist.all_gather(parts, x.contiguous()))
+        return torch.cat(parts, dim=-1)
+
+    def minimum(self, value: int) -> int:
+        """The smallest of the ranks' values."""
+        found = torch.tensor([value])
+        if self.size > 1:
+            self._guard(lambda: dist.all_reduce(found, dist.ReduceOp.MIN, group=self._control))
+        return int(found)
+
+    def agree(self, x: Tensor) -> Tensor:
+        """Rank 0's values on every rank; x is overwritten."""
+        if self.size > 1:
+            self._guard(lambda: dist.broadcast(x, 0))
+        return x
+
+    def tell(self, message: Any) -> None:
+        """From rank 0: a JSON value to everybody who listens."""
+        text = json.dumps(message).encode()
+        head = torch.zeros(_HEADER, dtype=torch.uint8)
+        first = len(text).to_bytes(8, "little") + text[: _HEADER - 8]
+        head[: len(first)] = torch.frombuffer(bytearray(first), dtype=torch.uint8)
+        self._guard(lambda: dist.broadcast(head, 0, group=self._control))
+        if len(text) > _HEADER - 8:
+            rest = torch.frombuffer(bytearray(text[_HEADER - 8 :]), dtype=torch.uint8)
+            self._guard(lambda: dist.broadcast(rest, 0, group=self._control))
+
+    def listen(self) -> Any:
+        """What rank 0 tells; waits for it."""
+        head = torch.empty(_HEADER, dtype=torch.uint8)
+        self._guard(lambda: dist.broadcast(head, 0, group=self._control))
+        content = bytes(head.tolist())
+        length = int.from_bytes(content[:8], "little")
+        text = content[8 : 8 + length]
+        if length > _HEADER - 8:
+            rest = torch.empty(length - (_HEADER - 8), dtype=torch.uint8)
+            self._guard(lambda: dist.broadcast(rest, 0, group=self._control))
+            text += rest.numpy().tobytes()
+        return json.loads(text)
+
+    def close(self) -> None:
+        """Leave the others; those that were started from here end."""
+        dist.destroy_process_group()
+        if self._ranks is not None:
+            self._ranks.stop()
+
+    def _guard(self, collective: Callable[[], object]) -> None:
+        try:
+            collective()
+        except RuntimeError as fault:
+            lost = self._ranks.why_lost() if self._ranks else "another rank stopped"
+            raise QuantkitError(lost, "see its own message above; start again") from fault
+
+
+SINGLE = Parallel(0, 1)
+"""No other ranks."""
+
+
+def environment_rank(size: int) -> int | None:
+    """This process's rank where torchrun, or rank 0 of ours, started it; None where nobody did."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    world = int(os.environ["WORLD_SIZE"])
+    if world != size:
+        raise QuantkitError(f"{world} processes were started and --tp is {size}", "make them equal")
+    return int(os.environ["RANK"])

@@ -1,0 +1,69 @@
+"""One rank's share of a linear: columns of the output (rows of W) or of the input, as the model's table says.
+
+A packed weight is cut as it is, never unpacked: along K on group boundaries, or inside a group where all of it goes to whole smaller
+groups that keep its scale. FP8 blocks are expanded first, as their operator would.
+"""
+
+import math
+
+from torch import Tensor
+
+from quantkit.errors import QuantkitError
+from quantkit.quant.weights import FP4_GROUP, Fp4Weight, Fp8BlockWeight, IntWeight, Weight, dequantize
+
+_SMALLEST_GROUP = 32
+"""Of the int4 operators."""
+
+
+def row_share(weight: Weight, name: str, rank: int, size: int) -> Weight:
+    """Rows of W [N, K]: rank's N / size output features."""
+    start, stop = _range(weight.shape[0], "output features", name, rank, size)
+    match weight:
+        case IntWeight():
+            zero_point = None if weight.zero_point is None else weight.zero_point[start:stop]
+            return IntWeight(weight.codes[start:stop], weight.scale[start:stop], zero_point, weight.bits)
+        case Fp4Weight():
+            return Fp4Weight(weight.codes[start:stop], weight.scale[start:stop], weight.global_scale)
+        case Fp8BlockWeight():
+            return dequantize(weight)[start:stop]
+        case _:
+            return weight[start:stop]
+
+
+def column_share(weight: Weight, name: str, rank: int, size: int) -> Weight:
+    """Columns of W [N, K]: rank's K / size input features; the ranks' outputs add up to the whole."""
+    start, stop = _range(weight.shape[1], "input features", name, rank, size)
+    match weight:
+        case IntWeight(bits=8):
+            assert weight.scale.shape[1] == 1, f"{name}: int8 in groups"
+            return IntWeight(weight.codes[:, start:stop].contiguous(), weight.scale, weight.zero_point, weight.bits)
+        case IntWeight():
+            group = math.gcd(weight.group_size, stop - start)
+            _check_group(name, group, _SMALLEST_GROUP, weight.group_size, stop - start)
+            scale = _regroup(weight.scale, weight.group_size, group, start, stop)
+            zero_point = None if weight.zero_point is None else _regroup(weight.zero_point, weight.group_size, group, start, stop)
+            return IntWeight(weight.codes[:, start:stop].contiguous(), scale, zero_point, weight.bits)
+        case Fp4Weight():
+            _check_group(name, math.gcd(FP4_GROUP, stop - start), FP4_GROUP, FP4_GROUP, stop - start)
+            scale = weight.scale[:, start // FP4_GROUP : stop // FP4_GROUP].contiguous()
+            return Fp4Weight(weight.codes[:, start:stop].contiguous(), scale, weight.global_scale)
+        case Fp8BlockWeight():
+            return dequantize(weight)[:, start:stop].contiguous()
+        case _:
+            return weight[:, start:stop].contiguous()
+
+
+def _range(features: int, what: str, name: str, rank: int, size: int) -> tuple[int, int]:
+    if features % size:
+        raise QuantkitError(f"{name} has {features} {what}, which {size} ranks cannot share evenly", "use another --tp")
+    return rank * features // size, (rank + 1) * features // size
+
+
+def _check_group(name: str, group: int, smallest: int, stored: int, width: int) -> None:
+    if group < smallest:
+        raise QuantkitError(f"{name} cannot be cut into shares of {width} input features in groups of {stored}", "use a smaller --tp")
+
+
+def _regroup(values: Tensor, stored: int, group: int, start: int, stop: int) -> Tensor:
+    """values [N, K / stored] -> [N, (stop - start) / group] of the columns start .. stop: repeated where groups became smaller."""
+    return values.repeat_interleave(stored // group, dim=1)[:, start // group : stop // group].contiguous()

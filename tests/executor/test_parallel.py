@@ -1,0 +1,76 @@
+"""Several ranks compute what one computes, and stop together."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import make_model
+import pytest
+import torch
+
+from quantkit.errors import QuantkitError
+from quantkit.executor.engine import Engine
+from quantkit.executor.sampling import SamplingParams
+from quantkit.executor.sequence import Completion
+
+PROMPTS = [list(range(10 + i, 40 + 2 * i)) for i in range(5)]
+PARAMS = [SamplingParams(max_new_tokens=12, temperature=(i % 2) * 0.8, seed=i, ignore_eos=True, logprobs=0) for i in range(5)]
+
+
+@pytest.fixture(autouse=True)
+def _threads_and_environment() -> Iterator[None]:
+    threads, environment = torch.get_num_threads(), dict(os.environ)
+    yield
+    torch.set_num_threads(threads)
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def load(path: Path, tp: int, num_drafts: int = 0) -> Engine:
+    return Engine.load(path, device="cpu", dtype="float32", max_batch=4, max_model_len=256, tp=tp, num_drafts=num_drafts)
+
+
+def run(engine: Engine) -> list[Completion]:
+    return sorted(engine.generate(PROMPTS, PARAMS), key=lambda completion: completion.index)
+
+
+@pytest.mark.parametrize(("tp", "num_drafts"), [(2, 1), (4, 0)])
+def test_ranks_together_are_one(tiny_checkpoint: Path, tp: int, num_drafts: int) -> None:
+    """Greedy and sampled tokens identical, log-probabilities to float tolerance; a request left early stops on every rank."""
+    alone = run(load(tiny_checkpoint, 1))
+    engine = load(tiny_checkpoint, tp, num_drafts)
+    stream = engine.stream(PROMPTS[0], PARAMS[0])
+    next(stream)
+    stream.close()
+    together = run(engine)
+    engine.close()
+    assert [one.token_ids for one in together] == [one.token_ids for one in alone]
+    for ours, theirs in zip(together, alone):
+        differences = [abs(a.logprob - b.logprob) for a, b in zip(ours.logprobs or [], theirs.logprobs or [], strict=True)]
+        assert max(differences) < 0.02, "the cache is bfloat16: sums in another order may round to its other neighbour"
+    assert engine.loaded.nbytes < load(tiny_checkpoint, 1, num_drafts).loaded.nbytes * (0.7 if tp == 2 else 0.5)
+
+
+def test_a_rank_that_dies_is_named_within_seconds(tiny_checkpoint: Path) -> None:
+    engine = load(tiny_checkpoint, 2)
+    stream = engine.stream(PROMPTS[0], SamplingParams(max_new_tokens=200, ignore_eos=True))
+    next(stream)
+    ranks = engine.parallel._ranks
+    assert ranks is not None
+    ranks._processes[1].send_signal(signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(QuantkitError, match=r"rank 1 of 2 died \(signal SIGKILL\)"):
+        for _ in stream:
+            pass
+    assert time.monotonic() - start < 8
+    torch.distributed.destroy_process_group()
+
+
+def test_heads_that_do_not_divide_are_refused(tmp_path: Path) -> None:
+    config = make_model.tiny_config(num_attention_heads=3, v_head_dim=128)
+    path = make_model.write_dense(tmp_path / "three", config, make_model.random_tensors(config))
+    with pytest.raises(QuantkitError, match="num_attention_heads = 3"):
+        load(path, 2)
+    torch.distributed.destroy_process_group()
