@@ -105,9 +105,11 @@ class ExecutorWeights:
 
     def _is_cut(self, module: str, *splits: str) -> bool:
         """Whether the ranks share the linear in one of these ways; a vocabulary that does not divide is not shared."""
+        if self.parallel.size == 1:
+            return False
         parameter = self._parameters[f"{module}.weight"]
         divides = parameter.split != "vocab" or parameter.shape[0] % self.parallel.size == 0
-        return self.parallel.size > 1 and parameter.split in splits and divides
+        return parameter.split in splits and divides
 
     def _prepare(self, weight: kernels.Weight) -> kernels.Linear:
         try:
