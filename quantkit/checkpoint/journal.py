@@ -1,8 +1,9 @@
-"""The journal of an unfinished output: which units are written, safe on disk, and with which bytes.
+"""The journal of an unfinished output: which units are written, and with which bytes.
 
 One file of JSON lines per process, so that ranks never wait for each other. The first line is the fingerprint of the run;
 every other line is one unit: {"unit", "tensors": its names, "sha256": over their bytes in order of name, "facts"}. A line is
-appended only after the unit's bytes are on disk; a line cut short by a kill is dropped.
+appended after its unit's bytes, and a unit counts only if its bytes still hash to what its line says; so nothing need reach
+the disk in any order, and what a power failure tears is simply written again. From a torn line on, a journal is dropped.
 """
 
 import fcntl
@@ -10,6 +11,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -45,8 +47,11 @@ class Journal:
         self._file.seek(whole)
 
     def append(self, entry: Entry) -> None:
+        """Hand the line to the system, where a kill of this process does not reach it."""
         self._file.write(_line(asdict(entry)))
         self._file.flush()
+
+    def sync(self) -> None:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -80,8 +85,14 @@ def in_use(path: Path) -> bool:
 
 
 def _whole_lines(path: Path) -> list[bytes]:
-    lines = path.read_bytes().splitlines(keepends=True)
-    return lines if not lines or lines[-1].endswith(b"\n") else lines[:-1]
+    return list(takewhile(_is_whole, path.read_bytes().splitlines(keepends=True)))
+
+
+def _is_whole(line: bytes) -> bool:
+    try:
+        return line.endswith(b"\n") and isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
 
 
 def _line(value: Mapping[str, Any]) -> str:

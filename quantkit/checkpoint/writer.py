@@ -1,9 +1,10 @@
 """CheckpointWriter: an output that may be killed at any moment and goes on where it was, to the same bytes.
 
 OUT.partial/ holds the shards at their final size from the start; every tensor has its place (layout.py). A unit, a handful
-of tensors such as one expert, is written in place, flushed to disk, then entered in the journal; a unit not entered is simply
-written again. Index, config and other files come last, and OUT.partial is renamed to OUT: OUT exists only complete. Memory is
-one unit. Several processes may write disjoint units of one output, each with its own `rank`; one of them finishes.
+of tensors such as one expert, is written in place, then entered in the journal; a unit that is not there, or whose bytes are
+not those of its entry, is simply written again. Index, config and other files come last, and OUT.partial is renamed to OUT:
+OUT exists only complete. Memory is one unit. Several processes may write disjoint units of one output, each with its own
+`rank`; one of them finishes.
 
 Files are made with mode 0666 less the umask, as any program's are.
 """
@@ -14,6 +15,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +34,7 @@ from quantkit.errors import QuantkitError
 _STATE = ".quantkit"  # journals and lock, inside OUT.partial
 _INDEX = "model.safetensors.index.json"
 _CHUNK = 16 * 2**20
+_SYNC_SECONDS = 5.0  # how much work a power failure may cost
 
 
 class CheckpointWriter:
@@ -58,6 +61,8 @@ class CheckpointWriter:
         self._state = self.partial / _STATE
         self._descriptors: dict[str, int] = {}
         self._checked: set[str] = set()
+        self._unsynced: set[str] = set()
+        self._synced_at = time.monotonic()
         run = {**fingerprint, "layout": self.layout.digest}
         with _told(self.out):
             remove_leftovers(self.partial, self.out, _STATE)
@@ -101,7 +106,7 @@ class CheckpointWriter:
         return self._state
 
     def write(self, unit: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any] | None = None) -> None:
-        """Write a unit's tensors in their places; when this returns they are on disk and in the journal."""
+        """Write a unit's tensors in their places and enter it in the journal. No kill of this process undoes it from here on."""
         digest = hashlib.sha256()
         with _told(self.out):
             for name in sorted(tensors):
@@ -111,10 +116,11 @@ class CheckpointWriter:
                 data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
                 digest.update(data)
                 _write_at(self._descriptor(info.shard), data, info.offset)
-            for shard in {self.layout.tensors[name].shard for name in tensors}:
-                os.fsync(self._descriptor(shard))
             entry = Entry(unit, tuple(sorted(tensors)), digest.hexdigest(), dict(facts or {}))
             self._journal.append(entry)
+            self._unsynced |= {self.layout.tensors[name].shard for name in tensors}
+            if time.monotonic() - self._synced_at > _SYNC_SECONDS:
+                self._sync()
         self._entries[unit] = entry
         self._checked.add(unit)
 
@@ -139,7 +145,9 @@ class CheckpointWriter:
             replace_directory(self.partial, self.out, _STATE)
 
     def close(self) -> None:
-        """Release files and lock; what was written stays, for another run to go on with."""
+        """Flush to disk and release files and lock; what was written stays, for another run to go on with."""
+        if self._unsynced:
+            self._sync()
         self._journal.close()
         for descriptor in self._descriptors.values():
             os.close(descriptor)
@@ -150,6 +158,13 @@ class CheckpointWriter:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def _sync(self) -> None:
+        for shard in self._unsynced:
+            os.fsync(self._descriptor(shard))
+        self._journal.sync()
+        self._unsynced.clear()
+        self._synced_at = time.monotonic()
 
     def _create_shards(self) -> None:
         missing = [shard for shard in self.layout.shards if not _intact(self.partial / shard.name, shard)]

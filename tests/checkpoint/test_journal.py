@@ -1,0 +1,76 @@
+"""The journal: what a kill may leave of it is either a whole line or none."""
+
+from pathlib import Path
+
+import pytest
+
+from quantkit.checkpoint.journal import Entry, Journal, in_use, journals, read_entries, read_fingerprint
+from quantkit.errors import QuantkitError
+
+_FIRST = Entry("layer 0", ("a", "b"), "00ff", {"error": 0.25})
+_SECOND = Entry("layer 1", ("ü",), "11", {})
+
+
+def _journal(tmp_path: Path, rank: int = 0) -> Journal:
+    return Journal(tmp_path, rank, {"source": "s", "recipe": "r"})
+
+
+def test_entries_and_fingerprint_read_back(tmp_path: Path) -> None:
+    journal = _journal(tmp_path)
+    journal.append(_FIRST)
+    journal.append(_SECOND)
+    journal.close()
+    assert read_entries(journals(tmp_path)) == {"layer 0": _FIRST, "layer 1": _SECOND}
+    assert read_fingerprint(journal.path) == {"source": "s", "recipe": "r"}
+
+
+def test_what_a_power_failure_leaves_is_dropped(tmp_path: Path) -> None:
+    journal = _journal(tmp_path)
+    journal.append(_FIRST)
+    journal.close()
+    with journal.path.open("ab") as file:
+        file.write(b"\0" * 30 + b"\n" + b'{"unit": "x"')
+    assert read_entries(journals(tmp_path)) == {"layer 0": _FIRST}
+    _journal(tmp_path).close()
+    assert b"\0" not in journal.path.read_bytes()
+
+
+@pytest.mark.parametrize("lost", [1, 5, 40])
+def test_a_line_cut_short_is_dropped_and_written_over(tmp_path: Path, lost: int) -> None:
+    journal = _journal(tmp_path)
+    journal.append(_FIRST)
+    journal.append(_SECOND)
+    journal.close()
+    with journal.path.open("r+b") as file:
+        file.truncate(journal.path.stat().st_size - lost)
+    assert read_entries(journals(tmp_path)) == {"layer 0": _FIRST}
+    again = _journal(tmp_path)
+    again.append(_SECOND)
+    again.close()
+    assert read_entries(journals(tmp_path)) == {"layer 0": _FIRST, "layer 1": _SECOND}
+
+
+def test_of_a_unit_written_twice_the_last_counts(tmp_path: Path) -> None:
+    journal = _journal(tmp_path)
+    journal.append(_FIRST)
+    journal.append(Entry("layer 0", ("a",), "22", {}))
+    journal.close()
+    assert read_entries(journals(tmp_path))["layer 0"].sha256 == "22"
+
+
+def test_ranks_have_a_journal_each(tmp_path: Path) -> None:
+    for rank, entry in enumerate((_FIRST, _SECOND)):
+        journal = _journal(tmp_path, rank)
+        journal.append(entry)
+        journal.close()
+    assert len(journals(tmp_path)) == 2
+    assert read_entries(journals(tmp_path)).keys() == {"layer 0", "layer 1"}
+
+
+def test_a_journal_in_use_is_refused(tmp_path: Path) -> None:
+    journal = _journal(tmp_path)
+    assert in_use(journal.path)
+    with pytest.raises(QuantkitError, match="another process is writing"):
+        _journal(tmp_path)
+    journal.close()
+    assert not in_use(journal.path)

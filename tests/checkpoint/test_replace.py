@@ -1,0 +1,63 @@
+"""Replacing a directory: whatever moment a kill picks, one of the two is whole under its name."""
+
+from pathlib import Path
+
+import pytest
+
+from quantkit.checkpoint import replace
+
+_STATE = ".quantkit"
+
+
+def _directory(path: Path, content: str, state: bool) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(content)
+    if state:
+        (path / _STATE).mkdir()
+        (path / _STATE / "journal-00000.jsonl").write_text("{}\n")
+    return path
+
+
+def _names(path: Path) -> list[str]:
+    return sorted(entry.name for entry in path.iterdir())
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize("old", [True, False])
+def test_the_new_takes_the_place_of_the_old(exchange: bool, old: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    partial = _directory(tmp_path / "out.partial", "new", state=True)
+    if old:
+        _directory(tmp_path / "out", "old", state=False)
+    if not exchange:  # a file system that cannot
+        monkeypatch.setattr(replace, "_exchange", lambda first, second: False)
+    replace.replace_directory(partial, tmp_path / "out", _STATE)
+    assert _names(tmp_path) == ["out"]
+    assert _names(tmp_path / "out") == ["config.json"]
+    assert (tmp_path / "out" / "config.json").read_text() == "new"
+
+
+def test_exchange_is_one_step_here(tmp_path: Path) -> None:
+    """Names are swapped, both directories whole: what the kernel does, not two renames."""
+    first = _directory(tmp_path / "a", "first", state=False)
+    second = _directory(tmp_path / "b", "second", state=False)
+    if not replace._exchange(first, second):
+        pytest.skip("this file system cannot exchange two names")
+    assert ((first / "config.json").read_text(), (second / "config.json").read_text()) == ("second", "first")
+
+
+def test_killed_after_the_exchange_the_old_one_is_cleared_up(tmp_path: Path) -> None:
+    out = _directory(tmp_path / "out", "new", state=True)
+    (out / _STATE / "exchanging").touch()
+    partial = _directory(tmp_path / "out.partial", "old", state=False)
+    replace.remove_leftovers(partial, out, _STATE)
+    assert _names(tmp_path) == ["out"]
+    assert _names(out) == ["config.json"]
+
+
+def test_killed_before_the_exchange_nothing_is_touched(tmp_path: Path) -> None:
+    out = _directory(tmp_path / "out", "old", state=False)
+    partial = _directory(tmp_path / "out.partial", "new", state=True)
+    (partial / _STATE / "exchanging").touch()
+    replace.remove_leftovers(partial, out, _STATE)
+    assert _names(tmp_path) == ["out", "out.partial"]
+    assert _names(partial) == [_STATE, "config.json"]
