@@ -2,13 +2,17 @@
 
     python write_job.py OUT kill TIMES      write it, killed so many times on the way; prints what each run found done
     python write_job.py OUT ranks NUMBER    write it with so many processes at once
+    python write_job.py OUT full BYTES      write it, with so many bytes of the disk left when all but the last files are written,
+                                            then with room again; prints what was told and the files' sha256
 
 It forks, so that torch is imported once and not for every run.
 """
 
+import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -21,6 +25,7 @@ from torch import Tensor
 
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.errors import QuantkitError
 
 UNITS = 100
 SHARD_BYTES = 1_500_000
@@ -90,12 +95,31 @@ def kill_and_start_again(out: Path, kills: int) -> list[int]:
     return found
 
 
+def fill_the_disk(out: Path, left: int) -> dict[str, object]:
+    """Finish with `left` bytes free on the file system of `out`, fail, make room, start again."""
+    filler = out.with_name("filler")
+    writer = write(out)
+    with filler.open("wb") as file:
+        file.write(b"x" * (shutil.disk_usage(out.parent).free - left))
+    try:
+        writer.finish(CONFIG, EXTRA)
+    except QuantkitError as error:
+        told = str(error)
+        partial = sorted(path.name for path in out.parent.iterdir())
+        writer.close()
+    filler.unlink()
+    write(out).finish(CONFIG, EXTRA)
+    return {"told": told, "left": partial, "files": {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in out.iterdir()}}
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)  # no threads, so that forking is safe
     specs()  # once, before the forks
     out, what, number = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     if what == "kill":
         print(json.dumps(kill_and_start_again(out, number)))
+    elif what == "full":
+        print(json.dumps(fill_the_disk(out, number)))
     else:
         children = [_forked(lambda rank=rank: write(out, rank, number).close()) for rank in range(number)]
         statuses = [os.waitpid(pid, 0)[1] for pid in children]

@@ -1,7 +1,9 @@
 """CheckpointWriter: the bytes are the same whatever happened on the way, and nothing under OUT is ever half-written."""
 
+import hashlib
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -122,6 +124,20 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(undisturbed: Path,
 def test_several_processes_write_one_output(undisturbed: Path, tmp_path: Path) -> None:
     _run_job(tmp_path / "out", "ranks", "3")
     assert _bytes(tmp_path / "out") == _bytes(undisturbed)
+
+
+def test_a_full_disk_is_told_and_making_room_is_enough(undisturbed: Path, tmp_path: Path) -> None:
+    """On a file system of 8 MB, filled to the last page when only index and config are missing."""
+    mount = ["unshare", "-rm", "sh", "-c", f'mount -t tmpfs -o size=8m none {tmp_path} && exec "$@"', "sh"]
+    if shutil.which("unshare") is None or subprocess.run([*mount, "true"], capture_output=True).returncode:
+        pytest.skip("this machine lets nobody mount a small file system")
+    command = [*mount, sys.executable, str(_JOB), str(tmp_path / "out"), "full", "4096"]
+    result = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert result["told"].endswith(
+        "the disk is full while writing " + str(tmp_path / "out") + "; free some space and run the same command: it goes on"
+    )
+    assert result["left"] == ["filler", "out.partial"]
+    assert result["files"] == {name: hashlib.sha256(content).hexdigest() for name, content in _bytes(undisturbed).items()}
 
 
 def test_a_run_of_other_ranks_goes_on(undisturbed: Path, tmp_path: Path) -> None:
