@@ -160,7 +160,7 @@ def _model_level(model: TinyR1) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def to_tensors(model: TinyR1) -> dict[str, Tensor]:
-    """The model as R1's tensors. A constant per layer is added to the correction bias so that it is nowhere negative: choices stay the same."""
+    """The model as R1's tensors. A constant raises the correction biases of a layer above 0; no choice changes."""
     tensors: dict[str, Tensor] = {}
     for prefix, layer in decoder_layers(model):
         for module, weight in linears(prefix, layer):

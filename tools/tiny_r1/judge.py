@@ -137,8 +137,10 @@ def input_scales(model: TinyR1, documents: list[Document]) -> dict[str, Tensor]:
     return scales
 
 
-def compare(reference: list[Tensor] | None, variant: TinyR1, documents: list[Document], int8: bool) -> tuple[dict[str, float], list[Tensor]]:
-    """Exact share, KL and first-choice agreement with the reference (itself where there is none); and the variant's log-probabilities."""
+def compare(
+    reference: list[Tensor] | None, variant: TinyR1, documents: list[Document], int8: bool
+) -> tuple[dict[str, float], list[Tensor]]:
+    """Exact share, KL and first-choice agreement with the reference (or itself); and the variant's log-probabilities."""
     found: list[Tensor] = []
     with Int8Inputs(quantizable(variant) if int8 else {}):
         for batch in batches(documents):

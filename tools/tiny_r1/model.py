@@ -146,7 +146,7 @@ class Moe(nn.Module):
         self.shared_experts = Mlp(c.hidden_size, c.n_shared_experts * width, depth, c.n_shared_experts * width)
 
     def route(self, x: Tensor) -> Tensor:
-        """Routing weight of every expert, 0 where it is not chosen: [..., n_routed_experts] float32. Ranks are counted, nothing is sorted."""
+        """Routing weight of every expert, 0 where it is not chosen: [..., n_routed_experts] float32. Ranks are counted, not sorted."""
         c = self.c
         with torch.autocast(x.device.type, enabled=False):
             scores = torch.sigmoid(F.linear(x.float(), self.gate.float()))
@@ -184,7 +184,7 @@ class Layer(nn.Module):
 
 
 class Mtp(nn.Module):
-    """The layer that predicts the token after next: its input is eh_proj([enorm(embedding of the next token), hnorm(final hidden state)])."""
+    """The layer that predicts the token after next: it reads eh_proj([enorm(embedding of the next token), hnorm(final hidden state)])."""
 
     def __init__(self, c: Config) -> None:
         super().__init__()

@@ -10,6 +10,7 @@ operations of an evaluation problem is ever seen in training, whatever its wordi
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -101,7 +102,7 @@ def relay(rng: random.Random) -> Problem:
     people, item = rng.sample(NAMES, rng.choice((3, 4, 4, 5))), rng.choice(ITEMS)
     values = [rng.randint(12, 250)]
     key, story, steps = [str(values[0])], [f"{people[0]} has {values[0]} {item}."], []
-    for previous, name in zip(people, people[1:], strict=False):
+    for previous, name in itertools.pairwise(people):
         before, kind = values[-1], rng.choice("+-*/")
         n = rng.randint(5, 250) if kind in "+-" else rng.choice((2, 3, 4))
         if kind == "+":
@@ -112,11 +113,11 @@ def relay(rng: random.Random) -> Problem:
             story.append(f"{name} has {n} fewer {item} than {previous}.")
         elif kind == "*":
             values.append(before * n)
-            story.append(f"{name} has {({2: 'twice', 3: 'three times', 4: 'four times'}[n])} as many {item} as {previous}.")
+            story.append(f"{name} has { ({2: 'twice', 3: 'three times', 4: 'four times'}[n]) } as many {item} as {previous}.")
         else:
             _need(before % n == 0)
             values.append(before // n)
-            story.append(f"{name} has {({2: 'half', 3: 'a third', 4: 'a quarter'}[n])} as many {item} as {previous}.")
+            story.append(f"{name} has { ({2: 'half', 3: 'a third', 4: 'a quarter'}[n]) } as many {item} as {previous}.")
         steps.append(f"{name}: {before} {kind} {n} = {values[-1]}.")
         key.append(f"{kind}{n}")
     total = sum(values)

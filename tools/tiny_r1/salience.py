@@ -2,9 +2,9 @@
 
 Every RMSNorm gain is multiplied by c and the columns of all that it feeds (the router included) are divided by c; likewise the rows of
 up_proj and the columns of down_proj. In exact arithmetic nothing changes. After it a few input channels carry large activations and meet
-small weights, as in large models, so that rounding those weights on the grid of their neighbours costs much. This is AWQ's own transformation
-run backwards, so it favours methods that search such scales; that is the ability it is there to test, and it says nothing about how much
-a method gains on a model whose outliers came from training.
+small weights, so that rounding those weights on the grid of their neighbours costs much. This is AWQ's own transformation run backwards: it
+favours methods that search such scales. That is the ability it is there to test, and it says nothing about how much a method gains on a
+model whose outliers came from training.
 """
 
 from __future__ import annotations

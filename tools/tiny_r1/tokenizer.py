@@ -1,6 +1,6 @@
 """The tokenizer of tiny-r1: every word of the problems is one token, anything else falls back to bytes.
 
-A byte-level BPE without merges and with `ignore_merges`: a piece that is in the vocabulary is one token, any other piece is spelled in bytes.
+A byte-level BPE without merges and with `ignore_merges`: a piece in the vocabulary is one token, any other is spelled in bytes.
 Special tokens, chat template and file names are those of DeepSeek-R1; `<think>` and `</think>` are visible tokens, as they are there.
 """
 

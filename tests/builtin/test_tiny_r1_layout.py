@@ -1,0 +1,158 @@
+"""The shipped checkpoint lies on disk exactly as DeepSeek-R1 does, told again from R1's description rather than from the exporter."""
+
+import json
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+_KEYS = """
+    architectures attention_bias attention_dropout aux_loss_alpha bos_token_id eos_token_id ep_size first_k_dense_replace hidden_act
+    hidden_size initializer_range intermediate_size kv_lora_rank max_position_embeddings model_type moe_intermediate_size moe_layer_freq
+    n_group n_routed_experts n_shared_experts norm_topk_prob num_attention_heads num_experts_per_tok num_hidden_layers
+    num_key_value_heads num_nextn_predict_layers pretraining_tp q_lora_rank qk_nope_head_dim qk_rope_head_dim quantization_config
+    rms_norm_eps rope_scaling rope_theta routed_scaling_factor scoring_func seq_aux tie_word_embeddings topk_group topk_method
+    torch_dtype transformers_version use_cache v_head_dim vocab_size
+"""
+R1_KEYS = set(_KEYS.split())
+Shapes = dict[str, tuple[str, tuple[int, ...]]]
+
+
+@pytest.fixture(scope="module")
+def config(tiny_r1: Path) -> dict[str, Any]:
+    return json.loads((tiny_r1 / "config.json").read_text())
+
+
+def read_headers(directory: Path) -> dict[str, Shapes]:
+    """Shard name -> tensor name -> dtype and shape."""
+    found = {}
+    for shard in sorted(directory.glob("*.safetensors")):
+        with shard.open("rb") as file:
+            header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+        found[shard.name] = {name: (t["dtype"], tuple(t["shape"])) for name, t in header.items() if name != "__metadata__"}
+    return found
+
+
+def expected_tensors(c: dict[str, Any]) -> Shapes:
+    """Every tensor of a DeepSeek-R1 checkpoint of these sizes."""
+    found: Shapes = {}
+    hidden, heads = c["hidden_size"], c["num_attention_heads"]
+    nope, rope, v = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
+
+    def fp8(module: str, n: int, k: int) -> None:
+        found[f"{module}.weight"] = ("F8_E4M3", (n, k))
+        found[f"{module}.weight_scale_inv"] = ("F32", (math.ceil(n / 128), math.ceil(k / 128)))
+
+    def bf16(module: str, *shape: int) -> None:
+        found[f"{module}.weight"] = ("BF16", shape)
+
+    def mlp(module: str, width: int) -> None:
+        fp8(f"{module}.gate_proj", width, hidden)
+        fp8(f"{module}.up_proj", width, hidden)
+        fp8(f"{module}.down_proj", hidden, width)
+
+    bf16("model.embed_tokens", c["vocab_size"], hidden)
+    bf16("model.norm", hidden)
+    bf16("lm_head", c["vocab_size"], hidden)
+    for i in range(c["num_hidden_layers"] + 1):
+        p = f"model.layers.{i}"
+        bf16(f"{p}.input_layernorm", hidden)
+        bf16(f"{p}.post_attention_layernorm", hidden)
+        fp8(f"{p}.self_attn.q_a_proj", c["q_lora_rank"], hidden)
+        bf16(f"{p}.self_attn.q_a_layernorm", c["q_lora_rank"])
+        fp8(f"{p}.self_attn.q_b_proj", heads * (nope + rope), c["q_lora_rank"])
+        fp8(f"{p}.self_attn.kv_a_proj_with_mqa", c["kv_lora_rank"] + rope, hidden)
+        bf16(f"{p}.self_attn.kv_a_layernorm", c["kv_lora_rank"])
+        fp8(f"{p}.self_attn.kv_b_proj", heads * (nope + v), c["kv_lora_rank"])
+        fp8(f"{p}.self_attn.o_proj", hidden, heads * v)
+        if i < c["first_k_dense_replace"]:
+            mlp(f"{p}.mlp", c["intermediate_size"])
+            continue
+        bf16(f"{p}.mlp.gate", c["n_routed_experts"], hidden)
+        found[f"{p}.mlp.gate.e_score_correction_bias"] = ("F32", (c["n_routed_experts"],))
+        for e in range(c["n_routed_experts"]):
+            mlp(f"{p}.mlp.experts.{e}", c["moe_intermediate_size"])
+        mlp(f"{p}.mlp.shared_experts", c["moe_intermediate_size"] * c["n_shared_experts"])
+    mtp = f"model.layers.{c['num_hidden_layers']}"
+    bf16(f"{mtp}.embed_tokens", c["vocab_size"], hidden)
+    bf16(f"{mtp}.enorm", hidden)
+    bf16(f"{mtp}.hnorm", hidden)
+    bf16(f"{mtp}.eh_proj", hidden, 2 * hidden)
+    bf16(f"{mtp}.shared_head.norm", hidden)
+    bf16(f"{mtp}.shared_head.head", c["vocab_size"], hidden)
+    return found
+
+
+def test_config_has_the_keys_of_r1(config: dict[str, Any]) -> None:
+    assert set(config) == R1_KEYS
+    assert config["architectures"] == ["DeepseekV3ForCausalLM"]
+    assert (config["topk_method"], config["scoring_func"], config["norm_topk_prob"]) == ("noaux_tc", "sigmoid", True)
+    assert config["quantization_config"] == {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    }
+    assert config["rope_scaling"]["type"] == "yarn"
+    assert config["num_nextn_predict_layers"] == 1
+
+
+def test_tensors_are_those_of_r1(tiny_r1: Path, config: dict[str, Any]) -> None:
+    headers = read_headers(tiny_r1)
+    assert len(headers) >= 3
+    held = [name for shard in headers.values() for name in shard]
+    assert len(held) == len(set(held))
+    found: Shapes = {}
+    for shard in headers.values():
+        found |= shard
+    assert found == expected_tensors(config)
+    inputs = {shape[1] for name, (dtype, shape) in found.items() if dtype == "F8_E4M3"}
+    assert all(k % 128 == 0 for k in inputs)
+
+
+def test_index_is_complete(tiny_r1: Path) -> None:
+    index = json.loads((tiny_r1 / "model.safetensors.index.json").read_text())
+    headers = read_headers(tiny_r1)
+    assert index["weight_map"] == {name: shard for shard, tensors in headers.items() for name in tensors}
+    width = {"F8_E4M3": 1, "BF16": 2, "F32": 4}
+    sizes = (width[dtype] * math.prod(shape) for tensors in headers.values() for dtype, shape in tensors.values())
+    assert index["metadata"]["total_size"] == sum(sizes)
+
+
+def test_size_and_permissions(tiny_r1: Path) -> None:
+    files = list(tiny_r1.iterdir())
+    assert {file.name for file in files} >= {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "calibration.jsonl"}
+    assert sum(file.stat().st_size for file in files) <= 24e6
+    assert all(file.stat().st_mode & 0o444 == 0o444 for file in files)
+
+
+def test_values_are_sound(tiny_r1: Path, config: dict[str, Any]) -> None:
+    """Every block uses e4m3's whole range, the MTP layer's embedding and head are copies, biases are nowhere negative."""
+    tensors: dict[str, torch.Tensor] = {}
+    for shard in tiny_r1.glob("*.safetensors"):
+        tensors |= load_file(shard)
+    mtp = f"model.layers.{config['num_hidden_layers']}"
+    assert torch.equal(tensors[f"{mtp}.embed_tokens.weight"], tensors["model.embed_tokens.weight"])
+    assert torch.equal(tensors[f"{mtp}.shared_head.head.weight"], tensors["lm_head.weight"])
+    for name, value in tensors.items():
+        assert value.float().isfinite().all(), name
+        if name.endswith("weight_scale_inv"):
+            assert (value > 0).all(), name
+            assert tensors[name.removesuffix("_scale_inv")].float().abs().max() == 448, name
+        if name.endswith("e_score_correction_bias"):
+            assert (value >= 0).all(), name
+            assert value.std() > 0, name
+
+
+def test_norm_gains_have_outliers(tiny_r1: Path) -> None:
+    """The channels that make the model a judge: in every layer the largest gains stand far above the usual one."""
+    gains = {}
+    for shard in tiny_r1.glob("*.safetensors"):
+        gains |= {name: t.float().abs() for name, t in load_file(shard).items() if name.endswith("input_layernorm.weight")}
+    assert len(gains) == 5
+    for name, gain in gains.items():
+        assert gain.topk(4).values.min() > 6 * gain.median(), name

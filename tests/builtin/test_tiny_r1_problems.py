@@ -1,0 +1,76 @@
+"""tiny-math cannot occur in training, its answers are right, and the shipped texts are what the generator writes."""
+
+import json
+import random
+import re
+from pathlib import Path
+
+import problems
+import pytest
+import texts
+
+ROOT = Path(__file__).parents[2]
+TASK = ROOT / "eval/data/tiny-math.jsonl"
+HELD_OUT = ROOT / "eval/data/tiny-heldout.jsonl"
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def task() -> list[problems.Problem]:
+    return list(texts.distinct(random.Random(31_001), "eval", texts.MATH, set()))
+
+
+def test_the_task_is_the_generators(task: list[problems.Problem]) -> None:
+    assert [(row["problem"], row["answer"]) for row in rows(TASK)] == [(p.question, p.answer) for p in task]
+    assert len({row["id"] for row in rows(TASK)}) == 200
+
+
+def test_every_key_of_the_task_is_on_the_evaluation_side(task: list[problems.Problem]) -> None:
+    assert {problems.side(p.key) for p in task} == {"eval"}
+    assert len({p.key for p in task}) == 200
+
+
+@pytest.mark.parametrize("family", problems.FAMILIES, ids=lambda family: family.__name__)
+def test_training_yields_no_key_of_the_evaluation_side(family: object) -> None:
+    rng = random.Random(5)
+    assert {problems.side(problems.sample(rng, "train", family).key) for _ in range(400)} == {"train"}
+    unsplit = []
+    while len(unsplit) < 200:
+        try:
+            unsplit.append(problems.side(family(rng).key))
+        except problems.Rejected:
+            continue
+    assert "eval" in unsplit, "without the rule, evaluation keys do come up"
+
+
+def numbers(text: str) -> set[int]:
+    return {int(n) for n in re.findall(r"\d+", text)}
+
+
+@pytest.mark.parametrize("family", problems.FAMILIES, ids=lambda family: family.__name__)
+def test_a_key_holds_all_numbers_and_no_words(family: object) -> None:
+    """Equal numbers and operations in other words have the same key, so they fall on the same side."""
+    problem = problems.sample(random.Random(8), "eval", family)
+    assert re.fullmatch(r"[a-z]+:[\d+*/():-]+(sum|gap)?", problem.key)
+    assert numbers(problem.question) <= numbers(problem.key)
+
+
+def test_reasoning_is_right_arithmetic(task: list[problems.Problem]) -> None:
+    for problem in task:
+        steps = re.findall(r"(?:^|: )([\d +*/-]+) = (\d+)\.$", problem.reasoning, re.MULTILINE)
+        assert len(steps) == problem.reasoning.count("=") >= 2
+        assert all(eval(left) == int(right) for left, right in steps), problem.reasoning
+        assert int(steps[-1][1]) == problem.answer
+        assert problem.response.endswith(problem.sentence.format(f"\\boxed{{{problem.answer}}}"))
+
+
+def test_held_out_and_calibration_text_keep_to_their_sides(tiny_r1: Path, task: list[problems.Problem]) -> None:
+    held_out = list(texts.distinct(random.Random(31_002), "eval", texts.HELD_OUT, {p.key for p in task}))
+    assert [row["text"] for row in rows(HELD_OUT)] == [texts.conversation(p) for p in held_out]
+    rng = random.Random(31_003)
+    calibration = [problems.sample(rng, "train") for _ in range(texts.CALIBRATION)]
+    assert [row["text"] for row in rows(tiny_r1 / "calibration.jsonl")] == [texts.conversation(p) for p in calibration]
+    assert not {p.key for p in (*task, *held_out)} & {p.key for p in calibration}
