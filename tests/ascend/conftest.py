@@ -3,7 +3,11 @@
 lowered needs triton-ascend, which takes the name of triton; schemas needs torch_npu, which replaces parts of torch when imported.
 """
 
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import pytest
 
 ENVIRONMENTS = {"lowered": "triton-ascend", "schemas": "torch_npu"}
 
@@ -17,3 +21,22 @@ def _installed(package: str) -> bool:
 
 
 collect_ignore = [folder for folder, package in ENVIRONMENTS.items() if not _installed(package)]
+
+
+@pytest.fixture(scope="session")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The built-in model rounded to nearest on a scheme's grid, made once."""
+    from quantkit.assets import builtin_model
+    from quantkit.quantize import quantize
+    from quantkit.recipe import Recipe
+    from quantkit.schemes import find_scheme
+
+    made: dict[str, Path] = {}
+
+    def make(scheme: str) -> Path:
+        if scheme not in made:
+            made[scheme] = tmp_path_factory.mktemp("quantized") / scheme
+            quantize(builtin_model("tiny-r1"), made[scheme], find_scheme(scheme), "auto", Recipe(scheme=scheme, methods=()), device="cpu")
+        return made[scheme]
+
+    return make

@@ -1,18 +1,15 @@
-"""The whole executor on the double of torch_npu: the built-in model, quantized by each grid, answers as it does on the reference backend."""
+"""The executor on the double of torch_npu: the built-in model, quantized by each grid, answers as it does on the reference backend."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from ascend import npu_double
 
-from quantkit.assets import builtin_model
 from quantkit.executor.engine import Engine
 from quantkit.executor.sampling import SamplingParams
 from quantkit.executor.sequence import Completion
-from quantkit.quantize import quantize
-from quantkit.recipe import Recipe
-from quantkit.schemes import find_scheme
 
 QUESTIONS = ("What is 12 + 7?", "What is 9 - 4?", "Tom has 5 apples and buys 8 more. How many apples does Tom have?")
 PARAMS = SamplingParams(max_new_tokens=24, logprobs=2)
@@ -33,15 +30,6 @@ CALLED = {
 }
 
 
-@pytest.fixture(scope="module", params=CALLED)
-def quantized(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """The built-in model rounded to nearest on the scheme's grid."""
-    scheme: str = request.param
-    out = tmp_path_factory.mktemp("quantized") / scheme
-    quantize(builtin_model("tiny-r1"), out, find_scheme(scheme), "auto", Recipe(scheme=scheme, methods=()), device="cpu")
-    return scheme, out
-
-
 def answers(path: Path, backend: str) -> list[Completion]:
     engine = Engine.load(path, device="cpu", dtype="float16", backend=backend, max_batch=4, max_model_len=256)
     prompts = [engine.tokenizer.encode_chat([{"role": "user", "content": question}]) for question in QUESTIONS]
@@ -53,10 +41,11 @@ def first_difference(ours: Completion, twin: Completion) -> int | None:
     return next((place for place, (one, other) in pairs if one != other), None)
 
 
+@pytest.mark.parametrize("scheme", CALLED)
 @torch.inference_mode()
-def test_the_double_gives_the_references_tokens(quantized: tuple[str, Path]) -> None:
+def test_the_double_gives_the_references_tokens(scheme: str, quantized: Callable[[str], Path]) -> None:
     """In fp16: its roundings are the finer ones. The first token that differs, if any, must be a tie on the reference."""
-    scheme, path = quantized
+    path = quantized(scheme)
     expected = answers(path, "reference")
     with npu_double.installed() as called:
         got = answers(path, "auto")

@@ -1,0 +1,253 @@
+"""Predicted time of a decode step, from bytes, operations, launches and collectives, before anyone has the machine.
+
+    hardware = load_hardware("910b1")
+    for prediction in ladder(parameters(config), config, scheme, hardware, devices=8, batch=8, context=640):
+        print(prediction.level, prediction.tpot_ms)
+
+The levels of a hardware file go from a floor that no program can beat up to naive execution; a measured time that falls between two
+levels says what the program leaves on the table. Nothing is fitted to a measurement. Assumptions, all of them in the hardware's YAML:
+tensor parallelism over all devices; routing uniform, so E(1 - (1 - k/E)^B) experts are read; activations stay on the chip; the parts of an
+operator either overlap (the slowest counts) or follow one another; operators follow one another.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from quantkit.assets import asset
+from quantkit.errors import QuantkitError
+from quantkit.models.table import Parameter
+from quantkit.schemes import Fp4Grid, Grid, Scheme
+
+PARTS = ("hbm", "vector", "l2", "cube", "cache", "launches", "collectives")
+_SCALE_BYTES, _ROUTER_BYTES, _DENSE_BYTES = 2, 4, 2
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Launches(_Strict):
+    """Kernel launches per layer and, for embedding, head and sampling, per step."""
+
+    dense_layer: int
+    moe_layer: int
+    step: int = 0
+
+
+class Decode(_Strict):
+    """What decoding one weight costs: 16-bit vector operations and bytes through the L2 for the cube; operations per row without it."""
+
+    cube_ops: float
+    cube_l2_bytes: float
+    vector_ops_per_row: float
+
+
+class Level(_Strict):
+    """A way to run a step. hbm_efficiency: share of the bandwidth that products reach."""
+
+    name: str
+    summary: str
+    hbm_efficiency: float
+    decode: Literal["free", "overlapped", "serial"]
+    launch_us: float
+    collective_us: float
+    launches: str
+
+
+class Hardware(_Strict):
+    """One device and its box. gb_s are 10^9 bytes a second, tflops and gops 10^12 and 10^9 operations."""
+
+    name: str
+    devices_per_box: int
+    memory_gb: float
+    hbm_gb_s: float
+    l2_gb_s: float
+    cube_tflops: float
+    cube_tops_int8: float
+    vector_gops: float
+    link_gb_s: float
+    cube_rows: int
+    levels: tuple[Level, ...]
+    launches: dict[str, Launches]
+    extra_launches_int8: Launches
+    decode: dict[str, Decode]
+
+    @model_validator(mode="after")
+    def _levels_name_launches(self) -> "Hardware":
+        unknown = {level.launches for level in self.levels} - self.launches.keys()
+        if unknown:
+            raise ValueError(f"levels name launches that are not listed: {', '.join(sorted(unknown))}")
+        return self
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Milliseconds of one decode step at a level. `parts` (PARTS) say where they go; launches and collectives are counted."""
+
+    level: str
+    summary: str
+    batch: int
+    parts: dict[str, float]
+    num_launches: int
+    num_collectives: int
+
+    @property
+    def tpot_ms(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one device touches for the weights of one kind in a step: `weights` values of `bytes`, `products` multiplications by x."""
+
+    kind: str
+    weights: float
+    bytes: float
+    products: float
+
+
+def load_hardware(name_or_path: str) -> Hardware:
+    """A machine that ships with quantkit (recipes/hardware), by name in any case, or a YAML file."""
+    path = Path(name_or_path)
+    if not path.suffix:
+        path = asset("recipes", "hardware", f"{name_or_path.lower()}.yaml")
+    try:
+        return Hardware.model_validate(yaml.safe_load(path.read_text()))
+    except FileNotFoundError:
+        raise QuantkitError(f"hardware {name_or_path} is not known", "give a YAML file like those in recipes/hardware") from None
+    except (yaml.YAMLError, ValidationError) as error:
+        raise QuantkitError(f"{path} is not a hardware file: {_first_line(error)}", "see recipes/hardware/910b1.yaml") from None
+
+
+def _first_line(error: yaml.YAMLError | ValidationError) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return str(error).splitlines()[0]
+
+
+def ladder(
+    parameters: list[Parameter], config: Any, scheme: Scheme, hardware: Hardware, *, devices: int, batch: int, context: int
+) -> list[Prediction]:
+    """One prediction per level of the hardware, from the floor up.
+
+    parameters: the model's table, config: its architecture's Config. batch: sequences decoded together; context: tokens each attends to.
+    """
+    loads = device_loads(parameters, config, scheme.weight, devices, batch)
+    cache_bytes = _cache_bytes(config, devices) * batch * context
+    return [_predict(level, loads, cache_bytes, config, scheme, hardware, devices, batch) for level in hardware.levels]
+
+
+def steps(predictions: list[Prediction]) -> list[tuple[str, str, dict[str, float]]]:
+    """What each level adds to the one below it: (lower, upper, milliseconds by part), parts that change by less than 0.05 ms left out."""
+    found = []
+    for lower, upper in pairwise(predictions):
+        added = {part: upper.parts[part] - lower.parts[part] for part in PARTS}
+        found.append((lower.level, upper.level, {part: ms for part, ms in added.items() if abs(ms) >= 0.05}))
+    return found
+
+
+def device_loads(parameters: list[Parameter], config: Any, grid: Grid, devices: int, batch: int) -> list[Load]:
+    """What one of `devices` ranks reads in a decode step, the quantized weights and the 16-bit and 32-bit ones."""
+    experts = len({row.expert for row in parameters if row.expert is not None})
+    share = _touched_share(experts, config.routing.num_experts_per_tok, batch) if experts else 0.0
+    quantized = plain = router = products = 0.0
+    for row in parameters:
+        if row.mtp or row.role == "embedding":
+            continue
+        count = float(row.shape[0] * (row.shape[1] if len(row.shape) > 1 else 1)) / (1 if row.split == "replicate" else devices)
+        if row.expert is not None:
+            quantized += count * share
+            products += count * batch * config.routing.num_experts_per_tok / experts
+        elif row.role == "linear":
+            quantized += count
+            products += count * batch
+        elif row.role.startswith("router"):
+            router += count
+        else:
+            plain += count
+    return [
+        Load(kind_of(grid), quantized, quantized * bytes_per_weight(grid), products),
+        Load("dense", plain, plain * _DENSE_BYTES, plain * batch),
+        Load("dense", router, router * _ROUTER_BYTES, router * batch),
+    ]
+
+
+def _touched_share(experts: int, top_k: int, batch: int) -> float:
+    """Expected share of a layer's experts that `batch` tokens choose, choices uniform."""
+    return float(1 - (1 - top_k / experts) ** batch)
+
+
+def bytes_per_weight(grid: Grid) -> float:
+    """As the Ascend layouts hold it: int4 with a 16-bit scale and offset per group, FP4 with an e4m3 scale, int8 with one per row."""
+    if isinstance(grid, Fp4Grid):
+        return 0.5 + 1 / grid.group_size
+    return grid.bits / 8 + (2 * _SCALE_BYTES / grid.group_size if grid.group_size else 0.0)
+
+
+def kind_of(grid: Grid) -> str:
+    return "fp4" if isinstance(grid, Fp4Grid) else f"int{grid.bits}"
+
+
+def _cache_bytes(config: Any, devices: int) -> float:
+    """Cached bytes per token on one device, all layers. Latent attention keeps the whole latent on every rank."""
+    heads = getattr(config, "num_key_value_heads", None)
+    return float(config.cache_width) * 2 * config.num_hidden_layers / (min(devices, heads) if heads else 1)
+
+
+def _predict(
+    level: Level, loads: list[Load], cache_bytes: float, config: Any, scheme: Scheme, hardware: Hardware, devices: int, batch: int
+) -> Prediction:
+    bandwidth = hardware.hbm_gb_s * level.hbm_efficiency * 1e6  # bytes per ms
+    parts = dict.fromkeys(PARTS, 0.0)
+    for load in loads:
+        for part, spent in _product_ms(load, level, bandwidth, hardware, batch).items():
+            parts[part] += spent
+    parts["cache"] = cache_bytes / bandwidth
+    launches = _count_launches(config, hardware, level.launches, scheme)
+    collectives = 2 * config.num_hidden_layers + 1 if devices > 1 and level.collective_us else 0
+    payload = batch * config.hidden_size * 2 * 2 * (devices - 1) / devices
+    parts["launches"] = launches * level.launch_us / 1e3
+    parts["collectives"] = collectives * (level.collective_us / 1e3 + payload / (hardware.link_gb_s * 1e6))
+    return Prediction(level.name, level.summary, batch, parts, launches, collectives)
+
+
+def _product_ms(load: Load, level: Level, bandwidth: float, hardware: Hardware, batch: int) -> dict[str, float]:
+    """Reading, decoding and multiplying the weights of one kind. Overlapped: the slowest counts; serial: all do.
+
+    The cube multiplies at least `cube_rows` rows by every weight it is given, and a decoded weight reaches it through the L2. Few rows may
+    be multiplied on the vector cores instead; an overlapped level takes the faster way.
+    """
+    spent = {"hbm": load.bytes / bandwidth}
+    if level.decode == "free":
+        return spent
+    peak = hardware.cube_tops_int8 if load.kind == "int8" else hardware.cube_tflops
+    spent["cube"] = 2 * max(load.products, load.weights * hardware.cube_rows) / (peak * 1e9)
+    cost = hardware.decode.get(load.kind)
+    if cost is not None:
+        spent["vector"] = load.weights * cost.cube_ops / (hardware.vector_gops * 1e6)
+        spent["l2"] = load.weights * cost.cube_l2_bytes / (hardware.l2_gb_s * 1e6)
+    if level.decode == "serial":
+        return spent
+    slowest = max(spent, key=lambda part: spent[part])
+    if cost is not None and cost.vector_ops_per_row:
+        alone = {"hbm": spent["hbm"], "vector": load.products * cost.vector_ops_per_row / (hardware.vector_gops * 1e6)}
+        slowest_alone = max(alone, key=lambda part: alone[part])
+        if alone[slowest_alone] < spent[slowest]:
+            return {slowest_alone: alone[slowest_alone]}
+    return {slowest: spent[slowest]}
+
+
+def _count_launches(config: Any, hardware: Hardware, name: str, scheme: Scheme) -> int:
+    layers = config.num_hidden_layers
+    moe = sum(config.is_moe(layer) for layer in range(layers))
+    counted = hardware.launches[name]
+    total = (layers - moe) * counted.dense_layer + moe * counted.moe_layer + counted.step
+    if name == "written" and scheme.activation_bits == 8:
+        total += (layers - moe) * hardware.extra_launches_int8.dense_layer + moe * hardware.extra_launches_int8.moe_layer
+    return total

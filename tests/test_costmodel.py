@@ -1,0 +1,160 @@
+"""The cost model against rooflines worked out by hand, and against what was published for eight 910B1."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from quantkit.assets import asset
+from quantkit.costmodel import PARTS, Hardware, Prediction, bytes_per_weight, device_loads, ladder, load_hardware, steps
+from quantkit.errors import QuantkitError
+from quantkit.models import deepseek_v3, llama
+from quantkit.models.rope import Rope
+from quantkit.schemes import find_scheme
+
+R1 = deepseek_v3.Config(
+    vocab_size=129280,
+    hidden_size=7168,
+    intermediate_size=18432,
+    moe_intermediate_size=2048,
+    num_hidden_layers=61,
+    num_attention_heads=128,
+    n_routed_experts=256,
+    n_shared_experts=1,
+    num_experts_per_tok=8,
+    n_group=8,
+    topk_group=4,
+    first_k_dense_replace=3,
+    q_lora_rank=1536,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    routed_scaling_factor=2.5,
+    norm_topk_prob=True,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=163840,
+    rope=Rope.from_dict({"rope_theta": 10000.0}, 64, interleaved=True),
+    num_nextn_predict_layers=1,
+)
+R1_TABLE = deepseek_v3.parameters(R1)
+# Published for DeepSeek-R1-0528, W4A16, eight 910B1, 128 tokens in, 512 out: milliseconds per token at a concurrency.
+PUBLISHED = {1: 22.8, 2: 29.8, 4: 36.2, 8: 46.3, 16: 60.4, 32: 81.1}
+# The same box and model in FP4 W4A16, 128 in, 1024 out: tokens a second over all sequences.
+PUBLISHED_FP4 = {1: 17.76, 2: 26.95, 4: 55.97, 8: 87.00}
+
+
+@pytest.fixture(scope="module")
+def hardware() -> Hardware:
+    return load_hardware("910B1")
+
+
+def levels(hardware: Hardware, scheme: str, batch: int, context: int = 640, devices: int = 8) -> dict[str, Prediction]:
+    predictions = ladder(R1_TABLE, R1, find_scheme(scheme), hardware, devices=devices, batch=batch, context=context)
+    return {prediction.level: prediction for prediction in predictions}
+
+
+@pytest.mark.parametrize("batch", PUBLISHED)
+def test_published_w4a16_lies_between_fused_and_captured(hardware: Hardware, batch: int) -> None:
+    at = levels(hardware, "awq-w4a16", batch)
+    assert at["floor"].tpot_ms < at["fused"].tpot_ms < PUBLISHED[batch] < at["captured"].tpot_ms < at["eager"].tpot_ms
+
+
+@pytest.mark.parametrize("batch", PUBLISHED_FP4)
+def test_published_fp4_lies_between_captured_and_eager(hardware: Hardware, batch: int) -> None:
+    at = levels(hardware, "fp4-w4a16", batch)
+    assert at["captured"].tpot_ms < 1000 * batch / PUBLISHED_FP4[batch] < at["eager"].tpot_ms
+
+
+@pytest.mark.parametrize(("batch", "weights_gb"), [(1, 22.07), (8, 87.7), (32, 228.2)])
+def test_weights_read_are_those_counted_by_hand(batch: int, weights_gb: float) -> None:
+    """Every rank's weights, summed over the ranks, against a table made from the published config at 4.156 bits and a bf16 router."""
+    loads = device_loads(R1_TABLE, R1, find_scheme("awq-w4a16").weight, 1, batch)
+    assert bytes_per_weight(find_scheme("awq-w4a16").weight) == 4.25 / 8
+    total = loads[0].weights * 4.156 / 8 + loads[1].bytes + loads[2].bytes / 2
+    assert total / 1e9 == pytest.approx(weights_gb, rel=3e-3)
+
+
+def test_floor_is_bytes_over_bandwidth(hardware: Hardware) -> None:
+    """2.13 ms by hand; the Ascend form of the zero points (4.25 bits) and a float32 router add 7 %."""
+    floor = levels(hardware, "awq-w4a16", 1)["floor"]
+    assert floor.tpot_ms == pytest.approx(2.13, rel=0.1)
+    assert floor.parts["cache"] == pytest.approx(640 * 70_272 / 1.6e9, rel=1e-6)
+    assert floor.num_launches == floor.num_collectives == 0
+
+
+@pytest.mark.parametrize("scheme", ["awq-w4a16", "fp4-w4a16", "int8-a8w8c16"])
+def test_levels_and_batches_rise(hardware: Hardware, scheme: str) -> None:
+    before = None
+    for batch in PUBLISHED:
+        times = [prediction.tpot_ms for prediction in levels(hardware, scheme, batch).values()]
+        assert times == sorted(times)
+        assert len(times) == len(hardware.levels) == 5
+        if before is not None:
+            assert all(later > earlier for later, earlier in zip(times, before))
+        before = times
+
+
+def test_launches_and_collectives_are_named(hardware: Hardware) -> None:
+    at = levels(hardware, "awq-w4a16", 1)
+    assert at["captured"].num_launches == 3 * 50 + 58 * 62 + 30
+    assert at["captured"].num_collectives == 123
+    assert levels(hardware, "int8-a8w8c16", 1)["captured"].num_launches == at["captured"].num_launches + 3 * 5 + 58 * 6
+    # Fusing takes away more time than the floor itself is.
+    saved = at["captured"].parts["launches"] - at["fused"].parts["launches"]
+    assert saved > at["floor"].tpot_ms
+
+
+def test_steps_say_what_each_level_adds(hardware: Hardware) -> None:
+    predictions = list(levels(hardware, "awq-w4a16", 1).values())
+    found = steps(predictions)
+    assert found[0][:2] == ("floor", "streaming")
+    for (_, _, added), lower, upper in zip(found, predictions, predictions[1:]):
+        assert set(added) <= set(PARTS)
+        assert sum(added.values()) == pytest.approx(upper.tpot_ms - lower.tpot_ms, abs=0.05 * len(PARTS))
+
+
+def test_few_rows_go_to_the_vector_cores_and_many_to_the_cube(hardware: Hardware) -> None:
+    assert levels(hardware, "fp4-w4a16", 1)["streaming"].parts["l2"] == 0
+    assert levels(hardware, "fp4-w4a16", 32)["streaming"].parts["l2"] > 0
+    assert levels(hardware, "int8-a8w8c16", 32)["streaming"].parts["l2"] == 0
+
+
+def test_context_costs_cache_and_one_device_no_collectives(hardware: Hardware) -> None:
+    short, long = levels(hardware, "awq-w4a16", 1, context=640), levels(hardware, "awq-w4a16", 1, context=61_440)
+    assert long["fused"].parts["cache"] == pytest.approx(96 * short["fused"].parts["cache"])
+    assert levels(hardware, "awq-w4a16", 1, devices=1)["eager"].num_collectives == 0
+
+
+def test_a_dense_model_has_no_experts(hardware: Hardware) -> None:
+    config = llama.Config.from_dict(
+        {
+            "vocab_size": 1000,
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 512,
+            "rope_theta": 10000.0,
+        }
+    )
+    one, two = (device_loads(llama.parameters(config), config, find_scheme("awq-w4a16").weight, devices, 1)[0] for devices in (1, 2))
+    linears = 2 * (256 * 256 * 2 + 2 * 128 * 256 + 3 * 256 * 512)
+    assert one.weights == linears
+    assert two.weights == linears / 2
+
+
+def test_faults_are_told(tmp_path: Path) -> None:
+    with pytest.raises(QuantkitError, match="910b9"):
+        load_hardware("910b9")
+    values = yaml.safe_load(asset("recipes", "hardware", "910b1.yaml").read_text())
+    values["levels"][0]["launches"] = "few"
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(values))
+    with pytest.raises(QuantkitError, match="few"):
+        load_hardware(str(tmp_path / "mine.yaml"))
+    del values["hbm_gb_s"]
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(values))
+    with pytest.raises(QuantkitError, match="hbm_gb_s"):
+        load_hardware(str(tmp_path / "mine.yaml"))
