@@ -90,21 +90,21 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _tensor(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
-    fault = _damaged(path, f"has a header that makes no sense for {name}")
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise fault
+        raise _senseless(path, name)
     shape, offsets = entry["shape"], entry["data_offsets"]
-    for numbers in (shape, offsets):
-        if not isinstance(numbers, list) or not all(type(number) is int and number >= 0 for number in numbers):
-            raise fault
+    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
+        raise _senseless(path, name)
     if entry["dtype"] not in DTYPES:
         raise QuantkitError(f"{name} in {path} has dtype {entry['dtype']}", f"quantkit reads {', '.join(DTYPES)}")
-    if len(offsets) != 2:
-        raise fault
     tensor = TensorInfo(name, DTYPES[entry["dtype"]], tuple(shape), path.name, data_start + offsets[0])
     if offsets[1] - offsets[0] != tensor.nbytes:
-        raise fault
+        raise _senseless(path, name)
     return tensor
+
+
+def _are_sizes(numbers: Any) -> bool:
+    return isinstance(numbers, list) and all(type(number) is int and number >= 0 for number in numbers)
 
 
 def _check_extent(path: Path, tensors: Sequence[TensorInfo], data_start: int, size: int) -> None:
@@ -117,6 +117,10 @@ def _check_extent(path: Path, tensors: Sequence[TensorInfo], data_start: int, si
         raise _damaged(path, f"is truncated: {size} bytes, and its header describes {end}")
     if size > end:
         raise _damaged(path, f"has {size - end} bytes that its header does not describe")
+
+
+def _senseless(path: Path, name: str) -> QuantkitError:
+    return _damaged(path, f"has a header that makes no sense for {name}")
 
 
 def _damaged(path: Path, what: str) -> QuantkitError:

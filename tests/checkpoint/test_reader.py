@@ -115,6 +115,16 @@ def test_one_shard_needs_no_index(tmp_path: Path) -> None:
     assert Checkpoint.open(tmp_path).modules() == ["a"]
 
 
+def test_an_index_may_have_another_name_but_not_several(fp8_copy: Path) -> None:
+    """ModelSlim writes quant_model_weights.safetensors.index.json."""
+    (fp8_copy / _INDEX).rename(fp8_copy / "quant_model_weights.safetensors.index.json")
+    tensors = Checkpoint.open(fp8_copy).tensors
+    assert len(tensors) == sum(len(load_file(shard)) for shard in _shards(fp8_copy))
+    shutil.copy(fp8_copy / "quant_model_weights.safetensors.index.json", fp8_copy / "other.safetensors.index.json")
+    with pytest.raises(QuantkitError, match=r"has 2 indexes: other\.safetensors\.index\.json, quant_model_weights"):
+        Checkpoint.open(fp8_copy)
+
+
 def test_an_unknown_name_is_told(tiny_checkpoint: Path) -> None:
     with pytest.raises(QuantkitError, match=r"has no tensor model\.nothing\.weight"):
         Checkpoint.open(tiny_checkpoint).weight("model.nothing")
