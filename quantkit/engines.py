@@ -164,11 +164,11 @@ def choose(engine: str, scheme: Scheme, *, device: Device | None = None, format:
     grids = {wanted: scheme.weight}
     if isinstance(scheme.weight, IntGrid) and wanted == "int4-asymmetric":
         grids["int4-symmetric"] = replace(scheme.weight, symmetric=True)
-    for name, grid in grids.items():
-        for load in profile.loads:
-            asked = (format is None or load.format == format) and (device is None or device in load.devices)
-            if asked and name in load.grids and load.format in scheme.formats:
-                return _choice(profile.engine, load, grid)
+    for load in profile.loads:
+        asked = (format is None or load.format == format) and (device is None or device in load.devices)
+        held = [grid for name, grid in grids.items() if name in load.grids]
+        if asked and held and load.format in scheme.formats:
+            return _choice(profile.engine, load, held[0])
     reason = _reason(profile, format, None, wanted, device)
     loads = sorted({f"{load.format} ({grid})" for load in profile.loads for grid in load.grids if device is None or device in load.devices})
     raise QuantkitError(f"{engine} does not load {scheme.name}{_in(format)}{_on(device)}: {reason}", f"it loads {', '.join(loads)}")

@@ -97,6 +97,24 @@ def test_a_choice_is_a_load_or_a_reason(name: str, scheme: Any) -> None:
         assert "kv_b" not in choice.parts
 
 
+def matrix() -> list[str]:
+    """The rows of docs/formats.md's loader matrix: one a load, with its evidence."""
+    rows = []
+    for name in ("vllm", "sglang", "vllm-ascend", "omni-infer", "chitu", "transformers"):
+        for load in find_engine(name).loads:
+            evidence = f"run: `{load.run}`" if load.run else "by source: " + "<br>".join(f"`{source}`" for source in load.sources)
+            parts = "-" if load.format == "dense" else ", ".join(part.replace("_", " ") for part in load.may)
+            cells = (name, ", ".join(load.devices), f"{load.format} {load.variant}", ", ".join(load.grids), parts, load.mtp, evidence)
+            rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def test_the_documented_matrix_is_the_profiles() -> None:
+    text = (Path(__file__).parent.parent / "docs/formats.md").read_text()
+    documented = [line for line in text.splitlines() if line.startswith(tuple(f"| {name} |" for name in engine_names()))]
+    assert documented == matrix()
+
+
 def test_vllm_ascend_gets_symmetric_experts_and_the_group_size_key() -> None:
     choice = choose("vllm-ascend", find_scheme("awq-w4a16"))
     assert (choice.format, choice.variant, choice.grid) == ("compressed-tensors", "pack-quantized", INT4_SYMMETRIC)

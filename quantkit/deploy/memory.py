@@ -72,12 +72,10 @@ def fit(checkpoint: Checkpoint, parallel: Parallel, context: int, memory_gib: fl
 
 
 def cache_bytes_per_token(config: Any, parallel: Parallel, layers: int) -> int:
-    """One token's keys and values on one device, in BF16: the latent of MLA, or the rank's share of grouped heads."""
-    if hasattr(config, "cache_width"):
-        width = config.cache_width
-    else:
-        width = 2 * max(config.num_key_value_heads // parallel.tensor, 1) * config.head_dim
-    return int(width * _CACHE_BYTES * layers)
+    """One token's keys and values on one device, in BF16: the whole latent of MLA, or the rank's share of grouped heads."""
+    kv_heads = getattr(config, "num_key_value_heads", None)
+    ranks = min(parallel.tensor, kv_heads) if kv_heads else 1
+    return int(config.cache_width // ranks * _CACHE_BYTES * layers)
 
 
 def check_split(checkpoint: Checkpoint, parallel: Parallel) -> list[Problem]:

@@ -1,0 +1,69 @@
+"""Small dense models with random weights, in shapes that vLLM on CPU takes: what the judges compare engines on.
+
+DeepSeek-V3 with first_k_dense_replace = layers and the head sizes vLLM's MLA wants; Llama and Qwen2 with grouped heads.
+"""
+
+import math
+from typing import Any
+
+import torch
+from make_model import tiny_config
+from torch import Tensor
+
+from quantkit.models import find_architecture
+
+_GROUPED: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "torch_dtype": "bfloat16",
+}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": tiny_config(
+        num_hidden_layers=2,
+        first_k_dense_replace=2,
+        intermediate_size=512,
+        q_lora_rank=256,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+    ),
+    "llama": {**_GROUPED, "architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+    "qwen2": {**_GROUPED, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
+}
+
+
+def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
+    """BF16 tensors of every row of the architecture's table; logits come out with a standard deviation of about 4.
+
+    The head is scaled up so that most positions have a clear first choice: near ties tell nothing about an engine.
+    """
+    architecture = find_architecture(config)
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, Tensor] = {}
+    for row in architecture.parameters(architecture.Config.from_dict(config)):
+        noise = torch.randn(row.shape, generator=generator)
+        match row.role:
+            case "norm":
+                tensors[row.name] = (1 + 0.2 * noise).bfloat16()
+            case "router_bias":
+                tensors[row.name] = noise * 0.1
+            case "bias" | "embedding":
+                tensors[row.name] = noise.bfloat16()
+            case "head":
+                tensors[row.name] = (noise * 4 / math.sqrt(row.shape[1])).bfloat16()
+            case _:
+                tensors[row.name] = (noise / math.sqrt(row.shape[1])).bfloat16()
+    return tensors

@@ -1,0 +1,72 @@
+"""transformers with compressed-tensors as a judge: it must compute the logits that quantkit computes, from the same checkpoint.
+
+    python tests/judges/transformers_logits.py
+
+A loader that says it loaded is no judge: transformers leaves some experts at random values without an error, so logits are
+compared (in float32, but for NVFP4, which it decodes to BF16). Cases that are known not to load are told as such and must still
+not: when one starts to, its profile in recipes/engines/transformers.yaml is out of date.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+from dense_models import CONFIGS, random_weights
+from make_model import tiny_config
+from packed_model import write_packed
+
+from quantkit.checkpoint.formats import compressed_fp4, compressed_int4, compressed_int8
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.engines import check_checkpoint
+from quantkit.executor.load import load_model
+from quantkit.models.context import CausalContext
+from quantkit.schemes import Fp4Grid, IntGrid
+
+FORMATS: dict[str, tuple[Any, Any]] = {
+    "ct-w4a16": (compressed_int4.FORMAT, IntGrid(4, 128, symmetric=False)),
+    "ct-w4a16-symmetric": (compressed_int4.FORMAT, IntGrid(4, 128, symmetric=True)),
+    "ct-w8a8": (compressed_int8.FORMAT, IntGrid(8, None, symmetric=True)),
+    "ct-nvfp4": (compressed_fp4.FORMAT, Fp4Grid()),
+}
+MODELS = {**CONFIGS, "deepseek_v3-moe": tiny_config()}
+TOLERANCE = 0.05  # relative error of logits
+
+
+@torch.inference_mode()
+def difference(path: Path, dtype: torch.dtype) -> float:
+    """Relative difference of transformers' logits, computed in `dtype`, from quantkit's in float32."""
+    from transformers import AutoModelForCausalLM
+
+    tokens = torch.randint(8, 320, (24,), generator=torch.Generator().manual_seed(1))
+    loaded = load_model(path, device="cpu", dtype="float32", backend="reference")
+    ours = loaded.model.logits(loaded.model(tokens, CausalContext([len(tokens)])))
+    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)(tokens[None]).logits[0].float()
+    return float((theirs - ours).norm() / ours.norm())
+
+
+def main() -> int:
+    failed = 0
+    with tempfile.TemporaryDirectory() as directory:
+        for model, config in MODELS.items():
+            for name, (format, grid) in FORMATS.items():
+                path = Path(directory) / f"{model}-{name}"
+                write_packed(path, config, random_weights(config), format, grid, lambda row: row.role == "linear" and not row.mtp)
+                expected = not check_checkpoint("transformers", Checkpoint.open(path))
+                try:
+                    error = difference(path, torch.bfloat16 if name == "ct-nvfp4" else torch.float32)
+                    told, loads = f"logits differ by {error:.4f}", error < TOLERANCE
+                except Exception as fault:
+                    told, loads = f"{type(fault).__name__}: {str(fault).splitlines()[0][:120]}", False
+                failed += loads != expected
+                verdict = "ok  " if loads == expected else "FAIL"
+                print(f"{verdict} {model} {name}: {told}{'' if expected else ' (known not to load)'}", flush=True)
+    print(f"{len(MODELS) * len(FORMATS) - failed} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
