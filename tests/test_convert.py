@@ -73,8 +73,8 @@ def test_awq_to_compressed_tensors_rounds_scales_and_says_so(packed: Any, tmp_pa
     path = packed(awq.FORMAT, INT4)
     report = convert(path, tmp_path / "out", format="compressed-tensors")
     assert not report.exact
-    # FP16 has three bits more than BF16: half a step of BF16 is 2^-9 of the value.
-    assert 2**-11 < report.changes["awq to compressed-tensors: experts"].max_relative_error <= 2**-9
+    # FP16 has three bits more than BF16: half a step of BF16 is at most 2^-8 of the value.
+    assert 2**-11 < report.changes["awq to compressed-tensors: experts"].max_relative_error <= 2**-8
     source, made = Checkpoint.open(path), Checkpoint.open(tmp_path / "out")
     for name in source.linears:
         one, other = source.weight(name), made.weight(name)
