@@ -37,7 +37,8 @@ def completed_function(text: str, prompt: str, entry_point: str) -> str | None:
     fenced = blocks(text)
     for candidate in reversed([text, *fenced]):
         if _defines(candidate, entry_point):
-            return f"{prompt}\n{candidate}"
+            whole = f"{prompt}\n{candidate}"
+            return whole if _parses(whole) else candidate  # a prompt that ends in a bare signature cannot stand by itself
     if fenced:
         return prompt + _as_body(fenced[-1])
     for start in _START.finditer(text):

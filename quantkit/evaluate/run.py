@@ -150,7 +150,7 @@ def prepare(
         "system": setting.system,
         "data": rows.sha256,
         "shots": None,
-        "generation": asdict(setting.generation),
+        "generation": asdict(setting.generation) | {"stop": list(setting.generation.stop)},
         "seed": seed,
     }
     if setting.shots:

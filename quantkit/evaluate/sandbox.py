@@ -97,7 +97,7 @@ def _attempt(level: Level, request: dict[str, Any], timeout_s: float) -> Run:
     nonce = secrets.token_hex(16)
     work = tempfile.mkdtemp(prefix="quantkit-sandbox-")
     report_read, report_write = os.pipe()
-    limits = {"CPU": int(timeout_s) + 1, "AS": _MEMORY, "FSIZE": _FILE, "NOFILE": 64, "CORE": 0, "NPROC": 64}
+    limits = {"CPU": int(timeout_s) + 1, "AS": _MEMORY, "FSIZE": _FILE, "NOFILE": 64, "CORE": 0, "NPROC": 16}
     request = request | {
         "isolate": level == "namespaces",
         "limits": limits,

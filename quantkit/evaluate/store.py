@@ -44,7 +44,8 @@ class Journal:
             self.path.write_bytes(whole)
         for line in whole.splitlines()[1:]:
             row = json.loads(line)
-            self.kept[row.pop("problem"), row.pop("repeat")] = Completion(index=-1, **row)
+            key = (row.pop("problem"), row.pop("repeat"))
+            self.kept[key] = Completion(index=-1, **row)
 
     def add(self, key: Key, completion: Completion) -> None:
         if completion.error is not None:

@@ -1,0 +1,88 @@
+"""Judge: recorded completions through lm-evaluation-harness' own gsm8k task and through quantkit's gsm8k-filters.
+
+    PYTHONPATH=. python tests/judges/lm_eval_parity.py     in a virtual environment that has lm-eval (`make test-lm-eval`)
+
+Both filters of every sample must give equal verdicts, with no exception; replies with reasoning are cut at the last </think> first, as its
+`think_end_token` does. The prompt with five shots is compared byte for byte.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import lm_eval
+import yaml
+from lm_eval.api.instance import Instance
+from lm_eval.api.metrics import exact_match_hf_evaluate
+from lm_eval.filters import build_filter_ensemble
+from lm_eval.utils import apply_template
+from recorded import GSM8K, Record, data_dir, records
+
+from quantkit.evaluate import data, prompts
+from quantkit.evaluate.generator import Completion
+from quantkit.evaluate.grading import find_grader, grade
+from quantkit.evaluate.math_equal import MathJudge
+from quantkit.evaluate.problems import Problem
+from quantkit.evaluate.tasks import find_setting, find_task
+
+CONFIG: dict[str, Any] = yaml.safe_load((Path(lm_eval.__file__).parent / "tasks/gsm8k/gsm8k.yaml").read_text())
+SETTING = find_setting(find_task("gsm8k"), "lm-eval")
+
+
+def theirs(record: Record) -> dict[str, bool]:
+    """Filter name -> exact match, as their task computes it from gsm8k.yaml."""
+    metric = CONFIG["metric_list"][0]
+    options = {key: metric[key] for key in ("ignore_case", "ignore_punctuation", "regexes_to_ignore")}
+    text = record.text.split("</think>")[-1]
+    found = {}
+    for described in CONFIG["filter_list"]:
+        steps = [
+            (step["function"], {key: value for key, value in step.items() if key != "function"} or None) for step in described["filter"]
+        ]
+        instance = Instance(request_type="generate_until", doc=record.row, arguments=("", {}), idx=0)
+        instance.resps = [text]
+        build_filter_ensemble(described["name"], steps).apply([instance])
+        value = exact_match_hf_evaluate(
+            predictions=[instance.filtered_resps[described["name"]]], references=[record.row["answer"]], **options
+        )
+        found[described["name"]] = bool(value["exact_match"])
+    return found
+
+
+def ours(record: Record, judge: MathJudge) -> dict[str, bool]:
+    grader = find_grader(SETTING.grader)
+    fields = data.map_fields(SETTING.task, record.row, 0)
+    problem = Problem("0", fields, grader.gold(fields))
+    verdict = grade(grader, problem, Completion(0, record.text.split("</think>")[-1], record.finish_reason, think_open=False), False, judge)
+    return {"strict-match": verdict.strict, "flexible-extract": verdict.correct}
+
+
+def check_prompt() -> None:
+    shots = [data.map_fields(SETTING.task, row, number) for number, row in enumerate(GSM8K[1:6])]
+    mine = prompts.render(SETTING, Problem("0", data.map_fields(SETTING.task, GSM8K[0], 0)), shots, 0).text
+    written = [apply_template(CONFIG["doc_to_text"], row) + " " + row["answer"] for row in GSM8K[1:6]]
+    expected = "\n\n".join([*written, apply_template(CONFIG["doc_to_text"], GSM8K[0])])
+    assert mine == expected, f"prompt differs:\n--- ours\n{mine}\n--- lm-eval\n{expected}"
+    assert list(SETTING.generation.stop) == CONFIG["generation_kwargs"]["until"]
+    assert SETTING.shots == CONFIG["num_fewshot"]
+
+
+def main() -> None:
+    check_prompt()
+    judge = MathJudge()
+    found = [record for record in records(data_dir()) if record.task == "gsm8k" and not record.text.startswith("<think>")]
+    rows = [(record, ours(record, judge), theirs(record)) for record in found]
+    judge.close()
+    different = [(record, mine, other) for record, mine, other in rows if mine != other]
+    print(json.dumps({"samples": len(rows), "verdicts": 2 * len(rows), "differ": len(different)}))
+    for record, mine, other in different[:20]:
+        print(
+            "DIFFERS",
+            json.dumps({"style": record.style, "text": record.text, "gold": record.row["answer"], "ours": mine, "lm-eval": other}),
+        )
+    sys.exit(1 if different else 0)
+
+
+if __name__ == "__main__":
+    main()

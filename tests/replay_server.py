@@ -1,0 +1,124 @@
+"""A real HTTP server that speaks OpenAI's completion API and answers from a function, with faults on demand.
+
+with ReplayServer(lambda question, body: "so \\boxed{4}") as server:
+    Endpoint(server.url)
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+@dataclass
+class Reply:
+    """What one request gets. status other than 200 sends `text` as the error message; `fault` breaks a stream: "cut", "error" or "hang"."""
+
+    text: str
+    finish_reason: str = "stop"
+    reasoning: str | None = None
+    status: int = 200
+    fault: str = ""
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+Answer = Callable[[str, dict[str, Any]], Reply | str]
+
+
+class ReplayServer:
+    """`requests` collects the bodies as they arrive; `most_at_once` is the highest number of requests that were open together."""
+
+    def __init__(
+        self, answer: Answer, *, models: tuple[str, ...] = ("replayed",), delay_s: float = 0.0, api_key: str | None = None
+    ) -> None:
+        self.answer, self.models, self.delay_s, self.api_key = answer, models, delay_s, api_key
+        self.requests: list[dict[str, Any]] = []
+        self.most_at_once = self._open = 0
+        self._lock = threading.Lock()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                outer._send(self, 200, {"data": [{"id": name} for name in outer.models]})
+
+            def do_POST(self) -> None:
+                outer._post(self)
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def __enter__(self) -> "ReplayServer":
+        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _post(self, handler: BaseHTTPRequestHandler) -> None:
+        body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
+        with self._lock:
+            self.requests.append(body)
+            self._open += 1
+            self.most_at_once = max(self.most_at_once, self._open)
+        try:
+            time.sleep(self.delay_s)
+            if self.api_key is not None and handler.headers.get("Authorization") != f"Bearer {self.api_key}":
+                return self._send(handler, 401, {"error": {"message": "wrong key"}})
+            question = body["prompt"] if "prompt" in body else body["messages"][-1]["content"]
+            made = self.answer(question, body)
+            reply = Reply(made) if isinstance(made, str) else made
+            if reply.status != 200:
+                return self._send(handler, reply.status, {"error": {"message": reply.text}}, reply.headers)
+            self._stream(handler, reply, chat="messages" in body)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        finally:
+            with self._lock:
+                self._open -= 1
+
+    def _send(self, handler: BaseHTTPRequestHandler, status: int, value: object, headers: dict[str, str] | None = None) -> None:
+        data = json.dumps(value).encode()
+        handler.send_response(status)
+        for name, text in {"Content-Type": "application/json", "Content-Length": str(len(data)), **(headers or {})}.items():
+            handler.send_header(name, text)
+        handler.end_headers()
+        handler.wfile.write(data)
+
+    def _stream(self, handler: BaseHTTPRequestHandler, reply: Reply, *, chat: bool) -> None:
+        handler.send_response(200)
+        handler.send_header("Content-Type", "text/event-stream; charset=utf-8")
+        handler.send_header("Connection", "close")
+        handler.end_headers()
+
+        def event(value: object) -> None:
+            handler.wfile.write(f"data: {json.dumps(value)}\n\n".encode())
+            handler.wfile.flush()
+
+        def piece(part: dict[str, Any], finish: str | None = None) -> None:
+            event({"choices": [{"index": 0, "finish_reason": finish, **({"delta": part} if chat else {"text": part.get("content", "")})}]})
+
+        if chat:
+            piece({"role": "assistant", "content": ""})
+        for character in reply.reasoning or "":
+            piece({"reasoning_content": character})
+        for start in range(0, len(reply.text), 7):
+            piece({"content": reply.text[start : start + 7]})
+        if reply.fault == "error":
+            event({"error": {"message": "out of memory"}})
+        if reply.fault == "hang":
+            time.sleep(3)
+        if reply.fault:
+            return
+        piece({}, reply.finish_reason)
+        event({"choices": [], "usage": {"prompt_tokens": 11, "completion_tokens": len(reply.text)}})
+        handler.wfile.write(b"data: [DONE]\n\n")
