@@ -68,7 +68,7 @@ SCHEMES: dict[str, Scheme] = {
             IntGrid(bits=8, group_size=None, symmetric=True),
             8,
             ("smooth", "gptq"),
-            ("compressed-tensors",),
+            ("compressed-tensors", "modelslim"),
             "int8 weights per channel, int8 activations per token, BF16 cache",
         ),
     )
