@@ -255,6 +255,34 @@ def evaluate(
 
 
 @app.command()
+def ppl(
+    model: Model,
+    text: Annotated[Path, typer.Option(help="A .txt, or a .jsonl of {'text': ...}: one document a line.")],
+    baseline: Annotated[str | None, typer.Option(help="The model it was made from: adds KL, agreement and error per layer.")] = None,
+    seq_len: Annotated[int, typer.Option(min=2, help="Longest document, tokens; longer ones are cut into pieces.")] = 2048,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first documents.")] = None,
+    device: Device = "auto",
+    backend: Backend = "auto",
+    json_: AsJson = False,
+) -> None:
+    """Perplexity of a text; with a baseline also the distance from it, token by token and layer by layer."""
+    from quantkit.evaluate.perplexity import measure
+
+    with console.samples_bar() as bar:
+        rows: dict[str, Any] = {}
+
+        def show(p: Any) -> None:
+            if p.stage not in rows:
+                rows[p.stage] = bar.add_task(f"tokens through the {p.stage}", total=p.total, note="")
+            bar.update(rows[p.stage], completed=p.done)
+
+        quality = measure(model, text, baseline=baseline, seq_len=seq_len, limit=limit, device=device, backend=backend, progress=show)
+    if json_:
+        return print_json(quality.to_json())
+    console.show_quality(model, quality.to_json())
+
+
+@app.command()
 def bench(
     model: Annotated[str, typer.Argument(metavar="MODEL|URL", help="A model to run in this process, or an OpenAI-compatible server.")],
     input_len: Annotated[str, typer.Option(help="Prompt tokens, comma-separated.")] = "128,1024",

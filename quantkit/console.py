@@ -129,6 +129,20 @@ def show_scores(results: dict[str, Any]) -> None:
         err.print(f"[dim]report: {results['out']}/report.html[/dim]")
 
 
+def show_quality(model: str, quality: dict[str, Any]) -> None:
+    rows = [("perplexity", f"{quality['ppl']:.4f}"), ("tokens", f"{quality['tokens']:,} in {quality['documents']} documents")]
+    if "kl" in quality:
+        rows += [
+            ("baseline's perplexity", f"{quality['baseline_ppl']:.4f}"),
+            ("KL from the baseline", f"{quality['kl']:.3e} ± {quality.get('kl_stderr', float('nan')):.1e} nats a token"),
+            ("same likeliest token", f"{quality['top1_agree']:.2%}"),
+        ]
+    if "expert_agree" in quality:
+        rows.append(("same experts", f"{quality['expert_agree']:.2%}"))
+    rows += [(f"  error after layer {number}", f"{error:.2e}") for number, error in enumerate(quality.get("layer_errors", []))]
+    facts(model, rows)
+
+
 def show_speed(result: dict[str, Any]) -> None:
     table = Table("input", "concurrency", "TTFT s", "TPOT ms", "tokens/s", "system tokens/s", "latency s", "failed", title=result["target"])
     for row in result["rows"]:
