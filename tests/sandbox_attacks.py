@@ -133,7 +133,8 @@ secret, home = {secret.name!r}, {str(home)!r}
 def peek(look):
     try: return look()
     except OSError: return None
-found = [peek(lambda: open(secret).read()), peek(lambda: open("/etc/passwd").read()), peek(lambda: os.path.basename(secret) in os.listdir(home))]
+found = [peek(lambda: open(name).read()) for name in (secret, "/etc/passwd")]
+found.append(peek(lambda: os.path.basename(secret) in os.listdir(home)))
 def f(): return found
 """
         run = judged(program, level, tests="assert not any(f()), f()")

@@ -73,7 +73,7 @@ class Endpoint:
                 f"{self.base}/models does not answer ({type(error).__name__}: {error})", "check the address and that the server is up"
             ) from error
         if len(names) != 1:
-            raise QuantkitError(f"{self.base} serves {len(names)} models: {', '.join(names)}", "say which one with --model-name")
+            raise QuantkitError(f"{self.base} serves {len(names)} models: {', '.join(names)}", "say which one with --served-model")
         return str(names[0])
 
     def generate(self, prompts: Sequence[Prompt], parameters: Generation) -> Iterator[Completion]:

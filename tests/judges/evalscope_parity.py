@@ -31,7 +31,10 @@ def fork_instead_of_spawn() -> None:
     humaneval.multiprocessing = contests.multiprocessing = Forking
 
 
-# Style -> why a person reading the reply would side with quantkit. A difference in a style that is not here fails the judge.
+# Replies that give no answer, whatever numbers are in them.
+NO_ANSWER = {"answer cut before number", "box cut", "empty", "empty after think", "prose", "refusal", "think unfinished, tagged"}
+# Style -> why a person reading the reply would side with quantkit. A difference fails the judge if its style is not here, or if quantkit's
+# verdict is not the reader's: right where the right answer was put into the reply and the reply gives it.
 EXPECTED = {
     "answer colon bold": "`**Answer: 18**` states 18",
     "answer cut before number": "the reply was cut by the token limit; its last number is a step, not an answer",
@@ -125,6 +128,7 @@ def compare(found: list[Record]) -> list[dict[str, Any]]:
             "task": record.task,
             "style": record.style,
             "right": record.right,
+            "reader": record.right and record.style not in NO_ANSWER,
             "ours": mine,
             "reason": reason,
             "theirs": theirs,
@@ -161,7 +165,7 @@ def main() -> None:
     checked = check_prompts(found)
     rows = compare(found)
     differences = [row for row in rows if row["ours"] != row["theirs"]]
-    unexplained = [row for row in differences if row["style"] not in EXPECTED]
+    unexplained = [row for row in differences if row["style"] not in EXPECTED or row["ours"] != row["reader"]]
     counts = Counter((row["task"], row["style"], row["right"], row["ours"], row["theirs"], row["reason"]) for row in differences)
     for (task, style, right, mine, theirs, reason), count in sorted(counts.items()):
         why = EXPECTED.get(style, "NOT EXPLAINED")

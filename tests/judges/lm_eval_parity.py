@@ -59,10 +59,10 @@ def ours(record: Record, judge: MathJudge) -> dict[str, bool]:
 
 
 def check_prompt() -> None:
-    shots = [data.map_fields(SETTING.task, row, number) for number, row in enumerate(GSM8K[1:6])]
-    mine = prompts.render(SETTING, Problem("0", data.map_fields(SETTING.task, GSM8K[0], 0)), shots, 0).text
-    written = [apply_template(CONFIG["doc_to_text"], row) + " " + row["answer"] for row in GSM8K[1:6]]
-    expected = "\n\n".join([*written, apply_template(CONFIG["doc_to_text"], GSM8K[0])])
+    shots = [data.map_fields(SETTING.task, row, number) for number, row in enumerate(GSM8K[:5])]
+    mine = prompts.render(SETTING, Problem("0", data.map_fields(SETTING.task, GSM8K[-1], 0)), shots, 0).text
+    written = [apply_template(CONFIG["doc_to_text"], row) + " " + row["answer"] for row in GSM8K[:5]]
+    expected = "\n\n".join([*written, apply_template(CONFIG["doc_to_text"], GSM8K[-1])])
     assert mine == expected, f"prompt differs:\n--- ours\n{mine}\n--- lm-eval\n{expected}"
     assert list(SETTING.generation.stop) == CONFIG["generation_kwargs"]["until"]
     assert SETTING.shots == CONFIG["num_fewshot"]
