@@ -21,10 +21,10 @@ from torch import Tensor
 class Salience:
     """Spread and outliers of the scales."""
 
-    sigma: float = 0.7  # standard deviation of log c; half of it between up_proj and down_proj
-    boost: float = 8.0  # extra factor on the outlier channels
-    channels: int = 6  # outlier channels of the hidden state, the same in every layer
-    inner_channels: int = 2  # outlier channels of each low-rank or expert vector
+    sigma: float = 0.6  # standard deviation of log c; half of it between up_proj and down_proj
+    boost: float = 5.0  # extra factor on the outlier channels
+    channels: int = 16  # outlier channels of the hidden state, the same in every layer
+    inner_channels: int = 4  # outlier channels of each low-rank or expert vector
     shared: float = 0.7  # part of the variance that all layers have in common
     seed: int = 4242
 

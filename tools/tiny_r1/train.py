@@ -200,10 +200,7 @@ def train(model: TinyR1, args: argparse.Namespace, queue: mp.Queue, held_out: li
 def report(model: TinyR1, loss: Tensor, loads: Tensor, step: int, seconds: float, held_out: list[Batch], device: str) -> None:
     accuracy, mtp = exact(model, held_out, device)
     balance = " ".join(f"{x:.2f}" for x in (loads.max(1).values / loads.mean(1)).tolist())
-    print(
-        f"{seconds:6.1f} s  step {step:6d}  loss {loss.item():.4f}  exact {accuracy:.3f}  mtp {mtp:.4f}  max/mean load {balance}",
-        flush=True,
-    )
+    print(f"{seconds:6.1f} s  step {step:6d}  loss {loss.item():.4f}  exact {accuracy:.3f}  mtp {mtp:.4f}  load {balance}", flush=True)
 
 
 def main() -> None:
