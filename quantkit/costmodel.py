@@ -48,11 +48,12 @@ class Decode(_Strict):
 
 
 class Level(_Strict):
-    """A way to run a step. hbm_efficiency: share of the bandwidth that products reach."""
+    """A way to run a step. hbm_efficiency: share of the bandwidth that products reach; cache_passes: times the cache is moved."""
 
     name: str
     summary: str
     hbm_efficiency: float
+    cache_passes: float
     decode: Literal["free", "overlapped", "serial"]
     launch_us: float
     collective_us: float
@@ -208,7 +209,7 @@ def _predict(
     for load in loads:
         for part, spent in _product_ms(load, level, bandwidth, hardware, batch).items():
             parts[part] += spent
-    parts["cache"] = cache_bytes / bandwidth
+    parts["cache"] = level.cache_passes * cache_bytes / bandwidth
     launches = _count_launches(config, hardware, level.launches, scheme)
     collectives = 2 * config.num_hidden_layers + 1 if devices > 1 and level.collective_us else 0
     payload = batch * config.hidden_size * 2 * 2 * (devices - 1) / devices

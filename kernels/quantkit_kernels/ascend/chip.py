@@ -4,6 +4,7 @@ Buffers of one core (Atlas A2): a vector core's unified buffer, a cube core's L1
 checked figures are of the 910B3, the smallest of the family in cores; the others differ in the number of cores, not in a core.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -59,9 +60,10 @@ def cube_bytes(kind: str, bm: int) -> dict[str, int]:
     return {"L0A": left, "L0B": right, "L0C": shape.bm * shape.bn * 4, "L1": 2 * (left + right)}
 
 
+@functools.cache
 def cores(device: torch.device) -> tuple[int, int]:
     """(cube, vector) cores of the device: one program is launched on each."""
     if device.type != "npu":
         return CUBE_CORES, VECTOR_CORES
-    properties = torch.npu.get_device_properties(device)  # type: ignore[attr-defined]
-    return getattr(properties, "cube_core_num", CUBE_CORES), getattr(properties, "vector_core_num", VECTOR_CORES)
+    limit = torch.get_device_module(device).get_device_limit(device.index or 0)
+    return limit["cube_core_num"], limit["vector_core_num"]
