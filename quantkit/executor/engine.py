@@ -203,6 +203,7 @@ class Engine:
         each = [sequence for sequence, count in done.counts for _ in range(count)]
         batch = Batch.of([one.params for one in each], [one.seed for one in each], logits.device)
         positions = [len(sequence.token_ids) + i for sequence, count in done.counts for i in range(count)]
+        self._forbid_eos(done, logits)
         chosen = self.parallel.agree(sample(logits, batch, torch.tensor(positions, device=logits.device)))
         logprobs = self._logprobs(each, logits, chosen)
         token_ids, now, row = chosen.tolist(), time.perf_counter(), 0
@@ -213,6 +214,13 @@ class Engine:
             self.acceptance.drafted += count - 1
             self.acceptance.accepted += kept - 1
             row += count
+
+    def _forbid_eos(self, done: Pass, logits: Tensor) -> None:
+        """Where an answer is shorter than its request's min_new_tokens, no token can end it."""
+        rows = [len(sequence.generated) + i < sequence.params.min_new_tokens for sequence, count in done.counts for i in range(count)]
+        if any(rows):
+            short = torch.tensor(rows, device=logits.device).nonzero()
+            logits[short, torch.tensor(sorted(self.tokenizer.eos_ids), device=logits.device)] = float("-inf")
 
     def _logprobs(self, each: list[Sequence], logits: Tensor, chosen: Tensor) -> list[TokenLogprob]:
         """One per row, where anybody asked; with as many alternatives as the row's own request wants."""

@@ -21,10 +21,10 @@ NO_LIMIT = 1 << 62
 class SamplingParams:
     """How to continue one prompt.
 
-    temperature 0 is greedy. top_k keeps so many of the likeliest tokens (0: all), then
-    top_p those that together reach it. seed None draws one at random. `stop` ends the text
-    before any of its strings; ignore_eos goes on to max_new_tokens (for benchmarks). logprobs: None, or how many alternatives to
-    report with each token's own log-probability (0: only its own).
+    temperature 0 is greedy. top_k keeps so many of the likeliest tokens (0: all), then top_p those that together reach it. seed None
+    draws one at random. `stop` ends the text before any of its strings; ignore_eos goes on to max_new_tokens (for benchmarks), and
+    before min_new_tokens no end-of-answer token is chosen. logprobs: None, or how many alternatives to report with each token's own
+    log-probability (0: only its own).
     """
 
     max_new_tokens: int = 512
@@ -34,11 +34,14 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    min_new_tokens: int = 0
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise QuantkitError(f"max_new_tokens is {self.max_new_tokens}", "ask for at least one token")
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise QuantkitError(f"min_new_tokens is {self.min_new_tokens}", "use 0 to max_new_tokens")
         if not 0 <= self.temperature < float("inf"):
             raise QuantkitError(f"temperature is {self.temperature}", "use 0 (greedy) or a positive number")
         if not 0 < self.top_p <= 1:

@@ -3,20 +3,30 @@
 Each linear is read from the checkpoint, decoded to its format-neutral value, and laid out for a kernel backend once. Nothing is read
 twice and nothing unpacked stays: peak memory is what is prepared so far plus one linear, or one expert. Under tensor parallelism each
 rank keeps its share, cut as the model's table says.
+
+Where no operator of this machine takes a packed weight as it is (FP4 on any CPU, int4 on one without bfloat16), the reference would expand
+it at every call. A model small enough is expanded once instead, with the same values.
 """
+
+import math
 
 import quantkit_kernels as kernels
 import torch
-from quantkit_kernels.weights import stack
+from quantkit_kernels import backends
+from quantkit_kernels.weights import kind, shape, stack
 from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError
+from quantkit.executor.devices import free_bytes
 from quantkit.executor.parallel import SINGLE, Parallel
 from quantkit.executor.split import column_share, row_share
 from quantkit.models.table import Parameter
 from quantkit.models.weights import ExpertsOp, LinearOp
 from quantkit.quant.weights import Fp4Weight, IntWeight, Weight, dequantize
+
+_EXPANDED_SHARE = 0.25
+"""Share of the free memory that a model may take expanded."""
 
 
 class ExecutorWeights:
@@ -38,6 +48,8 @@ class ExecutorWeights:
         self.checkpoint = checkpoint
         self.device, self.dtype, self.backend, self.parallel = device, dtype, backend, parallel
         self._parameters = {parameter.name: parameter for parameter in parameters}
+        expanded = sum(math.prod(parameter.shape) for parameter in parameters) * dtype.itemsize // parallel.size
+        self._may_expand = expanded < _EXPANDED_SHARE * free_bytes(device) / (parallel.size if device.type == "cpu" else 1)
         self.nbytes = 0
         """Bytes held by everything handed out so far."""
 
@@ -73,13 +85,17 @@ class ExecutorWeights:
         return self._prepare(fused)
 
     def experts(self, prefix: str, num_experts: int) -> ExpertsOp:
-        builder = kernels.ExpertsBuilder(num_experts, backend=self.backend, dtype=self.dtype, device=self.device)
+        builder: kernels.ExpertsBuilder | None = None
         for expert in range(num_experts):
             gate, up, down = (self._operand(f"{prefix}.{expert}.{side}_proj") for side in ("gate", "up", "down"))
             try:
+                if builder is None:
+                    backend = self._backend("experts", gate, down)
+                    builder = kernels.ExpertsBuilder(num_experts, backend=backend, dtype=self.dtype, device=self.device)
                 builder.add(expert, gate, up, down)
             except ValueError as fault:
                 raise QuantkitError(f"{prefix}.{expert} cannot be prepared: {fault}", "quantize all experts of a layer alike") from fault
+        assert builder is not None, f"{prefix} has no experts"
         experts = builder.finish()
         self.nbytes += experts.nbytes
         return experts
@@ -113,11 +129,17 @@ class ExecutorWeights:
 
     def _prepare(self, weight: kernels.Weight) -> kernels.Linear:
         try:
-            linear = kernels.prepare(weight, backend=self.backend, dtype=self.dtype, device=self.device)
+            linear = kernels.prepare(weight, backend=self._backend("linear", weight), dtype=self.dtype, device=self.device)
         except ValueError as fault:
             raise QuantkitError(str(fault), "choose another --backend (`quantkit kernels` lists them)") from fault
         self.nbytes += linear.nbytes
         return linear
+
+    def _backend(self, operator: str, *weights: kernels.Weight) -> str:
+        """The backend asked for; with "auto" the kernels' own choice, or expansion where that is the reference."""
+        shapes = tuple(shape(weight) for weight in weights)
+        chosen = backends.choose(f"{operator}_{kind(weights[0])}", self.backend, self.device, self.dtype, shapes)
+        return "dense" if self.backend == "auto" and chosen == "reference" and self._may_expand else chosen
 
 
 class Gathered:

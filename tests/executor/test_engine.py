@@ -87,6 +87,19 @@ def test_stops_at_eos(engine: Engine) -> None:
     assert done.token_ids == free.token_ids[: free.token_ids.index(free.token_ids[7]) + 1]
 
 
+def test_no_end_before_min_new_tokens(engine: Engine) -> None:
+    prompt = questions(engine, 1)[0]
+    (free,) = run(engine, [prompt], GREEDY)
+    eos = engine.tokenizer.eos_ids
+    try:
+        engine.tokenizer.eos_ids = frozenset(free.token_ids[1:])
+        (done,) = run(engine, [prompt], SamplingParams(max_new_tokens=24, min_new_tokens=6))
+    finally:
+        engine.tokenizer.eos_ids = eos
+    assert not set(done.token_ids[:6]) & set(free.token_ids[1:])
+    assert len(done.token_ids) >= 6
+
+
 def test_stop_string_ends_text_before_it(engine: Engine) -> None:
     prompt = questions(engine, 1)[0]
     (free,) = run(engine, [prompt], GREEDY)

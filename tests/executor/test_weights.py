@@ -58,6 +58,17 @@ def test_parts_on_different_grids_are_not_fused(weights: ExecutorWeights, monkey
     torch.testing.assert_close(weights.fused_linear(("a", "b"))(x), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("fits", [True, False])
+def test_fp4_on_a_cpu_is_expanded_once_where_it_fits(weights: ExecutorWeights, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = quantize_fp4(W)
+    monkeypatch.setattr(weights.checkpoint, "weight", {"a": weight}.__getitem__)
+    monkeypatch.setattr(weights, "_may_expand", fits)
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(1))
+    linear = weights.linear("a")
+    assert linear.backend == ("dense" if fits else "reference")
+    torch.testing.assert_close(linear(x), x @ dequantize(weight).T, rtol=1e-4, atol=1e-4)
+
+
 def test_router_stays_in_float32(tiny_checkpoint: Path) -> None:
     weights = load_model(tiny_checkpoint, device="cpu", dtype="bfloat16").weights
     assert weights.tensor("model.layers.1.mlp.gate.weight").dtype == torch.float32

@@ -23,7 +23,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (None, 0),
     "repetition_penalty": (None, 1),
     "min_p": (None, 0),
-    "min_tokens": (None, 0),
     "best_of": (None, 1),
     "echo": (None, False),
     "suffix": (None, ""),
@@ -50,6 +49,7 @@ class Request(BaseModel):
     seed: int | None = None
     stop: str | list[str] | None = None
     ignore_eos: bool = False
+    min_tokens: int = Field(0, ge=0)
 
     def check(self) -> None:
         """Refuse what would be ignored to the caller's surprise."""
@@ -139,6 +139,7 @@ def sampling_params(request: ChatRequest | CompletionRequest, defaults: dict[str
         seed=request.seed,
         stop=request.stops,
         ignore_eos=request.ignore_eos,
+        min_new_tokens=request.min_tokens,
         logprobs=request.num_logprobs,
     )
 
