@@ -44,7 +44,7 @@ def _against_table(checkpoint: Checkpoint) -> dict[str, Any]:
         if not stored:
             missing.append(row.name)
         owned.update(stored)
-        by_part[_part(row)] += sum(checkpoint.tensors[name].nbytes for name in stored)
+        by_part[row.part] += sum(checkpoint.tensors[name].nbytes for name in stored)
     return {
         "parameters": sum(_count(row) for row in rows),
         "bytes_by_part": dict(by_part.most_common()),
@@ -58,16 +58,6 @@ def _stored(checkpoint: Checkpoint, row: Parameter) -> tuple[str, ...]:
     if row.module in checkpoint.linears:
         return checkpoint.parts(row.module)
     return (row.name,) if checkpoint.has(row.name) else ()
-
-
-def _part(row: Parameter) -> str:
-    if row.mtp:
-        return "mtp layer"
-    if row.expert is not None:
-        return "routed experts"
-    if ".self_attn." in row.name:
-        return "attention"
-    return "mlp" if ".mlp." in row.name else "embeddings and head" if row.role in ("embedding", "head") else "norms"
 
 
 def _count(row: Parameter) -> int:

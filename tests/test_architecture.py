@@ -16,7 +16,8 @@ LEVELS = [
     {"checkpoint", "quantkit_kernels"},
     {"models"},
     {"calibrate", "executor", "engines"},
-    {"convert", "quantize", "plan", "evaluate", "inspect", "deploy", "costmodel"},
+    {"convert", "quantize", "evaluate", "inspect", "deploy", "costmodel"},
+    {"plan"},
     {"console"},
     {"cli"},
 ]

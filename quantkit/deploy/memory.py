@@ -57,14 +57,21 @@ def fit(checkpoint: Checkpoint, parallel: Parallel, context: int, memory_gib: fl
     """Whether weights, reserve and one request of `context` tokens fit in the `fraction` of `memory_gib` that an engine may use."""
     architecture = find_architecture(checkpoint.config)
     config = architecture.Config.from_dict(checkpoint.config)
-    rows = [row for row in resolve(architecture.parameters(config), checkpoint.tensors) if not row.mtp]
+    rows = resolve(architecture.parameters(config), checkpoint.tensors)
+    return fit_rows([(row, _stored_bytes(checkpoint, row)) for row in rows], config, parallel, context, memory_gib, fraction, reserve_gib)
+
+
+def fit_rows(
+    rows: list[tuple[Parameter, int]], config: Any, parallel: Parallel, context: int, memory_gib: float, fraction: float, reserve_gib: float
+) -> Fit:
+    """The same for parameters with the bytes that each is, or will be, stored in. MTP layers are not counted."""
+    experts = len({row.expert for row, _ in rows if row.expert is not None})
     stages = [0.0] * parallel.pipeline
     per_stage = math.ceil(config.num_hidden_layers / parallel.pipeline)
-    for row in rows:
-        outside = 0 if row.role == "embedding" else parallel.pipeline - 1
-        stages[outside if row.layer is None else row.layer // per_stage] += _stored_bytes(checkpoint, row) * _share(
-            row, parallel, checkpoint.config
-        )
+    for row, stored in rows:
+        if not row.mtp:
+            outside = 0 if row.role == "embedding" else parallel.pipeline - 1
+            stages[outside if row.layer is None else row.layer // per_stage] += stored * _share(row, parallel, experts)
     weights = math.ceil(max(stages))
     reserve, usable = int(reserve_gib * GIB), int(memory_gib * fraction * GIB)
     per_token = cache_bytes_per_token(config, parallel, per_stage)
@@ -104,9 +111,8 @@ def _stored_bytes(checkpoint: Checkpoint, row: Parameter) -> int:
     return checkpoint.tensors[row.name].nbytes if checkpoint.has(row.name) else 0
 
 
-def _share(row: Parameter, parallel: Parallel, config: dict[str, Any]) -> float:
+def _share(row: Parameter, parallel: Parallel, experts: int) -> float:
     """The part of a tensor that the fullest device holds."""
     if row.expert is not None:
-        experts = config.get("n_routed_experts") or config["num_experts"]
         return math.ceil(experts / parallel.expert_ranks) / experts if parallel.expert else 1 / parallel.expert_ranks
     return 1.0 if row.split == "replicate" else 1 / parallel.tensor

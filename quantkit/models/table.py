@@ -40,6 +40,17 @@ class Parameter:
         """The tensor's name without `.weight`: what formats and engines call the module."""
         return self.name.removesuffix(".weight")
 
+    @property
+    def part(self) -> str:
+        """The part of the model that it belongs to, as reports tell sizes by."""
+        if self.mtp:
+            return "mtp layer"
+        if self.expert is not None:
+            return "routed experts"
+        if ".self_attn." in self.name:
+            return "attention"
+        return "mlp" if ".mlp." in self.name else "embeddings and head" if self.role in ("embedding", "head") else "norms"
+
 
 @dataclass(frozen=True)
 class ScaleGroup:

@@ -14,13 +14,15 @@ from quantkit.calibrate.findings import Findings
 from quantkit.calibrate.solver import Solver
 from quantkit.calibrate.source import Source
 from quantkit.calibrate.units import units_of
-from quantkit.calibrate.walk import Walk
+from quantkit.calibrate.walk import EXPERT_BATCH_VALUES, Walk
 from quantkit.checkpoint.formats import find_format
+from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError
 from quantkit.executor.chat import ChatTokenizer
 from quantkit.executor.devices import find_device
 from quantkit.quantize.checks import Inventory, check_groups, take_inventory
+from quantkit.quantize.memory import Peak, Work, calibrated_peak, nearest_peak
 from quantkit.quantize.nearest import round_units
 from quantkit.quantize.output import Output
 from quantkit.recipe import Recipe
@@ -63,7 +65,7 @@ def quantize(
     torch_device = find_device(device)
     name = scheme.formats[0] if format == "auto" else format
     check_pair(scheme, name)
-    grid = _grid(scheme, recipe)
+    grid = target_grid(scheme, recipe)
     target = find_format(name, replace(scheme, weight=grid))
     checkpoint = Checkpoint.open(source)
     inventory = take_inventory(checkpoint)
@@ -95,7 +97,8 @@ def quantize(
     )
 
 
-def _grid(scheme: Scheme, recipe: Recipe) -> Grid:
+def target_grid(scheme: Scheme, recipe: Recipe) -> Grid:
+    """The scheme's weight grid, with the recipe's group size where it sets one. Raises QuantkitError where there is none to set."""
     if recipe.group_size is None:
         return scheme.weight
     if not isinstance(scheme.weight, IntGrid) or scheme.weight.group_size is None:
@@ -107,6 +110,24 @@ def _units(inventory: Inventory) -> dict[str, list]:
     layers = sorted({row.layer for row in inventory.rows if row.layer is not None})
     groups = [group for layer in layers for group in inventory.architecture.scale_groups(inventory.config, layer)]
     return units_of(inventory.rows, groups)
+
+
+def expected_peak(inventory: Inventory, format: Format, scheme: Scheme, recipe: Recipe) -> Peak:
+    """What the run will hold in memory at its worst moment."""
+    quantized = {row.module for row in inventory.rows if format.quantizes(row.module, row.role, mtp=row.mtp)}
+    if not (scheme.methods if recipe.methods is None else recipe.methods):
+        return nearest_peak(_units(inventory).values(), quantized)
+    routing = getattr(inventory.config, "routing", None)
+    work = Work(
+        units=_units(inventory),
+        quantized=quantized,
+        hidden_size=inventory.config.hidden_size,
+        experts_per_token=routing.num_experts_per_tok if routing else 0,
+        tokens=(recipe.samples + recipe.held_out) * recipe.seq_len,
+        judged=recipe.held_out * recipe.seq_len,
+        expert_values=EXPERT_BATCH_VALUES,
+    )
+    return calibrated_peak(work)
 
 
 def _sequences(source: Path, recipe: Recipe) -> Sequences:

@@ -1,0 +1,136 @@
+"""What a run will hold in memory at its worst moment, and how much arithmetic it is, before it starts.
+
+A calibrated run holds the hidden states of all tokens, and then one of:
+  half     the weights of half a layer, its Hessians, and the largest of them being factored and solved
+  experts  the inputs of the routed experts, the Hessian of the layer's input, and a batch of experts being solved
+A run without calibration holds one unit. Nothing depends on the number of layers or experts. The factors below count the float32
+copies that are alive together in quantkit.calibrate and quantkit.quant; benchmarks/r1_shape.py measures them.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
+
+from quantkit.calibrate.streams import PASS_TOKENS
+from quantkit.errors import QuantkitError
+from quantkit.models.table import Parameter
+
+PROCESS_BYTES = 600 * 10**6
+"""Python, torch and the tokenizer, before any weight is read."""
+_FLOAT = 4
+_COPIED = 3
+"""Bytes a value while a 16-bit tensor is copied: itself, and a mask that says where it is finite."""
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Work:
+    """tokens: calibration and held-out; judged: the held-out ones. quantized: modules the output holds quantized."""
+
+    units: dict[str, list[Parameter]]
+    quantized: set[str]
+    hidden_size: int
+    experts_per_token: int
+    tokens: int
+    judged: int
+    expert_values: int
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes alive together at the worst moment: `process`, `hidden` states, and the `half` or `experts` in work. where: the unit."""
+
+    process: int
+    hidden: int
+    work: int
+    where: str
+
+    @property
+    def total(self) -> int:
+        return self.process + self.hidden + self.work
+
+
+def calibrated_peak(work: Work) -> Peak:
+    """The worst moment of a calibrated run."""
+    hidden = (work.tokens + work.judged) * work.hidden_size * _FLOAT
+    moments = [(bytes_, unit) for unit, rows in work.units.items() for bytes_ in _moments(work, rows)]
+    layers = {row.layer for rows in work.units.values() for row in rows if row.expert is not None}
+    for layer in sorted(layer for layer in layers if layer is not None)[:1]:
+        moments.append((_experts_bytes(work, layer), f"layers.{layer}.experts"))
+    bytes_, unit = max(moments, key=lambda moment: moment[0])
+    return Peak(PROCESS_BYTES, hidden, bytes_, unit)
+
+
+def nearest_peak(units: Iterable[list[Parameter]], quantized: set[str]) -> Peak:
+    """The worst moment of a run without calibration: one unit at a time, its linears in float32, what is copied as it is stored."""
+    moments = []
+    for rows in units:
+        linears = [_FLOAT * _values(row) for row in rows if row.module in quantized]
+        copied = [_COPIED * _values(row) for row in rows if row.module not in quantized]
+        moments.append((2 * sum(linears) + 4 * max(linears, default=0) + sum(copied), rows[0].module))
+    work, where = max(moments)
+    return Peak(PROCESS_BYTES, 0, work, where)
+
+
+def check_memory(peak: Peak, ceiling: int | None) -> None:
+    """Refuse a run that will not keep under `ceiling` bytes, with the least it needs."""
+    if ceiling is not None and peak.total > ceiling:
+        raise QuantkitError(
+            f"the run needs {peak.total / _GIB:.1f} GiB of memory at {peak.where} and --memory is {ceiling / _GIB:.1f} GiB",
+            f"give --memory {math.ceil(peak.total / _GIB * 2) / 2:g}GiB or more, or fewer --samples or a shorter --seq-len",
+        )
+
+
+def parse_bytes(text: str) -> int:
+    """A size such as 16GiB, 64GB or 512MiB, in bytes."""
+    units = {"GiB": 2**30, "MiB": 2**20, "TiB": 2**40, "GB": 10**9, "MB": 10**6, "TB": 10**12}
+    for unit, factor in units.items():
+        if text.endswith(unit):
+            try:
+                value = float(text.removesuffix(unit))
+            except ValueError:
+                break
+            if value > 0:
+                return int(value * factor)
+    raise QuantkitError(f"{text!r} is no size", "write it as 16GiB or 64GB")
+
+
+def _moments(work: Work, rows: list[Parameter]) -> list[int]:
+    """Of one unit that is half a layer: while its inputs are observed, and while each of its inputs is solved."""
+    linears = [row for row in rows if row.module in work.quantized]
+    if rows[0].layer is None or rows[0].expert is not None or not linears:
+        return []
+    weights = _FLOAT * sum(_values(row) for row in rows)
+    sites = [(columns, sum(row.shape[0] for row in site)) for columns, site in groupby(linears, key=lambda row: row.shape[1])]
+    hessians = _FLOAT * sum(columns**2 for columns, _ in dict.fromkeys(sites))
+    widest = max(row.shape[0] for row in rows if len(row.shape) == 2)
+    asked = (work.tokens + work.judged) * work.hidden_size * _FLOAT if any(row.role == "router" for row in rows) else 0
+    activations = 6 * PASS_TOKENS * widest * _FLOAT
+    moments = [2 * weights + hessians + asked + activations]
+    for columns, outputs in sites:
+        square, product = _FLOAT * columns**2, _FLOAT * columns * outputs
+        moments.append(2 * weights + hessians + asked + 3 * square)
+        moments.append(2 * weights + hessians + asked + 2 * square + 6 * product)
+    return moments
+
+
+def _experts_bytes(work: Work, layer: int) -> int:
+    """Of one batch of routed experts; those with the most tokens get about four times their share of them."""
+    rows = [row for rows in work.units.values() for row in rows if row.layer == layer]
+    experts = [row for row in rows if row.expert is not None]
+    expert = [row for row in experts if row.expert == experts[0].expert]
+    count = len(experts) // len(expert)
+    values = sum(_values(row) for row in expert)
+    batch = min(count, max(1, work.expert_values // values))
+    shared = sum(_values(row) for row in rows if row.expert is None and ".mlp." in row.name)
+    width = min(row.shape[0] for row in expert)
+    asked = (work.tokens + work.judged) * work.hidden_size * _FLOAT
+    busiest = min(work.tokens, 4 * work.tokens * work.experts_per_token // count)
+    tokens = _FLOAT * busiest * (2 * work.hidden_size + 3 * width)
+    squares = _FLOAT * (4 * work.hidden_size**2 + 4 * batch * width**2)
+    return asked + 2 * _FLOAT * shared + squares + 8 * _FLOAT * batch * values + tokens
+
+
+def _values(row: Parameter) -> int:
+    return math.prod(row.shape)

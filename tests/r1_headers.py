@@ -1,0 +1,69 @@
+"""A checkpoint with DeepSeek-R1's config.json and headers, and no weights: its shards are sparse files.
+
+    write_headers(path, r1_config())
+
+Every tensor of R1 has its name, dtype and shape; reading one gives zeros, and the disk holds a few megabytes.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import make_model
+
+SHARDS = 163
+
+
+def r1_config(**changes: Any) -> dict[str, Any]:
+    """config.json of DeepSeek-R1."""
+    sizes = {
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "first_k_dense_replace": 3,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "max_position_embeddings": 163840,
+    }
+    block = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+    return {**make_model.tiny_config(**sizes), "quantization_config": block, **changes}
+
+
+def write_headers(path: Path, config: dict[str, Any], shards: int = SHARDS) -> Path:
+    """The directory of a checkpoint in R1's FP8 layout. Returns `path`."""
+    path.mkdir(parents=True, exist_ok=True)
+    entries: list[tuple[str, str, tuple[int, ...], int]] = []
+    for name, shape in make_model.tensor_shapes(config).items():
+        fp8 = make_model.is_fp8(name)
+        kind = "F8_E4M3" if fp8 else "F32" if name.endswith("correction_bias") else "BF16"
+        entries.append((name, kind, shape, math.prod(shape) * {"F8_E4M3": 1, "BF16": 2, "F32": 4}[kind]))
+        if fp8:
+            blocks = tuple(math.ceil(size / make_model.FP8_BLOCK) for size in shape)
+            entries.append((f"{name}_scale_inv", "F32", blocks, 4 * math.prod(blocks)))
+    per_shard = math.ceil(len(entries) / shards)
+    weight_map: dict[str, str] = {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05d}-of-{shards:06d}.safetensors"
+        header, offset = dict[str, Any](), 0
+        for name, kind, shape, size in entries[shard * per_shard : (shard + 1) * per_shard]:
+            header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [offset, offset + size]}
+            offset, weight_map[name] = offset + size, file
+        text = json.dumps(header).encode()
+        with (path / file).open("wb") as out:
+            out.write(len(text).to_bytes(8, "little") + text)
+            out.truncate(8 + len(text) + offset)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (path / "config.json").write_text(json.dumps(config))
+    return path
