@@ -93,18 +93,23 @@ class Engine:
         path = Path(model_path)
         tokenizer = ChatTokenizer(path)
         parallel = _join(tp, options) if tp > 1 else SINGLE
-        loaded = load_model(path, device=device, backend=backend, dtype=dtype, mtp=num_drafts > 0, parallel=parallel)
-        config = loaded.config
-        plan = plan_cache(
-            bytes_per_token=loaded.num_cached_layers * loaded.cache_width * CACHE_DTYPE.itemsize,
-            free_bytes=parallel.minimum(free_bytes(loaded.device) // (tp if loaded.device.type == "cpu" else 1)),
-            device_type=loaded.device.type,
-            max_batch=max_batch,
-            context_len=config.max_position_embeddings,
-            max_model_len=max_model_len,
-            cache_tokens=cache_tokens,
-        )
-        engine = cls(loaded, tokenizer, plan, max_batch=max_batch, prefill_tokens=prefill_tokens, num_drafts=num_drafts)
+        try:
+            loaded = load_model(path, device=device, backend=backend, dtype=dtype, mtp=num_drafts > 0, parallel=parallel)
+            config = loaded.config
+            plan = plan_cache(
+                bytes_per_token=loaded.num_cached_layers * loaded.cache_width * CACHE_DTYPE.itemsize,
+                free_bytes=parallel.minimum(free_bytes(loaded.device) // (tp if loaded.device.type == "cpu" else 1)),
+                device_type=loaded.device.type,
+                max_batch=max_batch,
+                context_len=config.max_position_embeddings,
+                max_model_len=max_model_len,
+                cache_tokens=cache_tokens,
+            )
+            engine = cls(loaded, tokenizer, plan, max_batch=max_batch, prefill_tokens=prefill_tokens, num_drafts=num_drafts)
+        except Exception:
+            if parallel.size > 1:
+                parallel.close()
+            raise
         if parallel.rank:
             engine._follow()
         return engine
