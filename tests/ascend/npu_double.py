@@ -147,6 +147,16 @@ def _add_rms_norm(a: Any) -> tuple[Tensor, Tensor, Tensor]:
     return *_normed(total, a.gamma, a.epsilon), total
 
 
+def _rotary_mul(a: Any) -> Tensor:
+    x = a.input.double()
+    if a.rotary_mode == "interleave":
+        turned = torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
+    else:
+        first, second = x.chunk(2, dim=-1)
+        turned = torch.cat([-second, first], dim=-1)
+    return (x * a.r1.double() + turned * a.r2.double()).to(a.input.dtype)
+
+
 def _fused_infer_attention_score(a: Any) -> tuple[Tensor, Tensor]:
     shared = a.num_heads // a.num_key_value_heads
     query, key, value = a.query.double(), a.key.double(), a.value.double()
@@ -170,6 +180,7 @@ RESULTS = {
     "npu_swiglu": _swiglu,
     "npu_rms_norm": _rms_norm,
     "npu_add_rms_norm": _add_rms_norm,
+    "npu_rotary_mul": _rotary_mul,
     "npu_fused_infer_attention_score": _fused_infer_attention_score,
     "npu_format_cast": lambda a: a.input.clone(),
     "npu_prefetch": lambda a: None,

@@ -94,6 +94,15 @@ def test_route(scoring: str, norm_topk_prob: bool, called: list[str]) -> None:
     assert bool(called) == ((scoring == "sigmoid") == norm_topk_prob)
 
 
+def test_rope(called: list[str]) -> None:
+    called.clear()
+    x, positions = random(5, 16, 64), torch.tensor([3, 0, 7, 7, 1])
+    angles = random(8, 32, dtype=torch.float32, seed=1)
+    ours = functional.rope(x, positions, angles.cos(), angles.sin(), backend="torch_npu")
+    assert distance(ours, reference.rope(x, positions, angles.cos(), angles.sin()).double()) < 4e-3
+    assert called == ["npu_rotary_mul"]
+
+
 @pytest.mark.parametrize(("heads", "latent", "rope"), [(16, 512, 64), (128, 512, 64), (8, 128, 32)])
 def test_mla_decode(heads: int, latent: int, rope: int, called: list[str]) -> None:
     called.clear()
@@ -156,6 +165,7 @@ def good_calls() -> dict[str, tuple[list[Any], dict[str, Any]]]:
         "npu_swiglu": ([x], {}),
         "npu_rms_norm": ([x, random(128)], {}),
         "npu_add_rms_norm": ([x, x, random(128)], {}),
+        "npu_rotary_mul": ([random(4, 16, 64), random(4, 1, 64), random(4, 1, 64), "interleave"], {}),
         "npu_fused_infer_attention_score": ([q, latents, latents], attention | {"atten_mask": torch.zeros(2, 1, 1, 24, dtype=torch.bool)}),
         "npu_format_cast": ([int8, 29], {}),
         "npu_prefetch": ([int8, None, 64], {}),
@@ -233,6 +243,11 @@ BAD = [
     ("npu_add_rms_norm", "gamma", torch.ones(128), "one float dtype"),
     ("npu_add_rms_norm", "x2", random(3, 128), "one shape"),
     ("npu_add_rms_norm", "gamma", random(64), "last dimension"),
+    ("npu_rotary_mul", "input", random(4, 64), "[T, heads, D]"),
+    ("npu_rotary_mul", "input", random(4, 16, 63), "even"),
+    ("npu_rotary_mul", "r1", random(4, 16, 64), "[T, 1, D]"),
+    ("npu_rotary_mul", "r2", torch.ones(4, 1, 64), "input's dtype"),
+    ("npu_rotary_mul", "rotary_mode", "quarter", "rotary_mode"),
     ("npu_fused_infer_attention_score", "key", torch.ones(2, 1, 24, 512), "one dtype"),
     ("npu_fused_infer_attention_score", "input_layout", "BSH", "BNSD"),
     ("npu_fused_infer_attention_score", "query", random(2, 16, 512, 1).transpose(2, 3).expand(2, 16, 2, 512), "contiguous"),
@@ -274,4 +289,4 @@ def test_unusable_names_the_reason() -> None:
     assert "multiples of 8, not 12" in (torch_npu.unusable("linear_int4", cpu, torch.bfloat16, ((12, 64),)) or "")
     assert torch_npu.unusable("linear_int4", cpu, torch.bfloat16, ((16, 64),)) is None
     assert "does not run on cuda" in (torch_npu.unusable("rms_norm", torch.device("cuda"), None, ()) or "")
-    assert "torch's own" in (torch_npu.unusable("rope", cpu, None, ()) or "")
+    assert "torch's own" in (torch_npu.unusable("linear_dense", cpu, None, ()) or "")

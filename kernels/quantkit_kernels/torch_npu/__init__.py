@@ -11,7 +11,7 @@ from quantkit_kernels.experts import ExpertsLayout
 from quantkit_kernels.reference.experts import LoopLayout
 from quantkit_kernels.torch_npu.calls import has_kernel, prefetch
 from quantkit_kernels.torch_npu.experts import GroupedLayout
-from quantkit_kernels.torch_npu.functional import add_rms_norm, mla_decode, rms_norm, route, silu_and_mul
+from quantkit_kernels.torch_npu.functional import add_rms_norm, mla_decode, rms_norm, rope, route, silu_and_mul
 from quantkit_kernels.torch_npu.layout import CARRIED
 from quantkit_kernels.torch_npu.linear import linear
 from quantkit_kernels.torch_npu.rules import HALVES
@@ -24,6 +24,7 @@ __all__ = [
     "mla_decode",
     "prefetch",
     "rms_norm",
+    "rope",
     "route",
     "silu_and_mul",
     "unusable",
@@ -41,6 +42,7 @@ NEEDS = {
     "add_rms_norm": ("npu_add_rms_norm",),
     "silu_and_mul": ("npu_swiglu",),
     "route": ("npu_moe_gating_top_k",),
+    "rope": ("npu_rotary_mul",),
     "mla_decode": ("npu_fused_infer_attention_score",),
 }
 """The operators of torch_npu behind each of ours.

@@ -58,6 +58,17 @@ def route(
     return ids.long(), weights
 
 
+def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """npu_rotary_mul on pairs side by side, in float32 as the tables are; it wants the angle of a pair twice."""
+    tables = [table[positions].repeat_interleave(2, dim=-1).unsqueeze(1) for table in (cos, sin)]
+    operator = "npu_rotary_mul"
+    args = (x.float(), *tables, "interleave")
+    if x.numel() == 0 or violated(operator, bind(operator, args, {})):
+        return plain.rope(x, positions, cos, sin)
+    turned: Tensor = call(operator, *args)
+    return turned.to(x.dtype)
+
+
 def mla_decode(q: Tensor, cache: Tensor, block_table: Tensor, seq_lens: Tensor, scale: float, kv_lora_rank: int) -> Tensor:
     """Absorbed attention by npu_fused_infer_attention_score over gathered latents.
 

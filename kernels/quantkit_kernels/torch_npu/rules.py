@@ -227,6 +227,18 @@ ADD_RMS_NORM = (
 )
 
 
+ROTARY_MUL = (
+    Rule("input is a float [T, heads, D]", lambda a: a.input.dim() == 3 and a.input.dtype in FLOATS),
+    Rule(
+        "fewer than 1000 heads, D even and below 896",
+        lambda a: a.input.shape[1] < 1000 and a.input.shape[2] < 896 and a.input.shape[2] % 2 == 0,
+    ),
+    Rule("r1 and r2 are [T, 1, D]", lambda a: a.r1.shape == a.r2.shape == (a.input.shape[0], 1, a.input.shape[2])),
+    Rule("r1 and r2 are of input's dtype", lambda a: a.r1.dtype == a.r2.dtype == a.input.dtype),
+    Rule("rotary_mode is half or interleave, without a matrix", lambda a: a.rotary_mode in ("half", "interleave") and a.rotate is None),
+)
+
+
 def _mla(a: Arguments) -> bool:
     heads = a.num_heads
     return a.query_rope is None or (
@@ -285,6 +297,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "npu_swiglu": SWIGLU,
     "npu_rms_norm": RMS_NORM,
     "npu_add_rms_norm": ADD_RMS_NORM,
+    "npu_rotary_mul": ROTARY_MUL,
     "npu_fused_infer_attention_score": FUSED_INFER_ATTENTION_SCORE,
     "npu_format_cast": FORMAT_CAST,
     "npu_prefetch": PREFETCH,

@@ -89,6 +89,12 @@ def test_norms_and_routing() -> None:
     assert (weights.shape, weights.dtype, ids.shape, ids.dtype) == ((8, 8), torch.float32, (8, 8), torch.int32)
 
 
+def test_rotary() -> None:
+    table = meta(8, 1, 64, dtype=torch.float32)
+    turned = calls.call("npu_rotary_mul", meta(8, 16, 64, dtype=torch.float32), table, table, "interleave")
+    assert (turned.shape, turned.dtype) == ((8, 16, 64), torch.float32)
+
+
 @pytest.mark.parametrize("heads", [16, 128])
 def test_latent_attention(heads: int) -> None:
     kwargs = {
