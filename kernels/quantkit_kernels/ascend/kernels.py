@@ -11,7 +11,8 @@ scale is one dense run. Weights come in int8 containers, for the chip's compiler
 Decoding is integer arithmetic, never a look-up (a gather becomes a scalar loop here). A container c of two nibbles, widened to int16:
   int4   low (c << 12) >> 12, high c >> 4
   E2M1   low ((c << 12) >> 3) & 0x8E00, high (c << 5) & 0x8E00, read as fp16: sign, two exponent and one mantissa bit are where fp16 has
-         them, and the value is 2^-14 of the code's (the code for 0.5 is a subnormal fp16, which the chip honours)
+         them, and the value is 2^-14 of the code's (the code for 0.5 becomes a subnormal fp16; published kernels rely on the chip
+         keeping those, `quantkit kernels --check` would show it if not)
   e4m3   scale << 7 read as fp16: 2^-8 of the scale's value
 The powers of two are in `global_scale` already (`layout.FP4_RESCALE`), so decoding an FP4 weight costs one multiply, by its scale.
 """
