@@ -34,7 +34,7 @@ from quantkit.models.table import Parameter, resolve
 from quantkit.quant.weights import Fp4Weight, Fp8BlockWeight, IntWeight, Weight, dequantize
 from quantkit.schemes import Grid
 
-UNIT_BYTES = 256 * 2**20
+UNIT_BYTES = 64 * 2**20
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -194,14 +194,12 @@ class _Plan:
         name, dtype = item.specs[0].name, item.specs[0].dtype
         if not item.linear:
             tensor = self.checkpoint.read(item.name)
-            return {name: tensor.to(dtype)}, 0.0 if tensor.dtype == dtype else _cast_error(name, tensor.float(), dtype)
+            return ({name: tensor}, 0.0) if tensor.dtype == dtype else _cast(name, tensor.float(), dtype)
         weight = self.checkpoint.weight(item.name)
-        if item.quantized:
-            fitted = fit_scales(item.name, weight, self.target)
-            packed = self.target.pack(item.name, fitted)
-            return packed, _stored_error(item.name, weight, self.target.unpack(item.name, packed))
-        values = dequantize(weight)
-        return {name: values.to(dtype)}, _cast_error(name, values, dtype)
+        if not item.quantized:
+            return _cast(name, dequantize(weight), dtype)
+        packed = self.target.pack(item.name, fit_scales(item.name, weight, self.target))
+        return packed, _stored_error(item.name, weight, self.target.unpack(item.name, packed))
 
     def fingerprint(self) -> dict[str, str]:
         target = f"{self.target.name} {self.target.variant}"
@@ -323,18 +321,23 @@ def _stored_error(module: str, weight: Weight, stored: Weight) -> float:
     raise AssertionError(f"{type(weight)} became {type(stored)}")
 
 
-def _cast_error(name: str, values: Tensor, dtype: torch.dtype) -> float:
-    check_finite(name, values)
-    cast = values.to(dtype).float()
-    if not bool(torch.isfinite(cast).all()):
+def _cast(name: str, values: Tensor, dtype: torch.dtype) -> tuple[dict[str, Tensor], float]:
+    """`values`, float32, in another dtype, and the error of that."""
+    extremes = torch.stack(values.aminmax()) if values.numel() else values
+    if not bool(torch.isfinite(extremes).all()):
+        check_finite(name, values)
+    if not bool(torch.isfinite(extremes.to(dtype)).all()):
         raise QuantkitError(f"{name} holds values that {_name(dtype)} cannot", "use --dtype bf16")
-    return _relative(values, cast)
+    cast = values.to(dtype)
+    return {name: cast}, _relative(values, cast)
 
 
 def _relative(before: Tensor, after: Tensor) -> float:
-    """Largest |after - before| / |before|; where before is 0 after must be too, as casts keep it."""
-    size = before.abs()
-    return float(((after - before).abs() / torch.where(size > 0, size, torch.ones_like(size))).max()) if before.numel() else 0.0
+    """Largest |after / before - 1|, in few passes; where before is 0 after must be too, as casts keep it."""
+    if not before.numel():
+        return 0.0
+    smallest, largest = torch.div(after.to(before.dtype), before).nan_to_num_(nan=1.0).aminmax()
+    return max(float(largest) - 1, 1 - float(smallest))
 
 
 def _joined(one: Change | None, other: Change) -> Change:
