@@ -23,30 +23,33 @@ def fp16(bits: int) -> float:
     return torch.tensor(bits - 65536 if bits > 32767 else bits, dtype=torch.int16).view(torch.float16).item()
 
 
-def read_int8(packed: Packed, words: list[int], tile: int, h: int, g: int, column: int) -> float:
-    q, j, b, e = column // 16, column % 16 // 8, column % 8 // 4, column % 4
-    byte = (words[(tile * 64 + j * 32 + 4 * g + q) * 4 + h + 2 * b] >> (8 * e)) & 255
+def read_int8(packed: Packed, words: list[int], step: int, row: int, column: int) -> float:
+    tile, h, g, q, j, b, e = row // 16, row % 16 // 8, row % 8, column // 16, column % 16 // 8, column % 8 // 4, column % 4
+    byte = (words[((step * 4 + tile) * 64 + j * 32 + 4 * g + q) * 4 + h + 2 * b] >> (8 * e)) & 255
     return byte - 256 if byte > 127 else byte
 
 
-def read_int4(packed: Packed, words: list[int], tile: int, h: int, g: int, column: int, group: int) -> float:
-    half, q, b, e = column // 32, column % 32 // 8, column % 4 // 2, column % 2
-    code = (words[(tile * 32 + 4 * g + q) * 4 + 2 * half + column % 8 // 4] >> (4 * (h + 2 * b) + 16 * e)) & 15
-    at = (tile * 2 + half if group == 32 else tile if group == 64 else tile // 2) * 8 + g
+def read_int4(packed: Packed, words: list[int], step: int, row: int, column: int, group: int) -> float:
+    tile, h, g, half, q, b, e = row // 16, row % 16 // 8, row % 8, column // 32, column % 32 // 8, column % 4 // 2, column % 2
+    word = words[((step * 4 + tile) * 32 + 4 * g + q) * 4 + 2 * half + column % 8 // 4]
+    by = 4 * (h + 2 * b)
+    code = (((word >> by) | (word << (32 - by))) >> (16 * e + 3)) & 15
+    index = step * 2 + half if group == 32 else step if group == 64 else step // 2
     assert packed.scales is not None
-    scale = fp16((unsigned(packed.scales[at : at + 1])[0] >> (16 * h)) & 0xFFFF)
-    zero = 8 if packed.zeros is None else (int(packed.zeros[at]) >> (4 * h)) & 15
+    scale = fp16(int(packed.scales.view(torch.int16)[index * 64 + g * 8 + tile * 2 + h]) & 0xFFFF)
+    zero = 8 if packed.zeros is None else (int(packed.zeros[index * 32 + g * 4 + tile]) >> (4 * h)) & 15
     return (code - zero) * scale
 
 
-def read_fp4(packed: Packed, words: list[int], tile: int, h: int, g: int, column: int) -> float:
-    half, q, b, e = column // 32, column % 32 // 8, column % 4 // 2, column % 2
-    bits = (words[(tile * 32 + 4 * g + q) * 4 + 2 * half + column % 8 // 4] >> (16 * e)) & 0xFFFF
-    pair = h + 2 * b
-    code = (bits << (3 * pair)) & 0x81C0 if pair < 3 else ((bits >> 6) & 0x180) | ((bits >> 5) & 0x40) | ((bits << 5) & 0x8000)
+def read_fp4(packed: Packed, words: list[int], step: int, row: int, column: int) -> float:
+    tile, h, g, half, q, b, e = row // 16, row % 16 // 8, row % 8, column // 32, column % 32 // 8, column % 4 // 2, column % 2
+    j, field = column % 8 // 4, h + 2 * b
+    first, second = (words[((step * 4 + tile) * 32 + 4 * g + q) * 4 + 2 * half + i] >> (16 * e) & 0xFFFF for i in range(2))
+    left = ((first << 1) & 0x9000) | ((first >> 7) & 0x48) | ((second >> 6) & 0x1B0)
+    bits = left << (3 * j) if field == 3 else (second if j else first) << (3 * field)
     assert packed.scales is not None
-    scale = (unsigned(packed.scales[tile * 16 + g * 2 + q // 2 : tile * 16 + g * 2 + q // 2 + 1])[0] >> (8 * (2 * h + half))) & 255
-    return bf16(code) * bf16((scale << 4) | 0x7000)
+    scale = int(packed.scales[step * 256 + (q // 2) * 128 + g * 16 + tile * 4 + 2 * h + half])
+    return bf16(bits & 0x81C0) * bf16((scale << 4) | 0x7000)
 
 
 @pytest.mark.parametrize("grid", ["int4-asym-32", "int4-asym-64", "int4-asym-128", "int4-sym-128", "int8", "fp4"])
@@ -61,7 +64,7 @@ def test_every_value_is_where_the_kernel_looks(grid: str) -> None:
     words, exact = unsigned(packed.words), dequantize(weight, torch.float64)
     generator = torch.Generator().manual_seed(12)
     for row, column in zip(torch.randint(N, (600,), generator=generator).tolist(), torch.randint(K, (600,), generator=generator).tolist()):
-        place = (packed, words, row // 16 * (K // 64) + column // 64, row % 16 // 8, row % 8, column % 64)
+        place = (packed, words, row // 64 * (K // 64) + column // 64, row % 64, column % 64)
         if isinstance(weight, Int4):
             value = read_int4(*place, group=int(grid.split("-")[-1]))
         else:

@@ -54,7 +54,7 @@ def compile_library(architecture: str) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         built = Path(folder) / target.name
-        command = [nvcc, "-O3", "-std=c++17", f"-gencode=arch=compute_{architecture},code=sm_{architecture}", "-shared"]
+        command = [nvcc, "-O3", "-std=c++20", "--split-compile=0", f"-gencode=arch=compute_{architecture},code=sm_{architecture}", "-shared"]
         done = subprocess.run(
             [*command, "-Xcompiler", "-fPIC", "-o", str(built), str(_SOURCE)], capture_output=True, text=True, check=False
         )
@@ -72,7 +72,7 @@ def library() -> ctypes.CDLL:
         compile_library(f"{major}{minor}")
     loaded = ctypes.CDLL(str(path))
     pointer, integer = ctypes.c_void_p, ctypes.c_int
-    loaded.qk_stream_gemm.argtypes = [ctypes.POINTER(Params), *[integer] * 5, pointer]
+    loaded.qk_stream_gemm.argtypes = [ctypes.POINTER(Params), *[integer] * 6, pointer]
     loaded.qk_expand.argtypes = [ctypes.POINTER(Params), *[integer] * 3, pointer, pointer]
     loaded.qk_sum_pairs.argtypes = [pointer, pointer, *[integer] * 4, pointer]
     loaded.qk_quantize_rows.argtypes = [pointer, pointer, pointer, *[integer] * 3, pointer]

@@ -12,7 +12,7 @@ from quantkit_kernels.cuda.layout import Packed, group_of, interleaved, pack
 from quantkit_kernels.experts import Experts, ExpertsLayout
 from quantkit_kernels.weights import Weight, kind, shape, to_device
 
-MAX_LISTED = 1024  # pairs that a block looks through; kMaxListed of stream_gemm.cu
+MAX_PAIRS = 4096  # that a block looks through; more come in parts
 
 
 class StreamExperts(Experts):
@@ -24,13 +24,13 @@ class StreamExperts(Experts):
         self.group = group
         self.gate_up = gate_up
         self.down = down
-        self.plans = (Plan(1, 2, 1), Plan(1, 2, 1))
+        self.plans = (Plan(1, 4, 1, 1), Plan(1, 4, 2, 1))
 
     def held(self) -> list[Tensor]:
         return [tensor for tensor in (*self.gate_up, *self.down) if tensor is not None]
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        tokens = MAX_LISTED // topk_ids.shape[1]
+        tokens = MAX_PAIRS // topk_ids.shape[1]
         if x.shape[0] > tokens:
             parts = zip(x.split(tokens), topk_ids.split(tokens), topk_weights.split(tokens))
             return torch.cat([self._forward(*part) for part in parts])

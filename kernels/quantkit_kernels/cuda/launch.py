@@ -11,8 +11,7 @@ from quantkit_kernels.cuda.build import Params, library
 FORMATS = {"int4": 0, "fp4": 1, "int8": 2}
 DTYPES = {torch.bfloat16: 0, torch.float16: 1}
 STORE, SILU_MUL, WEIGH = range(3)
-_WARP_ROWS = 32
-_BLOCK_STEPS = 8  # warps of a block
+_WARPS = 8  # of a block
 _SLOTS = 2 * 132  # blocks resident on an H200
 
 _workspaces: dict[torch.device, tuple[Tensor, Tensor]] = {}
@@ -21,21 +20,25 @@ _retired: list[Tensor] = []
 
 @dataclass(frozen=True)
 class Plan:
-    """token_tiles: of 8 tokens, per block (1, 2 or 4). wn: warps of a block side by side along N, 32 rows each. split: blocks along K."""
+    """token_tiles: of 8 tokens, per block (1, 2 or 4). row_tiles: of 16 rows, per warp: 2 or 4 with one token tile, 4
+    with two, 2 with four. wn: warps of a block side by side along N.
+    split: blocks along K."""
 
     token_tiles: int
+    row_tiles: int
     wn: int
     split: int
 
 
-def plan(rows: int, steps: int, tokens: int) -> Plan:
-    """A grid that fills the device without giving a warp less than two steps of 64 along K."""
+def plan(rows: int, k: int, tokens: int) -> Plan:
+    """A grid that fills the device and gives every warp of a block at least one chunk of 128 along K."""
     token_tiles = 1 if tokens <= 8 else 2 if tokens <= 16 else 4
-    groups = -(-tokens // (8 * token_tiles))
-    wn = 2
-    blocks = rows // (_WARP_ROWS * wn) * groups
-    split = max(1, min(round(_SLOTS / blocks), steps * wn // (2 * _BLOCK_STEPS)))
-    return Plan(token_tiles, wn, split)
+    chunks = k // 128
+    row_tiles = {1: 4 if rows // 64 >= _SLOTS else 2, 2: 4, 4: 2}[token_tiles]
+    wn = 2 if chunks < 2 * _WARPS and rows % (32 * row_tiles) == 0 else 1
+    blocks = rows // (16 * row_tiles * wn) * -(-tokens // (8 * token_tiles))
+    split = max(1, min(_SLOTS // blocks, chunks * wn // _WARPS))
+    return Plan(token_tiles, row_tiles, wn, split)
 
 
 def workspace(device: torch.device, floats: int) -> tuple[Tensor, Tensor]:
@@ -62,7 +65,7 @@ def stream_gemm(params: Params, kind: str, dtype: torch.dtype, group: int, plan:
         params.partial, params.arrived = partial.data_ptr(), arrived.data_ptr()
     params.wn, params.split = plan.wn, plan.split
     stream = torch.cuda.current_stream(device).cuda_stream
-    checked(library().qk_stream_gemm(ctypes.byref(params), FORMATS[kind], DTYPES[dtype], group, plan.token_tiles, grid_y, stream))
+    checked(library().qk_stream_gemm(ctypes.byref(params), FORMATS[kind], DTYPES[dtype], group, plan.token_tiles, plan.row_tiles, grid_y, stream))
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:

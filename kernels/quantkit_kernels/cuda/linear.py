@@ -33,7 +33,7 @@ class StreamLinear(Linear):
     def rows(self, x: Tensor) -> Tensor:
         if x.shape[0] >= _EXPAND_TOKENS and self.kind != "int8":
             return F.linear(x, self.expand())
-        return self.stream(x, plan(self.padded, self.in_features // 64, x.shape[0]))
+        return self.stream(x, plan(self.padded, self.in_features, x.shape[0]))
 
     def stream(self, x: Tensor, plan: Plan) -> Tensor:
         """x[M, K] -> [M, N] by the streaming kernel with a given grid."""

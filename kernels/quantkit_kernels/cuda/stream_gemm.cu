@@ -2,38 +2,36 @@
 //
 // Few tokens make this a problem of memory bandwidth: every weight is read once and multiplied with all the tokens that need it. So W is
 // the A operand (16 rows) of mma.sync and the tokens are the B operand (8 columns), and nothing is staged in shared memory: `prepare` stores
-// W in the order in which a warp's lanes consume it, so that each lane's share of a 16 x 64 tile is one 16-byte load (int8: two), and the
-// order of K inside a tile is chosen so that its share of x is one or two 16-byte loads of the plain row-major activations.
+// W in the order in which a warp's lanes consume it, 64 rows (a strip) by 64 along K being a run of 2 KB (int8: 4 KB), so that a lane's
+// share of a tile is one 16-byte load straight into registers, requested again for a later step as soon as it is used up. The order of K
+// inside a step is chosen so that a lane's share of x is one or two 16-byte loads of the plain row-major activations, through L1.
 //
-// A block is 8 warps, `wn` of them side by side along N (each 32 rows) and the others along K; blocks may split K further (`split`). Partial
-// sums meet in shared memory, and those of several blocks in a workspace that the last block to arrive adds up in a fixed order: results do
-// not depend on timing.
+// A block is 8 warps, `wn` of them side by side along N (16 * RT rows each) and the others along K, a chunk of 128 each in turn; blocks may
+// split K further (`split`). Partial sums meet in shared memory, and those of several blocks in a workspace that the last block to arrive
+// adds up in a fixed order: results do not depend on timing.
 //
-// Tiles, g = lane / 4, q = lane % 4:
-//   4 bit   word j of 4: nibble h + 2b at bit 4(h + 2b) + 16e is W[8h + g, 32(j/2) + 8q + 4(j%2) + 2b + e]   (FP4: bits scattered, below)
-//   8 bit   byte e of word 4j + h + 2b is W[8h + g, 16q + 8j + 4b + e]
-// INT4: a 16-bit scale for rows g and 8 + g in one word per group, and one byte with both zero points. FP4: one word per lane pair with the
-// four scales it needs. Every row has a float32 factor besides.
+// Order, g = lane / 4, q = lane % 4, tile t of a strip:
+//   4 bit   word j of 4: element e of field h + 2b is W[16t + 8h + g, 32(j/2) + 8q + 4(j%2) + 2b + e]
+//   8 bit   byte e of word 4j + h + 2b is W[16t + 8h + g, 16q + 8j + 4b + e]
+// INT4: field f of half-word e lies at bits 16e + 3 .. 6 once the word is rotated right by 4f. Scales: [g][t][h] fp16 per group; zero points:
+// nibble 2t + h of word g. FP4: fields as `decode_fp4` says; scales [q/2][g][t], byte 2h + (j/2). Every row has a float32 factor besides.
+//
+// A kernel may start while its predecessor writes its last results (programmatic dependent launch): weights, which nothing computes, are
+// requested at once, everything else after griddepcontrol.wait.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <stdint.h>
+#include <stdlib.h>
 
-namespace {
+#include <type_traits>
 
-constexpr int kWarps = 8;
-constexpr int kRowTiles = 2;                // 16-row tiles of a warp
-constexpr int kWarpRows = 16 * kRowTiles;   // rows of a warp
-constexpr int kMaxListed = 1024;            // token-expert pairs that a block can look through by itself
-
-enum Format { kInt4 = 0, kFp4 = 1, kInt8 = 2 };
-enum Epilogue { kStore = 0, kSiluMul = 1, kWeigh = 2 };
-
+// Outside the namespace below, for a C function that takes a type of an unnamed namespace is not exported.
 struct Params {
-  const uint4* words;         // [experts][N/16][K/64] tiles
-  const uint32_t* scales;     // INT4 [experts][N/16][K/group][8]; FP4 [experts][N/16][K/64][16]; INT8 none
-  const uint8_t* zeros;       // INT4 [experts][N/16][K/group][8] or null
+  const uint4* words;         // [experts][N/64][K/64] steps of a strip
+  const uint8_t* scales;      // INT4 [experts][N/64][K/group][128 bytes]; FP4 [experts][N/64][K/64][256 bytes]; INT8 none
+  const uint8_t* zeros;       // INT4 [experts][N/64][K/group][32 bytes] or null
   const float* row_scale;     // [experts][N]
   const void* x;              // [rows, K] bf16 or fp16; INT8: int8
   const float* x_scale;       // INT8 [rows]
@@ -43,32 +41,59 @@ struct Params {
   float* partial;             // [tiles][split][rows of a block][tokens of a block]
   int* arrived;               // [tiles], zero between calls
   int ids_stride, pairs, top_k, by_expert;
-  int m, n, k, out_n;         // n is padded to whole tiles, out_n is what is stored
+  int m, n, k, out_n;         // n is padded to whole strips, out_n is what is stored
   int wn, split, epilogue;
 };
+
+namespace {
+
+constexpr int kWarps = 8, kThreads = 32 * kWarps;
+
+enum Format { kInt4 = 0, kFp4 = 1, kInt8 = 2 };
+enum Epilogue { kStore = 0, kSiluMul = 1, kWeigh = 2 };
 
 template <class T> struct Pair;
 template <> struct Pair<__nv_bfloat16> { using type = __nv_bfloat162; };
 template <> struct Pair<__half> { using type = __half2; };
 
-__device__ __forceinline__ uint4 load_weights(const uint4* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
+// Loads under a predicate, in assembly so that the compiler leaves each where it is written: right behind the last use of its registers.
+__device__ __forceinline__ void load_weights(uint4& v, const uint4* p, bool wanted) {
+  asm volatile("{.reg .pred wanted; setp.ne.b32 wanted, %5, 0; @wanted ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];}"
+               : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(p), "r"((int)wanted));
 }
+template <int WORDS> __device__ __forceinline__ void load_words(uint32_t* to, const uint8_t* p, bool wanted) {
+  static_assert(WORDS == 4 || WORDS == 2 || WORDS == 1);
+  if constexpr (WORDS == 4) {
+    asm volatile("{.reg .pred wanted; setp.ne.b32 wanted, %5, 0; @wanted ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];}"
+                 : "+r"(to[0]), "+r"(to[1]), "+r"(to[2]), "+r"(to[3]) : "l"(p), "r"((int)wanted));
+  } else if constexpr (WORDS == 2) {
+    asm volatile("{.reg .pred wanted; setp.ne.b32 wanted, %3, 0; @wanted ld.global.nc.v2.u32 {%0,%1}, [%2];}"
+                 : "+r"(to[0]), "+r"(to[1]) : "l"(p), "r"((int)wanted));
+  } else {
+    asm volatile("{.reg .pred wanted; setp.ne.b32 wanted, %2, 0; @wanted ld.global.nc.u32 %0, [%1];}" : "+r"(to[0]) : "l"(p), "r"((int)wanted));
+  }
+}
+__device__ __forceinline__ void load_tokens(uint4& v, const char* p, bool wanted) {
+  asm volatile("{.reg .pred wanted; setp.ne.b32 wanted, %5, 0; @wanted ld.global.v4.u32 {%0,%1,%2,%3}, [%4];}"
+               : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(p), "r"((int)wanted) : "memory");
+}
+__device__ __forceinline__ void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void let_successor_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+__device__ __forceinline__ uint32_t word_of(const uint4& v, int j) { return j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w; }
 
 template <class T> __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 template <> __device__ __forceinline__ void mma<__nv_bfloat16>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 template <> __device__ __forceinline__ void mma<__half>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-__device__ __forceinline__ void mma_s8(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+__device__ __forceinline__ void mma_s8(int (&c)[4], const uint4& a, uint32_t b0, uint32_t b1) {
   asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-               : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
 
 // (a & mask) | bits in one instruction.
@@ -78,190 +103,307 @@ __device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t mask, uint32_t b
   return r;
 }
 
-template <class T> __device__ __forceinline__ uint32_t subtract2(uint32_t a, uint32_t b) {
-  using P = typename Pair<T>::type;
-  P r = __hsub2(*reinterpret_cast<P*>(&a), *reinterpret_cast<P*>(&b));
-  return *reinterpret_cast<uint32_t*>(&r);
-}
 template <class T> __device__ __forceinline__ uint32_t multiply2(uint32_t a, uint32_t b) {
   using P = typename Pair<T>::type;
   P r = __hmul2(*reinterpret_cast<P*>(&a), *reinterpret_cast<P*>(&b));
   return *reinterpret_cast<uint32_t*>(&r);
 }
 
-// A nibble c placed in the mantissa of 128 (bf16) or 1024 (fp16) makes the number 128 + c; subtracting 128 + 8 + zero leaves the code exactly.
+// A code at bits 3..6 of 16 (bf16) or 128 (fp16) makes the number 16 + code or 128 + code, exactly. Offset and zero point are subtracted
+// from the sums: sum (offset + code) x - (offset + zero) sum x, the last by one more mma with ones for W.
 template <class T> struct Magic;
-template <> struct Magic<__nv_bfloat16> { static constexpr uint32_t value = 0x43004300u; };
-template <> struct Magic<__half> { static constexpr uint32_t value = 0x64006400u; };
-
-template <class T> __device__ __forceinline__ void decode_int4(uint32_t word, uint32_t zero_lo, uint32_t zero_hi, uint32_t (&a)[4]) {
-  constexpr uint32_t mask = 0x000f000fu, magic = Magic<T>::value;
-  a[0] = subtract2<T>(and_or(word, mask, magic), zero_lo);
-  a[1] = subtract2<T>(and_or(word >> 4, mask, magic), zero_hi);
-  a[2] = subtract2<T>(and_or(word >> 8, mask, magic), zero_lo);
-  a[3] = subtract2<T>(and_or(word >> 12, mask, magic), zero_hi);
-}
-
-// E2M1 (sign, two exponent bits, one mantissa bit) has the bit order of any float: with the sign at bit 15 and the rest at the low exponent
-// bits and the first mantissa bit the number is value * 2^-126 (bf16) or 2^-14 (fp16), which the scale corrects. In each half of a word the
-// fields of pair 0, 1, 2 lie 3 bits apart, ready to be shifted and masked; pair 3 has the bits that are left: 14, 13, 11, 10 as e e m s.
-template <class T> struct Fp4Bits;
-template <> struct Fp4Bits<__nv_bfloat16> {
-  static constexpr uint32_t mask = 0x81c081c0u;
-  static __device__ __forceinline__ uint32_t last(uint32_t w) {
-    return ((w >> 6) & 0x01800180u) | and_or(w >> 5, 0x00400040u, (w << 5) & 0x80008000u);
-  }
+template <> struct Magic<__nv_bfloat16> {
+  static constexpr uint32_t value = 0x41804180u, ones = 0x3f803f80u, float_bits = 0x41800000u;
+  static constexpr int float_shift = 19;  // of a zero point in a float32 with these bits
+};
+template <> struct Magic<__half> {
+  static constexpr uint32_t value = 0x58005800u, ones = 0x3c003c00u, float_bits = 0x43000000u;
+  static constexpr int float_shift = 16;
 };
 
-template <class T> __device__ __forceinline__ void decode_fp4(uint32_t word, uint32_t scale_lo, uint32_t scale_hi, uint32_t (&a)[4]) {
-  a[0] = multiply2<T>(word & Fp4Bits<T>::mask, scale_lo);
-  a[1] = multiply2<T>((word << 3) & Fp4Bits<T>::mask, scale_hi);
-  a[2] = multiply2<T>((word << 6) & Fp4Bits<T>::mask, scale_lo);
-  a[3] = multiply2<T>(Fp4Bits<T>::last(word), scale_hi);
+template <class T> __device__ __forceinline__ void decode_int4(uint32_t word, uint32_t (&a)[4]) {
+  constexpr uint32_t mask = 0x00780078u, magic = Magic<T>::value;
+  a[0] = and_or(word, mask, magic);
+  a[1] = and_or(word >> 4, mask, magic);
+  a[2] = and_or(word >> 8, mask, magic);
+  a[3] = and_or(__funnelshift_r(word, word, 12), mask, magic);
 }
 
-// Byte `index` of four e5m3 scales as a pair of bf16 with 224 added to the exponent: scale * 2^(97 - 127 + ...), see `pack_fp4` for the bias.
-template <int index> __device__ __forceinline__ uint32_t fp4_scale(uint32_t four) {
-  return (__byte_perm(four, 0, 0x4040 + 0x0101 * index) << 4) | 0x70007000u;
+// offset + zero point number `index` of a word.
+template <class T> __device__ __forceinline__ float zero_of(uint32_t zeros, int index) {
+  constexpr int shift = Magic<T>::float_shift;
+  const int by = shift - 4 * index;
+  return __uint_as_float(and_or(by >= 0 ? zeros << by : zeros >> -by, 15u << shift, Magic<T>::float_bits));
 }
 
-// What a warp reads ahead for one step of 64 along K.
-template <int FMT, int MT> struct Step {
-  uint4 w[kRowTiles][FMT == kInt8 ? 2 : 1];
-  uint32_t scale[kRowTiles][2];
-  uint32_t zero[kRowTiles][2];
-  uint4 x[MT][FMT == kInt8 ? 1 : 2];
+// E2M1 (sign, two exponent bits, one mantissa bit) has the bit order of any float: with the sign at bit 15 and the rest at bits 8..6 of a
+// bf16 the number is value * 2^-126, which the scale corrects. In each half of a word the fields 0, 1, 2 lie 3 bits apart, ready to be
+// shifted and masked. Field 3 of two words shares the bits that are left, 14, 13, 11, 10: the first word has both signs and mantissa bits
+// (its own sign, mantissa; the other's sign, mantissa), the second both exponents (the first's, its own).
+constexpr uint32_t kFp4Mask = 0x81c081c0u;
+
+__device__ __forceinline__ void decode_fp4(uint32_t first, uint32_t second, uint32_t (&a)[4], uint32_t (&b)[4]) {
+  a[0] = first & kFp4Mask;
+  a[1] = (first << 3) & kFp4Mask;
+  a[2] = (first << 6) & kFp4Mask;
+  b[0] = second & kFp4Mask;
+  b[1] = (second << 3) & kFp4Mask;
+  b[2] = (second << 6) & kFp4Mask;
+  const uint32_t left = and_or(first << 1, 0x90009000u, and_or(first >> 7, 0x00480048u, (second >> 6) & 0x01b001b0u));
+  a[3] = left & kFp4Mask;
+  b[3] = (left << 3) & kFp4Mask;
+}
+
+// Byte `index` of four e5m3 scales as a pair of bf16 with 224 added to the exponent, see `pack_fp4` for the bias.
+__device__ __forceinline__ uint32_t fp4_scale(uint32_t four, int index) {
+  return __byte_perm(four, 0, 0x4040 + 0x0101 * index) * 16 + 0x70007000u;
+}
+
+template <int FMT, int G, int RT, int MT> struct Shape {
+  static constexpr int pieces = FMT == kInt8 ? 2 : 1;         // 16-byte loads of a lane's share of a tile
+  static constexpr int tokens = MT * (FMT == kInt8 ? 1 : 2);  // of its share of x
+  static constexpr int factors = FMT == kInt8 ? 1 : G == 32 ? 2 * RT + 2 : G == 64 ? RT + 1 : RT;  // words: scales, then zero points
+  static constexpr int blocks = MT == 1 ? 2 : 1;  // per multiprocessor
+  static constexpr int ring = MT == 1 && (RT == 4 || FMT == kInt8) ? 2 : 4;  // steps of weights on their way
 };
 
-// Where a lane's loads of step 0 are.
-template <int MT> struct Bases {
-  const uint4* w[kRowTiles];
-  const uint32_t* scale[kRowTiles];
-  const uint8_t* zero[kRowTiles];
-  const char* x[MT];
-};
+// What a lane holds of the steps to come, and where the next ones are.
+template <int FMT, int G, int RT, int MT> struct Stream {
+  using S = Shape<FMT, G, RT, MT>;
+  uint4 w[S::ring][RT * S::pieces], x[2][S::tokens];
+  uint32_t f[S::ring][S::factors];
+  const uint4* words;
+  const uint8_t *scales, *zeros;
+  const char* token[MT];
+  int wk;  // warps along K: a warp's chunks are this far apart
 
-template <int FMT, int G, int MT> __device__ __forceinline__ void find_weights(Bases<MT>& base, const Params& p, size_t tile0, int lane) {
-#pragma unroll
-  for (int nt = 0; nt < kRowTiles; ++nt) {
-    const size_t tile = tile0 + (size_t)nt * (p.k / 64);
-    // Tiles of a row follow each other, so the index of a group is the tile's, scaled.
-    const size_t group = G == 32 ? tile * 2 : G == 64 ? tile : tile / 2;
-    base.w[nt] = p.words + tile * (FMT == kInt8 ? 64 : 32) + lane;
-    if constexpr (FMT == kFp4) base.scale[nt] = p.scales + tile * 16 + (lane >> 1);
+  __device__ __forceinline__ void point(const Params& p, int expert, int row, int chunk, int warps_along_k) {
+    const int lane = threadIdx.x & 31, g = lane >> 2, tile = (row % 64) / 16;
+    const size_t at = ((size_t)expert * (p.n / 64) + row / 64) * (p.k / 128) + chunk;
+    wk = warps_along_k;
+    words = p.words + (at * 8 + tile) * (32 * S::pieces) + lane;
+    if constexpr (FMT == kFp4) scales = p.scales + at * 512 + ((lane >> 1) & 1) * 128 + g * 16 + tile * 4;
     if constexpr (FMT == kInt4) {
-      base.scale[nt] = p.scales + group * 8 + (lane >> 2);
-      base.zero[nt] = p.zeros ? p.zeros + group * 8 + (lane >> 2) : nullptr;
+      scales = p.scales + at * (128 / G) * 128 + g * 16 + tile * 4;
+      zeros = p.zeros ? p.zeros + at * (128 / G) * 32 + g * 4 : nullptr;
     }
   }
-}
 
-template <int FMT, int G, int MT> __device__ __forceinline__ void load_step(Step<FMT, MT>& s, const Bases<MT>& base, int kt) {
+  // Loads that are not wanted leave registers as they are: defined from the start, and without stored zero points the middle of the grid.
+  __device__ __forceinline__ void clear() {
 #pragma unroll
-  for (int nt = 0; nt < kRowTiles; ++nt) {
-    if constexpr (FMT == kInt8) {
-      s.w[nt][0] = load_weights(base.w[nt] + kt * 64);
-      s.w[nt][1] = load_weights(base.w[nt] + kt * 64 + 32);
+    for (int slot = 0; slot < S::ring; ++slot) {
+#pragma unroll
+      for (int i = 0; i < RT * S::pieces; ++i) w[slot][i] = {};
+#pragma unroll
+      for (int i = 0; i < S::factors; ++i) f[slot][i] = 0x88888888u;
+    }
+#pragma unroll
+    for (int i = 0; i < S::tokens; ++i) x[0][i] = x[1][i] = {};
+  }
+
+  // Of half 0 or 1 of the chunk that is `chunks` of the warp's own ahead.
+  __device__ __forceinline__ void request_tile(int slot, int nt, int half, int chunks, bool wanted) {
+    const uint4* from = words + (int64_t)chunks * wk * (256 * S::pieces);
+#pragma unroll
+    for (int j = 0; j < S::pieces; ++j) load_weights(w[slot][nt * S::pieces + j], from + (half * 4 + nt) * (32 * S::pieces) + j * 32, wanted);
+  }
+  __device__ __forceinline__ void request_factors(int slot, int half, int chunks, bool wanted) {
+    constexpr int per_chunk = FMT == kInt4 ? 128 / (G > 0 ? G : 128) : 2, bytes = FMT == kFp4 ? 256 : 128;
+    if constexpr (FMT == kInt8) return;
+    const uint8_t* from = scales + (int64_t)chunks * wk * (per_chunk * bytes);
+    const uint8_t* zero = zeros ? zeros + (int64_t)chunks * wk * (per_chunk * 32) : nullptr;
+    if constexpr (FMT == kInt4 && G == 128) {
+      // The group's scales come with its first half, its zero points with its second.
+      if (half == 0) load_words<RT>(f[slot], from, wanted);
+      else load_words<1>(f[slot], zero, wanted && zero);
     } else {
-      s.w[nt][0] = load_weights(base.w[nt] + kt * 32);
-    }
-    if constexpr (FMT == kFp4) s.scale[nt][0] = __ldg(base.scale[nt] + kt * 16);
-    if constexpr (FMT == kInt4) {
+      constexpr int groups = FMT == kInt4 && G == 32 ? 2 : 1;
 #pragma unroll
-      for (int half = 0; half < (G == 32 ? 2 : 1); ++half) {
-        const int at = (G == 32 ? kt * 2 + half : G == 64 ? kt : kt / 2) * 8;
-        s.scale[nt][half] = __ldg(base.scale[nt] + at);
-        s.zero[nt][half] = base.zero[nt] ? (uint32_t)__ldg(base.zero[nt] + at) : 0x88u;
+      for (int i = 0; i < groups; ++i) {
+        load_words<RT>(f[slot] + i * RT, from + (half * groups + i) * bytes, wanted);
+        if constexpr (FMT == kInt4) load_words<1>(f[slot] + groups * RT + i, zero + (half * groups + i) * 32, wanted && zero);
       }
     }
   }
+  __device__ __forceinline__ void request_tokens(int half, int chunks, bool wanted) {
+    const int64_t at = (int64_t)chunks * wk * (FMT == kInt8 ? 128 : 256) + half * (FMT == kInt8 ? 64 : 128);
 #pragma unroll
-  for (int mt = 0; mt < MT; ++mt) {
-    s.x[mt][0] = __ldg(reinterpret_cast<const uint4*>(base.x[mt] + kt * (FMT == kInt8 ? 64 : 128)));
-    if constexpr (FMT != kInt8) s.x[mt][1] = __ldg(reinterpret_cast<const uint4*>(base.x[mt] + kt * 128 + 64));
+    for (int i = 0; i < S::tokens; ++i) {
+      if constexpr (FMT == kInt8) load_tokens(x[half][i], token[i] + at, wanted);
+      else load_tokens(x[half][i], token[i / 2] + at + (i % 2) * 64, wanted);
+    }
   }
-}
-
-__device__ __forceinline__ uint32_t word_of(const uint4& v, int j) { return j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w; }
-
-template <int FMT, class T, int G, int MT, class Acc>
-__device__ __forceinline__ void compute_step(const Step<FMT, MT>& s, Acc (&acc)[kRowTiles][MT][4]) {
+  __device__ __forceinline__ void advance() {
+    words += (int64_t)wk * (256 * S::pieces);
+    if constexpr (FMT == kFp4) scales += wk * 512;
+    if constexpr (FMT == kInt4) {
+      scales += wk * (128 / G) * 128;
+      if (zeros) zeros += wk * (128 / G) * 32;
+    }
 #pragma unroll
-  for (int nt = 0; nt < kRowTiles; ++nt) {
-    if constexpr (FMT == kInt8) {
+    for (int mt = 0; mt < MT; ++mt) token[mt] += (int64_t)wk * (FMT == kInt8 ? 128 : 256);
+  }
+};
+
+// Sums of a warp: of whole products, and for INT4 of the current group.
+template <int FMT, class T, int G, int RT, int MT> struct Sums {
+  using S = Shape<FMT, G, RT, MT>;
+  using Acc = std::conditional_t<FMT == kInt8, int, float>;
+  static constexpr int parts = FMT == kInt4 ? RT : 1;
+  Acc acc[RT][MT][4];
+  float part[parts][MT][4], sum[MT][4];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < RT; ++i)
+#pragma unroll
+      for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) acc[i][mt][c] = 0;
+    clear_group();
+  }
+  __device__ __forceinline__ void clear_group() {
+#pragma unroll
+    for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        sum[mt][c] = 0.f;
+#pragma unroll
+        for (int i = 0; i < parts; ++i) part[i][mt][c] = 0.f;
+      }
+  }
+  // acc += scale * (part - zero * sum), for `zeros` of the warp's first tile onwards.
+  __device__ __forceinline__ void end_group(const uint32_t* scale, uint32_t zeros) {
+#pragma unroll
+    for (int nt = 0; nt < RT; ++nt) {
+      const float2 s = __half22float2(*reinterpret_cast<const __half2*>(&scale[nt]));
+      const float lo = zero_of<T>(zeros, 2 * nt), hi = zero_of<T>(zeros, 2 * nt + 1);
+#pragma unroll
+      for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) acc[nt][mt][c] += (c < 2 ? s.x : s.y) * (part[nt][mt][c] - (c < 2 ? lo : hi) * sum[mt][c]);
+    }
+    clear_group();
+  }
+
+  // A[j] of words 2i + j of a tile's share, which span 32 along K.
+  __device__ __forceinline__ void decode(uint32_t (&a)[2][4], const uint4& words, int i, uint32_t four) {
+    if constexpr (FMT == kFp4) {
+      const uint32_t lo = fp4_scale(four, i), hi = fp4_scale(four, 2 + i);
+      decode_fp4(word_of(words, 2 * i), word_of(words, 2 * i + 1), a[0], a[1]);
 #pragma unroll
       for (int j = 0; j < 2; ++j)
 #pragma unroll
-        for (int mt = 0; mt < MT; ++mt)
-          mma_s8(acc[nt][mt], s.w[nt][j].x, s.w[nt][j].y, s.w[nt][j].z, s.w[nt][j].w, word_of(s.x[mt][0], 2 * j), word_of(s.x[mt][0], 2 * j + 1));
-    } else if constexpr (FMT == kFp4) {
-      const uint32_t four = s.scale[nt][0];
-      const uint32_t lo[2] = {fp4_scale<0>(four), fp4_scale<1>(four)}, hi[2] = {fp4_scale<2>(four), fp4_scale<3>(four)};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        uint32_t a[4];
-        decode_fp4<T>(word_of(s.w[nt][0], j), lo[j / 2], hi[j / 2], a);
-#pragma unroll
-        for (int mt = 0; mt < MT; ++mt) mma<T>(acc[nt][mt], a, word_of(s.x[mt][j / 2], 2 * (j % 2)), word_of(s.x[mt][j / 2], 2 * (j % 2) + 1));
-      }
+        for (int k = 0; k < 4; ++k) a[j][k] = multiply2<T>(a[j][k], k % 2 ? hi : lo);
     } else {
-      float part[MT][4] = {};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int half = G == 32 ? j / 2 : 0;
-        const uint32_t zero = s.zero[nt][half];
-        const uint32_t zero_lo = Magic<T>::value | (zero & 15) * 0x00010001u, zero_hi = Magic<T>::value | (zero >> 4) * 0x00010001u;
-        uint32_t a[4];
-        decode_int4<T>(word_of(s.w[nt][0], j), zero_lo, zero_hi, a);
-#pragma unroll
-        for (int mt = 0; mt < MT; ++mt) mma<T>(part[mt], a, word_of(s.x[mt][j / 2], 2 * (j % 2)), word_of(s.x[mt][j / 2], 2 * (j % 2) + 1));
-        if (j == 3 || (G == 32 && j == 1)) {
-          const float2 scale = __half22float2(*reinterpret_cast<const __half2*>(&s.scale[nt][half]));
-#pragma unroll
-          for (int mt = 0; mt < MT; ++mt) {
-            acc[nt][mt][0] += scale.x * part[mt][0];
-            acc[nt][mt][1] += scale.x * part[mt][1];
-            acc[nt][mt][2] += scale.y * part[mt][2];
-            acc[nt][mt][3] += scale.y * part[mt][3];
-            part[mt][0] = part[mt][1] = part[mt][2] = part[mt][3] = 0.f;
-          }
-        }
-      }
+      decode_int4<T>(word_of(words, 2 * i), a[0]);
+      decode_int4<T>(word_of(words, 2 * i + 1), a[1]);
     }
   }
-}
 
-// The token-expert pairs of one expert, in order. Returns their number; the list is complete after the block's next barrier.
-__device__ int list_pairs(const Params& p, int expert, int* list, int* counts) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  int total = 0;
-  for (int base = 0; base < p.pairs; base += kWarps * 32) {
-    const int pair = base + threadIdx.x;
-    const bool mine = pair < p.pairs && p.ids[(size_t)pair * p.ids_stride] == expert;
-    const unsigned ballot = __ballot_sync(0xffffffffu, mine);
-    if (lane == 0) counts[warp] = __popc(ballot);
-    __syncthreads();
-    int before = total;
-    for (int w = 0; w < kWarps; ++w) {
-      if (w < warp) before += counts[w];
-      total += counts[w];
+  // Two tiles at a time over 32 along K, so that products do not wait for one another; with the first two tiles the sums of x.
+  __device__ __forceinline__ void two_tiles(const Stream<FMT, G, RT, MT>& s, int slot, int half, int nt, int i) {
+    const uint4(&x)[S::tokens] = s.x[half];
+    const uint32_t ones[4] = {Magic<T>::ones, Magic<T>::ones, Magic<T>::ones, Magic<T>::ones};
+    uint32_t a[2][2][4];
+#pragma unroll
+    for (int t = 0; t < 2; ++t) decode(a[t], s.w[slot][nt + t], i, FMT == kFp4 ? s.f[slot][nt + t] : 0);
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+#pragma unroll
+      for (int mt = 0; mt < MT; ++mt) {
+        const uint32_t b0 = word_of(x[2 * mt + i], 2 * j), b1 = word_of(x[2 * mt + i], 2 * j + 1);
+#pragma unroll
+        for (int t = 0; t < 2; ++t) {
+          if constexpr (FMT == kFp4) mma<T>(acc[nt + t][mt], a[t][j], b0, b1);
+          else mma<T>(part[nt + t][mt], a[t][j], b0, b1);
+        }
+        if (FMT == kInt4 && nt == 0) mma<T>(sum[mt], ones, b0, b1);
+      }
+  }
+
+  // One step of 64 from `slot`; where `more`, its registers are requested again for the step `chunks` of the warp's chunks later.
+  __device__ __forceinline__ void step(Stream<FMT, G, RT, MT>& s, int slot, int half, bool more, int chunks, int tile) {
+    const int shift = RT == 4 ? 0 : 8 * tile;
+    if constexpr (FMT == kInt8) {
+#pragma unroll
+      for (int nt = 0; nt < RT; ++nt) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+#pragma unroll
+          for (int mt = 0; mt < MT; ++mt)
+            mma_s8(acc[nt][mt], s.w[slot][nt * 2 + j], word_of(s.x[half][mt], 2 * j), word_of(s.x[half][mt], 2 * j + 1));
+        s.request_tile(slot, nt, half, chunks, more);
+      }
+    } else if constexpr (FMT == kInt4 && G == 32) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int nt = 0; nt < RT; nt += 2) {
+          two_tiles(s, slot, half, nt, i);
+          if (i == 1) s.request_tile(slot, nt, half, chunks, more), s.request_tile(slot, nt + 1, half, chunks, more);
+        }
+        end_group(s.f[slot] + i * RT, s.f[slot][2 * RT + i] >> shift);
+      }
+      s.request_factors(slot, half, chunks, more);
+    } else {
+#pragma unroll
+      for (int nt = 0; nt < RT; nt += 2) {
+        two_tiles(s, slot, half, nt, 0);
+        two_tiles(s, slot, half, nt, 1);
+        s.request_tile(slot, nt, half, chunks, more), s.request_tile(slot, nt + 1, half, chunks, more);
+      }
+      if constexpr (FMT == kInt4 && G == 128) {
+        if (half == 0) return;
+        end_group(s.f[slot - 1], s.f[slot][0] >> shift);
+        s.request_factors(slot - 1, 0, chunks, more);
+      }
+      if constexpr (FMT == kInt4 && G == 64) end_group(s.f[slot], s.f[slot][RT] >> shift);
+      s.request_factors(slot, half, chunks, more);
     }
-    if (mine) list[before + __popc(ballot & ((1u << lane) - 1))] = pair;
-    __syncthreads();
+  }
+};
+
+// Which pairs are of one expert: writes those numbered first .. first + room - 1 into `list`, in order, and returns how many there are.
+// The list is complete after the block's next barrier.
+__device__ int list_pairs(const Params& p, int expert, int first, int room, int* list) {
+  __shared__ int counts[kWarps];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int each = (p.pairs + kThreads - 1) / kThreads * 32, begin = warp * each, end = min(p.pairs, begin + each);
+  const auto ballot_of = [&](int base) {
+    return __ballot_sync(0xffffffffu, base + lane < end && p.ids[(size_t)(base + lane) * p.ids_stride] == expert);
+  };
+  int count = 0;
+#pragma unroll 4
+  for (int base = begin; base < end; base += 32) count += __popc(ballot_of(base));
+  if (lane == 0) counts[warp] = count;
+  __syncthreads();
+  int place = -first, total = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    if (w < warp) place += counts[w];
+    total += counts[w];
+  }
+  for (int base = begin; base < end && count > 0; base += 32) {
+    const unsigned ballot = ballot_of(base);
+    const int mine = place + __popc(ballot & ((1u << lane) - 1));
+    if ((ballot >> lane & 1) && mine >= 0 && mine < room) list[mine] = base + lane;
+    place += __popc(ballot);
   }
   return total;
 }
 
 template <class T> __device__ __forceinline__ void store(void* out, size_t at, float value) { reinterpret_cast<T*>(out)[at] = T(value); }
 
-// Sums over warps along K are in `red` [kWarps][rows of a warp][tokens]; what they become is the epilogue's business.
-template <int FMT, class T, int MT, class Acc>
+// Sums over warps along K are in `red` [warp along K][rows of the block][tokens]; what they become is the epilogue's business.
+template <int FMT, class T, int RT, int MT, class Acc>
 __device__ void finish_tile(const Params& p, Acc* red, int block_n, int part, int expert, int tile_id, const int* tokens, int count) {
   constexpr int tokens_per_tile = 8 * MT;
-  const int rows = p.wn * kWarpRows, wk = kWarps / p.wn, outputs = rows * tokens_per_tile;
+  const int rows = p.wn * RT * 16, wk = kWarps / p.wn, outputs = rows * tokens_per_tile;
   __shared__ int last;
   // The sum over this block's warps goes to the first warp's place.
-  for (int i = threadIdx.x; i < outputs; i += kWarps * 32) {
+  for (int i = threadIdx.x; i < outputs; i += kThreads) {
     Acc sum = 0;
     for (int w = 0; w < wk; ++w) sum += red[w * outputs + i];
     red[i] = sum;
@@ -269,7 +411,7 @@ __device__ void finish_tile(const Params& p, Acc* red, int block_n, int part, in
   __syncthreads();
   if (p.split > 1) {
     Acc* mine = reinterpret_cast<Acc*>(p.partial) + ((size_t)tile_id * p.split + part) * outputs;
-    for (int i = threadIdx.x; i < outputs; i += kWarps * 32) __stcg(mine + i, red[i]);
+    for (int i = threadIdx.x; i < outputs; i += kThreads) __stcg(mine + i, red[i]);
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) last = atomicAdd(p.arrived + tile_id, 1) == p.split - 1;
@@ -277,7 +419,7 @@ __device__ void finish_tile(const Params& p, Acc* red, int block_n, int part, in
     if (!last) return;
     __threadfence();
     const Acc* all = reinterpret_cast<const Acc*>(p.partial) + (size_t)tile_id * p.split * outputs;
-    for (int i = threadIdx.x; i < outputs; i += kWarps * 32) {
+    for (int i = threadIdx.x; i < outputs; i += kThreads) {
       Acc sum = 0;
       for (int s = 0; s < p.split; ++s) sum += __ldcg(all + (size_t)s * outputs + i);
       red[i] = sum;
@@ -287,148 +429,178 @@ __device__ void finish_tile(const Params& p, Acc* red, int block_n, int part, in
   }
   const float* row_scale = p.row_scale + (size_t)expert * p.n + (size_t)block_n * rows;
   const int produced = p.epilogue == kSiluMul ? rows / 2 : rows;
-  for (int i = threadIdx.x; i < produced * count; i += kWarps * 32) {
+  for (int i = threadIdx.x; i < produced * count; i += kThreads) {
     const int r = i % produced, t = i / produced, token = tokens[t];
     const float x_scale = FMT == kInt8 ? p.x_scale[p.epilogue == kSiluMul ? token / p.top_k : token] : 1.f;
+    const int feature = block_n * produced + r;
+    if (feature >= p.out_n) continue;
     if (p.epilogue == kSiluMul) {
       // Rows come as 8 of gate, 8 of up.
       const int gate = (r / 8) * 16 + r % 8;
       const float a = float(red[gate * tokens_per_tile + t]) * row_scale[gate] * x_scale;
       const float b = float(red[(gate + 8) * tokens_per_tile + t]) * row_scale[gate + 8] * x_scale;
-      const int feature = block_n * produced + r;
-      if (feature < p.out_n) store<T>(p.out, (size_t)token * p.out_n + feature, a / (1.f + __expf(-a)) * b);
+      store<T>(p.out, (size_t)token * p.out_n + feature, a / (1.f + __expf(-a)) * b);
     } else {
-      const int feature = block_n * produced + r;
       const float y = float(red[r * tokens_per_tile + t]) * row_scale[r] * x_scale;
-      if (feature >= p.out_n) continue;
       if (p.epilogue == kWeigh) reinterpret_cast<float*>(p.out)[(size_t)token * p.out_n + feature] = y * p.pair_weights[token];
       else store<T>(p.out, (size_t)token * p.out_n + feature, y);
     }
   }
 }
 
-template <int FMT, class T, int G, int MT>
-__global__ void __launch_bounds__(kWarps * 32, MT <= 2 ? 2 : 1) stream_gemm(const Params p) {
-  using Acc = std::conditional_t<FMT == kInt8, int, float>;
+template <int FMT, class T, int G, int RT, int MT>
+__global__ void __launch_bounds__(kThreads, Shape<FMT, G, RT, MT>::blocks) stream_gemm(const Params p) {
+  using S = Shape<FMT, G, RT, MT>;
+  using Acc = typename Sums<FMT, T, G, RT, MT>::Acc;
   constexpr int tokens_per_tile = 8 * MT;
-  constexpr int ahead = MT == 1 ? 3 : 2;
-  __shared__ Acc red[kWarps * kWarpRows * tokens_per_tile];
-  __shared__ int list[kMaxListed];
-  __shared__ int counts[kWarps];
+  __shared__ Acc red[kWarps * RT * 16 * tokens_per_tile];
+  __shared__ int list[tokens_per_tile];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q = lane & 3;
   const int block_n = blockIdx.x / p.split, part = blockIdx.x % p.split;
   const int warp_n = warp % p.wn, warp_k = warp / p.wn, wk = kWarps / p.wn;
+  const int row = (block_n * p.wn + warp_n) * RT * 16, tile = (row % 64) / 16;
+  const int all_chunks = p.k / 128, begin = all_chunks * part / p.split + warp_k, end = all_chunks * (part + 1) / p.split;
+  const int chunks = begin < end ? (end - begin + wk - 1) / wk : 0;
+  const size_t row_bytes = (size_t)p.k * (FMT == kInt8 ? 1 : 2);
 
   int expert = 0, first = 0, total;
   if (p.ids) {
+    wait_for_predecessor();
     expert = p.by_expert ? blockIdx.y : p.ids[(size_t)blockIdx.y * p.ids_stride];
-    total = list_pairs(p, expert, list, counts);
+    total = list_pairs(p, expert, 0, tokens_per_tile, list);
+    __syncthreads();
     // Without a block per expert there is one per pair, and an expert belongs to its first pair.
     if (total == 0 || (!p.by_expert && list[0] != (int)blockIdx.y)) return;
   } else {
     first = blockIdx.y * tokens_per_tile;
     total = min(p.m, first + tokens_per_tile);
+    if (threadIdx.x < tokens_per_tile) list[threadIdx.x] = first + threadIdx.x;
   }
 
-  const int steps = p.k / 64;
-  const int begin = steps * part / p.split + warp_k, end = steps * (part + 1) / p.split;
-  const size_t tile0 = ((size_t)expert * (p.n / 16) + (size_t)(block_n * p.wn + warp_n) * kRowTiles) * steps;
-  Bases<MT> base;
-  find_weights<FMT, G, MT>(base, p, tile0, lane);
-  const size_t row_bytes = (size_t)p.k * (FMT == kInt8 ? 1 : 2);
-
-  for (; first < total; first += tokens_per_tile) {
-    if (!p.ids) {
-      if (threadIdx.x < tokens_per_tile) list[threadIdx.x] = first + threadIdx.x;
-      __syncthreads();
+  for (;;) {
+    Stream<FMT, G, RT, MT> stream;
+    stream.clear();
+    stream.point(p, expert, row, begin, wk);
+#pragma unroll
+    for (int slot = 0; slot < S::ring; ++slot) {
+#pragma unroll
+      for (int nt = 0; nt < RT; ++nt) stream.request_tile(slot, nt, slot % 2, slot / 2, slot / 2 < chunks);
+      stream.request_factors(slot, slot % 2, slot / 2, slot / 2 < chunks);
     }
-    const int* tokens = p.ids ? list + first : list;
+    if (!p.ids) wait_for_predecessor();
+    __syncthreads();
     const int count = min(tokens_per_tile, total - first);
     // A column of the product depends on its own token only, so places without a token repeat the first and are not stored.
 #pragma unroll
     for (int mt = 0; mt < MT; ++mt) {
-      const int token = tokens[mt * 8 + g < count ? mt * 8 + g : 0];
-      base.x[mt] = reinterpret_cast<const char*>(p.x) + row_bytes * (p.epilogue == kSiluMul ? token / p.top_k : token) + q * 16;
+      const int token = list[mt * 8 + g < count ? mt * 8 + g : 0];
+      stream.token[mt] = reinterpret_cast<const char*>(p.x) + row_bytes * (p.epilogue == kSiluMul ? token / p.top_k : token) + q * 16 +
+                         (size_t)begin * 128 * (FMT == kInt8 ? 1 : 2);
     }
-    Acc acc[kRowTiles][MT][4] = {};
-    Step<FMT, MT> ring[ahead];
+    stream.request_tokens(0, 0, chunks > 0), stream.request_tokens(1, 0, chunks > 0);
+
+    Sums<FMT, T, G, RT, MT> sums;
+    sums.clear();
+    // The way out between the two halves of a chunk is never taken, but the compiler, which cannot know, leaves each half's loads in it
+    // instead of gathering them at the end of the chunk.
+    int steps = 2 * chunks;
+    asm volatile("" : "+r"(steps));
+    for (int i = 0; i < steps; i += S::ring) {
 #pragma unroll
-    for (int i = 0; i < ahead; ++i)
-      if (begin + i * wk < end) load_step<FMT, G, MT>(ring[i], base, begin + i * wk);
-    for (int kt = begin; kt < end; kt += ahead * wk) {
-#pragma unroll
-      for (int i = 0; i < ahead; ++i) {
-        const int now = kt + i * wk;
-        if (now >= end) break;
-        compute_step<FMT, T, G, MT, Acc>(ring[i], acc);
-        if (now + ahead * wk < end) load_step<FMT, G, MT>(ring[i], base, now + ahead * wk);
+      for (int slot = 0; slot < S::ring; ++slot) {
+        if (i + slot >= steps) break;
+        sums.step(stream, slot, slot % 2, i + slot + S::ring < steps, S::ring / 2, tile);
+        stream.request_tokens(slot % 2, 1, i + slot + 2 < steps);
+        if (slot % 2) stream.advance();
       }
     }
+    let_successor_start();
     // red[warp_k][row of the block][token]
-    Acc* mine = red + ((size_t)warp_k * p.wn + warp_n) * kWarpRows * tokens_per_tile;
+    Acc* mine = red + ((size_t)warp_k * p.wn + warp_n) * RT * 16 * tokens_per_tile;
 #pragma unroll
-    for (int nt = 0; nt < kRowTiles; ++nt)
+    for (int nt = 0; nt < RT; ++nt)
 #pragma unroll
       for (int mt = 0; mt < MT; ++mt)
 #pragma unroll
-        for (int c = 0; c < 4; ++c) mine[(nt * 16 + (c / 2) * 8 + g) * tokens_per_tile + mt * 8 + q * 2 + c % 2] = acc[nt][mt][c];
+        for (int c = 0; c < 4; ++c) mine[(nt * 16 + (c / 2) * 8 + g) * tokens_per_tile + mt * 8 + q * 2 + c % 2] = sums.acc[nt][mt][c];
     __syncthreads();
     const int tile_id = blockIdx.y * (gridDim.x / p.split) + block_n;
-    finish_tile<FMT, T, MT, Acc>(p, red, block_n, part, expert, tile_id, tokens, count);
+    finish_tile<FMT, T, RT, MT, Acc>(p, red, block_n, part, expert, tile_id, list, count);
+    first += tokens_per_tile;
+    if (first >= total) return;
+    __syncthreads();
+    list_pairs(p, expert, first, tokens_per_tile, list);
     __syncthreads();
   }
 }
 
-// W[N, K] in T from the 4-bit layout, for products with so many tokens that torch's own matmul is faster. One warp per tile.
+// W[N, K] in T from the 4-bit layout, for products with so many tokens that torch's own matmul is faster. One warp per tile of 16 x 64.
 template <int FMT, class T, int G> __global__ void expand(const Params p, T* out) {
   const int steps = p.k / 64, lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
-  const size_t tile = (size_t)blockIdx.x * (blockDim.x / 32) + (threadIdx.x >> 5);
-  const int row_tile = tile / steps, kt = tile % steps;
-  if (row_tile * 16 >= p.n) return;
-  const uint4 words = load_weights(p.words + tile * 32 + lane);
-  const float row_lo = p.row_scale[row_tile * 16 + g], row_hi = p.row_scale[row_tile * 16 + 8 + g];
+  const size_t index = (size_t)blockIdx.x * (blockDim.x / 32) + (threadIdx.x >> 5);
+  const int t = index % 4, kt = index / 4 % steps, row = (int)(index / 4 / steps) * 64 + t * 16;
+  if (row >= p.n) return;
+  const uint4 words = __ldg(p.words + index * 32 + lane);
+  const float row_lo = p.row_scale[row + g], row_hi = p.row_scale[row + 8 + g];
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int i = 0; i < 2; ++i) {
+    uint32_t a[2][4];
+    float lo, hi, zero_lo = 0.f, zero_hi = 0.f;
+    if constexpr (FMT == kFp4) {
+      const uint32_t four = *reinterpret_cast<const uint32_t*>(p.scales + index / 4 * 256 + (q >> 1) * 128 + g * 16 + t * 4);
+      decode_fp4(word_of(words, 2 * i), word_of(words, 2 * i + 1), a[0], a[1]);
+      const uint32_t bits_lo = fp4_scale(four, i), bits_hi = fp4_scale(four, 2 + i);
+#pragma unroll
+      for (int j = 0; j < 2; ++j)
+#pragma unroll
+        for (int f = 0; f < 4; ++f) a[j][f] = multiply2<T>(a[j][f], f % 2 ? bits_hi : bits_lo);
+      lo = row_lo, hi = row_hi;
+    } else {
+      const size_t group = G == 32 ? index / 4 * 2 + i : G == 64 ? index / 4 : index / 8;
+      const float2 scale = __half22float2(*reinterpret_cast<const __half2*>(p.scales + group * 128 + g * 16 + t * 4));
+      const uint32_t zeros = (p.zeros ? *reinterpret_cast<const uint32_t*>(p.zeros + group * 32 + g * 4) : 0x88888888u) >> (8 * t);
+      zero_lo = zero_of<T>(zeros, 0), zero_hi = zero_of<T>(zeros, 1);
+      lo = scale.x * row_lo, hi = scale.y * row_hi;
+      decode_int4<T>(word_of(words, 2 * i), a[0]);
+      decode_int4<T>(word_of(words, 2 * i + 1), a[1]);
+    }
     T rows[2][8];
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      uint32_t a[4];
-      float2 scale = {1.f, 1.f};
-      if constexpr (FMT == kFp4) {
-        const uint32_t four = p.scales[tile * 16 + (lane >> 1)];
-        decode_fp4<T>(word_of(words, 2 * half + j), half ? fp4_scale<1>(four) : fp4_scale<0>(four), half ? fp4_scale<3>(four) : fp4_scale<2>(four), a);
-      } else {
-        const size_t group = G == 32 ? tile * 2 + half : G == 64 ? tile : tile / 2;
-        const uint32_t zero = p.zeros ? p.zeros[group * 8 + g] : 0x88u;
-        scale = __half22float2(*reinterpret_cast<const __half2*>(p.scales + group * 8 + g));
-        decode_int4<T>(word_of(words, 2 * half + j), Magic<T>::value | (zero & 15) * 0x00010001u, Magic<T>::value | (zero >> 4) * 0x00010001u, a);
-      }
+    for (int j = 0; j < 2; ++j)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const T* pair = reinterpret_cast<const T*>(&a[i]);
-        const float factor = i % 2 ? scale.y * row_hi : scale.x * row_lo;
-        rows[i % 2][4 * j + 2 * (i / 2)] = T(float(pair[0]) * factor);
-        rows[i % 2][4 * j + 2 * (i / 2) + 1] = T(float(pair[1]) * factor);
+      for (int f = 0; f < 4; ++f) {
+        const T* pair = reinterpret_cast<const T*>(&a[j][f]);
+#pragma unroll
+        for (int e = 0; e < 2; ++e) rows[f % 2][4 * j + 2 * (f / 2) + e] = T((float(pair[e]) - (f % 2 ? zero_hi : zero_lo)) * (f % 2 ? hi : lo));
       }
-    }
-    const size_t at = (size_t)(row_tile * 16 + g) * p.k + kt * 64 + 32 * half + 8 * q;
-    if (row_tile * 16 + g < p.out_n) *reinterpret_cast<uint4*>(out + at) = *reinterpret_cast<uint4*>(rows[0]);
-    if (row_tile * 16 + 8 + g < p.out_n) *reinterpret_cast<uint4*>(out + at + (size_t)8 * p.k) = *reinterpret_cast<uint4*>(rows[1]);
+    const size_t at = (size_t)(row + g) * p.k + kt * 64 + 32 * i + 8 * q;
+    if (row + g < p.out_n) *reinterpret_cast<uint4*>(out + at) = *reinterpret_cast<uint4*>(rows[0]);
+    if (row + 8 + g < p.out_n) *reinterpret_cast<uint4*>(out + at + (size_t)8 * p.k) = *reinterpret_cast<uint4*>(rows[1]);
   }
 }
 
 // out[t] = sum over a token's pairs, which kWeigh has already weighed.
 template <class T> __global__ void sum_pairs(const float* pairs, T* out, int top_k, int hidden) {
-  const int at = blockIdx.y * blockDim.x + threadIdx.x;
+  wait_for_predecessor();
+  let_successor_start();
+  const int at = (blockIdx.y * blockDim.x + threadIdx.x) * 4;
   if (at >= hidden) return;
-  float sum = 0;
-  for (int k = 0; k < top_k; ++k) sum += pairs[((size_t)blockIdx.x * top_k + k) * hidden + at];
-  out[(size_t)blockIdx.x * hidden + at] = T(sum);
+  float4 sum = {0.f, 0.f, 0.f, 0.f};
+  const float* from = pairs + (size_t)blockIdx.x * top_k * hidden + at;
+#pragma unroll 8
+  for (int k = 0; k < top_k; ++k) {
+    const float4 one = *reinterpret_cast<const float4*>(from + (size_t)k * hidden);
+    sum.x += one.x, sum.y += one.y, sum.z += one.z, sum.w += one.w;
+  }
+  T* to = out + (size_t)blockIdx.x * hidden + at;
+  to[0] = T(sum.x), to[1] = T(sum.y), to[2] = T(sum.z), to[3] = T(sum.w);
 }
 
 // Symmetric int8 per row: scale = max|x| / 127, or 1 for a row of zeros. One block per row; K is a multiple of 8.
 template <class T> __global__ void quantize_rows(const T* x, int8_t* codes, float* scale, int k) {
   __shared__ float warp_max[32];
+  wait_for_predecessor();
+  let_successor_start();
   const T* row = x + (size_t)blockIdx.x * k;
   float largest = 0;
   for (int i = threadIdx.x * 8; i < k; i += blockDim.x * 8) {
@@ -454,53 +626,61 @@ template <class T> __global__ void quantize_rows(const T* x, int8_t* codes, floa
   }
 }
 
-template <int FMT, class T, int G> int launch(const Params& p, int token_tiles, dim3 grid, cudaStream_t stream) {
-  if (token_tiles == 1) stream_gemm<FMT, T, G, 1><<<grid, kWarps * 32, 0, stream>>>(p);
-  else if (token_tiles == 2) stream_gemm<FMT, T, G, 2><<<grid, kWarps * 32, 0, stream>>>(p);
-  else stream_gemm<FMT, T, G, 4><<<grid, kWarps * 32, 0, stream>>>(p);
-  return (int)cudaGetLastError();
+// A launch that may start before its predecessor has ended; the kernel waits where it must.
+template <class... Arguments> int start(void (*kernel)(Arguments...), dim3 grid, int threads, int shared, void* stream, std::type_identity_t<Arguments>... arguments) {
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  static const bool off = getenv("QK_PDL") && *getenv("QK_PDL") == '0';
+  early.val.programmaticStreamSerializationAllowed = off ? 0 : 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid, config.blockDim = threads, config.dynamicSmemBytes = shared, config.stream = (cudaStream_t)stream;
+  config.attrs = &early, config.numAttrs = 1;
+  return (int)cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+template <int FMT, class T, int G, int RT, int MT> int launch(const Params& p, int grid_y, void* stream) {
+  return start(stream_gemm<FMT, T, G, RT, MT>, dim3(p.n / (p.wn * RT * 16) * p.split, grid_y), kThreads, 0, stream, p);
+}
+
+template <int FMT, class T, int G> int launch(const Params& p, int token_tiles, int row_tiles, int grid_y, void* stream) {
+  if (token_tiles == 1) return row_tiles == 4 ? launch<FMT, T, G, 4, 1>(p, grid_y, stream) : launch<FMT, T, G, 2, 1>(p, grid_y, stream);
+  return token_tiles == 2 ? launch<FMT, T, G, 4, 2>(p, grid_y, stream) : launch<FMT, T, G, 2, 4>(p, grid_y, stream);
 }
 
 }  // namespace
 
-// dtype: 0 bf16, 1 fp16. Returns a cudaError_t.
-extern "C" int qk_stream_gemm(const Params* p, int format, int dtype, int group, int token_tiles, int grid_y, void* stream) {
-  const dim3 grid(p->n / (p->wn * kWarpRows) * p->split, grid_y);
-  cudaStream_t s = (cudaStream_t)stream;
-  using bf16 = __nv_bfloat16;
-  if (format == kInt4) {
-    if (dtype == 0) return group == 32 ? launch<kInt4, bf16, 32>(*p, token_tiles, grid, s) : group == 64 ? launch<kInt4, bf16, 64>(*p, token_tiles, grid, s) : launch<kInt4, bf16, 128>(*p, token_tiles, grid, s);
-    return group == 32 ? launch<kInt4, __half, 32>(*p, token_tiles, grid, s) : group == 64 ? launch<kInt4, __half, 64>(*p, token_tiles, grid, s) : launch<kInt4, __half, 128>(*p, token_tiles, grid, s);
-  }
-  if (format == kFp4) return launch<kFp4, bf16, 16>(*p, token_tiles, grid, s);
-  return dtype == 0 ? launch<kInt8, bf16, 0>(*p, token_tiles, grid, s) : launch<kInt8, __half, 0>(*p, token_tiles, grid, s);
+using bf16 = __nv_bfloat16;
+
+// dtype: 0 bf16, 1 fp16. (token_tiles, row_tiles) is (1, 2), (1, 4), (2, 4) or (4, 2). Returns a cudaError_t.
+extern "C" int qk_stream_gemm(const Params* p, int format, int dtype, int group, int token_tiles, int row_tiles, int grid_y, void* s) {
+  const auto run = [&](auto launcher) { return launcher(*p, token_tiles, row_tiles, grid_y, s); };
+  if (format == kFp4) return run(launch<kFp4, bf16, 16>);
+  if (format == kInt8) return dtype == 0 ? run(launch<kInt8, bf16, 0>) : run(launch<kInt8, __half, 0>);
+  if (group == 32) return dtype == 0 ? run(launch<kInt4, bf16, 32>) : run(launch<kInt4, __half, 32>);
+  if (group == 64) return dtype == 0 ? run(launch<kInt4, bf16, 64>) : run(launch<kInt4, __half, 64>);
+  return dtype == 0 ? run(launch<kInt4, bf16, 128>) : run(launch<kInt4, __half, 128>);
 }
 
 extern "C" int qk_expand(const Params* p, int format, int dtype, int group, void* out, void* stream) {
-  const int tiles = p->n / 16 * (p->k / 64);
-  const dim3 grid((tiles + 7) / 8);
-  cudaStream_t s = (cudaStream_t)stream;
-  using bf16 = __nv_bfloat16;
-  if (format == kFp4) expand<kFp4, bf16, 16><<<grid, 256, 0, s>>>(*p, (bf16*)out);
-  else if (dtype == 0 && group == 32) expand<kInt4, bf16, 32><<<grid, 256, 0, s>>>(*p, (bf16*)out);
-  else if (dtype == 0 && group == 64) expand<kInt4, bf16, 64><<<grid, 256, 0, s>>>(*p, (bf16*)out);
-  else if (dtype == 0) expand<kInt4, bf16, 128><<<grid, 256, 0, s>>>(*p, (bf16*)out);
-  else if (group == 32) expand<kInt4, __half, 32><<<grid, 256, 0, s>>>(*p, (__half*)out);
-  else if (group == 64) expand<kInt4, __half, 64><<<grid, 256, 0, s>>>(*p, (__half*)out);
-  else expand<kInt4, __half, 128><<<grid, 256, 0, s>>>(*p, (__half*)out);
-  return (int)cudaGetLastError();
+  const int blocks = p->n / 64 * (p->k / 64) / 2;
+  const auto run = [&](auto kernel, auto* to) {
+    kernel<<<blocks, 256, 0, (cudaStream_t)stream>>>(*p, to);
+    return (int)cudaGetLastError();
+  };
+  if (format == kFp4) return run(expand<kFp4, bf16, 16>, (bf16*)out);
+  if (group == 32) return dtype == 0 ? run(expand<kInt4, bf16, 32>, (bf16*)out) : run(expand<kInt4, __half, 32>, (__half*)out);
+  if (group == 64) return dtype == 0 ? run(expand<kInt4, bf16, 64>, (bf16*)out) : run(expand<kInt4, __half, 64>, (__half*)out);
+  return dtype == 0 ? run(expand<kInt4, bf16, 128>, (bf16*)out) : run(expand<kInt4, __half, 128>, (__half*)out);
 }
 
 extern "C" int qk_sum_pairs(const float* pairs, void* out, int dtype, int tokens, int top_k, int hidden, void* stream) {
-  const dim3 grid(tokens, (hidden + 255) / 256);
-  if (dtype == 0) sum_pairs<<<grid, 256, 0, (cudaStream_t)stream>>>(pairs, (__nv_bfloat16*)out, top_k, hidden);
-  else sum_pairs<<<grid, 256, 0, (cudaStream_t)stream>>>(pairs, (__half*)out, top_k, hidden);
-  return (int)cudaGetLastError();
+  const dim3 grid(tokens, (hidden / 4 + 255) / 256);
+  if (dtype == 0) return start(sum_pairs<bf16>, grid, 256, 0, stream, pairs, (bf16*)out, top_k, hidden);
+  return start(sum_pairs<__half>, grid, 256, 0, stream, pairs, (__half*)out, top_k, hidden);
 }
 
 extern "C" int qk_quantize_rows(const void* x, void* codes, float* scale, int dtype, int rows, int k, void* stream) {
   const int threads = k >= 8192 ? 1024 : 512;
-  if (dtype == 0) quantize_rows<<<rows, threads, 0, (cudaStream_t)stream>>>((const __nv_bfloat16*)x, (int8_t*)codes, scale, k);
-  else quantize_rows<<<rows, threads, 0, (cudaStream_t)stream>>>((const __half*)x, (int8_t*)codes, scale, k);
-  return (int)cudaGetLastError();
+  if (dtype == 0) return start(quantize_rows<bf16>, rows, threads, 0, stream, (const bf16*)x, (int8_t*)codes, scale, k);
+  return start(quantize_rows<__half>, rows, threads, 0, stream, (const __half*)x, (int8_t*)codes, scale, k);
 }
