@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Literal
 
-Found = Literal["box", "phrase", "last"]
+Found = Literal["asked", "phrase", "last"]
 
 
 @dataclass(frozen=True)
 class Extraction:
-    """The answer text and where it stood; `open_box` where the last box is never closed (the reply was cut)."""
+    """The answer text and where it stood: as the prompt asked, in a sentence, or last. `open_box`: the last box is never closed."""
 
     text: str | None
     found: Found | None = None
@@ -57,7 +57,7 @@ def last_box(text: str) -> Extraction:
             depth += 1 if text[end] == "{" else -1
             if depth == 0:
                 # A box around a box (\boxed{\boxed{7}} reads as its inner one, which `start` already points at).
-                return Extraction(text[start:end].strip(), "box")
+                return Extraction(text[start:end].strip(), "asked")
     return Extraction(None, open_box=True)
 
 
@@ -137,7 +137,7 @@ def find_choice(text: str, letters: str) -> Extraction:
         if len(inner) == 1:
             stated.append((text.rindex(box.text), inner[0]))
     if stated:
-        return Extraction(max(stated)[1], "box")
+        return Extraction(max(stated)[1], "asked")
     if box.open_box:
         return box
     phrases = [letter for letter in _CHOICE_PHRASE.findall(text) if letter in letters]

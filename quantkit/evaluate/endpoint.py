@@ -42,8 +42,6 @@ class _Reading:
 class Endpoint:
     """`url` is the server, with or without /v1 or a method behind it. `model` defaults to the only one that the server lists."""
 
-    reasons: bool | None = None
-
     def __init__(
         self,
         url: str,

@@ -52,7 +52,6 @@ class Generator(Protocol):
 
     name: str
     identity: dict[str, Any]
-    reasons: bool | None  # does its chat template open <think>? None: not known
 
     def generate(self, prompts: Sequence[Prompt], parameters: Generation) -> Iterator[Completion]:
         """Yield one completion per prompt, in any order, as they finish."""

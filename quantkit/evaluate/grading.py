@@ -57,7 +57,7 @@ def _integer_gold(fields: dict[str, Any]) -> str:
 
 def _missing(found: answers.Extraction, text: str, cut: bool) -> Grade | None:
     """A reply cut by the limit counts only with a complete box: its last number is wherever the knife fell."""
-    if found.open_box or (cut and found.found != "box"):
+    if found.open_box or (cut and found.found != "asked"):
         return Grade("truncated")
     if found.text is None:
         return Grade("no-answer", detail="" if text.strip() else "empty reply")
@@ -65,7 +65,7 @@ def _missing(found: answers.Extraction, text: str, cut: bool) -> Grade | None:
 
 
 def _verdict(correct: bool, found: answers.Extraction, answer: str | None) -> Grade:
-    strict = found.found == "box"
+    strict = found.found == "asked"
     reason = ("right" if correct else "wrong") + ("" if strict else "-loose")
     return Grade(reason, correct, correct and strict, answer)
 

@@ -20,7 +20,6 @@ class Local:
         self.name = name
         self.identity: dict[str, Any] = {"checkpoint": content_hash(path)}
         self.engine = Engine.load(path, device=device, backend=backend, max_batch=concurrency)
-        self.reasons: bool | None = self.engine.tokenizer.prefills_think
 
     def generate(self, prompts: Sequence[Prompt], parameters: Generation) -> Iterator[Completion]:
         encoded = [_encode(self.engine.tokenizer, prompt) for prompt in prompts]

@@ -1,49 +1,14 @@
 """Plots of one task as inline SVG, drawn by matplotlib without a display and without global state."""
 
-import io
-import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from quantkit.evaluate.comparison import Comparison
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-OURS, THEIRS, GREY = "#1f5fa8", "#c7761a", "#888888"
-
-
-def _draw(width: float, height: float) -> tuple["Axes", "_Figure"]:
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasSVG(figure)
-    axes = figure.add_subplot()
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    return axes, _Figure(figure)
-
-
-class _Figure:
-    def __init__(self, figure: object) -> None:
-        self._figure = figure
-
-    def svg(self) -> str:
-        """The <svg> element alone: no XML head, no fixed size, ids that cannot clash between plots of one page."""
-        import matplotlib
-
-        text = io.StringIO()
-        with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "quantkit", "font.family": "sans-serif"}):
-            self._figure.savefig(text, format="svg", metadata={"Date": None})  # type: ignore[attr-defined]
-        body = text.getvalue()
-        body = body[body.index("<svg") :]
-        return re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", body, count=1), count=1)
+from quantkit.plots import GREY, OURS, THEIRS, draw
 
 
 def accuracy_plot(rows: Sequence[tuple[str, float, float, float, bool]]) -> str:
     """Accuracies with intervals: (label, share, low, high, is ours); others' published figures have low == high."""
-    axes, figure = _draw(7.0, 0.6 + 0.34 * len(rows))
+    axes, figure = draw(7.0, 0.6 + 0.34 * len(rows))
     for place, (_label, share, low, high, ours) in enumerate(rows):
         colour = OURS if ours else GREY
         axes.plot([100 * low, 100 * high], [place, place], color=colour, linewidth=3, alpha=0.4, solid_capstyle="butt")
@@ -57,7 +22,7 @@ def accuracy_plot(rows: Sequence[tuple[str, float, float, float, bool]]) -> str:
 
 def tokens_plot(right: Sequence[int], wrong: Sequence[int], limit: int | None) -> str:
     """Histogram of reply lengths, right and wrong ones."""
-    axes, figure = _draw(7.0, 2.2)
+    axes, figure = draw(7.0, 2.2)
     top = max([*right, *wrong, 1])
     edges = [top * i / 30 for i in range(31)]
     axes.hist([list(right), list(wrong)], bins=edges, stacked=True, color=[OURS, THEIRS], label=["right", "wrong"])
@@ -72,7 +37,7 @@ def tokens_plot(right: Sequence[int], wrong: Sequence[int], limit: int | None) -
 
 def difference_plot(comparison: Comparison) -> str:
     """The paired difference with its interval, zero, and the margin."""
-    axes, figure = _draw(7.0, 1.1)
+    axes, figure = draw(7.0, 1.1)
     axes.plot([100 * comparison.low, 100 * comparison.high], [0, 0], color=OURS, linewidth=4, alpha=0.4, solid_capstyle="butt")
     axes.plot([100 * comparison.difference], [0], marker="o", color=OURS)
     axes.axvline(0, color="black", linewidth=1)
@@ -85,7 +50,7 @@ def difference_plot(comparison: Comparison) -> str:
 
 def problems_plot(ours: Sequence[float], theirs: Sequence[float]) -> str:
     """Problem means of candidate against baseline; the size of a dot counts the problems on it."""
-    axes, figure = _draw(3.4, 3.2)
+    axes, figure = draw(3.4, 3.2)
     counts: dict[tuple[float, float], int] = {}
     for pair in zip(theirs, ours):
         counts[pair] = counts.get(pair, 0) + 1

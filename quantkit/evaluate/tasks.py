@@ -98,7 +98,7 @@ def find_task(name: str) -> Task:
     path = Path(name) if name.endswith((".yaml", ".yml")) else asset("eval", "tasks") / f"{name}.yaml"
     if not path.is_file():
         raise QuantkitError(f"task {name!r} is not known", f"choose from {', '.join(task_names())}, or give the path of a task YAML")
-    return _parse(Task, path)
+    return _read_task(path)
 
 
 @cache
@@ -137,9 +137,9 @@ def find_setting(task: Task, protocol: str, *, repeats: int | None = None, overr
     )
 
 
-def _parse(model: type[Task], path: Path) -> Task:
+def _read_task(path: Path) -> Task:
     try:
-        return model.model_validate(yaml.safe_load(path.read_text()))
+        return Task.model_validate(yaml.safe_load(path.read_text()))
     except (yaml.YAMLError, ValidationError) as error:
         first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": str(error).splitlines()[0]}
         place = ".".join(str(part) for part in first["loc"])

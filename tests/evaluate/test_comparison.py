@@ -9,7 +9,7 @@ def drawn(p: np.ndarray, repeats: int, seed: int) -> dict[str, list[float]]:
     return {str(i): row.astype(float).tolist() for i, row in enumerate(scores)}
 
 
-def verdicts(p: np.ndarray, drop: float, repeats: int, runs: int = 60) -> list[str]:
+def verdicts(p: np.ndarray, drop: float, repeats: int, runs: int = 40) -> list[str]:
     worse = np.clip(p - drop, 0, 1)
     return [compare(drawn(worse, repeats, 2 * i), drawn(p, repeats, 2 * i + 1)).verdict for i in range(runs)]
 
@@ -18,12 +18,12 @@ P = np.random.default_rng(7).uniform(0.3, 0.9, 60)
 
 
 def test_a_true_loss_is_rarely_called_held_and_no_loss_rarely_lost() -> None:
-    assert verdicts(P, 0.03, 8).count("held") <= 3
-    assert verdicts(P, 0.0, 8).count("lost") <= 4
+    assert verdicts(P, 0.03, 8).count("held") <= 2
+    assert verdicts(P, 0.0, 8).count("lost") <= 3
 
 
 def test_a_large_loss_is_seen_with_few_repeats() -> None:
-    assert verdicts(P, 0.25, 4).count("lost") >= 55
+    assert verdicts(P, 0.25, 4).count("lost") >= 36
 
 
 def test_no_loss_is_held_with_many_repeats() -> None:

@@ -24,7 +24,7 @@ def test_any_form_of_the_address_will_do(tail: str) -> None:
 
 
 def test_replies_come_back_whole_and_in_their_place() -> None:
-    with ReplayServer(lambda question, body: f"你好 {question}\n</think>\n\n\\boxed{{{question}}}") as server:
+    with ReplayServer(lambda question, body: f"你好 {question}\n</think>\n\n\\boxed{{{question}}}", delay_s=0.1) as server:
         replies = ask(server, [chat(str(n)) for n in range(12)], concurrency=4)
     assert [r.text for r in replies] == [f"你好 {n}\n</think>\n\n\\boxed{{{n}}}" for n in range(12)]
     assert all(r.finish_reason == "stop" and r.prompt_tokens == 11 and r.completion_tokens == len(r.text) for r in replies)

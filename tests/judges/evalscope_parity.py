@@ -10,9 +10,10 @@ prefilled reasoning would be graded. Prompts are compared too.
 import json
 import sys
 from collections import Counter
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
-from recorded import Record, data_dir, records
+from recorded import AIME, Record, data_dir, records
 
 
 def fork_instead_of_spawn() -> None:
@@ -160,7 +161,39 @@ def check_prompts(found: list[Record]) -> int:
     return checked
 
 
+def check_export() -> None:
+    """`--format evalscope` is read by evalscope's own Report, which finds the same score in it and writes the same file back."""
+    import tempfile
+    from pathlib import Path
+
+    from evalscope.report.report import Report
+
+    from quantkit.evaluate.evalscope_format import report
+    from quantkit.evaluate.generator import Completion, Generation, Prompt
+    from quantkit.evaluate.run import ask_and_grade, prepare
+
+    class Replayed:
+        name = "replayed"
+        identity: ClassVar[dict[str, str]] = {"model": "replayed"}
+
+        def generate(self, asked: list[Prompt], parameters: Generation) -> Iterator[Completion]:
+            for index in range(len(asked)):
+                yield Completion(index, f"hm</think>\\boxed{{{204 if index % 3 else 33}}}")
+
+        def close(self) -> None:
+            pass
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "aime24.jsonl").write_text("".join(json.dumps(row) + "\n" for row in AIME))
+        task = ask_and_grade(Replayed(), prepare("aime24", "r1", Path(folder), None, 3, None, 0), None)
+    mine = report("replayed", task)
+    read = Report.from_dict(mine)
+    assert read.score == round(task.to_json()["accuracy"], 4), (read.score, task.to_json()["accuracy"])
+    assert json.loads(read.to_json_str()) == mine
+
+
 def main() -> None:
+    check_export()
     found = records(data_dir())
     checked = check_prompts(found)
     rows = compare(found)

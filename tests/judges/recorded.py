@@ -275,8 +275,8 @@ def records(data_dir: Path | None) -> list[Record]:
     """Every record; with a data directory also over the public problems there, which multiplies the golds."""
     gsm8k, aime, mmlu, humaneval = list(GSM8K), list(AIME), list(MMLU), list(HUMANEVAL)
     if data_dir is not None:
-        gsm8k += _read(data_dir / "gsm8k/test.jsonl")[::13]
-        aime += _read(data_dir / "aime24/aime24.jsonl") + _read(data_dir / "aime25/aime25.jsonl")
+        gsm8k += _read(data_dir / "gsm8k/test.jsonl")[::60]
+        aime += _read(data_dir / "aime24/aime24.jsonl")[::3] + _read(data_dir / "aime25/aime25.jsonl")[::3]
         mmlu += _read(data_dir / "mmlu_pro/test.jsonl.gz")[::120]
         humaneval += _read(data_dir / "humaneval/HumanEval.jsonl.gz")[::8]
     return [
