@@ -25,6 +25,7 @@ from quantkit.quant.weights import Weight
 from quantkit.schemes import SCHEMES, Grid, Scheme
 
 _INDEX = "model.safetensors.index.json"
+_SAMPLES, _SAMPLE_BYTES = 64, 4096
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -65,15 +66,23 @@ class Checkpoint:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 over config, headers, sizes and times of change of the shards: another value means another source.
+        """sha256 over config, headers, sizes, and samples of the contents of the shards: another value means another source.
 
-        Contents are not hashed: that would read the whole checkpoint before the first weight is quantized.
+        Contents are sampled, _SAMPLES blocks of _SAMPLE_BYTES a shard: hashing them all would read the whole checkpoint before the
+        first weight is quantized. Times do not count, so that a shard that was lost may be downloaded again.
         """
         shards = sorted({tensor.shard for tensor in self.tensors.values()})
-        facts = [(name, (self.path / name).stat().st_size, (self.path / name).stat().st_mtime_ns) for name in shards]
+        facts = [(name, (self.path / name).stat().st_size, self._sampled(name)) for name in shards]
         layout = sorted((t.name, str(t.dtype), t.shape, t.shard, t.offset) for t in self.tensors.values())
         text = json.dumps([self.config, self.side, facts, layout], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
+
+    def _sampled(self, shard: str) -> str:
+        last, digest = max((self.path / shard).stat().st_size - _SAMPLE_BYTES, 0), hashlib.sha256()
+        buffer = memoryview(bytearray(_SAMPLE_BYTES))
+        for number in range(_SAMPLES):
+            digest.update(buffer[: read_at(self._descriptor(shard), buffer, last * number // (_SAMPLES - 1))])
+        return digest.hexdigest()
 
     def has(self, name: str) -> bool:
         return name in self.tensors

@@ -307,8 +307,11 @@ def test_a_shard_that_vanishes_or_shrinks_later_is_told(fp8_copy: Path) -> None:
 
 def test_fingerprint_changes_with_the_source(fp8_copy: Path) -> None:
     first = Checkpoint.open(fp8_copy).fingerprint
-    assert Checkpoint.open(fp8_copy).fingerprint == first
     os.utime(_shards(fp8_copy)[0], (0, 0))
+    assert Checkpoint.open(fp8_copy).fingerprint == first, "a shard that was downloaded again is the same"
+    with _shards(fp8_copy)[0].open("r+b") as file:
+        file.seek(-8, os.SEEK_END)
+        file.write(b"\1\2\3\4\5\6\7\10")
     second = Checkpoint.open(fp8_copy).fingerprint
     _edit_json(fp8_copy / "config.json", lambda config: config.update(rms_norm_eps=1e-5))
     assert len({first, second, Checkpoint.open(fp8_copy).fingerprint}) == 3

@@ -1,0 +1,106 @@
+"""Quantizes a small checkpoint: the job that tests/quantize/test_kill.py kills and starts again.
+
+    python quantize_job.py SOURCE TEXT OUT kill TIMES SECONDS   killed so many times at random moments of a run of about SECONDS, and
+                                                                as often in the middle of a write; then left alone
+    python quantize_job.py SOURCE TEXT OUT full MIB             on a file system that is too small, then with room
+Prints one JSON object. It forks, so that torch is imported once and not for every run.
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from quantkit.calibrate.events import Event, Note, Progress
+from quantkit.errors import QuantkitError
+from quantkit.quantize import quantize
+from quantkit.recipe import Recipe
+from quantkit.schemes import find_scheme
+
+SMALL = {"samples": 6, "held_out": 2, "seq_len": 32, "scale_points": 3, "fit_points": 2, "search_rows": 16, "min_expert_tokens": 16}
+SCHEME = "awq-w4a16"
+
+
+def run(source: Path, text: Path, out: Path, facts: Path | None = None) -> None:
+    """One run; the units that it finds finished are counted in `facts`."""
+    found = 0
+
+    def on_event(event: Event) -> None:
+        nonlocal found
+        found += isinstance(event, Note) and event.text.endswith("found finished")
+        if facts is not None and isinstance(event, Progress):
+            facts.write_text(str(found))
+
+    quantize(
+        source, out, find_scheme(SCHEME), "auto", Recipe(scheme=SCHEME, calibration=str(text), **SMALL), device="cpu", on_event=on_event
+    )
+
+
+def tear(writes: int) -> None:
+    """From now on, the write that comes after `writes` others is cut in half by SIGKILL."""
+    pwrite, left = os.pwrite, writes
+
+    def torn(descriptor: int, data: memoryview, offset: int) -> int:
+        nonlocal left
+        if left == 0:
+            pwrite(descriptor, data[: len(data) // 2], offset)
+            os.kill(os.getpid(), signal.SIGKILL)
+        left -= 1
+        return pwrite(descriptor, data, offset)
+
+    os.pwrite = torn  # type: ignore[assignment]
+
+
+def kill_and_start_again(source: Path, text: Path, out: Path, times: int, seconds: float) -> dict[str, object]:
+    """Runs `times` times to a random moment and `times` times into the middle of a write, mixed, then to the end."""
+    facts = out.with_name("facts")
+    plans = random.sample(["moment", "write"] * times, 2 * times)
+    deaths, found = {"moment": 0, "write": 0}, []
+    for plan in plans:
+        facts.write_text("0")
+        pid = os.fork()
+        if pid == 0:
+            if plan == "write":
+                tear(random.randrange(12))
+            run(source, text, out, facts)
+            os._exit(0)
+        if plan == "moment":
+            time.sleep(random.uniform(0, seconds))
+            os.kill(pid, signal.SIGKILL)
+        deaths[plan] += os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+        found.append(int(facts.read_text() or 0))  # a kill may fall between its clearing and its writing
+        if out.exists():
+            break
+    facts.unlink()
+    if not out.exists():
+        run(source, text, out)
+    return {"deaths": deaths, "found": found}
+
+
+def fill_the_disk(source: Path, text: Path, out: Path, filler_mib: int) -> dict[str, object]:
+    """With `filler_mib` of the file system taken: what is told, what is left; then with room."""
+    filler = out.with_name("filler")
+    filler.write_bytes(b"x" * (filler_mib * 2**20))
+    told = []
+    try:
+        run(source, text, out)
+    except QuantkitError as error:
+        told.append(str(error))
+    left = sorted(path.name for path in out.parent.iterdir())
+    filler.unlink()
+    run(source, text, out)
+    return {"told": told, "left": left, "files": sorted(path.name for path in out.iterdir())}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # no threads, so that forking is safe
+    source, text, out = (Path(argument) for argument in sys.argv[1:4])
+    if sys.argv[4] == "kill":
+        print(json.dumps(kill_and_start_again(source, text, out, int(sys.argv[5]), float(sys.argv[6]))))
+    else:
+        print(json.dumps(fill_the_disk(source, text, out, int(sys.argv[5]))))
