@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LEVELS = [
     {"errors"},
-    {"assets", "schemes"},
+    {"assets", "schemes", "plots"},
     {"quant", "recipe"},
     {"checkpoint", "quantkit_kernels"},
     {"models"},

@@ -5,6 +5,7 @@ journal until the output is complete.
 """
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +112,8 @@ class Output:
 
     # --- the end ---------------------------------------------------------------------------------------------------------
 
-    def finish(self) -> None:
-        """Write config, manifest and the files that belong to a model; OUT exists when this returns."""
+    def finish(self, more: dict[str, bytes]) -> None:
+        """Write config, manifest, the files that belong to a model, and `more`; OUT exists when this returns."""
         quantized = [row.module for row in self.rows.values() if self.quantizes(row)]
         plain = [spec for row in self.rows.values() if not self.quantizes(row) for spec in self.specs(row)]
         files = {
@@ -121,9 +122,18 @@ class Output:
             if (self.source.checkpoint.path / name).is_file()
         }
         files |= self.format.extra_files(self.grid, dict.fromkeys(quantized, self.grid), plain)
+        files |= more
         files["manifest.json"] = json.dumps({"tensors": self.manifest()}, indent=1).encode()
         block = self.format.config_block(self.grid, dict.fromkeys(quantized, self.grid), plain)
         self.writer.finish(output_config(self.source.checkpoint.config, block), files)
+
+    def bytes_by_part(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Of the source, without what is dropped, and of the output; the largest part of the output first."""
+        before, after = Counter[str](), Counter[str]()
+        for row in self.rows.values():
+            before[row.part] += self.source.stored_bytes(row)
+            after[row.part] += sum(spec.nbytes for spec in self.specs(row))
+        return dict(before), dict(after.most_common())
 
     def manifest(self) -> dict[str, dict[str, Any]]:
         """Every tensor of the source: quantized, copied, transformed or dropped, what it became, and why."""

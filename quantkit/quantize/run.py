@@ -25,6 +25,7 @@ from quantkit.quantize.checks import Inventory, check_groups, take_inventory
 from quantkit.quantize.memory import Peak, Work, calibrated_peak, nearest_peak
 from quantkit.quantize.nearest import round_units
 from quantkit.quantize.output import Output
+from quantkit.quantize.report import Account, report_files
 from quantkit.recipe import Recipe
 from quantkit.schemes import Grid, IntGrid, Scheme, check_pair
 
@@ -82,7 +83,20 @@ def quantize(
         else:
             findings, rest = Findings(), solver
         nearest = round_units(reader, output, rest, on_event)
-        output.finish()
+        found = findings if methods else nearest
+        before, after = output.bytes_by_part()
+        account = Account(
+            model=source.name,
+            scheme=scheme.name,
+            format=name,
+            version=__version__,
+            calibration=Path(recipe.calibration).name if methods and recipe.calibration else None,
+            calibration_tokens=sum(len(s) for s in sequences.calibration),
+            min_expert_tokens=recipe.min_expert_tokens,
+            source_bytes=before,
+            output_bytes=after,
+        )
+        output.finish(report_files(account, found))
         written = writer.layout.total_size
     return Report(
         out=out,
@@ -93,7 +107,7 @@ def quantize(
         seconds=time.perf_counter() - start,
         peak_memory=_peak_memory(),
         calibration_tokens=sum(len(s) for s in sequences.calibration),
-        findings=findings if methods else nearest,
+        findings=found,
     )
 
 

@@ -1,0 +1,40 @@
+"""Axes without a display and without global state, and figures as inline SVG for self-contained pages."""
+
+import io
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+OURS, THEIRS, GREY = "#1f5fa8", "#c7761a", "#888888"
+
+
+def draw(width: float, height: float) -> tuple["Axes", "Plot"]:
+    """One pair of axes in a figure of `width` x `height` inches."""
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasSVG(figure)
+    axes = figure.add_subplot()
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    return axes, Plot(figure)
+
+
+class Plot:
+    def __init__(self, figure: "Figure") -> None:
+        self.figure = figure
+
+    def svg(self) -> str:
+        """The <svg> element alone: no XML head, no fixed size, ids that cannot clash between plots of one page."""
+        import matplotlib
+
+        text = io.StringIO()
+        with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "quantkit", "font.family": "sans-serif"}):
+            self.figure.savefig(text, format="svg", metadata={"Date": None})
+        body = text.getvalue()
+        body = body[body.index("<svg") :]
+        return re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", body, count=1), count=1)

@@ -1,0 +1,170 @@
+"""report.json and report.html beside the weights: what was lost, where, and why. Self-contained, and the same whenever it is made.
+
+Times and memory are not in it: they differ from run to run, and the files of a resumed run are those of an undisturbed one.
+"""
+
+import json
+import math
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from quantkit.calibrate.findings import Findings
+from quantkit.plots import GREY, OURS, THEIRS, draw
+
+_TEMPLATE = Path(__file__).with_name("report.html.j2")
+_WORST = 25
+"""Linears listed."""
+_COLOURS = (OURS, THEIRS, "#3d8b5f", "#8a4fa0", "#b23a48", "#4aa3b8", "#9a8b2f", "#555555")
+
+
+@dataclass(frozen=True)
+class Account:
+    """What a report says besides the findings. Bytes are of tensors, by part of the model."""
+
+    model: str
+    scheme: str
+    format: str
+    version: str
+    calibration: str | None
+    calibration_tokens: int
+    min_expert_tokens: int
+    source_bytes: dict[str, int]
+    output_bytes: dict[str, int]
+
+
+def report_files(account: Account, findings: Findings) -> dict[str, bytes]:
+    """report.json and report.html."""
+    facts = summary(account, findings)
+    return {"report.json": (json.dumps(facts, indent=1) + "\n").encode(), "report.html": _page(facts).encode()}
+
+
+def summary(account: Account, findings: Findings) -> dict[str, Any]:
+    """Everything that the page shows, JSON-ready; an error without held-out inputs is null."""
+    starved = {
+        layer: [expert for expert, tokens in enumerate(counts) if tokens < account.min_expert_tokens]
+        for layer, counts in findings.expert_tokens.items()
+    }
+    return {
+        **vars(account),
+        "mean_error": findings.mean_error,
+        "errors": {module: None if math.isnan(error) else error for module, error in findings.errors.items()},
+        "methods": findings.methods,
+        "error_by_layer": by_layer(findings.errors),
+        "hidden_error": {layer: None if math.isnan(error) else error for layer, error in findings.hidden_error.items()},
+        "scales": findings.scales,
+        "expert_tokens": findings.expert_tokens,
+        "starved_experts": {layer: experts for layer, experts in starved.items() if experts},
+        "expert_agreement": findings.expert_agreement,
+    }
+
+
+def by_layer(errors: dict[str, float]) -> dict[str, dict[str, float]]:
+    """kind of linear -> layer -> median error; routed experts are a kind of their own."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for module, error in errors.items():
+        match = re.search(r"\.layers\.(\d+)\.", module)
+        if match and not math.isnan(error):
+            found.setdefault(kind_of(module), {}).setdefault(match[1], []).append(error)
+    return {kind: {layer: median(values) for layer, values in layers.items()} for kind, layers in found.items()}
+
+
+def kind_of(module: str) -> str:
+    """ "o_proj", "shared down_proj", "expert gate_proj"."""
+    name = module.rsplit(".", 1)[1]
+    return f"expert {name}" if ".experts." in module else f"shared {name}" if ".shared_experts." in module else name
+
+
+def _page(facts: dict[str, Any]) -> str:
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"size": _size, "scientific": lambda value: "-" if value is None else f"{value:.2e}"}
+    worst = sorted(((error, module) for module, error in facts["errors"].items() if error is not None), reverse=True)[:_WORST]
+    plots = {
+        "errors": _error_plot(facts["error_by_layer"]) if facts["error_by_layer"] else "",
+        "hidden": _layer_plot(facts["hidden_error"], "squared error over squared norm", log=True),
+        "tokens": _tokens_plot(facts["expert_tokens"], facts["min_expert_tokens"]) if facts["expert_tokens"] else "",
+        "agreement": _layer_plot(facts["expert_agreement"], "share of the same experts", log=False),
+        "scales": _scale_plot(facts["scales"]) if facts["scales"] else "",
+        "sizes": _size_plot(facts["source_bytes"], facts["output_bytes"]),
+    }
+    return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+        facts=facts, plots=plots, worst=worst, methods=Counter(facts["methods"].values()).most_common()
+    )
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
+
+
+def _error_plot(kinds: dict[str, dict[str, float]]) -> str:
+    axes, plot = draw(7.0, 3.2)
+    for number, (kind, layers) in enumerate(sorted(kinds.items())):
+        points = sorted((int(layer), error) for layer, error in layers.items())
+        colour, style = _COLOURS[number % len(_COLOURS)], "-" if number < len(_COLOURS) else "--"
+        axes.plot([x for x, _ in points], [y for _, y in points], style, marker="o", markersize=3, color=colour, label=kind, linewidth=1)
+    axes.set_yscale("log")
+    _label(axes, "layer", "median output error")
+    axes.legend(fontsize=7, frameon=False, ncols=2, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return plot.svg()
+
+
+def _layer_plot(layers: dict[str, float | None], title: str, *, log: bool) -> str:
+    points = sorted((int(layer), value) for layer, value in layers.items() if value is not None)
+    if not points:
+        return ""
+    axes, plot = draw(7.0, 2.2)
+    axes.plot([x for x, _ in points], [y for _, y in points], marker="o", markersize=3, color=OURS)
+    if log:
+        axes.set_yscale("log")
+    _label(axes, "layer", title)
+    return plot.svg()
+
+
+def _tokens_plot(layers: dict[str, list[int]], starved: int) -> str:
+    """Every layer's experts from the busiest to the idlest."""
+    axes, plot = draw(7.0, 2.6)
+    for counts in layers.values():
+        axes.plot(sorted(counts, reverse=True), color=OURS, alpha=max(0.15, 1 / len(layers)), linewidth=1)
+    axes.axhline(starved, color=THEIRS, linewidth=1, linestyle="--", label="starved below this")
+    axes.set_yscale("symlog", linthresh=max(starved, 1))
+    axes.set_ylim(bottom=0)
+    _label(axes, "experts of a layer, busiest first (a line a layer)", "calibration tokens")
+    axes.legend(fontsize=8, frameon=False)
+    return plot.svg()
+
+
+def _scale_plot(scales: dict[str, list[float]]) -> str:
+    """Smallest to largest s of every group, in the order of the layers."""
+    axes, plot = draw(7.0, 2.6)
+    for place, (low, middle, high) in enumerate(scales.values()):
+        axes.plot([place, place], [low, high], color=GREY, linewidth=1.2)
+        axes.plot([place], [middle], marker="_", color=OURS, markersize=5)
+    axes.set_yscale("log")
+    _label(axes, "groups, first layer to last", "s: smallest, median, largest")
+    return plot.svg()
+
+
+def _size_plot(source: dict[str, int], output: dict[str, int]) -> str:
+    parts = [part for part, size in sorted(output.items(), key=lambda item: -item[1]) if size * 200 > sum(output.values())]
+    axes, plot = draw(7.0, 0.7 + 0.45 * len(parts))
+    for place, part in enumerate(parts):
+        axes.barh(place - 0.18, source.get(part, 0) / 1e9, height=0.34, color=GREY, label="source" if place == 0 else None)
+        axes.barh(place + 0.18, output[part] / 1e9, height=0.34, color=OURS, label="output" if place == 0 else None)
+    axes.set_yticks(range(len(parts)), parts)
+    axes.set_ylim(len(parts) - 0.5, -0.5)
+    _label(axes, "GB", "")
+    axes.legend(fontsize=8, frameon=False)
+    return plot.svg()
+
+
+def _label(axes: Any, x: str, y: str) -> None:
+    if x.startswith("layer"):
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlabel(x, fontsize=8)
+    axes.set_ylabel(y, fontsize=8)
+    axes.tick_params(labelsize=8)
