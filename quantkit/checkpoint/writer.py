@@ -210,7 +210,9 @@ def _check_target(out: Path, overwrite: bool) -> None:
 
 
 def _check_partial(partial: Path, state: Path) -> None:
-    if partial.exists() and not state.is_dir() and any(partial.iterdir()):
+    # One look: another rank may be creating the directory, and makes the state directory before anything else in it.
+    names = {path.name for path in partial.iterdir()} if partial.exists() else set()
+    if names and state.name not in names:
         raise QuantkitError(f"{partial} exists and is no unfinished output of quantkit", "move it away")
 
 
