@@ -1,0 +1,249 @@
+"""The main job as a user types it: every scheme and format through the command line, and what bad input gets."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import make_model
+import numpy as np
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+from safetensors.torch import load_file
+from torch import Tensor
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.quant.weights import dequantize
+
+SAMPLES = ["--samples", "4", "--seq-len", "32"]
+
+
+def quantkit(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "quantkit", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"})
+
+
+def answer(*arguments: str | Path) -> dict[str, Any]:
+    """The one JSON object that a command prints."""
+    done = quantkit(*arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def refusal(*arguments: str | Path) -> str:
+    """The one line that a refused command prints."""
+    done = quantkit(*arguments)
+    assert done.returncode == 1, (done.stdout, done.stderr)
+    assert "Traceback" not in done.stderr
+    lines = [line for line in done.stderr.splitlines() if "error:" in line]
+    assert len(lines) == 1, done.stderr
+    return lines[0]
+
+
+@pytest.fixture(scope="module")
+def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "calibration.txt"
+    words = ["the", "one", "who", "asks", "is", "told", "what", "many", "have", "found"]
+    path.write_text("\n\n".join(" ".join(words[(i * 7 + j) % len(words)] for j in range(200)) for i in range(40)))
+    return path
+
+
+# Independent decoding: from the formats' descriptions with NumPy, and by compressed-tensors' own code. W is [out, in].
+
+
+def decode_awq(tensors: dict[str, Tensor], module: str) -> np.ndarray:
+    order = [0, 4, 1, 5, 2, 6, 3, 7]
+
+    def nibbles(name: str) -> np.ndarray:
+        words = tensors[f"{module}.{name}"].numpy().view(np.uint32)
+        planes = np.stack([(words >> (4 * place)) & 15 for place in order], axis=-1)
+        return planes.reshape(words.shape[0], -1).astype(np.float64)
+
+    scales = tensors[f"{module}.scales"].double().numpy()
+    group = nibbles("qweight").shape[0] // scales.shape[0]
+    return ((nibbles("qweight") - nibbles("qzeros").repeat(group, 0)) * scales.repeat(group, 0)).T
+
+
+def decode_modelopt(tensors: dict[str, Tensor], module: str) -> np.ndarray:
+    table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    packed = tensors[f"{module}.weight"].numpy()
+    values = table[np.stack([packed & 15, packed >> 4], axis=-1).reshape(packed.shape[0], -1)]
+    scale = tensors[f"{module}.weight_scale"].double().numpy().repeat(16, 1)
+    return values * scale * tensors[f"{module}.weight_scale_2"].double().numpy()
+
+
+def decode_compressed_fp4(tensors: dict[str, Tensor], module: str) -> np.ndarray:
+    as_modelopt = {
+        f"{module}.weight": tensors[f"{module}.weight_packed"],
+        f"{module}.weight_scale": tensors[f"{module}.weight_scale"],
+        f"{module}.weight_scale_2": 1 / tensors[f"{module}.weight_global_scale"].double(),
+    }
+    return decode_modelopt(as_modelopt, module)
+
+
+def decode_compressed_int4(tensors: dict[str, Tensor], module: str) -> np.ndarray:
+    shape = torch.Size(tensors[f"{module}.weight_shape"].tolist())
+    codes = unpack_from_int32(tensors[f"{module}.weight_packed"], 4, shape).double().numpy()
+    scale = tensors[f"{module}.weight_scale"].double().numpy()
+    rows = torch.Size((shape[0], scale.shape[1]))
+    zeros = unpack_from_int32(tensors[f"{module}.weight_zero_point"], 4, rows, packed_dim=0).double().numpy()
+    group = shape[1] // scale.shape[1]
+    return (codes - zeros.repeat(group, 1)) * scale.repeat(group, 1)
+
+
+def decode_int8(tensors: dict[str, Tensor], module: str) -> np.ndarray:
+    return tensors[f"{module}.weight"].double().numpy() * tensors[f"{module}.weight_scale"].double().numpy()
+
+
+CASES = [
+    ("awq-w4a16", "awq", decode_awq),
+    ("awq-w4a16", "compressed-tensors", decode_compressed_int4),
+    ("rtn-w4a16", "awq", decode_awq),
+    ("fp4-w4a16", "modelopt", decode_modelopt),
+    ("fp4-w4a16", "compressed-tensors", decode_compressed_fp4),
+    ("int8-a8w8c16", "compressed-tensors", decode_int8),
+    ("int8-a8w8c16", "modelslim", decode_int8),
+]
+
+
+@pytest.mark.parametrize(("scheme", "format_name", "decode"), CASES, ids=lambda value: value if isinstance(value, str) else "")
+def test_quantize_writes_what_it_says(
+    tiny_checkpoint: Path, calibration: Path, tmp_path: Path, scheme: str, format_name: str, decode: Any
+) -> None:
+    out = tmp_path / "out"
+    report = answer(
+        "quantize", tiny_checkpoint, "--scheme", scheme, "--format", format_name, "--out", out, "--calibration", calibration, *SAMPLES
+    )
+    assert (report["scheme"], report["format"]) == (scheme, format_name)
+    about = answer("inspect", out)
+    assert about["format"] == format_name
+    assert about["missing"] == []
+    assert about["mtp_layers"] == 1
+    source = Checkpoint.open(tiny_checkpoint)
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert set(source.tensors) == set(manifest["tensors"])
+    assert {fate for entry in manifest["tensors"].values() for fate in entry["became"]} == set(Checkpoint.open(out).tensors)
+
+    written: dict[str, Tensor] = {}
+    for shard in out.glob("*.safetensors"):
+        written |= load_file(shard)
+    checkpoint = Checkpoint.open(out)
+    assert len(checkpoint.linears) > 20
+    for module in checkpoint.linears:
+        ours = dequantize(checkpoint.weight(module), torch.float64).numpy()
+        np.testing.assert_allclose(decode(written, module), ours, rtol=2e-7, atol=1e-12)
+
+
+def test_run_answers_as_json(tiny_checkpoint: Path) -> None:
+    reply = answer("run", tiny_checkpoint, "--prompt", "hello", "--max-new-tokens", "4")
+    assert reply["tokens"] <= 4
+    assert {"text", "prompt_tokens", "tokens_per_second"} <= reply.keys()
+
+
+def test_kernels_and_deploy_answer(tiny_checkpoint: Path) -> None:
+    rows = answer("kernels", "--device", "cpu")["rows"]
+    assert all(row["usable"] or row["reason"] for row in rows)
+    assert answer("deploy", tiny_checkpoint, "--engine", "vllm", "--boxes", "1")["launches"]
+
+
+def test_usage_errors_exit_2() -> None:
+    assert quantkit("quantize").returncode == 2
+    assert quantkit("bench", "tiny-r1", "--input-len", "many").returncode == 2
+
+
+def _copy(source: Path, target: Path) -> Path:
+    shutil.copytree(source, target)
+    return target
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--scheme", "w3"), r"scheme 'w3' is not known"),
+        (("--scheme", "awq-w4a16", "--format", "modelopt"), "no engine loads awq-w4a16 in format modelopt"),
+        (("--scheme", "awq-w4a16"), "needs calibration text"),
+    ],
+)
+def test_bad_requests(tiny_checkpoint: Path, tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
+    assert said in refusal("quantize", tiny_checkpoint, "--out", tmp_path / "out", *arguments)
+    assert not list(tmp_path.iterdir())
+
+
+def test_bad_sources(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """Each fault is one line that names the thing, and leaves nothing behind."""
+    out = tmp_path / "out"
+
+    def said(path: Path) -> str:
+        line = refusal("quantize", path, "--scheme", "rtn-w4a16", "--out", out)
+        assert not out.exists()
+        return line
+
+    shard = sorted(tiny_checkpoint.glob("*.safetensors"))[1].name
+    missing = _copy(tiny_checkpoint, tmp_path / "missing")
+    (missing / shard).unlink()
+    assert shard in said(missing)
+
+    truncated = _copy(tiny_checkpoint, tmp_path / "truncated")
+    with (truncated / shard).open("r+b") as file:
+        file.truncate((truncated / shard).stat().st_size - 100)
+    assert shard in said(truncated)
+
+    phantom = _copy(tiny_checkpoint, tmp_path / "phantom")
+    index = json.loads((phantom / "model.safetensors.index.json").read_text())
+    index["weight_map"]["model.layers.0.ghost.weight"] = shard
+    (phantom / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "model.layers.0.ghost.weight" in said(phantom)
+
+    foreign = _copy(tiny_checkpoint, tmp_path / "foreign")
+    config = json.loads((foreign / "config.json").read_text())
+    (foreign / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
+    assert "deepseek_v3" in said(foreign)
+
+    pickle = tmp_path / "pickle"
+    pickle.mkdir()
+    (pickle / "config.json").write_text(json.dumps(config))
+    (pickle / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    assert "pytorch_model.bin" in said(pickle)
+
+    assert "does not exist" in said(tmp_path / "nowhere")
+    out.mkdir()
+    (out / "config.json").write_text("{}")
+    assert "--overwrite" in refusal("quantize", tiny_checkpoint, "--scheme", "rtn-w4a16", "--out", out)
+    assert (out / "config.json").read_text() == "{}"
+
+
+def test_damaged_weights(tmp_path: Path) -> None:
+    """A scale that is missing or of the wrong shape, NaN in a weight, a group size that does not divide."""
+    config = make_model.tiny_config()
+    tensors = make_model.random_tensors(config)
+    name = "model.layers.1.mlp.experts.2.down_proj.weight"
+
+    def said(path: Path, *arguments: str | Path) -> str:
+        line = refusal("quantize", path, "--scheme", "rtn-w4a16", "--out", tmp_path / "out", *arguments)
+        assert not (tmp_path / "out").exists()
+        return line
+
+    poisoned = {**tensors, name: torch.full_like(tensors[name], float("nan"))}
+    assert name.removesuffix(".weight") in said(make_model.write_dense(tmp_path / "nan", config, poisoned))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("scheme: rtn-w4a16\ngroup_size: 96\n")
+    source = make_model.write_fp8(tmp_path / "fp8", config, tensors)
+    assert "96" in said(source, "--recipe", recipe)
+
+    shard = next(path for path in source.glob("*.safetensors") if f"{name}_scale_inv" in load_file(path))
+    whole = load_file(shard)
+    from safetensors.torch import save_file
+
+    save_file({key: value for key, value in whole.items() if key != f"{name}_scale_inv"}, shard)
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    del index["weight_map"][f"{name}_scale_inv"]
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert name in said(source)
+    index["weight_map"][f"{name}_scale_inv"] = shard.name
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({**whole, f"{name}_scale_inv": torch.ones(7, 7)}, shard)
+    assert name in said(source)
