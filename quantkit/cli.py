@@ -299,6 +299,8 @@ def bench(
     json_: AsJson = False,
 ) -> None:
     """Speed over a grid of input lengths and concurrencies: TTFT, TPOT, tokens/s, latency, as evalscope perf defines them."""
+    from quantkit.evaluate.hardware import describe_hardware
+    from quantkit.evaluate.run import is_url
     from quantkit.evaluate.speed.measure import Row, measure_grid
     from quantkit.evaluate.speed.targets import open_target
 
@@ -313,7 +315,8 @@ def bench(
         err.print(f"[dim]{row.input_len} x {row.concurrency}: TTFT {row.ttft_s:.3f} s, TPOT {tpot}[/dim]")
 
     rows = measure_grid(target, lengths, users, output_len, requests_per_slot=requests, warmup=warmup, seed=seed, on_row=show)
-    result = {"target": target.name, "output_len": output_len, "rows": [row.to_json() for row in rows]}
+    hardware = target.name if is_url(model) else describe_hardware(device)
+    result = {"target": target.name, "hardware": hardware, "output_len": output_len, "rows": [row.to_json() for row in rows]}
     if out_dir:
         from quantkit.evaluate.speed.report import write_report
 

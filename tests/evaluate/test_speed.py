@@ -14,6 +14,7 @@ from quantkit.errors import QuantkitError
 from quantkit.evaluate.speed.endpoint import EndpointTarget
 from quantkit.evaluate.speed.engine import EngineTarget
 from quantkit.evaluate.speed.measure import RequestTimes, measure_grid, percentile, summarize
+from quantkit.evaluate.speed.report import write_report
 from quantkit.executor.engine import Engine
 
 DELAY_S = 0.15
@@ -72,6 +73,19 @@ def test_engine_grid(tiny_checkpoint: Path) -> None:
         measure_grid(target, [8, 60], [1], output_len=5)
     with pytest.raises(QuantkitError, match="concurrency 3"):
         measure_grid(target, [8], [3], output_len=5)
+
+
+def test_report_shows_ours_and_the_published_apart(tmp_path: Path) -> None:
+    rows = [summarize([RequestTimes(0, 1, 1 + c, 8, 11)], input_len, c).to_json() for input_len in (8, 64) for c in (1, 4)]
+    write_report(tmp_path / "bench", {"target": "tiny", "hardware": "this machine", "output_len": 11, "rows": rows})
+    page = (tmp_path / "bench" / "bench.html").read_text()
+    assert page.count("<svg") == 3
+    ours, _, published = page.partition("Published by others")
+    assert "100.00" in ours
+    assert "400.00" in ours
+    assert "910B1" in published
+    assert "910B1" not in ours
+    assert json.loads((tmp_path / "bench" / "bench.json").read_text())["rows"] == rows
 
 
 class Server(BaseHTTPRequestHandler):
