@@ -79,6 +79,40 @@ def quantize(
 
 
 @app.command()
+def plan(
+    model: Model,
+    scheme: Annotated[str, typer.Option(help="awq-w4a16, fp4-w4a16, int8-a8w8c16 or rtn-w4a16.")],
+    devices: Annotated[str, typer.Option(help="8x64GiB, or 8x910B1 for predicted decoding times as well.")] = "8x64GiB",
+    format_: Annotated[str, typer.Option("--format", help="As for quantize.")] = "auto",
+    samples: Annotated[int, typer.Option(min=1, help="Calibration sequences.")] = 128,
+    seq_len: Annotated[int, typer.Option(min=8, help="Tokens of a calibration sequence.")] = 512,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of the longest request to serve.")] = 4096,
+    json_: AsJson = False,
+) -> None:
+    """Memory, disk, time and fit of a quantization, from config.json and headers alone."""
+    from quantkit.plan import plan as make_plan
+    from quantkit.schemes import find_scheme
+
+    chosen, path = find_scheme(scheme), find_model(model)
+    count, _, kind = devices.partition("x")
+    predicted: dict[str, Any] = {}
+    if count.isdigit() and not kind.endswith("GiB"):
+        from quantkit.checkpoint.reader import Checkpoint
+        from quantkit.costmodel import load_hardware, predict
+
+        hardware = load_hardware(kind)
+        batches = (1, 2, 4, 8, 16, 32)
+        predicted = predict(Checkpoint.open(path).config, chosen, hardware, devices=int(count), batches=batches, context=min(context, 640))
+        devices = f"{count}x{hardware.memory_gb:.0f}GiB"
+    about = make_plan(path, chosen, format_, devices=devices, samples=samples, seq_len=seq_len, context=context)
+    if json_:
+        return print_json(about | ({"cost_model": predicted} if predicted else {}))
+    console.show_plan(about)
+    if predicted:
+        console.show_prediction(predicted)
+
+
+@app.command()
 def convert(
     source: Annotated[str, typer.Argument(metavar="SRC", help="A model, quantized or not.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="Directory to write.")],

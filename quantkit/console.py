@@ -88,6 +88,35 @@ def show_inspection(about: dict[str, Any]) -> None:
     facts(about["path"], rows)
 
 
+def show_plan(about: dict[str, Any]) -> None:
+    placed, host = about["devices"], about["host_peak"]
+    rows = [
+        ("output", f"{size(about['output_bytes'])} ({about['format']}), without MTP {size(about['output_bytes_without_mtp'])}"),
+        *((f"  {part}", size(count)) for part, count in about["output_bytes_by_part"].items()),
+        ("fits", "yes" if about["fits"] else "NO"),
+        (f"  {placed['count']} devices of {size(placed['memory_bytes'])}", f"{size(placed['weight_bytes'])} of weights each"),
+        ("  room for the cache", f"{size(placed['cache_bytes'])} each, {placed['cache_tokens']:,} tokens"),
+        ("  assuming", placed["assumption"]),
+        ("host memory, peak", f"{size(about['host_peak_bytes'])} (at {host['where']})"),
+        ("disk", f"{size(about['disk_bytes'])} needed, {size(about['disk_free_bytes'])} free here"),
+        *((f"time on {one['device']}", f"{one['seconds'] / 60:.1f} min, assuming {one['assumption']}") for one in about["time"]),
+    ]
+    facts(f"{about['model']} as {about['scheme']}", rows)
+
+
+def show_prediction(predicted: dict[str, Any]) -> None:
+    levels = [one["level"] for one in predicted["predictions"][0]]
+    title = f"TPOT in ms on {predicted['devices']} x {predicted['hardware']}, context {predicted['context']}: predicted, never measured"
+    table = Table("concurrency", *levels, title=title)
+    for ladder in predicted["predictions"]:
+        table.add_row(str(ladder[0]["batch"]), *(f"{one['tpot_ms']:.1f}" for one in ladder))
+    out.print(table)
+    for one in predicted["predictions"][0]:
+        parts = ", ".join(f"{name} {ms:.1f}" for name, ms in one["parts"].items() if ms >= 0.05)
+        note = f"{one['num_launches']} launches, {one['num_collectives']} collectives"
+        err.print(f"[dim]{one['level']}: {one['summary']}; at concurrency 1: {parts} ms; {note}[/dim]", highlight=False, soft_wrap=True)
+
+
 def show_conversion(about: dict[str, Any]) -> None:
     rows = [
         ("written to", f"{about['out']} ({about['format']}, from {about['source_format']})"),

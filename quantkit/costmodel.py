@@ -5,12 +5,14 @@
         print(prediction.level, prediction.tpot_ms)
 
 The levels of a hardware file go from a floor that no program can beat up to naive execution; a measured time that falls between two
-levels says what the program leaves on the table. Nothing is fitted to a measurement. Assumptions, all of them in the hardware's YAML:
-tensor parallelism over all devices; routing uniform, so E(1 - (1 - k/E)^B) experts are read; activations stay on the chip; the parts of an
-operator either overlap (the slowest counts) or follow one another; operators follow one another.
+levels says what the program leaves on the table. No constant is solved for from a measurement, but the form (overlapped parts: the
+slowest counts) was chosen with the published 910B1 figures in view: it attributes time, it is not validated. Assumptions, all of them
+in the hardware's YAML: tensor parallelism over all devices; routing uniform, so E(1 - (1 - k/E)^B) experts are read; activations stay
+on the chip; the parts of an operator either overlap (the slowest counts) or follow one another; operators follow one another.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from quantkit.assets import asset
 from quantkit.errors import QuantkitError
+from quantkit.models import find_architecture
 from quantkit.models.table import Parameter
 from quantkit.schemes import Fp4Grid, Grid, Scheme
 
@@ -142,6 +145,18 @@ def ladder(
     loads = device_loads(parameters, config, scheme.weight, devices, batch)
     cache_bytes = _cache_bytes(config, devices) * batch * context
     return [_predict(level, loads, cache_bytes, config, scheme, hardware, devices, batch) for level in hardware.levels]
+
+
+def predict(
+    config: dict[str, Any], scheme: Scheme, hardware: Hardware, *, devices: int, batches: Sequence[int], context: int
+) -> dict[str, Any]:
+    """The ladders of a model, from its config.json alone, for several batch sizes; JSON-ready."""
+    architecture = find_architecture(config)
+    parsed = architecture.Config.from_dict(config)
+    rows = architecture.parameters(parsed)
+    found = [ladder(rows, parsed, scheme, hardware, devices=devices, batch=batch, context=context) for batch in batches]
+    predictions = [[{**asdict(one), "tpot_ms": one.tpot_ms} for one in levels] for levels in found]
+    return {"hardware": hardware.name, "devices": devices, "context": context, "predictions": predictions}
 
 
 def steps(predictions: list[Prediction]) -> list[tuple[str, str, dict[str, float]]]:
