@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint test-ascend test-engines clean
 
 demo: $(VENV)/run.stamp
 	$(BIN)/python tools/demo.py --out out/demo
@@ -15,6 +15,38 @@ lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
+
+# Judges: other people's code in environments of its own. `beside` makes an environment see this one's packages.
+SITE := import sysconfig; print(sysconfig.get_path('purelib'))
+define beside
+$(PYTHON) -m venv $(@D)
+echo "import site; site.addsitedir('$$($(BIN)/python -c "$(SITE)")')" > "$$($(@D)/bin/python -c "$(SITE)")/beside.pth"
+endef
+MLIR := mlir-19-tools llvm-19 libmlir-19 gcc libc6-dev
+
+test-ascend: .venv-ascend/stamp .venv-npu/stamp
+	OMP_NUM_THREADS=1 .venv-ascend/bin/python -m pytest tests/ascend/lowered
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 .venv-npu/bin/python -m pytest tests/ascend/schemas
+
+.venv-ascend/stamp: $(VENV)/test.stamp
+	$(beside)
+	.venv-ascend/bin/pip install --quiet --no-deps triton-ascend==3.2.0 pybind11==3.1.0
+	command -v mlir-opt-19 llc-19 gcc > /dev/null || { apt-get update --quiet=2 && apt-get install --quiet=2 --yes --no-install-recommends $(MLIR); }
+	touch $@
+
+.venv-npu/stamp: $(VENV)/test.stamp
+	$(beside)
+	.venv-npu/bin/pip install --quiet --no-deps torch_npu==2.13.0
+	.venv-npu/bin/python tests/ascend/schemas/stand_ins.py
+	touch $@
+
+test-engines: $(VENV)/test.stamp .venv-vllm/stamp
+	$(BIN)/python tests/judges/transformers_logits.py
+	$(BIN)/python tests/judges/vllm_tokens.py --vllm .venv-vllm/bin/python
+
+.venv-vllm/stamp: tests/judges/vllm_venv.sh
+	bash tests/judges/vllm_venv.sh .venv-vllm
+	touch $@
 
 $(VENV)/run.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
