@@ -204,12 +204,15 @@ class Engine:
 
     def _choose(self, done: Pass) -> None:
         """Sample a token for every row; here the host waits for the device."""
-        logits = self.runner.model.logits(done.hidden[done.rows])
+        logits, greedy = done.logits, done.greedy
+        assert logits is not None, done.counts
+        assert greedy is not None, done.counts
         each = [sequence for sequence, count in done.counts for _ in range(count)]
         batch = Batch.of([one.params for one in each], [one.seed for one in each], logits.device)
         positions = [len(sequence.token_ids) + i for sequence, count in done.counts for i in range(count)]
-        self._forbid_eos(done, logits)
-        chosen = self.parallel.agree(sample(logits, batch, torch.tensor(positions, device=logits.device)))
+        if self._forbid_eos(done, logits) or batch is not None:
+            greedy = sample(logits, batch, torch.tensor(positions, device=logits.device))
+        chosen = self.parallel.agree(greedy)
         logprobs = self._logprobs(each, logits, chosen)
         token_ids, now, row = chosen.tolist(), time.perf_counter(), 0
         for sequence, count in done.counts:
@@ -220,12 +223,13 @@ class Engine:
             self.acceptance.accepted += kept - 1
             row += count
 
-    def _forbid_eos(self, done: Pass, logits: Tensor) -> None:
-        """Where an answer is shorter than its request's min_new_tokens, no token can end it."""
+    def _forbid_eos(self, done: Pass, logits: Tensor) -> bool:
+        """Where an answer is shorter than its request's min_new_tokens, no token can end it. Whether there was one."""
         rows = [len(sequence.generated) + i < sequence.params.min_new_tokens for sequence, count in done.counts for i in range(count)]
         if any(rows):
             short = torch.tensor(rows, device=logits.device).nonzero()
             logits[short, torch.tensor(sorted(self.tokenizer.eos_ids), device=logits.device)] = float("-inf")
+        return any(rows)
 
     def _logprobs(self, each: list[Sequence], logits: Tensor, chosen: Tensor) -> list[TokenLogprob]:
         """One per row, where anybody asked; with as many alternatives as the row's own request wants."""

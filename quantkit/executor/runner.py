@@ -1,4 +1,4 @@
-"""The passes of a step: tokens of sequences in, hidden states out."""
+"""The passes of a step: tokens of sequences in, hidden states and logits out."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quantkit.executor.cache import PagedCache
 from quantkit.executor.context import Chunk, DecodeContext, PrefillContext
+from quantkit.executor.graphs import Capture, CudaCapture, DecodeSteps, Result, Rows, compute, why_eager
 from quantkit.executor.sequence import Sequence
 
 
@@ -24,21 +25,30 @@ class Span(NamedTuple):
 class Pass:
     """What a pass computed: `hidden` [T, H] of the spans' tokens, one span after the other.
 
-    rows int64 [R]: the tokens whose successors are to be chosen; counts: which sequence they belong to, and how many each has.
+    logits float32 [R, vocab] and greedy int64 [R] (the likeliest tokens): of the R tokens whose successors are to be chosen, None where
+    there are none; counts: which sequence they belong to, and how many each has. Tensors are valid until the next pass.
     """
 
     spans: list[Span]
     hidden: Tensor
     context: PrefillContext | DecodeContext
-    rows: Tensor
+    logits: Tensor | None
+    greedy: Tensor | None
     counts: list[tuple[Sequence, int]]
 
 
 class Runner:
-    """A model with its cache on one device."""
+    """A model with its cache on one device. capture: how decode steps are captured; by default as the device allows."""
 
-    def __init__(self, model: Any, cache: PagedCache) -> None:
+    def __init__(self, model: Any, cache: PagedCache, capture: Capture | None = None) -> None:
         self.model, self.cache, self.device = model, cache, cache.device
+        self._why_eager = "" if capture else why_eager(self.device)
+        self._steps = None if self._why_eager else DecodeSteps(model, cache, capture or CudaCapture())
+
+    @property
+    def why_eager(self) -> str:
+        """Why decode steps are computed launch by launch; empty where they are captured."""
+        return self._why_eager if self._steps is None else self._steps.failure
 
     def prefill(self, parts: list[tuple[Sequence, int]]) -> Pass:
         """The next tokens of prompts; successors are chosen where a prompt is complete."""
@@ -53,27 +63,38 @@ class Runner:
                 counts.append((sequence, 1))
         chunks = [Chunk(start, length, torch.tensor(sequence.blocks, device=self.device)) for sequence, start, length in spans]
         context = PrefillContext(self.cache, chunks)
-        return Pass(spans, self._forward(token_ids, context), context, torch.tensor(rows, dtype=torch.int64, device=self.device), counts)
+        hidden = self.model(torch.tensor(token_ids, device=self.device), context)
+        if not rows:
+            return Pass(spans, hidden, context, None, None, counts)
+        logits = self.model.logits(hidden[torch.tensor(rows, device=self.device)])
+        return Pass(spans, hidden, context, logits, logits.argmax(dim=-1), counts)
 
     def decode(self, sequences: list[Sequence]) -> Pass:
         """The newest token of each sequence, and the drafted ones after it: successors of all are chosen."""
         spans = [Span(sequence, sequence.num_cached, 1 + len(sequence.drafts)) for sequence in sequences]
         token_ids = [token for sequence in sequences for token in (sequence.token_ids[-1], *sequence.drafts)]
-        context = self.decode_context([(sequence, start + i) for sequence, start, length in spans for i in range(length)])
-        rows = torch.arange(len(token_ids), device=self.device)
-        return Pass(spans, self._forward(token_ids, context), context, rows, [(span.sequence, span.length) for span in spans])
+        rows = self._rows(token_ids, [(sequence, start + i) for sequence, start, length in spans for i in range(length)])
+        result, context = self._steps.run(rows) if self._steps else self._eager(rows)
+        return Pass(spans, result.hidden, context, result.logits, result.greedy, [(span.sequence, span.length) for span in spans])
 
     def decode_context(self, tokens: list[tuple[Sequence, int]]) -> DecodeContext:
         """For one row per (sequence, position)."""
+        return self._context(self._rows([0] * len(tokens), tokens))
+
+    def _eager(self, rows: Rows) -> tuple[Result, DecodeContext]:
+        context = self._context(rows)
+        return compute(self.model, torch.from_numpy(rows.token_ids).to(self.device), context), context
+
+    def _context(self, rows: Rows) -> DecodeContext:
+        moved = [torch.from_numpy(array).to(self.device) for array in (rows.positions, rows.tables, rows.slots)]
+        return DecodeContext(self.cache, moved[0], moved[1], moved[2])
+
+    def _rows(self, token_ids: list[int], tokens: list[tuple[Sequence, int]]) -> Rows:
+        """token_ids, one per (sequence, position), with where they lie in the cache."""
         size = self.cache.block_size
         positions = np.array([position for _, position in tokens])
         tables = np.zeros((len(tokens), max(len(sequence.blocks) for sequence, _ in tokens)), dtype=np.int64)
         for row, (sequence, _) in enumerate(tokens):
             tables[row, : len(sequence.blocks)] = sequence.blocks
         slots = tables[np.arange(len(tokens)), positions // size] * size + positions % size
-        moved = [torch.from_numpy(array).to(self.device) for array in (positions, tables, slots)]
-        return DecodeContext(self.cache, moved[0], moved[1], moved[2])
-
-    def _forward(self, token_ids: list[int], context: PrefillContext | DecodeContext) -> Tensor:
-        hidden: Tensor = self.model(torch.tensor(token_ids, device=self.device), context)
-        return hidden
+        return Rows(np.array(token_ids), positions, slots, tables)

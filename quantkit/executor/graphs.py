@@ -1,0 +1,139 @@
+"""The decode step as a graph: captured once per size, then replayed, so that a token costs one launch and not thousands.
+
+A graph reads and writes the memory it was captured with. So a step here is a function of static buffers: token ids, positions, slots and
+block tables lie in one tensor that a single small copy fills, and the results lie where the step left them. Rows are padded to a power of
+two, block tables likewise, so that few graphs serve every batch; each is captured when it is first needed. Without a capture the same step
+is computed eagerly, which is how it is tested where there are no graphs.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quantkit.executor.cache import PagedCache
+from quantkit.executor.context import DecodeContext
+
+MIN_TABLE_WIDTH = 16
+"""Blocks of the narrowest table: contexts below 1024 tokens share their graphs."""
+
+
+class Rows(NamedTuple):
+    """One decode pass on the host, int64: token_ids [B], positions [B], slots [B], tables [B, n]."""
+
+    token_ids: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+    tables: np.ndarray
+
+
+class Result(NamedTuple):
+    """hidden [B, H] after the final norm, logits float32 [B, vocab], greedy int64 [B]: the likeliest token of each row."""
+
+    hidden: Tensor
+    logits: Tensor
+    greedy: Tensor
+
+
+Step = Callable[[], Result]
+Capture = Callable[[Step], Step]
+"""Makes a step cheaper to repeat: what it returns has the same effect on the same memory."""
+
+
+def compute(model: Any, token_ids: Tensor, context: DecodeContext) -> Result:
+    """One decode step on any buffers; greedy sampling is part of it."""
+    hidden = model(token_ids, context)
+    logits = model.logits(hidden)
+    return Result(hidden, logits, logits.argmax(dim=-1))
+
+
+class StaticBuffers:
+    """Inputs of `rows` rows with tables of `width` blocks, side by side in one tensor. Rows that are not filled belong to block 0."""
+
+    def __init__(self, rows: int, width: int, device: torch.device) -> None:
+        self._host = np.zeros(rows * (3 + width), dtype=np.int64)
+        self._device = torch.zeros(len(self._host), dtype=torch.int64, device=device)
+        self.token_ids, self.positions, self.slots = self._device[: 3 * rows].view(3, rows).unbind()
+        self.tables = self._device[3 * rows :].view(rows, width)
+        self._rows, self._width = rows, width
+
+    def fill(self, rows: Rows) -> None:
+        """The host may write the next values as soon as this returns: the copy is from pageable memory."""
+        self._host.fill(0)
+        columns = self._host[: 3 * self._rows].reshape(3, self._rows)
+        for column, values in zip(columns, (rows.token_ids, rows.positions, rows.slots)):
+            column[: len(values)] = values
+        tables = self._host[3 * self._rows :].reshape(self._rows, self._width)
+        tables[: rows.tables.shape[0], : rows.tables.shape[1]] = rows.tables
+        self._device.copy_(torch.from_numpy(self._host))
+
+
+class DecodeSteps:
+    """Decode steps of a model over a cache, one per size. Results are overwritten by the next run of the same size."""
+
+    def __init__(self, model: Any, cache: PagedCache, capture: Capture) -> None:
+        self.model, self.cache, self._capture = model, cache, capture
+        self._steps: dict[tuple[int, int], tuple[StaticBuffers, Step]] = {}
+        self.failure = ""
+        """Why steps are computed eagerly from now on, where a capture failed."""
+
+    def run(self, rows: Rows) -> tuple[Result, DecodeContext]:
+        """The pass, and its context for whoever computes further layers over it."""
+        size = (_power_of_two(len(rows.token_ids)), max(_power_of_two(rows.tables.shape[1]), MIN_TABLE_WIDTH))
+        if size not in self._steps:
+            # What the warm-up of a capture computes is written to the cache: it must be this pass, not a made-up one.
+            buffers = StaticBuffers(*size, self.cache.device)
+            buffers.fill(rows)
+            self._steps[size] = (buffers, self._captured(buffers))
+        buffers, step = self._steps[size]
+        buffers.fill(rows)
+        result, count = step(), len(rows.token_ids)
+        context = DecodeContext(self.cache, buffers.positions[:count], buffers.tables[:count], buffers.slots[:count])
+        return Result(*(part[:count] for part in result)), context
+
+    def _captured(self, buffers: StaticBuffers) -> Step:
+        def step() -> Result:
+            return compute(self.model, buffers.token_ids, DecodeContext(self.cache, buffers.positions, buffers.tables, buffers.slots))
+
+        if self.failure:
+            return step
+        try:
+            return self._capture(step)
+        except RuntimeError as fault:
+            self.failure = f"the decode step could not be captured: {str(fault).splitlines()[0]}"
+            return step
+
+
+class CudaCapture:
+    """Captures CUDA graphs that share one memory pool."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, step: Step) -> Step:
+        stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            step()  # compiles, sizes workspaces and sets up libraries: none of which may happen in a capture
+        current.wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+            result = step()
+
+        def replay() -> Result:
+            graph.replay()
+            return result
+
+        return replay
+
+
+def why_eager(device: torch.device) -> str:
+    """Why decode steps on this device are not captured; empty where they are."""
+    return "" if device.type == "cuda" else f"graphs are captured on CUDA, not on {device.type}"
+
+
+def _power_of_two(count: int) -> int:
+    """The smallest power of two that is no less than count."""
+    return 1 << (count - 1).bit_length()

@@ -1,0 +1,81 @@
+"""Decode steps over static buffers give the tokens of eager ones, and where they cannot be captured they are computed all the same."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from quantkit.executor.engine import Engine
+from quantkit.executor.graphs import Capture, Result, Rows, StaticBuffers, Step
+from quantkit.executor.runner import Runner
+from quantkit.executor.sampling import SamplingParams
+
+PROMPTS = [list(range(6 + i, 30 + 9 * i)) for i in range(11)]
+PARAMS = [
+    SamplingParams(max_new_tokens=4 + 3 * i, ignore_eos=True, temperature=i % 3 / 2, seed=i, min_new_tokens=i % 2 * 3) for i in range(11)
+]
+
+
+def in_place(step: Step) -> Step:
+    """As a graph behaves: computes on the buffers that the step was made with, and leaves results where the first ones lay."""
+    kept = step()
+
+    def replay() -> Result:
+        for old, new in zip(kept, step()):
+            old.copy_(new)
+        return kept
+
+    return replay
+
+
+def refuse(step: Step) -> Step:
+    raise RuntimeError("operation not permitted when stream is capturing\nsecond line")
+
+
+def load(path: Path, capture: Capture | None, num_drafts: int = 0) -> Engine:
+    engine = Engine.load(path, device="cpu", dtype="float32", max_batch=8, max_model_len=256, num_drafts=num_drafts)
+    if capture is not None:
+        engine.runner = Runner(engine.loaded.model, engine.cache, capture)
+        if engine.drafter is not None:
+            engine.drafter.runner = engine.runner
+    return engine
+
+
+def tokens(engine: Engine) -> list[list[int]]:
+    return [done.token_ids for done in sorted(engine.generate(PROMPTS, PARAMS), key=lambda done: done.index)]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_checkpoint: Path) -> list[list[int]]:
+    engine = load(tiny_checkpoint, None)
+    assert "cpu" in engine.runner.why_eager
+    return tokens(engine)
+
+
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_static_buffers_change_no_token(tiny_checkpoint: Path, expected: list[list[int]], num_drafts: int) -> None:
+    """Batches of 1 to 8 (24 rows with drafts) shrink and grow, greedy and sampled, through padded steps."""
+    engine = load(tiny_checkpoint, in_place, num_drafts)
+    assert tokens(engine) == expected
+    assert engine.runner.why_eager == ""
+
+
+def test_a_failed_capture_is_computed_eagerly_and_says_why(tiny_checkpoint: Path, expected: list[list[int]]) -> None:
+    engine = load(tiny_checkpoint, refuse)
+    assert tokens(engine) == expected
+    assert engine.runner.why_eager == "the decode step could not be captured: operation not permitted when stream is capturing"
+
+
+def test_rows_left_over_from_a_larger_batch_point_to_nobodys_block() -> None:
+    buffers = StaticBuffers(4, 2, torch.device("cpu"))
+    full = np.arange(1, 5)
+    buffers.fill(Rows(full, full * 2, full * 3, np.full((4, 2), 7)))
+    assert buffers.tables.tolist() == [[7, 7]] * 4
+    buffers.fill(Rows(full[:1], full[1:2], full[2:3], np.array([[9]])))
+    assert [column.tolist() for column in (buffers.token_ids, buffers.positions, buffers.slots)] == [
+        [1, 0, 0, 0],
+        [2, 0, 0, 0],
+        [3, 0, 0, 0],
+    ]
+    assert buffers.tables.tolist() == [[9, 0], [0, 0], [0, 0], [0, 0]]
