@@ -13,29 +13,27 @@ from torch.nn import functional as F
 
 from quantkit.calibrate.fold import Consumer, choose_scale, sample_rows
 from quantkit.calibrate.solver import Solved, Solver
+from quantkit.calibrate.streams import Streams
 from quantkit.quant.gptq import Curvature
 
 LAYER_ROWS = 512
 """Rows of the layer's input that every expert is shown, for the shared part of its Hessian."""
 
 
-class Recorder:
-    """An experts operator that writes down what it is asked, for up to `capacity` tokens, and answers zeros.
+def no_experts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+    """An experts operator that adds nothing."""
+    return torch.zeros_like(x)
 
-    With `answers` [capacity, H] set it hands those out instead, in the order of the questions.
-    """
+
+class Recorder:
+    """An experts operator that writes down what it is asked, for up to `capacity` tokens, and answers zeros."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.asked = 0
-        self.answers: Tensor | None = None
-        self._answered = 0
         self._kept: tuple[Tensor, ...] = ()
 
     def __call__(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        if self.answers is not None:
-            start, self._answered = self._answered, self._answered + len(x)
-            return self.answers[start : self._answered]
         if not self._kept:
             self._kept = tuple(
                 torch.empty(self.capacity, *t.shape[1:], dtype=t.dtype, device=t.device) for t in (x, topk_ids, topk_weights)
@@ -155,10 +153,13 @@ class ExpertSolver:
         return self.routed.x[tokens] if len(tokens) else self.layer_rows
 
 
-def add_outputs(total: Tensor, routed: Routed, expert: int, original: ExpertWeights, rounded: ExpertWeights, scale: Tensor) -> None:
-    """Add one expert's weighted outputs to total [T, H]: of the rounded expert, and of the original on the original path."""
+def add_outputs(streams: Streams, routed: Routed, expert: int, original: ExpertWeights, rounded: ExpertWeights, scale: Tensor) -> None:
+    """Add one expert's weighted outputs to the hidden states of both paths: the rounded expert's, and the original's."""
     tokens, w = routed.of(expert)
-    for weights, part, divisor in ((rounded, tokens < routed.quantized, scale), (original, tokens >= routed.quantized, None)):
+    for weights, stream, part, first, divisor in (
+        (rounded, streams.quantized, tokens < routed.quantized, 0, scale),
+        (original, streams.original, tokens >= routed.quantized, routed.quantized, None),
+    ):
         chosen = tokens[part]
         x = routed.x[chosen] if divisor is None else routed.x[chosen] / divisor
-        total.index_add_(0, chosen, weights(x) * w[part, None])
+        stream.hidden.index_add_(0, chosen - first, weights(x) * w[part, None])

@@ -16,8 +16,9 @@ from quantkit.quant.awq import candidate_scales, power_of_two, relative_weight
 from quantkit.quant.gptq import Curvature
 from quantkit.quant.smooth import activation_loss, smoothing_candidates
 
-BATCH_VALUES = 2**22
-"""Weights that the search rounds at a time, over all candidates."""
+BATCH_VALUES = {"cpu": 2**22}
+"""Weights that the search rounds at a time, over all candidates, by kind of device: accelerators want more."""
+ACCELERATOR_VALUES = 2**28
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class Consumer:
 
 
 def sample_rows(w: Tensor, count: int) -> Tensor:
-    """About `count` evenly spaced rows of [..., N, K]."""
-    return w[..., :: max(1, w.shape[-2] // count), :]
+    """About `count` evenly spaced rows of [..., N, K], in memory of their own."""
+    return w[..., :: max(1, w.shape[-2] // count), :].contiguous()
 
 
 def choose_scale(
@@ -48,7 +49,7 @@ def choose_scale(
     weight = torch.stack([consumer.share / _energy(consumer.rows, mean_hessian) for consumer in consumers], dim=-1)
     row_weight = weight.repeat_interleave(counts, dim=-1)  # [..., n]
     losses = []
-    for part in candidates.split(max(1, BATCH_VALUES // rows.numel())):
+    for part in candidates.split(max(1, BATCH_VALUES.get(rows.device.type, ACCELERATOR_VALUES) // rows.numel())):
         scaled_rows = rows * part.unsqueeze(-2)
         amax = torch.stack([w.abs().amax((-1, -2)) for w in scaled_rows.split(counts.tolist(), dim=-2)], dim=-1)
         loss = solver.losses(scaled_rows, amax.repeat_interleave(counts, dim=-1), curvature.scaled(part))

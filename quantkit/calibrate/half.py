@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.calibrate.experts import Recorder
+from quantkit.calibrate.experts import Recorder, no_experts
 from quantkit.calibrate.fold import Consumer, choose_scale, sample_rows
 from quantkit.calibrate.solver import Solved, Solver
 from quantkit.calibrate.statistics import InputStatistics, Observations
-from quantkit.calibrate.streams import Streams, relative_distance
+from quantkit.calibrate.streams import Stream, Streams, relative_distance
 from quantkit.calibrate.weights import LayerWeights
 from quantkit.errors import QuantkitError
 from quantkit.models.table import Parameter, ScaleGroup
@@ -165,17 +165,22 @@ class Half:
     def solve(self) -> dict[str, Solved]:
         """Every linear of this half that the output holds quantized. Rounded weights are kept for `propagate`."""
         fused = {row.module: row.fused for row in self.spec.rows if row.fused}
+        asked_again = {g.observe for g in self.spec.groups if any(".experts." in module for module in g.consumers)}
         solved: dict[str, Solved] = {}
         for first, modules in self.sites.items():
             weights = {module: self.folded[f"{module}.weight"] for module in modules if module in self.spec.quantized}
             if not weights:
                 continue
             curvature, sample = self.curvature(first), self.statistics(first).sample
-            if first in self.scales:
-                curvature, sample = curvature.scaled(self.scales[first]), sample / self.scales[first]
-            solved |= self.solver.solve_stack(weights, fused, curvature, sample)
             del self._curvatures[first]
-        self._keep({module: one.weight for module, one in solved.items()}, self.plain)
+            if first not in asked_again:
+                self.statistics(first).release()
+            if first in self.scales:
+                curvature, sample = curvature.into_scaled(self.scales[first]), sample / self.scales[first]
+            solved |= self.solver.solve_stack(weights, fused, curvature, sample)
+            for module in weights:
+                self.folded[f"{module}.weight"] = solved[module].values
+        self._keep({}, self.plain)
         return solved
 
     def load(self, quantized: dict[str, Weight], plain: dict[str, Tensor]) -> None:
@@ -201,13 +206,16 @@ class Half:
 
     # --- propagate -------------------------------------------------------------------------------------------------------
 
-    def propagate(self, answers: Tensor | None = None) -> None:
-        """Replace the hidden states: rounded weights on the quantized path, original ones on the original path.
+    def propagate_original(self) -> None:
+        """Replace the hidden states of the original path, and let the original weights go."""
+        self._advance(self.original, self.streams.original)
+        self.original = {name: tensor for name, tensor in self.original.items() if tensor.dim() == 1}
 
-        answers [T, H]: the routed experts' outputs for the tokens of both paths.
-        """
-        self.recorder.answers = answers
-        for tensors, stream in ((self.rounded, self.streams.quantized), (self.original, self.streams.original)):
-            block = self.spec.build(LayerWeights(tensors, self.recorder))
-            for one in stream.passes():
-                stream.hidden[one.part] = self.spec.run(block, stream.hidden[one.part], one.lengths)
+    def propagate(self) -> None:
+        """Replace the hidden states of the quantized path. Routed experts add their outputs to them, of both paths, afterwards."""
+        self._advance(self.rounded, self.streams.quantized)
+
+    def _advance(self, tensors: dict[str, Tensor], stream: Stream) -> None:
+        block = self.spec.build(LayerWeights(tensors, no_experts))
+        for one in stream.passes():
+            stream.hidden[one.part] = self.spec.run(block, stream.hidden[one.part], one.lengths)

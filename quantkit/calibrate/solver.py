@@ -145,5 +145,5 @@ def _rows(step: Step, rows: slice | int) -> Step:
 
 def _diagonal(curvature: Curvature) -> Tensor:
     """Diagonal of the Hessian in the order of the channels, [..., K]."""
-    permuted = curvature.hessian.diagonal(dim1=-2, dim2=-1)
+    permuted = curvature.diagonal
     return torch.empty_like(permuted).scatter_(-1, curvature.order.expand_as(permuted), permuted)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint, check_finite
 from quantkit.models.table import Parameter
-from quantkit.quant.weights import dequantize
+from quantkit.quant.weights import dequantize, to_device
 
 
 class Source:
@@ -37,7 +37,7 @@ class Source:
         """float32 on the device."""
         self.bytes_read += self.stored_bytes(row)
         weight = self.checkpoint.weight(row.module) if len(row.shape) == 2 else self.checkpoint.read(row.name)
-        value = dequantize(weight).to(self.device)
+        value = dequantize(to_device(weight, self.device))  # packed bytes travel, not float32
         check_finite(row.name, value)
         return value
 

@@ -8,6 +8,7 @@ class InputStatistics:
     """Hessian and sizes of one input of K channels, and a few of its rows.
 
     hessian: sum of x x^T float32 [K, K]; tokens: how many; absmax float32 [K]; sample: rows kept for judging, [S, K].
+    A Hessian of R1's widest input is 1.4 GB, so there is one: once the mean is asked for, the sum is no more.
     """
 
     def __init__(self, channels: int, device: torch.device, sample_rows: int) -> None:
@@ -16,9 +17,11 @@ class InputStatistics:
         self.tokens = 0
         self.sample_rows = sample_rows
         self._sample: list[Tensor] = []
+        self._averaged = False
 
     def add(self, x: Tensor) -> None:
         """x float32 [T, K] of calibration tokens."""
+        assert not self._averaged, "the mean was taken"
         self.hessian.addmm_(x.t(), x)
         self.absmax = torch.maximum(self.absmax, x.abs().amax(0))
         self.tokens += x.shape[0]
@@ -36,7 +39,14 @@ class InputStatistics:
     @property
     def mean_hessian(self) -> Tensor:
         """Per token, so that losses of inputs with different counts compare."""
-        return self.hessian / max(self.tokens, 1)
+        if not self._averaged:
+            self.hessian /= max(self.tokens, 1)
+            self._averaged = True
+        return self.hessian
+
+    def release(self) -> None:
+        """The Hessian is not asked for again."""
+        self.hessian = self.hessian.new_empty(0)
 
 
 class Observations:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-PASS_TOKENS = 8192
+PASS_TOKENS = 2048
 
 
 @dataclass(frozen=True)

@@ -34,12 +34,15 @@ from quantkit.calibrate.weights import LayerWeights
 from quantkit.errors import QuantkitError
 from quantkit.models.context import CausalContext
 from quantkit.models.table import Parameter
-from quantkit.quant.weights import dequantize
+from quantkit.quant.weights import dequantize, to_device
 
-EXPERT_BATCH_VALUES = 2**25
-"""Experts are solved together up to this many weights (one of R1's has 44 million, so they go one by one)."""
 SCALE_EXPERTS = 8
 """Routed experts whose rows the search of the layer's scale looks at."""
+
+
+def expert_batch_values(device_type: str) -> int:
+    """Experts are solved together up to this many weights: on a CPU R1's, of 44 million, go one by one, elsewhere 24 at a time."""
+    return 2**25 if device_type == "cpu" else 2**30
 
 
 class Walk:
@@ -112,6 +115,7 @@ class Walk:
         device = self.source.device
         half = self._half(unit, layer, streams, lambda block, x, lengths: block.attend(x, CausalContext(lengths, device)))
         if self.sink.done(unit):
+            half.propagate_original()
             self._load(unit, half)
         else:
             self._progress("observing", unit)
@@ -119,8 +123,10 @@ class Walk:
             self._progress("scaling", unit)
             half.fold({})
             half.check_same()
+            half.propagate_original()
             self._progress("solving", unit)
             self._write(unit, half.solve(), half.plain, half.group_scales)
+        self._progress("propagating", unit)
         half.propagate()
         self._account(unit)
 
@@ -133,15 +139,19 @@ class Walk:
             self._progress("observing", unit)
             half.observe()
         if finished:
+            half.propagate_original()
             self._load(unit, half)
         else:
             self._progress("scaling", unit)
             half.fold(self._expert_consumers(layer, half))
             half.check_same()
+            half.propagate_original()
             self._progress("solving", unit)
             self._write(unit, half.solve(), half.plain, half.group_scales)
-        answers = self._experts(layer, half) if experts else None
-        half.propagate(answers)
+        self._progress("propagating", unit)
+        half.propagate()
+        if experts:
+            self._experts(layer, half)
         self._account(unit)
 
     def _half(self, unit: str, layer: int, streams: Streams, run: Run) -> Half:
@@ -193,8 +203,8 @@ class Walk:
                 consumers.append(Consumer(sample_rows(w, max(16, self.solver.recipe.search_rows // 4)), share))
         return {group.name: consumers for group in reached}
 
-    def _experts(self, layer: int, half: Half) -> Tensor:
-        """Solve and write all routed experts. Returns their outputs for the tokens of both paths, [T, H]."""
+    def _experts(self, layer: int, half: Half) -> None:
+        """Solve and write all routed experts, and add their outputs to the hidden states of both paths."""
         stream = half.streams.quantized
         routed = half.recorder.routed(stream.fitted, len(stream.hidden))
         experts = self._expert_rows(layer)
@@ -202,14 +212,14 @@ class Walk:
         observed = self._experts_input(layer, half)
         scale = half.scale_of(observed)
         solver = ExpertSolver(self.solver, routed, scale, half.curvature(observed), half.statistics(observed).sample)
-        total = torch.zeros_like(routed.x)
-        for batch in _batches(experts, EXPERT_BATCH_VALUES):
+        for batch in _batches(experts, expert_batch_values(self.source.device.type)):
+            self._progress("reading", expert_unit(layer, batch[0]))
             originals = {expert: self._expert_weights(experts[expert]) for expert in batch}
             rounded = self._solve_experts(layer, solver, experts, originals)
+            self._progress("propagating", expert_unit(layer, batch[0]))
             for expert in batch:
-                add_outputs(total, routed, expert, originals[expert], rounded[expert], scale)
+                add_outputs(half.streams, routed, expert, originals[expert], rounded[expert], scale)
                 self._account(expert_unit(layer, expert))
-        return total
 
     def _solve_experts(
         self, layer: int, solver: ExpertSolver, rows: dict[int, list[Parameter]], originals: dict[int, ExpertWeights]
@@ -221,18 +231,18 @@ class Walk:
         if not all(self.sink.done(unit) for unit in units.values()):
             self._progress("solving", units[next(iter(units))])
             solved = solver.solve(prefixes, originals)
+            self._progress("writing", units[next(iter(units))])
             for expert, unit in units.items():
                 if not self.sink.done(unit):
                     mine = {module: one for module, one in solved.items() if module.startswith(prefixes[expert] + ".")}
                     self._write(unit, mine, {}, {})
+            return {expert: _expert({module: one.values for module, one in solved.items()}, prefixes[expert]) for expert in units}
         rounded = {}
         for expert, unit in units.items():
             weights, _, facts = self.sink.load(unit)
             self.findings.take(facts)
-            gate, up, down = (
-                dequantize(weights[f"{prefixes[expert]}.{side}_proj"]).to(self.source.device) for side in ("gate", "up", "down")
-            )
-            rounded[expert] = ExpertWeights(gate, up, down)
+            dense = {module: dequantize(to_device(weight, self.source.device)) for module, weight in weights.items()}
+            rounded[expert] = _expert(dense, prefixes[expert])
         return rounded
 
     def _experts_input(self, layer: int, half: Half) -> str:
@@ -308,6 +318,10 @@ class Walk:
 
     def _note(self, text: str) -> None:
         self.on_event(Note(text))
+
+
+def _expert(dense: dict[str, Tensor], prefix: str) -> ExpertWeights:
+    return ExpertWeights(*(dense[f"{prefix}.{side}_proj"] for side in ("gate", "up", "down")))
 
 
 def _batches(experts: dict[int, list[Parameter]], values: int) -> Iterator[list[int]]:

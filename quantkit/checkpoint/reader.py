@@ -26,6 +26,7 @@ from quantkit.schemes import SCHEMES, Grid, Scheme
 
 _INDEX = "model.safetensors.index.json"
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
+_CHECKED = 2**26
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -151,10 +152,11 @@ class Checkpoint:
 
 def check_finite(name: str, tensor: Tensor) -> None:
     """Raise QuantkitError naming the tensor if it holds NaN or infinity."""
-    values = tensor.float() if tensor.dtype.itemsize == 1 else tensor
-    finite = torch.isfinite(values)
-    if not bool(finite.all()):
-        count = int(finite.numel() - finite.sum())
+    count = 0
+    for part in tensor.reshape(-1).split(_CHECKED):  # in parts: torch needs several copies of what it looks at
+        values = part.float() if part.dtype.itemsize == 1 else part
+        count += values.numel() - int(torch.isfinite(values).sum())
+    if count:
         raise QuantkitError(f"{name} holds {count} values that are NaN or infinite", "the checkpoint is damaged: download it again")
 
 

@@ -39,25 +39,44 @@ class Rounded:
 class Curvature:
     """What GPTQ needs to know of a layer's inputs, in the order it works.
 
-    hessian [..., K, K] (damped) and factor [..., K, K] are permuted by order [..., K]: position i holds channel order[i].
+    unscaled [..., K, K], the damped Hessian, and factor [..., K, K] are permuted by order [..., K]: position i holds channel order[i].
+    scale [..., K], in that order, divides the inputs; the factor has it in, the Hessian gets it when it is asked for.
     """
 
-    hessian: Tensor
+    unscaled: Tensor
     factor: Tensor
     order: Tensor
+    scale: Tensor | None = None
 
     @classmethod
     def of(cls, hessian: Tensor, damping: float, group_size: int | None) -> "Curvature":
         """From H = sum of x x^T over tokens, float32 [..., K, K], not mutated."""
         order = energy_order(hessian.diagonal(dim1=-2, dim2=-1), group_size)
-        permuted = damped(hessian, damping)
-        permuted = permuted.gather(-1, order.unsqueeze(-2).expand_as(hessian)).gather(-2, order.unsqueeze(-1).expand_as(hessian))
+        permuted = hessian.gather(-1, order.unsqueeze(-2).expand_as(hessian)).gather(-2, order.unsqueeze(-1).expand_as(hessian))
+        permuted = damp_(permuted, damping)
         return cls(permuted, factor(permuted), order)
+
+    @property
+    def hessian(self) -> Tensor:
+        s = self.scale
+        return self.unscaled if s is None else self.unscaled / s.unsqueeze(-1) / s.unsqueeze(-2)
+
+    @property
+    def diagonal(self) -> Tensor:
+        """Of the Hessian, [..., K]."""
+        diagonal = self.unscaled.diagonal(dim1=-2, dim2=-1)
+        return diagonal if self.scale is None else diagonal / self.scale / self.scale
 
     def scaled(self, scale: Tensor) -> "Curvature":
         """The curvature for inputs divided by `scale` [..., K]; leading dimensions of either may be candidates."""
+        assert self.scale is None
         s = scale.gather(-1, self.order.expand_as(scale))
-        return Curvature(self.hessian / s.unsqueeze(-1) / s.unsqueeze(-2), self.factor / s.unsqueeze(-1), self.order)
+        return Curvature(self.unscaled, self.factor / s.unsqueeze(-1), self.order, s)
+
+    def into_scaled(self, scale: Tensor) -> "Curvature":
+        """The same in the memory of this one, which is no more; scale [K]."""
+        s = scale.gather(-1, self.order)
+        return Curvature(self.unscaled.div_(s.unsqueeze(-1)).div_(s.unsqueeze(-2)), self.factor.div_(s.unsqueeze(-1)), self.order)
 
 
 def energy_order(energy: Tensor, group_size: int | None) -> Tensor:
@@ -70,11 +89,16 @@ def energy_order(energy: Tensor, group_size: int | None) -> Tensor:
 
 
 def damped(hessian: Tensor, damping: float) -> Tensor:
-    """H + damping * mean(diag H) * I; a channel that never fired gets 1, so that its weight is simply rounded."""
+    """`damp_`, not in place."""
+    return damp_(hessian.clone(), damping)
+
+
+def damp_(hessian: Tensor, damping: float) -> Tensor:
+    """H += damping * mean(diag H) * I; a channel that never fired gets 1, so that its weight is simply rounded."""
     diagonal = hessian.diagonal(dim1=-2, dim2=-1)
     extra = damping * diagonal.mean(-1, keepdim=True)
-    extra = torch.where(extra > 0, extra, torch.ones_like(extra))
-    return hessian + torch.diag_embed(extra.expand_as(diagonal))
+    diagonal += torch.where(extra > 0, extra, torch.ones_like(extra))
+    return hessian
 
 
 def factor(hessian: Tensor) -> Tensor:
@@ -87,7 +111,7 @@ def factor(hessian: Tensor) -> Tensor:
 
 def compensate(w: Tensor, curvature: Curvature, rounder: Rounder, sweeps: int = 1) -> Rounded:
     """Values of the grid for W float32 [..., N, K], channels in their own order: GPTQ, then `sweeps` of coordinate descent."""
-    batch = torch.broadcast_shapes(w.shape[:-2], curvature.order.shape[:-1])
+    batch = _broadcast(w[..., 0, 0], curvature.order[..., 0])
     order = curvature.order.expand(*batch, -1)
     wide = order.unsqueeze(-2).expand(*batch, *w.shape[-2:])
     permuted = w.expand(*batch, *w.shape[-2:]).gather(-1, wide)
@@ -146,7 +170,7 @@ def gptq(w: Tensor, factor: Tensor, rounder: Rounder) -> Rounded:
     columns = w.shape[-1]
     group_size = rounder.group_size or columns
     assert columns % group_size == 0, f"group size {group_size} does not divide {columns} channels"
-    batch = torch.broadcast_shapes(w.shape[:-2], factor.shape[:-2])
+    batch = _broadcast(w[..., 0, 0], factor[..., 0, 0])
     w, factor = w.expand(*batch, *w.shape[-2:]), factor.expand(*batch, *factor.shape[-2:])
     conditional = factor.diagonal(dim1=-2, dim2=-1).square().unsqueeze(-2)  # [..., 1, K]: what an error costs once later columns react
     row_step = rounder.fit(w, conditional) if rounder.group_size is None else None
@@ -175,6 +199,11 @@ def gptq(w: Tensor, factor: Tensor, rounder: Rounder) -> Rounded:
         error[..., start:stop] = w[..., start:stop] - values[..., start:stop]
     zero = None if steps[0].zero is None else torch.stack([s.zero for s in steps if s.zero is not None], dim=-1)
     return Rounded(values, Step(torch.stack([s.step for s in steps], dim=-1), zero), loss)
+
+
+def _broadcast(a: Tensor, b: Tensor) -> torch.Size:
+    """The common shape. (torch.broadcast_shapes would import a symbolic algebra package, for more than a second.)"""
+    return torch.broadcast_tensors(a, b)[0].shape
 
 
 class _Block:

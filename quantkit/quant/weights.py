@@ -7,8 +7,8 @@ q - 8 with z - 8), and global FP4 scales are multipliers everywhere.
 G is the number of groups along K (K / group_size); a scale per channel is G = 1.
 """
 
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, fields
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -115,6 +115,15 @@ def dequantize(weight: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
             return _dequantize_fp8_block(weight).to(dtype)
         case _:
             return weight.to(dtype)
+
+
+def to_device(weight: Weight, device: torch.device) -> Weight:
+    """The same weight on a device."""
+    if isinstance(weight, Tensor):
+        return weight.to(device)
+    parts = {field.name: getattr(weight, field.name) for field in fields(weight)}
+    moved: dict[str, Any] = {name: part.to(device) if isinstance(part, Tensor) else part for name, part in parts.items()}
+    return type(weight)(**moved)
 
 
 def decode_e2m1(codes: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ def round_units(source: Source, output: Output, solver: Solver, on_event: OnEven
     done, process = 0, psutil.Process()
     for unit, rows in output.units.items():
         if output.done(unit):
-            findings.take(output.load(unit)[2])
+            findings.take(output.facts(unit))
         else:
             _round_unit(unit, rows, source, output, solver, findings)
         done += sum(source.stored_bytes(row) for row in rows)

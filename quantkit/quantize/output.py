@@ -83,6 +83,10 @@ class Output:
                 tensors[row.name] = plain[row.name] if row.name in plain else self.source.plain(row)
         self.writer.write(unit, tensors, {**facts, "changed": sorted(plain)})
 
+    def facts(self, unit: str) -> dict[str, Any]:
+        """What was noted with a finished unit."""
+        return self.writer.note(unit)
+
     def load(self, unit: str) -> tuple[dict[str, Weight], dict[str, Tensor], dict[str, Any]]:
         tensors, facts = self.writer.read(unit), self.writer.note(unit)
         weights, plain = {}, {}

@@ -14,7 +14,7 @@ from quantkit.calibrate.findings import Findings
 from quantkit.calibrate.solver import Solver
 from quantkit.calibrate.source import Source
 from quantkit.calibrate.units import units_of
-from quantkit.calibrate.walk import EXPERT_BATCH_VALUES, Walk
+from quantkit.calibrate.walk import Walk, expert_batch_values
 from quantkit.checkpoint.formats import find_format
 from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.reader import Checkpoint
@@ -22,7 +22,7 @@ from quantkit.errors import QuantkitError
 from quantkit.executor.chat import ChatTokenizer
 from quantkit.executor.devices import find_device
 from quantkit.quantize.checks import Inventory, check_groups, take_inventory
-from quantkit.quantize.memory import Peak, Work, calibrated_peak, nearest_peak
+from quantkit.quantize.memory import Peak, Work, calibrated_peak, check_memory, nearest_peak
 from quantkit.quantize.nearest import round_units
 from quantkit.quantize.output import Output
 from quantkit.quantize.report import Account, report_files
@@ -32,7 +32,7 @@ from quantkit.schemes import Grid, IntGrid, Scheme, check_pair
 
 @dataclass(frozen=True)
 class Report:
-    """What came of a run. Bytes are of tensors; peak_memory is this process's largest resident set, in bytes."""
+    """What came of a run. Bytes are of tensors; peak_memory is this process's largest resident set, planned_memory what was expected."""
 
     out: Path
     scheme: str
@@ -41,6 +41,7 @@ class Report:
     output_bytes: int
     seconds: float
     peak_memory: int
+    planned_memory: int
     calibration_tokens: int
     findings: Findings
 
@@ -53,14 +54,16 @@ def quantize(
     recipe: Recipe,
     *,
     device: str = "auto",
+    memory: int | None = None,
     overwrite: bool = False,
     on_event: OnEvent = silent,
 ) -> Report:
     """Quantize the checkpoint `source` into the directory `out`.
 
     format: a format's command-line name, or "auto" for the scheme's first. recipe.calibration: a file or data set; not read by
-    schemes that need none. Raises QuantkitError before any long work where the source, the recipe or the target do not fit; a run
-    that was stopped goes on when it is called again with the same arguments.
+    schemes that need none. memory: bytes of host memory that the run must keep under. Raises QuantkitError before any long work
+    where the source, the recipe, the memory or the target do not fit; a run that was stopped goes on when it is called again with
+    the same arguments.
     """
     start = time.perf_counter()
     torch_device = find_device(device)
@@ -72,6 +75,8 @@ def quantize(
     inventory = take_inventory(checkpoint)
     check_groups(inventory.rows, grid, target)
     methods = scheme.methods if recipe.methods is None else recipe.methods
+    peak = expected_peak(inventory, target, scheme, recipe)
+    check_memory(peak, memory)
     sequences = _sequences(source, recipe) if methods else Sequences([], [])
     reader = Source(checkpoint, torch_device)
     output = Output(reader, target, grid, _units(inventory), inventory.dropped)
@@ -106,6 +111,7 @@ def quantize(
         output_bytes=written,
         seconds=time.perf_counter() - start,
         peak_memory=_peak_memory(),
+        planned_memory=peak.total,
         calibration_tokens=sum(len(s) for s in sequences.calibration),
         findings=found,
     )
@@ -139,7 +145,7 @@ def expected_peak(inventory: Inventory, format: Format, scheme: Scheme, recipe: 
         experts_per_token=routing.num_experts_per_tok if routing else 0,
         tokens=(recipe.samples + recipe.held_out) * recipe.seq_len,
         judged=recipe.held_out * recipe.seq_len,
-        expert_values=EXPERT_BATCH_VALUES,
+        expert_values=expert_batch_values("cpu"),
     )
     return calibrated_peak(work)
 

@@ -7,15 +7,15 @@ from quantkit.calibrate.streams import Stream
 
 
 def test_passes() -> None:
-    lengths = [4000, 4000, 4000, 100, 9000, 50]
-    stream = Stream(torch.empty(sum(lengths), 1), 12000, lengths)
+    lengths = [1000, 1000, 1000, 25, 2250, 12]
+    stream = Stream(torch.empty(sum(lengths), 1), 3000, lengths)
     passes = list(stream.passes())
-    assert [one.lengths for one in passes] == [[4000, 4000], [4000], [100], [9000], [50]]
+    assert [one.lengths for one in passes] == [[1000, 1000], [1000], [25], [2250], [12]]
     assert [one.held_out for one in passes] == [False, False, True, True, True]
-    assert passes[0].part == slice(0, 8000)
+    assert passes[0].part == slice(0, 2000)
     assert [one.part.start for one in passes[1:]] == [one.part.stop for one in passes[:-1]]
     assert passes[-1].part.stop == sum(lengths)
-    assert streams.PASS_TOKENS == 8192
+    assert streams.PASS_TOKENS == 2048
 
 
 def test_no_sequences_no_passes() -> None:
