@@ -25,7 +25,11 @@ _FATAL = {401, 403, 404, 405}  # about the address or the key, not about one pro
 
 
 class _Fatal(Exception):
-    """An answer that every further request would get too."""
+    """A problem that every further request would meet too, and its remedy."""
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(problem)
+        self.remedy = remedy
 
 
 @dataclass
@@ -91,7 +95,7 @@ class Endpoint:
         try:
             while (item := arrived.get()) is not None:
                 if isinstance(item, _Fatal):
-                    raise QuantkitError(f"{self.base}: {item}", "check the address, the model name and --api-key")
+                    raise QuantkitError(f"{self.base}: {item}", item.remedy)
                 if isinstance(item, BaseException):
                     raise item
                 yield item
@@ -131,7 +135,10 @@ class Endpoint:
                     task.cancel()
 
     async def _ask(self, client: httpx.AsyncClient, prompt: Prompt, parameters: Generation) -> Completion:
-        """One reply, with retries. A refusal of this prompt (4xx) or the last failed try becomes a completion with `error`."""
+        """One reply, with retries. A refusal of this prompt (4xx) or the last failed try becomes a completion with `error`.
+
+        A server that takes no connection any more ends the run instead: the other prompts would only wait for it in turn.
+        """
         problem = ""
         for attempt in range(TRIES):
             if attempt:
@@ -143,12 +150,14 @@ class Endpoint:
                 status = error.response.status_code
                 problem = f"HTTP {status}: {_message(error.response)}"
                 if status in _FATAL:
-                    raise _Fatal(problem) from error
+                    raise _Fatal(problem, "check the address, the model name and --api-key") from error
                 if status not in _RETRIED:
                     break
                 await _wait_as_told(error.response)
             except (httpx.TransportError, _StreamError) as error:
                 problem = f"{type(error).__name__}: {error}"
+                if attempt == TRIES - 1 and isinstance(error, httpx.ConnectError):
+                    raise _Fatal("the server is gone", "start it and repeat the command; replies in --out are kept") from error
             else:
                 return Completion(
                     index=-1,
@@ -197,10 +206,11 @@ def request_body(model: str, prompt: Prompt, parameters: Generation) -> dict[str
         "model": model,
         "temperature": parameters.temperature,
         "top_p": parameters.top_p,
-        "seed": prompt.seed,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    if parameters.temperature > 0:
+        body["seed"] = prompt.seed
     if parameters.max_tokens is not None:
         body["max_tokens"] = parameters.max_tokens
     if parameters.stop:
