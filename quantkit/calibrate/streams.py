@@ -51,5 +51,8 @@ class Streams:
 
 
 def relative_distance(a: Tensor, b: Tensor) -> float:
-    """||a - b||^2 / ||b||^2; NaN for nothing."""
-    return float((a - b).square().sum() / b.square().sum()) if b.numel() else float("nan")
+    """||a - b||^2 / ||b||^2; 0 for equal ones, zeros included; NaN for nothing."""
+    if not b.numel():
+        return float("nan")
+    difference = float((a - b).square().sum())
+    return difference / float(b.square().sum()) if difference else 0.0

@@ -1,0 +1,92 @@
+"""Every architecture through the whole line: quantize with every scheme, run, tensor parallel, with no word of any model outside models/."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import make_model
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.executor.engine import Engine
+from quantkit.executor.sampling import SamplingParams
+from quantkit.models import find_architecture
+from quantkit.quantize.run import quantize
+from quantkit.recipe import Recipe
+from quantkit.schemes import SCHEMES
+
+DENSE = {
+    "vocab_size": 320,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 1024,
+    "hidden_act": "silu",
+}
+SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
+PANGU = {
+    key: value
+    for key, value in make_model.tiny_config(num_hidden_layers=2, n_routed_experts=4, num_experts_per_tok=2).items()
+    if key not in ("rope_scaling", "n_group", "topk_group", "topk_method")
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": DENSE,
+    "qwen2": {**DENSE, "tie_word_embeddings": True},
+    "qwen3": DENSE,
+    "qwen3_moe": {**DENSE, **SPARSE},
+    "pangu_ultra_moe": {**PANGU, "rope_theta": 25600000.0},
+}
+CONFIGS = {name: {**config, "model_type": name} for name, config in CONFIGS.items()}
+PROMPTS = [list(range(10 + i, 30 + 2 * i)) for i in range(3)]
+
+
+def random_tensors(config: dict[str, Any]) -> dict[str, Tensor]:
+    architecture = find_architecture(config)
+    generator = torch.Generator().manual_seed(11)
+    tensors = {}
+    for row in architecture.parameters(architecture.Config.from_dict(config)):
+        noise = torch.randn(row.shape, generator=generator)
+        spread = 1.0 if row.role in ("embedding", "head") else row.shape[-1] ** -0.5
+        value = 1 + 0.1 * noise if row.role == "norm" else noise * spread
+        tensors[row.name] = value if row.role == "router_bias" else value.bfloat16()
+    return tensors
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = CONFIGS[request.param]
+    return make_model.write_dense(tmp_path_factory.mktemp("models") / request.param, config, random_tensors(config))
+
+
+def logprobs(path: Path, tp: int = 1) -> tuple[list[list[int]], list[list[float]]]:
+    """Greedy continuations and the log-probabilities of their tokens."""
+    engine = Engine.load(path, device="cpu", dtype="float32", max_batch=4, max_model_len=128, tp=tp)
+    params = SamplingParams(max_new_tokens=8, ignore_eos=True, logprobs=0)
+    done = sorted(engine.generate(PROMPTS, params), key=lambda one: one.index)
+    engine.close()
+    return [one.token_ids for one in done], [[token.logprob for token in one.logprobs or []] for one in done]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_quantized_model_stays_near_its_source(source: Path, tmp_path: Path, scheme: str) -> None:
+    """The first token's log-probability of the source's own choice moves little; the manifest accounts for every tensor."""
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": " ".join(str((i * j) % 97) for j in range(60))}) + "\n" for i in range(12)))
+    recipe = Recipe(scheme=scheme, calibration=str(text), samples=6, held_out=2, seq_len=48)
+    quantize(source, tmp_path / "out", SCHEMES[scheme], "auto", recipe, device="cpu")
+    _, expected = logprobs(source)
+    _, found = logprobs(tmp_path / "out")
+    moved = [abs(ours[0] - theirs[0]) for ours, theirs in zip(found, expected)]
+    assert max(moved) < 2.0, moved
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())["tensors"]
+    assert any(entry["status"] == "quantized" for entry in manifest.values())
+
+
+def test_two_ranks_are_one(source: Path) -> None:
+    assert logprobs(source, tp=2)[0] == logprobs(source)[0]
