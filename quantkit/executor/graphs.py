@@ -81,17 +81,22 @@ class DecodeSteps:
 
     def run(self, rows: Rows) -> tuple[Result, DecodeContext]:
         """The pass, and its context for whoever computes further layers over it."""
+        buffers, step = self.filled(rows)
+        result, count = step(), len(rows.token_ids)
+        context = DecodeContext(self.cache, buffers.positions[:count], buffers.tables[:count], buffers.slots[:count])
+        return Result(*(part[:count] for part in result)), context
+
+    def filled(self, rows: Rows) -> tuple[StaticBuffers, Step]:
+        """The step for so many rows with tables so wide, ready to be computed."""
         size = (_power_of_two(len(rows.token_ids)), max(_power_of_two(rows.tables.shape[1]), MIN_TABLE_WIDTH))
         if size not in self._steps:
-            # What the warm-up of a capture computes is written to the cache: it must be this pass, not a made-up one.
             buffers = StaticBuffers(*size, self.cache.device)
+            # What the warm-up of a capture computes is written to the cache: it must be this pass, not a made-up one.
             buffers.fill(rows)
             self._steps[size] = (buffers, self._captured(buffers))
         buffers, step = self._steps[size]
         buffers.fill(rows)
-        result, count = step(), len(rows.token_ids)
-        context = DecodeContext(self.cache, buffers.positions[:count], buffers.tables[:count], buffers.slots[:count])
-        return Result(*(part[:count] for part in result)), context
+        return buffers, step
 
     def _captured(self, buffers: StaticBuffers) -> Step:
         def step() -> Result:

@@ -1,0 +1,282 @@
+"""One tensor-parallel rank of DeepSeek-R1 on one device: time of a decode step against the bytes it must read, and time to first token.
+
+    python benchmarks/r1_rank.py [--tp 4] [--concurrency 1,8,32] [--context 640] [--long 30000] [--prefill 128] [--out FILE.json]
+    python benchmarks/r1_rank.py --tiny                 the same on a CPU in seconds, with small sizes: a test of the script
+
+The weights are those of r1_synthetic.py, all 61 layers: a step streams what it needs of 88 GB at tp 4, far beyond any cache. The executor's
+own model, cache and captured decode step compute.
+
+What a whole box would add is left out and said so: the all-reduces (2 a layer; the partial sums go straight into the residual), the
+all-gather of the logits, tokenizer and server. TPOT is the wall clock from one step's tokens on the host to the next's.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from quantkit_kernels.timing import read_bandwidth, seconds_per_call
+from r1_synthetic import R1, TINY, CountedExperts, SyntheticWeights
+from torch import Tensor
+
+from quantkit.executor.cache import BLOCK_SIZE, PagedCache
+from quantkit.executor.context import Chunk, DecodeContext, PrefillContext
+from quantkit.executor.graphs import CudaCapture, DecodeSteps, Rows, StaticBuffers, compute
+from quantkit.models import deepseek_v3
+
+STEPS = 32
+"""Tokens generated for one TPOT figure, after as many warm-up steps as it takes to capture."""
+
+
+class Rank:
+    """The model with a cache whose every slot holds something."""
+
+    def __init__(self, config: deepseek_v3.Config, tp: int, tokens: int, device: torch.device) -> None:
+        self.config, self.device = config, device
+        self.weights = SyntheticWeights(config, tp, device)
+        self.model = deepseek_v3.Model(config, self.weights)
+        blocks = -(-tokens // BLOCK_SIZE) + 1
+        self.cache = PagedCache(
+            config.num_hidden_layers, blocks, config.cache_width, block_size=BLOCK_SIZE, dtype=torch.bfloat16, device=device
+        )
+        for layer in self.cache.layers:
+            layer.normal_()
+        self.steps = DecodeSteps(self.model, self.cache, CudaCapture() if device.type == "cuda" else lambda step: step)
+
+    def rows(self, token_ids: Sequence[int], position: int, room: int) -> Rows:
+        """One row per sequence, all at `position`, each with blocks of its own for `room` tokens."""
+        count, per_row = len(token_ids), -(-room // BLOCK_SIZE)
+        tables = 1 + np.arange(count * per_row).reshape(count, per_row)
+        assert tables[-1, -1] < self.cache.num_blocks, (tables[-1, -1], self.cache.num_blocks)
+        slots = tables[:, position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+        return Rows(np.array(token_ids), np.full(count, position), slots, tables)
+
+    def first_tokens(self, count: int) -> list[int]:
+        return torch.randint(0, self.config.vocab_size, (count,)).tolist()
+
+
+def decode_row(rank: Rank, concurrency: int, context: int, bandwidth: float) -> dict[str, Any]:
+    """TPOT at a context, and what the step read."""
+    room = context + STEPS + 1
+    token_ids = rank.first_tokens(concurrency)
+    began = time.perf_counter()
+    rank.steps.run(rank.rows(token_ids, context, room))[0].greedy.tolist()
+    capture_s = time.perf_counter() - began
+    walls = []
+    for step in range(STEPS):
+        began = time.perf_counter()
+        token_ids = rank.steps.run(rank.rows(token_ids, context + step, room))[0].greedy.tolist()
+        walls.append(time.perf_counter() - began)
+    last = rank.rows(token_ids, context + STEPS, room)
+    difference, distinct = compare(rank, last)
+    read = rank.weights.read(distinct)
+    read["latents"] = concurrency * context * rank.config.cache_width * 2 * rank.config.num_hidden_layers
+    total = sum(read.values())
+    wall = statistics.median(walls)
+    return {
+        "concurrency": concurrency,
+        "context": context,
+        "tpot_ms": wall * 1e3,
+        "device_ms": device_seconds(rank, last) * 1e3,
+        "slowest_ms": max(walls) * 1e3,
+        "tokens_per_s": concurrency / wall,
+        "gb_read": total / 1e9,
+        "floor_ms": total / bandwidth * 1e3,
+        "share_of_bandwidth": total / bandwidth / wall,
+        "distinct_experts": distinct,
+        "capture_s": capture_s,
+        "captured_against_eager": difference,
+        "read_gb": {part: nbytes / 1e9 for part, nbytes in read.items()},
+    }
+
+
+def compare(rank: Rank, rows: Rows) -> tuple[float, float]:
+    """How far the captured step's hidden states are from an eager one's (relative), and how many distinct experts a layer used."""
+    captured = rank.steps.run(rows)[0].hidden.clone()
+    buffers = StaticBuffers(len(rows.token_ids), rows.tables.shape[1], rank.device)
+    buffers.fill(rows)
+    CountedExperts.distinct = []
+    eager = compute(rank.model, buffers.token_ids, _context(rank, buffers)).hidden
+    distinct = statistics.mean(CountedExperts.distinct)
+    CountedExperts.distinct = None
+    assert eager.isfinite().all(), "the step computed something that is not finite"
+    return float((captured.float() - eager.float()).norm() / eager.float().norm()), distinct
+
+
+def device_seconds(rank: Rank, rows: Rows) -> float:
+    """A step without the host: replays back to back, by the device's clock."""
+    if rank.device.type != "cuda":
+        return float("nan")
+    _, step = rank.steps.filled(rows)
+    times = []
+    for _ in range(9):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        step()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) / 1e3)
+    return statistics.median(times)
+
+
+def _context(rank: Rank, buffers: StaticBuffers) -> DecodeContext:
+    return DecodeContext(rank.cache, buffers.positions, buffers.tables, buffers.slots)
+
+
+def part_row(rank: Rank, row: dict[str, Any]) -> dict[str, float]:
+    """Milliseconds of a step by part: each part of all layers in a graph of its own. What no part covers is the difference to the step."""
+    count, config = row["concurrency"], rank.config
+    rows = rank.rows(rank.first_tokens(count), row["context"], row["context"] + STEPS + 1)
+    buffers, _ = rank.steps.filled(rows)
+    context = _context(rank, buffers)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16, device=rank.device)
+
+    def milliseconds(calls: Sequence[Callable[[], object]]) -> float:
+        return seconds_per_call(calls, rank.device) * len(calls) * 1e3
+
+    x = random(count, config.hidden_size)
+    parts = {}
+    for part, linears in rank.weights.linears.items():
+        inputs = random(count, linears[0].in_features)
+        parts[part] = milliseconds([partial(op, inputs) for op in linears])
+    choices = [
+        torch.rand(count, config.n_routed_experts, device=rank.device).topk(config.num_experts_per_tok).indices for _ in rank.model.layers
+    ]
+    weights = torch.full((count, config.num_experts_per_tok), 1 / config.num_experts_per_tok, device=rank.device)
+    parts["experts"] = milliseconds([partial(op, x, ids, weights) for op, ids in zip(rank.weights.moe, choices)])
+    heads = rank.model.layers[0].attention.kv_b.shape[0] // (config.qk_nope_head_dim + config.v_head_dim)
+    q = random(count, heads, config.qk_nope_head_dim), random(count, heads, config.qk_rope_head_dim)
+    new = random(count, config.kv_lora_rank), random(count, config.qk_rope_head_dim)
+    attend = [
+        partial(context.attend_mla, i, *q, *new, layer.attention.kv_b, config.softmax_scale) for i, layer in enumerate(rank.model.layers)
+    ]
+    parts["absorb, cache, attend"] = milliseconds(attend)
+    attention = milliseconds([partial(layer.attention, x, context) for layer in rank.model.layers])
+    mlp = milliseconds([partial(layer.mlp, x) for layer in rank.model.layers])
+    covered = sum(parts[part] for part in ("qkv_a", "q_b", "o", "absorb, cache, attend"))
+    parts["norms and rotation in attention"] = attention - covered
+    covered = parts["experts"] + sum(value for part, value in parts.items() if part.startswith(("shared", "dense")))
+    parts["router and activations"] = mlp - covered
+    step = row["tpot_ms"] if rank.device.type == "cpu" else row["device_ms"]
+    parts["norms, residual, embedding, argmax"] = step - attention - mlp - parts["head"]
+    parts["host"] = row["tpot_ms"] - step
+    return parts
+
+
+def kernel_table(rank: Rank, concurrency: int, context: int) -> list[tuple[str, int, float]]:
+    """The launches of one replay: name, count, milliseconds together; the longest first."""
+    _, step = rank.steps.filled(rank.rows(rank.first_tokens(concurrency), context, context + STEPS + 1))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    found = [(one.key[:90], one.count, one.self_device_time_total / 1e3) for one in profile.key_averages() if one.self_device_time_total]
+    return sorted(found, key=lambda one: -one[2])
+
+
+def time_to_first_token(rank: Rank, length: int) -> float:
+    """Seconds from a prompt's token ids on the host to its first answer token there: the median of five, after two to warm up."""
+    blocks = torch.arange(1, -(-length // BLOCK_SIZE) + 1, device=rank.device)
+    times = []
+    for _ in range(7):
+        token_ids = rank.first_tokens(length)
+        began = time.perf_counter()
+        hidden = rank.model(torch.tensor(token_ids, device=rank.device), PrefillContext(rank.cache, [Chunk(0, length, blocks)]))
+        rank.model.logits(hidden[-1:]).argmax(dim=-1).tolist()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[2:])
+
+
+@torch.inference_mode()
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    torch.manual_seed(0)
+    device = torch.device("cpu" if options.tiny else "cuda")
+    config = deepseek_v3.Config.from_dict(TINY if options.tiny else R1)
+    bandwidth = read_bandwidth(device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    began = time.perf_counter()
+    batches = [int(one) for one in options.concurrency.split(",")]
+    tokens = max(max(batches) * (options.context + STEPS + BLOCK_SIZE + 1), options.long + STEPS + BLOCK_SIZE + 1)
+    rank = Rank(config, options.tp, tokens, device)
+    report: dict[str, Any] = {
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "tp": options.tp,
+        "layers": config.num_hidden_layers,
+        "read_bandwidth_gb_s": bandwidth / 1e9,
+        "weights_gb": sum(rank.weights.read(config.n_routed_experts).values()) / 1e9,
+        "cache_gb": rank.cache.nbytes / 1e9,
+        "device_gb": torch.cuda.memory_allocated() / 1e9 if device.type == "cuda" else float("nan"),
+        "made_s": time.perf_counter() - began,
+    }
+    backends = {part: ops[0].backend for part, ops in rank.weights.linears.items()} | {"experts": rank.weights.moe[0].backend}
+    print(", ".join(f"{key} {value if isinstance(value, (str, int)) else round(value, 2)}" for key, value in report.items()))
+    print("backends:", ", ".join(f"{part} {backend}" for part, backend in backends.items()), flush=True)
+    report["rows"] = []
+    for concurrency, context in [*((batch, options.context) for batch in batches), (1, options.long)]:
+        row = decode_row(rank, concurrency, context, bandwidth)
+        row["why_eager"] = rank.steps.failure
+        report["rows"].append(row)
+        print(
+            "  ".join(f"{key} {value:.4g}" for key, value in row.items() if isinstance(value, (int, float))), rank.steps.failure, flush=True
+        )
+    report["ttft_ms"] = time_to_first_token(rank, options.prefill) * 1e3
+    longer = report["rows"][-1]["tpot_ms"] / report["rows"][0]["tpot_ms"]
+    print(f"TTFT of {options.prefill} tokens {report['ttft_ms']:.1f} ms; TPOT at {options.long} / at {options.context}: {longer:.2f}")
+    for row in report["rows"]:
+        row["parts_ms"] = part_row(rank, row)
+        print(f"\nconcurrency {row['concurrency']}, context {row['context']}: ms by part (floor)")
+        for part, value in row["parts_ms"].items():
+            print(f"  {part:<38}{value:>8.3f}  {floor_of(part, row['read_gb'], bandwidth):>8}", flush=True)
+    if device.type == "cuda":
+        for row in report["rows"]:
+            _print_kernels(rank, row)
+    return report
+
+
+def _print_kernels(rank: Rank, row: dict[str, Any]) -> None:
+    row["kernels"] = kernel_table(rank, row["concurrency"], row["context"])
+    launches = sum(count for _, count, _ in row["kernels"])
+    row["launches_per_layer"] = launches / rank.config.num_hidden_layers
+    busy = sum(ms for _, _, ms in row["kernels"])
+    head = f"concurrency {row['concurrency']}, context {row['context']}: {launches} launches, {row['launches_per_layer']:.1f} a layer"
+    print(f"\n{head}, {busy:.2f} ms in kernels")
+    for name, count, ms in row["kernels"][:14]:
+        print(f"  {ms:>8.3f} ms {count:>6} {name}", flush=True)
+
+
+def floor_of(part: str, read_gb: dict[str, float], bandwidth: float) -> str:
+    """Milliseconds that reading the part's bytes takes; empty for parts that read next to nothing."""
+    gb = read_gb.get(part, 0.0)
+    if part == "absorb, cache, attend":
+        gb = read_gb["kv_b"] + read_gb["latents"]
+    if part == "router and activations":
+        gb = read_gb["router"]
+    return f"{gb * 1e12 / bandwidth:.3f}" if gb else ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tp", type=int, default=4)
+    parser.add_argument("--concurrency", default="1,8,32")
+    parser.add_argument("--context", type=int, default=640)
+    parser.add_argument("--long", type=int, default=30000)
+    parser.add_argument("--prefill", type=int, default=128)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    report = run(options)
+    if options.out:
+        options.out.write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""DeepSeek-R1's true shapes with weights made up on the device, as one tensor-parallel rank holds them.
+
+AWQ's grid: int4, groups of 128, zero points; router, norms, kv_b, the embedding and the head are not quantized. Codes and scales are random
+and are laid out by the kernels' own `prepare`. Each layer has memory of its own; the routed experts of the later layers are those of the
+first in another order, for packing 14848 experts would take longer than the benchmark.
+"""
+
+import copy
+from collections import defaultdict
+from typing import Any
+
+import quantkit_kernels as kernels
+import torch
+from torch import Tensor
+
+from quantkit.models import deepseek_v3
+from quantkit.models.weights import ExpertsOp, LinearOp
+
+GROUP = 128
+
+R1: dict[str, Any] = {
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 3,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 163840,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+TINY: dict[str, Any] = R1 | {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "n_routed_experts": 16,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 128,
+}
+
+
+class CountedExperts:
+    """Experts that note, while `distinct` is a list, how many of them a call used."""
+
+    distinct: list[int] | None = None
+
+    def __init__(self, experts: kernels.Experts) -> None:
+        self.experts = experts
+        self.num_experts, self.nbytes, self.backend = experts.num_experts, experts.nbytes, experts.backend
+
+    def __call__(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        if CountedExperts.distinct is not None:
+            CountedExperts.distinct.append(len(topk_ids.unique()))
+        return self.experts(x, topk_ids, topk_weights)
+
+
+class SyntheticWeights:
+    """`models.weights.Weights` made up on the device: this rank's shapes, random values of a size that keeps activations near 1.
+
+    linears by part of the layer, moe: what was handed out; other: bytes of what a step reads besides.
+    """
+
+    def __init__(self, config: deepseek_v3.Config, tp: int, device: torch.device) -> None:
+        self.device, self.dtype = device, torch.bfloat16
+        self._shapes = {}
+        for row in deepseek_v3.parameters(config):
+            shape = list(row.shape)
+            if row.split != "replicate":
+                shape[1 if row.split == "row" else 0] //= tp
+            self._shapes[row.name] = (row.role, tuple(shape))
+        self.linears: dict[str, list[kernels.Linear]] = defaultdict(list)
+        self.moe: list[CountedExperts] = []
+        self.other: dict[str, int] = defaultdict(int)
+        self._first_experts: kernels.Experts | None = None
+
+    def tensor(self, name: str) -> Tensor:
+        role, shape = self._shapes[name]
+        if role == "norm":
+            return torch.ones(shape, dtype=self.dtype, device=self.device)
+        if role == "router_bias":
+            return torch.zeros(shape, dtype=torch.float32, device=self.device)
+        router = role == "router"
+        value = torch.randn(shape, dtype=torch.float32 if router else self.dtype, device=self.device)
+        if router:
+            self.other["router"] += value.nbytes
+            value *= shape[1] ** -0.5
+        return value
+
+    def has(self, name: str) -> bool:
+        return name in self._shapes
+
+    def dense(self, module: str) -> Tensor:
+        value = self._normal(module)
+        self.other["kv_b"] += value.nbytes
+        return value
+
+    def linear(self, module: str) -> LinearOp:
+        role, shape = self._shapes[f"{module}.weight"]
+        if role == "head":
+            return self._hand_out("head", kernels.prepare_dense(self._normal(module)))
+        return self._hand_out(_part(module), kernels.prepare(self._int4(*shape), dtype=self.dtype))
+
+    def fused_linear(self, modules: tuple[str, ...]) -> LinearOp:
+        shapes = [self._shapes[f"{module}.weight"][1] for module in modules]
+        fused = self._int4(sum(n for n, _ in shapes), shapes[0][1])
+        return self._hand_out(_part(modules[0]), kernels.prepare(fused, dtype=self.dtype))
+
+    def experts(self, prefix: str, num_experts: int) -> ExpertsOp:
+        if self._first_experts is None:
+            builder = kernels.ExpertsBuilder(num_experts, dtype=self.dtype, device=self.device)
+            for expert in range(num_experts):
+                sides = [self._int4(*self._shapes[f"{prefix}.{expert}.{side}_proj.weight"][1]) for side in ("gate", "up", "down")]
+                builder.add(expert, *sides)
+            self._first_experts = experts = builder.finish()
+        else:
+            experts = _reordered(self._first_experts, num_experts, len(self.moe))
+        counted = CountedExperts(experts)
+        self.moe.append(counted)
+        return counted
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def read(self, distinct: float) -> dict[str, float]:
+        """Weight bytes that a step reads, by part, with so many distinct experts in an average layer."""
+        linears = {part: sum(op.nbytes for op in ops) for part, ops in self.linears.items()}
+        return {**linears, "experts": sum(op.nbytes * distinct / op.num_experts for op in self.moe), **self.other}
+
+    def _hand_out(self, part: str, op: kernels.Linear) -> kernels.Linear:
+        self.linears[part].append(op)
+        return op
+
+    def _normal(self, module: str) -> Tensor:
+        shape = self._shapes[f"{module}.weight"][1]
+        return torch.randn(shape, dtype=self.dtype, device=self.device) * shape[1] ** -0.5
+
+    def _int4(self, n: int, k: int) -> kernels.Int4:
+        """Codes over the whole range; with zero points of -2 .. 1 a weight's standard deviation is 4.75 scales."""
+        codes = torch.randint(-8, 8, (n, k), dtype=torch.int8, device=self.device)
+        scale = (torch.rand(n, k // GROUP, device=self.device) + 0.5) / (4.75 * k**0.5)
+        return kernels.Int4(codes, scale, torch.randint(-2, 2, scale.shape, dtype=torch.int8, device=self.device))
+
+
+def _part(module: str) -> str:
+    """A linear's line in the tables: q_a and kv_a are one operator, so are gate and up."""
+    name = module.rpartition(".")[2].removesuffix("_proj")
+    side = {"q_a": "qkv_a", "gate": "gate_up"}.get(name, name)
+    if ".mlp." not in module:
+        return side
+    return f"shared {side}" if "shared_experts" in module else f"dense mlp {side}"
+
+
+def _reordered(experts: kernels.Experts, count: int, turn: int) -> kernels.Experts:
+    """The experts in other places, in memory of their own."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.roll(turn, 0) if value.shape[:1] == (count,) else value.clone()
+        if isinstance(value, tuple) and hasattr(value, "_make"):
+            return value._make(moved(part) for part in value)
+        return value
+
+    twin = copy.copy(experts)
+    for name, value in vars(experts).items():
+        setattr(twin, name, moved(value))
+    return twin
