@@ -62,8 +62,8 @@ class Solver:
         return Curvature.of(mean_hessian, self.recipe.damping, self.group_size)
 
     def losses(self, w: Tensor, amax: Tensor, curvature: Curvature) -> Tensor:
-        """Loss of every row [..., N] if W [..., N, K] were rounded by this recipe: what a scale search compares."""
-        rounder = self.rounder(amax)
+        """Loss of every row [..., N] if W [..., N, K] were rounded by this recipe, with plain steps: what a scale search compares."""
+        rounder = self.rounder(amax, fit=False)
         if self.compensates:
             return compensate(w, curvature, rounder, sweeps=0).loss
         values, _ = round_to_nearest(w, rounder, _diagonal(curvature))

@@ -69,7 +69,7 @@ class IntRounder:
         level = (w / step.step).round_()
         if step.zero is None:
             return level.clamp_(low, high).mul_(step.step)
-        return torch.minimum(torch.maximum(level, low - step.zero), high - step.zero).mul_(step.step)
+        return level.add_(step.zero).clamp_(low, high).sub_(step.zero).mul_(step.step)
 
     def side_by_side(self) -> "IntRounder":
         return self
