@@ -1,6 +1,8 @@
-"""Every architecture through the whole line: quantize with every scheme, run, tensor parallel, with no word of any model outside models/."""
+"""Every architecture through the whole line, quantize with every scheme, run, tensor parallel; and one that nobody knows."""
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import QuantkitError
 from quantkit.executor.engine import Engine
 from quantkit.executor.sampling import SamplingParams
 from quantkit.models import find_architecture
@@ -90,3 +94,24 @@ def test_quantized_model_stays_near_its_source(source: Path, tmp_path: Path, sch
 
 def test_two_ranks_are_one(source: Path) -> None:
     assert logprobs(source, tp=2)[0] == logprobs(source)[0]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_an_unknown_architecture_is_rounded_by_name(source: Path, tmp_path: Path, scheme: str) -> None:
+    """Told by name, the same linears are quantized to the same bytes as with the table, less what only a table knows."""
+    unknown = shutil.copytree(source, tmp_path / "unknown")
+    config = json.loads((unknown / "config.json").read_text())
+    (unknown / "config.json").write_text(json.dumps({**config, "model_type": "never_heard_of"}))
+    recipe = Recipe(scheme=scheme, methods=())
+    quantize(source, tmp_path / "known", SCHEMES[scheme], "auto", recipe, device="cpu")
+    quantize(unknown, tmp_path / "by-name", SCHEMES[scheme], "auto", recipe, device="cpu")
+    known, by_name = Checkpoint.open(tmp_path / "known"), Checkpoint.open(tmp_path / "by-name")
+    assert set(known.linears) <= set(by_name.linears)
+    extra = set(by_name.linears) - set(known.linears)
+    assert all(re.search(r"kv_b_proj|eh_proj|layers\.2\.", module) for module in extra), extra
+    if scheme != "fp4-w4a16":  # siblings share their FP4 global scale where the table says who they are
+        for module in known.linears:
+            for name in known.parts(module):
+                assert torch.equal(known.read(name), by_name.read(name)), name
+    with pytest.raises(QuantkitError, match="never_heard_of"):
+        quantize(unknown, tmp_path / "no", SCHEMES["awq-w4a16"], "auto", Recipe(scheme="awq-w4a16"), device="cpu")

@@ -13,5 +13,8 @@ def find_architecture(config: dict[str, Any]) -> ModuleType:
     """The model file for a config.json: it has Config, parameters, scale_groups and Model, and MtpLayer where the model has one."""
     model_type = config.get("model_type")
     if model_type not in ARCHITECTURES:
-        raise QuantkitError(f"architecture {model_type!r} is not supported", f"quantkit has {', '.join(ARCHITECTURES)}")
+        raise QuantkitError(
+            f"architecture {model_type!r} is not supported",
+            f"quantkit has {', '.join(ARCHITECTURES)}; others can be rounded without calibration (rtn-w4a16)",
+        )
     return import_module(f"quantkit.models.{model_type}")

@@ -7,7 +7,8 @@ from typing import Any
 from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError
-from quantkit.models import find_architecture
+from quantkit.models import ARCHITECTURES, find_architecture
+from quantkit.models import by_name as by_name_models
 from quantkit.models.table import Parameter, resolve
 from quantkit.schemes import Grid
 
@@ -29,12 +30,17 @@ class Inventory:
     dropped: dict[str, str]
 
 
-def take_inventory(checkpoint: Checkpoint) -> Inventory:
-    """Every tensor of the source is a parameter of the right shape, or dropped for a known reason. Raises QuantkitError otherwise."""
+def take_inventory(checkpoint: Checkpoint, *, by_name: bool = False) -> Inventory:
+    """Every tensor of the source is a parameter of the right shape, or dropped for a known reason. Raises QuantkitError otherwise.
+
+    by_name: an architecture that quantkit does not know will do; its linears are told by name. Only for runs without calibration.
+    """
     if checkpoint.format.name not in ("dense", "fp8-block"):
         raise QuantkitError(
             f"{checkpoint.path} is already quantized ({checkpoint.format.name})", "quantize the model it was made from, not a rounded copy"
         )
+    if by_name and checkpoint.config.get("model_type") not in ARCHITECTURES:
+        return _inventory_by_name(checkpoint)
     architecture = find_architecture(checkpoint.config)
     config = architecture.Config.from_dict(checkpoint.config)
     rows = resolve(architecture.parameters(config), checkpoint.tensors)
@@ -59,6 +65,13 @@ def take_inventory(checkpoint: Checkpoint) -> Inventory:
             "the model may be a variant that quantkit does not compute: use a supported one",
         )
     return Inventory(architecture, config, rows, dropped)
+
+
+def _inventory_by_name(checkpoint: Checkpoint) -> Inventory:
+    packed = {name for module in checkpoint.linears for name in checkpoint.parts(module)}
+    shapes = {f"{module}.weight": tuple(checkpoint.shape(module)) for module in checkpoint.linears}
+    shapes |= {name: tensor.shape for name, tensor in checkpoint.tensors.items() if name not in packed}
+    return Inventory(by_name_models, by_name_models.Config(), by_name_models.parameters(shapes), {})
 
 
 def _reason(name: str) -> str:

@@ -72,9 +72,9 @@ def quantize(
     grid = target_grid(scheme, recipe)
     target = find_format(name, replace(scheme, weight=grid))
     checkpoint = Checkpoint.open(source)
-    inventory = take_inventory(checkpoint)
-    check_groups(inventory.rows, grid, target)
     methods = scheme.methods if recipe.methods is None else recipe.methods
+    inventory = take_inventory(checkpoint, by_name=not methods)
+    check_groups(inventory.rows, grid, target)
     peak = expected_peak(inventory, target, scheme, recipe)
     check_memory(peak, memory)
     sequences = _sequences(source, recipe) if methods else Sequences([], [])

@@ -1,0 +1,39 @@
+"""Parameters of a model whose architecture quantkit does not know, told by name and shape: enough to round it without calibration.
+
+A weight is taken for a linear where it has two dimensions, 128 divides its inputs, 8 divides its outputs, and no part of its name says that
+it is an embedding, a head, a router or a norm. Everything else is copied. No scale can be folded, for nobody says what reads what.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from quantkit.models.table import Parameter, Role, ScaleGroup
+
+_NOT_LINEAR = re.compile(r"embed|wte|wpe|lm_head|head$|norm|\bln_|router|\bgate$|conv|rotary|position", re.IGNORECASE)
+_LAYER = re.compile(r"\b(?:layers|h|blocks|block|layer)\.(\d+)\.")
+_EXPERT = re.compile(r"\bexperts\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Nothing is known but the rows themselves."""
+
+
+def parameters(shapes: Mapping[str, tuple[int, ...]]) -> list[Parameter]:
+    """shapes: tensor name -> logical shape, of every tensor but the scales of packed ones."""
+    return [_parameter(name, shape) for name, shape in shapes.items()]
+
+
+def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
+    return []
+
+
+def _parameter(name: str, shape: tuple[int, ...]) -> Parameter:
+    layer, expert = _LAYER.search(name), _EXPERT.search(name)
+    module = name.removesuffix(".weight")
+    linear = len(shape) == 2 and name.endswith(".weight") and not _NOT_LINEAR.search(module)
+    fits = linear and shape[1] % 128 == 0 and shape[0] % 8 == 0
+    role: Role = "linear" if fits else "head" if len(shape) == 2 else "norm"
+    number = int(layer[1]) if layer else None
+    return Parameter(name, shape, role, layer=number, expert=int(expert[1]) if layer and expert else None)
