@@ -37,6 +37,7 @@ def quantize(
     scheme: Annotated[str, typer.Option(help="awq-w4a16, fp4-w4a16, int8-a8w8c16 or rtn-w4a16.")],
     out_dir: Annotated[Path | None, typer.Option("--out", help="Output directory; MODEL-SCHEME otherwise.")] = None,
     format_: Annotated[str, typer.Option("--format", help="auto, awq, compressed-tensors, modelopt or modelslim.")] = "auto",
+    engine: Annotated[str | None, typer.Option(help="Write what vllm, sglang, vllm-ascend, omni-infer or chitu loads, or refuse.")] = None,
     recipe: Annotated[str | None, typer.Option(help="A YAML file; the scheme's own recipe otherwise.")] = None,
     calibration: Annotated[
         str | None, typer.Option(help="FILE.txt, FILE.jsonl or a `datasets` id; the model's own where it ships one.")
@@ -45,10 +46,12 @@ def quantize(
     seq_len: Annotated[int | None, typer.Option(min=8, help="Tokens of a calibration sequence.")] = None,
     seed: Annotated[int | None, typer.Option()] = None,
     device: Device = "auto",
+    memory: Annotated[str | None, typer.Option(help="Host memory to keep under, such as 16GiB; refused at the start if it cannot.")] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace the output directory if it exists.")] = False,
     json_: AsJson = False,
 ) -> None:
     """Quantize a checkpoint. A run that was stopped goes on when the same command is given again."""
+    from quantkit.quantize.memory import parse_bytes
     from quantkit.quantize.run import quantize as run_quantize
     from quantkit.recipe import load_recipe
     from quantkit.schemes import find_scheme
@@ -61,7 +64,18 @@ def quantize(
         settings = settings.model_copy(update={"calibration": str(shipped)})
     with console.bytes_bar() as bar:
         target = out_dir or Path(f"{source.name}-{scheme}")
-        report = run_quantize(source, target, chosen, format_, settings, device=device, overwrite=overwrite, on_event=console.listener(bar))
+        report = run_quantize(
+            source,
+            target,
+            chosen,
+            format_,
+            settings,
+            engine=engine,
+            device=device,
+            memory=parse_bytes(memory) if memory else None,
+            overwrite=overwrite,
+            on_event=console.listener(bar),
+        )
     about = {key: value for key, value in vars(report).items() if key != "findings"} | {"mean_error": report.findings.mean_error}
     if json_:
         return print_json(about | {"out": str(report.out)})

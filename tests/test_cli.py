@@ -247,3 +247,30 @@ def test_damaged_weights(tmp_path: Path) -> None:
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
     save_file({**whole, f"{name}_scale_inv": torch.ones(7, 7)}, shard)
     assert name in said(source)
+
+
+@pytest.mark.parametrize(
+    ("engine", "scheme", "format_name"),
+    [
+        ("vllm", "rtn-w4a16", "awq"),
+        ("vllm-ascend", "rtn-w4a16", "compressed-tensors"),
+        ("sglang", "fp4-w4a16", "modelopt"),
+        ("omni-infer", "int8-a8w8c16", "compressed-tensors"),
+        ("chitu", "fp4-w4a16", "modelopt"),
+    ],
+)
+def test_quantize_for_an_engine(tiny_checkpoint: Path, tmp_path: Path, engine: str, scheme: str, format_name: str) -> None:
+    """What is written for an engine passes that engine's own checks."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"scheme: {scheme}\nmethods: []\n")
+    out = tmp_path / "out"
+    report = answer("quantize", tiny_checkpoint, "--scheme", scheme, "--engine", engine, "--recipe", recipe, "--out", out)
+    assert report["format"] == format_name
+    about = answer("inspect", out, "--engine", engine)
+    assert not [problem for problem in about["problems"] if problem["severity"] == "error"], about["problems"]
+    assert about["quantized_linears"] > 20
+
+
+def test_an_engine_without_the_scheme_says_why(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    said = refusal("quantize", tiny_checkpoint, "--scheme", "fp4-w4a16", "--engine", "vllm-ascend", "--out", tmp_path / "out")
+    assert "vllm-ascend does not load fp4-w4a16" in said
