@@ -98,9 +98,8 @@ def decode_row(rank: Rank, concurrency: int, context: int, bandwidth: float) -> 
 
 def compare(rank: Rank, rows: Rows) -> tuple[float, float]:
     """How far the captured step's hidden states are from an eager one's (relative), and how many distinct experts a layer used."""
-    captured = rank.steps.run(rows)[0].hidden.clone()
-    buffers = StaticBuffers(len(rows.token_ids), rows.tables.shape[1], rank.device)
-    buffers.fill(rows)
+    buffers, step = rank.steps.filled(rows)
+    captured = step().hidden.clone()
     CountedExperts.distinct = []
     eager = compute(rank.model, buffers.token_ids, _context(rank, buffers)).hidden
     distinct = statistics.mean(CountedExperts.distinct)
