@@ -1,7 +1,7 @@
 """Time the operators beside their peers and print a table.
 
     python kernels/bench.py --device cpu                 4096 x 4096 linears against torch's float32 and bfloat16, one thread
-    python kernels/bench.py --device cuda                R1 shapes under CUDA-graph replay, with fractions of the measured bandwidth
+    python kernels/bench.py --device cuda                R1's linears and experts by graph replay, with fractions of the read bandwidth
 
 Weights are random and rotate beyond the cache; every result is checked against float64 before it is timed.
 """
@@ -11,14 +11,27 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from quantkit_kernels import BACKENDS, prepare
+from quantkit_kernels import BACKENDS, ExpertsBuilder, prepare
 from quantkit_kernels.backends import why_unusable
+from quantkit_kernels.check import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, exact_experts
 from quantkit_kernels.samples import TOLERANCE, distance, exact_linear, random_weight
 from quantkit_kernels.timing import copies_beyond_cache, read_bandwidth, seconds_per_call
-from quantkit_kernels.weights import kind
+from quantkit_kernels.weights import kind, rows
 
 ROWS = (1, 4, 16, 64)
 SIDE = 4096
+CUDA_LINEARS = {
+    "q_a+kv_a": (2112, 7168),
+    "q_b": (24576, 1536),
+    "o": (7168, 16384),
+    "shared_gu": (4096, 7168),
+    "shared_dn": (7168, 2048),
+    "dense_gu": (36864, 7168),
+    "dense_dn": (7168, 18432),
+}
+CUDA_GRIDS = ("int4-asym-128", "fp4", "int8")
+CUDA_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048)
+CUDA_TOKENS = (1, 2, 4, 8, 16, 32, 64, 512)
 
 
 def cpu_table(dtypes: tuple[torch.dtype, ...]) -> None:
@@ -55,11 +68,55 @@ def cpu_table(dtypes: tuple[torch.dtype, ...]) -> None:
                 print(f"{grid:<15}{backend:<11}{str(dtype)[6:]:<10}{copies[0].nbytes / 1e6:>7.1f}{cells}", flush=True)
 
 
+def cuda_table() -> None:
+    """Microseconds, fraction of the read bandwidth and error of R1's linears and of its routed experts, all on one card."""
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    rng = torch.Generator(device)
+    rng.seed()
+    bandwidth = read_bandwidth(device)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, read bandwidth {bandwidth / 1e12:.2f} TB/s")
+    print(f"{'linear':<11}{'grid':<15}{'error':>9}" + "".join(f"{f'M={m}':>9}" for m in CUDA_ROWS) + "  us; fraction at M=1")
+    for name, (n, k) in CUDA_LINEARS.items():
+        for grid in CUDA_GRIDS:
+            weight = random_weight(grid, n, k, rng)
+            first = prepare(weight, dtype=dtype)
+            copies = [first] + [prepare(weight, dtype=dtype) for _ in range(copies_beyond_cache(first.nbytes, device) - 1)]
+            cells, worst, times = "", 0.0, []
+            for m in CUDA_ROWS:
+                x = torch.randn(m, k, generator=rng, device=device).to(dtype)
+                worst = max(worst, distance(first(x)[:, :256], exact_linear(x, rows(weight, 0, 256))))
+                times.append(seconds_per_call([partial(one, x) for one in copies], device))
+                cells += f"{times[-1] * 1e6:>9.1f}"
+            assert worst < TOLERANCE[dtype], (name, grid, worst)
+            print(f"{name:<11}{grid:<15}{worst:>9.1e}{cells}  {first.nbytes / times[0] / bandwidth:.2f}", flush=True)
+    print(f"{'experts':<11}{'grid':<15}{'error':>9}" + "".join(f"{f'T={t}':>15}" for t in CUDA_TOKENS) + "  us (fraction)")
+    for grid in CUDA_GRIDS:
+        shapes = ((INTERMEDIATE, HIDDEN), (INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))
+        few = [[random_weight(grid, n, k, rng) for n, k in shapes] for _ in range(4)]
+        builder = ExpertsBuilder(EXPERTS, dtype=dtype, device=device)
+        for index in range(EXPERTS):
+            builder.add(index, *few[index % 4])
+        experts = builder.finish()
+        cells, worst = "", 0.0
+        for tokens in CUDA_TOKENS:
+            x = torch.randn(tokens, HIDDEN, generator=rng, device=device).to(dtype)
+            ids = [torch.rand(tokens, EXPERTS, generator=rng, device=device).topk(TOP_K, dim=-1).indices for _ in range(8)]
+            weights = torch.rand(tokens, TOP_K, generator=rng, device=device)
+            worst = max(worst, distance(experts(x, ids[0], weights), exact_experts(x, ids[0], weights, few)))
+            seconds = seconds_per_call([partial(experts, x, one, weights) for one in ids], device)
+            distinct = sum(one.unique().numel() for one in ids) / len(ids)
+            cells += f"{f'{seconds * 1e6:.1f} ({experts.nbytes * distinct / EXPERTS / seconds / bandwidth:.2f})':>15}"
+        assert worst < 2e-2, (grid, worst)
+        print(f"{'R1':<11}{grid:<15}{worst:>9.1e}{cells}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=("cpu",))
-    parser.parse_args()
-    cpu_table((torch.bfloat16, torch.float32))
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    if parser.parse_args().device == "cuda":
+        cuda_table()
+    else:
+        cpu_table((torch.bfloat16, torch.float32))
 
 
 if __name__ == "__main__":

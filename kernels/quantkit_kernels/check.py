@@ -95,13 +95,13 @@ def _experts(device: torch.device, dtype: torch.dtype, rng: torch.Generator, ban
                 x = torch.randn(tokens, HIDDEN, generator=rng, device=device).to(dtype)
                 ids = torch.rand(tokens, count, generator=rng, device=device).topk(top_k, dim=-1).indices
                 weights = torch.rand(tokens, top_k, generator=rng, device=device)
-                error = distance(experts(x, ids, weights), _exact_experts(x, ids, weights, few))
+                error = distance(experts(x, ids, weights), exact_experts(x, ids, weights, few))
                 seconds = seconds_per_call([_call(experts, x, ids, weights)], device)
                 nbytes = experts.nbytes * ids.unique().numel() // count
                 yield _measured(operator, backend, f"E={count} T={tokens}", error, dtype, seconds, nbytes, bandwidth)
 
 
-def _exact_experts(x: Tensor, ids: Tensor, weights: Tensor, few: list[list[Weight]]) -> Tensor:
+def exact_experts(x: Tensor, ids: Tensor, weights: Tensor, few: list[list[Weight]]) -> Tensor:
     """In float64; expert e has the weights few[e % 4]."""
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for index, (gate, up, down) in enumerate(few):

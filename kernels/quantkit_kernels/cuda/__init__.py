@@ -8,10 +8,13 @@ import torch
 from quantkit_kernels.backends import Shape
 from quantkit_kernels.cuda.build import find_nvcc, library_path
 from quantkit_kernels.cuda.experts import StreamLayout
+from quantkit_kernels.cuda.functional import add_rms_norm, rms_norm, rope, route, silu_and_mul
 from quantkit_kernels.cuda.linear import linear
 from quantkit_kernels.weights import Weight
 
-__all__ = ["experts_layout", "linear", "unusable"]
+__all__ = ["add_rms_norm", "experts_layout", "linear", "rms_norm", "rope", "route", "silu_and_mul", "unusable"]
+
+_FUNCTIONS = ("rms_norm", "add_rms_norm", "silu_and_mul", "route", "rope")
 
 
 def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, shapes: tuple[Shape, ...]) -> str | None:
@@ -19,14 +22,16 @@ def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, sha
         return f"runs on CUDA, not on {device.type}"
     if not torch.cuda.is_available():
         return "no CUDA device here"
-    if not operator.startswith(("linear_", "experts_")) or operator.endswith("_dense"):
+    if operator.endswith("_dense"):
         return "quantized weights only"
+    if operator == "mla_decode":
+        return "not written"
     major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        return f"needs compute capability 8.0, this device has {major}.{minor}"
+    if (major, minor) != (9, 0):
+        return f"written for compute capability 9.0 (Hopper), this device has {major}.{minor}"
     if find_nvcc() is None and not library_path(f"{major}{minor}").exists():
         return "nvcc is not installed, and it compiles the kernels at first use"
-    return _refused(operator.split("_")[1], dtype, shapes)
+    return None if operator in _FUNCTIONS else _refused(operator.split("_")[1], dtype, shapes)
 
 
 def _refused(kind: str, dtype: torch.dtype | None, shapes: tuple[Shape, ...]) -> str | None:

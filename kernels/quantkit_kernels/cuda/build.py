@@ -15,7 +15,9 @@ from pathlib import Path
 
 import torch
 
-_SOURCE = Path(__file__).parent / "stream_gemm.cu"
+_FOLDER = Path(__file__).parent
+_SOURCES = (_FOLDER / "stream_gemm.cu", _FOLDER / "small_ops.cu")
+_HEADERS = (_FOLDER / "launch.cuh",)
 
 
 class Params(ctypes.Structure):
@@ -36,8 +38,8 @@ def cache_directory() -> Path:
 
 
 def library_path(architecture: str) -> Path:
-    digest = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]
-    return cache_directory() / f"stream_gemm-{architecture}-{digest}.so"
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in (*_SOURCES, *_HEADERS))).hexdigest()[:16]
+    return cache_directory() / f"kernels-{architecture}-{digest}.so"
 
 
 def find_nvcc() -> str | None:
@@ -54,12 +56,11 @@ def compile_library(architecture: str) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         built = Path(folder) / target.name
-        command = [nvcc, "-O3", "-std=c++20", "--split-compile=0", f"-gencode=arch=compute_{architecture},code=sm_{architecture}", "-shared"]
-        done = subprocess.run(
-            [*command, "-Xcompiler", "-fPIC", "-o", str(built), str(_SOURCE)], capture_output=True, text=True, check=False
-        )
+        target_flags = ["-gencode", f"arch=compute_{architecture},code=sm_{architecture}"]
+        command = [nvcc, "-O3", "-std=c++20", "--split-compile=0", *target_flags, "-shared", "-Xcompiler", "-fPIC", "-o", str(built)]
+        done = subprocess.run([*command, *map(str, _SOURCES)], capture_output=True, text=True, check=False)
         if done.returncode:
-            raise RuntimeError(f"nvcc could not compile {_SOURCE.name}: {done.stderr.strip()[-2000:]}")
+            raise RuntimeError(f"nvcc could not compile the kernels: {done.stderr.strip()[-2000:]}")
         built.rename(target)
     return target
 
@@ -72,8 +73,12 @@ def library() -> ctypes.CDLL:
         compile_library(f"{major}{minor}")
     loaded = ctypes.CDLL(str(path))
     pointer, integer = ctypes.c_void_p, ctypes.c_int
-    loaded.qk_stream_gemm.argtypes = [ctypes.POINTER(Params), *[integer] * 6, pointer]
+    loaded.qk_stream_gemm.argtypes = [ctypes.POINTER(Params), *[integer] * 7, pointer]
     loaded.qk_expand.argtypes = [ctypes.POINTER(Params), *[integer] * 3, pointer, pointer]
     loaded.qk_sum_pairs.argtypes = [pointer, pointer, *[integer] * 4, pointer]
     loaded.qk_quantize_rows.argtypes = [pointer, pointer, pointer, *[integer] * 3, pointer]
+    loaded.qk_add_rms_norm.argtypes = [*[pointer] * 5, *[integer] * 3, ctypes.c_float, pointer]
+    loaded.qk_silu_and_mul.argtypes = [pointer, pointer, *[integer] * 3, pointer]
+    loaded.qk_rope.argtypes = [*[pointer] * 5, *[integer] * 5, ctypes.c_int64, ctypes.c_int64, pointer]
+    loaded.qk_route.argtypes = [*[pointer] * 4, *[integer] * 8, ctypes.c_float, pointer]
     return loaded

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from quantkit_kernels.cuda.build import Params, library
-from quantkit_kernels.cuda.launch import DTYPES, SILU_MUL, WEIGH, Plan, checked, quantize_rows, stream_gemm
+from quantkit_kernels.cuda.launch import DTYPES, SILU_MUL, WEIGH, checked, quantize_rows, stream_gemm, stream_of
 from quantkit_kernels.cuda.layout import Packed, group_of, interleaved, pack
+from quantkit_kernels.cuda.plans import Plan, experts_plans
 from quantkit_kernels.experts import Experts, ExpertsLayout
 from quantkit_kernels.weights import Weight, kind, shape, to_device
 
@@ -24,7 +25,6 @@ class StreamExperts(Experts):
         self.group = group
         self.gate_up = gate_up
         self.down = down
-        self.plans = (Plan(1, 4, 1, 1), Plan(1, 4, 2, 1))
 
     def held(self) -> list[Tensor]:
         return [tensor for tensor in (*self.gate_up, *self.down) if tensor is not None]
@@ -39,13 +39,14 @@ class StreamExperts(Experts):
     def _forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         x, topk_ids, topk_weights = x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
         pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
+        plans = experts_plans(self.kind, self.hidden, self.intermediate, self.num_experts, pairs, top_k)
         between = torch.empty(pairs, self.intermediate, dtype=self.dtype, device=x.device)
-        self._launch(self.gate_up, SILU_MUL, x, between, topk_ids, topk_weights, self.plans[0])
+        self._launch(self.gate_up, SILU_MUL, x, between, topk_ids, topk_weights, plans[0])
         weighed = torch.empty(pairs, self.hidden, dtype=torch.float32, device=x.device)
-        self._launch(self.down, WEIGH, between, weighed, topk_ids, topk_weights, self.plans[1])
+        self._launch(self.down, WEIGH, between, weighed, topk_ids, topk_weights, plans[1])
         y = torch.empty_like(x)
-        stream = torch.cuda.current_stream(x.device).cuda_stream
-        checked(library().qk_sum_pairs(weighed.data_ptr(), y.data_ptr(), DTYPES[self.dtype], x.shape[0], top_k, self.hidden, stream))
+        sizes = (x.shape[0], top_k, self.hidden)
+        checked(library().qk_sum_pairs(weighed.data_ptr(), y.data_ptr(), DTYPES[self.dtype], *sizes, stream_of(x.device)))
         return y
 
     def _launch(self, packed: Packed, epilogue: int, x: Tensor, out: Tensor, ids: Tensor, weights: Tensor, plan: Plan) -> None:

@@ -1,44 +1,19 @@
-"""What a launch of the kernels in stream_gemm.cu needs besides tensors: the shape of the grid, and a workspace for sums across blocks."""
+"""What a launch of the kernels in stream_gemm.cu needs besides tensors: the stream, and a workspace for sums across blocks."""
 
 import ctypes
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from quantkit_kernels.cuda.build import Params, library
+from quantkit_kernels.cuda.plans import Plan
 
 FORMATS = {"int4": 0, "fp4": 1, "int8": 2}
 DTYPES = {torch.bfloat16: 0, torch.float16: 1}
 STORE, SILU_MUL, WEIGH = range(3)
-_WARPS = 8  # of a block
-_SLOTS = 2 * 132  # blocks resident on an H200
 
 _workspaces: dict[torch.device, tuple[Tensor, Tensor]] = {}
 _retired: list[Tensor] = []
-
-
-@dataclass(frozen=True)
-class Plan:
-    """token_tiles: of 8 tokens, per block (1, 2 or 4). row_tiles: of 16 rows, per warp: 2 or 4 with one token tile, 4
-    with two, 2 with four. wn: warps of a block side by side along N.
-    split: blocks along K."""
-
-    token_tiles: int
-    row_tiles: int
-    wn: int
-    split: int
-
-
-def plan(rows: int, k: int, tokens: int) -> Plan:
-    """A grid that fills the device and gives every warp of a block at least one chunk of 128 along K."""
-    token_tiles = 1 if tokens <= 8 else 2 if tokens <= 16 else 4
-    chunks = k // 128
-    row_tiles = {1: 4 if rows // 64 >= _SLOTS else 2, 2: 4, 4: 2}[token_tiles]
-    wn = 2 if chunks < 2 * _WARPS and rows % (32 * row_tiles) == 0 else 1
-    blocks = rows // (16 * row_tiles * wn) * -(-tokens // (8 * token_tiles))
-    split = max(1, min(_SLOTS // blocks, chunks * wn // _WARPS))
-    return Plan(token_tiles, row_tiles, wn, split)
 
 
 def workspace(device: torch.device, floats: int) -> tuple[Tensor, Tensor]:
@@ -64,8 +39,8 @@ def stream_gemm(params: Params, kind: str, dtype: torch.dtype, group: int, plan:
         partial, arrived = workspace(device, floats)
         params.partial, params.arrived = partial.data_ptr(), arrived.data_ptr()
     params.wn, params.split = plan.wn, plan.split
-    stream = torch.cuda.current_stream(device).cuda_stream
-    checked(library().qk_stream_gemm(ctypes.byref(params), FORMATS[kind], DTYPES[dtype], group, plan.token_tiles, plan.row_tiles, grid_y, stream))
+    shape = (plan.token_tiles, plan.row_tiles, plan.bulk, grid_y)
+    checked(library().qk_stream_gemm(ctypes.byref(params), FORMATS[kind], DTYPES[dtype], group, *shape, stream_of(device)))
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,6 +50,10 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     stream = torch.cuda.current_stream(x.device).cuda_stream
     checked(library().qk_quantize_rows(x.data_ptr(), codes.data_ptr(), scale.data_ptr(), DTYPES[x.dtype], x.shape[0], x.shape[1], stream))
     return codes, scale
+
+
+def stream_of(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
 
 
 def checked(error: int) -> None:

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit_kernels.cuda.build import Params, library
-from quantkit_kernels.cuda.launch import DTYPES, FORMATS, STORE, Plan, checked, plan, quantize_rows, stream_gemm
+from quantkit_kernels.cuda.launch import DTYPES, FORMATS, STORE, checked, quantize_rows, stream_gemm, stream_of
 from quantkit_kernels.cuda.layout import Packed, group_of, pack
+from quantkit_kernels.cuda.plans import Plan, linear_plan
 from quantkit_kernels.linear import Linear
 from quantkit_kernels.weights import Weight, kind, shape, to_device
 
@@ -33,7 +34,7 @@ class StreamLinear(Linear):
     def rows(self, x: Tensor) -> Tensor:
         if x.shape[0] >= _EXPAND_TOKENS and self.kind != "int8":
             return F.linear(x, self.expand())
-        return self.stream(x, plan(self.padded, self.in_features, x.shape[0]))
+        return self.stream(x, linear_plan(self.kind, self.padded, self.in_features, x.shape[0]))
 
     def stream(self, x: Tensor, plan: Plan) -> Tensor:
         """x[M, K] -> [M, N] by the streaming kernel with a given grid."""
@@ -52,9 +53,9 @@ class StreamLinear(Linear):
     def expand(self) -> Tensor:
         """W[N, K] in the compute dtype, for this call."""
         full = torch.empty(self.out_features, self.in_features, dtype=self.dtype, device=self.device)
-        stream = torch.cuda.current_stream(self.device).cuda_stream
         params = self._params()
-        checked(library().qk_expand(ctypes.byref(params), FORMATS[self.kind], DTYPES[self.dtype], self.group, full.data_ptr(), stream))
+        layout = (FORMATS[self.kind], DTYPES[self.dtype], self.group)
+        checked(library().qk_expand(ctypes.byref(params), *layout, full.data_ptr(), stream_of(self.device)))
         return full
 
     def _params(self) -> Params:

@@ -1,10 +1,11 @@
 // y[M, N] = x[M, K] @ W[N, K]^T for a packed W and few tokens M, dense or for routed experts.
 //
 // Few tokens make this a problem of memory bandwidth: every weight is read once and multiplied with all the tokens that need it. So W is
-// the A operand (16 rows) of mma.sync and the tokens are the B operand (8 columns), and nothing is staged in shared memory: `prepare` stores
-// W in the order in which a warp's lanes consume it, 64 rows (a strip) by 64 along K being a run of 2 KB (int8: 4 KB), so that a lane's
-// share of a tile is one 16-byte load straight into registers, requested again for a later step as soon as it is used up. The order of K
-// inside a step is chosen so that a lane's share of x is one or two 16-byte loads of the plain row-major activations, through L1.
+// the A operand (16 rows) of mma.sync and the tokens are the B operand (8 columns), and `prepare` stores W in the order in which a warp's
+// lanes consume it: 64 rows (a strip) by 64 along K is a run of 2 KB (int8: 4 KB). Each warp has such runs copied into a ring of its own in
+// shared memory by the bulk copy engine, one mbarrier per place, so no warp waits for another and up to 190 KB per multiprocessor are on
+// their way without a register spent on them. The order of K inside a step is chosen so that a lane's share of x is one or two 16-byte
+// loads of the plain row-major activations, through L1.
 //
 // A block is 8 warps, `wn` of them side by side along N (16 * RT rows each) and the others along K, a chunk of 128 each in turn; blocks may
 // split K further (`split`). Partial sums meet in shared memory, and those of several blocks in a workspace that the last block to arrive
@@ -23,9 +24,10 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <stdint.h>
-#include <stdlib.h>
 
 #include <type_traits>
+
+#include "launch.cuh"
 
 // Outside the namespace below, for a C function that takes a type of an unnamed namespace is not exported.
 struct Params {
@@ -48,6 +50,7 @@ struct Params {
 namespace {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
+constexpr int kSharedBytes = 112 << 10;  // of a block, two to a multiprocessor, less the barriers
 
 enum Format { kInt4 = 0, kFp4 = 1, kInt8 = 2 };
 enum Epilogue { kStore = 0, kSiluMul = 1, kWeigh = 2 };
@@ -56,7 +59,29 @@ template <class T> struct Pair;
 template <> struct Pair<__nv_bfloat16> { using type = __nv_bfloat162; };
 template <> struct Pair<__half> { using type = __half2; };
 
-// Loads under a predicate, in assembly so that the compiler leaves each where it is written: right behind the last use of its registers.
+__device__ __forceinline__ uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ void init_barrier(uint32_t barrier) { asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(barrier) : "memory"); }
+__device__ __forceinline__ void show_barriers_to_copies() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void wait_for_copy(uint32_t barrier, uint32_t phase) {
+  asm volatile("{.reg .pred done; again%=: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again%=;}"
+               :: "r"(barrier), "r"(phase) : "memory");
+}
+__device__ __forceinline__ bool elected() {
+  uint32_t chosen;
+  asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(chosen));
+  return chosen;
+}
+__device__ __forceinline__ uint4 read16(uint32_t at) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+  return v;
+}
+// Loads under a predicate, which leave the registers as they are where nothing is wanted.
 __device__ __forceinline__ void load_weights(uint4& v, const uint4* p, bool wanted) {
   asm volatile("{.reg .pred wanted; setp.ne.b32 wanted, %5, 0; @wanted ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];}"
                : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(p), "r"((int)wanted));
@@ -77,22 +102,19 @@ __device__ __forceinline__ void load_tokens(uint4& v, const char* p, bool wanted
   asm volatile("{.reg .pred wanted; setp.ne.b32 wanted, %5, 0; @wanted ld.global.v4.u32 {%0,%1,%2,%3}, [%4];}"
                : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(p), "r"((int)wanted) : "memory");
 }
-__device__ __forceinline__ void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void let_successor_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
 __device__ __forceinline__ uint32_t word_of(const uint4& v, int j) { return j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w; }
 
 template <class T> __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 template <> __device__ __forceinline__ void mma<__nv_bfloat16>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 template <> __device__ __forceinline__ void mma<__half>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 __device__ __forceinline__ void mma_s8(int (&c)[4], const uint4& a, uint32_t b0, uint32_t b1) {
-  asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
 
@@ -159,20 +181,96 @@ __device__ __forceinline__ uint32_t fp4_scale(uint32_t four, int index) {
   return __byte_perm(four, 0, 0x4040 + 0x0101 * index) * 16 + 0x70007000u;
 }
 
-template <int FMT, int G, int RT, int MT> struct Shape {
+template <int FMT, int G, int RT, int MT, bool BULK> struct Shape {
   static constexpr int pieces = FMT == kInt8 ? 2 : 1;         // 16-byte loads of a lane's share of a tile
   static constexpr int tokens = MT * (FMT == kInt8 ? 1 : 2);  // of its share of x
   static constexpr int factors = FMT == kInt8 ? 1 : G == 32 ? 2 * RT + 2 : G == 64 ? RT + 1 : RT;  // words: scales, then zero points
-  static constexpr int blocks = MT == 1 ? 2 : 1;  // per multiprocessor
-  static constexpr int ring = MT == 1 && (RT == 4 || FMT == kInt8) ? 2 : 4;  // steps of weights on their way
+  static constexpr int blocks = MT <= 2 ? 2 : 1;  // per multiprocessor
+  static constexpr int step_bytes = RT * pieces * 512;
+  static constexpr int sums_bytes = kWarps * RT * 16 * MT * 8 * 4;
+  static constexpr int room = (3 - blocks) * kSharedBytes - sums_bytes;
+  static constexpr int slots = !BULK ? 0 : room / (kWarps * step_bytes) < 8 ? room / (kWarps * step_bytes) : 8;  // steps on their way
+  static constexpr int bytes = slots * kWarps * step_bytes + sums_bytes + kWarps * slots * 8;
 };
 
-// What a lane holds of the steps to come, and where the next ones are.
-template <int FMT, int G, int RT, int MT> struct Stream {
-  using S = Shape<FMT, G, RT, MT>;
-  uint4 w[S::ring][RT * S::pieces], x[2][S::tokens];
-  uint32_t f[S::ring][S::factors];
+// Where a warp's weights come from, in two ways that its loop cannot tell apart. A step is asked for a whole turn of the slots ahead.
+//
+// Through shared memory: a ring of the warp's own, filled by the bulk copy engine. The most bytes on their way.
+template <int FMT, int G, int RT, int MT> struct Ring {
+  using S = Shape<FMT, G, RT, MT, true>;
+  static constexpr int unroll = 2;
+  uint32_t data, barriers, slot = 0, phase = 0;
+  const char* next;  // the step to be requested next: of this warp and in the right half of its chunk
+  int64_t stride;    // from the second half of a chunk to the first of the warp's next
+
+  __device__ __forceinline__ void init(char* shared, int warp) {
+    data = shared_address(shared) + warp * S::slots * S::step_bytes;
+    barriers = shared_address(shared) + S::slots * kWarps * S::step_bytes + S::sums_bytes + warp * S::slots * 8;
+    if (elected()) {
+      for (int i = 0; i < S::slots; ++i) init_barrier(barriers + i * 8);
+      show_barriers_to_copies();
+    }
+    __syncwarp();
+  }
+  __device__ __forceinline__ void start(const Params& p, size_t chunk, int tile, int wk, int steps) {
+    next = reinterpret_cast<const char*>(p.words) + chunk * (4096 * S::pieces) + tile * (512 * S::pieces);
+    stride = (int64_t)wk * (4096 * S::pieces) - 2048 * S::pieces;
+    for (int i = 0; i < min(S::slots, steps); ++i) request(slot + i < S::slots ? slot + i : slot + i - S::slots, i % 2);
+  }
+  __device__ __forceinline__ void request(uint32_t place, int half) {
+    if (elected()) copy_bulk(data + place * S::step_bytes, next, S::step_bytes, barriers + place * 8);
+    next += half == 0 ? 2048 * S::pieces : stride;
+  }
+  __device__ __forceinline__ void take(uint4 (&w)[RT * S::pieces], int) {
+    wait_for_copy(barriers + slot * 8, phase);
+#pragma unroll
+    for (int i = 0; i < RT * S::pieces; ++i) w[i] = read16(data + slot * S::step_bytes + i * 512 + (threadIdx.x & 31) * 16);
+  }
+  __device__ __forceinline__ void used(int, int, int) {}
+  __device__ __forceinline__ void finish(int at, int half, int left) {
+    __syncwarp();
+    if (left > S::slots) request(slot, (half + S::slots) % 2);
+    if (++slot == S::slots) slot = 0, phase ^= 1;
+  }
+};
+
+// Straight into registers, those of a tile again as soon as they are used up. The shortest way.
+template <int FMT, int G, int RT, int MT> struct Direct {
+  using S = Shape<FMT, G, RT, MT, false>;
+  static constexpr int unroll = MT == 1 && RT == 2 && FMT != kInt8 ? 4 : 2;
+  uint4 w[unroll][RT * S::pieces];
   const uint4* words;
+  int64_t stride;
+
+  __device__ __forceinline__ void init(char*, int) {}
+  __device__ __forceinline__ void start(const Params& p, size_t chunk, int tile, int wk, int steps) {
+    words = p.words + chunk * (256 * S::pieces) + tile * (32 * S::pieces) + (threadIdx.x & 31);
+    stride = (int64_t)wk * (256 * S::pieces);
+#pragma unroll
+    for (int at = 0; at < unroll; ++at)
+#pragma unroll
+      for (int nt = 0; nt < RT; ++nt) request(at, nt, at / 2, at < steps);
+  }
+  __device__ __forceinline__ void request(int at, int nt, int chunks, bool wanted) {
+#pragma unroll
+    for (int j = 0; j < S::pieces; ++j)
+      load_weights(w[at][nt * S::pieces + j], words + chunks * stride + (at % 2 * 4 + nt) * (32 * S::pieces) + j * 32, wanted);
+  }
+  __device__ __forceinline__ void take(uint4 (&to)[RT * S::pieces], int at) {
+#pragma unroll
+    for (int i = 0; i < RT * S::pieces; ++i) to[i] = w[at][i];
+  }
+  __device__ __forceinline__ void used(int at, int nt, int left) { request(at, nt, unroll / 2, left > unroll); }
+  __device__ __forceinline__ void finish(int at, int half, int) {
+    if (half == 1) words += stride;
+  }
+};
+
+// What a lane holds of the two halves of its warp's chunk besides the weights, and where that comes from.
+template <int FMT, int G, int RT, int MT> struct Stream {
+  using S = Shape<FMT, G, RT, MT, false>;
+  uint4 x[2][S::tokens];
+  uint32_t f[2][S::factors];
   const uint8_t *scales, *zeros;
   const char* token[MT];
   int wk;  // warps along K: a warp's chunks are this far apart
@@ -181,7 +279,6 @@ template <int FMT, int G, int RT, int MT> struct Stream {
     const int lane = threadIdx.x & 31, g = lane >> 2, tile = (row % 64) / 16;
     const size_t at = ((size_t)expert * (p.n / 64) + row / 64) * (p.k / 128) + chunk;
     wk = warps_along_k;
-    words = p.words + (at * 8 + tile) * (32 * S::pieces) + lane;
     if constexpr (FMT == kFp4) scales = p.scales + at * 512 + ((lane >> 1) & 1) * 128 + g * 16 + tile * 4;
     if constexpr (FMT == kInt4) {
       scales = p.scales + at * (128 / G) * 128 + g * 16 + tile * 4;
@@ -189,53 +286,43 @@ template <int FMT, int G, int RT, int MT> struct Stream {
     }
   }
 
-  // Loads that are not wanted leave registers as they are: defined from the start, and without stored zero points the middle of the grid.
+  // Without stored zero points the middle of the grid stays.
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int slot = 0; slot < S::ring; ++slot) {
+    for (int half = 0; half < 2; ++half) {
 #pragma unroll
-      for (int i = 0; i < RT * S::pieces; ++i) w[slot][i] = {};
+      for (int i = 0; i < S::factors; ++i) f[half][i] = 0x88888888u;
 #pragma unroll
-      for (int i = 0; i < S::factors; ++i) f[slot][i] = 0x88888888u;
+      for (int i = 0; i < S::tokens; ++i) x[half][i] = {};
     }
-#pragma unroll
-    for (int i = 0; i < S::tokens; ++i) x[0][i] = x[1][i] = {};
   }
 
-  // Of half 0 or 1 of the chunk that is `chunks` of the warp's own ahead.
-  __device__ __forceinline__ void request_tile(int slot, int nt, int half, int chunks, bool wanted) {
-    const uint4* from = words + (int64_t)chunks * wk * (256 * S::pieces);
-#pragma unroll
-    for (int j = 0; j < S::pieces; ++j) load_weights(w[slot][nt * S::pieces + j], from + (half * 4 + nt) * (32 * S::pieces) + j * 32, wanted);
-  }
-  __device__ __forceinline__ void request_factors(int slot, int half, int chunks, bool wanted) {
-    constexpr int per_chunk = FMT == kInt4 ? 128 / (G > 0 ? G : 128) : 2, bytes = FMT == kFp4 ? 256 : 128;
-    if constexpr (FMT == kInt8) return;
-    const uint8_t* from = scales + (int64_t)chunks * wk * (per_chunk * bytes);
-    const uint8_t* zero = zeros ? zeros + (int64_t)chunks * wk * (per_chunk * 32) : nullptr;
+  // Of half 0 or 1 of the current chunk.
+  __device__ __forceinline__ void request_factors(int half, bool wanted) {
     if constexpr (FMT == kInt4 && G == 128) {
       // The group's scales come with its first half, its zero points with its second.
-      if (half == 0) load_words<RT>(f[slot], from, wanted);
-      else load_words<1>(f[slot], zero, wanted && zero);
-    } else {
-      constexpr int groups = FMT == kInt4 && G == 32 ? 2 : 1;
+      if (half == 0) load_words<RT>(f[0], scales, wanted);
+      else load_words<1>(f[1], zeros, wanted && zeros);
+    } else if constexpr (FMT != kInt8) {
+      constexpr int groups = G == 32 ? 2 : 1, bytes = FMT == kFp4 ? 256 : 128;
 #pragma unroll
       for (int i = 0; i < groups; ++i) {
-        load_words<RT>(f[slot] + i * RT, from + (half * groups + i) * bytes, wanted);
-        if constexpr (FMT == kInt4) load_words<1>(f[slot] + groups * RT + i, zero + (half * groups + i) * 32, wanted && zero);
+        load_words<RT>(f[half] + i * RT, scales + (half * groups + i) * bytes, wanted);
+        if constexpr (FMT == kInt4) load_words<1>(f[half] + groups * RT + i, zeros + (half * groups + i) * 32, wanted && zeros);
       }
     }
   }
-  __device__ __forceinline__ void request_tokens(int half, int chunks, bool wanted) {
-    const int64_t at = (int64_t)chunks * wk * (FMT == kInt8 ? 128 : 256) + half * (FMT == kInt8 ? 64 : 128);
+  // Of the current chunk, or of the warp's next.
+  __device__ __forceinline__ void request_tokens(int half, int chunks_ahead, bool wanted) {
+    const int64_t at = (int64_t)chunks_ahead * wk * (FMT == kInt8 ? 128 : 256) + half * (FMT == kInt8 ? 64 : 128);
 #pragma unroll
     for (int i = 0; i < S::tokens; ++i) {
       if constexpr (FMT == kInt8) load_tokens(x[half][i], token[i] + at, wanted);
       else load_tokens(x[half][i], token[i / 2] + at + (i % 2) * 64, wanted);
     }
   }
+  // To the warp's next chunk.
   __device__ __forceinline__ void advance() {
-    words += (int64_t)wk * (256 * S::pieces);
     if constexpr (FMT == kFp4) scales += wk * 512;
     if constexpr (FMT == kInt4) {
       scales += wk * (128 / G) * 128;
@@ -248,7 +335,7 @@ template <int FMT, int G, int RT, int MT> struct Stream {
 
 // Sums of a warp: of whole products, and for INT4 of the current group.
 template <int FMT, class T, int G, int RT, int MT> struct Sums {
-  using S = Shape<FMT, G, RT, MT>;
+  using S = Shape<FMT, G, RT, MT, false>;
   using Acc = std::conditional_t<FMT == kInt8, int, float>;
   static constexpr int parts = FMT == kInt4 ? RT : 1;
   Acc acc[RT][MT][4];
@@ -303,12 +390,12 @@ template <int FMT, class T, int G, int RT, int MT> struct Sums {
   }
 
   // Two tiles at a time over 32 along K, so that products do not wait for one another; with the first two tiles the sums of x.
-  __device__ __forceinline__ void two_tiles(const Stream<FMT, G, RT, MT>& s, int slot, int half, int nt, int i) {
+  __device__ __forceinline__ void two_tiles(const Stream<FMT, G, RT, MT>& s, const uint4 (&w)[2], int half, int nt, int i) {
     const uint4(&x)[S::tokens] = s.x[half];
     const uint32_t ones[4] = {Magic<T>::ones, Magic<T>::ones, Magic<T>::ones, Magic<T>::ones};
     uint32_t a[2][2][4];
 #pragma unroll
-    for (int t = 0; t < 2; ++t) decode(a[t], s.w[slot][nt + t], i, FMT == kFp4 ? s.f[slot][nt + t] : 0);
+    for (int t = 0; t < 2; ++t) decode(a[t], w[t], i, FMT == kFp4 ? s.f[half][nt + t] : 0);
 #pragma unroll
     for (int j = 0; j < 2; ++j)
 #pragma unroll
@@ -323,44 +410,37 @@ template <int FMT, class T, int G, int RT, int MT> struct Sums {
       }
   }
 
-  // One step of 64 from `slot`; where `more`, its registers are requested again for the step `chunks` of the warp's chunks later.
-  __device__ __forceinline__ void step(Stream<FMT, G, RT, MT>& s, int slot, int half, bool more, int chunks, int tile) {
+  // One step of 64 out of slot `at`; `left` steps of the warp are not done yet.
+  template <class Weights> __device__ __forceinline__ void step(const Stream<FMT, G, RT, MT>& s, Weights& weights, int at, int half, int left, int tile) {
     const int shift = RT == 4 ? 0 : 8 * tile;
+    uint4 w[RT * S::pieces];
+    weights.take(w, at);
     if constexpr (FMT == kInt8) {
 #pragma unroll
       for (int nt = 0; nt < RT; ++nt) {
 #pragma unroll
         for (int j = 0; j < 2; ++j)
 #pragma unroll
-          for (int mt = 0; mt < MT; ++mt)
-            mma_s8(acc[nt][mt], s.w[slot][nt * 2 + j], word_of(s.x[half][mt], 2 * j), word_of(s.x[half][mt], 2 * j + 1));
-        s.request_tile(slot, nt, half, chunks, more);
+          for (int mt = 0; mt < MT; ++mt) mma_s8(acc[nt][mt], w[nt * 2 + j], word_of(s.x[half][mt], 2 * j), word_of(s.x[half][mt], 2 * j + 1));
+        weights.used(at, nt, left);
       }
-    } else if constexpr (FMT == kInt4 && G == 32) {
+    } else {
+      constexpr int turns = FMT == kInt4 && G == 32 ? 2 : 1;  // of the tiles: each group of 32 by itself, or all of the step
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
+      for (int turn = 0; turn < turns; ++turn) {
 #pragma unroll
         for (int nt = 0; nt < RT; nt += 2) {
-          two_tiles(s, slot, half, nt, i);
-          if (i == 1) s.request_tile(slot, nt, half, chunks, more), s.request_tile(slot, nt + 1, half, chunks, more);
-        }
-        end_group(s.f[slot] + i * RT, s.f[slot][2 * RT + i] >> shift);
-      }
-      s.request_factors(slot, half, chunks, more);
-    } else {
+          const uint4 two[2] = {w[nt], w[nt + 1]};
 #pragma unroll
-      for (int nt = 0; nt < RT; nt += 2) {
-        two_tiles(s, slot, half, nt, 0);
-        two_tiles(s, slot, half, nt, 1);
-        s.request_tile(slot, nt, half, chunks, more), s.request_tile(slot, nt + 1, half, chunks, more);
+          for (int i = turn; i < turn + 3 - turns; ++i) two_tiles(s, two, half, nt, i);
+          if (turn == turns - 1) weights.used(at, nt, left), weights.used(at, nt + 1, left);
+        }
+        if constexpr (FMT == kInt4 && G == 32) end_group(s.f[half] + turn * RT, s.f[half][2 * RT + turn] >> shift);
       }
       if constexpr (FMT == kInt4 && G == 128) {
-        if (half == 0) return;
-        end_group(s.f[slot - 1], s.f[slot][0] >> shift);
-        s.request_factors(slot - 1, 0, chunks, more);
+        if (half == 1) end_group(s.f[0], s.f[1][0] >> shift);
       }
-      if constexpr (FMT == kInt4 && G == 64) end_group(s.f[slot], s.f[slot][RT] >> shift);
-      s.request_factors(slot, half, chunks, more);
+      if constexpr (FMT == kInt4 && G == 64) end_group(s.f[half], s.f[half][RT] >> shift);
     }
   }
 };
@@ -448,14 +528,16 @@ __device__ void finish_tile(const Params& p, Acc* red, int block_n, int part, in
   }
 }
 
-template <int FMT, class T, int G, int RT, int MT>
-__global__ void __launch_bounds__(kThreads, Shape<FMT, G, RT, MT>::blocks) stream_gemm(const Params p) {
-  using S = Shape<FMT, G, RT, MT>;
+template <int FMT, class T, int G, int RT, int MT, bool BULK>
+__global__ void __launch_bounds__(kThreads, Shape<FMT, G, RT, MT, BULK>::blocks) stream_gemm(const Params p) {
+  using S = Shape<FMT, G, RT, MT, BULK>;
+  using Weights = std::conditional_t<BULK, Ring<FMT, G, RT, MT>, Direct<FMT, G, RT, MT>>;
   using Acc = typename Sums<FMT, T, G, RT, MT>::Acc;
   constexpr int tokens_per_tile = 8 * MT;
-  __shared__ Acc red[kWarps * RT * 16 * tokens_per_tile];
+  extern __shared__ __align__(128) char shared[];
   __shared__ int list[tokens_per_tile];
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q = lane & 3;
+  Acc* red = reinterpret_cast<Acc*>(shared + S::slots * kWarps * S::step_bytes);
+  const int lane = threadIdx.x & 31, warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), g = lane >> 2, q = lane & 3;
   const int block_n = blockIdx.x / p.split, part = blockIdx.x % p.split;
   const int warp_n = warp % p.wn, warp_k = warp / p.wn, wk = kWarps / p.wn;
   const int row = (block_n * p.wn + warp_n) * RT * 16, tile = (row % 64) / 16;
@@ -463,9 +545,14 @@ __global__ void __launch_bounds__(kThreads, Shape<FMT, G, RT, MT>::blocks) strea
   const int chunks = begin < end ? (end - begin + wk - 1) / wk : 0;
   const size_t row_bytes = (size_t)p.k * (FMT == kInt8 ? 1 : 2);
 
+  Weights weights;
+  weights.init(shared, warp);
+
   int expert = 0, first = 0, total;
+  // The routing of a layer's second product was there before its first began.
+  const bool wait_late = !p.ids || p.epilogue == kWeigh;
   if (p.ids) {
-    wait_for_predecessor();
+    if (!wait_late) wait_for_predecessor();
     expert = p.by_expert ? blockIdx.y : p.ids[(size_t)blockIdx.y * p.ids_stride];
     total = list_pairs(p, expert, 0, tokens_per_tile, list);
     __syncthreads();
@@ -478,16 +565,12 @@ __global__ void __launch_bounds__(kThreads, Shape<FMT, G, RT, MT>::blocks) strea
   }
 
   for (;;) {
+    weights.start(p, ((size_t)expert * (p.n / 64) + row / 64) * (p.k / 128) + begin, tile, wk, 2 * chunks);
     Stream<FMT, G, RT, MT> stream;
     stream.clear();
     stream.point(p, expert, row, begin, wk);
-#pragma unroll
-    for (int slot = 0; slot < S::ring; ++slot) {
-#pragma unroll
-      for (int nt = 0; nt < RT; ++nt) stream.request_tile(slot, nt, slot % 2, slot / 2, slot / 2 < chunks);
-      stream.request_factors(slot, slot % 2, slot / 2, slot / 2 < chunks);
-    }
-    if (!p.ids) wait_for_predecessor();
+    stream.request_factors(0, chunks > 0), stream.request_factors(1, chunks > 0);
+    if (wait_late) wait_for_predecessor();
     __syncthreads();
     const int count = min(tokens_per_tile, total - first);
     // A column of the product depends on its own token only, so places without a token repeat the first and are not stored.
@@ -505,13 +588,18 @@ __global__ void __launch_bounds__(kThreads, Shape<FMT, G, RT, MT>::blocks) strea
     // instead of gathering them at the end of the chunk.
     int steps = 2 * chunks;
     asm volatile("" : "+r"(steps));
-    for (int i = 0; i < steps; i += S::ring) {
+    for (int i = 0; i < steps; i += Weights::unroll) {
 #pragma unroll
-      for (int slot = 0; slot < S::ring; ++slot) {
-        if (i + slot >= steps) break;
-        sums.step(stream, slot, slot % 2, i + slot + S::ring < steps, S::ring / 2, tile);
-        stream.request_tokens(slot % 2, 1, i + slot + 2 < steps);
-        if (slot % 2) stream.advance();
+      for (int at = 0; at < Weights::unroll; ++at) {
+        const int half = at % 2, left = steps - i - at;
+        if (left <= 0) break;
+        sums.step(stream, weights, at, half, left, tile);
+        stream.request_tokens(half, 1, left > 2);
+        weights.finish(at, half, left);
+        if (half == 1) {
+          stream.advance();
+          stream.request_factors(0, left > 2), stream.request_factors(1, left > 2);
+        }
       }
     }
     let_successor_start();
@@ -626,34 +714,28 @@ template <class T> __global__ void quantize_rows(const T* x, int8_t* codes, floa
   }
 }
 
-// A launch that may start before its predecessor has ended; the kernel waits where it must.
-template <class... Arguments> int start(void (*kernel)(Arguments...), dim3 grid, int threads, int shared, void* stream, std::type_identity_t<Arguments>... arguments) {
-  cudaLaunchAttribute early = {};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  static const bool off = getenv("QK_PDL") && *getenv("QK_PDL") == '0';
-  early.val.programmaticStreamSerializationAllowed = off ? 0 : 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = grid, config.blockDim = threads, config.dynamicSmemBytes = shared, config.stream = (cudaStream_t)stream;
-  config.attrs = &early, config.numAttrs = 1;
-  return (int)cudaLaunchKernelEx(&config, kernel, arguments...);
+template <int FMT, class T, int G, int RT, int MT, bool BULK> int launch(const Params& p, int grid_y, void* stream) {
+  auto kernel = stream_gemm<FMT, T, G, RT, MT, BULK>;
+  constexpr int bytes = Shape<FMT, G, RT, MT, BULK>::bytes;
+  static const cudaError_t allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (allowed != cudaSuccess) return (int)allowed;
+  return start(kernel, dim3(p.n / (p.wn * RT * 16) * p.split, grid_y), kThreads, bytes, stream, p);
 }
 
-template <int FMT, class T, int G, int RT, int MT> int launch(const Params& p, int grid_y, void* stream) {
-  return start(stream_gemm<FMT, T, G, RT, MT>, dim3(p.n / (p.wn * RT * 16) * p.split, grid_y), kThreads, 0, stream, p);
-}
-
-template <int FMT, class T, int G> int launch(const Params& p, int token_tiles, int row_tiles, int grid_y, void* stream) {
-  if (token_tiles == 1) return row_tiles == 4 ? launch<FMT, T, G, 4, 1>(p, grid_y, stream) : launch<FMT, T, G, 2, 1>(p, grid_y, stream);
-  return token_tiles == 2 ? launch<FMT, T, G, 4, 2>(p, grid_y, stream) : launch<FMT, T, G, 2, 4>(p, grid_y, stream);
+template <int FMT, class T, int G> int launch(const Params& p, int token_tiles, int row_tiles, int bulk, int grid_y, void* stream) {
+  if (token_tiles == 4) return launch<FMT, T, G, 4, 4, true>(p, grid_y, stream);
+  if (token_tiles == 2) return row_tiles == 4 ? launch<FMT, T, G, 4, 2, true>(p, grid_y, stream) : launch<FMT, T, G, 2, 2, true>(p, grid_y, stream);
+  if (bulk) return row_tiles == 4 ? launch<FMT, T, G, 4, 1, true>(p, grid_y, stream) : launch<FMT, T, G, 2, 1, true>(p, grid_y, stream);
+  return row_tiles == 4 ? launch<FMT, T, G, 4, 1, false>(p, grid_y, stream) : launch<FMT, T, G, 2, 1, false>(p, grid_y, stream);
 }
 
 }  // namespace
 
 using bf16 = __nv_bfloat16;
 
-// dtype: 0 bf16, 1 fp16. (token_tiles, row_tiles) is (1, 2), (1, 4), (2, 4) or (4, 2). Returns a cudaError_t.
-extern "C" int qk_stream_gemm(const Params* p, int format, int dtype, int group, int token_tiles, int row_tiles, int grid_y, void* s) {
-  const auto run = [&](auto launcher) { return launcher(*p, token_tiles, row_tiles, grid_y, s); };
+// dtype: 0 bf16, 1 fp16. token_tiles 1, 2 or 4; row_tiles 2 or 4, and 4 with four token tiles. Returns a cudaError_t.
+extern "C" int qk_stream_gemm(const Params* p, int format, int dtype, int group, int token_tiles, int row_tiles, int bulk, int grid_y, void* s) {
+  const auto run = [&](auto launcher) { return launcher(*p, token_tiles, row_tiles, bulk, grid_y, s); };
   if (format == kFp4) return run(launch<kFp4, bf16, 16>);
   if (format == kInt8) return dtype == 0 ? run(launch<kInt8, bf16, 0>) : run(launch<kInt8, __half, 0>);
   if (group == 32) return dtype == 0 ? run(launch<kInt4, bf16, 32>) : run(launch<kInt4, __half, 32>);
