@@ -226,11 +226,8 @@ def ask_and_grade(generator: Generator, work: Work, out: Path | None, progress: 
             tell("generate", len(replies))
     samples = _grade_all(work, keys, replies, lambda done: tell("grade", done))
     _refuse_if_all_failed(setting.task.name, samples)
-    notes = (
-        [f"{', '.join(journal.changed)} differ from the last run in this folder: its replies were not reused"]
-        if journal and journal.changed
-        else []
-    )
+    changed = journal.changed if journal is not None else []
+    notes = [f"changed since the last run in this folder: {', '.join(changed)}; its replies are not reused"] if changed else []
     return TaskResult(setting, samples, len(keys), reused, time.monotonic() - start, facts, work.origin, notes, work.grader.votes)
 
 

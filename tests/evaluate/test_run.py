@@ -115,7 +115,7 @@ def test_changed_data_are_noticed(task: str, tmp_path: Path) -> None:
         with (tmp_path / "sums.jsonl").open("a") as file:
             file.write(json.dumps({"id": "new", "question": "1 + 1", "answer": "2"}) + "\n")
         again = run_evaluation(server.url, [task], data_dir=tmp_path, out=tmp_path / "out", limit=2)
-    assert again.tasks["sums"].notes == ["data differ from the last run in this folder: its replies were not reused"]
+    assert again.tasks["sums"].notes == ["changed since the last run in this folder: data; its replies are not reused"]
 
 
 def test_lost_replies_are_told_loudly(task: str, tmp_path: Path) -> None:
