@@ -6,6 +6,7 @@ what to do, 2 on bad usage.
 """
 
 import sys
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,6 +29,7 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help="A directory, tiny-r
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or npu.")]
 Backend = Annotated[str, typer.Option(help="Kernel backend; see `quantkit kernels`.")]
 Drafts = Annotated[int, typer.Option(min=0, help="Tokens a step that the model's MTP layer guesses; the answers stay the same.")]
+Tp = Annotated[int, typer.Option(min=1, help="Ranks that share the model, one per device; all are started here.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
@@ -179,6 +181,7 @@ def run(
     top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
     seed: int = 0,
     drafts: Drafts = 0,
+    tp: Tp = 1,
     device: Device = "auto",
     backend: Backend = "auto",
     json_: AsJson = False,
@@ -191,12 +194,17 @@ def run(
         raise QuantkitError("--json needs --prompt", "a chat cannot be one JSON object")
     path = find_model(model)
     with err.status(f"loading {model}"):
-        engine = Engine.load(path, device=device, backend=backend, max_batch=1, num_drafts=drafts)
+        engine = Engine.load(path, device=device, backend=backend, max_batch=1, num_drafts=drafts, tp=tp)
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    if prompt is not None:
-        _answer(engine, [{"role": "user", "content": prompt}], params, json_)
-        return
-    err.print(f"{model} on {engine.loaded.device}. An empty line or Ctrl-D ends the chat.")
+    with closing(engine):
+        if prompt is not None:
+            _answer(engine, [{"role": "user", "content": prompt}], params, json_)
+            return
+        err.print(f"{model} on {engine.loaded.device}. An empty line or Ctrl-D ends the chat.")
+        _chat(engine, params)
+
+
+def _chat(engine: Any, params: Any) -> None:
     messages: list[dict[str, str]] = []
     while question := _ask():
         messages.append({"role": "user", "content": question})
@@ -341,6 +349,7 @@ def bench(
     seed: int = 0,
     api_key: Annotated[str | None, typer.Option(help="For a server.")] = None,
     served_model: Annotated[str | None, typer.Option(help="The server's name of the model; asked of it otherwise.")] = None,
+    tp: Tp = 1,
     device: Device = "auto",
     backend: Backend = "auto",
     out_dir: Annotated[Path | None, typer.Option("--out", help="Folder for bench.json and bench.html.")] = None,
@@ -355,14 +364,15 @@ def bench(
     lengths, users = _integers("--input-len", input_len), _integers("--concurrency", concurrency)
     longest = max(lengths) + output_len
     target = open_target(
-        model, max_batch=max(users), max_model_len=longest, device=device, backend=backend, api_key=api_key, model=served_model
+        model, max_batch=max(users), max_model_len=longest, device=device, backend=backend, tp=tp, api_key=api_key, model=served_model
     )
 
     def show(row: Row) -> None:
         tpot = "-" if row.tpot_ms is None else f"{row.tpot_ms:.1f} ms"
         err.print(f"[dim]{row.input_len} x {row.concurrency}: TTFT {row.ttft_s:.3f} s, TPOT {tpot}[/dim]")
 
-    rows = measure_grid(target, lengths, users, output_len, requests_per_slot=requests, warmup=warmup, seed=seed, on_row=show)
+    with closing(target):
+        rows = measure_grid(target, lengths, users, output_len, requests_per_slot=requests, warmup=warmup, seed=seed, on_row=show)
     hardware = target.name if is_url(model) else describe_hardware(device)
     result = {"target": target.name, "hardware": hardware, "output_len": output_len, "rows": [row.to_json() for row in rows]}
     if out_dir:
@@ -397,6 +407,7 @@ def serve(
     max_output: Annotated[int | None, typer.Option(min=1, help="Longest answer, tokens.")] = None,
     served_name: Annotated[str | None, typer.Option(help="Name that clients use; MODEL otherwise.")] = None,
     drafts: Drafts = 0,
+    tp: Tp = 1,
     device: Device = "auto",
     backend: Backend = "auto",
 ) -> None:
@@ -408,10 +419,13 @@ def serve(
 
     path = find_model(model)
     with err.status(f"loading {model}"):
-        engine = Engine.load(path, device=device, backend=backend, max_batch=max_batch, max_model_len=max_model_len, num_drafts=drafts)
+        engine = Engine.load(
+            path, device=device, backend=backend, max_batch=max_batch, max_model_len=max_model_len, num_drafts=drafts, tp=tp
+        )
     err.print(f"serving {model} on http://{host}:{port}/v1", highlight=False)
     options = ServeOptions(host, port, api_key, max_queue, limits=Limits(max_input=max_input, max_output=max_output))
-    run_server(engine, served_name or path.name, options)
+    with closing(engine):
+        run_server(engine, served_name or path.name, options)
 
 
 @app.command()

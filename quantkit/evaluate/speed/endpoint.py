@@ -55,6 +55,9 @@ class EndpointTarget:
             prompts.append(self.cut(words, input_len) if self.cut else words)
         yield from asyncio.run(self._all(prompts, output_len, concurrency))
 
+    def close(self) -> None:
+        """The server is somebody else's."""
+
     async def _all(self, prompts: list[str], output_len: int, concurrency: int) -> list[RequestTimes]:
         slots = asyncio.Semaphore(concurrency)
         limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)

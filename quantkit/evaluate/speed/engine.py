@@ -39,3 +39,6 @@ class EngineTarget:
             for sequence in [one for one in open_requests if one.finish_reason]:
                 open_requests.remove(sequence)
                 yield RequestTimes(sequence.arrival, sequence.first_token, sequence.last_token, input_len, len(sequence.generated))
+
+    def close(self) -> None:
+        self.engine.close()

@@ -77,6 +77,9 @@ class Target(Protocol):
     def run(self, input_len: int, output_len: int, concurrency: int, requests: int, seed: int) -> Iterator[RequestTimes]:
         """Answer `requests` random prompts of `input_len` tokens with `output_len` tokens each, `concurrency` at a time."""
 
+    def close(self) -> None:
+        """End what answers, where it was started for this."""
+
 
 def measure_grid(
     target: Target,
