@@ -94,7 +94,9 @@ def run_evaluation(
         raise QuantkitError(f"{names} runs programs that the model wrote", "allow it with --allow-code-exec")
     reference = read_baseline(baseline) if baseline is not None else None
     ask = _Asking(out, concurrency, model_name, api_key, device, backend, progress)
+    ask.check(model)
     if reference is None and baseline is not None:
+        ask.check(baseline)
         reference = Baseline.of(ask.run(baseline, works, out / "baseline" if out else None))
     results = ask.run(model, works, out)
     if reference is not None:
@@ -185,11 +187,21 @@ class _Asking:
         where = "not known (an endpoint)" if is_url(model) else describe_hardware(self.device)
         return EvalResults(generator.name, generator.identity, tasks, where, level, None, __version__, out)
 
+    def check(self, model: str) -> None:
+        """Refuse a model that is not there, without loading one that is."""
+        if is_url(model):
+            self._endpoint(model).close()
+        else:
+            find_model(model)
+
+    def _endpoint(self, url: str) -> Generator:
+        from quantkit.evaluate.endpoint import Endpoint
+
+        return Endpoint(url, model=self.model_name, api_key=self.api_key, concurrency=self.concurrency)
+
     def _open(self, model: str) -> Generator:
         if is_url(model):
-            from quantkit.evaluate.endpoint import Endpoint
-
-            return Endpoint(model, model=self.model_name, api_key=self.api_key, concurrency=self.concurrency)
+            return self._endpoint(model)
         from quantkit.evaluate.local import Local
 
         name = self.model_name or (Path(model).resolve().name if Path(model).is_dir() else model)

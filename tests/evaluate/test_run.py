@@ -195,6 +195,16 @@ def test_everything_is_refused_before_a_model_is_asked(task: str, tmp_path: Path
             run_evaluation(nobody, options.pop("tasks"), **options)
 
 
+def test_a_missing_model_is_found_before_its_baseline_is_run(task: str, tmp_path: Path) -> None:
+    with ReplayServer(solve) as server:
+        for model, told in [("http://127.0.0.1:9", "does not answer"), ("no-such-model", "no-such-model does not exist")]:
+            with pytest.raises(QuantkitError, match=told):
+                run_evaluation(model, [task], data_dir=tmp_path, protocol="r1", baseline=server.url)
+            with pytest.raises(QuantkitError, match=told):
+                run_evaluation(server.url, [task], data_dir=tmp_path, baseline=model)
+        assert server.requests == []
+
+
 def test_running_the_models_programs_needs_consent(tmp_path: Path) -> None:
     row = {"task_id": "own/0", "prompt": "def two() -> int:\n", "entry_point": "two", "test": "def check(c):\n    assert c() == 2\n"}
     (tmp_path / "HumanEval.jsonl").write_text(json.dumps(row) + "\n")
