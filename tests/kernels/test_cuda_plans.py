@@ -1,0 +1,43 @@
+"""Every grid that may be launched fits its weight: measured ones and those of the rule of thumb."""
+
+import pytest
+from quantkit_kernels.cuda.plans import Plan, _measured, experts_plans, linear_plan
+
+
+def check(plan: Plan, rows: int, k: int) -> None:
+    assert (plan.token_tiles, plan.row_tiles) in ((1, 2), (1, 4), (2, 2), (2, 4), (4, 4)), plan
+    assert plan.wn in (1, 2, 4), plan
+    assert rows % (16 * plan.row_tiles * plan.wn) == 0, (plan, rows)
+    assert 1 <= plan.split <= k // 128, (plan, k)
+    assert plan.bulk or plan.token_tiles == 1, plan
+
+
+def test_measured_plans_fit() -> None:
+    tables = _measured()
+    assert len(tables["linear"]) >= 30
+    for (_, rows, k), plans in tables["linear"].items():
+        assert [tokens for tokens, _ in plans] == [8, 16, 64]
+        for _, (plan,) in plans:
+            check(plan, rows, k)
+    for (_, hidden, intermediate), plans in tables["experts"].items():
+        for _, (gate_up, down) in plans:
+            check(gate_up, 2 * intermediate, hidden)
+            check(down, hidden, intermediate)
+
+
+@pytest.mark.parametrize("rows", [64, 128, 192, 2112, 8192, 129280])
+@pytest.mark.parametrize("k", [128, 256, 1536, 2048, 14336])
+@pytest.mark.parametrize("tokens", [1, 8, 9, 16, 17, 127])
+def test_plans_of_other_shapes_fit(rows: int, k: int, tokens: int) -> None:
+    for kind in ("int4", "int8", "fp4"):
+        plan = linear_plan(kind, rows, k, tokens)
+        check(plan, rows, k)
+        assert plan.token_tiles * 8 >= min(tokens, 32)
+
+
+@pytest.mark.parametrize("pairs", [1, 8, 512, 2048, 4096])
+def test_plans_of_experts_fit(pairs: int) -> None:
+    for hidden, intermediate, experts in ((7168, 2048, 256), (7168, 512, 256), (256, 128, 6), (128, 384, 8)):
+        gate_up, down = experts_plans("int4", hidden, intermediate, experts, pairs, 1)
+        check(gate_up, 2 * intermediate, hidden)
+        check(down, hidden, intermediate)
