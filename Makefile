@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: demo test lint test-ascend test-engines clean
+.PHONY: demo test lint test-ascend test-engines test-evalscope test-lm-eval clean
 
 demo: $(VENV)/run.stamp
 	$(BIN)/python tools/demo.py --out out/demo
@@ -46,6 +46,22 @@ test-engines: $(VENV)/test.stamp .venv-vllm/stamp
 
 .venv-vllm/stamp: tests/judges/vllm_venv.sh
 	bash tests/judges/vllm_venv.sh .venv-vllm
+	touch $@
+
+test-evalscope: .venv-evalscope/stamp
+	PYTHONPATH=. .venv-evalscope/bin/python tests/judges/evalscope_parity.py
+
+.venv-evalscope/stamp:
+	$(PYTHON) -m venv .venv-evalscope
+	.venv-evalscope/bin/pip install --quiet evalscope==1.14.1
+	touch $@
+
+test-lm-eval: .venv-lm-eval/stamp
+	PYTHONPATH=. .venv-lm-eval/bin/python tests/judges/lm_eval_parity.py
+
+.venv-lm-eval/stamp:
+	$(PYTHON) -m venv .venv-lm-eval
+	.venv-lm-eval/bin/pip install --quiet lm-eval==0.4.13 pydantic 'math-verify==0.9.*' antlr4-python3-runtime==4.13.2
 	touch $@
 
 $(VENV)/run.stamp: pyproject.toml constraints.txt

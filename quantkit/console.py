@@ -151,9 +151,11 @@ def show_scores(results: dict[str, Any]) -> None:
     out.print(table)
     for name, task in results["results"].items():
         if task.get("comparison"):
-            out.print(f"{name} against {results['baseline']}: {task['comparison']['verdict']}", highlight=False)
+            out.print(f"{name} against {results['baseline']}: {task['comparison']['sentence']}", highlight=False, soft_wrap=True)
         for warning in task["warnings"]:
             err.print(f"[bold yellow]{name}:[/bold yellow] {warning}", highlight=False)
+    if results["sandbox"]:
+        err.print(f"[dim]programs ran in sandbox level {results['sandbox']}[/dim]")
     if results["out"]:
         err.print(f"[dim]report: {results['out']}/report.html[/dim]")
 
