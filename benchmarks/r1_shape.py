@@ -176,7 +176,9 @@ class Phases:
             unit = event.unit.split(".experts")[0] + (" experts" if ".experts" in event.unit else "")
             phase = f"{unit}: {event.phase}" if event.unit.startswith("layers") else "tables"
             if phase != self._last and "experts" not in phase:
-                print(f"{now - self._begun:7.1f} s  {event.memory / 2**30:6.2f} GiB  {phase}", file=sys.stderr, flush=True)
+                peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+                now_held = event.memory / 2**30
+                print(f"{now - self._begun:7.1f} s  {now_held:6.2f} GiB, peak {peak:6.2f}  {phase}", file=sys.stderr, flush=True)
             self._last, self._since = phase, now
 
 

@@ -2,6 +2,7 @@
 
     python quantize_job.py SOURCE TEXT OUT kill TIMES SECONDS   killed so many times at random moments of a run of about SECONDS, and
                                                                 as often in the middle of a write; then left alone
+    python quantize_job.py SOURCE TEXT OUT once                 one run, also as a rank of torchrun
     python quantize_job.py SOURCE TEXT OUT full MIB             on a file system that is too small, then with room
 Prints one JSON object. It forks, so that torch is imported once and not for every run.
 """
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from quantkit.calibrate import walk
 from quantkit.calibrate.events import Event, Note, Progress
 from quantkit.errors import QuantkitError
 from quantkit.quantize import quantize
@@ -24,6 +26,7 @@ from quantkit.schemes import find_scheme
 
 SMALL = {"samples": 6, "held_out": 2, "seq_len": 32, "scale_points": 3, "fit_points": 2, "search_rows": 16, "min_expert_tokens": 16}
 SCHEME = "awq-w4a16"
+walk.expert_batch_values = lambda device_type: 2 * 3 * 128 * 256  # two of make_model's experts
 
 
 def run(source: Path, text: Path, out: Path, facts: Path | None = None) -> None:
@@ -102,5 +105,7 @@ if __name__ == "__main__":
     source, text, out = (Path(argument) for argument in sys.argv[1:4])
     if sys.argv[4] == "kill":
         print(json.dumps(kill_and_start_again(source, text, out, int(sys.argv[5]), float(sys.argv[6]))))
+    elif sys.argv[4] == "once":
+        run(source, text, out)
     else:
         print(json.dumps(fill_the_disk(source, text, out, int(sys.argv[5]))))

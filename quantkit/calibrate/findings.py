@@ -44,7 +44,7 @@ class Findings:
     @property
     def mean_error(self) -> float:
         known = [error for error in self.errors.values() if not math.isnan(error)]
-        return sum(known) / len(known) if known else 0.0
+        return math.fsum(known) / len(known) if known else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

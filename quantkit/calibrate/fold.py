@@ -19,6 +19,9 @@ from quantkit.quant.smooth import activation_loss, smoothing_candidates
 BATCH_VALUES = {"cpu": 2**22}
 """Weights that the search rounds at a time, over all candidates, by kind of device: accelerators want more."""
 ACCELERATOR_VALUES = 2**28
+SQUARE_VALUES = {"cpu": 2**28}
+"""Values of the factors [K, K] that the search holds at a time: one a candidate, and one of R1's widest has 340 million."""
+ACCELERATOR_SQUARES = 2**33
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ def choose_scale(
     weight = torch.stack([consumer.share / _energy(consumer.rows, mean_hessian) for consumer in consumers], dim=-1)
     row_weight = weight.repeat_interleave(counts, dim=-1)  # [..., n]
     losses = []
-    for part in candidates.split(max(1, BATCH_VALUES.get(rows.device.type, ACCELERATOR_VALUES) // rows.numel())):
+    for part in candidates.split(_at_once(rows)):
         scaled_rows = rows * part.unsqueeze(-2)
         amax = torch.stack([w.abs().amax((-1, -2)) for w in scaled_rows.split(counts.tolist(), dim=-2)], dim=-1)
         loss = solver.losses(scaled_rows, amax.repeat_interleave(counts, dim=-1), curvature.scaled(part))
@@ -59,6 +62,14 @@ def choose_scale(
             losses[-1] += activation_loss(sample / part.unsqueeze(-2), energy)
     best = torch.cat(losses).argmin(0)  # [...], the first of equals
     return candidates.gather(0, best[None, ..., None].expand(1, *candidates.shape[1:])).squeeze(0)
+
+
+def _at_once(rows: Tensor) -> int:
+    """Candidates that are tried together on rows [..., n, K]."""
+    kind, channels = rows.device.type, rows.shape[-1]
+    by_rows = BATCH_VALUES.get(kind, ACCELERATOR_VALUES) // rows.numel()
+    by_factors = SQUARE_VALUES.get(kind, ACCELERATOR_SQUARES) // (rows[..., 0, 0].numel() * channels**2)
+    return max(1, min(by_rows, by_factors))
 
 
 def _candidates(solver: Solver, consumers: Sequence[Consumer], mean_hessian: Tensor, absmax: Tensor) -> Tensor:

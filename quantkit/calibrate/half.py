@@ -167,7 +167,8 @@ class Half:
         fused = {row.module: row.fused for row in self.spec.rows if row.fused}
         asked_again = {g.observe for g in self.spec.groups if any(".experts." in module for module in g.consumers)}
         solved: dict[str, Solved] = {}
-        for first, modules in self.sites.items():
+        # The widest input first, so that its Hessian is gone when the others are solved.
+        for first, modules in sorted(self.sites.items(), key=lambda site: -self.folded[f"{site[0]}.weight"].shape[1]):
             weights = {module: self.folded[f"{module}.weight"] for module in modules if module in self.spec.quantized}
             if not weights:
                 continue

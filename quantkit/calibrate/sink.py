@@ -20,6 +20,9 @@ class Sink(Protocol):
     def write(self, unit: str, quantized: dict[str, Weight], plain: dict[str, Tensor], facts: dict[str, Any]) -> None:
         """Write a unit. quantized: by module. plain: by tensor name; those of the unit that are absent are copied from the source."""
 
+    def reread(self) -> None:
+        """Learn what other ranks have written since."""
+
     def load(self, unit: str) -> tuple[dict[str, Weight], dict[str, Tensor], dict[str, Any]]:
         """A finished unit as it was written, and its facts."""
 

@@ -4,6 +4,7 @@ Linears that read the same input are solved as one stack of rows: their curvatur
 are. Linears with inputs of their own (the experts' down projections) are solved as one batch.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,8 @@ from quantkit.quant.weights import Fp4Weight, IntWeight
 from quantkit.recipe import Recipe
 from quantkit.schemes import Fp4Grid, Grid, Method
 
+STACK_VALUES = 2**27
+"""Weights solved together on a CPU, at least one linear's."""
 FP4_NEIGHBOURS = (0, -1, 1, -2, 2, 3, 4)
 """e4m3 codes around amax / 6: from a quarter below to a half above, which is amax / 4."""
 
@@ -72,15 +75,17 @@ class Solver:
 
     def solve_stack(self, weights: dict[str, Tensor], fused: dict[str, str], curvature: Curvature, sample: Tensor) -> dict[str, Solved]:
         """Linears [N_i, K] that read one input. fused: module -> name shared by siblings with one FP4 global scale; sample [S, K]."""
-        stacked = torch.cat(list(weights.values()))
         amax = self._amax(weights, fused)
-        per_row = torch.cat([amax[module].expand(len(w)) for module, w in weights.items()])
-        values, step, nearest = self._round(stacked, per_row, curvature)
-        solved, start = {}, 0
-        for module, w in weights.items():
-            rows = slice(start, start + len(w))
-            start += len(w)
-            solved[module] = self._finish(w, values[rows], _rows(step, rows), nearest[rows], amax[module], sample)
+        solved: dict[str, Solved] = {}
+        for stack in _stacks(weights):
+            stacked = torch.cat(list(stack.values()))
+            per_row = torch.cat([amax[module].expand(len(w)) for module, w in stack.items()])
+            values, step, nearest = self._round(stacked, per_row, curvature)
+            start = 0
+            for module, w in stack.items():
+                rows = slice(start, start + len(w))
+                start += len(w)
+                solved[module] = self._finish(w, values[rows], _rows(step, rows), nearest[rows], amax[module], sample)
         return solved
 
     def solve_batch(self, weights: dict[str, Tensor], curvature: Curvature, samples: list[Tensor]) -> dict[str, Solved]:
@@ -137,6 +142,20 @@ def relative_error(w: Tensor, values: Tensor, sample: Tensor) -> float:
     if not len(sample):
         return float("nan")
     return float(((w - values) @ sample.t()).square().sum() / (w @ sample.t()).square().sum().clamp(min=1e-30))
+
+
+def _stacks(weights: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """All at once; on a CPU, where memory is short and nothing is gained, as many as STACK_VALUES hold."""
+    if next(iter(weights.values())).device.type != "cpu":
+        yield weights
+        return
+    stack: dict[str, Tensor] = {}
+    for module, w in weights.items():
+        if stack and sum(one.numel() for one in stack.values()) + w.numel() > STACK_VALUES:
+            yield stack
+            stack = {}
+        stack[module] = w
+    yield stack
 
 
 def _rows(step: Step, rows: slice | int) -> Step:

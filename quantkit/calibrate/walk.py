@@ -29,6 +29,7 @@ from quantkit.calibrate.sink import Sink
 from quantkit.calibrate.solver import Solved, Solver
 from quantkit.calibrate.source import Source
 from quantkit.calibrate.streams import Stream, Streams, relative_distance
+from quantkit.calibrate.team import Team
 from quantkit.calibrate.units import attend_unit, expert_unit, feed_forward_unit, units_of
 from quantkit.calibrate.weights import LayerWeights
 from quantkit.errors import QuantkitError
@@ -49,10 +50,18 @@ class Walk:
     """One calibrated run over one source. architecture: a module of quantkit.models; parameters: its rows, resolved."""
 
     def __init__(
-        self, source: Source, architecture: Any, config: Any, parameters: list[Parameter], solver: Solver, sink: Sink, on_event: OnEvent
+        self,
+        source: Source,
+        architecture: Any,
+        config: Any,
+        parameters: list[Parameter],
+        solver: Solver,
+        sink: Sink,
+        on_event: OnEvent,
+        team: Team,
     ) -> None:
         self.source, self.architecture, self.config = source, architecture, config
-        self.solver, self.sink, self.on_event = solver, sink, on_event
+        self.solver, self.sink, self.on_event, self.team = solver, sink, on_event, team
         self.rows = parameters
         self.layers = sorted({row.layer for row in parameters if row.layer is not None and not row.mtp})
         self.mtp_layers = sorted({row.layer for row in parameters if row.layer is not None and row.mtp})
@@ -70,6 +79,7 @@ class Walk:
         lengths = [len(s) for s in (*sequences.calibration, *sequences.held_out)]
         fitted = sum(len(s) for s in sequences.calibration)
         saved = self.sink.load_state()
+        self.team.wait()  # all begin from the same state
         if saved is None:
             first = self.layers[0]
             streams = self._embed(sequences, lengths, fitted)
@@ -106,7 +116,7 @@ class Walk:
         self._feed_forward(layer, streams)
         fitted = streams.quantized.fitted
         self.findings.hidden_error[str(layer)] = relative_distance(streams.quantized.hidden[fitted:], streams.original.hidden)
-        if save and layer + 1 in self.layers:
+        if save and layer + 1 in self.layers and self.team.leads:
             hidden = {"quantized": streams.quantized.hidden, "original": streams.original.hidden}
             self.sink.save_state(layer + 1, hidden, self.findings.to_dict())
 
@@ -125,7 +135,7 @@ class Walk:
             half.check_same()
             half.propagate_original()
             self._progress("solving", unit)
-            self._write(unit, half.solve(), half.plain, half.group_scales)
+            self._write(unit, half.solve(), half.plain, half.group_scales, mine=self.team.leads)
         self._progress("propagating", unit)
         half.propagate()
         self._account(unit)
@@ -147,7 +157,7 @@ class Walk:
             half.check_same()
             half.propagate_original()
             self._progress("solving", unit)
-            self._write(unit, half.solve(), half.plain, half.group_scales)
+            self._write(unit, half.solve(), half.plain, half.group_scales, mine=self.team.leads)
         self._progress("propagating", unit)
         half.propagate()
         if experts:
@@ -212,7 +222,13 @@ class Walk:
         observed = self._experts_input(layer, half)
         scale = half.scale_of(observed)
         solver = ExpertSolver(self.solver, routed, scale, half.curvature(observed), half.statistics(observed).sample)
-        for batch in _batches(experts, expert_batch_values(self.source.device.type)):
+        batches = list(_batches(experts, expert_batch_values(self.source.device.type)))
+        if self.team.size > 1:
+            for batch in (batch for number, batch in enumerate(batches) if self.team.mine(number)):
+                self._solve_experts(layer, solver, experts, {expert: self._expert_weights(experts[expert]) for expert in batch})
+            self.team.wait()
+            self.sink.reread()
+        for batch in batches:
             self._progress("reading", expert_unit(layer, batch[0]))
             originals = {expert: self._expert_weights(experts[expert]) for expert in batch}
             rounded = self._solve_experts(layer, solver, experts, originals)
@@ -289,11 +305,15 @@ class Walk:
 
     # --- telling and writing ---------------------------------------------------------------------------------------------
 
-    def _write(self, unit: str, solved: dict[str, Solved], plain: dict[str, Tensor], scales: dict[str, Tensor]) -> None:
+    def _write(
+        self, unit: str, solved: dict[str, Solved], plain: dict[str, Tensor], scales: dict[str, Tensor], *, mine: bool = True
+    ) -> None:
         for module, one in solved.items():
             if one.method == "nearest" and self.solver.methods:
                 self._note(f"{module}: plain rounding is better on held-out inputs, and kept")
-        self.sink.write(unit, {module: one.weight for module, one in solved.items()}, plain, self.findings.facts(solved, scales))
+        facts = self.findings.facts(solved, scales)
+        if mine:
+            self.sink.write(unit, {module: one.weight for module, one in solved.items()}, plain, facts)
 
     def _load(self, unit: str, half: Half) -> None:
         weights, plain, facts = self.sink.load(unit)

@@ -91,6 +91,10 @@ class CheckpointWriter:
         """The facts that were given with a finished unit."""
         return self._entries[unit].facts
 
+    def reread(self) -> None:
+        """Learn what other ranks have written since."""
+        self._entries = read_entries(journals(self._state))
+
     def read(self, unit: str) -> dict[str, Tensor]:
         """The tensors of a finished unit, as they were written."""
         tensors = {}

@@ -8,9 +8,7 @@ copies that are alive together in quantkit.calibrate and quantkit.quant; benchma
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import groupby
 
 from quantkit.calibrate.streams import PASS_TOKENS
 from quantkit.errors import QuantkitError
@@ -19,6 +17,7 @@ from quantkit.models.table import Parameter
 PROCESS_BYTES = 600 * 10**6
 """Python, torch and the tokenizer, before any weight is read."""
 _FLOAT = 4
+_SOLVING = 8
 _COPIED = 3
 """Bytes a value while a 16-bit tensor is copied: itself, and a mask that says where it is finite."""
 _GIB = 2**30
@@ -62,13 +61,13 @@ def calibrated_peak(work: Work) -> Peak:
     return Peak(PROCESS_BYTES, hidden, bytes_, unit)
 
 
-def nearest_peak(units: Iterable[list[Parameter]], quantized: set[str]) -> Peak:
+def nearest_peak(units: dict[str, list[Parameter]], quantized: set[str]) -> Peak:
     """The worst moment of a run without calibration: one unit at a time, its linears in float32, what is copied as it is stored."""
     moments = []
-    for rows in units:
+    for unit, rows in units.items():
         linears = [_FLOAT * _values(row) for row in rows if row.module in quantized]
         copied = [_COPIED * _values(row) for row in rows if row.module not in quantized]
-        moments.append((2 * sum(linears) + 4 * max(linears, default=0) + sum(copied), rows[0].module))
+        moments.append((2 * sum(linears) + 4 * max(linears, default=0) + sum(copied), unit))
     work, where = max(moments)
     return Peak(PROCESS_BYTES, 0, work, where)
 
@@ -97,21 +96,24 @@ def parse_bytes(text: str) -> int:
 
 
 def _moments(work: Work, rows: list[Parameter]) -> list[int]:
-    """Of one unit that is half a layer: while its inputs are observed, and while each of its inputs is solved."""
+    """Of one unit that is half a layer: while its inputs are observed, while each one's scale is searched, while its readers are solved."""
     linears = [row for row in rows if row.module in work.quantized]
     if rows[0].layer is None or rows[0].expert is not None or not linears:
         return []
     weights = _FLOAT * sum(_values(row) for row in rows)
-    sites = [(columns, sum(row.shape[0] for row in site)) for columns, site in groupby(linears, key=lambda row: row.shape[1])]
-    hessians = _FLOAT * sum(columns**2 for columns, _ in dict.fromkeys(sites))
+    largest: dict[int, int] = {}
+    for row in linears:
+        largest[row.shape[1]] = max(largest.get(row.shape[1], 0), _FLOAT * _values(row))
+    squares = {columns: _FLOAT * columns**2 for columns in largest}
     widest = max(row.shape[0] for row in rows if len(row.shape) == 2)
     asked = (work.tokens + work.judged) * work.hidden_size * _FLOAT if any(row.role == "router" for row in rows) else 0
-    activations = 6 * PASS_TOKENS * widest * _FLOAT
-    moments = [2 * weights + hessians + asked + activations]
-    for columns, outputs in sites:
-        square, product = _FLOAT * columns**2, _FLOAT * columns * outputs
-        moments.append(2 * weights + hessians + asked + 3 * square)
-        moments.append(2 * weights + hessians + asked + 2 * square + 6 * product)
+    moments = [asked + weights + sum(squares.values()) + 6 * PASS_TOKENS * widest * _FLOAT]
+    for columns, square in squares.items():
+        # Each input has a Hessian, and once it was searched a permuted Hessian and a factor; the one in work has a scaled factor too.
+        moments.append(asked + 2 * weights + sum(squares.values()) + 2 * sum(squares[k] for k in squares if k <= columns) + square)
+        # The widest input is solved first. GPTQ holds about eight matrices of the size of the linear in work.
+        narrower = sum(3 * squares[k] for k in squares if k < columns)
+        moments.append(asked + weights + narrower + 2 * square + _SOLVING * largest[columns])
     return moments
 
 

@@ -9,23 +9,37 @@ from quantkit.calibrate.events import OnEvent, Progress
 from quantkit.calibrate.findings import Findings
 from quantkit.calibrate.solver import Solver
 from quantkit.calibrate.source import Source
+from quantkit.calibrate.team import Team
 from quantkit.models.table import Parameter
 from quantkit.quantize.output import Output
 
 
 @torch.inference_mode()
-def round_units(source: Source, output: Output, solver: Solver, on_event: OnEvent) -> Findings:
-    """Round every unit that is not finished. Errors are of the weights themselves: there are no inputs to weigh them by."""
+def round_units(source: Source, output: Output, solver: Solver, on_event: OnEvent, team: Team) -> Findings:
+    """Round every unit that is not finished, this rank's of them, and wait for the others.
+
+    Errors are of the weights themselves: there are no inputs to weigh them by.
+    """
+    team.wait()
+    output.reread()
     findings = Findings()
     total = sum(source.stored_bytes(row) for row in output.rows.values())
     done, process = 0, psutil.Process()
-    for unit, rows in output.units.items():
-        if output.done(unit):
-            findings.take(output.facts(unit))
-        else:
+    for number, (unit, rows) in enumerate(output.units.items()):
+        if team.mine(number) and not output.done(unit):
             _round_unit(unit, rows, source, output, solver, findings)
         done += sum(source.stored_bytes(row) for row in rows)
         on_event(Progress("rounding", unit, done, total, findings.mean_error, process.memory_info().rss))
+    team.wait()
+    output.reread()
+    return _collected(output)
+
+
+def _collected(output: Output) -> Findings:
+    """What was noted with all units, in their order."""
+    findings = Findings()
+    for unit in output.units:
+        findings.take(output.facts(unit))
     return findings
 
 

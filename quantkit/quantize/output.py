@@ -55,9 +55,9 @@ class Output:
     def all_specs(self) -> list[TensorSpec]:
         return [spec for row in self.rows.values() for spec in self.specs(row)]
 
-    def open(self, out: Path, fingerprint: dict[str, str], *, overwrite: bool) -> CheckpointWriter:
+    def open(self, out: Path, fingerprint: dict[str, str], *, overwrite: bool, rank: int = 0) -> CheckpointWriter:
         """Make or resume OUT.partial. Raises QuantkitError where that may not be."""
-        self._writer = CheckpointWriter(out, self.all_specs(), fingerprint=fingerprint, overwrite=overwrite)
+        self._writer = CheckpointWriter(out, self.all_specs(), fingerprint=fingerprint, overwrite=overwrite, rank=rank)
         self._run = json.dumps(fingerprint, sort_keys=True)
         return self._writer
 
@@ -82,6 +82,9 @@ class Output:
             else:
                 tensors[row.name] = plain[row.name] if row.name in plain else self.source.plain(row)
         self.writer.write(unit, tensors, {**facts, "changed": sorted(plain)})
+
+    def reread(self) -> None:
+        self.writer.reread()
 
     def facts(self, unit: str) -> dict[str, Any]:
         """What was noted with a finished unit."""

@@ -48,18 +48,24 @@ def summary(account: Account, findings: Findings) -> dict[str, Any]:
         layer: [expert for expert, tokens in enumerate(counts) if tokens < account.min_expert_tokens]
         for layer, counts in findings.expert_tokens.items()
     }
+    modules = sorted(findings.errors, key=_natural)  # several ranks find them in another order than one
     return {
         **vars(account),
         "mean_error": findings.mean_error,
-        "errors": {module: None if math.isnan(error) else error for module, error in findings.errors.items()},
-        "methods": findings.methods,
-        "error_by_layer": by_layer(findings.errors),
+        "errors": {module: None if math.isnan(findings.errors[module]) else findings.errors[module] for module in modules},
+        "methods": {module: findings.methods[module] for module in modules},
+        "error_by_layer": by_layer({module: findings.errors[module] for module in modules}),
         "hidden_error": {layer: None if math.isnan(error) else error for layer, error in findings.hidden_error.items()},
         "scales": findings.scales,
         "expert_tokens": findings.expert_tokens,
         "starved_experts": {layer: experts for layer, experts in starved.items() if experts},
         "expert_agreement": findings.expert_agreement,
     }
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Layer 2 before layer 10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
 def by_layer(errors: dict[str, float]) -> dict[str, dict[str, float]]:

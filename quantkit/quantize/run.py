@@ -13,6 +13,7 @@ from quantkit.calibrate.events import OnEvent, silent
 from quantkit.calibrate.findings import Findings
 from quantkit.calibrate.solver import Solver
 from quantkit.calibrate.source import Source
+from quantkit.calibrate.team import Team
 from quantkit.calibrate.units import units_of
 from quantkit.calibrate.walk import Walk, expert_batch_values
 from quantkit.checkpoint.formats import find_format
@@ -65,7 +66,8 @@ def quantize(
     where the source, the recipe, the memory or the target do not fit; a run that was stopped goes on when it is called again with
     the same arguments.
     """
-    start = time.perf_counter()
+    start, team = time.perf_counter(), Team.meet()
+    on_event = on_event if team.leads else silent
     torch_device = find_device(device)
     name = scheme.formats[0] if format == "auto" else format
     check_pair(scheme, name)
@@ -81,13 +83,13 @@ def quantize(
     reader = Source(checkpoint, torch_device)
     output = Output(reader, target, grid, _units(inventory), inventory.dropped)
     solver = Solver(grid, target.scale_dtype, recipe, methods)
-    with output.open(out, _fingerprint(checkpoint, recipe, name, sequences), overwrite=overwrite) as writer:
+    with output.open(out, _fingerprint(checkpoint, recipe, name, sequences), overwrite=overwrite, rank=team.rank) as writer:
         if methods:
-            findings = Walk(reader, inventory.architecture, inventory.config, inventory.rows, solver, output, on_event).run(sequences)
+            findings = Walk(reader, inventory.architecture, inventory.config, inventory.rows, solver, output, on_event, team).run(sequences)
             rest = Solver(grid, target.scale_dtype, recipe, ())
         else:
             findings, rest = Findings(), solver
-        nearest = round_units(reader, output, rest, on_event)
+        nearest = round_units(reader, output, rest, on_event, team)
         found = findings if methods else nearest
         before, after = output.bytes_by_part()
         account = Account(
@@ -101,7 +103,11 @@ def quantize(
             source_bytes=before,
             output_bytes=after,
         )
-        output.finish(report_files(account, found))
+        if not team.leads:
+            writer.close()
+        team.wait()
+        if team.leads:
+            output.finish(report_files(account, found))
         written = writer.layout.total_size
     return Report(
         out=out,
@@ -136,7 +142,7 @@ def expected_peak(inventory: Inventory, format: Format, scheme: Scheme, recipe: 
     """What the run will hold in memory at its worst moment."""
     quantized = {row.module for row in inventory.rows if format.quantizes(row.module, row.role, mtp=row.mtp)}
     if not (scheme.methods if recipe.methods is None else recipe.methods):
-        return nearest_peak(_units(inventory).values(), quantized)
+        return nearest_peak(_units(inventory), quantized)
     routing = getattr(inventory.config, "routing", None)
     work = Work(
         units=_units(inventory),

@@ -1,0 +1,44 @@
+"""Several processes at one output: `torchrun --nproc-per-node N -m quantkit quantize ...`.
+
+Every rank walks the whole model, so all hold the same hidden states and nothing but turns is exchanged. The routed experts, nearly all
+of the work, are divided: each rank solves and writes its batches, and reads the others' from the output, which all ranks share.
+A batch is the same whoever solves it, and outputs are added in the order of the experts, so the files are those of one process.
+"""
+
+import os
+from datetime import timedelta
+
+import torch.distributed as dist
+
+_PATIENCE = timedelta(days=7)
+"""Ranks wait this long for each other: one may have many experts to solve."""
+
+
+class Team:
+    """This process's place among `size` ranks."""
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+
+    @classmethod
+    def meet(cls) -> "Team":
+        """From the environment that torchrun sets; a team of one without it."""
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        if size == 1:
+            return cls()
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", timeout=_PATIENCE)
+        return cls(dist.get_rank(), size)
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def mine(self, number: int) -> bool:
+        """Whether the piece of work with this number is for this rank."""
+        return number % self.size == self.rank
+
+    def wait(self) -> None:
+        """For all ranks to come here."""
+        if self.size > 1:
+            dist.barrier()
