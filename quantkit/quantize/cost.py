@@ -27,7 +27,9 @@ class Rate:
         return f"{total / 1e9:,.0f} GFLOP/s in float32{f' on {cores} cores' if self.per_core else ''}, {self.disk / 1e9:g} GB/s disk"
 
 
-RATES = (Rate("cpu", 40e9, True, 1e9), Rate("h200", 30e12, False, 1.5e9))
+RATES = (Rate("cpu", 40e9, True, 1e9), Rate("h200", 20e12, False, 1.5e9))
+"""A core with AVX2; one with AVX-512 was measured at 93 GFLOP/s, and an H200 at 16 TFLOP/s with reading and writing in it
+(benchmarks/r1_shape.py)."""
 
 
 def seconds(linears: Iterable[Parameter], tokens: int, chosen: float, transferred: int, rate: Rate, cores: int) -> float:
