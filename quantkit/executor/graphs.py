@@ -6,6 +6,7 @@ two, block tables likewise, so that few graphs serve every batch; each is captur
 is computed eagerly, which is how it is tested where there are no graphs.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -108,6 +109,7 @@ class DecodeSteps:
             return self._capture(step)
         except RuntimeError as fault:
             self.failure = f"the decode step could not be captured: {str(fault).splitlines()[0]}"
+            warnings.warn(f"{self.failure}; it is launched operator by operator, which is slower", RuntimeWarning, stacklevel=2)
             return step
 
 
