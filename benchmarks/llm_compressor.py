@@ -95,7 +95,7 @@ def main() -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model_path)
     packs = packed(json.loads(tokens.read_text()))
     data = DataLoader(packs, batch_size=None)
-    oneshot(model=model, processor=tokenizer, dataset=data, recipe=modifiers(recipe, model), pipeline="sequential")
+    oneshot(model=model, processor=tokenizer, dataset=data, recipe=modifiers(recipe, model))
     model.save_pretrained(out, save_compressed=True)
     tokenizer.save_pretrained(out)
     for file in out.iterdir():

