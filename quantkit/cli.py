@@ -78,6 +78,8 @@ def quantize(
             overwrite=overwrite,
             on_event=console.listener(bar),
         )
+    if os.environ.get("RANK", "0") != "0":
+        return
     about = {key: value for key, value in vars(report).items() if key != "findings"} | {"mean_error": report.findings.mean_error}
     if json_:
         return print_json(about | {"out": str(report.out)})
@@ -87,9 +89,10 @@ def quantize(
             ("written to", f"{report.out} ({report.format})"),
             ("size", f"{console.size(report.output_bytes)}, from {console.size(report.source_bytes)}"),
             ("time", f"{report.seconds:.1f} s"),
-            ("peak memory", console.size(report.peak_memory)),
+            ("peak memory", f"{console.size(report.peak_memory)}, planned {console.size(report.planned_memory)}"),
             ("calibration", f"{report.calibration_tokens:,} tokens"),
             ("mean output error", f"{report.findings.mean_error:.2e}"),
+            ("report", str(report.out / "report.html")),
         ],
     )
 

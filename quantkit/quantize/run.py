@@ -19,10 +19,12 @@ from quantkit.calibrate.walk import Walk, expert_batch_values
 from quantkit.checkpoint.formats import find_format
 from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.engines import choose
 from quantkit.errors import QuantkitError
 from quantkit.executor.chat import ChatTokenizer
 from quantkit.executor.devices import find_device
 from quantkit.quantize.checks import Inventory, check_groups, take_inventory
+from quantkit.quantize.for_engine import narrowed
 from quantkit.quantize.memory import Peak, Work, calibrated_peak, check_memory, nearest_peak
 from quantkit.quantize.nearest import round_units
 from quantkit.quantize.output import Output
@@ -54,6 +56,7 @@ def quantize(
     format: str,
     recipe: Recipe,
     *,
+    engine: str | None = None,
     device: str = "auto",
     memory: int | None = None,
     overwrite: bool = False,
@@ -61,21 +64,26 @@ def quantize(
 ) -> Report:
     """Quantize the checkpoint `source` into the directory `out`.
 
-    format: a format's command-line name, or "auto" for the scheme's first. recipe.calibration: a file or data set; not read by
-    schemes that need none. memory: bytes of host memory that the run must keep under. Raises QuantkitError before any long work
-    where the source, the recipe, the memory or the target do not fit; a run that was stopped goes on when it is called again with
-    the same arguments.
+    format: a format's command-line name, or "auto" for the scheme's first. engine: write what this engine loads, or refuse.
+    recipe.calibration: a file or data set; not read by schemes that need none. memory: bytes of host memory that the run must keep
+    under. Raises QuantkitError before any long work where the source, the recipe, the memory or the target do not fit; a run that was
+    stopped goes on when it is called again with the same arguments.
     """
     start, team = time.perf_counter(), Team.meet()
     on_event = on_event if team.leads else silent
     torch_device = find_device(device)
-    name = scheme.formats[0] if format == "auto" else format
+    choice = choose(engine, scheme, format=None if format == "auto" else format) if engine else None
+    if choice is not None:
+        scheme = replace(scheme, weight=choice.grid)
+    name = choice.format if choice else scheme.formats[0] if format == "auto" else format
     check_pair(scheme, name)
     grid = target_grid(scheme, recipe)
     target = find_format(name, replace(scheme, weight=grid))
     checkpoint = Checkpoint.open(source)
     methods = scheme.methods if recipe.methods is None else recipe.methods
     inventory = take_inventory(checkpoint, by_name=not methods)
+    if choice is not None:
+        target = narrowed(target, choice, inventory.rows)
     check_groups(inventory.rows, grid, target)
     peak = expected_peak(inventory, target, scheme, recipe)
     check_memory(peak, memory)
@@ -83,7 +91,9 @@ def quantize(
     reader = Source(checkpoint, torch_device)
     output = Output(reader, target, grid, _units(inventory), inventory.dropped)
     solver = Solver(grid, target.scale_dtype, recipe, methods)
-    with output.open(out, _fingerprint(checkpoint, recipe, name, sequences), overwrite=overwrite, rank=team.rank) as writer:
+    with output.open(
+        out, _fingerprint(checkpoint, recipe, f"{name} for {engine}" if engine else name, sequences), overwrite=overwrite, rank=team.rank
+    ) as writer:
         if methods:
             findings = Walk(reader, inventory.architecture, inventory.config, inventory.rows, solver, output, on_event, team).run(sequences)
             rest = Solver(grid, target.scale_dtype, recipe, ())
