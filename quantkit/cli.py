@@ -5,6 +5,7 @@ Everything heavy is imported inside the command that needs it, so that `quantkit
 what to do, 2 on bad usage.
 """
 
+import os
 import sys
 from contextlib import closing
 from dataclasses import asdict
