@@ -108,7 +108,10 @@ class DecodeSteps:
         try:
             return self._capture(step)
         except RuntimeError as fault:
-            self.failure = f"the decode step could not be captured: {str(fault).splitlines()[0]}"
+            first: BaseException = fault
+            while first.__context__ is not None:  # what ended the capture; `fault` may only say that it had ended
+                first = first.__context__
+            self.failure = "the decode step could not be captured: " + str(first).partition("\n")[0]
             warnings.warn(f"{self.failure}; it is launched operator by operator, which is slower", RuntimeWarning, stacklevel=2)
             return step
 

@@ -30,7 +30,10 @@ def in_place(step: Step) -> Step:
 
 
 def refuse(step: Step) -> Step:
-    raise RuntimeError("operation not permitted when stream is capturing\nsecond line")
+    try:
+        raise RuntimeError("operation not permitted when stream is capturing\nsecond line")
+    finally:
+        raise RuntimeError("operation failed due to a previous error during capture")
 
 
 def load(path: Path, capture: Capture | None, num_drafts: int = 0) -> Engine:
