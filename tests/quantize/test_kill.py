@@ -21,7 +21,7 @@ from quantkit.recipe import Recipe
 from quantkit.schemes import find_scheme
 
 JOB = Path(quantize_job.__file__)
-KILLS = 6
+KILLS = 2
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +64,7 @@ def test_killed_at_random_moments_and_in_writes(
     command = [sys.executable, str(JOB), str(source), str(text), str(out), "kill", str(KILLS), str(seconds)]
     result = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert files(out) == expected
-    assert result["deaths"]["write"] >= 2, result
-    assert sum(result["deaths"].values()) >= 4, result
+    assert min(result["deaths"].values()) >= KILLS, result
     assert max(result["found"]) > 0, "no run found a finished unit"
     print(f"kills survived: {result['deaths']}")
 
