@@ -14,27 +14,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quantkit.calibrate.source import Source
+from quantkit.checkpoint.companions import read_companions
 from quantkit.checkpoint.formats.base import Format, output_config
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.models.table import Parameter
 from quantkit.quant.weights import Weight
 from quantkit.schemes import Grid
-
-COPIED_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-    "LICENSE",
-)
-"""Files beside the weights that an engine needs or a licence asks for. Nothing else of the source's directory is copied."""
 
 
 class Output:
@@ -123,11 +109,7 @@ class Output:
         """Write config, manifest, the files that belong to a model, and `more`; OUT exists when this returns."""
         quantized = [row.module for row in self.rows.values() if self.quantizes(row)]
         plain = [spec for row in self.rows.values() if not self.quantizes(row) for spec in self.specs(row)]
-        files = {
-            name: (self.source.checkpoint.path / name).read_bytes()
-            for name in COPIED_FILES
-            if (self.source.checkpoint.path / name).is_file()
-        }
+        files = read_companions(self.source.checkpoint.path)
         files |= self.format.extra_files(self.grid, dict.fromkeys(quantized, self.grid), plain)
         files |= more
         files["manifest.json"] = json.dumps({"tensors": self.manifest()}, indent=1).encode()
