@@ -1,7 +1,7 @@
-"""What the command line shows: Rich tables of results, progress bars with an estimate. Used by cli.py alone."""
+"""What the command line shows: Rich tables of results, progress bars with an estimate. Used by cli/ alone."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from rich.console import Console
@@ -45,6 +45,18 @@ def bytes_bar() -> Any:
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     return Progress(*columns, TextColumn("{task.fields[note]}"), console=err)
+
+
+def counts(bar: Any) -> Callable[..., None]:
+    """Shows counted things on a `samples_bar`, each in a row that appears when it is first counted."""
+    rows: dict[Hashable, Any] = {}
+
+    def show(key: Hashable, text: str, done: int, total: int | None, note: str = "") -> None:
+        if key not in rows:
+            rows[key] = bar.add_task(text, total=total, note="")
+        bar.update(rows[key], completed=done, note=note)
+
+    return show
 
 
 def listener(bar: Any) -> Callable[[Any], None]:

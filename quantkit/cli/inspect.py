@@ -1,0 +1,63 @@
+"""What is here: inspect says what is in a checkpoint, kernels what this machine runs."""
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from quantkit import console
+from quantkit.assets import find_model
+from quantkit.cli.options import AsJson, Device, Model
+from quantkit.console import print_json
+from quantkit.errors import QuantkitError
+
+
+def inspect(
+    model: Model,
+    engine: Annotated[str | None, typer.Option(help="Also say whether vllm, sglang, vllm-ascend, omni-infer or chitu loads it.")] = None,
+    json_: AsJson = False,
+) -> None:
+    """What is in a checkpoint: format, scheme, tensors, bytes, what is missing or unknown, and whether an engine loads it."""
+    from quantkit.checkpoint.reader import Checkpoint
+    from quantkit.inspect import describe
+
+    checkpoint = Checkpoint.open(find_model(model))
+    about = describe(checkpoint)
+    if engine is not None:
+        from quantkit.engines import check_checkpoint
+
+        about["engine"] = engine
+        about["problems"] = [asdict(problem) for problem in check_checkpoint(engine, checkpoint)]
+    if json_:
+        return print_json(about)
+    console.show_inspection(about)
+    if engine is not None:
+        console.show_problems(engine, about["problems"])
+
+
+def kernels(
+    device: Device = "auto",
+    check: Annotated[bool, typer.Option(help="Run every operator at R1 shapes against the reference: error, time, bandwidth.")] = False,
+    json_: AsJson = False,
+) -> None:
+    """Operators and backends: which are usable here and why the others are not, or with --check how right and how fast they are."""
+    import quantkit_kernels
+
+    from quantkit.executor.devices import find_device
+
+    target = find_device(device)
+    if not check:
+        rows = [vars(row) for row in quantkit_kernels.table(target)]
+        return print_json({"device": str(target), "rows": rows}) if json_ else console.show_kernels(str(target), rows)
+    from quantkit_kernels.check import check as measure
+
+    measured = []
+    for one in measure(target):
+        measured.append(asdict(one) | {"ok": one.ok})
+        if not json_:
+            console.show_measurement(measured[-1])
+    if json_:
+        print_json({"device": str(target), "rows": measured})
+    wrong = ", ".join(f"{row['operator']} on {row['backend']}" for row in measured if not row["ok"])
+    if wrong:
+        raise QuantkitError(f"results differ from the reference: {wrong}", "use --backend reference and report this")

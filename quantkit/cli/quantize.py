@@ -1,0 +1,128 @@
+"""Making checkpoints: quantize, plan, convert."""
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from quantkit import console
+from quantkit.assets import find_model
+from quantkit.cli.options import AsJson, Device, Model
+from quantkit.console import print_json
+
+
+def quantize(
+    model: Model,
+    scheme: Annotated[str, typer.Option(help="awq-w4a16, fp4-w4a16, int8-a8w8c16 or rtn-w4a16.")],
+    out_dir: Annotated[Path | None, typer.Option("--out", help="Output directory; MODEL-SCHEME otherwise.")] = None,
+    format_: Annotated[str, typer.Option("--format", help="auto, awq, compressed-tensors, modelopt or modelslim.")] = "auto",
+    engine: Annotated[str | None, typer.Option(help="Write what vllm, sglang, vllm-ascend, omni-infer or chitu loads, or refuse.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="A YAML file; the scheme's own recipe otherwise.")] = None,
+    calibration: Annotated[
+        str | None, typer.Option(help="FILE.txt, FILE.jsonl or a `datasets` id; the model's own where it ships one.")
+    ] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Calibration sequences.")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=8, help="Tokens of a calibration sequence.")] = None,
+    seed: Annotated[int | None, typer.Option()] = None,
+    device: Device = "auto",
+    memory: Annotated[str | None, typer.Option(help="Host memory to keep under, such as 16GiB; refused at the start if it cannot.")] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace the output directory if it exists.")] = False,
+    json_: AsJson = False,
+) -> None:
+    """Quantize a checkpoint. A run that was stopped goes on when the same command is given again."""
+    from quantkit.quantize.memory import parse_bytes
+    from quantkit.quantize.run import quantize as run_quantize
+    from quantkit.recipe import load_recipe
+    from quantkit.schemes import find_scheme
+
+    chosen, source = find_scheme(scheme), find_model(model)
+    shipped = source / "calibration.jsonl"
+    given = {"calibration": calibration, "samples": samples, "seq_len": seq_len, "seed": seed}
+    settings = load_recipe(recipe or scheme).model_copy(update={key: value for key, value in given.items() if value is not None})
+    if settings.calibration is None and shipped.exists():
+        settings = settings.model_copy(update={"calibration": str(shipped)})
+    with console.bytes_bar() as bar:
+        target = out_dir or Path(f"{source.name}-{scheme}")
+        report = run_quantize(
+            source,
+            target,
+            chosen,
+            format_,
+            settings,
+            engine=engine,
+            device=device,
+            memory=parse_bytes(memory) if memory else None,
+            overwrite=overwrite,
+            on_event=console.listener(bar),
+        )
+    if os.environ.get("RANK", "0") != "0":
+        return
+    about = {key: value for key, value in vars(report).items() if key != "findings"} | {"mean_error": report.findings.mean_error}
+    if json_:
+        return print_json(about | {"out": str(report.out)})
+    console.facts(
+        f"{model} as {report.scheme}",
+        [
+            ("written to", f"{report.out} ({report.format})"),
+            ("size", f"{console.size(report.output_bytes)}, from {console.size(report.source_bytes)}"),
+            ("time", f"{report.seconds:.1f} s"),
+            ("peak memory", f"{console.size(report.peak_memory)}, planned {console.size(report.planned_memory)}"),
+            ("calibration", f"{report.calibration_tokens:,} tokens"),
+            ("mean output error", f"{report.findings.mean_error:.2e}"),
+            ("report", str(report.out / "report.html")),
+        ],
+    )
+
+
+def plan(
+    model: Model,
+    scheme: Annotated[str, typer.Option(help="awq-w4a16, fp4-w4a16, int8-a8w8c16 or rtn-w4a16.")],
+    devices: Annotated[str, typer.Option(help="8x64GiB, or 8x910B1 for predicted decoding times as well.")] = "8x64GiB",
+    format_: Annotated[str, typer.Option("--format", help="As for quantize.")] = "auto",
+    samples: Annotated[int, typer.Option(min=1, help="Calibration sequences.")] = 128,
+    seq_len: Annotated[int, typer.Option(min=8, help="Tokens of a calibration sequence.")] = 512,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of the longest request to serve.")] = 4096,
+    json_: AsJson = False,
+) -> None:
+    """Memory, disk, time and fit of a quantization, from config.json and headers alone."""
+    from quantkit.plan import plan as make_plan
+    from quantkit.schemes import find_scheme
+
+    chosen, path = find_scheme(scheme), find_model(model)
+    count, _, kind = devices.partition("x")
+    predicted: dict[str, Any] = {}
+    if count.isdigit() and not kind.endswith("GiB"):
+        from quantkit.checkpoint.reader import Checkpoint
+        from quantkit.costmodel import load_hardware, predict
+
+        hardware = load_hardware(kind)
+        batches = (1, 2, 4, 8, 16, 32)
+        predicted = predict(Checkpoint.open(path).config, chosen, hardware, devices=int(count), batches=batches, context=min(context, 640))
+        devices = f"{count}x{hardware.memory_gb:.0f}GiB"
+    about = make_plan(path, chosen, format_, devices=devices, samples=samples, seq_len=seq_len, context=context)
+    if json_:
+        return print_json(about | ({"cost_model": predicted} if predicted else {}))
+    console.show_plan(about)
+    if predicted:
+        console.show_prediction(predicted)
+
+
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A model, quantized or not.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="Directory to write.")],
+    format_: Annotated[str | None, typer.Option("--format", help="awq, compressed-tensors, modelopt or modelslim.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32: plain weights.")] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace DST if it exists.")] = False,
+    json_: AsJson = False,
+) -> None:
+    """Convert between formats without recalibration, or to plain weights; says what was lost. Resumes as quantize does."""
+    from quantkit.convert import convert as run_convert
+
+    with console.bytes_bar() as bar:
+        report = run_convert(find_model(source), target, format=format_, dtype=dtype, overwrite=overwrite, on_event=console.listener(bar))
+    about = asdict(report) | {"out": str(report.out), "exact": report.exact}
+    if json_:
+        return print_json(about)
+    console.show_conversion(about)

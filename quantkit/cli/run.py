@@ -1,0 +1,133 @@
+"""Running a model: run, serve, and deploy, which prints how another engine would."""
+
+from contextlib import closing
+from typing import Annotated, Any
+
+import typer
+
+from quantkit import console
+from quantkit.assets import find_model
+from quantkit.cli.options import AsJson, Backend, Device, Drafts, Model, Tp
+from quantkit.console import err, out, print_json
+from quantkit.errors import QuantkitError
+
+
+def run(
+    model: Model,
+    prompt: Annotated[str | None, typer.Option(help="One question; without it, a chat.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 512,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
+    seed: int = 0,
+    drafts: Drafts = 0,
+    tp: Tp = 1,
+    device: Device = "auto",
+    backend: Backend = "auto",
+    json_: AsJson = False,
+) -> None:
+    """Answer one prompt, or chat."""
+    from quantkit.executor.engine import Engine
+    from quantkit.executor.sampling import SamplingParams
+
+    if json_ and prompt is None:
+        raise QuantkitError("--json needs --prompt", "a chat cannot be one JSON object")
+    path = find_model(model)
+    with err.status(f"loading {model}"):
+        engine = Engine.load(path, device=device, backend=backend, max_batch=1, num_drafts=drafts, tp=tp)
+    params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    with closing(engine):
+        if prompt is not None:
+            _answer(engine, [{"role": "user", "content": prompt}], params, json_)
+            return
+        err.print(f"{model} on {engine.loaded.device}. An empty line or Ctrl-D ends the chat.")
+        _chat(engine, params)
+
+
+def _chat(engine: Any, params: Any) -> None:
+    messages: list[dict[str, str]] = []
+    while question := _ask():
+        messages.append({"role": "user", "content": question})
+        text = _answer(engine, messages, params, False)
+        messages.append({"role": "assistant", "content": text.rpartition("</think>")[2].strip()})
+
+
+def _ask() -> str:
+    try:
+        return input("> ").strip()
+    except EOFError:
+        return ""
+
+
+def _answer(engine: Any, messages: list[dict[str, str]], params: Any, json_: bool) -> str:
+    """Stream one reply to the terminal, or print it whole as JSON; returns its text."""
+    for delta in engine.stream(engine.tokenizer.encode_chat(messages), params):
+        if not json_:
+            out.print(delta.text, end="", markup=False, highlight=False, soft_wrap=True)
+        completion = delta.completion or None
+    assert completion is not None
+    tokens, seconds = len(completion.token_ids), completion.timings.total_s
+    if json_:
+        print_json(
+            {
+                "text": completion.text,
+                "tokens": tokens,
+                "prompt_tokens": completion.prompt_tokens,
+                "tokens_per_second": tokens / seconds,
+                "finish_reason": completion.finish_reason,
+            }
+        )
+    else:
+        out.print()
+        err.print(f"[dim]{tokens} tokens, {tokens / seconds:.0f} tokens/s, {completion.finish_reason}[/dim]")
+    return str(completion.text)
+
+
+def serve(
+    model: Model,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    api_key: Annotated[str | None, typer.Option(envvar="QUANTKIT_API_KEY", help="Ask for this key.")] = None,
+    max_batch: Annotated[int, typer.Option(min=1, help="Requests computed together.")] = 64,
+    max_model_len: Annotated[int | None, typer.Option(min=1, help="Longest prompt plus answer.")] = None,
+    max_queue: Annotated[int, typer.Option(min=0, help="Requests that may wait.")] = 256,
+    max_input: Annotated[int | None, typer.Option(min=1, help="Longest prompt, tokens.")] = None,
+    max_output: Annotated[int | None, typer.Option(min=1, help="Longest answer, tokens.")] = None,
+    served_name: Annotated[str | None, typer.Option(help="Name that clients use; MODEL otherwise.")] = None,
+    drafts: Drafts = 0,
+    tp: Tp = 1,
+    device: Device = "auto",
+    backend: Backend = "auto",
+) -> None:
+    """Serve an OpenAI-compatible API: chat and completions, streaming, metrics."""
+    from quantkit.executor.engine import Engine
+    from quantkit.executor.server.app import Limits
+    from quantkit.executor.server.serve import ServeOptions
+    from quantkit.executor.server.serve import serve as run_server
+
+    path = find_model(model)
+    with err.status(f"loading {model}"):
+        engine = Engine.load(
+            path, device=device, backend=backend, max_batch=max_batch, max_model_len=max_model_len, num_drafts=drafts, tp=tp
+        )
+    err.print(f"serving {model} on http://{host}:{port}/v1", highlight=False)
+    options = ServeOptions(host, port, api_key, max_queue, limits=Limits(max_input=max_input, max_output=max_output))
+    with closing(engine):
+        run_server(engine, served_name or path.name, options)
+
+
+def deploy(
+    model: Model,
+    engine: Annotated[str, typer.Option(help="vllm, sglang, vllm-ascend or omni-infer.")],
+    boxes: Annotated[int, typer.Option(min=1, help="Machines of 8 devices.")] = 1,
+    layout: Annotated[str | None, typer.Option(help="A layout by name, such as one with prefill and decode apart.")] = None,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of the longest request.")] = 16384,
+    hosts: Annotated[str | None, typer.Option(help="Addresses of the boxes, comma-separated.")] = None,
+    json_: AsJson = False,
+) -> None:
+    """Print the exact commands that serve a checkpoint with another engine, on one box or many, and whether it fits."""
+    from quantkit.deploy.launch import deploy as plan
+
+    planned = plan(find_model(model), engine, boxes=boxes, layout=layout, context=context, hosts=hosts.split(",") if hosts else None)
+    if json_:
+        return print_json(planned.as_dict())
+    console.show_deployment(planned.as_dict(), [launch.script() for launch in planned.launches])
