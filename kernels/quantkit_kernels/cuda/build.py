@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 
 _FOLDER = Path(__file__).parent
-_SOURCES = (_FOLDER / "stream_gemm.cu", _FOLDER / "small_ops.cu")
-_HEADERS = (_FOLDER / "launch.cuh",)
+_SOURCES = tuple(sorted(_FOLDER.glob("*.cu")))
+_HEADERS = tuple(sorted(_FOLDER.glob("*.cuh")))
 
 
 class Params(ctypes.Structure):
-    """Params of stream_gemm.cu, field by field."""
+    """Params of params.cuh, field by field."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("words", "scales", "zeros", "row_scale", "x", "x_scale", "out", "ids", "pair_weights")),
@@ -56,8 +56,9 @@ def compile_library(architecture: str) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         built = Path(folder) / target.name
-        target_flags = ["-gencode", f"arch=compute_{architecture},code=sm_{architecture}"]
-        command = [nvcc, "-O3", "-std=c++20", "--split-compile=0", *target_flags, "-shared", "-Xcompiler", "-fPIC", "-o", str(built)]
+        # "a": with the instructions that only this architecture has.
+        target_flags = ["-gencode", f"arch=compute_{architecture}a,code=sm_{architecture}a"]
+        command = [nvcc, "-O3", "-std=c++20", "--threads=0", "--split-compile=0", *target_flags, "-shared", "-Xcompiler", "-fPIC", "-o", str(built)]
         done = subprocess.run([*command, *map(str, _SOURCES)], capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"nvcc could not compile the kernels: {done.stderr.strip()[-2000:]}")

@@ -1,4 +1,4 @@
-"""What a launch of the kernels in stream_gemm.cu needs besides tensors: the stream, and a workspace for sums across blocks."""
+"""What a launch of the kernels needs besides tensors: the stream, and a workspace for sums across blocks."""
 
 import ctypes
 

@@ -1,4 +1,4 @@
-"""Weights in the order in which the lanes of a warp consume them (the layouts stand at the top of stream_gemm.cu).
+"""Weights in the order in which the lanes of a warp consume them (the layouts stand at the top of packed.cuh).
 
 Everything here is plain torch and runs on any device. N is padded to whole strips of 64 rows with zeros.
 """

@@ -1,0 +1,72 @@
+// Rows of activations, before a product and after it.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+#include "launch.cuh"
+
+namespace {
+
+// out[t] = sum over a token's pairs, which kWeigh has already weighed.
+template <class T> __global__ void sum_pairs(const float* pairs, T* out, int top_k, int hidden) {
+  wait_for_predecessor();
+  let_successor_start();
+  const int at = (blockIdx.y * blockDim.x + threadIdx.x) * 4;
+  if (at >= hidden) return;
+  float4 sum = {0.f, 0.f, 0.f, 0.f};
+  const float* from = pairs + (size_t)blockIdx.x * top_k * hidden + at;
+#pragma unroll 8
+  for (int k = 0; k < top_k; ++k) {
+    const float4 one = *reinterpret_cast<const float4*>(from + (size_t)k * hidden);
+    sum.x += one.x, sum.y += one.y, sum.z += one.z, sum.w += one.w;
+  }
+  T* to = out + (size_t)blockIdx.x * hidden + at;
+  to[0] = T(sum.x), to[1] = T(sum.y), to[2] = T(sum.z), to[3] = T(sum.w);
+}
+
+// Symmetric int8 per row: scale = max|x| / 127, or 1 for a row of zeros. One block per row; K is a multiple of 8.
+template <class T> __global__ void quantize_rows(const T* x, int8_t* codes, float* scale, int k) {
+  __shared__ float warp_max[32];
+  wait_for_predecessor();
+  let_successor_start();
+  const T* row = x + (size_t)blockIdx.x * k;
+  float largest = 0;
+  for (int i = threadIdx.x * 8; i < k; i += blockDim.x * 8) {
+    const uint4 v = *reinterpret_cast<const uint4*>(row + i);
+    const T* e = reinterpret_cast<const T*>(&v);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) largest = fmaxf(largest, fabsf(float(e[j])));
+  }
+  for (int o = 16; o; o >>= 1) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, o));
+  if ((threadIdx.x & 31) == 0) warp_max[threadIdx.x >> 5] = largest;
+  __syncthreads();
+  largest = 0;
+  for (int w = 0; w < (int)blockDim.x / 32; ++w) largest = fmaxf(largest, warp_max[w]);
+  const float step = largest == 0 ? 1.f : largest / 127.f;
+  if (threadIdx.x == 0) scale[blockIdx.x] = step;
+  for (int i = threadIdx.x * 8; i < k; i += blockDim.x * 8) {
+    const uint4 v = *reinterpret_cast<const uint4*>(row + i);
+    const T* e = reinterpret_cast<const T*>(&v);
+    int8_t c[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) c[j] = (int8_t)max(-127, min(127, __float2int_rn(__fdiv_rn(float(e[j]), step))));
+    *reinterpret_cast<uint2*>(codes + (size_t)blockIdx.x * k + i) = *reinterpret_cast<uint2*>(c);
+  }
+}
+
+}  // namespace
+
+using bf16 = __nv_bfloat16;
+
+extern "C" int qk_sum_pairs(const float* pairs, void* out, int dtype, int tokens, int top_k, int hidden, void* stream) {
+  const dim3 grid(tokens, (hidden / 4 + 255) / 256);
+  if (dtype == 0) return start(sum_pairs<bf16>, grid, 256, 0, stream, pairs, (bf16*)out, top_k, hidden);
+  return start(sum_pairs<__half>, grid, 256, 0, stream, pairs, (__half*)out, top_k, hidden);
+}
+
+extern "C" int qk_quantize_rows(const void* x, void* codes, float* scale, int dtype, int rows, int k, void* stream) {
+  const int threads = k >= 8192 ? 1024 : 512;
+  if (dtype == 0) return start(quantize_rows<bf16>, rows, threads, 0, stream, (const bf16*)x, (int8_t*)codes, scale, k);
+  return start(quantize_rows<__half>, rows, threads, 0, stream, (const __half*)x, (int8_t*)codes, scale, k);
+}
