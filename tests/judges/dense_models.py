@@ -1,6 +1,6 @@
 """Small dense models with random weights, in shapes that vLLM on CPU takes: what the judges compare engines on.
 
-DeepSeek-V3 with first_k_dense_replace = layers and the head sizes vLLM's MLA wants; Llama and Qwen2 with grouped heads.
+DeepSeek-V3 with first_k_dense_replace = layers and the head sizes vLLM's MLA wants; Llama, Qwen2 and Qwen3 with grouped heads.
 """
 
 import math
@@ -32,6 +32,7 @@ _GROUPED: dict[str, Any] = {
 CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": tiny_config(
         num_hidden_layers=2,
+        num_nextn_predict_layers=0,  # an MTP layer has experts, and vLLM on CPU takes none quantized
         first_k_dense_replace=2,
         intermediate_size=512,
         q_lora_rank=256,
@@ -42,6 +43,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     ),
     "llama": {**_GROUPED, "architectures": ["LlamaForCausalLM"], "model_type": "llama"},
     "qwen2": {**_GROUPED, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
+    "qwen3": {**_GROUPED, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 64},
 }
 
 

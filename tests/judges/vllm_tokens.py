@@ -2,14 +2,15 @@
 
     make test-engines            # makes .venv-vllm, then: python tests/judges/vllm_tokens.py --vllm .venv-vllm/bin/python
 
-Every case writes a dense model in one format with quantkit's own packers and lets both continue the same prompts greedily. Tokens
-and probabilities are compared, each position given the same tokens before it; where two tokens are as likely as BF16 can tell,
-either may come first, and the position is not counted. A control shows that this tells right from wrong: the model with its zero
-points shifted by one must not pass.
+Every case is a dense model as `quantkit quantize` wrote it, calibration and folded scales included; both continue the same prompts
+greedily. Tokens and probabilities are compared, each position given the same tokens before it; where two tokens are as likely as
+BF16 can tell, either may come first, and the position is not counted. A control shows that this tells right from wrong: a model
+with its zero points shifted by one must not pass.
 """
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,23 +23,23 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 from dense_models import CONFIGS, random_weights
 from make_model import write_dense
-from packed_model import write_packed
 from torch import Tensor
 
-from quantkit.checkpoint.formats import awq, compressed_int4, compressed_int8
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.engines import check_checkpoint
 from quantkit.executor.load import load_model
 from quantkit.models.context import CausalContext
-from quantkit.schemes import IntGrid
+from quantkit.quantize import quantize
+from quantkit.recipe import Recipe
+from quantkit.schemes import find_scheme
 
-INT4, INT4_SYMMETRIC, INT8 = IntGrid(4, 128, False), IntGrid(4, 128, True), IntGrid(8, None, True)
-FORMATS: dict[str, tuple[Any, Any]] = {
-    "dense": (None, None),
-    "awq": (awq.FORMAT, INT4),
-    "ct-w4a16": (compressed_int4.FORMAT, INT4),
-    "ct-w4a16-symmetric": (compressed_int4.FORMAT, INT4_SYMMETRIC),
-    "ct-w8a8": (compressed_int8.FORMAT, INT8),
+# What quantize is asked for: scheme, format, engine. transformers is the engine that asks for symmetric int4 of every linear.
+FORMATS: dict[str, tuple[str, str, str] | None] = {
+    "dense": None,
+    "awq": ("awq-w4a16", "awq", "vllm"),
+    "ct-w4a16": ("awq-w4a16", "compressed-tensors", "vllm"),
+    "ct-w4a16-symmetric": ("awq-w4a16", "compressed-tensors", "transformers"),
+    "ct-w8a8": ("int8-a8w8c16", "compressed-tensors", "vllm"),
 }
 MAX_TOKENS = 24
 TIE = 0.15  # a gap of log-probabilities that BF16 may turn around,
@@ -59,12 +60,22 @@ class Verdict:
         return self.compared > 0 and self.equal == self.compared and self.difference < TOLERANCE
 
 
-def write_model(path: Path, model: str, format: str) -> Path:
-    config, tensors = CONFIGS[model], random_weights(CONFIGS[model])
-    packer, grid = FORMATS[format]
-    if packer is None:
-        return write_dense(path, config, tensors)
-    return write_packed(path, config, tensors, packer, grid, lambda row: row.role == "linear" and not row.mtp)
+def write_models(directory: Path, model: str, formats: list[str]) -> dict[str, Path]:
+    """The source, which is the model "dense", and what quantize makes of it, by format."""
+    source = write_dense(directory / f"{model}-source", CONFIGS[model], random_weights(CONFIGS[model]))
+    text = directory / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": " ".join(str(i * j % 97) for j in range(60))}) + "\n" for i in range(12)))
+    paths: dict[str, Path] = {}
+    for format in formats:
+        asked = FORMATS[format]
+        if asked is None:
+            paths[format] = source
+            continue
+        scheme, written, engine = asked
+        paths[format] = directory / f"{model}-{format}"
+        recipe = Recipe(scheme=scheme, calibration=str(text), samples=8, held_out=2, seq_len=64)
+        quantize(source, paths[format], find_scheme(scheme), written, recipe, engine=engine, device="cpu")
+    return paths
 
 
 def prompts(vocab: int) -> list[list[int]]:
@@ -102,11 +113,12 @@ def shift_zero_points(path: Path) -> None:
     """Make the AWQ model slightly wrong, as a reader with another convention would."""
     from safetensors.torch import load_file, save_file
 
-    tensors = load_file(path / "model.safetensors")
-    for name in tensors:
-        if name.endswith(".qzeros"):
-            tensors[name] = tensors[name] ^ 0x11111111
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    for shard in path.glob("*.safetensors"):
+        tensors = load_file(shard)
+        for name in tensors:
+            if name.endswith(".qzeros"):
+                tensors[name] = tensors[name] ^ 0x11111111
+        save_file(tensors, shard, metadata={"format": "pt"})
 
 
 def main() -> int:
@@ -116,12 +128,13 @@ def main() -> int:
     parser.add_argument("--formats", default=",".join(FORMATS))
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        cases = {
-            f"{model} {format}": write_model(Path(directory) / f"{model}-{format}", model, format)
-            for model in asked.models.split(",")
-            for format in asked.formats.split(",")
-        }
-        control = write_model(Path(directory) / "control", "llama", "awq")
+        models, formats = asked.models.split(","), asked.formats.split(",")
+        cases: dict[str, Path] = {}
+        for model in models:
+            written = write_models(Path(directory), model, formats)
+            cases |= {f"{model} {format}": path for format, path in written.items()}
+        right = write_models(Path(directory) / "control", models[0], ["awq"])["awq"]
+        control = shutil.copytree(right, Path(directory) / "shifted")
         shift_zero_points(control)
         paths = [*cases.values(), control]
         jobs = [{"path": str(path), "prompts": prompts(320), "max_tokens": MAX_TOKENS} for path in paths]
@@ -146,7 +159,7 @@ def main() -> int:
             )
         if isinstance(answers[-1], dict):
             raise SystemExit(f"the control would not load: {answers[-1]['error'][:300]}")
-        verdict = judge(write_model(Path(directory) / "right", "llama", "awq"), prompts(320), answers[-1])
+        verdict = judge(right, prompts(320), answers[-1])
         failed += verdict.passed
         print(
             f"{'FAIL' if verdict.passed else 'ok  '} control, zero points shifted: {verdict.equal} of {verdict.compared} tokens, "
