@@ -92,6 +92,7 @@ def show_inspection(about: dict[str, Any]) -> None:
         value = about.get(key)
         text = "-" if value is None else size(value) if key == "bytes" else f"{value:,}" if isinstance(value, int) else str(value)
         rows.append((key.replace("_", " "), text))
+    rows += [(f"  left as {name}", f"{count:,} linears") for name, count in about["left_as"].items()]
     for key in ("bytes_by_part", "bytes_by_dtype"):
         rows += [(f"  {name}", size(count)) for name, count in about.get(key, {}).items()]
     for key in ("missing", "unknown"):

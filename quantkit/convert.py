@@ -143,13 +143,14 @@ class _Plan:
     def _linear(self, module: str) -> _Item:
         row = self.rows.get(f"{module}.weight")
         role = row.role if row is not None else ("kv_b" if module.endswith("kv_b_proj") else "linear")
-        shape = self.checkpoint.linears[module].shape
+        linear = self.checkpoint.linears[module]
         part = (part_of(row) if row is not None else None) or role
-        if self.target is not dense.FORMAT and self.target.quantizes(module, role, mtp=row is not None and row.mtp):
-            key = f"{self.checkpoint.format.name} to {self.target.name}: {part}"
-            return _Item(module, True, True, key, tuple(self.target.specs(module, shape, self.grid)))
-        spec = TensorSpec(f"{module}.weight", self.plain_dtype, shape)
-        return _Item(module, True, False, f"{self.checkpoint.format.name} to {_name(self.plain_dtype)}: {part}", (spec,))
+        holds = self.target is not dense.FORMAT and linear.format is self.checkpoint.format
+        if holds and self.target.quantizes(module, role, mtp=row is not None and row.mtp):
+            key = f"{linear.format.name} to {self.target.name}: {part}"
+            return _Item(module, True, True, key, tuple(self.target.specs(module, linear.shape, self.grid)))
+        spec = TensorSpec(f"{module}.weight", self.plain_dtype, linear.shape)
+        return _Item(module, True, False, f"{linear.format.name} to {_name(self.plain_dtype)}: {part}", (spec,))
 
     def _tensor(self, name: str) -> _Item:
         info = self.checkpoint.tensors[name]
@@ -278,7 +279,7 @@ def _find_target(checkpoint: Checkpoint, name: str, grid: Grid | None) -> Format
 
 
 def _common_grid(checkpoint: Checkpoint) -> Grid | None:
-    grids = {linear.grid for linear in checkpoint.linears.values()}
+    grids = {linear.grid for linear in checkpoint.linears.values() if linear.format is checkpoint.format}
     if len(grids) > 1:
         fault = f"{checkpoint.path} has weights on {len(grids)} grids"
         raise QuantkitError(fault, "only checkpoints with one can be converted; --dtype bf16 makes it plain")

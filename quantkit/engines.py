@@ -64,7 +64,10 @@ class Refusal(BaseModel):
 
 
 class Engine(BaseModel):
-    """A profile. `release` is the version or commit whose sources were read."""
+    """A profile. `release` is the version or commit whose sources were read.
+
+    By model_type, of config.json: `config`, keys that must have this value; `reads`, keys that must be there by this name.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -73,6 +76,7 @@ class Engine(BaseModel):
     summary: str
     architectures: tuple[str, ...]
     config: dict[str, dict[str, Any]] = {}
+    reads: dict[str, tuple[str, ...]] = {}
     loads: tuple[Load, ...]
     refuses: tuple[Refusal, ...] = ()
 
@@ -251,21 +255,45 @@ def _check_model(profile: Engine, checkpoint: Checkpoint) -> list[Problem]:
     if model_type not in profile.architectures or model_type not in ARCHITECTURES:
         known = ", ".join(profile.architectures)
         return [Problem("error", f"{profile.engine} is not known to run {model_type}", f"its profile has {known}")]
-    return [
+    told = [
         Problem("error", f"config.json has {key} = {checkpoint.config.get(key)!r}", f"set it to {value!r}: {profile.engine} goes by it")
         for key, value in profile.config.get(model_type, {}).items()
         if checkpoint.config.get(key) != value
     ]
+    missing = [key for key in profile.reads.get(model_type, ()) if key not in checkpoint.config]
+    if missing:
+        names = ", ".join(missing)
+        remedy = "add them: two releases of this architecture name the same numbers differently, and both names may stand there"
+        told.append(Problem("error", f"{profile.engine} reads {names} in config.json, which it lacks", remedy))
+    return told
 
 
 def _check_load(engine: str, load: Load, checkpoint: Checkpoint, rows: list[Parameter]) -> list[Problem]:
     linears = [row for row in rows if part_of(row) is not None and (row.module in checkpoint.linears or checkpoint.has(row.name))]
     return [
+        *_check_left(engine, checkpoint, linears),
         *_check_parts(engine, load, checkpoint, linears),
         *_check_siblings(engine, load, checkpoint, linears),
         *_check_mtp(engine, load, checkpoint, linears),
         *_check_keys(engine, load, checkpoint),
     ]
+
+
+def _check_left(engine: str, checkpoint: Checkpoint, linears: list[Parameter]) -> Iterable[Problem]:
+    """Linears declared unquantized that are in a format of their own: the engine takes them for plain ones."""
+    left = [row for row in linears if row.module in checkpoint.linears and not _quantized(checkpoint, row)]
+    for mtp in (False, True):
+        first = next((row.module for row in left if row.mtp == mtp), None)
+        if first is not None:
+            told = f"{engine} takes {first} for unquantized, and it is {checkpoint.linears[first].format.name}"
+            remedy = "quantkit convert to another format, which decodes it to BF16"
+            yield Problem("warning", told, f"run it without speculative decoding, or {remedy}") if mtp else Problem("error", told, remedy)
+
+
+def _quantized(checkpoint: Checkpoint, row: Parameter) -> bool:
+    """In the checkpoint's own format, which is all that an engine knows of."""
+    linear = checkpoint.linears.get(row.module)
+    return linear is not None and linear.format is checkpoint.format
 
 
 def _check_parts(engine: str, load: Load, checkpoint: Checkpoint, linears: list[Parameter]) -> list[Problem]:
@@ -274,7 +302,7 @@ def _check_parts(engine: str, load: Load, checkpoint: Checkpoint, linears: list[
     for row in linears:
         part = part_of(row)
         assert part is not None, row.name
-        (quantized if row.module in checkpoint.linears else plain).setdefault(part, row.module)
+        (quantized if _quantized(checkpoint, row) else plain).setdefault(part, row.module)
     told = [
         Problem(
             "error",
@@ -299,7 +327,7 @@ def _check_siblings(engine: str, load: Load, checkpoint: Checkpoint, linears: li
         if row.fused is not None:
             fused.setdefault(row.fused, []).append(row)
     for rows in fused.values():
-        if len({row.module in checkpoint.linears for row in rows}) > 1:
+        if len({_quantized(checkpoint, row) for row in rows}) > 1:
             names = " and ".join(row.module for row in rows)
             return [Problem("error", f"{names} are fused by {engine}, and only some are quantized", "quantize all of them or none")]
     if load.fp4_siblings is None:
@@ -329,8 +357,8 @@ def _global_scale(checkpoint: Checkpoint, module: str) -> float | None:
 
 def _check_mtp(engine: str, load: Load, checkpoint: Checkpoint, linears: list[Parameter]) -> list[Problem]:
     mtp = [row for row in linears if row.mtp]
-    quantized = [row for row in mtp if row.module in checkpoint.linears and row.role == "linear"]
-    plain = [row for row in mtp if row.module not in checkpoint.linears and part_of(row) in load.may]
+    quantized = [row for row in mtp if _quantized(checkpoint, row) and row.role == "linear"]
+    plain = [row for row in mtp if not _quantized(checkpoint, row) and part_of(row) in load.may]
     off = "run it without speculative decoding, or quantize with --engine"
     if load.mtp == "plain" and quantized:
         return [Problem("warning", f"{engine} runs the MTP layer unquantized, and {quantized[0].module} is quantized", f"{off} {engine}")]

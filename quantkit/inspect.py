@@ -12,11 +12,13 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     """A JSON-ready account: format, scheme, tensors, bytes; bytes by dtype and by part of the model; what is missing or unknown.
 
     `missing` and `unknown` compare the stored tensors with the architecture's table; without a known architecture they are None.
+    `left_as` counts the linears that are in another format than the rest, by format.
     """
     tensors = checkpoint.tensors.values()
     by_dtype = Counter[str]()
     for tensor in tensors:
         by_dtype[str(tensor.dtype).removeprefix("torch.")] += tensor.nbytes
+    left = Counter(linear.format.name for linear in checkpoint.linears.values() if linear.format is not checkpoint.format)
     about: dict[str, Any] = {
         "path": str(checkpoint.path),
         "architecture": checkpoint.config.get("model_type"),
@@ -27,6 +29,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "bytes": sum(by_dtype.values()),
         "shards": len({tensor.shard for tensor in tensors}),
         "quantized_linears": len(checkpoint.linears),
+        "left_as": dict(left),
         "bytes_by_dtype": dict(by_dtype.most_common()),
     }
     return about | _against_table(checkpoint)

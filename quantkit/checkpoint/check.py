@@ -1,7 +1,9 @@
 """The tensors of a checkpoint against what its format says a quantized linear consists of, from headers alone.
 
 Every tensor must be a part of a quantized linear or a plain float tensor: a scale without its weight, a weight without its
-scale, a wrong shape or dtype, a second format mixed in, each is one QuantkitError naming the tensor.
+scale, a wrong shape or dtype, a second format mixed in, each is one QuantkitError naming the tensor. One mixture is published and
+read: linears that the checkpoint declares unquantized may be left as DeepSeek's FP8 blocks, which say of themselves what they are
+(NVIDIA's script for DeepSeek leaves the MTP layer as it was in the source).
 """
 
 import math
@@ -21,22 +23,33 @@ _AGAIN = "download the checkpoint again, or ask its publisher"
 
 @dataclass(frozen=True)
 class QuantizedLinear:
-    """A linear stored quantized: its logical shape (N, K), its grid, and the names of its tensors."""
+    """A linear stored quantized: its format, logical shape (N, K), grid, and the names of its tensors."""
 
+    format: Format
     shape: tuple[int, int]
     grid: Grid | None
     tensors: tuple[str, ...]
 
 
-def quantized_linears(path: Path, format: Format, grid: Grid | None, tensors: Mapping[str, TensorInfo]) -> dict[str, QuantizedLinear]:
-    """Every quantized linear by module name. Raises QuantkitError where tensors are missing, superfluous or malformed."""
+def quantized_linears(
+    path: Path, format: Format, left: Format, grid: Grid | None, ignored: Callable[[str], bool] | None, tensors: Mapping[str, TensorInfo]
+) -> dict[str, QuantizedLinear]:
+    """Every quantized linear by module name; modules that are `ignored`, declared unquantized, may be in the format `left`.
+
+    Raises QuantkitError where tensors are missing, superfluous or malformed.
+    """
     linears: dict[str, QuantizedLinear] = {}
     for tensor in tensors.values():
-        module = format.quantized_module(tensor)
-        if module is not None:
-            if len(tensor.shape) != 2:
-                raise QuantkitError(f"{tensor.name} in {path} is quantized but has shape {_shape(tensor.shape)}", _AGAIN)
-            linears[module] = _linear(path, format, grid, tensors, module)
+        module, own = format.quantized_module(tensor), format
+        if module is None and ignored is not None:
+            module, own = left.quantized_module(tensor), left
+            if module is not None and not ignored(module):
+                continue
+        if module is None:
+            continue
+        if len(tensor.shape) != 2:
+            raise QuantkitError(f"{tensor.name} in {path} is quantized but has shape {_shape(tensor.shape)}", _AGAIN)
+        linears[module] = _linear(path, own, grid, tensors, module)
     accounted = {name for linear in linears.values() for name in linear.tensors}
     for tensor in tensors.values():
         if tensor.name not in accounted:
@@ -60,7 +73,7 @@ def _linear(path: Path, format: Format, grid: Grid | None, tensors: Mapping[str,
         if tensor.dtype not in part.dtypes:
             raise QuantkitError(f"{name} in {path} is {_dtype(tensor.dtype)}, expected {' or '.join(map(_dtype, part.dtypes))}", _AGAIN)
         names.append(name)
-    return QuantizedLinear(shape, own_grid, tuple(names))
+    return QuantizedLinear(format, shape, own_grid, tuple(names))
 
 
 def _check_plain(path: Path, format: Format, tensor: TensorInfo) -> None:
@@ -74,13 +87,17 @@ def _check_plain(path: Path, format: Format, tensor: TensorInfo) -> None:
 
 
 def check_ignored(
-    path: Path, ignored: Callable[[str], bool] | None, linears: Mapping[str, QuantizedLinear], tensors: Mapping[str, TensorInfo]
+    path: Path,
+    format: Format,
+    ignored: Callable[[str], bool] | None,
+    linears: Mapping[str, QuantizedLinear],
+    tensors: Mapping[str, TensorInfo],
 ) -> None:
     """Refuse a list of unquantized modules that contradicts the tensors: engines trust the list and would load rubbish."""
     if ignored is None:
         return
-    for module in linears:
-        if ignored(module):
+    for module, linear in linears.items():
+        if linear.format is format and ignored(module):
             raise QuantkitError(f"{path} lists {module} as unquantized, but its tensors are quantized", "correct the list")
     for tensor in tensors.values():
         module = tensor.name.removesuffix(".weight")

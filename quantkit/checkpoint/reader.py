@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.check import QuantizedLinear, check_ignored, quantized_linears
-from quantkit.checkpoint.formats import detect_format
+from quantkit.checkpoint.formats import detect_format, fp8_block
 from quantkit.checkpoint.formats.base import SIDE_FILES, Format
 from quantkit.checkpoint.header import TensorInfo, read_at, read_header
 from quantkit.errors import QuantkitError
@@ -44,8 +44,9 @@ class Checkpoint:
         self.tensors = tensors
         self.format: Format = detect_format(path, config, side)
         self.grid: Grid | None = self.format.grid(config, side)
-        self.linears: dict[str, QuantizedLinear] = quantized_linears(path, self.format, self.grid, tensors)
-        check_ignored(path, self.format.ignored(config, side), self.linears, tensors)
+        ignored = self.format.ignored(config, side)
+        self.linears: dict[str, QuantizedLinear] = quantized_linears(path, self.format, fp8_block.FORMAT, self.grid, ignored, tensors)
+        check_ignored(path, self.format, ignored, self.linears, tensors)
         self._descriptors: dict[str, int] = {}
         self._lock = threading.Lock()
 
@@ -109,7 +110,8 @@ class Checkpoint:
         """Weight of the linear `module`: decoded by the format, or a plain tensor where it is unquantized."""
         if module not in self.linears:
             return self.read(f"{module}.weight")
-        return self.format.unpack(module, {name: self.read(name) for name in self.linears[module].tensors})
+        linear = self.linears[module]
+        return linear.format.unpack(module, {name: self.read(name) for name in linear.tensors})
 
     def read(self, name: str) -> Tensor:
         """The stored tensor, in its stored dtype."""

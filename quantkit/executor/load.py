@@ -12,6 +12,7 @@ from quantkit.executor.devices import find_device, find_dtype
 from quantkit.executor.parallel import SINGLE, Parallel
 from quantkit.executor.weights import ExecutorWeights
 from quantkit.models import find_architecture
+from quantkit.models.table import resolve
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ def load_model(
     _check_heads(config, parallel.size)
     if mtp:
         _check_mtp(checkpoint, config)
-    weights = ExecutorWeights(checkpoint, architecture.parameters(config), device=target, dtype=compute, backend=backend, parallel=parallel)
+    rows = resolve(architecture.parameters(config), checkpoint.tensors)
+    weights = ExecutorWeights(checkpoint, rows, device=target, dtype=compute, backend=backend, parallel=parallel)
     with torch.inference_mode():
         model = architecture.Model(config, weights)
         layer = architecture.MtpLayer(config, weights) if mtp else None

@@ -29,22 +29,35 @@ _GROUPED: dict[str, Any] = {
     "torch_dtype": "bfloat16",
 }
 
+_LATENT = tiny_config(
+    num_hidden_layers=2,
+    num_nextn_predict_layers=0,  # an MTP layer has experts, and vLLM on CPU takes none quantized
+    first_k_dense_replace=2,
+    intermediate_size=512,
+    q_lora_rank=256,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+)
 CONFIGS: dict[str, dict[str, Any]] = {
-    "deepseek_v3": tiny_config(
-        num_hidden_layers=2,
-        num_nextn_predict_layers=0,  # an MTP layer has experts, and vLLM on CPU takes none quantized
-        first_k_dense_replace=2,
-        intermediate_size=512,
-        q_lora_rank=256,
-        kv_lora_rank=512,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-    ),
+    "deepseek_v3": _LATENT,
     "llama": {**_GROUPED, "architectures": ["LlamaForCausalLM"], "model_type": "llama"},
     "qwen2": {**_GROUPED, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
     "qwen3": {**_GROUPED, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 64},
 }
+
+_UNGROUPED = {key: value for key, value in _LATENT.items() if key not in ("rope_scaling", "n_group", "topk_group", "topk_method")}
+PANGU: dict[str, Any] = {
+    **_UNGROUPED,
+    "architectures": ["PanguUltraMoEForCausalLM"],
+    "model_type": "pangu_ultra_moe",
+    "first_k_dense_replace": 1,  # vLLM's class wants experts somewhere
+    "sandwich_norm": True,
+    "router_enable_expert_bias": True,
+    "rope_interleave": True,  # vLLM's convention
+}
+"""Not dense: for engines that run experts unquantized."""
 
 
 def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
@@ -61,7 +74,7 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
             case "norm":
                 tensors[row.name] = (1 + 0.2 * noise).bfloat16()
             case "router_bias":
-                tensors[row.name] = noise * 0.1
+                tensors[row.other_name or row.name] = noise * 0.1  # vLLM reads the second of openPangu's spellings
             case "bias" | "embedding":
                 tensors[row.name] = noise.bfloat16()
             case "head":

