@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+FORMATS = {"rtn-w4a16": "compressed-tensors"}
+"""Where it is not the scheme's first: so that both formats of int4 are seen, with their fp16 and bf16 scales."""
 ENVIRONMENTS = {"lowered": "triton-ascend", "schemas": "torch_npu"}
 
 
@@ -36,7 +38,8 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     def make(scheme: str) -> Path:
         if scheme not in made:
             made[scheme] = tmp_path_factory.mktemp("quantized") / scheme
-            quantize(builtin_model("tiny-r1"), made[scheme], find_scheme(scheme), "auto", Recipe(scheme=scheme, methods=()), device="cpu")
+            target = FORMATS.get(scheme, "auto")
+            quantize(builtin_model("tiny-r1"), made[scheme], find_scheme(scheme), target, Recipe(scheme=scheme, methods=()), device="cpu")
         return made[scheme]
 
     return make

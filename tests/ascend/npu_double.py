@@ -85,6 +85,8 @@ def _grouped_matmul(a: Any) -> list[Tensor]:
     for expert, rows in enumerate(x.double().split(a.group_list.tolist())):
         if x.dtype == torch.int8:
             pieces.append(rows @ weight[expert].double() * a.scale[0][expert].double())
+        elif a.antiquant_scale is None:
+            pieces.append(rows @ weight[expert].double())
         else:
             codes = (uncarry_int4(weight[expert]) if weight.dtype == torch.int32 else weight[expert]).double()
             pieces.append(rows @ _antiquant(codes, a.antiquant_scale[0][expert], a.antiquant_offset[0][expert]))

@@ -11,7 +11,7 @@ from quantkit_kernels import Fp4, dequantize, functional, prepare, reference, to
 from quantkit_kernels.samples import TOLERANCE, distance, exact_linear, random_weight
 from quantkit_kernels.torch_npu import calls, layout, rules
 
-GRIDS = ("int4-asym-32", "int4-asym-128", "int4-sym-128", "int8", "fp4")
+GRIDS = ("int4-asym-32", "int4-asym-128", "int4-sym-128", "int8", "fp4", "dense")
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -39,6 +39,7 @@ def test_linear(grid: str, dtype: torch.dtype, called: list[str]) -> None:
         "int4": {"npu_weight_quant_batchmatmul"},
         "int8": {"npu_format_cast", "npu_dynamic_quant", "npu_quant_matmul"},
         "fp4": set(),
+        "dense": set(),
     }
     assert set(called) == expected[grid.split("-")[0]]
 
@@ -209,6 +210,7 @@ BAD = [
     ("npu_grouped_matmul", "x", [random(4, 96)], "x's K"),
     ("npu_grouped_matmul", "x", [random(128, 4).T], "transposed"),
     ("npu_grouped_matmul", "weight", [torch.zeros(2, 128, 8)], "16-bit x"),
+    ("npu_grouped_matmul", "antiquant_scale", None, "one float dtype"),
     ("npu_grouped_matmul", "antiquant_scale", [random(2, 5, 64)], "G dividing K"),
     ("npu_grouped_matmul", "antiquant_scale", [torch.ones(2, 4, 64)], "x's dtype"),
     ("npu_grouped_matmul", "antiquant_offset", None, "antiquant_offset"),
@@ -289,4 +291,4 @@ def test_unusable_names_the_reason() -> None:
     assert "multiples of 8, not 12" in (torch_npu.unusable("linear_int4", cpu, torch.bfloat16, ((12, 64),)) or "")
     assert torch_npu.unusable("linear_int4", cpu, torch.bfloat16, ((16, 64),)) is None
     assert "does not run on cuda" in (torch_npu.unusable("rms_norm", torch.device("cuda"), None, ()) or "")
-    assert "torch's own" in (torch_npu.unusable("linear_dense", cpu, None, ()) or "")
+    assert torch_npu.unusable("experts_dense", cpu, torch.float32, ()) is None

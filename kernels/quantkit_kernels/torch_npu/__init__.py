@@ -30,14 +30,18 @@ __all__ = [
     "unusable",
 ]
 
+_PRESENT = ("npu_swiglu",)
+"""What shows that torch_npu is there, where its operators stand behind torch's own."""
 _GROUPED = ("npu_moe_init_routing_v2", "npu_grouped_matmul", "npu_swiglu", "npu_moe_finalize_routing")
 NEEDS = {
     "linear_int4": ("npu_weight_quant_batchmatmul",),
     "linear_int8": ("npu_dynamic_quant", "npu_quant_matmul", "npu_format_cast"),
-    "linear_fp4": ("npu_swiglu",),
+    "linear_fp4": _PRESENT,
+    "linear_dense": _PRESENT,
     "experts_int4": _GROUPED,
-    "experts_fp4": ("npu_swiglu",),
     "experts_int8": (*_GROUPED, "npu_dynamic_quant"),
+    "experts_fp4": _PRESENT,
+    "experts_dense": _GROUPED,
     "rms_norm": ("npu_rms_norm",),
     "add_rms_norm": ("npu_add_rms_norm",),
     "silu_and_mul": ("npu_swiglu",),
@@ -45,21 +49,16 @@ NEEDS = {
     "rope": ("npu_rotary_mul",),
     "mla_decode": ("npu_fused_infer_attention_score",),
 }
-"""The operators of torch_npu behind each of ours.
-
-FP4 is decoded by torch's own operators: its entries tell only that torch_npu is there.
-"""
+"""The operators of torch_npu behind each of ours. FP4 is decoded, and unquantized weights are multiplied, by torch's own."""
 
 
 def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, shapes: tuple[Shape, ...]) -> str | None:
-    if operator not in NEEDS:
-        return "no operator of torch_npu is used: torch's own run on the NPU"
     missing = [name for name in NEEDS[operator] if not has_kernel(name, device)]
     if missing and not torch._C._dispatch_has_kernel(f"npu::{missing[0]}"):
         return "torch_npu is not installed"
     if missing:
         return f"{missing[0]} does not run on {device.type}"
-    if operator.startswith(("linear_", "experts_")) and dtype not in (None, *HALVES):
+    if operator.startswith(("linear_", "experts_")) and not operator.endswith("_dense") and dtype not in (None, *HALVES):
         return "computes in bfloat16 and float16 only"
     if operator.endswith("_int4"):
         odd = [n for n, _ in shapes if n % CARRIED]

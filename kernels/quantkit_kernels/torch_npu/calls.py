@@ -59,7 +59,7 @@ def quant_matmul(codes: Tensor, row_scale: Tensor, weight: Tensor, scale: Tensor
 def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor, dtype: torch.dtype, **scales: Tensor) -> Tensor:
     """x[M, K] times weight[e] [K, N] for the counts[e] rows of each expert in turn.
 
-    scales: antiquant_scale and antiquant_offset for int4 weights, scale and per_token_scale for int8.
+    scales: antiquant_scale and antiquant_offset for int4 weights, scale and per_token_scale for int8, none for weights of x's dtype.
     """
     lists = {name: [tensor] for name, tensor in scales.items()}
     kwargs = {"group_list": counts, "group_list_type": 1, "group_type": 0, "split_item": 2, "output_dtype": dtype, **lists}
@@ -94,7 +94,9 @@ def finalize_routing(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
 
 
 def format_cast_nz(weight: Tensor) -> Tensor:
-    """The weight in the cube's own layout (FRACTAL_NZ)."""
+    """The weight in the cube's own layout (FRACTAL_NZ), which torch_npu makes on an A2 only where it is told to."""
+    if weight.device.type == "npu":
+        torch.get_device_module(weight.device).config.allow_internal_format = True
     result: Tensor = call("npu_format_cast", weight, FRACTAL_NZ)
     return result
 

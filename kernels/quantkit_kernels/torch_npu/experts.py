@@ -7,10 +7,10 @@ from quantkit_kernels.experts import Experts, ExpertsLayout
 from quantkit_kernels.torch_npu.calls import dynamic_quant, finalize_routing, grouped_matmul, init_routing
 from quantkit_kernels.torch_npu.functional import silu_and_mul
 from quantkit_kernels.torch_npu.layout import int4_tensors
-from quantkit_kernels.weights import Int4, Int8, Weight, kind, shape, stack, to_device
+from quantkit_kernels.weights import Dense, Int4, Int8, Weight, kind, shape, stack, to_device
 
 Stacked = tuple[Tensor, ...]
-"""int4: carriers [E, K, N/8], scale, offset [E, K/g, N]. int8: codes [E, K, N], scale [E, N]."""
+"""int4: carriers [E, K, N/8], scale, offset [E, K/g, N]. int8: codes [E, K, N], scale [E, N]. dense: weights [E, K, N]."""
 
 
 class GroupedExperts(Experts):
@@ -30,11 +30,11 @@ class GroupedExperts(Experts):
         return finalize_routing(self._multiply(self.down, codes, counts, scale), places, topk_weights.to(self.dtype))
 
     def _multiply(self, stacked: Stacked, rows: Tensor, counts: Tensor, row_scale: Tensor) -> Tensor:
+        weight, *scales = stacked
         if rows.dtype == torch.int8:
-            weight, scale = stacked
-            return grouped_matmul(rows, weight, counts, self.dtype, scale=scale, per_token_scale=row_scale)
-        weight, scale, offset = stacked
-        return grouped_matmul(rows, weight, counts, self.dtype, antiquant_scale=scale, antiquant_offset=offset)
+            return grouped_matmul(rows, weight, counts, self.dtype, scale=scales[0], per_token_scale=row_scale)
+        named = dict(zip(("antiquant_scale", "antiquant_offset"), scales))
+        return grouped_matmul(rows, weight, counts, self.dtype, **named)
 
 
 class GroupedLayout(ExpertsLayout):
@@ -68,6 +68,8 @@ class GroupedLayout(ExpertsLayout):
             carriers, scale, offset = int4_tensors(placed, self._dtype)
             per_channel = scale.shape[0] == 1
             return (carriers, scale[0], offset[0]) if per_channel else (carriers, scale, offset)
+        if isinstance(placed, Dense):
+            return (placed.weight.T.to(self._dtype),)
         assert isinstance(placed, Int8), kind(placed)
         # The grouped product takes bf16 scales for bf16 outputs and fp32 ones for fp16.
         scale_dtype = torch.bfloat16 if self._dtype == torch.bfloat16 else torch.float32

@@ -1,12 +1,13 @@
-"""Linear over torch_npu's quantized products."""
+"""Linear over torch_npu's quantized products, and over torch's own for weights that are not quantized."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit_kernels.linear import Linear
 from quantkit_kernels.torch_npu.calls import dynamic_quant, format_cast_nz, quant_matmul, weight_quant_matmul
 from quantkit_kernels.torch_npu.layout import antiquant_group, int4_tensors
-from quantkit_kernels.weights import FP4_GROUP_SIZE, Fp4, Int4, Int8, Weight, kind, shape, to_device
+from quantkit_kernels.weights import FP4_GROUP_SIZE, Dense, Fp4, Int4, Int8, Weight, kind, shape, to_device
 
 BACKEND = "torch_npu"
 _RESCALE = 2.0**22
@@ -76,11 +77,28 @@ class Fp4Linear(Linear):
         return (values * scale.unsqueeze(-1)).flatten(1).to(self.dtype)
 
 
+class DenseLinear(Linear):
+    """torch's own product. The weight stays ND: the manual calls FRACTAL_NZ internal, and vllm-ascend leaves 16-bit weights so too."""
+
+    def __init__(self, weight: Dense, dtype: torch.dtype, device: torch.device) -> None:
+        n, k = shape(weight)
+        super().__init__(k, n, dtype, device, BACKEND)
+        self.weight = weight.weight.to(dtype)
+
+    def held(self) -> list[Tensor]:
+        return [self.weight]
+
+    def rows(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
 def linear(weight: Weight, dtype: torch.dtype, device: torch.device) -> Linear:
     placed = to_device(weight, device)
     if isinstance(placed, Int4):
         return Int4Linear(placed, dtype, device)
     if isinstance(placed, Int8):
         return Int8Linear(placed, dtype, device)
-    assert isinstance(placed, Fp4), kind(placed)
-    return Fp4Linear(placed, dtype, device)
+    if isinstance(placed, Fp4):
+        return Fp4Linear(placed, dtype, device)
+    assert isinstance(placed, Dense), kind(placed)
+    return DenseLinear(placed, dtype, device)

@@ -115,6 +115,15 @@ def _grouped_rows(a: Arguments) -> bool:
     return a.group_list.device.type != "cpu" or sum(a.group_list.tolist()) == a.x[0].shape[0]
 
 
+def _grouped_dtypes(a: Arguments) -> bool:
+    x, weight = a.x[0].dtype, a.weight[0].dtype
+    if x == torch.int8:
+        return bool(weight == torch.int8)
+    if a.antiquant_scale is None:
+        return x in FLOATS and weight == x and a.output_dtype in (None, x)
+    return x in HALVES and weight in (torch.int8, torch.int32)
+
+
 def _grouped_scales(a: Arguments) -> bool:
     weight, scale = a.weight[0], a.antiquant_scale
     if scale is None:
@@ -133,14 +142,7 @@ GROUPED_MATMUL = (
     Rule("x is [M, K], weight [E, K, N] with x's K", lambda a: a.x[0].dim() == 2 and a.weight[0].shape[1] == a.x[0].shape[1]),
     Rule("x is not transposed", lambda a: a.x[0].is_contiguous()),
     Rule("last dimensions are below 65536", lambda a: max(a.x[0].shape[-1], a.weight[0].shape[-1]) < 65536),
-    Rule(
-        "int8 x with int8 weight, or 16-bit x with int8 or int4 weight and antiquant_scale",
-        lambda a: (
-            a.weight[0].dtype == torch.int8
-            if a.x[0].dtype == torch.int8
-            else a.x[0].dtype in HALVES and a.weight[0].dtype in (torch.int8, torch.int32) and a.antiquant_scale is not None
-        ),
-    ),
+    Rule("int8 x with int8 weight, 16-bit x with int8 or int4 weight and antiquant_scale, or both of one float dtype", _grouped_dtypes),
     Rule("antiquant_scale is [E, N], or [E, G, N] for int4 with G dividing K", _grouped_scales),
     Rule("antiquant_scale is of x's dtype", lambda a: a.antiquant_scale is None or a.antiquant_scale[0].dtype == a.x[0].dtype),
     Rule(

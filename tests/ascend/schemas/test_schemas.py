@@ -56,8 +56,9 @@ def test_dense_products(n: int, k: int, rows: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 8])
-@pytest.mark.parametrize("quantize", [False, True])
-def test_experts_of_one_layer(tokens: int, quantize: bool) -> None:
+@pytest.mark.parametrize("kind", ["int4", "int8", "dense"])
+def test_experts_of_one_layer(tokens: int, kind: str) -> None:
+    quantize = kind == "int8"
     rows, places, counts, scale = calls.init_routing(meta(tokens, 7168), meta(tokens, 8, dtype=torch.int32), 256, quantize)
     assert (rows.shape, rows.dtype) == ((tokens * 8, 7168), torch.int8 if quantize else torch.bfloat16)
     assert (places.shape, places.dtype) == ((tokens * 8,), torch.int32)
@@ -66,6 +67,8 @@ def test_experts_of_one_layer(tokens: int, quantize: bool) -> None:
     if quantize:
         weight = meta(256, 7168, 512, dtype=torch.int8)
         scales = {"scale": meta(256, 512), "per_token_scale": scale}
+    elif kind == "dense":
+        weight, scales = meta(256, 7168, 512), {}
     else:
         weight = meta(256, 7168, 512 // layout.CARRIED, dtype=torch.int32)
         scales = {"antiquant_scale": meta(256, 56, 512), "antiquant_offset": meta(256, 56, 512)}
