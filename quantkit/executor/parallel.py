@@ -1,11 +1,14 @@
 """Tensor parallelism: the ranks' collectives, and how rank 0 leads the others.
 
+On the GPUs of one host small sums go through memory that the ranks open to each other, everything else through the device's library.
+
 Rank 0 takes requests. Before every step it tells the others, as JSON, what was added and cancelled since the last; then all ranks
 schedule and compute the same step, and take over the tokens that rank 0 chose. So nothing but rank 0 knows of servers or terminals.
 """
 
 import json
 import os
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -30,18 +33,36 @@ class Parallel:
     def __init__(self, rank: int, size: int, ranks: Ranks | None = None) -> None:
         self.rank, self.size, self._ranks = rank, size, ranks
         self._control: dist.ProcessGroup | None = None
+        self.peers: Any = None
+        """The quantkit_kernels.cuda.all_reduce.PeerReduce of this rank, where all ranks have one."""
 
     def connect(self, device: torch.device) -> None:
         """Meet the other ranks at MASTER_ADDR:MASTER_PORT. Messages go over gloo, tensors over the device's own library."""
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         backend = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}[device.type]
         self._guard(lambda: dist.init_process_group(backend, rank=self.rank, world_size=self.size, timeout=_FOREVER))
         if self.size > 1:
             self._control = dist.new_group(backend="gloo", timeout=_FOREVER)
+            if device.type == "cuda":
+                self._open_peers(device)
+
+    def _open_peers(self, device: torch.device) -> None:
+        from quantkit_kernels.cuda.all_reduce import PeerReduce
+
+        try:
+            self.peers = PeerReduce(self.rank, self.size, device, self.gather)
+        except RuntimeError as fault:
+            if self.rank == 0:
+                warnings.warn(f"small all-reduces go through NCCL, which is slower: {fault}", RuntimeWarning, stacklevel=2)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over ranks; x is overwritten. On a CPU in float32, whatever x is."""
+        """Sum over ranks, the same on each; x may be overwritten. On a CPU in float32, whatever x is."""
         if self.size == 1:
             return x
+        if self.peers is not None and self.peers.takes(x):
+            summed: Tensor = self.peers(x)
+            return summed
         wide = x.float() if x.device.type == "cpu" else x.contiguous()
         self._guard(lambda: dist.all_reduce(wide))
         return wide.to(x.dtype)
@@ -60,6 +81,15 @@ class Parallel:
         if self.size > 1:
             self._guard(lambda: dist.all_reduce(found, dist.ReduceOp.MIN, group=self._control))
         return int(found)
+
+    def gather(self, value: Any) -> list[Any]:
+        """A JSON value of each rank, of less than 1000 bytes, in the order of ranks."""
+        text = json.dumps(value).encode()
+        assert len(text) < _HEADER, value
+        padded = torch.frombuffer(bytearray(text.ljust(_HEADER)), dtype=torch.uint8)
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        self._guard(lambda: dist.all_gather(parts, padded, group=self._control))
+        return [json.loads(bytes(part.tolist())) for part in parts]
 
     def agree(self, x: Tensor) -> Tensor:
         """Rank 0's values on every rank; x is overwritten."""

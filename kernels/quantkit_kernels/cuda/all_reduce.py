@@ -1,0 +1,120 @@
+"""All-reduce of small tensors over the GPUs of one host by memory that the ranks open to each other (all_reduce.cu).
+
+Every rank makes a `PeerReduce` at the same time and then the same calls in the same order, eagerly or in a captured graph. The ranks'
+processes meet through `exchange`, so nothing here knows of a process group.
+"""
+
+import ctypes
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit_kernels.cuda.build import find_nvcc, library, library_path
+from quantkit_kernels.cuda.launch import checked, stream_of
+
+MAX_BYTES = 1 << 20
+"""Of one tensor: 73 tokens of 7168 values. Beyond it a library that moves each byte fewer times is as fast."""
+
+MAX_RANKS = 8
+_DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_WORD = 16
+
+Exchange = Callable[[Any], list[Any]]
+"""One JSON value of each rank, in the order of ranks; every rank calls it."""
+
+
+class PeerReduce:
+    """This rank's inbox (2 * size MiB, kept until the process ends) and the others' as this process sees them.
+
+    RuntimeError, on every rank alike, where one of them cannot take part: its text says which and why.
+    """
+
+    def __init__(self, rank: int, size: int, device: torch.device, exchange: Exchange) -> None:
+        self.rank, self.size, self.device = rank, size, device
+        self._agree(exchange, lambda: unusable(size, device))
+        hosts = set(exchange(_host()))
+        if len(hosts) > 1:
+            raise RuntimeError(f"the ranks are on {len(hosts)} hosts")
+        with torch.cuda.device(device):
+            self._state = torch.zeros(2, dtype=torch.int32, device=device)
+            self._agree(exchange, self._make_own)
+            handles = [bytes.fromhex(handle) for handle in exchange(self._handle.hex())]
+            self._agree(exchange, lambda: self._open_others(handles))
+
+    def takes(self, x: Tensor) -> bool:
+        return x.device == self.device and x.dtype in _DTYPES and 0 < x.nbytes <= MAX_BYTES and x.nbytes % _WORD == 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The sum over ranks of a tensor that `takes` accepts, added in float32 in the order of ranks and rounded once: the same bits on
+        every rank."""
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        words = x.nbytes // _WORD
+        checked(
+            library().qk_all_reduce(
+                *(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(out.data_ptr()), self._inboxes, ctypes.c_void_p(self._state.data_ptr())),
+                *(_DTYPES[x.dtype], self.size, self.rank, words, MAX_BYTES // _WORD, ctypes.c_void_p(stream_of(x.device))),
+            )
+        )
+        return out
+
+    def _make_own(self) -> str | None:
+        pointer, handle = ctypes.c_void_p(), ctypes.create_string_buffer(64)
+        fault = _fault(library().qk_inbox_make(ctypes.c_size_t(2 * self.size * MAX_BYTES), ctypes.byref(pointer), handle))
+        self._own, self._handle = pointer.value, handle.raw
+        return fault and f"no memory for the other GPUs to write to: {fault}"
+
+    def _open_others(self, handles: list[bytes]) -> str | None:
+        pointers = [self._own] * self.size
+        for rank, handle in enumerate(handles):
+            if rank == self.rank:
+                continue
+            pointer = ctypes.c_void_p()
+            fault = _fault(library().qk_inbox_open(handle, ctypes.byref(pointer)))
+            if fault or pointer.value is None:
+                return f"the memory of rank {rank} cannot be opened: {fault}"
+            pointers[rank] = pointer.value
+        self._inboxes = (ctypes.c_void_p * self.size)(*pointers)
+        return None
+
+    def _agree(self, exchange: Exchange, attempt: Callable[[], str | None]) -> None:
+        """Everybody goes on, or nobody does. attempt: returns why it failed."""
+        try:
+            failure = attempt()
+        except (RuntimeError, OSError) as fault:  # the library could not be built or loaded
+            failure = str(fault)[:500]
+        failures = [f"rank {rank}: {text}" for rank, text in enumerate(exchange(failure)) if text]
+        if failures:
+            raise RuntimeError(failures[0])
+
+
+def unusable(size: int, device: torch.device) -> str | None:
+    """Why this process cannot take part, None where nothing speaks against it."""
+    if device.type != "cuda":
+        return f"runs on CUDA, not on {device.type}"
+    if not 2 <= size <= MAX_RANKS:
+        return f"for 2 to {MAX_RANKS} ranks, not {size}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) != (9, 0):
+        return f"written for compute capability 9.0 (Hopper), this device has {major}.{minor}"
+    if find_nvcc() is None and not library_path(f"{major}{minor}").exists():
+        return "nvcc is not installed, and it compiles the kernels at first use"
+    return None
+
+
+def _fault(error: int) -> str | None:
+    text = library().qk_error_text
+    text.restype = ctypes.c_char_p
+    return text(error).decode() if error else None
+
+
+def _host() -> str:
+    """Tells machines apart; two of one name differ in their boot."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return socket.gethostname() + file.read().strip()
+    except OSError:
+        return socket.gethostname()
