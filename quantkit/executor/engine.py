@@ -111,7 +111,9 @@ class Engine:
                 parallel.close()
             raise
         if parallel.rank:
-            engine._follow()
+            engine.follow()
+            parallel.close()
+            raise SystemExit(0)
         return engine
 
     def generate(self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> Iterator[Completion]:
@@ -169,9 +171,14 @@ class Engine:
 
     def close(self) -> None:
         """End the other ranks; without any, nothing needs ending."""
+        self.dismiss()
+        if self.parallel.size > 1:
+            self.parallel.close()
+
+    def dismiss(self) -> None:
+        """Rank 0: the others' `follow` returns."""
         if self.parallel.size > 1:
             self.parallel.tell(None)
-            self.parallel.close()
 
     @property
     def has_work(self) -> bool:
@@ -253,8 +260,8 @@ class Engine:
             raise QuantkitError(f"the prompt has token ids outside 0..{vocab - 1}", "use the model's own tokenizer")
         return Sequence(index, prompt, params, self.tokenizer, self.max_model_len, streams=streams)
 
-    def _follow(self) -> None:
-        """What ranks above 0 do: the steps that rank 0 does, until it says that it is done; then the process ends."""
+    def follow(self) -> None:
+        """What ranks above 0 do: the steps that rank 0 does, until it says that it is done."""
         known: dict[int, Sequence] = {}
         while (orders := self.parallel.listen()) is not None:
             for order in orders:
@@ -266,8 +273,6 @@ class Engine:
                     self.cancel(known[order["cancel"]])
             self.step()
             known = {key: sequence for key, sequence in known.items() if sequence.finish_reason is None}
-        self.parallel.close()
-        raise SystemExit(0)
 
 
 def _join(size: int, options: dict[str, Any]) -> Parallel:

@@ -1,0 +1,260 @@
+"""DeepSeek-R1's true shapes on all GPUs of a box: TPOT, TTFT and tokens/s through the engine, and the all-reduce alone.
+
+    torchrun --nproc-per-node 4 benchmarks/r1_box.py [--concurrency 1,8,32] [--input-len 128] [--output-len 512] [--out FILE.json]
+    torchrun --nproc-per-node 2 benchmarks/r1_box.py --tiny        the same on a CPU (gloo) in seconds: a test of the script
+    torchrun --nproc-per-node 4 benchmarks/r1_box.py --only-all-reduce
+
+Every rank holds its share of all 61 layers, made up on the device (r1_synthetic.py); all ranks make the same values, which keeps what is
+replicated equal. Scheduler, cache, captured decode steps, all-reduces, gathering of the logits, sampling and the messages of rank 0 to the
+others are the engine's own. Not in these figures: a server and a tokenizer. Greedy, no MTP.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from r1_synthetic import R1, TINY, SyntheticWeights
+from torch import Tensor
+
+from quantkit.assets import find_model
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.evaluate.hardware import describe_hardware
+from quantkit.evaluate.speed.engine import EngineTarget
+from quantkit.evaluate.speed.measure import measure_grid
+from quantkit.executor.cache import BLOCK_SIZE, CachePlan
+from quantkit.executor.chat import ChatTokenizer
+from quantkit.executor.engine import PREFILL_TOKENS, Engine
+from quantkit.executor.load import LoadedModel
+from quantkit.executor.parallel import Parallel
+from quantkit.executor.runner import Runner
+from quantkit.executor.weights import Gathered
+from quantkit.models import deepseek_v3
+from quantkit.models.weights import LinearOp
+
+NCCL_OUTPUT = 64
+"""Tokens of an answer where the step is timed with the library's all-reduce for comparison."""
+
+
+class BoxWeights(SyntheticWeights):
+    """One rank's, with the box's collectives."""
+
+    def __init__(self, config: deepseek_v3.Config, parallel: Parallel, device: torch.device) -> None:
+        super().__init__(config, parallel.size, device)
+        self.parallel = parallel
+
+    def linear(self, module: str) -> LinearOp:
+        whole = super().linear(module)
+        return Gathered(whole, self.parallel) if module == "lm_head" else whole
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self.parallel.all_reduce(x)
+
+
+def build(config: deepseek_v3.Config, parallel: Parallel, device: torch.device) -> LoadedModel:
+    """As `load_model` returns it."""
+    weights: Any = BoxWeights(config, parallel, device)
+    with torch.inference_mode():
+        model = deepseek_v3.Model(config, weights)
+    tiny: Checkpoint = Checkpoint.open(find_model("tiny-r1"))
+    return LoadedModel(model, None, config, tiny, weights, device, torch.bfloat16)
+
+
+def make_engine(loaded: LoadedModel, batch: int, length: int) -> Engine:
+    """Room for `batch` requests of `length` tokens; the tokenizer only marks ends of answers, which benchmarks ignore."""
+    blocks = -(-length // BLOCK_SIZE) + 1
+    plan = CachePlan(batch * blocks + 1, BLOCK_SIZE, length)
+    tokenizer = ChatTokenizer(find_model("tiny-r1"))
+    return Engine(loaded, tokenizer, plan, max_batch=batch, prefill_tokens=PREFILL_TOKENS)
+
+
+def grid(engine: Engine, options: argparse.Namespace, output_len: int) -> list[dict[str, Any]]:
+    """Rank 0 measures, the others follow. Empty on those."""
+    if engine.parallel.rank:
+        engine.follow()
+        return []
+    batches = [int(one) for one in options.concurrency.split(",")]
+    target = EngineTarget(engine, "R1", max(batches))
+    rows = measure_grid(target, [options.input_len], batches, output_len, requests_per_slot=1, warmup=1)
+    engine.dismiss()
+    return [asdict(row) for row in rows]
+
+
+def device_steps(engine: Engine) -> dict[int, dict[str, Any]]:
+    """By rows of a captured step: milliseconds on the device alone, and its longest kernels. All ranks replay together."""
+    found: dict[int, dict[str, Any]] = {}
+    steps = engine.runner._steps
+    if steps is None or steps.failure:
+        return found
+    for (rows, _), (_, step) in sorted(steps._steps.items()):
+        times = []
+        for _ in range(12):
+            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            step()
+            stop.record()
+            stop.synchronize()
+            times.append(start.elapsed_time(stop))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            step()
+            torch.cuda.synchronize()
+        kernels = [(one.key[:80], one.count, one.self_device_time_total / 1e3) for one in profile.key_averages()]
+        kernels = sorted((one for one in kernels if one[2]), key=lambda one: -one[2])
+        found[rows] = {"device_ms": statistics.median(times[2:]), "launches": sum(one[1] for one in kernels), "kernels": kernels[:16]}
+    return found
+
+
+def all_reduces(parallel: Parallel, device: torch.device, width: int, counts: list[int]) -> list[dict[str, Any]]:
+    """Microseconds of one all-reduce of [tokens, width] bfloat16, in a captured chain: back to back, and behind a kernel that reads 28 MiB.
+
+    The largest of the ranks' medians. On a CPU eager, through gloo.
+    """
+    methods: dict[str, Callable[[Tensor], Tensor]] = {}
+    if device.type == "cuda":
+        peers = parallel.peers
+        parallel.peers = None
+        methods["NCCL"] = parallel.all_reduce
+        methods |= _symmetric(width * max(counts), device)
+        if peers is not None:
+            methods["ours"] = peers
+    else:
+        methods["gloo"] = parallel.all_reduce
+    filler = torch.ones(14 << 20, dtype=torch.bfloat16, device=device)
+    found = []
+    for tokens in counts:
+        row: dict[str, Any] = {"tokens": tokens, "bytes": tokens * width * 2}
+        x = torch.zeros(tokens, width, dtype=torch.bfloat16, device=device)
+        alone = _chain(lambda: filler.sum(dtype=torch.float32), device)
+        for name, method in methods.items():
+            row[name] = max(parallel.gather(_chain(lambda: method(x), device)))  # noqa: B023  called at once
+            behind = _chain(lambda: (filler.sum(dtype=torch.float32), method(x)), device) - alone  # noqa: B023
+            row[f"{name} behind a read"] = max(parallel.gather(behind))
+        found.append(row)
+    if device.type == "cuda":
+        parallel.peers = peers
+    return found
+
+
+def _symmetric(values: int, device: torch.device) -> dict[str, Callable[[Tensor], Tensor]]:
+    """torch's symmetric memory without multicast; the buffer is its own, as its operators want."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    buffer = symmetric.empty(values, dtype=torch.bfloat16, device=device)
+    group = dist.group.WORLD
+    assert group is not None
+    symmetric.rendezvous(buffer, group)
+    buffer.zero_()
+
+    def one_shot(x: Tensor) -> Tensor:
+        return torch.ops.symm_mem.one_shot_all_reduce(buffer[: x.numel()], "sum", group.group_name)
+
+    def two_shot(x: Tensor) -> Tensor:
+        return torch.ops.symm_mem.two_shot_all_reduce_(buffer[: x.numel()], "sum", group.group_name)
+
+    return {"symmetric one-shot": one_shot, "symmetric two-shot": two_shot}
+
+
+def _chain(call: Callable[[], object], device: torch.device, links: int = 50) -> float:
+    """Microseconds per call."""
+    if device.type != "cuda":
+        times = []
+        for _ in range(20):
+            began = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - began) * 1e6)
+        return statistics.median(times)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        for _ in range(links):
+            call()
+    times = []
+    for _ in range(60):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1e3 / links)
+    return statistics.median(times[10:])
+
+
+@torch.inference_mode()
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cpu") if options.tiny else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    parallel = Parallel(rank, size)
+    parallel.connect(device)
+    torch.manual_seed(0)
+    config = deepseek_v3.Config.from_dict(TINY if options.tiny else R1)
+    if options.layers:
+        config = replace(config, num_hidden_layers=options.layers)
+    report: dict[str, Any] = {"hardware": describe_hardware(device.type), "tp": size, "layers": config.num_hidden_layers}
+    report["torch"] = torch.__version__
+    report["input_len"], report["output_len"] = options.input_len, options.output_len
+
+    def say(text: str) -> None:
+        if rank == 0:
+            print(text, flush=True)
+
+    say(f"{report['hardware']}, {size} ranks; all-reduce by {'peers' if parallel.peers is not None else 'the library'}")
+    report["all_reduce_us"] = all_reduces(parallel, device, config.hidden_size, [1, 2, 4, 8, 16, 32])
+    for row in report["all_reduce_us"]:
+        say("  ".join(f"{key} {value:.4g}" for key, value in row.items()))
+    if options.only_all_reduce:
+        return report
+    batches = [int(one) for one in options.concurrency.split(",")]
+    began = time.perf_counter()
+    loaded = build(config, parallel, device)
+    engine = make_engine(loaded, max(batches), options.input_len + options.output_len)
+    say(f"weights and cache in {time.perf_counter() - began:.1f} s")
+    report["rows"] = grid(engine, options, options.output_len)
+    for row in report["rows"]:
+        say("  ".join(f"{key} {value:.4g}" for key, value in row.items() if isinstance(value, (int, float))))
+    report["why_eager"] = engine.runner.why_eager
+    report["device"] = device_steps(engine)
+    for rows, one in report["device"].items():
+        say(f"\n{rows} rows: {one['device_ms']:.3f} ms on the device, {one['launches']} launches")
+        for name, count, ms in one["kernels"]:
+            say(f"  {ms:>8.3f} ms {count:>6} {name}")
+    if parallel.peers is not None:
+        parallel.peers = None
+        engine.runner = Runner(loaded.model, engine.cache)
+        report["rows_nccl"] = grid(engine, options, min(NCCL_OUTPUT, options.output_len))
+        for row in report["rows_nccl"]:
+            say("with NCCL: " + "  ".join(f"{key} {value:.4g}" for key, value in row.items() if isinstance(value, (int, float))))
+    return report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--concurrency", default="1,8,32")
+    parser.add_argument("--input-len", type=int, default=128)
+    parser.add_argument("--output-len", type=int, default=512)
+    parser.add_argument("--layers", type=int, help="only so many of the 61: a test of the script")
+    parser.add_argument("--only-all-reduce", action="store_true")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if options.tiny:
+        options.input_len, options.output_len = min(options.input_len, 32), min(options.output_len, 16)
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    report = run(options)
+    if options.out and os.environ["RANK"] == "0":
+        options.out.write_text(json.dumps(report, indent=1))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
