@@ -196,6 +196,17 @@ def show_speed(result: dict[str, Any]) -> None:
     out.print(table)
 
 
+def show_published(tables: list[dict[str, Any]]) -> None:
+    """Others' figures, under what they are of: never this machine's."""
+    for published in tables:
+        columns = list(dict.fromkeys(name for row in published["rows"] for name in row))
+        title = f"published: {published['model']} {published['scheme']} on {published['hardware']} ({published['source']})"
+        table = Table(*columns, title=title)
+        for row in published["rows"]:
+            table.add_row(*(f"{row[name]:g}" if name in row else "-" for name in columns))
+        out.print(table)
+
+
 def show_kernels(device: str, rows: list[dict[str, Any]]) -> None:
     table = Table("operator", "backend", "usable", "reason", title=f"on {device}")
     for row in rows:

@@ -2,13 +2,18 @@
 
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Sequence
+from types import ModuleType
 
 import torch
 
+from quantkit_kernels import accelerator
+
 _REPLAYS = 15
 _CPU_SECONDS = 0.15
-_CACHE_BYTES = {"cuda": 60 << 20, "cpu": 32 << 20}
+_CACHE_BYTES = {"cuda": 60 << 20, "npu": 192 << 20, "cpu": 32 << 20}
+"""The last cache before memory: an H200's L2, a 910B's L2, a server CPU's L3."""
 
 
 def copies_beyond_cache(nbytes: int, device: torch.device) -> int:
@@ -17,10 +22,14 @@ def copies_beyond_cache(nbytes: int, device: torch.device) -> int:
 
 
 def seconds_per_call(calls: Sequence[Callable[[], object]], device: torch.device) -> float:
-    """The median time of one of `calls`, run in turn. On CUDA they are captured into one graph and replayed, so launches cost what they
-    cost in a decode step; on the CPU the clock is the wall's and the best round counts."""
-    if device.type == "cuda":
-        return _graph_seconds(calls)
+    """The median time of one of `calls`, run in turn.
+
+    On an accelerator they are captured into one graph and replayed, so that launches cost what they cost in a decode step; calls that
+    cannot be captured are launched one by one, with a warning. On the CPU the clock is the wall's and the best round counts.
+    """
+    driver = accelerator.module(device)
+    if driver is not None:
+        return _device_seconds(calls, driver)
     for call in calls[:2]:
         call()
     best, spent = float("inf"), 0.0
@@ -33,44 +42,52 @@ def seconds_per_call(calls: Sequence[Callable[[], object]], device: torch.device
     return best / len(calls)
 
 
-def _graph_seconds(calls: Sequence[Callable[[], object]]) -> float:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    # Enough calls that the replay runs well past its own launch.
+def _device_seconds(calls: Sequence[Callable[[], object]], driver: ModuleType) -> float:
+    # Enough calls that one run of them lasts well past its own launch.
     rounds = -(-20 // len(calls))
-    with torch.cuda.graph(graph, stream=stream):
+
+    def run() -> None:
         for _ in range(rounds):
             for call in calls:
                 call()
-    times = []
-    for _ in range(_REPLAYS):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) / 1e3)
-    return statistics.median(times) / (rounds * len(calls))
+
+    stream = driver.Stream()
+    stream.wait_stream(driver.current_stream())
+    with driver.stream(stream):
+        for call in calls:
+            call()
+    driver.synchronize()
+    graph = accelerator.new_graph(driver)
+    repeated: Callable[[], object] = graph.replay
+    try:
+        with driver.graph(graph, stream=stream):
+            run()
+    except RuntimeError as fault:
+        driver.synchronize()
+        warnings.warn(f"timed launch by launch, not captured: {str(fault).partition(chr(10))[0]}", RuntimeWarning, stacklevel=3)
+        repeated = run
+    return statistics.median(_elapsed(repeated, driver) for _ in range(_REPLAYS)) / (rounds * len(calls))
+
+
+def _elapsed(run: Callable[[], object], driver: ModuleType) -> float:
+    """Seconds between two events of the device, one before `run` and one after."""
+    start, stop = driver.Event(enable_timing=True), driver.Event(enable_timing=True)
+    start.record()
+    run()
+    stop.record()
+    stop.synchronize()
+    return float(start.elapsed_time(stop)) / 1e3
 
 
 def read_bandwidth(device: torch.device) -> float:
     """Bytes per second of reading memory far larger than any cache: the ceiling of operators that stream weights."""
-    words = torch.ones((4 << 30 if device.type == "cuda" else 256 << 20) // 4, dtype=torch.float32, device=device)
-    best = float("inf")
-    for _ in range(5):
-        if device.type == "cuda":
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            words.sum()
-            stop.record()
-            stop.synchronize()
-            best = min(best, start.elapsed_time(stop) / 1e3)
-        else:
+    driver = accelerator.module(device)
+    words = torch.ones((256 << 20 if driver is None else 4 << 30) // 4, dtype=torch.float32, device=device)
+    if driver is not None:
+        best = min(_elapsed(words.sum, driver) for _ in range(5))
+    else:
+        best = float("inf")
+        for _ in range(5):
             began = time.perf_counter()
             words.sum()
             best = min(best, time.perf_counter() - began)

@@ -116,7 +116,8 @@ def bench(
     json_: AsJson = False,
 ) -> None:
     """Speed over a grid of input lengths and concurrencies: TTFT, TPOT, tokens/s, latency, as evalscope perf defines them."""
-    from quantkit.evaluate.hardware import describe_hardware
+    from quantkit.evaluate.hardware import describe_machine
+    from quantkit.evaluate.published import published_speeds
     from quantkit.evaluate.run import is_url
     from quantkit.evaluate.speed.measure import Row, measure_grid
     from quantkit.evaluate.speed.targets import open_target
@@ -133,15 +134,18 @@ def bench(
 
     with closing(target):
         rows = measure_grid(target, lengths, users, output_len, requests_per_slot=requests, warmup=warmup, seed=seed, on_row=show)
-    hardware = target.name if is_url(model) else describe_hardware(device)
-    result = {"target": target.name, "hardware": hardware, "output_len": output_len, "rows": [row.to_json() for row in rows]}
+    machine = {"hardware": target.name} if is_url(model) else describe_machine(device)
+    result: dict[str, Any] = {"target": target.name, "hardware": machine["hardware"], "machine": machine, "output_len": output_len}
+    result |= {"rows": [row.to_json() for row in rows], "published": published_speeds() if "cann" in machine else []}
     if out_dir:
         from quantkit.evaluate.speed.report import write_report
 
         write_report(out_dir, result)
     if json_:
         return print_json(result)
+    console.facts("machine", machine.items())
     console.show_speed(result)
+    console.show_published(result["published"])
 
 
 def _integers(option: str, text: str) -> list[int]:

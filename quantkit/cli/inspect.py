@@ -51,13 +51,22 @@ def kernels(
         return print_json({"device": str(target), "rows": rows}) if json_ else console.show_kernels(str(target), rows)
     from quantkit_kernels.check import check as measure
 
+    from quantkit.evaluate.hardware import describe_machine
+    from quantkit.evaluate.published import published_speeds
+
+    machine = describe_machine(device)
+    published = published_speeds() if target.type == "npu" else []
+    if not json_:
+        console.facts("machine", machine.items())
     measured = []
     for one in measure(target):
         measured.append(asdict(one) | {"ok": one.ok})
         if not json_:
             console.show_measurement(measured[-1])
     if json_:
-        print_json({"device": str(target), "rows": measured})
+        print_json({"device": str(target), "machine": machine, "rows": measured, "published": published})
+    else:
+        console.show_published(published)
     wrong = ", ".join(f"{row['operator']} on {row['backend']}" for row in measured if not row["ok"])
     if wrong:
         raise QuantkitError(f"results differ from the reference: {wrong}", "use --backend reference and report this")

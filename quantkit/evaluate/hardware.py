@@ -22,6 +22,21 @@ def describe_hardware(device: str = "auto") -> str:
     return host
 
 
+def describe_machine(device: str = "auto") -> dict[str, str]:
+    """What must stand beside a time: the hardware, torch, and on an NPU the versions of torch_npu, CANN and the driver too."""
+    import torch
+
+    from quantkit.executor.devices import find_device
+
+    target = find_device(device)
+    about = {"hardware": describe_hardware(device), "torch": torch.__version__}
+    if target.type == "npu":
+        from quantkit_kernels.torch_npu.machine import describe
+
+        about |= describe(target)
+    return about
+
+
 def _processor() -> str:
     information = Path("/proc/cpuinfo")
     lines = information.read_text().splitlines() if information.exists() else []

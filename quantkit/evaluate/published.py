@@ -72,6 +72,15 @@ def speed_tables() -> tuple[SpeedTable, ...]:
     return tuple(SpeedTable.model_validate(table) for table in _read("speed.yaml"))
 
 
+def published_speeds() -> list[dict[str, Any]]:
+    """The speed tables, all of Ascend boxes, JSON-ready: what they are of, and their rows as records without the figures not given."""
+    return [
+        table.model_dump(exclude={"columns", "rows"})
+        | {"rows": [{name: value for name, value in row.items() if value is not None} for row in table.records()]}
+        for table in speed_tables()
+    ]
+
+
 def published_scores(task: str) -> list[PublishedScore]:
     """Every published score of a task, in file order."""
     return [

@@ -1,9 +1,9 @@
 """What backend torch_npu computes, said a second time and another way: float64 over plain weights, one rounding where an operator ends.
 
 No operator of torch_npu, no packing, no sorting: codes as they come, experts one by one. Where the manuals make an operand 16 bits wide,
-which the reference backend keeps in float32, it is rounded here too: scales of int4 weights and of bf16 int8 experts, the experts' weights in
-their sum, and what attention reads. Sums in float64 are exact to far less than a bf16 step, so two computations that mean the same give
-the same bits. `installed()` puts this one in the place of the reference backend.
+which the reference backend keeps in float32, it is rounded here too: scales of int4 weights and of bf16 int8 experts, the experts' weights
+in their sum, and what attention reads. Sums in float64 are exact to far less than a bf16 step, so two computations that mean the same
+give the same bits. `installed()` puts this one in the place of the reference backend.
 """
 
 import contextlib

@@ -1,8 +1,11 @@
 """Versions are read from the files that CANN and the driver leave, and said to be unknown where there are none."""
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from quantkit_kernels.torch_npu import machine
 
 
@@ -19,6 +22,30 @@ def test_versions(tmp_path: Path, text: str, version: str) -> None:
     (tmp_path / "compiler").mkdir()
     (tmp_path / "compiler" / "version.info").write_text(text)
     assert machine.cann_version(tmp_path) == version
+
+
+def test_what_stands_beside_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "runtime").mkdir()
+    (tmp_path / "runtime" / "version.info").write_text("Version=8.2.RC1\n")
+    (tmp_path / "driver.info").write_text("Version=25.2.0\n")
+    npu = SimpleNamespace(
+        device_count=lambda: 8,
+        get_device_name=lambda index: "Ascend910B1",
+        get_device_limit=lambda index: {"cube_core_num": 24, "vector_core_num": 48},
+    )
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
+    monkeypatch.setattr(machine, "DRIVER", tmp_path / "driver.info")
+    monkeypatch.setattr(torch, "get_device_module", lambda device: npu)
+    monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(__version__="2.13.0"))
+    about = machine.describe(torch.device("cpu"))
+    assert about == {
+        "torch": torch.__version__,
+        "torch_npu": "2.13.0",
+        "cann": "8.2.RC1",
+        "driver": "25.2.0",
+        "device": "8 x Ascend910B1",
+        "cores": "24 cube, 48 vector",
+    }
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:

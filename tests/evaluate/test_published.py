@@ -1,4 +1,11 @@
-from quantkit.evaluate.published import accuracy_tables, published_scores, speed_tables
+import json
+
+import pytest
+import torch
+
+from quantkit import console
+from quantkit.evaluate.hardware import describe_hardware, describe_machine
+from quantkit.evaluate.published import accuracy_tables, published_scores, published_speeds, speed_tables
 
 
 def test_every_figure_has_its_source_and_hardware() -> None:
@@ -30,3 +37,20 @@ def test_the_reports_speed_table_agrees_with_itself() -> None:
         assert abs(1000 / tpot - tps) < 0.15 + 0.01 * tps, row
         assert abs(ttft + 511 * tpot / 1000 - latency) < 0.03 * latency, row
         assert abs(row["concurrency"] * 512 / latency - row["system_tps"]) < 0.05 * row["system_tps"], row
+
+
+def test_speeds_stand_under_what_they_are_of(capsys: pytest.CaptureFixture[str]) -> None:
+    tables = published_speeds()
+    awq = next(table for table in tables if table["name"] == "r1-0528-w4a16-910b1")
+    assert {"input_len": 128, "concurrency": 1, "tpot_ms": 22.8}.items() <= awq["rows"][0].items()
+    assert all(value is not None for table in tables for row in table["rows"] for value in row.values())
+    json.dumps(tables)
+    console.show_published([awq])
+    shown = capsys.readouterr().out
+    assert "22.8" in shown
+    assert "910B1" in shown
+
+
+def test_the_machine_is_named_with_its_torch() -> None:
+    about = describe_machine("cpu")
+    assert about == {"hardware": describe_hardware("cpu"), "torch": torch.__version__}

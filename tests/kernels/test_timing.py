@@ -1,0 +1,113 @@
+"""Timing on a device that works behind the host's back: what counts is the device's clock, not the host's."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from quantkit_kernels import accelerator, timing
+
+CPU = torch.device("cpu")
+
+
+class Driver:
+    """A device with a clock of its own, in milliseconds. Launching takes the host no time; `work` advances the device."""
+
+    def __init__(self, capturable: bool = True) -> None:
+        self.clock, self.capturable = 0.0, capturable
+        self.captured: list[float] | None = None
+        self.replays = self.synchronized = 0
+        driver = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                self.at = driver.clock
+
+            def synchronize(self) -> None:
+                driver.synchronized += 1
+
+            def elapsed_time(self, later: "Event") -> float:
+                return later.at - self.at
+
+        class NPUGraph:
+            def __init__(self) -> None:
+                self.work: list[float] = []
+
+            def replay(self) -> None:
+                driver.replays += 1
+                driver.clock += sum(self.work)
+
+        self.Event, self.NPUGraph = Event, NPUGraph
+
+    def Stream(self) -> SimpleNamespace:
+        return SimpleNamespace(wait_stream=lambda other: None)
+
+    def current_stream(self) -> None: ...
+
+    def stream(self, stream: object) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def synchronize(self) -> None:
+        self.synchronized += 1
+
+    @contextlib.contextmanager
+    def graph(self, graph: SimpleNamespace, stream: object) -> Iterator[None]:
+        self.captured = []
+        try:
+            yield
+            graph.work = self.captured
+        finally:
+            self.captured = None
+
+    def work(self, milliseconds: float) -> Callable[[], None]:
+        def launch() -> None:
+            if self.captured is None:
+                self.clock += milliseconds
+            elif self.capturable:
+                self.captured.append(milliseconds)
+            else:
+                raise RuntimeError("this one waits for the host\nand says so at length")
+
+        return launch
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    made = Driver()
+    monkeypatch.setattr(accelerator, "module", lambda device: made)
+    return made
+
+
+def test_an_npu_graph_is_replayed_and_the_devices_clock_counts(driver: Driver) -> None:
+    seconds = timing.seconds_per_call([driver.work(3.0), driver.work(5.0)], CPU)
+    assert seconds == pytest.approx(4e-3)
+    assert driver.replays > 1
+    assert driver.synchronized > driver.replays
+
+
+def test_what_cannot_be_captured_is_timed_all_the_same_and_said(driver: Driver) -> None:
+    driver.capturable = False
+    with pytest.warns(RuntimeWarning, match="launch by launch, not captured: this one waits for the host$"):
+        assert timing.seconds_per_call([driver.work(3.0)], CPU) == pytest.approx(3e-3)
+    assert driver.replays == 0
+
+
+def test_the_host_is_timed_on_its_own_clock() -> None:
+    x = torch.ones(200_000)
+    assert 0 < timing.seconds_per_call([lambda: x.sum()], CPU) < 1
+    assert timing.read_bandwidth(CPU) > 1e8
+
+
+def test_copies_outlast_the_cache() -> None:
+    assert timing.copies_beyond_cache(64 << 20, torch.device("cuda")) == 3
+    assert timing.copies_beyond_cache(1 << 40, torch.device("cuda")) == 1
+
+
+def test_graphs_are_called_by_their_devices_name() -> None:
+    assert accelerator.module(CPU) is None
+    for name in ("CUDAGraph", "NPUGraph"):
+        assert accelerator.new_graph(SimpleNamespace(**{name: lambda: "empty"})) == "empty"  # type: ignore[arg-type]
