@@ -94,6 +94,7 @@ def serve(
     max_output: Annotated[int | None, typer.Option(min=1, help="Longest answer, tokens.")] = None,
     served_name: Annotated[str | None, typer.Option(help="Name that clients use; MODEL otherwise.")] = None,
     drafts: Drafts = 0,
+    prefix_cache: Annotated[bool, typer.Option("--prefix-cache", help="Requests that begin alike share what is computed of that.")] = False,
     tp: Tp = 1,
     device: Device = "auto",
     backend: Backend = "auto",
@@ -107,7 +108,14 @@ def serve(
     path = find_model(model)
     with err.status(f"loading {model}"):
         engine = Engine.load(
-            path, device=device, backend=backend, max_batch=max_batch, max_model_len=max_model_len, num_drafts=drafts, tp=tp
+            path,
+            device=device,
+            backend=backend,
+            max_batch=max_batch,
+            max_model_len=max_model_len,
+            num_drafts=drafts,
+            prefix_cache=prefix_cache,
+            tp=tp,
         )
     err.print(f"serving {model} on http://{host}:{port}/v1", highlight=False)
     options = ServeOptions(host, port, api_key, max_queue, limits=Limits(max_input=max_input, max_output=max_output))

@@ -44,7 +44,15 @@ class Delta:
 
 class Engine:
     def __init__(
-        self, loaded: LoadedModel, tokenizer: ChatTokenizer, plan: CachePlan, *, max_batch: int, prefill_tokens: int, num_drafts: int = 0
+        self,
+        loaded: LoadedModel,
+        tokenizer: ChatTokenizer,
+        plan: CachePlan,
+        *,
+        max_batch: int,
+        prefill_tokens: int,
+        num_drafts: int = 0,
+        prefix_cache: bool = False,
     ) -> None:
         self.loaded, self.tokenizer, self.plan = loaded, tokenizer, plan
         self.max_model_len = plan.max_model_len
@@ -57,7 +65,9 @@ class Engine:
             device=loaded.device,
         )
         # A step may write the drafts it checks and then those it makes.
-        self.scheduler = Scheduler(plan, max_batch=max_batch, prefill_tokens=prefill_tokens, lookahead=2 * num_drafts)
+        self.scheduler = Scheduler(
+            plan, max_batch=max_batch, prefill_tokens=prefill_tokens, lookahead=2 * num_drafts, prefix_cache=prefix_cache
+        )
         self.runner = Runner(loaded.model, self.cache)
         self.parallel = loaded.weights.parallel
         self.drafter = Drafter(loaded.mtp, self.runner, num_drafts, self.parallel) if num_drafts else None
@@ -78,6 +88,7 @@ class Engine:
         cache_tokens: int | None = None,
         prefill_tokens: int = PREFILL_TOKENS,
         num_drafts: int = 0,
+        prefix_cache: bool = False,
         tp: int = 1,
     ) -> "Engine":
         """Load a checkpoint directory.
@@ -85,7 +96,8 @@ class Engine:
         max_batch: requests computed together. max_model_len: longest prompt plus answer (None: what model and cache allow).
         cache_tokens: tokens the cache holds, over all requests (None: what max_batch full contexts need, within a share of the memory).
         prefill_tokens: prompt tokens computed between two decode steps. num_drafts: tokens that the checkpoint's MTP layer guesses a
-        step (0: none); the answers are the same, `acceptance` counts. tp: ranks that share the model; this process is
+        step (0: none); the answers are the same, `acceptance` counts. prefix_cache: whether requests that
+        begin alike share what is computed of that. tp: ranks that share the model; this process is
         rank 0 and starts the others on this machine, unless torchrun started them all: then ranks above 0 follow rank 0 here, and the
         process ends with it. Raises QuantkitError where something does not fit.
         """
@@ -105,7 +117,8 @@ class Engine:
                 max_model_len=max_model_len,
                 cache_tokens=cache_tokens,
             )
-            engine = cls(loaded, tokenizer, plan, max_batch=max_batch, prefill_tokens=prefill_tokens, num_drafts=num_drafts)
+            sizes = {"max_batch": max_batch, "prefill_tokens": prefill_tokens, "num_drafts": num_drafts}
+            engine = cls(loaded, tokenizer, plan, **sizes, prefix_cache=prefix_cache)
         except Exception:
             if parallel.size > 1:
                 parallel.close()

@@ -11,6 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from quantkit.executor.cache import BlockAllocator, CachePlan
+from quantkit.executor.prefix import PrefixBlocks
 from quantkit.executor.sequence import Sequence
 
 
@@ -25,11 +26,13 @@ class Step:
 class Scheduler:
     """max_batch: sequences that may run together. prefill_tokens: tokens of prompts computed in one step.
 
-    lookahead: tokens beyond its own that a sequence needs room for, where some are guessed.
+    lookahead: tokens beyond its own that a sequence needs room for, where some are guessed. prefix_cache: whether sequences share the
+    blocks of a common beginning.
     """
 
-    def __init__(self, plan: CachePlan, *, max_batch: int, prefill_tokens: int, lookahead: int = 0) -> None:
-        self.allocator = BlockAllocator(plan.num_blocks)
+    def __init__(self, plan: CachePlan, *, max_batch: int, prefill_tokens: int, lookahead: int = 0, prefix_cache: bool = False) -> None:
+        self.prefix = PrefixBlocks(plan.num_blocks, plan.block_size) if prefix_cache else None
+        self.allocator = self.prefix or BlockAllocator(plan.num_blocks)
         self.block_size = plan.block_size
         self.max_batch, self.prefill_tokens, self.lookahead = max_batch, prefill_tokens, lookahead
         self.waiting: deque[Sequence] = deque()
@@ -44,6 +47,9 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def schedule(self) -> Step:
+        if self.prefix is not None:
+            for sequence in self.running:
+                self.prefix.publish(sequence)
         decode = self._grow([sequence for sequence in self.running if sequence.num_new == 1])
         prefill, budget = [], self.prefill_tokens
         for sequence in self.running:
@@ -85,18 +91,25 @@ class Scheduler:
         """The first in the queue, if there is room for it and a further block for everybody who runs."""
         if not self.waiting or len(self.running) >= self.max_batch:
             return None
-        needed = self._blocks_for(self.waiting[0])
+        sequence = self.waiting[0]
+        found = self.prefix.find(sequence) if self.prefix is not None else []
+        needed = self._blocks_for(sequence) - len(found)
         if needed + len(self.running) > self.allocator.num_free:
             if self.running:
+                self.allocator.give_back(found)
                 return None
             assert needed <= self.allocator.num_free, (needed, self.allocator.num_free)
-        sequence = self.waiting.popleft()
-        sequence.blocks = self.allocator.take(needed)
-        sequence.started = sequence.started or time.perf_counter()
+        self.waiting.popleft()
+        sequence.blocks = found + self.allocator.take(needed)
+        sequence.num_cached, sequence.num_published = len(found) * self.block_size, len(found)
+        if not sequence.started:
+            sequence.started, sequence.num_found = time.perf_counter(), sequence.num_cached
         self.running.append(sequence)
         return sequence
 
     def _free(self, sequence: Sequence) -> None:
+        if self.prefix is not None:
+            self.prefix.publish(sequence)
         self.allocator.give_back(sequence.blocks)
         sequence.blocks, sequence.drafts, sequence.num_cached = [], [], 0
 

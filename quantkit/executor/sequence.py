@@ -31,7 +31,10 @@ class Timings:
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished request. `index` is its number among the prompts; `token_ids` ends with the end-of-answer token where there was one."""
+    """A finished request. `index` is its number among the prompts; `token_ids` ends with the end-of-answer token where there was one.
+
+    cached_tokens: of the prompt's, how many the prefix cache held.
+    """
 
     index: int
     token_ids: list[int]
@@ -40,6 +43,7 @@ class Completion:
     prompt_tokens: int
     timings: Timings
     logprobs: list[TokenLogprob] | None
+    cached_tokens: int = 0
 
 
 class Sequence:
@@ -56,6 +60,11 @@ class Sequence:
         self.blocks: list[int] = []
         self.num_cached = 0
         """Tokens whose cache entries exist: the first `num_cached` of `token_ids`."""
+        self.num_found = 0
+        """Prompt tokens that needed no computing when the sequence first ran, because the prefix cache held them."""
+        self.num_published = 0
+        """Blocks that others may find, where there is a prefix cache; `block_digests` are its names for them."""
+        self.block_digests: list[bytes] = []
         self.drafts: list[int] = []
         """Guesses for the tokens after the last one, to be computed with it."""
         self.finish_reason: FinishReason | None = None
@@ -129,4 +138,4 @@ class Sequence:
         text = self._tokenizer.decode(self.generated) if self._stream is None else "".join(self._text)
         timings = Timings(self.started - self.arrival, self.first_token - self.arrival, self.last_token - self.arrival)
         logprobs = None if self.params.logprobs is None else self.logprobs
-        return Completion(self.index, self.generated, text, self.finish_reason, self.prompt_len, timings, logprobs)
+        return Completion(self.index, self.generated, text, self.finish_reason, self.prompt_len, timings, logprobs, self.num_found)

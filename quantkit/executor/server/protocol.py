@@ -161,7 +161,8 @@ class Envelope:
 
 
 def usage(completions: list[Completion], num_prompts: int, end_think: int | None) -> dict[str, Any]:
-    """Tokens read and written. A prompt is counted once whatever n; reasoning_tokens are those up to </think>."""
+    """Tokens read and written. A prompt is counted once whatever n; reasoning_tokens are those up to </think>, cached_tokens those of
+    prompts that the prefix cache held."""
     per_prompt = len(completions) // num_prompts
     prompt = sum(completion.prompt_tokens for completion in completions[::per_prompt])
     generated = sum(len(completion.token_ids) for completion in completions)
@@ -170,6 +171,7 @@ def usage(completions: list[Completion], num_prompts: int, end_think: int | None
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": sum(completion.cached_tokens for completion in completions[::per_prompt])},
         "completion_tokens_details": {"reasoning_tokens": thought},
     }
 
