@@ -15,10 +15,97 @@ Decoding is integer arithmetic, never a look-up (a gather becomes a scalar loop 
          keeping those, `quantkit kernels --check` would show it if not)
   e4m3   scale << 7 read as fp16: 2^-8 of the scale's value
 The powers of two are in `global_scale` already (`layout.FP4_RESCALE`), so decoding an FP4 weight costs one multiply, by its scale.
+What the kernels share is functions that the front end inlines: the lowered code is the kernel's own.
 """
 
 import triton
 import triton.language as tl
+
+HALF = tl.constexpr(64)
+"""Input features in each half of a span: the low nibbles of a container tile, and the high ones."""
+FP4_GROUP = tl.constexpr(16)
+
+
+@triton.jit
+def nibbles(tile_weight, span, BN: tl.constexpr):
+    """The containers of a span, int16 [HALF, BN]."""
+    half = tl.arange(0, HALF)
+    column = tl.arange(0, BN)
+    return tl.load(tile_weight + span * HALF * BN + half[:, None] * BN + column[None, :]).to(tl.int16)
+
+
+@triton.jit
+def int4_values(container):
+    """Both halves of a span, float32 [HALF, BN] each."""
+    return ((container << 12) >> 12).to(tl.float32), (container >> 4).to(tl.float32)
+
+
+@triton.jit
+def e2m1_values(container):
+    """Both halves of a span times 2^-14, float32 [HALF, BN] each."""
+    low = (((container << 12) >> 3) & -29184).to(tl.float16, bitcast=True).to(tl.float32)
+    high = ((container << 5) & -29184).to(tl.float16, bitcast=True).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def e4m3_values(address):
+    """Scales times 2^-8, float32."""
+    return (tl.load(address).to(tl.int16) << 7).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def group_offsets(span, GROUP: tl.constexpr, BN: tl.constexpr):
+    """Where the scales of a span's two halves lie within those of a tile, [groups in a half, BN] each; a group of 128 serves both."""
+    PER_HALF: tl.constexpr = HALF // GROUP if GROUP < HALF else 1
+    part = tl.arange(0, PER_HALF)
+    column = tl.arange(0, BN)
+    first = span * (2 * HALF // GROUP) * BN + part[:, None] * BN + column[None, :]
+    second = first if GROUP == 2 * HALF else first + PER_HALF * BN
+    return first, second
+
+
+@triton.jit
+def by_group(values, GROUP: tl.constexpr, BN: tl.constexpr):
+    """[HALF, BN] -> [groups in a half, features in a group, BN]."""
+    RUN: tl.constexpr = GROUP if GROUP < HALF else HALF
+    return tl.reshape(values, (HALF // RUN, RUN, BN))
+
+
+@triton.jit
+def group_sums(x_half, GROUP: tl.constexpr):
+    """The sum of x over each group of half a span: [groups in a half]."""
+    RUN: tl.constexpr = GROUP if GROUP < HALF else HALF
+    return tl.sum(tl.reshape(x_half, (HALF // RUN, RUN)), axis=1)
+
+
+@triton.jit
+def row_halves(x_row, span):
+    """What one row of x has for the halves of a span, float32 [HALF] each."""
+    half = tl.arange(0, HALF)
+    return tl.load(x_row + span * 2 * HALF + half).to(tl.float32), tl.load(x_row + span * 2 * HALF + HALF + half).to(tl.float32)
+
+
+@triton.jit
+def multiplied(acc, x_block, span, row, m, low, high, BN: tl.constexpr):
+    """acc [BM, BN] plus a block of rows of x times the decoded halves of a span, which the cube takes in x's dtype."""
+    x_low = tl.load(x_block + span * 2 * HALF, mask=row[:, None] < m, other=0.0)
+    x_high = tl.load(x_block + span * 2 * HALF + HALF, mask=row[:, None] < m, other=0.0)
+    acc = tl.dot(x_low, tl.reshape(low, (HALF, BN)).to(x_low.dtype), acc)
+    return tl.dot(x_high, tl.reshape(high, (HALF, BN)).to(x_low.dtype), acc)
+
+
+@triton.jit
+def store_row(out, acc, row, tile, n, BN: tl.constexpr):
+    target = tile * BN + tl.arange(0, BN)
+    tl.store(out + row * n + target, acc.to(out.dtype.element_ty), mask=target < n)
+
+
+@triton.jit
+def store_block(out, acc, row, tile, m, n, BN: tl.constexpr):
+    target = tile * BN + tl.arange(0, BN)
+    mask = (row[:, None] < m) & (target[None, :] < n)
+    tl.store(out + row[:, None] * n + target[None, :], acc.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -27,44 +114,30 @@ def int4_rows(
     GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """out[r] = x[r // rows_per_x] @ W[experts[r]].T; x [R, k]; out [R, n]; items = R * column tiles."""
-    HALF: tl.constexpr = 64
-    PER_HALF: tl.constexpr = HALF // GROUP if GROUP < HALF else 1
-    RUN: tl.constexpr = HALF // PER_HALF
     tiles = tl.cdiv(n, BN)
     spans = k // (2 * HALF)
-    half = tl.arange(0, HALF)
-    column = tl.arange(0, BN)
-    part = tl.arange(0, PER_HALF)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         row = item // tiles
         tile = item % tiles
         slot = tl.load(experts + row).to(tl.int64) * tiles + tile
-        tile_weight = weight + slot * spans * HALF * BN
+        x_row = x + (row // rows_per_x) * k
         tile_scale = scale + slot * groups * BN
         tile_zero = zero_point + slot * groups * BN
-        x_row = x + (row // rows_per_x) * k
         acc = tl.zeros((BN,), dtype=tl.float32)
         for span in range(0, spans):
-            container = tl.load(tile_weight + span * HALF * BN + half[:, None] * BN + column[None, :]).to(tl.int16)
-            x_low = tl.load(x_row + span * 2 * HALF + half).to(tl.float32)
-            x_high = tl.load(x_row + span * 2 * HALF + HALF + half).to(tl.float32)
-            low = ((container << 12) >> 12).to(tl.float32) * x_low[:, None]
-            high = (container >> 4).to(tl.float32) * x_high[:, None]
-            first = span * (2 * HALF // GROUP) * BN + part[:, None] * BN + column[None, :]
-            second = first if GROUP == 2 * HALF else first + PER_HALF * BN
-            low_sum = tl.sum(tl.reshape(low, (PER_HALF, RUN, BN)), axis=1)
-            high_sum = tl.sum(tl.reshape(high, (PER_HALF, RUN, BN)), axis=1)
+            low, high = int4_values(nibbles(weight + slot * spans * HALF * BN, span, BN))
+            x_low, x_high = row_halves(x_row, span)
+            first, second = group_offsets(span, GROUP, BN)
+            low_sum = tl.sum(by_group(low * x_low[:, None], GROUP, BN), axis=1)
+            high_sum = tl.sum(by_group(high * x_high[:, None], GROUP, BN), axis=1)
             if HAS_ZERO:
                 # sum of x * (code - zero) = sum of x * code - zero * sum of x: once per group, not per weight.
-                x_low_sum = tl.sum(tl.reshape(x_low, (PER_HALF, RUN)), axis=1)
-                x_high_sum = tl.sum(tl.reshape(x_high, (PER_HALF, RUN)), axis=1)
-                low_sum -= tl.load(tile_zero + first).to(tl.float32) * x_low_sum[:, None]
-                high_sum -= tl.load(tile_zero + second).to(tl.float32) * x_high_sum[:, None]
+                low_sum -= tl.load(tile_zero + first).to(tl.float32) * group_sums(x_low, GROUP)[:, None]
+                high_sum -= tl.load(tile_zero + second).to(tl.float32) * group_sums(x_high, GROUP)[:, None]
             low_sum *= tl.load(tile_scale + first)
             high_sum *= tl.load(tile_scale + second)
             acc += tl.sum(low_sum + high_sum, axis=0)
-        target = tile * BN + column
-        tl.store(out + row * n + target, acc.to(out.dtype.element_ty), mask=target < n)
+        store_row(out, acc, row, tile, n, BN)
 
 
 @triton.jit
@@ -73,37 +146,24 @@ def fp4_rows(
     BN: tl.constexpr,
 ):  # fmt: skip
     """out[r] = x[r // rows_per_x] @ W[experts[r]].T; x [R, k]; out [R, n]; items = R * column tiles."""
-    HALF: tl.constexpr = 64
-    PER_HALF: tl.constexpr = 4
-    RUN: tl.constexpr = 16
     tiles = tl.cdiv(n, BN)
     spans = k // (2 * HALF)
-    half = tl.arange(0, HALF)
-    column = tl.arange(0, BN)
-    part = tl.arange(0, PER_HALF)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         row = item // tiles
         tile = item % tiles
         slot = tl.load(experts + row).to(tl.int64) * tiles + tile
-        tile_weight = weight + slot * spans * HALF * BN
-        tile_scale = scale + slot * spans * 2 * PER_HALF * BN
         x_row = x + (row // rows_per_x) * k
+        tile_scale = scale + slot * spans * (2 * HALF // FP4_GROUP) * BN
         acc = tl.zeros((BN,), dtype=tl.float32)
         for span in range(0, spans):
-            container = tl.load(tile_weight + span * HALF * BN + half[:, None] * BN + column[None, :]).to(tl.int16)
-            x_low = tl.load(x_row + span * 2 * HALF + half).to(tl.float32)
-            x_high = tl.load(x_row + span * 2 * HALF + HALF + half).to(tl.float32)
-            low = (((container << 12) >> 3) & -29184).to(tl.float16, bitcast=True).to(tl.float32) * x_low[:, None]
-            high = ((container << 5) & -29184).to(tl.float16, bitcast=True).to(tl.float32) * x_high[:, None]
-            offset = span * 2 * PER_HALF * BN + part[:, None] * BN + column[None, :]
-            low_scale = (tl.load(tile_scale + offset).to(tl.int16) << 7).to(tl.float16, bitcast=True).to(tl.float32)
-            high_scale = (tl.load(tile_scale + offset + PER_HALF * BN).to(tl.int16) << 7).to(tl.float16, bitcast=True).to(tl.float32)
-            low_sum = tl.sum(tl.reshape(low, (PER_HALF, RUN, BN)), axis=1) * low_scale
-            high_sum = tl.sum(tl.reshape(high, (PER_HALF, RUN, BN)), axis=1) * high_scale
+            low, high = e2m1_values(nibbles(weight + slot * spans * HALF * BN, span, BN))
+            x_low, x_high = row_halves(x_row, span)
+            first, second = group_offsets(span, FP4_GROUP, BN)
+            low_sum = tl.sum(by_group(low * x_low[:, None], FP4_GROUP, BN), axis=1) * e4m3_values(tile_scale + first)
+            high_sum = tl.sum(by_group(high * x_high[:, None], FP4_GROUP, BN), axis=1) * e4m3_values(tile_scale + second)
             acc += tl.sum(low_sum + high_sum, axis=0)
-        acc *= tl.load(global_scale + slot * BN + column)
-        target = tile * BN + column
-        tl.store(out + row * n + target, acc.to(out.dtype.element_ty), mask=target < n)
+        acc *= tl.load(global_scale + slot * BN + tl.arange(0, BN))
+        store_row(out, acc, row, tile, n, BN)
 
 
 @triton.jit
@@ -112,44 +172,30 @@ def int4_blocks(
     GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """out[b] = x[b] @ W[experts[b]].T for blocks b of BM rows; x [m, k]; out [m, n]; a block with expert -1 is left alone."""
-    HALF: tl.constexpr = 64
-    PER_HALF: tl.constexpr = HALF // GROUP if GROUP < HALF else 1
-    RUN: tl.constexpr = HALF // PER_HALF
     tiles = tl.cdiv(n, BN)
     spans = k // (2 * HALF)
-    half = tl.arange(0, HALF)
-    column = tl.arange(0, BN)
-    part = tl.arange(0, PER_HALF)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        block = item // tiles
         tile = item % tiles
-        expert = tl.load(experts + block)
+        expert = tl.load(experts + item // tiles)
         if expert >= 0:
             slot = expert.to(tl.int64) * tiles + tile
-            tile_weight = weight + slot * spans * HALF * BN
             tile_scale = scale + slot * groups * BN
             tile_zero = zero_point + slot * groups * BN
-            row = block * BM + tl.arange(0, BM)
-            x_low = x + row[:, None] * k + half[None, :]
+            row = item // tiles * BM + tl.arange(0, BM)
+            x_block = x + row[:, None] * k + tl.arange(0, HALF)[None, :]
             acc = tl.zeros((BM, BN), dtype=tl.float32)
             for span in range(0, spans):
-                container = tl.load(tile_weight + span * HALF * BN + half[:, None] * BN + column[None, :]).to(tl.int16)
-                low = tl.reshape(((container << 12) >> 12).to(tl.float32), (PER_HALF, RUN, BN))
-                high = tl.reshape((container >> 4).to(tl.float32), (PER_HALF, RUN, BN))
-                first = span * (2 * HALF // GROUP) * BN + part[:, None] * BN + column[None, :]
-                second = first if GROUP == 2 * HALF else first + PER_HALF * BN
+                low, high = int4_values(nibbles(weight + slot * spans * HALF * BN, span, BN))
+                first, second = group_offsets(span, GROUP, BN)
+                low = by_group(low, GROUP, BN)
+                high = by_group(high, GROUP, BN)
                 if HAS_ZERO:
                     low -= tl.load(tile_zero + first).to(tl.float32)[:, None, :]
                     high -= tl.load(tile_zero + second).to(tl.float32)[:, None, :]
                 low *= tl.load(tile_scale + first)[:, None, :]
                 high *= tl.load(tile_scale + second)[:, None, :]
-                a_low = tl.load(x_low + span * 2 * HALF, mask=row[:, None] < m, other=0.0)
-                a_high = tl.load(x_low + span * 2 * HALF + HALF, mask=row[:, None] < m, other=0.0)
-                acc = tl.dot(a_low, tl.reshape(low, (HALF, BN)).to(x.dtype.element_ty), acc)
-                acc = tl.dot(a_high, tl.reshape(high, (HALF, BN)).to(x.dtype.element_ty), acc)
-            target = tile * BN + column
-            mask = (row[:, None] < m) & (target[None, :] < n)
-            tl.store(out + row[:, None] * n + target[None, :], acc.to(out.dtype.element_ty), mask=mask)
+                acc = multiplied(acc, x_block, span, row, m, low, high, BN)
+            store_block(out, acc, row, tile, m, n, BN)
 
 
 @triton.jit
@@ -161,42 +207,25 @@ def fp4_blocks(
 
     The product of a code and its e4m3 scale has six significant bits: the bf16 tile that the cube reads is exact.
     """
-    HALF: tl.constexpr = 64
-    PER_HALF: tl.constexpr = 4
-    RUN: tl.constexpr = 16
     tiles = tl.cdiv(n, BN)
     spans = k // (2 * HALF)
-    half = tl.arange(0, HALF)
-    column = tl.arange(0, BN)
-    part = tl.arange(0, PER_HALF)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        block = item // tiles
         tile = item % tiles
-        expert = tl.load(experts + block)
+        expert = tl.load(experts + item // tiles)
         if expert >= 0:
             slot = expert.to(tl.int64) * tiles + tile
-            tile_weight = weight + slot * spans * HALF * BN
-            tile_scale = scale + slot * spans * 2 * PER_HALF * BN
-            row = block * BM + tl.arange(0, BM)
-            x_low = x + row[:, None] * k + half[None, :]
+            tile_scale = scale + slot * spans * (2 * HALF // FP4_GROUP) * BN
+            row = item // tiles * BM + tl.arange(0, BM)
+            x_block = x + row[:, None] * k + tl.arange(0, HALF)[None, :]
             acc = tl.zeros((BM, BN), dtype=tl.float32)
             for span in range(0, spans):
-                container = tl.load(tile_weight + span * HALF * BN + half[:, None] * BN + column[None, :]).to(tl.int16)
-                low = (((container << 12) >> 3) & -29184).to(tl.float16, bitcast=True).to(tl.float32)
-                high = ((container << 5) & -29184).to(tl.float16, bitcast=True).to(tl.float32)
-                offset = span * 2 * PER_HALF * BN + part[:, None] * BN + column[None, :]
-                low_scale = (tl.load(tile_scale + offset).to(tl.int16) << 7).to(tl.float16, bitcast=True).to(tl.float32)
-                high_scale = (tl.load(tile_scale + offset + PER_HALF * BN).to(tl.int16) << 7).to(tl.float16, bitcast=True).to(tl.float32)
-                low = tl.reshape(low, (PER_HALF, RUN, BN)) * low_scale[:, None, :]
-                high = tl.reshape(high, (PER_HALF, RUN, BN)) * high_scale[:, None, :]
-                a_low = tl.load(x_low + span * 2 * HALF, mask=row[:, None] < m, other=0.0)
-                a_high = tl.load(x_low + span * 2 * HALF + HALF, mask=row[:, None] < m, other=0.0)
-                acc = tl.dot(a_low, tl.reshape(low, (HALF, BN)).to(x.dtype.element_ty), acc)
-                acc = tl.dot(a_high, tl.reshape(high, (HALF, BN)).to(x.dtype.element_ty), acc)
-            acc *= tl.load(global_scale + slot * BN + column)[None, :]
-            target = tile * BN + column
-            mask = (row[:, None] < m) & (target[None, :] < n)
-            tl.store(out + row[:, None] * n + target[None, :], acc.to(out.dtype.element_ty), mask=mask)
+                low, high = e2m1_values(nibbles(weight + slot * spans * HALF * BN, span, BN))
+                first, second = group_offsets(span, FP4_GROUP, BN)
+                low = by_group(low, FP4_GROUP, BN) * e4m3_values(tile_scale + first)[:, None, :]
+                high = by_group(high, FP4_GROUP, BN) * e4m3_values(tile_scale + second)[:, None, :]
+                acc = multiplied(acc, x_block, span, row, m, low, high, BN)
+            acc *= tl.load(global_scale + slot * BN + tl.arange(0, BN))[None, :]
+            store_block(out, acc, row, tile, m, n, BN)
 
 
 @triton.jit
@@ -210,13 +239,12 @@ def int8_blocks(
     inner = tl.arange(0, BK)
     column = tl.arange(0, BN)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        block = item // tiles
         tile = item % tiles
-        expert = tl.load(experts + block)
+        expert = tl.load(experts + item // tiles)
         if expert >= 0:
             slot = expert.to(tl.int64) * tiles + tile
             tile_weight = weight + slot * steps * BK * BN
-            row = block * BM + tl.arange(0, BM)
+            row = item // tiles * BM + tl.arange(0, BM)
             x_block = x + row[:, None] * k + inner[None, :]
             acc = tl.zeros((BM, BN), dtype=tl.int32)
             for step in range(0, steps):
@@ -225,7 +253,4 @@ def int8_blocks(
                 acc = tl.dot(a, b, acc, out_dtype=tl.int32)
             rows = tl.load(row_scale + row, mask=row < m, other=0.0)
             columns = tl.load(scale + slot * BN + column)
-            target = tile * BN + column
-            mask = (row[:, None] < m) & (target[None, :] < n)
-            result = acc.to(tl.float32) * rows[:, None] * columns[None, :]
-            tl.store(out + row[:, None] * n + target[None, :], result.to(out.dtype.element_ty), mask=mask)
+            store_block(out, acc.to(tl.float32) * rows[:, None] * columns[None, :], row, tile, m, n, BN)

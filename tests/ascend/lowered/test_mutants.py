@@ -14,46 +14,53 @@ from quantkit_kernels.linear import quantize_rows
 CANARY = 12345.0
 SOURCE = Path(kernels.__file__).read_text()
 
-# kernel, what to replace, by what
+# kernel, the function of it or shared by it that changes, what to replace, by what
 MUTANTS = {
-    "int4_rows, nibbles swapped": ("int4_rows", "low = ((container << 12) >> 12)", "low = (container >> 4)"),
-    "int4_rows, unsigned codes": ("int4_rows", "high = (container >> 4)", "high = ((container >> 4) & 15)"),
-    "int4_rows, wrong group": ("int4_rows", "first = span * (2", "first = (span + 1) % spans * (2"),
-    "int4_rows, zero point added": ("int4_rows", "low_sum -= ", "low_sum += "),
-    "int4_rows, halves of x swapped": ("int4_rows", "x_row + span * 2 * HALF + HALF + half", "x_row + span * 2 * HALF + half"),
-    "int4_rows, mask one column late": ("int4_rows", "mask=target < n)", "mask=target <= n)"),
-    "int4_rows, mask one column early": ("int4_rows", "mask=target < n)", "mask=target < n - 1)"),
-    "int4_rows, wrong expert": ("int4_rows", "tl.load(experts + row)", "tl.load(experts)"),
-    "fp4_rows, nibbles swapped": ("fp4_rows", "((container << 12) >> 3)", "(container << 5)"),
-    "fp4_rows, sign lost": ("fp4_rows", "low = (((container << 12) >> 3) & -29184)", "low = (((container << 12) >> 3) & 3584)"),
-    "fp4_rows, wrong group": ("fp4_rows", "offset = span * 2", "offset = (span + 1) % spans * 2"),
-    "fp4_rows, scale shifted by 6": ("fp4_rows", "tl.int16) << 7)", "tl.int16) << 6)"),
-    "fp4_rows, global scale of tile 0": ("fp4_rows", "global_scale + slot * BN", "global_scale + 0 * BN"),
-    "int4_blocks, nibbles swapped": ("int4_blocks", "((container << 12) >> 12)", "(container >> 4)"),
-    "int4_blocks, wrong group": ("int4_blocks", "first = span * (2", "first = (span + 1) % spans * (2"),
-    "int4_blocks, zero point added": ("int4_blocks", "high -= ", "high += "),
-    "int4_blocks, mask one row late": ("int4_blocks", "mask = (row[:, None] < m)", "mask = (row[:, None] <= m)"),
-    "int4_blocks, mask one row early": ("int4_blocks", "mask = (row[:, None] < m)", "mask = (row[:, None] < m - 1)"),
-    "int4_blocks, unused block written": ("int4_blocks", "if expert >= 0:", "if expert >= -1:"),
-    "fp4_blocks, nibbles swapped": ("fp4_blocks", "((container << 12) >> 3)", "(container << 5)"),
-    "fp4_blocks, scales of the halves swapped": (
-        "fp4_blocks",
-        "tl.load(tile_scale + offset + PER_HALF * BN)",
-        "tl.load(tile_scale + offset)",
+    "int4_rows, nibbles swapped": ("int4_rows", "int4_values", "return ((container << 12) >> 12)", "return (container >> 4)"),
+    "int4_rows, unsigned codes": ("int4_rows", "int4_values", "(container >> 4)", "((container >> 4) & 15)"),
+    "int4_rows, wrong group": ("int4_rows", "group_offsets", "first = span * (2", "first = (span + 1) % 3 * (2"),
+    "int4_rows, zero point added": ("int4_rows", "int4_rows", "low_sum -= ", "low_sum += "),
+    "int4_rows, halves of x swapped": (
+        "int4_rows",
+        "row_halves",
+        "x_row + span * 2 * HALF + HALF + half",
+        "x_row + span * 2 * HALF + half",
     ),
-    "fp4_blocks, mask one column late": ("fp4_blocks", "(target[None, :] < n)", "(target[None, :] <= n)"),
-    "int8_blocks, mask one row late": ("int8_blocks", "mask = (row[:, None] < m)", "mask = (row[:, None] <= m)"),
-    "int8_blocks, last step left out": ("int8_blocks", "steps = k // BK", "steps = k // BK - 1"),
-    "int8_blocks, scale of tile 0": ("int8_blocks", "tl.load(scale + slot * BN", "tl.load(scale + 0 * BN"),
+    "int4_rows, mask one column late": ("int4_rows", "store_row", "mask=target < n)", "mask=target <= n)"),
+    "int4_rows, mask one column early": ("int4_rows", "store_row", "mask=target < n)", "mask=target < n - 1)"),
+    "int4_rows, wrong expert": ("int4_rows", "int4_rows", "tl.load(experts + row)", "tl.load(experts)"),
+    "fp4_rows, nibbles swapped": ("fp4_rows", "e2m1_values", "low = (((container << 12) >> 3)", "low = ((container << 5)"),
+    "fp4_rows, sign lost": (
+        "fp4_rows",
+        "e2m1_values",
+        "low = (((container << 12) >> 3) & -29184)",
+        "low = (((container << 12) >> 3) & 3584)",
+    ),
+    "fp4_rows, wrong group": ("fp4_rows", "group_offsets", "first = span * (2", "first = (span + 1) % 3 * (2"),
+    "fp4_rows, scale shifted by 6": ("fp4_rows", "e4m3_values", "tl.int16) << 7)", "tl.int16) << 6)"),
+    "fp4_rows, global scale of tile 0": ("fp4_rows", "fp4_rows", "global_scale + slot * BN", "global_scale + 0 * BN"),
+    "int4_blocks, nibbles swapped": ("int4_blocks", "int4_values", "return ((container << 12) >> 12)", "return (container >> 4)"),
+    "int4_blocks, wrong group": ("int4_blocks", "group_offsets", "first = span * (2", "first = (span + 1) % 3 * (2"),
+    "int4_blocks, zero point added": ("int4_blocks", "int4_blocks", "high -= ", "high += "),
+    "int4_blocks, a half of x left out": ("int4_blocks", "multiplied", "span * 2 * HALF + HALF", "span * 2 * HALF"),
+    "int4_blocks, mask one row late": ("int4_blocks", "store_block", "mask = (row[:, None] < m)", "mask = (row[:, None] <= m)"),
+    "int4_blocks, mask one row early": ("int4_blocks", "store_block", "mask = (row[:, None] < m)", "mask = (row[:, None] < m - 1)"),
+    "int4_blocks, unused block written": ("int4_blocks", "int4_blocks", "if expert >= 0:", "if expert >= -1:"),
+    "fp4_blocks, nibbles swapped": ("fp4_blocks", "e2m1_values", "low = (((container << 12) >> 3)", "low = ((container << 5)"),
+    "fp4_blocks, scales of the halves swapped": ("fp4_blocks", "group_offsets", "return first, second", "return first, first"),
+    "fp4_blocks, mask one column late": ("fp4_blocks", "store_block", "(target[None, :] < n)", "(target[None, :] <= n)"),
+    "int8_blocks, mask one row late": ("int8_blocks", "store_block", "mask = (row[:, None] < m)", "mask = (row[:, None] <= m)"),
+    "int8_blocks, last step left out": ("int8_blocks", "int8_blocks", "steps = k // BK", "steps = k // BK - 1"),
+    "int8_blocks, scale of tile 0": ("int8_blocks", "int8_blocks", "tl.load(scale + slot * BN", "tl.load(scale + 0 * BN"),
 }
 
 
-def mutant(tmp_path: Path, kernel: str, old: str, new: str) -> ModuleType:
-    """kernels.py with one replacement, inside one kernel."""
-    start = SOURCE.index(f"def {kernel}(")
+def mutant(tmp_path: Path, function: str, old: str, new: str) -> ModuleType:
+    """kernels.py with one replacement, inside one function."""
+    start = SOURCE.index(f"def {function}(")
     end = SOURCE.find("@triton.jit", start)
     body = SOURCE[start:] if end < 0 else SOURCE[start:end]
-    assert old in body, f"{kernel} has no {old!r}: the mutant is out of date"
+    assert old in body, f"{function} has no {old!r}: the mutant is out of date"
     path = tmp_path / "mutant.py"
     path.write_text(SOURCE[:start] + body.replace(old, new) + SOURCE[start + len(body) :])
     spec = importlib.util.spec_from_file_location("mutant", path)
@@ -106,5 +113,5 @@ def test_the_kernel_passes(kernel: str) -> None:
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_fails(name: str, tmp_path: Path) -> None:
-    kernel, old, new = MUTANTS[name]
-    assert not passes(mutant(tmp_path, kernel, old, new), kernel)
+    kernel, function, old, new = MUTANTS[name]
+    assert not passes(mutant(tmp_path, function, old, new), kernel)
