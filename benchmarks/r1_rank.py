@@ -27,7 +27,7 @@ from torch import Tensor
 
 from quantkit.executor.cache import BLOCK_SIZE, PagedCache
 from quantkit.executor.context import Chunk, DecodeContext, PrefillContext
-from quantkit.executor.graphs import CudaCapture, DecodeSteps, Rows, StaticBuffers, compute
+from quantkit.executor.graphs import DecodeSteps, DeviceCapture, Rows, StaticBuffers, compute
 from quantkit.models import deepseek_v3
 
 STEPS = 32
@@ -47,7 +47,7 @@ class Rank:
         )
         for layer in self.cache.layers:
             layer.normal_()
-        self.steps = DecodeSteps(self.model, self.cache, CudaCapture() if device.type == "cuda" else lambda step: step)
+        self.steps = DecodeSteps(self.model, self.cache, DeviceCapture(device) if device.type == "cuda" else lambda step: step)
 
     def rows(self, token_ids: Sequence[int], position: int, room: int) -> Rows:
         """One row per sequence, all at `position`, each with blocks of its own for `room` tokens."""

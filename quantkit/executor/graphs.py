@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from quantkit_kernels import accelerator
 from torch import Tensor
 
 from quantkit.executor.cache import PagedCache
@@ -116,20 +117,24 @@ class DecodeSteps:
             return step
 
 
-class CudaCapture:
-    """Captures CUDA graphs that share one memory pool."""
+class DeviceCapture:
+    """Captures graphs of a device (CUDA's, or an NPU's) that share one memory pool."""
 
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+    def __init__(self, device: torch.device) -> None:
+        driver = accelerator.module(device)
+        assert driver is not None, device
+        self._driver = driver
+        self._pool = driver.graph_pool_handle()
 
     def __call__(self, step: Step) -> Step:
-        stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+        driver = self._driver
+        stream, current = driver.Stream(), driver.current_stream()
         stream.wait_stream(current)
-        with torch.cuda.stream(stream):
+        with driver.stream(stream):
             step()  # compiles, sizes workspaces and sets up libraries: none of which may happen in a capture
         current.wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+        graph = accelerator.new_graph(driver)
+        with driver.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             result = step()
 
         def replay() -> Result:
@@ -141,7 +146,7 @@ class CudaCapture:
 
 def why_eager(device: torch.device) -> str:
     """Why decode steps on this device are not captured; empty where they are."""
-    return "" if device.type == "cuda" else f"graphs are captured on CUDA, not on {device.type}"
+    return "" if device.type in accelerator.GRAPHS else f"graphs are captured on CUDA and NPUs, not on {device.type}"
 
 
 def _power_of_two(count: int) -> int:

@@ -38,8 +38,11 @@ class Parallel:
 
     def connect(self, device: torch.device) -> None:
         """Meet the other ranks at MASTER_ADDR:MASTER_PORT. Messages go over gloo, tensors over the device's own library."""
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        if device.type != "cpu":
+            torch.get_device_module(device).set_device(device)
+        if device.type == "npu":
+            # Collectives of a few kilobytes on the vector cores, without the scheduler's round trip; read when the ranks first meet.
+            os.environ.setdefault("HCCL_OP_EXPANSION_MODE", "AIV")
         backend = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}[device.type]
         self._guard(lambda: dist.init_process_group(backend, rank=self.rank, world_size=self.size, timeout=_FOREVER))
         if self.size > 1:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quantkit.executor.cache import PagedCache
 from quantkit.executor.context import Chunk, DecodeContext, PrefillContext
-from quantkit.executor.graphs import Capture, CudaCapture, DecodeSteps, Result, Rows, compute, why_eager
+from quantkit.executor.graphs import Capture, DecodeSteps, DeviceCapture, Result, Rows, compute, why_eager
 from quantkit.executor.sequence import Sequence
 
 
@@ -43,7 +43,7 @@ class Runner:
     def __init__(self, model: Any, cache: PagedCache, capture: Capture | None = None) -> None:
         self.model, self.cache, self.device = model, cache, cache.device
         self._why_eager = "" if capture else why_eager(self.device)
-        self._steps = None if self._why_eager else DecodeSteps(model, cache, capture or CudaCapture())
+        self._steps = None if self._why_eager else DecodeSteps(model, cache, capture or DeviceCapture(self.device))
 
     @property
     def why_eager(self) -> str:
