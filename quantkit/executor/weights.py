@@ -20,6 +20,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError
 from quantkit.executor.devices import free_bytes
 from quantkit.executor.parallel import SINGLE, Parallel
+from quantkit.executor.prefetch import find_prefetcher
 from quantkit.executor.split import column_share, row_share
 from quantkit.models.table import Parameter
 from quantkit.models.weights import ExpertsOp, LinearOp
@@ -50,6 +51,7 @@ class ExecutorWeights:
         self._parameters = {parameter.name: parameter for parameter in parameters}
         expanded = sum(math.prod(parameter.shape) for parameter in parameters) * dtype.itemsize // parallel.size
         self._may_expand = expanded < _EXPANDED_SHARE * free_bytes(device) / (parallel.size if device.type == "cpu" else 1)
+        self._prefetcher = find_prefetcher(device, parallel)
         self.nbytes = 0
         """Bytes held by everything handed out so far."""
 
@@ -98,10 +100,11 @@ class ExecutorWeights:
         assert builder is not None, f"{prefix} has no experts"
         experts = builder.finish()
         self.nbytes += experts.nbytes
-        return experts
+        return self._prefetcher.follow(experts) if self._prefetcher else experts
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        return self.parallel.all_reduce(x)
+        add_up = self.parallel.all_reduce
+        return self._prefetcher.during(add_up, x) if self._prefetcher else add_up(x)
 
     def _operand(self, module: str) -> kernels.Weight:
         return operand(self._share(module), self.dtype)
@@ -127,13 +130,13 @@ class ExecutorWeights:
         divides = parameter.split != "vocab" or parameter.shape[0] % self.parallel.size == 0
         return parameter.split in splits and divides
 
-    def _prepare(self, weight: kernels.Weight) -> kernels.Linear:
+    def _prepare(self, weight: kernels.Weight) -> LinearOp:
         try:
             linear = kernels.prepare(weight, backend=self._backend("linear", weight), dtype=self.dtype, device=self.device)
         except ValueError as fault:
             raise QuantkitError(str(fault), "choose another --backend (`quantkit kernels` lists them)") from fault
         self.nbytes += linear.nbytes
-        return linear
+        return self._prefetcher.follow(linear) if self._prefetcher else linear
 
     def _backend(self, operator: str, *weights: kernels.Weight) -> str:
         """The backend asked for; with "auto" the kernels' own choice, or expansion where that is the reference."""
@@ -145,7 +148,7 @@ class ExecutorWeights:
 class Gathered:
     """A linear whose outputs the ranks hold in parts: everybody gets all of them."""
 
-    def __init__(self, linear: kernels.Linear, parallel: Parallel) -> None:
+    def __init__(self, linear: LinearOp, parallel: Parallel) -> None:
         self.linear, self.parallel = linear, parallel
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -155,7 +158,7 @@ class Gathered:
 class SideBySide:
     """Linears on different grids that read the same input."""
 
-    def __init__(self, linears: list[kernels.Linear]) -> None:
+    def __init__(self, linears: list[LinearOp]) -> None:
         self.linears = linears
 
     def __call__(self, x: Tensor) -> Tensor:

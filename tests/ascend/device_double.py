@@ -21,7 +21,7 @@ WAITS = {"_local_scalar_dense", "nonzero", "lift_fresh"}
 
 
 class Refuse(TorchFunctionMode):
-    """Tensor.tolist reads a CPU tensor without an operator; but for a rule that reads counts on the CPU alone, and an operator's own code."""
+    """Tensor.tolist reads a CPU tensor without an operator. Rules that read counts on a CPU alone may, and operators' own code."""
 
     def __init__(self, record: "Record") -> None:
         super().__init__()

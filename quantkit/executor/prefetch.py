@@ -1,0 +1,83 @@
+"""Weights brought into an NPU's L2 while the ranks add up: the next operator then finds them there.
+
+No forward says which operator comes next. The first pass shows it: what is called after a collective is remembered under the operator that
+was called before it, and from the second pass on its weights are asked for when that collective starts, on a stream of their own. A graph
+captures the passes after its warm-up, requests included.
+"""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from quantkit_kernels import Experts, Linear, accelerator
+from torch import Tensor
+
+from quantkit.executor.parallel import Parallel
+
+BUDGET = 32 << 20
+"""Bytes asked for at a time: what 1.6 TB/s bring during a collective of 20 us, and a sixth of a 910B's L2. Experts hold more, and which of
+them a token needs is not known yet: nothing is asked for."""
+
+Fetch = Callable[[list[Tensor], Tensor], None]
+"""Asks for weights; the second tensor is there when the asking may begin."""
+
+
+class Prefetcher:
+    """One for all weights of a rank. driver: what streams come from."""
+
+    def __init__(self, fetch: Fetch, driver: ModuleType) -> None:
+        self._fetch, self._driver = fetch, driver
+        self._stream = driver.Stream()
+        self._followed = 0
+        self._last: int | None = None
+        """The operator called last, and whether a collective came after it."""
+        self._summed = False
+        self._next: dict[int | None, list[Tensor]] = {}
+
+    def follow(self, operator: Linear | Experts) -> "Followed":
+        self._followed += 1
+        held = operator.held()
+        small = sum(tensor.numel() * tensor.element_size() for tensor in held) <= BUDGET
+        return Followed(self, operator, self._followed, held if small else [])
+
+    def called(self, number: int, held: list[Tensor]) -> None:
+        if self._summed:
+            self._next.setdefault(self._last, held)
+        self._last, self._summed = number, False
+
+    def during(self, collective: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """collective(x), and meanwhile the weights that were needed after it the last time."""
+        self._summed = True
+        weights = self._next.get(self._last, [])
+        if not weights:
+            return collective(x)
+        current = self._driver.current_stream()
+        self._stream.wait_stream(current)
+        with self._driver.stream(self._stream):
+            self._fetch(weights, x)
+        summed = collective(x)
+        current.wait_stream(self._stream)
+        return summed
+
+
+class Followed:
+    """An operator whose calls a prefetcher sees."""
+
+    def __init__(self, prefetcher: Prefetcher, operator: Linear | Experts, number: int, held: list[Tensor]) -> None:
+        self.prefetcher, self.operator, self.number, self.held = prefetcher, operator, number, held
+
+    def __call__(self, *arguments: Any) -> Tensor:
+        self.prefetcher.called(self.number, self.held)
+        return self.operator(*arguments)
+
+
+def find_prefetcher(device: torch.device, parallel: Parallel) -> Prefetcher | None:
+    """On several NPUs; elsewhere there is no collective to use, or no such request."""
+    if device.type != "npu" or parallel.size == 1:
+        return None
+    from quantkit_kernels.torch_npu import prefetch
+
+    driver = accelerator.module(device)
+    assert driver is not None, device
+    return Prefetcher(prefetch, driver)

@@ -1,0 +1,77 @@
+"""What is asked for during a collective is what the operator after it holds."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+from ascend import device_double, npu_double
+from ascend.test_executor import forced
+from quantkit_kernels import Linear, torch_npu
+from torch import Tensor
+
+from quantkit.executor import prefetch, weights
+from quantkit.executor.parallel import SINGLE, Parallel
+
+
+class Noted(prefetch.Prefetcher):
+    """Notes, one after the other, collectives with what is asked for meanwhile, and calls with what the operator holds."""
+
+    def __init__(self) -> None:
+        self.noted: list[tuple[str, list[Tensor]]] = []
+        super().__init__(self.ask, device_double.driver())  # type: ignore[arg-type]
+
+    def ask(self, tensors: list[Tensor], after: Tensor) -> None:
+        self.noted[-1] = ("collective", tensors)
+        torch_npu.prefetch(tensors, after)
+
+    def during(self, collective: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        self.noted.append(("collective", []))
+        return super().during(collective, x)
+
+    def called(self, number: int, held: list[Tensor]) -> None:
+        self.noted.append(("call", held))
+        super().called(number, held)
+
+
+def same(some: list[Tensor], others: list[Tensor]) -> bool:
+    return [one.data_ptr() for one in some] == [other.data_ptr() for other in others]
+
+
+@torch.inference_mode()
+def test_the_next_weights_are_asked_for(quantized: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    noted = Noted()
+    monkeypatch.setattr(weights, "find_prefetcher", lambda device, parallel: noted)
+    text = list(range(1, 20))
+    with npu_double.installed() as called:
+        followed = forced(quantized("rtn-w4a16"), "bfloat16", "torch_npu", text, 16)
+    asked = [(place, tensors) for place, (what, tensors) in enumerate(noted.noted) if what == "collective"]
+    passes = 1 + len(text) - 16
+    assert len(asked) % passes == 0
+    first = len(asked) // passes
+    assert not any(tensors for _, tensors in asked[:first])  # the first pass learns
+    for place, tensors in asked[first:]:
+        what, held = noted.noted[place + 1]
+        assert what == "call"
+        assert tensors
+        assert same(tensors, held)
+    assert called.count("npu_prefetch") == sum(len(tensors) for _, tensors in asked)
+    monkeypatch.undo()
+    with npu_double.installed():
+        assert torch.equal(forced(quantized("rtn-w4a16"), "bfloat16", "torch_npu", text, 16), followed)
+
+
+def test_what_holds_too_much_is_not_asked_for() -> None:
+    noted = Noted()
+    tensors = {"small": [torch.zeros(8)], "large": [torch.zeros(prefetch.BUDGET // 4 + 1)]}
+    operators = [SimpleNamespace(held=lambda held=held: held) for held in tensors.values()]
+    small, large = (noted.follow(cast(Linear, operator)) for operator in operators)
+    assert same(small.held, tensors["small"])
+    assert large.held == []
+
+
+def test_where_nothing_is_prefetched() -> None:
+    assert prefetch.find_prefetcher(torch.device("cpu"), Parallel(0, 2)) is None
+    assert prefetch.find_prefetcher(torch.device("cuda"), SINGLE) is None
