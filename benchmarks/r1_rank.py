@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from quantkit_kernels import add_rms_norm
 from quantkit_kernels.timing import read_bandwidth, seconds_per_call
 from r1_synthetic import R1, TINY, CountedExperts, SyntheticWeights
 from torch import Tensor
@@ -29,6 +30,7 @@ from quantkit.executor.cache import BLOCK_SIZE, PagedCache
 from quantkit.executor.context import Chunk, DecodeContext, PrefillContext
 from quantkit.executor.graphs import DecodeSteps, DeviceCapture, Rows, StaticBuffers, compute
 from quantkit.models import deepseek_v3
+from quantkit.models.mlp import MoeMlp
 
 STEPS = 32
 """Tokens generated for one TPOT figure, after as many warm-up steps as it takes to capture."""
@@ -129,7 +131,7 @@ def _context(rank: Rank, buffers: StaticBuffers) -> DecodeContext:
 
 
 def part_row(rank: Rank, row: dict[str, Any]) -> dict[str, float]:
-    """Milliseconds of a step by part: each part of all layers in a graph of its own. What no part covers is the difference to the step."""
+    """Milliseconds of a step by part: each part of all layers in a graph of its own. The last is what they leave of the step."""
     count, config = row["concurrency"], rank.config
     rows = rank.rows(rank.first_tokens(count), row["context"], row["context"] + STEPS + 1)
     buffers, _ = rank.steps.filled(rows)
@@ -146,26 +148,23 @@ def part_row(rank: Rank, row: dict[str, Any]) -> dict[str, float]:
     for part, linears in rank.weights.linears.items():
         inputs = random(count, linears[0].in_features)
         parts[part] = milliseconds([partial(op, inputs) for op in linears])
-    choices = [
-        torch.rand(count, config.n_routed_experts, device=rank.device).topk(config.num_experts_per_tok).indices for _ in rank.model.layers
-    ]
-    weights = torch.full((count, config.num_experts_per_tok), 1 / config.num_experts_per_tok, device=rank.device)
-    parts["experts"] = milliseconds([partial(op, x, ids, weights) for op, ids in zip(rank.weights.moe, choices)])
-    heads = rank.model.layers[0].attention.kv_b.shape[0] // (config.qk_nope_head_dim + config.v_head_dim)
-    q = random(count, heads, config.qk_nope_head_dim), random(count, heads, config.qk_rope_head_dim)
-    new = random(count, config.kv_lora_rank), random(count, config.qk_rope_head_dim)
-    attend = [
-        partial(context.attend_mla, i, *q, *new, layer.attention.kv_b, config.softmax_scale) for i, layer in enumerate(rank.model.layers)
-    ]
-    parts["absorb, cache, attend"] = milliseconds(attend)
-    attention = milliseconds([partial(layer.attention, x, context) for layer in rank.model.layers])
-    mlp = milliseconds([partial(layer.mlp, x) for layer in rank.model.layers])
-    covered = sum(parts[part] for part in ("qkv_a", "q_b", "o", "absorb, cache, attend"))
-    parts["norms and rotation in attention"] = attention - covered
-    covered = parts["experts"] + sum(value for part, value in parts.items() if part.startswith(("shared", "dense")))
-    parts["router and activations"] = mlp - covered
+    layers = rank.model.layers
+    moe = [layer.mlp for layer in layers if isinstance(layer.mlp, MoeMlp)]
+    parts["router"] = milliseconds([partial(mlp.choose, x) for mlp in moe])
+    # Each layer's own choice for other tokens: as many distinct experts as in a step.
+    choices = [mlp.choose(random(count, config.hidden_size)) for mlp in moe]
+    parts["experts"] = milliseconds([partial(mlp.experts, x, *choice) for mlp, choice in zip(moe, choices)])
+    qkv_a = random(count, config.q_lora_rank + config.cache_width)
+    q = random(count, layers[0].attention.kv_b.shape[0], config.qk_head_dim)
+    attention = [layer.attention for layer in layers]
+    store = [partial(context.store_mla, a.layer, qkv_a, a.q_norm, a.kv_norm, config.rms_norm_eps, config.rope) for a in attention]
+    parts["mla_prepare"] = milliseconds(store)
+    attend = [partial(context.attend_mla, a.layer, q, a.kv_b, config.rope, config.softmax_scale) for a in attention]
+    parts["mla_decode"] = milliseconds(attend)
+    gains = [gain for layer in layers for gain in (layer.input_norm, layer.mlp_norm)]
+    parts["add_rms_norm"] = milliseconds([partial(add_rms_norm, x, x, gain, config.rms_norm_eps) for gain in gains])
     step = row["tpot_ms"] if rank.device.type == "cpu" else row["device_ms"]
-    parts["norms, residual, embedding, argmax"] = step - attention - mlp - parts["head"]
+    parts["embedding, angles, argmax, the rest"] = step - sum(parts.values())
     parts["host"] = row["tpot_ms"] - step
     return parts
 
@@ -255,10 +254,8 @@ def _print_kernels(rank: Rank, row: dict[str, Any]) -> None:
 def floor_of(part: str, read_gb: dict[str, float], bandwidth: float) -> str:
     """Milliseconds that reading the part's bytes takes; empty for parts that read next to nothing."""
     gb = read_gb.get(part, 0.0)
-    if part == "absorb, cache, attend":
+    if part == "mla_decode":
         gb = read_gb["kv_b"] + read_gb["latents"]
-    if part == "router and activations":
-        gb = read_gb["router"]
     return f"{gb * 1e12 / bandwidth:.3f}" if gb else ""
 
 

@@ -1,8 +1,9 @@
 """DeepSeek-R1's true shapes with weights made up on the device, as one tensor-parallel rank holds them.
 
 AWQ's grid: int4, groups of 128, zero points; router, norms, kv_b, the embedding and the head are not quantized. Codes and scales are random
-and are laid out by the kernels' own `prepare`. Each layer has memory of its own; the routed experts of the later layers are those of the
-first in another order, for packing 14848 experts would take longer than the benchmark.
+and are laid out by the kernels' own `prepare`. The shared expert is one more of the routed ones, as the executor has it where their formats
+agree. Each layer has memory of its own; the routed experts of the later layers are those of the first in another order, for packing 14848
+experts would take longer than the benchmark.
 """
 
 import copy
@@ -134,14 +135,20 @@ class SyntheticWeights:
         return self._hand_out(_part(modules[0]), kernels.prepare(fused, dtype=self.dtype))
 
     def experts(self, prefix: str, num_experts: int) -> ExpertsOp:
+        return self._experts([f"{prefix}.{expert}" for expert in range(num_experts)])
+
+    def experts_with_shared(self, prefix: str, num_experts: int, shared: str) -> ExpertsOp | None:
+        return self._experts([*(f"{prefix}.{expert}" for expert in range(num_experts)), shared])
+
+    def _experts(self, modules: list[str]) -> ExpertsOp:
         if self._first_experts is None:
-            builder = kernels.ExpertsBuilder(num_experts, dtype=self.dtype, device=self.device)
-            for expert in range(num_experts):
-                sides = [self._int4(*self._shapes[f"{prefix}.{expert}.{side}_proj.weight"][1]) for side in ("gate", "up", "down")]
+            builder = kernels.ExpertsBuilder(len(modules), dtype=self.dtype, device=self.device)
+            for expert, module in enumerate(modules):
+                sides = [self._int4(*self._shapes[f"{module}.{side}_proj.weight"][1]) for side in ("gate", "up", "down")]
                 builder.add(expert, *sides)
             self._first_experts = experts = builder.finish()
         else:
-            experts = _reordered(self._first_experts, num_experts, len(self.moe))
+            experts = _reordered(self._first_experts, len(modules), len(self.moe))
         counted = CountedExperts(experts)
         self.moe.append(counted)
         return counted
@@ -179,11 +186,11 @@ def _part(module: str) -> str:
 
 
 def _reordered(experts: kernels.Experts, count: int, turn: int) -> kernels.Experts:
-    """The experts in other places, in memory of their own."""
+    """The experts in other places but the last, which is the shared one, in memory of their own."""
 
     def moved(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return value.roll(turn, 0) if value.shape[:1] == (count,) else value.clone()
+            return torch.cat([value[:-1].roll(turn, 0), value[-1:]]) if value.shape[:1] == (count,) else value.clone()
         if isinstance(value, tuple) and hasattr(value, "_make"):
             return value._make(moved(part) for part in value)
         return value

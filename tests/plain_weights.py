@@ -41,5 +41,8 @@ class PlainWeights:
 
         return run
 
+    def experts_with_shared(self, prefix: str, num_experts: int, shared: str) -> ExpertsOp | None:
+        return None
+
     def all_reduce(self, x: Tensor) -> Tensor:
         return x

@@ -8,7 +8,7 @@ Arguments that do not fit raise ValueError naming the argument.
 from quantkit_kernels.backends import BACKENDS, OPERATORS, Row, table
 from quantkit_kernels.check import Measurement, check
 from quantkit_kernels.experts import Experts, ExpertsBuilder, prepare_experts
-from quantkit_kernels.functional import add_rms_norm, mla_decode, rms_norm, rope, route, silu_and_mul
+from quantkit_kernels.functional import add_rms_norm, mla_decode, mla_prepare, moe_gate, rms_norm, rope, route, silu_and_mul
 from quantkit_kernels.linear import Linear, prepare, prepare_dense, prepare_fp4, prepare_int4, prepare_int8, quantize_rows
 from quantkit_kernels.weights import Dense, Fp4, Int4, Int8, Weight, dequantize, stack
 
@@ -29,6 +29,8 @@ __all__ = [
     "check",
     "dequantize",
     "mla_decode",
+    "mla_prepare",
+    "moe_gate",
     "prepare",
     "prepare_dense",
     "prepare_experts",

@@ -20,7 +20,9 @@ OPERATORS = (
     "add_rms_norm",
     "silu_and_mul",
     "route",
+    "moe_gate",
     "rope",
+    "mla_prepare",
     "mla_decode",
 )
 BACKENDS = ("reference", "dense", "cpu", "cuda", "ascend", "torch_npu")

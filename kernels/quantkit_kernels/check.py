@@ -4,9 +4,10 @@ A device runs the shapes whole. The CPU runs them with fewer output features and
 decides the rounding, is R1's.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from quantkit_kernels import functional
 from quantkit_kernels.backends import BACKENDS, why_unusable
 from quantkit_kernels.experts import ExpertsBuilder
 from quantkit_kernels.linear import prepare
-from quantkit_kernels.samples import TOLERANCE, distance, exact_expert, exact_linear, random_weight
+from quantkit_kernels.samples import TOLERANCE, distance, exact_expert, exact_linear, latent_attention, random_weight
 from quantkit_kernels.timing import copies_beyond_cache, read_bandwidth, seconds_per_call
 from quantkit_kernels.weights import Weight, rows, shape
 
@@ -110,41 +111,90 @@ def exact_experts(x: Tensor, ids: Tensor, weights: Tensor, few: list[list[Weight
     return out
 
 
+class Case(NamedTuple):
+    """An operator without packed weights: what it gives on a backend, what it must give, and the bytes that it cannot but read.
+
+    twins: the same over other memory, to be timed in turn, so that what is streamed comes from memory and not from a cache.
+    """
+
+    operator: str
+    name: str
+    run: Callable[[str], tuple[Tensor, ...]]
+    exact: tuple[Tensor, ...]
+    nbytes: int = 0
+    twins: tuple[Callable[[str], object], ...] = ()
+
+
 def _functions(device: torch.device, dtype: torch.dtype, rng: torch.Generator, bandwidth: float) -> Iterator[Measurement]:
-    tokens, heads, length = 8, 128, 640
-    x = torch.randn(tokens, HIDDEN, generator=rng, device=device).to(dtype)
-    residual = torch.randn(tokens, HIDDEN, generator=rng, device=device).to(dtype)
-    weight = torch.rand(HIDDEN, generator=rng, device=device).to(dtype)
-    logits = torch.randn(tokens, EXPERTS, generator=rng, device=device)
-    bias = torch.randn(EXPERTS, generator=rng, device=device) * 0.1
-    positions = torch.arange(tokens, device=device)
-    angles = torch.rand(64, 32, generator=rng, device=device)
-    q_pe = torch.randn(tokens, heads, 64, generator=rng, device=device).to(dtype)
-    q = torch.randn(tokens, heads, 576, generator=rng, device=device).to(dtype)
-    cache = torch.randn(tokens * length // 64, 64, 576, generator=rng, device=device).to(torch.bfloat16)
-    block_table = torch.randperm(tokens * length // 64, generator=rng, device=device).view(tokens, -1).int()
-    seq_lens = torch.full((tokens,), length, dtype=torch.int32, device=device)
-    routing = {"top_k": TOP_K, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}
-    scale = 1 / math.sqrt(192)
-    cases: dict[str, tuple[Callable[[Tensor, str], Tensor], Tensor, int]] = {
-        "rms_norm": (lambda a, b: functional.rms_norm(a, weight.to(a.dtype), 1e-6, backend=b), x, 0),
-        "add_rms_norm": (lambda a, b: functional.add_rms_norm(a, residual.to(a.dtype), weight.to(a.dtype), 1e-6, backend=b)[0], x, 0),
-        "silu_and_mul": (lambda a, b: functional.silu_and_mul(a, backend=b), x, 0),
-        "route": (lambda a, b: functional.route(a, bias, **routing, backend=b)[1], logits, 0),  # type: ignore[arg-type]
-        "rope": (lambda a, b: functional.rope(a, positions, angles.cos(), angles.sin(), backend=b), q_pe, 0),
-        "mla_decode": (
-            lambda a, b: functional.mla_decode(a, cache, block_table, seq_lens, scale=scale, kv_lora_rank=512, backend=b),
-            q,
-            cache.numel() * 2,
-        ),
-    }
-    for operator, (run, argument, nbytes) in cases.items():
-        # These are the same few lines of torch in any precision, so the reference on float32 copies is exact enough to judge by.
-        exact = run(argument.float(), "reference").double()
-        for backend in _backends(operator, device, dtype, ()):
-            error = distance(run(argument, backend), exact)
-            seconds = seconds_per_call([_call(run, argument, backend)], device)
-            yield _measured(operator, backend, f"T={tokens}", error, dtype, seconds, nbytes, bandwidth)
+    for case in (*_small_cases(device, dtype, rng), *_attention_cases(device, dtype)):
+        for backend in _backends(case.operator, device, dtype, ()):
+            error = max(distance(out, exact) for out, exact in zip(case.run(backend), case.exact, strict=True))
+            seconds = seconds_per_call([_call(one, backend) for one in (case.run, *case.twins)], device)
+            yield _measured(case.operator, backend, case.name, error, dtype, seconds, case.nbytes, bandwidth)
+
+
+def _small_cases(device: torch.device, dtype: torch.dtype, rng: torch.Generator) -> Iterator[Case]:
+    tokens = 8
+
+    def random(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, generator=rng, device=device).to(dtype)
+
+    def case(operator: str, run: Callable[..., Tensor | tuple[Tensor, ...]], *inputs: Tensor, first: int = 0, nbytes: int = 0) -> Case:
+        """With its exact results: these are the same few lines of torch in any precision, so the reference on float32 copies is exact
+        enough to judge by. Results before number `first` are left out."""
+        results = partial(_results, run, first)
+        exact = results(*(one.float() for one in inputs), backend="reference")
+        return Case(
+            operator, f"T={tokens}", lambda backend: results(*inputs, backend=backend), tuple(one.double() for one in exact), nbytes
+        )
+
+    x, residual, weight = random(tokens, HIDDEN), random(tokens, HIDDEN), random(HIDDEN)
+    yield case("rms_norm", partial(functional.rms_norm, eps=1e-6), x, weight)
+    yield case("add_rms_norm", partial(functional.add_rms_norm, eps=1e-6), x, residual, weight)
+    yield case("silu_and_mul", functional.silu_and_mul, x)
+    logits, router = random(tokens, EXPERTS, dtype=torch.float32), random(EXPERTS, HIDDEN, dtype=torch.float32) / HIDDEN**0.5
+    bias = random(EXPERTS, dtype=torch.float32) * 0.1
+    sizes = {"top_k": TOP_K, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}
+    yield case("route", partial(functional.route, **sizes), logits, bias, first=1)  # type: ignore[arg-type]
+    gate = partial(functional.moe_gate, **sizes, num_shared=1)  # type: ignore[arg-type]
+    yield case("moe_gate", gate, x, router, bias, first=1, nbytes=router.nbytes)
+    positions, angles = torch.arange(tokens, device=device), random(64, 32, dtype=torch.float32)
+    yield case(
+        "rope", lambda q, c, s, backend: functional.rope(q, positions, c, s, backend=backend), random(tokens, 128, 64), *_angles(angles)
+    )
+    slots = torch.arange(tokens, device=device)
+
+    def prepare_and_look(qkv_a: Tensor, q_norm: Tensor, kv_norm: Tensor, cos: Tensor, sin: Tensor, backend: str) -> tuple[Tensor, ...]:
+        cache = caches.setdefault(qkv_a.dtype, torch.zeros(1, 64, 576, dtype=qkv_a.dtype, device=device))
+        q_a = functional.mla_prepare(qkv_a, q_norm, kv_norm, cos, sin, cache, slots, eps=1e-6, backend=backend)
+        return q_a, cache[0, :tokens]
+
+    caches: dict[torch.dtype, Tensor] = {}
+    yield case("mla_prepare", prepare_and_look, random(tokens, 2112), random(1536), random(512), *_angles(angles[:tokens]))
+
+
+def _attention_cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    """R1's latent attention, whole and as one of four ranks has it."""
+    shapes = ((128, 8, 640), (32, 1, 640), (32, 32, 640), (32, 1, 30000)) if device.type != "cpu" else ((128, 2, 640),)
+    for heads, batch, length in shapes:
+        one = latent_attention([length] * batch, heads, 64, (128, 64, 128, 512), dtype, device)
+        nbytes = batch * length * 576 * 2 + one.arguments[1].nbytes
+
+        def run(arguments: tuple[Tensor, ...], backend: str, scale: float = one.scale) -> tuple[Tensor, ...]:
+            return (functional.mla_decode(*arguments, scale=scale, backend=backend),)
+
+        copies = [tuple(tensor.clone() for tensor in one.arguments) for _ in range(copies_beyond_cache(nbytes, device) - 1)]
+        twins = tuple(partial(run, copy) for copy in copies)
+        yield Case("mla_decode", f"heads={heads} T={batch} of {length}", partial(run, one.arguments), (one.exact,), nbytes, twins)
+
+
+def _angles(values: Tensor) -> tuple[Tensor, Tensor]:
+    return values.cos(), values.sin()
+
+
+def _results(run: Callable[..., Tensor | tuple[Tensor, ...]], first: int, *inputs: Tensor, backend: str) -> tuple[Tensor, ...]:
+    found = run(*inputs, backend=backend)
+    return (found,) if isinstance(found, Tensor) else found[first:]
 
 
 def _call(function: Callable[..., object], *arguments: object) -> Callable[[], object]:

@@ -1,8 +1,10 @@
-"""The operators of a decode step that hold no weight layout: norms, activation, routing, rotary embedding, latent attention.
+"""The operators of a decode step that hold no packed weight: norms, activation, routing, rotary embedding, latent attention.
 
 Each checks its arguments, picks a backend ("auto": the fastest usable on the tensors' device) and returns new tensors. Arithmetic is
 float32 whatever the dtype of the tensors; results are rounded once.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +13,18 @@ from quantkit_kernels import backends
 from quantkit_kernels.checks import FLOAT_DTYPES, INDEX_DTYPES, check_tensor, require
 
 SCORINGS = ("sigmoid", "softmax")
+
+
+class Choice(NamedTuple):
+    """How experts are chosen, the arguments of `route`: what a backend is told."""
+
+    top_k: int
+    n_group: int
+    topk_group: int
+    scoring: str
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+    num_shared: int
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: str = "auto") -> Tensor:
@@ -51,6 +65,7 @@ def route(
     scoring: str = "sigmoid",
     norm_topk_prob: bool = True,
     routed_scaling_factor: float = 1.0,
+    num_shared: int = 0,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Which experts each token goes to (DeepSeek-V3's router; without bias and groups also those of Mixtral and Qwen3-MoE).
@@ -59,9 +74,47 @@ def route(
     Experts come in n_group groups of E/n_group; a group's score is the sum of its best two; only the best topk_group groups stay.
     Returns topk_ids int64 [T, top_k] and topk_weights float32 [T, top_k], best choice first. The weights are the scores (sigmoid, or
     softmax over all experts), divided by their sum (+ 1e-20) with norm_topk_prob, times routed_scaling_factor.
+    num_shared more columns name experts E, E + 1, ... with weight 1: shared experts that are held as the last of the routed ones.
     """
     check_tensor("logits", logits, (None, None), FLOAT_DTYPES)
-    experts = logits.shape[1]
+    choice = _choice(logits.shape[1], bias, top_k, n_group, topk_group, scoring, norm_topk_prob, routed_scaling_factor, num_shared)
+    ids, weights = backends.find("route", backend, logits.device).route(logits, bias, choice)
+    return ids, weights
+
+
+def moe_gate(
+    x: Tensor,
+    router: Tensor,
+    bias: Tensor | None,
+    *,
+    top_k: int,
+    n_group: int = 1,
+    topk_group: int = 1,
+    scoring: str = "sigmoid",
+    norm_topk_prob: bool = True,
+    routed_scaling_factor: float = 1.0,
+    num_shared: int = 0,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """`route` of the logits x @ router.T. x float [T, H]; router float32 [E, H]; the product is float32. The rest is as `route` has it."""
+    check_tensor("x", x, (None, None), FLOAT_DTYPES)
+    check_tensor("router", router, (None, x.shape[1]), (torch.float32,))
+    choice = _choice(router.shape[0], bias, top_k, n_group, topk_group, scoring, norm_topk_prob, routed_scaling_factor, num_shared)
+    ids, weights = backends.find("moe_gate", backend, x.device).moe_gate(x, router, bias, choice)
+    return ids, weights
+
+
+def _choice(
+    experts: int,
+    bias: Tensor | None,
+    top_k: int,
+    n_group: int,
+    topk_group: int,
+    scoring: str,
+    norm_topk_prob: bool,
+    routed_scaling_factor: float,
+    num_shared: int,
+) -> Choice:
     if bias is not None:
         check_tensor("bias", bias, (experts,), (torch.float32,))
     require(scoring in SCORINGS, f"scoring: {scoring!r}, expected {' or '.join(SCORINGS)}")
@@ -70,46 +123,99 @@ def route(
     require(n_group == 1 or experts // n_group >= 2, f"n_group: groups of {experts // n_group} expert, expected at least 2")
     kept = experts // n_group * topk_group
     require(1 <= top_k <= kept, f"top_k: {top_k}, expected 1..{kept} (the experts of {topk_group} of {n_group} groups)")
-    ids, weights = backends.find("route", backend, logits.device).route(
-        logits, bias, top_k, n_group, topk_group, scoring, norm_topk_prob, routed_scaling_factor
-    )
-    return ids, weights
+    require(num_shared >= 0, f"num_shared: {num_shared}, expected at least 0")
+    return Choice(top_k, n_group, topk_group, scoring, norm_topk_prob, routed_scaling_factor, num_shared)
 
 
-def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, *, backend: str = "auto") -> Tensor:
-    """Rotary embedding over interleaved pairs: (x[2i], x[2i+1]) turned by the angle of pair i at the token's position.
+def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = True, backend: str = "auto") -> Tensor:
+    """Rotary embedding: pairs (x[2i], x[2i+1]), or (x[i], x[i + D/2]) where not interleaved, turned by the angle of pair i at the token's
+    position.
 
     x float [T, heads, D]; positions int [T]; cos, sin float32 [max_positions, D/2], the table of angles. Returns [T, heads, D] of x's
-    dtype, in the same interleaved order. A position outside the table is refused on the CPU and undefined on a device.
+    dtype, in the same order. A position outside the table is refused on the CPU and undefined on a device.
     """
     check_tensor("x", x, (None, None, None), FLOAT_DTYPES)
     require(x.shape[2] % 2 == 0, f"x: head dimension {x.shape[2]} is odd")
     check_tensor("positions", positions, (x.shape[0],), INDEX_DTYPES)
     check_tensor("cos", cos, (None, x.shape[2] // 2), (torch.float32,))
     check_tensor("sin", sin, tuple(cos.shape), (torch.float32,))
-    result: Tensor = backends.find("rope", backend, x.device).rope(x, positions, cos, sin)
+    result: Tensor = backends.find("rope", backend, x.device).rope(x, positions, cos, sin, interleaved)
+    return result
+
+
+def mla_prepare(
+    qkv_a: Tensor,
+    q_norm: Tensor,
+    kv_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+    *,
+    eps: float,
+    interleaved: bool = True,
+    backend: str = "auto",
+) -> Tensor:
+    """MLA before attention: norms the query part of the low-rank projection and caches the rest, the latent normed, the rotary key turned.
+
+    qkv_a float [T, q_lora + kv_lora + R]: query part, latent, rotary key of each token. q_norm [q_lora], kv_norm [kv_lora] float: gains.
+    cos, sin float32 [T, R/2]: angles of the tokens' positions; interleaved as for `rope`.
+    cache float [num_blocks, block_size, kv_lora + R], contiguous; slots int64 [T]: token t is stored in row slots[t] of all its slots.
+    Returns the normed query part [T, q_lora] of qkv_a's dtype. What is cached was rounded to qkv_a's dtype first.
+    """
+    latent, half = kv_norm.shape[0], cos.shape[-1]
+    check_tensor("qkv_a", qkv_a, (None, q_norm.shape[0] + latent + 2 * half), FLOAT_DTYPES)
+    check_tensor("q_norm", q_norm, (None,), FLOAT_DTYPES)
+    check_tensor("kv_norm", kv_norm, (None,), FLOAT_DTYPES)
+    _check_angles(cos, sin, qkv_a.shape[0])
+    check_tensor("cache", cache, (None, None, latent + 2 * half), FLOAT_DTYPES)
+    require(cache.is_contiguous(), "cache: not contiguous")
+    check_tensor("slots", slots, (qkv_a.shape[0],), (torch.int64,))
+    found = backends.find("mla_prepare", backend, qkv_a.device)
+    result: Tensor = found.mla_prepare(qkv_a, q_norm, kv_norm, cos, sin, cache, slots, eps, interleaved)
     return result
 
 
 def mla_decode(
-    q: Tensor, cache: Tensor, block_table: Tensor, seq_lens: Tensor, *, scale: float, kv_lora_rank: int, backend: str = "auto"
+    q: Tensor,
+    kv_b: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    interleaved: bool = True,
+    backend: str = "auto",
 ) -> Tensor:
-    """Absorbed MLA attention of one query token per row over the cached latents.
+    """MLA of one query token per row over the cached latents, absorbed: softmax(scale * [q_nope W_UK, q_pe] . cached) . latents W_UV.
 
-    q float [B, heads, D], D = kv_lora_rank + rope dimension: the query times W_UK, then its rotary part.
-    cache float [num_blocks, block_size, D], any float dtype: the normed latent, then the rotary key, of one token per slot.
+    q float [B, heads, N + R]: of each head the part without a position, then the rotary part, not yet turned.
+    kv_b of q's dtype [heads, N + V, kv_lora]: of each head W_UK, then W_UV. cos, sin float32 [B, R/2]; interleaved as for `rope`.
+    cache float [num_blocks, block_size, kv_lora + R]: the normed latent, then the rotary key, of one token per slot.
     block_table int [B, max_blocks]: token t of row b is in cache[block_table[b, t // block_size], t % block_size]. Entries past the
     sequence must name some block; what is stored there does not matter, not even NaN.
     seq_lens int [B]: tokens to attend to, the newest included; a row of length 0 gives zeros.
-    Returns [B, heads, kv_lora_rank] of q's dtype: softmax(scale * q . latents) over latents[:kv_lora_rank], still to be multiplied by W_UV.
+    Returns [B, heads, V] of q's dtype, to which the absorbed query, probabilities and what they add up to may be rounded on the way.
 
     A contiguous cache [B, max_len, D] is the case of one block per row: block_table = arange(B)[:, None]. Several query tokens of one
     sequence are several rows with the same table and rising seq_lens.
     """
     check_tensor("q", q, (None, None, None), FLOAT_DTYPES)
-    check_tensor("cache", cache, (None, None, q.shape[2]), FLOAT_DTYPES)
-    check_tensor("block_table", block_table, (q.shape[0], None), INDEX_DTYPES)
-    check_tensor("seq_lens", seq_lens, (q.shape[0],), INDEX_DTYPES)
-    require(0 < kv_lora_rank <= q.shape[2], f"kv_lora_rank: {kv_lora_rank}, expected 1..{q.shape[2]}")
-    result: Tensor = backends.find("mla_decode", backend, q.device).mla_decode(q, cache, block_table, seq_lens, scale, kv_lora_rank)
+    rows, heads, width = q.shape
+    check_tensor("kv_b", kv_b, (heads, None, None), (q.dtype,))
+    _check_angles(cos, sin, rows)
+    rope_dim = 2 * cos.shape[1]
+    require(0 < width - rope_dim < kv_b.shape[1], f"kv_b: {kv_b.shape[1]} rows a head, expected more than the {width - rope_dim} of W_UK")
+    check_tensor("cache", cache, (None, None, kv_b.shape[2] + rope_dim), FLOAT_DTYPES)
+    check_tensor("block_table", block_table, (rows, None), INDEX_DTYPES)
+    check_tensor("seq_lens", seq_lens, (rows,), INDEX_DTYPES)
+    found = backends.find("mla_decode", backend, q.device)
+    result: Tensor = found.mla_decode(q, kv_b, cos, sin, cache, block_table, seq_lens, scale, interleaved)
     return result
+
+
+def _check_angles(cos: Tensor, sin: Tensor, tokens: int) -> None:
+    check_tensor("cos", cos, (tokens, None), (torch.float32,))
+    check_tensor("sin", sin, tuple(cos.shape), (torch.float32,))

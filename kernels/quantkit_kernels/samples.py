@@ -1,5 +1,7 @@
 """Random weights of every grid, and the exact results to hold an operator against: what the check, the benchmark and the tests share."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -52,3 +54,58 @@ def distance(out: Tensor, exact: Tensor) -> float:
     assert out.shape == exact.shape, (out.shape, exact.shape)
     ratio = (torch.linalg.vector_norm(out.double() - exact) / torch.linalg.vector_norm(exact)).item()
     return ratio if ratio == ratio else float("inf")
+
+
+class LatentAttention(NamedTuple):
+    """One call of mla_decode, its positional arguments, and what it must give, float64."""
+
+    arguments: tuple[Tensor, ...]
+    scale: float
+    exact: Tensor
+
+
+def latent_attention(
+    lengths: list[int],
+    heads: int,
+    block_size: int,
+    sizes: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    device: str | torch.device = "cpu",
+    interleaved: bool = True,
+) -> LatentAttention:
+    """Random rows of these lengths over scattered blocks, one table twice as wide as needed; whatever belongs to no token is NaN.
+
+    sizes: of a head's part without position, of its rotary part, of its value, of the latent. Cache and probabilities are of `dtype`, but
+    bfloat16 with float32.
+    """
+    nope, rope_dim, value, latent = sizes
+    rows, width = len(lengths), latent + rope_dim
+    max_blocks = max(1, -(-max(lengths) // block_size))
+    blocks = (torch.randperm(rows * max_blocks, device=device) + 1).view(rows, max_blocks)
+    cache = torch.full((rows * max_blocks + 1, block_size, width), float("nan"), device=device)
+    cache = cache.to(torch.bfloat16 if dtype == torch.float32 else dtype)
+    q = torch.randn(rows, heads, nope + rope_dim, device=device).to(dtype)
+    kv_b = (torch.randn(heads, nope + value, latent, device=device) * latent**-0.5).to(dtype)
+    angles = torch.rand(rows, rope_dim // 2, device=device) * 6
+    scale = (nope + rope_dim) ** -0.5
+    exact = torch.zeros(rows, heads, value, dtype=torch.float64, device=device)
+    up_k, up_v = kv_b.double().split([nope, value], dim=1)
+    for row, length in enumerate(lengths):
+        tokens = torch.arange(length, device=device)
+        cache[blocks[row, tokens // block_size], tokens % block_size] = torch.randn(length, width, device=device).to(cache.dtype)
+        seen = cache[blocks[row, tokens // block_size], tokens % block_size].double()
+        if length:
+            absorbed = torch.einsum("hn,hnl->hl", q[row, :, :nope].double(), up_k)
+            turned = _turned(q[row, :, nope:].double(), angles[row].double(), interleaved)
+            probabilities = (torch.cat([absorbed, turned], dim=-1) @ seen.T * scale).softmax(-1)
+            exact[row] = torch.einsum("hl,hvl->hv", probabilities @ seen[:, :latent], up_v)
+    table = torch.cat([blocks, torch.zeros_like(blocks)], dim=1).int()
+    arguments = (q, kv_b, angles.cos(), angles.sin(), cache, table, torch.tensor(lengths, device=device))
+    return LatentAttention(arguments, scale, exact)
+
+
+def _turned(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
+    """x [heads, D] by angles [D/2]."""
+    first, second = (x[:, ::2], x[:, 1::2]) if interleaved else x.chunk(2, dim=-1)
+    sides = first * angles.cos() - second * angles.sin(), first * angles.sin() + second * angles.cos()
+    return torch.stack(sides, dim=-1).flatten(-2) if interleaved else torch.cat(sides, dim=-1)

@@ -11,6 +11,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,8 @@ from quantkit.errors import QuantkitError
 from quantkit.evaluate.documents import read_documents
 from quantkit.executor.chat import ChatTokenizer
 from quantkit.executor.load import LoadedModel, load_model
-from quantkit.models.context import CausalContext
+from quantkit.models.context import CausalContext, Context
+from quantkit.models.decoder import DecoderLayer
 from quantkit.models.mlp import MoeMlp
 
 SEQ_LEN = 2048
@@ -89,6 +91,18 @@ class Trace:
     final: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
+class WatchedLayer:
+    """A layer that shows what it makes of the residual stream."""
+
+    def __init__(self, layer: DecoderLayer, show: Callable[[Tensor], None]) -> None:
+        self.layer, self.show, self.input_norm = layer, show, layer.input_norm
+
+    def __call__(self, normed: Tensor, residual: Tensor, context: Context, next_norm: Tensor) -> tuple[Tensor, Tensor]:
+        normed, residual = self.layer(normed, residual, context, next_norm)
+        self.show(residual)
+        return normed, residual
+
+
 class Watched:
     """A loaded model whose layers and experts tell what passes through them. The model is changed in place and is for this use only."""
 
@@ -98,20 +112,15 @@ class Watched:
         for number, layer in enumerate(layers):
             mlp = getattr(layer, "mlp", None)
             if isinstance(mlp, MoeMlp):
-                mlp.experts = self._watch_experts(number, mlp.experts)
-        loaded.model.layers = [self._watch_layer(number, layer) for number, layer in enumerate(layers)]
+                mlp.experts = self._watch_experts(number, mlp.experts, mlp.routing.num_experts_per_tok)
+        loaded.model.layers = [WatchedLayer(layer, partial(self._keep_hidden, number)) for number, layer in enumerate(layers)]
 
-    def _watch_layer(self, number: int, layer: Callable[[Tensor, Any], Tensor]) -> Callable[[Tensor, Any], Tensor]:
-        def run(hidden: Tensor, context: Any) -> Tensor:
-            out = layer(hidden, context)
-            self.trace.hidden[number] = out
-            return out
+    def _keep_hidden(self, number: int, hidden: Tensor) -> None:
+        self.trace.hidden[number] = hidden
 
-        return run
-
-    def _watch_experts(self, number: int, experts: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def _watch_experts(self, number: int, experts: Callable[..., Tensor], chosen: int) -> Callable[..., Tensor]:
         def run(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-            self.trace.topk_ids[number] = topk_ids
+            self.trace.topk_ids[number] = topk_ids[:, :chosen]  # a shared expert may follow
             return experts(x, topk_ids, topk_weights)
 
         return run

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantkit.executor.cache import PagedCache
-from quantkit.models.context import Positions
+from quantkit.models.context import Positions, expand_latents
+from quantkit.models.rope import Rope
 
 KEY_CHUNK = 4096
 """Keys expanded at a time in prefill: bounds memory whatever the context (an R1 layer's keys and values take 0.34 GB in bfloat16)."""
@@ -33,29 +34,35 @@ class Chunk:
     blocks: Tensor
 
 
-class PrefillContext(Positions):
+class CachedContext(Positions):
+    """New tokens and where they go: positions and slots [T] int64."""
+
+    def __init__(self, cache: PagedCache, positions: Tensor, slots: Tensor) -> None:
+        super().__init__(positions)
+        self.cache, self.slots = cache, slots
+
+    def store_mla(self, layer: int, qkv_a: Tensor, q_norm: Tensor, kv_norm: Tensor, eps: float, rope: Rope) -> Tensor:
+        """As `models.context.Context.store_mla`."""
+        return self.store_in(self.cache.layers[layer], self.slots, qkv_a, q_norm, kv_norm, eps, rope)
+
+
+class PrefillContext(CachedContext):
     """Tokens of several chunks lie flat; each sees its sequence's cached tokens and, causally, its own chunk."""
 
     def __init__(self, cache: PagedCache, chunks: list[Chunk]) -> None:
         spans = [torch.arange(chunk.start, chunk.start + chunk.length, device=cache.device) for chunk in chunks]
-        super().__init__(torch.cat(spans))
-        self.cache, self.chunks = cache, chunks
         size = cache.block_size
-        self.slots = torch.cat([chunk.blocks[span // size] * size + span % size for chunk, span in zip(chunks, spans)])
+        slots = torch.cat([chunk.blocks[span // size] * size + span % size for chunk, span in zip(chunks, spans)])
+        super().__init__(cache, torch.cat(spans), slots)
+        self.chunks = chunks
 
-    def attend_mla(self, layer: int, q_nope: Tensor, q_pe: Tensor, latent: Tensor, k_pe: Tensor, kv_b: Tensor, scale: float) -> Tensor:
+    def attend_mla(self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float) -> Tensor:
         """As `models.context.Context.attend_mla`."""
-        heads, nope = q_nope.shape[1:]
-        kv_lora = latent.shape[1]
-        q = torch.cat((q_nope, q_pe), dim=-1)
 
         def expand(cached: Tensor) -> tuple[Tensor, Tensor]:
-            seen, seen_pe = cached.to(q.dtype).split([kv_lora, cached.shape[1] - kv_lora], dim=-1)
-            k_nope, v = F.linear(seen, kv_b).unflatten(-1, (heads, -1)).split([nope, kv_b.shape[0] // heads - nope], dim=-1)
-            return torch.cat((k_nope, seen_pe[:, None, :].expand(-1, heads, -1)), dim=-1), v
+            return expand_latents(cached.to(q.dtype), kv_b, q.shape[2] - rope.dim)
 
-        self.cache.write(layer, self.slots, torch.cat((latent, k_pe), dim=-1))
-        return self._attend_chunks(layer, q, expand, scale)
+        return self._attend_chunks(layer, self.rotate_last(rope, q), expand, scale)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """As `models.context.Context.attend`."""
@@ -72,7 +79,7 @@ class PrefillContext(Positions):
         return torch.cat(out)
 
 
-class DecodeContext(Positions):
+class DecodeContext(CachedContext):
     """One token per row. Rows of one sequence (drafted tokens being verified) share its blocks and have rising positions.
 
     positions [B] int64 of the new tokens; block_table [B, n] int32 or int64; slots [B] int64, where the new tokens are written.
@@ -80,20 +87,14 @@ class DecodeContext(Positions):
     """
 
     def __init__(self, cache: PagedCache, positions: Tensor, block_table: Tensor, slots: Tensor) -> None:
-        super().__init__(positions)
-        self.cache, self.block_table, self.slots = cache, block_table, slots
+        super().__init__(cache, positions, slots)
+        self.block_table = block_table
         self.seq_lens = positions + 1
 
-    def attend_mla(self, layer: int, q_nope: Tensor, q_pe: Tensor, latent: Tensor, k_pe: Tensor, kv_b: Tensor, scale: float) -> Tensor:
-        """As `models.context.Context.attend_mla`, absorbed: scores = (q_nope W_UK) . latent, output = (p . latent) W_UV."""
-        heads, nope = q_nope.shape[1:]
-        kv_lora = latent.shape[1]
-        up_k, up_v = kv_b.view(heads, -1, kv_lora).split([nope, kv_b.shape[0] // heads - nope], dim=1)
-        absorbed = torch.bmm(q_nope.transpose(0, 1), up_k).transpose(0, 1)
-        self.cache.write(layer, self.slots, torch.cat((latent, k_pe), dim=-1))
-        q = torch.cat((absorbed, q_pe), dim=-1)
-        seen = mla_decode(q, self.cache.layers[layer], self.block_table, self.seq_lens, scale=scale, kv_lora_rank=kv_lora)
-        return torch.bmm(seen.transpose(0, 1), up_v.transpose(1, 2)).transpose(0, 1)
+    def attend_mla(self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float) -> Tensor:
+        """As `models.context.Context.attend_mla`, absorbed."""
+        cached, angles = self.cache.layers[layer], self.angles(rope)
+        return mla_decode(q, kv_b, *angles, cached, self.block_table, self.seq_lens, scale=scale, interleaved=rope.interleaved)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """As `models.context.Context.attend`: the rows' caches side by side, padded to the longest."""

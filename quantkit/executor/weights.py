@@ -9,6 +9,8 @@ it at every call. A model small enough is expanded once instead, with the same v
 """
 
 import math
+from collections.abc import Iterable
+from itertools import chain
 
 import quantkit_kernels as kernels
 import torch
@@ -87,27 +89,41 @@ class ExecutorWeights:
         return self._prepare(fused)
 
     def experts(self, prefix: str, num_experts: int) -> ExpertsOp:
+        return self._experts(prefix, num_experts, (self._expert(f"{prefix}.{expert}") for expert in range(num_experts)))
+
+    def experts_with_shared(self, prefix: str, num_experts: int, shared: str) -> ExpertsOp | None:
+        """As `Weights.experts_with_shared`: where the shared expert has the shapes and grid of the others."""
+        first, last = self._expert(f"{prefix}.0"), self._expert(shared)
+        if any(_form(one) != _form(other) for one, other in zip(first, last)):
+            return None
+        others = (self._expert(f"{prefix}.{expert}") for expert in range(1, num_experts))
+        return self._experts(prefix, num_experts + 1, chain([first], others, [last]))
+
+    def _expert(self, module: str) -> list[kernels.Weight]:
+        return [self._operand(f"{module}.{side}_proj") for side in ("gate", "up", "down")]
+
+    def _experts(self, prefix: str, count: int, experts: Iterable[list[kernels.Weight]]) -> ExpertsOp:
         builder: kernels.ExpertsBuilder | None = None
-        for expert in range(num_experts):
-            gate, up, down = (self._operand(f"{prefix}.{expert}.{side}_proj") for side in ("gate", "up", "down"))
+        for expert, (gate, up, down) in enumerate(experts):
             try:
                 if builder is None:
                     backend = self._backend("experts", gate, down)
-                    builder = kernels.ExpertsBuilder(num_experts, backend=backend, dtype=self.dtype, device=self.device)
+                    builder = kernels.ExpertsBuilder(count, backend=backend, dtype=self.dtype, device=self.device)
                 builder.add(expert, gate, up, down)
             except ValueError as fault:
                 raise QuantkitError(f"{prefix}.{expert} cannot be prepared: {fault}", "quantize all experts of a layer alike") from fault
         assert builder is not None, f"{prefix} has no experts"
-        experts = builder.finish()
-        self.nbytes += experts.nbytes
-        return self._prefetcher.follow(experts) if self._prefetcher else experts
+        prepared = builder.finish()
+        self.nbytes += prepared.nbytes
+        return self._prefetcher.follow(prepared) if self._prefetcher else prepared
 
     def all_reduce(self, x: Tensor) -> Tensor:
         add_up = self.parallel.all_reduce
         return self._prefetcher.during(add_up, x) if self._prefetcher else add_up(x)
 
     def _operand(self, module: str) -> kernels.Weight:
-        return operand(self._share(module), self.dtype)
+        stored = self.checkpoint.linears.get(module)
+        return operand(self._share(module), self.dtype, stored.format.activation_bits if stored else 16)
 
     def _share(self, module: str) -> Weight:
         """This rank's part of a linear; the bytes of others are not read where rows of a plain weight are cut."""
@@ -165,12 +181,15 @@ class SideBySide:
         return torch.cat([linear(x) for linear in self.linears], dim=-1)
 
 
-def operand(weight: Weight, dtype: torch.dtype) -> kernels.Weight:
+def operand(weight: Weight, dtype: torch.dtype, activation_bits: int = 16) -> kernels.Weight:
     """The kernel operand of a weight: the one place where a grid is matched to an operator.
 
-    int8 per channel runs with int8 activations; int4 and FP4 are weight-only; everything else, FP8 blocks included, is expanded to `dtype`.
+    int8 per channel runs with int8 activations, and so does int4 per channel from a format whose `activation_bits` are 8, a byte a code;
+    other int4 and FP4 are weight-only; everything else, FP8 blocks included, is expanded to `dtype`.
     """
     match weight:
+        case IntWeight(bits=4, zero_point=None) if activation_bits == 8 and weight.scale.shape[1] == 1:
+            return kernels.Int8(weight.codes, weight.scale)
         case IntWeight(bits=4) if weight.group_size in (32, 64, 128):
             return kernels.Int4(weight.codes, weight.scale, weight.zero_point)
         case IntWeight(bits=8) if weight.scale.shape[1] == 1 and weight.zero_point is None:
@@ -188,3 +207,8 @@ def _alike(first: kernels.Weight, second: kernels.Weight) -> bool:
     if isinstance(first, kernels.Int4) and isinstance(second, kernels.Int4):
         return first.scale.shape[1] == second.scale.shape[1] and (first.zero_point is None) == (second.zero_point is None)
     return True
+
+
+def _form(weight: kernels.Weight) -> tuple[object, ...]:
+    """Grid, shapes and groups: what the experts of one operator have in common."""
+    return type(weight), *(None if part is None else tuple(part.shape) for part in weight)

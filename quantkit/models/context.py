@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quantkit.models.rope import Rope, rotate_halves
+from quantkit.models.rope import Rope
 
 
 class Context(Protocol):
@@ -21,12 +21,12 @@ class Context(Protocol):
     def rotate(self, rope: Rope, x: Tensor) -> Tensor:
         """x [T, heads, rope.dim] turned to the tokens' positions."""
 
-    def attend_mla(self, layer: int, q_nope: Tensor, q_pe: Tensor, latent: Tensor, k_pe: Tensor, kv_b: Tensor, scale: float) -> Tensor:
-        """Multi-head latent attention.
+    def store_mla(self, layer: int, qkv_a: Tensor, q_norm: Tensor, kv_norm: Tensor, eps: float, rope: Rope) -> Tensor:
+        """Multi-head latent attention, first part: norms the query part [q_lora] of qkv_a [T, q_lora + kv_lora + rope.dim], which is
+        returned, and keeps the latent, normed, and the rotary key, turned, for `attend_mla` of this layer."""
 
-        q_nope [T, heads, nope], q_pe [T, heads, rope] rotated; latent [T, kv_lora] normalised, k_pe [T, rope] rotated;
-        kv_b [heads * (nope + v), kv_lora]. Returns [T, heads, v].
-        """
+    def attend_mla(self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float) -> Tensor:
+        """Second part: q [T, heads, nope + rope.dim], its rotary part not yet turned; kv_b [heads, nope + v, kv_lora]. -> [T, heads, v]."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Grouped-query attention: q [T, heads, d], k and v [T, kv_heads, d], heads a multiple of kv_heads. Returns [T, heads, d]."""
@@ -37,28 +37,50 @@ class Positions:
 
     def __init__(self, positions: Tensor) -> None:
         self.positions = positions
-        self._rows = torch.arange(len(positions), device=positions.device)
+        self.rows = torch.arange(len(positions), device=positions.device)
         self._tables: dict[Rope, tuple[Tensor, Tensor]] = {}
 
-    def rotate(self, rope: Rope, x: Tensor) -> Tensor:
+    def angles(self, rope: Rope) -> tuple[Tensor, Tensor]:
+        """cos, sin [T, rope.dim / 2] float32 of the tokens."""
         if rope not in self._tables:
             self._tables[rope] = rope.cos_sin(self.positions)
-        cos, sin = self._tables[rope]
-        return quantkit_kernels.rope(x, self._rows, cos, sin) if rope.interleaved else rotate_halves(x, cos, sin)
+        return self._tables[rope]
+
+    def rotate(self, rope: Rope, x: Tensor) -> Tensor:
+        return quantkit_kernels.rope(x, self.rows, *self.angles(rope), interleaved=rope.interleaved)
+
+    def rotate_last(self, rope: Rope, q: Tensor) -> Tensor:
+        """q [T, heads, nope + rope.dim] with its rotary part turned."""
+        return torch.cat((q[..., : -rope.dim], self.rotate(rope, q[..., -rope.dim :])), dim=-1)
+
+    def store_in(self, cache: Tensor, slots: Tensor, qkv_a: Tensor, q_norm: Tensor, kv_norm: Tensor, eps: float, rope: Rope) -> Tensor:
+        """`Context.store_mla` into cache [num_blocks, block_size, kv_lora + rope.dim], token t in slot slots[t]."""
+        cos, sin = self.angles(rope)
+        return quantkit_kernels.mla_prepare(qkv_a, q_norm, kv_norm, cos, sin, cache, slots, eps=eps, interleaved=rope.interleaved)
+
+
+def expand_latents(cached: Tensor, kv_b: Tensor, nope: int) -> tuple[Tensor, Tensor]:
+    """Latents, rotary keys [S, kv_lora + rope] -> keys [S, heads, nope + rope], values [S, heads, v]. kv_b as in `Context.attend_mla`."""
+    heads, rows, kv_lora = kv_b.shape
+    latent, k_pe = cached.split([kv_lora, cached.shape[1] - kv_lora], dim=-1)
+    k_nope, v = F.linear(latent, kv_b.flatten(0, 1)).unflatten(-1, (heads, rows)).split([nope, rows - nope], dim=-1)
+    return torch.cat((k_nope, k_pe[:, None].expand(-1, heads, -1)), dim=-1), v
 
 
 class CausalContext(Positions):
-    """Whole sequences, each seeing itself causally, nothing kept: for calibration, perplexity and tests."""
+    """Whole sequences, each seeing itself causally, nothing kept beyond a layer: for calibration, perplexity and tests."""
 
     def __init__(self, seq_lens: list[int], device: torch.device | str = "cpu") -> None:
         super().__init__(torch.cat([torch.arange(n, device=device) for n in seq_lens]))
         self.seq_lens = seq_lens
 
-    def attend_mla(self, layer: int, q_nope: Tensor, q_pe: Tensor, latent: Tensor, k_pe: Tensor, kv_b: Tensor, scale: float) -> Tensor:
-        heads, nope = q_nope.shape[1:]
-        k_nope, v = F.linear(latent, kv_b).unflatten(-1, (heads, -1)).split([nope, kv_b.shape[0] // heads - nope], dim=-1)
-        q = torch.cat((q_nope, q_pe), dim=-1)
-        k = torch.cat((k_nope, k_pe[:, None, :].expand(-1, heads, -1)), dim=-1)
+    def store_mla(self, layer: int, qkv_a: Tensor, q_norm: Tensor, kv_norm: Tensor, eps: float, rope: Rope) -> Tensor:
+        self.stored = qkv_a.new_empty(len(qkv_a), 1, kv_norm.shape[0] + rope.dim)
+        return self.store_in(self.stored, self.rows, qkv_a, q_norm, kv_norm, eps, rope)
+
+    def attend_mla(self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float) -> Tensor:
+        q = self.rotate_last(rope, q)
+        k, v = expand_latents(self.stored[:, 0], kv_b, q.shape[2] - rope.dim)
         return self.attend(layer, q, k, v, scale)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -6,7 +6,7 @@ Symbols: T tokens, H hidden_size, k num_experts_per_tok; attention head sizes no
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from quantkit_kernels import rms_norm
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantkit.errors import QuantkitError
+from quantkit.models import decoder
 from quantkit.models.config import read_fields, refuse_attention_bias
 from quantkit.models.context import Context
 from quantkit.models.mlp import DenseMlp, MoeMlp, Routing, mlp_parameters, mlp_scale_groups, up_down_group
@@ -174,19 +175,15 @@ class Attention:
         self.q_norm = weights.tensor(f"{a}.q_a_layernorm.weight")
         self.q_b = weights.linear(f"{a}.q_b_proj")
         self.kv_norm = weights.tensor(f"{a}.kv_a_layernorm.weight")
-        self.kv_b = weights.dense(f"{a}.kv_b_proj")
+        self.kv_b = weights.dense(f"{a}.kv_b_proj").view(-1, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank)
         self.o = weights.linear(f"{a}.o_proj")
 
     def __call__(self, x: Tensor, context: Context) -> Tensor:
         """x [T, H] -> [T, H], partial over ranks."""
         c = self.config
-        q_a, latent, k_pe = self.qkv_a(x).split([c.q_lora_rank, c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
-        q = self.q_b(rms_norm(q_a, self.q_norm, c.rms_norm_eps)).unflatten(-1, (-1, c.qk_head_dim))
-        q_nope, q_pe = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
-        q_pe = context.rotate(c.rope, q_pe)
-        k_pe = context.rotate(c.rope, k_pe[:, None])[:, 0]
-        latent = rms_norm(latent, self.kv_norm, c.rms_norm_eps)
-        return self.o(context.attend_mla(self.layer, q_nope, q_pe, latent, k_pe, self.kv_b, c.softmax_scale).flatten(1))
+        q_a = context.store_mla(self.layer, self.qkv_a(x), self.q_norm, self.kv_norm, c.rms_norm_eps, c.rope)
+        q = self.q_b(q_a).unflatten(-1, (-1, c.qk_head_dim))
+        return self.o(context.attend_mla(self.layer, q, self.kv_b, c.rope, c.softmax_scale).flatten(1))
 
 
 def moe_mlp(config: Config, prefix: str, weights: Weights) -> MoeMlp:
@@ -195,57 +192,21 @@ def moe_mlp(config: Config, prefix: str, weights: Weights) -> MoeMlp:
     )
 
 
-class DecoderLayer:
+class DecoderLayer(decoder.DecoderLayer):
     def __init__(self, config: Config, layer: int, weights: Weights) -> None:
         p = f"model.layers.{layer}"
-        self.eps = config.rms_norm_eps
-        self.all_reduce = weights.all_reduce
-        self.input_norm = weights.tensor(f"{p}.input_layernorm.weight")
-        self.attention = Attention(config, layer, weights)
-        self.post_attention_norm = weights.tensor(f"{p}.post_attention_layernorm.weight")
-        self.mlp = moe_mlp(config, f"{p}.mlp", weights) if config.is_moe(layer) else DenseMlp(f"{p}.mlp", weights)
-
-    def __call__(self, hidden: Tensor, context: Context) -> Tensor:
-        """hidden [T, H] -> [T, H]."""
-        return self.feed_forward(self.attend(hidden, context))
-
-    def attend(self, hidden: Tensor, context: Context) -> Tensor:
-        """The attention half, residual included."""
-        return hidden + self.all_reduce(self.attention(rms_norm(hidden, self.input_norm, self.eps), context))
-
-    def feed_forward(self, hidden: Tensor) -> Tensor:
-        """The MLP or expert half, residual included. Calibration walks the halves one after the other."""
-        return hidden + self.all_reduce(self.mlp(rms_norm(hidden, self.post_attention_norm, self.eps)))
+        mlp = moe_mlp(config, f"{p}.mlp", weights) if config.is_moe(layer) else DenseMlp(f"{p}.mlp", weights)
+        super().__init__(p, config.rms_norm_eps, weights, Attention(config, layer, weights), mlp)
 
 
-class Model:
-    """The whole stack but MTP. `layers` may be walked one by one; `__call__` runs them all."""
-
-    layer_class: type[DecoderLayer] = DecoderLayer
-
-    def __init__(self, config: Config, weights: Weights) -> None:
-        self.config = config
-        self.embedding = weights.tensor("model.embed_tokens.weight")
-        self.layers = [self.layer_class(config, layer, weights) for layer in range(config.num_hidden_layers)]
-        self.norm = weights.tensor("model.norm.weight")
-        self.head = weights.linear("lm_head")
-
-    def __call__(self, token_ids: Tensor, context: Context) -> Tensor:
-        """token_ids [T] -> hidden [T, H] after the final norm."""
-        hidden = F.embedding(token_ids, self.embedding)
-        for layer in self.layers:
-            hidden = layer(hidden, context)
-        return rms_norm(hidden, self.norm, self.config.rms_norm_eps)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [T, H] -> float32 [T, vocab]."""
-        return self.head(hidden).float()
+class Model(decoder.Model):
+    layer_class = DecoderLayer
 
 
 class MtpLayer:
     """Predicts token i + 2 from the hidden state of token i and the embedding of token i + 1."""
 
-    layer_class: type[DecoderLayer] = DecoderLayer
+    layer_class: ClassVar[type[Any]] = DecoderLayer
 
     def __init__(self, config: Config, weights: Weights, index: int = 0) -> None:
         layer = config.num_hidden_layers + index
@@ -255,7 +216,7 @@ class MtpLayer:
         self.enorm = weights.tensor(f"{p}.enorm.weight")
         self.hnorm = weights.tensor(f"{p}.hnorm.weight")
         self.eh_proj = weights.linear(f"{p}.eh_proj")
-        self.block = self.layer_class(config, layer, weights)
+        self.block: decoder.DecoderLayer = self.layer_class(config, layer, weights)
         self.norm = weights.tensor(f"{p}.shared_head.norm.weight")
         self.head = weights.linear(f"{p}.shared_head.head")
 
@@ -266,7 +227,9 @@ class MtpLayer:
 
     def __call__(self, next_token_ids: Tensor, hidden: Tensor, context: Context) -> Tensor:
         """-> hidden [T, H] after shared_head.norm; also the `hidden` of a further MTP step."""
-        return rms_norm(self.block(self.inputs(next_token_ids, hidden), context), self.norm, self.eps)
+        inputs = self.inputs(next_token_ids, hidden)
+        normed, _ = self.block(rms_norm(inputs, self.block.input_norm, self.eps), inputs, context, self.norm)
+        return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [T, H] -> float32 [T, vocab]."""

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from quantkit_kernels import rms_norm
 from torch import Tensor
-from torch.nn import functional as F
 
 from quantkit.errors import QuantkitError
+from quantkit.models import decoder
 from quantkit.models.config import read_fields
 from quantkit.models.context import Context
 from quantkit.models.mlp import DenseMlp, MoeMlp, Routing, mlp_parameters, mlp_scale_groups, up_down_group
@@ -146,52 +146,19 @@ class Attention:
         return self.o(context.attend(self.layer, q, k, v, c.softmax_scale).flatten(1))
 
 
-class DecoderLayer:
+class DecoderLayer(decoder.DecoderLayer):
     def __init__(self, config: Config, layer: int, weights: Weights) -> None:
         p = f"model.layers.{layer}"
-        self.eps = config.rms_norm_eps
-        self.all_reduce = weights.all_reduce
-        self.input_norm = weights.tensor(f"{p}.input_layernorm.weight")
-        self.attention = Attention(config, layer, weights)
-        self.post_attention_norm = weights.tensor(f"{p}.post_attention_layernorm.weight")
-        self.mlp: DenseMlp | MoeMlp
+        mlp: DenseMlp | MoeMlp
         if config.routing is not None and config.is_moe(layer):
-            self.mlp = MoeMlp(config.routing, f"{p}.mlp", weights, bias_name=None, shared_prefix=None)
+            mlp = MoeMlp(config.routing, f"{p}.mlp", weights, bias_name=None, shared_prefix=None)
         else:
-            self.mlp = DenseMlp(f"{p}.mlp", weights)
-
-    def __call__(self, hidden: Tensor, context: Context) -> Tensor:
-        """hidden [T, H] -> [T, H]."""
-        return self.feed_forward(self.attend(hidden, context))
-
-    def attend(self, hidden: Tensor, context: Context) -> Tensor:
-        """The attention half, residual included."""
-        return hidden + self.all_reduce(self.attention(rms_norm(hidden, self.input_norm, self.eps), context))
-
-    def feed_forward(self, hidden: Tensor) -> Tensor:
-        """The MLP or expert half, residual included."""
-        return hidden + self.all_reduce(self.mlp(rms_norm(hidden, self.post_attention_norm, self.eps)))
+            mlp = DenseMlp(f"{p}.mlp", weights)
+        super().__init__(p, config.rms_norm_eps, weights, Attention(config, layer, weights), mlp)
 
 
-class Model:
-    """The whole stack. `layers` may be walked one by one; `__call__` runs them all."""
-
-    layer_class: type[DecoderLayer] = DecoderLayer
+class Model(decoder.Model):
+    layer_class = DecoderLayer
 
     def __init__(self, config: Config, weights: Weights) -> None:
-        self.config = config
-        self.embedding = weights.tensor("model.embed_tokens.weight")
-        self.layers = [self.layer_class(config, layer, weights) for layer in range(config.num_hidden_layers)]
-        self.norm = weights.tensor("model.norm.weight")
-        self.head = weights.linear("model.embed_tokens" if config.tie_word_embeddings else "lm_head")
-
-    def __call__(self, token_ids: Tensor, context: Context) -> Tensor:
-        """token_ids [T] -> hidden [T, H] after the final norm."""
-        hidden = F.embedding(token_ids, self.embedding)
-        for layer in self.layers:
-            hidden = layer(hidden, context)
-        return rms_norm(hidden, self.norm, self.config.rms_norm_eps)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [T, H] -> float32 [T, vocab]."""
-        return self.head(hidden).float()
+        super().__init__(config, weights, head="model.embed_tokens" if config.tie_word_embeddings else "lm_head")

@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from quantkit_kernels import route, silu_and_mul
+from quantkit_kernels import moe_gate, silu_and_mul
 from torch import Tensor
-from torch.nn import functional as F
 
 from quantkit.models.table import Parameter, ScaleGroup
 from quantkit.models.weights import Weights
@@ -57,20 +56,33 @@ class Routing:
 
 
 class MoeMlp:
-    """Routed experts, and a shared one where `shared_prefix` names it. `bias_name` is the router's selection bias, if the model has one."""
+    """Routed experts, and a shared one where `shared_prefix` names it. `bias_name` is the router's selection bias, if the model has one.
+
+    The shared expert is asked for by every token with weight 1. Where the weights allow it, it is run as the last of the routed ones.
+    """
 
     def __init__(self, routing: Routing, prefix: str, weights: Weights, *, bias_name: str | None, shared_prefix: str | None) -> None:
         self.routing = routing
         self.router = weights.tensor(f"{prefix}.gate.weight").float()
         self.bias = weights.tensor(bias_name).float() if bias_name else None
-        self.experts = weights.experts(f"{prefix}.experts", routing.n_routed_experts)
-        self.shared = DenseMlp(shared_prefix, weights) if shared_prefix else None
+        names = (f"{prefix}.experts", routing.n_routed_experts)
+        joined = weights.experts_with_shared(*names, shared_prefix) if shared_prefix else None
+        self.num_joined = int(joined is not None)
+        self.experts = weights.experts(*names) if joined is None else joined
+        self.shared = DenseMlp(shared_prefix, weights) if shared_prefix and joined is None else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, H], partial over ranks."""
+        topk_ids, topk_weights = self.choose(x)
+        routed = self.experts(x, topk_ids, topk_weights)
+        return routed + self.shared(x) if self.shared else routed
+
+    def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The experts of each token and what they weigh, [T, k] each, a joined shared expert last."""
         r = self.routing
-        topk_ids, topk_weights = route(
-            F.linear(x.float(), self.router),
+        return moe_gate(
+            x,
+            self.router,
             self.bias,
             top_k=r.num_experts_per_tok,
             n_group=r.n_group,
@@ -78,6 +90,5 @@ class MoeMlp:
             scoring=r.scoring_func,
             norm_topk_prob=r.norm_topk_prob,
             routed_scaling_factor=r.routed_scaling_factor,
+            num_shared=self.num_joined,
         )
-        routed = self.experts(x, topk_ids, topk_weights)
-        return routed + self.shared(x) if self.shared else routed

@@ -13,7 +13,7 @@ from typing import Any
 from quantkit_kernels import rms_norm
 from torch import Tensor
 
-from quantkit.models import deepseek_v3
+from quantkit.models import decoder, deepseek_v3
 from quantkit.models.config import read_fields
 from quantkit.models.context import Context
 from quantkit.models.deepseek_v3 import Attention
@@ -71,25 +71,19 @@ def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
     ]
 
 
-class DecoderLayer(deepseek_v3.DecoderLayer):
+class DecoderLayer(decoder.DecoderLayer):
     def __init__(self, config: deepseek_v3.Config, layer: int, weights: Weights) -> None:
         p = f"model.layers.{layer}"
-        self.eps = config.rms_norm_eps
-        self.all_reduce = weights.all_reduce
-        self.input_norm = weights.tensor(f"{p}.input_layernorm.weight")
-        self.attention = Attention(config, layer, weights)
+        mlp = _moe_mlp(config, f"{p}.mlp", weights) if config.is_moe(layer) else DenseMlp(f"{p}.mlp", weights)
+        super().__init__(p, config.rms_norm_eps, weights, Attention(config, layer, weights), mlp, mlp_norm="pre_mlp_layernorm")
         self.post_attention_norm = weights.tensor(f"{p}.post_attention_layernorm.weight")
-        self.pre_mlp_norm = weights.tensor(f"{p}.pre_mlp_layernorm.weight")
-        self.mlp = _moe_mlp(config, f"{p}.mlp", weights) if config.is_moe(layer) else DenseMlp(f"{p}.mlp", weights)
         self.post_mlp_norm = weights.tensor(f"{p}.post_mlp_layernorm.weight")
 
-    def attend(self, hidden: Tensor, context: Context) -> Tensor:
-        attended = self.all_reduce(self.attention(rms_norm(hidden, self.input_norm, self.eps), context))
-        return hidden + rms_norm(attended, self.post_attention_norm, self.eps)
+    def attention_output(self, normed: Tensor, context: Context) -> Tensor:
+        return rms_norm(super().attention_output(normed, context), self.post_attention_norm, self.eps)
 
-    def feed_forward(self, hidden: Tensor) -> Tensor:
-        out = self.all_reduce(self.mlp(rms_norm(hidden, self.pre_mlp_norm, self.eps)))
-        return hidden + rms_norm(out, self.post_mlp_norm, self.eps)
+    def mlp_output(self, normed: Tensor) -> Tensor:
+        return rms_norm(super().mlp_output(normed), self.post_mlp_norm, self.eps)
 
 
 def _moe_mlp(config: deepseek_v3.Config, prefix: str, weights: Weights) -> MoeMlp:
@@ -98,7 +92,7 @@ def _moe_mlp(config: deepseek_v3.Config, prefix: str, weights: Weights) -> MoeMl
     return MoeMlp(config.routing, prefix, weights, bias_name=bias, shared_prefix=f"{prefix}.shared_experts")
 
 
-class Model(deepseek_v3.Model):
+class Model(decoder.Model):
     layer_class = DecoderLayer
 
 

@@ -35,5 +35,8 @@ class Weights(Protocol):
     def experts(self, prefix: str, num_experts: int) -> ExpertsOp:
         """The routed experts `prefix`.0 .. `prefix`.{num_experts-1}: gate_proj, up_proj, down_proj with SiLU."""
 
+    def experts_with_shared(self, prefix: str, num_experts: int, shared: str) -> ExpertsOp | None:
+        """As `experts`, with the shared expert `shared` as number `num_experts`; None where they are better run apart."""
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum of the ranks' partial outputs; x itself on one device."""

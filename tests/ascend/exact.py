@@ -16,8 +16,10 @@ import torch
 import torch.nn.functional as F
 from quantkit_kernels import backends
 from quantkit_kernels.experts import Experts, ExpertsLayout
+from quantkit_kernels.functional import Choice
 from quantkit_kernels.linear import Linear, quantize_rows
 from quantkit_kernels.reference.experts import LoopLayout
+from quantkit_kernels.reference.functional import absorbed, values
 from quantkit_kernels.weights import Fp4, Int4, Int8, Weight, dequantize, shape
 from torch import Tensor
 
@@ -123,38 +125,77 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return (gate / (1 + (-gate).exp()) * up).to(x.dtype)
 
 
-def route(
-    logits: Tensor, bias: Tensor | None, top_k: int, n_group: int, topk_group: int, scoring: str, norm_topk_prob: bool, scaling: float
-) -> tuple[Tensor, Tensor]:
-    """DeepSeek-V3's: sigmoid, groups by their best two, weights divided by their sum."""
-    assert (scoring, norm_topk_prob) == ("sigmoid", True), (scoring, norm_topk_prob)
-    ids = torch.empty(len(logits), top_k, dtype=torch.int64)
-    weights = torch.empty(len(logits), top_k)
+def route(logits: Tensor, bias: Tensor | None, how: Choice) -> tuple[Tensor, Tensor]:
+    """DeepSeek-V3's: sigmoid, groups by their best two, weights divided by their sum; then the shared experts."""
+    assert (how.scoring, how.norm_topk_prob) == ("sigmoid", True), how
+    experts = logits.shape[1]
+    ids = torch.empty(len(logits), how.top_k + how.num_shared, dtype=torch.int64)
+    weights = torch.ones(ids.shape)
     for token, row in enumerate(logits.double()):
         scores = 1 / (1 + (-row).exp())
         choice = scores if bias is None else scores + bias.double()
-        size = len(choice) // n_group
-        groups = sorted(range(n_group), key=lambda g: -float(choice[g * size : (g + 1) * size].topk(2).values.sum()))[:topk_group]
+        size = experts // how.n_group
+        groups = sorted(range(how.n_group), key=lambda g: -float(choice[g * size : (g + 1) * size].topk(2).values.sum()))[: how.topk_group]
         kept = [expert for group in groups for expert in range(group * size, (group + 1) * size)]
-        ids[token] = torch.tensor(sorted(kept, key=lambda expert: -float(choice[expert]))[:top_k])
-        chosen = scores[ids[token]]
-        weights[token] = chosen / (chosen.sum() + 1e-20) * scaling
+        best = sorted(kept, key=lambda expert: -float(choice[expert]))[: how.top_k]
+        ids[token] = torch.tensor([*best, *range(experts, experts + how.num_shared)])
+        weights[token, : how.top_k] = scores[best] / (scores[best].sum() + 1e-20) * how.routed_scaling_factor
     return ids, weights
 
 
-def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def moe_gate(x: Tensor, router: Tensor, bias: Tensor | None, how: Choice) -> tuple[Tensor, Tensor]:
+    return route(F.linear(x.float(), router), bias, how)
+
+
+def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    return turned(x, cos[positions], sin[positions], interleaved)
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    assert interleaved
     pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)).contiguous())
-    angles = torch.complex(cos[positions].double(), sin[positions].double())[:, None]
+    angles = torch.complex(cos.double(), sin.double())[:, None]
     return torch.view_as_real(pairs * angles).flatten(-2).to(x.dtype)
 
 
-def mla_decode(q: Tensor, cache: Tensor, block_table: Tensor, seq_lens: Tensor, scale: float, kv_lora_rank: int) -> Tensor:
-    out = torch.zeros(*q.shape[:2], kv_lora_rank, dtype=q.dtype)
+def mla_prepare(
+    qkv_a: Tensor,
+    q_norm: Tensor,
+    kv_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+    eps: float,
+    interleaved: bool,
+) -> Tensor:
+    q_a, latent, k_pe = qkv_a.split([len(q_norm), len(kv_norm), 2 * cos.shape[1]], dim=-1)
+    rows = cache.view(-1, cache.shape[2])
+    rows[slots, : len(kv_norm)] = rms_norm(latent, kv_norm, eps).to(cache.dtype)
+    rows[slots, len(kv_norm) :] = turned(k_pe[:, None], cos, sin, interleaved)[:, 0].to(cache.dtype)
+    return rms_norm(q_a, q_norm, eps)
+
+
+def mla_decode(
+    q: Tensor,
+    kv_b: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    interleaved: bool,
+) -> Tensor:
+    """The products with W_UK and W_UV are torch's, as on the NPU."""
+    kv_lora, rope_dim = kv_b.shape[2], 2 * cos.shape[1]
+    query = torch.cat([absorbed(q, kv_b, cos), turned(q[..., -rope_dim:], cos, sin, interleaved)], dim=-1)
+    out = torch.zeros(*q.shape[:2], kv_lora, dtype=q.dtype)
     for row, length in enumerate(seq_lens.tolist()):
         seen = cache[block_table[row]].flatten(0, 1)[:length].to(q.dtype).double()
-        scores = q[row].double() @ seen.T * scale
-        out[row] = (scores.softmax(dim=-1) @ seen[:, :kv_lora_rank]).to(q.dtype)
-    return out
+        scores = query[row].double() @ seen.T * scale
+        out[row] = (scores.softmax(dim=-1) @ seen[:, :kv_lora]).to(q.dtype)
+    return values(out, q, kv_b, cos)
 
 
-FUNCTIONS = ("rms_norm", "add_rms_norm", "silu_and_mul", "route", "rope", "mla_decode")
+FUNCTIONS = ("rms_norm", "add_rms_norm", "silu_and_mul", "route", "moe_gate", "rope", "mla_prepare", "mla_decode")

@@ -26,6 +26,7 @@ QUESTIONS = ("What is 12 + 7?", "Tom has 5 apples and buys 8 more. How many appl
 DTYPES = ("bfloat16", "float16")
 ALWAYS = {
     "npu_rms_norm",
+    "npu_add_rms_norm",
     "npu_swiglu",
     "npu_moe_gating_top_k",
     "npu_rotary_mul",

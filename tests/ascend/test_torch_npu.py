@@ -8,7 +8,7 @@ import torch
 from ascend import npu_double
 from kernel_weights import exact_experts, layer, random_experts
 from quantkit_kernels import Fp4, dequantize, functional, prepare, reference, torch_npu
-from quantkit_kernels.samples import TOLERANCE, distance, exact_linear, random_weight
+from quantkit_kernels.samples import TOLERANCE, distance, exact_linear, latent_attention, random_weight
 from quantkit_kernels.torch_npu import calls, layout, rules
 
 GRIDS = ("int4-asym-32", "int4-asym-128", "int4-sym-128", "int8", "fp4", "dense")
@@ -89,32 +89,41 @@ def test_route(scoring: str, norm_topk_prob: bool, called: list[str]) -> None:
     logits, bias = random(9, 256, dtype=torch.float32), random(256, dtype=torch.float32, seed=1) / 10
     sizes = {"top_k": 8, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}
     ids, weights = functional.route(logits, bias, scoring=scoring, norm_topk_prob=norm_topk_prob, backend="torch_npu", **sizes)  # type: ignore[arg-type]
-    twin_ids, twin_weights = reference.route(logits, bias, 8, 8, 4, scoring, norm_topk_prob, 2.5)
+    twin_ids, twin_weights = reference.route(logits, bias, functional.Choice(8, 8, 4, scoring, norm_topk_prob, 2.5, 0))
     assert torch.equal(ids, twin_ids)
     torch.testing.assert_close(weights, twin_weights, rtol=1e-5, atol=1e-6)
     assert bool(called) == ((scoring == "sigmoid") == norm_topk_prob)
 
 
-def test_rope(called: list[str]) -> None:
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_rope(interleaved: bool, called: list[str]) -> None:
     called.clear()
     x, positions = random(5, 16, 64), torch.tensor([3, 0, 7, 7, 1])
     angles = random(8, 32, dtype=torch.float32, seed=1)
-    ours = functional.rope(x, positions, angles.cos(), angles.sin(), backend="torch_npu")
-    assert distance(ours, reference.rope(x, positions, angles.cos(), angles.sin()).double()) < 4e-3
+    ours = functional.rope(x, positions, angles.cos(), angles.sin(), interleaved=interleaved, backend="torch_npu")
+    assert distance(ours, reference.rope(x, positions, angles.cos(), angles.sin(), interleaved).double()) < 4e-3
     assert called == ["npu_rotary_mul"]
 
 
-@pytest.mark.parametrize(("heads", "latent", "rope"), [(16, 512, 64), (128, 512, 64), (8, 128, 32)])
-def test_mla_decode(heads: int, latent: int, rope: int, called: list[str]) -> None:
+def test_mla_prepare(called: list[str]) -> None:
     called.clear()
-    q, cache = random(3, heads, latent + rope), random(6, 16, latent + rope, seed=1)
-    cache[3, 8:] = float("nan")  # past the end of row 2
-    block_table = torch.tensor([[0, 1], [4, 5], [2, 3]])
-    seq_lens = torch.tensor([17, 0, 24])
-    scale = (latent + rope) ** -0.5
-    ours = functional.mla_decode(q, cache, block_table, seq_lens, scale=scale, kv_lora_rank=latent, backend="torch_npu")
-    assert distance(ours, reference.mla_decode(q, cache, block_table, seq_lens, scale, latent).double()) < 6e-3
-    assert called == ["npu_fused_infer_attention_score"]
+    qkv_a, angles, slots = random(3, 1536 + 576), random(3, 32, dtype=torch.float32, seed=1), torch.tensor([5, 0, 17])
+    gains = random(1536, seed=2), random(512, seed=3)
+    ours, twin = torch.zeros(2, 16, 576, dtype=qkv_a.dtype), torch.zeros(2, 16, 576, dtype=qkv_a.dtype)
+    arguments = (qkv_a, *gains, angles.cos(), angles.sin())
+    q_a = functional.mla_prepare(*arguments, ours, slots, eps=1e-6, backend="torch_npu")
+    assert distance(q_a, reference.mla_prepare(*arguments, twin, slots, 1e-6, True).double()) < 4e-3
+    assert distance(ours, twin.double()) < 4e-3
+    assert sorted(called) == ["npu_rms_norm", "npu_rms_norm", "npu_rotary_mul"]
+
+
+@pytest.mark.parametrize(("heads", "sizes"), [(16, (128, 64, 128, 512)), (128, (128, 64, 128, 512)), (8, (32, 32, 64, 128))])
+def test_mla_decode(heads: int, sizes: tuple[int, int, int, int], called: list[str]) -> None:
+    called.clear()
+    case = latent_attention([17, 0, 24], heads, 16, sizes, torch.bfloat16)
+    ours = functional.mla_decode(*case.arguments, scale=case.scale, backend="torch_npu")
+    assert distance(ours, case.exact) < 1e-2
+    assert called == ["npu_rotary_mul", "npu_fused_infer_attention_score"]
 
 
 def test_prefetch_names_every_tensor(called: list[str]) -> None:

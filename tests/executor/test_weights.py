@@ -8,6 +8,7 @@ import torch
 
 from quantkit.executor.load import load_model
 from quantkit.executor.weights import ExecutorWeights, operand
+from quantkit.models.mlp import DenseMlp
 from quantkit.quant.fp4 import quantize_fp4
 from quantkit.quant.fp8 import quantize_fp8_block
 from quantkit.quant.integer import quantize_int
@@ -48,6 +49,24 @@ def test_fused_linear_is_its_parts_side_by_side(weights: ExecutorWeights) -> Non
     assert isinstance(fused, kernels.Linear)
     expected = torch.cat([x @ weights.dense(name).T for name in names], dim=-1)
     torch.testing.assert_close(fused(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_shared_expert_of_the_routed_ones_form_is_one_more_of_them(weights: ExecutorWeights) -> None:
+    generator = torch.Generator().manual_seed(1)
+    prefix, shared = "model.layers.1.mlp.experts", "model.layers.1.mlp.shared_experts"
+    x, topk_weights = torch.randn(5, 256, generator=generator), torch.rand(5, 2, generator=generator)
+    topk_ids = torch.tensor([[0, 3], [1, 2], [3, 0], [2, 2], [1, 0]])
+    count = int(weights.checkpoint.config["n_routed_experts"])
+    joined = weights.experts_with_shared(prefix, count, shared)
+    assert joined is not None
+    ours = joined(x, torch.cat((topk_ids, torch.full((5, 1), count)), dim=1), torch.cat((topk_weights, torch.ones(5, 1)), dim=1))
+    expected = weights.experts(prefix, count)(x, topk_ids, topk_weights) + DenseMlp(shared, weights)(x)
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_shared_expert_of_another_form_is_run_apart(weights: ExecutorWeights, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights.checkpoint, "weight", lambda module: W[:64] if "shared" in module else W)
+    assert weights.experts_with_shared("model.layers.1.mlp.experts", 4, "model.layers.1.mlp.shared_experts") is None
 
 
 def test_parts_on_different_grids_are_not_fused(weights: ExecutorWeights, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,9 @@
 """Norms, activation, router, rotary embedding and latent attention against formulas written out in float64."""
 
-import math
-
 import pytest
 import torch
-from quantkit_kernels import add_rms_norm, mla_decode, rms_norm, rope, route, silu_and_mul
-from quantkit_kernels.samples import TOLERANCE, distance
+from quantkit_kernels import add_rms_norm, mla_decode, mla_prepare, moe_gate, rms_norm, rope, route, silu_and_mul
+from quantkit_kernels.samples import TOLERANCE, distance, latent_attention
 
 DTYPES = tuple(TOLERANCE)
 
@@ -61,35 +59,73 @@ def test_route(scoring: str, biased: bool, experts: int, top_k: int, n_group: in
     assert distance(plain, scores) < 1e-6
 
 
-def test_rope_turns_interleaved_pairs() -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gate_multiplies_and_routes(dtype: torch.dtype) -> None:
+    x, router, bias = torch.randn(5, 48).to(dtype), torch.randn(16, 48), torch.randn(16) * 0.1
+    sizes = {"top_k": 3, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+    ids, weights = moe_gate(x, router, bias, **sizes)  # type: ignore[arg-type]
+    expected_ids, expected = route(x.float() @ router.T, bias, **sizes)  # type: ignore[arg-type]
+    assert torch.equal(ids, expected_ids)
+    assert distance(weights, expected.double()) < 1e-5
+
+
+def test_shared_experts_follow_the_chosen_ones() -> None:
+    logits = torch.randn(5, 16)
+    plain_ids, plain_weights = route(logits, None, top_k=3)
+    ids, weights = route(logits, None, top_k=3, num_shared=2)
+    assert torch.equal(ids[:, :3], plain_ids)
+    assert torch.equal(weights[:, :3], plain_weights)
+    assert ids[:, 3:].tolist() == [[16, 17]] * 5
+    assert weights[:, 3:].eq(1).all()
+
+
+def turned(x: torch.Tensor, angles: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """x [T, heads, D] in float64 by angles [T, D/2]."""
+    x = x.double()
+    first, second = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+    pairs = torch.complex(first, second) * torch.polar(torch.ones_like(angles.double()), angles.double()).unsqueeze(1)
+    sides = torch.view_as_real(pairs)
+    return sides.flatten(-2) if interleaved else torch.cat(sides.unbind(-1), dim=-1)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_rope_turns_pairs(interleaved: bool) -> None:
     angles = torch.rand(50, 8) * 6
     x, positions = torch.randn(4, 3, 16), torch.tensor([49, 0, 7, 7])
-    y = rope(x, positions, angles.cos(), angles.sin())
-    pairs = torch.view_as_complex(x.double().unflatten(-1, (8, 2)))
-    turned = pairs * torch.polar(torch.ones(4, 1, 8, dtype=torch.float64), angles[positions].double().unsqueeze(1))
-    assert distance(y, torch.view_as_real(turned).flatten(-2)) < 1e-6
+    y = rope(x, positions, angles.cos(), angles.sin(), interleaved=interleaved)
+    assert distance(y, turned(x, angles[positions], interleaved)) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_mla_prepare_norms_turns_and_caches(dtype: torch.dtype, interleaved: bool) -> None:
+    q_lora, kv_lora, rope_dim, eps = 24, 40, 16, 1e-6
+    qkv_a, q_norm, kv_norm = torch.randn(3, q_lora + kv_lora + rope_dim).to(dtype) * 2, torch.rand(q_lora), torch.rand(kv_lora)
+    angles = torch.rand(3, rope_dim // 2) * 6
+    cache = torch.full((4, 8, kv_lora + rope_dim), float("nan"), dtype=dtype)
+    slots = torch.tensor([30, 0, 9])
+    q_a = mla_prepare(qkv_a, q_norm, kv_norm, angles.cos(), angles.sin(), cache, slots, eps=eps, interleaved=interleaved)
+
+    def norm(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return value.double() / (value.double().square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+    exact_q, latent, k_pe = qkv_a.split([q_lora, kv_lora, rope_dim], dim=-1)
+    assert q_a.dtype == dtype
+    assert distance(q_a, norm(exact_q, q_norm)) < TOLERANCE[dtype]
+    stored = cache.view(-1, kv_lora + rope_dim)
+    exact = torch.cat([norm(latent, kv_norm), turned(k_pe.unsqueeze(1), angles, interleaved).squeeze(1)], dim=-1)
+    assert distance(stored[slots], exact) < TOLERANCE[dtype]
+    untouched = torch.ones(32, dtype=torch.bool).index_fill(0, slots, False)
+    assert stored[untouched].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("block_size", [1, 16, 64])
 def test_mla_decode_over_scattered_blocks(dtype: torch.dtype, block_size: int) -> None:
-    heads, lora, rope_dim = 5, 64, 16
-    lengths = [1, 0, 37, 64]
-    max_blocks = -(-max(lengths) // block_size)
-    table = torch.randperm(4 * max_blocks + 1)[: 4 * max_blocks].view(4, max_blocks)
-    cache = torch.full((4 * max_blocks + 1, block_size, lora + rope_dim), float("nan"), dtype=torch.bfloat16)
-    q = torch.randn(4, heads, lora + rope_dim).to(dtype)
-    exact = torch.zeros(4, heads, lora, dtype=torch.float64)
-    for row, length in enumerate(lengths):
-        latents = torch.randn(length, lora + rope_dim).bfloat16()
-        for token in range(length):
-            cache[table[row, token // block_size], token % block_size] = latents[token]
-        if length:
-            probabilities = (q[row].double() @ latents.double().T / math.sqrt(96)).softmax(-1)
-            exact[row] = probabilities @ latents.double()[:, :lora]
-    out = mla_decode(q, cache, table.int(), torch.tensor(lengths), scale=1 / math.sqrt(96), kv_lora_rank=lora)
+    case = latent_attention([1, 0, 37, 64], heads=5, block_size=block_size, sizes=(24, 16, 20, 64), dtype=dtype)
+    out = mla_decode(*case.arguments, scale=case.scale)
     assert out.dtype == dtype
-    assert distance(out, exact) < TOLERANCE[dtype]
+    assert distance(out, case.exact) < TOLERANCE[dtype]
     assert out[1].abs().max() == 0
 
 
@@ -111,7 +147,15 @@ def test_wrong_arguments_are_refused() -> None:
         route(x, torch.zeros(8).double(), top_k=2)
     with pytest.raises(ValueError, match="positions"):
         rope(torch.zeros(2, 1, 4), torch.zeros(3, dtype=torch.int64), torch.ones(4, 2), torch.ones(4, 2))
+    angles, slots = torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="qkv_a: shape"):
+        mla_prepare(torch.zeros(1, 9), torch.ones(2), torch.ones(4), angles, angles, torch.zeros(1, 4, 8), slots, eps=1e-6)
+    with pytest.raises(ValueError, match="not contiguous"):
+        mla_prepare(torch.zeros(1, 10), torch.ones(2), torch.ones(4), angles, angles, torch.zeros(4, 1, 8).expand(4, 2, 8), slots, eps=1e-6)
+    q, kv_b, where = torch.zeros(1, 2, 8), torch.zeros(2, 6, 4), (torch.zeros(1, 1).int(), torch.ones(1).int())
     with pytest.raises(ValueError, match="cache: shape"):
-        mla_decode(torch.zeros(1, 2, 8), torch.zeros(1, 4, 6), torch.zeros(1, 1).int(), torch.ones(1).int(), scale=1.0, kv_lora_rank=4)
+        mla_decode(q, kv_b, angles, angles, torch.zeros(1, 4, 6), *where, scale=1.0)
+    with pytest.raises(ValueError, match="kv_b: 4 rows"):
+        mla_decode(q, kv_b[:, :4], angles, angles, torch.zeros(1, 4, 8), *where, scale=1.0)
     with pytest.raises(ValueError, match="backend"):
         rms_norm(x, torch.ones(8), 1e-6, backend="cpu")

@@ -5,6 +5,7 @@ from pathlib import Path
 import make_model
 import pytest
 import torch
+from quantkit_kernels import rms_norm
 
 from quantkit.executor.load import LoadedModel, load_model
 from quantkit.models import deepseek_v3
@@ -68,6 +69,18 @@ def test_parameters_are_the_tensors_of_the_checkpoint() -> None:
     }
 
 
+def test_a_layer_is_its_two_halves(loaded: LoadedModel) -> None:
+    """What the stack computes in fused steps is what calibration walks, to the bit."""
+    hidden = torch.randn(7, loaded.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    gain = torch.rand(loaded.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        for layer in loaded.model.layers[:2]:
+            halves = layer.feed_forward(layer.attend(hidden, CausalContext([7])))
+            normed, residual = layer(rms_norm(hidden, layer.input_norm, layer.eps), hidden, CausalContext([7]), gain)
+            assert torch.equal(residual, halves)
+            assert torch.equal(normed, rms_norm(halves, gain, layer.eps))
+
+
 def test_mtp_layer_predicts_from_hidden_and_next_token(loaded: LoadedModel) -> None:
     """Written out: the decoder layer over eh_proj([enorm(embed(next)), hnorm(hidden)]), its own norm and head."""
     from torch.nn.functional import embedding, linear, rms_norm
@@ -82,6 +95,6 @@ def test_mtp_layer_predicts_from_hidden_and_next_token(loaded: LoadedModel) -> N
         ours = mtp.logits(mtp(prompt[1:], hidden, context))
         embedded = embedding(prompt[1:], tensors[f"{p}.embed_tokens.weight"])
         parts = [rms_norm(x, (256,), tensors[f"{p}.{name}.weight"], eps) for x, name in ((embedded, "enorm"), (hidden, "hnorm"))]
-        block = mtp.block(linear(torch.cat(parts, dim=-1), tensors[f"{p}.eh_proj.weight"]), context)
+        block = mtp.block.feed_forward(mtp.block.attend(linear(torch.cat(parts, dim=-1), tensors[f"{p}.eh_proj.weight"]), context))
         expected = linear(rms_norm(block, (256,), tensors[f"{p}.shared_head.norm.weight"], eps), tensors[f"{p}.shared_head.head.weight"])
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)

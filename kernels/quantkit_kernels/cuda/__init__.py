@@ -6,15 +6,26 @@ Written in C++ because prepacked mma fragments, 16-byte streaming loads and the 
 import torch
 
 from quantkit_kernels.backends import Shape
+from quantkit_kernels.cuda.attention import mla_decode, mla_prepare
 from quantkit_kernels.cuda.build import find_nvcc, library_path
 from quantkit_kernels.cuda.experts import StreamLayout
-from quantkit_kernels.cuda.functional import add_rms_norm, rms_norm, rope, route, silu_and_mul
+from quantkit_kernels.cuda.functional import add_rms_norm, moe_gate, rms_norm, rope, route, silu_and_mul
 from quantkit_kernels.cuda.linear import linear
 from quantkit_kernels.weights import Weight
 
-__all__ = ["add_rms_norm", "experts_layout", "linear", "rms_norm", "rope", "route", "silu_and_mul", "unusable"]
-
-_FUNCTIONS = ("rms_norm", "add_rms_norm", "silu_and_mul", "route", "rope")
+__all__ = [
+    "add_rms_norm",
+    "experts_layout",
+    "linear",
+    "mla_decode",
+    "mla_prepare",
+    "moe_gate",
+    "rms_norm",
+    "rope",
+    "route",
+    "silu_and_mul",
+    "unusable",
+]
 
 
 def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, shapes: tuple[Shape, ...]) -> str | None:
@@ -24,14 +35,13 @@ def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, sha
         return "no CUDA device here"
     if operator.endswith("_dense"):
         return "quantized weights only"
-    if operator == "mla_decode":
-        return "not written"
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) != (9, 0):
         return f"written for compute capability 9.0 (Hopper), this device has {major}.{minor}"
     if find_nvcc() is None and not library_path(f"{major}{minor}").exists():
         return "nvcc is not installed, and it compiles the kernels at first use"
-    return None if operator in _FUNCTIONS else _refused(operator.split("_")[1], dtype, shapes)
+    family, _, kind = operator.partition("_")
+    return _refused(kind, dtype, shapes) if family in ("linear", "experts") else None
 
 
 def _refused(kind: str, dtype: torch.dtype | None, shapes: tuple[Shape, ...]) -> str | None:

@@ -33,6 +33,16 @@ class Params(ctypes.Structure):
     ]
 
 
+class Route(ctypes.Structure):
+    """Route of route.cu, field by field."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("bias", "ids", "weights")),
+        *((name, ctypes.c_int) for name in ("experts", "top_k", "n_group", "topk_group", "softmax", "normalize", "shared")),
+        ("scale", ctypes.c_float),
+    ]
+
+
 def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quantkit"
 
@@ -57,8 +67,8 @@ def compile_library(architecture: str) -> Path:
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         built = Path(folder) / target.name
         # "a": with the instructions that only this architecture has.
-        target_flags = ["-gencode", f"arch=compute_{architecture}a,code=sm_{architecture}a"]
-        command = [nvcc, "-O3", "-std=c++20", "--threads=0", "--split-compile=0", *target_flags, "-shared", "-Xcompiler", "-fPIC", "-o", str(built)]
+        target_flags = ["-gencode", f"arch=compute_{architecture}a,code=sm_{architecture}a", "--threads=0", "--split-compile=0"]
+        command = [nvcc, "-O3", "-std=c++20", *target_flags, "-shared", "-Xcompiler", "-fPIC", "-o", str(built)]
         done = subprocess.run([*command, *map(str, _SOURCES)], capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"nvcc could not compile the kernels: {done.stderr.strip()[-2000:]}")
@@ -80,6 +90,15 @@ def library() -> ctypes.CDLL:
     loaded.qk_quantize_rows.argtypes = [pointer, pointer, pointer, *[integer] * 3, pointer]
     loaded.qk_add_rms_norm.argtypes = [*[pointer] * 5, *[integer] * 3, ctypes.c_float, pointer]
     loaded.qk_silu_and_mul.argtypes = [pointer, pointer, *[integer] * 3, pointer]
-    loaded.qk_rope.argtypes = [*[pointer] * 5, *[integer] * 5, ctypes.c_int64, ctypes.c_int64, pointer]
-    loaded.qk_route.argtypes = [*[pointer] * 4, *[integer] * 8, ctypes.c_float, pointer]
+    loaded.qk_rope.argtypes = [*[pointer] * 5, *[integer] * 6, ctypes.c_int64, ctypes.c_int64, pointer]
+    loaded.qk_route.argtypes = [pointer, integer, integer, ctypes.POINTER(Route), pointer]
+    loaded.qk_moe_gate.argtypes = [pointer, pointer, integer, integer, pointer, pointer, ctypes.POINTER(Route), pointer]
+    loaded.qk_mla_prepare.argtypes = [*[pointer] * 8, *[integer] * 6, ctypes.c_float, pointer]
+    loaded.qk_mla_decode.argtypes = [
+        *[pointer] * 6,
+        *(integer, integer, pointer, integer),  # of the block table and the lengths
+        *[pointer] * 4,
+        *[integer] * 6,
+        *(ctypes.c_float, pointer),
+    ]
     return loaded

@@ -14,15 +14,23 @@ namespace {
 __device__ __forceinline__ void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void let_successor_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
+// `cluster` blocks along x share their shared memory.
 template <class... Arguments>
-int start(void (*kernel)(Arguments...), dim3 grid, int threads, int shared, void* stream, std::type_identity_t<Arguments>... arguments) {
-  cudaLaunchAttribute early = {};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
+int start_clusters(void (*kernel)(Arguments...), dim3 grid, int threads, int shared, int cluster, void* stream, std::type_identity_t<Arguments>... arguments) {
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = cluster, attributes[1].val.clusterDim.y = 1, attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = grid, config.blockDim = threads, config.dynamicSmemBytes = shared, config.stream = (cudaStream_t)stream;
-  config.attrs = &early, config.numAttrs = 1;
+  config.attrs = attributes, config.numAttrs = cluster > 1 ? 2 : 1;
   return (int)cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+template <class... Arguments>
+int start(void (*kernel)(Arguments...), dim3 grid, int threads, int shared, void* stream, std::type_identity_t<Arguments>... arguments) {
+  return start_clusters(kernel, grid, threads, shared, 1, stream, arguments...);
 }
 
 }  // namespace

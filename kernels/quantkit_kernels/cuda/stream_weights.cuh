@@ -56,11 +56,14 @@ template <int FMT, int G, int RT, int MT> struct Ring {
     for (int i = 0; i < min(S::slots, steps); ++i) request(slot + i < S::slots ? slot + i : slot + i - S::slots, i % 2);
   }
   __device__ __forceinline__ void request(uint32_t place, int half) {
-    if (elected()) copy_bulk(data + place * S::step_bytes, next, S::step_bytes, barriers + place * 8);
+    if (elected()) {
+      expect_bytes(barriers + place * 8, S::step_bytes);
+      copy_bulk(data + place * S::step_bytes, next, S::step_bytes, barriers + place * 8);
+    }
     next += half == 0 ? 2048 * S::pieces : stride;
   }
   __device__ __forceinline__ void take(uint4 (&w)[RT * S::pieces], int) {
-    wait_for_copy(barriers + slot * 8, phase);
+    wait_for(barriers + slot * 8, phase);
 #pragma unroll
     for (int i = 0; i < RT * S::pieces; ++i) w[i] = read16(data + slot * S::step_bytes + i * 512 + (threadIdx.x & 31) * 16);
   }

@@ -7,7 +7,7 @@ import torch
 
 from quantkit_kernels.backends import Shape
 from quantkit_kernels.reference.experts import LoopLayout
-from quantkit_kernels.reference.functional import add_rms_norm, mla_decode, rms_norm, rope, route, silu_and_mul
+from quantkit_kernels.reference.functional import add_rms_norm, mla_decode, mla_prepare, moe_gate, rms_norm, rope, route, silu_and_mul
 from quantkit_kernels.reference.linear import linear
 from quantkit_kernels.weights import Weight
 
@@ -16,6 +16,8 @@ __all__ = [
     "experts_layout",
     "linear",
     "mla_decode",
+    "mla_prepare",
+    "moe_gate",
     "rms_norm",
     "rope",
     "route",

@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quantkit_kernels.functional import Choice
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x.float(), (x.shape[-1],), weight.float(), eps).to(x.dtype)
@@ -19,45 +21,100 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return (F.silu(gate) * up).to(x.dtype)
 
 
-def route(
-    logits: Tensor,
-    bias: Tensor | None,
-    top_k: int,
-    n_group: int,
-    topk_group: int,
-    scoring: str,
-    norm_topk_prob: bool,
-    routed_scaling_factor: float,
-) -> tuple[Tensor, Tensor]:
-    scores = logits.float().sigmoid() if scoring == "sigmoid" else logits.float().softmax(dim=-1)
-    choice = scores if bias is None else scores + bias
-    if topk_group < n_group:
-        groups = choice.view(choice.shape[0], n_group, -1)
-        kept = groups.topk(2, dim=-1).values.sum(dim=-1).topk(topk_group, dim=-1).indices
+def route(logits: Tensor, bias: Tensor | None, choice: Choice) -> tuple[Tensor, Tensor]:
+    scores = logits.float().sigmoid() if choice.scoring == "sigmoid" else logits.float().softmax(dim=-1)
+    wanted = scores if bias is None else scores + bias
+    if choice.topk_group < choice.n_group:
+        groups = wanted.view(wanted.shape[0], choice.n_group, -1)
+        kept = groups.topk(2, dim=-1).values.sum(dim=-1).topk(choice.topk_group, dim=-1).indices
         dropped = torch.ones(groups.shape[:2], dtype=torch.bool, device=logits.device).scatter_(1, kept, False)
         # Minus infinity, not zero: with a negative bias a kept expert may score below zero.
-        choice = groups.masked_fill(dropped.unsqueeze(-1), float("-inf")).view(choice.shape)
-    ids = choice.topk(top_k, dim=-1).indices
+        wanted = groups.masked_fill(dropped.unsqueeze(-1), float("-inf")).view(wanted.shape)
+    ids = wanted.topk(choice.top_k, dim=-1).indices
     weights = scores.gather(1, ids)
-    if norm_topk_prob:
+    if choice.norm_topk_prob:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-    return ids, weights * routed_scaling_factor
+    return with_shared(ids, weights * choice.routed_scaling_factor, logits.shape[1], choice.num_shared)
 
 
-def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    cos_t, sin_t = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)  # [T, 1, D/2]
-    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack([even * cos_t - odd * sin_t, even * sin_t + odd * cos_t], dim=-1)
-    return turned.flatten(-2).to(x.dtype)
+def with_shared(ids: Tensor, weights: Tensor, experts: int, num_shared: int) -> tuple[Tensor, Tensor]:
+    """The routing with the shared experts' columns."""
+    if num_shared == 0:
+        return ids, weights
+    shared = torch.arange(experts, experts + num_shared, device=ids.device).expand(ids.shape[0], -1)
+    return torch.cat([ids, shared], dim=1), torch.cat([weights, weights.new_ones(shared.shape)], dim=1)
 
 
-def mla_decode(q: Tensor, cache: Tensor, block_table: Tensor, seq_lens: Tensor, scale: float, kv_lora_rank: int) -> Tensor:
-    slots = torch.arange(block_table.shape[1] * cache.shape[1], device=q.device)
+def moe_gate(x: Tensor, router: Tensor, bias: Tensor | None, choice: Choice) -> tuple[Tensor, Tensor]:
+    return route(F.linear(x.float(), router), bias, choice)
+
+
+def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    return turned(x, cos[positions], sin[positions], interleaved)
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """x [T, heads, D] by the angles of its tokens [T, D/2]."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    if interleaved:
+        even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+        return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x.dtype)
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).to(x.dtype)
+
+
+def mla_prepare(
+    qkv_a: Tensor,
+    q_norm: Tensor,
+    kv_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+    eps: float,
+    interleaved: bool,
+) -> Tensor:
+    q_a, latent, k_pe = qkv_a.split([q_norm.shape[0], kv_norm.shape[0], 2 * cos.shape[1]], dim=-1)
+    entries = torch.cat([rms_norm(latent, kv_norm, eps), turned(k_pe.unsqueeze(1), cos, sin, interleaved).squeeze(1)], dim=-1)
+    cache.view(-1, cache.shape[2]).index_copy_(0, slots, entries.to(cache.dtype))
+    return rms_norm(q_a, q_norm, eps)
+
+
+def mla_decode(
+    q: Tensor,
+    kv_b: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    interleaved: bool,
+) -> Tensor:
+    query = torch.cat([absorbed(q, kv_b, cos), turned(q[..., -2 * cos.shape[1] :], cos, sin, interleaved)], dim=-1)
+    return values(attend(query, cache, block_table, seq_lens, scale, kv_b.shape[2]), q, kv_b, cos)
+
+
+def attend(query: Tensor, cache: Tensor, block_table: Tensor, seq_lens: Tensor, scale: float, kv_lora_rank: int) -> Tensor:
+    """query [B, heads, D], absorbed and turned -> what the probabilities make of the latents [B, heads, kv_lora_rank]."""
+    slots = torch.arange(block_table.shape[1] * cache.shape[1], device=query.device)
     valid = slots < seq_lens.unsqueeze(1)  # [B, slots]
     # Slots past the end are zeroed, not only masked: a probability of 0 times a stored NaN would still be NaN.
     latents = cache[block_table].flatten(1, 2).float().masked_fill(~valid.unsqueeze(-1), 0.0)  # [B, slots, D]
-    scores = (q.float() * scale) @ latents.transpose(1, 2)  # [B, heads, slots]
+    scores = (query.float() * scale) @ latents.transpose(1, 2)  # [B, heads, slots]
     masked = ~valid.unsqueeze(1)
     # The second mask turns the NaN of an empty row into zeros.
     probabilities = scores.masked_fill(masked, float("-inf")).softmax(dim=-1).masked_fill(masked, 0.0)
-    return (probabilities @ latents[..., :kv_lora_rank]).to(q.dtype)
+    return (probabilities @ latents[..., :kv_lora_rank]).to(query.dtype)
+
+
+def absorbed(q: Tensor, kv_b: Tensor, cos: Tensor) -> Tensor:
+    """q_nope W_UK [B, heads, kv_lora]; the arguments are those of `mla_decode`."""
+    nope = q.shape[2] - 2 * cos.shape[1]
+    return torch.bmm(q[..., :nope].transpose(0, 1), kv_b[:, :nope]).transpose(0, 1)
+
+
+def values(attended: Tensor, q: Tensor, kv_b: Tensor, cos: Tensor) -> Tensor:
+    """attended [B, heads, kv_lora] times W_UV [B, heads, V]; the other arguments are those of `mla_decode`."""
+    nope = q.shape[2] - 2 * cos.shape[1]
+    return torch.bmm(attended.transpose(0, 1), kv_b[:, nope:].transpose(1, 2)).transpose(0, 1)

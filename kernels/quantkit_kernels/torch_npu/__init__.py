@@ -11,7 +11,7 @@ from quantkit_kernels.experts import ExpertsLayout
 from quantkit_kernels.reference.experts import LoopLayout
 from quantkit_kernels.torch_npu.calls import has_kernel, prefetch
 from quantkit_kernels.torch_npu.experts import GroupedLayout
-from quantkit_kernels.torch_npu.functional import add_rms_norm, mla_decode, rms_norm, rope, route, silu_and_mul
+from quantkit_kernels.torch_npu.functional import add_rms_norm, mla_decode, mla_prepare, moe_gate, rms_norm, rope, route, silu_and_mul
 from quantkit_kernels.torch_npu.layout import CARRIED
 from quantkit_kernels.torch_npu.linear import linear
 from quantkit_kernels.torch_npu.rules import HALVES
@@ -22,6 +22,8 @@ __all__ = [
     "experts_layout",
     "linear",
     "mla_decode",
+    "mla_prepare",
+    "moe_gate",
     "prefetch",
     "rms_norm",
     "rope",
@@ -46,8 +48,10 @@ NEEDS = {
     "add_rms_norm": ("npu_add_rms_norm",),
     "silu_and_mul": ("npu_swiglu",),
     "route": ("npu_moe_gating_top_k",),
+    "moe_gate": ("npu_moe_gating_top_k",),
     "rope": ("npu_rotary_mul",),
-    "mla_decode": ("npu_fused_infer_attention_score",),
+    "mla_prepare": ("npu_rms_norm", "npu_rotary_mul"),
+    "mla_decode": ("npu_fused_infer_attention_score", "npu_rotary_mul"),
 }
 """The operators of torch_npu behind each of ours. FP4 is decoded, and unquantized weights are multiplied, by torch's own."""
 

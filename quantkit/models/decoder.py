@@ -1,0 +1,92 @@
+"""What the architectures share: layers of two halves around a residual stream, and the stack of them.
+
+A half is h + f(norm(h)). The stack computes the sum of one half and the norm of the next as one operator, so a layer is called with the
+normed input of its first half and the residual stream, and returns both for whoever comes next. Calibration walks the halves one by one,
+residual included: `attend` and `feed_forward` compute the same, operator by operator.
+"""
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol
+
+from quantkit_kernels import add_rms_norm, rms_norm
+from torch import Tensor
+from torch.nn import functional as F
+
+from quantkit.models.context import Context
+from quantkit.models.mlp import DenseMlp, MoeMlp
+from quantkit.models.weights import Weights
+
+
+class StackConfig(Protocol):
+    @property
+    def num_hidden_layers(self) -> int: ...
+
+    @property
+    def rms_norm_eps(self) -> float: ...
+
+
+class DecoderLayer:
+    """attention: x [T, H], context -> [T, H]; mlp: x [T, H] -> [T, H]; both partial over ranks. mlp_norm: the norm before the second."""
+
+    def __init__(
+        self,
+        prefix: str,
+        eps: float,
+        weights: Weights,
+        attention: Callable[[Tensor, Context], Tensor],
+        mlp: DenseMlp | MoeMlp,
+        mlp_norm: str = "post_attention_layernorm",
+    ) -> None:
+        self.eps, self.all_reduce = eps, weights.all_reduce
+        self.attention, self.mlp = attention, mlp
+        self.input_norm = weights.tensor(f"{prefix}.input_layernorm.weight")
+        self.mlp_norm = weights.tensor(f"{prefix}.{mlp_norm}.weight")
+
+    def __call__(self, normed: Tensor, residual: Tensor, context: Context, next_norm: Tensor) -> tuple[Tensor, Tensor]:
+        """normed, residual [T, H]: the residual stream with and without `input_norm`. next_norm [H]: gain of the norm after this layer.
+        Returns the two after the layer."""
+        normed, residual = add_rms_norm(self.attention_output(normed, context), residual, self.mlp_norm, self.eps)
+        return add_rms_norm(self.mlp_output(normed), residual, next_norm, self.eps)
+
+    def attend(self, hidden: Tensor, context: Context) -> Tensor:
+        """The attention half, residual included: hidden [T, H] -> [T, H]."""
+        return hidden + self.attention_output(rms_norm(hidden, self.input_norm, self.eps), context)
+
+    def feed_forward(self, hidden: Tensor) -> Tensor:
+        """The MLP or expert half, residual included: hidden [T, H] -> [T, H]."""
+        return hidden + self.mlp_output(rms_norm(hidden, self.mlp_norm, self.eps))
+
+    def attention_output(self, normed: Tensor, context: Context) -> Tensor:
+        """What the attention half adds to the residual stream."""
+        return self.all_reduce(self.attention(normed, context))
+
+    def mlp_output(self, normed: Tensor) -> Tensor:
+        """What the MLP or expert half adds to the residual stream."""
+        return self.all_reduce(self.mlp(normed))
+
+
+class Model:
+    """The whole stack but MTP. `layers` may be walked one by one; `__call__` runs them all. head: the module that makes logits."""
+
+    layer_class: ClassVar[type[Any]]
+    """The architecture's layer, made from (config, layer, weights)."""
+
+    def __init__(self, config: StackConfig, weights: Weights, head: str = "lm_head") -> None:
+        self.config = config
+        self.embedding = weights.tensor("model.embed_tokens.weight")
+        self.layers: list[DecoderLayer] = [self.layer_class(config, layer, weights) for layer in range(config.num_hidden_layers)]
+        self.norm = weights.tensor("model.norm.weight")
+        self.head = weights.linear(head)
+
+    def __call__(self, token_ids: Tensor, context: Context) -> Tensor:
+        """token_ids [T] -> hidden [T, H] after the final norm."""
+        residual = F.embedding(token_ids, self.embedding)
+        normed = rms_norm(residual, self.layers[0].input_norm, self.config.rms_norm_eps)
+        next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
+        for layer, next_norm in zip(self.layers, next_norms):
+            normed, residual = layer(normed, residual, context, next_norm)
+        return normed
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [T, H] -> float32 [T, vocab]."""
+        return self.head(hidden).float()
