@@ -24,21 +24,25 @@ def find_device(name: str) -> torch.device:
         raise QuantkitError("no CUDA device is usable here", "use --device cpu")
     if kind == "npu" and not _has_npu():
         raise QuantkitError("no Ascend NPU is usable here", "install torch_npu on an Ascend machine, or use --device cpu")
-    local_rank = os.environ.get("LOCAL_RANK")
-    return torch.device(f"{name}:{local_rank}" if local_rank and name in ("cuda", "npu") else name)
+    if name in ("cuda", "npu"):
+        name = f"{name}:{os.environ.get('LOCAL_RANK', 0)}"
+    return torch.device(name)
 
 
-def default_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 where the hardware multiplies it, float32 elsewhere: on AVX2 bfloat16 arithmetic is emulated and slower."""
-    if device.type != "cpu":
+def default_dtype(device: torch.device, int4: bool = False) -> torch.dtype:
+    """bfloat16 where the hardware multiplies it, float32 elsewhere: on AVX2 bfloat16 arithmetic is emulated and slower.
+
+    int4: of a model with 4-bit integer weights, whose operator takes bfloat16 on any CPU and is 2 to 3 times as fast there as float32.
+    """
+    if device.type != "cpu" or int4:
         return torch.bfloat16
     return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else torch.float32
 
 
-def find_dtype(name: str | None, device: torch.device) -> torch.dtype:
+def find_dtype(name: str | None, device: torch.device, int4: bool = False) -> torch.dtype:
     """A dtype by its torch name; None stands for `default_dtype`."""
     if name is None:
-        return default_dtype(device)
+        return default_dtype(device, int4)
     if name not in DTYPES:
         raise QuantkitError(f"dtype {name!r} is not known", f"use {', '.join(DTYPES)}")
     return DTYPES[name]

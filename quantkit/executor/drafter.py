@@ -70,8 +70,7 @@ class Drafter:
     def _guess(self, sequences: list[Sequence], hidden: Tensor) -> list[int]:
         batch = Batch.of([one.params for one in sequences], [one.seed for one in sequences], hidden.device)
         positions = self._tensor([len(one.token_ids) + len(one.drafts) for one in sequences])
-        guesses: list[int] = self.parallel.agree(sample(self.mtp.logits(hidden), batch, positions)).tolist()
-        return guesses
+        return self.parallel.agree(sample(self.mtp.logits(hidden), batch, positions))
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.runner.device)

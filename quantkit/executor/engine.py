@@ -229,12 +229,12 @@ class Engine:
         assert greedy is not None, done.counts
         each = [sequence for sequence, count in done.counts for _ in range(count)]
         batch = Batch.of([one.params for one in each], [one.seed for one in each], logits.device)
-        positions = [len(sequence.token_ids) + i for sequence, count in done.counts for i in range(count)]
         if self._forbid_eos(done, logits) or batch is not None:
+            positions = [len(sequence.token_ids) + i for sequence, count in done.counts for i in range(count)]
             greedy = sample(logits, batch, torch.tensor(positions, device=logits.device))
-        chosen = self.parallel.agree(greedy)
-        logprobs = self._logprobs(each, logits, chosen)
-        token_ids, now, row = chosen.tolist(), time.perf_counter(), 0
+        token_ids = self.parallel.agree(greedy)
+        now, row = time.perf_counter(), 0
+        logprobs = self._logprobs(each, logits, token_ids)
         for sequence, count in done.counts:
             kept = sequence.extend(token_ids[row : row + count], now)
             if sequence.params.logprobs is not None:
@@ -251,13 +251,13 @@ class Engine:
             logits[short, torch.tensor(sorted(self.tokenizer.eos_ids), device=logits.device)] = float("-inf")
         return any(rows)
 
-    def _logprobs(self, each: list[Sequence], logits: Tensor, chosen: Tensor) -> list[TokenLogprob]:
+    def _logprobs(self, each: list[Sequence], logits: Tensor, chosen: list[int]) -> list[TokenLogprob]:
         """One per row, where anybody asked; with as many alternatives as the row's own request wants."""
         counts = [sequence.params.logprobs for sequence in each]
         if all(count is None for count in counts):
             return []
-        found = log_probabilities(logits, chosen, max(count or 0 for count in counts))
-        rows = zip(counts, chosen.tolist(), found.chosen.tolist(), found.top_ids.tolist(), found.top_values.tolist())
+        found = log_probabilities(logits, torch.tensor(chosen, device=logits.device), max(count or 0 for count in counts))
+        rows = zip(counts, chosen, found.chosen.tolist(), found.top_ids.tolist(), found.top_values.tolist())
         return [TokenLogprob(token, logprob, tuple(zip(ids, values))[: count or 0]) for count, token, logprob, ids, values in rows]
 
     def sequence(self, prompt: list[int], params: SamplingParams, index: int = 0, *, streams: bool = True) -> Sequence:

@@ -13,6 +13,7 @@ from quantkit.executor.parallel import SINGLE, Parallel
 from quantkit.executor.weights import ExecutorWeights
 from quantkit.models import find_architecture
 from quantkit.models.table import resolve
+from quantkit.schemes import IntGrid
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def load_model(
     architecture = find_architecture(checkpoint.config)
     config = architecture.Config.from_dict(checkpoint.config)
     target = find_device(device)
-    compute = find_dtype(dtype, target)
+    compute = find_dtype(dtype, target, isinstance(checkpoint.grid, IntGrid) and checkpoint.grid.bits == 4)
     _check_heads(config, parallel.size)
     if mtp:
         _check_mtp(checkpoint, config)

@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quantkit.errors import QuantkitError
+from quantkit.executor.channel import Channel
 from quantkit.executor.ranks import Ranks
 
-_HEADER = 1 << 10
-"""Bytes of a message that go in the first broadcast: nearly every step's."""
+_VALUE_BYTES = 1 << 10
+"""Bytes of a value that `gather` carries."""
 
 _FOREVER = timedelta(days=365)
 """An idle server's ranks wait for the next request this long."""
@@ -33,11 +34,12 @@ class Parallel:
     def __init__(self, rank: int, size: int, ranks: Ranks | None = None) -> None:
         self.rank, self.size, self._ranks = rank, size, ranks
         self._control: dist.ProcessGroup | None = None
+        self._channel: Channel | None = None
         self.peers: Any = None
         """The quantkit_kernels.cuda.all_reduce.PeerReduce of this rank, where all ranks have one."""
 
     def connect(self, device: torch.device) -> None:
-        """Meet the other ranks at MASTER_ADDR:MASTER_PORT. Messages go over gloo, tensors over the device's own library."""
+        """Meet the other ranks at MASTER_ADDR:MASTER_PORT. Messages go over gloo and TCP, tensors over the device's own library."""
         if device.type != "cpu":
             torch.get_device_module(device).set_device(device)
         if device.type == "npu":
@@ -47,8 +49,12 @@ class Parallel:
         self._guard(lambda: dist.init_process_group(backend, rank=self.rank, world_size=self.size, timeout=_FOREVER))
         if self.size > 1:
             self._control = dist.new_group(backend="gloo", timeout=_FOREVER)
+            self._guard(self._open_channel)
             if device.type == "cuda":
                 self._open_peers(device)
+
+    def _open_channel(self) -> None:
+        self._channel = Channel(self.rank, self.size, self.gather)
 
     def _open_peers(self, device: torch.device) -> None:
         from quantkit_kernels.cuda.all_reduce import PeerReduce
@@ -88,52 +94,46 @@ class Parallel:
     def gather(self, value: Any) -> list[Any]:
         """A JSON value of each rank, of less than 1000 bytes, in the order of ranks."""
         text = json.dumps(value).encode()
-        assert len(text) < _HEADER, value
-        padded = torch.frombuffer(bytearray(text.ljust(_HEADER)), dtype=torch.uint8)
+        assert len(text) < _VALUE_BYTES, value
+        padded = torch.frombuffer(bytearray(text.ljust(_VALUE_BYTES)), dtype=torch.uint8)
         parts = [torch.empty_like(padded) for _ in range(self.size)]
         self._guard(lambda: dist.all_gather(parts, padded, group=self._control))
         return [json.loads(bytes(part.tolist())) for part in parts]
 
-    def agree(self, x: Tensor) -> Tensor:
-        """Rank 0's values on every rank; x is overwritten."""
-        if self.size > 1:
-            self._guard(lambda: dist.broadcast(x, 0))
-        return x
+    def agree(self, x: Tensor) -> list[int]:
+        """Rank 0's integers [n] on every rank; only rank 0 waits for its device."""
+        if self.size == 1 or self.rank == 0:
+            values: list[int] = x.tolist()
+            if self.size > 1:
+                self.tell(values)
+            return values
+        received: list[int] = self.listen()
+        return received
 
     def tell(self, message: Any) -> None:
         """From rank 0: a JSON value to everybody who listens."""
-        text = json.dumps(message).encode()
-        head = torch.zeros(_HEADER, dtype=torch.uint8)
-        first = len(text).to_bytes(8, "little") + text[: _HEADER - 8]
-        head[: len(first)] = torch.frombuffer(bytearray(first), dtype=torch.uint8)
-        self._guard(lambda: dist.broadcast(head, 0, group=self._control))
-        if len(text) > _HEADER - 8:
-            rest = torch.frombuffer(bytearray(text[_HEADER - 8 :]), dtype=torch.uint8)
-            self._guard(lambda: dist.broadcast(rest, 0, group=self._control))
+        channel = self._channel
+        assert channel is not None, "connect first"
+        self._guard(lambda: channel.send(message))
 
     def listen(self) -> Any:
         """What rank 0 tells; waits for it."""
-        head = torch.empty(_HEADER, dtype=torch.uint8)
-        self._guard(lambda: dist.broadcast(head, 0, group=self._control))
-        content = bytes(head.tolist())
-        length = int.from_bytes(content[:8], "little")
-        text = content[8 : 8 + length]
-        if length > _HEADER - 8:
-            rest = torch.empty(length - (_HEADER - 8), dtype=torch.uint8)
-            self._guard(lambda: dist.broadcast(rest, 0, group=self._control))
-            text += rest.numpy().tobytes()
-        return json.loads(text)
+        channel = self._channel
+        assert channel is not None, "connect first"
+        return self._guard(channel.receive)
 
     def close(self) -> None:
         """Leave the others; those that were started from here end."""
         dist.destroy_process_group()
+        if self._channel is not None:
+            self._channel.close()
         if self._ranks is not None:
             self._ranks.stop()
 
-    def _guard(self, collective: Callable[[], object]) -> None:
+    def _guard(self, collective: Callable[[], Any]) -> Any:
         try:
-            collective()
-        except RuntimeError as fault:
+            return collective()
+        except (RuntimeError, OSError) as fault:
             lost = self._ranks.why_lost() if self._ranks else "another rank stopped"
             raise QuantkitError(lost, "see its own message above; start again") from fault
 

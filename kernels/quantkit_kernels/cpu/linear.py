@@ -11,7 +11,8 @@ from quantkit_kernels.weights import Int4, Int8, Weight, group_size, kind, shape
 
 # Rows from which expanded float32 blocks beat `_weight_int8pack_mm` (4096 x 4096, AVX2, one core, ms: M=16 12/14, M=64 59/34).
 _INT8PACK_ROWS = 16
-_INT4PACK_DTYPES = (torch.bfloat16, torch.float16)
+# Others are multiplied number by number: float16 is 15 times as slow as bfloat16 on AVX2.
+_INT4PACK_DTYPES = (torch.bfloat16, torch.float16) if torch.cpu._is_avx512_supported() else (torch.bfloat16,)
 
 
 class Int4Linear(Linear):
@@ -92,7 +93,7 @@ def refused(weight_kind: str, dtype: torch.dtype | None, shape: tuple[int, int] 
     """Why a weight cannot be laid out, None where it can; dtype and shape are None when asked in general."""
     if weight_kind == "int4":
         if dtype is not None and dtype not in _INT4PACK_DTYPES:
-            return "torch's int4 operator is fast in bfloat16 and float16 only"
+            return f"torch's int4 operator is fast in {' and '.join(str(one)[6:] for one in _INT4PACK_DTYPES)} only here"
         if shape is not None and shape[0] % 16:
             return f"torch's int4 operator needs output features in multiples of 16, not {shape[0]}"
     return None

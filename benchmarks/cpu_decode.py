@@ -1,0 +1,207 @@
+"""Decoding on a CPU: tokens/s of quantkit in W4A16 beside transformers and vLLM in bfloat16, on one machine in one run.
+
+    python benchmarks/cpu_decode.py [--vllm .venv-vllm/bin/python] [--rounds 3] [--threads 2] [--out FILE.json]
+
+Models: a dense one of Qwen2.5-0.5B's shape with random weights, made here, and tiny-r1, which has experts and MLA (vLLM on CPU takes no
+quantized experts, and no CPU kernels of its own without AVX-512, so it is left out there). Each engine is a process of its own that loads,
+warms up, and answers `concurrency` requests of 32 tokens with 48 tokens each, greedily; its figure is (tokens after each request's first) /
+(time after the last request's first token). Engines take turns, round after round; the median counts, and the ratio is formed round by
+round. transformers computes batches as padded generation does, all prompts of one length.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+INPUT, OUTPUT = 32, 48
+CONCURRENCIES = (1, 8)
+QWEN: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "torch_dtype": "bfloat16",
+}
+
+
+def write_qwen(path: Path) -> Path:
+    """Random weights that keep activations near 1, in bfloat16, with tiny-r1's tokenizer."""
+    from safetensors.torch import save_file
+
+    from quantkit.assets import find_model
+    from quantkit.models import find_architecture
+
+    architecture = find_architecture(QWEN)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for row in architecture.parameters(architecture.Config.from_dict(QWEN)):
+        if row.role == "norm":
+            tensors[row.name] = torch.ones(row.shape, dtype=torch.bfloat16)
+        else:
+            tensors[row.name] = (torch.randn(row.shape, generator=generator) * row.shape[-1] ** -0.5).bfloat16()
+    path.mkdir()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(QWEN))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (path / name).write_bytes((find_model("tiny-r1") / name).read_bytes())
+    return path
+
+
+def prompts(count: int, vocab: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(count)
+    return torch.randint(2, vocab, (count, INPUT), generator=generator).tolist()
+
+
+def measure_quantkit(path: str, vocab: int) -> dict[int, float]:
+    from quantkit.executor.engine import Engine
+    from quantkit.executor.sampling import SamplingParams
+
+    engine = Engine.load(Path(path), device="cpu", max_batch=max(CONCURRENCIES), max_model_len=INPUT + OUTPUT)
+    found = {}
+    for count in CONCURRENCIES:
+        for length in (3, OUTPUT):  # the first warms up
+            params = SamplingParams(max_new_tokens=length, ignore_eos=True)
+            began = time.perf_counter()
+            done = list(engine.generate(prompts(count, vocab), params))
+            first = max(one.timings.first_token_s for one in done)
+            found[count] = count * (length - 1) / (time.perf_counter() - began - first)
+    return found
+
+
+@torch.inference_mode()
+def measure_transformers(path: str, vocab: int) -> dict[int, float]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+    found = {}
+    for count in CONCURRENCIES:
+        ids = torch.tensor(prompts(count, vocab))
+        for length in (3, OUTPUT):
+            step = model(ids, use_cache=True)
+            cache, token = step.past_key_values, step.logits[:, -1:].argmax(-1)
+            began = time.perf_counter()
+            for _ in range(length - 1):
+                step = model(token, past_key_values=cache, use_cache=True)
+                cache, token = step.past_key_values, step.logits[:, -1:].argmax(-1)
+            found[count] = count * (length - 1) / (time.perf_counter() - began)
+    return found
+
+
+def measure_vllm(path: str, vocab: int) -> dict[int, float]:
+    """vLLM's own metrics give no first token offline: two lengths are generated, and the difference is decoding."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(
+        model=path,
+        dtype="bfloat16",
+        max_model_len=256,
+        max_num_seqs=max(CONCURRENCIES),
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
+        enforce_eager=True,
+    )
+    found = {}
+    for count in CONCURRENCIES:
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts(count, vocab)]
+        seconds = {}
+        for length in (3, 1, OUTPUT):
+            params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)
+            began = time.perf_counter()
+            engine.generate(asked, params, use_tqdm=False)
+            seconds[length] = time.perf_counter() - began
+        found[count] = count * (OUTPUT - 1) / (seconds[OUTPUT] - seconds[1])
+    return found
+
+
+ENGINES = {"quantkit": measure_quantkit, "transformers": measure_transformers, "vllm": measure_vllm}
+
+
+def in_process(python: str, engine: str, path: Path, vocab: int, threads: int) -> dict[str, float]:
+    command = [python, __file__, "--measure", engine, str(path), str(vocab)]
+    binding = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if engine == "vllm" else {}
+    done = subprocess.run(
+        command, env={**os.environ, **binding, "OMP_NUM_THREADS": str(threads)}, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise SystemExit(f"{engine} failed on {path}:\n{done.stderr[-3000:]}")
+    answer: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    return answer
+
+
+def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    from quantkit.assets import find_model
+    from quantkit.convert import convert
+    from quantkit.evaluate.hardware import describe_hardware
+
+    dense = write_qwen(folder / "qwen2-0.5b")
+    plain = folder / "tiny-r1-bf16"
+    convert(find_model("tiny-r1"), plain, dtype="bf16")
+    cases = {"dense 0.5B": (dense, QWEN["vocab_size"]), "tiny-r1": (plain, 640)}
+    report: dict[str, Any] = {"hardware": describe_hardware("cpu"), "threads": options.threads, "torch": torch.__version__, "models": {}}
+    for name, (source, vocab) in cases.items():
+        packed = folder / f"{source.name}-w4a16"
+        make = [sys.executable, "-m", "quantkit", "quantize", str(source), "--scheme", "rtn-w4a16", "--out", str(packed)]
+        subprocess.run(make, check=True, capture_output=True)
+        places = {"quantkit": (sys.executable, packed), "transformers": (sys.executable, source)}
+        if options.vllm and name.startswith("dense"):
+            places["vllm"] = (options.vllm, source)
+        rows: dict[str, list[dict[str, float]]] = {engine: [] for engine in places}
+        for number in range(options.rounds):
+            for engine, (python, path) in places.items():
+                rows[engine].append(in_process(python, engine, path, vocab, options.threads))
+                load = os.getloadavg()[0]
+                print(f"{name}, round {number + 1}, {engine}: {rows[engine][-1]} tokens/s, load {load:.1f}", flush=True)
+        report["models"][name] = rows
+        for engine, found in rows.items():
+            for count in map(str, CONCURRENCIES):
+                ratios = [ours[count] / theirs[count] for ours, theirs in zip(rows["quantkit"], found)]
+                median = statistics.median(row[count] for row in found)
+                line = f"{name}, concurrency {count}: {engine} {median:.2f} tokens/s"
+                print(line if engine == "quantkit" else f"{line}; quantkit / {engine} = {statistics.median(ratios):.2f}", flush=True)
+    return report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vllm", help="Python of an environment with vLLM for CPUs")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--measure", nargs=3, metavar=("ENGINE", "PATH", "VOCAB"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        engine, path, vocab = options.measure
+        told, sys.stdout = sys.stdout, sys.stderr  # engines print; the answer must stand alone
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        print(json.dumps(ENGINES[engine](path, int(vocab))), file=told, flush=True)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        report = run(options, Path(folder))
+    if options.out:
+        options.out.write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Packed weights cut for 2 and 4 ranks: tiny-r1 in every grid answers as one process does."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packed_model import write_packed
+
+from quantkit.assets import find_model
+from quantkit.checkpoint.formats import awq, compressed_int4, compressed_int8, modelopt
+from quantkit.checkpoint.formats.base import Format
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.executor.engine import Engine
+from quantkit.executor.sampling import SamplingParams
+from quantkit.executor.sequence import Completion
+from quantkit.quant.weights import dequantize
+from quantkit.schemes import Fp4Grid, Grid, IntGrid
+
+CASES: dict[str, tuple[Format, Grid]] = {
+    "awq": (awq.FORMAT, IntGrid(4, 128, False)),
+    "compressed-tensors int4": (compressed_int4.FORMAT, IntGrid(4, 128, True)),
+    "modelopt FP4": (modelopt.FORMAT, Fp4Grid()),
+}
+GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True, logprobs=0)
+
+
+@pytest.fixture(autouse=True)
+def _threads_and_environment() -> Iterator[None]:
+    threads, environment = torch.get_num_threads(), dict(os.environ)
+    yield
+    torch.set_num_threads(threads)
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+@pytest.fixture(scope="module")
+def plain() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """tiny-r1's config without its quantization, and its tensors decoded, but for the MTP layer."""
+    checkpoint = Checkpoint.open(find_model("tiny-r1"))
+    config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"} | {"num_nextn_predict_layers": 0}
+    skipped = f"model.layers.{config['num_hidden_layers']}."
+    tensors = {f"{module}.weight": dequantize(checkpoint.weight(module)).bfloat16() for module in checkpoint.linears}
+    inner = {name for linear in checkpoint.linears.values() for name in linear.tensors}
+    tensors |= {name: checkpoint.read(name) for name in checkpoint.tensors if name not in inner}
+    return config, {name: tensor for name, tensor in tensors.items() if not name.startswith(skipped)}
+
+
+def answers(path: Path, tp: int) -> tuple[list[Completion], int]:
+    """With their log-probabilities; and bytes of this rank's weights."""
+    engine = Engine.load(path, device="cpu", dtype="float32", max_batch=4, max_model_len=128, tp=tp)
+    prompts = [engine.tokenizer.encode_chat([{"role": "user", "content": f"What is {i * 7}+{i + 5}?"}]) for i in range(4)]
+    done = sorted(engine.generate(prompts, GREEDY), key=lambda one: one.index)
+    engine.close()
+    return done, engine.loaded.nbytes
+
+
+def write(path: Path, plain: tuple[dict[str, Any], dict[str, torch.Tensor]], format: Format, grid: Grid) -> Path:
+    write_packed(path, *plain, format, grid)
+    for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (path / file).write_bytes((find_model("tiny-r1") / file).read_bytes())
+    return path
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_answer_as_one(tmp_path: Path, plain: tuple[dict[str, Any], dict[str, torch.Tensor]], name: str) -> None:
+    path = write(tmp_path / "model", plain, *CASES[name])
+    alone, whole = answers(path, 1)
+    for tp, share in ((2, 0.75), (4, 0.6)):
+        together, held = answers(path, tp)
+        assert [one.token_ids for one in together] == [one.token_ids for one in alone], f"{tp} ranks"
+        assert held < share * whole, "a rank holds more than its share and what is replicated"
+
+
+def test_int8_activations_are_rounded_by_share(tmp_path: Path, plain: tuple[dict[str, Any], dict[str, torch.Tensor]]) -> None:
+    """Each rank rounds its part of a token's activations with a scale of its own, as other engines do: what is chosen first is the
+    same, its probability nearly."""
+    path = write(tmp_path / "model", plain, compressed_int8.FORMAT, IntGrid(8, None, True))
+    alone, _ = answers(path, 1)
+    for tp in (2, 4):
+        together, _ = answers(path, tp)
+        for one, other in zip(together, alone, strict=True):
+            assert one.token_ids[0] == other.token_ids[0]
+            assert one.logprobs is not None
+            assert other.logprobs is not None
+            assert abs(one.logprobs[0].logprob - other.logprobs[0].logprob) < 0.3
