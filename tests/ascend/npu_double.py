@@ -159,6 +159,34 @@ def _rotary_mul(a: Any) -> Tensor:
     return (x * a.r1.double() + turned * a.r2.double()).to(a.input.dtype)
 
 
+def _halves_turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Interleave-half: even channels, then odd ones, turned as halves. x [T, .., 64]."""
+    even, odd = x[..., ::2], x[..., 1::2]
+    return torch.cat([even, odd], dim=-1) * cos + torch.cat([-odd, even], dim=-1) * sin
+
+
+def _mla_prolog_v3(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    heads, nope = a.weight_uk.shape[:2]
+    cos, sin = a.rope_cos.double(), a.rope_sin.double()
+    x, w_dq, w_uq_qr, w_dkv_kr = a.token_x.double(), a.weight_dq.double(), a.weight_uq_qr.double(), a.weight_dkv_kr.double()
+    if a.weight_quant_mode == 2:
+        x = x * a.dequant_scale_x.double()
+        w_dq, w_dkv_kr = w_dq * a.dequant_scale_w_dq.double(), w_dkv_kr * a.dequant_scale_w_dkv_kr.double()
+    c_q = _normed(x @ w_dq, a.rmsnorm_gamma_cq, a.rmsnorm_epsilon_cq)[0]
+    if a.weight_quant_mode:
+        codes, row_scale = _dynamic_quant(bind("npu_dynamic_quant", (c_q,), {}))
+        c_q, w_uq_qr = codes.double() * row_scale.double().unsqueeze(1), w_uq_qr * a.dequant_scale_w_uq_qr.double()
+    q_nope, q_pe = (c_q @ w_uq_qr).unflatten(1, (heads, -1)).split([nope, 64], dim=-1)
+    absorbed = torch.einsum("tnd,ndk->tnk", q_nope, a.weight_uk.double())
+    latent, k_pe = (x @ w_dkv_kr).split([512, 64], dim=-1)
+    written = (_normed(latent, a.rmsnorm_gamma_ckv, a.rmsnorm_epsilon_ckv)[0], _halves_turned(k_pe, cos, sin))
+    for cache, values in zip((a.kv_cache, a.kr_cache), written):
+        cache.view(-1, cache.shape[-1]).index_copy_(0, a.cache_index, values.to(cache.dtype))
+    query_rope = _halves_turned(q_pe, cos[:, None], sin[:, None])
+    nothing = torch.zeros(1)
+    return absorbed.bfloat16(), query_rope.bfloat16(), nothing, nothing.clone(), nothing.clone()
+
+
 def _fused_infer_attention_score(a: Any) -> tuple[Tensor, Tensor]:
     shared = a.num_heads // a.num_key_value_heads
     query, key, value = a.query.double(), a.key.double(), a.value.double()
@@ -184,6 +212,7 @@ RESULTS = {
     "npu_add_rms_norm": _add_rms_norm,
     "npu_rotary_mul": _rotary_mul,
     "npu_fused_infer_attention_score": _fused_infer_attention_score,
+    "npu_mla_prolog_v3": _mla_prolog_v3,
     "npu_format_cast": lambda a: a.input.clone(),
     "npu_prefetch": lambda a: None,
 }

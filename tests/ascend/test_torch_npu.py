@@ -126,6 +126,39 @@ def test_mla_decode(heads: int, sizes: tuple[int, int, int, int], called: list[s
     assert called == ["npu_rotary_mul", "npu_fused_infer_attention_score"]
 
 
+@pytest.mark.parametrize("grid", ["dense", "int8"])
+def test_mla_prolog_is_the_chain_it_replaces(grid: str) -> None:
+    """R1's sizes with two heads: products, norms, rotation, absorption and cache writes one by one, against the one launch."""
+    rng = torch.Generator().manual_seed(3)
+    q_a, q_b, kv_a = (random_weight(grid, n, k, rng) for n, k in ((1536, 7168), (2 * 192, 1536), (576, 7168)))
+    w_uk, gains = random(2, 128, 512), (random(1536).abs(), random(512).abs())
+    x, angles, slots = random(3, 7168), torch.rand(3, 32, generator=rng), torch.tensor([5, 40, 17])
+    caches = torch.zeros(3, 16, 1, 512).bfloat16(), torch.zeros(3, 16, 1, 64).bfloat16()
+    weights = (q_a[0].T, q_b[0].T, w_uk, kv_a[0].T)
+    prepared = [weight.contiguous() if grid == "int8" else weight.bfloat16().contiguous() for weight in weights]
+    prepared[2] = w_uk
+    scales = (q_a[1].flatten(), q_b[1].flatten(), kv_a[1].flatten()) if grid == "int8" else None
+    cos, sin = (table.repeat(1, 2).bfloat16() for table in (angles.cos(), angles.sin()))
+    four = (prepared[0], prepared[1], prepared[2], prepared[3])
+    absorbed, q_pe = calls.mla_prolog(x, four, gains, cos, sin, caches, slots, 1e-6, scales)
+
+    def normed(values: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(values, gain, 1e-6)
+
+    def turned(values: torch.Tensor) -> torch.Tensor:
+        pairs = functional.rope(values, torch.arange(3), cos[:, :32].float(), sin[:, :32].float())
+        return torch.cat([pairs[..., ::2], pairs[..., 1::2]], dim=-1)
+
+    low, kv = (prepare(weight, backend="torch_npu")(x) for weight in (q_a, kv_a))
+    query = prepare(q_b, backend="torch_npu")(normed(low, gains[0])).unflatten(1, (2, 192))
+    expected = torch.einsum("tnd,ndk->tnk", query[..., :128].float(), w_uk.float())
+    assert distance(absorbed, expected.double()) < 2e-2
+    assert distance(q_pe, turned(query[..., 128:]).double()) < 2e-2
+    for cache, values in zip(caches, (normed(kv[:, :512], gains[1]), turned(kv[:, None, 512:])[:, 0])):
+        assert distance(cache.view(-1, cache.shape[-1])[slots], values.double()) < 2e-2
+        assert int(cache.view(48, -1).abs().sum(dim=1).count_nonzero()) == 3
+
+
 def test_prefetch_names_every_tensor(called: list[str]) -> None:
     linear = prepare(random_weight("int8", 64, 64, torch.Generator().manual_seed(1)), backend="torch_npu")
     called.clear()
@@ -157,6 +190,8 @@ def good_calls() -> dict[str, tuple[list[Any], dict[str, Any]]]:
     attention = {"num_heads": 16, "num_key_value_heads": 1, "scale": 0.1, "input_layout": "BNSD"}
     attention |= {"query_rope": random(2, 16, 1, 64), "key_rope": random(2, 1, 24, 64)}
     int8 = torch.ones(4, 128, dtype=torch.int8)
+    prolog = [random(4, 1024), random(1024, 1536), random(1536, 2 * 192), random(2, 128, 512), random(1024, 576), random(1536), random(512)]
+    prolog += [random(4, 64), random(4, 64), torch.zeros(2, 16, 1, 512).bfloat16(), torch.zeros(2, 16, 1, 64).bfloat16()]
     return {
         "npu_weight_quant_batchmatmul": ([x, carriers, scale, scale], {"antiquant_group_size": 32}),
         "npu_quant_matmul": ([int8, int8.T, torch.ones(4)], {"pertoken_scale": torch.ones(4), "output_dtype": torch.bfloat16}),
@@ -177,6 +212,7 @@ def good_calls() -> dict[str, tuple[list[Any], dict[str, Any]]]:
         "npu_add_rms_norm": ([x, x, random(128)], {}),
         "npu_rotary_mul": ([random(4, 16, 64), random(4, 1, 64), random(4, 1, 64), "interleave"], {}),
         "npu_fused_infer_attention_score": ([q, latents, latents], attention | {"atten_mask": torch.zeros(2, 1, 1, 24, dtype=torch.bool)}),
+        "npu_mla_prolog_v3": (prolog, {"cache_index": torch.arange(4)}),
         "npu_format_cast": ([int8, 29], {}),
         "npu_prefetch": ([int8, None, 64], {}),
     }
@@ -269,6 +305,20 @@ BAD = [
     ("npu_fused_infer_attention_score", "sparse_mode", 3, "sparse_mode"),
     ("npu_fused_infer_attention_score", "atten_mask", torch.zeros(2, 1, 1, 8, dtype=torch.bool), "atten_mask"),
     ("npu_fused_infer_attention_score", "scale", 1.0, "scale"),
+    ("npu_mla_prolog_v3", "weight_uk", random(3, 128, 512), "made for"),
+    ("npu_mla_prolog_v3", "token_x", random(4, 1000), "made for"),
+    ("npu_mla_prolog_v3", "weight_dkv_kr", random(1024, 512), "[He, 576]"),
+    ("npu_mla_prolog_v3", "weight_uq_qr", torch.ones(1536, 384, dtype=torch.int8), "mode 0"),
+    ("npu_mla_prolog_v3", "weight_quant_mode", 3, "mode 0"),
+    ("npu_mla_prolog_v3", "token_x", torch.ones(4, 1024, dtype=torch.int8), "mode 2"),
+    ("npu_mla_prolog_v3", "dequant_scale_w_uq_qr", torch.ones(1, 384), "scales"),
+    ("npu_mla_prolog_v3", "rmsnorm_gamma_cq", torch.ones(1536), "bf16"),
+    ("npu_mla_prolog_v3", "rope_cos", random(4, 32), "[T, 64]"),
+    ("npu_mla_prolog_v3", "kv_cache", torch.zeros(2, 8, 1, 512).bfloat16(), "blocks of 16"),
+    ("npu_mla_prolog_v3", "cache_index", torch.arange(4).int(), "int64"),
+    ("npu_mla_prolog_v3", "weight_dq", random(1536, 1024).T, "contiguous"),
+    ("npu_mla_prolog_v3", "cache_mode", "PA_NZ", "PA_BSND"),
+    ("npu_mla_prolog_v3", "query_norm_flag", True, "not used"),
     ("npu_format_cast", "acl_format", 3, "acl_format"),
     ("npu_prefetch", "max_size", 0, "max_size"),
     ("npu_prefetch", "offset", 512, "offset"),

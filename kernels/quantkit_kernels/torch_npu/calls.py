@@ -93,6 +93,38 @@ def finalize_routing(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     return result
 
 
+def mla_prolog(
+    x: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor, Tensor],
+    gains: tuple[Tensor, Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    caches: tuple[Tensor, Tensor],
+    slots: Tensor,
+    eps: float,
+    scales: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """MLA up to attention in one launch, for unquantized weights and for INT8; its rules name the sizes. No 4-bit weights.
+
+    x bf16 [T, He]; weights W_dq [He, Hcq], W_uq_qr [Hcq, N * (D + 64)], W_uk [N, D, 512], W_dkv_kr [He, 576]; gains of the two norms;
+    cos, sin bf16 [T, 64], angles once per half; caches [blocks, block, 1, 512] and [.., 64], written at slots int64 [T]. scales fp32 of the
+    columns of int8 W_dq, W_uq_qr and W_dkv_kr: x is then quantized per token. Returns the absorbed query [T, N, 512] and its rotary part
+    [T, N, 64].
+
+    Both rotary parts come out with even channels before odd ones: whatever writes the same cache must order them so.
+    """
+    w_dq, w_uq_qr, w_uk, w_dkv_kr = weights
+    kwargs: dict[str, Any] = {"cache_index": slots, "rmsnorm_epsilon_cq": eps, "rmsnorm_epsilon_ckv": eps}
+    if scales is not None:
+        x, row_scale = dynamic_quant(x)
+        names = ("dequant_scale_w_dq", "dequant_scale_w_uq_qr", "dequant_scale_w_dkv_kr")
+        kwargs |= {"weight_quant_mode": 2, "dequant_scale_x": row_scale.unsqueeze(1)} | {
+            name: scale.unsqueeze(0) for name, scale in zip(names, scales)
+        }
+    query, query_rope, *_ = call("npu_mla_prolog_v3", x, w_dq, w_uq_qr, w_uk, w_dkv_kr, *gains, sin, cos, *caches, **kwargs)
+    return query, query_rope
+
+
 def format_cast_nz(weight: Tensor) -> Tensor:
     """The weight in the cube's own layout (FRACTAL_NZ), which torch_npu makes on an A2 only where it is told to."""
     if weight.device.type == "npu":

@@ -288,6 +288,99 @@ PREFETCH = (
     Rule("offset lies within the tensor", lambda a: 0 <= a.offset < a.input.numel() * a.input.element_size()),
 )
 
+PROLOG_HIDDEN = (1024, 2048, 3072, 4096, 5120, 6144, 7168, 7680, 8192)
+PROLOG_Q_LORA = (1536, 2048)
+PROLOG_NOPE = (128, 192)
+PROLOG_LATENT, PROLOG_ROPE = 512, 64
+PROLOG_HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
+PROLOG_WEIGHTS = {0: (torch.bfloat16,) * 3, 1: (torch.bfloat16, torch.int8, torch.bfloat16), 2: (torch.int8,) * 3}
+"""By weight_quant_mode: the dtypes of weight_dq, weight_uq_qr and weight_dkv_kr. FP8 modes are for newer chips, 4-bit ones do not exist."""
+
+
+def _prolog_sizes(a: Arguments) -> bool:
+    heads, nope, latent = a.weight_uk.shape
+    return (
+        a.token_x.shape[-1] in PROLOG_HIDDEN
+        and a.weight_dq.shape[1] in PROLOG_Q_LORA
+        and heads in PROLOG_HEADS
+        and nope in PROLOG_NOPE
+        and latent == PROLOG_LATENT
+    )
+
+
+def _prolog_weights_fit(a: Arguments) -> bool:
+    hidden, q_lora = a.weight_dq.shape
+    heads, nope, latent = a.weight_uk.shape
+    return (
+        a.token_x.shape[-1] == hidden
+        and tuple(a.weight_uq_qr.shape) == (q_lora, heads * (nope + PROLOG_ROPE))
+        and tuple(a.weight_dkv_kr.shape) == (hidden, latent + PROLOG_ROPE)
+    )
+
+
+def _prolog_scales(a: Arguments) -> bool:
+    every = (a.dequant_scale_x, a.dequant_scale_w_dq, a.dequant_scale_w_dkv_kr)
+    uq = a.dequant_scale_w_uq_qr
+    if a.weight_quant_mode == 0:
+        return uq is None and all(scale is None for scale in every)
+    fits = uq is not None and uq.dtype == torch.float32 and tuple(uq.shape) == (1, a.weight_uq_qr.shape[1])
+    if a.weight_quant_mode == 1:
+        return fits and all(scale is None for scale in every)
+    shapes = ((a.token_x.shape[0], 1), (1, a.weight_dq.shape[1]), (1, a.weight_dkv_kr.shape[1]))
+    return fits and all(
+        scale is not None and scale.dtype == torch.float32 and tuple(scale.shape) == shape for scale, shape in zip(every, shapes)
+    )
+
+
+MLA_PROLOG_V3 = (
+    Rule("hidden size, low rank, heads and head size are ones it was made for", _prolog_sizes),
+    Rule("weights are [He, Hcq], [Hcq, N * (D + 64)], [N, D, 512] and [He, 576]", _prolog_weights_fit),
+    Rule(
+        "weights are bf16 (mode 0), bf16 but for int8 weight_uq_qr (1), or int8 (2)",
+        lambda a: (a.weight_dq.dtype, a.weight_uq_qr.dtype, a.weight_dkv_kr.dtype) == PROLOG_WEIGHTS.get(a.weight_quant_mode),
+    ),
+    Rule(
+        "token_x is [T, He], int8 in mode 2 and bf16 else",
+        lambda a: a.token_x.dim() == 2 and a.token_x.dtype == (torch.int8 if a.weight_quant_mode == 2 else torch.bfloat16),
+    ),
+    Rule("fp32 scales are given for what is int8, and for nothing else", _prolog_scales),
+    Rule(
+        "weight_uk, gains, angles and caches are bf16",
+        lambda a: all(
+            one.dtype == torch.bfloat16
+            for one in (a.weight_uk, a.rmsnorm_gamma_cq, a.rmsnorm_gamma_ckv, a.rope_sin, a.rope_cos, a.kv_cache, a.kr_cache)
+        ),
+    ),
+    Rule("angles are [T, 64]", lambda a: tuple(a.rope_sin.shape) == tuple(a.rope_cos.shape) == (a.token_x.shape[0], PROLOG_ROPE)),
+    Rule(
+        "caches are [blocks, block, 1, 512] and [blocks, block, 1, 64], blocks of 16 to 1024 in multiples of 16",
+        lambda a: (
+            tuple(a.kv_cache.shape[2:]) == (1, PROLOG_LATENT)
+            and tuple(a.kr_cache.shape) == (*a.kv_cache.shape[:2], 1, PROLOG_ROPE)
+            and a.kv_cache.shape[1] in range(16, 1025, 16)
+        ),
+    ),
+    Rule(
+        "cache_index is int64 [T]",
+        lambda a: a.cache_index is not None and a.cache_index.dtype == torch.int64 and a.cache_index.shape == a.token_x.shape[:1],
+    ),
+    Rule("everything is contiguous", lambda a: all(one.is_contiguous() for one in vars(a).values() if isinstance(one, Tensor))),
+    Rule(
+        "caches and query are not quantized, blocks are PA_BSND: not used here",
+        lambda a: (a.cache_mode, a.kv_cache_quant_mode, a.query_quant_mode, a.ckvkr_repo_mode) == ("PA_BSND", 0, 0, 0),
+    ),
+    Rule(
+        "smooth scales, clips, factors and the normed query are not used here",
+        lambda a: (
+            a.smooth_scales_cq is None
+            and a.k_nope_clip_alpha is None
+            and a.actual_seq_len is None
+            and not a.query_norm_flag
+            and a.qc_qr_scale == a.kc_scale == 1.0
+        ),
+    ),
+)
+
 RULES: dict[str, tuple[Rule, ...]] = {
     "npu_weight_quant_batchmatmul": WEIGHT_QUANT_BATCHMATMUL,
     "npu_quant_matmul": QUANT_MATMUL,
@@ -301,6 +394,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "npu_add_rms_norm": ADD_RMS_NORM,
     "npu_rotary_mul": ROTARY_MUL,
     "npu_fused_infer_attention_score": FUSED_INFER_ATTENTION_SCORE,
+    "npu_mla_prolog_v3": MLA_PROLOG_V3,
     "npu_format_cast": FORMAT_CAST,
     "npu_prefetch": PREFETCH,
 }

@@ -115,6 +115,18 @@ def test_latent_attention(heads: int) -> None:
     assert (attended.shape, attended.dtype) == ((8, heads, 1, 512), torch.bfloat16)
 
 
+@pytest.mark.parametrize("quantize", [False, True])
+def test_mla_prolog(quantize: bool) -> None:
+    """One of 8 ranks: 16 heads."""
+    grid = torch.int8 if quantize else torch.bfloat16
+    weights = (meta(7168, 1536, dtype=grid), meta(1536, 16 * 192, dtype=grid), meta(16, 128, 512), meta(7168, 576, dtype=grid))
+    scales = (meta(1536, dtype=torch.float32), meta(16 * 192, dtype=torch.float32), meta(576, dtype=torch.float32))
+    caches, slots = (meta(40, 64, 1, 512), meta(40, 64, 1, 64)), meta(8, dtype=torch.int64)
+    gains = (meta(1536), meta(512))
+    found = calls.mla_prolog(meta(8, 7168), weights, gains, meta(8, 64), meta(8, 64), caches, slots, 1e-6, scales if quantize else None)
+    assert [(one.shape, one.dtype) for one in found] == [((8, 16, 512), torch.bfloat16), ((8, 16, 64), torch.bfloat16)]
+
+
 def test_the_meta_functions_are_lenient() -> None:
     """Why the rules exist: a group of 33 passes torch_npu's own check, and ours refuses it."""
     x, weight, scale = meta(4, 128), meta(128, 8, dtype=torch.int32), meta(4, 64)
