@@ -1,4 +1,4 @@
-"""The packed layouts of the CUDA kernels, read back by the addressing that stands at the top of stream_gemm.cu."""
+"""The packed layouts of the CUDA kernels, read back by the addressing that stands at the top of packed.cuh."""
 
 import pytest
 import torch

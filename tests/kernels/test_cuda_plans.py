@@ -1,10 +1,16 @@
 """Every grid that may be launched fits its weight: measured ones and those of the rule of thumb."""
 
 import pytest
-from quantkit_kernels.cuda.plans import Plan, _measured, experts_plans, linear_plan
+from quantkit_kernels.cuda.plans import AnyPlan, Expand, Plan, TilePlan, _measured, experts_plans, linear_plan, sorted_plan
 
 
-def check(plan: Plan, rows: int, k: int) -> None:
+def check(plan: AnyPlan, rows: int, k: int) -> None:
+    if isinstance(plan, Expand):
+        return
+    if isinstance(plan, TilePlan):
+        assert (plan.tokens, plan.warpgroups) in ((32, 2), (32, 4), (64, 2), (64, 4), (128, 2), (128, 3), (256, 2)), plan
+        assert 1 <= plan.split <= min(8, k // 128), (plan, k)
+        return
     assert (plan.token_tiles, plan.row_tiles) in ((1, 2), (1, 4), (2, 2), (2, 4), (4, 4)), plan
     assert plan.wn in (1, 2, 4), plan
     assert rows % (16 * plan.row_tiles * plan.wn) == 0, (plan, rows)
@@ -16,9 +22,10 @@ def test_measured_plans_fit() -> None:
     tables = _measured()
     assert len(tables["linear"]) >= 30
     for (_, rows, k), plans in tables["linear"].items():
-        assert [tokens for tokens, _ in plans] == [8, 16, 64]
-        for _, (plan,) in plans:
+        assert [tokens for tokens, _ in plans] == [8, 16, 32, 64, 128, 256, 512, 1024, 2048]
+        for tokens, (plan,) in plans:
             check(plan, rows, k)
+            assert isinstance(plan, Plan) == (tokens <= 16), plan
     for (_, hidden, intermediate), plans in tables["experts"].items():
         for _, (gate_up, down) in plans:
             check(gate_up, 2 * intermediate, hidden)
@@ -27,12 +34,15 @@ def test_measured_plans_fit() -> None:
 
 @pytest.mark.parametrize("rows", [64, 128, 192, 2112, 8192, 129280])
 @pytest.mark.parametrize("k", [128, 256, 1536, 2048, 14336])
-@pytest.mark.parametrize("tokens", [1, 8, 9, 16, 17, 127])
+@pytest.mark.parametrize("tokens", [1, 8, 9, 16, 17, 127, 1000, 5000])
 def test_plans_of_other_shapes_fit(rows: int, k: int, tokens: int) -> None:
     for kind in ("int4", "int8", "fp4"):
         plan = linear_plan(kind, rows, k, tokens)
         check(plan, rows, k)
-        assert plan.token_tiles * 8 >= min(tokens, 32)
+        assert isinstance(plan, Plan) == (tokens <= 16), plan
+        assert not (isinstance(plan, Expand) and kind == "int8"), "int8 is not expanded"
+        if isinstance(plan, Plan):
+            assert plan.token_tiles * 8 >= tokens
 
 
 @pytest.mark.parametrize("pairs", [1, 8, 512, 2048, 4096])
@@ -41,3 +51,11 @@ def test_plans_of_experts_fit(pairs: int) -> None:
         gate_up, down = experts_plans("int4", hidden, intermediate, experts, pairs, 1)
         check(gate_up, 2 * intermediate, hidden)
         check(down, hidden, intermediate)
+
+
+@pytest.mark.parametrize("per_expert", [1.0, 16.0, 33.0, 500.0])
+def test_plans_of_sorted_experts_do_not_split(per_expert: float) -> None:
+    """Only a dense product's partial sums are added up over blocks."""
+    plan = sorted_plan(per_expert)
+    check(plan, 4096, 7168)
+    assert plan.split == 1

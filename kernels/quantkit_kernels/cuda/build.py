@@ -33,6 +33,16 @@ class Params(ctypes.Structure):
     ]
 
 
+class TileParams(ctypes.Structure):
+    """TileParams of tile_params.cuh, field by field."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("words", "scales", "zeros", "row_scale", "x", "x_scale", "out")),
+        *((name, ctypes.c_void_p) for name in ("tile_expert", "tile_count", "order", "pair_weights")),
+        *((name, ctypes.c_int) for name in ("tiles", "m", "n", "k", "out_n", "split", "epilogue")),
+    ]
+
+
 class Route(ctypes.Structure):
     """Route of route.cu, field by field."""
 
@@ -85,6 +95,10 @@ def library() -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(path))
     pointer, integer = ctypes.c_void_p, ctypes.c_int
     loaded.qk_stream_gemm.argtypes = [ctypes.POINTER(Params), *[integer] * 7, pointer]
+    loaded.qk_tile_gemm.argtypes = [ctypes.POINTER(TileParams), *[integer] * 5, pointer]
+    loaded.qk_arrange.argtypes = [*[pointer] * 4, *[integer] * 4, pointer]
+    loaded.qk_quantize_arranged.argtypes = [*[pointer] * 5, *[integer] * 5, pointer]
+    loaded.qk_sort_pairs.argtypes = [pointer, *[integer] * 5, *[pointer] * 4]
     loaded.qk_expand.argtypes = [ctypes.POINTER(Params), *[integer] * 3, pointer, pointer]
     loaded.qk_sum_pairs.argtypes = [pointer, pointer, *[integer] * 4, pointer]
     loaded.qk_quantize_rows.argtypes = [pointer, pointer, pointer, *[integer] * 3, pointer]

@@ -1,6 +1,7 @@
 """Routed experts in three launches: gate_up with SiLU, down with the routing weights, and the sum over each token's experts.
 
-Int8 adds two that quantize the activations. No launch depends on the routing's values, so a step can be captured in a graph.
+Int8 adds two that quantize the activations; many tokens are sorted by expert first (sorted_experts.py). No launch depends on the routing's
+values, so a step can be captured in a graph.
 """
 
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor
 from quantkit_kernels.cuda.build import Params, library
 from quantkit_kernels.cuda.launch import DTYPES, SILU_MUL, WEIGH, checked, quantize_rows, stream_gemm, stream_of
 from quantkit_kernels.cuda.layout import Packed, group_of, interleaved, pack
-from quantkit_kernels.cuda.plans import Plan, experts_plans
+from quantkit_kernels.cuda.plans import SORTED_PER_EXPERT, Plan, experts_plans
+from quantkit_kernels.cuda.sorted_experts import SORTED_PAIRS, sorted_experts
 from quantkit_kernels.experts import Experts, ExpertsLayout
 from quantkit_kernels.weights import Weight, kind, shape, to_device
 
@@ -30,14 +32,16 @@ class StreamExperts(Experts):
         return [tensor for tensor in (*self.gate_up, *self.down) if tensor is not None]
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        tokens = MAX_PAIRS // topk_ids.shape[1]
-        if x.shape[0] > tokens:
-            parts = zip(x.split(tokens), topk_ids.split(tokens), topk_weights.split(tokens))
-            return torch.cat([self._forward(*part) for part in parts])
-        return self._forward(x, topk_ids, topk_weights)
+        many = topk_ids.numel() >= SORTED_PER_EXPERT * self.num_experts
+        tokens = (SORTED_PAIRS if many else MAX_PAIRS) // topk_ids.shape[1]
+        parts = zip(x.contiguous().split(tokens), topk_ids.contiguous().split(tokens), topk_weights.contiguous().split(tokens))
+        results = [self._sorted(*part) if many else self._streamed(*part) for part in parts]
+        return results[0] if len(results) == 1 else torch.cat(results)
 
-    def _forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        x, topk_ids, topk_weights = x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
+    def _sorted(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        return sorted_experts(self.gate_up, self.down, self.kind, self.group, self.num_experts, x, topk_ids, topk_weights)
+
+    def _streamed(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
         plans = experts_plans(self.kind, self.hidden, self.intermediate, self.num_experts, pairs, top_k)
         between = torch.empty(pairs, self.intermediate, dtype=self.dtype, device=x.device)

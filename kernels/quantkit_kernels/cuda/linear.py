@@ -1,4 +1,4 @@
-"""Linears over the streaming kernel, and over an expanded weight for many tokens."""
+"""Linears: by the streaming kernel for few tokens, the tile kernel for more, and for many over an expanded weight where that is faster."""
 
 import ctypes
 
@@ -9,16 +9,13 @@ from torch import Tensor
 from quantkit_kernels.cuda.build import Params, library
 from quantkit_kernels.cuda.launch import DTYPES, FORMATS, STORE, checked, quantize_rows, stream_gemm, stream_of
 from quantkit_kernels.cuda.layout import Packed, group_of, pack
-from quantkit_kernels.cuda.plans import Plan, linear_plan
+from quantkit_kernels.cuda.plans import Expand, Plan, TilePlan, linear_plan
+from quantkit_kernels.cuda.tiles import tile_gemm
 from quantkit_kernels.linear import Linear
 from quantkit_kernels.weights import Weight, kind, shape, to_device
 
-# From this many tokens on, expanding the 4-bit weight to the compute dtype and multiplying with cuBLAS is faster than streaming it again
-# for every 32 tokens.
-_EXPAND_TOKENS = 128
 
-
-class StreamLinear(Linear):
+class CudaLinear(Linear):
     def __init__(self, weight: Weight, dtype: torch.dtype, device: torch.device) -> None:
         n, k = shape(weight)
         super().__init__(k, n, dtype, device, "cuda")
@@ -32,9 +29,16 @@ class StreamLinear(Linear):
         return [tensor for tensor in self.packed if tensor is not None]
 
     def rows(self, x: Tensor) -> Tensor:
-        if x.shape[0] >= _EXPAND_TOKENS and self.kind != "int8":
-            return F.linear(x, self.expand())
-        return self.stream(x, linear_plan(self.kind, self.padded, self.in_features, x.shape[0]))
+        plan = linear_plan(self.kind, self.padded, self.in_features, x.shape[0])
+        if isinstance(plan, Expand):
+            return self.expanded(x)
+        return self.tiles(x, plan) if isinstance(plan, TilePlan) else self.stream(x, plan)
+
+    def tiles(self, x: Tensor, plan: TilePlan) -> Tensor:
+        """x[M, K] -> [M, N] by the tile kernel with a given grid."""
+        y = torch.empty(x.shape[0], self.out_features, dtype=self.dtype, device=x.device)
+        tile_gemm(self.packed, self.kind, self.group, x.contiguous(), y, plan)
+        return y
 
     def stream(self, x: Tensor, plan: Plan) -> Tensor:
         """x[M, K] -> [M, N] by the streaming kernel with a given grid."""
@@ -50,13 +54,13 @@ class StreamLinear(Linear):
         stream_gemm(params, self.kind, self.dtype, self.group, plan, grid_y, self.device)
         return y
 
-    def expand(self) -> Tensor:
-        """W[N, K] in the compute dtype, for this call."""
+    def expanded(self, x: Tensor) -> Tensor:
+        """x[M, K] -> [M, N] by cuBLAS over W[N, K] in the compute dtype, which is there for this call only."""
         full = torch.empty(self.out_features, self.in_features, dtype=self.dtype, device=self.device)
         params = self._params()
         layout = (FORMATS[self.kind], DTYPES[self.dtype], self.group)
         checked(library().qk_expand(ctypes.byref(params), *layout, full.data_ptr(), stream_of(self.device)))
-        return full
+        return F.linear(x, full)
 
     def _params(self) -> Params:
         pointers = {name: tensor.data_ptr() for name, tensor in self.packed._asdict().items() if tensor is not None}
@@ -64,4 +68,4 @@ class StreamLinear(Linear):
 
 
 def linear(weight: Weight, dtype: torch.dtype, device: torch.device) -> Linear:
-    return StreamLinear(weight, dtype, device)
+    return CudaLinear(weight, dtype, device)

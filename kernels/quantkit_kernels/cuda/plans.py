@@ -1,7 +1,8 @@
-"""Which grid a product is launched with: measured on an H200 for the shapes of plans.json, a rule of thumb for others.
+"""Which kernel and grid a product is launched with: measured on an H200 for the shapes of plans.json, a rule of thumb for others.
 
-plans.json holds DeepSeek-R1's linears and experts, whole and as a quarter of them (tensor parallel over four). A row is a kind, the
-weight's sizes, the most tokens the plans are for, and the fields of one plan, or of two for experts. Nothing is ever timed at the user's.
+plans.json holds the linears and experts of DeepSeek-R1 and openPangu-Ultra-MoE, whole and as a quarter of them (tensor parallel over four),
+as kernels/tune.py measured them. A row is a kind, the weight's sizes, the most tokens the plans are for, and the fields of one plan, or of
+two for experts: five of a Plan, three of a TilePlan, none for Expand. Nothing is ever timed at the user's.
 """
 
 import functools
@@ -28,17 +29,54 @@ class Plan:
     bulk: bool
 
 
-def linear_plan(kind: str, rows: int, k: int, tokens: int) -> Plan:
+@dataclass(frozen=True)
+class TilePlan:
+    """The shape of a grid of tile_gemm.
+
+    tokens: of a tile (32, 64, 128 or 256). warpgroups: strips of 64 rows of a block (2, or 4 up to 64 tokens, or 3 with 128). split: blocks
+    along K (1 to 8).
+    """
+
+    tokens: int
+    warpgroups: int
+    split: int
+
+
+@dataclass(frozen=True)
+class Expand:
+    """The 4-bit weight is expanded to the compute dtype and multiplied by cuBLAS."""
+
+
+AnyPlan = Plan | TilePlan | Expand
+
+SORTED_PER_EXPERT = 8  # pairs, from which on sorting them is faster than streaming the weights
+_STREAM_TOKENS = 16  # that the streaming kernel takes, and with more where the tile kernel cannot
+_TILE_K = 65536  # the longest row that the tile kernel's quantization holds
+
+
+def linear_plan(kind: str, rows: int, k: int, tokens: int) -> AnyPlan:
     """For W[rows, k], rows padded to whole strips."""
     measured = _measured()["linear"].get((kind, rows, k))
     if measured is not None:
         return _nearest(measured, tokens)[0]
+    if tokens > _STREAM_TOKENS and k <= _TILE_K:
+        return _tile_plan(kind, rows, k, tokens)
     token_tiles = 1 if tokens <= 8 else 2 if tokens <= 16 else 4
     row_tiles = 4 if token_tiles == 4 else 2
     wn = 2 if k // 128 < 2 * _WARPS and rows % (32 * row_tiles) == 0 else 1
     blocks = rows // (16 * row_tiles * wn) * -(-tokens // (8 * token_tiles))
     split = max(1, min(_BLOCKS // blocks, k // 128 * wn // _WARPS)) if blocks < _BLOCKS // 3 else 1
     return Plan(token_tiles, row_tiles, wn, split, bulk=kind == "int8" or token_tiles > 1)
+
+
+def _tile_plan(kind: str, rows: int, k: int, tokens: int) -> TilePlan | Expand:
+    if tokens > 1024 and kind != "int8":
+        return Expand()
+    tile = next(tile for tile in (32, 64, 128, 256) if tokens <= tile or tile == 256)
+    warpgroups = 3 if tile == 128 and rows > 132 * 128 else 2
+    blocks = -(-rows // (64 * warpgroups)) * -(-tokens // tile)
+    split = max(1, min(8, _BLOCKS // 2 // blocks, k // 512)) if blocks < 100 else 1
+    return TilePlan(tile, warpgroups, split)
 
 
 def experts_plans(kind: str, hidden: int, intermediate: int, num_experts: int, pairs: int, top_k: int) -> tuple[Plan, Plan]:
@@ -51,16 +89,30 @@ def experts_plans(kind: str, hidden: int, intermediate: int, num_experts: int, p
     measured = _measured()["experts"].get((kind, hidden, intermediate))
     if measured is not None:
         gate_up, down = _nearest(measured, pairs // top_k)
+        assert isinstance(gate_up, Plan), gate_up
+        assert isinstance(down, Plan), down
         return gate_up, down
     return Plan(1, 4, 1, 1, bulk=True), Plan(1, 4, 1, 1, bulk=True)
 
 
-def _nearest(measured: list[tuple[int, list[Plan]]], tokens: int) -> list[Plan]:
+def sorted_plan(per_expert: float) -> TilePlan:
+    """For experts whose pairs are sorted, so many each on average. Tiles hold most experts' tokens at once."""
+    return TilePlan(32, 2, 1) if per_expert <= 20 else TilePlan(64, 2, 1) if per_expert <= 48 else TilePlan(128, 2, 1)
+
+
+def _nearest(measured: list[tuple[int, list[AnyPlan]]], tokens: int) -> list[AnyPlan]:
     """The plans of the fewest tokens that are not below these, else of the most."""
     return next((plans for most, plans in measured if tokens <= most), measured[-1][1])
 
 
-Table = dict[tuple[str, int, int], list[tuple[int, list[Plan]]]]
+Table = dict[tuple[str, int, int], list[tuple[int, list[AnyPlan]]]]
+
+
+def _plan(fields: list[int]) -> AnyPlan:
+    if len(fields) == 5:
+        token_tiles, row_tiles, wn, split, bulk = fields
+        return Plan(token_tiles, row_tiles, wn, split, bool(bulk))
+    return TilePlan(*fields) if fields else Expand()
 
 
 @functools.cache
@@ -70,5 +122,5 @@ def _measured() -> dict[str, Table]:
     for name, rows in json.loads((Path(__file__).parent / "plans.json").read_text()).items():
         table = tables[name] = {}
         for kind, first, second, tokens, plans in rows:
-            table.setdefault((kind, first, second), []).append((tokens, [Plan(*fields) for fields in plans]))
+            table.setdefault((kind, first, second), []).append((tokens, [_plan(fields) for fields in plans]))
     return tables

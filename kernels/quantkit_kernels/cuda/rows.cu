@@ -5,6 +5,7 @@
 #include <stdint.h>
 
 #include "launch.cuh"
+#include "quantize.cuh"
 
 namespace {
 
@@ -25,9 +26,8 @@ template <class T> __global__ void sum_pairs(const float* pairs, T* out, int top
   to[0] = T(sum.x), to[1] = T(sum.y), to[2] = T(sum.z), to[3] = T(sum.w);
 }
 
-// Symmetric int8 per row: scale = max|x| / 127, or 1 for a row of zeros. One block per row; K is a multiple of 8.
+// One block per row; K is a multiple of 8.
 template <class T> __global__ void quantize_rows(const T* x, int8_t* codes, float* scale, int k) {
-  __shared__ float warp_max[32];
   wait_for_predecessor();
   let_successor_start();
   const T* row = x + (size_t)blockIdx.x * k;
@@ -38,20 +38,13 @@ template <class T> __global__ void quantize_rows(const T* x, int8_t* codes, floa
 #pragma unroll
     for (int j = 0; j < 8; ++j) largest = fmaxf(largest, fabsf(float(e[j])));
   }
-  for (int o = 16; o; o >>= 1) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, o));
-  if ((threadIdx.x & 31) == 0) warp_max[threadIdx.x >> 5] = largest;
-  __syncthreads();
-  largest = 0;
-  for (int w = 0; w < (int)blockDim.x / 32; ++w) largest = fmaxf(largest, warp_max[w]);
-  const float step = largest == 0 ? 1.f : largest / 127.f;
+  const float step = step_of(largest), reciprocal = __frcp_rn(step);
   if (threadIdx.x == 0) scale[blockIdx.x] = step;
   for (int i = threadIdx.x * 8; i < k; i += blockDim.x * 8) {
     const uint4 v = *reinterpret_cast<const uint4*>(row + i);
     const T* e = reinterpret_cast<const T*>(&v);
-    int8_t c[8];
-#pragma unroll
-    for (int j = 0; j < 8; ++j) c[j] = (int8_t)max(-127, min(127, __float2int_rn(__fdiv_rn(float(e[j]), step))));
-    *reinterpret_cast<uint2*>(codes + (size_t)blockIdx.x * k + i) = *reinterpret_cast<uint2*>(c);
+    const uint2 c = {codes_of(e, step, reciprocal), codes_of(e + 4, step, reciprocal)};
+    *reinterpret_cast<uint2*>(codes + (size_t)blockIdx.x * k + i) = c;
   }
 }
 

@@ -1,0 +1,184 @@
+// Activations as the tile kernel reads them, in tiles of so many tokens: [tiles][bytes of a row / 128][tokens of a tile][128 bytes].
+//
+// Of 64 bytes of a row, 16 words, word 4q + j comes to place q of chunk j, which is the order of K that the packed weights have; the chunks
+// of 128 bytes lie as wgmma.cuh says. Places of a tile without a token stay as they are: no other token's result depends on them.
+//
+// For experts `sort_pairs` first gives every expert tiles of its own, a token-expert pair a slot.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+#include <type_traits>
+
+#include "launch.cuh"
+#include "quantize.cuh"
+
+namespace {
+
+// Where the chunk `chunk` of a row's 16-byte chunks belongs, for the token in slot `slot`.
+__device__ __forceinline__ size_t place(int slot, int chunk, int tokens, int chunks) {
+  const int row = slot % tokens;
+  return (((size_t)(slot / tokens) * (chunks / 8) + chunk / 8) * tokens + row) * 128 + ((chunk % 8) ^ (row % 8)) * 16;
+}
+
+// The row of x that a slot holds, or -1: the token of its pair, or, without an order, the row of the slot's number.
+__device__ __forceinline__ int row_of(int slot, const int* order, const int* tile_count, int tokens, int top_k) {
+  if (tile_count && slot % tokens >= tile_count[slot / tokens]) return -1;
+  return order ? order[slot] / top_k : slot;
+}
+
+// A block per slot and 8 KB of its row.
+__global__ void arrange(const uint4* x, uint8_t* out, const int* order, const int* tile_count, int tokens, int top_k, int chunks) {
+  wait_for_predecessor();
+  let_successor_start();
+  const int slot = blockIdx.x, row = row_of(slot, order, tile_count, tokens, top_k), segment = blockIdx.y * blockDim.x + threadIdx.x;
+  if (row < 0 || segment * 4 >= chunks) return;
+  uint4 from[4];
+#pragma unroll
+  for (int q = 0; q < 4; ++q) from[q] = x[(size_t)row * chunks + segment * 4 + q];
+  const uint4 to[4] = {{from[0].x, from[1].x, from[2].x, from[3].x},
+                       {from[0].y, from[1].y, from[2].y, from[3].y},
+                       {from[0].z, from[1].z, from[2].z, from[3].z},
+                       {from[0].w, from[1].w, from[2].w, from[3].w}};
+#pragma unroll
+  for (int j = 0; j < 4; ++j) *reinterpret_cast<uint4*>(out + place(slot, segment * 4 + j, tokens, chunks)) = to[j];
+}
+
+// Four lanes with four words each: word i of lane q goes to place q of lane i.
+__device__ __forceinline__ void transpose(uint32_t (&c)[4]) {
+  const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
+  uint32_t first = __shfl_xor_sync(0xffffffffu, odd ? c[0] : c[1], 1), second = __shfl_xor_sync(0xffffffffu, odd ? c[2] : c[3], 1);
+  if (odd) c[0] = first, c[2] = second;
+  else c[1] = first, c[3] = second;
+  first = __shfl_xor_sync(0xffffffffu, upper ? c[0] : c[2], 2), second = __shfl_xor_sync(0xffffffffu, upper ? c[1] : c[3], 2);
+  if (upper) c[0] = first, c[1] = second;
+  else c[2] = first, c[3] = second;
+}
+
+// The same of rows quantized to int8. A block per slot; a thread has HELD chunks of codes in its registers, blockDim.x apart.
+template <class T, int HELD>
+__global__ void quantize_arranged(const T* x, uint8_t* out, float* scale, const int* order, const int* tile_count, int tokens, int top_k, int k) {
+  wait_for_predecessor();
+  let_successor_start();
+  const int slot = blockIdx.x, row = row_of(slot, order, tile_count, tokens, top_k), chunks = k / 16;
+  if (row < 0) return;
+  x += (size_t)row * k;
+  uint4 held[HELD][2] = {};
+  float largest = 0;
+#pragma unroll
+  for (int h = 0; h < HELD; ++h) {
+    const int chunk = threadIdx.x + h * blockDim.x;
+    if (chunk < chunks)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) held[h][i] = reinterpret_cast<const uint4*>(x)[chunk * 2 + i];
+  }
+#pragma unroll
+  for (int h = 0; h < HELD; ++h)
+#pragma unroll
+    for (int i = 0; i < 16; ++i) largest = fmaxf(largest, fabsf(float(reinterpret_cast<const T*>(held[h])[i])));
+  const float step = step_of(largest), reciprocal = __frcp_rn(step);
+  if (threadIdx.x == 0) scale[slot] = step;
+#pragma unroll
+  for (int h = 0; h < HELD; ++h) {
+    const int chunk = threadIdx.x + h * blockDim.x;
+    uint32_t codes[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) codes[j] = codes_of(reinterpret_cast<const T*>(held[h]) + 4 * j, step, reciprocal);
+    transpose(codes);
+    if (chunk < chunks) *reinterpret_cast<uint4*>(out + place(slot, chunk, tokens, chunks)) = *reinterpret_cast<uint4*>(codes);
+  }
+}
+
+constexpr int kSortWarps = 16;
+
+// Counting sort of the pairs by expert, in their own order within one, by a single block: warps take consecutive parts of the pairs.
+__global__ void sort_pairs(const int* ids, int ids_stride, int pairs, int experts, int tokens, int tiles, int* tile_expert, int* tile_count, int* order) {
+  extern __shared__ int counts[];  // [warps][experts], and of each expert how many pairs and its first tile
+  int *total = counts + kSortWarps * experts, *first = total + experts;
+  __shared__ int used;
+  wait_for_predecessor();
+  let_successor_start();
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int each = (pairs + blockDim.x - 1) / blockDim.x * 32, begin = warp * each, end = min(pairs, begin + each);
+  for (int i = threadIdx.x; i < kSortWarps * experts; i += blockDim.x) counts[i] = 0;
+  __syncthreads();
+  // Adds 32 pairs to the warp's counts; returns what the lane's expert had before and its rank among them.
+  const auto count = [&](int base, int& expert) {
+    expert = base + lane < end ? ids[(size_t)(base + lane) * ids_stride] : -1;
+    const unsigned same = __match_any_sync(0xffffffffu, expert);
+    const int before = expert < 0 ? 0 : counts[warp * experts + expert];
+    __syncwarp();
+    if (expert >= 0 && lane == __ffs(same) - 1) counts[warp * experts + expert] = before + __popc(same);
+    __syncwarp();
+    return before + __popc(same & ((1u << lane) - 1));
+  };
+  int expert;
+  for (int base = begin; base < end; base += 32) count(base, expert);
+  __syncthreads();
+  for (int e = threadIdx.x; e < experts; e += blockDim.x) {
+    int sum = 0;
+    for (int w = 0; w < kSortWarps; ++w) {
+      const int c = counts[w * experts + e];
+      counts[w * experts + e] = sum;
+      sum += c;
+    }
+    total[e] = sum;
+  }
+  __syncthreads();
+  if (warp == 0) {
+    int sum = 0;
+    for (int base = 0; base < experts; base += 32) {
+      const int mine = base + lane < experts ? (total[base + lane] + tokens - 1) / tokens : 0;
+      int upto = mine;
+      for (int o = 1; o < 32; o *= 2) {
+        const int other = __shfl_up_sync(0xffffffffu, upto, o);
+        if (lane >= o) upto += other;
+      }
+      if (base + lane < experts) first[base + lane] = sum + upto - mine;
+      sum += __shfl_sync(0xffffffffu, upto, 31);
+    }
+    if (lane == 0) used = sum;
+  }
+  __syncthreads();
+  for (int e = threadIdx.x; e < experts; e += blockDim.x)
+    for (int i = 0; i * tokens < total[e]; ++i) tile_expert[first[e] + i] = e, tile_count[first[e] + i] = min(tokens, total[e] - i * tokens);
+  for (int i = used + threadIdx.x; i < tiles; i += blockDim.x) tile_expert[i] = -1, tile_count[i] = 0;
+  for (int base = begin; base < end; base += 32) {
+    const int rank = count(base, expert);
+    if (expert >= 0) order[first[expert] * tokens + rank] = base + lane;
+  }
+}
+
+}  // namespace
+
+using bf16 = __nv_bfloat16;
+
+// Rows of 16-bit numbers, `row_bytes` a multiple of 256. Without order and tile_count slots are rows.
+extern "C" int qk_arrange(const void* x, void* out, const int* order, const int* tile_count, int slots, int tokens, int top_k, int row_bytes, void* stream) {
+  const dim3 grid(slots, (row_bytes / 64 + 127) / 128);
+  return start(arrange, grid, 128, 0, stream, (const uint4*)x, (uint8_t*)out, order, tile_count, tokens, top_k, row_bytes / 16);
+}
+
+// K up to 65536. Many rows keep the device busy with few threads each, which wait for one another less.
+extern "C" int qk_quantize_arranged(const void* x, void* out, float* scale, const int* order, const int* tile_count, int dtype, int slots, int tokens, int top_k,
+                                    int k, void* stream) {
+  const auto run = [&](auto kernel, auto* rows, int held) {
+    const int threads = (k / 16 + 32 * held - 1) / (32 * held) * 32;
+    return start(kernel, slots, threads, 0, stream, rows, (uint8_t*)out, scale, order, tile_count, tokens, top_k, k);
+  };
+  const int held = slots > 264 || k > 32768 ? 4 : k > 16384 ? 2 : 1;
+  const auto of = [&](auto* rows) {
+    using T = std::remove_cvref_t<decltype(*rows)>;
+    return held == 1 ? run(quantize_arranged<T, 1>, rows, 1) : held == 2 ? run(quantize_arranged<T, 2>, rows, 2) : run(quantize_arranged<T, 4>, rows, 4);
+  };
+  return dtype == 0 ? of((const bf16*)x) : of((const __half*)x);
+}
+
+extern "C" int qk_sort_pairs(const int* ids, int ids_stride, int pairs, int experts, int tokens, int tiles, int* tile_expert, int* tile_count, int* order,
+                             void* stream) {
+  const int bytes = (kSortWarps + 2) * experts * 4;
+  static const cudaError_t allowed = cudaFuncSetAttribute(sort_pairs, cudaFuncAttributeMaxDynamicSharedMemorySize, 224 << 10);
+  if (allowed != cudaSuccess) return (int)allowed;
+  return start(sort_pairs, 1, 32 * kSortWarps, bytes, stream, ids, ids_stride, pairs, experts, tokens, tiles, tile_expert, tile_count, order);
+}

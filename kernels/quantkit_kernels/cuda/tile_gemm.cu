@@ -1,0 +1,137 @@
+// y[M, N] = x[M, K] @ W[N, K]^T for a packed W and more than a few tokens, dense or for routed experts.
+//
+// W is the A operand of wgmma: each warpgroup has a strip of 64 rows, decodes it from shared memory into registers, which is the order it
+// is packed in, and multiplies with `NT` tokens that `arrange` has laid out as wgmma reads them (arrange.cu). No decoded weight is ever
+// written anywhere. A block is `WGS` such warpgroups, one above the other, and a warp that keeps a ring of stages of 128 along K filled by
+// the bulk copy engine. While the tensor cores work on one half of a stage the warps decode the next.
+//
+// Where there are few tiles K is split over the blocks of a cluster. Their sums meet in shared memory, each block adding up a share of the
+// tokens in the blocks' order: results do not depend on timing.
+//
+// A 4-bit weight is rounded to T once, after its zero point was subtracted and its scale multiplied; what is left of the scale, a factor
+// per row, comes in at the end in float32.
+
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+#include <type_traits>
+
+#include "copies.cuh"
+#include "launch.cuh"
+#include "packed.cuh"
+#include "tile.cuh"
+#include "tile_fill.cuh"
+#include "tile_finish.cuh"
+#include "tile_params.cuh"
+#include "tile_strip.cuh"
+#include "wgmma.cuh"
+
+namespace {
+
+template <int FMT, class T, int G, int NT, int WGS>
+__global__ void __launch_bounds__(Tile<FMT, G, NT, WGS>::threads, Tile<FMT, G, NT, WGS>::blocks) tile_gemm(const TileParams p) {
+  using S = Tile<FMT, G, NT, WGS>;
+  using Acc = std::conditional_t<FMT == kInt8, int, float>;
+  constexpr int wide = NT;  // tokens of one instruction
+  extern __shared__ char shared[];
+  __shared__ __align__(8) uint64_t barriers[2 * S::stages];
+  const uint32_t filled = shared_address(barriers), emptied = filled + 8 * S::stages;
+  char* ring = shared + (1024 - shared_address(shared) % 1024);
+  float* factors = reinterpret_cast<float*>(shared + S::bytes - S::factors);
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
+  const int block_n = blockIdx.x / p.split, part = blockIdx.x % p.split, tile = blockIdx.y;
+  const int all = p.k / 128, begin = all * part / p.split, stages = all * (part + 1) / p.split - begin;
+
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < S::stages; ++i) init_barrier(filled + i * 8, S::scales ? 33 : 1), init_barrier(emptied + i * 8, 4 * WGS);
+    show_barriers_to_copies();
+  }
+  __syncthreads();
+
+  int expert = 0, count = min(NT, p.m - tile * NT);
+  if (p.tile_expert) {
+    // The routing of a layer's second product was there before its first began.
+    if (p.epilogue != kWeigh) wait_for_predecessor();
+    expert = p.tile_expert[tile], count = p.tile_count[tile];
+    if (expert < 0) return;
+  }
+
+  if (warp >= 4 * WGS) {
+    if constexpr (S::more_registers) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    if (warp == 4 * WGS) fill<FMT, G, NT, WGS>(p, shared_address(ring), shared_address(factors), filled, emptied, expert, block_n, tile, count, begin, stages);
+    if (p.split > 1) cluster_barrier(), cluster_barrier();
+  } else {
+    if constexpr (S::more_registers) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(S::more_registers));
+    Strip<FMT, T, G, NT, WGS> strip;
+    strip.init(shared_address(ring), warp / 4, FMT == kInt4 && p.zeros != nullptr);
+    Acc acc[NT / wide][wide / 2];
+#pragma unroll
+    for (int n = 0; n < NT / wide; ++n)
+#pragma unroll
+      for (int i = 0; i < wide / 2; ++i) acc[n][i] = 0;
+
+    uint32_t a[2][S::slabs][4];
+    uint32_t stage = 0, slot = 0, phase = 0;
+    wait_for(filled, 0);
+    strip.load(0, 0);
+    for (int left = stages; left > 0; --left) {
+#pragma unroll
+      for (int turn = 0; turn < S::turns; ++turn) {
+        strip.decode(a[turn % 2], stage, turn);
+        const uint64_t tokens = tokens_at(shared_address(ring) + stage + (FMT == kInt8 ? turn * S::slabs * 32 : turn * 2 / S::turns * NT * 128 + turn * S::slabs % 4 * 32));
+        wgmma_fence();
+#pragma unroll
+        for (int j = 0; j < S::slabs; ++j)
+#pragma unroll
+          for (int n = 0; n < NT / wide; ++n) wgmma<T>(acc[n], a[turn % 2][j], tokens + j * 2 + n * (wide * 8));
+        wgmma_commit();
+        if (turn == S::turns / 2 - 1) strip.load(stage, 1);
+        // The operands of the turn before are free again, and with a stage's first turn all of the stage before.
+        wgmma_wait<1>();
+        if (turn == 0 && left < stages && lane == 0) arrive(emptied + (slot == 0 ? S::stages : slot) * 8 - 8);
+      }
+      stage += S::stage;
+      if (++slot == S::stages) slot = 0, stage = 0, phase ^= 1;
+      if (left > 1) {
+        wait_for(filled + slot * 8, phase);
+        strip.load(stage, 0);
+      }
+    }
+    wgmma_wait<0>();
+    let_successor_start();
+    wait_for_predecessor();
+    asm volatile("bar.sync 1, %0;" :: "n"(S::consumers) : "memory");  // everyone is done with the ring
+    const Finish<FMT, T, G, NT, WGS> finish{p, ring, factors, factors + S::rows, block_n, tile, count};
+    if (p.split > 1) finish.shared(acc, part);
+    else finish.whole(acc);
+  }
+}
+
+template <int FMT, class T, int G, int NT, int WGS> int launch(const TileParams& p, void* stream) {
+  using S = Tile<FMT, G, NT, WGS>;
+  auto kernel = tile_gemm<FMT, T, G, NT, WGS>;
+  static const cudaError_t allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::bytes);
+  if (allowed != cudaSuccess) return (int)allowed;
+  return start_clusters(kernel, dim3((p.n + S::rows - 1) / S::rows * p.split, p.tiles), S::threads, S::bytes, p.split, stream, p);
+}
+
+template <int FMT, class T, int G> int launch(const TileParams& p, int tokens, int warpgroups, void* stream) {
+  if (tokens == 32) return warpgroups == 2 ? launch<FMT, T, G, 32, 2>(p, stream) : launch<FMT, T, G, 32, 4>(p, stream);
+  if (tokens == 64) return warpgroups == 2 ? launch<FMT, T, G, 64, 2>(p, stream) : launch<FMT, T, G, 64, 4>(p, stream);
+  if (tokens == 128) return warpgroups == 2 ? launch<FMT, T, G, 128, 2>(p, stream) : launch<FMT, T, G, 128, 3>(p, stream);
+  return launch<FMT, T, G, 256, 2>(p, stream);
+}
+
+}  // namespace
+
+using bf16 = __nv_bfloat16;
+
+// dtype: 0 bf16, 1 fp16. tokens: of a tile, 32, 64, 128 or 256; warpgroups: 2 or, up to 64 tokens, 4 or, with 128, 3. Returns a cudaError_t.
+extern "C" int qk_tile_gemm(const TileParams* p, int format, int dtype, int group, int tokens, int warpgroups, void* s) {
+  const auto run = [&](auto launcher) { return launcher(*p, tokens, warpgroups, s); };
+  if (format == kFp4) return run(launch<kFp4, bf16, 16>);
+  if (format == kInt8) return dtype == 0 ? run(launch<kInt8, bf16, 0>) : run(launch<kInt8, __half, 0>);
+  if (group == 32) return dtype == 0 ? run(launch<kInt4, bf16, 32>) : run(launch<kInt4, __half, 32>);
+  if (group == 64) return dtype == 0 ? run(launch<kInt4, bf16, 64>) : run(launch<kInt4, __half, 64>);
+  return dtype == 0 ? run(launch<kInt4, bf16, 128>) : run(launch<kInt4, __half, 128>);
+}

@@ -1,0 +1,81 @@
+// wgmma with 64 rows of weights in registers, tokens in shared memory and sums in registers.
+//
+// A warpgroup's four warps hold 16 rows each, in the order of mma.sync's A operand. Tokens lie in shared memory as rows of 128 bytes along
+// K, 16-byte chunk c of row t at place c ^ (t % 8), from an address that is a multiple of 1024; one instruction takes 32 bytes of each row.
+// Sums: d[4 * i + 2 * h + e] of lane 4g + q in warp w is of row 16w + 8h + g and token 8i + 2q + e.
+
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+#include <type_traits>
+
+namespace {
+
+// Before the first wgmma and whenever registers that one reads were written since.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT> __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LEFT) : "memory"); }
+
+// What an instruction is told about tokens at `address`: rows of 128 bytes with the swizzle above, 1024 bytes to the next eight.
+__device__ __forceinline__ uint64_t tokens_at(uint32_t address) { return (1ull << 62) | (64ull << 32) | (1ull << 16) | (address >> 4); }
+
+#define QK_SUMS_8(c, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3]), c(d[i + 4]), c(d[i + 5]), c(d[i + 6]), c(d[i + 7])
+#define QK_SUMS_16(c, i) QK_SUMS_8(c, i), QK_SUMS_8(c, i + 8)
+#define QK_SUMS_32(c, i) QK_SUMS_16(c, i), QK_SUMS_16(c, i + 16)
+#define QK_SUMS_64(c, i) QK_SUMS_32(c, i), QK_SUMS_32(c, i + 32)
+#define QK_SUMS_128(c, i) QK_SUMS_64(c, i), QK_SUMS_64(c, i + 64)
+#define QK_NAMES_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define QK_NAMES_32 QK_NAMES_16 "," "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define QK_NAMES_64 QK_NAMES_32 "," \
+  "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
+  "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define QK_NAMES_128 QK_NAMES_64 "," \
+  "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79," \
+  "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95," \
+  "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111," \
+  "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+// The operands after so many sums.
+#define QK_AFTER_16 "{%16,%17,%18,%19}, %20"
+#define QK_AFTER_32 "{%32,%33,%34,%35}, %36"
+#define QK_AFTER_64 "{%64,%65,%66,%67}, %68"
+#define QK_AFTER_128 "{%128,%129,%130,%131}, %132"
+#define QK_WGMMA(shape_and_types, sums, c, flags)                                                                                         \
+  asm volatile("{.reg .pred add; setp.eq.u32 add, 0, 0; wgmma.mma_async.sync.aligned." shape_and_types " {" QK_NAMES_##sums               \
+               "}, " QK_AFTER_##sums ", add" flags ";}"                                                                                   \
+               : QK_SUMS_##sums(c, 0)                                                                                                     \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tokens))
+#define QK_WGMMA_OF(n, sums)                                                                                                              \
+  template <class T> __device__ __forceinline__ void wgmma(float (&d)[sums], const uint32_t (&a)[4], uint64_t tokens) {                   \
+    if constexpr (std::is_same_v<T, __half>) QK_WGMMA("m64n" #n "k16.f32.f16.f16", sums, "+f", ", 1, 1, 0");                              \
+    else QK_WGMMA("m64n" #n "k16.f32.bf16.bf16", sums, "+f", ", 1, 1, 0");                                                                \
+  }                                                                                                                                       \
+  template <class T> __device__ __forceinline__ void wgmma(int (&d)[sums], const uint32_t (&a)[4], uint64_t tokens) {                     \
+    QK_WGMMA("m64n" #n "k32.s32.s8.s8", sums, "+r", "");                                                                                  \
+  }
+
+// d += a * tokens, 32 to 256 of them, for 16 along K in T; where d is int, for 32 along K in int8.
+QK_WGMMA_OF(32, 16)
+QK_WGMMA_OF(64, 32)
+QK_WGMMA_OF(128, 64)
+QK_WGMMA_OF(256, 128)
+
+#undef QK_WGMMA_OF
+#undef QK_WGMMA
+#undef QK_AFTER_16
+#undef QK_NAMES_16
+#undef QK_AFTER_32
+#undef QK_NAMES_32
+#undef QK_AFTER_64
+#undef QK_NAMES_64
+#undef QK_AFTER_128
+#undef QK_NAMES_128
+#undef QK_SUMS_8
+#undef QK_SUMS_16
+#undef QK_SUMS_32
+#undef QK_SUMS_64
+#undef QK_SUMS_128
+
+}  // namespace

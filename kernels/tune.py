@@ -1,0 +1,137 @@
+"""Measure which kernel and grid every product is fastest with, and print plans.json of the CUDA backend.
+
+    python kernels/tune.py > kernels/quantkit_kernels/cuda/plans.json        on an H200, about six minutes
+
+Linears and experts of DeepSeek-R1 (hidden 7168) and openPangu-Ultra-MoE (7680), whole and as a quarter of them. Times are as in
+bench.py: graph replay over weights that rotate beyond the cache.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from quantkit_kernels import ExpertsBuilder
+from quantkit_kernels.check import EXPERTS, TOP_K
+from quantkit_kernels.cuda import experts as cuda_experts
+from quantkit_kernels.cuda.linear import CudaLinear
+from quantkit_kernels.cuda.plans import AnyPlan, Expand, Plan, TilePlan
+from quantkit_kernels.samples import random_weight
+from quantkit_kernels.timing import copies_beyond_cache, seconds_per_call
+from quantkit_kernels.weights import kind
+
+GRIDS = ("fp4", "int4-asym-128", "int8")
+TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+EXPERTS_TOKENS = (1, 4, 16, 64)
+TILES = ((32, 2), (32, 4), (64, 2), (64, 4), (128, 2), (128, 3), (256, 2))
+BLOCKS = 264  # more of a split K only wait for one another
+
+
+def linear_shapes(hidden: int) -> list[tuple[int, int]]:
+    """[N, K] of q_a + kv_a, q_b, o, the shared expert's and the dense layers' gate_up and down, then of a rank of four."""
+    whole = [(2112, hidden), (24576, 1536), (hidden, 16384), (4096, hidden), (hidden, 2048), (36864, hidden), (hidden, 18432)]
+    return [*whole, (6144, 1536), (hidden, 4096), (1024, hidden), (hidden, 512), (9216, hidden), (hidden, 4608)]
+
+
+def stream_plans(rows: int, k: int, tokens: int) -> Iterator[Plan]:
+    token_tiles = 1 if tokens <= 8 else 2
+    for row_tiles in (2, 4):
+        for wn in (1, 2, 4):
+            for split in (1, 2, 4):
+                for bulk in (True,) if token_tiles > 1 else (False, True):
+                    blocks = rows // (16 * row_tiles * wn)
+                    if rows % (16 * row_tiles * wn) == 0 and split <= k // 128 and (split == 1 or blocks * split <= BLOCKS):
+                        yield Plan(token_tiles, row_tiles, wn, split, bulk)
+
+
+def tile_plans(rows: int, k: int, tokens: int) -> Iterator[TilePlan]:
+    for tile, warpgroups in TILES:
+        if not tokens / 8 <= tile < 2 * tokens:
+            continue
+        for split in range(1, min(8, k // 128) + 1):
+            blocks = -(-rows // (64 * warpgroups)) * -(-tokens // tile)
+            if split == 1 or blocks * split <= BLOCKS:
+                yield TilePlan(tile, warpgroups, split)
+
+
+def fastest(calls: dict[AnyPlan, list[Callable[[], object]]], device: torch.device) -> tuple[AnyPlan, float]:
+    times = {plan: seconds_per_call(variants, device) for plan, variants in calls.items()}
+    best = min(times, key=lambda plan: times[plan])
+    return best, times[best]
+
+
+def linear_rows(grid: str, n: int, k: int, device: torch.device, rng: torch.Generator) -> Iterator[list[object]]:
+    weight = random_weight(grid, n, k, rng)
+    first = CudaLinear(weight, torch.bfloat16, device)
+    copies = [first] + [CudaLinear(weight, torch.bfloat16, device) for _ in range(copies_beyond_cache(first.nbytes, device) - 1)]
+    for tokens in TOKENS:
+        x = torch.randn(tokens, k, generator=rng, device=device).bfloat16()
+        calls: dict[AnyPlan, list[Callable[[], object]]] = {}
+        if tokens <= 16:
+            for stream in stream_plans(first.padded, k, tokens):
+                calls[stream] = [partial(one.stream, x, stream) for one in copies]
+        else:
+            for tile in tile_plans(first.padded, k, tokens):
+                calls[tile] = [partial(one.tiles, x, tile) for one in copies]
+            if grid != "int8" and tokens >= 256:
+                calls[Expand()] = [partial(one.expanded, x) for one in copies]
+        plan, seconds = fastest(calls, device)
+        print(f"{grid} {n} x {k} M={tokens} {seconds * 1e6:.1f} us {plan}", file=sys.stderr, flush=True)
+        yield [kind(weight), first.padded, k, tokens, [list(vars(plan).values())]]
+
+
+def experts_rows(grid: str, hidden: int, intermediate: int, device: torch.device, rng: torch.Generator) -> Iterator[list[object]]:
+    """gate_up's plan first, with down's as the rule has it; then down's with that."""
+    shapes = ((intermediate, hidden), (intermediate, hidden), (hidden, intermediate))
+    few = [[random_weight(grid, n, k, rng) for n, k in shapes] for _ in range(2)]
+    builder = ExpertsBuilder(EXPERTS, dtype=torch.bfloat16, device=device)
+    for index in range(EXPERTS):
+        builder.add(index, *few[index % 2])
+    experts = builder.finish()
+    rule = cuda_experts.experts_plans
+    for tokens in EXPERTS_TOKENS:
+        x = torch.randn(tokens, hidden, generator=rng, device=device).bfloat16()
+        ids = [torch.rand(tokens, EXPERTS, generator=rng, device=device).topk(TOP_K, dim=-1).indices for _ in range(4)]
+        weights = torch.rand(tokens, TOP_K, generator=rng, device=device)
+        chosen = [Plan(1, 4, 1, 1, True), Plan(1, 4, 1, 1, True)]
+        for place, (rows, k) in enumerate(((2 * intermediate, hidden), (hidden, intermediate))):
+            times = {}
+            for plan in stream_plans(rows, k, 8):
+                if plan.split == 1:
+                    pair = (plan, chosen[1]) if place == 0 else (chosen[0], plan)
+                    cuda_experts.experts_plans = lambda *_, pair=pair: pair  # type: ignore[misc]
+                    times[plan] = seconds_per_call([partial(experts, x, one, weights) for one in ids], device)
+            chosen[place] = min(times, key=lambda plan: times[plan])
+        print(f"{grid} experts {hidden} x {intermediate} T={tokens} {min(times.values()) * 1e6:.1f} us", file=sys.stderr, flush=True)
+        yield [kind(few[0][0]), hidden, intermediate, tokens, [list(vars(plan).values()) for plan in chosen]]
+    cuda_experts.experts_plans = rule
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, nargs="+", default=[7168, 7680])
+    parser.add_argument("--tables", nargs="+", choices=("linear", "experts"), default=["linear", "experts"])
+    arguments = parser.parse_args()
+    device = torch.device("cuda")
+    rng = torch.Generator(device)
+    rng.seed()
+    tables: dict[str, list[list[object]]] = {}
+    for table in arguments.tables:
+        rows = tables[table] = []
+        for grid in GRIDS:
+            if table == "linear":
+                for n, k in sorted({shape for hidden in arguments.hidden for shape in linear_shapes(hidden)}):
+                    rows += linear_rows(grid, n, k, device, rng)
+            else:
+                for hidden in arguments.hidden:
+                    for intermediate in (512, 2048):
+                        rows += experts_rows(grid, hidden, intermediate, device, rng)
+            torch.cuda.empty_cache()
+    lines = {name: ",\n".join(f"  {json.dumps(row)}" for row in rows) for name, rows in tables.items()}
+    print("{\n" + ",\n".join(f'"{name}": [\n{text}\n]' for name, text in lines.items()) + "\n}")
+
+
+if __name__ == "__main__":
+    main()

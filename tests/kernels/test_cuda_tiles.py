@@ -1,0 +1,91 @@
+"""The tile kernel and the sorted experts over it, on a CUDA device, against float64: every format, grid and ragged shape."""
+
+import pytest
+import torch
+from kernel_weights import exact_experts, layer, random_experts
+from quantkit_kernels import prepare
+from quantkit_kernels.backends import why_unusable
+from quantkit_kernels.cuda.experts import StreamExperts
+from quantkit_kernels.cuda.linear import CudaLinear
+from quantkit_kernels.cuda.plans import TilePlan
+from quantkit_kernels.cuda.sorted_experts import sorted_experts
+from quantkit_kernels.samples import TOLERANCE, distance, exact_linear, random_weight
+from quantkit_kernels.weights import to_device
+
+DEVICE = torch.device("cuda")
+REASON = why_unusable("linear_int4", "cuda", DEVICE, torch.bfloat16)
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+GRIDS = ("int4-asym-32", "int4-asym-64", "int4-asym-128", "int4-sym-128", "int8", "fp4")
+SHAPES = ((32, 2), (32, 4), (64, 2), (64, 4), (128, 2), (128, 3), (256, 2))
+
+
+@pytest.fixture(autouse=True)
+def _fresh_memory_is_poisoned() -> object:
+    """torch.empty gives NaN in this module, so an element that is never written shows."""
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def generator() -> torch.Generator:
+    rng = torch.Generator(DEVICE)
+    rng.seed()
+    return rng
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("grid", GRIDS)
+def test_every_tile_matches_float64(grid: str, dtype: torch.dtype) -> None:
+    if grid == "fp4" and dtype == torch.float16:
+        pytest.skip("FP4 computes in bfloat16 only")
+    rng = generator()
+    # Rows that are no whole strip, or no whole block; K of one stage and of more than the ring holds.
+    for n, k in ((80, 128), (2112, 1408), (250, 2048)):
+        weight = random_weight(grid, n, k, rng)
+        linear = prepare(weight, backend="cuda", dtype=dtype)
+        assert isinstance(linear, CudaLinear)
+        for m in (1, 17, 70, 300):
+            x = torch.randn(m, k, generator=rng, device=DEVICE).to(dtype)
+            exact = exact_linear(x, weight)
+            for tokens, warpgroups in SHAPES:
+                for split in range(1, min(8, k // 128) + 1):
+                    plan = TilePlan(tokens, warpgroups, split)
+                    assert distance(linear.tiles(x, plan), exact) < TOLERANCE[dtype], (n, k, m, plan, rng.initial_seed())
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_every_number_of_tokens_matches_float64(grid: str) -> None:
+    """Whatever kernel is chosen, at R1's q_b (measured) and for a shape without measurements, and the same result twice."""
+    rng = generator()
+    for n, k in ((24576, 1536), (1000, 640)):
+        weight = random_weight(grid, n, k, rng)
+        linear = prepare(weight, backend="cuda")
+        for m in (1, 8, 9, 16, 17, 32, 33, 65, 128, 129, 300, 600, 1025, 4096):
+            x = torch.randn(m, k, generator=rng, device=DEVICE).bfloat16()
+            y = linear(x)
+            assert distance(y, exact_linear(x, weight)) < TOLERANCE[torch.bfloat16], (n, k, m, rng.initial_seed())
+            assert torch.equal(y, linear(x)), (n, k, m)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_sorted_experts_match_float64(grid: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = generator()
+    on_cpu = torch.Generator().manual_seed(rng.initial_seed() % 2**32)
+    hidden, intermediate, count = 256, 384, 7
+    weights = random_experts(grid, count, hidden, intermediate, on_cpu)
+    experts = layer([[to_device(one, DEVICE) for one in projection] for projection in weights], "cuda", torch.bfloat16)
+    assert isinstance(experts, StreamExperts)
+    for tokens, top_k in ((1, 1), (33, 4), (200, 3)):
+        x = torch.randn(tokens, hidden, generator=rng, device=DEVICE).bfloat16()
+        spread = torch.rand(tokens, count, generator=rng, device=DEVICE).topk(top_k, dim=-1).indices
+        topk_weights = torch.rand(tokens, top_k, generator=rng, device=DEVICE)
+        for ids in (spread, torch.full_like(spread, 4), spread.int()):  # with experts left empty, and one named several times
+            exact = exact_experts(x.cpu(), ids.cpu(), topk_weights.cpu(), weights).to(DEVICE)
+            for tile in (32, 64, 128):
+                monkeypatch.setattr("quantkit_kernels.cuda.sorted_experts.sorted_plan", lambda _, tile=tile: TilePlan(tile, 2, 1))
+                y = sorted_experts(experts.gate_up, experts.down, experts.kind, experts.group, count, x, ids.contiguous(), topk_weights)
+                assert distance(y, exact) < 2e-2, (tokens, tile, rng.initial_seed())
+            streamed = experts._streamed(x, ids.contiguous(), topk_weights)
+            assert distance(experts(x, ids, topk_weights), streamed.double()) < 2e-2
