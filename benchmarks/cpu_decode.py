@@ -4,7 +4,7 @@
 
 Models: a dense one of Qwen2.5-0.5B's shape with random weights, made here, and tiny-r1, which has experts and MLA (vLLM on CPU takes no
 quantized experts, and no CPU kernels of its own without AVX-512, so it is left out there). Each engine is a process of its own that loads,
-warms up, and answers `concurrency` requests of 32 tokens with 48 tokens each, greedily; its figure is (tokens after each request's first) /
+warms up, and answers `concurrency` requests of 32 tokens with 16 tokens each, greedily; its figure is (tokens after each request's first) /
 (time after the last request's first token). Engines take turns, round after round; the median counts, and the ratio is formed round by
 round. transformers computes batches as padded generation does, all prompts of one length.
 """
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-INPUT, OUTPUT = 32, 48
+INPUT, OUTPUT = 32, 16
 CONCURRENCIES = (1, 8)
 QWEN: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],

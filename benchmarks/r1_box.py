@@ -10,8 +10,10 @@ others are the engine's own. Not in these figures: a server and a tokenizer. Gre
 """
 
 import argparse
+import cProfile
 import json
 import os
+import pstats
 import statistics
 import time
 from collections.abc import Callable
@@ -39,8 +41,8 @@ from quantkit.executor.weights import Gathered
 from quantkit.models import deepseek_v3
 from quantkit.models.weights import LinearOp
 
-NCCL_OUTPUT = 64
-"""Tokens of an answer where the step is timed with the library's all-reduce for comparison."""
+SHORT_OUTPUT = 64
+"""Tokens of an answer where the step is only compared: with the library's all-reduce, or under a profiler."""
 
 
 class BoxWeights(SyntheticWeights):
@@ -123,7 +125,7 @@ def all_reduces(parallel: Parallel, device: torch.device, width: int, counts: li
         methods["NCCL"] = parallel.all_reduce
         methods |= _symmetric(width * max(counts), device)
         if peers is not None:
-            methods["ours"] = peers
+            methods["ours"] = peers.all_reduce
     else:
         methods["gloo"] = parallel.all_reduce
     filler = torch.ones(14 << 20, dtype=torch.bfloat16, device=device)
@@ -227,10 +229,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         say(f"\n{rows} rows: {one['device_ms']:.3f} ms on the device, {one['launches']} launches")
         for name, count, ms in one["kernels"]:
             say(f"  {ms:>8.3f} ms {count:>6} {name}")
+    if options.profile:
+        profiler = cProfile.Profile()
+        profiler.runcall(grid, engine, options, min(SHORT_OUTPUT, options.output_len))
+        if rank == 0:
+            pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
     if parallel.peers is not None:
         parallel.peers = None
         engine.runner = Runner(loaded.model, engine.cache)
-        report["rows_nccl"] = grid(engine, options, min(NCCL_OUTPUT, options.output_len))
+        report["rows_nccl"] = grid(engine, options, min(SHORT_OUTPUT, options.output_len))
         for row in report["rows_nccl"]:
             say("with NCCL: " + "  ".join(f"{key} {value:.4g}" for key, value in row.items() if isinstance(value, (int, float))))
     return report
@@ -243,6 +250,7 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=512)
     parser.add_argument("--layers", type=int, help="only so many of the 61: a test of the script")
     parser.add_argument("--only-all-reduce", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="also print where rank 0's host spends its time")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

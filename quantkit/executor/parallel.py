@@ -1,6 +1,6 @@
 """Tensor parallelism: the ranks' collectives, and how rank 0 leads the others.
 
-On the GPUs of one host small sums go through memory that the ranks open to each other, everything else through the device's library.
+On the GPUs of one host small tensors go through memory that the ranks open to each other, everything else through the device's library.
 
 Rank 0 takes requests. Before every step it tells the others, as JSON, what was added and cancelled since the last; then all ranks
 schedule and compute the same step, and take over the tokens that rank 0 chose. So nothing but rank 0 knows of servers or terminals.
@@ -36,7 +36,7 @@ class Parallel:
         self._control: dist.ProcessGroup | None = None
         self._channel: Channel | None = None
         self.peers: Any = None
-        """The quantkit_kernels.cuda.all_reduce.PeerReduce of this rank, where all ranks have one."""
+        """The quantkit_kernels.cuda.peers.Peers of this rank, where all ranks have one."""
 
     def connect(self, device: torch.device) -> None:
         """Meet the other ranks at MASTER_ADDR:MASTER_PORT. Messages go over gloo and TCP, tensors over the device's own library."""
@@ -57,20 +57,20 @@ class Parallel:
         self._channel = Channel(self.rank, self.size, self.gather)
 
     def _open_peers(self, device: torch.device) -> None:
-        from quantkit_kernels.cuda.all_reduce import PeerReduce
+        from quantkit_kernels.cuda.peers import Peers
 
         try:
-            self.peers = PeerReduce(self.rank, self.size, device, self.gather)
+            self.peers = Peers(self.rank, self.size, device, self.gather)
         except RuntimeError as fault:
             if self.rank == 0:
-                warnings.warn(f"small all-reduces go through NCCL, which is slower: {fault}", RuntimeWarning, stacklevel=2)
+                warnings.warn(f"small collectives go through NCCL, which is slower: {fault}", RuntimeWarning, stacklevel=2)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over ranks, the same on each; x may be overwritten. On a CPU in float32, whatever x is."""
         if self.size == 1:
             return x
-        if self.peers is not None and self.peers.takes(x):
-            summed: Tensor = self.peers(x)
+        if self.peers is not None and self.peers.adds(x):
+            summed: Tensor = self.peers.all_reduce(x)
             return summed
         wide = x.float() if x.device.type == "cpu" else x.contiguous()
         self._guard(lambda: dist.all_reduce(wide))
@@ -80,6 +80,9 @@ class Parallel:
         """[..., n] of each rank -> [..., size * n], ranks in order."""
         if self.size == 1:
             return x
+        if self.peers is not None and self.peers.gathers(x):
+            gathered: Tensor = self.peers.all_gather(x)
+            return gathered
         parts = [torch.empty_like(x) for _ in range(self.size)]
         self._guard(lambda: dist.all_gather(parts, x.contiguous()))
         return torch.cat(parts, dim=-1)

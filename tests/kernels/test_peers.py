@@ -1,4 +1,4 @@
-"""The all-reduce over peers' memory: on GPUs against the sum, and refused for a reason everywhere else."""
+"""Collectives over peers' memory: on GPUs against plain sums and concatenation, and refused for a reason everywhere else."""
 
 import os
 import socket
@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from quantkit_kernels.cuda import all_reduce
-from quantkit_kernels.cuda.all_reduce import MAX_BYTES, PeerReduce
+from quantkit_kernels.cuda import peers
+from quantkit_kernels.cuda.peers import MAX_SUM_BYTES, Peers
 
 from quantkit.executor.parallel import Parallel
 
@@ -40,7 +40,7 @@ def refusals(size: int, device: torch.device) -> list[str]:
 
     def rank_of(rank: int) -> None:
         try:
-            PeerReduce(rank, size, device, meeting.exchange(rank))
+            Peers(rank, size, device, meeting.exchange(rank))
         except RuntimeError as fault:
             said[rank] = str(fault)
 
@@ -65,7 +65,7 @@ def test_one_rank_that_cannot_stops_all(monkeypatch: pytest.MonkeyPatch) -> None
         with lock:
             return "no compiler" if next(calls) == 1 else None
 
-    monkeypatch.setattr(all_reduce, "unusable", unusable)
+    monkeypatch.setattr(peers, "unusable", unusable)
     said = refusals(3, torch.device("cpu"))
     assert len(set(said)) == 1
     assert said[0].endswith("no compiler")
@@ -79,6 +79,7 @@ def _rank(rank: int, size: int, port: int) -> None:
     parallel.connect(device)
     assert parallel.peers is not None, "no peer access here"
     check_sums(parallel, rank, size, device)
+    check_gather(parallel, rank, size, device)
     check_graph(parallel, rank, size, device)
     torch.distributed.destroy_process_group()
 
@@ -93,7 +94,7 @@ def check_sums(parallel: Parallel, rank: int, size: int, device: torch.device) -
     for turn, (tokens, dtype) in enumerate((t, d) for t in (1, 2, 3, 8, 32, 64) for d in (torch.bfloat16, torch.float16, torch.float32)):
         shape = (tokens, 7168 if dtype != torch.float32 else 2048)
         mine = whole_numbers(rank, turn, shape, dtype, device)
-        assert parallel.peers.takes(mine)
+        assert parallel.peers.adds(mine)
         expected = sum(whole_numbers(r, turn, shape, dtype, device).float() for r in range(size))
         assert torch.equal(parallel.all_reduce(mine).float(), expected), (turn, shape)
     noise = torch.randn(8, 7168, generator=torch.Generator(device).manual_seed(rank), device=device).bfloat16()
@@ -107,13 +108,25 @@ def check_sums(parallel: Parallel, rank: int, size: int, device: torch.device) -
     library = noise.clone()
     torch.distributed.all_reduce(library)
     torch.testing.assert_close(ours[3:].float(), library[3:].float(), rtol=2e-2, atol=2e-2)
-    large = torch.ones(MAX_BYTES // 2 + 8, dtype=torch.bfloat16, device=device)
-    assert not parallel.peers.takes(large)
+    large = torch.ones(MAX_SUM_BYTES // 2 + 8, dtype=torch.bfloat16, device=device)
+    assert not parallel.peers.adds(large)
     assert (parallel.all_reduce(large) == size).all()
 
 
+def check_gather(parallel: Parallel, rank: int, size: int, device: torch.device) -> None:
+    for turn, (tokens, dtype) in enumerate((t, d) for t in (1, 3, 16, 32) for d in (torch.bfloat16, torch.float32)):
+        shape = (tokens, 32320 if dtype == torch.bfloat16 else 96)
+        mine = whole_numbers(rank, turn, shape, dtype, device)
+        assert parallel.peers.gathers(mine)
+        expected = torch.cat([whole_numbers(r, turn, shape, dtype, device) for r in range(size)], dim=-1)
+        assert torch.equal(parallel.all_gather(mine), expected), (turn, shape)
+    odd = torch.full((2, 3), float(rank), device=device)
+    assert not parallel.peers.gathers(odd)
+    assert torch.equal(parallel.all_gather(odd)[0], torch.arange(size, device=device).repeat_interleave(3).float())
+
+
 def check_graph(parallel: Parallel, rank: int, size: int, device: torch.device, sums: int = 25, replays: int = 400) -> None:
-    """A graph of sums of changing sizes with work in between, replayed with other values: what a decode step is."""
+    """A graph of sums of changing sizes, each gathered, with work in between, replayed with other values: what a decode step is."""
     counts = [1 + i * 7 % 16 for i in range(sums)]
     inputs = [torch.zeros(count, 7168, dtype=torch.bfloat16, device=device) for count in counts]
     turn = torch.zeros((), dtype=torch.int64, device=device)
@@ -125,7 +138,7 @@ def check_graph(parallel: Parallel, rank: int, size: int, device: torch.device, 
 
     def run() -> list[torch.Tensor]:
         fill()
-        return [parallel.all_reduce(x * 2) for x in inputs]
+        return [parallel.all_gather(parallel.all_reduce(x * 2)) for x in inputs]
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -139,9 +152,9 @@ def check_graph(parallel: Parallel, rank: int, size: int, device: torch.device, 
         turn.fill_(replay)
         graph.replay()
         for index, out in enumerate(outputs):
-            place = torch.arange(out.numel(), device=device)
+            place = torch.arange(out.numel() // size, device=device)
             expected = sum((place * (r + 1) + turn * 31 + index) % 13 - 6 for r in range(size)) * 2
-            total += (out.flatten().float() != expected).sum()
+            total += (out.float() != expected.view(out.shape[0], -1).repeat(1, size)).sum()
         if replay % 50 == 0:  # eager calls of another size in between
             assert (parallel.all_reduce(torch.ones(3, 7168, dtype=torch.bfloat16, device=device)) == size).all()
     assert int(total) == 0, f"{int(total)} values differ"

@@ -1,6 +1,6 @@
-"""All-reduce of small tensors over the GPUs of one host by memory that the ranks open to each other (all_reduce.cu).
+"""Collectives of small tensors over the GPUs of one host, by memory that the ranks open to each other (peers.cu).
 
-Every rank makes a `PeerReduce` at the same time and then the same calls in the same order, eagerly or in a captured graph. The ranks'
+Every rank makes a `Peers` at the same time and then the same calls in the same order, eagerly or in a captured graph. The ranks'
 processes meet through `exchange`, so nothing here knows of a process group.
 """
 
@@ -15,19 +15,23 @@ from torch import Tensor
 from quantkit_kernels.cuda.build import find_nvcc, library, library_path
 from quantkit_kernels.cuda.launch import checked, stream_of
 
-MAX_BYTES = 1 << 20
-"""Of one tensor: 73 tokens of 7168 values. Beyond it a library that moves each byte fewer times is as fast."""
+MAX_SUM_BYTES = 1 << 20
+"""73 tokens of 7168 values. Beyond it a library that moves each byte fewer times is as fast."""
+
+MAX_BYTES = 1 << 21
+"""Of one rank's part of what is gathered: 32 tokens' logits over 129280 tokens on 4 ranks."""
 
 MAX_RANKS = 8
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_SIDE_BY_SIDE = 3
 _WORD = 16
 
 Exchange = Callable[[Any], list[Any]]
 """One JSON value of each rank, in the order of ranks; every rank calls it."""
 
 
-class PeerReduce:
-    """This rank's inbox (2 * size MiB, kept until the process ends) and the others' as this process sees them.
+class Peers:
+    """This rank's inbox (4 * size MiB, kept until the process ends) and the others' as this process sees them.
 
     RuntimeError, on every rank alike, where one of them cannot take part: its text says which and why.
     """
@@ -44,19 +48,32 @@ class PeerReduce:
             handles = [bytes.fromhex(handle) for handle in exchange(self._handle.hex())]
             self._agree(exchange, lambda: self._open_others(handles))
 
-    def takes(self, x: Tensor) -> bool:
-        return x.device == self.device and x.dtype in _DTYPES and 0 < x.nbytes <= MAX_BYTES and x.nbytes % _WORD == 0
+    def adds(self, x: Tensor) -> bool:
+        """Whether `all_reduce` takes x."""
+        return self._moves(x) and x.nbytes <= MAX_SUM_BYTES and x.nbytes % _WORD == 0
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """The sum over ranks of a tensor that `takes` accepts, added in float32 in the order of ranks and rounded once: the same bits on
-        every rank."""
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over ranks, added in float32 in the order of ranks and rounded once: the same bits on every rank."""
+        return self._exchange(x, torch.empty_like(x, memory_format=torch.contiguous_format), _DTYPES[x.dtype], 1)
+
+    def gathers(self, x: Tensor) -> bool:
+        """Whether `all_gather` takes x."""
+        return self._moves(x) and x.nbytes <= MAX_BYTES and x.shape[-1] * x.element_size() % _WORD == 0
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[..., n] of each rank -> [..., size * n], ranks in order."""
+        out = x.new_empty(*x.shape[:-1], self.size * x.shape[-1])
+        return self._exchange(x, out, _SIDE_BY_SIDE, x.shape[-1] * x.element_size() // _WORD)
+
+    def _moves(self, x: Tensor) -> bool:
+        return x.device == self.device and x.dtype in _DTYPES and x.numel() > 0
+
+    def _exchange(self, x: Tensor, out: Tensor, kind: int, row_words: int) -> Tensor:
         x = x.contiguous()
-        out = torch.empty_like(x)
-        words = x.nbytes // _WORD
         checked(
-            library().qk_all_reduce(
+            library().qk_peer_exchange(
                 *(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(out.data_ptr()), self._inboxes, ctypes.c_void_p(self._state.data_ptr())),
-                *(_DTYPES[x.dtype], self.size, self.rank, words, MAX_BYTES // _WORD, ctypes.c_void_p(stream_of(x.device))),
+                *(kind, self.size, self.rank, x.nbytes // _WORD, row_words, MAX_BYTES // _WORD, ctypes.c_void_p(stream_of(x.device))),
             )
         )
         return out
