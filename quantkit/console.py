@@ -119,7 +119,8 @@ def show_plan(about: dict[str, Any]) -> None:
 
 def show_prediction(predicted: dict[str, Any]) -> None:
     levels = [one["level"] for one in predicted["predictions"][0]]
-    title = f"TPOT in ms on {predicted['devices']} x {predicted['hardware']}, context {predicted['context']}: predicted, never measured"
+    what = f"{predicted['scheme']} on {predicted['devices']} x {predicted['hardware']}, context {predicted['context']}"
+    title = f"TPOT in ms, {what}: predicted, never measured"
     table = Table("concurrency", *levels, title=title)
     for ladder in predicted["predictions"]:
         table.add_row(str(ladder[0]["batch"]), *(f"{one['tpot_ms']:.1f}" for one in ladder))
@@ -127,7 +128,14 @@ def show_prediction(predicted: dict[str, Any]) -> None:
     for one in predicted["predictions"][0]:
         parts = ", ".join(f"{name} {ms:.1f}" for name, ms in one["parts"].items() if ms >= 0.05)
         note = f"{one['num_launches']} launches, {one['num_collectives']} collectives"
-        err.print(f"[dim]{one['level']}: {one['summary']}; at concurrency 1: {parts} ms; {note}[/dim]", highlight=False, soft_wrap=True)
+        level = f"{one['level']}: {one['summary']}; at concurrency {one['batch']}: {parts} ms; {note}"
+        err.print(f"[dim]{level}[/dim]", highlight=False, soft_wrap=True)
+    for ladder, between in ((predicted["predictions"][at], predicted["steps"][at]) for at in (0, -1)):
+        for one in between:
+            added = ", ".join(f"{part} {ms:+.1f}" for part, ms in one["adds_ms"].items())
+            err.print(f"[dim]concurrency {ladder[0]['batch']}, {one['from']} to {one['to']}: {added} ms[/dim]", highlight=False, soft_wrap=True)
+    for assumption in predicted["assumptions"]:
+        err.print(f"[dim]assumed: {assumption}[/dim]", highlight=False, soft_wrap=True)
 
 
 def show_conversion(about: dict[str, Any]) -> None:

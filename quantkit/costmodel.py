@@ -78,6 +78,7 @@ class Hardware(_Strict):
     cube_rows: int
     levels: tuple[Level, ...]
     launches: dict[str, Launches]
+    assumptions: tuple[str, ...]
     extra_launches_int8: Launches
     decode: dict[str, Decode]
 
@@ -156,7 +157,15 @@ def predict(
     rows = architecture.parameters(parsed)
     found = [ladder(rows, parsed, scheme, hardware, devices=devices, batch=batch, context=context) for batch in batches]
     predictions = [[{**asdict(one), "tpot_ms": one.tpot_ms} for one in levels] for levels in found]
-    return {"hardware": hardware.name, "devices": devices, "context": context, "predictions": predictions}
+    return {
+        "hardware": hardware.name,
+        "scheme": scheme.name,
+        "devices": devices,
+        "context": context,
+        "predictions": predictions,
+        "steps": [[{"from": lower, "to": upper, "adds_ms": added} for lower, upper, added in steps(levels)] for levels in found],
+        "assumptions": list(hardware.assumptions),
+    }
 
 
 def steps(predictions: list[Prediction]) -> list[tuple[str, str, dict[str, float]]]:

@@ -1,12 +1,16 @@
 """The cost model against rooflines worked out by hand, and against what was published for eight 910B1."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 import yaml
+from r1_headers import r1_config
 
+from quantkit import console
 from quantkit.assets import asset
-from quantkit.costmodel import PARTS, Hardware, Prediction, bytes_per_weight, device_loads, ladder, load_hardware, steps
+from quantkit.costmodel import PARTS, Hardware, Prediction, bytes_per_weight, device_loads, ladder, load_hardware, predict, steps
 from quantkit.errors import QuantkitError
 from quantkit.models import deepseek_v3, llama
 from quantkit.models.rope import Rope
@@ -113,6 +117,22 @@ def test_steps_say_what_each_level_adds(hardware: Hardware) -> None:
     for (_, _, added), lower, upper in zip(found, predictions, predictions[1:]):
         assert set(added) <= set(PARTS)
         assert sum(added.values()) == pytest.approx(upper.tpot_ms - lower.tpot_ms, abs=0.05 * len(PARTS))
+
+
+@pytest.mark.parametrize("scheme", ["awq-w4a16", "rtn-w4a16", "fp4-w4a16", "int8-a8w8c16"])
+def test_what_is_printed_says_what_makes_the_difference(hardware: Hardware, scheme: str, capsys: pytest.CaptureFixture[str]) -> None:
+    predicted = predict(r1_config(), find_scheme(scheme), hardware, devices=8, batches=(1, 32), context=640)
+    console.show_prediction(predicted)
+    shown = capsys.readouterr()
+    assert scheme in shown.out
+    said = " ".join(shown.err.split())
+    for batch in (1, 32):
+        assert re.search(rf"concurrency {batch}, streaming to fused: launches \+4.0, collectives \+1.\d ms", said), said
+        assert re.search(rf"concurrency {batch}, captured to eager: launches \+3\d.\d, collectives \+1.2 ms", said), said
+    assert "123 collectives" in said
+    for assumption in hardware.assumptions:
+        assert f"assumed: {assumption}" in said
+    json.dumps(predicted)
 
 
 def test_few_rows_go_to_the_vector_cores_and_many_to_the_cube(hardware: Hardware) -> None:

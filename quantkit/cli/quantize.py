@@ -96,10 +96,12 @@ def plan(
     if count.isdigit() and not kind.endswith("GiB"):
         from quantkit.checkpoint.reader import Checkpoint
         from quantkit.costmodel import load_hardware, predict
+        from quantkit.evaluate.published import published_speeds
 
         hardware = load_hardware(kind)
         batches = (1, 2, 4, 8, 16, 32)
         predicted = predict(Checkpoint.open(path).config, chosen, hardware, devices=int(count), batches=batches, context=min(context, 640))
+        predicted["published"] = [table for table in published_speeds() if hardware.name in table["hardware"]]
         devices = f"{count}x{hardware.memory_gb:.0f}GiB"
     about = make_plan(path, chosen, format_, devices=devices, samples=samples, seq_len=seq_len, context=context)
     if json_:
@@ -107,6 +109,7 @@ def plan(
     console.show_plan(about)
     if predicted:
         console.show_prediction(predicted)
+        console.show_published(predicted["published"])
 
 
 def convert(
