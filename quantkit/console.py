@@ -133,7 +133,8 @@ def show_prediction(predicted: dict[str, Any]) -> None:
     for ladder, between in ((predicted["predictions"][at], predicted["steps"][at]) for at in (0, -1)):
         for one in between:
             added = ", ".join(f"{part} {ms:+.1f}" for part, ms in one["adds_ms"].items())
-            err.print(f"[dim]concurrency {ladder[0]['batch']}, {one['from']} to {one['to']}: {added} ms[/dim]", highlight=False, soft_wrap=True)
+            step = f"concurrency {ladder[0]['batch']}, {one['from']} to {one['to']}"
+            err.print(f"[dim]{step}: {added} ms[/dim]", highlight=False, soft_wrap=True)
     for assumption in predicted["assumptions"]:
         err.print(f"[dim]assumed: {assumption}[/dim]", highlight=False, soft_wrap=True)
 
