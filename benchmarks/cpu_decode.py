@@ -1,12 +1,13 @@
 """Decoding on a CPU: tokens/s of quantkit in W4A16 beside transformers and vLLM in bfloat16, on one machine in one run.
 
-    python benchmarks/cpu_decode.py [--vllm .venv-vllm/bin/python] [--rounds 3] [--threads 2] [--out FILE.json]
+    python benchmarks/cpu_decode.py [--vllm .venv-vllm/bin/python] [--rounds 3] [--threads 1] [--out FILE.json]
 
 Models: a dense one of Qwen2.5-0.5B's shape with random weights, made here, and tiny-r1, which has experts and MLA (vLLM on CPU takes no
-quantized experts, and no CPU kernels of its own without AVX-512, so it is left out there). Each engine is a process of its own that loads,
-warms up, and answers `concurrency` requests of 32 tokens with 16 tokens each, greedily; its figure is (tokens after each request's first) /
-(time after the last request's first token). Engines take turns, round after round; the median counts, and the ratio is formed round by
-round. transformers computes batches as padded generation does, all prompts of one length.
+quantized experts, and has no int4 product without AVX-512, so it runs the dense one, in bfloat16). Each engine is a process of its own that
+loads, warms up, and answers `concurrency` requests of 32 tokens with 16 tokens each, greedily. Its figure is of decoding alone: the tokens
+after the first, over the time of all 16 less that of one. Time is the process's own processor time, which other work on the machine
+lengthens little; with one thread it is the time by the clock of an idle machine. Engines take turns, round after round; the median counts,
+and ratios are formed round by round. transformers computes its batch unpadded, all prompts being of one length.
 """
 
 import argparse
@@ -17,12 +18,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-INPUT, OUTPUT = 32, 16
+INPUT, OUTPUT, CONTEXT = 32, 16, 64
 CONCURRENCIES = (1, 8)
 QWEN: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -72,20 +74,25 @@ def prompts(count: int, vocab: int) -> list[list[int]]:
     return torch.randint(2, vocab, (count, INPUT), generator=generator).tolist()
 
 
+def decoding_rate(generate: Callable[[list[list[int]], int], object], vocab: int) -> dict[int, float]:
+    """Tokens per second by concurrency. generate: continues prompts by so many tokens."""
+    found = {}
+    for count in CONCURRENCIES:
+        asked, seconds = prompts(count, vocab), {}
+        for length in (3, 1, OUTPUT):  # the first warms up
+            began = time.process_time()
+            generate(asked, length)
+            seconds[length] = time.process_time() - began
+        found[count] = count * (OUTPUT - 1) / (seconds[OUTPUT] - seconds[1])
+    return found
+
+
 def measure_quantkit(path: str, vocab: int) -> dict[int, float]:
     from quantkit.executor.engine import Engine
     from quantkit.executor.sampling import SamplingParams
 
-    engine = Engine.load(Path(path), device="cpu", max_batch=max(CONCURRENCIES), max_model_len=INPUT + OUTPUT)
-    found = {}
-    for count in CONCURRENCIES:
-        for length in (3, OUTPUT):  # the first warms up
-            params = SamplingParams(max_new_tokens=length, ignore_eos=True)
-            began = time.perf_counter()
-            done = list(engine.generate(prompts(count, vocab), params))
-            first = max(one.timings.first_token_s for one in done)
-            found[count] = count * (length - 1) / (time.perf_counter() - began - first)
-    return found
+    engine = Engine.load(Path(path), device="cpu", max_batch=max(CONCURRENCIES), max_model_len=CONTEXT)
+    return decoding_rate(lambda asked, length: list(engine.generate(asked, SamplingParams(max_new_tokens=length, ignore_eos=True))), vocab)
 
 
 @torch.inference_mode()
@@ -93,22 +100,16 @@ def measure_transformers(path: str, vocab: int) -> dict[int, float]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
-    found = {}
-    for count in CONCURRENCIES:
-        ids = torch.tensor(prompts(count, vocab))
-        for length in (3, OUTPUT):
-            step = model(ids, use_cache=True)
-            cache, token = step.past_key_values, step.logits[:, -1:].argmax(-1)
-            began = time.perf_counter()
-            for _ in range(length - 1):
-                step = model(token, past_key_values=cache, use_cache=True)
-                cache, token = step.past_key_values, step.logits[:, -1:].argmax(-1)
-            found[count] = count * (length - 1) / (time.perf_counter() - began)
-    return found
+
+    def generate(asked: list[list[int]], length: int) -> None:
+        step = model(torch.tensor(asked), use_cache=True)
+        for _ in range(length - 1):
+            step = model(step.logits[:, -1:].argmax(-1), past_key_values=step.past_key_values, use_cache=True)
+
+    return decoding_rate(generate, vocab)
 
 
 def measure_vllm(path: str, vocab: int) -> dict[int, float]:
-    """vLLM's own metrics give no first token offline: two lengths are generated, and the difference is decoding."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     from vllm import LLM, SamplingParams
@@ -116,23 +117,18 @@ def measure_vllm(path: str, vocab: int) -> dict[int, float]:
     engine = LLM(
         model=path,
         dtype="bfloat16",
-        max_model_len=256,
+        max_model_len=CONTEXT,
         max_num_seqs=max(CONCURRENCIES),
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
         enforce_eager=True,
     )
-    found = {}
-    for count in CONCURRENCIES:
-        asked = [{"prompt_token_ids": prompt} for prompt in prompts(count, vocab)]
-        seconds = {}
-        for length in (3, 1, OUTPUT):
-            params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)
-            began = time.perf_counter()
-            engine.generate(asked, params, use_tqdm=False)
-            seconds[length] = time.perf_counter() - began
-        found[count] = count * (OUTPUT - 1) / (seconds[OUTPUT] - seconds[1])
-    return found
+
+    def generate(asked: list[list[int]], length: int) -> None:
+        params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)
+        engine.generate([{"prompt_token_ids": prompt} for prompt in asked], params, use_tqdm=False)
+
+    return decoding_rate(generate, vocab)
 
 
 ENGINES = {"quantkit": measure_quantkit, "transformers": measure_transformers, "vllm": measure_vllm}
@@ -187,7 +183,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", help="Python of an environment with vLLM for CPUs")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--measure", nargs=3, metavar=("ENGINE", "PATH", "VOCAB"), help=argparse.SUPPRESS)
     options = parser.parse_args()

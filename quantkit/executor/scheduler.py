@@ -88,13 +88,14 @@ class Scheduler:
         self.num_preempted += 1
 
     def _admit(self) -> Sequence | None:
-        """The first in the queue, if there is room for it and a further block for everybody who runs."""
+        """The first in the queue, if there is room for it and a further block for everybody who may need one."""
         if not self.waiting or len(self.running) >= self.max_batch:
             return None
         sequence = self.waiting[0]
         found = self.prefix.find(sequence) if self.prefix is not None else []
         needed = self._blocks_for(sequence) - len(found)
-        if needed + len(self.running) > self.allocator.num_free:
+        growing = sum(len(one.blocks) * self.block_size < one.max_len for one in self.running)
+        if needed + growing > self.allocator.num_free:
             if self.running:
                 self.allocator.give_back(found)
                 return None

@@ -64,6 +64,13 @@ def test_chunked_prefill_and_preemption_change_nothing(engine: Engine, tiny_chec
     assert tight.scheduler.allocator.num_free == tight.scheduler.allocator.num_blocks
 
 
+def test_who_needs_no_further_block_keeps_none_from_others(tiny_checkpoint: Path) -> None:
+    """A block each is all that eight requests of 60 tokens need: all run at once."""
+    snug = Engine.load(tiny_checkpoint, device="cpu", dtype="float32", max_batch=8, max_model_len=64)
+    done = run(snug, [[5 + i] * 40 for i in range(8)], SamplingParams(max_new_tokens=20, ignore_eos=True))
+    assert max(one.timings.queued_s for one in done) < min(one.timings.first_token_s for one in done)
+
+
 def test_seed_repeats_whatever_the_batch(engine: Engine) -> None:
     prompts = questions(engine, 6)
     params = [SamplingParams(max_new_tokens=16, temperature=1.0, top_p=0.9, seed=seed) for seed in (5, 5, 6, 7, 8, 9)]
