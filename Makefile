@@ -49,12 +49,13 @@ test-engines: $(VENV)/test.stamp .venv-vllm/stamp
 	bash tests/judges/vllm_venv.sh .venv-vllm
 	touch $@
 
-test-evalscope: .venv-evalscope/stamp
+test-evalscope: $(VENV)/run.stamp .venv-evalscope/stamp
 	PYTHONPATH=. .venv-evalscope/bin/python tests/judges/evalscope_parity.py
+	$(BIN)/python tests/judges/evalscope_perf.py --evalscope .venv-evalscope/bin/evalscope
 
 .venv-evalscope/stamp:
 	$(PYTHON) -m venv .venv-evalscope
-	.venv-evalscope/bin/pip install --quiet evalscope==1.14.1
+	.venv-evalscope/bin/pip install --quiet 'evalscope[perf]==1.14.1'
 	touch $@
 
 test-lm-eval: .venv-lm-eval/stamp
