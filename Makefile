@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: demo test lint test-ascend test-engines test-evalscope test-lm-eval clean
+.PHONY: demo test lint test-ascend test-engines test-packers test-evalscope test-lm-eval clean
 
 demo: $(VENV)/run.stamp
 	$(BIN)/python tools/demo.py --out out/demo
@@ -47,6 +47,15 @@ test-engines: $(VENV)/test.stamp .venv-vllm/stamp
 
 .venv-vllm/stamp: tests/judges/vllm_venv.sh
 	bash tests/judges/vllm_venv.sh .venv-vllm
+	touch $@
+
+test-packers: .venv-packers/stamp
+	PYTHONPATH=. .venv-packers/bin/python tests/judges/packers.py
+
+.venv-packers/stamp:
+	$(PYTHON) -m venv .venv-packers
+	.venv-packers/bin/pip install --quiet torch==2.13.0 nvidia-modelopt==0.47.0 transformers requests setuptools wheel
+	.venv-packers/bin/pip install --quiet --no-deps --no-build-isolation autoawq==0.2.9 accelerate
 	touch $@
 
 test-evalscope: $(VENV)/run.stamp .venv-evalscope/stamp

@@ -22,7 +22,7 @@ from torch import Tensor
 from quantkit import __version__
 from quantkit.calibrate.events import OnEvent, Progress, silent
 from quantkit.checkpoint.companions import read_companions
-from quantkit.checkpoint.formats import FORMATS, dense
+from quantkit.checkpoint.formats import FORMATS, compressed_int4, dense
 from quantkit.checkpoint.formats.base import Format, output_config
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.reader import Checkpoint, check_finite
@@ -273,7 +273,8 @@ def _find_target(checkpoint: Checkpoint, name: str, grid: Grid | None) -> Format
         if format is source:
             raise QuantkitError(f"{checkpoint.path} is already {name} {format.variant}", "there is nothing to convert")
         if format.holds(grid):
-            return format
+            exact = format is compressed_int4.FORMAT and source.scale_dtype == torch.float16
+            return compressed_int4.FP16_SCALES if exact else format
     holders = ", ".join(dict.fromkeys(format.name for format in FORMATS if format.holds(grid)))
     raise QuantkitError(f"{name} cannot hold the weights of {checkpoint.path} ({grid})", f"formats that can: {holders}")
 

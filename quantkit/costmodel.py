@@ -152,6 +152,10 @@ def predict(
     config: dict[str, Any], scheme: Scheme, hardware: Hardware, *, devices: int, batches: Sequence[int], context: int
 ) -> dict[str, Any]:
     """The ladders of a model, from its config.json alone, for several batch sizes; JSON-ready."""
+    if scheme.outside is not None:
+        raise QuantkitError(
+            f"decoding times of {scheme.name} are not predicted: no rate of its products is known", "give --devices 8x64GiB"
+        )
     architecture = find_architecture(config)
     parsed = architecture.Config.from_dict(config)
     rows = architecture.parameters(parsed)

@@ -37,6 +37,8 @@ class Load(BaseModel):
     devices: tuple[Device, ...]
     may: tuple[Part, ...]
     must: tuple[Part, ...] = ()
+    # Of `may`, those that may be int4 where the rest is int8; empty where a checkpoint is on one grid.
+    four_bits: tuple[Part, ...] = ()
     # Linears of a multi-token-prediction layer: quantized like the rest, left plain, or either.
     mtp: Literal["any", "quantized", "plain"] = "any"
     # What the engine calls the MTP layer when it looks a module up in the list of unquantized ones.
@@ -290,6 +292,10 @@ def _check_left(engine: str, checkpoint: Checkpoint, linears: list[Parameter]) -
             yield Problem("warning", told, f"run it without speculative decoding, or {remedy}") if mtp else Problem("error", told, remedy)
 
 
+def _four_bits(checkpoint: Checkpoint, row: Parameter) -> bool:
+    return _quantized(checkpoint, row) and isinstance(grid := checkpoint.linears[row.module].grid, IntGrid) and grid.bits == 4
+
+
 def _quantized(checkpoint: Checkpoint, row: Parameter) -> bool:
     """In the checkpoint's own format, which is all that an engine knows of."""
     linear = checkpoint.linears.get(row.module)
@@ -312,6 +318,10 @@ def _check_parts(engine: str, load: Load, checkpoint: Checkpoint, linears: list[
         for part, module in quantized.items()
         if part not in load.may
     ]
+    beside = [row.module for row in linears if _four_bits(checkpoint, row) and part_of(row) not in load.four_bits]
+    if load.four_bits and beside:
+        only = f"{engine} takes int4 in {' and '.join(load.four_bits)} only, and {beside[0]} is"
+        told.append(Problem("error", only, f"quantize with --engine {engine}"))
     told += [
         Problem("error", f"{engine} expects every {part} linear quantized, and {module} is not", f"quantize with --engine {engine}")
         for part, module in plain.items()

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,9 @@ from quantkit.models.table import Parameter
 from quantkit.quantize.checks import Inventory, check_groups, take_inventory
 from quantkit.quantize.cost import RATES, seconds
 from quantkit.quantize.memory import parse_bytes
-from quantkit.quantize.run import expected_peak, target_grid
+from quantkit.quantize.run import expected_peak, with_group_size
 from quantkit.recipe import Recipe, load_recipe
-from quantkit.schemes import Grid, Scheme, check_pair
+from quantkit.schemes import Scheme, check_pair
 
 MEMORY_FRACTION = 0.9
 """Of a device's memory that an engine uses."""
@@ -49,13 +48,13 @@ def plan(
     settings = (recipe or load_recipe(scheme.name)).model_copy(update={"samples": samples, "seq_len": seq_len})
     name = scheme.formats[0] if format == "auto" else format
     check_pair(scheme, name)
-    grid = target_grid(scheme, settings)
-    target = find_format(name, replace(scheme, weight=grid))
+    scheme = with_group_size(scheme, settings)
+    target = find_format(name, scheme)
     count, each = parse_devices(devices)
     checkpoint = Checkpoint.open(model)
     inventory = take_inventory(checkpoint)
-    check_groups(inventory.rows, grid, target)
-    rows = [(row, _written_bytes(checkpoint, row, target, grid)) for row in inventory.rows]
+    check_groups(inventory.rows, scheme, target)
+    rows = [(row, _written_bytes(checkpoint, row, target, scheme)) for row in inventory.rows]
     output = sum(size for _, size in rows)
     peak = expected_peak(inventory, target, scheme, settings)
     state = 2 * peak.hidden  # of the last finished layer, and of its successor while they are written
@@ -84,9 +83,10 @@ def parse_devices(text: str) -> tuple[int, int]:
     return int(found[1]), parse_bytes(found[2])
 
 
-def _written_bytes(checkpoint: Checkpoint, row: Parameter, target: Format, grid: Grid) -> int:
+def _written_bytes(checkpoint: Checkpoint, row: Parameter, target: Format, scheme: Scheme) -> int:
     """Of the tensors that one parameter becomes; one left unquantized keeps its type, and is BF16 where the source packs it."""
     if target.quantizes(row.module, row.role, mtp=row.mtp):
+        grid = scheme.grid(expert=row.expert is not None, mtp=row.mtp)
         return sum(spec.nbytes for spec in target.specs(row.module, (row.shape[0], row.shape[1]), grid))
     if row.module in checkpoint.linears:
         return 2 * row.shape[0] * row.shape[1]

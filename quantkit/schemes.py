@@ -41,7 +41,8 @@ Method = Literal["awq", "gptq", "smooth"]
 class Scheme:
     """One way to quantize a model.
 
-    `methods` are applied in order before or while rounding; none means round to nearest, which needs no calibration.
+    `weight` is the grid of the weights; where `outside` is another, `weight` is that of routed experts only, and those of MTP layers,
+    like every other linear, are on `outside`. `methods` are applied in order before or while rounding; none means round to nearest, which needs no calibration.
     `formats` are the on-disk formats some engine loads it from, the default first.
     """
 
@@ -51,9 +52,15 @@ class Scheme:
     methods: tuple[Method, ...]
     formats: tuple[str, ...]
     summary: str
+    outside: Grid | None = None
+
+    def grid(self, *, expert: bool, mtp: bool) -> Grid:
+        """The grid of a linear. expert: it belongs to a routed expert; mtp: to a multi-token-prediction layer."""
+        return self.weight if self.outside is None or (expert and not mtp) else self.outside
 
 
 _W4 = IntGrid(bits=4, group_size=128, symmetric=False)
+_W8 = IntGrid(bits=8, group_size=None, symmetric=True)
 
 SCHEMES: dict[str, Scheme] = {
     scheme.name: scheme
@@ -65,11 +72,20 @@ SCHEMES: dict[str, Scheme] = {
         Scheme("fp4-w4a16", Fp4Grid(), 16, ("awq", "gptq"), ("modelopt", "compressed-tensors"), "NVFP4 weights, 16-bit activations"),
         Scheme(
             "int8-a8w8c16",
-            IntGrid(bits=8, group_size=None, symmetric=True),
+            _W8,
             8,
             ("smooth", "gptq"),
             ("compressed-tensors", "modelslim"),
             "int8 weights per channel, int8 activations per token, BF16 cache",
+        ),
+        Scheme(
+            "int4-w4a8",
+            IntGrid(bits=4, group_size=None, symmetric=True),
+            8,
+            ("smooth", "gptq"),
+            ("modelslim",),
+            "int4 routed experts and int8 linears, both per channel, int8 activations per token, BF16 cache",
+            outside=_W8,
         ),
     )
 }

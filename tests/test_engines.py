@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 from make_model import random_tensors, tiny_config
 from packed_model import write_packed
 
-from quantkit.checkpoint.formats import FORMATS, awq, compressed_fp4, compressed_int4, compressed_int8, modelopt
+from quantkit.checkpoint.formats import FORMATS, awq, compressed_fp4, compressed_int4, compressed_int8, modelopt, modelslim
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.engines import Choice, check_checkpoint, choose, engine_names, find_engine, grid_name, part_of
 from quantkit.errors import QuantkitError
@@ -76,7 +76,7 @@ def test_profile_names_formats_that_exist_and_its_sources(name: str) -> None:
     profile = find_engine(name)
     for load in profile.loads:
         assert (load.format, load.variant) in variants
-        assert set(load.must) <= set(load.may)
+        assert set(load.must) | set(load.four_bits) <= set(load.may)
         assert load.sources
         assert all(re.fullmatch(r"[\w.-]+/[\w.-]+@[\w.]+ [\w./-]+", source) for source in load.sources), load.sources
     assert {load.format for load in profile.loads} & {"dense"}
@@ -97,13 +97,17 @@ def test_a_choice_is_a_load_or_a_reason(name: str, scheme: Any) -> None:
         assert "kv_b" not in choice.parts
 
 
+def _spoken(parts: Sequence[str]) -> str:
+    return ", ".join(part.replace("_", " ") for part in parts)
+
+
 def matrix() -> list[str]:
     """The rows of docs/formats.md's loader matrix: one a load, with its evidence."""
     rows = []
     for name in ("vllm", "sglang", "vllm-ascend", "omni-infer", "chitu", "transformers"):
         for load in find_engine(name).loads:
             evidence = f"run: `{load.run}`" if load.run else "by source: " + "<br>".join(f"`{source}`" for source in load.sources)
-            parts = "-" if load.format == "dense" else ", ".join(part.replace("_", " ") for part in load.may)
+            parts = "-" if load.format == "dense" else _spoken(load.may) + (f"; int4: {_spoken(load.four_bits)}" if load.four_bits else "")
             cells = (name, ", ".join(load.devices), f"{load.format} {load.variant}", ", ".join(load.grids), parts, load.mtp, evidence)
             rows.append(f"| {' | '.join(cells)} |")
     return rows
@@ -168,6 +172,8 @@ def test_nothing_to_say_of_what_an_engine_loads(packed: Any, engine: str, format
         ("sglang", compressed_int4.FORMAT, INT4, linear, None, "does not take qkv_a quantized"),
         ("sglang", compressed_fp4.FORMAT, Fp4Grid(), linear, None, "does not take qkv_a quantized"),
         ("omni-infer", compressed_int8.FORMAT, INT8, expert, None, "expects every"),
+        ("vllm-ascend", modelslim.FORMAT, IntGrid(4, None, True), linear, None, "takes int4 in experts only"),
+        ("vllm", modelslim.FORMAT, IntGrid(4, None, True), expert, None, "for Arm processors"),
         ("vllm", awq.FORMAT, INT4, linear, "cpu", "does not take shared_experts quantized"),
         ("vllm", modelopt.FORMAT, Fp4Grid(), linear, "cpu", "no FP4 kernel"),
     ],

@@ -133,7 +133,9 @@ class ExpertSolver:
         rows = torch.stack([sample_rows(weights.down, self.solver.recipe.search_rows) for weights in experts.values()])
         sample = torch.stack([weights.hidden(self.layer_rows) for weights in experts.values()])
         absmax = sample.abs().amax(-2)
-        return choose_scale(self.solver, [Consumer(rows, 1.0)], self.solver.curvature(hessians), hessians, absmax, sample, exact=False)
+        return choose_scale(
+            self.solver, [Consumer(rows, 1.0, self.solver)], self.solver.curvature(hessians), hessians, absmax, sample, exact=False
+        )
 
     def _down_hessian(self, expert: int, weights: ExpertWeights, scale: Tensor) -> Tensor:
         """Mean over tokens of w^2 h h^T, [I, I]; `weights` read inputs divided by `scale`."""

@@ -7,6 +7,7 @@ rounding them is added. The identity is always among the candidates, so no group
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -26,10 +27,11 @@ ACCELERATOR_SQUARES = 2**33
 
 @dataclass(frozen=True)
 class Consumer:
-    """rows float32 [..., n, K]: a sample of a consumer's weight. share: what its relative loss counts."""
+    """rows float32 [..., n, K]: a sample of a consumer's weight. share: what its relative loss counts. solver: what rounds it."""
 
     rows: Tensor
     share: float
+    solver: Solver
 
 
 def sample_rows(w: Tensor, count: int) -> Tensor:
@@ -48,20 +50,27 @@ def choose_scale(
     if exact:
         candidates = torch.unique_consecutive(power_of_two(candidates), dim=0)
     rows = torch.cat([consumer.rows for consumer in consumers], dim=-2)
+    stacks = [(own, [one.rows.shape[-2] for one in alike]) for own, alike in groupby(consumers, key=lambda consumer: consumer.solver)]
     counts = torch.tensor([consumer.rows.shape[-2] for consumer in consumers], device=rows.device)
     weight = torch.stack([consumer.share / _energy(consumer.rows, mean_hessian) for consumer in consumers], dim=-1)
     row_weight = weight.repeat_interleave(counts, dim=-1)  # [..., n]
     losses = []
     for part in candidates.split(_at_once(rows)):
-        scaled_rows = rows * part.unsqueeze(-2)
-        amax = torch.stack([w.abs().amax((-1, -2)) for w in scaled_rows.split(counts.tolist(), dim=-2)], dim=-1)
-        loss = solver.losses(scaled_rows, amax.repeat_interleave(counts, dim=-1), curvature.scaled(part))
+        scaled_rows, scaled = rows * part.unsqueeze(-2), curvature.scaled(part)
+        split = scaled_rows.split([sum(lengths) for _, lengths in stacks], dim=-2)
+        loss = torch.cat([_losses(own, w, lengths, scaled) for (own, lengths), w in zip(stacks, split)], dim=-1)
         losses.append((loss * row_weight).sum(-1))
         if "smooth" in solver.methods:
             energy = (scaled_rows.square() * row_weight.unsqueeze(-1)).sum(-2)
             losses[-1] += activation_loss(sample / part.unsqueeze(-2), energy)
     best = torch.cat(losses).argmin(0)  # [...], the first of equals
     return candidates.gather(0, best[None, ..., None].expand(1, *candidates.shape[1:])).squeeze(0)
+
+
+def _losses(solver: Solver, rows: Tensor, lengths: list[int], curvature: Curvature) -> Tensor:
+    """Loss of every row [..., n] of linears that lie one after the other, `lengths` rows each."""
+    amax = torch.stack([w.abs().amax((-1, -2)) for w in rows.split(lengths, dim=-2)], dim=-1)
+    return solver.losses(rows, amax.repeat_interleave(torch.tensor(lengths, device=rows.device), dim=-1), curvature)
 
 
 def _at_once(rows: Tensor) -> int:

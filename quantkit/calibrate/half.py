@@ -108,7 +108,8 @@ class Half:
         for group in self.spec.groups:
             inside = [module for module in group.consumers if f"{module}.weight" in self.original]
             rounded = [module for module in inside if module in self.spec.quantized]
-            consumers = [Consumer(sample_rows(self.folded[f"{m}.weight"], self.solver.recipe.search_rows), 1.0) for m in rounded]
+            count = self.solver.recipe.search_rows
+            consumers = [Consumer(sample_rows(self.folded[f"{m}.weight"], count), 1.0, self.solver) for m in rounded]
             consumers += more.get(group.name, [])
             if not consumers or not {"awq", "smooth"} & set(self.solver.methods):
                 continue

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from quantkit.models.table import Parameter
 from quantkit.quant.weights import Weight
+from quantkit.schemes import Grid
 
 
 class Sink(Protocol):
@@ -13,6 +14,9 @@ class Sink(Protocol):
 
     def quantizes(self, row: Parameter) -> bool:
         """Whether the output holds this parameter quantized."""
+
+    def grid(self, row: Parameter) -> Grid:
+        """The grid of a parameter that the output holds quantized. Those of one unit are on one."""
 
     def done(self, unit: str) -> bool:
         """Whether the unit was written before, by this run or the one it resumes."""

@@ -43,6 +43,10 @@ class Solver:
     def __init__(self, grid: Grid, scale_dtype: torch.dtype, recipe: Recipe, methods: tuple[Method, ...]) -> None:
         self.grid, self.scale_dtype, self.recipe, self.methods = grid, scale_dtype, recipe, methods
 
+    def on(self, grid: Grid) -> "Solver":
+        """The same recipe on another grid."""
+        return self if grid == self.grid else Solver(grid, self.scale_dtype, self.recipe, self.methods)
+
     @property
     def group_size(self) -> int | None:
         return self.grid.group_size
@@ -55,9 +59,8 @@ class Solver:
         """amax float32 [] or [..., N]: the largest weight of the tensor, fused siblings included. `fit` off: plain extremes."""
         if isinstance(self.grid, Fp4Grid):
             return Fp4Rounder(global_scale(amax), FP4_NEIGHBOURS[: self.recipe.fit_points] if fit else (0,))
-        shrink = tuple(1 - 0.05 * i for i in range(self.recipe.fit_points)) if fit else (1.0,)
-        if self.group_size is None:
-            shrink = tuple(1 - 0.02 * i for i in range(self.recipe.fit_points)) if fit else (1.0,)
+        finer = 0.02 if self.grid.bits == 8 else 0.05
+        shrink = tuple(1 - finer * i for i in range(self.recipe.fit_points)) if fit else (1.0,)
         return IntRounder(self.grid, self.scale_dtype, shrink)
 
     def curvature(self, mean_hessian: Tensor) -> Curvature:

@@ -205,12 +205,13 @@ class Walk:
         stream = half.streams.quantized
         counts = half.recorder.routed(stream.fitted, len(stream.hidden)).counts(len(experts))
         chosen = list(experts)[:: max(1, len(experts) // SCALE_EXPERTS)]
+        solver = self._expert_solver(experts)
         consumers = []
         for expert in chosen:
             weights = self._expert_weights(experts[expert])
             share = float(counts[expert] / max(stream.fitted, 1)) * len(experts) / len(chosen)
             for w in (weights.gate, weights.up):
-                consumers.append(Consumer(sample_rows(w, max(16, self.solver.recipe.search_rows // 4)), share))
+                consumers.append(Consumer(sample_rows(w, max(16, self.solver.recipe.search_rows // 4)), share, solver))
         return {group.name: consumers for group in reached}
 
     def _experts(self, layer: int, half: Half) -> None:
@@ -221,7 +222,7 @@ class Walk:
         self._report_routing(layer, routed, len(experts))
         observed = self._experts_input(layer, half)
         scale = half.scale_of(observed)
-        solver = ExpertSolver(self.solver, routed, scale, half.curvature(observed), half.statistics(observed).sample)
+        solver = ExpertSolver(self._expert_solver(experts), routed, scale, half.curvature(observed), half.statistics(observed).sample)
         batches = list(_batches(experts, expert_batch_values(self.source.device.type)))
         if self.team.size > 1:
             for batch in (batch for number, batch in enumerate(batches) if self.team.mine(number)):
@@ -260,6 +261,10 @@ class Walk:
             dense = {module: dequantize(to_device(weight, self.source.device)) for module, weight in weights.items()}
             rounded[expert] = _expert(dense, prefixes[expert])
         return rounded
+
+    def _expert_solver(self, experts: dict[int, list[Parameter]]) -> Solver:
+        """On the grid of one layer's routed experts, which may be another than that of its other linears."""
+        return self.solver.on(self.sink.grid(next(iter(experts.values()))[0]))
 
     def _experts_input(self, layer: int, half: Half) -> str:
         """The module whose input is the routed experts' input."""

@@ -15,7 +15,7 @@ from quantkit.console import print_json
 
 def quantize(
     model: Model,
-    scheme: Annotated[str, typer.Option(help="awq-w4a16, fp4-w4a16, int8-a8w8c16 or rtn-w4a16.")],
+    scheme: Annotated[str, typer.Option(help="awq-w4a16, fp4-w4a16, int8-a8w8c16, int4-w4a8 or rtn-w4a16.")],
     out_dir: Annotated[Path | None, typer.Option("--out", help="Output directory; MODEL-SCHEME otherwise.")] = None,
     format_: Annotated[str, typer.Option("--format", help="auto, awq, compressed-tensors, modelopt or modelslim.")] = "auto",
     engine: Annotated[str | None, typer.Option(help="Write what vllm, sglang, vllm-ascend, omni-infer or chitu loads, or refuse.")] = None,
@@ -78,7 +78,7 @@ def quantize(
 
 def plan(
     model: Model,
-    scheme: Annotated[str, typer.Option(help="awq-w4a16, fp4-w4a16, int8-a8w8c16 or rtn-w4a16.")],
+    scheme: Annotated[str, typer.Option(help="awq-w4a16, fp4-w4a16, int8-a8w8c16, int4-w4a8 or rtn-w4a16.")],
     devices: Annotated[str, typer.Option(help="8x64GiB, or 8x910B1 for predicted decoding times as well.")] = "8x64GiB",
     format_: Annotated[str, typer.Option("--format", help="As for quantize.")] = "auto",
     samples: Annotated[int, typer.Option(min=1, help="Calibration sequences.")] = 128,

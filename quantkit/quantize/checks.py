@@ -10,7 +10,7 @@ from quantkit.errors import QuantkitError
 from quantkit.models import ARCHITECTURES, find_architecture
 from quantkit.models import by_name as by_name_models
 from quantkit.models.table import Parameter, resolve
-from quantkit.schemes import Grid
+from quantkit.schemes import Scheme
 
 DROPPED = {
     r".*\.rotary_emb\.inv_freq": "computed from config.json",
@@ -78,11 +78,16 @@ def _reason(name: str) -> str:
     return next((reason for pattern, reason in DROPPED.items() if re.fullmatch(pattern, name)), "")
 
 
-def check_groups(rows: list[Parameter], grid: Grid, format: Format) -> None:
+def check_groups(rows: list[Parameter], scheme: Scheme, format: Format) -> None:
     """The group size divides the input channels of every linear that will be quantized, and the format can hold its shape."""
+    if scheme.outside is not None and all(row.expert is None for row in rows):
+        raise QuantkitError(
+            f"{scheme.name} is for routed experts, and the model has none", "use int8-a8w8c16, or a scheme of 4 bits for all"
+        )
     for row in rows:
         if not format.quantizes(row.module, row.role, mtp=row.mtp):
             continue
+        grid = scheme.grid(expert=row.expert is not None, mtp=row.mtp)
         if grid.group_size is not None and row.shape[1] % grid.group_size:
             raise QuantkitError(
                 f"group size {grid.group_size} does not divide the {row.shape[1]} input channels of {row.module}",

@@ -46,7 +46,7 @@ def _collected(output: Output) -> Findings:
 def _round_unit(unit: str, rows: list[Parameter], source: Source, output: Output, solver: Solver, findings: Findings) -> None:
     weights = {row.module: source.dense(row) for row in rows if output.quantizes(row)}
     fused = {row.module: row.fused for row in rows if row.fused}
-    solved = solver.nearest(weights, fused)
+    solved = solver.on(output.grid(rows[0])).nearest(weights, fused)
     facts = findings.facts(solved, {})
     assert all(not math.isnan(one.error) for one in solved.values()), unit
     output.write(unit, {module: one.weight for module, one in solved.items()}, {}, facts)

@@ -20,14 +20,14 @@ from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.models.table import Parameter
 from quantkit.quant.weights import Weight
-from quantkit.schemes import Grid
+from quantkit.schemes import Grid, Scheme
 
 
 class Output:
     """Writes units of parameters in one format. dropped: tensors of the source left out, with the reason."""
 
-    def __init__(self, source: Source, format: Format, grid: Grid, units: dict[str, list[Parameter]], dropped: dict[str, str]) -> None:
-        self.source, self.format, self.grid, self.units, self.dropped = source, format, grid, units, dropped
+    def __init__(self, source: Source, format: Format, scheme: Scheme, units: dict[str, list[Parameter]], dropped: dict[str, str]) -> None:
+        self.source, self.format, self.scheme, self.units, self.dropped = source, format, scheme, units, dropped
         self.rows = {row.name: row for rows in units.values() for row in rows}
         self._writer: CheckpointWriter | None = None
         self._run = ""
@@ -35,7 +35,7 @@ class Output:
     def specs(self, row: Parameter) -> list[TensorSpec]:
         """The tensors that one parameter becomes."""
         if self.quantizes(row):
-            return self.format.specs(row.module, (row.shape[0], row.shape[1]), self.grid)
+            return self.format.specs(row.module, (row.shape[0], row.shape[1]), self.grid(row))
         return [TensorSpec(row.name, self.source.dtype(row), row.shape)]
 
     def all_specs(self) -> list[TensorSpec]:
@@ -56,6 +56,9 @@ class Output:
 
     def quantizes(self, row: Parameter) -> bool:
         return self.format.quantizes(row.module, row.role, mtp=row.mtp)
+
+    def grid(self, row: Parameter) -> Grid:
+        return self.scheme.grid(expert=row.expert is not None, mtp=row.mtp)
 
     def done(self, unit: str) -> bool:
         return self.writer.done(unit)
@@ -107,13 +110,13 @@ class Output:
 
     def finish(self, more: dict[str, bytes]) -> None:
         """Write config, manifest, the files that belong to a model, and `more`; OUT exists when this returns."""
-        quantized = [row.module for row in self.rows.values() if self.quantizes(row)]
+        quantized: dict[str, Grid | None] = {row.module: self.grid(row) for row in self.rows.values() if self.quantizes(row)}
         plain = [spec for row in self.rows.values() if not self.quantizes(row) for spec in self.specs(row)]
         files = read_companions(self.source.checkpoint.path)
-        files |= self.format.extra_files(self.grid, dict.fromkeys(quantized, self.grid), plain)
+        files |= self.format.extra_files(self.scheme.weight, quantized, plain)
         files |= more
         files["manifest.json"] = json.dumps({"tensors": self.manifest()}, indent=1).encode()
-        block = self.format.config_block(self.grid, dict.fromkeys(quantized, self.grid), plain)
+        block = self.format.config_block(self.scheme.weight, quantized, plain)
         self.writer.finish(output_config(self.source.checkpoint.config, block), files)
 
     def bytes_by_part(self) -> tuple[dict[str, int], dict[str, int]]:

@@ -30,7 +30,7 @@ from quantkit.quantize.nearest import round_units
 from quantkit.quantize.output import Output
 from quantkit.quantize.report import Account, report_files
 from quantkit.recipe import Recipe
-from quantkit.schemes import Grid, IntGrid, Scheme, check_pair
+from quantkit.schemes import IntGrid, Scheme, check_pair
 
 
 @dataclass(frozen=True)
@@ -77,26 +77,26 @@ def quantize(
         scheme = replace(scheme, weight=choice.grid)
     name = choice.format if choice else scheme.formats[0] if format == "auto" else format
     check_pair(scheme, name)
-    grid = target_grid(scheme, recipe)
-    target = find_format(name, replace(scheme, weight=grid))
+    scheme = with_group_size(scheme, recipe)
+    target = find_format(name, scheme)
     checkpoint = Checkpoint.open(source)
     methods = scheme.methods if recipe.methods is None else recipe.methods
     inventory = take_inventory(checkpoint, by_name=not methods)
     if choice is not None:
         target = narrowed(target, choice, inventory.rows)
-    check_groups(inventory.rows, grid, target)
+    check_groups(inventory.rows, scheme, target)
     peak = expected_peak(inventory, target, scheme, recipe)
     check_memory(peak, memory)
     sequences = _sequences(source, recipe) if methods else Sequences([], [])
     reader = Source(checkpoint, torch_device)
-    output = Output(reader, target, grid, _units(inventory), inventory.dropped)
-    solver = Solver(grid, target.scale_dtype, recipe, methods)
+    output = Output(reader, target, scheme, _units(inventory), inventory.dropped)
+    solver = Solver(scheme.grid(expert=False, mtp=False), target.scale_dtype, recipe, methods)
     with output.open(
         out, _fingerprint(checkpoint, recipe, f"{name} for {engine}" if engine else name, sequences), overwrite=overwrite, rank=team.rank
     ) as writer:
         if methods:
             findings = Walk(reader, inventory.architecture, inventory.config, inventory.rows, solver, output, on_event, team).run(sequences)
-            rest = Solver(grid, target.scale_dtype, recipe, ())
+            rest = Solver(solver.grid, target.scale_dtype, recipe, ())
         else:
             findings, rest = Findings(), solver
         nearest = round_units(reader, output, rest, on_event, team)
@@ -133,13 +133,13 @@ def quantize(
     )
 
 
-def target_grid(scheme: Scheme, recipe: Recipe) -> Grid:
-    """The scheme's weight grid, with the recipe's group size where it sets one. Raises QuantkitError where there is none to set."""
+def with_group_size(scheme: Scheme, recipe: Recipe) -> Scheme:
+    """The scheme with the recipe's group size, where it sets one. Raises QuantkitError where there is none to set."""
     if recipe.group_size is None:
-        return scheme.weight
+        return scheme
     if not isinstance(scheme.weight, IntGrid) or scheme.weight.group_size is None:
         raise QuantkitError(f"the recipe sets group_size, and {scheme.name} has none to choose", "remove group_size from the recipe")
-    return replace(scheme.weight, group_size=recipe.group_size)
+    return replace(scheme, weight=replace(scheme.weight, group_size=recipe.group_size))
 
 
 def _units(inventory: Inventory) -> dict[str, list]:

@@ -26,6 +26,7 @@ from make_model import write_dense
 from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.convert import convert
 from quantkit.engines import check_checkpoint
 from quantkit.executor.load import load_model
 from quantkit.models.context import CausalContext
@@ -63,7 +64,7 @@ class Verdict:
 
 
 def write_models(directory: Path, model: str, formats: list[str]) -> dict[str, Path]:
-    """The source, which is the model "dense", and what quantize makes of it, by format."""
+    """The source, which is the model "dense", and what quantize makes of it, by format; one of them converted as well."""
     source = write_dense(directory / f"{model}-source", MODELS[model], random_weights(MODELS[model]))
     text = directory / "text.jsonl"
     text.write_text("".join(json.dumps({"text": " ".join(str(i * j % 97) for j in range(60))}) + "\n" for i in range(12)))
@@ -77,6 +78,9 @@ def write_models(directory: Path, model: str, formats: list[str]) -> dict[str, P
         paths[format] = directory / f"{model}-{format}"
         recipe = Recipe(scheme=scheme, calibration=str(text), samples=8, held_out=2, seq_len=64)
         quantize(source, paths[format], find_scheme(scheme), written, recipe, engine=engine, device="cpu")
+    if model == "llama" and "awq" in paths:
+        paths["ct-w4a16 from awq"] = directory / "converted"
+        convert(paths["awq"], paths["ct-w4a16 from awq"], format="compressed-tensors")
     return paths
 
 

@@ -43,6 +43,7 @@ class Format(ABC):
     marker: ClassVar[str]  # suffix of the tensor that only a quantized linear has,
     marker_dtype: ClassVar[torch.dtype]  # with this dtype
     own_suffixes: ClassVar[tuple[str, ...]]  # suffixes no other tensor has: alone, they are a fault
+    activation_bits: ClassVar[int] = 16  # 8: engines quantize the inputs of its linears to int8, per token
 
     @abstractmethod
     def holds(self, grid: Grid) -> bool:

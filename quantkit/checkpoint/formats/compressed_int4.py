@@ -38,7 +38,7 @@ class CompressedInt4(Format):
         count = groups(module, columns, grid)
         parts = (
             Part(".weight_packed", (torch.int32,), (rows, columns // 8)),
-            Part(".weight_scale", FLOAT_DTYPES, (rows, count)),
+            Part(".weight_scale", (self.scale_dtype, *FLOAT_DTYPES), (rows, count)),
             Part(".weight_shape", (torch.int64, torch.int32), (2,)),
         )
         if grid.symmetric:
@@ -91,4 +91,10 @@ class CompressedInt4(Format):
         return compressed.config_block(self.variant, weights, None, quantized, plain)
 
 
+class _Fp16Scales(CompressedInt4):
+    scale_dtype = torch.float16
+
+
 FORMAT = CompressedInt4()
+FP16_SCALES = _Fp16Scales()
+"""For weights that come with such scales. Engines copy a scale into the dtype they run in, so float16 runs lose nothing."""

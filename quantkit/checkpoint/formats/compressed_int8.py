@@ -27,6 +27,7 @@ class CompressedInt8(Format):
     marker = ".weight"
     marker_dtype = torch.int8
     own_suffixes = (".weight_scale",)
+    activation_bits = 8
 
     def holds(self, grid: Grid) -> bool:
         return grid == _GRID

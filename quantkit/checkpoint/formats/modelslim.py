@@ -37,6 +37,7 @@ class ModelSlim(Format):
     marker = ".weight"
     marker_dtype = torch.int8
     own_suffixes = (".weight_scale", ".weight_offset", ".scale_bias")
+    activation_bits = 8
 
     def holds(self, grid: Grid) -> bool:
         return grid in (_INT8, _INT4)
