@@ -30,8 +30,8 @@ CUDA_LINEARS = {
     "dense_dn": (7168, 18432),
 }
 CUDA_GRIDS = ("int4-asym-128", "fp4", "int8")
-CUDA_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048)
-CUDA_TOKENS = (1, 2, 4, 8, 16, 32, 64, 512)
+CUDA_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 2048)
+CUDA_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048)
 
 
 def cpu_table(dtypes: tuple[torch.dtype, ...]) -> None:

@@ -9,7 +9,8 @@ bench.py: graph replay over weights that rotate beyond the cache.
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -27,6 +28,7 @@ TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 EXPERTS_TOKENS = (1, 4, 16, 64)
 TILES = ((32, 2), (32, 4), (64, 2), (64, 4), (128, 2), (128, 3), (256, 2))
 BLOCKS = 264  # more of a split K only wait for one another
+WARM_UP_SECONDS = 0.3
 
 
 def linear_shapes(hidden: int) -> list[tuple[int, int]]:
@@ -62,11 +64,23 @@ def fastest(calls: dict[AnyPlan, list[Callable[[], object]]], device: torch.devi
     return best, times[best]
 
 
-def linear_rows(grid: str, n: int, k: int, device: torch.device, rng: torch.Generator) -> Iterator[list[object]]:
+def warm_up(call: Callable[[], object]) -> None:
+    """Clocks fall while weights are packed, and the first plans to be timed would suffer."""
+    started = time.perf_counter()
+    while time.perf_counter() - started < WARM_UP_SECONDS:
+        for _ in range(100):
+            call()
+        torch.cuda.synchronize()
+
+
+def linear_rows(
+    grid: str, n: int, k: int, token_counts: Sequence[int], device: torch.device, rng: torch.Generator
+) -> Iterator[list[object]]:
     weight = random_weight(grid, n, k, rng)
     first = CudaLinear(weight, torch.bfloat16, device)
     copies = [first] + [CudaLinear(weight, torch.bfloat16, device) for _ in range(copies_beyond_cache(first.nbytes, device) - 1)]
-    for tokens in TOKENS:
+    warm_up(partial(first, torch.randn(16, k, generator=rng, device=device).bfloat16()))
+    for tokens in token_counts:
         x = torch.randn(tokens, k, generator=rng, device=device).bfloat16()
         calls: dict[AnyPlan, list[Callable[[], object]]] = {}
         if tokens <= 16:
@@ -113,6 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, nargs="+", default=[7168, 7680])
     parser.add_argument("--tables", nargs="+", choices=("linear", "experts"), default=["linear", "experts"])
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="of the linears")
     arguments = parser.parse_args()
     device = torch.device("cuda")
     rng = torch.Generator(device)
@@ -123,7 +138,7 @@ def main() -> None:
         for grid in GRIDS:
             if table == "linear":
                 for n, k in sorted({shape for hidden in arguments.hidden for shape in linear_shapes(hidden)}):
-                    rows += linear_rows(grid, n, k, device, rng)
+                    rows += linear_rows(grid, n, k, arguments.tokens, device, rng)
             else:
                 for hidden in arguments.hidden:
                     for intermediate in (512, 2048):

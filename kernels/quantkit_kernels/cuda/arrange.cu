@@ -58,7 +58,8 @@ __device__ __forceinline__ void transpose(uint32_t (&c)[4]) {
 
 // The same of rows quantized to int8. A block per slot; a thread has HELD chunks of codes in its registers, blockDim.x apart.
 template <class T, int HELD>
-__global__ void quantize_arranged(const T* x, uint8_t* out, float* scale, const int* order, const int* tile_count, int tokens, int top_k, int k) {
+__global__ void quantize_arranged(const T* x, uint8_t* out, float* scale, const int* order, const int* tile_count, int tokens, int top_k,
+                                  int k) {
   wait_for_predecessor();
   let_successor_start();
   const int slot = blockIdx.x, row = row_of(slot, order, tile_count, tokens, top_k), chunks = k / 16;
@@ -93,7 +94,8 @@ __global__ void quantize_arranged(const T* x, uint8_t* out, float* scale, const 
 constexpr int kSortWarps = 16;
 
 // Counting sort of the pairs by expert, in their own order within one, by a single block: warps take consecutive parts of the pairs.
-__global__ void sort_pairs(const int* ids, int ids_stride, int pairs, int experts, int tokens, int tiles, int* tile_expert, int* tile_count, int* order) {
+__global__ void sort_pairs(const int* ids, int ids_stride, int pairs, int experts, int tokens, int tiles, int* tile_expert,
+                           int* tile_count, int* order) {
   extern __shared__ int counts[];  // [warps][experts], and of each expert how many pairs and its first tile
   int *total = counts + kSortWarps * experts, *first = total + experts;
   __shared__ int used;
@@ -142,7 +144,10 @@ __global__ void sort_pairs(const int* ids, int ids_stride, int pairs, int expert
   }
   __syncthreads();
   for (int e = threadIdx.x; e < experts; e += blockDim.x)
-    for (int i = 0; i * tokens < total[e]; ++i) tile_expert[first[e] + i] = e, tile_count[first[e] + i] = min(tokens, total[e] - i * tokens);
+    for (int i = 0; i * tokens < total[e]; ++i) {
+      tile_expert[first[e] + i] = e;
+      tile_count[first[e] + i] = min(tokens, total[e] - i * tokens);
+    }
   for (int i = used + threadIdx.x; i < tiles; i += blockDim.x) tile_expert[i] = -1, tile_count[i] = 0;
   for (int base = begin; base < end; base += 32) {
     const int rank = count(base, expert);
@@ -155,14 +160,15 @@ __global__ void sort_pairs(const int* ids, int ids_stride, int pairs, int expert
 using bf16 = __nv_bfloat16;
 
 // Rows of 16-bit numbers, `row_bytes` a multiple of 256. Without order and tile_count slots are rows.
-extern "C" int qk_arrange(const void* x, void* out, const int* order, const int* tile_count, int slots, int tokens, int top_k, int row_bytes, void* stream) {
+extern "C" int qk_arrange(const void* x, void* out, const int* order, const int* tile_count, int slots, int tokens, int top_k,
+                          int row_bytes, void* stream) {
   const dim3 grid(slots, (row_bytes / 64 + 127) / 128);
   return start(arrange, grid, 128, 0, stream, (const uint4*)x, (uint8_t*)out, order, tile_count, tokens, top_k, row_bytes / 16);
 }
 
 // K up to 65536. Many rows keep the device busy with few threads each, which wait for one another less.
-extern "C" int qk_quantize_arranged(const void* x, void* out, float* scale, const int* order, const int* tile_count, int dtype, int slots, int tokens, int top_k,
-                                    int k, void* stream) {
+extern "C" int qk_quantize_arranged(const void* x, void* out, float* scale, const int* order, const int* tile_count, int dtype, int slots,
+                                    int tokens, int top_k, int k, void* stream) {
   const auto run = [&](auto kernel, auto* rows, int held) {
     const int threads = (k / 16 + 32 * held - 1) / (32 * held) * 32;
     return start(kernel, slots, threads, 0, stream, rows, (uint8_t*)out, scale, order, tile_count, tokens, top_k, k);
@@ -170,15 +176,17 @@ extern "C" int qk_quantize_arranged(const void* x, void* out, float* scale, cons
   const int held = slots > 264 || k > 32768 ? 4 : k > 16384 ? 2 : 1;
   const auto of = [&](auto* rows) {
     using T = std::remove_cvref_t<decltype(*rows)>;
-    return held == 1 ? run(quantize_arranged<T, 1>, rows, 1) : held == 2 ? run(quantize_arranged<T, 2>, rows, 2) : run(quantize_arranged<T, 4>, rows, 4);
+    if (held == 1) return run(quantize_arranged<T, 1>, rows, 1);
+    return held == 2 ? run(quantize_arranged<T, 2>, rows, 2) : run(quantize_arranged<T, 4>, rows, 4);
   };
   return dtype == 0 ? of((const bf16*)x) : of((const __half*)x);
 }
 
-extern "C" int qk_sort_pairs(const int* ids, int ids_stride, int pairs, int experts, int tokens, int tiles, int* tile_expert, int* tile_count, int* order,
-                             void* stream) {
+extern "C" int qk_sort_pairs(const int* ids, int ids_stride, int pairs, int experts, int tokens, int tiles, int* tile_expert,
+                             int* tile_count, int* order, void* stream) {
   const int bytes = (kSortWarps + 2) * experts * 4;
   static const cudaError_t allowed = cudaFuncSetAttribute(sort_pairs, cudaFuncAttributeMaxDynamicSharedMemorySize, 224 << 10);
   if (allowed != cudaSuccess) return (int)allowed;
-  return start(sort_pairs, 1, 32 * kSortWarps, bytes, stream, ids, ids_stride, pairs, experts, tokens, tiles, tile_expert, tile_count, order);
+  return start(sort_pairs, 1, 32 * kSortWarps, bytes, stream, ids, ids_stride, pairs, experts, tokens, tiles, tile_expert, tile_count,
+               order);
 }

@@ -19,7 +19,7 @@ template <int FMT, int G, int NT, int WGS> struct Tile {
   static constexpr int scales = FMT == kInt8 ? 0 : FMT == kFp4 ? 512 : 128 * (128 / G);
   static constexpr int zeros = FMT == kInt4 ? 32 * (128 / G) : 0;
   static constexpr int words_at = x, scales_at = words_at + WGS * words, zeros_at = scales_at + WGS * scales;
-  // And once the rows' factors and (int8) the tokens'; for kWeigh the tokens' places and weights.
+  // And once the rows' factors and (int8) the tokens'.
   static constexpr int factors = rows * 4 + NT * 8;
   static constexpr int stage = (zeros_at + WGS * zeros + 1023) / 1024 * 1024;
   static constexpr int room = (227 << 10) / blocks - 1024 - 512 - factors;
