@@ -225,12 +225,15 @@ def timed(command: list[str], target: Path) -> Run:
     return Run(target, **seconds)
 
 
-def peer_environment(out: Path) -> Path:
-    """llm-compressor in an environment of its own beside the repository's."""
+def peer_environment() -> Path:
+    """llm-compressor in an environment of its own, with the torch that the project is tested with; made whole or not at all."""
     home = REPOSITORY / ".venv-llmcompressor"
-    if not home.exists():
-        subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
-        subprocess.run([str(home / "bin/pip"), "install", "-q", "llmcompressor==0.14.0.1", "transformers==5.17.0"], check=True)
+    done = home / "installed"
+    if not done.exists():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(home)], check=True)
+        wanted = ["llmcompressor==0.14.0.1", "transformers==5.17.0", "torch==2.13.0"]
+        subprocess.run([str(home / "bin/pip"), "install", "-q", *wanted], check=True)
+        done.touch()
     return home / "bin/python"
 
 
@@ -276,7 +279,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     seeds = [int(seed) for seed in args.seeds.split(",")]
     source = find_model("tiny-r1")
-    bench = Bench(args.out.resolve(), source, args.peer_python or peer_environment(args.out), args.samples)
+    bench = Bench(args.out.resolve(), source, args.peer_python or peer_environment(), args.samples)
     ids = documents(args.split, ChatTokenizer(source))
     reference = run_model(source, ids)
     table = {}

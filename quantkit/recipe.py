@@ -29,11 +29,11 @@ class Recipe(BaseModel):
     group_size: int | None = Field(None, description="overrides the scheme's group_size")
     scale_points: int = Field(11, ge=2, description="points of the scale search, for each of its two families")
     search_rows: int = Field(64, ge=16, description="output rows of a linear that the scale search looks at")
-    exact_router: bool = Field(True, description="scales that reach a 16-bit reader are powers of two, so folding changes no bit")
+    exact_router: bool = Field(False, description="scales that reach a 16-bit reader are powers of two, so folding changes no bit of it")
     damping: float = Field(0.05, gt=0, description="added to the Hessian's diagonal, as a share of its mean")
     fit_points: int = Field(5, ge=1, description="steps tried for each group when it is rounded")
     sweeps: int = Field(0, ge=0, description="rounds of coordinate descent after GPTQ")
-    min_expert_tokens: int = Field(64, ge=0, description="experts with fewer routed tokens lean on the layer's shared statistics")
+    min_expert_tokens: int = Field(256, ge=0, description="experts with fewer routed tokens lean on the layer's shared statistics")
 
     @property
     def fingerprint(self) -> str:

@@ -113,13 +113,13 @@ def _nearest_error(report: Report) -> float:
     return (4.5 / 15) ** 2 / 12
 
 
-def test_folding_leaves_the_routers_function_exact(source: Path, outputs: dict[str, Report]) -> None:
+def test_folding_leaves_the_router_what_it_was_but_for_one_rounding_to_bf16(source: Path, outputs: dict[str, Report]) -> None:
     before, after = Checkpoint.open(source), Checkpoint.open(outputs["awq-w4a16"].out)
     names = ("model.layers.1.post_attention_layernorm.weight", "model.layers.1.mlp.gate.weight")
     gain, router = (before.read(name).double() for name in names)
     folded_gain, folded_router = (after.read(name).double() for name in names)
     assert not torch.equal(gain, folded_gain), "a scale was chosen"
-    assert torch.equal(gain * router, folded_gain * folded_router)
+    torch.testing.assert_close(folded_gain * folded_router, gain * router, rtol=2**-8, atol=0)
 
 
 def test_scales_are_undone_by_the_consumers(source: Path, outputs: dict[str, Report]) -> None:
