@@ -97,7 +97,7 @@ def plan_cache(
     budget = int(free_bytes * _CACHE_SHARE[device_type]) // bytes_per_token
     wanted = max_model_len or context_len
     if cache_tokens is None:
-        tokens = min(max_batch * wanted, budget)
+        tokens = min(max_batch * -(-wanted // block_size) * block_size, budget)  # sequences share no block
         remedy = "lower --max-model-len, or free memory"
     else:
         if cache_tokens > budget:
