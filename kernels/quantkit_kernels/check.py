@@ -165,11 +165,11 @@ def _small_cases(device: torch.device, dtype: torch.dtype, rng: torch.Generator)
     slots = torch.arange(tokens, device=device)
 
     def prepare_and_look(qkv_a: Tensor, q_norm: Tensor, kv_norm: Tensor, cos: Tensor, sin: Tensor, backend: str) -> tuple[Tensor, ...]:
-        cache = caches.setdefault(qkv_a.dtype, torch.zeros(1, 64, 576, dtype=qkv_a.dtype, device=device))
+        cache = caches[qkv_a.dtype]
         q_a = functional.mla_prepare(qkv_a, q_norm, kv_norm, cos, sin, cache, slots, eps=1e-6, backend=backend)
         return q_a, cache[0, :tokens]
 
-    caches: dict[torch.dtype, Tensor] = {}
+    caches = {of: torch.zeros(1, 64, 576, dtype=of, device=device) for of in (dtype, torch.float32)}
     yield case("mla_prepare", prepare_and_look, random(tokens, 2112), random(1536), random(512), *_angles(angles[:tokens]))
 
 

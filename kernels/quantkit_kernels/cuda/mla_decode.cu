@@ -2,7 +2,7 @@
 // (arXiv 2405.04434, section 2.1.2). Sizes of DeepSeek-V3: latents of 512 and a rotary key of 64, heads of 128 + 64 and 128.
 //
 // Three launches. `absorb` multiplies with W_UK and turns the rotary part. `attend` reads each latent once for up to 32 heads: a block takes
-// part of a row's tokens, in tiles of 32 that the bulk copy engine brings into a ring of four; its eight warps share the 576 products of a
+// part of a row's tokens, in tiles of 32 that are copied into a ring of four; its eight warps share the 576 products of a
 // score four ways and the 512 columns of a result eight ways, so a latent passes from shared memory to the tensor cores twice. `project`
 // merges the parts and multiplies with W_UV.
 //
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(128) absorb(const T* q, const T* kv_b, const f
 #pragma unroll
     for (int i = 0; i < kNope * kAbsorbColumns / 8 / 128; ++i) {
       const int chunk = i * 128 + threadIdx.x, row = chunk / 8, at = chunk % 8;
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(shared_address(w) + row * kAbsorbStride + at * 16), "l"(from + row * kLatent + at * 8) : "memory");
+      copy16(shared_address(w) + row * kAbsorbStride + at * 16, from + row * kLatent + at * 8);
     }
   }
   wait_for_predecessor();
@@ -92,8 +92,8 @@ constexpr int kScoreStride = kTile + 8, kProbStride = 2 * kTile + 16;           
 constexpr int attend_bytes(int head_tiles) { return kSlots * kTileBytes + 16 * head_tiles * (4 * kScoreStride * 4 + kProbStride + 4) + kSlots * 8; }
 
 __device__ __forceinline__ int tiles_of(int length) { return (length + kTile - 1) / kTile; }
-// The first tile of a part; splits are few, tiles below 2^20.
-__device__ __forceinline__ int first_tile(int tiles, int part, int splits) { return (int)((int64_t)tiles * part / splits); }
+// A row's tiles are shared out over this many of the grid's splits, none of which is without work. Tiles are fewer than 2^23.
+__device__ __forceinline__ int parts_of(int tiles, int splits) { return min(tiles, splits); }
 
 // A block per 16 * HT heads, part of a row's tokens, and row.
 template <class T, int HT> __global__ void __launch_bounds__(kThreads, 1) attend(const T* q, const T* cache, const Attend p) {
@@ -109,37 +109,46 @@ template <class T, int HT> __global__ void __launch_bounds__(kThreads, 1) attend
   const int head0 = blockIdx.x * heads_here, split = blockIdx.y, row = blockIdx.z;
 
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kSlots; ++i) init_barrier(barriers + i * 8);
-    show_barriers_to_copies();
+    for (int i = 0; i < kSlots; ++i) init_barrier(barriers + i * 8, kThreads);
   }
   __syncthreads();
-  const int length = p.lengths[row * p.lengths_stride], tiles = tiles_of(length);
-  const int begin = first_tile(tiles, split, p.splits), count = first_tile(tiles, split + 1, p.splits) - begin;
+  const int length = p.lengths[row * p.lengths_stride], tiles = tiles_of(length), parts = parts_of(tiles, p.splits);
+  const int begin = split < parts ? tiles * split / parts : 0, count = split < parts ? tiles * (split + 1) / parts - begin : 0;
 
-  // The queries come through the ring as if they were tile 0, tiles of the cache as 1 .. count. A lane copies a row. Tokens past the end
-  // repeat the last: their probability is zero, and zero times what nobody wrote might be NaN.
-  const auto request = [&](int turn) {
-    const uint32_t to = ring + turn % kSlots * kTileBytes + lane * kEntryStride, barrier = barriers + turn % kSlots * 8;
-    const int copied = turn == 0 ? min(heads_here, p.heads - head0) : kTile;
-    if (lane == 0) expect_bytes(barrier, copied * kEntry * 2);
-    __syncwarp();
-    const T* from = q + ((size_t)row * p.heads + head0 + lane) * kEntry;
-    if (turn > 0) {
-      const int token = min((begin + turn - 1) * kTile + lane, length - 1), block = token / p.block_size;
-      const size_t number = p.table[(row * p.table_width + block) * p.table_stride];
-      from = cache + (number * p.block_size + token - block * p.block_size) * kEntry;
+  // The queries come through the ring as if they were tile 0, tiles of the cache as 1 .. count. A warp copies four rows. Tokens past the end
+  // repeat the last: their probability is zero, and zero times what nobody wrote might be NaN. Heads past the last repeat it likewise.
+  const int of_tile = warp * 4 + part;
+  struct Place { int block, offset; };
+  const auto look_up = [&](int turn) -> Place {
+    const int token = min((begin + turn - 1) * kTile + of_tile, length - 1), block = token / p.block_size;
+    return {p.table[(row * p.table_width + block) * p.table_stride], token - block * p.block_size};
+  };
+  const auto request = [&](int turn, Place place) {
+    const T* from = turn == 0 ? q + ((size_t)row * p.heads + min(head0 + of_tile, p.heads - 1)) * kEntry
+                              : cache + ((size_t)place.block * p.block_size + place.offset) * kEntry;
+    const uint32_t to = ring + turn % kSlots * kTileBytes + warp * 4 * kEntryStride;
+#pragma unroll
+    for (int i = 0; i < kEntry * 2 * 4 / 16 / 32; ++i) {
+      const int chunk = i * 32 + lane, which = chunk / (kEntry / 8), at = chunk % (kEntry / 8) * 16;
+      const char* source = reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, (unsigned long long)from, which)) + at;
+      copy16(to + which * kEntryStride + at, source);
     }
-    if (lane < copied) copy_bulk(to, from, kEntry * 2, barrier);
+    arrive_after_copies(barriers + turn % kSlots * 8);
   };
   const auto await = [&](int turn) { wait_for(barriers + turn % kSlots * 8, turn / kSlots & 1); };
 
   // The newest token was cached before the queries' kernel began, so all of the cache may be read while that ends.
-  if (warp == 0)
-    for (int turn = 1; turn < kSlots && turn <= count; ++turn) request(turn);
+  Place places[kSlots] = {};
+#pragma unroll
+  for (int turn = 1; turn < kSlots; ++turn)
+    if (turn <= count) places[turn] = look_up(turn);
+#pragma unroll
+  for (int turn = 1; turn < kSlots; ++turn)
+    if (turn <= count) request(turn, places[turn]);
   wait_for_predecessor();
   let_successor_start();
   if (count == 0) return;
-  if (warp == 0) request(0);
+  request(0, places[0]);
 
   // This warp's share of the scores: a quarter of the products, for half of the tile's tokens.
   const int quarter = warp & 3, tokens0 = (warp >> 2) * 16;
@@ -158,15 +167,18 @@ template <class T, int HT> __global__ void __launch_bounds__(kThreads, 1) attend
 
   for (int turn = 1; turn <= count; ++turn) {
     const uint32_t tile = ring + turn % kSlots * kTileBytes;
+    const bool more = turn + kSlots - 1 <= count;
+    const Place next = more ? look_up(turn + kSlots - 1) : Place{};  // a long way off, so asked for before it is needed
     await(turn);
     float score[HT][2][4] = {};
+    uint32_t keys[9][4];
 #pragma unroll
-    for (int k = 0; k < 9; ++k) {
-      uint32_t b[4];
-      load_matrices(b, tile + (tokens0 + (matrix >> 1) * 8 + matrix_row) * kEntryStride + (quarter * 144 + k * 16 + (matrix & 1) * 8) * 2);
+    for (int k = 0; k < 9; ++k)
+      load_matrices(keys[k], tile + (tokens0 + (matrix >> 1) * 8 + matrix_row) * kEntryStride + (quarter * 144 + k * 16 + (matrix & 1) * 8) * 2);
 #pragma unroll
-      for (int t = 0; t < HT; ++t) mma<T>(score[t][0], queries[t][k], b[0], b[1]), mma<T>(score[t][1], queries[t][k], b[2], b[3]);
-    }
+    for (int k = 0; k < 9; ++k)
+#pragma unroll
+      for (int t = 0; t < HT; ++t) mma<T>(score[t][0], queries[t][k], keys[k][0], keys[k][1]), mma<T>(score[t][1], queries[t][k], keys[k][2], keys[k][3]);
 #pragma unroll
     for (int t = 0; t < HT; ++t)
 #pragma unroll
@@ -176,9 +188,6 @@ template <class T, int HT> __global__ void __launch_bounds__(kThreads, 1) attend
           *reinterpret_cast<float2*>(scores + (quarter * heads_here + t * 16 + h * 8 + g) * kScoreStride + tokens0 + n * 8 + 2 * part) =
               make_float2(score[t][n][2 * h], score[t][n][2 * h + 1]);
     __syncthreads();
-    // Every warp is done with the turn before this one: its slot is free.
-    if (warp == 0 && turn + kSlots - 1 <= count) request(turn + kSlots - 1);
-
     Few s = *reinterpret_cast<const Few*>(scores + head * kScoreStride + token0);
     float top = largest;
 #pragma unroll
@@ -215,17 +224,20 @@ template <class T, int HT> __global__ void __launch_bounds__(kThreads, 1) attend
     }
 #pragma unroll
     for (int k = 0; k < kTile / 16; ++k) {
-      uint32_t a[HT][4];
+      uint32_t a[HT][4], latents[4][4];
 #pragma unroll
       for (int t = 0; t < HT; ++t)
         load_matrices(a[t], shared_address(probabilities) + (t * 16 + (matrix & 1) * 8 + matrix_row) * kProbStride + (k * 16 + (matrix >> 1) * 8) * 2);
 #pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        uint32_t b[4];
-        load_matrices_transposed(b, tile + (k * 16 + (matrix & 1) * 8 + matrix_row) * kEntryStride + (warp * 64 + n * 16 + (matrix >> 1) * 8) * 2);
+      for (int n = 0; n < 4; ++n)
+        load_matrices_transposed(latents[n], tile + (k * 16 + (matrix & 1) * 8 + matrix_row) * kEntryStride + (warp * 64 + n * 16 + (matrix >> 1) * 8) * 2);
+      // The slot of the turn before this one is free since the first barrier. Copies hold up reads of shared memory, so they are asked
+      // for when only the tensor cores have something to do.
+      if (k == kTile / 16 - 1 && more) request(turn + kSlots - 1, next);
 #pragma unroll
-        for (int t = 0; t < HT; ++t) mma<T>(sums[t][2 * n], a[t], b[0], b[1]), mma<T>(sums[t][2 * n + 1], a[t], b[2], b[3]);
-      }
+      for (int n = 0; n < 4; ++n)
+#pragma unroll
+        for (int t = 0; t < HT; ++t) mma<T>(sums[t][2 * n], a[t], latents[n][0], latents[n][1]), mma<T>(sums[t][2 * n + 1], a[t], latents[n][2], latents[n][3]);
     }
   }
 
@@ -245,11 +257,11 @@ template <class T, int HT> __global__ void __launch_bounds__(kThreads, 1) attend
 
 // --- results ---------------------------------------------------------------------------------------------------------------
 
-constexpr int kProjectRows = 64, kLatentStride = 2 * kLatent + 16;  // bytes
+constexpr int kMostSplits = 256, kProjectRows = 64, kLatentStride = 2 * kLatent + 16;  // bytes
 constexpr int project_bytes(int splits) { return (kProjectRows + 8) * kLatentStride + kWarps * kLatent * 4 + 8 * splits * 4; }
 
 // out[row, head] = (merged parts) W_UV. A block per head, 64 of its values, and eight rows.
-template <class T> __global__ void __launch_bounds__(kThreads) project(const T* kv_b, T* out, int rows, const Attend p) {
+template <class T> __global__ void __launch_bounds__(kThreads, 2) project(const T* kv_b, T* out, int rows, const Attend p) {
   extern __shared__ __align__(128) char shared[];
   char* latents = shared + kProjectRows * kLatentStride;
   float* sums = reinterpret_cast<float*>(latents + 8 * kLatentStride);  // [warp][512], then [half of K][64][8]
@@ -260,35 +272,41 @@ template <class T> __global__ void __launch_bounds__(kThreads) project(const T* 
   const T* from = kv_b + ((size_t)head * (kNope + kValue) + kNope + value0) * kLatent;
   for (int i = threadIdx.x; i < kProjectRows * kLatent / 8; i += kThreads) {
     const int r = i / (kLatent / 8), at = i % (kLatent / 8);
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(shared_address(shared) + r * kLatentStride + at * 16), "l"(from + r * kLatent + at * 8) : "memory");
+    copy16(shared_address(shared) + r * kLatentStride + at * 16, from + r * kLatent + at * 8);
   }
   wait_for_predecessor();
   let_successor_start();
 
-  // What each part weighs; a part without tokens was not written.
+  // What each part weighs.
   if (warp < here) {
-    const int tiles = tiles_of(p.lengths[(row0 + warp) * p.lengths_stride]);
+    const int parts = parts_of(tiles_of(p.lengths[(row0 + warp) * p.lengths_stride]), p.splits);
     const float2* found = p.found + ((size_t)(row0 + warp) * p.heads + head) * p.splits;
+    float2 mine[kMostSplits / 32];
     float top = -INFINITY, total = 0;
-    const auto written = [&](int s) { return first_tile(tiles, s, p.splits) < first_tile(tiles, s + 1, p.splits); };
-    for (int s = lane; s < p.splits; s += 32)
-      if (written(s)) top = fmaxf(top, found[s].x);
+#pragma unroll
+    for (int i = 0; i < kMostSplits / 32; ++i) {
+      mine[i] = i * 32 + lane < parts ? __ldcg(found + i * 32 + lane) : make_float2(-INFINITY, 0.f);
+      top = fmaxf(top, mine[i].x);
+    }
     for (int o = 16; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, o));
-    for (int s = lane; s < p.splits; s += 32)
-      if (written(s)) total += exp2f(found[s].x - top) * found[s].y;
+#pragma unroll
+    for (int i = 0; i < kMostSplits / 32; ++i)
+      if (i * 32 + lane < parts) mine[i].x = exp2f(mine[i].x - top), total += mine[i].x * mine[i].y;
     for (int o = 16; o; o >>= 1) total += __shfl_xor_sync(0xffffffffu, total, o);
-    for (int s = lane; s < p.splits; s += 32) shares[warp * p.splits + s] = written(s) ? exp2f(found[s].x - top) / total : 0.f;
+#pragma unroll
+    for (int i = 0; i < kMostSplits / 32; ++i)
+      if (i * 32 + lane < parts) shares[warp * p.splits + i * 32 + lane] = mine[i].x / total;
   }
   __syncthreads();
   // Warps are shared out over the rows, and a row's warps over its parts.
   const int warps_per_row = here > 4 ? 1 : here > 2 ? 2 : here > 1 ? 4 : 8, r = warp / warps_per_row;
   float4 sum[4] = {};
   if (r < here) {
+    const int parts = parts_of(tiles_of(p.lengths[(row0 + r) * p.lengths_stride]), p.splits);
     const float4* weighted = reinterpret_cast<const float4*>(p.weighted + ((size_t)(row0 + r) * p.heads + head) * p.splits * kLatent) + lane;
 #pragma unroll 4
-    for (int s = warp % warps_per_row; s < p.splits; s += warps_per_row) {
+    for (int s = warp % warps_per_row; s < parts; s += warps_per_row) {
       const float share = shares[r * p.splits + s];
-      if (share == 0.f) continue;  // perhaps never written
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float4 v = __ldcg(weighted + s * (kLatent / 4) + i * 32);
@@ -341,7 +359,7 @@ template <class T> int launch_attend(const void* q, const void* cache, const Att
 }
 
 template <class T> int launch_project(const void* kv_b, void* out, const Attend& p, int rows, void* s) {
-  static const cudaError_t allowed = allow(project<T>, project_bytes(256));
+  static const cudaError_t allowed = allow(project<T>, project_bytes(kMostSplits));
   if (allowed != cudaSuccess) return (int)allowed;
   return start(project<T>, dim3(p.heads, kValue / kProjectRows, (rows + 7) / 8), kThreads, project_bytes(p.splits), s, (const T*)kv_b, (T*)out, rows, p);
 }

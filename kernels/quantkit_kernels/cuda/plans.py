@@ -82,7 +82,7 @@ def _tile_plan(kind: str, rows: int, k: int, tokens: int) -> TilePlan | Expand:
 def experts_plans(kind: str, hidden: int, intermediate: int, num_experts: int, pairs: int, top_k: int) -> tuple[Plan, Plan]:
     """For gate_up and down of `pairs` token-expert pairs."""
     per_expert = pairs / num_experts
-    if per_expert > 4:
+    if per_expert > 6:
         # Tiles that hold most experts' tokens at once: weights are read again for every further tile.
         wide = Plan(2 if per_expert <= 12 else 4, 4, 2 if hidden % 128 == 0 and intermediate % 64 == 0 else 1, 1, bulk=True)
         return wide, wide

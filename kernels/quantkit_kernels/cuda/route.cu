@@ -27,7 +27,7 @@ __device__ __forceinline__ uint32_t ordered(float v) {
 
 // One warp chooses for one token. Lane l has experts l * per .. l * per + per - 1, per at most PER; a group is those of whole lanes, 1, 2,
 // 4, ... of them. Among equals the lower index is better.
-template <int PER> __device__ __forceinline__ void choose(const Route& r, int token, int per, const float (&logit)[PER]) {
+template <int PER> __device__ __forceinline__ void choose(const Route& r, int token, int per, const float (&logit)[PER], const float (&bias)[PER]) {
   const int lane = threadIdx.x & 31, first_expert = lane * per;
   const auto mine = [&](int i) { return i < per && first_expert + i < r.experts; };
   float score[PER], largest = -INFINITY, sum = 0;
@@ -46,7 +46,7 @@ template <int PER> __device__ __forceinline__ void choose(const Route& r, int to
 #pragma unroll
   for (int i = 0; i < PER; ++i) {
     score[i] = r.softmax ? expf(logit[i] - largest) / sum : 1.f / (1.f + expf(-logit[i]));
-    const float choice = mine(i) ? score[i] + (r.bias ? r.bias[first_expert + i] : 0.f) : -INFINITY;
+    const float choice = mine(i) ? score[i] + bias[i] : -INFINITY;
     key[i] = mine(i) ? ordered(choice) : 0;
     second = fmaxf(second, fminf(best, choice));
     best = fmaxf(best, choice);
@@ -69,28 +69,31 @@ template <int PER> __device__ __forceinline__ void choose(const Route& r, int to
       for (int i = 0; i < PER; ++i) key[i] = 0;
     }
   }
-  float total = 0, weight = 0;
-  int id = 0;
+  __shared__ float chosen_score[32];
+  __shared__ int chosen[32];
+  uint32_t top = 0;
+#pragma unroll
+  for (int i = 0; i < PER; ++i) top = max(top, key[i]);
   for (int k = 0; k < r.top_k; ++k) {
-    uint32_t top = 0;
-#pragma unroll
-    for (int i = 0; i < PER; ++i) top = max(top, key[i]);
     const uint32_t winner = __reduce_max_sync(0xffffffffu, top);
-    const int owner = __ffs(__ballot_sync(0xffffffffu, top == winner)) - 1;
-    int place = 0;
-    float value = 0;
+    if (lane == __ffs(__ballot_sync(0xffffffffu, top == winner)) - 1) {
+      int place = 0;
+      float value = 0;
 #pragma unroll
-    for (int i = PER - 1; i >= 0; --i)
-      if (key[i] == winner) place = i, value = score[i];
+      for (int i = PER - 1; i >= 0; --i)
+        if (key[i] == winner) place = i, value = score[i];
+      chosen[k] = first_expert + place, chosen_score[k] = value;
+      top = 0;
 #pragma unroll
-    for (int i = 0; i < PER; ++i)
-      if (lane == owner && i == place) key[i] = 0;
-    const float chosen = __shfl_sync(0xffffffffu, value, owner);
-    const int chosen_id = __shfl_sync(0xffffffffu, first_expert + place, owner);
-    if (lane == k) weight = chosen, id = chosen_id;
-    total += chosen;
+      for (int i = 0; i < PER; ++i) {
+        if (i == place) key[i] = 0;
+        top = max(top, key[i]);
+      }
+    }
+    __syncwarp();
   }
-  const int columns = r.top_k + r.shared;
+  const float weight = lane < r.top_k ? chosen_score[lane] : 0.f, total = warp_sum(weight);
+  const int id = lane < r.top_k ? chosen[lane] : 0, columns = r.top_k + r.shared;
   if (lane < columns) {
     const bool routed = lane < r.top_k;
     r.ids[(size_t)token * columns + lane] = routed ? id : r.experts + lane - r.top_k;
@@ -98,14 +101,22 @@ template <int PER> __device__ __forceinline__ void choose(const Route& r, int to
   }
 }
 
+// A lane's biases, which no kernel writes: they may be read before the predecessor is done.
+template <int PER> __device__ __forceinline__ void load_bias(const Route& r, int per, float (&bias)[PER]) {
+  const int first = (threadIdx.x & 31) * per;
+#pragma unroll
+  for (int i = 0; i < PER; ++i) bias[i] = r.bias && i < per && first + i < r.experts ? __ldg(r.bias + first + i) : 0.f;
+}
+
 template <class T, int PER> __global__ void route(const T* logits, const Route r) {
+  const int per = (r.experts + 31) / 32, first = (threadIdx.x & 31) * per;
+  float logit[PER], bias[PER];
+  load_bias(r, per, bias);
   wait_for_predecessor();
   let_successor_start();
-  const int per = (r.experts + 31) / 32, first = (threadIdx.x & 31) * per;
-  float logit[PER];
 #pragma unroll
   for (int i = 0; i < PER; ++i) logit[i] = i < per && first + i < r.experts ? float(logits[(size_t)blockIdx.x * r.experts + first + i]) : 0.f;
-  choose(r, blockIdx.x, per, logit);
+  choose(r, blockIdx.x, per, logit, bias);
 }
 
 // --- with the product, for few tokens ---------------------------------------------------------------------------------------
@@ -130,6 +141,8 @@ __global__ void __launch_bounds__(32 * kWarps, 1) moe_gate(const __nv_bfloat16* 
   for (int i = 0; i < kSteps; ++i)
 #pragma unroll
     for (int h = 0; h < 2; ++h) w[i][h] = i < count ? __ldg(reinterpret_cast<const float4*>(row + (size_t)h * 8 * k + i * 16)) : float4{};
+  float bias[kExperts / 32];
+  load_bias(r, kExperts / 32, bias);
   wait_for_predecessor();
   let_successor_start();
 
@@ -166,9 +179,8 @@ __global__ void __launch_bounds__(32 * kWarps, 1) moe_gate(const __nv_bfloat16* 
     for (int j = 0; j < kWarps; ++j) sum += red[j][i];
     __stcg(partial + ((size_t)blockIdx.y * tokens + i / 16) * kExperts + blockIdx.x * 16 + i % 16, sum);
   }
-  __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0) atomicAdd(arrived, 1);
+  if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" :: "l"(arrived) : "memory");
   const int token = blockIdx.y * gridDim.x + blockIdx.x;
   if (token >= tokens || warp > 0) return;
 
@@ -188,7 +200,7 @@ __global__ void __launch_bounds__(32 * kWarps, 1) moe_gate(const __nv_bfloat16* 
     }
   // The last to have waited leaves the counters as it found them.
   if (lane == 0 && atomicAdd(arrived + 1, 1) == tokens - 1) arrived[0] = 0, arrived[1] = 0;
-  choose(r, token, kExperts / 32, logit);
+  choose(r, token, kExperts / 32, logit, bias);
 }
 
 }  // namespace
