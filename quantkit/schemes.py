@@ -42,7 +42,8 @@ class Scheme:
     """One way to quantize a model.
 
     `weight` is the grid of the weights; where `outside` is another, `weight` is that of routed experts only, and those of MTP layers,
-    like every other linear, are on `outside`. `methods` are applied in order before or while rounding; none means round to nearest, which needs no calibration.
+    like every other linear, are on `outside`.
+    `methods` are applied in order before or while rounding; none means round to nearest, which needs no calibration.
     `formats` are the on-disk formats some engine loads it from, the default first.
     """
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError
+from quantkit.evaluate.run import run_evaluation
 from quantkit.executor.engine import Engine
 from quantkit.executor.sampling import SamplingParams
 from quantkit.models import find_architecture
@@ -96,6 +97,24 @@ def test_quantized_model_stays_near_its_source(source: Path, tmp_path: Path, sch
     assert max(moved) < 2.0, moved
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())["tensors"]
     assert any(entry["status"] == "quantized" for entry in manifest.values())
+
+
+@pytest.fixture(params=[*CONFIGS, "deepseek_v3"])
+def evaluated(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    config = CONFIGS.get(request.param) or make_model.tiny_config()
+    return make_model.write_dense(tmp_path / "model", config, random_tensors(config))
+
+
+def test_eval_scores_it(evaluated: Path, tmp_path: Path) -> None:
+    """A random model answers nothing right; what counts is that every reply is made, graded and given its reason."""
+    asked: Any = {"limit": 3, "repeats": 2, "protocol": "r1", "generation": {"max_tokens": 12}}
+    results = run_evaluation(str(evaluated), ["tiny-math"], out=tmp_path / "out", **asked)
+    score = results.to_json()["results"]["tiny-math"]
+    assert (score["n"], score["errors"], sum(score["reasons"].values())) == (3, 0, 6)
+    rows = [json.loads(line) for line in (tmp_path / "out/samples.jsonl").read_text().splitlines()]
+    assert len(rows) == 6
+    assert all(0 < row["completion_tokens"] <= 12 for row in rows)
+    assert {row["reason"] for row in rows} <= {"unfinished", "no-answer", "wrong", "wrong-loose", "right", "right-loose", "truncated"}
 
 
 def test_two_ranks_are_one(source: Path) -> None:

@@ -108,19 +108,17 @@ def _read_file(path: Path) -> Iterator[Row]:
 
 def _read_hub(task: str, source: Source) -> Rows:
     assert source.hub is not None
+    instead = f"put {source.files[0]} below --data-dir ({source.where})" if source.files else "look at the task's hub entry"
     try:
         import datasets
     except ImportError as error:
         raise QuantkitError(
             f"data of {task} not found: no --data-dir given and the datasets extra is not installed",
-            f"put {source.files[0]} below --data-dir ({source.where}), or pip install 'quantkit[datasets]'",
+            f"{instead}, or pip install 'quantkit[datasets]'",
         ) from error
     try:
         rows = [dict(row) for row in datasets.load_dataset(**source.hub)]
     except Exception as error:  # the library raises many kinds, all meaning: not to be had from here
-        raise QuantkitError(
-            f"data of {task} cannot be loaded from the hub ({type(error).__name__})",
-            f"put {source.files[0]} below --data-dir ({source.where})",
-        ) from error
+        raise QuantkitError(f"data of {task} cannot be loaded from the hub ({type(error).__name__})", instead) from error
     text = "\n".join(json.dumps(row, sort_keys=True, default=str) for row in rows)
     return Rows(rows, f"{source.hub['path']} ({source.hub['split']})", hashlib.sha256(text.encode()).hexdigest())

@@ -3,14 +3,17 @@
     PYTHONPATH=. python tests/judges/lm_eval_parity.py     in a virtual environment that has lm-eval (`make test-lm-eval`)
 
 Both filters of every sample must give equal verdicts, with no exception; replies with reasoning are cut at the last </think> first, as its
-`think_end_token` does. The prompt with five shots is compared byte for byte.
+`think_end_token` does. The prompt with five shots is compared byte for byte. As that environment has the `datasets` library, its real load
+of a task's rows is checked too, from a folder laid out as the hub serves it.
 """
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
+import datasets
 import lm_eval
 import yaml
 from lm_eval.api.instance import Instance
@@ -19,12 +22,13 @@ from lm_eval.filters import build_filter_ensemble
 from lm_eval.utils import apply_template
 from recorded import GSM8K, Record, data_dir, records
 
+from quantkit.errors import QuantkitError
 from quantkit.evaluate import data, prompts
 from quantkit.evaluate.generator import Completion
 from quantkit.evaluate.grading import find_grader, grade
 from quantkit.evaluate.math_equal import MathJudge
 from quantkit.evaluate.problems import Problem
-from quantkit.evaluate.tasks import find_setting, find_task
+from quantkit.evaluate.tasks import Source, find_setting, find_task
 
 CONFIG: dict[str, Any] = yaml.safe_load((Path(lm_eval.__file__).parent / "tasks/gsm8k/gsm8k.yaml").read_text())
 SETTING = find_setting(find_task("gsm8k"), "lm-eval")
@@ -68,8 +72,35 @@ def check_prompt() -> None:
     assert SETTING.shots == CONFIG["num_fewshot"]
 
 
+def check_datasets() -> None:
+    """gsm8k's configuration and split, found by the library; the rows and their hash are those of a file; what is not there is one line."""
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory) / "gsm8k"
+        (folder / "main").mkdir(parents=True)
+        for split, rows in (("train", GSM8K[:2]), ("test", GSM8K[2:])):
+            datasets.Dataset.from_list(rows).to_parquet(folder / f"main/{split}-00000-of-00001.parquet")
+        files = "".join(f"  - {{split: {split}, path: main/{split}-*}}\n" for split in ("train", "test"))
+        (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: main\n  data_files:\n{files}---\n")
+        datasets.config.HF_DATASETS_CACHE = Path(directory) / "cache"
+        hub = {**(find_task("gsm8k").data.hub or {}), "path": str(folder)}
+        read = data.read_rows("gsm8k", Source(hub=hub), None)
+        assert read.rows == GSM8K[2:], "the library gave other rows"
+        assert read.origin == f"{folder} (test)"
+        written = "\n".join(json.dumps(row) + "\n" for row in GSM8K[2:])
+        (Path(directory) / "test.jsonl").write_text(written)
+        assert data.read_rows("gsm8k", Source(files=["test.jsonl"]), Path(directory)).rows == read.rows
+        try:
+            data.read_rows("gsm8k", Source(hub={**hub, "split": "validation"}), None)
+        except QuantkitError as fault:
+            told = str(fault)
+        else:
+            told = "a split that is not there was loaded"
+        assert "cannot be loaded from the hub" in told, told
+
+
 def main() -> None:
     check_prompt()
+    check_datasets()
     judge = MathJudge()
     found = [record for record in records(data_dir()) if record.task == "gsm8k" and not record.text.startswith("<think>")]
     rows = [(record, ours(record, judge), theirs(record)) for record in found]
