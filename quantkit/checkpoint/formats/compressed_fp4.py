@@ -13,37 +13,28 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.formats import compressed
-from quantkit.checkpoint.formats.base import Format, Part, require_multiple
+from quantkit.checkpoint.formats.base import Part
+from quantkit.checkpoint.formats.nvfp4 import Nvfp4, code_shapes
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.quant.packing import pack_pairs, unpack_pairs
 from quantkit.quant.weights import FP4_GROUP, Fp4Weight, Weight
 from quantkit.schemes import Fp4Grid, Grid
 
 
-class CompressedFp4(Format):
+class CompressedFp4(Nvfp4):
     name = "compressed-tensors"
     variant = "nvfp4-pack-quantized"
-    scale_dtype = torch.float8_e4m3fn
     marker = ".weight_packed"
-    marker_dtype = torch.uint8
     own_suffixes = (".weight_packed", ".weight_scale", ".weight_global_scale")
 
-    def holds(self, grid: Grid) -> bool:
-        return isinstance(grid, Fp4Grid)
-
     def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[Part, ...]:
-        rows, columns = shape
-        require_multiple(module, "input channels", columns, FP4_GROUP)
+        codes, scales = code_shapes(module, shape)
         return (
-            Part(".weight_packed", (torch.uint8,), (rows, columns // 2)),
-            Part(".weight_scale", (torch.float8_e4m3fn,), (rows, columns // FP4_GROUP)),
+            Part(".weight_packed", (torch.uint8,), codes),
+            Part(".weight_scale", (torch.float8_e4m3fn,), scales),
             Part(".weight_global_scale", (torch.float32,), (1,)),
             Part(".input_global_scale", (torch.float32,), (1,), required=False),
         )
-
-    def stored(self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None) -> tuple[tuple[int, int], Grid | None]:
-        rows, pairs = tensors[f"{module}.weight_packed"].shape
-        return (rows, pairs * 2), grid
 
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
         assert isinstance(weight, Fp4Weight), type(weight)

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.formats.base import Format, IgnoreSpelling, Part, ignore_list, plain_linears, require_multiple
+from quantkit.checkpoint.formats.base import IgnoreSpelling, Part, ignore_list, plain_linears
+from quantkit.checkpoint.formats.nvfp4 import Nvfp4, code_shapes
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.errors import QuantkitError
 from quantkit.quant.packing import pack_pairs, unpack_pairs
@@ -31,31 +32,21 @@ _SPELLING = IgnoreSpelling(
 )
 
 
-class ModelOpt(Format):
+class ModelOpt(Nvfp4):
     name = "modelopt"
     variant = "NVFP4"
-    scale_dtype = torch.float8_e4m3fn
     marker = ".weight"
-    marker_dtype = torch.uint8
     own_suffixes = (".weight_scale", ".weight_scale_2")
 
-    def holds(self, grid: Grid) -> bool:
-        return isinstance(grid, Fp4Grid)
-
     def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[Part, ...]:
-        rows, columns = shape
-        require_multiple(module, "input channels", columns, FP4_GROUP)
+        codes, scales = code_shapes(module, shape)
         return (
-            Part(".weight", (torch.uint8,), (rows, columns // 2)),
+            Part(".weight", (torch.uint8,), codes),
             # chitu declares the same bytes as uint8
-            Part(".weight_scale", (torch.float8_e4m3fn, torch.uint8), (rows, columns // FP4_GROUP)),
+            Part(".weight_scale", (torch.float8_e4m3fn, torch.uint8), scales),
             Part(".weight_scale_2", (torch.float32,), ()),
             Part(".input_scale", (torch.float32,), (), required=False),
         )
-
-    def stored(self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None) -> tuple[tuple[int, int], Grid | None]:
-        rows, pairs = tensors[f"{module}.weight"].shape
-        return (rows, pairs * 2), grid
 
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
         assert isinstance(weight, Fp4Weight), type(weight)
