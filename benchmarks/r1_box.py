@@ -6,7 +6,12 @@
 
 Every rank holds its share of all 61 layers, made up on the device (r1_synthetic.py); all ranks make the same values, which keeps what is
 replicated equal. Scheduler, cache, captured decode steps, all-reduces, gathering of the logits, sampling and the messages of rank 0 to the
-others are the engine's own. Not in these figures: a server and a tokenizer. Greedy, no MTP.
+others are the engine's own. Not in these figures: a server and a tokenizer. Greedy; first without MTP.
+
+Then with one guess a step by an MTP layer of R1's shapes. Made-up weights guess nothing right, so whether a guess counts as right is drawn,
+with a probability of 0.7, when its successor was chosen: the layer has computed and sampled, the guess went through the whole model, cache
+and rows were kept for it, and only the comparison of the two token ids is replaced. A right guess brings a token, a wrong one is computed
+again. Rows of one user choose experts as unlike each other as those of two: real text's successive tokens share some.
 """
 
 import argparse
@@ -14,6 +19,7 @@ import cProfile
 import json
 import os
 import pstats
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -33,13 +39,20 @@ from quantkit.evaluate.speed.engine import EngineTarget
 from quantkit.evaluate.speed.measure import measure_grid
 from quantkit.executor.cache import BLOCK_SIZE, CachePlan
 from quantkit.executor.chat import ChatTokenizer
+from quantkit.executor.drafter import Acceptance
 from quantkit.executor.engine import PREFILL_TOKENS, Engine
+from quantkit.executor.graphs import DecodeSteps, EagerSteps
 from quantkit.executor.load import LoadedModel
 from quantkit.executor.parallel import Parallel
 from quantkit.executor.runner import Runner
+from quantkit.executor.sampling import SamplingParams
+from quantkit.executor.sequence import Sequence
 from quantkit.executor.weights import Gathered
 from quantkit.models import deepseek_v3
 from quantkit.models.weights import LinearOp
+
+ACCEPTANCE = 0.7
+"""Share of guesses that count as right."""
 
 SHORT_OUTPUT = 64
 """Tokens of an answer where the step is only compared: with the library's all-reduce, or under a profiler."""
@@ -54,7 +67,7 @@ class BoxWeights(SyntheticWeights):
 
     def linear(self, module: str) -> LinearOp:
         whole = super().linear(module)
-        return Gathered(whole, self.parallel) if module == "lm_head" else whole
+        return Gathered(whole, self.parallel) if module.endswith("head") else whole
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return self.parallel.all_reduce(x)
@@ -65,16 +78,35 @@ def build(config: deepseek_v3.Config, parallel: Parallel, device: torch.device) 
     weights: Any = BoxWeights(config, parallel, device)
     with torch.inference_mode():
         model = deepseek_v3.Model(config, weights)
+        mtp = deepseek_v3.MtpLayer(config, weights)
     tiny: Checkpoint = Checkpoint.open(find_model("tiny-r1"))
-    return LoadedModel(model, None, config, tiny, weights, device, torch.bfloat16)
+    return LoadedModel(model, mtp, config, tiny, weights, device, torch.bfloat16)
 
 
-def make_engine(loaded: LoadedModel, batch: int, length: int) -> Engine:
+def make_engine(loaded: LoadedModel, batch: int, length: int, num_drafts: int) -> Engine:
     """Room for `batch` requests of `length` tokens; the tokenizer only marks ends of answers, which benchmarks ignore."""
-    blocks = -(-length // BLOCK_SIZE) + 1
+    blocks = -(-(length + 2 * num_drafts) // BLOCK_SIZE) + 1
     plan = CachePlan(batch * blocks + 1, BLOCK_SIZE, length)
     tokenizer = ChatTokenizer(find_model("tiny-r1"))
-    return Engine(loaded, tokenizer, plan, max_batch=batch, prefill_tokens=PREFILL_TOKENS)
+    kind = DraftingEngine if num_drafts else Engine
+    return kind(loaded, tokenizer, plan, max_batch=batch, prefill_tokens=PREFILL_TOKENS, num_drafts=num_drafts)
+
+
+class DraftingEngine(Engine):
+    """Its requests' guesses are right as often as ACCEPTANCE says."""
+
+    def sequence(self, prompt: list[int], params: SamplingParams, index: int = 0, *, streams: bool = True) -> Sequence:
+        checked = super().sequence(prompt, params, index, streams=False)
+        return DrawnSequence(index, prompt, replace(params, seed=checked.seed), self.tokenizer, self.max_model_len, streams=False)
+
+
+class DrawnSequence(Sequence):
+    """Which guesses are right is drawn from the request's seed, the same on every rank."""
+
+    def extend(self, chosen: list[int], now: float) -> int:
+        draws = [random.Random(self.seed + len(self.token_ids) + i).random() for i in range(len(self.drafts))]
+        self.drafts = [token if number < ACCEPTANCE else -1 for token, number in zip(chosen, draws)]
+        return super().extend(chosen, now)
 
 
 def grid(engine: Engine, options: argparse.Namespace, output_len: int) -> list[dict[str, Any]]:
@@ -84,16 +116,27 @@ def grid(engine: Engine, options: argparse.Namespace, output_len: int) -> list[d
         return []
     batches = [int(one) for one in options.concurrency.split(",")]
     target = EngineTarget(engine, "R1", max(batches))
+    for users in (1 << power for power in range(max(batches).bit_length())):  # every size of a step is captured
+        list(target.run(options.input_len, 4, users, users, seed=-1))
+    engine.acceptance = Acceptance()
     rows = measure_grid(target, [options.input_len], batches, output_len, requests_per_slot=1, warmup=1)
     engine.dismiss()
     return [asdict(row) for row in rows]
 
 
-def device_steps(engine: Engine) -> dict[int, dict[str, Any]]:
+def memory(parallel: Parallel, device: torch.device) -> list[dict[str, float]]:
+    """Of each rank, GB: the most its process held of the host's memory, and PyTorch of the device's."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    own = {"host_peak_gb": int(status["VmHWM"].split()[0]) * 1024 / 1e9}
+    if device.type == "cuda":
+        own["device_peak_gb"] = torch.cuda.max_memory_allocated(device) / 1e9
+    return parallel.gather(own)
+
+
+def device_steps(steps: DecodeSteps | EagerSteps) -> dict[int, dict[str, Any]]:
     """By rows of a captured step: milliseconds on the device alone, and its longest kernels. All ranks replay together."""
     found: dict[int, dict[str, Any]] = {}
-    steps = engine.runner._steps
-    if steps is None or steps.failure:
+    if isinstance(steps, EagerSteps) or steps.failure:
         return found
     for (rows, _), (_, step) in sorted(steps._steps.items()):
         times = []
@@ -218,17 +261,33 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     batches = [int(one) for one in options.concurrency.split(",")]
     began = time.perf_counter()
     loaded = build(config, parallel, device)
-    engine = make_engine(loaded, max(batches), options.input_len + options.output_len)
+    engine = make_engine(replace(loaded, mtp=None), max(batches), options.input_len + options.output_len, 0)
     say(f"weights and cache in {time.perf_counter() - began:.1f} s")
     report["rows"] = grid(engine, options, options.output_len)
-    for row in report["rows"]:
-        say("  ".join(f"{key} {value:.4g}" for key, value in row.items() if isinstance(value, (int, float))))
+    tell(say, "", report["rows"])
+    report["memory"] = memory(parallel, device)
+    say(f"memory {report['memory']}")
     report["why_eager"] = engine.runner.why_eager
-    report["device"] = device_steps(engine)
+    report["device"] = device_steps(engine.runner.steps)
     for rows, one in report["device"].items():
         say(f"\n{rows} rows: {one['device_ms']:.3f} ms on the device, {one['launches']} launches")
         for name, count, ms in one["kernels"]:
             say(f"  {ms:>8.3f} ms {count:>6} {name}")
+    drafting = make_engine(loaded, max(batches), options.input_len + options.output_len, 1)
+    report["rows_mtp"] = []
+    for users in batches:  # each with an acceptance of its own
+        report["rows_mtp"] += [
+            {**row, "acceptance": drafting.acceptance.rate}
+            for row in grid(drafting, argparse.Namespace(**{**vars(options), "concurrency": str(users)}), options.output_len)
+        ]
+    tell(say, "with MTP: ", report["rows_mtp"])
+    for plain, drafted in zip(report["rows"], report["rows_mtp"]):
+        say(f"concurrency {plain['concurrency']}: {plain['tpot_ms'] / drafted['tpot_ms']:.2f} times as fast with MTP")
+    assert drafting.drafter is not None, "made with drafts"
+    for name, steps in (("step", drafting.runner.steps), ("MTP layer", drafting.drafter.steps)):
+        report[f"device_mtp {name}"] = device_steps(steps)
+        for rows, one in report[f"device_mtp {name}"].items():
+            say(f"with MTP, {name}, {rows} rows: {one['device_ms']:.3f} ms on the device, {one['launches']} launches")
     if options.profile:
         profiler = cProfile.Profile()
         profiler.runcall(grid, engine, options, min(SHORT_OUTPUT, options.output_len))
@@ -238,9 +297,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         parallel.peers = None
         engine.runner = Runner(loaded.model, engine.cache)
         report["rows_nccl"] = grid(engine, options, min(SHORT_OUTPUT, options.output_len))
-        for row in report["rows_nccl"]:
-            say("with NCCL: " + "  ".join(f"{key} {value:.4g}" for key, value in row.items() if isinstance(value, (int, float))))
+        tell(say, "with NCCL: ", report["rows_nccl"])
     return report
+
+
+def tell(say: Callable[[str], None], head: str, rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        say(head + "  ".join(f"{key} {value:.4g}" for key, value in row.items() if isinstance(value, (int, float))))
 
 
 def main() -> None:

@@ -2,16 +2,22 @@
 
     python benchmarks/r1_rank.py [--tp 4] [--concurrency 1,8,32] [--context 640] [--long 30000] [--prefill 128] [--out FILE.json]
     python benchmarks/r1_rank.py --tiny                 the same on a CPU in seconds, with small sizes: a test of the script
+    python benchmarks/r1_rank.py --prefill-profile      also where the host spends a prompt's time
 
 The weights are those of r1_synthetic.py, all 61 layers: a step streams what it needs of 88 GB at tp 4, far beyond any cache. The executor's
 own model, cache and captured decode step compute.
 
 What a whole box would add is left out and said so: the all-reduces (2 a layer; the partial sums go straight into the residual), the
 all-gather of the logits, tokenizer and server. TPOT is the wall clock from one step's tokens on the host to the next's.
+
+Last, the step with one guess of the MTP layer: two rows a sequence, then the layer over both, one wait of the host. Time per token follows
+from an acceptance, which made-up weights do not have.
 """
 
 import argparse
+import cProfile
 import json
+import pstats
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -27,10 +33,13 @@ from r1_synthetic import R1, TINY, CountedExperts, SyntheticWeights
 from torch import Tensor
 
 from quantkit.executor.cache import BLOCK_SIZE, PagedCache
-from quantkit.executor.context import Chunk, DecodeContext, PrefillContext
-from quantkit.executor.graphs import DecodeSteps, DeviceCapture, Rows, StaticBuffers, compute
+from quantkit.executor.context import Chunk, PrefillContext
+from quantkit.executor.graphs import DecodeSteps, DeviceCapture, Rows, compute
 from quantkit.models import deepseek_v3
 from quantkit.models.mlp import MoeMlp
+
+ACCEPTANCE = 0.7
+"""Share of guesses taken to be right."""
 
 STEPS = 32
 """Tokens generated for one TPOT figure, after as many warm-up steps as it takes to capture."""
@@ -45,19 +54,25 @@ class Rank:
         self.model = deepseek_v3.Model(config, self.weights)
         blocks = -(-tokens // BLOCK_SIZE) + 1
         self.cache = PagedCache(
-            config.num_hidden_layers, blocks, config.cache_width, block_size=BLOCK_SIZE, dtype=torch.bfloat16, device=device
+            config.num_hidden_layers + 1, blocks, config.cache_width, block_size=BLOCK_SIZE, dtype=torch.bfloat16, device=device
         )
         for layer in self.cache.layers:
             layer.normal_()
-        self.steps = DecodeSteps(self.model, self.cache, DeviceCapture(device) if device.type == "cuda" else lambda step: step)
+        self._capture = DeviceCapture(device) if device.type == "cuda" else lambda step: step
+        self.steps = DecodeSteps(self.model, self.cache, self._capture)
 
-    def rows(self, token_ids: Sequence[int], position: int, room: int) -> Rows:
-        """One row per sequence, all at `position`, each with blocks of its own for `room` tokens."""
-        count, per_row = len(token_ids), -(-room // BLOCK_SIZE)
-        tables = 1 + np.arange(count * per_row).reshape(count, per_row)
+    def draft_steps(self) -> DecodeSteps:
+        """Of an MTP layer, made now."""
+        return DecodeSteps(deepseek_v3.MtpLayer(self.config, self.weights), self.cache, self._capture)
+
+    def rows(self, token_ids: Sequence[int], position: int, room: int, each: int = 1) -> Rows:
+        """`each` rows per sequence, at `position` and after it; each sequence has blocks of its own for `room` tokens."""
+        count, per_row = len(token_ids) // each, -(-room // BLOCK_SIZE)
+        tables = (1 + np.arange(count * per_row).reshape(count, per_row)).repeat(each, axis=0)
         assert tables[-1, -1] < self.cache.num_blocks, (tables[-1, -1], self.cache.num_blocks)
-        slots = tables[:, position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
-        return Rows(np.array(token_ids), np.full(count, position), slots, tables)
+        positions = position + np.tile(np.arange(each), count)
+        slots = tables[np.arange(count * each), positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+        return Rows(np.array(token_ids), positions, slots, tables)
 
     def first_tokens(self, count: int) -> list[int]:
         return torch.randint(0, self.config.vocab_size, (count,)).tolist()
@@ -68,12 +83,12 @@ def decode_row(rank: Rank, concurrency: int, context: int, bandwidth: float) -> 
     room = context + STEPS + 1
     token_ids = rank.first_tokens(concurrency)
     began = time.perf_counter()
-    rank.steps.run(rank.rows(token_ids, context, room))[0].greedy.tolist()
+    rank.steps.run(rank.rows(token_ids, context, room)).greedy.tolist()
     capture_s = time.perf_counter() - began
     walls = []
     for step in range(STEPS):
         began = time.perf_counter()
-        token_ids = rank.steps.run(rank.rows(token_ids, context + step, room))[0].greedy.tolist()
+        token_ids = rank.steps.run(rank.rows(token_ids, context + step, room)).greedy.tolist()
         walls.append(time.perf_counter() - began)
     last = rank.rows(token_ids, context + STEPS, room)
     difference, distinct = compare(rank, last)
@@ -85,7 +100,7 @@ def decode_row(rank: Rank, concurrency: int, context: int, bandwidth: float) -> 
         "concurrency": concurrency,
         "context": context,
         "tpot_ms": wall * 1e3,
-        "device_ms": device_seconds(rank, last) * 1e3,
+        "device_ms": device_seconds(rank, rank.steps.filled(last)[1]) * 1e3,
         "slowest_ms": max(walls) * 1e3,
         "tokens_per_s": concurrency / wall,
         "gb_read": total / 1e9,
@@ -98,23 +113,48 @@ def decode_row(rank: Rank, concurrency: int, context: int, bandwidth: float) -> 
     }
 
 
+def drafted_row(rank: Rank, drafts: DecodeSteps, concurrency: int, context: int, plain_ms: float) -> dict[str, Any]:
+    """A step that verifies one guess a sequence and makes the next; plain_ms: the step without."""
+    room = context + 2 * STEPS + 4
+    token_ids, walls = rank.first_tokens(2 * concurrency), []
+    for step in range(STEPS):
+        rows = rank.rows(token_ids, context + 2 * step, room, each=2)
+        began = time.perf_counter()
+        result = rank.steps.run(rows)
+        guessed = drafts.run(rows, result.greedy, result.hidden)
+        both = torch.cat((result.greedy, guessed.greedy)).tolist()
+        walls.append(time.perf_counter() - began)
+        token_ids = [token for pair in zip(both[1 : 2 * concurrency : 2], both[2 * concurrency + 1 :: 2]) for token in pair]
+    wall = statistics.median(walls[4:]) * 1e3
+    return {
+        "concurrency": concurrency,
+        "context": context,
+        "step_ms": wall,
+        "verify_device_ms": device_seconds(rank, rank.steps.filled(rows)[1]) * 1e3,
+        "guess_device_ms": device_seconds(rank, drafts.filled(rows, result.greedy, result.hidden)[1]) * 1e3,
+        "distinct_experts": compare(rank, rows)[1],
+        "tpot_ms": wall / (1 + ACCEPTANCE),
+        "gain": plain_ms * (1 + ACCEPTANCE) / wall,
+        "why_eager": rank.steps.failure or drafts.failure,
+    }
+
+
 def compare(rank: Rank, rows: Rows) -> tuple[float, float]:
     """How far the captured step's hidden states are from an eager one's (relative), and how many distinct experts a layer used."""
     buffers, step = rank.steps.filled(rows)
     captured = step().hidden.clone()
     CountedExperts.distinct = []
-    eager = compute(rank.model, buffers.token_ids, _context(rank, buffers)).hidden
+    eager = compute(rank.model, buffers.inputs, buffers.context(rank.cache)).hidden
     distinct = statistics.mean(CountedExperts.distinct)
     CountedExperts.distinct = None
     assert eager.isfinite().all(), "the step computed something that is not finite"
     return float((captured.float() - eager.float()).norm() / eager.float().norm()), distinct
 
 
-def device_seconds(rank: Rank, rows: Rows) -> float:
+def device_seconds(rank: Rank, step: Callable[[], object]) -> float:
     """A step without the host: replays back to back, by the device's clock."""
     if rank.device.type != "cuda":
         return float("nan")
-    _, step = rank.steps.filled(rows)
     times = []
     for _ in range(9):
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -126,16 +166,12 @@ def device_seconds(rank: Rank, rows: Rows) -> float:
     return statistics.median(times)
 
 
-def _context(rank: Rank, buffers: StaticBuffers) -> DecodeContext:
-    return DecodeContext(rank.cache, buffers.positions, buffers.tables, buffers.slots)
-
-
 def part_row(rank: Rank, row: dict[str, Any]) -> dict[str, float]:
     """Milliseconds of a step by part: each part of all layers in a graph of its own. The last is what they leave of the step."""
     count, config = row["concurrency"], rank.config
     rows = rank.rows(rank.first_tokens(count), row["context"], row["context"] + STEPS + 1)
     buffers, _ = rank.steps.filled(rows)
-    context = _context(rank, buffers)
+    context = buffers.context(rank.cache)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.bfloat16, device=rank.device)
@@ -186,10 +222,30 @@ def time_to_first_token(rank: Rank, length: int) -> float:
     for _ in range(7):
         token_ids = rank.first_tokens(length)
         began = time.perf_counter()
-        hidden = rank.model(torch.tensor(token_ids, device=rank.device), PrefillContext(rank.cache, [Chunk(0, length, blocks)]))
-        rank.model.logits(hidden[-1:]).argmax(dim=-1).tolist()
+        first_token(rank, token_ids, blocks)
         times.append(time.perf_counter() - began)
     return statistics.median(times[2:])
+
+
+def first_token(rank: Rank, token_ids: list[int], blocks: Tensor) -> None:
+    hidden = rank.model(torch.tensor(token_ids, device=rank.device), PrefillContext(rank.cache, [Chunk(0, len(token_ids), blocks)]))
+    rank.model.logits(hidden[-1:]).argmax(dim=-1).tolist()
+
+
+def print_prefill_profile(rank: Rank, length: int) -> None:
+    """Where a prompt's time goes: on the host by function, and on the device in all."""
+    blocks, token_ids = torch.arange(1, -(-length // BLOCK_SIZE) + 1, device=rank.device), rank.first_tokens(length)
+    profiler = cProfile.Profile()
+    profiler.runcall(first_token, rank, token_ids, blocks)
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
+    if rank.device.type == "cuda":
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            first_token(rank, token_ids, blocks)
+            torch.cuda.synchronize()
+        found = sorted(profile.key_averages(), key=lambda one: -one.self_device_time_total)
+        print(f"{sum(one.count for one in found)} launches, {sum(one.self_device_time_total for one in found) / 1e3:.2f} ms in kernels")
+        for one in found[:20]:
+            print(f"  {one.self_device_time_total / 1e3:>8.3f} ms {one.count:>6} {one.key[:90]}")
 
 
 @torch.inference_mode()
@@ -202,7 +258,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         torch.cuda.empty_cache()
     began = time.perf_counter()
     batches = [int(one) for one in options.concurrency.split(",")]
-    tokens = max(max(batches) * (options.context + STEPS + BLOCK_SIZE + 1), options.long + STEPS + BLOCK_SIZE + 1)
+    tokens = max(max(batches) * (options.context + 2 * STEPS + BLOCK_SIZE + 4), options.long + STEPS + BLOCK_SIZE + 1)
     rank = Rank(config, options.tp, tokens, device)
     report: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
@@ -237,6 +293,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if device.type == "cuda":
         for row in report["rows"]:
             _print_kernels(rank, row)
+    if options.prefill_profile:
+        print_prefill_profile(rank, options.prefill)
+    drafts = rank.draft_steps()
+    report["drafted_rows"] = []
+    for row in report["rows"]:
+        drafted = drafted_row(rank, drafts, row["concurrency"], row["context"], row["tpot_ms"])
+        report["drafted_rows"].append(drafted)
+        print(
+            "one guess: "
+            + "  ".join(f"{key} {value:.4g}" if isinstance(value, (int, float)) else str(value) for key, value in drafted.items())
+        )
     return report
 
 
@@ -266,6 +333,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=640)
     parser.add_argument("--long", type=int, default=30000)
     parser.add_argument("--prefill", type=int, default=128)
+    parser.add_argument("--prefill-profile", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

@@ -1,9 +1,9 @@
 """DeepSeek-R1's true shapes with weights made up on the device, as one tensor-parallel rank holds them.
 
-AWQ's grid: int4, groups of 128, zero points; router, norms, kv_b, the embedding and the head are not quantized. Codes and scales are random
-and are laid out by the kernels' own `prepare`. The shared expert is one more of the routed ones, as the executor has it where their formats
-agree. Each layer has memory of its own; the routed experts of the later layers are those of the first in another order, for packing 14848
-experts would take longer than the benchmark.
+AWQ's grid: int4, groups of 128, zero points; router, norms, kv_b, eh_proj, embeddings and heads are not quantized. Codes and scales are
+random and are laid out by the kernels' own `prepare`. The shared expert is one more of the routed ones, as the executor has it where
+their formats agree. Each layer has memory of its own; the routed experts of the later layers are those of the first in another order, for
+packing 14848 experts would take longer than the benchmark.
 """
 
 import copy
@@ -32,6 +32,7 @@ R1: dict[str, Any] = {
     "n_group": 8,
     "topk_group": 4,
     "first_k_dense_replace": 3,
+    "num_nextn_predict_layers": 1,
     "q_lora_rank": 1536,
     "kv_lora_rank": 512,
     "qk_nope_head_dim": 128,
@@ -125,8 +126,8 @@ class SyntheticWeights:
 
     def linear(self, module: str) -> LinearOp:
         role, shape = self._shapes[f"{module}.weight"]
-        if role == "head":
-            return self._hand_out("head", kernels.prepare_dense(self._normal(module)))
+        if role in ("head", "mtp_proj"):
+            return self._hand_out(_part(module), kernels.prepare_dense(self._normal(module)))
         return self._hand_out(_part(module), kernels.prepare(self._int4(*shape), dtype=self.dtype))
 
     def fused_linear(self, modules: tuple[str, ...]) -> LinearOp:
@@ -181,7 +182,7 @@ def _part(module: str) -> str:
     name = module.rpartition(".")[2].removesuffix("_proj")
     side = {"q_a": "qkv_a", "gate": "gate_up"}.get(name, name)
     if ".mlp." not in module:
-        return side
+        return "head" if "head" in side else side
     return f"shared {side}" if "shared_experts" in module else f"dense mlp {side}"
 
 

@@ -7,6 +7,9 @@ come out of a step. A guess for a sampled token draws with the number the choice
 tokens do too.
 
 The layer has a cache of its own, filled for every token that the main model computed. Further guesses feed the layer its own output.
+
+In a decode pass the layer guesses behind every row, before the host knows which guesses of the last step were right: chosen tokens and new
+guesses come to the host together. What it wrote for wrong ones is written again before it is read.
 """
 
 from dataclasses import dataclass
@@ -15,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.executor.graphs import Rows
 from quantkit.executor.parallel import Parallel
 from quantkit.executor.runner import Pass, Runner
 from quantkit.executor.sampling import Batch, sample
@@ -37,11 +41,27 @@ class Drafter:
     """mtp: the architecture's MtpLayer. num_drafts: tokens guessed a step, at most."""
 
     def __init__(self, mtp: Any, runner: Runner, num_drafts: int, parallel: Parallel) -> None:
-        self.mtp, self.runner, self.num_drafts, self.parallel = mtp, runner, num_drafts, parallel
+        self.mtp, self.num_drafts, self.parallel = mtp, num_drafts, parallel
+        self._runner, self.steps = runner, runner.make_steps(mtp)
+        self._hidden: Tensor | None = None
+        """The layer's own output for the rows of the last decode pass."""
 
-    def draft(self, done: Pass) -> None:
-        """After the successors of `done` were chosen: take its tokens into the layer's cache, and guess anew for its sequences."""
-        hidden = self.mtp(self._tensor(_next_ids(done)), done.hidden, done.context)
+    def guess(self, done: Pass, chosen: Tensor, batch: Batch | None, positions: Tensor | None) -> Tensor | None:
+        """What may follow the tokens `chosen` [R] behind each row of a decode pass, [R]; None where `done` computed prompts.
+
+        Computed before it is known which rows count, so that the host waits once a step. batch, positions: what `chosen` was drawn with.
+        """
+        if not isinstance(done.where, Rows):
+            return None
+        result = self.steps.run(done.where, chosen, done.hidden)
+        self._hidden = result.hidden
+        return result.greedy if positions is None else sample(result.logits, batch, positions + 1)
+
+    def draft(self, done: Pass, guesses: list[int] | None) -> None:
+        """After the successors of `done` were chosen: drafts for its sequences, the first from `guesses` where that is known.
+
+        Prompts are taken into the layer's cache here.
+        """
         advanced = {sequence for sequence, _ in done.counts}
         waiting, rows, row = [], [], 0
         for sequence, start, length in done.spans:
@@ -50,16 +70,26 @@ class Drafter:
                 # The last token whose successor is known: what follows that successor is guessed.
                 rows.append(row + len(sequence.token_ids) - 2 - start)
             row += length
-        hidden = hidden[self._tensor(rows)]
-        while waiting:
-            guesses = self._guess(waiting, hidden)
-            for sequence, token in zip(waiting, guesses):
+        if guesses is None:
+            hidden = self.mtp(self._tensor(_next_ids(done)), done.hidden, done.where)
+            first = self._agreed(waiting, self.mtp.logits(hidden[self._tensor(rows)])) if waiting else []
+        else:
+            assert self._hidden is not None, "guesses are of this pass"
+            hidden, first = self._hidden, [guesses[row] for row in rows]
+        for sequence, token in zip(waiting, first):
+            sequence.drafts.append(token)
+        self._go_on(waiting, hidden, rows)
+
+    def _go_on(self, sequences: list[Sequence], hidden: Tensor, rows: list[int]) -> None:
+        """Further guesses. The layer reads its own output for the guess before: `rows` of `hidden`."""
+        while open_rows := [(one, row) for one, row in zip(sequences, rows) if len(one.drafts) < self._wanted(one)]:
+            sequences = [one for one, _ in open_rows]
+            guessed = [one.drafts[-1] for one in sequences]
+            places = self._runner.rows(guessed, [(one, len(one.token_ids) + len(one.drafts) - 2) for one in sequences])
+            result = self.steps.run(places, self._tensor(guessed), hidden[self._tensor([row for _, row in open_rows])])
+            for sequence, token in zip(sequences, self._agreed(sequences, result.logits)):
                 sequence.drafts.append(token)
-            more = [index for index, sequence in enumerate(waiting) if len(sequence.drafts) < self._wanted(sequence)]
-            waiting = [waiting[index] for index in more]
-            if waiting:
-                context = self.runner.decode_context([(one, len(one.token_ids) + len(one.drafts) - 2) for one in waiting])
-                hidden = self.mtp(self._tensor([one.drafts[-1] for one in waiting]), hidden[self._tensor(more)], context)
+            hidden, rows = result.hidden, list(range(len(sequences)))
 
     def _wanted(self, sequence: Sequence) -> int:
         """Guesses that can be of use: the step after them chooses one token more."""
@@ -67,19 +97,15 @@ class Drafter:
             return 0
         return min(self.num_drafts, sequence.max_len - len(sequence.token_ids) - 1)
 
-    def _guess(self, sequences: list[Sequence], hidden: Tensor) -> list[int]:
-        batch = Batch.of([one.params for one in sequences], [one.seed for one in sequences], hidden.device)
+    def _agreed(self, sequences: list[Sequence], logits: Tensor) -> list[int]:
+        batch = Batch.of([one.params for one in sequences], [one.seed for one in sequences], logits.device)
         positions = self._tensor([len(one.token_ids) + len(one.drafts) for one in sequences])
-        return self.parallel.agree(sample(self.mtp.logits(hidden), batch, positions))
+        return self.parallel.agree(sample(logits, batch, positions))
 
     def _tensor(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.runner.device)
+        return torch.tensor(values, dtype=torch.int64, device=self._runner.device)
 
 
 def _next_ids(done: Pass) -> list[int]:
-    """The successor of every token of a pass; 0 for guesses that were not kept: their entries are written again before they are read."""
-    ids = []
-    for sequence, start, length in done.spans:
-        known = sequence.token_ids[start + 1 : start + 1 + length]
-        ids += known + [0] * (length - len(known))
-    return ids
+    """The successor of every token of a pass over prompts."""
+    return [token for sequence, start, length in done.spans for token in sequence.token_ids[start + 1 : start + 1 + length]]

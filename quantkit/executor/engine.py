@@ -216,23 +216,26 @@ class Engine:
 
     def _finish_pass(self, done: Pass) -> list[Sequence]:
         """Choose the successors, append them, and guess further. Returns the sequences that got tokens."""
-        if done.counts:
-            self._choose(done)
+        guesses = self._choose(done) if done.counts else None
         if self.drafter is not None:
-            self.drafter.draft(done)
+            self.drafter.draft(done, guesses)
         return [sequence for sequence, _ in done.counts]
 
-    def _choose(self, done: Pass) -> None:
-        """Sample a token for every row; here the host waits for the device."""
-        logits, greedy = done.logits, done.greedy
+    def _choose(self, done: Pass) -> list[int] | None:
+        """Sample a token for every row; here the host waits for the device. Returns guesses behind the rows, where there are any yet."""
+        logits, chosen = done.logits, done.greedy
         assert logits is not None, done.counts
-        assert greedy is not None, done.counts
+        assert chosen is not None, done.counts
         each = [sequence for sequence, count in done.counts for _ in range(count)]
         batch = Batch.of([one.params for one in each], [one.seed for one in each], logits.device)
+        places = None
         if self._forbid_eos(done, logits) or batch is not None:
             positions = [len(sequence.token_ids) + i for sequence, count in done.counts for i in range(count)]
-            greedy = sample(logits, batch, torch.tensor(positions, device=logits.device))
-        token_ids = self.parallel.agree(greedy)
+            places = torch.tensor(positions, device=logits.device)
+            chosen = sample(logits, batch, places)
+        guessed = self.drafter.guess(done, chosen, batch, places) if self.drafter is not None else None
+        agreed = self.parallel.agree(chosen if guessed is None else torch.cat((chosen, guessed)))
+        token_ids = agreed[: len(each)]
         now, row = time.perf_counter(), 0
         logprobs = self._logprobs(each, logits, token_ids)
         for sequence, count in done.counts:
@@ -242,6 +245,7 @@ class Engine:
             self.acceptance.drafted += count - 1
             self.acceptance.accepted += kept - 1
             row += count
+        return None if guessed is None else agreed[len(each) :]
 
     def _forbid_eos(self, done: Pass, logits: Tensor) -> bool:
         """Where an answer is shorter than its request's min_new_tokens, no token can end it. Whether there was one."""

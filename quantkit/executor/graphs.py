@@ -30,6 +30,10 @@ class Rows(NamedTuple):
     slots: np.ndarray
     tables: np.ndarray
 
+    def context(self, cache: PagedCache) -> DecodeContext:
+        positions, tables, slots = (torch.from_numpy(array).to(cache.device) for array in (self.positions, self.tables, self.slots))
+        return DecodeContext(cache, positions, tables, slots)
+
 
 class Result(NamedTuple):
     """hidden [B, H] after the final norm, logits float32 [B, vocab], greedy int64 [B]: the likeliest token of each row."""
@@ -44,36 +48,61 @@ Capture = Callable[[Step], Step]
 """Makes a step cheaper to repeat: what it returns has the same effect on the same memory."""
 
 
-def compute(model: Any, token_ids: Tensor, context: DecodeContext) -> Result:
-    """One decode step on any buffers; greedy sampling is part of it."""
-    hidden = model(token_ids, context)
+def compute(model: Any, inputs: tuple[Tensor, ...], context: DecodeContext) -> Result:
+    """One decode step on any buffers; greedy sampling is part of it. inputs: token_ids [B], for an MTP layer also hidden [B, H]."""
+    hidden = model(*inputs, context)
     logits = model.logits(hidden)
     return Result(hidden, logits, logits.argmax(dim=-1))
 
 
 class StaticBuffers:
-    """Inputs of `rows` rows with tables of `width` blocks, side by side in one tensor. Rows that are not filled belong to block 0."""
+    """Inputs of `rows` rows with tables of `width` blocks, side by side in one tensor. Rows that are not filled belong to block 0.
 
-    def __init__(self, rows: int, width: int, device: torch.device) -> None:
+    hidden [B, H]: where the model reads hidden states too, something of their width and dtype.
+    """
+
+    def __init__(self, rows: int, width: int, device: torch.device, hidden: Tensor | None = None) -> None:
         self._host = np.zeros(rows * (3 + width), dtype=np.int64)
         self._device = torch.zeros(len(self._host), dtype=torch.int64, device=device)
         self.token_ids, self.positions, self.slots = self._device[: 3 * rows].view(3, rows).unbind()
         self.tables = self._device[3 * rows :].view(rows, width)
         self._rows, self._width = rows, width
+        self.inputs = (self.token_ids,) if hidden is None else (self.token_ids, hidden.new_zeros(rows, hidden.shape[1]))
+        """What the model reads before the context."""
 
-    def fill(self, rows: Rows) -> None:
-        """The host may write the next values as soon as this returns: the copy is from pageable memory."""
+    def fill(self, rows: Rows, *inputs: Tensor) -> None:
+        """inputs: those of `self.inputs` that the device holds already, in place of what `rows` says.
+
+        The host may write the next values as soon as this returns: CUDA copies them from pageable memory before it returns, and waits
+        for nothing that was launched before.
+        """
         self._host.fill(0)
         columns = self._host[: 3 * self._rows].reshape(3, self._rows)
         for column, values in zip(columns, (rows.token_ids, rows.positions, rows.slots)):
             column[: len(values)] = values
         tables = self._host[3 * self._rows :].reshape(self._rows, self._width)
         tables[: rows.tables.shape[0], : rows.tables.shape[1]] = rows.tables
-        self._device.copy_(torch.from_numpy(self._host))
+        self._device.copy_(torch.from_numpy(self._host), non_blocking=self._device.is_cuda)
+        for buffer, given in zip(self.inputs, inputs):
+            buffer[: len(given)].copy_(given)
+
+    def context(self, cache: PagedCache) -> DecodeContext:
+        return DecodeContext(cache, self.positions, self.tables, self.slots)
+
+
+class EagerSteps:
+    """Decode steps launched operator by operator. failure: why they are not captured."""
+
+    def __init__(self, model: Any, cache: PagedCache, failure: str) -> None:
+        self.model, self.cache, self.failure = model, cache, failure
+
+    def run(self, rows: Rows, *inputs: Tensor) -> Result:
+        """As `DecodeSteps.run`."""
+        return compute(self.model, inputs or (torch.from_numpy(rows.token_ids).to(self.cache.device),), rows.context(self.cache))
 
 
 class DecodeSteps:
-    """Decode steps of a model over a cache, one per size. Results are overwritten by the next run of the same size."""
+    """Captured decode steps of a model or an MTP layer over a cache, one per size. The next run of a size overwrites its results."""
 
     def __init__(self, model: Any, cache: PagedCache, capture: Capture) -> None:
         self.model, self.cache, self._capture = model, cache, capture
@@ -81,28 +110,27 @@ class DecodeSteps:
         self.failure = ""
         """Why steps are computed eagerly from now on, where a capture failed."""
 
-    def run(self, rows: Rows) -> tuple[Result, DecodeContext]:
-        """The pass, and its context for whoever computes further layers over it."""
-        buffers, step = self.filled(rows)
+    def run(self, rows: Rows, *inputs: Tensor) -> Result:
+        """The pass. inputs: what the model reads that the device holds already, as `StaticBuffers.fill` takes it."""
+        _, step = self.filled(rows, *inputs)
         result, count = step(), len(rows.token_ids)
-        context = DecodeContext(self.cache, buffers.positions[:count], buffers.tables[:count], buffers.slots[:count])
-        return Result(*(part[:count] for part in result)), context
+        return Result(*(part[:count] for part in result))
 
-    def filled(self, rows: Rows) -> tuple[StaticBuffers, Step]:
+    def filled(self, rows: Rows, *inputs: Tensor) -> tuple[StaticBuffers, Step]:
         """The step for so many rows with tables so wide, ready to be computed."""
         size = (_power_of_two(len(rows.token_ids)), max(_power_of_two(rows.tables.shape[1]), MIN_TABLE_WIDTH))
         if size not in self._steps:
-            buffers = StaticBuffers(*size, self.cache.device)
+            buffers = StaticBuffers(*size, self.cache.device, *inputs[1:])
             # What the warm-up of a capture computes is written to the cache: it must be this pass, not a made-up one.
-            buffers.fill(rows)
+            buffers.fill(rows, *inputs)
             self._steps[size] = (buffers, self._captured(buffers))
         buffers, step = self._steps[size]
-        buffers.fill(rows)
+        buffers.fill(rows, *inputs)
         return buffers, step
 
     def _captured(self, buffers: StaticBuffers) -> Step:
         def step() -> Result:
-            return compute(self.model, buffers.token_ids, DecodeContext(self.cache, buffers.positions, buffers.tables, buffers.slots))
+            return compute(self.model, buffers.inputs, buffers.context(self.cache))
 
         if self.failure:
             return step

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from quantkit.executor.cache import PagedCache
-from quantkit.executor.context import Chunk, DecodeContext, PrefillContext
-from quantkit.executor.graphs import Capture, DecodeSteps, DeviceCapture, Result, Rows, compute, why_eager
+from quantkit.executor.context import Chunk, PrefillContext
+from quantkit.executor.graphs import Capture, DecodeSteps, DeviceCapture, EagerSteps, Rows, why_eager
 from quantkit.executor.sequence import Sequence
 
 
@@ -25,13 +25,14 @@ class Span(NamedTuple):
 class Pass:
     """What a pass computed: `hidden` [T, H] of the spans' tokens, one span after the other.
 
+    where: the tokens' places in the cache, `Rows` where each attended by itself.
     logits float32 [R, vocab] and greedy int64 [R] (the likeliest tokens): of the R tokens whose successors are to be chosen, None where
     there are none; counts: which sequence they belong to, and how many each has. Tensors are valid until the next pass.
     """
 
     spans: list[Span]
     hidden: Tensor
-    context: PrefillContext | DecodeContext
+    where: PrefillContext | Rows
     logits: Tensor | None
     greedy: Tensor | None
     counts: list[tuple[Sequence, int]]
@@ -43,12 +44,19 @@ class Runner:
     def __init__(self, model: Any, cache: PagedCache, capture: Capture | None = None) -> None:
         self.model, self.cache, self.device = model, cache, cache.device
         self._why_eager = "" if capture else why_eager(self.device)
-        self._steps = None if self._why_eager else DecodeSteps(model, cache, capture or DeviceCapture(self.device))
+        self._capture = None if self._why_eager else capture or DeviceCapture(self.device)
+        self.steps = self.make_steps(model)
+
+    def make_steps(self, model: Any) -> DecodeSteps | EagerSteps:
+        """Decode steps over this cache: of the model, or of an MTP layer behind it."""
+        if self._capture is None:
+            return EagerSteps(model, self.cache, self._why_eager)
+        return DecodeSteps(model, self.cache, self._capture)
 
     @property
     def why_eager(self) -> str:
         """Why decode steps are computed launch by launch; empty where they are captured."""
-        return self._why_eager if self._steps is None else self._steps.failure
+        return self.steps.failure
 
     def prefill(self, parts: list[tuple[Sequence, int]]) -> Pass:
         """The next tokens of prompts; successors are chosen where a prompt is complete."""
@@ -73,23 +81,11 @@ class Runner:
         """The newest token of each sequence, and the drafted ones after it: successors of all are chosen."""
         spans = [Span(sequence, sequence.num_cached, 1 + len(sequence.drafts)) for sequence in sequences]
         token_ids = [token for sequence in sequences for token in (sequence.token_ids[-1], *sequence.drafts)]
-        rows = self._rows(token_ids, [(sequence, start + i) for sequence, start, length in spans for i in range(length)])
-        result, context = self._steps.run(rows) if self._steps else self._eager(rows)
-        return Pass(spans, result.hidden, context, result.logits, result.greedy, [(span.sequence, span.length) for span in spans])
+        rows = self.rows(token_ids, [(sequence, start + i) for sequence, start, length in spans for i in range(length)])
+        result = self.steps.run(rows)
+        return Pass(spans, result.hidden, rows, result.logits, result.greedy, [(span.sequence, span.length) for span in spans])
 
-    def decode_context(self, tokens: list[tuple[Sequence, int]]) -> DecodeContext:
-        """For one row per (sequence, position)."""
-        return self._context(self._rows([0] * len(tokens), tokens))
-
-    def _eager(self, rows: Rows) -> tuple[Result, DecodeContext]:
-        context = self._context(rows)
-        return compute(self.model, torch.from_numpy(rows.token_ids).to(self.device), context), context
-
-    def _context(self, rows: Rows) -> DecodeContext:
-        moved = [torch.from_numpy(array).to(self.device) for array in (rows.positions, rows.tables, rows.slots)]
-        return DecodeContext(self.cache, moved[0], moved[1], moved[2])
-
-    def _rows(self, token_ids: list[int], tokens: list[tuple[Sequence, int]]) -> Rows:
+    def rows(self, token_ids: list[int], tokens: list[tuple[Sequence, int]]) -> Rows:
         """token_ids, one per (sequence, position), with where they lie in the cache."""
         size = self.cache.block_size
         positions = np.array([position for _, position in tokens])

@@ -43,7 +43,7 @@ def test_launches_of_a_layer(scheme: str, quantized: Callable[[str], Path]) -> N
         sequence = engine.submit(engine.tokenizer.encode_chat([{"role": "user", "content": "hi"}]), SamplingParams(max_new_tokens=8))
         engine.step()
         engine.step()
-        context = engine.runner.decode_context([(sequence, sequence.num_cached)])
+        context = engine.runner.rows([0], [(sequence, sequence.num_cached)]).context(engine.cache)
         hidden = torch.randn(1, engine.loaded.config.hidden_size, generator=torch.Generator().manual_seed(0)).bfloat16()
         counted = []
         for layer in engine.loaded.model.layers[:2]:

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from quantkit.executor.drafter import Drafter
 from quantkit.executor.engine import Engine
-from quantkit.executor.graphs import Capture, Result, Rows, StaticBuffers, Step
+from quantkit.executor.graphs import Capture, DecodeSteps, Result, Rows, StaticBuffers, Step
 from quantkit.executor.runner import Runner
 from quantkit.executor.sampling import SamplingParams
 
@@ -41,7 +42,7 @@ def load(path: Path, capture: Capture | None, num_drafts: int = 0) -> Engine:
     if capture is not None:
         engine.runner = Runner(engine.loaded.model, engine.cache, capture)
         if engine.drafter is not None:
-            engine.drafter.runner = engine.runner
+            engine.drafter = Drafter(engine.loaded.mtp, engine.runner, num_drafts, engine.parallel)
     return engine
 
 
@@ -62,6 +63,9 @@ def test_static_buffers_change_no_token(tiny_checkpoint: Path, expected: list[li
     engine = load(tiny_checkpoint, in_place, num_drafts)
     assert tokens(engine) == expected
     assert engine.runner.why_eager == ""
+    if engine.drafter is not None:
+        assert isinstance(engine.drafter.steps, DecodeSteps), "the MTP layer is captured too"
+        assert engine.drafter.steps.failure == ""
 
 
 def test_a_failed_capture_is_computed_eagerly_and_says_why(tiny_checkpoint: Path, expected: list[list[int]]) -> None:
