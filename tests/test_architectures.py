@@ -15,6 +15,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError
 from quantkit.evaluate.run import run_evaluation
 from quantkit.executor.engine import Engine
+from quantkit.executor.runner import Runner
 from quantkit.executor.sampling import SamplingParams
 from quantkit.models import find_architecture
 from quantkit.quantize.run import quantize
@@ -100,21 +101,42 @@ def test_quantized_model_stays_near_its_source(source: Path, tmp_path: Path, sch
 
 
 @pytest.fixture(params=[*CONFIGS, "deepseek_v3"])
-def evaluated(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+def any_source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     config = CONFIGS.get(request.param) or make_model.tiny_config()
     return make_model.write_dense(tmp_path / "model", config, random_tensors(config))
 
 
-def test_eval_scores_it(evaluated: Path, tmp_path: Path) -> None:
+def test_eval_scores_it(any_source: Path, tmp_path: Path) -> None:
     """A random model answers nothing right; what counts is that every reply is made, graded and given its reason."""
     asked: Any = {"limit": 3, "repeats": 2, "protocol": "r1", "generation": {"max_tokens": 12}}
-    results = run_evaluation(str(evaluated), ["tiny-math"], out=tmp_path / "out", **asked)
+    results = run_evaluation(str(any_source), ["tiny-math"], out=tmp_path / "out", **asked)
     score = results.to_json()["results"]["tiny-math"]
     assert (score["n"], score["errors"], sum(score["reasons"].values())) == (3, 0, 6)
     rows = [json.loads(line) for line in (tmp_path / "out/samples.jsonl").read_text().splitlines()]
     assert len(rows) == 6
     assert all(0 < row["completion_tokens"] <= 12 for row in rows)
     assert {row["reason"] for row in rows} <= {"unfinished", "no-answer", "wrong", "wrong-loose", "right", "right-loose", "truncated"}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("scheme", [None, *SCHEMES])
+def test_captured_decode_steps_give_the_eager_tokens(any_source: Path, tmp_path: Path, scheme: str | None) -> None:
+    """On a CUDA device every step is a graph, with drafts too where the model has them, and the same steps launched one by one agree."""
+    model = any_source
+    if scheme is not None:
+        _skip_without_experts(any_source, scheme)
+        quantize(any_source, model := tmp_path / "out", SCHEMES[scheme], "auto", Recipe(scheme=scheme, methods=()), device="cpu")
+    drafts = json.loads((model / "config.json").read_text()).get("num_nextn_predict_layers", 0)
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True)
+    for num_drafts in {0, drafts}:
+        engine = Engine.load(model, device="cuda", dtype="bfloat16", max_batch=4, max_model_len=128, num_drafts=num_drafts)
+        captured = engine.generate(PROMPTS, params)
+        assert engine.runner.why_eager == ""
+        engine.runner = Runner(engine.loaded.model, engine.cache, lambda step: step)
+        if engine.drafter is not None:
+            engine.drafter.runner = engine.runner
+        eager = engine.generate(PROMPTS, params)
+        assert {one.index: one.token_ids for one in captured} == {one.index: one.token_ids for one in eager}
 
 
 def test_two_ranks_are_one(source: Path) -> None:

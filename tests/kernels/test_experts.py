@@ -5,8 +5,10 @@ import torch
 from kernel_weights import exact_experts, layer, random_experts
 from quantkit_kernels import BACKENDS, ExpertsBuilder, prepare_experts
 from quantkit_kernels.backends import why_unusable
+from quantkit_kernels.dense.experts import GroupedLayout
+from quantkit_kernels.reference.experts import LoopExperts
 from quantkit_kernels.samples import GRIDS, TOLERANCE, distance
-from quantkit_kernels.weights import Weight
+from quantkit_kernels.weights import Dense, Weight
 
 HIDDEN, INTERMEDIATE, COUNT = 256, 128, 6
 
@@ -55,6 +57,35 @@ def test_all_tokens_on_one_expert_and_one_expert_twice(grid: str, backend: str) 
     exact = exact_experts(x, ids, topk_weights, weights)
     assert distance(experts(x, ids, topk_weights), exact) < 2 * TOLERANCE[torch.bfloat16]
     assert torch.equal(experts(x, ids.int(), topk_weights), experts(x, ids, topk_weights))
+
+
+def test_experts_without_the_host_equal_sorted_ones() -> None:
+    """What a captured decode step computes: every expert on every token, infinities of experts that were not asked for dropped."""
+    rng = torch.Generator().manual_seed(8)
+    weights = random_experts("dense", COUNT, HIDDEN, INTERMEDIATE, rng)
+    weights[2][5] = Dense(torch.full((HIDDEN, INTERMEDIATE), 3e38))
+    experts = layer(weights, "reference", torch.float32)
+    assert isinstance(experts, LoopExperts)
+    x = torch.randn(17, HIDDEN, generator=rng)
+    ids, topk_weights = routing(17, 3, rng)
+    ids[:, 0], ids[ids == 5] = 4, 0  # expert 4 by all, 5 by none, some named twice
+    torch.testing.assert_close(experts.unsorted(x, ids, topk_weights), experts.sorted(x, ids, topk_weights))
+
+
+def test_grouped_experts_match_float64() -> None:
+    rng = torch.Generator().manual_seed(9)
+    weights = random_experts("dense", COUNT, HIDDEN, INTERMEDIATE, rng)
+    layout = GroupedLayout(COUNT, weights[0][0], torch.bfloat16, torch.device("cpu"))
+    for expert in (3, 0, 5, 1, 2, 4):
+        layout.place(expert, *(projection[expert] for projection in weights))
+    experts = layout.finish()
+    for tokens, top_k in ((1, 1), (1, 3), (5, 2), (33, 4)):
+        x = torch.randn(tokens, HIDDEN, generator=rng).bfloat16()
+        ids, topk_weights = routing(tokens, top_k, rng)
+        ids[ids == 1] = 2
+        exact = exact_experts(x, ids, topk_weights, weights)
+        assert distance(experts(x, ids, topk_weights), exact) < 2 * TOLERANCE[torch.bfloat16], (tokens, top_k)
+        assert torch.equal(experts(x, ids.int(), topk_weights), experts(x, ids, topk_weights))
 
 
 def test_no_tokens_and_bad_ids() -> None:

@@ -7,7 +7,9 @@ activations are still rounded to int8 per token, and the codes are multiplied as
 import torch
 
 from quantkit_kernels.backends import Shape
+from quantkit_kernels.dense.experts import GroupedLayout, why_not_grouped
 from quantkit_kernels.dense.linear import linear
+from quantkit_kernels.experts import ExpertsLayout
 from quantkit_kernels.reference.experts import LoopLayout
 from quantkit_kernels.weights import Weight
 
@@ -18,5 +20,7 @@ def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, sha
     return None if operator.startswith(("linear_", "experts_")) else "holds weights only"
 
 
-def experts_layout(num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device) -> LoopLayout:
+def experts_layout(num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device) -> ExpertsLayout:
+    if why_not_grouped(gate, down, dtype, device) is None:
+        return GroupedLayout(num_experts, gate, dtype, device)
     return LoopLayout(num_experts, linear, dtype, device, "dense")

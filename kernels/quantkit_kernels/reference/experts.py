@@ -1,4 +1,7 @@
-"""Experts as a loop over the linears of any backend: tokens are sorted by expert once, experts without tokens are skipped."""
+"""Experts as a loop over the linears of any backend: tokens are sorted by expert once, experts without tokens are skipped.
+
+That needs the routing on the host. A decode step captured in a graph cannot wait for it: on a device, few tokens go through every expert.
+"""
 
 from collections.abc import Callable
 
@@ -9,6 +12,9 @@ from quantkit_kernels.experts import Experts, ExpertsLayout
 from quantkit_kernels.linear import Linear
 from quantkit_kernels.reference.functional import silu_and_mul
 from quantkit_kernels.weights import Weight, stack
+
+_UNSORTED_TOKENS = 256
+"""On a device, up to so many tokens take no turn by the host; decode batches are no larger."""
 
 PrepareLinear = Callable[[Weight, torch.dtype, torch.device], Linear]
 
@@ -25,6 +31,23 @@ class LoopExperts(Experts):
         return [tensor for linear in (*self.gate_up, *self.down) for tensor in linear.held()]
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        on_host = x.device.type == "cpu" or x.shape[0] > _UNSORTED_TOKENS
+        return (self.sorted if on_host else self.unsorted)(x, topk_ids, topk_weights)
+
+    def unsorted(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        """Every expert computes every token, and what a token did not ask for is dropped: no value reaches the host."""
+        asked = torch.zeros(x.shape[0], self.num_experts, dtype=torch.float32, device=x.device)
+        asked.scatter_add_(1, topk_ids.long(), topk_weights)
+        summed = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for expert in range(self.num_experts):
+            product = self.down[expert].rows(silu_and_mul(self.gate_up[expert].rows(x))).float()
+            weight = asked[:, expert : expert + 1]
+            # Dropped, not multiplied by zero: an expert may overflow on tokens that are not its own.
+            summed += (product * weight).masked_fill(weight == 0, 0.0)
+        return summed.to(x.dtype)
+
+    def sorted(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        """The experts that were asked for compute their own tokens."""
         top_k = topk_ids.shape[1]
         ids, order = topk_ids.reshape(-1).sort(stable=True)
         if int(ids[0]) < 0 or int(ids[-1]) >= self.num_experts:
