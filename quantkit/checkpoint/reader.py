@@ -1,13 +1,11 @@
 """Checkpoint: a directory of safetensors shards, checked whole from its headers, then read tensor by tensor.
 
-Reading is pread into fresh memory and never mmap: what a caller drops is returned to the system, so resident memory is
-what the caller holds. One Checkpoint may be read from several threads, and from processes forked after it was opened.
+One Checkpoint may be read from several threads, and from processes forked after it was opened.
 """
 
 import hashlib
 import json
-import os
-import threading
+import math
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -18,8 +16,9 @@ from torch import Tensor
 
 from quantkit.checkpoint.check import QuantizedLinear, check_ignored, quantized_linears
 from quantkit.checkpoint.formats import detect_format, fp8_block
-from quantkit.checkpoint.formats.base import SIDE_FILES, Format
+from quantkit.checkpoint.formats.base import CODES, SIDE_FILES, Axis, Format, Part
 from quantkit.checkpoint.header import TensorInfo, read_at, read_header
+from quantkit.checkpoint.shards import CPU, Shards
 from quantkit.errors import QuantkitError
 from quantkit.quant.weights import Weight
 from quantkit.schemes import SCHEMES, Grid, Scheme
@@ -47,8 +46,7 @@ class Checkpoint:
         ignored = self.format.ignored(config, side)
         self.linears: dict[str, QuantizedLinear] = quantized_linears(path, self.format, fp8_block.FORMAT, self.grid, ignored, tensors)
         check_ignored(path, self.format, ignored, self.linears, tensors)
-        self._descriptors: dict[str, int] = {}
-        self._lock = threading.Lock()
+        self._shards = Shards(path)
 
     @classmethod
     def open(cls, path: Path) -> "Checkpoint":
@@ -83,7 +81,7 @@ class Checkpoint:
         last, digest = max((self.path / shard).stat().st_size - _SAMPLE_BYTES, 0), hashlib.sha256()
         buffer = memoryview(bytearray(_SAMPLE_BYTES))
         for number in range(_SAMPLES):
-            digest.update(buffer[: read_at(self._descriptor(shard), buffer, last * number // (_SAMPLES - 1))])
+            digest.update(buffer[: read_at(self._shards.descriptor(shard), buffer, last * number // (_SAMPLES - 1))])
         return digest.hexdigest()
 
     def has(self, name: str) -> bool:
@@ -106,50 +104,40 @@ class Checkpoint:
             return self.linears[module].tensors
         return (self._info(f"{module}.weight").name,)
 
-    def weight(self, module: str) -> Weight:
-        """Weight of the linear `module`: decoded by the format, or a plain tensor where it is unquantized."""
+    @property
+    def bytes_read(self) -> int:
+        """Of tensors, since this was opened."""
+        return self._shards.bytes_read
+
+    def weight(self, module: str, device: torch.device = CPU) -> Weight:
+        """Weight of the linear `module`: decoded by the format on a device, or a plain tensor where it is unquantized."""
         if module not in self.linears:
-            return self.read(f"{module}.weight")
+            return self.read(f"{module}.weight", device)
         linear = self.linears[module]
-        return linear.format.unpack(module, {name: self.read(name) for name in linear.tensors})
+        return linear.format.unpack(module, {name: self.read(name, device) for name in linear.tensors})
 
-    def read(self, name: str) -> Tensor:
+    def share(self, module: str, axis: Axis, start: int, stop: int, device: torch.device = CPU) -> tuple[Weight, int]:
+        """Outputs (axis N) or inputs (K) start..stop of a linear, with their neighbours in the same stored word or group, and the first's
+        number. Reads no more than their bytes where those lie in pieces of a size worth it (`shards`)."""
+        linear = self.linears.get(module)
+        if linear is None:
+            parts = {f"{module}.weight": Part(".weight", (), self.shape(module), axes=CODES)}
+        else:
+            parts = {module + part.suffix: part for part in linear.format.parts(module, linear.shape, linear.grid)}
+        unit = math.lcm(*(along[1] for part in parts.values() for along in part.axes if along and along[0] == axis))
+        begin, end = start // unit * unit, min(-(-stop // unit) * unit, self.shape(module)["NK".index(axis)])
+        names = [f"{module}.weight"] if linear is None else linear.tensors
+        tensors = {name: self._shards.read(self._info(name), parts[name].block(axis, begin, end), device) for name in names}
+        return (tensors[f"{module}.weight"] if linear is None else linear.format.unpack(module, tensors)), begin
+
+    def read(self, name: str, device: torch.device = CPU) -> Tensor:
         """The stored tensor, in its stored dtype."""
-        info = self._info(name)
-        return self._read(info, info.shape, 0)
-
-    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows start..stop of the stored tensor, reading only their bytes."""
-        info = self._info(name)
-        assert 0 <= start <= stop <= info.shape[0], f"{name}: rows {start}..{stop} of {info.shape}"
-        row_bytes = info.nbytes // info.shape[0] if info.shape[0] else 0
-        return self._read(info, (stop - start, *info.shape[1:]), start * row_bytes)
+        return self._shards.read(self._info(name), device=device)
 
     def _info(self, name: str) -> TensorInfo:
         if name not in self.tensors:
             raise QuantkitError(f"{self.path} has no tensor {name}", "config.json may not be the one of these weights")
         return self.tensors[name]
-
-    def _read(self, info: TensorInfo, shape: tuple[int, ...], skip: int) -> Tensor:
-        tensor = torch.empty(shape, dtype=info.dtype)
-        if tensor.numel():
-            buffer = tensor.view(-1).view(torch.uint8).numpy().data
-            if read_at(self._descriptor(info.shard), buffer, info.offset + skip) < len(buffer):
-                raise QuantkitError(f"{self.path / info.shard} became shorter while it was read", "restore that file and run again")
-        return tensor
-
-    def _descriptor(self, shard: str) -> int:
-        with self._lock:
-            if shard not in self._descriptors:
-                try:
-                    self._descriptors[shard] = os.open(self.path / shard, os.O_RDONLY | os.O_CLOEXEC)
-                except OSError as error:
-                    raise QuantkitError(f"cannot read {self.path / shard}: {error.strerror}", "restore that file and run again") from error
-            return self._descriptors[shard]
-
-    def __del__(self) -> None:
-        for descriptor in getattr(self, "_descriptors", {}).values():
-            os.close(descriptor)
 
 
 def check_finite(name: str, tensor: Tensor) -> None:

@@ -15,9 +15,15 @@ _SMALLEST_GROUP = 32
 """Of the int4 operators."""
 
 
-def row_share(weight: Weight, name: str, rank: int, size: int) -> Weight:
-    """Rows of W [N, K]: rank's N / size output features."""
-    start, stop = _range(weight.shape[0], "output features", name, rank, size)
+def share_range(features: int, what: str, name: str, rank: int, size: int) -> tuple[int, int]:
+    """From where to where the features of a rank go."""
+    if features % size:
+        raise QuantkitError(f"{name} has {features} {what}, which {size} ranks cannot share evenly", "use another --tp")
+    return rank * features // size, (rank + 1) * features // size
+
+
+def cut_rows(weight: Weight, start: int, stop: int) -> Weight:
+    """Rows of W [N, K]: output features start..stop."""
     match weight:
         case IntWeight():
             zero_point = None if weight.zero_point is None else weight.zero_point[start:stop]
@@ -30,9 +36,8 @@ def row_share(weight: Weight, name: str, rank: int, size: int) -> Weight:
             return weight[start:stop]
 
 
-def column_share(weight: Weight, name: str, rank: int, size: int) -> Weight:
-    """Columns of W [N, K]: rank's K / size input features; the ranks' outputs add up to the whole."""
-    start, stop = _range(weight.shape[1], "input features", name, rank, size)
+def cut_columns(weight: Weight, name: str, start: int, stop: int) -> Weight:
+    """Columns of W [N, K]: input features start..stop; the ranks' outputs add up to the whole."""
     match weight:
         case IntWeight(bits=8):
             assert weight.scale.shape[1] == 1, f"{name}: int8 in groups"
@@ -51,12 +56,6 @@ def column_share(weight: Weight, name: str, rank: int, size: int) -> Weight:
             return dequantize(weight)[:, start:stop].contiguous()
         case _:
             return weight[:, start:stop].contiguous()
-
-
-def _range(features: int, what: str, name: str, rank: int, size: int) -> tuple[int, int]:
-    if features % size:
-        raise QuantkitError(f"{name} has {features} {what}, which {size} ranks cannot share evenly", "use another --tp")
-    return rank * features // size, (rank + 1) * features // size
 
 
 def _check_group(name: str, group: int, smallest: int, stored: int, width: int) -> None:

@@ -2,7 +2,7 @@
 
 Each linear is read from the checkpoint, decoded to its format-neutral value, and laid out for a kernel backend once. Nothing is read
 twice and nothing unpacked stays: peak memory is what is prepared so far plus one linear, or one expert. Under tensor parallelism each
-rank keeps its share, cut as the model's table says.
+rank reads and keeps its share, cut as the model's table says. For a GPU packed bytes are unpacked there: the host holds a buffer of them.
 
 Where no operator of this machine takes a packed weight as it is (FP4 on any CPU, int4 on one without bfloat16), the reference would expand
 it at every call. A model small enough is expanded once instead, with the same values.
@@ -19,11 +19,12 @@ from quantkit_kernels.weights import kind, shape, stack
 from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.shards import CPU
 from quantkit.errors import QuantkitError
 from quantkit.executor.devices import free_bytes
 from quantkit.executor.parallel import SINGLE, Parallel
 from quantkit.executor.prefetch import find_prefetcher
-from quantkit.executor.split import column_share, row_share
+from quantkit.executor.split import cut_columns, cut_rows, share_range
 from quantkit.models.table import Parameter
 from quantkit.models.weights import ExpertsOp, LinearOp
 from quantkit.quant.weights import Fp4Weight, IntWeight, Weight, dequantize
@@ -53,13 +54,14 @@ class ExecutorWeights:
         self._parameters = {parameter.name: parameter for parameter in parameters}
         expanded = sum(math.prod(parameter.shape) for parameter in parameters) * dtype.itemsize // parallel.size
         self._may_expand = expanded < _EXPANDED_SHARE * free_bytes(device) / (parallel.size if device.type == "cpu" else 1)
+        self._unpacked_on = device if device.type == "cuda" else CPU
         self._prefetcher = find_prefetcher(device, parallel)
         self.nbytes = 0
         """Bytes held by everything handed out so far."""
 
     def tensor(self, name: str) -> Tensor:
         """As `Weights.tensor`: float32 for the router and its bias, the compute dtype for the rest."""
-        parameter, value = self._parameters[name], self.checkpoint.read(name)
+        parameter, value = self._parameters[name], self.checkpoint.read(name, self._unpacked_on)
         if parameter.split == "column":
             value = value.chunk(self.parallel.size)[self.parallel.rank]
         value = value.to(self.device, torch.float32 if parameter.role in ("router", "router_bias") else self.dtype)
@@ -126,17 +128,17 @@ class ExecutorWeights:
         return operand(self._share(module), self.dtype, stored.format.activation_bits if stored else 16)
 
     def _share(self, module: str) -> Weight:
-        """This rank's part of a linear; the bytes of others are not read where rows of a plain weight are cut."""
-        name, rank, size = f"{module}.weight", self.parallel.rank, self.parallel.size
+        """This rank's part of a linear."""
+        rank, size = self.parallel.rank, self.parallel.size
         if self._is_cut(module, "row"):
-            return column_share(self.checkpoint.weight(module), module, rank, size)
-        if not self._is_cut(module, "column", "vocab"):
-            return self.checkpoint.weight(module)
-        if module not in self.checkpoint.linears:
-            rows = self.checkpoint.shape(module)[0]
-            if rows % size == 0:
-                return self.checkpoint.read_rows(name, rank * rows // size, (rank + 1) * rows // size)
-        return row_share(self.checkpoint.weight(module), module, rank, size)
+            start, stop = share_range(self.checkpoint.shape(module)[1], "input features", module, rank, size)
+            weight, first = self.checkpoint.share(module, "K", start, stop, self._unpacked_on)
+            return cut_columns(weight, module, start - first, stop - first)
+        if self._is_cut(module, "column", "vocab"):
+            start, stop = share_range(self.checkpoint.shape(module)[0], "output features", module, rank, size)
+            weight, first = self.checkpoint.share(module, "N", start, stop, self._unpacked_on)
+            return cut_rows(weight, start - first, stop - first)
+        return self.checkpoint.weight(module, self._unpacked_on)
 
     def _is_cut(self, module: str, *splits: str) -> bool:
         """Whether the ranks share the linear in one of these ways; a vocabulary that does not divide is not shared."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quantkit.errors import QuantkitError
-from quantkit.executor.split import column_share, row_share
+from quantkit.executor.split import cut_columns, cut_rows, share_range
 from quantkit.quant.fp4 import quantize_fp4
 from quantkit.quant.fp8 import quantize_fp8_block
 from quantkit.quant.integer import quantize_int
@@ -20,6 +20,14 @@ WEIGHTS = {
     "fp4": quantize_fp4(W),
     "fp8": quantize_fp8_block(W),
 }
+
+
+def row_share(weight: Weight, name: str, rank: int, size: int) -> Weight:
+    return cut_rows(weight, *share_range(weight.shape[0], "output features", name, rank, size))
+
+
+def column_share(weight: Weight, name: str, rank: int, size: int) -> Weight:
+    return cut_columns(weight, name, *share_range(weight.shape[1], "input features", name, rank, size))
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -17,6 +17,7 @@ from quantkit.checkpoint.formats.base import (
     Format,
     IgnoreSpelling,
     Part,
+    along_groups,
     groups,
     ignore_list,
     plain_linears,
@@ -54,10 +55,11 @@ class Awq(Format):
         rows, columns = shape
         require_multiple(module, "outputs", rows, 8)
         count = groups(module, columns, grid)
+        along = along_groups(columns, count)
         return (
-            Part(".qweight", (torch.int32,), (columns, rows // 8)),
-            Part(".qzeros", (torch.int32,), (count, rows // 8)),
-            Part(".scales", (torch.float16, *FLOAT_DTYPES), (count, rows)),
+            Part(".qweight", (torch.int32,), (columns, rows // 8), axes=(("K", 1), ("N", 8))),
+            Part(".qzeros", (torch.int32,), (count, rows // 8), axes=(along, ("N", 8))),
+            Part(".scales", (torch.float16, *FLOAT_DTYPES), (count, rows), axes=(along, ("N", 1))),
         )
 
     def stored(self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None) -> tuple[tuple[int, int], Grid | None]:

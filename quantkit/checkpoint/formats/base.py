@@ -8,7 +8,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -24,14 +24,37 @@ SIDE_FILES = ("hf_quant_config.json", "quant_model_description.json", "quant_con
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+Axis = Literal["N", "K"]
+"""Of a weight [N, K]: outputs or inputs."""
+
+Along = tuple[Axis, int] | None
+"""What a stored tensor's dimension runs along, and how many channels of it an element covers; None: all of them share it."""
+
+CODES: tuple[Along, ...] = (("N", 1), ("K", 1))
+"""A tensor with an element for each weight."""
+
+
 @dataclass(frozen=True)
 class Part:
-    """One stored tensor of a quantized linear. `dtypes`: written as the first, read as any of them."""
+    """One stored tensor of a quantized linear. `dtypes`: written as the first, read as any of them.
+
+    axes: of each dimension; empty where the tensor belongs to the weight as a whole.
+    """
 
     suffix: str
     dtypes: tuple[torch.dtype, ...]
     shape: tuple[int, ...]
     required: bool = True
+    axes: tuple[Along, ...] = ()
+
+    def block(self, axis: Axis, start: int, stop: int) -> tuple[tuple[int, int], ...] | None:
+        """Where the channels start..stop of an axis lie in this tensor, by dimension; None: in all of it."""
+        if not self.axes:
+            return None
+        return tuple(
+            (start // along[1], -(-stop // along[1])) if along and along[0] == axis else (0, size)
+            for along, size in zip(self.axes, self.shape)
+        )
 
 
 class Format(ABC):
@@ -121,6 +144,11 @@ def groups(module: str, columns: int, grid: IntGrid) -> int:
     size = grid.group_size or columns
     require_multiple(module, "input channels", columns, size)
     return columns // size
+
+
+def along_groups(columns: int, count: int) -> Along:
+    """Of a dimension with `count` scale groups along K: one group is a scale per channel, of whatever inputs there are."""
+    return None if count == 1 else ("K", columns // count)
 
 
 def require_multiple(module: str, what: str, size: int, divisor: int) -> None:

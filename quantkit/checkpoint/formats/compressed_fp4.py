@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quantkit.checkpoint.formats import compressed
 from quantkit.checkpoint.formats.base import Part
-from quantkit.checkpoint.formats.nvfp4 import Nvfp4, code_shapes
+from quantkit.checkpoint.formats.nvfp4 import CODE_PAIRS, GROUP_SCALES, Nvfp4, code_shapes
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.quant.packing import pack_pairs, unpack_pairs
 from quantkit.quant.weights import FP4_GROUP, Fp4Weight, Weight
@@ -30,8 +30,8 @@ class CompressedFp4(Nvfp4):
     def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[Part, ...]:
         codes, scales = code_shapes(module, shape)
         return (
-            Part(".weight_packed", (torch.uint8,), codes),
-            Part(".weight_scale", (torch.float8_e4m3fn,), scales),
+            Part(".weight_packed", (torch.uint8,), codes, axes=CODE_PAIRS),
+            Part(".weight_scale", (torch.float8_e4m3fn,), scales, axes=GROUP_SCALES),
             Part(".weight_global_scale", (torch.float32,), (1,)),
             Part(".input_global_scale", (torch.float32,), (1,), required=False),
         )

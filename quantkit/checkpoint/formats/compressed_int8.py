@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.formats import compressed
-from quantkit.checkpoint.formats.base import FLOAT_DTYPES, Format, Part, stored_scale
+from quantkit.checkpoint.formats.base import CODES, FLOAT_DTYPES, Format, Part, stored_scale
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.quant.weights import IntWeight, Weight
 from quantkit.schemes import Grid, IntGrid
@@ -34,8 +34,8 @@ class CompressedInt8(Format):
 
     def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[Part, ...]:
         return (
-            Part(".weight", (torch.int8,), shape),
-            Part(".weight_scale", (torch.float32, *FLOAT_DTYPES), (shape[0], 1)),
+            Part(".weight", (torch.int8,), shape, axes=CODES),
+            Part(".weight_scale", (torch.float32, *FLOAT_DTYPES), (shape[0], 1), axes=(("N", 1), None)),
         )
 
     def stored(self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None) -> tuple[tuple[int, int], Grid | None]:

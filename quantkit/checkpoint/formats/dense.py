@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.formats.base import FLOAT_DTYPES, SIDE_FILES, Format, Part
+from quantkit.checkpoint.formats.base import CODES, FLOAT_DTYPES, SIDE_FILES, Format, Part
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.quant.weights import Weight
 from quantkit.schemes import Grid
@@ -22,7 +22,7 @@ class Dense(Format):
         return False
 
     def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[Part, ...]:
-        return (Part(".weight", FLOAT_DTYPES, shape),)
+        return (Part(".weight", FLOAT_DTYPES, shape, axes=CODES),)
 
     def stored(self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None) -> tuple[tuple[int, int], Grid | None]:
         rows, columns = tensors[f"{module}.weight"].shape

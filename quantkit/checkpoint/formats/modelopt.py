@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.formats.base import IgnoreSpelling, Part, ignore_list, plain_linears
-from quantkit.checkpoint.formats.nvfp4 import Nvfp4, code_shapes
+from quantkit.checkpoint.formats.nvfp4 import CODE_PAIRS, GROUP_SCALES, Nvfp4, code_shapes
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.errors import QuantkitError
 from quantkit.quant.packing import pack_pairs, unpack_pairs
@@ -41,9 +41,9 @@ class ModelOpt(Nvfp4):
     def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[Part, ...]:
         codes, scales = code_shapes(module, shape)
         return (
-            Part(".weight", (torch.uint8,), codes),
+            Part(".weight", (torch.uint8,), codes, axes=CODE_PAIRS),
             # chitu declares the same bytes as uint8
-            Part(".weight_scale", (torch.float8_e4m3fn, torch.uint8), scales),
+            Part(".weight_scale", (torch.float8_e4m3fn, torch.uint8), scales, axes=GROUP_SCALES),
             Part(".weight_scale_2", (torch.float32,), ()),
             Part(".input_scale", (torch.float32,), (), required=False),
         )

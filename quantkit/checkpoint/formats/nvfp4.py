@@ -4,10 +4,13 @@ from collections.abc import Mapping
 
 import torch
 
-from quantkit.checkpoint.formats.base import Format, require_multiple
+from quantkit.checkpoint.formats.base import Along, Format, require_multiple
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.quant.weights import FP4_GROUP
 from quantkit.schemes import Fp4Grid, Grid
+
+CODE_PAIRS: tuple[Along, ...] = (("N", 1), ("K", 2))
+GROUP_SCALES: tuple[Along, ...] = (("N", 1), ("K", FP4_GROUP))
 
 
 class Nvfp4(Format):

@@ -84,6 +84,22 @@ def test_a_written_checkpoint_reads_back(format: Format, grid: Grid | None, tmp_
 
 
 @every_case
+def test_shares_of_a_stored_weight_are_its_slices(format: Format, grid: Grid | None, tmp_path: Path) -> None:
+    """Of outputs and of inputs; from where the stored words and groups allow, and no further before than those ask for."""
+    modules, _ = make_quantized.quantized_tensors(format, grid)
+    checkpoint = Checkpoint.open(make_quantized.write(tmp_path / "model", format, grid))
+    for name, weight in modules.items():
+        whole = dequantize(weight)
+        for axis, size in zip(("N", "K"), whole.shape):
+            for start, stop in ((0, size), (0, size // 2), (size // 2, size), (size // 4, size // 4 + 3)):
+                share, first = checkpoint.share(name, axis, start, stop)
+                assert start - 128 < first <= start
+                values = dequantize(share)
+                found = values[start - first : stop - first] if axis == "N" else values[:, start - first : stop - first]
+                assert torch.equal(found, whole[start:stop] if axis == "N" else whole[:, start:stop])
+
+
+@every_case
 def test_the_ignore_list_names_all_unquantized_linears_and_no_other(format: Format, grid: Grid | None) -> None:
     config, files = make_quantized.description(format, grid)
     ignored = format.ignored(config, {name: json.loads(content) for name, content in files.items()})

@@ -1,0 +1,69 @@
+"""Blocks of stored tensors are slices of them, and no more is read than they need."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from quantkit.checkpoint import shards
+from quantkit.checkpoint.header import read_header
+from quantkit.checkpoint.shards import CPU, Shards
+
+TENSORS = {
+    "wide": torch.arange(12 * 3000, dtype=torch.int32).view(12, 3000),
+    "narrow": torch.arange(50 * 40, dtype=torch.int16).view(50, 40),
+    "fp8": torch.linspace(-3, 3, 16 * 64).view(16, 64).to(torch.float8_e4m3fn),
+    "vector": torch.arange(7.0),
+    "scalar": torch.tensor(5.0),
+}
+DEVICE = torch.device("cpu", 0)
+"""Not equal to `CPU`, so tensors take the way of a device's."""
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+@pytest.mark.parametrize("device", [CPU, DEVICE])
+@pytest.mark.parametrize("buffer", [shards.BUFFER, 100])
+@pytest.mark.parametrize(
+    ("name", "block"),
+    [
+        ("wide", ((2, 9), (0, 3000))),
+        ("wide", ((0, 12), (1000, 1600))),  # 2400 bytes of each row: read piece by piece
+        ("wide", ((3, 4), (5, 9))),
+        ("narrow", ((0, 50), (10, 20))),
+        ("narrow", ((7, 49), (39, 40))),
+        ("narrow", ((5, 5), (0, 40))),
+        ("fp8", ((4, 8), (16, 48))),
+        ("vector", ((2, 5),)),
+        ("vector", None),
+        ("scalar", None),
+    ],
+)
+def test_a_block_is_a_slice(
+    stored: Path, name: str, block: shards.Block | None, device: torch.device, buffer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "BUFFER", buffer)
+    info = {tensor.name: tensor for tensor in read_header(stored / "model.safetensors")}[name]
+    found = Shards(stored).read(info, block, device)
+    expected = TENSORS[name] if block is None else TENSORS[name][tuple(slice(*span) for span in block)]
+    assert found.dtype == expected.dtype
+    assert found.device.type == "cpu"
+    assert torch.equal(found.float(), expected.float())
+
+
+def test_bytes_are_counted_as_read(stored: Path) -> None:
+    infos = {tensor.name: tensor for tensor in read_header(stored / "model.safetensors")}
+    for name, block, count in (
+        ("wide", ((2, 9), (0, 3000)), 7 * 12000),
+        ("wide", ((0, 12), (1000, 1600)), 12 * 2400),
+        ("narrow", ((0, 50), (10, 20)), 50 * 80),  # pieces of 20 bytes: the rows whole
+        ("scalar", None, 4),
+    ):
+        files = Shards(stored)
+        files.read(infos[name], block)
+        assert files.bytes_read == count
