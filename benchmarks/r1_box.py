@@ -110,7 +110,7 @@ class DrawnSequence(Sequence):
 
 
 def grid(engine: Engine, options: argparse.Namespace, output_len: int) -> list[dict[str, Any]]:
-    """Rank 0 measures, the others follow. Empty on those."""
+    """Rank 0 measures, the others follow. Empty on those. ttft_alone_s: the median of seven prompts, one after the other."""
     if engine.parallel.rank:
         engine.follow()
         return []
@@ -120,8 +120,9 @@ def grid(engine: Engine, options: argparse.Namespace, output_len: int) -> list[d
         list(target.run(options.input_len, 4, users, users, seed=-1))
     engine.acceptance = Acceptance()
     rows = measure_grid(target, [options.input_len], batches, output_len, requests_per_slot=1, warmup=1)
+    alone = list(target.run(options.input_len, 2, 1, 7, seed=-2))
     engine.dismiss()
-    return [asdict(row) for row in rows]
+    return [{**asdict(row), "ttft_alone_s": statistics.median(one.ttft_s for one in alone)} for row in rows]
 
 
 def memory(parallel: Parallel, device: torch.device) -> list[dict[str, float]]:
@@ -253,7 +254,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             print(text, flush=True)
 
     say(f"{report['hardware']}, {size} ranks; all-reduce by {'peers' if parallel.peers is not None else 'the library'}")
-    report["all_reduce_us"] = all_reduces(parallel, device, config.hidden_size, [1, 2, 4, 8, 16, 32])
+    report["all_reduce_us"] = all_reduces(parallel, device, config.hidden_size, [1, 2, 4, 8, 16, 32, 64, 128])
     for row in report["all_reduce_us"]:
         say("  ".join(f"{key} {value:.4g}" for key, value in row.items()))
     if options.only_all_reduce:
