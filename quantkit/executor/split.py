@@ -1,7 +1,8 @@
 """One rank's share of a linear: columns of the output (rows of W) or of the input, as the model's table says.
 
 A packed weight is cut as it is, never unpacked: along K on group boundaries, or inside a group where all of it goes to whole smaller
-groups that keep its scale. FP8 blocks are expanded first, as their operator would.
+groups that keep its scale. FP8 blocks are expanded first, as their operator would. Where activations are rounded too (int8, a scale per
+token), each rank rounds its own inputs with their own scale: finer than one rank's, which takes the largest of them all.
 """
 
 import math
