@@ -71,6 +71,8 @@ def warm_up(device: torch.device) -> None:
 
 
 def measure(path: Path, parallel: Parallel, device: str) -> dict[str, Any]:
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     warm_up(torch.device(device))
     before = status_gb("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here

@@ -49,12 +49,13 @@ class Parallel:
         self._guard(lambda: dist.init_process_group(backend, rank=self.rank, world_size=self.size, timeout=_FOREVER))
         if self.size > 1:
             self._control = dist.new_group(backend="gloo", timeout=_FOREVER)
-            self._guard(self._open_channel)
+            self._guard(lambda: self._open_channel(device))
             if device.type == "cuda":
                 self._open_peers(device)
 
-    def _open_channel(self) -> None:
-        self._channel = Channel(self.rank, self.size, self.gather)
+    def _open_channel(self, device: torch.device) -> None:
+        # Ranks on a CPU compute with all its cores: none is left to wait on.
+        self._channel = Channel(self.rank, self.size, self.gather, spins=device.type != "cpu")
 
     def _open_peers(self, device: torch.device) -> None:
         from quantkit_kernels.cuda.peers import Peers
