@@ -274,21 +274,23 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         say(f"\n{rows} rows: {one['device_ms']:.3f} ms on the device, {one['launches']} launches")
         for name, count, ms in one["kernels"]:
             say(f"  {ms:>8.3f} ms {count:>6} {name}")
-    drafting = make_engine(loaded, max(batches), options.input_len + options.output_len, 1)
     report["rows_mtp"] = []
-    for users in batches:  # each with an acceptance of its own
-        report["rows_mtp"] += [
-            {**row, "acceptance": drafting.acceptance.rate}
-            for row in grid(drafting, argparse.Namespace(**{**vars(options), "concurrency": str(users)}), options.output_len)
-        ]
+    for num_drafts, users in [*((1, users) for users in batches), (3, 1)]:
+        drafting = make_engine(loaded, max(batches), options.input_len + options.output_len, num_drafts)
+        (row,) = grid(drafting, argparse.Namespace(**{**vars(options), "concurrency": str(users)}), options.output_len) or [{}]
+        assert drafting.drafter is not None, "made with drafts"
+        row |= {"num_drafts": num_drafts, "acceptance": drafting.acceptance.rate}
+        row |= {"step_device": device_steps(drafting.runner.steps), "mtp_device": device_steps(drafting.drafter.steps)}
+        report["rows_mtp"].append(row)
+        for part in ("step_device", "mtp_device"):
+            for size, one in row[part].items():
+                say(f"with MTP, {part}, {size} rows: {one['device_ms']:.3f} ms, {one['launches']} launches")
     tell(say, "with MTP: ", report["rows_mtp"])
-    for plain, drafted in zip(report["rows"], report["rows_mtp"]):
-        say(f"concurrency {plain['concurrency']}: {plain['tpot_ms'] / drafted['tpot_ms']:.2f} times as fast with MTP")
-    assert drafting.drafter is not None, "made with drafts"
-    for name, steps in (("step", drafting.runner.steps), ("MTP layer", drafting.drafter.steps)):
-        report[f"device_mtp {name}"] = device_steps(steps)
-        for rows, one in report[f"device_mtp {name}"].items():
-            say(f"with MTP, {name}, {rows} rows: {one['device_ms']:.3f} ms on the device, {one['launches']} launches")
+    alone = {row["concurrency"]: row["tpot_ms"] for row in report["rows"]}
+    for row in report["rows_mtp"] if rank == 0 else []:
+        say(
+            f"concurrency {row['concurrency']}, {row['num_drafts']} guesses: {alone[row['concurrency']] / row['tpot_ms']:.2f} times as fast"
+        )
     if options.profile:
         profiler = cProfile.Profile()
         profiler.runcall(grid, engine, options, min(SHORT_OUTPUT, options.output_len))
