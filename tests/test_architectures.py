@@ -14,6 +14,7 @@ from torch import Tensor
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError
 from quantkit.evaluate.run import run_evaluation
+from quantkit.executor.drafter import Drafter
 from quantkit.executor.engine import Engine
 from quantkit.executor.runner import Runner
 from quantkit.executor.sampling import SamplingParams
@@ -134,7 +135,8 @@ def test_captured_decode_steps_give_the_eager_tokens(any_source: Path, tmp_path:
         assert engine.runner.why_eager == ""
         engine.runner = Runner(engine.loaded.model, engine.cache, lambda step: step)
         if engine.drafter is not None:
-            engine.drafter.runner = engine.runner
+            assert engine.drafter.steps.failure == ""
+            engine.drafter = Drafter(engine.loaded.mtp, engine.runner, num_drafts, engine.parallel)
         eager = engine.generate(PROMPTS, params)
         assert {one.index: one.token_ids for one in captured} == {one.index: one.token_ids for one in eager}
 
