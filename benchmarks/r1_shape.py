@@ -1,7 +1,7 @@
 """Quantize layers with DeepSeek-R1's true dimensions, and say how long one takes and how much memory.
 
     python benchmarks/r1_shape.py write DIR [--experts 256] [--layers 2]
-    python benchmarks/r1_shape.py run DIR [--scheme awq-w4a16] [--device cpu] [--samples 128] [--memory 16GiB] [--profile]
+    python benchmarks/r1_shape.py run DIR [--scheme awq-w4a16] [--device cpu] [--samples 128] [--held-out 16] [--memory 16GiB] [--profile]
 
 `write` makes a checkpoint in R1's FP8 layout: hidden 7168, 128 heads, experts of 2048, vocabulary 129280, cut to one dense layer and
 --layers - 1 MoE layers (12.8 GB with all 256 experts). Weights are Gaussian, of R1's size, with scales that differ from block to block;
@@ -182,12 +182,12 @@ class Phases:
             self._last, self._since = phase, now
 
 
-def run(path: Path, scheme: str, device: str, samples: int, seq_len: int, memory: str | None, profile: bool) -> None:
+def run(path: Path, scheme: str, device: str, samples: int, held_out: int, seq_len: int, memory: str | None, profile: bool) -> None:
     out = path.with_name(f"{path.name}-{scheme}")
     shutil.rmtree(out, ignore_errors=True)
-    settings = {"calibration": str(path / "calibration.jsonl"), "samples": samples, "seq_len": seq_len}
+    settings = {"calibration": str(path / "calibration.jsonl"), "samples": samples, "held_out": held_out, "seq_len": seq_len}
     recipe = load_recipe(scheme).model_copy(update=settings)
-    planned = plan(path, find_scheme(scheme), samples=samples, seq_len=seq_len)
+    planned = plan(path, find_scheme(scheme), recipe=recipe, samples=samples, seq_len=seq_len)
     phases = Phases()
     ceiling = parse_bytes(memory) if memory else None
     before = resource.getrusage(resource.RUSAGE_SELF)
@@ -248,6 +248,7 @@ def main() -> None:
     parser.add_argument("--scheme", default="awq-w4a16")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--held-out", type=int, default=16)
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--memory")
     parser.add_argument("--profile", action="store_true")
@@ -255,7 +256,7 @@ def main() -> None:
     if given.what == "write":
         write(given.path, given.experts, given.layers)
     else:
-        run(given.path, given.scheme, given.device, given.samples, given.seq_len, given.memory, given.profile)
+        run(given.path, given.scheme, given.device, given.samples, given.held_out, given.seq_len, given.memory, given.profile)
 
 
 if __name__ == "__main__":

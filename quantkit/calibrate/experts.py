@@ -67,6 +67,12 @@ class Routed:
         tokens, slots = (self.topk_ids == expert).nonzero(as_tuple=True)
         return tokens, self.topk_weights[tokens, slots]
 
+    def quantized_of(self, expert: int) -> tuple[Tensor, Tensor, int]:
+        """As `of`, without the original path; and how many of the tokens are calibration, which come first."""
+        tokens, w = self.of(expert)
+        fitted, quantized = (int((tokens < end).sum()) for end in (self.fitted, self.quantized))
+        return tokens[:quantized], w[:quantized], fitted
+
     def dense(self, num_experts: int) -> Tensor:
         """Routing weights [T, E], zero where an expert was not chosen."""
         empty = torch.zeros(len(self.x), num_experts, device=self.x.device)
@@ -87,7 +93,7 @@ class ExpertWeights:
 
     def hidden(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, I], the input of down."""
-        return F.silu(x @ self.gate.t()) * (x @ self.up.t())
+        return F.silu(x @ self.gate.t(), inplace=True).mul_(x @ self.up.t())
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.hidden(x) @ self.down.t()
@@ -103,65 +109,70 @@ class ExpertSolver:
         fitted = routed.x[: routed.fitted]
         self.layer_rows = fitted[:: max(1, len(fitted) // LAYER_ROWS)][:LAYER_ROWS]
 
-    def solve(self, names: dict[int, str], experts: dict[int, ExpertWeights]) -> dict[str, Solved]:
-        """names: expert -> prefix such as model.layers.3.mlp.experts.17. Returns module -> solved, of three linears each."""
-        hessians = torch.stack([self._down_hessian(e, weights, torch.ones_like(self.scale)) for e, weights in experts.items()])
-        inner = self._inner_scales(experts, hessians)
+    def solve(self, names: dict[int, str], experts: dict[int, ExpertWeights]) -> tuple[dict[str, Solved], dict[int, Tensor]]:
+        """names: expert -> prefix such as model.layers.3.mlp.experts.17. Returns module -> solved, of three linears each, and
+        expert -> what its down_proj then reads [n, I], for the tokens of `Routed.quantized_of`."""
+        inner = self._inner_scales(experts)
         stack: dict[str, Tensor] = {}
         fused: dict[str, str] = {}
         for (expert, weights), s in zip(experts.items(), inner):
             prefix = names[expert]
             stack[f"{prefix}.gate_proj"] = weights.gate * self.scale
-            stack[f"{prefix}.up_proj"] = weights.up / s[:, None] * self.scale
+            stack[f"{prefix}.up_proj"] = (weights.up / s[:, None]).mul_(self.scale)
             fused |= {f"{prefix}.gate_proj": prefix, f"{prefix}.up_proj": prefix}
         solved = self.solver.solve_stack(stack, fused, self.curvature, self.held_out)
-        downs, rounded_hessians, samples = {}, [], []
+        downs, hidden, hessians, samples = {}, {}, [], []
         for (expert, weights), s in zip(experts.items(), inner):
             prefix = names[expert]
-            down = weights.down * s
-            rounded = ExpertWeights(solved[f"{prefix}.gate_proj"].values, solved[f"{prefix}.up_proj"].values, down)
-            rounded_hessians.append(self._down_hessian(expert, rounded, self.scale))
-            downs[f"{prefix}.down_proj"] = down
-            samples.append(rounded.hidden(self._held_out_rows(expert) / self.scale))
-        curvature = self.solver.curvature(torch.stack(rounded_hessians))
-        return solved | self.solver.solve_batch(downs, curvature, samples)
+            downs[f"{prefix}.down_proj"] = weights.down * s
+            rounded = ExpertWeights(solved[f"{prefix}.gate_proj"].values, solved[f"{prefix}.up_proj"].values, downs[f"{prefix}.down_proj"])
+            tokens, w, fitted = self.routed.quantized_of(expert)
+            h = hidden[expert] = rounded.hidden(self.routed.x[tokens].div_(self.scale))
+            of_layer = rounded.hidden(self.layer_rows / self.scale)
+            hessians.append(self._down_hessian(h[:fitted], w[:fitted], of_layer))
+            samples.append(h[fitted:] if len(h) > fitted else of_layer)
+        curvature = self.solver.curvature(torch.stack(hessians))
+        return solved | self.solver.solve_batch(downs, curvature, samples), hidden
 
-    def _inner_scales(self, experts: dict[int, ExpertWeights], hessians: Tensor) -> Tensor:
+    def _inner_scales(self, experts: dict[int, ExpertWeights]) -> Tensor:
         """Scales between up and down of every expert, [B, I]."""
-        if not self.solver.methods or self.solver.methods == ("gptq",):
-            return torch.ones(hessians.shape[:-1], device=hessians.device)
-        rows = torch.stack([sample_rows(weights.down, self.solver.recipe.search_rows) for weights in experts.values()])
+        if not {"awq", "smooth"} & set(self.solver.methods):
+            return torch.ones(len(experts), len(next(iter(experts.values())).up), device=self.scale.device)
         sample = torch.stack([weights.hidden(self.layer_rows) for weights in experts.values()])
-        absmax = sample.abs().amax(-2)
+        hessians = []
+        for (expert, weights), of_layer in zip(experts.items(), sample):
+            tokens, w, fitted = self.routed.quantized_of(expert)
+            hessians.append(self._down_hessian(weights.hidden(self.routed.x[tokens[:fitted]]), w[:fitted], of_layer))
+        hessian = torch.stack(hessians)
+        rows = torch.stack([sample_rows(weights.down, self.solver.recipe.search_rows) for weights in experts.values()])
         return choose_scale(
-            self.solver, [Consumer(rows, 1.0, self.solver)], self.solver.curvature(hessians), hessians, absmax, sample, exact=False
+            self.solver,
+            [Consumer(rows, 1.0, self.solver)],
+            self.solver.curvature(hessian),
+            hessian,
+            sample.abs().amax(-2),
+            sample,
+            exact=False,
         )
 
-    def _down_hessian(self, expert: int, weights: ExpertWeights, scale: Tensor) -> Tensor:
-        """Mean over tokens of w^2 h h^T, [I, I]; `weights` read inputs divided by `scale`."""
-        tokens, w = self.routed.of(expert)
-        fitted = tokens < self.routed.fitted
-        tokens, w = tokens[fitted], w[fitted]
-        h = weights.hidden(self.routed.x[tokens] / scale) * w[:, None]
-        mean_square = w.square().mean() if len(w) else torch.ones((), device=scale.device)
-        shared = weights.hidden(self.layer_rows / scale)
+    def _down_hessian(self, hidden: Tensor, w: Tensor, of_layer: Tensor) -> Tensor:
+        """Mean over tokens of w^2 h h^T, [I, I]: of the expert's own [n, I], blended with those of the layer [R, I]."""
+        mean_square = w.square().mean() if len(w) else torch.ones((), device=w.device)
         blend = self.solver.recipe.min_expert_tokens
-        return (h.t() @ h + blend * mean_square / len(shared) * (shared.t() @ shared)) / max(len(tokens) + blend, 1)
-
-    def _held_out_rows(self, expert: int) -> Tensor:
-        """Held-out inputs that chose the expert; of the layer where none did."""
-        tokens, _ = self.routed.of(expert)
-        tokens = tokens[(tokens >= self.routed.fitted) & (tokens < self.routed.quantized)]
-        return self.routed.x[tokens] if len(tokens) else self.layer_rows
+        own, shared = hidden * w[:, None], of_layer * (blend / len(of_layer) * mean_square).sqrt()
+        return (own.t() @ own).addmm_(shared.t(), shared).div_(max(len(own) + blend, 1))
 
 
-def add_outputs(streams: Streams, routed: Routed, expert: int, original: ExpertWeights, rounded: ExpertWeights, scale: Tensor) -> None:
-    """Add one expert's weighted outputs to the hidden states of both paths: the rounded expert's, and the original's."""
-    tokens, w = routed.of(expert)
-    for weights, stream, part, first, divisor in (
-        (rounded, streams.quantized, tokens < routed.quantized, 0, scale),
-        (original, streams.original, tokens >= routed.quantized, routed.quantized, None),
-    ):
-        chosen = tokens[part]
-        x = routed.x[chosen] if divisor is None else routed.x[chosen] / divisor
-        stream.hidden.index_add_(0, chosen - first, weights(x) * w[part, None])
+def add_outputs(
+    streams: Streams, routed: Routed, expert: int, original: ExpertWeights, rounded: ExpertWeights, scale: Tensor, hidden: Tensor | None
+) -> None:
+    """Add one expert's weighted outputs to the hidden states of both paths: the rounded expert's, and the original's.
+
+    hidden: what `ExpertSolver.solve` returned, for an expert that was solved in this run.
+    """
+    tokens, w, _ = routed.quantized_of(expert)
+    if hidden is None:
+        hidden = rounded.hidden(routed.x[tokens].div_(scale))
+    streams.quantized.hidden.index_add_(0, tokens, (hidden @ rounded.down.t()).mul_(w[:, None]))
+    tokens, w = (part[len(tokens) :] for part in routed.of(expert))
+    streams.original.hidden.index_add_(0, tokens - routed.quantized, original(routed.x[tokens]).mul_(w[:, None]))

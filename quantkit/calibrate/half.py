@@ -23,7 +23,7 @@ from quantkit.quant.awq import effective_scale
 from quantkit.quant.gptq import Curvature
 from quantkit.quant.weights import Weight, dequantize
 
-HELD_OUT_ROWS = 256
+HELD_OUT_ROWS = 128
 """Held-out rows kept at each linear's input."""
 CHECKED_TOKENS = 64
 TOLERANCE = 1e-7
@@ -59,6 +59,7 @@ class Half:
         self.spec, self.solver, self.streams = spec, solver, streams
         self.original = tensors
         self.folded = dict(tensors)
+        """Folded in place once the original path has been propagated: the matrices are held once."""
         self.rounded: dict[str, Tensor] = {}
         self.plain: dict[str, Tensor] = {}
         """Unquantized tensors that folding changed, in their stored dtype."""
@@ -69,12 +70,14 @@ class Half:
         self.observations = Observations(HELD_OUT_ROWS)
         self.recorder = Recorder(len(streams.quantized.hidden) + len(streams.original.hidden))
         self._curvatures: dict[str, Curvature] = {}
+        self._before: tuple[Tensor, Recorder] | None = None
 
     # --- observe ---------------------------------------------------------------------------------------------------------
 
     def observe(self) -> None:
-        """Run the original weights; keep statistics of every linear's input, and what the routed experts are asked."""
-        weights = LayerWeights(self.original, self.recorder, self.observations)
+        """Run the original weights; keep statistics of every linear's input, what the routed experts are asked, and a few outputs."""
+        ends = frozenset(row.module for row in self.spec.rows if row.split == "row")  # they write to the residual stream: nobody looks
+        weights = LayerWeights(self.original, self.recorder, self.observations, unread=ends)
         block = self.spec.build(weights)
         own = {row.module for row in self.spec.rows}
         self.sites = {first: modules for first, modules in weights.sites.items() if first in own}
@@ -82,9 +85,10 @@ class Half:
             self.observations.held_out = one.held_out
             self.spec.run(block, self.streams.quantized.hidden[one.part], one.lengths)
         if self.recorder.asked:
-            block = self.spec.build(LayerWeights(self.original, self.recorder))
+            block = self.spec.build(LayerWeights(self.original, self.recorder, unread=frozenset(row.module for row in self.spec.rows)))
             for one in self.streams.original.passes():
                 self.spec.run(block, self.streams.original.hidden[one.part], one.lengths)
+        self._before = self._probe(self.original)
 
     def statistics(self, module: str) -> InputStatistics:
         """Of the input of `module`. A router is no linear and is not observed: its input is what the experts were asked."""
@@ -105,8 +109,9 @@ class Half:
 
     def fold(self, more: dict[str, list[Consumer]]) -> None:
         """Choose and fold the scale of every group. more: consumers outside this half's rows (routed experts), by group."""
+        assert all(tensor.dim() == 1 for tensor in self.original.values()), "matrices are folded in place"
         for group in self.spec.groups:
-            inside = [module for module in group.consumers if f"{module}.weight" in self.original]
+            inside = [module for module in group.consumers if f"{module}.weight" in self.folded]
             rounded = [module for module in inside if module in self.spec.quantized]
             count = self.solver.recipe.search_rows
             consumers = [Consumer(sample_rows(self.folded[f"{m}.weight"], count), 1.0, self.solver) for m in rounded]
@@ -124,6 +129,8 @@ class Half:
                 statistics.sample,
                 exact,
             )
+            if group.observe not in self._asked_again:
+                statistics.release()
             self._apply(group, inside, scale)
 
     def _apply(self, group: ScaleGroup, inside: list[str], scale: Tensor) -> None:
@@ -132,28 +139,31 @@ class Half:
             gain, scale = effective_scale(self.folded[producer].to(self.spec.stored[producer]), scale)
             self.folded[producer], self.plain[producer] = gain.float(), gain
         else:
-            self.folded[producer] = self.folded[producer] / scale[:, None]
+            self.folded[producer].div_(scale[:, None])
         for module in inside:
             name = f"{module}.weight"
-            self.folded[name] = self.folded[name] * scale
+            self.folded[name].mul_(scale)
             if module not in self.spec.quantized:
                 self.plain[name] = self.folded[name].to(self.spec.stored[name])
         self.scales[group.observe] = self.group_scales[group.name] = scale
 
-    def check_same(self) -> None:
-        """Stop the run if folding changed what this half computes, or which experts it asks."""
+    def _probe(self, tensors: dict[str, Tensor]) -> tuple[Tensor, Recorder]:
+        """What this half adds to the first tokens' hidden states, and what it asks of the experts."""
         stream = self.streams.quantized
         count = min(CHECKED_TOKENS, stream.lengths[0])
+        recorder = Recorder(count)
         hidden = stream.hidden[:count]
-        outputs, recorders = [], []
-        for tensors in (self.original, self.folded):
-            recorders.append(Recorder(count))
-            outputs.append(self.spec.run(self.spec.build(LayerWeights(tensors, recorders[-1])), hidden, [count]) - hidden)
-        differences = {"output": relative_distance(outputs[1], outputs[0])}
-        if recorders[0].asked:
-            before, after = (recorder.routed(count, count) for recorder in recorders)
-            experts = int(before.topk_ids.max() if before.topk_ids.max() > after.topk_ids.max() else after.topk_ids.max()) + 1
-            differences["routing"] = relative_distance(after.dense(experts), before.dense(experts))
+        return self.spec.run(self.spec.build(LayerWeights(tensors, recorder)), hidden, [count]) - hidden, recorder
+
+    def check_same(self) -> None:
+        """Stop the run if folding changed what this half computes, or which experts it asks."""
+        assert self._before is not None, "not observed"
+        (before_output, before), (after_output, after) = self._before, self._probe(self.folded)
+        differences = {"output": relative_distance(after_output, before_output)}
+        if before.asked:
+            routed = [recorder.routed(recorder.asked, recorder.asked) for recorder in (after, before)]
+            experts = max(int(one.topk_ids.max()) for one in routed) + 1
+            differences["routing"] = relative_distance(*(one.dense(experts) for one in routed))
         for what, difference in differences.items():
             if not difference <= TOLERANCE:
                 raise QuantkitError(
@@ -166,7 +176,6 @@ class Half:
     def solve(self) -> dict[str, Solved]:
         """Every linear of this half that the output holds quantized. Rounded weights are kept for `propagate`."""
         fused = {row.module: row.fused for row in self.spec.rows if row.fused}
-        asked_again = {g.observe for g in self.spec.groups if any(".experts." in module for module in g.consumers)}
         solved: dict[str, Solved] = {}
         # The widest input first, so that its Hessian is gone when the others are solved.
         for first, modules in sorted(self.sites.items(), key=lambda site: -self.folded[f"{site[0]}.weight"].shape[1]):
@@ -175,7 +184,7 @@ class Half:
                 continue
             curvature, sample = self.curvature(first), self.statistics(first).sample
             del self._curvatures[first]
-            if first not in asked_again:
+            if first not in self._asked_again:
                 self.statistics(first).release()
             if first in self.scales:
                 curvature, sample = curvature.into_scaled(self.scales[first]), sample / self.scales[first]
@@ -184,6 +193,11 @@ class Half:
                 self.folded[f"{module}.weight"] = solved[module].values
         self._keep({}, self.plain)
         return solved
+
+    @property
+    def _asked_again(self) -> set[str]:
+        """Where routed experts read: their curvature is asked for when this half is solved."""
+        return {g.observe for g in self.spec.groups if any(".experts." in module for module in g.consumers)}
 
     def load(self, quantized: dict[str, Weight], plain: dict[str, Tensor]) -> None:
         """What an earlier run solved, in place of `fold` and `solve`."""
@@ -195,7 +209,7 @@ class Half:
             if group.observe == module and group.producer_is_norm:
                 before, after = (tensors[f"{group.producer}.weight"] for tensors in (self.original, self.rounded))
                 return torch.where(after == 0, torch.ones_like(after), before / after)
-        return torch.ones(self.statistics(module).hessian.shape[0], device=self.streams.quantized.hidden.device)
+        return torch.ones(len(self.statistics(module).absmax), device=self.streams.quantized.hidden.device)
 
     def _keep(self, quantized: dict[str, Weight], plain: dict[str, Tensor]) -> None:
         for name, tensor in self.folded.items():
@@ -209,7 +223,7 @@ class Half:
     # --- propagate -------------------------------------------------------------------------------------------------------
 
     def propagate_original(self) -> None:
-        """Replace the hidden states of the original path, and let the original weights go."""
+        """Replace the hidden states of the original path, which nothing else asks for the original matrices after."""
         self._advance(self.original, self.streams.original)
         self.original = {name: tensor for name, tensor in self.original.items() if tensor.dim() == 1}
 

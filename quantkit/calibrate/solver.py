@@ -17,8 +17,8 @@ from quantkit.quant.weights import Fp4Weight, IntWeight
 from quantkit.recipe import Recipe
 from quantkit.schemes import Fp4Grid, Grid, Method
 
-STACK_VALUES = 2**27
-"""Weights solved together on a CPU, at least one linear's."""
+PIECE_VALUES = 2**24
+"""Weights solved together on a CPU, in whole rows: rows are independent, and a piece's blocks of columns stay in its cache."""
 FP4_NEIGHBOURS = (0, -1, 1, -2, 2, 3, 4)
 """e4m3 codes around amax / 6: from a quarter below to a half above, which is amax / 4."""
 
@@ -79,17 +79,17 @@ class Solver:
     def solve_stack(self, weights: dict[str, Tensor], fused: dict[str, str], curvature: Curvature, sample: Tensor) -> dict[str, Solved]:
         """Linears [N_i, K] that read one input. fused: module -> name shared by siblings with one FP4 global scale; sample [S, K]."""
         amax = self._amax(weights, fused)
-        solved: dict[str, Solved] = {}
-        for stack in _stacks(weights):
-            stacked = torch.cat(list(stack.values()))
-            per_row = torch.cat([amax[module].expand(len(w)) for module, w in stack.items()])
-            values, step, nearest = self._round(stacked, per_row, curvature)
+        parts: dict[str, list[_Part]] = {module: [] for module in weights}
+        for piece in _pieces(weights):
+            stacked = [weights[module][rows] for module, rows in piece]
+            per_row = torch.cat([amax[module].expand(len(w)) for (module, _), w in zip(piece, stacked)])
+            values, step, nearest = self._round(torch.cat(stacked), per_row, curvature)
             start = 0
-            for module, w in stack.items():
+            for (module, _), w in zip(piece, stacked):
                 rows = slice(start, start + len(w))
                 start += len(w)
-                solved[module] = self._finish(w, values[rows], _rows(step, rows), nearest[rows], amax[module], sample)
-        return solved
+                parts[module].append(_Part(values[rows], _rows(step, rows), _squares(w, (values[rows], nearest[rows]), sample)))
+        return {module: self._finish(w, parts.pop(module), amax[module]) for module, w in weights.items()}
 
     def solve_batch(self, weights: dict[str, Tensor], curvature: Curvature, samples: list[Tensor]) -> dict[str, Solved]:
         """Linears [N, K] of one shape, each with its own curvature (a leading dimension) and sample [S_i, K]."""
@@ -97,7 +97,7 @@ class Solver:
         amax = batch.abs().amax((-1, -2))
         values, step, nearest = self._round(batch, amax[:, None].expand(batch.shape[:2]), curvature)
         return {
-            module: self._finish(w, values[i], _rows(step, i), nearest[i], amax[i], samples[i])
+            module: self._finish(w, [_Part(values[i], _rows(step, i), _squares(w, (values[i], nearest[i]), samples[i]))], amax[i])
             for i, (module, w) in enumerate(weights.items())
         }
 
@@ -129,36 +129,47 @@ class Solver:
         values, step = round_to_nearest(w, self.rounder(amax), _diagonal(curvature))
         return values, step, nearest
 
-    def _finish(self, w: Tensor, values: Tensor, step: Step, nearest: Tensor, amax: Tensor, sample: Tensor) -> Solved:
-        """Keep plain rounding where the method loses to it on held-out inputs."""
+    def _finish(self, w: Tensor, parts: "list[_Part]", amax: Tensor) -> Solved:
+        """One linear from its rows. Plain rounding is kept where the method loses to it on held-out inputs."""
         method = "+".join(self.methods) or "nearest"
-        error, error_nearest = relative_error(w, values, sample), relative_error(w, nearest, sample)
-        rounder = self.rounder(amax)
-        if error > error_nearest:
-            nearest, step = round_to_nearest(w, self.rounder(amax, fit=False))
-            values, error, method = nearest, error_nearest, "nearest"
-        return Solved(rounder.weight(values, step), values, error, method)
+        whole, own, plain = (float(total) for total in torch.stack([part.squares for part in parts]).sum(0))
+        error = own / max(whole, 1e-30)
+        if own > plain:
+            values, step = round_to_nearest(w, self.rounder(amax, fit=False))
+            error, method = plain / max(whole, 1e-30), "nearest"
+        elif len(parts) == 1:
+            values, step = parts[0].values, parts[0].step
+        else:
+            values = torch.cat([part.values for part in parts])
+            zero = [part.step.zero for part in parts if part.step.zero is not None]
+            step = Step(torch.cat([part.step.step for part in parts]), torch.cat(zero) if zero else None)
+        return Solved(self.rounder(amax).weight(values, step), values, error, method)
 
 
-def relative_error(w: Tensor, values: Tensor, sample: Tensor) -> float:
-    """||(W - Q) X^T||^2 / ||W X^T||^2 over rows X of `sample` [S, K]; NaN without rows."""
-    if not len(sample):
-        return float("nan")
-    return float(((w - values) @ sample.t()).square().sum() / (w @ sample.t()).square().sum().clamp(min=1e-30))
+@dataclass(frozen=True)
+class _Part:
+    """Some rows of a linear, rounded. squares: see `_squares`."""
+
+    values: Tensor
+    step: Step
+    squares: Tensor
 
 
-def _stacks(weights: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """All at once; on a CPU, where memory is short and nothing is gained, as many as STACK_VALUES hold."""
+def _squares(w: Tensor, candidates: tuple[Tensor, ...], sample: Tensor) -> Tensor:
+    """||W X^T||^2, then ||(W - Q) X^T||^2 of every candidate Q, over rows X of `sample` [S, K]: float32 [1 + n]; NaN without rows."""
+    sums = [(x @ sample.t()).square_().sum() for x in (w, *(w - values for values in candidates))]
+    return torch.stack(sums) if len(sample) else torch.full((len(sums),), torch.nan)
+
+
+def _pieces(weights: dict[str, Tensor]) -> Iterator[list[tuple[str, slice]]]:
+    """(module, rows) to be solved together: all at once; on a CPU, where memory is short and nothing is gained, a few rows at a time."""
     if next(iter(weights.values())).device.type != "cpu":
-        yield weights
+        yield [(module, slice(0, len(w))) for module, w in weights.items()]
         return
-    stack: dict[str, Tensor] = {}
     for module, w in weights.items():
-        if stack and sum(one.numel() for one in stack.values()) + w.numel() > STACK_VALUES:
-            yield stack
-            stack = {}
-        stack[module] = w
-    yield stack
+        count = max(1, PIECE_VALUES // w.shape[1])
+        for start in range(0, len(w), count):
+            yield [(module, slice(start, min(start + count, len(w))))]
 
 
 def _rows(step: Step, rows: slice | int) -> Step:

@@ -4,10 +4,15 @@ import torch
 from torch import Tensor
 
 
+PANEL = 1024
+"""Rows of a Hessian that are summed together: it is symmetric, and what lies right of a panel's last row is not computed."""
+
+
 class InputStatistics:
     """Hessian and sizes of one input of K channels, and a few of its rows.
 
-    hessian: sum of x x^T float32 [K, K]; tokens: how many; absmax float32 [K]; sample: rows kept for judging, [S, K].
+    hessian: sum of x x^T float32 [K, K], its panels up to the diagonal; tokens: how many; absmax float32 [K]; sample: rows kept for
+    judging, [S, K].
     A Hessian of R1's widest input is 1.4 GB, so there is one: once the mean is asked for, the sum is no more.
     """
 
@@ -22,7 +27,9 @@ class InputStatistics:
     def add(self, x: Tensor) -> None:
         """x float32 [T, K] of calibration tokens."""
         assert not self._averaged, "the mean was taken"
-        self.hessian.addmm_(x.t(), x)
+        for start in range(0, x.shape[1], PANEL):
+            rows = slice(start, start + PANEL)
+            self.hessian[rows, : rows.stop].addmm_(x[:, rows].t(), x[:, : rows.stop])
         self.absmax = torch.maximum(self.absmax, x.abs().amax(0))
         self.tokens += x.shape[0]
 
@@ -41,6 +48,9 @@ class InputStatistics:
         """Per token, so that losses of inputs with different counts compare."""
         if not self._averaged:
             self.hessian /= max(self.tokens, 1)
+            for start in range(0, len(self.hessian), PANEL):
+                stop = start + PANEL
+                self.hessian[start:stop, stop:] = self.hessian[stop:, start:stop].t()
             self._averaged = True
         return self.hessian
 

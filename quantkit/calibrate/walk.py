@@ -130,10 +130,10 @@ class Walk:
         else:
             self._progress("observing", unit)
             half.observe()
+            half.propagate_original()
             self._progress("scaling", unit)
             half.fold({})
             half.check_same()
-            half.propagate_original()
             self._progress("solving", unit)
             self._write(unit, half.solve(), half.plain, half.group_scales, mine=self.team.leads)
         self._progress("propagating", unit)
@@ -148,14 +148,13 @@ class Walk:
         if experts or not finished:
             self._progress("observing", unit)
             half.observe()
+        half.propagate_original()
         if finished:
-            half.propagate_original()
             self._load(unit, half)
         else:
             self._progress("scaling", unit)
             half.fold(self._expert_consumers(layer, half))
             half.check_same()
-            half.propagate_original()
             self._progress("solving", unit)
             self._write(unit, half.solve(), half.plain, half.group_scales, mine=self.team.leads)
         self._progress("propagating", unit)
@@ -232,35 +231,37 @@ class Walk:
         for batch in batches:
             self._progress("reading", expert_unit(layer, batch[0]))
             originals = {expert: self._expert_weights(experts[expert]) for expert in batch}
-            rounded = self._solve_experts(layer, solver, experts, originals)
+            rounded, hidden = self._solve_experts(layer, solver, experts, originals)
             self._progress("propagating", expert_unit(layer, batch[0]))
             for expert in batch:
-                add_outputs(half.streams, routed, expert, originals[expert], rounded[expert], scale)
+                add_outputs(half.streams, routed, expert, originals[expert], rounded[expert], scale, hidden.get(expert))
                 self._account(expert_unit(layer, expert))
 
     def _solve_experts(
         self, layer: int, solver: ExpertSolver, rows: dict[int, list[Parameter]], originals: dict[int, ExpertWeights]
-    ) -> dict[int, ExpertWeights]:
-        """The rounded weights of a batch of experts: solved now, or read back where an earlier run wrote them."""
+    ) -> tuple[dict[int, ExpertWeights], dict[int, Tensor]]:
+        """The rounded weights of a batch of experts: solved now, or read back where an earlier run wrote them. With what
+        `ExpertSolver.solve` found their down projections to read, where it was asked."""
         prefixes = {expert: rows[expert][0].module.rsplit(".", 1)[0] for expert in originals}
         units = {expert: expert_unit(layer, expert) for expert in originals}
         # A batch is solved whole or not at all, so that its arithmetic does not depend on where an earlier run stopped.
         if not all(self.sink.done(unit) for unit in units.values()):
             self._progress("solving", units[next(iter(units))])
-            solved = solver.solve(prefixes, originals)
+            solved, hidden = solver.solve(prefixes, originals)
             self._progress("writing", units[next(iter(units))])
             for expert, unit in units.items():
                 if not self.sink.done(unit):
                     mine = {module: one for module, one in solved.items() if module.startswith(prefixes[expert] + ".")}
                     self._write(unit, mine, {}, {})
-            return {expert: _expert({module: one.values for module, one in solved.items()}, prefixes[expert]) for expert in units}
+            dense = {module: one.values for module, one in solved.items()}
+            return {expert: _expert(dense, prefixes[expert]) for expert in units}, hidden
         rounded = {}
         for expert, unit in units.items():
             weights, _, facts = self.sink.load(unit)
             self.findings.take(facts)
             dense = {module: dequantize(to_device(weight, self.source.device)) for module, weight in weights.items()}
             rounded[expert] = _expert(dense, prefixes[expert])
-        return rounded
+        return rounded, {}
 
     def _expert_solver(self, experts: dict[int, list[Parameter]]) -> Solver:
         """On the grid of one layer's routed experts, which may be another than that of its other linears."""

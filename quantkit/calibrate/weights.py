@@ -16,12 +16,22 @@ Observer = Callable[[str, Tensor], None]
 
 
 class LayerWeights:
-    """tensors: by full name, float32, on one device. Looked up at every call, so a caller may exchange a weight between calls."""
+    """tensors: by full name, float32, on one device. Looked up at every call, so a caller may exchange a weight between calls.
 
-    def __init__(self, tensors: Mapping[str, Tensor], experts: ExpertsOp | None = None, observer: Observer | None = None) -> None:
+    unread: linears whose outputs nobody looks at in this run; they answer zeros.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        experts: ExpertsOp | None = None,
+        observer: Observer | None = None,
+        unread: frozenset[str] = frozenset(),
+    ) -> None:
         self.tensors = tensors
         self.routed = experts
         self.observer = observer
+        self.unread = unread
         self.sites: dict[str, tuple[str, ...]] = {}
         """Linears that read one input, by the name it is observed under."""
 
@@ -43,10 +53,14 @@ class LayerWeights:
         def apply(x: Tensor) -> Tensor:
             if self.observer is not None:
                 self.observer(modules[0], x)
-            outputs = [F.linear(x, self.tensors[f"{module}.weight"]) for module in modules]
+            outputs = [self._apply(x, module) for module in modules]
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
         return apply
+
+    def _apply(self, x: Tensor, module: str) -> Tensor:
+        weight = self.tensors[f"{module}.weight"]
+        return x.new_zeros(*x.shape[:-1], len(weight)) if module in self.unread else F.linear(x, weight)
 
     def experts(self, prefix: str, num_experts: int) -> ExpertsOp:
         assert self.routed is not None, f"no operator for the experts of {prefix}"

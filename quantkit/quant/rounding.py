@@ -58,10 +58,12 @@ class IntRounder:
         return self.grid.group_size
 
     def fit(self, groups: Tensor, importance: Tensor | None = None) -> Step:
-        return _best(self, [self._params(groups * ratio) for ratio in self.shrink], groups, importance)
+        ends = torch.stack(torch.aminmax(groups, dim=-1), dim=-1)
+        return _best(self, [self._params(ends * ratio) for ratio in self.shrink], groups, importance)
 
-    def _params(self, groups: Tensor) -> Step:
-        scale, zero_point = int_params(groups, self.grid, self.scale_dtype)
+    def _params(self, ends: Tensor) -> Step:
+        """From the two ends of each group's range, [..., N, 2]."""
+        scale, zero_point = int_params(ends, self.grid, self.scale_dtype)
         return Step(scale, None if zero_point is None else zero_point.float())
 
     def snap(self, w: Tensor, step: Step) -> Tensor:
@@ -139,8 +141,8 @@ def _best(rounder: Rounder, candidates: list[Step], groups: Tensor, importance: 
 
 def _squared_error(rounder: Rounder, step: Step, groups: Tensor, importance: Tensor | None) -> Tensor:
     wide = Step(step.step.unsqueeze(-1), None if step.zero is None else step.zero.unsqueeze(-1))
-    error = (groups - rounder.snap(groups, wide)).square_()
-    return error.sum(-1) if importance is None else (error * importance).sum(-1)
+    error = rounder.snap(groups, wide).sub_(groups).square_()
+    return error.sum(-1) if importance is None else error.mul_(importance).sum(-1)
 
 
 def round_to_nearest(w: Tensor, rounder: Rounder, importance: Tensor | None = None) -> tuple[Tensor, Step]:
