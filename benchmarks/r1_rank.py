@@ -58,7 +58,7 @@ class Rank:
         )
         for layer in self.cache.layers:
             layer.normal_()
-        self._capture = DeviceCapture(device) if device.type == "cuda" else lambda step: step
+        self._capture = DeviceCapture(device) if device.type == "cuda" else lambda step, lengths: step
         self.steps = DecodeSteps(self.model, self.cache, self._capture)
 
     def draft_steps(self) -> DecodeSteps:

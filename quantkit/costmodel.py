@@ -79,7 +79,6 @@ class Hardware(_Strict):
     levels: tuple[Level, ...]
     launches: dict[str, Launches]
     assumptions: tuple[str, ...]
-    extra_launches_int8: Launches
     decode: dict[str, Decode]
 
     @model_validator(mode="after")
@@ -273,10 +272,8 @@ def _product_ms(load: Load, level: Level, bandwidth: float, hardware: Hardware, 
 
 
 def _count_launches(config: Any, hardware: Hardware, name: str, scheme: Scheme) -> int:
+    """Of a step. A list of INT8's own, where the hardware has one, stands beside the one that a level names."""
     layers = config.num_hidden_layers
     moe = sum(config.is_moe(layer) for layer in range(layers))
-    counted = hardware.launches[name]
-    total = (layers - moe) * counted.dense_layer + moe * counted.moe_layer + counted.step
-    if name == "written" and scheme.activation_bits == 8:
-        total += (layers - moe) * hardware.extra_launches_int8.dense_layer + moe * hardware.extra_launches_int8.moe_layer
-    return total
+    counted = hardware.launches.get(f"{name}_int8", hardware.launches[name]) if scheme.activation_bits == 8 else hardware.launches[name]
+    return (layers - moe) * counted.dense_layer + moe * counted.moe_layer + counted.step

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quantkit.models.weights import ExpertsOp, LinearOp
+from quantkit.models.rope import Rope
+from quantkit.models.weights import ExpertsOp, LinearOp, PrologOp
 
 
 class PlainWeights:
@@ -29,6 +30,9 @@ class PlainWeights:
     def fused_linear(self, modules: tuple[str, ...]) -> LinearOp:
         weight = torch.cat([self.dense(module) for module in modules])
         return lambda x: F.linear(x, weight)
+
+    def mla_prolog(self, attention: str, kv_b: Tensor, gains: tuple[Tensor, Tensor], eps: float, rope: Rope) -> PrologOp | None:
+        return None
 
     def experts(self, prefix: str, num_experts: int) -> ExpertsOp:
         def run(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:

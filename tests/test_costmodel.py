@@ -66,9 +66,9 @@ def test_published_w4a16_lies_between_fused_and_captured(hardware: Hardware, bat
 
 @pytest.mark.parametrize("batch", PUBLISHED_FP4)
 def test_published_fp4_lies_between_captured_and_eager(hardware: Hardware, batch: int) -> None:
-    """A tenth above eager at most: the operators counted are this repository's, which launches fewer than whoever published."""
+    """Half above eager at most: the operators counted are this repository's, which launches fewer than whoever published."""
     at = levels(hardware, "fp4-w4a16", batch)
-    assert at["captured"].tpot_ms < 1000 * batch / PUBLISHED_FP4[batch] < 1.1 * at["eager"].tpot_ms
+    assert at["captured"].tpot_ms < 1000 * batch / PUBLISHED_FP4[batch] < 1.5 * at["eager"].tpot_ms
 
 
 @pytest.mark.parametrize(("batch", "weights_gb"), [(1, 22.07), (8, 87.7), (32, 228.2)])
@@ -102,9 +102,9 @@ def test_levels_and_batches_rise(hardware: Hardware, scheme: str) -> None:
 
 def test_launches_and_collectives_are_named(hardware: Hardware) -> None:
     at = levels(hardware, "awq-w4a16", 1)
-    assert at["captured"].num_launches == 3 * 34 + 58 * 46 + 30
+    assert at["captured"].num_launches == 3 * 18 + 58 * 28 + 31
     assert at["captured"].num_collectives == 123
-    assert levels(hardware, "int8-a8w8c16", 1)["captured"].num_launches == at["captured"].num_launches + 3 * 5 + 58 * 4
+    assert levels(hardware, "int8-a8w8c16", 1)["captured"].num_launches == 3 * 14 + 58 * 23 + 31
     # Fusing takes away more time than the floor itself is.
     saved = at["captured"].parts["launches"] - at["fused"].parts["launches"]
     assert saved > at["floor"].tpot_ms
@@ -128,7 +128,7 @@ def test_what_is_printed_says_what_makes_the_difference(hardware: Hardware, sche
     said = " ".join(shown.err.split())
     for batch in (1, 32):
         assert re.search(rf"concurrency {batch}, streaming to fused: launches \+4.0, collectives \+1.\d ms", said), said
-        assert re.search(rf"concurrency {batch}, captured to eager: launches \+3\d.\d, collectives \+1.2 ms", said), said
+        assert re.search(rf"concurrency {batch}, captured to eager: launches \+1\d.\d, collectives \+1.2 ms", said), said
     assert "123 collectives" in said
     for assumption in hardware.assumptions:
         assert f"assumed: {assumption}" in said

@@ -9,34 +9,45 @@ from quantkit_kernels.backends import BACKENDS, OPERATORS, Row, table
 from quantkit_kernels.check import Measurement, check
 from quantkit_kernels.experts import Experts, ExpertsBuilder, prepare_experts
 from quantkit_kernels.functional import add_rms_norm, mla_decode, mla_prepare, moe_gate, rms_norm, rope, route, silu_and_mul
+from quantkit_kernels.latents import CacheLayout, Latents, cache_layout, doubled_angles, pairs_apart
 from quantkit_kernels.linear import Linear, prepare, prepare_dense, prepare_fp4, prepare_int4, prepare_int8, quantize_rows
+from quantkit_kernels.prolog import MlaProlog, MlaSizes, MlaWeights, prepare_mla_prolog, why_no_prolog
 from quantkit_kernels.weights import Dense, Fp4, Int4, Int8, Weight, dequantize, stack
 
 __all__ = [
     "BACKENDS",
     "OPERATORS",
+    "CacheLayout",
     "Dense",
     "Experts",
     "ExpertsBuilder",
     "Fp4",
     "Int4",
     "Int8",
+    "Latents",
     "Linear",
     "Measurement",
+    "MlaProlog",
+    "MlaSizes",
+    "MlaWeights",
     "Row",
     "Weight",
     "add_rms_norm",
+    "cache_layout",
     "check",
     "dequantize",
+    "doubled_angles",
     "mla_decode",
     "mla_prepare",
     "moe_gate",
+    "pairs_apart",
     "prepare",
     "prepare_dense",
     "prepare_experts",
     "prepare_fp4",
     "prepare_int4",
     "prepare_int8",
+    "prepare_mla_prolog",
     "quantize_rows",
     "rms_norm",
     "rope",
@@ -44,4 +55,5 @@ __all__ = [
     "silu_and_mul",
     "stack",
     "table",
+    "why_no_prolog",
 ]

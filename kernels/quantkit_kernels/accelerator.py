@@ -1,5 +1,6 @@
 """What drives a device: torch.cuda, or torch.npu, which has the same streams, events and graphs."""
 
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +13,28 @@ GRAPHS = {"cuda": "CUDAGraph", "npu": "NPUGraph"}
 def module(device: torch.device) -> ModuleType | None:
     """Streams, events and graphs of `device`; None for a CPU, which has none."""
     return torch.get_device_module(device) if device.type in GRAPHS else None
+
+
+def capture(driver: ModuleType, graph: Any, **options: Any) -> AbstractContextManager[Any]:
+    """`driver.graph(...)`. An NPU's graph remembers the operators that take lengths from the host, for `replay`."""
+    if is_npu(graph):
+        options["auto_dispatch_capture"] = True
+    context: AbstractContextManager[Any] = driver.graph(graph, **options)
+    return context
+
+
+def replay(driver: ModuleType, graph: Any, lengths: list[int]) -> None:
+    """Launch a captured graph. lengths: of the rows' sequences now. A CUDA graph finds them on the device; an NPU's waits at every
+    attention until it was told, which overlaps with what is computed before."""
+    if is_npu(graph):
+        driver.current_stream().synchronize()  # what the graph was told for its last replay must have been read
+    graph.replay()
+    if is_npu(graph):
+        graph.update(cpu_update_input=[{"actual_seq_lengths_kv": list(lengths)}])
+
+
+def is_npu(graph: Any) -> bool:
+    return type(graph).__name__ == GRAPHS["npu"]
 
 
 def new_graph(driver: ModuleType) -> Any:

@@ -23,6 +23,7 @@ OPERATORS = (
     "moe_gate",
     "rope",
     "mla_prepare",
+    "mla_prolog",
     "mla_decode",
 )
 BACKENDS = ("reference", "dense", "cpu", "cuda", "ascend", "torch_npu")
@@ -31,7 +32,8 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: an operator, a backend, whether it runs on the device, and the reason where it does not."""
+    """One line of the table: an operator, a backend, whether it runs on the device, the reason where it does not, and its limits where it
+    does not run everything."""
 
     operator: str
     backend: str
@@ -81,7 +83,7 @@ def table(device: str | torch.device = "cpu") -> list[Row]:
     """Every operator x backend on `device`."""
     target = torch.device(device)
     return [
-        Row(operator, backend, reason is None, reason or "")
+        Row(operator, backend, reason is None, reason or getattr(module(backend), "LIMITS", {}).get(operator, ""))
         for operator in OPERATORS
         for backend in BACKENDS
         for reason in [why_unusable(operator, backend, target)]

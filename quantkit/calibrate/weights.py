@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quantkit.models.weights import ExpertsOp, LinearOp
+from quantkit.models.rope import Rope
+from quantkit.models.weights import ExpertsOp, LinearOp, PrologOp
 
 Observer = Callable[[str, Tensor], None]
 """(module, its input [T, K]). Linears that share an input are observed once, under the first one's name."""
@@ -61,6 +62,9 @@ class LayerWeights:
     def _apply(self, x: Tensor, module: str) -> Tensor:
         weight = self.tensors[f"{module}.weight"]
         return x.new_zeros(*x.shape[:-1], len(weight)) if module in self.unread else F.linear(x, weight)
+
+    def mla_prolog(self, attention: str, kv_b: Tensor, gains: tuple[Tensor, Tensor], eps: float, rope: Rope) -> PrologOp | None:
+        return None  # what its linears read is observed
 
     def experts(self, prefix: str, num_experts: int) -> ExpertsOp:
         assert self.routed is not None, f"no operator for the experts of {prefix}"

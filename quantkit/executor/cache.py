@@ -1,13 +1,14 @@
 """The paged cache: what each layer keeps of every token, in blocks that sequences take and give back.
 
-For latent attention a token is its normed latent and its rotated shared key (`cache_width` values), for grouped-query attention its
-keys and values. Blocks are numbered once for all layers: block b of a sequence is block b in every layer. Block 0 belongs to nobody:
-padding rows of a captured batch write there.
+For latent attention a token is its normed latent and its rotated shared key (`cache_width` values), in one tensor or in two as the kernel
+backend reads them; for grouped-query attention its keys and values. Blocks are numbered once for all layers: block b of a sequence is block
+b in every layer. Block 0 belongs to nobody: padding rows of a captured batch write there.
 """
 
 from dataclasses import dataclass
 
 import torch
+from quantkit_kernels.latents import Latents, parts_of
 from torch import Tensor
 
 from quantkit.errors import QuantkitError
@@ -20,20 +21,29 @@ _CACHE_SHARE = {"cuda": 0.9, "npu": 0.9, "cpu": 0.25}
 
 
 class PagedCache:
-    """Storage: `layers[i]` is [num_blocks, block_size, width]."""
+    """Storage: `layers[i]` is [num_blocks, block_size, width], or a tensor for each of `parts`, the widths that lie apart."""
 
     def __init__(
-        self, num_layers: int, num_blocks: int, width: int, *, block_size: int, dtype: torch.dtype, device: torch.device | str
+        self,
+        num_layers: int,
+        num_blocks: int,
+        width: int,
+        *,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        parts: tuple[int, ...] = (),
     ) -> None:
-        storage = torch.empty(num_layers, num_blocks, block_size, width, dtype=dtype, device=device)
-        self.layers = list(storage.unbind(0))
-        self.flat = [layer.view(-1, width) for layer in self.layers]
-        self.num_blocks, self.block_size, self.width = num_blocks, block_size, width
+        assert sum(parts) in (0, width), (width, parts)
+        storage = [torch.empty(num_layers, num_blocks, block_size, part, dtype=dtype, device=device) for part in parts or (width,)]
+        self.layers: list[Latents] = [(one[0], one[1]) if parts else one[0] for one in zip(*(part.unbind(0) for part in storage))]
+        self.flat = [] if parts else [layer.view(-1, width) for layer in storage[0].unbind(0)]
+        self.num_blocks, self.block_size, self.width, self.parts = num_blocks, block_size, width, parts
         self.dtype, self.device = dtype, torch.device(device)
 
     @property
     def nbytes(self) -> int:
-        return sum(layer.numel() * layer.element_size() for layer in self.layers)
+        return sum(part.numel() * part.element_size() for layer in self.layers for part in parts_of(layer))
 
     def write(self, layer: int, slots: Tensor, values: Tensor) -> None:
         """values [T, width] into slots [T] int64 (block * block_size + offset)."""
@@ -41,7 +51,7 @@ class PagedCache:
 
     def read(self, layer: int, blocks: Tensor, length: int) -> Tensor:
         """The first `length` tokens of the sequence that owns `blocks` [n] int64, in order: [length, width]."""
-        return self.layers[layer].index_select(0, blocks).flatten(0, 1)[:length]
+        return torch.cat([part.index_select(0, blocks).flatten(0, 1)[:length] for part in parts_of(self.layers[layer])], dim=-1)
 
 
 class BlockAllocator:

@@ -10,13 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from quantkit_kernels import mla_decode
+from quantkit_kernels import doubled_angles, mla_decode, mla_prepare, pairs_apart
 from torch import Tensor
 from torch.nn import functional as F
 
 from quantkit.executor.cache import PagedCache
 from quantkit.models.context import Positions, expand_latents
 from quantkit.models.rope import Rope
+from quantkit.models.weights import PrologOp
 
 KEY_CHUNK = 4096
 """Keys expanded at a time in prefill: bounds memory whatever the context (an R1 layer's keys and values take 0.34 GB in bfloat16)."""
@@ -40,10 +41,20 @@ class CachedContext(Positions):
     def __init__(self, cache: PagedCache, positions: Tensor, slots: Tensor) -> None:
         super().__init__(positions)
         self.cache, self.slots = cache, slots
+        self._doubled: dict[Rope, tuple[Tensor, Tensor]] = {}
+
+    def cache_angles(self, rope: Rope) -> tuple[Tensor, Tensor]:
+        """cos, sin of the tokens as operators over this cache read them, computed once for all layers."""
+        if not self.cache.parts:
+            return self.angles(rope)
+        if rope not in self._doubled:
+            self._doubled[rope] = doubled_angles(*self.angles(rope), self.cache.dtype)
+        return self._doubled[rope]
 
     def store_mla(self, layer: int, qkv_a: Tensor, q_norm: Tensor, kv_norm: Tensor, eps: float, rope: Rope) -> Tensor:
         """As `models.context.Context.store_mla`."""
-        return self.store_in(self.cache.layers[layer], self.slots, qkv_a, q_norm, kv_norm, eps, rope)
+        cached, angles = self.cache.layers[layer], self.cache_angles(rope)
+        return mla_prepare(qkv_a, q_norm, kv_norm, *angles, cached, self.slots, eps=eps, interleaved=rope.interleaved)
 
 
 class PrefillContext(CachedContext):
@@ -62,7 +73,10 @@ class PrefillContext(CachedContext):
         def expand(cached: Tensor) -> tuple[Tensor, Tensor]:
             return expand_latents(cached.to(q.dtype), kv_b, q.shape[2] - rope.dim)
 
-        return self._attend_chunks(layer, self.rotate_last(rope, q), expand, scale)
+        q = self.rotate_last(rope, q)
+        if self.cache.parts and rope.interleaved:  # the keys' channels lie so
+            q = torch.cat((q[..., : -rope.dim], pairs_apart(q[..., -rope.dim :])), dim=-1)
+        return self._attend_chunks(layer, q, expand, scale)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """As `models.context.Context.attend`."""
@@ -84,17 +98,24 @@ class DecodeContext(CachedContext):
 
     positions [B] int64 of the new tokens; block_table [B, n] int32 or int64; slots [B] int64, where the new tokens are written.
     A row's token sees positions 0 .. its own. A padding row writes to block 0 and sees what is there; its output is not read.
+    lengths: positions + 1 on the host, for backends that want them there.
     """
 
-    def __init__(self, cache: PagedCache, positions: Tensor, block_table: Tensor, slots: Tensor) -> None:
+    def __init__(self, cache: PagedCache, positions: Tensor, block_table: Tensor, slots: Tensor, lengths: list[int] | None = None) -> None:
         super().__init__(cache, positions, slots)
         self.block_table = block_table
-        self.seq_lens = positions + 1
+        self.seq_lens, self.lengths = positions + 1, lengths
 
     def attend_mla(self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float) -> Tensor:
         """As `models.context.Context.attend_mla`, absorbed."""
-        cached, angles = self.cache.layers[layer], self.angles(rope)
-        return mla_decode(q, kv_b, *angles, cached, self.block_table, self.seq_lens, scale=scale, interleaved=rope.interleaved)
+        cached, angles = self.cache.layers[layer], self.cache_angles(rope)
+        table, seq_lens = self.block_table, self.seq_lens
+        return mla_decode(q, kv_b, *angles, cached, table, seq_lens, scale=scale, interleaved=rope.interleaved, lengths=self.lengths)
+
+    def decode_mla(self, layer: int, x: Tensor, prolog: PrologOp, rope: Rope, scale: float) -> Tensor | None:
+        """As `models.context.Context.decode_mla`."""
+        where = (self.cache.layers[layer], self.slots, self.block_table, self.seq_lens)
+        return prolog(x, *self.cache_angles(rope), *where, scale=scale, lengths=self.lengths)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """As `models.context.Context.attend`: the rows' caches side by side, padded to the longest."""

@@ -30,7 +30,6 @@ from quantkit.executor.sampling import Batch, SamplingParams, log_probabilities,
 from quantkit.executor.scheduler import Scheduler
 from quantkit.executor.sequence import Completion, FinishReason, Sequence, TokenLogprob
 
-CACHE_DTYPE = torch.bfloat16
 PREFILL_TOKENS = 2048
 
 
@@ -61,8 +60,9 @@ class Engine:
             plan.num_blocks,
             loaded.cache_width,
             block_size=plan.block_size,
-            dtype=CACHE_DTYPE,
+            dtype=loaded.cache_dtype,
             device=loaded.device,
+            parts=parts if len(parts := loaded.cache_layout.widths) > 1 else (),
         )
         # A step may write the drafts it checks and then those it makes.
         self.scheduler = Scheduler(
@@ -109,13 +109,14 @@ class Engine:
             loaded = load_model(path, device=device, backend=backend, dtype=dtype, mtp=num_drafts > 0, parallel=parallel)
             config = loaded.config
             plan = plan_cache(
-                bytes_per_token=loaded.num_cached_layers * loaded.cache_width * CACHE_DTYPE.itemsize,
+                bytes_per_token=loaded.num_cached_layers * loaded.cache_width * loaded.cache_dtype.itemsize,
                 free_bytes=parallel.minimum(free_bytes(loaded.device) // (tp if loaded.device.type == "cpu" else 1)),
                 device_type=loaded.device.type,
                 max_batch=max_batch,
                 context_len=config.max_position_embeddings,
                 max_model_len=max_model_len,
                 cache_tokens=cache_tokens,
+                block_size=loaded.cache_layout.block_size,
             )
             sizes = {"max_batch": max_batch, "prefill_tokens": prefill_tokens, "num_drafts": num_drafts}
             engine = cls(loaded, tokenizer, plan, **sizes, prefix_cache=prefix_cache)

@@ -23,7 +23,7 @@ MIN_TABLE_WIDTH = 16
 
 
 class Rows(NamedTuple):
-    """One decode pass on the host, int64: token_ids [B], positions [B], slots [B], tables [B, n]."""
+    """One decode pass on the host: token_ids [B], positions [B], slots [B] int64, tables [B, n] int32."""
 
     token_ids: np.ndarray
     positions: np.ndarray
@@ -32,7 +32,13 @@ class Rows(NamedTuple):
 
     def context(self, cache: PagedCache) -> DecodeContext:
         positions, tables, slots = (torch.from_numpy(array).to(cache.device) for array in (self.positions, self.tables, self.slots))
-        return DecodeContext(cache, positions, tables, slots)
+        return DecodeContext(cache, positions, tables, slots, self.lengths)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens that each row attends to."""
+        known: list[int] = (self.positions + 1).tolist()
+        return known
 
 
 class Result(NamedTuple):
@@ -44,8 +50,8 @@ class Result(NamedTuple):
 
 
 Step = Callable[[], Result]
-Capture = Callable[[Step], Step]
-"""Makes a step cheaper to repeat: what it returns has the same effect on the same memory."""
+Capture = Callable[[Step, list[int]], Step]
+"""Makes a step cheaper to repeat: what it returns has the same effect on the same memory, and with what the list of lengths then holds."""
 
 
 def compute(model: Any, inputs: tuple[Tensor, ...], context: DecodeContext) -> Result:
@@ -62,11 +68,13 @@ class StaticBuffers:
     """
 
     def __init__(self, rows: int, width: int, device: torch.device, hidden: Tensor | None = None) -> None:
-        self._host = np.zeros(rows * (3 + width), dtype=np.int64)
+        self._host = np.zeros(rows * 3 + -(-rows * width // 2), dtype=np.int64)
         self._device = torch.zeros(len(self._host), dtype=torch.int64, device=device)
         self.token_ids, self.positions, self.slots = self._device[: 3 * rows].view(3, rows).unbind()
-        self.tables = self._device[3 * rows :].view(rows, width)
+        self.tables = self._device[3 * rows :].view(torch.int32)[: rows * width].view(rows, width)
         self._rows, self._width = rows, width
+        self.lengths = [1] * rows
+        """Of the rows, on the host: the same list always, filled anew."""
         self.inputs = (self.token_ids,) if hidden is None else (self.token_ids, hidden.new_zeros(rows, hidden.shape[1]))
         """What the model reads before the context."""
 
@@ -80,14 +88,15 @@ class StaticBuffers:
         columns = self._host[: 3 * self._rows].reshape(3, self._rows)
         for column, values in zip(columns, (rows.token_ids, rows.positions, rows.slots)):
             column[: len(values)] = values
-        tables = self._host[3 * self._rows :].reshape(self._rows, self._width)
+        tables = self._host[3 * self._rows :].view(np.int32)[: self._rows * self._width].reshape(self._rows, self._width)
         tables[: rows.tables.shape[0], : rows.tables.shape[1]] = rows.tables
         self._device.copy_(torch.from_numpy(self._host), non_blocking=self._device.is_cuda)
+        self.lengths[:] = (columns[1] + 1).tolist()
         for buffer, given in zip(self.inputs, inputs):
             buffer[: len(given)].copy_(given)
 
     def context(self, cache: PagedCache) -> DecodeContext:
-        return DecodeContext(cache, self.positions, self.tables, self.slots)
+        return DecodeContext(cache, self.positions, self.tables, self.slots, self.lengths)
 
 
 class EagerSteps:
@@ -135,7 +144,7 @@ class DecodeSteps:
         if self.failure:
             return step
         try:
-            return self._capture(step)
+            return self._capture(step, buffers.lengths)
         except RuntimeError as fault:
             first: BaseException = fault
             while first.__context__ is not None:  # what ended the capture; `fault` may only say that it had ended
@@ -154,7 +163,7 @@ class DeviceCapture:
         self._driver = driver
         self._pool = driver.graph_pool_handle()
 
-    def __call__(self, step: Step) -> Step:
+    def __call__(self, step: Step, lengths: list[int]) -> Step:
         driver = self._driver
         stream, current = driver.Stream(), driver.current_stream()
         stream.wait_stream(current)
@@ -162,11 +171,11 @@ class DeviceCapture:
             step()  # compiles, sizes workspaces and sets up libraries: none of which may happen in a capture
         current.wait_stream(stream)
         graph = accelerator.new_graph(driver)
-        with driver.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+        with accelerator.capture(driver, graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             result = step()
 
         def replay() -> Result:
-            graph.replay()
+            accelerator.replay(driver, graph, lengths)
             return result
 
         return replay

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from quantkit_kernels import CacheLayout, cache_layout
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError
+from quantkit.executor.cache import BLOCK_SIZE
 from quantkit.executor.devices import find_device, find_dtype
 from quantkit.executor.parallel import SINGLE, Parallel
 from quantkit.executor.weights import ExecutorWeights
@@ -45,6 +47,18 @@ class LoadedModel:
         """Values of a token and layer that this rank keeps: a latent is every head's, keys and values are shared out with the heads."""
         kv_heads = getattr(self.config, "num_key_value_heads", None)
         return int(self.config.cache_width) // (self.weights.parallel.size if kv_heads else 1)
+
+    @property
+    def cache_layout(self) -> CacheLayout:
+        """How the cache lies in memory: latents as their operators read them."""
+        if not hasattr(self.config, "kv_lora_rank"):
+            return CacheLayout((self.cache_width,), BLOCK_SIZE)
+        return cache_layout(self.config.kv_lora_rank, self.config.rope.dim, self.dtype, self.device)
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """The compute dtype where it has 16 bits, as operators over the cache want it; else bfloat16."""
+        return torch.bfloat16 if self.dtype == torch.float32 else self.dtype
 
 
 def load_model(

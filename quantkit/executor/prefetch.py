@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from quantkit_kernels import Experts, Linear, accelerator
+from quantkit_kernels import Experts, Linear, MlaProlog, accelerator
 from torch import Tensor
 
 from quantkit.executor.parallel import Parallel
@@ -36,10 +36,16 @@ class Prefetcher:
         self._next: dict[int | None, list[Tensor]] = {}
 
     def follow(self, operator: Linear | Experts) -> "Followed":
+        return Followed(self, operator, *self._numbered(operator.held()))
+
+    def follow_prolog(self, prolog: MlaProlog) -> "FollowedProlog":
+        return FollowedProlog(self, prolog, *self._numbered(prolog.held()))
+
+    def _numbered(self, held: list[Tensor]) -> tuple[int, list[Tensor]]:
+        """A new operator's number, and what to ask for before it."""
         self._followed += 1
-        held = operator.held()
         small = sum(tensor.numel() * tensor.element_size() for tensor in held) <= BUDGET
-        return Followed(self, operator, self._followed, held if small else [])
+        return self._followed, held if small else []
 
     def called(self, number: int, held: list[Tensor]) -> None:
         if self._summed:
@@ -64,12 +70,24 @@ class Prefetcher:
 class Followed:
     """An operator whose calls a prefetcher sees."""
 
-    def __init__(self, prefetcher: Prefetcher, operator: Linear | Experts, number: int, held: list[Tensor]) -> None:
+    def __init__(self, prefetcher: Prefetcher, operator: Callable[..., Tensor], number: int, held: list[Tensor]) -> None:
         self.prefetcher, self.operator, self.number, self.held = prefetcher, operator, number, held
 
-    def __call__(self, *arguments: Any) -> Tensor:
+    def __call__(self, *arguments: Any, **options: Any) -> Tensor:
         self.prefetcher.called(self.number, self.held)
-        return self.operator(*arguments)
+        return self.operator(*arguments, **options)
+
+
+class FollowedProlog(Followed):
+    """Whole, or begun with its first linear."""
+
+    def __init__(self, prefetcher: Prefetcher, prolog: MlaProlog, number: int, held: list[Tensor]) -> None:
+        super().__init__(prefetcher, prolog, number, held)
+        self.q_b = prolog.q_b
+        self._first = Followed(prefetcher, prolog.qkv_a, number, held)
+
+    def qkv_a(self, x: Tensor) -> Tensor:
+        return self._first(x)
 
 
 def find_prefetcher(device: torch.device, parallel: Parallel) -> Prefetcher | None:

@@ -89,7 +89,7 @@ class Runner:
         """token_ids, one per (sequence, position), with where they lie in the cache."""
         size = self.cache.block_size
         positions = np.array([position for _, position in tokens])
-        tables = np.zeros((len(tokens), max(len(sequence.blocks) for sequence, _ in tokens)), dtype=np.int64)
+        tables = np.zeros((len(tokens), max(len(sequence.blocks) for sequence, _ in tokens)), dtype=np.int32)
         for row, (sequence, _) in enumerate(tokens):
             tables[row, : len(sequence.blocks)] = sequence.blocks
         slots = tables[np.arange(len(tokens)), positions // size] * size + positions % size

@@ -25,8 +25,9 @@ from quantkit.executor.devices import free_bytes
 from quantkit.executor.parallel import SINGLE, Parallel
 from quantkit.executor.prefetch import find_prefetcher
 from quantkit.executor.split import cut_columns, cut_rows, share_range
+from quantkit.models.rope import Rope
 from quantkit.models.table import Parameter
-from quantkit.models.weights import ExpertsOp, LinearOp
+from quantkit.models.weights import ExpertsOp, LinearOp, PrologOp
 from quantkit.quant.weights import Fp4Weight, IntWeight, Weight, dequantize
 
 _EXPANDED_SHARE = 0.25
@@ -89,6 +90,21 @@ class ExecutorWeights:
                 return SideBySide([self._prepare(one) for one in operands])
             fused = stack(fused, operand)
         return self._prepare(fused)
+
+    def mla_prolog(self, attention: str, kv_b: Tensor, gains: tuple[Tensor, Tensor], eps: float, rope: Rope) -> PrologOp | None:
+        """As `Weights.mla_prolog`: where a backend's operator takes such sizes, and weights as they are."""
+        backend = backends.choose("mla_prolog", "auto", self.device, self.dtype)
+        if backend == "reference" or self.backend == "reference":
+            return None
+        q_a, q_b, kv_a = (self._operand(f"{attention}.{name}") for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"))
+        weights = kernels.MlaWeights(q_a, q_b, kv_a, kv_b, *gains)
+        if kernels.why_no_prolog(weights, rope.dim, rope.interleaved, backend, self.dtype, self.device):
+            return None
+        prolog = kernels.prepare_mla_prolog(
+            weights, rope.dim, eps=eps, interleaved=rope.interleaved, backend=backend, dtype=self.dtype, device=self.device
+        )
+        self.nbytes += prolog.nbytes
+        return self._prefetcher.follow_prolog(prolog) if self._prefetcher else prolog
 
     def experts(self, prefix: str, num_experts: int) -> ExpertsOp:
         return self._experts(prefix, num_experts, (self._expert(f"{prefix}.{expert}") for expert in range(num_experts)))

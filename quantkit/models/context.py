@@ -8,10 +8,12 @@ from typing import Protocol
 
 import quantkit_kernels
 import torch
+from quantkit_kernels import mla_prepare
 from torch import Tensor
 from torch.nn import functional as F
 
 from quantkit.models.rope import Rope
+from quantkit.models.weights import PrologOp
 
 
 class Context(Protocol):
@@ -27,6 +29,9 @@ class Context(Protocol):
 
     def attend_mla(self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float) -> Tensor:
         """Second part: q [T, heads, nope + rope.dim], its rotary part not yet turned; kv_b [heads, nope + v, kv_lora]. -> [T, heads, v]."""
+
+    def decode_mla(self, layer: int, x: Tensor, prolog: PrologOp, rope: Rope, scale: float) -> Tensor | None:
+        """Both parts and the projections before them, x [T, H] -> [T, heads, v], by a prolog; None where this pass is not one for it."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Grouped-query attention: q [T, heads, d], k and v [T, kv_heads, d], heads a multiple of kv_heads. Returns [T, heads, d]."""
@@ -53,10 +58,9 @@ class Positions:
         """q [T, heads, nope + rope.dim] with its rotary part turned."""
         return torch.cat((q[..., : -rope.dim], self.rotate(rope, q[..., -rope.dim :])), dim=-1)
 
-    def store_in(self, cache: Tensor, slots: Tensor, qkv_a: Tensor, q_norm: Tensor, kv_norm: Tensor, eps: float, rope: Rope) -> Tensor:
-        """`Context.store_mla` into cache [num_blocks, block_size, kv_lora + rope.dim], token t in slot slots[t]."""
-        cos, sin = self.angles(rope)
-        return quantkit_kernels.mla_prepare(qkv_a, q_norm, kv_norm, cos, sin, cache, slots, eps=eps, interleaved=rope.interleaved)
+    def decode_mla(self, layer: int, x: Tensor, prolog: PrologOp, rope: Rope, scale: float) -> Tensor | None:
+        """Not here: this pass wants keys and values, which a prolog does not compute."""
+        return None
 
 
 def expand_latents(cached: Tensor, kv_b: Tensor, nope: int) -> tuple[Tensor, Tensor]:
@@ -76,7 +80,8 @@ class CausalContext(Positions):
 
     def store_mla(self, layer: int, qkv_a: Tensor, q_norm: Tensor, kv_norm: Tensor, eps: float, rope: Rope) -> Tensor:
         self.stored = qkv_a.new_empty(len(qkv_a), 1, kv_norm.shape[0] + rope.dim)
-        return self.store_in(self.stored, self.rows, qkv_a, q_norm, kv_norm, eps, rope)
+        angles = self.angles(rope)
+        return mla_prepare(qkv_a, q_norm, kv_norm, *angles, self.stored, self.rows, eps=eps, interleaved=rope.interleaved)
 
     def attend_mla(self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float) -> Tensor:
         q = self.rotate_last(rope, q)

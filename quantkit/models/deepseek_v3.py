@@ -171,19 +171,24 @@ class Attention:
     def __init__(self, config: Config, layer: int, weights: Weights) -> None:
         a = f"model.layers.{layer}.self_attn"
         self.config, self.layer = config, layer
-        self.qkv_a = weights.fused_linear((f"{a}.q_a_proj", f"{a}.kv_a_proj_with_mqa"))
         self.q_norm = weights.tensor(f"{a}.q_a_layernorm.weight")
-        self.q_b = weights.linear(f"{a}.q_b_proj")
         self.kv_norm = weights.tensor(f"{a}.kv_a_layernorm.weight")
         self.kv_b = weights.dense(f"{a}.kv_b_proj").view(-1, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank)
+        self.prolog = prolog = weights.mla_prolog(a, self.kv_b, (self.q_norm, self.kv_norm), config.rms_norm_eps, config.rope)
+        self.qkv_a = prolog.qkv_a if prolog else weights.fused_linear((f"{a}.q_a_proj", f"{a}.kv_a_proj_with_mqa"))
+        self.q_b = prolog.q_b if prolog else weights.linear(f"{a}.q_b_proj")
         self.o = weights.linear(f"{a}.o_proj")
 
     def __call__(self, x: Tensor, context: Context) -> Tensor:
         """x [T, H] -> [T, H], partial over ranks."""
-        c = self.config
-        q_a = context.store_mla(self.layer, self.qkv_a(x), self.q_norm, self.kv_norm, c.rms_norm_eps, c.rope)
-        q = self.q_b(q_a).unflatten(-1, (-1, c.qk_head_dim))
-        return self.o(context.attend_mla(self.layer, q, self.kv_b, c.rope, c.softmax_scale).flatten(1))
+        c, attended = self.config, None
+        if self.prolog is not None:
+            attended = context.decode_mla(self.layer, x, self.prolog, c.rope, c.softmax_scale)
+        if attended is None:
+            q_a = context.store_mla(self.layer, self.qkv_a(x), self.q_norm, self.kv_norm, c.rms_norm_eps, c.rope)
+            q = self.q_b(q_a).unflatten(-1, (-1, c.qk_head_dim))
+            attended = context.attend_mla(self.layer, q, self.kv_b, c.rope, c.softmax_scale)
+        return self.o(attended.flatten(1))
 
 
 def moe_mlp(config: Config, prefix: str, weights: Weights) -> MoeMlp:

@@ -5,15 +5,28 @@ So one forward serves both, and no forward knows about files, schemes or devices
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
+
+from quantkit.models.rope import Rope
 
 LinearOp = Callable[[Tensor], Tensor]
 """x [..., K] -> [..., N] in x's dtype."""
 
 ExpertsOp = Callable[[Tensor, Tensor, Tensor], Tensor]
 """x [T, H], topk_ids [T, k] int64, topk_weights [T, k] float32 -> weighted sum over the chosen experts [T, H] in x's dtype."""
+
+
+class PrologOp(Protocol):
+    """Latent attention of a decode step from the layer's normed input on, and its first linears for passes that want keys and values."""
+
+    def __call__(self, x: Tensor, *where: Any, **how: Any) -> Tensor:
+        """As `quantkit_kernels.MlaProlog`."""
+
+    def qkv_a(self, x: Tensor) -> Tensor: ...
+
+    def q_b(self, x: Tensor) -> Tensor: ...
 
 
 class Weights(Protocol):
@@ -28,6 +41,12 @@ class Weights(Protocol):
 
     def fused_linear(self, modules: tuple[str, ...]) -> LinearOp:
         """Linears that read the same input, as one operator; outputs are concatenated in the order given."""
+
+    def mla_prolog(self, attention: str, kv_b: Tensor, gains: tuple[Tensor, Tensor], eps: float, rope: Rope) -> PrologOp | None:
+        """q_a_proj, q_b_proj and kv_a_proj_with_mqa of `attention` as one operator of a decode step; None where there is none for them.
+
+        kv_b [heads, nope + v, kv_lora]; gains of the norms after q_a and of the latent.
+        """
 
     def dense(self, module: str) -> Tensor:
         """The weight [N, K] of a linear in the compute dtype, decoded if it is packed."""

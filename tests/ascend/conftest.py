@@ -25,6 +25,40 @@ def _installed(package: str) -> bool:
 collect_ignore = [folder for folder, package in ENVIRONMENTS.items() if not _installed(package)]
 
 
+R1_ATTENTION = {
+    "hidden_size": 1024,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "n_routed_experts": 16,
+}
+"""DeepSeek-R1's sizes of latent attention, for which torch_npu has operators of its own; the rest is small."""
+
+
+@pytest.fixture(scope="session")
+def r1_attention(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A random model with R1's latent attention on a scheme's grid, made once; scheme bf16 is the model itself."""
+    import make_model
+
+    from quantkit.quantize import quantize
+    from quantkit.recipe import Recipe
+    from quantkit.schemes import find_scheme
+
+    folder, config = tmp_path_factory.mktemp("r1_attention"), make_model.tiny_config(**R1_ATTENTION)
+    source = make_model.write_dense(folder / "bf16", config, make_model.random_tensors(config))
+
+    def make(scheme: str) -> Path:
+        if not (folder / scheme).exists():
+            quantize(source, folder / scheme, find_scheme(scheme), "auto", Recipe(scheme=scheme, methods=()), device="cpu")
+        return folder / scheme
+
+    return make
+
+
 @pytest.fixture(scope="session")
 def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The built-in model rounded to nearest on a scheme's grid, made once."""

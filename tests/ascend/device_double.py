@@ -2,11 +2,14 @@
 
 A graph records the operators that the step calls, with the very tensors; a replay calls them again and leaves results where the first ones
 lay, as a device does. So whatever a captured step may not do shows: waiting for a value, depending on one, or making a tensor of host data.
+What an operator took from the host stays as it was captured, but for the operators that torch_npu's own graphs let be told anew: a replay
+waits at these until `update` was called.
 """
 
 import contextlib
 import sys
 from collections.abc import Iterator
+from copy import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 WAITS = {"_local_scalar_dense", "nonzero", "lift_fresh"}
 """Operators that read a value, size a result by values, or bring a tensor from the host."""
+TOLD = {"npu_fused_infer_attention_score": ("actual_seq_lengths", "actual_seq_lengths_kv")}
+"""Operators that torch_npu 2.13's graphs tell anew, and what of: its own handlers, which tests/ascend/schemas holds against this."""
 
 
 class Refuse(TorchFunctionMode):
@@ -40,36 +45,61 @@ class Record(TorchDispatchMode):
         self.launches, self.inside = launches, False
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = operator._schema.name.partition("::")[2]
+        name = _name(operator)
         if name in WAITS:
             raise RuntimeError(f"{name}: operation not permitted when stream is capturing")
         self.inside = True
         results = operator(*args, **(kwargs or {}))
         self.inside = False
-        self.launches.append((operator, args, kwargs or {}, results))
+        taken = {key: copy(value) if isinstance(value, list) else value for key, value in (kwargs or {}).items()}
+        self.launches.append((operator, args, taken, results))
         return results
 
 
 class NPUGraph:
     def __init__(self) -> None:
         self.launches: list[Any] = []
+        self.auto_dispatch_capture = False
+        self.waiting = False
 
     def replay(self) -> None:
+        assert not self.waiting, "the last replay still waits for its lengths"
+        self.waiting = self.auto_dispatch_capture and any(_name(operator) in TOLD for operator, *_ in self.launches)
+        if not self.waiting:
+            self._run()
+
+    def update(self, cpu_update_input: list[dict[str, Any]]) -> None:
+        assert self.auto_dispatch_capture, "the graph was not captured for updates"
+        (told,) = cpu_update_input  # one for all, as the executor's layers attend to the same lengths
+        for operator, _, kwargs, _ in self.launches:
+            kwargs.update({key: told[key] for key in TOLD.get(_name(operator), ()) if key in told})
+        if self.waiting:
+            self.waiting = False
+            self._run()
+
+    def _run(self) -> None:
         for operator, args, kwargs, results in self.launches:
             for old, new in zip(tree_leaves(results), tree_leaves(operator(*args, **kwargs))):
                 if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
 
 
+def _name(operator: Any) -> str:
+    return str(operator._schema.name).partition("::")[2]
+
+
 @contextlib.contextmanager
-def graph(target: NPUGraph, pool: object, stream: object, capture_error_mode: str) -> Iterator[None]:
+def graph(target: NPUGraph, pool: object, stream: object, capture_error_mode: str, auto_dispatch_capture: bool = False) -> Iterator[None]:
     assert capture_error_mode == "thread_local"
+    target.auto_dispatch_capture = auto_dispatch_capture
     with Record(target.launches) as record, Refuse(record):
         yield
 
 
 class Stream:
     def wait_stream(self, other: object) -> None: ...
+
+    def synchronize(self) -> None: ...
 
 
 def driver() -> SimpleNamespace:

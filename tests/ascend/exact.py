@@ -10,31 +10,38 @@ import contextlib
 import importlib
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from quantkit_kernels import backends
 from quantkit_kernels.experts import Experts, ExpertsLayout
 from quantkit_kernels.functional import Choice
+from quantkit_kernels.latents import CacheLayout, Latents
 from quantkit_kernels.linear import Linear, quantize_rows
+from quantkit_kernels.prolog import MlaWeights, sizes_of
 from quantkit_kernels.reference.experts import LoopLayout
 from quantkit_kernels.reference.functional import absorbed, values
-from quantkit_kernels.weights import Fp4, Int4, Int8, Weight, dequantize, shape
+from quantkit_kernels.torch_npu.prolog import prolog_refused
+from quantkit_kernels.weights import Fp4, Int4, Int8, Weight, dequantize, kind, shape
 from torch import Tensor
+
+from quantkit.executor.weights import ExecutorWeights
+from quantkit.models.rope import Rope
 
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
     """Within it backend "reference" is this module's."""
-    here = SimpleNamespace(**{name: globals()[name] for name in (*FUNCTIONS, "linear", "experts_layout", "unusable")})
-    plain = backends.module
+    here = SimpleNamespace(**{name: globals()[name] for name in (*FUNCTIONS, "cache_layout", "linear", "experts_layout", "unusable")})
+    plain, chained = backends.module, ExecutorWeights.mla_prolog
     backends.module = lambda name: cast(ModuleType, here) if name == "reference" else importlib.import_module(f"quantkit_kernels.{name}")
+    ExecutorWeights.mla_prolog = mla_prolog  # type: ignore[method-assign]
     backends.find.cache_clear()
     try:
         yield
     finally:
-        backends.module = plain
+        backends.module, ExecutorWeights.mla_prolog = plain, chained  # type: ignore[method-assign]
         backends.find.cache_clear()
 
 
@@ -152,10 +159,39 @@ def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bo
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """cos, sin [T, D/2], or the same twice side by side."""
     assert interleaved
+    cos, sin = (table[:, : x.shape[2] // 2] for table in (cos, sin))
     pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)).contiguous())
     angles = torch.complex(cos.double(), sin.double())[:, None]
     return torch.view_as_real(pairs * angles).flatten(-2).to(x.dtype)
+
+
+def cache_layout(kv_lora: int, rope_dim: int, dtype: torch.dtype) -> CacheLayout:
+    apart = (kv_lora, rope_dim) == (512, 64) and dtype != torch.float32
+    return CacheLayout((512, 64) if apart else (kv_lora + rope_dim,), 128)
+
+
+def pages(cache: Latents) -> Tensor:
+    """One tensor [.., kv_lora + R] of what is cached."""
+    return cache if isinstance(cache, Tensor) else torch.cat(cache, dim=-1)
+
+
+def cached_order(turned_pairs: Tensor, cache: Latents) -> Tensor:
+    """Channels as the cache has them: in two tensors, even ones before odd ones."""
+    if isinstance(cache, Tensor):
+        return turned_pairs
+    return torch.cat([turned_pairs[..., ::2], turned_pairs[..., 1::2]], dim=-1)
+
+
+def store(cache: Latents, slots: Tensor, latent: Tensor, key: Tensor) -> None:
+    """latent [T, kv_lora]; key [T, 1, R], turned."""
+    key = cached_order(key, cache)[:, 0]
+    if isinstance(cache, Tensor):
+        cache.view(-1, cache.shape[2])[slots] = torch.cat([latent, key], dim=-1).to(cache.dtype)
+        return
+    for part, rows in zip(cache, (latent, key)):
+        part.view(-1, part.shape[2])[slots] = rows.to(part.dtype)
 
 
 def mla_prepare(
@@ -164,15 +200,14 @@ def mla_prepare(
     kv_norm: Tensor,
     cos: Tensor,
     sin: Tensor,
-    cache: Tensor,
+    cache: Latents,
     slots: Tensor,
     eps: float,
     interleaved: bool,
 ) -> Tensor:
-    q_a, latent, k_pe = qkv_a.split([len(q_norm), len(kv_norm), 2 * cos.shape[1]], dim=-1)
-    rows = cache.view(-1, cache.shape[2])
-    rows[slots, : len(kv_norm)] = rms_norm(latent, kv_norm, eps).to(cache.dtype)
-    rows[slots, len(kv_norm) :] = turned(k_pe[:, None], cos, sin, interleaved)[:, 0].to(cache.dtype)
+    rope_dim = qkv_a.shape[1] - len(q_norm) - len(kv_norm)
+    q_a, latent, k_pe = qkv_a.split([len(q_norm), len(kv_norm), rope_dim], dim=-1)
+    store(cache, slots, rms_norm(latent, kv_norm, eps), turned(k_pe[:, None], cos, sin, interleaved))
     return rms_norm(q_a, q_norm, eps)
 
 
@@ -181,21 +216,87 @@ def mla_decode(
     kv_b: Tensor,
     cos: Tensor,
     sin: Tensor,
-    cache: Tensor,
+    cache: Latents,
     block_table: Tensor,
     seq_lens: Tensor,
     scale: float,
     interleaved: bool,
+    lengths: object,
 ) -> Tensor:
     """The products with W_UK and W_UV are torch's, as on the NPU."""
-    kv_lora, rope_dim = kv_b.shape[2], 2 * cos.shape[1]
-    query = torch.cat([absorbed(q, kv_b, cos), turned(q[..., -rope_dim:], cos, sin, interleaved)], dim=-1)
+    nope = q.shape[2] - (pages(cache).shape[2] - kv_b.shape[2])
+    q_pe = cached_order(turned(q[..., nope:], cos, sin, interleaved), cache)
+    return attend(absorbed(q[..., :nope], kv_b), q_pe, kv_b, nope, cache, block_table, seq_lens, scale)
+
+
+def attend(q: Tensor, q_pe: Tensor, kv_b: Tensor, nope: int, cache: Latents, block_table: Tensor, seq_lens: Tensor, scale: float) -> Tensor:
+    query, kv_lora, cached = torch.cat([q, q_pe], dim=-1), kv_b.shape[2], pages(cache)
     out = torch.zeros(*q.shape[:2], kv_lora, dtype=q.dtype)
     for row, length in enumerate(seq_lens.tolist()):
-        seen = cache[block_table[row]].flatten(0, 1)[:length].to(q.dtype).double()
+        seen = cached[block_table[row]].flatten(0, 1)[:length].to(q.dtype).double()
         scores = query[row].double() @ seen.T * scale
         out[row] = (scores.softmax(dim=-1) @ seen[:, :kv_lora]).to(q.dtype)
-    return values(out, q, kv_b, cos)
+    return values(out, kv_b, nope)
+
+
+class ExactProlog:
+    """npu_mla_prolog_v3 as its public kernel rounds: products of bf16 to bf16, dequantized ones only where they leave it."""
+
+    def __init__(self, weights: MlaWeights, eps: float) -> None:
+        self.weights, self.eps = weights, eps
+        self.nope = shape(weights.q_b)[0] // len(weights.kv_b) - 64
+
+    def qkv_a(self, x: Tensor) -> Tensor:
+        return torch.cat([self._linear(x, self.weights.q_a), self._linear(x, self.weights.kv_a)], dim=-1)
+
+    def q_b(self, x: Tensor) -> Tensor:
+        return self._linear(x, self.weights.q_b)
+
+    def _linear(self, x: Tensor, weight: Weight) -> Tensor:
+        """In prefill; an unquantized one is torch's own product on the NPU too."""
+        if isinstance(weight, Int8):
+            return product(x, weight).bfloat16()
+        return x @ dequantize(weight, torch.float32).bfloat16().T.contiguous()
+
+    def __call__(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: Latents,
+        slots: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        *,
+        scale: float,
+        lengths: object,
+    ) -> Tensor:
+        w, quantized = self.weights, isinstance(self.weights.q_a, Int8)
+        inside = torch.float64 if quantized else torch.bfloat16
+        q_a, kv_a = product(x, w.q_a).to(inside), product(x, w.kv_a).to(inside)
+        store(cache, slots, rms_norm(kv_a[:, :512], w.kv_norm, self.eps), turned(kv_a[:, None, 512:], cos, sin, True))
+        q = product(rms_norm(q_a, w.q_norm, self.eps), w.q_b).to(inside).unflatten(1, (len(w.kv_b), -1))
+        up_k = w.kv_b[:, : self.nope].double()
+        q_nope = torch.einsum("tnd,ndk->tnk", q[..., : self.nope].bfloat16().double(), up_k).bfloat16()
+        q_pe = cached_order(turned(q[..., self.nope :], cos, sin, True), cache).bfloat16()
+        return attend(q_nope, q_pe, w.kv_b, self.nope, cache, block_table, seq_lens, scale)
+
+
+def product(x: Tensor, weight: Weight) -> Tensor:
+    """Float64, nothing rounded but what an int8 product reads."""
+    if isinstance(weight, Int8):
+        codes, scale = quantize_rows(x)
+        return (codes.double() @ weight.codes.double().T) * weight.scale.double().T * scale.double()
+    return x.double() @ dequantize(weight, torch.float32).bfloat16().double().T
+
+
+def mla_prolog(self: ExecutorWeights, attention: str, kv_b: Tensor, gains: tuple[Tensor, Tensor], eps: float, rope: Rope) -> Any:
+    """ExecutorWeights.mla_prolog: for the layers that torch_npu takes."""
+    names = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")
+    weights = MlaWeights(*(self._operand(f"{attention}.{name}") for name in names), kv_b, *gains)
+    kinds = (kind(weights.q_a), kind(weights.q_b), kind(weights.kv_a))
+    taken = self.dtype == torch.bfloat16 and prolog_refused(sizes_of(weights, rope.dim), rope.interleaved, kinds) is None
+    return ExactProlog(weights, eps) if taken else None
 
 
 FUNCTIONS = ("rms_norm", "add_rms_norm", "silu_and_mul", "route", "moe_gate", "rope", "mla_prepare", "mla_decode")

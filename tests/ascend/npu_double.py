@@ -165,38 +165,65 @@ def _halves_turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([even, odd], dim=-1) * cos + torch.cat([-odd, even], dim=-1) * sin
 
 
+def _interleave_rope(a: Any) -> Tensor:
+    return _halves_turned(a.x.double(), a.cos.double(), a.sin.double()).to(a.x.dtype)
+
+
+def _kv_rmsnorm_rope_cache(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    latent, k_pe = a.kv.split([512, 64], dim=-1)
+    keys = _halves_turned(k_pe.double(), a.cos.double(), a.sin.double())
+    _store(a.ckv_cache, a.index, _normed(latent, a.gamma, a.epsilon)[0])
+    _store(a.k_cache, a.index, keys)
+    return a.k_cache, a.ckv_cache, torch.zeros(1), torch.zeros(1)
+
+
+def _store(cache: Tensor, slots: Tensor, values: Tensor) -> None:
+    width = cache.shape[-1]
+    cache.view(-1, width).index_copy_(0, slots, values.reshape(-1, width).to(cache.dtype))
+
+
 def _mla_prolog_v3(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Products of bf16 are rounded to bf16, dequantized ones not before they were normed, turned, or enter the product with W_UK (CANN's
+    ops-transformer at c29bc10, mla_prolog_comm.h, types by scenario)."""
     heads, nope = a.weight_uk.shape[:2]
     cos, sin = a.rope_cos.double(), a.rope_sin.double()
     x, w_dq, w_uq_qr, w_dkv_kr = a.token_x.double(), a.weight_dq.double(), a.weight_uq_qr.double(), a.weight_dkv_kr.double()
+    low, kv = x @ w_dq, x @ w_dkv_kr
     if a.weight_quant_mode == 2:
-        x = x * a.dequant_scale_x.double()
-        w_dq, w_dkv_kr = w_dq * a.dequant_scale_w_dq.double(), w_dkv_kr * a.dequant_scale_w_dkv_kr.double()
-    c_q = _normed(x @ w_dq, a.rmsnorm_gamma_cq, a.rmsnorm_epsilon_cq)[0]
+        row = a.dequant_scale_x.double()
+        low, kv = low * row * a.dequant_scale_w_dq.double(), kv * row * a.dequant_scale_w_dkv_kr.double()
+    else:
+        low, kv = low.bfloat16(), kv.bfloat16()
+    c_q = _normed(low, a.rmsnorm_gamma_cq, a.rmsnorm_epsilon_cq)[0]
     if a.weight_quant_mode:
         codes, row_scale = _dynamic_quant(bind("npu_dynamic_quant", (c_q,), {}))
-        c_q, w_uq_qr = codes.double() * row_scale.double().unsqueeze(1), w_uq_qr * a.dequant_scale_w_uq_qr.double()
-    q_nope, q_pe = (c_q @ w_uq_qr).unflatten(1, (heads, -1)).split([nope, 64], dim=-1)
-    absorbed = torch.einsum("tnd,ndk->tnk", q_nope, a.weight_uk.double())
-    latent, k_pe = (x @ w_dkv_kr).split([512, 64], dim=-1)
-    written = (_normed(latent, a.rmsnorm_gamma_ckv, a.rmsnorm_epsilon_ckv)[0], _halves_turned(k_pe, cos, sin))
-    for cache, values in zip((a.kv_cache, a.kr_cache), written):
-        cache.view(-1, cache.shape[-1]).index_copy_(0, a.cache_index, values.to(cache.dtype))
+        query = codes.double() @ w_uq_qr * row_scale.double().unsqueeze(1) * a.dequant_scale_w_uq_qr.double()
+    else:
+        query = (c_q.double() @ w_uq_qr).bfloat16().double()
+    q_nope, q_pe = query.unflatten(1, (heads, -1)).split([nope, 64], dim=-1)
+    absorbed = torch.einsum("tnd,ndk->tnk", q_nope.bfloat16().double(), a.weight_uk.double())
+    latent, k_pe = kv.split([512, 64], dim=-1)
+    _store(a.kv_cache, a.cache_index, _normed(latent, a.rmsnorm_gamma_ckv, a.rmsnorm_epsilon_ckv)[0])
+    _store(a.kr_cache, a.cache_index, _halves_turned(k_pe.double(), cos, sin))
     query_rope = _halves_turned(q_pe, cos[:, None], sin[:, None])
     nothing = torch.zeros(1)
-    return absorbed.bfloat16(), query_rope.bfloat16(), nothing, nothing.clone(), nothing.clone()
+    return absorbed.bfloat16().contiguous(), query_rope.bfloat16(), nothing, nothing.clone(), nothing.clone()
 
 
 def _fused_infer_attention_score(a: Any) -> tuple[Tensor, Tensor]:
+    """Paged, one query token a row: each over its own tokens and nothing behind them."""
     shared = a.num_heads // a.num_key_value_heads
-    query, key, value = a.query.double(), a.key.double(), a.value.double()
-    if a.query_rope is not None:
-        query, key = torch.cat([query, a.query_rope.double()], dim=-1), torch.cat([key, a.key_rope.double()], dim=-1)
-    scores = query @ key.repeat_interleave(shared, dim=1).transpose(2, 3) * a.scale
-    if a.atten_mask is not None:
-        scores = scores.masked_fill(a.atten_mask, -math.inf)
-    attended = scores.softmax(dim=-1) @ value.repeat_interleave(shared, dim=1)
-    return attended.to(a.query.dtype), torch.zeros(1)
+    out = torch.zeros(*a.query.shape[:3], a.value.shape[-1], dtype=torch.float64)
+    for row, length in enumerate(a.actual_seq_lengths_kv):
+        blocks = a.block_table[row, : -(-length // a.block_size)].long()
+        seen = [part[blocks].transpose(0, 1).flatten(1, 2)[:, :length].double() for part in (a.key, a.value)]  # [key heads, length, D]
+        query = a.query[row].double()
+        if a.query_rope is not None:
+            turned = a.key_rope[blocks].transpose(0, 1).flatten(1, 2)[:, :length].double()
+            query, seen[0] = torch.cat([query, a.query_rope[row].double()], dim=-1), torch.cat([seen[0], turned], dim=-1)
+        keys, values = (side.repeat_interleave(shared, dim=0) for side in seen)
+        out[row] = (query @ keys.transpose(1, 2) * a.scale).softmax(dim=-1) @ values
+    return out.to(a.query.dtype), torch.zeros(1)
 
 
 RESULTS = {
@@ -212,6 +239,8 @@ RESULTS = {
     "npu_add_rms_norm": _add_rms_norm,
     "npu_rotary_mul": _rotary_mul,
     "npu_fused_infer_attention_score": _fused_infer_attention_score,
+    "npu_interleave_rope": _interleave_rope,
+    "npu_kv_rmsnorm_rope_cache": _kv_rmsnorm_rope_cache,
     "npu_mla_prolog_v3": _mla_prolog_v3,
     "npu_format_cast": lambda a: a.input.clone(),
     "npu_prefetch": lambda a: None,

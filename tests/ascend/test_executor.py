@@ -94,7 +94,7 @@ def test_as_far_from_float32_as_the_reference(model: Path, dtype: str) -> None:
     with npu_double.installed():
         ours = forced(model, dtype, "torch_npu", text, len(prompt))
     assert len(ours) > 20
-    assert divergence(ideal, ours) < 2 * divergence(ideal, reference)
+    assert divergence(ideal, ours) < max(2 * divergence(ideal, reference), 1e-5)  # in fp16 both are next to nothing
     # A greedy token may differ only where the two best are closer than the reference's own rounding moves them.
     best = ideal.topk(2, dim=-1)
     gap = best.values[:, 0] - best.values[:, 1]
@@ -107,14 +107,15 @@ def test_as_far_from_float32_as_the_reference(model: Path, dtype: str) -> None:
 def forced(path: Path, dtype: str, backend: str, text: list[int], prompt: int) -> Tensor:
     """Log-probabilities float64 [steps, vocab] after the prompt and after each later token, decoded one by one whatever they are."""
     loaded = load_model(path, device="cpu", dtype=dtype, backend=backend)
-    kept = torch.float32 if dtype == "float32" else torch.bfloat16
-    cache = PagedCache(loaded.num_cached_layers, 8, loaded.cache_width, block_size=64, dtype=kept, device="cpu")
+    kept, layout = torch.float32 if dtype == "float32" else loaded.dtype, loaded.cache_layout
+    parts, size = layout.widths if len(layout.widths) > 1 else (), layout.block_size
+    cache = PagedCache(loaded.num_cached_layers, 8, loaded.cache_width, block_size=size, dtype=kept, device="cpu", parts=parts)
     table = torch.arange(1, 8)
     hidden = loaded.model(torch.tensor(text[:prompt]), PrefillContext(cache, [Chunk(0, prompt, table)]))
     rows = [loaded.model.logits(hidden[-1:])]
     for place in range(prompt, len(text)):
         position = torch.tensor([place])
-        context = DecodeContext(cache, position, table[None], table[position // 64] * 64 + position % 64)
+        context = DecodeContext(cache, position, table[None], table[position // size] * size + position % size)
         rows.append(loaded.model.logits(loaded.model(torch.tensor([text[place]]), context)))
     return torch.cat(rows).double().log_softmax(dim=-1)
 

@@ -9,14 +9,13 @@ import torch
 from ascend import npu_double
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quantkit.costmodel import load_hardware
+from quantkit.costmodel import Launches, load_hardware
 from quantkit.executor.engine import Engine
+from quantkit.executor.graphs import compute
 from quantkit.executor.sampling import SamplingParams
 
 VIEWS = {"view", "_unsafe_view", "expand", "detach", "alias"}
-NOT_LAUNCHED = VIEWS | {"empty", "empty_like", "new_empty", "_local_scalar_dense"}
-SPLIT_OF_LATENT_AND_ROPE = 2
-"""Copies that mla_decode makes at DeepSeek-V3's sizes and not at the built-in model's."""
+NOT_LAUNCHED = VIEWS | {"empty", "empty_like", "new_empty", "_local_scalar_dense", "lift_fresh"}
 
 
 class CountLaunches(TorchDispatchMode):
@@ -33,26 +32,28 @@ class CountLaunches(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("scheme", ["rtn-w4a16", "int8-a8w8c16"])
+@pytest.mark.parametrize(("scheme", "counted"), [("rtn-w4a16", "written"), ("int8-a8w8c16", "written_int8")])
 @torch.no_grad()
-def test_launches_of_a_layer(scheme: str, quantized: Callable[[str], Path]) -> None:
-    hardware = load_hardware("910b1")
-    extra = hardware.extra_launches_int8
+def test_launches_of_a_step(scheme: str, counted: str, r1_attention: Callable[[str], Path]) -> None:
+    """At R1's sizes of attention, a dense layer, one with experts, and what is launched once, of two sequences: slices of several rows
+    must be copied where an operator wants them contiguous."""
+    found = []
     with npu_double.installed():
-        engine = Engine.load(quantized(scheme), device="cpu", dtype="bfloat16", max_batch=4, max_model_len=256)
-        sequence = engine.submit(engine.tokenizer.encode_chat([{"role": "user", "content": "hi"}]), SamplingParams(max_new_tokens=8))
+        engine = Engine.load(r1_attention(scheme), device="cpu", dtype="bfloat16", max_batch=4, max_model_len=256)
+        sequences = [engine.submit(list(range(first, first + 20)), SamplingParams(max_new_tokens=8)) for first in (5, 50)]
         engine.step()
         engine.step()
-        context = engine.runner.rows([0], [(sequence, sequence.num_cached)]).context(engine.cache)
-        hidden = torch.randn(1, engine.loaded.config.hidden_size, generator=torch.Generator().manual_seed(0)).bfloat16()
-        counted = []
-        for layer in engine.loaded.model.layers[:2]:
+        model, hidden = engine.loaded.model, torch.randn(2, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
+        rows = engine.runner.rows([5, 6], [(one, one.num_cached) for one in sequences])
+        context = rows.context(engine.cache)
+        for layer in model.layers:
             layer(hidden, hidden, context, layer.input_norm)  # tables made once a step are not a layer's
             with CountLaunches() as launches:
                 layer(hidden, hidden, context, layer.input_norm)
-            counted.append(len(launches.names) + SPLIT_OF_LATENT_AND_ROPE)
-    written = hardware.launches["written"]
-    expected = [written.dense_layer, written.moe_layer]
-    if scheme == "int8-a8w8c16":
-        expected = [expected[0] + extra.dense_layer, expected[1] + extra.moe_layer]
-    assert counted == expected
+            found.append(len(launches.names))
+        token_ids = torch.tensor([5, 6])
+        with CountLaunches() as launches:
+            compute(model, (token_ids,), rows.context(engine.cache))
+    assert len(found) == 2
+    dense, moe = found
+    assert load_hardware("910b1").launches[counted] == Launches(dense_layer=dense, moe_layer=moe, step=len(launches.names) - dense - moe)

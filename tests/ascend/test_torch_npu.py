@@ -7,7 +7,21 @@ import pytest
 import torch
 from ascend import npu_double
 from kernel_weights import exact_experts, layer, random_experts
-from quantkit_kernels import Fp4, dequantize, functional, prepare, reference, torch_npu
+from quantkit_kernels import (
+    Fp4,
+    MlaWeights,
+    cache_layout,
+    dequantize,
+    doubled_angles,
+    functional,
+    prepare,
+    prepare_mla_prolog,
+    reference,
+    table,
+    torch_npu,
+    why_no_prolog,
+)
+from quantkit_kernels.latents import split_latents
 from quantkit_kernels.samples import TOLERANCE, distance, exact_linear, latent_attention, random_weight
 from quantkit_kernels.torch_npu import calls, layout, rules
 
@@ -105,58 +119,130 @@ def test_rope(interleaved: bool, called: list[str]) -> None:
     assert called == ["npu_rotary_mul"]
 
 
-def test_mla_prepare(called: list[str]) -> None:
+def halves(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([x[..., ::2], x[..., 1::2]], dim=-1)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_mla_prepare(interleaved: bool, called: list[str]) -> None:
+    """DeepSeek-V3's sizes: norm, rotation and both caches in one launch."""
     called.clear()
     qkv_a, angles, slots = random(3, 1536 + 576), random(3, 32, dtype=torch.float32, seed=1), torch.tensor([5, 0, 17])
-    gains = random(1536, seed=2), random(512, seed=3)
-    ours, twin = torch.zeros(2, 16, 576, dtype=qkv_a.dtype), torch.zeros(2, 16, 576, dtype=qkv_a.dtype)
-    arguments = (qkv_a, *gains, angles.cos(), angles.sin())
+    gains, tables = (random(1536, seed=2), random(512, seed=3)), (angles.cos(), angles.sin())
+    latents, keys = torch.zeros(2, 16, 512).bfloat16(), torch.zeros(2, 16, 64).bfloat16()
+    cache, doubled = (latents, keys), doubled_angles(*tables, torch.bfloat16)
+    q_a = functional.mla_prepare(qkv_a, *gains, *doubled, cache, slots, eps=1e-6, interleaved=interleaved, backend="torch_npu")
+    twin = torch.zeros(2, 16, 576).bfloat16()
+    expected = reference.mla_prepare(qkv_a, *gains, *tables, twin, slots, 1e-6, interleaved)
+    assert distance(q_a, expected.double()) < 4e-3
+    assert distance(latents, twin[..., :512].double()) < 4e-3
+    assert distance(keys, (halves(twin[..., 512:]) if interleaved else twin[..., 512:]).double()) < 4e-3
+    assert called == ["npu_kv_rmsnorm_rope_cache", "npu_rms_norm"]
+
+
+def test_mla_prepare_of_other_sizes(called: list[str]) -> None:
+    called.clear()
+    qkv_a, angles, slots = random(3, 128 + 160), random(3, 16, dtype=torch.float32, seed=1), torch.tensor([5, 0, 17])
+    arguments = (qkv_a, random(128, seed=2), random(128, seed=3), angles.cos(), angles.sin())
+    ours, twin = torch.zeros(2, 16, 160).bfloat16(), torch.zeros(2, 16, 160).bfloat16()
     q_a = functional.mla_prepare(*arguments, ours, slots, eps=1e-6, backend="torch_npu")
     assert distance(q_a, reference.mla_prepare(*arguments, twin, slots, 1e-6, True).double()) < 4e-3
     assert distance(ours, twin.double()) < 4e-3
-    assert sorted(called) == ["npu_rms_norm", "npu_rms_norm", "npu_rotary_mul"]
+    assert called == ["npu_rms_norm", "npu_rotary_mul", "npu_rms_norm"]
 
 
-@pytest.mark.parametrize(("heads", "sizes"), [(16, (128, 64, 128, 512)), (128, (128, 64, 128, 512)), (8, (32, 32, 64, 128))])
-def test_mla_decode(heads: int, sizes: tuple[int, int, int, int], called: list[str]) -> None:
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize(("heads", "block_size"), [(16, 128), (128, 16), (1, 128)])
+def test_mla_decode(heads: int, block_size: int, interleaved: bool, called: list[str]) -> None:
+    """Pages where they lie; NaN past a sequence's end and in the tables' other blocks; lengths from the host, and from the device."""
     called.clear()
-    case = latent_attention([17, 0, 24], heads, 16, sizes, torch.bfloat16)
-    ours = functional.mla_decode(*case.arguments, scale=case.scale, backend="torch_npu")
+    sizes = (128, 64, 128, 512)
+    case = latent_attention([17, 0, 24, 129], heads, block_size, sizes, torch.bfloat16, interleaved=interleaved)
+    q, kv_b, cos, sin, cache, *where = case.arguments
+    angles, apart = doubled_angles(cos, sin, torch.bfloat16), split_latents(cache, 512, interleaved)
+    how = {"scale": case.scale, "interleaved": interleaved, "backend": "torch_npu"}
+    ours = functional.mla_decode(q, kv_b, *angles, apart, *where, **how)  # type: ignore[arg-type]
     assert distance(ours, case.exact) < 1e-2
+    assert torch.equal(functional.mla_decode(q, kv_b, *angles, apart, *where, lengths=[17, 0, 24, 129], **how), ours)  # type: ignore[arg-type]
+    assert called == ["npu_interleave_rope", "npu_fused_infer_attention_score"] * 2
+
+
+def test_mla_decode_of_other_sizes(called: list[str]) -> None:
+    """The built-in model's: one vector of latent and rotary key."""
+    called.clear()
+    case = latent_attention([17, 0, 24], 8, 128, (32, 32, 64, 128), torch.bfloat16)
+    assert distance(functional.mla_decode(*case.arguments, scale=case.scale, backend="torch_npu"), case.exact) < 1e-2
     assert called == ["npu_rotary_mul", "npu_fused_infer_attention_score"]
 
 
+def test_the_cache_lies_as_the_operators_want() -> None:
+    cpu = torch.device("cpu")
+    assert cache_layout(512, 64, torch.bfloat16, cpu, backend="torch_npu") == ((512, 64), 128)
+    assert cache_layout(512, 64, torch.float32, cpu, backend="torch_npu").widths == (576,)
+    assert cache_layout(128, 32, torch.bfloat16, cpu, backend="torch_npu").widths == (160,)
+    assert cache_layout(512, 64, torch.bfloat16, cpu, backend="reference").widths == (576,)
+    case = latent_attention([3], 2, 16, (128, 64, 128, 512), torch.bfloat16)
+    q, kv_b, cos, sin, cache, *where = case.arguments
+    with pytest.raises(ValueError, match="cache: in two tensors, which reference does not read"):
+        functional.mla_decode(q, kv_b, cos, sin, split_latents(cache, 512, True), *where, scale=1.0, backend="reference")
+
+
+def layer_of(grid: str, seed: int = 3, heads: int = 2) -> MlaWeights:
+    """One layer of R1's sizes but for the heads."""
+    rng = torch.Generator().manual_seed(seed)
+    q_a, q_b, kv_a = (random_weight(grid, n, k, rng) for n, k in ((1536, 7168), (heads * 192, 1536), (576, 7168)))
+    kv_b = (torch.randn(heads, 256, 512, generator=rng) / 512**0.5).bfloat16()
+    return MlaWeights(q_a, q_b, kv_a, kv_b, random(1536, seed=4).abs(), random(512, seed=5).abs())
+
+
 @pytest.mark.parametrize("grid", ["dense", "int8"])
-def test_mla_prolog_is_the_chain_it_replaces(grid: str) -> None:
-    """R1's sizes with two heads: products, norms, rotation, absorption and cache writes one by one, against the one launch."""
-    rng = torch.Generator().manual_seed(3)
-    q_a, q_b, kv_a = (random_weight(grid, n, k, rng) for n, k in ((1536, 7168), (2 * 192, 1536), (576, 7168)))
-    w_uk, gains = random(2, 128, 512), (random(1536).abs(), random(512).abs())
-    x, angles, slots = random(3, 7168), torch.rand(3, 32, generator=rng), torch.tensor([5, 40, 17])
-    caches = torch.zeros(3, 16, 1, 512).bfloat16(), torch.zeros(3, 16, 1, 64).bfloat16()
-    weights = (q_a[0].T, q_b[0].T, w_uk, kv_a[0].T)
-    prepared = [weight.contiguous() if grid == "int8" else weight.bfloat16().contiguous() for weight in weights]
-    prepared[2] = w_uk
-    scales = (q_a[1].flatten(), q_b[1].flatten(), kv_a[1].flatten()) if grid == "int8" else None
-    cos, sin = (table.repeat(1, 2).bfloat16() for table in (angles.cos(), angles.sin()))
-    four = (prepared[0], prepared[1], prepared[2], prepared[3])
-    absorbed, q_pe = calls.mla_prolog(x, four, gains, cos, sin, caches, slots, 1e-6, scales)
-
-    def normed(values: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
-        return functional.rms_norm(values, gain, 1e-6)
-
-    def turned(values: torch.Tensor) -> torch.Tensor:
-        pairs = functional.rope(values, torch.arange(3), cos[:, :32].float(), sin[:, :32].float())
-        return torch.cat([pairs[..., ::2], pairs[..., 1::2]], dim=-1)
-
-    low, kv = (prepare(weight, backend="torch_npu")(x) for weight in (q_a, kv_a))
-    query = prepare(q_b, backend="torch_npu")(normed(low, gains[0])).unflatten(1, (2, 192))
-    expected = torch.einsum("tnd,ndk->tnk", query[..., :128].float(), w_uk.float())
+def test_mla_prolog_is_the_chain_it_replaces(grid: str, called: list[str]) -> None:
+    """R1's sizes with two heads: queries, both caches and what the heads attended to, against the reference, launch by launch."""
+    weights = layer_of(grid)
+    x, angles, slots = random(3, 7168), torch.rand(3, 32, generator=torch.Generator().manual_seed(3)) * 6, torch.tensor([5, 40, 17])
+    tables = (angles.cos().bfloat16().float(), angles.sin().bfloat16().float())
+    table, seq_lens = torch.tensor([[0, 2], [2, 0], [1, 0]]).int(), torch.tensor([6, 9, 2])
+    prolog, chain = (prepare_mla_prolog(weights, 64, eps=1e-6, backend=name) for name in ("torch_npu", "reference"))
+    apart, whole = (torch.zeros(3, 16, 512).bfloat16(), torch.zeros(3, 16, 64).bfloat16()), torch.zeros(3, 16, 576).bfloat16()
+    called.clear()
+    absorbed, q_pe = prolog.query(x, *doubled_angles(*tables, torch.bfloat16), apart, slots)
+    assert called == ["npu_dynamic_quant", "npu_mla_prolog_v3"][grid != "int8" :]
+    expected, expected_pe = chain.query(x, *tables, whole, slots)
     assert distance(absorbed, expected.double()) < 2e-2
-    assert distance(q_pe, turned(query[..., 128:]).double()) < 2e-2
-    for cache, values in zip(caches, (normed(kv[:, :512], gains[1]), turned(kv[:, None, 512:])[:, 0])):
-        assert distance(cache.view(-1, cache.shape[-1])[slots], values.double()) < 2e-2
-        assert int(cache.view(48, -1).abs().sum(dim=1).count_nonzero()) == 3
+    assert distance(q_pe, halves(expected_pe).double()) < 2e-2
+    assert distance(apart[0], whole[..., :512].double()) < 2e-2
+    assert distance(apart[1], halves(whole[..., 512:]).double()) < 2e-2
+    written = torch.cat(apart, dim=-1).view(48, -1).abs().sum(dim=1).nonzero().flatten()
+    assert written.tolist() == [5, 17, 40]
+    ours = prolog(x, *doubled_angles(*tables, torch.bfloat16), apart, slots, table, seq_lens, scale=0.1)
+    theirs = chain(x, *tables, whole, slots, table, seq_lens, scale=0.1)
+    assert distance(ours, theirs.double()) < 2e-2
+    for one in ("qkv_a", "q_b"):  # for prefill
+        inputs = x if one == "qkv_a" else random(3, 1536)
+        assert distance(getattr(prolog, one)(inputs), getattr(chain, one)(inputs).double()) < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"grid": "int4-asym-128"}, "int8 or all unquantized, not int4"),
+        ({"grid": "fp4"}, "not fp4"),
+        ({"heads": 3}, "heads = 3"),
+        ({"interleaved": False}, "neighbouring"),
+        ({"dtype": torch.float16}, "bfloat16 only"),
+    ],
+)
+def test_mla_prolog_is_refused_with_the_reason(change: dict[str, Any], reason: str) -> None:
+    how: dict[str, Any] = {"grid": "int8", "heads": 2, "interleaved": True, "dtype": torch.bfloat16} | change
+    weights = layer_of(how["grid"], heads=how["heads"])
+    why = why_no_prolog(weights, 64, how["interleaved"], "torch_npu", how["dtype"], torch.device("cpu"))
+    assert reason in (why or "")
+
+
+def test_the_table_says_what_the_prolog_was_made_for() -> None:
+    (row,) = [one for one in table("cpu") if (one.operator, one.backend) == ("mla_prolog", "torch_npu")]
+    assert row.usable
+    assert "q_lora_rank 1536 or 2048" in row.reason
 
 
 def test_prefetch_names_every_tensor(called: list[str]) -> None:
@@ -186,9 +272,11 @@ def good_calls() -> dict[str, tuple[list[Any], dict[str, Any]]]:
     x, carriers, scale = random(4, 128), torch.zeros(128, 8, dtype=torch.int32), random(4, 64)
     counts = torch.tensor([1, 3])
     routing = {"active_num": 8, "expert_num": 4, "expert_tokens_num_type": 1, "expert_tokens_num_flag": True, "active_expert_range": [0, 4]}
-    q, latents = random(2, 16, 1, 512), random(2, 1, 24, 512)
-    attention = {"num_heads": 16, "num_key_value_heads": 1, "scale": 0.1, "input_layout": "BNSD"}
-    attention |= {"query_rope": random(2, 16, 1, 64), "key_rope": random(2, 1, 24, 64)}
+    q, latents = random(2, 16, 1, 512), random(3, 1, 16, 512)
+    attention: dict[str, Any] = {"num_heads": 16, "num_key_value_heads": 1, "scale": 0.1, "input_layout": "BNSD"}
+    attention |= {"query_rope": random(2, 16, 1, 64), "key_rope": random(3, 1, 16, 64), "block_size": 16}
+    attention |= {"block_table": torch.tensor([[1, 2], [2, 0]]).int(), "actual_seq_lengths_kv": [20, 3]}
+    angles = random(2, 1, 1, 64), random(2, 1, 1, 64)
     int8 = torch.ones(4, 128, dtype=torch.int8)
     prolog = [random(4, 1024), random(1024, 1536), random(1536, 2 * 192), random(2, 128, 512), random(1024, 576), random(1536), random(512)]
     prolog += [random(4, 64), random(4, 64), torch.zeros(2, 16, 1, 512).bfloat16(), torch.zeros(2, 16, 1, 64).bfloat16()]
@@ -211,7 +299,12 @@ def good_calls() -> dict[str, tuple[list[Any], dict[str, Any]]]:
         "npu_rms_norm": ([x, random(128)], {}),
         "npu_add_rms_norm": ([x, x, random(128)], {}),
         "npu_rotary_mul": ([random(4, 16, 64), random(4, 1, 64), random(4, 1, 64), "interleave"], {}),
-        "npu_fused_infer_attention_score": ([q, latents, latents], attention | {"atten_mask": torch.zeros(2, 1, 1, 24, dtype=torch.bool)}),
+        "npu_fused_infer_attention_score": ([q, latents, latents], attention),
+        "npu_interleave_rope": ([random(4, 16, 1, 64), random(4, 1, 1, 64), random(4, 1, 1, 64)], {}),
+        "npu_kv_rmsnorm_rope_cache": (
+            [random(2, 1, 1, 576), random(512), *angles, torch.tensor([3, 17]), random(2, 16, 1, 64), random(2, 16, 1, 512)],
+            {"cache_mode": "PA"},
+        ),
         "npu_mla_prolog_v3": (prolog, {"cache_index": torch.arange(4)}),
         "npu_format_cast": ([int8, 29], {}),
         "npu_prefetch": ([int8, None, 64], {}),
@@ -295,15 +388,33 @@ BAD = [
     ("npu_rotary_mul", "r1", random(4, 16, 64), "[T, 1, D]"),
     ("npu_rotary_mul", "r2", torch.ones(4, 1, 64), "input's dtype"),
     ("npu_rotary_mul", "rotary_mode", "quarter", "rotary_mode"),
-    ("npu_fused_infer_attention_score", "key", torch.ones(2, 1, 24, 512), "one dtype"),
+    ("npu_interleave_rope", "x", random(4, 16, 64), "[T, heads, 1, 64]"),
+    ("npu_interleave_rope", "cos", random(4, 1, 1, 32), "[T, 1, 1, 64]"),
+    ("npu_interleave_rope", "sin", torch.ones(4, 1, 1, 64), "x's dtype"),
+    ("npu_interleave_rope", "x", random(16, 4, 1, 64).transpose(0, 1), "contiguous"),
+    ("npu_kv_rmsnorm_rope_cache", "kv", random(2, 1, 1, 512), "576"),
+    ("npu_kv_rmsnorm_rope_cache", "gamma", torch.ones(512), "kv's dtype"),
+    ("npu_kv_rmsnorm_rope_cache", "cos", random(2, 1, 1, 32), "[T, 1, 1, 64]"),
+    ("npu_kv_rmsnorm_rope_cache", "index", torch.tensor([3, 17]).int(), "int64"),
+    ("npu_kv_rmsnorm_rope_cache", "k_cache", torch.zeros(2, 16, 1, 64), "kv's dtype"),
+    ("npu_kv_rmsnorm_rope_cache", "ckv_cache", random(16, 2, 1, 512).transpose(0, 1), "contiguous"),
+    ("npu_kv_rmsnorm_rope_cache", "cache_mode", "Norm", "PA"),
+    ("npu_kv_rmsnorm_rope_cache", "is_output_kv", True, "not used"),
+    ("npu_fused_infer_attention_score", "key", torch.ones(3, 1, 16, 512), "one dtype"),
     ("npu_fused_infer_attention_score", "input_layout", "BSH", "BNSD"),
-    ("npu_fused_infer_attention_score", "query", random(2, 16, 512, 1).transpose(2, 3).expand(2, 16, 2, 512), "contiguous"),
+    ("npu_fused_infer_attention_score", "query", random(2, 16, 2, 512), "[B, heads, 1, D]"),
+    ("npu_fused_infer_attention_score", "query", random(2, 512, 1, 16).permute(0, 3, 2, 1), "contiguous"),
     ("npu_fused_infer_attention_score", "num_heads", 8, "num_heads"),
-    ("npu_fused_infer_attention_score", "num_key_value_heads", 2, "num_key_value_heads"),
+    ("npu_fused_infer_attention_score", "block_table", None, "no other cache"),
+    ("npu_fused_infer_attention_score", "block_table", torch.tensor([[1, 2], [2, 0]]), "int32"),
+    ("npu_fused_infer_attention_score", "num_key_value_heads", 2, "key heads"),
+    ("npu_fused_infer_attention_score", "block_size", 128, "block_size"),
     ("npu_fused_infer_attention_score", "query_rope", random(2, 16, 1, 32), "rotary part of 64"),
-    ("npu_fused_infer_attention_score", "value", random(2, 1, 24, 256), "query's D"),
+    ("npu_fused_infer_attention_score", "value", random(3, 1, 16, 256), "same shape"),
+    ("npu_fused_infer_attention_score", "actual_seq_lengths_kv", None, "length per row"),
+    ("npu_fused_infer_attention_score", "actual_seq_lengths_kv", [20, 33], "within its blocks"),
     ("npu_fused_infer_attention_score", "sparse_mode", 3, "sparse_mode"),
-    ("npu_fused_infer_attention_score", "atten_mask", torch.zeros(2, 1, 1, 8, dtype=torch.bool), "atten_mask"),
+    ("npu_fused_infer_attention_score", "atten_mask", torch.zeros(2, 1, 1, 32, dtype=torch.bool), "mask"),
     ("npu_fused_infer_attention_score", "scale", 1.0, "scale"),
     ("npu_mla_prolog_v3", "weight_uk", random(3, 128, 512), "made for"),
     ("npu_mla_prolog_v3", "token_x", random(4, 1000), "made for"),
@@ -314,7 +425,7 @@ BAD = [
     ("npu_mla_prolog_v3", "dequant_scale_w_uq_qr", torch.ones(1, 384), "scales"),
     ("npu_mla_prolog_v3", "rmsnorm_gamma_cq", torch.ones(1536), "bf16"),
     ("npu_mla_prolog_v3", "rope_cos", random(4, 32), "[T, 64]"),
-    ("npu_mla_prolog_v3", "kv_cache", torch.zeros(2, 8, 1, 512).bfloat16(), "blocks of 16"),
+    ("npu_mla_prolog_v3", "kv_cache", torch.zeros(2, 8, 1, 512).bfloat16(), "blocks of 16 or 128"),
     ("npu_mla_prolog_v3", "cache_index", torch.arange(4).int(), "int64"),
     ("npu_mla_prolog_v3", "weight_dq", random(1536, 1024).T, "contiguous"),
     ("npu_mla_prolog_v3", "cache_mode", "PA_NZ", "PA_BSND"),

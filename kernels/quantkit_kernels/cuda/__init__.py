@@ -11,10 +11,12 @@ from quantkit_kernels.cuda.build import find_nvcc, library_path
 from quantkit_kernels.cuda.experts import StreamLayout
 from quantkit_kernels.cuda.functional import add_rms_norm, moe_gate, rms_norm, rope, route, silu_and_mul
 from quantkit_kernels.cuda.linear import linear
+from quantkit_kernels.reference.functional import cache_layout
 from quantkit_kernels.weights import Weight
 
 __all__ = [
     "add_rms_norm",
+    "cache_layout",
     "experts_layout",
     "linear",
     "mla_decode",
@@ -35,6 +37,8 @@ def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, sha
         return "no CUDA device here"
     if operator.endswith("_dense"):
         return "quantized weights only"
+    if operator == "mla_prolog":
+        return "mla_prepare, mla_decode and linears compute it"
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) != (9, 0):
         return f"written for compute capability 9.0 (Hopper), this device has {major}.{minor}"

@@ -4,6 +4,7 @@ No launch depends on the sequences' lengths, which a captured step finds on the 
 """
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -58,13 +59,14 @@ def mla_decode(
     seq_lens: Tensor,
     scale: float,
     interleaved: bool,
+    lengths: Sequence[int] | None,
 ) -> Tensor:
     rows, heads, width = q.shape
     rope = 2 * cos.shape[1]
     sizes = (width - rope, rope, kv_b.shape[1] - (width - rope), kv_b.shape[2])
     fits = sizes == (_NOPE, _ROPE, _VALUE, _LATENT) and q.dtype in DTYPES and cache.dtype == q.dtype
     if not fits or q.numel() == 0 or not cache.is_contiguous():
-        return reference.mla_decode(q, kv_b, cos, sin, cache, block_table, seq_lens, scale, interleaved)
+        return reference.mla_decode(q, kv_b, cos, sin, cache, block_table, seq_lens, scale, interleaved, lengths)
     block_size, table_width = cache.shape[1], block_table.shape[1]
     splits = _splits(rows, heads, table_width * block_size, q.device)
     absorbed = torch.empty(rows, heads, _LATENT + _ROPE, dtype=q.dtype, device=q.device)
@@ -72,12 +74,12 @@ def mla_decode(
     found = torch.empty(rows, heads, splits, 2, dtype=torch.float32, device=q.device)
     out = torch.empty(rows, heads, _VALUE, dtype=q.dtype, device=q.device)
     operands = [tensor.contiguous() for tensor in (q, kv_b, cos, sin)]
-    table, lengths = block_table.contiguous(), seq_lens.contiguous()
+    table, seq_lens = block_table.contiguous(), seq_lens.contiguous()
     checked(
         library().qk_mla_decode(
             *(tensor.data_ptr() for tensor in operands),
             *(cache.data_ptr(), table.data_ptr(), table.element_size() // 4, table_width),
-            *(lengths.data_ptr(), lengths.element_size() // 4),
+            *(seq_lens.data_ptr(), seq_lens.element_size() // 4),
             *(tensor.data_ptr() for tensor in (absorbed, weighted, found, out)),
             *(DTYPES[q.dtype], rows, heads, block_size, splits, interleaved, scale, stream_of(q.device)),
         )

@@ -7,17 +7,31 @@ import torch
 
 from quantkit_kernels.backends import Shape
 from quantkit_kernels.reference.experts import LoopLayout
-from quantkit_kernels.reference.functional import add_rms_norm, mla_decode, mla_prepare, moe_gate, rms_norm, rope, route, silu_and_mul
+from quantkit_kernels.reference.functional import (
+    add_rms_norm,
+    cache_layout,
+    mla_decode,
+    mla_prepare,
+    moe_gate,
+    rms_norm,
+    rope,
+    route,
+    silu_and_mul,
+)
 from quantkit_kernels.reference.linear import linear
+from quantkit_kernels.reference.prolog import mla_prolog, prolog_refused
 from quantkit_kernels.weights import Weight
 
 __all__ = [
     "add_rms_norm",
+    "cache_layout",
     "experts_layout",
     "linear",
     "mla_decode",
     "mla_prepare",
+    "mla_prolog",
     "moe_gate",
+    "prolog_refused",
     "rms_norm",
     "rope",
     "route",

@@ -1,10 +1,13 @@
 """The operators of functional.py in plain torch, float32 inside. Arguments arrive checked."""
 
+from collections.abc import Callable, Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit_kernels.functional import Choice
+from quantkit_kernels.latents import CacheLayout
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -41,8 +44,9 @@ def with_shared(ids: Tensor, weights: Tensor, experts: int, num_shared: int) -> 
     """The routing with the shared experts' columns."""
     if num_shared == 0:
         return ids, weights
-    shared = torch.arange(experts, experts + num_shared, device=ids.device).expand(ids.shape[0], -1)
-    return torch.cat([ids, shared], dim=1), torch.cat([weights, weights.new_ones(shared.shape)], dim=1)
+    for expert in range(experts, experts + num_shared):
+        ids = F.pad(ids, (0, 1), value=expert)
+    return ids, F.pad(weights, (0, num_shared), value=1.0)
 
 
 def moe_gate(x: Tensor, router: Tensor, bias: Tensor | None, choice: Choice) -> tuple[Tensor, Tensor]:
@@ -63,6 +67,10 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).to(x.dtype)
 
 
+def cache_layout(kv_lora: int, rope_dim: int, dtype: torch.dtype) -> CacheLayout:
+    return CacheLayout((kv_lora + rope_dim,), 64)
+
+
 def mla_prepare(
     qkv_a: Tensor,
     q_norm: Tensor,
@@ -73,7 +81,10 @@ def mla_prepare(
     slots: Tensor,
     eps: float,
     interleaved: bool,
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm,
+    turned: Callable[[Tensor, Tensor, Tensor, bool], Tensor] = turned,
 ) -> Tensor:
+    """rms_norm, turned: another backend's, where it has them."""
     q_a, latent, k_pe = qkv_a.split([q_norm.shape[0], kv_norm.shape[0], 2 * cos.shape[1]], dim=-1)
     entries = torch.cat([rms_norm(latent, kv_norm, eps), turned(k_pe.unsqueeze(1), cos, sin, interleaved).squeeze(1)], dim=-1)
     cache.view(-1, cache.shape[2]).index_copy_(0, slots, entries.to(cache.dtype))
@@ -90,9 +101,11 @@ def mla_decode(
     seq_lens: Tensor,
     scale: float,
     interleaved: bool,
+    lengths: Sequence[int] | None,
 ) -> Tensor:
-    query = torch.cat([absorbed(q, kv_b, cos), turned(q[..., -2 * cos.shape[1] :], cos, sin, interleaved)], dim=-1)
-    return values(attend(query, cache, block_table, seq_lens, scale, kv_b.shape[2]), q, kv_b, cos)
+    nope = q.shape[2] - 2 * cos.shape[1]
+    query = torch.cat([absorbed(q[..., :nope], kv_b), turned(q[..., nope:], cos, sin, interleaved)], dim=-1)
+    return values(attend(query, cache, block_table, seq_lens, scale, kv_b.shape[2]), kv_b, nope)
 
 
 def attend(query: Tensor, cache: Tensor, block_table: Tensor, seq_lens: Tensor, scale: float, kv_lora_rank: int) -> Tensor:
@@ -108,13 +121,11 @@ def attend(query: Tensor, cache: Tensor, block_table: Tensor, seq_lens: Tensor, 
     return (probabilities @ latents[..., :kv_lora_rank]).to(query.dtype)
 
 
-def absorbed(q: Tensor, kv_b: Tensor, cos: Tensor) -> Tensor:
-    """q_nope W_UK [B, heads, kv_lora]; the arguments are those of `mla_decode`."""
-    nope = q.shape[2] - 2 * cos.shape[1]
-    return torch.bmm(q[..., :nope].transpose(0, 1), kv_b[:, :nope]).transpose(0, 1)
+def absorbed(q_nope: Tensor, kv_b: Tensor) -> Tensor:
+    """q_nope W_UK [B, heads, kv_lora]. q_nope [B, heads, N]; kv_b as `mla_decode` has it."""
+    return torch.bmm(q_nope.transpose(0, 1), kv_b[:, : q_nope.shape[2]]).transpose(0, 1)
 
 
-def values(attended: Tensor, q: Tensor, kv_b: Tensor, cos: Tensor) -> Tensor:
-    """attended [B, heads, kv_lora] times W_UV [B, heads, V]; the other arguments are those of `mla_decode`."""
-    nope = q.shape[2] - 2 * cos.shape[1]
+def values(attended: Tensor, kv_b: Tensor, nope: int) -> Tensor:
+    """attended [B, heads, kv_lora] times W_UV [B, heads, V]."""
     return torch.bmm(attended.transpose(0, 1), kv_b[:, nope:].transpose(1, 2)).transpose(0, 1)

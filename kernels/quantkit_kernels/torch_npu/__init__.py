@@ -11,20 +11,35 @@ from quantkit_kernels.experts import ExpertsLayout
 from quantkit_kernels.reference.experts import LoopLayout
 from quantkit_kernels.torch_npu.calls import has_kernel, prefetch
 from quantkit_kernels.torch_npu.experts import GroupedLayout
-from quantkit_kernels.torch_npu.functional import add_rms_norm, mla_decode, mla_prepare, moe_gate, rms_norm, rope, route, silu_and_mul
+from quantkit_kernels.torch_npu.functional import (
+    add_rms_norm,
+    cache_layout,
+    mla_decode,
+    mla_prepare,
+    moe_gate,
+    rms_norm,
+    rope,
+    route,
+    silu_and_mul,
+)
 from quantkit_kernels.torch_npu.layout import CARRIED
 from quantkit_kernels.torch_npu.linear import linear
-from quantkit_kernels.torch_npu.rules import HALVES
+from quantkit_kernels.torch_npu.prolog import LIMITS as PROLOG_LIMITS
+from quantkit_kernels.torch_npu.prolog import mla_prolog, prolog_refused
+from quantkit_kernels.torch_npu.rule import HALVES
 from quantkit_kernels.weights import Fp4, Weight
 
 __all__ = [
     "add_rms_norm",
+    "cache_layout",
     "experts_layout",
     "linear",
     "mla_decode",
     "mla_prepare",
+    "mla_prolog",
     "moe_gate",
     "prefetch",
+    "prolog_refused",
     "rms_norm",
     "rope",
     "route",
@@ -50,10 +65,14 @@ NEEDS = {
     "route": ("npu_moe_gating_top_k",),
     "moe_gate": ("npu_moe_gating_top_k",),
     "rope": ("npu_rotary_mul",),
-    "mla_prepare": ("npu_rms_norm", "npu_rotary_mul"),
-    "mla_decode": ("npu_fused_infer_attention_score", "npu_rotary_mul"),
+    "mla_prepare": ("npu_rms_norm", "npu_rotary_mul", "npu_kv_rmsnorm_rope_cache"),
+    "mla_prolog": ("npu_mla_prolog_v3", "npu_fused_infer_attention_score", "npu_dynamic_quant", "npu_format_cast"),
+    "mla_decode": ("npu_fused_infer_attention_score", "npu_rotary_mul", "npu_interleave_rope"),
 }
 """The operators of torch_npu behind each of ours. FP4 is decoded, and unquantized weights are multiplied, by torch's own."""
+
+LIMITS = {"mla_prolog": PROLOG_LIMITS}
+"""What a usable operator was made for, where that is not everything."""
 
 
 def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, shapes: tuple[Shape, ...]) -> str | None:
@@ -64,6 +83,8 @@ def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, sha
         return f"{missing[0]} does not run on {device.type}"
     if operator.startswith(("linear_", "experts_")) and not operator.endswith("_dense") and dtype not in (None, *HALVES):
         return "computes in bfloat16 and float16 only"
+    if operator == "mla_prolog" and dtype not in (None, torch.bfloat16):
+        return "computes in bfloat16 only"
     if operator.endswith("_int4"):
         odd = [n for n, _ in shapes if n % CARRIED]
         return f"needs output features in multiples of {CARRIED}, not {odd[0]}" if odd else None

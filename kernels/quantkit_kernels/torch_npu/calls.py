@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit_kernels.torch_npu.rules import Arguments, violated
+from quantkit_kernels.torch_npu.rule import Arguments
+from quantkit_kernels.torch_npu.rules import violated
 
 FRACTAL_NZ = 29
 
@@ -106,10 +107,10 @@ def mla_prolog(
 ) -> tuple[Tensor, Tensor]:
     """MLA up to attention in one launch, for unquantized weights and for INT8; its rules name the sizes. No 4-bit weights.
 
-    x bf16 [T, He]; weights W_dq [He, Hcq], W_uq_qr [Hcq, N * (D + 64)], W_uk [N, D, 512], W_dkv_kr [He, 576]; gains of the two norms;
-    cos, sin bf16 [T, 64], angles once per half; caches [blocks, block, 1, 512] and [.., 64], written at slots int64 [T]. scales fp32 of the
-    columns of int8 W_dq, W_uq_qr and W_dkv_kr: x is then quantized per token. Returns the absorbed query [T, N, 512] and its rotary part
-    [T, N, 64].
+    x bf16 [T, He]; weights W_dq [He, Hcq], W_uq_qr [Hcq, N * (D + 64)], W_uk [N, D, 512], W_dkv_kr [He, 576], all but W_uk in FRACTAL_NZ;
+    gains of the two norms; cos, sin bf16 [T, 64], angles once per half; caches [blocks, block, 512] and [.., 64], written at slots int64
+    [T]. scales fp32 of the columns of int8 W_dq, W_uq_qr and W_dkv_kr: x is then quantized per token. Returns the absorbed query
+    [T, N, 512] and its rotary part [T, N, 64].
 
     Both rotary parts come out with even channels before odd ones: whatever writes the same cache must order them so.
     """
@@ -121,7 +122,8 @@ def mla_prolog(
         kwargs |= {"weight_quant_mode": 2, "dequant_scale_x": row_scale.unsqueeze(1)} | {
             name: scale.unsqueeze(0) for name, scale in zip(names, scales)
         }
-    query, query_rope, *_ = call("npu_mla_prolog_v3", x, w_dq, w_uq_qr, w_uk, w_dkv_kr, *gains, sin, cos, *caches, **kwargs)
+    four = (one.unsqueeze(2) for one in caches)
+    query, query_rope, *_ = call("npu_mla_prolog_v3", x, w_dq, w_uq_qr, w_uk, w_dkv_kr, *gains, sin, cos, *four, **kwargs)
     return query, query_rope
 
 

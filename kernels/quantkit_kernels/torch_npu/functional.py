@@ -1,14 +1,21 @@
 """The operators of functional.py over torch_npu's fused ones. Where an operator's rules exclude the arguments (a model smaller than those
 it was made for), the plain torch of the reference runs on the NPU instead."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit_kernels.functional import Choice
+from quantkit_kernels.latents import CacheLayout, Latents, pairs_together
 from quantkit_kernels.reference import functional as plain
 from quantkit_kernels.torch_npu.calls import bind, call
+from quantkit_kernels.torch_npu.rule import HALVES
 from quantkit_kernels.torch_npu.rules import violated
+
+LATENT, ROPE = 512, 64
+"""Sizes of DeepSeek-V3's latent and rotary key."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -70,20 +77,31 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return result.to(x.dtype)
 
 
+def cache_layout(kv_lora: int, rope_dim: int, dtype: torch.dtype) -> CacheLayout:
+    """In two tensors at DeepSeek-V3's sizes, which are the only ones its operators have. Blocks of 128 suit every one of them."""
+    apart = (kv_lora, rope_dim) == (LATENT, ROPE) and dtype in HALVES
+    return CacheLayout((kv_lora, rope_dim) if apart else (kv_lora + rope_dim,), 128)
+
+
 def mla_prepare(
     qkv_a: Tensor,
     q_norm: Tensor,
     kv_norm: Tensor,
     cos: Tensor,
     sin: Tensor,
-    cache: Tensor,
+    cache: Latents,
     slots: Tensor,
     eps: float,
     interleaved: bool,
 ) -> Tensor:
-    q_a, latent, k_pe = qkv_a.split([q_norm.shape[0], kv_norm.shape[0], 2 * cos.shape[1]], dim=-1)
-    entries = torch.cat([rms_norm(latent, kv_norm, eps), turned(k_pe.unsqueeze(1), cos, sin, interleaved).squeeze(1)], dim=-1)
-    cache.view(-1, cache.shape[2]).index_copy_(0, slots, entries.to(cache.dtype))
+    if isinstance(cache, Tensor):
+        return plain.mla_prepare(qkv_a, q_norm, kv_norm, cos, sin, cache, slots, eps, interleaved, rms_norm, turned)
+    q_a, kv = qkv_a.split([q_norm.shape[0], LATENT + ROPE], dim=-1)
+    if not interleaved:  # the operator takes pairs of neighbours
+        kv = torch.cat([kv[:, :LATENT], pairs_together(kv[:, LATENT:])], dim=-1)
+    latents, keys = (part.unsqueeze(2) for part in cache)
+    rows = kv.contiguous()[:, None, None]
+    call("npu_kv_rmsnorm_rope_cache", rows, kv_norm, *_four(cos, sin), slots, keys, latents, epsilon=eps, cache_mode="PA")
     return rms_norm(q_a, q_norm, eps)
 
 
@@ -92,45 +110,58 @@ def mla_decode(
     kv_b: Tensor,
     cos: Tensor,
     sin: Tensor,
-    cache: Tensor,
+    cache: Latents,
     block_table: Tensor,
     seq_lens: Tensor,
     scale: float,
     interleaved: bool,
+    lengths: Sequence[int] | None,
 ) -> Tensor:
-    absorbed, q_pe = plain.absorbed(q, kv_b, cos), turned(q[..., -2 * cos.shape[1] :], cos, sin, interleaved)
-    return plain.values(_attend(absorbed, q_pe, cache, block_table, seq_lens, scale), q, kv_b, cos)
+    nope = q.shape[2] - (2 * cos.shape[1] if isinstance(cache, Tensor) else ROPE)
+    absorbed, q_pe = plain.absorbed(q[..., :nope], kv_b), q[..., nope:]
+    if isinstance(cache, Tensor):
+        q_pe = turned(q_pe, cos, sin, interleaved)
+    else:
+        neighbours = (q_pe if interleaved else pairs_together(q_pe)).unsqueeze(2).contiguous()
+        q_pe = call("npu_interleave_rope", neighbours, *_four(cos, sin)).squeeze(2)
+    return plain.values(attend(absorbed, q_pe, cache, block_table, seq_lens, scale, lengths), kv_b, nope)
 
 
-def _attend(absorbed: Tensor, q_pe: Tensor, cache: Tensor, block_table: Tensor, seq_lens: Tensor, scale: float) -> Tensor:
-    """Absorbed attention by npu_fused_infer_attention_score over gathered latents.
+def attend(
+    absorbed: Tensor, q_pe: Tensor, cache: Latents, block_table: Tensor, seq_lens: Tensor, scale: float, lengths: Sequence[int] | None
+) -> Tensor:
+    """Absorbed attention by npu_fused_infer_attention_score over the blocks where they lie: absorbed [B, heads, kv_lora], q_pe
+    [B, heads, R] in the cache's order of channels -> [B, heads, kv_lora].
 
-    The operator reads the latent and the rotary key from two contiguous tensors, so a row's blocks are gathered and split first, at
-    twice the cache's traffic. A mask and not a list of lengths tells the end: lengths would have to come from the host, which a captured
-    graph cannot wait for. Sizes of DeepSeek-V3 (512 + 64) go in as its latent and rotary parts; others as one vector of at most 512.
+    A cache in two tensors goes in as DeepSeek-V3's latent and rotary parts, one in one tensor as keys of at most 512, whose first
+    channels are the values. The lengths are the host's: a captured graph is told them before each replay (accelerator.py).
     """
-    heads, kv_lora_rank = absorbed.shape[1:]
-    latents = cache[block_table].flatten(1, 2).to(absorbed.dtype).unsqueeze(1)  # [B, 1, slots, D]
-    past_end = torch.arange(latents.shape[2], device=q_pe.device) >= seq_lens.unsqueeze(1)  # [B, slots]
-    # What is stored past the end may be NaN, which a mask alone would not stop.
-    latents = latents.masked_fill(past_end[:, None, :, None], 0.0)
+    operator = "npu_fused_infer_attention_score"
+    heads, kv_lora = absorbed.shape[1:]
+    known = list(seq_lens.tolist() if lengths is None else lengths)
     kwargs = {
-        "atten_mask": past_end[:, None, None, :],
+        "block_table": block_table.to(torch.int32),
+        "actual_seq_lengths_kv": known,
         "num_heads": heads,
         "num_key_value_heads": 1,
         "scale": scale,
         "input_layout": "BNSD",
     }
-    if kv_lora_rank == 512:
-        query = absorbed
-        latents, key_rope = (part.contiguous() for part in latents.split([kv_lora_rank, q_pe.shape[2]], dim=-1))
-        kwargs |= {"query_rope": q_pe.unsqueeze(2).contiguous(), "key_rope": key_rope}
+    if isinstance(cache, Tensor):
+        query, keys = torch.cat([absorbed, q_pe], dim=-1), cache.unsqueeze(1)
     else:
-        query = torch.cat([absorbed, q_pe], dim=-1)
-    operator = "npu_fused_infer_attention_score"
-    args = (query.unsqueeze(2).contiguous(), latents, latents)
-    if violated(operator, bind(operator, args, kwargs)):
-        return plain.attend(torch.cat([absorbed, q_pe], dim=-1), cache, block_table, seq_lens, scale, kv_lora_rank)
+        query, keys = absorbed, cache[0].unsqueeze(1)
+        kwargs |= {"query_rope": q_pe.unsqueeze(2).contiguous(), "key_rope": cache[1].unsqueeze(1)}
+    kwargs["block_size"] = keys.shape[2]
+    args = (query.unsqueeze(2).contiguous(), keys, keys)
+    if isinstance(cache, Tensor) and violated(operator, bind(operator, args, kwargs)):
+        return plain.attend(query, cache, block_table, seq_lens, scale, kv_lora)
     attended: Tensor = call(operator, *args, **kwargs)[0]
-    # A row of length 0 attends to nothing: the operator does not say what it gives then.
-    return attended.squeeze(2)[..., :kv_lora_rank].masked_fill((seq_lens == 0)[:, None, None], 0.0)
+    attended = attended.squeeze(2)[..., :kv_lora]
+    # A row of length 0 attends to nothing: the manual does not say what the operator gives then.
+    return attended if all(known) else attended.masked_fill((seq_lens == 0)[:, None, None], 0.0)
+
+
+def _four(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Doubled angles [T, R] as the operators want them, [T, 1, 1, R]."""
+    return cos[:, None, None], sin[:, None, None]

@@ -92,6 +92,30 @@ class DenseLinear(Linear):
         return F.linear(x, self.weight)
 
 
+class NzLinear(Linear):
+    """torch's own product by an unquantized weight [K, N] in the cube's layout, where an operator beside it wants that layout."""
+
+    def __init__(self, weight: Dense, dtype: torch.dtype, device: torch.device) -> None:
+        n, k = shape(weight)
+        super().__init__(k, n, dtype, device, BACKEND)
+        self.weight = format_cast_nz(weight.weight.T.to(dtype).contiguous())
+
+    def held(self) -> list[Tensor]:
+        return [self.weight]
+
+    def rows(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def nz_linear(weight: Weight, dtype: torch.dtype, device: torch.device) -> Int8Linear | NzLinear:
+    """A linear whose `weight` is [K, N] in the cube's layout, int8 or unquantized."""
+    placed = to_device(weight, device)
+    if isinstance(placed, Int8):
+        return Int8Linear(placed, dtype, device)
+    assert isinstance(placed, Dense), kind(placed)
+    return NzLinear(placed, dtype, device)
+
+
 def linear(weight: Weight, dtype: torch.dtype, device: torch.device) -> Linear:
     placed = to_device(weight, device)
     if isinstance(placed, Int4):

@@ -4,24 +4,19 @@ The operators' own shape functions are lenient (a wrong K, groups of 33 and int8
 with an error code at best. Source: op-plugin's documentation of the custom interfaces, as of August 2026; it covers more than is called.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-HALVES = (torch.float16, torch.bfloat16)
-FLOATS = (*HALVES, torch.float32)
-Arguments = SimpleNamespace
-"""An operator's arguments by the names of its schema, defaults filled in."""
-
-
-@dataclass(frozen=True)
-class Rule:
-    text: str
-    holds: Callable[[Arguments], bool]
+from quantkit_kernels.torch_npu.attention_rules import (
+    FUSED_INFER_ATTENTION_SCORE,
+    INTERLEAVE_ROPE,
+    KV_RMSNORM_ROPE_CACHE,
+    MLA_PROLOG_V3,
+    ROTARY_MUL,
+)
+from quantkit_kernels.torch_npu.rule import FLOATS, HALVES, Arguments, Rule
 
 
 def violated(name: str, arguments: Arguments) -> str | None:
@@ -229,156 +224,11 @@ ADD_RMS_NORM = (
 )
 
 
-ROTARY_MUL = (
-    Rule("input is a float [T, heads, D]", lambda a: a.input.dim() == 3 and a.input.dtype in FLOATS),
-    Rule(
-        "fewer than 1000 heads, D even and below 896",
-        lambda a: a.input.shape[1] < 1000 and a.input.shape[2] < 896 and a.input.shape[2] % 2 == 0,
-    ),
-    Rule("r1 and r2 are [T, 1, D]", lambda a: a.r1.shape == a.r2.shape == (a.input.shape[0], 1, a.input.shape[2])),
-    Rule("r1 and r2 are of input's dtype", lambda a: a.r1.dtype == a.r2.dtype == a.input.dtype),
-    Rule("rotary_mode is half or interleave, without a matrix", lambda a: a.rotary_mode in ("half", "interleave") and a.rotate is None),
-)
-
-
-def _mla(a: Arguments) -> bool:
-    heads = a.num_heads
-    return a.query_rope is None or (
-        a.query.shape[-1] == 512
-        and a.query_rope.shape[-1] == a.key_rope.shape[-1] == 64
-        and heads <= 128
-        and heads & (heads - 1) == 0
-        and a.num_key_value_heads == 1
-    )
-
-
-FUSED_INFER_ATTENTION_SCORE = (
-    Rule(
-        "query, key and value are fp16 or bf16 of one dtype",
-        lambda a: a.query.dtype in HALVES and a.query.dtype == a.key.dtype == a.value.dtype,
-    ),
-    Rule("layout BNSD: [B, heads, S, D]", lambda a: a.input_layout == "BNSD" and a.query.dim() == a.key.dim() == 4),
-    Rule("everything is contiguous", lambda a: a.query.is_contiguous() and a.key.is_contiguous() and a.value.is_contiguous()),
-    Rule("num_heads is the query's", lambda a: a.num_heads == a.query.shape[1] <= 256),
-    Rule("num_key_value_heads is the key's", lambda a: a.num_key_value_heads == a.key.shape[1] == a.value.shape[1]),
-    Rule("heads share keys evenly", lambda a: a.num_heads % a.num_key_value_heads == 0),
-    Rule(
-        "64 heads share a key at most, 128 with a rotary part",
-        lambda a: a.query_rope is not None or a.num_heads // a.num_key_value_heads <= 64,
-    ),
-    Rule("D is at most 512 and a multiple of 16", lambda a: a.query.shape[-1] <= 512 and a.query.shape[-1] % 16 == 0),
-    Rule("key and value have query's D", lambda a: a.query.shape[-1] == a.key.shape[-1] == a.value.shape[-1]),
-    Rule("a rotary part of 64 goes with D = 512, one key head and a power of two of at most 128 heads", _mla),
-    Rule("B is at most 65536", lambda a: a.query.shape[0] <= 65536),
-    Rule("sparse_mode is 0", lambda a: a.sparse_mode == 0),
-    Rule(
-        "atten_mask is bool [B, 1, S, KV]",
-        lambda a: (
-            a.atten_mask is None
-            or (a.atten_mask.dtype == torch.bool and tuple(a.atten_mask.shape) == (a.query.shape[0], 1, a.query.shape[2], a.key.shape[2]))
-        ),
-    ),
-    Rule("scale is given: the default is 1", lambda a: a.scale != 1.0),
-)
-
 FORMAT_CAST = (Rule("acl_format is 2 (ND) or 29 (FRACTAL_NZ)", lambda a: a.acl_format in (2, 29)),)
 
 PREFETCH = (
     Rule("max_size is positive", lambda a: a.max_size > 0),
     Rule("offset lies within the tensor", lambda a: 0 <= a.offset < a.input.numel() * a.input.element_size()),
-)
-
-PROLOG_HIDDEN = (1024, 2048, 3072, 4096, 5120, 6144, 7168, 7680, 8192)
-PROLOG_Q_LORA = (1536, 2048)
-PROLOG_NOPE = (128, 192)
-PROLOG_LATENT, PROLOG_ROPE = 512, 64
-PROLOG_HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
-PROLOG_WEIGHTS = {0: (torch.bfloat16,) * 3, 1: (torch.bfloat16, torch.int8, torch.bfloat16), 2: (torch.int8,) * 3}
-"""By weight_quant_mode: the dtypes of weight_dq, weight_uq_qr and weight_dkv_kr. FP8 modes are for newer chips, 4-bit ones do not exist."""
-
-
-def _prolog_sizes(a: Arguments) -> bool:
-    heads, nope, latent = a.weight_uk.shape
-    return (
-        a.token_x.shape[-1] in PROLOG_HIDDEN
-        and a.weight_dq.shape[1] in PROLOG_Q_LORA
-        and heads in PROLOG_HEADS
-        and nope in PROLOG_NOPE
-        and latent == PROLOG_LATENT
-    )
-
-
-def _prolog_weights_fit(a: Arguments) -> bool:
-    hidden, q_lora = a.weight_dq.shape
-    heads, nope, latent = a.weight_uk.shape
-    return (
-        a.token_x.shape[-1] == hidden
-        and tuple(a.weight_uq_qr.shape) == (q_lora, heads * (nope + PROLOG_ROPE))
-        and tuple(a.weight_dkv_kr.shape) == (hidden, latent + PROLOG_ROPE)
-    )
-
-
-def _prolog_scales(a: Arguments) -> bool:
-    every = (a.dequant_scale_x, a.dequant_scale_w_dq, a.dequant_scale_w_dkv_kr)
-    uq = a.dequant_scale_w_uq_qr
-    if a.weight_quant_mode == 0:
-        return uq is None and all(scale is None for scale in every)
-    fits = uq is not None and uq.dtype == torch.float32 and tuple(uq.shape) == (1, a.weight_uq_qr.shape[1])
-    if a.weight_quant_mode == 1:
-        return fits and all(scale is None for scale in every)
-    shapes = ((a.token_x.shape[0], 1), (1, a.weight_dq.shape[1]), (1, a.weight_dkv_kr.shape[1]))
-    return fits and all(
-        scale is not None and scale.dtype == torch.float32 and tuple(scale.shape) == shape for scale, shape in zip(every, shapes)
-    )
-
-
-MLA_PROLOG_V3 = (
-    Rule("hidden size, low rank, heads and head size are ones it was made for", _prolog_sizes),
-    Rule("weights are [He, Hcq], [Hcq, N * (D + 64)], [N, D, 512] and [He, 576]", _prolog_weights_fit),
-    Rule(
-        "weights are bf16 (mode 0), bf16 but for int8 weight_uq_qr (1), or int8 (2)",
-        lambda a: (a.weight_dq.dtype, a.weight_uq_qr.dtype, a.weight_dkv_kr.dtype) == PROLOG_WEIGHTS.get(a.weight_quant_mode),
-    ),
-    Rule(
-        "token_x is [T, He], int8 in mode 2 and bf16 else",
-        lambda a: a.token_x.dim() == 2 and a.token_x.dtype == (torch.int8 if a.weight_quant_mode == 2 else torch.bfloat16),
-    ),
-    Rule("fp32 scales are given for what is int8, and for nothing else", _prolog_scales),
-    Rule(
-        "weight_uk, gains, angles and caches are bf16",
-        lambda a: all(
-            one.dtype == torch.bfloat16
-            for one in (a.weight_uk, a.rmsnorm_gamma_cq, a.rmsnorm_gamma_ckv, a.rope_sin, a.rope_cos, a.kv_cache, a.kr_cache)
-        ),
-    ),
-    Rule("angles are [T, 64]", lambda a: tuple(a.rope_sin.shape) == tuple(a.rope_cos.shape) == (a.token_x.shape[0], PROLOG_ROPE)),
-    Rule(
-        "caches are [blocks, block, 1, 512] and [blocks, block, 1, 64], blocks of 16 to 1024 in multiples of 16",
-        lambda a: (
-            tuple(a.kv_cache.shape[2:]) == (1, PROLOG_LATENT)
-            and tuple(a.kr_cache.shape) == (*a.kv_cache.shape[:2], 1, PROLOG_ROPE)
-            and a.kv_cache.shape[1] in range(16, 1025, 16)
-        ),
-    ),
-    Rule(
-        "cache_index is int64 [T]",
-        lambda a: a.cache_index is not None and a.cache_index.dtype == torch.int64 and a.cache_index.shape == a.token_x.shape[:1],
-    ),
-    Rule("everything is contiguous", lambda a: all(one.is_contiguous() for one in vars(a).values() if isinstance(one, Tensor))),
-    Rule(
-        "caches and query are not quantized, blocks are PA_BSND: not used here",
-        lambda a: (a.cache_mode, a.kv_cache_quant_mode, a.query_quant_mode, a.ckvkr_repo_mode) == ("PA_BSND", 0, 0, 0),
-    ),
-    Rule(
-        "smooth scales, clips, factors and the normed query are not used here",
-        lambda a: (
-            a.smooth_scales_cq is None
-            and a.k_nope_clip_alpha is None
-            and a.actual_seq_len is None
-            and not a.query_norm_flag
-            and a.qc_qr_scale == a.kc_scale == 1.0
-        ),
-    ),
 )
 
 RULES: dict[str, tuple[Rule, ...]] = {
@@ -393,6 +243,8 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "npu_rms_norm": RMS_NORM,
     "npu_add_rms_norm": ADD_RMS_NORM,
     "npu_rotary_mul": ROTARY_MUL,
+    "npu_interleave_rope": INTERLEAVE_ROPE,
+    "npu_kv_rmsnorm_rope_cache": KV_RMSNORM_ROPE_CACHE,
     "npu_fused_infer_attention_score": FUSED_INFER_ATTENTION_SCORE,
     "npu_mla_prolog_v3": MLA_PROLOG_V3,
     "npu_format_cast": FORMAT_CAST,

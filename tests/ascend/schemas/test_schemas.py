@@ -3,15 +3,19 @@
 Runs where torch_npu is installed over do-nothing libraries (stand_ins.py); no NPU and no CANN.
 """
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch_npu  # noqa: F401
+import torch_npu
+from ascend.device_double import TOLD
+from quantkit_kernels import accelerator
 from quantkit_kernels.torch_npu import NEEDS, calls, layout
 from quantkit_kernels.torch_npu.rules import RULES
 from torch import Tensor
+from torch_npu.npu._npugraph_handlers.npugraph_handler import _NPU_GRAPH_OP_HANDLERS
 
 META = torch.device("meta")
 WITHOUT_META = {"npu_format_cast"}
@@ -100,19 +104,25 @@ def test_rotary() -> None:
 
 @pytest.mark.parametrize("heads", [16, 128])
 def test_latent_attention(heads: int) -> None:
-    kwargs = {
-        "query_rope": meta(8, heads, 1, 64),
-        "key_rope": meta(8, 1, 640, 64),
-        "atten_mask": meta(8, 1, 1, 640, dtype=torch.bool),
-        "num_heads": heads,
-        "num_key_value_heads": 1,
-        "scale": 0.07,
-        "input_layout": "BNSD",
-    }
-    attended, _ = calls.call(
-        "npu_fused_infer_attention_score", meta(8, heads, 1, 512), meta(8, 1, 640, 512), meta(8, 1, 640, 512), **kwargs
-    )
+    """At R1's sizes, and at those that go in as one vector."""
+    pages = {"block_table": meta(8, 5, dtype=torch.int32), "actual_seq_lengths_kv": [640] * 8, "block_size": 128}
+    common = {"num_heads": heads, "num_key_value_heads": 1, "scale": 0.07, "input_layout": "BNSD", **pages}
+    operator = "npu_fused_infer_attention_score"
+    apart = {"query_rope": meta(8, heads, 1, 64), "key_rope": meta(40, 1, 128, 64)}
+    attended, _ = calls.call(operator, meta(8, heads, 1, 512), meta(40, 1, 128, 512), meta(40, 1, 128, 512), **common, **apart)
     assert (attended.shape, attended.dtype) == ((8, heads, 1, 512), torch.bfloat16)
+    if heads <= 64:
+        attended, _ = calls.call(operator, meta(8, heads, 1, 160), meta(40, 1, 128, 160), meta(40, 1, 128, 160), **common)
+        assert (attended.shape, attended.dtype) == ((8, heads, 1, 160), torch.bfloat16)
+
+
+def test_rotation_and_cache() -> None:
+    angles = (meta(8, 1, 1, 64), meta(8, 1, 1, 64))
+    turned = calls.call("npu_interleave_rope", meta(8, 16, 1, 64), *angles)
+    assert (turned.shape, turned.dtype) == ((8, 16, 1, 64), torch.bfloat16)
+    caches, slots = (meta(40, 128, 1, 64), meta(40, 128, 1, 512)), meta(8, dtype=torch.int64)
+    found = calls.call("npu_kv_rmsnorm_rope_cache", meta(8, 1, 1, 576), meta(512), *angles, slots, *caches, cache_mode="PA")
+    assert [one.shape for one in found[:2]] == [one.shape for one in caches]
 
 
 @pytest.mark.parametrize("quantize", [False, True])
@@ -121,10 +131,42 @@ def test_mla_prolog(quantize: bool) -> None:
     grid = torch.int8 if quantize else torch.bfloat16
     weights = (meta(7168, 1536, dtype=grid), meta(1536, 16 * 192, dtype=grid), meta(16, 128, 512), meta(7168, 576, dtype=grid))
     scales = (meta(1536, dtype=torch.float32), meta(16 * 192, dtype=torch.float32), meta(576, dtype=torch.float32))
-    caches, slots = (meta(40, 64, 1, 512), meta(40, 64, 1, 64)), meta(8, dtype=torch.int64)
+    caches, slots = (meta(40, 128, 512), meta(40, 128, 64)), meta(8, dtype=torch.int64)
     gains = (meta(1536), meta(512))
     found = calls.mla_prolog(meta(8, 7168), weights, gains, meta(8, 64), meta(8, 64), caches, slots, 1e-6, scales if quantize else None)
     assert [(one.shape, one.dtype) for one in found] == [((8, 16, 512), torch.bfloat16), ((8, 16, 64), torch.bfloat16)]
+
+
+def test_graphs_are_told_lengths() -> None:
+    """What accelerator.capture and accelerator.replay call, and the double of graphs stands for, is torch_npu's own: the context's and the
+    graph's signatures, and its handler of our operator, which swaps in the variant with room for results and updates the lengths."""
+    capture = inspect.signature(torch_npu.npu.graph.__init__).parameters
+    assert {"pool", "stream", "auto_dispatch_capture", "capture_error_mode"} <= capture.keys()
+    assert list(inspect.signature(torch_npu.npu.NPUGraph.update).parameters) == ["self", "cpu_update_input"]
+    for name, told in TOLD.items():
+        operator = getattr(torch.ops.npu, name)
+        handler = _NPU_GRAPH_OP_HANDLERS[operator.default.__name__]
+        assert handler is _NPU_GRAPH_OP_HANDLERS[operator.out.__name__]
+        assert [key for _, _, key in handler.get_update_specs(operator.default.__name__)] == list(told)
+        known = {argument.name for argument in operator.out._schema.arguments}
+        assert {argument.name for argument in operator.default._schema.arguments} | {"workspace", "out"} == known
+        assert set(told) <= known
+        assert hasattr(torch_npu, f"_{name}_get_max_workspace")
+        assert hasattr(torch_npu, f"_{name}_infer_output")
+
+
+def test_the_driver_has_what_is_asked_of_it() -> None:
+    for name in ("NPUGraph", "Stream", "current_stream", "graph", "graph_pool_handle", "stream", "set_device", "mem_get_info"):
+        assert hasattr(torch_npu.npu, name), name
+    assert hasattr(torch_npu.npu.Stream, "wait_stream")
+    assert hasattr(torch_npu.npu.Stream, "synchronize")
+    assert accelerator.GRAPHS["npu"] == torch_npu.npu.NPUGraph.__name__
+
+
+def test_ranks_meet_over_hccl() -> None:
+    """The name that Parallel.connect gives torch.distributed for an NPU is the one that torch_npu registers."""
+    assert "hccl" in torch.distributed.Backend.backend_list
+    assert "npu" in torch.distributed.Backend.backend_capability["hccl"]
 
 
 def test_the_meta_functions_are_lenient() -> None:

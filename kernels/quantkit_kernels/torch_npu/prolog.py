@@ -1,0 +1,82 @@
+"""npu_mla_prolog_v3: projections, norms, rotation, absorption and the cache's new rows in one launch, two with int8 weights.
+
+The weights lie in the cube's layout, once: prefill, which wants queries that are not absorbed, multiplies by the same tensors.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quantkit_kernels.latents import Latents
+from quantkit_kernels.prolog import MlaProlog, MlaSizes, MlaWeights
+from quantkit_kernels.reference.functional import values
+from quantkit_kernels.torch_npu.attention_rules import PROLOG_HEADS, PROLOG_HIDDEN, PROLOG_LATENT, PROLOG_NOPE, PROLOG_Q_LORA, PROLOG_ROPE
+from quantkit_kernels.torch_npu.calls import mla_prolog as launch
+from quantkit_kernels.torch_npu.functional import attend
+from quantkit_kernels.torch_npu.linear import NzLinear, nz_linear
+
+LIMITS = (
+    f"hidden {PROLOG_HIDDEN[0]} to {PROLOG_HIDDEN[-1]}, q_lora_rank {' or '.join(map(str, PROLOG_Q_LORA))}, heads of "
+    f"{' or '.join(map(str, PROLOG_NOPE))} + {PROLOG_ROPE}, latent {PROLOG_LATENT}, bfloat16, weights int8 or unquantized"
+)
+
+
+def prolog_refused(sizes: MlaSizes, interleaved: bool, kinds: tuple[str, str, str]) -> str | None:
+    """Why the operator does not take such a layer."""
+    if not interleaved:
+        return "turns pairs of neighbouring channels only"
+    if len(set(kinds)) > 1 or kinds[0] not in ("int8", "dense"):
+        return f"takes weights that are all int8 or all unquantized, not {', '.join(dict.fromkeys(kinds))}"
+    made_for = (PROLOG_HIDDEN, PROLOG_Q_LORA, (PROLOG_LATENT,), PROLOG_HEADS, PROLOG_NOPE, (PROLOG_ROPE,))
+    for name, size, allowed in zip(MlaSizes._fields, sizes, made_for):
+        if size not in allowed:
+            return f"was not made for {name} = {size}, but {', '.join(map(str, allowed))}"
+    return None
+
+
+class FusedProlog(MlaProlog):
+    def __init__(self, weights: MlaWeights, sizes: MlaSizes, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(weights.kv_b.to(device), sizes.nope, "torch_npu")
+        self._q_a, self._q_b, self._kv_a = (nz_linear(one, dtype, device) for one in (weights.q_a, weights.q_b, weights.kv_a))
+        self._w_uk = self.kv_b[:, : sizes.nope].contiguous()
+        self._gains, self._eps = (weights.q_norm.to(device), weights.kv_norm.to(device)), eps
+
+    def query(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Latents, slots: Tensor) -> tuple[Tensor, Tensor]:
+        assert not isinstance(cache, Tensor), "two tensors, as cache_layout says"
+        four = (self._q_a.weight, self._q_b.weight, self._w_uk, self._kv_a.weight)
+        return launch(x, four, self._gains, cos, sin, cache, slots, self._eps, self._scales())
+
+    def attend(
+        self,
+        absorbed: Tensor,
+        q_pe: Tensor,
+        cache: Latents,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        scale: float,
+        lengths: Sequence[int] | None,
+    ) -> Tensor:
+        return values(attend(absorbed, q_pe, cache, block_table, seq_lens, scale, lengths), self.kv_b, self.nope)
+
+    def qkv_a(self, x: Tensor) -> Tensor:
+        return torch.cat([self._q_a(x), self._kv_a(x)], dim=-1)
+
+    def q_b(self, x: Tensor) -> Tensor:
+        return self._q_b(x)
+
+    def held(self) -> list[Tensor]:
+        return [*self._q_a.held(), *self._q_b.held(), *self._kv_a.held(), self._w_uk]
+
+    def _scales(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        q_a, q_b, kv_a = self._q_a, self._q_b, self._kv_a
+        if isinstance(q_a, NzLinear) or isinstance(q_b, NzLinear) or isinstance(kv_a, NzLinear):
+            return None
+        return q_a.scale, q_b.scale, kv_a.scale
+
+
+def mla_prolog(
+    weights: MlaWeights, sizes: MlaSizes, eps: float, interleaved: bool, dtype: torch.dtype, device: torch.device
+) -> FusedProlog:
+    assert interleaved, "prolog_refused says so"
+    return FusedProlog(weights, sizes, eps, dtype, device)

@@ -1,0 +1,93 @@
+"""The executor on the double at DeepSeek-R1's sizes of latent attention, where torch_npu has operators that a smaller model does not reach:
+npu_mla_prolog_v3 for INT8 and unquantized weights, npu_kv_rmsnorm_rope_cache and npu_interleave_rope for 4-bit ones, a cache in two."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ascend import device_double, exact, npu_double
+from quantkit_kernels import accelerator
+
+from quantkit.executor.engine import Engine
+from quantkit.executor.graphs import DeviceCapture
+from quantkit.executor.runner import Runner
+from quantkit.executor.sampling import SamplingParams
+from quantkit.executor.sequence import Completion
+
+PROMPTS = [list(range(6 + i, 30 + 9 * i)) for i in range(3)]
+CHAIN = {"npu_kv_rmsnorm_rope_cache", "npu_interleave_rope"}
+DECODED_BY = {"bf16": {"npu_mla_prolog_v3"}, "int8-a8w8c16": {"npu_mla_prolog_v3"}, "rtn-w4a16": CHAIN}
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def load(path: Path, backend: str, **options: Any) -> Engine:
+    return Engine.load(path, device="cpu", dtype="bfloat16", backend=backend, max_batch=4, max_model_len=256, **options)
+
+
+def answers(engine: Engine) -> list[Completion]:
+    params = [SamplingParams(max_new_tokens=4 + 3 * i, ignore_eos=True, logprobs=2) for i in range(3)]
+    return sorted(engine.generate(PROMPTS, params), key=lambda done: done.index)
+
+
+def tokens(engine: Engine) -> list[list[int]]:
+    return [one.token_ids for one in answers(engine)]
+
+
+@pytest.mark.parametrize("scheme", DECODED_BY)
+def test_the_double_is_exact(scheme: str, r1_attention: Callable[[str], Path]) -> None:
+    """Prefill and decode of three prompts: the tokens and log-probabilities of a second computation, bit for bit."""
+    path = r1_attention(scheme)
+    with exact.installed():
+        expected = answers(load(path, "reference"))
+    with npu_double.installed() as called:
+        engine = load(path, "torch_npu")
+        assert engine.cache.parts == (512, 64)
+        assert engine.cache.block_size == 128
+        got = answers(engine)
+    fused = {"npu_mla_prolog_v3", *CHAIN}
+    assert set(called) & fused == DECODED_BY[scheme] | {"npu_kv_rmsnorm_rope_cache"}  # prefill caches by the chain
+    assert "npu_fused_infer_attention_score" in called
+    assert [one.token_ids for one in got] == [one.token_ids for one in expected]
+    assert [one.logprobs for one in got] == [one.logprobs for one in expected]
+
+
+@pytest.mark.parametrize("scheme", DECODED_BY)
+def test_the_tokens_of_the_reference_backend(scheme: str, r1_attention: Callable[[str], Path]) -> None:
+    """Where its two best lie further apart than twice what the two computations differ by; a sequence is compared up to its first such."""
+    path = r1_attention(scheme)
+    expected = answers(load(path, "reference"))
+    with npu_double.installed():
+        got = answers(load(path, "torch_npu"))
+    compared = 0
+    for one, other in zip(got, expected):
+        for ours, theirs in zip(one.logprobs or [], other.logprobs or []):
+            best, second = theirs.top[0], theirs.top[1]
+            if best[1] - second[1] < 0.1:
+                break
+            assert ours.token_id == theirs.token_id
+            compared += 1
+    assert compared >= 6
+
+
+@pytest.mark.parametrize("scheme", DECODED_BY)
+@pytest.mark.parametrize("option", ["captured", "chunked", "drafts", "prefix"])
+def test_every_way_to_run(option: str, scheme: str, r1_attention: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured step, a prompt in chunks, guesses by the MTP layer and a shared beginning give the tokens of plain steps."""
+    options = {"captured": {}, "chunked": {"prefill_tokens": 16}, "drafts": {"num_drafts": 2}, "prefix": {"prefix_cache": True}}[option]
+    path = r1_attention(scheme)
+    with npu_double.installed():
+        expected = tokens(load(path, "torch_npu"))
+        engine = load(path, "torch_npu", **options)
+        if option == "captured":
+            monkeypatch.setattr(accelerator, "module", lambda device: device_double.driver())
+            engine.runner = Runner(engine.loaded.model, engine.cache, DeviceCapture(torch.device("cpu")))
+        assert tokens(engine) == expected
+        assert tokens(engine) == expected  # once more: from cached prefixes, in graphs that exist
+        assert engine.runner.why_eager == "" or option != "captured"
