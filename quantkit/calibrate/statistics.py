@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-
 PANEL = 1024
 """Rows of a Hessian that are summed together: it is symmetric, and what lies right of a panel's last row is not computed."""
 

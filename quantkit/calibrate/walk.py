@@ -250,9 +250,8 @@ class Walk:
             solved, hidden = solver.solve(prefixes, originals)
             self._progress("writing", units[next(iter(units))])
             for expert, unit in units.items():
-                if not self.sink.done(unit):
-                    mine = {module: one for module, one in solved.items() if module.startswith(prefixes[expert] + ".")}
-                    self._write(unit, mine, {}, {})
+                own = {module: one for module, one in solved.items() if module.startswith(prefixes[expert] + ".")}
+                self._write(unit, own, {}, {}, mine=not self.sink.done(unit))
             dense = {module: one.values for module, one in solved.items()}
             return {expert: _expert(dense, prefixes[expert]) for expert in units}, hidden
         rounded = {}
@@ -317,7 +316,7 @@ class Walk:
         for module, one in solved.items():
             if one.method == "nearest" and self.solver.methods:
                 self._note(f"{module}: plain rounding is better on held-out inputs, and kept")
-        facts = self.findings.facts(solved, scales)
+        facts = self.findings.facts(solved, scales)  # also of what is written already: a report tells of all units
         if mine:
             self.sink.write(unit, {module: one.weight for module, one in solved.items()}, plain, facts)
 

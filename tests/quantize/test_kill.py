@@ -6,7 +6,9 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import make_model
 import pytest
@@ -14,6 +16,7 @@ import quantize_job
 import torch
 
 from quantkit.calibrate.events import Event, Progress
+from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.errors import QuantkitError
 from quantkit.quantize import quantize
 from quantkit.quantize import run as run_module
@@ -37,18 +40,22 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model.write_fp8(tmp_path_factory.mktemp("models") / "source", config, make_model.random_tensors(config), shards=4)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """With several, products are not the same to the last bit."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def undisturbed(source: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, bytes], float]:
     """The files, and the seconds it took."""
     out = tmp_path_factory.mktemp("undisturbed") / "out"
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        start = time.perf_counter()
-        quantize_job.run(source, text, out)
-        return files(out), time.perf_counter() - start
-    finally:
-        torch.set_num_threads(threads)
+    start = time.perf_counter()
+    quantize_job.run(source, text, out)
+    return files(out), time.perf_counter() - start
 
 
 def files(directory: Path) -> dict[str, bytes]:
@@ -67,6 +74,26 @@ def test_killed_at_random_moments_and_in_writes(
     assert min(result["deaths"].values()) >= KILLS, result
     assert max(result["found"]) > 0, "no run found a finished unit"
     print(f"kills survived: {result['deaths']}")
+
+
+@pytest.mark.parametrize("last", ["layers.0.attend", "layers.1.experts.0", "layers.1.experts.1"])
+def test_stopped_after_a_unit(
+    last: str, source: Path, text: Path, undisturbed: tuple[dict[str, bytes], float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also between the two experts of a batch, which is then solved again for the second one's sake."""
+    write = CheckpointWriter.write
+
+    def write_and_stop(writer: CheckpointWriter, unit: str, *rest: Any) -> None:
+        write(writer, unit, *rest)
+        if unit == last:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointWriter, "write", write_and_stop)
+        with pytest.raises(KeyboardInterrupt):
+            quantize_job.run(source, text, tmp_path / "out")
+    quantize_job.run(source, text, tmp_path / "out")
+    assert files(tmp_path / "out") == undisturbed[0]
 
 
 def test_a_full_disk_stops_cleanly_and_room_is_enough(
