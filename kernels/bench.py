@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from quantkit_kernels import BACKENDS, ExpertsBuilder, prepare
 from quantkit_kernels.backends import why_unusable
-from quantkit_kernels.check import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, exact_experts
+from quantkit_kernels.check import EXPERTS, HIDDEN, TOP_K, exact_experts
 from quantkit_kernels.samples import TOLERANCE, distance, exact_linear, random_weight
 from quantkit_kernels.timing import copies_beyond_cache, read_bandwidth, seconds_per_call
 from quantkit_kernels.weights import kind, rows
@@ -29,6 +29,8 @@ CUDA_LINEARS = {
     "dense_gu": (36864, 7168),
     "dense_dn": (7168, 18432),
 }
+CUDA_EXPERTS = {"R1": (2048, 0), "R1 of 4": (512, 1), "R1 of 8": (256, 1)}
+"""The intermediate size and the shared experts run with the routed: of a whole layer's routed experts, and of a rank of four or eight."""
 CUDA_GRIDS = ("int4-asym-128", "fp4", "int8")
 CUDA_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 2048)
 CUDA_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048)
@@ -90,24 +92,37 @@ def cuda_table() -> None:
             assert worst < TOLERANCE[dtype], (name, grid, worst)
             print(f"{name:<11}{grid:<15}{worst:>9.1e}{cells}  {first.nbytes / times[0] / bandwidth:.2f}", flush=True)
     print(f"{'experts':<11}{'grid':<15}{'error':>9}" + "".join(f"{f'T={t}':>15}" for t in CUDA_TOKENS) + "  us (fraction)")
-    for grid in CUDA_GRIDS:
-        shapes = ((INTERMEDIATE, HIDDEN), (INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))
-        few = [[random_weight(grid, n, k, rng) for n, k in shapes] for _ in range(4)]
-        builder = ExpertsBuilder(EXPERTS, dtype=dtype, device=device)
-        for index in range(EXPERTS):
+    for name, (intermediate, shared) in CUDA_EXPERTS.items():
+        for grid in CUDA_GRIDS:
+            _experts_row(name, grid, intermediate, shared, bandwidth, rng)
+
+
+def _experts_row(name: str, grid: str, intermediate: int, shared: int, bandwidth: float, rng: torch.Generator) -> None:
+    """Random routing over 256 experts, and those every token asks for besides; layers in turn, so that no expert is still cached."""
+    device, dtype = rng.device, torch.bfloat16
+    shapes = ((intermediate, HIDDEN), (intermediate, HIDDEN), (HIDDEN, intermediate))
+    few = [[random_weight(grid, n, k, rng) for n, k in shapes] for _ in range(4)]
+    layers = []
+    for _ in range(2 if shared else 1):
+        builder = ExpertsBuilder(EXPERTS + shared, dtype=dtype, device=device)
+        for index in range(EXPERTS + shared):
             builder.add(index, *few[index % 4])
-        experts = builder.finish()
-        cells, worst = "", 0.0
-        for tokens in CUDA_TOKENS:
-            x = torch.randn(tokens, HIDDEN, generator=rng, device=device).to(dtype)
-            ids = [torch.rand(tokens, EXPERTS, generator=rng, device=device).topk(TOP_K, dim=-1).indices for _ in range(8)]
-            weights = torch.rand(tokens, TOP_K, generator=rng, device=device)
-            worst = max(worst, distance(experts(x, ids[0], weights), exact_experts(x, ids[0], weights, few)))
-            seconds = seconds_per_call([partial(experts, x, one, weights) for one in ids], device)
-            distinct = sum(one.unique().numel() for one in ids) / len(ids)
-            cells += f"{f'{seconds * 1e6:.1f} ({experts.nbytes * distinct / EXPERTS / seconds / bandwidth:.2f})':>15}"
-        assert worst < 2e-2, (grid, worst)
-        print(f"{'R1':<11}{grid:<15}{worst:>9.1e}{cells}", flush=True)
+        layers.append(builder.finish())
+    cells, worst = "", 0.0
+    for tokens in CUDA_TOKENS:
+        x = torch.randn(tokens, HIDDEN, generator=rng, device=device).to(dtype)
+        always = torch.arange(EXPERTS, EXPERTS + shared, device=device).expand(tokens, shared)
+        routed = [torch.rand(tokens, EXPERTS, generator=rng, device=device).topk(TOP_K, dim=-1).indices for _ in range(8)]
+        ids = [torch.cat([one, always], dim=1) for one in routed]
+        weights = torch.rand(tokens, TOP_K + shared, generator=rng, device=device)
+        worst = max(worst, distance(layers[0](x, ids[0], weights), exact_experts(x, ids[0], weights, few)))
+        calls = [partial(layers[turn % len(layers)], x, one, weights) for turn, one in enumerate(ids)]
+        seconds = seconds_per_call(calls, device)
+        distinct = sum(one.unique().numel() for one in ids) / len(ids)
+        fraction = layers[0].nbytes * distinct / (EXPERTS + shared) / seconds / bandwidth
+        cells += f"{f'{seconds * 1e6:.1f} ({fraction:.2f})':>15}"
+    assert worst < 2e-2, (grid, worst)
+    print(f"{name:<11}{grid:<15}{worst:>9.1e}{cells}", flush=True)
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """Every grid that may be launched fits its weight: measured ones and those of the rule of thumb."""
 
 import pytest
+from quantkit_kernels.cuda.few_experts import max_pairs
 from quantkit_kernels.cuda.plans import AnyPlan, Expand, Plan, TilePlan, _measured, experts_plans, linear_plan, sorted_plan
 
 
@@ -48,9 +49,22 @@ def test_plans_of_other_shapes_fit(rows: int, k: int, tokens: int) -> None:
 @pytest.mark.parametrize("pairs", [1, 8, 512, 2048, 4096])
 def test_plans_of_experts_fit(pairs: int) -> None:
     for hidden, intermediate, experts in ((7168, 2048, 256), (7168, 512, 256), (256, 128, 6), (128, 384, 8)):
-        gate_up, down = experts_plans("int4", hidden, intermediate, experts, pairs, 1)
-        check(gate_up, 2 * intermediate, hidden)
-        check(down, hidden, intermediate)
+        for kind, count in (("int4", experts), ("fp4", experts), ("int8", experts), ("int4", 2000)):
+            plans = experts_plans(kind, hidden, intermediate, count, pairs, 1)
+            if plans is None:
+                assert kind != "int8", "one launch for both products is for 4 bits"
+                assert count <= 1024, "more experts than a block lists"
+                continue
+            check(plans[0], 2 * intermediate, hidden)
+            check(plans[1], hidden, intermediate)
+
+
+@pytest.mark.parametrize("experts", [1, 8, 128, 257, 1024])
+def test_lists_of_the_most_pairs_fit(experts: int) -> None:
+    """However pairs are spread: an entry holds up to 8 of an expert; there is at most one a pair, or one an expert besides full ones."""
+    pairs = max_pairs(experts)
+    assert pairs >= 1024
+    assert 2 * pairs + 4 + 4 * min(pairs, experts + pairs // 8) <= 7 << 10
 
 
 @pytest.mark.parametrize("per_expert", [1.0, 16.0, 33.0, 500.0])

@@ -87,5 +87,5 @@ def test_sorted_experts_match_float64(grid: str, monkeypatch: pytest.MonkeyPatch
                 monkeypatch.setattr("quantkit_kernels.cuda.sorted_experts.sorted_plan", lambda _, tile=tile: TilePlan(tile, 2, 1))
                 y = sorted_experts(experts.gate_up, experts.down, experts.kind, experts.group, count, x, ids.contiguous(), topk_weights)
                 assert distance(y, exact) < 2e-2, (tokens, tile, rng.initial_seed())
-            streamed = experts._streamed(x, ids.contiguous(), topk_weights)
+            streamed = experts._few(x, ids.contiguous(), topk_weights)
             assert distance(experts(x, ids, topk_weights), streamed.double()) < 2e-2

@@ -33,6 +33,25 @@ class Params(ctypes.Structure):
     ]
 
 
+class Matrix(ctypes.Structure):
+    """Matrix of experts_params.cuh, field by field."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("words", "scales", "zeros", "row_scale")),
+        *((name, ctypes.c_int) for name in ("n", "k")),
+    ]
+
+
+class ExpertsParams(ctypes.Structure):
+    """ExpertsParams of experts_params.cuh, field by field."""
+
+    _fields_ = [
+        *((name, Matrix) for name in ("gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in ("x", "between", "out", "ids", "pair_weights", "done")),
+        *((name, ctypes.c_int) for name in ("ids_stride", "pairs", "top_k", "experts")),
+    ]
+
+
 class TileParams(ctypes.Structure):
     """TileParams of tile_params.cuh, field by field."""
 
@@ -100,7 +119,8 @@ def library() -> ctypes.CDLL:
     loaded.qk_quantize_arranged.argtypes = [*[pointer] * 5, *[integer] * 5, pointer]
     loaded.qk_sort_pairs.argtypes = [pointer, *[integer] * 5, *[pointer] * 4]
     loaded.qk_expand.argtypes = [ctypes.POINTER(Params), *[integer] * 3, pointer, pointer]
-    loaded.qk_sum_pairs.argtypes = [pointer, pointer, *[integer] * 4, pointer]
+    loaded.qk_stream_experts.argtypes = [ctypes.POINTER(ExpertsParams), *[integer] * 4, pointer]
+    loaded.qk_sum_pairs.argtypes = [pointer, pointer, *[integer] * 4, pointer, integer, pointer]
     loaded.qk_quantize_rows.argtypes = [pointer, pointer, pointer, *[integer] * 3, pointer]
     loaded.qk_add_rms_norm.argtypes = [*[pointer] * 5, *[integer] * 3, ctypes.c_float, pointer]
     loaded.qk_silu_and_mul.argtypes = [pointer, pointer, *[integer] * 3, pointer]

@@ -1,4 +1,5 @@
-"""Routed experts in three launches: gate_up with SiLU, down with the routing weights, and the sum over each token's experts.
+"""Routed experts: in 4 bits by few_experts.py, else in three launches: gate_up with SiLU, down with the routing weights, and the sum over
+each token's experts.
 
 Int8 adds two that quantize the activations; many tokens are sorted by expert first (sorted_experts.py). No launch depends on the routing's
 values, so a step can be captured in a graph.
@@ -8,9 +9,10 @@ import torch
 from torch import Tensor
 
 from quantkit_kernels.cuda.build import Params, library
-from quantkit_kernels.cuda.launch import DTYPES, SILU_MUL, WEIGH, checked, quantize_rows, stream_gemm, stream_of
+from quantkit_kernels.cuda.few_experts import few_tokens_experts, max_pairs
+from quantkit_kernels.cuda.launch import SILU_MUL, WEIGH, quantize_rows, stream_gemm, sum_pairs
 from quantkit_kernels.cuda.layout import Packed, group_of, interleaved, pack
-from quantkit_kernels.cuda.plans import SORTED_PER_EXPERT, Plan, experts_plans
+from quantkit_kernels.cuda.plans import SORTED_PER_EXPERT, Plan, experts_plans, experts_token_tiles
 from quantkit_kernels.cuda.sorted_experts import SORTED_PAIRS, sorted_experts
 from quantkit_kernels.experts import Experts, ExpertsLayout
 from quantkit_kernels.weights import Weight, kind, shape, to_device
@@ -32,25 +34,33 @@ class StreamExperts(Experts):
         return [tensor for tensor in (*self.gate_up, *self.down) if tensor is not None]
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        many = topk_ids.numel() >= SORTED_PER_EXPERT * self.num_experts
-        tokens = (SORTED_PAIRS if many else MAX_PAIRS) // topk_ids.shape[1]
+        many = topk_ids.numel() >= SORTED_PER_EXPERT[self.kind] * self.num_experts
+        room = max_pairs(self.num_experts) if self.kind != "int8" else MAX_PAIRS
+        tokens = (SORTED_PAIRS if many else room) // topk_ids.shape[1]
         parts = zip(x.contiguous().split(tokens), topk_ids.contiguous().split(tokens), topk_weights.contiguous().split(tokens))
-        results = [self._sorted(*part) if many else self._streamed(*part) for part in parts]
+        run = self._sorted if many else self._few
+        results = [run(*part) for part in parts]
         return results[0] if len(results) == 1 else torch.cat(results)
 
     def _sorted(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         return sorted_experts(self.gate_up, self.down, self.kind, self.group, self.num_experts, x, topk_ids, topk_weights)
 
-    def _streamed(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+    def _few(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
         plans = experts_plans(self.kind, self.hidden, self.intermediate, self.num_experts, pairs, top_k)
+        if plans is not None:
+            return self._streamed(x, topk_ids, topk_weights, plans)
+        weights = (self.gate_up, self.down, self.kind, self.group, self.num_experts)
+        return few_tokens_experts(*weights, x, topk_ids, topk_weights, experts_token_tiles(pairs / self.num_experts))
+
+    def _streamed(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plans: tuple[Plan, Plan]) -> Tensor:
+        pairs = topk_ids.numel()
         between = torch.empty(pairs, self.intermediate, dtype=self.dtype, device=x.device)
         self._launch(self.gate_up, SILU_MUL, x, between, topk_ids, topk_weights, plans[0])
         weighed = torch.empty(pairs, self.hidden, dtype=torch.float32, device=x.device)
         self._launch(self.down, WEIGH, between, weighed, topk_ids, topk_weights, plans[1])
         y = torch.empty_like(x)
-        sizes = (x.shape[0], top_k, self.hidden)
-        checked(library().qk_sum_pairs(weighed.data_ptr(), y.data_ptr(), DTYPES[self.dtype], *sizes, stream_of(x.device)))
+        sum_pairs(weighed, y)
         return y
 
     def _launch(self, packed: Packed, epilogue: int, x: Tensor, out: Tensor, ids: Tensor, weights: Tensor, plan: Plan) -> None:

@@ -52,6 +52,13 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scale
 
 
+def sum_pairs(weighed: Tensor, y: Tensor, counters: Tensor | None = None) -> None:
+    """y[T, H] = the sum of weighed float32 [T * k, H] over each token's pairs. `counters` int32 are zero afterwards."""
+    sizes = (y.shape[0], weighed.shape[0] // y.shape[0], y.shape[1])
+    cleared = (None, 0) if counters is None else (counters.data_ptr(), counters.numel())
+    checked(library().qk_sum_pairs(weighed.data_ptr(), y.data_ptr(), DTYPES[y.dtype], *sizes, *cleared, stream_of(y.device)))
+
+
 def stream_of(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream
 

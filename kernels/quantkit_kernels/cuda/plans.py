@@ -2,7 +2,8 @@
 
 plans.json holds the linears and experts of DeepSeek-R1 and openPangu-Ultra-MoE, whole and as a quarter of them (tensor parallel over four),
 as kernels/tune.py measured them. A row is a kind, the weight's sizes, the most tokens the plans are for, and the fields of one plan, or of
-two for experts: five of a Plan, three of a TilePlan, none for Expand. Nothing is ever timed at the user's.
+two for experts: five of a Plan, three of a TilePlan, none for Expand. Experts in 4 bits have rows only for so few tokens that two products
+by themselves are faster than few_experts.py. Nothing is ever timed at the user's.
 """
 
 import functools
@@ -49,7 +50,8 @@ class Expand:
 
 AnyPlan = Plan | TilePlan | Expand
 
-SORTED_PER_EXPERT = 8  # pairs, from which on sorting them is faster than streaming the weights
+SORTED_PER_EXPERT = {"int4": 9, "fp4": 9, "int8": 8}  # pairs, from which on sorting them is faster than streaming the weights
+MAX_EXPERTS = 1024  # that the kernel of few_experts.py takes
 _STREAM_TOKENS = 16  # that the streaming kernel takes, and with more where the tile kernel cannot
 _TILE_K = 65536  # the longest row that the tile kernel's quantization holds
 
@@ -79,20 +81,27 @@ def _tile_plan(kind: str, rows: int, k: int, tokens: int) -> TilePlan | Expand:
     return TilePlan(tile, warpgroups, split)
 
 
-def experts_plans(kind: str, hidden: int, intermediate: int, num_experts: int, pairs: int, top_k: int) -> tuple[Plan, Plan]:
-    """For gate_up and down of `pairs` token-expert pairs."""
+def experts_plans(kind: str, hidden: int, intermediate: int, num_experts: int, pairs: int, top_k: int) -> tuple[Plan, Plan] | None:
+    """For gate_up and down of `pairs` token-expert pairs; none where few_experts.py takes both in one launch."""
     per_expert = pairs / num_experts
+    measured = _measured()["experts"].get((kind, hidden, intermediate), [])
+    if kind != "int8" and num_experts <= MAX_EXPERTS and (not measured or pairs > measured[-1][0] * top_k):
+        return None
     if per_expert > 6:
         # Tiles that hold most experts' tokens at once: weights are read again for every further tile.
         wide = Plan(2 if per_expert <= 12 else 4, 4, 2 if hidden % 128 == 0 and intermediate % 64 == 0 else 1, 1, bulk=True)
         return wide, wide
-    measured = _measured()["experts"].get((kind, hidden, intermediate))
-    if measured is not None:
+    if measured:
         gate_up, down = _nearest(measured, pairs // top_k)
         assert isinstance(gate_up, Plan), gate_up
         assert isinstance(down, Plan), down
         return gate_up, down
     return Plan(1, 4, 1, 1, bulk=True), Plan(1, 4, 1, 1, bulk=True)
+
+
+def experts_token_tiles(per_expert: float) -> int:
+    """Of 8 tokens, that few_experts.py multiplies at once where each expert has so many on average."""
+    return 1 if per_expert <= 7.5 else 2
 
 
 def sorted_plan(per_expert: float) -> TilePlan:

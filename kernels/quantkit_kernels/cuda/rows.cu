@@ -9,10 +9,12 @@
 
 namespace {
 
-// out[t] = sum over a token's pairs, which kWeigh has already weighed.
-template <class T> __global__ void sum_pairs(const float* pairs, T* out, int top_k, int hidden) {
+// out[t] = sum over a token's pairs, which have been weighed already. Counters that their kernel needed, if any, are zero again afterwards.
+template <class T> __global__ void sum_pairs(const float* pairs, T* out, int top_k, int hidden, int* counters, int count) {
   wait_for_predecessor();
   let_successor_start();
+  const int threads = gridDim.x * gridDim.y * blockDim.x, thread = (blockIdx.y * gridDim.x + blockIdx.x) * blockDim.x + threadIdx.x;
+  for (int i = thread; i < count; i += threads) counters[i] = 0;
   const int at = (blockIdx.y * blockDim.x + threadIdx.x) * 4;
   if (at >= hidden) return;
   float4 sum = {0.f, 0.f, 0.f, 0.f};
@@ -52,10 +54,10 @@ template <class T> __global__ void quantize_rows(const T* x, int8_t* codes, floa
 
 using bf16 = __nv_bfloat16;
 
-extern "C" int qk_sum_pairs(const float* pairs, void* out, int dtype, int tokens, int top_k, int hidden, void* stream) {
+extern "C" int qk_sum_pairs(const float* pairs, void* out, int dtype, int tokens, int top_k, int hidden, int* counters, int count, void* stream) {
   const dim3 grid(tokens, (hidden / 4 + 255) / 256);
-  if (dtype == 0) return start(sum_pairs<bf16>, grid, 256, 0, stream, pairs, (bf16*)out, top_k, hidden);
-  return start(sum_pairs<__half>, grid, 256, 0, stream, pairs, (__half*)out, top_k, hidden);
+  if (dtype == 0) return start(sum_pairs<bf16>, grid, 256, 0, stream, pairs, (bf16*)out, top_k, hidden, counters, count);
+  return start(sum_pairs<__half>, grid, 256, 0, stream, pairs, (__half*)out, top_k, hidden, counters, count);
 }
 
 extern "C" int qk_quantize_rows(const void* x, void* codes, float* scale, int dtype, int rows, int k, void* stream) {

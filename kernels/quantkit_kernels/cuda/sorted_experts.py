@@ -7,8 +7,7 @@ arrangement of the activations and the product; then the sum over each token's e
 import torch
 from torch import Tensor
 
-from quantkit_kernels.cuda.build import library
-from quantkit_kernels.cuda.launch import DTYPES, SILU_MUL, WEIGH, checked, stream_of
+from quantkit_kernels.cuda.launch import SILU_MUL, WEIGH, sum_pairs
 from quantkit_kernels.cuda.layout import Packed
 from quantkit_kernels.cuda.plans import sorted_plan
 from quantkit_kernels.cuda.tiles import sort_pairs, tile_gemm
@@ -29,6 +28,5 @@ def sorted_experts(
     weighed = torch.empty(pairs, hidden, dtype=torch.float32, device=x.device)
     tile_gemm(down, kind, group, between, weighed, plan, epilogue=WEIGH, slots=slots, num_experts=num_experts, pair_weights=topk_weights)
     y = torch.empty_like(x)
-    sizes = (x.shape[0], top_k, hidden)
-    checked(library().qk_sum_pairs(weighed.data_ptr(), y.data_ptr(), DTYPES[x.dtype], *sizes, stream_of(x.device)))
+    sum_pairs(weighed, y)
     return y

@@ -45,7 +45,7 @@ template <int FMT, int G, int RT, int MT> struct Stream {
   const char* token[MT];
   int wk;  // warps along K: a warp's chunks are this far apart
 
-  __device__ __forceinline__ void point(const Params& p, int expert, int row, int chunk, int warps_along_k) {
+  template <class P> __device__ __forceinline__ void point(const P& p, int expert, int row, int chunk, int warps_along_k) {
     const int lane = threadIdx.x & 31, g = lane >> 2, tile = (row % 64) / 16;
     const size_t at = ((size_t)expert * (p.n / 64) + row / 64) * (p.k / 128) + chunk;
     wk = warps_along_k;

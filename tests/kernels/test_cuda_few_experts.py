@@ -1,0 +1,81 @@
+"""Experts of few tokens with both products in one launch, on a CUDA device, against float64."""
+
+import pytest
+import torch
+from quantkit_kernels import ExpertsBuilder
+from quantkit_kernels.backends import why_unusable
+from quantkit_kernels.check import exact_experts
+from quantkit_kernels.cuda.experts import StreamExperts
+from quantkit_kernels.cuda.few_experts import few_tokens_experts
+from quantkit_kernels.samples import TOLERANCE, distance, random_weight
+from quantkit_kernels.weights import Weight
+
+DEVICE = torch.device("cuda")
+REASON = why_unusable("linear_int4", "cuda", DEVICE, torch.bfloat16)
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+GRIDS = ("int4-asym-32", "int4-asym-64", "int4-asym-128", "int4-sym-128", "fp4")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_memory_is_poisoned() -> object:
+    """torch.empty gives NaN in this module, so an element that is never written shows."""
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def built(
+    grid: str, count: int, hidden: int, intermediate: int, dtype: torch.dtype, rng: torch.Generator
+) -> tuple[StreamExperts, list[list[Weight]]]:
+    """A layer whose expert e has the weights number e % 4, and those."""
+    shapes = ((intermediate, hidden), (intermediate, hidden), (hidden, intermediate))
+    few = [[random_weight(grid, n, k, rng) for n, k in shapes] for _ in range(4)]
+    builder = ExpertsBuilder(count, backend="cuda", dtype=dtype, device=DEVICE)
+    for index in range(count):
+        builder.add(index, *few[index % 4])
+    experts = builder.finish()
+    assert isinstance(experts, StreamExperts)
+    return experts, few
+
+
+# Fewer chunks of K than warps, a number of them that warps share unevenly, and more strips than blocks.
+@pytest.mark.parametrize(("hidden", "intermediate", "count"), [(256, 128, 6), (1152, 384, 9), (2048, 1024, 40)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("grid", GRIDS)
+def test_few_tokens_match_float64(grid: str, dtype: torch.dtype, hidden: int, intermediate: int, count: int) -> None:
+    if grid == "fp4" and dtype == torch.float16:
+        pytest.skip("FP4 computes in bfloat16 only")
+    rng = torch.Generator(DEVICE)
+    seed = rng.seed()
+    experts, few = built(grid, count, hidden, intermediate, dtype, rng)
+    held = (experts.gate_up, experts.down, experts.kind, experts.group, count)
+    # As many pairs as one warp lists, as one for every thread of a block, and more.
+    for tokens, top_k in ((1, 1), (5, 6), (33, 4), (100, 3)):
+        x = torch.randn(tokens, hidden, generator=rng, device=DEVICE).to(dtype)
+        spread = torch.rand(tokens, count, generator=rng, device=DEVICE).topk(top_k, dim=-1).indices
+        weights = torch.rand(tokens, top_k, generator=rng, device=DEVICE)
+        for ids in (spread, torch.full_like(spread, 4), spread.int()):  # with experts left empty, and one named several times
+            exact = exact_experts(x, ids, weights, few)
+            for tiles in (1, 2):
+                y = few_tokens_experts(*held, x, ids, weights, tiles)
+                assert distance(y, exact) < 2 * TOLERANCE[dtype], (tokens, top_k, tiles, seed)
+                assert torch.equal(y, few_tokens_experts(*held, x, ids, weights, tiles)), (tokens, top_k, tiles, seed)
+
+
+@pytest.mark.parametrize("grid", ["int4-asym-128", "fp4"])
+def test_replays_of_a_graph_with_changing_routing(grid: str) -> None:
+    """The counters that blocks wait by are zero again after every launch, whatever experts it used."""
+    rng = torch.Generator(DEVICE).manual_seed(3)
+    experts, few = built(grid, 24, 512, 256, torch.bfloat16, rng)
+    x, ids = torch.randn(16, 512, generator=rng, device=DEVICE).bfloat16(), torch.zeros(16, 4, dtype=torch.int64, device=DEVICE)
+    weights = torch.rand(16, 4, generator=rng, device=DEVICE)
+    experts(x, ids, weights)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = experts(x, ids, weights)
+    for turn in range(20):
+        ids.copy_(torch.randint(0, 1 + turn % 24, (16, 4), generator=rng, device=DEVICE))  # some counters lie fallow and come back
+        graph.replay()
+        assert distance(y, exact_experts(x, ids, weights, few)) < 2 * TOLERANCE[torch.bfloat16], turn
