@@ -29,8 +29,8 @@ CUDA_LINEARS = {
     "dense_gu": (36864, 7168),
     "dense_dn": (7168, 18432),
 }
-CUDA_EXPERTS = {"R1": (2048, 0), "R1 of 4": (512, 1), "R1 of 8": (256, 1)}
-"""The intermediate size and the shared experts run with the routed: of a whole layer's routed experts, and of a rank of four or eight."""
+CUDA_EXPERTS = {"R1": (2048, 0), "R1 of 4": (512, 1)}
+"""The intermediate size, and the shared experts run with the routed: a whole layer's routed experts, and those of one rank of four."""
 CUDA_GRIDS = ("int4-asym-128", "fp4", "int8")
 CUDA_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 2048)
 CUDA_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048)
