@@ -7,7 +7,7 @@ decides the rounding, is R1's.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +15,10 @@ from torch import Tensor
 from quantkit_kernels import functional
 from quantkit_kernels.backends import BACKENDS, why_unusable
 from quantkit_kernels.experts import ExpertsBuilder
+from quantkit_kernels.latents import Latents, cache_layout, doubled_angles, pairs_together, split_latents
 from quantkit_kernels.linear import prepare
-from quantkit_kernels.samples import TOLERANCE, distance, exact_expert, exact_linear, latent_attention, random_weight
+from quantkit_kernels.prolog import MlaProlog, MlaWeights, prepare_mla_prolog
+from quantkit_kernels.samples import TOLERANCE, LatentAttention, distance, exact_expert, exact_linear, latent_attention, random_weight
 from quantkit_kernels.timing import copies_beyond_cache, read_bandwidth, seconds_per_call
 from quantkit_kernels.weights import Weight, rows, shape
 
@@ -52,6 +54,7 @@ def check(device: str | torch.device = "cpu", dtype: torch.dtype = torch.bfloat1
     rng.seed()
     yield from _linears(target, dtype, rng, bandwidth)
     yield from _experts(target, dtype, rng, bandwidth)
+    yield from _prologs(target, dtype, rng, bandwidth)
     yield from _functions(target, dtype, rng, bandwidth)
 
 
@@ -84,7 +87,7 @@ def _experts(device: torch.device, dtype: torch.dtype, rng: torch.Generator, ban
     whole = device.type != "cpu"
     count, intermediate, top_k = (EXPERTS, INTERMEDIATE, TOP_K) if whole else (4, 256, 2)
     shapes = ((2 * intermediate, HIDDEN), (HIDDEN, intermediate))
-    for grid in GRIDS[:3]:
+    for grid in GRIDS:
         operator = f"experts_{grid.split('-')[0]}"
         few = [[random_weight(grid, n, k, rng) for n, k in (shapes[1][::-1], shapes[1][::-1], shapes[1])] for _ in range(4)]
         for backend in _backends(operator, device, dtype, shapes):
@@ -111,25 +114,71 @@ def exact_experts(x: Tensor, ids: Tensor, weights: Tensor, few: list[list[Weight
     return out
 
 
-class Case(NamedTuple):
-    """An operator without packed weights: what it gives on a backend, what it must give, and the bytes that it cannot but read.
+def _prologs(device: torch.device, dtype: torch.dtype, rng: torch.Generator, bandwidth: float) -> Iterator[Measurement]:
+    """One of eight ranks' share of a layer, against the reference on float32 copies."""
+    whole, tokens = device.type != "cpu", 8
+    hidden, heads = (HIDDEN, 16) if whole else (1024, 2)
+    for grid in ("int8", "dense"):
+        q_a, q_b, kv_a = (random_weight(grid, n, k, rng) for n, k in ((1536, hidden), (heads * 192, 1536), (576, hidden)))
+        kv_b = torch.randn(heads, 256, 512, generator=rng, device=device) / 512**0.5
+        gains = [1 + 0.1 * torch.randn(size, generator=rng, device=device) for size in (1536, 512)]
+        kv_b, gains = kv_b.to(dtype), [gain.to(dtype) for gain in gains]
+        x, slots = torch.randn(tokens, hidden, generator=rng, device=device).to(dtype), torch.arange(tokens, device=device)
+        # Angles that 16 bits hold: an operator may want them so.
+        angles = [table.to(dtype).float() for table in _angles(torch.rand(tokens, 32, generator=rng, device=device) * 6)]
+        wide = MlaWeights(q_a, q_b, kv_a, kv_b.float(), *(gain.float() for gain in gains))
+        exact = _prolog_results(wide, x.float(), angles, slots, "reference")[1]
+        for backend in _backends("mla_prolog", device, dtype, ()):
+            weights = MlaWeights(q_a, q_b, kv_a, kv_b, gains[0], gains[1])
+            prolog, found = _prolog_results(weights, x, angles, slots, backend)
+            error = max(distance(one, other.double()) for one, other in zip(found[0], exact[0], strict=True))
+            copies = [_prolog_results(weights, x, angles, slots, backend) for _ in range(copies_beyond_cache(prolog.nbytes, device) - 1)]
+            calls = [_call(one.query, *arguments) for one, (_, arguments) in ((prolog, found), *copies)]
+            seconds = seconds_per_call(calls, device)
+            yield _measured("mla_prolog", backend, f"{grid} heads={heads} T={tokens}", error, dtype, seconds, prolog.nbytes, bandwidth)
 
-    twins: the same over other memory, to be timed in turn, so that what is streamed comes from memory and not from a cache.
+
+def _prolog_results(
+    weights: MlaWeights, x: Tensor, angles: list[Tensor], slots: Tensor, backend: str
+) -> tuple[MlaProlog, tuple[tuple[Tensor, ...], tuple[Any, ...]]]:
+    """A backend's prolog; what it computes, channels in pairs; and the arguments it was called with."""
+    prolog = prepare_mla_prolog(weights, 64, eps=1e-6, backend=backend, dtype=x.dtype)
+    cos, sin, cache = _laid_out(angles[0], angles[1], torch.zeros(1, 128, 576, dtype=x.dtype, device=x.device), backend)
+    absorbed, q_pe = prolog.query(x, cos, sin, cache, slots)
+    if isinstance(cache, Tensor):
+        latents, keys = cache.split([512, 64], dim=-1)
+    else:
+        latents, keys, q_pe = cache[0], pairs_together(cache[1]), pairs_together(q_pe)
+    return prolog, ((absorbed, q_pe, latents[0, : len(x)], keys[0, : len(x)]), (x, cos, sin, cache, slots))
+
+
+def _laid_out(cos: Tensor, sin: Tensor, cache: Tensor, backend: str) -> tuple[Tensor, Tensor, Latents]:
+    """Angles and cache of R1's sizes as a backend reads them."""
+    if len(cache_layout(512, 64, cache.dtype, cache.device, backend=backend).widths) == 1:
+        return cos, sin, cache
+    return *doubled_angles(cos, sin, cache.dtype), split_latents(cache, 512, True)
+
+
+class Case(NamedTuple):
+    """An operator without packed weights: its call on a backend, what it must give, and the bytes that it cannot but read.
+
+    calls: of a backend, the first for its results, the others the same over other memory, to be timed in turn, so that what is streamed
+    comes from memory and not from a cache.
     """
 
     operator: str
     name: str
-    run: Callable[[str], tuple[Tensor, ...]]
+    calls: Callable[[str], list[Callable[[], tuple[Tensor, ...]]]]
     exact: tuple[Tensor, ...]
     nbytes: int = 0
-    twins: tuple[Callable[[str], object], ...] = ()
 
 
 def _functions(device: torch.device, dtype: torch.dtype, rng: torch.Generator, bandwidth: float) -> Iterator[Measurement]:
     for case in (*_small_cases(device, dtype, rng), *_attention_cases(device, dtype)):
         for backend in _backends(case.operator, device, dtype, ()):
-            error = max(distance(out, exact) for out, exact in zip(case.run(backend), case.exact, strict=True))
-            seconds = seconds_per_call([_call(one, backend) for one in (case.run, *case.twins)], device)
+            calls = case.calls(backend)
+            error = max(distance(out, exact) for out, exact in zip(calls[0](), case.exact, strict=True))
+            seconds = seconds_per_call(calls, device)
             yield _measured(case.operator, backend, case.name, error, dtype, seconds, case.nbytes, bandwidth)
 
 
@@ -144,9 +193,11 @@ def _small_cases(device: torch.device, dtype: torch.dtype, rng: torch.Generator)
         enough to judge by. Results before number `first` are left out."""
         results = partial(_results, run, first)
         exact = results(*(one.float() for one in inputs), backend="reference")
-        return Case(
-            operator, f"T={tokens}", lambda backend: results(*inputs, backend=backend), tuple(one.double() for one in exact), nbytes
-        )
+
+        def calls(backend: str) -> list[Callable[[], tuple[Tensor, ...]]]:
+            return [partial(results, *inputs, backend=backend)]
+
+        return Case(operator, f"T={tokens}", calls, tuple(one.double() for one in exact), nbytes)
 
     x, residual, weight = random(tokens, HIDDEN), random(tokens, HIDDEN), random(HIDDEN)
     yield case("rms_norm", partial(functional.rms_norm, eps=1e-6), x, weight)
@@ -164,36 +215,52 @@ def _small_cases(device: torch.device, dtype: torch.dtype, rng: torch.Generator)
     )
     slots = torch.arange(tokens, device=device)
 
-    def prepare_and_look(qkv_a: Tensor, q_norm: Tensor, kv_norm: Tensor, cos: Tensor, sin: Tensor, backend: str) -> tuple[Tensor, ...]:
-        cache = caches[qkv_a.dtype]
-        q_a = functional.mla_prepare(qkv_a, q_norm, kv_norm, cos, sin, cache, slots, eps=1e-6, backend=backend)
-        return q_a, cache[0, :tokens]
+    gains, tables, qkv_a = (random(1536), random(512)), _angles(angles[:tokens]), random(tokens, 2112)
 
-    caches = {of: torch.zeros(1, 64, 576, dtype=of, device=device) for of in (dtype, torch.float32)}
-    yield case("mla_prepare", prepare_and_look, random(tokens, 2112), random(1536), random(512), *_angles(angles[:tokens]))
+    def prepare_and_look(one: Tensor, two: tuple[Tensor, Tensor], backend: str) -> Callable[[], tuple[Tensor, ...]]:
+        cos, sin, cache = _laid_out(*tables, torch.zeros(1, 128, 576, dtype=one.dtype, device=device), backend)
+
+        def run() -> tuple[Tensor, ...]:
+            q_a = functional.mla_prepare(one, *two, cos, sin, cache, slots, eps=1e-6, backend=backend)
+            if isinstance(cache, Tensor):
+                return q_a, cache[0, :tokens]
+            return q_a, torch.cat([cache[0], pairs_together(cache[1])], dim=-1)[0, :tokens]
+
+        return run
+
+    exact = prepare_and_look(qkv_a.float(), (gains[0].float(), gains[1].float()), "reference")()
+    doubles = tuple(one.double() for one in exact)
+    yield Case("mla_prepare", f"T={tokens}", lambda backend: [prepare_and_look(qkv_a, gains, backend)], doubles)
 
 
 def _attention_cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     """R1's latent attention, whole and as one of four ranks has it."""
     shapes = ((128, 8, 640), (32, 1, 640), (32, 32, 640), (32, 1, 30000)) if device.type != "cpu" else ((128, 2, 640),)
+    block_size = cache_layout(512, 64, dtype, device).block_size
     for heads, batch, length in shapes:
-        one = latent_attention([length] * batch, heads, 64, (128, 64, 128, 512), dtype, device)
+        one = latent_attention([length] * batch, heads, block_size, (128, 64, 128, 512), dtype, device)
         nbytes = batch * length * 576 * 2 + one.arguments[1].nbytes
+        lengths = [length] * batch
 
-        def run(arguments: tuple[Tensor, ...], backend: str, scale: float = one.scale) -> tuple[Tensor, ...]:
-            return (functional.mla_decode(*arguments, scale=scale, backend=backend),)
+        def calls(backend: str, one: LatentAttention = one, nbytes: int = nbytes, lengths: list[int] = lengths) -> list[Any]:
+            found = []
+            for _ in range(copies_beyond_cache(nbytes, device)):
+                q, kv_b, cos, sin, cache, table, seq_lens = (tensor.clone() for tensor in one.arguments)
+                cos, sin, cached = _laid_out(cos, sin, cache, backend)
+                arguments = (q, kv_b, cos, sin, cached, table, seq_lens)
+                decode = partial(functional.mla_decode, scale=one.scale, lengths=lengths, backend=backend)
+                found.append(partial(_results, decode, 0, *arguments))
+            return found
 
-        copies = [tuple(tensor.clone() for tensor in one.arguments) for _ in range(copies_beyond_cache(nbytes, device) - 1)]
-        twins = tuple(partial(run, copy) for copy in copies)
-        yield Case("mla_decode", f"heads={heads} T={batch} of {length}", partial(run, one.arguments), (one.exact,), nbytes, twins)
+        yield Case("mla_decode", f"heads={heads} T={batch} of {length}", calls, (one.exact,), nbytes)
 
 
 def _angles(values: Tensor) -> tuple[Tensor, Tensor]:
     return values.cos(), values.sin()
 
 
-def _results(run: Callable[..., Tensor | tuple[Tensor, ...]], first: int, *inputs: Tensor, backend: str) -> tuple[Tensor, ...]:
-    found = run(*inputs, backend=backend)
+def _results(run: Callable[..., Tensor | tuple[Tensor, ...]], first: int, *inputs: Any, **how: Any) -> tuple[Tensor, ...]:
+    found = run(*inputs, **how)
     return (found,) if isinstance(found, Tensor) else found[first:]
 
 
@@ -205,6 +272,6 @@ def _measured(
     operator: str, backend: str, case: str, error: float, dtype: torch.dtype, seconds: float, nbytes: int, bandwidth: float
 ) -> Measurement:
     # An int8 step is 1/127 of a row's largest value: what is rounded twice may fall either way.
-    tolerance = 2e-2 if operator == "experts_int8" else TOLERANCE[dtype]
+    tolerance = 2e-2 if operator in ("experts_int8", "mla_prolog") else TOLERANCE[dtype]
     rate = nbytes / seconds
     return Measurement(operator, backend, case, error, tolerance, seconds * 1e6, rate / 1e9, rate / bandwidth)

@@ -3,7 +3,7 @@
 lowered needs triton-ascend, which takes the name of triton; schemas needs torch_npu, which replaces parts of torch when imported.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -23,6 +23,15 @@ def _installed(package: str) -> bool:
 
 
 collect_ignore = [folder for folder, package in ENVIRONMENTS.items() if not _installed(package)]
+
+
+@pytest.fixture(scope="module")
+def called() -> Iterator[list[str]]:
+    """Within it backend torch_npu runs on the double; the names of the operators that were called."""
+    from ascend import npu_double
+
+    with npu_double.installed() as names:
+        yield names
 
 
 R1_ATTENTION = {

@@ -1,6 +1,11 @@
 """The executor on the double at DeepSeek-R1's sizes of latent attention, where torch_npu has operators that a smaller model does not reach:
 npu_mla_prolog_v3 for INT8 and unquantized weights, npu_kv_rmsnorm_rope_cache and npu_interleave_rope for 4-bit ones, a cache in two."""
 
+import json
+import os
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +19,7 @@ from quantkit.executor.engine import Engine
 from quantkit.executor.graphs import DeviceCapture
 from quantkit.executor.runner import Runner
 from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.sequence import Completion
+from quantkit.executor.sequence import Completion, TokenLogprob
 
 PROMPTS = [list(range(6 + i, 30 + 9 * i)) for i in range(3)]
 CHAIN = {"npu_kv_rmsnorm_rope_cache", "npu_interleave_rope"}
@@ -65,15 +70,50 @@ def test_the_tokens_of_the_reference_backend(scheme: str, r1_attention: Callable
     expected = answers(load(path, "reference"))
     with npu_double.installed():
         got = answers(load(path, "torch_npu"))
+    agree([one.logprobs or [] for one in got], [one.logprobs or [] for one in expected])
+
+
+def agree(got: list[list[TokenLogprob]], expected: list[list[TokenLogprob]]) -> None:
+    """The same tokens, of every sequence up to where the two best lie close."""
     compared = 0
-    for one, other in zip(got, expected):
-        for ours, theirs in zip(one.logprobs or [], other.logprobs or []):
-            best, second = theirs.top[0], theirs.top[1]
-            if best[1] - second[1] < 0.1:
+    for one, other in zip(got, expected, strict=True):
+        for ours, theirs in zip(one, other, strict=True):
+            if theirs.top[0][1] - theirs.top[1][1] < 0.1:
                 break
             assert ours.token_id == theirs.token_id
             compared += 1
     assert compared >= 6
+
+
+RANK = """
+import json, sys, torch
+from ascend import npu_double
+from ascend.test_r1_attention import answers, load
+with torch.inference_mode(), npu_double.installed() as called:
+    found = answers(engine := load(sys.argv[1], "torch_npu", tp=2))
+    engine.close()
+    print(json.dumps([sorted(set(called)), [[(one.token_id, one.logprob, one.top) for one in done.logprobs] for done in found]]))
+"""
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "int8-a8w8c16"])
+def test_two_ranks(scheme: str, r1_attention: Callable[[str], Path]) -> None:
+    """Each with one of the two heads, over gloo: the tokens of one rank, and each rank by the prolog."""
+    path = r1_attention(scheme)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    shared["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-c", RANK, str(path)]
+    other = subprocess.Popen(command, env={**shared, "RANK": "1"}, stdout=subprocess.DEVNULL)
+    first = subprocess.run(command, env={**shared, "RANK": "0"}, capture_output=True, text=True, timeout=300)
+    assert other.wait(60) == 0
+    called, found = json.loads(first.stdout.splitlines()[-1])
+    assert {"npu_mla_prolog_v3", "npu_fused_infer_attention_score"} <= set(called)
+    with npu_double.installed():
+        expected = answers(load(path, "torch_npu"))
+    agree([[TokenLogprob(*one) for one in done] for done in found], [one.logprobs or [] for one in expected])
 
 
 @pytest.mark.parametrize("scheme", DECODED_BY)

@@ -1,38 +1,24 @@
 """Backend torch_npu on the double: every operator against float64, and every rule shown to refuse something."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from ascend import npu_double
 from kernel_weights import exact_experts, layer, random_experts
 from quantkit_kernels import (
     Fp4,
-    MlaWeights,
-    cache_layout,
     dequantize,
-    doubled_angles,
     functional,
     prepare,
-    prepare_mla_prolog,
     reference,
-    table,
     torch_npu,
-    why_no_prolog,
 )
-from quantkit_kernels.latents import split_latents
-from quantkit_kernels.samples import TOLERANCE, distance, exact_linear, latent_attention, random_weight
+from quantkit_kernels.samples import TOLERANCE, distance, exact_linear, random_weight
 from quantkit_kernels.torch_npu import calls, layout, rules
 
 GRIDS = ("int4-asym-32", "int4-asym-128", "int4-sym-128", "int8", "fp4", "dense")
 HALVES = (torch.bfloat16, torch.float16)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def called() -> Iterator[list[str]]:
-    with npu_double.installed() as names:
-        yield names
+pytestmark = pytest.mark.usefixtures("called")
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
@@ -117,132 +103,6 @@ def test_rope(interleaved: bool, called: list[str]) -> None:
     ours = functional.rope(x, positions, angles.cos(), angles.sin(), interleaved=interleaved, backend="torch_npu")
     assert distance(ours, reference.rope(x, positions, angles.cos(), angles.sin(), interleaved).double()) < 4e-3
     assert called == ["npu_rotary_mul"]
-
-
-def halves(x: torch.Tensor) -> torch.Tensor:
-    return torch.cat([x[..., ::2], x[..., 1::2]], dim=-1)
-
-
-@pytest.mark.parametrize("interleaved", [True, False])
-def test_mla_prepare(interleaved: bool, called: list[str]) -> None:
-    """DeepSeek-V3's sizes: norm, rotation and both caches in one launch."""
-    called.clear()
-    qkv_a, angles, slots = random(3, 1536 + 576), random(3, 32, dtype=torch.float32, seed=1), torch.tensor([5, 0, 17])
-    gains, tables = (random(1536, seed=2), random(512, seed=3)), (angles.cos(), angles.sin())
-    latents, keys = torch.zeros(2, 16, 512).bfloat16(), torch.zeros(2, 16, 64).bfloat16()
-    cache, doubled = (latents, keys), doubled_angles(*tables, torch.bfloat16)
-    q_a = functional.mla_prepare(qkv_a, *gains, *doubled, cache, slots, eps=1e-6, interleaved=interleaved, backend="torch_npu")
-    twin = torch.zeros(2, 16, 576).bfloat16()
-    expected = reference.mla_prepare(qkv_a, *gains, *tables, twin, slots, 1e-6, interleaved)
-    assert distance(q_a, expected.double()) < 4e-3
-    assert distance(latents, twin[..., :512].double()) < 4e-3
-    assert distance(keys, (halves(twin[..., 512:]) if interleaved else twin[..., 512:]).double()) < 4e-3
-    assert called == ["npu_kv_rmsnorm_rope_cache", "npu_rms_norm"]
-
-
-def test_mla_prepare_of_other_sizes(called: list[str]) -> None:
-    called.clear()
-    qkv_a, angles, slots = random(3, 128 + 160), random(3, 16, dtype=torch.float32, seed=1), torch.tensor([5, 0, 17])
-    arguments = (qkv_a, random(128, seed=2), random(128, seed=3), angles.cos(), angles.sin())
-    ours, twin = torch.zeros(2, 16, 160).bfloat16(), torch.zeros(2, 16, 160).bfloat16()
-    q_a = functional.mla_prepare(*arguments, ours, slots, eps=1e-6, backend="torch_npu")
-    assert distance(q_a, reference.mla_prepare(*arguments, twin, slots, 1e-6, True).double()) < 4e-3
-    assert distance(ours, twin.double()) < 4e-3
-    assert called == ["npu_rms_norm", "npu_rotary_mul", "npu_rms_norm"]
-
-
-@pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize(("heads", "block_size"), [(16, 128), (128, 16), (1, 128)])
-def test_mla_decode(heads: int, block_size: int, interleaved: bool, called: list[str]) -> None:
-    """Pages where they lie; NaN past a sequence's end and in the tables' other blocks; lengths from the host, and from the device."""
-    called.clear()
-    sizes = (128, 64, 128, 512)
-    case = latent_attention([17, 0, 24, 129], heads, block_size, sizes, torch.bfloat16, interleaved=interleaved)
-    q, kv_b, cos, sin, cache, *where = case.arguments
-    angles, apart = doubled_angles(cos, sin, torch.bfloat16), split_latents(cache, 512, interleaved)
-    how = {"scale": case.scale, "interleaved": interleaved, "backend": "torch_npu"}
-    ours = functional.mla_decode(q, kv_b, *angles, apart, *where, **how)  # type: ignore[arg-type]
-    assert distance(ours, case.exact) < 1e-2
-    assert torch.equal(functional.mla_decode(q, kv_b, *angles, apart, *where, lengths=[17, 0, 24, 129], **how), ours)  # type: ignore[arg-type]
-    assert called == ["npu_interleave_rope", "npu_fused_infer_attention_score"] * 2
-
-
-def test_mla_decode_of_other_sizes(called: list[str]) -> None:
-    """The built-in model's: one vector of latent and rotary key."""
-    called.clear()
-    case = latent_attention([17, 0, 24], 8, 128, (32, 32, 64, 128), torch.bfloat16)
-    assert distance(functional.mla_decode(*case.arguments, scale=case.scale, backend="torch_npu"), case.exact) < 1e-2
-    assert called == ["npu_rotary_mul", "npu_fused_infer_attention_score"]
-
-
-def test_the_cache_lies_as_the_operators_want() -> None:
-    cpu = torch.device("cpu")
-    assert cache_layout(512, 64, torch.bfloat16, cpu, backend="torch_npu") == ((512, 64), 128)
-    assert cache_layout(512, 64, torch.float32, cpu, backend="torch_npu").widths == (576,)
-    assert cache_layout(128, 32, torch.bfloat16, cpu, backend="torch_npu").widths == (160,)
-    assert cache_layout(512, 64, torch.bfloat16, cpu, backend="reference").widths == (576,)
-    case = latent_attention([3], 2, 16, (128, 64, 128, 512), torch.bfloat16)
-    q, kv_b, cos, sin, cache, *where = case.arguments
-    with pytest.raises(ValueError, match="cache: in two tensors, which reference does not read"):
-        functional.mla_decode(q, kv_b, cos, sin, split_latents(cache, 512, True), *where, scale=1.0, backend="reference")
-
-
-def layer_of(grid: str, seed: int = 3, heads: int = 2) -> MlaWeights:
-    """One layer of R1's sizes but for the heads."""
-    rng = torch.Generator().manual_seed(seed)
-    q_a, q_b, kv_a = (random_weight(grid, n, k, rng) for n, k in ((1536, 7168), (heads * 192, 1536), (576, 7168)))
-    kv_b = (torch.randn(heads, 256, 512, generator=rng) / 512**0.5).bfloat16()
-    return MlaWeights(q_a, q_b, kv_a, kv_b, random(1536, seed=4).abs(), random(512, seed=5).abs())
-
-
-@pytest.mark.parametrize("grid", ["dense", "int8"])
-def test_mla_prolog_is_the_chain_it_replaces(grid: str, called: list[str]) -> None:
-    """R1's sizes with two heads: queries, both caches and what the heads attended to, against the reference, launch by launch."""
-    weights = layer_of(grid)
-    x, angles, slots = random(3, 7168), torch.rand(3, 32, generator=torch.Generator().manual_seed(3)) * 6, torch.tensor([5, 40, 17])
-    tables = (angles.cos().bfloat16().float(), angles.sin().bfloat16().float())
-    table, seq_lens = torch.tensor([[0, 2], [2, 0], [1, 0]]).int(), torch.tensor([6, 9, 2])
-    prolog, chain = (prepare_mla_prolog(weights, 64, eps=1e-6, backend=name) for name in ("torch_npu", "reference"))
-    apart, whole = (torch.zeros(3, 16, 512).bfloat16(), torch.zeros(3, 16, 64).bfloat16()), torch.zeros(3, 16, 576).bfloat16()
-    called.clear()
-    absorbed, q_pe = prolog.query(x, *doubled_angles(*tables, torch.bfloat16), apart, slots)
-    assert called == ["npu_dynamic_quant", "npu_mla_prolog_v3"][grid != "int8" :]
-    expected, expected_pe = chain.query(x, *tables, whole, slots)
-    assert distance(absorbed, expected.double()) < 2e-2
-    assert distance(q_pe, halves(expected_pe).double()) < 2e-2
-    assert distance(apart[0], whole[..., :512].double()) < 2e-2
-    assert distance(apart[1], halves(whole[..., 512:]).double()) < 2e-2
-    written = torch.cat(apart, dim=-1).view(48, -1).abs().sum(dim=1).nonzero().flatten()
-    assert written.tolist() == [5, 17, 40]
-    ours = prolog(x, *doubled_angles(*tables, torch.bfloat16), apart, slots, table, seq_lens, scale=0.1)
-    theirs = chain(x, *tables, whole, slots, table, seq_lens, scale=0.1)
-    assert distance(ours, theirs.double()) < 2e-2
-    for one in ("qkv_a", "q_b"):  # for prefill
-        inputs = x if one == "qkv_a" else random(3, 1536)
-        assert distance(getattr(prolog, one)(inputs), getattr(chain, one)(inputs).double()) < 1e-2
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"grid": "int4-asym-128"}, "int8 or all unquantized, not int4"),
-        ({"grid": "fp4"}, "not fp4"),
-        ({"heads": 3}, "heads = 3"),
-        ({"interleaved": False}, "neighbouring"),
-        ({"dtype": torch.float16}, "bfloat16 only"),
-    ],
-)
-def test_mla_prolog_is_refused_with_the_reason(change: dict[str, Any], reason: str) -> None:
-    how: dict[str, Any] = {"grid": "int8", "heads": 2, "interleaved": True, "dtype": torch.bfloat16} | change
-    weights = layer_of(how["grid"], heads=how["heads"])
-    why = why_no_prolog(weights, 64, how["interleaved"], "torch_npu", how["dtype"], torch.device("cpu"))
-    assert reason in (why or "")
-
-
-def test_the_table_says_what_the_prolog_was_made_for() -> None:
-    (row,) = [one for one in table("cpu") if (one.operator, one.backend) == ("mla_prolog", "torch_npu")]
-    assert row.usable
-    assert "q_lora_rank 1536 or 2048" in row.reason
 
 
 def test_prefetch_names_every_tensor(called: list[str]) -> None:
