@@ -130,7 +130,7 @@ struct Jobs {
 // One piece of a warp's work after the other.
 struct Job {
   const Jobs& jobs;
-  int number = -1, entry = 0, strip = 0, entry_step = 0, strip_step = 0;
+  int number = -1, entry, strip, entry_step, strip_step;
 
   __device__ __forceinline__ explicit Job(const Jobs& work) : jobs(work) {}
   __device__ __forceinline__ bool down() const { return number >= jobs.shared; }
@@ -138,13 +138,14 @@ struct Job {
   __device__ __forceinline__ bool next() {
     if (++number >= jobs.count) return false;
     const int strips = matrix().n / 64;
-    entry += entry_step, strip += strip_step;
-    if (strip >= strips) strip -= strips, ++entry;
     if (number == 0 || number == jobs.shared || number == jobs.shared + jobs.early) {
       const bool late = number >= jobs.shared + jobs.early;
       const int at = !down() ? blockIdx.x : late ? jobs.late_first : jobs.early_first;
       const int step = !down() ? gridDim.x : late ? jobs.late_stride : jobs.early_stride;
       entry = at / strips, strip = at % strips, entry_step = step / strips, strip_step = step % strips;
+    } else {
+      entry += entry_step, strip += strip_step;
+      if (strip >= strips) strip -= strips, ++entry;
     }
     return true;
   }
