@@ -134,11 +134,6 @@ class Checkpoint:
         """The stored tensor, in its stored dtype."""
         return self._shards.read(self._info(name), device=device)
 
-    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows start..stop of the stored tensor, reading only their bytes."""
-        info = self._info(name)
-        return self._shards.read(info, ((start, stop), *((0, size) for size in info.shape[1:])))
-
     def _info(self, name: str) -> TensorInfo:
         if name not in self.tensors:
             raise QuantkitError(f"{self.path} has no tensor {name}", "config.json may not be the one of these weights")

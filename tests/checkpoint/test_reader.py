@@ -78,15 +78,6 @@ def test_weights_are_decoded(tiny_checkpoint: Path) -> None:
         assert checkpoint.shape(module) == tuple(values[f"{module}.weight"].shape)
 
 
-def test_rows_are_a_slice(tiny_checkpoint: Path) -> None:
-    checkpoint = Checkpoint.open(tiny_checkpoint)
-    whole = checkpoint.read("model.embed_tokens.weight")
-    before = checkpoint.bytes_read
-    assert torch.equal(checkpoint.read_rows("model.embed_tokens.weight", 5, 9), whole[5:9])
-    assert checkpoint.bytes_read - before == whole[5:9].nbytes
-    assert checkpoint.read_rows("model.embed_tokens.weight", 3, 3).shape == (0, whole.shape[1])
-
-
 _READ_ALL = """
 import sys
 from pathlib import Path
