@@ -98,14 +98,12 @@ class MlaProlog(ABC):
         return sum(tensor.numel() * tensor.element_size() for tensor in self.held())
 
 
-def why_no_prolog(
-    weights: MlaWeights, rope_dim: int, interleaved: bool, backend: str, dtype: torch.dtype, device: torch.device
-) -> str | None:
+def why_no_prolog(weights: MlaWeights, rope_dim: int, backend: str, dtype: torch.dtype, device: torch.device) -> str | None:
     """None where `backend` has one operator for such a layer, else the reason in a few words."""
     reason = backends.why_unusable("mla_prolog", backend, device, dtype)
     if reason is None:
         kinds = (kind(weights.q_a), kind(weights.q_b), kind(weights.kv_a))
-        reason = backends.module(backend).prolog_refused(sizes_of(weights, rope_dim), interleaved, kinds)
+        reason = backends.module(backend).prolog_refused(sizes_of(weights, rope_dim), kinds)
     return reason
 
 
@@ -131,7 +129,7 @@ def prepare_mla_prolog(
     check_tensor("q_norm", weights.q_norm, (sizes.q_lora,), (dtype,))
     check_tensor("kv_norm", weights.kv_norm, (sizes.kv_lora,), (dtype,))
     target = weights.kv_b.device if device is None else torch.device(device)
-    reason = why_no_prolog(weights, rope_dim, interleaved, backend, dtype, target)
+    reason = why_no_prolog(weights, rope_dim, backend, dtype, target)
     require(reason is None, f"backend: {backend} has no prolog here: {reason}")
     prolog: MlaProlog = backends.module(backend).mla_prolog(weights, sizes, eps, interleaved, dtype, target)
     return prolog

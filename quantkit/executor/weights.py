@@ -98,7 +98,7 @@ class ExecutorWeights:
             return None
         q_a, q_b, kv_a = (self._operand(f"{attention}.{name}") for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"))
         weights = kernels.MlaWeights(q_a, q_b, kv_a, kv_b, *gains)
-        if kernels.why_no_prolog(weights, rope.dim, rope.interleaved, backend, self.dtype, self.device):
+        if kernels.why_no_prolog(weights, rope.dim, backend, self.dtype, self.device):
             return None
         prolog = kernels.prepare_mla_prolog(
             weights, rope.dim, eps=eps, interleaved=rope.interleaved, backend=backend, dtype=self.dtype, device=self.device

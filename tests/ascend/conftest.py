@@ -50,7 +50,8 @@ R1_ATTENTION = {
 
 @pytest.fixture(scope="session")
 def r1_attention(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A random model with R1's latent attention on a scheme's grid, made once; scheme bf16 is the model itself."""
+    """A random model with R1's latent attention on a scheme's grid, made once; scheme bf16 is the model itself, and halves that with rotary
+    pairs half a head apart, as openPangu-Ultra-MoE has them."""
     import make_model
 
     from quantkit.quantize import quantize
@@ -58,7 +59,9 @@ def r1_attention(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
     from quantkit.schemes import find_scheme
 
     folder, config = tmp_path_factory.mktemp("r1_attention"), make_model.tiny_config(**R1_ATTENTION)
-    source = make_model.write_dense(folder / "bf16", config, make_model.random_tensors(config))
+    tensors = make_model.random_tensors(config)
+    source = make_model.write_dense(folder / "bf16", config, tensors)
+    make_model.write_dense(folder / "halves", {**config, "rope_interleave": False}, tensors)
 
     def make(scheme: str) -> Path:
         if not (folder / scheme).exists():

@@ -295,7 +295,7 @@ def mla_prolog(self: ExecutorWeights, attention: str, kv_b: Tensor, gains: tuple
     names = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")
     weights = MlaWeights(*(self._operand(f"{attention}.{name}") for name in names), kv_b, *gains)
     kinds = (kind(weights.q_a), kind(weights.q_b), kind(weights.kv_a))
-    taken = self.dtype == torch.bfloat16 and prolog_refused(sizes_of(weights, rope.dim), rope.interleaved, kinds) is None
+    taken = self.dtype == torch.bfloat16 and prolog_refused(sizes_of(weights, rope.dim), kinds) is None
     return ExactProlog(weights, eps) if taken else None
 
 

@@ -11,7 +11,7 @@ from quantkit_kernels.reference import functional
 from quantkit_kernels.reference.linear import linear
 
 
-def prolog_refused(sizes: MlaSizes, interleaved: bool, kinds: tuple[str, str, str]) -> str | None:
+def prolog_refused(sizes: MlaSizes, kinds: tuple[str, str, str]) -> str | None:
     return None
 
 

@@ -1,6 +1,8 @@
 """npu_mla_prolog_v3: projections, norms, rotation, absorption and the cache's new rows in one launch, two with int8 weights.
 
-The weights lie in the cube's layout, once: prefill, which wants queries that are not absorbed, multiplies by the same tensors.
+The weights lie in the cube's layout, once: prefill, which wants queries that are not absorbed, multiplies by the same tensors. The operator
+turns pairs of neighbours; where a model's pairs lie half a head apart, the rotary rows of its weights are brought together here, and the
+outputs that prefill sees are put back.
 """
 
 from collections.abc import Sequence
@@ -8,13 +10,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quantkit_kernels.latents import Latents
+from quantkit_kernels.latents import Latents, pairs_apart, pairs_together
 from quantkit_kernels.prolog import MlaProlog, MlaSizes, MlaWeights
 from quantkit_kernels.reference.functional import values
 from quantkit_kernels.torch_npu.attention_rules import PROLOG_HEADS, PROLOG_HIDDEN, PROLOG_LATENT, PROLOG_NOPE, PROLOG_Q_LORA, PROLOG_ROPE
 from quantkit_kernels.torch_npu.calls import mla_prolog as launch
 from quantkit_kernels.torch_npu.functional import attend
 from quantkit_kernels.torch_npu.linear import NzLinear, nz_linear
+from quantkit_kernels.weights import Dense, Int8, Weight
 
 LIMITS = (
     f"hidden {PROLOG_HIDDEN[0]} to {PROLOG_HIDDEN[-1]}, q_lora_rank {' or '.join(map(str, PROLOG_Q_LORA))}, heads of "
@@ -22,10 +25,8 @@ LIMITS = (
 )
 
 
-def prolog_refused(sizes: MlaSizes, interleaved: bool, kinds: tuple[str, str, str]) -> str | None:
+def prolog_refused(sizes: MlaSizes, kinds: tuple[str, str, str]) -> str | None:
     """Why the operator does not take such a layer."""
-    if not interleaved:
-        return "turns pairs of neighbouring channels only"
     if len(set(kinds)) > 1 or kinds[0] not in ("int8", "dense"):
         return f"takes weights that are all int8 or all unquantized, not {', '.join(dict.fromkeys(kinds))}"
     made_for = (PROLOG_HIDDEN, PROLOG_Q_LORA, (PROLOG_LATENT,), PROLOG_HEADS, PROLOG_NOPE, (PROLOG_ROPE,))
@@ -36,9 +37,15 @@ def prolog_refused(sizes: MlaSizes, interleaved: bool, kinds: tuple[str, str, st
 
 
 class FusedProlog(MlaProlog):
-    def __init__(self, weights: MlaWeights, sizes: MlaSizes, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, weights: MlaWeights, sizes: MlaSizes, eps: float, interleaved: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__(weights.kv_b.to(device), sizes.nope, "torch_npu")
-        self._q_a, self._q_b, self._kv_a = (nz_linear(one, dtype, device) for one in (weights.q_a, weights.q_b, weights.kv_a))
+        self._heads, self._interleaved = sizes.heads, interleaved
+        q_b, kv_a = weights.q_b, weights.kv_a
+        if not interleaved:
+            q_b, kv_a = _together(q_b, sizes.heads), _together(kv_a, 1)
+        self._q_a, self._q_b, self._kv_a = (nz_linear(one, dtype, device) for one in (weights.q_a, q_b, kv_a))
         self._w_uk = self.kv_b[:, : sizes.nope].contiguous()
         self._gains, self._eps = (weights.q_norm.to(device), weights.kv_norm.to(device)), eps
 
@@ -60,10 +67,16 @@ class FusedProlog(MlaProlog):
         return values(attend(absorbed, q_pe, cache, block_table, seq_lens, scale, lengths), self.kv_b, self.nope)
 
     def qkv_a(self, x: Tensor) -> Tensor:
-        return torch.cat([self._q_a(x), self._kv_a(x)], dim=-1)
+        return torch.cat([self._q_a(x), self._as_the_model_has_it(self._kv_a(x), 1)], dim=-1)
 
     def q_b(self, x: Tensor) -> Tensor:
-        return self._q_b(x)
+        return self._as_the_model_has_it(self._q_b(x), self._heads)
+
+    def _as_the_model_has_it(self, y: Tensor, heads: int) -> Tensor:
+        if self._interleaved:
+            return y
+        y = y.unflatten(-1, (heads, -1))
+        return torch.cat([y[..., :-PROLOG_ROPE], pairs_apart(y[..., -PROLOG_ROPE:])], dim=-1).flatten(-2)
 
     def held(self) -> list[Tensor]:
         return [*self._q_a.held(), *self._q_b.held(), *self._kv_a.held(), self._w_uk]
@@ -78,5 +91,12 @@ class FusedProlog(MlaProlog):
 def mla_prolog(
     weights: MlaWeights, sizes: MlaSizes, eps: float, interleaved: bool, dtype: torch.dtype, device: torch.device
 ) -> FusedProlog:
-    assert interleaved, "prolog_refused says so"
-    return FusedProlog(weights, sizes, eps, dtype, device)
+    return FusedProlog(weights, sizes, eps, interleaved, dtype, device)
+
+
+def _together(weight: Weight, heads: int) -> Weight:
+    """The weight with the rotary rows, which end each head's, in pairs of neighbours."""
+    rows = torch.arange(weight[0].shape[0], device=weight[0].device).unflatten(0, (heads, -1))
+    order = torch.cat([rows[:, :-PROLOG_ROPE], pairs_together(rows[:, -PROLOG_ROPE:])], dim=-1).flatten()
+    assert isinstance(weight, (Int8, Dense)), "prolog_refused says so"
+    return type(weight)._make(tensor[order] for tensor in weight)
