@@ -133,7 +133,7 @@ def test_captured_decode_steps_give_the_eager_tokens(any_source: Path, tmp_path:
         engine = Engine.load(model, device="cuda", dtype="bfloat16", max_batch=4, max_model_len=128, num_drafts=num_drafts)
         captured = engine.generate(PROMPTS, params)
         assert engine.runner.why_eager == ""
-        engine.runner = Runner(engine.loaded.model, engine.cache, lambda step: step)
+        engine.runner = Runner(engine.loaded.model, engine.cache, lambda step, _: step)
         if engine.drafter is not None:
             assert engine.drafter.steps.failure == ""
             engine.drafter = Drafter(engine.loaded.mtp, engine.runner, num_drafts, engine.parallel)
