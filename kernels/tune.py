@@ -18,7 +18,7 @@ from quantkit_kernels import ExpertsBuilder
 from quantkit_kernels.check import EXPERTS, TOP_K
 from quantkit_kernels.cuda import experts as cuda_experts
 from quantkit_kernels.cuda.linear import CudaLinear
-from quantkit_kernels.cuda.plans import AnyPlan, Expand, Plan, TilePlan
+from quantkit_kernels.cuda.plans import AnyPlan, Expand, PersistentPlan, Plan, TilePlan
 from quantkit_kernels.samples import random_weight
 from quantkit_kernels.timing import copies_beyond_cache, seconds_per_call
 from quantkit_kernels.weights import kind
@@ -89,7 +89,10 @@ def linear_rows(
         else:
             for tile in tile_plans(first.padded, k, tokens):
                 calls[tile] = [partial(one.tiles, x, tile) for one in copies]
-            if grid != "int8" and tokens >= 256:
+            if grid == "int8" and tokens >= 256:
+                for parts in (1, 2, 4):
+                    calls[PersistentPlan(parts)] = [partial(one.tiles, x, PersistentPlan(parts)) for one in copies]
+            elif tokens >= 256:
                 calls[Expand()] = [partial(one.expanded, x) for one in copies]
         plan, seconds = fastest(calls, device)
         print(f"{grid} {n} x {k} M={tokens} {seconds * 1e6:.1f} us {plan}", file=sys.stderr, flush=True)

@@ -55,7 +55,7 @@ def check(device: str | torch.device = "cpu", dtype: torch.dtype = torch.bfloat1
     yield from _linears(target, dtype, rng, bandwidth)
     yield from _experts(target, dtype, rng, bandwidth)
     yield from _prologs(target, dtype, rng, bandwidth)
-    yield from _functions(target, dtype, rng, bandwidth)
+    yield from functions(target, dtype, rng, bandwidth)
 
 
 def _backends(operator: str, device: torch.device, dtype: torch.dtype, shapes: tuple[tuple[int, int], ...]) -> list[str]:
@@ -173,7 +173,8 @@ class Case(NamedTuple):
     nbytes: int = 0
 
 
-def _functions(device: torch.device, dtype: torch.dtype, rng: torch.Generator, bandwidth: float) -> Iterator[Measurement]:
+def functions(device: torch.device, dtype: torch.dtype, rng: torch.Generator, bandwidth: float) -> Iterator[Measurement]:
+    """The operators without packed weights."""
     for case in (*_small_cases(device, dtype, rng), *_attention_cases(device, dtype)):
         for backend in _backends(case.operator, device, dtype, ()):
             calls = case.calls(backend)

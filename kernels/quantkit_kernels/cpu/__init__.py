@@ -1,9 +1,9 @@
-"""The CPU backend: torch's and oneDNN's packed operators, where they are right on this processor.
+"""The CPU backend: torch's and oneDNN's packed operators where they are right on this processor, and C++ where torch has none.
 
 int4   `_weight_int4pack_mm_for_cpu` in bf16 or fp16, 4.25 bits per weight.
 int8   `onednn.qlinear_pointwise` with u8 activations where the processor has VNNI (it saturates in 16 bits without, which a test product
        finds out); else `_weight_int8pack_mm` for few rows and float32 products of expanded blocks for more.
-fp4    torch has no operator.
+fp4    fp4.cpp, AVX-512 or AVX2, compiled by the user's C++ compiler at first use; 4.5 bits per weight.
 """
 
 import torch
@@ -19,8 +19,6 @@ __all__ = ["experts_layout", "linear", "unusable"]
 def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, shapes: tuple[Shape, ...]) -> str | None:
     if device.type != "cpu":
         return f"runs on the CPU, not on {device.type}"
-    if operator.endswith("_fp4"):
-        return "torch has no FP4 operator for the CPU"
     if operator.endswith("_dense"):
         return "backend dense is torch's own matmul already"
     if not operator.startswith(("linear_", "experts_")):

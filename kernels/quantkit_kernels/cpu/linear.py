@@ -1,16 +1,20 @@
-"""Int4 and int8 linears over torch's packed CPU operators."""
+"""Int4 and int8 linears over torch's packed CPU operators, and the choice among all."""
 
 import functools
+import math
 
 import torch
 from torch import Tensor
 
 from quantkit_kernels.blocks import blocked_matmul
+from quantkit_kernels.cpu.build import why_no_library
+from quantkit_kernels.cpu.fp4 import Fp4Linear
 from quantkit_kernels.linear import Linear, quantize_rows
-from quantkit_kernels.weights import Int4, Int8, Weight, group_size, kind, shape
+from quantkit_kernels.weights import Fp4, Int4, Int8, Weight, group_size, kind, shape
 
 # Rows from which expanded float32 blocks beat `_weight_int8pack_mm` (4096 x 4096, AVX2, one core, ms: M=16 12/14, M=64 59/34).
 _INT8PACK_ROWS = 16
+_ZERO_POINT = 128  # of the activations' unsigned codes
 # Others are multiplied number by number: float16 is 15 times as slow as bfloat16 on AVX2.
 _INT4PACK_DTYPES = (torch.bfloat16, torch.float16) if torch.cpu._is_avx512_supported() else (torch.bfloat16,)
 
@@ -35,7 +39,7 @@ class Int4Linear(Linear):
 
 
 class VnniInt8Linear(Linear):
-    """`onednn.qlinear_pointwise`: u8 activations around zero point 128, integer sums."""
+    """`onednn.qlinear_pointwise`: u8 activations around a zero point, integer sums."""
 
     def __init__(self, weight: Int8, dtype: torch.dtype) -> None:
         n, k = shape(weight)
@@ -53,9 +57,11 @@ class VnniInt8Linear(Linear):
         return self.in_features * self.out_features + self.scale.numel() * 4 + self.zero_point.numel() * 8
 
     def rows(self, x: Tensor) -> Tensor:
-        codes, row_scale = quantize_rows(x)
-        shifted = (codes.to(torch.int16) + 128).to(torch.uint8)
-        return _qlinear(shifted, self.packed, self.scale, self.zero_point).mul_(row_scale).to(self.dtype)
+        # `quantize_rows` in few operations: with one row each costs as much as some 100 KB of the weight.
+        row_scale = torch.linalg.vector_norm(x, ord=math.inf, dim=-1, keepdim=True, dtype=torch.float32).div_(127)
+        row_scale.masked_fill_(row_scale == 0, 1)
+        codes = torch.div(x, row_scale).round_().add_(_ZERO_POINT).to(torch.uint8)
+        return _qlinear(codes, self.packed, self.scale, self.zero_point).mul_(row_scale).to(self.dtype)
 
 
 class Int8Linear(Linear):
@@ -85,12 +91,16 @@ class Int8Linear(Linear):
 def linear(weight: Weight, dtype: torch.dtype, device: torch.device) -> Linear:
     if isinstance(weight, Int8):
         return VnniInt8Linear(weight, dtype) if qlinear_is_exact() else Int8Linear(weight, dtype)
+    if isinstance(weight, Fp4):
+        return Fp4Linear(weight, dtype)
     assert isinstance(weight, Int4), kind(weight)
     return Int4Linear(weight, dtype)
 
 
 def refused(weight_kind: str, dtype: torch.dtype | None, shape: tuple[int, int] | None) -> str | None:
     """Why a weight cannot be laid out, None where it can; dtype and shape are None when asked in general."""
+    if weight_kind == "fp4":
+        return why_no_library()
     if weight_kind == "int4":
         if dtype is not None and dtype not in _INT4PACK_DTYPES:
             return f"torch's int4 operator is fast in {' and '.join(str(one)[6:] for one in _INT4PACK_DTYPES)} only here"
@@ -109,5 +119,7 @@ def qlinear_is_exact() -> bool:
 
 
 def _qlinear(x: Tensor, packed: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
-    y: Tensor = torch.ops.onednn.qlinear_pointwise(x, 1.0, 128, packed, scale, zero_point, None, 1.0, 0, torch.float32, "none", [], "")
+    y: Tensor = torch.ops.onednn.qlinear_pointwise(
+        x, 1.0, _ZERO_POINT, packed, scale, zero_point, None, 1.0, 0, torch.float32, "none", [], ""
+    )
     return y

@@ -12,6 +12,7 @@
 #include <type_traits>
 
 #include "launch.cuh"
+#include "packed.cuh"
 #include "quantize.cuh"
 
 namespace {
@@ -66,7 +67,7 @@ __global__ void quantize_arranged(const T* x, uint8_t* out, float* scale, const 
   if (row < 0) return;
   x += (size_t)row * k;
   uint4 held[HELD][2] = {};
-  float largest = 0;
+  typename Pair<T>::type largest = {};
 #pragma unroll
   for (int h = 0; h < HELD; ++h) {
     const int chunk = threadIdx.x + h * blockDim.x;
@@ -77,8 +78,8 @@ __global__ void quantize_arranged(const T* x, uint8_t* out, float* scale, const 
 #pragma unroll
   for (int h = 0; h < HELD; ++h)
 #pragma unroll
-    for (int i = 0; i < 16; ++i) largest = fmaxf(largest, fabsf(float(reinterpret_cast<const T*>(held[h])[i])));
-  const float step = step_of(largest), reciprocal = __frcp_rn(step);
+    for (int i = 0; i < 8; ++i) largest = __hmax2(largest, __habs2(reinterpret_cast<const typename Pair<T>::type*>(held[h])[i]));
+  const float step = step_of(fmaxf(float(largest.x), float(largest.y))), reciprocal = __frcp_rn(step);
   if (threadIdx.x == 0) scale[slot] = step;
 #pragma unroll
   for (int h = 0; h < HELD; ++h) {
@@ -166,14 +167,14 @@ extern "C" int qk_arrange(const void* x, void* out, const int* order, const int*
   return start(arrange, grid, 128, 0, stream, (const uint4*)x, (uint8_t*)out, order, tile_count, tokens, top_k, row_bytes / 16);
 }
 
-// K up to 65536. Many rows keep the device busy with few threads each, which wait for one another less.
+// K up to 65536. Where there is much to do few threads for each row keep the device busy, and wait for one another less.
 extern "C" int qk_quantize_arranged(const void* x, void* out, float* scale, const int* order, const int* tile_count, int dtype, int slots,
                                     int tokens, int top_k, int k, void* stream) {
   const auto run = [&](auto kernel, auto* rows, int held) {
     const int threads = (k / 16 + 32 * held - 1) / (32 * held) * 32;
     return start(kernel, slots, threads, 0, stream, rows, (uint8_t*)out, scale, order, tile_count, tokens, top_k, k);
   };
-  const int held = slots > 264 || k > 32768 ? 4 : k > 16384 ? 2 : 1;
+  const int held = (int64_t)slots * k > 3 << 20 || k > 32768 ? 4 : k >= 16384 ? 2 : 1;
   const auto of = [&](auto* rows) {
     using T = std::remove_cvref_t<decltype(*rows)>;
     if (held == 1) return run(quantize_arranged<T, 1>, rows, 1);

@@ -1,7 +1,6 @@
 """Compiles the CUDA sources with the user's nvcc at first use and loads them.
 
-The library has a plain C interface, so it depends on no version of torch. It is kept in the user's cache under a hash of the sources, the
-compiler and the device's architecture; nothing is ever written into the package.
+The library is kept in the user's cache under a hash of the sources and the device's architecture.
 """
 
 import ctypes
@@ -9,11 +8,11 @@ import functools
 import hashlib
 import os
 import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 
 import torch
+
+from quantkit_kernels.compiled import cache_directory, compile_into
 
 _FOLDER = Path(__file__).parent
 _SOURCES = tuple(sorted(_FOLDER.glob("*.cu")))
@@ -72,10 +71,6 @@ class Route(ctypes.Structure):
     ]
 
 
-def cache_directory() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quantkit"
-
-
 def library_path(architecture: str) -> Path:
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in (*_SOURCES, *_HEADERS))).hexdigest()[:16]
     return cache_directory() / f"kernels-{architecture}-{digest}.so"
@@ -88,20 +83,13 @@ def find_nvcc() -> str | None:
 
 
 def compile_library(architecture: str) -> Path:
-    """Compile for an architecture such as "90"; about half a minute. Another process doing the same is harmless: the last rename wins."""
+    """Compile for an architecture such as "90"; about half a minute."""
     target = library_path(architecture)
     nvcc = find_nvcc()
     assert nvcc is not None, "nvcc was there when the backend was chosen"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        built = Path(folder) / target.name
-        # "a": with the instructions that only this architecture has.
-        target_flags = ["-gencode", f"arch=compute_{architecture}a,code=sm_{architecture}a", "--threads=0", "--split-compile=0"]
-        command = [nvcc, "-O3", "-std=c++20", *target_flags, "-shared", "-Xcompiler", "-fPIC", "-o", str(built)]
-        done = subprocess.run([*command, *map(str, _SOURCES)], capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"nvcc could not compile the kernels: {done.stderr.strip()[-2000:]}")
-        built.rename(target)
+    # "a": with the instructions that only this architecture has.
+    target_flags = ["-gencode", f"arch=compute_{architecture}a,code=sm_{architecture}a", "--threads=0", "--split-compile=0"]
+    compile_into(target, [nvcc, "-O3", "-std=c++20", *target_flags, "-shared", "-Xcompiler", "-fPIC"], _SOURCES)
     return target
 
 
@@ -115,6 +103,7 @@ def library() -> ctypes.CDLL:
     pointer, integer = ctypes.c_void_p, ctypes.c_int
     loaded.qk_stream_gemm.argtypes = [ctypes.POINTER(Params), *[integer] * 7, pointer]
     loaded.qk_tile_gemm.argtypes = [ctypes.POINTER(TileParams), *[integer] * 5, pointer]
+    loaded.qk_persistent_int8.argtypes = [ctypes.POINTER(TileParams), integer, integer, pointer]
     loaded.qk_arrange.argtypes = [*[pointer] * 4, *[integer] * 4, pointer]
     loaded.qk_quantize_arranged.argtypes = [*[pointer] * 5, *[integer] * 5, pointer]
     loaded.qk_sort_pairs.argtypes = [pointer, *[integer] * 5, *[pointer] * 4]

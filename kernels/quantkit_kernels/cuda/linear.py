@@ -9,7 +9,7 @@ from torch import Tensor
 from quantkit_kernels.cuda.build import Params, library
 from quantkit_kernels.cuda.launch import DTYPES, FORMATS, STORE, checked, quantize_rows, stream_gemm, stream_of
 from quantkit_kernels.cuda.layout import Packed, group_of, pack
-from quantkit_kernels.cuda.plans import Expand, Plan, TilePlan, linear_plan
+from quantkit_kernels.cuda.plans import Expand, PersistentPlan, Plan, TilePlan, linear_plan
 from quantkit_kernels.cuda.tiles import tile_gemm
 from quantkit_kernels.linear import Linear
 from quantkit_kernels.weights import Weight, kind, shape, to_device
@@ -32,10 +32,10 @@ class CudaLinear(Linear):
         plan = linear_plan(self.kind, self.padded, self.in_features, x.shape[0])
         if isinstance(plan, Expand):
             return self.expanded(x)
-        return self.tiles(x, plan) if isinstance(plan, TilePlan) else self.stream(x, plan)
+        return self.stream(x, plan) if isinstance(plan, Plan) else self.tiles(x, plan)
 
-    def tiles(self, x: Tensor, plan: TilePlan) -> Tensor:
-        """x[M, K] -> [M, N] by the tile kernel with a given grid."""
+    def tiles(self, x: Tensor, plan: TilePlan | PersistentPlan) -> Tensor:
+        """x[M, K] -> [M, N] by the tile kernel with a given grid, or by the one that stays."""
         y = torch.empty(x.shape[0], self.out_features, dtype=self.dtype, device=x.device)
         tile_gemm(self.packed, self.kind, self.group, x.contiguous(), y, plan)
         return y

@@ -2,8 +2,8 @@
 
 plans.json holds the linears and experts of DeepSeek-R1 and openPangu-Ultra-MoE, whole and as a quarter of them (tensor parallel over four),
 as kernels/tune.py measured them. A row is a kind, the weight's sizes, the most tokens the plans are for, and the fields of one plan, or of
-two for experts: five of a Plan, three of a TilePlan, none for Expand. Experts in 4 bits have rows only for so few tokens that two products
-by themselves are faster than few_experts.py. Nothing is ever timed at the user's.
+two for experts: five of a Plan, three of a TilePlan, one of a PersistentPlan, none for Expand. Experts in 4 bits have rows only for so few
+tokens that two products by themselves are faster than few_experts.py. Nothing is ever timed at the user's.
 """
 
 import functools
@@ -44,11 +44,25 @@ class TilePlan:
 
 
 @dataclass(frozen=True)
+class PersistentPlan:
+    """The grid of persistent_int8, for int8: blocks go from tile to tile of 256 tokens.
+
+    parts: into which the tiles are cut along the tokens that do not come out even (1, 2 or 4).
+    """
+
+    parts: int
+
+    @property
+    def tokens(self) -> int:
+        return 256
+
+
+@dataclass(frozen=True)
 class Expand:
     """The 4-bit weight is expanded to the compute dtype and multiplied by cuBLAS."""
 
 
-AnyPlan = Plan | TilePlan | Expand
+AnyPlan = Plan | TilePlan | PersistentPlan | Expand
 
 SORTED_PER_EXPERT = {"int4": 9, "fp4": 9, "int8": 8}  # pairs, from which on sorting them is faster than streaming the weights
 MAX_EXPERTS = 1024  # that the kernel of few_experts.py takes
@@ -121,6 +135,8 @@ def _plan(fields: list[int]) -> AnyPlan:
     if len(fields) == 5:
         token_tiles, row_tiles, wn, split, bulk = fields
         return Plan(token_tiles, row_tiles, wn, split, bool(bulk))
+    if len(fields) == 1:
+        return PersistentPlan(*fields)
     return TilePlan(*fields) if fields else Expand()
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from quantkit_kernels.cuda.build import TileParams, library
 from quantkit_kernels.cuda.launch import DTYPES, FORMATS, STORE, checked, stream_of
 from quantkit_kernels.cuda.layout import Packed
-from quantkit_kernels.cuda.plans import TilePlan
+from quantkit_kernels.cuda.plans import PersistentPlan, TilePlan
 
 
 class Slots(NamedTuple):
@@ -40,7 +40,7 @@ def tile_gemm(
     group: int,
     x: Tensor,
     out: Tensor,
-    plan: TilePlan,
+    plan: TilePlan | PersistentPlan,
     *,
     epilogue: int = STORE,
     slots: Slots | None = None,
@@ -48,7 +48,7 @@ def tile_gemm(
     num_experts: int = 1,
     pair_weights: Tensor | None = None,
 ) -> None:
-    """The product of x and a packed weight into `out`, as `epilogue` says (tile_params.cuh).
+    """The product of x and a packed weight into `out`, as `epilogue` says (tile_params.cuh). A PersistentPlan is for dense int8.
 
     Dense: x[M, K]. For experts: x[T, K] with top_k, whose rows are the tokens of pairs, or without, x[slots, K].
     """
@@ -60,7 +60,7 @@ def tile_gemm(
     arranged = torch.empty(tiles * plan.tokens * width, dtype=torch.uint8, device=x.device)
     pointers = {name: tensor.data_ptr() for name, tensor in packed._asdict().items() if tensor is not None}
     params = TileParams(**pointers, x=arranged.data_ptr(), out=out.data_ptr(), tiles=tiles, m=count, k=k)
-    params.n, params.out_n, params.split, params.epilogue = packed.row_scale.numel() // num_experts, out.shape[1], plan.split, epilogue
+    params.n, params.out_n, params.epilogue = packed.row_scale.numel() // num_experts, out.shape[1], epilogue
     stream = stream_of(x.device)
     if kind == "int8":
         scale = torch.empty(tiles * plan.tokens, dtype=torch.float32, device=x.device)
@@ -73,5 +73,9 @@ def tile_gemm(
         params.tile_expert, params.tile_count, params.order = (one.data_ptr() for one in slots)
     if pair_weights is not None:
         params.pair_weights = pair_weights.data_ptr()
+    if isinstance(plan, PersistentPlan):
+        checked(library().qk_persistent_int8(ctypes.byref(params), DTYPES[x.dtype], plan.parts, stream))
+        return
+    params.split = plan.split
     layout = (FORMATS[kind], DTYPES[x.dtype], group)
     checked(library().qk_tile_gemm(ctypes.byref(params), *layout, plan.tokens, plan.warpgroups, stream))

@@ -20,7 +20,7 @@ class DenseLinear(Linear):
         n, k = shape(weight)
         super().__init__(k, n, dtype, device, "dense")
         self.weight = dequantize(weight).to(device=device, dtype=dtype)
-        self._upcast = device.type == "cpu" and not _has_unit(dtype)
+        self._upcast = device.type == "cpu" and not has_unit(dtype)
 
     def held(self) -> list[Tensor]:
         return [self.weight]
@@ -54,7 +54,7 @@ def linear(weight: Weight, dtype: torch.dtype, device: torch.device) -> Linear:
     return DenseLinear(weight, dtype, device)
 
 
-def _has_unit(dtype: torch.dtype) -> bool:
+def has_unit(dtype: torch.dtype) -> bool:
     """Whether this CPU multiplies `dtype` natively."""
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

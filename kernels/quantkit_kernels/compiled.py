@@ -1,0 +1,25 @@
+"""Libraries that the user's own compiler makes at first use. They have a plain C interface, so that they depend on no version of torch.
+
+Each is kept in the user's cache under a hash of what it was made from; nothing is ever written into the package.
+"""
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def cache_directory() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quantkit"
+
+
+def compile_into(target: Path, command: Sequence[str], sources: Sequence[Path]) -> None:
+    """Compile to `target`. Another process doing the same is harmless: the last rename wins."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        built = Path(folder) / target.name
+        done = subprocess.run([*command, "-o", str(built), *map(str, sources)], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{Path(command[0]).name} could not compile the kernels: {done.stderr.strip()[-2000:]}")
+        built.rename(target)
