@@ -41,9 +41,9 @@ HELD_OUT = REPOSITORY / "eval/data/tiny-heldout.jsonl"
 SPLITS = {"tuning": (51_001, 128), "final": (51_002, 192)}
 """Split -> seed and number of freshly drawn documents; the final split also has the shipped held-out file."""
 PEERS = {
-    "awq-w4a16": ("w4-awq-gptq", "w4-gptq", "w4-awq"),
-    "fp4-w4a16": ("fp4-awq-gptq", "fp4-gptq", "fp4-awq"),
-    "int8-a8w8c16": ("int8-smooth-gptq", "int8-gptq", "int8"),
+    "awq-w4a16": ("w4-awq-gptq", "w4-gptq"),
+    "fp4-w4a16": ("fp4-awq-gptq", "fp4-gptq"),
+    "int8-a8w8c16": ("int8-smooth-gptq", "int8-gptq"),
 }
 TOKENS_A_PASS = 4096
 
@@ -102,6 +102,9 @@ class Decoded:
 
     def experts_with_shared(self, prefix: str, num_experts: int, shared: str) -> ExpertsOp | None:
         return None
+
+    def mla_prolog(self, *unused: Any) -> None:
+        """No operator of a decode step: documents are read whole."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x

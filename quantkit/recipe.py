@@ -30,9 +30,10 @@ class Recipe(BaseModel):
     scale_points: int = Field(11, ge=2, description="points of the scale search, for each of its two families")
     search_rows: int = Field(64, ge=16, description="output rows of a linear that the scale search looks at")
     exact_router: bool = Field(False, description="scales that reach a 16-bit reader are powers of two, so folding changes no bit of it")
-    damping: float = Field(0.05, gt=0, description="added to the Hessian's diagonal, as a share of its mean")
-    fit_points: int = Field(5, ge=1, description="steps tried for each group when it is rounded")
-    sweeps: int = Field(0, ge=0, description="rounds of coordinate descent after GPTQ")
+    damping: float = Field(0.003, gt=0, description="added to the Hessian's diagonal, as a share of its mean")
+    expert_damping: float = Field(0.05, gt=0, description="the same for a routed expert's own Hessian, which few tokens make up")
+    expert_shrinkage: float = Field(0.2, ge=0, description="added to such a Hessian's diagonal, as a share of each entry")
+    fit_points: int = Field(3, ge=1, description="steps tried for each group when it is rounded")
     min_expert_tokens: int = Field(256, ge=0, description="experts with fewer routed tokens lean on the layer's shared statistics")
 
     @property

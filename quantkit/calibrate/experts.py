@@ -100,10 +100,13 @@ class ExpertWeights:
 
 
 class ExpertSolver:
-    """Solves experts of one layer. scale [H]: folded into the layer's norm; curvature: of the layer's input, unscaled."""
+    """Solves experts of one layer. scale [H]: folded into the layer's norm; curvature: of the layer's input, unscaled; importance [H]:
+    see `HalfSpec`."""
 
-    def __init__(self, solver: Solver, routed: Routed, scale: Tensor, curvature: Curvature, held_out: Tensor) -> None:
-        self.solver, self.routed, self.scale = solver, routed, scale
+    def __init__(
+        self, solver: Solver, routed: Routed, scale: Tensor, curvature: Curvature, held_out: Tensor, importance: Tensor | None
+    ) -> None:
+        self.solver, self.routed, self.scale, self.importance = solver, routed, scale, importance
         self.curvature = curvature.scaled(scale)
         self.held_out = held_out / scale
         fitted = routed.x[: routed.fitted]
@@ -144,10 +147,12 @@ class ExpertSolver:
             tokens, w, fitted = self.routed.quantized_of(expert)
             hessians.append(self._down_hessian(weights.hidden(self.routed.x[tokens[:fitted]]), w[:fitted], of_layer))
         hessian = torch.stack(hessians)
-        rows = torch.stack([sample_rows(weights.down, self.solver.recipe.search_rows) for weights in experts.values()])
+        count = self.solver.recipe.search_rows
+        rows = torch.stack([sample_rows(weights.down, count) for weights in experts.values()])
+        importance = None if self.importance is None else sample_rows(self.importance[:, None], count)[:, 0]
         return choose_scale(
             self.solver,
-            [Consumer(rows, 1.0, self.solver)],
+            [Consumer(rows, 1.0, self.solver, importance)],
             self.solver.curvature(hessian),
             hessian,
             sample.abs().amax(-2),

@@ -27,11 +27,21 @@ ACCELERATOR_SQUARES = 2**33
 
 @dataclass(frozen=True)
 class Consumer:
-    """rows float32 [..., n, K]: a sample of a consumer's weight. share: what its relative loss counts. solver: what rounds it."""
+    """rows float32 [..., n, K]: a sample of a consumer's weight. share: what its relative loss counts. solver: what rounds it.
+
+    importance [n]: what a squared error in the output of each row counts; alike without.
+    """
 
     rows: Tensor
     share: float
     solver: Solver
+    importance: Tensor | None = None
+
+    def row_weight(self, mean_hessian: Tensor) -> Tensor:
+        """[..., n]: times the loss of each row, summed up, they give the share of the loss in the mean squared output."""
+        importance = torch.ones_like(self.rows[..., 0]) if self.importance is None else self.importance.expand(self.rows.shape[:-1])
+        energy = ((self.rows @ mean_hessian) * self.rows).sum(-1)
+        return self.share * importance / (energy * importance).sum(-1, keepdim=True).clamp(min=1e-30)
 
 
 def sample_rows(w: Tensor, count: int) -> Tensor:
@@ -51,9 +61,7 @@ def choose_scale(
         candidates = torch.unique_consecutive(power_of_two(candidates), dim=0)
     rows = torch.cat([consumer.rows for consumer in consumers], dim=-2)
     stacks = [(own, [one.rows.shape[-2] for one in alike]) for own, alike in groupby(consumers, key=lambda consumer: consumer.solver)]
-    counts = torch.tensor([consumer.rows.shape[-2] for consumer in consumers], device=rows.device)
-    weight = torch.stack([consumer.share / _energy(consumer.rows, mean_hessian) for consumer in consumers], dim=-1)
-    row_weight = weight.repeat_interleave(counts, dim=-1)  # [..., n]
+    row_weight = torch.cat([consumer.row_weight(mean_hessian) for consumer in consumers], dim=-1)
     losses = []
     for part in candidates.split(_at_once(rows)):
         scaled_rows, scaled = rows * part.unsqueeze(-2), curvature.scaled(part)
@@ -89,8 +97,3 @@ def _candidates(solver: Solver, consumers: Sequence[Consumer], mean_hessian: Ten
         return smoothing_candidates(absmax, weight_max, points)
     size = mean_hessian.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
     return candidate_scales(size, relative_weight(rows, solver.group_size), points)
-
-
-def _energy(rows: Tensor, mean_hessian: Tensor) -> Tensor:
-    """tr(W H W^T) [...], the consumer's mean squared output."""
-    return ((rows @ mean_hessian) * rows).sum((-1, -2)).clamp(min=1e-30)

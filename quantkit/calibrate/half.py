@@ -41,6 +41,7 @@ class HalfSpec:
 
     rows: its parameters but the routed experts'. groups: the scale groups inside it, those inside one routed expert left out.
     stored: dtype on disk of what stays unquantized, by tensor name. quantized: modules the output holds quantized.
+    importance: what a squared error in each channel of the residual stream counts after this half, float32 [H]; None: alike.
     """
 
     name: str
@@ -50,6 +51,7 @@ class HalfSpec:
     groups: list[ScaleGroup]
     stored: dict[str, torch.dtype]
     quantized: set[str]
+    importance: Tensor | None
 
 
 class Half:
@@ -76,8 +78,7 @@ class Half:
 
     def observe(self) -> None:
         """Run the original weights; keep statistics of every linear's input, what the routed experts are asked, and a few outputs."""
-        ends = frozenset(row.module for row in self.spec.rows if row.split == "row")  # they write to the residual stream: nobody looks
-        weights = LayerWeights(self.original, self.recorder, self.observations, unread=ends)
+        weights = LayerWeights(self.original, self.recorder, self.observations, unread=self._ends)
         block = self.spec.build(weights)
         own = {row.module for row in self.spec.rows}
         self.sites = {first: modules for first, modules in weights.sites.items() if first in own}
@@ -114,7 +115,9 @@ class Half:
             inside = [module for module in group.consumers if f"{module}.weight" in self.folded]
             rounded = [module for module in inside if module in self.spec.quantized]
             count = self.solver.recipe.search_rows
-            consumers = [Consumer(sample_rows(self.folded[f"{m}.weight"], count), 1.0, self.solver) for m in rounded]
+            consumers = [
+                Consumer(sample_rows(self.folded[f"{m}.weight"], count), 1.0, self.solver, self._importance(m, count)) for m in rounded
+            ]
             consumers += more.get(group.name, [])
             if not consumers or not {"awq", "smooth"} & set(self.solver.methods):
                 continue
@@ -132,6 +135,17 @@ class Half:
             if group.observe not in self._asked_again:
                 statistics.release()
             self._apply(group, inside, scale)
+
+    @property
+    def _ends(self) -> frozenset[str]:
+        """Modules that write to the residual stream: nobody in this half looks at their outputs."""
+        return frozenset(row.module for row in self.spec.rows if row.split == "row")
+
+    def _importance(self, module: str, count: int) -> Tensor | None:
+        """Of the rows that `sample_rows` takes of a module."""
+        if self.spec.importance is None or module not in self._ends:
+            return None
+        return sample_rows(self.spec.importance[:, None], count)[:, 0]
 
     def _apply(self, group: ScaleGroup, inside: list[str], scale: Tensor) -> None:
         producer = f"{group.producer}.weight"

@@ -64,15 +64,17 @@ class Solver:
         return IntRounder(self.grid, self.scale_dtype, shrink)
 
     def curvature(self, mean_hessian: Tensor) -> Curvature:
-        """mean_hessian float32 [..., K, K], per token."""
-        return Curvature.of(mean_hessian, self.recipe.damping, self.group_size)
+        """mean_hessian float32 [..., K, K], per token; with a leading dimension, of the few tokens of routed experts."""
+        if mean_hessian.dim() == 2:
+            return Curvature.of(mean_hessian, self.recipe.damping)
+        return Curvature.of(mean_hessian, self.recipe.expert_damping, self.recipe.expert_shrinkage)
 
     def losses(self, w: Tensor, amax: Tensor, curvature: Curvature) -> Tensor:
         """Loss of every row [..., N] if W [..., N, K] were rounded by this recipe, with plain steps: what a scale search compares."""
         rounder = self.rounder(amax, fit=False)
         if self.compensates:
-            return compensate(w, curvature, rounder, sweeps=0).loss
-        values, _ = round_to_nearest(w, rounder, _diagonal(curvature))
+            return compensate(w, curvature, rounder).loss
+        values, _ = round_to_nearest(w, rounder, curvature.diagonal)
         error = (w - values).gather(-1, curvature.order.unsqueeze(-2).expand_as(w))
         return (error @ curvature.factor).square().sum(-1)
 
@@ -124,25 +126,26 @@ class Solver:
         """Values and steps by this recipe, and the values of plain rounding to fall back on."""
         nearest, _ = round_to_nearest(w, self.rounder(amax, fit=False))
         if self.compensates:
-            result = compensate(w, curvature, self.rounder(amax), self.recipe.sweeps)
+            result = compensate(w, curvature, self.rounder(amax))
             return result.values, result.step, nearest
-        values, step = round_to_nearest(w, self.rounder(amax), _diagonal(curvature))
+        values, step = round_to_nearest(w, self.rounder(amax), curvature.diagonal)
         return values, step, nearest
 
     def _finish(self, w: Tensor, parts: "list[_Part]", amax: Tensor) -> Solved:
-        """One linear from its rows. Plain rounding is kept where the method loses to it on held-out inputs."""
+        """One linear from its rows. Plain rounding is kept where the method clearly loses to it on held-out inputs."""
         method = "+".join(self.methods) or "nearest"
-        whole, own, plain = (float(total) for total in torch.stack([part.squares for part in parts]).sum(0))
-        error = own / max(whole, 1e-30)
-        if own > plain:
+        whole, own, plain = torch.stack([part.squares for part in parts]).sum(0)
+        kept = own
+        if _exceeds(own, plain):
             values, step = round_to_nearest(w, self.rounder(amax, fit=False))
-            error, method = plain / max(whole, 1e-30), "nearest"
+            kept, method = plain, "nearest"
         elif len(parts) == 1:
             values, step = parts[0].values, parts[0].step
         else:
             values = torch.cat([part.values for part in parts])
             zero = [part.step.zero for part in parts if part.step.zero is not None]
             step = Step(torch.cat([part.step.step for part in parts]), torch.cat(zero) if zero else None)
+        error = float(kept.sum() / whole.sum().clamp(min=1e-30)) if len(whole) else float("nan")
         return Solved(self.rounder(amax).weight(values, step), values, error, method)
 
 
@@ -156,9 +159,14 @@ class _Part:
 
 
 def _squares(w: Tensor, candidates: tuple[Tensor, ...], sample: Tensor) -> Tensor:
-    """||W X^T||^2, then ||(W - Q) X^T||^2 of every candidate Q, over rows X of `sample` [S, K]: float32 [1 + n]; NaN without rows."""
-    sums = [(x @ sample.t()).square_().sum() for x in (w, *(w - values for values in candidates))]
-    return torch.stack(sums) if len(sample) else torch.full((len(sums),), torch.nan)
+    """||W x||^2, then ||(W - Q) x||^2 of every candidate Q, for each row x of `sample` [S, K]: float32 [1 + n, S]."""
+    return torch.stack([(x @ sample.t()).square_().sum(0) for x in (w, *(w - values for values in candidates))])
+
+
+def _exceeds(a: Tensor, b: Tensor) -> bool:
+    """Whether a [S] is larger than b on average, by more than chance makes it: two standard errors of the mean difference."""
+    difference = a - b
+    return len(a) > 1 and float(difference.mean()) > 2 * float(difference.std()) / len(a) ** 0.5
 
 
 def _pieces(weights: dict[str, Tensor]) -> Iterator[list[tuple[str, slice]]]:
@@ -174,9 +182,3 @@ def _pieces(weights: dict[str, Tensor]) -> Iterator[list[tuple[str, slice]]]:
 
 def _rows(step: Step, rows: slice | int) -> Step:
     return Step(step.step[rows], None if step.zero is None else step.zero[rows])
-
-
-def _diagonal(curvature: Curvature) -> Tensor:
-    """Diagonal of the Hessian in the order of the channels, [..., K]."""
-    permuted = curvature.diagonal
-    return torch.empty_like(permuted).scatter_(-1, curvature.order.expand_as(permuted), permuted)

@@ -179,8 +179,17 @@ class Walk:
             groups=[g for g in self.groups[layer] if g.expert is None and f"{g.producer}.weight" in own],
             stored={row.name: self.source.dtype(row) for row in needed if row.module not in self.quantized},
             quantized=self.quantized,
+            importance=self._importance(layer),
         )
         return Half(spec, self.source.dense_all(needed), self.solver, streams)
+
+    def _importance(self, layer: int) -> Tensor | None:
+        """Squared gain [H] of the norm that reads the residual stream after a decoder layer. A channel it all but ignores may hold
+        the largest values of all, and an error there costs next to nothing."""
+        if layer not in self.layers:
+            return None
+        reader = layer + 1 if layer + 1 in self.layers else None
+        return self.source.dense(next(row for row in self.rows if row.role == "norm" and row.layer == reader)).square()
 
     # --- routed experts --------------------------------------------------------------------------------------------------
 
@@ -221,7 +230,8 @@ class Walk:
         self._report_routing(layer, routed, len(experts))
         observed = self._experts_input(layer, half)
         scale = half.scale_of(observed)
-        solver = ExpertSolver(self._expert_solver(experts), routed, scale, half.curvature(observed), half.statistics(observed).sample)
+        held_out = half.statistics(observed).sample
+        solver = ExpertSolver(self._expert_solver(experts), routed, scale, half.curvature(observed), held_out, half.spec.importance)
         batches = list(_batches(experts, expert_batch_values(self.source.device.type)))
         if self.team.size > 1:
             for batch in (batch for number, batch in enumerate(batches) if self.team.mine(number)):

@@ -7,10 +7,8 @@ inverse of a small triangle replace the update of all later columns, and one Cho
 
 Scaling channels by s turns H into D^-1 H D^-1 (D = diag s) and V into D^-1 V: a scale search needs no further factoring.
 
-Two things the paper does not have, both free of any change of format:
-- the order. Groups with the most energy go first, and so do the most energetic channels of a group, when there are still many
-  others left to compensate; a group stays whole, so its step can still be fitted to what the earlier groups left over.
-- sweeps of coordinate descent afterwards. Each column is rounded again, given the final error of ALL others, not only earlier ones.
+The order is by falling energy of the channels ("static activation ordering"): the largest go first, when there are still many others
+left to compensate. Steps are fitted beforehand, to the groups as they lie in memory, so the format needs no record of the order.
 
 Shapes: w [..., N, K], factors [..., K, K]; leading dimensions (experts, candidates) broadcast and run as one batch.
 """
@@ -20,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.quant.rounding import Rounder, Step
+from quantkit.quant.rounding import Rounder, Step, fit_steps
 
 BLOCK = 128
 STRIP = 16
@@ -49,11 +47,11 @@ class Curvature:
     scale: Tensor | None = None
 
     @classmethod
-    def of(cls, hessian: Tensor, damping: float, group_size: int | None) -> "Curvature":
+    def of(cls, hessian: Tensor, damping: float, shrinkage: float = 0.0) -> "Curvature":
         """From H = sum of x x^T over tokens, float32 [..., K, K], not mutated."""
-        order = energy_order(hessian.diagonal(dim1=-2, dim2=-1), group_size)
+        order = hessian.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)
         permuted = hessian.gather(-1, order.unsqueeze(-2).expand_as(hessian)).gather(-2, order.unsqueeze(-1).expand_as(hessian))
-        permuted = damp_(permuted, damping)
+        permuted = damp_(permuted, damping, shrinkage)
         return cls(permuted, factor(permuted), order)
 
     @property
@@ -63,9 +61,17 @@ class Curvature:
 
     @property
     def diagonal(self) -> Tensor:
-        """Of the Hessian, [..., K]."""
+        """Of the Hessian, [..., K], in the order of the channels."""
         diagonal = self.unscaled.diagonal(dim1=-2, dim2=-1)
-        return diagonal if self.scale is None else diagonal / self.scale / self.scale
+        return self._in_place(diagonal if self.scale is None else diagonal / self.scale / self.scale)
+
+    @property
+    def conditional(self) -> Tensor:
+        """What a squared error in each channel costs once the channels after it have made up for it, [..., K], in their own order."""
+        return self._in_place(self.factor.diagonal(dim1=-2, dim2=-1).square())
+
+    def _in_place(self, permuted: Tensor) -> Tensor:
+        return torch.empty_like(permuted).scatter_(-1, self.order.expand_as(permuted), permuted)
 
     def scaled(self, scale: Tensor) -> "Curvature":
         """The curvature for inputs divided by `scale` [..., K]; leading dimensions of either may be candidates."""
@@ -79,25 +85,19 @@ class Curvature:
         return Curvature(self.unscaled.div_(s.unsqueeze(-1)).div_(s.unsqueeze(-2)), self.factor.div_(s.unsqueeze(-1)), self.order)
 
 
-def energy_order(energy: Tensor, group_size: int | None) -> Tensor:
-    """Channels [..., K] by falling energy, groups kept whole: int64 [..., K]."""
-    groups = energy.unflatten(-1, (-1, group_size or energy.shape[-1]))
-    within = groups.argsort(dim=-1, descending=True, stable=True)
-    first = torch.arange(0, energy.shape[-1], groups.shape[-1], device=energy.device).unsqueeze(-1)
-    by_group = groups.sum(-1).argsort(dim=-1, descending=True, stable=True).unsqueeze(-1).expand_as(within)
-    return (within + first).gather(-2, by_group).flatten(-2)
-
-
-def damped(hessian: Tensor, damping: float) -> Tensor:
+def damped(hessian: Tensor, damping: float, shrinkage: float = 0.0) -> Tensor:
     """`damp_`, not in place."""
-    return damp_(hessian.clone(), damping)
+    return damp_(hessian.clone(), damping, shrinkage)
 
 
-def damp_(hessian: Tensor, damping: float) -> Tensor:
-    """H += damping * mean(diag H) * I; a channel that never fired gets 1, so that its weight is simply rounded."""
+def damp_(hessian: Tensor, damping: float, shrinkage: float = 0.0) -> Tensor:
+    """H += damping * mean(diag H) * I + shrinkage * diag H; all zeros become I, so that weights are simply rounded.
+
+    Damping guards the directions that no token took; shrinkage doubts the correlations that few tokens show.
+    """
     diagonal = hessian.diagonal(dim1=-2, dim2=-1)
     extra = damping * diagonal.mean(-1, keepdim=True)
-    diagonal += torch.where(extra > 0, extra, torch.ones_like(extra))
+    diagonal += torch.where(extra > 0, extra + shrinkage * diagonal, torch.ones_like(extra))
     return hessian
 
 
@@ -109,76 +109,28 @@ def factor(hessian: Tensor) -> Tensor:
     return torch.linalg.cholesky(hessian.flip(-1, -2)).flip(-1, -2)
 
 
-def compensate(w: Tensor, curvature: Curvature, rounder: Rounder, sweeps: int = 1) -> Rounded:
-    """Values of the grid for W float32 [..., N, K], channels in their own order: GPTQ, then `sweeps` of coordinate descent."""
-    batch = _broadcast(w[..., 0, 0], curvature.order[..., 0])
+def compensate(w: Tensor, curvature: Curvature, rounder: Rounder) -> Rounded:
+    """Values of the grid for W float32 [..., N, K], channels as they lie in memory."""
+    batch = _broadcast(w[..., 0, 0], curvature.factor[..., 0, 0])
+    w = w.expand(*batch, *w.shape[-2:])
+    step = fit_steps(w, rounder, curvature.conditional)
     order = curvature.order.expand(*batch, -1)
-    wide = order.unsqueeze(-2).expand(*batch, *w.shape[-2:])
-    permuted = w.expand(*batch, *w.shape[-2:]).gather(-1, wide)
-    result = gptq(permuted, curvature.factor, rounder)
-    if sweeps:
-        result = descend(permuted, result, curvature.hessian, rounder, sweeps)
-    values = torch.empty_like(result.values).scatter_(-1, wide, result.values)
-    if rounder.group_size is None:
-        return Rounded(values, result.step, result.loss)
-    groups = order[..., :: rounder.group_size].div(rounder.group_size, rounding_mode="floor")
-    groups = groups.unsqueeze(-2).expand_as(result.step.step)
-    step, zero = (None if t is None else torch.empty_like(t).scatter_(-1, groups, t) for t in (result.step.step, result.step.zero))
-    assert step is not None
-    return Rounded(values, Step(step, zero), result.loss)
+    wide = order.unsqueeze(-2).expand_as(w)
+    groups = order.div(rounder.group_size or w.shape[-1], rounding_mode="floor")
+    result = gptq(w.gather(-1, wide), curvature.factor, rounder, step, groups)
+    return Rounded(torch.empty_like(result.values).scatter_(-1, wide, result.values), step, result.loss)
 
 
-def descend(w: Tensor, rounded: Rounded, hessian: Tensor, rounder: Rounder, sweeps: int) -> Rounded:
-    """Coordinate descent over the columns, steps held fixed: tr(E H E^T) never rises.
-
-    With all other columns fixed the best value of column j is q_j + (E H)_j / H_jj, rounded. H is damped as in `gptq`.
-    """
+def gptq(w: Tensor, factor: Tensor, rounder: Rounder, step: Step, groups: Tensor) -> Rounded:
+    """Values of the grid for W under the loss of `factor`, channels in its order. groups int64 [..., K]: whose step each channel takes."""
     columns = w.shape[-1]
-    group_size = rounder.group_size or columns
-    values = rounded.values.clone()
-    pivot = hessian.diagonal(dim1=-2, dim2=-1)
-    zeros = rounded.step.zero
-    for start in [*range(0, columns, BLOCK)] * sweeps:
-        stop = min(start + BLOCK, columns)
-        pull = ((w - values) @ hessian[..., start:stop]).transpose(-1, -2).contiguous()  # [..., columns of the block, N]
-        block = values[..., start:stop].transpose(-1, -2).contiguous()
-        square = hessian[..., start:stop, start:stop]
-        for strip in range(0, stop - start, STRIP):
-            end = min(strip + STRIP, stop - start)
-            change = torch.empty_like(pull[..., strip:end, :])
-            for i in range(strip, end):
-                group = (start + i) // group_size
-                step = Step(rounded.step.step[..., group], None if zeros is None else zeros[..., group])
-                value = rounder.snap(block[..., i, :] + pull[..., i, :] / pivot[..., start + i, None], step)
-                change[..., i - strip, :] = value - block[..., i, :]
-                block[..., i, :] = value
-                if i + 1 < end:
-                    pull[..., i + 1 : end, :] -= square[..., i + 1 : end, i, None] * change[..., i - strip, None, :]
-            if end < stop - start:
-                pull[..., end:, :] -= square[..., end:, strip:end] @ change
-        values[..., start:stop] = block.transpose(-1, -2)
-    error = w - values
-    return Rounded(values, rounded.step, ((error @ hessian) * error).sum(-1))
-
-
-def gptq(w: Tensor, factor: Tensor, rounder: Rounder) -> Rounded:
-    """Values of the grid for W under the loss given by `factor`, in the order of the channels.
-
-    Steps of a group are fitted when its first column comes up, to the columns as compensated so far. A grid with one step
-    per row has them fitted at the start.
-    """
-    columns = w.shape[-1]
-    group_size = rounder.group_size or columns
-    assert columns % group_size == 0, f"group size {group_size} does not divide {columns} channels"
     batch = _broadcast(w[..., 0, 0], factor[..., 0, 0])
     w, factor = w.expand(*batch, *w.shape[-2:]), factor.expand(*batch, *factor.shape[-2:])
-    conditional = factor.diagonal(dim1=-2, dim2=-1).square().unsqueeze(-2)  # [..., 1, K]: what an error costs once later columns react
-    row_step = rounder.fit(w, conditional) if rounder.group_size is None else None
+    groups = groups.expand(*batch, columns)
 
     error = torch.zeros(*batch, *w.shape[-2:], dtype=torch.float32, device=w.device)
     values = torch.empty_like(error)
     loss = torch.zeros(*batch, w.shape[-2], dtype=torch.float32, device=w.device)
-    steps: list[Step] = [] if row_step is None else [row_step]
     for start in range(0, columns, BLOCK):
         stop = min(start + BLOCK, columns)
         triangle = factor[..., start:stop, start:stop]
@@ -189,16 +141,22 @@ def gptq(w: Tensor, factor: Tensor, rounder: Rounder) -> Rounded:
             carried.reshape(-1, w.shape[-2], stop - start),
             inverse.reshape(-1, stop - start, stop - start),
         )
-        block = _Block(target.view(*batch, *target.shape[-2:]), inverse, triangle, conditional[..., start:stop])
-        for strip in range(start, stop, STRIP):
-            if rounder.group_size is not None and strip % group_size == 0:
-                steps.append(block.fit(rounder, strip - start, group_size))
-            block.round_strip(rounder, steps[-1], strip - start, min(strip + STRIP, stop) - start)
+        block = _Block(target.view(*batch, *target.shape[-2:]), inverse, triangle, _columns(step, groups[..., start:stop]))
+        for strip in range(0, stop - start, STRIP):
+            block.round_strip(rounder, strip, min(strip + STRIP, stop - start))
         values[..., start:stop] = block.values()
         loss += block.loss
         error[..., start:stop] = w[..., start:stop] - values[..., start:stop]
-    zero = None if steps[0].zero is None else torch.stack([s.zero for s in steps if s.zero is not None], dim=-1)
-    return Rounded(values, Step(torch.stack([s.step for s in steps], dim=-1), zero), loss)
+    return Rounded(values, step, loss)
+
+
+def _columns(step: Step, groups: Tensor) -> Step:
+    """Steps [..., N, G] of the groups [..., C] that columns belong to, as [..., C, N]."""
+
+    def pick(t: Tensor) -> Tensor:
+        return t.transpose(-1, -2).gather(-2, groups.unsqueeze(-1).expand(*groups.shape, t.shape[-2]))
+
+    return Step(pick(step.step), None if step.zero is None else pick(step.zero))
 
 
 def _broadcast(a: Tensor, b: Tensor) -> torch.Size:
@@ -207,26 +165,23 @@ def _broadcast(a: Tensor, b: Tensor) -> torch.Size:
 
 
 class _Block:
-    """The columns in work. Kept transposed, [..., columns, N], so that one column is one run of memory."""
+    """The columns in work. Kept transposed, [..., columns, N], so that one column is one run of memory; step alike."""
 
-    def __init__(self, target: Tensor, inverse: Tensor, triangle: Tensor, conditional: Tensor) -> None:
+    def __init__(self, target: Tensor, inverse: Tensor, triangle: Tensor, step: Step) -> None:
         self.target = target.transpose(-1, -2).contiguous()
         self.rounded = torch.empty_like(self.target)
         self.inverse = inverse
         self.pivot = triangle.diagonal(dim1=-2, dim2=-1)
-        self.conditional = conditional
+        self.step = step
         self.loss = torch.zeros_like(self.target[..., 0, :])
 
-    def fit(self, rounder: Rounder, start: int, group_size: int) -> Step:
-        part = slice(start, start + group_size)
-        return rounder.fit(self.target[..., part, :].transpose(-1, -2), self.conditional[..., part])
-
-    def round_strip(self, rounder: Rounder, step: Step, start: int, stop: int) -> None:
+    def round_strip(self, rounder: Rounder, start: int, stop: int) -> None:
         """Round columns start..stop one by one, then let the rest of the block react to all of them at once."""
         errors = torch.empty_like(self.target[..., start:stop, :])
+        zeros = self.step.zero
         for i in range(start, stop):
             column = self.target[..., i, :]
-            value = rounder.snap(column, step)
+            value = rounder.snap(column, Step(self.step.step[..., i, :], None if zeros is None else zeros[..., i, :]))
             error = (column - value) * self.pivot[..., i, None]
             self.rounded[..., i, :] = value
             errors[..., i - start, :] = error

@@ -145,15 +145,24 @@ def _squared_error(rounder: Rounder, step: Step, groups: Tensor, importance: Ten
     return error.sum(-1) if importance is None else error.mul_(importance).sum(-1)
 
 
-def round_to_nearest(w: Tensor, rounder: Rounder, importance: Tensor | None = None) -> tuple[Tensor, Step]:
-    """W float32 [..., N, K] -> its values on the grid, and the steps [..., N, G]. importance [..., K] weighs channels."""
-    group_size = rounder.group_size or w.shape[-1]
-    groups = w.unflatten(-1, (-1, group_size)).transpose(-2, -3)  # [..., G, N, g]
+def fit_steps(w: Tensor, rounder: Rounder, importance: Tensor | None = None) -> Step:
+    """Steps [..., N, G] for W float32 [..., N, K]. importance [..., K] weighs channels."""
     if importance is not None:
-        importance = importance.unflatten(-1, (-1, group_size)).unsqueeze(-2)  # [..., G, 1, g]
-    rounder = rounder.side_by_side()
-    step = rounder.fit(groups, importance)
-    wide = Step(step.step.unsqueeze(-1), None if step.zero is None else step.zero.unsqueeze(-1))
-    values = rounder.snap(groups, wide).transpose(-2, -3).flatten(-2)
-    zero = None if step.zero is None else step.zero.transpose(-1, -2)
-    return values, Step(step.step.transpose(-1, -2), zero)
+        importance = importance.unflatten(-1, (-1, rounder.group_size or w.shape[-1])).unsqueeze(-2)  # [..., G, 1, g]
+    step = rounder.side_by_side().fit(_groups(w, rounder), importance)
+    return Step(step.step.transpose(-1, -2), None if step.zero is None else step.zero.transpose(-1, -2))
+
+
+def round_to_nearest(w: Tensor, rounder: Rounder, importance: Tensor | None = None) -> tuple[Tensor, Step]:
+    """W float32 [..., N, K] -> its values on the grid, and the steps [..., N, G] that `fit_steps` gives."""
+    step = fit_steps(w, rounder, importance)
+    zero = None if step.zero is None else step.zero.transpose(-1, -2).unsqueeze(-1)
+    wide = Step(step.step.transpose(-1, -2).unsqueeze(-1), zero)
+    return rounder.side_by_side().snap(_groups(w, rounder), wide).transpose(-2, -3).flatten(-2), step
+
+
+def _groups(w: Tensor, rounder: Rounder) -> Tensor:
+    """[..., N, K] -> [..., G, N, g]."""
+    group_size = rounder.group_size or w.shape[-1]
+    assert w.shape[-1] % group_size == 0, f"group size {group_size} does not divide {w.shape[-1]} channels"
+    return w.unflatten(-1, (-1, group_size)).transpose(-2, -3)

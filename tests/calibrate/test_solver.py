@@ -1,0 +1,54 @@
+"""The method is kept unless held-out inputs clearly speak against it; errors where the next norm does not look cost nothing."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.calibrate.fold import Consumer, choose_scale
+from quantkit.calibrate.solver import Solver
+from quantkit.recipe import Recipe
+from quantkit.schemes import IntGrid, Method
+
+K, N = 128, 48
+
+
+def inputs(seed: int, rows: int) -> Tensor:
+    """Correlated channels of very different size; another seed correlates others."""
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.randn(K, K, generator=generator) * torch.logspace(0, -2, K)[:, None]
+    return torch.randn(rows, K, generator=generator) @ mix * torch.linspace(0.2, 3, K)
+
+
+def solver(*methods: Method) -> Solver:
+    return Solver(IntGrid(4, K, symmetric=False), torch.float16, Recipe(scheme="awq-w4a16"), methods)
+
+
+@pytest.mark.parametrize(("judged_on", "rows", "method"), [(1, 64, "gptq"), (2, 64, "nearest"), (2, 1, "gptq"), (2, 0, "gptq")])
+def test_plain_rounding_is_kept_where_the_method_clearly_loses(judged_on: int, rows: int, method: str) -> None:
+    """Compensation for inputs of one kind costs dearly on another; one row, or none, is not enough to say so."""
+    own = solver("gptq")
+    w = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
+    x = inputs(1, 1024)
+    curvature = own.curvature(x.t() @ x / len(x))
+    solved = own.solve_stack({"a": w}, {}, curvature, inputs(judged_on, 1088)[1024 : 1024 + rows])["a"]
+    assert solved.method == method
+    assert (solved.error == solved.error) == bool(rows), "no rows, no error"
+
+
+def test_rows_without_importance_do_not_choose_the_scale() -> None:
+    own = solver("awq")
+    x = inputs(1, 1024)
+    hessian, curvature = x.t() @ x / len(x), own.curvature(x.t() @ x / len(x))
+    rows = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
+    ignored = 50 * rows[:4] * torch.linspace(3, 0.01, K)
+    importance = torch.cat([torch.ones(N), torch.zeros(4)])
+
+    def loss(scale: Tensor) -> float:
+        """Of the rows that count."""
+        return float(own.losses(rows * scale, (rows * scale).abs().amax().expand(N), curvature.scaled(scale)).sum())
+
+    def chosen(consumer: Consumer) -> Tensor:
+        return choose_scale(own, [consumer], curvature, hessian, x.abs().amax(0), x[:64], exact=False)
+
+    every = torch.cat([rows, ignored])
+    assert loss(chosen(Consumer(every, 1.0, own, importance))) < loss(chosen(Consumer(every, 1.0, own)))
