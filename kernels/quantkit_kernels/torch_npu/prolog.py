@@ -67,12 +67,13 @@ class FusedProlog(MlaProlog):
         return values(attend(absorbed, q_pe, cache, block_table, seq_lens, scale, lengths), self.kv_b, self.nope)
 
     def qkv_a(self, x: Tensor) -> Tensor:
-        return torch.cat([self._q_a(x), self._as_the_model_has_it(self._kv_a(x), 1)], dim=-1)
+        return torch.cat([self._q_a(x), self._in_model_order(self._kv_a(x), 1)], dim=-1)
 
     def q_b(self, x: Tensor) -> Tensor:
-        return self._as_the_model_has_it(self._q_b(x), self._heads)
+        return self._in_model_order(self._q_b(x), self._heads)
 
-    def _as_the_model_has_it(self, y: Tensor, heads: int) -> Tensor:
+    def _in_model_order(self, y: Tensor, heads: int) -> Tensor:
+        """y [T, heads * (.. + R)] with the rotary channels of each head where the model has them."""
         if self._interleaved:
             return y
         y = y.unflatten(-1, (heads, -1))
