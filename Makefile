@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: demo test lint test-ascend test-engines test-packers test-evalscope test-lm-eval clean
+.PHONY: demo test lint test-ascend test-engines test-vllm-cuda test-packers test-evalscope test-lm-eval clean
 
 demo: $(VENV)/run.stamp
 	$(BIN)/python tools/demo.py --out out/demo
@@ -44,6 +44,10 @@ test-ascend: .venv-ascend/stamp .venv-npu/stamp
 test-engines: $(VENV)/test.stamp .venv-vllm/stamp
 	$(BIN)/python tests/judges/transformers_logits.py
 	$(BIN)/python tests/judges/vllm_tokens.py --vllm .venv-vllm/bin/python
+
+VLLM ?= python3
+test-vllm-cuda: $(VENV)/test.stamp
+	$(BIN)/python tests/judges/vllm_cuda.py --vllm $(VLLM) --directory out/vllm-cuda
 
 .venv-vllm/stamp: tests/judges/vllm_venv.sh
 	bash tests/judges/vllm_venv.sh .venv-vllm

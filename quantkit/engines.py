@@ -27,7 +27,8 @@ GridName = Literal["int4-asymmetric", "int4-symmetric", "int4-channel", "int8", 
 
 
 class Load(BaseModel):
-    """One thing an engine loads. `notes` is for people; `run` is the command of the repository that shows it, if one does."""
+    """One thing an engine loads. `notes` is for people; `run` is the command of the repository that shows it, if one does, and `run_on`
+    says where it was run if not on a CPU by `release`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -45,12 +46,17 @@ class Load(BaseModel):
     mtp_prefix: str | None = None
     # Fused siblings whose FP4 global scales differ.
     fp4_siblings: Literal["error", "warn"] | None = None
+    # The quant_algo that may stand in hf_quant_config.json alone; empty where the engine takes any there.
+    side_algorithms: tuple[str, ...] = ()
     # Keys at the top of quantization_config that must repeat the grid's own value.
     quantization_keys: tuple[Literal["group_size"], ...] = ()
     launch: tuple[str, ...] = ()
     notes: str = ""
+    # Whether int4 experts whose intermediate size on one GPU is not above group_size come out wrong.
+    narrow_experts_wrong: bool = False
     sources: tuple[str, ...]
     run: str | None = None
+    run_on: str | None = None
 
 
 class Refusal(BaseModel):
@@ -309,15 +315,9 @@ def _check_parts(engine: str, load: Load, checkpoint: Checkpoint, linears: list[
         part = part_of(row)
         assert part is not None, row.name
         (quantized if _quantized(checkpoint, row) else plain).setdefault(part, row.module)
-    told = [
-        Problem(
-            "error",
-            f"{engine} does not take {part} quantized in {load.format} {load.variant}, as {module} is",
-            f"quantize with --engine {engine}, which leaves it in BF16",
-        )
-        for part, module in quantized.items()
-        if part not in load.may
-    ]
+    refused = f"does not take {{}} quantized in {load.format} {load.variant}, as {{}} is"
+    leaves = f"quantize with --engine {engine}, which leaves it in BF16"
+    told = [Problem("error", f"{engine} {refused.format(part, name)}", leaves) for part, name in quantized.items() if part not in load.may]
     beside = [row.module for row in linears if _four_bits(checkpoint, row) and part_of(row) not in load.four_bits]
     if load.four_bits and beside:
         only = f"{engine} takes int4 in {' and '.join(load.four_bits)} only, and {beside[0]} is"
@@ -346,15 +346,10 @@ def _check_siblings(engine: str, load: Load, checkpoint: Checkpoint, linears: li
     if not different:
         return []
     names = " and ".join(row.module for row in different[0])
-    what = "refuses that" if load.fp4_siblings == "error" else "uses one of them for all, which costs accuracy"
-    severity: Literal["error", "warning"] = "error" if load.fp4_siblings == "error" else "warning"
-    return [
-        Problem(
-            severity,
-            f"{len(different)} groups of fused linears have different FP4 global scales, such as {names}; {engine} {what}",
-            "quantize the source with quantkit, which shares them",
-        )
-    ]
+    refused = load.fp4_siblings == "error"
+    told = f"{len(different)} groups of fused linears have different FP4 global scales, such as {names}; {engine} "
+    told += "refuses that" if refused else "uses one of them for all, which costs accuracy"
+    return [Problem("error" if refused else "warning", told, "quantize the source with quantkit, which shares them")]
 
 
 def _global_scale(checkpoint: Checkpoint, module: str) -> float | None:
@@ -392,3 +387,13 @@ def _check_keys(engine: str, load: Load, checkpoint: Checkpoint) -> Iterable[Pro
         if block.get(key) != value:
             told = f"{engine} reads {key} at the top of quantization_config, where it is {block.get(key)}"
             yield Problem("error", told, f'add "{key}": {value} to that block of config.json')
+    said: Mapping[str, Any] = checkpoint.side.get("hf_quant_config.json", {}).get("quantization", {})
+    if load.side_algorithms and not block and said.get("quant_algo") not in load.side_algorithms:
+        told = f"{engine} takes quant_algo {said.get('quant_algo')} from quantization_config in config.json only, which is not there"
+        yield Problem("error", told, "quantkit convert --format compressed-tensors, which loses nothing")
+    width, group = checkpoint.config.get("moe_intermediate_size"), getattr(checkpoint.grid, "group_size", None)
+    if load.narrow_experts_wrong and width and group and width <= group:
+        told = (
+            f"{engine} mixes up scales of gate_proj and up_proj: a GPU's {width} columns of an expert are not more than group_size {group}"
+        )
+        yield Problem("warning", told, "quantize with a smaller group_size (recipe), and share the experts out whole")

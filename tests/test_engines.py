@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from quantkit.models.table import Parameter
 from quantkit.schemes import SCHEMES, Fp4Grid, IntGrid, Scheme, find_scheme
 
 INT4 = IntGrid(4, 128, symmetric=False)
+INT4_G64 = IntGrid(4, 64, symmetric=False)
 INT4_SYMMETRIC = IntGrid(4, 128, symmetric=True)
 INT8 = IntGrid(8, None, symmetric=True)
 
@@ -106,7 +108,8 @@ def matrix() -> list[str]:
     rows = []
     for name in ("vllm", "sglang", "vllm-ascend", "omni-infer", "chitu", "transformers"):
         for load in find_engine(name).loads:
-            evidence = f"run: `{load.run}`" if load.run else "by source: " + "<br>".join(f"`{source}`" for source in load.sources)
+            where = f" on {load.run_on}" if load.run_on else ""
+            evidence = f"run{where}: `{load.run}`" if load.run else "by source: " + "<br>".join(f"`{source}`" for source in load.sources)
             parts = "-" if load.format == "dense" else _spoken(load.may) + (f"; int4: {_spoken(load.four_bits)}" if load.four_bits else "")
             cells = (name, ", ".join(load.devices), f"{load.format} {load.variant}", ", ".join(load.grids), parts, load.mtp, evidence)
             rows.append(f"| {' | '.join(cells)} |")
@@ -144,8 +147,8 @@ def test_unknown_engine_lists_the_known() -> None:
 @pytest.mark.parametrize(
     ("engine", "format", "grid", "quantizes"),
     [
-        ("vllm", awq.FORMAT, INT4, linear),
-        ("vllm", compressed_int4.FORMAT, INT4, linear),
+        ("vllm", awq.FORMAT, INT4_G64, linear),
+        ("vllm", compressed_int4.FORMAT, INT4_G64, linear),
         ("vllm", modelopt.FORMAT, Fp4Grid(), linear),
         ("sglang", awq.FORMAT, INT4, linear),
         ("sglang", compressed_int4.FORMAT, INT4, no_qkv_a),
@@ -192,6 +195,29 @@ def test_fp4_siblings_must_share_their_scale(packed: Any) -> None:
     assert any("different FP4 global scales" in problem for problem in errors("sglang", path))
     assert errors("vllm", path) == []
     assert any("costs accuracy" in problem for problem in warnings("vllm", path))
+
+
+def test_vllm_takes_weight_only_nvfp4_from_config_json_alone(packed: Any, tmp_path: Path) -> None:
+    """As seen with 0.22.1; its 0.32.0 reads the same (transformers_utils/model_arch_config_convertor.py)."""
+    path = shutil.copytree(packed(modelopt.FORMAT, Fp4Grid(), no_mtp), tmp_path / "model")
+    assert errors("vllm", path) == []
+    config = json.loads((path / "config.json").read_text())
+    del config["quantization_config"]
+    (path / "config.json").write_text(json.dumps(config))
+    assert any("quant_algo W4A16_NVFP4 from quantization_config in config.json only" in problem for problem in errors("vllm", path))
+    assert errors("sglang", path) == []
+    side = json.loads((path / "hf_quant_config.json").read_text())
+    side["quantization"]["quant_algo"] = "NVFP4"
+    (path / "hf_quant_config.json").write_text(json.dumps(side))
+    assert errors("vllm", path) == []
+
+
+@pytest.mark.parametrize(("width", "warned"), [(128, True), (256, False)])
+def test_vllm_mixes_up_the_scales_of_narrow_experts(tmp_path: Path, width: int, warned: bool) -> None:
+    config = tiny_config(moe_intermediate_size=width)
+    path = write_packed(tmp_path / "model", config, random_tensors(config), awq.FORMAT, INT4, linear)
+    assert errors("vllm", path, device="cuda") == []
+    assert any("128 columns of an expert are not more than group_size 128" in problem for problem in warnings("vllm", path)) == warned
 
 
 def test_mtp_rules_are_warnings(packed: Any) -> None:

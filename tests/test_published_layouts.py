@@ -60,6 +60,9 @@ def fp4_with_fp8_mtp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     said = json.loads((path / "hf_quant_config.json").read_text())
     said["quantization"] |= {"quant_algo": "NVFP4", "exclude_modules": ["lm_head", "model.layers.*.self_attn*", f"{MTP}*"]}
     (path / "hf_quant_config.json").write_text(json.dumps(said))
+    described = json.loads((path / "config.json").read_text())
+    del described["quantization_config"]  # the script leaves the description in that file alone
+    (path / "config.json").write_text(json.dumps(described))
     return path
 
 

@@ -1,6 +1,7 @@
-"""Small dense models with random weights, in shapes that vLLM on CPU takes: what the judges compare engines on.
+"""Small models with random weights, in shapes that vLLM takes: what the judges compare engines on.
 
-DeepSeek-V3 with first_k_dense_replace = layers and the head sizes vLLM's MLA wants; Llama, Qwen2 and Qwen3 with grouped heads.
+CONFIGS are dense, for vLLM on CPU: DeepSeek-V3 with first_k_dense_replace = layers and the head sizes vLLM's MLA wants; Llama, Qwen2
+and Qwen3 with grouped heads. EXPERTS are mixtures of experts, for vLLM on CUDA.
 """
 
 import math
@@ -58,6 +59,24 @@ PANGU: dict[str, Any] = {
     "rope_interleave": True,  # vLLM's convention
 }
 """Not dense: for engines that run experts unquantized."""
+
+_WIDE = {"first_k_dense_replace": 1, "moe_intermediate_size": 256}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {**_LATENT, **_WIDE, "num_nextn_predict_layers": 1},
+    "qwen3_moe": {
+        **_GROUPED,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "head_dim": 64,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 256,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "pangu_ultra_moe": {**PANGU, **_WIDE},
+}
 
 
 def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:

@@ -105,12 +105,16 @@ def judge_modelopt(rows: int, columns: int) -> tuple[str, dict[str, Any]]:
 
 
 def judge_description() -> str:
-    """ModelOpt turns our hf_quant_config.json into its newer form, which we must read as the same."""
+    """ModelOpt turns our hf_quant_config.json into its newer form, which we must write alike and read as the same."""
     from modelopt.torch.export.convert_hf_config import convert_hf_quant_config_format
 
     files = modelopt.FORMAT.extra_files(Fp4Grid(), {"model.layers.0.mlp.up_proj": Fp4Grid()}, [])
     side = json.loads(files["hf_quant_config.json"])
     flat = {"quantization_config": convert_hf_quant_config_format(side)}
+    ours = modelopt.FORMAT.config_block(Fp4Grid(), {"model.layers.0.mlp.up_proj": Fp4Grid()}, [])
+    different = [key for key, value in flat["quantization_config"].items() if ours.get(key) != value]
+    if different:
+        return f"config.json has another {', '.join(different)}"
     if not modelopt.FORMAT.detect(flat, {}):
         return f"not recognised: {flat}"
     before, after = modelopt.FORMAT.ignored({}, {"hf_quant_config.json": side}), modelopt.FORMAT.ignored(flat, {})

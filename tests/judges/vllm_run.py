@@ -2,8 +2,10 @@
 
     python vllm_run.py < jobs.json > answers.json
 
-jobs: [{"path", "prompts": [[token id]], "max_tokens"}]. The output is {"products": {"int4", "int8"}, "answers"}; one answer a job:
-[{"tokens": [...], "logprobs": [[[token, value], ...] a position]}] a prompt, or {"error": text} where vLLM would not load it.
+jobs: [{"path", "prompts": [[token id]], "max_tokens", and "dtype" where not bfloat16}]. The output is {"engine", "products": {"int4",
+"int8"}, "answers", "layers"}; one answer a job: [{"tokens": [...], "logprobs": [[[token, value], ...] a position]}] a prompt, or {"error":
+text} where vLLM would not load it.
+"layers" has the classes of vLLM that hold and multiply the weights of each job's model.
 
 Two of vLLM's products for CPUs need newer instructions than every CPU has: int4 wants AVX-512, and without VNNI oneDNN's int8
 product saturates inside and is some percent off. There the product alone is computed by torch, from the parameters as vLLM's
@@ -14,20 +16,24 @@ import gc
 import json
 import os
 import sys
+import traceback
 from typing import Any
 
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"}
+os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 from transformers import AutoConfig, DeepseekV3Config
-from vllm import LLM, SamplingParams
+from vllm import LLM, SamplingParams, __version__
 from vllm import _custom_ops as ops
 from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
 from vllm.model_executor.layers.quantization.utils.quant_utils import unpack_quantized_values_into_int32
+from vllm.platforms import current_platform
 
 
 class PanguConfig(DeepseekV3Config):
@@ -85,16 +91,49 @@ def int8_product_error() -> float:
     return float((out.float() - exact).norm() / exact.norm())
 
 
-def answer(job: dict[str, Any]) -> object:
-    model = LLM(
+def products_of_this_cpu() -> dict[str, str]:
+    """Whose product each grid's is here, after those that this CPU has not are replaced."""
+    products = {"int4": "vLLM's", "int8": "vLLM's"}
+    if not hasattr(torch.ops._C, "cpu_gemm_wna16"):
+        multiply_int4_in_torch()
+        products["int4"] = "torch's, for this CPU has no AVX-512"
+    error = int8_product_error()
+    if error > 0.01:
+        multiply_int8_in_torch()
+        products["int8"] = f"torch's, for oneDNN's is {100 * error:.1f} % off on this CPU"
+    return products
+
+
+def computing_classes(model: torch.nn.Module) -> list[str]:
+    """What vLLM chose for the layers: the quantization method, its scheme, and the kernel of either."""
+    names = set()
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        scheme = getattr(module, "scheme", None)
+        kernel = getattr(scheme or method, "kernel", None)
+        experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+        if method is not None:
+            names.add(" ".join(type(part).__name__ for part in (method, scheme, kernel, experts) if part is not None))
+        if hasattr(module, "attn_backend"):
+            names.add(module.attn_backend.__name__)
+    return sorted(names)
+
+
+def load(job: dict[str, Any]) -> LLM:
+    return LLM(
         model=job["path"],
-        dtype="bfloat16",
+        dtype=job.get("dtype", "bfloat16"),
         max_model_len=256,
         max_num_seqs=8,
         enforce_eager=True,
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
+        # A cache of fixed size, so that several of these run beside each other on one GPU.
+        **({} if current_platform.is_cpu() else {"kv_cache_memory_bytes": 2**28, "gpu_memory_utilization": 0.05}),
     )
+
+
+def generate(model: LLM, job: dict[str, Any]) -> object:
     params = SamplingParams(temperature=0, max_tokens=job["max_tokens"], ignore_eos=True, logprobs=5, detokenize=False)
     found = model.generate([{"prompt_token_ids": prompt} for prompt in job["prompts"]], params, use_tqdm=False)
     return [
@@ -107,24 +146,25 @@ def answer(job: dict[str, Any]) -> object:
 
 
 def main() -> None:
-    told, sys.stdout = sys.stdout, sys.stderr  # vLLM prints; the answers must stand alone
+    told = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM prints; the answers must stand alone
     AutoConfig.register("pangu_ultra_moe", PanguConfig)
-    products = {"int4": "vLLM's", "int8": "vLLM's"}
-    if not hasattr(torch.ops._C, "cpu_gemm_wna16"):
-        multiply_int4_in_torch()
-        products["int4"] = "torch's, for this CPU has no AVX-512"
-    error = int8_product_error()
-    if error > 0.01:
-        multiply_int8_in_torch()
-        products["int8"] = f"torch's, for oneDNN's is {100 * error:.1f} % off on this CPU"
+    products = products_of_this_cpu() if current_platform.is_cpu() else {}
     answers: list[object] = []
+    layers: list[list[str]] = []
     for job in json.load(sys.stdin):
+        layers.append([])
         try:
-            answers.append(answer(job))
+            model = load(job)
+            layers[-1] = model.apply_model(computing_classes)[0]
+            answers.append(generate(model, job))
         except Exception as fault:
+            traceback.print_exc()
             answers.append({"error": f"{type(fault).__name__}: {fault}"})
+        model = None
         gc.collect()
-    json.dump({"products": products, "answers": answers}, told)
+    json.dump({"engine": f"vllm {__version__}", "products": products, "answers": answers, "layers": layers}, told)
+    told.close()
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -52,11 +53,12 @@ TOLERANCE = 0.12  # mean absolute difference of log-probabilities of the five li
 
 @dataclass(frozen=True)
 class Verdict:
-    """compared: positions without a near tie; equal: those with the same token. difference: as TOLERANCE."""
+    """compared: positions without a near tie; equal: those with the same token. difference: as TOLERANCE, and its median by position."""
 
     compared: int
     equal: int
     difference: float
+    median: float
 
     @property
     def passed(self) -> bool:
@@ -99,20 +101,26 @@ def log_probabilities(path: Path, sequences: list[list[int]]) -> list[Tensor]:
     return list(loaded.model.logits(hidden).log_softmax(-1).split(lengths))
 
 
-def judge(path: Path, asked: list[list[int]], answers: list[dict[str, Any]], tie: float = TIE) -> Verdict:
+def judge(
+    path: Path, asked: list[list[int]], answers: list[dict[str, Any]], tie: float = TIE, uncounted: list[Tensor] | None = None
+) -> Verdict:
+    """uncounted: bool [tokens] a sequence, positions to leave out."""
     ours = log_probabilities(path, [prompt + answer["tokens"] for prompt, answer in zip(asked, answers)])
     compared = equal = 0
     differences: list[float] = []
-    for prompt, answer, table in zip(asked, answers, ours):
+    for number, (prompt, answer, table) in enumerate(zip(asked, answers, ours)):
         for step, token in enumerate(answer["tokens"]):
-            likely = table[len(prompt) - 1 + step]
-            differences += [abs(float(likely[other]) - value) for other, value in answer["logprobs"][step]]
+            position = len(prompt) - 1 + step
+            if uncounted is not None and uncounted[number][position]:
+                continue
+            likely = table[position]
+            differences.append(mean(abs(float(likely[other]) - value) for other, value in answer["logprobs"][step]))
             first, second = likely.topk(2).values.tolist()
             if first - second < tie:
                 continue
             compared += 1
             equal += int(likely.argmax()) == token
-    return Verdict(compared, equal, sum(differences) / len(differences))
+    return Verdict(compared, equal, mean(differences), median(differences))
 
 
 def shift_zero_points(path: Path) -> None:

@@ -2,8 +2,9 @@
 
     X.weight uint8 [N, K / 2], low bits the even input   X.weight_scale float8_e4m3fn [N, K / 16]   X.weight_scale_2 float32 []
 
-weight_scale_2 is a MULTIPLIER. Engines read hf_quant_config.json; newer checkpoints say the same in config.json. An
-input_scale (4-bit activations) is accepted and not used. The MTP layer stays in BF16: SGLang runs it unquantized.
+weight_scale_2 is a MULTIPLIER. An input_scale (4-bit activations) is accepted and not used. The MTP layer stays in BF16: SGLang runs
+it unquantized. The description stands in hf_quant_config.json and, flat, in config.json, as ModelOpt has written both since 0.31:
+vLLM 0.22 to 0.32 takes W4A16_NVFP4 from config.json only ("Unknown ModelOpt quant algo" otherwise).
 """
 
 import json
@@ -23,7 +24,10 @@ from quantkit.quant.weights import FP4_GROUP, Fp4Weight, Weight
 from quantkit.schemes import Fp4Grid, Grid
 
 _SIDE_FILE = "hf_quant_config.json"
-_ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
+_WRITTEN = "W4A16_NVFP4"
+_ALGORITHMS = ("NVFP4", _WRITTEN)
+# Engines look for the producer's name, so it is ModelOpt's, with the version whose bytes these are.
+_PRODUCER = {"name": "modelopt", "version": "0.47.0"}
 _SPELLING = IgnoreSpelling(
     layer=lambda prefix: f"{prefix}.*",
     tails=lambda tail: (f"*.{tail}",),
@@ -80,17 +84,24 @@ class ModelOpt(Nvfp4):
         return None if entries is None else lambda module: any(_SPELLING.matches(entry, module) for entry in entries)
 
     def config_block(self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> dict[str, Any]:
-        return {}
+        weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": FP4_GROUP}
+        return {
+            "quant_method": "modelopt",
+            "quant_algo": _WRITTEN,
+            "group_size": FP4_GROUP,
+            "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}},
+            "ignore": ignore_list(quantized, plain_linears(plain), _SPELLING),
+            "producer": _PRODUCER,
+        }
 
     def extra_files(self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> dict[str, bytes]:
         quantization = {
-            "quant_algo": "W4A16_NVFP4",
+            "quant_algo": _WRITTEN,
             "kv_cache_quant_algo": None,
             "group_size": FP4_GROUP,
             "exclude_modules": ignore_list(quantized, plain_linears(plain), _SPELLING),
         }
-        # Engines look for the producer's name, so it is ModelOpt's, with the version whose bytes these are.
-        described = {"producer": {"name": "modelopt", "version": "0.47.0"}, "quantization": quantization}
+        described = {"producer": _PRODUCER, "quantization": quantization}
         return {_SIDE_FILE: json.dumps(described, indent=2).encode() + b"\n"}
 
     def quantizes(self, module: str, role: str, *, mtp: bool = False) -> bool:

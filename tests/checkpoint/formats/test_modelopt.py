@@ -48,10 +48,14 @@ def test_scales_declared_as_uint8_are_read() -> None:
 
 
 def test_description_has_every_key_engines_demand() -> None:
-    _, files = make_quantized.description(FORMAT, Fp4Grid())
+    config, files = make_quantized.description(FORMAT, Fp4Grid())
     block = json.loads(files["hf_quant_config.json"])["quantization"]
     assert block.keys() == {"quant_algo", "kv_cache_quant_algo", "group_size", "exclude_modules"}
     assert "model.layers.4.*" in block["exclude_modules"]
+    # vLLM takes this quant_algo from the flat form only, where it has no "quantization" to look into.
+    flat = config["quantization_config"]
+    assert "quantization" not in flat
+    assert (flat["quant_method"], flat["quant_algo"], flat["ignore"]) == ("modelopt", block["quant_algo"], block["exclude_modules"])
 
 
 def test_description_in_config_json_is_read(tmp_path: Path) -> None:
