@@ -16,6 +16,7 @@ from quantkit.quant.weights import Weight, dequantize
 from quantkit.schemes import IntGrid
 
 W = torch.randn(96, 256, generator=torch.Generator().manual_seed(0))
+NO_FP4 = kernels.backends.why_unusable("linear_fp4", "cpu", torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -77,14 +78,17 @@ def test_parts_on_different_grids_are_not_fused(weights: ExecutorWeights, monkey
     torch.testing.assert_close(weights.fused_linear(("a", "b"))(x), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("fits", [True, False])
-def test_fp4_on_a_cpu_is_expanded_once_where_it_fits(weights: ExecutorWeights, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = quantize_fp4(W)
+@pytest.mark.parametrize(("rows", "fits", "expanded"), [(96, True, True), (96, False, False), (2064, True, NO_FP4 is not None)])
+def test_fp4_on_a_cpu_is_expanded_once_where_it_is_small_and_fits(
+    weights: ExecutorWeights, rows: int, fits: bool, expanded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large one only where there is no compiler for the kernels' own product."""
+    weight = quantize_fp4(torch.randn(rows, 256, generator=torch.Generator().manual_seed(0)))
     monkeypatch.setattr(weights.checkpoint, "weight", lambda module, device: weight)
     monkeypatch.setattr(weights, "_may_expand", fits)
     x = torch.randn(5, 256, generator=torch.Generator().manual_seed(1))
     linear = weights.linear("a")
-    assert linear.backend == ("dense" if fits else "reference")
+    assert linear.backend == ("dense" if expanded else "cpu" if NO_FP4 is None else "reference")
     torch.testing.assert_close(linear(x), x @ dequantize(weight).T, rtol=1e-4, atol=1e-4)
 
 
