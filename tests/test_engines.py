@@ -150,7 +150,7 @@ def test_unknown_engine_lists_the_known() -> None:
         ("vllm", awq.FORMAT, INT4_G64, linear),
         ("vllm", compressed_int4.FORMAT, INT4_G64, linear),
         ("vllm", modelopt.FORMAT, Fp4Grid(), linear),
-        ("sglang", awq.FORMAT, INT4, linear),
+        ("sglang", awq.FORMAT, INT4_G64, linear),
         ("sglang", compressed_int4.FORMAT, INT4, no_qkv_a),
         ("sglang", compressed_int8.FORMAT, INT8, linear),
         ("sglang", modelopt.FORMAT, Fp4Grid(), no_mtp),
