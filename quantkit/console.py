@@ -226,7 +226,8 @@ def show_kernels(device: str, rows: list[dict[str, Any]]) -> None:
 def show_measurement(row: dict[str, Any]) -> None:
     speed = f"{row['microseconds']:10.1f} us {row['gigabytes_per_second']:8.1f} GB/s {row['fraction']:6.1%} of bandwidth"
     verdict = "ok" if row["ok"] else "[bold red]WRONG[/bold red]"
-    out.print(f"{row['operator']:14} {row['backend']:10} {row['case']:28} error {row['error']:.1e} {speed} {verdict}", highlight=False)
+    line = f"{row['operator']:14} {row['backend']:10} {row['case']:28} error {row['error']:.1e} {speed} {verdict}"
+    out.print(line, highlight=False, soft_wrap=True)  # one operator a line, in a pipe too
 
 
 def show_deployment(plan: dict[str, Any], scripts: list[str]) -> None:
