@@ -163,23 +163,31 @@ def _text(path: Path, vocabulary: int) -> None:
 
 
 class Phases:
-    """Seconds of every phase, by half or experts of each layer; each event begins one."""
+    """Seconds of every phase, and of the processors in it, by half or experts of each layer; each event begins one."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
+        self.cpu: dict[str, float] = defaultdict(float)
         self._last, self._since, self._begun = "start", time.perf_counter(), time.perf_counter()
+        self._cpu_since = time.process_time()
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, Progress):
             now = time.perf_counter()
+            cpu = time.process_time()
             self.seconds[self._last] += now - self._since
+            self.cpu[self._last] += cpu - self._cpu_since
             unit = event.unit.split(".experts")[0] + (" experts" if ".experts" in event.unit else "")
             phase = f"{unit}: {event.phase}" if event.unit.startswith("layers") else "tables"
             if phase != self._last and "experts" not in phase:
                 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
                 now_held = event.memory / 2**30
-                print(f"{now - self._begun:7.1f} s  {now_held:6.2f} GiB, peak {peak:6.2f}  {phase}", file=sys.stderr, flush=True)
-            self._last, self._since = phase, now
+                print(
+                    f"{now - self._begun:7.1f} s, CPU {cpu:7.1f} s  {now_held:6.2f} GiB, peak {peak:6.2f}  {phase}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            self._last, self._since, self._cpu_since = phase, now, cpu
 
 
 def run(path: Path, scheme: str, device: str, samples: int, held_out: int, seq_len: int, memory: str | None, profile: bool) -> None:
@@ -211,6 +219,7 @@ def run(path: Path, scheme: str, device: str, samples: int, held_out: int, seq_l
                 "tokens": report.calibration_tokens,
                 "mean_error": report.findings.mean_error,
                 "by_layer": {name: round(seconds, 1) for name, seconds in layers.items()},
+                "cpu_by_phase": {name: round(seconds, 1) for name, seconds in phases.cpu.items()},
                 "by_phase": {name: round(seconds, 1) for name, seconds in phases.seconds.items()},
             },
             indent=1,

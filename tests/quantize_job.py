@@ -2,7 +2,7 @@
 
     python quantize_job.py SOURCE TEXT OUT kill TIMES SECONDS   killed so many times at random moments of a run of about SECONDS, and
                                                                 as often in the middle of a write; then left alone
-    python quantize_job.py SOURCE TEXT OUT once                 one run, also as a rank of torchrun
+    python quantize_job.py SOURCE TEXT OUT once [BYTES]         one run, also as a rank of torchrun; its --memory
     python quantize_job.py SOURCE TEXT OUT full MIB             on a file system that is too small, then with room
 Prints one JSON object. It forks, so that torch is imported once and not for every run.
 """
@@ -21,7 +21,7 @@ import torch
 from quantkit.calibrate import walk
 from quantkit.calibrate.events import Event, Note, Progress
 from quantkit.errors import QuantkitError
-from quantkit.quantize import quantize
+from quantkit.quantize import Report, quantize
 from quantkit.recipe import Recipe
 from quantkit.schemes import find_scheme
 
@@ -30,7 +30,7 @@ SCHEME = "awq-w4a16"
 walk.expert_batch_values = lambda device_type: 2 * 3 * 128 * 256  # two of make_model's experts
 
 
-def run(source: Path, text: Path, out: Path, facts: Path | None = None) -> None:
+def run(source: Path, text: Path, out: Path, facts: Path | None = None, memory: int | None = None) -> Report:
     """One run; the units that it finds finished are counted in `facts`."""
     found = 0
 
@@ -40,9 +40,8 @@ def run(source: Path, text: Path, out: Path, facts: Path | None = None) -> None:
         if facts is not None and isinstance(event, Progress):
             facts.write_text(str(found))
 
-    quantize(
-        source, out, find_scheme(SCHEME), "auto", Recipe(scheme=SCHEME, calibration=str(text), **SMALL), device="cpu", on_event=on_event
-    )
+    recipe = Recipe(scheme=SCHEME, calibration=str(text), **SMALL)
+    return quantize(source, out, find_scheme(SCHEME), "auto", recipe, device="cpu", memory=memory, on_event=on_event)
 
 
 def tear(writes: int) -> None:
@@ -110,6 +109,6 @@ if __name__ == "__main__":
     if sys.argv[4] == "kill":
         print(json.dumps(kill_and_start_again(source, text, out, int(sys.argv[5]), float(sys.argv[6]))))
     elif sys.argv[4] == "once":
-        run(source, text, out)
+        print(run(source, text, out, memory=int(sys.argv[5]) if len(sys.argv) > 5 else None).peak_memory)
     else:
         print(json.dumps(fill_the_disk(source, text, out, int(sys.argv[5]))))

@@ -26,6 +26,9 @@ class Findings:
     hidden_error: dict[str, float] = field(default_factory=dict)
     """layer -> squared distance of the two paths over the squared norm of the original"""
 
+    next_token: dict[str, float] = field(default_factory=dict)
+    """of `outputs.NextToken`, on held-out tokens; empty where none were held out"""
+
     def facts(self, solved: dict[str, Solved], scales: dict[str, Tensor]) -> dict[str, Any]:
         """What to store with one unit so that a resumed run reports the same; also taken up here."""
         facts = {

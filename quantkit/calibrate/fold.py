@@ -71,6 +71,7 @@ def choose_scale(
         if "smooth" in solver.methods:
             energy = (scaled_rows.square() * row_weight.unsqueeze(-1)).sum(-2)
             losses[-1] += activation_loss(sample / part.unsqueeze(-2), energy)
+        del scaled  # before the next one is made: R1's widest has 1.4 GB
     best = torch.cat(losses).argmin(0)  # [...], the first of equals
     return candidates.gather(0, best[None, ..., None].expand(1, *candidates.shape[1:])).squeeze(0)
 

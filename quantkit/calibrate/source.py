@@ -1,6 +1,6 @@
 """The source's tensors as calibration wants them: decoded, in float32 on the device, refused if not finite."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -40,6 +40,13 @@ class Source:
         value = dequantize(to_device(weight, self.device))  # packed bytes travel, not float32
         check_finite(row.name, value)
         return value
+
+    def blocks(self, row: Parameter, count: int) -> Iterator[Tensor]:
+        """A matrix, `count` rows at a time, float32 on the device."""
+        for start in range(0, row.shape[0], count):
+            stop = min(start + count, row.shape[0])
+            weight, first = self.checkpoint.share(row.module, "N", start, stop)
+            yield dequantize(to_device(weight, self.device))[start - first : stop - first]
 
     def dense_all(self, rows: Iterable[Parameter]) -> dict[str, Tensor]:
         return {row.name: self.dense(row) for row in rows}

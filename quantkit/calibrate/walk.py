@@ -12,6 +12,7 @@ the number of layers or experts. Hidden states at the input of each layer are sa
 """
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import psutil
@@ -25,6 +26,7 @@ from quantkit.calibrate.experts import ExpertSolver, ExpertWeights, Recorder, Ro
 from quantkit.calibrate.findings import Findings
 from quantkit.calibrate.fold import Consumer, sample_rows
 from quantkit.calibrate.half import Half, HalfSpec, Run
+from quantkit.calibrate.outputs import BLOCK_ROWS, JUDGED_TOKENS, compare_next_tokens
 from quantkit.calibrate.sink import Sink
 from quantkit.calibrate.solver import Solved, Solver
 from quantkit.calibrate.source import Source
@@ -92,6 +94,8 @@ class Walk:
                 self._layer(layer, streams)
             else:
                 self._skip(layer)
+        if len(streams.original.hidden) and self.team.leads:
+            self._judge(streams)
         for layer in self.mtp_layers:
             if any(row.mtp and row.layer == layer and row.module in self.quantized for row in self.rows):
                 self._layer(layer, self._mtp_streams(layer, streams, sequences), save=False)
@@ -291,13 +295,31 @@ class Walk:
             common = (held_out[:, :, None] == original[:, None, :]).any(-1)
             self.findings.expert_agreement[str(layer)] = float(common.float().mean())
 
+    # --- the end of the stack ----------------------------------------------------------------------------------------------
+
+    def _judge(self, streams: Streams) -> None:
+        """What both paths say comes next, on held-out tokens. Nothing of it is kept for a restart: it follows from the last layer."""
+        head = next((row for row in self.rows if row.role == "head" and row.layer is None), None)
+        head = head or next(row for row in self.rows if row.role == "embedding" and row.layer is None)  # tied
+        self._progress("judging", head.module)
+        norm = self._final_norm()
+        step = max(1, len(streams.original.hidden) // JUDGED_TOKENS)
+        original, quantized = (
+            rms_norm(hidden[::step][:JUDGED_TOKENS], norm, self.config.rms_norm_eps)
+            for hidden in (streams.original.hidden, streams.quantized.hidden[streams.quantized.fitted :])
+        )
+        self.findings.next_token = asdict(compare_next_tokens(original, quantized, self.source.blocks(head, BLOCK_ROWS)))
+
+    def _final_norm(self) -> Tensor:
+        return self.source.dense(next(row for row in self.rows if row.layer is None and row.role == "norm"))
+
     # --- MTP -------------------------------------------------------------------------------------------------------------
 
     def _mtp_streams(self, layer: int, streams: Streams, sequences: Sequences) -> Streams:
         """An MTP layer sees the final hidden state of a token and the embedding of the next; a sequence's last token has none."""
         rows = [r for r in self.rows if r.layer == layer and r.expert is None and r.role not in ("embedding", "head", "linear")]
         tensors = self.source.dense_all(rows)
-        norm = self.source.dense(next(row for row in self.rows if row.layer is None and row.role == "norm"))
+        norm = self._final_norm()
         table = next(row for row in self.rows if row.layer == layer and row.role == "embedding")
         following = [s[1:] for s in (*sequences.calibration, *sequences.held_out)]
         unique, compact = torch.cat(following).unique(return_inverse=True)

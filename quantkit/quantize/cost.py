@@ -1,7 +1,7 @@
 """How long a run should take: its arithmetic and its bytes over what a machine does of each in a second.
 
-Operations are counted from the shapes, 2 per multiplication and addition: three forward passes of every token, a Hessian for every
-input, its factorization, and GPTQ with one sweep of every linear. What is smaller is left out.
+Operations are counted from the shapes, 2 per multiplication and addition: two forward passes of every token, half of a symmetric Hessian
+for every input, its factorization, and GPTQ of every linear. What is smaller is left out: searches, steps tried, held-out errors.
 """
 
 from collections.abc import Iterable
@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from quantkit.models.table import Parameter
 
-_FORWARDS = 3
-_SOLVE = 5  # x N K^2: GPTQ 1, one sweep 2, its loss 2
+_FORWARDS = 2
 
 
 @dataclass(frozen=True)
@@ -27,9 +26,9 @@ class Rate:
         return f"{total / 1e9:,.0f} GFLOP/s in float32{f' on {cores} cores' if self.per_core else ''}, {self.disk / 1e9:g} GB/s disk"
 
 
-RATES = (Rate("cpu", 40e9, True, 1e9), Rate("h200", 20e12, False, 1.5e9))
-"""A core with AVX2; one with AVX-512 was measured at 93 GFLOP/s, and an H200 at 16 TFLOP/s with reading and writing in it
-(benchmarks/r1_shape.py)."""
+RATES = (Rate("cpu", 50e9, True, 1e9), Rate("h200", 8e12, False, 1.5e9))
+"""Of the operations counted here, with everything not counted in the time: a core with AVX2, whose large products alone run at 85 GFLOP/s,
+and an H200 (benchmarks/r1_shape.py)."""
 
 
 def seconds(linears: Iterable[Parameter], tokens: int, chosen: float, transferred: int, rate: Rate, cores: int) -> float:
@@ -44,11 +43,11 @@ def operations(linears: Iterable[Parameter], tokens: int, chosen: float) -> floa
     for row in linears:
         n, k = row.shape
         seen = tokens * chosen if row.expert is not None else tokens
-        total += _FORWARDS * 2.0 * seen * n * k + _SOLVE * float(n) * k * k
+        total += _FORWARDS * 2.0 * seen * n * k + float(n) * k * k
         # Gate and up of all experts of a layer share one input, and so do siblings of a fused linear.
         site = f"{row.layer}.gate_up" if row.expert is not None and row.fused else row.fused or row.module
         if site not in observed:
             observed.add(site)
             shared = row.expert is not None and row.fused
-            total += 2.0 * (tokens if shared else seen) * k * k + k**3 / 3
+            total += float(tokens if shared else seen) * k * k + k**3 / 3
     return total

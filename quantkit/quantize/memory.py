@@ -10,6 +10,7 @@ copies that are alive together in quantkit.calibrate and quantkit.quant; benchma
 import math
 from dataclasses import dataclass
 
+from quantkit.calibrate.solver import PIECE_VALUES
 from quantkit.calibrate.streams import PASS_TOKENS
 from quantkit.errors import QuantkitError
 from quantkit.models.table import Parameter
@@ -17,7 +18,12 @@ from quantkit.models.table import Parameter
 PROCESS_BYTES = 600 * 10**6
 """Python, torch and the tokenizer, before any weight is read."""
 _FLOAT = 4
-_SOLVING = 8
+_SOLVED = 4
+"""Matrices of a linear's size alive when it was solved: its weight is counted elsewhere; its values, in pieces and whole, and codes."""
+_PIECE = 10
+"""Matrices of the size of the piece that is being solved."""
+_SEARCHED = 4
+"""Squares of an input in work: its Hessian, that in the order of solving, its factor, and one scaled or one turned."""
 _COPIED = 3
 """Bytes a value while a 16-bit tensor is copied: itself, and a mask that says where it is finite."""
 _GIB = 2**30
@@ -109,11 +115,13 @@ def _moments(work: Work, rows: list[Parameter]) -> list[int]:
     asked = (work.tokens + work.judged) * work.hidden_size * _FLOAT if any(row.role == "router" for row in rows) else 0
     moments = [asked + weights + sum(squares.values()) + 6 * PASS_TOKENS * widest * _FLOAT]
     for columns, square in squares.items():
-        # Each input has a Hessian, and once it was searched a permuted Hessian and a factor; the one in work has a scaled factor too.
-        moments.append(asked + 2 * weights + sum(squares.values()) + 2 * sum(squares[k] for k in squares if k <= columns) + square)
-        # The widest input is solved first. GPTQ holds about eight matrices of the size of the linear in work.
+        # What was searched has its Hessian in the order of solving and a factor, what was not has its Hessian. The widest comes last.
+        others = sum((2 if k < columns else 1) * squares[k] for k in squares if k != columns)
+        moments.append(asked + weights + others + _SEARCHED * square)
+        # It is solved first.
         narrower = sum(3 * squares[k] for k in squares if k < columns)
-        moments.append(asked + weights + narrower + 2 * square + _SOLVING * largest[columns])
+        piece = min(_FLOAT * PIECE_VALUES, largest[columns])
+        moments.append(asked + weights + narrower + 2 * square + _SOLVED * largest[columns] + _PIECE * piece)
     return moments
 
 

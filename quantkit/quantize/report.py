@@ -55,12 +55,21 @@ def summary(account: Account, findings: Findings) -> dict[str, Any]:
         "errors": {module: None if math.isnan(findings.errors[module]) else findings.errors[module] for module in modules},
         "methods": {module: findings.methods[module] for module in modules},
         "error_by_layer": by_layer({module: findings.errors[module] for module in modules}),
+        "held_out": _held_out(findings),
         "hidden_error": {layer: None if math.isnan(error) else error for layer, error in findings.hidden_error.items()},
         "scales": findings.scales,
         "expert_tokens": findings.expert_tokens,
         "starved_experts": {layer: experts for layer, experts in starved.items() if experts},
         "expert_agreement": findings.expert_agreement,
     }
+
+
+def _held_out(findings: Findings) -> dict[str, float] | None:
+    """Keys as those of `ppl`; None where no tokens were held out. expert_agree is the mean over layers with experts."""
+    if not findings.next_token:
+        return None
+    agreement = findings.expert_agreement.values()
+    return findings.next_token | ({"expert_agree": math.fsum(agreement) / len(agreement)} if agreement else {})
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -30,7 +30,7 @@ from quantkit.quantize.nearest import round_units
 from quantkit.quantize.output import Output
 from quantkit.quantize.report import Account, report_files
 from quantkit.recipe import Recipe
-from quantkit.schemes import IntGrid, Scheme, check_pair
+from quantkit.schemes import IntGrid, Method, Scheme, check_pair
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,52 @@ def quantize(
     stopped goes on when it is called again with the same arguments.
     """
     start, team = time.perf_counter(), Team.meet()
-    on_event = on_event if team.leads else silent
-    torch_device = find_device(device)
+    job = _checked(source, scheme, format, engine, recipe, memory)
+    output = Output(Source(job.checkpoint, find_device(device)), job.target, job.scheme, _units(job.inventory), job.inventory.dropped)
+    with output.open(out, job.fingerprint, overwrite=overwrite, rank=team.rank) as writer:
+        found = _round(job, output, team, on_event if team.leads else silent)
+        if not team.leads:
+            writer.close()
+        team.wait()
+        if team.leads:
+            output.finish(report_files(_account(job, output), found))
+        written = writer.layout.total_size
+    return Report(
+        out=out,
+        scheme=job.scheme.name,
+        format=job.format,
+        source_bytes=sum(tensor.nbytes for tensor in job.checkpoint.tensors.values()),
+        output_bytes=written,
+        seconds=time.perf_counter() - start,
+        peak_memory=_peak_memory(),
+        planned_memory=job.peak.total,
+        calibration_tokens=job.calibration_tokens,
+        findings=found,
+    )
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A run that nothing is known to be wrong with. methods: none for a run without calibration, which has no sequences either."""
+
+    checkpoint: Checkpoint
+    inventory: Inventory
+    scheme: Scheme
+    format: str
+    target: Format
+    recipe: Recipe
+    methods: tuple[Method, ...]
+    sequences: Sequences
+    peak: Peak
+    fingerprint: dict[str, str]
+
+    @property
+    def calibration_tokens(self) -> int:
+        return sum(len(s) for s in self.sequences.calibration)
+
+
+def _checked(source: Path, scheme: Scheme, format: str, engine: str | None, recipe: Recipe, memory: int | None) -> _Job:
+    """Everything that can be known to be wrong is, before the first weight is read."""
     choice = choose(engine, scheme, format=None if format == "auto" else format) if engine else None
     if choice is not None:
         scheme = replace(scheme, weight=choice.grid)
@@ -88,48 +132,33 @@ def quantize(
     peak = expected_peak(inventory, target, scheme, recipe)
     check_memory(peak, memory)
     sequences = _sequences(source, recipe) if methods else Sequences([], [])
-    reader = Source(checkpoint, torch_device)
-    output = Output(reader, target, scheme, _units(inventory), inventory.dropped)
-    solver = Solver(scheme.grid(expert=False, mtp=False), target.scale_dtype, recipe, methods)
-    with output.open(
-        out, _fingerprint(checkpoint, recipe, f"{name} for {engine}" if engine else name, sequences), overwrite=overwrite, rank=team.rank
-    ) as writer:
-        if methods:
-            findings = Walk(reader, inventory.architecture, inventory.config, inventory.rows, solver, output, on_event, team).run(sequences)
-            rest = Solver(solver.grid, target.scale_dtype, recipe, ())
-        else:
-            findings, rest = Findings(), solver
-        nearest = round_units(reader, output, rest, on_event, team)
-        found = findings if methods else nearest
-        before, after = output.bytes_by_part()
-        account = Account(
-            model=source.name,
-            scheme=scheme.name,
-            format=name,
-            version=__version__,
-            calibration=Path(recipe.calibration).name if methods and recipe.calibration else None,
-            calibration_tokens=sum(len(s) for s in sequences.calibration),
-            min_expert_tokens=recipe.min_expert_tokens,
-            source_bytes=before,
-            output_bytes=after,
-        )
-        if not team.leads:
-            writer.close()
-        team.wait()
-        if team.leads:
-            output.finish(report_files(account, found))
-        written = writer.layout.total_size
-    return Report(
-        out=out,
-        scheme=scheme.name,
-        format=name,
-        source_bytes=sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
-        output_bytes=written,
-        seconds=time.perf_counter() - start,
-        peak_memory=_peak_memory(),
-        planned_memory=peak.total,
-        calibration_tokens=sum(len(s) for s in sequences.calibration),
-        findings=found,
+    fingerprint = _fingerprint(checkpoint, recipe, f"{name} for {engine}" if engine else name, sequences)
+    return _Job(checkpoint, inventory, scheme, name, target, recipe, methods, sequences, peak, fingerprint)
+
+
+def _round(job: _Job, output: Output, team: Team, on_event: OnEvent) -> Findings:
+    """Calibrate and write the decoder layers, then round whatever is left; without methods, round everything."""
+    solver = Solver(job.scheme.grid(expert=False, mtp=False), job.target.scale_dtype, job.recipe, job.methods)
+    if not job.methods:
+        return round_units(output.source, output, solver, on_event, team)
+    architecture, config, rows = job.inventory.architecture, job.inventory.config, job.inventory.rows
+    findings = Walk(output.source, architecture, config, rows, solver, output, on_event, team).run(job.sequences)
+    round_units(output.source, output, Solver(solver.grid, job.target.scale_dtype, job.recipe, ()), on_event, team)
+    return findings
+
+
+def _account(job: _Job, output: Output) -> Account:
+    before, after = output.bytes_by_part()
+    return Account(
+        model=job.checkpoint.path.name,
+        scheme=job.scheme.name,
+        format=job.format,
+        version=__version__,
+        calibration=Path(job.recipe.calibration).name if job.methods and job.recipe.calibration else None,
+        calibration_tokens=job.calibration_tokens,
+        min_expert_tokens=job.recipe.min_expert_tokens,
+        source_bytes=before,
+        output_bytes=after,
     )
 
 

@@ -1,20 +1,25 @@
 """The memory a run will need: what it depends on, and the refusal of a run that will not fit."""
 
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import make_model
 import pytest
+import quantize_job
+import torch
 
 from quantkit.errors import QuantkitError
 from quantkit.plan import plan
 from quantkit.quantize import quantize
 from quantkit.quantize.memory import parse_bytes
-from quantkit.recipe import load_recipe
+from quantkit.recipe import Recipe, load_recipe
 from quantkit.schemes import find_scheme
 
 
-def planned(source: Path, scheme: str, **changes: int) -> int:
-    return int(plan(source, find_scheme(scheme), **changes)["host_peak_bytes"])  # type: ignore[arg-type]
+def planned(source: Path, scheme: str, **changes: Any) -> int:
+    return int(plan(source, find_scheme(scheme), **changes)["host_peak_bytes"])
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +43,22 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_written(source: P
     assert list(tmp_path.iterdir()) == []
     report = quantize(source, tmp_path / "out", find_scheme("rtn-w4a16"), "auto", recipe, device="cpu", memory=parse_bytes("1GiB"))
     assert report.planned_memory < 2**30
+
+
+def test_a_calibrated_run_keeps_under_the_least_it_may_be_given(source: Path, tmp_path: Path) -> None:
+    """As the operating system counts, in a process of its own. A byte less is refused."""
+    text = tmp_path / "calibration.txt"
+    text.write_text("".join(map(chr, torch.randint(97, 123, (4000,), generator=torch.Generator().manual_seed(0)).tolist())))
+    least = planned(source, "awq-w4a16", samples=6, seq_len=32, recipe=Recipe(scheme="awq-w4a16", **quantize_job.SMALL))
+    arguments = [str(source), str(text), str(tmp_path / "out"), "once"]
+    refused, done = (
+        subprocess.run([sys.executable, quantize_job.__file__, *arguments, str(memory)], capture_output=True, text=True)
+        for memory in (least - 1, least)
+    )
+    assert refused.returncode != 0
+    assert "--memory is" in refused.stderr, refused.stderr[-2000:]
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert 0.2 * least < int(done.stdout) <= least
 
 
 @pytest.mark.parametrize(("text", "size"), [("16GiB", 2**34), ("64GB", 64 * 10**9), ("1.5TiB", 3 * 2**39), ("512MiB", 2**29)])

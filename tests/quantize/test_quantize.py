@@ -10,10 +10,14 @@ import make_model
 import pytest
 import torch
 
+from quantkit.calibrate.data import load_sequences
 from quantkit.calibrate.events import Event, Note, Progress
 from quantkit.calibrate.half import Half
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError
+from quantkit.evaluate.perplexity import Watched
+from quantkit.executor.chat import ChatTokenizer
+from quantkit.executor.load import load_model
 from quantkit.models import deepseek_v3
 from quantkit.quant.weights import dequantize
 from quantkit.quantize import Report, quantize
@@ -111,6 +115,23 @@ def test_compensated_weights_lose_less_than_rounded_ones(outputs: dict[str, Repo
 def _nearest_error(report: Report) -> float:
     """What int4 in groups of 128 loses on white inputs: a sixth of a step, variance over twelve, of about 4.5 sigma in 15 steps."""
     return (4.5 / 15) ** 2 / 12
+
+
+def test_the_report_says_what_both_models_say_on_held_out_text(source: Path, text: str, outputs: dict[str, Report]) -> None:
+    """Run whole, by the executor, in its 16 bits: some tokens choose other experts, and few tokens make the mean."""
+    recipe = Recipe(scheme="awq-w4a16", **SMALL)
+    sequences = load_sequences(
+        text, ChatTokenizer(source), samples=recipe.samples, held_out=recipe.held_out, seq_len=recipe.seq_len, seed=recipe.seed
+    )
+    said = []
+    for path in (source, outputs["awq-w4a16"].out):
+        watched = Watched(load_model(path, device="cpu", backend="reference"))
+        said.append(watched.loaded.model.head(watched(sequences.held_out).final).float().log_softmax(-1))
+    facts = json.loads((outputs["awq-w4a16"].out / "report.json").read_text())["held_out"]
+    assert facts["tokens"] == len(said[0]) == sum(map(len, sequences.held_out))
+    assert facts["kl"] == pytest.approx(float((said[0].exp() * (said[0] - said[1])).sum(-1).mean()), rel=0.3)
+    assert facts["top1_agree"] == pytest.approx(float((said[0].argmax(-1) == said[1].argmax(-1)).float().mean()), abs=0.08)
+    assert 0.5 < facts["expert_agree"] < 1
 
 
 def test_folding_leaves_the_router_what_it_was_but_for_one_rounding_to_bf16(source: Path, outputs: dict[str, Report]) -> None:
