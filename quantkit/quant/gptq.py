@@ -193,8 +193,3 @@ class _Block:
 
     def values(self) -> Tensor:
         return self.rounded.transpose(-1, -2)
-
-
-def rounding_loss(w: Tensor, values: Tensor, factor: Tensor) -> Tensor:
-    """diag(E H E^T) [..., N] of any values: what `gptq` minimises."""
-    return ((w - values) @ factor).square().sum(-1)
