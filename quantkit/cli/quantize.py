@@ -60,8 +60,9 @@ def quantize(
     if os.environ.get("RANK", "0") != "0":
         return
     about = {key: value for key, value in vars(report).items() if key != "findings"} | {"mean_error": report.findings.mean_error}
+    following = report.findings.next_token
     if json_:
-        return print_json(about | {"out": str(report.out)})
+        return print_json(about | {"next_token": following, "out": str(report.out)})
     console.facts(
         f"{model} as {report.scheme}",
         [
@@ -71,6 +72,7 @@ def quantize(
             ("peak memory", f"{console.size(report.peak_memory)}, planned {console.size(report.planned_memory)}"),
             ("calibration", f"{report.calibration_tokens:,} tokens"),
             ("mean output error", f"{report.findings.mean_error:.2e}"),
+            ("next token", f"KL {following['kl']:.2e}, {following['top1_agree']:.2%} the same on held-out text" if following else "not compared"),
             ("report", str(report.out / "report.html")),
         ],
     )
