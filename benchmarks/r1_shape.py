@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.calibrate.events import Event, Progress
+from quantkit.calibrate.events import Event, Progress, peak_memory
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.models import deepseek_v3
@@ -180,7 +180,7 @@ class Phases:
             unit = event.unit.split(".experts")[0] + (" experts" if ".experts" in event.unit else "")
             phase = f"{unit}: {event.phase}" if event.unit.startswith("layers") else "tables"
             if phase != self._last and "experts" not in phase:
-                peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+                peak = peak_memory() / 2**30
                 now_held = event.memory / 2**30
                 print(
                     f"{now - self._begun:7.1f} s, CPU {cpu:7.1f} s  {now_held:6.2f} GiB, peak {peak:6.2f}  {phase}",

@@ -7,8 +7,6 @@ Memory is one unit, UNIT_BYTES of output or the largest single tensor, and a few
 """
 
 import json
-import resource
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -20,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quantkit import __version__
-from quantkit.calibrate.events import OnEvent, Progress, silent
+from quantkit.calibrate.events import OnEvent, Progress, peak_memory, silent
 from quantkit.checkpoint.companions import read_companions
 from quantkit.checkpoint.formats import FORMATS, compressed_int4, dense
 from quantkit.checkpoint.formats.base import Format, output_config
@@ -106,7 +104,7 @@ def convert(
         source_bytes=plan.total_bytes,
         output_bytes=written,
         seconds=time.perf_counter() - start,
-        peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+        peak_memory=peak_memory(),
         changes=changes,
     )
 

@@ -1,7 +1,10 @@
 """What a run tells while it works: small values that a progress bar, a log and a report are made from."""
 
+import resource
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -33,3 +36,11 @@ OnEvent = Callable[[Event], None]
 
 def silent(event: Event) -> None:
     """For callers who do not listen."""
+
+
+def peak_memory() -> int:
+    """The most resident bytes that this process had."""
+    if sys.platform == "linux":  # getrusage counts what the parent held, too, when it started this process
+        return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,15 +1,13 @@
 """quantize(): open the source, check everything, calibrate and write, account for every tensor."""
 
 import hashlib
-import resource
-import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quantkit import __version__
 from quantkit.calibrate.data import Sequences, load_sequences
-from quantkit.calibrate.events import OnEvent, silent
+from quantkit.calibrate.events import OnEvent, peak_memory, silent
 from quantkit.calibrate.findings import Findings
 from quantkit.calibrate.solver import Solver
 from quantkit.calibrate.source import Source
@@ -87,7 +85,7 @@ def quantize(
         source_bytes=sum(tensor.nbytes for tensor in job.checkpoint.tensors.values()),
         output_bytes=written,
         seconds=time.perf_counter() - start,
-        peak_memory=_peak_memory(),
+        peak_memory=peak_memory(),
         planned_memory=job.peak.total,
         calibration_tokens=job.calibration_tokens,
         findings=found,
@@ -221,8 +219,3 @@ def _fingerprint(checkpoint: Checkpoint, recipe: Recipe, format: str, sequences:
         "calibration": tokens.hexdigest(),
         "version": __version__,
     }
-
-
-def _peak_memory() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
