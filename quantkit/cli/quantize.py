@@ -72,7 +72,7 @@ def quantize(
             ("peak memory", f"{console.size(report.peak_memory)}, planned {console.size(report.planned_memory)}"),
             ("calibration", f"{report.calibration_tokens:,} tokens"),
             ("mean output error", f"{report.findings.mean_error:.2e}"),
-            ("next token", f"KL {following['kl']:.2e}, {following['top1_agree']:.2%} the same on held-out text" if following else "not compared"),
+            ("next token", f"KL {following['kl']:.2e}, {following['top1_agree']:.2%} the same" if following else "not compared"),
             ("report", str(report.out / "report.html")),
         ],
     )
