@@ -20,9 +20,6 @@ from quantkit.quant.smooth import activation_loss, smoothing_candidates
 BATCH_VALUES = {"cpu": 2**22}
 """Weights that the search rounds at a time, over all candidates, by kind of device: accelerators want more."""
 ACCELERATOR_VALUES = 2**28
-SQUARE_VALUES = {"cpu": 2**28}
-"""Values of the factors [K, K] that the search holds at a time: one a candidate, and one of R1's widest has 340 million."""
-ACCELERATOR_SQUARES = 2**33
 
 
 @dataclass(frozen=True)
@@ -64,30 +61,25 @@ def choose_scale(
     row_weight = torch.cat([consumer.row_weight(mean_hessian) for consumer in consumers], dim=-1)
     losses = []
     for part in candidates.split(_at_once(rows)):
-        scaled_rows, scaled = rows * part.unsqueeze(-2), curvature.scaled(part)
-        split = scaled_rows.split([sum(lengths) for _, lengths in stacks], dim=-2)
-        loss = torch.cat([_losses(own, w, lengths, scaled) for (own, lengths), w in zip(stacks, split)], dim=-1)
+        split = rows.split([sum(lengths) for _, lengths in stacks], dim=-2)
+        loss = torch.cat([_losses(own, w, part, lengths, curvature) for (own, lengths), w in zip(stacks, split)], dim=-1)
         losses.append((loss * row_weight).sum(-1))
         if "smooth" in solver.methods:
-            energy = (scaled_rows.square() * row_weight.unsqueeze(-1)).sum(-2)
+            energy = ((rows * part.unsqueeze(-2)).square() * row_weight.unsqueeze(-1)).sum(-2)
             losses[-1] += activation_loss(sample / part.unsqueeze(-2), energy)
-        del scaled  # before the next one is made: R1's widest has 1.4 GB
     best = torch.cat(losses).argmin(0)  # [...], the first of equals
     return candidates.gather(0, best[None, ..., None].expand(1, *candidates.shape[1:])).squeeze(0)
 
 
-def _losses(solver: Solver, rows: Tensor, lengths: list[int], curvature: Curvature) -> Tensor:
-    """Loss of every row [..., n] of linears that lie one after the other, `lengths` rows each."""
-    amax = torch.stack([w.abs().amax((-1, -2)) for w in rows.split(lengths, dim=-2)], dim=-1)
-    return solver.losses(rows, amax.repeat_interleave(torch.tensor(lengths, device=rows.device), dim=-1), curvature)
+def _losses(solver: Solver, rows: Tensor, scale: Tensor, lengths: list[int], curvature: Curvature) -> Tensor:
+    """Loss of every row [C, ..., n] of linears that lie one after the other, `lengths` rows each, under candidates [C, ..., K]."""
+    amax = torch.stack([(w * scale.unsqueeze(-2)).abs().amax((-1, -2)) for w in rows.split(lengths, dim=-2)], dim=-1)
+    return solver.losses(rows, scale, amax.repeat_interleave(torch.tensor(lengths, device=rows.device), dim=-1), curvature)
 
 
 def _at_once(rows: Tensor) -> int:
     """Candidates that are tried together on rows [..., n, K]."""
-    kind, channels = rows.device.type, rows.shape[-1]
-    by_rows = BATCH_VALUES.get(kind, ACCELERATOR_VALUES) // rows.numel()
-    by_factors = SQUARE_VALUES.get(kind, ACCELERATOR_SQUARES) // (rows[..., 0, 0].numel() * channels**2)
-    return max(1, min(by_rows, by_factors))
+    return max(1, BATCH_VALUES.get(rows.device.type, ACCELERATOR_VALUES) // rows.numel())
 
 
 def _candidates(solver: Solver, consumers: Sequence[Consumer], mean_hessian: Tensor, absmax: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quantkit.quant.fp4 import global_scale
-from quantkit.quant.gptq import Curvature, compensate
+from quantkit.quant.gptq import Curvature, compensate, scaled_losses
 from quantkit.quant.rounding import Fp4Rounder, IntRounder, Rounder, Step, round_to_nearest
 from quantkit.quant.weights import Fp4Weight, IntWeight
 from quantkit.recipe import Recipe
@@ -69,14 +69,16 @@ class Solver:
             return Curvature.of(mean_hessian, self.recipe.damping)
         return Curvature.of(mean_hessian, self.recipe.expert_damping, self.recipe.expert_shrinkage)
 
-    def losses(self, w: Tensor, amax: Tensor, curvature: Curvature) -> Tensor:
-        """Loss of every row [..., N] if W [..., N, K] were rounded by this recipe, with plain steps: what a scale search compares."""
+    def losses(self, w: Tensor, scale: Tensor, amax: Tensor, curvature: Curvature) -> Tensor:
+        """Loss of every row [C, ..., N] if W s were rounded by this recipe, with plain steps, for inputs divided by s: what a scale search
+        compares. W [..., N, K], scale [C, ..., K], amax [C, ..., N] as for `rounder`."""
         rounder = self.rounder(amax, fit=False)
         if self.compensates:
-            return compensate(w, curvature, rounder).loss
-        values, _ = round_to_nearest(w, rounder, curvature.diagonal)
-        error = (w - values).gather(-1, curvature.order.unsqueeze(-2).expand_as(w))
-        return (error @ curvature.factor).square().sum(-1)
+            return scaled_losses(w, scale, curvature, rounder)
+        scale = scale.unsqueeze(-2)
+        values, _ = round_to_nearest(w * scale, rounder)
+        error = w - values / scale
+        return (error.gather(-1, curvature.order.unsqueeze(-2).expand_as(error)) @ curvature.factor).square().sum(-1)
 
     def solve_stack(self, weights: dict[str, Tensor], fused: dict[str, str], curvature: Curvature, sample: Tensor) -> dict[str, Solved]:
         """Linears [N_i, K] that read one input. fused: module -> name shared by siblings with one FP4 global scale; sample [S, K]."""

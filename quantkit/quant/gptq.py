@@ -20,8 +20,12 @@ from torch import Tensor
 
 from quantkit.quant.rounding import Rounder, Step, fit_steps
 
+OUTER = 512
+"""Columns that are told at once what all earlier ones left to them: a product as wide as products need to be fast."""
 BLOCK = 128
 STRIP = 16
+_PANEL = 512
+"""Rows of a large square that are put in order at a time."""
 
 
 @dataclass(frozen=True)
@@ -37,33 +41,27 @@ class Rounded:
 class Curvature:
     """What GPTQ needs to know of a layer's inputs, in the order it works.
 
-    unscaled [..., K, K], the damped Hessian, and factor [..., K, K] are permuted by order [..., K]: position i holds channel order[i].
-    scale [..., K], in that order, divides the inputs; the factor has it in, the Hessian gets it when it is asked for.
+    factor [..., K, K] of the damped Hessian, and energy [..., K], that Hessian's diagonal, are permuted by order [..., K]: position i
+    holds channel order[i].
     """
 
-    unscaled: Tensor
     factor: Tensor
+    energy: Tensor
     order: Tensor
-    scale: Tensor | None = None
 
     @classmethod
     def of(cls, hessian: Tensor, damping: float, shrinkage: float = 0.0) -> "Curvature":
         """From H = sum of x x^T over tokens, float32 [..., K, K], not mutated."""
         order = hessian.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)
-        permuted = hessian.gather(-1, order.unsqueeze(-2).expand_as(hessian)).gather(-2, order.unsqueeze(-1).expand_as(hessian))
-        permuted = damp_(permuted, damping, shrinkage)
-        return cls(permuted, factor(permuted), order)
-
-    @property
-    def hessian(self) -> Tensor:
-        s = self.scale
-        return self.unscaled if s is None else self.unscaled / s.unsqueeze(-1) / s.unsqueeze(-2)
+        # Cholesky's factor is lower and wanted is an upper one: that of the channels in reverse, reversed back.
+        reverse = damp_(_permuted(hessian, order.flip(-1)), damping, shrinkage)
+        energy = reverse.diagonal(dim1=-2, dim2=-1).flip(-1)
+        return cls(reverse_(torch.linalg.cholesky(reverse)), energy, order)
 
     @property
     def diagonal(self) -> Tensor:
         """Of the Hessian, [..., K], in the order of the channels."""
-        diagonal = self.unscaled.diagonal(dim1=-2, dim2=-1)
-        return self._in_place(diagonal if self.scale is None else diagonal / self.scale / self.scale)
+        return self._in_place(self.energy)
 
     @property
     def conditional(self) -> Tensor:
@@ -74,15 +72,24 @@ class Curvature:
         return torch.empty_like(permuted).scatter_(-1, self.order.expand_as(permuted), permuted)
 
     def scaled(self, scale: Tensor) -> "Curvature":
-        """The curvature for inputs divided by `scale` [..., K]; leading dimensions of either may be candidates."""
-        assert self.scale is None
-        s = scale.gather(-1, self.order.expand_as(scale))
-        return Curvature(self.unscaled, self.factor / s.unsqueeze(-1), self.order, s)
+        """The curvature for inputs divided by `scale` [..., K]."""
+        s = scale.gather(-1, self.order)
+        return Curvature(self.factor / s.unsqueeze(-1), self.energy / s / s, self.order)
 
     def into_scaled(self, scale: Tensor) -> "Curvature":
         """The same in the memory of this one, which is no more; scale [K]."""
         s = scale.gather(-1, self.order)
-        return Curvature(self.unscaled.div_(s.unsqueeze(-1)).div_(s.unsqueeze(-2)), self.factor.div_(s.unsqueeze(-1)), self.order)
+        return Curvature(self.factor.div_(s.unsqueeze(-1)), self.energy / s / s, self.order)
+
+
+def _permuted(square: Tensor, order: Tensor) -> Tensor:
+    """[..., K, K] with rows and columns in `order` [..., K]; beside the result, a panel is in memory."""
+    result = torch.empty(square.shape, dtype=square.dtype, device=square.device)
+    size = square.shape[-1]
+    for out, one, index in zip(result.view(-1, size, size), square.reshape(-1, size, size), order.reshape(-1, size)):
+        for rows in range(0, size, _PANEL):
+            out[rows : rows + _PANEL] = one[index[rows : rows + _PANEL]].index_select(1, index)
+    return result
 
 
 def damped(hessian: Tensor, damping: float, shrinkage: float = 0.0) -> Tensor:
@@ -102,94 +109,135 @@ def damp_(hessian: Tensor, damping: float, shrinkage: float = 0.0) -> Tensor:
 
 
 def factor(hessian: Tensor) -> Tensor:
-    """Upper triangular V [..., K, K] with V V^T = H, H symmetric positive definite float32.
+    """Upper triangular V [..., K, K] with V V^T = H, H symmetric positive definite float32."""
+    return reverse_(torch.linalg.cholesky(hessian.flip(-1, -2)))
 
-    V is the Cholesky factor of H with its channels in reverse order, reversed back.
-    """
-    return torch.linalg.cholesky(hessian.flip(-1, -2)).flip(-1, -2)
+
+def reverse_(square: Tensor) -> Tensor:
+    """Rows and columns in reverse, in place: that is every one of its values in reverse."""
+    size = square.shape[-1]
+    for start in range(0, (size + 1) // 2, _PANEL):
+        stop = min(start + _PANEL, (size + 1) // 2)
+        upper, lower = square[..., start:stop, :], square[..., size - stop : size - start, :]
+        turned = upper.flip(-1, -2)
+        upper.copy_(lower.flip(-1, -2))
+        lower.copy_(turned)
+    return square
 
 
 def compensate(w: Tensor, curvature: Curvature, rounder: Rounder) -> Rounded:
-    """Values of the grid for W float32 [..., N, K], channels as they lie in memory."""
-    batch = _broadcast(w[..., 0, 0], curvature.factor[..., 0, 0])
-    w = w.expand(*batch, *w.shape[-2:])
+    """Values of the grid for W float32 [..., N, K], channels as they lie in memory; the curvature has W's leading dimensions, or none."""
     step = fit_steps(w, rounder, curvature.conditional)
-    order = curvature.order.expand(*batch, -1)
-    wide = order.unsqueeze(-2).expand_as(w)
-    groups = order.div(rounder.group_size or w.shape[-1], rounding_mode="floor")
-    result = gptq(w.gather(-1, wide), curvature.factor, rounder, step, groups)
-    return Rounded(torch.empty_like(result.values).scatter_(-1, wide, result.values), step, result.loss)
+    order = curvature.order
+    values, loss = gptq(_take(w.mT, order), curvature.factor, rounder, Steps(step, _groups(order, w, rounder)))
+    return Rounded(_put_back(values, order).mT.contiguous(), step, loss)
 
 
-def gptq(w: Tensor, factor: Tensor, rounder: Rounder, step: Step, groups: Tensor) -> Rounded:
-    """Values of the grid for W under the loss of `factor`, channels in its order. groups int64 [..., K]: whose step each channel takes."""
-    columns = w.shape[-1]
-    batch = _broadcast(w[..., 0, 0], factor[..., 0, 0])
-    w, factor = w.expand(*batch, *w.shape[-2:]), factor.expand(*batch, *factor.shape[-2:])
-    groups = groups.expand(*batch, columns)
+def scaled_losses(w: Tensor, scale: Tensor, curvature: Curvature, rounder: Rounder) -> Tensor:
+    """Loss [C, ..., N] of compensated W s, for inputs divided by s. W float32 [..., N, K], scale [C, ..., K]: candidates.
 
-    error = torch.zeros(*batch, *w.shape[-2:], dtype=torch.float32, device=w.device)
-    values = torch.empty_like(error)
-    loss = torch.zeros(*batch, w.shape[-2], dtype=torch.float32, device=w.device)
-    for start in range(0, columns, BLOCK):
-        stop = min(start + BLOCK, columns)
-        triangle = factor[..., start:stop, start:stop]
-        inverse = torch.linalg.solve_triangular(triangle, torch.eye(stop - start, device=w.device).expand_as(triangle), upper=True)
-        carried = error[..., :start] @ factor[..., :start, start:stop]
-        target = torch.baddbmm(
-            w[..., start:stop].reshape(-1, w.shape[-2], stop - start),
-            carried.reshape(-1, w.shape[-2], stop - start),
-            inverse.reshape(-1, stop - start, stop - start),
-        )
-        block = _Block(target.view(*batch, *target.shape[-2:]), inverse, triangle, _columns(step, groups[..., start:stop]))
-        for strip in range(0, stop - start, STRIP):
-            block.round_strip(rounder, strip, min(strip + STRIP, stop - start))
-        values[..., start:stop] = block.values()
-        loss += block.loss
-        error[..., start:stop] = w[..., start:stop] - values[..., start:stop]
-    return Rounded(values, step, loss)
+    Rounding W s to steps t and dividing by s is rounding W to t / s: all candidates share one factor, and are so many more rows.
+    """
+    step = fit_steps(w * scale.unsqueeze(-2), rounder, curvature.conditional / scale.square())
+    order = curvature.order
+    columns = _take(w.mT, order)
+    steps = Steps(_side_by_side(step), _groups(order, w, rounder), _take(scale.movedim(0, -1), order))
+    columns = columns.unsqueeze(-2).expand(*columns.shape[:-1], len(scale), columns.shape[-1]).flatten(-2)
+    _, loss = gptq(columns, curvature.factor, rounder, steps)
+    return loss.unflatten(-1, (len(scale), -1)).movedim(-2, 0)
 
 
-def _columns(step: Step, groups: Tensor) -> Step:
-    """Steps [..., N, G] of the groups [..., C] that columns belong to, as [..., C, N]."""
+def gptq(w: Tensor, factor: Tensor, rounder: Rounder, steps: "Steps") -> tuple[Tensor, Tensor]:
+    """Values of the grid [..., K, N], and loss [..., N], of W transposed, [..., K, N]: a channel is one run of memory. All in the order
+    of the factor [..., K, K]."""
+    columns = w.shape[-2]
+    error, values = torch.empty_like(w), torch.empty_like(w)
+    loss = torch.zeros_like(w[..., 0, :])
+    for outer in range(0, columns, OUTER):
+        after = min(outer + OUTER, columns)
+        from_before = factor[..., :outer, outer:after].mT @ error[..., :outer, :]
+        for start in range(outer, after, BLOCK):
+            stop = min(start + BLOCK, after)
+            carried = from_before[..., start - outer : stop - outer, :]
+            if start > outer:
+                carried += factor[..., outer:start, start:stop].mT @ error[..., outer:start, :]
+            triangle, block = factor[..., start:stop, start:stop], w[..., start:stop, :]
+            inverse = torch.linalg.solve_triangular(triangle, torch.eye(stop - start, device=w.device).expand_as(triangle), upper=True)
+            pivot = triangle.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+            target = block + inverse.mT @ carried
+            missed = _round_block(target, -(pivot * inverse).mT, rounder, steps.of(start, stop), values[..., start:stop, :])
+            loss += (missed * pivot).square_().sum(-2)
+            torch.sub(block, values[..., start:stop, :], out=error[..., start:stop, :])
+    return values, loss
 
-    def pick(t: Tensor) -> Tensor:
-        return t.transpose(-1, -2).gather(-2, groups.unsqueeze(-1).expand(*groups.shape, t.shape[-2]))
 
-    return Step(pick(step.step), None if step.zero is None else pick(step.zero))
+def _round_block(target: Tensor, reaction: Tensor, rounder: Rounder, step: Step, values: Tensor) -> Tensor:
+    """Round the columns of `target` [..., C, N], mutated, one by one into `values`; each by what it has become. reaction [..., C, C]:
+    what column i becomes for what column j missed. Returns what each missed, [..., C, N]."""
+    missed = torch.empty_like(target)
+    width = target.shape[-2]
+    sizes, zeros = step.step.unbind(-2), [None] * width if step.zero is None else step.zero.unbind(-2)
+    for strip in range(0, width, STRIP):
+        after = min(strip + STRIP, width)
+        _react(target, reaction, missed, strip, after, 0, strip)
+        for i in range(strip, after):
+            _react(target, reaction, missed, i, i + 1, strip, i)
+            column = target[..., i, :]
+            value = rounder.snap(column, Step(sizes[i], zeros[i]))
+            values[..., i, :] = value
+            torch.sub(column, value, out=missed[..., i, :])
+    return missed
 
 
-def _broadcast(a: Tensor, b: Tensor) -> torch.Size:
-    """The common shape. (torch.broadcast_shapes would import a symbolic algebra package, for more than a second.)"""
-    return torch.broadcast_tensors(a, b)[0].shape
+def _react(target: Tensor, reaction: Tensor, missed: Tensor, start: int, stop: int, first: int, last: int) -> None:
+    """Columns start..stop make up for what first..last missed."""
+    if first == last:
+        return
+    rows, coefficients, errors = target[..., start:stop, :], reaction[..., start:stop, first:last], missed[..., first:last, :]
+    if target.dim() == 2:
+        rows.addmm_(coefficients, errors)
+    else:
+        rows.baddbmm_(coefficients, errors)
 
 
-class _Block:
-    """The columns in work. Kept transposed, [..., columns, N], so that one column is one run of memory; step alike."""
+class Steps:
+    """Steps [..., N, G] as the columns meet them. groups int64 [..., K]: whose step each takes, in the order of the columns; scale
+    [..., K, C] divides the steps of C candidates, whose rows lie one after the other in N."""
 
-    def __init__(self, target: Tensor, inverse: Tensor, triangle: Tensor, step: Step) -> None:
-        self.target = target.transpose(-1, -2).contiguous()
-        self.rounded = torch.empty_like(self.target)
-        self.inverse = inverse
-        self.pivot = triangle.diagonal(dim1=-2, dim2=-1)
-        self.step = step
-        self.loss = torch.zeros_like(self.target[..., 0, :])
+    def __init__(self, step: Step, groups: Tensor, scale: Tensor | None = None) -> None:
+        self.step = Step(step.step.mT.contiguous(), None if step.zero is None else step.zero.mT.contiguous())
+        self.groups, self.scale = groups, scale
 
-    def round_strip(self, rounder: Rounder, start: int, stop: int) -> None:
-        """Round columns start..stop one by one, then let the rest of the block react to all of them at once."""
-        errors = torch.empty_like(self.target[..., start:stop, :])
-        zeros = self.step.zero
-        for i in range(start, stop):
-            column = self.target[..., i, :]
-            value = rounder.snap(column, Step(self.step.step[..., i, :], None if zeros is None else zeros[..., i, :]))
-            error = (column - value) * self.pivot[..., i, None]
-            self.rounded[..., i, :] = value
-            errors[..., i - start, :] = error
-            if i + 1 < stop:
-                self.target[..., i + 1 : stop, :] -= self.inverse[..., i, i + 1 : stop, None] * error.unsqueeze(-2)
-        self.loss += errors.square().sum(-2)
-        if stop < self.target.shape[-2]:
-            self.target[..., stop:, :] -= self.inverse[..., start:stop, stop:].transpose(-1, -2) @ errors
+    def of(self, start: int, stop: int) -> Step:
+        """Of columns start..stop, [..., C, N]."""
+        groups = self.groups[..., start:stop]
+        step, zero = _take(self.step.step, groups), None if self.step.zero is None else _take(self.step.zero, groups)
+        if self.scale is not None:
+            scale = self.scale[..., start:stop, :]
+            step = step.unflatten(-1, (scale.shape[-1], -1)).div_(scale.unsqueeze(-1)).flatten(-2)
+        return Step(step, zero)
 
-    def values(self) -> Tensor:
-        return self.rounded.transpose(-1, -2)
+
+def _side_by_side(step: Step) -> Step:
+    """Steps of candidates [C, ..., N, G] as those of so many more rows, [..., C * N, G]."""
+
+    def fold(t: Tensor) -> Tensor:
+        return t.movedim(0, -3).flatten(-3, -2)
+
+    return Step(fold(step.step), None if step.zero is None else fold(step.zero))
+
+
+def _groups(order: Tensor, w: Tensor, rounder: Rounder) -> Tensor:
+    return order.div(rounder.group_size or w.shape[-1], rounding_mode="floor")
+
+
+def _take(t: Tensor, index: Tensor) -> Tensor:
+    """Rows `index` [..., C] of [..., K, N], contiguous."""
+    if index.dim() == 1:
+        return t.contiguous().index_select(-2, index)  # whole rows: several times as fast as from what lies transposed
+    return t.gather(-2, index.unsqueeze(-1).expand(*index.shape, t.shape[-1]))
+
+
+def _put_back(t: Tensor, index: Tensor) -> Tensor:
+    """The inverse of `_take`, of all rows."""
+    return _take(t, index.argsort(-1))

@@ -45,7 +45,7 @@ def test_rows_without_importance_do_not_choose_the_scale() -> None:
 
     def loss(scale: Tensor) -> float:
         """Of the rows that count."""
-        return float(own.losses(rows * scale, (rows * scale).abs().amax().expand(N), curvature.scaled(scale)).sum())
+        return float(own.losses(rows, scale[None], (rows * scale).abs().amax().expand(1, N), curvature).sum())
 
     def chosen(consumer: Consumer) -> Tensor:
         return choose_scale(own, [consumer], curvature, hessian, x.abs().amax(0), x[:64], exact=False)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from quantkit.quant.fp4 import global_scale
-from quantkit.quant.gptq import Curvature, compensate, damped, factor, gptq
+from quantkit.quant.gptq import Curvature, Steps, compensate, damped, factor, gptq, reverse_, scaled_losses
 from quantkit.quant.rounding import Fp4Rounder, IntRounder, Rounder, Step, fit_steps, round_to_nearest
 from quantkit.quant.weights import dequantize
 from quantkit.schemes import IntGrid
@@ -62,8 +62,9 @@ def test_it_is_gptq() -> None:
     for i in range(K):
         values[:, i] = rounder.snap(left[:, i].float(), step)
         left[:, i:] -= ((left[:, i] - values[:, i]) / upper[i, i])[:, None] * upper[i, i:]
-    ours = gptq(w, factor(hessian.float()), rounder, fit_steps(w, rounder), torch.zeros(K, dtype=torch.int64))
-    different = (ours.values != values).float().mean()
+    steps = Steps(fit_steps(w, rounder), torch.zeros(K, dtype=torch.int64))
+    ours, _ = gptq(w.t().contiguous(), factor(hessian.float()), rounder, steps)
+    different = (ours.t() != values).float().mean()
     assert different < 0.002, "float32 against float64 may tip a few ties"
 
 
@@ -83,8 +84,28 @@ def test_scaled_curvature_is_the_curvature_of_scaled_inputs() -> None:
     # The same channels must come first, so the order is fixed before scaling.
     ours = Curvature.of(hessian, 0.01).scaled(s)
     expected = damped(hessian, 0.01) / s / s[:, None]
-    torch.testing.assert_close(ours.hessian, expected[ours.order][:, ours.order])
-    torch.testing.assert_close(ours.factor @ ours.factor.t(), ours.hessian, rtol=1e-3, atol=1e-5)
+    expected = expected[ours.order][:, ours.order]
+    torch.testing.assert_close(ours.energy, expected.diagonal())
+    torch.testing.assert_close(ours.factor @ ours.factor.t(), expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ROUNDERS)
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_losses_of_candidates_are_those_of_compensated_scaled_weights(name: str, batch: tuple[int, ...]) -> None:
+    rounder = ROUNDERS[name]
+    w, hessian = problem(batch=batch)
+    scale = torch.stack([torch.ones(K), torch.linspace(0.5, 2, K)]).view(2, *[1] * len(batch), K).expand(2, *batch, K)
+    curvature = Curvature.of(hessian, 0.01)
+    losses = scaled_losses(w, scale, curvature, rounder)
+    for s, loss in zip(scale, losses):
+        torch.testing.assert_close(loss.sum(), compensate(w * s.unsqueeze(-2), curvature.scaled(s), rounder).loss.sum(), rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("size", [7, 1300])
+def test_reversed_in_panels(size: int) -> None:
+    square = torch.randn(2, size, size)
+    expected = square.flip(-1, -2)
+    assert torch.equal(reverse_(square), expected)
 
 
 @pytest.mark.parametrize("name", ["int4", "int4-fitted", "fp4"])
