@@ -5,7 +5,7 @@ tokens routed to its expert weighted by the square of the routing weight (that i
 blended with that of tokens of the whole layer: a starved expert leans on what it would see if it were asked.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from quantkit.calibrate.fold import Consumer, choose_scale, sample_rows
 from quantkit.calibrate.solver import Solved, Solver
 from quantkit.calibrate.streams import Streams
 from quantkit.quant.gptq import Curvature
+from quantkit.quant.weights import Fp4Weight, dequantize, divide_rows, dividing_powers
 
 LAYER_ROWS = 512
 """Rows of the layer's input that every expert is shown, for the shared part of its Hessian."""
@@ -109,56 +110,69 @@ class ExpertSolver:
         self.solver, self.routed, self.scale, self.importance = solver, routed, scale, importance
         self.curvature = curvature.scaled(scale)
         self.held_out = held_out / scale
+        self.exact = solver.scale_dtype.itemsize < 4
         fitted = routed.x[: routed.fitted]
-        self.layer_rows = fitted[:: max(1, len(fitted) // LAYER_ROWS)][:LAYER_ROWS]
+        self.layer_rows = fitted[:: max(1, len(fitted) // LAYER_ROWS)][:LAYER_ROWS] / scale
 
     def solve(self, names: dict[int, str], experts: dict[int, ExpertWeights]) -> tuple[dict[str, Solved], dict[int, Tensor]]:
         """names: expert -> prefix such as model.layers.3.mlp.experts.17. Returns module -> solved, of three linears each, and
-        expert -> what its down_proj then reads [n, I], for the tokens of `Routed.quantized_of`."""
-        inner = self._inner_scales(experts)
+        expert -> what its down_proj then reads [n, I], for the tokens of `Routed.quantized_of`, where that is exact.
+
+        The scale between up and down is chosen when both readers of the layer's input are rounded: dividing up's rows by it changes
+        their steps and not one code. Where steps are stored in less than float32 it is a power of two.
+        """
         stack: dict[str, Tensor] = {}
         fused: dict[str, str] = {}
-        for (expert, weights), s in zip(experts.items(), inner):
-            prefix = names[expert]
-            stack[f"{prefix}.gate_proj"] = weights.gate * self.scale
-            stack[f"{prefix}.up_proj"] = (weights.up / s[:, None]).mul_(self.scale)
-            fused |= {f"{prefix}.gate_proj": prefix, f"{prefix}.up_proj": prefix}
+        for expert, weights in experts.items():
+            for side, w in (("gate", weights.gate), ("up", weights.up)):
+                stack[f"{names[expert]}.{side}_proj"] = w * self.scale
+                fused[f"{names[expert]}.{side}_proj"] = names[expert]
         solved = self.solver.solve_stack(stack, fused, self.curvature, self.held_out)
-        downs, hidden, hessians, samples = {}, {}, [], []
-        for (expert, weights), s in zip(experts.items(), inner):
-            prefix = names[expert]
-            downs[f"{prefix}.down_proj"] = weights.down * s
-            rounded = ExpertWeights(solved[f"{prefix}.gate_proj"].values, solved[f"{prefix}.up_proj"].values, downs[f"{prefix}.down_proj"])
+        del stack
+        hidden, hessians, shown, samples = {}, [], [], []
+        for expert, weights in experts.items():
+            gate, up = (solved[f"{names[expert]}.{side}_proj"].values for side in ("gate", "up"))
+            rounded = ExpertWeights(gate, up, weights.down)
             tokens, w, fitted = self.routed.quantized_of(expert)
             h = hidden[expert] = rounded.hidden(self.routed.x[tokens].div_(self.scale))
-            of_layer = rounded.hidden(self.layer_rows / self.scale)
+            of_layer = rounded.hidden(self.layer_rows)
             hessians.append(self._down_hessian(h[:fitted], w[:fitted], of_layer))
+            shown.append(of_layer)
             samples.append(h[fitted:] if len(h) > fitted else of_layer)
-        curvature = self.solver.curvature(torch.stack(hessians))
-        return solved | self.solver.solve_batch(downs, curvature, samples), hidden
+        hessian, downs = torch.stack(hessians), {}
+        curvature = self.solver.curvature(hessian)
+        inner = self._inner_scales([solved[f"{names[expert]}.up_proj"] for expert in experts], experts, curvature, hessian, shown)
+        for (expert, weights), s in zip(experts.items(), inner):
+            of_up = f"{names[expert]}.up_proj"
+            one = solved[of_up]
+            weight = divide_rows(one.weight, s)
+            solved[of_up] = replace(one, weight=weight, values=one.values / s[:, None] if self.exact else dequantize(weight))
+            downs[f"{names[expert]}.down_proj"] = weights.down * s
+            hidden[expert].div_(s)
+        scaled_samples = [sample / s for sample, s in zip(samples, inner)]
+        solved |= self.solver.solve_batch(downs, curvature.scaled(inner), scaled_samples)
+        return solved, hidden if self.exact else {}  # what a later run reads back must give the same to the last bit
 
-    def _inner_scales(self, experts: dict[int, ExpertWeights]) -> Tensor:
-        """Scales between up and down of every expert, [B, I]."""
+    def _inner_scales(
+        self, ups: list[Solved], experts: dict[int, ExpertWeights], curvature: Curvature, hessian: Tensor, shown: list[Tensor]
+    ) -> Tensor:
+        """Scales between up and down of every expert, [B, I]. curvature and hessian: of what down reads, unscaled."""
         if not {"awq", "smooth"} & set(self.solver.methods):
-            return torch.ones(len(experts), len(next(iter(experts.values())).up), device=self.scale.device)
-        sample = torch.stack([weights.hidden(self.layer_rows) for weights in experts.values()])
-        hessians = []
-        for (expert, weights), of_layer in zip(experts.items(), sample):
-            tokens, w, fitted = self.routed.quantized_of(expert)
-            hessians.append(self._down_hessian(weights.hidden(self.routed.x[tokens[:fitted]]), w[:fitted], of_layer))
-        hessian = torch.stack(hessians)
+            return torch.ones(hessian.shape[:-1], device=hessian.device)
         count = self.solver.recipe.search_rows
         rows = torch.stack([sample_rows(weights.down, count) for weights in experts.values()])
         importance = None if self.importance is None else sample_rows(self.importance[:, None], count)[:, 0]
-        return choose_scale(
-            self.solver,
-            [Consumer(rows, 1.0, self.solver, importance)],
-            self.solver.curvature(hessian),
-            hessian,
-            sample.abs().amax(-2),
-            sample,
-            exact=False,
-        )
+        sample = torch.stack(shown)
+        consumers = [Consumer(rows, 1.0, self.solver, importance)]
+        scale = choose_scale(self.solver, consumers, curvature, hessian, sample.abs().amax(-2), sample, self.exact)
+        return torch.stack([self._within_reach(s, up) for s, up in zip(scale, ups)])
+
+    def _within_reach(self, scale: Tensor, up: Solved) -> Tensor:
+        """The scale [I], times one power of two where that is needed, and then limited to what up's stored steps can take."""
+        dtype = up.weight.scale.dtype if isinstance(up.weight, Fp4Weight) else self.solver.scale_dtype
+        least, largest = dividing_powers(up.weight, dtype)
+        raised = scale * (least / scale).amax().clamp(min=1)
+        return torch.minimum(torch.maximum(raised, least), largest)
 
     def _down_hessian(self, hidden: Tensor, w: Tensor, of_layer: Tensor) -> Tensor:
         """Mean over tokens of w^2 h h^T, [I, I]: of the expert's own [n, I], blended with those of the layer [R, I]."""

@@ -7,7 +7,7 @@ q - 8 with z - 8), and global FP4 scales are multipliers everywhere.
 G is the number of groups along K (K / group_size); a scale per channel is G = 1.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -115,6 +115,20 @@ def dequantize(weight: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
             return _dequantize_fp8_block(weight).to(dtype)
         case _:
             return weight.to(dtype)
+
+
+def dividing_powers(weight: IntWeight | Fp4Weight, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The least and the largest power of two [N] that each row can be divided by with its scales exact in `dtype`, which stores them;
+    1 always can."""
+    scale, stored = weight.scale.float(), torch.finfo(dtype)
+    least = (scale.amax(1) / stored.max).log2().ceil().clamp(max=0).exp2()
+    largest = (scale.amin(1) / stored.smallest_normal).log2().floor().clamp(min=0).exp2()
+    return least, largest
+
+
+def divide_rows(weight: IntWeight | Fp4Weight, divisor: Tensor) -> IntWeight | Fp4Weight:
+    """The weight with row n divided by divisor[n]: the same codes with other scales. See `dividing_powers`."""
+    return replace(weight, scale=(weight.scale.float() / divisor[:, None]).to(weight.scale.dtype))
 
 
 def to_device(weight: Weight, device: torch.device) -> Weight:

@@ -4,7 +4,7 @@ import golden
 import pytest
 import torch
 
-from quantkit.quant.weights import E2M1_VALUES, Fp4Weight, Fp8BlockWeight, IntWeight, decode_e2m1, dequantize
+from quantkit.quant.weights import E2M1_VALUES, Fp4Weight, Fp8BlockWeight, IntWeight, decode_e2m1, dequantize, divide_rows, dividing_powers
 
 
 def test_int_weight_is_codes_less_zero_point_times_scale() -> None:
@@ -67,3 +67,27 @@ def test_dequantize_rounds_once_and_leaves_the_weight_alone() -> None:
 def test_parts_that_do_not_fit_are_refused(wrong: object) -> None:
     with pytest.raises(AssertionError):
         wrong()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rows_are_divided_by_powers_of_two_without_touching_a_code(dtype: torch.dtype) -> None:
+    scale = torch.tensor([[0.5, 3e-4], [2.0, 7.0]]).to(dtype).float()
+    weight = IntWeight(torch.tensor([[-8, 7, 0, 3], [1, -1, 5, -6]], dtype=torch.int8), scale, None, bits=4)
+    _check_division(weight, dtype)
+
+
+def test_fp4_rows_are_divided_within_the_range_of_their_scales() -> None:
+    scale = torch.tensor([[448.0, 2.0], [1.5, 0.01], [4.0, 8.0]]).to(torch.float8_e4m3fn)
+    weight = Fp4Weight(torch.arange(96, dtype=torch.uint8).remainder(16).reshape(3, 32), scale, torch.tensor(0.25))
+    least, largest = _check_division(weight, torch.float8_e4m3fn)
+    assert (least.tolist(), largest.tolist()) == ([1.0, 2.0**-8, 2.0**-5], [2.0**7, 1.0, 2.0**8])
+
+
+def _check_division(weight: IntWeight | Fp4Weight, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    least, largest = dividing_powers(weight, dtype)
+    for divisor in (least, largest):
+        divided = divide_rows(weight, divisor)
+        assert torch.equal(divided.codes, weight.codes)
+        assert torch.equal(dequantize(divided), dequantize(weight) / divisor[:, None])
+        assert torch.equal(divided.scale.to(dtype).float(), divided.scale.float())
+    return least, largest
