@@ -56,7 +56,7 @@ def plan(
     check_groups(inventory.rows, scheme, target)
     rows = [(row, _written_bytes(checkpoint, row, target, scheme)) for row in inventory.rows]
     output = sum(size for _, size in rows)
-    peak = expected_peak(inventory, target, scheme, settings)
+    (peak, _), (least, _) = (expected_peak(inventory, target, scheme, settings, memory) for memory in (None, 0))
     state = 2 * peak.hidden  # of the last finished layer, and of its successor while they are written
     return {
         "model": str(model),
@@ -68,6 +68,7 @@ def plan(
         "output_bytes_by_part": _by_part(rows),
         **_placed(rows, inventory, count, each, context),
         "host_peak_bytes": peak.total,
+        "host_least_bytes": least.total,
         "host_peak": {"process": peak.process, "hidden_states": peak.hidden, "work": peak.work, "where": peak.where},
         "disk_bytes": output + state,
         "disk_free_bytes": shutil.disk_usage(Path.cwd()).free,

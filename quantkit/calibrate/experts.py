@@ -15,7 +15,8 @@ from quantkit.calibrate.fold import Consumer, choose_scale, sample_rows
 from quantkit.calibrate.solver import Solved, Solver
 from quantkit.calibrate.streams import Streams
 from quantkit.quant.gptq import Curvature
-from quantkit.quant.weights import Fp4Weight, dequantize, divide_rows, dividing_powers
+from quantkit.quant.weights import dequantize, divide_rows, dividing_powers
+from quantkit.schemes import Fp4Grid
 
 LAYER_ROWS = 512
 """Rows of the layer's input that every expert is shown, for the shared part of its Hessian."""
@@ -110,16 +111,16 @@ class ExpertSolver:
         self.solver, self.routed, self.scale, self.importance = solver, routed, scale, importance
         self.curvature = curvature.scaled(scale)
         self.held_out = held_out / scale
-        self.exact = solver.scale_dtype.itemsize < 4
+        self.exact = isinstance(solver.grid, Fp4Grid)  # e4m3 steps are too coarse for any divisor but a power of two
         fitted = routed.x[: routed.fitted]
         self.layer_rows = fitted[:: max(1, len(fitted) // LAYER_ROWS)][:LAYER_ROWS] / scale
 
     def solve(self, names: dict[int, str], experts: dict[int, ExpertWeights]) -> tuple[dict[str, Solved], dict[int, Tensor]]:
         """names: expert -> prefix such as model.layers.3.mlp.experts.17. Returns module -> solved, of three linears each, and
-        expert -> what its down_proj then reads [n, I], for the tokens of `Routed.quantized_of`, where that is exact.
+        expert -> what its down_proj then reads [n, I], for the tokens of `Routed.quantized_of`.
 
         The scale between up and down is chosen when both readers of the layer's input are rounded: dividing up's rows by it changes
-        their steps and not one code. Where steps are stored in less than float32 it is a power of two.
+        their steps and not one code.
         """
         stack: dict[str, Tensor] = {}
         fused: dict[str, str] = {}
@@ -129,29 +130,31 @@ class ExpertSolver:
                 fused[f"{names[expert]}.{side}_proj"] = names[expert]
         solved = self.solver.solve_stack(stack, fused, self.curvature, self.held_out)
         del stack
-        hidden, hessians, shown, samples = {}, [], [], []
-        for expert, weights in experts.items():
+        read, gated, hidden, hessians, shown = {}, {}, {}, [], []
+        for expert in experts:
             gate, up = (solved[f"{names[expert]}.{side}_proj"].values for side in ("gate", "up"))
-            rounded = ExpertWeights(gate, up, weights.down)
             tokens, w, fitted = self.routed.quantized_of(expert)
-            h = hidden[expert] = rounded.hidden(self.routed.x[tokens].div_(self.scale))
-            of_layer = rounded.hidden(self.layer_rows)
-            hessians.append(self._down_hessian(h[:fitted], w[:fitted], of_layer))
-            shown.append(of_layer)
-            samples.append(h[fitted:] if len(h) > fitted else of_layer)
-        hessian, downs = torch.stack(hessians), {}
+            x = read[expert] = self.routed.x[tokens].div_(self.scale)
+            gated[expert] = F.silu(x @ gate.t(), inplace=True)
+            hidden[expert] = gated[expert] * (x @ up.t())
+            shown.append(F.silu(self.layer_rows @ gate.t(), inplace=True).mul_(self.layer_rows @ up.t()))
+            hessians.append(self._down_hessian(hidden[expert][:fitted], w[:fitted], shown[-1]))
+        hessian = torch.stack(hessians)
         curvature = self.solver.curvature(hessian)
         inner = self._inner_scales([solved[f"{names[expert]}.up_proj"] for expert in experts], experts, curvature, hessian, shown)
-        for (expert, weights), s in zip(experts.items(), inner):
+        downs, samples = {}, []
+        for (expert, weights), s, of_layer in zip(experts.items(), inner, shown):
             of_up = f"{names[expert]}.up_proj"
-            one = solved[of_up]
-            weight = divide_rows(one.weight, s)
-            solved[of_up] = replace(one, weight=weight, values=one.values / s[:, None] if self.exact else dequantize(weight))
+            weight = divide_rows(solved[of_up].weight, s, self.solver.scale_dtype)
+            solved[of_up] = replace(solved[of_up], weight=weight, values=dequantize(weight))
+            if self.exact:
+                hidden[expert].div_(s)
+            else:  # steps were rounded to what is stored: what is read back later must give the same to the last bit
+                torch.mul(gated.pop(expert), read.pop(expert) @ solved[of_up].values.t(), out=hidden[expert])
             downs[f"{names[expert]}.down_proj"] = weights.down * s
-            hidden[expert].div_(s)
-        scaled_samples = [sample / s for sample, s in zip(samples, inner)]
-        solved |= self.solver.solve_batch(downs, curvature.scaled(inner), scaled_samples)
-        return solved, hidden if self.exact else {}  # what a later run reads back must give the same to the last bit
+            _, _, fitted = self.routed.quantized_of(expert)
+            samples.append(hidden[expert][fitted:] if len(hidden[expert]) > fitted else of_layer / s)
+        return solved | self.solver.solve_batch(downs, curvature.scaled(inner), samples), hidden
 
     def _inner_scales(
         self, ups: list[Solved], experts: dict[int, ExpertWeights], curvature: Curvature, hessian: Tensor, shown: list[Tensor]
@@ -169,9 +172,8 @@ class ExpertSolver:
 
     def _within_reach(self, scale: Tensor, up: Solved) -> Tensor:
         """The scale [I], times one power of two where that is needed, and then limited to what up's stored steps can take."""
-        dtype = up.weight.scale.dtype if isinstance(up.weight, Fp4Weight) else self.solver.scale_dtype
-        least, largest = dividing_powers(up.weight, dtype)
-        raised = scale * (least / scale).amax().clamp(min=1)
+        least, largest = dividing_powers(up.weight, self.solver.scale_dtype)
+        raised = scale * (least / scale).amax().clamp(min=1).log2().ceil().exp2()
         return torch.minimum(torch.maximum(raised, least), largest)
 
     def _down_hessian(self, hidden: Tensor, w: Tensor, of_layer: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantkit.calibrate.batches import PIECE_VALUES
 from quantkit.quant.fp4 import global_scale
 from quantkit.quant.gptq import Curvature, compensate, scaled_losses
 from quantkit.quant.rounding import Fp4Rounder, IntRounder, Rounder, Step, round_to_nearest
@@ -17,8 +18,6 @@ from quantkit.quant.weights import Fp4Weight, IntWeight
 from quantkit.recipe import Recipe
 from quantkit.schemes import Fp4Grid, Grid, Method
 
-PIECE_VALUES = 2**24
-"""Weights solved together on a CPU, in whole rows: rows are independent, and a piece's blocks of columns stay in its cache."""
 FP4_NEIGHBOURS = (0, -1, 1, -2, 2, 3, 4)
 """e4m3 codes around amax / 6: from a quarter below to a half above, which is amax / 4."""
 
@@ -40,12 +39,14 @@ class Solved:
 class Solver:
     """Applies one recipe. `methods` decides whether weights are compensated or rounded to nearest."""
 
-    def __init__(self, grid: Grid, scale_dtype: torch.dtype, recipe: Recipe, methods: tuple[Method, ...]) -> None:
-        self.grid, self.scale_dtype, self.recipe, self.methods = grid, scale_dtype, recipe, methods
+    def __init__(
+        self, grid: Grid, scale_dtype: torch.dtype, recipe: Recipe, methods: tuple[Method, ...], piece_values: int = PIECE_VALUES
+    ) -> None:
+        self.grid, self.scale_dtype, self.recipe, self.methods, self.piece_values = grid, scale_dtype, recipe, methods, piece_values
 
     def on(self, grid: Grid) -> "Solver":
         """The same recipe on another grid."""
-        return self if grid == self.grid else Solver(grid, self.scale_dtype, self.recipe, self.methods)
+        return self if grid == self.grid else Solver(grid, self.scale_dtype, self.recipe, self.methods, self.piece_values)
 
     @property
     def group_size(self) -> int | None:
@@ -84,7 +85,7 @@ class Solver:
         """Linears [N_i, K] that read one input. fused: module -> name shared by siblings with one FP4 global scale; sample [S, K]."""
         amax = self._amax(weights, fused)
         parts: dict[str, list[_Part]] = {module: [] for module in weights}
-        for piece in _pieces(weights):
+        for piece in _pieces(weights, self.piece_values):
             stacked = [weights[module][rows] for module, rows in piece]
             per_row = torch.cat([amax[module].expand(len(w)) for (module, _), w in zip(piece, stacked)])
             values, step, nearest = self._round(torch.cat(stacked), per_row, curvature)
@@ -171,13 +172,13 @@ def _exceeds(a: Tensor, b: Tensor) -> bool:
     return len(a) > 1 and float(difference.mean()) > 2 * float(difference.std()) / len(a) ** 0.5
 
 
-def _pieces(weights: dict[str, Tensor]) -> Iterator[list[tuple[str, slice]]]:
+def _pieces(weights: dict[str, Tensor], values: int) -> Iterator[list[tuple[str, slice]]]:
     """(module, rows) to be solved together: all at once; on a CPU, where memory is short and nothing is gained, a few rows at a time."""
     if next(iter(weights.values())).device.type != "cpu":
         yield [(module, slice(0, len(w))) for module, w in weights.items()]
         return
     for module, w in weights.items():
-        count = max(1, PIECE_VALUES // w.shape[1])
+        count = max(1, values // w.shape[1])
         for start in range(0, len(w), count):
             yield [(module, slice(start, min(start + count, len(w))))]
 

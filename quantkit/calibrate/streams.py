@@ -1,11 +1,11 @@
 """Hidden states of many sequences, lying one after the other, and walked in passes that fit in memory."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-PASS_TOKENS = 2048
+from quantkit.calibrate.batches import PASS_TOKENS
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,14 @@ class Stream:
     hidden: Tensor
     fitted: int
     lengths: list[int]
+    pass_tokens: int = PASS_TOKENS
 
     def passes(self) -> Iterator[Pass]:
-        """About PASS_TOKENS tokens at a time; none mixes calibration and held-out sequences."""
+        """About `pass_tokens` tokens at a time; none mixes calibration and held-out sequences."""
         start, pending = 0, list[int]()
         for length in self.lengths:
             stop = start + sum(pending)
-            if pending and (sum(pending) + length > PASS_TOKENS or stop == self.fitted):
+            if pending and (sum(pending) + length > self.pass_tokens or stop == self.fitted):
                 yield Pass(slice(start, stop), pending, start >= self.fitted)
                 start, pending = stop, []
             pending.append(length)
@@ -47,7 +48,7 @@ class Streams:
 
     def clone(self) -> "Streams":
         q, o = self.quantized, self.original
-        return Streams(Stream(q.hidden.clone(), q.fitted, q.lengths), Stream(o.hidden.clone(), o.fitted, o.lengths))
+        return Streams(replace(q, hidden=q.hidden.clone()), replace(o, hidden=o.hidden.clone()))
 
 
 def relative_distance(a: Tensor, b: Tensor) -> float:

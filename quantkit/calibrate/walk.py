@@ -20,6 +20,7 @@ import torch
 from quantkit_kernels import rms_norm
 from torch import Tensor
 
+from quantkit.calibrate.batches import EXPERT_VALUES, Batches
 from quantkit.calibrate.data import Sequences
 from quantkit.calibrate.events import Note, OnEvent, Progress
 from quantkit.calibrate.experts import ExpertSolver, ExpertWeights, Recorder, Routed, add_outputs
@@ -44,8 +45,8 @@ SCALE_EXPERTS = 8
 
 
 def expert_batch_values(device_type: str) -> int:
-    """Experts are solved together up to this many weights: on a CPU R1's, of 44 million, go one by one, elsewhere 24 at a time."""
-    return 2**25 if device_type == "cpu" else 2**30
+    """Experts are solved together up to this many weights, at least one: on a CPU as `Batches` says, elsewhere 24 of R1's."""
+    return EXPERT_VALUES if device_type == "cpu" else 2**30
 
 
 class Walk:
@@ -61,9 +62,10 @@ class Walk:
         sink: Sink,
         on_event: OnEvent,
         team: Team,
+        batches: Batches,
     ) -> None:
         self.source, self.architecture, self.config = source, architecture, config
-        self.solver, self.sink, self.on_event, self.team = solver, sink, on_event, team
+        self.solver, self.sink, self.on_event, self.team, self.batches = solver, sink, on_event, team, batches
         self.rows = parameters
         self.layers = sorted({row.layer for row in parameters if row.layer is not None and not row.mtp})
         self.mtp_layers = sorted({row.layer for row in parameters if row.layer is not None and row.mtp})
@@ -111,7 +113,8 @@ class Walk:
     def _streams(self, quantized: Tensor, original: Tensor, lengths: list[int], fitted: int, sequences: Sequences) -> Streams:
         device = self.source.device
         held_out = [len(s) for s in sequences.held_out]
-        return Streams(Stream(quantized.to(device), fitted, lengths), Stream(original.to(device), 0, held_out))
+        at_once = self.batches.tokens
+        return Streams(Stream(quantized.to(device), fitted, lengths, at_once), Stream(original.to(device), 0, held_out, at_once))
 
     # --- one layer -------------------------------------------------------------------------------------------------------
 
@@ -236,7 +239,10 @@ class Walk:
         scale = half.scale_of(observed)
         held_out = half.statistics(observed).sample
         solver = ExpertSolver(self._expert_solver(experts), routed, scale, half.curvature(observed), held_out, half.spec.importance)
-        batches = list(_batches(experts, expert_batch_values(self.source.device.type)))
+        values = expert_batch_values(self.source.device.type)
+        if self.source.device.type == "cpu":
+            values = min(values, self.batches.expert_values)
+        batches = list(_batches(experts, values))
         if self.team.size > 1:
             for batch in (batch for number, batch in enumerate(batches) if self.team.mine(number)):
                 self._solve_experts(layer, solver, experts, {expert: self._expert_weights(experts[expert]) for expert in batch})
@@ -332,7 +338,7 @@ class Walk:
             hidden = rms_norm(stream.hidden[keep.to(stream.hidden.device)], norm, self.config.rms_norm_eps)
             lengths = [length - 1 for length in stream.lengths]
             fitted = sum(lengths[: len(sequences.calibration)]) if stream.fitted else 0
-            out = Stream(hidden, fitted, lengths)
+            out = Stream(hidden, fitted, lengths, stream.pass_tokens)
             for one in out.passes():
                 hidden[one.part] = block.inputs(compact[one.part].to(hidden.device), hidden[one.part])
             return out

@@ -118,17 +118,21 @@ def dequantize(weight: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def dividing_powers(weight: IntWeight | Fp4Weight, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The least and the largest power of two [N] that each row can be divided by with its scales exact in `dtype`, which stores them;
-    1 always can."""
-    scale, stored = weight.scale.float(), torch.finfo(dtype)
+    """The least and the largest power of two [N] that each row can be divided by with its scales normal numbers of `dtype`, which stores
+    them (e4m3 for FP4); 1 always can."""
+    scale, stored = weight.scale.float(), torch.finfo(weight.scale.dtype if isinstance(weight, Fp4Weight) else dtype)
     least = (scale.amax(1) / stored.max).log2().ceil().clamp(max=0).exp2()
     largest = (scale.amin(1) / stored.smallest_normal).log2().floor().clamp(min=0).exp2()
     return least, largest
 
 
-def divide_rows(weight: IntWeight | Fp4Weight, divisor: Tensor) -> IntWeight | Fp4Weight:
-    """The weight with row n divided by divisor[n]: the same codes with other scales. See `dividing_powers`."""
-    return replace(weight, scale=(weight.scale.float() / divisor[:, None]).to(weight.scale.dtype))
+def divide_rows(weight: IntWeight | Fp4Weight, divisor: Tensor, dtype: torch.dtype) -> IntWeight | Fp4Weight:
+    """The weight with row n divided by divisor[n]: the same codes with other scales, rounded to `dtype`, which stores them (e4m3 for FP4).
+    Exact for a power of two within `dividing_powers`."""
+    scale = weight.scale.float() / divisor[:, None]
+    if isinstance(weight, Fp4Weight):
+        return replace(weight, scale=scale.to(weight.scale.dtype))
+    return replace(weight, scale=scale.to(dtype).float())
 
 
 def to_device(weight: Weight, device: torch.device) -> Weight:

@@ -8,22 +8,25 @@ copies that are alive together in quantkit.calibrate and quantkit.quant; benchma
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from quantkit.calibrate.solver import PIECE_VALUES
-from quantkit.calibrate.streams import PASS_TOKENS
+from quantkit.calibrate.batches import Batches
 from quantkit.errors import QuantkitError
 from quantkit.models.table import Parameter
 
-PROCESS_BYTES = 600 * 10**6
+PROCESS_BYTES = 400 * 10**6
 """Python, torch and the tokenizer, before any weight is read."""
 _FLOAT = 4
 _SOLVED = 4
 """Matrices of a linear's size alive when it was solved: its weight is counted elsewhere; its values, in pieces and whole, and codes."""
-_PIECE = 10
+_PIECE = 7
 """Matrices of the size of the piece that is being solved."""
-_SEARCHED = 4
-"""Squares of an input in work: its Hessian, that in the order of solving, its factor, and one scaled or one turned."""
+_SEARCHED = 3
+"""Squares of an input while it is factored: its Hessian, that in the order of solving, and its factor."""
+_PANELS = 3 * 512
+"""Rows of such a square that are copied on the way."""
+_BATCH = 6
+"""Matrices of the size of a batch of experts: as read, scaled, rounded, and what rounding needs."""
 _COPIED = 3
 """Bytes a value while a 16-bit tensor is copied: itself, and a mask that says where it is finite."""
 _GIB = 2**30
@@ -31,7 +34,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Work:
-    """tokens: calibration and held-out; judged: the held-out ones. quantized: modules the output holds quantized."""
+    """tokens: calibration and held-out; judged: the held-out ones; sequence: the longest. quantized: modules the output holds quantized."""
 
     units: dict[str, list[Parameter]]
     quantized: set[str]
@@ -39,7 +42,8 @@ class Work:
     experts_per_token: int
     tokens: int
     judged: int
-    expert_values: int
+    sequence: int
+    batches: Batches
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,15 @@ def calibrated_peak(work: Work) -> Peak:
         moments.append((_experts_bytes(work, layer), f"layers.{layer}.experts"))
     bytes_, unit = max(moments, key=lambda moment: moment[0])
     return Peak(PROCESS_BYTES, hidden, bytes_, unit)
+
+
+def fitting_peak(work: Work, ceiling: int | None) -> tuple[Peak, Batches]:
+    """The peak in the largest batches that keep it under `ceiling` bytes, or in the smallest where none do; and these batches."""
+    peak = calibrated_peak(work)
+    while ceiling is not None and peak.total > ceiling and work.batches.halved() != work.batches:
+        work = replace(work, batches=work.batches.halved())
+        peak = calibrated_peak(work)
+    return peak, work.batches
 
 
 def nearest_peak(units: dict[str, list[Parameter]], quantized: set[str]) -> Peak:
@@ -113,15 +126,16 @@ def _moments(work: Work, rows: list[Parameter]) -> list[int]:
     squares = {columns: _FLOAT * columns**2 for columns in largest}
     widest = max(row.shape[0] for row in rows if len(row.shape) == 2)
     asked = (work.tokens + work.judged) * work.hidden_size * _FLOAT if any(row.role == "router" for row in rows) else 0
-    moments = [asked + weights + sum(squares.values()) + 6 * PASS_TOKENS * widest * _FLOAT]
+    passed = min(max(work.batches.tokens, work.sequence), work.tokens)
+    moments = [asked + weights + sum(squares.values()) + 6 * passed * widest * _FLOAT]
     for columns, square in squares.items():
-        # What was searched has its Hessian in the order of solving and a factor, what was not has its Hessian. The widest comes last.
-        others = sum((2 if k < columns else 1) * squares[k] for k in squares if k != columns)
-        moments.append(asked + weights + others + _SEARCHED * square)
+        # What was searched has a factor, what was not has its Hessian; the experts' input keeps both. The widest comes last.
+        others = sum(squares[k] for k in squares if k != columns) + (squares.get(work.hidden_size, 0) if asked else 0)
+        moments.append(asked + weights + others + _SEARCHED * square + _FLOAT * _PANELS * columns)
         # It is solved first.
-        narrower = sum(3 * squares[k] for k in squares if k < columns)
-        piece = min(_FLOAT * PIECE_VALUES, largest[columns])
-        moments.append(asked + weights + narrower + 2 * square + _SOLVED * largest[columns] + _PIECE * piece)
+        narrower = sum(2 * squares[k] for k in squares if k < columns)
+        piece = min(_FLOAT * max(work.batches.piece_values, columns), largest[columns])
+        moments.append(asked + weights + narrower + square + _SOLVED * largest[columns] + _PIECE * piece)
     return moments
 
 
@@ -132,14 +146,14 @@ def _experts_bytes(work: Work, layer: int) -> int:
     expert = [row for row in experts if row.expert == experts[0].expert]
     count = len(experts) // len(expert)
     values = sum(_values(row) for row in expert)
-    batch = min(count, max(1, work.expert_values // values))
+    batch = min(count, max(1, work.batches.expert_values // values))
     shared = sum(_values(row) for row in rows if row.expert is None and ".mlp." in row.name)
     width = min(row.shape[0] for row in expert)
     asked = (work.tokens + work.judged) * work.hidden_size * _FLOAT
     busiest = min(work.tokens, 4 * work.tokens * work.experts_per_token // count)
     tokens = _FLOAT * busiest * (2 * work.hidden_size + 3 * width)
-    squares = _FLOAT * (4 * work.hidden_size**2 + 4 * batch * width**2)
-    return asked + 2 * _FLOAT * shared + squares + 8 * _FLOAT * batch * values + tokens
+    squares = _FLOAT * (3 * work.hidden_size**2 + 4 * batch * width**2)
+    return asked + 2 * _FLOAT * shared + squares + _BATCH * _FLOAT * batch * values + tokens
 
 
 def _values(row: Parameter) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quantkit import __version__
+from quantkit.calibrate.batches import Batches
 from quantkit.calibrate.data import Sequences, load_sequences
 from quantkit.calibrate.events import OnEvent, peak_memory, silent
 from quantkit.calibrate.findings import Findings
@@ -13,7 +14,7 @@ from quantkit.calibrate.solver import Solver
 from quantkit.calibrate.source import Source
 from quantkit.calibrate.team import Team
 from quantkit.calibrate.units import units_of
-from quantkit.calibrate.walk import Walk, expert_batch_values
+from quantkit.calibrate.walk import Walk
 from quantkit.checkpoint.formats import find_format
 from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.reader import Checkpoint
@@ -23,7 +24,7 @@ from quantkit.executor.chat import ChatTokenizer
 from quantkit.executor.devices import find_device
 from quantkit.quantize.checks import Inventory, check_groups, take_inventory
 from quantkit.quantize.for_engine import narrowed
-from quantkit.quantize.memory import Peak, Work, calibrated_peak, check_memory, nearest_peak
+from quantkit.quantize.memory import Peak, Work, check_memory, fitting_peak, nearest_peak
 from quantkit.quantize.nearest import round_units
 from quantkit.quantize.output import Output
 from quantkit.quantize.report import Account, report_files
@@ -105,6 +106,7 @@ class _Job:
     methods: tuple[Method, ...]
     sequences: Sequences
     peak: Peak
+    batches: Batches
     fingerprint: dict[str, str]
 
     @property
@@ -127,20 +129,22 @@ def _checked(source: Path, scheme: Scheme, format: str, engine: str | None, reci
     if choice is not None:
         target = narrowed(target, choice, inventory.rows)
     check_groups(inventory.rows, scheme, target)
-    peak = expected_peak(inventory, target, scheme, recipe)
+    peak, batches = expected_peak(inventory, target, scheme, recipe, memory)
     check_memory(peak, memory)
     sequences = _sequences(source, recipe) if methods else Sequences([], [])
     fingerprint = _fingerprint(checkpoint, recipe, f"{name} for {engine}" if engine else name, sequences)
-    return _Job(checkpoint, inventory, scheme, name, target, recipe, methods, sequences, peak, fingerprint)
+    if batches != Batches():
+        fingerprint["batches for --memory"] = str(batches)
+    return _Job(checkpoint, inventory, scheme, name, target, recipe, methods, sequences, peak, batches, fingerprint)
 
 
 def _round(job: _Job, output: Output, team: Team, on_event: OnEvent) -> Findings:
     """Calibrate and write the decoder layers, then round whatever is left; without methods, round everything."""
-    solver = Solver(job.scheme.grid(expert=False, mtp=False), job.target.scale_dtype, job.recipe, job.methods)
+    solver = Solver(job.scheme.grid(expert=False, mtp=False), job.target.scale_dtype, job.recipe, job.methods, job.batches.piece_values)
     if not job.methods:
         return round_units(output.source, output, solver, on_event, team)
     architecture, config, rows = job.inventory.architecture, job.inventory.config, job.inventory.rows
-    findings = Walk(output.source, architecture, config, rows, solver, output, on_event, team).run(job.sequences)
+    findings = Walk(output.source, architecture, config, rows, solver, output, on_event, team, job.batches).run(job.sequences)
     round_units(output.source, output, Solver(solver.grid, job.target.scale_dtype, job.recipe, ()), on_event, team)
     return findings
 
@@ -175,11 +179,11 @@ def _units(inventory: Inventory) -> dict[str, list]:
     return units_of(inventory.rows, groups)
 
 
-def expected_peak(inventory: Inventory, format: Format, scheme: Scheme, recipe: Recipe) -> Peak:
-    """What the run will hold in memory at its worst moment."""
+def expected_peak(inventory: Inventory, format: Format, scheme: Scheme, recipe: Recipe, memory: int | None = None) -> tuple[Peak, Batches]:
+    """What the run will hold in memory at its worst moment, in batches that keep it under `memory` bytes if any do."""
     quantized = {row.module for row in inventory.rows if format.quantizes(row.module, row.role, mtp=row.mtp)}
     if not (scheme.methods if recipe.methods is None else recipe.methods):
-        return nearest_peak(_units(inventory), quantized)
+        return nearest_peak(_units(inventory), quantized), Batches()
     routing = getattr(inventory.config, "routing", None)
     work = Work(
         units=_units(inventory),
@@ -188,9 +192,10 @@ def expected_peak(inventory: Inventory, format: Format, scheme: Scheme, recipe: 
         experts_per_token=routing.num_experts_per_tok if routing else 0,
         tokens=(recipe.samples + recipe.held_out) * recipe.seq_len,
         judged=recipe.held_out * recipe.seq_len,
-        expert_values=expert_batch_values("cpu"),
+        sequence=recipe.seq_len,
+        batches=Batches(),
     )
-    return calibrated_peak(work)
+    return fitting_peak(work, memory)
 
 
 def _sequences(source: Path, recipe: Recipe) -> Sequences:

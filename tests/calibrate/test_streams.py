@@ -2,7 +2,7 @@
 
 import torch
 
-from quantkit.calibrate import streams
+from quantkit.calibrate.batches import PASS_TOKENS
 from quantkit.calibrate.streams import Stream
 
 
@@ -15,7 +15,7 @@ def test_passes() -> None:
     assert passes[0].part == slice(0, 2000)
     assert [one.part.start for one in passes[1:]] == [one.part.stop for one in passes[:-1]]
     assert passes[-1].part.stop == sum(lengths)
-    assert streams.PASS_TOKENS == 2048
+    assert PASS_TOKENS == 2048
 
 
 def test_no_sequences_no_passes() -> None:

@@ -86,7 +86,7 @@ def test_fp4_rows_are_divided_within_the_range_of_their_scales() -> None:
 def _check_division(weight: IntWeight | Fp4Weight, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     least, largest = dividing_powers(weight, dtype)
     for divisor in (least, largest):
-        divided = divide_rows(weight, divisor)
+        divided = divide_rows(weight, divisor, dtype)
         assert torch.equal(divided.codes, weight.codes)
         assert torch.equal(dequantize(divided), dequantize(weight) / divisor[:, None])
         assert torch.equal(divided.scale.to(dtype).float(), divided.scale.float())

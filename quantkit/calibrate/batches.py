@@ -1,0 +1,28 @@
+"""How much a calibrated run has in work at a time. Results differ with it in their last bits, so a run keeps to what it began with."""
+
+from dataclasses import dataclass
+
+PASS_TOKENS = 2048
+EXPERT_VALUES = 2**25
+PIECE_VALUES = 2**24
+
+
+@dataclass(frozen=True)
+class Batches:
+    """What fits in a CPU's memory.
+
+    tokens: run through half a layer together, in whole sequences. expert_values: weights of routed experts solved together, at least
+    one expert (R1's, of 44 million, go one by one). piece_values: weights of one linear rounded together, in whole rows: rows are
+    independent, and a piece's blocks of columns stay in a processor's cache.
+    """
+
+    tokens: int = PASS_TOKENS
+    expert_values: int = EXPERT_VALUES
+    piece_values: int = PIECE_VALUES
+
+    def halved(self) -> "Batches":
+        """Half as much, but not below what saves nothing any more."""
+        return Batches(max(self.tokens // 2, 128), max(self.expert_values // 2, 2**16), max(self.piece_values // 2, 2**20))
+
+    def __str__(self) -> str:
+        return f"{self.tokens} tokens, {self.expert_values} expert values, {self.piece_values} values a piece"
