@@ -101,13 +101,13 @@ class ExpertWeights:
 
 
 class ExpertSolver:
-    """Solves experts of one layer. scale [H]: folded into the layer's norm; curvature: of the layer's input, unscaled; importance [H]:
+    """Solves experts of one layer. scale [H]: folded into the layer's norm; curvature: of the layer's input, unscaled; outputs:
     see `HalfSpec`."""
 
     def __init__(
-        self, solver: Solver, routed: Routed, scale: Tensor, curvature: Curvature, held_out: Tensor, importance: Tensor | None
+        self, solver: Solver, routed: Routed, scale: Tensor, curvature: Curvature, held_out: Tensor, outputs: Curvature | None
     ) -> None:
-        self.solver, self.routed, self.scale, self.importance = solver, routed, scale, importance
+        self.solver, self.routed, self.scale, self.outputs = solver, routed, scale, outputs
         self.curvature = curvature.scaled(scale)
         self.held_out = held_out / scale
         self.exact = solver.scale_dtype.itemsize < 4
@@ -150,7 +150,7 @@ class ExpertSolver:
             downs[f"{names[expert]}.down_proj"] = weights.down * s
             hidden[expert].div_(s)
         scaled_samples = [sample / s for sample, s in zip(samples, inner)]
-        solved |= self.solver.solve_batch(downs, curvature.scaled(inner), scaled_samples)
+        solved |= self.solver.solve_batch(downs, curvature.scaled(inner), scaled_samples, self.outputs)
         return solved, hidden if self.exact else {}  # what a later run reads back must give the same to the last bit
 
     def _inner_scales(
@@ -161,7 +161,7 @@ class ExpertSolver:
             return torch.ones(hessian.shape[:-1], device=hessian.device)
         count = self.solver.recipe.search_rows
         rows = torch.stack([sample_rows(weights.down, count) for weights in experts.values()])
-        importance = None if self.importance is None else sample_rows(self.importance[:, None], count)[:, 0]
+        importance = None if self.outputs is None else sample_rows(self.outputs.conditional[:, None], count)[:, 0]
         sample = torch.stack(shown)
         consumers = [Consumer(rows, 1.0, self.solver, importance)]
         scale = choose_scale(self.solver, consumers, curvature, hessian, sample.abs().amax(-2), sample, self.exact)

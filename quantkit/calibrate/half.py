@@ -41,7 +41,7 @@ class HalfSpec:
 
     rows: its parameters but the routed experts'. groups: the scale groups inside it, those inside one routed expert left out.
     stored: dtype on disk of what stays unquantized, by tensor name. quantized: modules the output holds quantized.
-    importance: what a squared error in each channel of the residual stream counts after this half, float32 [H]; None: alike.
+    outputs: what an error in the residual stream costs after this half, a curvature of [H, H]; None: all errors cost alike.
     """
 
     name: str
@@ -51,7 +51,7 @@ class HalfSpec:
     groups: list[ScaleGroup]
     stored: dict[str, torch.dtype]
     quantized: set[str]
-    importance: Tensor | None
+    outputs: Curvature | None
 
 
 class Half:
@@ -143,9 +143,9 @@ class Half:
 
     def _importance(self, module: str, count: int) -> Tensor | None:
         """Of the rows that `sample_rows` takes of a module."""
-        if self.spec.importance is None or module not in self._ends:
+        if self.spec.outputs is None or module not in self._ends:
             return None
-        return sample_rows(self.spec.importance[:, None], count)[:, 0]
+        return sample_rows(self.spec.outputs.conditional[:, None], count)[:, 0]
 
     def _apply(self, group: ScaleGroup, inside: list[str], scale: Tensor) -> None:
         producer = f"{group.producer}.weight"
@@ -202,7 +202,8 @@ class Half:
                 self.statistics(first).release()
             if first in self.scales:
                 curvature, sample = curvature.into_scaled(self.scales[first]), sample / self.scales[first]
-            solved |= self.solver.solve_stack(weights, fused, curvature, sample)
+            outputs = self.spec.outputs if self._ends.issuperset(weights) else None
+            solved |= self.solver.solve_stack(weights, fused, curvature, sample, outputs)
             for module in weights:
                 self.folded[f"{module}.weight"] = solved[module].values
         self._keep({}, self.plain)

@@ -27,6 +27,7 @@ from quantkit.calibrate.findings import Findings
 from quantkit.calibrate.fold import Consumer, sample_rows
 from quantkit.calibrate.half import Half, HalfSpec, Run
 from quantkit.calibrate.outputs import BLOCK_ROWS, JUDGED_TOKENS, compare_next_tokens
+from quantkit.calibrate.readers import Readers
 from quantkit.calibrate.sink import Sink
 from quantkit.calibrate.solver import Solved, Solver
 from quantkit.calibrate.source import Source
@@ -37,6 +38,7 @@ from quantkit.calibrate.weights import LayerWeights
 from quantkit.errors import QuantkitError
 from quantkit.models.context import CausalContext
 from quantkit.models.table import Parameter
+from quantkit.quant.gptq import Curvature
 from quantkit.quant.weights import dequantize, to_device
 
 SCALE_EXPERTS = 8
@@ -68,6 +70,7 @@ class Walk:
         self.layers = sorted({row.layer for row in parameters if row.layer is not None and not row.mtp})
         self.mtp_layers = sorted({row.layer for row in parameters if row.layer is not None and row.mtp})
         self.groups = {layer: architecture.scale_groups(config, layer) for layer in [*self.layers, *self.mtp_layers]}
+        self.readers = Readers(source, parameters, [group for layer in self.layers for group in self.groups[layer]])
         self.units = units_of(parameters, [group for groups in self.groups.values() for group in groups])
         self.quantized = {row.module for row in parameters if sink.quantizes(row)}
         self.findings = Findings()
@@ -183,17 +186,16 @@ class Walk:
             groups=[g for g in self.groups[layer] if g.expert is None and f"{g.producer}.weight" in own],
             stored={row.name: self.source.dtype(row) for row in needed if row.module not in self.quantized},
             quantized=self.quantized,
-            importance=self._importance(layer),
+            outputs=self._outputs(unit, layer, streams.quantized),
         )
         return Half(spec, self.source.dense_all(needed), self.solver, streams)
 
-    def _importance(self, layer: int) -> Tensor | None:
-        """Squared gain [H] of the norm that reads the residual stream after a decoder layer. A channel it all but ignores may hold
-        the largest values of all, and an error there costs next to nothing."""
-        if layer not in self.layers:
+    def _outputs(self, unit: str, layer: int, stream: Stream) -> Curvature | None:
+        """What an error costs in the residual stream after this half, judged by the stream before it. None in an MTP layer."""
+        if layer not in self.layers or not (self.solver.compensates and self.solver.recipe.output_curvature):
             return None
-        reader = layer + 1 if layer + 1 in self.layers else None
-        return self.source.dense(next(row for row in self.rows if row.role == "norm" and row.layer == reader)).square()
+        cost = self.readers.cost(self.units[unit], stream.hidden[: stream.fitted], self.config.rms_norm_eps)
+        return Curvature.of(cost, self.solver.recipe.output_damping)
 
     # --- routed experts --------------------------------------------------------------------------------------------------
 
@@ -235,7 +237,7 @@ class Walk:
         observed = self._experts_input(layer, half)
         scale = half.scale_of(observed)
         held_out = half.statistics(observed).sample
-        solver = ExpertSolver(self._expert_solver(experts), routed, scale, half.curvature(observed), held_out, half.spec.importance)
+        solver = ExpertSolver(self._expert_solver(experts), routed, scale, half.curvature(observed), held_out, half.spec.outputs)
         batches = list(_batches(experts, expert_batch_values(self.source.device.type)))
         if self.team.size > 1:
             for batch in (batch for number, batch in enumerate(batches) if self.team.mine(number)):
@@ -299,8 +301,7 @@ class Walk:
 
     def _judge(self, streams: Streams) -> None:
         """What both paths say comes next, on held-out tokens. Nothing of it is kept for a restart: it follows from the last layer."""
-        head = next((row for row in self.rows if row.role == "head" and row.layer is None), None)
-        head = head or next(row for row in self.rows if row.role == "embedding" and row.layer is None)  # tied
+        head = self.readers.head
         self._progress("judging", head.module)
         norm = self._final_norm()
         step = max(1, len(streams.original.hidden) // JUDGED_TOKENS)
@@ -311,7 +312,7 @@ class Walk:
         self.findings.next_token = asdict(compare_next_tokens(original, quantized, self.source.blocks(head, BLOCK_ROWS)))
 
     def _final_norm(self) -> Tensor:
-        return self.source.dense(next(row for row in self.rows if row.layer is None and row.role == "norm"))
+        return self.source.dense(self.readers.norm)
 
     # --- MTP -------------------------------------------------------------------------------------------------------------
 

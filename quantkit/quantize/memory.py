@@ -113,6 +113,7 @@ def _moments(work: Work, rows: list[Parameter]) -> list[int]:
     squares = {columns: _FLOAT * columns**2 for columns in largest}
     widest = max(row.shape[0] for row in rows if len(row.shape) == 2)
     asked = (work.tokens + work.judged) * work.hidden_size * _FLOAT if any(row.role == "router" for row in rows) else 0
+    weights += _FLOAT * work.hidden_size**2  # and what an error in the residual stream costs, made before they are read
     moments = [asked + weights + sum(squares.values()) + 6 * PASS_TOKENS * widest * _FLOAT]
     for columns, square in squares.items():
         # What was searched has its Hessian in the order of solving and a factor, what was not has its Hessian. The widest comes last.
@@ -138,7 +139,7 @@ def _experts_bytes(work: Work, layer: int) -> int:
     asked = (work.tokens + work.judged) * work.hidden_size * _FLOAT
     busiest = min(work.tokens, 4 * work.tokens * work.experts_per_token // count)
     tokens = _FLOAT * busiest * (2 * work.hidden_size + 3 * width)
-    squares = _FLOAT * (4 * work.hidden_size**2 + 4 * batch * width**2)
+    squares = _FLOAT * (5 * work.hidden_size**2 + 4 * batch * width**2)
     return asked + 2 * _FLOAT * shared + squares + 8 * _FLOAT * batch * values + tokens
 
 
