@@ -101,13 +101,20 @@ class ExpertWeights:
 
 
 class ExpertSolver:
-    """Solves experts of one layer. scale [H]: folded into the layer's norm; curvature: of the layer's input, unscaled; outputs:
-    see `HalfSpec`."""
+    """Solves experts of one layer. scale [H]: folded into the layer's norm; curvature: of the layer's input, unscaled;
+    importance [H] and outputs: see `HalfSpec`."""
 
     def __init__(
-        self, solver: Solver, routed: Routed, scale: Tensor, curvature: Curvature, held_out: Tensor, outputs: Curvature | None
+        self,
+        solver: Solver,
+        routed: Routed,
+        scale: Tensor,
+        curvature: Curvature,
+        held_out: Tensor,
+        importance: Tensor | None,
+        outputs: Curvature | None,
     ) -> None:
-        self.solver, self.routed, self.scale, self.outputs = solver, routed, scale, outputs
+        self.solver, self.routed, self.scale, self.importance, self.outputs = solver, routed, scale, importance, outputs
         self.curvature = curvature.scaled(scale)
         self.held_out = held_out / scale
         self.exact = solver.scale_dtype.itemsize < 4
@@ -161,7 +168,7 @@ class ExpertSolver:
             return torch.ones(hessian.shape[:-1], device=hessian.device)
         count = self.solver.recipe.search_rows
         rows = torch.stack([sample_rows(weights.down, count) for weights in experts.values()])
-        importance = None if self.outputs is None else sample_rows(self.outputs.conditional[:, None], count)[:, 0]
+        importance = None if self.importance is None else sample_rows(self.importance[:, None], count)[:, 0]
         sample = torch.stack(shown)
         consumers = [Consumer(rows, 1.0, self.solver, importance)]
         scale = choose_scale(self.solver, consumers, curvature, hessian, sample.abs().amax(-2), sample, self.exact)

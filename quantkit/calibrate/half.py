@@ -41,7 +41,8 @@ class HalfSpec:
 
     rows: its parameters but the routed experts'. groups: the scale groups inside it, those inside one routed expert left out.
     stored: dtype on disk of what stays unquantized, by tensor name. quantized: modules the output holds quantized.
-    outputs: what an error in the residual stream costs after this half, a curvature of [H, H]; None: all errors cost alike.
+    importance: what a squared error in each channel of the residual stream counts after this half, float32 [H]; None: alike.
+    outputs: what an error there costs, [H, H], where GPTQ is to heed it.
     """
 
     name: str
@@ -51,6 +52,7 @@ class HalfSpec:
     groups: list[ScaleGroup]
     stored: dict[str, torch.dtype]
     quantized: set[str]
+    importance: Tensor | None
     outputs: Curvature | None
 
 
@@ -143,9 +145,9 @@ class Half:
 
     def _importance(self, module: str, count: int) -> Tensor | None:
         """Of the rows that `sample_rows` takes of a module."""
-        if self.spec.outputs is None or module not in self._ends:
+        if self.spec.importance is None or module not in self._ends:
             return None
-        return sample_rows(self.spec.outputs.conditional[:, None], count)[:, 0]
+        return sample_rows(self.spec.importance[:, None], count)[:, 0]
 
     def _apply(self, group: ScaleGroup, inside: list[str], scale: Tensor) -> None:
         producer = f"{group.producer}.weight"

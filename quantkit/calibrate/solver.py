@@ -99,7 +99,9 @@ class Solver:
         parts: dict[str, list[_Part]] = {module: [] for module in weights}
         both = {}
         if outputs is not None and self.compensates:
-            both = {module: compensate_both(w, curvature, outputs, self.rounder(amax[module])) for module, w in weights.items()}
+            for module, w in weights.items():
+                most = PIECE_VALUES // w.shape[1] if w.device.type == "cpu" else None
+                both[module] = compensate_both(w, curvature, outputs, self.rounder(amax[module]), most)
         for piece in _pieces(weights):
             stacked = [weights[module][rows] for module, rows in piece]
             per_row = torch.cat([amax[module].expand(len(w)) for (module, _), w in zip(piece, stacked)])
@@ -121,7 +123,7 @@ class Solver:
     def solve_batch(
         self, weights: dict[str, Tensor], curvature: Curvature, samples: list[Tensor], outputs: Curvature | None = None
     ) -> dict[str, Solved]:
-        """Linears [N, K] of one shape, each with its own curvature (a leading dimension) and sample [S_i, K]; outputs as in `solve_stack`."""
+        """Linears [N, K] of one shape, each with its own curvature (a leading dimension) and sample [S_i, K]; outputs: as for a stack."""
         batch = torch.stack(list(weights.values()))
         amax = batch.abs().amax((-1, -2))
         per_row, judge = amax[:, None].expand(batch.shape[:2]), self._judge(outputs)

@@ -178,6 +178,7 @@ class Walk:
         ]
         # A decoder layer is built whole; the other half's linears are asked for only when they run, so they need not be read.
         needed = [row for row in inner if row.name in own or row.role != "linear"]
+        outputs = self._outputs(unit, layer, streams.quantized)
         spec = HalfSpec(
             name=unit,
             build=lambda weights: self.architecture.Model.layer_class(self.config, layer, weights),
@@ -186,7 +187,8 @@ class Walk:
             groups=[g for g in self.groups[layer] if g.expert is None and f"{g.producer}.weight" in own],
             stored={row.name: self.source.dtype(row) for row in needed if row.module not in self.quantized},
             quantized=self.quantized,
-            outputs=self._outputs(unit, layer, streams.quantized),
+            importance=self._importance(layer) if outputs is None else outputs.conditional,
+            outputs=outputs,
         )
         return Half(spec, self.source.dense_all(needed), self.solver, streams)
 
@@ -196,6 +198,14 @@ class Walk:
             return None
         cost = self.readers.cost(self.units[unit], stream.hidden[: stream.fitted], self.config.rms_norm_eps)
         return Curvature.of(cost, self.solver.recipe.output_damping)
+
+    def _importance(self, layer: int) -> Tensor | None:
+        """Squared gain [H] of the norm that reads the residual stream after a decoder layer. A channel it all but ignores may hold
+        the largest values of all, and an error there costs next to nothing."""
+        if layer not in self.layers:
+            return None
+        reader = layer + 1 if layer + 1 in self.layers else None
+        return self.source.dense(next(row for row in self.rows if row.role == "norm" and row.layer == reader)).square()
 
     # --- routed experts --------------------------------------------------------------------------------------------------
 
@@ -237,7 +247,8 @@ class Walk:
         observed = self._experts_input(layer, half)
         scale = half.scale_of(observed)
         held_out = half.statistics(observed).sample
-        solver = ExpertSolver(self._expert_solver(experts), routed, scale, half.curvature(observed), held_out, half.spec.outputs)
+        curvature, costs = half.curvature(observed), (half.spec.importance, half.spec.outputs)
+        solver = ExpertSolver(self._expert_solver(experts), routed, scale, curvature, held_out, *costs)
         batches = list(_batches(experts, expert_batch_values(self.source.device.type)))
         if self.team.size > 1:
             for batch in (batch for number, batch in enumerate(batches) if self.team.mine(number)):
@@ -301,9 +312,8 @@ class Walk:
 
     def _judge(self, streams: Streams) -> None:
         """What both paths say comes next, on held-out tokens. Nothing of it is kept for a restart: it follows from the last layer."""
-        head = self.readers.head
+        head, norm = self.readers.head, self._final_norm()
         self._progress("judging", head.module)
-        norm = self._final_norm()
         step = max(1, len(streams.original.hidden) // JUDGED_TOKENS)
         original, quantized = (
             rms_norm(hidden[::step][:JUDGED_TOKENS], norm, self.config.rms_norm_eps)

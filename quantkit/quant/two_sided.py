@@ -17,13 +17,16 @@ ROW_BLOCKS = 8
 """On tiny-r1, 6 blocks lose nothing against rows one by one."""
 
 
-def compensate_both(w: Tensor, curvature: Curvature, outputs: Curvature, rounder: Rounder) -> tuple[Tensor, Step]:
+def compensate_both(
+    w: Tensor, curvature: Curvature, outputs: Curvature, rounder: Rounder, most_rows: int | None = None
+) -> tuple[Tensor, Step]:
     """Values of the grid for W float32 [..., N, K], and the steps [..., N, G]. curvature: of the inputs, as for `compensate`;
-    outputs: of the outputs, one [N, N] for all."""
+    outputs: of the outputs, one [N, N] for all; most_rows: of a block, where memory is short."""
     step = fit_steps(w, rounder, curvature.conditional)
     order, groups = curvature.order, step_groups(curvature.order, w, rounder)
     values = torch.empty_like(w)
-    blocks = outputs.order.split(-(-len(outputs.order) // ROW_BLOCKS))
+    size = -(-len(outputs.order) // ROW_BLOCKS)
+    blocks = outputs.order.split(size if most_rows is None else min(size, most_rows))
     start = 0
     for number, rows in enumerate(blocks):
         stop = start + len(rows)

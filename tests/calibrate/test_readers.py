@@ -55,12 +55,10 @@ def test_the_next_two_norms_of_the_model_read() -> None:
 
     last = feed_forward_unit(config.num_hidden_layers - 1)
     torch.testing.assert_close(readers.cost(units[last], hidden, EPS), head)  # nobody but the head reads what it writes
-    mlp, attention = "model.layers.0.mlp", "model.layers.1.self_attn"
-    expected = cost_to_readers(
-        [
-            *((by_module["model.layers.0.post_attention_layernorm"], by_module[f"{mlp}.{side}_proj"]) for side in ("gate", "up")),
-            *((by_module["model.layers.1.input_layernorm"], by_module[f"{attention}.{side}"]) for side in ("q_a_proj", "kv_a_proj_with_mqa")),
-        ]
-    )
+    behind = {
+        "model.layers.0.post_attention_layernorm": ("model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"),
+        "model.layers.1.input_layernorm": ("model.layers.1.self_attn.q_a_proj", "model.layers.1.self_attn.kv_a_proj_with_mqa"),
+    }
+    expected = cost_to_readers((by_module[norm], by_module[reader]) for norm, modules in behind.items() for reader in modules)
     assert expected is not None
     torch.testing.assert_close(readers.cost(units[attend_unit(0)], hidden, EPS), head + expected)
