@@ -33,6 +33,8 @@ class Recipe(BaseModel):
     damping: float = Field(0.003, gt=0, description="added to the Hessian's diagonal, as a share of its mean")
     expert_damping: float = Field(0.05, gt=0, description="the same for a routed expert's own Hessian, which few tokens make up")
     expert_shrinkage: float = Field(0.2, ge=0, description="added to such a Hessian's diagonal, as a share of each entry")
+    output_curvature: bool = Field(True, description="GPTQ weighs errors in the residual stream by what they cost those who read it")
+    output_damping: float = Field(0.05, gt=0, description="added to the diagonal of that cost, as a share of its mean")
     fit_points: int = Field(3, ge=1, description="steps tried for each group when it is rounded")
     min_expert_tokens: int = Field(256, ge=0, description="experts with fewer routed tokens lean on the layer's shared statistics")
 

@@ -102,13 +102,20 @@ class ExpertWeights:
 
 
 class ExpertSolver:
-    """Solves experts of one layer. scale [H]: folded into the layer's norm; curvature: of the layer's input, unscaled; importance [H]:
-    see `HalfSpec`."""
+    """Solves experts of one layer. scale [H]: folded into the layer's norm; curvature: of the layer's input, unscaled;
+    importance [H] and outputs: see `HalfSpec`."""
 
     def __init__(
-        self, solver: Solver, routed: Routed, scale: Tensor, curvature: Curvature, held_out: Tensor, importance: Tensor | None
+        self,
+        solver: Solver,
+        routed: Routed,
+        scale: Tensor,
+        curvature: Curvature,
+        held_out: Tensor,
+        importance: Tensor | None,
+        outputs: Curvature | None,
     ) -> None:
-        self.solver, self.routed, self.scale, self.importance = solver, routed, scale, importance
+        self.solver, self.routed, self.scale, self.importance, self.outputs = solver, routed, scale, importance, outputs
         self.curvature = curvature.scaled(scale)
         self.held_out = held_out / scale
         self.exact = isinstance(solver.grid, Fp4Grid)  # e4m3 steps are too coarse for any divisor but a power of two
@@ -154,7 +161,7 @@ class ExpertSolver:
             downs[f"{names[expert]}.down_proj"] = weights.down * s
             _, _, fitted = self.routed.quantized_of(expert)
             samples.append(hidden[expert][fitted:] if len(hidden[expert]) > fitted else of_layer / s)
-        return solved | self.solver.solve_batch(downs, curvature.scaled(inner), samples), hidden
+        return solved | self.solver.solve_batch(downs, curvature.scaled(inner), samples, self.outputs), hidden
 
     def _inner_scales(
         self, ups: list[Solved], experts: dict[int, ExpertWeights], curvature: Curvature, hessian: Tensor, shown: list[Tensor]

@@ -42,6 +42,7 @@ class HalfSpec:
     rows: its parameters but the routed experts'. groups: the scale groups inside it, those inside one routed expert left out.
     stored: dtype on disk of what stays unquantized, by tensor name. quantized: modules the output holds quantized.
     importance: what a squared error in each channel of the residual stream counts after this half, float32 [H]; None: alike.
+    outputs: what an error there costs, [H, H], where GPTQ is to heed it.
     """
 
     name: str
@@ -52,6 +53,7 @@ class HalfSpec:
     stored: dict[str, torch.dtype]
     quantized: set[str]
     importance: Tensor | None
+    outputs: Curvature | None
 
 
 class Half:
@@ -202,7 +204,8 @@ class Half:
                 self.statistics(first).release()
             if first in self.scales:
                 curvature, sample = curvature.into_scaled(self.scales[first]), sample / self.scales[first]
-            solved |= self.solver.solve_stack(weights, fused, curvature, sample)
+            outputs = self.spec.outputs if self._ends.issuperset(weights) else None
+            solved |= self.solver.solve_stack(weights, fused, curvature, sample, outputs)
             for module in weights:
                 self.folded[f"{module}.weight"] = solved[module].values
         self._keep({}, self.plain)

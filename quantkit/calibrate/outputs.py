@@ -27,7 +27,7 @@ class NextToken:
 
 def compare_next_tokens(original: Tensor, quantized: Tensor, head: Iterable[Tensor]) -> NextToken:
     """original, quantized float32 [T, H]: of the same tokens, after the final norm. head: its rows, in blocks float32 [R, H]."""
-    p, q = _Softmax(len(original), original.device), _Softmax(len(original), original.device)
+    p, q = Softmax(len(original), original.device), Softmax(len(original), original.device)
     difference = torch.zeros_like(p.total)  # sum over the vocabulary of exp(logit of p - p.largest) * (logit of p - logit of q)
     for rows in head:
         p_logits, q_logits = (hidden @ rows.t() for hidden in (original, quantized))
@@ -39,7 +39,7 @@ def compare_next_tokens(original: Tensor, quantized: Tensor, head: Iterable[Tens
     return NextToken(len(original), float(kl.mean()), float((p.likeliest == q.likeliest).double().mean()))
 
 
-class _Softmax:
+class Softmax:
     """Of T tokens, over the logits seen so far: largest [T], its place [T], and total [T], the sum of exp(logit - largest)."""
 
     def __init__(self, tokens: int, device: torch.device) -> None:

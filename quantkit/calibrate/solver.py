@@ -2,6 +2,7 @@
 
 Linears that read the same input are solved as one stack of rows: their curvature is factored once, however many experts there
 are. Linears with inputs of their own (the experts' down projections) are solved as one batch.
+Where it is known what an error in each output costs, rows make up for rows too, and plain rounding is judged by that cost.
 """
 
 from collections.abc import Iterator
@@ -14,10 +15,13 @@ from quantkit.calibrate.batches import PIECE_VALUES
 from quantkit.quant.fp4 import global_scale
 from quantkit.quant.gptq import Curvature, compensate, scaled_losses
 from quantkit.quant.rounding import Fp4Rounder, IntRounder, Rounder, Step, round_to_nearest
+from quantkit.quant.two_sided import compensate_both, judged_outputs
 from quantkit.quant.weights import Fp4Weight, IntWeight
 from quantkit.recipe import Recipe
 from quantkit.schemes import Fp4Grid, Grid, Method
 
+JUDGED_OUTPUTS = 512
+"""Directions of a linear's outputs that its error is judged in, where their cost is known."""
 FP4_NEIGHBOURS = (0, -1, 1, -2, 2, 3, 4)
 """e4m3 codes around amax / 6: from a quarter below to a half above, which is amax / 4."""
 
@@ -81,30 +85,60 @@ class Solver:
         error = w - values / scale
         return (error.gather(-1, curvature.order.unsqueeze(-2).expand_as(error)) @ curvature.factor).square().sum(-1)
 
-    def solve_stack(self, weights: dict[str, Tensor], fused: dict[str, str], curvature: Curvature, sample: Tensor) -> dict[str, Solved]:
-        """Linears [N_i, K] that read one input. fused: module -> name shared by siblings with one FP4 global scale; sample [S, K]."""
+    def solve_stack(
+        self,
+        weights: dict[str, Tensor],
+        fused: dict[str, str],
+        curvature: Curvature,
+        sample: Tensor,
+        outputs: Curvature | None = None,
+    ) -> dict[str, Solved]:
+        """Linears [N_i, K] that read one input. fused: module -> name shared by siblings with one FP4 global scale; sample [S, K];
+        outputs: what an error in their outputs costs, [N, N], the same for all."""
         amax = self._amax(weights, fused)
+        judge = self._judge(outputs)
         parts: dict[str, list[_Part]] = {module: [] for module in weights}
+        both = {}
+        if outputs is not None and self.compensates:
+            for module, w in weights.items():
+                both[module] = compensate_both(w, curvature, outputs, self.rounder(amax[module]), _most_rows(w, self.piece_values))
         for piece in _pieces(weights, self.piece_values):
             stacked = [weights[module][rows] for module, rows in piece]
             per_row = torch.cat([amax[module].expand(len(w)) for (module, _), w in zip(piece, stacked)])
-            values, step, nearest = self._round(torch.cat(stacked), per_row, curvature)
+            every = torch.cat(stacked)
+            if both:
+                values = _cat([both[module][0][rows] for module, rows in piece])
+                step = _cat_steps([_rows(both[module][1], rows) for module, rows in piece])
+            else:
+                values, step = self._round(every, per_row, curvature)
+            nearest, _ = round_to_nearest(every, self.rounder(per_row, fit=False))
             start = 0
-            for (module, _), w in zip(piece, stacked):
-                rows = slice(start, start + len(w))
+            for (module, rows), w in zip(piece, stacked):
+                own = slice(start, start + len(w))
                 start += len(w)
-                parts[module].append(_Part(values[rows], _rows(step, rows), _squares(w, (values[rows], nearest[rows]), sample)))
+                told = _told(w, (values[own], nearest[own]), sample, None if judge is None else judge[rows])
+                parts[module].append(_Part(values[own], _rows(step, own), *told))
         return {module: self._finish(w, parts.pop(module), amax[module]) for module, w in weights.items()}
 
-    def solve_batch(self, weights: dict[str, Tensor], curvature: Curvature, samples: list[Tensor]) -> dict[str, Solved]:
-        """Linears [N, K] of one shape, each with its own curvature (a leading dimension) and sample [S_i, K]."""
+    def solve_batch(
+        self, weights: dict[str, Tensor], curvature: Curvature, samples: list[Tensor], outputs: Curvature | None = None
+    ) -> dict[str, Solved]:
+        """Linears [N, K] of one shape, each with its own curvature (a leading dimension) and sample [S_i, K]; outputs: as for a stack."""
         batch = torch.stack(list(weights.values()))
         amax = batch.abs().amax((-1, -2))
-        values, step, nearest = self._round(batch, amax[:, None].expand(batch.shape[:2]), curvature)
+        per_row, judge = amax[:, None].expand(batch.shape[:2]), self._judge(outputs)
+        if outputs is not None and self.compensates:
+            values, step = compensate_both(batch, curvature, outputs, self.rounder(per_row))
+        else:
+            values, step = self._round(batch, per_row, curvature)
+        nearest, _ = round_to_nearest(batch, self.rounder(per_row, fit=False))
         return {
-            module: self._finish(w, [_Part(values[i], _rows(step, i), _squares(w, (values[i], nearest[i]), samples[i]))], amax[i])
+            module: self._finish(w, [_Part(values[i], _rows(step, i), *_told(w, (values[i], nearest[i]), samples[i], judge))], amax[i])
             for i, (module, w) in enumerate(weights.items())
         }
+
+    def _judge(self, outputs: Curvature | None) -> Tensor | None:
+        return None if outputs is None or not self.compensates else judged_outputs(outputs, JUDGED_OUTPUTS)
 
     def nearest(self, weights: dict[str, Tensor], fused: dict[str, str]) -> dict[str, Solved]:
         """Linears rounded one by one without any statistics; their errors are those of the weights themselves."""
@@ -125,45 +159,44 @@ class Solver:
             shared[key] = torch.maximum(shared[key], value) if key in shared else value
         return {module: shared[fused.get(module, module)] for module in weights}
 
-    def _round(self, w: Tensor, amax: Tensor, curvature: Curvature) -> tuple[Tensor, Step, Tensor]:
-        """Values and steps by this recipe, and the values of plain rounding to fall back on."""
-        nearest, _ = round_to_nearest(w, self.rounder(amax, fit=False))
+    def _round(self, w: Tensor, amax: Tensor, curvature: Curvature) -> tuple[Tensor, Step]:
+        """Values and steps by this recipe."""
         if self.compensates:
             result = compensate(w, curvature, self.rounder(amax))
-            return result.values, result.step, nearest
-        values, step = round_to_nearest(w, self.rounder(amax), curvature.diagonal)
-        return values, step, nearest
+            return result.values, result.step
+        return round_to_nearest(w, self.rounder(amax), curvature.diagonal)
 
     def _finish(self, w: Tensor, parts: "list[_Part]", amax: Tensor) -> Solved:
         """One linear from its rows. Plain rounding is kept where the method clearly loses to it on held-out inputs."""
         method = "+".join(self.methods) or "nearest"
         whole, own, plain = torch.stack([part.squares for part in parts]).sum(0)
+        costs = [part.judged for part in parts if part.judged is not None]
         kept = own
-        if _exceeds(own, plain):
+        if _exceeds(*(torch.stack(costs).sum(0).square_().sum(1) if costs else (own, plain))):
             values, step = round_to_nearest(w, self.rounder(amax, fit=False))
             kept, method = plain, "nearest"
-        elif len(parts) == 1:
-            values, step = parts[0].values, parts[0].step
         else:
-            values = torch.cat([part.values for part in parts])
-            zero = [part.step.zero for part in parts if part.step.zero is not None]
-            step = Step(torch.cat([part.step.step for part in parts]), torch.cat(zero) if zero else None)
+            values, step = _cat([part.values for part in parts]), _cat_steps([part.step for part in parts])
         error = float(kept.sum() / whole.sum().clamp(min=1e-30)) if len(whole) else float("nan")
         return Solved(self.rounder(amax).weight(values, step), values, error, method)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Some rows of a linear, rounded. squares: see `_squares`."""
+    """Some rows of a linear, rounded. squares, judged: see `_told`."""
 
     values: Tensor
     step: Step
     squares: Tensor
+    judged: Tensor | None
 
 
-def _squares(w: Tensor, candidates: tuple[Tensor, ...], sample: Tensor) -> Tensor:
-    """||W x||^2, then ||(W - Q) x||^2 of every candidate Q, for each row x of `sample` [S, K]: float32 [1 + n, S]."""
-    return torch.stack([(x @ sample.t()).square_().sum(0) for x in (w, *(w - values for values in candidates))])
+def _told(w: Tensor, candidates: tuple[Tensor, ...], sample: Tensor, judge: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """What some rows of W tell of candidates Q. For each row x of `sample` [S, K]: ||W x||^2, then ||(W - Q) x||^2 of every candidate,
+    float32 [1 + n, S]; and these rows' share in J^T (W - Q) x, [n, C, S], J the same rows of a whole `judged_outputs`."""
+    outputs = [x @ sample.t() for x in (w, *(w - values for values in candidates))]
+    judged = None if judge is None else torch.stack([judge.t() @ output for output in outputs[1:]])
+    return torch.stack([output.square_().sum(0) for output in outputs]), judged
 
 
 def _exceeds(a: Tensor, b: Tensor) -> bool:
@@ -172,15 +205,30 @@ def _exceeds(a: Tensor, b: Tensor) -> bool:
     return len(a) > 1 and float(difference.mean()) > 2 * float(difference.std()) / len(a) ** 0.5
 
 
+def _most_rows(w: Tensor, values: int) -> int:
+    """Rows of W to be solved together: all; on a CPU, where memory is short and nothing is gained, a few."""
+    return max(1, values // w.shape[1]) if w.device.type == "cpu" else len(w)
+
+
 def _pieces(weights: dict[str, Tensor], values: int) -> Iterator[list[tuple[str, slice]]]:
-    """(module, rows) to be solved together: all at once; on a CPU, where memory is short and nothing is gained, a few rows at a time."""
+    """(module, rows) to be solved together."""
     if next(iter(weights.values())).device.type != "cpu":
         yield [(module, slice(0, len(w))) for module, w in weights.items()]
         return
     for module, w in weights.items():
-        count = max(1, values // w.shape[1])
+        count = _most_rows(w, values)
         for start in range(0, len(w), count):
             yield [(module, slice(start, min(start + count, len(w))))]
+
+
+def _cat(parts: list[Tensor]) -> Tensor:
+    """Rows of them all; of a single one no copy."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _cat_steps(steps: list[Step]) -> Step:
+    zero = [step.zero for step in steps if step.zero is not None]
+    return Step(_cat([step.step for step in steps]), _cat(zero) if zero else None)
 
 
 def _rows(step: Step, rows: slice | int) -> Step:

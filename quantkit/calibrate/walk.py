@@ -28,6 +28,7 @@ from quantkit.calibrate.findings import Findings
 from quantkit.calibrate.fold import Consumer, sample_rows
 from quantkit.calibrate.half import Half, HalfSpec, Run
 from quantkit.calibrate.outputs import BLOCK_ROWS, JUDGED_TOKENS, compare_next_tokens
+from quantkit.calibrate.readers import Readers
 from quantkit.calibrate.sink import Sink
 from quantkit.calibrate.solver import Solved, Solver
 from quantkit.calibrate.source import Source
@@ -38,6 +39,7 @@ from quantkit.calibrate.weights import LayerWeights
 from quantkit.errors import QuantkitError
 from quantkit.models.context import CausalContext
 from quantkit.models.table import Parameter
+from quantkit.quant.gptq import Curvature
 from quantkit.quant.weights import dequantize, to_device
 
 SCALE_EXPERTS = 8
@@ -70,6 +72,7 @@ class Walk:
         self.layers = sorted({row.layer for row in parameters if row.layer is not None and not row.mtp})
         self.mtp_layers = sorted({row.layer for row in parameters if row.layer is not None and row.mtp})
         self.groups = {layer: architecture.scale_groups(config, layer) for layer in [*self.layers, *self.mtp_layers]}
+        self.readers = Readers(source, parameters, [group for layer in self.layers for group in self.groups[layer]])
         self.units = units_of(parameters, [group for groups in self.groups.values() for group in groups])
         self.quantized = {row.module for row in parameters if sink.quantizes(row)}
         self.findings = Findings()
@@ -178,6 +181,7 @@ class Walk:
         ]
         # A decoder layer is built whole; the other half's linears are asked for only when they run, so they need not be read.
         needed = [row for row in inner if row.name in own or row.role != "linear"]
+        outputs = self._outputs(unit, layer, streams.quantized)
         spec = HalfSpec(
             name=unit,
             build=lambda weights: self.architecture.Model.layer_class(self.config, layer, weights),
@@ -186,9 +190,17 @@ class Walk:
             groups=[g for g in self.groups[layer] if g.expert is None and f"{g.producer}.weight" in own],
             stored={row.name: self.source.dtype(row) for row in needed if row.module not in self.quantized},
             quantized=self.quantized,
-            importance=self._importance(layer),
+            importance=self._importance(layer) if outputs is None else outputs.conditional,
+            outputs=outputs,
         )
         return Half(spec, self.source.dense_all(needed), self.solver, streams)
+
+    def _outputs(self, unit: str, layer: int, stream: Stream) -> Curvature | None:
+        """What an error costs in the residual stream after this half, judged by the stream before it. None in an MTP layer."""
+        if layer not in self.layers or not (self.solver.compensates and self.solver.recipe.output_curvature):
+            return None
+        cost = self.readers.cost(self.units[unit], stream.hidden[: stream.fitted], self.config.rms_norm_eps)
+        return Curvature.of(cost, self.solver.recipe.output_damping)
 
     def _importance(self, layer: int) -> Tensor | None:
         """Squared gain [H] of the norm that reads the residual stream after a decoder layer. A channel it all but ignores may hold
@@ -238,7 +250,8 @@ class Walk:
         observed = self._experts_input(layer, half)
         scale = half.scale_of(observed)
         held_out = half.statistics(observed).sample
-        solver = ExpertSolver(self._expert_solver(experts), routed, scale, half.curvature(observed), held_out, half.spec.importance)
+        curvature, costs = half.curvature(observed), (half.spec.importance, half.spec.outputs)
+        solver = ExpertSolver(self._expert_solver(experts), routed, scale, curvature, held_out, *costs)
         values = expert_batch_values(self.source.device.type)
         if self.source.device.type == "cpu":
             values = min(values, self.batches.expert_values)
@@ -305,10 +318,8 @@ class Walk:
 
     def _judge(self, streams: Streams) -> None:
         """What both paths say comes next, on held-out tokens. Nothing of it is kept for a restart: it follows from the last layer."""
-        head = next((row for row in self.rows if row.role == "head" and row.layer is None), None)
-        head = head or next(row for row in self.rows if row.role == "embedding" and row.layer is None)  # tied
+        head, norm = self.readers.head, self._final_norm()
         self._progress("judging", head.module)
-        norm = self._final_norm()
         step = max(1, len(streams.original.hidden) // JUDGED_TOKENS)
         original, quantized = (
             rms_norm(hidden[::step][:JUDGED_TOKENS], norm, self.config.rms_norm_eps)
@@ -317,7 +328,7 @@ class Walk:
         self.findings.next_token = asdict(compare_next_tokens(original, quantized, self.source.blocks(head, BLOCK_ROWS)))
 
     def _final_norm(self) -> Tensor:
-        return self.source.dense(next(row for row in self.rows if row.layer is None and row.role == "norm"))
+        return self.source.dense(self.readers.norm)
 
     # --- MTP -------------------------------------------------------------------------------------------------------------
 

@@ -129,8 +129,8 @@ def compensate(w: Tensor, curvature: Curvature, rounder: Rounder) -> Rounded:
     """Values of the grid for W float32 [..., N, K], channels as they lie in memory; the curvature has W's leading dimensions, or none."""
     step = fit_steps(w, rounder, curvature.conditional)
     order = curvature.order
-    values, loss = gptq(_take(w.mT, order), curvature.factor, rounder, Steps(step, _groups(order, w, rounder)))
-    return Rounded(_put_back(values, order).mT.contiguous(), step, loss)
+    values, loss = gptq(take(w.mT, order), curvature.factor, rounder, Steps(step, step_groups(order, w, rounder)))
+    return Rounded(put_back(values, order).mT.contiguous(), step, loss)
 
 
 def scaled_losses(w: Tensor, scale: Tensor, curvature: Curvature, rounder: Rounder) -> Tensor:
@@ -140,8 +140,8 @@ def scaled_losses(w: Tensor, scale: Tensor, curvature: Curvature, rounder: Round
     """
     step = fit_steps(w * scale.unsqueeze(-2), rounder, curvature.conditional / scale.square())
     order = curvature.order
-    columns = _take(w.mT, order)
-    steps = Steps(_side_by_side(step), _groups(order, w, rounder), _take(scale.movedim(0, -1), order))
+    columns = take(w.mT, order)
+    steps = Steps(_side_by_side(step), step_groups(order, w, rounder), take(scale.movedim(0, -1), order))
     columns = columns.unsqueeze(-2).expand(*columns.shape[:-1], len(scale), columns.shape[-1]).flatten(-2)
     _, loss = gptq(columns, curvature.factor, rounder, steps)
     return loss.unflatten(-1, (len(scale), -1)).movedim(-2, 0)
@@ -211,7 +211,7 @@ class Steps:
     def of(self, start: int, stop: int) -> Step:
         """Of columns start..stop, [..., C, N]."""
         groups = self.groups[..., start:stop]
-        step, zero = _take(self.step.step, groups), None if self.step.zero is None else _take(self.step.zero, groups)
+        step, zero = take(self.step.step, groups), None if self.step.zero is None else take(self.step.zero, groups)
         if self.scale is not None:
             scale = self.scale[..., start:stop, :]
             step = step.unflatten(-1, (scale.shape[-1], -1)).div_(scale.unsqueeze(-1)).flatten(-2)
@@ -227,17 +227,17 @@ def _side_by_side(step: Step) -> Step:
     return Step(fold(step.step), None if step.zero is None else fold(step.zero))
 
 
-def _groups(order: Tensor, w: Tensor, rounder: Rounder) -> Tensor:
+def step_groups(order: Tensor, w: Tensor, rounder: Rounder) -> Tensor:
     return order.div(rounder.group_size or w.shape[-1], rounding_mode="floor")
 
 
-def _take(t: Tensor, index: Tensor) -> Tensor:
+def take(t: Tensor, index: Tensor) -> Tensor:
     """Rows `index` [..., C] of [..., K, N], contiguous."""
     if index.dim() == 1:
         return t.contiguous().index_select(-2, index)  # whole rows: several times as fast as from what lies transposed
     return t.gather(-2, index.unsqueeze(-1).expand(*index.shape, t.shape[-1]))
 
 
-def _put_back(t: Tensor, index: Tensor) -> Tensor:
-    """The inverse of `_take`, of all rows."""
-    return _take(t, index.argsort(-1))
+def put_back(t: Tensor, index: Tensor) -> Tensor:
+    """The inverse of `take`, of all rows."""
+    return take(t, index.argsort(-1))

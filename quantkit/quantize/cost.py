@@ -1,7 +1,8 @@
 """How long a run should take: its arithmetic and its bytes over what a machine does of each in a second.
 
 Operations are counted from the shapes, 2 per multiplication and addition: two forward passes of every token, half of a symmetric Hessian
-for every input, its factorization, and GPTQ of every linear. What is smaller is left out: searches, steps tried, held-out errors.
+for every input, its factorization, and GPTQ of every linear, on both sides of what writes to the residual stream. What is smaller is
+left out: searches, steps tried, held-out errors, the cost of errors in that stream.
 """
 
 from collections.abc import Iterable
@@ -44,6 +45,7 @@ def operations(linears: Iterable[Parameter], tokens: int, chosen: float) -> floa
         n, k = row.shape
         seen = tokens * chosen if row.expert is not None else tokens
         total += _FORWARDS * 2.0 * seen * n * k + float(n) * k * k
+        total += float(n) * n * k if row.split == "row" else 0.0
         # Gate and up of all experts of a layer share one input, and so do siblings of a fused linear.
         site = f"{row.layer}.gate_up" if row.expert is not None and row.fused else row.fused or row.module
         if site not in observed:

@@ -126,6 +126,7 @@ def _moments(work: Work, rows: list[Parameter]) -> list[int]:
     squares = {columns: _FLOAT * columns**2 for columns in largest}
     widest = max(row.shape[0] for row in rows if len(row.shape) == 2)
     asked = (work.tokens + work.judged) * work.hidden_size * _FLOAT if any(row.role == "router" for row in rows) else 0
+    weights += _FLOAT * work.hidden_size**2  # and what an error in the residual stream costs, made before they are read
     passed = min(max(work.batches.tokens, work.sequence), work.tokens)
     moments = [asked + weights + sum(squares.values()) + 6 * passed * widest * _FLOAT]
     for columns, square in squares.items():
@@ -152,7 +153,7 @@ def _experts_bytes(work: Work, layer: int) -> int:
     asked = (work.tokens + work.judged) * work.hidden_size * _FLOAT
     busiest = min(work.tokens, 4 * work.tokens * work.experts_per_token // count)
     tokens = _FLOAT * busiest * (2 * work.hidden_size + 3 * width)
-    squares = _FLOAT * (3 * work.hidden_size**2 + 4 * batch * width**2)
+    squares = _FLOAT * (5 * work.hidden_size**2 + 4 * batch * width**2)
     return asked + 2 * _FLOAT * shared + squares + _BATCH * _FLOAT * batch * values + tokens
 
 

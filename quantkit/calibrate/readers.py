@@ -1,0 +1,105 @@
+"""What an error in the residual stream costs, in closed form: M [H, H], of which `quantkit.quant.two_sided` makes use.
+
+Half of it is the cost to those who read the stream next: for a reader W behind a norm of gain g, D = diag(g), an error e gives an output
+error W D e, as a share of what W D gives for random inputs; so each adds D W^T W D / ||W D||^2, and all count alike, the router too.
+The other half is the Fisher information of the next token, as the stream would predict it if no layer followed: the mean of g g^T,
+g the gradient of log p(y) by the stream through the last norm and the head, y drawn from p (arXiv 2505.22988 takes it by
+backpropagation through all of the model, which a model that is streamed layer by layer does not have).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from quantkit_kernels import rms_norm
+from torch import Tensor
+
+from quantkit.calibrate.outputs import BLOCK_ROWS, Softmax
+from quantkit.calibrate.source import Source
+from quantkit.models.table import Parameter, ScaleGroup
+
+READ_NORMS = 2
+"""Norms whose readers count: with one, KL rises by 40 % on tiny-r1; a third changes nothing."""
+HEAD_TOKENS = 1024
+DRAWS = 4
+"""Next tokens drawn for each of HEAD_TOKENS tokens."""
+
+
+def cost_to_readers(readers: Iterable[tuple[Tensor, Tensor]]) -> Tensor | None:
+    """Sum over (gain [H], W [N_i, H]) of D W^T W D / ||W D||^2, of trace 1 each; scaled to trace 1. None without readers."""
+    total, count = None, 0
+    for gain, w in readers:
+        seen = w * gain
+        seen /= seen.square().sum().sqrt().clamp(min=1e-30)
+        total = seen.t() @ seen if total is None else total.addmm_(seen.t(), seen)
+        count += 1
+    return None if total is None else total.div_(count)
+
+
+def cost_to_next_token(hidden: Tensor, gain: Tensor, eps: float, head: Iterable[Tensor]) -> Tensor:
+    """Fisher information [H, H] of the next token at the residual stream `hidden` float32 [T, H], scaled to trace 1.
+
+    gain [H], eps: of the last norm; head: its rows, in blocks float32 [R, H]. One pass over them keeps the mean row under p and the drawn
+    rows: the largest of logit + Gumbel noise is a draw from the softmax.
+    """
+    x = rms_norm(hidden, gain, eps)
+    generator = torch.Generator(hidden.device).manual_seed(0)
+    softmax = Softmax(len(x), x.device)
+    mean = torch.zeros_like(x)
+    best = torch.full((DRAWS, len(x)), -torch.inf, device=x.device)
+    drawn = torch.zeros(DRAWS, *x.shape, device=x.device)
+    for rows in head:
+        logits = x @ rows.t()
+        mean *= softmax.take(logits).float()[:, None]
+        mean.addmm_((logits - softmax.largest[:, None]).exp_(), rows)
+        for draw in range(DRAWS):
+            noise = torch.empty_like(logits).exponential_(generator=generator).log_()
+            score, place = (logits - noise).max(-1)
+            better = score > best[draw]
+            best[draw] = torch.where(better, score, best[draw])
+            drawn[draw][better] = rows[place[better]]
+    mean /= softmax.total.float()[:, None]
+    size = (hidden.square().mean(-1, keepdim=True) + eps).sqrt()
+    direction = hidden / size
+    total = hidden.new_zeros(hidden.shape[1], hidden.shape[1])
+    for one in drawn:
+        by_norm = (one - mean) * gain
+        by_stream = (by_norm - direction * (by_norm * direction).mean(-1, keepdim=True)) / size
+        total.addmm_(by_stream.t(), by_stream)
+    return total.div_(total.diagonal().sum().clamp(min=1e-30))
+
+
+class Readers:
+    """Who reads the residual stream of one model. groups: those of its decoder layers, in the order of the forward pass."""
+
+    def __init__(self, source: Source, rows: Sequence[Parameter], groups: Sequence[ScaleGroup]) -> None:
+        self.source = source
+        self.by_module = {row.module: row for row in rows}
+        self.norm = next(row for row in rows if row.layer is None and row.role == "norm")
+        own = (row for row in rows if row.layer is None)
+        self.head = min((row for row in own if row.role in ("head", "embedding")), key=lambda row: row.role != "head")  # or tied
+        self.reading = [g for g in groups if g.producer_is_norm and self.by_module[g.producer].shape == self.norm.shape]
+
+    def cost(self, half: Sequence[Parameter], hidden: Tensor, eps: float) -> Tensor:
+        """Of an error in what the half of a layer with these parameters writes, [H, H]. hidden float32 [T, H]: the stream before it."""
+        some = hidden[:: max(1, len(hidden) // HEAD_TOKENS)][:HEAD_TOKENS]
+        cost = cost_to_next_token(some, self.source.dense(self.norm), eps, self.source.blocks(self.head, BLOCK_ROWS))
+        own = {row.module for row in half}
+        here = next(place for place, group in enumerate(self.reading) if group.producer in own)
+        read = cost_to_readers(self._weights(self.reading[here + 1 :][:READ_NORMS]))
+        if read is not None:
+            cost += read
+        producers = {group.producer for group in self.reading}
+        for row in half:
+            if row.role == "norm" and row.shape == self.norm.shape and row.module not in producers:
+                gain = self.source.dense(row)  # of a norm between what the half writes and the stream
+                cost.mul_(gain).mul_(gain[:, None])
+        return cost
+
+    def _weights(self, groups: Sequence[ScaleGroup]) -> Iterator[tuple[Tensor, Tensor]]:
+        """(gain, weight) of the readers behind these norms. The first routed expert stands for all where none is shared."""
+        for group in groups:
+            gain = self.source.dense(self.by_module[group.producer])
+            rows = [self.by_module[module] for module in group.consumers]
+            shared = [row for row in rows if row.expert is None]
+            for row in shared if any(row.role == "linear" for row in shared) else [row for row in rows if not row.expert]:
+                yield gain, self.source.dense(row)

@@ -1,0 +1,64 @@
+"""The cost of an error in the residual stream is what it is said to be."""
+
+import pytest
+import torch
+
+from quantkit.assets import find_model
+from quantkit.calibrate.outputs import BLOCK_ROWS
+from quantkit.calibrate.readers import Readers, cost_to_next_token, cost_to_readers
+from quantkit.calibrate.source import Source
+from quantkit.calibrate.units import attend_unit, feed_forward_unit, units_of
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.models import deepseek_v3
+
+H, EPS = 8, 1e-6
+
+
+@pytest.mark.parametrize("rows", [5, 100])
+def test_draws_give_the_fisher_information(rows: int) -> None:
+    """Against every token of the vocabulary, weighed by its probability, and autograd."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, H, generator=generator, dtype=torch.float64).repeat(3000, 1)
+    gain, head = torch.rand(H, generator=generator).double() + 0.5, 2 * torch.randn(30, H, generator=generator, dtype=torch.float64)
+    exact = torch.zeros(H, H, dtype=torch.float64)
+    for one in hidden[:2]:
+        x = one.clone().requires_grad_()
+        logs = (gain * x / (x.square().mean() + EPS).sqrt() @ head.t()).log_softmax(-1)
+        for log in logs:
+            (g,) = torch.autograd.grad(log, x, retain_graph=True)
+            exact += log.detach().exp() * g[:, None] * g
+    exact /= exact.trace()
+    found = cost_to_next_token(hidden.float(), gain.float(), EPS, head.float().split(rows))
+    assert float((found.double() - exact).norm() / exact.norm()) < 0.03
+
+
+def test_readers_count_alike_whatever_their_size() -> None:
+    gain, a, b = torch.rand(H) + 0.5, torch.randn(20, H), torch.randn(3, H)
+    found = cost_to_readers([(gain, a), (gain, 100 * b)])
+    assert found is not None
+    shares = [w * gain / (w * gain).norm() for w in (a, b)]
+    torch.testing.assert_close(found, sum(w.t() @ w for w in shares) / 2)
+    assert cost_to_readers([]) is None
+
+
+def test_the_next_two_norms_of_the_model_read() -> None:
+    checkpoint = Checkpoint.open(find_model("tiny-r1"))
+    config = deepseek_v3.Config.from_dict(checkpoint.config)
+    rows = deepseek_v3.parameters(config)
+    groups = [group for layer in range(config.num_hidden_layers) for group in deepseek_v3.scale_groups(config, layer)]
+    units = units_of(rows, groups)
+    source = Source(checkpoint, torch.device("cpu"))
+    readers = Readers(source, rows, groups)
+    by_module = {row.module: source.dense(row) for row in rows if row.layer in (0, 1) and row.expert is None}
+    hidden = torch.randn(50, config.hidden_size)
+    head = cost_to_next_token(hidden, source.dense(readers.norm), EPS, source.blocks(readers.head, BLOCK_ROWS))
+
+    last = feed_forward_unit(config.num_hidden_layers - 1)
+    torch.testing.assert_close(readers.cost(units[last], hidden, EPS), head)  # nobody but the head reads what it writes
+    behind = {
+        "model.layers.0.post_attention_layernorm": ("model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"),
+        "model.layers.1.input_layernorm": ("model.layers.1.self_attn.q_a_proj", "model.layers.1.self_attn.kv_a_proj_with_mqa"),
+    }
+    expected = cost_to_readers((by_module[norm], by_module[reader]) for norm, modules in behind.items() for reader in modules)
+    assert expected is not None
+    torch.testing.assert_close(readers.cost(units[attend_unit(0)], hidden, EPS), head + expected)

@@ -1,0 +1,115 @@
+"""Rounding with errors weighed on both sides follows its formula, and lowers what it minimises."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.quant import two_sided
+from quantkit.quant.fp4 import global_scale
+from quantkit.quant.gptq import Curvature, compensate
+from quantkit.quant.rounding import Fp4Rounder, IntRounder, Rounder, Step
+from quantkit.quant.two_sided import compensate_both, judged_outputs
+from quantkit.schemes import IntGrid
+
+K, N = 256, 40
+ROUNDERS: dict[str, Rounder] = {
+    "int4": IntRounder(IntGrid(4, 128, symmetric=False), torch.float16, (1.0, 0.9)),
+    "int8": IntRounder(IntGrid(8, None, symmetric=True), torch.float32),
+    "fp4": Fp4Rounder(global_scale(torch.tensor(4.0)), (0, -1, 1)),
+}
+
+
+def problem(seed: int = 0, batch: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
+    """Weights, and the Hessian of inputs whose channels are correlated and of very different size."""
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.randn(*batch, K, K, generator=generator) / K**0.5
+    x = torch.randn(*batch, 1024, K, generator=generator) @ mix * torch.randn(K, generator=generator).exp()
+    return torch.randn(*batch, N, K, generator=generator), x.mT @ x / 1024
+
+
+def cost_of_outputs(seed: int = 1) -> Tensor:
+    """A few directions cost most."""
+    generator = torch.Generator().manual_seed(seed)
+    strong = torch.randn(N, 4, generator=generator)
+    return strong @ strong.t() + 0.05 * torch.eye(N)
+
+
+def loss(w: Tensor, values: Tensor, hessian: Tensor, cost: Tensor) -> float:
+    error = (w - values).double()
+    return float(((cost.double() @ error) * (error @ hessian.double())).sum())
+
+
+@pytest.mark.parametrize("name", ROUNDERS)
+def test_the_two_sided_loss_falls(name: str) -> None:
+    w, hessian = problem()
+    cost = cost_of_outputs()
+    inputs, outputs = Curvature.of(hessian, 0.01), Curvature.of(cost, 0.01)
+    values, step = compensate_both(w, inputs, outputs, ROUNDERS[name])
+    plain = compensate(w, inputs, ROUNDERS[name])
+    assert torch.equal(step.step, plain.step.step)
+    assert loss(w, values, hessian, cost) < 0.6 * loss(w, plain.values, hessian, cost)
+    torch.testing.assert_close(ROUNDERS[name].snap(values, spread(step)), values)  # they are on the grid
+
+
+def spread(step: Step) -> Step:
+    """Steps [N, G] as [N, K]."""
+    times = K // step.step.shape[-1]
+    return Step(step.step.repeat_interleave(times, -1), None if step.zero is None else step.zero.repeat_interleave(times, -1))
+
+
+def test_rows_one_by_one_follow_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row i, in the order of the outputs, is W_i + inv(M_LL) M_LP E_P rounded, L the rows from i on and P those before."""
+    monkeypatch.setattr(two_sided, "ROW_BLOCKS", N)
+    w, hessian = problem(2)
+    rounder = ROUNDERS["int4"]
+    inputs, outputs = Curvature.of(hessian, 0.01), Curvature.of(cost_of_outputs(2), 0.01)
+    cost = torch.empty(N, N).double()
+    upper = outputs.factor.double()
+    cost[outputs.order[:, None], outputs.order] = upper @ upper.t()
+    values, step = compensate_both(w, inputs, outputs, rounder)
+    for place in (1, N // 2, N - 1):
+        before, later = outputs.order[:place], outputs.order[place:]
+        error = (w[before] - values[before]).double()
+        best = w[later].double() + torch.linalg.solve(cost[later][:, later], cost[later][:, before]) @ error
+        row = outputs.order[place]
+        own = Step(step.step[row], None if step.zero is None else step.zero[row])
+        assert torch.equal(round_row(best[0].float(), inputs, own), values[row])
+
+
+def round_row(target: Tensor, inputs: Curvature, step: Step) -> Tensor:
+    """GPTQ of one row [K], column by column, in float64."""
+    upper, values = inputs.factor.double(), torch.empty(K)
+    missed = torch.zeros(K, dtype=torch.float64)
+    for place, channel in enumerate(inputs.order.tolist()):
+        best = target[channel].double() + missed[:place] @ upper[:place, place] / upper[place, place]
+        group = channel // 128
+        own = Step(step.step[group], None if step.zero is None else step.zero[group])
+        values[channel] = ROUNDERS["int4"].snap(best.float(), own)
+        missed[place] = target[channel].double() - values[channel].double()
+    return values
+
+
+def test_outputs_that_do_not_meet_are_rounded_as_without() -> None:
+    w, hessian = problem(3)
+    inputs = Curvature.of(hessian, 0.01)
+    outputs = Curvature.of(torch.diag(torch.rand(N) + 0.1), 0.01)
+    values, _ = compensate_both(w, inputs, outputs, ROUNDERS["int4"])
+    same = (values == compensate(w, inputs, ROUNDERS["int4"]).values).float().mean()
+    assert same == 1
+
+
+def test_a_batch_is_its_members() -> None:
+    w, hessian = problem(4, (3,))
+    outputs = Curvature.of(cost_of_outputs(4), 0.01)
+    values, _ = compensate_both(w, Curvature.of(hessian, 0.01), outputs, ROUNDERS["int4"])
+    for i in range(3):
+        alone, _ = compensate_both(w[i], Curvature.of(hessian[i], 0.01), outputs, ROUNDERS["int4"])
+        assert (values[i] == alone).float().mean() > 0.99  # sums in another order may round a tie the other way
+
+
+def test_judged_outputs_are_the_cost() -> None:
+    cost = cost_of_outputs(5)
+    outputs = Curvature.of(cost, 1e-6)
+    judge = judged_outputs(outputs, N)
+    torch.testing.assert_close(judge @ judge.t(), cost, rtol=1e-3, atol=1e-3)
+    assert judged_outputs(outputs, N // 4).shape == (N, N // 4)
