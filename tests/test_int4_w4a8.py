@@ -7,6 +7,7 @@ import pytest
 import quantkit_kernels as kernels
 import torch
 from make_model import random_tensors, tiny_config, write_fp8
+from top_logprobs import distance, top_logprobs
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.convert import convert
@@ -14,8 +15,6 @@ from quantkit.costmodel import load_hardware, predict
 from quantkit.engines import check_checkpoint
 from quantkit.errors import QuantkitError
 from quantkit.evaluate.perplexity import measure
-from quantkit.executor.engine import Engine
-from quantkit.executor.sampling import SamplingParams
 from quantkit.executor.weights import operand
 from quantkit.inspect import describe
 from quantkit.plan import plan
@@ -26,7 +25,6 @@ from quantkit.recipe import Recipe
 from quantkit.schemes import IntGrid, find_scheme
 
 SCHEME = find_scheme("int4-w4a8")
-PROMPTS = [list(range(10 + i, 30 + 2 * i)) for i in range(3)]
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +35,6 @@ def written(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     recipe = Recipe(scheme=SCHEME.name, calibration=str(text), samples=10, held_out=2, seq_len=48, search_rows=32, scale_points=5)
     quantize(tiny_checkpoint, directory / "out", SCHEME, "auto", recipe, engine="vllm-ascend", device="cpu")
     return directory / "out"
-
-
-def tokens(path: Path, tp: int = 1) -> list[list[int]]:
-    engine = Engine.load(path, device="cpu", dtype="float32", max_batch=4, max_model_len=128, tp=tp)
-    done = sorted(engine.generate(PROMPTS, SamplingParams(max_new_tokens=12, ignore_eos=True)), key=lambda one: one.index)
-    engine.close()
-    return [one.token_ids for one in done]
 
 
 def test_experts_are_int4_and_the_rest_is_int8(written: Path) -> None:
@@ -75,8 +66,10 @@ def test_it_runs_with_int8_activations_and_stays_near_its_source(written: Path, 
     assert told.kl is not None
     assert rounding.kl is not None
     assert 1e-7 < rounding.kl < told.kl < 0.5, "activations are rounded, and weights more so"
-    # Two ranks round their halves of an input apart, so continuations of a random model part sooner or later.
-    assert [ids[0] for ids in tokens(written, tp=2)] == [ids[0] for ids in tokens(written)]
+    # Two ranks round their halves of an input apart: other answers, about as near those of unrounded activations (0.06 to 0.14 of a nat).
+    one, two, unrounded = top_logprobs(written), top_logprobs(written, tp=2), top_logprobs(tmp_path / "plain")
+    assert 0 < distance(two, one)
+    assert max(distance(one, unrounded), distance(two, unrounded)) < 0.3
 
 
 def test_a_weight_runs_as_its_format_says() -> None:

@@ -1,8 +1,6 @@
 """Packed weights cut for 2 and 4 ranks: tiny-r1 in every grid answers as one process does."""
 
-import math
 import os
-import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import pytest
 import quantkit_kernels as kernels
 import torch
 from packed_model import write_packed
+from top_logprobs import distance, top_logprobs
 
 from quantkit.assets import find_model
 from quantkit.checkpoint.formats import awq, compressed_int4, compressed_int8, modelopt
@@ -84,23 +83,9 @@ def test_int8_on_ranks_is_no_less_exact(tmp_path: Path, monkeypatch: pytest.Monk
     So answers differ from one rank's by no more than rounding costs, and are as near those of unrounded activations."""
     config = make_model.tiny_config(num_nextn_predict_layers=0)
     path = write_packed(tmp_path / "model", config, make_model.random_tensors(config), compressed_int8.FORMAT, IntGrid(8, None, True))
-    prompts = [list(range(6 + i, 30 + 3 * i)) for i in range(24)]
-    params = SamplingParams(max_new_tokens=1, ignore_eos=True, logprobs=20)
-
-    def likeliest(tp: int) -> list[dict[int, float]]:
-        engine = Engine.load(path, device="cpu", dtype="float32", max_batch=8, max_model_len=128, tp=tp)
-        done = sorted(engine.generate(prompts, params), key=lambda one: one.index)
-        engine.close()
-        return [dict(one.logprobs[0].top) for one in done if one.logprobs]
-
-    def distance(ours: list[dict[int, float]], theirs: list[dict[int, float]]) -> float:
-        """Root mean square over the tokens that both report."""
-        squares = [(one[token] - other[token]) ** 2 for one, other in zip(ours, theirs) for token in one.keys() & other.keys()]
-        return math.sqrt(statistics.mean(squares))
-
-    found = {tp: likeliest(tp) for tp in (1, 2, 4)}
+    found = {tp: top_logprobs(path, tp) for tp in (1, 2, 4)}
     monkeypatch.setattr(weights, "operand", lambda weight, dtype, bits: kernels.Dense(dequantize(weight, dtype)))
-    unrounded = likeliest(1)
+    unrounded = top_logprobs(path)
     cost = distance(found[1], unrounded)
     assert 0.05 < cost < 0.3, "rounding activations costs something, and not everything"
     for tp in (2, 4):
