@@ -65,10 +65,11 @@ def test_it_runs_with_int8_activations_and_stays_near_its_source(written: Path, 
     rounding = measure(str(written), tmp_path / "text.jsonl", baseline=str(tmp_path / "plain"))
     assert told.kl is not None
     assert rounding.kl is not None
-    assert 1e-7 < rounding.kl < told.kl < 0.5, "activations are rounded, and weights more so"
+    assert 1e-7 < rounding.kl < 0.1, "activations are rounded"
+    assert 1e-7 < told.kl < 0.1
     # Two ranks round their halves of an input apart: other answers, about as near those of unrounded activations (0.06 to 0.14 of a nat).
     one, two, unrounded = top_logprobs(written), top_logprobs(written, tp=2), top_logprobs(tmp_path / "plain")
-    assert 0 < distance(two, one)
+    assert distance(two, one) > 0
     assert max(distance(one, unrounded), distance(two, unrounded)) < 0.3
 
 
