@@ -20,6 +20,7 @@ import torch
 from quantkit_kernels import rms_norm
 from torch import Tensor
 
+from quantkit.calibrate.allocator import give_back, keep_freed_blocks
 from quantkit.calibrate.batches import EXPERT_VALUES, Batches
 from quantkit.calibrate.data import Sequences
 from quantkit.calibrate.events import Note, OnEvent, Progress
@@ -83,6 +84,7 @@ class Walk:
     @torch.inference_mode()
     def run(self, sequences: Sequences) -> Findings:
         """Quantize every decoder layer, MTP layers included. Tables outside the layers are left to the caller."""
+        keep_freed_blocks()
         lengths = [len(s) for s in (*sequences.calibration, *sequences.held_out)]
         fitted = sum(len(s) for s in sequences.calibration)
         saved = self.sink.load_state()
@@ -174,6 +176,7 @@ class Walk:
         self._account(unit)
 
     def _half(self, unit: str, layer: int, streams: Streams, run: Run) -> Half:
+        give_back()
         rows = [row for row in self.units[unit] if row.role != "mtp_proj"]
         own = {row.name for row in rows}
         inner = [
@@ -243,6 +246,7 @@ class Walk:
 
     def _experts(self, layer: int, half: Half) -> None:
         """Solve and write all routed experts, and add their outputs to the hidden states of both paths."""
+        give_back()
         stream = half.streams.quantized
         routed = half.recorder.routed(stream.fitted, len(stream.hidden))
         experts = self._expert_rows(layer)
