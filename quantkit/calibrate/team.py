@@ -31,6 +31,11 @@ class Team:
         return cls(dist.get_rank(), size)
 
     @property
+    def cores(self) -> int:
+        """This rank's share of its machine's."""
+        return max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+    @property
     def leads(self) -> bool:
         return self.rank == 0
 

@@ -5,6 +5,8 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from quantkit import __version__
 from quantkit.calibrate.batches import Batches
 from quantkit.calibrate.data import Sequences, load_sequences
@@ -70,7 +72,10 @@ def quantize(
     """
     start, team = time.perf_counter(), Team.meet()
     job = _checked(source, scheme, format, engine, recipe, memory)
-    output = Output(Source(job.checkpoint, find_device(device)), job.target, job.scheme, _units(job.inventory), job.inventory.dropped)
+    where = find_device(device)
+    if team.size > 1 and where.type != "cpu":  # torchrun allows one thread; on a CPU results depend on their number
+        torch.set_num_threads(team.cores)
+    output = Output(Source(job.checkpoint, where), job.target, job.scheme, _units(job.inventory), job.inventory.dropped)
     with output.open(out, job.fingerprint, overwrite=overwrite, rank=team.rank) as writer:
         found = _round(job, output, team, on_event if team.leads else silent)
         if not team.leads:
