@@ -199,8 +199,10 @@ class Walk:
         return Half(spec, self.source.dense_all(needed), self.solver, streams)
 
     def _outputs(self, unit: str, layer: int, stream: Stream) -> Curvature | None:
-        """What an error costs in the residual stream after this half, judged by the stream before it. None in an MTP layer."""
-        if layer not in self.layers or not (self.solver.compensates and self.solver.recipe.output_curvature):
+        """What an error costs in the residual stream after this half, judged by the stream before it. None in an MTP layer, and where an
+        earlier run solved all that asks for it."""
+        solved = unit == attend_unit(layer) and self.sink.done(unit)
+        if solved or layer not in self.layers or not (self.solver.compensates and self.solver.recipe.output_curvature):
             return None
         cost = self.readers.cost(self.units[unit], stream.hidden[: stream.fitted], self.config.rms_norm_eps)
         return Curvature.of(cost, self.solver.recipe.output_damping)
