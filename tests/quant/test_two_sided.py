@@ -2,29 +2,13 @@
 
 import pytest
 import torch
+from rounding_problem import ROUNDERS, K, N, problem
 from torch import Tensor
 
 from quantkit.quant import two_sided
-from quantkit.quant.fp4 import global_scale
 from quantkit.quant.gptq import Curvature, compensate
-from quantkit.quant.rounding import Fp4Rounder, IntRounder, Rounder, Step
+from quantkit.quant.rounding import Step
 from quantkit.quant.two_sided import compensate_both, judged_outputs
-from quantkit.schemes import IntGrid
-
-K, N = 256, 40
-ROUNDERS: dict[str, Rounder] = {
-    "int4": IntRounder(IntGrid(4, 128, symmetric=False), torch.float16, (1.0, 0.9)),
-    "int8": IntRounder(IntGrid(8, None, symmetric=True), torch.float32),
-    "fp4": Fp4Rounder(global_scale(torch.tensor(4.0)), (0, -1, 1)),
-}
-
-
-def problem(seed: int = 0, batch: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
-    """Weights, and the Hessian of inputs whose channels are correlated and of very different size."""
-    generator = torch.Generator().manual_seed(seed)
-    mix = torch.randn(*batch, K, K, generator=generator) / K**0.5
-    x = torch.randn(*batch, 1024, K, generator=generator) @ mix * torch.randn(K, generator=generator).exp()
-    return torch.randn(*batch, N, K, generator=generator), x.mT @ x / 1024
 
 
 def cost_of_outputs(seed: int = 1) -> Tensor:
