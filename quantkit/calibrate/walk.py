@@ -140,15 +140,15 @@ class Walk:
             half.propagate_original()
             self._load(unit, half)
         else:
-            self._progress("observing", unit)
+            self._enter("observing", unit)
             half.observe()
             half.propagate_original()
-            self._progress("scaling", unit)
+            self._enter("scaling", unit)
             half.fold({})
             half.check_same()
-            self._progress("solving", unit)
+            self._enter("solving", unit)
             self._write(unit, half.solve(), half.plain, half.group_scales, mine=self.team.leads)
-        self._progress("propagating", unit)
+        self._enter("propagating", unit)
         half.propagate()
         self._account(unit)
 
@@ -158,25 +158,24 @@ class Walk:
         experts = self._expert_rows(layer)
         finished = self.sink.done(unit)
         if experts or not finished:
-            self._progress("observing", unit)
+            self._enter("observing", unit)
             half.observe()
         half.propagate_original()
         if finished:
             self._load(unit, half)
         else:
-            self._progress("scaling", unit)
+            self._enter("scaling", unit)
             half.fold(self._expert_consumers(layer, half))
             half.check_same()
-            self._progress("solving", unit)
+            self._enter("solving", unit)
             self._write(unit, half.solve(), half.plain, half.group_scales, mine=self.team.leads)
-        self._progress("propagating", unit)
+        self._enter("propagating", unit)
         half.propagate()
         if experts:
             self._experts(layer, half)
         self._account(unit)
 
     def _half(self, unit: str, layer: int, streams: Streams, run: Run) -> Half:
-        give_back()
         rows = [row for row in self.units[unit] if row.role != "mtp_proj"]
         own = {row.name for row in rows}
         inner = [
@@ -248,7 +247,6 @@ class Walk:
 
     def _experts(self, layer: int, half: Half) -> None:
         """Solve and write all routed experts, and add their outputs to the hidden states of both paths."""
-        give_back()
         stream = half.streams.quantized
         routed = half.recorder.routed(stream.fitted, len(stream.hidden))
         experts = self._expert_rows(layer)
@@ -391,6 +389,11 @@ class Walk:
     def _account(self, unit: str) -> None:
         self.done_bytes += sum(self.source.stored_bytes(row) for row in self.units[unit])
         self._progress("done", unit)
+
+    def _enter(self, phase: str, unit: str) -> None:
+        """A phase of half a layer begins, with other sizes than the last. An expert's phases find the blocks of the expert before."""
+        give_back()
+        self._progress(phase, unit)
 
     def _progress(self, phase: str, unit: str) -> None:
         memory = self._process.memory_info().rss

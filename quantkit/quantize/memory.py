@@ -10,6 +10,7 @@ copies that are alive together in quantkit.calibrate and quantkit.quant; benchma
 import math
 from dataclasses import dataclass, replace
 
+from quantkit.calibrate.allocator import LARGEST_KEPT
 from quantkit.calibrate.batches import Batches
 from quantkit.errors import QuantkitError
 from quantkit.models.table import Parameter
@@ -68,7 +69,7 @@ def calibrated_peak(work: Work) -> Peak:
     for layer in sorted(layer for layer in layers if layer is not None)[:1]:
         moments.append((_experts_bytes(work, layer), f"layers.{layer}.experts"))
     bytes_, unit = max(moments, key=lambda moment: moment[0])
-    return Peak(PROCESS_BYTES, hidden, bytes_, unit)
+    return Peak(PROCESS_BYTES, hidden, bytes_ + min(2 * LARGEST_KEPT, bytes_ // 8), unit)  # and freed blocks that wait for the next
 
 
 def fitting_peak(work: Work, ceiling: int | None) -> tuple[Peak, Batches]:
