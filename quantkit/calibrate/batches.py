@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 PASS_TOKENS = 2048
-EXPERT_VALUES = 2**25
 PIECE_VALUES = 2**24
 
 
@@ -17,7 +16,7 @@ class Batches:
     """
 
     tokens: int = PASS_TOKENS
-    expert_values: int = EXPERT_VALUES
+    expert_values: int = 2**25
     piece_values: int = PIECE_VALUES
 
     def halved(self) -> "Batches":

@@ -79,6 +79,12 @@ class Readers:
         self.head = min((row for row in own if row.role in ("head", "embedding")), key=lambda row: row.role != "head")  # or tied
         self.reading = [g for g in groups if g.producer_is_norm and self.by_module[g.producer].shape == self.norm.shape]
 
+    def squared_gain(self, layer: int) -> Tensor:
+        """Of the norm that reads the stream after a decoder layer, [H]. A channel it all but ignores may hold the largest values of all,
+        and an error there costs next to nothing."""
+        following = (row for row in self.by_module.values() if row.role == "norm" and row.layer == layer + 1 and not row.mtp)
+        return self.source.dense(next(following, self.norm)).square()
+
     def cost(self, half: Sequence[Parameter], hidden: Tensor, eps: float) -> Tensor:
         """Of an error in what the half of a layer with these parameters writes, [H, H]. hidden float32 [T, H]: the stream before it."""
         some = hidden[:: max(1, len(hidden) // HEAD_TOKENS)][:HEAD_TOKENS]

@@ -94,12 +94,12 @@ class Solver:
         outputs: Curvature | None = None,
     ) -> dict[str, Solved]:
         """Linears [N_i, K] that read one input. fused: module -> name shared by siblings with one FP4 global scale; sample [S, K];
-        outputs: what an error in their outputs costs, [N, N], the same for all."""
+        outputs: what an error in their outputs costs, [N, N], the same for all, where the recipe compensates for it."""
         amax = self._amax(weights, fused)
-        judge = self._judge(outputs)
+        judge = None if outputs is None else judged_outputs(outputs, JUDGED_OUTPUTS)
         parts: dict[str, list[_Part]] = {module: [] for module in weights}
         both = {}
-        if outputs is not None and self.compensates:
+        if outputs is not None:
             for module, w in weights.items():
                 both[module] = compensate_both(w, curvature, outputs, self.rounder(amax[module]), _most_rows(w, self.piece_values))
         for piece in _pieces(weights, self.piece_values):
@@ -126,19 +126,17 @@ class Solver:
         """Linears [N, K] of one shape, each with its own curvature (a leading dimension) and sample [S_i, K]; outputs: as for a stack."""
         batch = torch.stack(list(weights.values()))
         amax = batch.abs().amax((-1, -2))
-        per_row, judge = amax[:, None].expand(batch.shape[:2]), self._judge(outputs)
-        if outputs is not None and self.compensates:
-            values, step = compensate_both(batch, curvature, outputs, self.rounder(per_row))
-        else:
+        per_row, judge = amax[:, None].expand(batch.shape[:2]), None
+        if outputs is None:
             values, step = self._round(batch, per_row, curvature)
+        else:
+            judge = judged_outputs(outputs, JUDGED_OUTPUTS)
+            values, step = compensate_both(batch, curvature, outputs, self.rounder(per_row))
         nearest, _ = round_to_nearest(batch, self.rounder(per_row, fit=False))
         return {
             module: self._finish(w, [_Part(values[i], _rows(step, i), *_told(w, (values[i], nearest[i]), samples[i], judge))], amax[i])
             for i, (module, w) in enumerate(weights.items())
         }
-
-    def _judge(self, outputs: Curvature | None) -> Tensor | None:
-        return None if outputs is None or not self.compensates else judged_outputs(outputs, JUDGED_OUTPUTS)
 
     def nearest(self, weights: dict[str, Tensor], fused: dict[str, str]) -> dict[str, Solved]:
         """Linears rounded one by one without any statistics; their errors are those of the weights themselves."""

@@ -21,7 +21,7 @@ from quantkit_kernels import rms_norm
 from torch import Tensor
 
 from quantkit.calibrate.allocator import give_back, keep_freed_blocks
-from quantkit.calibrate.batches import EXPERT_VALUES, Batches
+from quantkit.calibrate.batches import Batches
 from quantkit.calibrate.data import Sequences
 from quantkit.calibrate.events import Note, OnEvent, Progress
 from quantkit.calibrate.experts import ExpertSolver, ExpertWeights, Recorder, Routed, add_outputs
@@ -47,9 +47,9 @@ SCALE_EXPERTS = 8
 """Routed experts whose rows the search of the layer's scale looks at."""
 
 
-def expert_batch_values(device_type: str) -> int:
+def expert_batch_values(device_type: str, batches: Batches) -> int:
     """Experts are solved together up to this many weights, at least one: on a CPU as `Batches` says, elsewhere 24 of R1's."""
-    return EXPERT_VALUES if device_type == "cpu" else 2**30
+    return batches.expert_values if device_type == "cpu" else 2**30
 
 
 class Walk:
@@ -183,7 +183,11 @@ class Walk:
         ]
         # A decoder layer is built whole; the other half's linears are asked for only when they run, so they need not be read.
         needed = [row for row in inner if row.name in own or row.role != "linear"]
-        outputs = self._outputs(unit, layer, streams.quantized)
+        outputs, importance = self._outputs(unit, layer, streams.quantized), None
+        if outputs is not None:
+            importance = outputs.conditional
+        elif layer in self.layers:
+            importance = self.readers.squared_gain(layer)
         spec = HalfSpec(
             name=unit,
             build=lambda weights: self.architecture.Model.layer_class(self.config, layer, weights),
@@ -192,7 +196,7 @@ class Walk:
             groups=[g for g in self.groups[layer] if g.expert is None and f"{g.producer}.weight" in own],
             stored={row.name: self.source.dtype(row) for row in needed if row.module not in self.quantized},
             quantized=self.quantized,
-            importance=self._importance(layer) if outputs is None else outputs.conditional,
+            importance=importance,
             outputs=outputs,
         )
         return Half(spec, self.source.dense_all(needed), self.solver, streams)
@@ -205,14 +209,6 @@ class Walk:
             return None
         cost = self.readers.cost(self.units[unit], stream.hidden[: stream.fitted], self.config.rms_norm_eps)
         return Curvature.of(cost, self.solver.recipe.output_damping)
-
-    def _importance(self, layer: int) -> Tensor | None:
-        """Squared gain [H] of the norm that reads the residual stream after a decoder layer. A channel it all but ignores may hold
-        the largest values of all, and an error there costs next to nothing."""
-        if layer not in self.layers:
-            return None
-        reader = layer + 1 if layer + 1 in self.layers else None
-        return self.source.dense(next(row for row in self.rows if row.role == "norm" and row.layer == reader)).square()
 
     # --- routed experts --------------------------------------------------------------------------------------------------
 
@@ -256,10 +252,7 @@ class Walk:
         held_out = half.statistics(observed).sample
         curvature, costs = half.curvature(observed), (half.spec.importance, half.spec.outputs)
         solver = ExpertSolver(self._expert_solver(experts), routed, scale, curvature, held_out, *costs)
-        values = expert_batch_values(self.source.device.type)
-        if self.source.device.type == "cpu":
-            values = min(values, self.batches.expert_values)
-        batches = list(_batches(experts, values))
+        batches = list(_batches(experts, expert_batch_values(self.source.device.type, self.batches)))
         if self.team.size > 1:
             for batch in (batch for number, batch in enumerate(batches) if self.team.mine(number)):
                 self._solve_experts(layer, solver, experts, {expert: self._expert_weights(experts[expert]) for expert in batch})
@@ -322,7 +315,7 @@ class Walk:
 
     def _judge(self, streams: Streams) -> None:
         """What both paths say comes next, on held-out tokens. Nothing of it is kept for a restart: it follows from the last layer."""
-        head, norm = self.readers.head, self._final_norm()
+        head, norm = self.readers.head, self.source.dense(self.readers.norm)
         self._progress("judging", head.module)
         step = max(1, len(streams.original.hidden) // JUDGED_TOKENS)
         original, quantized = (
@@ -331,16 +324,13 @@ class Walk:
         )
         self.findings.next_token = asdict(compare_next_tokens(original, quantized, self.source.blocks(head, BLOCK_ROWS)))
 
-    def _final_norm(self) -> Tensor:
-        return self.source.dense(self.readers.norm)
-
     # --- MTP -------------------------------------------------------------------------------------------------------------
 
     def _mtp_streams(self, layer: int, streams: Streams, sequences: Sequences) -> Streams:
         """An MTP layer sees the final hidden state of a token and the embedding of the next; a sequence's last token has none."""
         rows = [r for r in self.rows if r.layer == layer and r.expert is None and r.role not in ("embedding", "head", "linear")]
         tensors = self.source.dense_all(rows)
-        norm = self._final_norm()
+        norm = self.source.dense(self.readers.norm)
         table = next(row for row in self.rows if row.layer == layer and row.role == "embedding")
         following = [s[1:] for s in (*sequences.calibration, *sequences.held_out)]
         unique, compact = torch.cat(following).unique(return_inverse=True)
