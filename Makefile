@@ -27,6 +27,7 @@ MLIR := mlir-19-tools llvm-19 libmlir-19 gcc libc6-dev
 
 test-ascend: .venv-ascend/stamp .venv-npu/stamp
 	OMP_NUM_THREADS=1 .venv-ascend/bin/python -m pytest tests/ascend/lowered
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 .venv-ascend/bin/python -m pytest tests/quant/test_block_kernel.py
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 .venv-npu/bin/python -m pytest tests/ascend/schemas
 
 .venv-ascend/stamp: $(VENV)/test.stamp

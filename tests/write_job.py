@@ -99,6 +99,7 @@ def fill_the_disk(out: Path, left: int) -> dict[str, object]:
     """Finish with `left` bytes free on the file system of `out`, fail, make room, start again."""
     filler = out.with_name("filler")
     writer = write(out)
+    writer.settle()
     with filler.open("wb") as file:
         file.write(b"x" * (shutil.disk_usage(out.parent).free - left))
     try:

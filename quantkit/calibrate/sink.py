@@ -22,7 +22,11 @@ class Sink(Protocol):
         """Whether the unit was written before, by this run or the one it resumes."""
 
     def write(self, unit: str, quantized: dict[str, Weight], plain: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        """Write a unit. quantized: by module. plain: by tensor name; those of the unit that are absent are copied from the source."""
+        """Write a unit, now or behind the caller's back. quantized: by module. plain: by tensor name; those of the unit that are absent
+        are copied from the source."""
+
+    def settle(self) -> None:
+        """Returns when all units are written that were to be: other ranks may read them."""
 
     def reread(self) -> None:
         """Learn what other ranks have written since."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint, check_finite
 from quantkit.models.table import Parameter
-from quantkit.quant.weights import dequantize, to_device
+from quantkit.quant.weights import dequantize
 
 
 class Source:
@@ -36,17 +36,23 @@ class Source:
     def dense(self, row: Parameter) -> Tensor:
         """float32 on the device."""
         self.bytes_read += self.stored_bytes(row)
-        weight = self.checkpoint.weight(row.module) if len(row.shape) == 2 else self.checkpoint.read(row.name)
-        value = dequantize(to_device(weight, self.device))  # packed bytes travel, not float32
+        device = self.device  # packed bytes travel, not float32
+        value = dequantize(self.checkpoint.weight(row.module, device) if len(row.shape) == 2 else self.checkpoint.read(row.name, device))
         check_finite(row.name, value)
         return value
+
+    def will_read(self, rows: Iterable[Parameter]) -> None:
+        """Parameters that are asked for next, to be brought from the disk meanwhile."""
+        for row in rows:
+            for name in self.parts(row):
+                self.checkpoint.will_read(name)
 
     def blocks(self, row: Parameter, count: int) -> Iterator[Tensor]:
         """A matrix, `count` rows at a time, float32 on the device."""
         for start in range(0, row.shape[0], count):
             stop = min(start + count, row.shape[0])
-            weight, first = self.checkpoint.share(row.module, "N", start, stop)
-            yield dequantize(to_device(weight, self.device))[start - first : stop - first]
+            weight, first = self.checkpoint.share(row.module, "N", start, stop, self.device)
+            yield dequantize(weight)[start - first : stop - first]
 
     def dense_all(self, rows: Iterable[Parameter]) -> dict[str, Tensor]:
         return {row.name: self.dense(row) for row in rows}

@@ -10,6 +10,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from quantkit.calibrate.sink import Sink
+
 _PATIENCE = timedelta(days=7)
 """Ranks wait this long for each other: one may have many experts to solve."""
 
@@ -42,6 +44,12 @@ class Team:
     def mine(self, number: int) -> bool:
         """Whether the piece of work with this number is for this rank."""
         return number % self.size == self.rank
+
+    def share(self, sink: Sink) -> None:
+        """Returns when every rank has written what it was to, and `sink` knows of it."""
+        sink.settle()
+        self.wait()
+        sink.reread()
 
     def wait(self) -> None:
         """For all ranks to come here."""

@@ -24,10 +24,11 @@ from quantkit.calibrate.allocator import give_back, keep_freed_blocks
 from quantkit.calibrate.batches import Batches
 from quantkit.calibrate.data import Sequences
 from quantkit.calibrate.events import Note, OnEvent, Progress
-from quantkit.calibrate.experts import ExpertSolver, ExpertWeights, Recorder, Routed, add_outputs
+from quantkit.calibrate.experts import ExpertSolver, ExpertWeights, Routed, add_outputs
 from quantkit.calibrate.findings import Findings
 from quantkit.calibrate.fold import Consumer, sample_rows
 from quantkit.calibrate.half import Half, HalfSpec, Run
+from quantkit.calibrate.mtp import mtp_streams
 from quantkit.calibrate.outputs import BLOCK_ROWS, JUDGED_TOKENS, compare_next_tokens
 from quantkit.calibrate.readers import Readers
 from quantkit.calibrate.sink import Sink
@@ -36,7 +37,6 @@ from quantkit.calibrate.source import Source
 from quantkit.calibrate.streams import Stream, Streams, relative_distance
 from quantkit.calibrate.team import Team
 from quantkit.calibrate.units import attend_unit, expert_unit, feed_forward_unit, units_of
-from quantkit.calibrate.weights import LayerWeights
 from quantkit.errors import QuantkitError
 from quantkit.models.context import CausalContext
 from quantkit.models.table import Parameter
@@ -104,8 +104,10 @@ class Walk:
         if len(streams.original.hidden) and self.team.leads:
             self._judge(streams)
         for layer in self.mtp_layers:
-            if any(row.mtp and row.layer == layer and row.module in self.quantized for row in self.rows):
-                self._layer(layer, self._mtp_streams(layer, streams, sequences), save=False)
+            rows = [row for row in self.rows if row.layer == layer]
+            if any(row.mtp and row.module in self.quantized for row in rows):
+                model = self.source, self.architecture, self.config
+                self._layer(layer, mtp_streams(*model, layer, rows, self.readers.norm, streams, sequences), save=False)
         return self.findings
 
     def _embed(self, sequences: Sequences, lengths: list[int], fitted: int) -> Streams:
@@ -256,11 +258,11 @@ class Walk:
         if self.team.size > 1:
             for batch in (batch for number, batch in enumerate(batches) if self.team.mine(number)):
                 self._solve_experts(layer, solver, experts, {expert: self._expert_weights(experts[expert]) for expert in batch})
-            self.team.wait()
-            self.sink.reread()
-        for batch in batches:
+            self.team.share(self.sink)
+        for batch, following in zip(batches, [*batches[1:], []]):
             self._progress("reading", expert_unit(layer, batch[0]))
             originals = {expert: self._expert_weights(experts[expert]) for expert in batch}
+            self.source.will_read(row for expert in following for row in experts[expert])
             rounded, hidden = self._solve_experts(layer, solver, experts, originals)
             self._progress("propagating", expert_unit(layer, batch[0]))
             for expert in batch:
@@ -323,33 +325,6 @@ class Walk:
             for hidden in (streams.original.hidden, streams.quantized.hidden[streams.quantized.fitted :])
         )
         self.findings.next_token = asdict(compare_next_tokens(original, quantized, self.source.blocks(head, BLOCK_ROWS)))
-
-    # --- MTP -------------------------------------------------------------------------------------------------------------
-
-    def _mtp_streams(self, layer: int, streams: Streams, sequences: Sequences) -> Streams:
-        """An MTP layer sees the final hidden state of a token and the embedding of the next; a sequence's last token has none."""
-        rows = [r for r in self.rows if r.layer == layer and r.expert is None and r.role not in ("embedding", "head", "linear")]
-        tensors = self.source.dense_all(rows)
-        norm = self.source.dense(self.readers.norm)
-        table = next(row for row in self.rows if row.layer == layer and row.role == "embedding")
-        following = [s[1:] for s in (*sequences.calibration, *sequences.held_out)]
-        unique, compact = torch.cat(following).unique(return_inverse=True)
-        tensors[table.name] = self.source.checkpoint.read(table.name)[unique].float().to(self.source.device)
-        block = self.architecture.MtpLayer(self.config, LayerWeights(tensors, Recorder(0)), layer - self.config.num_hidden_layers)
-
-        def inputs(stream: Stream, compact: Tensor) -> Stream:
-            keep = torch.ones(len(stream.hidden), dtype=torch.bool)
-            keep[torch.tensor(stream.lengths).cumsum(0) - 1] = False
-            hidden = rms_norm(stream.hidden[keep.to(stream.hidden.device)], norm, self.config.rms_norm_eps)
-            lengths = [length - 1 for length in stream.lengths]
-            fitted = sum(lengths[: len(sequences.calibration)]) if stream.fitted else 0
-            out = Stream(hidden, fitted, lengths, stream.pass_tokens)
-            for one in out.passes():
-                hidden[one.part] = block.inputs(compact[one.part].to(hidden.device), hidden[one.part])
-            return out
-
-        held_out = sum(len(s) - 1 for s in sequences.held_out)
-        return Streams(inputs(streams.quantized, compact), inputs(streams.original, compact[len(compact) - held_out :]))
 
     # --- telling and writing ---------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
 from quantkit.errors import QuantkitError
 
@@ -38,7 +38,7 @@ class Journal:
             fresh = self.path.with_suffix(".new")
             fresh.write_text(_line({"fingerprint": dict(fingerprint)}))
             fresh.rename(self.path)
-        self._file = self.path.open("r+", encoding="utf-8")
+        self._file = self.path.open("r+b", buffering=0)  # a line that could not be written is not tried again by `close`
         if not _lock(self._file):
             self._file.close()
             raise QuantkitError(f"another process is writing {directory.parent}", "wait for it, or stop it")
@@ -48,8 +48,9 @@ class Journal:
 
     def append(self, entry: Entry) -> None:
         """Hand the line to the system, where a kill of this process does not reach it."""
-        self._file.write(_line(asdict(entry)))
-        self._file.flush()
+        line = memoryview(_line(asdict(entry)).encode())
+        while line:
+            line = line[self._file.write(line) :]
 
     def sync(self) -> None:
         os.fsync(self._file.fileno())
@@ -80,7 +81,7 @@ def read_entries(paths: Iterable[Path]) -> dict[str, Entry]:
 
 def in_use(path: Path) -> bool:
     """Whether a living process holds this journal."""
-    with path.open("r+", encoding="utf-8") as file:
+    with path.open("r+b") as file:
         return not _lock(file)
 
 
@@ -99,7 +100,7 @@ def _line(value: Mapping[str, Any]) -> str:
     return json.dumps(value, separators=(",", ":")) + "\n"  # ASCII: a character is a byte
 
 
-def _lock(file: TextIO) -> bool:
+def _lock(file: IO[bytes]) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

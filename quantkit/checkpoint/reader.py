@@ -134,6 +134,10 @@ class Checkpoint:
         """The stored tensor, in its stored dtype."""
         return self._shards.read(self._info(name), device=device)
 
+    def will_read(self, name: str) -> None:
+        """Have the system bring a stored tensor from the disk while something else is done."""
+        self._shards.will_read(self._info(name))
+
     def _info(self, name: str) -> TensorInfo:
         if name not in self.tensors:
             raise QuantkitError(f"{self.path} has no tensor {name}", "config.json may not be the one of these weights")

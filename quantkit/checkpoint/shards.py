@@ -56,7 +56,8 @@ class Shards:
         if device == CPU:
             self._fill(info, flat, skip)
             return tensor
-        buffer = torch.empty(min(len(flat), BUFFER), dtype=torch.uint8)
+        # From memory that is not pinned CUDA copies a tenth as fast, by way of a buffer of its own.
+        buffer = torch.empty(min(len(flat), BUFFER), dtype=torch.uint8, pin_memory=device.type == "cuda")
         for part in flat.split(BUFFER):
             self._fill(info, buffer[: len(part)], skip)
             part.copy_(buffer[: len(part)])
@@ -87,6 +88,10 @@ class Shards:
             raise QuantkitError(f"{self.path / info.shard} became shorter while it was read", "restore that file and run again")
         with self._lock:
             self.bytes_read += len(buffer)
+
+    def will_read(self, info: TensorInfo) -> None:
+        """Have the system bring a tensor from the disk while something else is done."""
+        os.posix_fadvise(self.descriptor(info.shard), info.offset, info.nbytes, os.POSIX_FADV_WILLNEED)
 
     def descriptor(self, shard: str) -> int:
         with self._lock:

@@ -3,8 +3,9 @@
 OUT.partial/ holds the shards at their final size from the start; every tensor has its place (layout.py). A unit, a handful
 of tensors such as one expert, is written in place, then entered in the journal; a unit that is not there, or whose bytes are
 not those of its entry, is simply written again. Index, config and other files come last, and OUT.partial is renamed to OUT:
-OUT exists only complete. Memory is one unit. Several processes may write disjoint units of one output, each with its own
-`rank`; one of them finishes.
+OUT exists only complete. Units are hashed and written behind the back of who makes them, in their order: memory is one unit, and
+up to 512 MiB of units that wait. Several processes may write disjoint units of one output, each with its own `rank`; one of
+them finishes.
 
 Files are made with mode 0666 less the umask, as any program's are.
 """
@@ -16,7 +17,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.checkpoint.behind import Behind
 from quantkit.checkpoint.header import TensorInfo, TensorSpec, read_at
 from quantkit.checkpoint.journal import Entry, Journal, in_use, journals, read_entries, read_fingerprint
 from quantkit.checkpoint.layout import Layout, Shard, plan_layout
@@ -34,6 +36,8 @@ from quantkit.errors import QuantkitError
 _STATE = ".quantkit"  # journals and lock, inside OUT.partial
 _INDEX = "model.safetensors.index.json"
 _CHUNK = 16 * 2**20
+WAITING = 512 * 2**20
+"""Bytes of units that may wait to be written."""
 _SYNC_SECONDS = 5.0  # how much work a power failure may cost
 
 
@@ -59,7 +63,6 @@ class CheckpointWriter:
         self.partial = self.out.with_name(f"{self.out.name}.partial")
         self.layout: Layout = plan_layout(specs, shard_bytes)
         self._state = self.partial / _STATE
-        self._descriptors: dict[str, int] = {}
         self._checked: set[str] = set()
         self._unsynced: set[str] = set()
         self._synced_at = time.monotonic()
@@ -73,10 +76,15 @@ class CheckpointWriter:
                 _check_run(self.partial, self._state, run, discard=overwrite)
                 self._create_shards()
                 self._journal = Journal(self._state, rank, run)
+            # All at once: units are read here and written elsewhere at the same time.
+            self._descriptors = {shard.name: os.open(self.partial / shard.name, os.O_RDWR | os.O_CLOEXEC) for shard in self.layout.shards}
             self._entries = read_entries(journals(self._state))
+        self._behind = Behind(WAITING)
+        self._waiting: set[str] = set()
 
     def done(self, unit: str) -> bool:
         """Whether the unit was written, by this or an earlier run, and its bytes are still what was written."""
+        self._written(unit)
         entry = self._entries.get(unit)
         if entry is None:
             return False
@@ -89,19 +97,22 @@ class CheckpointWriter:
 
     def note(self, unit: str) -> dict[str, Any]:
         """The facts that were given with a finished unit."""
+        self._written(unit)
         return self._entries[unit].facts
 
     def reread(self) -> None:
         """Learn what other ranks have written since."""
+        self.settle()
         self._entries = read_entries(journals(self._state))
 
     def read(self, unit: str) -> dict[str, Tensor]:
         """The tensors of a finished unit, as they were written."""
+        self._written(unit)
         tensors = {}
         for name in self._entries[unit].tensors:
             info = self.layout.tensors[name]
             tensors[name] = torch.empty(info.shape, dtype=info.dtype)
-            read_at(self._descriptor(info.shard), tensors[name].reshape(-1).view(torch.uint8).numpy().data, info.offset)
+            read_at(self._descriptors[info.shard], tensors[name].reshape(-1).view(torch.uint8).numpy().data, info.offset)
         return tensors
 
     @property
@@ -110,17 +121,40 @@ class CheckpointWriter:
         return self._state
 
     def write(self, unit: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any] | None = None) -> None:
-        """Write a unit's tensors in their places and enter it in the journal. No kill of this process undoes it from here on."""
+        """Have a unit's tensors, as they are now, written in their places and the unit entered in the journal; from then on no kill of
+        this process undoes it. Raises QuantkitError where this or an earlier unit could not be written, at the latest from `settle`."""
+        for name, tensor in tensors.items():
+            info = self.layout.tensors[name]
+            assert tensor.dtype == info.dtype, f"{name} is {tensor.dtype}, planned {info.dtype}"
+            assert tuple(tensor.shape) == info.shape, f"{name} is {tuple(tensor.shape)}, planned {info.shape}"
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        # What waits must not change when its maker goes on; what is too large to wait is not held twice.
+        held = {name: tensor.detach().to("cpu", copy=nbytes <= WAITING).contiguous() for name, tensor in tensors.items()}
+        self._waiting.add(unit)
+        self._behind.hand_over(lambda: self._write(unit, held, dict(facts or {})), nbytes)
+
+    def afterwards(self, job: Callable[[], None]) -> None:
+        """Have `job` done when all units so far are written."""
+        self._behind.hand_over(job, 0)
+
+    def settle(self) -> None:
+        """Returns when all units are written."""
+        self._behind.settle()
+        self._waiting.clear()
+
+    def _written(self, unit: str) -> None:
+        if unit in self._waiting:
+            self.settle()
+
+    def _write(self, unit: str, tensors: Mapping[str, Tensor], facts: dict[str, Any]) -> None:
         digest = hashlib.sha256()
         with _told(self.out):
             for name in sorted(tensors):
-                info, tensor = self.layout.tensors[name], tensors[name]
-                assert tensor.dtype == info.dtype, f"{name} is {tensor.dtype}, planned {info.dtype}"
-                assert tuple(tensor.shape) == info.shape, f"{name} is {tuple(tensor.shape)}, planned {info.shape}"
-                data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+                info = self.layout.tensors[name]
+                data = tensors[name].reshape(-1).view(torch.uint8).numpy().data
                 digest.update(data)
-                _write_at(self._descriptor(info.shard), data, info.offset)
-            entry = Entry(unit, tuple(sorted(tensors)), digest.hexdigest(), dict(facts or {}))
+                _write_at(self._descriptors[info.shard], data, info.offset)
+            entry = Entry(unit, tuple(sorted(tensors)), digest.hexdigest(), facts)
             self._journal.append(entry)
             self._unsynced |= {self.layout.tensors[name].shard for name in tensors}
             if time.monotonic() - self._synced_at > _SYNC_SECONDS:
@@ -133,6 +167,7 @@ class CheckpointWriter:
 
         With several processes: one calls this, when all have written their units and closed.
         """
+        self.settle()
         self._entries = read_entries(journals(self._state))
         written = {name for entry in self._entries.values() for name in entry.tensors}
         assert written == self.layout.tensors.keys(), f"never written: {sorted(self.layout.tensors.keys() - written)[:5]}"
@@ -150,12 +185,15 @@ class CheckpointWriter:
 
     def close(self) -> None:
         """Flush to disk and release files and lock; what was written stays, for another run to go on with."""
-        if self._unsynced:
-            self._sync()
-        self._journal.close()
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors.clear()
+        try:
+            self._behind.close()
+        finally:
+            if self._unsynced:
+                self._sync()
+            self._journal.close()
+            for descriptor in self._descriptors.values():
+                os.close(descriptor)
+            self._descriptors.clear()
 
     def __enter__(self) -> "CheckpointWriter":
         return self
@@ -165,7 +203,7 @@ class CheckpointWriter:
 
     def _sync(self) -> None:
         for shard in self._unsynced:
-            os.fsync(self._descriptor(shard))
+            os.fsync(self._descriptors[shard])
         self._journal.sync()
         self._unsynced.clear()
         self._synced_at = time.monotonic()
@@ -182,15 +220,10 @@ class CheckpointWriter:
                 os.fsync(file.fileno())
             fresh.rename(self.partial / shard.name)
 
-    def _descriptor(self, shard: str) -> int:
-        if shard not in self._descriptors:
-            self._descriptors[shard] = os.open(self.partial / shard, os.O_RDWR | os.O_CLOEXEC)
-        return self._descriptors[shard]
-
     def _hash_stored(self, entry: Entry) -> str:
         digest = hashlib.sha256()
         for name in sorted(entry.tensors):
-            for chunk in _stored_chunks(self._descriptor(self.layout.tensors[name].shard), self.layout.tensors[name]):
+            for chunk in _stored_chunks(self._descriptors[self.layout.tensors[name].shard], self.layout.tensors[name]):
                 digest.update(chunk)
         return digest.hexdigest()
 

@@ -13,7 +13,9 @@ left to compensate. Steps are fitted beforehand, to the groups as they lie in me
 Shapes: w [..., N, K], factors [..., K, K]; leading dimensions (experts, candidates) broadcast and run as one batch.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -63,6 +65,14 @@ class Curvature:
         """Of the Hessian, [..., K], in the order of the channels."""
         return self._in_place(self.energy)
 
+    @cached_property
+    def inverses(self) -> tuple[Tensor, ...]:
+        """Of the blocks of BLOCK columns on the factor's diagonal, [..., C, C] each; the last may be smaller."""
+        columns = self.factor.shape[-1]
+        blocks = [self.factor[..., start : start + BLOCK, start : start + BLOCK] for start in range(0, columns, BLOCK)]
+        whole = columns // BLOCK
+        return (*(_inverse(torch.stack(blocks[:whole])) if whole else ()), *(_inverse(block) for block in blocks[whole:]))
+
     @property
     def conditional(self) -> Tensor:
         """What a squared error in each channel costs once the channels after it have made up for it, [..., K], in their own order."""
@@ -80,6 +90,12 @@ class Curvature:
         """The same in the memory of this one, which is no more; scale [K]."""
         s = scale.gather(-1, self.order)
         return Curvature(self.factor.div_(s.unsqueeze(-1)), self.energy / s / s, self.order)
+
+
+def _inverse(triangle: Tensor) -> Tensor:
+    """Of upper triangles [..., C, C]."""
+    one = torch.eye(triangle.shape[-1], device=triangle.device)
+    return torch.linalg.solve_triangular(triangle, one.expand_as(triangle), upper=True)
 
 
 def _permuted(square: Tensor, order: Tensor) -> Tensor:
@@ -129,7 +145,7 @@ def compensate(w: Tensor, curvature: Curvature, rounder: Rounder) -> Rounded:
     """Values of the grid for W float32 [..., N, K], channels as they lie in memory; the curvature has W's leading dimensions, or none."""
     step = fit_steps(w, rounder, curvature.conditional)
     order = curvature.order
-    values, loss = gptq(take(w.mT, order), curvature.factor, rounder, Steps(step, step_groups(order, w, rounder)))
+    values, loss = gptq(take(w.mT, order), curvature, rounder, Steps(step, step_groups(order, w, rounder)))
     return Rounded(put_back(values, order).mT.contiguous(), step, loss)
 
 
@@ -143,14 +159,14 @@ def scaled_losses(w: Tensor, scale: Tensor, curvature: Curvature, rounder: Round
     columns = take(w.mT, order)
     steps = Steps(_side_by_side(step), step_groups(order, w, rounder), take(scale.movedim(0, -1), order))
     columns = columns.unsqueeze(-2).expand(*columns.shape[:-1], len(scale), columns.shape[-1]).flatten(-2)
-    _, loss = gptq(columns, curvature.factor, rounder, steps)
+    _, loss = gptq(columns, curvature, rounder, steps)
     return loss.unflatten(-1, (len(scale), -1)).movedim(-2, 0)
 
 
-def gptq(w: Tensor, factor: Tensor, rounder: Rounder, steps: "Steps") -> tuple[Tensor, Tensor]:
+def gptq(w: Tensor, curvature: Curvature, rounder: Rounder, steps: "Steps") -> tuple[Tensor, Tensor]:
     """Values of the grid [..., K, N], and loss [..., N], of W transposed, [..., K, N]: a channel is one run of memory. All in the order
-    of the factor [..., K, K]."""
-    columns = w.shape[-2]
+    of the curvature."""
+    columns, factor, round_block = w.shape[-2], curvature.factor, _block_rounder(w.device)
     error, values = torch.empty_like(w), torch.empty_like(w)
     loss = torch.zeros_like(w[..., 0, :])
     for outer in range(0, columns, OUTER):
@@ -162,13 +178,21 @@ def gptq(w: Tensor, factor: Tensor, rounder: Rounder, steps: "Steps") -> tuple[T
             if start > outer:
                 carried += factor[..., outer:start, start:stop].mT @ error[..., outer:start, :]
             triangle, block = factor[..., start:stop, start:stop], w[..., start:stop, :]
-            inverse = torch.linalg.solve_triangular(triangle, torch.eye(stop - start, device=w.device).expand_as(triangle), upper=True)
+            inverse = curvature.inverses[start // BLOCK]
             pivot = triangle.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
             target = block + inverse.mT @ carried
-            missed = _round_block(target, -(pivot * inverse).mT, rounder, steps.of(start, stop), values[..., start:stop, :])
+            missed = round_block(target, -(pivot * inverse).mT, rounder, steps.of(start, stop), values[..., start:stop, :])
             loss += (missed * pivot).square_().sum(-2)
             torch.sub(block, values[..., start:stop, :], out=error[..., start:stop, :])
     return values, loss
+
+
+def _block_rounder(device: torch.device) -> Callable[[Tensor, Tensor, Rounder, Step, Tensor], Tensor]:
+    if device.type != "cuda":
+        return _round_block
+    from quantkit.quant.block_kernel import round_block  # Triton comes with PyTorch's builds for GPUs
+
+    return round_block
 
 
 def _round_block(target: Tensor, reaction: Tensor, rounder: Rounder, step: Step, values: Tensor) -> Tensor:

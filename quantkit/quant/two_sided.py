@@ -40,7 +40,7 @@ def compensate_both(
             # Solved as rows times an upper triangle: a batch of experts shares it.
             target += torch.linalg.solve_triangular(outputs.factor[start:stop, start:stop], carried.mT, upper=True, left=False).mT
         own = Step(step.step.index_select(-2, rows), None if step.zero is None else step.zero.index_select(-2, rows))
-        rounded, _ = gptq(take(target.mT, order), curvature.factor, rounder, Steps(own, groups))
+        rounded, _ = gptq(take(target.mT, order), curvature, rounder, Steps(own, groups))
         values.index_copy_(-2, rows, put_back(rounded, order).mT)
         start = stop
     return values, step

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from quantkit.calibrate.allocator import LARGEST_KEPT
 from quantkit.calibrate.batches import Batches
+from quantkit.checkpoint.writer import WAITING
 from quantkit.errors import QuantkitError
 from quantkit.models.table import Parameter
 
@@ -82,14 +83,16 @@ def fitting_peak(work: Work, ceiling: int | None) -> tuple[Peak, Batches]:
 
 
 def nearest_peak(units: dict[str, list[Parameter]], quantized: set[str]) -> Peak:
-    """The worst moment of a run without calibration: one unit at a time, its linears in float32, what is copied as it is stored."""
-    moments = []
+    """The worst moment of a run without calibration: one unit at a time, its linears in float32, what is copied as it is stored; and
+    what waits for the disk. (Calibration is slower than any disk.)"""
+    moments, waiting = [], 0
     for unit, rows in units.items():
         linears = [_FLOAT * _values(row) for row in rows if row.module in quantized]
         copied = [_COPIED * _values(row) for row in rows if row.module not in quantized]
         moments.append((2 * sum(linears) + 4 * max(linears, default=0) + sum(copied), unit))
+        waiting += (sum(linears) + sum(copied)) // 4
     work, where = max(moments)
-    return Peak(PROCESS_BYTES, 0, work, where)
+    return Peak(PROCESS_BYTES, 0, work + min(WAITING, waiting), where)
 
 
 def check_memory(peak: Peak, ceiling: int | None) -> None:

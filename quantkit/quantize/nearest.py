@@ -20,8 +20,7 @@ def round_units(source: Source, output: Output, solver: Solver, on_event: OnEven
 
     Errors are of the weights themselves: there are no inputs to weigh them by.
     """
-    team.wait()
-    output.reread()
+    team.share(output)
     findings = Findings()
     total = sum(source.stored_bytes(row) for row in output.rows.values())
     done, process = 0, psutil.Process()
@@ -30,8 +29,7 @@ def round_units(source: Source, output: Output, solver: Solver, on_event: OnEven
             _round_unit(unit, rows, source, output, solver, findings)
         done += sum(source.stored_bytes(row) for row in rows)
         on_event(Progress("rounding", unit, done, total, findings.mean_error, process.memory_info().rss))
-    team.wait()
-    output.reread()
+    team.share(output)
     return _collected(output)
 
 

@@ -72,6 +72,9 @@ class Output:
                 tensors[row.name] = plain[row.name] if row.name in plain else self.source.plain(row)
         self.writer.write(unit, tensors, {**facts, "changed": sorted(plain)})
 
+    def settle(self) -> None:
+        self.writer.settle()
+
     def reread(self) -> None:
         self.writer.reread()
 
@@ -91,10 +94,17 @@ class Output:
         return weights, plain, facts
 
     def save_state(self, layer: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        fresh = self.writer.state_dir / "hidden.new"
+        metadata = {"run": self._run, "layer": str(layer), "facts": json.dumps(facts)}
         hidden = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(hidden, fresh, metadata={"run": self._run, "layer": str(layer), "facts": json.dumps(facts)})
-        fresh.replace(self.writer.state_dir / "hidden.safetensors")
+
+        def save() -> None:
+            fresh = self.writer.state_dir / "hidden.new"
+            save_file(hidden, fresh, metadata=metadata)
+            fresh.replace(self.writer.state_dir / "hidden.safetensors")
+
+        self.writer.afterwards(save)  # a layer that is begun has all before it
+        if self.source.device.type == "cpu":  # the states themselves, which go on changing
+            self.writer.settle()
 
     def load_state(self) -> tuple[int, dict[str, Tensor], dict[str, Any]] | None:
         path = self.writer.state_dir / "hidden.safetensors"

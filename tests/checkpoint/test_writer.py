@@ -92,6 +92,14 @@ def test_a_run_stopped_and_started_again_ends_with_the_same_bytes(undisturbed: P
     assert _bytes(tmp_path / "out") == _bytes(undisturbed)
 
 
+def test_a_tensor_may_change_as_soon_as_its_unit_is_handed_over(tmp_path: Path) -> None:
+    w = torch.zeros(2048, 2048)
+    with CheckpointWriter(tmp_path / "out", [TensorSpec("w", w.dtype, tuple(w.shape))], fingerprint={}, overwrite=False) as writer:
+        writer.write("all", {"w": w})
+        w.fill_(1)
+        assert not writer.read("all")["w"].any()
+
+
 def test_bytes_changed_behind_the_journal_are_written_again(undisturbed: Path, tmp_path: Path) -> None:
     write_job.write(tmp_path / "out").close()
     shard = tmp_path / "out.partial" / "model-00002-of-00004.safetensors"
