@@ -27,7 +27,7 @@ class Rate:
         return f"{total / 1e9:,.0f} GFLOP/s in float32{f' on {cores} cores' if self.per_core else ''}, {self.disk / 1e9:g} GB/s disk"
 
 
-RATES = (Rate("cpu", 50e9, True, 1e9), Rate("h200", 8e12, False, 1.5e9))
+RATES = (Rate("cpu", 50e9, True, 1e9), Rate("h200", 24e12, False, 1.5e9))
 """Of the operations counted here, with everything not counted in the time: a core with AVX2, whose large products alone run at 85 GFLOP/s,
 and an H200 (benchmarks/r1_shape.py)."""
 
