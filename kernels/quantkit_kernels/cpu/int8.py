@@ -16,8 +16,8 @@ from quantkit_kernels.cpu.build import library, why_no_library
 from quantkit_kernels.linear import Linear, quantize_rows
 from quantkit_kernels.weights import Int8, shape
 
-# Rows from which oneDNN is faster than the C++, with AMX (see docs/benchmarks.md).
-_VNNI_ROWS = 8
+# The most rows that the C++ was timed with on VNNI, and found the faster.
+_VNNI_ROWS = 32
 # Rows from which expanded float32 blocks beat the C++ (4096 x 4096, AVX2, one core, ms: M=16 13/7.3, M=64 31/29, M=128 58/59), and without
 # it `_weight_int8pack_mm` (M=16 12/14, M=64 59/34).
 _EXPANDED_ROWS = 128
@@ -50,7 +50,7 @@ class VnniInt8Linear(Linear):
     def rows(self, x: Tensor) -> Tensor:
         if self._library is None:
             codes, row_scale = _quantize(x)
-        elif self._block is not None and x.shape[0] < _VNNI_ROWS:
+        elif self._block is not None and x.shape[0] <= vnni_rows():
             weight = (torch.ops.mkldnn.data_ptr(self.packed), self.scale.data_ptr(), self.sums.data_ptr())
             return _multiply(self._library.qk_int8_blocks, weight, x, (self.out_features, self.in_features, self._block))
         else:
@@ -85,6 +85,15 @@ class Int8Linear(Linear):
         else:
             y = blocked_matmul(codes.float(), self.out_features, lambda start, stop: self.codes[start:stop].float())
         return y.mul_(row_scale).mul_(self.scale).to(self.dtype)
+
+
+def vnni_rows() -> int:
+    """Up to how many rows the C++ is faster than oneDNN, which has AMX: more threads multiply faster, but wait for the same memory.
+
+    4096 x 4096 on 16 cores, C++ / oneDNN, microseconds: with one thread M=4 1138/1238, M=6 1330/1221; with four M=8 368/407, M=12 421/414;
+    with 16 M=1 131/314, M=16 163/199, M=32 226/240.
+    """
+    return min(_VNNI_ROWS, 2 * (torch.get_num_threads() + 1))
 
 
 def block_rows(packed: Tensor, codes: Tensor) -> int | None:
