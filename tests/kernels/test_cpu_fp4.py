@@ -50,7 +50,7 @@ def test_without_a_compiler_the_reason_says_so(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    assert build.why_no_library() is not None
+    assert build.why_no_library("fp4") is not None
     assert prepare(random_weight("fp4", 16, 32, torch.Generator().manual_seed(4))).backend == "reference"
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    assert "AVX2" in str(build.why_no_library())
+    assert "AVX2" in str(build.why_no_library("fp4"))

@@ -1,9 +1,12 @@
-"""The CPU backend: torch's and oneDNN's packed operators where they are right on this processor, and C++ where torch has none.
+"""The CPU backend: torch's and oneDNN's packed operators where they are right on this processor, and C++ where torch has none or is slow.
 
 int4   `_weight_int4pack_mm_for_cpu` in bf16 or fp16, 4.25 bits per weight.
-int8   `onednn.qlinear_pointwise` with u8 activations where the processor has VNNI (it saturates in 16 bits without, which a test product
-       finds out); else `_weight_int8pack_mm` for few rows and float32 products of expanded blocks for more.
-fp4    fp4.cpp, AVX-512 or AVX2, compiled by the user's C++ compiler at first use; 4.5 bits per weight.
+int8   int8.cpp for few rows, VNNI, AVX2 or the compiler's own vectors. For more, or without a compiler: `onednn.qlinear_pointwise` with u8
+       activations where the processor has VNNI (it saturates in 16 bits without, which a test product finds out), over the same packed
+       weight; else `_weight_int8pack_mm` and float32 products of expanded blocks.
+fp4    fp4.cpp, AVX-512 or AVX2; 4.5 bits per weight.
+
+The C++ is compiled by the user's compiler at first use.
 """
 
 import torch

@@ -1,44 +1,68 @@
-"""Compiles fp4.cpp with the user's C++ compiler at first use, two seconds, and loads it."""
+"""Compiles fp4.cpp or int8.cpp with the user's C++ compiler at first use, two seconds, and loads it."""
 
 import ctypes
 import functools
 import hashlib
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import torch
 
 from quantkit_kernels.compiled import cache_directory, compile_into
 
-_SOURCE = Path(__file__).parent / "fp4.cpp"
-_FLAGS = {"AVX2": ("-mavx2", "-mfma"), "AVX512": ("-mavx512f", "-mfma")}
+_FLAGS = {
+    "AVX2": ("-mavx2", "-mfma"),
+    "AVX512": ("-mavx512f", "-mfma"),
+    "VNNI": ("-mavx512f", "-mfma", "-mavx512bw", "-mavx512vnni"),
+    "PORTABLE": (),
+}
+_LEVELS = {"fp4": ("AVX2", "AVX512", "VNNI"), "int8": tuple(_FLAGS)}
+"""Which processors each source is for."""
+_FUNCTIONS = {
+    "fp4": {"qk_fp4_linear": (5, 4), "qk_fp4_expand": (4, 4)},
+    "int8": {"qk_int8_rows": (4, 5), "qk_int8_blocks": (5, 6), "qk_int8_quantize": (3, 4)},
+}
+"""Of each library, and how many pointers and then integers they take. Blocks are for VNNI alone."""
 
 
-def why_no_library() -> str | None:
-    """None where the library is there or can be made."""
+def level() -> str:
+    """What this processor has, of _FLAGS."""
     capability = torch.backends.cpu.get_cpu_capability()
-    if capability not in _FLAGS:
-        return f"needs AVX2 or AVX-512, torch finds {capability} here"
-    if _compiler() is None and not _library_path(capability).exists():
+    if capability == "AVX512" and torch.cpu._is_vnni_supported():
+        return "VNNI"
+    return capability if capability in _FLAGS else "PORTABLE"
+
+
+def why_no_library(name: str) -> str | None:
+    """None where the library of `name`.cpp is there or can be made."""
+    if level() not in _LEVELS[name]:
+        return f"needs AVX2 or AVX-512, torch finds {torch.backends.cpu.get_cpu_capability()} here"
+    if sys.platform != "linux":
+        return f"is compiled on Linux only, not on {sys.platform}"
+    if _compiler() is None and not _library_path(name, level()).exists():
         return "no C++ compiler is installed (c++, g++ or $CXX), and it compiles the kernel at first use"
     return None
 
 
+def library(name: str) -> ctypes.CDLL:
+    return _loaded(name, level())
+
+
 @functools.cache
-def library() -> ctypes.CDLL:
-    capability = torch.backends.cpu.get_cpu_capability()
-    path = _library_path(capability)
+def _loaded(name: str, level: str) -> ctypes.CDLL:
+    path = _library_path(name, level)
     if not path.exists():
         compiler = _compiler()
         assert compiler is not None, "it was there when the backend was chosen"
         # OpenMP's runtime is the one that torch has loaded, so that the two share their threads.
-        compile_into(path, [compiler, "-O3", "-std=c++17", *_FLAGS[capability], "-fopenmp", "-shared", "-fPIC"], [_SOURCE])
+        compile_into(path, [compiler, "-O3", "-std=c++17", *_FLAGS[level], "-fopenmp", "-shared", "-fPIC"], [_source(name)])
     loaded = ctypes.CDLL(str(path))
-    loaded.qk_fp4_linear.argtypes = [*[ctypes.c_void_p] * 5, *[ctypes.c_int] * 4]
-    loaded.qk_fp4_expand.argtypes = [*[ctypes.c_void_p] * 4, *[ctypes.c_int] * 4]
-    for function in (loaded.qk_fp4_linear, loaded.qk_fp4_expand):
-        function.restype = None
+    for function, (pointers, integers) in _FUNCTIONS[name].items():
+        if hasattr(loaded, function):
+            getattr(loaded, function).argtypes = [ctypes.c_void_p] * pointers + [ctypes.c_int] * integers
+            getattr(loaded, function).restype = None
     return loaded
 
 
@@ -46,6 +70,10 @@ def _compiler() -> str | None:
     return next((found for name in (os.environ.get("CXX"), "c++", "g++") if name and (found := shutil.which(name))), None)
 
 
-def _library_path(capability: str) -> Path:
-    digest = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]
-    return cache_directory() / f"fp4-{capability.lower()}-{digest}.so"
+def _source(name: str) -> Path:
+    return Path(__file__).parent / f"{name}.cpp"
+
+
+def _library_path(name: str, level: str) -> Path:
+    digest = hashlib.sha256(_source(name).read_bytes()).hexdigest()[:16]
+    return cache_directory() / f"{name}-{level.lower()}-{digest}.so"

@@ -22,7 +22,7 @@ class Fp4Linear(Linear):
         super().__init__(k, n, dtype, torch.device("cpu"), "cpu")
         self.words, self.scales, self.row_scale = _pack(weight)
         self._upcast = not has_unit(dtype)
-        library()
+        self._library = library("fp4")
 
     def held(self) -> list[Tensor]:
         return [self.words, self.scales, self.row_scale]
@@ -36,13 +36,13 @@ class Fp4Linear(Linear):
         padded = self.row_scale.numel()
         y = torch.empty(x.shape[0], padded)
         sizes = (x.shape[0], padded, self.in_features, torch.get_num_threads())
-        library().qk_fp4_linear(*(one.data_ptr() for one in self.held()), x.data_ptr(), y.data_ptr(), *sizes)
+        self._library.qk_fp4_linear(*(one.data_ptr() for one in self.held()), x.data_ptr(), y.data_ptr(), *sizes)
         return y[:, : self.out_features].to(self.dtype)
 
     def _expand(self, start: int, stop: int) -> Tensor:
         block = torch.empty(stop - start, self.in_features)
         sizes = (start, stop, self.in_features, torch.get_num_threads())
-        library().qk_fp4_expand(*(one.data_ptr() for one in self.held()), block.data_ptr(), *sizes)
+        self._library.qk_fp4_expand(*(one.data_ptr() for one in self.held()), block.data_ptr(), *sizes)
         return block
 
 

@@ -1,0 +1,135 @@
+"""Int8 on the CPU: the C++ that the user's compiler makes, against the reference bit for bit, and what is there without a compiler."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from quantkit_kernels import Int8, prepare, quantize_rows
+from quantkit_kernels.cpu import build, int8
+from quantkit_kernels.cpu.int8 import Int8Linear, VnniInt8Linear, qlinear_is_exact
+from quantkit_kernels.samples import TOLERANCE, distance, exact_linear, random_weight
+from torch import Tensor
+
+DTYPES = list(TOLERANCE)
+LEVELS = list(build._FLAGS)
+REASON = build.why_no_library("int8")
+compiled = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+vnni = pytest.mark.skipif(build.level() != "VNNI" or not qlinear_is_exact(), reason="needs VNNI")
+
+
+def runs_here(level: str) -> bool:
+    return level == "PORTABLE" or (build.level() in LEVELS[:3] and LEVELS.index(level) <= LEVELS.index(build.level()))
+
+
+def fresh() -> torch.Generator:
+    rng = torch.Generator()
+    rng.seed()
+    return rng
+
+
+def activations(m: int, k: int, rng: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """Of sizes far apart, every seventh row zeros."""
+    x = torch.randn(m, k, generator=rng) * 10 ** torch.linspace(-3, 2, m).unsqueeze(1)
+    x[6::7] = 0
+    return x.to(dtype)
+
+
+@compiled
+@pytest.mark.parametrize(
+    "level", [pytest.param(one, marks=pytest.mark.skipif(not runs_here(one), reason="not this CPU")) for one in LEVELS]
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_are_the_reference_bit_for_bit(dtype: torch.dtype, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole vectors and whole fours of rows, and less than one; tokens one by one, in twos and fours."""
+    monkeypatch.setattr(build, "level", lambda: level)
+    rng = fresh()
+    for n, k in ((64, 2048), (10, 100), (3, 5)):
+        weight = random_weight("int8", n, k, rng)
+        linear, reference = Int8Linear(weight, dtype), prepare(weight, backend="reference", dtype=dtype)
+        for m in (1, 2, 3, 4, 7, 63):
+            x = activations(m, k, rng, dtype)
+            assert torch.equal(linear(x), reference(x)), (n, k, m, rng.initial_seed())
+
+
+@compiled
+@vnni
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_blocks_are_the_reference_bit_for_bit(dtype: torch.dtype) -> None:
+    """Of whatever rows oneDNN chooses, the last not whole."""
+    rng = fresh()
+    for n, k in ((64, 128), (200, 384), (192, 2048), (2112, 7168)):
+        weight = random_weight("int8", n, k, rng)
+        linear, reference = VnniInt8Linear(weight, dtype), prepare(weight, backend="reference", dtype=dtype)
+        assert linear._block is not None, (n, k, "oneDNN packs it in no blocks that int8.cpp reads")
+        for m in range(1, min(9, int8.vnni_rows() + 1)):
+            x = activations(m, k, rng, dtype)
+            assert torch.equal(linear(x), reference(x)), (n, k, m, rng.initial_seed())
+
+
+@compiled
+@vnni
+@pytest.mark.parametrize("rows", [16, 32, 48, 64])
+def test_blocks_of_any_rows(rows: int) -> None:
+    """Blocks laid out here, one after the other, the last half empty, for a processor may never choose some of them."""
+    n, k, rng = 5 * rows // 2, 64, fresh()
+    weight = random_weight("int8", n, k, rng)
+    padded = torch.cat([weight.codes, torch.full((-n % rows, k), 99, dtype=torch.int8)])
+    blocks = padded.view(-1, rows, k // 4, 4).transpose(1, 2).contiguous()
+    sums = weight.codes.sum(dim=1, dtype=torch.int32)
+    x = torch.randn(7, k, generator=rng)
+    addresses = (blocks.data_ptr(), weight.scale.data_ptr(), sums.data_ptr())
+    y = int8._multiply(build.library("int8").qk_int8_blocks, addresses, x, (n, k, rows))
+    assert torch.equal(y, prepare(weight, backend="reference", dtype=torch.float32)(x)), rng.initial_seed()
+
+
+@compiled
+@pytest.mark.parametrize("kind", [Int8Linear, pytest.param(VnniInt8Linear, marks=vnni)])
+def test_largest_codes_of_either_sign(kind: type) -> None:
+    """R1's longest K, whose sums no float32 holds: every pair of signs by itself, and all together."""
+    k = 18432
+    signs = torch.ones(64, k, dtype=torch.int8)
+    signs[1::2] = -1
+    signs[2::4, ::3] = -1
+    weight = Int8(signs * 127, torch.linspace(0.1, 2, 64).unsqueeze(1))
+    x = signs[:3].float() * 3
+    reference = prepare(weight, backend="reference", dtype=torch.float32)
+    assert torch.equal(kind(weight, torch.float32)(x), reference(x))
+
+
+@pytest.mark.parametrize("quantize", ["torch", pytest.param("compiled", marks=compiled)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_codes_and_steps_are_those_of_quantize_rows(quantize: str, dtype: torch.dtype) -> None:
+    rng = fresh()
+    for m, k in ((1, 3), (7, 100), (40, 1000), (2, 4096)):
+        x = activations(m, k, rng, dtype)
+        codes, step = int8._quantize(x) if quantize == "torch" else int8._quantize_compiled(build.library("int8"), x)
+        expected, expected_step = quantize_rows(x)
+        assert torch.equal(step, expected_step), (m, k, rng.initial_seed())
+        assert torch.equal(codes.int() - 128, expected.int()), (m, k, rng.initial_seed())
+
+
+@compiled
+def test_steps_too_small_for_a_float_and_activations_that_are_none() -> None:
+    """A 127th of the smallest number is zero, and that of the next few no 127th; a row that is not finite gives nothing that is."""
+    tiny = torch.finfo(torch.float32).smallest_normal * torch.finfo(torch.float32).eps
+    x = torch.ones(6, 40) * tiny * torch.tensor([1, 90, 190, 1000, 1, 1]).unsqueeze(1)
+    x[4, 7], x[5, 39] = torch.nan, -torch.inf
+    weight = random_weight("int8", 64, 40, fresh())
+    y, reference = Int8Linear(weight, torch.float32)(x), prepare(weight, backend="reference", dtype=torch.float32)(x)
+    assert torch.equal(y[:4], reference[:4])
+    assert y[4:].isnan().all()
+
+
+def test_without_a_compiler_torch_does_it_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert "compiler" in str(build.why_no_library("int8"))
+    rng = fresh()
+    weight = random_weight("int8", 64, 256, rng)
+    for m in (1, 17):
+        x = torch.randn(m, 256, generator=rng).bfloat16()
+        linear = prepare(weight, dtype=torch.bfloat16)
+        assert linear.backend == "cpu"
+        assert distance(linear(x), exact_linear(x, weight)) < TOLERANCE[torch.bfloat16], (m, rng.initial_seed())
+    assert list(tmp_path.iterdir()) == []
