@@ -4,7 +4,8 @@
     python kernels/bench.py --device cuda [--vllm PATH]  R1's linears and experts by graph replay, beside cuBLAS and, with the folder of an
                                                          installed vllm package, beside vLLM's kernels on the same card in the same run
 
-Weights are random and rotate beyond the cache; every result is checked against float64 before it is timed.
+Weights are random and rotate beyond the cache; every result is checked against float64 before it is timed. Ours and vLLM's take turns, a
+replay of one and then of the other, 15 times, and the median of each counts: a warm card is slower, and neither side always finds it so.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from quantkit_kernels.backends import why_unusable
 from quantkit_kernels.check import EXPERTS, HIDDEN, TOP_K, exact_experts, functions
 from quantkit_kernels.linear import Linear
 from quantkit_kernels.samples import TOLERANCE, distance, exact_linear, random_weight
-from quantkit_kernels.timing import copies_beyond_cache, read_bandwidth, seconds_per_call
+from quantkit_kernels.timing import copies_beyond_cache, read_bandwidth, seconds_in_turns, seconds_per_call
 from quantkit_kernels.weights import kind, rows
 from vllm_kernels import VllmKernels
 
@@ -134,8 +135,9 @@ def linear_cells(grid: str, n: int, k: int, rng: torch.Generator, bandwidth: flo
         worst = max(worst, distance(first(x)[:, :256], exact_linear(x, rows(weight, 0, 256))))
         calls = [partial(one, x) for one in copies]
         warm_up(calls[0])
-        times.append(seconds_per_call(calls, device))
-        cells.append(beside(times[-1], seconds_per_call(theirs(x), device) if theirs else None))
+        both = seconds_in_turns([calls, theirs(x)] if theirs else [calls], device)
+        times.append(both[0])
+        cells.append(beside(*both))
     assert worst < TOLERANCE[dtype], (grid, n, k, worst)
     return [*cells, f"{first.nbytes / times[0] / bandwidth:.2f}", f"{worst:.1e}"]
 
@@ -167,11 +169,11 @@ def experts_lines(
         worst = max(worst, distance(layers[0](x, ids[0], weights), exact_experts(x, ids[0], weights, few)))
         calls = [partial(layers[turn % len(layers)], x, one, weights) for turn, one in enumerate(ids)]
         warm_up(calls[0])
-        times.append(seconds_per_call(calls, device))
+        both = seconds_in_turns([calls, [partial(theirs, x, one, weights) for one in ids]] if theirs else [calls], device)
+        times.append(both[0])
+        peers += both[1:]
         distinct = sum(one.unique().numel() for one in ids) / len(ids)
         fractions.append(layers[0].nbytes * distinct / (EXPERTS + shared) / times[-1] / bandwidth)
-        if theirs:
-            peers.append(seconds_per_call([partial(theirs, x, one, weights) for one in ids], device))
     assert worst < 2e-2, (grid, worst)
     lines = [["us", *(f"{one * 1e6:.0f}" for one in times)], ["of read bandwidth", *(f"{one:.2f}" for one in fractions)]]
     if peers:
@@ -189,7 +191,7 @@ def warm_up(call: Callable[[], object]) -> None:
         torch.cuda.synchronize()
 
 
-def beside(ours: float, theirs: float | None) -> str:
+def beside(ours: float, theirs: float | None = None) -> str:
     return f"{ours * 1e6:.1f}" + (f" / {theirs * 1e6:.1f} = {ours / theirs:.2f}" if theirs else "")
 
 

@@ -18,7 +18,8 @@ from quantkit_kernels import ExpertsBuilder
 from quantkit_kernels.check import EXPERTS, TOP_K
 from quantkit_kernels.cuda import experts as cuda_experts
 from quantkit_kernels.cuda.linear import CudaLinear
-from quantkit_kernels.cuda.plans import AnyPlan, Expand, PersistentPlan, Plan, TilePlan
+from quantkit_kernels.cuda.plans import AnyPlan, Expand, PersistentPlan, Plan, SharePlan, TilePlan, WidePlan
+from quantkit_kernels.cuda.tiles import SHARE_ROWS
 from quantkit_kernels.samples import random_weight
 from quantkit_kernels.timing import copies_beyond_cache, seconds_per_call
 from quantkit_kernels.weights import kind
@@ -27,7 +28,8 @@ GRIDS = ("fp4", "int4-asym-128", "int8")
 TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 EXPERTS_TOKENS = {"int8": (1, 4, 16, 64), "int4": (1,), "fp4": (1,)}
 TILES = ((32, 2), (32, 4), (64, 2), (64, 4), (128, 2), (128, 3), (256, 2))
-BLOCKS = 264  # more of a split K only wait for one another
+MULTIPROCESSORS = 132
+BLOCKS = 2 * MULTIPROCESSORS  # more of a split K only wait for one another
 WARM_UP_SECONDS = 0.3
 
 
@@ -46,6 +48,18 @@ def stream_plans(rows: int, k: int, tokens: int) -> Iterator[Plan]:
                     blocks = rows // (16 * row_tiles * wn)
                     if rows % (16 * row_tiles * wn) == 0 and split <= k // 128 and (split == 1 or blocks * split <= BLOCKS):
                         yield Plan(token_tiles, row_tiles, wn, split, bulk)
+
+
+def wide_plans(rows: int, tokens: int) -> Iterator[WidePlan]:
+    for wn in (1, 2, 3, 6, 9, 18):
+        if rows % (32 * wn) == 0 and rows // (32 * wn) <= BLOCKS:
+            yield WidePlan(1 if tokens <= 8 else 2, 2, 18, wn)
+
+
+def share_plans(rows: int, k: int, tokens: int) -> Iterator[SharePlan]:
+    """Where there are more tiles than multiprocessors, but not twice as many."""
+    if tokens in (32, 64) and MULTIPROCESSORS < -(-rows // SHARE_ROWS) < 2 * MULTIPROCESSORS and k >= 1024:
+        yield SharePlan(tokens, MULTIPROCESSORS)
 
 
 def tile_plans(rows: int, k: int, tokens: int) -> Iterator[TilePlan]:
@@ -84,10 +98,12 @@ def linear_rows(
         x = torch.randn(tokens, k, generator=rng, device=device).bfloat16()
         calls: dict[AnyPlan, list[Callable[[], object]]] = {}
         if tokens <= 16:
-            for stream in stream_plans(first.padded, k, tokens):
+            streams: list[Plan | WidePlan] = [*stream_plans(first.padded, k, tokens), *wide_plans(first.padded, tokens)]
+            for stream in streams:
                 calls[stream] = [partial(one.stream, x, stream) for one in copies]
         else:
-            for tile in tile_plans(first.padded, k, tokens):
+            tiles: list[TilePlan | SharePlan] = [*tile_plans(first.padded, k, tokens), *share_plans(first.padded, k, tokens)]
+            for tile in tiles:
                 calls[tile] = [partial(one.tiles, x, tile) for one in copies]
             if grid == "int8" and tokens >= 256:
                 for parts in (1, 2, 4):

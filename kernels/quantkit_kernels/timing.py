@@ -35,22 +35,33 @@ def seconds_per_call(calls: Sequence[Callable[[], object]], device: torch.device
     On an accelerator they are captured into one graph and replayed, so that launches cost what they cost in a decode step; calls that
     cannot be captured are launched one by one, with a warning. On the CPU the clock is the wall's and the best round counts.
     """
+    return seconds_in_turns([calls], device)[0]
+
+
+def seconds_in_turns(sides: Sequence[Sequence[Callable[[], object]]], device: torch.device) -> list[float]:
+    """`seconds_per_call` of several to be compared, which take turns, a round of each at a time: a card that has grown warm is slower by
+    up to 5 %, and so is slower for all of them."""
     driver = accelerator.module(device)
     if driver is not None:
-        return _device_seconds(calls, driver)
-    for call in calls[:2]:
-        call()
-    best, spent = float("inf"), 0.0
-    while spent < _CPU_SECONDS:
-        start = time.perf_counter()
-        for call in calls:
+        rounds = [_captured(calls, driver) for calls in sides]
+        turns = [[_elapsed(run, driver) for run, _ in rounds] for _ in range(_REPLAYS)]
+        return [statistics.median(times) / count for times, (_, count) in zip(zip(*turns, strict=True), rounds, strict=True)]
+    for calls in sides:
+        for call in calls[:2]:
             call()
-        elapsed = time.perf_counter() - start
-        best, spent = min(best, elapsed), spent + elapsed
-    return best / len(calls)
+    best, spent = [float("inf")] * len(sides), 0.0
+    while spent < _CPU_SECONDS * len(sides):
+        for side, calls in enumerate(sides):
+            start = time.perf_counter()
+            for call in calls:
+                call()
+            elapsed = time.perf_counter() - start
+            best[side], spent = min(best[side], elapsed / len(calls)), spent + elapsed
+    return best
 
 
-def _device_seconds(calls: Sequence[Callable[[], object]], driver: ModuleType) -> float:
+def _captured(calls: Sequence[Callable[[], object]], driver: ModuleType) -> tuple[Callable[[], object], int]:
+    """What runs all of `calls` once or several times, and how many calls that is."""
     # Enough calls that one run of them lasts well past its own launch.
     rounds = -(-20 // len(calls))
 
@@ -72,9 +83,9 @@ def _device_seconds(calls: Sequence[Callable[[], object]], driver: ModuleType) -
             run()
     except RuntimeError as fault:
         driver.synchronize()
-        warnings.warn(f"timed launch by launch, not captured: {str(fault).partition(chr(10))[0]}", RuntimeWarning, stacklevel=3)
+        warnings.warn(f"timed launch by launch, not captured: {str(fault).partition(chr(10))[0]}", RuntimeWarning, stacklevel=4)
         repeated = run
-    return statistics.median(_elapsed(repeated, driver) for _ in range(_REPLAYS)) / (rounds * len(calls))
+    return repeated, rounds * len(calls)
 
 
 def _elapsed(run: Callable[[], object], driver: ModuleType) -> float:

@@ -2,7 +2,19 @@
 
 import pytest
 from quantkit_kernels.cuda.few_experts import max_pairs
-from quantkit_kernels.cuda.plans import AnyPlan, Expand, PersistentPlan, Plan, TilePlan, _measured, experts_plans, linear_plan, sorted_plan
+from quantkit_kernels.cuda.plans import (
+    AnyPlan,
+    Expand,
+    PersistentPlan,
+    Plan,
+    SharePlan,
+    TilePlan,
+    WidePlan,
+    _measured,
+    experts_plans,
+    linear_plan,
+    sorted_plan,
+)
 
 
 def check(plan: AnyPlan, rows: int, k: int) -> None:
@@ -10,6 +22,17 @@ def check(plan: AnyPlan, rows: int, k: int) -> None:
         return
     if isinstance(plan, PersistentPlan):
         assert plan.parts in (1, 2, 4), plan
+        return
+    if isinstance(plan, WidePlan):
+        assert plan.token_tiles in (1, 2), plan
+        assert (plan.row_tiles, plan.warps) == (2, 18), plan
+        assert plan.warps % plan.wn == 0, plan
+        assert rows % (32 * plan.wn) == 0, (plan, rows)
+        return
+    if isinstance(plan, SharePlan):
+        assert plan.tokens in (32, 64), plan
+        assert plan.blocks <= -(-rows // 256) <= 2 * plan.blocks, (plan, rows)
+        assert k >= 1024, (plan, k)
         return
     if isinstance(plan, TilePlan):
         assert (plan.tokens, plan.warpgroups) in ((32, 2), (32, 4), (64, 2), (64, 4), (128, 2), (128, 3), (256, 2)), plan
@@ -29,7 +52,9 @@ def test_measured_plans_fit() -> None:
         assert [tokens for tokens, _ in plans] == [8, 16, 32, 64, 128, 256, 512, 1024, 2048]
         for tokens, (plan,) in plans:
             check(plan, rows, k)
-            assert isinstance(plan, Plan) == (tokens <= 16), plan
+            assert isinstance(plan, Plan | WidePlan) == (tokens <= 16), plan
+            assert not isinstance(plan, SharePlan) or tokens <= plan.tokens, plan
+            assert not isinstance(plan, WidePlan) or tokens <= 8 * plan.token_tiles, plan
             assert kind == "int8" or not isinstance(plan, PersistentPlan), plan
     for (_, hidden, intermediate), plans in tables["experts"].items():
         for _, (gate_up, down) in plans:

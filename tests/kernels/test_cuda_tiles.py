@@ -1,4 +1,4 @@
-"""The tile kernel and the sorted experts over it, on a CUDA device, against float64: every format, grid and ragged shape."""
+"""The tile kernel, wide blocks and sorted experts on a CUDA device, against float64: every format, grid and ragged shape."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from quantkit_kernels import prepare
 from quantkit_kernels.backends import why_unusable
 from quantkit_kernels.cuda.experts import StreamExperts
 from quantkit_kernels.cuda.linear import CudaLinear
-from quantkit_kernels.cuda.plans import PersistentPlan, TilePlan
+from quantkit_kernels.cuda.plans import PersistentPlan, SharePlan, TilePlan, WidePlan
 from quantkit_kernels.cuda.sorted_experts import sorted_experts
 from quantkit_kernels.samples import TOLERANCE, distance, exact_linear, random_weight
 from quantkit_kernels.weights import to_device
@@ -44,6 +44,48 @@ def test_every_tile_matches_float64(grid: str, dtype: torch.dtype) -> None:
                 for split in range(1, min(8, k // 128) + 1):
                     plan = TilePlan(tokens, warpgroups, split)
                     assert distance(linear.tiles(x, plan), exact) < TOLERANCE[dtype], (n, k, m, plan, rng.initial_seed())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("grid", GRIDS)
+def test_shares_match_float64(grid: str, dtype: torch.dtype) -> None:
+    """All tiles whole, one left over, nearly as many as blocks; parts of one stage and of several; a last tile that is no whole one."""
+    if grid == "fp4" and dtype == torch.float16:
+        pytest.skip("FP4 computes in bfloat16 only")
+    rng = generator()
+    for n, k in ((250, 1024), (2112, 1408), (2112, 7168)):
+        weight = random_weight(grid, n, k, rng)
+        linear = prepare(weight, backend="cuda", dtype=dtype)
+        assert isinstance(linear, CudaLinear)
+        for m in (1, 17, 32, 33, 64):
+            x = torch.randn(m, k, generator=rng, device=DEVICE).to(dtype)
+            exact = exact_linear(x, weight)
+            for blocks in (1,) if n <= 256 else (5, 6, 8, 9):
+                for tokens in (32, 64):
+                    if m <= tokens:
+                        y = linear.tiles(x, SharePlan(tokens, blocks))
+                        assert distance(y, exact) < TOLERANCE[dtype], (n, k, m, tokens, blocks, rng.initial_seed())
+                        assert torch.equal(y, linear.tiles(x, SharePlan(tokens, blocks))), (n, k, m, tokens, blocks)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("grid", GRIDS)
+def test_wide_blocks_match_float64(grid: str, dtype: torch.dtype) -> None:
+    """K of fewer chunks than there are warps, of more than the ring holds, and of a number that does not come out even; padded rows."""
+    if grid == "fp4" and dtype == torch.float16:
+        pytest.skip("FP4 computes in bfloat16 only")
+    rng = generator()
+    for n, k in ((80, 128), (2112, 1408), (1140, 7168)):
+        weight = random_weight(grid, n, k, rng)
+        linear = prepare(weight, backend="cuda", dtype=dtype)
+        assert isinstance(linear, CudaLinear)
+        for m in (1, 5, 8, 9, 16):
+            x = torch.randn(m, k, generator=rng, device=DEVICE).to(dtype)
+            exact = exact_linear(x, weight)
+            for wn in (1, 2, 3, 6, 9, 18):
+                if linear.padded % (32 * wn) == 0:
+                    plan = WidePlan(1 if m <= 8 else 2, 2, 18, wn)
+                    assert distance(linear.stream(x, plan), exact) < TOLERANCE[dtype], (n, k, m, plan, rng.initial_seed())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -1,6 +1,7 @@
 """Timing on a device that works behind the host's back: what counts is the device's clock, not the host's."""
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
@@ -94,6 +95,37 @@ def test_what_cannot_be_captured_is_timed_all_the_same_and_said(driver: Driver) 
     with pytest.warns(RuntimeWarning, match="launch by launch, not captured: this one waits for the host$"):
         assert timing.seconds_per_call([driver.work(3.0)], CPU) == pytest.approx(3e-3)
     assert driver.replays == 0
+
+
+def test_sides_take_turns(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[float] = []
+
+    class Logged(driver.NPUGraph):  # type: ignore[misc, name-defined]
+        def replay(self) -> None:
+            log.append(self.work[0])
+            super().replay()
+
+    monkeypatch.setattr(driver, "NPUGraph", Logged)
+    seconds = timing.seconds_in_turns([[driver.work(1.0)], [driver.work(4.0), driver.work(6.0)]], CPU)
+    assert seconds == [pytest.approx(1e-3), pytest.approx(5e-3)]
+    assert log == [1.0, 4.0] * (driver.replays // 2)
+
+
+def test_the_hosts_sides_take_turns() -> None:
+    log: list[str] = []
+
+    def wait(name: str, seconds: float) -> Callable[[], None]:
+        def call() -> None:
+            log.append(name)
+            time.sleep(seconds)
+
+        return call
+
+    quick, slow = timing.seconds_in_turns([[wait("quick", 0.01)], [wait("slow", 0.03)] * 2], CPU)
+    assert log[:3] == ["quick", "slow", "slow"]  # warm-up
+    assert log[3:] == ["quick", "slow", "slow"] * (len(log) // 3 - 1)
+    assert quick >= 0.01
+    assert slow >= 0.03
 
 
 def test_the_host_is_timed_on_its_own_clock() -> None:

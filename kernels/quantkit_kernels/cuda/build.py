@@ -56,8 +56,8 @@ class TileParams(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("words", "scales", "zeros", "row_scale", "x", "x_scale", "out")),
-        *((name, ctypes.c_void_p) for name in ("tile_expert", "tile_count", "order", "pair_weights")),
-        *((name, ctypes.c_int) for name in ("tiles", "m", "n", "k", "out_n", "split", "epilogue")),
+        *((name, ctypes.c_void_p) for name in ("tile_expert", "tile_count", "order", "pair_weights", "partial", "arrived")),
+        *((name, ctypes.c_int) for name in ("tiles", "m", "n", "k", "out_n", "split", "epilogue", "parts")),
     ]
 
 
@@ -102,7 +102,9 @@ def library() -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(path))
     pointer, integer = ctypes.c_void_p, ctypes.c_int
     loaded.qk_stream_gemm.argtypes = [ctypes.POINTER(Params), *[integer] * 7, pointer]
+    loaded.qk_wide_gemm.argtypes = [ctypes.POINTER(Params), *[integer] * 4, pointer]
     loaded.qk_tile_gemm.argtypes = [ctypes.POINTER(TileParams), *[integer] * 5, pointer]
+    loaded.qk_shared_tiles.argtypes = [ctypes.POINTER(TileParams), *[integer] * 5, pointer]
     loaded.qk_persistent_int8.argtypes = [ctypes.POINTER(TileParams), integer, integer, pointer]
     loaded.qk_arrange.argtypes = [*[pointer] * 4, *[integer] * 4, pointer]
     loaded.qk_quantize_arranged.argtypes = [*[pointer] * 5, *[integer] * 5, pointer]

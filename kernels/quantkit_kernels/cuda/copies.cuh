@@ -30,6 +30,9 @@ __device__ __forceinline__ void copy16(uint32_t to, const void* from) {
 __device__ __forceinline__ void arrive_after_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" :: "r"(barrier) : "memory");
 }
+// What this thread has asked for with `copy16` since the group before makes a group; waits until at most LEFT groups are not there.
+__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT> __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory"); }
 __device__ __forceinline__ void wait_for(uint32_t barrier, uint32_t phase) {
   asm volatile("{.reg .pred done; again%=: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again%=;}"
                :: "r"(barrier), "r"(phase) : "memory");

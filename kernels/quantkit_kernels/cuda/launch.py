@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quantkit_kernels.cuda.build import Params, library
-from quantkit_kernels.cuda.plans import Plan
+from quantkit_kernels.cuda.plans import Plan, WidePlan
 
 FORMATS = {"int4": 0, "fp4": 1, "int8": 2}
 DTYPES = {torch.bfloat16: 0, torch.float16: 1}
@@ -41,6 +41,12 @@ def stream_gemm(params: Params, kind: str, dtype: torch.dtype, group: int, plan:
     params.wn, params.split = plan.wn, plan.split
     shape = (plan.token_tiles, plan.row_tiles, plan.bulk, grid_y)
     checked(library().qk_stream_gemm(ctypes.byref(params), FORMATS[kind], DTYPES[dtype], group, *shape, stream_of(device)))
+
+
+def wide_gemm(params: Params, kind: str, dtype: torch.dtype, group: int, plan: WidePlan, device: torch.device) -> None:
+    params.wn = plan.wn
+    layout = (FORMATS[kind], DTYPES[dtype], group)
+    checked(library().qk_wide_gemm(ctypes.byref(params), *layout, plan.token_tiles, stream_of(device)))
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:

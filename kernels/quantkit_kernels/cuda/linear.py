@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit_kernels.cuda.build import Params, library
-from quantkit_kernels.cuda.launch import DTYPES, FORMATS, STORE, checked, quantize_rows, stream_gemm, stream_of
+from quantkit_kernels.cuda.launch import DTYPES, FORMATS, STORE, checked, quantize_rows, stream_gemm, stream_of, wide_gemm
 from quantkit_kernels.cuda.layout import Packed, group_of, pack
-from quantkit_kernels.cuda.plans import Expand, PersistentPlan, Plan, TilePlan, linear_plan
+from quantkit_kernels.cuda.plans import Expand, PersistentPlan, Plan, SharePlan, TilePlan, WidePlan, linear_plan
 from quantkit_kernels.cuda.tiles import tile_gemm
 from quantkit_kernels.linear import Linear
 from quantkit_kernels.weights import Weight, kind, shape, to_device
@@ -32,16 +32,16 @@ class CudaLinear(Linear):
         plan = linear_plan(self.kind, self.padded, self.in_features, x.shape[0])
         if isinstance(plan, Expand):
             return self.expanded(x)
-        return self.stream(x, plan) if isinstance(plan, Plan) else self.tiles(x, plan)
+        return self.stream(x, plan) if isinstance(plan, Plan | WidePlan) else self.tiles(x, plan)
 
-    def tiles(self, x: Tensor, plan: TilePlan | PersistentPlan) -> Tensor:
+    def tiles(self, x: Tensor, plan: TilePlan | SharePlan | PersistentPlan) -> Tensor:
         """x[M, K] -> [M, N] by the tile kernel with a given grid, or by the one that stays."""
         y = torch.empty(x.shape[0], self.out_features, dtype=self.dtype, device=x.device)
         tile_gemm(self.packed, self.kind, self.group, x.contiguous(), y, plan)
         return y
 
-    def stream(self, x: Tensor, plan: Plan) -> Tensor:
-        """x[M, K] -> [M, N] by the streaming kernel with a given grid."""
+    def stream(self, x: Tensor, plan: Plan | WidePlan) -> Tensor:
+        """x[M, K] -> [M, N] by the streaming kernel with a given grid, or by its wide blocks."""
         x = x.contiguous()
         y = torch.empty(x.shape[0], self.out_features, dtype=self.dtype, device=x.device)
         params = self._params()
@@ -50,6 +50,9 @@ class CudaLinear(Linear):
         if self.kind == "int8":
             codes, scale = quantize_rows(x)
             params.x, params.x_scale = codes.data_ptr(), scale.data_ptr()
+        if isinstance(plan, WidePlan):
+            wide_gemm(params, self.kind, self.dtype, self.group, plan, self.device)
+            return y
         grid_y = -(-x.shape[0] // (8 * plan.token_tiles))
         stream_gemm(params, self.kind, self.dtype, self.group, plan, grid_y, self.device)
         return y

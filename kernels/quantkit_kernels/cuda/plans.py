@@ -2,8 +2,9 @@
 
 plans.json holds the linears and experts of DeepSeek-R1 and openPangu-Ultra-MoE, whole and as a quarter of them (tensor parallel over four),
 as kernels/tune.py measured them. A row is a kind, the weight's sizes, the most tokens the plans are for, and the fields of one plan, or of
-two for experts: five of a Plan, three of a TilePlan, one of a PersistentPlan, none for Expand. Experts in 4 bits have rows only for so few
-tokens that two products by themselves are faster than few_experts.py. Nothing is ever timed at the user's.
+two for experts: five of a Plan, four of a WidePlan, three of a TilePlan, two of a SharePlan, one of a PersistentPlan, none for Expand.
+Experts in 4 bits have rows only for so few tokens that two products by themselves are faster than few_experts.py. Nothing is ever timed at
+the user's.
 """
 
 import functools
@@ -31,6 +32,20 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class WidePlan:
+    """The grid of wide_gemm.
+
+    token_tiles: of 8 tokens, which are all there may be (1 or 2). row_tiles: of 16 rows, per warp (2). warps: of a block, to multiply (18).
+    wn: those of them side by side along N (1, 2, 3, 6, 9 or 18).
+    """
+
+    token_tiles: int
+    row_tiles: int
+    warps: int
+    wn: int
+
+
+@dataclass(frozen=True)
 class TilePlan:
     """The shape of a grid of tile_gemm.
 
@@ -41,6 +56,17 @@ class TilePlan:
     tokens: int
     warpgroups: int
     split: int
+
+
+@dataclass(frozen=True)
+class SharePlan:
+    """The grid of tile_gemm with a block for every multiprocessor: each has a tile of 256 rows, and a share of those left over.
+
+    tokens: of a tile (32 or 64), which are all there may be. blocks: at least half as many as there are tiles. K is 1024 or more.
+    """
+
+    tokens: int
+    blocks: int
 
 
 @dataclass(frozen=True)
@@ -62,7 +88,7 @@ class Expand:
     """The 4-bit weight is expanded to the compute dtype and multiplied by cuBLAS."""
 
 
-AnyPlan = Plan | TilePlan | PersistentPlan | Expand
+AnyPlan = Plan | WidePlan | TilePlan | SharePlan | PersistentPlan | Expand
 
 SORTED_PER_EXPERT = {"int4": 9, "fp4": 9, "int8": 8}  # pairs, from which on sorting them is faster than streaming the weights
 MAX_EXPERTS = 1024  # that the kernel of few_experts.py takes
@@ -137,6 +163,10 @@ def _plan(fields: list[int]) -> AnyPlan:
         return Plan(token_tiles, row_tiles, wn, split, bool(bulk))
     if len(fields) == 1:
         return PersistentPlan(*fields)
+    if len(fields) == 4:
+        return WidePlan(*fields)
+    if len(fields) == 2:
+        return SharePlan(*fields)
     return TilePlan(*fields) if fields else Expand()
 
 

@@ -31,6 +31,10 @@ __device__ __forceinline__ void load_tokens(uint4& v, const char* p, bool wanted
                : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(p), "r"((int)wanted) : "memory");
 }
 
+__device__ __forceinline__ void read8(float* to, uint32_t at) {
+  asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(to[0]), "=f"(to[1]) : "r"(at) : "memory");
+}
+
 __device__ __forceinline__ void mma_s8(int (&c)[4], const uint4& a, uint32_t b0, uint32_t b1) {
   asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
@@ -103,13 +107,14 @@ template <int FMT, int G, int RT, int MT> struct Stream {
   }
 };
 
-// Sums of a warp: of whole products, and for INT4 of the current group.
-template <int FMT, class T, int G, int RT, int MT> struct Sums {
+// Sums of a warp: of whole products, and for INT4 of the current group. GIVEN: those of x over a group are computed elsewhere.
+template <int FMT, class T, int G, int RT, int MT, bool GIVEN = false> struct Sums {
   using S = Shape<FMT, G, RT, MT, false>;
   using Acc = std::conditional_t<FMT == kInt8, int, float>;
   static constexpr int parts = FMT == kInt4 ? RT : 1;
   Acc acc[RT][MT][4];
   float part[parts][MT][4], sum[MT][4];
+  uint32_t given;  // where the chunk's sums of x are in shared memory, [groups][tokens] from the lane's first token on
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -130,8 +135,15 @@ template <int FMT, class T, int G, int RT, int MT> struct Sums {
         for (int i = 0; i < parts; ++i) part[i][mt][c] = 0.f;
       }
   }
-  // acc += scale * (part - zero * sum), for `zeros` of the warp's first tile onwards.
-  __device__ __forceinline__ void end_group(const uint32_t* scale, uint32_t zeros) {
+  // acc += scale * (part - zero * sum), for `zeros` of the warp's first tile onwards. group: of the chunk.
+  __device__ __forceinline__ void end_group(const uint32_t* scale, uint32_t zeros, int group) {
+    if constexpr (GIVEN) {
+#pragma unroll
+      for (int mt = 0; mt < MT; ++mt) {
+        read8(sum[mt], given + (group * MT + mt) * 32);
+        sum[mt][2] = sum[mt][0], sum[mt][3] = sum[mt][1];
+      }
+    }
 #pragma unroll
     for (int nt = 0; nt < RT; ++nt) {
       const float2 s = __half22float2(*reinterpret_cast<const __half2*>(&scale[nt]));
@@ -141,7 +153,7 @@ template <int FMT, class T, int G, int RT, int MT> struct Sums {
 #pragma unroll
         for (int c = 0; c < 4; ++c) acc[nt][mt][c] += (c < 2 ? s.x : s.y) * (part[nt][mt][c] - (c < 2 ? lo : hi) * sum[mt][c]);
     }
-    clear_group();
+    if (!GIVEN) clear_group();
   }
 
   // A[j] of words 2i + j of a tile's share, which span 32 along K.
@@ -174,9 +186,10 @@ template <int FMT, class T, int G, int RT, int MT> struct Sums {
 #pragma unroll
         for (int t = 0; t < 2; ++t) {
           if constexpr (FMT == kFp4) mma<T>(acc[nt + t][mt], a[t][j], b0, b1);
+          else if (GIVEN && j == 0 && (i == 0 || G == 32) && (half == 0 || G < 128)) mma_first<T>(part[nt + t][mt], a[t][j], b0, b1);
           else mma<T>(part[nt + t][mt], a[t][j], b0, b1);
         }
-        if (FMT == kInt4 && nt == 0) mma<T>(sum[mt], ones, b0, b1);
+        if (FMT == kInt4 && !GIVEN && nt == 0) mma<T>(sum[mt], ones, b0, b1);
       }
   }
 
@@ -205,12 +218,12 @@ template <int FMT, class T, int G, int RT, int MT> struct Sums {
           for (int i = turn; i < turn + 3 - turns; ++i) two_tiles(s, two, half, nt, i);
           if (turn == turns - 1) weights.used(at, nt, left), weights.used(at, nt + 1, left);
         }
-        if constexpr (FMT == kInt4 && G == 32) end_group(s.f[half] + turn * RT, s.f[half][2 * RT + turn] >> shift);
+        if constexpr (FMT == kInt4 && G == 32) end_group(s.f[half] + turn * RT, s.f[half][2 * RT + turn] >> shift, half * 2 + turn);
       }
       if constexpr (FMT == kInt4 && G == 128) {
-        if (half == 1) end_group(s.f[0], s.f[1][0] >> shift);
+        if (half == 1) end_group(s.f[0], s.f[1][0] >> shift, 0);
       }
-      if constexpr (FMT == kInt4 && G == 64) end_group(s.f[half], s.f[half][RT] >> shift);
+      if constexpr (FMT == kInt4 && G == 64) end_group(s.f[half], s.f[half][RT] >> shift, half);
     }
   }
 };

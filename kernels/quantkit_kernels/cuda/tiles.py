@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from quantkit_kernels.cuda.build import TileParams, library
-from quantkit_kernels.cuda.launch import DTYPES, FORMATS, STORE, checked, stream_of
+from quantkit_kernels.cuda.launch import DTYPES, FORMATS, STORE, checked, stream_of, workspace
 from quantkit_kernels.cuda.layout import Packed
-from quantkit_kernels.cuda.plans import PersistentPlan, TilePlan
+from quantkit_kernels.cuda.plans import PersistentPlan, SharePlan, TilePlan
+
+SHARE_ROWS = 256  # of a tile of a SharePlan
 
 
 class Slots(NamedTuple):
@@ -40,7 +42,7 @@ def tile_gemm(
     group: int,
     x: Tensor,
     out: Tensor,
-    plan: TilePlan | PersistentPlan,
+    plan: TilePlan | SharePlan | PersistentPlan,
     *,
     epilogue: int = STORE,
     slots: Slots | None = None,
@@ -48,7 +50,9 @@ def tile_gemm(
     num_experts: int = 1,
     pair_weights: Tensor | None = None,
 ) -> None:
-    """The product of x and a packed weight into `out`, as `epilogue` says (tile_params.cuh). A PersistentPlan is for dense int8.
+    """The product of x and a packed weight into `out`, as `epilogue` says (tile_params.cuh).
+
+    A PersistentPlan is for dense int8, a SharePlan for what is dense and has no more tokens than a tile.
 
     Dense: x[M, K]. For experts: x[T, K] with top_k, whose rows are the tokens of pairs, or without, x[slots, K].
     """
@@ -76,6 +80,15 @@ def tile_gemm(
     if isinstance(plan, PersistentPlan):
         checked(library().qk_persistent_int8(ctypes.byref(params), DTYPES[x.dtype], plan.parts, stream))
         return
-    params.split = plan.split
     layout = (FORMATS[kind], DTYPES[x.dtype], group)
+    if isinstance(plan, SharePlan):
+        assert count <= plan.tokens, (count, plan)
+        assert k >= 1024, k
+        left = -(-params.n // SHARE_ROWS) - plan.blocks
+        params.split, params.parts = 1, min(plan.blocks // max(left, 1), k // 128)
+        partial, arrived = workspace(x.device, left * params.parts * SHARE_ROWS * plan.tokens)
+        params.partial, params.arrived = partial.data_ptr(), arrived.data_ptr()
+        checked(library().qk_shared_tiles(ctypes.byref(params), *layout, plan.tokens, plan.blocks, stream))
+        return
+    params.split = plan.split
     checked(library().qk_tile_gemm(ctypes.byref(params), *layout, plan.tokens, plan.warpgroups, stream))

@@ -19,6 +19,15 @@ __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.a
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int LEFT> __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LEFT) : "memory"); }
 
+// After the last wait, else the compiler may copy sums before it.
+template <class Acc, int MANY> __device__ __forceinline__ void wgmma_done(Acc (&d)[MANY]) {
+#pragma unroll
+  for (int i = 0; i < MANY; ++i) {
+    if constexpr (std::is_same_v<Acc, int>) asm volatile("" : "+r"(d[i])::"memory");
+    else asm volatile("" : "+f"(d[i])::"memory");
+  }
+}
+
 // What an instruction is told about tokens at `address`: rows of 128 bytes with the swizzle above, 1024 bytes to the next eight.
 __device__ __forceinline__ uint64_t tokens_at(uint32_t address) { return (1ull << 62) | (64ull << 32) | (1ull << 16) | (address >> 4); }
 
