@@ -18,7 +18,7 @@ from quantkit_kernels import ExpertsBuilder
 from quantkit_kernels.check import EXPERTS, TOP_K
 from quantkit_kernels.cuda import experts as cuda_experts
 from quantkit_kernels.cuda.linear import CudaLinear
-from quantkit_kernels.cuda.plans import AnyPlan, Expand, PersistentPlan, Plan, TilePlan
+from quantkit_kernels.cuda.plans import AnyPlan, Expand, Plan, TilePlan, persistent_plans
 from quantkit_kernels.samples import random_weight
 from quantkit_kernels.timing import copies_beyond_cache, seconds_per_call
 from quantkit_kernels.weights import kind
@@ -50,7 +50,7 @@ def stream_plans(rows: int, k: int, tokens: int) -> Iterator[Plan]:
 
 def tile_plans(rows: int, k: int, tokens: int) -> Iterator[TilePlan]:
     for tile, warpgroups in TILES:
-        if not tokens / 8 <= tile < 2 * tokens:
+        if not tokens / 8 <= tile < 2 * max(tokens, TILES[0][0]):
             continue
         for split in range(1, min(8, k // 128) + 1):
             blocks = -(-rows // (64 * warpgroups)) * -(-tokens // tile)
@@ -86,12 +86,12 @@ def linear_rows(
         if tokens <= 16:
             for stream in stream_plans(first.padded, k, tokens):
                 calls[stream] = [partial(one.stream, x, stream) for one in copies]
-        else:
+        if tokens > 8:
             for tile in tile_plans(first.padded, k, tokens):
                 calls[tile] = [partial(one.tiles, x, tile) for one in copies]
-            if grid == "int8" and tokens >= 256:
-                for parts in (1, 2, 4):
-                    calls[PersistentPlan(parts)] = [partial(one.tiles, x, PersistentPlan(parts)) for one in copies]
+            if grid == "int8":
+                for persistent in persistent_plans(tokens):
+                    calls[persistent] = [partial(one.tiles, x, persistent) for one in copies]
             elif tokens >= 256:
                 calls[Expand()] = [partial(one.expanded, x) for one in copies]
         plan, seconds = fastest(calls, device)

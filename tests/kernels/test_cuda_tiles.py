@@ -7,7 +7,7 @@ from quantkit_kernels import prepare
 from quantkit_kernels.backends import why_unusable
 from quantkit_kernels.cuda.experts import StreamExperts
 from quantkit_kernels.cuda.linear import CudaLinear
-from quantkit_kernels.cuda.plans import PersistentPlan, TilePlan
+from quantkit_kernels.cuda.plans import TilePlan, persistent_plans
 from quantkit_kernels.cuda.sorted_experts import sorted_experts
 from quantkit_kernels.samples import TOLERANCE, distance, exact_linear, random_weight
 from quantkit_kernels.weights import to_device
@@ -54,11 +54,11 @@ def test_blocks_that_stay_match_float64(dtype: torch.dtype) -> None:
         weight = random_weight("int8", n, k, rng)
         linear = prepare(weight, backend="cuda", dtype=dtype)
         assert isinstance(linear, CudaLinear)
-        for m in (1, 70, 129, 200, 256, 300, 1000):
+        for m in (1, 20, 70, 129, 200, 256, 300, 600, 1000):
             x = torch.randn(m, k, generator=rng, device=DEVICE).to(dtype)
             exact = exact_linear(x, weight)
-            for parts in (1, 2, 4):
-                assert distance(linear.tiles(x, PersistentPlan(parts)), exact) < TOLERANCE[dtype], (n, k, m, parts, rng.initial_seed())
+            for plan in persistent_plans(max(m, 129)):  # all of them
+                assert distance(linear.tiles(x, plan), exact) < TOLERANCE[dtype], (n, k, m, plan, rng.initial_seed())
 
 
 @pytest.mark.parametrize("grid", GRIDS)

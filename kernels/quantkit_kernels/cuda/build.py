@@ -103,7 +103,7 @@ def library() -> ctypes.CDLL:
     pointer, integer = ctypes.c_void_p, ctypes.c_int
     loaded.qk_stream_gemm.argtypes = [ctypes.POINTER(Params), *[integer] * 7, pointer]
     loaded.qk_tile_gemm.argtypes = [ctypes.POINTER(TileParams), *[integer] * 5, pointer]
-    loaded.qk_persistent_int8.argtypes = [ctypes.POINTER(TileParams), integer, integer, pointer]
+    loaded.qk_persistent_int8.argtypes = [ctypes.POINTER(TileParams), *[integer] * 5, pointer]
     loaded.qk_arrange.argtypes = [*[pointer] * 4, *[integer] * 4, pointer]
     loaded.qk_quantize_arranged.argtypes = [*[pointer] * 5, *[integer] * 5, pointer]
     loaded.qk_sort_pairs.argtypes = [pointer, *[integer] * 5, *[pointer] * 4]

@@ -2,12 +2,13 @@
 
 plans.json holds the linears and experts of DeepSeek-R1 and openPangu-Ultra-MoE, whole and as a quarter of them (tensor parallel over four),
 as kernels/tune.py measured them. A row is a kind, the weight's sizes, the most tokens the plans are for, and the fields of one plan, or of
-two for experts: five of a Plan, three of a TilePlan, one of a PersistentPlan, none for Expand. Experts in 4 bits have rows only for so few
+two for experts: five of a Plan, three of a TilePlan, four of a PersistentPlan, none for Expand. Experts in 4 bits have rows only for so few
 tokens that two products by themselves are faster than few_experts.py. Nothing is ever timed at the user's.
 """
 
 import functools
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,16 +46,27 @@ class TilePlan:
 
 @dataclass(frozen=True)
 class PersistentPlan:
-    """The grid of persistent_int8, for int8: blocks go from tile to tile of 256 tokens.
+    """The grid of persistent_int8, for int8: blocks go from tile to tile.
 
-    parts: into which the tiles are cut along the tokens that do not come out even (1, 2 or 4).
+    tokens: of a tile (64, 128 or 256). strips: of 64 rows of a tile (1, or 2 below 256 tokens). same_strips: two blocks side by side have
+    the same strips, else the same tokens. parts: into which the tiles are cut along the tokens that do not come out even (1, 2 or 4; 4 from
+    128 tokens on).
     """
 
+    tokens: int
+    strips: int
+    same_strips: bool
     parts: int
 
-    @property
-    def tokens(self) -> int:
-        return 256
+
+def persistent_plans(tokens: int) -> Iterator[PersistentPlan]:
+    """All for so many tokens, without tiles that have room for twice as many."""
+    for tile, strips in ((64, 1), (64, 2), (128, 1), (128, 2), (256, 1)):
+        if tile > 64 and tile >= 2 * tokens:
+            continue
+        for same_strips in (False, True) if tokens > tile else (False,):
+            for parts in (1, 2, 4) if tile > 64 else (1, 2):
+                yield PersistentPlan(tile, strips, same_strips, parts)
 
 
 @dataclass(frozen=True)
@@ -135,8 +147,9 @@ def _plan(fields: list[int]) -> AnyPlan:
     if len(fields) == 5:
         token_tiles, row_tiles, wn, split, bulk = fields
         return Plan(token_tiles, row_tiles, wn, split, bool(bulk))
-    if len(fields) == 1:
-        return PersistentPlan(*fields)
+    if len(fields) == 4:
+        tokens, strips, same_strips, parts = fields
+        return PersistentPlan(tokens, strips, bool(same_strips), parts)
     return TilePlan(*fields) if fields else Expand()
 
 

@@ -2,8 +2,9 @@
 //
 // W is the A operand of wgmma: each warpgroup has a strip of 64 rows, decodes it from shared memory into registers, which is the order it
 // is packed in, and multiplies with `NT` tokens that `arrange` has laid out as wgmma reads them (arrange.cu). No decoded weight is ever
-// written anywhere. A block is `WGS` such warpgroups, one above the other, and a warp that keeps a ring of stages of 128 along K filled by
-// the bulk copy engine. While the tensor cores work on one half of a stage the warps decode the next.
+// written anywhere; int8, which needs no decoding, wgmma reads from shared memory. A block is `WGS` such warpgroups, one above the other, and
+// a warp that keeps a ring of stages of 128 along K filled by the bulk copy engine. While the tensor cores work on one half of a stage the
+// warps decode the next.
 //
 // Where there are few tiles K is split over the blocks of a cluster. Their sums meet in shared memory, each block adding up a share of the
 // tokens in the blocks' order: results do not depend on timing.
@@ -77,13 +78,16 @@ __global__ void __launch_bounds__(Tile<FMT, G, NT, WGS>::threads, Tile<FMT, G, N
     for (int left = stages; left > 0; --left) {
 #pragma unroll
       for (int turn = 0; turn < S::turns; ++turn) {
-        strip.decode(a[turn % 2], stage, turn);
+        if constexpr (FMT != kInt8) strip.decode(a[turn % 2], stage, turn);
         const uint64_t tokens = tokens_at(shared_address(ring) + stage + (FMT == kInt8 ? turn * S::slabs * 32 : turn * 2 / S::turns * NT * 128 + turn * S::slabs % 4 * 32));
         wgmma_fence();
 #pragma unroll
         for (int j = 0; j < S::slabs; ++j)
 #pragma unroll
-          for (int n = 0; n < NT / wide; ++n) wgmma<T>(acc[n], a[turn % 2][j], tokens + j * 2 + n * (wide * 8));
+          for (int n = 0; n < NT / wide; ++n) {
+            if constexpr (FMT == kInt8) wgmma_int8(acc[n], strip.weights(stage, turn * S::slabs + j), tokens + j * 2 + n * (wide * 8));
+            else wgmma<T>(acc[n], a[turn % 2][j], tokens + j * 2 + n * (wide * 8));
+          }
         wgmma_commit();
         if (turn == S::turns / 2 - 1) strip.load(stage, 1);
         // The operands of the turn before are free again, and with a stage's first turn all of the stage before.

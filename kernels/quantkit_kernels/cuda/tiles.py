@@ -74,7 +74,8 @@ def tile_gemm(
     if pair_weights is not None:
         params.pair_weights = pair_weights.data_ptr()
     if isinstance(plan, PersistentPlan):
-        checked(library().qk_persistent_int8(ctypes.byref(params), DTYPES[x.dtype], plan.parts, stream))
+        shape = (plan.tokens, plan.strips, plan.same_strips, plan.parts)
+        checked(library().qk_persistent_int8(ctypes.byref(params), DTYPES[x.dtype], *shape, stream))
         return
     params.split = plan.split
     layout = (FORMATS[kind], DTYPES[x.dtype], group)
