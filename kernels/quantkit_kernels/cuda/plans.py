@@ -97,9 +97,11 @@ def linear_plan(kind: str, rows: int, k: int, tokens: int) -> AnyPlan:
     return Plan(token_tiles, row_tiles, wn, split, bulk=kind == "int8" or token_tiles > 1)
 
 
-def _tile_plan(kind: str, rows: int, k: int, tokens: int) -> TilePlan | Expand:
+def _tile_plan(kind: str, rows: int, k: int, tokens: int) -> TilePlan | PersistentPlan | Expand:
     if tokens > 1024 and kind != "int8":
         return Expand()
+    if kind == "int8" and rows // 64 * -(-tokens // 256) >= 2 * _BLOCKS:  # at least two tiles for every warpgroup
+        return PersistentPlan(256, 1, False, 1)
     tile = next(tile for tile in (32, 64, 128, 256) if tokens <= tile or tile == 256)
     warpgroups = 3 if tile == 128 and rows > 132 * 128 else 2
     blocks = -(-rows // (64 * warpgroups)) * -(-tokens // tile)
