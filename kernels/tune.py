@@ -18,7 +18,7 @@ from quantkit_kernels import ExpertsBuilder
 from quantkit_kernels.check import EXPERTS, TOP_K
 from quantkit_kernels.cuda import experts as cuda_experts
 from quantkit_kernels.cuda.linear import CudaLinear
-from quantkit_kernels.cuda.plans import AnyPlan, Expand, PersistentPlan, Plan, SharePlan, TilePlan, WidePlan
+from quantkit_kernels.cuda.plans import AnyPlan, Expand, Plan, SharePlan, TilePlan, WidePlan, persistent_plans, written
 from quantkit_kernels.cuda.tiles import SHARE_ROWS
 from quantkit_kernels.samples import random_weight
 from quantkit_kernels.timing import copies_beyond_cache, seconds_per_call
@@ -53,7 +53,7 @@ def stream_plans(rows: int, k: int, tokens: int) -> Iterator[Plan]:
 def wide_plans(rows: int, tokens: int) -> Iterator[WidePlan]:
     for wn in (1, 2, 3, 6, 9, 18):
         if rows % (32 * wn) == 0 and rows // (32 * wn) <= BLOCKS:
-            yield WidePlan(1 if tokens <= 8 else 2, 2, 18, wn)
+            yield WidePlan(1 if tokens <= 8 else 2, wn)
 
 
 def share_plans(rows: int, k: int, tokens: int) -> Iterator[SharePlan]:
@@ -64,7 +64,7 @@ def share_plans(rows: int, k: int, tokens: int) -> Iterator[SharePlan]:
 
 def tile_plans(rows: int, k: int, tokens: int) -> Iterator[TilePlan]:
     for tile, warpgroups in TILES:
-        if not tokens / 8 <= tile < 2 * tokens:
+        if not tokens / 8 <= tile < 2 * max(tokens, TILES[0][0]):
             continue
         for split in range(1, min(8, k // 128) + 1):
             blocks = -(-rows // (64 * warpgroups)) * -(-tokens // tile)
@@ -98,21 +98,25 @@ def linear_rows(
         x = torch.randn(tokens, k, generator=rng, device=device).bfloat16()
         calls: dict[AnyPlan, list[Callable[[], object]]] = {}
         if tokens <= 16:
-            streams: list[Plan | WidePlan] = [*stream_plans(first.padded, k, tokens), *wide_plans(first.padded, tokens)]
+            streams: list[Plan | WidePlan] = [*stream_plans(first.padded, k, tokens)]
+            if grid != "int8":
+                streams += wide_plans(first.padded, tokens)
             for stream in streams:
                 calls[stream] = [partial(one.stream, x, stream) for one in copies]
-        else:
-            tiles: list[TilePlan | SharePlan] = [*tile_plans(first.padded, k, tokens), *share_plans(first.padded, k, tokens)]
+        if tokens > 8:
+            tiles: list[TilePlan | SharePlan] = [*tile_plans(first.padded, k, tokens)]
+            if grid != "int8":
+                tiles += share_plans(first.padded, k, tokens)
             for tile in tiles:
                 calls[tile] = [partial(one.tiles, x, tile) for one in copies]
-            if grid == "int8" and tokens >= 256:
-                for parts in (1, 2, 4):
-                    calls[PersistentPlan(parts)] = [partial(one.tiles, x, PersistentPlan(parts)) for one in copies]
+            if grid == "int8":
+                for persistent in persistent_plans(tokens):
+                    calls[persistent] = [partial(one.tiles, x, persistent) for one in copies]
             elif tokens >= 256:
                 calls[Expand()] = [partial(one.expanded, x) for one in copies]
         plan, seconds = fastest(calls, device)
         print(f"{grid} {n} x {k} M={tokens} {seconds * 1e6:.1f} us {plan}", file=sys.stderr, flush=True)
-        yield [kind(weight), first.padded, k, tokens, [list(vars(plan).values())]]
+        yield [kind(weight), first.padded, k, tokens, [written(plan)]]
 
 
 def experts_rows(grid: str, hidden: int, intermediate: int, device: torch.device, rng: torch.Generator) -> Iterator[list[object]]:
@@ -144,7 +148,7 @@ def experts_rows(grid: str, hidden: int, intermediate: int, device: torch.device
         print(f"{size} {best * 1e6:.1f} us, both in one launch {one_launch * 1e6:.1f}", file=sys.stderr, flush=True)
         if one_launch < best:
             continue
-        yield [kind(few[0][0]), hidden, intermediate, tokens, [list(vars(plan).values()) for plan in chosen]]
+        yield [kind(few[0][0]), hidden, intermediate, tokens, [written(plan) for plan in chosen]]
     cuda_experts.experts_plans = rule
 
 

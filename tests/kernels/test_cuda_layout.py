@@ -24,8 +24,8 @@ def fp16(bits: int) -> float:
 
 
 def read_int8(packed: Packed, words: list[int], step: int, row: int, column: int) -> float:
-    tile, h, g, q, j, b, e = row // 16, row % 16 // 8, row % 8, column // 16, column % 16 // 8, column % 8 // 4, column % 4
-    byte = (words[((step * 4 + tile) * 64 + j * 32 + 4 * g + q) * 4 + h + 2 * b] >> (8 * e)) & 255
+    chunk = column // 16 ^ (row // 2 % 4)
+    byte = (words[(step * 64 + row) * 16 + chunk * 4 + column % 16 // 4] >> (8 * (column % 4))) & 255
     return byte - 256 if byte > 127 else byte
 
 

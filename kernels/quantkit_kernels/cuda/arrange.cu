@@ -1,7 +1,8 @@
 // Activations as the tile kernel reads them, in tiles of so many tokens: [tiles][bytes of a row / 128][tokens of a tile][128 bytes].
 //
-// Of 64 bytes of a row, 16 words, word 4q + j comes to place q of chunk j, which is the order of K that the packed weights have; the chunks
-// of 128 bytes lie as wgmma.cuh says. Places of a tile without a token stay as they are: no other token's result depends on them.
+// Of 64 bytes of a row of 16-bit numbers, 16 words, word 4q + j comes to place q of chunk j, which is the order of K that the packed 4-bit
+// weights have; the chunks of 128 bytes lie as wgmma.cuh says. Places of a tile without a token stay as they are: no other token's result
+// depends on them.
 //
 // For experts `sort_pairs` first gives every expert tiles of its own, a token-expert pair a slot.
 
@@ -46,18 +47,7 @@ __global__ void arrange(const uint4* x, uint8_t* out, const int* order, const in
   for (int j = 0; j < 4; ++j) *reinterpret_cast<uint4*>(out + place(slot, segment * 4 + j, tokens, chunks)) = to[j];
 }
 
-// Four lanes with four words each: word i of lane q goes to place q of lane i.
-__device__ __forceinline__ void transpose(uint32_t (&c)[4]) {
-  const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
-  uint32_t first = __shfl_xor_sync(0xffffffffu, odd ? c[0] : c[1], 1), second = __shfl_xor_sync(0xffffffffu, odd ? c[2] : c[3], 1);
-  if (odd) c[0] = first, c[2] = second;
-  else c[1] = first, c[3] = second;
-  first = __shfl_xor_sync(0xffffffffu, upper ? c[0] : c[2], 2), second = __shfl_xor_sync(0xffffffffu, upper ? c[1] : c[3], 2);
-  if (upper) c[0] = first, c[1] = second;
-  else c[2] = first, c[3] = second;
-}
-
-// The same of rows quantized to int8. A block per slot; a thread has HELD chunks of codes in its registers, blockDim.x apart.
+// Rows quantized to int8, K in its own order. A block per slot; a thread has HELD chunks of codes in its registers, blockDim.x apart.
 template <class T, int HELD>
 __global__ void quantize_arranged(const T* x, uint8_t* out, float* scale, const int* order, const int* tile_count, int tokens, int top_k,
                                   int k) {
@@ -87,7 +77,6 @@ __global__ void quantize_arranged(const T* x, uint8_t* out, float* scale, const 
     uint32_t codes[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) codes[j] = codes_of(reinterpret_cast<const T*>(held[h]) + 4 * j, step, reciprocal);
-    transpose(codes);
     if (chunk < chunks) *reinterpret_cast<uint4*>(out + place(slot, chunk, tokens, chunks)) = *reinterpret_cast<uint4*>(codes);
   }
 }

@@ -56,9 +56,15 @@ class TileParams(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("words", "scales", "zeros", "row_scale", "x", "x_scale", "out")),
-        *((name, ctypes.c_void_p) for name in ("tile_expert", "tile_count", "order", "pair_weights", "partial", "arrived")),
-        *((name, ctypes.c_int) for name in ("tiles", "m", "n", "k", "out_n", "split", "epilogue", "parts")),
+        *((name, ctypes.c_void_p) for name in ("tile_expert", "tile_count", "order", "pair_weights")),
+        *((name, ctypes.c_int) for name in ("tiles", "m", "n", "k", "out_n", "split", "epilogue")),
     ]
+
+
+class Shares(ctypes.Structure):
+    """`Shares` of tile_share.cuh."""
+
+    _fields_ = [("partial", ctypes.c_void_p), ("arrived", ctypes.c_void_p), ("parts", ctypes.c_int)]
 
 
 class Route(ctypes.Structure):
@@ -104,8 +110,8 @@ def library() -> ctypes.CDLL:
     loaded.qk_stream_gemm.argtypes = [ctypes.POINTER(Params), *[integer] * 7, pointer]
     loaded.qk_wide_gemm.argtypes = [ctypes.POINTER(Params), *[integer] * 4, pointer]
     loaded.qk_tile_gemm.argtypes = [ctypes.POINTER(TileParams), *[integer] * 5, pointer]
-    loaded.qk_shared_tiles.argtypes = [ctypes.POINTER(TileParams), *[integer] * 5, pointer]
-    loaded.qk_persistent_int8.argtypes = [ctypes.POINTER(TileParams), integer, integer, pointer]
+    loaded.qk_shared_tiles.argtypes = [ctypes.POINTER(TileParams), ctypes.POINTER(Shares), *[integer] * 5, pointer]
+    loaded.qk_persistent_int8.argtypes = [ctypes.POINTER(TileParams), *[integer] * 5, pointer]
     loaded.qk_arrange.argtypes = [*[pointer] * 4, *[integer] * 4, pointer]
     loaded.qk_quantize_arranged.argtypes = [*[pointer] * 5, *[integer] * 5, pointer]
     loaded.qk_sort_pairs.argtypes = [pointer, *[integer] * 5, *[pointer] * 4]

@@ -35,9 +35,11 @@ def pack(weight: Weight) -> Packed:
         return _pack_fp4(weight, padding)
     assert isinstance(weight, Int8), type(weight)
     codes = _pad(weight.codes, padding)
-    # rows (strip, tile, h, g), columns (kt, q, j, b, e): byte e of word 4j + h + 2b of lane 4g + q
-    bytes_ = codes.view(-1, 4, 2, 8, k // 64, 4, 2, 2, 4).permute(0, 4, 1, 6, 3, 5, 7, 2, 8)  # strip, kt, tile, j, g, q, b, h, e
-    return Packed(bytes_.flatten().view(torch.int32), None, None, _pad(weight.scale.reshape(-1), padding))
+    # rows (strip, row), columns (step, chunk of 16): chunk c of a row at place c ^ (row / 2 % 4)
+    chunks = codes.view(-1, STRIP, k // 64, 4, 16).transpose(1, 2)
+    place = torch.arange(STRIP, device=codes.device)[:, None] // 2 % 4 ^ torch.arange(4, device=codes.device)
+    swizzled = chunks.gather(3, place[None, None, :, :, None].expand(chunks.shape))
+    return Packed(swizzled.flatten().view(torch.int32), None, None, _pad(weight.scale.reshape(-1), padding))
 
 
 def interleave_rows(gate: Tensor, up: Tensor) -> Tensor:

@@ -6,7 +6,8 @@
 //
 // Order, g = lane / 4, q = lane % 4, tile t of a strip of 64 rows, 64 along K (a step):
 //   4 bit   word j of 4: element e of field h + 2b is W[16t + 8h + g, 32(j/2) + 8q + 4(j%2) + 2b + e]
-//   8 bit   byte e of word 4j + h + 2b is W[16t + 8h + g, 16q + 8j + 4b + e]
+//   8 bit   a row's 64 bytes side by side, which wgmma reads too: chunk c of 16 bytes of row r at place c ^ (r / 2 % 4); a lane has
+//           chunk q of the rows 16t + 8h + g
 // INT4: field f of half-word e lies at bits 16e + 3 .. 6 once the word is rotated right by 4f. Scales: [g][t][h] fp16 per group; zero points:
 // nibble 2t + h of word g. FP4: fields as `decode_fp4` says; scales [q/2][g][t], byte 2h + (j/2). Every row has a float32 factor besides.
 

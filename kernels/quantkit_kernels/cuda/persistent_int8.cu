@@ -1,12 +1,14 @@
-// y[M, N] = x[M, K] @ W[N, K]^T in INT8 for many tokens, by blocks that stay on their multiprocessors and go from tile to tile.
+// y[M, N] = x[M, K] @ W[N, K]^T in INT8 by blocks that stay on their multiprocessors and go from tile to tile.
 //
-// The product itself is the tile kernel's: strips of 64 rows of W in registers, 256 tokens in shared memory, sums in registers. What differs:
-//   - A block goes on to its next tile at once, whose first stages are on their way while it writes the results of the last. One of its two
-//     warpgroups starts two stages behind the other, so that while one writes the other has the tensor cores to itself.
-//   - Two blocks of a cluster lie above one another and share their tokens: each copies one half into both.
-//   - What is left when the tiles have been dealt out evenly is cut into `parts` along the tokens.
-// Tiles of the same rows of W follow one another, for they run at the same time and read W from memory once.
+// A tile is `STRIPS` strips of 64 rows of W by `NT` tokens, both read from shared memory by wgmma. The two warpgroups of a block take turns:
+// while one writes its results, the other has the tensor cores to itself. The ring is filled tile after tile; a warpgroup may look at it once
+// the other has seen all of its own stages, for a barrier tells one round of the ring from the next but not from the one after. Two blocks of a
+// cluster have tiles of the same tokens or of the same strips, of which each copies one half into both.
+//
+// Tiles of the same rows of W follow one another, for they run at the same time and read W from memory once. What is left when the tiles have
+// been dealt out evenly is cut into `parts` along the tokens.
 
+#include <cuda.h>
 #include <cuda_runtime.h>
 #include <stdint.h>
 
@@ -19,29 +21,43 @@
 
 namespace {
 
-constexpr int kTile = 256, kStages = 4, kLead = 2;
-constexpr int kTokenBytes = kTile * 128, kStripBytes = 64 * 128, kStageBytes = kTokenBytes + 2 * kStripBytes;
-constexpr int kStagedTokens = 128, kStagedBytes = kStagedTokens * 128;  // of a warpgroup's results on their way out
-constexpr int kSharedBytes = kStages * kStageBytes + 2 * kStagedBytes + 2 * kTile * 4 + 2 * kStages * 8;
-constexpr int kConsumers = 256, kThreads = kConsumers + 128;
+constexpr int kThreads = 3 * 128, kStripBytes = 64 * 128;
+constexpr int kAhead = 8;  // stages of the first tile's weights that are asked into the L2 cache beyond those of the ring
+constexpr int kRun = 32, kRunBytes = kRun * 128;  // tokens of a warpgroup's results that leave at once
 
-// How the tiles are dealt to the clusters: `whole` tiles one by one, then the rest in `parts`.
-struct Deal {
-  int whole, parts, units;
+template <int STRIPS, int NT> struct Shape {
+  static constexpr int tokens = NT * 128, words = STRIPS * kStripBytes, stage = tokens + words;
+  static constexpr int runs = NT == 256 && STRIPS == 1 ? 3 : 4, staged = runs * kRunBytes;  // on their way out
+  static constexpr int rest = 2 * staged + 2 * NT * 4 + 512;
+  static constexpr int stages = ((227 << 10) - rest) / stage < 16 ? ((227 << 10) - rest) / stage : 16;
+  static constexpr int bytes = stages * stage + rest;
 };
 
-// What a cluster computes at a time: four strips of W from `strip` on, `width` tokens from `first` on of a tile, `count` of them there.
+// How the tiles are dealt to the clusters: `whole` pairs of tiles one by one, then the rest in `parts`. A pair has the same tokens, or the
+// same strips.
+struct Deal {
+  int pairs, whole, parts, units;  // `pairs` of the same strips
+  bool same_strips;
+};
+
+// What a block computes at a time: strips from `strip` on, `width` tokens from `first` on of a tile, `count` of them there.
 struct Unit {
   int strip, tile, first, width, count;
+  bool any;  // of the cluster's two tiles
 };
 
-__device__ __forceinline__ Unit unit_of(const TileParams& p, const Deal& d, int u) {
+template <int STRIPS, int NT> __device__ __forceinline__ Unit unit_of(const TileParams& p, const Deal& d, int u, int block) {
   const bool whole = u < d.whole;
-  const int tile = whole ? u : d.whole + (u - d.whole) / d.parts;
-  Unit unit = {tile / p.tiles * 4, tile % p.tiles, 0, kTile, 0};
-  if (!whole) unit.width = kTile / d.parts, unit.first = (u - d.whole) % d.parts * unit.width;
-  unit.count = min(unit.width, p.m - unit.tile * kTile - unit.first);
-  while (unit.width > 64 && unit.count <= unit.width / 2) unit.width /= 2;
+  const int pair = whole ? u : d.whole + (u - d.whole) / d.parts, along = pair % d.pairs, above = pair / d.pairs;
+  Unit unit = {d.same_strips ? above * STRIPS : (above * 2 + block) * STRIPS, d.same_strips ? along * 2 : along, 0, NT, 0, true};
+  if (!whole) unit.width = NT / d.parts, unit.first = (u - d.whole) % d.parts * unit.width;
+  unit.count = min(unit.width, p.m - unit.tile * NT - unit.first);
+  unit.any = unit.count > 0;
+  while (unit.width > 32 && unit.width > NT / 4 && unit.count <= unit.width / 2) unit.width /= 2;
+  if (d.same_strips && block == 1) {
+    if (unit.tile + 1 < p.tiles) unit.tile += 1, unit.count = max(0, min(unit.width, p.m - unit.tile * NT - unit.first));
+    else unit.count = 0;
+  }
   return unit;
 }
 
@@ -59,50 +75,79 @@ __device__ __forceinline__ void copy_to_both(uint32_t to, const void* from, uint
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
                :: "r"(to), "l"(from), "r"(bytes), "r"(barrier), "h"((uint16_t)3) : "memory");
 }
+__device__ __forceinline__ void ask_into_cache(const void* from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");
+}
+
+// 64 results of each of `kRun` tokens from shared memory, in chunks as wgmma.cuh has them; what lies beyond the map's sizes is left out.
+__device__ __forceinline__ void store_box(const CUtensorMap& map, uint32_t from, int feature, int token) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];"
+               :: "l"(&map), "r"(feature), "r"(token), "r"(from) : "memory");
+}
+__device__ __forceinline__ void commit_boxes() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until at most so many groups of boxes are still being read.
+template <int LEFT> __device__ __forceinline__ void wait_for_boxes() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(LEFT) : "memory");
+}
 
 // Where in the ring and in which of its rounds.
-struct Place {
+template <int STAGES> struct Place {
   uint32_t slot = 0, phase = 0;
   __device__ __forceinline__ void next() {
-    if (++slot == kStages) slot = 0, phase ^= 1;
+    if (++slot == STAGES) slot = 0, phase ^= 1;
   }
+  __device__ __forceinline__ void skip(int stages) { slot += stages, phase ^= slot / STAGES & 1, slot %= STAGES; }
 };
 
 struct Ring {
   uint32_t stages, filled, emptied;  // shared memory: the stages, and the barriers of each
-  __device__ __forceinline__ uint32_t stage(uint32_t slot) const { return stages + slot * kStageBytes; }
 };
 
 // By one thread of each block.
+template <int STRIPS, int NT>
 __device__ __forceinline__ void fill_ring(const TileParams& p, const Deal& d, const Ring& ring, int cluster, int clusters, int block) {
+  using S = Shape<STRIPS, NT>;
   const int stages = p.k / 128, strips = p.n / 64;
-  Place at;
+  Place<S::stages> at;
   bool first = true;
   for (int u = cluster; u < d.units; u += clusters) {
-    const Unit unit = unit_of(p, d, u);
-    if (unit.count <= 0) continue;
-    const uint8_t* words[2];
+    const Unit unit = unit_of<STRIPS, NT>(p, d, u, block);
+    if (!unit.any) continue;
+    const uint8_t* words[STRIPS];
 #pragma unroll
-    for (int w = 0; w < 2; ++w)  // strips beyond the last repeat it, and are not stored
-      words[w] = reinterpret_cast<const uint8_t*>(p.words) + (size_t)min(unit.strip + block * 2 + w, strips - 1) * stages * kStripBytes;
-    const int half = unit.width * 64;
-    const uint8_t* tokens = p.x + (size_t)unit.tile * stages * kTokenBytes + unit.first * 128 + block * half;
-    const auto request_words = [&](int s, const Place& place) {
-      const uint32_t barrier = ring.filled + place.slot * 8, to = ring.stage(place.slot) + kTokenBytes;
+    for (int w = 0; w < STRIPS; ++w)  // strips beyond the last repeat it, and are not stored
+      words[w] = reinterpret_cast<const uint8_t*>(p.words) + (size_t)min(unit.strip + w, strips - 1) * stages * kStripBytes;
+    const uint32_t rows = max(16, (unit.count + 15) / 16 * 16), half = rows * 64;
+    const uint8_t* tokens = p.x + (size_t)unit.tile * stages * S::tokens + unit.first * 128;
+    const auto request_words = [&](int s, const Place<S::stages>& place) {
+      const uint32_t barrier = ring.filled + place.slot * 8, to = ring.stages + place.slot * S::stage + S::tokens;
       wait_for(ring.emptied + place.slot * 8, place.phase ^ 1);
-      expect_bytes(barrier, 2 * kStripBytes + 2 * half);
+      expect_bytes(barrier, S::words + 2 * half);
 #pragma unroll
-      for (int w = 0; w < 2; ++w) copy_bulk(to + w * kStripBytes, words[w] + (size_t)s * kStripBytes, kStripBytes, barrier);
+      for (int w = 0; w < STRIPS; ++w) {
+        constexpr int part = kStripBytes / 2;
+        const uint8_t* from = words[w] + (size_t)s * kStripBytes;
+        const uint32_t there = to + w * kStripBytes;
+        if (d.same_strips) copy_to_both(there + block * part, from + block * part, part, barrier);
+        else copy_bulk(there, from, kStripBytes, barrier);
+      }
     };
-    const auto request_tokens = [&](int s, const Place& place) {
-      copy_to_both(ring.stage(place.slot) + block * half, tokens + (size_t)s * kTokenBytes, half, ring.filled + place.slot * 8);
+    const auto request_tokens = [&](int s, const Place<S::stages>& place) {
+      const uint32_t barrier = ring.filled + place.slot * 8, to = ring.stages + place.slot * S::stage;
+      const uint8_t* from = tokens + (size_t)s * S::tokens;
+      if (d.same_strips) copy_bulk(to, from, 2 * half, barrier);
+      else copy_to_both(to + block * half, from + block * half, half, barrier);
     };
     int s = 0;
     if (first) {
       // Weights were there before the kernel that quantizes the tokens began.
-      const int ahead = min(stages, kStages);
-      Place place = at;
+      const int ahead = min(stages, S::stages);
+      Place<S::stages> place = at;
       for (int i = 0; i < ahead; ++i, place.next()) request_words(i, place);
+      const int more = min(stages - ahead, kAhead);
+      if (more > 0 && !(d.same_strips && block == 1))
+#pragma unroll
+        for (int w = 0; w < STRIPS; ++w) ask_into_cache(words[w] + (size_t)ahead * kStripBytes, more * kStripBytes);
       wait_for_predecessor();
       for (; s < ahead; ++s, at.next()) request_tokens(s, at);
       first = false;
@@ -111,129 +156,187 @@ __device__ __forceinline__ void fill_ring(const TileParams& p, const Deal& d, co
   }
 }
 
-// A warpgroup's strip of a unit of NT tokens: the product, and its results through `staged` to memory.
-template <class T, int NT>
-__device__ __forceinline__ void strip_of_unit(const TileParams& p, const Unit& unit, const Ring& ring, Place& at, uint32_t released, char* staged,
-                                              float* x_scale, int strip, int warpgroup, bool leads) {
-  const int stages = p.k / 128, thread = threadIdx.x % 128, warp = thread / 32, lane = threadIdx.x & 31;
-  const uint32_t words = kTokenBytes + warpgroup * kStripBytes + warp * 1024 + lane * 16;
-  const int row = strip * 64 + warp * 16 + (lane >> 2), q = lane & 3, slot = unit.tile * kTile + unit.first;
-  const bool there = strip * 64 < p.n;
-  const float scale[2] = {there ? p.row_scale[row] : 0.f, there ? p.row_scale[row + 8] : 0.f};
-  if (thread * 4 < NT) copy16(shared_address(x_scale + thread * 4), p.x_scale + slot + thread * 4);
-  int acc[NT / 2];
+// A warpgroup's tile of W tokens: the product, and its results through `staged` to memory.
+template <class T, int STRIPS, int NT, int W>
+__device__ __forceinline__ void multiply(const TileParams& p, const CUtensorMap& map, const Unit& unit, const Ring& ring,
+                                         Place<Shape<STRIPS, NT>::stages>& at, uint32_t released, char* staged, float* x_scale, uint32_t my_turn,
+                                         uint32_t my_phase, uint32_t turn_of_other, int warpgroup) {
+  using S = Shape<STRIPS, NT>;
+  const int stages = p.k / 128, thread = threadIdx.x % 128, warp = thread / 32, lane = threadIdx.x & 31, slot = unit.tile * NT + unit.first;
+  if (thread * 4 < W) copy16(shared_address(x_scale + thread * 4), p.x_scale + slot + thread * 4);
+  float scale[STRIPS][2];
+  int acc[STRIPS][W / 2];
 #pragma unroll
-  for (int i = 0; i < NT / 2; ++i) acc[i] = 0;
-  uint32_t a[2][2][4];
+  for (int w = 0; w < STRIPS; ++w) {
+    const int row = min((unit.strip + w) * 64, p.n - 64) + warp * 16 + (lane >> 2);
+    scale[w][0] = p.row_scale[row], scale[w][1] = p.row_scale[row + 8];
+#pragma unroll
+    for (int i = 0; i < W / 2; ++i) acc[w][i] = 0;
+  }
+  if (my_turn) wait_for(my_turn, my_phase);
   uint32_t last = 0;
   for (int s = 0; s < stages; ++s) {
     wait_for(ring.filled + at.slot * 8, at.phase);
-    const uint32_t stage = ring.stage(at.slot);
+    const uint32_t stage = ring.stages + at.slot * S::stage, words = stage + S::tokens;
+    wgmma_fence();
 #pragma unroll
-    for (int turn = 0; turn < 2; ++turn) {
+    for (int j = 0; j < 4; ++j)
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const uint4 v = read16(stage + words + turn * 4096 + j * 512);
-        a[turn][j][0] = v.x, a[turn][j][1] = v.y, a[turn][j][2] = v.z, a[turn][j][3] = v.w;
-      }
-      wgmma_fence();
-#pragma unroll
-      for (int j = 0; j < 2; ++j) wgmma<T>(acc, a[turn][j], tokens_at(stage + turn * 64) + j * 2);
-      wgmma_commit();
-      // The operands of the turn before are free again, and with a stage's first turn all of the stage before.
-      wgmma_wait<1>();
-      if (turn == 0 && s > 0 && lane < 2) arrive_there(released + last * 8);
-    }
+      for (int w = 0; w < STRIPS; ++w) wgmma_int8(acc[w], weights_at(words + w * kStripBytes, j), tokens_at(stage) + j * 2);
+    wgmma_commit();
+    if (s == stages - 1 && lane == 0) arrive(turn_of_other);
+    wgmma_wait<1>();
+    if (s > 0 && lane < 2) arrive_there(released + last * 8);
     last = at.slot;
     at.next();
-    if (leads && s == min(kLead, stages) - 1) asm volatile("bar.arrive 3, %0;" :: "n"(kConsumers) : "memory");
   }
   wgmma_wait<0>();
   if (lane < 2) arrive_there(released + last * 8);
+
   asm volatile("cp.async.wait_all;" ::: "memory");
-  asm volatile("bar.sync %0, 128;" :: "r"(1 + warpgroup) : "memory");
-  // A token's 64 results are 128 bytes, 16-byte chunk c at place c ^ (token % 8).
+  // A token's 64 results of a strip are 128 bytes, 16-byte chunk c at place c ^ (token % 8).
   const uint32_t to = shared_address(staged) + ((lane >> 4) * 8 + lane % 8) * 128 + ((warp * 2 + (lane >> 3 & 1)) ^ (lane % 8)) * 16;
+  const bool boxes = p.out_n % 8 == 0;
 #pragma unroll
-  for (int from = 0; from < NT; from += kStagedTokens) {
+  for (int w = 0; w < STRIPS; ++w)
 #pragma unroll
-    for (int t = 0; t < (NT < kStagedTokens ? NT : kStagedTokens); t += 16) {
-      uint32_t m[4];
-#pragma unroll
-      for (int b = 0; b < 2; ++b) {
-        const int i = (from + t) / 8 + b;
-        const float2 of = reinterpret_cast<const float2*>(x_scale)[i * 4 + q];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) m[2 * b + h] = pair_of<T>(float(acc[4 * i + 2 * h]) * scale[h] * of.x, float(acc[4 * i + 2 * h + 1]) * scale[h] * of.y);
+    for (int from = 0; from < W; from += kRun) {
+      const int place = (w * (W / kRun) + from / kRun) % S::runs * kRunBytes;
+      if (from >= unit.count) {  // nothing to write; an empty group, for the waits above count the runs
+        if (thread == 0) commit_boxes();
+        continue;
       }
-      write_turned(to + t * 128, m);
+      if (boxes && thread == 0) w == 0 && from == 0 ? wait_for_boxes<0>() : wait_for_boxes<S::runs - 1>();
+      asm volatile("bar.sync %0, 128;" :: "r"(1 + warpgroup) : "memory");
+#pragma unroll
+      for (int t = 0; t < kRun; t += 16) {
+        uint32_t m[4];
+#pragma unroll
+        for (int b = 0; b < 2; ++b) {
+          const int i = (from + t) / 8 + b;
+          const float2 of = reinterpret_cast<const float2*>(x_scale)[i * 4 + (lane & 3)];
+#pragma unroll
+          for (int h = 0; h < 2; ++h)
+            m[2 * b + h] = pair_of<T>(float(acc[w][4 * i + 2 * h]) * scale[w][h] * of.x, float(acc[w][4 * i + 2 * h + 1]) * scale[w][h] * of.y);
+        }
+        write_turned(to + place + t * 128, m);
+      }
+      if (boxes) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      asm volatile("bar.sync %0, 128;" :: "r"(1 + warpgroup) : "memory");
+      if (boxes) {
+        if (thread == 0) store_box(map, shared_address(staged) + place, (unit.strip + w) * 64, slot + from), commit_boxes();
+        continue;
+      }
+      const int count = min(unit.count - from, kRun);
+      for (int i = thread; i < count * 64; i += 128) {
+        const int t = i / 64, r = i % 64, feature = (unit.strip + w) * 64 + r;
+        const T y = *reinterpret_cast<const T*>(staged + place + t * 128 + ((r / 8) ^ (t % 8)) * 16 + r % 8 * 2);
+        if (feature < p.out_n) reinterpret_cast<T*>(p.out)[(size_t)(slot + from + t) * p.out_n + feature] = y;
+      }
+      asm volatile("bar.sync %0, 128;" :: "r"(1 + warpgroup) : "memory");
     }
-    asm volatile("bar.sync %0, 128;" :: "r"(1 + warpgroup) : "memory");
-    const int count = min(unit.count - from, kStagedTokens);
-    for (int i = thread; i < count * 8; i += 128) {
-      const int t = i / 8, chunk = i % 8, feature = strip * 64 + chunk * 8;
-      if (feature < p.out_n) store_run<T, 8>(p, slot + from + t, feature, *reinterpret_cast<const T(*)[8]>(staged + t * 128 + (chunk ^ (t % 8)) * 16));
-    }
-    asm volatile("bar.sync %0, 128;" :: "r"(1 + warpgroup) : "memory");
-  }
+  asm volatile("bar.sync %0, 128;" :: "r"(1 + warpgroup) : "memory");  // before x_scale is written again
 }
 
-template <class T> __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(2, 1, 1) persistent_int8(const TileParams p, const Deal d) {
-  extern __shared__ __align__(1024) char shared[];  // the ring, results of both warpgroups, their tokens' factors, barriers
-  const Ring ring = {shared_address(shared), shared_address(shared + kSharedBytes - 2 * kStages * 8), shared_address(shared + kSharedBytes - kStages * 8)};
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, block = blockIdx.x % 2;
+template <class T, int STRIPS, int NT>
+__global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(2, 1, 1)
+persistent_int8(const TileParams p, const Deal d, const __grid_constant__ CUtensorMap map) {
+  using S = Shape<STRIPS, NT>;
+  extern __shared__ __align__(1024) char shared[];  // the ring; of each warpgroup results and its tokens' factors; barriers
+  const uint32_t barriers = shared_address(shared) + S::bytes - 512, turns = barriers + 2 * S::stages * 8;
+  const Ring ring = {shared_address(shared), barriers, barriers + S::stages * 8};
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0), lane = threadIdx.x & 31, block = blockIdx.x % 2;
   const int cluster = blockIdx.x / 2, clusters = gridDim.x / 2;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) init_barrier(ring.filled + i * 8), init_barrier(ring.emptied + i * 8, 2 * kConsumers / 32);
+    for (int i = 0; i < S::stages; ++i) init_barrier(ring.filled + i * 8), init_barrier(ring.emptied + i * 8, 2 * 4);
+    for (int i = 0; i < 2; ++i) init_barrier(turns + i * 8, 4);
     show_barriers_to_copies();
   }
   __syncthreads();
   cluster_barrier();
 
-  if (warp >= kConsumers / 32) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    if (warp == kConsumers / 32 && lane == 0) fill_ring(p, d, ring, cluster, clusters, block);
+  if (warpgroup == 2) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    if (threadIdx.x == 2 * 128) fill_ring<STRIPS, NT>(p, d, ring, cluster, clusters, block);
     __syncwarp();
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    const int warpgroup = warp / 4;
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
     const uint32_t released = address_in(ring.emptied, lane & 1);
-    char* staged = shared + kStages * kStageBytes + warpgroup * kStagedBytes;
-    float* x_scale = reinterpret_cast<float*>(shared + kStages * kStageBytes + 2 * kStagedBytes) + warpgroup * kTile;
-    bool first = true;
-    Place at;
+    char* staged = shared + S::stages * S::stage + warpgroup * S::staged;
+    float* x_scale = reinterpret_cast<float*>(shared + S::stages * S::stage + 2 * S::staged) + warpgroup * NT;
+    wait_for_predecessor();
+    Place<S::stages> at;
+    int turn = 0;
+    uint32_t phase = 0;
     for (int u = cluster; u < d.units; u += clusters) {
-      const Unit unit = unit_of(p, d, u);
-      if (unit.count <= 0) continue;
-      const bool leads = first && warpgroup == 0;
-      if (first && warpgroup == 1) asm volatile("bar.sync 3, %0;" :: "n"(kConsumers) : "memory");
-      if (first) wait_for_predecessor();
-      first = false;
+      const Unit unit = unit_of<STRIPS, NT>(p, d, u, block);
+      if (!unit.any) continue;
+      if (turn++ % 2 != warpgroup) {
+        at.skip(p.k / 128);
+        continue;
+      }
       if (u + clusters >= d.units) let_successor_start();
-      const int strip = unit.strip + block * 2 + warpgroup;
-      if (unit.width == 256) strip_of_unit<T, 256>(p, unit, ring, at, released, staged, x_scale, strip, warpgroup, leads);
-      else if (unit.width == 128) strip_of_unit<T, 128>(p, unit, ring, at, released, staged, x_scale, strip, warpgroup, leads);
-      else strip_of_unit<T, 64>(p, unit, ring, at, released, staged, x_scale, strip, warpgroup, leads);
+      const uint32_t mine = turn > 1 ? turns + warpgroup * 8 : 0, other = turns + (warpgroup ^ 1) * 8;
+      const auto run = [&]<int W>() {
+        multiply<T, STRIPS, NT, W>(p, map, unit, ring, at, released, staged, x_scale, mine, phase, other, warpgroup);
+      };
+      if (unit.width == NT) run.template operator()<NT>();
+      else if (NT > 32 && unit.width == NT / 2) run.template operator()<NT / 2 < 32 ? 32 : NT / 2>();
+      else if (NT > 64) run.template operator()<NT / 4 < 32 ? 32 : NT / 4>();
+      if (mine) phase ^= 1;
     }
   }
+  if (warpgroup < 2 && threadIdx.x % 128 == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  __syncwarp();
   cluster_barrier();  // the other block has written and arrived here for the last time
 }
 
-template <class T> int launch(const TileParams& p, int parts, void* stream) {
-  auto kernel = persistent_int8<T>;
-  static const cudaError_t allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+// Where boxes of results go.
+template <class T> int map_of(const TileParams& p, CUtensorMap& map) {
+  static const auto encode = [] {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
+  }();
+  if (!encode) return (int)cudaErrorNotSupported;
+  constexpr auto type = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const cuuint64_t sizes[2] = {(cuuint64_t)p.out_n, (cuuint64_t)p.m}, pitch[1] = {(cuuint64_t)p.out_n * 2};
+  const cuuint32_t box[2] = {64, kRun}, step[2] = {1, 1};
+  const auto fault = encode(&map, type, 2, p.out, sizes, pitch, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                            CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return fault == CUDA_SUCCESS ? 0 : (int)cudaErrorInvalidValue;
+}
+
+template <class T, int STRIPS, int NT> int launch(const TileParams& p, bool same_strips, int parts, void* stream) {
+  using S = Shape<STRIPS, NT>;
+  auto kernel = persistent_int8<T, STRIPS, NT>;
+  CUtensorMap map = {};
+  if (p.out_n % 8 == 0)
+    if (const int fault = map_of<T>(p, map)) return fault;
+  static const cudaError_t allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::bytes);
   if (allowed != cudaSuccess) return (int)allowed;
   int device = 0, multiprocessors = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  const int clusters = multiprocessors / 2, tiles = (p.n + 255) / 256 * p.tiles, whole = parts == 1 ? tiles : tiles / clusters * clusters;
-  const Deal d = {whole, parts, whole + (tiles - whole) * parts};
-  return start(kernel, dim3(2 * (d.units < clusters ? d.units : clusters)), kThreads, kSharedBytes, stream, p, d);
+  const int groups = (p.n / 64 + STRIPS - 1) / STRIPS, pairs = same_strips ? (p.tiles + 1) / 2 : p.tiles;
+  const int clusters = multiprocessors / 2, all = (same_strips ? groups : (groups + 1) / 2) * pairs;
+  const int whole = parts == 1 ? all : all / clusters * clusters;
+  const Deal d = {pairs, whole, parts, whole + (all - whole) * parts, same_strips};
+  return start(kernel, dim3(2 * (d.units < clusters ? d.units : clusters)), kThreads, S::bytes, stream, p, d, map);
+}
+
+template <class T> int launch(const TileParams& p, int tokens, int strips, int same_strips, int parts, void* stream) {
+  const auto run = [&](auto launcher) { return launcher(p, same_strips, parts, stream); };
+  if (strips == 2) return tokens == 128 ? run(launch<T, 2, 128>) : run(launch<T, 2, 64>);
+  return tokens == 256 ? run(launch<T, 1, 256>) : tokens == 128 ? run(launch<T, 1, 128>) : run(launch<T, 1, 64>);
 }
 
 }  // namespace
 
-// x in tiles of 256 tokens. dtype: 0 bf16, 1 fp16. parts: 1, 2 or 4. Returns a cudaError_t.
-extern "C" int qk_persistent_int8(const TileParams* p, int dtype, int parts, void* stream) {
-  return dtype == 0 ? launch<__nv_bfloat16>(*p, parts, stream) : launch<__half>(*p, parts, stream);
+// x in tiles of `tokens`: 64, 128 or, with one strip, 256. dtype: 0 bf16, 1 fp16. parts: 1, 2 or, of more than 64 tokens, 4. Returns a
+// cudaError_t.
+extern "C" int qk_persistent_int8(const TileParams* p, int dtype, int tokens, int strips, int same_strips, int parts, void* stream) {
+  const auto run = [&](auto launcher) { return launcher(*p, tokens, strips, same_strips, parts, stream); };
+  return dtype == 0 ? run(launch<__nv_bfloat16>) : run(launch<__half>);
 }

@@ -2,15 +2,16 @@
 
 plans.json holds the linears and experts of DeepSeek-R1 and openPangu-Ultra-MoE, whole and as a quarter of them (tensor parallel over four),
 as kernels/tune.py measured them. A row is a kind, the weight's sizes, the most tokens the plans are for, and the fields of one plan, or of
-two for experts: five of a Plan, four of a WidePlan, three of a TilePlan, two of a SharePlan, one of a PersistentPlan, none for Expand.
-Experts in 4 bits have rows only for so few tokens that two products by themselves are faster than few_experts.py. Nothing is ever timed at
-the user's.
+two for experts, behind its name. Experts in 4 bits have rows only for so few tokens that two products by themselves are faster than
+few_experts.py. Nothing is ever timed at the user's.
 """
 
 import functools
 import json
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any
 
 _WARPS = 8  # of a block
 _BLOCKS = 2 * 132  # resident on an H200
@@ -33,15 +34,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class WidePlan:
-    """The grid of wide_gemm.
+    """The grid of wide_gemm, for 4 bits.
 
-    token_tiles: of 8 tokens, which are all there may be (1 or 2). row_tiles: of 16 rows, per warp (2). warps: of a block, to multiply (18).
-    wn: those of them side by side along N (1, 2, 3, 6, 9 or 18).
+    token_tiles: of 8 tokens, which are all there may be (1 or 2). wn: of a block's 18 warps, those side by side along N (1, 2, 3, 6, 9
+    or 18).
     """
 
     token_tiles: int
-    row_tiles: int
-    warps: int
     wn: int
 
 
@@ -60,7 +59,7 @@ class TilePlan:
 
 @dataclass(frozen=True)
 class SharePlan:
-    """The grid of tile_gemm with a block for every multiprocessor: each has a tile of 256 rows, and a share of those left over.
+    """The grid of tile_gemm with a block for every multiprocessor, for 4 bits: each has a tile of 256 rows, and a share of those left over.
 
     tokens: of a tile (32 or 64), which are all there may be. blocks: at least half as many as there are tiles. K is 1024 or more.
     """
@@ -71,16 +70,27 @@ class SharePlan:
 
 @dataclass(frozen=True)
 class PersistentPlan:
-    """The grid of persistent_int8, for int8: blocks go from tile to tile of 256 tokens.
+    """The grid of persistent_int8, for int8: blocks go from tile to tile.
 
-    parts: into which the tiles are cut along the tokens that do not come out even (1, 2 or 4).
+    tokens: of a tile (64, 128 or 256). strips: of 64 rows of a tile (1, or 2 below 256 tokens). same_strips: two blocks side by side have
+    the same strips, else the same tokens. parts: into which the tiles are cut along the tokens that do not come out even (1, 2 or 4; 4 from
+    128 tokens on).
     """
 
+    tokens: int
+    strips: int
+    same_strips: bool
     parts: int
 
-    @property
-    def tokens(self) -> int:
-        return 256
+
+def persistent_plans(tokens: int) -> Iterator[PersistentPlan]:
+    """All for so many tokens, without tiles that have room for twice as many."""
+    for tile, strips in ((64, 1), (64, 2), (128, 1), (128, 2), (256, 1)):
+        if tile > 64 and tile >= 2 * tokens:
+            continue
+        for same_strips in (False, True) if tokens > tile else (False,):
+            for parts in (1, 2, 4) if tile > 64 else (1, 2):
+                yield PersistentPlan(tile, strips, same_strips, parts)
 
 
 @dataclass(frozen=True)
@@ -111,9 +121,11 @@ def linear_plan(kind: str, rows: int, k: int, tokens: int) -> AnyPlan:
     return Plan(token_tiles, row_tiles, wn, split, bulk=kind == "int8" or token_tiles > 1)
 
 
-def _tile_plan(kind: str, rows: int, k: int, tokens: int) -> TilePlan | Expand:
+def _tile_plan(kind: str, rows: int, k: int, tokens: int) -> TilePlan | PersistentPlan | Expand:
     if tokens > 1024 and kind != "int8":
         return Expand()
+    if kind == "int8" and rows // 64 * -(-tokens // 256) >= 2 * _BLOCKS:  # at least two tiles for every warpgroup
+        return PersistentPlan(256, 1, False, 1)
     tile = next(tile for tile in (32, 64, 128, 256) if tokens <= tile or tile == 256)
     warpgroups = 3 if tile == 128 and rows > 132 * 128 else 2
     blocks = -(-rows // (64 * warpgroups)) * -(-tokens // tile)
@@ -157,17 +169,19 @@ def _nearest(measured: list[tuple[int, list[AnyPlan]]], tokens: int) -> list[Any
 Table = dict[tuple[str, int, int], list[tuple[int, list[AnyPlan]]]]
 
 
-def _plan(fields: list[int]) -> AnyPlan:
-    if len(fields) == 5:
-        token_tiles, row_tiles, wn, split, bulk = fields
-        return Plan(token_tiles, row_tiles, wn, split, bool(bulk))
-    if len(fields) == 1:
-        return PersistentPlan(*fields)
-    if len(fields) == 4:
-        return WidePlan(*fields)
-    if len(fields) == 2:
-        return SharePlan(*fields)
-    return TilePlan(*fields) if fields else Expand()
+_NAMES: dict[str, type[AnyPlan]] = {
+    "stream": Plan,
+    "wide": WidePlan,
+    "tiles": TilePlan,
+    "shares": SharePlan,
+    "stays": PersistentPlan,
+    "expand": Expand,
+}
+
+
+def written(plan: AnyPlan) -> list[Any]:
+    """As in a row of plans.json."""
+    return [next(name for name, kind in _NAMES.items() if isinstance(plan, kind)), *astuple(plan)]
 
 
 @functools.cache
@@ -177,5 +191,5 @@ def _measured() -> dict[str, Table]:
     for name, rows in json.loads((Path(__file__).parent / "plans.json").read_text()).items():
         table = tables[name] = {}
         for kind, first, second, tokens, plans in rows:
-            table.setdefault((kind, first, second), []).append((tokens, [_plan(fields) for fields in plans]))
+            table.setdefault((kind, first, second), []).append((tokens, [_NAMES[name](*fields) for name, *fields in plans]))
     return tables

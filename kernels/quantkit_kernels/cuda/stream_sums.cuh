@@ -204,7 +204,11 @@ template <int FMT, class T, int G, int RT, int MT, bool GIVEN = false> struct Su
 #pragma unroll
         for (int j = 0; j < 2; ++j)
 #pragma unroll
-          for (int mt = 0; mt < MT; ++mt) mma_s8(acc[nt][mt], w[nt * 2 + j], word_of(s.x[half][mt], 2 * j), word_of(s.x[half][mt], 2 * j + 1));
+          for (int mt = 0; mt < MT; ++mt) {
+            const uint32_t b0 = word_of(s.x[half][mt], 2 * j), b1 = word_of(s.x[half][mt], 2 * j + 1);
+            const uint4 &lower = w[nt * 2], &upper = w[nt * 2 + 1];  // of its 16 rows
+            mma_s8(acc[nt][mt], {word_of(lower, 2 * j), word_of(upper, 2 * j), word_of(lower, 2 * j + 1), word_of(upper, 2 * j + 1)}, b0, b1);
+          }
         weights.used(at, nt, left);
       }
     } else {

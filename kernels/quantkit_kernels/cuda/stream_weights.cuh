@@ -19,6 +19,12 @@ __device__ __forceinline__ void load_weights(uint4& v, const uint4* p, bool want
                : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(p), "r"((int)wanted));
 }
 
+// The place of a lane's 16 bytes among those of its warp, see packed.cuh.
+template <int FMT> __device__ __forceinline__ uint32_t lane_place() {
+  const uint32_t lane = threadIdx.x & 31;
+  return FMT == kInt8 ? lane ^ (lane >> 3) : lane;
+}
+
 template <int FMT, int G, int RT, int MT, bool BULK> struct Shape {
   static constexpr int pieces = FMT == kInt8 ? 2 : 1;         // 16-byte loads of a lane's share of a tile
   static constexpr int tokens = MT * (FMT == kInt8 ? 1 : 2);  // of its share of x
@@ -65,7 +71,7 @@ template <int FMT, int G, int RT, int MT> struct Ring {
   __device__ __forceinline__ void take(uint4 (&w)[RT * S::pieces], int) {
     wait_for(barriers + slot * 8, phase);
 #pragma unroll
-    for (int i = 0; i < RT * S::pieces; ++i) w[i] = read16(data + slot * S::step_bytes + i * 512 + (threadIdx.x & 31) * 16);
+    for (int i = 0; i < RT * S::pieces; ++i) w[i] = read16(data + slot * S::step_bytes + i * 512 + lane_place<FMT>() * 16);
   }
   __device__ __forceinline__ void used(int, int, int) {}
   __device__ __forceinline__ void finish(int at, int half, int left) {
@@ -85,7 +91,7 @@ template <int FMT, int G, int RT, int MT> struct Direct {
 
   __device__ __forceinline__ void init(char*, int) {}
   __device__ __forceinline__ void start(const Params& p, size_t chunk, int tile, int wk, int steps) {
-    words = p.words + chunk * (256 * S::pieces) + tile * (32 * S::pieces) + (threadIdx.x & 31);
+    words = p.words + chunk * (256 * S::pieces) + tile * (32 * S::pieces) + lane_place<FMT>();
     stride = (int64_t)wk * (256 * S::pieces);
 #pragma unroll
     for (int at = 0; at < unroll; ++at)

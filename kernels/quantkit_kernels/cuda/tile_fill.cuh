@@ -17,7 +17,7 @@ namespace {
 // requested, which the consumers wait for; the block's own stages are at least as many as the ring's.
 template <int FMT, int G, int NT, int WGS, bool SHARES>
 __device__ __forceinline__ void fill(const TileParams& p, uint32_t ring, uint32_t factors, uint32_t filled, uint32_t emptied, int expert, int block_n, int tile,
-                                     int count, int begin, int stages, const Share& share, Slice* slice) {
+                                     int count, int begin, int stages, const Shares& shares, const Share& share, Slice* slice) {
   using S = Tile<FMT, G, NT, WGS>;
   const int lane = threadIdx.x & 31, strips = p.n / 64, all = p.k / 128;
   const uint8_t* from = nullptr;
@@ -80,8 +80,8 @@ __device__ __forceinline__ void fill(const TileParams& p, uint32_t ring, uint32_
     if (SHARES && s == share.stages) aim(block_n, begin - share.stages);
     if (!SHARES || s >= S::stages) wait_for(emptied + slot * 8, phase);
     if (SHARES && share.stages && lane == 0) {
-      if (s == share.stages + S::stages - 1) slice->last = tell_handed(p, share);
-      if (s == all_stages - 1) slice->number = claim_slice(p, share);
+      if (s == share.stages + S::stages - 1) slice->last = tell_handed(shares, share);
+      if (s == all_stages - 1) slice->number = claim_slice(shares, share);
     }
     request(slot, s, 0);
     request_tokens(slot, s);

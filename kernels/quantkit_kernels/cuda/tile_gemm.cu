@@ -2,8 +2,9 @@
 //
 // W is the A operand of wgmma: each warpgroup has a strip of 64 rows, decodes it from shared memory into registers, which is the order it
 // is packed in, and multiplies with `NT` tokens that `arrange` has laid out as wgmma reads them (arrange.cu). No decoded weight is ever
-// written anywhere. A block is `WGS` such warpgroups, one above the other, and a warp that keeps a ring of stages of 128 along K filled by
-// the bulk copy engine. While the tensor cores work on one half of a stage the warps decode the next.
+// written anywhere; int8, which needs no decoding, wgmma reads from shared memory. A block is `WGS` such warpgroups, one above the other, and
+// a warp that keeps a ring of stages of 128 along K filled by the bulk copy engine. While the tensor cores work on one half of a stage the
+// warps decode the next.
 //
 // Where there are few tiles K is split over the blocks of a cluster. Their sums meet in shared memory, each block adding up a share of the
 // tokens in the blocks' order: results do not depend on timing. Where there are more tiles than multiprocessors, but not twice as many, blocks
@@ -31,7 +32,7 @@
 namespace {
 
 template <int FMT, class T, int G, int NT, int WGS, bool SHARES>
-__global__ void __launch_bounds__(Tile<FMT, G, NT, WGS>::threads, Tile<FMT, G, NT, WGS>::blocks) tile_gemm(const TileParams p) {
+__global__ void __launch_bounds__(Tile<FMT, G, NT, WGS>::threads, Tile<FMT, G, NT, WGS>::blocks) tile_gemm(const TileParams p, const Shares shares) {
   using S = Tile<FMT, G, NT, WGS>;
   using Acc = std::conditional_t<FMT == kInt8, int, float>;
   constexpr int wide = NT;  // tokens of one instruction
@@ -43,7 +44,7 @@ __global__ void __launch_bounds__(Tile<FMT, G, NT, WGS>::threads, Tile<FMT, G, N
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
   const int block_n = blockIdx.x / p.split, part = blockIdx.x % p.split, tile = blockIdx.y;
   const int all = p.k / 128, begin = all * part / p.split, stages = all * (part + 1) / p.split - begin;
-  const Share share = SHARES ? share_of<S::rows>(p) : Share{};
+  const Share share = SHARES ? share_of<S::rows>(p, shares) : Share{};
   __shared__ Slice slice;
 
   if (threadIdx.x == 0) {
@@ -62,7 +63,7 @@ __global__ void __launch_bounds__(Tile<FMT, G, NT, WGS>::threads, Tile<FMT, G, N
 
   if (warp >= 4 * WGS) {
     if constexpr (S::more_registers) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-    if (warp == 4 * WGS) fill<FMT, G, NT, WGS, SHARES>(p, shared_address(ring), shared_address(factors), filled, emptied, expert, block_n, tile, count, begin, stages, share, &slice);
+    if (warp == 4 * WGS) fill<FMT, G, NT, WGS, SHARES>(p, shared_address(ring), shared_address(factors), filled, emptied, expert, block_n, tile, count, begin, stages, shares, share, &slice);
     if (p.split > 1) cluster_barrier(), cluster_barrier();
   } else {
     if constexpr (S::more_registers) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(S::more_registers));
@@ -84,13 +85,16 @@ __global__ void __launch_bounds__(Tile<FMT, G, NT, WGS>::threads, Tile<FMT, G, N
       for (; many > 0; --many, --left) {
 #pragma unroll
         for (int turn = 0; turn < S::turns; ++turn) {
-          strip.decode(a[turn % 2], stage, turn);
+          if constexpr (FMT != kInt8) strip.decode(a[turn % 2], stage, turn);
           const uint64_t tokens = tokens_at(shared_address(ring) + stage + (FMT == kInt8 ? turn * S::slabs * 32 : turn * 2 / S::turns * NT * 128 + turn * S::slabs % 4 * 32));
           wgmma_fence();
 #pragma unroll
           for (int j = 0; j < S::slabs; ++j)
 #pragma unroll
-            for (int n = 0; n < NT / wide; ++n) wgmma<T>(acc[n], a[turn % 2][j], tokens + j * 2 + n * (wide * 8));
+            for (int n = 0; n < NT / wide; ++n) {
+              if constexpr (FMT == kInt8) wgmma_int8(acc[n], strip.weights(stage, turn * S::slabs + j), tokens + j * 2 + n * (wide * 8));
+              else wgmma<T>(acc[n], a[turn % 2][j], tokens + j * 2 + n * (wide * 8));
+            }
           wgmma_commit();
           if (turn == S::turns / 2 - 1) strip.load(stage, 1);
           // The operands of the turn before are free again, and with a stage's first turn all of the stage before.
@@ -111,7 +115,7 @@ __global__ void __launch_bounds__(Tile<FMT, G, NT, WGS>::threads, Tile<FMT, G, N
     if constexpr (SHARES) {
       if (share.stages) {
         multiply(share.stages);
-        hand_over<S::consumers>(p, share, acc[0]);
+        hand_over<S::consumers>(shares, share, acc[0]);
       }
     }
     multiply(stages);
@@ -121,16 +125,18 @@ __global__ void __launch_bounds__(Tile<FMT, G, NT, WGS>::threads, Tile<FMT, G, N
     const Finish<FMT, T, G, NT, WGS> finish{p, ring, factors, factors + S::rows, block_n, tile, count};
     if (p.split > 1) finish.shared(acc, part);
     else finish.whole(acc);
-    if (SHARES && share.stages) add_up_share<FMT, T, S::consumers, S::rows, NT / 2, Acc>(p, share, &slice, count);
+    if constexpr (SHARES) {
+      if (share.stages) add_up_share<T, S::consumers, S::rows, NT / 2>(p, shares, share, &slice, count);
+    }
   }
 }
 
-template <int FMT, class T, int G, int NT, int WGS, bool SHARES = false> int launch(const TileParams& p, void* stream, int blocks = 0) {
+template <int FMT, class T, int G, int NT, int WGS, bool SHARES = false> int launch(const TileParams& p, void* stream, const Shares& shares = {}, int blocks = 0) {
   using S = Tile<FMT, G, NT, WGS>;
   auto kernel = tile_gemm<FMT, T, G, NT, WGS, SHARES>;
   static const cudaError_t allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::bytes);
   if (allowed != cudaSuccess) return (int)allowed;
-  return start_clusters(kernel, dim3(blocks ? blocks : (p.n + S::rows - 1) / S::rows * p.split, p.tiles), S::threads, S::bytes, p.split, stream, p);
+  return start_clusters(kernel, dim3(blocks ? blocks : (p.n + S::rows - 1) / S::rows * p.split, p.tiles), S::threads, S::bytes, p.split, stream, p, shares);
 }
 
 template <int FMT, class T, int G> int launch(const TileParams& p, int tokens, int warpgroups, void* stream) {
@@ -140,8 +146,8 @@ template <int FMT, class T, int G> int launch(const TileParams& p, int tokens, i
   return launch<FMT, T, G, 256, 2>(p, stream);
 }
 
-template <int FMT, class T, int G> int launch_shares(const TileParams& p, int tokens, void* stream, int blocks) {
-  return tokens == 32 ? launch<FMT, T, G, 32, 4, true>(p, stream, blocks) : launch<FMT, T, G, 64, 4, true>(p, stream, blocks);
+template <int FMT, class T, int G> int launch_shares(const TileParams& p, int tokens, void* stream, const Shares& shares, int blocks) {
+  return tokens == 32 ? launch<FMT, T, G, 32, 4, true>(p, stream, shares, blocks) : launch<FMT, T, G, 64, 4, true>(p, stream, shares, blocks);
 }
 
 }  // namespace
@@ -158,11 +164,10 @@ extern "C" int qk_tile_gemm(const TileParams* p, int format, int dtype, int grou
   return dtype == 0 ? run(launch<kInt4, bf16, 128>) : run(launch<kInt4, __half, 128>);
 }
 
-// The same with a grid of `blocks`, each of which has a tile of 256 rows and a share of those left over. tokens: 32 or 64.
-extern "C" int qk_shared_tiles(const TileParams* p, int format, int dtype, int group, int tokens, int blocks, void* s) {
-  const auto run = [&](auto launcher) { return launcher(*p, tokens, s, blocks); };
+// The same in 4 bits with a grid of `blocks`, each of which has a tile of 256 rows and a share of those left over. tokens: 32 or 64.
+extern "C" int qk_shared_tiles(const TileParams* p, const Shares* shares, int format, int dtype, int group, int tokens, int blocks, void* s) {
+  const auto run = [&](auto launcher) { return launcher(*p, tokens, s, *shares, blocks); };
   if (format == kFp4) return run(launch_shares<kFp4, bf16, 16>);
-  if (format == kInt8) return dtype == 0 ? run(launch_shares<kInt8, bf16, 0>) : run(launch_shares<kInt8, __half, 0>);
   if (group == 32) return dtype == 0 ? run(launch_shares<kInt4, bf16, 32>) : run(launch_shares<kInt4, __half, 32>);
   if (group == 64) return dtype == 0 ? run(launch_shares<kInt4, bf16, 64>) : run(launch_shares<kInt4, __half, 64>);
   return dtype == 0 ? run(launch_shares<kInt4, bf16, 128>) : run(launch_shares<kInt4, __half, 128>);

@@ -17,8 +17,6 @@ struct TileParams {
   const int* tile_count;      // [tiles] how many
   const int* order;           // [slots] the token-expert pair in a slot
   const float* pair_weights;  // [pairs], kWeigh
-  float* partial;             // sums of shares and counters for them, zero between calls: see tile_share.cuh
-  int* arrived;
   int tiles, m, n, k, out_n;  // n is padded to whole strips, out_n is what is stored
-  int split, epilogue, parts; // parts: of each tile left over
+  int split, epilogue;
 };

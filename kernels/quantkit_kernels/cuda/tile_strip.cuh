@@ -9,6 +9,7 @@
 #include "copies.cuh"
 #include "packed.cuh"
 #include "tile.cuh"
+#include "wgmma.cuh"
 
 namespace {
 
@@ -50,12 +51,14 @@ template <int FMT, class T, int G, int NT, int WGS> struct Strip {
 
   __device__ __forceinline__ void init(uint32_t ring, int warpgroup, bool with_zeros) {
     const int lane = threadIdx.x & 31, tile = threadIdx.x / 32 % 4, g = lane >> 2, q = lane & 3;
-    words = ring + S::words_at + warpgroup * S::words + tile * (FMT == kInt8 ? 1024 : 512) + lane * 16;
+    words = ring + S::words_at + warpgroup * S::words + (FMT == kInt8 ? 0 : tile * 512 + lane * 16);
     scales = ring + S::scales_at + warpgroup * S::scales + g * 16 + tile * 4 + (FMT == kFp4 ? (q >> 1) * 128 : 0);
     zeros = ring + S::zeros_at + warpgroup * S::zeros + g * 4;
     has_zeros = with_zeros;
   }
-  // Ahead of `decode`, which int8 needs not: its operands may not be written while instructions are under way that read others of them.
+  // int8, 32 along K as wgmma reads them.
+  __device__ __forceinline__ uint64_t weights(uint32_t stage, int slab) const { return weights_at(words + stage, slab); }
+  // Ahead of `decode`.
   __device__ __forceinline__ void load(uint32_t stage, int half) {
     if (FMT != kInt8) w = read16(words + stage + half * 2048);
   }
@@ -65,35 +68,25 @@ template <int FMT, class T, int G, int NT, int WGS> struct Strip {
   }
   // The operands of one turn.
   __device__ __forceinline__ void decode(uint32_t (&a)[S::slabs][4], uint32_t stage, int turn) {
-    const int half = turn * 2 / S::turns;
-    if constexpr (FMT == kInt8) {
+    const int half = turn * 2 / S::turns, from = turn * S::slabs % 4;  // words of the half
 #pragma unroll
-      for (int j = 0; j < S::slabs; ++j) {
-        const int slab = turn * S::slabs + j;
-        const uint4 v = read16(words + stage + slab / 2 * 4096 + slab % 2 * 512);
-        a[j][0] = v.x, a[j][1] = v.y, a[j][2] = v.z, a[j][3] = v.w;
-      }
-    } else {
-      const int from = turn * S::slabs % 4;  // words of the half
+    for (int j = 0; j < S::slabs; j += 2) {
+      if constexpr (FMT == kFp4) {
+        const uint32_t four = read4(scales + stage + half * 256);
+        const int i = (from + j) / 2;
+        const uint32_t lo = fp4_scale(four, i), hi = fp4_scale(four, 2 + i);
+        decode_fp4(word_of(w, 2 * i), word_of(w, 2 * i + 1), a[j], a[j + 1]);
 #pragma unroll
-      for (int j = 0; j < S::slabs; j += 2) {
-        if constexpr (FMT == kFp4) {
-          const uint32_t four = read4(scales + stage + half * 256);
-          const int i = (from + j) / 2;
-          const uint32_t lo = fp4_scale(four, i), hi = fp4_scale(four, 2 + i);
-          decode_fp4(word_of(w, 2 * i), word_of(w, 2 * i + 1), a[j], a[j + 1]);
+        for (int k = 0; k < 2; ++k)
 #pragma unroll
-          for (int k = 0; k < 2; ++k)
+          for (int f = 0; f < 4; ++f) a[j + k][f] = multiply2<T>(a[j + k][f], f % 2 ? hi : lo);
+      } else {
+        if (G == 32 || (from + j == 0 && (G == 64 || half == 0))) set_group(stage, half * 64 / G + (G == 32 ? (from + j) / 2 : 0));
 #pragma unroll
-            for (int f = 0; f < 4; ++f) a[j + k][f] = multiply2<T>(a[j + k][f], f % 2 ? hi : lo);
-        } else {
-          if (G == 32 || (from + j == 0 && (G == 64 || half == 0))) set_group(stage, half * 64 / G + (G == 32 ? (from + j) / 2 : 0));
+        for (int k = 0; k < 2; ++k) {
+          decode_int4<T>(word_of(w, from + j + k), a[j + k]);
 #pragma unroll
-          for (int k = 0; k < 2; ++k) {
-            decode_int4<T>(word_of(w, from + j + k), a[j + k]);
-#pragma unroll
-            for (int f = 0; f < 4; ++f) a[j + k][f] = multiply2<T>(subtract2<T>(a[j + k][f], group.zero[f % 2]), group.scale[f % 2]);
-          }
+          for (int f = 0; f < 4; ++f) a[j + k][f] = multiply2<T>(subtract2<T>(a[j + k][f], group.zero[f % 2]), group.scale[f % 2]);
         }
       }
     }

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quantkit_kernels.cuda.build import TileParams, library
+from quantkit_kernels.cuda.build import Shares, TileParams, library
 from quantkit_kernels.cuda.launch import DTYPES, FORMATS, STORE, checked, stream_of, workspace
 from quantkit_kernels.cuda.layout import Packed
 from quantkit_kernels.cuda.plans import PersistentPlan, SharePlan, TilePlan
@@ -78,17 +78,18 @@ def tile_gemm(
     if pair_weights is not None:
         params.pair_weights = pair_weights.data_ptr()
     if isinstance(plan, PersistentPlan):
-        checked(library().qk_persistent_int8(ctypes.byref(params), DTYPES[x.dtype], plan.parts, stream))
+        shape = (plan.tokens, plan.strips, plan.same_strips, plan.parts)
+        checked(library().qk_persistent_int8(ctypes.byref(params), DTYPES[x.dtype], *shape, stream))
         return
     layout = (FORMATS[kind], DTYPES[x.dtype], group)
     if isinstance(plan, SharePlan):
         assert count <= plan.tokens, (count, plan)
         assert k >= 1024, k
         left = -(-params.n // SHARE_ROWS) - plan.blocks
-        params.split, params.parts = 1, min(plan.blocks // max(left, 1), k // 128)
-        partial, arrived = workspace(x.device, left * params.parts * SHARE_ROWS * plan.tokens)
-        params.partial, params.arrived = partial.data_ptr(), arrived.data_ptr()
-        checked(library().qk_shared_tiles(ctypes.byref(params), *layout, plan.tokens, plan.blocks, stream))
+        params.split, parts = 1, min(plan.blocks // max(left, 1), k // 128)
+        partial, arrived = workspace(x.device, left * parts * SHARE_ROWS * plan.tokens)
+        shares = Shares(partial.data_ptr(), arrived.data_ptr(), parts)
+        checked(library().qk_shared_tiles(ctypes.byref(params), ctypes.byref(shares), *layout, plan.tokens, plan.blocks, stream))
         return
     params.split = plan.split
     checked(library().qk_tile_gemm(ctypes.byref(params), *layout, plan.tokens, plan.warpgroups, stream))

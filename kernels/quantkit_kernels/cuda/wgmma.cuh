@@ -1,7 +1,9 @@
-// wgmma with 64 rows of weights in registers, tokens in shared memory and sums in registers.
+// wgmma with 64 rows of weights, tokens in shared memory and sums in registers.
 //
-// A warpgroup's four warps hold 16 rows each, in the order of mma.sync's A operand. Tokens lie in shared memory as rows of 128 bytes along
-// K, 16-byte chunk c of row t at place c ^ (t % 8), from an address that is a multiple of 1024; one instruction takes 32 bytes of each row.
+// Weights decoded to 16 bits are in registers: a warpgroup's four warps hold 16 rows each, in the order of mma.sync's A operand. Those of
+// int8 are in shared memory as packed.cuh says, from an address that is a multiple of 512; one instruction takes 32 of a row's 64 bytes.
+// Tokens lie in shared memory as rows of 128 bytes along K, 16-byte chunk c of row t at place c ^ (t % 8), from an address that is a multiple
+// of 1024; one instruction takes 32 bytes of each row.
 // Sums: d[4 * i + 2 * h + e] of lane 4g + q in warp w is of row 16w + 8h + g and token 8i + 2q + e.
 
 #pragma once
@@ -31,6 +33,12 @@ template <class Acc, int MANY> __device__ __forceinline__ void wgmma_done(Acc (&
 // What an instruction is told about tokens at `address`: rows of 128 bytes with the swizzle above, 1024 bytes to the next eight.
 __device__ __forceinline__ uint64_t tokens_at(uint32_t address) { return (1ull << 62) | (64ull << 32) | (1ull << 16) | (address >> 4); }
 
+// The same about a strip's stage of int8 weights at `address`, instruction j of 4: rows of 64 bytes, 512 to the next eight, 4096 to the next
+// 64 along K.
+__device__ __forceinline__ uint64_t weights_at(uint32_t address, int j) {
+  return ((2ull << 62) | (32ull << 32) | (1ull << 16) | (address >> 4)) + j / 2 * 256 + j % 2 * 2;
+}
+
 #define QK_SUMS_8(c, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3]), c(d[i + 4]), c(d[i + 5]), c(d[i + 6]), c(d[i + 7])
 #define QK_SUMS_16(c, i) QK_SUMS_8(c, i), QK_SUMS_8(c, i + 8)
 #define QK_SUMS_32(c, i) QK_SUMS_16(c, i), QK_SUMS_16(c, i + 16)
@@ -51,21 +59,26 @@ __device__ __forceinline__ uint64_t tokens_at(uint32_t address) { return (1ull <
 #define QK_AFTER_32 "{%32,%33,%34,%35}, %36"
 #define QK_AFTER_64 "{%64,%65,%66,%67}, %68"
 #define QK_AFTER_128 "{%128,%129,%130,%131}, %132"
-#define QK_WGMMA(shape_and_types, sums, c, flags)                                                                                         \
+#define QK_BOTH_16 "%16, %17"
+#define QK_BOTH_32 "%32, %33"
+#define QK_BOTH_64 "%64, %65"
+#define QK_BOTH_128 "%128, %129"
+#define QK_WGMMA(shape_and_types, sums)                                                                                                   \
   asm volatile("{.reg .pred add; setp.eq.u32 add, 0, 0; wgmma.mma_async.sync.aligned." shape_and_types " {" QK_NAMES_##sums               \
-               "}, " QK_AFTER_##sums ", add" flags ";}"                                                                                   \
-               : QK_SUMS_##sums(c, 0)                                                                                                     \
+               "}, " QK_AFTER_##sums ", add, 1, 1, 0;}"                                                                                   \
+               : QK_SUMS_##sums("+f", 0)                                                                                                  \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tokens))
 #define QK_WGMMA_OF(n, sums)                                                                                                              \
   template <class T> __device__ __forceinline__ void wgmma(float (&d)[sums], const uint32_t (&a)[4], uint64_t tokens) {                   \
-    if constexpr (std::is_same_v<T, __half>) QK_WGMMA("m64n" #n "k16.f32.f16.f16", sums, "+f", ", 1, 1, 0");                              \
-    else QK_WGMMA("m64n" #n "k16.f32.bf16.bf16", sums, "+f", ", 1, 1, 0");                                                                \
+    if constexpr (std::is_same_v<T, __half>) QK_WGMMA("m64n" #n "k16.f32.f16.f16", sums);                                                 \
+    else QK_WGMMA("m64n" #n "k16.f32.bf16.bf16", sums);                                                                                   \
   }                                                                                                                                       \
-  template <class T> __device__ __forceinline__ void wgmma(int (&d)[sums], const uint32_t (&a)[4], uint64_t tokens) {                     \
-    QK_WGMMA("m64n" #n "k32.s32.s8.s8", sums, "+r", "");                                                                                  \
+  __device__ __forceinline__ void wgmma_int8(int (&d)[sums], uint64_t weights, uint64_t tokens) {                                         \
+    asm volatile("{.reg .pred add; setp.eq.u32 add, 0, 0; wgmma.mma_async.sync.aligned.m64n" #n "k32.s32.s8.s8 {" QK_NAMES_##sums         \
+                 "}, " QK_BOTH_##sums ", add;}" : QK_SUMS_##sums("+r", 0) : "l"(weights), "l"(tokens));                                   \
   }
 
-// d += a * tokens, 32 to 256 of them, for 16 along K in T; where d is int, for 32 along K in int8.
+// d += a * tokens, 32 to 256 of them, for 16 along K in T, or for 32 in int8.
 QK_WGMMA_OF(32, 16)
 QK_WGMMA_OF(64, 32)
 QK_WGMMA_OF(128, 64)
@@ -74,12 +87,16 @@ QK_WGMMA_OF(256, 128)
 #undef QK_WGMMA_OF
 #undef QK_WGMMA
 #undef QK_AFTER_16
+#undef QK_BOTH_16
 #undef QK_NAMES_16
 #undef QK_AFTER_32
+#undef QK_BOTH_32
 #undef QK_NAMES_32
 #undef QK_AFTER_64
+#undef QK_BOTH_64
 #undef QK_NAMES_64
 #undef QK_AFTER_128
+#undef QK_BOTH_128
 #undef QK_NAMES_128
 #undef QK_SUMS_8
 #undef QK_SUMS_16

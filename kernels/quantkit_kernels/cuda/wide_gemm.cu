@@ -1,4 +1,4 @@
-// y[M, N] = x[M, K] @ W[N, K]^T for a packed W and up to 16 tokens, dense, by one block for each multiprocessor.
+// y[M, N] = x[M, K] @ W[N, K]^T for a W packed in 4 bits and up to 16 tokens, dense, by one block for each multiprocessor.
 //
 // The streaming kernel's blocks bring all of x through the L2 cache for every 32 or 64 rows of W, which with 16 tokens is as much as W itself
 // or more, and their number does not come out even. Here a block has as many rows as a multiprocessor's share of W, `wn` warps of 32 side by
@@ -28,12 +28,12 @@ constexpr int kHelpers = 2;  // warps that bring x, a chunk each in turn
 template <int FMT, int G, int MT> struct Wide {
   using S = Shape<FMT, G, 2, MT, true>;
   static constexpr int threads = 32 * (kWide + kHelpers), tokens = 8 * MT;
-  static constexpr int row = FMT == kInt8 ? 128 : 256;  // bytes of a token's chunk
-  static constexpr int pitch = row + 64;                // in shared memory: no two lanes that read at once meet in a bank
+  static constexpr int row = 256;         // bytes of a token's chunk
+  static constexpr int pitch = row + 64;  // in shared memory: no two lanes that read at once meet in a bank
   static constexpr int groups = FMT == kInt4 ? 128 / G : 0;
   static constexpr int sums = groups * tokens * 4, place = tokens * pitch + sums;  // bytes of a chunk
   static constexpr int places = kWide, ahead = places / 4;  // chunks in the ring, those of a helper on their way
-  static constexpr int steps = FMT == kInt8 ? 4 : 3;        // of a warp's weights on their way: behind more of them x comes later
+  static constexpr int steps = 3;                           // of a warp's weights on their way: behind more of them x comes later
   static constexpr int weights = kWide * steps * S::step_bytes;
   static constexpr int barriers_at = weights + places * place, bytes = barriers_at + places * 16;
   static_assert(bytes <= 226 << 10 && kWide * tokens * (32 + 4) * 4 <= barriers_at);
@@ -50,23 +50,23 @@ template <int FMT, int G, int MT> struct Copied {
   __device__ __forceinline__ void start(const Params& p, uint32_t ring, size_t chunk, int tile, int wk, int left) {
     const int lane = threadIdx.x & 31;
     data = ring + lane * 16;
-    next = reinterpret_cast<const char*>(p.words) + chunk * (4096 * S::pieces) + tile * (512 * S::pieces) + lane * 16;
-    stride = (int64_t)wk * (4096 * S::pieces) - 2048 * S::pieces;
+    next = reinterpret_cast<const char*>(p.words) + chunk * 4096 + tile * 512 + lane * 16;
+    stride = (int64_t)wk * 4096 - 2048;
 #pragma unroll
     for (int i = 0; i < D::steps; ++i) request(i, i % 2, i < left);
   }
   __device__ __forceinline__ void request(uint32_t place, int half, bool wanted) {
     if (wanted) {
 #pragma unroll
-      for (int i = 0; i < 2 * S::pieces; ++i) copy16(data + place * S::step_bytes + i * 512, next + i * 512);
+      for (int i = 0; i < 2; ++i) copy16(data + place * S::step_bytes + i * 512, next + i * 512);
     }
     end_copies();
-    next += half == 0 ? 2048 * S::pieces : stride;
+    next += half == 0 ? 2048 : stride;
   }
-  __device__ __forceinline__ void take(uint4 (&w)[2 * S::pieces], int) {
+  __device__ __forceinline__ void take(uint4 (&w)[2], int) {
     wait_for_copies<D::steps - 1>();
 #pragma unroll
-    for (int i = 0; i < 2 * S::pieces; ++i) w[i] = read16(data + slot * S::step_bytes + i * 512);
+    for (int i = 0; i < 2; ++i) w[i] = read16(data + slot * S::step_bytes + i * 512);
   }
   __device__ __forceinline__ void used(int, int, int) {}
   __device__ __forceinline__ void finish(int half, int left) {
@@ -81,7 +81,7 @@ template <int FMT, int G, int MT> __device__ __forceinline__ void read_tokens(ui
   const int lane = threadIdx.x & 31;
   chunk += (lane >> 2) * D::pitch + (lane & 3) * 16 + half * (D::row / 2);
 #pragma unroll
-  for (int i = 0; i < D::S::tokens; ++i) x[i] = read16(chunk + (FMT == kInt8 ? i * 8 * D::pitch : i / 2 * 8 * D::pitch + i % 2 * 64));
+  for (int i = 0; i < D::S::tokens; ++i) x[i] = read16(chunk + i / 2 * 8 * D::pitch + i % 2 * 64);
 }
 
 template <int G, int MT> __device__ __forceinline__ void write_sums(uint32_t chunk, int group, int mt, float first, float second) {
@@ -123,7 +123,7 @@ template <int FMT, class T, int G, int MT> __device__ __forceinline__ void bring
   using D = Wide<FMT, G, MT>;
   constexpr int pieces = D::row / 16, at_once = 32 / pieces;  // copies of a token's chunk, and so many tokens in one instruction
   const int lane = threadIdx.x & 31, chunks = p.k / 128, token = lane / pieces, column = lane % pieces * 16;
-  const size_t row_bytes = (size_t)p.k * (FMT == kInt8 ? 1 : 2);
+  const size_t row_bytes = (size_t)p.k * 2;
   const char* from = reinterpret_cast<const char*>(p.x) + token * row_bytes + helper * D::row + column;
   int place = helper, phase = 1, there = helper;
   for (int c = helper; c < chunks + D::ahead * kHelpers; c += kHelpers) {
@@ -155,7 +155,7 @@ template <int FMT, class T, int G, int MT> __global__ void __launch_bounds__(Wid
   const int lane = threadIdx.x & 31, warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
   const int rows = p.wn * 32, pitch = rows + 4, wk = kWide / p.wn, warp_n = warp % p.wn, warp_k = warp / p.wn;
   const uint32_t ring = shared_address(shared) + D::weights, filled = shared_address(shared) + D::barriers_at, emptied = filled + D::places * 8;
-  auto* red = reinterpret_cast<typename Lane::Acc*>(shared);  // [warp along K][token][pitch], once the rings are done with
+  auto* red = reinterpret_cast<float*>(shared);  // [warp along K][token][pitch], once the rings are done with
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < D::places; ++i) init_barrier(filled + i * 8), init_barrier(emptied + i * 8, p.wn);
@@ -208,10 +208,10 @@ template <int FMT, class T, int G, int MT> __global__ void __launch_bounds__(Wid
   __syncthreads();
   for (int i = threadIdx.x; i < rows * p.m; i += D::threads) {
     const int r = i % rows, t = i / rows, feature = blockIdx.x * rows + r;
-    typename Lane::Acc sum = 0;
+    float sum = 0;
     for (int w = 0; w < wk; ++w) sum += red[(w * D::tokens + t) * pitch + r];
-    const float y = float(sum) * p.row_scale[feature];
-    if (feature < p.out_n) store<T>(p.out, (size_t)t * p.out_n + feature, FMT == kInt8 ? y * p.x_scale[t] : y);
+    const float y = sum * p.row_scale[feature];
+    if (feature < p.out_n) store<T>(p.out, (size_t)t * p.out_n + feature, y);
   }
 }
 
@@ -235,7 +235,6 @@ using bf16 = __nv_bfloat16;
 extern "C" int qk_wide_gemm(const Params* p, int format, int dtype, int group, int token_tiles, void* s) {
   const auto run = [&](auto launcher) { return launcher(*p, token_tiles, s); };
   if (format == kFp4) return run(launch<kFp4, bf16, 16>);
-  if (format == kInt8) return dtype == 0 ? run(launch<kInt8, bf16, 0>) : run(launch<kInt8, __half, 0>);
   if (group == 32) return dtype == 0 ? run(launch<kInt4, bf16, 32>) : run(launch<kInt4, __half, 32>);
   if (group == 64) return dtype == 0 ? run(launch<kInt4, bf16, 64>) : run(launch<kInt4, __half, 64>);
   return dtype == 0 ? run(launch<kInt4, bf16, 128>) : run(launch<kInt4, __half, 128>);
