@@ -3,7 +3,8 @@
 Codes and zero points are never touched. What may change is the dtype of scales, and values that become plain; for every part of
 the model the largest relative error is measured while converting and written into manifest.json. Zero means bit-exact.
 
-Memory is one unit, UNIT_BYTES of output or the largest single tensor, and a few copies of it in float32.
+Memory is one unit, UNIT_BYTES of output or the largest single tensor, a few copies of it in float32, and what waits to be written
+(`checkpoint.writer.WAITING`).
 """
 
 import json
@@ -87,10 +88,13 @@ def convert(
     with CheckpointWriter(out, plan.specs(), fingerprint=plan.fingerprint(), overwrite=overwrite) as writer:
         for number, unit in enumerate(units):
             name = f"{number:05d} {unit[0].name}"
-            if not writer.done(name):
+            if writer.done(name):
+                noted = writer.note(name)["changes"]
+            else:
                 tensors, facts = plan.convert(unit)
-                writer.write(name, tensors, {"changes": {key: asdict(change) for key, change in facts.items()}})
-            for key, change in writer.note(name)["changes"].items():
+                noted = {key: asdict(change) for key, change in facts.items()}
+                writer.write(name, tensors, {"changes": noted})
+            for key, change in noted.items():
                 changes[key] = _joined(changes.get(key), Change(**change))
             done += sum(plan.source_bytes(item) for item in unit)
             worst = max((change.max_relative_error for change in changes.values()), default=0.0)
