@@ -1,5 +1,7 @@
 """The tile kernel, wide blocks and sorted experts on a CUDA device, against float64: every format, grid and ragged shape."""
 
+from collections.abc import Iterable, Iterator
+
 import pytest
 import torch
 from kernel_weights import exact_experts, layer, random_experts
@@ -27,81 +29,65 @@ def generator() -> torch.Generator:
     return rng
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("grid", GRIDS)
-def test_every_tile_matches_float64(grid: str, dtype: torch.dtype) -> None:
+def problems(
+    grid: str, dtype: torch.dtype, shapes: Iterable[tuple[int, int]], token_counts: Iterable[int]
+) -> Iterator[tuple[CudaLinear, torch.Tensor, torch.Tensor, tuple[int, ...]]]:
+    """For every [N, K] and number of tokens: the prepared weight, x [M, K], the exact result, and (N, K, M, seed) to tell where it was."""
     if grid == "fp4" and dtype == torch.float16:
         pytest.skip("FP4 computes in bfloat16 only")
     rng = generator()
-    # Rows that are no whole strip, or no whole block; K of one stage and of more than the ring holds.
-    for n, k in ((80, 128), (2112, 1408), (250, 2048)):
+    for n, k in shapes:
         weight = random_weight(grid, n, k, rng)
         linear = prepare(weight, backend="cuda", dtype=dtype)
         assert isinstance(linear, CudaLinear)
-        for m in (1, 17, 70, 300):
+        for m in token_counts:
             x = torch.randn(m, k, generator=rng, device=DEVICE).to(dtype)
-            exact = exact_linear(x, weight)
-            for tokens, warpgroups in SHAPES:
-                for split in range(1, min(8, k // 128) + 1):
-                    plan = TilePlan(tokens, warpgroups, split)
-                    assert distance(linear.tiles(x, plan), exact) < TOLERANCE[dtype], (n, k, m, plan, rng.initial_seed())
+            yield linear, x, exact_linear(x, weight), (n, k, m, rng.initial_seed())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("grid", GRIDS)
+def test_every_tile_matches_float64(grid: str, dtype: torch.dtype) -> None:
+    # Rows that are no whole strip, or no whole block; K of one stage and of more than the ring holds.
+    for linear, x, exact, where in problems(grid, dtype, ((80, 128), (2112, 1408), (250, 2048)), (1, 17, 70, 300)):
+        for tokens, warpgroups in SHAPES:
+            for split in range(1, min(8, x.shape[1] // 128) + 1):
+                plan = TilePlan(tokens, warpgroups, split)
+                assert distance(linear.tiles(x, plan), exact) < TOLERANCE[dtype], (plan, where)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("grid", FOUR_BITS)
 def test_shares_match_float64(grid: str, dtype: torch.dtype) -> None:
     """All tiles whole, one left over, nearly as many as blocks; parts of one stage and of several; a last tile that is no whole one."""
-    if grid == "fp4" and dtype == torch.float16:
-        pytest.skip("FP4 computes in bfloat16 only")
-    rng = generator()
-    for n, k in ((250, 1024), (2112, 1408), (2112, 7168)):
-        weight = random_weight(grid, n, k, rng)
-        linear = prepare(weight, backend="cuda", dtype=dtype)
-        assert isinstance(linear, CudaLinear)
-        for m in (1, 17, 32, 33, 64):
-            x = torch.randn(m, k, generator=rng, device=DEVICE).to(dtype)
-            exact = exact_linear(x, weight)
-            for blocks in (1,) if n <= 256 else (5, 6, 8, 9):
-                for tokens in (32, 64):
-                    if m <= tokens:
-                        y = linear.tiles(x, SharePlan(tokens, blocks))
-                        assert distance(y, exact) < TOLERANCE[dtype], (n, k, m, tokens, blocks, rng.initial_seed())
-                        assert torch.equal(y, linear.tiles(x, SharePlan(tokens, blocks))), (n, k, m, tokens, blocks)
+    for linear, x, exact, where in problems(grid, dtype, ((250, 1024), (2112, 1408), (2112, 7168)), (1, 17, 32, 33, 64)):
+        for blocks in (1,) if linear.out_features <= 256 else (5, 6, 8, 9):
+            for tokens in (32, 64):
+                if len(x) <= tokens:
+                    plan = SharePlan(tokens, blocks)
+                    y = linear.tiles(x, plan)
+                    assert distance(y, exact) < TOLERANCE[dtype], (plan, where)
+                    assert torch.equal(y, linear.tiles(x, plan)), (plan, where)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("grid", FOUR_BITS)
 def test_wide_blocks_match_float64(grid: str, dtype: torch.dtype) -> None:
     """K of fewer chunks than there are warps, of more than the ring holds, and of a number that does not come out even; padded rows."""
-    if grid == "fp4" and dtype == torch.float16:
-        pytest.skip("FP4 computes in bfloat16 only")
-    rng = generator()
-    for n, k in ((80, 128), (2112, 1408), (1140, 7168)):
-        weight = random_weight(grid, n, k, rng)
-        linear = prepare(weight, backend="cuda", dtype=dtype)
-        assert isinstance(linear, CudaLinear)
-        for m in (1, 5, 8, 9, 16):
-            x = torch.randn(m, k, generator=rng, device=DEVICE).to(dtype)
-            exact = exact_linear(x, weight)
-            for wn in (1, 2, 3, 6, 9, 18):
-                if linear.padded % (32 * wn) == 0:
-                    plan = WidePlan(1 if m <= 8 else 2, wn)
-                    assert distance(linear.stream(x, plan), exact) < TOLERANCE[dtype], (n, k, m, plan, rng.initial_seed())
+    for linear, x, exact, where in problems(grid, dtype, ((80, 128), (2112, 1408), (1140, 7168)), (1, 5, 8, 9, 16)):
+        for wn in (1, 2, 3, 6, 9, 18):
+            if linear.padded % (32 * wn) == 0:
+                plan = WidePlan(1 if len(x) <= 8 else 2, wn)
+                assert distance(linear.stream(x, plan), exact) < TOLERANCE[dtype], (plan, where)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_blocks_that_stay_match_float64(dtype: torch.dtype) -> None:
     """One tile and many for each block, K shorter and longer than the ring, rows that are no whole cluster's, every part of a tile."""
-    rng = generator()
-    for n, k in ((80, 128), (2112, 1408), (250, 2048), (40000, 512)):
-        weight = random_weight("int8", n, k, rng)
-        linear = prepare(weight, backend="cuda", dtype=dtype)
-        assert isinstance(linear, CudaLinear)
-        for m in (1, 20, 70, 129, 200, 256, 300, 600, 1000):
-            x = torch.randn(m, k, generator=rng, device=DEVICE).to(dtype)
-            exact = exact_linear(x, weight)
-            for plan in persistent_plans(max(m, 129)):  # all of them
-                assert distance(linear.tiles(x, plan), exact) < TOLERANCE[dtype], (n, k, m, plan, rng.initial_seed())
+    shapes, counts = ((80, 128), (2112, 1408), (250, 2048), (40000, 512)), (1, 20, 70, 129, 200, 256, 300, 600, 1000)
+    for linear, x, exact, where in problems("int8", dtype, shapes, counts):
+        for plan in persistent_plans(max(len(x), 129)):  # all of them
+            assert distance(linear.tiles(x, plan), exact) < TOLERANCE[dtype], (plan, where)
 
 
 @pytest.mark.parametrize("grid", GRIDS)

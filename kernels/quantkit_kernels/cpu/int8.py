@@ -36,7 +36,7 @@ class VnniInt8Linear(Linear):
         self.scale = weight.scale.reshape(-1).clone()
         self.zero_point = torch.zeros(n, dtype=torch.int64)
         self.sums = weight.codes.sum(dim=1, dtype=torch.int32)
-        self._library = library("int8") if why_no_library("int8") is None else None
+        self._library = _compiled()
         self._block = block_rows(self.packed, weight.codes) if self._library is not None else None
 
     def held(self) -> list[Tensor]:
@@ -69,7 +69,7 @@ class Int8Linear(Linear):
         self._ones = torch.ones(n, dtype=torch.bfloat16)
         # _weight_int8pack_mm reads past the rows of a K that is no multiple of 16, and rounds the sums to bf16.
         self._packed_rows = _INT8PACK_ROWS if dtype == torch.bfloat16 and k % 16 == 0 else 0
-        self._library = library("int8") if why_no_library("int8") is None else None
+        self._library = _compiled()
 
     def held(self) -> list[Tensor]:
         return [self.codes, self.scale, self._ones]
@@ -85,6 +85,10 @@ class Int8Linear(Linear):
         else:
             y = blocked_matmul(codes.float(), self.out_features, lambda start, stop: self.codes[start:stop].float())
         return y.mul_(row_scale).mul_(self.scale).to(self.dtype)
+
+
+def _compiled() -> ctypes.CDLL | None:
+    return library("int8") if why_no_library("int8") is None else None
 
 
 def vnni_rows() -> int:
