@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from quantkit.checkpoint.behind import Behind
@@ -134,8 +135,13 @@ class CheckpointWriter:
         self._behind.hand_over(lambda: self._write(unit, held, dict(facts or {})), nbytes)
 
     def afterwards(self, job: Callable[[], None]) -> None:
-        """Have `job` done when all units so far are written."""
-        self._behind.hand_over(job, 0)
+        """Have `job` done when all units so far are written. Raises as `write` does."""
+
+        def told() -> None:
+            with _told(self.out):
+                job()
+
+        self._behind.hand_over(told, 0)
 
     def settle(self) -> None:
         """Returns when all units are written."""
@@ -339,3 +345,5 @@ def _told(out: Path) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise QuantkitError(f"the disk is full while writing {out}", "free some space and run the same command: it goes on") from error
         raise QuantkitError(f"cannot write {out}: {error.strerror}", "mend that and run the same command: it goes on") from error
+    except SafetensorError as error:  # what its writer makes of an OSError
+        raise QuantkitError(f"cannot write {out}: {error}", "mend that and run the same command: it goes on") from error

@@ -90,7 +90,7 @@ def nearest_peak(units: dict[str, list[Parameter]], quantized: set[str]) -> Peak
         linears = [_FLOAT * _values(row) for row in rows if row.module in quantized]
         copied = [_COPIED * _values(row) for row in rows if row.module not in quantized]
         moments.append((2 * sum(linears) + 4 * max(linears, default=0) + sum(copied), unit))
-        waiting += (sum(linears) + sum(copied)) // 4
+        waiting += sum(linears) // _FLOAT + sum(copied)  # what is rounded takes a byte a value, or less
     work, where = max(moments)
     return Peak(PROCESS_BYTES, 0, work + min(WAITING, waiting), where)
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import write_job
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.reader import Checkpoint
@@ -90,6 +91,14 @@ def test_a_run_stopped_and_started_again_ends_with_the_same_bytes(undisturbed: P
         assert writer.note("unit 11") == {"error": 11 / 8}
     write_job.write(tmp_path / "out").finish(write_job.CONFIG, write_job.EXTRA)
     assert _bytes(tmp_path / "out") == _bytes(undisturbed)
+
+
+def test_state_that_cannot_be_saved_is_told_in_one_line(tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path / "out", write_job.specs(), fingerprint={}, overwrite=False)
+    writer.afterwards(lambda: save_file({"hidden": torch.zeros(8)}, tmp_path / "no directory" / "hidden"))
+    with pytest.raises(QuantkitError, match=r"cannot write .*/out: .*No such file.*; mend that and run the same command: it goes on"):
+        writer.settle()
+    writer.close()
 
 
 def test_a_tensor_may_change_as_soon_as_its_unit_is_handed_over(tmp_path: Path) -> None:
