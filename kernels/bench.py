@@ -40,9 +40,9 @@ CUDA_LINEARS = {
 CUDA_EXPERTS = {"R1": (2048, 0), "R1 of 4": (512, 1)}
 """The intermediate size, and the shared experts run with the routed: a whole layer's routed experts, and those of one rank of four."""
 CUDA_GRIDS = {"W4A16": "int4-asym-128", "FP4": "fp4", "INT8": "int8"}
-CUDA_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 2048)
-BF16_ROWS = (1, 16, 64, 128, 512, 2048)
-CUDA_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048)
+CUDA_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 2048, 4096)
+BF16_ROWS = (1, 16, 64, 128, 512, 2048, 4096)
+CUDA_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048, 4096)
 WARM_UP_SECONDS = 0.05
 
 

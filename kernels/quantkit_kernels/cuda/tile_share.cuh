@@ -12,14 +12,15 @@
 #include "packed.cuh"
 #include "tile_params.cuh"
 
-namespace {
-
+// In no namespace, for a C function that takes a type of an unnamed namespace is not exported.
 // partial: sums of parts; arrived: counters, zero between calls; parts: of each tile left over.
 struct Shares {
   float* partial;
   int* arrived;
   int parts;
 };
+
+namespace {
 
 struct Share {
   int index, part, block_n, begin, stages;  // which of the tiles left over and which of its parts; none without stages
