@@ -50,10 +50,13 @@ def stream_plans(rows: int, k: int, tokens: int) -> Iterator[Plan]:
                         yield Plan(token_tiles, row_tiles, wn, split, bulk)
 
 
-def wide_plans(rows: int, tokens: int) -> Iterator[WidePlan]:
-    for wn in (1, 2, 3, 6, 9, 18):
-        if rows % (32 * wn) == 0 and rows // (32 * wn) <= BLOCKS:
-            yield WidePlan(1 if tokens <= 8 else 2, wn)
+def wide_plans(rows: int, k: int, tokens: int) -> Iterator[WidePlan]:
+    """Of one round of blocks: for each number of them along K those with the fewest rows a block, and a little more."""
+    for split in (1, 2, 4, 8):
+        fewest = -(-rows // (32 * (MULTIPROCESSORS // split)))
+        for wn in range(fewest, min(18, fewest + 2) + 1):
+            if split <= k // 512:
+                yield WidePlan(1 if tokens <= 8 else 2, wn, split)
 
 
 def share_plans(rows: int, k: int, tokens: int) -> Iterator[SharePlan]:
@@ -100,7 +103,7 @@ def linear_rows(
         if tokens <= 16:
             streams: list[Plan | WidePlan] = [*stream_plans(first.padded, k, tokens)]
             if grid != "int8":
-                streams += wide_plans(first.padded, tokens)
+                streams += wide_plans(first.padded, k, tokens)
             for stream in streams:
                 calls[stream] = [partial(one.stream, x, stream) for one in copies]
         if tokens > 8:

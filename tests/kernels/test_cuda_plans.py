@@ -26,8 +26,9 @@ def check(plan: AnyPlan, rows: int, k: int) -> None:
         return
     if isinstance(plan, WidePlan):
         assert plan.token_tiles in (1, 2), plan
-        assert 18 % plan.wn == 0, plan
-        assert rows % (32 * plan.wn) == 0, (plan, rows)
+        assert 1 <= plan.wn <= 18, plan
+        assert 1 <= plan.split <= min(8, k // 128), (plan, k)
+        assert -(-rows // (32 * plan.wn)) * plan.split <= 132, (plan, rows)
         return
     if isinstance(plan, SharePlan):
         assert plan.tokens in (32, 64), plan

@@ -73,12 +73,15 @@ def test_shares_match_float64(grid: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("grid", FOUR_BITS)
 def test_wide_blocks_match_float64(grid: str, dtype: torch.dtype) -> None:
-    """K of fewer chunks than there are warps, of more than the ring holds, and of a number that does not come out even; padded rows."""
+    """K of fewer chunks than warps or blocks, of more than the ring holds, and of a number that does not come out even; rows that are no
+    whole block, and warps that none are left for."""
     for linear, x, exact, where in problems(grid, dtype, ((80, 128), (2112, 1408), (1140, 7168)), (1, 5, 8, 9, 16)):
-        for wn in (1, 2, 3, 6, 9, 18):
-            if linear.padded % (32 * wn) == 0:
-                plan = WidePlan(1 if len(x) <= 8 else 2, wn)
-                assert distance(linear.stream(x, plan), exact) < TOLERANCE[dtype], (plan, where)
+        for wn in (1, 2, 3, 5, 7, 18):
+            for split in (1, 2, 3, 8):
+                plan = WidePlan(1 if len(x) <= 8 else 2, wn, split)
+                y = linear.stream(x, plan)
+                assert distance(y, exact) < TOLERANCE[dtype], (plan, where)
+                assert torch.equal(y, linear.stream(x, plan)), (plan, where)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -44,7 +44,7 @@ def stream_gemm(params: Params, kind: str, dtype: torch.dtype, group: int, plan:
 
 
 def wide_gemm(params: Params, kind: str, dtype: torch.dtype, group: int, plan: WidePlan, device: torch.device) -> None:
-    params.wn = plan.wn
+    params.wn, params.split = plan.wn, plan.split
     layout = (FORMATS[kind], DTYPES[dtype], group)
     checked(library().qk_wide_gemm(ctypes.byref(params), *layout, plan.token_tiles, stream_of(device)))
 

@@ -93,4 +93,17 @@ __device__ __forceinline__ uint32_t fp4_scale(uint32_t four, int index) {
 
 template <class T> __device__ __forceinline__ void store(void* out, size_t at, float value) { reinterpret_cast<T*>(out)[at] = T(value); }
 
+// `each` results of one token from `feature` on, with one store where they fit.
+template <class T, int EACH, class P> __device__ __forceinline__ void store_run(const P& p, int slot, int feature, const T (&y)[EACH]) {
+  T* to = reinterpret_cast<T*>(p.out) + (size_t)slot * p.out_n + feature;
+  using Run = std::conditional_t<EACH == 8, uint4, uint2>;
+  if (feature + EACH <= p.out_n && p.out_n % EACH == 0) {
+    *reinterpret_cast<Run*>(to) = *reinterpret_cast<const Run*>(y);
+  } else {
+#pragma unroll
+    for (int i = 0; i < EACH; ++i)
+      if (feature + i < p.out_n) to[i] = y[i];
+  }
+}
+
 }  // namespace

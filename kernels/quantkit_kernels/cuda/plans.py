@@ -36,12 +36,13 @@ class Plan:
 class WidePlan:
     """The grid of wide_gemm, for 4 bits.
 
-    token_tiles: of 8 tokens, which are all there may be (1 or 2). wn: of a block's 18 warps, those side by side along N (1, 2, 3, 6, 9
-    or 18).
+    token_tiles: of 8 tokens, which are all there may be (1 or 2). wn: of a block's 18 warps, those side by side along N; so many times fit.
+    split: blocks of a cluster along K (1 to 8).
     """
 
     token_tiles: int
     wn: int
+    split: int
 
 
 @dataclass(frozen=True)

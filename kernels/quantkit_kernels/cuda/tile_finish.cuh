@@ -6,23 +6,12 @@
 
 #include <type_traits>
 
+#include "cluster.cuh"
 #include "packed.cuh"
 #include "tile.cuh"
 #include "tile_params.cuh"
 
 namespace {
-
-__device__ __forceinline__ void cluster_barrier() {
-  asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");
-}
-// Four words at the place of `at` in another block of the cluster.
-template <class Acc> __device__ __forceinline__ void read_from(Acc (&v)[4], uint32_t at, int block) {
-  uint32_t there, w[4];
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(block));
-  asm volatile("ld.shared::cluster.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(there) : "memory");
-#pragma unroll
-  for (int i = 0; i < 4; ++i) v[i] = std::is_same_v<Acc, int> ? (Acc)(int)w[i] : (Acc)__uint_as_float(w[i]);
-}
 
 template <class T> __device__ __forceinline__ uint32_t pair_of(float first, float second) {
   using P = typename Pair<T>::type;
@@ -35,19 +24,6 @@ template <class T> __device__ __forceinline__ uint32_t pair_of(float first, floa
 // Four matrices of 8 rows of the weight by 8 tokens, held as sums are, to shared memory with a token's rows side by side.
 __device__ __forceinline__ void write_turned(uint32_t at, const uint32_t (&m)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" :: "r"(at), "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3]) : "memory");
-}
-
-// `each` results of one token from `feature` on, with one store where they fit.
-template <class T, int EACH> __device__ __forceinline__ void store_run(const TileParams& p, int slot, int feature, const T (&y)[EACH]) {
-  T* to = reinterpret_cast<T*>(p.out) + (size_t)slot * p.out_n + feature;
-  using Run = std::conditional_t<EACH == 8, uint4, uint2>;
-  if (feature + EACH <= p.out_n && p.out_n % EACH == 0) {
-    *reinterpret_cast<Run*>(to) = *reinterpret_cast<const Run*>(y);
-  } else {
-#pragma unroll
-    for (int i = 0; i < EACH; ++i)
-      if (feature + i < p.out_n) to[i] = y[i];
-  }
 }
 
 template <int FMT, class T, int G, int NT, int WGS> struct Finish {

@@ -2,18 +2,20 @@
 //
 // The streaming kernel's blocks bring all of x through the L2 cache for every 32 or 64 rows of W, which with 16 tokens is as much as W itself
 // or more, and their number does not come out even. Here a block has as many rows as a multiprocessor's share of W, `wn` warps of 32 side by
-// side, and the others take turns along K, a chunk of 128 each. Two warps besides them copy x into a ring in shared memory that all of them
-// read, and add up x over the groups of INT4, which zero points need, once for all warps. A warp's weights come through a ring of its
+// side, and the others take turns along K, a chunk of 128 each. Where W has fewer rows the blocks of a cluster have `split` times as many
+// together, and a part of K each, so that x comes once for all those rows. Two warps besides them copy x into a ring in shared memory that all
+// of them read, and add up x over the groups of INT4, which zero points need, once for all warps. A warp's weights come through a ring of its
 // own; a lane reads what it copied itself, so nobody waits for another there. In copies of 16 bytes both, not in bulk: bulk copies of the
 // 256 bytes that x has side by side take 25 ns each.
 //
-// Sums of the warps along K meet in shared memory and are added up in the warps' order: results do not depend on timing.
+// Sums of the warps along K meet in shared memory and are added up in the order of blocks and warps: results do not depend on timing.
 
 #include <cuda_runtime.h>
 #include <stdint.h>
 
 #include <type_traits>
 
+#include "cluster.cuh"
 #include "copies.cuh"
 #include "launch.cuh"
 #include "params.cuh"
@@ -22,7 +24,7 @@
 
 namespace {
 
-constexpr int kWide = 18;    // warps that multiply: 1, 2, 3, 6, 9 or 18 of them side by side
+constexpr int kWide = 18;    // warps that multiply, `wn` of them side by side and as many such rows as there are warps for
 constexpr int kHelpers = 2;  // warps that bring x, a chunk each in turn
 
 template <int FMT, int G, int MT> struct Wide {
@@ -35,7 +37,8 @@ template <int FMT, int G, int MT> struct Wide {
   static constexpr int places = kWide, ahead = places / 4;  // chunks in the ring, those of a helper on their way
   static constexpr int steps = 3;                           // of a warp's weights on their way: behind more of them x comes later
   static constexpr int weights = kWide * steps * S::step_bytes;
-  static constexpr int barriers_at = weights + places * place, bytes = barriers_at + places * 16;
+  static constexpr int barriers_at = weights + places * place, factors_at = barriers_at + places * 16;
+  static constexpr int bytes = factors_at + kWide * 32 * 4;
   static_assert(bytes <= 226 << 10 && kWide * tokens * (32 + 4) * 4 <= barriers_at);
 };
 
@@ -118,13 +121,14 @@ template <class T, int G, int MT> __device__ __forceinline__ void add_up_tokens(
   }
 }
 
-// A warp that brings x: every `kHelpers`th chunk, when its place is free, and tells when it is there.
-template <int FMT, class T, int G, int MT> __device__ __forceinline__ void bring_tokens(const Params& p, int helper, uint32_t ring, uint32_t filled, uint32_t emptied) {
+// A warp that brings x: every `kHelpers`th chunk of the block's, when its place is free, and tells when it is there.
+template <int FMT, class T, int G, int MT>
+__device__ __forceinline__ void bring_tokens(const Params& p, int helper, int begin, int chunks, uint32_t ring, uint32_t filled, uint32_t emptied) {
   using D = Wide<FMT, G, MT>;
   constexpr int pieces = D::row / 16, at_once = 32 / pieces;  // copies of a token's chunk, and so many tokens in one instruction
-  const int lane = threadIdx.x & 31, chunks = p.k / 128, token = lane / pieces, column = lane % pieces * 16;
+  const int lane = threadIdx.x & 31, token = lane / pieces, column = lane % pieces * 16;
   const size_t row_bytes = (size_t)p.k * 2;
-  const char* from = reinterpret_cast<const char*>(p.x) + token * row_bytes + helper * D::row + column;
+  const char* from = reinterpret_cast<const char*>(p.x) + token * row_bytes + (begin + helper) * D::row + column;
   int place = helper, phase = 1, there = helper;
   for (int c = helper; c < chunks + D::ahead * kHelpers; c += kHelpers) {
     if (c < chunks) {
@@ -154,30 +158,36 @@ template <int FMT, class T, int G, int MT> __global__ void __launch_bounds__(Wid
   extern __shared__ __align__(128) char shared[];
   const int lane = threadIdx.x & 31, warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
   const int rows = p.wn * 32, pitch = rows + 4, wk = kWide / p.wn, warp_n = warp % p.wn, warp_k = warp / p.wn;
+  const int part = blockIdx.x % p.split, first = blockIdx.x / p.split * rows, present = min(p.wn, (p.n - first) / 32);
+  const int begin = p.k / 128 * part / p.split, chunks = p.k / 128 * (part + 1) / p.split - begin;
   const uint32_t ring = shared_address(shared) + D::weights, filled = shared_address(shared) + D::barriers_at, emptied = filled + D::places * 8;
   auto* red = reinterpret_cast<float*>(shared);  // [warp along K][token][pitch], once the rings are done with
+  const auto* factors = reinterpret_cast<const float*>(shared + D::factors_at);
 
   if (threadIdx.x == 0) {
-    for (int i = 0; i < D::places; ++i) init_barrier(filled + i * 8), init_barrier(emptied + i * 8, p.wn);
+    for (int i = 0; i < D::places; ++i) init_barrier(filled + i * 8), init_barrier(emptied + i * 8, present);
   }
   if (warp >= kWide) {
     __syncthreads();
+    // Factors of rows come with the first tokens.
+    for (int i = lane * 4; warp == kWide && i < present * 32; i += 128) copy16(shared_address(factors + i), p.row_scale + first + i);
     wait_for_predecessor();
-    bring_tokens<FMT, T, G, MT>(p, warp - kWide, ring, filled, emptied);
+    bring_tokens<FMT, T, G, MT>(p, warp - kWide, begin, chunks, ring, filled, emptied);
+    wait_for_copies<0>();
     __syncthreads();
   } else {
-    const int row = blockIdx.x * rows + warp_n * 32, tile = row % 64 / 16, chunks = (p.k / 128 - warp_k + wk - 1) / wk;
+    const int row = first + warp_n * 32, tile = row % 64 / 16, own = warp_n < present && warp_k < wk ? (chunks - warp_k + wk - 1) / wk : 0;
     Copied<FMT, G, MT> weights;
-    weights.start(p, shared_address(shared) + warp * D::steps * D::S::step_bytes, (size_t)(row / 64) * (p.k / 128) + warp_k, tile, wk, 2 * chunks);
+    weights.start(p, shared_address(shared) + warp * D::steps * D::S::step_bytes, (size_t)(row / 64) * (p.k / 128) + begin + warp_k, tile, wk, 2 * own);
     Stream<FMT, G, 2, MT> stream;
     stream.clear();
-    stream.point(p, 0, row, warp_k, wk);
-    stream.request_factors(0, chunks > 0), stream.request_factors(1, chunks > 0);
+    stream.point(p, 0, row, begin + warp_k, wk);
+    stream.request_factors(0, own > 0), stream.request_factors(1, own > 0);
     __syncthreads();
     Lane sums;
     sums.clear();
     int place = warp_k, phase = 0;
-    for (int left = 2 * chunks; left > 0; left -= 2) {
+    for (int left = 2 * own; left > 0; left -= 2) {
       wait_for(filled + place * 8, phase);
       const uint32_t chunk = ring + place * D::place;
       sums.given = chunk + D::tokens * D::pitch + (lane & 3) * 8;
@@ -197,22 +207,45 @@ template <int FMT, class T, int G, int MT> __global__ void __launch_bounds__(Wid
     let_successor_start();
     wait_for_predecessor();
     __syncthreads();
+    if (warp_k < wk) {
 #pragma unroll
-    for (int nt = 0; nt < 2; ++nt)
+      for (int nt = 0; nt < 2; ++nt)
 #pragma unroll
-      for (int mt = 0; mt < MT; ++mt)
+        for (int mt = 0; mt < MT; ++mt)
 #pragma unroll
-        for (int c = 0; c < 4; ++c)
-          red[(warp_k * D::tokens + mt * 8 + (lane & 3) * 2 + c % 2) * pitch + warp_n * 32 + nt * 16 + c / 2 * 8 + (lane >> 2)] = sums.acc[nt][mt][c];
+          for (int c = 0; c < 4; ++c)
+            red[(warp_k * D::tokens + mt * 8 + (lane & 3) * 2 + c % 2) * pitch + warp_n * 32 + nt * 16 + c / 2 * 8 + (lane >> 2)] = sums.acc[nt][mt][c];
+    }
   }
-  __syncthreads();
-  for (int i = threadIdx.x; i < rows * p.m; i += D::threads) {
-    const int r = i % rows, t = i / rows, feature = blockIdx.x * rows + r;
-    float sum = 0;
-    for (int w = 0; w < wk; ++w) sum += red[(w * D::tokens + t) * pitch + r];
-    const float y = sum * p.row_scale[feature];
-    if (feature < p.out_n) store<T>(p.out, (size_t)t * p.out_n + feature, y);
+  if (p.split > 1) cluster_barrier();
+  else __syncthreads();
+  // Four rows of a token at a time, of which each block of a cluster has its share.
+  constexpr int at_once = 6;
+  const int fours = rows / 4 * p.m, to = fours * (part + 1) / p.split;
+  for (int i = fours * part / p.split + threadIdx.x; i < to; i += D::threads) {
+    const int r = i % (rows / 4) * 4, t = i / (rows / 4), feature = first + r;
+    if (feature >= p.out_n) continue;
+    float sum[4] = {};
+    int block = 0, w = 0;
+    for (int left = p.split * wk; left > 0; left -= at_once) {
+      float share[at_once][4];
+#pragma unroll
+      for (int s = 0; s < at_once; ++s) {
+        if (s < left) read_from(share[s], shared_address(red + (w * D::tokens + t) * pitch + r), block);
+        if (++w == wk) w = 0, ++block;
+      }
+#pragma unroll
+      for (int s = 0; s < at_once; ++s) {
+        for (int e = 0; e < 4; ++e)
+          if (s < left) sum[e] += share[s][e];
+      }
+    }
+    T y[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) y[e] = T(sum[e] * factors[r + e]);
+    store_run<T, 4>(p, t, feature, y);
   }
+  if (p.split > 1) cluster_barrier();  // the others have read this block's sums
 }
 
 template <int FMT, class T, int G, int MT> int launch(const Params& p, void* stream) {
@@ -220,7 +253,8 @@ template <int FMT, class T, int G, int MT> int launch(const Params& p, void* str
   auto kernel = wide_gemm<FMT, T, G, MT>;
   static const cudaError_t allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, D::bytes);
   if (allowed != cudaSuccess) return (int)allowed;
-  return start(kernel, dim3(p.n / (p.wn * 32)), D::threads, D::bytes, stream, p);
+  const int blocks = (p.n + p.wn * 32 - 1) / (p.wn * 32) * p.split;
+  return start_clusters(kernel, dim3(blocks), D::threads, D::bytes, p.split, stream, p);
 }
 
 template <int FMT, class T, int G> int launch(const Params& p, int token_tiles, void* stream) {
