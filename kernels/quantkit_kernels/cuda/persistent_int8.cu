@@ -23,13 +23,19 @@ namespace {
 
 constexpr int kThreads = 3 * 128, kStripBytes = 64 * 128;
 constexpr int kAhead = 8;  // stages of the first tile's weights that are asked into the L2 cache beyond those of the ring
-constexpr int kRun = 32, kRunBytes = kRun * 128;  // tokens of a warpgroup's results that leave at once
+// What is left of shared memory, as of registers, takes a block of the kernel that quantizes tokens: this one's blocks begin while that still
+// runs, and the next one's wait there for this to end.
+constexpr int kRoom = (228 << 10) - 2 * 1024 - 256;
+constexpr int kBox = 32, kBoxBytes = kBox * 128;  // tokens of a box of results, 64 of each
 
 template <int STRIPS, int NT> struct Shape {
   static constexpr int tokens = NT * 128, words = STRIPS * kStripBytes, stage = tokens + words;
-  static constexpr int runs = NT == 256 && STRIPS == 1 ? 3 : 4, staged = runs * kRunBytes;  // on their way out
+  // Boxes of a warpgroup's results that leave together: all, or as many as take no stage from the ring.
+  static constexpr int boxes = NT == 256 ? 2 : STRIPS * NT / kBox < 4 ? STRIPS * NT / kBox : 4, staged = boxes * kBoxBytes;
+  // Of each thread at the start, and of those that multiply once the others have handed theirs over.
+  static constexpr int registers = STRIPS * NT == 256 ? 160 : 128, more_registers = STRIPS * NT == 256 ? 208 : 0;
   static constexpr int rest = 2 * staged + 2 * NT * 4 + 512;
-  static constexpr int stages = ((227 << 10) - rest) / stage < 16 ? ((227 << 10) - rest) / stage : 16;
+  static constexpr int stages = (kRoom - rest) / stage < 16 ? (kRoom - rest) / stage : 16;
   static constexpr int bytes = stages * stage + rest;
 };
 
@@ -37,7 +43,19 @@ template <int STRIPS, int NT> struct Shape {
 // same strips.
 struct Deal {
   int pairs, whole, parts, units;  // `pairs` of the same strips
+  int step_along, step_above;      // from a cluster's pair to its next
   bool same_strips;
+};
+
+// A cluster's way through the units, without divisions: a warpgroup looks for its next one when it has nothing else to do.
+struct Walk {
+  int unit, along, above;  // of its pair: which among those of the same strips, and how many such rows lie before it
+
+  __device__ __forceinline__ Walk(const Deal& d, int cluster) : unit(cluster), along(cluster % d.pairs), above(cluster / d.pairs) {}
+  __device__ __forceinline__ void next(const Deal& d, int clusters) {
+    unit += clusters, along += d.step_along, above += d.step_above;
+    if (along >= d.pairs) along -= d.pairs, ++above;
+  }
 };
 
 // What a block computes at a time: strips from `strip` on, `width` tokens from `first` on of a tile, `count` of them there.
@@ -46,11 +64,13 @@ struct Unit {
   bool any;  // of the cluster's two tiles
 };
 
-template <int STRIPS, int NT> __device__ __forceinline__ Unit unit_of(const TileParams& p, const Deal& d, int u, int block) {
-  const bool whole = u < d.whole;
-  const int pair = whole ? u : d.whole + (u - d.whole) / d.parts, along = pair % d.pairs, above = pair / d.pairs;
-  Unit unit = {d.same_strips ? above * STRIPS : (above * 2 + block) * STRIPS, d.same_strips ? along * 2 : along, 0, NT, 0, true};
-  if (!whole) unit.width = NT / d.parts, unit.first = (u - d.whole) % d.parts * unit.width;
+template <int STRIPS, int NT> __device__ __forceinline__ Unit unit_of(const TileParams& p, const Deal& d, const Walk& walk, int block) {
+  int along = walk.along, above = walk.above, width = NT, first = 0;
+  if (walk.unit >= d.whole && d.parts > 1) {
+    const int rest = walk.unit - d.whole, pair = d.whole + rest / d.parts;
+    along = pair % d.pairs, above = pair / d.pairs, width = NT / d.parts, first = rest % d.parts * width;
+  }
+  Unit unit = {d.same_strips ? above * STRIPS : (above * 2 + block) * STRIPS, d.same_strips ? along * 2 : along, first, width, 0, true};
   unit.count = min(unit.width, p.m - unit.tile * NT - unit.first);
   unit.any = unit.count > 0;
   while (unit.width > 32 && unit.width > NT / 4 && unit.count <= unit.width / 2) unit.width /= 2;
@@ -79,15 +99,14 @@ __device__ __forceinline__ void ask_into_cache(const void* from, uint32_t bytes)
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");
 }
 
-// 64 results of each of `kRun` tokens from shared memory, in chunks as wgmma.cuh has them; what lies beyond the map's sizes is left out.
+// 64 results of each of `kBox` tokens from shared memory, in chunks as wgmma.cuh has them; what lies beyond the map's sizes is left out.
 __device__ __forceinline__ void store_box(const CUtensorMap& map, uint32_t from, int feature, int token) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];"
                :: "l"(&map), "r"(feature), "r"(token), "r"(from) : "memory");
 }
-__device__ __forceinline__ void commit_boxes() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until at most so many groups of boxes are still being read.
-template <int LEFT> __device__ __forceinline__ void wait_for_boxes() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(LEFT) : "memory");
+// Until all that this thread has sent off is read, so that its place may be written again.
+__device__ __forceinline__ void wait_for_boxes() {
+  asm volatile("cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
 // Where in the ring and in which of its rounds.
@@ -110,8 +129,8 @@ __device__ __forceinline__ void fill_ring(const TileParams& p, const Deal& d, co
   const int stages = p.k / 128, strips = p.n / 64;
   Place<S::stages> at;
   bool first = true;
-  for (int u = cluster; u < d.units; u += clusters) {
-    const Unit unit = unit_of<STRIPS, NT>(p, d, u, block);
+  for (Walk walk(d, cluster); walk.unit < d.units; walk.next(d, clusters)) {
+    const Unit unit = unit_of<STRIPS, NT>(p, d, walk, block);
     if (!unit.any) continue;
     const uint8_t* words[STRIPS];
 #pragma unroll
@@ -190,56 +209,61 @@ __device__ __forceinline__ void multiply(const TileParams& p, const CUtensorMap&
     last = at.slot;
     at.next();
   }
-  wgmma_wait<0>();
-  if (lane < 2) arrive_there(released + last * 8);
+  // The tokens' factors came long ago; to see all of them, meet.
+  asm volatile("cp.async.wait_all; bar.sync %0, 128;" :: "r"(1 + warpgroup) : "memory");
+  const auto release = [&] {
+    wgmma_wait<0>();
+    if (lane < 2) arrive_there(released + last * 8);
+  };
 
-  asm volatile("cp.async.wait_all;" ::: "memory");
-  // A token's 64 results of a strip are 128 bytes, 16-byte chunk c at place c ^ (token % 8).
+  // A token's 64 results of a strip are 128 bytes, 16-byte chunk c at place c ^ (token % 8). As many boxes as there is room for are turned
+  // into results first and written at once then: waiting for copies, for one another and for shared memory is what takes long.
   const uint32_t to = shared_address(staged) + ((lane >> 4) * 8 + lane % 8) * 128 + ((warp * 2 + (lane >> 3 & 1)) ^ (lane % 8)) * 16;
-  const bool boxes = p.out_n % 8 == 0;
+  constexpr int of_strip = W / kBox, boxes = STRIPS * of_strip;
+  const bool by_copies = p.out_n % 8 == 0;
 #pragma unroll
-  for (int w = 0; w < STRIPS; ++w)
+  for (int first = 0; first < boxes; first += S::boxes) {
+    constexpr int most = S::boxes < boxes ? S::boxes : boxes;
+    const int many = boxes - first < most ? boxes - first : most;
+    float2 factors[most * 4];
 #pragma unroll
-    for (int from = 0; from < W; from += kRun) {
-      const int place = (w * (W / kRun) + from / kRun) % S::runs * kRunBytes;
-      if (from >= unit.count) {  // nothing to write; an empty group, for the waits above count the runs
-        if (thread == 0) commit_boxes();
-        continue;
-      }
-      if (boxes && thread == 0) w == 0 && from == 0 ? wait_for_boxes<0>() : wait_for_boxes<S::runs - 1>();
-      asm volatile("bar.sync %0, 128;" :: "r"(1 + warpgroup) : "memory");
+    for (int i = 0; i < many * 4; ++i)
+      factors[i] = reinterpret_cast<const float2*>(x_scale)[((first + i / 4) % of_strip * 4 + i % 4) * 4 + (lane & 3)];
+    if (first == 0) release();
+    uint32_t m[most * 2][4];
 #pragma unroll
-      for (int t = 0; t < kRun; t += 16) {
-        uint32_t m[4];
+    for (int i = 0; i < many * 4; ++i) {
+      const int w = (first + i / 4) / of_strip, at = ((first + i / 4) % of_strip * 4 + i % 4) * 4;
 #pragma unroll
-        for (int b = 0; b < 2; ++b) {
-          const int i = (from + t) / 8 + b;
-          const float2 of = reinterpret_cast<const float2*>(x_scale)[i * 4 + (lane & 3)];
-#pragma unroll
-          for (int h = 0; h < 2; ++h)
-            m[2 * b + h] = pair_of<T>(float(acc[w][4 * i + 2 * h]) * scale[w][h] * of.x, float(acc[w][4 * i + 2 * h + 1]) * scale[w][h] * of.y);
-        }
-        write_turned(to + place + t * 128, m);
-      }
-      if (boxes) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-      asm volatile("bar.sync %0, 128;" :: "r"(1 + warpgroup) : "memory");
-      if (boxes) {
-        if (thread == 0) store_box(map, shared_address(staged) + place, (unit.strip + w) * 64, slot + from), commit_boxes();
-        continue;
-      }
-      const int count = min(unit.count - from, kRun);
-      for (int i = thread; i < count * 64; i += 128) {
-        const int t = i / 64, r = i % 64, feature = (unit.strip + w) * 64 + r;
-        const T y = *reinterpret_cast<const T*>(staged + place + t * 128 + ((r / 8) ^ (t % 8)) * 16 + r % 8 * 2);
-        if (feature < p.out_n) reinterpret_cast<T*>(p.out)[(size_t)(slot + from + t) * p.out_n + feature] = y;
-      }
-      asm volatile("bar.sync %0, 128;" :: "r"(1 + warpgroup) : "memory");
+      for (int h = 0; h < 2; ++h)
+        m[i / 2][i % 2 * 2 + h] = pair_of<T>(float(acc[w][at + 2 * h]) * scale[w][h] * factors[i].x,
+                                             float(acc[w][at + 2 * h + 1]) * scale[w][h] * factors[i].y);
     }
-  asm volatile("bar.sync %0, 128;" :: "r"(1 + warpgroup) : "memory");  // before x_scale is written again
+    if (thread == 0) wait_for_boxes();
+    asm volatile("bar.sync %0, 128;" :: "r"(1 + warpgroup) : "memory");
+#pragma unroll
+    for (int i = 0; i < many * 2; ++i) write_turned(to + i * 16 * 128, m[i]);
+    if (by_copies) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    asm volatile("bar.sync %0, 128;" :: "r"(1 + warpgroup) : "memory");
+#pragma unroll
+    for (int b = 0; b < many; ++b) {
+      const int from = (first + b) % of_strip * kBox, feature = (unit.strip + (first + b) / of_strip) * 64;
+      const int count = min(unit.count - from, kBox);
+      if (by_copies) {
+        if (thread == 0 && count > 0) store_box(map, shared_address(staged) + b * kBoxBytes, feature, slot + from);
+        continue;
+      }
+      for (int i = thread; i < count * 64; i += 128) {
+        const int t = i / 64, r = i % 64;
+        const T y = *reinterpret_cast<const T*>(staged + b * kBoxBytes + t * 128 + ((r / 8) ^ (t % 8)) * 16 + r % 8 * 2);
+        if (feature + r < p.out_n) reinterpret_cast<T*>(p.out)[(size_t)(slot + from + t) * p.out_n + feature + r] = y;
+      }
+    }
+  }
 }
 
 template <class T, int STRIPS, int NT>
-__global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(2, 1, 1)
+__global__ void __maxnreg__((Shape<STRIPS, NT>::registers)) __cluster_dims__(2, 1, 1)
 persistent_int8(const TileParams p, const Deal d, const __grid_constant__ CUtensorMap map) {
   using S = Shape<STRIPS, NT>;
   extern __shared__ __align__(1024) char shared[];  // the ring; of each warpgroup results and its tokens' factors; barriers
@@ -256,11 +280,11 @@ persistent_int8(const TileParams p, const Deal d, const __grid_constant__ CUtens
   cluster_barrier();
 
   if (warpgroup == 2) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    if constexpr (S::more_registers) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(3 * S::registers - 2 * S::more_registers));
     if (threadIdx.x == 2 * 128) fill_ring<STRIPS, NT>(p, d, ring, cluster, clusters, block);
     __syncwarp();
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+    if constexpr (S::more_registers) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(S::more_registers));
     const uint32_t released = address_in(ring.emptied, lane & 1);
     char* staged = shared + S::stages * S::stage + warpgroup * S::staged;
     float* x_scale = reinterpret_cast<float*>(shared + S::stages * S::stage + 2 * S::staged) + warpgroup * NT;
@@ -268,14 +292,14 @@ persistent_int8(const TileParams p, const Deal d, const __grid_constant__ CUtens
     Place<S::stages> at;
     int turn = 0;
     uint32_t phase = 0;
-    for (int u = cluster; u < d.units; u += clusters) {
-      const Unit unit = unit_of<STRIPS, NT>(p, d, u, block);
+    for (Walk walk(d, cluster); walk.unit < d.units; walk.next(d, clusters)) {
+      const Unit unit = unit_of<STRIPS, NT>(p, d, walk, block);
       if (!unit.any) continue;
       if (turn++ % 2 != warpgroup) {
         at.skip(p.k / 128);
         continue;
       }
-      if (u + clusters >= d.units) let_successor_start();
+      if (walk.unit + clusters >= d.units) let_successor_start();
       const uint32_t mine = turn > 1 ? turns + warpgroup * 8 : 0, other = turns + (warpgroup ^ 1) * 8;
       const auto run = [&]<int W>() {
         multiply<T, STRIPS, NT, W>(p, map, unit, ring, at, released, staged, x_scale, mine, phase, other, warpgroup);
@@ -286,7 +310,7 @@ persistent_int8(const TileParams p, const Deal d, const __grid_constant__ CUtens
       if (mine) phase ^= 1;
     }
   }
-  if (warpgroup < 2 && threadIdx.x % 128 == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  if (warpgroup < 2 && threadIdx.x % 128 == 0) asm volatile("cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;" ::: "memory");
   __syncwarp();
   cluster_barrier();  // the other block has written and arrived here for the last time
 }
@@ -302,7 +326,7 @@ template <class T> int map_of(const TileParams& p, CUtensorMap& map) {
   if (!encode) return (int)cudaErrorNotSupported;
   constexpr auto type = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   const cuuint64_t sizes[2] = {(cuuint64_t)p.out_n, (cuuint64_t)p.m}, pitch[1] = {(cuuint64_t)p.out_n * 2};
-  const cuuint32_t box[2] = {64, kRun}, step[2] = {1, 1};
+  const cuuint32_t box[2] = {64, kBox}, step[2] = {1, 1};
   const auto fault = encode(&map, type, 2, p.out, sizes, pitch, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                             CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return fault == CUDA_SUCCESS ? 0 : (int)cudaErrorInvalidValue;
@@ -322,7 +346,7 @@ template <class T, int STRIPS, int NT> int launch(const TileParams& p, bool same
   const int groups = (p.n / 64 + STRIPS - 1) / STRIPS, pairs = same_strips ? (p.tiles + 1) / 2 : p.tiles;
   const int clusters = multiprocessors / 2, all = (same_strips ? groups : (groups + 1) / 2) * pairs;
   const int whole = parts == 1 ? all : all / clusters * clusters;
-  const Deal d = {pairs, whole, parts, whole + (all - whole) * parts, same_strips};
+  const Deal d = {pairs, whole, parts, whole + (all - whole) * parts, clusters % pairs, clusters / pairs, same_strips};
   return start(kernel, dim3(2 * (d.units < clusters ? d.units : clusters)), kThreads, S::bytes, stream, p, d, map);
 }
 
