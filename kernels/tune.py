@@ -18,7 +18,7 @@ from quantkit_kernels import ExpertsBuilder
 from quantkit_kernels.check import EXPERTS, TOP_K
 from quantkit_kernels.cuda import experts as cuda_experts
 from quantkit_kernels.cuda.linear import CudaLinear
-from quantkit_kernels.cuda.plans import AnyPlan, Expand, Plan, SharePlan, TilePlan, WidePlan, persistent_plans, written
+from quantkit_kernels.cuda.plans import WIDE_CLUSTERS, AnyPlan, Expand, Plan, SharePlan, TilePlan, WidePlan, persistent_plans, written
 from quantkit_kernels.cuda.tiles import SHARE_ROWS
 from quantkit_kernels.samples import random_weight
 from quantkit_kernels.timing import copies_beyond_cache, seconds_per_call
@@ -51,11 +51,11 @@ def stream_plans(rows: int, k: int, tokens: int) -> Iterator[Plan]:
 
 
 def wide_plans(rows: int, k: int, tokens: int) -> Iterator[WidePlan]:
-    """Of one round of blocks: for each number of them along K those with the fewest rows a block, and a little more."""
-    for split in (1, 2, 4, 8):
-        fewest = -(-rows // (32 * (MULTIPROCESSORS // split)))
+    """With all blocks at once: for each number of them along K those with the fewest rows a block, and a little more."""
+    for split, clusters in WIDE_CLUSTERS.items():
+        fewest = -(-rows // (32 * clusters))
         for wn in range(fewest, min(18, fewest + 2) + 1):
-            if split <= k // 512:
+            if split <= max(1, k // 512):
                 yield WidePlan(1 if tokens <= 8 else 2, wn, split)
 
 

@@ -8,6 +8,7 @@ few_experts.py. Nothing is ever timed at the user's.
 
 import functools
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -15,6 +16,10 @@ from typing import Any
 
 _WARPS = 8  # of a block
 _BLOCKS = 2 * 132  # resident on an H200
+WIDE_CLUSTERS = {1: 132, 2: 66, 4: 28, 8: 14}
+"""Of so many blocks each, how many an H200 runs at once: a cluster lies in one of its parts, some of which lack two or four of 18
+multiprocessors, not on every card the same. One more than there is room for, and the product takes nearly twice as long."""
+_WIDE_ROWS, _WIDE_WARPS = 4096, 18  # with fewer rows the streaming kernel is faster
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ class WidePlan:
     """The grid of wide_gemm, for 4 bits.
 
     token_tiles: of 8 tokens, which are all there may be (1 or 2). wn: of a block's 18 warps, those side by side along N; so many times fit.
-    split: blocks of a cluster along K (1 to 8).
+    split: blocks of a cluster along K (1, 2, 4 or 8).
     """
 
     token_tiles: int
@@ -115,11 +120,27 @@ def linear_plan(kind: str, rows: int, k: int, tokens: int) -> AnyPlan:
     if tokens > _STREAM_TOKENS and k <= _TILE_K:
         return _tile_plan(kind, rows, k, tokens)
     token_tiles = 1 if tokens <= 8 else 2 if tokens <= 16 else 4
+    if kind != "int8" and tokens <= _STREAM_TOKENS and rows >= _WIDE_ROWS:
+        wide = _wide_plan(rows, k, tokens)
+        if wide is not None:
+            return wide
     row_tiles = 4 if token_tiles == 4 else 2
     wn = 2 if k // 128 < 2 * _WARPS and rows % (32 * row_tiles) == 0 else 1
     blocks = rows // (16 * row_tiles * wn) * -(-tokens // (8 * token_tiles))
     split = max(1, min(_BLOCKS // blocks, k // 128 * wn // _WARPS)) if blocks < _BLOCKS // 3 else 1
     return Plan(token_tiles, row_tiles, wn, split, bulk=kind == "int8" or token_tiles > 1)
+
+
+def _wide_plan(rows: int, k: int, tokens: int) -> WidePlan | None:
+    """The cheapest with all blocks at once: of reading a block's weights and tokens, and of adding up over more blocks. The weights of the
+    three were fitted to the shapes that were measured, where the choice takes 3 % longer than the best on average."""
+    cheapest, best = float("inf"), None
+    for split, clusters in WIDE_CLUSTERS.items():
+        wn = -(-rows // (32 * clusters))
+        cost = k / split * (wn * 16 + tokens / 2) + 20_000 * math.log2(split)
+        if wn <= _WIDE_WARPS and split <= max(1, k // 512) and cost < cheapest:
+            cheapest, best = cost, WidePlan(1 if tokens <= 8 else 2, wn, split)
+    return best
 
 
 def _tile_plan(kind: str, rows: int, k: int, tokens: int) -> TilePlan | PersistentPlan | Expand:
