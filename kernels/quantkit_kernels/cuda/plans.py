@@ -19,7 +19,7 @@ _BLOCKS = 2 * 132  # resident on an H200
 WIDE_CLUSTERS = {1: 132, 2: 66, 4: 28, 8: 14}
 """Of so many blocks each, how many an H200 runs at once: a cluster lies in one of its parts, some of which lack two or four of 18
 multiprocessors, not on every card the same. One more than there is room for, and the product takes nearly twice as long."""
-_WIDE_ROWS, _WIDE_WARPS = 4096, 18  # with fewer rows the streaming kernel is faster
+_WIDE_ROWS, _WIDE_WARPS = 2048, 18  # with fewer rows the streaming kernel is faster
 
 
 @dataclass(frozen=True)
@@ -133,10 +133,11 @@ def linear_plan(kind: str, rows: int, k: int, tokens: int) -> AnyPlan:
 
 def _wide_plan(rows: int, k: int, tokens: int) -> WidePlan | None:
     """The cheapest with all blocks at once: of reading a block's weights and tokens, and of adding up over more blocks. The weights of the
-    three were fitted to the shapes that were measured, where the choice takes 3 % longer than the best on average."""
+    three were fitted to the shapes that were measured, where the choice takes 2 % longer than the best on average."""
     cheapest, best = float("inf"), None
     for split, clusters in WIDE_CLUSTERS.items():
-        wn = -(-rows // (32 * clusters))
+        # Where each warp has chunks of its own, more than one, they hold on to the whole ring of tokens: not with one warp along N.
+        wn = max(-(-rows // (32 * clusters)), 2 if k // split > 128 * _WIDE_WARPS else 1)
         cost = k / split * (wn * 16 + tokens / 2) + 20_000 * math.log2(split)
         if wn <= _WIDE_WARPS and split <= max(1, k // 512) and cost < cheapest:
             cheapest, best = cost, WidePlan(1 if tokens <= 8 else 2, wn, split)
