@@ -234,7 +234,7 @@ class Half:
             self.rounded[name] = tensor if dtype is None else tensor.to(dtype).float()
         device = self.streams.quantized.hidden.device
         for module, weight in quantized.items():
-            self.rounded[f"{module}.weight"] = dequantize(weight).to(device)
+            self.rounded[f"{module}.weight"] = dequantize(weight)
         self.rounded |= {name: tensor.float().to(device) for name, tensor in plain.items()}
 
     # --- propagate -------------------------------------------------------------------------------------------------------

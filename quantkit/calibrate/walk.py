@@ -41,7 +41,7 @@ from quantkit.errors import QuantkitError
 from quantkit.models.context import CausalContext
 from quantkit.models.table import Parameter
 from quantkit.quant.gptq import Curvature
-from quantkit.quant.weights import dequantize, to_device
+from quantkit.quant.weights import dequantize
 
 SCALE_EXPERTS = 8
 """Routed experts whose rows the search of the layer's scale looks at."""
@@ -256,18 +256,26 @@ class Walk:
         solver = ExpertSolver(self._expert_solver(experts), routed, scale, curvature, held_out, *costs)
         batches = list(_batches(experts, expert_batch_values(self.source.device.type, self.batches)))
         if self.team.size > 1:
-            for batch in (batch for number, batch in enumerate(batches) if self.team.mine(number)):
-                self._solve_experts(layer, solver, experts, {expert: self._expert_weights(experts[expert]) for expert in batch})
+            mine = [batch for number, batch in enumerate(batches) if self.team.mine(number)]
+            for _, originals in self._read_experts(layer, experts, mine):
+                self._solve_experts(layer, solver, experts, originals)
             self.team.share(self.sink)
-        for batch, following in zip(batches, [*batches[1:], []]):
-            self._progress("reading", expert_unit(layer, batch[0]))
-            originals = {expert: self._expert_weights(experts[expert]) for expert in batch}
-            self.source.will_read(row for expert in following for row in experts[expert])
+        for batch, originals in self._read_experts(layer, experts, batches):
             rounded, hidden = self._solve_experts(layer, solver, experts, originals)
             self._progress("propagating", expert_unit(layer, batch[0]))
             for expert in batch:
                 add_outputs(half.streams, routed, expert, originals[expert], rounded[expert], scale, hidden.get(expert))
                 self._account(expert_unit(layer, expert))
+
+    def _read_experts(
+        self, layer: int, rows: dict[int, list[Parameter]], batches: list[list[int]]
+    ) -> Iterator[tuple[list[int], dict[int, ExpertWeights]]]:
+        """Each batch of experts with their original weights; those of the next are on their way from the disk meanwhile."""
+        for batch, following in zip(batches, [*batches[1:], []]):
+            self._progress("reading", expert_unit(layer, batch[0]))
+            originals = {expert: self._expert_weights(rows[expert]) for expert in batch}
+            self.source.will_read(row for expert in following for row in rows[expert])
+            yield batch, originals
 
     def _solve_experts(
         self, layer: int, solver: ExpertSolver, rows: dict[int, list[Parameter]], originals: dict[int, ExpertWeights]
@@ -290,7 +298,7 @@ class Walk:
         for expert, unit in units.items():
             weights, _, facts = self.sink.load(unit)
             self.findings.take(facts)
-            dense = {module: dequantize(to_device(weight, self.source.device)) for module, weight in weights.items()}
+            dense = {module: dequantize(weight) for module, weight in weights.items()}
             rounded[expert] = _expert(dense, prefixes[expert])
         return rounded, {}
 

@@ -87,7 +87,8 @@ class Output:
         weights, plain = {}, {}
         for row in self.units[unit]:
             if self.quantizes(row):
-                parts = {spec.name: tensors[spec.name] for spec in self.specs(row)}
+                # Packed bytes travel, and are unpacked on the device.
+                parts = {spec.name: tensors[spec.name].to(self.source.device) for spec in self.specs(row)}
                 weights[row.module] = self.format.unpack(row.module, parts)
             else:
                 plain[row.name] = tensors[row.name]
