@@ -136,7 +136,7 @@ def _wide_plan(rows: int, k: int, tokens: int) -> WidePlan | None:
     three were fitted to the shapes that were measured, where the choice takes 2 % longer than the best on average."""
     cheapest, best = float("inf"), None
     for split, clusters in WIDE_CLUSTERS.items():
-        # Where each warp has chunks of its own, more than one, they hold on to the whole ring of tokens: not with one warp along N.
+        # With one warp along N all have chunks of their own, as many as the ring holds: where each has several, none could come ahead.
         wn = max(-(-rows // (32 * clusters)), 2 if k // split > 128 * _WIDE_WARPS else 1)
         cost = k / split * (wn * 16 + tokens / 2) + 20_000 * math.log2(split)
         if wn <= _WIDE_WARPS and split <= max(1, k // 512) and cost < cheapest:

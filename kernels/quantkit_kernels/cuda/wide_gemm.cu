@@ -235,10 +235,10 @@ template <int FMT, class T, int G, int MT> __global__ void __launch_bounds__(Wid
         if (++w == wk) w = 0, ++block;
       }
 #pragma unroll
-      for (int s = 0; s < at_once; ++s) {
+      for (int s = 0; s < at_once; ++s)
+#pragma unroll
         for (int e = 0; e < 4; ++e)
           if (s < left) sum[e] += share[s][e];
-      }
     }
     T y[4];
 #pragma unroll
