@@ -6,6 +6,7 @@ The library is kept in the user's cache under a hash of the sources and the devi
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 from quantkit_kernels.compiled import cache_directory, compile_into
 
+_log = logging.getLogger(__name__)
 _FOLDER = Path(__file__).parent
 _SOURCES = tuple(sorted(_FOLDER.glob("*.cu")))
 _HEADERS = tuple(sorted(_FOLDER.glob("*.cuh")))
@@ -104,6 +106,7 @@ def library() -> ctypes.CDLL:
     major, minor = torch.cuda.get_device_capability()
     path = library_path(f"{major}{minor}")
     if not path.exists():
+        _log.warning("compiling the CUDA kernels, once on this machine: about half a minute")
         compile_library(f"{major}{minor}")
     loaded = ctypes.CDLL(str(path))
     pointer, integer = ctypes.c_void_p, ctypes.c_int
