@@ -1,4 +1,4 @@
-"""Experts of few tokens with both products in one launch, on a CUDA device, against float64."""
+"""Experts of few tokens, with both products in one launch and one token's by wide blocks, on a CUDA device, against float64."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from quantkit_kernels.backends import why_unusable
 from quantkit_kernels.check import exact_experts
 from quantkit_kernels.cuda.experts import StreamExperts
 from quantkit_kernels.cuda.few_experts import few_tokens_experts
+from quantkit_kernels.cuda.plans import WidePlan
 from quantkit_kernels.samples import TOLERANCE, distance, random_weight
 from quantkit_kernels.weights import Weight
 
@@ -53,6 +54,33 @@ def test_few_tokens_match_float64(grid: str, dtype: torch.dtype, hidden: int, in
                 y = few_tokens_experts(*held, x, ids, weights, tiles)
                 assert distance(y, exact) < 2 * TOLERANCE[dtype], (tokens, top_k, tiles, seed)
                 assert torch.equal(y, few_tokens_experts(*held, x, ids, weights, tiles)), (tokens, top_k, tiles, seed)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("grid", GRIDS)
+def test_one_token_by_wide_blocks_matches_float64(grid: str, dtype: torch.dtype) -> None:
+    """Rows that are no whole block, clusters of more blocks than chunks of K, warps that none are left for; an expert named twice."""
+    if grid == "fp4" and dtype == torch.float16:
+        pytest.skip("FP4 computes in bfloat16 only")
+    rng = torch.Generator(DEVICE)
+    seed = rng.seed()
+    for hidden, intermediate in ((256, 128), (1152, 384), (2048, 1024)):
+        experts, few = built(grid, 9, hidden, intermediate, dtype, rng)
+        for top_k in (1, 6):
+            x = torch.randn(1, hidden, generator=rng, device=DEVICE).to(dtype)
+            spread = torch.rand(1, 9, generator=rng, device=DEVICE).topk(top_k, dim=-1).indices
+            weights = torch.rand(1, top_k, generator=rng, device=DEVICE)
+            for ids in (spread, torch.full_like(spread, 4), spread.int()):
+                exact = exact_experts(x, ids, weights, few)
+                for plans in (
+                    (WidePlan(1, 1, 1), WidePlan(1, 2, 1)),
+                    (WidePlan(1, 3, 2), WidePlan(1, 7, 3)),
+                    (WidePlan(1, 18, 4), WidePlan(1, 5, 8)),
+                ):
+                    y = experts._streamed(x, ids, weights, plans)
+                    assert distance(y, exact) < 2 * TOLERANCE[dtype], (hidden, top_k, plans, seed)
+                    assert torch.equal(y, experts._streamed(x, ids, weights, plans)), (hidden, top_k, plans, seed)
+                assert distance(experts(x, ids, weights), exact) < 2 * TOLERANCE[dtype], (hidden, top_k, seed)
 
 
 @pytest.mark.parametrize("grid", ["int4-asym-128", "fp4"])

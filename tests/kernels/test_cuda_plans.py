@@ -19,7 +19,7 @@ from quantkit_kernels.cuda.plans import (
 )
 
 
-def check(plan: AnyPlan, rows: int, k: int) -> None:
+def check(plan: AnyPlan, rows: int, k: int, pairs: int = 1) -> None:
     if isinstance(plan, Expand):
         return
     if isinstance(plan, PersistentPlan):
@@ -29,7 +29,7 @@ def check(plan: AnyPlan, rows: int, k: int) -> None:
         assert plan.token_tiles in (1, 2), plan
         assert 1 <= plan.wn <= 18, plan
         assert 1 <= plan.split <= k // 128, (plan, k)
-        assert -(-rows // (32 * plan.wn)) <= WIDE_CLUSTERS[plan.split], (plan, rows)
+        assert -(-rows // (32 * plan.wn)) * pairs <= WIDE_CLUSTERS[plan.split], (plan, rows)
         return
     if isinstance(plan, SharePlan):
         assert plan.tokens in (32, 64), plan
@@ -78,17 +78,20 @@ def test_plans_of_other_shapes_fit(rows: int, k: int, tokens: int) -> None:
             assert plan.token_tiles * 8 >= tokens
 
 
-@pytest.mark.parametrize("pairs", [1, 8, 512, 2048, 4096])
-def test_plans_of_experts_fit(pairs: int) -> None:
-    for hidden, intermediate, experts in ((7168, 2048, 256), (7168, 512, 256), (256, 128, 6), (128, 384, 8)):
+@pytest.mark.parametrize("top_k", [1, 8, 9])
+@pytest.mark.parametrize("tokens", [1, 8, 512, 2048])
+def test_plans_of_experts_fit(tokens: int, top_k: int) -> None:
+    for hidden, intermediate, experts in ((7168, 2048, 256), (7168, 512, 256), (7680, 256, 257), (256, 128, 9), (128, 384, 9)):
         for kind, count in (("int4", experts), ("fp4", experts), ("int8", experts), ("int4", 2000)):
-            plans = experts_plans(kind, hidden, intermediate, count, pairs, 1)
+            plans = experts_plans(kind, hidden, intermediate, count, tokens * top_k, top_k)
             if plans is None:
                 assert kind != "int8", "one launch for both products is for 4 bits"
+                assert tokens > 1, "one token's experts go by wide blocks"
                 assert count <= 1024, "more experts than a block lists"
                 continue
-            check(plans[0], 2 * intermediate, hidden)
-            check(plans[1], hidden, intermediate)
+            assert all(isinstance(plan, WidePlan) == (kind != "int8" and tokens == 1) for plan in plans), plans
+            check(plans[0], 2 * intermediate, hidden, top_k)
+            check(plans[1], hidden, intermediate, top_k)
 
 
 @pytest.mark.parametrize("experts", [1, 8, 128, 257, 1024])

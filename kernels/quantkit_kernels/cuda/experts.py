@@ -1,5 +1,5 @@
-"""Routed experts: in 4 bits by few_experts.py, else in three launches: gate_up with SiLU, down with the routing weights, and the sum over
-each token's experts.
+"""Routed experts: several tokens' in 4 bits by few_experts.py, else in three launches: gate_up with SiLU, down with the routing weights, the
+sum over each token's experts.
 
 Int8 adds two that quantize the activations; many tokens are sorted by expert first (sorted_experts.py). No launch depends on the routing's
 values, so a step can be captured in a graph.
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from quantkit_kernels.cuda.build import Params, library
 from quantkit_kernels.cuda.few_experts import few_tokens_experts, max_pairs
-from quantkit_kernels.cuda.launch import SILU_MUL, WEIGH, quantize_rows, stream_gemm, sum_pairs
+from quantkit_kernels.cuda.launch import SILU_MUL, WEIGH, quantize_rows, stream_gemm, sum_pairs, wide_gemm
 from quantkit_kernels.cuda.layout import Packed, group_of, interleaved, pack
-from quantkit_kernels.cuda.plans import SORTED_PER_EXPERT, Plan, experts_plans, experts_token_tiles
+from quantkit_kernels.cuda.plans import SORTED_PER_EXPERT, ExpertsPlans, Plan, WidePlan, experts_plans, experts_token_tiles
 from quantkit_kernels.cuda.sorted_experts import SORTED_PAIRS, sorted_experts
 from quantkit_kernels.experts import Experts, ExpertsLayout
 from quantkit_kernels.weights import Weight, kind, shape, to_device
@@ -53,7 +53,7 @@ class StreamExperts(Experts):
         weights = (self.gate_up, self.down, self.kind, self.group, self.num_experts)
         return few_tokens_experts(*weights, x, topk_ids, topk_weights, experts_token_tiles(pairs / self.num_experts))
 
-    def _streamed(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plans: tuple[Plan, Plan]) -> Tensor:
+    def _streamed(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plans: ExpertsPlans) -> Tensor:
         pairs = topk_ids.numel()
         between = torch.empty(pairs, self.intermediate, dtype=self.dtype, device=x.device)
         self._launch(self.gate_up, SILU_MUL, x, between, topk_ids, topk_weights, plans[0])
@@ -63,7 +63,7 @@ class StreamExperts(Experts):
         sum_pairs(weighed, y)
         return y
 
-    def _launch(self, packed: Packed, epilogue: int, x: Tensor, out: Tensor, ids: Tensor, weights: Tensor, plan: Plan) -> None:
+    def _launch(self, packed: Packed, epilogue: int, x: Tensor, out: Tensor, ids: Tensor, weights: Tensor, plan: Plan | WidePlan) -> None:
         pointers = {name: tensor.data_ptr() for name, tensor in packed._asdict().items() if tensor is not None}
         by_expert = ids.numel() > self.num_experts
         params = Params(
@@ -84,6 +84,10 @@ class StreamExperts(Experts):
         if self.kind == "int8":
             codes, scale = quantize_rows(x)
             params.x, params.x_scale = codes.data_ptr(), scale.data_ptr()
+        if isinstance(plan, WidePlan):
+            params.m = 1
+            wide_gemm(params, self.kind, self.dtype, self.group, plan, self.device)
+            return
         grid_y = self.num_experts if by_expert else ids.numel()
         stream_gemm(params, self.kind, self.dtype, self.group, plan, grid_y, self.device)
 

@@ -2,8 +2,8 @@
 
 plans.json holds the linears and experts of DeepSeek-R1 and openPangu-Ultra-MoE, whole and as a quarter of them (tensor parallel over four),
 as kernels/tune.py measured them. A row is a kind, the weight's sizes, the most tokens the plans are for, and the fields of one plan, or of
-two for experts, behind its name. Experts in 4 bits have rows only for so few tokens that two products by themselves are faster than
-few_experts.py. Nothing is ever timed at the user's.
+two for experts, behind its name. Experts have rows in INT8 only: in 4 bits one token's go by wide blocks, more by few_experts.py. Nothing
+is ever timed at the user's.
 """
 
 import functools
@@ -105,6 +105,7 @@ class Expand:
 
 
 AnyPlan = Plan | WidePlan | TilePlan | SharePlan | PersistentPlan | Expand
+ExpertsPlans = tuple[Plan | WidePlan, Plan | WidePlan]  # of gate_up and down
 
 SORTED_PER_EXPERT = {"int4": 9, "fp4": 9, "int8": 8}  # pairs, from which on sorting them is faster than streaming the weights
 MAX_EXPERTS = 1024  # that the kernel of few_experts.py takes
@@ -131,11 +132,15 @@ def linear_plan(kind: str, rows: int, k: int, tokens: int) -> AnyPlan:
     return Plan(token_tiles, row_tiles, wn, split, bulk=kind == "int8" or token_tiles > 1)
 
 
-def _wide_plan(rows: int, k: int, tokens: int) -> WidePlan | None:
+def _wide_plan(rows: int, k: int, tokens: int, pairs: int = 1) -> WidePlan | None:
     """The cheapest with all blocks at once: of reading a block's weights and tokens, and of adding up over more blocks. The weights of the
-    three were fitted to the shapes that were measured, where the choice takes 2 % longer than the best on average."""
+    three were fitted to the shapes that were measured, where the choice takes 2 % longer than the best on average. pairs: so many experts
+    have such a product."""
     cheapest, best = float("inf"), None
-    for split, clusters in WIDE_CLUSTERS.items():
+    for split, of_all in WIDE_CLUSTERS.items():
+        clusters = of_all // pairs
+        if clusters == 0:
+            continue
         # With one warp along N all have chunks of their own, as many as the ring holds: where each has several, none could come ahead.
         wn = max(-(-rows // (32 * clusters)), 2 if k // split > 128 * _WIDE_WARPS else 1)
         cost = k / split * (wn * 16 + tokens / 2) + 20_000 * math.log2(split)
@@ -156,17 +161,21 @@ def _tile_plan(kind: str, rows: int, k: int, tokens: int) -> TilePlan | Persiste
     return TilePlan(tile, warpgroups, split)
 
 
-def experts_plans(kind: str, hidden: int, intermediate: int, num_experts: int, pairs: int, top_k: int) -> tuple[Plan, Plan] | None:
+def experts_plans(kind: str, hidden: int, intermediate: int, num_experts: int, pairs: int, top_k: int) -> ExpertsPlans | None:
     """For gate_up and down of `pairs` token-expert pairs; none where few_experts.py takes both in one launch."""
+    if kind != "int8":
+        first, second = _wide_plan(2 * intermediate, hidden, 1, pairs), _wide_plan(hidden, intermediate, 1, pairs)
+        if pairs == top_k and first is not None and second is not None:
+            return first, second
+        if num_experts <= MAX_EXPERTS:
+            return None
     per_expert = pairs / num_experts
-    measured = _measured()["experts"].get((kind, hidden, intermediate), [])
-    if kind != "int8" and num_experts <= MAX_EXPERTS and (not measured or pairs > measured[-1][0] * top_k):
-        return None
     if per_expert > 6:
         # Tiles that hold most experts' tokens at once: weights are read again for every further tile.
         wide = Plan(2 if per_expert <= 12 else 4, 4, 2 if hidden % 128 == 0 and intermediate % 64 == 0 else 1, 1, bulk=True)
         return wide, wide
-    if measured:
+    measured = _measured()["experts"].get((kind, hidden, intermediate))
+    if measured is not None:
         gate_up, down = _nearest(measured, pairs // top_k)
         assert isinstance(gate_up, Plan), gate_up
         assert isinstance(down, Plan), down

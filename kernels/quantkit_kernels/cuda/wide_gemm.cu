@@ -1,4 +1,5 @@
-// y[M, N] = x[M, K] @ W[N, K]^T for a W packed in 4 bits and up to 16 tokens, dense, by one block for each multiprocessor.
+// y[M, N] = x[M, K] @ W[N, K]^T for a W packed in 4 bits, dense with up to 16 tokens or for the experts of one token, by one block for each
+// multiprocessor.
 //
 // The streaming kernel's blocks bring all of x through the L2 cache for every 32 or 64 rows of W, which with 16 tokens is as much as W itself
 // or more, and their number does not come out even. Here a block has as many rows as a multiprocessor's share of W, `wn` warps of 32 side by
@@ -121,14 +122,14 @@ template <class T, int G, int MT> __device__ __forceinline__ void add_up_tokens(
   }
 }
 
-// A warp that brings x: every `kHelpers`th chunk of the block's, when its place is free, and tells when it is there.
+// A warp that brings x: every `kHelpers`th chunk of the block's, which begin at `x`, when its place is free, and tells when it is there.
 template <int FMT, class T, int G, int MT>
-__device__ __forceinline__ void bring_tokens(const Params& p, int helper, int begin, int chunks, uint32_t ring, uint32_t filled, uint32_t emptied) {
+__device__ __forceinline__ void bring_tokens(const Params& p, const char* x, int helper, int chunks, uint32_t ring, uint32_t filled, uint32_t emptied) {
   using D = Wide<FMT, G, MT>;
   constexpr int pieces = D::row / 16, at_once = 32 / pieces;  // copies of a token's chunk, and so many tokens in one instruction
   const int lane = threadIdx.x & 31, token = lane / pieces, column = lane % pieces * 16;
   const size_t row_bytes = (size_t)p.k * 2;
-  const char* from = reinterpret_cast<const char*>(p.x) + token * row_bytes + (begin + helper) * D::row + column;
+  const char* from = x + token * row_bytes + helper * D::row + column;
   int place = helper, phase = 1, there = helper;
   for (int c = helper; c < chunks + D::ahead * kHelpers; c += kHelpers) {
     if (c < chunks) {
@@ -164,24 +165,30 @@ template <int FMT, class T, int G, int MT> __global__ void __launch_bounds__(Wid
   auto* red = reinterpret_cast<float*>(shared);  // [warp along K][token][pitch], once the rings are done with
   const auto* factors = reinterpret_cast<const float*>(shared + D::factors_at);
 
+  // Of a token's experts each pair has its own. The routing of a layer's second product was there before its first began.
+  const int pair = blockIdx.y;
+  if (p.ids && p.epilogue != kWeigh) wait_for_predecessor();
+  const int expert = p.ids ? p.ids[(size_t)pair * p.ids_stride] : 0;
   if (threadIdx.x == 0) {
     for (int i = 0; i < D::places; ++i) init_barrier(filled + i * 8), init_barrier(emptied + i * 8, present);
   }
   if (warp >= kWide) {
     __syncthreads();
     // Factors of rows come with the first tokens.
-    for (int i = lane * 4; warp == kWide && i < present * 32; i += 128) copy16(shared_address(factors + i), p.row_scale + first + i);
+    for (int i = lane * 4; warp == kWide && i < present * 32; i += 128) copy16(shared_address(factors + i), p.row_scale + (size_t)expert * p.n + first + i);
     wait_for_predecessor();
-    bring_tokens<FMT, T, G, MT>(p, warp - kWide, begin, chunks, ring, filled, emptied);
+    const char* x = reinterpret_cast<const char*>(p.x) + (size_t)(p.epilogue == kWeigh ? pair : 0) * p.k * 2 + begin * D::row;
+    bring_tokens<FMT, T, G, MT>(p, x, warp - kWide, chunks, ring, filled, emptied);
     wait_for_copies<0>();
     __syncthreads();
   } else {
     const int row = first + warp_n * 32, tile = row % 64 / 16, own = warp_n < present && warp_k < wk ? (chunks - warp_k + wk - 1) / wk : 0;
     Copied<FMT, G, MT> weights;
-    weights.start(p, shared_address(shared) + warp * D::steps * D::S::step_bytes, (size_t)(row / 64) * (p.k / 128) + begin + warp_k, tile, wk, 2 * own);
+    const size_t strip = (size_t)expert * (p.n / 64) + row / 64;
+    weights.start(p, shared_address(shared) + warp * D::steps * D::S::step_bytes, strip * (p.k / 128) + begin + warp_k, tile, wk, 2 * own);
     Stream<FMT, G, 2, MT> stream;
     stream.clear();
-    stream.point(p, 0, row, begin + warp_k, wk);
+    stream.point(p, expert, row, begin + warp_k, wk);
     stream.request_factors(0, own > 0), stream.request_factors(1, own > 0);
     __syncthreads();
     Lane sums;
@@ -219,31 +226,54 @@ template <int FMT, class T, int G, int MT> __global__ void __launch_bounds__(Wid
   }
   if (p.split > 1) cluster_barrier();
   else __syncthreads();
-  // Four rows of a token at a time, of which each block of a cluster has its share.
-  constexpr int at_once = 6;
-  const int fours = rows / 4 * p.m, to = fours * (part + 1) / p.split;
-  for (int i = fours * part / p.split + threadIdx.x; i < to; i += D::threads) {
-    const int r = i % (rows / 4) * 4, t = i / (rows / 4), feature = first + r;
-    if (feature >= p.out_n) continue;
-    float sum[4] = {};
+  // Four results of a token from `row` of the block on.
+  const auto add_up = [&](float (&y)[4], int row, int t) {
+    constexpr int at_once = 6;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) y[e] = 0;
     int block = 0, w = 0;
     for (int left = p.split * wk; left > 0; left -= at_once) {
       float share[at_once][4];
 #pragma unroll
       for (int s = 0; s < at_once; ++s) {
-        if (s < left) read_from(share[s], shared_address(red + (w * D::tokens + t) * pitch + r), block);
+        if (s < left) read_from(share[s], shared_address(red + (w * D::tokens + t) * pitch + row), block);
         if (++w == wk) w = 0, ++block;
       }
 #pragma unroll
       for (int s = 0; s < at_once; ++s)
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-          if (s < left) sum[e] += share[s][e];
+          if (s < left) y[e] += share[s][e];
     }
-    T y[4];
 #pragma unroll
-    for (int e = 0; e < 4; ++e) y[e] = T(sum[e] * factors[r + e]);
-    store_run<T, 4>(p, t, feature, y);
+    for (int e = 0; e < 4; ++e) y[e] *= factors[row + e];
+  };
+  // Each block of a cluster has its share of them.
+  const bool silu = p.epilogue == kSiluMul;
+  const int produced = silu ? rows / 2 : rows, fours = produced / 4 * p.m, to = fours * (part + 1) / p.split;
+  for (int i = fours * part / p.split + threadIdx.x; i < to; i += D::threads) {
+    const int r = i % (produced / 4) * 4, t = i / (produced / 4), feature = (silu ? first / 2 : first) + r;
+    if (feature >= p.out_n) continue;
+    float y[4];
+    add_up(y, silu ? r / 8 * 16 + r % 8 : r, t);
+    if (silu) {  // rows come as 8 of gate, 8 of up
+      float up[4];
+      add_up(up, r / 8 * 16 + r % 8 + 8, t);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) y[e] = y[e] / (1.f + __expf(-y[e])) * up[e];
+    }
+    if (p.epilogue == kWeigh) {
+      const float weight = p.pair_weights[pair];
+      float* out = reinterpret_cast<float*>(p.out) + (size_t)pair * p.out_n + feature;
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if (feature + e < p.out_n) out[e] = y[e] * weight;
+      continue;
+    }
+    T rounded[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) rounded[e] = T(y[e]);
+    store_run<T, 4>(p, pair + t, feature, rounded);
   }
   if (p.split > 1) cluster_barrier();  // the others have read this block's sums
 }
@@ -254,7 +284,7 @@ template <int FMT, class T, int G, int MT> int launch(const Params& p, void* str
   static const cudaError_t allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, D::bytes);
   if (allowed != cudaSuccess) return (int)allowed;
   const int blocks = (p.n + p.wn * 32 - 1) / (p.wn * 32) * p.split;
-  return start_clusters(kernel, dim3(blocks), D::threads, D::bytes, p.split, stream, p);
+  return start_clusters(kernel, dim3(blocks, p.ids ? p.pairs : 1), D::threads, D::bytes, p.split, stream, p);
 }
 
 template <int FMT, class T, int G> int launch(const Params& p, int token_tiles, void* stream) {
