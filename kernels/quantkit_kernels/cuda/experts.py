@@ -1,5 +1,5 @@
-"""Routed experts: several tokens' in 4 bits by few_experts.py, else in three launches: gate_up with SiLU, down with the routing weights, the
-sum over each token's experts.
+"""Routed experts: those of several tokens in 4 bits by few_experts.py, else in three launches: gate_up with SiLU, down with the routing
+weights, the sum over each token's experts.
 
 Int8 adds two that quantize the activations; many tokens are sorted by expert first (sorted_experts.py). No launch depends on the routing's
 values, so a step can be captured in a graph.
