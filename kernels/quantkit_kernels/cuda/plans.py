@@ -19,7 +19,8 @@ _BLOCKS = 2 * 132  # resident on an H200
 WIDE_CLUSTERS = {1: 132, 2: 66, 4: 28, 8: 14}
 """Of so many blocks each, how many an H200 runs at once: a cluster lies in one of its parts, some of which lack two or four of 18
 multiprocessors, not on every card the same. One more than there is room for, and the product takes nearly twice as long."""
-_WIDE_ROWS, _WIDE_WARPS = 2048, 18  # with fewer rows the streaming kernel is faster
+_WIDE_WARPS = 18
+_WIDE_ROWS, _WIDE_INTERMEDIATE = 2048, 512  # with fewer the streaming kernel and few_experts.py are faster
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ def experts_plans(kind: str, hidden: int, intermediate: int, num_experts: int, p
     """For gate_up and down of `pairs` token-expert pairs; none where few_experts.py takes both in one launch."""
     if kind != "int8":
         first, second = _wide_plan(2 * intermediate, hidden, 1, pairs), _wide_plan(hidden, intermediate, 1, pairs)
-        if pairs == top_k and first is not None and second is not None:
+        if pairs == top_k and intermediate >= _WIDE_INTERMEDIATE and first is not None and second is not None:
             return first, second
         if num_experts <= MAX_EXPERTS:
             return None
