@@ -11,7 +11,7 @@ import torch
 from quantkit_kernels.cuda import build
 
 FOLDER = Path(build.__file__).parent
-SOURCES = [re.sub(r"//.*", "", path.read_text()) for path in sorted(FOLDER.glob("*.cu*"))]
+SOURCES = [re.sub(r"//.*", "", path.read_text()) for path in sorted({*FOLDER.glob("*.cu"), *FOLDER.glob("*.cuh")})]
 FUNCTIONS = dict(match for text in SOURCES for match in re.findall(r'extern "C" int (\w+)\(([^)]*)\)', text))
 STRUCTURES = [build.Params, build.Matrix, build.ExpertsParams, build.TileParams, build.Shares, build.Route]
 SCALARS = {"int": ctypes.c_int, "float": ctypes.c_float, "int64_t": ctypes.c_int64}
