@@ -19,7 +19,7 @@ from quantkit_kernels import ExpertsBuilder
 from quantkit_kernels.check import EXPERTS, TOP_K
 from quantkit_kernels.cuda import experts as cuda_experts
 from quantkit_kernels.cuda.linear import CudaLinear
-from quantkit_kernels.cuda.plans import WIDE_CLUSTERS, AnyPlan, Expand, Plan, SharePlan, TilePlan, WidePlan, persistent_plans, written
+from quantkit_kernels.cuda.plans import AnyPlan, Expand, Plan, SharePlan, TilePlan, WidePlan, persistent_plans, wide_plans, written
 from quantkit_kernels.cuda.tiles import SHARE_ROWS
 from quantkit_kernels.samples import random_weight
 from quantkit_kernels.timing import copies_beyond_cache, seconds_per_call
@@ -49,15 +49,6 @@ def stream_plans(rows: int, k: int, tokens: int) -> Iterator[Plan]:
                     blocks = rows // (16 * row_tiles * wn)
                     if rows % (16 * row_tiles * wn) == 0 and split <= k // 128 and (split == 1 or blocks * split <= BLOCKS):
                         yield Plan(token_tiles, row_tiles, wn, split, bulk)
-
-
-def wide_plans(rows: int, k: int, tokens: int) -> Iterator[WidePlan]:
-    """With all blocks at once: for each number of them along K those with the fewest rows a block, and a little more."""
-    for split, clusters in WIDE_CLUSTERS.items():
-        fewest = -(-rows // (32 * clusters))
-        for wn in range(fewest, min(18, fewest + 2) + 1):
-            if split <= max(1, k // 512):
-                yield WidePlan(1 if tokens <= 8 else 2, wn, split)
 
 
 def share_plans(rows: int, k: int, tokens: int) -> Iterator[SharePlan]:

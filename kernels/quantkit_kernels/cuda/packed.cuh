@@ -17,6 +17,8 @@
 #include <cuda_fp16.h>
 #include <stdint.h>
 
+#include <type_traits>
+
 namespace {
 
 enum Format { kInt4 = 0, kFp4 = 1, kInt8 = 2 };

@@ -51,6 +51,18 @@ class WidePlan:
     split: int
 
 
+def wide_plans(rows: int, k: int, tokens: int, pairs: int = 1) -> Iterator[WidePlan]:
+    """With all blocks at once: for each number of them along K those with the fewest rows a block, and a little more. pairs: so many
+    experts have such a product."""
+    for split, of_all in WIDE_CLUSTERS.items():
+        clusters = of_all // pairs
+        if clusters == 0 or split > max(1, k // 512):
+            continue
+        fewest = -(-rows // (32 * clusters))
+        for wn in range(fewest, min(_WIDE_WARPS, fewest + 2) + 1):
+            yield WidePlan(1 if tokens <= 8 else 2, wn, split)
+
+
 @dataclass(frozen=True)
 class TilePlan:
     """The shape of a grid of tile_gemm.
@@ -133,21 +145,17 @@ def linear_plan(kind: str, rows: int, k: int, tokens: int) -> AnyPlan:
     return Plan(token_tiles, row_tiles, wn, split, bulk=kind == "int8" or token_tiles > 1)
 
 
+@functools.cache
 def _wide_plan(rows: int, k: int, tokens: int, pairs: int = 1) -> WidePlan | None:
-    """The cheapest with all blocks at once: of reading a block's weights and tokens, and of adding up over more blocks. The weights of the
-    three were fitted to the shapes that were measured, where the choice takes 2 % longer than the best on average. pairs: so many experts
-    have such a product."""
-    cheapest, best = float("inf"), None
-    for split, of_all in WIDE_CLUSTERS.items():
-        clusters = of_all // pairs
-        if clusters == 0:
-            continue
-        # With one warp along N all have chunks of their own, as many as the ring holds: where each has several, none could come ahead.
-        wn = max(-(-rows // (32 * clusters)), 2 if k // split > 128 * _WIDE_WARPS else 1)
-        cost = k / split * (wn * 16 + tokens / 2) + 20_000 * math.log2(split)
-        if wn <= _WIDE_WARPS and split <= max(1, k // 512) and cost < cheapest:
-            cheapest, best = cost, WidePlan(1 if tokens <= 8 else 2, wn, split)
-    return best
+    """The cheapest of `wide_plans`: of reading a block's weights and tokens, and of adding up over more blocks. The weights of the three
+    were fitted to the shapes that were measured, where the choice takes 2 % longer than the best on average."""
+
+    def cost(plan: WidePlan) -> float:
+        return k / plan.split * (plan.wn * 16 + tokens / 2) + 20_000 * math.log2(plan.split)
+
+    # With one warp along N all have chunks of their own, as many as the ring holds: where each has several, none could come ahead.
+    plans = (plan for plan in wide_plans(rows, k, tokens, pairs) if plan.wn > 1 or k // plan.split <= 128 * _WIDE_WARPS)
+    return min(plans, key=cost, default=None)
 
 
 def _tile_plan(kind: str, rows: int, k: int, tokens: int) -> TilePlan | PersistentPlan | Expand:
@@ -165,9 +173,10 @@ def _tile_plan(kind: str, rows: int, k: int, tokens: int) -> TilePlan | Persiste
 def experts_plans(kind: str, hidden: int, intermediate: int, num_experts: int, pairs: int, top_k: int) -> ExpertsPlans | None:
     """For gate_up and down of `pairs` token-expert pairs; none where few_experts.py takes both in one launch."""
     if kind != "int8":
-        first, second = _wide_plan(2 * intermediate, hidden, 1, pairs), _wide_plan(hidden, intermediate, 1, pairs)
-        if pairs == top_k and intermediate >= _WIDE_INTERMEDIATE and first is not None and second is not None:
-            return first, second
+        if pairs == top_k and intermediate >= _WIDE_INTERMEDIATE:
+            first, second = _wide_plan(2 * intermediate, hidden, 1, pairs), _wide_plan(hidden, intermediate, 1, pairs)
+            if first is not None and second is not None:
+                return first, second
         if num_experts <= MAX_EXPERTS:
             return None
     per_expert = pairs / num_experts

@@ -155,7 +155,7 @@ template <int FMT, class T, int G, int MT> __global__ void __launch_bounds__(kTh
 #pragma unroll
           for (int w = 0; w < kWarps; ++w) a += red[(w * 64 + gate) * tokens + t], b += red[(w * 64 + gate + 8) * tokens + t];
           a *= gate_scale[i], b *= up_scale[i];
-          store<T>(p.between, pair * (m.n / 2) + job.strip * 32 + r, a / (1.f + __expf(-a)) * b);
+          store<T>(p.between, pair * (m.n / 2) + job.strip * 32 + r, gated(a, b));
         }
       }
       __syncthreads();

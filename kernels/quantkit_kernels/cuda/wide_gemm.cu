@@ -260,7 +260,7 @@ template <int FMT, class T, int G, int MT> __global__ void __launch_bounds__(Wid
       float up[4];
       add_up(up, r / 8 * 16 + r % 8 + 8, t);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) y[e] = y[e] / (1.f + __expf(-y[e])) * up[e];
+      for (int e = 0; e < 4; ++e) y[e] = gated(y[e], up[e]);
     }
     if (p.epilogue == kWeigh) {
       const float weight = p.pair_weights[pair];
