@@ -7,8 +7,8 @@ q - 8 with z - 8), and global FP4 scales are multipliers everywhere.
 G is the number of groups along K (K / group_size); a scale per channel is G = 1.
 """
 
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -133,15 +133,6 @@ def divide_rows(weight: IntWeight | Fp4Weight, divisor: Tensor, dtype: torch.dty
     if isinstance(weight, Fp4Weight):
         return replace(weight, scale=scale.to(weight.scale.dtype))
     return replace(weight, scale=scale.to(dtype).float())
-
-
-def to_device(weight: Weight, device: torch.device) -> Weight:
-    """The same weight on a device."""
-    if isinstance(weight, Tensor):
-        return weight.to(device)
-    parts = {field.name: getattr(weight, field.name) for field in fields(weight)}
-    moved: dict[str, Any] = {name: part.to(device) if isinstance(part, Tensor) else part for name, part in parts.items()}
-    return type(weight)(**moved)
 
 
 def decode_e2m1(codes: Tensor) -> Tensor:
