@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from quantkit.assets import asset
+from quantkit.checkpoint.formats.base import HEAD
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError
 from quantkit.models import ARCHITECTURES, find_architecture
@@ -48,6 +49,8 @@ class Load(BaseModel):
     fp4_siblings: Literal["error", "warn"] | None = None
     # The quant_algo that may stand in hf_quant_config.json alone; empty where the engine takes any there.
     side_algorithms: tuple[str, ...] = ()
+    # What to add to a checkpoint so that the engine leaves a head in 16 bits that is tied to the embedding; None where it always does.
+    tied_head: str | None = None
     # Keys at the top of quantization_config that must repeat the grid's own value.
     quantization_keys: tuple[Literal["group_size"], ...] = ()
     launch: tuple[str, ...] = ()
@@ -283,6 +286,7 @@ def _check_load(engine: str, load: Load, checkpoint: Checkpoint, rows: list[Para
         *_check_parts(engine, load, checkpoint, linears),
         *_check_siblings(engine, load, checkpoint, linears),
         *_check_mtp(engine, load, checkpoint, linears),
+        *_check_tied_head(engine, load, checkpoint, rows),
         *_check_keys(engine, load, checkpoint),
     ]
 
@@ -378,6 +382,14 @@ def _check_mtp(engine: str, load: Load, checkpoint: Checkpoint, linears: list[Pa
             told = f"{engine} calls {row.module} {called}, which the list of unquantized modules does not cover"
             return [Problem("warning", told, f"list it by its ending, {off} {engine}")]
     return []
+
+
+def _check_tied_head(engine: str, load: Load, checkpoint: Checkpoint, rows: list[Parameter]) -> Iterable[Problem]:
+    """A head without a tensor of its own: the engine makes a linear of it, which it must be told not to quantize."""
+    tied = not any(row.role == "head" and not row.mtp for row in rows)
+    ignored = checkpoint.format.ignored(checkpoint.config, checkpoint.side)
+    if load.tied_head is not None and tied and not (ignored is not None and ignored(HEAD)):
+        yield Problem("error", f"{engine} quantizes {HEAD}, which is tied to the embedding and not listed as unquantized", load.tied_head)
 
 
 def _check_keys(engine: str, load: Load, checkpoint: Checkpoint) -> Iterable[Problem]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from make_model import random_tensors, tiny_config
 from packed_model import write_packed
+from tied_model import TIED, tied_tensors
 
 from quantkit.checkpoint.formats import FORMATS, awq, compressed_fp4, compressed_int4, compressed_int8, modelopt, modelslim
 from quantkit.checkpoint.reader import Checkpoint
@@ -247,6 +248,39 @@ def test_published_layouts(tiny_checkpoint: Path, tiny_dense_checkpoint: Path) -
         assert errors(engine, tiny_checkpoint) == []
         assert errors(engine, tiny_dense_checkpoint) == []
     assert errors("vllm-ascend", tiny_checkpoint) != []
+
+
+@pytest.mark.parametrize(
+    ("engine", "format", "grid", "file", "keys"),
+    [
+        ("transformers", compressed_int4.FORMAT, INT4_SYMMETRIC, "config.json", ("quantization_config", "ignore")),
+        ("transformers", compressed_int8.FORMAT, INT8, "config.json", ("quantization_config", "ignore")),
+        ("transformers", compressed_fp4.FORMAT, Fp4Grid(), "config.json", ("quantization_config", "ignore")),
+        ("vllm", modelopt.FORMAT, Fp4Grid(), "config.json", ("quantization_config", "ignore")),
+        ("vllm-ascend", modelslim.FORMAT, INT8, "quant_model_description.json", ("lm_head.weight",)),
+    ],
+)
+def test_a_tied_head_must_be_listed(tmp_path: Path, engine: str, format: Any, grid: Any, file: str, keys: tuple[str, ...]) -> None:
+    """As it is now; and a checkpoint made before it was is told, with what to add."""
+    path = write_packed(tmp_path / "model", TIED, tied_tensors(), format, grid, linear)
+    assert errors(engine, path) == []
+    described = json.loads((path / file).read_text())
+    owner = described[keys[0]] if len(keys) > 1 else described
+    del owner[keys[-1]]
+    (path / file).write_text(json.dumps(described))
+    assert errors(engine, path) == [f"{engine} quantizes lm_head, which is tied to the embedding and not listed as unquantized"]
+    found = check_checkpoint(engine, Checkpoint.open(path))[0]
+    assert keys[-1] in found.remedy
+    assert file in found.remedy
+
+
+def test_engines_that_leave_a_tied_head_alone_do_not_ask_for_it(tmp_path: Path) -> None:
+    path = write_packed(tmp_path / "model", TIED, tied_tensors(), compressed_int4.FORMAT, INT4_SYMMETRIC, linear)
+    config = json.loads((path / "config.json").read_text())
+    assert config["quantization_config"]["ignore"] == ["lm_head"]
+    config["quantization_config"]["ignore"] = []
+    (path / "config.json").write_text(json.dumps(config))
+    assert errors("vllm", path) == errors("sglang", path) == []
 
 
 @pytest.mark.parametrize(

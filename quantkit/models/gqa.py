@@ -56,12 +56,45 @@ class Config:
         return self.routing is not None and layer not in self.dense_layers
 
 
+_COMPUTED: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "hidden_activation": ("silu", None),
+    "use_sliding_window": (False, None),
+    "attention_chunk_size": (None,),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "query_pre_attn_scalar": (None,),
+    "clip_qkv": (None,),
+    "use_qk_norm": (False, None),
+    "qk_layernorm": (False, None),
+    "no_rope_layers": (None, []),
+    "is_causal": (True, None),
+    "use_bidirectional_attention": (False, None),
+    "attention_multiplier": (1, None),
+    "embedding_multiplier": (1, None),
+    "residual_multiplier": (1, None),
+    "logits_scaling": (1, None),
+    "logit_scale": (1, None),
+}
+"""Keys of config.json that change what decoders of this kind compute, and the values under which this file computes the same."""
+
+
+def refuse_other_forwards(config: dict[str, Any]) -> None:
+    """Raises QuantkitError naming the key where config.json asks for something that is not computed here."""
+    for key, values in _COMPUTED.items():
+        if key in config and config[key] not in values:
+            raise QuantkitError(f"config.json has {key} = {config[key]!r}", f"quantkit computes {values[0]!r} only")
+    kinds = {"full_attention", *(config.get("layer_types") or ())}
+    # Qwen's configs carry a window beside use_sliding_window: false. Where that is not said, engines disagree on what it means.
+    windowed = config.get("sliding_window") is not None and config.get("use_sliding_window") is not False
+    if windowed or len(kinds) > 1:
+        told = f"sliding_window = {config['sliding_window']!r}" if windowed else f"layer_types {', '.join(sorted(kinds))}"
+        raise QuantkitError(f"config.json has {told}", "quantkit computes full attention only")
+
+
 def read_config(config: dict[str, Any]) -> dict[str, Any]:
     """The shared fields. Raises QuantkitError where a field is missing or asks for something not computed here."""
-    if config.get("hidden_act", "silu") != "silu":
-        raise QuantkitError(f"config.json has hidden_act = {config['hidden_act']!r}", "quantkit computes 'silu' only")
-    if config.get("use_sliding_window"):
-        raise QuantkitError("config.json has use_sliding_window", "quantkit computes full attention only")
+    refuse_other_forwards(config)
     values = read_fields(Config, config)
     heads = values["num_attention_heads"]
     values["num_key_value_heads"] = values.get("num_key_value_heads") or heads

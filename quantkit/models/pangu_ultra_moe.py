@@ -44,9 +44,8 @@ class Config(deepseek_v3.Config):
         named = {FIRST_RELEASE_NAMES.get(key, key): value for key, value in config.items()}
         named |= {"n_group": 1, "topk_group": 1, "scoring_func": "sigmoid", "norm_topk_prob": config.get("norm_topk_prob", True)}
         values = read_fields(cls, named)
-        return cls(
-            rope=Rope.from_dict(config, values["qk_rope_head_dim"], interleaved=bool(config.get("rope_interleave", False))), **values
-        )
+        interleaved = bool(config.get("rope_interleave", False))
+        return cls(rope=Rope.from_dict(config, values["qk_rope_head_dim"], interleaved, default_theta=None), **values)
 
 
 def parameters(config: Config) -> list[Parameter]:

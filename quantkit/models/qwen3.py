@@ -13,4 +13,4 @@ class Config(gqa.Config):
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "Config":
         refuse_attention_bias(config)
-        return cls(**gqa.read_config(config), qk_norm=True)
+        return cls(**gqa.read_config({"head_dim": 128, **config}), qk_norm=True)  # transformers' own, not hidden_size / heads

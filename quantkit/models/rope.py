@@ -1,13 +1,36 @@
-"""Rotary position embedding: plain, YaRN (arXiv 2309.00071, as DeepSeek uses it), and Llama 3.1's wavelength bands."""
+"""Rotary position embedding: the frequencies and scales that transformers' modeling_rope_utils.py computes, by its names.
+
+default, linear, llama3 (Llama 3.1's wavelength bands) and yarn (arXiv 2309.00071, as DeepSeek uses it). A field of config.json that the
+kind does not have is refused by name, and so are kinds whose frequencies depend on the length of the text (dynamic, longrope).
+"""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import QuantkitError
+
+Kind = Literal["default", "linear", "llama3", "yarn"]
+DEFAULT_THETA = 10000.0
+"""transformers' rope_theta of an architecture whose config.json has none."""
+
+_NEEDED: dict[Kind, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+_OPTIONAL: dict[Kind, tuple[str, ...]] = {
+    "default": (),
+    "linear": (),
+    "llama3": ("original_max_position_embeddings",),
+    "yarn": ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"),
+}
+_SOURCE = "use the config.json that came with the model"
 
 
 @dataclass(frozen=True)
@@ -15,44 +38,63 @@ class Rope:
     """Frequencies of a rotary embedding over `dim` channels, and what they do to the softmax scale.
 
     `interleaved` turns the pairs (x[2i], x[2i+1]), as DeepSeek does; else (x[i], x[i + dim/2]), as Llama and its kin do.
+    attention_factor: YaRN's multiplier of cos and sin; None derives it from `factor` and the two mscales.
+    truncate: YaRN's ramp starts and ends at whole channels.
     """
 
     dim: int
     theta: float
     interleaved: bool
-    kind: Literal["default", "yarn", "llama3"] = "default"
+    kind: Kind = "default"
     factor: float = 1.0
     original_max_position: int = 0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
+    attention_factor: float | None = None
+    truncate: bool = True
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
 
     @classmethod
-    def from_dict(cls, config: dict[str, Any], dim: int, interleaved: bool) -> "Rope":
-        """From config.json: `rope_theta` with `rope_scaling`, or the newer `rope_parameters` that holds both."""
-        merged = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-        theta = merged.get("rope_theta", config.get("rope_theta"))
+    def from_dict(cls, config: dict[str, Any], dim: int, interleaved: bool, default_theta: float | None = DEFAULT_THETA) -> "Rope":
+        """From config.json: `rope_theta` with `rope_scaling`, or the newer `rope_parameters` that holds both.
+
+        default_theta: where config.json has none; None where the architecture has no such default. Raises QuantkitError naming a field
+        that is missing, is no number, or is not computed.
+        """
+        scaling = _scaling(config)
+        if dim < 2 or dim % 2:
+            raise QuantkitError(f"the rotary embedding has {dim} channels", f"it turns pairs of them: {_SOURCE}")
+        for place in (scaling, config):
+            if place.get("partial_rotary_factor", 1) not in (None, 1):
+                told = f"config.json has partial_rotary_factor = {place['partial_rotary_factor']!r}"
+                raise QuantkitError(told, "quantkit turns whole heads only")
+        theta = next((place["rope_theta"] for place in (scaling, config) if place.get("rope_theta") is not None), default_theta)
         if theta is None:
             raise QuantkitError("config.json has no rope_theta", "add the value the model was trained with")
-        kind = merged.get("rope_type", merged.get("type", "default"))
+        theta, kind = _number("rope_theta", theta, above=1.0), _kind(scaling)
         if kind == "default":
-            return cls(dim, float(theta), interleaved)
-        if kind not in ("yarn", "llama3"):
-            raise QuantkitError(f"rope scaling {kind!r} is not supported", "quantkit has default, yarn and llama3")
-        for key in ("factor", "original_max_position_embeddings"):
-            if key not in merged:
-                raise QuantkitError(f"config.json's rope scaling {kind!r} lacks {key}", "use the config.json that came with the model")
-        optional = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor")
-        given = {key: float(merged[key]) for key in optional if merged.get(key) is not None}
-        return cls(dim, float(theta), interleaved, kind, float(merged["factor"]), int(merged["original_max_position_embeddings"]), **given)
+            _check_fields(scaling, kind)
+            return cls(dim, theta, interleaved)
+        return cls(dim, theta, interleaved, kind, **_values(scaling, kind, config))
 
     @property
     def softmax_factor(self) -> float:
         """Multiplier of head_dim ** -0.5: DeepSeek applies mscale_all_dim to q and k alike, hence squared."""
         return _mscale(self.factor, self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+    @property
+    def cos_sin_factor(self) -> float:
+        """Multiplier of cos and sin: YaRN's attention factor."""
+        if self.kind != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return _mscale(self.factor, self.mscale) / _mscale(self.factor, self.mscale_all_dim)
+        return _mscale(self.factor, 1.0)
 
     def inverse_frequencies(self, device: torch.device | str = "cpu") -> Tensor:
         """[dim / 2] float32. Scaling keeps high frequencies, divides low ones by `factor`, and goes over linearly in between."""
@@ -60,15 +102,19 @@ class Rope:
         plain = self.theta**-exponent
         if self.kind == "default":
             return plain
+        if self.kind == "linear":
+            return plain / self.factor
         keep = self._yarn_share(device) if self.kind == "yarn" else self._llama3_share(plain)
         return plain / self.factor * (1 - keep) + plain * keep
 
     def _yarn_share(self, device: torch.device | str) -> Tensor:
         """How much of each plain frequency stays: a ramp over the channel index, between two numbers of rotations."""
-        low = math.floor(self._correction_dim(self.beta_fast))
-        high = math.ceil(self._correction_dim(self.beta_slow))
+        low, high = self._correction_dim(self.beta_fast), self._correction_dim(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, self.dim - 1)
-        ramp = (torch.arange(self.dim // 2, dtype=torch.float32, device=device) - low) / max(high - low, 0.001)
+        span = high - low if high != low else 0.001
+        ramp = (torch.arange(self.dim // 2, dtype=torch.float32, device=device) - low) / span
         return 1 - ramp.clamp(0, 1)
 
     def _llama3_share(self, plain: Tensor) -> Tensor:
@@ -79,11 +125,7 @@ class Rope:
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [T] -> cos, sin [T, dim / 2] float32, scaled by YaRN's attention factor."""
         angles = positions.float()[:, None] * self.inverse_frequencies(positions.device)[None, :]
-        scale = 1.0
-        if self.kind == "yarn":
-            both = self.mscale and self.mscale_all_dim
-            scale = _mscale(self.factor, self.mscale) / _mscale(self.factor, self.mscale_all_dim) if both else _mscale(self.factor, 1.0)
-        return angles.cos() * scale, angles.sin() * scale
+        return angles.cos() * self.cos_sin_factor, angles.sin() * self.cos_sin_factor
 
     def _correction_dim(self, rotations: float) -> float:
         return self.dim * math.log(self.original_max_position / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
@@ -91,3 +133,73 @@ class Rope:
 
 def _mscale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The description of the rotary embedding; as in transformers, `rope_scaling` counts where both spellings are there."""
+    named = next((name for name in ("rope_scaling", "rope_parameters") if config.get(name)), None)
+    scaling = config[named] if named else {}
+    if not isinstance(scaling, Mapping):
+        raise QuantkitError(f"config.json has {named} = {scaling!r}, not an object", _SOURCE)
+    return scaling
+
+
+def _kind(scaling: Mapping[str, Any]) -> Kind:
+    named = [scaling[key] for key in ("rope_type", "type") if scaling.get(key) is not None] or ["default"]
+    if any(name != named[0] for name in named):
+        raise QuantkitError(f"config.json's rope scaling has rope_type {named[0]!r} and type {named[1]!r}", "keep the one that is meant")
+    kinds: tuple[Kind, ...] = get_args(Kind)
+    for kind in kinds:
+        if named[0] == kind:
+            return kind
+    raise QuantkitError(f"rope scaling {named[0]!r} is not supported", f"quantkit has {', '.join(kinds)}")
+
+
+def _check_fields(scaling: Mapping[str, Any], kind: Kind) -> None:
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_NEEDED[kind], *_OPTIONAL[kind]}
+    unknown = [key for key, value in scaling.items() if key not in known and value is not None]
+    if unknown:
+        raise QuantkitError(
+            f"config.json's rope scaling {kind!r} has {unknown[0]} = {scaling[unknown[0]]!r}", "quantkit does not compute it"
+        )
+    missing = [key for key in _NEEDED[kind] if key not in scaling]
+    if missing:
+        raise QuantkitError(f"config.json's rope scaling {kind!r} lacks {missing[0]}", _SOURCE)
+
+
+def _values(scaling: Mapping[str, Any], kind: Kind, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of Rope of a scaled kind."""
+    _check_fields(scaling, kind)
+    given = {key: scaling[key] for key in (*_NEEDED[kind], *_OPTIONAL[kind]) if scaling.get(key) is not None}
+    values: dict[str, Any] = {}
+    if "original_max_position_embeddings" in _OPTIONAL[kind]:
+        # As in transformers: beside the description it comes first, and without it the model was not extended.
+        first = config.get("original_max_position_embeddings") or given.pop("original_max_position_embeddings", None)
+        given.pop("original_max_position_embeddings", None)
+        original = _number("original_max_position_embeddings", first or config.get("max_position_embeddings"))
+        values["original_max_position"] = int(original)
+        if kind == "yarn" and "factor" not in given:  # null there
+            given["factor"] = _number("max_position_embeddings", config.get("max_position_embeddings")) / original
+    if "truncate" in given:
+        values["truncate"] = bool(given.pop("truncate"))
+    for key in ("attention_factor", "mscale", "mscale_all_dim"):
+        if key in given:
+            values[key] = _number(key, given.pop(key), above=None)
+    for key in ("beta_fast", "beta_slow"):
+        if given.get(key) == 0:  # as in transformers: its default
+            del given[key]
+    values |= {key: _number(key, value) for key, value in given.items()}
+    missing = [key for key in _NEEDED[kind] if key not in values]
+    if missing:
+        raise QuantkitError(f"config.json's rope scaling {kind!r} has {missing[0]} = null", _SOURCE)
+    if kind == "llama3" and values["high_freq_factor"] <= values["low_freq_factor"]:
+        raise QuantkitError("config.json's rope scaling 'llama3' has high_freq_factor not above low_freq_factor", _SOURCE)
+    return values
+
+
+def _number(key: str, value: Any, above: float | None = 0.0) -> float:
+    """A number of config.json, greater than `above`."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or (above is not None and value <= above):
+        wanted = "a number" if above is None else f"a number above {above:g}"
+        raise QuantkitError(f"config.json has {key} = {value!r}, not {wanted}", _SOURCE)
+    return float(value)

@@ -30,12 +30,25 @@ LLAMA3_ROPE = {
     "rope_theta": 10000.0,
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True, "mlp_only_layers": [0]}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 10000.0,
+    "attention_factor": 1.4,
+    "truncate": False,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
     "llama-mha": ("Llama", {"num_key_value_heads": 4}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 32}),
     "qwen3_moe": ("Qwen3Moe", {"head_dim": 16, **EXPERTS}),
+    # Tied, one key and value head, heads that are not hidden_size / heads wide.
+    "llama-tied-mqa": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 1, "head_dim": 80, "rope_parameters": YARN_ROPE}),
+    "qwen2-mqa": ("Qwen2", {"hidden_size": 448, "num_key_value_heads": 1, "rope_parameters": YARN_ROPE}),
+    "qwen3-tied-mqa": ("Qwen3", {"tie_word_embeddings": True, "num_key_value_heads": 1, "head_dim": 112}),
+    "qwen3_moe-tied-mqa": ("Qwen3Moe", {"tie_word_embeddings": True, "num_key_value_heads": 1, "head_dim": 96, **EXPERTS}),
 }
 
 
@@ -45,7 +58,8 @@ def random_peer(kind: str, extra: dict[str, Any]) -> Any:
     torch.manual_seed(7)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     for parameter in model.parameters():
-        parameter.data = torch.randn_like(parameter) * 0.2 if parameter.ndim > 1 else 1 + torch.randn_like(parameter) * 0.3
+        matrix, noise = parameter.ndim > 1, torch.randn_like(parameter)
+        parameter.data = noise * 1.6 / parameter.shape[-1] ** 0.5 if matrix else 1 + noise * 0.3
     return model
 
 
@@ -110,12 +124,38 @@ def test_folding_a_group_keeps_the_logits(case: str) -> None:
     assert not torch.equal(folded["model.layers.0.mlp.up_proj.weight"], tensors["model.layers.0.mlp.up_proj.weight"])
 
 
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Qwen3Moe"])
+def test_fields_that_config_json_leaves_out_are_those_of_transformers(kind: str) -> None:
+    """rope_theta, the width of Qwen3's heads, and a window that use_sliding_window: false turns off."""
+    peer = getattr(transformers, f"{kind}Config")(num_experts=4, num_key_value_heads=8)
+    config = {key: value for key, value in peer.to_dict().items() if key not in ("rope_parameters", "head_dim", "tie_word_embeddings")}
+    config |= {"use_sliding_window": False, "sliding_window": 4096, "moe_intermediate_size": 64}
+    ours = find_architecture(config).Config.from_dict(config)
+    heads = getattr(peer, "head_dim", None) or peer.hidden_size // peer.num_attention_heads
+    assert (ours.rope.theta, ours.head_dim, ours.tie_word_embeddings) == (10000.0, heads, False)
+
+
 def test_unsupported_settings_are_refused() -> None:
     llama = random_peer("Llama", {}).config.to_dict()
     architecture = find_architecture(llama)
-    for key, value in {"hidden_act": "gelu", "attention_bias": True, "mlp_bias": True, "use_sliding_window": True}.items():
+    others: dict[str, Any] = {
+        "hidden_act": "gelu",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "use_sliding_window": True,
+        "sliding_window": 4096,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "attention_chunk_size": 8192,
+        "logit_scale": 0.0625,
+        "partial_rotary_factor": 0.5,
+    }
+    for key, value in others.items():
         with pytest.raises(QuantkitError, match=key):
             architecture.Config.from_dict({**llama, key: value})
+    for key, value in {"use_sliding_window": False, "layer_types": ["full_attention"] * 3, "final_logit_softcapping": None}.items():
+        architecture.Config.from_dict({**llama, key: value})
     del llama["rms_norm_eps"]
     with pytest.raises(QuantkitError, match="rms_norm_eps"):
         architecture.Config.from_dict(llama)

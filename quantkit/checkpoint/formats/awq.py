@@ -108,7 +108,7 @@ class Awq(Format):
             "group_size": grid.group_size or -1,
             "zero_point": True,
             "version": "gemm",
-            "modules_to_not_convert": ignore_list(quantized, plain_linears(plain), _SPELLING) or None,
+            "modules_to_not_convert": ignore_list(quantized, plain_linears(plain, quantized), _SPELLING) or None,
         }
 
 

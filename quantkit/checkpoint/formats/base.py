@@ -6,7 +6,7 @@ shape; reading, writing, planning and checking all follow that one table.
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -156,9 +156,19 @@ def require_multiple(module: str, what: str, size: int, divisor: int) -> None:
         raise QuantkitError(f"{module} has {size} {what}, not a multiple of {divisor}", "choose another group size or format")
 
 
-def plain_linears(plain: Iterable[TensorSpec]) -> list[str]:
-    """Modules among unquantized tensors that an engine may take for a linear: 2-D weights other than embeddings."""
-    names = (spec.name.removesuffix(".weight") for spec in plain if spec.name.endswith(".weight") and len(spec.shape) == 2)
+HEAD = "lm_head"
+"""What engines call the linear that makes logits."""
+
+
+def plain_linears(plain: Iterable[TensorSpec], quantized: Container[str]) -> list[str]:
+    """Unquantized modules that an engine may take for a linear: those of 2-D weights other than embeddings, and the head.
+
+    A head that is tied to the embedding has no tensor, and engines make a linear of it all the same: transformers quantizes it with
+    compressed-tensors as it loads, vLLM with ModelOpt.
+    """
+    names = {spec.name.removesuffix(".weight") for spec in plain if spec.name.endswith(".weight") and len(spec.shape) == 2}
+    if HEAD not in quantized:
+        names.add(HEAD)
     return sorted(name for name in names if not name.endswith("embed_tokens"))
 
 

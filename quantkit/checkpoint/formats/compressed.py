@@ -5,7 +5,7 @@ QuantizationArgs forbids unknown keys, so the block has only those that every ve
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from quantkit.checkpoint.formats.base import IgnoreSpelling, ignore_list, plain_linears
@@ -56,7 +56,7 @@ def ignored(config: Mapping[str, Any]) -> Callable[[str], bool]:
 
 
 def config_block(
-    variant: str, weights: dict[str, Any], activations: dict[str, Any] | None, quantized: Iterable[str], plain: Sequence[TensorSpec]
+    variant: str, weights: dict[str, Any], activations: dict[str, Any] | None, quantized: Collection[str], plain: Sequence[TensorSpec]
 ) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
     return {
@@ -65,6 +65,6 @@ def config_block(
         "quantization_status": "compressed",
         "global_compression_ratio": None,
         "kv_cache_scheme": None,
-        "ignore": ignore_list(quantized, plain_linears(plain), _SPELLING),
+        "ignore": ignore_list(quantized, plain_linears(plain, quantized), _SPELLING),
         "config_groups": {"group_0": group},
     }

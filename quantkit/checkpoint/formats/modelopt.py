@@ -90,7 +90,7 @@ class ModelOpt(Nvfp4):
             "quant_algo": _WRITTEN,
             "group_size": FP4_GROUP,
             "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}},
-            "ignore": ignore_list(quantized, plain_linears(plain), _SPELLING),
+            "ignore": ignore_list(quantized, plain_linears(plain, quantized), _SPELLING),
             "producer": _PRODUCER,
         }
 
@@ -99,7 +99,7 @@ class ModelOpt(Nvfp4):
             "quant_algo": _WRITTEN,
             "kv_cache_quant_algo": None,
             "group_size": FP4_GROUP,
-            "exclude_modules": ignore_list(quantized, plain_linears(plain), _SPELLING),
+            "exclude_modules": ignore_list(quantized, plain_linears(plain, quantized), _SPELLING),
         }
         described = {"producer": _PRODUCER, "quantization": quantization}
         return {_SIDE_FILE: json.dumps(described, indent=2).encode() + b"\n"}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.formats.base import CODES, Format, Part, along_groups, require_multiple, stored_scale
+from quantkit.checkpoint.formats.base import CODES, HEAD, Format, Part, along_groups, require_multiple, stored_scale
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.errors import QuantkitError
 from quantkit.quant.packing import from_twos_complement, pack_pairs, to_twos_complement, unpack_pairs
@@ -113,6 +113,8 @@ class ModelSlim(Format):
             suffixes = self.own_suffixes if own_grid == _INT4 else self.own_suffixes[:2]
             description |= {module + suffix: _TYPE_NAMES[own_grid] for suffix in (".weight", *suffixes)}
         description |= {spec.name: "FLOAT" for spec in plain}
+        # vllm-ascend asks for the head's type, of one that is tied to the embedding too.
+        description |= {f"{HEAD}.weight": "FLOAT"} if HEAD not in quantized else {}
         return {_SIDE_FILE: json.dumps(description, indent=2).encode() + b"\n"}
 
 

@@ -1,0 +1,63 @@
+"""Models whose head is their embedding: what quantize and convert write of them loads in transformers and computes what was stored."""
+
+import json
+from pathlib import Path
+
+import make_model
+import pytest
+import torch
+from tied_model import TIED, tied_tensors
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.convert import convert
+from quantkit.engines import check_checkpoint
+from quantkit.executor.load import load_model
+from quantkit.models.context import CausalContext
+from quantkit.quantize.run import quantize
+from quantkit.recipe import Recipe
+from quantkit.schemes import find_scheme
+
+TOKENS = torch.randint(8, 320, (24,), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model.write_dense(tmp_path_factory.mktemp("tied") / "source", TIED, tied_tensors())
+
+
+@torch.inference_mode()
+def difference(path: Path, dtype: torch.dtype) -> float:
+    """Relative difference of transformers' logits, in `dtype`, from those of the dequantized weights in float32."""
+    from transformers import AutoModelForCausalLM
+
+    loaded = load_model(path, device="cpu", dtype="float32", backend="reference")
+    ours = loaded.model.logits(loaded.model(TOKENS, CausalContext([len(TOKENS)])))
+    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)(TOKENS[None]).logits[0].float()
+    return float((theirs - ours).norm() / ours.norm())
+
+
+@pytest.mark.parametrize(
+    ("scheme", "dtype", "tolerance"),
+    # compressed-tensors divides int8 activations by amax / 127.5 and quantkit by amax / 127; NVFP4 is decoded to BF16.
+    [("rtn-w4a16", torch.float32, 1e-5), ("int8-a8w8c16", torch.float32, 0.1), ("fp4-w4a16", torch.bfloat16, 0.05)],
+)
+def test_what_quantize_writes_computes_in_transformers(
+    source: Path, tmp_path: Path, scheme: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    out = tmp_path / "out"
+    recipe = Recipe(scheme=scheme, methods=[])
+    quantize(source, out, find_scheme(scheme), "compressed-tensors", recipe, engine="transformers", device="cpu")
+    assert json.loads((out / "config.json").read_text())["quantization_config"]["ignore"] == ["lm_head"]
+    assert check_checkpoint("transformers", Checkpoint.open(out)) == []
+    assert difference(out, dtype) < tolerance
+
+
+def test_convert_lists_the_head_of_a_source_that_does_not(source: Path, tmp_path: Path) -> None:
+    """ModelOpt's list names no tied head where the producer left it out; compressed-tensors must have it."""
+    quantize(source, tmp_path / "modelopt", find_scheme("fp4-w4a16"), "modelopt", Recipe(scheme="fp4-w4a16", methods=[]), device="cpu")
+    for name in ("config.json", "hf_quant_config.json"):
+        path = tmp_path / "modelopt" / name
+        path.write_text(path.read_text().replace('"lm_head"', ""))
+    convert(tmp_path / "modelopt", tmp_path / "out", format="compressed-tensors")
+    assert json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]["ignore"] == ["lm_head"]
+    assert difference(tmp_path / "out", torch.bfloat16) < 0.05
