@@ -2,10 +2,10 @@
 
 data.py        calibration sequences from a text, a JSON-lines file or a data set
 events.py      what a run tells while it works
-weights.py     one decoder layer in float32, its inputs observed
+layer_weights.py  one decoder layer in float32, its inputs observed
 statistics.py  sums over tokens: Hessians and sizes of activations
 solver.py      from a linear and the statistics of its input to a stored weight
-fold.py        scale groups: choosing s, folding it, proving that nothing changed
+scale_search.py   scale groups: choosing s, folding it, proving that nothing changed
 experts.py     the routed experts, streamed a few at a time
 walk.py        the straight line over blocks
 """

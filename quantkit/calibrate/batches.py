@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-PASS_TOKENS = 2048
+BATCH_TOKENS = 2048
 PIECE_VALUES = 2**24
 
 
@@ -10,12 +10,12 @@ PIECE_VALUES = 2**24
 class Batches:
     """What fits in a CPU's memory.
 
-    tokens: run through half a layer together, in whole sequences. expert_values: weights of routed experts solved together, at least
+    tokens: run through a sublayer together, in whole sequences. expert_values: weights of routed experts solved together, at least
     one expert (R1's, of 44 million, go one by one). piece_values: weights of one linear rounded together, in whole rows: rows are
     independent, and a piece's blocks of columns stay in a processor's cache.
     """
 
-    tokens: int = PASS_TOKENS
+    tokens: int = BATCH_TOKENS
     expert_values: int = 2**25
     piece_values: int = PIECE_VALUES
 

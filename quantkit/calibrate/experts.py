@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quantkit.calibrate.fold import Consumer, choose_scale, sample_rows
+from quantkit.calibrate.hidden_states import HiddenStatePair
+from quantkit.calibrate.scale_search import Consumer, choose_scale, sample_rows
 from quantkit.calibrate.solver import Solved, Solver
-from quantkit.calibrate.streams import Streams
 from quantkit.quant.gptq import Curvature
 from quantkit.quant.weights import dequantize, divide_rows, dividing_powers
 from quantkit.schemes import Fp4Grid
@@ -103,7 +103,7 @@ class ExpertWeights:
 
 class ExpertSolver:
     """Solves experts of one layer. scale [H]: folded into the layer's norm; curvature: of the layer's input, unscaled;
-    importance [H] and outputs: see `HalfSpec`."""
+    importance [H] and outputs: see `SublayerSpec`."""
 
     def __init__(
         self,
@@ -192,7 +192,13 @@ class ExpertSolver:
 
 
 def add_outputs(
-    streams: Streams, routed: Routed, expert: int, original: ExpertWeights, rounded: ExpertWeights, scale: Tensor, hidden: Tensor | None
+    streams: HiddenStatePair,
+    routed: Routed,
+    expert: int,
+    original: ExpertWeights,
+    rounded: ExpertWeights,
+    scale: Tensor,
+    hidden: Tensor | None,
 ) -> None:
     """Add one expert's weighted outputs to the hidden states of both paths: the rounded expert's, and the original's.
 

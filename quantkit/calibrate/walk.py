@@ -26,16 +26,16 @@ from quantkit.calibrate.data import Sequences
 from quantkit.calibrate.events import Note, OnEvent, Progress
 from quantkit.calibrate.experts import ExpertSolver, ExpertWeights, Routed, add_outputs
 from quantkit.calibrate.findings import Findings
-from quantkit.calibrate.fold import Consumer, sample_rows
-from quantkit.calibrate.half import Half, HalfSpec, Run
+from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates, relative_distance
 from quantkit.calibrate.mtp import mtp_streams
-from quantkit.calibrate.outputs import BLOCK_ROWS, JUDGED_TOKENS, compare_next_tokens
-from quantkit.calibrate.readers import Readers
-from quantkit.calibrate.sink import Sink
+from quantkit.calibrate.next_token_kl import BLOCK_ROWS, JUDGED_TOKENS, compare_next_tokens
+from quantkit.calibrate.output_cost import ResidualStream
+from quantkit.calibrate.parameter_reader import ParameterReader
+from quantkit.calibrate.ranks import Ranks
+from quantkit.calibrate.scale_search import Consumer, sample_rows
 from quantkit.calibrate.solver import Solved, Solver
-from quantkit.calibrate.source import Source
-from quantkit.calibrate.streams import Stream, Streams, relative_distance
-from quantkit.calibrate.team import Team
+from quantkit.calibrate.sublayer import Run, Sublayer, SublayerSpec
+from quantkit.calibrate.unit_store import UnitStore
 from quantkit.calibrate.units import attend_unit, expert_unit, feed_forward_unit, units_of
 from quantkit.errors import QuantkitError
 from quantkit.models.context import CausalContext
@@ -57,25 +57,25 @@ class Walk:
 
     def __init__(
         self,
-        source: Source,
+        source: ParameterReader,
         architecture: Any,
         config: Any,
         parameters: list[Parameter],
         solver: Solver,
-        sink: Sink,
+        store: UnitStore,
         on_event: OnEvent,
-        team: Team,
+        ranks: Ranks,
         batches: Batches,
     ) -> None:
         self.source, self.architecture, self.config = source, architecture, config
-        self.solver, self.sink, self.on_event, self.team, self.batches = solver, sink, on_event, team, batches
+        self.solver, self.store, self.on_event, self.ranks, self.batches = solver, store, on_event, ranks, batches
         self.rows = parameters
         self.layers = sorted({row.layer for row in parameters if row.layer is not None and not row.mtp})
         self.mtp_layers = sorted({row.layer for row in parameters if row.layer is not None and row.mtp})
         self.groups = {layer: architecture.scale_groups(config, layer) for layer in [*self.layers, *self.mtp_layers]}
-        self.readers = Readers(source, parameters, [group for layer in self.layers for group in self.groups[layer]])
+        self.residual = ResidualStream(source, parameters, [group for layer in self.layers for group in self.groups[layer]])
         self.units = units_of(parameters, [group for groups in self.groups.values() for group in groups])
-        self.quantized = {row.module for row in parameters if sink.quantizes(row)}
+        self.quantized = {row.module for row in parameters if store.quantizes(row)}
         self.findings = Findings()
         self.total_bytes = sum(source.stored_bytes(row) for row in parameters)
         self.done_bytes = 0
@@ -87,8 +87,8 @@ class Walk:
         keep_freed_blocks()
         lengths = [len(s) for s in (*sequences.calibration, *sequences.held_out)]
         fitted = sum(len(s) for s in sequences.calibration)
-        saved = self.sink.load_state()
-        self.team.wait()  # all begin from the same state
+        saved = self.store.load_state()
+        self.ranks.wait()  # all begin from the same state
         if saved is None:
             first = self.layers[0]
             streams = self._embed(sequences, lengths, fitted)
@@ -101,44 +101,46 @@ class Walk:
                 self._layer(layer, streams)
             else:
                 self._skip(layer)
-        if len(streams.original.hidden) and self.team.leads:
+        if len(streams.original.hidden) and self.ranks.leads:
             self._judge(streams)
         for layer in self.mtp_layers:
             rows = [row for row in self.rows if row.layer == layer]
             if any(row.mtp and row.module in self.quantized for row in rows):
                 model = self.source, self.architecture, self.config
-                self._layer(layer, mtp_streams(*model, layer, rows, self.readers.norm, streams, sequences), save=False)
+                self._layer(layer, mtp_streams(*model, layer, rows, self.residual.norm, streams, sequences), save=False)
         return self.findings
 
-    def _embed(self, sequences: Sequences, lengths: list[int], fitted: int) -> Streams:
+    def _embed(self, sequences: Sequences, lengths: list[int], fitted: int) -> HiddenStatePair:
         table = self.source.checkpoint.read("model.embed_tokens.weight")
         ids = torch.cat([*sequences.calibration, *sequences.held_out])
         if int(ids.max()) >= len(table):
             raise QuantkitError(f"the tokenizer gives token {int(ids.max())}, the model has {len(table)}", "use the model's own tokenizer")
         return self._streams(table[ids].float(), table[ids[fitted:]].float(), lengths, fitted, sequences)
 
-    def _streams(self, quantized: Tensor, original: Tensor, lengths: list[int], fitted: int, sequences: Sequences) -> Streams:
+    def _streams(self, quantized: Tensor, original: Tensor, lengths: list[int], fitted: int, sequences: Sequences) -> HiddenStatePair:
         device = self.source.device
         held_out = [len(s) for s in sequences.held_out]
         at_once = self.batches.tokens
-        return Streams(Stream(quantized.to(device), fitted, lengths, at_once), Stream(original.to(device), 0, held_out, at_once))
+        return HiddenStatePair(
+            HiddenStates(quantized.to(device), fitted, lengths, at_once), HiddenStates(original.to(device), 0, held_out, at_once)
+        )
 
     # --- one layer -------------------------------------------------------------------------------------------------------
 
-    def _layer(self, layer: int, streams: Streams, save: bool = True) -> None:
+    def _layer(self, layer: int, streams: HiddenStatePair, save: bool = True) -> None:
         self._attend(layer, streams)
         self._feed_forward(layer, streams)
         fitted = streams.quantized.fitted
         self.findings.hidden_error[str(layer)] = relative_distance(streams.quantized.hidden[fitted:], streams.original.hidden)
-        if save and layer + 1 in self.layers and self.team.leads:
+        if save and layer + 1 in self.layers and self.ranks.leads:
             hidden = {"quantized": streams.quantized.hidden, "original": streams.original.hidden}
-            self.sink.save_state(layer + 1, hidden, self.findings.to_dict())
+            self.store.save_state(layer + 1, hidden, self.findings.to_dict())
 
-    def _attend(self, layer: int, streams: Streams) -> None:
+    def _attend(self, layer: int, streams: HiddenStatePair) -> None:
         unit = attend_unit(layer)
         device = self.source.device
         half = self._half(unit, layer, streams, lambda block, x, lengths: block.attend(x, CausalContext(lengths, device)))
-        if self.sink.done(unit):
+        if self.store.done(unit):
             half.propagate_original()
             self._load(unit, half)
         else:
@@ -149,16 +151,16 @@ class Walk:
             half.fold({})
             half.check_same()
             self._enter("solving", unit)
-            self._write(unit, half.solve(), half.plain, half.group_scales, mine=self.team.leads)
+            self._write(unit, half.solve(), half.plain, half.group_scales, mine=self.ranks.leads)
         self._enter("propagating", unit)
         half.propagate()
         self._account(unit)
 
-    def _feed_forward(self, layer: int, streams: Streams) -> None:
+    def _feed_forward(self, layer: int, streams: HiddenStatePair) -> None:
         unit = feed_forward_unit(layer)
         half = self._half(unit, layer, streams, lambda block, x, lengths: block.feed_forward(x))
         experts = self._expert_rows(layer)
-        finished = self.sink.done(unit)
+        finished = self.store.done(unit)
         if experts or not finished:
             self._enter("observing", unit)
             half.observe()
@@ -170,14 +172,14 @@ class Walk:
             half.fold(self._expert_consumers(layer, half))
             half.check_same()
             self._enter("solving", unit)
-            self._write(unit, half.solve(), half.plain, half.group_scales, mine=self.team.leads)
+            self._write(unit, half.solve(), half.plain, half.group_scales, mine=self.ranks.leads)
         self._enter("propagating", unit)
         half.propagate()
         if experts:
             self._experts(layer, half)
         self._account(unit)
 
-    def _half(self, unit: str, layer: int, streams: Streams, run: Run) -> Half:
+    def _half(self, unit: str, layer: int, streams: HiddenStatePair, run: Run) -> Sublayer:
         rows = [row for row in self.units[unit] if row.role != "mtp_proj"]
         own = {row.name for row in rows}
         inner = [
@@ -189,8 +191,8 @@ class Walk:
         if outputs is not None:
             importance = outputs.conditional
         elif layer in self.layers:
-            importance = self.readers.squared_gain(layer)
-        spec = HalfSpec(
+            importance = self.residual.squared_gain(layer)
+        spec = SublayerSpec(
             name=unit,
             build=lambda weights: self.architecture.Model.layer_class(self.config, layer, weights),
             run=run,
@@ -201,15 +203,15 @@ class Walk:
             importance=importance,
             outputs=outputs,
         )
-        return Half(spec, self.source.dense_all(needed), self.solver, streams)
+        return Sublayer(spec, self.source.dequantized_all(needed), self.solver, streams)
 
-    def _outputs(self, unit: str, layer: int, stream: Stream) -> Curvature | None:
+    def _outputs(self, unit: str, layer: int, stream: HiddenStates) -> Curvature | None:
         """What an error costs in the residual stream after this half, judged by the stream before it. None in an MTP layer, and where an
         earlier run solved all that asks for it."""
-        solved = unit == attend_unit(layer) and self.sink.done(unit)
+        solved = unit == attend_unit(layer) and self.store.done(unit)
         if solved or layer not in self.layers or not (self.solver.compensates and self.solver.recipe.output_curvature):
             return None
-        cost = self.readers.cost(self.units[unit], stream.hidden[: stream.fitted], self.config.rms_norm_eps)
+        cost = self.residual.cost(self.units[unit], stream.hidden[: stream.fitted], self.config.rms_norm_eps)
         return Curvature.of(cost, self.solver.recipe.output_damping)
 
     # --- routed experts --------------------------------------------------------------------------------------------------
@@ -222,10 +224,10 @@ class Walk:
         return experts
 
     def _expert_weights(self, rows: list[Parameter]) -> ExpertWeights:
-        by_side = {row.module.rsplit(".", 1)[1]: self.source.dense(row) for row in rows}
+        by_side = {row.module.rsplit(".", 1)[1]: self.source.dequantized(row) for row in rows}
         return ExpertWeights(by_side["gate_proj"], by_side["up_proj"], by_side["down_proj"])
 
-    def _expert_consumers(self, layer: int, half: Half) -> dict[str, list[Consumer]]:
+    def _expert_consumers(self, layer: int, half: Sublayer) -> dict[str, list[Consumer]]:
         """Rows of some routed experts, for the groups that reach them; an expert counts by the tokens that choose it."""
         experts = self._expert_rows(layer)
         reached = [g for g in half.spec.groups if experts and any(m not in half.sites and ".experts." in m for m in g.consumers)]
@@ -243,7 +245,7 @@ class Walk:
                 consumers.append(Consumer(sample_rows(w, max(16, self.solver.recipe.search_rows // 4)), share, solver))
         return {group.name: consumers for group in reached}
 
-    def _experts(self, layer: int, half: Half) -> None:
+    def _experts(self, layer: int, half: Sublayer) -> None:
         """Solve and write all routed experts, and add their outputs to the hidden states of both paths."""
         stream = half.streams.quantized
         routed = half.recorder.routed(stream.fitted, len(stream.hidden))
@@ -255,11 +257,11 @@ class Walk:
         curvature, costs = half.curvature(observed), (half.spec.importance, half.spec.outputs)
         solver = ExpertSolver(self._expert_solver(experts), routed, scale, curvature, held_out, *costs)
         batches = list(_batches(experts, expert_batch_values(self.source.device.type, self.batches)))
-        if self.team.size > 1:
-            mine = [batch for number, batch in enumerate(batches) if self.team.mine(number)]
+        if self.ranks.size > 1:
+            mine = [batch for number, batch in enumerate(batches) if self.ranks.mine(number)]
             for _, originals in self._read_experts(layer, experts, mine):
                 self._solve_experts(layer, solver, experts, originals)
-            self.team.share(self.sink)
+            self.ranks.share(self.store)
         for batch, originals in self._read_experts(layer, experts, batches):
             rounded, hidden = self._solve_experts(layer, solver, experts, originals)
             self._progress("propagating", expert_unit(layer, batch[0]))
@@ -285,18 +287,18 @@ class Walk:
         prefixes = {expert: rows[expert][0].module.rsplit(".", 1)[0] for expert in originals}
         units = {expert: expert_unit(layer, expert) for expert in originals}
         # A batch is solved whole or not at all, so that its arithmetic does not depend on where an earlier run stopped.
-        if not all(self.sink.done(unit) for unit in units.values()):
+        if not all(self.store.done(unit) for unit in units.values()):
             self._progress("solving", units[next(iter(units))])
             solved, hidden = solver.solve(prefixes, originals)
             self._progress("writing", units[next(iter(units))])
             for expert, unit in units.items():
                 own = {module: one for module, one in solved.items() if module.startswith(prefixes[expert] + ".")}
-                self._write(unit, own, {}, {}, mine=not self.sink.done(unit))
+                self._write(unit, own, {}, {}, mine=not self.store.done(unit))
             dense = {module: one.values for module, one in solved.items()}
             return {expert: _expert(dense, prefixes[expert]) for expert in units}, hidden
         rounded = {}
         for expert, unit in units.items():
-            weights, _, facts = self.sink.load(unit)
+            weights, _, facts = self.store.load(unit)
             self.findings.take(facts)
             dense = {module: dequantize(weight) for module, weight in weights.items()}
             rounded[expert] = _expert(dense, prefixes[expert])
@@ -304,9 +306,9 @@ class Walk:
 
     def _expert_solver(self, experts: dict[int, list[Parameter]]) -> Solver:
         """On the grid of one layer's routed experts, which may be another than that of its other linears."""
-        return self.solver.on(self.sink.grid(next(iter(experts.values()))[0]))
+        return self.solver.on(self.store.grid(next(iter(experts.values()))[0]))
 
-    def _experts_input(self, layer: int, half: Half) -> str:
+    def _experts_input(self, layer: int, half: Sublayer) -> str:
         """The module whose input is the routed experts' input."""
         return next(g.observe for g in half.spec.groups if any(".experts." in m for m in g.consumers))
 
@@ -323,9 +325,9 @@ class Walk:
 
     # --- the end of the stack ----------------------------------------------------------------------------------------------
 
-    def _judge(self, streams: Streams) -> None:
+    def _judge(self, streams: HiddenStatePair) -> None:
         """What both paths say comes next, on held-out tokens. Nothing of it is kept for a restart: it follows from the last layer."""
-        head, norm = self.readers.head, self.source.dense(self.readers.norm)
+        head, norm = self.residual.head, self.source.dequantized(self.residual.norm)
         self._progress("judging", head.module)
         step = max(1, len(streams.original.hidden) // JUDGED_TOKENS)
         original, quantized = (
@@ -344,10 +346,10 @@ class Walk:
                 self._note(f"{module}: plain rounding is better on held-out inputs, and kept")
         facts = self.findings.facts(solved, scales)  # also of what is written already: a report tells of all units
         if mine:
-            self.sink.write(unit, {module: one.weight for module, one in solved.items()}, plain, facts)
+            self.store.write(unit, {module: one.weight for module, one in solved.items()}, plain, facts)
 
-    def _load(self, unit: str, half: Half) -> None:
-        weights, plain, facts = self.sink.load(unit)
+    def _load(self, unit: str, half: Sublayer) -> None:
+        weights, plain, facts = self.store.load(unit)
         half.load(weights, plain)
         self.findings.take(facts)
         self._note(f"{unit}: found finished")
@@ -356,7 +358,7 @@ class Walk:
         """A layer that an earlier run finished."""
         for unit in self.units:
             if unit.startswith(f"layers.{layer}."):
-                assert self.sink.done(unit), f"{unit} is not written, but a later layer was begun"
+                assert self.store.done(unit), f"{unit} is not written, but a later layer was begun"
                 self._account(unit)
 
     def _account(self, unit: str) -> None:

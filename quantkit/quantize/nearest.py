@@ -7,29 +7,29 @@ import torch
 
 from quantkit.calibrate.events import OnEvent, Progress
 from quantkit.calibrate.findings import Findings
+from quantkit.calibrate.parameter_reader import ParameterReader
+from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.solver import Solver
-from quantkit.calibrate.source import Source
-from quantkit.calibrate.team import Team
 from quantkit.models.table import Parameter
 from quantkit.quantize.output import Output
 
 
 @torch.inference_mode()
-def round_units(source: Source, output: Output, solver: Solver, on_event: OnEvent, team: Team) -> Findings:
+def round_units(source: ParameterReader, output: Output, solver: Solver, on_event: OnEvent, ranks: Ranks) -> Findings:
     """Round every unit that is not finished, this rank's of them, and wait for the others.
 
     Errors are of the weights themselves: there are no inputs to weigh them by.
     """
-    team.share(output)
+    ranks.share(output)
     findings = Findings()
     total = sum(source.stored_bytes(row) for row in output.rows.values())
     done, process = 0, psutil.Process()
     for number, (unit, rows) in enumerate(output.units.items()):
-        if team.mine(number) and not output.done(unit):
+        if ranks.mine(number) and not output.done(unit):
             _round_unit(unit, rows, source, output, solver, findings)
         done += sum(source.stored_bytes(row) for row in rows)
         on_event(Progress("rounding", unit, done, total, findings.mean_error, process.memory_info().rss))
-    team.share(output)
+    ranks.share(output)
     return _collected(output)
 
 
@@ -41,8 +41,8 @@ def _collected(output: Output) -> Findings:
     return findings
 
 
-def _round_unit(unit: str, rows: list[Parameter], source: Source, output: Output, solver: Solver, findings: Findings) -> None:
-    weights = {row.module: source.dense(row) for row in rows if output.quantizes(row)}
+def _round_unit(unit: str, rows: list[Parameter], source: ParameterReader, output: Output, solver: Solver, findings: Findings) -> None:
+    weights = {row.module: source.dequantized(row) for row in rows if output.quantizes(row)}
     fused = {row.module: row.fused for row in rows if row.fused}
     solved = solver.on(output.grid(rows[0])).nearest(weights, fused)
     facts = findings.facts(solved, {})

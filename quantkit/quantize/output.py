@@ -1,6 +1,6 @@
 """What the output holds, unit by unit, and what became of every tensor of the source.
 
-The `Sink` of a calibrated run. A unit is packed by the format, written and journaled in one step; hidden states lie beside the
+The `UnitStore` of a calibrated run. A unit is packed by the format, written and journaled in one step; hidden states lie beside the
 journal until the output is complete.
 """
 
@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quantkit.calibrate.source import Source
+from quantkit.calibrate.parameter_reader import ParameterReader
 from quantkit.checkpoint.companions import read_companions
 from quantkit.checkpoint.formats.base import Format, output_config
 from quantkit.checkpoint.header import TensorSpec
@@ -26,7 +26,9 @@ from quantkit.schemes import Grid, Scheme
 class Output:
     """Writes units of parameters in one format. dropped: tensors of the source left out, with the reason."""
 
-    def __init__(self, source: Source, format: Format, scheme: Scheme, units: dict[str, list[Parameter]], dropped: dict[str, str]) -> None:
+    def __init__(
+        self, source: ParameterReader, format: Format, scheme: Scheme, units: dict[str, list[Parameter]], dropped: dict[str, str]
+    ) -> None:
         self.source, self.format, self.scheme, self.units, self.dropped = source, format, scheme, units, dropped
         self.rows = {row.name: row for rows in units.values() for row in rows}
         self._writer: CheckpointWriter | None = None
@@ -52,7 +54,7 @@ class Output:
         assert self._writer is not None, "output is not open"
         return self._writer
 
-    # --- Sink ------------------------------------------------------------------------------------------------------------
+    # --- UnitStore ------------------------------------------------------------------------------------------------------------
 
     def quantizes(self, row: Parameter) -> bool:
         return self.format.quantizes(row.module, row.role, mtp=row.mtp)

@@ -12,9 +12,9 @@ from quantkit.calibrate.batches import Batches
 from quantkit.calibrate.data import Sequences, load_sequences
 from quantkit.calibrate.events import OnEvent, peak_memory, silent
 from quantkit.calibrate.findings import Findings
+from quantkit.calibrate.parameter_reader import ParameterReader
+from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.solver import Solver
-from quantkit.calibrate.source import Source
-from quantkit.calibrate.team import Team
 from quantkit.calibrate.units import units_of
 from quantkit.calibrate.walk import Walk
 from quantkit.checkpoint.formats import find_format
@@ -70,18 +70,18 @@ def quantize(
     under. Raises QuantkitError before any long work where the source, the recipe, the memory or the target do not fit; a run that was
     stopped goes on when it is called again with the same arguments.
     """
-    start, team = time.perf_counter(), Team.meet()
+    start, ranks = time.perf_counter(), Ranks.meet()
     job = _checked(source, scheme, format, engine, recipe, memory)
     where = find_device(device)
-    if team.size > 1 and where.type != "cpu":  # torchrun allows one thread; on a CPU results depend on their number
-        torch.set_num_threads(team.cores)
-    output = Output(Source(job.checkpoint, where), job.target, job.scheme, _units(job.inventory), job.inventory.dropped)
-    with output.open(out, job.fingerprint, overwrite=overwrite, rank=team.rank) as writer:
-        found = _round(job, output, team, on_event if team.leads else silent)
-        if not team.leads:
+    if ranks.size > 1 and where.type != "cpu":  # torchrun allows one thread; on a CPU results depend on their number
+        torch.set_num_threads(ranks.cores)
+    output = Output(ParameterReader(job.checkpoint, where), job.target, job.scheme, _units(job.inventory), job.inventory.dropped)
+    with output.open(out, job.fingerprint, overwrite=overwrite, rank=ranks.rank) as writer:
+        found = _round(job, output, ranks, on_event if ranks.leads else silent)
+        if not ranks.leads:
             writer.close()
-        team.wait()
-        if team.leads:
+        ranks.wait()
+        if ranks.leads:
             output.finish(report_files(_account(job, output), found))
         written = writer.layout.total_size
     return Report(
@@ -143,14 +143,14 @@ def _checked(source: Path, scheme: Scheme, format: str, engine: str | None, reci
     return _Job(checkpoint, inventory, scheme, name, target, recipe, methods, sequences, peak, batches, fingerprint)
 
 
-def _round(job: _Job, output: Output, team: Team, on_event: OnEvent) -> Findings:
+def _round(job: _Job, output: Output, ranks: Ranks, on_event: OnEvent) -> Findings:
     """Calibrate and write the decoder layers, then round whatever is left; without methods, round everything."""
     solver = Solver(job.scheme.grid(expert=False, mtp=False), job.target.scale_dtype, job.recipe, job.methods, job.batches.piece_values)
     if not job.methods:
-        return round_units(output.source, output, solver, on_event, team)
+        return round_units(output.source, output, solver, on_event, ranks)
     architecture, config, rows = job.inventory.architecture, job.inventory.config, job.inventory.rows
-    findings = Walk(output.source, architecture, config, rows, solver, output, on_event, team, job.batches).run(job.sequences)
-    round_units(output.source, output, Solver(solver.grid, job.target.scale_dtype, job.recipe, ()), on_event, team)
+    findings = Walk(output.source, architecture, config, rows, solver, output, on_event, ranks, job.batches).run(job.sequences)
+    round_units(output.source, output, Solver(solver.grid, job.target.scale_dtype, job.recipe, ()), on_event, ranks)
     return findings
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.calibrate.fold import Consumer, choose_scale
+from quantkit.calibrate.scale_search import Consumer, choose_scale
 from quantkit.calibrate.solver import Solver
 from quantkit.recipe import Recipe
 from quantkit.schemes import IntGrid, Method

@@ -12,7 +12,7 @@ import torch
 
 from quantkit.calibrate.data import load_sequences
 from quantkit.calibrate.events import Event, Note, Progress
-from quantkit.calibrate.half import Half
+from quantkit.calibrate.sublayer import Sublayer
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError
 from quantkit.evaluate.perplexity import Watched
@@ -211,12 +211,12 @@ def test_another_recipe_does_not_go_on(source: Path, text: str, tmp_path: Path) 
 
 def test_a_wrong_scale_group_stops_the_run(source: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault two peers have: the router reads the scaled norm and is not compensated."""
-    apply = Half._apply
+    apply = Sublayer._apply
 
-    def forget_router(self: Half, group: object, inside: list[str], scale: torch.Tensor) -> None:
+    def forget_router(self: Sublayer, group: object, inside: list[str], scale: torch.Tensor) -> None:
         apply(self, group, [module for module in inside if not module.endswith("mlp.gate")], scale)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Half, "_apply", forget_router)
+    monkeypatch.setattr(Sublayer, "_apply", forget_router)
     with pytest.raises(QuantkitError, match=r"scaling changes the (output|routing) of layers.1"):
         run(source, tmp_path / "out", "awq-w4a16", text)
 

@@ -9,7 +9,7 @@ from quantkit.quant.weights import Weight
 from quantkit.schemes import Grid
 
 
-class Sink(Protocol):
+class UnitStore(Protocol):
     """Where finished units go, and what is already there."""
 
     def quantizes(self, row: Parameter) -> bool:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from quantkit.calibrate.experts import Recorder, no_experts
-from quantkit.calibrate.fold import Consumer, choose_scale, sample_rows
+from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates, relative_distance
+from quantkit.calibrate.layer_weights import LayerWeights
+from quantkit.calibrate.scale_search import Consumer, choose_scale, sample_rows
 from quantkit.calibrate.solver import Solved, Solver
 from quantkit.calibrate.statistics import InputStatistics, Observations
-from quantkit.calibrate.streams import Stream, Streams, relative_distance
-from quantkit.calibrate.weights import LayerWeights
 from quantkit.errors import QuantkitError
 from quantkit.models.table import Parameter, ScaleGroup
 from quantkit.quant.awq import effective_scale
@@ -36,7 +36,7 @@ Run = Callable[[Any, Tensor, list[int]], Tensor]
 
 
 @dataclass(frozen=True)
-class HalfSpec:
+class SublayerSpec:
     """What a half is made of.
 
     rows: its parameters but the routed experts'. groups: the scale groups inside it, those inside one routed expert left out.
@@ -56,10 +56,10 @@ class HalfSpec:
     outputs: Curvature | None
 
 
-class Half:
+class Sublayer:
     """tensors: float32, all that `build` and this half's forward ask for."""
 
-    def __init__(self, spec: HalfSpec, tensors: dict[str, Tensor], solver: Solver, streams: Streams) -> None:
+    def __init__(self, spec: SublayerSpec, tensors: dict[str, Tensor], solver: Solver, streams: HiddenStatePair) -> None:
         self.spec, self.solver, self.streams = spec, solver, streams
         self.original = tensors
         self.folded = dict(tensors)
@@ -84,12 +84,12 @@ class Half:
         block = self.spec.build(weights)
         own = {row.module for row in self.spec.rows}
         self.sites = {first: modules for first, modules in weights.sites.items() if first in own}
-        for one in self.streams.quantized.passes():
+        for one in self.streams.quantized.batches():
             self.observations.held_out = one.held_out
             self.spec.run(block, self.streams.quantized.hidden[one.part], one.lengths)
         if self.recorder.asked:
             block = self.spec.build(LayerWeights(self.original, self.recorder, unread=frozenset(row.module for row in self.spec.rows)))
-            for one in self.streams.original.passes():
+            for one in self.streams.original.batches():
                 self.spec.run(block, self.streams.original.hidden[one.part], one.lengths)
         self._before = self._probe(self.original)
 
@@ -98,7 +98,7 @@ class Half:
         if module not in self.observations.by_module:
             stream = self.streams.quantized
             x = self.recorder.routed(stream.fitted, len(stream.hidden)).x
-            for one in stream.passes():
+            for one in stream.batches():
                 self.observations.held_out = one.held_out
                 self.observations(module, x[one.part])
         return self.observations.by_module[module]
@@ -248,7 +248,7 @@ class Half:
         """Replace the hidden states of the quantized path. Routed experts add their outputs to them, of both paths, afterwards."""
         self._advance(self.rounded, self.streams.quantized)
 
-    def _advance(self, tensors: dict[str, Tensor], stream: Stream) -> None:
+    def _advance(self, tensors: dict[str, Tensor], stream: HiddenStates) -> None:
         block = self.spec.build(LayerWeights(tensors, no_experts))
-        for one in stream.passes():
+        for one in stream.batches():
             stream.hidden[one.part] = self.spec.run(block, stream.hidden[one.part], one.lengths)

@@ -13,8 +13,8 @@ import torch
 from quantkit_kernels import rms_norm
 from torch import Tensor
 
-from quantkit.calibrate.outputs import BLOCK_ROWS, Softmax
-from quantkit.calibrate.source import Source
+from quantkit.calibrate.next_token_kl import BLOCK_ROWS, Softmax
+from quantkit.calibrate.parameter_reader import ParameterReader
 from quantkit.models.table import Parameter, ScaleGroup
 
 READ_NORMS = 2
@@ -68,10 +68,10 @@ def cost_to_next_token(hidden: Tensor, gain: Tensor, eps: float, head: Iterable[
     return total.div_(total.diagonal().sum().clamp(min=1e-30))
 
 
-class Readers:
+class ResidualStream:
     """Who reads the residual stream of one model. groups: those of its decoder layers, in the order of the forward pass."""
 
-    def __init__(self, source: Source, rows: Sequence[Parameter], groups: Sequence[ScaleGroup]) -> None:
+    def __init__(self, source: ParameterReader, rows: Sequence[Parameter], groups: Sequence[ScaleGroup]) -> None:
         self.source = source
         self.by_module = {row.module: row for row in rows}
         self.norm = next(row for row in rows if row.layer is None and row.role == "norm")
@@ -83,12 +83,12 @@ class Readers:
         """Of the norm that reads the stream after a decoder layer, [H]. A channel it all but ignores may hold the largest values of all,
         and an error there costs next to nothing."""
         following = (row for row in self.by_module.values() if row.role == "norm" and row.layer == layer + 1 and not row.mtp)
-        return self.source.dense(next(following, self.norm)).square()
+        return self.source.dequantized(next(following, self.norm)).square()
 
     def cost(self, half: Sequence[Parameter], hidden: Tensor, eps: float) -> Tensor:
         """Of an error in what the half of a layer with these parameters writes, [H, H]. hidden float32 [T, H]: the stream before it."""
         some = hidden[:: max(1, len(hidden) // HEAD_TOKENS)][:HEAD_TOKENS]
-        cost = cost_to_next_token(some, self.source.dense(self.norm), eps, self.source.blocks(self.head, BLOCK_ROWS))
+        cost = cost_to_next_token(some, self.source.dequantized(self.norm), eps, self.source.blocks(self.head, BLOCK_ROWS))
         own = {row.module for row in half}
         here = next(place for place, group in enumerate(self.reading) if group.producer in own)
         read = cost_to_readers(self._weights(self.reading[here + 1 :][:READ_NORMS]))
@@ -97,15 +97,15 @@ class Readers:
         producers = {group.producer for group in self.reading}
         for row in half:
             if row.role == "norm" and row.shape == self.norm.shape and row.module not in producers:
-                gain = self.source.dense(row)  # of a norm between what the half writes and the stream
+                gain = self.source.dequantized(row)  # of a norm between what the half writes and the stream
                 cost.mul_(gain).mul_(gain[:, None])
         return cost
 
     def _weights(self, groups: Sequence[ScaleGroup]) -> Iterator[tuple[Tensor, Tensor]]:
         """(gain, weight) of the readers behind these norms. The first routed expert stands for all where none is shared."""
         for group in groups:
-            gain = self.source.dense(self.by_module[group.producer])
+            gain = self.source.dequantized(self.by_module[group.producer])
             rows = [self.by_module[module] for module in group.consumers]
             shared = [row for row in rows if row.expert is None]
             for row in shared if any(row.role == "linear" for row in shared) else [row for row in rows if not row.expert]:
-                yield gain, self.source.dense(row)
+                yield gain, self.source.dequantized(row)

@@ -10,12 +10,11 @@ from quantkit.models.table import Parameter
 from quantkit.quant.weights import dequantize
 
 
-class Source:
-    """Reads parameters of one checkpoint. `bytes_read` counts stored bytes, for progress."""
+class ParameterReader:
+    """Reads parameters of one checkpoint onto one device."""
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
         self.checkpoint, self.device = checkpoint, device
-        self.bytes_read = 0
 
     def stored_bytes(self, row: Parameter) -> int:
         return sum(self.checkpoint.tensors[name].nbytes for name in self.parts(row))
@@ -28,14 +27,12 @@ class Source:
     def plain(self, row: Parameter) -> Tensor:
         """The parameter as it is stored unquantized, on the CPU."""
         parts = self.parts(row)
-        self.bytes_read += self.stored_bytes(row)
         value = self.checkpoint.read(row.name) if parts == (row.name,) else dequantize(self.checkpoint.weight(row.module), torch.bfloat16)
         check_finite(row.name, value)
         return value
 
-    def dense(self, row: Parameter) -> Tensor:
+    def dequantized(self, row: Parameter) -> Tensor:
         """float32 on the device."""
-        self.bytes_read += self.stored_bytes(row)
         device = self.device  # packed bytes travel, not float32
         value = dequantize(self.checkpoint.weight(row.module, device) if len(row.shape) == 2 else self.checkpoint.read(row.name, device))
         check_finite(row.name, value)
@@ -54,8 +51,8 @@ class Source:
             weight, first = self.checkpoint.share(row.module, "N", start, stop, self.device)
             yield dequantize(weight)[start - first : stop - first]
 
-    def dense_all(self, rows: Iterable[Parameter]) -> dict[str, Tensor]:
-        return {row.name: self.dense(row) for row in rows}
+    def dequantized_all(self, rows: Iterable[Parameter]) -> dict[str, Tensor]:
+        return {row.name: self.dequantized(row) for row in rows}
 
     def parts(self, row: Parameter) -> tuple[str, ...]:
         """Names of the stored tensors that hold the parameter."""

@@ -10,21 +10,21 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from quantkit.calibrate.sink import Sink
+from quantkit.calibrate.unit_store import UnitStore
 
 _PATIENCE = timedelta(days=7)
 """Ranks wait this long for each other: one may have many experts to solve."""
 
 
-class Team:
+class Ranks:
     """This process's place among `size` ranks."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
 
     @classmethod
-    def meet(cls) -> "Team":
-        """From the environment that torchrun sets; a team of one without it."""
+    def meet(cls) -> "Ranks":
+        """From the environment that torchrun sets; the only rank without it."""
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
             return cls()
@@ -45,11 +45,11 @@ class Team:
         """Whether the piece of work with this number is for this rank."""
         return number % self.size == self.rank
 
-    def share(self, sink: Sink) -> None:
-        """Returns when every rank has written what it was to, and `sink` knows of it."""
-        sink.settle()
+    def share(self, store: UnitStore) -> None:
+        """Returns when every rank has written what it was to, and `store` knows of it."""
+        store.settle()
         self.wait()
-        sink.reread()
+        store.reread()
 
     def wait(self) -> None:
         """For all ranks to come here."""

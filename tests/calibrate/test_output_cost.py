@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from quantkit.assets import find_model
-from quantkit.calibrate.outputs import BLOCK_ROWS
-from quantkit.calibrate.readers import Readers, cost_to_next_token, cost_to_readers
-from quantkit.calibrate.source import Source
+from quantkit.calibrate.next_token_kl import BLOCK_ROWS
+from quantkit.calibrate.output_cost import ResidualStream, cost_to_next_token, cost_to_readers
+from quantkit.calibrate.parameter_reader import ParameterReader
 from quantkit.calibrate.units import attend_unit, feed_forward_unit, units_of
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.models import deepseek_v3
@@ -47,11 +47,11 @@ def test_the_next_two_norms_of_the_model_read() -> None:
     rows = deepseek_v3.parameters(config)
     groups = [group for layer in range(config.num_hidden_layers) for group in deepseek_v3.scale_groups(config, layer)]
     units = units_of(rows, groups)
-    source = Source(checkpoint, torch.device("cpu"))
-    readers = Readers(source, rows, groups)
-    by_module = {row.module: source.dense(row) for row in rows if row.layer in (0, 1) and row.expert is None}
+    source = ParameterReader(checkpoint, torch.device("cpu"))
+    readers = ResidualStream(source, rows, groups)
+    by_module = {row.module: source.dequantized(row) for row in rows if row.layer in (0, 1) and row.expert is None}
     hidden = torch.randn(50, config.hidden_size)
-    head = cost_to_next_token(hidden, source.dense(readers.norm), EPS, source.blocks(readers.head, BLOCK_ROWS))
+    head = cost_to_next_token(hidden, source.dequantized(readers.norm), EPS, source.blocks(readers.head, BLOCK_ROWS))
 
     last = feed_forward_unit(config.num_hidden_layers - 1)
     torch.testing.assert_close(readers.cost(units[last], hidden, EPS), head)  # nobody but the head reads what it writes
