@@ -80,7 +80,7 @@ def load_model(
     weights = ExecutorWeights(checkpoint, rows, device=target, dtype=compute, backend=backend, parallel=parallel)
     with torch.inference_mode():
         model = architecture.Model(config, weights)
-        layer = architecture.MtpLayer(config, weights) if mtp else None
+        layer = architecture.MtpLayer(config, weights, 0) if mtp and architecture.MtpLayer else None
     return LoadedModel(model, layer, config, checkpoint, weights, target, compute)
 
 

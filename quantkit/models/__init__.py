@@ -1,20 +1,30 @@
 """Architectures: one file each, named after config.json's `model_type`."""
 
 from importlib import import_module
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from quantkit.errors import QuantkitError
+from quantkit.models.architecture import Architecture, ModelConfig
 
 ARCHITECTURES = ("deepseek_v3", "llama", "pangu_ultra_moe", "qwen2", "qwen3", "qwen3_moe")
 
+if TYPE_CHECKING:  # mypy proves that each file offers what is asked of it
+    from quantkit.models import deepseek_v3, llama, pangu_ultra_moe, qwen2, qwen3, qwen3_moe
 
-def find_architecture(config: dict[str, Any]) -> ModuleType:
-    """The model file for a config.json: it has Config, parameters, scale_groups and Model, and MtpLayer where the model has one."""
+    _DEEPSEEK: Architecture[deepseek_v3.Config] = deepseek_v3
+    _PANGU: Architecture[pangu_ultra_moe.Config] = pangu_ultra_moe
+    _LLAMA: Architecture[llama.Config] = llama
+    _QWEN2: Architecture[qwen2.Config] = qwen2
+    _QWEN3: Architecture[qwen3.Config] = qwen3
+    _QWEN3_MOE: Architecture[qwen3_moe.Config] = qwen3_moe
+
+
+def find_architecture(config: dict[str, Any]) -> Architecture[ModelConfig]:
+    """The model file for a config.json."""
     model_type = config.get("model_type")
     if model_type not in ARCHITECTURES:
         raise QuantkitError(
             f"architecture {model_type!r} is not supported",
             f"quantkit has {', '.join(ARCHITECTURES)}; others can be rounded without calibration (rtn-w4a16)",
         )
-    return import_module(f"quantkit.models.{model_type}")
+    return cast(Architecture[ModelConfig], import_module(f"quantkit.models.{model_type}"))

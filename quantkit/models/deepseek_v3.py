@@ -15,11 +15,12 @@ from torch.nn import functional as F
 
 from quantkit.errors import QuantkitError
 from quantkit.models import decoder
+from quantkit.models.architecture import LatentCache
 from quantkit.models.config import read_fields, refuse_attention_bias
 from quantkit.models.context import Context
-from quantkit.models.mlp import DenseMlp, MoeMlp, Routing, mlp_parameters, mlp_scale_groups, up_down_group
+from quantkit.models.mlp import DenseMlp, MoeMlp, Routing, expert_parameters, mlp_parameters, mlp_scale_groups, moe_scale_groups
 from quantkit.models.rope import Rope
-from quantkit.models.table import Parameter, Role, ScaleGroup, Split
+from quantkit.models.table import Block, Parameter, Projection, Role, ScaleGroup, Split
 from quantkit.models.weights import Weights
 
 
@@ -81,9 +82,12 @@ class Config:
         return self.qk_head_dim**-0.5 * self.rope.softmax_factor
 
     @property
+    def cache(self) -> LatentCache:
+        return LatentCache(self.kv_lora_rank, self.qk_rope_head_dim)
+
+    @property
     def cache_width(self) -> int:
-        """Values cached per token and layer: the latent and the rotated shared key."""
-        return self.kv_lora_rank + self.qk_rope_head_dim
+        return self.cache.width
 
     @property
     def routing(self) -> Routing:
@@ -127,26 +131,31 @@ def _layer_parameters(config: Config, layer: int, mtp: bool) -> Iterator[Paramet
     p = f"model.layers.{layer}"
     a = f"{p}.self_attn"
 
-    def row(name: str, shape: tuple[int, ...], role: Role, split: Split = "replicate", fused: str | None = None) -> Parameter:
-        return Parameter(name, shape, role, split, layer, None, fused, mtp)
+    def row(name: str, shape: tuple[int, ...], role: Role, block: Block | None = None) -> Parameter:
+        return Parameter(name, shape, role, layer=layer, mtp=mtp, block=block)
+
+    def attention(name: str, projection: Projection, shape: tuple[int, int], split: Split = "replicate") -> Parameter:
+        role: Role = "kv_b" if projection == "kv_b" else "linear"
+        fused = f"{a}.fused_qkv_a_proj" if projection in ("q_a", "kv_a") else None
+        return Parameter(f"{a}.{name}.weight", shape, role, split, layer, None, fused, mtp, block="attention", projection=projection)
 
     yield row(f"{p}.input_layernorm.weight", (h,), "norm")
-    yield row(f"{a}.q_a_proj.weight", (config.q_lora_rank, h), "linear", fused=f"{a}.fused_qkv_a_proj")
-    yield row(f"{a}.q_a_layernorm.weight", (config.q_lora_rank,), "norm")
-    yield row(f"{a}.q_b_proj.weight", (heads * config.qk_head_dim, config.q_lora_rank), "linear", "column")
-    yield row(f"{a}.kv_a_proj_with_mqa.weight", (config.cache_width, h), "linear", fused=f"{a}.fused_qkv_a_proj")
-    yield row(f"{a}.kv_a_layernorm.weight", (config.kv_lora_rank,), "norm")
-    yield row(f"{a}.kv_b_proj.weight", (heads * (config.qk_nope_head_dim + config.v_head_dim), config.kv_lora_rank), "kv_b", "column")
-    yield row(f"{a}.o_proj.weight", (h, heads * config.v_head_dim), "linear", "row")
+    yield attention("q_a_proj", "q_a", (config.q_lora_rank, h))
+    yield row(f"{a}.q_a_layernorm.weight", (config.q_lora_rank,), "norm", "attention")
+    yield attention("q_b_proj", "q_b", (heads * config.qk_head_dim, config.q_lora_rank), "column")
+    yield attention("kv_a_proj_with_mqa", "kv_a", (config.kv_lora_rank + config.qk_rope_head_dim, h))
+    yield row(f"{a}.kv_a_layernorm.weight", (config.kv_lora_rank,), "norm", "attention")
+    yield attention("kv_b_proj", "kv_b", (heads * (config.qk_nope_head_dim + config.v_head_dim), config.kv_lora_rank), "column")
+    yield attention("o_proj", "o", (h, heads * config.v_head_dim), "row")
     yield row(f"{p}.post_attention_layernorm.weight", (h,), "norm")
     if not config.is_moe(layer):
         yield from mlp_parameters(f"{p}.mlp", h, config.intermediate_size, layer, mtp=mtp)
         return
-    yield row(f"{p}.mlp.gate.weight", (config.n_routed_experts, h), "router")
-    yield row(f"{p}.mlp.gate.e_score_correction_bias", (config.n_routed_experts,), "router_bias")
-    for expert in range(config.n_routed_experts):
-        yield from mlp_parameters(f"{p}.mlp.experts.{expert}", h, config.moe_intermediate_size, layer, expert, mtp)
-    yield from mlp_parameters(f"{p}.mlp.shared_experts", h, config.moe_intermediate_size * config.n_shared_experts, layer, mtp=mtp)
+    yield row(f"{p}.mlp.gate.weight", (config.n_routed_experts, h), "router", "router")
+    yield row(f"{p}.mlp.gate.e_score_correction_bias", (config.n_routed_experts,), "router_bias", "router")
+    yield from expert_parameters(f"{p}.mlp.experts", h, config.moe_intermediate_size, layer, config.n_routed_experts, mtp)
+    width = config.moe_intermediate_size * config.n_shared_experts
+    yield from mlp_parameters(f"{p}.mlp.shared_experts", h, width, layer, block="shared_expert", mtp=mtp)
 
 
 def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
@@ -161,16 +170,7 @@ def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
     norm = f"{p}.post_attention_layernorm"
     if not config.is_moe(layer):
         return [*groups, *mlp_scale_groups(f"{p}.mlp", norm)]
-    shared = f"{p}.mlp.shared_experts"
-    experts = [f"{p}.mlp.experts.{e}" for e in range(config.n_routed_experts)]
-    routed = [f"{e}.{side}_proj" for e in experts for side in ("gate", "up")]
-    readers = (f"{p}.mlp.gate", f"{shared}.gate_proj", f"{shared}.up_proj", *routed)
-    return [
-        *groups,
-        ScaleGroup(f"{p}.mlp.gate_up", norm, True, readers, f"{shared}.gate_proj"),
-        up_down_group(shared),
-        *(up_down_group(prefix, expert) for expert, prefix in enumerate(experts)),
-    ]
+    return [*groups, *moe_scale_groups(f"{p}.mlp", norm, config.n_routed_experts, shared=f"{p}.mlp.shared_experts")]
 
 
 class Attention:

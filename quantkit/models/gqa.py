@@ -13,11 +13,12 @@ from torch import Tensor
 
 from quantkit.errors import QuantkitError
 from quantkit.models import decoder
+from quantkit.models.architecture import KeyValueCache
 from quantkit.models.config import read_fields
 from quantkit.models.context import Context
-from quantkit.models.mlp import DenseMlp, MoeMlp, Routing, mlp_parameters, mlp_scale_groups, up_down_group
+from quantkit.models.mlp import DenseMlp, MoeMlp, Routing, expert_parameters, mlp_parameters, mlp_scale_groups, moe_scale_groups
 from quantkit.models.rope import Rope
-from quantkit.models.table import Parameter, ScaleGroup
+from quantkit.models.table import Parameter, Projection, Role, ScaleGroup, Split
 from quantkit.models.weights import Weights
 
 
@@ -48,9 +49,12 @@ class Config:
         return self.head_dim**-0.5
 
     @property
+    def cache(self) -> KeyValueCache:
+        return KeyValueCache(self.num_key_value_heads, self.head_dim)
+
+    @property
     def cache_width(self) -> int:
-        """Values cached per token and layer: keys and values."""
-        return 2 * self.num_key_value_heads * self.head_dim
+        return self.cache.width
 
     def is_moe(self, layer: int) -> bool:
         return self.routing is not None and layer not in self.dense_layers
@@ -120,20 +124,25 @@ def _layer_parameters(config: Config, layer: int) -> list[Parameter]:
     p = f"model.layers.{layer}"
     a = f"{p}.self_attn"
     rows = [Parameter(f"{p}.input_layernorm.weight", (h,), "norm", layer=layer)]
-    for side, heads in (("q", config.num_attention_heads), ("k", config.num_key_value_heads), ("v", config.num_key_value_heads)):
-        rows.append(Parameter(f"{a}.{side}_proj.weight", (heads * d, h), "linear", "column", layer, fused=f"{a}.qkv_proj"))
+
+    def attention(name: str, shape: tuple[int, ...], role: Role, split: Split, projection: Projection | None = None) -> Parameter:
+        fused = f"{a}.qkv_proj" if projection in ("q", "k", "v") else None
+        return Parameter(f"{a}.{name}", shape, role, split, layer, fused=fused, block="attention", projection=projection)
+
+    heads: dict[Projection, int] = {"q": config.num_attention_heads, "k": config.num_key_value_heads, "v": config.num_key_value_heads}
+    for side, count in heads.items():
+        rows.append(attention(f"{side}_proj.weight", (count * d, h), "linear", "column", side))
         if config.qkv_bias:
-            rows.append(Parameter(f"{a}.{side}_proj.bias", (heads * d,), "bias", "column", layer))
+            rows.append(attention(f"{side}_proj.bias", (count * d,), "bias", "column"))
     if config.qk_norm:
-        rows += [Parameter(f"{a}.{side}_norm.weight", (d,), "norm", layer=layer) for side in ("q", "k")]
-    rows.append(Parameter(f"{a}.o_proj.weight", (h, config.num_attention_heads * d), "linear", "row", layer))
+        rows += [attention(f"{side}_norm.weight", (d,), "norm", "replicate") for side in ("q", "k")]
+    rows.append(attention("o_proj.weight", (h, config.num_attention_heads * d), "linear", "row", "o"))
     rows.append(Parameter(f"{p}.post_attention_layernorm.weight", (h,), "norm", layer=layer))
     if config.routing is None or not config.is_moe(layer):
         return rows + mlp_parameters(f"{p}.mlp", h, config.intermediate_size, layer)
-    rows.append(Parameter(f"{p}.mlp.gate.weight", (config.routing.n_routed_experts, h), "router", layer=layer))
-    for expert in range(config.routing.n_routed_experts):
-        rows += mlp_parameters(f"{p}.mlp.experts.{expert}", h, config.moe_intermediate_size, layer, expert)
-    return rows
+    experts = config.routing.n_routed_experts
+    rows.append(Parameter(f"{p}.mlp.gate.weight", (experts, h), "router", layer=layer, block="router"))
+    return rows + expert_parameters(f"{p}.mlp.experts", h, config.moe_intermediate_size, layer, experts)
 
 
 def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
@@ -146,10 +155,7 @@ def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
     norm = f"{p}.post_attention_layernorm"
     if config.routing is None or not config.is_moe(layer):
         return [*groups, *mlp_scale_groups(f"{p}.mlp", norm)]
-    experts = [f"{p}.mlp.experts.{e}" for e in range(config.routing.n_routed_experts)]
-    readers = (f"{p}.mlp.gate", *(f"{e}.{side}_proj" for e in experts for side in ("gate", "up")))
-    groups.append(ScaleGroup(f"{p}.mlp.gate_up", norm, True, readers, f"{p}.mlp.gate"))
-    return groups + [up_down_group(prefix, expert) for expert, prefix in enumerate(experts)]
+    return groups + moe_scale_groups(f"{p}.mlp", norm, config.routing.n_routed_experts)
 
 
 class Attention:
@@ -195,3 +201,7 @@ class Model(decoder.Model):
 
     def __init__(self, config: Config, weights: Weights) -> None:
         super().__init__(config, weights, head="model.embed_tokens" if config.tie_word_embeddings else "lm_head")
+
+
+MtpLayer = None
+"""These architectures have no MTP layer."""

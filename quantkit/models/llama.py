@@ -5,9 +5,9 @@ from typing import Any
 from quantkit.errors import QuantkitError
 from quantkit.models import gqa
 from quantkit.models.config import refuse_attention_bias
-from quantkit.models.gqa import Model, parameters, scale_groups
+from quantkit.models.gqa import DecoderLayer, Model, MtpLayer, parameters, scale_groups
 
-__all__ = ["Config", "Model", "parameters", "scale_groups"]
+__all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
 
 
 class Config(gqa.Config):

@@ -4,7 +4,7 @@ Loader, calibration, converter, planner and executor read these rows; none of th
 Symbols: H = hidden_size, N x K = out x in features of a linear.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -15,6 +15,14 @@ Split = Literal["replicate", "column", "row", "vocab"]
 """Tensor parallel: column cuts N, row cuts K (outputs are partial sums), vocab cuts rows of the vocabulary."""
 
 
+Block = Literal["attention", "mlp", "router", "shared_expert", "expert"]
+"""What of a decoder layer a tensor is part of. The norms between blocks, and tensors outside the layers, are part of none."""
+
+Projection = Literal["q", "k", "v", "o", "q_a", "q_b", "kv_a", "kv_b", "gate", "up", "down"]
+"""What a linear computes, whatever its name: of grouped-query attention, of latent attention (q_a and kv_a down, q_b and kv_b up again), of
+a gated MLP, down(SiLU(gate(x)) * up(x))."""
+
+
 @dataclass(frozen=True)
 class Parameter:
     """One tensor of the unquantized model.
@@ -22,6 +30,7 @@ class Parameter:
     `fused` names the engine's fused module for siblings that must share type and FP4 global scale (gate and up, q_a and kv_a).
     `other_name` is a second spelling under which checkpoints hold the tensor (`resolve` picks); `optional` ones may be absent.
     `layer` is None outside the decoder stack; the MTP layer has layer >= num_hidden_layers and `mtp` set.
+    `expert` is the number of a routed expert, whose three linears have block "expert".
     """
 
     name: str
@@ -34,6 +43,8 @@ class Parameter:
     mtp: bool = False
     other_name: str | None = None
     optional: bool = False
+    block: Block | None = None
+    projection: Projection | None = None
 
     @property
     def module(self) -> str:
@@ -45,11 +56,9 @@ class Parameter:
         """The part of the model that it belongs to, as reports tell sizes by."""
         if self.mtp:
             return "mtp layer"
-        if self.expert is not None:
-            return "routed experts"
-        if ".self_attn." in self.name:
-            return "attention"
-        return "mlp" if ".mlp." in self.name else "embeddings and head" if self.role in ("embedding", "head") else "norms"
+        if self.block is not None:
+            return {"attention": "attention", "expert": "routed experts"}.get(self.block, "mlp")
+        return "embeddings and head" if self.role in ("embedding", "head") else "norms"
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,8 @@ class ScaleGroup:
 
     The producer (a norm's gain, or the output rows of a linear) is divided by s; the columns of every consumer are multiplied by s.
     Every reader of the producer's output is listed, quantized or not: leaving one out changes the function.
-    `observe` is the module whose input is the scaled activation. `expert` is set where producer and consumer belong to one expert.
+    `observe` is the module whose input is the scaled activation. `expert` is set where producer and consumer belong to one expert;
+    `reaches_experts` where the routed experts are among the consumers.
     """
 
     name: str
@@ -67,6 +77,39 @@ class ScaleGroup:
     consumers: tuple[str, ...]
     observe: str
     expert: int | None = None
+    reaches_experts: bool = False
+
+
+@dataclass(frozen=True)
+class GatedMlp:
+    """The rows of one gated MLP, routed expert or shared: gate and up [I, H], down [H, I]."""
+
+    gate: Parameter
+    up: Parameter
+    down: Parameter
+
+    @classmethod
+    def of(cls, rows: Iterable[Parameter]) -> "GatedMlp":
+        """From its rows, in any order."""
+        by_projection = {row.projection: row for row in rows}
+        return cls(by_projection["gate"], by_projection["up"], by_projection["down"])
+
+    @property
+    def rows(self) -> tuple[Parameter, Parameter, Parameter]:
+        return self.gate, self.up, self.down
+
+    @property
+    def modules(self) -> tuple[str, str, str]:
+        return self.gate.module, self.up.module, self.down.module
+
+
+def routed_experts(rows: Iterable[Parameter], layer: int) -> dict[int, GatedMlp]:
+    """The routed experts of one layer by number, in the order of the table; empty for a layer without."""
+    experts: dict[int, list[Parameter]] = {}
+    for row in rows:
+        if row.layer == layer and row.expert is not None:
+            experts.setdefault(row.expert, []).append(row)
+    return {number: GatedMlp.of(own) for number, own in experts.items()}
 
 
 def resolve(rows: list[Parameter], names: Container[str]) -> list[Parameter]:

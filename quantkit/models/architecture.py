@@ -1,0 +1,133 @@
+"""What every architecture file offers, and what every config can be asked."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
+
+from quantkit.models.context import Context
+from quantkit.models.decoder import DecoderLayer, Model
+from quantkit.models.mlp import Routing
+from quantkit.models.table import Parameter, ScaleGroup
+from quantkit.models.weights import Weights
+
+
+@dataclass(frozen=True)
+class LatentCache:
+    """Multi-head latent attention: a token and layer keep the latent and the rotated key that all heads share."""
+
+    kv_lora_rank: int
+    rope_dim: int
+
+    @property
+    def width(self) -> int:
+        """Values of a token and layer."""
+        return self.kv_lora_rank + self.rope_dim
+
+    def shares(self, ranks: int) -> int:
+        """Parts that `ranks` tensor-parallel ranks hold it in: each holds the whole latent."""
+        return 1
+
+
+@dataclass(frozen=True)
+class KeyValueCache:
+    """Grouped-query attention: a token and layer keep a key and a value of every KV head."""
+
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def width(self) -> int:
+        """Values of a token and layer."""
+        return 2 * self.kv_heads * self.head_dim
+
+    def shares(self, ranks: int) -> int:
+        """Parts that `ranks` tensor-parallel ranks hold it in: heads are shared out, a single one is held by several."""
+        return min(ranks, self.kv_heads)
+
+
+class ModelConfig(Protocol):
+    """A config.json as its architecture read it. Fields have config.json's names."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def num_hidden_layers(self) -> int: ...
+
+    @property
+    def num_attention_heads(self) -> int: ...
+
+    @property
+    def num_nextn_predict_layers(self) -> int:
+        """MTP layers, 0 without."""
+
+    @property
+    def rms_norm_eps(self) -> float: ...
+
+    @property
+    def max_position_embeddings(self) -> int: ...
+
+    @property
+    def routing(self) -> Routing | None:
+        """How experts are chosen; None for a model without."""
+
+    @property
+    def cache(self) -> LatentCache | KeyValueCache:
+        """What is kept of every token in every layer."""
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether the layer has routed experts."""
+
+
+class MtpModel(Protocol):
+    """A layer that predicts one token further: see `deepseek_v3.MtpLayer`."""
+
+    block: DecoderLayer
+
+    def inputs(self, next_token_ids: Tensor, hidden: Tensor) -> Tensor:
+        """next_token_ids [T], hidden [T, H] after the main model's final norm -> the block's input [T, H]."""
+
+    def __call__(self, next_token_ids: Tensor, hidden: Tensor, context: Context) -> Tensor:
+        """-> hidden [T, H] after the layer's own last norm."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [T, H] -> float32 [T, vocab]."""
+
+
+C = TypeVar("C")
+C_co = TypeVar("C_co", covariant=True)
+
+
+class ConfigClass(Protocol[C_co]):
+    def from_dict(self, config: dict[str, Any], /) -> C_co:
+        """From config.json. Raises QuantkitError where a field is missing, or asks for what is not computed here."""
+
+
+class Architecture(Protocol[C]):
+    """A file of quantkit.models, whose configs are of class C."""
+
+    @property
+    def Config(self) -> ConfigClass[C]: ...
+
+    @property
+    def Model(self) -> Callable[[C, Weights], Model]:
+        """The stack but MTP."""
+
+    @property
+    def DecoderLayer(self) -> Callable[[C, int, Weights], DecoderLayer]:
+        """One layer, by number; MTP layers' blocks, which come after the others, too."""
+
+    @property
+    def MtpLayer(self) -> Callable[[C, Weights, int], MtpModel] | None:
+        """An MTP layer, counted from 0; None where the architecture has none."""
+
+    def parameters(self, config: C, /) -> list[Parameter]:
+        """Every tensor of a checkpoint in the order a forward pass meets them."""
+
+    def scale_groups(self, config: C, layer: int, /) -> list[ScaleGroup]:
+        """The scales of one layer that can be folded. A linear is consumer of one group before it is the producer of another."""
