@@ -1,3 +1,3 @@
 """quantkit: quantize DeepSeek-R1 class models, run them on one box, and show that accuracy held."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
