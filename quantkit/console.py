@@ -1,13 +1,16 @@
 """What the command line shows: Rich tables of results, progress bars with an estimate. Used by cli/ alone."""
 
 import json
+import os
+import sys
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-out = Console()
+# Rich folds at 80 columns where there is no terminal; a table in a file or a pipe is printed in full width.
+out = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 1000)
 err = Console(stderr=True)
 
 

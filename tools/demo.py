@@ -16,7 +16,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 SOURCE = "tiny-r1"
@@ -88,6 +87,7 @@ def main() -> None:
     shutil.rmtree(out / "eval", ignore_errors=True)
     out.mkdir(parents=True, exist_ok=True)
     from quantkit.assets import asset
+    from quantkit.console import out as terminal
 
     start = time.perf_counter()
     table = rows(out, asset("eval", "data", HELDOUT))
@@ -97,7 +97,7 @@ def main() -> None:
     for row in table:
         shown.add_row(*cells(row))
         lines.append(f"| {' | '.join(cells(row))} |")
-    Console().print(shown)
+    terminal.print(shown)
     (out / "table.md").write_text("\n".join(lines) + f"\n\n{machine}\n")
     (out / "table.json").write_text(json.dumps({"machine": machine, "rows": table}, indent=1) + "\n")
 

@@ -1,0 +1,171 @@
+"""The tables and pictures of the pages, made from benchmarks/results/*.json and recipes/engines/*.yaml.
+
+    python benchmarks/tables.py             write them
+    python benchmarks/tables.py --check     name every page and picture that does not agree with the results, and exit 1
+
+A page shows a table where it has a marker, alone on a line; what follows it is written here, up to the end of the table:
+
+    <!-- table NAME -->                                                      every column and row
+    <!-- table NAME; columns: scheme, KL; rows: tokens = 1, 8 -->            some columns in this order, some rows
+    <!-- table NAME; down: linear, weights; across: tokens; value: ratio --> a column's values, by those of another
+    <!-- table NAME; ...; bare -->                                           without the line that says machine, commit and command
+    <!-- loader matrix -->                                                   what each engine loads, with its evidence
+    <!-- refusals -->                                                        what each engine does not load, and why
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from decimal import Decimal
+from pathlib import Path
+
+from measured import RESULTS, Cell, Measured, read
+from pictures import pictures
+
+ROOT = Path(__file__).parent.parent
+MARKER = re.compile(r"(?m)^<!-- (table [^\n]*|loader matrix|refusals) -->\n(?:\*\*[^\n]*\n\n)?(?:(?:\||- )[^\n]*\n)*")
+ENGINES = ("vllm", "sglang", "vllm-ascend", "omni-infer", "chitu", "transformers")
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def filled(text: str) -> str:
+    """A page with every marker's table as it is today."""
+
+    def fill(match: re.Match[str]) -> str:
+        return f"<!-- {match[1]} -->\n{block(match[1])}"
+
+    return MARKER.sub(fill, text)
+
+
+def block(marker: str) -> str:
+    """What stands below a marker."""
+    if marker == "loader matrix":
+        return loader_matrix()
+    if marker == "refusals":
+        return refusals()
+    name, *options = (part.strip() for part in marker.removeprefix("table ").split(";"))
+    asked = {key.strip(): value.strip() for key, _, value in (option.partition(":") for option in options)}
+    unknown = set(asked) - {"columns", "rows", "down", "across", "value", "bare"}
+    if unknown or ("across" in asked) != ("value" in asked) or ("across" in asked) != ("down" in asked):
+        raise ValueError(f"marker {marker!r} cannot be read")
+    measured = read(name)
+    rows = chosen(measured, asked.get("rows"))
+    if "across" in asked:
+        body = across(measured, rows, listed(asked["down"]), asked["across"], asked["value"])
+    else:
+        columns = listed(asked["columns"]) if "columns" in asked else list(measured.columns)
+        places = [measured.position(column) for column in columns]
+        body = markdown([measured.heading(column) for column in columns], ([shown(row[place]) for place in places] for row in rows))
+    return body if "bare" in asked else f"{caption(measured)}\n\n{body}"
+
+
+def listed(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")]
+
+
+def chosen(measured: Measured, condition: str | None) -> Sequence[tuple[Cell, ...]]:
+    """The rows where a column has one of the values of "column = value, value"; all without a condition."""
+    if condition is None:
+        return measured.rows
+    column, _, values = condition.partition("=")
+    place = measured.position(column.strip())
+    found = [row for row in measured.rows if shown(row[place]) in listed(values)]
+    if not found:
+        raise ValueError(f"{measured.title}: no row has {condition}")
+    return found
+
+
+def across(measured: Measured, rows: Sequence[tuple[Cell, ...]], down: list[str], by: str, value: str) -> str:
+    """A table with a row for each combination of `down`, and in it `value` for every value of the column `by`. An empty row is left out."""
+    keys, place, wanted = [measured.position(column) for column in down], measured.position(by), measured.position(value)
+    heads = list(dict.fromkeys(row[place] for row in rows))
+    found = {(tuple(row[key] for key in keys), row[place]): row[wanted] for row in rows}
+    lines = [
+        [*map(shown, key), *(shown(found.get((key, head))) for head in heads)]
+        for key in dict.fromkeys(key for key, _ in found)
+        if any(found.get((key, head)) is not None for head in heads)
+    ]
+    first = f"{measured.heading(value)}, with {by} {shown(heads[0])}"
+    return markdown([*(measured.heading(column) for column in down), first, *map(shown, heads[1:])], lines)
+
+
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [heads, *rows]
+    return "".join(f"| {' | '.join(line)} |\n" + (f"|{'---|' * len(heads)}\n" if line is heads else "") for line in lines)
+
+
+def shown(cell: Cell) -> str:
+    return "" if cell is None else f"{cell:f}" if isinstance(cell, Decimal) else str(cell)
+
+
+def caption(measured: Measured) -> str:
+    made = f"commit {measured.commit}, {measured.date}" if measured.commit else measured.date
+    by = f", `{measured.command}`" if measured.command else ""
+    notes = "".join(f" {note[0].upper() + note[1:]}." for note in measured.notes)
+    return f"**{measured.title}** ({measured.machine}; {made}{by}).{notes}"
+
+
+def loader_matrix() -> str:
+    from quantkit.engines import find_engine
+
+    def spoken(parts: Sequence[str]) -> str:
+        return ", ".join(part.replace("_", " ") for part in parts)
+
+    rows = []
+    for name in ENGINES:
+        for load in find_engine(name).loads:
+            where = f" on {load.run_on}" if load.run_on else ""
+            evidence = f"run{where}: `{load.run}`" if load.run else "by source: " + "<br>".join(f"`{source}`" for source in load.sources)
+            parts = "-" if load.format == "dense" else spoken(load.may) + (f"; int4: {spoken(load.four_bits)}" if load.four_bits else "")
+            rows.append([name, ", ".join(load.devices), f"{load.format} {load.variant}", ", ".join(load.grids), parts, load.mtp, evidence])
+    return markdown(["engine", "device", "format", "weights", "may be quantized", "MTP", "evidence"], rows)
+
+
+def refusals() -> str:
+    from quantkit.engines import find_engine
+
+    lines = []
+    for name in ENGINES:
+        for refusal in find_engine(name).refuses:
+            where = f" on {' and '.join(refusal.devices)}" if refusal.devices else ""
+            lines.append(f"- {', '.join((name, *refusal.formats, *refusal.variants, *refusal.grids))}{where}: {refusal.reason}\n")
+    return "".join(lines)
+
+
+def wanted() -> dict[Path, str]:
+    """Every page and picture, as it should be."""
+    made = {page: filled(page.read_text()) for page in pages()}
+    return made | {ROOT / "docs/pictures" / name: svg for name, svg in pictures().items()}
+
+
+def unused() -> list[str]:
+    """Results that no page shows and no picture is drawn from."""
+    shown_there = "".join(page.read_text() for page in pages()) + Path(__file__).with_name("pictures.py").read_text()
+    return [
+        path.stem for path in sorted(RESULTS.glob("*.json")) if not re.search(rf'(table |read\("){re.escape(path.stem)}[ ;"]', shown_there)
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    check: bool = parser.parse_args().check
+    faults = [f"benchmarks/results/{name}.json is shown nowhere" for name in unused()]
+    for path, text in wanted().items():
+        if path.exists() and path.read_text() == text:
+            continue
+        if check:
+            faults.append(f"{path.relative_to(ROOT)} does not agree with the results: run python benchmarks/tables.py")
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    if faults:
+        sys.exit("\n".join(faults))
+
+
+if __name__ == "__main__":
+    main()

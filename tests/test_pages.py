@@ -1,0 +1,144 @@
+"""The pages: tables and pictures agree with the stored results, links lead somewhere, quoted commands are those of the command line."""
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer.main
+from typer.core import TyperGroup
+
+from quantkit.cli import app
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted(
+    page
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("kernels/**/*.md"), *ROOT.glob("tools/**/*.md"))
+    if not page.is_relative_to(ROOT / "docs/lab")
+)
+LAB = sorted(ROOT.glob("docs/lab/*.md"))
+COMMANDS = typer.main.get_command(app)
+assert isinstance(COMMANDS, TyperGroup)
+
+
+def named(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def tables(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "benchmarks/tables.py", *arguments], cwd=root, capture_output=True, text=True)
+
+
+def test_tables_and_pictures_agree_with_the_results() -> None:
+    done = tables(ROOT, "--check")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The files that the tables are made from and written to."""
+    for path in (*ROOT.glob("benchmarks/*.py"), *ROOT.glob("benchmarks/results/*.json"), *ROOT.glob("docs/**/*.*"), ROOT / "README.md"):
+        target = tmp_path / path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(path.read_bytes())
+    return tmp_path
+
+
+def test_a_changed_figure_is_found_and_written(copy: Path) -> None:
+    result = copy / "benchmarks/results/r1-box.json"
+    result.write_text(result.read_text().replace("5.17", "6.25"))
+    told = tables(copy, "--check").stderr
+    assert "docs/benchmarks.md does not agree" in told
+    assert "docs/pictures/decode-dark.svg does not agree" in told
+    assert "6.25" not in (copy / "docs/benchmarks.md").read_text()
+    assert tables(copy).returncode == 0
+    assert "| 1 | 6.25 | 193 |" in (copy / "docs/benchmarks.md").read_text()
+    assert "6.25 ms" in (copy / "docs/pictures/decode-dark.svg").read_text()
+    assert tables(copy, "--check").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ('"commit": "9154858"', '"comit": "9154858"', "keys are"),
+        ("[1, 5.17, 193,", "[1, 5.17,", "does not fit the columns"),
+    ],
+)
+def test_a_result_that_is_not_whole_is_refused(copy: Path, old: str, new: str, told: str) -> None:
+    result = copy / "benchmarks/results/r1-box.json"
+    text = result.read_text()
+    assert old in text
+    result.write_text(text.replace(old, new))
+    done = tables(copy, "--check")
+    assert done.returncode == 1
+    assert told in done.stderr
+
+
+def test_a_result_that_no_page_shows_is_told(copy: Path) -> None:
+    (copy / "benchmarks/results/forgotten.json").write_text((copy / "benchmarks/results/r1-box.json").read_text())
+    assert "benchmarks/results/forgotten.json is shown nowhere" in tables(copy, "--check").stderr
+
+
+def test_the_main_pages_stay_short() -> None:
+    assert len((ROOT / "docs/benchmarks.md").read_text().splitlines()) <= 150
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a page's headings, as its viewers make them."""
+    found = re.findall(r"(?m)^#+ (.*)$", page.read_text())
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *LAB], ids=named)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"(?s)```.*?```", "", page.read_text())
+    links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|srcset|href)="([^"]+)"', text)
+    for link in links:
+        if re.match(r"https?://", link):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists(), link
+        assert target.is_relative_to(ROOT), link
+        assert not anchor or anchor in headings(target), link
+
+
+def quoted(text: str) -> Iterator[tuple[str, bool]]:
+    """Commands that begin with `quantkit`, without it, and whether each is whole: a line of a block is, words inside a sentence may be
+    a part. In a block three spaces after an argument begin a remark."""
+    fenced = re.findall(r"(?ms)^```\w*\n(.*?)^```", text)
+    rest = re.sub(r"(?ms)^```.*?^```", "", text)
+    indented = re.findall(r"(?m)^    (.*)$", rest)
+    for line in "\n".join([*fenced, *indented]).replace("\\\n", " ").splitlines():
+        for name, arguments in re.findall(r"(?:^|[\s;])quantkit (\w+)([^;&|>]*)", line):
+            command = f"{name} {re.split(' {3,}', arguments.strip())[0]}"
+            yield command, "..." not in command
+    for span in re.findall(r"`([^`\n]+)`", rest):
+        if match := re.match(r"(?:\$ )?quantkit (\w.*)", span):
+            yield match[1], False
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_quoted_commands_are_those_of_the_command_line(page: Path) -> None:
+    """The lab is left out: its pages are of their day."""
+    assert isinstance(COMMANDS, TyperGroup)
+    for line, whole in quoted(page.read_text()):
+        name, *arguments = shlex.split(line, comments=True)
+        command = COMMANDS.commands.get(name)
+        assert command is not None, line
+        options = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)} | {
+            "--help",
+            "--debug",
+        }
+        asked = {argument.partition("=")[0] for argument in arguments if argument.startswith("--")}
+        assert asked <= options, line
+        if whole:
+            command.make_context(name, [argument for argument in arguments if argument != "--debug"])
+
+
+def test_the_readme_quotes_commands() -> None:
+    assert len(list(quoted((ROOT / "README.md").read_text()))) > 10
