@@ -143,58 +143,67 @@ def pipeline(theme: Theme) -> str:
     return drawing.svg(382)
 
 
+def divergence(theme: Theme) -> list[Bar]:
+    """KL of each scheme: the least over machines, and faintly up to the most."""
+    spread = read("demo-spread")
+    rows = []
+    for name in dict.fromkeys(str(row[0]) for row in spread.rows):
+        seen = sorted((number(row[spread.position("KL")]), row[spread.position("KL")]) for row in spread.rows if row[0] == name)
+        (low, least), (high, most) = seen[0], seen[-1]
+        colour = theme.bound if name == "rtn-w4a16" else theme.ours
+        rows.append(Bar(name, low, f"{least} to {most}" if low < high else str(least), colour, high))
+    return rows
+
+
+def sizes(theme: Theme, by_scheme: dict[str, Cell]) -> list[Bar]:
+    return [
+        Bar("FP8 source" if name == "source" else name, number(size), str(size), theme.bound if name == "source" else theme.ours)
+        for name, size in by_scheme.items()
+    ]
+
+
 def schemes(theme: Theme) -> str:
     """KL of each scheme on tiny-r1 with its spread over machines, and sizes of DeepSeek-R1 and of tiny-r1."""
-    demo, spread, plan = read("demo"), read("demo-spread"), read("r1-plan")
+    demo, plan = read("demo"), read("r1-plan")
+    small = {str(row[0]): row[demo.position("size")] for row in demo.rows}
+    large = {name: plan.value("source", scheme="awq-w4a16") if name == "source" else plan.value("written", scheme=name) for name in small}
+    groups = {
+        "KL from the FP8 source, x1e-3 (tiny-r1, over machines)": divergence(theme),
+        "DeepSeek-R1 on disk, GB (planned from its headers)": sizes(theme, large),
+        "tiny-r1 on disk, MB": sizes(theme, small),
+    }
     drawing = Drawing(theme, "KL from the source and size, by scheme")
-    names = [row[0] for row in demo.rows if row[0] != "source"]
-    seen = {name: [number(row[spread.position("KL")]) for row in spread.rows if row[0] == name] for name in names}
-    full = max(max(values) for values in seen.values())
-    rows = []
-    for name, values in seen.items():
-        low, high = min(values), max(values)
-        colour = theme.bound if name == "rtn-w4a16" else theme.ours
-        rows.append(Bar(str(name), low, f"{low:.2f} to {high:.2f}" if f"{low:.2f}" != f"{high:.2f}" else f"{low:.2f}", colour, high))
-    below = bars(drawing, 0, "KL from the FP8 source, x1e-3 (tiny-r1, over machines)", rows, full)
-    sizes = [Bar("FP8 source", number(plan.rows[0][plan.position("source")]), "", theme.bound)]
-    sizes += [Bar(str(row[0]), number(row[plan.position("written")]), "", theme.ours) for row in plan.rows if row[0] in names]
-    below = bars(drawing, below, "DeepSeek-R1 on disk, GB (planned from its headers)", worded(sizes), max(row.value for row in sizes))
-    small = [
-        Bar(
-            "FP8 source" if row[0] == "source" else str(row[0]),
-            number(row[demo.position("size")]),
-            "",
-            theme.bound if row[0] == "source" else theme.ours,
-        )
-        for row in demo.rows
-    ]
-    below = bars(drawing, below, "tiny-r1 on disk, MB", worded(small), max(row.value for row in small))
+    below = 0.0
+    for heading, rows in groups.items():
+        below = bars(drawing, below, heading, rows, max(max(row.value, row.up_to) for row in rows))
     return drawing.svg(below)
 
 
-def worded(rows: Sequence[Bar]) -> list[Bar]:
-    return [Bar(row.label, row.value, f"{row.value:.1f}", row.colour) for row in rows]
+def timed(label: str, time: Cell, colour: str, about: str = "") -> Bar:
+    return Bar(label, number(time), f"{about} {time} ms".strip(), colour)
+
+
+def published(concurrency: int, colour: str) -> list[Bar]:
+    """What others published at that many requests, the fastest first."""
+    peers = read("published-decode")
+    system, weights, devices, requests, time, about = map(peers.position, ("system", "weights", "devices", "requests", "TPOT", "about"))
+    rows = sorted((row for row in peers.rows if row[requests] == concurrency), key=lambda row: number(row[time]))
+    return [timed(f"{row[system]} {row[weights]}, {row[devices]}", row[time], colour, str(row[about] or "")) for row in rows]
 
 
 def decode(theme: Theme) -> str:
     """Milliseconds a token of DeepSeek-R1 on one box, beside the floor of its bytes and what others published."""
-    box, rank, peers = read("r1-box"), read("r1-rank"), read("published-decode")
     drawing = Drawing(theme, "Time per output token of R1-class models on one box, without guesses")
     below = 0.0
     for concurrency in (1, 8, 32):
-        ours, floor = number(box.value("TPOT", concurrency=concurrency)), number(rank.value("floor", concurrency=concurrency, context=640))
+        floor = read("r1-rank").value("floor", concurrency=concurrency, context=640)
         rows = [
-            Bar("floor: what it reads, once", floor, f"{floor:g} ms", theme.bound),
-            Bar("quantkit W4A16, 4 x H200", ours, f"{ours:g} ms", theme.ours),
+            timed("floor: what it reads, once", floor, theme.bound),
+            timed("quantkit W4A16, 4 x H200", read("r1-box").value("TPOT", concurrency=concurrency), theme.ours),
+            *published(concurrency, theme.theirs),
         ]
-        for row in sorted(
-            (row for row in peers.rows if row[peers.position("requests")] == concurrency),
-            key=lambda row: number(row[peers.position("TPOT")]),
-        ):
-            time = number(row[peers.position("TPOT")])
-            label = " ".join(str(row[peers.position(column)]) for column in ("system", "weights")) + f", {row[peers.position('devices')]}"
-            rows.append(Bar(label, time, f"{'about ' if row[peers.position('about')] else ''}{time:g} ms", theme.theirs))
-        below = bars(drawing, below, f"{concurrency} request{'s' if concurrency > 1 else ''} at once", rows, max(row.value for row in rows))
+        heading = "1 request" if concurrency == 1 else f"{concurrency} requests at once"
+        below = bars(drawing, below, heading, rows, max(row.value for row in rows))
     for line in (
         "Not like for like. Ours: synthetic weights of R1's shapes, without",
         "server and tokenizer. Theirs: as published, on other machines and",

@@ -19,9 +19,13 @@ import sys
 from collections.abc import Iterable, Sequence
 from decimal import Decimal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from measured import RESULTS, Cell, Measured, read
 from pictures import pictures
+
+if TYPE_CHECKING:
+    from quantkit.engines import Engine
 
 ROOT = Path(__file__).parent.parent
 MARKER = re.compile(r"(?m)^<!-- (table [^\n]*|loader matrix|refusals) -->\n(?:\*\*[^\n]*\n\n)?(?:(?:\||- )[^\n]*\n)*")
@@ -109,30 +113,37 @@ def caption(measured: Measured) -> str:
     return f"**{measured.title}** ({measured.machine}; {made}{by}).{notes}"
 
 
-def loader_matrix() -> str:
-    from quantkit.engines import find_engine
+def profiles() -> list["Engine"]:
+    """The engines' profiles in the order of ENGINES, which must name them all."""
+    from quantkit.engines import engine_names, find_engine
 
+    if set(ENGINES) != set(engine_names()):
+        raise ValueError(f"ENGINES must name {', '.join(engine_names())}")
+    return [find_engine(name) for name in ENGINES]
+
+
+def loader_matrix() -> str:
     def spoken(parts: Sequence[str]) -> str:
         return ", ".join(part.replace("_", " ") for part in parts)
 
     rows = []
-    for name in ENGINES:
-        for load in find_engine(name).loads:
+    for profile in profiles():
+        for load in profile.loads:
             where = f" on {load.run_on}" if load.run_on else ""
             evidence = f"run{where}: `{load.run}`" if load.run else "by source: " + "<br>".join(f"`{source}`" for source in load.sources)
             parts = "-" if load.format == "dense" else spoken(load.may) + (f"; int4: {spoken(load.four_bits)}" if load.four_bits else "")
-            rows.append([name, ", ".join(load.devices), f"{load.format} {load.variant}", ", ".join(load.grids), parts, load.mtp, evidence])
+            rows.append(
+                [profile.engine, ", ".join(load.devices), f"{load.format} {load.variant}", ", ".join(load.grids), parts, load.mtp, evidence]
+            )
     return markdown(["engine", "device", "format", "weights", "may be quantized", "MTP", "evidence"], rows)
 
 
 def refusals() -> str:
-    from quantkit.engines import find_engine
-
     lines = []
-    for name in ENGINES:
-        for refusal in find_engine(name).refuses:
+    for profile in profiles():
+        for refusal in profile.refuses:
             where = f" on {' and '.join(refusal.devices)}" if refusal.devices else ""
-            lines.append(f"- {', '.join((name, *refusal.formats, *refusal.variants, *refusal.grids))}{where}: {refusal.reason}\n")
+            lines.append(f"- {', '.join((profile.engine, *refusal.formats, *refusal.variants, *refusal.grids))}{where}: {refusal.reason}\n")
     return "".join(lines)
 
 

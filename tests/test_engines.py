@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -98,29 +98,6 @@ def test_a_choice_is_a_load_or_a_reason(name: str, scheme: Any) -> None:
         format = next(f for f in FORMATS if (f.name, f.variant) == (choice.format, choice.variant))
         assert format.holds(choice.grid)
         assert "kv_b" not in choice.parts
-
-
-def _spoken(parts: Sequence[str]) -> str:
-    return ", ".join(part.replace("_", " ") for part in parts)
-
-
-def matrix() -> list[str]:
-    """The rows of docs/formats.md's loader matrix: one a load, with its evidence."""
-    rows = []
-    for name in ("vllm", "sglang", "vllm-ascend", "omni-infer", "chitu", "transformers"):
-        for load in find_engine(name).loads:
-            where = f" on {load.run_on}" if load.run_on else ""
-            evidence = f"run{where}: `{load.run}`" if load.run else "by source: " + "<br>".join(f"`{source}`" for source in load.sources)
-            parts = "-" if load.format == "dense" else _spoken(load.may) + (f"; int4: {_spoken(load.four_bits)}" if load.four_bits else "")
-            cells = (name, ", ".join(load.devices), f"{load.format} {load.variant}", ", ".join(load.grids), parts, load.mtp, evidence)
-            rows.append(f"| {' | '.join(cells)} |")
-    return rows
-
-
-def test_the_documented_matrix_is_the_profiles() -> None:
-    text = (Path(__file__).parent.parent / "docs/formats.md").read_text()
-    documented = [line for line in text.splitlines() if line.startswith(tuple(f"| {name} |" for name in engine_names()))]
-    assert documented == matrix()
 
 
 def test_vllm_ascend_gets_symmetric_experts_and_the_group_size_key() -> None:

@@ -39,8 +39,14 @@ def test_tables_and_pictures_agree_with_the_results() -> None:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """The files that the tables are made from and written to."""
-    for path in (*ROOT.glob("benchmarks/*.py"), *ROOT.glob("benchmarks/results/*.json"), *ROOT.glob("docs/**/*.*"), ROOT / "README.md"):
+    """The files that the tables are made from and written to; without the loader matrix, which needs the package."""
+    for path in (
+        *ROOT.glob("benchmarks/*.py"),
+        *ROOT.glob("benchmarks/results/*.json"),
+        *ROOT.glob("docs/bench*.md"),
+        *ROOT.glob("docs/pictures/*.svg"),
+        ROOT / "README.md",
+    ):
         target = tmp_path / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(path.read_bytes())
