@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import make_model
 import pytest
@@ -11,7 +12,10 @@ from tied_model import TIED, tied_tensors
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.convert import convert
 from quantkit.engines import check_checkpoint
+from quantkit.errors import QuantkitError
+from quantkit.executor.engine import Engine
 from quantkit.executor.load import load_model
+from quantkit.executor.sampling import SamplingParams
 from quantkit.models.context import CausalContext
 from quantkit.quantize.run import quantize
 from quantkit.recipe import Recipe
@@ -50,6 +54,59 @@ def test_what_quantize_writes_computes_in_transformers(
     assert json.loads((out / "config.json").read_text())["quantization_config"]["ignore"] == ["lm_head"]
     assert check_checkpoint("transformers", Checkpoint.open(out)) == []
     assert difference(out, dtype) < tolerance
+
+
+def with_head(path: Path, head: torch.Tensor) -> Path:
+    return make_model.write_dense(path, TIED, {**tied_tensors(), "lm_head.weight": head})
+
+
+def test_a_head_that_is_stored_although_tied_is_dropped(source: Path, tmp_path: Path) -> None:
+    stored = with_head(tmp_path / "stored", tied_tensors()["model.embed_tokens.weight"])
+    recipe = Recipe(scheme="rtn-w4a16", methods=[])
+    for path, out in ((source, "plain"), (stored, "again")):
+        quantize(path, tmp_path / out, find_scheme("rtn-w4a16"), "awq", recipe, device="cpu")
+    plain, again = (Checkpoint.open(tmp_path / out) for out in ("plain", "again"))
+    assert plain.tensors.keys() == again.tensors.keys()
+    entry = json.loads((tmp_path / "again/manifest.json").read_text())["tensors"]["lm_head.weight"]
+    assert (entry["status"], "ties" in entry["reason"]) == ("dropped", True)
+    load_model(stored, device="cpu")
+
+
+def test_a_stored_head_that_is_not_the_embedding_is_refused(tmp_path: Path) -> None:
+    head = tied_tensors()["model.embed_tokens.weight"].clone()
+    head[17, 3] += 1
+    path = with_head(tmp_path / "model", head)
+    with pytest.raises(QuantkitError, match=r"lm_head\.weight .* differs from model\.embed_tokens\.weight"):
+        load_model(path, device="cpu")
+    scheme = find_scheme("rtn-w4a16")
+    with pytest.raises(QuantkitError, match=r"set \"tie_word_embeddings\": false"):
+        quantize(path, tmp_path / "out", scheme, "awq", Recipe(scheme=scheme.name, methods=[]), device="cpu")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("llama", {"head_dim": 80, "rope_scaling": {"type": "yarn", "factor": 8.0, "attention_factor": 1.3, "truncate": False}}),
+        ("qwen2", {"hidden_size": 384, "head_dim": None}),
+        ("qwen3", {"head_dim": 112, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}}),
+    ],
+)
+@torch.inference_mode()
+def test_the_engine_runs_one_kv_head_and_odd_head_sizes(tmp_path: Path, model_type: str, changes: dict[str, Any]) -> None:
+    """Cached steps choose what the whole forward chooses, but for what a bfloat16 cache costs."""
+    config = {**TIED, "model_type": model_type, **changes}
+    path = make_model.write_dense(tmp_path / "model", config, tied_tensors(config))
+    engine = Engine.load(path, device="cpu", dtype="float32", max_batch=2, max_model_len=128)
+    prompt = TOKENS.tolist()
+    (done,) = engine.generate([prompt], SamplingParams(max_new_tokens=12, ignore_eos=True))
+    ids = torch.tensor(prompt + done.token_ids)
+    model = engine.loaded.model
+    logits = model.logits(model(ids, CausalContext([len(ids)])))[len(prompt) - 1 : -1]
+    chosen = logits.gather(1, ids[len(prompt) :, None])[:, 0]
+    assert logits.std() > 0.5
+    assert (logits.amax(-1) - chosen).max() < 0.05
+    engine.close()
 
 
 def test_convert_lists_the_head_of_a_source_that_does_not(source: Path, tmp_path: Path) -> None:

@@ -27,12 +27,12 @@ TIED: dict[str, Any] = {
 }
 
 
-def tied_tensors(seed: int = 0) -> dict[str, Tensor]:
+def tied_tensors(config: dict[str, Any] = TIED, seed: int = 0) -> dict[str, Tensor]:
     """BF16 tensors of every row of the table, which has no head."""
-    architecture = find_architecture(TIED)
+    architecture = find_architecture(config)
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for row in architecture.parameters(architecture.Config.from_dict(TIED)):
+    for row in architecture.parameters(architecture.Config.from_dict(config)):
         noise = torch.randn(row.shape, generator=generator)
         tensors[row.name] = (1 + 0.2 * noise if row.role == "norm" else noise * 2 / math.sqrt(row.shape[-1])).bfloat16()
     return tensors

@@ -15,6 +15,7 @@ from quantkit.executor.parallel import SINGLE, Parallel
 from quantkit.executor.weights import ExecutorWeights
 from quantkit.models import find_architecture
 from quantkit.models.table import resolve
+from quantkit.models.tied import check_stored_head
 from quantkit.schemes import IntGrid
 
 
@@ -77,6 +78,7 @@ def load_model(
     if mtp:
         _check_mtp(checkpoint, config)
     rows = resolve(architecture.parameters(config), checkpoint.tensors)
+    check_stored_head(checkpoint, rows)
     weights = ExecutorWeights(checkpoint, rows, device=target, dtype=compute, backend=backend, parallel=parallel)
     with torch.inference_mode():
         model = architecture.Model(config, weights)

@@ -102,6 +102,9 @@ def read_config(config: dict[str, Any]) -> dict[str, Any]:
     values = read_fields(Config, config)
     heads = values["num_attention_heads"]
     values["num_key_value_heads"] = values.get("num_key_value_heads") or heads
+    if heads % values["num_key_value_heads"]:
+        told = f"config.json has num_attention_heads = {heads} and num_key_value_heads = {values['num_key_value_heads']}"
+        raise QuantkitError(told, "each key and value head serves the same number of queries: use the config.json that came with the model")
     values["head_dim"] = values.get("head_dim") or values["hidden_size"] // heads
     values["rope"] = Rope.from_dict(config, values["head_dim"], interleaved=False)
     return values

@@ -14,6 +14,7 @@ from quantkit.schemes import Scheme
 
 DROPPED = {
     r".*\.rotary_emb\.inv_freq": "computed from config.json",
+    r"lm_head\.weight": "the embedding once more, to which config.json ties it",
     r".*\.[kv]_scale": "a scale of a quantized cache; this scheme's cache is 16-bit",
     r".*\.(input_scale|activation_scale)": "a static activation scale of the source's own quantization",
 }

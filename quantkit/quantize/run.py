@@ -24,6 +24,7 @@ from quantkit.engines import choose
 from quantkit.errors import QuantkitError
 from quantkit.executor.chat import ChatTokenizer
 from quantkit.executor.devices import find_device
+from quantkit.models.tied import check_stored_head
 from quantkit.quantize.checks import Inventory, check_groups, take_inventory
 from quantkit.quantize.for_engine import narrowed
 from quantkit.quantize.memory import Peak, Work, check_memory, fitting_peak, nearest_peak
@@ -131,6 +132,7 @@ def _checked(source: Path, scheme: Scheme, format: str, engine: str | None, reci
     checkpoint = Checkpoint.open(source)
     methods = scheme.methods if recipe.methods is None else recipe.methods
     inventory = take_inventory(checkpoint, by_name=not methods)
+    check_stored_head(checkpoint, inventory.rows)
     if choice is not None:
         target = narrowed(target, choice, inventory.rows)
     check_groups(inventory.rows, scheme, target)

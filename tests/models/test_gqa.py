@@ -150,6 +150,7 @@ def test_unsupported_settings_are_refused() -> None:
         "attention_chunk_size": 8192,
         "logit_scale": 0.0625,
         "partial_rotary_factor": 0.5,
+        "num_key_value_heads": 3,
     }
     for key, value in others.items():
         with pytest.raises(QuantkitError, match=key):
