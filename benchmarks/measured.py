@@ -48,8 +48,11 @@ class Measured:
 
 @cache
 def read(name: str) -> Measured:
-    """The table of results/NAME.json. Raises ValueError naming the file where a key is missing or unknown, or a row has another length."""
+    """The table of results/NAME.json. Raises ValueError naming the file where there is none, a key is missing or unknown, or a row has
+    another length."""
     path = RESULTS / f"{name}.json"
+    if not path.exists():
+        raise ValueError(f"{path} is not there")
     held = json.loads(path.read_text(), parse_float=Decimal)
     if set(held) != set(Measured.__dataclass_fields__):
         raise ValueError(f"{path}: keys are {', '.join(held)}; they must be {', '.join(Measured.__dataclass_fields__)}")

@@ -6,7 +6,7 @@
 A page shows a table where it has a marker, alone on a line; what follows it is written here, up to the end of the table:
 
     <!-- table NAME -->                                                      every column and row
-    <!-- table NAME; columns: scheme, KL; rows: tokens = 1, 8 -->            some columns in this order, some rows
+    <!-- table NAME; columns: scheme, KL -->                                 some columns in this order
     <!-- table NAME; down: linear, weights; across: tokens; value: ratio --> a column's values, by those of another
     <!-- table NAME; ...; bare -->                                           without the line that says machine, commit and command
     <!-- loader matrix -->                                                   what each engine loads, with its evidence
@@ -53,17 +53,18 @@ def block(marker: str) -> str:
         return refusals()
     name, *options = (part.strip() for part in marker.removeprefix("table ").split(";"))
     asked = {key.strip(): value.strip() for key, _, value in (option.partition(":") for option in options)}
-    unknown = set(asked) - {"columns", "rows", "down", "across", "value", "bare"}
+    unknown = set(asked) - {"columns", "down", "across", "value", "bare"}
     if unknown or ("across" in asked) != ("value" in asked) or ("across" in asked) != ("down" in asked):
         raise ValueError(f"marker {marker!r} cannot be read")
     measured = read(name)
-    rows = chosen(measured, asked.get("rows"))
     if "across" in asked:
-        body = across(measured, rows, listed(asked["down"]), asked["across"], asked["value"])
+        body = across(measured, listed(asked["down"]), asked["across"], asked["value"])
     else:
         columns = listed(asked["columns"]) if "columns" in asked else list(measured.columns)
         places = [measured.position(column) for column in columns]
-        body = markdown([measured.heading(column) for column in columns], ([shown(row[place]) for place in places] for row in rows))
+        body = markdown(
+            [measured.heading(column) for column in columns], ([shown(row[place]) for place in places] for row in measured.rows)
+        )
     return body if "bare" in asked else f"{caption(measured)}\n\n{body}"
 
 
@@ -71,23 +72,11 @@ def listed(text: str) -> list[str]:
     return [part.strip() for part in text.split(",")]
 
 
-def chosen(measured: Measured, condition: str | None) -> Sequence[tuple[Cell, ...]]:
-    """The rows where a column has one of the values of "column = value, value"; all without a condition."""
-    if condition is None:
-        return measured.rows
-    column, _, values = condition.partition("=")
-    place = measured.position(column.strip())
-    found = [row for row in measured.rows if shown(row[place]) in listed(values)]
-    if not found:
-        raise ValueError(f"{measured.title}: no row has {condition}")
-    return found
-
-
-def across(measured: Measured, rows: Sequence[tuple[Cell, ...]], down: list[str], by: str, value: str) -> str:
+def across(measured: Measured, down: list[str], by: str, value: str) -> str:
     """A table with a row for each combination of `down`, and in it `value` for every value of the column `by`. An empty row is left out."""
     keys, place, wanted = [measured.position(column) for column in down], measured.position(by), measured.position(value)
-    heads = list(dict.fromkeys(row[place] for row in rows))
-    found = {(tuple(row[key] for key in keys), row[place]): row[wanted] for row in rows}
+    heads = list(dict.fromkeys(row[place] for row in measured.rows))
+    found = {(tuple(row[key] for key in keys), row[place]): row[wanted] for row in measured.rows}
     lines = [
         [*map(shown, key), *(shown(found.get((key, head))) for head in heads)]
         for key in dict.fromkeys(key for key, _ in found)
@@ -165,8 +154,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing")
     check: bool = parser.parse_args().check
-    faults = [f"benchmarks/results/{name}.json is shown nowhere" for name in unused()]
-    for path, text in wanted().items():
+    try:
+        made, faults = wanted(), [f"benchmarks/results/{name}.json is shown nowhere" for name in unused()]
+    except ValueError as error:
+        sys.exit(str(error))
+    for path, text in made.items():
         if path.exists() and path.read_text() == text:
             continue
         if check:

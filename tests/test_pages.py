@@ -81,6 +81,17 @@ def test_a_result_that_is_not_whole_is_refused(copy: Path, old: str, new: str, t
     done = tables(copy, "--check")
     assert done.returncode == 1
     assert told in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("marker", ["table unheard-of", "table r1-box; columns: TPOD", "table r1-box; down: TPOT"])
+def test_a_marker_that_means_nothing_is_told(copy: Path, marker: str) -> None:
+    with (copy / "docs/benchmarks.md").open("a") as page:
+        page.write(f"\n<!-- {marker} -->\n")
+    done = tables(copy, "--check")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_result_that_no_page_shows_is_told(copy: Path) -> None:
