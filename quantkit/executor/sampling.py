@@ -6,15 +6,28 @@ cumulative distribution: no generator state to keep, nothing waits for the host.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import QuantkitError
 
-NO_LIMIT = 1 << 62
+MAX_TEMPERATURE = 100.0
+MAX_TOP_K = (1 << 31) - 1
+MAX_LOGPROBS = 20
+MAX_SEED = (1 << 63) - 1
+"""Bounds of what a request may ask for: what passes them fits the tensors it is put into."""
+
+_NO_LIMIT = 1 << 62
 """A top_k that keeps every token."""
+
+_COLDEST = 1e-6
+"""Below this a temperature is taken for it: logits divided by it stay finite in float32, and the likeliest token has all probability."""
+
+_SMALLEST = torch.finfo(torch.float32).tiny
+"""A top_p that float32 would round to zero keeps the likeliest token, as a larger one does."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +55,32 @@ class SamplingParams:
             raise QuantkitError(f"max_new_tokens is {self.max_new_tokens}", "ask for at least one token")
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
             raise QuantkitError(f"min_new_tokens is {self.min_new_tokens}", "use 0 to max_new_tokens")
-        if not 0 <= self.temperature < float("inf"):
-            raise QuantkitError(f"temperature is {self.temperature}", "use 0 (greedy) or a positive number")
+        if not 0 <= self.temperature <= MAX_TEMPERATURE:
+            raise QuantkitError(f"temperature is {self.temperature}", f"use 0 (greedy) to {MAX_TEMPERATURE:g}")
         if not 0 < self.top_p <= 1:
             raise QuantkitError(f"top_p is {self.top_p}", "use a number above 0 and at most 1")
-        if self.top_k < 0:
-            raise QuantkitError(f"top_k is {self.top_k}", "use 0 (all tokens) or a positive number")
+        if not 0 <= self.top_k <= MAX_TOP_K:
+            raise QuantkitError(f"top_k is {self.top_k}", f"use 0 (all tokens) to {MAX_TOP_K}")
+        if self.seed is not None and not -MAX_SEED - 1 <= self.seed <= MAX_SEED:
+            raise QuantkitError(f"seed is {self.seed}", "use a number of 64 bits")
         if "" in self.stop:
             raise QuantkitError("a stop string is empty", "leave it out")
-        if self.logprobs is not None and not 0 <= self.logprobs <= 20:
-            raise QuantkitError(f"logprobs is {self.logprobs}", "use 0 to 20")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise QuantkitError(f"logprobs is {self.logprobs}", f"use 0 to {MAX_LOGPROBS}")
+
+
+def check_defaults(defaults: dict[str, Any], file: Path) -> None:
+    """Refuse sampling defaults that no request could ask for, naming the file they come from."""
+    for name, kinds in (("temperature", (int, float)), ("top_p", (int, float)), ("top_k", (int,))):
+        value = defaults.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            raise QuantkitError(f"{file}: {name} is {value!r:.100}, which is no {'number' if float in kinds else 'integer'}", "correct the file")
+        try:
+            SamplingParams(**{name: max(value, 0) if name == "top_k" else value})
+        except QuantkitError as fault:
+            raise QuantkitError(f"{file}: {fault.problem:.200}", fault.remedy) from fault
 
 
 class Batch(NamedTuple):
@@ -67,9 +96,9 @@ class Batch(NamedTuple):
         if all(one.temperature == 0 for one in params):
             return None
         return cls(
-            torch.tensor([one.temperature for one in params], device=device),
-            torch.tensor([one.top_p for one in params], device=device),
-            torch.tensor([one.top_k or NO_LIMIT for one in params], device=device),
+            torch.tensor([max(one.temperature, _COLDEST) if one.temperature else 0.0 for one in params], device=device),
+            torch.tensor([max(one.top_p, _SMALLEST) for one in params], device=device),
+            torch.tensor([one.top_k or _NO_LIMIT for one in params], device=device),
             torch.tensor([signed64(seed) for seed in seeds], device=device),
         )
 
@@ -127,9 +156,9 @@ def uniform(seed: Tensor, position: Tensor, stream: int = 0) -> Tensor:
 
 
 def log_probabilities(logits: Tensor, ids: Tensor, count: int) -> Logprobs:
-    """logits float32 [B, V], chosen ids [B]; count: how many alternatives."""
+    """logits float32 [B, V], chosen ids [B]; count: how many alternatives, of a small vocabulary all."""
     values = logits.log_softmax(dim=-1)
-    top_values, top_ids = values.topk(count, dim=-1)
+    top_values, top_ids = values.topk(min(count, values.shape[1]), dim=-1)
     return Logprobs(values.gather(1, ids[:, None])[:, 0], top_values, top_ids)
 
 

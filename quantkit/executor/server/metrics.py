@@ -13,15 +13,15 @@ class Counter:
 
     def __init__(self, name: str, text: str, label: str | None = None) -> None:
         self.name, self.text, self.label = name, text, label
-        self.values: dict[str, float] = {} if label else {"": 0.0}
+        self.values: dict[str, int] = {} if label else {"": 0}
 
-    def add(self, amount: float = 1.0, label: str = "") -> None:
-        self.values[label] = self.values.get(label, 0.0) + amount
+    def add(self, amount: int = 1, label: str = "") -> None:
+        self.values[label] = self.values.get(label, 0) + amount
 
     def lines(self) -> list[str]:
         if self.label is None:
-            return [f"{self.name} {self.values['']:g}"]
-        return [f'{self.name}{{{self.label}="{key}"}} {value:g}' for key, value in self.values.items()]
+            return [f"{self.name} {self.values['']}"]
+        return [f'{self.name}{{{self.label}="{key}"}} {value}' for key, value in self.values.items()]
 
 
 class Gauge:
@@ -31,7 +31,7 @@ class Gauge:
         self.name, self.text, self.read, self.kind = name, text, read, kind
 
     def lines(self) -> list[str]:
-        return [f"{self.name} {self.read():g}"]
+        return [f"{self.name} {_number(self.read())}"]
 
 
 class Histogram:
@@ -50,8 +50,8 @@ class Histogram:
         lines, total = [], 0
         for bound, count in zip((*self.bounds, float("inf")), self.counts):
             total += count
-            lines.append(f'{self.name}_bucket{{le="{"+Inf" if bound == float("inf") else f"{bound:g}"}"}} {total}')
-        return [*lines, f"{self.name}_sum {self.sum:g}", f"{self.name}_count {total}"]
+            lines.append(f'{self.name}_bucket{{le="{"+Inf" if bound == float("inf") else _number(bound)}"}} {total}')
+        return [*lines, f"{self.name}_sum {_number(self.sum)}", f"{self.name}_count {total}"]
 
 
 Metric = Counter | Gauge | Histogram
@@ -63,3 +63,8 @@ def exposition(metrics: list[Metric]) -> str:
     for metric in metrics:
         lines += [f"# HELP {metric.name} {metric.text}", f"# TYPE {metric.name} {metric.kind}", *metric.lines()]
     return "\n".join(lines) + "\n"
+
+
+def _number(value: float) -> str:
+    """Every digit: an integer as it is, else the shortest text that reads back as the same float."""
+    return str(int(value)) if float(value).is_integer() else repr(float(value))
