@@ -39,6 +39,9 @@ class Local:
         ]
         for done in self.engine.generate([encoded[index][0] for index in fitting], sampling):
             index = fitting[done.index]
+            if done.fault is not None:
+                yield Completion(index, error=f"{type(done.fault).__name__}: {done.fault}")
+                continue
             yield Completion(
                 index=index,
                 text=done.text,

@@ -44,7 +44,7 @@ class ChatTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text to be continued, with the leading token the model expects."""
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=True).ids
+        ids = self._ids(text, add_special_tokens=True)
         bos = self.tokenizer.token_to_id(self.bos) if self.bos else None
         if self.settings.get("add_bos_token") and bos is not None and ids[:1] != [bos]:
             ids = [bos, *ids]
@@ -85,8 +85,7 @@ class ChatTokenizer:
 
     def encode_rendered(self, text: str) -> list[int]:
         """Token ids of a template's text, which already holds its special tokens."""
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        return self._ids(text, add_special_tokens=False)
 
     def opens_think(self, text: str) -> bool:
         """Whether a rendered prompt ends inside <think>."""
@@ -98,6 +97,11 @@ class ChatTokenizer:
         if self.template is None:
             return False
         return self.opens_think(self.render([{"role": "user", "content": "?"}]))
+
+    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """As a batch of one: tokenizers then lets other threads run meanwhile, and computes no offsets."""
+        ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return ids
 
     def _find_eos(self, path: Path) -> frozenset[int]:
         found: set[int] = set()

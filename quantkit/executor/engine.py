@@ -6,10 +6,14 @@
 
 `step` is the whole of it: schedule, compute, choose, append. A server calls add, step and cancel from one thread. With tp > 1 this is
 rank 0, which leads the other ranks; their engines do what it tells them.
+
+What goes wrong with one sequence (its text cannot be decoded, its row cannot be sampled) finishes that sequence with the reason "error"
+and its `fault`; the others go on. `step` raises only where nothing can be computed any more.
 """
 
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,11 +30,13 @@ from quantkit.executor.load import LoadedModel, load_model
 from quantkit.executor.parallel import SINGLE, Parallel, environment_rank
 from quantkit.executor.ranks import Ranks
 from quantkit.executor.runner import Pass, Runner
-from quantkit.executor.sampling import Batch, SamplingParams, log_probabilities, sample
+from quantkit.executor.sampling import Batch, SamplingParams, check_defaults, log_probabilities, sample
 from quantkit.executor.scheduler import Scheduler
 from quantkit.executor.sequence import Completion, FinishReason, Sequence, TokenLogprob
 
 PREFILL_TOKENS = 2048
+CPU_PREFILL_TOKENS = 512
+"""Prompt tokens of a step: on a CPU fewer, for everybody who decodes waits for them."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,7 @@ class Engine:
         max_batch: int = 64,
         max_model_len: int | None = None,
         cache_tokens: int | None = None,
-        prefill_tokens: int = PREFILL_TOKENS,
+        prefill_tokens: int | None = None,
         num_drafts: int = 0,
         prefix_cache: bool = False,
         tp: int = 1,
@@ -95,7 +101,7 @@ class Engine:
 
         max_batch: requests computed together. max_model_len: longest prompt plus answer (None: what model and cache allow).
         cache_tokens: tokens the cache holds, over all requests (None: what max_batch full contexts need, within a share of the memory).
-        prefill_tokens: prompt tokens computed between two decode steps. num_drafts: tokens that the checkpoint's MTP layer guesses a
+        prefill_tokens: prompt tokens computed between two decode steps (None: PREFILL_TOKENS, or CPU_PREFILL_TOKENS). num_drafts: tokens that the checkpoint's MTP layer guesses a
         step (0: none); the answers are the same, `acceptance` counts. prefix_cache: whether requests that
         begin alike share what is computed of that. tp: ranks that share the model; this process is
         rank 0 and starts the others on this machine, unless torchrun started them all: then ranks above 0 follow rank 0 here, and the
@@ -104,10 +110,12 @@ class Engine:
         options = {key: value for key, value in locals().items() if key != "cls"} | {"model_path": str(model_path)}
         path = Path(model_path)
         tokenizer = ChatTokenizer(path)
+        check_defaults(tokenizer.sampling_defaults, path / "generation_config.json")
         parallel = _join(tp, options) if tp > 1 else SINGLE
         try:
             loaded = load_model(path, device=device, backend=backend, dtype=dtype, mtp=num_drafts > 0, parallel=parallel)
             config = loaded.config
+            _check_eos(tokenizer, config.vocab_size, path)
             plan = plan_cache(
                 bytes_per_token=loaded.num_cached_layers * loaded.cache_width * loaded.cache_dtype.itemsize,
                 free_bytes=parallel.minimum(free_bytes(loaded.device) // (tp if loaded.device.type == "cpu" else 1)),
@@ -118,6 +126,8 @@ class Engine:
                 cache_tokens=cache_tokens,
                 block_size=loaded.cache_layout.block_size,
             )
+            if prefill_tokens is None:
+                prefill_tokens = CPU_PREFILL_TOKENS if loaded.device.type == "cpu" else PREFILL_TOKENS
             sizes = {"max_batch": max_batch, "prefill_tokens": prefill_tokens, "num_drafts": num_drafts}
             engine = cls(loaded, tokenizer, plan, **sizes, prefix_cache=prefix_cache)
         except Exception:
@@ -133,6 +143,7 @@ class Engine:
     def generate(self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> Iterator[Completion]:
         """Continue all prompts together; completions come as they finish, `index` is the prompt's place in the list.
 
+        A prompt that cannot be continued for a fault of its own comes as a completion with that `fault`.
         Every prompt is checked before anything is computed. Closing the iterator early cancels what is unfinished.
         """
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
@@ -151,11 +162,13 @@ class Engine:
                 self.cancel(sequence)
 
     def stream(self, prompt: list[int], params: SamplingParams) -> Iterator[Delta]:
-        """Continue one prompt; its text comes as it is written."""
+        """Continue one prompt; its text comes as it is written. Raises what goes wrong with it."""
         sequence = self.submit(prompt, params)
         try:
             while sequence.finish_reason is None:
                 self.step()
+                if sequence.fault is not None:
+                    raise sequence.fault
                 text = sequence.take_text()
                 if text or sequence.finish_reason:
                     yield Delta(text, sequence.completion() if sequence.finish_reason else None)
@@ -200,20 +213,63 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Sequence]:
-        """Compute one step for everybody who can run. Returns the sequences that got tokens; finished ones are already removed."""
+        """Compute one step for everybody who can run. Returns the sequences that got tokens or failed; finished ones are already removed.
+
+        Raises where the device, or with tp > 1 the ranks' agreement, is lost.
+        """
         if self.parallel.size > 1 and self.parallel.rank == 0:
             self.parallel.tell(self._orders)
             self._orders = []
         step = self.scheduler.schedule()
         advanced: list[Sequence] = []
         if step.decode:
-            advanced += self._finish_pass(self.runner.decode(step.decode))
+            advanced += self._pass(lambda parts: self.runner.decode([one for one, _ in parts]), [(one, 1) for one in step.decode])
         if step.prefill:
-            advanced += self._finish_pass(self.runner.prefill(step.prefill))
+            advanced += self._pass(self.runner.prefill, step.prefill)
+        self._settle(advanced)
+        return advanced
+
+    def _settle(self, advanced: list[Sequence]) -> None:
+        """Finished sequences leave the scheduler. Those with a fault are finished for it by rank 0, which tells the others."""
         for sequence in advanced:
             if sequence.finish_reason:
                 self.scheduler.remove(sequence)
-        return advanced
+        for sequence in advanced:
+            if sequence.fault is not None and self.parallel.rank == 0:
+                self.cancel(sequence, "error")
+                sequence.fail(sequence.fault)
+
+    def _pass(self, compute: Callable[[list[tuple[Sequence, int]]], Pass], parts: list[tuple[Sequence, int]]) -> list[Sequence]:
+        """One pass over sequences with how many of their tokens. Returns the sequences that got tokens or failed.
+
+        Where it fails, each sequence has a pass of its own: those that fail again are finished for that.
+        """
+        before = [(len(sequence.token_ids), sequence.num_cached) for sequence, _ in parts]
+        try:
+            return self._finish_pass(compute(parts))
+        except Exception as fault:
+            self._check_usable(fault)
+            done: list[Sequence] = []
+            for (sequence, count), (length, cached) in zip(parts, before):
+                if len(sequence.token_ids) > length:  # it had its token when the pass failed
+                    done.append(sequence)
+                    continue
+                sequence.num_cached = cached
+                if len(parts) > 1:
+                    done += self._pass(compute, [(sequence, count)])
+                else:
+                    sequence.fail(fault)
+                    done.append(sequence)
+            return done
+
+    def _check_usable(self, fault: Exception) -> None:
+        """Raise `fault` where it is more than one pass's: other ranks wait in that pass, or the device computes nothing any more."""
+        if self.parallel.size > 1:
+            raise fault
+        try:
+            torch.ones(1, device=self.loaded.device).sum().item()
+        except Exception:
+            raise fault from None
 
     def _finish_pass(self, done: Pass) -> list[Sequence]:
         """Choose the successors, append them, and guess further. Returns the sequences that got tokens."""
@@ -243,6 +299,8 @@ class Engine:
             kept = sequence.extend(token_ids[row : row + count], now)
             if sequence.params.logprobs is not None:
                 sequence.logprobs += logprobs[row : row + kept]
+                if math.isnan(logprobs[row].logprob):
+                    sequence.fault = QuantkitError("the model's logits are not numbers", "check the checkpoint with quantkit ppl")
             self.acceptance.drafted += count - 1
             self.acceptance.accepted += kept - 1
             row += count
@@ -287,10 +345,17 @@ class Engine:
                     params = SamplingParams(**{**order["params"], "stop": tuple(order["params"]["stop"])})
                     known[order["add"]] = self.sequence(order["prompt"], params, streams=False)
                     self.scheduler.add(known[order["add"]])
-                else:
+                elif order["cancel"] in known:
                     self.cancel(known[order["cancel"]])
             self.step()
             known = {key: sequence for key, sequence in known.items() if sequence.finish_reason is None}
+
+
+def _check_eos(tokenizer: ChatTokenizer, vocab_size: int, path: Path) -> None:
+    for token in tokenizer.eos_ids:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+            said = f"{path}: eos_token_id {token!r:.100} is no token of the model, which has {vocab_size}"
+            raise QuantkitError(said, "correct generation_config.json, config.json or tokenizer_config.json")
 
 
 def _join(size: int, options: dict[str, Any]) -> Parallel:

@@ -17,8 +17,12 @@ import time
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore
 
 from quantkit.errors import QuantkitError
+
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
+"""Where the libraries read which interface to listen on; one that is already set stays."""
 
 _WATCH_SECONDS = 0.2
 _GRACE_SECONDS = 4.0
@@ -26,20 +30,22 @@ _GRACE_SECONDS = 4.0
 
 
 class Ranks:
-    """Processes of ranks 1 .. size - 1."""
+    """Processes of ranks 1 .. size - 1. They meet in a store at a loopback address, and their libraries' own connections stay there too."""
 
     def __init__(self, size: int, options: dict[str, Any]) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
-        os.environ.update({key: value for key, value in shared.items() if key.startswith("MASTER")})
+        self._store = _loopback_store()
+        # The last tells torch that the store is there: by itself rank 0 would open one on every interface.
+        meeting = {"MASTER_ADDR": self._store.host, "MASTER_PORT": str(self._store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        os.environ.update(meeting)
+        for name in _INTERFACES:
+            os.environ.setdefault(name, _loopback_interface())
         threads = max(torch.get_num_threads() // size, 1)
         torch.set_num_threads(threads)
         command = [sys.executable, "-m", "quantkit.executor.ranks", json.dumps(options)]
         self._processes = {}
         for rank in range(1, size):
-            environment = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": str(threads)}
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": str(threads)}
+            environment = {**os.environ, **place}
             self._processes[rank] = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         self._dead = ""
         self._told = threading.Event()
@@ -79,6 +85,18 @@ class Ranks:
             for process in self._processes.values():
                 process.kill()
             os._exit(1)
+
+
+def _loopback_store() -> TCPStore:
+    """Where the ranks meet: torch takes over a socket that listens on the loopback address alone."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    host, port = listener.getsockname()
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _loopback_interface() -> str:
+    """Its name: lo, or lo0 on a Mac."""
+    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
 def _how(code: int) -> str:

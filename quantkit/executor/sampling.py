@@ -71,16 +71,14 @@ class SamplingParams:
 
 def check_defaults(defaults: dict[str, Any], file: Path) -> None:
     """Refuse sampling defaults that no request could ask for, naming the file they come from."""
-    for name, kinds in (("temperature", (int, float)), ("top_p", (int, float)), ("top_k", (int,))):
-        value = defaults.get(name)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, kinds):
-            raise QuantkitError(f"{file}: {name} is {value!r:.100}, which is no {'number' if float in kinds else 'integer'}", "correct the file")
-        try:
-            SamplingParams(**{name: max(value, 0) if name == "top_k" else value})
-        except QuantkitError as fault:
-            raise QuantkitError(f"{file}: {fault.problem:.200}", fault.remedy) from fault
+    known = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, **defaults}
+    for name, value in known.items():
+        if isinstance(value, bool) or not isinstance(value, int if name == "top_k" else int | float):
+            raise QuantkitError(f"{file}: {name} is {value!r:.100}", f"use {'an integer' if name == 'top_k' else 'a number'}")
+    try:
+        SamplingParams(temperature=known["temperature"], top_p=known["top_p"], top_k=max(known["top_k"], 0))
+    except QuantkitError as fault:
+        raise QuantkitError(f"{file}: {fault.problem:.200}", fault.remedy) from fault
 
 
 class Batch(NamedTuple):

@@ -1,7 +1,7 @@
 """Who computes what in the next step: continuous batching over a limited cache.
 
-Sequences that decode go first, one token each; what is left of the step's token budget prefills, so a long prompt is computed in
-chunks between the others' tokens. A sequence enters when its whole prompt has blocks, and grows a block at a time. When the cache is
+Sequences that decode go first, one token each; beside them a step prefills a limited number of tokens, so a long prompt is computed in
+chunks between the others' tokens. Of every chunk it leaves half to prompts that fit in one step. A sequence enters when its whole prompt has blocks, and grows a block at a time. When the cache is
 full the youngest sequence gives its blocks up and waits at the head of the queue; later it computes its tokens again. Nothing is lost,
 and since its random numbers depend on positions alone it goes on as it would have.
 """
@@ -9,6 +9,7 @@ and since its random numbers depend on positions alone it goes on as it would ha
 import time
 from collections import deque
 from dataclasses import dataclass
+from itertools import chain
 
 from quantkit.executor.cache import BlockAllocator, CachePlan
 from quantkit.executor.prefix import PrefixBlocks
@@ -51,15 +52,7 @@ class Scheduler:
             for sequence in self.running:
                 self.prefix.publish(sequence)
         decode = self._grow([sequence for sequence in self.running if sequence.num_new == 1])
-        prefill, budget = [], self.prefill_tokens
-        for sequence in self.running:
-            if sequence.num_new > 1 and budget:
-                prefill.append((sequence, min(sequence.num_new, budget)))
-                budget -= prefill[-1][1]
-        while budget and (sequence_in := self._admit()):
-            prefill.append((sequence_in, min(sequence_in.num_new, budget)))
-            budget -= prefill[-1][1]
-        return Step(prefill, decode)
+        return Step(self._prefill(), decode)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence that finished or was cancelled, wherever it is."""
@@ -68,6 +61,27 @@ class Scheduler:
             self._free(sequence)
         else:
             self.waiting.remove(sequence)
+
+    def _prefill(self) -> list[tuple[Sequence, int]]:
+        """Prompts to compute next, in the order they came, with how many of their tokens; then those that take more than this step.
+
+        The latter get half of the step, and whatever the others leave.
+        """
+        parts: list[tuple[Sequence, int]] = []
+        long: list[Sequence] = []
+        budget = self.prefill_tokens
+        prompts = chain([sequence for sequence in self.running if sequence.num_new > 1], iter(self._admit, None))
+        while (free := budget - (self.prefill_tokens // 2 if long else 0)) > 0 and (sequence := next(prompts, None)):
+            if sequence.num_new > self.prefill_tokens:
+                long.append(sequence)
+                continue
+            parts.append((sequence, min(sequence.num_new, free)))
+            budget -= parts[-1][1]
+        for sequence in long:
+            if budget:
+                parts.append((sequence, min(sequence.num_new, budget)))
+                budget -= parts[-1][1]
+        return parts
 
     def _grow(self, decoding: list[Sequence]) -> list[Sequence]:
         """A block more for each sequence that needs one, the oldest first; the youngest lose theirs where there are none."""

@@ -8,7 +8,7 @@ from typing import Literal
 from quantkit.executor.chat import ChatTokenizer, TextStream
 from quantkit.executor.sampling import SamplingParams
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class Timings:
 class Completion:
     """A finished request. `index` is its number among the prompts; `token_ids` ends with the end-of-answer token where there was one.
 
-    cached_tokens: of the prompt's, how many the prefix cache held.
+    cached_tokens: of the prompt's, how many the prefix cache held. fault: what went wrong with this request alone, where its
+    finish_reason is "error"; `text` is then what was certain before.
     """
 
     index: int
@@ -44,6 +45,7 @@ class Completion:
     timings: Timings
     logprobs: list[TokenLogprob] | None
     cached_tokens: int = 0
+    fault: BaseException | None = None
 
 
 class Sequence:
@@ -68,6 +70,8 @@ class Sequence:
         self.drafts: list[int] = []
         """Guesses for the tokens after the last one, to be computed with it."""
         self.finish_reason: FinishReason | None = None
+        self.fault: BaseException | None = None
+        """What went wrong with this request alone; whoever steps the engine finishes it for that."""
         self.logprobs: list[TokenLogprob] = []
         self.arrival = time.perf_counter()
         self.started = self.first_token = self.last_token = 0.0
@@ -108,13 +112,37 @@ class Sequence:
         if token_id in self._eos_ids:
             self.finish("stop")
             return
-        if self._stream is not None:
-            self._text.append(self._stream.push(token_id))
-            if self._stream.stopped:
-                self.finish("stop")
-                return
+        if self._stream is not None and self._read(self._stream, token_id):
+            self.finish("stop")
+            return
         if len(self.token_ids) >= self.max_len:
             self.finish("length")
+
+    def _read(self, stream: TextStream, token_id: int) -> bool:
+        """Take the token's text; whether a stop string ended it. A fault is kept: the step it is found in goes on for the others."""
+        if self.fault is None:
+            try:
+                self._text.append(stream.push(token_id))
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as fault:  # a panic of the tokenizer is no Exception
+                self.fault = fault
+        return stream.stopped
+
+    def _decoded(self) -> str:
+        """The text of an answer that nobody watched; empty where it cannot be had."""
+        try:
+            return self._tokenizer.decode(self.generated)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as fault:
+            self.fail(self.fault or fault)
+            return ""
+
+    def fail(self, fault: BaseException) -> None:
+        """Finish for a fault of this request alone. What the cache holds of it is not to be trusted."""
+        self.fault, self.finish_reason = fault, "error"
+        self.num_cached = 0
 
     def finish(self, reason: FinishReason) -> None:
         self.finish_reason = reason
@@ -135,7 +163,9 @@ class Sequence:
 
     def completion(self) -> Completion:
         assert self.finish_reason is not None, self.index
-        text = self._tokenizer.decode(self.generated) if self._stream is None else "".join(self._text)
+        text = "".join(self._text) if self._stream is not None else self._decoded()
         timings = Timings(self.started - self.arrival, self.first_token - self.arrival, self.last_token - self.arrival)
         logprobs = None if self.params.logprobs is None else self.logprobs
-        return Completion(self.index, self.generated, text, self.finish_reason, self.prompt_len, timings, logprobs, self.num_found)
+        return Completion(
+            self.index, self.generated, text, self.finish_reason, self.prompt_len, timings, logprobs, self.num_found, self.fault
+        )

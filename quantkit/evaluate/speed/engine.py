@@ -37,6 +37,8 @@ class EngineTarget:
                 sent += 1
             self.engine.step()
             for sequence in [one for one in open_requests if one.finish_reason]:
+                if sequence.fault is not None:
+                    raise sequence.fault
                 open_requests.remove(sequence)
                 yield RequestTimes(sequence.arrival, sequence.first_token, sequence.last_token, input_len, len(sequence.generated))
 

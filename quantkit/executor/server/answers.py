@@ -6,14 +6,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from quantkit.executor.chat import ChatTokenizer
 from quantkit.executor.sequence import Completion, TokenLogprob
 from quantkit.executor.server.protocol import ChatRequest, CompletionRequest, Envelope, chat_logprobs, completion_logprobs, usage
 from quantkit.executor.server.reasoning import Parts, ReasoningSplitter, split_reasoning
-from quantkit.executor.server.service import EngineFault, Piece, Stream
+from quantkit.executor.server.service import EngineFault, Piece, RequestFault, Stream
 
 
 class Answer:
@@ -97,8 +97,21 @@ class Answer:
         return usage(completions, self.num_prompts, self.tokenizer.end_think)
 
 
+class WireJson(JSONResponse):
+    """JSON that can always be sent: text that is no UTF-8, such as that of a strange file name, shows question marks."""
+
+    def render(self, content: Any) -> bytes:
+        return _json(content)
+
+
+def error_body(status: int, message: str, code: str, param: str | None = None) -> dict[str, Any]:
+    """An error in OpenAI's shape."""
+    kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
 class EventStream(Response):
-    """Server-sent events. Ends, and closes `stream`, when the events do or the client goes."""
+    """Server-sent events. Ends, and closes `stream`, when the events do or the client goes. Where they are cut, the last says why."""
 
     def __init__(self, events: AsyncIterator[dict[str, Any]], stream: Stream) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
@@ -110,6 +123,8 @@ class EventStream(Response):
             await until_disconnect(self._send(send), receive)
         except ClientDisconnect:
             return  # nobody is there to be told
+        except asyncio.CancelledError:
+            await self._end(send, error_body(503, "the server is stopping", "engine_fault"))
         finally:
             self._stream.close()
 
@@ -117,10 +132,16 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async for event in self._events:
-                await send(_event(json.dumps(event, ensure_ascii=False)))
-        except EngineFault as fault:
-            await send(_event(json.dumps({"error": {"message": str(fault), "type": "server_error", "code": "engine_fault"}})))
-        await send(_event("[DONE]"))
+                await send(_event(_json(event)))
+        except (RequestFault, EngineFault) as fault:
+            code = "request_fault" if isinstance(fault, RequestFault) else "engine_fault"
+            return await self._end(send, error_body(500, str(fault), code))
+        await self._end(send)
+
+    async def _end(self, send: Callable[[Message], Awaitable[None]], error: dict[str, Any] | None = None) -> None:
+        if error is not None:
+            await send(_event(_json(error)))
+        await send(_event(b"[DONE]"))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -143,5 +164,9 @@ async def until_disconnect(work: Coroutine[Any, Any, Any], receive: Receive) -> 
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-def _event(data: str) -> Message:
-    return {"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True}
+def _event(data: bytes) -> Message:
+    return {"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True}
+
+
+def _json(content: Any) -> bytes:
+    return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(errors="replace")

@@ -5,6 +5,7 @@ produced comes back to the event loop in one call per step.
 """
 
 import asyncio
+import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -15,6 +16,8 @@ from quantkit.executor.sampling import SamplingParams
 from quantkit.executor.sequence import Completion, Sequence, TokenLogprob
 from quantkit.executor.server.metrics import Counter, Gauge, Histogram, Metric
 
+_log = logging.getLogger(__name__)
+
 
 class QueueFull(Exception):
     """As many requests wait as the server accepts."""
@@ -22,6 +25,10 @@ class QueueFull(Exception):
 
 class EngineFault(Exception):
     """The engine stopped on an unexpected error; nothing can be answered any more."""
+
+
+class RequestFault(Exception):
+    """One request ended on an unexpected error; the others go on."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +49,18 @@ class Stream:
 
     def __init__(self, service: "Service", sequences: list[Sequence]) -> None:
         self.sequences = sequences
-        self.arrived: asyncio.Queue[Piece | EngineFault] = asyncio.Queue()
+        self.arrived: asyncio.Queue[Piece | RequestFault | EngineFault] = asyncio.Queue()
         self.unfinished = len(sequences)
         self._service = service
         self._closed = False
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
-        """Raises EngineFault."""
+        """Raises RequestFault and EngineFault."""
         while self.unfinished:
             piece = await self.arrived.get()
-            if isinstance(piece, EngineFault):
+            if isinstance(piece, RequestFault):
+                self.unfinished -= 1
+            if not isinstance(piece, Piece):
                 raise piece
             if piece.completion is not None:
                 self.unfinished -= 1
@@ -109,6 +118,7 @@ class Service:
         """
         if self.fault is not None:
             raise EngineFault(f"the engine stopped: {self.fault}")
+        assert len(prompts) <= self.limit, (len(prompts), self.limit)
         if self.open + len(prompts) > self.limit:
             raise QueueFull(f"the server holds {self.open} of at most {self.limit} requests, {len(prompts)} more do not fit")
         sequences = [self.engine.sequence(prompt, params, index) for index, (prompt, params) in enumerate(prompts)]
@@ -180,12 +190,10 @@ class Service:
         return True
 
     def _hand_over(self, advanced: list[Sequence]) -> None:
-        news: list[tuple[Stream, Piece]] = []
+        news: list[tuple[Stream, Piece | RequestFault]] = []
         for sequence in advanced:
-            done = sequence.completion() if sequence.finish_reason else None
-            piece = Piece(sequence.index, sequence.take_text(), sequence.take_logprobs(), done)
-            news.append((self._streams[sequence], piece))
-            if done:
+            news.append((self._streams[sequence], _news(sequence)))
+            if sequence.finish_reason:
                 del self._streams[sequence]
         if news:
             self._loop.call_soon_threadsafe(self._deliver, news)
@@ -195,8 +203,19 @@ class Service:
             stream.arrived.put_nowait(fault)
         self._on_fault()
 
-    def _deliver(self, news: list[tuple[Stream, Piece]]) -> None:
+    def _deliver(self, news: list[tuple[Stream, Piece | RequestFault]]) -> None:
         for stream, piece in news:
             stream.arrived.put_nowait(piece)
-            if piece.completion is not None:
+            if isinstance(piece, RequestFault):
+                self.finished.add(1, "error")
+            elif piece.completion is not None:
                 self._observe(piece.completion)
+
+
+def _news(sequence: Sequence) -> Piece | RequestFault:
+    """What the last step added to a sequence, or what ended it."""
+    if sequence.fault is not None:
+        _log.error("a request ended with an error", exc_info=sequence.fault)
+        return RequestFault(f"this request ended with an error: {type(sequence.fault).__name__}: {str(sequence.fault)[:500]}")
+    done = sequence.completion() if sequence.finish_reason else None
+    return Piece(sequence.index, sequence.take_text(), sequence.take_logprobs(), done)

@@ -171,7 +171,7 @@ def test_what_cannot_be_answered_is_refused(running: Running, change: dict, stat
 def test_not_json_wrong_key_wrong_path(running: Running) -> None:
     url = f"{running.url}/v1/chat/completions"
     headers = {"Authorization": f"Bearer {KEY}"}
-    assert httpx.post(url, content=b"{", headers=headers).status_code == 400
+    assert httpx.post(url, content=b"{", headers={**headers, "Content-Type": "application/json"}).status_code == 400
     assert httpx.post(url, json={}, headers={"Authorization": "Bearer wrong"}).json()["error"]["code"] == "invalid_api_key"
     assert httpx.get(f"{running.url}/v1/models").status_code == 401
     assert httpx.get(f"{running.url}/v2").json()["error"]["message"] == "Not Found"
@@ -182,7 +182,7 @@ def test_not_json_wrong_key_wrong_path(running: Running) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_stops_the_work(running: Running, stream: bool) -> None:
     body = json.dumps({"model": "tiny", "messages": MESSAGES, "max_tokens": 900, "stream": stream, "ignore_eos": True}).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     before = running.service.finished.values.get("cancelled", 0)
     with socket.create_connection(("127.0.0.1", running.port)) as connection:
         connection.sendall(head.encode() + body)
