@@ -101,9 +101,9 @@ class Engine:
 
         max_batch: requests computed together. max_model_len: longest prompt plus answer (None: what model and cache allow).
         cache_tokens: tokens the cache holds, over all requests (None: what max_batch full contexts need, within a share of the memory).
-        prefill_tokens: prompt tokens computed between two decode steps (None: PREFILL_TOKENS, or CPU_PREFILL_TOKENS). num_drafts: tokens that the checkpoint's MTP layer guesses a
-        step (0: none); the answers are the same, `acceptance` counts. prefix_cache: whether requests that
-        begin alike share what is computed of that. tp: ranks that share the model; this process is
+        prefill_tokens: prompt tokens computed between two decode steps (None: PREFILL_TOKENS, on a CPU CPU_PREFILL_TOKENS).
+        num_drafts: tokens that the checkpoint's MTP layer guesses a step (0: none); the answers are the same, `acceptance` counts.
+        prefix_cache: whether requests that begin alike share what is computed of that. tp: ranks that share the model; this process is
         rank 0 and starts the others on this machine, unless torchrun started them all: then ranks above 0 follow rank 0 here, and the
         process ends with it. Raises QuantkitError where something does not fit.
         """

@@ -1,9 +1,10 @@
 """Who computes what in the next step: continuous batching over a limited cache.
 
 Sequences that decode go first, one token each; beside them a step prefills a limited number of tokens, so a long prompt is computed in
-chunks between the others' tokens. Of every chunk it leaves half to prompts that fit in one step. A sequence enters when its whole prompt has blocks, and grows a block at a time. When the cache is
-full the youngest sequence gives its blocks up and waits at the head of the queue; later it computes its tokens again. Nothing is lost,
-and since its random numbers depend on positions alone it goes on as it would have.
+chunks between the others' tokens. Of every chunk it leaves half to prompts that fit in one step. A sequence enters when its whole
+prompt has blocks, and grows a block at a time. When the cache is full the youngest sequence gives its blocks up and waits at the head
+of the queue; later it computes its tokens again. Nothing is lost, and since its random numbers depend on positions alone it goes on as
+it would have.
 """
 
 import time

@@ -5,9 +5,11 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import make_model
+import psutil
 import pytest
 import torch
 
@@ -29,6 +31,29 @@ def _threads_and_environment() -> Iterator[None]:
     os.environ.update(environment)
 
 
+class BrokenStream:
+    """A decoder that fails at the third token."""
+
+    stopped = False
+    tokens = 0
+
+    def push(self, token_id: int) -> str:
+        self.tokens += 1
+        return "x" * (2 // (3 - self.tokens))
+
+    def finish(self) -> str:
+        return ""
+
+
+def _check_sockets(tp: int) -> None:
+    """Nobody outside this machine can reach the ranks."""
+    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    assert len(processes) >= tp
+    listening = [one.laddr.ip for process in processes for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN]
+    assert listening, "the ranks meet somewhere"
+    assert {ip.removeprefix("::ffff:") for ip in listening} <= {"127.0.0.1", "::1"}
+
+
 def load(path: Path, tp: int, num_drafts: int = 0) -> Engine:
     return Engine.load(path, device="cpu", dtype="float32", max_batch=4, max_model_len=256, tp=tp, num_drafts=num_drafts)
 
@@ -45,7 +70,11 @@ def test_ranks_together_are_one(tiny_checkpoint: Path, tp: int, num_drafts: int)
     stream = engine.stream(PROMPTS[0], PARAMS[0])
     next(stream)
     stream.close()
+    stream = engine.submit(PROMPTS[0], replace(PARAMS[0], stop=("never",)))
+    stream._stream = BrokenStream()  # on rank 0 alone
     together = run(engine)
+    assert isinstance(stream.fault, ZeroDivisionError)
+    _check_sockets(tp)
     engine.close()
     assert [one.token_ids for one in together] == [one.token_ids for one in alone]
     for ours, theirs in zip(together, alone):

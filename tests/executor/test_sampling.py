@@ -1,10 +1,12 @@
 """Sampling follows the distribution asked for, and repeats itself with a seed whatever the batch."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from quantkit.errors import QuantkitError
-from quantkit.executor.sampling import Batch, SamplingParams, distribution, draw, log_probabilities, sample, uniform
+from quantkit.executor.sampling import Batch, SamplingParams, check_defaults, distribution, draw, log_probabilities, sample, uniform
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -30.0])
 
@@ -92,3 +94,37 @@ def test_log_probabilities() -> None:
 def test_bad_parameters_are_refused(bad: dict) -> None:
     with pytest.raises(QuantkitError):
         SamplingParams(**bad)
+
+
+@pytest.mark.parametrize("change", [{"top_k": 2**31}, {"top_k": 2**63}, {"seed": 2**63}, {"seed": -(2**63) - 1}, {"temperature": 101.0}])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
+def test_what_fits_no_tensor_is_refused(change: dict, bad: float) -> None:
+    with pytest.raises(QuantkitError, match=next(iter(change))):
+        SamplingParams(**change)
+    for name in ("temperature", "top_p"):
+        with pytest.raises(QuantkitError, match=name):
+            SamplingParams(**{name: bad})
+
+
+@pytest.mark.parametrize("extreme", [{"temperature": 5e-324}, {"temperature": 1e-40}, {"temperature": 1.0, "top_p": 5e-324}])
+def test_extremes_take_the_likeliest(extreme: dict) -> None:
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)) * 100
+    batch = Batch.of([SamplingParams(**extreme)] * 4, list(range(4)), logits.device)
+    assert torch.equal(sample(logits, batch, torch.arange(4)), logits.argmax(dim=-1))
+
+
+def test_the_largest_of_everything_is_sampled() -> None:
+    params = SamplingParams(temperature=100.0, top_p=1.0, top_k=2**31 - 1, seed=2**63 - 1)
+    logits = torch.randn(1, 7, generator=torch.Generator().manual_seed(0))
+    assert 0 <= sample(logits, Batch.of([params], [2**63 - 1], logits.device), torch.tensor([2**40])).item() < 7
+    assert log_probabilities(logits, torch.tensor([3]), 20).top_ids.shape == (1, 7)
+
+
+@pytest.mark.parametrize(
+    "defaults",
+    [{"top_k": 2**63}, {"top_k": "5"}, {"top_k": True}, {"top_k": 1.5}, {"temperature": [1]}, {"temperature": -1}, {"top_p": float("nan")}],
+)
+def test_defaults_of_a_model_are_checked_and_their_file_named(defaults: dict) -> None:
+    with pytest.raises(QuantkitError, match=f"generation_config.json: {next(iter(defaults))}"):
+        check_defaults(defaults, Path("model/generation_config.json"))
+    check_defaults({"top_k": -1, "temperature": 1, "top_p": 0.95}, Path("x"))

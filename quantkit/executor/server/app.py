@@ -105,7 +105,7 @@ def create_app(service: Service, model_name: str, *, api_key: str | None = None,
         api.lanes.close()
         await asyncio.to_thread(service.stop)
 
-    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.add_api_route("/v1/chat/completions", api.chat, methods=["POST"], response_model=None)
     app.add_api_route("/v1/completions", api.completions, methods=["POST"], response_model=None)
     app.add_api_route("/v1/models", api.models, methods=["GET"], response_model=None)

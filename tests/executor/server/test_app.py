@@ -9,7 +9,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -17,9 +19,11 @@ import openai
 import pytest
 import uvicorn
 
+from quantkit.executor.chat import TextStream
 from quantkit.executor.engine import Engine
 from quantkit.executor.sampling import SamplingParams
 from quantkit.executor.server.app import Limits, create_app
+from quantkit.executor.server.protocol import HARMLESS, NEUTRAL
 from quantkit.executor.server.service import Service
 
 MESSAGES = [{"role": "user", "content": "What is 12+30?"}]
@@ -157,6 +161,32 @@ def test_models_and_health(running: Running) -> None:
         ({"stop": [""]}, 400, "stop string is empty"),
         ({"tools": [{"type": "function"}]}, 400, "tools is not supported"),
         ({"n": 1000}, 400, "n:"),
+        ({"top_k": 2**63}, 400, "top_k:"),
+        ({"top_k": 2**31}, 400, "top_k:"),
+        ({"seed": 2**63}, 400, "seed:"),
+        ({"max_tokens": 2**63}, 400, "max_tokens:"),
+        ({"min_tokens": 2**63}, 400, "min_tokens:"),
+        ({"top_logprobs": 2**63, "logprobs": True}, 400, "top_logprobs:"),
+        ({"top_logprobs": 2}, 400, "top_logprobs asks"),
+        ({"temperature": 10**400}, 400, "temperature:"),
+        ({"temperature": "1"}, 400, "temperature:"),
+        ({"n": True}, 400, "n:"),
+        ({"max_completion_tokens": 5}, 400, "differ"),
+        ({"stop": ["x"] * 17}, 400, "stop"),
+        ({"stop": "x" * 257}, 400, "stop"),
+        ({"messages": [{}] * 4097}, 400, "messages"),
+        ({"messages": [{"role": "user", "content": [["text"]]}]}, 400, "content parts"),
+        ({"messages": [{"role": "user", "content": [{"type": ["text"]}]}]}, 400, "content parts"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, 400, "no text"),
+        ({"messages": [{"role": "user", "content": 5}]}, 400, "neither text"),
+        ({"chat_template_kwargs": {"messages": []}}, 400, "holds messages"),
+        ({"tool_choice": "auto"}, 400, "tool_choice is not supported"),
+        ({"response_format": {"type": "json_object"}}, 400, "response_format is not supported"),
+        ({"guided_json": {"type": "object"}}, 400, "guided_json is not supported"),
+        ({"stop_token_ids": [1]}, 400, "stop_token_ids is not supported"),
+        ({"prompt_logprobs": 0}, 400, "prompt_logprobs is not supported"),
+        ({"prompt": "x"}, 400, "prompt is not supported"),
+        ({"invented_tomorrow": 1}, 400, "invented_tomorrow is not supported"),
         ({"padding": "x" * 100_000}, 413, "larger than 100000 bytes"),
     ],
 )
@@ -166,6 +196,86 @@ def test_what_cannot_be_answered_is_refused(running: Running, change: dict, stat
     assert answer.status_code == status
     assert said in answer.json()["error"]["message"]
     assert idle(running)
+
+
+def test_fields_that_ask_for_nothing_are_accepted(running: Running) -> None:
+    neutral = {name: values[0] for name, values in NEUTRAL.items()}
+    bookkeeping = dict.fromkeys(HARMLESS, "x")
+    absent = dict.fromkeys(("guided_json", "invented_tomorrow", "seed", "stop", "n", "stream", "temperature"))
+    asked = {"model": "tiny", "max_tokens": 2, **neutral, **bookkeeping, **absent}
+    for path, prompt in (("chat/completions", {"messages": MESSAGES}), ("completions", {"prompt": "one"})):
+        answer = httpx.post(f"{running.url}/v1/{path}", json={**asked, **prompt}, headers={"Authorization": f"Bearer {KEY}"})
+        assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{"prompt": "x", "n": 1, "n": 2}', "n is given twice"),
+        (b'{"prompt": "x", "temperature": NaN}', "NaN is not JSON"),
+        (b'{"prompt": "x", "top_p": -Infinity}', "-Infinity is not JSON"),
+        (b'{"prompt": "x", "temperature": 1e999}', "temperature"),
+        (b'{"prompt": "\\ud800"}', "lone surrogate"),
+        (b'{"prompt": "x", "user": {"a": ["\\uDFFF"]}}', "lone surrogate"),
+        (b'{"prompt": "\xff"}', "not UTF-8"),
+        ('{"prompt": "x"}'.encode("utf-16"), "not UTF-8"),
+        (b"[" * 90_000, "nested too deeply"),
+        (b'{"n":' + b"9" * 5000 + b"}", "not JSON"),
+        (b'["prompt"]', "not a JSON object"),
+        (b"", "not JSON"),
+    ],
+)
+def test_what_is_no_request_is_refused(running: Running, content: bytes, said: str) -> None:
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    answer = httpx.post(f"{running.url}/v1/completions", content=content, headers=headers)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert said in error["message"]
+    assert set(error) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded", "application/jsonx"])
+def test_only_json_is_read(running: Running, kind: str) -> None:
+    headers = {"Authorization": f"Bearer {KEY}"} | ({"Content-Type": kind} if kind else {})
+    answer = httpx.post(f"{running.url}/v1/completions", content=b'{"prompt": "x"}', headers=headers)
+    assert answer.status_code == 415
+    assert "Content-Type" in answer.json()["error"]["message"]
+
+
+def test_two_keys_are_none(running: Running) -> None:
+    answer = httpx.get(f"{running.url}/v1/models", headers=[("Authorization", f"Bearer {KEY}"), ("Authorization", "Bearer other")])
+    assert answer.status_code == 401
+
+
+def test_more_answers_than_the_server_ever_holds_are_refused_for_good(running: Running) -> None:
+    body = {"prompt": ["a"] * 35, "n": 2, "max_tokens": 1}  # 4 run and 64 wait
+    answer = httpx.post(f"{running.url}/v1/completions", json=body, headers={"Authorization": f"Bearer {KEY}"})
+    assert answer.status_code == 400
+    assert "70 answers" in answer.json()["error"]["message"]
+
+
+def test_a_stream_cut_by_the_end_of_the_grace_says_so(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load(tiny_checkpoint)
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda: (time.sleep(0.05), step())[1])
+    running = Running(engine)
+    running.server.config.timeout_graceful_shutdown = 1
+    body = {"prompt": "one", "max_tokens": 900, "ignore_eos": True}
+    whole: list[httpx.Response] = []
+    waits = threading.Thread(target=lambda: whole.append(httpx.post(f"{running.url}/v1/completions", json=body, timeout=60)))
+    waits.start()
+    with httpx.stream("POST", f"{running.url}/v1/completions", json={**body, "stream": True}, timeout=60) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        wait_for(lambda: running.service.open == 2)
+        running.server.should_exit = True
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    assert json.loads(rest[-2].removeprefix("data: "))["error"]["message"] == "the server is stopping"
+    waits.join()
+    assert whole[0].status_code == 503
+    assert whole[0].json()["error"]["message"] == "the server is stopping"
+    running.stop()
 
 
 def test_not_json_wrong_key_wrong_path(running: Running) -> None:
@@ -182,7 +292,8 @@ def test_not_json_wrong_key_wrong_path(running: Running) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_stops_the_work(running: Running, stream: bool) -> None:
     body = json.dumps({"model": "tiny", "messages": MESSAGES, "max_tokens": 900, "stream": stream, "ignore_eos": True}).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    lines = ["POST /v1/chat/completions HTTP/1.1", "Host: x", f"Authorization: Bearer {KEY}", "Content-Type: application/json"]
+    head = "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""])
     before = running.service.finished.values.get("cancelled", 0)
     with socket.create_connection(("127.0.0.1", running.port)) as connection:
         connection.sendall(head.encode() + body)
@@ -235,6 +346,44 @@ def test_metrics_count_what_happened(running: Running) -> None:
     assert after["quantkit_cache_usage_ratio"] == 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_fails_is_told_and_the_others_answered(running: Running, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    push, broken = TextStream.push, Counter[TextStream]()
+
+    def push_or_fail(self: TextStream, token_id: int) -> str:
+        broken[self] += self._stop == ("broken",)
+        if broken[self] > 5:
+            raise ValueError("no such text: \ud800")
+        return push(self, token_id)
+
+    def ask(index: int) -> httpx.Response:
+        body = {"prompt": f"number {index}", "max_tokens": 40, "temperature": 0, "ignore_eos": True, "stream": stream}
+        more = {"stop": "broken"} if index == 2 else {}
+        return httpx.post(f"{running.url}/v1/completions", json={**body, **more}, headers={"Authorization": f"Bearer {KEY}"}, timeout=60)
+
+    def text(answer: httpx.Response) -> str:
+        choices = [event["choices"][0] for event in events(answer)] if stream else answer.json()["choices"]
+        return "".join(choice["text"] for choice in choices)
+
+    before = [text(ask(index)) for index in range(2)]
+    monkeypatch.setattr(TextStream, "push", push_or_fail)
+    with ThreadPoolExecutor() as pool:
+        first, second, bad = pool.map(ask, range(3))
+    assert [text(first), text(second)] == before
+    assert bad.status_code == (200 if stream else 500)
+    error = events(bad)[-1]["error"] if stream else bad.json()["error"]
+    assert error["type"] == "server_error"
+    assert "ValueError: no such text: ?" in error["message"]
+    assert httpx.get(f"{running.url}/health").json() == {"status": "ok"}
+    wait_for(lambda: idle(running))
+
+
+def events(answer: httpx.Response) -> list[dict]:
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
 def test_a_broken_engine_is_told_to_everybody(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = load(tiny_checkpoint)
     running = Running(engine)
@@ -255,6 +404,7 @@ def test_a_broken_engine_is_told_to_everybody(tiny_checkpoint: Path, monkeypatch
 
 SERVE = """
 import sys
+from quantkit.executor.chat import TextStream
 from quantkit.executor.engine import Engine
 from quantkit.executor.server.serve import ServeOptions, serve
 engine = Engine.load(sys.argv[1], device="cpu", dtype="float32", max_batch=4, max_model_len=1024)

@@ -1,0 +1,89 @@
+"""Long requests hold nobody else, and what cannot fit is not tokenised."""
+
+import asyncio
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from quantkit.executor.chat import ChatTokenizer
+from quantkit.executor.server.intake import ApiError, Intake, Lanes, Limits
+from quantkit.executor.server.service import QueueFull
+
+LONG = 1 << 20
+
+
+def test_short_requests_do_not_wait_behind_long_ones() -> None:
+    async def main() -> None:
+        lanes, held = Lanes(10), threading.Event()
+        long = [asyncio.ensure_future(lanes.run(LONG, held.wait)) for _ in range(6)]
+        await asyncio.sleep(0)
+        assert await asyncio.wait_for(lanes.run(100, lambda: "short"), 30) == "short"
+        assert not any(one.done() for one in long)
+        held.set()
+        assert await asyncio.gather(*long) == [True] * 6
+        lanes.close()
+
+    asyncio.run(main())
+
+
+def test_who_left_is_not_read_and_places_are_limited() -> None:
+    async def main() -> None:
+        lanes, held = Lanes(2), threading.Event()
+        read: list[int] = []
+        first = asyncio.ensure_future(lanes.run(LONG, held.wait))
+        second = asyncio.ensure_future(lanes.run(LONG, lambda: read.append(2)))
+        await asyncio.sleep(0.05)
+        with pytest.raises(QueueFull):
+            await lanes.run(100, lambda: None)
+        second.cancel()
+        await asyncio.gather(second, return_exceptions=True)
+        held.set()
+        await first
+        await lanes.run(LONG, lambda: read.append(3))
+        assert read == [3]
+        lanes.close()
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def tokenised(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    lengths: list[int] = []
+    encode = ChatTokenizer._ids
+
+    def counted(self: ChatTokenizer, text: str, **options: bool) -> list[int]:
+        lengths.append(len(text))
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(ChatTokenizer, "_ids", counted)
+    return lengths
+
+
+@pytest.mark.parametrize("text", ["x" * 1_000_000, "word " * 300, "日" * 900])
+def test_what_cannot_fit_is_not_tokenised(tiny_checkpoint: Path, tokenised: list[int], text: str) -> None:
+    intake = Intake(ChatTokenizer(tiny_checkpoint), "tiny", Limits(max_input=50), context=1024, max_choices=8)
+    with pytest.raises(ApiError, match="at most 50 tokens"):
+        intake.completions(json.dumps({"prompt": text}).encode())
+    assert sum(tokenised) <= 8 * 50
+
+
+def test_text_of_few_tokens_a_character_passes(tiny_checkpoint: Path) -> None:
+    tokenizer = ChatTokenizer(tiny_checkpoint)
+    longest = max(tokenizer.tokenizer.get_vocab(), key=len)
+    intake = Intake(tokenizer, "tiny", Limits(max_input=20), context=1024, max_choices=8)
+    prepared = intake.completions(json.dumps({"prompt": longest * 18}).encode())
+    assert len(prepared.choices[0][0]) <= 20
+    assert len(longest) * 18 > 8 * 20, "the text is not long enough to be looked at twice"
+
+
+def test_a_template_that_fails_refuses_the_request(tiny_checkpoint: Path) -> None:
+    tokenizer = ChatTokenizer(tiny_checkpoint)
+    tokenizer.template = "{{ messages[0].content | length // 0 }}"
+    intake = Intake(tokenizer, "tiny", Limits(), context=1024, max_choices=8)
+    with pytest.raises(Exception, match=r"(?i)zero"):
+        intake.chat(json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode())
+    tokenizer.template = "{{ '\ud800' }}"
+    with pytest.raises(ApiError, match="cannot be tokenised"):
+        intake.chat(json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode())

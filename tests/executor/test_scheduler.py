@@ -1,0 +1,66 @@
+"""Prompts share a step's tokens: long ones leave room to short ones, and everybody's tokens are those of computing alone."""
+
+from pathlib import Path
+
+import pytest
+
+from quantkit.executor.cache import CachePlan
+from quantkit.executor.chat import ChatTokenizer
+from quantkit.executor.engine import Engine
+from quantkit.executor.sampling import SamplingParams
+from quantkit.executor.scheduler import Scheduler
+from quantkit.executor.sequence import Sequence
+
+BUDGET = 100
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_checkpoint: Path) -> ChatTokenizer:
+    return ChatTokenizer(tiny_checkpoint)
+
+
+def schedule(tokenizer: ChatTokenizer, lengths: list[int], max_batch: int = 8) -> list[dict[int, int]]:
+    """Steps until every prompt is computed: tokens of each prompt, by its number."""
+    scheduler = Scheduler(CachePlan(200, 64, 4096), max_batch=max_batch, prefill_tokens=BUDGET)
+    for index, length in enumerate(lengths):
+        scheduler.add(Sequence(index, [1] * length, SamplingParams(), tokenizer, 4096, streams=False))
+    steps: list[dict[int, int]] = []
+    while scheduler.waiting or any(sequence.num_new > 1 for sequence in scheduler.running):
+        step = scheduler.schedule()
+        steps.append({sequence.index: count for sequence, count in step.prefill})
+        for sequence, count in step.prefill:
+            sequence.num_cached += count
+            if not sequence.num_new:
+                sequence.token_ids.append(1)
+    return steps
+
+
+def test_prompts_that_fit_in_a_step_are_computed_in_order(tokenizer: ChatTokenizer) -> None:
+    assert schedule(tokenizer, [60, 60, 60]) == [{0: 60, 1: 40}, {1: 20, 2: 60}]
+
+
+def test_a_long_prompt_alone_has_every_step(tokenizer: ChatTokenizer) -> None:
+    assert schedule(tokenizer, [250]) == [{0: 100}, {0: 100}, {0: 50}]
+
+
+def test_a_long_prompt_leaves_half_of_a_step_to_others(tokenizer: ChatTokenizer) -> None:
+    assert schedule(tokenizer, [1000, 3])[0] == {0: 97, 1: 3}
+    assert schedule(tokenizer, [1000, 90])[:2] == [{0: 50, 1: 50}, {0: 60, 1: 40}]
+
+
+def test_short_prompts_pass_several_long_ones_and_do_not_stop_them(tokenizer: ChatTokenizer) -> None:
+    steps = schedule(tokenizer, [1000, 1000, *[40] * 5])
+    assert all(sum(step.values()) == BUDGET for step in steps[:-1])
+    assert all(step.get(0, 0) >= BUDGET // 2 for step in steps[:10])
+    assert {2, 3, 4, 5, 6} <= {index for step in steps[:4] for index in step}
+    assert not any(1 in step for step in steps[:9]), "long prompts are computed one after the other"
+
+
+def test_tokens_are_those_of_computing_alone(tiny_checkpoint: Path) -> None:
+    options = {"device": "cpu", "dtype": "float32", "max_model_len": 512}
+    engine = Engine.load(tiny_checkpoint, max_batch=4, prefill_tokens=16, **options)  # type: ignore[arg-type]
+    prompts = [[7 + i] * length for i, length in enumerate((150, 4, 120, 30, 9))]
+    params = SamplingParams(max_new_tokens=8, ignore_eos=True)
+    together = sorted(engine.generate(prompts, params), key=lambda one: one.index)
+    assert max(together[i].timings.first_token_s for i in (1, 4)) < together[0].timings.first_token_s
+    assert [one.token_ids for one in together] == [next(iter(engine.generate([prompt], params))).token_ids for prompt in prompts]

@@ -1,0 +1,209 @@
+"""Generated requests for a server: right ones, and right ones spoilt in their values, fields, bytes, headers, paths and methods."""
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from quantkit.executor.server.protocol import HARMLESS, NEUTRAL, ChatRequest, CompletionRequest
+
+KEY = "secret"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One request. leaves: the client goes after the first bytes of the answer."""
+
+    method: str
+    path: str
+    content: bytes
+    headers: dict[str, str] = field(default_factory=lambda: {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"})
+    leaves: bool = False
+
+
+def request(draw: random.Random) -> Sent:
+    path, body = (CHAT, _chat(draw)) if draw.random() < 0.5 else (COMPLETIONS, _completion(draw))
+    return draw.choice(KINDS)(draw, path, body)
+
+
+def _chat(draw: random.Random) -> dict[str, Any]:
+    messages = [{"role": draw.choice(["system", "user", "assistant"]), "content": _text(draw)} for _ in range(draw.randint(1, 3))]
+    return {"messages": [*messages, {"role": "user", "content": _text(draw)}], **_common(draw)}
+
+
+def _completion(draw: random.Random) -> dict[str, Any]:
+    prompt: Any = draw.choice([_text(draw), [_text(draw), _text(draw)], [draw.randrange(300) for _ in range(5)], [[5, 6], [7]]])
+    return {"prompt": prompt, **_common(draw)}
+
+
+def _common(draw: random.Random) -> dict[str, Any]:
+    body: dict[str, Any] = {"max_tokens": draw.randint(1, 4)}
+    optional = {
+        "temperature": draw.choice([0, 0.7, 1, 100, 1e-40]),
+        "top_p": draw.choice([1, 0.5, 1e-50]),
+        "top_k": draw.choice([-1, 0, 1, 50, 2**31 - 1]),
+        "seed": draw.choice([0, 7, 2**63 - 1, -(2**63)]),
+        "n": draw.randint(1, 3),
+        "stop": draw.choice(["a", ["b", "\n\n"], None]),
+        "stream": draw.random() < 0.5,
+        "ignore_eos": True,
+        "min_tokens": 1,
+        "user": "somebody",
+        "response_format": {"type": "text"},
+        "stream_options": {"include_usage": True},
+    }
+    return body | {name: optional[name] for name in draw.sample(sorted(optional), draw.randint(0, 5))}
+
+
+def _text(draw: random.Random) -> str:
+    return draw.choice(["What is 2+3?", "ы日本語🙂", "<think>", "</s><|user|>", "\x00\x1b[31m", " " * 50, "a" * draw.randint(1, 200), ""])
+
+
+def _value(draw: random.Random) -> Any:
+    """Something that a field does not expect."""
+    numbers = [2**63, -(2**63) - 1, 2**31, 10**400, -1, 0, 1.5, 1e308, -1e308, 5e-324, float("nan"), float("inf"), float("-inf")]
+    texts = ["", "x", "1", "null", "\ud800", "a\udfff", "x" * 5000, "\x00"]
+    lists: list[Any] = [[], [[]], [None], [1, "a"], ["x"] * 2000, [0] * 3000, [[1]] * 400, [-1], [2**70], [{}], {}, {"a": 1}, {"type": "x"}]
+    return draw.choice([None, True, False, *numbers, *texts, *lists, _nested(draw.choice([3, 300]))])
+
+
+def _nested(depth: int) -> Any:
+    value: Any = 1
+    for level in range(depth):
+        value = [value] if level % 2 else {"a": value}
+    return value
+
+
+FIELDS = sorted(
+    {*ChatRequest.model_fields, *CompletionRequest.model_fields, *NEUTRAL, *HARMLESS, "guided_json", "prompt_logprobs", "nonsense"}
+)
+
+
+def _right(draw: random.Random, path: str, body: dict[str, Any]) -> Sent:
+    return Sent("POST", path, json.dumps(body).encode())
+
+
+def _left(draw: random.Random, path: str, body: dict[str, Any]) -> Sent:
+    return replace(_right(draw, path, {**body, "stream": draw.random() < 0.7, "max_tokens": 60}), leaves=True)
+
+
+def _spoilt_value(draw: random.Random, path: str, body: dict[str, Any]) -> Sent:
+    for name in draw.sample(FIELDS, draw.randint(1, 2)):
+        body[name] = _value(draw)
+    return _right(draw, path, body)
+
+
+def _spoilt_message(draw: random.Random, path: str, body: dict[str, Any]) -> Sent:
+    message = {
+        "role": draw.choice(["user", _value(draw)]),
+        "content": draw.choice([_value(draw), [{"type": "text", "text": _value(draw)}]]),
+    }
+    more = {draw.choice(["tool_calls", "name", "reasoning_content", "x"]): _value(draw)} if draw.random() < 0.5 else {}
+    body = {**body, "messages": [{**message, **more}]}
+    if draw.random() < 0.3:
+        body["chat_template_kwargs"] = {draw.choice(["messages", "eos_token", "self", "add_generation_prompt", "tools"]): _value(draw)}
+    body.pop("prompt", None)
+    return _right(draw, CHAT, body)
+
+
+def _missing(draw: random.Random, path: str, body: dict[str, Any]) -> Sent:
+    body.pop(draw.choice(["messages" if path == CHAT else "prompt", draw.choice(sorted(body))]))
+    return _right(draw, path, {**body, "max_tokens": 2})
+
+
+def _spoilt_bytes(draw: random.Random, path: str, body: dict[str, Any]) -> Sent:
+    text = json.dumps(body).encode()
+    at = draw.randrange(len(text))
+    depth = draw.choice([50, 900, 100_000])
+    content = draw.choice(
+        [
+            text[:at],
+            text[:at] + bytes([draw.randrange(256)]) + text[at + 1 :],
+            text[:at] + b"\xff\xfe" + text[at:],
+            b"",
+            draw.randbytes(200),
+            b"[" * depth,
+            b'{"a":' * depth,
+            b'{"messages":' + b"[" * depth + b"]" * depth + b"}",
+            b'{"n":' + b"9" * draw.choice([30, 5000]) + b"}",
+            text[:-1] + b',"n":1,"n":2}',
+            json.dumps(body).encode("utf-16"),
+            b"\xef\xbb\xbf" + text,
+            b"null",
+            b'"text"',
+        ]
+    )
+    return Sent("POST", path, content)
+
+
+def _large(draw: random.Random, path: str, body: dict[str, Any]) -> Sent:
+    big: dict[str, Any] = draw.choice(
+        [
+            {"prompt": "word " * draw.choice([3000, 200_000])},
+            {"prompt": ["a"] * 400},
+            {"prompt": [5] * 100_000},
+            {"prompt": [[5]] * 100, "n": 64},
+            {"prompt": "a", "stop": ["x"] * 20_000},
+            {"prompt": "a", "stop": "y" * 100_000},
+            {"prompt": "a", "padding": "x" * 9_000_000} if draw.random() < 0.1 else {"prompt": "a", "user": "x" * 100_000},
+            {"prompt": "a", "metadata": {str(index): index for index in range(20_000)}},
+        ]
+    )
+    return _right(draw, COMPLETIONS, {**big, "max_tokens": 2})
+
+
+def _spoilt_headers(draw: random.Random, path: str, body: dict[str, Any]) -> Sent:
+    sent = _right(draw, path, body)
+    spoilt = draw.choice(
+        [
+            {
+                "Content-Type": draw.choice(
+                    ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "x", "application/json2"]
+                )
+            },
+            {"Content-Type": "Application/JSON; charset=utf-8"},
+            {"Authorization": draw.choice(["", "Bearer", "Bearer wrong", "Basic c2VjcmV0", f"bearer {KEY}", "\xe9"])},
+            {"Content-Encoding": draw.choice(["gzip", "br", "identity"])},
+            {"Accept": "image/png", "Range": "bytes=0-1", "Expect": "x", "X-Forwarded-For": "1" * 500},
+            {"Origin": "http://evil.example", "Host": "evil.example"},
+        ]
+    )
+    headers = {**sent.headers, **spoilt}
+    for name in draw.sample(sorted(headers), draw.randint(0, 1)):
+        del headers[name]
+    return replace(sent, headers=headers)
+
+
+def _elsewhere(draw: random.Random, path: str, body: dict[str, Any]) -> Sent:
+    paths = [
+        "/",
+        "/v1",
+        "/v2/x",
+        "/v1/models",
+        "/v1/models/tiny",
+        "/metrics",
+        "/health",
+        "/..%2f..%2fetc/passwd",
+        "/%ff%00",
+        "/v1/embeddings",
+    ]
+    method = draw.choice(["GET", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "POST", "FROB"])
+    return replace(_right(draw, path, body), method=method, path=draw.choice([*paths, path, path + "/", path + "?a=b"]))
+
+
+KINDS: tuple[Callable[[random.Random, str, dict[str, Any]], Sent], ...] = (
+    _right,
+    _left,
+    _spoilt_value,
+    _spoilt_value,
+    _spoilt_value,
+    _spoilt_message,
+    _missing,
+    _spoilt_bytes,
+    _spoilt_bytes,
+    _large,
+    _spoilt_headers,
+    _elsewhere,
+)
