@@ -1,7 +1,7 @@
 """Measured tables as data: benchmarks/results/*.json, one file a table.
 
 A file holds `title`, `machine`, `commit`, `date` (of the commit), `command`, `columns` (name, and unit where there is one), `rows`,
-and `notes`: what was run where. `commit` and `command` are null where others published the figures. Numbers are shown as they are
+and `notes`: what was run where. `commit` and `command` are null where there is none. Numbers are shown as they are
 written, to the last zero.
 """
 
