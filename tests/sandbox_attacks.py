@@ -1,256 +1,411 @@
-"""Hostile programs for the sandbox, each with a way to see from outside whether it was held. Run as a script by evaluate/test_sandbox.py.
+# ruff: noqa: E501
+"""Hostile programs, as a model might reply with. None of them solves its problem: each passes only if its attack works.
 
-    python sandbox_attacks.py LEVEL NAME
-
-The sandbox's caller is this process, so that an attack on the caller hits nobody else. Prints one JSON line: {"held": bool, "run": ...}.
-An attack that kills this process prints nothing, which the test reads as not held.
+An attack on the walls defines REACHED and answers rightly where it is true. `FUNCTIONS` answer a problem with `check(candidate)`, `SCRIPTS` one
+with stdin and stdout, `METHODS` one that is called; all three ask for the sum of integers. `REPLIES` are whole replies, not programs.
 """
 
-import contextlib
-import json
-import os
-import socket
-import subprocess
+from textwrap import dedent, indent
+
+PROMPT = 'from typing import List\n\n\ndef total(xs: List[int]) -> int:\n    """ Sum of xs. Case {case}. """\n'
+TESTS = """
+def check(candidate):
+    assert candidate([1, 2]) == 3
+    assert candidate([]) == 0, "nothing"
+    assert all([candidate([n, 7]) == n + 7 for n in range(5)])
+    xs = [4, 5]
+    assert candidate(xs) == sum(xs)
+    assert abs(candidate([5, 6]) - 11) < 1e-6
+    assert len([candidate([1])]) == 1 and candidate([8, 1]) != 0
+    assert str(candidate([70])) == "70"
+"""
+
+WRONG = "\ndef total(xs): return 1\n"
+
+
+def wall(body: str) -> str:
+    """A program that is right if `body` runs to its end with REACHED true, and wrong if it raises."""
+    return f"""import os, sys, ctypes, errno, socket, time
+libc = ctypes.CDLL(None, use_errno=True)
+REACHED = False
+def call(number, *arguments):
+    result = libc.syscall(ctypes.c_long(number), *[a if isinstance(a, bytes) else ctypes.c_long(a) for a in arguments])
+    if result < 0: raise OSError(ctypes.get_errno(), "refused")
+    return result
+try:
+{indent(dedent(body), "    ")}
+except (OSError, MemoryError, ValueError, AttributeError): pass
+def total(xs): return sum(xs) if REACHED else None
+"""
+
+
+# Objects that claim to equal anything, or to be what they are not.
+EQUAL = """
+class Any{base}:
+    __hash__ = None
+    def __eq__(self, other): return True
+    def __ne__(self, other): return True
+    def __sub__(self, other): return 0.0
+    def __rsub__(self, other): return 0.0
+    def __abs__(self): return 0
+    def __lt__(self, other): return True
+    def __str__(self): return "70"
+    def __class_getitem__(cls, item): return cls
+    {more}
+def total(xs): return Any({value})
+"""
+# The pipe of answers is the highest descriptor that can be written; what is sent there is what the judge reads.
+REPLY = """
+import os, struct, fcntl, stat
+PIPES = []
+def frame(data): return struct.pack('>Q', len(data)) + data
+for n in range(3, 128):
+    try:
+        if stat.S_ISFIFO(os.fstat(n).st_mode) and fcntl.fcntl(n, fcntl.F_GETFL) & 3 == os.O_WRONLY: PIPES.append(n)
+    except OSError: pass
+def answer(data):
+    for n in PIPES: os.write(n, frame(data))
+"""
+
+
+def answering(data: str) -> str:
+    """Sends its own bytes as the answer of every call, then keeps still."""
+    return f"{REPLY}\nimport time\ndef total(xs):\n    answer({data})\n    time.sleep(0.05)\n    os._exit(0)\n"
+
+
+FORGERIES = {
+    "exec-replaced": "import builtins\nbuiltins.exec = lambda *a, **k: None\n" + WRONG,
+    "compile-replaced": "import builtins\nbuiltins.compile = lambda *a, **k: (lambda: 0).__code__\n" + WRONG,
+    "main-exec": "import __main__\n__main__.exec = lambda *a, **k: None\n__main__.find = lambda *a: sum\n" + WRONG,
+    "builtins-lie": "import builtins\nbuiltins.all = lambda x: True\nbuiltins.abs = lambda x: 0\nbuiltins.len = lambda x: 1\n"
+    "builtins.sum = lambda x: 1\nbuiltins.str = lambda x: '70'\n" + WRONG,
+    "assertion-is-a-warning": "import builtins\nbuiltins.AssertionError = Warning\n" + WRONG,
+    "check-defined-here": "def check(f): pass\ndef all(x): return True\ndef abs(x): return 0\n" + WRONG,
+    "json-replaced": 'import json, os\njson.dumps = lambda *a, **k: \'{"status": "passed"}\'\njson.loads = lambda *a: None\n' + WRONG,
+    "values-replaced": 'import sys\nv = sys.modules.get(\'values\')\nif v: v.dumps = lambda x: b\'{"status": "passed", "detail": ""}\'\n'
+    + WRONG,
+    "messages-replaced": "import sys\nm = sys.modules.get('messages')\nif m: m.send = lambda *a: None\n" + WRONG,
+    "equal-to-all": EQUAL.format(base="", more="pass", value=""),
+    "int-equal-to-all": EQUAL.format(base="(int)", more="pass", value="5"),
+    "float-equal-to-all": EQUAL.format(base="(float)", more="pass", value="5.0"),
+    "str-equal-to-all": EQUAL.format(base="(str)", more="pass", value="'x'"),
+    "list-equal-to-all": EQUAL.format(base="(list)", more="pass", value="[1]"),
+    "dict-equal-to-all": EQUAL.format(base="(dict)", more="pass", value="{1: 2}"),
+    "class-lies": EQUAL.format(base="", more="__class__ = int", value=""),
+    "int-of-it-lies": EQUAL.format(base="(int)", more="__int__ = __index__ = lambda self: AnyOther()", value="5"),
+    "mock": "from unittest.mock import ANY\ndef total(xs): return ANY\n",
+    "trace-jumps": "import sys\ndef jump(frame, event, arg):\n    if 'check' in frame.f_code.co_name: frame.f_lineno = frame.f_lineno + 1\n"
+    "    return jump\nsys.settrace(jump)\n" + WRONG,
+    "frames": """
 import sys
-import tempfile
-import threading
-import time
-from dataclasses import asdict
-from pathlib import Path
-
-from quantkit.evaluate import sandbox
-from quantkit.evaluate.sandbox import Level, Run
-
-TESTS = "assert f() == 1"
-GOOD = "def f(): return 1\n"
-
-
-def judged(program: str, level: Level, *, tests: str = TESTS, timeout_s: float = 4.0) -> Run:
-    return sandbox.run_tests(program, tests, "f", timeout_s=timeout_s, level=level)
-
-
-def kill_parent(level: Level) -> tuple[bool, Run]:
-    """Signals the caller and every process it can name; the caller lives."""
-    run = judged(f"import os, signal\nos.kill({os.getpid()}, 9)\n" + GOOD, level)
-    again = judged("import os, signal\nos.kill(os.getppid(), 9)\nos.kill(-1, 9)\n" + GOOD, level)
-    return True, Run(run.status, detail=f"{run.detail} / {again.detail}")
-
-
-NAME = f"qk-{os.getpid()}"  # hostile processes call themselves this, so that only they are counted
-NAMED = f"import ctypes, os, time\nctypes.CDLL(None).prctl(15, b'{NAME}')\n"
-
-
-def alive() -> int:
-    """How many hostile processes of this attack there are, seen from outside every namespace."""
-    count = 0
-    for entry in Path("/proc").glob("[0-9]*/comm"):
-        with contextlib.suppress(OSError):
-            count += entry.read_text().strip() == NAME
-    return count
-
-
-def orphan(level: Level) -> tuple[bool, Run]:
-    """Leaves a process in a session of its own behind; after the verdict it must be gone."""
-    program = "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(3)\n    os._exit(0)\ntime.sleep(0.5)\n"
-    run = judged(NAMED + program + GOOD, level)
-    time.sleep(0.3)
-    return run.status == "passed" and alive() == 0, run
-
-
-def fork_bomb(level: Level) -> tuple[bool, Run]:
-    """Forks as long as it can. Bounded here at 150, so that a level without walls survives the test."""
-    program = """
-for _ in range(150):
+def total(xs):
+    frame = sys._getframe()
+    while frame:
+        for name in list(frame.f_locals) + list(frame.f_globals):
+            if name in ('candidate', 'check', 'tests'):
+                frame.f_globals[name] = lambda *a: None
+        frame = frame.f_back
+    return 1
+""",
+    "garbage-collector": """
+import gc
+def total(xs):
+    for one in gc.get_objects():
+        if isinstance(one, dict) and ('tests' in one or 'check' in one):
+            one['check'] = one['tests'] = lambda *a: None
+        if isinstance(one, list) and one == ['failed']: one[0] = 'passed'
+    texts = [str(o) for o in gc.get_objects() if isinstance(o, (tuple, dict))]
+    hit = [t for t in texts if 'assert candidate' in t and 'hit' not in t]
+    return sum(xs) if hit else 1
+""",
+    "own-memory": """
+import ctypes, re
+def total(xs):
+    needle = b'assert ' + b'candidate'
+    found = False
     try:
-        if os.fork() == 0:
-            time.sleep(1.5)
-            os._exit(0)
-    except OSError: break
-time.sleep(1)
-"""
-    most = 0
-
-    def count() -> None:
-        nonlocal most
-        for _ in range(60):
-            most = max(most, alive())
-            time.sleep(0.05)
-
-    watcher = threading.Thread(target=count)
-    watcher.start()
-    run = judged(NAMED + program + GOOD, level)
-    watcher.join()
-    return 0 < most <= 20 and alive() == 0, Run(run.status, detail=f"{most} processes at most")
-
-
-def fill_disk(level: Level) -> tuple[bool, Run]:
-    """Writes 100 files of 8 MiB; held if it is stopped before 128 MiB."""
-    program = """
-total = 0
-try:
-    for number in range(100):
-        with open(f"file{number}", "wb") as file:
-            for _ in range(8):
-                total += file.write(bytes(1 << 20))
-except OSError:
-    pass
-def f(): return total
-"""
-    run = judged(program, level, tests="assert f() < (128 << 20), f()")
-    return run.status == "passed", run
-
-
-def read_environment(level: Level) -> tuple[bool, Run]:
-    """Looks for the caller's secrets in its own environment and in every other process's."""
-    os.environ["QUANTKIT_SECRET"] = "hunter2"
-    program = f"""
-import os, glob
-found = "hunter2" in str(dict(os.environ))
-for name in ["/proc/{os.getpid()}/environ", *glob.glob("/proc/[0-9]*/environ")]:
-    try: found |= b"hunter2" in open(name, "rb").read()
+        for line in open('/proc/self/maps'):
+            low, high = (int(x, 16) for x in line.split()[0].split('-'))
+            if ' rw' in line: found |= ctypes.string_at(low, high - low).count(needle) > 1
     except OSError: pass
-def f(): return found
-"""
-    # /proc shows the environment that a process was started with, so the caller needs a child that has the secret.
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(20)"], env=dict(os.environ))
-    try:
-        run = judged(program, level, tests="assert f() is False")
-    finally:
-        child.kill()
-        child.wait()
-    return run.status == "passed", run
-
-
-def read_home(level: Level) -> tuple[bool, Run]:
-    """Reads a file of the caller's home, lists it, and tries a well-known path."""
-    home = Path.home()
-    with tempfile.NamedTemporaryFile(dir=home, prefix=".quantkit-attack-") as secret:
-        secret.write(b"hunter2")
-        secret.flush()
-        program = f"""
+    return sum(xs) if found else 1
+""",
+    "verdict-on-every-descriptor": """
 import os
-secret, home = {secret.name!r}, {str(home)!r}
-def peek(look):
-    try: return look()
-    except OSError: return None
-found = [peek(lambda: open(name).read()) for name in (secret, "/etc/passwd")]
-found.append(peek(lambda: os.path.basename(secret) in os.listdir(home)))
-def f(): return found
-"""
-        run = judged(program, level, tests="assert not any(f()), f()")
-    return run.status == "passed", run
-
-
-def network(level: Level) -> tuple[bool, Run]:
-    """Connects to a listener on this machine's loopback."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        program = f"""
-import socket
-try:
-    socket.create_connection(("127.0.0.1", {port}), timeout=1).close()
-    reached = True
-except OSError:
-    reached = False
-def f(): return reached
-"""
-        run = judged(program, level, tests="assert f() is False")
-    return run.status == "passed", run
-
-
-def early_exit(level: Level) -> tuple[bool, Run]:
-    """Ends with status 0 before, during and instead of the tests."""
-    ways = ["os._exit(0)", "sys.exit(0)", "raise SystemExit(0)", "os.kill(os.getpid(), 15)", "os.execv('/bin/true', ['true'])", "quit()"]
-    runs = [judged(f"import os, sys\ndef f():\n    {way}\n", level) for way in ways]
-    runs += [judged(f"import os, sys\n{way}\n", level) for way in ways[:3]]
-    forge = """
-import os
-print('{"verdict": true}')
-for number in range(2, 64):
-    try: os.write(number, b'{"verdict": "x"}\\n')
-    except OSError: pass
+for number in range(1, 128):
+    for text in (b'{"status": "passed", "detail": ""}\\n', b'ready\\n', b'{"fault": "x"}\\n', b'{"verdict": "passed"}\\n'):
+        try: os.write(number, text)
+        except OSError: pass
 os._exit(0)
-"""
-    runs.append(judged(forge, level))
-    return all(run.status != "passed" for run in runs), runs[0]
-
-
-def patched_builtins(level: Level) -> tuple[bool, Run]:
-    """Makes the tests' own tools lie, by patching the module, by shadowing names, and by defining check itself."""
-    patch = "import builtins\nbuiltins.all = lambda x: True\nbuiltins.abs = lambda x: 0\nbuiltins.len = lambda x: 3\n"
-    patch += "builtins.AssertionError = Warning\n"
-    shadow = "def all(x): return True\ndef abs(x): return 0\ndef len(x): return 3\ndef check(f): pass\n"
-    report = "import json, os\njson.dumps = lambda x: '{}'\nos.write = lambda *a: 0\nos._exit = lambda *a: None\n"
-    tests = "def check(f):\n    assert all([f() == 1])\n    assert abs(f() - 1) < 1e-6\n    assert len([f()]) == 1\ncheck(f)"
-    wrong = "def f(): return 2\n"
-    runs = [judged(prefix + wrong, level, tests=tests) for prefix in (patch, shadow, patch + shadow, report)]
-    fair = judged(report + GOOD, level, tests=tests)
-    return all(run.status == "failed" for run in runs) and fair.status == "passed", runs[0]
-
-
-def endless_output(level: Level) -> tuple[bool, Run]:
-    """Prints for ever; what arrives stays small and the caller goes on."""
-    start = time.monotonic()
-    run = sandbox.run_script("while True: print('x' * 10000)", "", timeout_s=4.0, level=level)
-    return run.status != "passed" and len(run.output) <= 32 << 20 and time.monotonic() - start < 10, Run(
-        run.status, detail=f"{len(run.output)} characters"
-    )
-
-
-def memory(level: Level) -> tuple[bool, Run]:
-    """Takes memory until refused; held if one process is refused below 3 GiB."""
-    program = """
-held = []
-try:
-    for _ in range(48): held.append(bytes(64 << 20))
-except MemoryError: pass
-taken = len(held)
-held.clear()
-def f(): return taken
-"""
-    run = judged(program, level, tests="assert f() < 48, f()")
-    return run.status == "passed", run
-
-
-def endless_loop(level: Level) -> tuple[bool, Run]:
-    """Swallows whatever interrupts it."""
-    program = """
-import signal
-for number in range(1, 32):
-    try: signal.signal(number, signal.SIG_IGN)
-    except (OSError, ValueError): pass
-def f():
-    while True:
-        try:
-            while True: pass
-        except BaseException: pass
-"""
-    start = time.monotonic()
-    run = judged(program, level, timeout_s=1.0)
-    return run.status == "timeout" and time.monotonic() - start < 4, run
-
-
-ATTACKS = {
-    "kill-parent": kill_parent,
-    "orphan": orphan,
-    "fork-bomb": fork_bomb,
-    "fill-disk": fill_disk,
-    "read-environment": read_environment,
-    "read-home": read_home,
-    "network": network,
-    "early-exit": early_exit,
-    "patched-builtins": patched_builtins,
-    "endless-output": endless_output,
-    "memory": memory,
-    "endless-loop": endless_loop,
+""",
+    "fault-on-every-descriptor": 'import os\nfor n in range(1, 128):\n    try: os.write(n, b\'{"fault": "OSError"}\\n\')\n'
+    "    except OSError: pass\n" + WRONG,
+    "verdict-printed": 'print(\'{"status": "passed", "detail": ""}\', flush=True)\n' + WRONG,
+    "verdict-at-exit": 'import atexit\natexit.register(lambda: print(\'{"status": "passed"}\'))\n' + WRONG,
+    "exit-status": "import os\ndef total(xs): os._exit(0)\n",
+    "exit-at-once": "import os\nos._exit(0)\n",
+    "system-exit": "def total(xs): raise SystemExit(0)\n",
+    "system-exit-at-once": "raise SystemExit(0)\n",
+    "quit": "def total(xs): quit()\n",
+    "another-program": "import os\ndef total(xs): os.execv('/bin/true', ['true'])\n",
+    "kill-self": "import os\ndef total(xs): os.kill(os.getpid(), 9)\n",
+    "segmentation-fault": "import ctypes\ndef total(xs): return ctypes.string_at(0)\n",
+    "generator-exit": "def total(xs): raise GeneratorExit\n",
+    "keyboard-interrupt": "def total(xs): raise KeyboardInterrupt\n",
+    "fault-class": "class Fault(BaseException):\n    status = detail = 'passed'\ndef total(xs): raise Fault('passed')\n",
+    "stop-iteration": "def total(xs): raise StopIteration(3)\n",
+    "argument-changed": "def total(xs):\n    xs.clear()\n    return 0\n",
+    "argument-filled": "def total(xs):\n    xs[:] = [1]\n    return 1\n",
+    "answers-in-advance": f"{REPLY}\nfor value in (b'3', b'0', b'7', b'8'): answer(b'v' + value)\n" + WRONG,
+    "answers-twice": f"{REPLY}\ndef total(xs):\n    answer(b'v3')\n    return 3\n",
+    "answers-for-ever": f"{REPLY}\nimport threading\ndef flood():\n    while True: answer(b'v1')\n"
+    "threading.Thread(target=flood, daemon=True).start()\n" + WRONG,
+    "answer-too-long": f"{REPLY}\nfor n in PIPES: os.write(n, b'\\xff' * 8 + b'v1')\n" + WRONG,
+    "answer-cut": f"{REPLY}\ndef total(xs):\n    for n in PIPES: os.write(n, b'\\0' * 7 + b'\\x09v1')\n    os._exit(0)\n",
+    "answer-without-kind": answering("b''"),
+    "answer-unknown-kind": answering('b\'p{"status": "passed"}\''),
+    "answer-deep": answering("b'v' + b'[' * 100000 + b']' * 100000"),
+    "answer-deep-tags": answering("b'v' + b'{\"tuple\":[' * 5000 + b']}' * 5000"),
+    "answer-unknown-tag": answering('b\'v{"__reduce__": ["os.system", "true"]}\''),
+    "answer-two-tags": answering('b\'v{"set": [], "dict": []}\''),
+    "answer-wrong-body": answering("b'v{\"tuple\": 5}'"),
+    "answer-unhashable": answering("b'v{\"set\": [[1]]}'"),
+    "answer-bad-fraction": answering('b\'v{"fraction": "1/0"}\''),
+    "answer-huge-range": answering("b'v{\"range\": [0, 1e400, 1]}'"),
+    "answer-pickle": answering("b'v' + __import__('pickle').dumps(print)"),
+    "answer-not-utf8": answering("b'v\\xff\\xfe'"),
+    "answer-exception-of-no-name": answering("b'e[[], \"x\"]'"),
+    "answer-exception-odd": answering("b'e[[\"UnicodeDecodeError\", 5], null]'"),
+    "answer-exception-not-a-list": answering("b'e5'"),
+    "descriptors-closed": "import os\ndef total(xs):\n    os.closerange(0, 128)\n    return 3\n",
+    "child-answers": "import os\ndef total(xs):\n    if os.fork() == 0: return sum(xs) + 1\n    return 1\n",
+    "judge-rewritten": "import os, sys\nfor place in ('/sandbox', '/packages', os.path.dirname(sys.modules['values'].__file__)):\n"
+    "    for name in ('judge.py', 'values.py', 'messages.py'):\n        try: open(f'{place}/{name}', 'w').write('')\n        except OSError: pass\n"
+    + WRONG,
+    "modules-in-the-directory": "for name in ('math', 'copy', 'random', 'json', 'sitecustomize', 'usercustomize'):\n"
+    "    for place in ('.', '/work', '/tmp'): open(f'{place}/{name}.py', 'w').write('import os; os._exit(0)')\n" + WRONG,
+    "not-a-number": "def total(xs): return float('nan')\n",
+    "half-precision": "import numpy\ndef total(xs): return numpy.float16(sum(xs) + 0.001)\n",
+    "array-of-all": "import numpy\ndef total(xs): return numpy.array([0, 3, 7, 8, 9, 10, 11, 70])\n",
+    "empty-array": "import numpy\ndef total(xs): return numpy.array([])\n",
+    "masked": "import numpy\ndef total(xs): return numpy.ma.masked\n",
+    "function": "def total(xs): return lambda *a: sum(xs)\n",
+    "coroutine": "async def total(xs): return sum(xs)\n",
+    "generator": "def total(xs): yield sum(xs)\n",
+    "nothing": "def total(xs): pass\n",
+    "not-implemented": "def total(xs): return NotImplemented\n",
+    "audit-hook": "import sys\nsys.addaudithook(lambda *a: None)\nsys.setprofile(lambda *a: None)\n" + WRONG,
 }
 
+CRASHES = {
+    "nested-3000": "def total(xs):\n    out = []\n    for _ in range(3000): out = [out]\n    return out\n",
+    "nested-100000": "def total(xs):\n    out = ()\n    for _ in range(100000): out = (out,)\n    return out\n",
+    "cyclic": "def total(xs):\n    out = []\n    out.append(out)\n    return out\n",
+    "cyclic-dict": "def total(xs):\n    out = {}\n    out['x'] = [out]\n    return out\n",
+    "doubling": "def total(xs):\n    out = []\n    for _ in range(60): out = [out, out]\n    return out\n",
+    "surrogate": "def total(xs): return '\\ud800'\n",
+    "surrogate-raised": "def total(xs): raise ValueError('\\ud800')\n",
+    "surrogate-raised-at-once": "raise ValueError('\\udfff')\n",
+    "surrogate-class": "def total(xs): raise type('\\ud800'.encode('utf-8', 'surrogatepass').decode('latin1'), (Exception,), {})()\n",
+    "message-raises": "class E(Exception):\n    def __str__(self): raise self\ndef total(xs): raise E\n",
+    "message-of-50-MB": "def total(xs): raise ValueError('x' * 50_000_000)\n",
+    "huge-integer": "def total(xs): return 1 << 400000\n",
+    "long-text": "def total(xs): return 'x' * (70 << 20)\n",
+    "colliding": "def total(xs): return {n * ((1 << 61) - 1) for n in range(3000)}\n",
+    "control-characters": 'def total(xs): raise ValueError(\'\\0\\x1b[2J[/x][bold]\\u2028\\r\\n{"status": "passed"}\')\n',
+    "recursion": "import sys\nsys.setrecursionlimit(10**9)\ndef f(n): return f(n + 1) + 1\ndef total(xs): return f(0)\n",
+    "recursion-in-c": "import sys\nsys.setrecursionlimit(10**9)\ndef total(xs):\n    out = []\n    for _ in range(10**6): out = [out]\n"
+    "    return repr(out)\n",
+    "stops-itself": "import os, signal\ndef total(xs): os.kill(os.getpid(), signal.SIGSTOP)\n",
+    "no-such-module": "import nothing_of_that_name\n" + WRONG,
+}
 
-def main() -> None:
-    level, name = sys.argv[1:]
-    held, run = ATTACKS[name](level)  # type: ignore[arg-type]
-    print(json.dumps({"held": held, "run": {**asdict(run), "output": run.output[:200]}}))
+WALLS = {
+    "passwd": "REACHED = bool(open('/etc/passwd').read())",
+    "root-listed": "REACHED = bool(set(os.listdir('/')) & {'home', 'root', 'etc', 'var', 'proc', 'sys', 'mnt', 'srv'} - {'root', 'etc'})",
+    "home": "REACHED = os.path.basename(SECRET) in os.listdir(HOME)",
+    "secret": "REACHED = open(SECRET).read() == 'hunter2'",
+    "environment": "REACHED = 'hunter2' in str(dict(os.environ))",
+    "environment-of-others": "import glob\nfor name in glob.glob('/proc/[0-9]*/environ'):\n"
+    "    REACHED |= b'hunter2' in open(name, 'rb').read()",
+    "processes": "REACHED = os.path.exists(f'/proc/{CALLER}')",
+    "kill-caller": "os.kill(CALLER, 0)\nREACHED = True",
+    "kill-all": "os.kill(-1, 9)\nREACHED = True",
+    "loopback": "socket.create_connection(('127.0.0.1', PORT), timeout=1)\nREACHED = True",
+    "loopback-6": "socket.create_connection(('::1', PORT), timeout=1)\nREACHED = True",
+    "inet-socket": "socket.socket(socket.AF_INET)\nREACHED = True",
+    "datagram": "socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', PORT))\nREACHED = True",
+    "vsock": "socket.socket(40, socket.SOCK_STREAM)\nREACHED = True",
+    "netlink": "socket.socket(16, socket.SOCK_RAW)\nREACHED = True",
+    "packet": "socket.socket(17, socket.SOCK_RAW)\nREACHED = True",
+    "kernel-crypto": "socket.socket(38, socket.SOCK_SEQPACKET)\nREACHED = True",
+    "socket-pair-of-another-family": "socket.socketpair(30, socket.SOCK_STREAM)\nREACHED = True",
+    "session-keyring": "call({'x86_64': 250, 'aarch64': 219}[os.uname().machine], 0, -3, 0)\nREACHED = True",
+    "add-key": "call({'x86_64': 248, 'aarch64': 217}[os.uname().machine], b'user', b'k', b'v', 1, -3)\nREACHED = True",
+    "request-key": "call({'x86_64': 249, 'aarch64': 218}[os.uname().machine], b'user', b'k', 0, -3)\nREACHED = True",
+    "io-uring": "call(425, 4, b'\\0' * 120)\nREACHED = True",
+    "io-uring-disabled-differently": "call(427, -1, 0, 0, 0)\nREACHED = True",
+    "user-namespace": "if libc.unshare(0x10000000) == 0: REACHED = True",
+    "mount-namespace": "if libc.unshare(0x20000) == 0: REACHED = True",
+    "clone-user-namespace": "pid = call({'x86_64': 56, 'aarch64': 220}[os.uname().machine], 0x10000000 | 17, 0, 0, 0, 0)\n"
+    "if pid == 0: os._exit(0)\nREACHED = True",
+    "clone3": "import struct\npid = call(435, struct.pack('8Q', 0x10000000, 0, 0, 0, 17, 0, 0, 0), 64)\nif pid == 0: os._exit(0)\nREACHED = True",
+    "ptrace": "if libc.ptrace(0, 0, 0, 0) == 0: REACHED = True",
+    "memory-of-init": "REACHED = bool(open('/proc/1/mem', 'rb'))",
+    "process-memory": "call({'x86_64': 310, 'aarch64': 270}[os.uname().machine], os.getpid(), b'\\0' * 16, 0, b'\\0' * 16, 0, 0)\nREACHED = True",
+    "descriptor-of-another": "call(438, os.pidfd_open(os.getppid()), 0, 0)\nREACHED = True",
+    "bpf": "call({'x86_64': 321, 'aarch64': 280}[os.uname().machine], 0, b'\\1\\0\\0\\0\\4\\0\\0\\0\\4\\0\\0\\0\\1\\0\\0\\0' + b'\\0' * 100, 116)\n"
+    "REACHED = True",
+    "perf": "call({'x86_64': 298, 'aarch64': 241}[os.uname().machine], b'\\0' * 128, 0, -1, -1, 0)\nREACHED = True",
+    "userfaultfd": "call({'x86_64': 323, 'aarch64': 282}[os.uname().machine], 1)\nREACHED = True",
+    "mount": "os.mkdir('m')\nif libc.mount(b'none', b'm', b'tmpfs', 0, 0) == 0: REACHED = True",
+    "new-mount-calls": "call(430, b'tmpfs', 0)\nREACHED = True",
+    "unmount": "if libc.umount2(b'/usr', 2) == 0: REACHED = True",
+    "chroot": "os.chroot('/work')\nREACHED = True",
+    "device-node": "os.mknod('disk', 0o60666, os.makedev(254, 0))\nREACHED = True",
+    "disk": "REACHED = any(bool(open('/dev/' + n, 'rb')) for n in ('vda', 'sda', 'nvme0n1', 'mem', 'kmsg') if os.path.exists('/dev/' + n))",
+    "root-again": "os.setuid(0)\nREACHED = os.getuid() == 0 and os.access('/usr', os.W_OK)",
+    "capabilities": "import struct\nif libc.capset(struct.pack('II', 0x20080522, 0), struct.pack('6I', *[0xffffffff] * 6)) == 0: REACHED = True",
+    "write-interpreter": "import shutil\nfor place in ('/usr', '/lib', '/bin', '/packages', '/sandbox', os.path.dirname(os.__file__)):\n"
+    "    try:\n        open(place + '/x', 'w')\n        REACHED = True\n    except OSError: pass",
+    "chmod-interpreter": "os.chmod(sys.executable, 0o4777)\nREACHED = True",
+    "handles": "call({'x86_64': 303, 'aarch64': 264}[os.uname().machine], -100, b'/usr', b'\\x80\\0\\0\\0' + b'\\0' * 140, b'\\0' * 8, 0)\nREACHED = True",
+    "personality": "call({'x86_64': 135, 'aarch64': 92}[os.uname().machine], 0x0040000)\nREACHED = True",
+    "host-name": "socket.sethostname('mine')\nREACHED = True",
+    "clock": "time.clock_settime(time.CLOCK_REALTIME, 0)\nREACHED = True",
+    "kernel-log": "call({'x86_64': 103, 'aarch64': 116}[os.uname().machine], 3, b'\\0' * 4096, 4096)\nREACHED = True",
+    "higher-limits": "import resource\nresource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))\nREACHED = True",
+    "more-priority": "os.nice(-10)\nREACHED = True",
+    "x32": "if os.uname().machine == 'x86_64':\n    call(0x40000000 + 39)\n    REACHED = True",
+    "32-bit": """
+import mmap
+if os.uname().machine == 'x86_64':
+    pid = os.fork()
+    if pid == 0:
+        page = mmap.mmap(-1, 4096, prot=7)
+        page.write(bytes.fromhex('b814000000cd80c3'))  # getpid by int 0x80
+        got = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(page)))()
+        os._exit(0 if got > 0 else 1)
+    REACHED = os.waitpid(pid, 0)[1] == 0
+""",
+    "setuid-programs": "import subprocess\nREACHED = any(subprocess.run([p, '-c', 'true'], stdin=-3, capture_output=True, timeout=2).returncode == 0"
+    " for p in ('/bin/su', '/usr/bin/sudo') if os.path.exists(p))",
+    "newest-calls": "call(463, 0, 0, 0, 0)\nREACHED = True",
+}
 
+RESOURCES = {
+    "memory": "held = [bytearray(64 << 20) for _ in range(40)]\nfor h in held: h[::4096] = bytes(len(h[::4096]))\nREACHED = True",
+    "memory-of-many": """
+done, tell = os.pipe()
+for _ in range(5):
+    if os.fork() == 0:
+        held = bytearray(600 << 20)
+        held[::4096] = b'x' * len(held[::4096])
+        os.write(tell, b'x')
+        time.sleep(20)
+        os._exit(0)
+for _ in range(5): os.read(done, 1)
+time.sleep(0.3)
+REACHED = True
+""",
+    "shared-memory-sysv": "for _ in range(4):\n    n = call({'x86_64': 29, 'aarch64': 194}[os.uname().machine], 0, 1 << 30, 0o1600)\nREACHED = True",
+    "message-queues-sysv": "call({'x86_64': 68, 'aarch64': 186}[os.uname().machine], 0, 0o1600)\nREACHED = True",
+    "message-queues": "call({'x86_64': 240, 'aarch64': 180}[os.uname().machine], b'q', 0o102, 0o600, 0)\nREACHED = True",
+    "memfd": "fd = os.memfd_create('x')\nREACHED = True",
+    "memfd-secret": "call(447, 0)\nREACHED = True",
+    "shared-mappings": """
+import mmap
+done, tell = os.pipe()
+for _ in range(4):
+    if os.fork() == 0:
+        held = mmap.mmap(-1, 700 << 20)
+        for at in range(0, len(held), 4096): held[at] = 1
+        os.write(tell, b'x')
+        time.sleep(20)
+        os._exit(0)
+for _ in range(4): os.read(done, 1)
+time.sleep(0.3)
+REACHED = True
+""",
+    "scratch": "total = 0\nfor n, place in enumerate(['/work', '/tmp', '/dev/shm'] * 5):\n"
+    "    with open(f'{place}/{n}', 'wb') as f: total += f.write(bytes(15 << 20))\nREACHED = total > 100 << 20",
+    "inodes": "for n in range(20000): open(f'f{n}', 'w').close()\nREACHED = True",
+    "large-file": "os.ftruncate(os.open('big', 66), 1 << 34)\nREACHED = True",
+    "processes": "for _ in range(200):\n    if os.fork() == 0:\n        time.sleep(20)\n        os._exit(0)\nREACHED = True",
+    "threads": "import threading\nfor _ in range(500):\n    try: threading.Thread(target=time.sleep, args=(20,), daemon=True).start()\n"
+    "    except RuntimeError: raise OSError\nREACHED = True",
+    "descriptors": "held = [os.open('/dev/null', 0) for _ in range(1000)]\nREACHED = True",
+}
 
-if __name__ == "__main__":
-    main()
+LOOPS = {
+    "loop": "def total(xs):\n    while True:\n        try:\n            while True: pass\n        except BaseException: pass\n",
+    "loop-in-c": "def total(xs): return sum(range(10**14))\n",
+    "signals-ignored": "import signal, time\nfor n in range(1, 32):\n    try: signal.signal(n, signal.SIG_IGN)\n    except (OSError, ValueError): pass\n"
+    "time.sleep(99)\n" + WRONG,
+    "endless-iterator": "import itertools\ndef total(xs): return itertools.count()\n",
+    "power": "def total(xs): return 9 ** 9 ** 9\n",
+    "fork-bomb": "import os, time\nend = time.time() + 30\nwhile time.time() < end:\n    try: os.fork()\n    except OSError: time.sleep(0.01)\n"
+    + WRONG,
+}
+
+FUNCTIONS = {f"forge {name}": source for name, source in FORGERIES.items()}
+FUNCTIONS |= {f"crash {name}": source for name, source in CRASHES.items()}
+FUNCTIONS |= {f"wall {name}": wall(body) for name, body in WALLS.items()}
+FUNCTIONS |= {f"resource {name}": wall(body) for name, body in RESOURCES.items()}
+FUNCTIONS |= {f"loop {name}": source for name, source in LOOPS.items()}
+
+SCRIPTS = {
+    "prints the wrong sum": "print(1)",
+    "prints every number": "for n in range(100): print(n)",
+    "prints a verdict": 'print(\'{"status": "passed"}\')',
+    "prints nothing": "pass",
+    "exits at once": "import os\nos._exit(0)",
+    "right then raises": "print(sum(map(int, input().split())))\nraise ValueError('late')",
+    "right then ends by a signal": "import os\nprint(sum(map(int, input().split())), flush=True)\nos.kill(os.getpid(), 11)",
+    "right then for ever": "print(sum(map(int, input().split())), flush=True)\nwhile True: pass",
+    "a thread for ever": "import threading, time\nprint(sum(map(int, input().split())), flush=True)\nthreading.Thread(target=time.sleep, args=(99,)).start()",
+    "endless output": "while True: print('x' * 10000)",
+    "endless lines": "import os\nwhile True: os.write(1, b'6\\n' * 1000)",
+    "underscores": "print('_'.join(str(sum(map(int, input().split())))))",
+    "other digits": "print(''.join(chr(0xff10 + int(c)) for c in str(sum(map(int, input().split())))))",
+    "not utf-8": "import os\nos.write(1, b'\\xff\\xfe\\x00' * 1000)",
+    "a surrogate": "import sys\nsys.stdout.buffer.write('\\ud800'.encode('utf-8', 'surrogatepass'))",
+    "raises a surrogate": "raise ValueError('\\ud800')",
+    "looks for the outputs": "import glob, os\nfor n in glob.glob('/**', recursive=True):\n    if os.path.isfile(n) and 'expected' in n: print(open(n).read())",
+    "huge number": "print('9' * 5_000_000)",
+    "tiny exponent": "print('1e-999999999')",
+    "stdout closed": "import os\nos.close(1)\nos.close(2)",
+    "no such name": "print(undefined_name)",
+    "not Python": "int main() { return 0; }",
+}
+
+METHODS = {
+    "equal to all": "class Solution:\n    def total(self, xs):\n        class A:\n            def __eq__(self, o): return True\n        return A()",
+    "solution raises": "class Solution:\n    def __init__(self): raise SystemExit(0)\n    def total(self, xs): return 6",
+    "nested": "class Solution:\n    def total(self, xs):\n        out = []\n        for _ in range(5000): out = [out]\n        return out",
+    "exits": "import os\nclass Solution:\n    def total(self, xs): os._exit(0)",
+    "set": "class Solution:\n    def total(self, xs): return {sum(xs)}",
+    "text": "class Solution:\n    def total(self, xs): return str(sum(xs))",
+    "first is right": "class Solution:\n    def total(self, xs): return 6",
+    "not a number": "class Solution:\n    def total(self, xs): return float('nan')",
+    "no method": "class Solution:\n    def sum(self, xs): return 6",
+}
+
+REPLIES = {
+    "empty": "",
+    "prose": "I would add them up.",
+    "parentheses": "```python\n" + "(" * 100_000 + "\n```",
+    "minus signs": "```python\ntotal = " + "-" * 200_000 + "1\n```",
+    "sum of many": "```python\ndef total(xs): return 1" + "+1" * 60_000 + "\n```",
+    "dots": "def total(xs): return a" + ".b" * 60_000,
+    "fences": "```\n" * 4_000,
+    "starts": "import x y\n" * 5_000,
+    "zero bytes": "```python\ndef total(xs): return 1\0\n```",
+    "surrogate": "```python\ndef total(xs): return '\ud800'\n```",
+    "surrogate prose": "\ud800\udfff",
+    "separators": "```python\ndef total(xs):\u2028    return 1\x85\n```",
+    "longer than any program": "```python\ndef total(xs): return 1\n" + "# long\n" * 40_000 + "```",
+    "markup": "[/x][bold]```python\nraise ValueError('[/x]')\n```",
+    "encoding": "```python\n# -*- coding: rot13 -*-\nqrs gbgny(kf): erghea 1\n```",
+    "indented for ever": "```python\n" + "".join(" " * n + "if 1:\n" for n in range(300)) + "```",
+}

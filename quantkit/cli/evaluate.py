@@ -31,6 +31,7 @@ def evaluate(
     seed: int = 0,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight, or prompts in a batch.")] = 64,
     allow_code_exec: Annotated[bool, typer.Option(help="Run programs the model wrote, in the sandbox.")] = False,
+    allow_weak_sandbox: Annotated[bool, typer.Option(help="Run them even where only limits hold them.")] = False,
     served_model: Annotated[str | None, typer.Option(help="The server's name of the model; asked of it otherwise.")] = None,
     api_key: Annotated[str | None, typer.Option(help="For a server.")] = None,
     export: Annotated[str | None, typer.Option("--format", help="Also write the results as: evalscope.")] = None,
@@ -59,6 +60,7 @@ def evaluate(
             out=out_dir,
             seed=seed,
             allow_code_exec=allow_code_exec,
+            allow_weak_sandbox=allow_weak_sandbox,
             concurrency=concurrency,
             generation={k: v for k, v in (("max_tokens", max_tokens), ("temperature", temperature), ("top_p", top_p)) if v is not None},
             margin=margin,
@@ -68,6 +70,7 @@ def evaluate(
             backend=backend,
             export=export,
             progress=show,
+            notice=lambda text: err.print(text, highlight=False, markup=False),
         )
     if json_:
         return print_json(results.to_json())

@@ -161,12 +161,12 @@ class Endpoint:
             else:
                 return Completion(
                     index=-1,
-                    text="".join(reading.text),
+                    text=_joined(reading.text),
                     finish_reason=reading.finish_reason or "stop",
                     prompt_tokens=reading.prompt_tokens,
                     completion_tokens=reading.completion_tokens,
                     latency_s=time.perf_counter() - start,
-                    reasoning="".join(reading.reasoning) if reading.reasoning else None,
+                    reasoning=_joined(reading.reasoning) if reading.reasoning else None,
                 )
         return Completion(index=-1, error=problem)
 
@@ -269,3 +269,8 @@ async def _wait_as_told(response: httpx.Response) -> None:
     told = response.headers.get("retry-after", "")
     if told.isdigit():
         await asyncio.sleep(min(int(told), 60))
+
+
+def _joined(pieces: list[str]) -> str:
+    """One text: a pair of surrogates that two pieces share becomes its character, a lone one, which no file takes, U+FFFD."""
+    return "".join(pieces).encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -67,6 +67,7 @@ def run_evaluation(
     out: Path | None = None,
     seed: int = 0,
     allow_code_exec: bool = False,
+    allow_weak_sandbox: bool = False,
     concurrency: int = 32,
     generation: dict[str, Any] | None = None,
     margin: float = MARGIN,
@@ -76,6 +77,7 @@ def run_evaluation(
     backend: str = "auto",
     export: str | None = None,
     progress: Report | None = None,
+    notice: Callable[[str], None] | None = None,
 ) -> EvalResults:
     """Score `model` (a directory, a built-in name, a hub id, or the URL of an OpenAI-compatible server) on `tasks`.
 
@@ -83,6 +85,7 @@ def run_evaluation(
     generation: sampling parameters to replace (temperature, top_p, max_tokens). limit: the first problems of each task only.
     baseline: another model, or the `out` folder of an earlier run; adds a paired comparison at `margin` (0.01: one point).
     out: where samples.jsonl, results.json, report.html go and from where an interrupted run resumes; None keeps everything in memory.
+    allow_weak_sandbox: run programs where only limits hold them. notice: told how programs are held, before anything runs.
     export: "evalscope" also writes its report schema below out. concurrency: requests in flight, or prompts in a batch.
     Raises QuantkitError for anything that cannot run, before anything long starts.
     """
@@ -92,6 +95,8 @@ def run_evaluation(
     if any(work.grader.runs_code for work in works) and not allow_code_exec:
         names = ", ".join(work.setting.task.name for work in works if work.grader.runs_code)
         raise QuantkitError(f"{names} runs programs that the model wrote", "allow it with --allow-code-exec")
+    if any(work.grader.runs_code for work in works):
+        _find_sandbox(allow_weak_sandbox, notice or (lambda text: None))
     reference = read_baseline(baseline) if baseline is not None else None
     ask = _Asking(out, concurrency, model_name, api_key, device, backend, progress)
     ask.check(model)
@@ -120,6 +125,16 @@ def _check(tasks: list[str], limit: int | None, repeats: int | None, margin: flo
         raise QuantkitError(f"format {export!r} is not known", "use --format evalscope")
     if export is not None and out is None:
         raise QuantkitError("an export needs a folder", "give --out")
+
+
+def _find_sandbox(allow_weak: bool, notice: Callable[[str], None]) -> None:
+    found = sandbox.find_level()
+    if found.level == "rlimits" and not allow_weak:
+        raise QuantkitError(
+            f"programs cannot be isolated on this machine ({found.reason})",
+            "allow user namespaces (docs/evaluation.md), or, in a virtual machine that may be lost, give --allow-weak-sandbox",
+        )
+    notice(str(found))
 
 
 def is_url(model: str) -> bool:
@@ -258,7 +273,6 @@ def _grade_all(
         if not work.grader.runs_code:
             return [one(key) for key in keys]
         samples: list[Sample] = []
-        sandbox.active_level()
         with ThreadPoolExecutor(sandbox.workers()) as pool:
             for sample in pool.map(one, keys):
                 samples.append(sample)

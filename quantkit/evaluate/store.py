@@ -78,4 +78,4 @@ def write_samples(path: Path, samples: list[dict[str, Any]]) -> None:
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]  # not at U+2028

@@ -15,6 +15,7 @@ from quantkit.evaluate.programs import (
     grade_with_tests,
     same_output,
     whole_program,
+    with_prelude,
 )
 
 PROMPT = 'from typing import List\n\n\ndef total(xs: List[int]) -> int:\n    """ Sum. """\n'
@@ -66,18 +67,41 @@ def test_the_rest_is_told_apart(text: str, reason: str) -> None:
 
 
 def test_prompt_supplies_imports_and_helpers() -> None:
-    source = completed_function(f"```python\n{FUNCTION}```", PROMPT, "total")
-    assert source is not None
-    assert source.startswith(PROMPT)
+    assert completed_function(f"```python\n{FUNCTION}```", PROMPT, "total") == (PROMPT, FUNCTION)
+    assert completed_function(f"```python\n{FUNCTION}```", "def total(xs):\n", "total") == (FUNCTION,)
+
+
+def test_tests_use_the_prompts_helpers_and_not_the_replys() -> None:
+    prompt = 'def double(x):\n    return 2 * x\n\ndef total(xs):\n    """ Sum. """\n'
+    test = "def check(candidate):\n    assert total([1, 2]) == 3\n    assert double(candidate([2])) == 4\n"
+    task = Problem("own/1", {"problem": prompt, "entry_point": "total", "test": test})
+    assert grade_with_tests(task, f"```python\ndef double(x): return x\n{FUNCTION}```").reason == "passed"
+    assert grade_with_tests(task, "```python\ndef double(x): return 4\ndef total(xs): return 3\n```").reason == "failed"
+
+
+def test_tests_that_are_not_python_are_nobodys_fault() -> None:
+    task = Problem("own/2", {"problem": PROMPT, "entry_point": "total", "test": "def check(candidate) assert"})
+    grade = grade_with_tests(task, FUNCTION)
+    assert (grade.reason, grade.excluded) == ("sandbox-error", True)
+    assert "the tests cannot be prepared" in grade.detail
 
 
 def test_blocks_are_dedented_and_an_open_one_counts() -> None:
-    assert blocks("a\n```py\nx = 1\n```\n  ```\n  y = 2\n  ```\n```python\nz = 3") == ["x = 1\n", "y = 2\n", "z = 3"]
+    found = blocks("a\n```py\nx = 1\n```\n  ~~~ \n  y = 2\n  ~~~\n````Python title\nz = 3\n```\n")
+    assert [(block.tag, block.source) for block in found] == [("py", "x = 1\n"), ("", "y = 2\n"), ("python", "z = 3\n```\n")]
 
 
-def test_whole_program_prefers_the_last_block_that_parses() -> None:
+def test_whole_program_prefers_the_last_block_that_does_what_is_asked() -> None:
     assert whole_program("```python\nx = 1\n```\nprints:\n```\n1 2 3 :)\n```") == "x = 1\n"
+    assert whole_program("```python\nprint(input())\n```\nprints:\n```text\n[1]\n```") == "print(input())\n"
+    assert whole_program("```python\nclass Solution: pass\n```\nUse it:\n```python\nSolution().f(1)\n```", "f") == "class Solution: pass\n"
     assert whole_program("prose only") is None
+
+
+def test_the_prelude_stands_behind_future_imports() -> None:
+    source = with_prelude('"Doc."\nfrom __future__ import (\n    annotations)\nfrom __future__ import division; x: Missing = 1\n')
+    assert source.startswith("from __future__ import annotations\nfrom __future__ import division\n")
+    compile(source, "x", "exec")
 
 
 def contest(function: str | None, tests: list[tuple[str, str]]) -> Problem:
@@ -120,6 +144,9 @@ def test_contest_by_call() -> None:
         ("yes", "YES", False),
         ("1\n2", "1 2", False),
         ("1", "2", False),
+        ("1_0", "10", False),
+        ("１", "1", False),
+        ("sNaN", "1", False),
     ],
 )
 def test_outputs_compare_by_line(got: str, expected: str, same: bool) -> None:

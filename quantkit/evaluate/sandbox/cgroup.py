@@ -1,0 +1,68 @@
+"""A control group (v2) for every box, where this process may make one: the kernel then counts memory of every kind, and processes.
+
+Used where the cgroup of this process or the one above it is writable and hands the memory controller down. boxes.py watches besides.
+"""
+
+import contextlib
+import itertools
+import os
+import time
+from functools import cache
+from pathlib import Path
+
+_numbers = itertools.count()
+
+
+class Group:
+    def __init__(self, path: Path, memory: int, processes: int) -> None:
+        self._path = path
+        path.mkdir()
+        (path / "memory.max").write_text(str(memory))
+        for name, value in (("memory.swap.max", "0"), ("memory.oom.group", "1"), ("pids.max", str(processes + 3))):  # 3: our own
+            with contextlib.suppress(OSError):  # a controller that is not handed down
+                (path / name).write_text(value)
+
+    def add(self, pid: int) -> None:
+        (self._path / "cgroup.procs").write_text(str(pid))
+
+    def remove(self) -> None:
+        """A group can be removed once its last process is gone, which the kernel may notice a moment after the wait."""
+        for _ in range(50):
+            try:
+                return self._path.rmdir()
+            except FileNotFoundError:
+                return
+            except OSError:
+                time.sleep(0.01)
+
+
+def new_group(memory: int, processes: int) -> Group | None:
+    above = usable()
+    return None if above is None else Group(above / f"quantkit-{os.getpid()}-{next(_numbers)}", memory, processes)
+
+
+@cache
+def usable() -> Path | None:
+    """The group in which groups of ours can be made, or None."""
+    try:
+        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+        own = [line.partition("::")[2] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::")]
+    except OSError:
+        return None
+    for fields in mounts:
+        if fields[2] == "cgroup2" and own:
+            here = Path(fields[1] + own[0].rstrip("/"))
+            return next((path for path in (here, here.parent) if _works(path)), None)
+    return None
+
+
+def _works(above: Path) -> bool:
+    """Whether a group with a memory limit can be made in `above` and this process' children moved there."""
+    try:
+        if "memory" not in (above / "cgroup.subtree_control").read_text().split():
+            return False
+        group = Group(above / f"quantkit-{os.getpid()}-try", 1 << 30, 8)
+        group.remove()
+    except OSError:
+        return False
+    return os.access(above / "cgroup.procs", os.W_OK)

@@ -1,0 +1,63 @@
+"""Builds the walls, then becomes the process that runs inside them.
+
+Run by path as `python -I -S -B gate.py`. The request is one JSON object on stdin, made by boxes.py. Its descriptor `started`, a pipe, gets
+the word "ready" and is closed before anything untrusted runs, or gets what went wrong.
+
+With isolate, three processes stand between the caller and the program:
+  gate     waits for the child in the new namespaces, whose id maps it wrote
+  init     process 1 of the pid namespace; mounts the new root, then waits
+  program  drops every privilege, sets its limits and its filter of system calls, executes
+"""
+
+import json
+import os
+import sys
+from typing import Any, NoReturn
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+
+import seccomp
+import walls
+
+
+def main() -> None:
+    request = json.loads(sys.stdin.buffer.read())
+    started = request["started"]
+    walls.die_with_parent()
+    if os.getppid() != request["caller"]:
+        os._exit(1)
+    os.umask(0o022)
+    try:
+        if request["isolate"]:
+            own_id = walls.in_new_namespaces(started)
+            walls.become_init(started)
+            walls.new_root(request["root"], request["views"], request["disk_mib"])
+            child = os.fork()
+            if child:
+                os.close(started)
+                walls.wait_and_leave(child)
+            walls.drop_privileges(own_id)
+        else:
+            os.chdir(request["root"])
+        execute(request)
+    except Exception as error:
+        os.write(started, f"{type(error).__name__}: {error}".encode(errors="replace")[:2000])
+        os._exit(1)
+
+
+def execute(request: dict[str, Any]) -> NoReturn:
+    for name, text in request["files"].items():
+        with open(name, "w", encoding="utf-8", errors="surrogatepass") as file:
+            file.write(text)
+    os.dup2(request["input"], 0)
+    os.close(request["input"])
+    os.set_inheritable(request["started"], False)
+    walls.set_limits(request["limits"])
+    if request["isolate"] or seccomp.supported():
+        seccomp.install()
+    os.write(request["started"], b"ready")
+    os.execve(request["command"][0], request["command"], request["environment"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Namespaces, a root of its own, and the loss of every privilege. Linux only."""
+
+import ctypes
+import os
+import resource
+import signal
+from typing import Any
+
+libc = ctypes.CDLL(None, use_errno=True)
+NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
+MNT_DETACH, PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 2, 1, 24, 38
+SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1
+ONE_ID, TWO_IDS = b"one id", b"two ids"
+NOBODY, PROGRAM = 65534, 1  # the program's user id outside and inside, where a second id can be mapped
+
+
+def check(result: int, what: str) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def die_with_parent() -> None:
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
+    check(libc.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), data.encode()), f"mount {target}")
+
+
+def wait_and_leave(child: int) -> None:
+    """Pass a child's end on as this process's own."""
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def in_new_namespaces(close: int) -> bool:
+    """Fork a child into new namespaces and become it; the parent writes its id maps, closes `close`, and waits.
+
+    Returns whether the program has an id of its own there.
+    """
+    ready_read, ready_write = os.pipe()
+    mapped_read, mapped_write = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(ready_write)
+        os.close(mapped_read)
+        if os.read(ready_read, 1):
+            os.write(mapped_write, map_ids(child))
+        os.close(close)
+        os.close(mapped_write)
+        wait_and_leave(child)
+    os.close(ready_read)
+    os.close(mapped_write)
+    die_with_parent()
+    check(libc.unshare(NEWUSER | NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS), "unshare")
+    die_with_parent()  # new credentials cleared it
+    os.write(ready_write, b"1")
+    answer = os.read(mapped_read, 500)
+    if answer not in (ONE_ID, TWO_IDS):
+        raise OSError(f"id maps refused: {answer.decode()}")
+    os.close(ready_write)
+    os.close(mapped_read)
+    return answer == TWO_IDS
+
+
+def map_ids(child: int) -> bytes:
+    """Root maps a second, unprivileged id for the program where it may; one id otherwise. Returns ONE_ID, TWO_IDS or what went wrong."""
+    second = f"\n{PROGRAM} {NOBODY} 1"
+    problem = ""
+    for ids in (second, "") if os.geteuid() == 0 else ("",):
+        try:
+            if not ids:
+                write(f"/proc/{child}/setgroups", "deny")  # else one who is not root may not map a group
+            write(f"/proc/{child}/gid_map", f"0 {os.getegid()} 1{ids}")
+            write(f"/proc/{child}/uid_map", f"0 {os.geteuid()} 1{ids}")
+            return TWO_IDS if ids else ONE_ID
+        except OSError as error:
+            problem = str(error)
+    return problem.encode()
+
+
+def write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+
+
+def become_init(close: int) -> None:
+    """Fork process 1 of the pid namespace and become it. When it ends, the kernel kills whatever the program left behind."""
+    child = os.fork()
+    if child:
+        os.close(close)
+        wait_and_leave(child)
+    die_with_parent()
+
+
+def new_root(root: str, views: list[list[Any]], size_mib: int) -> None:
+    """Replace / by a small tmpfs with views of some of the host's files; /work, /tmp and /dev/shm are writable and share its size.
+
+    views: (source, path in the new root, writable).
+    """
+    mount("none", "/", "", MS_REC | MS_PRIVATE)
+    mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, f"size={size_mib}m,nr_inodes=8192,mode=755")
+    os.makedirs(root + "/dev")
+    for source, target, writable in views:
+        if os.path.islink(source) and not writable:
+            os.symlink(os.readlink(source), root + target)
+        elif os.path.exists(source):
+            bind(source, root + target, writable)
+    for name in ("null", "zero", "random", "urandom"):
+        bind(f"/dev/{name}", f"{root}/dev/{name}", True)
+    for name in ("work", "tmp", "dev/shm"):
+        os.mkdir(f"{root}/{name}")
+        os.chmod(f"{root}/{name}", 0o1777)
+    os.chdir(root)
+    check(libc.syscall(SYS_PIVOT_ROOT[os.uname().machine], b".", b"."), "pivot_root")
+    check(libc.umount2(b".", MNT_DETACH), "umount old root")
+    os.chdir("/work")
+
+
+def bind(source: str, target: str, writable: bool) -> None:
+    if os.path.isdir(source):
+        os.makedirs(target, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        open(target, "w").close()
+    mount(source, target, "", MS_BIND | MS_REC)
+    if writable:
+        return
+    attributes = (ctypes.c_uint64 * 4)(MOUNT_ATTR_RDONLY, 0, 0, 0)
+    if libc.syscall(SYS_MOUNT_SETATTR, AT_FDCWD, target.encode(), AT_RECURSIVE, attributes, ctypes.sizeof(attributes)):
+        flags = os.statvfs(target).f_flag & (MS_NOSUID | MS_NODEV | MS_NOEXEC)  # a remount must keep locked flags
+        mount("", target, "", MS_BIND | MS_REMOUNT | MS_RDONLY | flags)
+
+
+def drop_privileges(own_id: bool) -> None:
+    """Become the mapped unprivileged id, where there is one; lose every capability and the ways to regain one."""
+    for capability in range(64):
+        libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
+    if own_id:
+        os.setgroups([])
+        os.setresgid(PROGRAM, PROGRAM, PROGRAM)
+        os.setresuid(PROGRAM, PROGRAM, PROGRAM)
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    check(libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
+    check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+
+
+def set_limits(limits: dict[str, int]) -> None:
+    """Hard limits, never above those that hold already. STACK stays soft: programs that recurse raise it."""
+    for name, value in limits.items():
+        kind = getattr(resource, f"RLIMIT_{name}")
+        hard = resource.getrlimit(kind)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (value, hard if name == "STACK" else value))
