@@ -226,8 +226,12 @@ WALLS = {
     "home": "REACHED = os.path.basename(SECRET) in os.listdir(HOME)",
     "secret": "REACHED = open(SECRET).read() == 'hunter2'",
     "environment": "REACHED = 'hunter2' in str(dict(os.environ))",
-    "environment-of-others": "import glob\nfor name in glob.glob('/proc/[0-9]*/environ'):\n"
-    "    REACHED |= b'hunter2' in open(name, 'rb').read()",
+    "environment-of-others": """
+import glob
+for name in glob.glob('/proc/[0-9]*/environ'):
+    try: REACHED |= b'hunter2' in open(name, 'rb').read()
+    except OSError: pass
+""",
     "processes": "REACHED = os.path.exists(f'/proc/{CALLER}')",
     "kill-caller": "os.kill(CALLER, 0)\nREACHED = True",
     "kill-all": "os.kill(-1, 9)\nREACHED = True",
@@ -331,7 +335,7 @@ REACHED = True
     "    with open(f'{place}/{n}', 'wb') as f: total += f.write(bytes(15 << 20))\nREACHED = total > 100 << 20",
     "inodes": "for n in range(20000): open(f'f{n}', 'w').close()\nREACHED = True",
     "large-file": "os.ftruncate(os.open('big', 66), 1 << 34)\nREACHED = True",
-    "processes": "for _ in range(200):\n    if os.fork() == 0:\n        time.sleep(20)\n        os._exit(0)\nREACHED = True",
+    "many processes": "for _ in range(200):\n    if os.fork() == 0:\n        time.sleep(20)\n        os._exit(0)\ntime.sleep(1)\nREACHED = True",
     "threads": "import threading\nfor _ in range(500):\n    try: threading.Thread(target=time.sleep, args=(20,), daemon=True).start()\n"
     "    except RuntimeError: raise OSError\nREACHED = True",
     "descriptors": "held = [os.open('/dev/null', 0) for _ in range(1000)]\nREACHED = True",

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import select
 import shutil
 import signal
@@ -24,7 +25,9 @@ Level = Literal["namespaces", "rlimits"]
 MIB = 1 << 20
 MEMORY = 2048 * MIB  # of every process, and of all processes of a box together
 OUTPUT = 16 * MIB  # of every file, so of what is printed
-DISK_MIB, PROCESSES, FILES, STACK = 64, 32, 128, 64 * MIB
+DISK_MIB, PROCESSES, FILES, STACK = 64, 48, 128, 64 * MIB
+CPUS = 8  # a pool of processes has one for each that it sees
+OURS = 4  # processes of a box that stand between us and the program, and one of grace
 START_S = 30.0  # for building the walls, on a machine that is busy
 WATCH_S = 0.05
 INSIDE = Path(__file__).with_name("inside")
@@ -56,8 +59,9 @@ class Box:
     def __init__(self, level: Level, command: Command, cpu_s: float) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="quantkit-sandbox-"))
         self._started, started = os.pipe()
-        self._group = cgroup.new_group(MEMORY, PROCESSES)
+        self._group: cgroup.Group | None = None
         try:
+            self._group = cgroup.new_group(MEMORY, PROCESSES + OURS)
             self._process = self._start(level, command, cpu_s, started)
         except (OSError, subprocess.SubprocessError) as error:
             self._remove()
@@ -102,9 +106,15 @@ class Box:
         """None while it runs; 128 + n for an end by signal n."""
         return self._process.poll()
 
-    def memory(self) -> int:
-        """Bytes that its processes hold together: private, shared, swapped and page tables."""
-        return tree_memory(self._process.pid)
+    def excess(self) -> str:
+        """What its processes together have too much of, or nothing. Memory: private, shared, swapped and page tables."""
+        pids, threads = tree(self._process.pid)
+        if threads > PROCESSES + OURS:  # root without a second id has no limit of processes
+            return f"more than {PROCESSES} processes and threads"
+        # The sum that counts shared pages once is read only where the quick sum is too much.
+        if sum(map(_held, pids)) > MEMORY and sum(map(_share, pids)) > MEMORY:
+            return f"more than {MEMORY >> 20} MiB of memory"
+        return ""
 
     def close(self) -> None:
         """End every process and remove every trace."""
@@ -129,6 +139,7 @@ def _request(level: Level, command: Command, root: Path, cpu_s: float) -> dict[s
     views: list[list[Any]] = [[name, name, False] for name in _system_paths()]
     views += [[str(package), f"/packages/{package.name}", False] for package in packages]
     views += [[str(INSIDE), "/sandbox", False], *map(list, command.views)]
+    cpus = os.sched_getaffinity(0)
     processes = PROCESSES + (0 if isolate and _counts_apart() else _tasks_of_user())
     return {
         "caller": os.getpid(),
@@ -136,6 +147,7 @@ def _request(level: Level, command: Command, root: Path, cpu_s: float) -> dict[s
         "root": str(root),
         "views": views,
         "disk_mib": DISK_MIB,
+        "cpus": random.sample(sorted(cpus), min(CPUS, len(cpus))),
         "files": command.files,
         "command": [_interpreter(), "-s", "-B", *(argument.replace("{inside}", inside) for argument in command.arguments)],
         "environment": {
@@ -191,23 +203,18 @@ def _tasks_of_user() -> int:
     return count
 
 
-# --------------------------------------------------------------------------------------------------------------------- memory
+# ----------------------------------------------------------------------------------------------------------- what a box holds
 
 
-def tree_memory(pid: int) -> int:
-    """Bytes held by a process and its descendants. A sum that counts shared pages once is read only where the quick sum is too much."""
-    found = _tree(pid)
-    quick = sum(_held(one) for one in found)
-    return quick if quick <= MEMORY else sum(_share(one) for one in found)
-
-
-def _tree(pid: int) -> list[int]:
-    found = [pid]
+def tree(pid: int) -> tuple[list[int], int]:
+    """A process with its descendants, and how many threads they are."""
+    found, threads = [pid], 0
     for one in found:
         with contextlib.suppress(OSError, ValueError):
             for task in os.listdir(f"/proc/{one}/task"):
+                threads += 1
                 found += map(int, Path(f"/proc/{one}/task/{task}/children").read_text().split())
-    return found
+    return found, threads
 
 
 _HELD = ("RssAnon", "RssShmem", "VmSwap", "VmPTE", "HugetlbPages")

@@ -6,6 +6,7 @@ Used where the cgroup of this process or the one above it is writable and hands 
 import contextlib
 import itertools
 import os
+import subprocess
 import time
 from functools import cache
 from pathlib import Path
@@ -14,13 +15,19 @@ _numbers = itertools.count()
 
 
 class Group:
+    """Limits for the processes that are added, and for those they start. `processes` counts threads as well."""
+
     def __init__(self, path: Path, memory: int, processes: int) -> None:
         self._path = path
         path.mkdir()
-        (path / "memory.max").write_text(str(memory))
-        for name, value in (("memory.swap.max", "0"), ("memory.oom.group", "1"), ("pids.max", str(processes + 3))):  # 3: our own
-            with contextlib.suppress(OSError):  # a controller that is not handed down
-                (path / name).write_text(value)
+        try:
+            (path / "memory.max").write_text(str(memory))
+            for name, value in (("memory.swap.max", "0"), ("memory.oom.group", "1"), ("pids.max", str(processes))):
+                with contextlib.suppress(OSError):  # a controller that is not handed down
+                    (path / name).write_text(value)
+        except OSError:
+            self.remove()
+            raise
 
     def add(self, pid: int) -> None:
         (self._path / "cgroup.procs").write_text(str(pid))
@@ -57,12 +64,18 @@ def usable() -> Path | None:
 
 
 def _works(above: Path) -> bool:
-    """Whether a group with a memory limit can be made in `above` and this process' children moved there."""
+    """Whether a group with a limit of memory can be made in `above`, and a process of ours moved into it."""
     try:
         if "memory" not in (above / "cgroup.subtree_control").read_text().split():
             return False
         group = Group(above / f"quantkit-{os.getpid()}-try", 1 << 30, 8)
-        group.remove()
     except OSError:
         return False
-    return os.access(above / "cgroup.procs", os.W_OK)
+    with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE) as child:  # ends with its stdin
+        try:
+            group.add(child.pid)
+            moved = True
+        except OSError:
+            moved = False
+    group.remove()
+    return moved

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, TypeVar
 
 from quantkit.evaluate.sandbox import cgroup
-from quantkit.evaluate.sandbox.boxes import MEMORY, OUTPUT, START_S, WATCH_S, Box, BoxFault, Command, Level
+from quantkit.evaluate.sandbox.boxes import OUTPUT, START_S, WATCH_S, Box, BoxFault, Command, Level
 
 Status = Literal["passed", "failed", "timeout", "no-verdict", "sandbox-error"]
 
@@ -67,7 +67,7 @@ def _tried(attempt: Callable[[Level], Run], level: Level | None) -> Run:
         time.sleep(number * _PAUSE_S)
         try:
             return attempt(level)
-        except BoxFault as fault:
+        except (BoxFault, OSError) as fault:  # an OSError is ours: no room for a file, no descriptor left
             problem = str(fault)
     return Run("sandbox-error", problem)
 
@@ -90,13 +90,14 @@ def _judged(program: Program, request: dict[str, Any], timeout_s: float, level: 
         for box in boxes:
             box.wait_started()
         lines = _Lines(report.read)
-        ready = _wait(lambda: lines.next(), boxes, START_S)
-        if ready != b"ready":
-            raise BoxFault(_fault_of(ready))
         start = time.monotonic()
         try:
-            line = _wait(lambda: lines.next(), boxes, timeout_s)
-        except TooMuchMemory as error:
+            ready = _wait(lines.next, boxes, START_S)
+            if ready != b"ready":
+                raise BoxFault(_fault_of(ready))
+            start = time.monotonic()
+            line = _wait(lines.next, boxes, timeout_s)
+        except TooMuch as error:
             return Run("failed", str(error), seconds=time.monotonic() - start)
         return _verdict(line, time.monotonic() - start)
 
@@ -124,7 +125,7 @@ def _script(source: str, stdin: str, timeout_s: float, level: Level) -> Run:
         start = time.monotonic()
         try:
             code = _wait(lambda: _ended(box), [box], timeout_s)
-        except TooMuchMemory as error:
+        except TooMuch as error:
             return Run("failed", str(error), seconds=time.monotonic() - start)
         seconds = time.monotonic() - start
         output, errors = ((folder / name).read_bytes() for name in ("stdout", "stderr"))
@@ -148,19 +149,19 @@ def _problem(code: int, errors: str) -> str:
     return ""
 
 
-class TooMuchMemory(Exception):
-    """The processes of a box hold more than they may."""
+class TooMuch(Exception):
+    """The processes of a box together hold more than they may."""
 
 
 def _wait(look: Callable[[], T | None], boxes: list[Box], timeout_s: float) -> T | None:
-    """What `look` finds, asked again and again, or None after `timeout_s`. Raises TooMuchMemory."""
+    """What `look` finds, asked again and again, or None after `timeout_s`. Raises TooMuch."""
     deadline, watched = time.monotonic() + timeout_s, time.monotonic()
     while (found := look()) is None and time.monotonic() < deadline:
         if time.monotonic() - watched > WATCH_S:
             watched = time.monotonic()
             for box in boxes:
-                if box.memory() > MEMORY:
-                    raise TooMuchMemory(f"more than {MEMORY >> 20} MiB of memory")
+                if excess := box.excess():
+                    raise TooMuch(excess)
     return found
 
 
@@ -245,7 +246,7 @@ class Found:
 
     def __str__(self) -> str:
         if self.level == "rlimits":
-            return f"programs run in a sandbox of level rlimits, with this user's rights to files, network and processes ({self.reason})"
+            return f"programs run in a sandbox of level rlimits, with this user's rights to files and processes ({self.reason})"
         memory = "by a cgroup" if cgroup.usable() else "by watching"
         return f"programs run in a sandbox of level namespaces: no files, no network, system calls filtered, memory held {memory}"
 
@@ -258,7 +259,7 @@ def find_level() -> Found:
         time.sleep(number * _PROBE_PAUSE_S)
         try:
             run = _judged(_PROBE, _PROBE_TEST, TIMEOUT_S, "namespaces")
-        except BoxFault as fault:
+        except (BoxFault, OSError) as fault:
             reason = str(fault)
             continue
         if run.status == "passed":

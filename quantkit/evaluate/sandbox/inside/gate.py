@@ -52,6 +52,7 @@ def execute(request: dict[str, Any]) -> NoReturn:
     os.dup2(request["input"], 0)
     os.close(request["input"])
     os.set_inheritable(request["started"], False)
+    os.sched_setaffinity(0, request["cpus"])
     walls.set_limits(request["limits"])
     if request["isolate"] or seccomp.supported():
         seccomp.install()

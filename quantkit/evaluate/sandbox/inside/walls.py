@@ -98,12 +98,12 @@ def become_init(close: int) -> None:
 
 
 def new_root(root: str, views: list[list[Any]], size_mib: int) -> None:
-    """Replace / by a small tmpfs with views of some of the host's files; /work, /tmp and /dev/shm are writable and share its size.
+    """Replace / by a read-only tmpfs with views of some of the host's files; /work, /tmp and /dev/shm are writable, `size_mib` together.
 
     views: (source, path in the new root, writable).
     """
     mount("none", "/", "", MS_REC | MS_PRIVATE)
-    mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, f"size={size_mib}m,nr_inodes=8192,mode=755")
+    mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,nr_inodes=1024,mode=755")
     os.makedirs(root + "/dev")
     for source, target, writable in views:
         if os.path.islink(source) and not writable:
@@ -112,9 +112,14 @@ def new_root(root: str, views: list[list[Any]], size_mib: int) -> None:
             bind(source, root + target, writable)
     for name in ("null", "zero", "random", "urandom"):
         bind(f"/dev/{name}", f"{root}/dev/{name}", True)
+    os.mkdir(f"{root}/scratch")
+    mount("tmpfs", f"{root}/scratch", "tmpfs", MS_NOSUID | MS_NODEV, f"size={size_mib}m,nr_inodes=8192,mode=755")
     for name in ("work", "tmp", "dev/shm"):
-        os.mkdir(f"{root}/{name}")
-        os.chmod(f"{root}/{name}", 0o1777)
+        place = f"{root}/scratch/{os.path.basename(name)}"
+        os.mkdir(place)
+        os.chmod(place, 0o1777)
+        bind(place, f"{root}/{name}", True)
+    mount("", root, "", MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV)
     os.chdir(root)
     check(libc.syscall(SYS_PIVOT_ROOT[os.uname().machine], b".", b"."), "pivot_root")
     check(libc.umount2(b".", MNT_DETACH), "umount old root")
