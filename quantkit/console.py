@@ -1,29 +1,119 @@
-"""What the command line shows: Rich tables of results, progress bars with an estimate. Used by cli/ alone."""
+"""What the command line shows: Rich tables of results, progress bars with an estimate. Used by cli/ alone.
+
+Values come from files, servers and models. Nothing that is printed is read as markup, and no control character reaches the terminal:
+`_Console` sees to both for all that goes through it. Style is given with `style=`, never in the text.
+"""
 
 import json
+import math
 import os
+import re
 import sys
 from collections.abc import Callable, Hashable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
 
-# Rich folds at 80 columns where there is no terminal; a table in a file or a pipe is printed in full width.
-out = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 1000)
-err = Console(stderr=True)
+_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters but tab and line feed, those that turn the direction of writing, and halves of characters."""
+_UNLIMITED = 100_000
+
+
+def visible(text: str) -> str:
+    """`text` with characters that a terminal would act on written as escapes."""
+    return _UNSEEN.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def one_line(text: str) -> str:
+    """`visible`, with line feeds written as escapes too."""
+    return visible(text).replace("\n", "\\n")
+
+
+class _Console(Console):
+    """Text is text. Into a file or a pipe, tables are as wide as they need to be, where COLUMNS does not say otherwise."""
+
+    def __init__(self, *, stderr: bool = False) -> None:
+        narrow = (sys.stderr if stderr else sys.stdout).isatty() or "COLUMNS" in os.environ
+        super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False, width=None if narrow else _UNLIMITED)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(visible(segment.text), segment.style)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(visible(text), **options)
+
+
+out = _Console()
+err = _Console(stderr=True)
 
 
 def print_json(value: dict[str, Any]) -> None:
-    print(json.dumps(value))
+    """One object. Numbers that JSON has not, NaN and infinities, are null."""
+    print(json.dumps(_finite(value)))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def facts(title: str, rows: Iterable[tuple[str, str]]) -> None:
     """A table of names and values."""
-    table = Table(show_header=False, title=title)
+    table = _table("", "")
+    table.show_header = False
     for row in rows:
         table.add_row(*row)
+    _show(title, table)
+
+
+def _table(*columns: str) -> Table:
+    """What does not fit is folded, never cut."""
+    table = Table()
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _show(title: str, table: Table) -> None:
+    """A title may be wider than its table."""
+    out.print(title, style="italic", soft_wrap=True)
     out.print(table)
+
+
+def status(text: str) -> AbstractContextManager[object]:
+    """A line with a spinner while the block runs."""
+    return err.status(Text(visible(text)))
+
+
+def tell(text: str) -> None:
+    """A line beside the results."""
+    err.print(text, style="dim", soft_wrap=True)
+
+
+def tell_error(problem: str, remedy: str, *, title: str = "error: ", as_json: bool) -> None:
+    """What is wrong and what to do: a line on stderr, and where JSON was asked for the one object on stdout."""
+    err.print(Text(title, style="bold red") + Text(one_line(f"{problem}; {remedy}" if remedy else problem)), soft_wrap=True)
+    if as_json:
+        print_json({"error": {"message": problem, "remedy": remedy}})
 
 
 def size(count: float) -> str:
@@ -34,23 +124,37 @@ def size(count: float) -> str:
     return f"{count / 1e3:.1f} kB"
 
 
-def samples_bar() -> Any:
+def samples_bar() -> Progress:
     """Progress over counted things, on stderr; the field `note` is free text at the end of a row."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    return Progress(*columns, TextColumn("{task.fields[note]}"), console=err)
+    return _bar(MofNCompleteColumn())
 
 
-def bytes_bar() -> Any:
+def bytes_bar() -> Progress:
     """Progress over bytes, on stderr; the field `note` is free text at the end of a row."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    return Progress(*columns, TextColumn("{task.fields[note]}"), console=err)
+    return _bar(DownloadColumn())
 
 
-def counts(bar: Any) -> Callable[..., None]:
+def _bar(amount: ProgressColumn) -> Progress:
+    name, note = (TextColumn(field, markup=False) for field in ("{task.description}", "{task.fields[note]}"))
+    return _Progress(name, BarColumn(), amount, TimeElapsedColumn(), TimeRemainingColumn(), note, console=err)
+
+
+class _Progress(Progress):
+    """Appears with its first row: nothing is shown of a run that is refused."""
+
+    def __enter__(self) -> "_Progress":
+        return self
+
+    def add_task(self, *about: Any, **more: Any) -> TaskID:
+        self.start()
+        return super().add_task(*about, **more)
+
+    def stop(self) -> None:
+        if self.live.is_started:
+            super().stop()
+
+
+def counts(bar: Progress) -> Callable[..., None]:
     """Shows counted things on a `samples_bar`, each in a row that appears when it is first counted."""
     rows: dict[Hashable, Any] = {}
 
@@ -62,16 +166,19 @@ def counts(bar: Any) -> Callable[..., None]:
     return show
 
 
-def listener(bar: Any) -> Callable[[Any], None]:
+def listener(bar: Progress) -> Callable[[Any], None]:
     """Shows the events of a quantization or conversion on a `bytes_bar`."""
     from quantkit.calibrate.events import Event, Note
 
-    row = bar.add_task("checking", total=None, note="")
+    row: Any = None
 
     def show(event: Event) -> None:
+        nonlocal row
         if isinstance(event, Note):
-            bar.console.print(f"[dim]{event.text}[/dim]", highlight=False)
+            tell(event.text)
             return
+        if row is None:
+            row = bar.add_task(event.phase, total=event.total_bytes, note="")
         note = f"{event.unit}  error {event.error:.2e}  {event.memory / 2**30:.1f} GiB"
         bar.update(row, description=event.phase, completed=event.done_bytes, total=event.total_bytes, note=note)
 
@@ -124,22 +231,22 @@ def show_prediction(predicted: dict[str, Any]) -> None:
     levels = [one["level"] for one in predicted["predictions"][0]]
     what = f"{predicted['scheme']} on {predicted['devices']} x {predicted['hardware']}, context {predicted['context']}"
     title = f"TPOT in ms, {what}: predicted, never measured"
-    table = Table("concurrency", *levels, title=title)
+    table = _table("concurrency", *levels)
     for ladder in predicted["predictions"]:
         table.add_row(str(ladder[0]["batch"]), *(f"{one['tpot_ms']:.1f}" for one in ladder))
-    out.print(table)
+    _show(title, table)
     for one in predicted["predictions"][0]:
         parts = ", ".join(f"{name} {ms:.1f}" for name, ms in one["parts"].items() if ms >= 0.05)
         note = f"{one['num_launches']} launches, {one['num_collectives']} collectives"
         level = f"{one['level']}: {one['summary']}; at concurrency {one['batch']}: {parts} ms; {note}"
-        err.print(f"[dim]{level}[/dim]", highlight=False, soft_wrap=True)
+        tell(level)
     for ladder, between in ((predicted["predictions"][at], predicted["steps"][at]) for at in (0, -1)):
         for one in between:
             added = ", ".join(f"{part} {ms:+.1f}" for part, ms in one["adds_ms"].items())
             step = f"concurrency {ladder[0]['batch']}, {one['from']} to {one['to']}"
-            err.print(f"[dim]{step}: {added} ms[/dim]", highlight=False, soft_wrap=True)
+            tell(f"{step}: {added} ms")
     for assumption in predicted["assumptions"]:
-        err.print(f"[dim]assumed: {assumption}[/dim]", highlight=False, soft_wrap=True)
+        tell(f"assumed: {assumption}")
 
 
 def show_conversion(about: dict[str, Any]) -> None:
@@ -157,14 +264,14 @@ def show_conversion(about: dict[str, Any]) -> None:
 
 def show_problems(engine: str, problems: list[dict[str, str]]) -> None:
     if not problems:
-        out.print(f"{engine} loads it", highlight=False)
+        out.print(f"{engine} loads it")
     for problem in problems:
-        out.print(f"{engine}, {problem['severity']}: {problem['problem']}; {problem['remedy']}", highlight=False, soft_wrap=True)
+        out.print(f"{engine}, {problem['severity']}: {problem['problem']}; {problem['remedy']}", soft_wrap=True)
 
 
 def show_scores(results: dict[str, Any]) -> None:
     columns = ("task", "accuracy", "± stderr", "n x repeats", "unfinished", "no answer", "tokens")
-    table = Table(*columns, title=f"{results['model']}, {results['hardware']}")
+    table = _table(*columns)
     for name, task in results["results"].items():
         if not task["n"]:
             table.add_row(name, "-", "", "0")
@@ -173,16 +280,16 @@ def show_scores(results: dict[str, Any]) -> None:
         shares = (f"{100 * task[key]:.1f} %" for key in ("unfinished", "no_answer"))
         count = f"{task['n']} x {task['repeats']}"
         table.add_row(name, f"{100 * task['accuracy']:.2f} %", stderr, count, *shares, f"{task['tokens']['mean']:.0f}")
-    out.print(table)
+    _show(f"{results['model']}, {results['hardware']}", table)
     for name, task in results["results"].items():
         if task.get("comparison"):
-            out.print(f"{name} against {results['baseline']}: {task['comparison']['sentence']}", highlight=False, soft_wrap=True)
+            out.print(f"{name} against {results['baseline']}: {task['comparison']['sentence']}", soft_wrap=True)
         for warning in task["warnings"]:
-            err.print(f"[bold yellow]{name}:[/bold yellow] {warning}", highlight=False)
+            err.print(Text(f"{name}: ", style="bold yellow") + Text(warning), soft_wrap=True)
     if results["sandbox"]:
-        err.print(f"[dim]programs ran in sandbox level {results['sandbox']}[/dim]")
+        tell(f"programs ran in sandbox level {results['sandbox']}")
     if results["out"]:
-        err.print(f"[dim]report: {results['out']}/report.html[/dim]")
+        tell(f"report: {results['out']}/report.html")
 
 
 def show_quality(model: str, quality: dict[str, Any]) -> None:
@@ -200,12 +307,13 @@ def show_quality(model: str, quality: dict[str, Any]) -> None:
 
 
 def show_speed(result: dict[str, Any]) -> None:
-    table = Table("input", "concurrency", "TTFT s", "TPOT ms", "tokens/s", "system tokens/s", "latency s", "failed", title=result["target"])
+    columns = ("input", "concurrency", "TTFT s", "TPOT ms", "tokens/s", "system tokens/s", "latency s", "failed")
+    table = _table(*columns)
     for row in result["rows"]:
         tpot, tps = ("-" if row[key] is None else f"{row[key]:.1f}" for key in ("tpot_ms", "tps"))
         cells = (f"{row['ttft_s']:.3f}", tpot, tps, f"{row['system_tps']:.1f}", f"{row['latency_s']:.2f}", str(row["failed"]))
         table.add_row(str(row["input_len"]), str(row["concurrency"]), *cells)
-    out.print(table)
+    _show(result["target"], table)
 
 
 def show_published(tables: list[dict[str, Any]]) -> None:
@@ -213,33 +321,33 @@ def show_published(tables: list[dict[str, Any]]) -> None:
     for published in tables:
         columns = list(dict.fromkeys(name for row in published["rows"] for name in row))
         title = f"published: {published['model']} {published['scheme']} on {published['hardware']} ({published['source']})"
-        table = Table(*columns, title=title)
+        table = _table(*columns)
         for row in published["rows"]:
             table.add_row(*(f"{row[name]:g}" if name in row else "-" for name in columns))
-        out.print(table)
+        _show(title, table)
 
 
 def show_kernels(device: str, rows: list[dict[str, Any]]) -> None:
-    table = Table("operator", "backend", "usable", "reason", title=f"on {device}")
+    table = _table("operator", "backend", "usable", "reason")
     for row in rows:
         table.add_row(row["operator"], row["backend"], "yes" if row["usable"] else "no", row["reason"])
-    out.print(table)
+    _show(f"on {device}", table)
 
 
 def show_measurement(row: dict[str, Any]) -> None:
     speed = f"{row['microseconds']:10.1f} us {row['gigabytes_per_second']:8.1f} GB/s {row['fraction']:6.1%} of bandwidth"
-    verdict = "ok" if row["ok"] else "[bold red]WRONG[/bold red]"
-    line = f"{row['operator']:14} {row['backend']:10} {row['case']:28} error {row['error']:.1e} {speed} {verdict}"
-    out.print(line, highlight=False, soft_wrap=True)  # one operator a line, in a pipe too
+    line = f"{row['operator']:14} {row['backend']:10} {row['case']:28} error {row['error']:.1e} {speed} "
+    verdict = Text("ok") if row["ok"] else Text("WRONG", style="bold red")
+    out.print(Text(line) + verdict, soft_wrap=True)  # one operator a line
 
 
 def show_deployment(plan: dict[str, Any], scripts: list[str]) -> None:
-    err.print(f"{plan['engine']} on {plan['device']}, {plan['layout']}: {plan['summary']}", highlight=False)
+    err.print(f"{plan['engine']} on {plan['device']}, {plan['layout']}: {plan['summary']}")
     for role, fit in plan["memory"].items():
-        err.print(f"{role}: {json.dumps(fit)}", highlight=False, soft_wrap=True)
+        err.print(f"{role}: {json.dumps(fit)}", soft_wrap=True)
     for note in plan["notes"]:
-        err.print(f"[dim]{note}[/dim]", highlight=False)
+        tell(note)
     for problem in plan["problems"]:
-        err.print(f"{problem['severity']}: {problem['problem']}; {problem['remedy']}", highlight=False, soft_wrap=True)
+        err.print(f"{problem['severity']}: {problem['problem']}; {problem['remedy']}", soft_wrap=True)
     for script in scripts:
-        out.print(script, markup=False, highlight=False, soft_wrap=True)
+        out.print(script, soft_wrap=True)

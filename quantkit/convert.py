@@ -7,7 +7,6 @@ Memory is one unit, UNIT_BYTES of output or the largest single tensor, a few cop
 (`checkpoint.writer.WAITING`).
 """
 
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -19,13 +18,15 @@ import torch
 from torch import Tensor
 
 from quantkit import __version__
-from quantkit.calibrate.events import OnEvent, Progress, peak_memory, silent
+from quantkit.calibrate.events import Note, OnEvent, Progress, peak_memory, silent
 from quantkit.checkpoint.companions import read_companions
 from quantkit.checkpoint.formats import FORMATS, compressed_int4, dense
 from quantkit.checkpoint.formats.base import Format, output_config
 from quantkit.checkpoint.header import TensorSpec
+from quantkit.checkpoint.manifest import made_for
 from quantkit.checkpoint.reader import Checkpoint, check_finite
-from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.checkpoint.watch import Watch
+from quantkit.checkpoint.writer import CheckpointWriter, prepare
 from quantkit.engines import part_of
 from quantkit.errors import QuantkitError
 from quantkit.models import ARCHITECTURES, find_architecture
@@ -60,6 +61,8 @@ class Report:
     seconds: float
     peak_memory: int
     changes: dict[str, Change]
+    done_already: bool = False
+    """Nothing was done: `out` was there, complete, from the same source and settings."""
 
     @property
     def exact(self) -> bool:
@@ -78,39 +81,44 @@ def convert(
     """Write the checkpoint `source` to the directory `out` in another format, or plain in `dtype` (bf16, fp16 or fp32).
 
     Raises QuantkitError before any work where the format cannot hold the weights: rounding them is what `quantkit quantize` does.
-    A conversion that was stopped goes on when it is called again with the same arguments.
+    A conversion that was stopped goes on when it is called again with the same arguments; of one that is complete the report is told
+    again.
     """
     start = time.perf_counter()
+    prepare(out, [source])
     plan = _Plan(Checkpoint.open(source), _target_name(format, dtype), _find_dtype(dtype))
-    units = list(plan.units())
+    units = {f"{number:05d} {unit[0].name}": unit for number, unit in enumerate(plan.units())}
+    watch = Watch(plan.checkpoint, {name: [part for item in unit for part in plan.parts(item)] for name, unit in units.items()})
+    if not overwrite and (manifest := made_for(out, plan.fingerprint())):
+        watch.compare_with(out, manifest)
+        return plan.report(out, start, {key: Change(**change) for key, change in manifest["changes"].items()}, done_already=True)
+    writer = CheckpointWriter(out, plan.specs(), fingerprint=plan.fingerprint(), overwrite=overwrite, inputs=[source], watch=watch)
+    with writer, writer.keeping(units):
+        writer.check_source()
+        if resumed := writer.finished(units):
+            on_event(Note(f"resuming {out}: {resumed}"))
+        changes = _write(plan, units, writer, on_event)
+        writer.finish(plan.config(), plan.files(), plan.manifest(changes))
+    return plan.report(out, start, changes)
+
+
+def _write(plan: "_Plan", units: dict[str, list["_Item"]], writer: CheckpointWriter, on_event: OnEvent) -> dict[str, "Change"]:
+    """Units that are not written yet, and what changed in all of them."""
     changes: dict[str, Change] = {}
     done = 0
-    with CheckpointWriter(out, plan.specs(), fingerprint=plan.fingerprint(), overwrite=overwrite) as writer:
-        for number, unit in enumerate(units):
-            name = f"{number:05d} {unit[0].name}"
-            if writer.done(name):
-                noted = writer.note(name)["changes"]
-            else:
-                tensors, facts = plan.convert(unit)
-                noted = {key: asdict(change) for key, change in facts.items()}
-                writer.write(name, tensors, {"changes": noted})
-            for key, change in noted.items():
-                changes[key] = _joined(changes.get(key), Change(**change))
-            done += sum(plan.source_bytes(item) for item in unit)
-            worst = max((change.max_relative_error for change in changes.values()), default=0.0)
-            on_event(Progress("converting", unit[0].name, done, plan.total_bytes, worst, psutil.Process().memory_info().rss))
-        writer.finish(plan.config(), plan.files(changes))
-        written = writer.layout.total_size
-    return Report(
-        out=out,
-        source_format=plan.checkpoint.format.name,
-        format=plan.target.name,
-        source_bytes=plan.total_bytes,
-        output_bytes=written,
-        seconds=time.perf_counter() - start,
-        peak_memory=peak_memory(),
-        changes=changes,
-    )
+    for name, unit in units.items():
+        if writer.done(name):
+            noted = writer.note(name)["changes"]
+        else:
+            tensors, facts = plan.convert(unit)
+            noted = {key: asdict(change) for key, change in facts.items()}
+            writer.write(name, tensors, {"changes": noted})
+        for key, change in noted.items():
+            changes[key] = _joined(changes.get(key), Change(**change))
+        done += sum(plan.source_bytes(item) for item in unit)
+        worst = max((change.max_relative_error for change in changes.values()), default=0.0)
+        on_event(Progress("converting", unit[0].name, done, plan.total_bytes, worst, psutil.Process().memory_info().rss))
+    return changes
 
 
 @dataclass(frozen=True)
@@ -179,9 +187,25 @@ class _Plan:
         if unit:
             yield unit
 
+    def parts(self, item: _Item) -> tuple[str, ...]:
+        """The tensors of the source that it is made from."""
+        return tuple(self.checkpoint.linears[item.name].tensors) if item.linear else (item.name,)
+
     def source_bytes(self, item: _Item) -> int:
-        names = self.checkpoint.linears[item.name].tensors if item.linear else (item.name,)
-        return sum(self.checkpoint.tensors[name].nbytes for name in names)
+        return sum(self.checkpoint.tensors[name].nbytes for name in self.parts(item))
+
+    def report(self, out: Path, start: float, changes: dict[str, Change], *, done_already: bool = False) -> Report:
+        return Report(
+            out=out,
+            source_format=self.checkpoint.format.name,
+            format=self.target.name,
+            source_bytes=self.total_bytes,
+            output_bytes=sum(spec.nbytes for spec in self.specs()),
+            seconds=time.perf_counter() - start,
+            peak_memory=peak_memory(),
+            changes=changes,
+            done_already=done_already,
+        )
 
     def convert(self, unit: list[_Item]) -> tuple[dict[str, Tensor], dict[str, Change]]:
         """The tensors of a unit, and how they differ from the source."""
@@ -216,11 +240,12 @@ class _Plan:
             config[named] = str(self.cast_to).removeprefix("torch.")
         return config
 
-    def files(self, changes: dict[str, Change]) -> dict[str, bytes]:
+    def files(self) -> dict[str, bytes]:
+        return read_companions(self.checkpoint.path) | self.target.extra_files(self.grid, self._quantized(), self._plain())
+
+    def manifest(self, changes: dict[str, Change]) -> dict[str, Any]:
         told = {key: asdict(change) for key, change in sorted(changes.items())}
-        manifest = {"converted_from": self.checkpoint.format.name, "changes": told, "tensors": self._manifest()}
-        files = read_companions(self.checkpoint.path) | self.target.extra_files(self.grid, self._quantized(), self._plain())
-        return files | {"manifest.json": json.dumps(manifest, indent=1).encode()}
+        return {"converted_from": self.checkpoint.format.name, "changes": told, "tensors": self._became()}
 
     def _quantized(self) -> dict[str, Grid | None]:
         return {item.name: self.grid for item in self.items if item.quantized}
@@ -228,13 +253,13 @@ class _Plan:
     def _plain(self) -> list[TensorSpec]:
         return [spec for item in self.items if not item.quantized for spec in item.specs]
 
-    def _manifest(self) -> dict[str, dict[str, Any]]:
+    def _became(self) -> dict[str, dict[str, Any]]:
         """Every tensor of the source, and what it became."""
         entries: dict[str, dict[str, Any]] = {}
         for item in self.items:
             became = [spec.name for spec in item.specs]
             status = "copied" if item.key == "copied" else "converted"
-            for name in self.checkpoint.linears[item.name].tensors if item.linear else (item.name,):
+            for name in self.parts(item):
                 entries[name] = {"status": status, "became": became}
         return dict(sorted(entries.items()))
 

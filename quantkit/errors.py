@@ -12,3 +12,11 @@ class QuantkitError(Exception):
         self.problem = problem
         self.remedy = remedy
         super().__init__(f"{problem}; {remedy}" if remedy else problem)
+
+
+class Interrupted(KeyboardInterrupt):
+    """Somebody stopped a run that can go on. `kept` says in words what is kept, and where."""
+
+    def __init__(self, kept: str) -> None:
+        self.kept = kept
+        super().__init__(kept)

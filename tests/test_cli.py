@@ -1,10 +1,7 @@
 """The main job as a user types it: every scheme and format through the command line, and what bad input gets."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +9,7 @@ import make_model
 import numpy as np
 import pytest
 import torch
+from commands import command
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from safetensors.torch import load_file
 from torch import Tensor
@@ -22,26 +20,19 @@ from quantkit.quant.weights import dequantize
 SAMPLES = ["--samples", "4", "--seq-len", "32"]
 
 
-def quantkit(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "quantkit", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"})
-
-
 def answer(*arguments: str | Path) -> dict[str, Any]:
     """The one JSON object that a command prints."""
-    done = quantkit(*arguments, "--json")
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    done = command(*map(str, arguments), "--json")
+    assert done.code == 0, done.err
+    return done.json
 
 
 def refusal(*arguments: str | Path) -> str:
     """The one line that a refused command prints."""
-    done = quantkit(*arguments)
-    assert done.returncode == 1, (done.stdout, done.stderr)
-    assert "Traceback" not in done.stderr
-    lines = [line for line in done.stderr.splitlines() if "error:" in line]
-    assert len(lines) == 1, done.stderr
-    return lines[0]
+    done = command(*map(str, arguments))
+    assert done.code == 1, done
+    assert sum("error:" in line for line in done.err.splitlines()) == 1, done.err
+    return done.error
 
 
 @pytest.fixture(scope="module")
@@ -151,8 +142,8 @@ def test_kernels_and_deploy_answer(tiny_checkpoint: Path) -> None:
 
 
 def test_usage_errors_exit_2() -> None:
-    assert quantkit("quantize").returncode == 2
-    assert quantkit("bench", "tiny-r1", "--input-len", "many").returncode == 2
+    assert command("quantize").code == 2
+    assert command("bench", "tiny-r1", "--input-len", "many").code == 2
 
 
 def _copy(source: Path, target: Path) -> Path:
@@ -212,7 +203,7 @@ def test_bad_sources(tiny_checkpoint: Path, tmp_path: Path) -> None:
     assert "does not exist" in said(tmp_path / "nowhere")
     out.mkdir()
     (out / "config.json").write_text("{}")
-    assert "--overwrite" in refusal("quantize", tiny_checkpoint, "--scheme", "rtn-w4a16", "--out", out)
+    assert "quantkit did not make it" in refusal("quantize", tiny_checkpoint, "--scheme", "rtn-w4a16", "--out", out)
     assert (out / "config.json").read_text() == "{}"
 
 

@@ -1,21 +1,21 @@
 """The journal of an unfinished output: which units are written, and with which bytes.
 
 One file of JSON lines per process, so that ranks never wait for each other. The first line is the fingerprint of the run;
-every other line is one unit: {"unit", "tensors": its names, "sha256": over their bytes in order of name, "facts"}. A line is
-appended after its unit's bytes, and a unit counts only if its bytes still hash to what its line says; so nothing need reach
-the disk in any order, and what a power failure tears is simply written again. From a torn line on, a journal is dropped.
+every other line is one unit: {"unit", "tensors": its names, "sha256": over their bytes in order of name, "facts", "source": what
+it was made from}. A line is appended after its unit's bytes, and a unit counts only if its bytes still hash to what its line says;
+so nothing need reach the disk in any order, and what a power failure tears is simply written again. From a torn line on, a journal
+is dropped.
 """
 
-import fcntl
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from quantkit.errors import QuantkitError
+from quantkit.checkpoint.lock import Lock
 
 
 @dataclass(frozen=True)
@@ -26,22 +26,22 @@ class Entry:
     tensors: tuple[str, ...]
     sha256: str
     facts: dict[str, Any]
+    source: dict[str, str] = field(default_factory=dict)
+    """sha256 of what it was made from, by shard"""
 
 
 class Journal:
-    """This process's journal file in `directory`, open for appending and locked until `close` or death."""
+    """This process's journal file in `directory`, open for appending. It is this rank's alone until `close` or death."""
 
     def __init__(self, directory: Path, rank: int, fingerprint: Mapping[str, str]) -> None:
         self.path = directory / f"journal-{rank:05d}.jsonl"
+        self._lock = Lock(lock_path(directory, rank), directory.parent)
         if not self.path.exists():
             # Appears whole or not at all, so that a journal always has its first line.
             fresh = self.path.with_suffix(".new")
             fresh.write_text(_line({"fingerprint": dict(fingerprint)}))
             fresh.rename(self.path)
         self._file = self.path.open("r+b", buffering=0)  # a line that could not be written is not tried again by `close`
-        if not _lock(self._file):
-            self._file.close()
-            raise QuantkitError(f"another process is writing {directory.parent}", "wait for it, or stop it")
         whole = sum(len(line) for line in _whole_lines(self.path))
         self._file.truncate(whole)
         self._file.seek(whole)
@@ -57,6 +57,11 @@ class Journal:
 
     def close(self) -> None:
         self._file.close()
+        self._lock.close()
+
+
+def lock_path(directory: Path, rank: int) -> Path:
+    return directory / f"rank-{rank:05d}.lock"
 
 
 def journals(directory: Path) -> list[Path]:
@@ -75,14 +80,8 @@ def read_entries(paths: Iterable[Path]) -> dict[str, Entry]:
     for path in paths:
         for line in _whole_lines(path)[1:]:
             fields = json.loads(line)
-            entries[fields["unit"]] = Entry(fields["unit"], tuple(fields["tensors"]), fields["sha256"], fields["facts"])
+            entries[fields["unit"]] = Entry(fields["unit"], tuple(fields["tensors"]), fields["sha256"], fields["facts"], fields["source"])
     return entries
-
-
-def in_use(path: Path) -> bool:
-    """Whether a living process holds this journal."""
-    with path.open("r+b") as file:
-        return not _lock(file)
 
 
 def _whole_lines(path: Path) -> list[bytes]:
@@ -98,11 +97,3 @@ def _is_whole(line: bytes) -> bool:
 
 def _line(value: Mapping[str, Any]) -> str:
     return json.dumps(value, separators=(",", ":")) + "\n"  # ASCII: a character is a byte
-
-
-def _lock(file: IO[bytes]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

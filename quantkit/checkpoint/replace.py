@@ -3,8 +3,8 @@
 On Linux the new and the old directory are exchanged in one step. A file system that cannot (NFS) gets two renames, between
 which a kill leaves the old one under OUT.replaced.
 
-The state directory (journals) goes with the new one and is removed last: seen inside OUT, it says that what remains to do is
-only to clear up.
+The state directory (journals, locks) goes with the new one and is removed last: seen inside OUT, it says that what remains to do is
+only to clear up. Of what was replaced, only what its manifest lists is removed.
 """
 
 import ctypes
@@ -13,20 +13,25 @@ import os
 import shutil
 from pathlib import Path
 
+from quantkit.checkpoint.manifest import check_own, read_manifest, remove_own
+from quantkit.checkpoint.target import replaced_of
+
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _EXCHANGING = "exchanging"  # in the state directory: the old directory is, or will be, under the name of the partial one
 
 
 def replace_directory(partial: Path, out: Path, state: str) -> None:
-    """Turn `partial` into `out`, deleting what `out` was; `state` is the name of the directory within that is not kept."""
+    """Turn `partial` into `out`, deleting what `out` was; `state` is the name of the directory within that is not kept. Raises
+    QuantkitError, and changes nothing, where `out` holds anything that quantkit did not write."""
     _sync(partial)
-    if not out.exists():
+    if not os.path.lexists(out):
         partial.rename(out)
     else:
+        check_own(out)
         (partial / state / _EXCHANGING).touch()
         if not _exchange(partial, out):
-            aside = out.with_name(f"{out.name}.replaced")
+            aside = replaced_of(out)
             out.rename(aside)
             partial.rename(out)
             aside.rename(partial)
@@ -36,10 +41,10 @@ def replace_directory(partial: Path, out: Path, state: str) -> None:
 
 def remove_leftovers(partial: Path, out: Path, state: str) -> None:
     """Clear up behind a directory that is in its place: the one it replaced, then its state directory."""
-    if not (out / state).is_dir():
+    if not read_manifest(out) or not (out / state).is_dir() or (out / state).is_symlink():
         return
-    if (out / state / _EXCHANGING).exists() and partial.exists():
-        shutil.rmtree(partial)
+    if (out / state / _EXCHANGING).exists() and partial.is_dir() and not partial.is_symlink():
+        remove_own(partial)
     shutil.rmtree(out / state)
 
 

@@ -5,7 +5,7 @@ of tensors such as one expert, is written in place, then entered in the journal;
 not those of its entry, is simply written again. Index, config and other files come last, and OUT.partial is renamed to OUT:
 OUT exists only complete. Units are hashed and written behind the back of who makes them, in their order: memory is one unit, and
 up to 512 MiB of units that wait. Several processes may write disjoint units of one output, each with its own `rank`; one of
-them finishes.
+them finishes. Two runs cannot: each rank holds a lock from beginning to end.
 
 Files are made with mode 0666 less the umask, as any program's are.
 """
@@ -17,11 +17,12 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError
@@ -29,14 +30,19 @@ from torch import Tensor
 
 from quantkit.checkpoint.behind import Behind
 from quantkit.checkpoint.header import TensorInfo, TensorSpec, read_at
-from quantkit.checkpoint.journal import Entry, Journal, in_use, journals, read_entries, read_fingerprint
+from quantkit.checkpoint.journal import Entry, Journal, journals, lock_path, read_entries
 from quantkit.checkpoint.layout import Layout, Shard, plan_layout
+from quantkit.checkpoint.lock import check_free
+from quantkit.checkpoint.manifest import MANIFEST, list_files
 from quantkit.checkpoint.replace import remove_leftovers, replace_directory
-from quantkit.errors import QuantkitError
+from quantkit.checkpoint.target import absolute, check_apart, partial_of
+from quantkit.checkpoint.unfinished import STATE, check_files, check_partial, check_run, check_target, note_files
+from quantkit.checkpoint.watch import Digests, Watch
+from quantkit.errors import Interrupted, QuantkitError
 
-_STATE = ".quantkit"  # journals and lock, inside OUT.partial
 _INDEX = "model.safetensors.index.json"
 _CHUNK = 16 * 2**20
+_READ_WRITE = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 WAITING = 512 * 2**20
 """Bytes of units that may wait to be written."""
 _SYNC_SECONDS = 5.0  # how much work a power failure may cost
@@ -46,8 +52,9 @@ class CheckpointWriter:
     """Writes the tensors of `specs` to `out`, unit by unit.
 
     fingerprint: what determines the output (source, recipe, version); an unfinished output with another one is refused.
-    overwrite: `out` may exist, and is replaced when this output is complete; an unfinished output with another fingerprint
-    is discarded. Raises QuantkitError before anything is written if `out` may not be made or the disk is too small.
+    overwrite: `out` may exist, if quantkit made it, and is replaced when this output is complete; an unfinished output with another
+    fingerprint is discarded. inputs: files and directories that must not be written to. watch: tells when the source changes.
+    Raises QuantkitError before anything is written if `out` may not be made or the disk is too small.
     """
 
     def __init__(
@@ -59,28 +66,34 @@ class CheckpointWriter:
         overwrite: bool,
         shard_bytes: int = 5_000_000_000,
         rank: int = 0,
+        inputs: Iterable[Path] = (),
+        watch: Watch | None = None,
     ) -> None:
-        self.out = Path(os.path.abspath(out))
-        self.partial = self.out.with_name(f"{self.out.name}.partial")
+        self.out = absolute(out)
+        self.partial = partial_of(self.out)
         self.layout: Layout = plan_layout(specs, shard_bytes)
-        self._state = self.partial / _STATE
+        self._inputs, self._watch = tuple(inputs), watch
+        self._state = self.partial / STATE
         self._checked: set[str] = set()
         self._unsynced: set[str] = set()
         self._synced_at = time.monotonic()
-        run = {**fingerprint, "layout": self.layout.digest}
+        self._run = {**fingerprint, "layout": self.layout.digest}
+        prepare(self.out, self._inputs, rank)
         with _told(self.out):
-            remove_leftovers(self.partial, self.out, _STATE)
-            _check_target(self.out, overwrite)
-            _check_partial(self.partial, self._state)
+            check_target(self.out, self._run, overwrite)
+            check_partial(self.partial)
             self._state.mkdir(parents=True, exist_ok=True)
-            with _locked(self._state / "lock"):
-                _check_run(self.partial, self._state, run, discard=overwrite)
+            with _locked(self._state / "setup.lock"):
+                check_target(self.out, self._run, overwrite)  # again: another run may have finished meanwhile
+                check_files(self.partial)
+                check_run(self.partial, self._run, rank, discard=overwrite)
                 self._create_shards()
-                self._journal = Journal(self._state, rank, run)
+                self._journal = Journal(self._state, rank, self._run)
             # All at once: units are read here and written elsewhere at the same time.
-            self._descriptors = {shard.name: os.open(self.partial / shard.name, os.O_RDWR | os.O_CLOEXEC) for shard in self.layout.shards}
+            self._descriptors = {shard.name: os.open(self.partial / shard.name, _READ_WRITE) for shard in self.layout.shards}
             self._entries = read_entries(journals(self._state))
         self._behind = Behind(WAITING)
+        self._hashing = ThreadPoolExecutor(1, "source hash")
         self._waiting: set[str] = set()
 
     def done(self, unit: str) -> bool:
@@ -132,7 +145,8 @@ class CheckpointWriter:
         # What waits must not change when its maker goes on; what is too large to wait is not held twice.
         held = {name: tensor.detach().to("cpu", copy=nbytes <= WAITING).contiguous() for name, tensor in tensors.items()}
         self._waiting.add(unit)
-        self._behind.hand_over(lambda: self._write(unit, held, dict(facts or {})), nbytes)
+        source = self._hashing.submit(self._watch.digests, unit) if self._watch is not None else None
+        self._behind.hand_over(lambda: self._write(unit, held, dict(facts or {}), source), nbytes)
 
     def afterwards(self, job: Callable[[], None]) -> None:
         """Have `job` done when all units so far are written. Raises as `write` does."""
@@ -152,7 +166,7 @@ class CheckpointWriter:
         if unit in self._waiting:
             self.settle()
 
-    def _write(self, unit: str, tensors: Mapping[str, Tensor], facts: dict[str, Any]) -> None:
+    def _write(self, unit: str, tensors: Mapping[str, Tensor], facts: dict[str, Any], source: Future[Digests] | None) -> None:
         digest = hashlib.sha256()
         with _told(self.out):
             for name in sorted(tensors):
@@ -160,7 +174,7 @@ class CheckpointWriter:
                 data = tensors[name].reshape(-1).view(torch.uint8).numpy().data
                 digest.update(data)
                 _write_at(self._descriptors[info.shard], data, info.offset)
-            entry = Entry(unit, tuple(sorted(tensors)), digest.hexdigest(), facts)
+            entry = Entry(unit, tuple(sorted(tensors)), digest.hexdigest(), facts, source.result() if source else {})
             self._journal.append(entry)
             self._unsynced |= {self.layout.tensors[name].shard for name in tensors}
             if time.monotonic() - self._synced_at > _SYNC_SECONDS:
@@ -168,13 +182,13 @@ class CheckpointWriter:
         self._entries[unit] = entry
         self._checked.add(unit)
 
-    def finish(self, config: Mapping[str, Any], extra: Mapping[str, bytes]) -> None:
-        """Write index, config.json and `extra` files, and turn OUT.partial into OUT. Every planned tensor must be written.
+    def finish(self, config: Mapping[str, Any], extra: Mapping[str, bytes], manifest: Mapping[str, Any] | None = None) -> None:
+        """Write index, config.json, `extra` files and the manifest, and turn OUT.partial into OUT. Every planned tensor must be written.
 
         With several processes: one calls this, when all have written their units and closed.
         """
-        self.settle()
-        self._entries = read_entries(journals(self._state))
+        self.reread()
+        self.check_source()
         written = {name for entry in self._entries.values() for name in entry.tensors}
         assert written == self.layout.tensors.keys(), f"never written: {sorted(self.layout.tensors.keys() - written)[:5]}"
         index = {
@@ -182,20 +196,57 @@ class CheckpointWriter:
             "weight_map": {name: self.layout.tensors[name].shard for name in sorted(self.layout.tensors)},
         }
         files = {_INDEX: _json(index), "config.json": _json(config), **extra}
+        files[MANIFEST] = self._manifest(files, manifest or {})
         with _told(self.out):
+            note_files(self.partial, files)
             for name, content in files.items():
                 assert Path(name).name == name, name
                 _write_file(self.partial / name, content)
+            check_apart(self.out, self._inputs)
+            self._flush()
+            replace_directory(self.partial, self.out, STATE)
+        self.close()
+
+    def check_source(self) -> None:
+        """Raise QuantkitError naming a shard of the source that is no longer what finished units were made from."""
+        if self._watch is not None:
+            self._watch.check(self._state / "source.json", {unit: entry.source for unit, entry in self._entries.items()})
+
+    def finished(self, units: Collection[str]) -> str:
+        """How many of `units` are written, by this and other processes, in words; empty if none is."""
+        number = len(read_entries(journals(self._state)).keys() & set(units))
+        return f"{number} of {len(units)} units are done" if number else ""
+
+    @contextmanager
+    def keeping(self, units: Collection[str]) -> Iterator[None]:
+        """Where the block is interrupted, close and raise Interrupted: of these units, what is kept and where."""
+        try:
+            yield
+        except KeyboardInterrupt as stop:
             self.close()
-            replace_directory(self.partial, self.out, _STATE)
+            kept = (
+                f"{self.finished(units) or 'no unit is done'}, kept in {self.partial}"
+                if self._state.exists()
+                else f"{self.out} is complete"
+            )
+            raise Interrupted(kept) from stop
+
+    def _manifest(self, files: Mapping[str, bytes], more: Mapping[str, Any]) -> bytes:
+        listed = list_files({shard.name: shard.size for shard in self.layout.shards}, files)
+        sources = {unit: entry.source for unit, entry in sorted(self._entries.items()) if entry.source}
+        return json.dumps({"run": self._run, "files": listed, "sources": sources, **more}, indent=1).encode() + b"\n"
+
+    def _flush(self) -> None:
+        self._behind.close()
+        if self._unsynced:
+            self._sync()
 
     def close(self) -> None:
         """Flush to disk and release files and lock; what was written stays, for another run to go on with."""
         try:
-            self._behind.close()
+            self._flush()
         finally:
-            if self._unsynced:
-                self._sync()
+            self._hashing.shutdown(cancel_futures=True)
             self._journal.close()
             for descriptor in self._descriptors.values():
                 os.close(descriptor)
@@ -217,9 +268,10 @@ class CheckpointWriter:
     def _create_shards(self) -> None:
         missing = [shard for shard in self.layout.shards if not _intact(self.partial / shard.name, shard)]
         _check_disk(self.partial, sum(shard.size for shard in missing))
+        note_files(self.partial, (shard.name for shard in self.layout.shards))
         for shard in missing:
             fresh = self.partial / f"{shard.name}.new"
-            with fresh.open("wb") as file:
+            with _created(fresh) as file:
                 _allocate(file.fileno(), shard.size)
                 file.write(shard.header)
                 file.flush()
@@ -234,54 +286,22 @@ class CheckpointWriter:
         return digest.hexdigest()
 
 
+def prepare(out: Path, inputs: Iterable[Path] = (), rank: int = 0) -> None:
+    """Raise QuantkitError where `out` is not apart from the inputs, or another process writes it; clear up what a kill left to do."""
+    out = absolute(out)
+    with _told(out):
+        check_apart(out, inputs)
+        for directory in (partial_of(out), out):
+            check_free(lock_path(directory / STATE, rank), out)
+        if rank == 0:
+            remove_leftovers(partial_of(out), out, STATE)
+
+
 def _stored_chunks(descriptor: int, info: TensorInfo) -> Iterator[memoryview]:
     buffer = memoryview(bytearray(min(_CHUNK, info.nbytes)))
     for start in range(0, info.nbytes, _CHUNK):
         chunk = buffer[: min(_CHUNK, info.nbytes - start)]
         yield chunk[: read_at(descriptor, chunk, info.offset + start)]
-
-
-def _check_target(out: Path, overwrite: bool) -> None:
-    if not os.path.lexists(out):
-        return
-    if not overwrite:
-        raise QuantkitError(f"{out} exists", "choose another --out, or give --overwrite")
-    # What --overwrite replaces is deleted: never a directory that holds something else than a checkpoint.
-    replaceable = out.is_dir() and not out.is_symlink() and ((out / "config.json").exists() or not any(out.iterdir()))
-    if not replaceable:
-        raise QuantkitError(f"{out} exists and is no checkpoint, so it is not overwritten", "choose another --out, or remove it yourself")
-
-
-def _check_partial(partial: Path, state: Path) -> None:
-    # One look: another rank may be creating the directory, and makes the state directory before anything else in it.
-    names = {path.name for path in partial.iterdir()} if partial.exists() else set()
-    if names and state.name not in names:
-        raise QuantkitError(f"{partial} exists and is no unfinished output of quantkit", "move it away")
-
-
-def _check_run(partial: Path, state: Path, run: Mapping[str, str], *, discard: bool) -> None:
-    """Refuse, or with `discard` empty, an unfinished output that another source, recipe or version began."""
-    for path in journals(state):
-        begun = read_fingerprint(path)
-        if begun == run:
-            continue
-        different = ", ".join(key for key in sorted({*begun, *run}) if begun.get(key) != run.get(key))
-        if not discard:
-            raise QuantkitError(
-                f"{partial} was begun with a different {different}", "run the command that began it, or give --overwrite to start anew"
-            )
-        if any(in_use(journal) for journal in journals(state)):
-            raise QuantkitError(f"another process is writing {partial}", "wait for it, or stop it")
-        _empty(partial, keep=state)
-        for journal in journals(state):
-            journal.unlink()
-        return
-
-
-def _empty(directory: Path, keep: Path) -> None:
-    for path in directory.iterdir():
-        if path != keep:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _check_disk(partial: Path, needed: int) -> None:
@@ -318,10 +338,18 @@ def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def _write_file(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
+    fresh = path.with_name(f"{path.name}.new")
+    with _created(fresh) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+    fresh.rename(path)
+
+
+def _created(path: Path) -> IO[bytes]:
+    """A new file, in place of what had the name: never written through a link."""
+    path.unlink(missing_ok=True)
+    return path.open("xb")
 
 
 def _json(value: Mapping[str, Any]) -> bytes:

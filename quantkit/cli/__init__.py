@@ -5,14 +5,22 @@ Everything heavy is imported inside the command that needs it, so that `quantkit
 what to do, 2 on bad usage.
 """
 
+import io
+import os
 import sys
 from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
+from quantkit import __version__
 from quantkit.cli import evaluate, inspect, quantize, run
-from quantkit.console import err
+from quantkit.cli.stopping import Stopped
+from quantkit.console import tell_error
 from quantkit.errors import QuantkitError
+
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # click's, or typer's own copy of it, as the version has it
+_INTERRUPTED = 130
 
 app = typer.Typer(
     help="Quantize DeepSeek-R1 class models, run them on one box, and show that accuracy held.",
@@ -38,22 +46,66 @@ for name, command in COMMANDS:
     app.command(name)(command)
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"quantkit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Say the version and end.")] = False,
+) -> None:
+    pass
+
+
 def main() -> None:
-    """Entry point: faults become one line on stderr and exit code 1."""
+    """Entry point: faults become one line on stderr, with --json also one object on stdout, and exit code 1, or 2 for bad usage."""
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal without a character is no reason to fail
     try:
-        app()
-    except QuantkitError as error:
-        if debug:
-            raise
-        err.print(f"[bold red]error:[/bold red] {error}", highlight=False, soft_wrap=True)
+        code = _run(debug, "--json" in sys.argv)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read our results has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    raise SystemExit(code)
+
+
+def _run(debug: bool, as_json: bool) -> int:
+    """Run the command; returns the exit code."""
+    try:
+        code = app(standalone_mode=False)
+        if code == _INTERRUPTED:
+            tell_error("interrupted", "", title="", as_json=as_json)
+        return code if isinstance(code, int) else 0
+    except Stopped as stopped:
+        tell_error(*stopped.told(), title="", as_json=as_json)
+        return stopped.exit_code
+    except _UsageError as error:
+        return _tell_usage(error, as_json)
     except Exception as error:
         if debug:
             raise
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        err.print(f"[bold red]error:[/bold red] {reason}; run again with --debug for the traceback", highlight=False, soft_wrap=True)
+        problem, remedy = _in_words(error)
+        tell_error(problem, remedy, as_json=as_json)
+        return 1
+
+
+def _in_words(error: Exception) -> tuple[str, str]:
+    if isinstance(error, QuantkitError):
+        return error.problem, error.remedy
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    return reason, "run again with --debug for the traceback"
+
+
+def _tell_usage(error: Any, as_json: bool) -> int:
+    if len(sys.argv) == 1:
+        error.show()  # the help
     else:
-        return
-    raise SystemExit(1)
+        tell_error(error.format_message(), f"see {error.ctx.command_path if error.ctx else 'quantkit'} --help", as_json=as_json)
+    return int(error.exit_code)

@@ -1,14 +1,18 @@
 """Measuring a model: eval scores answers, ppl distances, bench speed."""
 
-from contextlib import closing
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from quantkit import console
+from quantkit.assets import BUILTIN_MODELS, builtin_model
 from quantkit.cli.options import AsJson, Backend, Device, Model, Target, Tp
-from quantkit.console import err, print_json
+from quantkit.cli.stopping import stoppable
+from quantkit.console import print_json
+from quantkit.errors import QuantkitError
 
 
 def evaluate(
@@ -42,10 +46,18 @@ def evaluate(
     """Score a model on tasks, with error bars, and say whether accuracy held against a baseline."""
     from quantkit.evaluate.run import Progress, run_evaluation
 
-    with console.samples_bar() as bar:
+    done = ""
+
+    def kept() -> str:
+        return f"{done or 'no reply has come'}, kept in {out_dir}" if out_dir else ""
+
+    with stoppable(kept), results_folder(out_dir, model, baseline), console.samples_bar() as bar:
         counts = console.counts(bar)
 
         def show(p: Progress) -> None:
+            nonlocal done
+            if p.stage == "generate":
+                done = f"{p.done} of {p.total} replies of {p.model} to {p.task} are there"
             speed = f"{p.tokens / p.seconds:.0f} tokens/s" if p.seconds and p.tokens else ""
             counts((p.model, p.task, p.stage), f"{p.task} {p.stage}", p.done, p.total, speed)
 
@@ -119,6 +131,7 @@ def bench(
     json_: AsJson = False,
 ) -> None:
     """Speed over a grid of input lengths and concurrencies: TTFT, TPOT, tokens/s, latency, as evalscope perf defines them."""
+    from quantkit.checkpoint.target import check_folder
     from quantkit.evaluate.hardware import describe_machine
     from quantkit.evaluate.published import published_speeds
     from quantkit.evaluate.run import is_url
@@ -127,13 +140,15 @@ def bench(
 
     lengths, users = _integers("--input-len", input_len), _integers("--concurrency", concurrency)
     longest = max(lengths) + output_len
+    if out_dir is not None:
+        check_folder(out_dir, _local([model]))
     target = open_target(
         model, max_batch=max(users), max_model_len=longest, device=device, backend=backend, tp=tp, api_key=api_key, model=served_model
     )
 
     def show(row: Row) -> None:
         tpot = "-" if row.tpot_ms is None else f"{row.tpot_ms:.1f} ms"
-        err.print(f"[dim]{row.input_len} x {row.concurrency}: TTFT {row.ttft_s:.3f} s, TPOT {tpot}[/dim]")
+        console.tell(f"{row.input_len} x {row.concurrency}: TTFT {row.ttft_s:.3f} s, TPOT {tpot}")
 
     with closing(target):
         rows = measure_grid(target, lengths, users, output_len, requests_per_slot=requests, warmup=warmup, seed=seed, on_row=show)
@@ -149,6 +164,36 @@ def bench(
     console.facts("machine", machine.items())
     console.show_speed(result)
     console.show_published(result["published"])
+
+
+@contextmanager
+def results_folder(out: Path | None, *models: str | None) -> Iterator[None]:
+    """Hold the folder of an evaluation for this process. Raises QuantkitError where it would write among a model's files."""
+    from quantkit.checkpoint.lock import Lock
+    from quantkit.checkpoint.target import check_folder
+
+    if out is None:
+        yield
+        return
+    check_folder(out, _local(models))
+    made = not out.exists()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = Lock(out / ".lock", out)
+    except OSError as error:
+        raise QuantkitError(f"cannot write {out}: {error.strerror}", "choose another --out") from error
+    try:
+        yield
+    finally:
+        lock.close()
+        if made and not any(out.iterdir()):
+            out.rmdir()
+
+
+def _local(models: Iterable[str | None]) -> list[Path]:
+    """Those that are directories here."""
+    paths = [builtin_model(name) if name in BUILTIN_MODELS else Path(name).expanduser() for name in models if name]
+    return [path for path in paths if (path / "config.json").exists()]
 
 
 def _integers(option: str, text: str) -> list[int]:

@@ -63,10 +63,12 @@ def kernels(
         measured.append(asdict(one) | {"ok": one.ok})
         if not json_:
             console.show_measurement(measured[-1])
-    if json_:
-        print_json({"device": str(target), "machine": machine, "rows": measured, "published": published})
-    else:
-        console.show_published(published)
     wrong = ", ".join(f"{row['operator']} on {row['backend']}" for row in measured if not row["ok"])
+    fault = QuantkitError(f"results differ from the reference: {wrong}", "use --backend reference and report this")
+    if json_:
+        error = {"error": {"message": fault.problem, "remedy": fault.remedy}} if wrong else {}
+        print_json({"device": str(target), "machine": machine, "rows": measured, "published": published} | error)
+        raise typer.Exit(1 if wrong else 0)
+    console.show_published(published)
     if wrong:
-        raise QuantkitError(f"results differ from the reference: {wrong}", "use --backend reference and report this")
+        raise fault

@@ -10,6 +10,7 @@ import typer
 from quantkit import console
 from quantkit.assets import find_model
 from quantkit.cli.options import AsJson, Device, Model
+from quantkit.cli.stopping import stoppable
 from quantkit.console import print_json
 
 
@@ -28,7 +29,7 @@ def quantize(
     seed: Annotated[int | None, typer.Option()] = None,
     device: Device = "auto",
     memory: Annotated[str | None, typer.Option(help="Host memory to keep under, such as 16GiB; refused at the start if it cannot.")] = None,
-    overwrite: Annotated[bool, typer.Option(help="Replace the output directory if it exists.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace the output directory, if it holds nothing but what quantkit wrote.")] = False,
     json_: AsJson = False,
 ) -> None:
     """Quantize a checkpoint. A run that was stopped goes on when the same command is given again."""
@@ -43,8 +44,8 @@ def quantize(
     settings = load_recipe(recipe or scheme).model_copy(update={key: value for key, value in given.items() if value is not None})
     if settings.calibration is None and shipped.exists():
         settings = settings.model_copy(update={"calibration": str(shipped)})
-    with console.bytes_bar() as bar:
-        target = out_dir or Path(f"{source.name}-{scheme}")
+    target = out_dir or Path(f"{source.resolve().name if Path(model).expanduser().is_dir() else Path(model).name}-{scheme}")
+    with stoppable(), console.bytes_bar() as bar:
         report = run_quantize(
             source,
             target,
@@ -61,6 +62,8 @@ def quantize(
         return
     about = {key: value for key, value in vars(report).items() if key != "findings"} | {"mean_error": report.findings.mean_error}
     following = report.findings.next_token
+    if report.done_already:
+        console.tell(f"done already: {report.out}")
     if json_:
         return print_json(about | {"next_token": following, "out": str(report.out)})
     console.facts(
@@ -119,15 +122,17 @@ def convert(
     target: Annotated[Path, typer.Argument(metavar="DST", help="Directory to write.")],
     format_: Annotated[str | None, typer.Option("--format", help="awq, compressed-tensors, modelopt or modelslim.")] = None,
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32: plain weights.")] = None,
-    overwrite: Annotated[bool, typer.Option(help="Replace DST if it exists.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace DST, if it holds nothing but what quantkit wrote.")] = False,
     json_: AsJson = False,
 ) -> None:
     """Convert between formats without recalibration, or to plain weights; says what was lost. Resumes as quantize does."""
     from quantkit.convert import convert as run_convert
 
-    with console.bytes_bar() as bar:
+    with stoppable(), console.bytes_bar() as bar:
         report = run_convert(find_model(source), target, format=format_, dtype=dtype, overwrite=overwrite, on_event=console.listener(bar))
     about = asdict(report) | {"out": str(report.out), "exact": report.exact}
+    if report.done_already:
+        console.tell(f"done already: {report.out}")
     if json_:
         return print_json(about)
     console.show_conversion(about)

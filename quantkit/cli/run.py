@@ -32,7 +32,7 @@ def run(
     if json_ and prompt is None:
         raise QuantkitError("--json needs --prompt", "a chat cannot be one JSON object")
     path = find_model(model)
-    with err.status(f"loading {model}"):
+    with console.status(f"loading {model}"):
         engine = Engine.load(path, device=device, backend=backend, max_batch=1, num_drafts=drafts, tp=tp)
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
     with closing(engine):
@@ -62,7 +62,7 @@ def _answer(engine: Any, messages: list[dict[str, str]], params: Any, json_: boo
     """Stream one reply to the terminal, or print it whole as JSON; returns its text."""
     for delta in engine.stream(engine.tokenizer.encode_chat(messages), params):
         if not json_:
-            out.print(delta.text, end="", markup=False, highlight=False, soft_wrap=True)
+            out.print(delta.text, end="", soft_wrap=True)
         completion = delta.completion or None
     assert completion is not None
     tokens, seconds = len(completion.token_ids), completion.timings.total_s
@@ -78,7 +78,7 @@ def _answer(engine: Any, messages: list[dict[str, str]], params: Any, json_: boo
         )
     else:
         out.print()
-        err.print(f"[dim]{tokens} tokens, {tokens / seconds:.0f} tokens/s, {completion.finish_reason}[/dim]")
+        console.tell(f"{tokens} tokens, {tokens / seconds:.0f} tokens/s, {completion.finish_reason}")
     return str(completion.text)
 
 
@@ -106,7 +106,7 @@ def serve(
     from quantkit.executor.server.serve import serve as run_server
 
     path = find_model(model)
-    with err.status(f"loading {model}"):
+    with console.status(f"loading {model}"):
         engine = Engine.load(
             path,
             device=device,
@@ -117,7 +117,7 @@ def serve(
             prefix_cache=prefix_cache,
             tp=tp,
         )
-    err.print(f"serving {model} on http://{host}:{port}/v1", highlight=False)
+    err.print(f"serving {model} on http://{host}:{port}/v1", soft_wrap=True)
     options = ServeOptions(host, port, api_key, max_queue, limits=Limits(max_input=max_input, max_output=max_output))
     with closing(engine):
         run_server(engine, served_name or path.name, options)

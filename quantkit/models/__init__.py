@@ -25,6 +25,6 @@ def find_architecture(config: dict[str, Any]) -> Architecture[ModelConfig]:
     if model_type not in ARCHITECTURES:
         raise QuantkitError(
             f"architecture {model_type!r} is not supported",
-            f"quantkit has {', '.join(ARCHITECTURES)}; others can be rounded without calibration (rtn-w4a16)",
+            f"quantkit has {', '.join(ARCHITECTURES)}",
         )
     return cast(Architecture[ModelConfig], import_module(f"quantkit.models.{model_type}"))

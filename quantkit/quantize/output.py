@@ -6,6 +6,7 @@ journal until the output is complete.
 
 import json
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from quantkit.calibrate.parameter_reader import ParameterReader
 from quantkit.checkpoint.companions import read_companions
 from quantkit.checkpoint.formats.base import Format, output_config
 from quantkit.checkpoint.header import TensorSpec
+from quantkit.checkpoint.watch import Watch
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.models.table import Parameter
 from quantkit.quant.weights import Weight
@@ -43,9 +45,18 @@ class Output:
     def all_specs(self) -> list[TensorSpec]:
         return [spec for row in self.rows.values() for spec in self.specs(row)]
 
-    def open(self, out: Path, fingerprint: dict[str, str], *, overwrite: bool, rank: int = 0) -> CheckpointWriter:
+    def watch(self) -> Watch:
+        """Of what each unit is made from, from now on. Calibration reads what is of no layer, embedding and head, before it is written."""
+        parts = {unit: [name for row in rows for name in self.source.parts(row)] for unit, rows in self.units.items()}
+        return Watch(self.source.checkpoint, parts, ahead=[unit for unit, rows in self.units.items() if rows[0].layer is None])
+
+    def open(
+        self, out: Path, fingerprint: dict[str, str], *, overwrite: bool, rank: int = 0, inputs: Iterable[Path] = ()
+    ) -> CheckpointWriter:
         """Make or resume OUT.partial. Raises QuantkitError where that may not be."""
-        self._writer = CheckpointWriter(out, self.all_specs(), fingerprint=fingerprint, overwrite=overwrite, rank=rank)
+        self._writer = CheckpointWriter(
+            out, self.all_specs(), fingerprint=fingerprint, overwrite=overwrite, rank=rank, inputs=inputs, watch=self.watch()
+        )
         self._run = json.dumps(fingerprint, sort_keys=True)
         return self._writer
 
@@ -128,9 +139,8 @@ class Output:
         files = read_companions(self.source.checkpoint.path)
         files |= self.format.extra_files(self.scheme.weight, quantized, plain)
         files |= more
-        files["manifest.json"] = json.dumps({"tensors": self.manifest()}, indent=1).encode()
         block = self.format.config_block(self.scheme.weight, quantized, plain)
-        self.writer.finish(output_config(self.source.checkpoint.config, block), files)
+        self.writer.finish(output_config(self.source.checkpoint.config, block), files, {"tensors": self.manifest()})
 
     def bytes_by_part(self) -> tuple[dict[str, int], dict[str, int]]:
         """Of the source, without what is dropped, and of the output; the largest part of the output first."""

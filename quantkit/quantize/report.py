@@ -64,6 +64,17 @@ def summary(account: Account, findings: Findings) -> dict[str, Any]:
     }
 
 
+def read_findings(out: Path) -> Findings:
+    """What report_files told of, from a finished output."""
+    facts = json.loads((out / "report.json").read_text(encoding="utf-8"))
+    found = Findings(**{name: facts[name] for name in ("methods", "scales", "expert_tokens", "expert_agreement")})
+    found.errors, found.hidden_error = (
+        {name: math.nan if error is None else error for name, error in facts[key].items()} for key in ("errors", "hidden_error")
+    )
+    found.next_token = {key: value for key, value in (facts["held_out"] or {}).items() if key != "expert_agree"}
+    return found
+
+
 def _held_out(findings: Findings) -> dict[str, float] | None:
     """Keys as those of `ppl`; None where no tokens were held out. expert_agree is the mean over layers with experts."""
     if not findings.next_token:

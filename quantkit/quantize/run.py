@@ -10,7 +10,7 @@ import torch
 from quantkit import __version__
 from quantkit.calibrate.batches import Batches
 from quantkit.calibrate.data import Sequences, load_sequences
-from quantkit.calibrate.events import OnEvent, peak_memory, silent
+from quantkit.calibrate.events import Note, OnEvent, peak_memory, silent
 from quantkit.calibrate.findings import Findings
 from quantkit.calibrate.parameter_reader import ParameterReader
 from quantkit.calibrate.ranks import Ranks
@@ -19,18 +19,21 @@ from quantkit.calibrate.units import units_of
 from quantkit.calibrate.walk import Walk
 from quantkit.checkpoint.formats import find_format
 from quantkit.checkpoint.formats.base import Format
+from quantkit.checkpoint.manifest import made_for
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.writer import prepare
 from quantkit.engines import choose
 from quantkit.errors import QuantkitError
 from quantkit.executor.chat import ChatTokenizer
 from quantkit.executor.devices import find_device
+from quantkit.models import ARCHITECTURES
 from quantkit.models.tied import check_stored_head
 from quantkit.quantize.checks import Inventory, check_groups, take_inventory
 from quantkit.quantize.for_engine import narrowed
 from quantkit.quantize.memory import Peak, Work, check_memory, fitting_peak, nearest_peak
 from quantkit.quantize.nearest import round_units
 from quantkit.quantize.output import Output
-from quantkit.quantize.report import Account, report_files
+from quantkit.quantize.report import Account, read_findings, report_files
 from quantkit.recipe import Recipe
 from quantkit.schemes import IntGrid, Method, Scheme, check_pair
 
@@ -49,6 +52,8 @@ class Report:
     planned_memory: int
     calibration_tokens: int
     findings: Findings
+    done_already: bool = False
+    """Nothing was done: `out` was there, complete, from the same source and settings."""
 
 
 def quantize(
@@ -69,34 +74,32 @@ def quantize(
     format: a format's command-line name, or "auto" for the scheme's first. engine: write what this engine loads, or refuse.
     recipe.calibration: a file or data set; not read by schemes that need none. memory: bytes of host memory that the run must keep
     under. Raises QuantkitError before any long work where the source, the recipe, the memory or the target do not fit; a run that was
-    stopped goes on when it is called again with the same arguments.
+    stopped goes on when it is called again with the same arguments, and of one that is complete the report is told again.
     """
     start, ranks = time.perf_counter(), Ranks.meet()
+    inputs = [source, *([Path(recipe.calibration)] if recipe.calibration else [])]
+    prepare(out, inputs, ranks.rank)
     job = _checked(source, scheme, format, engine, recipe, memory)
     where = find_device(device)
     if ranks.size > 1 and where.type != "cpu":  # torchrun allows one thread; on a CPU results depend on their number
         torch.set_num_threads(ranks.cores)
     output = Output(ParameterReader(job.checkpoint, where), job.target, job.scheme, _units(job.inventory), job.inventory.dropped)
-    with output.open(out, job.fingerprint, overwrite=overwrite, rank=ranks.rank) as writer:
+    if not overwrite and (manifest := made_for(out, job.fingerprint)):
+        output.watch().compare_with(out, manifest)
+        return _report(job, output, out, start, read_findings(out), done_already=True)
+    writer = output.open(out, job.fingerprint, overwrite=overwrite, rank=ranks.rank, inputs=inputs)
+    with writer, writer.keeping(output.units):
+        if ranks.leads:
+            writer.check_source()
+            if resumed := writer.finished(output.units):
+                on_event(Note(f"resuming {out}: {resumed}"))
         found = _round(job, output, ranks, on_event if ranks.leads else silent)
         if not ranks.leads:
             writer.close()
         ranks.wait()
         if ranks.leads:
             output.finish(report_files(_account(job, output), found))
-        written = writer.layout.total_size
-    return Report(
-        out=out,
-        scheme=job.scheme.name,
-        format=job.format,
-        source_bytes=sum(tensor.nbytes for tensor in job.checkpoint.tensors.values()),
-        output_bytes=written,
-        seconds=time.perf_counter() - start,
-        peak_memory=peak_memory(),
-        planned_memory=job.peak.total,
-        calibration_tokens=job.calibration_tokens,
-        findings=found,
-    )
+    return _report(job, output, out, start, found)
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,9 @@ def _checked(source: Path, scheme: Scheme, format: str, engine: str | None, reci
     target = find_format(name, scheme)
     checkpoint = Checkpoint.open(source)
     methods = scheme.methods if recipe.methods is None else recipe.methods
+    if methods and checkpoint.config.get("model_type") not in ARCHITECTURES:
+        fault = f"architecture {checkpoint.config.get('model_type')!r} is not supported by {scheme.name}, which needs calibration"
+        raise QuantkitError(fault, f"quantkit has {', '.join(ARCHITECTURES)}; use --scheme rtn-w4a16 for others")
     inventory = take_inventory(checkpoint, by_name=not methods)
     check_stored_head(checkpoint, inventory.rows)
     if choice is not None:
@@ -143,6 +149,22 @@ def _checked(source: Path, scheme: Scheme, format: str, engine: str | None, reci
     if batches != Batches():
         fingerprint["batches for --memory"] = str(batches)
     return _Job(checkpoint, inventory, scheme, name, target, recipe, methods, sequences, peak, batches, fingerprint)
+
+
+def _report(job: _Job, output: Output, out: Path, start: float, found: Findings, *, done_already: bool = False) -> Report:
+    return Report(
+        out=out,
+        scheme=job.scheme.name,
+        format=job.format,
+        source_bytes=sum(tensor.nbytes for tensor in job.checkpoint.tensors.values()),
+        output_bytes=sum(output.bytes_by_part()[1].values()),
+        seconds=time.perf_counter() - start,
+        peak_memory=peak_memory(),
+        planned_memory=job.peak.total,
+        calibration_tokens=job.calibration_tokens,
+        findings=found,
+        done_already=done_already,
+    )
 
 
 def _round(job: _Job, output: Output, ranks: Ranks, on_event: OnEvent) -> Findings:

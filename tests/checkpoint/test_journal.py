@@ -1,10 +1,12 @@
 """The journal: what a kill may leave of it is either a whole line or none."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from quantkit.checkpoint.journal import Entry, Journal, in_use, journals, read_entries, read_fingerprint
+from quantkit.checkpoint.journal import Entry, Journal, journals, lock_path, read_entries, read_fingerprint
+from quantkit.checkpoint.lock import check_free
 from quantkit.errors import QuantkitError
 
 _FIRST = Entry("layer 0", ("a", "b"), "00ff", {"error": 0.25})
@@ -69,8 +71,10 @@ def test_ranks_have_a_journal_each(tmp_path: Path) -> None:
 
 def test_a_journal_in_use_is_refused(tmp_path: Path) -> None:
     journal = _journal(tmp_path)
-    assert in_use(journal.path)
-    with pytest.raises(QuantkitError, match="another process is writing"):
-        _journal(tmp_path)
+    for refused in (lambda: check_free(lock_path(tmp_path, 0), tmp_path), lambda: _journal(tmp_path)):
+        with pytest.raises(QuantkitError, match=f"process {os.getpid()} on .* is writing"):
+            refused()
+    check_free(lock_path(tmp_path, 1), tmp_path)
     journal.close()
-    assert not in_use(journal.path)
+    assert not lock_path(tmp_path, 0).exists()
+    _journal(tmp_path).close()

@@ -1,10 +1,12 @@
 """Replacing a directory: whatever moment a kill picks, one of the two is whole under its name."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from quantkit.checkpoint import replace
+from quantkit.errors import QuantkitError
 
 _STATE = ".quantkit"
 
@@ -12,6 +14,7 @@ _STATE = ".quantkit"
 def _directory(path: Path, content: str, state: bool) -> Path:
     path.mkdir()
     (path / "config.json").write_text(content)
+    (path / "manifest.json").write_text(json.dumps({"run": {}, "files": {"config.json": {"size": len(content)}}}))
     if state:
         (path / _STATE).mkdir()
         (path / _STATE / "journal-00000.jsonl").write_text("{}\n")
@@ -32,7 +35,7 @@ def test_the_new_takes_the_place_of_the_old(exchange: bool, old: bool, tmp_path:
         monkeypatch.setattr(replace, "_exchange", lambda first, second: False)
     replace.replace_directory(partial, tmp_path / "out", _STATE)
     assert _names(tmp_path) == ["out"]
-    assert _names(tmp_path / "out") == ["config.json"]
+    assert _names(tmp_path / "out") == ["config.json", "manifest.json"]
     assert (tmp_path / "out" / "config.json").read_text() == "new"
 
 
@@ -51,7 +54,7 @@ def test_killed_after_the_exchange_the_old_one_is_cleared_up(tmp_path: Path) -> 
     partial = _directory(tmp_path / "out.partial", "old", state=False)
     replace.remove_leftovers(partial, out, _STATE)
     assert _names(tmp_path) == ["out"]
-    assert _names(out) == ["config.json"]
+    assert _names(out) == ["config.json", "manifest.json"]
 
 
 def test_killed_before_the_exchange_nothing_is_touched(tmp_path: Path) -> None:
@@ -60,4 +63,21 @@ def test_killed_before_the_exchange_nothing_is_touched(tmp_path: Path) -> None:
     (partial / _STATE / "exchanging").touch()
     replace.remove_leftovers(partial, out, _STATE)
     assert _names(tmp_path) == ["out", "out.partial"]
-    assert _names(partial) == [_STATE, "config.json"]
+    assert _names(partial) == [_STATE, "config.json", "manifest.json"]
+
+
+def test_what_quantkit_did_not_write_stays(tmp_path: Path) -> None:
+    """Put there while the new one was made: told before anything changes; and put there while the old one was removed."""
+    partial = _directory(tmp_path / "out.partial", "new", state=True)
+    out = _directory(tmp_path / "out", "old", state=False)
+    (out / "letters").write_text("dear")
+    with pytest.raises(QuantkitError, match="out holds letters, which quantkit did not write"):
+        replace.replace_directory(partial, out, _STATE)
+    assert (out / "config.json").read_text() == "old"
+    replace._exchange(partial, out)
+    (out / _STATE / "exchanging").touch()
+    for _ in range(2):  # the next start tells the same
+        with pytest.raises(QuantkitError, match=r"out\.partial, which was replaced, holds letters"):
+            replace.remove_leftovers(partial, out, _STATE)
+    assert _names(partial) == ["letters", "manifest.json"]
+    assert (out / "config.json").read_text() == "new"

@@ -188,36 +188,98 @@ def test_an_output_that_exists_is_refused_before_anything_is_written(tmp_path: P
 
 
 def test_overwrite_replaces_only_at_the_end(undisturbed: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "config.json").write_text("old")
-    (tmp_path / "out" / "model.safetensors").write_text("old")
+    specs = [TensorSpec("w", torch.float32, (2,))]
+    with CheckpointWriter(tmp_path / "out", specs, fingerprint={}, overwrite=False) as old:
+        old.write("all", {"w": torch.zeros(2)})
+        old.finish({"model_type": "old"}, {"LICENSE": b"old"})
+    before = _bytes(tmp_path / "out")
     writer = write_job.write(tmp_path / "out", overwrite=True)
-    assert (tmp_path / "out" / "config.json").read_text() == "old"
+    assert _bytes(tmp_path / "out") == before
     writer.finish(write_job.CONFIG, write_job.EXTRA)
     assert _bytes(tmp_path / "out") == _bytes(undisturbed)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_overwrite_deletes_nothing_but_a_checkpoint(tmp_path: Path) -> None:
+def test_overwrite_deletes_nothing_but_what_quantkit_wrote(undisturbed: Path, tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "letters").write_text("dear")
-    with pytest.raises(QuantkitError, match=r"home exists and is no checkpoint, so it is not overwritten"):
+    (tmp_path / "home" / "config.json").write_text("{}")
+    with pytest.raises(QuantkitError, match=r"home holds config.json, which quantkit did not write, so it is not overwritten"):
+        _writer(tmp_path / "home", overwrite=True)
+    with pytest.raises(QuantkitError, match=r"home exists, and quantkit did not make it; choose another --out"):
+        _writer(tmp_path / "home")
+    (tmp_path / "home" / "manifest.json").write_text('{"tensors": {}}')
+    with pytest.raises(QuantkitError, match=r"its manifest.json does not list its files, .* or remove it by hand"):
         _writer(tmp_path / "home", overwrite=True)
     (tmp_path / "file").write_text("x")
-    with pytest.raises(QuantkitError, match="is no checkpoint"):
+    with pytest.raises(QuantkitError, match="is no directory"):
         _writer(tmp_path / "file", overwrite=True)
+    (tmp_path / "link").symlink_to(undisturbed)
+    with pytest.raises(QuantkitError, match="is no directory"):
+        _writer(tmp_path / "link", overwrite=True)
     (tmp_path / "mine.partial").mkdir()
     (tmp_path / "mine.partial" / "notes").write_text("x")
     with pytest.raises(QuantkitError, match=r"mine\.partial exists and is no unfinished output of quantkit; move it away"):
         _writer(tmp_path / "mine", overwrite=True)
+    (tmp_path / "theirs.replaced").mkdir()
+    with pytest.raises(QuantkitError, match=r"theirs\.replaced exists"):
+        _writer(tmp_path / "theirs", overwrite=True)
+
+
+@pytest.mark.parametrize("change", ["another file", "a folder", "a link", "a changed file", "a changed size"])
+def test_overwrite_keeps_an_output_that_holds_something_else(undisturbed: Path, tmp_path: Path, change: str) -> None:
+    out = shutil.copytree(undisturbed, tmp_path / "out")
+    match change:
+        case "another file":
+            named = out / "a note"
+            named.write_text("mine")
+        case "a folder":
+            named = out / "runs"
+            named.mkdir()
+        case "a link":
+            named = out / "tokenizer.json"
+            named.rename(tmp_path / "elsewhere")
+            named.symlink_to(tmp_path / "elsewhere")
+        case "a changed file":
+            named = out / "config.json"
+            named.write_text(named.read_text().replace("test", "mine"))
+        case "a changed size":
+            named = sorted(out.glob("*.safetensors"))[0]
+            named.write_bytes(b"mine")
+    before = {path.name: path.is_file() and path.read_bytes() for path in out.iterdir()}
+    with pytest.raises(QuantkitError, match=f"{named.name}.* quantkit .*is not overwritten"):
+        _writer(out, overwrite=True, recipe="other")
+    assert {path.name: path.is_file() and path.read_bytes() for path in out.iterdir()} == before
+    assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.parametrize("kind", ["symbolic", "hard", "foreign", "state"])
+def test_an_unfinished_output_is_never_written_through_a_link(undisturbed: Path, tmp_path: Path, kind: str) -> None:
+    """Shards of OUT.partial are written in place: one that is another file too would change that."""
+    _writer(tmp_path / "out").close()
+    partial, other = tmp_path / "out.partial", tmp_path / "other"
+    shard = sorted(partial.glob("*.safetensors"))[0]
+    shutil.copyfile(shard, other)
+    before = other.read_bytes()
+    if kind == "foreign":
+        other.rename(partial / "other")
+        other = partial / "other"
+    elif kind == "state":
+        (partial / ".quantkit").rename(tmp_path / "state")
+        (partial / ".quantkit").symlink_to(tmp_path / "state")
+    else:
+        shard.unlink()
+        (shard.symlink_to if kind == "symbolic" else shard.hardlink_to)(other)
+    for overwrite in (False, True):
+        with pytest.raises(QuantkitError, match="move it away"):
+            _writer(tmp_path / "out", overwrite=overwrite, recipe="other")
+    assert other.read_bytes() == before
 
 
 def test_a_second_process_on_the_same_output_is_refused(tmp_path: Path) -> None:
     with _writer(tmp_path / "out"):
-        with pytest.raises(QuantkitError, match="another process is writing"):
-            _writer(tmp_path / "out")
-        with pytest.raises(QuantkitError, match="another process is writing"):
-            _writer(tmp_path / "out", overwrite=True, recipe="other")
+        for options in ({}, {"overwrite": True, "recipe": "other"}, {"recipe": "other"}):
+            with pytest.raises(QuantkitError, match=rf"process {os.getpid()} on .* is writing .*/out; wait for it, or stop it"):
+                _writer(tmp_path / "out", **options)
 
 
 def test_a_disk_too_small_is_told_before_anything_is_written(tmp_path: Path) -> None:

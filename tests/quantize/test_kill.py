@@ -157,6 +157,10 @@ def test_what_was_begun_otherwise_is_refused(source: Path, text: Path, tmp_path:
     with pytest.raises(QuantkitError, match="was begun with a different source"):
         quantize(copy, out, scheme, "auto", recipe, device="cpu")
     shard.write_bytes(content)
-    quantize(copy, out, scheme, "auto", recipe, device="cpu")
-    with pytest.raises(QuantkitError, match="exists; choose another --out, or give --overwrite"):
-        quantize(copy, out, scheme, "auto", recipe, device="cpu")
+    report = quantize(copy, out, scheme, "auto", recipe, device="cpu")
+    assert not report.done_already
+    again = quantize(copy, out, scheme, "auto", recipe, device="cpu")
+    assert again.done_already
+    assert (again.findings.errors, again.output_bytes) == (report.findings.errors, report.output_bytes)
+    with pytest.raises(QuantkitError, match="exists, made with a different recipe; choose another --out, or give --overwrite"):
+        quantize(copy, out, scheme, "auto", recipe.model_copy(update={"fit_points": 2}), device="cpu")

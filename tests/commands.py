@@ -1,0 +1,47 @@
+"""Commands as a user types them, run in this process: importing torch for each would take longer than the command."""
+
+import contextlib
+import io
+import json
+import sys
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+from quantkit.cli import main
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Exit code, stdout and stderr."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def error(self) -> str:
+        """The line that says what is wrong."""
+        return next(line for line in self.err.splitlines() if line.startswith("error: "))
+
+    @property
+    def errors(self) -> int:
+        """Lines on stderr that are not empty."""
+        return sum(bool(line.strip()) for line in self.err.splitlines())
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """The one object on stdout."""
+        return json.loads(self.out)
+
+
+def command(*arguments: str) -> Answer:
+    out, err = io.StringIO(), io.StringIO()
+    with patch.object(sys, "argv", ["quantkit", *arguments]), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+    assert isinstance(code, int)
+    assert "--debug" not in err.getvalue(), err.getvalue()  # a fault that has no words of its own
+    return Answer(code, out.getvalue(), err.getvalue())

@@ -1,0 +1,259 @@
+"""What commands say: values as they are, errors as one line or one object, and what is kept when they are stopped."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import make_model
+import pytest
+from commands import Answer, command
+from replay_server import ReplayServer, Reply
+
+from quantkit import __version__
+from quantkit import convert as convert_module
+from quantkit.checkpoint.lock import Lock
+from quantkit.checkpoint.target import partial_of
+from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.evaluate import store
+
+MARKUP = "m[bold][/INST][x] [/]"
+HOSTILE = f"{MARKUP}\x1b[31m\x07\u202e\x9b2J"
+SEEN = MARKUP + r"\x1b[31m\x07\u202e\x9b2J"
+UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]")
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose folder's name is markup and control characters."""
+    config = make_model.tiny_config(num_hidden_layers=1, num_nextn_predict_layers=0)
+    folder = tmp_path_factory.mktemp("models") / HOSTILE.replace("/", "_")
+    return make_model.write_dense(folder, config, make_model.random_tensors(config))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "text.txt").write_text("a b c d e f g h\n\n" * 40)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def as_seen(name: str) -> str:
+    return name.replace("\x1b", r"\x1b").replace("\x07", r"\x07").replace("\u202e", r"\u202e").replace("\x9b", r"\x9b")
+
+
+COMMANDS = {
+    "inspect": ["inspect", "MODEL", "--engine", "vllm"],
+    "plan": ["plan", "MODEL", "--scheme", "rtn-w4a16"],
+    "quantize": ["quantize", "MODEL", "--scheme", "rtn-w4a16", "--out", "o[v1][/b]"],
+    "convert": ["convert", "MODEL", "c[v1][/b]", "--dtype", "fp32"],
+    "run": ["run", "MODEL", "--prompt", "[/INST] \x1b[31m", "--max-new-tokens", "3"],
+    "ppl": ["ppl", "MODEL", "--text", "text.txt", "--limit", "2"],
+    "eval": ["eval", "MODEL", "--tasks", "tiny-math", "--limit", "1", "--max-tokens", "2", "--out", "e[v1][/b]"],
+    "bench": ["bench", "MODEL", "--input-len", "4", "--concurrency", "1", "--output-len", "2", "--warmup", "0", "--requests", "1"],
+    "deploy": ["deploy", "MODEL", "--engine", "vllm", "--hosts", "a[/b]"],
+    "kernels": ["kernels", "--device", "cpu"],
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_values_are_printed_as_they_are(hostile: Path, here: Path, name: str) -> None:
+    said = command(*(str(hostile) if part == "MODEL" else part for part in COMMANDS[name]))
+    assert said.code == 0, said
+    assert not UNSEEN.search(said.out + said.err)
+    shown = {"quantize": "o[v1][/b]", "convert": "c[v1][/b]", "eval": "e[v1][/b]", "run": "", "kernels": "", "deploy": ""}
+    assert shown.get(name, as_seen(hostile.name)) in (said.out + said.err).replace("\n", "")
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, "serve"])
+def test_errors_name_things_as_they_are(here: Path, name: str) -> None:
+    """One line; with --json one object, too, and the same exit code."""
+    arguments = [HOSTILE if part == "MODEL" else part for part in COMMANDS.get(name, ["serve", "MODEL"])]
+    if name == "kernels":
+        arguments = ["kernels", "--device", HOSTILE]
+    said = command(*arguments)
+    assert (said.code, said.errors, said.out) == (1, 1, ""), said
+    assert SEEN in said.error
+    if name == "serve":
+        return
+    said = command(*arguments, "--json")
+    assert said.code == 1
+    assert set(said.json["error"]) == {"message", "remedy"}
+    assert HOSTILE in said.json["error"]["message"] or repr(HOSTILE) in said.json["error"]["message"]
+    assert said.json["error"]["remedy"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["inspect"], ["inspect", "tiny-r1", f"--{MARKUP}"], ["bench", "tiny-r1", "--input-len", HOSTILE], [HOSTILE]]
+)
+def test_bad_usage(arguments: list[str]) -> None:
+    said = command(*arguments)
+    assert (said.code, said.errors, said.out) == (2, 1, "")
+    assert "--help" in said.error
+    assert not UNSEEN.search(said.err)
+    assert command(*arguments, "--json").json["error"]["message"]
+
+
+@pytest.mark.parametrize("task", ["eval", "bench"])
+def test_a_servers_texts(here: Path, task: str) -> None:
+    """Its name, its answers and its errors."""
+    arguments = COMMANDS[task][2:]
+    with ReplayServer(lambda question, body: Reply(HOSTILE), models=(HOSTILE,)) as server:
+        said = command(task, server.url, *arguments)
+    assert said.code == 0, said
+    assert MARKUP in said.out or task == "bench"
+    assert not UNSEEN.search(said.out + said.err)
+    shutil.rmtree(here / "e[v1][", ignore_errors=True)
+    with ReplayServer(lambda question, body: Reply(HOSTILE, status=400), models=(HOSTILE,)) as server:
+        said = command(task, server.url, *arguments)
+    assert not UNSEEN.search(said.out + said.err)
+
+
+def test_every_value_that_json_has_not_is_null(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from quantkit.console import print_json
+
+    print_json({"a": [float("nan"), 1.5], "b": {"c": float("-inf")}})
+    assert json.loads(capsys.readouterr().out) == {"a": [None, 1.5], "b": {"c": None}}
+
+
+def test_version() -> None:
+    assert command("--version").out == f"quantkit {__version__}\n"
+
+
+def test_tables_are_whole_where_nobody_looks(tmp_path: Path) -> None:
+    """A pipe gets the width that there is to show, and who closes it early gets no traceback."""
+    name = tmp_path / ("long " * 40).strip()
+    config = make_model.tiny_config(num_hidden_layers=1, num_nextn_predict_layers=0)
+    make_model.write_dense(name, config, make_model.random_tensors(config))
+    assert str(name) in command("inspect", str(name)).out
+    assert str(name) in command("convert", str(name), str(name.with_suffix(".new")), "--dtype", "fp32").out
+    quantkit = [sys.executable, "-m", "quantkit"]
+    with subprocess.Popen([*quantkit, "inspect", str(name)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+
+
+# --- being stopped -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    config = make_model.tiny_config(num_hidden_layers=1, num_nextn_predict_layers=0)
+    return make_model.write_dense(tmp_path / "model", config, make_model.random_tensors(config))
+
+
+JOBS = {
+    "quantize": ["quantize", "model", "--scheme", "rtn-w4a16", "--out", "an out"],
+    "convert": ["convert", "model", "an out", "--dtype", "fp32"],
+}
+
+
+@pytest.fixture
+def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convert_module, "UNIT_BYTES", 200_000)
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, calls: int, number: int) -> None:
+    """Send this process a signal when `method` was called so many times."""
+    original, seen = getattr(owner, method), 0
+
+    def counted(self: object, *rest: object) -> object:
+        nonlocal seen
+        result = original(self, *rest)
+        seen += 1
+        if seen == calls:
+            os.kill(os.getpid(), number)
+        return result
+
+    monkeypatch.setattr(owner, method, counted)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("name", JOBS)
+def test_a_stopped_run_says_how_to_go_on(source: Path, here: Path, small_units: None, name: str, number: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(patch, CheckpointWriter, "write", 3, number)
+        said = command(*JOBS[name])
+    assert said.code == 128 + number
+    again = "quantkit " + " ".join(f"'{part}'" if " " in part else part for part in JOBS[name])
+    found = re.search(r"(interrupted|terminated): 3 of (\d+) units are done, kept in .*/an out\.partial; this goes on: (.*)", said.err)
+    assert found, said.err
+    assert found[3] == again
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    said = command(*JOBS[name])
+    assert said.code == 0
+    assert f"resuming an out: 3 of {found[2]} units are done" in said.err
+    said = command(*JOBS[name], "--json")
+    assert said.code == 0
+    assert said.json["done_already"] is True
+    assert "done already: an out" in said.err
+
+
+def test_a_stopped_evaluation_says_how_to_go_on(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(url: str, *more: str) -> Answer:
+        return command("eval", url, "--tasks", "tiny-math", "--limit", "8", "--concurrency", "1", "--api-key", "secret", *more)
+
+    with ReplayServer(lambda question, body: "no") as server:
+        with monkeypatch.context() as patch:
+            stop_after(patch, store.Journal, "add", 3, signal.SIGINT)
+            said = ask(server.url, "--out", "e")
+        assert said.code == 130
+        assert re.search(r"[23] of 8 replies of replayed to tiny-math are there, kept in e; this goes on: quantkit eval http", said.err)
+        assert "secret" not in said.err
+        before = len(server.requests)
+        assert ask(server.url, "--out", "e").code == 0
+        assert len(server.requests) - before <= 8 - 3
+
+
+def test_stopped_before_anything_is_there(source: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop_after(monkeypatch, CheckpointWriter, "check_source", 1, signal.SIGINT)
+    said = command(*JOBS["quantize"], "--json")
+    assert said.code == 130
+    assert said.json["error"]["message"].startswith("interrupted: no unit is done")
+
+
+# --- two at one output -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_second_process_stops_at_once(source: Path, here: Path, name: str) -> None:
+    """With the same settings, with others and with --overwrite."""
+    out = here / "an out"
+    with CheckpointWriter(out, [], fingerprint={}, overwrite=False):
+        for more in ([], ["--overwrite"], ["--format", "compressed-tensors"] if name == "quantize" else []):
+            said = command(*JOBS[name], *more)
+            assert (said.code, said.errors) == (1, 1)
+            assert re.search(rf"process {os.getpid()} on \S+ is writing .*an out; wait for it, or stop it", said.error)
+    shutil.rmtree(partial_of(out))
+    assert command(*JOBS[name]).code == 0
+
+
+def test_the_second_evaluation_stops_at_once(here: Path) -> None:
+    (here / "e").mkdir()
+    with Lock(here / "e" / ".lock", here / "e"), ReplayServer(lambda question, body: "no") as server:
+        said = command("eval", server.url, "--tasks", "tiny-math", "--limit", "1", "--out", "e")
+        assert not server.requests
+    assert (said.code, said.errors) == (1, 1)
+    assert f"process {os.getpid()} on " in said.error
+    assert not list((here / "e").iterdir())
+
+
+# --- advice ------------------------------------------------------------------------------------------------------------------
+
+
+def test_advice_works_for_the_command_that_gives_it(source: Path, here: Path) -> None:
+    """An unknown architecture can be rounded to nearest, and nothing else."""
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
+    quantize = ["quantize", "model", "--scheme", "awq-w4a16", "--out", "o", "--calibration", "text.txt"]
+    assert "use --scheme rtn-w4a16" in command(*quantize).error
+    for arguments in (["run", "--prompt", "a"], ["ppl", "--text", "text.txt"], ["serve"], ["plan", "--scheme", "awq-w4a16"]):
+        said = command(arguments[0], "model", *arguments[1:])
+        assert (said.code, said.errors) == (1, 1)
+        assert "rtn" not in said.error
