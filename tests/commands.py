@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import sys
+import warnings
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -37,7 +38,13 @@ class Answer:
 
 def command(*arguments: str) -> Answer:
     out, err = io.StringIO(), io.StringIO()
-    with patch.object(sys, "argv", ["quantkit", *arguments]), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with (
+        patch.object(sys, "argv", ["quantkit", *arguments]),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("default")
         try:
             main()
         except SystemExit as end:

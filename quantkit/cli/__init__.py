@@ -8,6 +8,7 @@ what to do, 2 on bad usage.
 import io
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -16,7 +17,7 @@ import typer
 from quantkit import __version__
 from quantkit.cli import evaluate, inspect, quantize, run
 from quantkit.cli.stopping import Stopped
-from quantkit.console import tell_error
+from quantkit.console import tell, tell_error
 from quantkit.errors import QuantkitError
 
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # click's, or typer's own copy of it, as the version has it
@@ -67,6 +68,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal without a character is no reason to fail
+    warnings.showwarning = lambda message, *_, **__: tell(f"warning: {message}")
     try:
         code = _run(debug, "--json" in sys.argv)
         sys.stdout.flush()
