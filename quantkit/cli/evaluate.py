@@ -82,7 +82,7 @@ def evaluate(
             backend=backend,
             export=export,
             progress=show,
-            notice=lambda text: err.print(text, highlight=False, markup=False),
+            notice=console.tell,
         )
     if json_:
         return print_json(results.to_json())
