@@ -2,6 +2,7 @@
 
 import json
 import math
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,28 @@ def test_box_layouts_and_quantization_options(int8: Path) -> None:
     assert "--quantization w8a8_int8" in deploy(int8, "sglang", device="cuda").launches[0].script()
     assert "--quantization" not in deploy(int8, "sglang", device="npu").launches[0].script()
     assert deploy(int8, "sglang").device == "npu"
+
+
+@pytest.mark.parametrize(("engine", "device", "layout"), LAUNCHES)
+def test_servers_listen_where_they_must_and_ask_for_a_key(int8: Path, engine: str, device: str, layout: str) -> None:
+    made = deploy(int8, engine, layout=layout, device=device)  # type: ignore[arg-type]
+    for launch in made.launches:
+        script = launch.script()
+        serves = [line for line in script.splitlines() if "--host " in line]
+        assert "0.0.0.0" not in script
+        assert bool(serves) == (launch.key is not None)
+        for line in serves:
+            assert f"--host {'127.0.0.1' if len(made.launches) == 1 else launch.box}" in line
+            assert "VLLM_API_KEY" in script or line.removesuffix(" &").endswith('--api-key "$QUANTKIT_API_KEY"')
+        if serves:
+            head = script[: script.index("export VLLM") if "export VLLM" in script else script.index("\nexport")]
+            without = subprocess.run(["bash", "-c", f"{head}\necho started"], capture_output=True, text=True, env={})
+            assert "QUANTKIT_API_KEY: set it" in without.stderr
+            assert not without.stdout, "it starts nothing without a key"
+
+
+def test_one_box_with_an_address_listens_there(int8: Path) -> None:
+    assert "--host 10.0.0.1 " in deploy(int8, "vllm", hosts=["10.0.0.1"]).launches[0].script()
 
 
 def test_an_engine_that_does_not_load_the_checkpoint_is_told(int8: Path, tmp_path: Path) -> None:

@@ -23,6 +23,9 @@ from quantkit.errors import QuantkitError
 
 Command = tuple[str, ...]
 
+API_KEY = "QUANTKIT_API_KEY"
+"""The variable that a script takes the servers' key from: a secret is not printed."""
+
 
 class Role(BaseModel):
     """Boxes that run the same commands. `rest`: those of boxes after the first, where they differ.
@@ -72,7 +75,8 @@ class Layout(BaseModel):
 
 class Recipe(BaseModel):
     """Of one engine on one kind of device. memory_gib: of one device; memory_fraction: what the engine may use of it;
-    reserve_gib: activations, graphs and communication buffers, an estimate."""
+    reserve_gib: activations, graphs and communication buffers, an estimate. key: how the engine is given the key that its clients must
+    send, an option of its command or a variable of its environment. listens: the option by which a command is known to serve."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -84,6 +88,8 @@ class Recipe(BaseModel):
     reserve_gib: float
     environment: dict[str, str]
     options: Command
+    key: str
+    listens: str = "--host"
     sources: tuple[str, ...]
     notes: str = ""
     layouts: tuple[Layout, ...]
@@ -91,21 +97,31 @@ class Recipe(BaseModel):
 
 @dataclass(frozen=True)
 class Launch:
-    """What to run on one box: `commands` in order, each with the environment it needs; the last ones stay running together."""
+    """What to run on one box: `commands` in order, each with the environment it needs; the last ones stay running together.
+
+    key: the option or variable that gives a command its API key, where one of them serves; see `Recipe`.
+    """
 
     role: str
     box: str
     commands: tuple[tuple[dict[str, str], Command], ...]
+    key: str | None
+    listens: str
 
     def script(self) -> str:
-        """As a shell script."""
+        """As a shell script, which refuses to start servers without a key in QUANTKIT_API_KEY."""
         lines = ["#!/bin/bash", f"# {self.role} on {self.box}", "set -e"]
+        if self.key is not None:
+            lines.append(f': "${{{API_KEY}:?set it to the key that clients must send}}"')
+            if not self.key.startswith("-"):
+                lines.append(f'export {self.key}="${API_KEY}"')
         shared = dict(set.intersection(*(set(environment.items()) for environment, _ in self.commands)))
         lines += [f"export {key}={shlex.quote(value)}" for key, value in sorted(shared.items())]
         for environment, command in self.commands:
             own = " ".join(f"{key}={shlex.quote(value)}" for key, value in sorted(environment.items()) if key not in shared)
             ray_head = command[:2] == ("ray", "start") and "--block" not in command
-            lines.append(f"{own} {shlex.join(command)}".strip() + ("" if ray_head or len(self.commands) == 1 else " &"))
+            asks = f' {self.key} "${API_KEY}"' if self.key and self.key.startswith("-") and self.listens in command else ""
+            lines.append(f"{own} {shlex.join(command)}{asks}".strip() + ("" if ray_head or len(self.commands) == 1 else " &"))
         return "\n".join([*lines, "wait"]) + "\n"
 
 
@@ -146,18 +162,20 @@ def deploy(
     """Commands for every box, and the memory of every role.
 
     layout: by name, such as "disaggregated-a2"; else the one of `boxes` boxes that runs prefill and decode together.
-    context: tokens of the longest request. hosts: addresses of the boxes, in order of the roles. nic: their network interface.
+    context: tokens of the longest request. hosts: addresses of the boxes, in order of the roles, where their servers listen; one box whose
+    address is not given listens on loopback. nic: their network interface.
     memory_gib: of one device, where it is not the recipe's. Raises QuantkitError for an engine, layout or number of hosts there is not.
     """
     recipe = _recipe(engine, device)
     chosen = _layout(recipe, boxes, layout)
+    listen = "$ip" if hosts is not None or chosen.boxes > 1 else "127.0.0.1"
     hosts = list(hosts) if hosts is not None else [f"box{number}" for number in range(chosen.boxes)]
     if len(hosts) != chosen.boxes:
         raise QuantkitError(f"{chosen.name} takes {chosen.boxes} boxes and {len(hosts)} hosts were given", "give one address a box")
     checkpoint = Checkpoint.open(path)
     problems = check_checkpoint(engine, checkpoint, device=recipe.device)
     load = find_load(engine, checkpoint, recipe.device)
-    common = {"model": str(path), "name": path.name, "context": str(context), "nic": nic, "first_host": hosts[0]}
+    common = {"model": str(path), "name": path.name, "context": str(context), "nic": nic, "first_host": hosts[0], "listen": listen}
     options = (*recipe.options, *(load.launch if load else ()))
     launches: list[Launch] = []
     memory: dict[str, Fit] = {}
@@ -170,10 +188,16 @@ def deploy(
         )
         problems += check_split(checkpoint, role.parallel)
         started += role.boxes
-    notes = tuple(note for note in (recipe.notes, chosen.notes, load.notes if load else "") if note)
+    notes = tuple(note for note in (recipe.notes, chosen.notes, load.notes if load else "", _ABOUT_KEYS) if note)
     return Deployment(
         str(path), engine, recipe.device, chosen.name, chosen.summary, notes, tuple(launches), memory, tuple(dict.fromkeys(problems))
     )
+
+
+_ABOUT_KEYS = (
+    f"The scripts take the key that clients, and a proxy in front, must send from {API_KEY}. It guards the API alone: the ports on which "
+    "boxes and ranks meet have none, so keep those in a network of their own."
+)
 
 
 def layout_names(engine: str, device: Device | None = None) -> tuple[str, ...]:
@@ -222,6 +246,7 @@ def _launches(
             devices = range(rank * group, (rank + 1) * group) if role.per_rank else range(layout.devices_per_box)
             values = {
                 **common,
+                "listen": _fill(common["listen"], {"ip": host}),
                 "ip": host,
                 "head": hosts[0],
                 "hosts": ",".join(hosts),
@@ -237,7 +262,8 @@ def _launches(
             }
             environment = {key: _fill(value, values) for key, value in {**recipe.environment, **role.environment}.items()}
             commands += [(environment, _command(template, options, values)) for template in templates]
-        yield Launch(role.name, host, tuple(commands))
+        serves = any(recipe.listens in command for _, command in commands)
+        yield Launch(role.name, host, tuple(commands), recipe.key if serves else None, recipe.listens)
 
 
 def _command(template: Command, options: Command, values: dict[str, str]) -> Command:
