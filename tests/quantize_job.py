@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from quantkit.calibrate import walk
+from quantkit.calibrate import expert_layer
 from quantkit.calibrate.events import Event, Note, Progress
 from quantkit.errors import QuantkitError
 from quantkit.quantize import Report, quantize
@@ -27,7 +27,7 @@ from quantkit.schemes import find_scheme
 
 SMALL = {"samples": 6, "held_out": 2, "seq_len": 32, "scale_points": 3, "fit_points": 2, "search_rows": 16, "min_expert_tokens": 16}
 SCHEME = "awq-w4a16"
-walk.expert_batch_values = lambda device_type, batches: min(2 * 3 * 128 * 256, batches.expert_values)  # two of make_model's experts
+expert_layer.expert_batch_values = lambda device_type, batches: min(2 * 3 * 128 * 256, batches.expert_values)  # two of make_model's experts
 
 
 def run(source: Path, text: Path, out: Path, facts: Path | None = None, memory: int | None = None) -> Report:

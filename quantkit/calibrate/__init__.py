@@ -1,11 +1,15 @@
-"""Walks a model block by block and expert by expert, and decides how every linear is rounded.
+"""Walks a model sublayer by sublayer and expert by expert, and decides how every linear is rounded.
 
-data.py        calibration sequences from a text, a JSON-lines file or a data set
-events.py      what a run tells while it works
-layer_weights.py  one decoder layer in float32, its inputs observed
-statistics.py  sums over tokens: Hessians and sizes of activations
-solver.py      from a linear and the statistics of its input to a stored weight
-scale_search.py   scale groups: choosing s, folding it, proving that nothing changed
-experts.py     the routed experts, streamed a few at a time
-walk.py        the straight line over blocks
+data.py              calibration sequences from a text, a JSON-lines file or a data set
+events.py            what a run tells while it works
+source_model.py      the model that is calibrated: its table, config and units of work
+hidden_states.py     of all calibration tokens, on the quantized and on the original path
+sublayer.py          attention or feed-forward of one layer; layer_weights.py runs it, its inputs observed
+observe.py           its first value: statistics of every linear's input
+scale.py             its second: the scale of every group, proven to change nothing; scale_search.py: which scale
+solve.py             its third: what the output holds; solver.py: from a linear and its input's statistics to a stored weight
+expert_layer.py      the routed experts of a layer, streamed; experts.py solves a batch, routing.py is what they are asked
+output_cost.py       what an error in the residual stream costs
+unit_log.py          finished units, and what was found out
+walk.py              the straight line over layers
 """

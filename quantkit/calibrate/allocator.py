@@ -7,7 +7,7 @@ again: a tenth of the processor time of an expert at R1's shapes. Other librarie
 import ctypes
 
 LARGEST_KEPT = 2**28
-"""Bytes of a block. Larger ones (Hessians, the weights of a dense half) go back at once: they make a run's peak."""
+"""Bytes of a block. Larger ones (Hessians, the weights of a dense MLP) go back at once: they make a run's peak."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt(3)
 
 

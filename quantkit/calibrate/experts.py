@@ -5,6 +5,7 @@ tokens routed to its expert weighted by the square of the routing weight (that i
 blended with that of tokens of the whole layer: a starved expert leans on what it would see if it were asked.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,77 +13,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantkit.calibrate.hidden_states import HiddenStatePair
+from quantkit.calibrate.routing import Routed
+from quantkit.calibrate.scale import ScaledInput
 from quantkit.calibrate.scale_search import Consumer, choose_scale, sample_rows
 from quantkit.calibrate.solver import Solved, Solver
+from quantkit.calibrate.statistics import InputStatistics
+from quantkit.models.table import GatedMlp
 from quantkit.quant.gptq import Curvature
 from quantkit.quant.weights import dequantize, divide_rows, dividing_powers
 from quantkit.schemes import Fp4Grid
 
 LAYER_ROWS = 512
 """Rows of the layer's input that every expert is shown, for the shared part of its Hessian."""
-
-
-def no_experts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-    """An experts operator that adds nothing."""
-    return torch.zeros_like(x)
-
-
-class Recorder:
-    """An experts operator that writes down what it is asked, for up to `capacity` tokens, and answers zeros."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.asked = 0
-        self._kept: tuple[Tensor, ...] = ()
-
-    def __call__(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        if not self._kept:
-            self._kept = tuple(
-                torch.empty(self.capacity, *t.shape[1:], dtype=t.dtype, device=t.device) for t in (x, topk_ids, topk_weights)
-            )
-        for kept, new in zip(self._kept, (x, topk_ids, topk_weights)):
-            kept[self.asked : self.asked + len(x)] = new
-        self.asked += len(x)
-        return torch.zeros_like(x)
-
-    def routed(self, fitted: int, quantized: int) -> "Routed":
-        x, topk_ids, topk_weights = (kept[: self.asked] for kept in self._kept)
-        return Routed(x, topk_ids, topk_weights, fitted, quantized)
-
-
-@dataclass(frozen=True)
-class Routed:
-    """What one layer's experts were asked, all tokens in one order: fitted on, held out, held out on the original path.
-
-    x float32 [T, H]; topk_ids [T, k]; topk_weights float32 [T, k]; fitted and quantized: the first tokens that are calibration,
-    and that run through quantized experts; the rest runs through the original ones.
-    """
-
-    x: Tensor
-    topk_ids: Tensor
-    topk_weights: Tensor
-    fitted: int
-    quantized: int
-
-    def of(self, expert: int) -> tuple[Tensor, Tensor]:
-        """Tokens [n] that chose the expert, rising, and their routing weights [n]."""
-        tokens, slots = (self.topk_ids == expert).nonzero(as_tuple=True)
-        return tokens, self.topk_weights[tokens, slots]
-
-    def quantized_of(self, expert: int) -> tuple[Tensor, Tensor, int]:
-        """As `of`, without the original path; and how many of the tokens are calibration, which come first."""
-        tokens, w = self.of(expert)
-        fitted, quantized = (int((tokens < end).sum()) for end in (self.fitted, self.quantized))
-        return tokens[:quantized], w[:quantized], fitted
-
-    def dense(self, num_experts: int) -> Tensor:
-        """Routing weights [T, E], zero where an expert was not chosen."""
-        empty = torch.zeros(len(self.x), num_experts, device=self.x.device)
-        return empty.scatter_(1, self.topk_ids, self.topk_weights)
-
-    def counts(self, num_experts: int) -> Tensor:
-        """Calibration tokens of every expert, int64 [E]."""
-        return torch.bincount(self.topk_ids[: self.fitted].flatten(), minlength=num_experts)
 
 
 @dataclass(frozen=True)
@@ -102,69 +44,65 @@ class ExpertWeights:
 
 
 class ExpertSolver:
-    """Solves experts of one layer. scale [H]: folded into the layer's norm; curvature: of the layer's input, unscaled;
-    importance [H] and outputs: see `SublayerSpec`."""
+    """Solves experts of one layer. read: their input, whose scale is folded into the layer's norm; importance [H] and outputs: see
+    `Sublayer`."""
 
-    def __init__(
-        self,
-        solver: Solver,
-        routed: Routed,
-        scale: Tensor,
-        curvature: Curvature,
-        held_out: Tensor,
-        importance: Tensor | None,
-        outputs: Curvature | None,
-    ) -> None:
-        self.solver, self.routed, self.scale, self.importance, self.outputs = solver, routed, scale, importance, outputs
-        self.curvature = curvature.scaled(scale)
-        self.held_out = held_out / scale
+    def __init__(self, solver: Solver, routed: Routed, read: ScaledInput, importance: Tensor | None, outputs: Curvature | None) -> None:
+        self.solver, self.routed, self.read, self.importance, self.outputs = solver, routed, read, importance, outputs
         self.exact = isinstance(solver.grid, Fp4Grid)  # e4m3 steps are too coarse for any divisor but a power of two
         fitted = routed.x[: routed.fitted]
-        self.layer_rows = fitted[:: max(1, len(fitted) // LAYER_ROWS)][:LAYER_ROWS] / scale
+        self.layer_rows = fitted[:: max(1, len(fitted) // LAYER_ROWS)][:LAYER_ROWS] / read.scale
 
-    def solve(self, names: dict[int, str], experts: dict[int, ExpertWeights]) -> tuple[dict[str, Solved], dict[int, Tensor]]:
-        """names: expert -> prefix such as model.layers.3.mlp.experts.17. Returns module -> solved, of three linears each, and
-        expert -> what its down_proj then reads [n, I], for the tokens of `Routed.quantized_of`.
+    def solve(self, rows: Mapping[int, GatedMlp], experts: Mapping[int, ExpertWeights]) -> tuple[dict[str, Solved], dict[int, Tensor]]:
+        """rows, experts: by number of the expert. Returns module -> solved, of three linears each, and
+        expert -> what its down projection then reads [n, I], for the tokens of `Routed.quantized_of`.
 
         The scale between up and down is chosen when both readers of the layer's input are rounded: dividing up's rows by it changes
         their steps and not one code.
         """
-        stack: dict[str, Tensor] = {}
-        fused: dict[str, str] = {}
-        for expert, weights in experts.items():
-            for side, w in (("gate", weights.gate), ("up", weights.up)):
-                stack[f"{names[expert]}.{side}_proj"] = w * self.scale
-                fused[f"{names[expert]}.{side}_proj"] = names[expert]
-        solved = self.solver.solve_stack(stack, fused, self.curvature, self.held_out)
-        del stack
-        read, gated, hidden, hessians, shown = {}, {}, {}, [], []
-        for expert in experts:
-            gate, up = (solved[f"{names[expert]}.{side}_proj"].values for side in ("gate", "up"))
-            tokens, w, fitted = self.routed.quantized_of(expert)
-            x = read[expert] = self.routed.x[tokens].div_(self.scale)
-            gated[expert] = F.silu(x @ gate.t(), inplace=True)
-            hidden[expert] = gated[expert] * (x @ up.t())
-            shown.append(F.silu(self.layer_rows @ gate.t(), inplace=True).mul_(self.layer_rows @ up.t()))
-            hessians.append(self._down_hessian(hidden[expert][:fitted], w[:fitted], shown[-1]))
-        hessian = torch.stack(hessians)
-        curvature = self.solver.curvature(hessian)
-        inner = self._inner_scales([solved[f"{names[expert]}.up_proj"] for expert in experts], experts, curvature, hessian, shown)
-        downs, samples = {}, []
-        for (expert, weights), s, of_layer in zip(experts.items(), inner, shown):
-            of_up = f"{names[expert]}.up_proj"
-            weight = divide_rows(solved[of_up].weight, s, self.solver.scale_dtype)
-            solved[of_up] = replace(solved[of_up], weight=weight, values=dequantize(weight))
-            if self.exact:
-                hidden[expert].div_(s)
-            else:  # steps were rounded to what is stored: what is read back later must give the same to the last bit
-                torch.mul(gated.pop(expert), read.pop(expert) @ solved[of_up].values.t(), out=hidden[expert])
-            downs[f"{names[expert]}.down_proj"] = weights.down * s
-            _, _, fitted = self.routed.quantized_of(expert)
-            samples.append(hidden[expert][fitted:] if len(hidden[expert]) > fitted else of_layer / s)
+        solved = self._solve_readers(rows, experts)
+        asked = [self._ask(number, *(solved[row.module].values for row in (rows[number].gate, rows[number].up))) for number in experts]
+        hessian = torch.stack([one.hessian for one in asked])
+        curvature, shown, fitted = self.solver.curvature(hessian), [one.of_layer for one in asked], [one.fitted for one in asked]
+        inner = self._inner_scales([solved[rows[number].up.module] for number in experts], experts, curvature, hessian, shown)
+        hidden, downs, samples = {}, {}, []
+        for (number, weights), s, of_layer, count in zip(experts.items(), inner, shown, fitted):
+            up = rows[number].up.module
+            weight = divide_rows(solved[up].weight, s, self.solver.scale_dtype)
+            solved[up] = replace(solved[up], weight=weight, values=dequantize(weight))
+            hidden[number] = self._divided(asked.pop(0), solved[up].values, s)
+            downs[rows[number].down.module] = weights.down * s
+            samples.append(hidden[number][count:] if len(hidden[number]) > count else of_layer / s)
         return solved | self.solver.solve_batch(downs, curvature.scaled(inner), samples, self.outputs), hidden
 
+    def _solve_readers(self, rows: Mapping[int, GatedMlp], experts: Mapping[int, ExpertWeights]) -> dict[str, Solved]:
+        """gate and up of every expert, which read the layer's input."""
+        stack: dict[str, Tensor] = {}
+        fused: dict[str, str] = {}
+        for number, weights in experts.items():
+            for row, w in ((rows[number].gate, weights.gate), (rows[number].up, weights.up)):
+                stack[row.module] = w * self.read.scale
+                fused[row.module] = row.fused or row.module
+        return self.solver.solve_stack(stack, fused, self.read.curvature, self.read.sample)
+
+    def _ask(self, expert: int, gate: Tensor, up: Tensor) -> "_Asked":
+        """Run gate and up, rounded, for the expert's tokens."""
+        tokens, w, fitted = self.routed.quantized_of(expert)
+        x = self.routed.x[tokens].div_(self.read.scale)
+        gated = F.silu(x @ gate.t(), inplace=True)
+        hidden = gated * (x @ up.t())
+        of_layer = F.silu(self.layer_rows @ gate.t(), inplace=True).mul_(self.layer_rows @ up.t())
+        return _Asked(x, gated, hidden, of_layer, self._down_hessian(hidden[:fitted], w[:fitted], of_layer), fitted)
+
+    def _divided(self, asked: "_Asked", up: Tensor, scale: Tensor) -> Tensor:
+        """What the down projection reads when up's rows are divided by `scale`, in the memory of what it read before."""
+        if self.exact:
+            return asked.hidden.div_(scale)
+        # Steps were rounded to what is stored: what is read back later must give the same to the last bit.
+        return torch.mul(asked.gated, asked.x @ up.t(), out=asked.hidden)
+
     def _inner_scales(
-        self, ups: list[Solved], experts: dict[int, ExpertWeights], curvature: Curvature, hessian: Tensor, shown: list[Tensor]
+        self, ups: list[Solved], experts: Mapping[int, ExpertWeights], curvature: Curvature, hessian: Tensor, shown: list[Tensor]
     ) -> Tensor:
         """Scales between up and down of every expert, [B, I]. curvature and hessian: of what down reads, unscaled."""
         if not {"awq", "smooth"} & set(self.solver.methods):
@@ -174,7 +112,8 @@ class ExpertSolver:
         importance = None if self.importance is None else sample_rows(self.importance[:, None], count)[:, 0]
         sample = torch.stack(shown)
         consumers = [Consumer(rows, 1.0, self.solver, importance)]
-        scale = choose_scale(self.solver, consumers, curvature, hessian, sample.abs().amax(-2), sample, self.exact)
+        inputs = InputStatistics(hessian, sample.abs().amax(-2), sample)
+        scale = choose_scale(self.solver, consumers, curvature, inputs, self.exact)
         return torch.stack([self._within_reach(s, up) for s, up in zip(scale, ups)])
 
     def _within_reach(self, scale: Tensor, up: Solved) -> Tensor:
@@ -191,8 +130,24 @@ class ExpertSolver:
         return (own.t() @ own).addmm_(shared.t(), shared).div_(max(len(own) + blend, 1))
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """One expert on its n tokens, of which the first `fitted` are calibration, and on R rows of the layer.
+
+    x [n, H]: its input, scaled. gated [n, I]: SiLU(gate(x)); hidden [n, I]: that times up(x). of_layer [R, I]: that of the rows.
+    hessian [I, I]: of what down reads.
+    """
+
+    x: Tensor
+    gated: Tensor
+    hidden: Tensor
+    of_layer: Tensor
+    hessian: Tensor
+    fitted: int
+
+
 def add_outputs(
-    streams: HiddenStatePair,
+    states: HiddenStatePair,
     routed: Routed,
     expert: int,
     original: ExpertWeights,
@@ -207,6 +162,6 @@ def add_outputs(
     tokens, w, _ = routed.quantized_of(expert)
     if hidden is None:
         hidden = rounded.hidden(routed.x[tokens].div_(scale))
-    streams.quantized.hidden.index_add_(0, tokens, (hidden @ rounded.down.t()).mul_(w[:, None]))
+    states.quantized.hidden.index_add_(0, tokens, (hidden @ rounded.down.t()).mul_(w[:, None]))
     tokens, w = (part[len(tokens) :] for part in routed.of(expert))
-    streams.original.hidden.index_add_(0, tokens - routed.quantized, original(routed.x[tokens]).mul_(w[:, None]))
+    states.original.hidden.index_add_(0, tokens - routed.quantized, original(routed.x[tokens]).mul_(w[:, None]))

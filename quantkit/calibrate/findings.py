@@ -1,12 +1,13 @@
 """What a calibrated run found out: what its report is made from."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from quantkit.calibrate.solver import Solved
+from quantkit.calibrate.solver import Rounded
 
 
 @dataclass
@@ -29,11 +30,11 @@ class Findings:
     next_token: dict[str, float] = field(default_factory=dict)
     """of `next_token_kl.NextToken`, on held-out tokens; empty where none were held out"""
 
-    def facts(self, solved: dict[str, Solved], scales: dict[str, Tensor]) -> dict[str, Any]:
+    def facts(self, linears: Mapping[str, Rounded], scales: Mapping[str, Tensor]) -> dict[str, Any]:
         """What to store with one unit so that a resumed run reports the same; also taken up here."""
         facts = {
-            "errors": {module: None if math.isnan(one.error) else one.error for module, one in solved.items()},
-            "methods": {module: one.method for module, one in solved.items()},
+            "errors": {module: None if math.isnan(one.error) else one.error for module, one in linears.items()},
+            "methods": {module: one.method for module, one in linears.items()},
             "scales": {name: [float(s.min()), float(s.median()), float(s.max())] for name, s in scales.items()},
         }
         self.take(facts)

@@ -85,19 +85,19 @@ class ResidualStream:
         following = (row for row in self.by_module.values() if row.role == "norm" and row.layer == layer + 1 and not row.mtp)
         return self.source.dequantized(next(following, self.norm)).square()
 
-    def cost(self, half: Sequence[Parameter], hidden: Tensor, eps: float) -> Tensor:
-        """Of an error in what the half of a layer with these parameters writes, [H, H]. hidden float32 [T, H]: the stream before it."""
+    def cost(self, sublayer: Sequence[Parameter], hidden: Tensor, eps: float) -> Tensor:
+        """Of an error in what the sublayer with these parameters writes, [H, H]. hidden float32 [T, H]: the stream before it."""
         some = hidden[:: max(1, len(hidden) // HEAD_TOKENS)][:HEAD_TOKENS]
         cost = cost_to_next_token(some, self.source.dequantized(self.norm), eps, self.source.blocks(self.head, BLOCK_ROWS))
-        own = {row.module for row in half}
+        own = {row.module for row in sublayer}
         here = next(place for place, group in enumerate(self.reading) if group.producer in own)
         read = cost_to_readers(self._weights(self.reading[here + 1 :][:READ_NORMS]))
         if read is not None:
             cost += read
         producers = {group.producer for group in self.reading}
-        for row in half:
+        for row in sublayer:
             if row.role == "norm" and row.shape == self.norm.shape and row.module not in producers:
-                gain = self.source.dequantized(row)  # of a norm between what the half writes and the stream
+                gain = self.source.dequantized(row)  # of a norm between what the sublayer writes and the stream
                 cost.mul_(gain).mul_(gain[:, None])
         return cost
 

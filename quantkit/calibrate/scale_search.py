@@ -1,4 +1,4 @@
-"""Scale groups: which s, and moving it from a norm or a linear into everything that reads it.
+"""Which scale a group gets.
 
 A candidate is judged by what it leads to: the consumers' rows (a sample of them) are really rounded, compensated where the
 recipe compensates, and the losses relative to each consumer's own output are added up. For int8 activations the error of
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quantkit.calibrate.solver import Solver
+from quantkit.calibrate.statistics import InputStatistics
 from quantkit.quant.awq import candidate_scales, power_of_two, relative_weight
 from quantkit.quant.gptq import Curvature
 from quantkit.quant.smooth import activation_loss, smoothing_candidates
@@ -46,19 +47,17 @@ def sample_rows(w: Tensor, count: int) -> Tensor:
     return w[..., :: max(1, w.shape[-2] // count), :].contiguous()
 
 
-def choose_scale(
-    solver: Solver, consumers: Sequence[Consumer], curvature: Curvature, mean_hessian: Tensor, absmax: Tensor, sample: Tensor, exact: bool
-) -> Tensor:
-    """The best scale [..., K] for inputs with this curvature, mean Hessian [..., K, K], largest magnitudes [..., K] and rows [..., S, K].
+def choose_scale(solver: Solver, consumers: Sequence[Consumer], curvature: Curvature, inputs: InputStatistics, exact: bool) -> Tensor:
+    """The best scale [..., K] for inputs with this curvature and these statistics, which may have leading dimensions too.
 
     exact: only powers of two, because a 16-bit reader must absorb the scale without rounding.
     """
-    candidates = _candidates(solver, consumers, mean_hessian, absmax)
+    candidates = _candidates(solver, consumers, inputs)
     if exact:
         candidates = torch.unique_consecutive(power_of_two(candidates), dim=0)
     rows = torch.cat([consumer.rows for consumer in consumers], dim=-2)
     stacks = [(own, [one.rows.shape[-2] for one in alike]) for own, alike in groupby(consumers, key=lambda consumer: consumer.solver)]
-    row_weight = torch.cat([consumer.row_weight(mean_hessian) for consumer in consumers], dim=-1)
+    row_weight = torch.cat([consumer.row_weight(inputs.mean_hessian) for consumer in consumers], dim=-1)
     losses = []
     for part in candidates.split(_at_once(rows)):
         split = rows.split([sum(lengths) for _, lengths in stacks], dim=-2)
@@ -66,7 +65,7 @@ def choose_scale(
         losses.append((loss * row_weight).sum(-1))
         if "smooth" in solver.methods:
             energy = ((rows * part.unsqueeze(-2)).square() * row_weight.unsqueeze(-1)).sum(-2)
-            losses[-1] += activation_loss(sample / part.unsqueeze(-2), energy)
+            losses[-1] += activation_loss(inputs.sample / part.unsqueeze(-2), energy)
     best = torch.cat(losses).argmin(0)  # [...], the first of equals
     return candidates.gather(0, best[None, ..., None].expand(1, *candidates.shape[1:])).squeeze(0)
 
@@ -82,11 +81,11 @@ def _at_once(rows: Tensor) -> int:
     return max(1, BATCH_VALUES.get(rows.device.type, ACCELERATOR_VALUES) // rows.numel())
 
 
-def _candidates(solver: Solver, consumers: Sequence[Consumer], mean_hessian: Tensor, absmax: Tensor) -> Tensor:
+def _candidates(solver: Solver, consumers: Sequence[Consumer], inputs: InputStatistics) -> Tensor:
     rows = [consumer.rows for consumer in consumers]
     points = solver.recipe.scale_points
     if "smooth" in solver.methods:
         weight_max = torch.stack([w.abs().amax(-2) for w in rows]).amax(0)
-        return smoothing_candidates(absmax, weight_max, points)
-    size = mean_hessian.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
+        return smoothing_candidates(inputs.absmax, weight_max, points)
+    size = inputs.mean_hessian.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
     return candidate_scales(size, relative_weight(rows, solver.group_size), points)

@@ -27,17 +27,28 @@ FP4_NEIGHBOURS = (0, -1, 1, -2, 2, 3, 4)
 
 
 @dataclass(frozen=True)
-class Solved:
-    """One linear, rounded.
+class Rounded:
+    """What is kept of one linear. error: squared output error over squared output, on held-out inputs (NaN where there were none).
+    method: what made it."""
 
-    values float32 [N, K]: what `weight` decodes to. error: squared output error over squared output, on held-out inputs
-    (NaN where there were none). method: what made it.
-    """
+    weight: IntWeight | Fp4Weight
+    error: float
+    method: str
+
+
+@dataclass(frozen=True)
+class Solved:
+    """One linear, rounded. values float32 [N, K]: what `weight` decodes to. error, method: see `Rounded`."""
 
     weight: IntWeight | Fp4Weight
     values: Tensor
     error: float
     method: str
+
+    @property
+    def rounded(self) -> Rounded:
+        """The same without the values."""
+        return Rounded(self.weight, self.error, self.method)
 
 
 class Solver:

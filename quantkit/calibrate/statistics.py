@@ -1,4 +1,6 @@
-"""Sums over calibration tokens at the input of a linear."""
+"""Statistics of the input of a linear, over calibration tokens."""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -7,72 +9,77 @@ PANEL = 1024
 """Rows of a Hessian that are summed together: it is symmetric, and what lies right of a panel's last row is not computed."""
 
 
+@dataclass(frozen=True)
 class InputStatistics:
-    """Hessian and sizes of one input of K channels, and a few of its rows.
+    """Of one input of K channels.
 
-    hessian: sum of x x^T float32 [K, K], its panels up to the diagonal; tokens: how many; absmax float32 [K]; sample: rows kept for
-    judging, [S, K].
-    A Hessian of R1's widest input is 1.4 GB, so there is one: once the mean is asked for, the sum is no more.
+    mean_hessian: mean of x x^T per token, so that losses of inputs with different counts compare, float32 [K, K]. absmax: the largest
+    magnitudes, float32 [K]. sample: held-out rows for judging, float32 [S, K].
+    """
+
+    mean_hessian: Tensor
+    absmax: Tensor
+    sample: Tensor
+
+
+class StatisticsSum:
+    """What `InputStatistics` are made from, batch by batch.
+
+    A Hessian of R1's widest input is 1.4 GB, so there is one: `mean` turns the sum into it.
     """
 
     def __init__(self, channels: int, device: torch.device, sample_rows: int) -> None:
-        self.hessian = torch.zeros(channels, channels, dtype=torch.float32, device=device)
-        self.absmax = torch.zeros(channels, dtype=torch.float32, device=device)
-        self.tokens = 0
-        self.sample_rows = sample_rows
+        self._hessian = torch.zeros(channels, channels, dtype=torch.float32, device=device)  # its panels up to the diagonal
+        self._absmax = torch.zeros(channels, dtype=torch.float32, device=device)
+        self._tokens = 0
+        self._sample_rows = sample_rows
         self._sample: list[Tensor] = []
-        self._averaged = False
 
     def add(self, x: Tensor) -> None:
         """x float32 [T, K] of calibration tokens."""
-        assert not self._averaged, "the mean was taken"
         for start in range(0, x.shape[1], PANEL):
             rows = slice(start, start + PANEL)
-            self.hessian[rows, : rows.stop].addmm_(x[:, rows].t(), x[:, : rows.stop])
-        self.absmax = torch.maximum(self.absmax, x.abs().amax(0))
-        self.tokens += x.shape[0]
+            self._hessian[rows, : rows.stop].addmm_(x[:, rows].t(), x[:, : rows.stop])
+        self._absmax = torch.maximum(self._absmax, x.abs().amax(0))
+        self._tokens += x.shape[0]
 
     def keep(self, x: Tensor) -> None:
         """x float32 [T, K] of held-out tokens: evenly spaced rows are kept until there are enough."""
-        room = self.sample_rows - sum(len(part) for part in self._sample)
+        room = self._sample_rows - sum(len(part) for part in self._sample)
         if room > 0:
-            self._sample.append(x[:: max(1, x.shape[0] // self.sample_rows)][:room].clone())
+            self._sample.append(x[:: max(1, x.shape[0] // self._sample_rows)][:room].clone())
 
-    @property
-    def sample(self) -> Tensor:
-        return torch.cat(self._sample)
-
-    @property
-    def mean_hessian(self) -> Tensor:
-        """Per token, so that losses of inputs with different counts compare."""
-        if not self._averaged:
-            self.hessian /= max(self.tokens, 1)
-            for start in range(0, len(self.hessian), PANEL):
-                stop = start + PANEL
-                self.hessian[start:stop, stop:] = self.hessian[stop:, start:stop].t()
-            self._averaged = True
-        return self.hessian
-
-    def release(self) -> None:
-        """The Hessian is not asked for again."""
-        self.hessian = self.hessian.new_empty(0)
+    def mean(self) -> InputStatistics:
+        """The statistics; this sum ends here, for they take its memory."""
+        hessian = self._hessian.div_(max(self._tokens, 1))
+        for start in range(0, len(hessian), PANEL):
+            stop = start + PANEL
+            hessian[start:stop, stop:] = hessian[stop:, start:stop].t()
+        return InputStatistics(hessian, self._absmax, torch.cat(self._sample) if self._sample else hessian.new_empty(0, len(hessian)))
 
 
-class Observations:
-    """The statistics of every input that was observed, by module. `held_out` switches what an observation is for."""
+class Observer:
+    """Sums up every input that it is shown, by module. `held_out` switches what an observation is for."""
 
     def __init__(self, sample_rows: int) -> None:
-        self.sample_rows = sample_rows
-        self.by_module: dict[str, InputStatistics] = {}
+        self._sample_rows = sample_rows
+        self._sums: dict[str, StatisticsSum] = {}
         self.held_out = False
 
+    def __contains__(self, module: str) -> bool:
+        return module in self._sums
+
     def __call__(self, module: str, x: Tensor) -> None:
-        """An `Observer`."""
+        """x float32 [..., K]: what `module` reads."""
         x = x.reshape(-1, x.shape[-1])
-        if module not in self.by_module:
-            self.by_module[module] = InputStatistics(x.shape[-1], x.device, self.sample_rows)
-        statistics = self.by_module[module]
+        if module not in self._sums:
+            self._sums[module] = StatisticsSum(x.shape[-1], x.device, self._sample_rows)
         if self.held_out:
-            statistics.keep(x)
+            self._sums[module].keep(x)
         else:
-            statistics.add(x)
+            self._sums[module].add(x)
+
+    def means(self) -> dict[str, InputStatistics]:
+        """The statistics of every input; nothing more is to be shown."""
+        sums, self._sums = self._sums, {}
+        return {module: one.mean() for module, one in sums.items()}

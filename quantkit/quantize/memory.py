@@ -1,8 +1,9 @@
 """What a run will hold in memory at its worst moment, and how much arithmetic it is, before it starts.
 
 A calibrated run holds the hidden states of all tokens, and then one of:
-  half     the weights of half a layer, its Hessians, and the largest of them being factored and solved
-  experts  the inputs of the routed experts, the Hessian of the layer's input, and a batch of experts being solved
+  sublayer  of attention or feed-forward: its weights and Hessians; or its Hessians and their factors, the largest being made; or the
+            factors and the linears of one input being solved
+  experts   the inputs of the routed experts, the Hessian of the layer's input, and a batch of experts being solved
 A run without calibration holds one unit. Nothing depends on the number of layers or experts. The factors below count the float32
 copies that are alive together in quantkit.calibrate and quantkit.quant; benchmarks/r1_shape.py measures them.
 """
@@ -20,7 +21,9 @@ PROCESS_BYTES = 400 * 10**6
 """Python, torch and the tokenizer, before any weight is read."""
 _FLOAT = 4
 _SOLVED = 4
-"""Matrices of a linear's size alive when it was solved: its weight is counted elsewhere; its values, in pieces and whole, and codes."""
+"""Matrices of a linear's size alive when it was solved, besides its weight: its values, in pieces and whole, and codes."""
+_RUN = 6
+"""Activations as wide as the widest linear that are alive together while tokens run through a sublayer."""
 _PIECE = 7
 """Matrices of the size of the piece that is being solved."""
 _SEARCHED = 3
@@ -50,7 +53,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes alive together at the worst moment: `process`, `hidden` states, and the `half` or `experts` in work. where: the unit."""
+    """Bytes alive together at the worst moment: `process`, `hidden` states, and the sublayer or experts in `work`. where: the unit."""
 
     process: int
     hidden: int
@@ -119,28 +122,28 @@ def parse_bytes(text: str) -> int:
 
 
 def _moments(work: Work, rows: list[Parameter]) -> list[int]:
-    """Of one unit that is half a layer: while its inputs are observed, while each one's scale is searched, while its readers are solved."""
+    """Of one unit that is a sublayer: while its inputs are observed, while each one's scale is searched, while its readers are solved, and
+    while it runs with what came of them."""
     linears = [row for row in rows if row.module in work.quantized]
     if rows[0].layer is None or rows[0].expert is not None or not linears:
         return []
     weights = _FLOAT * sum(_values(row) for row in rows)
-    largest: dict[int, int] = {}
-    for row in linears:
-        largest[row.shape[1]] = max(largest.get(row.shape[1], 0), _FLOAT * _values(row))
-    squares = {columns: _FLOAT * columns**2 for columns in largest}
-    widest = max(row.shape[0] for row in rows if len(row.shape) == 2)
     asked = (work.tokens + work.judged) * work.hidden_size * _FLOAT if any(row.role == "router" for row in rows) else 0
-    weights += _FLOAT * work.hidden_size**2  # and what an error in the residual stream costs, made before they are read
+    held = asked + _FLOAT * work.hidden_size**2  # and what an error in the residual stream costs
+    readers: dict[int, list[int]] = {}  # bytes of the linears, by their input channels
+    for row in linears:
+        readers.setdefault(row.shape[1], []).append(_FLOAT * _values(row))
+    squares = {columns: _FLOAT * columns**2 for columns in readers}
     passed = min(max(work.batches.tokens, work.sequence), work.tokens)
-    moments = [asked + weights + sum(squares.values()) + 6 * passed * widest * _FLOAT]
-    for columns, square in squares.items():
-        # What was searched has a factor, what was not has its Hessian; the experts' input keeps both. The widest comes last.
-        others = sum(squares[k] for k in squares if k != columns) + (squares.get(work.hidden_size, 0) if asked else 0)
-        moments.append(asked + weights + others + _SEARCHED * square + _FLOAT * _PANELS * columns)
-        # It is solved first.
-        narrower = sum(2 * squares[k] for k in squares if k < columns)
-        piece = min(_FLOAT * max(work.batches.piece_values, columns), largest[columns])
-        moments.append(asked + weights + narrower + square + _SOLVED * largest[columns] + _PIECE * piece)
+    run = _RUN * _FLOAT * passed * max(row.shape[0] for row in rows if len(row.shape) == 2)
+    moments = [held + weights + sum(squares.values()) + run, held + weights + weights // _FLOAT + run]
+    for columns, sizes in readers.items():
+        # Every input has its Hessian, and those searched before their factors.
+        others = sum(2 * squares[k] for k in squares if k != columns)
+        moments.append(held + others + _SEARCHED * squares[columns] + _FLOAT * _PANELS * columns)
+        piece = min(_FLOAT * max(work.batches.piece_values, columns), max(sizes))
+        solved = sum(map(sum, readers.values())) // _FLOAT  # a byte a value of those solved before
+        moments.append(held + sum(squares.values()) + solved + sum(sizes) + _SOLVED * max(sizes) + _PIECE * piece)
     return moments
 
 
@@ -152,7 +155,7 @@ def _experts_bytes(work: Work, layer: int) -> int:
     count = len(experts) // len(expert)
     values = sum(_values(row) for row in expert)
     batch = min(count, max(1, work.batches.expert_values // values))
-    shared = sum(_values(row) for row in rows if row.expert is None and ".mlp." in row.name)
+    shared = sum(_values(row) for row in rows if row.block in ("mlp", "router", "shared_expert"))
     width = min(row.shape[0] for row in expert)
     asked = (work.tokens + work.judged) * work.hidden_size * _FLOAT
     busiest = min(work.tokens, 4 * work.tokens * work.experts_per_token // count)

@@ -45,6 +45,6 @@ def _round_unit(unit: str, rows: list[Parameter], source: ParameterReader, outpu
     weights = {row.module: source.dequantized(row) for row in rows if output.quantizes(row)}
     fused = {row.module: row.fused for row in rows if row.fused}
     solved = solver.on(output.grid(rows[0])).nearest(weights, fused)
-    facts = findings.facts(solved, {})
+    facts = findings.facts({module: one.rounded for module, one in solved.items()}, {})
     assert all(not math.isnan(one.error) for one in solved.values()), unit
     output.write(unit, {module: one.weight for module, one in solved.items()}, {}, facts)

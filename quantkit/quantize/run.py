@@ -15,6 +15,8 @@ from quantkit.calibrate.findings import Findings
 from quantkit.calibrate.parameter_reader import ParameterReader
 from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.solver import Solver
+from quantkit.calibrate.source_model import SourceModel
+from quantkit.calibrate.unit_log import UnitLog
 from quantkit.calibrate.units import units_of
 from quantkit.calibrate.walk import Walk
 from quantkit.checkpoint.formats import find_format
@@ -172,8 +174,11 @@ def _round(job: _Job, output: Output, ranks: Ranks, on_event: OnEvent) -> Findin
     solver = Solver(job.scheme.grid(expert=False, mtp=False), job.target.scale_dtype, job.recipe, job.methods, job.batches.piece_values)
     if not job.methods:
         return round_units(output.source, output, solver, on_event, ranks)
-    architecture, config, rows = job.inventory.architecture, job.inventory.config, job.inventory.rows
-    findings = Walk(output.source, architecture, config, rows, solver, output, on_event, ranks, job.batches).run(job.sequences)
+    rows = job.inventory.rows
+    quantized = {row.module for row in rows if output.quantizes(row)}
+    model = SourceModel(output.source, job.inventory.architecture, job.inventory.config, rows, quantized)
+    log = UnitLog(model.units, output.source, output, on_event)
+    findings = Walk(model, solver, log, ranks, job.batches).run(job.sequences)
     round_units(output.source, output, Solver(solver.grid, job.target.scale_dtype, job.recipe, ()), on_event, ranks)
     return findings
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from quantkit.calibrate.scale_search import Consumer, choose_scale
 from quantkit.calibrate.solver import Solver
+from quantkit.calibrate.statistics import InputStatistics
 from quantkit.recipe import Recipe
 from quantkit.schemes import IntGrid, Method
 
@@ -48,7 +49,7 @@ def test_rows_without_importance_do_not_choose_the_scale() -> None:
         return float(own.losses(rows, scale[None], (rows * scale).abs().amax().expand(1, N), curvature).sum())
 
     def chosen(consumer: Consumer) -> Tensor:
-        return choose_scale(own, [consumer], curvature, hessian, x.abs().amax(0), x[:64], exact=False)
+        return choose_scale(own, [consumer], curvature, InputStatistics(hessian, x.abs().amax(0), x[:64]), exact=False)
 
     every = torch.cat([rows, ignored])
     assert loss(chosen(Consumer(every, 1.0, own, importance))) < loss(chosen(Consumer(every, 1.0, own)))

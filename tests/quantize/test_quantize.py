@@ -10,6 +10,7 @@ import make_model
 import pytest
 import torch
 
+from quantkit.calibrate import scale
 from quantkit.calibrate.data import load_sequences
 from quantkit.calibrate.events import Event, Note, Progress
 from quantkit.calibrate.sublayer import Sublayer
@@ -19,6 +20,7 @@ from quantkit.evaluate.perplexity import Watched
 from quantkit.executor.chat import ChatTokenizer
 from quantkit.executor.load import load_model
 from quantkit.models import deepseek_v3
+from quantkit.models.table import ScaleGroup
 from quantkit.quant.weights import dequantize
 from quantkit.quantize import Report, quantize
 from quantkit.recipe import Recipe
@@ -211,12 +213,12 @@ def test_another_recipe_does_not_go_on(source: Path, text: str, tmp_path: Path) 
 
 def test_a_wrong_scale_group_stops_the_run(source: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault two peers have: the router reads the scaled norm and is not compensated."""
-    apply = Sublayer._apply
+    inside = scale._inside
 
-    def forget_router(self: Sublayer, group: object, inside: list[str], scale: torch.Tensor) -> None:
-        apply(self, group, [module for module in inside if not module.endswith("mlp.gate")], scale)  # type: ignore[arg-type]
+    def forget_router(sublayer: Sublayer, group: ScaleGroup) -> list[str]:
+        return [module for module in inside(sublayer, group) if not module.endswith("mlp.gate")]
 
-    monkeypatch.setattr(Sublayer, "_apply", forget_router)
+    monkeypatch.setattr(scale, "_inside", forget_router)
     with pytest.raises(QuantkitError, match=r"scaling changes the (output|routing) of layers.1"):
         run(source, tmp_path / "out", "awq-w4a16", text)
 

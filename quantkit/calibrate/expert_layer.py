@@ -1,0 +1,129 @@
+"""The routed experts of one layer on their way through a run: read a batch at a time, solved or found finished, written, and run."""
+
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor
+
+from quantkit.calibrate.batches import Batches
+from quantkit.calibrate.experts import ExpertSolver, ExpertWeights, add_outputs
+from quantkit.calibrate.hidden_states import HiddenStatePair
+from quantkit.calibrate.ranks import Ranks
+from quantkit.calibrate.routing import Routed
+from quantkit.calibrate.scale import ScaledInput
+from quantkit.calibrate.scale_search import Consumer, sample_rows
+from quantkit.calibrate.solver import Solver
+from quantkit.calibrate.source_model import SourceModel
+from quantkit.calibrate.sublayer import Sublayer
+from quantkit.calibrate.unit_log import UnitLog
+from quantkit.calibrate.units import expert_unit
+from quantkit.models.table import GatedMlp
+from quantkit.quant.weights import dequantize
+
+SCALE_EXPERTS = 8
+"""Routed experts whose rows the search of the layer's scale looks at."""
+
+
+def expert_batch_values(device_type: str, batches: Batches) -> int:
+    """Experts are solved together up to this many weights, at least one: on a CPU as `Batches` says, elsewhere 24 of R1's."""
+    return batches.expert_values if device_type == "cpu" else 2**30
+
+
+class ExpertLayer:
+    """solver: on the grid of routed experts, which may be another than that of other linears."""
+
+    def __init__(self, model: SourceModel, layer: int, solver: Solver, log: UnitLog, ranks: Ranks, batches: Batches) -> None:
+        self.model, self.layer, self.solver, self.log, self.ranks = model, layer, solver, log, ranks
+        self.experts = model.experts(layer)
+        values = expert_batch_values(model.weights.device.type, batches)
+        self.batches = list(expert_batches(self.experts, values))
+
+    def consumers(self, routed: Routed) -> list[Consumer]:
+        """Rows of some experts, for the group that reaches them; an expert counts by the tokens that choose it."""
+        if self.model.quantized.isdisjoint(next(iter(self.experts.values())).modules):
+            return []
+        counts = routed.counts(len(self.experts))
+        chosen = list(self.experts)[:: max(1, len(self.experts) // SCALE_EXPERTS)]
+        count = max(16, self.solver.recipe.search_rows // 4)
+        consumers = []
+        for expert in chosen:
+            weights = self._weights(expert)
+            share = float(counts[expert] / max(routed.fitted, 1)) * len(self.experts) / len(chosen)
+            consumers += [Consumer(sample_rows(w, count), share, self.solver) for w in (weights.gate, weights.up)]
+        return consumers
+
+    def run(self, sublayer: Sublayer, routed: Routed, read: ScaledInput, states: HiddenStatePair) -> None:
+        """Solve and write all experts, and add their outputs to the hidden states of both paths."""
+        self._report_routing(routed)
+        solver = ExpertSolver(self.solver, routed, read, sublayer.importance, sublayer.outputs)
+        if self.ranks.size > 1:
+            mine = [batch for number, batch in enumerate(self.batches) if self.ranks.mine(number)]
+            for originals in self._read(mine):
+                self._rounded(solver, originals)
+            self.ranks.share(self.log.store)
+        for originals in self._read(self.batches):
+            rounded, hidden = self._rounded(solver, originals)
+            self.log.tell("propagating", self._unit(next(iter(originals))))
+            for expert, original in originals.items():
+                add_outputs(states, routed, expert, original, rounded[expert], read.scale, hidden.get(expert))
+                self.log.finished(self._unit(expert))
+
+    def _unit(self, expert: int) -> str:
+        return expert_unit(self.layer, expert)
+
+    def _weights(self, expert: int) -> ExpertWeights:
+        """As the source has them."""
+        return ExpertWeights(*(self.model.weights.dequantized(row) for row in self.experts[expert].rows))
+
+    def _read(self, batches: list[list[int]]) -> Iterator[dict[int, ExpertWeights]]:
+        """The original weights of each batch; those of the next are on their way from the disk meanwhile."""
+        for batch, following in zip(batches, [*batches[1:], []]):
+            self.log.tell("reading", self._unit(batch[0]))
+            originals = {expert: self._weights(expert) for expert in batch}
+            self.model.weights.will_read(row for expert in following for row in self.experts[expert].rows)
+            yield originals
+
+    def _rounded(self, solver: ExpertSolver, originals: Mapping[int, ExpertWeights]) -> tuple[dict[int, ExpertWeights], dict[int, Tensor]]:
+        """The rounded weights of a batch of experts: solved now, or read back where an earlier run wrote them. With what
+        `ExpertSolver.solve` found their down projections to read, where it was asked."""
+        # A batch is solved whole or not at all, so that its arithmetic does not depend on where an earlier run stopped.
+        if not all(self.log.store.done(self._unit(expert)) for expert in originals):
+            return self._solve(solver, originals)
+        rounded = {}
+        for expert in originals:
+            weights, _ = self.log.load(self._unit(expert))
+            rounded[expert] = self._of({module: dequantize(weight) for module, weight in weights.items()}, expert)
+        return rounded, {}
+
+    def _solve(self, solver: ExpertSolver, originals: Mapping[int, ExpertWeights]) -> tuple[dict[int, ExpertWeights], dict[int, Tensor]]:
+        first = self._unit(next(iter(originals)))
+        self.log.tell("solving", first)
+        solved, hidden = solver.solve(self.experts, originals)
+        self.log.tell("writing", first)
+        for expert in originals:
+            own = {module: solved[module].rounded for module in self.experts[expert].modules}
+            self.log.write(self._unit(expert), own, {}, {}, mine=not self.log.store.done(self._unit(expert)))
+        values = {module: one.values for module, one in solved.items()}
+        return {expert: self._of(values, expert) for expert in originals}, hidden
+
+    def _of(self, values: Mapping[str, Tensor], expert: int) -> ExpertWeights:
+        return ExpertWeights(*(values[module] for module in self.experts[expert].modules))
+
+    def _report_routing(self, routed: Routed) -> None:
+        findings, least, count = self.log.findings, self.solver.recipe.min_expert_tokens, len(self.experts)
+        counts = routed.counts(count)
+        findings.expert_tokens[str(self.layer)] = counts.tolist()
+        starved = int((counts < least).sum())
+        if starved:
+            self.log.note(f"layer {self.layer}: {starved} of {count} experts saw fewer than {least} tokens")
+        agreement = routed.agreement()
+        if agreement is not None:
+            findings.expert_agreement[str(self.layer)] = agreement
+
+
+def expert_batches(experts: Mapping[int, GatedMlp], values: int) -> Iterator[list[int]]:
+    """Experts in batches of at most `values` weights, at least one; the same whatever machine runs them."""
+    first = next(iter(experts.values()))
+    size = max(1, values // sum(row.shape[0] * row.shape[1] for row in first.rows))
+    order = list(experts)
+    for start in range(0, len(order), size):
+        yield order[start : start + size]

@@ -1,0 +1,46 @@
+"""A sublayer's third value: what the output holds of it."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from quantkit.calibrate.parameter_reader import ParameterReader
+from quantkit.calibrate.scale import FoldedTensors, Scaled
+from quantkit.calibrate.solver import Rounded, Solver
+from quantkit.models.table import Parameter
+from quantkit.quant.weights import Weight
+
+
+@dataclass(frozen=True)
+class SolvedSublayer:
+    """linears: rounded, by module. plain: unquantized tensors that folding changed, in their stored dtype."""
+
+    linears: dict[str, Rounded]
+    plain: dict[str, Tensor]
+
+    @property
+    def weights(self) -> dict[str, Weight]:
+        return {module: one.weight for module, one in self.linears.items()}
+
+
+def solve_sublayer(scaled: Scaled, source: ParameterReader, solver: Solver) -> SolvedSublayer:
+    """Every linear that the output holds quantized. The linears of one input at a time are held in float32, the widest input's first."""
+    sublayer, folded = scaled.sublayer, FoldedTensors(scaled.sublayer, source, scaled.folding)
+    rows = {row.module: row for row in sublayer.rows}
+    linears: dict[str, Rounded] = {}
+    for first, modules in sorted(scaled.sites.items(), key=lambda site: -rows[site[0]].shape[1]):
+        own = [rows[module] for module in modules if module in sublayer.quantized]
+        if own:
+            linears |= _solve_site(scaled, first, own, folded, solver)
+    changed = [row for row in sublayer.rows if row.module not in sublayer.quantized and scaled.folding.changes(row.name)]
+    return SolvedSublayer(linears, {row.name: folded[row.name].to(sublayer.stored[row.name]) for row in changed})
+
+
+def _solve_site(scaled: Scaled, first: str, rows: list[Parameter], folded: FoldedTensors, solver: Solver) -> dict[str, Rounded]:
+    """The linears of one input."""
+    weights = {row.module: folded[row.name] for row in rows}
+    fused = {row.module: row.fused for row in rows if row.fused}
+    outputs = scaled.sublayer.outputs if scaled.sublayer.ends.issuperset(weights) else None
+    read = scaled.inputs[first]
+    solved = solver.solve_stack(weights, fused, read.curvature, read.sample, outputs)
+    return {module: one.rounded for module, one in solved.items()}

@@ -1,0 +1,49 @@
+"""The model that is calibrated, as its table tells it: units of work, layers, experts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from quantkit.calibrate.parameter_reader import ParameterReader
+from quantkit.calibrate.units import units_of
+from quantkit.models.architecture import Architecture, ModelConfig
+from quantkit.models.table import GatedMlp, Parameter, ScaleGroup, routed_experts
+
+
+@dataclass(frozen=True)
+class SourceModel:
+    """rows: the architecture's table, resolved. quantized: modules the output holds quantized. weights: where tensors are read."""
+
+    weights: ParameterReader
+    architecture: Architecture[ModelConfig]
+    config: ModelConfig
+    rows: Sequence[Parameter]
+    quantized: set[str]
+
+    @cached_property
+    def layers(self) -> list[int]:
+        """Decoder layers."""
+        return sorted({row.layer for row in self.rows if row.layer is not None and not row.mtp})
+
+    @cached_property
+    def mtp_layers(self) -> list[int]:
+        """MTP layers, which come after them."""
+        return sorted({row.layer for row in self.rows if row.layer is not None and row.mtp})
+
+    @cached_property
+    def groups(self) -> dict[int, list[ScaleGroup]]:
+        """Scale groups of every layer."""
+        return {layer: self.architecture.scale_groups(self.config, layer) for layer in [*self.layers, *self.mtp_layers]}
+
+    @cached_property
+    def units(self) -> dict[str, list[Parameter]]:
+        """Units of work, see `units_of`."""
+        return units_of(self.rows, [group for groups in self.groups.values() for group in groups])
+
+    def layer_rows(self, layer: int) -> list[Parameter]:
+        """Parameters of one layer."""
+        return [row for row in self.rows if row.layer == layer]
+
+    def experts(self, layer: int) -> dict[int, GatedMlp]:
+        """Routed experts of one layer by number; empty without."""
+        return routed_experts(self.rows, layer)

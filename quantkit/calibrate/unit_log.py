@@ -1,0 +1,60 @@
+"""Units as they are finished: written to the store with what was found out, found there after a restart, and told to the listener."""
+
+from collections.abc import Mapping, Sequence
+
+import psutil
+from torch import Tensor
+
+from quantkit.calibrate.allocator import give_back
+from quantkit.calibrate.events import Note, OnEvent, Progress
+from quantkit.calibrate.findings import Findings
+from quantkit.calibrate.parameter_reader import ParameterReader
+from quantkit.calibrate.solver import Rounded
+from quantkit.calibrate.unit_store import UnitStore
+from quantkit.models.table import Parameter
+from quantkit.quant.weights import Weight
+
+
+class UnitLog:
+    """Of one run. units: all there are; source: tells what they weigh. findings: of the units finished so far."""
+
+    def __init__(self, units: Mapping[str, Sequence[Parameter]], source: ParameterReader, store: UnitStore, on_event: OnEvent) -> None:
+        self.store, self.on_event = store, on_event
+        self.findings = Findings()
+        self._bytes = {unit: sum(source.stored_bytes(row) for row in rows) for unit, rows in units.items()}
+        self._total, self._done = sum(self._bytes.values()), 0
+        self._process = psutil.Process()
+
+    def write(
+        self, unit: str, linears: Mapping[str, Rounded], plain: dict[str, Tensor], scales: Mapping[str, Tensor], *, mine: bool
+    ) -> None:
+        """Take up what was found out, and write the unit where that is for this rank to do. scales: by group."""
+        for module, one in linears.items():
+            if one.method == "nearest":
+                self.note(f"{module}: plain rounding is better on held-out inputs, and kept")
+        facts = self.findings.facts(linears, scales)  # also of what is written already: a report tells of all units
+        if mine:
+            self.store.write(unit, {module: one.weight for module, one in linears.items()}, plain, facts)
+
+    def load(self, unit: str) -> tuple[dict[str, Weight], dict[str, Tensor]]:
+        """A finished unit's weights by module, and its unquantized tensors by name."""
+        weights, plain, facts = self.store.load(unit)
+        self.findings.take(facts)
+        return weights, plain
+
+    def enter(self, phase: str, unit: str) -> None:
+        """A phase of a sublayer begins, with other sizes than the last. An expert's phases find the blocks of the expert before."""
+        give_back()
+        self.tell(phase, unit)
+
+    def tell(self, phase: str, unit: str) -> None:
+        memory = self._process.memory_info().rss
+        self.on_event(Progress(phase, unit, self._done, self._total, self.findings.mean_error, memory))
+
+    def finished(self, unit: str) -> None:
+        """Nothing more is to be done with the unit."""
+        self._done += self._bytes[unit]
+        self.tell("done", unit)
+
+    def note(self, text: str) -> None:
+        self.on_event(Note(text))
