@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from quantkit.assets import asset
 from quantkit.errors import QuantkitError
 from quantkit.models import find_architecture
+from quantkit.models.architecture import ModelConfig
 from quantkit.models.table import Parameter
 from quantkit.schemes import Fp4Grid, Grid, Scheme
 
@@ -136,7 +137,7 @@ def _first_line(error: yaml.YAMLError | ValidationError) -> str:
 
 
 def ladder(
-    parameters: list[Parameter], config: Any, scheme: Scheme, hardware: Hardware, *, devices: int, batch: int, context: int
+    parameters: list[Parameter], config: ModelConfig, scheme: Scheme, hardware: Hardware, *, devices: int, batch: int, context: int
 ) -> list[Prediction]:
     """One prediction per level of the hardware, from the floor up.
 
@@ -180,10 +181,11 @@ def steps(predictions: list[Prediction]) -> list[tuple[str, str, dict[str, float
     return found
 
 
-def device_loads(parameters: list[Parameter], config: Any, grid: Grid, devices: int, batch: int) -> list[Load]:
+def device_loads(parameters: list[Parameter], config: ModelConfig, grid: Grid, devices: int, batch: int) -> list[Load]:
     """What one of `devices` ranks reads in a decode step, the quantized weights and the 16-bit and 32-bit ones."""
     experts = len({row.expert for row in parameters if row.expert is not None})
-    share = _touched_share(experts, config.routing.num_experts_per_tok, batch) if experts else 0.0
+    chosen = config.routing.num_experts_per_tok if config.routing else 0
+    share = _touched_share(experts, chosen, batch) if experts else 0.0
     quantized = plain = router = products = 0.0
     for row in parameters:
         if row.mtp or row.role == "embedding":
@@ -191,7 +193,7 @@ def device_loads(parameters: list[Parameter], config: Any, grid: Grid, devices: 
         count = float(row.shape[0] * (row.shape[1] if len(row.shape) > 1 else 1)) / (1 if row.split == "replicate" else devices)
         if row.expert is not None:
             quantized += count * share
-            products += count * batch * config.routing.num_experts_per_tok / experts
+            products += count * batch * chosen / experts
         elif row.role == "linear":
             quantized += count
             products += count * batch
@@ -222,14 +224,13 @@ def kind_of(grid: Grid) -> str:
     return "fp4" if isinstance(grid, Fp4Grid) else f"int{grid.bits}"
 
 
-def _cache_bytes(config: Any, devices: int) -> float:
+def _cache_bytes(config: ModelConfig, devices: int) -> float:
     """Cached bytes per token on one device, all layers. Latent attention keeps the whole latent on every rank."""
-    heads = getattr(config, "num_key_value_heads", None)
-    return float(config.cache_width) * 2 * config.num_hidden_layers / (min(devices, heads) if heads else 1)
+    return config.cache.width * 2 * config.num_hidden_layers / config.cache.shares(devices)
 
 
 def _predict(
-    level: Level, loads: list[Load], cache_bytes: float, config: Any, scheme: Scheme, hardware: Hardware, devices: int, batch: int
+    level: Level, loads: list[Load], cache_bytes: float, config: ModelConfig, scheme: Scheme, hardware: Hardware, devices: int, batch: int
 ) -> Prediction:
     bandwidth = hardware.hbm_gb_s * level.hbm_efficiency * 1e6  # bytes per ms
     parts = dict.fromkeys(PARTS, 0.0)
@@ -271,7 +272,7 @@ def _product_ms(load: Load, level: Level, bandwidth: float, hardware: Hardware, 
     return {slowest: spent[slowest]}
 
 
-def _count_launches(config: Any, hardware: Hardware, name: str, scheme: Scheme) -> int:
+def _count_launches(config: ModelConfig, hardware: Hardware, name: str, scheme: Scheme) -> int:
     """Of a step. A list of INT8's own, where the hardware has one, stands beside the one that a level names."""
     layers = config.num_hidden_layers
     moe = sum(config.is_moe(layer) for layer in range(layers))

@@ -218,7 +218,7 @@ def expected_peak(inventory: Inventory, format: Format, scheme: Scheme, recipe: 
     quantized = {row.module for row in inventory.rows if format.quantizes(row.module, row.role, mtp=row.mtp)}
     if not (scheme.methods if recipe.methods is None else recipe.methods):
         return nearest_peak(_units(inventory), quantized), Batches()
-    routing = getattr(inventory.config, "routing", None)
+    routing = inventory.config.routing
     work = Work(
         units=_units(inventory),
         quantized=quantized,
