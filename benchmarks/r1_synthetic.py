@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quantkit.models import deepseek_v3
+from quantkit.models.table import Parameter
 from quantkit.models.weights import ExpertsOp, LinearOp
 
 GROUP = 128
@@ -90,10 +91,11 @@ class SyntheticWeights:
     linears by part of the layer, moe: what was handed out; other: bytes of what a step reads besides.
     """
 
-    def __init__(self, config: deepseek_v3.Config, tp: int, device: torch.device) -> None:
+    def __init__(self, config: Any, tp: int, device: torch.device, rows: list[Parameter] | None = None) -> None:
+        """rows: the architecture's table, DeepSeek-V3's where none is given."""
         self.device, self.dtype = device, torch.bfloat16
         self._shapes = {}
-        for row in deepseek_v3.parameters(config):
+        for row in deepseek_v3.parameters(config) if rows is None else rows:
             shape = list(row.shape)
             if row.split != "replicate":
                 shape[1 if row.split == "row" else 0] //= tp

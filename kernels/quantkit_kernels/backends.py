@@ -25,6 +25,10 @@ OPERATORS = (
     "mla_prepare",
     "mla_prolog",
     "mla_decode",
+    "mla_prefill",
+    "gqa_prepare",
+    "gqa_decode",
+    "gqa_prefill",
 )
 BACKENDS = ("reference", "dense", "cpu", "cuda", "ascend", "torch_npu")
 Shape = tuple[int, int]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from quantkit_kernels.linear import quantize_rows
+from quantkit_kernels.prompts import Prompts
 from quantkit_kernels.weights import Dense, Fp4, Int4, Int8, Weight, dequantize
 
 GRIDS = ("int4-asym-32", "int4-asym-64", "int4-asym-128", "int4-sym-128", "int8", "fp4", "dense")
@@ -109,3 +110,55 @@ def _turned(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
     first, second = (x[:, ::2], x[:, 1::2]) if interleaved else x.chunk(2, dim=-1)
     sides = first * angles.cos() - second * angles.sin(), first * angles.sin() + second * angles.cos()
     return torch.stack(sides, dim=-1).flatten(-2) if interleaved else torch.cat(sides, dim=-1)
+
+
+class GroupedAttention(NamedTuple):
+    """Queries of the last `news[b]` tokens of each sequence, one sequence after the other; their cache; and what they attend to, float64.
+
+    For one query a row: `gqa_decode(*arguments)`; else `gqa_prefill(*arguments[:3], prompts)`.
+    """
+
+    arguments: tuple[Tensor, ...]
+    prompts: Prompts
+    scale: float
+    exact: Tensor
+
+
+def grouped_attention(
+    lengths: list[int],
+    news: list[int],
+    heads: tuple[int, int],
+    width: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: str | torch.device = "cpu",
+    window: int = 0,
+) -> GroupedAttention:
+    """Random sequences of these lengths over scattered blocks, one table twice as wide as needed; whatever belongs to no token is NaN.
+
+    heads: of queries, of keys. The cache is of `dtype`, but bfloat16 with float32.
+    """
+    kv_heads, rows = heads[1], len(lengths)
+    max_blocks = max(1, -(-max(lengths) // block_size))
+    blocks = (torch.randperm(rows * max_blocks, device=device) + 1).view(rows, max_blocks)
+    shape = (rows * max_blocks + 1, block_size, kv_heads, width)
+    keys, values = torch.full((2, *shape), float("nan"), device=device).to(torch.bfloat16 if dtype == torch.float32 else dtype).unbind()
+    q, scale = torch.randn(sum(news), heads[0], width, device=device).to(dtype), width**-0.5
+    exact = torch.zeros(q.shape, dtype=torch.float64, device=device)
+    row = 0
+    for table, length, new in zip(blocks, lengths, news):
+        tokens = torch.arange(length, device=device)
+        at = (table[tokens // block_size], tokens % block_size)
+        for side in (keys, values):
+            side[at] = torch.randn(length, kv_heads, width, device=device).to(side.dtype)
+        k, v = (side[at].double().repeat_interleave(heads[0] // kv_heads, dim=1).transpose(0, 1) for side in (keys, values))
+        ages = tokens[length - new :, None] - tokens
+        hidden = (ages < 0) | (ages >= (window or length + 1))
+        part = slice(row, row + new)
+        if length:
+            scores = q[part].double().transpose(0, 1) @ k.mT * scale
+            exact[part] = (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v).transpose(0, 1)
+        row += new
+    table = torch.cat([blocks, torch.zeros_like(blocks)], dim=1).int()
+    prompts = Prompts.of([(length - new, new) for length, new in zip(lengths, news)], table)
+    return GroupedAttention((q, keys, values, table, torch.tensor(lengths, device=device)), prompts, scale, exact)

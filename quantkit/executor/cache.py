@@ -1,8 +1,8 @@
 """The paged cache: what each layer keeps of every token, in blocks that sequences take and give back.
 
 For latent attention a token is its normed latent and its rotated shared key (`cache_width` values), in one tensor or in two as the kernel
-backend reads them; for grouped-query attention its keys and values. Blocks are numbered once for all layers: block b of a sequence is block
-b in every layer. Block 0 belongs to nobody: padding rows of a captured batch write there.
+backend reads them; for grouped-query attention its keys and, in a tensor of their own, its values. Blocks are numbered once for all layers:
+block b of a sequence is block b in every layer. Block 0 belongs to nobody: padding rows of a captured batch write there.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,6 @@ class PagedCache:
         assert sum(parts) in (0, width), (width, parts)
         storage = [torch.empty(num_layers, num_blocks, block_size, part, dtype=dtype, device=device) for part in parts or (width,)]
         self.layers: list[Latents] = [(one[0], one[1]) if parts else one[0] for one in zip(*(part.unbind(0) for part in storage))]
-        self.flat = [] if parts else [layer.view(-1, width) for layer in storage[0].unbind(0)]
         self.num_blocks, self.block_size, self.width, self.parts = num_blocks, block_size, width, parts
         self.dtype, self.device = dtype, torch.device(device)
 
@@ -45,13 +44,10 @@ class PagedCache:
     def nbytes(self) -> int:
         return sum(part.numel() * part.element_size() for layer in self.layers for part in parts_of(layer))
 
-    def write(self, layer: int, slots: Tensor, values: Tensor) -> None:
-        """values [T, width] into slots [T] int64 (block * block_size + offset)."""
-        self.flat[layer].index_copy_(0, slots, values.to(self.dtype))
-
-    def read(self, layer: int, blocks: Tensor, length: int) -> Tensor:
-        """The first `length` tokens of the sequence that owns `blocks` [n] int64, in order: [length, width]."""
-        return torch.cat([part.index_select(0, blocks).flatten(0, 1)[:length] for part in parts_of(self.layers[layer])], dim=-1)
+    def heads(self, layer: int, head_dim: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of grouped-query attention, each [num_blocks, block_size, kv_heads, head_dim]."""
+        keys, values = (part.unflatten(-1, (-1, head_dim)) for part in self.layers[layer])
+        return keys, values
 
 
 class BlockAllocator:

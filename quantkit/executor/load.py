@@ -51,9 +51,9 @@ class LoadedModel:
 
     @property
     def cache_layout(self) -> CacheLayout:
-        """How the cache lies in memory: latents as their operators read them."""
+        """How the cache lies in memory: latents as their operators read them, keys and values apart."""
         if not hasattr(self.config, "kv_lora_rank"):
-            return CacheLayout((self.cache_width,), BLOCK_SIZE)
+            return CacheLayout((self.cache_width // 2, self.cache_width // 2), BLOCK_SIZE)
         return cache_layout(self.config.kv_lora_rank, self.config.rope.dim, self.dtype, self.device)
 
     @property

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import quantkit_kernels
 import torch
-from quantkit_kernels import mla_prepare
+from quantkit_kernels import gqa_prepare, mla_prepare
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -23,9 +23,6 @@ class Context(Protocol):
     positions: Tensor
     """[T] int64, the position of each token in its sequence."""
 
-    def rotate(self, rope: Rope, x: Tensor) -> Tensor:
-        """x [T, heads, rope.dim] turned to the tokens' positions."""
-
     def store_mla(self, layer: int, qkv_a: Tensor, q_norm: Tensor, kv_norm: Tensor, eps: float, rope: Rope) -> Tensor:
         """Multi-head latent attention, first part: norms the query part [q_lora] of qkv_a [T, q_lora + kv_lora + rope.dim], which is
         returned, and keeps the latent, normed, and the rotary key, turned, for `attend_mla` of this layer."""
@@ -36,8 +33,23 @@ class Context(Protocol):
     def decode_mla(self, layer: int, x: Tensor, prolog: PrologOp, rope: Rope, scale: float) -> Tensor | None:
         """Both parts and the projections before them, x [T, H] -> [T, heads, v], by a prolog; None where this pass is not one for it."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Grouped-query attention: q [T, heads, d], k and v [T, kv_heads, d], heads a multiple of kv_heads. Returns [T, heads, d]."""
+    def store_gqa(
+        self,
+        layer: int,
+        qkv: Tensor,
+        kv_heads: int,
+        head_dim: int,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        rope: Rope,
+    ) -> Tensor:
+        """Grouped-query attention, first part: qkv [T, (heads + 2 * kv_heads) * head_dim] holds queries, keys and values. The queries
+        [T, heads, head_dim], normed where there are gains and turned, are returned; keys, likewise, and values are kept for
+        `attend_gqa`."""
+
+    def attend_gqa(self, layer: int, q: Tensor, scale: float) -> Tensor:
+        """Second part: q [T, heads, head_dim] -> [T, heads, head_dim]; heads that stand side by side share keys."""
 
 
 class Positions:
@@ -89,9 +101,28 @@ class CausalContext(Positions):
     def attend_mla(self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float) -> Tensor:
         q = self.rotate_last(rope, q)
         k, v = expand_latents(self.stored[:, 0], kv_b, q.shape[2] - rope.dim)
-        return self.attend(layer, q, k, v, scale)
+        return self.attend(q, k, v, scale)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def store_gqa(
+        self,
+        layer: int,
+        qkv: Tensor,
+        kv_heads: int,
+        head_dim: int,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        rope: Rope,
+    ) -> Tensor:
+        self.keys, self.values = qkv.new_empty(2, 1, len(qkv), kv_heads, head_dim).unbind()
+        tensors = (qkv, q_norm, k_norm, *self.angles(rope), self.keys, self.values, self.rows)
+        return gqa_prepare(*tensors, eps=eps, interleaved=rope.interleaved)
+
+    def attend_gqa(self, layer: int, q: Tensor, scale: float) -> Tensor:
+        return self.attend(q, self.keys[0], self.values[0], scale)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, e], heads a multiple of kv_heads -> [T, heads, e]."""
         out, start = [], 0
         for length in self.seq_lens:
             part = slice(start, start + length)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from quantkit_kernels import rms_norm
 from torch import Tensor
 
 from quantkit.errors import QuantkitError
@@ -178,14 +177,10 @@ class Attention:
         qkv = self.qkv(x)
         if self.qkv_bias is not None:
             qkv = qkv + self.qkv_bias
-        heads = qkv.unflatten(-1, (-1, c.head_dim))
         queries_per_kv = c.num_attention_heads // c.num_key_value_heads
-        kv_heads = heads.shape[1] // (queries_per_kv + 2)
-        q, k, v = heads.split([queries_per_kv * kv_heads, kv_heads, kv_heads], dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = rms_norm(q, self.q_norm, c.rms_norm_eps), rms_norm(k, self.k_norm, c.rms_norm_eps)
-        q, k = context.rotate(c.rope, q), context.rotate(c.rope, k)
-        return self.o(context.attend(self.layer, q, k, v, c.softmax_scale).flatten(1))
+        kv_heads = qkv.shape[1] // c.head_dim // (queries_per_kv + 2)
+        q = context.store_gqa(self.layer, qkv, kv_heads, c.head_dim, self.q_norm, self.k_norm, c.rms_norm_eps, c.rope)
+        return self.o(context.attend_gqa(self.layer, q, c.softmax_scale).flatten(1))
 
 
 class DecoderLayer(decoder.DecoderLayer):

@@ -9,12 +9,12 @@ from quantkit.executor.cache import BlockAllocator, PagedCache, plan_cache
 FACTS = {"bytes_per_token": 100, "free_bytes": 400_000, "device_type": "cpu", "max_batch": 4, "context_len": 1000}
 
 
-def test_write_and_read_through_blocks() -> None:
-    cache = PagedCache(2, 4, 3, block_size=2, dtype=torch.float32, device="cpu")
-    values = torch.arange(9.0).view(3, 3)
-    cache.write(1, torch.tensor([6, 7, 2]), values)  # blocks 3, 3, 1
-    assert torch.equal(cache.read(1, torch.tensor([3, 1]), 3), values)
-    assert cache.nbytes == 2 * 4 * 2 * 3 * 4
+def test_keys_and_values_lie_apart() -> None:
+    cache = PagedCache(2, 4, 12, block_size=2, dtype=torch.float32, device="cpu", parts=(6, 6))
+    keys, values = cache.heads(1, 3)
+    assert keys.shape == values.shape == (4, 2, 2, 3)
+    assert keys.data_ptr() == cache.layers[1][0].data_ptr()
+    assert cache.nbytes == 2 * 4 * 2 * 12 * 4
 
 
 def test_allocator_never_hands_out_the_padding_block() -> None:

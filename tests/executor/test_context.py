@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from quantkit_kernels.reference import prompts as prompts_in_torch
 
-from quantkit.executor import context as context_module
 from quantkit.executor.cache import PagedCache
 from quantkit.executor.context import Chunk, DecodeContext, PrefillContext
 from quantkit.executor.load import LoadedModel, load_model
-from quantkit.models.context import CausalContext
+from quantkit.models.context import CausalContext, Context
+from quantkit.models.rope import Rope
 
 LENGTHS = [19, 5, 33]
 BLOCKS = [[3, 9, 1], [7], [2, 8, 4, 5, 6]]
@@ -53,9 +53,9 @@ def test_whole_prefill_is_causal(loaded: LoadedModel, cache: PagedCache) -> None
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("key_chunk", [4096, 8])
-def test_chunked_prefill_is_whole_prefill(loaded: LoadedModel, cache: PagedCache, key_chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context_module, "KEY_CHUNK", key_chunk)
+@pytest.mark.parametrize("keys", [4096, 8])
+def test_chunked_prefill_is_whole_prefill(loaded: LoadedModel, cache: PagedCache, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts_in_torch, "_KEYS", keys)
     whole = causal(loaded, prompts()).split(LENGTHS)
     first = prefill(loaded, cache, [(0, 7), (0, 5), (0, 1)])
     second = prefill(loaded, cache, [(7, 19), (5, 5), (1, 33)])
@@ -93,23 +93,33 @@ def test_rows_of_one_sequence_see_each_other_causally(loaded: LoadedModel, cache
     torch.testing.assert_close(hidden, whole[30:], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("kv_heads", [2, 4])
-def test_grouped_query_attention_over_the_cache(kv_heads: int) -> None:
-    """Prefill in two chunks, then decode, against torch's attention over the whole sequence."""
+def test_grouped_query_attention_over_the_cache(kv_heads: int, normed: bool) -> None:
+    """Prefill of two sequences in two chunks, then decode, against the whole sequences."""
     generator = torch.Generator().manual_seed(0)
-    length, heads, dim = 21, 4, 16
-    q = torch.randn(length, heads, dim, generator=generator)
-    k, v = torch.randn(2, length, kv_heads, dim, generator=generator).unbind()
-    sides = [x.transpose(0, 1)[None] for x in (q, k, v)]
-    expected = scaled_dot_product_attention(*sides, is_causal=True, scale=0.3, enable_gqa=True)[0].transpose(0, 1)
-    cache = PagedCache(1, 6, 2 * kv_heads * dim, block_size=SIZE, dtype=torch.float32, device="cpu")
-    cache.layers[0].fill_(float("nan"))
-    blocks = torch.tensor([4, 2, 5])
-    ours = []
-    for start, stop in ((0, 9), (9, 20)):
-        part = slice(start, stop)
-        ours.append(PrefillContext(cache, [Chunk(start, stop - start, blocks)]).attend(0, q[part], k[part], v[part], 0.3))
-    position = torch.tensor([20])
-    decode = DecodeContext(cache, position, blocks[None], blocks[position // SIZE] * SIZE + position % SIZE)
-    ours.append(decode.attend(0, q[20:], k[20:], v[20:], 0.3))
-    torch.testing.assert_close(torch.cat(ours), expected, rtol=0, atol=1e-5)
+    lengths, heads, dim, rope = [21, 12], 4, 16, Rope(16, 10000.0, False)
+    qkv = torch.randn(sum(lengths), (heads + 2 * kv_heads) * dim, generator=generator)
+    norms = (torch.rand(dim, generator=generator), torch.rand(dim, generator=generator)) if normed else (None, None)
+
+    def attend(context: Context, tokens: torch.Tensor) -> torch.Tensor:
+        q = context.store_gqa(0, tokens, kv_heads, dim, *norms, 1e-6, rope)
+        return context.attend_gqa(0, q, 0.3)
+
+    expected = attend(CausalContext(lengths), qkv).split(lengths)
+    width = kv_heads * dim
+    cache = PagedCache(1, 8, 2 * width, block_size=SIZE, dtype=torch.float32, device="cpu", parts=(width, width))
+    for part in cache.layers[0]:
+        part.fill_(float("nan"))
+    blocks, tokens = [torch.tensor([4, 2, 5]), torch.tensor([7, 1])], qkv.split(lengths)
+    ours: list[list[torch.Tensor]] = [[], []]
+    for spans in ([(0, 9), (0, 1)], [(9, 20), (1, 11)]):
+        chunks = [Chunk(start, stop - start, own) for (start, stop), own in zip(spans, blocks)]
+        new = torch.cat([one[start:stop] for one, (start, stop) in zip(tokens, spans)])
+        for kept, part in zip(ours, attend(PrefillContext(cache, chunks), new).split([stop - start for start, stop in spans])):
+            kept.append(part)
+    positions, table = torch.tensor([20, 11]), torch.tensor([[4, 2, 5], [7, 1, 0]])
+    slots = table.gather(1, positions[:, None] // SIZE)[:, 0] * SIZE + positions % SIZE
+    last = attend(DecodeContext(cache, positions, table, slots), torch.stack([one[-1] for one in tokens]))
+    for kept, newest, whole in zip(ours, last, expected):
+        torch.testing.assert_close(torch.cat((*kept, newest[None])), whole, rtol=0, atol=1e-5)

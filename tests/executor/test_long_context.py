@@ -83,6 +83,6 @@ def test_absorbed_decoding_is_expanded_prefill_at_60k(tiny_dense_checkpoint: Pat
     slot = blocks[position // 64] * 64 + position % 64
     decoded = loaded.model(tokens[-1:], DecodeContext(cache, position, blocks[None], slot))[0]
     torch.testing.assert_close(decoded, prefilled, rtol=0, atol=2e-5)
-    cache.flat[1][blocks[0] * 64] += 40.0
+    cache.layers[1][blocks[0], 0] += 40.0
     changed = loaded.model(tokens[-1:], DecodeContext(cache, position, blocks[None], slot))[0]
     assert not torch.allclose(changed, decoded, atol=1e-4), "the first token is not seen"

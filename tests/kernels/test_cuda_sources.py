@@ -13,7 +13,16 @@ from quantkit_kernels.cuda import build
 FOLDER = Path(build.__file__).parent
 SOURCES = [re.sub(r"//.*", "", path.read_text()) for path in sorted({*FOLDER.glob("*.cu"), *FOLDER.glob("*.cuh")})]
 FUNCTIONS = dict(match for text in SOURCES for match in re.findall(r'extern "C" int (\w+)\(([^)]*)\)', text))
-STRUCTURES = [build.Params, build.Matrix, build.ExpertsParams, build.TileParams, build.Shares, build.Route]
+STRUCTURES = [
+    build.Params,
+    build.Matrix,
+    build.ExpertsParams,
+    build.TileParams,
+    build.Shares,
+    build.Route,
+    build.GqaPrepare,
+    build.GqaDecode,
+]
 SCALARS = {"int": ctypes.c_int, "float": ctypes.c_float, "int64_t": ctypes.c_int64}
 
 

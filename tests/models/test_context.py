@@ -12,5 +12,5 @@ def test_values_narrower_than_keys(lengths: list[int]) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(sum(lengths), 4, width, generator=generator) for width in (24, 24, 16))
     context = CausalContext(lengths)
-    expected = context.attend(0, q, k, torch.nn.functional.pad(v, (0, 8)), 0.3)[..., :16]
-    torch.testing.assert_close(context.attend(0, q, k, v, 0.3), expected)
+    expected = context.attend(q, k, torch.nn.functional.pad(v, (0, 8)), 0.3)[..., :16]
+    torch.testing.assert_close(context.attend(q, k, v, 0.3), expected)

@@ -10,7 +10,9 @@ from quantkit_kernels.cuda.attention import mla_decode, mla_prepare
 from quantkit_kernels.cuda.build import find_nvcc, library_path
 from quantkit_kernels.cuda.experts import StreamLayout
 from quantkit_kernels.cuda.functional import add_rms_norm, moe_gate, rms_norm, rope, route, silu_and_mul
+from quantkit_kernels.cuda.grouped import gqa_decode, gqa_prepare
 from quantkit_kernels.cuda.linear import linear
+from quantkit_kernels.cuda.prompts import gqa_prefill, mla_prefill
 from quantkit_kernels.reference.functional import cache_layout
 from quantkit_kernels.weights import Weight
 
@@ -18,8 +20,12 @@ __all__ = [
     "add_rms_norm",
     "cache_layout",
     "experts_layout",
+    "gqa_decode",
+    "gqa_prefill",
+    "gqa_prepare",
     "linear",
     "mla_decode",
+    "mla_prefill",
     "mla_prepare",
     "moe_gate",
     "rms_norm",

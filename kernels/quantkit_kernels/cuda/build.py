@@ -79,6 +79,27 @@ class Route(ctypes.Structure):
     ]
 
 
+class GqaPrepare(ctypes.Structure):
+    """GqaPrepare of gqa_prepare.cu, field by field."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("qkv", "q_norm", "k_norm", "cosines", "sines", "slots", "q", "keys", "values")),
+        *((name, ctypes.c_int) for name in ("tokens", "heads", "kv_heads", "d", "rope", "interleaved")),
+        ("eps", ctypes.c_float),
+    ]
+
+
+class GqaDecode(ctypes.Structure):
+    """GqaDecode of gqa_decode.cu, field by field."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "keys", "values", "table", "lengths", "out", "partial", "arrived")),
+        *((name, ctypes.c_int) for name in ("table_stride", "lengths_stride", "table_width", "block_size", "rows", "kv_heads")),
+        *((name, ctypes.c_int) for name in ("shared", "d", "window", "blocks", "least_tiles")),
+        ("scale", ctypes.c_float),
+    ]
+
+
 def library_path(architecture: str) -> Path:
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in (*_SOURCES, *_HEADERS))).hexdigest()[:16]
     return cache_directory() / f"kernels-{architecture}-{digest}.so"
@@ -135,4 +156,6 @@ def library() -> ctypes.CDLL:
         *[integer] * 6,
         *(ctypes.c_float, pointer),
     ]
+    loaded.qk_gqa_prepare.argtypes = [ctypes.POINTER(GqaPrepare), integer, pointer]
+    loaded.qk_gqa_decode.argtypes = [ctypes.POINTER(GqaDecode), integer, pointer]
     return loaded

@@ -18,16 +18,22 @@ from quantkit_kernels.reference.functional import (
     route,
     silu_and_mul,
 )
+from quantkit_kernels.reference.grouped import gqa_decode, gqa_prepare
 from quantkit_kernels.reference.linear import linear
 from quantkit_kernels.reference.prolog import mla_prolog, prolog_refused
+from quantkit_kernels.reference.prompts import gqa_prefill, mla_prefill
 from quantkit_kernels.weights import Weight
 
 __all__ = [
     "add_rms_norm",
     "cache_layout",
     "experts_layout",
+    "gqa_decode",
+    "gqa_prefill",
+    "gqa_prepare",
     "linear",
     "mla_decode",
+    "mla_prefill",
     "mla_prepare",
     "mla_prolog",
     "moe_gate",

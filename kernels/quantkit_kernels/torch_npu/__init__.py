@@ -22,6 +22,7 @@ from quantkit_kernels.torch_npu.functional import (
     route,
     silu_and_mul,
 )
+from quantkit_kernels.torch_npu.grouped import gqa_decode, gqa_prefill, gqa_prepare, mla_prefill
 from quantkit_kernels.torch_npu.layout import CARRIED
 from quantkit_kernels.torch_npu.linear import linear
 from quantkit_kernels.torch_npu.prolog import LIMITS as PROLOG_LIMITS
@@ -33,8 +34,12 @@ __all__ = [
     "add_rms_norm",
     "cache_layout",
     "experts_layout",
+    "gqa_decode",
+    "gqa_prefill",
+    "gqa_prepare",
     "linear",
     "mla_decode",
+    "mla_prefill",
     "mla_prepare",
     "mla_prolog",
     "moe_gate",
@@ -68,6 +73,10 @@ NEEDS = {
     "mla_prepare": ("npu_rms_norm", "npu_rotary_mul", "npu_kv_rmsnorm_rope_cache"),
     "mla_prolog": ("npu_mla_prolog_v3", "npu_fused_infer_attention_score", "npu_dynamic_quant", "npu_format_cast"),
     "mla_decode": ("npu_fused_infer_attention_score", "npu_rotary_mul", "npu_interleave_rope"),
+    "mla_prefill": ("npu_rotary_mul",),
+    "gqa_prepare": ("npu_rms_norm", "npu_rotary_mul"),
+    "gqa_decode": ("npu_fused_infer_attention_score",),
+    "gqa_prefill": _PRESENT,
 }
 """The operators of torch_npu behind each of ours. FP4 is decoded, and unquantized weights are multiplied, by torch's own."""
 

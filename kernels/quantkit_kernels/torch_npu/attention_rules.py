@@ -56,10 +56,10 @@ FUSED_INFER_ATTENTION_SCORE = (
         lambda a: a.block_table is not None and a.block_table.dtype == torch.int32 and a.block_table.shape[:1] == a.query.shape[:1],
     ),
     Rule(
-        "key and value are [blocks, key heads, block_size, D], the same shape",
+        "key and value are [blocks, key heads, block_size, D] or [blocks, block_size, key heads * D], the same shape",
         lambda a: (
-            a.key.dim() == 4
-            and tuple(a.key.shape[1:]) == (a.num_key_value_heads, a.block_size, a.query.shape[-1])
+            tuple(a.key.shape[1:])
+            in ((a.num_key_value_heads, a.block_size, a.query.shape[-1]), (a.block_size, a.num_key_value_heads * a.query.shape[-1]))
             and a.key.shape == a.value.shape
         ),
     ),

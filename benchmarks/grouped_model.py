@@ -1,0 +1,183 @@
+"""Models with grouped-query attention on one device: time of a decode step, by concurrency and context, against the bytes it must read.
+
+    python benchmarks/grouped_model.py [--model qwen3-8b|qwen3-30b-a3b] [--concurrency 1,8,32,64] [--context 128,1024,4096,16384]
+        [--prefill 4096,16384] [--out FILE.json]
+
+Weights are made up on the device, 4 bits in groups of 128 (r1_synthetic.py); the executor's own model, cache and captured decode step
+compute. TPOT is the wall clock from one step's tokens on the host to the next's; TTFT is that of one prompt in chunks of 2048 tokens. Left
+out: tokenizer and server. Cases whose cache does not fit the device are not run.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from quantkit_kernels.timing import read_bandwidth
+from r1_synthetic import CountedExperts, SyntheticWeights
+
+from quantkit.executor.cache import BLOCK_SIZE, PagedCache
+from quantkit.executor.context import Chunk, PrefillContext
+from quantkit.executor.graphs import DecodeSteps, DeviceCapture, Rows, compute
+from quantkit.models import gqa, qwen3, qwen3_moe
+
+SHARED: dict[str, Any] = {
+    "num_attention_heads": 32,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1e6,
+    "vocab_size": 151936,
+}
+QWEN3_8B = SHARED | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_key_value_heads": 8}
+QWEN3_30B_A3B = SHARED | {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+}
+MODELS = {"qwen3-8b": (qwen3, QWEN3_8B), "qwen3-30b-a3b": (qwen3_moe, QWEN3_30B_A3B)}
+STEPS, CHUNK = 12, 2048
+
+
+class Bench:
+    """A model and room for its cache."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        architecture, fields = MODELS[name]
+        self.config: gqa.Config = architecture.Config.from_dict(fields)
+        self.device = device
+        self.weights = SyntheticWeights(self.config, 1, device, architecture.parameters(self.config))
+        self.model = architecture.Model(self.config, self.weights)
+
+    def cache(self, tokens: int) -> PagedCache:
+        """Full of something, for `tokens` tokens."""
+        width, blocks = self.config.cache_width, -(-tokens // BLOCK_SIZE) + 1
+        half = width // 2
+        layers = self.config.num_hidden_layers
+        cache = PagedCache(layers, blocks, width, block_size=BLOCK_SIZE, dtype=torch.bfloat16, device=self.device, parts=(half, half))
+        for layer in cache.layers:
+            for part in layer:
+                part.normal_()
+        return cache
+
+    def decode(self, concurrency: int, context: int, bandwidth: float) -> dict[str, Any]:
+        """TPOT, the step's time by the device's clock, and what it cannot but read."""
+        per_row = -(-(context + STEPS + 1) // BLOCK_SIZE)
+        cache = self.cache(concurrency * per_row * BLOCK_SIZE)
+        steps = DecodeSteps(self.model, cache, DeviceCapture(self.device))
+        tables = (1 + np.arange(concurrency * per_row, dtype=np.int32)).reshape(concurrency, per_row)
+
+        def rows(token_ids: list[int], position: int) -> Rows:
+            positions = np.full(concurrency, position)
+            slots = tables[np.arange(concurrency), positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+            return Rows(np.array(token_ids), positions, slots, tables)
+
+        token_ids = torch.randint(0, self.config.vocab_size, (concurrency,)).tolist()
+        steps.run(rows(token_ids, context - 1)).greedy.tolist()
+        walls = []
+        for step in range(STEPS):
+            began = time.perf_counter()
+            token_ids = steps.run(rows(token_ids, context + step)).greedy.tolist()
+            walls.append(time.perf_counter() - began)
+        last = rows(token_ids, context + STEPS)
+        buffers, step_again = steps.filled(last)
+        captured = step_again().hidden.clone()
+        CountedExperts.distinct = []
+        eager = compute(self.model, buffers.inputs, buffers.context(cache)).hidden
+        distinct = statistics.mean(CountedExperts.distinct or [0.0])
+        CountedExperts.distinct = None
+        read = (
+            sum(self.weights.read(distinct).values()) + concurrency * context * self.config.cache_width * 2 * self.config.num_hidden_layers
+        )
+        return {
+            "concurrency": concurrency,
+            "context": context,
+            "tpot_ms": statistics.median(walls) * 1e3,
+            "device_ms": self.device_ms(step_again),
+            "floor_ms": read / bandwidth * 1e3,
+            "captured_against_eager": float((captured.float() - eager.float()).norm() / eager.float().norm()),
+            "why_eager": steps.failure,
+        }
+
+    def device_ms(self, step: Any) -> float:
+        times = []
+        for _ in range(7):
+            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            step()
+            stop.record()
+            stop.synchronize()
+            times.append(start.elapsed_time(stop))
+        return statistics.median(times)
+
+    def first_token_ms(self, length: int) -> float:
+        """From a prompt's token ids on the host to its first answer token there: the median of three, after one to warm up."""
+        cache = self.cache(length)
+        blocks, times = torch.arange(1, -(-length // BLOCK_SIZE) + 1, device=self.device), []
+        for _ in range(4):
+            token_ids = torch.randint(0, self.config.vocab_size, (length,)).tolist()
+            began = time.perf_counter()
+            for start in range(0, length, CHUNK):
+                part = token_ids[start : start + CHUNK]
+                hidden = self.model(torch.tensor(part, device=self.device), PrefillContext(cache, [Chunk(start, len(part), blocks)]))
+            self.model.logits(hidden[-1:]).argmax(dim=-1).tolist()
+            times.append(time.perf_counter() - began)
+        return statistics.median(times[1:]) * 1e3
+
+
+@torch.inference_mode()
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    torch.manual_seed(0)
+    device = torch.device("cuda")
+    bandwidth = read_bandwidth(device)
+    torch.cuda.empty_cache()
+    bench = Bench(options.model, device)
+    report: dict[str, Any] = {
+        "model": options.model,
+        "device": torch.cuda.get_device_name(),
+        "read_bandwidth_gb_s": bandwidth / 1e9,
+        "rows": [],
+    }
+    print({key: value for key, value in report.items() if key != "rows"}, flush=True)
+    for context in options.context:
+        for concurrency in options.concurrency:
+            needed = concurrency * (context + 128) * bench.config.cache_width * 2 * bench.config.num_hidden_layers
+            if needed > 0.95 * torch.cuda.mem_get_info()[0]:
+                print(f"concurrency {concurrency}, context {context}: {needed / 1e9:.0f} GB of cache do not fit", flush=True)
+                continue
+            row = bench.decode(concurrency, context, bandwidth)
+            report["rows"].append(row)
+            print("  ".join(f"{key} {value if isinstance(value, str) else round(value, 4)}" for key, value in row.items()), flush=True)
+            torch.cuda.empty_cache()
+    report["ttft_ms"] = {length: bench.first_token_ms(length) for length in options.prefill}
+    print("TTFT ms", report["ttft_ms"])
+    return report
+
+
+def main() -> None:
+    def numbers(text: str) -> list[int]:
+        return [int(one) for one in text.split(",") if one]
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="qwen3-8b")
+    parser.add_argument("--concurrency", type=numbers, default=[1, 8, 32, 64])
+    parser.add_argument("--context", type=numbers, default=[128, 1024, 4096, 16384])
+    parser.add_argument("--prefill", type=numbers, default=[4096, 16384])
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    report = run(options)
+    if options.out:
+        options.out.write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Attention of prompts: many new tokens of several sequences at once, over what is cached of each.
+
+A token sees its sequence's cached tokens up to itself, so its result does not depend on how a prompt was cut.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantkit_kernels import backends
+from quantkit_kernels.checks import FLOAT_DTYPES, check_tensor, require
+from quantkit_kernels.grouped import check_cache
+from quantkit_kernels.latents import Latents, parts_of
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """New tokens of B sequences, flat, one sequence after the other. They are in the cache already.
+
+    spans: of each sequence the position of its first new token, and how many are new. On the device: block_table int32 [B, n], as
+    `gqa_decode` has it; starts int32 [B + 1], where each sequence's new tokens begin; seq_lens int32 [B], tokens cached.
+    """
+
+    spans: tuple[tuple[int, int], ...]
+    block_table: Tensor
+    starts: Tensor
+    seq_lens: Tensor
+    _found: dict[tuple[int, int], list["Part"]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, spans: Sequence[tuple[int, int]], block_table: Tensor) -> "Prompts":
+        device = block_table.device
+        starts = torch.tensor([0, *(length for _, length in spans)]).cumsum(0)
+        seq_lens = torch.tensor([start + length for start, length in spans], dtype=torch.int32)
+        return cls(tuple(spans), block_table.int().contiguous(), starts.int().to(device), seq_lens.to(device))
+
+    @property
+    def tokens(self) -> int:
+        return sum(length for _, length in self.spans)
+
+    def parts(self, block_size: int, room: int) -> list["Part"]:
+        """The cached tokens of all sequences, one sequence after the other, `room` at a time. Found once, not by every layer."""
+        if (block_size, room) not in self._found:
+            self._found[block_size, room] = list(self._parts(block_size, room))
+        return self._found[block_size, room]
+
+    def _parts(self, block_size: int, room: int) -> Iterator["Part"]:
+        device = self.block_table.device
+        seen = [torch.arange(start + length, device=device) for start, length in self.spans]
+        slots = torch.cat([table[at // block_size].long() * block_size + at % block_size for table, at in zip(self.block_table, seen)])
+        for first in range(0, len(slots), room):
+            last, before, limits = min(first + room, len(slots)), 0, []
+            for one in seen:
+                limits.append([min(max(end - before, 0), len(one)) for end in (first, last)] + [before - first])
+                before += len(one)
+            yield Part(slots[first:last], *torch.tensor(limits, dtype=torch.int32).T.contiguous().to(device))
+
+
+class Part(NamedTuple):
+    """Cached tokens in a row: slots int64 [n], block * block_size + offset of each. int32 [B] each: firsts, lasts: tokens firsts[b] ..
+    lasts[b] - 1 of sequence b are among them; rows: token t of it is number rows[b] + t."""
+
+    slots: Tensor
+    firsts: Tensor
+    lasts: Tensor
+    rows: Tensor
+
+
+def gqa_prefill(
+    q: Tensor, keys: Tensor, values: Tensor, prompts: Prompts, *, scale: float, window: int = 0, backend: str = "auto"
+) -> Tensor:
+    """Grouped-query attention: q float [T, heads, D] over keys and values as `gqa_decode` has them -> [T, heads, D] of q's dtype.
+
+    window: a token sees itself and at most window - 1 before it; 0 for all.
+    """
+    check_cache(q, keys, values, window)
+    _check_prompts(q, prompts)
+    found = backends.find("gqa_prefill", backend, q.device)
+    result: Tensor = found.gqa_prefill(q, keys, values, prompts, scale, window)
+    return result
+
+
+def mla_prefill(
+    q: Tensor,
+    kv_b: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cache: Latents,
+    prompts: Prompts,
+    *,
+    scale: float,
+    interleaved: bool = True,
+    backend: str = "auto",
+) -> Tensor:
+    """MLA over cached latents that are expanded to keys and values: least arithmetic where many tokens are computed.
+
+    q float [T, heads, N + R], its rotary part not yet turned; kv_b of q's dtype [heads, N + V, kv_lora] and cache as `mla_decode` has them;
+    cos, sin float32 [T, R/2], of the tokens' positions, also where the cache is in two tensors. Returns [T, heads, V] of q's dtype.
+    """
+    check_tensor("q", q, (None, None, None), FLOAT_DTYPES)
+    _check_prompts(q, prompts)
+    check_tensor("kv_b", kv_b, (q.shape[1], None, None), (q.dtype,))
+    check_tensor("cos", cos, (q.shape[0], None), (torch.float32,))
+    check_tensor("sin", sin, tuple(cos.shape), (torch.float32,))
+    nope = q.shape[2] - 2 * cos.shape[1]
+    require(0 < nope < kv_b.shape[1], f"kv_b: {kv_b.shape[1]} rows a head, expected more than the {nope} of W_UK")
+    width = sum(part.shape[-1] for part in parts_of(cache))
+    require(width == kv_b.shape[2] + 2 * cos.shape[1], f"cache: {width} values a token, expected {kv_b.shape[2]} and {2 * cos.shape[1]}")
+    found = backends.find("mla_prefill", backend, q.device)
+    result: Tensor = found.mla_prefill(q, kv_b, cos, sin, cache, prompts, scale, interleaved)
+    return result
+
+
+def _check_prompts(q: Tensor, prompts: Prompts) -> None:
+    require(q.shape[0] == prompts.tokens, f"q: {q.shape[0]} tokens, the prompts have {prompts.tokens}")
+    check_tensor("block_table", prompts.block_table, (len(prompts.spans), None), (torch.int32,))

@@ -1,0 +1,113 @@
+"""Attention of prompts in plain torch: some queries over some keys at a time, whose results are merged by their log-sum-exp (online
+softmax), so that what is in memory does not grow with the prompt. Arithmetic is float32. Arguments arrive checked."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quantkit_kernels.latents import Latents, pairs_apart, parts_of
+from quantkit_kernels.prompts import Prompts
+from quantkit_kernels.reference.functional import turned
+
+_QUERIES, _KEYS = 128, 4096
+"""Taken at a time."""
+
+Expand = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""slots [S] -> keys [S, kv_heads, D] and values [S, kv_heads, E] of the tokens there."""
+
+
+AttendOne = Callable[[Tensor, Tensor, int, Expand, float, int], Tensor]
+"""q [t, heads, D] of the last t of the tokens at slots [S], E, expand, scale, window -> [t, heads, E]."""
+
+
+def attend_one(q: Tensor, slots: Tensor, width: int, expand: Expand, scale: float, window: int) -> Tensor:
+    new, seen = q.shape[0], len(slots)
+    best = q.new_full((new, q.shape[1], 1), float("-inf"), dtype=torch.float32)
+    total, weighted = torch.zeros_like(best), q.new_zeros(*q.shape[:2], width, dtype=torch.float32)
+    earliest = max(0, seen - new + 1 - window) if window else 0
+    for first in range(earliest, seen, _KEYS):
+        k, v = expand(slots[first : first + _KEYS])
+        keys, values = (side.float().transpose(0, 1)[:, None] for side in (k, v))  # [kv_heads, 1, S, D]
+        for start in range(0, new, _QUERIES):
+            stop = min(start + _QUERIES, new)
+            last = min(len(k), seen - new + stop - first)  # what the newest of these sees
+            if last <= 0:
+                continue
+            part = slice(start, stop)
+            queries = (q[part].float() * scale).unflatten(1, (k.shape[1], -1)).permute(1, 2, 0, 3)  # [kv_heads, shared, t, D]
+            scores = queries @ keys[:, :, :last].mT
+            ages = torch.arange(seen - new + start, seen - new + stop, device=q.device)[:, None]
+            ages = ages - torch.arange(first, first + last, device=q.device)
+            scores.masked_fill_((ages < 0) | (ages >= window) if window else ages < 0, float("-inf"))
+            top = torch.maximum(best[part], _by_token(scores.amax(dim=-1, keepdim=True)))
+            base = top.masked_fill(top == float("-inf"), 0.0)  # of a token that has seen nothing yet
+            weights = scores.sub_(_by_head(base, k.shape[1])).exp_()
+            shrink = (best[part] - base).exp()
+            total[part] = total[part] * shrink + _by_token(weights.sum(dim=-1, keepdim=True))
+            weighted[part] = weighted[part] * shrink + _by_token(weights @ values[:, :, :last])
+            best[part] = top
+    return (weighted / total).to(q.dtype)
+
+
+def gqa_prefill(
+    q: Tensor, keys: Tensor, values: Tensor, prompts: Prompts, scale: float, window: int, attend_one: AttendOne = attend_one
+) -> Tensor:
+    """attend_one: another backend's, where it has one."""
+
+    def expand(slots: Tensor) -> tuple[Tensor, Tensor]:
+        return keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots]
+
+    return _attend(attend_one, q, q.shape[2], expand, prompts, keys.shape[1], scale, window)
+
+
+def mla_prefill(
+    q: Tensor,
+    kv_b: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cache: Latents,
+    prompts: Prompts,
+    scale: float,
+    interleaved: bool,
+    attend_one: AttendOne = attend_one,
+    turned: Callable[[Tensor, Tensor, Tensor, bool], Tensor] = turned,
+) -> Tensor:
+    """attend_one, turned: another backend's, where it has them."""
+    heads, rows, kv_lora = kv_b.shape
+    parts, nope = parts_of(cache), q.shape[2] - 2 * cos.shape[1]
+    q_pe = turned(q[..., nope:], cos, sin, interleaved)
+    if len(parts) == 2 and interleaved:  # the keys' channels lie so
+        q_pe = pairs_apart(q_pe)
+
+    def expand(slots: Tensor) -> tuple[Tensor, Tensor]:
+        cached = torch.cat([part.flatten(0, 1)[slots] for part in parts], dim=-1).to(q.dtype)
+        k_nope, v = F.linear(cached[:, :kv_lora], kv_b.flatten(0, 1)).unflatten(-1, (heads, rows)).split([nope, rows - nope], dim=-1)
+        return torch.cat((k_nope, cached[:, None, kv_lora:].expand(-1, heads, -1)), dim=-1), v
+
+    query = torch.cat((q[..., :nope], q_pe), dim=-1)
+    return _attend(attend_one, query, rows - nope, expand, prompts, parts[0].shape[1], scale, 0)
+
+
+def _attend(
+    attend_one: AttendOne, q: Tensor, width: int, expand: Expand, prompts: Prompts, block_size: int, scale: float, window: int
+) -> Tensor:
+    """q [T, heads, D] -> [T, heads, width], sequence after sequence."""
+    out, row = q.new_empty(*q.shape[:2], width), 0
+    for (start, length), table in zip(prompts.spans, prompts.block_table, strict=True):
+        seen = torch.arange(start + length, device=q.device)
+        slots = table[seen // block_size].long() * block_size + seen % block_size
+        out[row : row + length] = attend_one(q[row : row + length], slots, width, expand, scale, window)
+        row += length
+    return out
+
+
+def _by_token(x: Tensor) -> Tensor:
+    """[kv_heads, shared, t, n] -> [t, heads, n]."""
+    return x.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _by_head(x: Tensor, kv_heads: int) -> Tensor:
+    """The inverse of `_by_token`."""
+    return x.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)

@@ -1,0 +1,86 @@
+"""Grouped-query attention and attention of prompts, of every backend that runs here, against float64."""
+
+import pytest
+import torch
+from quantkit_kernels import Prompts, gqa_decode, gqa_prefill, gqa_prepare, mla_prefill
+from quantkit_kernels.samples import TOLERANCE, distance, grouped_attention
+
+DTYPES = tuple(TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [0, 1, 20])
+@pytest.mark.parametrize(("heads", "width", "block_size"), [((6, 2), 16, 7), ((4, 4), 24, 64), ((5, 1), 80, 1)])
+def test_gqa_decode_over_scattered_blocks(heads: tuple[int, int], width: int, block_size: int, window: int, dtype: torch.dtype) -> None:
+    lengths = [1, 0, 37, 64]
+    case = grouped_attention(lengths, [1] * 4, heads, width, block_size, dtype, window=window)
+    out = gqa_decode(*case.arguments, scale=case.scale, window=window)
+    assert out.dtype == dtype
+    assert distance(out, case.exact) < TOLERANCE[dtype]
+    assert out[1].abs().max() == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [0, 1, 50])
+def test_gqa_prefill_of_several_prompts(window: int, dtype: torch.dtype) -> None:
+    case = grouped_attention([3, 300, 140], [3, 200, 1], (6, 2), 16, 16, dtype, window=window)
+    out = gqa_prefill(*case.arguments[:3], case.prompts, scale=case.scale, window=window)
+    assert distance(out, case.exact) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("normed", [True, False])
+def test_gqa_prepare_norms_turns_and_caches(normed: bool, interleaved: bool) -> None:
+    """Heads of 24 of which 16 channels turn."""
+    tokens, heads, kv_heads, width, eps = 3, 4, 2, 24, 1e-6
+    qkv, gains = torch.randn(tokens, (heads + 2 * kv_heads) * width), (torch.rand(width), torch.rand(width))
+    angles, slots = torch.rand(tokens, 8) * 6, torch.tensor([30, 0, 9])
+    keys, values = torch.full((2, 4, 8, kv_heads, width), float("nan")).unbind()
+    tables = (angles.cos(), angles.sin())
+    norms = gains if normed else (None, None)
+    q = gqa_prepare(qkv, *norms, *tables, keys, values, slots, eps=eps, interleaved=interleaved)
+    sides = qkv.double().unflatten(1, (-1, width)).split([heads, kv_heads, kv_heads], dim=1)
+
+    def expected(x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+        if normed:
+            x = x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * gain.double()
+        first, second = (x[..., :16:2], x[..., 1:16:2]) if interleaved else (x[..., :8], x[..., 8:16])
+        pairs = torch.complex(first, second) * torch.polar(torch.ones_like(angles.double()), angles.double()).unsqueeze(1)
+        both = torch.view_as_real(pairs).flatten(-2) if interleaved else torch.cat((pairs.real, pairs.imag), dim=-1)
+        return torch.cat((both, x[..., 16:]), dim=-1)
+
+    assert distance(q, expected(sides[0], gains[0])) < 1e-6
+    for cache, side in ((keys, expected(sides[1], gains[1])), (values, sides[2])):
+        stored = cache.view(-1, kv_heads, width)
+        assert distance(stored[slots], side) < 1e-6
+        assert stored.isnan().flatten(1).all(dim=1).sum() == 29
+
+
+def test_a_prompt_cut_anywhere_gives_the_same() -> None:
+    case = grouped_attention([200], [200], (4, 2), 16, 16, torch.float32)
+    q, keys, values, table, _ = case.arguments
+    whole = gqa_prefill(q, keys, values, case.prompts, scale=case.scale)
+    for start, stop in ((0, 1), (1, 130), (130, 200)):
+        part = Prompts.of([(start, stop - start)], table)
+        assert distance(gqa_prefill(q[start:stop], keys, values, part, scale=case.scale), whole[start:stop].double()) < 1e-6
+
+
+def test_wrong_arguments_are_refused() -> None:
+    q, cache, table, lengths = torch.zeros(1, 4, 8), torch.zeros(2, 4, 2, 8), torch.zeros(1, 1).int(), torch.ones(1).int()
+    with pytest.raises(ValueError, match="keys: shape"):
+        gqa_decode(q, cache[..., :4], cache, table, lengths, scale=1.0)
+    with pytest.raises(ValueError, match="share 3 key heads"):
+        gqa_decode(q, cache[:, :, :1].repeat(1, 1, 3, 1), cache[:, :, :1].repeat(1, 1, 3, 1), table, lengths, scale=1.0)
+    with pytest.raises(ValueError, match="window: -1"):
+        gqa_decode(q, cache, cache, table, lengths, scale=1.0, window=-1)
+    prompts = Prompts.of([(0, 2)], table)
+    with pytest.raises(ValueError, match="the prompts have 2"):
+        gqa_prefill(q, cache, cache, prompts, scale=1.0)
+    angles = torch.zeros(1, 2)
+    with pytest.raises(ValueError, match="no heads beside 2 of 8"):
+        gqa_prepare(torch.zeros(1, 36), None, None, angles, angles, cache, cache, torch.zeros(1).long())
+    with pytest.raises(ValueError, match="one without the other"):
+        gqa_prepare(torch.zeros(1, 64), torch.ones(8), None, angles, angles, cache, cache, torch.zeros(1).long())
+    one, cos = Prompts.of([(0, 1)], table), angles[:, :1]
+    with pytest.raises(ValueError, match="cache: 9 values"):
+        mla_prefill(q[:, :, :6], torch.zeros(4, 6, 6), cos, cos, torch.zeros(2, 4, 9), one, scale=1.0)
