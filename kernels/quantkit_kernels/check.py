@@ -12,13 +12,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quantkit_kernels import functional
+from quantkit_kernels import functional, grouped, prompts
 from quantkit_kernels.backends import BACKENDS, why_unusable
 from quantkit_kernels.experts import ExpertsBuilder
 from quantkit_kernels.latents import Latents, cache_layout, doubled_angles, pairs_together, split_latents
 from quantkit_kernels.linear import prepare
 from quantkit_kernels.prolog import MlaProlog, MlaWeights, prepare_mla_prolog
-from quantkit_kernels.samples import TOLERANCE, LatentAttention, distance, exact_expert, exact_linear, latent_attention, random_weight
+from quantkit_kernels.samples import (
+    TOLERANCE,
+    GroupedAttention,
+    LatentAttention,
+    distance,
+    exact_expert,
+    exact_linear,
+    grouped_attention,
+    latent_attention,
+    random_weight,
+)
 from quantkit_kernels.timing import copies_beyond_cache, read_bandwidth, seconds_per_call
 from quantkit_kernels.weights import Weight, rows, shape
 
@@ -175,7 +185,12 @@ class Case(NamedTuple):
 
 def functions(device: torch.device, dtype: torch.dtype, rng: torch.Generator, bandwidth: float) -> Iterator[Measurement]:
     """The operators without packed weights."""
-    for case in (*_small_cases(device, dtype, rng), *_attention_cases(device, dtype)):
+    for case in (
+        *_small_cases(device, dtype, rng),
+        *_attention_cases(device, dtype),
+        *_grouped_cases(device, dtype, rng),
+        _latent_prompt(device, dtype),
+    ):
         for backend in _backends(case.operator, device, dtype, ()):
             calls = case.calls(backend)
             error = max(distance(out, exact) for out, exact in zip(calls[0](), case.exact, strict=True))
@@ -254,6 +269,66 @@ def _attention_cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]
             return found
 
         yield Case("mla_decode", f"heads={heads} T={batch} of {length}", calls, (one.exact,), nbytes)
+
+
+def _grouped_cases(device: torch.device, dtype: torch.dtype, rng: torch.Generator) -> Iterator[Case]:
+    """Grouped-query attention of Qwen3-8B: 32 heads of 128 that share 8 keys."""
+    heads, width, whole = (32, 8), 128, device.type != "cpu"
+    tokens, shape = 8, (1, 128, heads[1], width)
+    qkv = torch.randn(tokens, (heads[0] + 2 * heads[1]) * width, generator=rng, device=device).to(dtype)
+    gains = tuple(torch.rand(2, width, generator=rng, device=device).to(dtype).unbind())
+    (cos, sin), slots = _angles(torch.rand(tokens, width // 2, generator=rng, device=device) * 6), torch.arange(tokens, device=device)
+
+    def prepare_and_look(one: Tensor, two: tuple[Tensor, ...], backend: str) -> Callable[[], tuple[Tensor, ...]]:
+        keys, values = torch.zeros(2, *shape, dtype=one.dtype, device=device).unbind()
+
+        def run() -> tuple[Tensor, ...]:
+            q = grouped.gqa_prepare(one, two[0], two[1], cos, sin, keys, values, slots, eps=1e-6, backend=backend)
+            return q, keys[0, :tokens], values[0, :tokens]
+
+        return run
+
+    exact = prepare_and_look(qkv.float(), tuple(gain.float() for gain in gains), "reference")()
+    doubles = tuple(one.double() for one in exact)
+    yield Case("gqa_prepare", f"T={tokens}", lambda backend: [prepare_and_look(qkv, gains, backend)], doubles)
+    for batch, length in ((1, 4096), (32, 1024)) if whole else ((2, 640),):
+        one = grouped_attention([length] * batch, [1] * batch, heads, width, 128, dtype, device)
+        nbytes, lengths = batch * length * 2 * heads[1] * width * 2, [length] * batch
+
+        def calls(backend: str, one: GroupedAttention = one, nbytes: int = nbytes, lengths: list[int] = lengths) -> list[Any]:
+            decode = partial(grouped.gqa_decode, scale=one.scale, lengths=lengths, backend=backend)
+            copies = range(copies_beyond_cache(nbytes, device))
+            return [partial(_results, decode, 0, *(tensor.clone() for tensor in one.arguments)) for _ in copies]
+
+        yield Case("gqa_decode", f"heads=32/8 T={batch} of {length}", calls, (one.exact,), nbytes)
+    new, seen = (1024, 4096) if whole else (40, 200)
+    prompt = grouped_attention([seen, new], [new, new], heads, width, 128, dtype, device)
+    q, keys, values, *_ = prompt.arguments
+
+    def prefill(backend: str) -> tuple[Tensor, ...]:
+        return (prompts.gqa_prefill(q, keys, values, prompt.prompts, scale=prompt.scale, backend=backend),)
+
+    name = f"heads=32/8 T={new} of {seen}, {new}"
+    yield Case("gqa_prefill", name, lambda backend: [partial(prefill, backend)], (prompt.exact,))
+
+
+def _latent_prompt(device: torch.device, dtype: torch.dtype) -> Case:
+    """Prompts over R1's latents, as one of eight ranks has them."""
+    heads, new, seen = (16, 1024, 4096) if device.type != "cpu" else (2, 40, 200)
+    spans = [(seen - new, new), (0, new)]
+    blocks = torch.randperm(2 * -(-seen // 128), device=device).view(2, -1)
+    angles = _angles(torch.rand(2 * new, 32, device=device) * 6)
+    q, kv_b = torch.randn(2 * new, heads, 192, device=device).to(dtype), (torch.randn(heads, 256, 512, device=device) / 512**0.5).to(dtype)
+    cache, both = torch.randn(blocks.numel(), 128, 576, device=device).to(dtype), prompts.Prompts.of(spans, blocks)
+
+    def attend(query: Tensor, weight: Tensor, cached: Tensor, backend: str) -> tuple[Tensor, ...]:
+        laid_out = _laid_out(*angles, cached, backend)[2]
+        return (prompts.mla_prefill(query, weight, *angles, laid_out, both, scale=0.07, backend=backend),)
+
+    exact = attend(q.float(), kv_b.float(), cache.float(), "reference")[0].double()
+    return Case(
+        "mla_prefill", f"heads={heads} T={new} of {seen}, {new}", lambda backend: [partial(attend, q, kv_b, cache, backend)], (exact,)
+    )
 
 
 def _angles(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,8 +20,11 @@ from quantkit_kernels.functional import Choice
 from quantkit_kernels.latents import CacheLayout, Latents
 from quantkit_kernels.linear import Linear, quantize_rows
 from quantkit_kernels.prolog import MlaWeights, sizes_of
+from quantkit_kernels.prompts import Prompts
+from quantkit_kernels.reference import prompts as plain_prompts
 from quantkit_kernels.reference.experts import LoopLayout
 from quantkit_kernels.reference.functional import absorbed, values
+from quantkit_kernels.torch_npu.grouped import attend_one as torch_attention
 from quantkit_kernels.torch_npu.prolog import prolog_refused
 from quantkit_kernels.weights import Fp4, Int4, Int8, Weight, dequantize, kind, shape
 from torch import Tensor
@@ -229,6 +232,13 @@ def mla_decode(
     return attend(absorbed(q[..., :nope], kv_b), q_pe, kv_b, nope, cache, block_table, seq_lens, scale)
 
 
+def mla_prefill(
+    q: Tensor, kv_b: Tensor, cos: Tensor, sin: Tensor, cache: Latents, prompts: Prompts, scale: float, interleaved: bool
+) -> Tensor:
+    """Torch's attention over expanded latents, as the backend asks for it, over this module's rotation."""
+    return plain_prompts.mla_prefill(q, kv_b, cos, sin, cache, prompts, scale, interleaved, torch_attention, turned)
+
+
 def attend(q: Tensor, q_pe: Tensor, kv_b: Tensor, nope: int, cache: Latents, block_table: Tensor, seq_lens: Tensor, scale: float) -> Tensor:
     query, kv_lora, cached = torch.cat([q, q_pe], dim=-1), kv_b.shape[2], pages(cache)
     out = torch.zeros(*q.shape[:2], kv_lora, dtype=q.dtype)
@@ -299,4 +309,4 @@ def mla_prolog(self: ExecutorWeights, attention: str, kv_b: Tensor, gains: tuple
     return ExactProlog(weights, eps) if taken else None
 
 
-FUNCTIONS = ("rms_norm", "add_rms_norm", "silu_and_mul", "route", "moe_gate", "rope", "mla_prepare", "mla_decode")
+FUNCTIONS = ("rms_norm", "add_rms_norm", "silu_and_mul", "route", "moe_gate", "rope", "mla_prepare", "mla_decode", "mla_prefill")

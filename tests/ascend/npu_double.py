@@ -211,7 +211,9 @@ def _mla_prolog_v3(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 
 def _fused_infer_attention_score(a: Any) -> tuple[Tensor, Tensor]:
-    """Paged, one query token a row: each over its own tokens and nothing behind them."""
+    """Paged, one query token a row: each over its own tokens and nothing behind them. A block's key heads may stand side by side."""
+    if a.key.dim() == 3:
+        a.key, a.value = (side.unflatten(2, (a.num_key_value_heads, -1)).transpose(1, 2) for side in (a.key, a.value))
     shared = a.num_heads // a.num_key_value_heads
     out = torch.zeros(*a.query.shape[:3], a.value.shape[-1], dtype=torch.float64)
     for row, length in enumerate(a.actual_seq_lengths_kv):

@@ -67,16 +67,16 @@ def gqa_decode(
 
 
 def gqa_prefill(q: Tensor, keys: Tensor, values: Tensor, prompts: Prompts, scale: float, window: int) -> Tensor:
-    return plain_prompts.gqa_prefill(q, keys, values, prompts, scale, window, _attend_one)
+    return plain_prompts.gqa_prefill(q, keys, values, prompts, scale, window, attend_one)
 
 
 def mla_prefill(
     q: Tensor, kv_b: Tensor, cos: Tensor, sin: Tensor, cache: Latents, prompts: Prompts, scale: float, interleaved: bool
 ) -> Tensor:
-    return plain_prompts.mla_prefill(q, kv_b, cos, sin, cache, prompts, scale, interleaved, _attend_one, turned)
+    return plain_prompts.mla_prefill(q, kv_b, cos, sin, cache, prompts, scale, interleaved, attend_one, turned)
 
 
-def _attend_one(q: Tensor, slots: Tensor, width: int, expand: plain_prompts.Expand, scale: float, window: int) -> Tensor:
+def attend_one(q: Tensor, slots: Tensor, width: int, expand: plain_prompts.Expand, scale: float, window: int) -> Tensor:
     """As the reference, but one call of torch's attention where the keys are few."""
     new, seen = len(q), len(slots)
     if window or seen > _AT_ONCE:
