@@ -9,8 +9,9 @@ demo: $(VENV)/run.stamp
 	$(BIN)/python tools/demo.py --out out/demo
 
 # One thread: products of several threads are not the same to the last bit from run to run, and tests compare bytes.
+# Two processes, and a module's tests in one of them, which shares its fixtures.
 test: $(VENV)/test.stamp lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadscope
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .

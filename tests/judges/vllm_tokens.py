@@ -48,7 +48,8 @@ UNQUANTIZED = ("pangu_ultra_moe",)  # it has experts, and vLLM on CPU takes none
 MAX_TOKENS = 24
 TIE = 0.15  # a gap of log-probabilities that BF16 may turn around,
 INT8_TIE = 0.4  # and one that BF16 may where it changes how an activation rounds to int8
-TOLERANCE = 0.12  # mean absolute difference of log-probabilities of the five likeliest tokens
+TOLERANCE = 0.12  # mean absolute difference of log-probabilities of the five likeliest tokens,
+INT8_TOLERANCE = 0.25  # and where activations round to int8, which models with a small residual stream, the tied ones, feel most
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,8 @@ class Verdict:
     difference: float
     median: float
 
-    @property
-    def passed(self) -> bool:
-        return self.compared > 0 and self.equal == self.compared and self.difference < TOLERANCE
+    def passed(self, tolerance: float) -> bool:
+        return self.compared > 0 and self.equal == self.compared and self.difference < tolerance
 
 
 def write_models(directory: Path, model: str, formats: list[str]) -> dict[str, Path]:
@@ -164,8 +164,9 @@ def main() -> int:
                 print(f"FAIL {name}: vLLM would not load it: {answer['error'][:300]}")
                 failed += 1
                 continue
-            verdict = judge(path, prompts(320), answer, INT8_TIE if name.endswith("w8a8") else TIE)
-            good = verdict.passed and not refused
+            tie, tolerance = (INT8_TIE, INT8_TOLERANCE) if name.endswith("w8a8") else (TIE, TOLERANCE)
+            verdict = judge(path, prompts(320), answer, tie)
+            good = verdict.passed(tolerance) and not refused
             failed += not good
             print(
                 f"{'ok  ' if good else 'FAIL'} {name}: {verdict.equal} of {verdict.compared} tokens, "
@@ -174,9 +175,10 @@ def main() -> int:
         if isinstance(answers[-1], dict):
             raise SystemExit(f"the control would not load: {answers[-1]['error'][:300]}")
         verdict = judge(right, prompts(320), answers[-1])
-        failed += verdict.passed
+        passed = verdict.passed(TOLERANCE)
+        failed += passed
         print(
-            f"{'FAIL' if verdict.passed else 'ok  '} control, zero points shifted: {verdict.equal} of {verdict.compared} tokens, "
+            f"{'FAIL' if passed else 'ok  '} control, zero points shifted: {verdict.equal} of {verdict.compared} tokens, "
             f"log-probabilities differ by {verdict.difference:.4f}"
         )
     print(f"{len(cases) + 1 - failed} passed, {failed} failed")
