@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from quantkit_kernels import BACKENDS, ExpertsBuilder, prepare
 from quantkit_kernels.backends import why_unusable
-from quantkit_kernels.check import EXPERTS, HIDDEN, TOP_K, exact_experts, functions
 from quantkit_kernels.linear import Linear
 from quantkit_kernels.samples import TOLERANCE, distance, exact_linear, random_weight
+from quantkit_kernels.self_check import EXPERTS, HIDDEN, TOP_K, exact_experts, functions
 from quantkit_kernels.timing import copies_beyond_cache, read_bandwidth, seconds_in_turns, seconds_per_call
 from quantkit_kernels.weights import kind, rows
 from vllm_kernels import VllmKernels

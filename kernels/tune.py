@@ -16,12 +16,22 @@ from functools import partial
 
 import torch
 from quantkit_kernels import ExpertsBuilder
-from quantkit_kernels.check import EXPERTS, TOP_K
-from quantkit_kernels.cuda import experts as cuda_experts
-from quantkit_kernels.cuda.linear import CudaLinear
-from quantkit_kernels.cuda.plans import AnyPlan, Expand, Plan, SharePlan, TilePlan, WidePlan, persistent_plans, wide_plans, written
-from quantkit_kernels.cuda.tiles import SHARE_ROWS
+from quantkit_kernels.cuda.experts.experts import CudaExperts
+from quantkit_kernels.cuda.linears.linear import CudaLinear
+from quantkit_kernels.cuda.linears.tiles import SHARE_ROWS
+from quantkit_kernels.cuda.plans import (
+    AnyPlan,
+    ExpandPlan,
+    TileAndSharePlan,
+    TilePerBlockPlan,
+    TokensInRegistersPlan,
+    TokensInSharedPlan,
+    persistent_tiles_plans,
+    tokens_in_shared_plans,
+    written,
+)
 from quantkit_kernels.samples import random_weight
+from quantkit_kernels.self_check import EXPERTS, TOP_K
 from quantkit_kernels.timing import copies_beyond_cache, seconds_per_call
 from quantkit_kernels.weights import kind
 
@@ -40,7 +50,7 @@ def linear_shapes(hidden: int) -> list[tuple[int, int]]:
     return [*whole, (6144, 1536), (hidden, 4096), (1024, hidden), (hidden, 512), (9216, hidden), (hidden, 4608)]
 
 
-def stream_plans(rows: int, k: int, tokens: int) -> Iterator[Plan]:
+def tokens_in_registers_plans(rows: int, k: int, tokens: int) -> Iterator[TokensInRegistersPlan]:
     token_tiles = 1 if tokens <= 8 else 2
     for row_tiles in (2, 4):
         for wn in (1, 2, 4):
@@ -48,23 +58,23 @@ def stream_plans(rows: int, k: int, tokens: int) -> Iterator[Plan]:
                 for bulk in (True,) if token_tiles > 1 else (False, True):
                     blocks = rows // (16 * row_tiles * wn)
                     if rows % (16 * row_tiles * wn) == 0 and split <= k // 128 and (split == 1 or blocks * split <= BLOCKS):
-                        yield Plan(token_tiles, row_tiles, wn, split, bulk)
+                        yield TokensInRegistersPlan(token_tiles, row_tiles, wn, split, bulk)
 
 
-def share_plans(rows: int, k: int, tokens: int) -> Iterator[SharePlan]:
+def tile_and_share_plans(rows: int, k: int, tokens: int) -> Iterator[TileAndSharePlan]:
     """Where there are more tiles than multiprocessors, but not twice as many."""
     if tokens in (32, 64) and MULTIPROCESSORS < -(-rows // SHARE_ROWS) < 2 * MULTIPROCESSORS and k >= 1024:
-        yield SharePlan(tokens, MULTIPROCESSORS)
+        yield TileAndSharePlan(tokens, MULTIPROCESSORS)
 
 
-def tile_plans(rows: int, k: int, tokens: int) -> Iterator[TilePlan]:
+def tile_per_block_plans(rows: int, k: int, tokens: int) -> Iterator[TilePerBlockPlan]:
     for tile, warpgroups in TILES:
         if not tokens / 8 <= tile < 2 * max(tokens, TILES[0][0]):
             continue
         for split in range(1, min(8, k // 128) + 1):
             blocks = -(-rows // (64 * warpgroups)) * -(-tokens // tile)
             if split == 1 or blocks * split <= BLOCKS:
-                yield TilePlan(tile, warpgroups, split)
+                yield TilePerBlockPlan(tile, warpgroups, split)
 
 
 def fastest(calls: dict[AnyPlan, list[Callable[[], object]]], device: torch.device) -> tuple[AnyPlan, float]:
@@ -93,52 +103,50 @@ def linear_rows(
         x = torch.randn(tokens, k, generator=rng, device=device).bfloat16()
         calls: dict[AnyPlan, list[Callable[[], object]]] = {}
         if tokens <= 16:
-            streams: list[Plan | WidePlan] = [*stream_plans(first.padded, k, tokens)]
+            streams: list[TokensInRegistersPlan | TokensInSharedPlan] = [*tokens_in_registers_plans(first.padded, k, tokens)]
             if grid != "int8":
-                streams += wide_plans(first.padded, k, tokens)
+                streams += tokens_in_shared_plans(first.padded, k, tokens)
             for stream in streams:
-                calls[stream] = [partial(one.stream, x, stream) for one in copies]
+                calls[stream] = [partial(one.few_tokens, x, stream) for one in copies]
         if tokens > 8:
-            tiles: list[TilePlan | SharePlan] = [*tile_plans(first.padded, k, tokens)]
+            tiles: list[TilePerBlockPlan | TileAndSharePlan] = [*tile_per_block_plans(first.padded, k, tokens)]
             if grid != "int8":
-                tiles += share_plans(first.padded, k, tokens)
+                tiles += tile_and_share_plans(first.padded, k, tokens)
             for tile in tiles:
                 calls[tile] = [partial(one.tiles, x, tile) for one in copies]
             if grid == "int8":
-                for persistent in persistent_plans(tokens):
+                for persistent in persistent_tiles_plans(tokens):
                     calls[persistent] = [partial(one.tiles, x, persistent) for one in copies]
             elif tokens >= 256:
-                calls[Expand()] = [partial(one.expanded, x) for one in copies]
+                calls[ExpandPlan()] = [partial(one.expand, x) for one in copies]
         plan, seconds = fastest(calls, device)
         print(f"{grid} {n} x {k} M={tokens} {seconds * 1e6:.1f} us {plan}", file=sys.stderr, flush=True)
         yield [kind(weight), first.padded, k, tokens, [written(plan)]]
 
 
 def experts_rows(hidden: int, intermediate: int, device: torch.device, rng: torch.Generator) -> Iterator[list[object]]:
-    """Of INT8: gate_up's plan first, with down's as the rule has it; then down's with that."""
+    """Of INT8: gate_up's plan is chosen first, beside a usual plan for down; then down's, beside the one that was chosen."""
     shapes = ((intermediate, hidden), (intermediate, hidden), (hidden, intermediate))
     few = [[random_weight("int8", n, k, rng) for n, k in shapes] for _ in range(2)]
     builder = ExpertsBuilder(EXPERTS, dtype=torch.bfloat16, device=device)
     for index in range(EXPERTS):
         builder.add(index, *few[index % 2])
     experts = builder.finish()
-    rule = cuda_experts.experts_plans
+    assert isinstance(experts, CudaExperts)
     for tokens in EXPERTS_TOKENS:
         x = torch.randn(tokens, hidden, generator=rng, device=device).bfloat16()
         ids = [torch.rand(tokens, EXPERTS, generator=rng, device=device).topk(TOP_K, dim=-1).indices for _ in range(4)]
         weights = torch.rand(tokens, TOP_K, generator=rng, device=device)
-        chosen = [Plan(1, 4, 1, 1, True), Plan(1, 4, 1, 1, True)]
+        chosen = [TokensInRegistersPlan(1, 4, 1, 1, True), TokensInRegistersPlan(1, 4, 1, 1, True)]
         for place, (rows, k) in enumerate(((2 * intermediate, hidden), (hidden, intermediate))):
             times = {}
-            for plan in stream_plans(rows, k, 8):
+            for plan in tokens_in_registers_plans(rows, k, 8):
                 if plan.split == 1:
-                    pair = (plan, chosen[1]) if place == 0 else (chosen[0], plan)
-                    cuda_experts.experts_plans = lambda *_, pair=pair: pair  # type: ignore[misc]
-                    times[plan] = seconds_per_call([partial(experts, x, one, weights) for one in ids], device)
+                    plans = (plan, chosen[1]) if place == 0 else (chosen[0], plan)
+                    times[plan] = seconds_per_call([partial(experts.two_products, x, one, weights, plans) for one in ids], device)
             chosen[place] = min(times, key=lambda plan: times[plan])
         print(f"int8 experts {hidden} x {intermediate} T={tokens} {min(times.values()) * 1e6:.1f} us", file=sys.stderr, flush=True)
         yield ["int8", hidden, intermediate, tokens, [written(plan) for plan in chosen]]
-    cuda_experts.experts_plans = rule
 
 
 def main() -> None:

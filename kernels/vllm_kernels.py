@@ -20,7 +20,7 @@ Call = Callable[[], object]
 
 
 class VllmKernels:
-    """Marlin for int4 with zero points and for NVFP4, dense and for experts; for int8 CUTLASS after quantizing the activations."""
+    """Marlin for int4 with zero points and for NVFP4, of linears and of experts; for int8 CUTLASS after quantizing the activations."""
 
     def __init__(self, folder: Path) -> None:
         """`folder` is that of the package, such as .../site-packages/vllm."""

@@ -6,7 +6,6 @@ Arguments that do not fit raise ValueError naming the argument.
 """
 
 from quantkit_kernels.backends import BACKENDS, OPERATORS, Row, table
-from quantkit_kernels.check import Measurement, check
 from quantkit_kernels.experts import Experts, ExpertsBuilder, prepare_experts
 from quantkit_kernels.functional import add_rms_norm, mla_decode, mla_prepare, moe_gate, rms_norm, rope, route, silu_and_mul
 from quantkit_kernels.grouped import gqa_decode, gqa_prepare
@@ -14,6 +13,7 @@ from quantkit_kernels.latents import CacheLayout, Latents, cache_layout, doubled
 from quantkit_kernels.linear import Linear, prepare, prepare_dense, prepare_fp4, prepare_int4, prepare_int8, quantize_rows
 from quantkit_kernels.prolog import MlaProlog, MlaSizes, MlaWeights, prepare_mla_prolog, why_no_prolog
 from quantkit_kernels.prompts import Prompts, gqa_prefill, mla_prefill
+from quantkit_kernels.self_check import Measurement, check
 from quantkit_kernels.weights import Dense, Fp4, Int4, Int8, Weight, dequantize, stack
 
 __all__ = [

@@ -30,7 +30,7 @@ OPERATORS = (
     "gqa_decode",
     "gqa_prefill",
 )
-BACKENDS = ("reference", "dense", "cpu", "cuda", "ascend", "torch_npu")
+BACKENDS = ("reference", "expanded", "cpu", "cuda", "ascend", "torch_npu")
 Shape = tuple[int, int]
 
 
@@ -69,12 +69,14 @@ def find(operator: str, backend: str, device: torch.device) -> ModuleType:
 def choose(operator: str, backend: str, device: torch.device, dtype: torch.dtype | None = None, shapes: tuple[Shape, ...] = ()) -> str:
     """The backend to run `operator` with: the one asked for, or with "auto" the best usable one. ValueError with the reason otherwise.
 
-    "auto" never expands a quantized weight: backend dense is taken for unquantized weights only.
+    "auto" never expands a quantized weight: it takes backend "expanded" for unquantized weights only.
     """
     assert operator in OPERATORS, operator
     if backend == "auto":
-        candidates = [name for name in reversed(BACKENDS) if name != "dense" or operator.endswith("_dense")]
+        candidates = [name for name in reversed(BACKENDS) if name != "expanded" or operator.endswith("_dense")]
         return next(name for name in candidates if why_unusable(operator, name, device, dtype, shapes) is None)
+    if backend == "dense":
+        raise ValueError("backend: 'dense' is now called 'expanded'")
     if backend not in BACKENDS:
         raise ValueError(f"backend: {backend!r} is not known, expected auto, {', '.join(BACKENDS)}")
     reason = why_unusable(operator, backend, device, dtype, shapes)

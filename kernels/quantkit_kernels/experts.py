@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quantkit_kernels import backends
-from quantkit_kernels.checks import INDEX_DTYPES, check_compute_dtype, check_tensor, require
+from quantkit_kernels.arguments import INDEX_DTYPES, check_compute_dtype, check_tensor, require
 from quantkit_kernels.weights import Weight, check_weight, kind, shape
 
 

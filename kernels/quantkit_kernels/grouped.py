@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quantkit_kernels import backends
-from quantkit_kernels.checks import FLOAT_DTYPES, INDEX_DTYPES, check_tensor, require
+from quantkit_kernels.arguments import FLOAT_DTYPES, INDEX_DTYPES, check_tensor, require
 
 
 def gqa_prepare(

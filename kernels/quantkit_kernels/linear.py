@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quantkit_kernels import backends
-from quantkit_kernels.checks import check_compute_dtype, require
+from quantkit_kernels.arguments import check_compute_dtype, require
 from quantkit_kernels.weights import Dense, Fp4, Int4, Int8, Weight, check_weight, kind, shape
 
 

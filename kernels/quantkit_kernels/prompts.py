@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quantkit_kernels import backends
-from quantkit_kernels.checks import FLOAT_DTYPES, check_tensor, require
+from quantkit_kernels.arguments import FLOAT_DTYPES, check_tensor, require
 from quantkit_kernels.grouped import check_cache
 from quantkit_kernels.latents import Latents, parts_of
 

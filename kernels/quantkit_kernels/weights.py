@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quantkit_kernels.checks import FLOAT_DTYPES, check_tensor, require
+from quantkit_kernels.arguments import FLOAT_DTYPES, check_tensor, require
 
 INT4_GROUP_SIZES = (32, 64, 128)
 FP4_GROUP_SIZE = 16

@@ -49,7 +49,7 @@ def kernels(
     if not check:
         rows = [vars(row) for row in quantkit_kernels.table(target)]
         return print_json({"device": str(target), "rows": rows}) if json_ else console.show_kernels(str(target), rows)
-    from quantkit_kernels.check import check as measure
+    from quantkit_kernels.self_check import check as measure
 
     from quantkit.evaluate.hardware import describe_machine
     from quantkit.evaluate.published import published_speeds

@@ -36,7 +36,7 @@ class Parallel:
         self._control: dist.ProcessGroup | None = None
         self._channel: Channel | None = None
         self.peers: Any = None
-        """The quantkit_kernels.cuda.peers.Peers of this rank, where all ranks have one."""
+        """The quantkit_kernels.cuda.collectives.Peers of this rank, where all ranks have one."""
 
     def connect(self, device: torch.device) -> None:
         """Meet the other ranks at MASTER_ADDR:MASTER_PORT. Messages go over gloo and TCP, tensors over the device's own library."""
@@ -58,7 +58,7 @@ class Parallel:
         self._channel = Channel(self.rank, self.size, self.gather, spins=device.type != "cpu")
 
     def _open_peers(self, device: torch.device) -> None:
-        from quantkit_kernels.cuda.peers import Peers
+        from quantkit_kernels.cuda.collectives import Peers
 
         try:
             self.peers = Peers(self.rank, self.size, device, self.gather)

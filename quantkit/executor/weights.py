@@ -181,7 +181,7 @@ class ExecutorWeights:
         shapes, grid = tuple(shape(weight) for weight in weights), kind(weights[0])
         chosen = backends.choose(f"{operator}_{grid}", self.backend, self.device, self.dtype, shapes)
         small = grid == "fp4" and chosen == "cpu" and max(map(math.prod, shapes)) <= _SMALL_FP4
-        return "dense" if self.backend == "auto" and self._may_expand and (small or chosen == "reference") else chosen
+        return "expanded" if self.backend == "auto" and self._may_expand and (small or chosen == "reference") else chosen
 
 
 class Gathered:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from quantkit.cli import app
 from quantkit.executor import devices
 
-check = importlib.import_module("quantkit_kernels.check")  # the package's attribute of that name is the function
+check = importlib.import_module("quantkit_kernels.self_check")  # the package's attribute of that name is the function
 
 
 @pytest.fixture(scope="module")

@@ -88,7 +88,7 @@ def test_fp4_on_a_cpu_is_expanded_once_where_it_is_small_and_fits(
     monkeypatch.setattr(weights, "_may_expand", fits)
     x = torch.randn(5, 256, generator=torch.Generator().manual_seed(1))
     linear = weights.linear("a")
-    assert linear.backend == ("dense" if expanded else "cpu" if NO_FP4 is None else "reference")
+    assert linear.backend == ("expanded" if expanded else "cpu" if NO_FP4 is None else "reference")
     torch.testing.assert_close(linear(x), x @ dequantize(weight).T, rtol=1e-4, atol=1e-4)
 
 

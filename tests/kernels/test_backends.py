@@ -25,6 +25,11 @@ def test_auto_never_expands_a_quantized_weight() -> None:
     rng = torch.Generator().manual_seed(9)
     for grid in ("int4-asym-128", "int8", "fp4"):
         linear = prepare(random_weight(grid, 64, 128, rng))
-        assert linear.backend != "dense"
+        assert linear.backend != "expanded"
         assert linear.nbytes < 1.2 * 64 * 128
-    assert prepare(random_weight("dense", 64, 128, rng)).backend == "dense"
+    assert prepare(random_weight("dense", 64, 128, rng)).backend == "expanded"
+
+
+def test_the_old_name_of_a_backend_names_the_new_one() -> None:
+    with pytest.raises(ValueError, match="'dense' is now called 'expanded'"):
+        prepare(random_weight("int8", 64, 128, torch.Generator().manual_seed(0)), backend="dense")

@@ -1,42 +1,42 @@
 """Every grid that may be launched fits its weight: measured ones and those of the rule of thumb."""
 
 import pytest
-from quantkit_kernels.cuda.few_experts import max_pairs
+from quantkit_kernels.cuda.experts.fused import max_pairs
 from quantkit_kernels.cuda.plans import (
-    WIDE_CLUSTERS,
+    CLUSTERS_AT_ONCE,
     AnyPlan,
-    Expand,
-    PersistentPlan,
-    Plan,
-    SharePlan,
-    TilePlan,
-    WidePlan,
+    ExpandPlan,
+    PersistentTilesPlan,
+    TileAndSharePlan,
+    TilePerBlockPlan,
+    TokensInRegistersPlan,
+    TokensInSharedPlan,
     _measured,
     experts_plans,
     linear_plan,
-    persistent_plans,
+    persistent_tiles_plans,
     sorted_plan,
 )
 
 
 def check(plan: AnyPlan, rows: int, k: int, pairs: int = 1) -> None:
-    if isinstance(plan, Expand):
+    if isinstance(plan, ExpandPlan):
         return
-    if isinstance(plan, PersistentPlan):
-        assert plan in persistent_plans(2048), plan
+    if isinstance(plan, PersistentTilesPlan):
+        assert plan in persistent_tiles_plans(2048), plan
         return
-    if isinstance(plan, WidePlan):
+    if isinstance(plan, TokensInSharedPlan):
         assert plan.token_tiles in (1, 2), plan
         assert 1 <= plan.wn <= 18, plan
         assert 1 <= plan.split <= k // 128, (plan, k)
-        assert -(-rows // (32 * plan.wn)) * pairs <= WIDE_CLUSTERS[plan.split], (plan, rows)
+        assert -(-rows // (32 * plan.wn)) * pairs <= CLUSTERS_AT_ONCE[plan.split], (plan, rows)
         return
-    if isinstance(plan, SharePlan):
+    if isinstance(plan, TileAndSharePlan):
         assert plan.tokens in (32, 64), plan
         assert plan.blocks <= -(-rows // 256) <= 2 * plan.blocks, (plan, rows)
         assert k >= 1024, (plan, k)
         return
-    if isinstance(plan, TilePlan):
+    if isinstance(plan, TilePerBlockPlan):
         assert (plan.tokens, plan.warpgroups) in ((32, 2), (32, 4), (64, 2), (64, 4), (128, 2), (128, 3), (256, 2)), plan
         assert 1 <= plan.split <= min(8, k // 128), (plan, k)
         return
@@ -54,11 +54,12 @@ def test_measured_plans_fit() -> None:
         assert [tokens for tokens, _ in plans] == [8, 16, 32, 64, 128, 256, 512, 1024, 2048]
         for tokens, (plan,) in plans:
             check(plan, rows, k)
-            assert isinstance(plan, Plan | WidePlan) if tokens <= 8 else tokens <= 16 or not isinstance(plan, Plan | WidePlan), plan
-            assert not isinstance(plan, SharePlan) or tokens <= plan.tokens, plan
-            assert not isinstance(plan, WidePlan) or tokens <= 8 * plan.token_tiles, plan
-            assert kind != "int8" or not isinstance(plan, WidePlan | SharePlan | Expand), plan
-            assert kind == "int8" or not isinstance(plan, PersistentPlan), plan
+            few = isinstance(plan, TokensInRegistersPlan | TokensInSharedPlan)
+            assert few if tokens <= 8 else tokens <= 16 or not few, plan
+            assert not isinstance(plan, TileAndSharePlan) or tokens <= plan.tokens, plan
+            assert not isinstance(plan, TokensInSharedPlan) or tokens <= 8 * plan.token_tiles, plan
+            assert kind != "int8" or not isinstance(plan, TokensInSharedPlan | TileAndSharePlan | ExpandPlan), plan
+            assert kind == "int8" or not isinstance(plan, PersistentTilesPlan), plan
     for (_, hidden, intermediate), plans in tables["experts"].items():
         for _, (gate_up, down) in plans:
             check(gate_up, 2 * intermediate, hidden)
@@ -72,9 +73,9 @@ def test_plans_of_other_shapes_fit(rows: int, k: int, tokens: int) -> None:
     for kind in ("int4", "int8", "fp4"):
         plan = linear_plan(kind, rows, k, tokens)
         check(plan, rows, k)
-        assert isinstance(plan, Plan | WidePlan) == (tokens <= 16), plan
-        assert not (isinstance(plan, Expand) and kind == "int8"), "int8 is not expanded"
-        if isinstance(plan, Plan | WidePlan):
+        assert isinstance(plan, TokensInRegistersPlan | TokensInSharedPlan) == (tokens <= 16), plan
+        assert not (isinstance(plan, ExpandPlan) and kind == "int8"), "int8 is not expanded"
+        if isinstance(plan, TokensInRegistersPlan | TokensInSharedPlan):
             assert plan.token_tiles * 8 >= tokens
 
 
@@ -86,11 +87,11 @@ def test_plans_of_experts_fit(tokens: int, top_k: int) -> None:
             plans = experts_plans(kind, hidden, intermediate, count, tokens * top_k, top_k)
             if plans is None:
                 assert kind != "int8", "one launch for both products is for 4 bits"
-                assert tokens > 1 or intermediate < 512, "one token's larger experts go by wide blocks"
+                assert tokens > 1 or intermediate < 512, "one token's larger experts take two launches"
                 assert count <= 1024, "more experts than a block lists"
                 continue
-            assert tokens == 1 or not any(isinstance(plan, WidePlan) for plan in plans), plans
-            assert kind != "int8" or not any(isinstance(plan, WidePlan) for plan in plans), plans
+            assert tokens == 1 or not any(isinstance(plan, TokensInSharedPlan) for plan in plans), plans
+            assert kind != "int8" or not any(isinstance(plan, TokensInSharedPlan) for plan in plans), plans
             check(plans[0], 2 * intermediate, hidden, top_k)
             check(plans[1], hidden, intermediate, top_k)
 
@@ -105,7 +106,7 @@ def test_lists_of_the_most_pairs_fit(experts: int) -> None:
 
 @pytest.mark.parametrize("per_expert", [1.0, 16.0, 33.0, 500.0])
 def test_plans_of_sorted_experts_do_not_split(per_expert: float) -> None:
-    """Only a dense product's partial sums are added up over blocks."""
+    """Only one linear's partial sums are added up over blocks."""
     plan = sorted_plan(per_expert)
     check(plan, 4096, 7168)
     assert plan.split == 1

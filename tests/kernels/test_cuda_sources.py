@@ -1,55 +1,66 @@
-"""What can be told of the CUDA sources without compiler or device: what Python calls is there, exported, and takes what it is given."""
+"""abi.py against the CUDA sources, without compiler or device: every structure field by field, every function parameter by parameter."""
 
 import ctypes
+import inspect
 import re
-from collections import defaultdict
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
-from quantkit_kernels.cuda import build
+from quantkit_kernels.cuda import abi, build
 
-FOLDER = Path(build.__file__).parent
-SOURCES = [re.sub(r"//.*", "", path.read_text()) for path in sorted({*FOLDER.glob("*.cu"), *FOLDER.glob("*.cuh")})]
-FUNCTIONS = dict(match for text in SOURCES for match in re.findall(r'extern "C" int (\w+)\(([^)]*)\)', text))
-STRUCTURES = [
-    build.Params,
-    build.Matrix,
-    build.ExpertsParams,
-    build.TileParams,
-    build.Shares,
-    build.Route,
-    build.GqaPrepare,
-    build.GqaDecode,
-]
-SCALARS = {"int": ctypes.c_int, "float": ctypes.c_float, "int64_t": ctypes.c_int64}
+SOURCES = [re.sub(r"//.*", "", path.read_text()) for path in sorted(build.SOURCES.rglob("*.cu*"))]
+EXPORTED = re.compile(r'extern "C" ([\w\s*]+?)(\w+)\(([^)]*)\)')
+FUNCTIONS = {name: (result, taken) for text in SOURCES for result, name, taken in EXPORTED.findall(text)}
+"""By name: what each function returns, and its parameters."""
+STRUCTURES = [one for _, one in inspect.getmembers(abi, inspect.isclass) if issubclass(one, ctypes.Structure)]
+SCALARS = {"int": ctypes.c_int, "float": ctypes.c_float, "int64_t": ctypes.c_int64, "size_t": ctypes.c_size_t}
+SCALARS |= {one.__name__: one for one in STRUCTURES}
 
 
-def parameters(function: str) -> list[str]:
-    return [one.strip() for one in FUNCTIONS[function].split(",")]
+def kind_of(declared: str) -> type:
+    """What ctypes calls a C type, whatever a pointer points to."""
+    return ctypes.c_void_p if "*" in declared else SCALARS[declared.replace("const", "").split()[0]]
 
 
-def test_calls_agree_with_their_functions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    loaded: dict[str, SimpleNamespace] = defaultdict(SimpleNamespace)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(build, "library_path", lambda _: tmp_path)
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: type("Library", (), {"__getattr__": lambda _, name: loaded[name]})())
-    build.library.__wrapped__()
-    assert len(loaded) >= 15
-    for name, function in loaded.items():
-        assert name in FUNCTIONS, f"{name} is in no source"
-        assert len(function.argtypes) == len(parameters(name)), name
-        for given, parameter in zip(function.argtypes, parameters(name), strict=True):
-            pointer = given is ctypes.c_void_p or issubclass(given, ctypes._Pointer)
-            assert pointer if "*" in parameter else given is SCALARS[parameter.split()[0]], (name, parameter, given)
+def is_pointer(kind: type) -> bool:
+    return kind is ctypes.c_void_p or issubclass(kind, ctypes._Pointer)
+
+
+def fields(structure: str) -> list[tuple[str, type]]:
+    """Names and types of the fields that the source declares, in order."""
+    (body,) = (match for text in SOURCES for match in re.findall(rf"struct {structure} {{(.*?)}};", text, re.DOTALL))
+    found = []
+    for line in filter(None, map(str.strip, body.split(";"))):
+        first, *others = line.split(",")
+        declared, name = re.fullmatch(r"(.*?)(\w+)", first, re.DOTALL).groups()  # type: ignore[union-attr]
+        found.append((name, kind_of(declared)))
+        base = declared.replace("*", "")
+        found += [(other.strip(" *"), kind_of(base + "*" * other.count("*"))) for other in others]
+    return found
+
+
+def test_every_function_is_declared_as_its_source_has_it() -> None:
+    assert abi.FUNCTIONS.keys() == FUNCTIONS.keys()
+    for name, given in abi.FUNCTIONS.items():
+        result, taken = FUNCTIONS[name]
+        assert abi.RESULTS.get(name, ctypes.c_int) is (ctypes.c_char_p if "char" in result else SCALARS[result.strip()]), name
+        parameters = [one.strip() for one in taken.split(",")]
+        assert len(given) == len(parameters), name
+        for kind, parameter in zip(given, parameters, strict=True):
+            assert is_pointer(kind) == ("*" in parameter), (name, parameter)
+            assert is_pointer(kind) or kind is kind_of(parameter), (name, parameter)
+
+
+def test_pointers_to_structures_name_the_structure() -> None:
+    for name, given in abi.FUNCTIONS.items():
+        for kind, parameter in zip(given, FUNCTIONS[name][1].split(","), strict=True):
+            pointed = kind._type_ if isinstance(kind, type) and issubclass(kind, ctypes._Pointer) else None
+            named = next((one for one in STRUCTURES if re.search(rf"\b{one.__name__}\b", parameter)), None)
+            assert named is (pointed if pointed in STRUCTURES else None), (name, parameter)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES, ids=lambda one: one.__name__)
 def test_structures_have_the_fields_of_the_source(structure: type[ctypes.Structure]) -> None:
-    (body,) = (match for text in SOURCES for match in re.findall(rf"struct {structure.__name__} {{(.*?)}};", text, re.DOTALL))
-    fields = [name for line in body.split(";") for name in re.findall(r"(\w+)\s*(?:,|$)", line.strip())]
-    assert fields == [name for name, *_ in structure._fields_]
+    assert fields(structure.__name__) == [(name, kind) for name, kind, *_ in structure._fields_]
 
 
 @pytest.mark.parametrize("structure", STRUCTURES, ids=lambda one: one.__name__)
@@ -58,3 +69,9 @@ def test_structures_lie_in_no_namespace(structure: type[ctypes.Structure]) -> No
     for text in SOURCES:
         before, found, _ = text.partition(f"struct {structure.__name__} {{")
         assert not found or before.count("{") == before.count("}"), structure
+
+
+def test_every_included_file_is_there() -> None:
+    for text in SOURCES:
+        for name in re.findall(r'#include "(.*)"', text):
+            assert (build.SOURCES / name).is_file(), name

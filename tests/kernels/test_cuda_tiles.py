@@ -1,4 +1,4 @@
-"""The tile kernel, wide blocks and sorted experts on a CUDA device, against float64: every format, grid and ragged shape."""
+"""Linears by a plan of every kind, and sorted experts, on a CUDA device, against float64: every format, grid and ragged shape."""
 
 from collections.abc import Iterable, Iterator
 
@@ -7,10 +7,10 @@ import torch
 from kernel_weights import exact_experts, layer, random_experts
 from quantkit_kernels import prepare
 from quantkit_kernels.backends import why_unusable
-from quantkit_kernels.cuda.experts import StreamExperts
-from quantkit_kernels.cuda.linear import CudaLinear
-from quantkit_kernels.cuda.plans import SharePlan, TilePlan, WidePlan, persistent_plans
-from quantkit_kernels.cuda.sorted_experts import sorted_experts
+from quantkit_kernels.cuda.experts.experts import CudaExperts
+from quantkit_kernels.cuda.experts.sorted import sorted_experts
+from quantkit_kernels.cuda.linears.linear import CudaLinear
+from quantkit_kernels.cuda.plans import TileAndSharePlan, TilePerBlockPlan, TokensInSharedPlan, persistent_tiles_plans
 from quantkit_kernels.samples import TOLERANCE, distance, exact_linear, random_weight
 from quantkit_kernels.weights import to_device
 
@@ -52,7 +52,7 @@ def test_every_tile_matches_float64(grid: str, dtype: torch.dtype) -> None:
     for linear, x, exact, where in problems(grid, dtype, ((80, 128), (2112, 1408), (250, 2048)), (1, 17, 70, 300)):
         for tokens, warpgroups in SHAPES:
             for split in range(1, min(8, x.shape[1] // 128) + 1):
-                plan = TilePlan(tokens, warpgroups, split)
+                plan = TilePerBlockPlan(tokens, warpgroups, split)
                 assert distance(linear.tiles(x, plan), exact) < TOLERANCE[dtype], (plan, where)
 
 
@@ -64,7 +64,7 @@ def test_shares_match_float64(grid: str, dtype: torch.dtype) -> None:
         for blocks in (1,) if linear.out_features <= 256 else (5, 6, 8, 9):
             for tokens in (32, 64):
                 if len(x) <= tokens:
-                    plan = SharePlan(tokens, blocks)
+                    plan = TileAndSharePlan(tokens, blocks)
                     y = linear.tiles(x, plan)
                     assert distance(y, exact) < TOLERANCE[dtype], (plan, where)
                     assert torch.equal(y, linear.tiles(x, plan)), (plan, where)
@@ -72,24 +72,24 @@ def test_shares_match_float64(grid: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("grid", FOUR_BITS)
-def test_wide_blocks_match_float64(grid: str, dtype: torch.dtype) -> None:
+def test_tokens_in_shared_memory_match_float64(grid: str, dtype: torch.dtype) -> None:
     """K of fewer chunks than warps or blocks, of more than the ring holds, and of a number that does not come out even; rows that are no
     whole block, and warps that none are left for."""
     for linear, x, exact, where in problems(grid, dtype, ((80, 128), (2112, 1408), (1140, 7168)), (1, 5, 8, 9, 16)):
         for wn in (1, 2, 3, 5, 7, 18):
             for split in (1, 2, 3, 8):
-                plan = WidePlan(1 if len(x) <= 8 else 2, wn, split)
-                y = linear.stream(x, plan)
+                plan = TokensInSharedPlan(1 if len(x) <= 8 else 2, wn, split)
+                y = linear.few_tokens(x, plan)
                 assert distance(y, exact) < TOLERANCE[dtype], (plan, where)
-                assert torch.equal(y, linear.stream(x, plan)), (plan, where)
+                assert torch.equal(y, linear.few_tokens(x, plan)), (plan, where)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_blocks_that_stay_match_float64(dtype: torch.dtype) -> None:
+def test_persistent_tiles_match_float64(dtype: torch.dtype) -> None:
     """One tile and many for each block, K shorter and longer than the ring, rows that are no whole cluster's, every part of a tile."""
     shapes, counts = ((80, 128), (2112, 1408), (250, 2048), (40000, 512)), (1, 20, 70, 129, 200, 256, 300, 600, 1000)
     for linear, x, exact, where in problems("int8", dtype, shapes, counts):
-        for plan in persistent_plans(max(len(x), 129)):  # all of them
+        for plan in persistent_tiles_plans(max(len(x), 129)):  # all of them
             assert distance(linear.tiles(x, plan), exact) < TOLERANCE[dtype], (plan, where)
 
 
@@ -108,13 +108,13 @@ def test_every_number_of_tokens_matches_float64(grid: str) -> None:
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_sorted_experts_match_float64(grid: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sorted_experts_match_float64(grid: str) -> None:
     rng = generator()
     on_cpu = torch.Generator().manual_seed(rng.initial_seed() % 2**32)
     hidden, intermediate, count = 256, 384, 7
     weights = random_experts(grid, count, hidden, intermediate, on_cpu)
     experts = layer([[to_device(one, DEVICE) for one in projection] for projection in weights], "cuda", torch.bfloat16)
-    assert isinstance(experts, StreamExperts)
+    assert isinstance(experts, CudaExperts)
     for tokens, top_k in ((1, 1), (33, 4), (200, 3)):
         x = torch.randn(tokens, hidden, generator=rng, device=DEVICE).bfloat16()
         spread = torch.rand(tokens, count, generator=rng, device=DEVICE).topk(top_k, dim=-1).indices
@@ -122,8 +122,9 @@ def test_sorted_experts_match_float64(grid: str, monkeypatch: pytest.MonkeyPatch
         for ids in (spread, torch.full_like(spread, 4), spread.int()):  # with experts left empty, and one named several times
             exact = exact_experts(x.cpu(), ids.cpu(), topk_weights.cpu(), weights).to(DEVICE)
             for tile in (32, 64, 128):
-                monkeypatch.setattr("quantkit_kernels.cuda.sorted_experts.sorted_plan", lambda _, tile=tile: TilePlan(tile, 2, 1))
-                y = sorted_experts(experts.gate_up, experts.down, experts.kind, experts.group, count, x, ids.contiguous(), topk_weights)
+                plan = TilePerBlockPlan(tile, 2, 1)
+                held = (experts.gate_up, experts.down, experts.kind, experts.group, count)
+                y = sorted_experts(*held, x, ids.contiguous(), topk_weights, plan)
                 assert distance(y, exact) < 2e-2, (tokens, tile, rng.initial_seed())
-            streamed = experts._few(x, ids.contiguous(), topk_weights)
-            assert distance(experts(x, ids, topk_weights), streamed.double()) < 2e-2
+            few = experts.few_tokens(x, ids.contiguous(), topk_weights)
+            assert distance(experts(x, ids, topk_weights), few.double()) < 2e-2

@@ -5,7 +5,7 @@ import torch
 from kernel_weights import exact_experts, layer, random_experts
 from quantkit_kernels import BACKENDS, ExpertsBuilder, prepare_experts
 from quantkit_kernels.backends import why_unusable
-from quantkit_kernels.dense.experts import GroupedLayout
+from quantkit_kernels.expanded.experts import GroupedLayout
 from quantkit_kernels.reference.experts import LoopExperts
 from quantkit_kernels.samples import GRIDS, TOLERANCE, distance
 from quantkit_kernels.weights import Dense, Weight

@@ -59,7 +59,7 @@ def test_linear_holds_no_reference_to_the_given_tensors(grid: str, backend: str)
 def test_int4_in_cpu_layout_is_packed() -> None:
     weight = random_weight("int4-asym-128", 256, 512, torch.Generator().manual_seed(2))
     assert prepare(weight, backend="cpu").nbytes == 256 * 512 // 2 + 256 * 4 * 2 * 2
-    assert prepare(weight, backend="dense").nbytes == 256 * 512 * 2
+    assert prepare(weight, backend="expanded").nbytes == 256 * 512 * 2
 
 
 def test_int8_rounds_activations_per_token() -> None:

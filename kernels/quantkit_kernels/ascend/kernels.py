@@ -1,12 +1,12 @@
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
-"""Triton kernels for the Ascend 910B: W4A16 int4 and FP4, and INT8 A8W8, dense or over the experts of a layer.
+"""Triton kernels for the Ascend 910B: W4A16 int4 and FP4, and INT8 A8W8, of one linear or over the experts of a layer.
 
 Two families, for the chip has two kinds of core:
   *_rows     on the vector cores alone, one row of x at a time: for batches so small that the cube's 16 rows would be empty.
   *_blocks   vector cores decode a tile, cube cores multiply BM rows with it: for everything else.
 A program takes the items pid, pid + programs, ...: launch one program per core. An item is one row (or block of rows) times one column
 tile; its expert is read from `experts`, and weights are offset by whole experts. layout.py holds the layouts: every load of a weight or
-scale is one dense run. Weights come in int8 containers, for the chip's compiler has no unsigned loads and no uint8 product.
+scale is one run without gaps. Weights come in int8 containers, for the chip's compiler has no unsigned loads and no uint8 product.
 
 Decoding is integer arithmetic, never a look-up (a gather becomes a scalar loop here). A container c of two nibbles, widened to int16:
   int4   low (c << 12) >> 12, high c >> 4

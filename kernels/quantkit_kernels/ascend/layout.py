@@ -1,6 +1,6 @@
-"""Weights as the Ascend kernels read them: whole tiles, each one dense run of memory.
+"""Weights as the Ascend kernels read them: whole tiles, each one run of memory without gaps.
 
-`Packed` holds one expert after the other (a dense linear is one expert), and of each expert its column tiles, BN output features wide, the
+`Packed` holds one expert after the other (one linear is one expert), and of each expert its column tiles, BN output features wide, the
 last padded with zeros:
   4 bits   int8 [E, tiles, K/128, 64, BN]: byte (s, r, c) of a tile has W[c, 128 s + r] in its low and W[c, 128 s + 64 + r] in its high
            nibble, so each half is a run of input features, as x is

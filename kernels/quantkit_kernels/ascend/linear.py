@@ -29,7 +29,7 @@ class AscendLinear(Linear):
 
 
 def dense_launch(packed: Packed, x: Tensor, out: Tensor) -> launch.Launch:
-    """The launch of x[M, k] @ W.T -> out[M, n] for one dense weight."""
+    """The launch of x[M, k] @ W.T -> out[M, n] for one weight."""
     m = x.shape[0]
     if m <= VECTOR_TOKENS and packed.kind != "int8":
         return launch.rows(packed, x, _zeros(m, x.device), out)

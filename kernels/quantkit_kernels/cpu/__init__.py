@@ -23,7 +23,7 @@ def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, sha
     if device.type != "cpu":
         return f"runs on the CPU, not on {device.type}"
     if operator.endswith("_dense"):
-        return "backend dense is torch's own matmul already"
+        return "backend expanded is torch's own matmul already"
     if not operator.startswith(("linear_", "experts_")):
         return "the reference is torch's own operators already"
     reasons = (refused(operator.split("_")[1], dtype, shape) for shape in shapes or (None,))

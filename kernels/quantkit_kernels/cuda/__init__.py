@@ -1,18 +1,22 @@
-"""CUDA C++ kernels for few tokens, compiled by the user's nvcc at first use (half a minute, kept in the user's cache).
+"""CUDA C++ kernels for Hopper, compiled by the user's nvcc at first use (about 20 s on 16 cores) and kept in the user's cache.
 
-Written in C++ because prepacked mma fragments, 16-byte streaming loads and the fused routing of the experts are out of Triton's reach.
+They are in C++ because Triton cannot express weights that lie in the order of the matrix instructions' operands, copies of 16 bytes that a
+warp waits for alone, and routing inside a product. Attention of prompts needs none of these and is in Triton (attention/prefill_kernel.py).
+
+csrc/ and the Python beside it have the same rooms: linears, experts, attention, operators (norms, activation, routing, rotary embedding),
+collectives. plans.py says which kernel a product takes, abi.py what the library's functions are given.
 """
 
 import torch
 
 from quantkit_kernels.backends import Shape
-from quantkit_kernels.cuda.attention import mla_decode, mla_prepare
+from quantkit_kernels.cuda.attention.gqa import gqa_decode, gqa_prepare
+from quantkit_kernels.cuda.attention.mla import mla_decode, mla_prepare
+from quantkit_kernels.cuda.attention.prefill import gqa_prefill, mla_prefill
 from quantkit_kernels.cuda.build import find_nvcc, library_path
-from quantkit_kernels.cuda.experts import StreamLayout
-from quantkit_kernels.cuda.functional import add_rms_norm, moe_gate, rms_norm, rope, route, silu_and_mul
-from quantkit_kernels.cuda.grouped import gqa_decode, gqa_prepare
-from quantkit_kernels.cuda.linear import linear
-from quantkit_kernels.cuda.prompts import gqa_prefill, mla_prefill
+from quantkit_kernels.cuda.experts.experts import CudaExpertsLayout
+from quantkit_kernels.cuda.linears.linear import linear
+from quantkit_kernels.cuda.operators import add_rms_norm, moe_gate, rms_norm, rope, route, silu_and_mul
 from quantkit_kernels.reference.functional import cache_layout
 from quantkit_kernels.weights import Weight
 
@@ -65,5 +69,5 @@ def _refused(kind: str, dtype: torch.dtype | None, shapes: tuple[Shape, ...]) ->
     return None
 
 
-def experts_layout(num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device) -> StreamLayout:
-    return StreamLayout(num_experts, gate, dtype, device)
+def experts_layout(num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device) -> CudaExpertsLayout:
+    return CudaExpertsLayout(num_experts, gate, dtype, device)

@@ -1,68 +1,44 @@
-"""What a launch of the kernels needs besides tensors: the stream, and a workspace for sums across blocks."""
+"""What every launch of a kernel needs besides its tensors: the stream, the workspace, and the check of what it returned."""
 
-import ctypes
+import functools
 
 import torch
 from torch import Tensor
 
-from quantkit_kernels.cuda.build import Params, library
-from quantkit_kernels.cuda.plans import Plan, WidePlan
-
 FORMATS = {"int4": 0, "fp4": 1, "int8": 2}
 DTYPES = {torch.bfloat16: 0, torch.float16: 1}
 STORE, SILU_MUL, WEIGH = range(3)
+"""`Epilogue` of common/packed.cuh: what becomes of a product."""
 
-_workspaces: dict[torch.device, tuple[Tensor, Tensor]] = {}
-_retired: list[Tensor] = []
+
+class Workspace:
+    """Scratch memory of one device: float32 partial sums, and int32 counters that every launch leaves at zero.
+
+    Launches that use it must be on one stream at a time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._partial = torch.empty(1 << 22, dtype=torch.float32, device=device)
+        self._counters = torch.zeros(1 << 16, dtype=torch.int32, device=device)
+        self._outgrown: list[Tensor] = []
+        """Kept, because captured graphs may hold their addresses."""
+
+    def room(self, floats: int) -> tuple[Tensor, Tensor]:
+        """Partial sums of at least `floats`, and the counters."""
+        if self._partial.numel() < floats:
+            self._outgrown.append(self._partial)
+            self._partial = torch.empty(floats, dtype=torch.float32, device=self._partial.device)
+        return self._partial, self._counters
+
+
+@functools.cache
+def _workspace_of(device: torch.device) -> Workspace:
+    return Workspace(device)
 
 
 def workspace(device: torch.device, floats: int) -> tuple[Tensor, Tensor]:
-    """Room for partial sums, and counters that every launch leaves at zero. Launches of one device must be on one stream at a time.
-
-    A workspace that was outgrown is kept: captured graphs may hold its address.
-    """
-    have = _workspaces.get(device)
-    if have is None or have[0].numel() < floats:
-        if have is not None:
-            _retired.extend(have)
-        room = max(floats, 1 << 22)
-        _workspaces[device] = have = (
-            torch.empty(room, dtype=torch.float32, device=device),
-            torch.zeros(1 << 16, dtype=torch.int32, device=device),
-        )
-    return have
-
-
-def stream_gemm(params: Params, kind: str, dtype: torch.dtype, group: int, plan: Plan, grid_y: int, device: torch.device) -> None:
-    if plan.split > 1:
-        floats = params.n * plan.split * 8 * plan.token_tiles * grid_y
-        partial, arrived = workspace(device, floats)
-        params.partial, params.arrived = partial.data_ptr(), arrived.data_ptr()
-    params.wn, params.split = plan.wn, plan.split
-    shape = (plan.token_tiles, plan.row_tiles, plan.bulk, grid_y)
-    checked(library().qk_stream_gemm(ctypes.byref(params), FORMATS[kind], DTYPES[dtype], group, *shape, stream_of(device)))
-
-
-def wide_gemm(params: Params, kind: str, dtype: torch.dtype, group: int, plan: WidePlan, device: torch.device) -> None:
-    params.wn, params.split = plan.wn, plan.split
-    layout = (FORMATS[kind], DTYPES[dtype], group)
-    checked(library().qk_wide_gemm(ctypes.byref(params), *layout, plan.token_tiles, stream_of(device)))
-
-
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`quantkit_kernels.quantize_rows` in one launch; the scale comes as [M]."""
-    codes = torch.empty(x.shape, dtype=torch.int8, device=x.device)
-    scale = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-    stream = torch.cuda.current_stream(x.device).cuda_stream
-    checked(library().qk_quantize_rows(x.data_ptr(), codes.data_ptr(), scale.data_ptr(), DTYPES[x.dtype], x.shape[0], x.shape[1], stream))
-    return codes, scale
-
-
-def sum_pairs(weighed: Tensor, y: Tensor, counters: Tensor | None = None) -> None:
-    """y[T, H] = the sum of weighed float32 [T * k, H] over each token's pairs. `counters` int32 are zero afterwards."""
-    sizes = (y.shape[0], weighed.shape[0] // y.shape[0], y.shape[1])
-    cleared = (None, 0) if counters is None else (counters.data_ptr(), counters.numel())
-    checked(library().qk_sum_pairs(weighed.data_ptr(), y.data_ptr(), DTYPES[y.dtype], *sizes, *cleared, stream_of(y.device)))
+    """`Workspace.room` of the device's one workspace."""
+    return _workspace_of(device).room(floats)
 
 
 def stream_of(device: torch.device) -> int:

@@ -24,6 +24,11 @@ class Packed(NamedTuple):
     row_scale: Tensor
 
 
+def pointers(packed: Packed) -> dict[str, int]:
+    """Addresses of the tensors by name, as the C structures want them."""
+    return {name: tensor.data_ptr() for name, tensor in packed._asdict().items() if tensor is not None}
+
+
 def pack(weight: Weight) -> Packed:
     """K must be a multiple of 128."""
     n, k = shape(weight)

@@ -1,9 +1,18 @@
-"""Which kernel and grid a product is launched with: measured on an H200 for the shapes of plans.json, a rule of thumb for others.
+"""Which kernel computes a product, and with which grid: measured on an H200 for the shapes of plans.json, estimated for other shapes.
+
+A plan, its name in plans.json, its kernel's file and its C function have one name:
+
+    tokens_in_registers   few tokens: every warp has its own weights, and its tokens in registers
+    tokens_in_shared      up to 16 tokens, 4 bits: the tokens are in shared memory once for all warps of a block
+    tile_per_block        more tokens: a block computes one tile of rows and tokens
+    tile_and_share        the same in 4 bits, where tiles are a few more than multiprocessors: each block also takes a share of those left
+    persistent_tiles      int8: a block stays on its multiprocessor and computes one tile after the other
+    expand                1024 tokens and more, 4 bits: the weight is expanded to 16 bits, and cuBLAS multiplies
 
 plans.json holds the linears and experts of DeepSeek-R1 and openPangu-Ultra-MoE, whole and as a quarter of them (tensor parallel over four),
-as kernels/tune.py measured them. A row is a kind, the weight's sizes, the most tokens the plans are for, and the fields of one plan, or of
-two for experts, behind its name. Experts have rows in INT8 only: in 4 bits one token's go by wide blocks, more by few_experts.py. Nothing
-is ever timed at the user's.
+as kernels/tune.py measured them. A row is a kind, the weight's sizes, the most tokens that the plans are for, and the plans: one of a
+linear, two of experts, each its name and its fields. Experts have rows in int8 only: in 4 bits fused_experts.cu or tokens_in_shared.cu
+computes them. Nothing is measured on the user's machine.
 """
 
 import functools
@@ -14,21 +23,26 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-_WARPS = 8  # of a block
-_BLOCKS = 2 * 132  # resident on an H200
-WIDE_CLUSTERS = {1: 132, 2: 66, 4: 28, 8: 14}
-"""Of so many blocks each, how many an H200 runs at once: a cluster lies in one of its parts, some of which lack two or four of 18
-multiprocessors, not on every card the same. One more than there is room for, and the product takes nearly twice as long."""
-_WIDE_WARPS = 18
-_WIDE_ROWS, _WIDE_INTERMEDIATE = 2048, 512  # with fewer the streaming kernel and few_experts.py are faster
+_WARPS = 8
+"""Warps of a block of tokens_in_registers."""
+_BLOCKS = 2 * 132
+"""Blocks that are on an H200 at once, two to a multiprocessor."""
+CLUSTERS_AT_ONCE = {1: 132, 2: 66, 4: 28, 8: 14}
+"""Blocks of a cluster, and how many such clusters an H200 runs at once. A cluster lies in one part of the chip, and some parts have 14 or
+16 multiprocessors, not 18; which ones differs from card to card. One cluster too many makes the product take nearly twice as long."""
+_MATH_WARPS = 18
+"""Warps of a block of tokens_in_shared that multiply."""
+_LEAST_ROWS, _LEAST_INTERMEDIATE = 2048, 512
+"""Smaller linears are faster by tokens_in_registers than by tokens_in_shared, smaller experts by fused_experts."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The shape of a grid of stream_gemm.
+class TokensInRegistersPlan:
+    """Grid of tokens_in_registers.cu, for few tokens.
 
-    token_tiles: of 8 tokens, per block (1, 2 or 4). row_tiles: of 16 rows, per warp (2 or 4; 4 with four token tiles). wn: warps of a block
-    side by side along N. split: blocks along K. bulk: weights through shared memory, always so with several token tiles.
+    token_tiles: tiles of 8 tokens that a block has (1, 2 or 4). row_tiles: tiles of 16 rows that a warp has (2 or 4; 4 with four token
+    tiles). wn: warps of a block side by side along N; the others are along K. split: blocks along K. bulk: weights go through shared
+    memory, not straight into registers; always true with several token tiles.
     """
 
     token_tiles: int
@@ -39,11 +53,11 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class WidePlan:
-    """The grid of wide_gemm, for 4 bits.
+class TokensInSharedPlan:
+    """Grid of tokens_in_shared.cu, for 4 bits and up to 16 tokens.
 
-    token_tiles: of 8 tokens, which are all there may be (1 or 2). wn: of a block's 18 warps, those side by side along N; so many times fit.
-    split: blocks of a cluster along K (1, 2, 4 or 8).
+    token_tiles: tiles of 8 tokens (1 or 2); one block has all tokens. wn: warps of a block side by side along N, 32 rows each; 18 // wn
+    such groups of warps share K. split: blocks of a cluster, which share K too (1, 2, 4 or 8).
     """
 
     token_tiles: int
@@ -51,24 +65,26 @@ class WidePlan:
     split: int
 
 
-def wide_plans(rows: int, k: int, tokens: int, pairs: int = 1) -> Iterator[WidePlan]:
-    """With all blocks at once: for each number of them along K those with the fewest rows a block, and a little more. pairs: so many
-    experts have such a product."""
-    for split, of_all in WIDE_CLUSTERS.items():
+def tokens_in_shared_plans(rows: int, k: int, tokens: int, pairs: int = 1) -> Iterator[TokensInSharedPlan]:
+    """Plans whose blocks are all on the device at once: for each `split` the fewest rows a block may have, and up to 64 more.
+
+    pairs: experts that have such a product at the same time.
+    """
+    for split, of_all in CLUSTERS_AT_ONCE.items():
         clusters = of_all // pairs
         if clusters == 0 or split > max(1, k // 512):
             continue
         fewest = -(-rows // (32 * clusters))
-        for wn in range(fewest, min(_WIDE_WARPS, fewest + 2) + 1):
-            yield WidePlan(1 if tokens <= 8 else 2, wn, split)
+        for wn in range(fewest, min(_MATH_WARPS, fewest + 2) + 1):
+            yield TokensInSharedPlan(1 if tokens <= 8 else 2, wn, split)
 
 
 @dataclass(frozen=True)
-class TilePlan:
-    """The shape of a grid of tile_gemm.
+class TilePerBlockPlan:
+    """Grid of tile_per_block.cu: a block computes one tile.
 
-    tokens: of a tile (32, 64, 128 or 256). warpgroups: strips of 64 rows of a block (2, or 4 up to 64 tokens, or 3 with 128). split: blocks
-    along K (1 to 8).
+    tokens: tokens of a tile (32, 64, 128 or 256). warpgroups: strips of 64 rows of a tile, one a warpgroup (2; up to 64 tokens also 4, with
+    128 also 3). split: blocks of a cluster, which share K (1 to 8).
     """
 
     tokens: int
@@ -77,10 +93,10 @@ class TilePlan:
 
 
 @dataclass(frozen=True)
-class SharePlan:
-    """The grid of tile_gemm with a block for every multiprocessor, for 4 bits: each has a tile of 256 rows, and a share of those left over.
+class TileAndSharePlan:
+    """Grid of tile_and_share.cuh, for 4 bits: a block computes one tile of 256 rows, and a share of the tiles that are left over.
 
-    tokens: of a tile (32 or 64), which are all there may be. blocks: at least half as many as there are tiles. K is 1024 or more.
+    tokens: tokens of a tile (32 or 64); one tile has all tokens. blocks: at least half as many as there are tiles. K is 1024 or more.
     """
 
     tokens: int
@@ -88,12 +104,12 @@ class SharePlan:
 
 
 @dataclass(frozen=True)
-class PersistentPlan:
-    """The grid of persistent_int8, for int8: blocks go from tile to tile.
+class PersistentTilesPlan:
+    """Grid of persistent_tiles.cu, for int8: a block computes one tile after the other.
 
-    tokens: of a tile (64, 128 or 256). strips: of 64 rows of a tile (1, or 2 below 256 tokens). same_strips: two blocks side by side have
-    the same strips, else the same tokens. parts: into which the tiles are cut along the tokens that do not come out even (1, 2 or 4; 4 from
-    128 tokens on).
+    tokens: tokens of a tile (64, 128 or 256). strips: strips of 64 rows of a tile (1; below 256 tokens also 2). same_strips: the two blocks
+    of a cluster have the same strips and different tokens; else the same tokens and different strips. parts: the tiles that are left when
+    every cluster has as many as the others are cut into so many along the tokens (1, 2 or 4; 4 from 128 tokens on).
     """
 
     tokens: int
@@ -102,109 +118,119 @@ class PersistentPlan:
     parts: int
 
 
-def persistent_plans(tokens: int) -> Iterator[PersistentPlan]:
-    """All for so many tokens, without tiles that have room for twice as many."""
+def persistent_tiles_plans(tokens: int) -> Iterator[PersistentTilesPlan]:
+    """All plans for `tokens`, without tiles that have room for twice as many."""
     for tile, strips in ((64, 1), (64, 2), (128, 1), (128, 2), (256, 1)):
         if tile > 64 and tile >= 2 * tokens:
             continue
         for same_strips in (False, True) if tokens > tile else (False,):
             for parts in (1, 2, 4) if tile > 64 else (1, 2):
-                yield PersistentPlan(tile, strips, same_strips, parts)
+                yield PersistentTilesPlan(tile, strips, same_strips, parts)
 
 
 @dataclass(frozen=True)
-class Expand:
-    """The 4-bit weight is expanded to the compute dtype and multiplied by cuBLAS."""
+class ExpandPlan:
+    """expand.cu expands the 4-bit weight to the compute dtype, and cuBLAS multiplies."""
 
 
-AnyPlan = Plan | WidePlan | TilePlan | SharePlan | PersistentPlan | Expand
-ExpertsPlans = tuple[Plan | WidePlan, Plan | WidePlan]  # of gate_up and down
+AnyPlan = TokensInRegistersPlan | TokensInSharedPlan | TilePerBlockPlan | TileAndSharePlan | PersistentTilesPlan | ExpandPlan
+ExpertsPlans = tuple[TokensInRegistersPlan | TokensInSharedPlan, TokensInRegistersPlan | TokensInSharedPlan]
+"""Of gate_up and down."""
 
-SORTED_PER_EXPERT = {"int4": 9, "fp4": 9, "int8": 8}  # pairs, from which on sorting them is faster than streaming the weights
-MAX_EXPERTS = 1024  # that the kernel of few_experts.py takes
-_STREAM_TOKENS = 16  # that the streaming kernel takes, and with more where the tile kernel cannot
-_TILE_K = 65536  # the longest row that the tile kernel's quantization holds
+SORTED_PER_EXPERT = {"int4": 9, "fp4": 9, "int8": 8}
+"""From so many pairs an expert on, the kernels of sorted.py are faster."""
+MAX_EXPERTS = 1024
+"""The most experts that fused_experts.cu takes."""
+_FEW_TOKENS = 16
+"""The most tokens of the kernels for few tokens; tokens_in_registers takes more where the tile kernels cannot."""
+_TILE_K = 65536
+"""The longest row that arrange_tokens.cu quantizes."""
 
 
 def linear_plan(kind: str, rows: int, k: int, tokens: int) -> AnyPlan:
-    """For W[rows, k], rows padded to whole strips."""
+    """The plan for W[rows, k], rows padded to whole strips."""
     measured = _measured()["linear"].get((kind, rows, k))
     if measured is not None:
         return _nearest(measured, tokens)[0]
-    if tokens > _STREAM_TOKENS and k <= _TILE_K:
-        return _tile_plan(kind, rows, k, tokens)
+    if tokens > _FEW_TOKENS and k <= _TILE_K:
+        return _many_tokens_plan(kind, rows, k, tokens)
     token_tiles = 1 if tokens <= 8 else 2 if tokens <= 16 else 4
-    if kind != "int8" and tokens <= _STREAM_TOKENS and rows >= _WIDE_ROWS:
-        wide = _wide_plan(rows, k, tokens)
-        if wide is not None:
-            return wide
+    if kind != "int8" and tokens <= _FEW_TOKENS and rows >= _LEAST_ROWS:
+        shared = _tokens_in_shared_plan(rows, k, tokens)
+        if shared is not None:
+            return shared
     row_tiles = 4 if token_tiles == 4 else 2
     wn = 2 if k // 128 < 2 * _WARPS and rows % (32 * row_tiles) == 0 else 1
     blocks = rows // (16 * row_tiles * wn) * -(-tokens // (8 * token_tiles))
     split = max(1, min(_BLOCKS // blocks, k // 128 * wn // _WARPS)) if blocks < _BLOCKS // 3 else 1
-    return Plan(token_tiles, row_tiles, wn, split, bulk=kind == "int8" or token_tiles > 1)
+    return TokensInRegistersPlan(token_tiles, row_tiles, wn, split, bulk=kind == "int8" or token_tiles > 1)
 
 
 @functools.cache
-def _wide_plan(rows: int, k: int, tokens: int, pairs: int = 1) -> WidePlan | None:
-    """The cheapest of `wide_plans`: of reading a block's weights and tokens, and of adding up over more blocks. The weights of the three
-    were fitted to the shapes that were measured, where the choice takes 2 % longer than the best on average."""
+def _tokens_in_shared_plan(rows: int, k: int, tokens: int, pairs: int = 1) -> TokensInSharedPlan | None:
+    """The cheapest of `tokens_in_shared_plans`. The cost is that of reading a block's weights and tokens and of adding up over blocks.
 
-    def cost(plan: WidePlan) -> float:
+    Its constants were fitted to the measured shapes; there the choice takes 2 % longer than the best plan on average.
+    """
+
+    def cost(plan: TokensInSharedPlan) -> float:
         return k / plan.split * (plan.wn * 16 + tokens / 2) + 20_000 * math.log2(plan.split)
 
-    # With one warp along N all have chunks of their own, as many as the ring holds: where each has several, none could come ahead.
-    plans = (plan for plan in wide_plans(rows, k, tokens, pairs) if plan.wn > 1 or k // plan.split <= 128 * _WIDE_WARPS)
+    # With one warp along N each of the 18 warps reads chunks of its own, and the ring holds 18. A plan where a warp has several chunks is
+    # left out: nothing could be copied ahead.
+    plans = (plan for plan in tokens_in_shared_plans(rows, k, tokens, pairs) if plan.wn > 1 or k // plan.split <= 128 * _MATH_WARPS)
     return min(plans, key=cost, default=None)
 
 
-def _tile_plan(kind: str, rows: int, k: int, tokens: int) -> TilePlan | PersistentPlan | Expand:
+def _many_tokens_plan(kind: str, rows: int, k: int, tokens: int) -> TilePerBlockPlan | PersistentTilesPlan | ExpandPlan:
     if tokens > 1024 and kind != "int8":
-        return Expand()
-    if kind == "int8" and rows // 64 * -(-tokens // 256) >= 2 * _BLOCKS:  # at least two tiles for every warpgroup
-        return PersistentPlan(256, 1, False, 1)
+        return ExpandPlan()
+    if kind == "int8" and rows // 64 * -(-tokens // 256) >= 2 * _BLOCKS:  # two tiles for every warpgroup or more
+        return PersistentTilesPlan(256, 1, False, 1)
     tile = next(tile for tile in (32, 64, 128, 256) if tokens <= tile or tile == 256)
     warpgroups = 3 if tile == 128 and rows > 132 * 128 else 2
     blocks = -(-rows // (64 * warpgroups)) * -(-tokens // tile)
     split = max(1, min(8, _BLOCKS // 2 // blocks, k // 512)) if blocks < 100 else 1
-    return TilePlan(tile, warpgroups, split)
+    return TilePerBlockPlan(tile, warpgroups, split)
 
 
 def experts_plans(kind: str, hidden: int, intermediate: int, num_experts: int, pairs: int, top_k: int) -> ExpertsPlans | None:
-    """For gate_up and down of `pairs` token-expert pairs; none where few_experts.py takes both in one launch."""
+    """Plans for gate_up and down of `pairs` token-expert pairs; None where fused_experts computes both in one launch."""
     if kind != "int8":
-        if pairs == top_k and intermediate >= _WIDE_INTERMEDIATE:
-            first, second = _wide_plan(2 * intermediate, hidden, 1, pairs), _wide_plan(hidden, intermediate, 1, pairs)
+        if pairs == top_k and intermediate >= _LEAST_INTERMEDIATE:
+            first = _tokens_in_shared_plan(2 * intermediate, hidden, 1, pairs)
+            second = _tokens_in_shared_plan(hidden, intermediate, 1, pairs)
             if first is not None and second is not None:
                 return first, second
         if num_experts <= MAX_EXPERTS:
             return None
     per_expert = pairs / num_experts
     if per_expert > 6:
-        # Tiles that hold most experts' tokens at once: weights are read again for every further tile.
-        wide = Plan(2 if per_expert <= 12 else 4, 4, 2 if hidden % 128 == 0 and intermediate % 64 == 0 else 1, 1, bulk=True)
-        return wide, wide
+        # A block's tokens should be all of most experts' tokens: weights are read again for more of them.
+        side_by_side = 2 if hidden % 128 == 0 and intermediate % 64 == 0 else 1
+        plan = TokensInRegistersPlan(2 if per_expert <= 12 else 4, 4, side_by_side, 1, bulk=True)
+        return plan, plan
     measured = _measured()["experts"].get((kind, hidden, intermediate))
     if measured is not None:
         gate_up, down = _nearest(measured, pairs // top_k)
-        assert isinstance(gate_up, Plan), gate_up
-        assert isinstance(down, Plan), down
+        assert isinstance(gate_up, TokensInRegistersPlan), gate_up
+        assert isinstance(down, TokensInRegistersPlan), down
         return gate_up, down
-    return Plan(1, 4, 1, 1, bulk=True), Plan(1, 4, 1, 1, bulk=True)
+    return TokensInRegistersPlan(1, 4, 1, 1, bulk=True), TokensInRegistersPlan(1, 4, 1, 1, bulk=True)
 
 
 def experts_token_tiles(per_expert: float) -> int:
-    """Of 8 tokens, that few_experts.py multiplies at once where each expert has so many on average."""
+    """Tiles of 8 tokens that fused_experts multiplies at once, for so many tokens an expert on average."""
     return 1 if per_expert <= 7.5 else 2
 
 
-def sorted_plan(per_expert: float) -> TilePlan:
-    """For experts whose pairs are sorted, so many each on average. Tiles hold most experts' tokens at once."""
-    return TilePlan(32, 2, 1) if per_expert <= 20 else TilePlan(64, 2, 1) if per_expert <= 48 else TilePlan(128, 2, 1)
+def sorted_plan(per_expert: float) -> TilePerBlockPlan:
+    """The plan for sorted pairs, so many an expert on average. A tile should hold all tokens of most experts."""
+    return TilePerBlockPlan(32 if per_expert <= 20 else 64 if per_expert <= 48 else 128, 2, 1)
 
 
 def _nearest(measured: list[tuple[int, list[AnyPlan]]], tokens: int) -> list[AnyPlan]:
-    """The plans of the fewest tokens that are not below these, else of the most."""
+    """The plans measured for `tokens` or the next larger number; those of the largest where there is none."""
     return next((plans for most, plans in measured if tokens <= most), measured[-1][1])
 
 
@@ -212,23 +238,23 @@ Table = dict[tuple[str, int, int], list[tuple[int, list[AnyPlan]]]]
 
 
 _NAMES: dict[str, type[AnyPlan]] = {
-    "stream": Plan,
-    "wide": WidePlan,
-    "tiles": TilePlan,
-    "shares": SharePlan,
-    "stays": PersistentPlan,
-    "expand": Expand,
+    "tokens_in_registers": TokensInRegistersPlan,
+    "tokens_in_shared": TokensInSharedPlan,
+    "tile_per_block": TilePerBlockPlan,
+    "tile_and_share": TileAndSharePlan,
+    "persistent_tiles": PersistentTilesPlan,
+    "expand": ExpandPlan,
 }
 
 
 def written(plan: AnyPlan) -> list[Any]:
-    """As in a row of plans.json."""
+    """A plan as a row of plans.json has it."""
     return [next(name for name, kind in _NAMES.items() if isinstance(plan, kind)), *astuple(plan)]
 
 
 @functools.cache
 def _measured() -> dict[str, Table]:
-    """Per table and weight: the plans for rising numbers of tokens."""
+    """By table and weight: the plans for rising numbers of tokens."""
     tables: dict[str, Table] = {}
     for name, rows in json.loads((Path(__file__).parent / "plans.json").read_text()).items():
         table = tables[name] = {}

@@ -1,0 +1,83 @@
+"""Grouped-query attention of a decode step: gqa_prepare.cu and gqa_decode.cu. Unusual types and widths the reference computes.
+
+No launch depends on the sequences' lengths, which a captured step finds on the device.
+"""
+
+import ctypes
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quantkit_kernels import reference
+from quantkit_kernels.cuda.abi import GqaDecode, GqaPrepare
+from quantkit_kernels.cuda.build import library
+from quantkit_kernels.cuda.launch import DTYPES, checked, stream_of, workspace
+
+_HEADS = 16  # that a block takes of those that share keys
+_TILE = 64  # tokens
+_LEAST_TILES = 2
+"""Of a block's share: a part of a row costs about as much as reading so many."""
+_MOST_ROWS, _MOST_UNITS = 1024, 1 << 16
+
+
+def gqa_prepare(
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    eps: float,
+    interleaved: bool,
+) -> Tensor:
+    kv_heads, width = keys.shape[2:]
+    tokens, heads = qkv.shape[0], qkv.shape[1] // width - 2 * kv_heads
+    alike = all(one is None or one.dtype == qkv.dtype for one in (q_norm, k_norm, keys)) and qkv.dtype in DTYPES
+    if not alike or width % 8 or tokens == 0:
+        return reference.gqa_prepare(qkv, q_norm, k_norm, cos, sin, keys, values, slots, eps, interleaved)
+    q = torch.empty(tokens, heads, width, dtype=qkv.dtype, device=qkv.device)
+    tensors = [None if one is None else one.contiguous() for one in (qkv, q_norm, k_norm, cos, sin, slots)]
+    pointers = [None if one is None else one.data_ptr() for one in (*tensors, q, keys, values)]
+    params = GqaPrepare(*pointers, tokens, heads, kv_heads, width, 2 * cos.shape[1], interleaved, eps)
+    checked(library().qk_gqa_prepare(ctypes.byref(params), DTYPES[qkv.dtype], stream_of(qkv.device)))
+    return q
+
+
+def gqa_decode(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    window: int,
+    lengths: Sequence[int] | None,
+) -> Tensor:
+    (rows, heads, width), (block_size, kv_heads) = q.shape, keys.shape[1:3]
+    units = rows * kv_heads * -(-(heads // kv_heads) // _HEADS)
+    fits = q.dtype in DTYPES and keys.dtype == q.dtype and width % 8 == 0 and width <= 256
+    fits = fits and rows <= _MOST_ROWS and units <= _MOST_UNITS and keys.is_contiguous() and values.is_contiguous()
+    if not fits or q.numel() == 0:
+        return reference.gqa_decode(q, keys, values, block_table, seq_lens, scale, window, lengths)
+    q, table, seq_lens = q.contiguous(), block_table.contiguous(), seq_lens.contiguous()
+    out = torch.empty_like(q)
+    most_tiles = units * -(-block_table.shape[1] * block_size // _TILE)
+    blocks = max(1, min(_blocks(width, q.device), most_tiles // _LEAST_TILES))
+    partial, arrived = workspace(q.device, blocks * 2 * _HEADS * (width + 2))
+    params = GqaDecode(
+        *(one.data_ptr() for one in (q, keys, values, table, seq_lens, out, partial, arrived)),
+        *(table.element_size() // 4, seq_lens.element_size() // 4, table.shape[1], block_size),
+        *(rows, kv_heads, heads // kv_heads, width, window, blocks, _LEAST_TILES, scale * 1.4426950408889634),
+    )
+    checked(library().qk_gqa_decode(ctypes.byref(params), DTYPES[q.dtype], stream_of(q.device)))
+    return out
+
+
+@functools.cache
+def _blocks(width: int, device: torch.device) -> int:
+    """As many as the device holds at once."""
+    return torch.cuda.get_device_properties(device).multi_processor_count * (2 if width <= 128 else 1)

@@ -1,0 +1,413 @@
+// Grouped-query attention of one query per row over the paged cache, read where it lies: softmax(scale * q k) v.
+//
+// One launch. The work is counted in tiles of 64 tokens of a unit, which is a row's heads that share keys (up to 16 of them). All tiles of all
+// units stand in one line that is cut into equal shares, one a block: long rows are read by many blocks, and rows of any lengths load the
+// device evenly. A block's four warps take 16 tokens of a tile each, with a ring of copies that runs on from unit to unit and sums of their
+// own, and meet at the end of a unit only. A unit that lies in several shares is merged, in the order of its tokens, by the block that
+// finishes last.
+//
+// Lengths are read on the device: a captured graph stays right when they change, and nothing past a row's end, or before its window, is read.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+#include "common/copies.cuh"
+#include "common/launch.cuh"
+#include "common/mma.cuh"
+
+struct GqaDecode {
+  const void *q, *keys, *values;  // [rows, kv_heads * shared, d]; [.., block_size, kv_heads, d] twice
+  const int *table, *lengths;     // [rows, table_width], [rows]; strides in ints, 2 for int64
+  void* out;                      // as q
+  float* partial;                 // [blocks, 2, 16 * d + 32]: sums, largest scores, sums of p = 2^(score - largest)
+  int* arrived;                   // [units], zero before and after
+  int table_stride, lengths_stride, table_width, block_size, rows, kv_heads, shared, d, window, blocks, least_tiles;
+  float scale;  // times log2(e)
+};
+
+namespace {
+
+constexpr int kWarps = 4, kThreads = 32 * kWarps, kWarpTokens = 16, kTile = kWarps * kWarpTokens, kHeads = 16;
+
+// A warp's ring of copies: keys and values of 16 tokens a slot.
+template <int D> struct Ring {
+  static constexpr int row = 2 * D + 16, slot = 2 * kWarpTokens * row;  // bytes: eight rows of a matrix lie in different banks
+  static constexpr int per_sm = D <= 128 ? 2 : 1, fit = (per_sm == 2 ? 104 : 200) * 1024 / (kWarps * slot), slots = fit < 8 ? fit : 8;
+  static constexpr int of_block = kWarps * slots * slot;
+};
+
+// 16 bytes of this thread's, or zeros. Memory is asked for 128 bytes at a time: long contexts are read 3 % faster than by half of that.
+__device__ __forceinline__ void copy16_or_zeros(uint32_t to, const void* from, bool there) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+template <class T> __device__ __forceinline__ uint32_t packed(float low, float high) {
+  struct __align__(4) { T v[2]; } both = {T(low), T(high)};
+  return *reinterpret_cast<uint32_t*>(&both);
+}
+
+struct Span { int first, tokens, tiles; };  // of a row: what it sees, and in how many tiles
+__device__ __forceinline__ Span span_of(int length, int window) {
+  const int first = window > 0 ? max(0, length - window) : 0;
+  return {first, length - first, (length - first + kTile - 1) / kTile};
+}
+
+// A row's heads that share keys, at begin .. end of the line.
+struct Unit {
+  int row, number, kv_head, head0, heads;
+  long long begin, end;
+  Span span;
+};
+
+// The line of tiles, and its equal shares. before [rows + 1]: tiles of the rows before, for one unit each; lengths [rows].
+struct Line {
+  const int *before, *lengths;
+  int rows, groups, per_row, blocks;
+  long long tiles;
+  __device__ long long begin(int block) const { return block * tiles / blocks; }
+  __device__ int holder(long long tile) const { return int(((tile + 1) * blocks - 1) / tiles); }
+  __device__ Unit unit_at(const GqaDecode& p, long long tile) const {
+    int row = 0;  // the last that begins here or before
+    for (int high = rows; high - row > 1;) {
+      const int middle = (row + high) / 2;
+      if ((long long)before[middle] * per_row <= tile) row = middle;
+      else high = middle;
+    }
+    const Span span = span_of(lengths[row], p.window);
+    const long long row_begin = (long long)before[row] * per_row;
+    const int number = int(tile - row_begin) / span.tiles, head0 = number % groups * kHeads;
+    const long long begin = row_begin + (long long)number * span.tiles;
+    return {row, number, number / groups, head0, min(kHeads, p.shared - head0), begin, begin + span.tiles, span};
+  }
+};
+
+// What a warp gathers about the heads of a unit: sums[n] of columns 8n .., a head's largest score and the sum of its probabilities.
+template <int D> struct Sums {
+  float of[D / 8][4], largest[2], total[2];
+  __device__ void clear() {
+#pragma unroll
+    for (int n = 0; n < D / 8; ++n) of[n][0] = of[n][1] = of[n][2] = of[n][3] = 0;
+    largest[0] = largest[1] = -INFINITY, total[0] = total[1] = 0;
+  }
+};
+
+// Keys and values of 16 tokens at `slot`: rows of D, keys before values. `left` of them count. HALVES: whether there are more than 8 heads.
+template <class T, int D, int HALVES> __device__ __forceinline__ void attend_tokens(Sums<D>& sums, const uint32_t (&queries)[D / 16][4], uint32_t slot, int left, float scale) {
+  const int lane = threadIdx.x & 31, part = lane & 3, matrix = lane >> 3, matrix_row = lane & 7;
+  float score[2][4] = {};
+  const uint32_t keys = slot + ((matrix >> 1) * 8 + matrix_row) * Ring<D>::row + (matrix & 1) * 16;
+#pragma unroll
+  for (int k = 0; k < D / 16; ++k) {
+    uint32_t b[4];
+    load_matrices(b, keys + k * 32);
+    mma<T>(score[0], queries[k], b[0], b[1]), mma<T>(score[1], queries[k], b[2], b[3]);
+  }
+  uint32_t probabilities[4] = {};
+#pragma unroll
+  for (int h = 0; h < HALVES; ++h) {
+    float top = sums.largest[h];
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float& s = score[n][2 * h + e];
+        s = n * 8 + 2 * part + e < left ? s * scale : -INFINITY;
+        top = fmaxf(top, s);
+      }
+    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));  // finite: token 0 counts
+    const float less = exp2f(sums.largest[h] - top);
+    sums.largest[h] = top, sums.total[h] *= less;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const float low = exp2f(score[n][2 * h] - top), high = exp2f(score[n][2 * h + 1] - top);
+      sums.total[h] += low + high;
+      probabilities[2 * n + h] = packed<T>(low, high);
+    }
+    if (__any_sync(0xffffffffu, less != 1.f)) {
+#pragma unroll
+      for (int n = 0; n < D / 8; ++n) sums.of[n][2 * h] *= less, sums.of[n][2 * h + 1] *= less;
+    }
+  }
+  const uint32_t values = slot + (kWarpTokens + (matrix & 1) * 8 + matrix_row) * Ring<D>::row + (matrix >> 1) * 16;
+#pragma unroll
+  for (int n = 0; n < D / 16; ++n) {
+    uint32_t b[4];
+    load_matrices_transposed(b, values + n * 32);
+    mma<T>(sums.of[2 * n], probabilities, b[0], b[1]), mma<T>(sums.of[2 * n + 1], probabilities, b[2], b[3]);
+  }
+}
+
+// A warp's 16 tokens of a tile: how many of them there are, from token `first` of the row on.
+struct Tokens { int first, left; };
+__device__ __forceinline__ Tokens tokens_of(const Unit& unit, long long tile) {
+  const int skipped = int(tile - unit.begin) * kTile + (threadIdx.x >> 5) * kWarpTokens;
+  return {unit.span.first + skipped, unit.span.tokens - skipped};
+}
+
+// In which row of keys [.., kv_heads] token `lane` of the warp's 16 lies; -1 where there are none. Tokens past the end repeat the last: their
+// probability is zero, and zero times what nobody wrote might be NaN.
+__device__ __forceinline__ int look_up(const GqaDecode& p, const Unit& unit, long long tile) {
+  const Tokens tokens = tokens_of(unit, tile);
+  if (tokens.left <= 0) return -1;
+  const int token = min(tokens.first + (int)(threadIdx.x % kWarpTokens), tokens.first + tokens.left - 1), block = token / p.block_size;
+  const int page = p.table[((size_t)unit.row * p.table_width + block) * p.table_stride];
+  return (page * p.block_size + token - block * p.block_size) * p.kv_heads + unit.kv_head;
+}
+
+template <class T, int D> __device__ __forceinline__ void request(const GqaDecode& p, uint32_t to, int place) {
+  constexpr int chunks = D / 8;
+  const int lane = threadIdx.x & 31;
+  if (place < 0) return;
+#pragma unroll
+  for (int i = 0; i < kWarpTokens * chunks / 32; ++i) {
+    const int chunk = i * 32 + lane, token = chunk / chunks, at = chunk % chunks;
+    const bool there = at * 8 < p.d;
+    const size_t from = (size_t)__shfl_sync(0xffffffffu, place, token) * p.d + (there ? at * 8 : 0);
+    copy16_or_zeros(to + token * Ring<D>::row + at * 16, (const T*)p.keys + from, there);
+    copy16_or_zeros(to + (kWarpTokens + token) * Ring<D>::row + at * 16, (const T*)p.values + from, there);
+  }
+}
+
+template <class T, int D, int HALVES> __device__ __forceinline__ void load_queries(uint32_t (&queries)[D / 16][4], const GqaDecode& p, const Unit& unit) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, part = lane & 3;
+  const T* from = (const T*)p.q + ((size_t)unit.row * p.kv_heads * p.shared + unit.kv_head * p.shared + unit.head0) * p.d;
+#pragma unroll
+  for (int k = 0; k < D / 16; ++k)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int head = g + (i & 1) * 8, column = k * 16 + (i >> 1) * 8 + 2 * part;
+      queries[k][i] = (HALVES == 2 || i % 2 == 0) && head < unit.heads && column < p.d ? *reinterpret_cast<const uint32_t*>(from + head * p.d + column) : 0;
+    }
+}
+
+// What the warps tell each other at the end of a unit: of each head largest score and sum, their share of the block's, and the block's own.
+struct Found { float largest[kWarps][kHeads], total[kWarps][kHeads], share[kWarps][kHeads], top[kHeads], sum[kHeads]; };
+
+// The warps' sums as one, in `merged` [16][D + 8]. They are put together in turns; with up to 8 heads by two warps at a time, in two sums of 8
+// rows that are still to be added.
+template <int D, int HALVES> __device__ __forceinline__ void merge_warps(Sums<D>& sums, Found& found, float* merged) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, part = lane & 3;
+#pragma unroll
+  for (int h = 0; h < HALVES; ++h) {
+    float total = sums.total[h];
+    total += __shfl_xor_sync(0xffffffffu, total, 1);
+    total += __shfl_xor_sync(0xffffffffu, total, 2);
+    if (part == 0) found.largest[warp][g + 8 * h] = sums.largest[h], found.total[warp][g + 8 * h] = total;
+  }
+  __syncthreads();
+  if (threadIdx.x < 8 * HALVES) {
+    float top = -INFINITY, sum = 0;  // finite afterwards: the first warp has a token
+    for (int w = 0; w < kWarps; ++w) top = fmaxf(top, found.largest[w][threadIdx.x]);
+    for (int w = 0; w < kWarps; ++w) {
+      const float share = exp2f(found.largest[w][threadIdx.x] - top);
+      found.share[w][threadIdx.x] = share, sum += share * found.total[w][threadIdx.x];
+    }
+    found.top[threadIdx.x] = top, found.sum[threadIdx.x] = sum;
+  }
+  __syncthreads();
+  constexpr int at_once = HALVES == 1 ? 2 : 1;
+  for (int turn = 0; turn < kWarps / at_once; ++turn) {
+    if (warp / at_once == turn) {
+#pragma unroll
+      for (int h = 0; h < HALVES; ++h) {
+        const float share = found.share[warp][g + 8 * h];
+#pragma unroll
+        for (int n = 0; n < D / 8; ++n) {
+          float2* at = reinterpret_cast<float2*>(merged + (warp % at_once * 8 + g + 8 * h) * (D + 8) + n * 8 + 2 * part);
+          const float2 before = turn ? *at : make_float2(0.f, 0.f);
+          *at = make_float2(before.x + share * sums.of[n][2 * h], before.y + share * sums.of[n][2 * h + 1]);
+        }
+      }
+    }
+    __syncthreads();
+  }
+}
+
+// A part of a unit as a block keeps it: of the first unit in its share, or of the last.
+__device__ __forceinline__ int part_floats(const GqaDecode& p) { return kHeads * p.d + 2 * kHeads; }
+__device__ __forceinline__ float* part_of(const GqaDecode& p, int block, bool at_the_end) { return p.partial + ((size_t)block * 2 + at_the_end) * part_floats(p); }
+
+// A unit's parts, kept by blocks first .. last, as one result. Of all of them only the first can have begun before the unit.
+template <class T> __device__ __forceinline__ void merge_parts(const GqaDecode& p, const Line& line, const Unit& unit, int first, int last, Found& found, T* out) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, parts = last - first + 1, stride = 2 * part_floats(p);
+  const float *others = part_of(p, first, false), *foremost = part_of(p, first, line.begin(first) < unit.begin);
+  const auto part_at = [&](int i) { return i ? others + (size_t)i * stride : foremost; };
+  for (int head = warp; head < unit.heads; head += kWarps) {
+    float top = -INFINITY, sum = 0;
+    for (int i = lane; i < parts; i += 32) {
+      const float* about = part_at(i) + kHeads * p.d + head;
+      const float largest = __ldcg(about), total = __ldcg(about + kHeads), both = fmaxf(top, largest);
+      sum = sum * exp2f(top - both) + total * exp2f(largest - both), top = both;
+    }
+    float all = top;
+    for (int o = 16; o; o >>= 1) all = fmaxf(all, __shfl_xor_sync(0xffffffffu, all, o));
+    sum *= exp2f(top - all);
+    for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, o);
+    if (lane == 0) found.top[head] = all, found.sum[head] = sum;
+  }
+  __syncthreads();
+  for (int at = threadIdx.x * 4; at < unit.heads * p.d; at += kThreads * 4) {
+    const int head = at / p.d;
+    const float top = found.top[head], less = 1.f / found.sum[head];
+    float4 sum = {};
+#pragma unroll 8
+    for (int i = 0; i < parts; ++i) {
+      const float* part = part_at(i);
+      const float4 v = __ldcg(reinterpret_cast<const float4*>(part + at));
+      const float share = exp2f(__ldcg(part + kHeads * p.d + head) - top);
+      sum.x += share * v.x, sum.y += share * v.y, sum.z += share * v.z, sum.w += share * v.w;
+    }
+    *reinterpret_cast<uint2*>(out + at) = make_uint2(packed<T>(sum.x * less, sum.y * less), packed<T>(sum.z * less, sum.w * less));
+  }
+}
+
+// What the block found of a unit: its result, where the block's share begin .. end holds all of it.
+template <class T, int D, int HALVES>
+__device__ __forceinline__ void finish(const GqaDecode& p, const Line& line, const Unit& unit, long long begin, long long end, Found& found, const float* merged) {
+  __shared__ bool is_last;
+  T* out = (T*)p.out + ((size_t)unit.row * p.kv_heads * p.shared + unit.kv_head * p.shared + unit.head0) * p.d;
+  const bool whole = unit.begin >= begin && unit.end <= end;
+  float* part = part_of(p, blockIdx.x, begin < unit.begin);
+  for (int i = threadIdx.x * 4; i < unit.heads * p.d; i += kThreads * 4) {
+    const int head = i / p.d, at = head * (D + 8) + i - head * p.d;
+    float4 v = *reinterpret_cast<const float4*>(merged + at);
+    if constexpr (HALVES == 1) {
+      const float4 w = *reinterpret_cast<const float4*>(merged + 8 * (D + 8) + at);
+      v.x += w.x, v.y += w.y, v.z += w.z, v.w += w.w;
+    }
+    if (whole) {
+      const float less = 1.f / found.sum[head];
+      *reinterpret_cast<uint2*>(out + i) = make_uint2(packed<T>(v.x * less, v.y * less), packed<T>(v.z * less, v.w * less));
+    } else {
+      __stcg(reinterpret_cast<float4*>(part + i), v);
+    }
+  }
+  if (whole) return;
+  if (threadIdx.x < unit.heads) {
+    __stcg(part + kHeads * p.d + threadIdx.x, found.top[threadIdx.x]);
+    __stcg(part + kHeads * p.d + kHeads + threadIdx.x, found.sum[threadIdx.x]);
+  }
+  const int first = line.holder(unit.begin), last = line.holder(unit.end - 1);
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    int* arrived = p.arrived + (size_t)unit.row * line.per_row + unit.number;
+    is_last = atomicAdd(arrived, 1) == last - first;
+    if (is_last) *arrived = 0;
+    __threadfence();
+  }
+  __syncthreads();
+  if (is_last) merge_parts<T>(p, line, unit, first, last, found, out);
+}
+
+// before [rows + 1] and lengths [rows] of `Line`, by the first warp.
+__device__ __forceinline__ void count_tiles(const GqaDecode& p, int* before, int* lengths) {
+  const int lane = threadIdx.x & 31, each = (p.rows + 31) / 32, row0 = lane * each, row1 = min(p.rows, row0 + each);
+  int mine = 0;
+  for (int row = lane; row < p.rows; row += 32) lengths[row] = p.lengths[row * p.lengths_stride];
+  __syncwarp();
+  for (int row = row0; row < row1; ++row) mine += span_of(lengths[row], p.window).tiles;
+  int upto = mine;
+  for (int o = 1; o < 32; o <<= 1) {
+    const int other = __shfl_up_sync(0xffffffffu, upto, o);
+    if (lane >= o) upto += other;
+  }
+  int at = upto - mine;
+  for (int row = row0; row < row1; ++row) before[row] = at, at += span_of(lengths[row], p.window).tiles;
+  if (lane == 31) before[p.rows] = upto;
+}
+
+template <class T, int D, int HALVES> __global__ void __launch_bounds__(kThreads, Ring<D>::per_sm) gqa_decode(const GqaDecode p) {
+  constexpr int slots = Ring<D>::slots;
+  extern __shared__ __align__(128) char shared[];
+  __shared__ Found found;
+  float* merged = reinterpret_cast<float*>(shared + Ring<D>::of_block);
+  int *before = reinterpret_cast<int*>(merged + kHeads * (D + 8)), *lengths = before + p.rows + 1;
+  const int warp = threadIdx.x >> 5;
+  if (warp == 0) count_tiles(p, before, lengths);
+  __syncthreads();
+  const int groups = (p.shared + kHeads - 1) / kHeads, per_row = p.kv_heads * groups;
+  const long long tiles = (long long)before[p.rows] * per_row;
+  const Line line = {before, lengths, p.rows, groups, per_row, (int)min((long long)p.blocks, max(1ll, tiles / p.least_tiles)), tiles};
+  const bool working = blockIdx.x < line.blocks && tiles > 0;
+  const long long begin = working ? line.begin(blockIdx.x) : 0, end = working ? line.begin(blockIdx.x + 1) : 0;
+  Unit unit = {}, ahead = {};
+  int places[slots + 1];
+  if (working) {
+    unit = ahead = line.unit_at(p, begin);
+#pragma unroll
+    for (int i = 0; i <= slots; ++i) {
+      if (begin + i >= ahead.end && begin + i < end) ahead = line.unit_at(p, begin + i);
+      places[i] = begin + i < end ? look_up(p, ahead, begin + i) : -1;
+    }
+  }
+  wait_for_predecessor();
+  let_successor_start();
+  // Rows of length 0 are in no share.
+  for (int row = blockIdx.x; row < p.rows; row += gridDim.x)
+    if (before[row] == before[row + 1])
+      for (int i = threadIdx.x; i < p.kv_heads * p.shared * p.d; i += kThreads) ((T*)p.out)[(size_t)row * p.kv_heads * p.shared * p.d + i] = T(0.f);
+  if (!working) return;
+
+  const uint32_t ring = shared_address(shared) + warp * slots * Ring<D>::slot;
+#pragma unroll
+  for (int i = 0; i < slots; ++i) {
+    request<T, D>(p, ring + i * Ring<D>::slot, places[i]);
+    end_copies();
+  }
+  int next = places[slots], slot = 0;
+  uint32_t queries[D / 16][4];
+  load_queries<T, D, HALVES>(queries, p, unit);
+  Sums<D> sums;
+  sums.clear();
+  for (long long tile = begin; tile < end; ++tile) {
+    wait_for_copies<slots - 1>();
+    __syncwarp();
+    const int left = tokens_of(unit, tile).left, place = next;
+    if (tile + slots + 1 < end) {  // a long way off, so looked up before it is asked for
+      if (tile + slots + 1 >= ahead.end) ahead = line.unit_at(p, tile + slots + 1);
+      next = look_up(p, ahead, tile + slots + 1);
+    }
+    const uint32_t here = ring + slot * Ring<D>::slot;
+    if (left > 0) attend_tokens<T, D, HALVES>(sums, queries, here, left, p.scale);
+    __syncwarp();
+    if (tile + slots < end) request<T, D>(p, here, place);
+    end_copies();
+    slot = slot + 1 == slots ? 0 : slot + 1;
+    if (tile + 1 < unit.end && tile + 1 < end) continue;
+    const Unit done = unit;
+    if (tile + 1 < end) {
+      unit = line.unit_at(p, tile + 1);
+      load_queries<T, D, HALVES>(queries, p, unit);
+    }
+    merge_warps<D, HALVES>(sums, found, merged);
+    sums.clear();
+    finish<T, D, HALVES>(p, line, done, begin, end, found, merged);
+    __syncthreads();
+  }
+  wait_for_copies<0>();
+}
+
+constexpr int kMostRows = 1024;
+
+template <class T, int D, int HALVES> int run(const GqaDecode& p, void* stream) {
+  constexpr int fixed = Ring<D>::of_block + 4 * kHeads * (D + 8);
+  static const int failed = (int)cudaFuncSetAttribute(gqa_decode<T, D, HALVES>, cudaFuncAttributeMaxDynamicSharedMemorySize, fixed + 4 * (2 * kMostRows + 1));
+  if (failed) return failed;
+  return start(gqa_decode<T, D, HALVES>, dim3(p.blocks), kThreads, fixed + 4 * (2 * p.rows + 1), stream, p);
+}
+template <class T, int D> int run(const GqaDecode& p, void* stream) { return p.shared > 8 ? run<T, D, 2>(p, stream) : run<T, D, 1>(p, stream); }
+template <class T> int run(const GqaDecode& p, void* stream) {
+  if (p.d <= 64) return run<T, 64>(p, stream);
+  if (p.d <= 96) return run<T, 96>(p, stream);
+  if (p.d <= 128) return run<T, 128>(p, stream);
+  if (p.d <= 192) return run<T, 192>(p, stream);
+  return run<T, 256>(p, stream);
+}
+
+}  // namespace
+
+// dtype: 0 bf16, 1 fp16. d is a multiple of 8 of at most 256, rows are at most 1024, slots times kv_heads fewer than 2^31. blocks: of the grid, of which
+// each has a share of least_tiles or more, or none.
+extern "C" int qk_gqa_decode(const GqaDecode* p, int dtype, void* stream) { return dtype == 0 ? run<__nv_bfloat16>(*p, stream) : run<__half>(*p, stream); }

@@ -1,0 +1,62 @@
+// What becomes of a token's queries, keys and values before grouped-query attention: queries and keys are normed, where the model norms them,
+// and turned; keys and values go into the cache. Arithmetic is float32.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+#include "common/lanes.cuh"
+#include "common/launch.cuh"
+
+struct GqaPrepare {
+  const void *qkv, *q_norm, *k_norm;  // [tokens, heads + 2 * kv_heads, d]; gains [d], or null
+  const float *cosines, *sines;       // [tokens, rope / 2]
+  const int64_t* slots;               // [tokens]
+  void *q, *keys, *values;            // [tokens, heads, d]; caches [.., kv_heads, d]
+  int tokens, heads, kv_heads, d, rope, interleaved;
+  float eps;
+};
+
+namespace {
+
+constexpr int kWarps = 8;
+
+// A warp takes one head of one token.
+template <class T> __global__ void __launch_bounds__(32 * kWarps) gqa_prepare(const GqaPrepare p) {
+  const int lane = threadIdx.x & 31, all = p.heads + 2 * p.kv_heads, at = blockIdx.x * kWarps + threadIdx.x / 32, token = at / all, head = at % all;
+  wait_for_predecessor();
+  let_successor_start();
+  if (token >= p.tokens) return;
+  const T* from = (const T*)p.qkv + (size_t)at * p.d;
+  const bool query = head < p.heads, key = !query && head < p.heads + p.kv_heads;
+  const int kv_head = head - p.heads - (key ? 0 : p.kv_heads);
+  T* to = query ? (T*)p.q + ((size_t)token * p.heads + head) * p.d : (T*)(key ? p.keys : p.values) + ((size_t)p.slots[token] * p.kv_heads + kv_head) * p.d;
+  if (!query && !key) {
+    for (int i = lane * 8; i < p.d; i += 256) *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(from + i);
+    return;
+  }
+  const T* gains = (const T*)(query ? p.q_norm : p.k_norm);
+  float factor = 1;
+  if (gains) {
+    float squares = 0;
+    for (int i = lane; i < p.d; i += 32) squares += float(from[i]) * float(from[i]);
+    factor = rsqrtf(warp_sum(squares) / p.d + p.eps);
+  }
+  const auto normed = [&](int i) { return gains ? float(from[i]) * factor * float(gains[i]) : float(from[i]); };
+  const int half = p.rope / 2;
+  for (int i = lane; i < half; i += 32) {
+    const int first = p.interleaved ? 2 * i : i, second = p.interleaved ? 2 * i + 1 : i + half;
+    const float c = p.cosines[(size_t)token * half + i], s = p.sines[(size_t)token * half + i], a = normed(first), b = normed(second);
+    to[first] = T(a * c - b * s);
+    to[second] = T(a * s + b * c);
+  }
+  for (int i = p.rope + lane; i < p.d; i += 32) to[i] = T(normed(i));
+}
+
+}  // namespace
+
+// dtype: 0 bf16, 1 fp16, of all but the angles. d is a multiple of 8, rope of 2, and rows begin on 16 bytes.
+extern "C" int qk_gqa_prepare(const GqaPrepare* p, int dtype, void* stream) {
+  const int blocks = (p->tokens * (p->heads + 2 * p->kv_heads) + kWarps - 1) / kWarps;
+  return dtype == 0 ? start(gqa_prepare<__nv_bfloat16>, dim3(blocks), 32 * kWarps, 0, stream, *p) : start(gqa_prepare<__half>, dim3(blocks), 32 * kWarps, 0, stream, *p);
+}

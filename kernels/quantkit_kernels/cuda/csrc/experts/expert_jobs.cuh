@@ -1,0 +1,161 @@
+// Which work the experts of few tokens are, and how it is dealt out to blocks and warps; what an entry and a strip are says fused_experts.cu.
+
+#pragma once
+
+#include <stdint.h>
+
+#include "experts/fused_experts_params.cuh"
+#include "linears/warp_weights.cuh"
+
+namespace {
+
+struct Entry {
+  uint16_t first;  // of its pairs, order[first] .. order[first + count - 1]
+  uint16_t expert : 11, count : 5;
+};
+
+// As below, for up to 32 pairs, by one warp. The entries come in another order.
+template <int TOKENS> __device__ int list_few_entries(const FusedExpertsParams& p, Entry* entries, uint16_t* order) {
+  __shared__ int all;
+  const int lane = threadIdx.x & 31;
+  if (threadIdx.x < 32) {
+    const int expert = lane < p.pairs ? p.ids[(size_t)lane * p.ids_stride] : -1 - lane;
+    const unsigned same = __match_any_sync(0xffffffffu, expert), below = (1u << lane) - 1;
+    const int rank = __popc(same & below), count = expert < 0 || rank % TOKENS ? 0 : min(TOKENS, __popc(same) - rank);
+    const unsigned firsts = __ballot_sync(0xffffffffu, count);
+    int upto = count;
+#pragma unroll
+    for (int o = 1; o < 32; o *= 2) {
+      const int other = __shfl_up_sync(0xffffffffu, upto, o);
+      if (lane >= o) upto += other;
+    }
+    if (count) entries[__popc(firsts & below)] = {(uint16_t)(upto - count), (uint16_t)expert, (uint16_t)count};
+    const int first_lane = rank < TOKENS ? __ffs(same) - 1 : __fns(same, 0, rank / TOKENS * TOKENS + 1);
+    const int first = __shfl_sync(0xffffffffu, upto - count, first_lane);
+    if (expert >= 0) order[first + rank % TOKENS] = lane;
+    if (lane == 0) all = __popc(firsts);
+  }
+  __syncthreads();
+  return all;
+}
+
+// Entries of one expert after the other, the last first: a shared one, which all tokens ask for, would else be what the launch ends on. An
+// expert's pairs stay in their order, for all blocks must come to the same entries. Returns how many; `counts` is room for 8 numbers per
+// expert. All threads of the block, which are synchronized when it returns.
+template <int TOKENS> __device__ int list_entries(const FusedExpertsParams& p, Entry* entries, uint16_t* order, uint16_t* counts) {
+  if (p.pairs <= 32) return list_few_entries<TOKENS>(p, entries, order);
+  __shared__ uint32_t totals[kWarps];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int share = (p.pairs + kThreads - 1) / kThreads * 32, begin = warp * share, end = min(p.pairs, begin + share);  // of a warp
+  for (int i = threadIdx.x; i < p.experts * kWarps / 2; i += kThreads) reinterpret_cast<uint32_t*>(counts)[i] = 0;
+  __syncthreads();
+  // Adds 32 pairs to the warp's numbers of its experts; returns what the lane's had before it.
+  const auto count = [&](int expert) {
+    const unsigned same = __match_any_sync(0xffffffffu, expert);
+    const int before = expert < 0 ? 0 : counts[expert * kWarps + warp];
+    __syncwarp();
+    if (expert >= 0 && lane == __ffs(same) - 1) counts[expert * kWarps + warp] = before + __popc(same);
+    __syncwarp();
+    return before + __popc(same & ((1u << lane) - 1));
+  };
+  const auto expert_of = [&](int base) { return base + lane < end ? p.ids[(size_t)(base + lane) * p.ids_stride] : -1; };
+  for (int base = begin; base < end; base += 32) count(expert_of(base));
+  __syncthreads();
+  const int each = (p.experts + kThreads - 1) / kThreads, from = threadIdx.x * each, to = min(p.experts, from + each);
+  const auto total = [&](int expert) {
+    int sum = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) sum += counts[expert * kWarps + w];
+    return sum;
+  };
+  uint32_t mine = 0;  // entries in the upper half, pairs in the lower
+  for (int i = from; i < to; ++i) {
+    const uint32_t all = total(p.experts - 1 - i);
+    mine += (all + TOKENS - 1) / TOKENS << 16 | all;
+  }
+  uint32_t upto = mine;
+#pragma unroll
+  for (int o = 1; o < 32; o *= 2) {
+    const uint32_t other = __shfl_up_sync(0xffffffffu, upto, o);
+    if (lane >= o) upto += other;
+  }
+  if (lane == 31) totals[warp] = upto;
+  __syncthreads();
+  uint32_t before = upto - mine, all = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    if (w < warp) before += totals[w];
+    all += totals[w];
+  }
+  int entry = before >> 16, first = before & 0xffff;
+  for (int i = from; i < to; ++i) {
+    const int expert = p.experts - 1 - i, last = first + total(expert);
+    for (int at = first; at < last; at += TOKENS) entries[entry++] = {(uint16_t)at, (uint16_t)expert, (uint16_t)min(last - at, TOKENS)};
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      const int warps = counts[expert * kWarps + w];
+      counts[expert * kWarps + w] = first;
+      first += warps;
+    }
+  }
+  __syncthreads();
+  for (int base = begin; base < end; base += 32) {
+    const int expert = expert_of(base), place = count(expert);
+    if (expert >= 0) order[place] = base + lane;
+  }
+  __syncthreads();
+  return all >> 16;
+}
+
+// The work of a block and of its warps.
+struct Jobs {
+  const FusedExpertsParams& p;
+  int warp, shared, early, count;  // of a warp: strips of gate_up with the others of its block, strips of down before the rest and in all
+  int early_first, early_stride, late_first, late_stride;
+
+  __device__ __forceinline__ Jobs(const FusedExpertsParams& params, int entries) : p(params) {
+    warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
+    const int blocks = gridDim.x, block = blockIdx.x, items = entries * (p.gate_up.n / 64), units = entries * (p.down.n / 64);
+    const int full = items % blocks;  // blocks that have one more
+    shared = items / blocks + (block < full);
+    // What the others take of down before all of them share the rest, in the same bytes.
+    const int ahead = min(units, full == 0 ? 0 : (blocks - full) * max(1, p.gate_up.k / p.down.k));
+    early_stride = (blocks - full) * kWarps, early_first = (block - full) * kWarps + warp;
+    early = block >= full && early_first < ahead ? (ahead - early_first + early_stride - 1) / early_stride : 0;
+    late_stride = blocks * kWarps, late_first = ahead + block * kWarps + warp;
+    count = shared + early + (late_first < units ? (units - late_first + late_stride - 1) / late_stride : 0);
+  }
+};
+
+// One piece of a warp's work after the other.
+struct Job {
+  const Jobs& jobs;
+  int number = -1, entry, strip, entry_step, strip_step;
+
+  __device__ __forceinline__ explicit Job(const Jobs& work) : jobs(work) {}
+  __device__ __forceinline__ bool down() const { return number >= jobs.shared; }
+  __device__ __forceinline__ const Matrix& matrix() const { return down() ? jobs.p.down : jobs.p.gate_up; }
+  __device__ __forceinline__ bool next() {
+    if (++number >= jobs.count) return false;
+    const int strips = matrix().n / 64;
+    if (number == 0 || number == jobs.shared || number == jobs.shared + jobs.early) {
+      const bool late = number >= jobs.shared + jobs.early;
+      const int at = !down() ? blockIdx.x : late ? jobs.late_first : jobs.early_first;
+      const int step = !down() ? gridDim.x : late ? jobs.late_stride : jobs.early_stride;
+      entry = at / strips, strip = at % strips, entry_step = step / strips, strip_step = step % strips;
+    } else {
+      entry += entry_step, strip += strip_step;
+      if (strip >= strips) strip -= strips, ++entry;
+    }
+    return true;
+  }
+  // Chunks of 128 along K: the warp's first, how far they are apart, and how many.
+  __device__ __forceinline__ int first_chunk() const { return down() ? 0 : jobs.warp; }
+  __device__ __forceinline__ int stride() const { return down() ? 1 : kWarps; }
+  __device__ __forceinline__ int chunks() const {
+    const int all = matrix().k / 128;
+    return down() ? all : (all - jobs.warp + kWarps - 1) / kWarps;
+  }
+};
+
+}  // namespace

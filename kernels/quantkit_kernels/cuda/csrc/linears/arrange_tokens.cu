@@ -1,0 +1,109 @@
+// Activations as the tile kernel reads them, in tiles of so many tokens: [tiles][bytes of a row / 128][tokens of a tile][128 bytes].
+//
+// Of 64 bytes of a row of 16-bit numbers, 16 words, word 4q + j comes to place q of chunk j, which is the order of K that the packed 4-bit
+// weights have; the chunks of 128 bytes lie as wgmma.cuh says. Places of a tile without a token stay as they are: no other token's result
+// depends on them.
+//
+// For experts `sort_pairs` first gives every expert tiles of its own, a token-expert pair a slot.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+#include <type_traits>
+
+#include "common/launch.cuh"
+#include "common/packed.cuh"
+#include "common/quantize.cuh"
+
+namespace {
+
+// Where the chunk `chunk` of a row's 16-byte chunks belongs, for the token in slot `slot`.
+__device__ __forceinline__ size_t place(int slot, int chunk, int tokens, int chunks) {
+  const int row = slot % tokens;
+  return (((size_t)(slot / tokens) * (chunks / 8) + chunk / 8) * tokens + row) * 128 + ((chunk % 8) ^ (row % 8)) * 16;
+}
+
+// The row of x that a slot holds, or -1: the token of its pair, or, without an order, the row of the slot's number.
+__device__ __forceinline__ int row_of(int slot, const int* order, const int* tile_count, int tokens, int top_k) {
+  if (tile_count && slot % tokens >= tile_count[slot / tokens]) return -1;
+  return order ? order[slot] / top_k : slot;
+}
+
+// A block per slot and 8 KB of its row.
+__global__ void arrange(const uint4* x, uint8_t* out, const int* order, const int* tile_count, int tokens, int top_k, int chunks) {
+  wait_for_predecessor();
+  let_successor_start();
+  const int slot = blockIdx.x, row = row_of(slot, order, tile_count, tokens, top_k), segment = blockIdx.y * blockDim.x + threadIdx.x;
+  if (row < 0 || segment * 4 >= chunks) return;
+  uint4 from[4];
+#pragma unroll
+  for (int q = 0; q < 4; ++q) from[q] = x[(size_t)row * chunks + segment * 4 + q];
+  const uint4 to[4] = {{from[0].x, from[1].x, from[2].x, from[3].x},
+                       {from[0].y, from[1].y, from[2].y, from[3].y},
+                       {from[0].z, from[1].z, from[2].z, from[3].z},
+                       {from[0].w, from[1].w, from[2].w, from[3].w}};
+#pragma unroll
+  for (int j = 0; j < 4; ++j) *reinterpret_cast<uint4*>(out + place(slot, segment * 4 + j, tokens, chunks)) = to[j];
+}
+
+// Rows quantized to int8, K in its own order. A block per slot; a thread has HELD chunks of codes in its registers, blockDim.x apart.
+template <class T, int HELD>
+__global__ void quantize_arranged(const T* x, uint8_t* out, float* scale, const int* order, const int* tile_count, int tokens, int top_k,
+                                  int k) {
+  wait_for_predecessor();
+  let_successor_start();
+  const int slot = blockIdx.x, row = row_of(slot, order, tile_count, tokens, top_k), chunks = k / 16;
+  if (row < 0) return;
+  x += (size_t)row * k;
+  uint4 held[HELD][2] = {};
+  typename Pair<T>::type largest = {};
+#pragma unroll
+  for (int h = 0; h < HELD; ++h) {
+    const int chunk = threadIdx.x + h * blockDim.x;
+    if (chunk < chunks)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) held[h][i] = reinterpret_cast<const uint4*>(x)[chunk * 2 + i];
+  }
+#pragma unroll
+  for (int h = 0; h < HELD; ++h)
+#pragma unroll
+    for (int i = 0; i < 8; ++i) largest = __hmax2(largest, __habs2(reinterpret_cast<const typename Pair<T>::type*>(held[h])[i]));
+  const float step = step_of(fmaxf(float(largest.x), float(largest.y))), reciprocal = __frcp_rn(step);
+  if (threadIdx.x == 0) scale[slot] = step;
+#pragma unroll
+  for (int h = 0; h < HELD; ++h) {
+    const int chunk = threadIdx.x + h * blockDim.x;
+    uint32_t codes[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) codes[j] = codes_of(reinterpret_cast<const T*>(held[h]) + 4 * j, step, reciprocal);
+    if (chunk < chunks) *reinterpret_cast<uint4*>(out + place(slot, chunk, tokens, chunks)) = *reinterpret_cast<uint4*>(codes);
+  }
+}
+
+}  // namespace
+
+using bf16 = __nv_bfloat16;
+
+// Rows of 16-bit numbers, `row_bytes` a multiple of 256. Without order and tile_count slots are rows.
+extern "C" int qk_arrange(const void* x, void* out, const int* order, const int* tile_count, int slots, int tokens, int top_k,
+                          int row_bytes, void* stream) {
+  const dim3 grid(slots, (row_bytes / 64 + 127) / 128);
+  return start(arrange, grid, 128, 0, stream, (const uint4*)x, (uint8_t*)out, order, tile_count, tokens, top_k, row_bytes / 16);
+}
+
+// K up to 65536. Where there is much to do few threads for each row keep the device busy, and wait for one another less.
+extern "C" int qk_quantize_arranged(const void* x, void* out, float* scale, const int* order, const int* tile_count, int dtype, int slots,
+                                    int tokens, int top_k, int k, void* stream) {
+  const auto run = [&](auto kernel, auto* rows, int held) {
+    const int threads = (k / 16 + 32 * held - 1) / (32 * held) * 32;
+    return start(kernel, slots, threads, 0, stream, rows, (uint8_t*)out, scale, order, tile_count, tokens, top_k, k);
+  };
+  const int held = (int64_t)slots * k > 3 << 20 || k > 32768 ? 4 : k >= 16384 ? 2 : 1;
+  const auto of = [&](auto* rows) {
+    using T = std::remove_cvref_t<decltype(*rows)>;
+    if (held == 1) return run(quantize_arranged<T, 1>, rows, 1);
+    return held == 2 ? run(quantize_arranged<T, 2>, rows, 2) : run(quantize_arranged<T, 4>, rows, 4);
+  };
+  return dtype == 0 ? of((const bf16*)x) : of((const __half*)x);
+}

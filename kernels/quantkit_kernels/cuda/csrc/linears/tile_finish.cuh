@@ -1,0 +1,130 @@
+// What becomes of a tile's sums.
+
+#pragma once
+
+#include <stdint.h>
+
+#include <type_traits>
+
+#include "common/cluster.cuh"
+#include "common/packed.cuh"
+#include "linears/tile.cuh"
+#include "linears/tile_params.cuh"
+
+namespace {
+
+template <class T> __device__ __forceinline__ uint32_t pair_of(float first, float second) {
+  using P = typename Pair<T>::type;
+  P pair;
+  if constexpr (std::is_same_v<T, __half>) pair = __floats2half2_rn(first, second);
+  else pair = __floats2bfloat162_rn(first, second);
+  return *reinterpret_cast<uint32_t*>(&pair);
+}
+
+// Four matrices of 8 rows of the weight by 8 tokens, held as sums are, to shared memory with a token's rows side by side.
+__device__ __forceinline__ void write_turned(uint32_t at, const uint32_t (&m)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" :: "r"(at), "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3]) : "memory");
+}
+
+template <int FMT, class T, int G, int NT, int WGS> struct Finish {
+  using S = Tile<FMT, G, NT, WGS>;
+  using Acc = std::conditional_t<FMT == kInt8, int, float>;
+  const TileParams& p;
+  char* ring;
+  const float* row_scale;  // of the block's rows
+  const float* x_scale;    // of the tile's tokens
+  int block_n, tile, count;
+
+  // A block that has whole sums. Each thread's are of rows `row` and `row` + 8.
+  template <int MANY, int EACH> __device__ __forceinline__ void whole(const Acc (&acc)[MANY][EACH]) const {
+    const int lane = threadIdx.x & 31, row = threadIdx.x / 32 * 16 + (lane >> 2), q = lane & 3;
+    const float scale[2] = {row_scale[row], row_scale[row + 8]};
+    const auto result = [&](int i, int h, int e) {
+      const float y = float(acc[i * 8 / (2 * EACH)][i * 4 % EACH + 2 * h + e]) * scale[h];
+      return FMT == kInt8 ? y * x_scale[i * 8 + 2 * q + e] : y;
+    };
+    if (p.epilogue == kWeigh) {
+#pragma unroll
+      for (int i = 0; i < NT / 8; ++i)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int t = i * 8 + 2 * q + e;
+          if (t >= count) continue;
+          const int pair = p.order[tile * NT + t];
+          const float weight = p.pair_weights[pair];
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const int feature = block_n * S::rows + row + 8 * h;
+            if (feature < p.out_n) reinterpret_cast<float*>(p.out)[(size_t)pair * p.out_n + feature] = result(i, h, e) * weight;
+          }
+        }
+      return;
+    }
+    T* staged = reinterpret_cast<T*>(ring);
+    const bool silu = p.epilogue == kSiluMul;
+    const uint32_t to = shared_address(staged) + (threadIdx.x / 32 * (silu ? 8 : 16)) * 2;
+#pragma unroll
+    for (int i = 0; i < NT / 8; i += 4) {
+      uint32_t m[4];
+      if (silu) {
+#pragma unroll
+        for (int b = 0; b < 4; ++b) {
+          float y[2];
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const float gate = result(i + b, 0, e);
+            y[e] = gate / (1.f + __expf(-gate)) * result(i + b, 1, e);
+          }
+          m[b] = pair_of<T>(y[0], y[1]);
+        }
+        write_turned(to + (i * 8 + lane) * (S::pitch_stored * 2), m);
+      } else {
+#pragma unroll
+        for (int two = 0; two < 2; ++two) {
+#pragma unroll
+          for (int b = 0; b < 4; ++b) m[b] = pair_of<T>(result(i + 2 * two + b / 2, b % 2, 0), result(i + 2 * two + b / 2, b % 2, 1));
+          write_turned(to + ((i + 2 * two) * 8 + lane / 16 * 8 + lane % 8) * (S::pitch_stored * 2) + (lane / 8 % 2) * 16, m);
+        }
+      }
+    }
+    asm volatile("bar.sync 1, %0;" :: "n"(S::consumers) : "memory");
+    const int produced = silu ? S::rows / 2 : S::rows;
+    for (int i = threadIdx.x; i < count * (produced / 8); i += S::consumers) {
+      const int t = i / (produced / 8), r = i % (produced / 8) * 8, feature = block_n * produced + r;
+      if (feature < p.out_n) store_run<T, 8>(p, tile * NT + t, feature, *reinterpret_cast<const T(*)[8]>(staged + t * S::pitch_stored + r));
+    }
+  }
+
+  // A block of a cluster that split K: it adds up its share of the tokens.
+  template <int MANY, int EACH> __device__ __forceinline__ void shared(const Acc (&acc)[MANY][EACH], int part) const {
+    Acc* sums = reinterpret_cast<Acc*>(ring);
+    const int lane = threadIdx.x & 31, row = threadIdx.x / 32 * 16 + (lane >> 2), token = (lane & 3) * 2;
+#pragma unroll
+    for (int n = 0; n < MANY; ++n)
+#pragma unroll
+      for (int i = 0; i < EACH; ++i) sums[(n * 2 * EACH + i / 4 * 8 + token + i % 2) * S::pitch + row + i / 2 % 2 * 8] = acc[n][i];
+    cluster_barrier();
+    const int from = NT * part / p.split, to = min(count, NT * (part + 1) / p.split);
+    for (int i = threadIdx.x; i < (to - from) * (S::rows / 4); i += S::consumers) {
+      const int r = i % (S::rows / 4) * 4, t = from + i / (S::rows / 4), feature = block_n * S::rows + r;
+      if (feature >= p.out_n) continue;
+      Acc share[8][4];
+#pragma unroll
+      for (int b = 0; b < 8; ++b)
+        if (b < p.split) read_from(share[b], shared_address(sums + t * S::pitch + r), b);
+      T y[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        Acc sum = share[0][e];
+#pragma unroll
+        for (int b = 1; b < 8; ++b)
+          if (b < p.split) sum += share[b][e];
+        y[e] = T(float(sum) * row_scale[r + e] * (FMT == kInt8 ? x_scale[t] : 1.f));
+      }
+      store_run<T, 4>(p, tile * NT + t, feature, y);
+    }
+    cluster_barrier();  // the others have read this block's sums
+  }
+};
+
+}  // namespace

@@ -1,0 +1,222 @@
+// Which experts a token goes to: the router's product and the group-limited choice of the best. Arithmetic is float32.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+#include "common/lanes.cuh"
+#include "common/launch.cuh"
+#include "common/mma.cuh"
+
+// In no namespace, for a C function that takes a type of an unnamed namespace is not exported.
+struct Route {
+  const float* bias;  // [experts] or null
+  int64_t* ids;       // [tokens, top_k + shared]
+  float* weights;
+  int experts, top_k, n_group, topk_group, softmax, normalize, shared;
+  float scale;
+};
+
+namespace {
+
+// Numbers in the order of the floats they stand for. Zero is below all of them.
+__device__ __forceinline__ uint32_t ordered(float v) {
+  const uint32_t bits = __float_as_uint(v);
+  return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
+}
+
+// One warp chooses for one token. Lane l has experts l * per .. l * per + per - 1, per at most PER; a group is those of whole lanes, 1, 2,
+// 4, ... of them. Among equals the lower index is better.
+template <int PER> __device__ __forceinline__ void choose(const Route& r, int token, int per, const float (&logit)[PER], const float (&bias)[PER]) {
+  const int lane = threadIdx.x & 31, first_expert = lane * per;
+  const auto mine = [&](int i) { return i < per && first_expert + i < r.experts; };
+  float score[PER], largest = -INFINITY, sum = 0;
+  if (r.softmax) {
+#pragma unroll
+    for (int i = 0; i < PER; ++i)
+      if (mine(i)) largest = fmaxf(largest, logit[i]);
+    for (int o = 16; o; o >>= 1) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, o));
+#pragma unroll
+    for (int i = 0; i < PER; ++i)
+      if (mine(i)) sum += expf(logit[i] - largest);
+    sum = warp_sum(sum);
+  }
+  uint32_t key[PER];
+  float best = -INFINITY, second = -INFINITY;
+#pragma unroll
+  for (int i = 0; i < PER; ++i) {
+    score[i] = r.softmax ? expf(logit[i] - largest) / sum : 1.f / (1.f + expf(-logit[i]));
+    const float choice = mine(i) ? score[i] + bias[i] : -INFINITY;
+    key[i] = mine(i) ? ordered(choice) : 0;
+    second = fmaxf(second, fminf(best, choice));
+    best = fmaxf(best, choice);
+  }
+  if (r.topk_group < r.n_group) {
+    const int lanes = r.experts / r.n_group / per;
+    for (int o = 1; o < lanes; o *= 2) {
+      const float other_best = __shfl_xor_sync(0xffffffffu, best, o), other_second = __shfl_xor_sync(0xffffffffu, second, o);
+      second = fmaxf(fminf(best, other_best), fmaxf(second, other_second));
+      best = fmaxf(best, other_best);
+    }
+    const float mine_score = best + second;
+    int rank = 0;
+    for (int group = 0; group < r.n_group; ++group) {
+      const float other = __shfl_sync(0xffffffffu, mine_score, group * lanes);
+      rank += other > mine_score || (other == mine_score && group < lane / lanes);
+    }
+    if (rank >= r.topk_group) {
+#pragma unroll
+      for (int i = 0; i < PER; ++i) key[i] = 0;
+    }
+  }
+  __shared__ float chosen_score[32];
+  __shared__ int chosen[32];
+  uint32_t top = 0;
+#pragma unroll
+  for (int i = 0; i < PER; ++i) top = max(top, key[i]);
+  for (int k = 0; k < r.top_k; ++k) {
+    const uint32_t winner = __reduce_max_sync(0xffffffffu, top);
+    if (lane == __ffs(__ballot_sync(0xffffffffu, top == winner)) - 1) {
+      int place = 0;
+      float value = 0;
+#pragma unroll
+      for (int i = PER - 1; i >= 0; --i)
+        if (key[i] == winner) place = i, value = score[i];
+      chosen[k] = first_expert + place, chosen_score[k] = value;
+      top = 0;
+#pragma unroll
+      for (int i = 0; i < PER; ++i) {
+        if (i == place) key[i] = 0;
+        top = max(top, key[i]);
+      }
+    }
+    __syncwarp();
+  }
+  const float weight = lane < r.top_k ? chosen_score[lane] : 0.f, total = warp_sum(weight);
+  const int id = lane < r.top_k ? chosen[lane] : 0, columns = r.top_k + r.shared;
+  if (lane < columns) {
+    const bool routed = lane < r.top_k;
+    r.ids[(size_t)token * columns + lane] = routed ? id : r.experts + lane - r.top_k;
+    r.weights[(size_t)token * columns + lane] = routed ? (r.normalize ? weight / (total + 1e-20f) : weight) * r.scale : 1.f;
+  }
+}
+
+// A lane's biases, which no kernel writes: they may be read before the predecessor is done.
+template <int PER> __device__ __forceinline__ void load_bias(const Route& r, int per, float (&bias)[PER]) {
+  const int first = (threadIdx.x & 31) * per;
+#pragma unroll
+  for (int i = 0; i < PER; ++i) bias[i] = r.bias && i < per && first + i < r.experts ? __ldg(r.bias + first + i) : 0.f;
+}
+
+template <class T, int PER> __global__ void route(const T* logits, const Route r) {
+  const int per = (r.experts + 31) / 32, first = (threadIdx.x & 31) * per;
+  float logit[PER], bias[PER];
+  load_bias(r, per, bias);
+  wait_for_predecessor();
+  let_successor_start();
+#pragma unroll
+  for (int i = 0; i < PER; ++i) logit[i] = i < per && first + i < r.experts ? float(logits[(size_t)blockIdx.x * r.experts + first + i]) : 0.f;
+  choose(r, blockIdx.x, per, logit, bias);
+}
+
+// --- with the product, for few tokens ---------------------------------------------------------------------------------------
+//
+// The router is float32 and x bfloat16: a weight is the sum of three bfloat16 numbers to its last bit, so three products on the tensor
+// cores are as exact as one in float32. 16 x 8 blocks share out the experts and K; a block reads its 16 rows' part of K once. Then as many
+// blocks as there are tokens wait for all of them, add up one token's logits and choose. The others are gone by then, so none waits for
+// a place on the device.
+
+constexpr int kExperts = 256, kParts = 8, kWarps = 8, kSteps = 8, kMostTokens = 64;
+
+__global__ void __launch_bounds__(32 * kWarps, 1) moe_gate(const __nv_bfloat16* x, const float* router, int tokens, int k, float* partial, int* arrived, const Route r) {
+  __shared__ float red[kWarps][kMostTokens * 16];  // [token][expert]
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, part = lane & 3;
+  const int slice = blockIdx.y * kWarps + warp, steps = k / 16;
+  const int begin = steps * slice / (kParts * kWarps), count = steps * (slice + 1) / (kParts * kWarps) - begin;
+
+  // Places along K of a step are lane `part`'s 4 part .. 4 part + 3 of both operands.
+  const float* row = router + (size_t)(blockIdx.x * 16 + g) * k + begin * 16 + 4 * part;
+  float4 w[kSteps][2];
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) w[i][h] = i < count ? __ldg(reinterpret_cast<const float4*>(row + (size_t)h * 8 * k + i * 16)) : float4{};
+  float bias[kExperts / 32];
+  load_bias(r, kExperts / 32, bias);
+  wait_for_predecessor();
+  let_successor_start();
+
+  uint32_t a[kSteps][3][4];
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      float2 left = j < 2 ? make_float2(w[i][j % 2].x, w[i][j % 2].y) : make_float2(w[i][j % 2].z, w[i][j % 2].w);
+#pragma unroll
+      for (int term = 0; term < 3; ++term) {
+        const __nv_bfloat162 rounded = __floats2bfloat162_rn(left.x, left.y);
+        a[i][term][j] = *reinterpret_cast<const uint32_t*>(&rounded);
+        left.x -= __low2float(rounded), left.y -= __high2float(rounded);
+      }
+    }
+  for (int first = 0; first < tokens; first += 8) {
+    const __nv_bfloat16* from = x + (size_t)min(first + g, tokens - 1) * k + begin * 16 + 4 * part;
+    uint2 b[kSteps];
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) b[i] = i < count ? *reinterpret_cast<const uint2*>(from + i * 16) : uint2{};
+    float sums[3][4] = {};
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i)
+#pragma unroll
+      for (int term = 0; term < 3; ++term) mma<__nv_bfloat16>(sums[term], a[i][term], b[i].x, b[i].y);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) red[warp][(first + 2 * part + c % 2) * 16 + g + 8 * (c / 2)] = sums[0][c] + (sums[1][c] + sums[2][c]);
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < tokens * 16; i += 32 * kWarps) {
+    float sum = 0;
+#pragma unroll
+    for (int j = 0; j < kWarps; ++j) sum += red[j][i];
+    __stcg(partial + ((size_t)blockIdx.y * tokens + i / 16) * kExperts + blockIdx.x * 16 + i % 16, sum);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" :: "l"(arrived) : "memory");
+  const int token = blockIdx.y * gridDim.x + blockIdx.x;
+  if (token >= tokens || warp > 0) return;
+
+  if (lane == 0) {
+    int there;
+    do asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(there) : "l"(arrived) : "memory");
+    while (there < (int)(gridDim.x * gridDim.y));
+  }
+  __syncwarp();
+  float logit[kExperts / 32] = {};
+#pragma unroll
+  for (int j = 0; j < kParts; ++j)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float4 v = __ldcg(reinterpret_cast<const float4*>(partial + ((size_t)j * tokens + token) * kExperts + lane * 8) + h);
+      logit[4 * h] += v.x, logit[4 * h + 1] += v.y, logit[4 * h + 2] += v.z, logit[4 * h + 3] += v.w;
+    }
+  // The last to have waited leaves the counters as it found them.
+  if (lane == 0 && atomicAdd(arrived + 1, 1) == tokens - 1) arrived[0] = 0, arrived[1] = 0;
+  choose(r, token, kExperts / 32, logit, bias);
+}
+
+}  // namespace
+
+// dtype of the logits: 0 bf16, 1 fp16, 2 float32. At most 512 experts.
+extern "C" int qk_route(const void* logits, int dtype, int tokens, const Route* r, void* s) {
+  const auto run = [&](auto* from) {
+    using T = std::remove_cv_t<std::remove_pointer_t<decltype(from)>>;
+    if (r->experts <= 256) return start(route<T, 8>, tokens, 32, 0, s, from, *r);
+    return start(route<T, 16>, tokens, 32, 0, s, from, *r);
+  };
+  return dtype == 0 ? run((const __nv_bfloat16*)logits) : dtype == 1 ? run((const __half*)logits) : run((const float*)logits);
+}
+
+// x [tokens, k] bf16, router [256, k] float32; at most 64 tokens, k a multiple of 16 and at most 8192. partial is room for 8 * tokens * 256
+// numbers; arrived holds two zeros between calls.
+extern "C" int qk_moe_gate(const void* x, const float* router, int tokens, int k, float* partial, int* arrived, const Route* r, void* s) {
+  return start(moe_gate, dim3(kExperts / 16, kParts), 32 * kWarps, 0, s, (const __nv_bfloat16*)x, router, tokens, k, partial, arrived, *r);
+}

@@ -1,0 +1,142 @@
+"""Routed experts: which kernels compute them, by the number of token-expert pairs and the grid.
+
+Few tokens in 4 bits: fused.py. Many tokens: sorted.py. Others: three launches, gate_up with SiLU, down with the routing weights, and the
+sum over each token's experts; int8 adds two launches that quantize the activations. No launch depends on the routing's values, so a step
+can be captured in a graph.
+"""
+
+import torch
+from torch import Tensor
+
+from quantkit_kernels.cuda.abi import GemmParams
+from quantkit_kernels.cuda.build import library
+from quantkit_kernels.cuda.experts.fused import fused_experts, max_pairs
+from quantkit_kernels.cuda.experts.sorted import SORTED_PAIRS, sorted_experts
+from quantkit_kernels.cuda.experts.sum_pairs import sum_pairs
+from quantkit_kernels.cuda.launch import SILU_MUL, WEIGH
+from quantkit_kernels.cuda.layout import Packed, group_of, interleaved, pack, pointers
+from quantkit_kernels.cuda.linears.few_tokens import quantize_rows, tokens_in_registers, tokens_in_shared
+from quantkit_kernels.cuda.plans import (
+    SORTED_PER_EXPERT,
+    ExpertsPlans,
+    TokensInRegistersPlan,
+    TokensInSharedPlan,
+    experts_plans,
+    experts_token_tiles,
+    sorted_plan,
+)
+from quantkit_kernels.experts import Experts, ExpertsLayout
+from quantkit_kernels.weights import Weight, kind, shape, to_device
+
+MAX_PAIRS = 4096
+"""Pairs that a block searches for those of its expert. More are computed in several parts."""
+
+
+class CudaExperts(Experts):
+    def __init__(
+        self, gate_up: Packed, down: Packed, sizes: tuple[int, int, int], kind: str, group: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(*sizes, dtype, device, "cuda")
+        self.kind = kind
+        self.group = group
+        self.gate_up = gate_up
+        self.down = down
+
+    def held(self) -> list[Tensor]:
+        return [tensor for tensor in (*self.gate_up, *self.down) if tensor is not None]
+
+    def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        many = topk_ids.numel() >= SORTED_PER_EXPERT[self.kind] * self.num_experts
+        room = max_pairs(self.num_experts) if self.kind != "int8" else MAX_PAIRS
+        tokens = (SORTED_PAIRS if many else room) // topk_ids.shape[1]
+        parts = zip(x.contiguous().split(tokens), topk_ids.contiguous().split(tokens), topk_weights.contiguous().split(tokens))
+        run = self.many_tokens if many else self.few_tokens
+        results = [run(*part) for part in parts]
+        return results[0] if len(results) == 1 else torch.cat(results)
+
+    def many_tokens(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        weights = (self.gate_up, self.down, self.kind, self.group, self.num_experts)
+        return sorted_experts(*weights, x, topk_ids, topk_weights, sorted_plan(topk_ids.numel() / self.num_experts))
+
+    def few_tokens(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
+        plans = experts_plans(self.kind, self.hidden, self.intermediate, self.num_experts, pairs, top_k)
+        if plans is not None:
+            return self.two_products(x, topk_ids, topk_weights, plans)
+        weights = (self.gate_up, self.down, self.kind, self.group, self.num_experts)
+        return fused_experts(*weights, x, topk_ids, topk_weights, experts_token_tiles(pairs / self.num_experts))
+
+    def two_products(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plans: ExpertsPlans) -> Tensor:
+        """gate_up and down in a launch each, by given plans."""
+        pairs = topk_ids.numel()
+        between = torch.empty(pairs, self.intermediate, dtype=self.dtype, device=x.device)
+        self._launch(self.gate_up, SILU_MUL, x, between, topk_ids, topk_weights, plans[0])
+        weighed = torch.empty(pairs, self.hidden, dtype=torch.float32, device=x.device)
+        self._launch(self.down, WEIGH, between, weighed, topk_ids, topk_weights, plans[1])
+        y = torch.empty_like(x)
+        sum_pairs(weighed, y)
+        return y
+
+    def _launch(
+        self,
+        packed: Packed,
+        epilogue: int,
+        x: Tensor,
+        out: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        plan: TokensInRegistersPlan | TokensInSharedPlan,
+    ) -> None:
+        by_expert = ids.numel() > self.num_experts
+        params = GemmParams(
+            **pointers(packed),
+            x=x.data_ptr(),
+            out=out.data_ptr(),
+            ids=ids.data_ptr(),
+            ids_stride=ids.element_size() // 4,
+            pair_weights=weights.data_ptr(),
+            pairs=ids.numel(),
+            top_k=ids.shape[1],
+            by_expert=by_expert,
+            n=packed.row_scale.numel() // self.num_experts,
+            k=x.shape[1],
+            out_n=out.shape[1],
+            epilogue=epilogue,
+        )
+        if self.kind == "int8":
+            codes, scale = quantize_rows(x)
+            params.x, params.x_scale = codes.data_ptr(), scale.data_ptr()
+        if isinstance(plan, TokensInSharedPlan):
+            params.m = 1
+            tokens_in_shared(params, self.kind, self.dtype, self.group, plan, self.device)
+            return
+        grid_y = self.num_experts if by_expert else ids.numel()
+        tokens_in_registers(params, self.kind, self.dtype, self.group, plan, grid_y, self.device)
+
+
+class CudaExpertsLayout(ExpertsLayout):
+    """Packs each expert, as it comes, into its place in the layer's tensors."""
+
+    def __init__(self, num_experts: int, gate: Weight, dtype: torch.dtype, device: torch.device) -> None:
+        intermediate, hidden = shape(gate)
+        self._sizes = (num_experts, hidden, intermediate)
+        self._kind, self._group = kind(gate), group_of(gate)
+        self._dtype, self._device = dtype, device
+        self._layers: list[Packed] = []
+
+    def place(self, index: int, gate: Weight, up: Weight, down: Weight) -> None:
+        gate, up, down = (to_device(weight, self._device) for weight in (gate, up, down))
+        packed = [pack(interleaved(gate, up)), pack(down)]
+        if not self._layers:
+            self._layers = [self._room(one) for one in packed]
+        for layer, one in zip(self._layers, packed):
+            for room, part in zip(layer, one):
+                if room is not None and part is not None:
+                    room[index] = part
+
+    def _room(self, one: Packed) -> Packed:
+        return Packed._make(None if part is None else part.new_empty(self._sizes[0], *part.shape) for part in one)
+
+    def finish(self) -> CudaExperts:
+        library()
+        return CudaExperts(self._layers[0], self._layers[1], self._sizes, self._kind, self._group, self._dtype, self._device)

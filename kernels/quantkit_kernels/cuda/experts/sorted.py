@@ -1,0 +1,53 @@
+"""Routed experts of many tokens: token-expert pairs are sorted by expert, then each expert's weights are multiplied with its tokens.
+
+Six launches, and none depends on the routing's values: the sort; for gate_up with SiLU the arrangement of the activations and the product;
+for down with the routing weights the same two; the sum over each token's experts.
+"""
+
+import torch
+from torch import Tensor
+
+from quantkit_kernels.cuda.build import library
+from quantkit_kernels.cuda.experts.sum_pairs import sum_pairs
+from quantkit_kernels.cuda.launch import SILU_MUL, WEIGH, checked, stream_of
+from quantkit_kernels.cuda.layout import Packed
+from quantkit_kernels.cuda.linears.tiles import Slots, multiply_tiles
+from quantkit_kernels.cuda.plans import TilePerBlockPlan
+
+SORTED_PAIRS = 16384
+"""Pairs that are computed at once. What is kept between the launches takes about 70 KB a pair (R1)."""
+
+
+def sort_pairs(topk_ids: Tensor, num_experts: int, tokens: int) -> Slots:
+    """Slots for topk_ids int32 or int64 [T, k] in tiles of `tokens`: one launch, and the host does not wait for the device."""
+    pairs = topk_ids.numel()
+    tiles = min(pairs, num_experts) + pairs // tokens
+    slots = Slots(*(torch.empty(size, dtype=torch.int32, device=topk_ids.device) for size in (tiles, tiles, tiles * tokens)))
+    sizes = (topk_ids.element_size() // 4, pairs, num_experts, tokens, tiles)
+    checked(library().qk_sort_pairs(topk_ids.data_ptr(), *sizes, *(one.data_ptr() for one in slots), stream_of(topk_ids.device)))
+    return slots
+
+
+def sorted_experts(
+    gate_up: Packed,
+    down: Packed,
+    kind: str,
+    group: int,
+    num_experts: int,
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    plan: TilePerBlockPlan,
+) -> Tensor:
+    """What `Experts` computes of x[T, H], topk_ids[T, k] and topk_weights[T, k] float32, all contiguous, by weights packed per expert."""
+    pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
+    slots = sort_pairs(topk_ids, num_experts, plan.tokens)
+    intermediate, hidden = gate_up.row_scale.numel() // num_experts // 2, x.shape[1]
+    between = torch.empty(slots.order.numel(), intermediate, dtype=x.dtype, device=x.device)
+    multiply_tiles(gate_up, kind, group, x, between, plan, epilogue=SILU_MUL, slots=slots, top_k=top_k, num_experts=num_experts)
+    weighed = torch.empty(pairs, hidden, dtype=torch.float32, device=x.device)
+    packed = (down, kind, group)
+    multiply_tiles(*packed, between, weighed, plan, epilogue=WEIGH, slots=slots, num_experts=num_experts, pair_weights=topk_weights)
+    y = torch.empty_like(x)
+    sum_pairs(weighed, y)
+    return y

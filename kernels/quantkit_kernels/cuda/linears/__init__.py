@@ -1,0 +1,1 @@
+"""Linears of packed weights."""

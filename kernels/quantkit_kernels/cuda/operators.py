@@ -1,0 +1,125 @@
+"""Norms, activation, routing and rotary embedding in one launch each. Arguments arrive checked; what the kernels cannot take, unusual
+types or widths, the reference computes."""
+
+import ctypes
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quantkit_kernels import reference
+from quantkit_kernels.cuda.abi import Route
+from quantkit_kernels.cuda.build import library
+from quantkit_kernels.cuda.launch import DTYPES, checked, stream_of
+from quantkit_kernels.functional import Choice
+
+_LOGIT_DTYPES = {**DTYPES, torch.float32: 2}
+_GATE_EXPERTS, _GATE_TOKENS, _GATE_PARTS = 256, 64, 8  # of the kernel that also multiplies
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if not _normable(x, weight):
+        return reference.rms_norm(x, weight, eps)
+    x = x.contiguous()
+    normed = torch.empty_like(x)
+    _norm(x, None, weight, normed, None, eps)
+    return normed
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    if not _normable(x, weight):
+        return reference.add_rms_norm(x, residual, weight, eps)
+    x, residual = x.contiguous(), residual.contiguous()
+    normed, total = torch.empty_like(x), torch.empty_like(x)
+    _norm(x, residual, weight, normed, total, eps)
+    return normed, total
+
+
+def _normable(x: Tensor, weight: Tensor) -> bool:
+    return x.dtype in DTYPES and weight.dtype == x.dtype and x.shape[-1] % 8 == 0 and x.numel() > 0
+
+
+def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, normed: Tensor, total: Tensor | None, eps: float) -> None:
+    width = x.shape[-1]
+    pointers = [None if tensor is None else tensor.data_ptr() for tensor in (x, residual, weight.contiguous(), normed, total)]
+    checked(library().qk_add_rms_norm(*pointers, DTYPES[x.dtype], x.numel() // width, width, eps, stream_of(x.device)))
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    width = x.shape[-1] // 2
+    if x.dtype not in DTYPES or width % 8 or x.numel() == 0:
+        return reference.silu_and_mul(x)
+    x = x.contiguous()
+    y = x.new_empty(*x.shape[:-1], width)
+    checked(library().qk_silu_and_mul(x.data_ptr(), y.data_ptr(), DTYPES[x.dtype], y.numel() // width, width, stream_of(x.device)))
+    return y
+
+
+def route(logits: Tensor, bias: Tensor | None, choice: Choice) -> tuple[Tensor, Tensor]:
+    tokens, experts = logits.shape
+    if tokens == 0 or not _routable(experts, choice):
+        return reference.route(logits, bias, choice)
+    logits = logits.contiguous()
+    ids, weights, params = _routing(tokens, experts, bias, choice, logits.device)
+    checked(library().qk_route(logits.data_ptr(), _LOGIT_DTYPES[logits.dtype], tokens, ctypes.byref(params), stream_of(logits.device)))
+    return ids, weights
+
+
+def moe_gate(x: Tensor, router: Tensor, bias: Tensor | None, choice: Choice) -> tuple[Tensor, Tensor]:
+    (tokens, hidden), experts = x.shape, router.shape[0]
+    fits = x.dtype == torch.bfloat16 and hidden % 16 == 0 and hidden <= 8192 and experts == _GATE_EXPERTS and _routable(experts, choice)
+    if not fits or not 0 < tokens <= _GATE_TOKENS:
+        return route(F.linear(x.float(), router), bias, choice)
+    x, router = x.contiguous(), router.contiguous()
+    ids, weights, params = _routing(tokens, experts, bias, choice, x.device)
+    partial = torch.empty(_GATE_PARTS * tokens * experts, dtype=torch.float32, device=x.device)
+    pointers = (partial.data_ptr(), _arrived(x.device).data_ptr(), ctypes.byref(params), stream_of(x.device))
+    checked(library().qk_moe_gate(x.data_ptr(), router.data_ptr(), tokens, hidden, *pointers))
+    return ids, weights
+
+
+def _routable(experts: int, choice: Choice) -> bool:
+    """Whether a warp can choose: a lane holds neighbours, and a group is 1, 2, 4, ... whole lanes."""
+    per_lane = -(-experts // 32)
+    lanes, rest = divmod(experts // choice.n_group, per_lane)
+    grouped = choice.topk_group == choice.n_group or (rest == 0 and lanes & (lanes - 1) == 0)
+    return experts <= 512 and choice.top_k + choice.num_shared <= 32 and grouped
+
+
+def _routing(tokens: int, experts: int, bias: Tensor | None, choice: Choice, device: torch.device) -> tuple[Tensor, Tensor, Route]:
+    """Room for the results, and what the kernels are told. `bias` is kept alive by the caller."""
+    columns = choice.top_k + choice.num_shared
+    ids = torch.empty(tokens, columns, dtype=torch.int64, device=device)
+    weights = torch.empty(tokens, columns, dtype=torch.float32, device=device)
+    assert bias is None or bias.is_contiguous()
+    pointers = (None if bias is None else bias.data_ptr(), ids.data_ptr(), weights.data_ptr())
+    numbers = (
+        experts,
+        choice.top_k,
+        choice.n_group,
+        choice.topk_group,
+        choice.scoring == "softmax",
+        choice.norm_topk_prob,
+        choice.num_shared,
+    )
+    return ids, weights, Route(*pointers, *numbers, choice.routed_scaling_factor)
+
+
+@functools.cache
+def _arrived(device: torch.device) -> Tensor:
+    """Counters that every launch of the gate leaves at zero."""
+    return torch.zeros(2, dtype=torch.int32, device=device)
+
+
+def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    if x.dtype not in DTYPES or x.numel() == 0:
+        return reference.rope(x, positions, cos, sin, interleaved)
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    tokens, heads, width = x.shape
+    y = torch.empty(tokens, heads, width, dtype=x.dtype, device=x.device)
+    pointers = [tensor.data_ptr() for tensor in (x, positions.contiguous(), cos.contiguous(), sin.contiguous(), y)]
+    wide = positions.dtype == torch.int64
+    sizes = (tokens, heads, width // 2, interleaved, x.stride(0), x.stride(1))
+    checked(library().qk_rope(*pointers, DTYPES[x.dtype], wide, *sizes, stream_of(x.device)))
+    return y

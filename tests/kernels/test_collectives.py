@@ -1,0 +1,175 @@
+"""Collectives over peers' memory: on GPUs against plain sums and concatenation, and refused for a reason everywhere else."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from quantkit_kernels.cuda import collectives as peers
+from quantkit_kernels.cuda.collectives import MAX_SUM_BYTES, Peers
+
+from quantkit.executor.parallel import Parallel
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+class Meeting:
+    """`exchange` among threads."""
+
+    def __init__(self, size: int) -> None:
+        self.values: list[Any] = [None] * size
+        self.barrier = threading.Barrier(size)
+
+    def exchange(self, rank: int) -> Callable[[Any], list[Any]]:
+        def meet(value: Any) -> list[Any]:
+            self.barrier.wait(30)
+            self.values[rank] = value
+            self.barrier.wait(30)
+            return list(self.values)
+
+        return meet
+
+
+def refusals(size: int, device: torch.device) -> list[str]:
+    meeting, said = Meeting(size), [""] * size
+
+    def rank_of(rank: int) -> None:
+        try:
+            Peers(rank, size, device, meeting.exchange(rank))
+        except RuntimeError as fault:
+            said[rank] = str(fault)
+
+    threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return said
+
+
+def test_all_ranks_hear_the_same_refusal() -> None:
+    assert refusals(3, torch.device("cpu")) == ["rank 0: runs on CUDA, not on cpu"] * 3
+
+
+def test_one_rank_that_cannot_stops_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left half open where one of three ranks finds a fault."""
+    calls = iter(range(3))
+    lock = threading.Lock()
+
+    def unusable(size: int, device: torch.device) -> str | None:
+        with lock:
+            return "no compiler" if next(calls) == 1 else None
+
+    monkeypatch.setattr(peers, "unusable", unusable)
+    said = refusals(3, torch.device("cpu"))
+    assert len(set(said)) == 1
+    assert said[0].endswith("no compiler")
+
+
+def _rank(rank: int, size: int, port: int) -> None:
+    """Sums of all sizes and types, eager and captured, many times: exact where the values are, and the same bits on every rank."""
+    device = torch.device("cuda", rank)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    parallel = Parallel(rank, size)
+    parallel.connect(device)
+    assert parallel.peers is not None, "no peer access here"
+    check_sums(parallel, rank, size, device)
+    check_gather(parallel, rank, size, device)
+    check_graph(parallel, rank, size, device)
+    torch.distributed.destroy_process_group()
+
+
+def whole_numbers(rank: int, turn: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Small whole numbers: every sum is exact."""
+    generator = torch.Generator(device).manual_seed(1000 * turn + rank)
+    return torch.randint(-8, 9, shape, generator=generator, device=device).to(dtype)
+
+
+def check_sums(parallel: Parallel, rank: int, size: int, device: torch.device) -> None:
+    for turn, (tokens, dtype) in enumerate((t, d) for t in (1, 2, 3, 8, 32, 64) for d in (torch.bfloat16, torch.float16, torch.float32)):
+        shape = (tokens, 7168 if dtype != torch.float32 else 2048)
+        mine = whole_numbers(rank, turn, shape, dtype, device)
+        assert parallel.peers.adds(mine)
+        expected = sum(whole_numbers(r, turn, shape, dtype, device).float() for r in range(size))
+        assert torch.equal(parallel.all_reduce(mine).float(), expected), (turn, shape)
+    noise = torch.randn(8, 7168, generator=torch.Generator(device).manual_seed(rank), device=device).bfloat16()
+    noise[0, :8], noise[1, 0] = -0.0, float("nan")
+    noise.view(torch.int16)[2, :8] = -1  # what an empty word looks like
+    ours = parallel.all_reduce(noise)
+    assert ours[1, 0].isnan()
+    assert ours[2, :8].isnan().all()
+    bits = parallel.gather(int(ours.view(torch.int16).long().mul(torch.arange(ours.numel(), device=device).view_as(ours)).sum()))
+    assert len(set(bits)) == 1, "the ranks' sums differ"
+    library = noise.clone()
+    torch.distributed.all_reduce(library)
+    torch.testing.assert_close(ours[3:].float(), library[3:].float(), rtol=2e-2, atol=2e-2)
+    large = torch.ones(MAX_SUM_BYTES // 2 + 8, dtype=torch.bfloat16, device=device)
+    assert not parallel.peers.adds(large)
+    assert (parallel.all_reduce(large) == size).all()
+
+
+def check_gather(parallel: Parallel, rank: int, size: int, device: torch.device) -> None:
+    for turn, (tokens, dtype) in enumerate((t, d) for t in (1, 3, 16, 32) for d in (torch.bfloat16, torch.float32)):
+        shape = (tokens, 32320 if dtype == torch.bfloat16 else 96)
+        mine = whole_numbers(rank, turn, shape, dtype, device)
+        assert parallel.peers.gathers(mine)
+        expected = torch.cat([whole_numbers(r, turn, shape, dtype, device) for r in range(size)], dim=-1)
+        assert torch.equal(parallel.all_gather(mine), expected), (turn, shape)
+    odd = torch.full((2, 3), float(rank), device=device)
+    assert not parallel.peers.gathers(odd)
+    assert torch.equal(parallel.all_gather(odd)[0], torch.arange(size, device=device).repeat_interleave(3).float())
+
+
+def check_graph(parallel: Parallel, rank: int, size: int, device: torch.device, sums: int = 25, replays: int = 400) -> None:
+    """A graph of sums of changing sizes, each gathered, with work in between, replayed with other values: what a decode step is."""
+    counts = [1 + i * 7 % 16 for i in range(sums)]
+    inputs = [torch.zeros(count, 7168, dtype=torch.bfloat16, device=device) for count in counts]
+    turn = torch.zeros((), dtype=torch.int64, device=device)
+
+    def fill() -> None:
+        for index, x in enumerate(inputs):
+            place = torch.arange(x.numel(), device=device)
+            x.copy_(((place * (rank + 1) + turn * 31 + index) % 13 - 6).view_as(x))
+
+    def run() -> list[torch.Tensor]:
+        fill()
+        return [parallel.all_gather(parallel.all_reduce(x * 2)) for x in inputs]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        outputs = run()
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for replay in range(replays):
+        turn.fill_(replay)
+        graph.replay()
+        for index, out in enumerate(outputs):
+            place = torch.arange(out.numel() // size, device=device)
+            expected = sum((place * (r + 1) + turn * 31 + index) % 13 - 6 for r in range(size)) * 2
+            total += (out.float() != expected.view(out.shape[0], -1).repeat(1, size)).sum()
+        if replay % 50 == 0:  # eager calls of another size in between
+            assert (parallel.all_reduce(torch.ones(3, 7168, dtype=torch.bfloat16, device=device)) == size).all()
+    assert int(total) == 0, f"{int(total)} values differ"
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("size", [size for size in (2, 4, 8) if size <= max(GPUS, 2)])
+def test_sums_on_gpus(size: int) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = [subprocess.Popen([sys.executable, __file__, *map(str, (rank, size, port))], stderr=subprocess.PIPE) for rank in range(size)]
+    said = [rank.communicate(timeout=300)[1].decode()[-3000:] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(said)
+
+
+if __name__ == "__main__":
+    _rank(*map(int, sys.argv[1:]))

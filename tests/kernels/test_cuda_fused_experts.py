@@ -1,0 +1,100 @@
+"""Experts of few tokens, with both products in one launch and one token's in two, on a CUDA device, against float64."""
+
+import pytest
+import torch
+from quantkit_kernels import ExpertsBuilder
+from quantkit_kernels.backends import why_unusable
+from quantkit_kernels.cuda.experts.experts import CudaExperts
+from quantkit_kernels.cuda.experts.fused import fused_experts
+from quantkit_kernels.cuda.plans import TokensInSharedPlan
+from quantkit_kernels.samples import TOLERANCE, distance, random_weight
+from quantkit_kernels.self_check import exact_experts
+from quantkit_kernels.weights import Weight
+
+DEVICE = torch.device("cuda")
+REASON = why_unusable("linear_int4", "cuda", DEVICE, torch.bfloat16)
+pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.usefixtures("poisoned_memory")]
+
+GRIDS = ("int4-asym-32", "int4-asym-64", "int4-asym-128", "int4-sym-128", "fp4")
+
+
+def built(
+    grid: str, count: int, hidden: int, intermediate: int, dtype: torch.dtype, rng: torch.Generator
+) -> tuple[CudaExperts, list[list[Weight]]]:
+    """A layer whose expert e has the weights number e % 4, and those."""
+    shapes = ((intermediate, hidden), (intermediate, hidden), (hidden, intermediate))
+    few = [[random_weight(grid, n, k, rng) for n, k in shapes] for _ in range(4)]
+    builder = ExpertsBuilder(count, backend="cuda", dtype=dtype, device=DEVICE)
+    for index in range(count):
+        builder.add(index, *few[index % 4])
+    experts = builder.finish()
+    assert isinstance(experts, CudaExperts)
+    return experts, few
+
+
+# Fewer chunks of K than warps, a number of them that warps share unevenly, and more strips than blocks.
+@pytest.mark.parametrize(("hidden", "intermediate", "count"), [(256, 128, 6), (1152, 384, 9), (2048, 1024, 40)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("grid", GRIDS)
+def test_few_tokens_match_float64(grid: str, dtype: torch.dtype, hidden: int, intermediate: int, count: int) -> None:
+    if grid == "fp4" and dtype == torch.float16:
+        pytest.skip("FP4 computes in bfloat16 only")
+    rng = torch.Generator(DEVICE)
+    seed = rng.seed()
+    experts, few = built(grid, count, hidden, intermediate, dtype, rng)
+    held = (experts.gate_up, experts.down, experts.kind, experts.group, count)
+    # As many pairs as one warp lists, as one for every thread of a block, and more.
+    for tokens, top_k in ((1, 1), (5, 6), (33, 4), (100, 3)):
+        x = torch.randn(tokens, hidden, generator=rng, device=DEVICE).to(dtype)
+        spread = torch.rand(tokens, count, generator=rng, device=DEVICE).topk(top_k, dim=-1).indices
+        weights = torch.rand(tokens, top_k, generator=rng, device=DEVICE)
+        for ids in (spread, torch.full_like(spread, 4), spread.int()):  # with experts left empty, and one named several times
+            exact = exact_experts(x, ids, weights, few)
+            for tiles in (1, 2):
+                y = fused_experts(*held, x, ids, weights, tiles)
+                assert distance(y, exact) < 2 * TOLERANCE[dtype], (tokens, top_k, tiles, seed)
+                assert torch.equal(y, fused_experts(*held, x, ids, weights, tiles)), (tokens, top_k, tiles, seed)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("grid", GRIDS)
+def test_one_token_with_tokens_in_shared_memory_matches_float64(grid: str, dtype: torch.dtype) -> None:
+    """Rows that are no whole block, clusters of more blocks than chunks of K, warps that none are left for; an expert named twice."""
+    if grid == "fp4" and dtype == torch.float16:
+        pytest.skip("FP4 computes in bfloat16 only")
+    rng = torch.Generator(DEVICE)
+    seed = rng.seed()
+    for hidden, intermediate in ((256, 128), (1152, 384), (2048, 1024)):
+        experts, few = built(grid, 9, hidden, intermediate, dtype, rng)
+        for top_k in (1, 6):
+            x = torch.randn(1, hidden, generator=rng, device=DEVICE).to(dtype)
+            spread = torch.rand(1, 9, generator=rng, device=DEVICE).topk(top_k, dim=-1).indices
+            weights = torch.rand(1, top_k, generator=rng, device=DEVICE)
+            for ids in (spread, torch.full_like(spread, 4), spread.int()):
+                exact = exact_experts(x, ids, weights, few)
+                for plans in (
+                    (TokensInSharedPlan(1, 1, 1), TokensInSharedPlan(1, 2, 1)),
+                    (TokensInSharedPlan(1, 3, 2), TokensInSharedPlan(1, 7, 3)),
+                    (TokensInSharedPlan(1, 18, 4), TokensInSharedPlan(1, 5, 8)),
+                ):
+                    y = experts.two_products(x, ids, weights, plans)
+                    assert distance(y, exact) < 2 * TOLERANCE[dtype], (hidden, top_k, plans, seed)
+                    assert torch.equal(y, experts.two_products(x, ids, weights, plans)), (hidden, top_k, plans, seed)
+                assert distance(experts(x, ids, weights), exact) < 2 * TOLERANCE[dtype], (hidden, top_k, seed)
+
+
+@pytest.mark.parametrize("grid", ["int4-asym-128", "fp4"])
+def test_replays_of_a_graph_with_changing_routing(grid: str) -> None:
+    """The counters that blocks wait by are zero again after every launch, whatever experts it used."""
+    rng = torch.Generator(DEVICE).manual_seed(3)
+    experts, few = built(grid, 24, 512, 256, torch.bfloat16, rng)
+    x, ids = torch.randn(16, 512, generator=rng, device=DEVICE).bfloat16(), torch.zeros(16, 4, dtype=torch.int64, device=DEVICE)
+    weights = torch.rand(16, 4, generator=rng, device=DEVICE)
+    experts(x, ids, weights)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = experts(x, ids, weights)
+    for turn in range(20):
+        ids.copy_(torch.randint(0, 1 + turn % 24, (16, 4), generator=rng, device=DEVICE))  # some counters lie fallow and come back
+        graph.replay()
+        assert distance(y, exact_experts(x, ids, weights, few)) < 2 * TOLERANCE[torch.bfloat16], turn
