@@ -7,12 +7,13 @@ Arguments that do not fit raise ValueError naming the argument.
 
 from quantkit_kernels.backends import BACKENDS, OPERATORS, Row, table
 from quantkit_kernels.experts import Experts, ExpertsBuilder, prepare_experts
-from quantkit_kernels.functional import add_rms_norm, mla_decode, mla_prepare, moe_gate, rms_norm, rope, route, silu_and_mul
+from quantkit_kernels.functional import add_rms_norm, mla_decode, mla_prepare, rms_norm, rope, silu_and_mul
 from quantkit_kernels.grouped import gqa_decode, gqa_prepare
 from quantkit_kernels.latents import CacheLayout, Latents, cache_layout, doubled_angles, pairs_apart
 from quantkit_kernels.linear import Linear, prepare, prepare_dense, prepare_fp4, prepare_int4, prepare_int8, quantize_rows
 from quantkit_kernels.prolog import MlaProlog, MlaSizes, MlaWeights, prepare_mla_prolog, why_no_prolog
 from quantkit_kernels.prompts import Prompts, gqa_prefill, mla_prefill
+from quantkit_kernels.routing import Routing, moe_gate, route
 from quantkit_kernels.self_check import Measurement, check
 from quantkit_kernels.weights import Dense, Fp4, Int4, Int8, Weight, dequantize, stack
 
@@ -33,6 +34,7 @@ __all__ = [
     "MlaSizes",
     "MlaWeights",
     "Prompts",
+    "Routing",
     "Row",
     "Weight",
     "add_rms_norm",

@@ -1,4 +1,4 @@
-"""The operators of a decode step that hold no packed weight: norms, activation, routing, rotary embedding, latent attention.
+"""The operators of a decode step that hold no packed weight: norms, activation, rotary embedding, latent attention.
 
 Each checks its arguments, picks a backend ("auto": the fastest usable on the tensors' device) and returns new tensors. Arithmetic is
 float32 whatever the dtype of the tensors; results are rounded once.
@@ -6,7 +6,6 @@ float32 whatever the dtype of the tensors; results are rounded once.
 
 from collections.abc import Sequence
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,20 +13,6 @@ from torch import Tensor
 from quantkit_kernels import backends
 from quantkit_kernels.arguments import FLOAT_DTYPES, INDEX_DTYPES, check_tensor, require
 from quantkit_kernels.latents import Latents, parts_of
-
-SCORINGS = ("sigmoid", "softmax")
-
-
-class Choice(NamedTuple):
-    """How experts are chosen, the arguments of `route`: what a backend is told."""
-
-    top_k: int
-    n_group: int
-    topk_group: int
-    scoring: str
-    norm_topk_prob: bool
-    routed_scaling_factor: float
-    num_shared: int
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: str = "auto") -> Tensor:
@@ -56,78 +41,6 @@ def silu_and_mul(x: Tensor, *, backend: str = "auto") -> Tensor:
     require(x.shape[-1] % 2 == 0, f"x: last dimension {x.shape[-1]} is odd, expected gate and up side by side")
     result: Tensor = backends.find("silu_and_mul", backend, x.device).silu_and_mul(x)
     return result
-
-
-def route(
-    logits: Tensor,
-    bias: Tensor | None,
-    *,
-    top_k: int,
-    n_group: int = 1,
-    topk_group: int = 1,
-    scoring: str = "sigmoid",
-    norm_topk_prob: bool = True,
-    routed_scaling_factor: float = 1.0,
-    num_shared: int = 0,
-    backend: str = "auto",
-) -> tuple[Tensor, Tensor]:
-    """Which experts each token goes to (DeepSeek-V3's router; without bias and groups also those of Mixtral and Qwen3-MoE).
-
-    logits float [T, E]; bias float32 [E] or None (e_score_correction_bias): it takes part in the choice, never in the weights.
-    Experts come in n_group groups of E/n_group; a group's score is the sum of its best two; only the best topk_group groups stay.
-    Returns topk_ids int64 [T, top_k] and topk_weights float32 [T, top_k], best choice first. The weights are the scores (sigmoid, or
-    softmax over all experts), divided by their sum (+ 1e-20) with norm_topk_prob, times routed_scaling_factor.
-    num_shared more columns name experts E, E + 1, ... with weight 1: shared experts that are held as the last of the routed ones.
-    """
-    check_tensor("logits", logits, (None, None), FLOAT_DTYPES)
-    choice = _choice(logits.shape[1], bias, top_k, n_group, topk_group, scoring, norm_topk_prob, routed_scaling_factor, num_shared)
-    ids, weights = backends.find("route", backend, logits.device).route(logits, bias, choice)
-    return ids, weights
-
-
-def moe_gate(
-    x: Tensor,
-    router: Tensor,
-    bias: Tensor | None,
-    *,
-    top_k: int,
-    n_group: int = 1,
-    topk_group: int = 1,
-    scoring: str = "sigmoid",
-    norm_topk_prob: bool = True,
-    routed_scaling_factor: float = 1.0,
-    num_shared: int = 0,
-    backend: str = "auto",
-) -> tuple[Tensor, Tensor]:
-    """`route` of the logits x @ router.T. x float [T, H]; router float32 [E, H]; the product is float32. The rest is as `route` has it."""
-    check_tensor("x", x, (None, None), FLOAT_DTYPES)
-    check_tensor("router", router, (None, x.shape[1]), (torch.float32,))
-    choice = _choice(router.shape[0], bias, top_k, n_group, topk_group, scoring, norm_topk_prob, routed_scaling_factor, num_shared)
-    ids, weights = backends.find("moe_gate", backend, x.device).moe_gate(x, router, bias, choice)
-    return ids, weights
-
-
-def _choice(
-    experts: int,
-    bias: Tensor | None,
-    top_k: int,
-    n_group: int,
-    topk_group: int,
-    scoring: str,
-    norm_topk_prob: bool,
-    routed_scaling_factor: float,
-    num_shared: int,
-) -> Choice:
-    if bias is not None:
-        check_tensor("bias", bias, (experts,), (torch.float32,))
-    require(scoring in SCORINGS, f"scoring: {scoring!r}, expected {' or '.join(SCORINGS)}")
-    require(n_group >= 1 and experts % n_group == 0, f"n_group: {experts} experts do not split into {n_group} groups")
-    require(1 <= topk_group <= n_group, f"topk_group: {topk_group}, expected 1..{n_group}")
-    require(n_group == 1 or experts // n_group >= 2, f"n_group: groups of {experts // n_group} expert, expected at least 2")
-    kept = experts // n_group * topk_group
-    require(1 <= top_k <= kept, f"top_k: {top_k}, expected 1..{kept} (the experts of {topk_group} of {n_group} groups)")
-    require(num_shared >= 0, f"num_shared: {num_shared}, expected at least 0")
-    return Choice(top_k, n_group, topk_group, scoring, norm_topk_prob, routed_scaling_factor, num_shared)
 
 
 def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = True, backend: str = "auto") -> Tensor:

@@ -5,7 +5,7 @@ decides the rounding, is R1's.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from quantkit_kernels.experts import ExpertsBuilder
 from quantkit_kernels.latents import Latents, cache_layout, doubled_angles, pairs_together, split_latents
 from quantkit_kernels.linear import prepare
 from quantkit_kernels.prolog import MlaProlog, MlaWeights, prepare_mla_prolog
+from quantkit_kernels.routing import Routing, moe_gate, route
 from quantkit_kernels.samples import (
     TOLERANCE,
     GroupedAttention,
@@ -221,10 +222,10 @@ def _small_cases(device: torch.device, dtype: torch.dtype, rng: torch.Generator)
     yield case("silu_and_mul", functional.silu_and_mul, x)
     logits, router = random(tokens, EXPERTS, dtype=torch.float32), random(EXPERTS, HIDDEN, dtype=torch.float32) / HIDDEN**0.5
     bias = random(EXPERTS, dtype=torch.float32) * 0.1
-    sizes = {"top_k": TOP_K, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}
-    yield case("route", partial(functional.route, **sizes), logits, bias, first=1)  # type: ignore[arg-type]
-    gate = partial(functional.moe_gate, **sizes, num_shared=1)  # type: ignore[arg-type]
-    yield case("moe_gate", gate, x, router, bias, first=1, nbytes=router.nbytes)
+    rule = Routing(EXPERTS, TOP_K, n_group=8, topk_group=4, routed_scaling_factor=2.5)
+    joined = replace(rule, num_joined_experts=1)
+    yield case("route", partial(route, routing=rule), logits, bias, first=1)
+    yield case("moe_gate", partial(moe_gate, routing=joined), x, router, bias, first=1, nbytes=router.nbytes)
     positions, angles = torch.arange(tokens, device=device), random(64, 32, dtype=torch.float32)
     yield case(
         "rope", lambda q, c, s, backend: functional.rope(q, positions, c, s, backend=backend), random(tokens, 128, 64), *_angles(angles)

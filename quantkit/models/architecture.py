@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from quantkit_kernels import Routing
 from torch import Tensor
 
 from quantkit.models.context import Context
 from quantkit.models.decoder import DecoderLayer, Model
-from quantkit.models.mlp import Routing
 from quantkit.models.table import Parameter, ScaleGroup
 from quantkit.models.weights import Weights
 

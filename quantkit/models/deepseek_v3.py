@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from quantkit_kernels import rms_norm
+from quantkit_kernels import Routing, rms_norm
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -18,7 +18,7 @@ from quantkit.models import decoder
 from quantkit.models.architecture import LatentCache
 from quantkit.models.config import read_fields, refuse_attention_bias
 from quantkit.models.context import Context
-from quantkit.models.mlp import DenseMlp, MoeMlp, Routing, expert_parameters, mlp_parameters, mlp_scale_groups, moe_scale_groups
+from quantkit.models.mlp import DenseMlp, MoeMlp, expert_parameters, mlp_parameters, mlp_scale_groups, moe_scale_groups
 from quantkit.models.rope import Rope
 from quantkit.models.table import Block, Parameter, Projection, Role, ScaleGroup, Split
 from quantkit.models.weights import Weights

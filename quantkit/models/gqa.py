@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from quantkit_kernels import Routing
 from torch import Tensor
 
 from quantkit.errors import QuantkitError
@@ -15,7 +16,7 @@ from quantkit.models import decoder
 from quantkit.models.architecture import KeyValueCache
 from quantkit.models.config import read_fields
 from quantkit.models.context import Context
-from quantkit.models.mlp import DenseMlp, MoeMlp, Routing, expert_parameters, mlp_parameters, mlp_scale_groups, moe_scale_groups
+from quantkit.models.mlp import DenseMlp, MoeMlp, expert_parameters, mlp_parameters, mlp_scale_groups, moe_scale_groups
 from quantkit.models.rope import Rope
 from quantkit.models.table import Parameter, Projection, Role, ScaleGroup, Split
 from quantkit.models.weights import Weights

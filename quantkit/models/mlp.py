@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from quantkit_kernels import moe_gate, silu_and_mul
+from quantkit_kernels import Routing, moe_gate, silu_and_mul
 from torch import Tensor
 
 from quantkit.models.table import Block, Parameter, ScaleGroup
@@ -97,19 +97,6 @@ class DenseMlp:
         return self.down(silu_and_mul(self.gate_up(x)))
 
 
-@dataclass(frozen=True)
-class Routing:
-    """How experts are chosen; the names are DeepSeek's."""
-
-    n_routed_experts: int
-    num_experts_per_tok: int
-    norm_topk_prob: bool
-    scoring_func: str
-    n_group: int = 1
-    topk_group: int = 1
-    routed_scaling_factor: float = 1.0
-
-
 class MoeMlp:
     """Routed experts, and a shared one where `shared_prefix` names it. `bias_name` is the router's selection bias, if the model has one.
 
@@ -126,12 +113,11 @@ class MoeMlp:
         shared_prefix: str | None,
         names: MlpNames = PROJ_NAMES,
     ) -> None:
-        self.routing = routing
         self.router = weights.tensor(f"{prefix}.gate.weight").float()
         self.bias = weights.tensor(bias_name).float() if bias_name else None
         routed = (f"{prefix}.experts", routing.n_routed_experts)
         joined = weights.experts_with_shared(*routed, shared_prefix) if shared_prefix else None
-        self.num_joined = int(joined is not None)
+        self.routing = routing if joined is None else replace(routing, num_joined_experts=1)
         self.experts = weights.experts(*routed) if joined is None else joined
         self.shared = DenseMlp(shared_prefix, weights, names) if shared_prefix and joined is None else None
 
@@ -143,16 +129,4 @@ class MoeMlp:
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The experts of each token and what they weigh, [T, k] each, a joined shared expert last."""
-        r = self.routing
-        return moe_gate(
-            x,
-            self.router,
-            self.bias,
-            top_k=r.num_experts_per_tok,
-            n_group=r.n_group,
-            topk_group=r.topk_group,
-            scoring=r.scoring_func,
-            norm_topk_prob=r.norm_topk_prob,
-            routed_scaling_factor=r.routed_scaling_factor,
-            num_shared=self.num_joined,
-        )
+        return moe_gate(x, self.router, self.bias, self.routing)

@@ -2,11 +2,12 @@
 
 from typing import Any
 
+from quantkit_kernels import Routing
+
 from quantkit.errors import QuantkitError
 from quantkit.models import gqa
 from quantkit.models.config import refuse_attention_bias
 from quantkit.models.gqa import DecoderLayer, Model, MtpLayer, parameters, scale_groups
-from quantkit.models.mlp import Routing
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
 

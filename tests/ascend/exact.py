@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from quantkit_kernels import backends
 from quantkit_kernels.experts import Experts, ExpertsLayout
-from quantkit_kernels.functional import Choice
 from quantkit_kernels.latents import CacheLayout, Latents
 from quantkit_kernels.linear import Linear, quantize_rows
 from quantkit_kernels.prolog import MlaWeights, sizes_of
@@ -24,6 +23,7 @@ from quantkit_kernels.prompts import Prompts
 from quantkit_kernels.reference import prompts as plain_prompts
 from quantkit_kernels.reference.experts import LoopLayout
 from quantkit_kernels.reference.functional import absorbed, values
+from quantkit_kernels.routing import Routing
 from quantkit_kernels.torch_npu.grouped import attend_one as torch_attention
 from quantkit_kernels.torch_npu.prolog import prolog_refused
 from quantkit_kernels.weights import Fp4, Int4, Int8, Weight, dequantize, kind, shape
@@ -135,11 +135,11 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return (gate / (1 + (-gate).exp()) * up).to(x.dtype)
 
 
-def route(logits: Tensor, bias: Tensor | None, how: Choice) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, bias: Tensor | None, how: Routing) -> tuple[Tensor, Tensor]:
     """DeepSeek-V3's: sigmoid, groups by their best two, weights divided by their sum; then the shared experts."""
-    assert (how.scoring, how.norm_topk_prob) == ("sigmoid", True), how
+    assert (how.scoring_func, how.norm_topk_prob) == ("sigmoid", True), how
     experts = logits.shape[1]
-    ids = torch.empty(len(logits), how.top_k + how.num_shared, dtype=torch.int64)
+    ids = torch.empty(len(logits), how.num_experts_per_tok + how.num_joined_experts, dtype=torch.int64)
     weights = torch.ones(ids.shape)
     for token, row in enumerate(logits.double()):
         scores = 1 / (1 + (-row).exp())
@@ -147,13 +147,13 @@ def route(logits: Tensor, bias: Tensor | None, how: Choice) -> tuple[Tensor, Ten
         size = experts // how.n_group
         groups = sorted(range(how.n_group), key=lambda g: -float(choice[g * size : (g + 1) * size].topk(2).values.sum()))[: how.topk_group]
         kept = [expert for group in groups for expert in range(group * size, (group + 1) * size)]
-        best = sorted(kept, key=lambda expert: -float(choice[expert]))[: how.top_k]
-        ids[token] = torch.tensor([*best, *range(experts, experts + how.num_shared)])
-        weights[token, : how.top_k] = scores[best] / (scores[best].sum() + 1e-20) * how.routed_scaling_factor
+        best = sorted(kept, key=lambda expert: -float(choice[expert]))[: how.num_experts_per_tok]
+        ids[token] = torch.tensor([*best, *range(experts, experts + how.num_joined_experts)])
+        weights[token, : how.num_experts_per_tok] = scores[best] / (scores[best].sum() + 1e-20) * how.routed_scaling_factor
     return ids, weights
 
 
-def moe_gate(x: Tensor, router: Tensor, bias: Tensor | None, how: Choice) -> tuple[Tensor, Tensor]:
+def moe_gate(x: Tensor, router: Tensor, bias: Tensor | None, how: Routing) -> tuple[Tensor, Tensor]:
     return route(F.linear(x.float(), router), bias, how)
 
 

@@ -7,10 +7,12 @@ import torch
 from kernel_weights import exact_experts, layer, random_experts
 from quantkit_kernels import (
     Fp4,
+    Routing,
     dequantize,
     functional,
     prepare,
     reference,
+    route,
     torch_npu,
 )
 from quantkit_kernels.samples import TOLERANCE, distance, exact_linear, random_weight
@@ -87,9 +89,9 @@ def test_norms_and_activation(called: list[str]) -> None:
 def test_route(scoring: str, norm_topk_prob: bool, called: list[str]) -> None:
     called.clear()
     logits, bias = random(9, 256, dtype=torch.float32), random(256, dtype=torch.float32, seed=1) / 10
-    sizes = {"top_k": 8, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}
-    ids, weights = functional.route(logits, bias, scoring=scoring, norm_topk_prob=norm_topk_prob, backend="torch_npu", **sizes)  # type: ignore[arg-type]
-    twin_ids, twin_weights = reference.route(logits, bias, functional.Choice(8, 8, 4, scoring, norm_topk_prob, 2.5, 0))
+    rule = Routing(256, 8, norm_topk_prob, scoring, n_group=8, topk_group=4, routed_scaling_factor=2.5)
+    ids, weights = route(logits, bias, rule, backend="torch_npu")
+    twin_ids, twin_weights = reference.route(logits, bias, rule)
     assert torch.equal(ids, twin_ids)
     torch.testing.assert_close(weights, twin_weights, rtol=1e-5, atol=1e-6)
     assert bool(called) == ((scoring == "sigmoid") == norm_topk_prob)

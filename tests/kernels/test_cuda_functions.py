@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from quantkit_kernels import functional
+from quantkit_kernels import Routing, functional, moe_gate, route
 from quantkit_kernels.samples import TOLERANCE, distance, latent_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 R1 = (128, 64, 128, 512)
-ROUTING = {"top_k": 8, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "num_shared": 1}
+ROUTING = Routing(256, 8, n_group=8, topk_group=4, routed_scaling_factor=2.5, num_joined_experts=1)
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
@@ -81,9 +81,9 @@ def test_mla_prepare(tokens: int, interleaved: bool) -> None:
 def test_moe_gate(tokens: int, hidden: int) -> None:
     x, router = torch.randn(tokens, hidden, device="cuda").bfloat16(), torch.randn(256, hidden, device="cuda") * hidden**-0.5
     bias = torch.randn(256, device="cuda") * 0.1
-    expected, expected_weights = functional.route((x.double() @ router.double().T).float(), bias, **ROUTING, backend="reference")  # type: ignore[arg-type]
+    expected, expected_weights = route((x.double() @ router.double().T).float(), bias, ROUTING, backend="reference")
     for _ in range(20):
-        ids, weights = functional.moe_gate(x, router, bias, **ROUTING, backend="cuda")  # type: ignore[arg-type]
+        ids, weights = moe_gate(x, router, bias, ROUTING, backend="cuda")
         assert torch.equal(ids, expected)
         assert distance(weights, expected_weights.double()) < 1e-5
 
@@ -95,9 +95,9 @@ def test_moe_gate(tokens: int, hidden: int) -> None:
 )
 def test_route(experts: int, n_group: int, topk_group: int, top_k: int, scoring: str) -> None:
     logits, bias = torch.randn(50, experts, device="cuda") * 2, torch.randn(experts, device="cuda") * 2
-    sizes = {"top_k": top_k, "n_group": n_group, "topk_group": topk_group, "scoring": scoring, "num_shared": 2}
-    ids, weights = functional.route(logits, bias, **sizes, backend="cuda")  # type: ignore[arg-type]
-    expected, expected_weights = functional.route(logits, bias, **sizes, backend="reference")  # type: ignore[arg-type]
+    rule = Routing(experts, top_k, scoring_func=scoring, n_group=n_group, topk_group=topk_group, num_joined_experts=2)
+    ids, weights = route(logits, bias, rule, backend="cuda")
+    expected, expected_weights = route(logits, bias, rule, backend="reference")
     assert torch.equal(ids, expected)
     assert distance(weights, expected_weights.double()) < 1e-5
 

@@ -1,8 +1,10 @@
 """Norms, activation, router, rotary embedding and latent attention against formulas written out in float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from quantkit_kernels import add_rms_norm, mla_decode, mla_prepare, moe_gate, rms_norm, rope, route, silu_and_mul
+from quantkit_kernels import Routing, add_rms_norm, mla_decode, mla_prepare, moe_gate, rms_norm, rope, route, silu_and_mul
 from quantkit_kernels.samples import TOLERANCE, distance, latent_attention
 
 DTYPES = tuple(TOLERANCE)
@@ -47,32 +49,31 @@ def plain_route(
 def test_route(scoring: str, biased: bool, experts: int, top_k: int, n_group: int, topk_group: int) -> None:
     logits = torch.randn(40, experts) * 2
     bias = torch.randn(experts) * 2 if biased else None  # large enough to make some choices negative
-    ids, weights = route(
-        logits, bias, top_k=top_k, n_group=n_group, topk_group=topk_group, scoring=scoring, norm_topk_prob=True, routed_scaling_factor=2.5
-    )
+    rule = Routing(experts, top_k, scoring_func=scoring, n_group=n_group, topk_group=topk_group)
+    ids, weights = route(logits, bias, replace(rule, routed_scaling_factor=2.5))
     assert ids.dtype == torch.int64
     assert weights.dtype == torch.float32
     assert ids.tolist() == plain_route(logits, bias, top_k, n_group, topk_group, scoring)
     scores = (logits.double().sigmoid() if scoring == "sigmoid" else logits.double().softmax(-1)).gather(1, ids)
     assert distance(weights, scores / scores.sum(-1, keepdim=True) * 2.5) < 1e-6
-    _, plain = route(logits, bias, top_k=top_k, n_group=n_group, topk_group=topk_group, scoring=scoring, norm_topk_prob=False)
+    _, plain = route(logits, bias, replace(rule, norm_topk_prob=False))
     assert distance(plain, scores) < 1e-6
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gate_multiplies_and_routes(dtype: torch.dtype) -> None:
     x, router, bias = torch.randn(5, 48).to(dtype), torch.randn(16, 48), torch.randn(16) * 0.1
-    sizes = {"top_k": 3, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
-    ids, weights = moe_gate(x, router, bias, **sizes)  # type: ignore[arg-type]
-    expected_ids, expected = route(x.float() @ router.T, bias, **sizes)  # type: ignore[arg-type]
+    rule = Routing(16, 3, n_group=4, topk_group=2, routed_scaling_factor=2.5)
+    ids, weights = moe_gate(x, router, bias, rule)
+    expected_ids, expected = route(x.float() @ router.T, bias, rule)
     assert torch.equal(ids, expected_ids)
     assert distance(weights, expected.double()) < 1e-5
 
 
 def test_shared_experts_follow_the_chosen_ones() -> None:
     logits = torch.randn(5, 16)
-    plain_ids, plain_weights = route(logits, None, top_k=3)
-    ids, weights = route(logits, None, top_k=3, num_shared=2)
+    plain_ids, plain_weights = route(logits, None, Routing(16, 3))
+    ids, weights = route(logits, None, Routing(16, 3, num_joined_experts=2))
     assert torch.equal(ids[:, :3], plain_ids)
     assert torch.equal(weights[:, :3], plain_weights)
     assert ids[:, 3:].tolist() == [[16, 17]] * 5
@@ -138,13 +139,15 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="odd"):
         silu_and_mul(torch.zeros(2, 7))
     with pytest.raises(ValueError, match="n_group"):
-        route(x, None, top_k=2, n_group=3)
-    with pytest.raises(ValueError, match="top_k: 5"):
-        route(x, None, top_k=5, n_group=4, topk_group=2)
-    with pytest.raises(ValueError, match="scoring"):
-        route(x, None, top_k=2, scoring="relu")
+        route(x, None, Routing(8, 2, n_group=3))
+    with pytest.raises(ValueError, match="num_experts_per_tok: 5"):
+        route(x, None, Routing(8, 5, n_group=4, topk_group=2))
+    with pytest.raises(ValueError, match="scoring_func: 'relu'"):
+        route(x, None, Routing(8, 2, scoring_func="relu"))
+    with pytest.raises(ValueError, match="logits: shape"):
+        route(x, None, Routing(9, 2))
     with pytest.raises(ValueError, match="bias: dtype"):
-        route(x, torch.zeros(8).double(), top_k=2)
+        route(x, torch.zeros(8).double(), Routing(8, 2))
     with pytest.raises(ValueError, match="positions"):
         rope(torch.zeros(2, 1, 4), torch.zeros(3, dtype=torch.int64), torch.ones(4, 2), torch.ones(4, 2))
     angles, slots = torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64)

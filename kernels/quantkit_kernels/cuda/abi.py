@@ -52,13 +52,13 @@ class FusedExpertsParams(ctypes.Structure):
     ]
 
 
-class Route(ctypes.Structure):
-    """operators/route.cu."""
+class RouteParams(ctypes.Structure):
+    """operators/route.cu. The fields of `Routing` have its names."""
 
     _fields_ = [
         *_fields(_POINTER, "bias ids weights"),
-        *_fields(_INT, "experts top_k n_group topk_group softmax normalize shared"),
-        *_fields(_FLOAT, "scale"),
+        *_fields(_INT, "n_routed_experts num_experts_per_tok n_group topk_group softmax norm_topk_prob num_joined_experts"),
+        *_fields(_FLOAT, "routed_scaling_factor"),
     ]
 
 
@@ -100,8 +100,8 @@ FUNCTIONS: dict[str, list[type]] = {
     "qk_add_rms_norm": [*[_POINTER] * 5, *[_INT] * 3, _FLOAT, _POINTER],
     "qk_silu_and_mul": [_POINTER, _POINTER, *[_INT] * 3, _POINTER],
     "qk_rope": [*[_POINTER] * 5, *[_INT] * 6, _LONG, _LONG, _POINTER],
-    "qk_route": [_POINTER, _INT, _INT, ctypes.POINTER(Route), _POINTER],
-    "qk_moe_gate": [_POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, ctypes.POINTER(Route), _POINTER],
+    "qk_route": [_POINTER, _INT, _INT, ctypes.POINTER(RouteParams), _POINTER],
+    "qk_moe_gate": [_POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, ctypes.POINTER(RouteParams), _POINTER],
     "qk_mla_prepare": [*[_POINTER] * 8, *[_INT] * 6, _FLOAT, _POINTER],
     "qk_mla_decode": [*[_POINTER] * 6, _INT, _INT, _POINTER, _INT, *[_POINTER] * 4, *[_INT] * 6, _FLOAT, _POINTER],
     "qk_gqa_prepare": [ctypes.POINTER(GqaPrepare), _INT, _POINTER],

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit_kernels import reference
-from quantkit_kernels.cuda.abi import Route
+from quantkit_kernels.cuda.abi import RouteParams
 from quantkit_kernels.cuda.build import library
 from quantkit_kernels.cuda.launch import DTYPES, checked, stream_of
-from quantkit_kernels.functional import Choice
+from quantkit_kernels.routing import Routing
 
 _LOGIT_DTYPES = {**DTYPES, torch.float32: 2}
 _GATE_EXPERTS, _GATE_TOKENS, _GATE_PARTS = 256, 64, 8  # of the kernel that also multiplies
@@ -56,54 +56,57 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return y
 
 
-def route(logits: Tensor, bias: Tensor | None, choice: Choice) -> tuple[Tensor, Tensor]:
-    tokens, experts = logits.shape
-    if tokens == 0 or not _routable(experts, choice):
-        return reference.route(logits, bias, choice)
+def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+    tokens = logits.shape[0]
+    if tokens == 0 or not _routable(routing):
+        return reference.route(logits, bias, routing)
     logits = logits.contiguous()
-    ids, weights, params = _routing(tokens, experts, bias, choice, logits.device)
+    ids, weights, params = _results_and_params(tokens, bias, routing, logits.device)
     checked(library().qk_route(logits.data_ptr(), _LOGIT_DTYPES[logits.dtype], tokens, ctypes.byref(params), stream_of(logits.device)))
     return ids, weights
 
 
-def moe_gate(x: Tensor, router: Tensor, bias: Tensor | None, choice: Choice) -> tuple[Tensor, Tensor]:
+def moe_gate(x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
     (tokens, hidden), experts = x.shape, router.shape[0]
-    fits = x.dtype == torch.bfloat16 and hidden % 16 == 0 and hidden <= 8192 and experts == _GATE_EXPERTS and _routable(experts, choice)
+    fits = x.dtype == torch.bfloat16 and hidden % 16 == 0 and hidden <= 8192 and experts == _GATE_EXPERTS and _routable(routing)
     if not fits or not 0 < tokens <= _GATE_TOKENS:
-        return route(F.linear(x.float(), router), bias, choice)
+        return route(F.linear(x.float(), router), bias, routing)
     x, router = x.contiguous(), router.contiguous()
-    ids, weights, params = _routing(tokens, experts, bias, choice, x.device)
+    ids, weights, params = _results_and_params(tokens, bias, routing, x.device)
     partial = torch.empty(_GATE_PARTS * tokens * experts, dtype=torch.float32, device=x.device)
     pointers = (partial.data_ptr(), _arrived(x.device).data_ptr(), ctypes.byref(params), stream_of(x.device))
     checked(library().qk_moe_gate(x.data_ptr(), router.data_ptr(), tokens, hidden, *pointers))
     return ids, weights
 
 
-def _routable(experts: int, choice: Choice) -> bool:
-    """Whether a warp can choose: a lane holds neighbours, and a group is 1, 2, 4, ... whole lanes."""
+def _routable(routing: Routing) -> bool:
+    """Whether a warp can choose: a lane holds neighbouring experts, and a group is 1, 2, 4, ... whole lanes."""
+    experts = routing.n_routed_experts
     per_lane = -(-experts // 32)
-    lanes, rest = divmod(experts // choice.n_group, per_lane)
-    grouped = choice.topk_group == choice.n_group or (rest == 0 and lanes & (lanes - 1) == 0)
-    return experts <= 512 and choice.top_k + choice.num_shared <= 32 and grouped
+    lanes, rest = divmod(experts // routing.n_group, per_lane)
+    grouped = routing.topk_group == routing.n_group or (rest == 0 and lanes & (lanes - 1) == 0)
+    return experts <= 512 and routing.columns <= 32 and grouped
 
 
-def _routing(tokens: int, experts: int, bias: Tensor | None, choice: Choice, device: torch.device) -> tuple[Tensor, Tensor, Route]:
-    """Room for the results, and what the kernels are told. `bias` is kept alive by the caller."""
-    columns = choice.top_k + choice.num_shared
-    ids = torch.empty(tokens, columns, dtype=torch.int64, device=device)
-    weights = torch.empty(tokens, columns, dtype=torch.float32, device=device)
+def _results_and_params(tokens: int, bias: Tensor | None, routing: Routing, device: torch.device) -> tuple[Tensor, Tensor, RouteParams]:
+    """Room for ids and weights, and what the kernels are told. The caller keeps `bias` alive."""
+    ids = torch.empty(tokens, routing.columns, dtype=torch.int64, device=device)
+    weights = torch.empty(tokens, routing.columns, dtype=torch.float32, device=device)
     assert bias is None or bias.is_contiguous()
-    pointers = (None if bias is None else bias.data_ptr(), ids.data_ptr(), weights.data_ptr())
-    numbers = (
-        experts,
-        choice.top_k,
-        choice.n_group,
-        choice.topk_group,
-        choice.scoring == "softmax",
-        choice.norm_topk_prob,
-        choice.num_shared,
+    params = RouteParams(
+        bias=None if bias is None else bias.data_ptr(),
+        ids=ids.data_ptr(),
+        weights=weights.data_ptr(),
+        n_routed_experts=routing.n_routed_experts,
+        num_experts_per_tok=routing.num_experts_per_tok,
+        n_group=routing.n_group,
+        topk_group=routing.topk_group,
+        softmax=routing.scoring_func == "softmax",
+        norm_topk_prob=routing.norm_topk_prob,
+        num_joined_experts=routing.num_joined_experts,
+        routed_scaling_factor=routing.routed_scaling_factor,
     )
-    return ids, weights, Route(*pointers, *numbers, choice.routed_scaling_factor)
+    return ids, weights, params
 
 
 @functools.cache

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quantkit_kernels.functional import Choice
 from quantkit_kernels.latents import CacheLayout
+from quantkit_kernels.routing import Routing
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -24,20 +24,20 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return (F.silu(gate) * up).to(x.dtype)
 
 
-def route(logits: Tensor, bias: Tensor | None, choice: Choice) -> tuple[Tensor, Tensor]:
-    scores = logits.float().sigmoid() if choice.scoring == "sigmoid" else logits.float().softmax(dim=-1)
+def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+    scores = logits.float().sigmoid() if routing.scoring_func == "sigmoid" else logits.float().softmax(dim=-1)
     wanted = scores if bias is None else scores + bias
-    if choice.topk_group < choice.n_group:
-        groups = wanted.view(wanted.shape[0], choice.n_group, -1)
-        kept = groups.topk(2, dim=-1).values.sum(dim=-1).topk(choice.topk_group, dim=-1).indices
+    if routing.topk_group < routing.n_group:
+        groups = wanted.view(wanted.shape[0], routing.n_group, -1)
+        kept = groups.topk(2, dim=-1).values.sum(dim=-1).topk(routing.topk_group, dim=-1).indices
         dropped = torch.ones(groups.shape[:2], dtype=torch.bool, device=logits.device).scatter_(1, kept, False)
         # Minus infinity, not zero: with a negative bias a kept expert may score below zero.
         wanted = groups.masked_fill(dropped.unsqueeze(-1), float("-inf")).view(wanted.shape)
-    ids = wanted.topk(choice.top_k, dim=-1).indices
+    ids = wanted.topk(routing.num_experts_per_tok, dim=-1).indices
     weights = scores.gather(1, ids)
-    if choice.norm_topk_prob:
+    if routing.norm_topk_prob:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-    return with_shared(ids, weights * choice.routed_scaling_factor, logits.shape[1], choice.num_shared)
+    return with_shared(ids, weights * routing.routed_scaling_factor, logits.shape[1], routing.num_joined_experts)
 
 
 def with_shared(ids: Tensor, weights: Tensor, experts: int, num_shared: int) -> tuple[Tensor, Tensor]:
@@ -49,8 +49,8 @@ def with_shared(ids: Tensor, weights: Tensor, experts: int, num_shared: int) -> 
     return ids, F.pad(weights, (0, num_shared), value=1.0)
 
 
-def moe_gate(x: Tensor, router: Tensor, bias: Tensor | None, choice: Choice) -> tuple[Tensor, Tensor]:
-    return route(F.linear(x.float(), router), bias, choice)
+def moe_gate(x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+    return route(F.linear(x.float(), router), bias, routing)
 
 
 def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quantkit_kernels.functional import Choice
 from quantkit_kernels.latents import CacheLayout, Latents, pairs_together
 from quantkit_kernels.reference import functional as plain
+from quantkit_kernels.routing import Routing
 from quantkit_kernels.torch_npu.calls import bind, call
 from quantkit_kernels.torch_npu.rule import HALVES
 from quantkit_kernels.torch_npu.rules import violated
@@ -39,27 +39,27 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return result
 
 
-def route(logits: Tensor, bias: Tensor | None, choice: Choice) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
     """npu_moe_gating_top_k divides sigmoid weights by their sum and softmax ones not; the other two cases are plain torch."""
     kwargs = {
         "bias": bias,
-        "k_group": choice.topk_group,
-        "group_count": choice.n_group,
+        "k_group": routing.topk_group,
+        "group_count": routing.n_group,
         "group_select_mode": 1,
-        "norm_type": 1 if choice.scoring == "sigmoid" else 0,
-        "routed_scaling_factor": choice.routed_scaling_factor,
+        "norm_type": 1 if routing.scoring_func == "sigmoid" else 0,
+        "routed_scaling_factor": routing.routed_scaling_factor,
         "eps": 1e-20,
     }
-    args = (logits.float(), choice.top_k)
-    divides = choice.scoring == "sigmoid"
-    if divides != choice.norm_topk_prob or violated("npu_moe_gating_top_k", bind("npu_moe_gating_top_k", args, kwargs)):
-        return plain.route(logits, bias, choice)
+    args = (logits.float(), routing.num_experts_per_tok)
+    divides = routing.scoring_func == "sigmoid"
+    if divides != routing.norm_topk_prob or violated("npu_moe_gating_top_k", bind("npu_moe_gating_top_k", args, kwargs)):
+        return plain.route(logits, bias, routing)
     weights, ids, _ = call("npu_moe_gating_top_k", *args, **kwargs)
-    return plain.with_shared(ids.long(), weights, logits.shape[1], choice.num_shared)
+    return plain.with_shared(ids.long(), weights, logits.shape[1], routing.num_joined_experts)
 
 
-def moe_gate(x: Tensor, router: Tensor, bias: Tensor | None, choice: Choice) -> tuple[Tensor, Tensor]:
-    return route(F.linear(x.float(), router), bias, choice)
+def moe_gate(x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+    return route(F.linear(x.float(), router), bias, routing)
 
 
 def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

@@ -9,12 +9,12 @@
 #include "common/mma.cuh"
 
 // In no namespace, for a C function that takes a type of an unnamed namespace is not exported.
-struct Route {
-  const float* bias;  // [experts] or null
-  int64_t* ids;       // [tokens, top_k + shared]
-  float* weights;
-  int experts, top_k, n_group, topk_group, softmax, normalize, shared;
-  float scale;
+struct RouteParams {
+  const float* bias;  // [n_routed_experts] or null
+  int64_t* ids;       // [tokens, num_experts_per_tok + num_joined_experts]
+  float* weights;     // as ids
+  int n_routed_experts, num_experts_per_tok, n_group, topk_group, softmax, norm_topk_prob, num_joined_experts;
+  float routed_scaling_factor;
 };
 
 namespace {
@@ -27,9 +27,9 @@ __device__ __forceinline__ uint32_t ordered(float v) {
 
 // One warp chooses for one token. Lane l has experts l * per .. l * per + per - 1, per at most PER; a group is those of whole lanes, 1, 2,
 // 4, ... of them. Among equals the lower index is better.
-template <int PER> __device__ __forceinline__ void choose(const Route& r, int token, int per, const float (&logit)[PER], const float (&bias)[PER]) {
+template <int PER> __device__ __forceinline__ void choose(const RouteParams& r, int token, int per, const float (&logit)[PER], const float (&bias)[PER]) {
   const int lane = threadIdx.x & 31, first_expert = lane * per;
-  const auto mine = [&](int i) { return i < per && first_expert + i < r.experts; };
+  const auto mine = [&](int i) { return i < per && first_expert + i < r.n_routed_experts; };
   float score[PER], largest = -INFINITY, sum = 0;
   if (r.softmax) {
 #pragma unroll
@@ -52,7 +52,7 @@ template <int PER> __device__ __forceinline__ void choose(const Route& r, int to
     best = fmaxf(best, choice);
   }
   if (r.topk_group < r.n_group) {
-    const int lanes = r.experts / r.n_group / per;
+    const int lanes = r.n_routed_experts / r.n_group / per;
     for (int o = 1; o < lanes; o *= 2) {
       const float other_best = __shfl_xor_sync(0xffffffffu, best, o), other_second = __shfl_xor_sync(0xffffffffu, second, o);
       second = fmaxf(fminf(best, other_best), fmaxf(second, other_second));
@@ -74,7 +74,7 @@ template <int PER> __device__ __forceinline__ void choose(const Route& r, int to
   uint32_t top = 0;
 #pragma unroll
   for (int i = 0; i < PER; ++i) top = max(top, key[i]);
-  for (int k = 0; k < r.top_k; ++k) {
+  for (int k = 0; k < r.num_experts_per_tok; ++k) {
     const uint32_t winner = __reduce_max_sync(0xffffffffu, top);
     if (lane == __ffs(__ballot_sync(0xffffffffu, top == winner)) - 1) {
       int place = 0;
@@ -92,30 +92,30 @@ template <int PER> __device__ __forceinline__ void choose(const Route& r, int to
     }
     __syncwarp();
   }
-  const float weight = lane < r.top_k ? chosen_score[lane] : 0.f, total = warp_sum(weight);
-  const int id = lane < r.top_k ? chosen[lane] : 0, columns = r.top_k + r.shared;
+  const float weight = lane < r.num_experts_per_tok ? chosen_score[lane] : 0.f, total = warp_sum(weight);
+  const int id = lane < r.num_experts_per_tok ? chosen[lane] : 0, columns = r.num_experts_per_tok + r.num_joined_experts;
   if (lane < columns) {
-    const bool routed = lane < r.top_k;
-    r.ids[(size_t)token * columns + lane] = routed ? id : r.experts + lane - r.top_k;
-    r.weights[(size_t)token * columns + lane] = routed ? (r.normalize ? weight / (total + 1e-20f) : weight) * r.scale : 1.f;
+    const bool routed = lane < r.num_experts_per_tok;
+    r.ids[(size_t)token * columns + lane] = routed ? id : r.n_routed_experts + lane - r.num_experts_per_tok;
+    r.weights[(size_t)token * columns + lane] = routed ? (r.norm_topk_prob ? weight / (total + 1e-20f) : weight) * r.routed_scaling_factor : 1.f;
   }
 }
 
 // A lane's biases, which no kernel writes: they may be read before the predecessor is done.
-template <int PER> __device__ __forceinline__ void load_bias(const Route& r, int per, float (&bias)[PER]) {
+template <int PER> __device__ __forceinline__ void load_bias(const RouteParams& r, int per, float (&bias)[PER]) {
   const int first = (threadIdx.x & 31) * per;
 #pragma unroll
-  for (int i = 0; i < PER; ++i) bias[i] = r.bias && i < per && first + i < r.experts ? __ldg(r.bias + first + i) : 0.f;
+  for (int i = 0; i < PER; ++i) bias[i] = r.bias && i < per && first + i < r.n_routed_experts ? __ldg(r.bias + first + i) : 0.f;
 }
 
-template <class T, int PER> __global__ void route(const T* logits, const Route r) {
-  const int per = (r.experts + 31) / 32, first = (threadIdx.x & 31) * per;
+template <class T, int PER> __global__ void route(const T* logits, const RouteParams r) {
+  const int per = (r.n_routed_experts + 31) / 32, first = (threadIdx.x & 31) * per;
   float logit[PER], bias[PER];
   load_bias(r, per, bias);
   wait_for_predecessor();
   let_successor_start();
 #pragma unroll
-  for (int i = 0; i < PER; ++i) logit[i] = i < per && first + i < r.experts ? float(logits[(size_t)blockIdx.x * r.experts + first + i]) : 0.f;
+  for (int i = 0; i < PER; ++i) logit[i] = i < per && first + i < r.n_routed_experts ? float(logits[(size_t)blockIdx.x * r.n_routed_experts + first + i]) : 0.f;
   choose(r, blockIdx.x, per, logit, bias);
 }
 
@@ -128,7 +128,7 @@ template <class T, int PER> __global__ void route(const T* logits, const Route r
 
 constexpr int kExperts = 256, kParts = 8, kWarps = 8, kSteps = 8, kMostTokens = 64;
 
-__global__ void __launch_bounds__(32 * kWarps, 1) moe_gate(const __nv_bfloat16* x, const float* router, int tokens, int k, float* partial, int* arrived, const Route r) {
+__global__ void __launch_bounds__(32 * kWarps, 1) moe_gate(const __nv_bfloat16* x, const float* router, int tokens, int k, float* partial, int* arrived, const RouteParams r) {
   __shared__ float red[kWarps][kMostTokens * 16];  // [token][expert]
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, part = lane & 3;
   const int slice = blockIdx.y * kWarps + warp, steps = k / 16;
@@ -206,10 +206,10 @@ __global__ void __launch_bounds__(32 * kWarps, 1) moe_gate(const __nv_bfloat16* 
 }  // namespace
 
 // dtype of the logits: 0 bf16, 1 fp16, 2 float32. At most 512 experts.
-extern "C" int qk_route(const void* logits, int dtype, int tokens, const Route* r, void* s) {
+extern "C" int qk_route(const void* logits, int dtype, int tokens, const RouteParams* r, void* s) {
   const auto run = [&](auto* from) {
     using T = std::remove_cv_t<std::remove_pointer_t<decltype(from)>>;
-    if (r->experts <= 256) return start(route<T, 8>, tokens, 32, 0, s, from, *r);
+    if (r->n_routed_experts <= 256) return start(route<T, 8>, tokens, 32, 0, s, from, *r);
     return start(route<T, 16>, tokens, 32, 0, s, from, *r);
   };
   return dtype == 0 ? run((const __nv_bfloat16*)logits) : dtype == 1 ? run((const __half*)logits) : run((const float*)logits);
@@ -217,6 +217,6 @@ extern "C" int qk_route(const void* logits, int dtype, int tokens, const Route* 
 
 // x [tokens, k] bf16, router [256, k] float32; at most 64 tokens, k a multiple of 16 and at most 8192. partial is room for 8 * tokens * 256
 // numbers; arrived holds two zeros between calls.
-extern "C" int qk_moe_gate(const void* x, const float* router, int tokens, int k, float* partial, int* arrived, const Route* r, void* s) {
+extern "C" int qk_moe_gate(const void* x, const float* router, int tokens, int k, float* partial, int* arrived, const RouteParams* r, void* s) {
   return start(moe_gate, dim3(kExperts / 16, kParts), 32 * kWarps, 0, s, (const __nv_bfloat16*)x, router, tokens, k, partial, arrived, *r);
 }
