@@ -24,8 +24,12 @@ def builtin_model(name: str) -> Path:
 
 def find_model(name: str) -> Path:
     """Directory of a model: itself a directory, a built-in name, or a hub id, which is downloaded (or found in the hub's cache)."""
-    path = Path(name).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(name).expanduser()
+        is_directory = path.is_dir()
+    except (OSError, RuntimeError, ValueError) as error:  # no such home, or a name that no file can have
+        raise QuantkitError(f"model {name} does not exist ({error})", "give a directory, or a hub id such as org/name") from error
+    if is_directory:
         return path
     if name in BUILTIN_MODELS:
         return builtin_model(name)

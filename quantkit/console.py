@@ -205,7 +205,7 @@ def show_inspection(about: dict[str, Any]) -> None:
     rows += [(f"  left as {name}", f"{count:,} linears") for name, count in about["left_as"].items()]
     for key in ("bytes_by_part", "bytes_by_dtype"):
         rows += [(f"  {name}", size(count)) for name, count in about.get(key, {}).items()]
-    for key in ("missing", "unknown"):
+    for key in ("missing", "misshapen", "unknown"):
         names = about[key]
         rows.append((key, "not checked: architecture not known" if names is None else f"{len(names)} {', '.join(names[:3])}".strip()))
     facts(about["path"], rows)

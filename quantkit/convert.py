@@ -29,8 +29,9 @@ from quantkit.checkpoint.watch import Watch
 from quantkit.checkpoint.writer import CheckpointWriter, prepare
 from quantkit.engines import part_of
 from quantkit.errors import QuantkitError
-from quantkit.models import ARCHITECTURES, find_architecture
-from quantkit.models.table import Parameter, resolve
+from quantkit.models import ARCHITECTURES
+from quantkit.models.stored import read_model
+from quantkit.models.table import Parameter
 from quantkit.quant.weights import Fp4Weight, Fp8BlockWeight, IntWeight, Weight, dequantize
 from quantkit.schemes import Grid
 
@@ -318,9 +319,7 @@ def _rows(checkpoint: Checkpoint) -> dict[str, Parameter]:
     """The table of the architecture by tensor name; empty for one that quantkit does not compute, which converts all the same."""
     if checkpoint.config.get("model_type") not in ARCHITECTURES:
         return {}
-    architecture = find_architecture(checkpoint.config)
-    rows = architecture.parameters(architecture.Config.from_dict(checkpoint.config))
-    return {row.name: row for row in resolve(rows, checkpoint.tensors)}
+    return {row.name: row for row in read_model(checkpoint).rows}
 
 
 def _plain_dtype(checkpoint: Checkpoint) -> torch.dtype:

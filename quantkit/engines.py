@@ -16,8 +16,9 @@ from quantkit.assets import asset
 from quantkit.checkpoint.formats.base import HEAD
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError
-from quantkit.models import ARCHITECTURES, find_architecture
-from quantkit.models.table import Parameter, resolve
+from quantkit.models import ARCHITECTURES
+from quantkit.models.stored import read_model
+from quantkit.models.table import Parameter
 from quantkit.schemes import Fp4Grid, Grid, IntGrid, Scheme
 
 Device = Literal["cuda", "npu", "cpu"]
@@ -203,8 +204,7 @@ def check_checkpoint(engine: str, checkpoint: Checkpoint, *, device: Device | No
     general = _check_model(profile, checkpoint)
     if any(problem.severity == "error" for problem in general):
         return general
-    architecture = find_architecture(checkpoint.config)
-    rows = resolve(architecture.parameters(architecture.Config.from_dict(checkpoint.config)), checkpoint.tensors)
+    rows = read_model(checkpoint).rows
     found = [general + _check_load(engine, load, checkpoint, rows) for load in loads]
     return min(found, key=lambda problems: [problem.severity for problem in problems].count("error"))
 

@@ -4,14 +4,16 @@ from collections import Counter
 from typing import Any
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.models import ARCHITECTURES, find_architecture
-from quantkit.models.table import Parameter, resolve
+from quantkit.models import ARCHITECTURES
+from quantkit.models.stored import is_stored, read_model, stored_shape
+from quantkit.models.table import Parameter
 
 
 def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     """A JSON-ready account: format, scheme, tensors, bytes; bytes by dtype and by part of the model; what is missing or unknown.
 
-    `missing` and `unknown` compare the stored tensors with the architecture's table; without a known architecture they are None.
+    `missing`, `misshapen` and `unknown` compare the stored tensors with the architecture's table; without a known architecture they are
+    None. Raises QuantkitError where config.json has no such table.
     `left_as` counts the linears that are in another format than the rest, by format.
     """
     tensors = checkpoint.tensors.values()
@@ -37,30 +39,31 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _against_table(checkpoint: Checkpoint) -> dict[str, Any]:
     if checkpoint.config.get("model_type") not in ARCHITECTURES:
-        return {"missing": None, "unknown": None}
-    architecture = find_architecture(checkpoint.config)
-    config = architecture.Config.from_dict(checkpoint.config)
-    rows = resolve(architecture.parameters(config), checkpoint.tensors)
-    by_part, owned, missing = Counter[str](), set[str](), []
-    for row in rows:
+        return {"missing": None, "misshapen": None, "unknown": None}
+    model = read_model(checkpoint)
+    by_part, owned, missing, misshapen = Counter[str](), set[str](), [], []
+    for row in model.rows:
         stored = _stored(checkpoint, row)
         if not stored:
             missing.append(row.name)
+        elif stored_shape(checkpoint, row) != row.shape:
+            misshapen.append(row.name)
         owned.update(stored)
         by_part[row.part] += sum(checkpoint.tensors[name].nbytes for name in stored)
     return {
-        "parameters": sum(_count(row) for row in rows),
+        "parameters": sum(_count(row) for row in model.rows),
         "bytes_by_part": dict(by_part.most_common()),
-        "mtp_layers": config.num_nextn_predict_layers,
+        "mtp_layers": model.config.num_nextn_predict_layers,
         "missing": missing,
+        "misshapen": misshapen,
         "unknown": sorted(set(checkpoint.tensors) - owned),
     }
 
 
 def _stored(checkpoint: Checkpoint, row: Parameter) -> tuple[str, ...]:
-    if row.module in checkpoint.linears:
-        return checkpoint.parts(row.module)
-    return (row.name,) if checkpoint.has(row.name) else ()
+    if not is_stored(checkpoint, row):
+        return ()
+    return checkpoint.parts(row.module) if row.module in checkpoint.linears else (row.name,)
 
 
 def _count(row: Parameter) -> int:

@@ -82,7 +82,7 @@ def _records(source: str) -> Iterator[Record]:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise QuantkitError(f"cannot read calibration data {path}: {error.strerror}", "give an existing .txt or .jsonl file") from error
     except UnicodeDecodeError as error:
@@ -90,12 +90,12 @@ def _read_text(path: Path) -> str:
 
 
 def _jsonl(path: Path) -> Iterator[Record]:
-    for number, line in enumerate(_read_text(path).splitlines(), start=1):
+    for number, line in enumerate(_read_text(path).split("\n"), start=1):
         if not line.strip():
             continue
         try:
             yield _record(json.loads(line))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise QuantkitError(
                 f'{path} line {number} is not {{"text": ...}} or {{"messages": [...]}}', "correct or remove that line"
             ) from error

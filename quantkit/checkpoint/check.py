@@ -48,7 +48,7 @@ def quantized_linears(
         if module is None:
             continue
         if len(tensor.shape) != 2:
-            raise QuantkitError(f"{tensor.name} in {path} is quantized but has shape {_shape(tensor.shape)}", _AGAIN)
+            raise QuantkitError(f"{tensor.name} in {path / tensor.shard} is quantized but has shape {_shape(tensor.shape)}", _AGAIN)
         linears[module] = _linear(path, own, grid, tensors, module)
     accounted = {name for linear in linears.values() for name in linear.tensors}
     for tensor in tensors.values():
@@ -65,46 +65,52 @@ def _linear(path: Path, format: Format, grid: Grid | None, tensors: Mapping[str,
         tensor = tensors.get(name)
         if tensor is None:
             if part.required:
-                raise QuantkitError(f"{name} is missing from {path}, and {module} cannot be decoded without it", _AGAIN)
+                held = path / tensors[module + format.marker].shard
+                raise QuantkitError(f"{name} is missing from {path}, and {module} in {held} cannot be decoded without it", _AGAIN)
             continue
         same = tensor.shape == part.shape or (math.prod(part.shape) == 1 == math.prod(tensor.shape))  # [] or [1], as producers please
         if not same:
-            raise QuantkitError(f"{name} in {path} has shape {_shape(tensor.shape)}, expected {_shape(part.shape)}", _AGAIN)
+            raise QuantkitError(f"{name} in {path / tensor.shard} has shape {_shape(tensor.shape)}, expected {_shape(part.shape)}", _AGAIN)
         if tensor.dtype not in part.dtypes:
-            raise QuantkitError(f"{name} in {path} is {_dtype(tensor.dtype)}, expected {' or '.join(map(_dtype, part.dtypes))}", _AGAIN)
+            raise QuantkitError(
+                f"{name} in {path / tensor.shard} is {_dtype(tensor.dtype)}, expected {' or '.join(map(_dtype, part.dtypes))}", _AGAIN
+            )
         names.append(name)
     return QuantizedLinear(format, shape, own_grid, tuple(names))
 
 
 def _check_plain(path: Path, format: Format, tensor: TensorInfo) -> None:
     if tensor.name.endswith(format.own_suffixes):
-        raise QuantkitError(f"{tensor.name} in {path} belongs to no quantized weight", _AGAIN)
+        raise QuantkitError(f"{tensor.name} in {path / tensor.shard} belongs to no quantized weight", _AGAIN)
     if tensor.dtype not in FLOAT_DTYPES:
         raise QuantkitError(
-            f"{tensor.name} in {path} is {_dtype(tensor.dtype)}, which format {format.name} ({format.variant}) does not have",
+            f"{tensor.name} in {path / tensor.shard} is {_dtype(tensor.dtype)}, which {format.name} ({format.variant}) does not have",
             "formats are mixed, or config.json is not the one of these weights",
         )
 
 
 def check_ignored(
-    path: Path,
+    described: Path,
     format: Format,
     ignored: Callable[[str], bool] | None,
     linears: Mapping[str, QuantizedLinear],
     tensors: Mapping[str, TensorInfo],
 ) -> None:
-    """Refuse a list of unquantized modules that contradicts the tensors: engines trust the list and would load rubbish."""
+    """Refuse a list of unquantized modules that contradicts the tensors: engines trust the list and would load rubbish.
+
+    described: the file that holds the list.
+    """
     if ignored is None:
         return
     for module, linear in linears.items():
         if linear.format is format and ignored(module):
-            raise QuantkitError(f"{path} lists {module} as unquantized, but its tensors are quantized", "correct the list")
+            raise QuantkitError(f"{described} lists {module} as unquantized, but its tensors are quantized", "correct the list")
     for tensor in tensors.values():
         module = tensor.name.removesuffix(".weight")
         # The linears of a decoder layer end in _proj; eh_proj is a plain one in every engine, whatever the list says.
         is_linear = tensor.name.endswith(("_proj.weight", "_proj_with_mqa.weight")) and not tensor.name.endswith("eh_proj.weight")
         if is_linear and module not in linears and not ignored(module):
-            raise QuantkitError(f"{module} in {path} is unquantized, but its config does not list it so", "add it to the list")
+            raise QuantkitError(f"{module} is unquantized, but {described} does not list it so", "add it to the list")
 
 
 def _shape(shape: tuple[int, ...]) -> str:

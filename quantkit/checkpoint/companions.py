@@ -5,6 +5,8 @@ Everything else in a checkpoint's directory stays behind: it may be anything.
 
 from pathlib import Path
 
+from quantkit.checkpoint.files import is_there, read_file
+
 COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -18,8 +20,10 @@ COMPANIONS = (
     "generation_config.json",
     "LICENSE",
 )
+SETTINGS = tuple(name for name in COMPANIONS if name.endswith(".json") and name != "tokenizer.json")
+"""Those of them that are JSON objects."""
 
 
 def read_companions(path: Path) -> dict[str, bytes]:
-    """Contents of those COMPANIONS that the directory has, by name."""
-    return {name: (path / name).read_bytes() for name in COMPANIONS if (path / name).is_file()}
+    """Contents of those COMPANIONS that the directory has, by name. Raises QuantkitError for one that is a link out of it."""
+    return {name: read_file(path / name) for name in COMPANIONS if is_there(path / name)}

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from quantkit.checkpoint.files import LARGEST, open_file, parse_json
 from quantkit.errors import QuantkitError
 
 DTYPES: dict[str, torch.dtype] = {
@@ -36,7 +37,7 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_MAX_HEADER = 100_000_000  # the limit of the safetensors package
+_MOST_VALUES = 2**62  # of a tensor, were its empty dimensions not empty: torch counts in 64 bits
 
 
 @dataclass(frozen=True)
@@ -62,16 +63,16 @@ class TensorInfo(TensorSpec):
 
 def read_header(path: Path) -> list[TensorInfo]:
     """Tensors of one safetensors file, in the order of their bytes. Raises QuantkitError for a damaged file."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with os.fdopen(open_file(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
         prefix = file.read(8)
         length = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or length > _MAX_HEADER or 8 + length > size:
+        if len(prefix) < 8 or length > LARGEST or 8 + length > size:
             raise _damaged(path, f"is truncated or not safetensors: {size} bytes do not hold its header")
         text = file.read(length)
     try:
-        entries = json.loads(text, object_pairs_hook=_no_duplicates)
-    except (ValueError, RecursionError) as error:
+        entries = parse_json(text.decode("utf-8"), unique=True)
+    except ValueError as error:
         raise _damaged(path, f"has a header that is not JSON ({error})") from error
     if not isinstance(entries, dict):
         raise _damaged(path, "has a header that is not a JSON object")
@@ -82,20 +83,15 @@ def read_header(path: Path) -> list[TensorInfo]:
     return tensors
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    entries = dict(pairs)
-    if len(entries) < len(pairs):
-        raise ValueError("a name appears twice")
-    return entries
-
-
 def _tensor(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise _senseless(path, name)
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
         raise _senseless(path, name)
-    if entry["dtype"] not in DTYPES:
+    if math.prod(size for size in shape if size) > _MOST_VALUES:
+        raise _senseless(path, name)
+    if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
         raise QuantkitError(f"{name} in {path} has dtype {entry['dtype']}", f"quantkit reads {', '.join(DTYPES)}")
     tensor = TensorInfo(name, DTYPES[entry["dtype"]], tuple(shape), path.name, data_start + offsets[0])
     if offsets[1] - offsets[0] != tensor.nbytes:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.check import QuantizedLinear, check_ignored, quantized_linears
+from quantkit.checkpoint.description import check_description
+from quantkit.checkpoint.files import LARGEST, is_there, read_json
 from quantkit.checkpoint.formats import detect_format, fp8_block
 from quantkit.checkpoint.formats.base import CODES, SIDE_FILES, Axis, Format, Part
 from quantkit.checkpoint.header import TensorInfo, read_at, read_header
@@ -41,11 +43,17 @@ class Checkpoint:
         self.config = config
         self.side = side
         self.tensors = tensors
-        self.format: Format = detect_format(path, config, side)
-        self.grid: Grid | None = self.format.grid(config, side)
-        ignored = self.format.ignored(config, side)
-        self.linears: dict[str, QuantizedLinear] = quantized_linears(path, self.format, fp8_block.FORMAT, self.grid, ignored, tensors)
-        check_ignored(path, self.format, ignored, self.linears, tensors)
+        described = check_description(path, config, side)
+        try:
+            self.format: Format = detect_format(described, config, side)
+            self.grid: Grid | None = self.format.grid(config, side)
+            ignored = self.format.ignored(config, side)
+            self.linears: dict[str, QuantizedLinear] = quantized_linears(path, self.format, fp8_block.FORMAT, self.grid, ignored, tensors)
+            check_ignored(described, self.format, ignored, self.linears, tensors)
+        except QuantkitError as fault:
+            if str(path) in fault.problem:
+                raise
+            raise QuantkitError(f"{described}: {fault.problem}", fault.remedy) from fault
         self._shards = Shards(path)
 
     @classmethod
@@ -53,8 +61,8 @@ class Checkpoint:
         """Check everything that headers and JSON files tell; reads no weight. Raises QuantkitError naming the first fault."""
         if not path.is_dir():
             raise QuantkitError(f"{path} is not a directory", "give the directory of a checkpoint, or a model's name")
-        config = _read_json(path / "config.json")
-        side = {name: _read_json(path / name) for name in SIDE_FILES if (path / name).exists()}
+        config = read_json(path / "config.json")
+        side = {name: read_json(path / name, LARGEST) for name in SIDE_FILES if is_there(path / name)}
         return cls(path, config, side, _read_tensors(path))
 
     @property
@@ -154,24 +162,12 @@ def check_finite(name: str, tensor: Tensor) -> None:
         raise QuantkitError(f"{name} holds {count} values that are NaN or infinite", "the checkpoint is damaged: download it again")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise QuantkitError(f"{path} does not exist", "give the directory of a complete checkpoint") from None
-    except (ValueError, RecursionError) as error:
-        raise QuantkitError(f"{path} is not valid JSON ({error})", "download or copy that file again") from error
-    if not isinstance(value, dict):
-        raise QuantkitError(f"{path} is not a JSON object", "download or copy that file again")
-    return value
-
-
 def _read_tensors(path: Path) -> dict[str, TensorInfo]:
     """All tensors of the shards: those of the index where there is one, else those of the only shard."""
     index_path = _find_index(path)
     if index_path is None:
         return {tensor.name: tensor for tensor in read_header(_only_shard(path))}
-    weight_map = _read_json(index_path).get("weight_map")
+    weight_map = read_json(index_path, LARGEST).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise QuantkitError(f"{index_path} has no weight_map", "download or copy that file again")
     held = {shard: _read_shard(path, shard, index_path) for shard in sorted(set(weight_map.values()))}
@@ -200,7 +196,7 @@ def _add_unlisted(index_path: Path, held: Mapping[str, Mapping[str, TensorInfo]]
 
 
 def _find_index(path: Path) -> Path | None:
-    if (path / _INDEX).exists():
+    if is_there(path / _INDEX):
         return path / _INDEX
     found = sorted(path.glob("*.safetensors.index.json"))
     if len(found) > 1:
@@ -225,6 +221,6 @@ def _only_shard(path: Path) -> Path:
 def _read_shard(path: Path, shard: str, index_path: Path) -> dict[str, TensorInfo]:
     if Path(shard).name != shard or not shard.endswith(".safetensors"):
         raise QuantkitError(f"{index_path} names the shard {shard!r}, which is no safetensors file beside it", "download the index again")
-    if not (path / shard).is_file():
+    if not is_there(path / shard):
         raise QuantkitError(f"shard {shard} is missing from {path}", "download it, or restore it, and run again")
     return {tensor.name: tensor for tensor in read_header(path / shard)}

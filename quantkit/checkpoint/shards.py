@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from quantkit.checkpoint.files import open_file
 from quantkit.checkpoint.header import TensorInfo, read_at
 from quantkit.errors import QuantkitError
 
@@ -96,10 +97,7 @@ class Shards:
     def descriptor(self, shard: str) -> int:
         with self._lock:
             if shard not in self._descriptors:
-                try:
-                    self._descriptors[shard] = os.open(self.path / shard, os.O_RDONLY | os.O_CLOEXEC)
-                except OSError as error:
-                    raise QuantkitError(f"cannot read {self.path / shard}: {error.strerror}", "restore that file and run again") from error
+                self._descriptors[shard] = open_file(self.path / shard)
             return self._descriptors[shard]
 
     def __del__(self) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.engines import Problem
-from quantkit.models import find_architecture
-from quantkit.models.table import Parameter, resolve
+from quantkit.models.stored import read_model
+from quantkit.models.table import Parameter
 from quantkit.schemes import IntGrid
 
 GIB = 2**30
@@ -55,9 +55,8 @@ class Fit:
 
 def fit(checkpoint: Checkpoint, parallel: Parallel, context: int, memory_gib: float, fraction: float, reserve_gib: float) -> Fit:
     """Whether weights, reserve and one request of `context` tokens fit in the `fraction` of `memory_gib` that an engine may use."""
-    architecture = find_architecture(checkpoint.config)
-    config = architecture.Config.from_dict(checkpoint.config)
-    rows = resolve(architecture.parameters(config), checkpoint.tensors)
+    model = read_model(checkpoint)
+    config, rows = model.config, model.rows
     return fit_rows([(row, _stored_bytes(checkpoint, row)) for row in rows], config, parallel, context, memory_gib, fraction, reserve_gib)
 
 
@@ -87,8 +86,7 @@ def cache_bytes_per_token(config: Any, parallel: Parallel, layers: int) -> int:
 
 def check_split(checkpoint: Checkpoint, parallel: Parallel) -> list[Problem]:
     """Linears that do not divide over the ranks: rows by 8 where int4 is packed along them, columns by the group size."""
-    architecture = find_architecture(checkpoint.config)
-    rows = resolve(architecture.parameters(architecture.Config.from_dict(checkpoint.config)), checkpoint.tensors)
+    rows = read_model(checkpoint).rows
     for row in rows:
         ranks = parallel.expert_ranks if row.expert is not None else parallel.tensor
         if (row.expert is not None and parallel.expert) or row.split not in ("column", "row") or ranks == 1:

@@ -13,8 +13,7 @@ from quantkit.executor.cache import BLOCK_SIZE
 from quantkit.executor.devices import find_device, find_dtype
 from quantkit.executor.parallel import SINGLE, Parallel
 from quantkit.executor.weights import ExecutorWeights
-from quantkit.models import find_architecture
-from quantkit.models.table import resolve
+from quantkit.models.stored import check_stored, read_model
 from quantkit.models.tied import check_stored_head
 from quantkit.schemes import IntGrid
 
@@ -70,14 +69,14 @@ def load_model(
     Raises QuantkitError for a fault of the checkpoint, the architecture, the device or the backend.
     """
     checkpoint = Checkpoint.open(Path(path))
-    architecture = find_architecture(checkpoint.config)
-    config = architecture.Config.from_dict(checkpoint.config)
+    read = read_model(checkpoint)
+    architecture, config, rows = read.architecture, read.config, read.rows
     target = find_device(device)
     compute = find_dtype(dtype, target, isinstance(checkpoint.grid, IntGrid) and checkpoint.grid.bits == 4)
     _check_heads(config, parallel.size)
     if mtp:
         _check_mtp(checkpoint, config)
-    rows = resolve(architecture.parameters(config), checkpoint.tensors)
+    check_stored(checkpoint, (row for row in rows if mtp or not row.mtp))
     check_stored_head(checkpoint, rows)
     weights = ExecutorWeights(checkpoint, rows, device=target, dtype=compute, backend=backend, parallel=parallel)
     with torch.inference_mode():

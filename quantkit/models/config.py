@@ -1,23 +1,110 @@
-"""Reading a config.json into an architecture's dataclass, whose fields have config.json's names."""
+"""Reading a config.json into an architecture's dataclass, whose fields have config.json's names.
 
-from dataclasses import MISSING, fields
-from typing import Any
+A config.json may say anything. Every field is checked for type and range before it is used, and a fault is told with the field's name.
+"""
+
+import math
+from dataclasses import MISSING, dataclass, fields
+from typing import Annotated, Any, get_args, get_type_hints
 
 from quantkit.errors import QuantkitError
 
 
-def read_fields(config_class: type, config: dict[str, Any]) -> dict[str, Any]:
-    """The fields of `config_class` that config.json gives. Raises QuantkitError naming a field that has no default and is missing.
+@dataclass(frozen=True)
+class Range:
+    """What an integer field may be."""
 
-    `rope` is not read: it is made from several keys by the architecture.
+    least: int
+    most: int
+
+
+_LARGEST_COUNT = 2**31 - 1
+"""Of a size or a number of things: torch and the kernels count in 32 bits."""
+_LARGEST_NUMBER = 1e6
+_SOURCE = "use the config.json that came with the model"
+MOST_EXPERTS = 100_000
+
+# More layers and experts than anybody has trained, and few enough to count through.
+NumLayers = Annotated[int, Range(1, 10_000)]
+NumLayersOrNone = Annotated[int, Range(0, 10_000)]
+NumExperts = Annotated[int, Range(1, MOST_EXPERTS)]
+CountOrNone = Annotated[int, Range(0, _LARGEST_COUNT)]
+
+DECIDED = "decided"
+"""Annotation of a field that the architecture's file sets, never config.json."""
+
+
+def read_fields(config_class: type, config: dict[str, Any]) -> dict[str, Any]:
+    """The fields of `config_class` that config.json gives; null means the default where there is one.
+
+    `rope` is not read: it is made from several keys by the architecture. Raises QuantkitError naming a field that has no default and is
+    missing, or that has a value of another type or out of range.
     """
-    values = {}
+    values, hints = {}, get_type_hints(config_class, include_extras=True)
     for field in fields(config_class):
-        if field.name in config:
-            values[field.name] = config[field.name]
-        elif field.name != "rope" and field.default is MISSING:
-            raise QuantkitError(f"config.json lacks {field.name}", "use the config.json that came with the model")
+        kind, *notes = get_args(hints[field.name]) or (hints[field.name],)
+        if field.name == "rope" or DECIDED in notes:
+            continue
+        if field.default is MISSING and field.name not in config:
+            raise QuantkitError(f"config.json lacks {field.name}", _SOURCE)
+        value = config.get(field.name)
+        if value is not None or field.default is MISSING:
+            values[field.name] = _checked(field.name, value, kind, notes)
     return values
+
+
+def _checked(name: str, value: Any, kind: type, notes: list[Any]) -> Any:
+    if kind is int:
+        limits = next((note for note in notes if isinstance(note, Range)), Range(1, _LARGEST_COUNT))
+        return check_count(name, value, least=limits.least, most=limits.most)
+    if kind is float:
+        return check_number(name, value)
+    if type(value) is not kind:
+        raise refusal(name, value, "true or false" if kind is bool else "a text")
+    return value
+
+
+def check_count(name: str, value: Any, *, least: int = 1, most: int = _LARGEST_COUNT) -> int:
+    """`value` if it is an integer in least..most; else QuantkitError naming the field."""
+    if type(value) is not int or not least <= value <= most:
+        raise refusal(name, value, f"an integer from {least} to {most}")
+    return value
+
+
+def check_number(name: str, value: Any) -> float:
+    """`value` as a float if it is a number above 0 that a model can have; else QuantkitError naming the field."""
+    if type(value) not in (int, float) or not math.isfinite(value) or not 0 < value <= _LARGEST_NUMBER:
+        raise refusal(name, value, f"a number above 0 and at most {_LARGEST_NUMBER:g}")
+    return float(value)
+
+
+def check_flag(config: dict[str, Any], name: str, *, default: bool = False) -> bool:
+    """A field that is true or false; missing or null is the default."""
+    value = config.get(name)
+    if value is None:
+        return default
+    if type(value) is not bool:
+        raise refusal(name, value, "true or false")
+    return value
+
+
+def check_divides(small: str, large: str, config: Any) -> None:
+    """Raise QuantkitError where one field does not divide another of an architecture's config."""
+    one, other = getattr(config, small), getattr(config, large)
+    if other % one:
+        raise QuantkitError(f"config.json has {small} = {one}, which does not divide {large} = {other}", _SOURCE)
+
+
+def check_at_most(small: str, one: int, large: str, other: int) -> None:
+    """Raise QuantkitError where a field is larger than what it is taken of."""
+    if one > other:
+        raise QuantkitError(f"config.json has {small} = {one}, more than {large} = {other}", _SOURCE)
+
+
+def refusal(name: str, value: Any, wanted: str) -> QuantkitError:
+    """The fault of a field of config.json that is not what is `wanted`."""
+    said = repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:57]}..."
+    return QuantkitError(f"config.json has {name} = {said}, expected {wanted}", _SOURCE)
 
 
 def refuse_attention_bias(config: dict[str, Any]) -> None:

@@ -16,7 +16,18 @@ from torch.nn import functional as F
 from quantkit.errors import QuantkitError
 from quantkit.models import decoder
 from quantkit.models.architecture import LatentCache
-from quantkit.models.config import read_fields, refuse_attention_bias
+from quantkit.models.config import (
+    CountOrNone,
+    NumExperts,
+    NumLayers,
+    NumLayersOrNone,
+    check_at_most,
+    check_divides,
+    check_flag,
+    read_fields,
+    refusal,
+    refuse_attention_bias,
+)
 from quantkit.models.context import Context
 from quantkit.models.mlp import DenseMlp, MoeMlp, expert_parameters, mlp_parameters, mlp_scale_groups, moe_scale_groups
 from quantkit.models.rope import Rope
@@ -32,14 +43,14 @@ class Config:
     hidden_size: int
     intermediate_size: int
     moe_intermediate_size: int
-    num_hidden_layers: int
+    num_hidden_layers: NumLayers
     num_attention_heads: int
-    n_routed_experts: int
+    n_routed_experts: NumExperts
     n_shared_experts: int
     num_experts_per_tok: int
     n_group: int
     topk_group: int
-    first_k_dense_replace: int
+    first_k_dense_replace: CountOrNone
     q_lora_rank: int
     kv_lora_rank: int
     qk_nope_head_dim: int
@@ -50,7 +61,7 @@ class Config:
     rms_norm_eps: float
     max_position_embeddings: int
     rope: Rope
-    num_nextn_predict_layers: int = 0
+    num_nextn_predict_layers: NumLayersOrNone = 0
     scoring_func: str = "sigmoid"
 
     @classmethod
@@ -70,8 +81,19 @@ class Config:
         if config.get("q_lora_rank", 0) is None:
             raise QuantkitError("config.json has q_lora_rank null", "deepseek_v3 here needs the low-rank query projection of V3 and R1")
         values = read_fields(cls, config)
-        rope = Rope.from_dict(config, values["qk_rope_head_dim"], interleaved=bool(config.get("rope_interleave", True)))
-        return cls(rope=rope, **values)
+        rope = Rope.from_dict(config, values["qk_rope_head_dim"], interleaved=check_flag(config, "rope_interleave", default=True))
+        made = cls(rope=rope, **values)
+        made.check_routing()
+        return made
+
+    def check_routing(self) -> None:
+        """Raise QuantkitError where experts cannot be chosen so: each of the groups that are kept has its share of them."""
+        check_divides("n_group", "n_routed_experts", self)
+        check_at_most("topk_group", self.topk_group, "n_group", self.n_group)
+        share = self.n_routed_experts // self.n_group
+        if self.topk_group < self.n_group and share < 2:  # a group is judged by its two best
+            raise refusal("n_group", self.n_group, f"groups of at least two of the {self.n_routed_experts} experts")
+        check_at_most("num_experts_per_tok", self.num_experts_per_tok, "the experts of topk_group groups", self.topk_group * share)
 
     @property
     def qk_head_dim(self) -> int:

@@ -5,7 +5,7 @@ Symbols: T tokens, H hidden_size, D head_dim.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from quantkit_kernels import Routing
@@ -14,7 +14,7 @@ from torch import Tensor
 from quantkit.errors import QuantkitError
 from quantkit.models import decoder
 from quantkit.models.architecture import KeyValueCache
-from quantkit.models.config import read_fields
+from quantkit.models.config import DECIDED, CountOrNone, NumLayers, check_at_most, check_divides, read_fields, refusal
 from quantkit.models.context import Context
 from quantkit.models.mlp import DenseMlp, MoeMlp, expert_parameters, mlp_parameters, mlp_scale_groups, moe_scale_groups
 from quantkit.models.rope import Rope
@@ -29,7 +29,7 @@ class Config:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_hidden_layers: int
+    num_hidden_layers: NumLayers
     num_attention_heads: int
     rms_norm_eps: float
     max_position_embeddings: int
@@ -37,12 +37,15 @@ class Config:
     num_key_value_heads: int = 0
     head_dim: int = 0
     tie_word_embeddings: bool = False
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    routing: Routing | None = None
-    moe_intermediate_size: int = 0
-    dense_layers: frozenset[int] = frozenset()
-    num_nextn_predict_layers: int = 0
+    qkv_bias: Annotated[bool, DECIDED] = False
+    qk_norm: Annotated[bool, DECIDED] = False
+    routing: Annotated[Routing | None, DECIDED] = None
+    moe_intermediate_size: CountOrNone = 0
+    dense_layers: Annotated[frozenset[int], DECIDED] = frozenset()
+    num_nextn_predict_layers: Annotated[int, DECIDED] = 0
+
+    def __post_init__(self) -> None:
+        check_divides("num_key_value_heads", "num_attention_heads", self)
 
     @property
     def softmax_scale(self) -> float:
@@ -88,7 +91,10 @@ def refuse_other_forwards(config: dict[str, Any]) -> None:
     for key, values in _COMPUTED.items():
         if key in config and config[key] not in values:
             raise QuantkitError(f"config.json has {key} = {config[key]!r}", f"quantkit computes {values[0]!r} only")
-    kinds = {"full_attention", *(config.get("layer_types") or ())}
+    listed = config.get("layer_types") or []
+    if not isinstance(listed, list) or not all(isinstance(kind, str) for kind in listed):
+        raise refusal("layer_types", listed, "a list of texts")
+    kinds = {"full_attention", *listed}
     # Qwen's configs carry a window beside use_sliding_window: false. Where that is not said, engines disagree on what it means.
     windowed = config.get("sliding_window") is not None and config.get("use_sliding_window") is not False
     if windowed or len(kinds) > 1:
@@ -102,9 +108,8 @@ def read_config(config: dict[str, Any]) -> dict[str, Any]:
     values = read_fields(Config, config)
     heads = values["num_attention_heads"]
     values["num_key_value_heads"] = values.get("num_key_value_heads") or heads
-    if heads % values["num_key_value_heads"]:
-        told = f"config.json has num_attention_heads = {heads} and num_key_value_heads = {values['num_key_value_heads']}"
-        raise QuantkitError(told, "each key and value head serves the same number of queries: use the config.json that came with the model")
+    if "head_dim" not in values:
+        check_at_most("num_attention_heads", heads, "hidden_size", values["hidden_size"])
     values["head_dim"] = values.get("head_dim") or values["hidden_size"] // heads
     values["rope"] = Rope.from_dict(config, values["head_dim"], interleaved=False)
     return values

@@ -14,7 +14,7 @@ from quantkit_kernels import rms_norm
 from torch import Tensor
 
 from quantkit.models import decoder, deepseek_v3
-from quantkit.models.config import read_fields
+from quantkit.models.config import check_flag, read_fields
 from quantkit.models.context import Context
 from quantkit.models.deepseek_v3 import Attention
 from quantkit.models.mlp import DenseMlp, MoeMlp
@@ -42,10 +42,17 @@ class Config(deepseek_v3.Config):
     def from_dict(cls, config: dict[str, Any]) -> "Config":
         """From config.json in either release's names."""
         named = {FIRST_RELEASE_NAMES.get(key, key): value for key, value in config.items()}
-        named |= {"n_group": 1, "topk_group": 1, "scoring_func": "sigmoid", "norm_topk_prob": config.get("norm_topk_prob", True)}
+        named |= {
+            "n_group": 1,
+            "topk_group": 1,
+            "scoring_func": "sigmoid",
+            "norm_topk_prob": check_flag(config, "norm_topk_prob", default=True),
+        }
         values = read_fields(cls, named)
-        interleaved = bool(config.get("rope_interleave", False))
-        return cls(rope=Rope.from_dict(config, values["qk_rope_head_dim"], interleaved, default_theta=None), **values)
+        interleaved = check_flag(config, "rope_interleave")
+        made = cls(rope=Rope.from_dict(config, values["qk_rope_head_dim"], interleaved, default_theta=None), **values)
+        made.check_routing()
+        return made
 
 
 def parameters(config: Config) -> list[Parameter]:

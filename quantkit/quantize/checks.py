@@ -2,14 +2,19 @@
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from quantkit.checkpoint.companions import SETTINGS, read_companions
+from quantkit.checkpoint.files import LARGEST, is_there, read_json
 from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError
-from quantkit.models import ARCHITECTURES, find_architecture
+from quantkit.executor.chat import ChatTokenizer
+from quantkit.models import ARCHITECTURES
 from quantkit.models import by_name as by_name_models
-from quantkit.models.table import Parameter, resolve
+from quantkit.models.stored import check_stored, read_model
+from quantkit.models.table import Parameter
 from quantkit.schemes import Scheme
 
 DROPPED = {
@@ -36,28 +41,16 @@ def take_inventory(checkpoint: Checkpoint, *, by_name: bool = False) -> Inventor
 
     by_name: an architecture that quantkit does not know will do; its linears are told by name. Only for runs without calibration.
     """
+    check_companions(checkpoint.path)
     if checkpoint.format.name not in ("dense", "fp8-block"):
         raise QuantkitError(
             f"{checkpoint.path} is already quantized ({checkpoint.format.name})", "quantize the model it was made from, not a rounded copy"
         )
     if by_name and checkpoint.config.get("model_type") not in ARCHITECTURES:
         return _inventory_by_name(checkpoint)
-    architecture = find_architecture(checkpoint.config)
-    config = architecture.Config.from_dict(checkpoint.config)
-    rows = resolve(architecture.parameters(config), checkpoint.tensors)
-    owned: set[str] = set()
-    for row in rows:
-        quantized = row.module in checkpoint.linears
-        if not quantized and not checkpoint.has(row.name):
-            raise QuantkitError(
-                f"{checkpoint.path} lacks {row.name}", "download the missing shard, or use the config.json of these weights"
-            )
-        shape = checkpoint.shape(row.module) if quantized else checkpoint.tensors[row.name].shape
-        if tuple(shape) != row.shape:
-            raise QuantkitError(
-                f"{row.name} has shape {list(shape)}, config.json makes it {list(row.shape)}", "use the model's own config.json"
-            )
-        owned.update(checkpoint.parts(row.module) if quantized else [row.name])
+    model = read_model(checkpoint)
+    check_stored(checkpoint, model.rows)
+    owned = {name for row in model.rows for name in (checkpoint.parts(row.module) if row.module in checkpoint.linears else (row.name,))}
     dropped = {name: _reason(name) for name in checkpoint.tensors if name not in owned}
     unknown = sorted(name for name, reason in dropped.items() if not reason)
     if unknown:
@@ -65,7 +58,17 @@ def take_inventory(checkpoint: Checkpoint, *, by_name: bool = False) -> Inventor
             f"{checkpoint.path} holds {len(unknown)} tensors that its architecture has no place for, such as {unknown[0]}",
             "the model may be a variant that quantkit does not compute: use a supported one",
         )
-    return Inventory(architecture, config, rows, dropped)
+    return Inventory(model.architecture, model.config, model.rows, dropped)
+
+
+def check_companions(path: Path) -> None:
+    """The files that go with the weights are what their names say: hours later an output without a tokenizer would be of no use."""
+    read_companions(path)
+    for name in SETTINGS:
+        if is_there(path / name):
+            read_json(path / name, LARGEST)
+    if is_there(path / "tokenizer.json"):
+        ChatTokenizer(path)
 
 
 def _inventory_by_name(checkpoint: Checkpoint) -> Inventory:

@@ -51,7 +51,7 @@ def test_bos_is_added_where_the_settings_say_so(tiny_checkpoint: Path, tmp_path:
 def test_template_cannot_leave_the_sandbox(tiny_checkpoint: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_checkpoint, tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages.__class__.__mro__[1].__subclasses__() }}")
-    with pytest.raises(QuantkitError, match="chat template refuses"):
+    with pytest.raises(QuantkitError, match=r"chat_template\.jinja refuses these messages"):
         ChatTokenizer(tmp_path / "model").render(MESSAGES)
 
 

@@ -8,9 +8,14 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import regex
+
 from quantkit.checkpoint.formats.base import IgnoreSpelling, ignore_list, plain_linears
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.errors import QuantkitError
+
+_DEADLINE_S = 1.0
+"""Of the processor, for one name: a published pattern takes microseconds."""
 
 
 def _matches(entry: str, module: str) -> bool:
@@ -51,8 +56,16 @@ def unreadable(args: Mapping[str, Any], readable: str) -> QuantkitError:
 def ignored(config: Mapping[str, Any]) -> Callable[[str], bool]:
     entries = config["quantization_config"].get("ignore") or []
     exact = {entry for entry in entries if not entry.startswith("re:")}
-    patterns = [entry for entry in entries if entry.startswith("re:")]
-    return lambda module: module in exact or any(_matches(entry, module) for entry in patterns)
+    patterns = [regex.compile(entry[3:]) for entry in entries if entry.startswith("re:")]
+    return lambda module: module in exact or any(_found(pattern, module) for pattern in patterns)
+
+
+def _found(pattern: regex.Pattern[str], module: str) -> bool:
+    try:
+        return pattern.match(module, timeout=_DEADLINE_S) is not None
+    except TimeoutError as error:
+        told = f"re:{pattern.pattern} in quantization_config.ignore of config.json takes too long to match"
+        raise QuantkitError(told, "write a simpler expression") from error
 
 
 def config_block(

@@ -1,0 +1,86 @@
+"""A model's table against the tensors that a checkpoint's headers hold."""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import QuantkitError
+from quantkit.models import find_architecture
+from quantkit.models.architecture import Architecture, ModelConfig
+from quantkit.models.table import Parameter, resolve
+
+_SMALL_TABLE = 10_000
+"""Rows that are made whatever the headers hold, so that what a small checkpoint lacks can be listed."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What config.json makes of a checkpoint: the architecture's file, its Config, and the parameters as the checkpoint spells them."""
+
+    architecture: Architecture[ModelConfig]
+    config: ModelConfig
+    rows: list[Parameter]
+
+
+def read_model(checkpoint: Checkpoint) -> Model:
+    """The table of a checkpoint. Raises QuantkitError naming config.json where a field is wrong, or tells of a model that is far larger
+    than what is stored."""
+    try:
+        architecture = find_architecture(checkpoint.config)
+        config = architecture.Config.from_dict(checkpoint.config)
+        _check_size(config, len(checkpoint.tensors))
+    except QuantkitError as fault:
+        told = str(checkpoint.path / "config.json")
+        problem = fault.problem.replace("config.json", told, 1) if "config.json" in fault.problem else f"{told}: {fault.problem}"
+        raise QuantkitError(problem, fault.remedy) from fault
+    return Model(architecture, config, resolve(architecture.parameters(config), checkpoint.tensors))
+
+
+def _check_size(config: ModelConfig, stored: int) -> None:
+    """Before a row is made: a table has several for each layer, and three for each expert."""
+    layers, routing = config.num_hidden_layers + config.num_nextn_predict_layers, config.routing
+    experts = routing.n_routed_experts if routing else 0
+    with_experts = sum(config.is_moe(layer) for layer in range(layers)) if experts else 0
+    if layers + with_experts * experts > max(stored, _SMALL_TABLE):
+        told = f"num_hidden_layers = {config.num_hidden_layers}" + (f" and {experts} experts a layer" if experts else "")
+        raise QuantkitError(f"config.json has {told}, and the checkpoint holds {stored} tensors", "use the config.json of these weights")
+
+
+def check_stored(checkpoint: Checkpoint, rows: Iterable[Parameter]) -> None:
+    """Raise QuantkitError naming the first parameter that is not stored, or has another shape than config.json makes it."""
+    for row in rows:
+        if not is_stored(checkpoint, row):
+            raise _lacks(checkpoint, row)
+        shape = stored_shape(checkpoint, row)
+        if shape != row.shape:
+            raise QuantkitError(
+                f"{row.name} has shape {list(shape)}, and {checkpoint.path / 'config.json'} makes it {list(row.shape)}",
+                "use the model's own config.json",
+            )
+
+
+def is_stored(checkpoint: Checkpoint, row: Parameter) -> bool:
+    return row.module in checkpoint.linears or checkpoint.has(row.name)
+
+
+def stored_shape(checkpoint: Checkpoint, row: Parameter) -> tuple[int, ...]:
+    """The logical shape of a stored parameter, packed or not."""
+    return checkpoint.shape(row.module) if row.module in checkpoint.linears else checkpoint.tensors[row.name].shape
+
+
+def _lacks(checkpoint: Checkpoint, row: Parameter) -> QuantkitError:
+    told = checkpoint.path / "config.json"
+    if row.mtp and not _layer_stored(row, checkpoint.tensors):
+        promised = checkpoint.config.get("num_nextn_predict_layers", checkpoint.config.get("num_mtp_layers"))
+        return QuantkitError(
+            f"{told} promises MTP weights (num_nextn_predict_layers = {promised}) that {checkpoint.path} lacks, such as {row.name}",
+            f"set num_nextn_predict_layers to 0 there, or download the shards of layer {row.layer}",
+        )
+    return QuantkitError(
+        f"{told} asks for a model of which {checkpoint.path} lacks {row.name}",
+        "download the missing shard, or use the config.json of these weights",
+    )
+
+
+def _layer_stored(row: Parameter, names: Collection[str]) -> bool:
+    return any(name.startswith(f"model.layers.{row.layer}.") for name in names)
