@@ -6,7 +6,6 @@ read: linears that the checkpoint declares unquantized may be left as DeepSeek's
 (NVIDIA's script for DeepSeek leaves the MTP layer as it was in the source).
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,11 +64,11 @@ def _linear(path: Path, format: Format, grid: Grid | None, tensors: Mapping[str,
         tensor = tensors.get(name)
         if tensor is None:
             if part.required:
-                held = path / tensors[module + format.marker].shard
-                raise QuantkitError(f"{name} is missing from {path}, and {module} in {held} cannot be decoded without it", _AGAIN)
+                told = f"{name} is missing from {path}, and {module} cannot be decoded without it"
+                raise QuantkitError(f"{told} (its codes are in {tensors[module + format.marker].shard})", _AGAIN)
             continue
-        same = tensor.shape == part.shape or (math.prod(part.shape) == 1 == math.prod(tensor.shape))  # [] or [1], as producers please
-        if not same:
+        one = part.shape in ((), (1,)) and tensor.shape in ((), (1,))  # as producers please
+        if tensor.shape != part.shape and not one:
             raise QuantkitError(f"{name} in {path / tensor.shard} has shape {_shape(tensor.shape)}, expected {_shape(part.shape)}", _AGAIN)
         if tensor.dtype not in part.dtypes:
             raise QuantkitError(

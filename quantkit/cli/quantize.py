@@ -102,10 +102,13 @@ def plan(
         from quantkit.checkpoint.reader import Checkpoint
         from quantkit.costmodel import load_hardware, predict
         from quantkit.evaluate.published import published_speeds
+        from quantkit.models.stored import read_model
 
         hardware = load_hardware(kind)
         batches = (1, 2, 4, 8, 16, 32)
-        predicted = predict(Checkpoint.open(path).config, chosen, hardware, devices=int(count), batches=batches, context=min(context, 640))
+        checkpoint = Checkpoint.open(path)
+        read_model(checkpoint)  # whose numbers fit the headers: the cost model reads config.json alone
+        predicted = predict(checkpoint.config, chosen, hardware, devices=int(count), batches=batches, context=min(context, 640))
         predicted["published"] = [table for table in published_speeds() if hardware.name in table["hardware"]]
         devices = f"{count}x{hardware.memory_gb:.0f}GiB"
     about = make_plan(path, chosen, format_, devices=devices, samples=samples, seq_len=seq_len, context=context)

@@ -91,7 +91,10 @@ class ChatTokenizer:
 
     def encode_chat(self, messages: list[Message], **variables: Any) -> list[int]:
         """Token ids of the rendered conversation, ready to be answered."""
-        return self.encode_rendered(self.render(messages, **variables))
+        ids = self.encode_rendered(self.render(messages, **variables))
+        if not ids:
+            raise QuantkitError(f"the chat template in {self.templates['default'].name} makes an empty text of these messages", _AGAIN)
+        return ids
 
     def encode_rendered(self, text: str) -> list[int]:
         """Token ids of a template's text, which already holds its special tokens."""

@@ -22,9 +22,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 CPU_S = 1.0
-_MEMORY = 1 << 30
-_LONGEST = 1 << 25
-"""Characters of a rendered conversation: some 8 million tokens."""
+_MEMORY = 1 << 29
+_LONGEST = 1 << 24
+"""Characters of a rendered conversation: some 4 million tokens."""
 
 
 class Generation(Extension):

@@ -55,7 +55,7 @@ def take_inventory(checkpoint: Checkpoint, *, by_name: bool = False) -> Inventor
     unknown = sorted(name for name, reason in dropped.items() if not reason)
     if unknown:
         raise QuantkitError(
-            f"{checkpoint.path} holds {len(unknown)} tensors that its architecture has no place for, such as {unknown[0]}",
+            f"{checkpoint.path} holds {len(unknown)} tensors that its config.json has no place for, such as {unknown[0]}",
             "the model may be a variant that quantkit does not compute: use a supported one",
         )
     return Inventory(model.architecture, model.config, model.rows, dropped)

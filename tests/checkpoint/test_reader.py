@@ -199,7 +199,7 @@ _LINEAR = "model.layers.0.self_attn.q_a_proj"
         (_change(f"{_LINEAR}.weight_scale_inv", Tensor.bfloat16), "weight_scale_inv in .* is bfloat16, expected float32"),
         (_change(f"{_LINEAR}.weight", Tensor.bfloat16), "weight_scale_inv in .* belongs to no quantized weight"),
         (_change(f"{_LINEAR}.weight", lambda weight: weight.view(torch.int8)), r"q_a_proj\.weight_scale_inv in .* belongs to no|is int8"),
-        (_change("model.norm.weight", lambda gain: gain.view(torch.int16)), r"model\.norm\.weight in .* is int16, which format fp8-block"),
+        (_change("model.norm.weight", lambda gain: gain.view(torch.int16)), r"model\.norm\.weight in .* is int16, which fp8-block"),
         (
             lambda path: _edit_json(path / "config.json", lambda config: config.pop("quantization_config")),
             r"\.weight in .* is float8_e4m3fn, which dense \(plain\) does not have",
@@ -273,7 +273,7 @@ def test_an_ignore_list_that_names_a_quantized_module_is_refused(tmp_path: Path)
 def test_an_ignore_list_that_leaves_out_an_unquantized_module_is_refused(tmp_path: Path) -> None:
     path = make_quantized.write(tmp_path / "model", compressed_int4.FORMAT, _INT4)
     _edit_ignore(lambda ignore: ignore.remove(r"re:.*self_attn\.kv_b_proj$"))(path)
-    with pytest.raises(QuantkitError, match=r"kv_b_proj in .* is unquantized, but .*config\.json does not list it so"):
+    with pytest.raises(QuantkitError, match=r"kv_b_proj is unquantized, but .*config\.json does not list it so"):
         Checkpoint.open(path)
 
 

@@ -1,0 +1,161 @@
+"""A thousand damaged checkpoints through the command line: each works, or is refused by one line that names the damaged file.
+
+In one process, as starting Python and torch takes longer than all commands together; a few go through a process of their own. Nothing may
+be written where a command fails, and never anything in the source.
+"""
+
+import contextlib
+import io
+import random
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import damage
+import make_model
+import pytest
+from damage import Damage
+
+from quantkit import cli
+
+CPU_S = 5.0
+"""Of the processor, for a command that refuses."""
+BLOCKED_S = 120.0
+"""By the clock: it waits for something that never comes."""
+SIZES = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "n_routed_experts": 4, "n_group": 2, "topk_group": 1}
+SIZES |= {"num_experts_per_tok": 2, "vocab_size": 272, "max_position_embeddings": 8192}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers and an MTP layer with four experts each, in FP8."""
+    config = make_model.tiny_config(**SIZES)
+    return make_model.write_fp8(tmp_path_factory.mktemp("good") / "model", config, make_model.random_tensors(config), shards=2)
+
+
+@pytest.fixture(scope="module")
+def text(model: Path) -> Path:
+    path = model.parent / "calibration.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _stopped() -> Iterator[None]:
+    """What never ends becomes a failure."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise TimeoutError("the command takes too long")
+
+    kept = {kind: signal.signal(kind, stop) for kind in (signal.SIGPROF, signal.SIGALRM)}
+    yield
+    for kind, handler in kept.items():
+        signal.signal(kind, handler)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: Any
+    errors: str
+
+    def fault(self, file: str) -> str | None:
+        """What is wrong with how a command ended, if anything."""
+        # The progress of a run, which stands above what ended it.
+        lines = [line for line in self.errors.splitlines() if line.strip() and not line.startswith("checking ")]
+        if self.code == 0:
+            return None
+        if self.code != 1 or "Traceback" in self.errors:
+            return f"ended with {self.code}"
+        if len(lines) != 1 or not lines[0].startswith("error: "):
+            return "not one line"
+        if "run again with --debug" in lines[0]:
+            return "an internal error"
+        return None if file in lines[0] else f"{file} is not named"
+
+
+def run(*arguments: str | Path) -> Outcome:
+    errors, code = io.StringIO(), 0
+    given, sys.argv = sys.argv, ["quantkit", *map(str, arguments)]
+    signal.setitimer(signal.ITIMER_PROF, CPU_S)
+    signal.setitimer(signal.ITIMER_REAL, BLOCKED_S)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
+            cli.main()
+    except SystemExit as ended:
+        code = ended.code
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.argv = given
+    return Outcome(code, errors.getvalue())
+
+
+def commands(folder: Path, out: Path, text: Path) -> dict[str, list[str | Path]]:
+    calibrated = ["--calibration", text, "--samples", "2", "--seq-len", "16"]
+    return {
+        "inspect": ["inspect", folder],
+        "plan": ["plan", folder, "--scheme", "awq-w4a16"],
+        "round": ["quantize", folder, "--scheme", "rtn-w4a16", "--out", out],
+        "calibrate": ["quantize", folder, "--scheme", "awq-w4a16", "--out", out, *calibrated],
+        "run": ["run", folder, "--prompt", "hi", "--max-new-tokens", "2"],
+    }
+
+
+def contents(folder: Path) -> list[tuple[str, int, int]]:
+    return sorted((path.name, path.lstat().st_mtime_ns, path.lstat().st_size) for path in folder.iterdir())
+
+
+def faults(damages: list[Damage], model: Path, text: Path, tmp_path: Path) -> list[str]:
+    """All damages through all commands; one that works is not quantized each time, as that is no test of files."""
+    found = []
+    for number, one in enumerate(damages):
+        folder, out = damage.copied(model, tmp_path / "model"), tmp_path / "out" / "model"
+        out.parent.mkdir()
+        one.apply(folder)
+        before, planned = contents(folder), True
+        for verb, arguments in commands(folder, out, text).items():
+            if planned and ((verb == "round" and number % 10) or (verb == "calibrate" and number % 50)):
+                continue
+            outcome = run(*arguments)
+            fault = outcome.fault(one.file)
+            if outcome.code and any(out.parent.iterdir()):
+                fault = f"{fault or ''} left {[path.name for path in out.parent.iterdir()]}"
+            if contents(folder) != before:
+                fault = "changed the source"
+            if fault:
+                found.append(f"{verb}, {one.name}: {fault}: {outcome.errors.strip()[-400:]}")
+            if verb == "plan":
+                planned = outcome.code == 0
+            shutil.rmtree(out, ignore_errors=True)
+        shutil.rmtree(folder)
+        shutil.rmtree(out.parent)
+    return found
+
+
+def some(model: Path, count: int, seed: int) -> list[Damage]:
+    """`count` damages by rule, all kinds in proportion."""
+    every = damage.by_rule(model)
+    random.Random(seed).shuffle(every)
+    return every[:count]
+
+
+def test_the_good_checkpoint_passes(model: Path, text: Path, tmp_path: Path) -> None:
+    for verb, arguments in commands(model, tmp_path / "out", text).items():
+        assert run(*arguments).code == 0, verb
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_damage_by_rule_is_told(part: int, model: Path, text: Path, tmp_path: Path) -> None:
+    found = faults(some(model, 700, seed=5)[part::4], model, text, tmp_path)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("seed", [11, 12])
+def test_damage_at_random_is_told(seed: int, model: Path, text: Path, tmp_path: Path) -> None:
+    found = faults(list(damage.at_random(model, seed, 150)), model, text, tmp_path)
+    assert not found, "\n".join(found)
