@@ -222,5 +222,7 @@ def _read_shard(path: Path, shard: str, index_path: Path) -> dict[str, TensorInf
     if Path(shard).name != shard or not shard.endswith(".safetensors"):
         raise QuantkitError(f"{index_path} names the shard {shard!r}, which is no safetensors file beside it", "download the index again")
     if not is_there(path / shard):
-        raise QuantkitError(f"shard {shard} is missing from {path}", "download it, or restore it, and run again")
+        raise QuantkitError(
+            f"shard {shard} is missing from {path} ({index_path.name} names it)", "download it, or restore it, and run again"
+        )
     return {tensor.name: tensor for tensor in read_header(path / shard)}

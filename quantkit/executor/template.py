@@ -6,10 +6,12 @@ The process starts with the first rendering (0.1 s) and stays; a rendering in it
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +39,12 @@ class ChatTemplate:
             raise QuantkitError(f"the messages cannot be written as JSON: {error}", "give texts, numbers, lists and objects") from error
         with self._lock:
             reply = self._exchange(line)
-        if reply is None:
-            raise QuantkitError(f"the chat template in {self.name} takes too long or too much memory", "use the model's own template")
         if "fault" in reply:
             raise QuantkitError(f"the chat template in {self.name} refuses these messages: {reply['fault']}", "check roles and contents")
         return reply["text"]
 
-    def _exchange(self, line: bytes) -> dict[str, str] | None:
-        """None where the process ended or had to be."""
+    def _exchange(self, line: bytes) -> dict[str, str]:
+        """The worker's answer. Raises QuantkitError where it ended, or had to be."""
         process = self._started()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -55,8 +55,8 @@ class ChatTemplate:
         except BrokenPipeError:
             reply = b""
         if not reply.endswith(b"\n"):
-            self._stop()
-            return None
+            reason = self._stop()
+            raise QuantkitError(f"the chat template in {self.name} {reason}", "use the model's own template, or a shorter conversation")
         found: dict[str, str] = json.loads(reply)
         return found
 
@@ -70,14 +70,21 @@ class ChatTemplate:
             self._process.stdin.write(json.dumps(self.source).encode() + b"\n")
         return self._process
 
-    def _stop(self) -> None:
+    def _stop(self) -> str:
+        """End the process; says how it had ended."""
         process, self._process = self._process, None
-        if process is not None and self._owner == os.getpid():
-            process.kill()
-            process.wait()
-            for stream in (process.stdin, process.stdout):
-                if stream:
+        if process is None or self._owner != os.getpid():
+            return ""
+        for stream in (process.stdin, process.stdout):
+            if stream:
+                with suppress(BrokenPipeError):  # what it did not read any more
                     stream.close()
+        with suppress(subprocess.TimeoutExpired):  # one that ended by itself has a code of its own
+            process.wait(1.0)
+        process.kill()
+        code = process.wait()
+        timed_out = code in (-signal.SIGPROF, -signal.SIGKILL)
+        return "takes too long" if timed_out else f"ended the process that renders it (exit code {code})"
 
     def __del__(self) -> None:
         self._stop()

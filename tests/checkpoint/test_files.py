@@ -63,9 +63,7 @@ def test_links_inside_the_folder_are_followed(folder: Path) -> None:
 @pytest.mark.parametrize("target", ["../secret.json", "/etc/hostname", "../model/../secret.json"])
 def test_a_licence_that_leads_out_is_not_copied(target: str, folder: Path) -> None:
     (folder / "LICENSE").symlink_to(target)
-    with pytest.raises(
-        QuantkitError, match="LICENSE is a link to .* outside of the model's folder; put the file itself there, or remove the link"
-    ):
+    with pytest.raises(QuantkitError, match=r"LICENSE is a link to .*, outside of the model's folder; put the file itself there"):
         read_companions(folder)
 
 

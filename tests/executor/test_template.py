@@ -10,18 +10,7 @@ from quantkit.errors import QuantkitError
 from quantkit.executor.template import ChatTemplate
 
 VARIABLES = {"messages": [{"role": "user", "content": "hi"}], "tools": None, "bos_token": "<s>", "add_generation_prompt": True}
-_NO_TEXT = (
-    "1 / 0",
-    "raise_exception",
-    "macro f",
-    "range(10**9)",
-    "range(99999) %}{% for",
-    "10**10",
-    "9 ** 9",
-    "ns.s + ns.s",
-    "10**9)",
-    "__",
-)
+_NO_TEXT = ("1 / 0", "raise_exception", "macro f", "range(10**9)", "range(99999) %}{% for", "10**10", "ns.s + ns.s", "__mro__")
 
 
 @pytest.mark.parametrize("source", [one for one in TEMPLATES if any(part in one for part in _NO_TEXT)])
@@ -33,10 +22,11 @@ def test_a_template_that_has_no_end_is_refused(source: str) -> None:
 
 
 def test_rendering_goes_on_after_one_that_had_to_be_ended() -> None:
-    endless = "{% if messages | length > 1 %}{% for i in range(10**9) %}{% endfor %}{% endif %}{{ messages[0].content }}"
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    endless = "{% if messages | length > 1 %}" + loop + "{% endif %}{{ messages[0].content }}"
     template = ChatTemplate(endless, "here")
     assert template.render(VARIABLES) == "hi"
-    with pytest.raises(QuantkitError, match="takes too long or too much memory"):
+    with pytest.raises(QuantkitError, match="takes too long"):
         template.render({**VARIABLES, "messages": VARIABLES["messages"] * 2})
     assert template.render(VARIABLES) == "hi"
 

@@ -127,7 +127,7 @@ def test_folding_a_group_keeps_the_logits(case: str) -> None:
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Qwen3Moe"])
 def test_fields_that_config_json_leaves_out_are_those_of_transformers(kind: str) -> None:
     """rope_theta, the width of Qwen3's heads, and a window that use_sliding_window: false turns off."""
-    peer = getattr(transformers, f"{kind}Config")(num_experts=4, num_key_value_heads=8)
+    peer = getattr(transformers, f"{kind}Config")(num_experts=8, num_key_value_heads=8)
     config = {key: value for key, value in peer.to_dict().items() if key not in ("rope_parameters", "head_dim", "tie_word_embeddings")}
     config |= {"use_sliding_window": False, "sliding_window": 4096, "moe_intermediate_size": 64}
     ours = find_architecture(config).Config.from_dict(config)
