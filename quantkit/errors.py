@@ -25,7 +25,6 @@ class Interrupted(KeyboardInterrupt):
         super().__init__(kept)
 
 
-
 def _one_line(text: str) -> str:
     """Whatever a file or a server put into a message: no line breaks, nothing a terminal would obey, and not too long to read."""
     if len(text) > _LONGEST:
