@@ -44,7 +44,8 @@ def take_inventory(checkpoint: Checkpoint, *, by_name: bool = False) -> Inventor
     check_companions(checkpoint.path)
     if checkpoint.format.name not in ("dense", "fp8-block"):
         raise QuantkitError(
-            f"{checkpoint.path} is already quantized ({checkpoint.format.name})", "quantize the model it was made from, not a rounded copy"
+            f"{checkpoint.path} is already quantized ({checkpoint.format.name}, by its config.json)",
+            "quantize the model it was made from, not a rounded copy",
         )
     if by_name and checkpoint.config.get("model_type") not in ARCHITECTURES:
         return _inventory_by_name(checkpoint)

@@ -137,7 +137,8 @@ def _checked(source: Path, scheme: Scheme, format: str, engine: str | None, reci
     checkpoint = Checkpoint.open(source)
     methods = scheme.methods if recipe.methods is None else recipe.methods
     if methods and checkpoint.config.get("model_type") not in ARCHITECTURES:
-        fault = f"architecture {checkpoint.config.get('model_type')!r} is not supported by {scheme.name}, which needs calibration"
+        told = f"model_type {checkpoint.config.get('model_type')!r} of {source / 'config.json'}"
+        fault = f"{told} is not supported by {scheme.name}, which needs calibration"
         raise QuantkitError(fault, f"quantkit has {', '.join(ARCHITECTURES)}; use --scheme rtn-w4a16 for others")
     inventory = take_inventory(checkpoint, by_name=not methods)
     check_stored_head(checkpoint, inventory.rows)
