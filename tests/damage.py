@@ -17,7 +17,7 @@ from typing import Any
 JSON_FILES = ("config.json", "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 NAN, INFINITY = float("nan"), float("inf")
 VALUES: tuple[Any, ...] = (
-    *(None, True, False, -1, 0, 1, 2, 3, 7, 1_000_000, 2**31, 2**63, 10**30, 0.5, -0.5, 1e-320, 1e300, NAN, INFINITY, -INFINITY),
+    *(None, True, False, -1, 0, 1, 2, 3, 7, 1_000_000, 2**31, 2**63, 10**400, 0.5, -0.5, 1e-320, 1e300, NAN, INFINITY, -INFINITY),
     *("", "x", "3", "auto", "\ud800", "a\nb", "[/x]", "x" * 5000, [], [0], [1, "x"], ["x"], {}, {"x": 1}, [[]], [None]),
 )
 DEEP = "[" * 100_000 + "]" * 100_000

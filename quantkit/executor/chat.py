@@ -4,7 +4,6 @@
 come with a model: they run in a process of their own (template.py).
 """
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -49,20 +48,20 @@ class ChatTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text to be continued, with the leading token the model expects."""
-        ids = self._ids(text, special=True)
+        ids = self._ids(text, add_special_tokens=True)
         bos = self.tokenizer.token_to_id(self.bos) if self.bos else None
         if self.settings.get("add_bos_token") and bos is not None and ids[:1] != [bos]:
             ids = [bos, *ids]
         return ids
 
-    def _ids(self, text: str, *, special: bool) -> list[int]:
+    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise QuantkitError(f"the text holds half of a character (at {error.start})", "give it as valid Unicode") from error
         try:
             # As a batch of one: tokenizers then lets other threads run meanwhile, and computes no offsets.
-            ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
+            ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except Exception as error:  # the library raises nothing more special
             raise QuantkitError(f"{self.path / 'tokenizer.json'} cannot encode this text: {error}", _AGAIN) from error
         if self.vocab_size is not None and ids and max(ids) >= self.vocab_size:
@@ -84,7 +83,8 @@ class ChatTokenizer:
         """The chat template's text for `messages`. QuantkitError where there is no template or it refuses them."""
         named = "tool_use" if variables.get("tools") and "tool_use" in self.templates else "default"
         if named not in self.templates:
-            raise QuantkitError("the model has no chat template", "use plain completions")
+            told = f"{self.path} has no chat template, neither chat_template.jinja nor one in tokenizer_config.json"
+            raise QuantkitError(told, "use plain completions")
         given = {"tools": None, "documents": None, **self.special_tokens, **variables}
         conversation = [_with_reasoning(message) for message in messages]
         return self.templates[named].render({**given, "messages": conversation, "add_generation_prompt": add_generation_prompt})
@@ -98,7 +98,7 @@ class ChatTokenizer:
 
     def encode_rendered(self, text: str) -> list[int]:
         """Token ids of a template's text, which already holds its special tokens."""
-        return self._ids(text, special=False)
+        return self._ids(text, add_special_tokens=False)
 
     def opens_think(self, text: str) -> bool:
         """Whether a rendered prompt ends inside <think>."""
@@ -203,7 +203,7 @@ def _sampling_defaults(file: Path, generation: dict[str, Any]) -> dict[str, Any]
     found = {key: generation[key] for key in ("temperature", "top_p", "top_k") if generation.get(key) is not None}
     for key, value in found.items():
         largest = {"temperature": 100.0, "top_p": 1.0, "top_k": 2**31 - 1}[key]
-        is_number = type(value) is int or (type(value) is float and key != "top_k" and math.isfinite(value))
+        is_number = type(value) is int or (type(value) is float and key != "top_k")
         if not is_number or not 0 <= value <= largest or (key == "top_p" and value == 0):
             raise QuantkitError(f"{file} has {key} = {value!r:.60}, expected a number from 0 to {largest:g}", _AGAIN)
     return found

@@ -3,7 +3,6 @@
 A config.json may say anything. Every field is checked for type and range before it is used, and a fault is told with the field's name.
 """
 
-import math
 from dataclasses import MISSING, dataclass, fields
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -73,7 +72,7 @@ def check_count(name: str, value: Any, *, least: int = 1, most: int = _LARGEST_C
 
 def check_number(name: str, value: Any) -> float:
     """`value` as a float if it is a number above 0 that a model can have; else QuantkitError naming the field."""
-    if type(value) not in (int, float) or not math.isfinite(value) or not 0 < value <= _LARGEST_NUMBER:
+    if type(value) not in (int, float) or not 0 < value <= _LARGEST_NUMBER:
         raise refusal(name, value, f"a number above 0 and at most {_LARGEST_NUMBER:g}")
     return float(value)
 

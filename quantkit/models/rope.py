@@ -30,6 +30,8 @@ _OPTIONAL: dict[Kind, tuple[str, ...]] = {
     "llama3": ("original_max_position_embeddings",),
     "yarn": ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"),
 }
+_SMALLEST, _LARGEST = 1e-9, 1e15
+"""Of the numbers that describe an embedding, but for 0."""
 _SOURCE = "use the config.json that came with the model"
 
 
@@ -177,7 +179,7 @@ def _values(scaling: Mapping[str, Any], kind: Kind, config: Mapping[str, Any]) -
         first = config.get("original_max_position_embeddings") or given.pop("original_max_position_embeddings", None)
         given.pop("original_max_position_embeddings", None)
         original = _number("original_max_position_embeddings", first or config.get("max_position_embeddings"))
-        values["original_max_position"] = int(original)
+        values["original_max_position"] = max(int(original), 1)
         if kind == "yarn" and "factor" not in given:  # null there
             given["factor"] = _number("max_position_embeddings", config.get("max_position_embeddings")) / original
     if "truncate" in given:
@@ -198,8 +200,9 @@ def _values(scaling: Mapping[str, Any], kind: Kind, config: Mapping[str, Any]) -
 
 
 def _number(key: str, value: Any, above: float | None = 0.0) -> float:
-    """A number of config.json, greater than `above`."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or (above is not None and value <= above):
+    """A number of config.json, greater than `above`, and of a size that frequencies can be computed with."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not (value == 0 or _SMALLEST <= abs(value) <= _LARGEST) or (above is not None and value <= above):
         wanted = "a number" if above is None else f"a number above {above:g}"
-        raise QuantkitError(f"config.json has {key} = {value!r}, not {wanted}", _SOURCE)
+        raise QuantkitError(f"config.json has {key} = {value!r:.60}, not {wanted}", _SOURCE)
     return float(value)

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from quantkit.errors import QuantkitError
 from quantkit.executor.chat import ChatTokenizer
 from quantkit.executor.server.intake import ApiError, Intake, Lanes, Limits
 from quantkit.executor.server.service import QueueFull
+from quantkit.executor.template import ChatTemplate
 
 LONG = 1 << 20
 
@@ -80,10 +82,10 @@ def test_text_of_few_tokens_a_character_passes(tiny_checkpoint: Path) -> None:
 
 def test_a_template_that_fails_refuses_the_request(tiny_checkpoint: Path) -> None:
     tokenizer = ChatTokenizer(tiny_checkpoint)
-    tokenizer.template = "{{ messages[0].content | length // 0 }}"
+    tokenizer.templates = {"default": ChatTemplate("{{ messages[0].content | length // 0 }}", "here")}
     intake = Intake(tokenizer, "tiny", Limits(), context=1024, max_choices=8)
     with pytest.raises(Exception, match=r"(?i)zero"):
         intake.chat(json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode())
-    tokenizer.template = "{{ '\ud800' }}"
-    with pytest.raises(ApiError, match="cannot be tokenised"):
+    tokenizer.templates = {"default": ChatTemplate("{{ '\ud800' }}", "here")}
+    with pytest.raises(QuantkitError, match="holds half of a character"):
         intake.chat(json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode())
