@@ -179,7 +179,9 @@ def _values(scaling: Mapping[str, Any], kind: Kind, config: Mapping[str, Any]) -
         first = config.get("original_max_position_embeddings") or given.pop("original_max_position_embeddings", None)
         given.pop("original_max_position_embeddings", None)
         original = _number("original_max_position_embeddings", first or config.get("max_position_embeddings"))
-        values["original_max_position"] = max(int(original), 1)
+        if original < 1:
+            raise QuantkitError(f"config.json has original_max_position_embeddings = {original:g}, less than one token", _SOURCE)
+        values["original_max_position"] = int(original)
         if kind == "yarn" and "factor" not in given:  # null there
             given["factor"] = _number("max_position_embeddings", config.get("max_position_embeddings")) / original
     if "truncate" in given:
