@@ -24,7 +24,6 @@ from quantkit_kernels.reference import prompts as plain_prompts
 from quantkit_kernels.reference.experts import LoopLayout
 from quantkit_kernels.reference.functional import absorbed, values
 from quantkit_kernels.routing import Routing
-from quantkit_kernels.torch_npu.grouped import attend_one as torch_attention
 from quantkit_kernels.torch_npu.prolog import prolog_refused
 from quantkit_kernels.weights import Fp4, Int4, Int8, Weight, dequantize, kind, shape
 from torch import Tensor
@@ -236,7 +235,7 @@ def mla_prefill(
     q: Tensor, kv_b: Tensor, cos: Tensor, sin: Tensor, cache: Latents, prompts: Prompts, scale: float, interleaved: bool
 ) -> Tensor:
     """Torch's attention over expanded latents, as the backend asks for it, over this module's rotation."""
-    return plain_prompts.mla_prefill(q, kv_b, cos, sin, cache, prompts, scale, interleaved, torch_attention, turned)
+    return plain_prompts.mla_prefill(q, kv_b, cos, sin, cache, prompts, scale, interleaved, plain_prompts.attend_at_once, turned)
 
 
 def attend(q: Tensor, q_pe: Tensor, kv_b: Tensor, nope: int, cache: Latents, block_table: Tensor, seq_lens: Tensor, scale: float) -> Tensor:

@@ -2,29 +2,55 @@
 
 import pytest
 import torch
-from quantkit_kernels import Prompts, gqa_decode, gqa_prefill, gqa_prepare, mla_prefill
+from quantkit_kernels import Prompts, gqa_decode, gqa_prefill, gqa_prepare, mla_decode, mla_prefill
+from quantkit_kernels.cpu.build import why_no_library
+from quantkit_kernels.reference import prompts as prompts_in_torch
 from quantkit_kernels.samples import TOLERANCE, distance, grouped_attention
 
 DTYPES = tuple(TOLERANCE)
 
 
+BACKENDS = ["reference", pytest.param("cpu", marks=pytest.mark.skipif(bool(why_no_library("gqa")), reason=str(why_no_library("gqa"))))]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [0, 1, 20])
 @pytest.mark.parametrize(("heads", "width", "block_size"), [((6, 2), 16, 7), ((4, 4), 24, 64), ((5, 1), 80, 1)])
-def test_gqa_decode_over_scattered_blocks(heads: tuple[int, int], width: int, block_size: int, window: int, dtype: torch.dtype) -> None:
+def test_gqa_decode_over_scattered_blocks(
+    heads: tuple[int, int], width: int, block_size: int, window: int, dtype: torch.dtype, backend: str
+) -> None:
     lengths = [1, 0, 37, 64]
     case = grouped_attention(lengths, [1] * 4, heads, width, block_size, dtype, window=window)
-    out = gqa_decode(*case.arguments, scale=case.scale, window=window)
+    out = gqa_decode(*case.arguments, scale=case.scale, window=window, backend=backend)
     assert out.dtype == dtype
     assert distance(out, case.exact) < TOLERANCE[dtype]
     assert out[1].abs().max() == 0
 
 
+@pytest.mark.parametrize("threads", [1, 3, 7])
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_threads_share_a_row(threads: int, backend: str) -> None:
+    """More threads than key heads: a row's tokens lie in several parts, some of them empty."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for lengths in ([2], [300], [0]):
+            case = grouped_attention(lengths, [1], (4, 1), 32, 16, torch.float32)
+            wide = [one.float() if one.dtype == torch.bfloat16 else one for one in case.arguments]
+            for arguments in (case.arguments, wide):
+                out = gqa_decode(*arguments, scale=case.scale, backend=backend)
+                assert (out - case.exact).norm() <= 3e-6 * case.exact.norm()
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [0, 1, 50])
-def test_gqa_prefill_of_several_prompts(window: int, dtype: torch.dtype) -> None:
+def test_gqa_prefill_of_several_prompts(window: int, dtype: torch.dtype, backend: str) -> None:
     case = grouped_attention([3, 300, 140], [3, 200, 1], (6, 2), 16, 16, dtype, window=window)
-    out = gqa_prefill(*case.arguments[:3], case.prompts, scale=case.scale, window=window)
+    out = gqa_prefill(*case.arguments[:3], case.prompts, scale=case.scale, window=window, backend=backend)
     assert distance(out, case.exact) < TOLERANCE[dtype]
 
 
@@ -63,6 +89,26 @@ def test_a_prompt_cut_anywhere_gives_the_same() -> None:
     for start, stop in ((0, 1), (1, 130), (130, 200)):
         part = Prompts.of([(start, stop - start)], table)
         assert distance(gqa_prefill(q[start:stop], keys, values, part, scale=case.scale), whole[start:stop].double()) < 1e-6
+
+
+@pytest.mark.parametrize("keys", [4096, 100])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_mla_prefill_is_mla_decode(dtype: torch.dtype, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Expanded or absorbed, at once or some keys at a time: each token of two prompts as a row of its own."""
+    monkeypatch.setattr(prompts_in_torch, "_KEYS", keys)
+    monkeypatch.setattr(prompts_in_torch, "_AT_ONCE", keys)
+    spans, (nope, rope, value, latent), heads = [(130, 20), (0, 150)], (24, 8, 16, 40), 3
+    tokens = sum(new for _, new in spans)
+    q, kv_b = torch.randn(tokens, heads, nope + rope).to(dtype), (torch.randn(heads, nope + value, latent) * latent**-0.5).to(dtype)
+    cache, angles = torch.randn(21, 16, latent + rope).to(dtype), torch.rand(tokens, rope // 2) * 6
+    table = (torch.randperm(20) + 1).view(2, 10)
+    rows = torch.cat([table[i].expand(new, -1) for i, (_, new) in enumerate(spans)])
+    seen = torch.cat([torch.arange(start, start + new) + 1 for start, new in spans])
+    tables = (angles.cos(), angles.sin())
+    exact = mla_decode(q.float(), kv_b.float(), *tables, cache.float(), rows, seen, scale=0.2, backend="reference")
+    for backend in ("reference", "cpu"):
+        out = mla_prefill(q, kv_b, *tables, cache, Prompts.of(spans, table), scale=0.2, backend=backend)
+        assert distance(out, exact.double()) < 2 * TOLERANCE[dtype]
 
 
 def test_wrong_arguments_are_refused() -> None:

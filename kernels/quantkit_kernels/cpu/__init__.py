@@ -5,6 +5,7 @@ int8   int8.cpp for few rows, VNNI, AVX2 or the compiler's own vectors. For more
        activations where the processor has VNNI (it saturates in 16 bits without, which a test product finds out), over the same packed
        weight; else `_weight_int8pack_mm` and float32 products of expanded blocks.
 fp4    fp4.cpp, AVX-512 or AVX2; 4.5 bits per weight.
+gqa    gqa.cpp, decoding over pages.
 
 The C++ is compiled by the user's compiler at first use.
 """
@@ -12,11 +13,13 @@ The C++ is compiled by the user's compiler at first use.
 import torch
 
 from quantkit_kernels.backends import Shape
+from quantkit_kernels.cpu.build import why_no_library
+from quantkit_kernels.cpu.grouped import gqa_decode, gqa_prefill, mla_prefill
 from quantkit_kernels.cpu.linear import linear, refused
 from quantkit_kernels.reference.experts import LoopLayout
 from quantkit_kernels.weights import Weight
 
-__all__ = ["experts_layout", "linear", "unusable"]
+__all__ = ["experts_layout", "gqa_decode", "gqa_prefill", "linear", "mla_prefill", "unusable"]
 
 
 def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, shapes: tuple[Shape, ...]) -> str | None:
@@ -24,6 +27,10 @@ def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, sha
         return f"runs on the CPU, not on {device.type}"
     if operator.endswith("_dense"):
         return "backend expanded is torch's own matmul already"
+    if operator == "gqa_decode":
+        return why_no_library("gqa")
+    if operator in ("gqa_prefill", "mla_prefill"):
+        return None
     if not operator.startswith(("linear_", "experts_")):
         return "the reference is torch's own operators already"
     reasons = (refused(operator.split("_")[1], dtype, shape) for shape in shapes or (None,))

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from quantkit_kernels.latents import Latents
 from quantkit_kernels.prompts import Prompts
@@ -17,8 +16,6 @@ from quantkit_kernels.torch_npu.functional import rms_norm, turned
 from quantkit_kernels.torch_npu.rules import violated
 
 _OPERATOR = "npu_fused_infer_attention_score"
-_AT_ONCE = 4096
-"""Keys that torch's own attention takes with a mask of all scores."""
 
 
 def gqa_prepare(
@@ -67,21 +64,10 @@ def gqa_decode(
 
 
 def gqa_prefill(q: Tensor, keys: Tensor, values: Tensor, prompts: Prompts, scale: float, window: int) -> Tensor:
-    return plain_prompts.gqa_prefill(q, keys, values, prompts, scale, window, attend_one)
+    return plain_prompts.gqa_prefill(q, keys, values, prompts, scale, window, plain_prompts.attend_at_once)
 
 
 def mla_prefill(
     q: Tensor, kv_b: Tensor, cos: Tensor, sin: Tensor, cache: Latents, prompts: Prompts, scale: float, interleaved: bool
 ) -> Tensor:
-    return plain_prompts.mla_prefill(q, kv_b, cos, sin, cache, prompts, scale, interleaved, attend_one, turned)
-
-
-def attend_one(q: Tensor, slots: Tensor, width: int, expand: plain_prompts.Expand, scale: float, window: int) -> Tensor:
-    """As the reference, but one call of torch's attention where the keys are few."""
-    new, seen = len(q), len(slots)
-    if window or seen > _AT_ONCE:
-        return plain_prompts.attend_one(q, slots, width, expand, scale, window)
-    k, v = (side.to(q.dtype).repeat_interleave(q.shape[1] // side.shape[1], dim=1) for side in expand(slots))
-    mask = None if new == seen else torch.ones(new, seen, dtype=torch.bool, device=q.device).tril_(seen - new)
-    queries, keys, values = (side.transpose(0, 1)[None] for side in (q, k, v))
-    return scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale)[0].transpose(0, 1)
+    return plain_prompts.mla_prefill(q, kv_b, cos, sin, cache, prompts, scale, interleaved, plain_prompts.attend_at_once, turned)

@@ -1,0 +1,46 @@
+"""Attention on a CPU. Grouped queries of a decode step by the project's own C++ (gqa.cpp): pages are read where they lie, in float32.
+Prompts by torch's own attention."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quantkit_kernels import reference
+from quantkit_kernels.cpu.build import library
+from quantkit_kernels.latents import Latents
+from quantkit_kernels.prompts import Prompts
+from quantkit_kernels.reference import prompts as plain
+
+_WIDE = {torch.bfloat16: 0, torch.float32: 1}
+
+
+def gqa_decode(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    window: int,
+    lengths: Sequence[int] | None,
+) -> Tensor:
+    if keys.dtype not in _WIDE or not (keys.is_contiguous() and values.is_contiguous()) or q.numel() == 0:
+        return reference.gqa_decode(q, keys, values, block_table, seq_lens, scale, window, lengths)
+    (rows, heads, width), (block_size, kv_heads) = q.shape, keys.shape[1:3]
+    queries, table, seen = (q.float() * scale).contiguous(), block_table.int().contiguous(), seq_lens.int().contiguous()
+    out = torch.empty(rows, heads, width)
+    sizes = (rows, kv_heads, heads // kv_heads, width, block_size, table.shape[1], window, torch.get_num_threads())
+    pointers = (one.data_ptr() for one in (queries, keys, values, table, seen, out))
+    library("gqa").qk_gqa_decode(*pointers, _WIDE[keys.dtype], *sizes)
+    return out.to(q.dtype)
+
+
+def gqa_prefill(q: Tensor, keys: Tensor, values: Tensor, prompts: Prompts, scale: float, window: int) -> Tensor:
+    return plain.gqa_prefill(q, keys, values, prompts, scale, window, plain.attend_at_once)
+
+
+def mla_prefill(
+    q: Tensor, kv_b: Tensor, cos: Tensor, sin: Tensor, cache: Latents, prompts: Prompts, scale: float, interleaved: bool
+) -> Tensor:
+    return plain.mla_prefill(q, kv_b, cos, sin, cache, prompts, scale, interleaved, plain.attend_at_once)
