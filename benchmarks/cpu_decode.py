@@ -148,8 +148,8 @@ def in_process(python: str, engine: str, path: Path, vocab: int, threads: int) -
 
 def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from quantkit.assets import find_model
-    from quantkit.convert import convert
-    from quantkit.evaluate.hardware import describe_hardware
+    from quantkit.conversion import convert
+    from quantkit.evaluation.results.hardware import describe_hardware
 
     dense = write_qwen(folder / "qwen2-0.5b")
     plain = folder / "tiny-r1-bf16"

@@ -22,7 +22,7 @@ from r1_synthetic import CountedExperts, SyntheticWeights
 
 from quantkit.executor.cache import BLOCK_SIZE, PagedCache
 from quantkit.executor.context import Chunk, PrefillContext
-from quantkit.executor.graphs import DecodeSteps, DeviceCapture, Rows, compute
+from quantkit.executor.graphs import DecodeRows, DecodeSteps, DeviceCapture, compute
 from quantkit.models import gqa, qwen3, qwen3_moe
 
 SHARED: dict[str, Any] = {
@@ -76,10 +76,10 @@ class Bench:
         steps = DecodeSteps(self.model, cache, DeviceCapture(self.device))
         tables = (1 + np.arange(concurrency * per_row, dtype=np.int32)).reshape(concurrency, per_row)
 
-        def rows(token_ids: list[int], position: int) -> Rows:
+        def rows(token_ids: list[int], position: int) -> DecodeRows:
             positions = np.full(concurrency, position)
             slots = tables[np.arange(concurrency), positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
-            return Rows(np.array(token_ids), positions, slots, tables)
+            return DecodeRows(np.array(token_ids), positions, slots, tables)
 
         token_ids = torch.randint(0, self.config.vocab_size, (concurrency,)).tolist()
         steps.run(rows(token_ids, context - 1)).greedy.tolist()

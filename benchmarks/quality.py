@@ -29,12 +29,12 @@ from torch.nn import functional as F
 from quantkit.assets import find_model
 from quantkit.calibrate.data import load_sequences
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.executor.chat import ChatTokenizer
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
 from quantkit.models.weights import ExpertsOp, LinearOp
 from quantkit.quant.weights import dequantize
 from quantkit.recipe import load_recipe
+from quantkit.tokenizer.chat import ChatTokenizer
 
 REPOSITORY = Path(__file__).parents[1]
 HELD_OUT = REPOSITORY / "eval/data/tiny-heldout.jsonl"

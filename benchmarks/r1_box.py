@@ -34,11 +34,10 @@ from torch import Tensor
 
 from quantkit.assets import find_model
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.evaluate.hardware import describe_hardware
-from quantkit.evaluate.speed.engine import EngineTarget
-from quantkit.evaluate.speed.measure import measure_grid
+from quantkit.evaluation.results.hardware import describe_hardware
+from quantkit.evaluation.speed.engine import EngineTarget
+from quantkit.evaluation.speed.measure import measure_grid
 from quantkit.executor.cache import BLOCK_SIZE, CachePlan
-from quantkit.executor.chat import ChatTokenizer
 from quantkit.executor.drafter import Acceptance
 from quantkit.executor.engine import PREFILL_TOKENS, Engine
 from quantkit.executor.graphs import DecodeSteps, EagerSteps
@@ -50,6 +49,7 @@ from quantkit.executor.sequence import Sequence
 from quantkit.executor.weights import Gathered
 from quantkit.models import deepseek_v3
 from quantkit.models.weights import LinearOp
+from quantkit.tokenizer.chat import ChatTokenizer
 
 ACCEPTANCE = 0.7
 """Share of guesses that count as right."""

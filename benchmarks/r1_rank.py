@@ -34,7 +34,7 @@ from torch import Tensor
 
 from quantkit.executor.cache import BLOCK_SIZE, PagedCache
 from quantkit.executor.context import Chunk, PrefillContext
-from quantkit.executor.graphs import DecodeSteps, DeviceCapture, Rows, compute
+from quantkit.executor.graphs import DecodeRows, DecodeSteps, DeviceCapture, compute
 from quantkit.models import deepseek_v3
 from quantkit.models.mlp import MoeMlp
 
@@ -65,14 +65,14 @@ class Rank:
         """Of an MTP layer, made now."""
         return DecodeSteps(deepseek_v3.MtpLayer(self.config, self.weights), self.cache, self._capture)
 
-    def rows(self, token_ids: Sequence[int], position: int, room: int, each: int = 1) -> Rows:
+    def rows(self, token_ids: Sequence[int], position: int, room: int, each: int = 1) -> DecodeRows:
         """`each` rows per sequence, at `position` and after it; each sequence has blocks of its own for `room` tokens."""
         count, per_row = len(token_ids) // each, -(-room // BLOCK_SIZE)
         tables = (1 + np.arange(count * per_row).reshape(count, per_row)).repeat(each, axis=0)
         assert tables[-1, -1] < self.cache.num_blocks, (tables[-1, -1], self.cache.num_blocks)
         positions = position + np.tile(np.arange(each), count)
         slots = tables[np.arange(count * each), positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-        return Rows(np.array(token_ids), positions, slots, tables)
+        return DecodeRows(np.array(token_ids), positions, slots, tables)
 
     def first_tokens(self, count: int) -> list[int]:
         return torch.randint(0, self.config.vocab_size, (count,)).tolist()
@@ -139,7 +139,7 @@ def drafted_row(rank: Rank, drafts: DecodeSteps, concurrency: int, context: int,
     }
 
 
-def compare(rank: Rank, rows: Rows) -> tuple[float, float]:
+def compare(rank: Rank, rows: DecodeRows) -> tuple[float, float]:
     """How far the captured step's hidden states are from an eager one's (relative), and how many distinct experts a layer used."""
     buffers, step = rank.steps.filled(rows)
     captured = step().hidden.clone()

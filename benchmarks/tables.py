@@ -25,7 +25,7 @@ from measured import RESULTS, Cell, Measured, read
 from pictures import pictures
 
 if TYPE_CHECKING:
-    from quantkit.engines import Engine
+    from quantkit.engines.profiles import EngineProfile
 
 ROOT = Path(__file__).parent.parent
 MARKER = re.compile(r"(?m)^<!-- (table [^\n]*|loader matrix|refusals) -->\n(?:\*\*[^\n]*\n\n)?(?:(?:\||- )[^\n]*\n)*")
@@ -102,9 +102,9 @@ def caption(measured: Measured) -> str:
     return f"**{measured.title}** ({measured.machine}; {made}{by}).{notes}"
 
 
-def profiles() -> list["Engine"]:
+def profiles() -> list["EngineProfile"]:
     """The engines' profiles in the order of ENGINES, which must name them all."""
-    from quantkit.engines import engine_names, find_engine
+    from quantkit.engines.profiles import engine_names, find_engine
 
     if set(ENGINES) != set(engine_names()):
         raise ValueError(f"ENGINES must name {', '.join(engine_names())}")

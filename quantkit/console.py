@@ -168,7 +168,7 @@ def counts(bar: Progress) -> Callable[..., None]:
 
 def listener(bar: Progress) -> Callable[[Any], None]:
     """Shows the events of a quantization or conversion on a `bytes_bar`."""
-    from quantkit.calibrate.events import Event, Note
+    from quantkit.progress import Event, Note
 
     row: Any = None
 

@@ -107,7 +107,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Load:
+class WeightTraffic:
     """What one device touches for the weights of one kind in a step: `weights` values of `bytes`, `products` multiplications by x."""
 
     kind: str
@@ -181,7 +181,7 @@ def steps(predictions: list[Prediction]) -> list[tuple[str, str, dict[str, float
     return found
 
 
-def device_loads(parameters: list[Parameter], config: ModelConfig, grid: Grid, devices: int, batch: int) -> list[Load]:
+def device_loads(parameters: list[Parameter], config: ModelConfig, grid: Grid, devices: int, batch: int) -> list[WeightTraffic]:
     """What one of `devices` ranks reads in a decode step, the quantized weights and the 16-bit and 32-bit ones."""
     experts = len({row.expert for row in parameters if row.expert is not None})
     chosen = config.routing.num_experts_per_tok if config.routing else 0
@@ -202,9 +202,9 @@ def device_loads(parameters: list[Parameter], config: ModelConfig, grid: Grid, d
         else:
             plain += count
     return [
-        Load(kind_of(grid), quantized, quantized * bytes_per_weight(grid), products),
-        Load("dense", plain, plain * _DENSE_BYTES, plain * batch),
-        Load("dense", router, router * _ROUTER_BYTES, router * batch),
+        WeightTraffic(kind_of(grid), quantized, quantized * bytes_per_weight(grid), products),
+        WeightTraffic("dense", plain, plain * _DENSE_BYTES, plain * batch),
+        WeightTraffic("dense", router, router * _ROUTER_BYTES, router * batch),
     ]
 
 
@@ -230,7 +230,14 @@ def _cache_bytes(config: ModelConfig, devices: int) -> float:
 
 
 def _predict(
-    level: Level, loads: list[Load], cache_bytes: float, config: ModelConfig, scheme: Scheme, hardware: Hardware, devices: int, batch: int
+    level: Level,
+    loads: list[WeightTraffic],
+    cache_bytes: float,
+    config: ModelConfig,
+    scheme: Scheme,
+    hardware: Hardware,
+    devices: int,
+    batch: int,
 ) -> Prediction:
     bandwidth = hardware.hbm_gb_s * level.hbm_efficiency * 1e6  # bytes per ms
     parts = dict.fromkeys(PARTS, 0.0)
@@ -246,7 +253,7 @@ def _predict(
     return Prediction(level.name, level.summary, batch, parts, launches, collectives)
 
 
-def _product_ms(load: Load, level: Level, bandwidth: float, hardware: Hardware, batch: int) -> dict[str, float]:
+def _product_ms(load: WeightTraffic, level: Level, bandwidth: float, hardware: Hardware, batch: int) -> dict[str, float]:
     """Reading, decoding and multiplying the weights of one kind. Overlapped: the slowest counts; serial: all do.
 
     The cube multiplies at least `cube_rows` rows by every weight it is given, and a decoded weight reaches it through the L2. Few rows may

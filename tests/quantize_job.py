@@ -1,4 +1,4 @@
-"""Quantizes a small checkpoint: the job that tests/quantize/test_kill.py kills and starts again.
+"""Quantizes a small checkpoint: the job that tests/quantization/test_kill.py kills and starts again.
 
     python quantize_job.py SOURCE TEXT OUT kill TIMES SECONDS   killed so many times at random moments of a run of about SECONDS, and
                                                                 as often in the middle of a write; then left alone
@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 
 from quantkit.calibrate import expert_layer
-from quantkit.calibrate.events import Event, Note, Progress
 from quantkit.errors import QuantkitError
-from quantkit.quantize import Report, quantize
+from quantkit.progress import Event, Note, Progress
+from quantkit.quantization import QuantizationReport, quantize
 from quantkit.recipe import Recipe
 from quantkit.schemes import find_scheme
 
@@ -30,7 +30,7 @@ SCHEME = "awq-w4a16"
 expert_layer.expert_batch_values = lambda device_type, batches: min(2 * 3 * 128 * 256, batches.expert_values)  # two of make_model's experts
 
 
-def run(source: Path, text: Path, out: Path, facts: Path | None = None, memory: int | None = None) -> Report:
+def run(source: Path, text: Path, out: Path, facts: Path | None = None, memory: int | None = None) -> QuantizationReport:
     """One run; the units that it finds finished are counted in `facts`."""
     found = 0
 

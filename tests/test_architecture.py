@@ -11,13 +11,14 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LEVELS = [
     {"errors"},
-    {"assets", "schemes", "plots"},
+    {"assets", "schemes", "plots", "progress", "devices", "model_files"},
+    {"hub", "tokenizer"},
     {"quant", "recipe"},
     {"checkpoint", "quantkit_kernels"},
     {"models"},
     {"calibrate", "executor", "engines"},
-    {"convert", "quantize", "evaluate", "inspect", "deploy", "costmodel"},
-    {"plan"},
+    {"conversion", "quantization", "evaluation", "inspection", "costmodel"},
+    {"planning"},
     {"console"},
     {"cli"},
 ]

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError
-from quantkit.evaluate.run import run_evaluation
+from quantkit.evaluation.run import run_evaluation
 from quantkit.executor.drafter import Drafter
 from quantkit.executor.engine import Engine
 from quantkit.executor.runner import Runner
 from quantkit.executor.sampling import SamplingParams
 from quantkit.models import find_architecture
-from quantkit.quantize.run import quantize
+from quantkit.quantization.run import quantize
 from quantkit.recipe import Recipe
 from quantkit.schemes import SCHEMES
 

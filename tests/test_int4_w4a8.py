@@ -10,17 +10,17 @@ from make_model import random_tensors, tiny_config, write_fp8
 from top_logprobs import distance, top_logprobs
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.convert import convert
+from quantkit.conversion import convert
 from quantkit.costmodel import load_hardware, predict
-from quantkit.engines import check_checkpoint
+from quantkit.engines.profiles import check_checkpoint
 from quantkit.errors import QuantkitError
-from quantkit.evaluate.perplexity import measure
+from quantkit.evaluation.distance.perplexity import measure
 from quantkit.executor.weights import operand
-from quantkit.inspect import describe
-from quantkit.plan import plan
+from quantkit.inspection import describe
+from quantkit.planning import plan
 from quantkit.quant.integer import quantize_int
 from quantkit.quant.weights import IntWeight, dequantize
-from quantkit.quantize import quantize
+from quantkit.quantization import quantize
 from quantkit.recipe import Recipe
 from quantkit.schemes import IntGrid, find_scheme
 

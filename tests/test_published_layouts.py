@@ -15,17 +15,17 @@ from safetensors.torch import load_file, save_file
 
 from quantkit.checkpoint.formats import compressed_int8, modelopt
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.convert import convert
-from quantkit.engines import check_checkpoint
+from quantkit.conversion import convert
+from quantkit.engines.profiles import check_checkpoint
 from quantkit.errors import QuantkitError
-from quantkit.evaluate.perplexity import measure
+from quantkit.evaluation.distance.perplexity import measure
 from quantkit.executor.engine import Engine
 from quantkit.executor.sampling import SamplingParams
-from quantkit.inspect import describe
+from quantkit.inspection import describe
 from quantkit.models import find_architecture
 from quantkit.models.pangu_ultra_moe import FIRST_RELEASE_NAMES
 from quantkit.quant.weights import Fp8BlockWeight, IntWeight, dequantize
-from quantkit.quantize import quantize
+from quantkit.quantization import quantize
 from quantkit.recipe import Recipe
 from quantkit.schemes import Fp4Grid, find_scheme
 

@@ -10,14 +10,14 @@ import torch
 from tied_model import TIED, tied_tensors
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.convert import convert
-from quantkit.engines import check_checkpoint
+from quantkit.conversion import convert
+from quantkit.engines.profiles import check_checkpoint
 from quantkit.errors import QuantkitError
 from quantkit.executor.engine import Engine
 from quantkit.executor.load import load_model
 from quantkit.executor.sampling import SamplingParams
 from quantkit.models.context import CausalContext
-from quantkit.quantize.run import quantize
+from quantkit.quantization.run import quantize
 from quantkit.recipe import Recipe
 from quantkit.schemes import find_scheme
 

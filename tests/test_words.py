@@ -15,11 +15,11 @@ from commands import Answer, command
 from replay_server import ReplayServer, Reply
 
 from quantkit import __version__
-from quantkit import convert as convert_module
+from quantkit import conversion as convert_module
 from quantkit.checkpoint.lock import Lock
 from quantkit.checkpoint.target import partial_of
 from quantkit.checkpoint.writer import CheckpointWriter
-from quantkit.evaluate import store
+from quantkit.evaluation.results import store
 
 MARKUP = "m[bold][/INST][x] [/]"
 HOSTILE = f"{MARKUP}\x1b[31m\x07\u202e\x9b2J"
@@ -201,7 +201,7 @@ def test_a_stopped_evaluation_says_how_to_go_on(here: Path, monkeypatch: pytest.
 
     with ReplayServer(lambda question, body: "no") as server:
         with monkeypatch.context() as patch:
-            stop_after(patch, store.Journal, "add", 3, signal.SIGINT)
+            stop_after(patch, store.ReplyJournal, "add", 3, signal.SIGINT)
             said = ask(server.url, "--out", "e")
         assert said.code == 130
         assert re.search(r"[23] of 8 replies of replayed to tiny-math are there, kept in e; this goes on: quantkit eval http", said.err)

@@ -5,7 +5,7 @@ once, by `prepare` or an `ExpertsBuilder`, and then called. `table()` says which
 Arguments that do not fit raise ValueError naming the argument.
 """
 
-from quantkit_kernels.backends import BACKENDS, OPERATORS, Row, table
+from quantkit_kernels.backends import BACKENDS, OPERATORS, OperatorRow, table
 from quantkit_kernels.experts import Experts, ExpertsBuilder, prepare_experts
 from quantkit_kernels.functional import add_rms_norm, mla_decode, mla_prepare, rms_norm, rope, silu_and_mul
 from quantkit_kernels.grouped import gqa_decode, gqa_prepare
@@ -33,9 +33,9 @@ __all__ = [
     "MlaProlog",
     "MlaSizes",
     "MlaWeights",
+    "OperatorRow",
     "Prompts",
     "Routing",
-    "Row",
     "Weight",
     "add_rms_norm",
     "cache_layout",

@@ -35,7 +35,7 @@ Shape = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Row:
+class OperatorRow:
     """One line of the table: an operator, a backend, whether it runs on the device, the reason where it does not, and its limits where it
     does not run everything."""
 
@@ -85,11 +85,11 @@ def choose(operator: str, backend: str, device: torch.device, dtype: torch.dtype
     return backend
 
 
-def table(device: str | torch.device = "cpu") -> list[Row]:
+def table(device: str | torch.device = "cpu") -> list[OperatorRow]:
     """Every operator x backend on `device`."""
     target = torch.device(device)
     return [
-        Row(operator, backend, reason is None, reason or getattr(module(backend), "LIMITS", {}).get(operator, ""))
+        OperatorRow(operator, backend, reason is None, reason or getattr(module(backend), "LIMITS", {}).get(operator, ""))
         for operator in OPERATORS
         for backend in BACKENDS
         for reason in [why_unusable(operator, backend, target)]

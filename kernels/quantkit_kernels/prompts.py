@@ -28,7 +28,7 @@ class Prompts:
     block_table: Tensor
     starts: Tensor
     seq_lens: Tensor
-    _found: dict[tuple[int, int], list["Part"]] = field(default_factory=dict)
+    _found: dict[tuple[int, int], list["PromptPart"]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, spans: Sequence[tuple[int, int]], block_table: Tensor) -> "Prompts":
@@ -41,13 +41,13 @@ class Prompts:
     def tokens(self) -> int:
         return sum(length for _, length in self.spans)
 
-    def parts(self, block_size: int, room: int) -> list["Part"]:
+    def parts(self, block_size: int, room: int) -> list["PromptPart"]:
         """The cached tokens of all sequences, one sequence after the other, `room` at a time. Found once, not by every layer."""
         if (block_size, room) not in self._found:
             self._found[block_size, room] = list(self._parts(block_size, room))
         return self._found[block_size, room]
 
-    def _parts(self, block_size: int, room: int) -> Iterator["Part"]:
+    def _parts(self, block_size: int, room: int) -> Iterator["PromptPart"]:
         device = self.block_table.device
         seen = [torch.arange(start + length, device=device) for start, length in self.spans]
         slots = torch.cat([table[at // block_size].long() * block_size + at % block_size for table, at in zip(self.block_table, seen)])
@@ -56,10 +56,10 @@ class Prompts:
             for one in seen:
                 limits.append([min(max(end - before, 0), len(one)) for end in (first, last)] + [before - first])
                 before += len(one)
-            yield Part(slots[first:last], *torch.tensor(limits, dtype=torch.int32).T.contiguous().to(device))
+            yield PromptPart(slots[first:last], *torch.tensor(limits, dtype=torch.int32).T.contiguous().to(device))
 
 
-class Part(NamedTuple):
+class PromptPart(NamedTuple):
     """Cached tokens in a row: slots int64 [n], block * block_size + offset of each. int32 [B] each: firsts, lasts: tokens firsts[b] ..
     lasts[b] - 1 of sequence b are among them; rows: token t of it is number rows[b] + t."""
 

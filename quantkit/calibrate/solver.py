@@ -14,7 +14,7 @@ from torch import Tensor
 from quantkit.calibrate.batches import PIECE_VALUES
 from quantkit.quant.fp4 import global_scale
 from quantkit.quant.gptq import Curvature, compensate, scaled_losses
-from quantkit.quant.rounding import Fp4Rounder, IntRounder, Rounder, Step, round_to_nearest
+from quantkit.quant.rounding import Fp4Rounder, IntRounder, Rounder, RoundingStep, round_to_nearest
 from quantkit.quant.two_sided import compensate_both, judged_outputs
 from quantkit.quant.weights import Fp4Weight, IntWeight
 from quantkit.recipe import Recipe
@@ -168,7 +168,7 @@ class Solver:
             shared[key] = torch.maximum(shared[key], value) if key in shared else value
         return {module: shared[fused.get(module, module)] for module in weights}
 
-    def _round(self, w: Tensor, amax: Tensor, curvature: Curvature) -> tuple[Tensor, Step]:
+    def _round(self, w: Tensor, amax: Tensor, curvature: Curvature) -> tuple[Tensor, RoundingStep]:
         """Values and steps by this recipe."""
         if self.compensates:
             result = compensate(w, curvature, self.rounder(amax))
@@ -195,7 +195,7 @@ class _Part:
     """Some rows of a linear, rounded. squares, judged: see `_told`."""
 
     values: Tensor
-    step: Step
+    step: RoundingStep
     squares: Tensor
     judged: Tensor | None
 
@@ -235,10 +235,10 @@ def _cat(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _cat_steps(steps: list[Step]) -> Step:
+def _cat_steps(steps: list[RoundingStep]) -> RoundingStep:
     zero = [step.zero for step in steps if step.zero is not None]
-    return Step(_cat([step.step for step in steps]), _cat(zero) if zero else None)
+    return RoundingStep(_cat([step.step for step in steps]), _cat(zero) if zero else None)
 
 
-def _rows(step: Step, rows: slice | int) -> Step:
-    return Step(step.step[rows], None if step.zero is None else step.zero[rows])
+def _rows(step: RoundingStep, rows: slice | int) -> RoundingStep:
+    return RoundingStep(step.step[rows], None if step.zero is None else step.zero[rows])

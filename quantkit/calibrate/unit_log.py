@@ -6,12 +6,12 @@ import psutil
 from torch import Tensor
 
 from quantkit.calibrate.allocator import give_back
-from quantkit.calibrate.events import Note, OnEvent, Progress
 from quantkit.calibrate.findings import Findings
 from quantkit.calibrate.parameter_reader import ParameterReader
 from quantkit.calibrate.solver import Rounded
 from quantkit.calibrate.unit_store import UnitStore
 from quantkit.models.table import Parameter
+from quantkit.progress import Note, OnEvent, Progress
 from quantkit.quant.weights import Weight
 
 

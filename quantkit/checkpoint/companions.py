@@ -5,7 +5,7 @@ Everything else in a checkpoint's directory stays behind: it may be anything.
 
 from pathlib import Path
 
-from quantkit.checkpoint.files import is_there, read_file
+from quantkit.model_files import is_there, read_file
 
 COMPANIONS = (
     "tokenizer.json",

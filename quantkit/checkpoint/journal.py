@@ -19,7 +19,7 @@ from quantkit.checkpoint.lock import Lock
 
 
 @dataclass(frozen=True)
-class Entry:
+class JournalEntry:
     """One finished unit."""
 
     unit: str
@@ -46,7 +46,7 @@ class Journal:
         self._file.truncate(whole)
         self._file.seek(whole)
 
-    def append(self, entry: Entry) -> None:
+    def append(self, entry: JournalEntry) -> None:
         """Hand the line to the system, where a kill of this process does not reach it."""
         line = memoryview(_line(asdict(entry)).encode())
         while line:
@@ -74,13 +74,15 @@ def read_fingerprint(path: Path) -> dict[str, str]:
     return dict(first.get("fingerprint", {}))
 
 
-def read_entries(paths: Iterable[Path]) -> dict[str, Entry]:
+def read_entries(paths: Iterable[Path]) -> dict[str, JournalEntry]:
     """Finished units of all processes; of a unit written twice, the last line of its journal."""
-    entries: dict[str, Entry] = {}
+    entries: dict[str, JournalEntry] = {}
     for path in paths:
         for line in _whole_lines(path)[1:]:
             fields = json.loads(line)
-            entries[fields["unit"]] = Entry(fields["unit"], tuple(fields["tensors"]), fields["sha256"], fields["facts"], fields["source"])
+            entries[fields["unit"]] = JournalEntry(
+                fields["unit"], tuple(fields["tensors"]), fields["sha256"], fields["facts"], fields["source"]
+            )
     return entries
 
 

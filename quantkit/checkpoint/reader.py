@@ -16,12 +16,12 @@ from torch import Tensor
 
 from quantkit.checkpoint.check import QuantizedLinear, check_ignored, quantized_linears
 from quantkit.checkpoint.description import check_description
-from quantkit.checkpoint.files import LARGEST, is_there, read_json
 from quantkit.checkpoint.formats import detect_format, fp8_block
-from quantkit.checkpoint.formats.base import CODES, SIDE_FILES, Axis, Format, Part
+from quantkit.checkpoint.formats.base import CODES, SIDE_FILES, Axis, Format, StoredPart
 from quantkit.checkpoint.header import TensorInfo, read_at, read_header
 from quantkit.checkpoint.shards import CPU, Shards
 from quantkit.errors import QuantkitError
+from quantkit.model_files import LARGEST, is_there, read_json
 from quantkit.quant.weights import Weight
 from quantkit.schemes import SCHEMES, Grid, Scheme
 
@@ -129,7 +129,7 @@ class Checkpoint:
         number. Reads no more than their bytes where those lie in pieces of a size worth it (`shards`)."""
         linear = self.linears.get(module)
         if linear is None:
-            parts = {f"{module}.weight": Part(".weight", (), self.shape(module), axes=CODES)}
+            parts = {f"{module}.weight": StoredPart(".weight", (), self.shape(module), axes=CODES)}
         else:
             parts = {module + part.suffix: part for part in linear.format.parts(module, linear.shape, linear.grid)}
         unit = math.lcm(*(along[1] for part in parts.values() for along in part.axes if along and along[0] == axis))

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.files import open_file
 from quantkit.checkpoint.header import TensorInfo, read_at
 from quantkit.errors import QuantkitError
+from quantkit.model_files import open_file
 
 CPU = torch.device("cpu")
 

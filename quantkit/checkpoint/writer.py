@@ -28,9 +28,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from quantkit.checkpoint.behind import Behind
+from quantkit.checkpoint.background_writer import BackgroundWriter
 from quantkit.checkpoint.header import TensorInfo, TensorSpec, read_at
-from quantkit.checkpoint.journal import Entry, Journal, journals, lock_path, read_entries
+from quantkit.checkpoint.journal import Journal, JournalEntry, journals, lock_path, read_entries
 from quantkit.checkpoint.layout import Layout, Shard, plan_layout
 from quantkit.checkpoint.lock import check_free
 from quantkit.checkpoint.manifest import MANIFEST, list_files
@@ -92,7 +92,7 @@ class CheckpointWriter:
             # All at once: units are read here and written elsewhere at the same time.
             self._descriptors = {shard.name: os.open(self.partial / shard.name, _READ_WRITE) for shard in self.layout.shards}
             self._entries = read_entries(journals(self._state))
-        self._behind = Behind(WAITING)
+        self._background = BackgroundWriter(WAITING)
         self._hashing = ThreadPoolExecutor(1, "source hash")
         self._waiting: set[str] = set()
 
@@ -146,7 +146,7 @@ class CheckpointWriter:
         held = {name: tensor.detach().to("cpu", copy=nbytes <= WAITING).contiguous() for name, tensor in tensors.items()}
         self._waiting.add(unit)
         source = self._hashing.submit(self._watch.digests, unit) if self._watch is not None else None
-        self._behind.hand_over(lambda: self._write(unit, held, dict(facts or {}), source), nbytes)
+        self._background.hand_over(lambda: self._write(unit, held, dict(facts or {}), source), nbytes)
 
     def afterwards(self, job: Callable[[], None]) -> None:
         """Have `job` done when all units so far are written. Raises as `write` does."""
@@ -155,11 +155,11 @@ class CheckpointWriter:
             with _told(self.out):
                 job()
 
-        self._behind.hand_over(told, 0)
+        self._background.hand_over(told, 0)
 
     def settle(self) -> None:
         """Returns when all units are written."""
-        self._behind.settle()
+        self._background.settle()
         self._waiting.clear()
 
     def _written(self, unit: str) -> None:
@@ -174,7 +174,7 @@ class CheckpointWriter:
                 data = tensors[name].reshape(-1).view(torch.uint8).numpy().data
                 digest.update(data)
                 _write_at(self._descriptors[info.shard], data, info.offset)
-            entry = Entry(unit, tuple(sorted(tensors)), digest.hexdigest(), facts, source.result() if source else {})
+            entry = JournalEntry(unit, tuple(sorted(tensors)), digest.hexdigest(), facts, source.result() if source else {})
             self._journal.append(entry)
             self._unsynced |= {self.layout.tensors[name].shard for name in tensors}
             if time.monotonic() - self._synced_at > _SYNC_SECONDS:
@@ -237,7 +237,7 @@ class CheckpointWriter:
         return json.dumps({"run": self._run, "files": listed, "sources": sources, **more}, indent=1).encode() + b"\n"
 
     def _flush(self) -> None:
-        self._behind.close()
+        self._background.close()
         if self._unsynced:
             self._sync()
 
@@ -278,7 +278,7 @@ class CheckpointWriter:
                 os.fsync(file.fileno())
             fresh.rename(self.partial / shard.name)
 
-    def _hash_stored(self, entry: Entry) -> str:
+    def _hash_stored(self, entry: JournalEntry) -> str:
         digest = hashlib.sha256()
         for name in sorted(entry.tensors):
             for chunk in _stored_chunks(self._descriptors[self.layout.tensors[name].shard], self.layout.tensors[name]):

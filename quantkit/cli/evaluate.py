@@ -44,7 +44,7 @@ def evaluate(
     json_: AsJson = False,
 ) -> None:
     """Score a model on tasks, with error bars, and say whether accuracy held against a baseline."""
-    from quantkit.evaluate.run import Progress, run_evaluation
+    from quantkit.evaluation.run import EvaluationProgress, run_evaluation
 
     done = ""
 
@@ -54,7 +54,7 @@ def evaluate(
     with stoppable(kept), results_folder(out_dir, model, baseline), console.samples_bar() as bar:
         counts = console.counts(bar)
 
-        def show(p: Progress) -> None:
+        def show(p: EvaluationProgress) -> None:
             nonlocal done
             if p.stage == "generate":
                 done = f"{p.done} of {p.total} replies of {p.model} to {p.task} are there"
@@ -100,7 +100,7 @@ def ppl(
     json_: AsJson = False,
 ) -> None:
     """Perplexity of a text; with a baseline also the distance from it, token by token and layer by layer."""
-    from quantkit.evaluate.perplexity import measure
+    from quantkit.evaluation.distance.perplexity import measure
 
     with console.samples_bar() as bar:
         counts = console.counts(bar)
@@ -132,11 +132,11 @@ def bench(
 ) -> None:
     """Speed over a grid of input lengths and concurrencies: TTFT, TPOT, tokens/s, latency, as evalscope perf defines them."""
     from quantkit.checkpoint.target import check_folder
-    from quantkit.evaluate.hardware import describe_machine
-    from quantkit.evaluate.published import published_speeds
-    from quantkit.evaluate.run import is_url
-    from quantkit.evaluate.speed.measure import Row, measure_grid
-    from quantkit.evaluate.speed.targets import open_target
+    from quantkit.evaluation.results.hardware import describe_machine
+    from quantkit.evaluation.results.published import published_speeds
+    from quantkit.evaluation.run import is_url
+    from quantkit.evaluation.speed.measure import SpeedRow, measure_grid
+    from quantkit.evaluation.speed.targets import open_target
 
     lengths, users = _integers("--input-len", input_len), _integers("--concurrency", concurrency)
     longest = max(lengths) + output_len
@@ -146,7 +146,7 @@ def bench(
         model, max_batch=max(users), max_model_len=longest, device=device, backend=backend, tp=tp, api_key=api_key, model=served_model
     )
 
-    def show(row: Row) -> None:
+    def show(row: SpeedRow) -> None:
         tpot = "-" if row.tpot_ms is None else f"{row.tpot_ms:.1f} ms"
         console.tell(f"{row.input_len} x {row.concurrency}: TTFT {row.ttft_s:.3f} s, TPOT {tpot}")
 
@@ -156,7 +156,7 @@ def bench(
     result: dict[str, Any] = {"target": target.name, "hardware": machine["hardware"], "machine": machine, "output_len": output_len}
     result |= {"rows": [row.to_json() for row in rows], "published": published_speeds() if "cann" in machine else []}
     if out_dir:
-        from quantkit.evaluate.speed.report import write_report
+        from quantkit.evaluation.speed.report import write_report
 
         write_report(out_dir, result)
     if json_:

@@ -19,12 +19,12 @@ def inspect(
 ) -> None:
     """What is in a checkpoint: format, scheme, tensors, bytes, what is missing or unknown, and whether an engine loads it."""
     from quantkit.checkpoint.reader import Checkpoint
-    from quantkit.inspect import describe
+    from quantkit.inspection import describe
 
     checkpoint = Checkpoint.open(find_model(model))
     about = describe(checkpoint)
     if engine is not None:
-        from quantkit.engines import check_checkpoint
+        from quantkit.engines.profiles import check_checkpoint
 
         about["engine"] = engine
         about["problems"] = [asdict(problem) for problem in check_checkpoint(engine, checkpoint)]
@@ -43,7 +43,7 @@ def kernels(
     """Operators and backends: which are usable here and why the others are not, or with --check how right and how fast they are."""
     import quantkit_kernels
 
-    from quantkit.executor.devices import find_device
+    from quantkit.devices import find_device
 
     target = find_device(device)
     if not check:
@@ -51,8 +51,8 @@ def kernels(
         return print_json({"device": str(target), "rows": rows}) if json_ else console.show_kernels(str(target), rows)
     from quantkit_kernels.self_check import check as measure
 
-    from quantkit.evaluate.hardware import describe_machine
-    from quantkit.evaluate.published import published_speeds
+    from quantkit.evaluation.results.hardware import describe_machine
+    from quantkit.evaluation.results.published import published_speeds
 
     machine = describe_machine(device)
     published = published_speeds() if target.type == "npu" else []

@@ -33,8 +33,8 @@ def quantize(
     json_: AsJson = False,
 ) -> None:
     """Quantize a checkpoint. A run that was stopped goes on when the same command is given again."""
-    from quantkit.quantize.memory import parse_bytes
-    from quantkit.quantize.run import quantize as run_quantize
+    from quantkit.quantization.memory import parse_bytes
+    from quantkit.quantization.run import quantize as run_quantize
     from quantkit.recipe import load_recipe
     from quantkit.schemes import find_scheme
 
@@ -92,7 +92,7 @@ def plan(
     json_: AsJson = False,
 ) -> None:
     """Memory, disk, time and fit of a quantization, from config.json and headers alone."""
-    from quantkit.plan import plan as make_plan
+    from quantkit.planning import plan as make_plan
     from quantkit.schemes import find_scheme
 
     chosen, path = find_scheme(scheme), find_model(model)
@@ -101,7 +101,7 @@ def plan(
     if count.isdigit() and not kind.endswith("GiB"):
         from quantkit.checkpoint.reader import Checkpoint
         from quantkit.costmodel import load_hardware, predict
-        from quantkit.evaluate.published import published_speeds
+        from quantkit.evaluation.results.published import published_speeds
         from quantkit.models.stored import read_model
 
         hardware = load_hardware(kind)
@@ -129,7 +129,7 @@ def convert(
     json_: AsJson = False,
 ) -> None:
     """Convert between formats without recalibration, or to plain weights; says what was lost. Resumes as quantize does."""
-    from quantkit.convert import convert as run_convert
+    from quantkit.conversion import convert as run_convert
 
     with stoppable(), console.bytes_bar() as bar:
         report = run_convert(find_model(source), target, format=format_, dtype=dtype, overwrite=overwrite, on_event=console.listener(bar))

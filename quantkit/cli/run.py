@@ -133,7 +133,7 @@ def deploy(
     json_: AsJson = False,
 ) -> None:
     """Print the exact commands that serve a checkpoint with another engine, on one box or many, and whether it fits."""
-    from quantkit.deploy.launch import deploy as plan
+    from quantkit.engines.launch import deploy as plan
 
     planned = plan(find_model(model), engine, boxes=boxes, layout=layout, context=context, hosts=hosts.split(",") if hosts else None)
     if json_:

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.executor.graphs import Rows
+from quantkit.executor.graphs import DecodeRows
 from quantkit.executor.parallel import Parallel
-from quantkit.executor.runner import Pass, Runner
+from quantkit.executor.runner import ForwardPass, Runner
 from quantkit.executor.sampling import Batch, sample
 from quantkit.executor.sequence import Sequence
 
@@ -46,18 +46,18 @@ class Drafter:
         self._hidden: Tensor | None = None
         """The layer's own output for the rows of the last decode pass."""
 
-    def guess(self, done: Pass, chosen: Tensor, batch: Batch | None, positions: Tensor | None) -> Tensor | None:
+    def guess(self, done: ForwardPass, chosen: Tensor, batch: Batch | None, positions: Tensor | None) -> Tensor | None:
         """What may follow the tokens `chosen` [R] behind each row of a decode pass, [R]; None where `done` computed prompts.
 
         Computed before it is known which rows count, so that the host waits once a step. batch, positions: what `chosen` was drawn with.
         """
-        if not isinstance(done.where, Rows):
+        if not isinstance(done.where, DecodeRows):
             return None
         result = self.steps.run(done.where, chosen, done.hidden)
         self._hidden = result.hidden
         return result.greedy if positions is None else sample(result.logits, batch, positions + 1)
 
-    def draft(self, done: Pass, guesses: list[int] | None) -> None:
+    def draft(self, done: ForwardPass, guesses: list[int] | None) -> None:
         """After the successors of `done` were chosen: drafts for its sequences, the first from `guesses` where that is known.
 
         Prompts are taken into the layer's cache here.
@@ -106,6 +106,6 @@ class Drafter:
         return torch.tensor(values, dtype=torch.int64, device=self._runner.device)
 
 
-def _next_ids(done: Pass) -> list[int]:
+def _next_ids(done: ForwardPass) -> list[int]:
     """The successor of every token of a pass over prompts."""
     return [token for sequence, start, length in done.spans for token in sequence.token_ids[start + 1 : start + 1 + length]]

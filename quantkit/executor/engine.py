@@ -21,18 +21,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.devices import find_device, free_bytes
 from quantkit.errors import QuantkitError
 from quantkit.executor.cache import CachePlan, PagedCache, plan_cache
-from quantkit.executor.chat import ChatTokenizer
-from quantkit.executor.devices import find_device, free_bytes
 from quantkit.executor.drafter import Acceptance, Drafter
 from quantkit.executor.load import LoadedModel, load_model
 from quantkit.executor.parallel import SINGLE, Parallel, environment_rank
-from quantkit.executor.ranks import Ranks
-from quantkit.executor.runner import Pass, Runner
+from quantkit.executor.rank_processes import RankProcesses
+from quantkit.executor.runner import ForwardPass, Runner
 from quantkit.executor.sampling import Batch, SamplingParams, check_defaults, log_probabilities, sample
 from quantkit.executor.scheduler import Scheduler
 from quantkit.executor.sequence import Completion, FinishReason, Sequence, TokenLogprob
+from quantkit.tokenizer.chat import ChatTokenizer
 
 PREFILL_TOKENS = 2048
 CPU_PREFILL_TOKENS = 512
@@ -239,7 +239,7 @@ class Engine:
                 self.cancel(sequence, "error")
                 sequence.fail(sequence.fault)
 
-    def _pass(self, compute: Callable[[list[tuple[Sequence, int]]], Pass], parts: list[tuple[Sequence, int]]) -> list[Sequence]:
+    def _pass(self, compute: Callable[[list[tuple[Sequence, int]]], ForwardPass], parts: list[tuple[Sequence, int]]) -> list[Sequence]:
         """One pass over sequences with how many of their tokens. Returns the sequences that got tokens or failed.
 
         Where it fails, each sequence has a pass of its own: those that fail again are finished for that.
@@ -271,14 +271,14 @@ class Engine:
         except Exception:
             raise fault from None
 
-    def _finish_pass(self, done: Pass) -> list[Sequence]:
+    def _finish_pass(self, done: ForwardPass) -> list[Sequence]:
         """Choose the successors, append them, and guess further. Returns the sequences that got tokens."""
         guesses = self._choose(done) if done.counts else None
         if self.drafter is not None:
             self.drafter.draft(done, guesses)
         return [sequence for sequence, _ in done.counts]
 
-    def _choose(self, done: Pass) -> list[int] | None:
+    def _choose(self, done: ForwardPass) -> list[int] | None:
         """Sample a token for every row; here the host waits for the device. Returns guesses behind the rows, where there are any yet."""
         logits, chosen = done.logits, done.greedy
         assert logits is not None, done.counts
@@ -306,7 +306,7 @@ class Engine:
             row += count
         return None if guessed is None else agreed[len(each) :]
 
-    def _forbid_eos(self, done: Pass, logits: Tensor) -> bool:
+    def _forbid_eos(self, done: ForwardPass, logits: Tensor) -> bool:
         """Where an answer is shorter than its request's min_new_tokens, no token can end it. Whether there was one."""
         rows = [len(sequence.generated) + i < sequence.params.min_new_tokens for sequence, count in done.counts for i in range(count)]
         if any(rows):
@@ -361,7 +361,7 @@ def _check_eos(tokenizer: ChatTokenizer, vocab_size: int, path: Path) -> None:
 def _join(size: int, options: dict[str, Any]) -> Parallel:
     """This process's place: given by who started it, or rank 0 with ranks started here."""
     rank = environment_rank(size)
-    ranks = None if rank is not None else Ranks(size, options)
+    ranks = None if rank is not None else RankProcesses(size, options)
     parallel = Parallel(rank or 0, size, ranks)
     parallel.connect(find_device(options["device"]))
     return parallel

@@ -22,7 +22,7 @@ MIN_TABLE_WIDTH = 16
 """Blocks of the narrowest table: contexts below 1024 tokens share their graphs."""
 
 
-class Rows(NamedTuple):
+class DecodeRows(NamedTuple):
     """One decode pass on the host: token_ids [B], positions [B], slots [B] int64, tables [B, n] int32."""
 
     token_ids: np.ndarray
@@ -78,7 +78,7 @@ class StaticBuffers:
         self.inputs = (self.token_ids,) if hidden is None else (self.token_ids, hidden.new_zeros(rows, hidden.shape[1]))
         """What the model reads before the context."""
 
-    def fill(self, rows: Rows, *inputs: Tensor) -> None:
+    def fill(self, rows: DecodeRows, *inputs: Tensor) -> None:
         """inputs: those of `self.inputs` that the device holds already, in place of what `rows` says.
 
         The host may write the next values as soon as this returns: CUDA copies them from pageable memory before it returns, and waits
@@ -105,7 +105,7 @@ class EagerSteps:
     def __init__(self, model: Any, cache: PagedCache, failure: str) -> None:
         self.model, self.cache, self.failure = model, cache, failure
 
-    def run(self, rows: Rows, *inputs: Tensor) -> Result:
+    def run(self, rows: DecodeRows, *inputs: Tensor) -> Result:
         """As `DecodeSteps.run`."""
         return compute(self.model, inputs or (torch.from_numpy(rows.token_ids).to(self.cache.device),), rows.context(self.cache))
 
@@ -119,13 +119,13 @@ class DecodeSteps:
         self.failure = ""
         """Why steps are computed eagerly from now on, where a capture failed."""
 
-    def run(self, rows: Rows, *inputs: Tensor) -> Result:
+    def run(self, rows: DecodeRows, *inputs: Tensor) -> Result:
         """The pass. inputs: what the model reads that the device holds already, as `StaticBuffers.fill` takes it."""
         _, step = self.filled(rows, *inputs)
         result, count = step(), len(rows.token_ids)
         return Result(*(part[:count] for part in result))
 
-    def filled(self, rows: Rows, *inputs: Tensor) -> tuple[StaticBuffers, Step]:
+    def filled(self, rows: DecodeRows, *inputs: Tensor) -> tuple[StaticBuffers, Step]:
         """The step for so many rows with tables so wide, ready to be computed."""
         size = (_power_of_two(len(rows.token_ids)), max(_power_of_two(rows.tables.shape[1]), MIN_TABLE_WIDTH))
         if size not in self._steps:

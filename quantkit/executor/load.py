@@ -8,9 +8,9 @@ import torch
 from quantkit_kernels import CacheLayout, cache_layout
 
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.devices import find_device, find_dtype
 from quantkit.errors import QuantkitError
 from quantkit.executor.cache import BLOCK_SIZE
-from quantkit.executor.devices import find_device, find_dtype
 from quantkit.executor.parallel import SINGLE, Parallel
 from quantkit.executor.weights import ExecutorWeights
 from quantkit.models.stored import check_stored, read_model

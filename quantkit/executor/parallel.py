@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quantkit.errors import QuantkitError
 from quantkit.executor.channel import Channel
-from quantkit.executor.ranks import Ranks
+from quantkit.executor.rank_processes import RankProcesses
 
 _VALUE_BYTES = 1 << 10
 """Bytes of a value that `gather` carries."""
@@ -31,7 +31,7 @@ _FOREVER = timedelta(days=365)
 class Parallel:
     """This process's place among `size` ranks. `ranks` are the processes of the others, where this one started them."""
 
-    def __init__(self, rank: int, size: int, ranks: Ranks | None = None) -> None:
+    def __init__(self, rank: int, size: int, ranks: RankProcesses | None = None) -> None:
         self.rank, self.size, self._ranks = rank, size, ranks
         self._control: dist.ProcessGroup | None = None
         self._channel: Channel | None = None

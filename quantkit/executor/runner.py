@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quantkit.executor.cache import PagedCache
 from quantkit.executor.context import Chunk, PrefillContext
-from quantkit.executor.graphs import Capture, DecodeSteps, DeviceCapture, EagerSteps, Rows, why_eager
+from quantkit.executor.graphs import Capture, DecodeRows, DecodeSteps, DeviceCapture, EagerSteps, why_eager
 from quantkit.executor.sequence import Sequence
 
 
@@ -22,17 +22,17 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Pass:
+class ForwardPass:
     """What a pass computed: `hidden` [T, H] of the spans' tokens, one span after the other.
 
-    where: the tokens' places in the cache, `Rows` where each attended by itself.
+    where: the tokens' places in the cache, `DecodeRows` where each attended by itself.
     logits float32 [R, vocab] and greedy int64 [R] (the likeliest tokens): of the R tokens whose successors are to be chosen, None where
     there are none; counts: which sequence they belong to, and how many each has. Tensors are valid until the next pass.
     """
 
     spans: list[Span]
     hidden: Tensor
-    where: PrefillContext | Rows
+    where: PrefillContext | DecodeRows
     logits: Tensor | None
     greedy: Tensor | None
     counts: list[tuple[Sequence, int]]
@@ -58,7 +58,7 @@ class Runner:
         """Why decode steps are computed launch by launch; empty where they are captured."""
         return self.steps.failure
 
-    def prefill(self, parts: list[tuple[Sequence, int]]) -> Pass:
+    def prefill(self, parts: list[tuple[Sequence, int]]) -> ForwardPass:
         """The next tokens of prompts; successors are chosen where a prompt is complete."""
         spans = [Span(sequence, sequence.num_cached, length) for sequence, length in parts]
         token_ids: list[int] = []
@@ -73,19 +73,19 @@ class Runner:
         context = PrefillContext(self.cache, chunks)
         hidden = self.model(torch.tensor(token_ids, device=self.device), context)
         if not rows:
-            return Pass(spans, hidden, context, None, None, counts)
+            return ForwardPass(spans, hidden, context, None, None, counts)
         logits = self.model.logits(hidden[torch.tensor(rows, device=self.device)])
-        return Pass(spans, hidden, context, logits, logits.argmax(dim=-1), counts)
+        return ForwardPass(spans, hidden, context, logits, logits.argmax(dim=-1), counts)
 
-    def decode(self, sequences: list[Sequence]) -> Pass:
+    def decode(self, sequences: list[Sequence]) -> ForwardPass:
         """The newest token of each sequence, and the drafted ones after it: successors of all are chosen."""
         spans = [Span(sequence, sequence.num_cached, 1 + len(sequence.drafts)) for sequence in sequences]
         token_ids = [token for sequence in sequences for token in (sequence.token_ids[-1], *sequence.drafts)]
         rows = self.rows(token_ids, [(sequence, start + i) for sequence, start, length in spans for i in range(length)])
         result = self.steps.run(rows)
-        return Pass(spans, result.hidden, rows, result.logits, result.greedy, [(span.sequence, span.length) for span in spans])
+        return ForwardPass(spans, result.hidden, rows, result.logits, result.greedy, [(span.sequence, span.length) for span in spans])
 
-    def rows(self, token_ids: list[int], tokens: list[tuple[Sequence, int]]) -> Rows:
+    def rows(self, token_ids: list[int], tokens: list[tuple[Sequence, int]]) -> DecodeRows:
         """token_ids, one per (sequence, position), with where they lie in the cache."""
         size = self.cache.block_size
         positions = np.array([position for _, position in tokens])
@@ -93,4 +93,4 @@ class Runner:
         for row, (sequence, _) in enumerate(tokens):
             tables[row, : len(sequence.blocks)] = sequence.blocks
         slots = tables[np.arange(len(tokens)), positions // size] * size + positions % size
-        return Rows(np.array(token_ids), positions, slots, tables)
+        return DecodeRows(np.array(token_ids), positions, slots, tables)

@@ -18,7 +18,7 @@ from quantkit.executor.sequence import Sequence
 
 
 @dataclass(frozen=True)
-class Step:
+class ScheduledStep:
     """`prefill`: sequences with how many of their tokens to compute; `decode`: sequences with one token each."""
 
     prefill: list[tuple[Sequence, int]]
@@ -48,12 +48,12 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
-    def schedule(self) -> Step:
+    def schedule(self) -> ScheduledStep:
         if self.prefix is not None:
             for sequence in self.running:
                 self.prefix.publish(sequence)
         decode = self._grow([sequence for sequence in self.running if sequence.num_new == 1])
-        return Step(self._prefill(), decode)
+        return ScheduledStep(self._prefill(), decode)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence that finished or was cancelled, wherever it is."""

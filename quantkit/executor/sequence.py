@@ -5,8 +5,8 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
-from quantkit.executor.chat import ChatTokenizer, TextStream
 from quantkit.executor.sampling import SamplingParams
+from quantkit.tokenizer.chat import ChatTokenizer, TextStream
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.shards import CPU
+from quantkit.devices import free_bytes
 from quantkit.errors import QuantkitError
-from quantkit.executor.devices import free_bytes
 from quantkit.executor.parallel import SINGLE, Parallel
 from quantkit.executor.prefetch import find_prefetcher
 from quantkit.executor.split import cut_columns, cut_rows, share_range

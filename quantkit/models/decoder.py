@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantkit.models.context import Context
-from quantkit.models.mlp import DenseMlp, MoeMlp
+from quantkit.models.mlp import Mlp, MoeMlp
 from quantkit.models.weights import Weights
 
 
@@ -34,7 +34,7 @@ class DecoderLayer:
         eps: float,
         weights: Weights,
         attention: Callable[[Tensor, Context], Tensor],
-        mlp: DenseMlp | MoeMlp,
+        mlp: Mlp | MoeMlp,
         mlp_norm: str = "post_attention_layernorm",
     ) -> None:
         self.eps, self.all_reduce = eps, weights.all_reduce

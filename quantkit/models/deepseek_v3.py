@@ -29,7 +29,7 @@ from quantkit.models.config import (
     refuse_attention_bias,
 )
 from quantkit.models.context import Context
-from quantkit.models.mlp import DenseMlp, MoeMlp, expert_parameters, mlp_parameters, mlp_scale_groups, moe_scale_groups
+from quantkit.models.mlp import Mlp, MoeMlp, expert_parameters, mlp_parameters, mlp_scale_groups, moe_scale_groups
 from quantkit.models.rope import Rope
 from quantkit.models.table import Block, Parameter, Projection, Role, ScaleGroup, Split
 from quantkit.models.weights import Weights
@@ -228,7 +228,7 @@ def moe_mlp(config: Config, prefix: str, weights: Weights) -> MoeMlp:
 class DecoderLayer(decoder.DecoderLayer):
     def __init__(self, config: Config, layer: int, weights: Weights) -> None:
         p = f"model.layers.{layer}"
-        mlp = moe_mlp(config, f"{p}.mlp", weights) if config.is_moe(layer) else DenseMlp(f"{p}.mlp", weights)
+        mlp = moe_mlp(config, f"{p}.mlp", weights) if config.is_moe(layer) else Mlp(f"{p}.mlp", weights)
         super().__init__(p, config.rms_norm_eps, weights, Attention(config, layer, weights), mlp)
 
 

@@ -16,7 +16,7 @@ from quantkit.models import decoder
 from quantkit.models.architecture import KeyValueCache
 from quantkit.models.config import DECIDED, CountOrNone, NumLayers, check_at_most, check_divides, read_fields, refusal
 from quantkit.models.context import Context
-from quantkit.models.mlp import DenseMlp, MoeMlp, expert_parameters, mlp_parameters, mlp_scale_groups, moe_scale_groups
+from quantkit.models.mlp import Mlp, MoeMlp, expert_parameters, mlp_parameters, mlp_scale_groups, moe_scale_groups
 from quantkit.models.rope import Rope
 from quantkit.models.table import Parameter, Projection, Role, ScaleGroup, Split
 from quantkit.models.weights import Weights
@@ -192,11 +192,11 @@ class Attention:
 class DecoderLayer(decoder.DecoderLayer):
     def __init__(self, config: Config, layer: int, weights: Weights) -> None:
         p = f"model.layers.{layer}"
-        mlp: DenseMlp | MoeMlp
+        mlp: Mlp | MoeMlp
         if config.routing is not None and config.is_moe(layer):
             mlp = MoeMlp(config.routing, f"{p}.mlp", weights, bias_name=None, shared_prefix=None)
         else:
-            mlp = DenseMlp(f"{p}.mlp", weights)
+            mlp = Mlp(f"{p}.mlp", weights)
         super().__init__(p, config.rms_norm_eps, weights, Attention(config, layer, weights), mlp)
 
 

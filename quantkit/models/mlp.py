@@ -84,7 +84,7 @@ def up_down_group(prefix: str, expert: int | None = None, names: MlpNames = PROJ
     return ScaleGroup(f"{prefix}.up_down", up, False, (down,), down, expert)
 
 
-class DenseMlp:
+class Mlp:
     """down(SiLU(gate(x)) * up(x))."""
 
     def __init__(self, prefix: str, weights: Weights, names: MlpNames = PROJ_NAMES) -> None:
@@ -119,7 +119,7 @@ class MoeMlp:
         joined = weights.experts_with_shared(*routed, shared_prefix) if shared_prefix else None
         self.routing = routing if joined is None else replace(routing, num_joined_experts=1)
         self.experts = weights.experts(*routed) if joined is None else joined
-        self.shared = DenseMlp(shared_prefix, weights, names) if shared_prefix and joined is None else None
+        self.shared = Mlp(shared_prefix, weights, names) if shared_prefix and joined is None else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, H], partial over ranks."""

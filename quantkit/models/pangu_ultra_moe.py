@@ -17,7 +17,7 @@ from quantkit.models import decoder, deepseek_v3
 from quantkit.models.config import check_flag, read_fields
 from quantkit.models.context import Context
 from quantkit.models.deepseek_v3 import Attention
-from quantkit.models.mlp import DenseMlp, MoeMlp
+from quantkit.models.mlp import Mlp, MoeMlp
 from quantkit.models.rope import Rope
 from quantkit.models.table import Parameter, ScaleGroup
 from quantkit.models.weights import Weights
@@ -80,7 +80,7 @@ def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
 class DecoderLayer(decoder.DecoderLayer):
     def __init__(self, config: deepseek_v3.Config, layer: int, weights: Weights) -> None:
         p = f"model.layers.{layer}"
-        mlp = _moe_mlp(config, f"{p}.mlp", weights) if config.is_moe(layer) else DenseMlp(f"{p}.mlp", weights)
+        mlp = _moe_mlp(config, f"{p}.mlp", weights) if config.is_moe(layer) else Mlp(f"{p}.mlp", weights)
         super().__init__(p, config.rms_norm_eps, weights, Attention(config, layer, weights), mlp, mlp_norm="pre_mlp_layernorm")
         self.post_attention_norm = weights.tensor(f"{p}.post_attention_layernorm.weight")
         self.post_mlp_norm = weights.tensor(f"{p}.post_mlp_layernorm.weight")

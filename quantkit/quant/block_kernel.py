@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quantkit.quant.fp4 import E2M1_MAX
 from quantkit.quant.integer import int_range
-from quantkit.quant.rounding import Fp4Rounder, IntRounder, Rounder, Step
+from quantkit.quant.rounding import Fp4Rounder, IntRounder, Rounder, RoundingStep
 
 ROWS = 64
 HALF_EVEN = tl.constexpr(12582912.0)
@@ -60,7 +60,7 @@ def _round_block(
         become += answer[:, None] * left[None, :]
 
 
-def round_block(target: Tensor, reaction: Tensor, rounder: Rounder, step: Step, values: Tensor) -> Tensor:
+def round_block(target: Tensor, reaction: Tensor, rounder: Rounder, step: RoundingStep, values: Tensor) -> Tensor:
     """As `gptq`'s own: rounds target [..., C, N] into `values`, a part of [..., K, N], and returns what each missed, [..., C, N]; target is
     not mutated. reaction [..., C, C]: what column i becomes for what column j missed. At most one leading dimension."""
     columns, rows = target.shape[-2:]

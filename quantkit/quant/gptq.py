@@ -20,7 +20,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from quantkit.quant.rounding import Rounder, Step, fit_steps
+from quantkit.quant.rounding import Rounder, RoundingStep, fit_steps
 
 OUTER = 512
 """Columns that are told at once what all earlier ones left to them: a product as wide as products need to be fast."""
@@ -31,11 +31,11 @@ _PANEL = 512
 
 
 @dataclass(frozen=True)
-class Rounded:
+class CompensatedRows:
     """values float32 [..., N, K] on the grid; step and zero [..., N, G]; loss float32 [..., N] = diag(E H E^T), damping included."""
 
     values: Tensor
-    step: Step
+    step: RoundingStep
     loss: Tensor
 
 
@@ -141,12 +141,12 @@ def reverse_(square: Tensor) -> Tensor:
     return square
 
 
-def compensate(w: Tensor, curvature: Curvature, rounder: Rounder) -> Rounded:
+def compensate(w: Tensor, curvature: Curvature, rounder: Rounder) -> CompensatedRows:
     """Values of the grid for W float32 [..., N, K], channels as they lie in memory; the curvature has W's leading dimensions, or none."""
     step = fit_steps(w, rounder, curvature.conditional)
     order = curvature.order
     values, loss = gptq(take(w.mT, order), curvature, rounder, Steps(step, step_groups(order, w, rounder)))
-    return Rounded(put_back(values, order).mT.contiguous(), step, loss)
+    return CompensatedRows(put_back(values, order).mT.contiguous(), step, loss)
 
 
 def scaled_losses(w: Tensor, scale: Tensor, curvature: Curvature, rounder: Rounder) -> Tensor:
@@ -187,7 +187,7 @@ def gptq(w: Tensor, curvature: Curvature, rounder: Rounder, steps: "Steps") -> t
     return values, loss
 
 
-def _block_rounder(device: torch.device) -> Callable[[Tensor, Tensor, Rounder, Step, Tensor], Tensor]:
+def _block_rounder(device: torch.device) -> Callable[[Tensor, Tensor, Rounder, RoundingStep, Tensor], Tensor]:
     if device.type != "cuda":
         return _round_block
     from quantkit.quant.block_kernel import round_block  # Triton comes with PyTorch's builds for GPUs
@@ -195,7 +195,7 @@ def _block_rounder(device: torch.device) -> Callable[[Tensor, Tensor, Rounder, S
     return round_block
 
 
-def _round_block(target: Tensor, reaction: Tensor, rounder: Rounder, step: Step, values: Tensor) -> Tensor:
+def _round_block(target: Tensor, reaction: Tensor, rounder: Rounder, step: RoundingStep, values: Tensor) -> Tensor:
     """Round the columns of `target` [..., C, N], mutated, one by one into `values`; each by what it has become. reaction [..., C, C]:
     what column i becomes for what column j missed. Returns what each missed, [..., C, N]."""
     missed = torch.empty_like(target)
@@ -207,7 +207,7 @@ def _round_block(target: Tensor, reaction: Tensor, rounder: Rounder, step: Step,
         for i in range(strip, after):
             _react(target, reaction, missed, i, i + 1, strip, i)
             column = target[..., i, :]
-            value = rounder.snap(column, Step(sizes[i], zeros[i]))
+            value = rounder.snap(column, RoundingStep(sizes[i], zeros[i]))
             values[..., i, :] = value
             torch.sub(column, value, out=missed[..., i, :])
     return missed
@@ -228,27 +228,27 @@ class Steps:
     """Steps [..., N, G] as the columns meet them. groups int64 [..., K]: whose step each takes, in the order of the columns; scale
     [..., K, C] divides the steps of C candidates, whose rows lie one after the other in N."""
 
-    def __init__(self, step: Step, groups: Tensor, scale: Tensor | None = None) -> None:
-        self.step = Step(step.step.mT.contiguous(), None if step.zero is None else step.zero.mT.contiguous())
+    def __init__(self, step: RoundingStep, groups: Tensor, scale: Tensor | None = None) -> None:
+        self.step = RoundingStep(step.step.mT.contiguous(), None if step.zero is None else step.zero.mT.contiguous())
         self.groups, self.scale = groups, scale
 
-    def of(self, start: int, stop: int) -> Step:
+    def of(self, start: int, stop: int) -> RoundingStep:
         """Of columns start..stop, [..., C, N]."""
         groups = self.groups[..., start:stop]
         step, zero = take(self.step.step, groups), None if self.step.zero is None else take(self.step.zero, groups)
         if self.scale is not None:
             scale = self.scale[..., start:stop, :]
             step = step.unflatten(-1, (scale.shape[-1], -1)).div_(scale.unsqueeze(-1)).flatten(-2)
-        return Step(step, zero)
+        return RoundingStep(step, zero)
 
 
-def _side_by_side(step: Step) -> Step:
+def _side_by_side(step: RoundingStep) -> RoundingStep:
     """Steps of candidates [C, ..., N, G] as those of so many more rows, [..., C * N, G]."""
 
     def fold(t: Tensor) -> Tensor:
         return t.movedim(0, -3).flatten(-3, -2)
 
-    return Step(fold(step.step), None if step.zero is None else fold(step.zero))
+    return RoundingStep(fold(step.step), None if step.zero is None else fold(step.zero))
 
 
 def step_groups(order: Tensor, w: Tensor, rounder: Rounder) -> Tensor:

@@ -23,7 +23,7 @@ _CACHED_VALUES = 2**17
 
 
 @dataclass(frozen=True)
-class Step:
+class RoundingStep:
     """step float32 [..., N], what one level is worth; zero float32 [..., N], the integer zero point, or None."""
 
     step: Tensor
@@ -35,16 +35,16 @@ class Rounder(Protocol):
     def group_size(self) -> int | None:
         """Input channels that share a step; None for the whole row."""
 
-    def fit(self, groups: Tensor, importance: Tensor | None = None) -> Step:
+    def fit(self, groups: Tensor, importance: Tensor | None = None) -> RoundingStep:
         """The step of every group. groups float32 [..., N, g]; importance [..., 1, g] weighs the squared error of each channel."""
 
-    def snap(self, w: Tensor, step: Step) -> Tensor:
+    def snap(self, w: Tensor, step: RoundingStep) -> Tensor:
         """Nearest values of the grid. w float32 [..., N] or, with a step of [..., N, 1], [..., N, g]."""
 
     def side_by_side(self) -> "Rounder":
         """The same, for all groups of a row at once: [..., G, N, g] in place of [..., N, g]."""
 
-    def weight(self, values: Tensor, step: Step) -> IntWeight | Fp4Weight:
+    def weight(self, values: Tensor, step: RoundingStep) -> IntWeight | Fp4Weight:
         """Values already on the grid, float32 [N, K], with the steps [N, G] they were snapped to, as a stored weight."""
 
 
@@ -60,16 +60,16 @@ class IntRounder:
     def group_size(self) -> int | None:
         return self.grid.group_size
 
-    def fit(self, groups: Tensor, importance: Tensor | None = None) -> Step:
+    def fit(self, groups: Tensor, importance: Tensor | None = None) -> RoundingStep:
         ends = torch.stack((groups.amin(-1), groups.amax(-1)), dim=-1)  # aminmax takes five times as long on a CPU
         return _best(self, [self._params(ends * ratio) for ratio in self.shrink], groups, importance)
 
-    def _params(self, ends: Tensor) -> Step:
+    def _params(self, ends: Tensor) -> RoundingStep:
         """From the two ends of each group's range, [..., N, 2]."""
         scale, zero_point = int_params(ends, self.grid, self.scale_dtype)
-        return Step(scale, None if zero_point is None else zero_point.float())
+        return RoundingStep(scale, None if zero_point is None else zero_point.float())
 
-    def snap(self, w: Tensor, step: Step) -> Tensor:
+    def snap(self, w: Tensor, step: RoundingStep) -> Tensor:
         low, high = int_range(self.grid.bits)
         level = (w / step.step).round_()
         if step.zero is None:
@@ -79,7 +79,7 @@ class IntRounder:
     def side_by_side(self) -> "IntRounder":
         return self
 
-    def weight(self, values: Tensor, step: Step) -> IntWeight:
+    def weight(self, values: Tensor, step: RoundingStep) -> IntWeight:
         zero_point = None if step.zero is None else step.zero.to(torch.int8)
         return IntWeight(round_int(values, step.step, zero_point, self.grid.bits), step.step, zero_point, self.grid.bits)
 
@@ -99,7 +99,7 @@ class Fp4Rounder:
     def group_size(self) -> int | None:
         return FP4_GROUP
 
-    def fit(self, groups: Tensor, importance: Tensor | None = None) -> Step:
+    def fit(self, groups: Tensor, importance: Tensor | None = None) -> RoundingStep:
         amax = groups.abs().amax(dim=-1)
         base = (amax / E2M1_MAX / self.global_scale).clamp(E4M3_MIN, E4M3_MAX)
         base = torch.where(amax > 0, base, torch.ones_like(base)).to(torch.float8_e4m3fn)
@@ -108,10 +108,10 @@ class Fp4Rounder:
         steps = []
         for offset in self.neighbours:
             scale = (bits + offset).clamp(1, 0x7E).to(torch.int8).view(torch.float8_e4m3fn)
-            steps.append(Step(scale.float() * self.global_scale, None))
+            steps.append(RoundingStep(scale.float() * self.global_scale, None))
         return _best(self, steps, groups, importance)
 
-    def snap(self, w: Tensor, step: Step) -> Tensor:
+    def snap(self, w: Tensor, step: RoundingStep) -> Tensor:
         level = w / step.step
         # Spacing of E2M1 at |level|: 1/2 up to 2, 1 up to 4, 2 up to 6. Rounding to even in it is RNE on the codes.
         spacing = torch.where(level.abs() < 2, 0.5, torch.where(level.abs() < 4, 1.0, 2.0))
@@ -120,14 +120,14 @@ class Fp4Rounder:
     def side_by_side(self) -> "Fp4Rounder":
         return self if self.global_scale.dim() == 0 else replace(self, global_scale=self.global_scale.unsqueeze(-2))
 
-    def weight(self, values: Tensor, step: Step) -> Fp4Weight:
+    def weight(self, values: Tensor, step: RoundingStep) -> Fp4Weight:
         """All rows of one tensor share one global scale."""
         multiplier = self.global_scale.flatten()[0]
         codes = encode_e2m1(values.unflatten(-1, (-1, FP4_GROUP)) / step.step.unsqueeze(-1)).flatten(-2)
         return Fp4Weight(codes, (step.step / multiplier).to(torch.float8_e4m3fn), multiplier)
 
 
-def _best(rounder: Rounder, candidates: list[Step], groups: Tensor, importance: Tensor | None) -> Step:
+def _best(rounder: Rounder, candidates: list[RoundingStep], groups: Tensor, importance: Tensor | None) -> RoundingStep:
     """Of several steps, the one with the least (weighted) squared error, row by row; the first of equals."""
     best = candidates[0]
     if len(candidates) == 1:
@@ -138,26 +138,26 @@ def _best(rounder: Rounder, candidates: list[Step], groups: Tensor, importance: 
         better = other < error
         error = torch.where(better, other, error)
         zero = None if best.zero is None or step.zero is None else torch.where(better, step.zero, best.zero)
-        best = Step(torch.where(better, step.step, best.step), zero)
+        best = RoundingStep(torch.where(better, step.step, best.step), zero)
     return best
 
 
-def _squared_error(rounder: Rounder, step: Step, groups: Tensor, importance: Tensor | None) -> Tensor:
-    wide = Step(step.step.unsqueeze(-1), None if step.zero is None else step.zero.unsqueeze(-1))
+def _squared_error(rounder: Rounder, step: RoundingStep, groups: Tensor, importance: Tensor | None) -> Tensor:
+    wide = RoundingStep(step.step.unsqueeze(-1), None if step.zero is None else step.zero.unsqueeze(-1))
     error = rounder.snap(groups, wide).sub_(groups).square_()
     return error.sum(-1) if importance is None else error.mul_(importance).sum(-1)
 
 
-def fit_steps(w: Tensor, rounder: Rounder, importance: Tensor | None = None) -> Step:
+def fit_steps(w: Tensor, rounder: Rounder, importance: Tensor | None = None) -> RoundingStep:
     """Steps [..., N, G] for W float32 [..., N, K]. importance [..., K] weighs channels."""
     groups = _groups(w, rounder)
     if importance is not None:
         importance = importance.unflatten(-1, (-1, rounder.group_size or w.shape[-1])).unsqueeze(-2)  # [..., G, 1, g]
     step = _in_parts(rounder.side_by_side().fit, groups, importance)
-    return Step(step.step.transpose(-1, -2), None if step.zero is None else step.zero.transpose(-1, -2))
+    return RoundingStep(step.step.transpose(-1, -2), None if step.zero is None else step.zero.transpose(-1, -2))
 
 
-def _in_parts(fit: Callable[[Tensor, Tensor | None], Step], groups: Tensor, importance: Tensor | None) -> Step:
+def _in_parts(fit: Callable[[Tensor, Tensor | None], RoundingStep], groups: Tensor, importance: Tensor | None) -> RoundingStep:
     """Steps [..., G, N] of [..., G, N, g]; on a CPU a few groups at a time, which stay in its cache while steps are tried."""
     count = groups.shape[-3]
     at_once = max(1, _CACHED_VALUES * count // groups.numel()) if groups.device.type == "cpu" else count
@@ -168,14 +168,14 @@ def _in_parts(fit: Callable[[Tensor, Tensor | None], Step], groups: Tensor, impo
         for start, some in zip(range(0, count, at_once), groups.split(at_once, dim=-3))
     ]
     zeros = [part.zero for part in parts if part.zero is not None]
-    return Step(torch.cat([part.step for part in parts], dim=-2), torch.cat(zeros, dim=-2) if zeros else None)
+    return RoundingStep(torch.cat([part.step for part in parts], dim=-2), torch.cat(zeros, dim=-2) if zeros else None)
 
 
-def round_to_nearest(w: Tensor, rounder: Rounder, importance: Tensor | None = None) -> tuple[Tensor, Step]:
+def round_to_nearest(w: Tensor, rounder: Rounder, importance: Tensor | None = None) -> tuple[Tensor, RoundingStep]:
     """W float32 [..., N, K] -> its values on the grid, and the steps [..., N, G] that `fit_steps` gives."""
     step = fit_steps(w, rounder, importance)
     zero = None if step.zero is None else step.zero.transpose(-1, -2).unsqueeze(-1)
-    wide = Step(step.step.transpose(-1, -2).unsqueeze(-1), zero)
+    wide = RoundingStep(step.step.transpose(-1, -2).unsqueeze(-1), zero)
     return rounder.side_by_side().snap(_groups(w, rounder), wide).transpose(-2, -3).flatten(-2), step
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quantkit.quant.gptq import Curvature, Steps, gptq, put_back, step_groups, take
-from quantkit.quant.rounding import Rounder, Step, fit_steps
+from quantkit.quant.rounding import Rounder, RoundingStep, fit_steps
 
 ROW_BLOCKS = 8
 """On tiny-r1, 6 blocks lose nothing against rows one by one."""
@@ -19,7 +19,7 @@ ROW_BLOCKS = 8
 
 def compensate_both(
     w: Tensor, curvature: Curvature, outputs: Curvature, rounder: Rounder, most_rows: int | None = None
-) -> tuple[Tensor, Step]:
+) -> tuple[Tensor, RoundingStep]:
     """Values of the grid for W float32 [..., N, K], and the steps [..., N, G]. curvature: of the inputs, as for `compensate`;
     outputs: of the outputs, one [N, N] for all; most_rows: of a block, where memory is short."""
     step = fit_steps(w, rounder, curvature.conditional)
@@ -39,7 +39,7 @@ def compensate_both(
                 before += len(earlier)
             # Solved as rows times an upper triangle: a batch of experts shares it.
             target += torch.linalg.solve_triangular(outputs.factor[start:stop, start:stop], carried.mT, upper=True, left=False).mT
-        own = Step(step.step.index_select(-2, rows), None if step.zero is None else step.zero.index_select(-2, rows))
+        own = RoundingStep(step.step.index_select(-2, rows), None if step.zero is None else step.zero.index_select(-2, rows))
         rounded, _ = gptq(take(target.mT, order), curvature, rounder, Steps(own, groups))
         values.index_copy_(-2, rows, put_back(rounded, order).mT)
         start = stop

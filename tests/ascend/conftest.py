@@ -54,7 +54,7 @@ def r1_attention(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
     pairs half a head apart, as openPangu-Ultra-MoE has them."""
     import make_model
 
-    from quantkit.quantize import quantize
+    from quantkit.quantization import quantize
     from quantkit.recipe import Recipe
     from quantkit.schemes import find_scheme
 
@@ -75,7 +75,7 @@ def r1_attention(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The built-in model rounded to nearest on a scheme's grid, made once."""
     from quantkit.assets import builtin_model
-    from quantkit.quantize import quantize
+    from quantkit.quantization import quantize
     from quantkit.recipe import Recipe
     from quantkit.schemes import find_scheme
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from quantkit.executor import devices, parallel
+from quantkit import devices
+from quantkit.executor import parallel
 
 
 @pytest.fixture

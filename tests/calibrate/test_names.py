@@ -20,7 +20,7 @@ from quantkit.models import deepseek_v3
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.table import Parameter, ScaleGroup
 from quantkit.models.weights import Weights
-from quantkit.quantize import run as run_module
+from quantkit.quantization import run as run_module
 
 NAMES = {
     "self_attn": "att",

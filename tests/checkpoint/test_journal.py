@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.checkpoint.journal import Entry, Journal, journals, lock_path, read_entries, read_fingerprint
+from quantkit.checkpoint.journal import Journal, JournalEntry, journals, lock_path, read_entries, read_fingerprint
 from quantkit.checkpoint.lock import check_free
 from quantkit.errors import QuantkitError
 
-_FIRST = Entry("layer 0", ("a", "b"), "00ff", {"error": 0.25})
-_SECOND = Entry("layer 1", ("ü",), "11", {})
+_FIRST = JournalEntry("layer 0", ("a", "b"), "00ff", {"error": 0.25})
+_SECOND = JournalEntry("layer 1", ("ü",), "11", {})
 
 
 def _journal(tmp_path: Path, rank: int = 0) -> Journal:
@@ -55,7 +55,7 @@ def test_a_line_cut_short_is_dropped_and_written_over(tmp_path: Path, lost: int)
 def test_of_a_unit_written_twice_the_last_counts(tmp_path: Path) -> None:
     journal = _journal(tmp_path)
     journal.append(_FIRST)
-    journal.append(Entry("layer 0", ("a",), "22", {}))
+    journal.append(JournalEntry("layer 0", ("a",), "22", {}))
     journal.close()
     assert read_entries(journals(tmp_path))["layer 0"].sha256 == "22"
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from quantkit.errors import QuantkitError
-from quantkit.executor.chat import TextStream
 from quantkit.executor.engine import Engine
 from quantkit.executor.sampling import SamplingParams
 from quantkit.executor.sequence import Completion
+from quantkit.tokenizer.chat import TextStream
 
 PROMPTS = [list(range(10 + i, 30 + 2 * i)) for i in range(4)]
 PARAMS = [SamplingParams(max_new_tokens=12, ignore_eos=True, temperature=(i % 2) * 0.8, seed=i, stop=("never",)) for i in range(4)]

@@ -8,7 +8,7 @@ import torch
 
 from quantkit.executor.drafter import Drafter
 from quantkit.executor.engine import Engine
-from quantkit.executor.graphs import Capture, DecodeSteps, Result, Rows, StaticBuffers, Step
+from quantkit.executor.graphs import Capture, DecodeRows, DecodeSteps, Result, StaticBuffers, Step
 from quantkit.executor.runner import Runner
 from quantkit.executor.sampling import SamplingParams
 
@@ -79,9 +79,9 @@ def test_a_failed_capture_is_computed_eagerly_and_says_why(tiny_checkpoint: Path
 def test_rows_left_over_from_a_larger_batch_point_to_nobodys_block() -> None:
     buffers = StaticBuffers(4, 2, torch.device("cpu"))
     full = np.arange(1, 5)
-    buffers.fill(Rows(full, full * 2, full * 3, np.full((4, 2), 7)))
+    buffers.fill(DecodeRows(full, full * 2, full * 3, np.full((4, 2), 7)))
     assert buffers.tables.tolist() == [[7, 7]] * 4
-    buffers.fill(Rows(full[:1], full[1:2], full[2:3], np.array([[9]])))
+    buffers.fill(DecodeRows(full[:1], full[1:2], full[2:3], np.array([[9]])))
     assert [column.tolist() for column in (buffers.token_ids, buffers.positions, buffers.slots)] == [
         [1, 0, 0, 0],
         [2, 0, 0, 0],

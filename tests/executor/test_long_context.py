@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from quantkit.executor.cache import PagedCache, plan_cache
-from quantkit.executor.chat import ChatTokenizer
 from quantkit.executor.context import Chunk, DecodeContext, PrefillContext
 from quantkit.executor.load import load_model
 from quantkit.executor.sampling import SamplingParams
 from quantkit.executor.scheduler import Scheduler
 from quantkit.executor.sequence import Sequence
+from quantkit.tokenizer.chat import ChatTokenizer
 
 INPUT, OUTPUT, CHUNK = 60_000, 512, 2048
 R1_BYTES_PER_TOKEN = 61 * 576 * 2

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from quantkit.executor.cache import CachePlan
-from quantkit.executor.chat import ChatTokenizer
 from quantkit.executor.engine import Engine
 from quantkit.executor.sampling import SamplingParams
 from quantkit.executor.scheduler import Scheduler
 from quantkit.executor.sequence import Sequence
+from quantkit.tokenizer.chat import ChatTokenizer
 
 BUDGET = 100
 

@@ -8,7 +8,7 @@ import torch
 
 from quantkit.executor.load import load_model
 from quantkit.executor.weights import ExecutorWeights, operand
-from quantkit.models.mlp import DenseMlp
+from quantkit.models.mlp import Mlp
 from quantkit.quant.fp4 import quantize_fp4
 from quantkit.quant.fp8 import quantize_fp8_block
 from quantkit.quant.integer import quantize_int
@@ -61,7 +61,7 @@ def test_a_shared_expert_of_the_routed_ones_form_is_one_more_of_them(weights: Ex
     joined = weights.experts_with_shared(prefix, count, shared)
     assert joined is not None
     ours = joined(x, torch.cat((topk_ids, torch.full((5, 1), count)), dim=1), torch.cat((topk_weights, torch.ones(5, 1)), dim=1))
-    expected = weights.experts(prefix, count)(x, topk_ids, topk_weights) + DenseMlp(shared, weights)(x)
+    expected = weights.experts(prefix, count)(x, topk_ids, topk_weights) + Mlp(shared, weights)(x)
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 

@@ -99,26 +99,26 @@ class Evalscope:
 
 
 def setting_of(task: str) -> Any:
-    from quantkit.evaluate.tasks import find_setting, find_task
+    from quantkit.evaluation.tasks.definitions import find_setting, find_task
 
     return find_setting(find_task(task), "evalscope")
 
 
 def ours(record: Record, judge: Any) -> tuple[bool, str]:
-    from quantkit.evaluate import data
-    from quantkit.evaluate.generator import Completion
-    from quantkit.evaluate.grading import find_grader, grade
+    from quantkit.evaluation.generators.generator import ModelReply
+    from quantkit.evaluation.grading.graders import find_grader, grade
+    from quantkit.evaluation.tasks import data
 
     setting = setting_of(record.task)
     grader = find_grader(setting.grader)
     fields = data.map_fields(setting.task, record.row, 0)
     problem = data.Problem("0", fields, grader.gold(fields))
-    verdict = grade(grader, problem, Completion(0, record.text, record.finish_reason), setting.thinking, judge)
+    verdict = grade(grader, problem, ModelReply(0, record.text, record.finish_reason), setting.thinking, judge)
     return verdict.correct, verdict.reason
 
 
 def compare(found: list[Record]) -> list[dict[str, Any]]:
-    from quantkit.evaluate.math_equal import MathJudge
+    from quantkit.evaluation.grading.math_equal import MathJudge
 
     judge, adapters = MathJudge(), {task: Evalscope(task) for task in {record.task for record in found}}
 
@@ -144,7 +144,7 @@ def compare(found: list[Record]) -> list[dict[str, Any]]:
 
 def check_prompts(found: list[Record]) -> int:
     """Zero-shot prompts must be the same text."""
-    from quantkit.evaluate import data, prompts
+    from quantkit.evaluation.tasks import data, prompts
 
     checked = 0
     first = {record.task: record.row for record in reversed(found)}
@@ -168,17 +168,17 @@ def check_export() -> None:
 
     from evalscope.report.report import Report
 
-    from quantkit.evaluate.evalscope_format import report
-    from quantkit.evaluate.generator import Completion, Generation, Prompt
-    from quantkit.evaluate.run import ask_and_grade, prepare
+    from quantkit.evaluation.generators.generator import Generation, ModelReply, Prompt
+    from quantkit.evaluation.results.evalscope_format import report
+    from quantkit.evaluation.run import ask_and_grade, prepare
 
     class Replayed:
         name = "replayed"
         identity: ClassVar[dict[str, str]] = {"model": "replayed"}
 
-        def generate(self, asked: list[Prompt], parameters: Generation) -> Iterator[Completion]:
+        def generate(self, asked: list[Prompt], parameters: Generation) -> Iterator[ModelReply]:
             for index in range(len(asked)):
-                yield Completion(index, f"hm</think>\\boxed{{{204 if index % 3 else 33}}}")
+                yield ModelReply(index, f"hm</think>\\boxed{{{204 if index % 3 else 33}}}")
 
         def close(self) -> None:
             pass

@@ -23,12 +23,12 @@ from lm_eval.utils import apply_template
 from recorded import GSM8K, Record, data_dir, records
 
 from quantkit.errors import QuantkitError
-from quantkit.evaluate import data, prompts
-from quantkit.evaluate.generator import Completion
-from quantkit.evaluate.grading import find_grader, grade
-from quantkit.evaluate.math_equal import MathJudge
-from quantkit.evaluate.problems import Problem
-from quantkit.evaluate.tasks import Source, find_setting, find_task
+from quantkit.evaluation.generators.generator import ModelReply
+from quantkit.evaluation.grading.graders import find_grader, grade
+from quantkit.evaluation.grading.math_equal import MathJudge
+from quantkit.evaluation.tasks import data, prompts
+from quantkit.evaluation.tasks.definitions import DataSource, find_setting, find_task
+from quantkit.evaluation.tasks.problems import Problem
 
 CONFIG: dict[str, Any] = yaml.safe_load((Path(lm_eval.__file__).parent / "tasks/gsm8k/gsm8k.yaml").read_text())
 SETTING = find_setting(find_task("gsm8k"), "lm-eval")
@@ -58,7 +58,7 @@ def ours(record: Record, judge: MathJudge) -> dict[str, bool]:
     grader = find_grader(SETTING.grader)
     fields = data.map_fields(SETTING.task, record.row, 0)
     problem = Problem("0", fields, grader.gold(fields))
-    verdict = grade(grader, problem, Completion(0, record.text.split("</think>")[-1], record.finish_reason, think_open=False), False, judge)
+    verdict = grade(grader, problem, ModelReply(0, record.text.split("</think>")[-1], record.finish_reason, think_open=False), False, judge)
     return {"strict-match": verdict.strict, "flexible-extract": verdict.correct}
 
 
@@ -83,14 +83,14 @@ def check_datasets() -> None:
         (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: main\n  data_files:\n{files}---\n")
         datasets.config.HF_DATASETS_CACHE = Path(directory) / "cache"
         hub = {**(find_task("gsm8k").data.hub or {}), "path": str(folder)}
-        read = data.read_rows("gsm8k", Source(hub=hub), None)
+        read = data.read_rows("gsm8k", DataSource(hub=hub), None)
         assert read.rows == GSM8K[2:], "the library gave other rows"
         assert read.origin == f"{folder} (test)"
         written = "\n".join(json.dumps(row) + "\n" for row in GSM8K[2:])
         (Path(directory) / "test.jsonl").write_text(written)
-        assert data.read_rows("gsm8k", Source(files=["test.jsonl"]), Path(directory)).rows == read.rows
+        assert data.read_rows("gsm8k", DataSource(files=["test.jsonl"]), Path(directory)).rows == read.rows
         try:
-            data.read_rows("gsm8k", Source(hub={**hub, "split": "validation"}), None)
+            data.read_rows("gsm8k", DataSource(hub={**hub, "split": "validation"}), None)
         except QuantkitError as fault:
             told = str(fault)
         else:

@@ -34,12 +34,12 @@ from vllm_tokens import INT8_TIE, MAX_TOKENS, TIE, judge, prompts, shift_zero_po
 
 import quantkit
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.convert import convert
-from quantkit.engines import check_checkpoint
-from quantkit.evaluate.perplexity import Watched
+from quantkit.conversion import convert
+from quantkit.engines.profiles import check_checkpoint
+from quantkit.evaluation.distance.perplexity import Watched
 from quantkit.executor.load import load_model
 from quantkit.models.mlp import MoeMlp
-from quantkit.quantize import quantize
+from quantkit.quantization import quantize
 from quantkit.recipe import Recipe
 from quantkit.schemes import IntGrid, find_scheme
 

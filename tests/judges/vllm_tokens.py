@@ -27,11 +27,11 @@ from make_model import write_dense
 from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.convert import convert
-from quantkit.engines import check_checkpoint
+from quantkit.conversion import convert
+from quantkit.engines.profiles import check_checkpoint
 from quantkit.executor.load import load_model
 from quantkit.models.context import CausalContext
-from quantkit.quantize import quantize
+from quantkit.quantization import quantize
 from quantkit.recipe import Recipe
 from quantkit.schemes import find_scheme
 

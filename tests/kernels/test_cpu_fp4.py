@@ -17,14 +17,13 @@ compiled = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_any_number_of_rows_and_tokens(dtype: torch.dtype) -> None:
     """Output features that fill no block of 16; tokens one by one, in twos, fours and eights, and over expanded blocks."""
-    rng = torch.Generator()
-    rng.seed()
+    rng = torch.Generator().manual_seed(0)
     for n, k in ((1, 16), (40, 2048), (250, 176)):
         weight = random_weight("fp4", n, k, rng)
         linear = prepare(weight, backend="cpu", dtype=dtype)
         for m in (1, 2, 3, 15, 63, 64, 100):
             x = torch.randn(m, k, generator=rng).to(dtype)
-            assert distance(linear(x), exact_linear(x, weight)) < TOLERANCE[dtype], (n, k, m, rng.initial_seed())
+            assert distance(linear(x), exact_linear(x, weight)) < TOLERANCE[dtype], (n, k, m)
 
 
 @compiled

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from quantkit_kernels import Fp4, Int4, Int8, dequantize
-from quantkit_kernels.cuda.layout import Packed, interleaved, pack
+from quantkit_kernels.cuda.layout import PackedStrips, interleaved, pack
 from quantkit_kernels.samples import random_weight
 from torch import Tensor
 
@@ -23,13 +23,13 @@ def fp16(bits: int) -> float:
     return torch.tensor(bits - 65536 if bits > 32767 else bits, dtype=torch.int16).view(torch.float16).item()
 
 
-def read_int8(packed: Packed, words: list[int], step: int, row: int, column: int) -> float:
+def read_int8(packed: PackedStrips, words: list[int], step: int, row: int, column: int) -> float:
     chunk = column // 16 ^ (row // 2 % 4)
     byte = (words[(step * 64 + row) * 16 + chunk * 4 + column % 16 // 4] >> (8 * (column % 4))) & 255
     return byte - 256 if byte > 127 else byte
 
 
-def read_int4(packed: Packed, words: list[int], step: int, row: int, column: int, group: int) -> float:
+def read_int4(packed: PackedStrips, words: list[int], step: int, row: int, column: int, group: int) -> float:
     tile, h, g, half, q, b, e = row // 16, row % 16 // 8, row % 8, column // 32, column % 32 // 8, column % 4 // 2, column % 2
     word = words[((step * 4 + tile) * 32 + 4 * g + q) * 4 + 2 * half + column % 8 // 4]
     by = 4 * (h + 2 * b)
@@ -41,7 +41,7 @@ def read_int4(packed: Packed, words: list[int], step: int, row: int, column: int
     return (code - zero) * scale
 
 
-def read_fp4(packed: Packed, words: list[int], step: int, row: int, column: int) -> float:
+def read_fp4(packed: PackedStrips, words: list[int], step: int, row: int, column: int) -> float:
     tile, h, g, half, q, b, e = row // 16, row % 16 // 8, row % 8, column // 32, column % 32 // 8, column % 4 // 2, column % 2
     j, field = column % 8 // 4, h + 2 * b
     first, second = (words[((step * 4 + tile) * 32 + 4 * g + q) * 4 + 2 * half + i] >> (16 * e) & 0xFFFF for i in range(2))

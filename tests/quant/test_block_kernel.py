@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quantkit.quant import gptq
-from quantkit.quant.rounding import Fp4Rounder, IntRounder, Rounder, Step
+from quantkit.quant.rounding import Fp4Rounder, IntRounder, Rounder, RoundingStep
 from quantkit.schemes import IntGrid
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -24,12 +24,12 @@ GRIDS: dict[str, Rounder] = {
 }
 
 
-def random_step(rounder: Rounder, shape: tuple[int, ...]) -> Step:
+def random_step(rounder: Rounder, shape: tuple[int, ...]) -> RoundingStep:
     zero = None
     if isinstance(rounder, IntRounder) and not rounder.grid.symmetric:
         zero = torch.randint(-8, 8, shape, device=DEVICE).float()
     width = 0.01 if isinstance(rounder, IntRounder) and rounder.grid.bits == 8 else 0.2
-    return Step((torch.rand(shape, device=DEVICE) + 0.25) * width, zero)
+    return RoundingStep((torch.rand(shape, device=DEVICE) + 0.25) * width, zero)
 
 
 def random_reaction(lead: tuple[int, ...], columns: int) -> Tensor:
@@ -65,7 +65,7 @@ def test_ties_fall_to_even_and_ends_are_kept() -> None:
 
     w = torch.tensor([0.5, 1.5, 2.5, -0.5, 100.0, -100.0, 5.0, 0.25], device=DEVICE).expand(1, -1).contiguous()
     for rounder in GRIDS.values():
-        step = Step(torch.ones_like(w), torch.zeros_like(w) if rounder is GRIDS["int4 with zero points"] else None)
+        step = RoundingStep(torch.ones_like(w), torch.zeros_like(w) if rounder is GRIDS["int4 with zero points"] else None)
         values = torch.empty_like(w)
         round_block(w, torch.zeros(1, 1, device=DEVICE), rounder, step, values)
         assert torch.equal(values, rounder.snap(w, step))

@@ -6,7 +6,7 @@ from rounding_problem import ROUNDERS, K, N, problem
 from torch import Tensor
 
 from quantkit.quant.gptq import Curvature, Steps, compensate, damped, factor, gptq, reverse_, scaled_losses
-from quantkit.quant.rounding import IntRounder, Step, fit_steps, round_to_nearest
+from quantkit.quant.rounding import IntRounder, RoundingStep, fit_steps, round_to_nearest
 from quantkit.quant.weights import dequantize
 from quantkit.schemes import IntGrid
 
@@ -104,7 +104,9 @@ def test_channels_go_by_energy_and_keep_the_step_of_their_group(name: str) -> No
     assert not torch.equal(curvature.order[0], curvature.order[1])
     result = compensate(w, curvature, rounder)
     for i in range(2):
-        stored = rounder.weight(result.values[i], Step(result.step.step[i], None if result.step.zero is None else result.step.zero[i]))
+        stored = rounder.weight(
+            result.values[i], RoundingStep(result.step.step[i], None if result.step.zero is None else result.step.zero[i])
+        )
         assert torch.equal(dequantize(stored), result.values[i])
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quantkit.quant import two_sided
 from quantkit.quant.gptq import Curvature, compensate
-from quantkit.quant.rounding import Step
+from quantkit.quant.rounding import RoundingStep
 from quantkit.quant.two_sided import compensate_both, judged_outputs
 
 
@@ -35,10 +35,10 @@ def test_the_two_sided_loss_falls(name: str) -> None:
     torch.testing.assert_close(ROUNDERS[name].snap(values, spread(step)), values)  # they are on the grid
 
 
-def spread(step: Step) -> Step:
+def spread(step: RoundingStep) -> RoundingStep:
     """Steps [N, G] as [N, K]."""
     times = K // step.step.shape[-1]
-    return Step(step.step.repeat_interleave(times, -1), None if step.zero is None else step.zero.repeat_interleave(times, -1))
+    return RoundingStep(step.step.repeat_interleave(times, -1), None if step.zero is None else step.zero.repeat_interleave(times, -1))
 
 
 def test_rows_one_by_one_follow_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,18 +56,18 @@ def test_rows_one_by_one_follow_the_formula(monkeypatch: pytest.MonkeyPatch) -> 
         error = (w[before] - values[before]).double()
         best = w[later].double() + torch.linalg.solve(cost[later][:, later], cost[later][:, before]) @ error
         row = outputs.order[place]
-        own = Step(step.step[row], None if step.zero is None else step.zero[row])
+        own = RoundingStep(step.step[row], None if step.zero is None else step.zero[row])
         assert torch.equal(round_row(best[0].float(), inputs, own), values[row])
 
 
-def round_row(target: Tensor, inputs: Curvature, step: Step) -> Tensor:
+def round_row(target: Tensor, inputs: Curvature, step: RoundingStep) -> Tensor:
     """GPTQ of one row [K], column by column, in float64."""
     upper, values = inputs.factor.double(), torch.empty(K)
     missed = torch.zeros(K, dtype=torch.float64)
     for place, channel in enumerate(inputs.order.tolist()):
         best = target[channel].double() + missed[:place] @ upper[:place, place] / upper[place, place]
         group = channel // 128
-        own = Step(step.step[group], None if step.zero is None else step.zero[group])
+        own = RoundingStep(step.step[group], None if step.zero is None else step.zero[group])
         values[channel] = ROUNDERS["int4"].snap(best.float(), own)
         missed[place] = target[channel].double() - values[channel].double()
     return values

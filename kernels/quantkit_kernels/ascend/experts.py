@@ -5,7 +5,7 @@ from torch import Tensor
 
 from quantkit_kernels.ascend import launch
 from quantkit_kernels.ascend.chip import EXPERT_BLOCK_ROWS, VECTOR_TOKENS
-from quantkit_kernels.ascend.layout import Packed, allocate, place
+from quantkit_kernels.ascend.layout import PackedTiles, allocate, place
 from quantkit_kernels.experts import Experts, ExpertsLayout
 from quantkit_kernels.functional import silu_and_mul
 from quantkit_kernels.torch_npu.calls import dynamic_quant
@@ -15,7 +15,7 @@ from quantkit_kernels.weights import Weight, stack
 class AscendExperts(Experts):
     """One launch for gate and up of all experts, one for down."""
 
-    def __init__(self, gate_up: Packed, down: Packed, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, gate_up: PackedTiles, down: PackedTiles, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(down.num_experts, down.n, down.k, dtype, device, "ascend")
         self.gate_up = gate_up
         self.down = down
@@ -49,7 +49,7 @@ class AscendExperts(Experts):
         gate_up = self._multiply(self.gate_up, gathered, experts)
         return self._multiply(self.down, silu_and_mul(gate_up), experts)[slots]
 
-    def _multiply(self, packed: Packed, x: Tensor, experts: Tensor) -> Tensor:
+    def _multiply(self, packed: PackedTiles, x: Tensor, experts: Tensor) -> Tensor:
         # Blocks of no expert stay zero: what follows reads them, and garbage could be infinite.
         out = torch.zeros(x.shape[0], packed.n, dtype=self.dtype, device=x.device)
         codes, row_scale = dynamic_quant(x) if packed.kind == "int8" else (x, None)
@@ -82,8 +82,8 @@ class AscendLayout(ExpertsLayout):
         self._num_experts = num_experts
         self._dtype = dtype
         self._device = device
-        self._gate_up: Packed | None = None
-        self._down: Packed | None = None
+        self._gate_up: PackedTiles | None = None
+        self._down: PackedTiles | None = None
 
     def place(self, index: int, gate: Weight, up: Weight, down: Weight) -> None:
         gate_up = stack(gate, up)

@@ -1,6 +1,6 @@
 """Weights as the Ascend kernels read them: whole tiles, each one run of memory without gaps.
 
-`Packed` holds one expert after the other (one linear is one expert), and of each expert its column tiles, BN output features wide, the
+`PackedTiles` holds one expert after the other (one linear is one expert), and of each expert its column tiles, BN output features wide, the
 last padded with zeros:
   4 bits   int8 [E, tiles, K/128, 64, BN]: byte (s, r, c) of a tile has W[c, 128 s + r] in its low and W[c, 128 s + 64 + r] in its high
            nibble, so each half is a run of input features, as x is
@@ -23,7 +23,7 @@ FP4_RESCALE = 2.0**22
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedTiles:
     """Tensors of `num_experts` weights W[n, k] of one grid, as the kernel of that grid takes them between x and `experts`."""
 
     kind: str
@@ -43,24 +43,24 @@ class Packed:
         return -(-self.n // self.bn)
 
 
-def pack(weight: Weight) -> Packed:
+def pack(weight: Weight) -> PackedTiles:
     """One weight, on its own device."""
     packed = allocate(weight, 1, weight[0].device)
     place(packed, 0, weight)
     return packed
 
 
-def allocate(weight: Weight, num_experts: int, device: torch.device) -> Packed:
+def allocate(weight: Weight, num_experts: int, device: torch.device) -> PackedTiles:
     """Room for `num_experts` weights like this one."""
     n, k = shape(weight)
     name = kind(weight)
     assert k % SPAN == 0, (n, k)
     parts = [torch.empty(num_experts, *part.shape, dtype=part.dtype, device=device) for part in _tiles(weight)]
     group = group_size(weight) if isinstance(weight, Int4) else 0
-    return Packed(name, n, k, num_experts, tuple(parts), group, isinstance(weight, Int4) and weight.zero_point is not None)
+    return PackedTiles(name, n, k, num_experts, tuple(parts), group, isinstance(weight, Int4) and weight.zero_point is not None)
 
 
-def place(packed: Packed, index: int, weight: Weight) -> None:
+def place(packed: PackedTiles, index: int, weight: Weight) -> None:
     """Write expert `index`."""
     for room, part in zip(packed.tensors, _tiles(weight)):
         room[index].copy_(part)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quantkit_kernels.ascend import launch
 from quantkit_kernels.ascend.chip import VECTOR_TOKENS, block_rows
-from quantkit_kernels.ascend.layout import Packed, pack
+from quantkit_kernels.ascend.layout import PackedTiles, pack
 from quantkit_kernels.linear import Linear
 from quantkit_kernels.torch_npu.calls import dynamic_quant
 from quantkit_kernels.weights import Weight, shape, to_device
@@ -28,7 +28,7 @@ class AscendLinear(Linear):
         return out
 
 
-def dense_launch(packed: Packed, x: Tensor, out: Tensor) -> launch.Launch:
+def dense_launch(packed: PackedTiles, x: Tensor, out: Tensor) -> launch.KernelLaunch:
     """The launch of x[M, k] @ W.T -> out[M, n] for one weight."""
     m = x.shape[0]
     if m <= VECTOR_TOKENS and packed.kind != "int8":

@@ -15,7 +15,7 @@ _FP4_SCALE_BIAS = 16
 _FP4_FACTOR = 2.0**13  # what decode_fp4 leaves out: 2^(126 - 97 - bias)
 
 
-class Packed(NamedTuple):
+class PackedStrips(NamedTuple):
     """One weight in the device layout. words int32; scales uint8 or None; zeros uint8 or None; row_scale float32 [padded N]."""
 
     words: Tensor
@@ -24,12 +24,12 @@ class Packed(NamedTuple):
     row_scale: Tensor
 
 
-def pointers(packed: Packed) -> dict[str, int]:
+def pointers(packed: PackedStrips) -> dict[str, int]:
     """Addresses of the tensors by name, as the C structures want them."""
     return {name: tensor.data_ptr() for name, tensor in packed._asdict().items() if tensor is not None}
 
 
-def pack(weight: Weight) -> Packed:
+def pack(weight: Weight) -> PackedStrips:
     """K must be a multiple of 128."""
     n, k = shape(weight)
     assert k % 128 == 0, k
@@ -44,7 +44,7 @@ def pack(weight: Weight) -> Packed:
     chunks = codes.view(-1, STRIP, k // 64, 4, 16).transpose(1, 2)
     place = torch.arange(STRIP, device=codes.device)[:, None] // 2 % 4 ^ torch.arange(4, device=codes.device)
     swizzled = chunks.gather(3, place[None, None, :, :, None].expand(chunks.shape))
-    return Packed(swizzled.flatten().view(torch.int32), None, None, _pad(weight.scale.reshape(-1), padding))
+    return PackedStrips(swizzled.flatten().view(torch.int32), None, None, _pad(weight.scale.reshape(-1), padding))
 
 
 def interleave_rows(gate: Tensor, up: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ def _signed(words: Tensor) -> Tensor:
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 
-def _pack_int4(weight: Int4, padding: int) -> Packed:
+def _pack_int4(weight: Int4, padding: int) -> PackedStrips:
     codes = _fields(_pad((weight.codes + 8).to(torch.uint8), padding))
     words = torch.zeros_like(codes[0, 0])
     for field in range(4):
@@ -82,7 +82,7 @@ def _pack_int4(weight: Int4, padding: int) -> Packed:
     exponent = torch.frexp(weight.scale.amax(dim=1, keepdim=True)).exponent
     scale = _pad(torch.ldexp(weight.scale, 12 - exponent).to(torch.float16), padding)
     row_scale = _pad(torch.ldexp(torch.ones_like(weight.scale[:, 0]), exponent[:, 0] - 12), padding)
-    return Packed(_signed(words), _lane_order(scale).flatten().view(torch.uint8), _pack_zeros(weight, padding), row_scale)
+    return PackedStrips(_signed(words), _lane_order(scale).flatten().view(torch.uint8), _pack_zeros(weight, padding), row_scale)
 
 
 def _lane_order(values: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def _pack_zeros(weight: Int4, padding: int) -> Tensor | None:
     return (pairs[..., 0] | (pairs[..., 1] << 4)).flatten()
 
 
-def _pack_fp4(weight: Fp4, padding: int) -> Packed:
+def _pack_fp4(weight: Fp4, padding: int) -> PackedStrips:
     n, k = shape(weight)
     scale = weight.scale.float()
     # A scale of zero has no normal number to stand for it: its codes become zeros instead.
@@ -118,7 +118,7 @@ def _pack_fp4(weight: Fp4, padding: int) -> Packed:
     # rows (strip, tile, h, g), groups (kt, half, q/2) -> byte (h, half) of word [q/2][g][tile]
     bytes_ = _pad(e5m3.to(torch.uint8), padding).view(-1, 4, 2, 8, k // 64, 2, 2).permute(0, 4, 6, 3, 1, 2, 5)
     row_scale = _pad((weight.global_scale * _FP4_FACTOR).expand(n), padding)
-    return Packed(_signed(words), bytes_.flatten(), None, row_scale)
+    return PackedStrips(_signed(words), bytes_.flatten(), None, row_scale)
 
 
 def group_of(weight: Weight) -> int:

@@ -16,7 +16,7 @@ from quantkit.checkpoint.formats.base import (
     FLOAT_DTYPES,
     Format,
     IgnoreSpelling,
-    Part,
+    StoredPart,
     along_groups,
     groups,
     ignore_list,
@@ -50,16 +50,16 @@ class Awq(Format):
     def holds(self, grid: Grid) -> bool:
         return isinstance(grid, IntGrid) and grid.bits == 4
 
-    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[Part, ...]:
+    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[StoredPart, ...]:
         assert isinstance(grid, IntGrid), grid
         rows, columns = shape
         require_multiple(module, "outputs", rows, 8)
         count = groups(module, columns, grid)
         along = along_groups(columns, count)
         return (
-            Part(".qweight", (torch.int32,), (columns, rows // 8), axes=(("K", 1), ("N", 8))),
-            Part(".qzeros", (torch.int32,), (count, rows // 8), axes=(along, ("N", 8))),
-            Part(".scales", (torch.float16, *FLOAT_DTYPES), (count, rows), axes=(along, ("N", 1))),
+            StoredPart(".qweight", (torch.int32,), (columns, rows // 8), axes=(("K", 1), ("N", 8))),
+            StoredPart(".qzeros", (torch.int32,), (count, rows // 8), axes=(along, ("N", 8))),
+            StoredPart(".scales", (torch.float16, *FLOAT_DTYPES), (count, rows), axes=(along, ("N", 1))),
         )
 
     def stored(self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None) -> tuple[tuple[int, int], Grid | None]:

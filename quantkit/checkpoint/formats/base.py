@@ -35,7 +35,7 @@ CODES: tuple[Along, ...] = (("N", 1), ("K", 1))
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredPart:
     """One stored tensor of a quantized linear. `dtypes`: written as the first, read as any of them.
 
     axes: of each dimension; empty where the tensor belongs to the weight as a whole.
@@ -73,7 +73,7 @@ class Format(ABC):
         """Whether weights on this grid can be stored."""
 
     @abstractmethod
-    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[Part, ...]:
+    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[StoredPart, ...]:
         """Stored tensors of one quantized linear of `shape` (N, K). Raises QuantkitError where the shape does not fit."""
 
     @abstractmethod

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.formats import compressed
-from quantkit.checkpoint.formats.base import Part
+from quantkit.checkpoint.formats.base import StoredPart
 from quantkit.checkpoint.formats.nvfp4 import CODE_PAIRS, GROUP_SCALES, Nvfp4, code_shapes
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.quant.packing import pack_pairs, unpack_pairs
@@ -27,13 +27,13 @@ class CompressedFp4(Nvfp4):
     marker = ".weight_packed"
     own_suffixes = (".weight_packed", ".weight_scale", ".weight_global_scale")
 
-    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[Part, ...]:
+    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[StoredPart, ...]:
         codes, scales = code_shapes(module, shape)
         return (
-            Part(".weight_packed", (torch.uint8,), codes, axes=CODE_PAIRS),
-            Part(".weight_scale", (torch.float8_e4m3fn,), scales, axes=GROUP_SCALES),
-            Part(".weight_global_scale", (torch.float32,), (1,)),
-            Part(".input_global_scale", (torch.float32,), (1,), required=False),
+            StoredPart(".weight_packed", (torch.uint8,), codes, axes=CODE_PAIRS),
+            StoredPart(".weight_scale", (torch.float8_e4m3fn,), scales, axes=GROUP_SCALES),
+            StoredPart(".weight_global_scale", (torch.float32,), (1,)),
+            StoredPart(".input_global_scale", (torch.float32,), (1,), required=False),
         )
 
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:

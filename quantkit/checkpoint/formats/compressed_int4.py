@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.formats import compressed
-from quantkit.checkpoint.formats.base import FLOAT_DTYPES, Format, Part, along_groups, groups, require_multiple, stored_scale
+from quantkit.checkpoint.formats.base import FLOAT_DTYPES, Format, StoredPart, along_groups, groups, require_multiple, stored_scale
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.quant.packing import from_offset, pack_words, to_offset, unpack_words
 from quantkit.quant.weights import IntWeight, Weight
@@ -31,21 +31,21 @@ class CompressedInt4(Format):
     def holds(self, grid: Grid) -> bool:
         return isinstance(grid, IntGrid) and grid.bits == 4
 
-    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[Part, ...]:
+    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[StoredPart, ...]:
         assert isinstance(grid, IntGrid), grid
         rows, columns = shape
         require_multiple(module, "input channels", columns, 8)
         count = groups(module, columns, grid)
         along = along_groups(columns, count)
         parts = (
-            Part(".weight_packed", (torch.int32,), (rows, columns // 8), axes=(("N", 1), ("K", 8))),
-            Part(".weight_scale", (self.scale_dtype, *FLOAT_DTYPES), (rows, count), axes=(("N", 1), along)),
-            Part(".weight_shape", (torch.int64, torch.int32), (2,)),
+            StoredPart(".weight_packed", (torch.int32,), (rows, columns // 8), axes=(("N", 1), ("K", 8))),
+            StoredPart(".weight_scale", (self.scale_dtype, *FLOAT_DTYPES), (rows, count), axes=(("N", 1), along)),
+            StoredPart(".weight_shape", (torch.int64, torch.int32), (2,)),
         )
         if grid.symmetric:
             return parts
         require_multiple(module, "outputs", rows, 8)
-        return (*parts, Part(".weight_zero_point", (torch.int32,), (rows // 8, count), axes=(("N", 8), along)))
+        return (*parts, StoredPart(".weight_zero_point", (torch.int32,), (rows // 8, count), axes=(("N", 8), along)))
 
     def stored(self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None) -> tuple[tuple[int, int], Grid | None]:
         rows, words = tensors[f"{module}.weight_packed"].shape

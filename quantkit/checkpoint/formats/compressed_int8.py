@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.formats import compressed
-from quantkit.checkpoint.formats.base import CODES, FLOAT_DTYPES, Format, Part, stored_scale
+from quantkit.checkpoint.formats.base import CODES, FLOAT_DTYPES, Format, StoredPart, stored_scale
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.quant.weights import IntWeight, Weight
 from quantkit.schemes import Grid, IntGrid
@@ -32,10 +32,10 @@ class CompressedInt8(Format):
     def holds(self, grid: Grid) -> bool:
         return grid == _GRID
 
-    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[Part, ...]:
+    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[StoredPart, ...]:
         return (
-            Part(".weight", (torch.int8,), shape, axes=CODES),
-            Part(".weight_scale", (torch.float32, *FLOAT_DTYPES), (shape[0], 1), axes=(("N", 1), None)),
+            StoredPart(".weight", (torch.int8,), shape, axes=CODES),
+            StoredPart(".weight_scale", (torch.float32, *FLOAT_DTYPES), (shape[0], 1), axes=(("N", 1), None)),
         )
 
     def stored(self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None) -> tuple[tuple[int, int], Grid | None]:

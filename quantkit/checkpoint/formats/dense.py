@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.formats.base import CODES, FLOAT_DTYPES, SIDE_FILES, Format, Part
+from quantkit.checkpoint.formats.base import CODES, FLOAT_DTYPES, SIDE_FILES, Format, StoredPart
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.quant.weights import Weight
 from quantkit.schemes import Grid
 
 
-class Dense(Format):
+class DenseFormat(Format):
     name = "dense"
     variant = "plain"
     scale_dtype = torch.float32
@@ -21,8 +21,8 @@ class Dense(Format):
     def holds(self, grid: Grid) -> bool:
         return False
 
-    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[Part, ...]:
-        return (Part(".weight", FLOAT_DTYPES, shape, axes=CODES),)
+    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[StoredPart, ...]:
+        return (StoredPart(".weight", FLOAT_DTYPES, shape, axes=CODES),)
 
     def stored(self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None) -> tuple[tuple[int, int], Grid | None]:
         rows, columns = tensors[f"{module}.weight"].shape
@@ -54,4 +54,4 @@ class Dense(Format):
         return False
 
 
-FORMAT = Dense()
+FORMAT = DenseFormat()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.formats.base import CODES, Format, Part
+from quantkit.checkpoint.formats.base import CODES, Format, StoredPart
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.errors import QuantkitError
 from quantkit.quant.weights import FP8_BLOCK, Fp8BlockWeight, Weight
@@ -29,11 +29,11 @@ class Fp8Block(Format):
     def holds(self, grid: Grid) -> bool:
         return False
 
-    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[Part, ...]:
+    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[StoredPart, ...]:
         blocks = (-(-shape[0] // FP8_BLOCK), -(-shape[1] // FP8_BLOCK))
         return (
-            Part(".weight", (torch.float8_e4m3fn,), shape, axes=CODES),
-            Part(".weight_scale_inv", (torch.float32,), blocks, axes=(("N", FP8_BLOCK), ("K", FP8_BLOCK))),
+            StoredPart(".weight", (torch.float8_e4m3fn,), shape, axes=CODES),
+            StoredPart(".weight_scale_inv", (torch.float32,), blocks, axes=(("N", FP8_BLOCK), ("K", FP8_BLOCK))),
         )
 
     def stored(self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None) -> tuple[tuple[int, int], Grid | None]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.formats.base import IgnoreSpelling, Part, ignore_list, plain_linears
+from quantkit.checkpoint.formats.base import IgnoreSpelling, StoredPart, ignore_list, plain_linears
 from quantkit.checkpoint.formats.nvfp4 import CODE_PAIRS, GROUP_SCALES, Nvfp4, code_shapes
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.errors import QuantkitError
@@ -42,14 +42,14 @@ class ModelOpt(Nvfp4):
     marker = ".weight"
     own_suffixes = (".weight_scale", ".weight_scale_2")
 
-    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[Part, ...]:
+    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[StoredPart, ...]:
         codes, scales = code_shapes(module, shape)
         return (
-            Part(".weight", (torch.uint8,), codes, axes=CODE_PAIRS),
+            StoredPart(".weight", (torch.uint8,), codes, axes=CODE_PAIRS),
             # chitu declares the same bytes as uint8
-            Part(".weight_scale", (torch.float8_e4m3fn, torch.uint8), scales, axes=GROUP_SCALES),
-            Part(".weight_scale_2", (torch.float32,), ()),
-            Part(".input_scale", (torch.float32,), (), required=False),
+            StoredPart(".weight_scale", (torch.float8_e4m3fn, torch.uint8), scales, axes=GROUP_SCALES),
+            StoredPart(".weight_scale_2", (torch.float32,), ()),
+            StoredPart(".input_scale", (torch.float32,), (), required=False),
         )
 
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.formats.base import CODES, HEAD, Format, Part, along_groups, require_multiple, stored_scale
+from quantkit.checkpoint.formats.base import CODES, HEAD, Format, StoredPart, along_groups, require_multiple, stored_scale
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.errors import QuantkitError
 from quantkit.quant.packing import from_twos_complement, pack_pairs, to_twos_complement, unpack_pairs
@@ -42,21 +42,21 @@ class ModelSlim(Format):
     def holds(self, grid: Grid) -> bool:
         return grid in (_INT8, _INT4)
 
-    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[Part, ...]:
+    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[StoredPart, ...]:
         rows, columns = shape
         scales = (
-            Part(".weight_scale", (torch.float32,), (rows, 1), axes=(("N", 1), None)),
-            Part(".weight_offset", (torch.float32,), (rows, 1), axes=(("N", 1), None)),
+            StoredPart(".weight_scale", (torch.float32,), (rows, 1), axes=(("N", 1), None)),
+            StoredPart(".weight_offset", (torch.float32,), (rows, 1), axes=(("N", 1), None)),
         )
         if grid == _INT8:
-            return (Part(".weight", (torch.int8,), shape, axes=CODES), *scales)
+            return (StoredPart(".weight", (torch.int8,), shape, axes=CODES), *scales)
         slices = _bias_slices(module)
         require_multiple(module, "outputs", rows, 2)
         require_multiple(module, "input channels", columns, slices)
         return (
-            Part(".weight", (torch.int8,), (rows // 2, columns), axes=(("N", 2), ("K", 1))),
+            StoredPart(".weight", (torch.int8,), (rows // 2, columns), axes=(("N", 2), ("K", 1))),
             *scales,
-            Part(".scale_bias", (torch.float32,), (rows, slices), axes=(("N", 1), along_groups(columns, slices))),
+            StoredPart(".scale_bias", (torch.float32,), (rows, slices), axes=(("N", 1), along_groups(columns, slices))),
         )
 
     def stored(self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None) -> tuple[tuple[int, int], Grid | None]:

@@ -9,11 +9,11 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from quantkit.executor.chat import ChatTokenizer
 from quantkit.executor.sequence import Completion, TokenLogprob
 from quantkit.executor.server.protocol import ChatRequest, CompletionRequest, Envelope, chat_logprobs, completion_logprobs, usage
 from quantkit.executor.server.reasoning import Parts, ReasoningSplitter, split_reasoning
-from quantkit.executor.server.service import EngineFault, Piece, RequestFault, Stream
+from quantkit.executor.server.service import AnswerStream, EngineFault, Piece, RequestFault
+from quantkit.tokenizer.chat import ChatTokenizer
 
 
 class Answer:
@@ -28,7 +28,7 @@ class Answer:
         self.separates = isinstance(request, ChatRequest) and request.separate_reasoning and tokenizer.end_think is not None
         self._splitters: dict[int, ReasoningSplitter] = {}
 
-    async def whole(self, stream: Stream) -> dict[str, Any]:
+    async def whole(self, stream: AnswerStream) -> dict[str, Any]:
         done: dict[int, Completion] = {}
         async for piece in stream:
             if piece.completion is not None:
@@ -36,7 +36,7 @@ class Answer:
         completions = [done[choice] for choice in sorted(done)]
         return self.envelope.whole([self._choice(one) for one in completions], self._usage(completions))
 
-    async def events(self, stream: Stream) -> AsyncIterator[dict[str, Any]]:
+    async def events(self, stream: AnswerStream) -> AsyncIterator[dict[str, Any]]:
         """The chunks of a streamed answer; with include_usage a last one without choices."""
         if self.chat:
             roles = [{"role": "assistant", "content": ""} for _ in stream.sequences]
@@ -113,7 +113,7 @@ def error_body(status: int, message: str, code: str, param: str | None = None) -
 class EventStream(Response):
     """Server-sent events. Ends, and closes `stream`, when the events do or the client goes. Where they are cut, the last says why."""
 
-    def __init__(self, events: AsyncIterator[dict[str, Any]], stream: Stream) -> None:
+    def __init__(self, events: AsyncIterator[dict[str, Any]], stream: AnswerStream) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events, self._stream = events, stream

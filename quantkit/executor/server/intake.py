@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from quantkit.errors import QuantkitError
-from quantkit.executor.chat import ChatTokenizer
 from quantkit.executor.sampling import SamplingParams, signed64
 from quantkit.executor.server.protocol import ChatRequest, CompletionRequest, chat_messages, sampling_params
 from quantkit.executor.server.service import QueueFull
+from quantkit.tokenizer.chat import ChatTokenizer
 
 Body = TypeVar("Body", ChatRequest, CompletionRequest)
 Result = TypeVar("Result")

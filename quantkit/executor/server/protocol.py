@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from quantkit.errors import QuantkitError
-from quantkit.executor.chat import ChatTokenizer
 from quantkit.executor.sampling import MAX_LOGPROBS, MAX_SEED, MAX_TEMPERATURE, MAX_TOP_K, SamplingParams
 from quantkit.executor.sequence import Completion, TokenLogprob
+from quantkit.tokenizer.chat import ChatTokenizer
 
 MAX_MESSAGES = 4096
 MAX_CHOICES = 64

@@ -41,7 +41,7 @@ class Piece:
     completion: Completion | None
 
 
-class Stream:
+class AnswerStream:
     """The answers to one request, piece by piece: several choices where it has several prompts or asks for several.
 
     Whoever got it closes it, finished or not: that frees its place, and cancels what is unfinished.
@@ -74,12 +74,12 @@ class Stream:
 
 @dataclass(frozen=True)
 class _Add:
-    stream: Stream
+    stream: AnswerStream
 
 
 @dataclass(frozen=True)
 class _Cancel:
-    stream: Stream
+    stream: AnswerStream
 
 
 class Service:
@@ -92,7 +92,7 @@ class Service:
         self.fault: BaseException | None = None
         self._on_fault = on_fault
         self._inbox: queue.SimpleQueue[_Add | _Cancel | None] = queue.SimpleQueue()
-        self._streams: dict[Sequence, Stream] = {}
+        self._streams: dict[Sequence, AnswerStream] = {}
         self._thread = threading.Thread(target=self._run, name="quantkit-engine", daemon=True)
         self.prompt_tokens = Counter("quantkit_prompt_tokens_total", "Tokens of accepted prompts.")
         self.generated_tokens = Counter("quantkit_generated_tokens_total", "Tokens generated.")
@@ -111,7 +111,7 @@ class Service:
         self._inbox.put(None)
         self._thread.join()
 
-    def submit(self, prompts: list[tuple[list[int], SamplingParams]]) -> Stream:
+    def submit(self, prompts: list[tuple[list[int], SamplingParams]]) -> AnswerStream:
         """Answer `prompts` together, one choice each.
 
         Raises QuantkitError for a prompt that can never run, QueueFull, and EngineFault where the engine is gone.
@@ -124,11 +124,11 @@ class Service:
         sequences = [self.engine.sequence(prompt, params, index) for index, (prompt, params) in enumerate(prompts)]
         self.open += len(sequences)
         self.prompt_tokens.add(sum(len(prompt) for prompt, _ in prompts))
-        stream = Stream(self, sequences)
+        stream = AnswerStream(self, sequences)
         self._inbox.put(_Add(stream))
         return stream
 
-    def closed(self, stream: Stream) -> None:
+    def closed(self, stream: AnswerStream) -> None:
         """A stream's reader is done with it."""
         self.open -= len(stream.sequences)
         if stream.unfinished:
@@ -190,7 +190,7 @@ class Service:
         return True
 
     def _hand_over(self, advanced: list[Sequence]) -> None:
-        news: list[tuple[Stream, Piece | RequestFault]] = []
+        news: list[tuple[AnswerStream, Piece | RequestFault]] = []
         for sequence in advanced:
             news.append((self._streams[sequence], _news(sequence)))
             if sequence.finish_reason:
@@ -198,12 +198,12 @@ class Service:
         if news:
             self._loop.call_soon_threadsafe(self._deliver, news)
 
-    def _tell_all(self, streams: list[Stream], fault: EngineFault) -> None:
+    def _tell_all(self, streams: list[AnswerStream], fault: EngineFault) -> None:
         for stream in streams:
             stream.arrived.put_nowait(fault)
         self._on_fault()
 
-    def _deliver(self, news: list[tuple[Stream, Piece | RequestFault]]) -> None:
+    def _deliver(self, news: list[tuple[AnswerStream, Piece | RequestFault]]) -> None:
         for stream, piece in news:
             stream.arrived.put_nowait(piece)
             if isinstance(piece, RequestFault):

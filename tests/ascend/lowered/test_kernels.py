@@ -27,7 +27,7 @@ def executed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The kernels that ran."""
     ran: list[str] = []
 
-    def run(one: launch.Launch) -> None:
+    def run(one: launch.KernelLaunch) -> None:
         ran.append(one.kernel)
         execute(getattr(kernels, one.kernel), one.programs, one.args, one.constants)
 

@@ -19,12 +19,12 @@ import openai
 import pytest
 import uvicorn
 
-from quantkit.executor.chat import TextStream
 from quantkit.executor.engine import Engine
 from quantkit.executor.sampling import SamplingParams
 from quantkit.executor.server.app import Limits, create_app
 from quantkit.executor.server.protocol import HARMLESS, NEUTRAL
 from quantkit.executor.server.service import Service
+from quantkit.tokenizer.chat import TextStream
 
 MESSAGES = [{"role": "user", "content": "What is 12+30?"}]
 KEY = "secret"
@@ -404,7 +404,7 @@ def test_a_broken_engine_is_told_to_everybody(tiny_checkpoint: Path, monkeypatch
 
 SERVE = """
 import sys
-from quantkit.executor.chat import TextStream
+from quantkit.tokenizer.chat import TextStream
 from quantkit.executor.engine import Engine
 from quantkit.executor.server.serve import ServeOptions, serve
 engine = Engine.load(sys.argv[1], device="cpu", dtype="float32", max_batch=4, max_model_len=1024)

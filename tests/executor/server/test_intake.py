@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from quantkit.errors import QuantkitError
-from quantkit.executor.chat import ChatTokenizer
 from quantkit.executor.server.intake import ApiError, Intake, Lanes, Limits
 from quantkit.executor.server.service import QueueFull
-from quantkit.executor.template import ChatTemplate
+from quantkit.tokenizer.chat import ChatTokenizer
+from quantkit.tokenizer.template import ChatTemplate
 
 LONG = 1 << 20
 

@@ -14,7 +14,7 @@ from quantkit_kernels.cuda.experts.fused import fused_experts, max_pairs
 from quantkit_kernels.cuda.experts.sorted import SORTED_PAIRS, sorted_experts
 from quantkit_kernels.cuda.experts.sum_pairs import sum_pairs
 from quantkit_kernels.cuda.launch import SILU_MUL, WEIGH
-from quantkit_kernels.cuda.layout import Packed, group_of, interleaved, pack, pointers
+from quantkit_kernels.cuda.layout import PackedStrips, group_of, interleaved, pack, pointers
 from quantkit_kernels.cuda.linears.few_tokens import quantize_rows, tokens_in_registers, tokens_in_shared
 from quantkit_kernels.cuda.plans import (
     SORTED_PER_EXPERT,
@@ -34,7 +34,14 @@ MAX_PAIRS = 4096
 
 class CudaExperts(Experts):
     def __init__(
-        self, gate_up: Packed, down: Packed, sizes: tuple[int, int, int], kind: str, group: int, dtype: torch.dtype, device: torch.device
+        self,
+        gate_up: PackedStrips,
+        down: PackedStrips,
+        sizes: tuple[int, int, int],
+        kind: str,
+        group: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         super().__init__(*sizes, dtype, device, "cuda")
         self.kind = kind
@@ -79,7 +86,7 @@ class CudaExperts(Experts):
 
     def _launch(
         self,
-        packed: Packed,
+        packed: PackedStrips,
         epilogue: int,
         x: Tensor,
         out: Tensor,
@@ -122,7 +129,7 @@ class CudaExpertsLayout(ExpertsLayout):
         self._sizes = (num_experts, hidden, intermediate)
         self._kind, self._group = kind(gate), group_of(gate)
         self._dtype, self._device = dtype, device
-        self._layers: list[Packed] = []
+        self._layers: list[PackedStrips] = []
 
     def place(self, index: int, gate: Weight, up: Weight, down: Weight) -> None:
         gate, up, down = (to_device(weight, self._device) for weight in (gate, up, down))
@@ -134,8 +141,8 @@ class CudaExpertsLayout(ExpertsLayout):
                 if room is not None and part is not None:
                     room[index] = part
 
-    def _room(self, one: Packed) -> Packed:
-        return Packed._make(None if part is None else part.new_empty(self._sizes[0], *part.shape) for part in one)
+    def _room(self, one: PackedStrips) -> PackedStrips:
+        return PackedStrips._make(None if part is None else part.new_empty(self._sizes[0], *part.shape) for part in one)
 
     def finish(self) -> CudaExperts:
         library()

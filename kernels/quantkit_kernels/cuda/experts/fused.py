@@ -9,7 +9,7 @@ from quantkit_kernels.cuda.abi import FusedExpertsParams, Matrix
 from quantkit_kernels.cuda.build import library
 from quantkit_kernels.cuda.experts.sum_pairs import sum_pairs
 from quantkit_kernels.cuda.launch import DTYPES, FORMATS, checked, stream_of, workspace
-from quantkit_kernels.cuda.layout import Packed, pointers
+from quantkit_kernels.cuda.layout import PackedStrips, pointers
 
 _LIST_BYTES = 7 << 10
 """What a block of fused_experts.cu has for its lists (kListBytes)."""
@@ -27,8 +27,8 @@ def max_pairs(num_experts: int) -> int:
 
 
 def fused_experts(
-    gate_up: Packed,
-    down: Packed,
+    gate_up: PackedStrips,
+    down: PackedStrips,
     kind: str,
     group: int,
     num_experts: int,

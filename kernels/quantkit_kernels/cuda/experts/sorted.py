@@ -10,7 +10,7 @@ from torch import Tensor
 from quantkit_kernels.cuda.build import library
 from quantkit_kernels.cuda.experts.sum_pairs import sum_pairs
 from quantkit_kernels.cuda.launch import SILU_MUL, WEIGH, checked, stream_of
-from quantkit_kernels.cuda.layout import Packed
+from quantkit_kernels.cuda.layout import PackedStrips
 from quantkit_kernels.cuda.linears.tiles import Slots, multiply_tiles
 from quantkit_kernels.cuda.plans import TilePerBlockPlan
 
@@ -29,8 +29,8 @@ def sort_pairs(topk_ids: Tensor, num_experts: int, tokens: int) -> Slots:
 
 
 def sorted_experts(
-    gate_up: Packed,
-    down: Packed,
+    gate_up: PackedStrips,
+    down: PackedStrips,
     kind: str,
     group: int,
     num_experts: int,

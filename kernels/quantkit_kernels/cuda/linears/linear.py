@@ -9,7 +9,7 @@ from torch import Tensor
 from quantkit_kernels.cuda.abi import GemmParams
 from quantkit_kernels.cuda.build import library
 from quantkit_kernels.cuda.launch import DTYPES, FORMATS, STORE, checked, stream_of
-from quantkit_kernels.cuda.layout import Packed, group_of, pack, pointers
+from quantkit_kernels.cuda.layout import PackedStrips, group_of, pack, pointers
 from quantkit_kernels.cuda.linears.few_tokens import quantize_rows, tokens_in_registers, tokens_in_shared
 from quantkit_kernels.cuda.linears.tiles import multiply_tiles
 from quantkit_kernels.cuda.plans import (
@@ -31,7 +31,7 @@ class CudaLinear(Linear):
         super().__init__(k, n, dtype, device, "cuda")
         self.kind = kind(weight)
         self.group = group_of(weight)
-        self.packed: Packed = pack(to_device(weight, device))
+        self.packed: PackedStrips = pack(to_device(weight, device))
         self.padded = self.packed.row_scale.shape[0]
         library()
 

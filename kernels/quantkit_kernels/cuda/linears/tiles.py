@@ -9,7 +9,7 @@ from torch import Tensor
 from quantkit_kernels.cuda.abi import Shares, TileParams
 from quantkit_kernels.cuda.build import library
 from quantkit_kernels.cuda.launch import DTYPES, FORMATS, STORE, checked, stream_of, workspace
-from quantkit_kernels.cuda.layout import Packed, pointers
+from quantkit_kernels.cuda.layout import PackedStrips, pointers
 from quantkit_kernels.cuda.plans import PersistentTilesPlan, TileAndSharePlan, TilePerBlockPlan
 
 SHARE_ROWS = 256
@@ -31,7 +31,7 @@ class Slots(NamedTuple):
 
 
 def multiply_tiles(
-    packed: Packed,
+    packed: PackedStrips,
     kind: str,
     group: int,
     x: Tensor,

@@ -1,0 +1,122 @@
+"""What one device of a tensor, pipeline, data and expert parallel world holds of a checkpoint, and how many tokens fit beside it.
+
+Counted from headers: every stored byte, split as the model's table says. The latent cache of MLA is not split by tensor
+parallelism; every rank holds it whole.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.engines.profiles import LoadProblem
+from quantkit.models.stored import read_model
+from quantkit.models.table import Parameter
+from quantkit.schemes import IntGrid
+
+GIB = 2**30
+_CACHE_BYTES = 2  # BF16
+
+
+@dataclass(frozen=True)
+class ParallelSizes:
+    """A world of devices. Experts are spread over all of it where `expert`, and cut like other linears over all of it where not."""
+
+    tensor: int
+    pipeline: int = 1
+    data: int = 1
+    expert: bool = False
+
+    @property
+    def world(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def expert_ranks(self) -> int:
+        """Devices of one pipeline stage: those that share its experts."""
+        return self.tensor * self.data
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Bytes of the fullest device. tokens: how many fit in its cache, of all requests together; fits: at least one full request does."""
+
+    weight_bytes: int
+    reserve_bytes: int
+    usable_bytes: int
+    cache_bytes_per_token: int
+    tokens: int
+    context: int
+
+    @property
+    def fits(self) -> bool:
+        return self.tokens >= self.context
+
+
+def fit(checkpoint: Checkpoint, parallel: ParallelSizes, context: int, memory_gib: float, fraction: float, reserve_gib: float) -> Fit:
+    """Whether weights, reserve and one request of `context` tokens fit in the `fraction` of `memory_gib` that an engine may use."""
+    model = read_model(checkpoint)
+    config, rows = model.config, model.rows
+    return fit_rows([(row, _stored_bytes(checkpoint, row)) for row in rows], config, parallel, context, memory_gib, fraction, reserve_gib)
+
+
+def fit_rows(
+    rows: list[tuple[Parameter, int]],
+    config: Any,
+    parallel: ParallelSizes,
+    context: int,
+    memory_gib: float,
+    fraction: float,
+    reserve_gib: float,
+) -> Fit:
+    """The same for parameters with the bytes that each is, or will be, stored in. MTP layers are not counted."""
+    experts = len({row.expert for row, _ in rows if row.expert is not None})
+    stages = [0.0] * parallel.pipeline
+    per_stage = math.ceil(config.num_hidden_layers / parallel.pipeline)
+    for row, stored in rows:
+        if not row.mtp:
+            outside = 0 if row.role == "embedding" else parallel.pipeline - 1
+            stages[outside if row.layer is None else row.layer // per_stage] += stored * _share(row, parallel, experts)
+    weights = math.ceil(max(stages))
+    reserve, usable = int(reserve_gib * GIB), int(memory_gib * fraction * GIB)
+    per_token = cache_bytes_per_token(config, parallel, per_stage)
+    return Fit(weights, reserve, usable, per_token, max((usable - reserve - weights) // per_token, 0), context)
+
+
+def cache_bytes_per_token(config: Any, parallel: ParallelSizes, layers: int) -> int:
+    """One token's keys and values on one device, in BF16: the whole latent of MLA, or the rank's share of grouped heads."""
+    kv_heads = getattr(config, "num_key_value_heads", None)
+    ranks = min(parallel.tensor, kv_heads) if kv_heads else 1
+    return int(config.cache_width // ranks * _CACHE_BYTES * layers)
+
+
+def check_split(checkpoint: Checkpoint, parallel: ParallelSizes) -> list[LoadProblem]:
+    """Linears that do not divide over the ranks: rows by 8 where int4 is packed along them, columns by the group size."""
+    rows = read_model(checkpoint).rows
+    for row in rows:
+        ranks = parallel.expert_ranks if row.expert is not None else parallel.tensor
+        if (row.expert is not None and parallel.expert) or row.split not in ("column", "row") or ranks == 1:
+            continue
+        linear = checkpoint.linears.get(row.module)
+        step = 1
+        if linear is not None and isinstance(linear.grid, IntGrid) and linear.grid.bits == 4:
+            step = 8 if row.split == "column" else (linear.grid.group_size or 1)
+        size = row.shape[0] if row.split == "column" else row.shape[1]
+        if size % (ranks * step):
+            what = "outputs" if row.split == "column" else "input channels"
+            told = f"{row.module} has {size} {what}, which {ranks} ranks cannot share in steps of {step}"
+            return [LoadProblem("error", told, "use fewer tensor-parallel ranks, or a smaller group size")]
+    return []
+
+
+def _stored_bytes(checkpoint: Checkpoint, row: Parameter) -> int:
+    if row.module in checkpoint.linears:
+        return sum(checkpoint.tensors[name].nbytes for name in checkpoint.parts(row.module))
+    return checkpoint.tensors[row.name].nbytes if checkpoint.has(row.name) else 0
+
+
+def _share(row: Parameter, parallel: ParallelSizes, experts: int) -> float:
+    """The part of a tensor that the fullest device holds."""
+    if row.expert is not None:
+        return math.ceil(experts / parallel.expert_ranks) / experts if parallel.expert else 1 / parallel.expert_ranks
+    return 1.0 if row.split == "replicate" else 1 / parallel.tensor

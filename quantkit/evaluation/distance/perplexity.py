@@ -1,0 +1,296 @@
+"""How far a quantized model is from its original, token by token: perplexity, KL divergence, agreement, error per layer.
+
+The baseline is run first and leaves behind on disk what the comparison needs: the hidden state after every layer and the chosen experts.
+Then it is unloaded (its output head alone stays) and the candidate runs over the same documents. Short documents share a pass, each a
+sequence of its own. So memory holds one model and at most seq_len tokens, and disk holds tokens x (layers + 1) x hidden values of the
+baseline's dtype until the end.
+"""
+
+import itertools
+import math
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quantkit.assets import find_model
+from quantkit.errors import QuantkitError
+from quantkit.evaluation.distance.documents import read_documents
+from quantkit.executor.load import LoadedModel, load_model
+from quantkit.models.context import CausalContext, Context
+from quantkit.models.decoder import DecoderLayer
+from quantkit.models.mlp import MoeMlp
+from quantkit.tokenizer.chat import ChatTokenizer
+
+SEQ_LEN = 2048
+_CHUNK = 128  # tokens whose logits are held at a time
+
+
+@dataclass(frozen=True)
+class TextProgress:
+    """`done` of `total` tokens are through the model in `stage`."""
+
+    stage: Literal["baseline", "model"]
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Means over predicted tokens. KL is KL(baseline || model) in nats; `kl_stderr` is over documents.
+
+    expert_agree: share of the baseline's chosen experts, over (token, MoE layer, slot), that the model chose too; None without experts.
+    layer_errors: |h - h_baseline| / |h_baseline| (Frobenius, all tokens) of the hidden state after each layer.
+    """
+
+    ppl: float
+    tokens: int
+    documents: int
+    baseline_ppl: float | None = None
+    kl: float | None = None
+    kl_stderr: float | None = None
+    top1_agree: float | None = None
+    expert_agree: float | None = None
+    layer_errors: list[float] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """ppl, tokens, documents; with a baseline also the rest. Figures that do not apply are left out."""
+        every = {"ppl": self.ppl, "tokens": self.tokens, "documents": self.documents, "baseline_ppl": self.baseline_ppl, "kl": self.kl}
+        every |= {"kl_stderr": self.kl_stderr, "top1_agree": self.top1_agree, "expert_agree": self.expert_agree}
+        found: dict[str, Any] = {name: value for name, value in every.items() if value is not None}
+        return found | ({"layer_errors": self.layer_errors} if self.layer_errors else {})
+
+
+@dataclass
+class _Sums:
+    """Totals over documents, in float64; the divergence of every token, by document."""
+
+    tokens: int = 0
+    nll: float = 0.0
+    baseline_nll: float = 0.0
+    same_top1: int = 0
+    same_experts: int = 0
+    experts: int = 0
+    error: dict[int, float] = field(default_factory=dict)
+    norm: dict[int, float] = field(default_factory=dict)
+    document_kl: list[list[float]] = field(default_factory=list)
+
+
+@dataclass
+class Trace:
+    """What one pass leaves: hidden [T, H] after each layer, topk_ids [T, k] of each MoE layer, `final` [T, H] after the last norm."""
+
+    hidden: dict[int, Tensor] = field(default_factory=dict)
+    topk_ids: dict[int, Tensor] = field(default_factory=dict)
+    final: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+class WatchedLayer:
+    """A layer that shows what it makes of the residual stream."""
+
+    def __init__(self, layer: DecoderLayer, show: Callable[[Tensor], None]) -> None:
+        self.layer, self.show, self.input_norm = layer, show, layer.input_norm
+
+    def __call__(self, normed: Tensor, residual: Tensor, context: Context, next_norm: Tensor) -> tuple[Tensor, Tensor]:
+        normed, residual = self.layer(normed, residual, context, next_norm)
+        self.show(residual)
+        return normed, residual
+
+
+class Watched:
+    """A loaded model whose layers and experts tell what passes through them. The model is changed in place and is for this use only."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.loaded, self.trace = loaded, Trace()
+        layers = loaded.model.layers
+        for number, layer in enumerate(layers):
+            mlp = getattr(layer, "mlp", None)
+            if isinstance(mlp, MoeMlp):
+                mlp.experts = self._watch_experts(number, mlp.experts, mlp.routing.num_experts_per_tok)
+        loaded.model.layers = [WatchedLayer(layer, partial(self._keep_hidden, number)) for number, layer in enumerate(layers)]
+
+    def _keep_hidden(self, number: int, hidden: Tensor) -> None:
+        self.trace.hidden[number] = hidden
+
+    def _watch_experts(self, number: int, experts: Callable[..., Tensor], chosen: int) -> Callable[..., Tensor]:
+        def run(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+            self.trace.topk_ids[number] = topk_ids[:, :chosen]  # a shared expert may follow
+            return experts(x, topk_ids, topk_weights)
+
+        return run
+
+    def __call__(self, documents: list[Tensor]) -> Trace:
+        """Documents as flat sequences, T their tokens together."""
+        self.trace = Trace()
+        device = self.loaded.device
+        context = CausalContext([len(ids) for ids in documents], device)
+        self.trace.final = self.loaded.model(torch.cat(documents).to(device), context)
+        return self.trace
+
+
+Report = Callable[[TextProgress], None]
+
+
+@torch.inference_mode()
+def measure(
+    model: str,
+    text: Path,
+    *,
+    baseline: str | None = None,
+    seq_len: int = SEQ_LEN,
+    limit: int | None = None,
+    device: str = "auto",
+    backend: str = "auto",
+    progress: Report | None = None,
+) -> Quality:
+    """Perplexity of `model` over the documents of `text` (.jsonl or .txt), and its distance from `baseline`.
+
+    seq_len: longest document in tokens. limit: the first documents only.
+    Raises QuantkitError where the text is unusable or the two models do not belong together.
+    """
+    path = find_model(model)
+    base = find_model(baseline) if baseline is not None else None
+    if base is not None:
+        _check_same_tokens(path, base)
+    tell = progress or (lambda _: None)
+    with tempfile.TemporaryDirectory(prefix="quantkit-ppl-") as folder:
+        documents = read_documents(text, ChatTokenizer(path), seq_len=seq_len, limit=limit)
+        passes = _passes(documents, seq_len)
+        head = _run_baseline(base, passes, Path(folder), device, backend, tell) if base is not None else None
+        watched = Watched(load_model(path, device=device, backend=backend))
+        sums, done, total = _Sums(), 0, sum(map(len, documents))
+        for number, together in enumerate(passes):
+            trace = watched(together)
+            theirs = _read(Path(folder), number, watched.loaded.device) if head is not None else None
+            _add_tokens(sums, together, trace, watched.loaded.model.head, theirs, head)
+            if theirs is not None:
+                _add_layers(sums, trace, theirs)
+            done += len(trace.final)
+            tell(TextProgress("model", done, total))
+    return _quality(sums, len(documents), base is not None)
+
+
+def _passes(documents: list[Tensor], tokens: int) -> list[list[Tensor]]:
+    """Neighbouring documents put together up to `tokens`, the length of the longest."""
+    passes: list[list[Tensor]] = []
+    room = 0
+    for ids in documents:
+        if len(ids) > room:
+            passes.append([])
+            room = tokens
+        passes[-1].append(ids)
+        room -= len(ids)
+    return passes
+
+
+def _check_same_tokens(path: Path, base: Path) -> None:
+    one, other = ((folder / "tokenizer.json").read_bytes() if (folder / "tokenizer.json").is_file() else b"" for folder in (path, base))
+    if one != other:
+        raise QuantkitError(f"{path} and the baseline {base} have different tokenizers", "compare a model with the one it was made from")
+
+
+def _run_baseline(
+    base: Path, passes: list[list[Tensor]], folder: Path, device: str, backend: str, tell: Report
+) -> Callable[[Tensor], Tensor]:
+    """Leave a trace of every pass in `folder`; returns the output head, the only part of the baseline that is needed on."""
+    watched = Watched(load_model(base, device=device, backend=backend))
+    done, total = 0, sum(len(ids) for together in passes for ids in together)
+    for number, together in enumerate(passes):
+        trace = watched(together)
+        tensors = {f"hidden.{layer}": value for layer, value in trace.hidden.items()}
+        tensors |= {f"topk_ids.{layer}": value.int() for layer, value in trace.topk_ids.items()}
+        save_file({name: value.cpu().contiguous() for name, value in (tensors | {"final": trace.final}).items()}, _file(folder, number))
+        done += len(trace.final)
+        tell(TextProgress("baseline", done, total))
+    head: Callable[[Tensor], Tensor] = watched.loaded.model.head
+    return head
+
+
+def _file(folder: Path, number: int) -> Path:
+    return folder / f"{number:06}.safetensors"
+
+
+def _read(folder: Path, number: int, device: torch.device) -> Trace:
+    """The baseline's trace of one pass; its file is removed."""
+    file = _file(folder, number)
+    tensors = load_file(file, device=str(device))
+    file.unlink()
+    hidden = {int(name.removeprefix("hidden.")): value for name, value in tensors.items() if name.startswith("hidden.")}
+    topk_ids = {int(name.removeprefix("topk_ids.")): value for name, value in tensors.items() if name.startswith("topk_ids.")}
+    return Trace(hidden, topk_ids, tensors["final"])
+
+
+def _add_tokens(
+    sums: _Sums,
+    documents: list[Tensor],
+    trace: Trace,
+    head: Callable[[Tensor], Tensor],
+    theirs: Trace | None,
+    their_head: Callable[[Tensor], Tensor] | None,
+) -> None:
+    """Next-token figures of one pass: each position but a document's last predicts the token after it."""
+    lengths = [len(ids) for ids in documents]
+    device = trace.final.device
+    positions = torch.cat([torch.arange(n - 1) + start for n, start in zip(lengths, _starts(lengths))]).to(device)
+    targets = torch.cat([ids[1:] for ids in documents]).to(device)
+    divergences = []
+    for part in _chunks(len(positions)):
+        rows, wanted = positions[part], targets[part, None]
+        logs = head(trace.final[rows]).float().log_softmax(dim=-1)
+        sums.nll -= float(logs.gather(1, wanted).double().sum())
+        if theirs is None or their_head is None:
+            continue
+        base = their_head(theirs.final[rows]).float().log_softmax(dim=-1)
+        if base.shape != logs.shape:
+            raise QuantkitError(f"the vocabularies have {logs.shape[1]} and {base.shape[1]} entries", "compare a model with its original")
+        sums.baseline_nll -= float(base.gather(1, wanted).double().sum())
+        # Rounding alone can make the sum negative where the two agree.
+        divergences.append((base.exp() * (base - logs)).sum(dim=-1).double().clamp(min=0))
+        sums.same_top1 += int((base.argmax(dim=-1) == logs.argmax(dim=-1)).sum())
+    sums.tokens += len(positions)
+    if divergences:
+        sums.document_kl += [part.tolist() for part in torch.cat(divergences).split([n - 1 for n in lengths])]
+
+
+def _starts(lengths: list[int]) -> list[int]:
+    return [0, *itertools.accumulate(lengths)][:-1]
+
+
+def _chunks(length: int) -> Iterator[slice]:
+    return (slice(start, min(start + _CHUNK, length)) for start in range(0, length, _CHUNK))
+
+
+def _add_layers(sums: _Sums, ours: Trace, theirs: Trace) -> None:
+    if ours.hidden.keys() != theirs.hidden.keys() or ours.topk_ids.keys() != theirs.topk_ids.keys():
+        raise QuantkitError("the model and its baseline have different layers", "compare a model with the one it was made from")
+    for layer, base in theirs.hidden.items():
+        exact = base.double()
+        sums.error[layer] = sums.error.get(layer, 0.0) + float((ours.hidden[layer].double() - exact).square().sum())
+        sums.norm[layer] = sums.norm.get(layer, 0.0) + float(exact.square().sum())
+    for layer, chosen in theirs.topk_ids.items():
+        sums.same_experts += int((chosen[:, :, None] == ours.topk_ids[layer][:, None, :]).any(dim=-1).sum())
+        sums.experts += chosen.numel()
+
+
+def _quality(sums: _Sums, documents: int, compared: bool) -> Quality:
+    ppl = math.exp(sums.nll / sums.tokens)
+    if not compared:
+        return Quality(ppl, sums.tokens, documents)
+    means = torch.tensor([sum(row) / len(row) for row in sums.document_kl], dtype=torch.float64)
+    return Quality(
+        ppl=ppl,
+        tokens=sums.tokens,
+        documents=documents,
+        baseline_ppl=math.exp(sums.baseline_nll / sums.tokens),
+        kl=sum(map(sum, sums.document_kl)) / sums.tokens,
+        kl_stderr=float(means.std() / math.sqrt(documents)) if documents > 1 else None,
+        top1_agree=sums.same_top1 / sums.tokens,
+        expert_agree=sums.same_experts / sums.experts if sums.experts else None,
+        layer_errors=[math.sqrt(sums.error[layer] / sums.norm[layer]) for layer in sorted(sums.error)],
+    )

@@ -1,0 +1,93 @@
+"""A local checkpoint as a generator: a thin adapter over the executor."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from quantkit.evaluation.generators.generator import Generation, ModelReply, Prompt
+from quantkit.executor.engine import Engine
+from quantkit.executor.sampling import SamplingParams
+from quantkit.tokenizer.chat import THINK, ChatTokenizer
+
+_SAMPLED = 1 << 20  # bytes hashed per shard beside its header
+
+
+class Local:
+    """`path` is a checkpoint directory. Prompts run together, up to `concurrency` in a batch."""
+
+    def __init__(self, path: Path, *, name: str, concurrency: int = 64, device: str = "auto", backend: str = "auto") -> None:
+        self.name = name
+        self.identity: dict[str, Any] = {"checkpoint": content_hash(path)}
+        self.engine = Engine.load(path, device=device, backend=backend, max_batch=concurrency)
+
+    def generate(self, prompts: Sequence[Prompt], parameters: Generation) -> Iterator[ModelReply]:
+        encoded = [_encode(self.engine.tokenizer, prompt) for prompt in prompts]
+        limit = self.engine.max_model_len
+        fitting = [index for index, (ids, _) in enumerate(encoded) if len(ids) < limit]
+        for index in set(range(len(prompts))).difference(fitting):
+            yield ModelReply(index, error=f"the prompt has {len(encoded[index][0])} tokens, the context is {limit}")
+        sampling = [
+            SamplingParams(
+                max_new_tokens=parameters.max_tokens or limit,
+                temperature=parameters.temperature,
+                top_p=parameters.top_p,
+                seed=prompts[index].seed,
+                stop=parameters.stop,
+            )
+            for index in fitting
+        ]
+        for done in self.engine.generate([encoded[index][0] for index in fitting], sampling):
+            index = fitting[done.index]
+            if done.fault is not None:
+                yield ModelReply(index, error=f"{type(done.fault).__name__}: {done.fault}")
+                continue
+            yield ModelReply(
+                index=index,
+                text=done.text,
+                finish_reason="length" if done.finish_reason == "length" else "stop",
+                prompt_tokens=done.prompt_tokens,
+                completion_tokens=len(done.token_ids),
+                latency_s=done.timings.total_s,
+                think_open=encoded[index][1],
+            )
+
+    def close(self) -> None:
+        del self.engine
+
+
+def _encode(tokenizer: ChatTokenizer, prompt: Prompt) -> tuple[list[int], bool]:
+    """Token ids, and whether they end inside <think>: because the template puts it there, or because the protocol asks for it."""
+    if prompt.text is not None:
+        return tokenizer.encode(prompt.text), False
+    text = tokenizer.render(list(prompt.messages))
+    is_open = text.rstrip().endswith(THINK)
+    if prompt.think and not is_open and tokenizer.tokenizer.token_to_id(THINK) is not None:
+        text, is_open = f"{text}{THINK}\n", True
+    return tokenizer.tokenizer.encode(text, add_special_tokens=False).ids, is_open
+
+
+def template_reasons(path: Path) -> bool:
+    """Whether the checkpoint's chat template opens <think>; cheap, for choosing a protocol before anything is loaded."""
+    return ChatTokenizer(path).prefills_think
+
+
+def content_hash(path: Path) -> str:
+    """A hash that changes when the weights or the tokenizer do: small files whole, of each shard its size and a spread of its bytes.
+
+    A 350 GB checkpoint is hashed in seconds, and a new quantization changes bytes everywhere.
+    """
+    digest = hashlib.sha256()
+    for file in sorted(path.iterdir()):
+        if file.suffix not in (".json", ".safetensors", ".jinja"):
+            continue
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}\n".encode())
+        with file.open("rb") as stream:
+            if size <= 2 * _SAMPLED:
+                digest.update(stream.read())
+                continue
+            for part in range(16):
+                stream.seek(part * (size - _SAMPLED // 16) // 15)
+                digest.update(stream.read(_SAMPLED // 16))
+    return digest.hexdigest()

@@ -1,0 +1,281 @@
+"""Finding the program in a reply, and grading it in the sandbox.
+
+A reply may hold several fenced blocks: explanations, the answer, its output, a way to call it. The program is the last block that parses
+and does what is asked for: defines the function, or reads the input. For a function to complete, the prompt runs first (it has the
+imports and helpers); an answer that is only a function body is appended to it.
+"""
+
+import ast
+import base64
+import json
+import pickletools
+import re
+import textwrap
+import zlib
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from quantkit.errors import QuantkitError
+from quantkit.evaluation import sandbox
+from quantkit.evaluation.tasks.problems import Grade, Problem
+
+CONTEST_TIMEOUT_S = 6.0
+LONGEST = 1 << 18  # characters of a program; parsing more takes longer than it is worth
+_FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([\w+-]*)")
+_CLOSERS = 8  # fences inside one block that are tried as its end
+_PYTHON = {"", "py", "py3", "python", "python3"}
+_START = re.compile(r"^(?:from |import |def |class |@|async def )", re.MULTILINE)
+_STARTS, _CUTS = 40, 40  # places in bare text where a program may begin, and where it may end
+_READS = re.compile(r"\binput\b|\bstdin\b|\bopen\s*\(\s*0\b|\bos\.read\b|\bfileinput\b|\bmmap\b")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: the first word behind the opening fence, in lower case, and the text without common indentation."""
+
+    tag: str
+    source: str
+
+
+def blocks(text: str) -> list[Block]:
+    """Fenced blocks in order. A block ends at the first fence of its kind where it parses, else at the first: docstrings may hold fences.
+
+    A last block that is never closed counts to the end of the text.
+    """
+    lines = text.splitlines(keepends=True)
+    found, number = [], 0
+    while number < len(lines):
+        opened = _FENCE.match(lines[number])
+        number += 1
+        if opened is None or "`" in lines[number - 1][opened.end() :]:
+            continue
+        end = _end(lines, number, opened[1])
+        found.append(Block(opened[2].lower(), textwrap.dedent("".join(lines[number:end]))))
+        number = end + 1
+    return found
+
+
+def _end(lines: list[str], first: int, fence: str) -> int:
+    """The line of the fence that closes a block whose text begins at `first`."""
+    closing = re.compile(rf"[ \t]*{fence[0]}{{{len(fence)},}}[ \t]*$")
+    ends = []
+    for number in range(first, len(lines)):
+        if closing.match(lines[number].rstrip("\r\n")):
+            ends.append(number)
+            if _parses(textwrap.dedent("".join(lines[first:number]))):
+                return number
+            if len(ends) == _CLOSERS:
+                break
+    return ends[0] if ends else len(lines)
+
+
+def completed_function(text: str, prompt: str, entry_point: str) -> tuple[str, ...] | None:
+    """Parts to run in order for a function that `prompt` begins, or None where the reply holds no code."""
+    fenced = blocks(text)
+    for candidate in (*(block.source for block in reversed(fenced)), text):
+        if _defines(candidate, entry_point):
+            return _behind(prompt, candidate)
+    if fenced:
+        body = max(enumerate(fenced), key=lambda item: _likely_body(prompt, item[1], item[0]))[1]
+        return (prompt + _as_body(body.source),)
+    bare = _bare_function(text, entry_point)
+    if bare is not None:
+        return _behind(prompt, bare)
+    program = prompt + _as_body(text)
+    return (program,) if text.strip() and _parses(program) else None
+
+
+def _behind(prompt: str, function: str) -> tuple[str, ...]:
+    """A prompt that ends in a bare signature cannot stand by itself."""
+    return (prompt, function) if _parses(prompt) else (function,)
+
+
+def _likely_body(prompt: str, block: Block, number: int) -> tuple[bool, bool, bool, int]:
+    returns = re.search(r"\b(return|yield|raise)\b", block.source) is not None
+    return _parses(prompt + _as_body(block.source)), returns, block.tag in _PYTHON, number
+
+
+def _bare_function(text: str, entry_point: str) -> str | None:
+    """The function in a text without fences: from a line that looks like code, up to where it stops being code."""
+    for start, _ in zip(_START.finditer(text), range(_STARTS)):
+        lines = text[start.start() :].splitlines(keepends=True)
+        for _ in range(_CUTS):
+            tree = _tree("".join(lines))
+            if isinstance(tree, ast.Module):
+                break
+            lines = lines[: max(0, min(tree, len(lines)) - 1)]
+        ends = [node.end_lineno or 0 for node in tree.body if not isinstance(node, ast.Expr)] if isinstance(tree, ast.Module) else []
+        source = "".join(lines[: max(ends, default=0)])
+        if _defines(source, entry_point):
+            return source
+    return None
+
+
+def whole_program(text: str, entry_point: str | None = None) -> str | None:
+    """A program that reads stdin, or that defines `entry_point` (or a class Solution with it); None where the reply holds no code.
+
+    Of the blocks the last that parses and does that; else the last that parses, Python before other tags; else the last.
+    """
+    fenced = blocks(text)
+    if not fenced:
+        tree = _tree(text)
+        return text if isinstance(tree, ast.Module) and len(tree.body) > 1 else None
+
+    def rank(item: tuple[int, Block]) -> tuple[bool, bool, bool, int]:
+        number, block = item
+        return _parses(block.source), _answers(block.source, entry_point), block.tag in _PYTHON, number
+
+    return max(enumerate(fenced), key=rank)[1].source
+
+
+def _answers(source: str, entry_point: str | None) -> bool:
+    if entry_point is None:
+        return _READS.search(source) is not None
+    return _defines(source, entry_point) or _defines(source, "Solution")
+
+
+def _tree(source: str) -> ast.Module | int:
+    """The parsed source, or the number of the line where it stops being Python."""
+    if len(source) > LONGEST:
+        return 0
+    try:
+        return ast.parse(source)
+    except SyntaxError as error:
+        return error.lineno or 0
+    except (ValueError, RecursionError, MemoryError):
+        return 0
+
+
+def _parses(source: str) -> bool:
+    return isinstance(_tree(source), ast.Module)
+
+
+def _defines(source: str, name: str) -> bool:
+    tree = _tree(source)
+    for node in tree.body if isinstance(tree, ast.Module) else []:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == name:
+            return True
+        if isinstance(node, ast.Assign) and any(isinstance(target, ast.Name) and target.id == name for target in node.targets):
+            return True
+    return False
+
+
+def _as_body(source: str) -> str:
+    """Lines of a function body, indented if they are not."""
+    lines = source.splitlines()
+    first = next((line for line in lines if line.strip()), "")
+    return source if first[:1] in " \t" else textwrap.indent(source, "    ")
+
+
+def grade_with_tests(problem: Problem, text: str) -> Grade:
+    """HumanEval: the problem's own check() must return. It and the prompt's helpers run in the judge's process, not in the program's."""
+    prompt, entry_point = problem.fields["problem"], problem.fields["entry_point"]
+    parts = completed_function(text, prompt, entry_point)
+    if parts is None:
+        return Grade("no-code")
+    helpers = next((source for source in (prompt, f"{prompt}\n    pass\n") if _parses(source)), "")
+    tests = f"{problem.fields['test']}\ncheck({entry_point})"
+    run = sandbox.run_tests(sandbox.Program(parts, entry_point), helpers, tests)
+    return Grade(run.status, run.status == "passed", run.status == "passed", detail=run.detail)
+
+
+# ------------------------------------------------------------------------------------------------------------------- contests
+
+_STANDARD = ["string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools", "functools"]
+_STANDARD += ["operator", "io", "sys", "json", "builtins", "typing"]
+# Contest judges give every program the standard library's names; solutions rely on it.
+PRELUDE = "\n".join(
+    [*(f"from {name} import *" for name in _STANDARD), *(f"import {name}" for name in _STANDARD[:-2]), "sys.setrecursionlimit(50000)"]
+)
+
+
+def contest_tests(fields: dict[str, Any]) -> list[dict[str, Any]]:
+    """Public and private tests of one LiveCodeBench row: dicts with input and output."""
+    return [*json.loads(fields["public_tests"]), *json.loads(_private_tests(fields["private_tests"]))]
+
+
+def _private_tests(text: str) -> str:
+    """LiveCodeBench stores private tests as JSON, or as base64(zlib(pickle of a JSON string)).
+
+    The pickle is never run: its opcodes are only listed, and exactly one string is expected among them.
+    """
+    if text.lstrip().startswith("["):
+        return text
+    try:
+        opcodes = list(pickletools.genops(zlib.decompress(base64.b64decode(text))))
+    except (ValueError, zlib.error) as error:
+        raise QuantkitError(f"private_test_cases cannot be read ({error})", "use the code_generation_lite rows as published") from error
+    allowed = {
+        "PROTO",
+        "FRAME",
+        "MEMOIZE",
+        "STOP",
+        "BINPUT",
+        "PUT",
+        "LONG_BINPUT",
+        "SHORT_BINUNICODE",
+        "BINUNICODE",
+        "BINUNICODE8",
+        "UNICODE",
+    }
+    strings = [argument for opcode, argument, _ in opcodes if "UNICODE" in opcode.name]
+    if len(strings) != 1 or any(opcode.name not in allowed for opcode, _, _ in opcodes):
+        raise QuantkitError("private_test_cases hold more than one string", "the file is not what LiveCodeBench publishes; do not use it")
+    return str(strings[0])
+
+
+def grade_contest(problem: Problem, text: str) -> Grade:
+    """LiveCodeBench: every test, stopping at the first that fails. Expected outputs never enter the program's box."""
+    function = json.loads(problem.fields.get("metadata") or "{}").get("func_name")
+    program = whole_program(text, function)
+    if program is None:
+        return Grade("no-code")
+    tests = contest_tests(problem.fields)
+    if function is not None:
+        cases = [(_arguments(test["input"]), json.loads(test["output"])) for test in tests]
+        run = sandbox.run_calls(sandbox.Program((PRELUDE, program), function), cases, timeout_s=CONTEST_TIMEOUT_S)
+        return Grade(run.status, run.status == "passed", run.status == "passed", detail=run.detail)
+    source = with_prelude(program)
+    for number, test in enumerate(tests, start=1):
+        run = sandbox.run_script(source, test["input"], timeout_s=CONTEST_TIMEOUT_S)
+        if run.status != "passed":
+            return Grade(run.status, detail=f"test {number}: {run.detail}")
+        if not same_output(run.output, test["output"]):
+            return Grade("failed", detail=f"test {number}: got {run.output[:200]!r}, expected {test['output'][:200]!r}")
+    return Grade("passed", True, True)
+
+
+def _arguments(text: str) -> list[Any]:
+    return [json.loads(line) for line in text.split("\n") if line.strip()]
+
+
+def with_prelude(program: str) -> str:
+    """The prelude in front, and in front of it the program's own imports from __future__, which must come first in a file."""
+    tree = _tree(program)
+    statements = tree.body if isinstance(tree, ast.Module) else []
+    futures = [node for node in statements if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
+    for statement in [ast.get_source_segment(program, node) for node in futures]:
+        program = program.replace(statement or "", "pass")
+    names = sorted({alias.name for node in futures for alias in node.names})
+    return "\n".join([*(f"from __future__ import {name}" for name in names), PRELUDE, program])
+
+
+def same_output(got: str, expected: str) -> bool:
+    """Line by line without surrounding blanks; lines that differ as text may agree as lists of decimal numbers."""
+    ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (got, expected))
+    return len(ours) == len(theirs) and all(a == b or _same_numbers(a, b) for a, b in zip(ours, theirs))
+
+
+def _same_numbers(a: str, b: str) -> bool:
+    try:
+        return [_decimal(word) for word in a.split()] == [_decimal(word) for word in b.split()]
+    except InvalidOperation:
+        return False
+
+
+def _decimal(word: str) -> Decimal:
+    """A number as a program prints it: Decimal also takes underscores and the digits of other scripts."""
+    if "_" in word or not word.isascii():
+        raise InvalidOperation
+    return Decimal(word)

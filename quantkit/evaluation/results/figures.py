@@ -1,0 +1,207 @@
+"""What an evaluation found: samples, the figures made from them, and the sentences that keep a figure from being misread."""
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quantkit.evaluation.generators.generator import ModelReply
+from quantkit.evaluation.statistics import estimates as statistics
+from quantkit.evaluation.statistics.comparison import Comparison
+from quantkit.evaluation.tasks.definitions import Setting
+from quantkit.evaluation.tasks.problems import MISSING, Grade, Problem
+
+LOUD = 0.02  # a share of replies lost to anything but a wrong answer that a reader must hear about
+
+
+@dataclass(frozen=True)
+class Sample:
+    problem: Problem
+    repeat: int
+    completion: ModelReply
+    grade: Grade
+
+    def to_json(self, task: str) -> dict[str, Any]:
+        c, g = self.completion, self.grade
+        return {
+            "task": task,
+            "problem": self.problem.id,
+            "repeat": self.repeat,
+            "correct": g.correct,
+            "strict": g.strict,
+            "reason": g.reason,
+            "answer": g.answer,
+            "gold": self.problem.gold,
+            "detail": g.detail,
+            "finish_reason": c.finish_reason,
+            "prompt_tokens": c.prompt_tokens,
+            "completion_tokens": c.completion_tokens,
+            "latency_s": round(c.latency_s, 3),
+            "reasoning": c.reasoning,
+            "text": c.text,
+        }
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """All samples of one task. `planned` counts the samples asked for; what failed is excluded from every score and counted in `errors`."""
+
+    setting: Setting
+    samples: list[Sample]
+    planned: int
+    reused: int
+    seconds: float
+    facts: dict[str, Any]
+    origin: str
+    notes: list[str] = field(default_factory=list)
+    votes: bool = True
+    comparison: Comparison | None = None
+
+    @property
+    def name(self) -> str:
+        return self.setting.task.name
+
+    @property
+    def graded(self) -> list[Sample]:
+        return [sample for sample in self.samples if not sample.grade.excluded]
+
+    def table(self, strict: bool = False) -> dict[str, list[float]]:
+        """Problem id -> 0/1 per repeat."""
+        rows: dict[str, list[float]] = {}
+        for sample in self.graded:
+            rows.setdefault(sample.problem.id, []).append(float(sample.grade.strict if strict else sample.grade.correct))
+        return rows
+
+    def share(self, *reasons: str) -> float:
+        graded = self.graded
+        return sum(sample.grade.reason in reasons for sample in graded) / len(graded) if graded else math.nan
+
+    @property
+    def unfinished(self) -> float:
+        return self.share("unfinished")
+
+    @property
+    def no_answer(self) -> float:
+        """Share of replies that ended their reasoning, if any, and gave no answer."""
+        return self.share(*(reason for reason in MISSING if reason != "unfinished"))
+
+    @property
+    def truncated(self) -> float:
+        """Share of replies that the token limit cut, wherever."""
+        graded = self.graded
+        return sum(sample.completion.finish_reason == "length" for sample in graded) / len(graded) if graded else math.nan
+
+    @property
+    def errors(self) -> int:
+        return self.planned - len(self.graded)
+
+    def warnings(self) -> list[str]:
+        """Loud sentences: what explains the score better than the model's ability."""
+        said = []
+        limit = self.setting.generation.max_tokens
+        if self.unfinished >= LOUD:
+            said.append(
+                f"{self.unfinished:.0%} of replies never left their reasoning (max_tokens {limit}): they count as wrong; raise --max-tokens"
+            )
+        if self.truncated - self.unfinished >= LOUD:
+            said.append(f"{self.truncated:.0%} of replies were cut by the token limit (max_tokens {limit}); raise --max-tokens")
+        if self.no_answer >= LOUD:
+            said.append(f"{self.no_answer:.0%} of replies give no answer: look at them before believing the score")
+        graded = self.graded
+        loose = sum(sample.grade.correct and not sample.grade.strict for sample in graded)
+        if graded and loose / len(graded) >= LOUD:
+            said.append(f"{loose / len(graded):.0%} of replies are right but not stated as asked: the strict score leaves them out")
+        if self.errors:
+            said.append(
+                f"{self.errors} of {self.planned} samples failed (request or sandbox) and are left out; run again to ask them again"
+            )
+        if any(sample.completion.finish_reason == "stop" and sample.completion.completion_tokens == 0 for sample in graded):
+            said.append("the endpoint reports no token counts")
+        return [*self.notes, *said]
+
+    def to_json(self) -> dict[str, Any]:
+        table = self.table()
+        if not table:
+            return {"accuracy": None, "stderr": None, "n": 0, "planned": self.planned, "errors": self.errors, "warnings": self.warnings()}
+        scores, repeats = list(table.values()), max(map(len, table.values()))
+        tokens = [sample.completion.completion_tokens for sample in self.graded]
+        low, high = statistics.interval(scores)
+        return {
+            "accuracy": statistics.accuracy(scores),
+            "stderr": _finite(statistics.clustered_stderr(scores)),
+            "n": len(table),
+            "unfinished": self.unfinished,
+            "no_answer": self.no_answer,
+            "truncated": self.truncated,
+            "strict": statistics.accuracy(list(self.table(strict=True).values())),
+            "interval": [low, high],
+            "sampling_stderr": _finite(statistics.sampling_stderr(scores)),
+            "repeats": self.setting.repeats,
+            "samples": len(self.graded),
+            "planned": self.planned,
+            "reused": self.reused,
+            "errors": self.errors,
+            "correct": int(sum(sum(row) for row in scores)),
+            "per_repeat": self._per_repeat(),
+            "pass_at_k": {str(k): _finite(statistics.pass_at_k(scores, k)) for k in _powers(repeats)},
+            "majority": self._majority() if self.votes and repeats > 1 else None,
+            "reasons": dict(Counter(sample.grade.reason for sample in self.samples).most_common()),
+            "tokens": {"mean": sum(tokens) / len(tokens), "max": max(tokens), "total": sum(tokens)},
+            "seconds": self.seconds,
+            "protocol": self.setting.protocol,
+            "facts": self.facts,
+            "data": self.origin,
+            "warnings": self.warnings(),
+            "comparison": self.comparison.to_json() if self.comparison else None,
+        }
+
+    def _per_repeat(self) -> list[float]:
+        rows: dict[int, list[bool]] = {}
+        for sample in self.graded:
+            rows.setdefault(sample.repeat, []).append(sample.grade.correct)
+        return [sum(rows[repeat]) / len(rows[repeat]) for repeat in sorted(rows)]
+
+    def _majority(self) -> float:
+        votes: dict[str, list[tuple[str | None, bool]]] = {}
+        for sample in self.graded:
+            answer = sample.grade.answer if sample.grade.reason not in MISSING else None
+            votes.setdefault(sample.problem.id, []).append((answer, sample.grade.correct))
+        return sum(statistics.majority(row) for row in votes.values()) / len(votes)
+
+
+@dataclass(frozen=True)
+class EvalResults:
+    """Every task of one run. `out` is where it was written, None where it was not."""
+
+    model: str
+    identity: dict[str, Any]
+    tasks: dict[str, TaskResult]
+    hardware: str
+    sandbox: str | None
+    baseline: str | None
+    version: str
+    out: Path | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "identity": self.identity,
+            "hardware": self.hardware,
+            "sandbox": self.sandbox,
+            "baseline": self.baseline,
+            "quantkit": self.version,
+            "out": str(self.out) if self.out else None,
+            "results": {name: task.to_json() for name, task in self.tasks.items()},
+        }
+
+    def samples(self) -> list[dict[str, Any]]:
+        return [sample.to_json(name) for name, task in self.tasks.items() for sample in task.samples]
+
+
+def _finite(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def _powers(limit: int) -> list[int]:
+    return [k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256) if k <= limit]

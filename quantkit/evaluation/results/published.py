@@ -1,0 +1,106 @@
+"""Figures that others published (eval/reference), as data with their source. Shown beside ours under their own heading, never merged."""
+
+from functools import cache
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict
+
+from quantkit.assets import asset
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class PublishedEntry(_Strict):
+    """Scores in percent by task name."""
+
+    model: str
+    scheme: str
+    scores: dict[str, float]
+
+
+class AccuracyTable(_Strict):
+    source: str
+    hardware: str
+    harness: str
+    remark: str
+    entries: list[PublishedEntry]
+    wording: dict[str, str]  # task name -> how the source calls it
+
+
+class SpeedTable(_Strict):
+    """`rows` under `columns`; None where the source gives no figure."""
+
+    name: str
+    source: str
+    model: str
+    scheme: str
+    hardware: str
+    settings: str
+    remark: str
+    output_len: int | None
+    columns: list[str]
+    rows: list[list[float | None]]
+
+    def records(self) -> list[dict[str, float | None]]:
+        return [dict(zip(self.columns, row)) for row in self.rows]
+
+
+class PublishedScore(_Strict):
+    """One published score of one task, percent, ready to stand beside ours."""
+
+    task: str
+    score: float
+    model: str
+    scheme: str
+    called: str
+    source: str
+    hardware: str
+    harness: str
+    remark: str
+
+
+@cache
+def accuracy_tables() -> tuple[AccuracyTable, ...]:
+    return tuple(AccuracyTable.model_validate(table) for table in _read("accuracy.yaml"))
+
+
+@cache
+def speed_tables() -> tuple[SpeedTable, ...]:
+    return tuple(SpeedTable.model_validate(table) for table in _read("speed.yaml"))
+
+
+def published_speeds() -> list[dict[str, Any]]:
+    """The speed tables, all of Ascend boxes, JSON-ready: what they are of, and their rows as records without the figures not given."""
+    return [
+        table.model_dump(exclude={"columns", "rows"})
+        | {"rows": [{name: value for name, value in row.items() if value is not None} for row in table.records()]}
+        for table in speed_tables()
+    ]
+
+
+def published_scores(task: str) -> list[PublishedScore]:
+    """Every published score of a task, in file order."""
+    return [
+        PublishedScore(
+            task=task,
+            score=entry.scores[task],
+            model=entry.model,
+            scheme=entry.scheme,
+            called=table.wording.get(task, task),
+            source=table.source,
+            hardware=table.hardware,
+            harness=table.harness,
+            remark=table.remark,
+        )
+        for table in accuracy_tables()
+        for entry in table.entries
+        if task in entry.scores
+    ]
+
+
+def _read(name: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = yaml.safe_load(asset("eval", "reference", name).read_text())
+    return found

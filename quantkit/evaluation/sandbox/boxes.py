@@ -1,0 +1,241 @@
+"""Starting a process behind the walls, watching what it holds, and ending it with everything it started."""
+
+import contextlib
+import json
+import os
+import random
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from quantkit.errors import QuantkitError
+from quantkit.evaluation.sandbox import cgroup
+
+Level = Literal["namespaces", "rlimits"]
+
+MIB = 1 << 20
+MEMORY = 2048 * MIB  # of every process, and of all processes of a box together
+OUTPUT = 16 * MIB  # of every file, so of what is printed
+DISK_MIB, PROCESSES, FILES, STACK = 64, 48, 128, 64 * MIB
+CPUS = 8  # a pool of processes has one for each that it sees
+OURS = 4  # processes of a box that stand between us and the program, and one of grace
+START_S = 30.0  # for building the walls, on a machine that is busy
+WATCH_S = 0.05
+INSIDE = Path(__file__).with_name("inside")
+
+
+class BoxFault(Exception):
+    """The walls could not be built. Says nothing about the program, of which no line has run."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """What runs in a box: arguments of the interpreter, its streams (None: dropped), and pipes that it keeps.
+
+    files: text files in its directory. views: more of our files that it sees, as (source, path inside, writable); with namespaces only.
+    """
+
+    arguments: list[str]
+    stdin: IO[bytes]
+    stdout: IO[bytes] | None = None
+    stderr: IO[bytes] | None = None
+    keep: tuple[int, ...] = ()
+    files: dict[str, str] = field(default_factory=dict)
+    views: tuple[tuple[str, str, bool], ...] = ()
+
+
+class Box:
+    """One process tree behind walls of `level`. `cpu_s`: seconds of processor time for each process."""
+
+    def __init__(self, level: Level, command: Command, cpu_s: float) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="quantkit-sandbox-"))
+        self._started, started = os.pipe()
+        self._group: cgroup.Group | None = None
+        try:
+            self._group = cgroup.new_group(MEMORY, PROCESSES + OURS)
+            self._process = self._start(level, command, cpu_s, started)
+        except (OSError, subprocess.SubprocessError) as error:
+            self._remove()
+            raise BoxFault(f"{type(error).__name__}: {error}") from error
+        finally:
+            os.close(started)
+
+    def _start(self, level: Level, command: Command, cpu_s: float, started: int) -> subprocess.Popen[bytes]:
+        root = self.directory / "root"
+        root.mkdir()
+        stdin = command.stdin.fileno()
+        process = subprocess.Popen(
+            [_interpreter(), "-I", "-S", "-B", str(INSIDE / "gate.py")],
+            stdin=subprocess.PIPE,
+            stdout=command.stdout or subprocess.DEVNULL,
+            stderr=command.stderr or subprocess.DEVNULL,
+            pass_fds=(started, stdin, *command.keep),
+            cwd="/",
+            start_new_session=True,
+        )
+        if self._group is not None:
+            self._group.add(process.pid)
+        request = _request(level, command, root, cpu_s) | {"started": started, "input": stdin}
+        assert process.stdin
+        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # a gate that died is noticed by its silence
+            pipe.write(json.dumps(request).encode())
+        return process
+
+    def wait_started(self) -> None:
+        """Returns once the walls stand. Raises BoxFault."""
+        data, deadline = b"", time.monotonic() + START_S
+        while select.select([self._started], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            chunk = os.read(self._started, 4096)
+            data += chunk
+            if not chunk:
+                break
+        if data != b"ready":
+            raise BoxFault(data.removeprefix(b"ready").decode(errors="replace") or "the walls were not built in time")
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; 128 + n for an end by signal n."""
+        return self._process.poll()
+
+    def excess(self) -> str:
+        """What its processes together have too much of, or nothing. Memory: private, shared, swapped and page tables."""
+        pids, threads = tree(self._process.pid)
+        if threads > PROCESSES + OURS:  # root without a second id has no limit of processes
+            return f"more than {PROCESSES} processes and threads"
+        # The sum that counts shared pages once is read only where the quick sum is too much.
+        if sum(map(_held, pids)) > MEMORY and sum(map(_share, pids)) > MEMORY:
+            return f"more than {MEMORY >> 20} MiB of memory"
+        return ""
+
+    def close(self) -> None:
+        """End every process and remove every trace."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._remove()
+
+    def _remove(self) -> None:
+        os.close(self._started)
+        if self._group is not None:
+            self._group.remove()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _request(level: Level, command: Command, root: Path, cpu_s: float) -> dict[str, Any]:
+    isolate = level == "namespaces"
+    home = "/work" if isolate else str(root)
+    packages = _packages()
+    path = "/packages" if isolate else os.pathsep.join(sorted({str(package.parent) for package in packages}))
+    inside = "/sandbox" if isolate else str(INSIDE)
+    views: list[list[Any]] = [[name, name, False] for name in _system_paths()]
+    views += [[str(package), f"/packages/{package.name}", False] for package in packages]
+    views += [[str(INSIDE), "/sandbox", False], *map(list, command.views)]
+    cpus = os.sched_getaffinity(0)
+    processes = PROCESSES + (0 if isolate and _counts_apart() else _tasks_of_user())
+    return {
+        "caller": os.getpid(),
+        "isolate": isolate,
+        "root": str(root),
+        "views": views,
+        "disk_mib": DISK_MIB,
+        "cpus": random.sample(sorted(cpus), min(CPUS, len(cpus))),
+        "files": command.files,
+        "command": [_interpreter(), "-s", "-B", *(argument.replace("{inside}", inside) for argument in command.arguments)],
+        "environment": {
+            "PATH": "/usr/bin:/bin",
+            "HOME": home,
+            "TMPDIR": home,
+            "PYTHONPATH": path,
+            "PYTHONHASHSEED": "0",
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+            "LANG": "C.UTF-8",
+        },
+        "limits": {"CPU": int(cpu_s) + 1, "AS": MEMORY, "FSIZE": OUTPUT, "NOFILE": FILES, "CORE": 0, "NPROC": processes}
+        | {"STACK": STACK, "MSGQUEUE": 0, "SIGPENDING": 256, "MEMLOCK": MIB},
+    }
+
+
+def _interpreter() -> str:
+    """The real interpreter behind a virtual environment, which sees the standard library only."""
+    return os.path.realpath(sys.executable)
+
+
+@cache
+def _system_paths() -> list[str]:
+    """What a program may read besides its scratch space: system libraries and the interpreter's own files."""
+    paths = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache"]
+    prefix = os.path.realpath(sys.base_prefix)
+    return paths if prefix.startswith("/usr") else [*paths, f"{prefix}/bin", f"{prefix}/lib"]
+
+
+@cache
+def _packages() -> list[Path]:
+    """numpy, which contest solutions expect, and the libraries beside it."""
+    spec = find_spec("numpy")
+    if spec is None or spec.origin is None:
+        raise QuantkitError("numpy is not installed", "reinstall quantkit")
+    package = Path(spec.origin).parent
+    return [path for path in (package, package.with_name("numpy.libs")) if path.is_dir()]
+
+
+def _counts_apart() -> bool:
+    """Whether the kernel counts a user's processes in each user namespace by itself (Linux 5.14)."""
+    major, minor = os.uname().release.split(".")[:2]
+    return (int(major), int("".join(c for c in minor if c.isdigit()) or 0)) >= (5, 14)
+
+
+def _tasks_of_user() -> int:
+    """Threads that count against the limit of processes beside those of the box: this user's, and nobody's for the boxes of root."""
+    users, count = {os.getuid(), 65534}, 0
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            count += len(os.listdir(entry / "task")) if entry.stat().st_uid in users else 0
+    return count
+
+
+# ----------------------------------------------------------------------------------------------------------- what a box holds
+
+
+def tree(pid: int) -> tuple[list[int], int]:
+    """A process with its descendants, and how many threads they are."""
+    found, threads = [pid], 0
+    for one in found:
+        with contextlib.suppress(OSError, ValueError):
+            for task in os.listdir(f"/proc/{one}/task"):
+                threads += 1
+                found += map(int, Path(f"/proc/{one}/task/{task}/children").read_text().split())
+    return found, threads
+
+
+_HELD = ("RssAnon", "RssShmem", "VmSwap", "VmPTE", "HugetlbPages")
+
+
+def _held(pid: int) -> int:
+    return _fields(f"/proc/{pid}/status", _HELD)
+
+
+def _share(pid: int) -> int:
+    """Pages in proportion to how many processes have them, where the kernel tells; else as `_held`."""
+    try:
+        return _fields(f"/proc/{pid}/smaps_rollup", ("Pss_Anon", "Pss_Shmem", "SwapPss")) + _fields(f"/proc/{pid}/status", ("VmPTE",))
+    except PermissionError:
+        return _held(pid)
+
+
+def _fields(path: str, names: tuple[str, ...]) -> int:
+    """The sum of some fields in kB of a file in /proc, in bytes; 0 for a process that has ended."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.partition(":")[0] in names)

@@ -1,0 +1,280 @@
+"""One program in one box, and beside it, in a second box, the judge that calls it."""
+
+import contextlib
+import json
+import os
+import re
+import select
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import IO, Any, Literal, TypeVar
+
+from quantkit.evaluation.sandbox import cgroup
+from quantkit.evaluation.sandbox.boxes import OUTPUT, START_S, WATCH_S, Box, BoxFault, Command, Level
+
+Status = Literal["passed", "failed", "timeout", "no-verdict", "sandbox-error"]
+
+TIMEOUT_S = 10.0
+_TRIES, _PAUSE_S, _POLL_S = 3, 0.3, 0.005
+_TAIL = 4000  # bytes of stderr in which an exception is looked for
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one program did. `output` is a script's stdout. `sandbox-error` says nothing about the program: none of its lines ran."""
+
+    status: Status
+    detail: str = ""
+    output: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Program:
+    """Source that runs part after part in one namespace, and the function it must define, at its top or in a class Solution."""
+
+    parts: tuple[str, ...]
+    entry_point: str
+
+
+def run_tests(program: Program, helpers: str, tests: str, *, timeout_s: float | None = None, level: Level | None = None) -> Run:
+    """Passed if `tests`, which call the function by its name, return in the judge's process; `helpers` is trusted source that they use."""
+    request = {"kind": "check", "helpers": helpers, "tests": tests, "entry_point": program.entry_point, "call_timeout_s": None}
+    return _tried(lambda level: _judged(program, request, timeout_s or TIMEOUT_S, level), level)
+
+
+def run_calls(program: Program, cases: list[tuple[list[Any], Any]], *, timeout_s: float, level: Level | None = None) -> Run:
+    """Passed if every call of the function with a case's arguments gives the case's result, as JSON values, each within `timeout_s`."""
+    request = {"kind": "cases", "cases": cases, "call_timeout_s": timeout_s}
+    return _tried(lambda level: _judged(program, request, timeout_s * (len(cases) + 1), level), level)
+
+
+def run_script(source: str, stdin: str, *, timeout_s: float | None = None, level: Level | None = None) -> Run:
+    """Passed if `source`, run as a file, ended by itself, by sys.exit or by os._exit; what it printed is in `output`."""
+    return _tried(lambda level: _script(source, stdin, timeout_s or TIMEOUT_S, level), level)
+
+
+def _tried(attempt: Callable[[Level], Run], level: Level | None) -> Run:
+    """A fault of the sandbox itself is tried again, and in the end reported as such."""
+    level = level or active_level()
+    problem = ""
+    for number in range(_TRIES):
+        time.sleep(number * _PAUSE_S)
+        try:
+            return attempt(level)
+        except (BoxFault, OSError) as fault:  # an OSError is ours: no room for a file, no descriptor left
+            problem = str(fault)
+    return Run("sandbox-error", problem)
+
+
+def _judged(program: Program, request: dict[str, Any], timeout_s: float, level: Level) -> Run:
+    """The judge starts first and waits; the program begins when both are behind their walls and the judge asks for it."""
+    with contextlib.ExitStack() as stack:
+        calls, replies, report = (stack.enter_context(_Pipe()) for _ in range(3))
+        boxes = []
+        for script, asked, keep in (
+            ("judge.py", request, (calls.write, replies.read, report.write)),
+            ("candidate.py", {"parts": program.parts, "entry_point": program.entry_point}, (calls.read, replies.write)),
+        ):
+            stdin = stack.enter_context(_holding(json.dumps(asked).encode()))
+            command = Command([f"{{inside}}/{script}", *map(str, keep)], stdin, keep=keep)
+            boxes.append(stack.enter_context(contextlib.closing(Box(level, command, timeout_s))))
+        for pipe in (calls, replies):
+            pipe.close()
+        report.close_write()
+        for box in boxes:
+            box.wait_started()
+        lines = _Lines(report.read)
+        start = time.monotonic()
+        try:
+            ready = _wait(lines.next, boxes, START_S)
+            if ready != b"ready":
+                raise BoxFault(_fault_of(ready))
+            start = time.monotonic()
+            line = _wait(lines.next, boxes, timeout_s)
+        except TooMuch as error:
+            return Run("failed", str(error), seconds=time.monotonic() - start)
+        return _verdict(line, time.monotonic() - start)
+
+
+def _verdict(line: bytes | None, seconds: float) -> Run:
+    if line is None:
+        return Run("timeout", f"no verdict after {seconds:.1f} s", seconds=seconds)
+    if not line:
+        return Run("no-verdict", "the judge ended before its tests did", seconds=seconds)
+    told = json.loads(line)
+    return Run(told["status"], _printable(told["detail"]), seconds=seconds)
+
+
+def _script(source: str, stdin: str, timeout_s: float, level: Level) -> Run:
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="quantkit-script-")))
+        (folder / "stdin").write_text(stdin, encoding="utf-8", errors="replace", newline="")
+        given, out, told = (stack.enter_context((folder / name).open(mode)) for name, mode in _STREAMS.items())
+        for name in _STREAMS:
+            (folder / name).chmod(0o666)  # a program with an id of its own opens /dev/stdout by name
+        views = tuple((str(folder / name), f"/dev/{name}", name != "stdin") for name in _STREAMS)
+        command = Command(["main.py"], given, out, told, files={"main.py": source}, views=views)
+        box = stack.enter_context(contextlib.closing(Box(level, command, timeout_s)))
+        box.wait_started()
+        start = time.monotonic()
+        try:
+            code = _wait(lambda: _ended(box), [box], timeout_s)
+        except TooMuch as error:
+            return Run("failed", str(error), seconds=time.monotonic() - start)
+        seconds = time.monotonic() - start
+        output, errors = ((folder / name).read_bytes() for name in ("stdout", "stderr"))
+    text = output[:OUTPUT].decode(errors="replace")
+    if code is None:
+        return Run("timeout", f"still running after {seconds:.1f} s", text, seconds)
+    if problem := _problem(code, errors[-_TAIL:].decode(errors="replace")):
+        return Run("failed", problem, text, seconds)
+    return Run("passed", "", text, seconds)
+
+
+_STREAMS = {"stdin": "rb", "stdout": "wb", "stderr": "wb"}
+
+
+def _problem(code: int, errors: str) -> str:
+    """What an end was, if it was no good one: a signal, or an exception that nobody caught. sys.exit may give any code."""
+    if code > 128:
+        return f"ended by signal {code - 128}"
+    if code == 1 and re.search(r"^(Traceback \(most recent call last\):|  File \".*main.py\", line \d+$)", errors, re.MULTILINE):
+        return _printable(errors.strip().rpartition("\n")[2])[:2000]
+    return ""
+
+
+class TooMuch(Exception):
+    """The processes of a box together hold more than they may."""
+
+
+def _wait(look: Callable[[], T | None], boxes: list[Box], timeout_s: float) -> T | None:
+    """What `look` finds, asked again and again, or None after `timeout_s`. Raises TooMuch."""
+    deadline, watched = time.monotonic() + timeout_s, time.monotonic()
+    while (found := look()) is None and time.monotonic() < deadline:
+        if time.monotonic() - watched > WATCH_S:
+            watched = time.monotonic()
+            for box in boxes:
+                if excess := box.excess():
+                    raise TooMuch(excess)
+    return found
+
+
+def _ended(box: Box) -> int | None:
+    if box.exit_code is None:
+        time.sleep(_POLL_S)
+    return box.exit_code
+
+
+class _Lines:
+    """Lines of the judge's report, as they come; the last is b"" when the judge has ended."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._data = descriptor, b""
+
+    def next(self) -> bytes | None:
+        """A line, or None if none came within a moment."""
+        while b"\n" not in self._data and select.select([self._descriptor], [], [], WATCH_S)[0]:
+            chunk = os.read(self._descriptor, 1 << 16)
+            self._data += chunk
+            if not chunk:
+                return b""
+        line, newline, rest = self._data.partition(b"\n")
+        if not newline:
+            return None
+        self._data = rest
+        return line
+
+
+def _fault_of(line: bytes | None) -> str:
+    if not line:
+        return "the judge did not start"
+    return _printable(str(json.loads(line)["fault"]))
+
+
+def _printable(text: str) -> str:
+    """Without lone surrogates, which no file takes."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+@contextlib.contextmanager
+def _holding(data: bytes) -> Iterator[IO[bytes]]:
+    """A file without a name: nothing but who inherits it can read it."""
+    with tempfile.TemporaryFile() as file:
+        file.write(data)
+        file.seek(0)
+        yield file
+
+
+class _Pipe:
+    def __init__(self) -> None:
+        self.read, self.write = os.pipe()
+        self._open = {self.read, self.write}
+
+    def __enter__(self) -> "_Pipe":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        while self._open:
+            os.close(self._open.pop())
+
+    def close_write(self) -> None:
+        self._open.discard(self.write)
+        os.close(self.write)
+
+
+# ---------------------------------------------------------------------------------------------------------------------- level
+
+_PROBES, _PROBE_PAUSE_S = 5, 0.4
+_PROBE = Program(("def f(x): return x",), "f")
+
+
+@dataclass(frozen=True)
+class Found:
+    """The strongest level that works here, and why it is not a stronger one."""
+
+    level: Level
+    reason: str = ""
+
+    def __str__(self) -> str:
+        if self.level == "rlimits":
+            return f"programs run in a sandbox of level rlimits, with this user's rights to files and processes ({self.reason})"
+        memory = "by a cgroup" if cgroup.usable() else "by watching"
+        return f"programs run in a sandbox of level namespaces: no files, no network, system calls filtered, memory held {memory}"
+
+
+@cache
+def find_level() -> Found:
+    """Runs a trivial program behind each kind of wall. One that fails is tried again: a busy machine refuses at times."""
+    reason = ""
+    for number in range(_PROBES):
+        time.sleep(number * _PROBE_PAUSE_S)
+        try:
+            run = _judged(_PROBE, _PROBE_TEST, TIMEOUT_S, "namespaces")
+        except (BoxFault, OSError) as fault:
+            reason = str(fault)
+            continue
+        if run.status == "passed":
+            return Found("namespaces")
+        reason = f"{run.status}: {run.detail}"
+    return Found("rlimits", reason)
+
+
+def active_level() -> Level:
+    return find_level().level
+
+
+_PROBE_TEST = {"kind": "check", "helpers": "", "tests": "assert f((1, 'a')) == (1, 'a')", "entry_point": "f", "call_timeout_s": None}
+
+
+def workers() -> int:
+    """Programs to run beside each other: one per core this process may use, so that the wall clock stays fair."""
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,48 @@
+"""bench.json and bench.html of one grid: plots, the table, and published figures under their own hardware, never mixed with ours."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+
+from quantkit import __version__, plots
+from quantkit.evaluation.results.published import speed_tables
+from quantkit.evaluation.results.store import write_atomically
+
+_TEMPLATE = Path(__file__).with_name("report.html.j2")
+
+
+def write_report(out: Path, result: dict[str, Any]) -> None:
+    """`result` as `quantkit bench --json` prints it; `hardware` is the machine in one line."""
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(out / "bench.json", json.dumps(result, indent=1) + "\n")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    drawn = [
+        _curves(result["rows"], "tpot_ms", "TPOT, ms (mean)"),
+        _curves(result["rows"], "system_tps", "output tokens/s, all requests"),
+        _curves(result["rows"], "ttft_s", "TTFT, s (mean)"),
+    ]
+    page = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+        result=result, plots=drawn, published=speed_tables(), version=__version__
+    )
+    write_atomically(out / "bench.html", page)
+
+
+def _curves(rows: list[dict[str, Any]], key: str, label: str) -> str:
+    """One line an input length, over concurrency."""
+    axes, figure = plots.draw(7.0, 2.6)
+    for input_len in sorted({row["input_len"] for row in rows}):
+        points = [(row["concurrency"], row[key]) for row in rows if row["input_len"] == input_len and row[key] is not None]
+        if points:
+            axes.plot(*zip(*points), marker="o", label=f"{input_len} tokens in")
+    ticks = sorted({row["concurrency"] for row in rows})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [str(tick) for tick in ticks], fontsize=8)
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("concurrency", fontsize=8)
+    axes.set_ylabel(label, fontsize=8)
+    axes.tick_params(axis="y", labelsize=8)
+    axes.legend(fontsize=8, frameon=False)
+    return figure.svg()

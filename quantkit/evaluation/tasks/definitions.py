@@ -1,0 +1,146 @@
+"""Evaluation tasks: what to ask, how to grade, under which protocol. A task is one YAML file in eval/tasks or anywhere on disk.
+
+A protocol fixes everything that moves a score besides the model: prompt, system prompt, shots, sampling, repeats. Its defaults are in
+eval/protocols.yaml; a task adds its prompt and overrides what differs. `find_setting` joins the two into one `Setting`.
+"""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from quantkit.assets import asset
+from quantkit.errors import QuantkitError
+from quantkit.evaluation.generators.generator import Generation
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DataSource(_Strict):
+    """Where rows come from: a file that ships with quantkit, a file below --data-dir, or the `datasets` extra."""
+
+    builtin: str | None = None
+    files: list[str] = []
+    hub: dict[str, str] | None = None
+    where: str = ""
+    rows: int | None = None
+
+
+class Dates(_Strict):
+    """Keep problems dated within [from, to], both inclusive, as YYYY-MM-DD."""
+
+    first: str = Field(alias="from")
+    last: str = Field(alias="to")
+
+
+class TaskProtocol(_Strict):
+    """What a task says about one protocol. `generation` and `single_pass` override single sampling parameters."""
+
+    prompt: str
+    system: str | None = None
+    raw: bool = False  # a plain completion prompt: no chat template
+    shots: int = 0
+    shots_same_group: bool = False
+    repeats: int | None = None
+    grader: str | None = None
+    dates: Dates | None = None
+    generation: dict[str, Any] = {}
+    single_pass: dict[str, Any] = {}  # on top of `generation` when every problem is asked once
+
+
+class Task(_Strict):
+    name: str
+    version: int
+    title: str
+    summary: str
+    data: DataSource
+    shots: DataSource | None = None
+    fields: dict[str, str | list[str]]  # our name -> the row's, or the names it may have
+    optional: dict[str, str] = {}  # likewise; empty where the row has none
+    grader: str
+    protocols: dict[str, TaskProtocol]
+
+
+class Protocol(_Strict):
+    summary: str
+    thinking: bool  # replies are expected to begin inside <think>
+    generation: dict[str, Any]
+    repeats: int
+
+
+class Setting(_Strict):
+    """One task under one protocol, everything resolved. The prompt is a Jinja2 template."""
+
+    task: Task
+    protocol: str
+    thinking: bool
+    prompt: str
+    system: str | None
+    raw: bool
+    shots: int
+    shots_same_group: bool
+    dates: Dates | None
+    grader: str
+    repeats: int
+    generation: Generation
+
+
+def task_names() -> list[str]:
+    return sorted(path.stem for path in asset("eval", "tasks").glob("*.yaml"))
+
+
+def find_task(name: str) -> Task:
+    """The task called `name` in eval/tasks, or the task in the YAML file `name`."""
+    path = Path(name) if name.endswith((".yaml", ".yml")) else asset("eval", "tasks") / f"{name}.yaml"
+    if not path.is_file():
+        raise QuantkitError(f"task {name!r} is not known", f"choose from {', '.join(task_names())}, or give the path of a task YAML")
+    return _read_task(path)
+
+
+@cache
+def protocols() -> dict[str, Protocol]:
+    path = asset("eval", "protocols.yaml")
+    return {name: Protocol.model_validate(value) for name, value in yaml.safe_load(path.read_text()).items()}
+
+
+def find_setting(task: Task, protocol: str, *, repeats: int | None = None, overrides: dict[str, Any] | None = None) -> Setting:
+    """The task under `protocol`; `overrides` replaces single sampling parameters (temperature, top_p, max_tokens)."""
+    if protocol not in protocols():
+        raise QuantkitError(f"protocol {protocol!r} is not known", f"choose one of {', '.join(protocols())}")
+    if protocol not in task.protocols:
+        raise QuantkitError(f"task {task.name} does not define protocol {protocol}", f"use {' or '.join(task.protocols)}")
+    base, own = protocols()[protocol], task.protocols[protocol]
+    asked = repeats or own.repeats or base.repeats
+    parameters = base.generation | own.generation | (own.single_pass if asked == 1 else {}) | (overrides or {})
+    generation = Generation(**parameters | {"stop": tuple(parameters.get("stop", ()))})
+    if asked > 1 and generation.temperature == 0:
+        raise QuantkitError(
+            f"{asked} repeats of {task.name} would be {asked} times the same greedy reply", "use --repeats 1 or set a --temperature above 0"
+        )
+    return Setting(
+        task=task,
+        protocol=protocol,
+        thinking=base.thinking,
+        prompt=own.prompt,
+        system=own.system,
+        raw=own.raw,
+        shots=own.shots,
+        shots_same_group=own.shots_same_group,
+        dates=own.dates,
+        grader=own.grader or task.grader,
+        repeats=asked,
+        generation=generation,
+    )
+
+
+def _read_task(path: Path) -> Task:
+    try:
+        return Task.model_validate(yaml.safe_load(path.read_text()))
+    except (yaml.YAMLError, ValidationError) as error:
+        first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": str(error).splitlines()[0]}
+        place = ".".join(str(part) for part in first["loc"])
+        raise QuantkitError(f"{path}: {place or 'file'}: {first['msg']}", "compare with eval/tasks/gsm8k.yaml") from error

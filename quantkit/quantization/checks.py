@@ -1,0 +1,101 @@
+"""Everything that can be known to be wrong before the first weight is read."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit.checkpoint.companions import SETTINGS, read_companions
+from quantkit.checkpoint.formats.base import Format
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import QuantkitError
+from quantkit.model_files import LARGEST, is_there, read_json
+from quantkit.models import ARCHITECTURES
+from quantkit.models import by_name as by_name_models
+from quantkit.models.stored import check_stored, read_model
+from quantkit.models.table import Parameter
+from quantkit.schemes import Scheme
+from quantkit.tokenizer.chat import ChatTokenizer
+
+DROPPED = {
+    r".*\.rotary_emb\.inv_freq": "computed from config.json",
+    r"lm_head\.weight": "the embedding once more, to which config.json ties it",
+    r".*\.[kv]_scale": "a scale of a quantized cache; this scheme's cache is 16-bit",
+    r".*\.(input_scale|activation_scale)": "a static activation scale of the source's own quantization",
+}
+"""Tensors that a source may hold beside the parameters, by pattern, and why the output does not have them."""
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """The source against its architecture's table. rows: resolved parameters. dropped: tensor -> reason."""
+
+    architecture: Any
+    config: Any
+    rows: list[Parameter]
+    dropped: dict[str, str]
+
+
+def take_inventory(checkpoint: Checkpoint, *, by_name: bool = False) -> Inventory:
+    """Every tensor of the source is a parameter of the right shape, or dropped for a known reason. Raises QuantkitError otherwise.
+
+    by_name: an architecture that quantkit does not know will do; its linears are told by name. Only for runs without calibration.
+    """
+    check_companions(checkpoint.path)
+    if checkpoint.format.name not in ("dense", "fp8-block"):
+        raise QuantkitError(
+            f"{checkpoint.path} is already quantized ({checkpoint.format.name}, by its config.json)",
+            "quantize the model it was made from, not a rounded copy",
+        )
+    if by_name and checkpoint.config.get("model_type") not in ARCHITECTURES:
+        return _inventory_by_name(checkpoint)
+    model = read_model(checkpoint)
+    check_stored(checkpoint, model.rows)
+    owned = {name for row in model.rows for name in (checkpoint.parts(row.module) if row.module in checkpoint.linears else (row.name,))}
+    dropped = {name: _reason(name) for name in checkpoint.tensors if name not in owned}
+    unknown = sorted(name for name, reason in dropped.items() if not reason)
+    if unknown:
+        raise QuantkitError(
+            f"{checkpoint.path} holds {len(unknown)} tensors that its config.json has no place for, such as {unknown[0]}",
+            "the model may be a variant that quantkit does not compute: use a supported one",
+        )
+    return Inventory(model.architecture, model.config, model.rows, dropped)
+
+
+def check_companions(path: Path) -> None:
+    """The files that go with the weights are what their names say: hours later an output without a tokenizer would be of no use."""
+    read_companions(path)
+    for name in SETTINGS:
+        if is_there(path / name):
+            read_json(path / name, LARGEST)
+    if is_there(path / "tokenizer.json"):
+        ChatTokenizer(path)
+
+
+def _inventory_by_name(checkpoint: Checkpoint) -> Inventory:
+    packed = {name for module in checkpoint.linears for name in checkpoint.parts(module)}
+    shapes = {f"{module}.weight": tuple(checkpoint.shape(module)) for module in checkpoint.linears}
+    shapes |= {name: tensor.shape for name, tensor in checkpoint.tensors.items() if name not in packed}
+    return Inventory(by_name_models, by_name_models.Config(), by_name_models.parameters(shapes), {})
+
+
+def _reason(name: str) -> str:
+    return next((reason for pattern, reason in DROPPED.items() if re.fullmatch(pattern, name)), "")
+
+
+def check_groups(rows: list[Parameter], scheme: Scheme, format: Format) -> None:
+    """The group size divides the input channels of every linear that will be quantized, and the format can hold its shape."""
+    if scheme.outside is not None and all(row.expert is None for row in rows):
+        raise QuantkitError(
+            f"{scheme.name} is for routed experts, and the model has none", "use int8-a8w8c16, or a scheme of 4 bits for all"
+        )
+    for row in rows:
+        if not format.quantizes(row.module, row.role, mtp=row.mtp):
+            continue
+        grid = scheme.grid(expert=row.expert is not None, mtp=row.mtp)
+        if grid.group_size is not None and row.shape[1] % grid.group_size:
+            raise QuantkitError(
+                f"group size {grid.group_size} does not divide the {row.shape[1]} input channels of {row.module}",
+                "set group_size in the recipe to one that does",
+            )
+        format.specs(row.module, (row.shape[0], row.shape[1]), grid)

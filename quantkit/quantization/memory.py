@@ -1,0 +1,168 @@
+"""What a run will hold in memory at its worst moment, and how much arithmetic it is, before it starts.
+
+A calibrated run holds the hidden states of all tokens, and then one of:
+  sublayer  of attention or feed-forward: its weights and Hessians; or its Hessians and their factors, the largest being made; or the
+            factors and the linears of one input being solved
+  experts   the inputs of the routed experts, the Hessian of the layer's input, and a batch of experts being solved
+A run without calibration holds one unit. Nothing depends on the number of layers or experts. The factors below count the float32
+copies that are alive together in quantkit.calibrate and quantkit.quant; benchmarks/r1_shape.py measures them.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from quantkit.calibrate.allocator import LARGEST_KEPT
+from quantkit.calibrate.batches import Batches
+from quantkit.checkpoint.writer import WAITING
+from quantkit.errors import QuantkitError
+from quantkit.models.table import Parameter
+
+PROCESS_BYTES = 400 * 10**6
+"""Python, torch and the tokenizer, before any weight is read."""
+_FLOAT = 4
+_SOLVED = 4
+"""Matrices of a linear's size alive when it was solved, besides its weight: its values, in pieces and whole, and codes."""
+_RUN = 6
+"""Activations as wide as the widest linear that are alive together while tokens run through a sublayer."""
+_PIECE = 7
+"""Matrices of the size of the piece that is being solved."""
+_SEARCHED = 3
+"""Squares of an input while it is factored: its Hessian, that in the order of solving, and its factor."""
+_PANELS = 3 * 512
+"""Rows of such a square that are copied on the way."""
+_BATCH = 6
+"""Matrices of the size of a batch of experts: as read, scaled, rounded, and what rounding needs."""
+_COPIED = 3
+"""Bytes a value while a 16-bit tensor is copied: itself, and a mask that says where it is finite."""
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class RunSizes:
+    """tokens: calibration and held-out; judged: the held-out ones; sequence: the longest. quantized: modules the output holds quantized."""
+
+    units: dict[str, list[Parameter]]
+    quantized: set[str]
+    hidden_size: int
+    experts_per_token: int
+    tokens: int
+    judged: int
+    sequence: int
+    batches: Batches
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes alive together at the worst moment: `process`, `hidden` states, and the sublayer or experts in `work`. where: the unit."""
+
+    process: int
+    hidden: int
+    work: int
+    where: str
+
+    @property
+    def total(self) -> int:
+        return self.process + self.hidden + self.work
+
+
+def calibrated_peak(work: RunSizes) -> Peak:
+    """The worst moment of a calibrated run."""
+    hidden = (work.tokens + work.judged) * work.hidden_size * _FLOAT
+    moments = [(bytes_, unit) for unit, rows in work.units.items() for bytes_ in _moments(work, rows)]
+    layers = {row.layer for rows in work.units.values() for row in rows if row.expert is not None}
+    for layer in sorted(layer for layer in layers if layer is not None)[:1]:
+        moments.append((_experts_bytes(work, layer), f"layers.{layer}.experts"))
+    bytes_, unit = max(moments, key=lambda moment: moment[0])
+    return Peak(PROCESS_BYTES, hidden, bytes_ + min(2 * LARGEST_KEPT, bytes_ // 8), unit)  # and freed blocks that wait for the next
+
+
+def fitting_peak(work: RunSizes, ceiling: int | None) -> tuple[Peak, Batches]:
+    """The peak in the largest batches that keep it under `ceiling` bytes, or in the smallest where none do; and these batches."""
+    peak = calibrated_peak(work)
+    while ceiling is not None and peak.total > ceiling and work.batches.halved() != work.batches:
+        work = replace(work, batches=work.batches.halved())
+        peak = calibrated_peak(work)
+    return peak, work.batches
+
+
+def nearest_peak(units: dict[str, list[Parameter]], quantized: set[str]) -> Peak:
+    """The worst moment of a run without calibration: one unit at a time, its linears in float32, what is copied as it is stored; and
+    what waits for the disk. (Calibration is slower than any disk.)"""
+    moments, waiting = [], 0
+    for unit, rows in units.items():
+        linears = [_FLOAT * _values(row) for row in rows if row.module in quantized]
+        copied = [_COPIED * _values(row) for row in rows if row.module not in quantized]
+        moments.append((2 * sum(linears) + 4 * max(linears, default=0) + sum(copied), unit))
+        waiting += sum(linears) // _FLOAT + sum(copied)  # what is rounded takes a byte a value, or less
+    work, where = max(moments)
+    return Peak(PROCESS_BYTES, 0, work + min(WAITING, waiting), where)
+
+
+def check_memory(peak: Peak, ceiling: int | None) -> None:
+    """Refuse a run that will not keep under `ceiling` bytes, with the least it needs."""
+    if ceiling is not None and peak.total > ceiling:
+        raise QuantkitError(
+            f"the run needs {peak.total / _GIB:.1f} GiB of memory at {peak.where} and --memory is {ceiling / _GIB:.1f} GiB",
+            f"give --memory {math.ceil(peak.total / _GIB * 2) / 2:g}GiB or more, or fewer --samples or a shorter --seq-len",
+        )
+
+
+def parse_bytes(text: str) -> int:
+    """A size such as 16GiB, 64GB or 512MiB, in bytes."""
+    units = {"GiB": 2**30, "MiB": 2**20, "TiB": 2**40, "GB": 10**9, "MB": 10**6, "TB": 10**12}
+    for unit, factor in units.items():
+        if text.endswith(unit):
+            try:
+                value = float(text.removesuffix(unit))
+            except ValueError:
+                break
+            if value > 0:
+                return int(value * factor)
+    raise QuantkitError(f"{text!r} is no size", "write it as 16GiB or 64GB")
+
+
+def _moments(work: RunSizes, rows: list[Parameter]) -> list[int]:
+    """Of one unit that is a sublayer: while its inputs are observed, while each one's scale is searched, while its readers are solved, and
+    while it runs with what came of them."""
+    linears = [row for row in rows if row.module in work.quantized]
+    if rows[0].layer is None or rows[0].expert is not None or not linears:
+        return []
+    weights = _FLOAT * sum(_values(row) for row in rows)
+    asked = (work.tokens + work.judged) * work.hidden_size * _FLOAT if any(row.role == "router" for row in rows) else 0
+    held = asked + _FLOAT * work.hidden_size**2  # and what an error in the residual stream costs
+    readers: dict[int, list[int]] = {}  # bytes of the linears, by their input channels
+    for row in linears:
+        readers.setdefault(row.shape[1], []).append(_FLOAT * _values(row))
+    squares = {columns: _FLOAT * columns**2 for columns in readers}
+    passed = min(max(work.batches.tokens, work.sequence), work.tokens)
+    run = _RUN * _FLOAT * passed * max(row.shape[0] for row in rows if len(row.shape) == 2)
+    moments = [held + weights + sum(squares.values()) + run, held + weights + weights // _FLOAT + run]
+    for columns, sizes in readers.items():
+        # Every input has its Hessian, and those searched before their factors.
+        others = sum(2 * squares[k] for k in squares if k != columns)
+        moments.append(held + others + _SEARCHED * squares[columns] + _FLOAT * _PANELS * columns)
+        piece = min(_FLOAT * max(work.batches.piece_values, columns), max(sizes))
+        solved = sum(map(sum, readers.values())) // _FLOAT  # a byte a value of those solved before
+        moments.append(held + sum(squares.values()) + solved + sum(sizes) + _SOLVED * max(sizes) + _PIECE * piece)
+    return moments
+
+
+def _experts_bytes(work: RunSizes, layer: int) -> int:
+    """Of one batch of routed experts; those with the most tokens get about four times their share of them."""
+    rows = [row for rows in work.units.values() for row in rows if row.layer == layer]
+    experts = [row for row in rows if row.expert is not None]
+    expert = [row for row in experts if row.expert == experts[0].expert]
+    count = len(experts) // len(expert)
+    values = sum(_values(row) for row in expert)
+    batch = min(count, max(1, work.batches.expert_values // values))
+    shared = sum(_values(row) for row in rows if row.block in ("mlp", "router", "shared_expert"))
+    width = min(row.shape[0] for row in expert)
+    asked = (work.tokens + work.judged) * work.hidden_size * _FLOAT
+    busiest = min(work.tokens, 4 * work.tokens * work.experts_per_token // count)
+    tokens = _FLOAT * busiest * (2 * work.hidden_size + 3 * width)
+    squares = _FLOAT * (5 * work.hidden_size**2 + 4 * batch * width**2)
+    return asked + 2 * _FLOAT * shared + squares + _BATCH * _FLOAT * batch * values + tokens
+
+
+def _values(row: Parameter) -> int:
+    return math.prod(row.shape)

@@ -1,0 +1,50 @@
+"""Rounding without calibration: unit by unit, limited by the disk."""
+
+import math
+
+import psutil
+import torch
+
+from quantkit.calibrate.findings import Findings
+from quantkit.calibrate.parameter_reader import ParameterReader
+from quantkit.calibrate.ranks import Ranks
+from quantkit.calibrate.solver import Solver
+from quantkit.models.table import Parameter
+from quantkit.progress import OnEvent, Progress
+from quantkit.quantization.output import Output
+
+
+@torch.inference_mode()
+def round_units(source: ParameterReader, output: Output, solver: Solver, on_event: OnEvent, ranks: Ranks) -> Findings:
+    """Round every unit that is not finished, this rank's of them, and wait for the others.
+
+    Errors are of the weights themselves: there are no inputs to weigh them by.
+    """
+    ranks.share(output)
+    findings = Findings()
+    total = sum(source.stored_bytes(row) for row in output.rows.values())
+    done, process = 0, psutil.Process()
+    for number, (unit, rows) in enumerate(output.units.items()):
+        if ranks.mine(number) and not output.done(unit):
+            _round_unit(unit, rows, source, output, solver, findings)
+        done += sum(source.stored_bytes(row) for row in rows)
+        on_event(Progress("rounding", unit, done, total, findings.mean_error, process.memory_info().rss))
+    ranks.share(output)
+    return _collected(output)
+
+
+def _collected(output: Output) -> Findings:
+    """What was noted with all units, in their order."""
+    findings = Findings()
+    for unit in output.units:
+        findings.take(output.facts(unit))
+    return findings
+
+
+def _round_unit(unit: str, rows: list[Parameter], source: ParameterReader, output: Output, solver: Solver, findings: Findings) -> None:
+    weights = {row.module: source.dequantized(row) for row in rows if output.quantizes(row)}
+    fused = {row.module: row.fused for row in rows if row.fused}
+    solved = solver.on(output.grid(rows[0])).nearest(weights, fused)
+    facts = findings.facts({module: one.rounded for module, one in solved.items()}, {})
+    assert all(not math.isnan(one.error) for one in solved.values()), unit
+    output.write(unit, {module: one.weight for module, one in solved.items()}, {}, facts)

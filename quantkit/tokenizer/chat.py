@@ -1,0 +1,233 @@
+"""Text to tokens and back: the tokenizer of a checkpoint, its chat template, and text that streams.
+
+`tokenizers` reads tokenizer.json directly: importing transformers for it would cost seconds at every start. Templates are programs that
+come with a model: they run in a process of their own (template.py).
+"""
+
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from quantkit.errors import QuantkitError
+from quantkit.model_files import LARGEST, is_there, read_json, read_text
+from quantkit.tokenizer.template import ChatTemplate
+
+THINK, END_THINK = "<think>", "</think>"
+Message = dict[str, Any]
+"""`role` and `content`, as OpenAI's chat messages."""
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning; templates read the first, and some the second."""
+_AGAIN = "copy it from the original model"
+
+
+class ChatTokenizer:
+    """The tokenizer of one checkpoint directory.
+
+    eos_ids: tokens that end an answer, of generation_config.json, config.json and the tokenizer together. end_think: the id of </think>,
+    if it is one token. sampling_defaults: temperature, top_p and top_k of generation_config.json, where it has them. templates: by name;
+    `default` is the one, others are for some uses.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.tokenizer = _read_tokenizer(path)
+        self.settings = _read_optional(path / "tokenizer_config.json")
+        self.special_tokens = _special_tokens(path / "tokenizer_config.json", self.settings)
+        self.bos, self.eos = self.special_tokens.get("bos_token"), self.special_tokens.get("eos_token")
+        config, generation = _read_optional(path / "config.json"), _read_optional(path / "generation_config.json")
+        vocab_size = config.get("vocab_size")
+        self.vocab_size: int | None = vocab_size if type(vocab_size) is int else None
+        self.eos_ids = self._find_eos(path, {"generation_config.json": generation, "config.json": config})
+        self.end_think: int | None = self.tokenizer.token_to_id(END_THINK)
+        self.sampling_defaults = _sampling_defaults(path / "generation_config.json", generation)
+        self.templates = _find_templates(path, self.settings)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of plain text to be continued, with the leading token the model expects."""
+        ids = self._ids(text, add_special_tokens=True)
+        bos = self.tokenizer.token_to_id(self.bos) if self.bos else None
+        if self.settings.get("add_bos_token") and bos is not None and ids[:1] != [bos]:
+            ids = [bos, *ids]
+        return ids
+
+    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise QuantkitError(f"the text holds half of a character (at {error.start})", "give it as valid Unicode") from error
+        try:
+            # As a batch of one: tokenizers then lets other threads run meanwhile, and computes no offsets.
+            ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except Exception as error:  # the library raises nothing more special
+            raise QuantkitError(f"{self.path / 'tokenizer.json'} cannot encode this text: {error}", _AGAIN) from error
+        if self.vocab_size is not None and ids and max(ids) >= self.vocab_size:
+            known = f"config.json has vocab_size = {self.vocab_size}"
+            raise QuantkitError(f"{self.path / 'tokenizer.json'} makes token {max(ids)} of this text, and {known}", _AGAIN)
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of generated ids; special tokens are left out (DeepSeek's <think> is an ordinary token and stays)."""
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        """One token alone, special or not; bytes that are no character by themselves show as U+FFFD."""
+        text: str = self.tokenizer.decode([token_id], skip_special_tokens=False)
+        return text
+
+    def render(self, messages: list[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
+        """The chat template's text for `messages`. QuantkitError where there is no template or it refuses them."""
+        named = "tool_use" if variables.get("tools") and "tool_use" in self.templates else "default"
+        if named not in self.templates:
+            told = f"{self.path} has no chat template, neither chat_template.jinja nor one in tokenizer_config.json"
+            raise QuantkitError(told, "use plain completions")
+        given = {"tools": None, "documents": None, **self.special_tokens, **variables}
+        conversation = [_with_reasoning(message) for message in messages]
+        return self.templates[named].render({**given, "messages": conversation, "add_generation_prompt": add_generation_prompt})
+
+    def encode_chat(self, messages: list[Message], **variables: Any) -> list[int]:
+        """Token ids of the rendered conversation, ready to be answered."""
+        ids = self.encode_rendered(self.render(messages, **variables))
+        if not ids:
+            raise QuantkitError(f"the chat template in {self.templates['default'].name} makes an empty text of these messages", _AGAIN)
+        return ids
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Token ids of a template's text, which already holds its special tokens."""
+        return self._ids(text, add_special_tokens=False)
+
+    def opens_think(self, text: str) -> bool:
+        """Whether a rendered prompt ends inside <think>."""
+        return text.rstrip().endswith(THINK)
+
+    @property
+    def prefills_think(self) -> bool:
+        """Whether the template itself opens <think>, so that an answer begins inside it."""
+        if "default" not in self.templates:
+            return False
+        return self.opens_think(self.render([{"role": "user", "content": "?"}]))
+
+    def _find_eos(self, path: Path, files: dict[str, dict[str, Any]]) -> frozenset[int]:
+        found: set[int] = set()
+        for name, content in files.items():
+            said = content.get("eos_token_id")
+            ids = said if isinstance(said, list) else [] if said is None else [said]
+            if not all(type(one) is int and 0 <= one < (self.vocab_size or 2**31) for one in ids):
+                raise QuantkitError(f"{path / name} has eos_token_id = {said!r:.60}", "give ids of tokens that the model has")
+            found.update(ids)
+        named = self.tokenizer.token_to_id(self.eos) if self.eos else None
+        if named is not None and named < (self.vocab_size or 2**31):
+            found.add(named)
+        return frozenset(found)
+
+
+class TextStream:
+    """Turns one answer's tokens into text as they come, and watches for stop strings.
+
+    A character of several tokens appears when it is whole. Text that may be the beginning of a stop string is held back.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()) -> None:
+        self._tokenizer, self._stop = tokenizer, stop
+        self._decoder = DecodeStream(skip_special_tokens=True)
+        self._held = ""
+        self.stopped = False
+
+    def push(self, token_id: int) -> str:
+        """The text that became certain with this token. After a stop string nothing more comes and `stopped` is set."""
+        assert not self.stopped, "pushed past a stop string"
+        self._held += self._decoder.step(self._tokenizer, token_id) or ""
+        if not self._stop:
+            return self._release(len(self._held))
+        ends = [index for index in (self._held.find(stop) for stop in self._stop) if index >= 0]
+        if ends:
+            self.stopped = True
+            text = self._release(min(ends))
+            self._held = ""
+            return text
+        return self._release(len(self._held) - max(_overlap(self._held, stop) for stop in self._stop))
+
+    def finish(self) -> str:
+        """What is still held when the answer ends without a stop string."""
+        return self._release(len(self._held))
+
+    def _release(self, count: int) -> str:
+        text, self._held = self._held[:count], self._held[count:]
+        return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many of the last characters of `text` begin `stop`."""
+    for count in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:count]):
+            return count
+    return 0
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    file = path / "tokenizer.json"
+    if not is_there(file):
+        raise QuantkitError(f"{path} has no tokenizer.json", _AGAIN)
+    try:
+        tokenizer = Tokenizer.from_str(read_text(file, LARGEST))
+    except QuantkitError:
+        raise
+    except BaseException as error:  # a panic of the library is no Exception
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        raise QuantkitError(f"{file} is not a tokenizer: {error}", _AGAIN) from error
+    # What a training run left there. As in transformers, whoever calls decides on lengths.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _special_tokens(file: Path, settings: dict[str, Any]) -> dict[str, str]:
+    """Text of the named special tokens that the settings have; each is a text, or an object with `content`."""
+    found = {}
+    for name in _SPECIAL_TOKENS:
+        token = settings.get(name)
+        text = token.get("content") if isinstance(token, dict) else token
+        if token is not None and not isinstance(text, str):
+            raise QuantkitError(f"{file} has {name} = {token!r:.60}, expected a text", _AGAIN)
+        if text is not None:
+            found[name] = text
+    return found
+
+
+def _sampling_defaults(file: Path, generation: dict[str, Any]) -> dict[str, Any]:
+    found = {key: generation[key] for key in ("temperature", "top_p", "top_k") if generation.get(key) is not None}
+    for key, value in found.items():
+        largest = {"temperature": 100.0, "top_p": 1.0, "top_k": 2**31 - 1}[key]
+        is_number = type(value) is int or (type(value) is float and key != "top_k")
+        if not is_number or not 0 <= value <= largest or (key == "top_p" and value == 0):
+            raise QuantkitError(f"{file} has {key} = {value!r:.60}, expected a number from 0 to {largest:g}", _AGAIN)
+    return found
+
+
+def _find_templates(path: Path, settings: dict[str, Any]) -> dict[str, ChatTemplate]:
+    """chat_template.jinja where there is one, else tokenizer_config.json's: one, or several by name."""
+    file = path / "chat_template.jinja"
+    if is_there(file):
+        return {"default": ChatTemplate(read_text(file), str(file))}
+    file, said = path / "tokenizer_config.json", settings.get("chat_template")
+    if said is None:
+        return {}
+    named = said if isinstance(said, list) else [{"name": "default", "template": said}]
+    if not all(isinstance(one, dict) and isinstance(one.get("name"), str) and isinstance(one.get("template"), str) for one in named):
+        raise QuantkitError(f"{file} has a chat_template that is neither a text nor a list of named ones", _AGAIN)
+    return {one["name"]: ChatTemplate(one["template"], str(file)) for one in named}
+
+
+def _with_reasoning(message: Message) -> Message:
+    """The message with its reasoning under the names that templates read, as transformers passes it."""
+    reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None) if isinstance(message, dict) else None
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _read_optional(file: Path) -> dict[str, Any]:
+    return read_json(file) if is_there(file) else {}

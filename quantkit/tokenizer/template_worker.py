@@ -1,0 +1,91 @@
+"""Child process of template.py: first the template, then one JSON line in (its variables) and one JSON line out ({text} or {fault}).
+
+A chat template is a program that comes with a model. Jinja's sandbox keeps it from Python's own objects and limits neither time nor memory,
+so it runs here, under limits of the system: of memory for the process, of processor time for each rendering. Past the latter the system
+ends this process. Run by path with `python -I`, so it must import nothing of quantkit.
+
+What a template can use is what transformers 5 gives it (utils/chat_template_utils.py): loop controls, {% generation %}, tojson,
+raise_exception, strftime_now.
+"""
+
+import json
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+CPU_S = 1.0
+_MEMORY = 1 << 29
+_LONGEST = 1 << 24
+"""Characters of a rendered conversation: some 4 million tokens."""
+
+
+class GenerationBlock(Extension):
+    """{% generation %} marks what an assistant says, for training; here its body is rendered."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja's own spelling
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_said"), [], [], body).set_lineno(line)
+
+    def _said(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+def environment() -> ImmutableSandboxedEnvironment:
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationBlock])
+    made.globals |= {"raise_exception": _raise_exception, "strftime_now": lambda format: datetime.now().strftime(format)}
+    made.filters["tojson"] = _to_json
+    return made
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def answer(source: str, line: str) -> dict[str, str]:
+    """The rendered text, or why there is none."""
+    try:
+        text = _compiled(source).render(**json.loads(line))
+    except Exception as error:  # whatever a program can raise
+        return {"fault": f"{error}" if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"}
+    return {"text": text} if len(text) <= _LONGEST else {"fault": f"it makes {len(text)} characters of them"}
+
+
+_templates: dict[str, Any] = {}
+
+
+def _compiled(source: str) -> Any:
+    if source not in _templates:
+        _templates[source] = environment().from_string(source)
+    return _templates[source]
+
+
+def main() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    for kind in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
+        resource.setrlimit(kind, (0, 0))
+    source = json.loads(sys.stdin.readline())
+    for line in sys.stdin:
+        signal.setitimer(signal.ITIMER_PROF, CPU_S)
+        reply = json.dumps(answer(source, line))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.write(reply + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Every launch is whole and uses options its engine defines; memory is what the headers say."""
+
+import json
+import math
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from make_model import random_tensors, tiny_config
+from packed_model import write_packed
+
+from quantkit.checkpoint.formats import awq, compressed_int8
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.engines.launch import deploy, layout_names
+from quantkit.engines.memory import ParallelSizes, check_split, fit
+from quantkit.errors import QuantkitError
+from quantkit.schemes import IntGrid
+
+GIB = 2**30
+DATA = Path(__file__).parent.parent / "data"
+RECIPES = [("vllm", "cuda"), ("sglang", "cuda"), ("sglang", "npu"), ("vllm-ascend", "npu"), ("omni-infer", "npu")]
+LAUNCHES = [(engine, device, layout) for engine, device in RECIPES for layout in layout_names(engine, device)]
+
+OPTIONS = {name: set(text.split()) for name, text in yaml.safe_load((DATA / "deploy_options.yaml").read_text()).items()}
+
+
+@pytest.fixture(scope="module")
+def int8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = tiny_config(num_attention_heads=32, n_routed_experts=32, n_group=4)
+    path = tmp_path_factory.mktemp("int8")
+    return write_packed(path, config, random_tensors(config), compressed_int8.FORMAT, IntGrid(8, None, symmetric=True))
+
+
+def program(command: tuple[str, ...]) -> str:
+    return "sglang" if "sglang.launch_server" in command else command[0] if command[0] in ("vllm", "ray") else command[1]
+
+
+@pytest.mark.parametrize(("engine", "device", "layout"), LAUNCHES)
+def test_commands_use_options_the_engine_defines(int8: Path, engine: str, device: str, layout: str) -> None:
+    made = deploy(int8, engine, layout=layout, device=device)  # type: ignore[arg-type]
+    assert not [problem for problem in made.problems if problem.severity == "error" and "share" not in problem.problem]
+    for launch in made.launches:
+        for environment, command in launch.commands:
+            if program(command) != "ray":
+                options = [word for word in command if word.startswith("-") and " " not in word]
+                assert set(options) <= OPTIONS[program(command)]
+            assert not [word for word in (*command, *environment.values()) if "$" in word]
+            for word in command:
+                if word.startswith("{"):
+                    json.loads(word)
+    json.dumps(made.as_dict())
+
+
+@pytest.mark.parametrize(("engine", "device", "layout"), LAUNCHES)
+def test_ranks_and_boxes_are_covered_once(int8: Path, engine: str, device: str, layout: str) -> None:
+    made = deploy(int8, engine, layout=layout, device=device)  # type: ignore[arg-type]
+    assert len({launch.box for launch in made.launches}) == len(made.launches)
+    ranks: dict[str, list[int]] = {}
+    for launch in made.launches:
+        for _, command in launch.commands:
+            if "--data-parallel-rank" in command:
+                ranks.setdefault(launch.role, []).append(int(command[command.index("--data-parallel-rank") + 1]))
+    for found in ranks.values():
+        assert found == list(range(len(found)))
+        size = next(c for launch in made.launches for _, c in launch.commands if "--data-parallel-size" in c)
+        assert size
+
+
+def test_box_layouts_and_quantization_options(int8: Path) -> None:
+    two = deploy(int8, "vllm", boxes=2, hosts=["10.0.0.1", "10.0.0.2"], nic="bond0")
+    assert two.layout == "two-boxes"
+    worker = two.launches[1].script()
+    assert "--headless" in worker
+    assert "--node-rank 1 --master-addr 10.0.0.1" in worker
+    assert "export GLOO_SOCKET_IFNAME=bond0" in worker
+    assert "--quantization w8a8_int8" in deploy(int8, "sglang", device="cuda").launches[0].script()
+    assert "--quantization" not in deploy(int8, "sglang", device="npu").launches[0].script()
+    assert deploy(int8, "sglang").device == "npu"
+
+
+@pytest.mark.parametrize(("engine", "device", "layout"), LAUNCHES)
+def test_servers_listen_where_they_must_and_ask_for_a_key(int8: Path, engine: str, device: str, layout: str) -> None:
+    made = deploy(int8, engine, layout=layout, device=device)  # type: ignore[arg-type]
+    for launch in made.launches:
+        script = launch.script()
+        serves = [line for line in script.splitlines() if "--host " in line]
+        assert "0.0.0.0" not in script
+        assert bool(serves) == (launch.key is not None)
+        for line in serves:
+            assert f"--host {'127.0.0.1' if len(made.launches) == 1 else launch.box}" in line
+            assert "VLLM_API_KEY" in script or line.removesuffix(" &").endswith('--api-key "$QUANTKIT_API_KEY"')
+        if serves:
+            head = script[: script.index("export VLLM") if "export VLLM" in script else script.index("\nexport")]
+            without = subprocess.run(["bash", "-c", f"{head}\necho started"], capture_output=True, text=True, env={})
+            assert "QUANTKIT_API_KEY: set it" in without.stderr
+            assert not without.stdout, "it starts nothing without a key"
+
+
+def test_one_box_with_an_address_listens_there(int8: Path) -> None:
+    assert "--host 10.0.0.1 " in deploy(int8, "vllm", hosts=["10.0.0.1"]).launches[0].script()
+
+
+def test_an_engine_that_does_not_load_the_checkpoint_is_told(int8: Path, tmp_path: Path) -> None:
+    config = tiny_config()
+    path = write_packed(tmp_path / "awq", config, random_tensors(config), awq.FORMAT, IntGrid(4, 128, symmetric=False))
+    made = deploy(path, "vllm-ascend")
+    assert not made.ready
+    assert "no AWQ reader" in made.problems[0].problem
+
+
+def test_questions_without_an_answer(int8: Path) -> None:
+    with pytest.raises(QuantkitError, match="no layout of 3 boxes"):
+        deploy(int8, "vllm", boxes=3)
+    with pytest.raises(QuantkitError, match="takes 2 boxes and 1 hosts"):
+        deploy(int8, "vllm", boxes=2, hosts=["a"])
+    with pytest.raises(QuantkitError, match="no deployment recipe for chitu"):
+        deploy(int8, "chitu")
+
+
+def test_memory_is_counted_from_headers(int8: Path) -> None:
+    checkpoint = Checkpoint.open(int8)
+    one = fit(checkpoint, ParallelSizes(1), 100, 1.0, 1.0, 0.0)
+    stored = sum(tensor.nbytes for tensor in checkpoint.tensors.values() if ".layers.3." not in tensor.name)
+    assert one.weight_bytes == stored
+    assert one.cache_bytes_per_token == (128 + 16) * 2 * 3
+    assert one.tokens == (GIB - stored) // one.cache_bytes_per_token
+    eight = fit(checkpoint, ParallelSizes(8), 100, 1.0, 1.0, 0.0)
+    replicated = fit(checkpoint, ParallelSizes(10**9), 100, 1.0, 1.0, 0.0).weight_bytes
+    assert eight.weight_bytes == pytest.approx(replicated + (stored - replicated) / 8, rel=1e-6)
+    assert eight.cache_bytes_per_token == one.cache_bytes_per_token, "the latent is whole on every rank"
+    experts = sum(tensor.nbytes for tensor in checkpoint.tensors.values() if ".experts." in tensor.name and ".layers.3." not in tensor.name)
+    spread = fit(checkpoint, ParallelSizes(1, data=12, expert=True), 100, 1.0, 1.0, 0.0)
+    assert spread.weight_bytes == stored - experts + math.ceil(32 / 12) * experts // 32
+    halves = fit(checkpoint, ParallelSizes(1, pipeline=2), 100, 1.0, 1.0, 0.0)
+    assert stored / 2 < halves.weight_bytes < stored
+    assert not fit(checkpoint, ParallelSizes(1), 10**9, 1.0, 1.0, 0.0).fits
+
+
+def test_a_split_that_does_not_divide_is_named(tmp_path: Path) -> None:
+    config = tiny_config()
+    path = write_packed(tmp_path / "awq", config, random_tensors(config), awq.FORMAT, IntGrid(4, 128, symmetric=False))
+    checkpoint = Checkpoint.open(path)
+    assert check_split(checkpoint, ParallelSizes(1)) == []
+    told = check_split(checkpoint, ParallelSizes(2))[0].problem
+    assert "input channels, which 2 ranks cannot share in steps of 128" in told

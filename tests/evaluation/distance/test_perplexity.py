@@ -1,0 +1,128 @@
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quantkit.errors import QuantkitError
+from quantkit.evaluation.distance.documents import read_documents
+from quantkit.evaluation.distance.perplexity import TextProgress, measure
+from quantkit.executor.load import load_model
+from quantkit.models.context import CausalContext
+from quantkit.tokenizer.chat import ChatTokenizer
+
+TEXTS = ["1 + 1 = 2 and 2 + 2 = 4", "7 * 8 = 56", "a much longer line of words about 12 sheep and 30 goats"]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": line}) + "\n" for line in TEXTS))
+    return path
+
+
+@pytest.fixture(scope="module")
+def changed(tiny_dense_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The dense model with one layer's attention output made a little larger."""
+    copy = tmp_path_factory.mktemp("changed") / "model"
+    shutil.copytree(tiny_dense_checkpoint, copy)
+    name = "model.layers.1.self_attn.o_proj.weight"
+    shard = copy / json.loads((copy / "model.safetensors.index.json").read_text())["weight_map"][name]
+    tensors = load_file(shard)
+    tensors[name] = tensors[name] * 1.5
+    save_file(tensors, shard, metadata={"format": "pt"})
+    return copy
+
+
+def test_perplexity_is_that_of_one_plain_forward_a_document(tiny_dense_checkpoint: Path, text: Path) -> None:
+    loaded = load_model(tiny_dense_checkpoint)
+    tokenizer, nll, tokens = ChatTokenizer(tiny_dense_checkpoint), 0.0, 0
+    for line in TEXTS:
+        ids = torch.tensor(tokenizer.encode(line))
+        with torch.inference_mode():
+            logits = loaded.model.logits(loaded.model(ids, CausalContext([len(ids)])))
+        nll += float(torch.nn.functional.cross_entropy(logits[:-1], ids[1:], reduction="sum"))
+        tokens += len(ids) - 1
+    told = measure(str(tiny_dense_checkpoint), text)
+    assert told.tokens == tokens
+    assert told.ppl == pytest.approx(math.exp(nll / tokens), rel=1e-3)
+    assert set(told.to_json()) == {"ppl", "tokens", "documents"}
+
+
+def test_a_model_is_no_distance_from_itself(tiny_dense_checkpoint: Path, text: Path) -> None:
+    told = measure(str(tiny_dense_checkpoint), text, baseline=str(tiny_dense_checkpoint))
+    assert (told.kl, told.top1_agree, told.expert_agree) == (0.0, 1.0, 1.0)
+    assert told.baseline_ppl == told.ppl
+    assert told.layer_errors == [0.0] * len(told.layer_errors)
+
+
+def test_distance_is_what_the_definitions_say(tiny_dense_checkpoint: Path, changed: Path, text: Path) -> None:
+    models = [load_model(path) for path in (changed, tiny_dense_checkpoint)]
+    tokenizer = ChatTokenizer(changed)
+    kl, same, tokens = 0.0, 0, 0
+    for line in TEXTS:
+        ids = torch.tensor(tokenizer.encode(line))
+        with torch.inference_mode():
+            ours, base = (one.model.logits(one.model(ids, CausalContext([len(ids)])))[:-1].log_softmax(-1) for one in models)
+        kl += float((base.exp() * (base - ours)).sum())
+        same += int((base.argmax(-1) == ours.argmax(-1)).sum())
+        tokens += len(ids) - 1
+    told = measure(str(changed), text, baseline=str(tiny_dense_checkpoint))
+    assert told.kl == pytest.approx(kl / tokens, rel=2e-2)
+    assert told.kl > 0
+    assert told.top1_agree == pytest.approx(same / tokens, abs=1.5 / tokens)
+    assert told.expert_agree is not None
+    assert 0 < told.expert_agree <= 1
+    assert told.layer_errors[0] == 0.0
+    assert all(error > 1e-3 for error in told.layer_errors[1:])
+    assert told.kl_stderr is not None
+    assert set(told.to_json()) >= {"ppl", "tokens", "baseline_ppl", "kl", "top1_agree", "expert_agree", "layer_errors"}
+
+
+def test_short_passes_give_the_same_figures_as_long_ones(tiny_dense_checkpoint: Path, changed: Path, text: Path) -> None:
+    one = measure(str(changed), text, baseline=str(tiny_dense_checkpoint), seq_len=2048)
+    other = measure(str(changed), text, baseline=str(tiny_dense_checkpoint), seq_len=max(len(line) for line in TEXTS))
+    assert other.tokens == one.tokens
+    assert other.kl == pytest.approx(one.kl, rel=2e-2)
+
+
+def test_progress_counts_both_passes(tiny_dense_checkpoint: Path, text: Path) -> None:
+    events: list[TextProgress] = []
+    measure(str(tiny_dense_checkpoint), text, baseline=str(tiny_dense_checkpoint), progress=events.append)
+    assert [event.stage for event in events] == sorted(event.stage for event in events)
+    assert {event.stage for event in events} == {"baseline", "model"}
+    assert events[-1].done == events[-1].total
+
+
+def test_documents(tiny_dense_checkpoint: Path, tmp_path: Path, text: Path) -> None:
+    tokenizer = ChatTokenizer(tiny_dense_checkpoint)
+    assert [len(ids) for ids in read_documents(text, tokenizer, seq_len=5)] == [5, 5, 5]
+    assert len(read_documents(text, tokenizer, seq_len=99, limit=2)) == 2
+    plain = tmp_path / "text.txt"
+    plain.write_text(" ".join(TEXTS))
+    pieces = read_documents(plain, tokenizer, seq_len=8)
+    assert torch.cat(pieces).tolist() == tokenizer.encode(" ".join(TEXTS))[: sum(map(len, pieces))]
+    chat = tmp_path / "chat.jsonl"
+    chat.write_text(json.dumps({"messages": [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]}) + "\n")
+    assert len(read_documents(chat, tokenizer, seq_len=99)) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [("", "nothing to predict"), ("{}\n", ":1 has neither"), ("{\n", ":1 is not JSON"), ('{"text": ""}\n', "nothing to predict")],
+)
+def test_unusable_text_is_named(tiny_dense_checkpoint: Path, tmp_path: Path, content: str, told: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(content)
+    with pytest.raises(QuantkitError, match=told):
+        measure(str(tiny_dense_checkpoint), path)
+    with pytest.raises(QuantkitError, match="cannot be read"):
+        measure(str(tiny_dense_checkpoint), tmp_path / "missing.txt")
+
+
+def test_models_with_other_tokenizers_are_not_compared(tiny_dense_checkpoint: Path, text: Path) -> None:
+    with pytest.raises(QuantkitError, match="different tokenizers"):
+        measure("tiny-r1", text, baseline=str(tiny_dense_checkpoint))

@@ -1,0 +1,126 @@
+import itertools
+import time
+
+import pytest
+from replay_server import ReplayServer, Reply
+
+from quantkit.errors import QuantkitError
+from quantkit.evaluation.generators.endpoint import Endpoint, base_url, request_body
+from quantkit.evaluation.generators.generator import Generation, ModelReply, Prompt
+
+
+def chat(text: str, seed: int = 0) -> Prompt:
+    return Prompt(messages=({"role": "user", "content": text},), seed=seed)
+
+
+def ask(server: ReplayServer, prompts: list[Prompt], parameters: Generation | None = None, **options: object) -> list[ModelReply]:
+    endpoint = Endpoint(server.url, backoff_s=0.01, **options)  # type: ignore[arg-type]
+    return sorted(endpoint.generate(prompts, parameters or Generation()), key=lambda completion: completion.index)
+
+
+@pytest.mark.parametrize("tail", ["", "/", "/v1", "/v1/", "/v1/chat/completions", "/v1/completions"])
+def test_any_form_of_the_address_will_do(tail: str) -> None:
+    assert base_url(f"http://h:8000{tail}") == "http://h:8000/v1"
+
+
+def test_replies_come_back_whole_and_in_their_place() -> None:
+    with ReplayServer(lambda question, body: f"你好 {question}\n</think>\n\n\\boxed{{{question}}}", delay_s=0.1) as server:
+        replies = ask(server, [chat(str(n)) for n in range(12)], concurrency=4)
+    assert [r.text for r in replies] == [f"你好 {n}\n</think>\n\n\\boxed{{{n}}}" for n in range(12)]
+    assert all(r.finish_reason == "stop" and r.prompt_tokens == 11 and r.completion_tokens == len(r.text) for r in replies)
+    assert all(r.think_open is None and r.reasoning is None and r.error is None and r.latency_s > 0 for r in replies)
+    assert 1 < server.most_at_once <= 4
+
+
+def test_the_request_says_what_was_asked() -> None:
+    parameters = Generation(temperature=0.6, top_p=0.95, max_tokens=7, stop=("\n",))
+    with ReplayServer(lambda question, body: Reply("x", "length")) as server:
+        replies = ask(server, [chat("q", seed=5), Prompt(text="raw", seed=6)], parameters, concurrency=1)
+    first, second = server.requests
+    assert (first["temperature"], first["top_p"], first["max_tokens"], first["stop"], first["seed"]) == (0.6, 0.95, 7, ["\n"], 5)
+    assert first["model"] == "replayed"
+    assert second["prompt"] == "raw"
+    assert "messages" not in second
+    assert [r.finish_reason for r in replies] == ["length", "length"]
+    assert not {"max_tokens", "seed"} & request_body("m", chat("q"), Generation()).keys()
+
+
+def test_parsed_reasoning_is_kept_apart() -> None:
+    with ReplayServer(lambda question, body: Reply("6", reasoning="hm")) as server:
+        (reply,) = ask(server, [chat("q")])
+    assert (reply.text, reply.reasoning) == ("6", "hm")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Reply("busy", status=503),
+        Reply("slow down", status=429, headers={"Retry-After": "0"}),
+        Reply("ab", fault="cut"),
+        Reply("ab", fault="error"),
+    ],
+)
+def test_passing_faults_are_retried(fault: Reply) -> None:
+    tries = itertools.count()
+    with ReplayServer(lambda question, body: fault if next(tries) < 2 else "fine") as server:
+        (reply,) = ask(server, [chat("q")])
+    assert (reply.text, reply.error, len(server.requests)) == ("fine", None, 3)
+
+
+def test_a_fault_that_stays_becomes_an_error_and_spares_the_others() -> None:
+    with ReplayServer(lambda question, body: Reply("broken", status=500) if question == "bad" else "fine") as server:
+        bad, good = ask(server, [chat("bad"), chat("good")])
+    assert bad.error == "HTTP 500: broken"
+    assert good.text == "fine"
+    assert len(server.requests) == 7
+
+
+def test_a_refused_prompt_is_not_asked_again() -> None:
+    with ReplayServer(lambda question, body: Reply("prompt too long", status=400)) as server:
+        (reply,) = ask(server, [chat("q")])
+    assert reply.error == "HTTP 400: prompt too long"
+    assert len(server.requests) == 1
+
+
+def test_a_server_that_falls_silent_runs_into_the_read_timeout() -> None:
+    tries = itertools.count()
+    start = time.monotonic()
+    with ReplayServer(lambda question, body: Reply("ab", fault="hang") if next(tries) == 0 else "fine") as server:
+        (reply,) = ask(server, [chat("q")], read_timeout_s=0.3)
+    assert reply.text == "fine"
+    assert time.monotonic() - start < 2.5
+
+
+def test_a_server_that_goes_away_ends_the_run() -> None:
+    server = ReplayServer(lambda question, body: "fine")
+    with server:
+        endpoint = Endpoint(server.url, backoff_s=0.01)
+    with pytest.raises(QuantkitError, match=r"the server is gone; start it and repeat the command"):
+        list(endpoint.generate([chat("q") for _ in range(50)], Generation()))
+
+
+def test_a_wrong_key_stops_at_once() -> None:
+    with ReplayServer(lambda question, body: "fine", api_key="sk-1") as server:
+        with pytest.raises(QuantkitError, match="HTTP 401: wrong key"):
+            ask(server, [chat("q") for _ in range(20)], concurrency=2)
+        assert len(server.requests) <= 4
+        assert ask(server, [chat("q")], api_key="sk-1")[0].text == "fine"
+
+
+def test_the_model_is_the_only_one_served_or_must_be_named() -> None:
+    with ReplayServer(lambda question, body: "x", models=("a", "b")) as server:
+        with pytest.raises(QuantkitError, match="serves 2 models: a, b"):
+            Endpoint(server.url)
+        assert Endpoint(server.url, model="b").name == "b"
+    with pytest.raises(QuantkitError, match="does not answer"):
+        Endpoint("http://127.0.0.1:9", connect_timeout_s=1)
+
+
+def test_stopping_early_cancels_what_is_in_flight() -> None:
+    with ReplayServer(lambda question, body: "fine", delay_s=0.05) as server:
+        replies = Endpoint(server.url, concurrency=2).generate([chat("q") for _ in range(200)], Generation())
+        next(replies)
+        replies.close()
+        sent = len(server.requests)
+        time.sleep(0.3)
+        assert len(server.requests) <= sent + 2 < 20  # those that were on their way

@@ -1,0 +1,60 @@
+import shutil
+from pathlib import Path
+
+import pytest
+
+from quantkit.evaluation.generators.generator import Generation, Prompt
+from quantkit.evaluation.generators.local import Local, content_hash, template_reasons
+
+
+@pytest.fixture(scope="module")
+def model(tiny_checkpoint: Path) -> Local:
+    return Local(tiny_checkpoint, name="tiny", concurrency=8)
+
+
+def chat(text: str, seed: int = 0, think: bool = True) -> Prompt:
+    return Prompt(messages=({"role": "user", "content": text},), seed=seed, think=think)
+
+
+def test_replies_keep_their_place_and_say_that_think_was_open(model: Local, tiny_checkpoint: Path) -> None:
+    assert template_reasons(tiny_checkpoint)
+    prompts = [chat(f"{n} + {n}") for n in range(5)]
+    replies = sorted(model.generate(prompts, Generation(max_tokens=6)), key=lambda reply: reply.index)
+    assert [reply.index for reply in replies] == list(range(5))
+    for reply in replies:
+        assert 0 < reply.completion_tokens <= 6
+        assert reply.prompt_tokens > 0
+        assert reply.think_open is True
+        assert reply.finish_reason == ("length" if reply.completion_tokens == 6 else "stop")
+
+
+def test_the_same_seed_draws_the_same_reply_whatever_else_is_asked(model: Local) -> None:
+    parameters = Generation(temperature=1.0, top_p=0.95, max_tokens=8)
+    (alone,) = model.generate([chat("7 + 5", seed=3)], parameters)
+    among = {reply.index: reply.text for reply in model.generate([chat("1 + 1"), chat("7 + 5", seed=3), chat("7 + 5", seed=4)], parameters)}
+    assert among[1] == alone.text
+    assert among[2] != alone.text
+
+
+def test_a_raw_prompt_is_continued_without_a_template(model: Local) -> None:
+    (reply,) = model.generate([Prompt(text="Question: 1 + 1?\nAnswer:")], Generation(max_tokens=4))
+    assert reply.think_open is False
+    assert reply.completion_tokens <= 4
+
+
+def test_a_prompt_that_does_not_fit_is_one_error_and_spares_the_others(model: Local) -> None:
+    long = chat("1 + 1 " * model.engine.max_model_len)
+    replies = {reply.index: reply for reply in model.generate([long, chat("1 + 1")], Generation(max_tokens=2))}
+    assert "the context is" in (replies[0].error or "")
+    assert replies[1].error is None
+
+
+def test_the_content_hash_follows_the_weights(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny_checkpoint, copy)
+    assert content_hash(copy) == content_hash(tiny_checkpoint)
+    shard = sorted(copy.glob("*.safetensors"))[0]
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    assert content_hash(copy) != content_hash(tiny_checkpoint)

@@ -1,0 +1,122 @@
+import pytest
+
+from quantkit.errors import QuantkitError
+from quantkit.evaluation.generators.generator import ModelReply
+from quantkit.evaluation.grading.graders import GRADERS, find_grader, grade
+from quantkit.evaluation.grading.math_equal import MathJudge
+from quantkit.evaluation.tasks.problems import Grade, Problem
+
+
+@pytest.fixture(scope="module")
+def judge():
+    made = MathJudge(deadline_s=3)
+    yield made
+    made.close()
+
+
+def graded(judge: MathJudge, grader: str, gold: str, completion: ModelReply | str, **fields: object) -> Grade:
+    made = find_grader(grader)
+    fields = {"answer": gold, **fields}
+    reply = ModelReply(0, completion) if isinstance(completion, str) else completion
+    return grade(made, Problem("p", fields, made.gold(fields)), reply, False, judge)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "strict"),
+    [
+        (r"\boxed{204}", "right", True),
+        (r"\boxed{0204}", "right", True),
+        (r"\boxed{204.0}", "right", True),
+        (r"\boxed{204 \text{ ways}}", "right", True),
+        (r"\boxed{203}", "wrong", False),
+        (r"\boxed{200+4}", "not-integer", False),
+        (r"\boxed{\frac{408}{2}}", "not-integer", False),
+        (r"\boxed{204.5}", "not-integer", False),
+        ("the answer is 204", "right-loose", False),
+        ("so 204", "right-loose", False),
+        ("so 203", "wrong-loose", False),
+        (r"\boxed{5}, no: \boxed{204}", "right", True),
+        (r"\boxed{204}, no: \boxed{5}", "wrong", False),
+        (r"\boxed{204", "truncated", False),
+        ("no idea", "no-answer", False),
+        ("", "no-answer", False),
+        ("204</think>", "no-answer", False),
+        (r"\boxed{5}</think> \boxed{204}", "right", True),
+        (r"<think> \boxed{204}", "unfinished", False),
+    ],
+)
+def test_integer(judge: MathJudge, text: str, reason: str, strict: bool) -> None:
+    found = graded(judge, "integer", "204", text)
+    assert (found.reason, found.strict, found.correct) == (reason, strict, reason.startswith("right"))
+
+
+def test_a_cut_reply_counts_only_with_a_complete_box(judge: MathJudge) -> None:
+    assert graded(judge, "integer", "204", ModelReply(0, "so far 204", finish_reason="length")).reason == "truncated"
+    assert graded(judge, "integer", "204", ModelReply(0, r"\boxed{204} because", finish_reason="length")).reason == "right"
+
+
+def test_a_failed_request_is_excluded(judge: MathJudge) -> None:
+    found = graded(judge, "integer", "204", ModelReply(0, error="HTTP 500"))
+    assert found.excluded
+    assert found.detail == "HTTP 500"
+
+
+@pytest.mark.parametrize(
+    ("gold", "text", "reason"),
+    [
+        ("He pays 5.\n#### 1,234", r"\boxed{1234}", "right"),
+        ("#### 1234", r"\boxed{\$1,234.00}", "right"),
+        ("#### -5", r"\boxed{-5}", "right"),
+        ("#### -5", r"\boxed{5}", "wrong"),
+        ("#### 18", r"\boxed{\frac{36}{2}}", "right"),
+        ("#### 18", r"\boxed{17+1}", "right"),
+        ("#### 18", r"\boxed{9^{9^{9^{9}}}}", "ungradable"),
+        ("#### 18", r"\boxed{0.18}", "wrong"),
+        ("#### 18", "#### 18", "right-loose"),
+        (r"\boxed{\frac{1}{2}}", r"\boxed{0.5}", "right"),
+        (r"\boxed{\frac{1}{2}}", r"\boxed{50\%}", "right"),
+    ],
+)
+def test_number(judge: MathJudge, gold: str, text: str, reason: str) -> None:
+    assert graded(judge, "number", gold, text).reason == reason
+
+
+def test_equal_answers_vote_together(judge: MathJudge) -> None:
+    votes = {
+        graded(judge, "number", "#### 18", text).answer for text in (r"\boxed{18}", r"\boxed{18.00}", r"\boxed{\frac{36}{2}}", "so 18")
+    }
+    assert votes == {"18"}
+
+
+def test_choice_knows_how_many_options_there_are(judge: MathJudge) -> None:
+    four = ["w", "x", "y", "z"]
+    assert graded(judge, "choice", "C", "ANSWER: C", options=four).reason == "right"
+    assert graded(judge, "choice", "C", "it is C", options=four).reason == "right-loose"
+    assert graded(judge, "choice", "C", "ANSWER: H", options=four).reason == "no-answer"
+
+
+@pytest.mark.parametrize(
+    ("text", "strict", "flexible"),
+    [
+        ("so\n#### 1,234", True, True),
+        ("so\n#### 1234.", True, True),
+        ("#### 5 or #### 1234", False, True),
+        ("it is $1,234.", False, True),
+        ("1234 of 2000", False, False),
+        ("#### 1234 in 5 steps", True, False),
+        ("none", False, False),
+    ],
+)
+def test_gsm8k_filters_of_lm_eval(judge: MathJudge, text: str, strict: bool, flexible: bool) -> None:
+    found = graded(judge, "gsm8k-filters", "x\n#### 1,234", text)
+    assert (found.strict, found.correct) == (strict, flexible)
+
+
+def test_a_gold_that_is_no_integer_is_refused() -> None:
+    with pytest.raises(QuantkitError, match="not an integer"):
+        GRADERS["integer"].gold({"answer": "1/2"})
+
+
+def test_unknown_grader_lists_those_there_are() -> None:
+    with pytest.raises(QuantkitError, match="python-tests"):
+        find_grader("nope")

@@ -1,0 +1,56 @@
+import json
+
+import pytest
+import torch
+
+from quantkit import console
+from quantkit.evaluation.results.hardware import describe_hardware, describe_machine
+from quantkit.evaluation.results.published import accuracy_tables, published_scores, published_speeds, speed_tables
+
+
+def test_every_figure_has_its_source_and_hardware() -> None:
+    for table in accuracy_tables():
+        assert table.source
+        assert table.hardware
+        assert table.harness
+    for speed in speed_tables():
+        assert speed.source
+        assert speed.hardware
+        assert all(len(row) == len(speed.columns) for row in speed.rows)
+
+
+def test_the_reports_accuracy_table() -> None:
+    scores = {(score.model, score.scheme): score.score for score in published_scores("aime24")}
+    assert scores["DeepSeek-R1-0528", "W4A16 AWQ (the report)"] == 93.33
+    assert scores["DeepSeek-R1-0528", "W4A8 (ModelSlim)"] == 90.0
+    assert scores["DeepSeek-R1-0528", "official"] == 91.4
+    assert published_scores("live_code_bench")[0].called == "LiveCodeBench v5"
+    assert published_scores("tiny-math") == []
+
+
+def test_the_reports_speed_table_agrees_with_itself() -> None:
+    """TPS is 1000 / TPOT and system throughput times latency is what the requests wrote: a typing error would show."""
+    rows = speed_tables()[0].records()
+    assert len(rows) == 30
+    for row in rows:
+        tpot, tps, latency, ttft = row["tpot_ms"], row["tps"], row["latency_s"], row["ttft_s"]
+        assert abs(1000 / tpot - tps) < 0.15 + 0.01 * tps, row
+        assert abs(ttft + 511 * tpot / 1000 - latency) < 0.03 * latency, row
+        assert abs(row["concurrency"] * 512 / latency - row["system_tps"]) < 0.05 * row["system_tps"], row
+
+
+def test_speeds_stand_under_what_they_are_of(capsys: pytest.CaptureFixture[str]) -> None:
+    tables = published_speeds()
+    awq = next(table for table in tables if table["name"] == "r1-0528-w4a16-910b1")
+    assert {"input_len": 128, "concurrency": 1, "tpot_ms": 22.8}.items() <= awq["rows"][0].items()
+    assert all(value is not None for table in tables for row in table["rows"] for value in row.values())
+    json.dumps(tables)
+    console.show_published([awq])
+    shown = capsys.readouterr().out
+    assert "22.8" in shown
+    assert "910B1" in shown
+
+
+def test_the_machine_is_named_with_its_torch() -> None:
+    about = describe_machine("cpu")
+    assert about == {"hardware": describe_hardware("cpu"), "torch": torch.__version__}

@@ -1,0 +1,88 @@
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from quantkit.errors import QuantkitError
+from quantkit.evaluation.grading.graders import find_grader
+from quantkit.evaluation.tasks.data import problems, read_rows
+from quantkit.evaluation.tasks.definitions import DataSource, Setting, find_setting, find_task
+
+ROWS = [{"question": "1 + 1?", "answer": "2\n#### 2"}, {"question": "2 + 2?", "answer": "4\n#### 4"}]
+
+
+def write(path: Path, rows: list[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+
+
+def setting(name: str = "gsm8k", protocol: str = "r1") -> Setting:
+    return find_setting(find_task(name), protocol)
+
+
+@pytest.mark.parametrize("name", ["gsm8k/test.jsonl", "gsm8k_test.jsonl", "gsm8k/test.jsonl.gz"])
+def test_files_are_found_by_any_of_their_names(tmp_path: Path, name: str) -> None:
+    write(tmp_path / name, ROWS)
+    read = read_rows("gsm8k", find_task("gsm8k").data, tmp_path)
+    assert read.rows == ROWS
+    assert read.origin == str(tmp_path / name)
+    made = problems(setting(), find_grader("number"), read.rows)
+    assert [(p.id, p.gold) for p in made] == [("0", "2"), ("1", "4")]
+
+
+def test_missing_data_say_where_to_get_them(tmp_path: Path) -> None:
+    with pytest.raises(QuantkitError, match=r"put gsm8k/test\.jsonl .* below --data-dir \(grade_school_math"):
+        read_rows("gsm8k", find_task("gsm8k").data, tmp_path)
+    with pytest.raises(QuantkitError, match="not a directory"):
+        read_rows("gsm8k", find_task("gsm8k").data, tmp_path / "nowhere")
+    with pytest.raises(QuantkitError, match="live_code_bench"):
+        read_rows("live_code_bench", find_task("live_code_bench").data, None)
+
+
+@pytest.mark.parametrize(("text", "told"), [("{}\nnot json\n", ":2 is not JSON"), ("[1]\n", ":1 is not a JSON object")])
+def test_a_broken_line_is_named(tmp_path: Path, text: str, told: str) -> None:
+    (tmp_path / "gsm8k_test.jsonl").write_text(text)
+    with pytest.raises(QuantkitError, match=told):
+        read_rows("gsm8k", find_task("gsm8k").data, tmp_path)
+
+
+def test_a_row_without_its_field_is_named() -> None:
+    with pytest.raises(QuantkitError, match="row 0 of gsm8k has no field question"):
+        problems(setting(), find_grader("number"), [{"text": "?"}])
+
+
+def test_ids_must_be_unique() -> None:
+    rows = [{"id": "a", "problem": "x", "answer": "1"}] * 2
+    with pytest.raises(QuantkitError, match="'a' occurs twice"):
+        problems(setting("aime24"), find_grader("integer"), rows)
+
+
+def test_alternative_field_names_and_boxed_gold() -> None:
+    (problem,) = problems(setting("aime24"), find_grader("integer"), [{"Problem": "x", "solution": r"\boxed{204}"}])
+    assert problem.gold == "204"
+
+
+def test_dates_are_inclusive() -> None:
+    row = {"question_content": "x", "public_test_cases": "[]", "private_test_cases": "[]", "metadata": "{}"}
+    rows = [
+        row | {"question_id": day, "contest_date": f"{day}T10:00:00"} for day in ("2024-07-31", "2024-08-01", "2025-01-31", "2025-02-01")
+    ]
+    made = problems(setting("live_code_bench"), find_grader("contest-tests"), rows)
+    assert [p.id for p in made] == ["2024-08-01", "2025-01-31"]
+    with pytest.raises(QuantkitError, match="no problem is left"):
+        problems(setting("live_code_bench"), find_grader("contest-tests"), rows[:1])
+
+
+def test_parquet_without_its_reader_says_what_to_install(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    (tmp_path / "mmlu_pro").mkdir()
+    (tmp_path / "mmlu_pro" / "test.parquet").write_bytes(b"PAR1")
+    try:
+        import pyarrow  # noqa: F401
+    except ImportError:
+        with pytest.raises(QuantkitError, match=r"quantkit\[datasets\]"):
+            read_rows("mmlu_pro", DataSource(files=["mmlu_pro/test.parquet"]), tmp_path)
+    else:
+        pytest.skip("pyarrow is installed")

@@ -1,0 +1,66 @@
+from pathlib import Path
+
+import pytest
+
+from quantkit.errors import QuantkitError
+from quantkit.evaluation.grading.graders import find_grader
+from quantkit.evaluation.tasks.definitions import find_setting, find_task, protocols, task_names
+
+TASKS = ["aime24", "aime25", "gsm8k", "humaneval", "live_code_bench", "mmlu_pro", "tiny-math"]
+
+
+def test_the_shipped_tasks_are_all_there_and_whole() -> None:
+    assert task_names() == TASKS
+    for name in TASKS:
+        task = find_task(name)
+        assert task.name == name
+        for protocol in task.protocols:
+            setting = find_setting(task, protocol)
+            find_grader(setting.grader)
+            assert setting.thinking == (protocol == "r1")
+
+
+def test_r1_is_what_deepseek_published() -> None:
+    for name in TASKS:
+        setting = find_setting(find_task(name), "r1", repeats=4)
+        assert (setting.shots, setting.system, setting.raw) == (0, None, False)
+        assert (setting.generation.temperature, setting.generation.top_p) == (0.6, 0.95)
+        if name != "tiny-math":
+            assert setting.generation.max_tokens == 32768
+    assert find_setting(find_task("aime24"), "r1").repeats == 64
+
+
+def test_one_pass_of_tiny_math_is_greedy_and_repeats_are_sampled() -> None:
+    task = find_task("tiny-math")
+    assert find_setting(task, "r1").generation.temperature == 0.0
+    assert find_setting(task, "r1", repeats=2).generation.temperature == 0.6
+
+
+def test_overrides_win_and_greedy_repeats_are_refused() -> None:
+    task = find_task("gsm8k")
+    assert find_setting(task, "r1", overrides={"max_tokens": 7}).generation.max_tokens == 7
+    with pytest.raises(QuantkitError, match="greedy"):
+        find_setting(task, "evalscope", repeats=2)
+    assert find_setting(task, "lm-eval").generation.stop == ("Question:", "</s>", "<|im_end|>")
+
+
+def test_what_is_missing_is_named() -> None:
+    with pytest.raises(QuantkitError, match="aime24, aime25"):
+        find_task("aime23")
+    with pytest.raises(QuantkitError, match="r1, evalscope, lm-eval"):
+        find_setting(find_task("gsm8k"), "helm")
+    with pytest.raises(QuantkitError, match="does not define protocol lm-eval"):
+        find_setting(find_task("tiny-math"), "lm-eval")
+    assert set(protocols()) == {"r1", "evalscope", "lm-eval"}
+
+
+def test_a_new_task_is_one_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "name: mine\nversion: 1\ntitle: Mine\nsummary: s\ndata: {files: [mine.jsonl]}\nfields: {problem: q, answer: a}\ngrader: number\n"
+        "protocols: {r1: {prompt: '{{ problem }}'}}\n"
+    )
+    assert find_setting(find_task(str(file)), "r1").prompt == "{{ problem }}"
+    file.write_text(file.read_text() + "surprise: 1\n")
+    with pytest.raises(QuantkitError, match="surprise"):
+        find_task(str(file))

@@ -1,0 +1,229 @@
+import json
+from pathlib import Path
+
+import pytest
+from replay_server import ReplayServer, Reply
+
+from quantkit.assets import builtin_model
+from quantkit.errors import QuantkitError
+from quantkit.evaluation.run import EvaluationProgress, run_evaluation
+
+TASK = """
+name: sums
+version: 1
+title: Sums
+summary: Small sums.
+data: {files: [sums.jsonl]}
+optional: {id: id}
+fields: {problem: question, answer: answer}
+grader: integer
+protocols:
+  r1: {prompt: "{{ problem }}", generation: {max_tokens: 64}}
+  evalscope: {prompt: "{{ problem }} Box it."}
+"""
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> str:
+    rows = [{"id": f"s{n}", "question": f"{n} + {n}", "answer": str(2 * n)} for n in range(10, 20)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "sums.yaml").write_text(TASK)
+    return str(tmp_path / "sums.yaml")
+
+
+def solve(question: str, body: dict) -> str:
+    """Right, except for sums of 13 and, on odd seeds, of 14."""
+    left = int(question.split()[0])
+    wrong = left == 13 or (left == 14 and body["seed"] % 2)
+    return f"{left}... \\boxed{{1}}\n</think>\n\nIt is \\boxed{{{2 * left + bool(wrong)}}}."
+
+
+def test_the_straight_line(task: str, tmp_path: Path) -> None:
+    events: list[EvaluationProgress] = []
+    with ReplayServer(solve) as server:
+        results = run_evaluation(server.url, [task], data_dir=tmp_path, out=tmp_path / "out", limit=4, progress=events.append)
+    told = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert told == json.loads(json.dumps(results.to_json()))
+    sums = told["results"]["sums"]
+    assert (sums["accuracy"], sums["n"], sums["unfinished"], sums["no_answer"], sums["strict"]) == (0.75, 4, 0.0, 0.0, 0.75)
+    assert sums["stderr"] == pytest.approx(0.25)
+    assert sums["reasons"] == {"right": 3, "wrong": 1}
+    assert (told["model"], sums["protocol"], sums["facts"]["generation"]["max_tokens"]) == ("replayed", "r1", 64)
+    rows = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
+    assert [(row["problem"], row["answer"], row["gold"]) for row in rows] == [
+        ("s10", "20", "20"),
+        ("s11", "22", "22"),
+        ("s12", "24", "24"),
+        ("s13", "27", "26"),
+    ]
+    assert (events[0].done, events[-1].done, events[-1].total) == (0, 4, 4)
+    assert events[-1].tokens == sum(row["completion_tokens"] for row in rows)
+
+
+def test_growing_a_run_asks_only_what_is_new(task: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with ReplayServer(solve) as server:
+        run_evaluation(server.url, [task], data_dir=tmp_path, out=out, limit=4, repeats=2)
+        assert len(server.requests) == 8
+        first = (out / "samples.jsonl").read_text()
+        run_evaluation(server.url, [task], data_dir=tmp_path, out=out, limit=4, repeats=2, concurrency=2)
+        assert len(server.requests) == 8
+        assert (out / "samples.jsonl").read_text() == first
+        grown = run_evaluation(server.url, [task], data_dir=tmp_path, out=out, limit=6, repeats=3)
+        assert len(server.requests) == 18
+        assert grown.tasks["sums"].reused == 8
+        seeds = [body["seed"] for body in server.requests]
+        assert len(set(seeds)) == 18
+
+
+def test_a_killed_run_resumes_and_ends_the_same(task: str, tmp_path: Path) -> None:
+    class Killed(Exception):
+        pass
+
+    def kill(event: EvaluationProgress) -> None:
+        if event.stage == "generate" and event.done == 5:
+            raise Killed
+
+    with ReplayServer(solve) as server:
+        whole = run_evaluation(server.url, [task], data_dir=tmp_path, out=tmp_path / "whole").to_json()["results"]["sums"]
+        with pytest.raises(Killed):
+            run_evaluation(server.url, [task], data_dir=tmp_path, out=tmp_path / "cut", progress=kill, concurrency=1)
+        assert not (tmp_path / "cut" / "results.json").exists()
+        resumed = run_evaluation(server.url, [task], data_dir=tmp_path, out=tmp_path / "cut").to_json()["results"]["sums"]
+    assert resumed["reused"] == 5
+    for name in ("accuracy", "stderr", "reasons", "tokens", "interval"):
+        assert resumed[name] == whole[name]
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [({"generation": {"temperature": 0.9}}, "generation"), ({"seed": 5}, "seed"), ({"protocol": "evalscope"}, "prompt")],
+)
+def test_a_changed_setting_is_noticed_and_nothing_old_is_reused(task: str, tmp_path: Path, changed: dict, named: str) -> None:
+    with ReplayServer(solve) as server:
+        run_evaluation(server.url, [task], data_dir=tmp_path, out=tmp_path / "out", limit=3)
+        again = run_evaluation(server.url, [task], data_dir=tmp_path, out=tmp_path / "out", limit=3, **changed)
+        assert len(server.requests) == 6
+        assert named in again.tasks["sums"].notes[0]
+        back = run_evaluation(server.url, [task], data_dir=tmp_path, out=tmp_path / "out", limit=3)
+        assert (back.tasks["sums"].reused, len(server.requests)) == (3, 6)
+
+
+def test_changed_data_are_noticed(task: str, tmp_path: Path) -> None:
+    with ReplayServer(solve) as server:
+        run_evaluation(server.url, [task], data_dir=tmp_path, out=tmp_path / "out", limit=2)
+        with (tmp_path / "sums.jsonl").open("a") as file:
+            file.write(json.dumps({"id": "new", "question": "1 + 1", "answer": "2"}) + "\n")
+        again = run_evaluation(server.url, [task], data_dir=tmp_path, out=tmp_path / "out", limit=2)
+    assert again.tasks["sums"].notes == ["changed since the last run in this folder: data; its replies are not reused"]
+
+
+def test_lost_replies_are_told_loudly(task: str, tmp_path: Path) -> None:
+    def answer(question: str, body: dict) -> Reply:
+        left = int(question.split()[0])
+        if left < 13:
+            return Reply(f"let me think \\boxed{{{2 * left}}}", "length")
+        return Reply("</think>I cannot say." if left < 15 else f"</think>that is {2 * left}")
+
+    with ReplayServer(answer) as server:
+        told = run_evaluation(server.url, [task], data_dir=tmp_path).to_json()["results"]["sums"]
+    assert (told["accuracy"], told["strict"], told["unfinished"], told["no_answer"]) == (0.5, 0.0, 0.3, 0.2)
+    text = " ".join(told["warnings"])
+    assert "30% of replies never left their reasoning (max_tokens 64)" in text
+    assert "20% of replies give no answer" in text
+    assert "50% of replies are right but not stated as asked" in text
+
+
+def test_failed_requests_are_left_out_and_asked_again(task: str, tmp_path: Path) -> None:
+    broken = True
+
+    def answer(question: str, body: dict) -> Reply | str:
+        return Reply("bad prompt", status=400) if broken and question.startswith("12") else solve(question, body)
+
+    with ReplayServer(answer) as server:
+        first = run_evaluation(server.url, [task], data_dir=tmp_path, out=tmp_path / "out", limit=4).to_json()["results"]["sums"]
+        assert (first["n"], first["errors"], first["planned"], first["accuracy"]) == (3, 1, 4, pytest.approx(2 / 3))
+        assert "1 of 4 samples failed" in first["warnings"][0]
+        broken = False
+        second = run_evaluation(server.url, [task], data_dir=tmp_path, out=tmp_path / "out", limit=4).to_json()["results"]["sums"]
+        assert (second["n"], second["errors"], second["reused"]) == (4, 0, 3)
+
+
+def test_a_run_in_which_everything_fails_says_why(task: str, tmp_path: Path) -> None:
+    server = ReplayServer(lambda question, body: Reply("bad prompt", status=400))
+    with server, pytest.raises(QuantkitError, match="every sample of sums failed: HTTP 400: bad prompt"):
+        run_evaluation(server.url, [task], data_dir=tmp_path)
+
+
+def test_a_baseline_that_is_a_model_or_a_folder_gives_the_same_comparison(task: str, tmp_path: Path) -> None:
+    good = ReplayServer(lambda question, body: f"</think>\\boxed{{{2 * int(question.split()[0])}}}")
+    with good, ReplayServer(solve) as worse:
+        live = run_evaluation(worse.url, [task], data_dir=tmp_path, out=tmp_path / "a", baseline=good.url, repeats=3)
+        run_evaluation(good.url, [task], data_dir=tmp_path, out=tmp_path / "b", repeats=3)
+        kept = run_evaluation(worse.url, [task], data_dir=tmp_path, out=tmp_path / "a", baseline=str(tmp_path / "b"), repeats=3)
+        other = run_evaluation(
+            worse.url, [task], data_dir=tmp_path, baseline=str(tmp_path / "b"), repeats=3, generation={"temperature": 0.9}
+        )
+    comparison = live.tasks["sums"].comparison
+    assert comparison is not None
+    assert comparison == kept.tasks["sums"].comparison
+    assert (comparison.n, comparison.lost, comparison.gained, comparison.repeats) == (10, 2, 0, 3)
+    assert comparison.difference == pytest.approx(
+        -(3 + sum(body["seed"] % 2 for body in worse.requests[:30] if body["messages"][0]["content"] == "14 + 14")) / 30
+    )
+    assert live.to_json()["results"]["sums"]["comparison"]["sentence"].startswith("cannot tell")
+    assert "not like for like" in other.tasks["sums"].notes[0]
+    assert (tmp_path / "a" / "baseline" / "completions").is_dir()
+
+
+def test_everything_is_refused_before_a_model_is_asked(task: str, tmp_path: Path) -> None:
+    nobody = "http://127.0.0.1:9"
+    for wrong, told in [
+        ({"tasks": ["nope"]}, "task 'nope' is not known"),
+        ({"tasks": [task, task]}, "named twice"),
+        ({"tasks": []}, "no task"),
+        ({"limit": 0}, "--limit is 0"),
+        ({"repeats": 2, "generation": {"temperature": 0.0}}, "greedy"),
+        ({"protocol": "lm-eval"}, "does not define protocol"),
+        ({"data_dir": tmp_path / "nowhere"}, "not a directory"),
+        ({"export": "helm", "out": tmp_path / "x"}, "--format evalscope"),
+        ({"baseline": str(tmp_path / "results.json")}, "does not exist"),
+        ({"tasks": ["tiny-math"], "margin": 0}, "--margin"),
+    ]:
+        options = {"tasks": [task], "data_dir": tmp_path, **wrong}
+        with pytest.raises(QuantkitError, match=told):
+            run_evaluation(nobody, options.pop("tasks"), **options)
+
+
+def test_a_missing_model_is_found_before_its_baseline_is_run(task: str, tmp_path: Path) -> None:
+    with ReplayServer(solve) as server:
+        for model, told in [("http://127.0.0.1:9", "does not answer"), ("no-such-model", "no-such-model does not exist")]:
+            with pytest.raises(QuantkitError, match=told):
+                run_evaluation(model, [task], data_dir=tmp_path, protocol="r1", baseline=server.url)
+            with pytest.raises(QuantkitError, match=told):
+                run_evaluation(server.url, [task], data_dir=tmp_path, baseline=model)
+        assert server.requests == []
+
+
+def test_running_the_models_programs_needs_consent(tmp_path: Path) -> None:
+    row = {"task_id": "own/0", "prompt": "def two() -> int:\n", "entry_point": "two", "test": "def check(c):\n    assert c() == 2\n"}
+    (tmp_path / "HumanEval.jsonl").write_text(json.dumps(row) + "\n")
+    with ReplayServer(lambda question, body: "hm\n</think>\n```python\ndef two():\n    return 2\n```") as server:
+        with pytest.raises(QuantkitError, match="--allow-code-exec"):
+            run_evaluation(server.url, ["humaneval"], data_dir=tmp_path, repeats=1)
+        assert server.requests == []
+        told = run_evaluation(server.url, ["humaneval"], data_dir=tmp_path, repeats=2, allow_code_exec=True).to_json()
+    assert told["sandbox"] in ("namespaces", "rlimits")
+    assert told["results"]["humaneval"]["reasons"] == {"passed": 2}
+
+
+def test_a_local_model_answers_in_process(tmp_path: Path) -> None:
+    told = run_evaluation("tiny-r1", ["tiny-math"], limit=4, out=tmp_path / "out").to_json()
+    math = told["results"]["tiny-math"]
+    assert (math["n"], math["protocol"], math["facts"]["generation"]["temperature"]) == (4, "r1", 0.0)
+    rows = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
+    assert all(row["finish_reason"] == "length" or "</think>" in row["text"] for row in rows)
+    assert math["accuracy"] >= 0.5
+    assert len(told["identity"]["checkpoint"]) == 64
+    again = run_evaluation(str(builtin_model("tiny-r1")), ["tiny-math"], limit=4, out=tmp_path / "out")
+    assert again.tasks["tiny-math"].reused == 4

@@ -1,0 +1,281 @@
+"""Hostile and odd but right programs, graded by `quantkit eval`: every reply of a server is one of them."""
+
+import itertools
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sandbox_attacks as attacks
+import sandbox_idioms as idioms
+from replay_server import ReplayServer
+from typer.testing import CliRunner
+
+from quantkit.cli import app
+from quantkit.errors import QuantkitError
+from quantkit.evaluation import sandbox
+from quantkit.evaluation.grading import programs
+from quantkit.evaluation.sandbox import Level, boxes, runs
+
+isolated = pytest.mark.skipif(sandbox.active_level() == "rlimits", reason="this machine gives no namespaces")
+
+
+def fenced(source: str) -> str:
+    return f"Here:\n```python\n{source}\n```\n"
+
+
+FUNCTIONS = {f"attack: {name}": fenced(source) for name, source in attacks.FUNCTIONS.items()}
+FUNCTIONS |= {f"attack: reply {name}": reply for name, reply in attacks.REPLIES.items()}
+FUNCTIONS |= {f"right: {name}": fenced(source) for name, source in idioms.FUNCTIONS.items()}
+FUNCTIONS |= {f"right: reply {name}": reply for name, reply in idioms.REPLIES.items()}
+SCRIPTS = {f"attack: script {name}": fenced(source) for name, source in attacks.SCRIPTS.items()}
+SCRIPTS |= {f"right: script {name}": fenced(source) for name, source in idioms.SCRIPTS.items()}
+SCRIPTS |= {f"right: script reply {name}": reply for name, reply in idioms.SCRIPT_REPLIES.items()}
+METHODS = {f"attack: method {name}": fenced(source) for name, source in attacks.METHODS.items()}
+METHODS |= {f"right: method {name}": fenced(source) for name, source in idioms.METHODS.items()}
+
+
+def function_row(name: str) -> dict[str, Any]:
+    return {"task_id": name, "prompt": attacks.PROMPT.format(case=f"<{name}>"), "entry_point": "total", "test": attacks.TESTS}
+
+
+def contest_row(name: str) -> dict[str, Any]:
+    if name in SCRIPTS:
+        tests = [{"input": "1 2 3\n", "output": "6\n"}, {"input": "4 6\n", "output": "10\n"}]
+        metadata = "{}"
+    else:
+        tests = [{"input": "[1, 2, 3]", "output": "6"}, {"input": "[4, 6]", "output": "10"}]
+        metadata = '{"func_name": "total"}'
+    row = {"question_id": name, "question_content": f"Sum. Case <{name}>.", "contest_date": "2024-10-01T00:00:00", "metadata": metadata}
+    return row | {"public_test_cases": json.dumps(tests[:1]), "private_test_cases": json.dumps(tests[1:])}
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+class Victim:
+    """What the attacks reach for: a listener on loopback, a secret file in this user's home, a process with a secret in its environment."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.reached = threading.Event()
+        threading.Thread(target=self._accept, daemon=True).start()
+        self.secret = Path.home() / f".quantkit-test-{os.getpid()}"
+        self.secret.write_text("hunter2")
+        os.environ["QUANTKIT_SECRET"] = "hunter2"
+        self._child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        port = self._listener.getsockname()[1]
+        self.names = f"HOME, SECRET, PORT, CALLER = {str(Path.home())!r}, {str(self.secret)!r}, {port}, {os.getpid()}\n"
+
+    def _accept(self) -> None:
+        try:
+            self._listener.accept()
+            self.reached.set()
+        except OSError:
+            pass
+
+    def close(self) -> None:
+        del os.environ["QUANTKIT_SECRET"]
+        self.secret.unlink()
+        self._listener.close()
+        self._child.kill()
+        self._child.wait()
+
+
+@pytest.fixture(scope="module")
+def victim() -> Iterator[Victim]:
+    victim = Victim()
+    yield victim
+    victim.close()
+
+
+def evaluate(rows: dict[str, str], victim: Victim, folder: Path, *options: str) -> dict[str, dict[str, Any]]:
+    """Samples by problem, of one run of `quantkit eval` against a server that answers a problem by the reply of that name."""
+    write_rows(folder / "humaneval" / "HumanEval.jsonl", [function_row(name) for name in rows if name in FUNCTIONS])
+    write_rows(folder / "live_code_bench" / "test.jsonl", [contest_row(name) for name in rows if name not in FUNCTIONS])
+
+    def reply(question: str, body: dict[str, Any]) -> str:
+        found = re.search(r"<(\w+: [^<>]+)>", question)
+        assert found, question
+        return "</think>\n" + rows[found[1]].replace(
+            "```python\nimport os, sys, ctypes", f"```python\n{victim.names}import os, sys, ctypes"
+        )
+
+    tasks = ",".join(
+        name for name, there in (("humaneval", set(rows) & set(FUNCTIONS)), ("live_code_bench", set(rows) - set(FUNCTIONS))) if there
+    )
+    with ReplayServer(reply) as server:
+        command = ["eval", server.url, "--tasks", tasks, "--data-dir", str(folder), "--allow-code-exec", "--repeats", "1"]
+        done = CliRunner().invoke(app, [*command, "--out", str(folder / "out"), "--json", *options], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    samples = [json.loads(line) for line in (folder / "out" / "samples.jsonl").read_text().split("\n") if line]
+    return {sample["problem"]: sample for sample in samples}
+
+
+@isolated
+def test_every_attack_fails_and_every_idiom_passes(tmp_path: Path, victim: Victim, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forgeries, crashes of the grader, walls, resources: wrong, and in the score. Beside them right programs in unusual dress: right."""
+    monkeypatch.setattr(runs, "TIMEOUT_S", 6.0)
+    monkeypatch.setattr(programs, "CONTEST_TIMEOUT_S", 6.0)
+    rows = FUNCTIONS | SCRIPTS | METHODS
+    samples = evaluate(rows, victim, tmp_path)
+    graded = {name: (sample["correct"], sample["reason"], sample["detail"]) for name, sample in samples.items()}
+    assert set(graded) == set(rows)
+    assert {name: told for name, told in graded.items() if name.startswith("attack") and told[0]} == {}
+    assert {name: told for name, told in graded.items() if name.startswith("right") and not told[0]} == {}
+    assert {name: told for name, told in graded.items() if told[1] in ("error", "sandbox-error")} == {}
+    assert not victim.reached.is_set()
+
+
+@isolated
+def test_the_walls_are_what_holds(victim: Victim) -> None:
+    """The same programs with limits alone: those that must get through do, so that `fails` above means something."""
+    for name in ("home", "secret", "processes", "kill-caller", "environment-of-others"):
+        program = sandbox.Program((attacks.PROMPT, victim.names + attacks.wall(attacks.WALLS[name])), "total")
+        run = sandbox.run_tests(program, "", f"{attacks.TESTS}\ncheck(total)", level="rlimits")
+        assert run.status == "passed", (name, run)
+
+
+def run(program: str, tests: str = "assert f(2) == 4, 'not four'", timeout_s: float = 6.0, level: Level | None = None) -> sandbox.Run:
+    return sandbox.run_tests(sandbox.Program((program,), "f"), "", tests, timeout_s=timeout_s, level=level)
+
+
+@pytest.mark.parametrize("level", [pytest.param("namespaces", marks=isolated), "rlimits"])
+def test_verdicts(level: Level) -> None:
+    assert run("def f(x): return x * 2", level=level).status == "passed"
+    assert (found := run("def f(x): return x", level=level)).status == "failed"
+    assert found.detail == "AssertionError: not four"
+    for program, detail in (
+        ("def f(x) return x", "SyntaxError"),
+        ("def g(x): return x", "NameError"),
+        ("import nothing_of_that_name", "ModuleNotFoundError"),
+        ("def f(x):\n    import sys; sys.exit(0)", "SystemExit: 0"),
+        ("def f(x): return input()", "EOFError"),
+        ("def f(x): return print", "the function returned a value of type builtin_function_or_method"),
+    ):
+        assert run(program, level=level).detail.startswith(detail)
+    assert run("def f(x):\n    import os; os._exit(0)", level=level).status == "no-verdict"
+    assert run("def f(x):\n    while True: pass", timeout_s=0.7, level=level).status == "timeout"
+
+
+def test_tests_may_expect_an_exception_but_not_catch_a_fault() -> None:
+    expecting = "try: f(1)\nexcept ValueError as error: assert 'odd' in str(error)\nelse: assert False"
+    assert run("class Odd(ValueError): pass\ndef f(x): raise Odd('odd')", expecting).status == "passed"
+    assert run("def f(x): raise KeyError('odd')", expecting).status == "failed"
+    catching = "try: f(1)\nexcept BaseException: pass"
+    for body in ("raise SystemExit", "import os; os._exit(0)", "return object()", "raise KeyboardInterrupt"):
+        assert run(f"def f(x): {body}", catching).status in ("failed", "no-verdict"), body
+    assert run("def f(x): raise OSError", catching).status == "passed"
+
+
+def test_scripts() -> None:
+    echo = sandbox.run_script("import sys\nfor line in sys.stdin: print(line.strip()[::-1])\nsys.exit(3)", "abc\nde\n")
+    assert (echo.status, echo.output) == ("passed", "cba\ned\n")
+    late = sandbox.run_script("print(input())\nraise ValueError('late')", "x")
+    assert (late.status, late.detail) == ("failed", "ValueError: late")
+    assert sandbox.run_script("import os\nos.kill(os.getpid(), 11)", "").detail == "ended by signal 11"
+    assert "SyntaxError" in sandbox.run_script("int main() {}", "").detail
+
+
+def test_a_method_is_called_case_by_case() -> None:
+    program = sandbox.Program(("class Solution:\n    def pair(self, a, b): return (a + b, None)",), "pair")
+    assert sandbox.run_calls(program, [([[1], [2]], [[1, 2], None])], timeout_s=6.0).status == "passed"
+    wrong = sandbox.run_calls(program, [([1, 2], [3, None]), ([1, 2], [4, None])], timeout_s=6.0)
+    assert wrong.detail == "test 2: got '[3, null]', expected '[4, null]'"
+    slow = sandbox.Program(("import time\ndef f(x): time.sleep(x)",), "f")
+    assert sandbox.run_calls(slow, [([0], None), ([9], None)], timeout_s=0.8).detail == "test 2: no answer after 0.8 s"
+
+
+@isolated
+def test_the_program_sees_an_empty_world() -> None:
+    look = "import os\nprint(os.getuid() == 0, os.environ['HOME'], *(sorted(os.listdir(place)) for place in ('.', '/', '/dev')))"
+    told = sandbox.run_script(look, "").output
+    assert told.startswith("False /work ['main.py'] [")
+    assert "['null', 'random', 'shm', 'stderr', 'stdin', 'stdout', 'urandom', 'zero']" in told
+    assert "'home'" not in told
+    assert "'proc'" not in told
+
+
+def test_nothing_of_the_tests_is_in_the_candidates_process() -> None:
+    """It looks through its own memory, descriptors, directory and arguments, where limits alone leave it /proc to do so."""
+    look = """
+import ctypes, os
+OWN = "my own words"
+def f(word):
+    word = word[::-1].encode()
+    found = {}
+    for line in open('/proc/self/maps'):
+        low, high = (int(x, 16) for x in line.split()[0].split('-'))
+        if ' rw-p' in line: found[line] = ctypes.string_at(low, high - low)
+    found['cmdline'] = open('/proc/self/cmdline', 'rb').read()
+    found.update({name: open(name, 'rb').read() for name in os.listdir('.')})
+    pipes = [n for n in range(3, 128) if os.path.exists(f'/proc/self/fd/{n}')]
+    del line
+    seen = [name for name, data in found.items() if b'expected-' + word in data]
+    return seen, any(b'my own' in data for data in found.values()), len(pipes)
+"""
+    told = run(look, "got = f('yranac')\nassert got == ([], True, 2), got\n# expected-canary", level="rlimits")
+    assert told.status == "passed", told
+
+
+def test_many_at_once_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before = len(os.listdir("/proc/self/fd"))
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda n: run(f"def f(x): return {n % 2}", "assert f(1) == 1"), range(12)))
+    assert [one.status for one in found] == ["failed", "passed"] * 6
+    assert list(tmp_path.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_sandbox_that_cannot_start_is_not_the_programs_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boxes, "_interpreter", lambda: "/nowhere/python")
+    found = run("def f(x): return 4", level="rlimits")
+    assert found.status == "sandbox-error"
+    assert "/nowhere/python" in found.detail
+
+
+def test_the_level_is_found_by_trying_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Walls that fail three times out of four are still walls; walls that always fail are told with their reason."""
+    tries = itertools.count(1)
+    real = runs._judged
+
+    def busy(*arguments: Any) -> sandbox.Run:
+        if next(tries) < 4:
+            raise boxes.BoxFault("unshare: Resource temporarily unavailable")
+        return real(*arguments)
+
+    monkeypatch.setattr(runs, "_PROBE_PAUSE_S", 0.01)
+    monkeypatch.setattr(runs, "_judged", busy)
+    assert runs.find_level.__wrapped__().level == sandbox.active_level()
+    tries = itertools.count(-1000)
+    found = runs.find_level.__wrapped__()
+    assert (found.level, found.reason) == ("rlimits", "unshare: Resource temporarily unavailable")
+    assert "this user's rights" in str(found)
+
+
+def test_limits_alone_are_refused_unless_asked_for(victim: Victim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weak = sandbox.Found("rlimits", "unshare: Operation not permitted")
+    monkeypatch.setattr(sandbox, "find_level", lambda: weak)
+    monkeypatch.setattr(runs, "find_level", lambda: weak)
+    write_rows(tmp_path / "humaneval" / "HumanEval.jsonl", [function_row("right: builtin")])
+    with ReplayServer(lambda question, body: "</think>\n" + FUNCTIONS["right: builtin"]) as server:
+        command = ["eval", server.url, "--tasks", "humaneval", "--data-dir", str(tmp_path), "--allow-code-exec", "--repeats", "1", "--json"]
+        refused = CliRunner().invoke(app, command)
+        assert server.requests == []
+        allowed = CliRunner().invoke(app, [*command, "--allow-weak-sandbox"])
+    assert isinstance(refused.exception, QuantkitError)
+    assert "unshare: Operation not permitted" in str(refused.exception)
+    assert "--allow-weak-sandbox" in str(refused.exception)
+    assert (allowed.exit_code, json.loads(allowed.stdout)["results"]["humaneval"]["accuracy"]) == (0, 1.0)
+    assert "level rlimits, with this user's rights" in allowed.stderr

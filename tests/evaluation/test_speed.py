@@ -1,0 +1,155 @@
+"""The definitions of the speed figures, the engine as a target, and a real HTTP server as the other."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quantkit.errors import QuantkitError
+from quantkit.evaluation.speed.endpoint import EndpointTarget
+from quantkit.evaluation.speed.engine import EngineTarget
+from quantkit.evaluation.speed.measure import RequestTimes, measure_grid, percentile, summarize
+from quantkit.evaluation.speed.report import write_report
+from quantkit.executor.engine import Engine
+
+DELAY_S = 0.15
+GAP_S = 0.02
+
+
+def test_definitions_by_hand() -> None:
+    """Two requests, one after the other: 1 s to the first token, then 10 ms (20 ms) for each of 100 more."""
+    times = [
+        RequestTimes(sent=0.0, first_token=1.0, last_token=2.0, prompt_tokens=5, output_tokens=101),
+        RequestTimes(sent=2.0, first_token=3.0, last_token=5.0, prompt_tokens=7, output_tokens=101),
+        RequestTimes(0, 0, 0, 0, 0, error="HTTP 503"),
+    ]
+    row = summarize(times, input_len=6, concurrency=1)
+    assert (row.requests, row.failed, row.first_error) == (2, 1, "HTTP 503")
+    assert row.ttft_s == 1.0
+    assert row.tpot_ms == pytest.approx(15)
+    assert row.tps == pytest.approx(1000 / 15)
+    assert row.system_tps == pytest.approx(202 / 5)
+    assert row.latency_s == pytest.approx(2.5)
+    assert row.prompt_tokens == 6
+    assert row.to_json()["tpot_ms_p50"] == pytest.approx(15)
+
+
+def test_replies_of_one_token_have_no_tpot() -> None:
+    row = summarize([RequestTimes(0, 1, 1, 3, 1)], 3, 1)
+    assert row.tpot_ms is None
+    assert row.tps is None
+    assert row.system_tps == 1
+
+
+def test_percentiles_are_numpys() -> None:
+    values = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0]
+    for percent in (0, 10, 50, 90, 99, 100):
+        assert percentile(values, percent) == pytest.approx(np.percentile(values, percent))
+
+
+def test_all_failed_is_an_error() -> None:
+    with pytest.raises(QuantkitError, match="all 1 requests of 8 tokens failed: HTTP 500"):
+        summarize([RequestTimes(0, 0, 0, 0, 0, error="HTTP 500")], 8, 1)
+
+
+def test_engine_grid(tiny_checkpoint: Path) -> None:
+    engine = Engine.load(tiny_checkpoint, device="cpu", max_batch=2, max_model_len=64)
+    target = EngineTarget(engine, "tiny", max_batch=2)
+    seen = []
+    rows = measure_grid(target, [16, 8], [2, 1], output_len=5, on_row=seen.append)
+    assert [(row.input_len, row.concurrency) for row in rows] == [(8, 1), (8, 2), (16, 1), (16, 2)]
+    assert seen == rows
+    for row in rows:
+        assert row.output_len == 5, "the end-of-answer token must not end a benchmark request"
+        assert row.requests == 2 * row.concurrency
+        assert 0 < row.ttft_s < row.latency_s
+        assert row.tpot_ms is not None
+    with pytest.raises(QuantkitError, match="60 input and 5 output tokens exceed the context of 64"):
+        measure_grid(target, [8, 60], [1], output_len=5)
+    with pytest.raises(QuantkitError, match="concurrency 3"):
+        measure_grid(target, [8], [3], output_len=5)
+
+
+def test_report_shows_ours_and_the_published_apart(tmp_path: Path) -> None:
+    rows = [summarize([RequestTimes(0, 1, 1 + c, 8, 11)], input_len, c).to_json() for input_len in (8, 64) for c in (1, 4)]
+    write_report(tmp_path / "bench", {"target": "tiny", "hardware": "this machine", "output_len": 11, "rows": rows})
+    page = (tmp_path / "bench" / "bench.html").read_text()
+    assert page.count("<svg") == 3
+    ours, _, published = page.partition("Published by others")
+    assert "100.00" in ours
+    assert "400.00" in ours
+    assert "910B1" in published
+    assert "910B1" not in ours
+    assert json.loads((tmp_path / "bench" / "bench.json").read_text())["rows"] == rows
+
+
+class Server(BaseHTTPRequestHandler):
+    """Streams max_tokens tokens: a role-only chunk at once, the first token after DELAY_S, the others GAP_S apart."""
+
+    def do_GET(self) -> None:
+        self._send(json.dumps({"data": [{"id": "m"}]}).encode())
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if "refuse" in body["messages"][0]["content"]:
+            self.send_error(429)
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        self._event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+        for number in range(body["max_tokens"]):
+            time.sleep(GAP_S if number else DELAY_S)
+            self._event({"choices": [{"delta": {"content": "x"}}]})
+        self._event({"choices": [], "usage": {"prompt_tokens": 12, "completion_tokens": body["max_tokens"]}})
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def _event(self, event: dict) -> None:
+        self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+        self.wfile.flush()
+
+    def _send(self, data: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *arguments: object) -> None:
+        """Tests stay quiet."""
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    thread = threading.Thread(target=httpd.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{httpd.server_port}"
+    httpd.shutdown()
+    thread.join()
+    httpd.server_close()
+
+
+def test_endpoint_times_and_usage(server: str) -> None:
+    target = EndpointTarget.connect(server)
+    assert target.model == "m"
+    times = list(target.run(input_len=10, output_len=5, concurrency=2, requests=4, seed=0))
+    assert len(times) == 4
+    for one in times:
+        assert one.error is None
+        assert (one.prompt_tokens, one.output_tokens) == (12, 5)
+        assert one.ttft_s >= DELAY_S, "the role-only chunk is not a token"
+        assert one.tpot_ms is not None
+        assert one.tpot_ms >= 1e3 * GAP_S * 0.9
+
+
+def test_endpoint_failures_are_reported(server: str) -> None:
+    target = EndpointTarget.connect(server, cut=lambda words, count: "refuse")
+    with pytest.raises(QuantkitError, match="HTTP 429"):
+        measure_grid(target, [4], [1], output_len=2)
+    with pytest.raises(QuantkitError, match="no OpenAI-compatible server answers"):
+        EndpointTarget.connect("http://127.0.0.1:9")

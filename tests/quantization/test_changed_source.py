@@ -1,0 +1,150 @@
+"""A source that changes while it is read, between two starts, or after it was read is noticed, wherever the change lies."""
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import make_model
+import pytest
+import quantize_job
+
+from quantkit import conversion as convert_module
+from quantkit.checkpoint import reader
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.conversion import convert
+from quantkit.errors import QuantkitError
+from quantkit.progress import Event, OnEvent, Progress, silent
+from quantkit.quantization import quantize
+from quantkit.recipe import Recipe
+from quantkit.schemes import find_scheme
+
+Run = Callable[..., bool]  # (source, out, on_event) -> done already
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = make_model.tiny_config(num_hidden_layers=2, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2)
+    return make_model.write_dense(tmp_path_factory.mktemp("models") / "source", config, make_model.random_tensors(config))
+
+
+@pytest.fixture
+def source(original: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(original, tmp_path / "source")
+
+
+def awq(source: Path, out: Path, on_event: OnEvent = silent) -> bool:
+    text = out.with_name("text.txt")
+    text.write_text("what is read may change, and who reads it must know. " * 20)
+    recipe = Recipe(scheme="awq-w4a16", calibration=str(text), **quantize_job.SMALL)
+    return quantize(source, out, find_scheme("awq-w4a16"), "auto", recipe, device="cpu", on_event=on_event).done_already
+
+
+def rtn(source: Path, out: Path, on_event: OnEvent = silent) -> bool:
+    return quantize(source, out, find_scheme("rtn-w4a16"), "auto", Recipe(scheme="rtn-w4a16"), device="cpu", on_event=on_event).done_already
+
+
+def to_fp16(source: Path, out: Path, on_event: OnEvent = silent) -> bool:
+    return convert(source, out, dtype="fp16", on_event=on_event).done_already
+
+
+@pytest.fixture(params=[rtn, to_fp16])
+def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setattr(convert_module, "UNIT_BYTES", 100_000)
+    return request.param
+
+
+def edit(source: Path, tensor: str) -> Path:
+    """Flip a bit of a tensor where the fingerprint's samples do not look; returns the shard."""
+    checkpoint = Checkpoint.open(source)
+    info, before = checkpoint.tensors[tensor], checkpoint.fingerprint
+    shard = source / info.shard
+    last = shard.stat().st_size - reader._SAMPLE_BYTES
+    places = [last * number // (reader._SAMPLES - 1) + reader._SAMPLE_BYTES + 100 for number in range(reader._SAMPLES - 1)]
+    place = next(place for place in places if info.offset <= place < info.offset + info.nbytes)
+    with shard.open("r+b") as file:
+        file.seek(place)
+        (byte,) = file.read(1)
+        file.seek(place)
+        file.write(bytes([byte ^ 1]))
+    assert Checkpoint.open(source).fingerprint == before, "the samples saw it"
+    return shard
+
+
+def stop_at(part: str) -> Callable[[Event], None]:
+    def stop(event: Event) -> None:
+        if isinstance(event, Progress) and part in event.unit:
+            raise KeyboardInterrupt
+
+    return stop
+
+
+EARLY = "model.layers.0.mlp.gate_proj.weight"
+
+
+def stopped(run: Run, source: Path, out: Path) -> None:
+    """A run that was stopped after the first layer."""
+    with pytest.raises(KeyboardInterrupt):
+        run(source, out, stop_at("layers.1"))
+
+
+@pytest.mark.parametrize("time_kept", [False, True])
+def test_changed_between_two_starts(run: Run, source: Path, tmp_path: Path, time_kept: bool) -> None:
+    stopped(run, source, tmp_path / "out")
+    shard = source / Checkpoint.open(source).tensors[EARLY].shard
+    before = shard.stat()
+    edit(source, EARLY)
+    if time_kept:
+        os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(QuantkitError, match=rf"{shard.name} was changed after .* was made from it; restore that file, or give --overwrite"):
+        run(source, tmp_path / "out")
+    edit(source, EARLY)  # back
+    assert not run(source, tmp_path / "out")
+
+
+def test_the_same_bytes_with_other_times_go_on(run: Run, source: Path, original: Path, tmp_path: Path) -> None:
+    """All shards downloaded again. The output is that of an undisturbed run."""
+    stopped(run, source, tmp_path / "out")
+    for shard in source.glob("*.safetensors"):
+        shard.unlink()
+        shutil.copyfile(original / shard.name, shard)
+    assert not run(source, tmp_path / "out")
+    run(original, tmp_path / "undisturbed")
+    first, second = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("out", "undisturbed"))
+    assert first == second
+
+
+def test_changed_while_it_is_read(run: Run, source: Path, tmp_path: Path) -> None:
+    changed: list[Path] = []
+
+    def change(event: Event) -> None:
+        if isinstance(event, Progress) and "layers.1" in event.unit and not changed:
+            changed.append(edit(source, EARLY))
+
+    with pytest.raises(QuantkitError, match=r"while it was read; restore that file and run again|was changed after"):
+        run(source, tmp_path / "out", change)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(QuantkitError, match="was changed after"):
+        run(source, tmp_path / "out")
+
+
+def test_changed_after_it_was_read(run: Run, source: Path, tmp_path: Path) -> None:
+    """ "Done already" is not said of another model; a shard that was only touched is the same."""
+    run(source, tmp_path / "out")
+    assert run(source, tmp_path / "out")
+    time.sleep(0.01)
+    for shard in source.glob("*.safetensors"):
+        shard.touch()
+    assert run(source, tmp_path / "out")
+    shard = edit(source, EARLY)
+    with pytest.raises(QuantkitError, match=rf"{shard.name} was changed after"):
+        run(source, tmp_path / "out")
+
+
+def test_an_embedding_that_calibration_has_read(source: Path, tmp_path: Path) -> None:
+    """It is written last, and the hidden states that are kept came from it."""
+    stopped(awq, source, tmp_path / "out")
+    edit(source, "model.embed_tokens.weight")
+    with pytest.raises(QuantkitError, match=r"was changed after model\.embed_tokens was made from it"):
+        awq(source, tmp_path / "out")

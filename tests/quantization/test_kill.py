@@ -1,0 +1,166 @@
+"""A run of quantize() killed, starved of disk or robbed of its source goes on, and ends with the bytes of an undisturbed one."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import make_model
+import pytest
+import quantize_job
+import torch
+
+from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.errors import QuantkitError
+from quantkit.progress import Event, Progress
+from quantkit.quantization import quantize
+from quantkit.quantization import run as run_module
+from quantkit.recipe import Recipe
+from quantkit.schemes import find_scheme
+
+JOB = Path(quantize_job.__file__)
+KILLS = 2
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "calibration.txt"
+    path.write_text("".join(map(chr, torch.randint(97, 123, (400,), generator=torch.Generator().manual_seed(0)).tolist())))
+    return path
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = make_model.tiny_config(num_hidden_layers=2, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2)
+    return make_model.write_fp8(tmp_path_factory.mktemp("models") / "source", config, make_model.random_tensors(config), shards=4)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """With several, products are not the same to the last bit."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(source: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, bytes], float]:
+    """The files, and the seconds it took."""
+    out = tmp_path_factory.mktemp("undisturbed") / "out"
+    start = time.perf_counter()
+    quantize_job.run(source, text, out)
+    return files(out), time.perf_counter() - start
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+def test_killed_at_random_moments_and_in_writes(
+    source: Path, text: Path, undisturbed: tuple[dict[str, bytes], float], tmp_path: Path
+) -> None:
+    """SIGKILL, also with half of a tensor written."""
+    expected, seconds = undisturbed
+    out = tmp_path / "out"
+    command = [sys.executable, str(JOB), str(source), str(text), str(out), "kill", str(KILLS), str(seconds)]
+    result = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert files(out) == expected
+    assert min(result["deaths"].values()) >= KILLS, result
+    assert max(result["found"]) > 0, "no run found a finished unit"
+    print(f"kills survived: {result['deaths']}")
+
+
+@pytest.mark.parametrize("last", ["layers.0.attend", "layers.1.experts.0", "layers.1.experts.1"])
+def test_stopped_after_a_unit(
+    last: str, source: Path, text: Path, undisturbed: tuple[dict[str, bytes], float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also between the two experts of a batch, which is then solved again for the second one's sake."""
+    write = CheckpointWriter.write
+
+    def write_and_stop(writer: CheckpointWriter, unit: str, *rest: Any) -> None:
+        write(writer, unit, *rest)
+        if unit == last:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointWriter, "write", write_and_stop)
+        with pytest.raises(KeyboardInterrupt):
+            quantize_job.run(source, text, tmp_path / "out")
+    quantize_job.run(source, text, tmp_path / "out")
+    assert files(tmp_path / "out") == undisturbed[0]
+
+
+def test_a_full_disk_stops_cleanly_and_room_is_enough(
+    source: Path, text: Path, undisturbed: tuple[dict[str, bytes], float], tmp_path: Path
+) -> None:
+    mount = ["unshare", "-rm", "sh", "-c", f'mount -t tmpfs -o size=8m none {tmp_path} && exec "$@"', "sh"]
+    if shutil.which("unshare") is None or subprocess.run([*mount, "true"], capture_output=True).returncode:
+        pytest.skip("this machine lets nobody mount a small file system")
+    command = [*mount, sys.executable, str(JOB), str(source), str(text), str(tmp_path / "out"), "full", "7"]
+    result = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert "MB free" in result["told"][0] or "GB free" in result["told"][0]
+    assert set(result["left"]) <= {"filler", "out.partial"}
+    assert result["files"] == sorted(undisturbed[0])
+
+
+def test_a_lost_shard_is_named_and_bringing_it_back_is_enough(
+    source: Path, text: Path, undisturbed: tuple[dict[str, bytes], float], tmp_path: Path
+) -> None:
+    """Cut short while the first layer is in work, then gone. The copy that comes back has another time of change."""
+    copy, out = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(source, copy)
+    shard = sorted(copy.glob("*.safetensors"))[-1]
+
+    def lose(event: Event) -> None:
+        if isinstance(event, Progress) and event.unit == "layers.0.feed_forward":
+            os.truncate(shard, 10_000)
+
+    recipe = Recipe(scheme="awq-w4a16", calibration=str(text), **quantize_job.SMALL)
+    scheme = find_scheme("awq-w4a16")
+    with pytest.raises(QuantkitError, match=rf"{shard.name} became shorter while it was read; restore that file and run again"):
+        quantize(copy, out, scheme, "auto", recipe, device="cpu", on_event=lose)
+    shard.unlink()
+    with pytest.raises(QuantkitError, match=rf"shard {shard.name} is missing from"):
+        quantize(copy, out, scheme, "auto", recipe, device="cpu")
+    shutil.copyfile(source / shard.name, shard)
+    quantize_job.run(copy, text, out)
+    assert files(out) == undisturbed[0]
+
+
+def test_what_was_begun_otherwise_is_refused(source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another source, recipe or version; and an output that is there already."""
+    copy, out = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(source, copy)
+    recipe = Recipe(scheme="rtn-w4a16")
+    scheme = find_scheme("rtn-w4a16")
+
+    def stop(event: Event) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize(copy, out, scheme, "auto", recipe, device="cpu", on_event=stop)
+    with pytest.raises(QuantkitError, match="was begun with a different recipe; run the command that began it, or give --overwrite"):
+        quantize(copy, out, scheme, "auto", recipe.model_copy(update={"fit_points": 2}), device="cpu")
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "__version__", "0.0.0")
+        with pytest.raises(QuantkitError, match="was begun with a different version"):
+            quantize(copy, out, scheme, "auto", recipe, device="cpu")
+    shard = sorted(copy.glob("*.safetensors"))[0]
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-4] + b"\x00\x3c\x00\x3c")
+    with pytest.raises(QuantkitError, match="was begun with a different source"):
+        quantize(copy, out, scheme, "auto", recipe, device="cpu")
+    shard.write_bytes(content)
+    report = quantize(copy, out, scheme, "auto", recipe, device="cpu")
+    assert not report.done_already
+    again = quantize(copy, out, scheme, "auto", recipe, device="cpu")
+    assert again.done_already
+    assert (again.findings.errors, again.output_bytes) == (report.findings.errors, report.output_bytes)
+    with pytest.raises(QuantkitError, match="exists, made with a different recipe; choose another --out, or give --overwrite"):
+        quantize(copy, out, scheme, "auto", recipe.model_copy(update={"fit_points": 2}), device="cpu")

@@ -1,0 +1,75 @@
+"""The memory a run will need: what it depends on, and the refusal of a run that will not fit."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import make_model
+import pytest
+import quantize_job
+import torch
+
+from quantkit.errors import QuantkitError
+from quantkit.planning import plan
+from quantkit.quantization import quantize
+from quantkit.quantization.memory import parse_bytes
+from quantkit.recipe import Recipe, load_recipe
+from quantkit.schemes import find_scheme
+
+
+def planned(source: Path, scheme: str, **changes: Any) -> int:
+    return int(plan(source, find_scheme(scheme), **changes)["host_peak_bytes"])
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = make_model.tiny_config()
+    return make_model.write_fp8(tmp_path_factory.mktemp("models") / "source", config, make_model.random_tensors(config))
+
+
+def test_it_grows_with_tokens_and_not_with_layers(source: Path, tmp_path: Path) -> None:
+    config = make_model.tiny_config(num_hidden_layers=5)
+    deeper = make_model.write_fp8(tmp_path / "deeper", config, make_model.random_tensors(config))
+    assert planned(deeper, "awq-w4a16") == planned(source, "awq-w4a16")
+    assert planned(source, "awq-w4a16", samples=64) < planned(source, "awq-w4a16", samples=128)
+    assert planned(source, "rtn-w4a16", samples=64) == planned(source, "rtn-w4a16", samples=128) < planned(source, "awq-w4a16")
+
+
+def test_a_run_that_does_not_fit_is_refused_before_anything_is_written(source: Path, tmp_path: Path) -> None:
+    recipe = load_recipe("rtn-w4a16")
+    with pytest.raises(QuantkitError, match=r"needs 0\.4 GiB of memory at .* and --memory is 0\.1 GiB; give --memory 0.5GiB or more"):
+        quantize(source, tmp_path / "out", find_scheme("rtn-w4a16"), "auto", recipe, device="cpu", memory=parse_bytes("100MiB"))
+    assert list(tmp_path.iterdir()) == []
+    report = quantize(source, tmp_path / "out", find_scheme("rtn-w4a16"), "auto", recipe, device="cpu", memory=parse_bytes("1GiB"))
+    assert report.planned_memory < 2**30
+
+
+def test_a_calibrated_run_keeps_under_the_least_it_may_be_given(source: Path, tmp_path: Path) -> None:
+    """As the operating system counts, in a process of its own. A byte less is refused."""
+    text = tmp_path / "calibration.txt"
+    text.write_text("".join(map(chr, torch.randint(97, 123, (4000,), generator=torch.Generator().manual_seed(0)).tolist())))
+    recipe = Recipe(scheme="awq-w4a16", **quantize_job.SMALL)
+    about = plan(source, find_scheme("awq-w4a16"), samples=6, seq_len=32, recipe=recipe)
+    least = int(about["host_least_bytes"])
+    assert least < about["host_peak_bytes"]
+    arguments = [str(source), str(text), str(tmp_path / "out"), "once"]
+    refused, done = (
+        subprocess.run([sys.executable, quantize_job.__file__, *arguments, str(memory)], capture_output=True, text=True)
+        for memory in (least - 1, least)
+    )
+    assert refused.returncode != 0
+    assert "--memory is" in refused.stderr, refused.stderr[-2000:]
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert 0.2 * least < int(done.stdout) <= least
+
+
+@pytest.mark.parametrize(("text", "size"), [("16GiB", 2**34), ("64GB", 64 * 10**9), ("1.5TiB", 3 * 2**39), ("512MiB", 2**29)])
+def test_sizes(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["16", "GiB", "-1GiB", "0GB", "16 gigabytes", ""])
+def test_no_sizes(text: str) -> None:
+    with pytest.raises(QuantkitError, match="is no size"):
+        parse_bytes(text)

@@ -1,0 +1,96 @@
+"""The report of a run: self-contained, whole, and drawn where a browser is."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from quantkit.calibrate.findings import Findings
+from quantkit.quantization.report import Account, by_layer, kind_of, report_files
+
+ACCOUNT = Account(
+    model="some-model",
+    scheme="awq-w4a16",
+    format="awq",
+    version="1",
+    calibration="text.jsonl",
+    calibration_tokens=4096,
+    min_expert_tokens=64,
+    source_bytes={"attention": 4_000_000_000, "routed experts": 9_000_000_000},
+    output_bytes={"routed experts": 5_000_000_000, "attention": 2_000_000_000},
+)
+
+
+def findings() -> Findings:
+    errors = {f"model.layers.{layer}.self_attn.o_proj": 0.001 * (layer + 1) for layer in range(4)}
+    errors |= {f"model.layers.{layer}.mlp.experts.{e}.down_proj": 0.01 * (e + 1) for layer in range(2, 4) for e in range(3)}
+    errors["model.layers.3.mlp.experts.7.up_proj"] = float("nan")
+    return Findings(
+        errors=errors,
+        methods={module: "nearest" if module.endswith("0.self_attn.o_proj") else "awq+gptq" for module in errors},
+        scales={f"model.layers.{layer}.mlp.gate_up": [0.5, 1.0, 4.0] for layer in range(4)},
+        expert_tokens={"2": [900, 64, 63, 0], "3": [300, 300, 300, 124]},
+        expert_agreement={"2": 0.99, "3": 0.97},
+        next_token={"tokens": 1024, "kl": 0.00321, "top1_agree": 0.9875},
+        hidden_error={"0": 1e-4, "1": 2e-4, "2": float("nan"), "3": 4e-4},
+    )
+
+
+@pytest.fixture(scope="module")
+def files() -> dict[str, bytes]:
+    return report_files(ACCOUNT, findings())
+
+
+def test_json_says_everything(files: dict[str, bytes]) -> None:
+    facts = json.loads(files["report.json"], parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
+    assert facts["starved_experts"] == {"2": [2, 3]}
+    assert facts["errors"]["model.layers.3.mlp.experts.7.up_proj"] is None
+    assert facts["hidden_error"]["2"] is None
+    assert facts["error_by_layer"]["expert down_proj"]["2"] == pytest.approx(0.02)
+    assert facts["expert_tokens"] == findings().expert_tokens
+    assert facts["held_out"] == {"tokens": 1024, "kl": 0.00321, "top1_agree": 0.9875, "expert_agree": pytest.approx(0.98)}
+
+
+def test_kinds_and_layers() -> None:
+    assert kind_of("model.layers.3.mlp.shared_experts.up_proj") == "shared up_proj"
+    assert by_layer({"model.layers.10.mlp.up_proj": 0.5, "lm_head": 1.0}) == {"up_proj": {"10": 0.5}}
+
+
+def test_page_is_self_contained_and_the_same_each_time(files: dict[str, bytes]) -> None:
+    page = files["report.html"].decode()
+    assert report_files(ACCOUNT, findings()) == files
+    assert page.count("<svg") == 6
+    assert not re.search(r'(src|href)="(?!#)', page)
+    assert "2 experts in 1 layers saw fewer than 64" in page
+
+
+def test_a_run_without_calibration_has_a_page() -> None:
+    plain = Findings(errors={"model.layers.0.self_attn.o_proj": 0.01}, methods={"model.layers.0.self_attn.o_proj": "nearest"})
+    files = report_files(ACCOUNT, plain)
+    assert files["report.html"].count(b"<svg") == 2
+    assert json.loads(files["report.json"])["held_out"] is None
+    assert b"no text was held out" in files["report.html"]
+
+
+@pytest.mark.parametrize("width", [1200, 400])
+def test_a_browser_shows_it(files: dict[str, bytes], width: int, tmp_path: Path) -> None:
+    """Every plot has a size, and nothing is wider than the window."""
+    browser = shutil.which("chromium")
+    if browser is None:
+        pytest.skip("no chromium on this machine")
+    probe = b"""<script>document.title = JSON.stringify({
+        rows: Object.fromEntries([...document.querySelector("table").rows].map(e => [e.cells[0].innerText, e.cells[1].innerText])),
+        plots: [...document.querySelectorAll("svg")].filter(e => e.getBoundingClientRect().height > 40).length,
+        over: document.documentElement.scrollWidth - window.innerWidth })</script></body>"""
+    (tmp_path / "report.html").write_bytes(files["report.html"].replace(b"</body>", probe))
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900", f"--user-data-dir={tmp_path}/profile"]
+    done = subprocess.run([browser, *options, "--dump-dom", f"file://{tmp_path}/report.html"], capture_output=True, text=True, check=True)
+    match = re.search(r"<title>(\{.*\})</title>", done.stdout)
+    assert match, done.stdout[:500]
+    seen = json.loads(match[1])
+    assert seen["plots"] == 6
+    assert [seen["rows"][name] for name in ("KL to the source", "same next token", "same experts")] == ["3.21e-03", "98.75 %", "98.00 %"]
+    assert seen["over"] <= 0

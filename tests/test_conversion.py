@@ -1,0 +1,238 @@
+"""Between formats nothing is lost that both can hold, and what is lost is said; published layouts are valid sources."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from make_model import fp8_values, random_tensors, tiny_config
+from packed_model import write_packed
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quantkit import conversion as module
+from quantkit.checkpoint.formats import awq, compressed_fp4, compressed_int4, compressed_int8, modelopt, modelslim
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.conversion import convert, fit_scales
+from quantkit.errors import QuantkitError
+from quantkit.progress import Event, Progress
+from quantkit.quant.weights import Fp4Weight, IntWeight, dequantize
+from quantkit.schemes import Fp4Grid, IntGrid
+
+INT4 = IntGrid(4, 128, symmetric=False)
+INT4_SYMMETRIC = IntGrid(4, 128, symmetric=True)
+INT8 = IntGrid(8, None, symmetric=True)
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Writes (once) the tiny model in a format and returns its directory."""
+    config = tiny_config()
+    tensors = random_tensors(config)
+    made: dict[Any, Path] = {}
+
+    def write(format: Any, grid: Any) -> Path:
+        if (format, grid) not in made:
+            made[format, grid] = write_packed(tmp_path_factory.mktemp("packed"), config, tensors, format, grid)
+        return made[format, grid]
+
+    return write
+
+
+def dense_weights(path: Path) -> dict[str, Tensor]:
+    checkpoint = Checkpoint.open(path)
+    return {name: dequantize(checkpoint.weight(name)) for name in checkpoint.modules()}
+
+
+@pytest.mark.parametrize(
+    ("source", "grid", "target", "variant"),
+    [
+        (compressed_int8.FORMAT, INT8, "modelslim", "ascendV1"),
+        (modelslim.FORMAT, INT8, "compressed-tensors", "int-quantized"),
+        (modelopt.FORMAT, Fp4Grid(), "compressed-tensors", "nvfp4-pack-quantized"),
+        (compressed_int4.FORMAT, INT4, "awq", "gemm"),
+        (compressed_int4.FORMAT, INT4_SYMMETRIC, "awq", "gemm"),
+        (awq.FORMAT, INT4, "compressed-tensors", "pack-quantized"),
+    ],
+)
+def test_exact_where_both_formats_hold_the_value(packed: Any, tmp_path: Path, source: Any, grid: Any, target: str, variant: str) -> None:
+    path = packed(source, grid)
+    report = convert(path, tmp_path / "out", format=target)
+    made = Checkpoint.open(tmp_path / "out")
+    assert (made.format.name, made.format.variant) == (target, variant)
+    assert report.exact
+    before, after = dense_weights(path), dense_weights(tmp_path / "out")
+    assert before.keys() == after.keys()
+    for name, weight in before.items():
+        assert torch.equal(weight, after[name]), name
+
+
+def test_awq_keeps_its_fp16_scales_in_compressed_tensors(packed: Any, tmp_path: Path) -> None:
+    """Which BF16, compressed-tensors' usual dtype of scales, could not hold; and comes back to the same bytes."""
+    path = packed(awq.FORMAT, INT4)
+    convert(path, tmp_path / "ct", format="compressed-tensors")
+    source, made = Checkpoint.open(path), Checkpoint.open(tmp_path / "ct")
+    scales = [made.read(f"{name}.weight_scale") for name in source.linears]
+    assert {scale.dtype for scale in scales} == {torch.float16}
+    assert not all(torch.equal(scale.bfloat16().half(), scale) for scale in scales)
+    assert convert(tmp_path / "ct", tmp_path / "back", format="awq").exact
+    back = Checkpoint.open(tmp_path / "back")
+    assert all(torch.equal(source.read(name), back.read(name)) for name in source.tensors)
+
+
+def test_a_scale_that_must_be_rounded_is_told(packed: Any, tmp_path: Path) -> None:
+    """A scale so small that FP16 has few bits for it: AWQ stores FP16, compressed-tensors' BF16 has its full precision there."""
+    path = shutil.copytree(packed(compressed_int4.FORMAT, INT4), tmp_path / "source")
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.1.mlp.experts.0.up_proj.weight_scale"
+    tensors[name] = tensors[name] * 2**-14
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    report = convert(path, tmp_path / "out", format="awq")
+    assert not report.exact
+    assert 0 < report.changes["compressed-tensors to awq: experts"].max_relative_error < 0.1
+    assert report.changes["compressed-tensors to awq: attention"].max_relative_error == 0
+    manifest = json.loads((tmp_path / "out/manifest.json").read_text())
+    assert manifest["changes"]["compressed-tensors to awq: experts"]["max_relative_error"] > 0
+    assert manifest["changes"]["copied"]["max_relative_error"] == 0
+    assert manifest["tensors"].keys() == Checkpoint.open(path).tensors.keys()
+
+
+def test_there_and_back_is_byte_identical(packed: Any, tmp_path: Path) -> None:
+    path = packed(modelslim.FORMAT, INT8)
+    convert(path, tmp_path / "ct", format="compressed-tensors")
+    convert(tmp_path / "ct", tmp_path / "back", format="modelslim")
+    source, back = Checkpoint.open(path), Checkpoint.open(tmp_path / "back")
+    assert source.tensors.keys() == back.tensors.keys()
+    for name in source.tensors:
+        assert torch.equal(source.read(name).view(-1).view(torch.uint8), back.read(name).view(-1).view(torch.uint8)), name
+    said = json.loads((path / "quant_model_description.json").read_text())
+    assert json.loads((tmp_path / "back/quant_model_description.json").read_text()) == said
+
+
+def test_fp8_to_bf16(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    report = convert(tiny_checkpoint, tmp_path / "out", dtype="bf16")
+    made = Checkpoint.open(tmp_path / "out")
+    assert made.format.name == "dense"
+    assert "quantization_config" not in made.config
+    assert made.config["torch_dtype"] == "bfloat16"
+    config = tiny_config()
+    for name, value in fp8_values(random_tensors(config)).items():
+        expected = value if name.endswith("e_score_correction_bias") else value.bfloat16()
+        assert torch.equal(made.read(name), expected), name
+    assert report.changes["fp8-block to bfloat16: experts"].max_relative_error <= 2**-8
+    assert report.changes["copied"].max_relative_error == 0
+    assert (tmp_path / "out/tokenizer.json").read_bytes() == (tiny_checkpoint / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize("format_and_grid", [(awq.FORMAT, INT4), (modelopt.FORMAT, Fp4Grid()), (modelslim.FORMAT, INT8)])
+def test_packed_to_plain(packed: Any, tmp_path: Path, format_and_grid: Any) -> None:
+    path = packed(*format_and_grid)
+    report = convert(path, tmp_path / "out", dtype="fp32")
+    made = Checkpoint.open(tmp_path / "out")
+    for name, weight in dense_weights(path).items():
+        assert torch.equal(made.read(f"{name}.weight"), weight), name
+    assert {tensor.dtype for tensor in made.tensors.values()} == {torch.float32}
+    assert report.exact
+
+
+def test_public_autoawq_layout(tmp_path: Path) -> None:
+    """AutoAWQ quantizes kv_b_proj, lists nothing as plain, works in FP16 and leaves the MTP layer out."""
+    config = tiny_config(torch_dtype="float16")
+    tensors = {name: t.half() if t.dtype == torch.bfloat16 else t for name, t in random_tensors(config).items() if ".layers.3." not in name}
+    path = write_packed(tmp_path / "awq", config, tensors, awq.FORMAT, INT4, lambda row: row.role in ("linear", "kv_b"))
+    said = json.loads((path / "config.json").read_text())
+    said["quantization_config"]["modules_to_not_convert"] = None
+    (path / "config.json").write_text(json.dumps(said))
+    report = convert(path, tmp_path / "ct", format="compressed-tensors")
+    source, made = Checkpoint.open(path), Checkpoint.open(tmp_path / "ct")
+    kv_b = "model.layers.0.self_attn.kv_b_proj"
+    assert kv_b not in made.linears
+    assert made.read(f"{kv_b}.weight").dtype == torch.float16
+    assert 0 < report.changes["awq to float16: kv_b"].max_relative_error <= 2**-11
+    assert made.linears.keys() == {name for name in source.linears if "kv_b" not in name}
+
+
+def test_public_modelopt_layout(tmp_path: Path) -> None:
+    """ModelOpt's DeepSeek script keeps attention and the MTP layer plain, stores input_scale, and leaves scales out of the index."""
+    config = tiny_config()
+    quantizes: Any = lambda row: row.role == "linear" and not row.mtp and ".self_attn." not in row.name  # noqa: E731
+    path = write_packed(tmp_path / "fp4", config, random_tensors(config), modelopt.FORMAT, Fp4Grid(), quantizes)
+    tensors = load_file(path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("weight_scale_2")]:
+        tensors[name.replace("weight_scale_2", "input_scale")] = torch.tensor(0.01)
+        # A multiplier that no reciprocal gives back.
+        tensors[name] = torch.nextafter(tensors[name] * 1.1, torch.tensor(1.0))
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    listed = {name: "model.safetensors" for name in tensors if not name.endswith(("_scale", "_scale_2"))}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": listed}))
+    report = convert(path, tmp_path / "ct", format="compressed-tensors")
+    assert max(change.max_relative_error for change in report.changes.values()) <= 2**-23
+    made = Checkpoint.open(tmp_path / "ct")
+    assert made.grid == Fp4Grid()
+    assert isinstance(made.weight("model.layers.1.mlp.experts.0.up_proj"), Fp4Weight)
+    manifest = json.loads((tmp_path / "ct/manifest.json").read_text())["tensors"]
+    assert "model.layers.1.mlp.experts.0.up_proj.input_scale" in manifest
+
+
+def test_an_unknown_architecture_converts_all_the_same(packed: Any, tmp_path: Path) -> None:
+    path = shutil.copytree(packed(compressed_int4.FORMAT, INT4), tmp_path / "source")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "model_type": "mistral"}))
+    assert convert(path, tmp_path / "out", format="awq").exact
+
+
+def test_a_stopped_conversion_goes_on_to_the_same_bytes(packed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = packed(compressed_int8.FORMAT, INT8)
+    monkeypatch.setattr(module, "UNIT_BYTES", 100_000)
+    convert(path, tmp_path / "whole", format="modelslim")
+    seen: list[str] = []
+
+    def stop(event: Event) -> None:
+        assert isinstance(event, Progress)
+        seen.append(event.unit)
+        if len(seen) == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(path, tmp_path / "stopped", format="modelslim", on_event=stop)
+    assert not (tmp_path / "stopped").exists()
+    read: list[str] = []
+    original = Checkpoint.weight
+    monkeypatch.setattr(Checkpoint, "weight", lambda self, name: (read.append(name), original(self, name))[1])
+    report = convert(path, tmp_path / "stopped", format="modelslim")
+    assert 0 < len(read) < len(Checkpoint.open(path).linears), "what was done is not done again"
+    files = {file.name: file.read_bytes() for file in (tmp_path / "whole").iterdir()}
+    assert files == {file.name: file.read_bytes() for file in (tmp_path / "stopped").iterdir()}
+    assert report.exact
+
+
+@pytest.mark.parametrize(
+    ("format", "grid", "options", "told"),
+    [
+        (awq.FORMAT, INT4, {"format": "modelslim"}, "modelslim cannot hold .* formats that can: awq, compressed-tensors"),
+        (awq.FORMAT, INT4, {"format": "awq"}, "already awq gemm; there is nothing to convert"),
+        (awq.FORMAT, INT4, {"format": "gguf"}, "'gguf' is not known; choose one of dense"),
+        (awq.FORMAT, INT4, {"dtype": "int3"}, "'int3' is not known"),
+        (awq.FORMAT, INT4, {"format": "awq", "dtype": "bf16"}, "either a format or a dtype"),
+        (awq.FORMAT, INT4, {}, "either a format or a dtype"),
+        (compressed_fp4.FORMAT, Fp4Grid(), {"format": "awq"}, "formats that can: compressed-tensors, modelopt"),
+    ],
+)
+def test_what_cannot_be_converted(packed: Any, tmp_path: Path, format: Any, grid: Any, options: dict[str, str], told: str) -> None:
+    with pytest.raises(QuantkitError, match=told):
+        convert(packed(format, grid), tmp_path / "out", **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_plain_weights_are_not_rounded(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(QuantkitError, match="use quantkit quantize"):
+        convert(tiny_checkpoint, tmp_path / "out", format="awq")
+
+
+def test_scales_beyond_fp16_are_refused() -> None:
+    weight = IntWeight(torch.zeros(8, 128, dtype=torch.int8), torch.full((8, 1), 1e6), None, 4)
+    with pytest.raises(QuantkitError, match="scales that float16 cannot hold"):
+        fit_scales("m", weight, awq.FORMAT)

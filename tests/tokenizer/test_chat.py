@@ -1,0 +1,92 @@
+"""Tokenizer, template and streamed text, against transformers where it does the same."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from quantkit.errors import QuantkitError
+from quantkit.tokenizer.chat import ChatTokenizer, TextStream
+
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Zürich → 2+3?"},
+    {"role": "assistant", "content": "<think>\n5</think>five"},
+    {"role": "user", "content": "sure?"},
+]
+
+
+@pytest.fixture(scope="module")
+def chat(tiny_checkpoint: Path) -> ChatTokenizer:
+    return ChatTokenizer(tiny_checkpoint)
+
+
+def test_renders_and_encodes_as_transformers(chat: ChatTokenizer, tiny_checkpoint: Path) -> None:
+    from transformers import AutoTokenizer
+
+    peer = AutoTokenizer.from_pretrained(tiny_checkpoint)
+    assert chat.render(MESSAGES) == peer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+    assert chat.encode_chat(MESSAGES) == peer.apply_chat_template(MESSAGES, add_generation_prompt=True)["input_ids"]
+    assert chat.encode("plain text") == peer.encode("plain text")
+    assert chat.eos_ids == {1}
+
+
+def test_knows_who_opens_think(chat: ChatTokenizer, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    assert chat.prefills_think
+    shutil.copytree(tiny_checkpoint, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    assert not ChatTokenizer(tmp_path / "model").prefills_think
+
+
+def test_bos_is_added_where_the_settings_say_so(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_checkpoint, tmp_path / "model")
+    settings = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps({**settings, "add_bos_token": True}))
+    chat = ChatTokenizer(tmp_path / "model")
+    assert chat.encode("x")[0] == 0
+    assert chat.encode_chat(MESSAGES).count(0) == 1
+
+
+def test_template_cannot_leave_the_sandbox(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_checkpoint, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages.__class__.__mro__[1].__subclasses__() }}")
+    with pytest.raises(QuantkitError, match=r"chat_template\.jinja refuses these messages"):
+        ChatTokenizer(tmp_path / "model").render(MESSAGES)
+
+
+def test_no_tokenizer_is_told(tmp_path: Path) -> None:
+    with pytest.raises(QuantkitError, match=r"no tokenizer\.json"):
+        ChatTokenizer(tmp_path)
+
+
+def stream_text(chat: ChatTokenizer, text: str, stop: tuple[str, ...] = ()) -> tuple[list[str], bool]:
+    stream = TextStream(chat.tokenizer, stop)
+    pieces = []
+    for token in chat.tokenizer.encode(text, add_special_tokens=False).ids:
+        pieces.append(stream.push(token))
+        if stream.stopped:
+            return pieces, True
+    return [*pieces, stream.finish()], False
+
+
+def test_streamed_text_is_whole_characters(chat: ChatTokenizer) -> None:
+    pieces, _ = stream_text(chat, "Zürich → 五 🙂 done")
+    assert "".join(pieces) == "Zürich → 五 🙂 done"
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_stop_string_cuts_the_text_and_is_never_shown(chat: ChatTokenizer) -> None:
+    pieces, stopped = stream_text(chat, "abcENDING", ("END", "zzz"))
+    assert stopped
+    assert "".join(pieces) == "abc"
+
+
+def test_the_earliest_stop_string_counts(chat: ChatTokenizer) -> None:
+    assert "".join(stream_text(chat, "one two three", ("o t", "e"))[0]) == "on"
+
+
+def test_what_only_looked_like_a_stop_string_comes_out(chat: ChatTokenizer) -> None:
+    pieces, stopped = stream_text(chat, "a EN EEND? EN", ("ENDING",))
+    assert not stopped
+    assert "".join(pieces) == "a EN EEND? EN"
