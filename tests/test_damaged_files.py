@@ -6,9 +6,11 @@ be written where a command fails, and never anything in the source.
 
 import contextlib
 import io
+import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -136,11 +138,12 @@ def faults(damages: list[Damage], model: Path, text: Path, tmp_path: Path) -> li
     return found
 
 
-def some(model: Path, count: int, seed: int) -> list[Damage]:
-    """`count` damages by rule, all kinds in proportion."""
+@pytest.fixture(scope="module")
+def rules(model: Path) -> list[Damage]:
+    """Damages by rule, in an order that has all kinds in proportion."""
     every = damage.by_rule(model)
-    random.Random(seed).shuffle(every)
-    return every[:count]
+    random.Random(5).shuffle(every)
+    return every
 
 
 def test_the_good_checkpoint_passes(model: Path, text: Path, tmp_path: Path) -> None:
@@ -149,9 +152,20 @@ def test_the_good_checkpoint_passes(model: Path, text: Path, tmp_path: Path) -> 
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
 
 
+@pytest.mark.parametrize("name", ["config.json: pipe", "config.json: nested deep", "tokenizer.json: 5 tenths", "link up and back"])
+def test_a_few_in_a_process_of_their_own(name: str, rules: list[Damage], model: Path, tmp_path: Path) -> None:
+    one = next(one for one in rules if name in one.name)
+    folder = damage.copied(model, tmp_path / "model")
+    one.apply(folder)
+    command = [sys.executable, "-m", "quantkit", "run", str(folder), "--prompt", "hi"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=BLOCKED_S, env={**os.environ, "COLUMNS": "200"})
+    assert done.returncode == 1
+    assert Outcome(done.returncode, done.stderr).fault(one.file) is None, done.stderr
+
+
 @pytest.mark.parametrize("part", range(4))
-def test_damage_by_rule_is_told(part: int, model: Path, text: Path, tmp_path: Path) -> None:
-    found = faults(some(model, 700, seed=5)[part::4], model, text, tmp_path)
+def test_damage_by_rule_is_told(part: int, rules: list[Damage], model: Path, text: Path, tmp_path: Path) -> None:
+    found = faults(rules[:700][part::4], model, text, tmp_path)
     assert not found, "\n".join(found)
 
 

@@ -42,7 +42,8 @@ def _check_size(config: ModelConfig, stored: int) -> None:
     experts = routing.n_routed_experts if routing else 0
     with_experts = sum(config.is_moe(layer) for layer in range(layers)) if experts else 0
     if layers + with_experts * experts > max(stored, _SMALL_TABLE):
-        told = f"num_hidden_layers = {config.num_hidden_layers}" + (f" and {experts} experts a layer" if experts else "")
+        told = f"num_hidden_layers = {config.num_hidden_layers}, num_nextn_predict_layers = {config.num_nextn_predict_layers}"
+        told += f" and {experts} experts a layer" if experts else ""
         raise QuantkitError(f"config.json has {told}, and the checkpoint holds {stored} tensors", "use the config.json of these weights")
 
 

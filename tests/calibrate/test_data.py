@@ -75,3 +75,12 @@ def test_a_data_set_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with pytest.raises(QuantkitError, match=r"quantkit\[datasets\]"):
         load_sequences("org/name", Letters(), samples=4, held_out=1, seq_len=8, seed=0)
+
+
+def test_a_byte_order_mark_and_odd_line_ends_are_read(tmp_path: Path) -> None:
+    """U+2028 ends no line of a .jsonl, and a mark that an editor put before the first one is no part of it."""
+    path = tmp_path / "data.jsonl"
+    lines = [json.dumps({"text": f"line {number} one\u2028two"}, ensure_ascii=False) for number in range(4)]
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
+    found = load_sequences(str(path), Letters(), samples=4, held_out=0, seq_len=64, seed=0)
+    assert len(found.calibration) == 4

@@ -108,6 +108,9 @@ def test_documents(tiny_dense_checkpoint: Path, tmp_path: Path, text: Path) -> N
     chat = tmp_path / "chat.jsonl"
     chat.write_text(json.dumps({"messages": [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]}) + "\n")
     assert len(read_documents(chat, tokenizer, seq_len=99)) == 1
+    marked = tmp_path / "marked.jsonl"
+    marked.write_bytes(b"\xef\xbb\xbf" + json.dumps({"text": "one\u2028two"}, ensure_ascii=False).encode() + b"\r\n")
+    assert read_documents(marked, tokenizer, seq_len=99)[0].tolist() == tokenizer.encode("one\u2028two")
 
 
 @pytest.mark.parametrize(
@@ -121,6 +124,8 @@ def test_unusable_text_is_named(tiny_dense_checkpoint: Path, tmp_path: Path, con
         measure(str(tiny_dense_checkpoint), path)
     with pytest.raises(QuantkitError, match="cannot be read"):
         measure(str(tiny_dense_checkpoint), tmp_path / "missing.txt")
+    with pytest.raises(QuantkitError, match=r"x\.json is one JSON value; write its documents as a \.jsonl"):
+        measure(str(tiny_dense_checkpoint), tmp_path / "x.json")
 
 
 def test_models_with_other_tokenizers_are_not_compared(tiny_dense_checkpoint: Path, text: Path) -> None:

@@ -1,0 +1,137 @@
+"""config.json against what the headers hold, before a table is built."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import make_model
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import QuantkitError
+from quantkit.executor.load import load_model
+from quantkit.inspect import describe
+from quantkit.models import table
+from quantkit.models.stored import read_model
+from quantkit.quantize.checks import take_inventory
+
+CONFIG = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "n_routed_experts": 4, "n_group": 2, "topk_group": 1}
+CONFIG |= {"num_experts_per_tok": 2, "vocab_size": 272}
+
+
+def written(folder: Path, change: Callable[[dict[str, Any]], object] = lambda config: None, *, mtp: bool = True) -> Path:
+    """A small checkpoint whose config.json is changed afterwards."""
+    config = make_model.tiny_config(**CONFIG)
+    tensors = make_model.random_tensors(config)
+    if not mtp:
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("model.layers.2.")}
+    make_model.write_dense(folder, config, tensors)
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"num_hidden_layers": 1_000_000}, "num_hidden_layers = 1000000, expected an integer from 1 to 10000"),
+        ({"n_routed_experts": 1_000_000, "n_group": 1}, "n_routed_experts = 1000000, expected"),
+        (
+            {"num_hidden_layers": 9_000},
+            "num_hidden_layers = 9000, .* and 4 experts a layer, and the checkpoint holds 73 tensors",
+        ),
+        ({"n_routed_experts": 99_000, "n_group": 1}, "99000 experts a layer, and the checkpoint holds 73 tensors"),
+        ({"num_nextn_predict_layers": 10_000}, "and the checkpoint holds 73 tensors"),
+    ],
+)
+def test_a_model_far_larger_than_its_headers_is_refused_before_its_table(
+    change: dict[str, int], fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = Checkpoint.open(written(tmp_path / "model", lambda config: config.update(change)))
+
+    def built(*_: Any) -> None:
+        raise AssertionError("a table was built")
+
+    monkeypatch.setattr(table.Parameter, "__init__", built)
+    with pytest.raises(QuantkitError, match=rf"model/config\.json has .*{fault}"):
+        read_model(checkpoint)
+
+
+def test_promised_mtp_weights_are_told_as_such(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(written(tmp_path / "model", mtp=False))
+    with pytest.raises(QuantkitError) as told:
+        take_inventory(checkpoint)
+    assert "config.json promises MTP weights (num_nextn_predict_layers = 1) that" in told.value.problem
+    assert told.value.remedy == "set num_nextn_predict_layers to 0 there, or download the shards of layer 2"
+    assert load_model(tmp_path / "model", device="cpu").mtp is None  # nobody asked for it
+    assert any(name.startswith("model.layers.2.") for name in describe(checkpoint)["missing"])
+    written(tmp_path / "model", lambda config: config.update(num_nextn_predict_layers=0), mtp=False)
+    take_inventory(Checkpoint.open(tmp_path / "model"))
+
+
+def test_one_missing_tensor_of_the_mtp_layer_is_a_missing_tensor(tmp_path: Path) -> None:
+    folder = written(tmp_path / "model")
+    tensors = make_model.random_tensors(make_model.tiny_config(**CONFIG))
+    del tensors["model.layers.2.enorm.weight"]
+    shutil.rmtree(folder)
+    make_model.write_dense(folder, make_model.tiny_config(**CONFIG), tensors)
+    with pytest.raises(QuantkitError, match=r"lacks model\.layers\.2\.enorm\.weight; download the missing shard"):
+        take_inventory(Checkpoint.open(folder))
+
+
+def test_shapes_are_compared_by_every_command(tmp_path: Path) -> None:
+    folder = written(tmp_path / "model", lambda config: config.update(vocab_size=280))
+    fault = r"model\.embed_tokens\.weight has shape \[272, 128\], and .*config\.json makes it \[280, 128\]"
+    checkpoint = Checkpoint.open(folder)
+    assert describe(checkpoint)["misshapen"][0] == "model.embed_tokens.weight"
+    for check in (lambda: take_inventory(checkpoint), lambda: load_model(folder, device="cpu")):
+        with pytest.raises(QuantkitError, match=fault):
+            check()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "fault"),
+    [
+        ("hidden_size", None, "hidden_size = None, expected an integer from 1"),
+        ("hidden_size", True, "hidden_size = True, expected an integer"),
+        ("hidden_size", 128.0, r"hidden_size = 128\.0, expected an integer"),
+        ("rms_norm_eps", float("nan"), "rms_norm_eps = nan, expected a number above 0"),
+        ("rms_norm_eps", 10**400, "rms_norm_eps = 1000.*, expected a number"),
+        ("norm_topk_prob", "yes", "norm_topk_prob = 'yes', expected true or false"),
+        ("n_group", 3, "n_group = 3, which does not divide n_routed_experts = 4"),
+        ("topk_group", 3, "topk_group = 3, more than n_group = 2"),
+        ("num_experts_per_tok", 3, "num_experts_per_tok = 3, more than"),
+        ("n_group", 4, "n_group = 4, expected groups of at least two"),
+        ("rope_interleave", 1, "rope_interleave = 1, expected true or false"),
+        ("quantization_config", "fp8", "quantization_config = 'fp8', expected an object"),
+        ("quantization_config", {"quant_method": "awq", "modules_to_not_convert": "x"}, "expected a list of module names"),
+        ("quantization_config", {"quant_method": "compressed-tensors", "ignore": ["re:("]}, "which is no regular expression"),
+    ],
+)
+def test_every_field_is_told_by_name(field: str, value: Any, fault: str, tmp_path: Path) -> None:
+    folder = written(tmp_path / "model", lambda config: config.update({field: value}))
+    with pytest.raises(QuantkitError, match=rf"model/config\.json has .*{fault}"):
+        read_model(Checkpoint.open(folder))
+
+
+def test_what_the_architecture_decides_is_not_read(tmp_path: Path) -> None:
+    """`routing` and `qk_norm` are fields of our own dataclass, and no keys of config.json."""
+    shapes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = {**shapes, "model_type": "llama", "rms_norm_eps": 1e-6, "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "routing": {"x": 1}, "qk_norm": True, "dense_layers": 5}))
+    save_file({"model.norm.weight": torch.ones(32)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    found = read_model(Checkpoint.open(tmp_path)).config
+    assert found.routing is None
+    assert not any("q_norm" in row.name for row in read_model(Checkpoint.open(tmp_path)).rows)
+
+
+def test_a_slow_expression_in_a_list_of_modules_is_refused(tmp_path: Path) -> None:
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+    block = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": {"weights": weights}}}
+    folder = written(tmp_path / "model", lambda config: config.update(quantization_config=block | {"ignore": ["re:(.|..)+[A-Z]$"]}))
+    with pytest.raises(QuantkitError, match="takes too long to match; write a simpler expression"):
+        Checkpoint.open(folder)
