@@ -20,10 +20,12 @@ from typing import Any
 import damage
 import make_model
 import pytest
+import typer
 from damage import Damage
 
 from quantkit import cli
 
+COMMANDS = typer.main.get_command(cli.app)
 CPU_S = 5.0
 """Of the processor, for a command that refuses."""
 BLOCKED_S = 120.0
@@ -44,6 +46,12 @@ def text(model: Path) -> Path:
     path = model.parent / "calibration.txt"
     path.write_text("the quick brown fox jumps over the lazy dog. " * 40)
     return path
+
+
+@pytest.fixture(autouse=True)
+def _made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """typer makes the commands anew at each call, which takes longer than most of them."""
+    monkeypatch.setattr(cli, "app", COMMANDS)
 
 
 @pytest.fixture(autouse=True)

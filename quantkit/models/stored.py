@@ -54,10 +54,8 @@ def check_stored(checkpoint: Checkpoint, rows: Iterable[Parameter]) -> None:
             raise _lacks(checkpoint, row)
         shape = stored_shape(checkpoint, row)
         if shape != row.shape:
-            raise QuantkitError(
-                f"{row.name} has shape {list(shape)}, and {checkpoint.path / 'config.json'} makes it {list(row.shape)}",
-                "use the model's own config.json",
-            )
+            told = f"{row.name} in {checkpoint.path / _shard(checkpoint, row)} has shape {list(shape)}"
+            raise QuantkitError(f"{told}, and its config.json makes it {list(row.shape)}", "use the model's own config.json")
 
 
 def is_stored(checkpoint: Checkpoint, row: Parameter) -> bool:
@@ -67,6 +65,10 @@ def is_stored(checkpoint: Checkpoint, row: Parameter) -> bool:
 def stored_shape(checkpoint: Checkpoint, row: Parameter) -> tuple[int, ...]:
     """The logical shape of a stored parameter, packed or not."""
     return checkpoint.shape(row.module) if row.module in checkpoint.linears else checkpoint.tensors[row.name].shape
+
+
+def _shard(checkpoint: Checkpoint, row: Parameter) -> str:
+    return checkpoint.tensors[checkpoint.parts(row.module)[0] if row.module in checkpoint.linears else row.name].shard
 
 
 def _lacks(checkpoint: Checkpoint, row: Parameter) -> QuantkitError:

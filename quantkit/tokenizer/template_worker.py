@@ -1,4 +1,4 @@
-"""Child process of template.py: first the template, then one JSON line in (its variables) and one JSON line out ({text} or {fault}).
+"""Child process of template.py: one JSON line in ({source, variables}) and one JSON line out ({text} or {fault}).
 
 A chat template is a program that comes with a model. Jinja's sandbox keeps it from Python's own objects and limits neither time nor memory,
 so it runs here, under limits of the system: of memory for the process, of processor time for each rendering. Past the latter the system
@@ -14,9 +14,10 @@ import signal
 import sys
 from collections.abc import Callable
 from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -56,32 +57,28 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separat
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def answer(source: str, line: str) -> dict[str, str]:
+def answer(line: str) -> dict[str, str]:
     """The rendered text, or why there is none."""
     try:
-        text = _compiled(source).render(**json.loads(line))
+        request = json.loads(line)
+        text = _compiled(request["source"]).render(**request["variables"])
     except Exception as error:  # whatever a program can raise
         return {"fault": f"{error}" if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"}
     return {"text": text} if len(text) <= _LONGEST else {"fault": f"it makes {len(text)} characters of them"}
 
 
-_templates: dict[str, Any] = {}
-
-
-def _compiled(source: str) -> Any:
-    if source not in _templates:
-        _templates[source] = environment().from_string(source)
-    return _templates[source]
+@lru_cache(maxsize=8)
+def _compiled(source: str) -> Template:
+    return environment().from_string(source)
 
 
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     for kind in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
         resource.setrlimit(kind, (0, 0))
-    source = json.loads(sys.stdin.readline())
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, CPU_S)
-        reply = json.dumps(answer(source, line))
+        reply = json.dumps(answer(line))
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.write(reply + "\n")
         sys.stdout.flush()

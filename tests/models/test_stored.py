@@ -85,7 +85,7 @@ def test_one_missing_tensor_of_the_mtp_layer_is_a_missing_tensor(tmp_path: Path)
 
 def test_shapes_are_compared_by_every_command(tmp_path: Path) -> None:
     folder = written(tmp_path / "model", lambda config: config.update(vocab_size=280))
-    fault = r"model\.embed_tokens\.weight has shape \[272, 128\], and .*config\.json makes it \[280, 128\]"
+    fault = r"model\.embed_tokens\.weight in .*\.safetensors has shape \[272, 128\], and its config\.json makes it \[280, 128\]"
     checkpoint = Checkpoint.open(folder)
     assert describe(checkpoint)["misshapen"][0] == "model.embed_tokens.weight"
     for check in (lambda: take_inventory(checkpoint), lambda: load_model(folder, device="cpu")):

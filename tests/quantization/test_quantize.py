@@ -247,7 +247,7 @@ def _set(name: str, index: int, value: float) -> Callable[[dict, dict], None]:
 FAULTS: dict[str, tuple[Callable[[dict, dict], None], str]] = {
     "tensor missing": (_drop("model.layers.1.mlp.experts.3.up_proj.weight"), "lacks model.layers.1.mlp.experts.3.up_proj.weight"),
     "tensor unknown": (lambda t, c: t.update({"model.layers.1.extra.weight": torch.ones(4)}), "no place for, such as model.layers.1.extra"),
-    "shape": (lambda t, c: t.update({"model.norm.weight": torch.ones(8)}), r"model.norm.weight has shape \[8\]"),
+    "shape": (lambda t, c: t.update({"model.norm.weight": torch.ones(8)}), r"model.norm.weight in .* has shape \[8\]"),
     "architecture": (
         lambda t, c: c.update(model_type="mamba"),
         "'mamba' of .*config.json is not supported by awq-w4a16, .*; quantkit has deepseek_v3",

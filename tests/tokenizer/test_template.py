@@ -1,5 +1,6 @@
 """Chat templates that run for ever, grow without end, or do what they should not: told in one line, and the next rendering works."""
 
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -55,3 +56,14 @@ def test_long_conversations_pass() -> None:
 def test_what_is_no_json_is_refused() -> None:
     with pytest.raises(QuantkitError, match="cannot be written as JSON"):
         ChatTemplate("x", "here").render({"messages": [{"content": {1, 2}}]})
+
+
+def test_a_fork_has_a_process_of_its_own() -> None:
+    template = ChatTemplate("{{ messages[0].content }}", "here")
+    assert template.render(VARIABLES) == "hi"
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if template.render({"messages": [{"content": "child"}]}) == "child" else 1)
+    assert template.render(VARIABLES) == "hi"
+    assert os.waitpid(child, 0)[1] == 0
+    assert template.render(VARIABLES) == "hi"
