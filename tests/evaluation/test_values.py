@@ -111,7 +111,10 @@ def test_iterators_and_views_arrive_as_such() -> None:
     assert math.isnan(values.loads(values.dumps(math.nan)))
 
 
-@pytest.mark.parametrize("value", [print, object(), type, ..., NotImplemented, {1: object()}, memoryview(b"x"), ValueError("x")], ids=lambda value: type(value).__name__)
+FOREIGN = [print, object(), type, ..., NotImplemented, {1: object()}, memoryview(b"x"), ValueError("x")]
+
+
+@pytest.mark.parametrize("value", FOREIGN, ids=lambda value: type(value).__name__)
 def test_the_rest_does_not_cross(value: Any) -> None:
     with pytest.raises(values.Unsupported, match="a value of type"):
         values.dumps(value)
