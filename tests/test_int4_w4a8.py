@@ -12,7 +12,7 @@ from top_logprobs import distance, top_logprobs
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.conversion import convert
 from quantkit.costmodel import load_hardware, predict
-from quantkit.engines.profiles import check_checkpoint
+from quantkit.engines.check import check_checkpoint
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.distance.perplexity import measure
 from quantkit.executor.weights import operand

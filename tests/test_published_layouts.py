@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from quantkit.checkpoint.formats import compressed_int8, modelopt
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.conversion import convert
-from quantkit.engines.profiles import check_checkpoint
+from quantkit.engines.check import check_checkpoint
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.distance.perplexity import measure
 from quantkit.executor.engine import Engine
@@ -98,7 +98,7 @@ def test_an_fp8_linear_that_is_not_declared_plain_is_refused(fp4_with_fp8_mtp: P
     said = json.loads((fp4_with_fp8_mtp / "hf_quant_config.json").read_text())
     if part == "weight":
         said["quantization"]["exclude_modules"] = ["lm_head", "model.layers.*.self_attn*"]
-        told = r"is float8_e4m3fn, which format modelopt \(NVFP4\) does not have; formats are mixed"
+        told = r"is float8_e4m3fn, which modelopt \(NVFP4\) does not have; formats are mixed"
     else:
         del stored[f"{MTP}.mlp.experts.0.up_proj.weight_scale_inv"]
         told = "up_proj.weight_scale_inv is missing"

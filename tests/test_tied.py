@@ -11,7 +11,7 @@ from tied_model import TIED, tied_tensors
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.conversion import convert
-from quantkit.engines.profiles import check_checkpoint
+from quantkit.engines.check import check_checkpoint
 from quantkit.errors import QuantkitError
 from quantkit.executor.engine import Engine
 from quantkit.executor.load import load_model

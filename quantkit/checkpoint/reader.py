@@ -35,8 +35,10 @@ class Checkpoint:
     """An opened checkpoint.
 
     path, config (config.json), side (parsed SIDE_FILES that exist), format, grid (weight grid the config declares, if any),
-    tensors (every stored tensor by name), linears (the quantized ones by module name).
+    tensors (every stored tensor by name), linears (the quantized ones by module name), has_weights (whether tensors can be read).
     """
+
+    has_weights = True
 
     def __init__(self, path: Path, config: dict[str, Any], side: dict[str, Any], tensors: dict[str, TensorInfo]) -> None:
         self.path = path

@@ -24,7 +24,7 @@ def inspect(
     checkpoint = Checkpoint.open(find_model(model))
     about = describe(checkpoint)
     if engine is not None:
-        from quantkit.engines.profiles import check_checkpoint
+        from quantkit.engines.check import check_checkpoint
 
         about["engine"] = engine
         about["problems"] = [asdict(problem) for problem in check_checkpoint(engine, checkpoint)]

@@ -17,8 +17,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from quantkit.assets import asset
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.engines.check import LoadProblem, check_checkpoint, find_load
 from quantkit.engines.memory import Fit, ParallelSizes, check_split, fit
-from quantkit.engines.profiles import Device, LoadProblem, check_checkpoint, find_engine, find_load
+from quantkit.engines.profiles import Device, find_engine
 from quantkit.errors import QuantkitError
 
 Command = tuple[str, ...]

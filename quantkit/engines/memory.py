@@ -6,10 +6,10 @@ parallelism; every rank holds it whole.
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.engines.profiles import LoadProblem
+from quantkit.engines.check import LoadProblem
+from quantkit.models.architecture import ModelConfig
 from quantkit.models.stored import read_model
 from quantkit.models.table import Parameter
 from quantkit.schemes import IntGrid
@@ -62,7 +62,7 @@ def fit(checkpoint: Checkpoint, parallel: ParallelSizes, context: int, memory_gi
 
 def fit_rows(
     rows: list[tuple[Parameter, int]],
-    config: Any,
+    config: ModelConfig,
     parallel: ParallelSizes,
     context: int,
     memory_gib: float,
@@ -83,11 +83,9 @@ def fit_rows(
     return Fit(weights, reserve, usable, per_token, max((usable - reserve - weights) // per_token, 0), context)
 
 
-def cache_bytes_per_token(config: Any, parallel: ParallelSizes, layers: int) -> int:
+def cache_bytes_per_token(config: ModelConfig, parallel: ParallelSizes, layers: int) -> int:
     """One token's keys and values on one device, in BF16: the whole latent of MLA, or the rank's share of grouped heads."""
-    kv_heads = getattr(config, "num_key_value_heads", None)
-    ranks = min(parallel.tensor, kv_heads) if kv_heads else 1
-    return int(config.cache_width // ranks * _CACHE_BYTES * layers)
+    return config.cache.width // config.cache.shares(parallel.tensor) * _CACHE_BYTES * layers
 
 
 def check_split(checkpoint: Checkpoint, parallel: ParallelSizes) -> list[LoadProblem]:

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.header import TensorSpec
-from quantkit.engines.profiles import FormatChoice
+from quantkit.engines.choice import FormatChoice
 from quantkit.models.table import Parameter
 from quantkit.schemes import Grid
 

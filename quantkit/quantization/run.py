@@ -24,7 +24,7 @@ from quantkit.checkpoint.manifest import made_for
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import prepare
 from quantkit.devices import find_device
-from quantkit.engines.profiles import choose
+from quantkit.engines.choice import choose
 from quantkit.errors import QuantkitError
 from quantkit.models import ARCHITECTURES
 from quantkit.models.tied import check_stored_head

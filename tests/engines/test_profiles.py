@@ -14,7 +14,9 @@ from tied_model import TIED, tied_tensors
 
 from quantkit.checkpoint.formats import FORMATS, awq, compressed_fp4, compressed_int4, compressed_int8, modelopt, modelslim
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.engines.profiles import FormatChoice, check_checkpoint, choose, engine_names, find_engine, grid_name, part_of
+from quantkit.engines.check import check_checkpoint
+from quantkit.engines.choice import FormatChoice, choose
+from quantkit.engines.profiles import engine_names, find_engine, grid_name, part_of
 from quantkit.errors import QuantkitError
 from quantkit.models.deepseek_v3 import Config, parameters
 from quantkit.models.table import Parameter
@@ -173,6 +175,16 @@ def test_fp4_siblings_must_share_their_scale(packed: Any) -> None:
     assert any("different FP4 global scales" in problem for problem in errors("sglang", path))
     assert errors("vllm", path) == []
     assert any("costs accuracy" in problem for problem in warnings("vllm", path))
+
+
+def test_fp4_scales_that_cannot_be_read_are_told(packed: Any) -> None:
+    checkpoint = Checkpoint.open(packed(modelopt.FORMAT, Fp4Grid(), no_mtp, share_scales=False))
+    checkpoint.has_weights = False
+    for engine in ("vllm", "sglang"):
+        found = check_checkpoint(engine, checkpoint)
+        assert [problem.severity for problem in found] == ["warning"]
+        assert found[0].problem == "global scales were not compared: only headers were read"
+    assert checkpoint.bytes_read == 0
 
 
 def test_vllm_takes_weight_only_nvfp4_from_config_json_alone(packed: Any, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from packed_model import write_packed
 
 from quantkit.checkpoint.formats import compressed_fp4, compressed_int4, compressed_int8
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.engines.profiles import check_checkpoint
+from quantkit.engines.check import check_checkpoint
 from quantkit.executor.load import load_model
 from quantkit.models.context import CausalContext
 from quantkit.schemes import Fp4Grid, IntGrid

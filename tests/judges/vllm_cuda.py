@@ -35,7 +35,7 @@ from vllm_tokens import INT8_TIE, MAX_TOKENS, TIE, judge, prompts, shift_zero_po
 import quantkit
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.conversion import convert
-from quantkit.engines.profiles import check_checkpoint
+from quantkit.engines.check import check_checkpoint
 from quantkit.evaluation.distance.perplexity import Watched
 from quantkit.executor.load import load_model
 from quantkit.models.mlp import MoeMlp

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.conversion import convert
-from quantkit.engines.profiles import check_checkpoint
+from quantkit.engines.check import check_checkpoint
 from quantkit.executor.load import load_model
 from quantkit.models.context import CausalContext
 from quantkit.quantization import quantize
