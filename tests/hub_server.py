@@ -1,0 +1,83 @@
+"""A hub on loopback that serves one folder as the repository org/name, and counts the bytes it sends."""
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+COMMIT = "0" * 40
+
+
+@dataclass
+class Hub:
+    """address: for HF_ENDPOINT. sent: bytes of bodies, by file name."""
+
+    address: str
+    sent: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        return sum(self.sent.values())
+
+
+@contextmanager
+def serve(folder: Path, name: str = "org/model") -> Iterator[Hub]:
+    """Serve `folder` as the repository `name`."""
+    lock = threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_HEAD(self) -> None:
+            self._file(body=False)
+
+        def do_GET(self) -> None:
+            if self.path.startswith(f"/api/models/{name}"):
+                files = [{"rfilename": path.name} for path in sorted(folder.iterdir())]
+                return self._send(200, json.dumps({"id": name, "sha": COMMIT, "siblings": files}).encode(), "api")
+            self._file(body=True)
+
+        def _file(self, *, body: bool) -> None:
+            asked = re.fullmatch(rf"/{name}/resolve/[^/]+/(.+)", self.path)
+            path = folder / asked[1] if asked else None
+            if path is None or not path.is_file():
+                return self._send(404, b"", self.path)
+            size = path.stat().st_size
+            headers = {"ETag": f'"{path.name}-{size}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+            wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+            start, stop = (int(wanted[1]), min(int(wanted[2] or size), size - 1) + 1) if wanted else (0, size)
+            if not body:
+                return self._send(200, b"", path.name, headers | {"Content-Length": str(size)})
+            with path.open("rb") as file:
+                file.seek(start)
+                content = file.read(stop - start)
+            if wanted:
+                headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
+            self._send(206 if wanted else 200, content, path.name, headers)
+
+        def _send(self, status: int, content: bytes, file: str, headers: dict[str, str] | None = None) -> None:
+            with lock:
+                hub.sent[file] = hub.sent.get(file, 0) + len(content)
+            self.send_response(status)
+            for key, value in ({"Content-Length": str(len(content))} | (headers or {})).items():
+                self.send_header(key, value)
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *args: object) -> None:
+            """Tests want no lines on stderr."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    hub = Hub(f"http://127.0.0.1:{server.server_port}")
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
