@@ -37,9 +37,14 @@ def serve(folder: Path, name: str = "org/model") -> Iterator[Hub]:
 
         def do_GET(self) -> None:
             if self.path.startswith(f"/api/models/{name}"):
-                files = [{"rfilename": path.name} for path in sorted(folder.iterdir())]
-                return self._send(200, json.dumps({"id": name, "sha": COMMIT, "siblings": files}).encode(), "api")
+                return self._send(200, json.dumps(self._listing()).encode(), "api")
             self._file(body=True)
+
+        def _listing(self) -> object:
+            files = sorted(path for path in folder.iterdir() if path.is_file())
+            if "/tree/" in self.path:
+                return [{"type": "file", "path": path.name, "size": path.stat().st_size, "oid": COMMIT} for path in files]
+            return {"id": name, "sha": COMMIT, "siblings": [{"rfilename": path.name} for path in files]}
 
         def _file(self, *, body: bool) -> None:
             asked = re.fullmatch(rf"/{name}/resolve/[^/]+/(.+)", self.path)

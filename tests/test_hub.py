@@ -1,0 +1,91 @@
+"""Hub models: headers by range requests, counted by a hub on loopback; whole models downloaded and found again."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import hub_server
+import pytest
+import r1_headers
+from huggingface_hub import constants
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.remote import open_headers
+from quantkit.errors import QuantkitError
+from quantkit.hub import find_local, find_model
+
+NAME = "org/model"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+
+
+@pytest.fixture
+def hub(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[hub_server.Hub]:
+    with hub_server.serve(tiny_checkpoint, NAME) as server:
+        use(server, monkeypatch)
+        yield server
+
+
+def use(server: hub_server.Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", server.address)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.address + "/{repo_id}/resolve/{revision}/{filename}")
+
+
+def test_headers_are_those_of_the_files(hub: hub_server.Hub, tiny_checkpoint: Path) -> None:
+    remote, local = open_headers(NAME), Checkpoint.open(tiny_checkpoint)
+    assert remote.config == local.config
+    assert {name: (t.dtype, t.shape, t.shard) for name, t in remote.tensors.items()} == {
+        name: (t.dtype, t.shape, t.shard) for name, t in local.tensors.items()
+    }
+    assert remote.linears.keys() == local.linears.keys()
+    assert "tokenizer.json" not in hub.sent
+
+
+def test_a_weight_that_was_not_downloaded_is_named(hub: hub_server.Hub) -> None:
+    with pytest.raises(QuantkitError, match=r"lm_head\.weight of org/model was not downloaded"):
+        open_headers(NAME).read("lm_head.weight")
+
+
+def test_headers_of_r1_take_less_than_20_mb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = r1_headers.write_headers(tmp_path / "r1", r1_headers.r1_config(num_nextn_predict_layers=1))
+    with hub_server.serve(folder, NAME) as server:
+        use(server, monkeypatch)
+        checkpoint = open_headers(NAME)
+    assert len({tensor.shard for tensor in checkpoint.tensors.values()}) == 163
+    assert sum(tensor.nbytes for tensor in checkpoint.tensors.values()) > 680e9
+    assert server.total < 20e6
+
+
+def test_a_download_is_found_again_without_the_hub(hub: hub_server.Hub, tiny_checkpoint: Path) -> None:
+    assert find_local(NAME) is None
+    path = find_model(NAME)
+    sent = hub.total
+    assert Checkpoint.open(path).fingerprint == Checkpoint.open(tiny_checkpoint).fingerprint
+    assert find_local(NAME) == path
+    assert find_model(NAME) == path
+    assert hub.total == sent
+
+
+def test_half_a_download_is_not_taken_for_a_model(hub: hub_server.Hub) -> None:
+    path = find_model(NAME)
+    next(path.glob("*.safetensors")).unlink()
+    assert find_local(NAME) is None
+
+
+def test_a_model_that_the_hub_does_not_have(hub: hub_server.Hub) -> None:
+    with pytest.raises(QuantkitError, match="hub model org/other cannot be had"):
+        open_headers("org/other")
+
+
+def test_a_model_without_safetensors(tmp_path: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "pickles"
+    folder.mkdir()
+    shutil.copy(tiny_checkpoint / "config.json", folder)
+    with hub_server.serve(folder, NAME) as server:
+        use(server, monkeypatch)
+        with pytest.raises(QuantkitError, match="has no safetensors file"):
+            open_headers(NAME)
