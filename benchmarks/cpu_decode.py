@@ -50,7 +50,7 @@ def write_qwen(path: Path) -> Path:
     """Random weights that keep activations near 1, in bfloat16, with tiny-r1's tokenizer."""
     from safetensors.torch import save_file
 
-    from quantkit.assets import find_model
+    from quantkit.hub import find_model
     from quantkit.models import find_architecture
 
     architecture = find_architecture(QWEN)
@@ -147,9 +147,9 @@ def in_process(python: str, engine: str, path: Path, vocab: int, threads: int) -
 
 
 def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    from quantkit.assets import find_model
     from quantkit.conversion import convert
     from quantkit.evaluation.results.hardware import describe_hardware
+    from quantkit.hub import find_model
 
     dense = write_qwen(folder / "qwen2-0.5b")
     plain = folder / "tiny-r1-bf16"

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quantkit.assets import find_model
 from quantkit.calibrate.data import load_sequences
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.hub import find_model
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
 from quantkit.models.weights import ExpertsOp, LinearOp

@@ -32,7 +32,6 @@ import torch.distributed as dist
 from r1_synthetic import R1, TINY, SyntheticWeights
 from torch import Tensor
 
-from quantkit.assets import find_model
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.evaluation.results.hardware import describe_hardware
 from quantkit.evaluation.speed.engine import EngineTarget
@@ -47,6 +46,7 @@ from quantkit.executor.runner import Runner
 from quantkit.executor.sampling import SamplingParams
 from quantkit.executor.sequence import Sequence
 from quantkit.executor.weights import Gathered
+from quantkit.hub import find_model
 from quantkit.models import deepseek_v3
 from quantkit.models.weights import LinearOp
 from quantkit.tokenizer.chat import ChatTokenizer

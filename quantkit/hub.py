@@ -5,7 +5,6 @@ model: config files, and the headers of its shards by HTTP range requests. It do
 shards of 688 GB. The index is not read: 9 MB that say what the headers say.
 """
 
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import Any
 
 from quantkit.assets import BUILTIN_MODELS, builtin_model
 from quantkit.errors import QuantkitError
+from quantkit.model_files import LARGEST, read_json
 
 _DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 _CONNECTIONS = 8
@@ -39,26 +39,12 @@ class RemoteHeaders:
     shards: dict[str, dict[str, RemoteTensor]]
 
 
-def find_local(name: str) -> Path | None:
-    """Directory of a model that is on this machine: itself a directory, a built-in name, or whole in the hub's cache. Else None.
-
-    Raises QuantkitError for a name that can be neither of these nor a hub id.
-    """
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path
-    if name in BUILTIN_MODELS:
-        return builtin_model(name)
-    if path.exists():
-        raise QuantkitError(f"{name} is a file", "give the directory that holds config.json and the safetensors shards")
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise QuantkitError(f"model {name} does not exist", f"give a directory, {', '.join(BUILTIN_MODELS)}, or a hub id such as org/name")
-    return _cached(name)
-
-
 def find_model(name: str) -> Path:
-    """Directory of a model as `find_local` finds it; a hub model that is not here is downloaded. Raises QuantkitError."""
-    local = find_local(name)
+    """Directory of a model: itself a directory, a built-in name, or a hub id, of which what is not in the hub's cache is downloaded.
+
+    Raises QuantkitError for a name that can be none of these, and where the hub does not give the model.
+    """
+    local = _find_directory(name)
     if local is not None:
         return local
     from huggingface_hub import snapshot_download
@@ -67,15 +53,23 @@ def find_model(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=list(_DOWNLOADED)))
 
 
+def find_local(name: str) -> Path | None:
+    """Directory of a model as `find_model` gives it, where its weights are on this machine; None for a hub model whose weights are not.
+
+    Raises QuantkitError for a name that can be no model.
+    """
+    return _find_directory(name) or _cached(name)
+
+
 def read_headers(name: str, wanted: tuple[str, ...]) -> RemoteHeaders:
     """Headers of all shards of the hub model `name`, and those of the JSON files `wanted` that it has. Raises QuantkitError."""
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, hf_hub_download
 
     api = HfApi()
     with _told(name, "check the name and the network, or give a directory"):
         listed = [file.rfilename for file in api.model_info(name).siblings or []]
-        shards = sorted(file for file in listed if file.endswith(".safetensors") and "/" not in file)
-        files = {file: _read_json(name, file) for file in wanted if file in listed}
+        shards = _shards(listed)
+        files = {file: read_json(Path(hf_hub_download(name, file)), LARGEST) for file in wanted if file in listed}
         with ThreadPoolExecutor(_CONNECTIONS) as pool:
             headers = list(pool.map(lambda shard: api.parse_safetensors_file_metadata(name, shard), shards))
     if not shards:
@@ -87,17 +81,32 @@ def read_headers(name: str, wanted: tuple[str, ...]) -> RemoteHeaders:
     return RemoteHeaders(name, files, entries)
 
 
-def _read_json(name: str, file: str) -> dict[str, Any]:
-    from huggingface_hub import hf_hub_download
+def _shards(listed: list[str]) -> list[str]:
+    """Those of the index where there is one: `model-*.safetensors` of `model.safetensors.index.json`. Others are another copy."""
+    stem = "model-" if "model.safetensors.index.json" in listed else ""
+    return sorted(file for file in listed if file.endswith(".safetensors") and file.startswith(stem) and "/" not in file)
 
-    value = json.loads(Path(hf_hub_download(name, file)).read_text(encoding="utf-8"))
-    if not isinstance(value, dict):
-        raise QuantkitError(f"{file} of {name} is not a JSON object", "the repository is damaged: give another")
-    return value
+
+def _find_directory(name: str) -> Path | None:
+    """None for what may be a hub id."""
+    try:
+        path = Path(name).expanduser()
+        is_directory = path.is_dir()
+    except (OSError, RuntimeError, ValueError) as error:  # no such home, or a name that no file can have
+        raise QuantkitError(f"model {name} does not exist ({error})", "give a directory, or a hub id such as org/name") from error
+    if is_directory:
+        return path
+    if name in BUILTIN_MODELS:
+        return builtin_model(name)
+    if path.exists():
+        raise QuantkitError(f"{name} is a file", "give the directory that holds config.json and the safetensors shards")
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise QuantkitError(f"model {name} does not exist", f"give a directory, {', '.join(BUILTIN_MODELS)}, or a hub id such as org/name")
+    return None
 
 
 def _cached(name: str) -> Path | None:
-    """The snapshot of a hub model, where every shard that its index names is there."""
+    """The snapshot of a hub model, where every shard that its index names is there, or its only file."""
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(name, "config.json")
@@ -106,12 +115,9 @@ def _cached(name: str) -> Path | None:
     folder = Path(found).parent
     index = folder / "model.safetensors.index.json"
     if not index.exists():
-        return folder if any(folder.glob("*.safetensors")) else None
-    try:
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, AttributeError):
-        return None  # a damaged index is downloaded again
-    return folder if all((folder / shard).exists() for shard in shards) else None
+        return folder if (folder / "model.safetensors").exists() else None
+    shards = read_json(index, LARGEST).get("weight_map")
+    return folder if isinstance(shards, dict) and all((folder / str(shard)).exists() for shard in shards.values()) else None
 
 
 @contextmanager

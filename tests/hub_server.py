@@ -23,6 +23,11 @@ class Hub:
     def total(self) -> int:
         return sum(self.sent.values())
 
+    @property
+    def weights(self) -> int:
+        """Of safetensors files."""
+        return sum(count for file, count in self.sent.items() if file.endswith(".safetensors"))
+
 
 @contextmanager
 def serve(folder: Path, name: str = "org/model") -> Iterator[Hub]:

@@ -60,14 +60,16 @@ def test_headers_of_r1_take_less_than_20_mb(tmp_path: Path, monkeypatch: pytest.
     assert server.total < 20e6
 
 
-def test_a_download_is_found_again_without_the_hub(hub: hub_server.Hub, tiny_checkpoint: Path) -> None:
+def test_a_download_is_found_again(hub: hub_server.Hub, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_local(NAME) is None
     path = find_model(NAME)
-    sent = hub.total
     assert Checkpoint.open(path).fingerprint == Checkpoint.open(tiny_checkpoint).fingerprint
-    assert find_local(NAME) == path
-    assert find_model(NAME) == path
-    assert hub.total == sent
+    sent = hub.weights
+    assert sent == sum(file.stat().st_size for file in tiny_checkpoint.glob("*.safetensors"))
+    assert find_model(NAME) == find_local(NAME) == path
+    assert hub.weights == sent, "nothing is downloaded twice"
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert find_model(NAME) == path, "the hub need not be there"
 
 
 def test_half_a_download_is_not_taken_for_a_model(hub: hub_server.Hub) -> None:

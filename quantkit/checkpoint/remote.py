@@ -1,6 +1,7 @@
 """A checkpoint's headers without its weights: of a directory, or of a hub model that is not on this machine."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ def open_headers(model: str) -> Checkpoint:
     remote = read_headers(model, ("config.json", *SIDE_FILES))
     if "config.json" not in remote.files:
         raise QuantkitError(f"hub model {model} has no config.json", "give a model in the layout of transformers")
-    tensors = {}
+    tensors: dict[str, TensorInfo] = {}
     for shard, entries in remote.shards.items():
         for name, entry in entries.items():
             if name in tensors:
@@ -37,7 +38,9 @@ def open_headers(model: str) -> Checkpoint:
 class HeadersOnly(Checkpoint):
     """A checkpoint whose weights are elsewhere: reading one is refused by name."""
 
-    def __init__(self, path: Path, config: dict[str, object], side: dict[str, object], tensors: dict[str, TensorInfo]) -> None:
+    has_weights = False
+
+    def __init__(self, path: Path, config: dict[str, Any], side: dict[str, Any], tensors: dict[str, TensorInfo]) -> None:
         super().__init__(path, config, side, tensors)
         self._shards = _NoShards(path)
 

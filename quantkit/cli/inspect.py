@@ -6,10 +6,10 @@ from typing import Annotated
 import typer
 
 from quantkit import console
-from quantkit.assets import find_model
 from quantkit.cli.options import AsJson, Device, Model
 from quantkit.console import print_json
 from quantkit.errors import QuantkitError
+from quantkit.hub import find_model
 
 
 def inspect(

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from quantkit import console
-from quantkit.assets import find_model
 from quantkit.cli.options import AsJson, Device, Model
 from quantkit.cli.stopping import stoppable
 from quantkit.console import print_json
+from quantkit.hub import find_model
 
 
 def quantize(

@@ -6,10 +6,10 @@ from typing import Annotated, Any
 import typer
 
 from quantkit import console
-from quantkit.assets import find_model
 from quantkit.cli.options import AsJson, Backend, Device, Drafts, Model, Tp
 from quantkit.console import err, out, print_json
 from quantkit.errors import QuantkitError
+from quantkit.hub import find_model
 
 
 def run(

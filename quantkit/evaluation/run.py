@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quantkit import __version__
-from quantkit.assets import find_model
 from quantkit.errors import QuantkitError
 from quantkit.evaluation import sandbox
 from quantkit.evaluation.generators.generator import Generator, ModelReply
@@ -25,6 +24,7 @@ from quantkit.evaluation.statistics.comparison import MARGIN, compare
 from quantkit.evaluation.tasks import data, prompts
 from quantkit.evaluation.tasks.definitions import Setting, find_setting, find_task
 from quantkit.evaluation.tasks.problems import Problem
+from quantkit.hub import find_model
 
 Stage = Literal["generate", "grade"]
 

@@ -12,7 +12,6 @@ import torch
 from packed_model import write_packed
 from top_logprobs import distance, top_logprobs
 
-from quantkit.assets import find_model
 from quantkit.checkpoint.formats import awq, compressed_int4, compressed_int8, modelopt
 from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.reader import Checkpoint
@@ -20,6 +19,7 @@ from quantkit.executor import weights
 from quantkit.executor.engine import Engine
 from quantkit.executor.sampling import SamplingParams
 from quantkit.executor.sequence import Completion
+from quantkit.hub import find_model
 from quantkit.quant.weights import dequantize
 from quantkit.schemes import Fp4Grid, Grid, IntGrid
 

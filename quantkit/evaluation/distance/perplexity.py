@@ -19,10 +19,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quantkit.assets import find_model
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.distance.documents import read_documents
 from quantkit.executor.load import LoadedModel, load_model
+from quantkit.hub import find_model
 from quantkit.models.context import CausalContext, Context
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.mlp import MoeMlp

@@ -1,9 +1,9 @@
 """From what the user names to something that answers requests."""
 
-from quantkit.assets import find_model
 from quantkit.evaluation.speed.endpoint import EndpointTarget
 from quantkit.evaluation.speed.engine import EngineTarget
 from quantkit.evaluation.speed.measure import Target
+from quantkit.hub import find_model
 
 
 def open_target(
