@@ -61,8 +61,9 @@ def _round_block(
 
 
 def round_block(target: Tensor, reaction: Tensor, rounder: Rounder, step: RoundingStep, values: Tensor) -> Tensor:
-    """As `gptq`'s own: rounds target [..., C, N] into `values`, a part of [..., K, N], and returns what each missed, [..., C, N]; target is
-    not mutated. reaction [..., C, C]: what column i becomes for what column j missed. At most one leading dimension."""
+    """As `gptq`'s own: rounds target [..., C, N] into `values`, a part of [..., K, N], and returns the rounding
+    errors [..., C, N]; target is not changed. reaction [..., C, C]: by how much column i changes for an error of 1 in column j. At most
+    one leading dimension."""
     columns, rows = target.shape[-2:]
     target, told, size = target.contiguous(), reaction.mT.contiguous(), step.step.contiguous()
     zero = None if step.zero is None else step.zero.contiguous()

@@ -181,8 +181,8 @@ def gptq(w: Tensor, curvature: Curvature, rounder: Rounder, steps: "Steps") -> t
             inverse = curvature.inverses[start // BLOCK]
             pivot = triangle.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
             target = block + inverse.mT @ carried
-            missed = round_block(target, -(pivot * inverse).mT, rounder, steps.of(start, stop), values[..., start:stop, :])
-            loss += (missed * pivot).square_().sum(-2)
+            errors = round_block(target, -(pivot * inverse).mT, rounder, steps.of(start, stop), values[..., start:stop, :])
+            loss += (errors * pivot).square_().sum(-2)
             torch.sub(block, values[..., start:stop, :], out=error[..., start:stop, :])
     return values, loss
 
@@ -196,32 +196,33 @@ def _block_rounder(device: torch.device) -> Callable[[Tensor, Tensor, Rounder, R
 
 
 def _round_block(target: Tensor, reaction: Tensor, rounder: Rounder, step: RoundingStep, values: Tensor) -> Tensor:
-    """Round the columns of `target` [..., C, N], mutated, one by one into `values`; each by what it has become. reaction [..., C, C]:
-    what column i becomes for what column j missed. Returns what each missed, [..., C, N]."""
-    missed = torch.empty_like(target)
+    """Round the C columns of `target` [..., C, N] one after the other into `values`. Columns not yet rounded are changed in place: they
+    make up for the errors of those before. reaction [..., C, C]: by how much column i changes for an error of 1 in column j. Returns the
+    rounding error of every column, [..., C, N]."""
+    errors = torch.empty_like(target)
     width = target.shape[-2]
     sizes, zeros = step.step.unbind(-2), [None] * width if step.zero is None else step.zero.unbind(-2)
     for strip in range(0, width, STRIP):
         after = min(strip + STRIP, width)
-        _react(target, reaction, missed, strip, after, 0, strip)
+        _react(target, reaction, errors, strip, after, 0, strip)
         for i in range(strip, after):
-            _react(target, reaction, missed, i, i + 1, strip, i)
+            _react(target, reaction, errors, i, i + 1, strip, i)
             column = target[..., i, :]
             value = rounder.snap(column, RoundingStep(sizes[i], zeros[i]))
             values[..., i, :] = value
-            torch.sub(column, value, out=missed[..., i, :])
-    return missed
+            torch.sub(column, value, out=errors[..., i, :])
+    return errors
 
 
-def _react(target: Tensor, reaction: Tensor, missed: Tensor, start: int, stop: int, first: int, last: int) -> None:
-    """Columns start..stop make up for what first..last missed."""
+def _react(target: Tensor, reaction: Tensor, errors: Tensor, start: int, stop: int, first: int, last: int) -> None:
+    """Columns start..stop change for the errors of columns first..last."""
     if first == last:
         return
-    rows, coefficients, errors = target[..., start:stop, :], reaction[..., start:stop, first:last], missed[..., first:last, :]
+    rows, coefficients, known = target[..., start:stop, :], reaction[..., start:stop, first:last], errors[..., first:last, :]
     if target.dim() == 2:
-        rows.addmm_(coefficients, errors)
+        rows.addmm_(coefficients, known)
     else:
-        rows.baddbmm_(coefficients, errors)
+        rows.baddbmm_(coefficients, known)
 
 
 class Steps:

@@ -56,7 +56,7 @@ def _integer_gold(fields: dict[str, Any]) -> str:
 
 
 def _missing(found: answers.Extraction, text: str, cut: bool) -> Grade | None:
-    """A reply cut by the limit counts only with a complete box: its last number is wherever the knife fell."""
+    """A reply that the token limit cut counts only with a complete box: its last number may be any number of the reasoning."""
     if found.open_box or (cut and found.found != "asked"):
         return Grade("truncated")
     if found.text is None:
