@@ -8,6 +8,7 @@ import asyncio
 import logging
 import queue
 import threading
+import traceback
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
@@ -215,7 +216,8 @@ class Service:
 def _news(sequence: Sequence) -> Piece | RequestFault:
     """What the last step added to a sequence, or what ended it."""
     if sequence.fault is not None:
-        _log.error("a request ended with an error", exc_info=sequence.fault)
+        told = "".join(traceback.format_exception(sequence.fault))
+        _log.error("a request ended with an error\n%s", told.encode(errors="backslashreplace").decode())
         return RequestFault(f"this request ended with an error: {type(sequence.fault).__name__}: {str(sequence.fault)[:500]}")
     done = sequence.completion() if sequence.finish_reason else None
     return Piece(sequence.index, sequence.take_text(), sequence.take_logprobs(), done)
