@@ -1,3 +1,37 @@
-"""quantkit: quantize DeepSeek-R1 class models, run them on one box, and show that accuracy held."""
+"""quantkit: quantize DeepSeek-R1 class models, run them on one box, and show that accuracy held.
+
+The functions and classes below are imported when they are first asked for, so that `import quantkit` takes no time (docs/python.md).
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 __version__ = "0.2.0"
+__all__ = ["Engine", "QuantkitError", "SamplingParams", "__version__", "convert", "evaluate", "inspect", "perplexity", "plan", "quantize"]
+
+if TYPE_CHECKING:
+    from quantkit.api import convert, evaluate, inspect, perplexity, plan, quantize
+    from quantkit.errors import QuantkitError
+    from quantkit.executor.engine import Engine
+    from quantkit.executor.sampling import SamplingParams
+else:  # a type checker must not believe that every name is here
+    _HOMES = {
+        "Engine": "quantkit.executor.engine",
+        "QuantkitError": "quantkit.errors",
+        "SamplingParams": "quantkit.executor.sampling",
+        "convert": "quantkit.api",
+        "evaluate": "quantkit.api",
+        "inspect": "quantkit.api",
+        "perplexity": "quantkit.api",
+        "plan": "quantkit.api",
+        "quantize": "quantkit.api",
+    }
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'quantkit' has no attribute {name!r}")
+        return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -19,6 +19,7 @@ LEVELS = [
     {"calibrate", "executor", "engines"},
     {"conversion", "quantization", "evaluation", "inspection", "costmodel"},
     {"planning"},
+    {"api"},
     {"console"},
     {"cli"},
 ]

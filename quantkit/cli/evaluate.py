@@ -1,18 +1,15 @@
 """Measuring a model: eval scores answers, ppl distances, bench speed."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from quantkit import console
-from quantkit.assets import BUILTIN_MODELS, builtin_model
 from quantkit.cli.options import AsJson, Backend, Device, Model, Target, Tp
 from quantkit.cli.stopping import stoppable
 from quantkit.console import print_json
-from quantkit.errors import QuantkitError
 
 
 def evaluate(
@@ -44,6 +41,7 @@ def evaluate(
     json_: AsJson = False,
 ) -> None:
     """Score a model on tasks, with error bars, and say whether accuracy held against a baseline."""
+    from quantkit.evaluation.results.folder import results_folder
     from quantkit.evaluation.run import EvaluationProgress, run_evaluation
 
     done = ""
@@ -132,6 +130,7 @@ def bench(
 ) -> None:
     """Speed over a grid of input lengths and concurrencies: TTFT, TPOT, tokens/s, latency, as evalscope perf defines them."""
     from quantkit.checkpoint.target import check_folder
+    from quantkit.evaluation.results.folder import local_models
     from quantkit.evaluation.results.hardware import describe_machine
     from quantkit.evaluation.results.published import published_speeds
     from quantkit.evaluation.run import is_url
@@ -141,7 +140,7 @@ def bench(
     lengths, users = _integers("--input-len", input_len), _integers("--concurrency", concurrency)
     longest = max(lengths) + output_len
     if out_dir is not None:
-        check_folder(out_dir, _local([model]))
+        check_folder(out_dir, local_models([model]))
     target = open_target(
         model, max_batch=max(users), max_model_len=longest, device=device, backend=backend, tp=tp, api_key=api_key, model=served_model
     )
@@ -164,36 +163,6 @@ def bench(
     console.facts("machine", machine.items())
     console.show_speed(result)
     console.show_published(result["published"])
-
-
-@contextmanager
-def results_folder(out: Path | None, *models: str | None) -> Iterator[None]:
-    """Hold the folder of an evaluation for this process. Raises QuantkitError where it would write among a model's files."""
-    from quantkit.checkpoint.lock import Lock
-    from quantkit.checkpoint.target import check_folder
-
-    if out is None:
-        yield
-        return
-    check_folder(out, _local(models))
-    made = not out.exists()
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        lock = Lock(out / ".lock", out)
-    except OSError as error:
-        raise QuantkitError(f"cannot write {out}: {error.strerror}", "choose another --out") from error
-    try:
-        yield
-    finally:
-        lock.close()
-        if made and not any(out.iterdir()):
-            out.rmdir()
-
-
-def _local(models: Iterable[str | None]) -> list[Path]:
-    """Those that are directories here."""
-    paths = [builtin_model(name) if name in BUILTIN_MODELS else Path(name).expanduser() for name in models if name]
-    return [path for path in paths if (path / "config.json").exists()]
 
 
 def _integers(option: str, text: str) -> list[int]:

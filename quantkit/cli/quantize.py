@@ -33,17 +33,13 @@ def quantize(
     json_: AsJson = False,
 ) -> None:
     """Quantize a checkpoint. A run that was stopped goes on when the same command is given again."""
+    from quantkit.api import load_settings
     from quantkit.quantization.memory import parse_bytes
     from quantkit.quantization.run import quantize as run_quantize
-    from quantkit.recipe import load_recipe
     from quantkit.schemes import find_scheme
 
     chosen, source = find_scheme(scheme), find_model(model)
-    shipped = source / "calibration.jsonl"
-    given = {"calibration": calibration, "samples": samples, "seq_len": seq_len, "seed": seed}
-    settings = load_recipe(recipe or scheme).model_copy(update={key: value for key, value in given.items() if value is not None})
-    if settings.calibration is None and shipped.exists():
-        settings = settings.model_copy(update={"calibration": str(shipped)})
+    settings = load_settings(source, recipe or scheme, calibration=calibration, samples=samples, seq_len=seq_len, seed=seed)
     target = out_dir or Path(f"{source.resolve().name if Path(model).expanduser().is_dir() else Path(model).name}-{scheme}")
     with stoppable(), console.bytes_bar() as bar:
         report = run_quantize(

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError
 from quantkit.executor.load import load_model
-from quantkit.inspect import describe
+from quantkit.inspection import describe
 from quantkit.models import table
 from quantkit.models.stored import read_model
-from quantkit.quantize.checks import take_inventory
+from quantkit.quantization.checks import take_inventory
 
 CONFIG = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "n_routed_experts": 4, "n_group": 2, "topk_group": 1}
 CONFIG |= {"num_experts_per_tok": 2, "vocab_size": 272}

@@ -1,0 +1,200 @@
+"""The Python API: what `import quantkit` offers (docs/python.md). Each function opens what it is given and calls a room's own line.
+
+A model is a directory, a built-in name (tiny-r1) or a hub id; a scheme is a name such as "awq-w4a16" or a `Scheme`. Bytes are integers,
+times are in seconds. Every function raises QuantkitError, one line with a remedy, before any long work that its input cannot come through.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from quantkit import conversion, planning
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.conversion import ConversionReport
+from quantkit.engines.check import check_checkpoint
+from quantkit.evaluation.distance.perplexity import Quality, measure
+from quantkit.evaluation.results.figures import EvalResults
+from quantkit.evaluation.results.folder import results_folder
+from quantkit.evaluation.run import run_evaluation
+from quantkit.hub import find_model
+from quantkit.inspection import describe
+from quantkit.progress import OnEvent, silent
+from quantkit.quantization import run as quantization
+from quantkit.quantization.memory import parse_bytes
+from quantkit.quantization.run import QuantizationReport
+from quantkit.recipe import Recipe, load_recipe
+from quantkit.schemes import Scheme, find_scheme
+
+
+def quantize(
+    model: str | Path,
+    out: str | Path,
+    scheme: str | Scheme,
+    *,
+    format: str = "auto",
+    engine: str | None = None,
+    recipe: str | Path | Recipe | None = None,
+    calibration: str | Path | None = None,
+    samples: int | None = None,
+    seq_len: int | None = None,
+    seed: int | None = None,
+    device: str = "auto",
+    memory: str | int | None = None,
+    overwrite: bool = False,
+    on_event: OnEvent = silent,
+) -> QuantizationReport:
+    """Quantize `model` into the directory `out`, which appears when it is complete, with report.html in it.
+
+    format: "auto" is the scheme's first. engine: write what this engine loads, or refuse. recipe: a name, a YAML file or a value;
+    None is the scheme's own, and calibration (a text file or a data set), samples (sequences), seq_len (tokens of each) and seed replace
+    what it says. A model that ships calibration text is calibrated on it where nothing else is named. memory: of the host, bytes or
+    "16GiB", to keep under. on_event is called with progress. A run that was stopped goes on when it is called again alike.
+    """
+    chosen, source = _scheme(scheme), find_model(str(model))
+    settings = load_settings(source, recipe or chosen.name, calibration=calibration, samples=samples, seq_len=seq_len, seed=seed)
+    limit = parse_bytes(memory) if isinstance(memory, str) else memory
+    return quantization.quantize(
+        source, Path(out), chosen, format, settings, engine=engine, device=device, memory=limit, overwrite=overwrite, on_event=on_event
+    )
+
+
+def load_settings(
+    source: Path,
+    recipe: str | Path | Recipe,
+    *,
+    calibration: str | Path | None = None,
+    samples: int | None = None,
+    seq_len: int | None = None,
+    seed: int | None = None,
+) -> Recipe:
+    """The recipe with what is not None in the place of its own; calibrated on the text that `source` ships where no other is named."""
+    base = recipe if isinstance(recipe, Recipe) else load_recipe(str(recipe))
+    shipped = source / "calibration.jsonl"
+    text = calibration or base.calibration or (shipped if shipped.exists() else None)
+    given = {"calibration": text and str(text), "samples": samples, "seq_len": seq_len, "seed": seed}
+    return base.model_copy(update={key: value for key, value in given.items() if value is not None})
+
+
+def plan(
+    model: str | Path,
+    scheme: str | Scheme,
+    *,
+    format: str = "auto",
+    devices: str = "8x64GiB",
+    samples: int = 128,
+    seq_len: int = 512,
+    context: int = 4096,
+) -> dict[str, Any]:
+    """What quantize() will write and need, and whether the result serves `context` tokens on `devices`, from headers alone.
+
+    devices: number and memory of each, tensor parallel over all. samples: calibration sequences of seq_len tokens. The dictionary is
+    ready for JSON.
+    """
+    return planning.plan(
+        find_model(str(model)), _scheme(scheme), format, devices=devices, samples=samples, seq_len=seq_len, context=context
+    )
+
+
+def convert(
+    model: str | Path,
+    out: str | Path,
+    *,
+    format: str | None = None,
+    dtype: str | None = None,
+    overwrite: bool = False,
+    on_event: OnEvent = silent,
+) -> ConversionReport:
+    """Write `model` to the directory `out` in another format without calibration, or plain in `dtype` (bfloat16, float16, float32).
+
+    The report says, for every part of the model, how far any stored value is from the source's. Exactly one of the two is given.
+    """
+    return conversion.convert(find_model(str(model)), Path(out), format=format, dtype=dtype, overwrite=overwrite, on_event=on_event)
+
+
+def inspect(model: str | Path, *, engine: str | None = None) -> dict[str, Any]:
+    """What is in a checkpoint, from headers alone, ready for JSON: format, scheme, tensors, bytes, what is missing or unknown.
+
+    engine: adds "problems", what keeps that engine from loading the checkpoint or loses something there.
+    """
+    checkpoint = Checkpoint.open(find_model(str(model)))
+    about = describe(checkpoint)
+    if engine is not None:
+        about |= {"engine": engine, "problems": [asdict(problem) for problem in check_checkpoint(engine, checkpoint)]}
+    return about
+
+
+def evaluate(
+    model: str | Path,
+    tasks: str | Sequence[str],
+    *,
+    data_dir: str | Path | None = None,
+    limit: int | None = None,
+    repeats: int | None = None,
+    protocol: str | None = None,
+    baseline: str | Path | None = None,
+    out: str | Path | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    max_tokens: int | None = None,
+    margin: float = 0.01,
+    seed: int = 0,
+    concurrency: int = 64,
+    allow_code_exec: bool = False,
+    served_model: str | None = None,
+    api_key: str | None = None,
+    device: str = "auto",
+    backend: str = "auto",
+) -> EvalResults:
+    """Score `model`, which may also be the URL of an OpenAI-compatible server, on one task or several.
+
+    A task is a name of eval/tasks or a YAML file; limit: its first problems only; repeats: replies per problem. baseline: a model, or the
+    `out` folder of an earlier run, to compare with; a loss of `margin` (0.01: one point) counts as lost. out: the folder for samples and
+    report, in which an interrupted run resumes. temperature, top_p and max_tokens replace those of the protocol (r1, evalscope, lm-eval).
+    allow_code_exec: run programs that the model wrote, in the sandbox. concurrency: prompts in a batch, or requests in flight.
+    """
+    generation = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
+    folder = Path(out) if out is not None else None
+    against = str(baseline) if baseline is not None else None
+    with results_folder(folder, str(model), against):
+        return run_evaluation(
+            str(model),
+            [tasks] if isinstance(tasks, str) else list(tasks),
+            data_dir=Path(data_dir) if data_dir is not None else None,
+            limit=limit,
+            repeats=repeats,
+            protocol=protocol,
+            baseline=against,
+            out=folder,
+            seed=seed,
+            allow_code_exec=allow_code_exec,
+            concurrency=concurrency,
+            generation={name: value for name, value in generation.items() if value is not None},
+            margin=margin,
+            model_name=served_model,
+            api_key=api_key,
+            device=device,
+            backend=backend,
+        )
+
+
+def perplexity(
+    model: str | Path,
+    text: str | Path,
+    *,
+    baseline: str | Path | None = None,
+    seq_len: int = 2048,
+    limit: int | None = None,
+    device: str = "auto",
+    backend: str = "auto",
+) -> Quality:
+    """Perplexity over the documents of `text` (.txt, or .jsonl of {"text": ...}); with `baseline` also how far `model` is from it.
+
+    seq_len: tokens of the longest document; longer ones are cut into pieces. limit: the first documents only.
+    """
+    against = str(baseline) if baseline is not None else None
+    return measure(str(model), Path(text), baseline=against, seq_len=seq_len, limit=limit, device=device, backend=backend)
+
+
+def _scheme(scheme: str | Scheme) -> Scheme:
+    return scheme if isinstance(scheme, Scheme) else find_scheme(scheme)

@@ -1,0 +1,82 @@
+"""The Python API: what `import quantkit` offers, and the page about it, whose code runs and prints what the page shows."""
+
+import contextlib
+import inspect
+import io
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+
+import quantkit
+import quantkit.quantization.run
+from quantkit.schemes import SCHEMES
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "python.md"
+FUNCTIONS = ("convert", "evaluate", "inspect", "perplexity", "plan", "quantize")
+
+
+def pieces() -> Iterator[tuple[str, str]]:
+    """Each block of code on the page and what it is said to print."""
+    blocks = re.findall(r"```(python|text)\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    assert [kind for kind, _ in blocks] == ["python", "text"] * (len(blocks) // 2)
+    yield from zip((text for _, text in blocks[::2]), (text for _, text in blocks[1::2]))
+
+
+def assert_same(printed: str, shown: str) -> None:
+    """Word for word; a decimal fraction, which rounding on another processor moves, to a quarter."""
+    fraction = re.compile(r"\d+\.\d+")
+    assert fraction.sub("#", printed) == fraction.sub("#", shown)
+    assert [float(n) for n in fraction.findall(printed)] == pytest.approx([float(n) for n in fraction.findall(shown)], rel=0.25)
+
+
+def test_the_page_prints_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "eval").symlink_to(ROOT / "eval")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for code, shown in pieces():
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            exec(compile(code, str(PAGE), "exec"), names)
+        assert_same(out.getvalue(), shown)
+
+
+def test_importing_quantkit_imports_nothing_of_it() -> None:
+    probe = "import sys, quantkit; print(sorted(name for name in sys.modules if name.split('.')[0] in ('quantkit', 'torch', 'numpy')))"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout == "['quantkit']\n"
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_are_typed_and_documented(name: str) -> None:
+    """And no folder of the name of a function hides it, whatever was imported before."""
+    function = getattr(quantkit, name)
+    assert inspect.isfunction(function)
+    assert function.__doc__
+    parameters = inspect.signature(function).parameters
+    assert get_type_hints(function).keys() == {*parameters, "return"}
+
+
+def test_every_name_is_there() -> None:
+    assert dir(quantkit) == sorted(quantkit.__all__)
+    assert {*FUNCTIONS, "Engine"} < set(quantkit.__all__)
+    for name in quantkit.__all__:
+        assert getattr(quantkit, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'quantise'"):
+        quantkit.quantise  # noqa: B018
+
+
+def test_a_scheme_and_a_model_are_values_too() -> None:
+    by_value = quantkit.plan(ROOT / "quantkit" / "builtin" / "tiny-r1", SCHEMES["rtn-w4a16"])
+    by_name = quantkit.plan("tiny-r1", "rtn-w4a16")
+    assert by_value["output_bytes"] == by_name["output_bytes"]
+
+
+def test_results_are_not_written_among_a_models_files(tiny_checkpoint: Path) -> None:
+    with pytest.raises(quantkit.QuantkitError, match="model"):
+        quantkit.evaluate(tiny_checkpoint, "tiny-math", out=tiny_checkpoint)
