@@ -5,14 +5,15 @@ Times and memory are not in it: they differ from run to run, and the files of a 
 
 import json
 import math
-import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from quantkit.calibrate.findings import Findings
+from quantkit.models.table import Parameter
 from quantkit.plots import GREY, OURS, THEIRS, draw
 
 _TEMPLATE = Path(__file__).with_name("report.html.j2")
@@ -36,13 +37,13 @@ class Account:
     output_bytes: dict[str, int]
 
 
-def report_files(account: Account, findings: Findings) -> dict[str, bytes]:
-    """report.json and report.html."""
-    facts = summary(account, findings)
+def report_files(account: Account, findings: Findings, rows: Iterable[Parameter]) -> dict[str, bytes]:
+    """report.json and report.html. rows: the model's table."""
+    facts = summary(account, findings, rows)
     return {"report.json": (json.dumps(facts, indent=1) + "\n").encode(), "report.html": _page(facts).encode()}
 
 
-def summary(account: Account, findings: Findings) -> dict[str, Any]:
+def summary(account: Account, findings: Findings, rows: Iterable[Parameter]) -> dict[str, Any]:
     """Everything that the page shows, JSON-ready; an error without held-out inputs is null."""
     starved = {
         layer: [expert for expert, tokens in enumerate(counts) if tokens < account.min_expert_tokens]
@@ -54,7 +55,7 @@ def summary(account: Account, findings: Findings) -> dict[str, Any]:
         "mean_error": findings.mean_error,
         "errors": {module: None if math.isnan(findings.errors[module]) else findings.errors[module] for module in modules},
         "methods": {module: findings.methods[module] for module in modules},
-        "error_by_layer": by_layer({module: findings.errors[module] for module in modules}),
+        "error_by_layer": by_layer({module: findings.errors[module] for module in modules}, rows),
         "held_out": _held_out(findings),
         "hidden_error": {layer: None if math.isnan(error) else error for layer, error in findings.hidden_error.items()},
         "scales": findings.scales,
@@ -88,20 +89,21 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
-def by_layer(errors: dict[str, float]) -> dict[str, dict[str, float]]:
+def by_layer(errors: dict[str, float], rows: Iterable[Parameter]) -> dict[str, dict[str, float]]:
     """kind of linear -> layer -> median error; routed experts are a kind of their own."""
+    in_layers = {row.module: row for row in rows if row.layer is not None}
     found: dict[str, dict[str, list[float]]] = {}
     for module, error in errors.items():
-        match = re.search(r"\.layers\.(\d+)\.", module)
-        if match and not math.isnan(error):
-            found.setdefault(kind_of(module), {}).setdefault(match[1], []).append(error)
+        row = in_layers.get(module)
+        if row is not None and not math.isnan(error):
+            found.setdefault(kind_of(row), {}).setdefault(str(row.layer), []).append(error)
     return {kind: {layer: median(values) for layer, values in layers.items()} for kind, layers in found.items()}
 
 
-def kind_of(module: str) -> str:
+def kind_of(row: Parameter) -> str:
     """ "o_proj", "shared down_proj", "expert gate_proj"."""
-    name = module.rsplit(".", 1)[1]
-    return f"expert {name}" if ".experts." in module else f"shared {name}" if ".shared_experts." in module else name
+    name = row.module.rsplit(".", 1)[1]
+    return f"expert {name}" if row.block == "expert" else f"shared {name}" if row.block == "shared_expert" else name
 
 
 def _page(facts: dict[str, Any]) -> str:

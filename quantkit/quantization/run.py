@@ -100,7 +100,7 @@ def quantize(
             writer.close()
         ranks.wait()
         if ranks.leads:
-            output.finish(report_files(_account(job, output), found))
+            output.finish(report_files(_account(job, output), found, job.inventory.rows))
     return _report(job, output, out, start, found)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from quantkit.calibrate.findings import Findings
+from quantkit.models.table import Block, Parameter
 from quantkit.quantization.report import Account, by_layer, kind_of, report_files
 
 ACCOUNT = Account(
@@ -22,6 +23,18 @@ ACCOUNT = Account(
     source_bytes={"attention": 4_000_000_000, "routed experts": 9_000_000_000},
     output_bytes={"routed experts": 5_000_000_000, "attention": 2_000_000_000},
 )
+
+
+def linear(module: str, layer: int | None, block: Block | None, expert: int | None = None) -> Parameter:
+    return Parameter(f"{module}.weight", (8, 8), "linear", layer=layer, block=block, expert=expert)
+
+
+ROWS = [linear(f"model.layers.{layer}.self_attn.o_proj", layer, "attention") for layer in range(4)] + [
+    linear(f"model.layers.{layer}.mlp.experts.{expert}.{name}", layer, "expert", expert)
+    for layer in range(2, 4)
+    for expert in range(8)
+    for name in ("up_proj", "down_proj")
+]
 
 
 def findings() -> Findings:
@@ -41,7 +54,7 @@ def findings() -> Findings:
 
 @pytest.fixture(scope="module")
 def files() -> dict[str, bytes]:
-    return report_files(ACCOUNT, findings())
+    return report_files(ACCOUNT, findings(), ROWS)
 
 
 def test_json_says_everything(files: dict[str, bytes]) -> None:
@@ -55,13 +68,17 @@ def test_json_says_everything(files: dict[str, bytes]) -> None:
 
 
 def test_kinds_and_layers() -> None:
-    assert kind_of("model.layers.3.mlp.shared_experts.up_proj") == "shared up_proj"
-    assert by_layer({"model.layers.10.mlp.up_proj": 0.5, "lm_head": 1.0}) == {"up_proj": {"10": 0.5}}
+    """Asked of the table: the names need not tell."""
+    shared, head = linear("model.layers.3.mlp.shared_experts.up_proj", 3, "shared_expert"), linear("lm_head", None, None)
+    routed, plain = linear("blocks.7.moe.5.w2", 7, "expert", 5), linear("model.layers.10.mlp.up_proj", 10, "mlp")
+    assert [kind_of(row) for row in (shared, routed, plain)] == ["shared up_proj", "expert w2", "up_proj"]
+    errors = {plain.module: 0.5, head.module: 1.0, routed.module: 0.25}
+    assert by_layer(errors, [shared, head, routed, plain]) == {"up_proj": {"10": 0.5}, "expert w2": {"7": 0.25}}
 
 
 def test_page_is_self_contained_and_the_same_each_time(files: dict[str, bytes]) -> None:
     page = files["report.html"].decode()
-    assert report_files(ACCOUNT, findings()) == files
+    assert report_files(ACCOUNT, findings(), ROWS) == files
     assert page.count("<svg") == 6
     assert not re.search(r'(src|href)="(?!#)', page)
     assert "2 experts in 1 layers saw fewer than 64" in page
@@ -69,7 +86,7 @@ def test_page_is_self_contained_and_the_same_each_time(files: dict[str, bytes]) 
 
 def test_a_run_without_calibration_has_a_page() -> None:
     plain = Findings(errors={"model.layers.0.self_attn.o_proj": 0.01}, methods={"model.layers.0.self_attn.o_proj": "nearest"})
-    files = report_files(ACCOUNT, plain)
+    files = report_files(ACCOUNT, plain, ROWS)
     assert files["report.html"].count(b"<svg") == 2
     assert json.loads(files["report.json"])["held_out"] is None
     assert b"no text was held out" in files["report.html"]
