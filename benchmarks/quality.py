@@ -75,14 +75,14 @@ class Decoded:
     def has(self, name: str) -> bool:
         return self.checkpoint.has(name)
 
-    def dense(self, module: str) -> Tensor:
+    def dequantized(self, module: str) -> Tensor:
         return dequantize(self.checkpoint.weight(module))
 
     def linear(self, module: str) -> LinearOp:
         return self.fused_linear((module,))
 
     def fused_linear(self, modules: tuple[str, ...]) -> LinearOp:
-        weight = torch.cat([self.dense(module) for module in modules])
+        weight = torch.cat([self.dequantized(module) for module in modules])
         int8 = self.int8 and modules[0] in self.checkpoint.linears
         return lambda x: F.linear(round_rows(x) if int8 else x, weight)
 

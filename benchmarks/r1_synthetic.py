@@ -121,7 +121,7 @@ class SyntheticWeights:
     def has(self, name: str) -> bool:
         return name in self._shapes
 
-    def dense(self, module: str) -> Tensor:
+    def dequantized(self, module: str) -> Tensor:
         value = self._normal(module)
         self.other["kv_b"] += value.nbytes
         return value

@@ -20,25 +20,27 @@ class PlainWeights:
     def has(self, name: str) -> bool:
         return name in self.tensors
 
-    def dense(self, module: str) -> Tensor:
+    def dequantized(self, module: str) -> Tensor:
         return self.tensors[f"{module}.weight"]
 
     def linear(self, module: str) -> LinearOp:
-        weight = self.dense(module)
+        weight = self.dequantized(module)
         return lambda x: F.linear(x, weight)
 
     def fused_linear(self, modules: tuple[str, ...]) -> LinearOp:
-        weight = torch.cat([self.dense(module) for module in modules])
+        weight = torch.cat([self.dequantized(module) for module in modules])
         return lambda x: F.linear(x, weight)
 
-    def mla_prolog(self, attention: str, kv_b: Tensor, gains: tuple[Tensor, Tensor], eps: float, rope: Rope) -> PrologOp | None:
+    def mla_prolog(
+        self, modules: tuple[str, str, str], kv_b: Tensor, gains: tuple[Tensor, Tensor], eps: float, rope: Rope
+    ) -> PrologOp | None:
         return None
 
     def experts(self, prefix: str, num_experts: int) -> ExpertsOp:
         def run(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
             out = torch.zeros_like(x)
             for expert in range(num_experts):
-                gate, up, down = (self.dense(f"{prefix}.{expert}.{side}_proj") for side in ("gate", "up", "down"))
+                gate, up, down = (self.dequantized(f"{prefix}.{expert}.{side}_proj") for side in ("gate", "up", "down"))
                 share = (topk_weights * (topk_ids == expert)).sum(-1, keepdim=True)
                 out += share * F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
             return out

@@ -42,7 +42,7 @@ class LayerWeights:
     def has(self, name: str) -> bool:
         return name in self.tensors
 
-    def dense(self, module: str) -> Tensor:
+    def dequantized(self, module: str) -> Tensor:
         return self.tensors[f"{module}.weight"]
 
     def linear(self, module: str) -> LinearOp:
@@ -63,7 +63,9 @@ class LayerWeights:
         weight = self.tensors[f"{module}.weight"]
         return x.new_zeros(*x.shape[:-1], len(weight)) if module in self.unread else F.linear(x, weight)
 
-    def mla_prolog(self, attention: str, kv_b: Tensor, gains: tuple[Tensor, Tensor], eps: float, rope: Rope) -> PrologOp | None:
+    def mla_prolog(
+        self, modules: tuple[str, str, str], kv_b: Tensor, gains: tuple[Tensor, Tensor], eps: float, rope: Rope
+    ) -> PrologOp | None:
         return None  # what its linears read is observed
 
     def experts(self, prefix: str, num_experts: int) -> ExpertsOp:

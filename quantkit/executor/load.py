@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from quantkit_kernels import CacheLayout, cache_layout
@@ -13,7 +12,10 @@ from quantkit.errors import QuantkitError
 from quantkit.executor.cache import BLOCK_SIZE
 from quantkit.executor.parallel import SINGLE, Parallel
 from quantkit.executor.weights import ExecutorWeights
-from quantkit.models.stored import check_stored, read_model
+from quantkit.models.architecture import KeyValueCache, LatentCache, ModelConfig, MtpModel
+from quantkit.models.decoder import Model
+from quantkit.models.stored import check_stored, is_stored, read_model
+from quantkit.models.table import Parameter
 from quantkit.models.tied import check_stored_head
 from quantkit.schemes import IntGrid
 
@@ -25,9 +27,9 @@ class LoadedModel:
     `nbytes` is what the prepared weights hold.
     """
 
-    model: Any
-    mtp: Any
-    config: Any
+    model: Model
+    mtp: MtpModel | None
+    config: ModelConfig
     checkpoint: Checkpoint
     weights: ExecutorWeights
     device: torch.device
@@ -40,20 +42,21 @@ class LoadedModel:
     @property
     def num_cached_layers(self) -> int:
         """Layers that keep something of every token."""
-        return int(self.config.num_hidden_layers) + (self.mtp is not None)
+        return self.config.num_hidden_layers + (self.mtp is not None)
 
     @property
     def cache_width(self) -> int:
         """Values of a token and layer that this rank keeps: a latent is every head's, keys and values are shared out with the heads."""
-        kv_heads = getattr(self.config, "num_key_value_heads", None)
-        return int(self.config.cache_width) // (self.weights.parallel.size if kv_heads else 1)
+        return self.config.cache.width // self.config.cache.shares(self.weights.parallel.size)
 
     @property
     def cache_layout(self) -> CacheLayout:
         """How the cache lies in memory: latents as their operators read them, keys and values apart."""
-        if not hasattr(self.config, "kv_lora_rank"):
-            return CacheLayout((self.cache_width // 2, self.cache_width // 2), BLOCK_SIZE)
-        return cache_layout(self.config.kv_lora_rank, self.config.rope.dim, self.dtype, self.device)
+        match self.config.cache:
+            case LatentCache(kv_lora_rank, rope_dim):
+                return cache_layout(kv_lora_rank, rope_dim, self.dtype, self.device)
+            case KeyValueCache():
+                return CacheLayout((self.cache_width // 2, self.cache_width // 2), BLOCK_SIZE)
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -75,7 +78,7 @@ def load_model(
     compute = find_dtype(dtype, target, isinstance(checkpoint.grid, IntGrid) and checkpoint.grid.bits == 4)
     _check_heads(config, parallel.size)
     if mtp:
-        _check_mtp(checkpoint, config)
+        _check_mtp(checkpoint, config, rows)
     check_stored(checkpoint, (row for row in rows if mtp or not row.mtp))
     check_stored_head(checkpoint, rows)
     weights = ExecutorWeights(checkpoint, rows, device=target, dtype=compute, backend=backend, parallel=parallel)
@@ -85,16 +88,18 @@ def load_model(
     return LoadedModel(model, layer, config, checkpoint, weights, target, compute)
 
 
-def _check_heads(config: Any, size: int) -> None:
-    for field in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, field, size)
+def _check_heads(config: ModelConfig, size: int) -> None:
+    counts = {"num_attention_heads": config.num_attention_heads}
+    if isinstance(config.cache, KeyValueCache):
+        counts["num_key_value_heads"] = config.cache.kv_heads
+    for field, heads in counts.items():
         if heads % size:
             raise QuantkitError(f"the model has {field} = {heads}, which {size} ranks cannot share evenly", "use another --tp")
 
 
-def _check_mtp(checkpoint: Checkpoint, config: Any) -> None:
+def _check_mtp(checkpoint: Checkpoint, config: ModelConfig, rows: list[Parameter]) -> None:
     remedy = "run without drafts"
     if not config.num_nextn_predict_layers:
         raise QuantkitError(f"{checkpoint.path} has no MTP layer (num_nextn_predict_layers)", remedy)
-    if not any(name.startswith(f"model.layers.{config.num_hidden_layers}.") for name in checkpoint.tensors):
+    if not any(row.mtp and is_stored(checkpoint, row) for row in rows):
         raise QuantkitError(f"config.json of {checkpoint.path} tells of an MTP layer, its tensors are not there", remedy)

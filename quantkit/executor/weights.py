@@ -26,7 +26,7 @@ from quantkit.executor.parallel import SINGLE, Parallel
 from quantkit.executor.prefetch import find_prefetcher
 from quantkit.executor.split import cut_columns, cut_rows, share_range
 from quantkit.models.rope import Rope
-from quantkit.models.table import Parameter
+from quantkit.models.table import GatedMlp, Parameter
 from quantkit.models.weights import ExpertsOp, LinearOp, PrologOp
 from quantkit.quant.weights import Fp4Weight, IntWeight, Weight, dequantize
 
@@ -57,10 +57,13 @@ class ExecutorWeights:
         self.checkpoint = checkpoint
         self.device, self.dtype, self.backend, self.parallel = device, dtype, backend, parallel
         self._parameters = {parameter.name: parameter for parameter in parameters}
+        self._mlps = _gated_mlps(parameters)
         expanded = sum(math.prod(parameter.shape) for parameter in parameters) * dtype.itemsize // parallel.size
         self._may_expand = expanded < _EXPANDED_SHARE * free_bytes(device) / (parallel.size if device.type == "cpu" else 1)
         self._unpacked_on = device if device.type == "cuda" else CPU
         self._prefetcher = find_prefetcher(device, parallel)
+        self._read: dict[str, kernels.Weight] = {}
+        """Linears that were read to ask for a prolog, and for which there is none: whoever asks for them next gets them."""
         self.nbytes = 0
         """Bytes held by everything handed out so far."""
 
@@ -76,7 +79,7 @@ class ExecutorWeights:
     def has(self, name: str) -> bool:
         return self.checkpoint.has(name)
 
-    def dense(self, module: str) -> Tensor:
+    def dequantized(self, module: str) -> Tensor:
         value = dequantize(self._share(module), self.dtype).to(self.device)
         self.nbytes += value.numel() * value.element_size()
         return value
@@ -95,14 +98,17 @@ class ExecutorWeights:
             fused = stack(fused, operand)
         return self._prepare(fused)
 
-    def mla_prolog(self, attention: str, kv_b: Tensor, gains: tuple[Tensor, Tensor], eps: float, rope: Rope) -> PrologOp | None:
+    def mla_prolog(
+        self, modules: tuple[str, str, str], kv_b: Tensor, gains: tuple[Tensor, Tensor], eps: float, rope: Rope
+    ) -> PrologOp | None:
         """As `Weights.mla_prolog`: where a backend's operator takes such sizes, and weights as they are."""
         backend = backends.choose("mla_prolog", "auto", self.device, self.dtype)
         if backend == "reference" or self.backend == "reference":
             return None
-        q_a, q_b, kv_a = (self._operand(f"{attention}.{name}") for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"))
+        q_a, q_b, kv_a = map(self._operand, modules)
         weights = kernels.MlaWeights(q_a, q_b, kv_a, kv_b, *gains)
         if kernels.why_no_prolog(weights, rope.dim, backend, self.dtype, self.device):
+            self._read.update(zip(modules, (q_a, q_b, kv_a)))
             return None
         prolog = kernels.prepare_mla_prolog(
             weights, rope.dim, eps=eps, interleaved=rope.interleaved, backend=backend, dtype=self.dtype, device=self.device
@@ -122,7 +128,7 @@ class ExecutorWeights:
         return self._experts(prefix, num_experts + 1, chain([first], others, [last]))
 
     def _expert(self, module: str) -> list[kernels.Weight]:
-        return [self._operand(f"{module}.{side}_proj") for side in ("gate", "up", "down")]
+        return [self._operand(linear) for linear in self._mlps[module].modules]
 
     def _experts(self, prefix: str, count: int, experts: Iterable[list[kernels.Weight]]) -> ExpertsOp:
         builder: kernels.ExpertsBuilder | None = None
@@ -144,6 +150,8 @@ class ExecutorWeights:
         return self._prefetcher.during(add_up, x) if self._prefetcher else add_up(x)
 
     def _operand(self, module: str) -> kernels.Weight:
+        if module in self._read:
+            return self._read.pop(module)
         stored = self.checkpoint.linears.get(module)
         return operand(self._share(module), self.dtype, stored.format.activation_bits if stored else 16)
 
@@ -221,6 +229,15 @@ def operand(weight: Weight, dtype: torch.dtype, activation_bits: int = 16) -> ke
             return kernels.Fp4(weight.codes, weight.scale, weight.global_scale)
         case _:
             return kernels.Dense(dequantize(weight, dtype))
+
+
+def _gated_mlps(parameters: list[Parameter]) -> dict[str, GatedMlp]:
+    """Experts, routed and shared, by the module that their three linears are part of."""
+    linears: dict[str, list[Parameter]] = {}
+    for parameter in parameters:
+        if parameter.block in ("expert", "shared_expert"):
+            linears.setdefault(parameter.module.rpartition(".")[0], []).append(parameter)
+    return {module: GatedMlp.of(rows) for module, rows in linears.items()}
 
 
 def _alike(first: kernels.Weight, second: kernels.Weight) -> bool:

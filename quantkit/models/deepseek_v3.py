@@ -201,10 +201,12 @@ class Attention:
         self.config, self.layer = config, layer
         self.q_norm = weights.tensor(f"{a}.q_a_layernorm.weight")
         self.kv_norm = weights.tensor(f"{a}.kv_a_layernorm.weight")
-        self.kv_b = weights.dense(f"{a}.kv_b_proj").view(-1, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank)
-        self.prolog = prolog = weights.mla_prolog(a, self.kv_b, (self.q_norm, self.kv_norm), config.rms_norm_eps, config.rope)
-        self.qkv_a = prolog.qkv_a if prolog else weights.fused_linear((f"{a}.q_a_proj", f"{a}.kv_a_proj_with_mqa"))
-        self.q_b = prolog.q_b if prolog else weights.linear(f"{a}.q_b_proj")
+        q_a, q_b, kv_a = f"{a}.q_a_proj", f"{a}.q_b_proj", f"{a}.kv_a_proj_with_mqa"
+        self.kv_b = weights.dequantized(f"{a}.kv_b_proj").view(-1, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank)
+        gains = (self.q_norm, self.kv_norm)
+        self.prolog = prolog = weights.mla_prolog((q_a, q_b, kv_a), self.kv_b, gains, config.rms_norm_eps, config.rope)
+        self.qkv_a = prolog.qkv_a if prolog else weights.fused_linear((q_a, kv_a))
+        self.q_b = prolog.q_b if prolog else weights.linear(q_b)
         self.o = weights.linear(f"{a}.o_proj")
 
     def __call__(self, x: Tensor, context: Context) -> Tensor:

@@ -42,17 +42,19 @@ class Weights(Protocol):
     def fused_linear(self, modules: tuple[str, ...]) -> LinearOp:
         """Linears that read the same input, as one operator; outputs are concatenated in the order given."""
 
-    def mla_prolog(self, attention: str, kv_b: Tensor, gains: tuple[Tensor, Tensor], eps: float, rope: Rope) -> PrologOp | None:
-        """q_a_proj, q_b_proj and kv_a_proj_with_mqa of `attention` as one operator of a decode step; None where there is none for them.
+    def mla_prolog(
+        self, modules: tuple[str, str, str], kv_b: Tensor, gains: tuple[Tensor, Tensor], eps: float, rope: Rope
+    ) -> PrologOp | None:
+        """The linears q_a, q_b and kv_a of one latent attention as one operator of a decode step; None where there is none for them.
 
         kv_b [heads, nope + v, kv_lora]; gains of the norms after q_a and of the latent.
         """
 
-    def dense(self, module: str) -> Tensor:
+    def dequantized(self, module: str) -> Tensor:
         """The weight [N, K] of a linear in the compute dtype, decoded if it is packed."""
 
     def experts(self, prefix: str, num_experts: int) -> ExpertsOp:
-        """The routed experts `prefix`.0 .. `prefix`.{num_experts-1}: gate_proj, up_proj, down_proj with SiLU."""
+        """The routed experts `prefix`.0 .. `prefix`.{num_experts-1}: gated MLPs with SiLU, whose linears the model's table names."""
 
     def experts_with_shared(self, prefix: str, num_experts: int, shared: str) -> ExpertsOp | None:
         """As `experts`, with the shared expert `shared` as number `num_experts`; None where they are better run apart."""

@@ -299,10 +299,11 @@ def product(x: Tensor, weight: Weight) -> Tensor:
     return x.double() @ dequantize(weight, torch.float32).bfloat16().double().T
 
 
-def mla_prolog(self: ExecutorWeights, attention: str, kv_b: Tensor, gains: tuple[Tensor, Tensor], eps: float, rope: Rope) -> Any:
+def mla_prolog(
+    self: ExecutorWeights, modules: tuple[str, str, str], kv_b: Tensor, gains: tuple[Tensor, Tensor], eps: float, rope: Rope
+) -> Any:
     """ExecutorWeights.mla_prolog: for the layers that torch_npu takes."""
-    names = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")
-    weights = MlaWeights(*(self._operand(f"{attention}.{name}") for name in names), kv_b, *gains)
+    weights = MlaWeights(*map(self._operand, modules), kv_b, *gains)
     kinds = (kind(weights.q_a), kind(weights.q_b), kind(weights.kv_a))
     taken = self.dtype == torch.bfloat16 and prolog_refused(sizes_of(weights, rope.dim), kinds) is None
     return ExactProlog(weights, eps) if taken else None

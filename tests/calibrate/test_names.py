@@ -1,4 +1,4 @@
-"""Calibration asks the model's table what a tensor is: an architecture with other names is quantized to the same bits."""
+"""Calibration and executor ask the model's table what a tensor is: an architecture with other names gives the same bits and outputs."""
 
 import re
 import sys
@@ -16,8 +16,10 @@ from torch import Tensor
 
 from quantkit import models
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.executor.load import load_model
 from quantkit.models import deepseek_v3
-from quantkit.models.decoder import DecoderLayer
+from quantkit.models.context import CausalContext
+from quantkit.models.decoder import DecoderLayer, Model
 from quantkit.models.table import Parameter, ScaleGroup
 from quantkit.models.weights import Weights
 from quantkit.quantization import run as run_module
@@ -45,6 +47,13 @@ def renamed(name: str) -> str:
     return PATTERN.sub(lambda match: NAMES[match[1]], name)
 
 
+def translated(asked: Any) -> Any:
+    """A name or a tuple of names in the other spelling; anything else as it is."""
+    if isinstance(asked, tuple) and all(isinstance(one, str) for one in asked):
+        return tuple(map(renamed, asked))
+    return renamed(asked) if isinstance(asked, str) else asked
+
+
 class Translated:
     """Weights that are asked by DeepSeek's names and answer by the other ones."""
 
@@ -53,10 +62,7 @@ class Translated:
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         def ask(*arguments: Any) -> Any:
-            told = [
-                renamed(one) if isinstance(one, str) else tuple(map(renamed, one)) if method == "fused_linear" else one for one in arguments
-            ]
-            return getattr(self.weights, method)(*told)
+            return getattr(self.weights, method)(*map(translated, arguments))
 
         return ask
 
@@ -78,11 +84,15 @@ def decoder_layer(config: deepseek_v3.Config, layer: int, weights: Weights) -> D
     return deepseek_v3.DecoderLayer(config, layer, Translated(weights))  # type: ignore[arg-type]
 
 
+def model(config: deepseek_v3.Config, weights: Weights) -> Model:
+    return deepseek_v3.Model(config, Translated(weights))  # type: ignore[arg-type]
+
+
 @pytest.fixture
 def architecture(monkeypatch: pytest.MonkeyPatch) -> None:
     """model_type "renamed": DeepSeek-V3 under other names."""
     module = ModuleType("quantkit.models.renamed")
-    module.__dict__.update(Config=deepseek_v3.Config, DecoderLayer=decoder_layer, MtpLayer=None)
+    module.__dict__.update(Config=deepseek_v3.Config, DecoderLayer=decoder_layer, Model=model, MtpLayer=None)
     module.__dict__.update(parameters=parameters, scale_groups=scale_groups)
     monkeypatch.setitem(sys.modules, "quantkit.models.renamed", module)
     known = (*models.ARCHITECTURES, "renamed")
@@ -112,4 +122,7 @@ def test_other_names_give_the_same_bits(architecture: None, tmp_path: Path) -> N
     assert any(".moe.e.3.w2." in name for name in written)
     for name, tensor in expected.items():
         assert torch.equal(written[renamed(name)].view(torch.uint8), tensor.view(torch.uint8)), name
+    tokens = torch.arange(40, 80)
+    hidden = [load_model(report.out, device="cpu", dtype="float32").model(tokens, CausalContext([40])) for report in found]
+    assert torch.equal(*hidden)
     assert found[1].findings.errors == {renamed(module): error for module, error in found[0].findings.errors.items()}

@@ -71,4 +71,4 @@ def test_shares_are_those_of_the_whole_weight(packed: Path) -> None:
     down, up = "model.layers.1.mlp.experts.3.down_proj", "model.layers.1.mlp.experts.3.up_proj"
     shares = [load(packed, rank).weights for rank in range(SIZE)]
     for module, dim in ((down, 1), (up, 0)):
-        assert torch.equal(torch.cat([share.dense(module) for share in shares], dim=dim), whole.weights.dense(module))
+        assert torch.equal(torch.cat([share.dequantized(module) for share in shares], dim=dim), whole.weights.dequantized(module))

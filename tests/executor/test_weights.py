@@ -48,7 +48,7 @@ def test_fused_linear_is_its_parts_side_by_side(weights: ExecutorWeights) -> Non
     names = tuple(f"model.layers.1.self_attn.{name}" for name in ("q_a_proj", "kv_a_proj_with_mqa"))
     fused = weights.fused_linear(names)
     assert isinstance(fused, kernels.Linear)
-    expected = torch.cat([x @ weights.dense(name).T for name in names], dim=-1)
+    expected = torch.cat([x @ weights.dequantized(name).T for name in names], dim=-1)
     torch.testing.assert_close(fused(x), expected, rtol=1e-5, atol=1e-5)
 
 

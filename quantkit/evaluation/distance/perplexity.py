@@ -108,12 +108,12 @@ class Watched:
 
     def __init__(self, loaded: LoadedModel) -> None:
         self.loaded, self.trace = loaded, Trace()
-        layers = loaded.model.layers
+        layers: list[Any] = loaded.model.layers
         for number, layer in enumerate(layers):
             mlp = getattr(layer, "mlp", None)
             if isinstance(mlp, MoeMlp):
                 mlp.experts = self._watch_experts(number, mlp.experts, mlp.routing.num_experts_per_tok)
-        loaded.model.layers = [WatchedLayer(layer, partial(self._keep_hidden, number)) for number, layer in enumerate(layers)]
+        layers[:] = [WatchedLayer(layer, partial(self._keep_hidden, number)) for number, layer in enumerate(layers)]
 
     def _keep_hidden(self, number: int, hidden: Tensor) -> None:
         self.trace.hidden[number] = hidden
