@@ -1,0 +1,114 @@
+"""What is shipped: dependencies say what is imported, and a wheel and an sdist hold all that a fresh environment needs to run."""
+
+import ast
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PACKAGES = {"quantkit": ROOT / "quantkit", "quantkit_kernels": ROOT / "kernels" / "quantkit_kernels"}
+DATA = {"quantkit/_assets/recipes": ROOT / "recipes", "quantkit/_assets/eval": ROOT / "eval"}
+MACHINE = {"torch_npu", "triton"}
+"""They belong to a device, and come with the torch that is made for it."""
+
+
+def normal(distribution: str) -> str:
+    return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+def declared(requirements: list[str]) -> set[str]:
+    return {normal(re.split(r"[^\w.-]", requirement)[0]) for requirement in requirements}
+
+
+def imported() -> dict[str, set[str]]:
+    """Distributions that the packages import from, and the files that do. A file's neighbours in a sandbox are none."""
+    homes = importlib.metadata.packages_distributions()
+    found: dict[str, set[str]] = {}
+    for folder in PACKAGES.values():
+        for path in folder.rglob("*.py"):
+            neighbours = {other.stem for other in path.parent.glob("*.py")}
+            for node in ast.walk(ast.parse(path.read_text())):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+                for top in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - MACHINE - PACKAGES.keys() - neighbours:
+                    found.setdefault(normal(homes.get(top, [top])[0]), set()).add(str(path.relative_to(ROOT)))
+    return found
+
+
+def test_what_is_imported_is_declared_and_nothing_else() -> None:
+    needed, extra = declared(PROJECT["dependencies"]), declared(PROJECT["optional-dependencies"]["datasets"])
+    found = imported()
+    assert {name: files for name, files in found.items() if name not in needed | extra} == {}
+    assert needed - found.keys() == set()
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The sdist, and the wheel, by the end of their names."""
+    folder = tmp_path_factory.mktemp("dist")
+    subprocess.run([sys.executable, "-m", "hatchling", "build", "-d", str(folder)], cwd=ROOT, capture_output=True, text=True, check=True)
+    return {path.suffix: path for path in folder.iterdir()}
+
+
+def test_the_wheel_holds_every_file_of_the_packages(built: dict[str, Path]) -> None:
+    with zipfile.ZipFile(built[".whl"]) as wheel:
+        held = {name for name in wheel.namelist() if ".dist-info/" not in name}
+        licensed = [name for name in wheel.namelist() if name.endswith(".dist-info/licenses/LICENSE")]
+    there = {
+        f"{name}/{path.relative_to(folder)}"
+        for name, folder in (PACKAGES | DATA).items()
+        for path in folder.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert held == there
+    assert len(licensed) == 1
+
+
+class Fresh:
+    """An environment of its own that has this one's packages beside it, but not the checkout."""
+
+    def __init__(self, folder: Path, package: Path) -> None:
+        self.folder = folder
+        self.environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        venv.create(folder, with_pip=False)
+        self.site = Path(self.run("python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+        (self.site / "beside.pth").write_text(sysconfig.get_path("purelib"))  # a plain path: .pth files in it are not read
+        install = "-m pip install --quiet --ignore-installed --no-deps --no-build-isolation --no-index"
+        self.run("python", *install.split(), str(package))
+
+    def run(self, program: str, *arguments: str) -> str:
+        """What a program of the environment prints."""
+        command = [str(self.folder / "bin" / program), *arguments]
+        done = subprocess.run(command, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def quantkit(self, *arguments: str) -> dict[str, Any]:
+        """The one JSON object that a command prints."""
+        about: dict[str, Any] = json.loads(self.run("quantkit", *arguments, "--json"))
+        return about
+
+
+@pytest.mark.parametrize("kind", [".whl", ".gz"])
+def test_it_installs_and_runs_anywhere(kind: str, built: dict[str, Path], tmp_path: Path) -> None:
+    fresh = Fresh(tmp_path / "fresh", built[kind])
+    for name in PACKAGES:
+        assert fresh.run("python", "-c", f"import {name}; print({name}.__file__)").startswith(str(fresh.site))
+    answer = fresh.quantkit("run", "tiny-r1", "--prompt", "Ada has 3 rows of 20 beets. How many beets?", "--max-new-tokens", "8")
+    assert answer["tokens"] == 8
+    if kind == ".whl":  # the sdist is made into the same wheel
+        assert fresh.quantkit("plan", "tiny-r1", "--scheme", "awq-w4a16")["format"] == "awq"
+        scored = fresh.quantkit("eval", "tiny-r1", "--tasks", "tiny-math", "--limit", "1", "--max-tokens", "8")
+        assert scored["results"]["tiny-math"]["n"] == 1
