@@ -193,7 +193,7 @@ def part_row(rank: Rank, row: dict[str, Any]) -> dict[str, float]:
     qkv_a = random(count, config.q_lora_rank + config.cache_width)
     q = random(count, layers[0].attention.kv_b.shape[0], config.qk_head_dim)
     attention = [layer.attention for layer in layers]
-    store = [partial(context.store_mla, a.layer, qkv_a, a.q_norm, a.kv_norm, config.rms_norm_eps, config.rope) for a in attention]
+    store = [partial(context.store_mla, a.layer, qkv_a, a.norms, config.rope) for a in attention]
     parts["mla_prepare"] = milliseconds(store)
     attend = [partial(context.attend_mla, a.layer, q, a.kv_b, config.rope, config.softmax_scale) for a in attention]
     parts["mla_decode"] = milliseconds(attend)

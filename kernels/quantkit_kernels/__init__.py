@@ -11,6 +11,7 @@ from quantkit_kernels.functional import add_rms_norm, mla_decode, mla_prepare, r
 from quantkit_kernels.grouped import gqa_decode, gqa_prepare
 from quantkit_kernels.latents import CacheLayout, Latents, cache_layout, doubled_angles, pairs_apart
 from quantkit_kernels.linear import Linear, prepare, prepare_dense, prepare_fp4, prepare_int4, prepare_int8, quantize_rows
+from quantkit_kernels.paged import Norms, PagedKeys, PagedLatents, Rotation
 from quantkit_kernels.prolog import MlaProlog, MlaSizes, MlaWeights, prepare_mla_prolog, why_no_prolog
 from quantkit_kernels.prompts import Prompts, gqa_prefill, mla_prefill
 from quantkit_kernels.routing import Routing, moe_gate, route
@@ -33,8 +34,12 @@ __all__ = [
     "MlaProlog",
     "MlaSizes",
     "MlaWeights",
+    "Norms",
     "OperatorRow",
+    "PagedKeys",
+    "PagedLatents",
     "Prompts",
+    "Rotation",
     "Routing",
     "Weight",
     "add_rms_norm",

@@ -4,36 +4,24 @@ Keys and values lie apart, each [num_blocks, block_size, kv_heads, D]; a sequenc
 t % block_size. They are read where they lie. Query heads h * shared .. (h + 1) * shared - 1 read key head h.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from quantkit_kernels import backends
-from quantkit_kernels.arguments import FLOAT_DTYPES, INDEX_DTYPES, check_tensor, require
+from quantkit_kernels.arguments import FLOAT_DTYPES, check_tensor, require
+from quantkit_kernels.paged import Norms, PagedKeys, Rotation, check_pages, check_rotation
 
 
 def gqa_prepare(
-    qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    slots: Tensor,
-    *,
-    eps: float = 0.0,
-    interleaved: bool = False,
-    backend: str = "auto",
+    qkv: Tensor, norms: Norms | None, rotation: Rotation, cache: tuple[Tensor, Tensor], slots: Tensor, *, backend: str = "auto"
 ) -> Tensor:
     """GQA before attention: norms and turns the queries, which are returned, and the keys; caches keys and values.
 
-    qkv float [T, (heads + 2 * kv_heads) * D]: queries, keys and values of each token. q_norm, k_norm float [D]: gains of the norms over a
-    head, or None for none; eps of both. cos, sin float32 [T, R/2]: angles of the tokens' positions, which turn a head's first R channels;
-    interleaved as for `rope`. keys, values float [num_blocks, block_size, kv_heads, D], contiguous; slots int64 [T]: token t is stored in
-    row slots[t] of all their slots. Returns [T, heads, D] of qkv's dtype.
+    qkv float [T, (heads + 2 * kv_heads) * D]: queries, keys and values of each token. norms: gains [D] of the norms over a head, or None
+    where the model has none. The rotation turns a head's first R channels. cache: keys and values as in `PagedKeys`, contiguous; slots
+    int64 [T]: token t is stored in row slots[t] of all their slots. Returns [T, heads, D] of qkv's dtype.
     """
+    keys, values = cache
     check_tensor("keys", keys, (None, None, None, None), FLOAT_DTYPES)
     check_tensor("values", values, tuple(keys.shape), (keys.dtype,))
     require(keys.is_contiguous() and values.is_contiguous(), "keys, values: not contiguous")
@@ -41,46 +29,27 @@ def gqa_prepare(
     check_tensor("qkv", qkv, (None, None), FLOAT_DTYPES)
     heads, rest = divmod(qkv.shape[1] - 2 * kv_heads * width, width)
     require(rest == 0 and heads > 0 and heads % kv_heads == 0, f"qkv: {qkv.shape[1]} columns are no heads beside {kv_heads} of {width}")
-    for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
-        if norm is not None:
-            check_tensor(name, norm, (width,), FLOAT_DTYPES)
-    require((q_norm is None) == (k_norm is None), "q_norm, k_norm: one without the other")
-    check_tensor("cos", cos, (qkv.shape[0], None), (torch.float32,))
-    check_tensor("sin", sin, tuple(cos.shape), (torch.float32,))
-    require(2 * cos.shape[1] <= width, f"cos: {cos.shape[1]} angles for heads of {width}")
+    if norms is not None:
+        check_tensor("norms.q", norms.q, (width,), FLOAT_DTYPES)
+        check_tensor("norms.k", norms.k, (width,), FLOAT_DTYPES)
+    rope_dim = check_rotation(rotation, qkv.shape[0])
+    require(rope_dim <= width, f"cos: {rope_dim // 2} angles for heads of {width}")
     check_tensor("slots", slots, (qkv.shape[0],), (torch.int64,))
-    found = backends.find("gqa_prepare", backend, qkv.device)
-    result: Tensor = found.gqa_prepare(qkv, q_norm, k_norm, cos, sin, keys, values, slots, eps, interleaved)
+    result: Tensor = backends.find("gqa_prepare", backend, qkv.device).gqa_prepare(qkv, norms, rotation, cache, slots)
     return result
 
 
-def gqa_decode(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    *,
-    scale: float,
-    window: int = 0,
-    lengths: Sequence[int] | None = None,
-    backend: str = "auto",
-) -> Tensor:
+def gqa_decode(q: Tensor, pages: PagedKeys, *, scale: float, window: int = 0, backend: str = "auto") -> Tensor:
     """GQA of one query token per row: softmax(scale * q . keys) values, heads sharing keys.
 
-    q float [B, heads, D]; keys, values float [num_blocks, block_size, kv_heads, D], heads a multiple of kv_heads. block_table int [B, n];
-    entries past the sequence must name some block; what is stored there does not matter, not even NaN. seq_lens int [B]: tokens cached,
-    the newest included; a row of length 0 gives zeros. window: a token sees itself and at most window - 1 before it; 0 for all.
-    lengths: seq_lens on the host, as for `mla_decode`. Returns [B, heads, D] of q's dtype, to which probabilities may be rounded.
+    q float [B, heads, D], heads a multiple of kv_heads. window: a token sees itself and at most window - 1 before it; 0 for all. A row of
+    length 0 gives zeros. Returns [B, heads, D] of q's dtype, to which probabilities may be rounded.
 
     Several query tokens of one sequence are several rows with the same table and rising seq_lens.
     """
-    check_cache(q, keys, values, window)
-    check_tensor("block_table", block_table, (q.shape[0], None), INDEX_DTYPES)
-    check_tensor("seq_lens", seq_lens, (q.shape[0],), INDEX_DTYPES)
-    require(lengths is None or len(lengths) == len(q), f"lengths: not one for each of {len(q)} rows")
-    found = backends.find("gqa_decode", backend, q.device)
-    result: Tensor = found.gqa_decode(q, keys, values, block_table, seq_lens, scale, window, lengths)
+    check_cache(q, pages.keys, pages.values, window)
+    check_pages(pages, q.shape[0])
+    result: Tensor = backends.find("gqa_decode", backend, q.device).gqa_decode(q, pages, scale, window)
     return result
 
 

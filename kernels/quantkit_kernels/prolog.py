@@ -4,7 +4,6 @@ What `mla_prepare`, `mla_decode` and the projections around them compute launch 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from quantkit_kernels import backends
 from quantkit_kernels.arguments import check_compute_dtype, check_tensor, require
 from quantkit_kernels.latents import Latents
+from quantkit_kernels.paged import PagedLatents, Rotation
 from quantkit_kernels.weights import Weight, check_weight, kind, shape
 
 
@@ -40,44 +40,25 @@ class MlaSizes(NamedTuple):
 
 
 class MlaProlog(ABC):
-    """One layer's. backend: who runs it; nope: N of `MlaWeights`."""
+    """One layer's. backend: who runs it; nope: N of `MlaWeights`; interleaved: as its rotations must be."""
 
-    def __init__(self, kv_b: Tensor, nope: int, backend: str) -> None:
-        self.kv_b, self.nope, self.backend = kv_b, nope, backend
+    def __init__(self, kv_b: Tensor, nope: int, interleaved: bool, backend: str) -> None:
+        self.kv_b, self.nope, self.interleaved, self.backend = kv_b, nope, interleaved, backend
 
-    def __call__(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        cache: Latents,
-        slots: Tensor,
-        block_table: Tensor,
-        seq_lens: Tensor,
-        *,
-        scale: float,
-        lengths: Sequence[int] | None = None,
-    ) -> Tensor:
+    def __call__(self, x: Tensor, rotation: Rotation, slots: Tensor, pages: PagedLatents, *, scale: float) -> Tensor:
         """x [T, H] -> what the heads attended to [T, heads, V]; the other arguments are those of `mla_prepare` and `mla_decode`."""
-        absorbed, q_pe = self.query(x, cos, sin, cache, slots)
-        return self.attend(absorbed, q_pe, cache, block_table, seq_lens, scale, lengths)
+        fits = rotation.interleaved == self.interleaved
+        require(fits, f"rotation: interleaved {rotation.interleaved}, the weights are laid out for {self.interleaved}")
+        absorbed, q_pe = self.query(x, rotation, pages.cache, slots)
+        return self.attend(absorbed, q_pe, pages, scale)
 
     @abstractmethod
-    def query(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Latents, slots: Tensor) -> tuple[Tensor, Tensor]:
+    def query(self, x: Tensor, rotation: Rotation, cache: Latents, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Caches what is to be kept of x [T, H]; returns the queries, absorbed [T, heads, kv_lora], and their rotary part, turned
         [T, heads, R] and in the order that the cache has."""
 
     @abstractmethod
-    def attend(
-        self,
-        absorbed: Tensor,
-        q_pe: Tensor,
-        cache: Latents,
-        block_table: Tensor,
-        seq_lens: Tensor,
-        scale: float,
-        lengths: Sequence[int] | None,
-    ) -> Tensor:
+    def attend(self, absorbed: Tensor, q_pe: Tensor, pages: PagedLatents, scale: float) -> Tensor:
         """What `query` returns -> [T, heads, V]."""
 
     @abstractmethod

@@ -14,6 +14,7 @@ from quantkit_kernels import backends
 from quantkit_kernels.arguments import FLOAT_DTYPES, check_tensor, require
 from quantkit_kernels.grouped import check_cache
 from quantkit_kernels.latents import Latents, parts_of
+from quantkit_kernels.paged import Rotation, check_rotation
 
 
 @dataclass(frozen=True)
@@ -70,47 +71,36 @@ class PromptPart(NamedTuple):
 
 
 def gqa_prefill(
-    q: Tensor, keys: Tensor, values: Tensor, prompts: Prompts, *, scale: float, window: int = 0, backend: str = "auto"
+    q: Tensor, cache: tuple[Tensor, Tensor], prompts: Prompts, *, scale: float, window: int = 0, backend: str = "auto"
 ) -> Tensor:
-    """Grouped-query attention: q float [T, heads, D] over keys and values as `gqa_decode` has them -> [T, heads, D] of q's dtype.
+    """Grouped-query attention: q float [T, heads, D] over cache, keys and values as in `PagedKeys` -> [T, heads, D] of q's dtype.
 
     window: a token sees itself and at most window - 1 before it; 0 for all.
     """
-    check_cache(q, keys, values, window)
+    check_cache(q, *cache, window)
     _check_prompts(q, prompts)
-    found = backends.find("gqa_prefill", backend, q.device)
-    result: Tensor = found.gqa_prefill(q, keys, values, prompts, scale, window)
+    result: Tensor = backends.find("gqa_prefill", backend, q.device).gqa_prefill(q, cache, prompts, scale, window)
     return result
 
 
 def mla_prefill(
-    q: Tensor,
-    kv_b: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    cache: Latents,
-    prompts: Prompts,
-    *,
-    scale: float,
-    interleaved: bool = True,
-    backend: str = "auto",
+    q: Tensor, kv_b: Tensor, rotation: Rotation, cache: Latents, prompts: Prompts, *, scale: float, backend: str = "auto"
 ) -> Tensor:
     """MLA over cached latents that are expanded to keys and values: least arithmetic where many tokens are computed.
 
-    q float [T, heads, N + R], its rotary part not yet turned; kv_b of q's dtype [heads, N + V, kv_lora] and cache as `mla_decode` has them;
-    cos, sin float32 [T, R/2], of the tokens' positions, also where the cache is in two tensors. Returns [T, heads, V] of q's dtype.
+    q float [T, heads, N + R], its rotary part not yet turned; kv_b of q's dtype [heads, N + V, kv_lora] as `mla_decode` has it; cache as in
+    `PagedLatents`. The rotation has float32 angles [T, R/2] also where the cache is in two tensors. Returns [T, heads, V] of q's dtype.
     """
     check_tensor("q", q, (None, None, None), FLOAT_DTYPES)
     _check_prompts(q, prompts)
     check_tensor("kv_b", kv_b, (q.shape[1], None, None), (q.dtype,))
-    check_tensor("cos", cos, (q.shape[0], None), (torch.float32,))
-    check_tensor("sin", sin, tuple(cos.shape), (torch.float32,))
-    nope = q.shape[2] - 2 * cos.shape[1]
+    rope_dim = check_rotation(rotation, q.shape[0])
+    nope = q.shape[2] - rope_dim
     require(0 < nope < kv_b.shape[1], f"kv_b: {kv_b.shape[1]} rows a head, expected more than the {nope} of W_UK")
     width = sum(part.shape[-1] for part in parts_of(cache))
-    require(width == kv_b.shape[2] + 2 * cos.shape[1], f"cache: {width} values a token, expected {kv_b.shape[2]} and {2 * cos.shape[1]}")
+    require(width == kv_b.shape[2] + rope_dim, f"cache: {width} values a token, expected {kv_b.shape[2]} and {rope_dim}")
     found = backends.find("mla_prefill", backend, q.device)
-    result: Tensor = found.mla_prefill(q, kv_b, cos, sin, cache, prompts, scale, interleaved)
+    result: Tensor = found.mla_prefill(q, kv_b, rotation, cache, prompts, scale)
     return result
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from quantkit_kernels.linear import quantize_rows
+from quantkit_kernels.paged import PagedKeys, PagedLatents, Rotation
 from quantkit_kernels.prompts import Prompts
 from quantkit_kernels.weights import Dense, Fp4, Int4, Int8, Weight, dequantize
 
@@ -60,7 +61,7 @@ def distance(out: Tensor, exact: Tensor) -> float:
 class LatentAttention(NamedTuple):
     """One call of mla_decode, its positional arguments, and what it must give, float64."""
 
-    arguments: tuple[Tensor, ...]
+    arguments: tuple[Tensor, Tensor, Rotation, PagedLatents]
     scale: float
     exact: Tensor
 
@@ -101,8 +102,8 @@ def latent_attention(
             probabilities = (torch.cat([absorbed, turned], dim=-1) @ seen.T * scale).softmax(-1)
             exact[row] = torch.einsum("hl,hvl->hv", probabilities @ seen[:, :latent], up_v)
     table = torch.cat([blocks, torch.zeros_like(blocks)], dim=1).int()
-    arguments = (q, kv_b, angles.cos(), angles.sin(), cache, table, torch.tensor(lengths, device=device))
-    return LatentAttention(arguments, scale, exact)
+    rotation, pages = Rotation(angles.cos(), angles.sin(), interleaved), PagedLatents(cache, table, torch.tensor(lengths, device=device))
+    return LatentAttention((q, kv_b, rotation, pages), scale, exact)
 
 
 def _turned(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
@@ -115,10 +116,11 @@ def _turned(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
 class GroupedAttention(NamedTuple):
     """Queries of the last `news[b]` tokens of each sequence, one sequence after the other; their cache; and what they attend to, float64.
 
-    For one query a row: `gqa_decode(*arguments)`; else `gqa_prefill(*arguments[:3], prompts)`.
+    For one query a row: `gqa_decode(q, pages)`; else `gqa_prefill(q, pages[:2], prompts)`.
     """
 
-    arguments: tuple[Tensor, ...]
+    q: Tensor
+    pages: PagedKeys
     prompts: Prompts
     scale: float
     exact: Tensor
@@ -161,4 +163,5 @@ def grouped_attention(
         row += new
     table = torch.cat([blocks, torch.zeros_like(blocks)], dim=1).int()
     prompts = Prompts.of([(length - new, new) for length, new in zip(lengths, news)], table)
-    return GroupedAttention((q, keys, values, table, torch.tensor(lengths, device=device)), prompts, scale, exact)
+    pages = PagedKeys(keys, values, table, torch.tensor(lengths, device=device))
+    return GroupedAttention(q, pages, prompts, scale, exact)

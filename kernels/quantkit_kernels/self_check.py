@@ -17,6 +17,7 @@ from quantkit_kernels.backends import BACKENDS, why_unusable
 from quantkit_kernels.experts import ExpertsBuilder
 from quantkit_kernels.latents import Latents, cache_layout, doubled_angles, pairs_together, split_latents
 from quantkit_kernels.linear import prepare
+from quantkit_kernels.paged import Norms, PagedKeys, PagedLatents, Rotation
 from quantkit_kernels.prolog import MlaProlog, MlaWeights, prepare_mla_prolog
 from quantkit_kernels.routing import Routing, moe_gate, route
 from quantkit_kernels.samples import (
@@ -154,20 +155,21 @@ def _prolog_results(
 ) -> tuple[MlaProlog, tuple[tuple[Tensor, ...], tuple[Any, ...]]]:
     """A backend's prolog; what it computes, channels in pairs; and the arguments it was called with."""
     prolog = prepare_mla_prolog(weights, 64, eps=1e-6, backend=backend, dtype=x.dtype)
-    cos, sin, cache = _laid_out(angles[0], angles[1], torch.zeros(1, 128, 576, dtype=x.dtype, device=x.device), backend)
-    absorbed, q_pe = prolog.query(x, cos, sin, cache, slots)
+    rotation, cache = _laid_out(angles[0], angles[1], torch.zeros(1, 128, 576, dtype=x.dtype, device=x.device), backend)
+    absorbed, q_pe = prolog.query(x, rotation, cache, slots)
     if isinstance(cache, Tensor):
         latents, keys = cache.split([512, 64], dim=-1)
     else:
         latents, keys, q_pe = cache[0], pairs_together(cache[1]), pairs_together(q_pe)
-    return prolog, ((absorbed, q_pe, latents[0, : len(x)], keys[0, : len(x)]), (x, cos, sin, cache, slots))
+    return prolog, ((absorbed, q_pe, latents[0, : len(x)], keys[0, : len(x)]), (x, rotation, cache, slots))
 
 
-def _laid_out(cos: Tensor, sin: Tensor, cache: Tensor, backend: str) -> tuple[Tensor, Tensor, Latents]:
+def _laid_out(cos: Tensor, sin: Tensor, cache: Tensor, backend: str) -> tuple[Rotation, Latents]:
     """Angles and cache of R1's sizes as a backend reads them."""
-    if len(cache_layout(512, 64, cache.dtype, cache.device, backend=backend).widths) == 1:
-        return cos, sin, cache
-    return *doubled_angles(cos, sin, cache.dtype), split_latents(cache, 512, True)
+    reader = "auto" if why_unusable("mla_decode", backend, cache.device) else backend  # whoever decodes says how the cache lies
+    if len(cache_layout(512, 64, cache.dtype, cache.device, backend=reader).widths) == 1:
+        return Rotation(cos, sin), cache
+    return Rotation(*doubled_angles(cos, sin, cache.dtype)), split_latents(cache, 512, True)
 
 
 class Case(NamedTuple):
@@ -235,10 +237,10 @@ def _small_cases(device: torch.device, dtype: torch.dtype, rng: torch.Generator)
     gains, tables, qkv_a = (random(1536), random(512)), _angles(angles[:tokens]), random(tokens, 2112)
 
     def prepare_and_look(one: Tensor, two: tuple[Tensor, Tensor], backend: str) -> Callable[[], tuple[Tensor, ...]]:
-        cos, sin, cache = _laid_out(*tables, torch.zeros(1, 128, 576, dtype=one.dtype, device=device), backend)
+        rotation, cache = _laid_out(*tables, torch.zeros(1, 128, 576, dtype=one.dtype, device=device), backend)
 
         def run() -> tuple[Tensor, ...]:
-            q_a = functional.mla_prepare(one, *two, cos, sin, cache, slots, eps=1e-6, backend=backend)
+            q_a = functional.mla_prepare(one, Norms(*two, 1e-6), rotation, cache, slots, backend=backend)
             if isinstance(cache, Tensor):
                 return q_a, cache[0, :tokens]
             return q_a, torch.cat([cache[0], pairs_together(cache[1])], dim=-1)[0, :tokens]
@@ -262,11 +264,12 @@ def _attention_cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]
         def calls(backend: str, one: LatentAttention = one, nbytes: int = nbytes, lengths: list[int] = lengths) -> list[Any]:
             found = []
             for _ in range(copies_beyond_cache(nbytes, device)):
-                q, kv_b, cos, sin, cache, table, seq_lens = (tensor.clone() for tensor in one.arguments)
-                cos, sin, cached = _laid_out(cos, sin, cache, backend)
-                arguments = (q, kv_b, cos, sin, cached, table, seq_lens)
-                decode = partial(functional.mla_decode, scale=one.scale, lengths=lengths, backend=backend)
-                found.append(partial(_results, decode, 0, *arguments))
+                q, kv_b, rotation, pages = one.arguments
+                assert isinstance(pages.cache, Tensor)
+                rotation, cache = _laid_out(rotation.cos.clone(), rotation.sin.clone(), pages.cache.clone(), backend)
+                copied = PagedLatents(cache, pages.block_table.clone(), pages.seq_lens.clone(), lengths)
+                decode = partial(functional.mla_decode, scale=one.scale, backend=backend)
+                found.append(partial(_results, decode, 0, q.clone(), kv_b.clone(), rotation, copied))
             return found
 
         yield Case("mla_decode", f"heads={heads} T={batch} of {length}", calls, (one.exact,), nbytes)
@@ -278,13 +281,14 @@ def _grouped_cases(device: torch.device, dtype: torch.dtype, rng: torch.Generato
     tokens, shape = 8, (1, 128, heads[1], width)
     qkv = torch.randn(tokens, (heads[0] + 2 * heads[1]) * width, generator=rng, device=device).to(dtype)
     gains = tuple(torch.rand(2, width, generator=rng, device=device).to(dtype).unbind())
-    (cos, sin), slots = _angles(torch.rand(tokens, width // 2, generator=rng, device=device) * 6), torch.arange(tokens, device=device)
+    angles, slots = torch.rand(tokens, width // 2, generator=rng, device=device) * 6, torch.arange(tokens, device=device)
+    rotation = Rotation(*_angles(angles))
 
     def prepare_and_look(one: Tensor, two: tuple[Tensor, ...], backend: str) -> Callable[[], tuple[Tensor, ...]]:
         keys, values = torch.zeros(2, *shape, dtype=one.dtype, device=device).unbind()
 
         def run() -> tuple[Tensor, ...]:
-            q = grouped.gqa_prepare(one, two[0], two[1], cos, sin, keys, values, slots, eps=1e-6, backend=backend)
+            q = grouped.gqa_prepare(one, Norms(two[0], two[1], 1e-6), rotation, (keys, values), slots, backend=backend)
             return q, keys[0, :tokens], values[0, :tokens]
 
         return run
@@ -297,17 +301,19 @@ def _grouped_cases(device: torch.device, dtype: torch.dtype, rng: torch.Generato
         nbytes, lengths = batch * length * 2 * heads[1] * width * 2, [length] * batch
 
         def calls(backend: str, one: GroupedAttention = one, nbytes: int = nbytes, lengths: list[int] = lengths) -> list[Any]:
-            decode = partial(grouped.gqa_decode, scale=one.scale, lengths=lengths, backend=backend)
-            copies = range(copies_beyond_cache(nbytes, device))
-            return [partial(_results, decode, 0, *(tensor.clone() for tensor in one.arguments)) for _ in copies]
+            decode = partial(grouped.gqa_decode, scale=one.scale, backend=backend)
+            found = []
+            for _ in range(copies_beyond_cache(nbytes, device)):
+                keys, values, block_table, seq_lens = (tensor.clone() for tensor in one.pages[:4])
+                found.append(partial(_results, decode, 0, one.q.clone(), PagedKeys(keys, values, block_table, seq_lens, lengths)))
+            return found
 
         yield Case("gqa_decode", f"heads=32/8 T={batch} of {length}", calls, (one.exact,), nbytes)
     new, seen = (1024, 4096) if whole else (40, 200)
     prompt = grouped_attention([seen, new], [new, new], heads, width, 128, dtype, device)
-    q, keys, values, *_ = prompt.arguments
 
     def prefill(backend: str) -> tuple[Tensor, ...]:
-        return (prompts.gqa_prefill(q, keys, values, prompt.prompts, scale=prompt.scale, backend=backend),)
+        return (prompts.gqa_prefill(prompt.q, prompt.pages[:2], prompt.prompts, scale=prompt.scale, backend=backend),)
 
     name = f"heads=32/8 T={new} of {seen}, {new}"
     yield Case("gqa_prefill", name, lambda backend: [partial(prefill, backend)], (prompt.exact,))
@@ -323,8 +329,8 @@ def _latent_prompt(device: torch.device, dtype: torch.dtype) -> Case:
     cache, both = torch.randn(blocks.numel(), 128, 576, device=device).to(dtype), prompts.Prompts.of(spans, blocks)
 
     def attend(query: Tensor, weight: Tensor, cached: Tensor, backend: str) -> tuple[Tensor, ...]:
-        laid_out = _laid_out(*angles, cached, backend)[2]
-        return (prompts.mla_prefill(query, weight, *angles, laid_out, both, scale=0.07, backend=backend),)
+        laid_out = _laid_out(*angles, cached, backend)[1]
+        return (prompts.mla_prefill(query, weight, Rotation(*angles), laid_out, both, scale=0.07, backend=backend),)
 
     exact = attend(q.float(), kv_b.float(), cache.float(), "reference")[0].double()
     return Case(

@@ -9,7 +9,20 @@ depend on how a prompt was cut into chunks.
 from dataclasses import dataclass
 
 import torch
-from quantkit_kernels import Prompts, doubled_angles, gqa_decode, gqa_prefill, gqa_prepare, mla_decode, mla_prefill, mla_prepare
+from quantkit_kernels import (
+    Norms,
+    PagedKeys,
+    PagedLatents,
+    Prompts,
+    Rotation,
+    doubled_angles,
+    gqa_decode,
+    gqa_prefill,
+    gqa_prepare,
+    mla_decode,
+    mla_prefill,
+    mla_prepare,
+)
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -34,35 +47,24 @@ class CachedContext(Positions):
     def __init__(self, cache: PagedCache, positions: Tensor, slots: Tensor) -> None:
         super().__init__(positions)
         self.cache, self.slots = cache, slots
-        self._doubled: dict[Rope, tuple[Tensor, Tensor]] = {}
+        self._doubled: dict[Rope, Rotation] = {}
 
-    def cache_angles(self, rope: Rope) -> tuple[Tensor, Tensor]:
+    def cache_rotation(self, rope: Rope) -> Rotation:
         """cos, sin of the tokens as operators over cached latents read them, computed once for all layers."""
+        rotation = self.rotation(rope)
         if not self.cache.parts:
-            return self.angles(rope)
+            return rotation
         if rope not in self._doubled:
-            self._doubled[rope] = doubled_angles(*self.angles(rope), self.cache.dtype)
+            self._doubled[rope] = Rotation(*doubled_angles(rotation.cos, rotation.sin, self.cache.dtype), rope.interleaved)
         return self._doubled[rope]
 
-    def store_mla(self, layer: int, qkv_a: Tensor, q_norm: Tensor, kv_norm: Tensor, eps: float, rope: Rope) -> Tensor:
+    def store_mla(self, layer: int, qkv_a: Tensor, norms: Norms, rope: Rope) -> Tensor:
         """As `models.context.Context.store_mla`."""
-        cached, angles = self.cache.layers[layer], self.cache_angles(rope)
-        return mla_prepare(qkv_a, q_norm, kv_norm, *angles, cached, self.slots, eps=eps, interleaved=rope.interleaved)
+        return mla_prepare(qkv_a, norms, self.cache_rotation(rope), self.cache.layers[layer], self.slots)
 
-    def store_gqa(
-        self,
-        layer: int,
-        qkv: Tensor,
-        kv_heads: int,
-        head_dim: int,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        rope: Rope,
-    ) -> Tensor:
+    def store_gqa(self, layer: int, qkv: Tensor, kv_heads: int, head_dim: int, norms: Norms | None, rope: Rope) -> Tensor:
         """As `models.context.Context.store_gqa`."""
-        tensors = (qkv, q_norm, k_norm, *self.angles(rope), *self.cache.heads(layer, head_dim), self.slots)
-        return gqa_prepare(*tensors, eps=eps, interleaved=rope.interleaved)
+        return gqa_prepare(qkv, norms, self.rotation(rope), self.cache.heads(layer, head_dim), self.slots)
 
 
 class PrefillContext(CachedContext):
@@ -79,12 +81,11 @@ class PrefillContext(CachedContext):
 
     def attend_mla(self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float) -> Tensor:
         """As `models.context.Context.attend_mla`."""
-        cached, angles = self.cache.layers[layer], self.angles(rope)
-        return mla_prefill(q, kv_b, *angles, cached, self.prompts, scale=scale, interleaved=rope.interleaved)
+        return mla_prefill(q, kv_b, self.rotation(rope), self.cache.layers[layer], self.prompts, scale=scale)
 
     def attend_gqa(self, layer: int, q: Tensor, scale: float) -> Tensor:
         """As `models.context.Context.attend_gqa`."""
-        return gqa_prefill(q, *self.cache.heads(layer, q.shape[2]), self.prompts, scale=scale)
+        return gqa_prefill(q, self.cache.heads(layer, q.shape[2]), self.prompts, scale=scale)
 
 
 class DecodeContext(CachedContext):
@@ -100,18 +101,18 @@ class DecodeContext(CachedContext):
         self.block_table = block_table
         self.seq_lens, self.lengths = positions + 1, lengths
 
+    def latents(self, layer: int) -> PagedLatents:
+        return PagedLatents(self.cache.layers[layer], self.block_table, self.seq_lens, self.lengths)
+
     def attend_mla(self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float) -> Tensor:
         """As `models.context.Context.attend_mla`, absorbed."""
-        cached, angles = self.cache.layers[layer], self.cache_angles(rope)
-        table, seq_lens = self.block_table, self.seq_lens
-        return mla_decode(q, kv_b, *angles, cached, table, seq_lens, scale=scale, interleaved=rope.interleaved, lengths=self.lengths)
+        return mla_decode(q, kv_b, self.cache_rotation(rope), self.latents(layer), scale=scale)
 
     def decode_mla(self, layer: int, x: Tensor, prolog: PrologOp, rope: Rope, scale: float) -> Tensor | None:
         """As `models.context.Context.decode_mla`."""
-        where = (self.cache.layers[layer], self.slots, self.block_table, self.seq_lens)
-        return prolog(x, *self.cache_angles(rope), *where, scale=scale, lengths=self.lengths)
+        return prolog(x, self.cache_rotation(rope), self.slots, self.latents(layer), scale=scale)
 
     def attend_gqa(self, layer: int, q: Tensor, scale: float) -> Tensor:
         """As `models.context.Context.attend_gqa`."""
-        keys, values = self.cache.heads(layer, q.shape[2])
-        return gqa_decode(q, keys, values, self.block_table, self.seq_lens, scale=scale, lengths=self.lengths)
+        pages = PagedKeys(*self.cache.heads(layer, q.shape[2]), self.block_table, self.seq_lens, self.lengths)
+        return gqa_decode(q, pages, scale=scale)

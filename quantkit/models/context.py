@@ -8,7 +8,7 @@ from typing import Protocol
 
 import quantkit_kernels
 import torch
-from quantkit_kernels import gqa_prepare, mla_prepare
+from quantkit_kernels import Norms, Rotation, gqa_prepare, mla_prepare
 from quantkit_kernels.reference.prompts import attend_by_blocks
 from torch import Tensor
 from torch.nn import functional as F
@@ -21,7 +21,7 @@ class Context(Protocol):
     positions: Tensor
     """[T] int64, the position of each token in its sequence."""
 
-    def store_mla(self, layer: int, qkv_a: Tensor, q_norm: Tensor, kv_norm: Tensor, eps: float, rope: Rope) -> Tensor:
+    def store_mla(self, layer: int, qkv_a: Tensor, norms: Norms, rope: Rope) -> Tensor:
         """Multi-head latent attention, first part: norms the query part [q_lora] of qkv_a [T, q_lora + kv_lora + rope.dim], which is
         returned, and keeps the latent, normed, and the rotary key, turned, for `attend_mla` of this layer."""
 
@@ -31,19 +31,9 @@ class Context(Protocol):
     def decode_mla(self, layer: int, x: Tensor, prolog: PrologOp, rope: Rope, scale: float) -> Tensor | None:
         """Both parts and the projections before them, x [T, H] -> [T, heads, v], by a prolog; None where this pass is not one for it."""
 
-    def store_gqa(
-        self,
-        layer: int,
-        qkv: Tensor,
-        kv_heads: int,
-        head_dim: int,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        rope: Rope,
-    ) -> Tensor:
+    def store_gqa(self, layer: int, qkv: Tensor, kv_heads: int, head_dim: int, norms: Norms | None, rope: Rope) -> Tensor:
         """Grouped-query attention, first part: qkv [T, (heads + 2 * kv_heads) * head_dim] holds queries, keys and values. The queries
-        [T, heads, head_dim], normed where there are gains and turned, are returned; keys, likewise, and values are kept for
+        [T, heads, head_dim], normed where there are norms and turned, are returned; keys, likewise, and values are kept for
         `attend_gqa`."""
 
     def attend_gqa(self, layer: int, q: Tensor, scale: float) -> Tensor:
@@ -56,16 +46,17 @@ class Positions:
     def __init__(self, positions: Tensor) -> None:
         self.positions = positions
         self.rows = torch.arange(len(positions), device=positions.device)
-        self._tables: dict[Rope, tuple[Tensor, Tensor]] = {}
+        self._rotations: dict[Rope, Rotation] = {}
 
-    def angles(self, rope: Rope) -> tuple[Tensor, Tensor]:
+    def rotation(self, rope: Rope) -> Rotation:
         """cos, sin [T, rope.dim / 2] float32 of the tokens."""
-        if rope not in self._tables:
-            self._tables[rope] = rope.cos_sin(self.positions)
-        return self._tables[rope]
+        if rope not in self._rotations:
+            self._rotations[rope] = Rotation(*rope.cos_sin(self.positions), rope.interleaved)
+        return self._rotations[rope]
 
     def rotate(self, rope: Rope, x: Tensor) -> Tensor:
-        return quantkit_kernels.rope(x, self.rows, *self.angles(rope), interleaved=rope.interleaved)
+        cos, sin, interleaved = self.rotation(rope)
+        return quantkit_kernels.rope(x, self.rows, cos, sin, interleaved=interleaved)
 
     def rotate_last(self, rope: Rope, q: Tensor) -> Tensor:
         """q [T, heads, nope + rope.dim] with its rotary part turned."""
@@ -91,30 +82,18 @@ class CausalContext(Positions):
         super().__init__(torch.cat([torch.arange(n, device=device) for n in seq_lens]))
         self.seq_lens = seq_lens
 
-    def store_mla(self, layer: int, qkv_a: Tensor, q_norm: Tensor, kv_norm: Tensor, eps: float, rope: Rope) -> Tensor:
-        self.stored = qkv_a.new_empty(len(qkv_a), 1, kv_norm.shape[0] + rope.dim)
-        angles = self.angles(rope)
-        return mla_prepare(qkv_a, q_norm, kv_norm, *angles, self.stored, self.rows, eps=eps, interleaved=rope.interleaved)
+    def store_mla(self, layer: int, qkv_a: Tensor, norms: Norms, rope: Rope) -> Tensor:
+        self.stored = qkv_a.new_empty(len(qkv_a), 1, norms.k.shape[0] + rope.dim)
+        return mla_prepare(qkv_a, norms, self.rotation(rope), self.stored, self.rows)
 
     def attend_mla(self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float) -> Tensor:
         q = self.rotate_last(rope, q)
         k, v = expand_latents(self.stored[:, 0], kv_b, q.shape[2] - rope.dim)
         return self.attend(q, k, v, scale)
 
-    def store_gqa(
-        self,
-        layer: int,
-        qkv: Tensor,
-        kv_heads: int,
-        head_dim: int,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        rope: Rope,
-    ) -> Tensor:
+    def store_gqa(self, layer: int, qkv: Tensor, kv_heads: int, head_dim: int, norms: Norms | None, rope: Rope) -> Tensor:
         self.keys, self.values = qkv.new_empty(2, 1, len(qkv), kv_heads, head_dim).unbind()
-        tensors = (qkv, q_norm, k_norm, *self.angles(rope), self.keys, self.values, self.rows)
-        return gqa_prepare(*tensors, eps=eps, interleaved=rope.interleaved)
+        return gqa_prepare(qkv, norms, self.rotation(rope), (self.keys, self.values), self.rows)
 
     def attend_gqa(self, layer: int, q: Tensor, scale: float) -> Tensor:
         return self.attend(q, self.keys[0], self.values[0], scale)

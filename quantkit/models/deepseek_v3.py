@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from quantkit_kernels import Routing, rms_norm
+from quantkit_kernels import Norms, Routing, rms_norm
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -199,11 +199,10 @@ class Attention:
     def __init__(self, config: Config, layer: int, weights: Weights) -> None:
         a = f"model.layers.{layer}.self_attn"
         self.config, self.layer = config, layer
-        self.q_norm = weights.tensor(f"{a}.q_a_layernorm.weight")
-        self.kv_norm = weights.tensor(f"{a}.kv_a_layernorm.weight")
+        gains = (weights.tensor(f"{a}.q_a_layernorm.weight"), weights.tensor(f"{a}.kv_a_layernorm.weight"))
+        self.norms = Norms(*gains, config.rms_norm_eps)
         q_a, q_b, kv_a = f"{a}.q_a_proj", f"{a}.q_b_proj", f"{a}.kv_a_proj_with_mqa"
         self.kv_b = weights.dequantized(f"{a}.kv_b_proj").view(-1, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank)
-        gains = (self.q_norm, self.kv_norm)
         self.prolog = prolog = weights.mla_prolog((q_a, q_b, kv_a), self.kv_b, gains, config.rms_norm_eps, config.rope)
         self.qkv_a = prolog.qkv_a if prolog else weights.fused_linear((q_a, kv_a))
         self.q_b = prolog.q_b if prolog else weights.linear(q_b)
@@ -215,7 +214,7 @@ class Attention:
         if self.prolog is not None:
             attended = context.decode_mla(self.layer, x, self.prolog, c.rope, c.softmax_scale)
         if attended is None:
-            q_a = context.store_mla(self.layer, self.qkv_a(x), self.q_norm, self.kv_norm, c.rms_norm_eps, c.rope)
+            q_a = context.store_mla(self.layer, self.qkv_a(x), self.norms, c.rope)
             q = self.q_b(q_a).unflatten(-1, (-1, c.qk_head_dim))
             attended = context.attend_mla(self.layer, q, self.kv_b, c.rope, c.softmax_scale)
         return self.o(attended.flatten(1))

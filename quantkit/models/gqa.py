@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
-from quantkit_kernels import Routing
+from quantkit_kernels import Norms, Routing
 from torch import Tensor
 
 from quantkit.errors import QuantkitError
@@ -173,8 +173,9 @@ class Attention:
         self.qkv = weights.fused_linear((f"{a}.q_proj", f"{a}.k_proj", f"{a}.v_proj"))
         biases = [weights.tensor(f"{a}.{side}_proj.bias") for side in "qkv"] if config.qkv_bias else []
         self.qkv_bias = torch.cat(biases) if biases else None
-        self.q_norm = weights.tensor(f"{a}.q_norm.weight") if config.qk_norm else None
-        self.k_norm = weights.tensor(f"{a}.k_norm.weight") if config.qk_norm else None
+        self.norms = None
+        if config.qk_norm:
+            self.norms = Norms(weights.tensor(f"{a}.q_norm.weight"), weights.tensor(f"{a}.k_norm.weight"), config.rms_norm_eps)
         self.o = weights.linear(f"{a}.o_proj")
 
     def __call__(self, x: Tensor, context: Context) -> Tensor:
@@ -185,7 +186,7 @@ class Attention:
             qkv = qkv + self.qkv_bias
         queries_per_kv = c.num_attention_heads // c.num_key_value_heads
         kv_heads = qkv.shape[1] // c.head_dim // (queries_per_kv + 2)
-        q = context.store_gqa(self.layer, qkv, kv_heads, c.head_dim, self.q_norm, self.k_norm, c.rms_norm_eps, c.rope)
+        q = context.store_gqa(self.layer, qkv, kv_heads, c.head_dim, self.norms, c.rope)
         return self.o(context.attend_gqa(self.layer, q, c.softmax_scale).flatten(1))
 
 

@@ -18,6 +18,7 @@ from quantkit_kernels import backends
 from quantkit_kernels.experts import Experts, ExpertsLayout
 from quantkit_kernels.latents import CacheLayout, Latents
 from quantkit_kernels.linear import Linear, quantize_rows
+from quantkit_kernels.paged import Norms, PagedLatents, Rotation
 from quantkit_kernels.prolog import MlaWeights, sizes_of
 from quantkit_kernels.prompts import Prompts
 from quantkit_kernels.reference import prompts as plain_prompts
@@ -157,13 +158,13 @@ def moe_gate(x: Tensor, router: Tensor, bias: Tensor | None, how: Routing) -> tu
 
 
 def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    return turned(x, cos[positions], sin[positions], interleaved)
+    return turned(x, Rotation(cos[positions], sin[positions], interleaved))
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def turned(x: Tensor, rotation: Rotation) -> Tensor:
     """cos, sin [T, D/2], or the same twice side by side."""
-    assert interleaved
-    cos, sin = (table[:, : x.shape[2] // 2] for table in (cos, sin))
+    assert rotation.interleaved
+    cos, sin = (table[:, : x.shape[2] // 2] for table in rotation[:2])
     pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)).contiguous())
     angles = torch.complex(cos.double(), sin.double())[:, None]
     return torch.view_as_real(pairs * angles).flatten(-2).to(x.dtype)
@@ -196,53 +197,31 @@ def store(cache: Latents, slots: Tensor, latent: Tensor, key: Tensor) -> None:
         part.view(-1, part.shape[2])[slots] = rows.to(part.dtype)
 
 
-def mla_prepare(
-    qkv_a: Tensor,
-    q_norm: Tensor,
-    kv_norm: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    cache: Latents,
-    slots: Tensor,
-    eps: float,
-    interleaved: bool,
-) -> Tensor:
-    rope_dim = qkv_a.shape[1] - len(q_norm) - len(kv_norm)
-    q_a, latent, k_pe = qkv_a.split([len(q_norm), len(kv_norm), rope_dim], dim=-1)
-    store(cache, slots, rms_norm(latent, kv_norm, eps), turned(k_pe[:, None], cos, sin, interleaved))
-    return rms_norm(q_a, q_norm, eps)
+def mla_prepare(qkv_a: Tensor, norms: Norms, rotation: Rotation, cache: Latents, slots: Tensor) -> Tensor:
+    sizes = [len(norms.q), len(norms.k)]
+    q_a, latent, k_pe = qkv_a.split([*sizes, qkv_a.shape[1] - sum(sizes)], dim=-1)
+    store(cache, slots, rms_norm(latent, norms.k, norms.eps), turned(k_pe[:, None], rotation))
+    return rms_norm(q_a, norms.q, norms.eps)
 
 
-def mla_decode(
-    q: Tensor,
-    kv_b: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    cache: Latents,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    interleaved: bool,
-    lengths: object,
-) -> Tensor:
+def mla_decode(q: Tensor, kv_b: Tensor, rotation: Rotation, at: PagedLatents, scale: float) -> Tensor:
     """The products with W_UK and W_UV are torch's, as on the NPU."""
-    nope = q.shape[2] - (pages(cache).shape[2] - kv_b.shape[2])
-    q_pe = cached_order(turned(q[..., nope:], cos, sin, interleaved), cache)
-    return attend(absorbed(q[..., :nope], kv_b), q_pe, kv_b, nope, cache, block_table, seq_lens, scale)
+    nope = q.shape[2] - (pages(at.cache).shape[2] - kv_b.shape[2])
+    q_pe = cached_order(turned(q[..., nope:], rotation), at.cache)
+    return attend(absorbed(q[..., :nope], kv_b), q_pe, kv_b, nope, at, scale)
 
 
-def mla_prefill(
-    q: Tensor, kv_b: Tensor, cos: Tensor, sin: Tensor, cache: Latents, prompts: Prompts, scale: float, interleaved: bool
-) -> Tensor:
+def mla_prefill(q: Tensor, kv_b: Tensor, rotation: Rotation, cache: Latents, prompts: Prompts, scale: float) -> Tensor:
     """Torch's attention over expanded latents, as the backend asks for it, over this module's rotation."""
-    return plain_prompts.mla_prefill(q, kv_b, cos, sin, cache, prompts, scale, interleaved, plain_prompts.attend_at_once, turned)
+    q_pe = turned(q[..., -2 * rotation.cos.shape[1] :], rotation)
+    return plain_prompts.attend_expanded(q, q_pe, kv_b, cache, prompts, scale, rotation.interleaved, plain_prompts.attend_at_once)
 
 
-def attend(q: Tensor, q_pe: Tensor, kv_b: Tensor, nope: int, cache: Latents, block_table: Tensor, seq_lens: Tensor, scale: float) -> Tensor:
-    query, kv_lora, cached = torch.cat([q, q_pe], dim=-1), kv_b.shape[2], pages(cache)
+def attend(q: Tensor, q_pe: Tensor, kv_b: Tensor, nope: int, at: PagedLatents, scale: float) -> Tensor:
+    query, kv_lora, cached = torch.cat([q, q_pe], dim=-1), kv_b.shape[2], pages(at.cache)
     out = torch.zeros(*q.shape[:2], kv_lora, dtype=q.dtype)
-    for row, length in enumerate(seq_lens.tolist()):
-        seen = cached[block_table[row]].flatten(0, 1)[:length].to(q.dtype).double()
+    for row, length in enumerate(at.seq_lens.tolist()):
+        seen = cached[at.block_table[row]].flatten(0, 1)[:length].to(q.dtype).double()
         scores = query[row].double() @ seen.T * scale
         out[row] = (scores.softmax(dim=-1) @ seen[:, :kv_lora]).to(q.dtype)
     return values(out, kv_b, nope)
@@ -267,28 +246,16 @@ class ExactProlog:
             return product(x, weight).bfloat16()
         return x @ dequantize(weight, torch.float32).bfloat16().T.contiguous()
 
-    def __call__(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        cache: Latents,
-        slots: Tensor,
-        block_table: Tensor,
-        seq_lens: Tensor,
-        *,
-        scale: float,
-        lengths: object,
-    ) -> Tensor:
+    def __call__(self, x: Tensor, rotation: Rotation, slots: Tensor, at: PagedLatents, *, scale: float) -> Tensor:
         w, quantized = self.weights, isinstance(self.weights.q_a, Int8)
         inside = torch.float64 if quantized else torch.bfloat16
         q_a, kv_a = product(x, w.q_a).to(inside), product(x, w.kv_a).to(inside)
-        store(cache, slots, rms_norm(kv_a[:, :512], w.kv_norm, self.eps), turned(kv_a[:, None, 512:], cos, sin, True))
+        store(at.cache, slots, rms_norm(kv_a[:, :512], w.kv_norm, self.eps), turned(kv_a[:, None, 512:], rotation))
         q = product(rms_norm(q_a, w.q_norm, self.eps), w.q_b).to(inside).unflatten(1, (len(w.kv_b), -1))
         up_k = w.kv_b[:, : self.nope].double()
         q_nope = torch.einsum("tnd,ndk->tnk", q[..., : self.nope].bfloat16().double(), up_k).bfloat16()
-        q_pe = cached_order(turned(q[..., self.nope :], cos, sin, True), cache).bfloat16()
-        return attend(q_nope, q_pe, w.kv_b, self.nope, cache, block_table, seq_lens, scale)
+        q_pe = cached_order(turned(q[..., self.nope :], rotation), at.cache).bfloat16()
+        return attend(q_nope, q_pe, w.kv_b, self.nope, at, scale)
 
 
 def product(x: Tensor, weight: Weight) -> Tensor:

@@ -7,6 +7,9 @@ import torch
 from ascend.test_torch_npu import random
 from quantkit_kernels import (
     MlaWeights,
+    Norms,
+    PagedLatents,
+    Rotation,
     cache_layout,
     doubled_angles,
     functional,
@@ -32,10 +35,10 @@ def test_mla_prepare(interleaved: bool, called: list[str]) -> None:
     qkv_a, angles, slots = random(3, 1536 + 576), random(3, 32, dtype=torch.float32, seed=1), torch.tensor([5, 0, 17])
     gains, tables = (random(1536, seed=2), random(512, seed=3)), (angles.cos(), angles.sin())
     latents, keys = torch.zeros(2, 16, 512).bfloat16(), torch.zeros(2, 16, 64).bfloat16()
-    cache, doubled = (latents, keys), doubled_angles(*tables, torch.bfloat16)
-    q_a = functional.mla_prepare(qkv_a, *gains, *doubled, cache, slots, eps=1e-6, interleaved=interleaved, backend="torch_npu")
+    norms, doubled = Norms(*gains, 1e-6), Rotation(*doubled_angles(*tables, torch.bfloat16), interleaved)
+    q_a = functional.mla_prepare(qkv_a, norms, doubled, (latents, keys), slots, backend="torch_npu")
     twin = torch.zeros(2, 16, 576).bfloat16()
-    expected = reference.mla_prepare(qkv_a, *gains, *tables, twin, slots, 1e-6, interleaved)
+    expected = reference.mla_prepare(qkv_a, norms, Rotation(*tables, interleaved), twin, slots)
     assert distance(q_a, expected.double()) < 4e-3
     assert distance(latents, twin[..., :512].double()) < 4e-3
     assert distance(keys, (halves(twin[..., 512:]) if interleaved else twin[..., 512:]).double()) < 4e-3
@@ -45,10 +48,10 @@ def test_mla_prepare(interleaved: bool, called: list[str]) -> None:
 def test_mla_prepare_of_other_sizes(called: list[str]) -> None:
     called.clear()
     qkv_a, angles, slots = random(3, 128 + 160), random(3, 16, dtype=torch.float32, seed=1), torch.tensor([5, 0, 17])
-    arguments = (qkv_a, random(128, seed=2), random(128, seed=3), angles.cos(), angles.sin())
+    arguments = (qkv_a, Norms(random(128, seed=2), random(128, seed=3), 1e-6), Rotation(angles.cos(), angles.sin()))
     ours, twin = torch.zeros(2, 16, 160).bfloat16(), torch.zeros(2, 16, 160).bfloat16()
-    q_a = functional.mla_prepare(*arguments, ours, slots, eps=1e-6, backend="torch_npu")
-    assert distance(q_a, reference.mla_prepare(*arguments, twin, slots, 1e-6, True).double()) < 4e-3
+    q_a = functional.mla_prepare(*arguments, ours, slots, backend="torch_npu")
+    assert distance(q_a, reference.mla_prepare(*arguments, twin, slots).double()) < 4e-3
     assert distance(ours, twin.double()) < 4e-3
     assert called == ["npu_rms_norm", "npu_rotary_mul", "npu_rms_norm"]
 
@@ -60,12 +63,14 @@ def test_mla_decode(heads: int, block_size: int, interleaved: bool, called: list
     called.clear()
     sizes = (128, 64, 128, 512)
     case = latent_attention([17, 0, 24, 129], heads, block_size, sizes, torch.bfloat16, interleaved=interleaved)
-    q, kv_b, cos, sin, cache, *where = case.arguments
-    angles, apart = doubled_angles(cos, sin, torch.bfloat16), split_latents(cache, 512, interleaved)
-    how = {"scale": case.scale, "interleaved": interleaved, "backend": "torch_npu"}
-    ours = functional.mla_decode(q, kv_b, *angles, apart, *where, **how)  # type: ignore[arg-type]
+    q, kv_b, rotation, pages = case.arguments
+    doubled = Rotation(*doubled_angles(rotation.cos, rotation.sin, torch.bfloat16), interleaved)
+    assert isinstance(pages.cache, torch.Tensor)
+    apart = pages._replace(cache=split_latents(pages.cache, 512, interleaved))
+    ours = functional.mla_decode(q, kv_b, doubled, apart, scale=case.scale, backend="torch_npu")
     assert distance(ours, case.exact) < 1e-2
-    assert torch.equal(functional.mla_decode(q, kv_b, *angles, apart, *where, lengths=[17, 0, 24, 129], **how), ours)  # type: ignore[arg-type]
+    told = apart._replace(lengths=[17, 0, 24, 129])
+    assert torch.equal(functional.mla_decode(q, kv_b, doubled, told, scale=case.scale, backend="torch_npu"), ours)
     assert called == ["npu_interleave_rope", "npu_fused_infer_attention_score"] * 2
 
 
@@ -84,9 +89,11 @@ def test_the_cache_lies_as_the_operators_want() -> None:
     assert cache_layout(128, 32, torch.bfloat16, cpu, backend="torch_npu").widths == (160,)
     assert cache_layout(512, 64, torch.bfloat16, cpu, backend="reference").widths == (576,)
     case = latent_attention([3], 2, 16, (128, 64, 128, 512), torch.bfloat16)
-    q, kv_b, cos, sin, cache, *where = case.arguments
+    q, kv_b, rotation, pages = case.arguments
+    assert isinstance(pages.cache, torch.Tensor)
+    apart = pages._replace(cache=split_latents(pages.cache, 512, True))
     with pytest.raises(ValueError, match="cache: in two tensors, which reference does not read"):
-        functional.mla_decode(q, kv_b, cos, sin, split_latents(cache, 512, True), *where, scale=1.0, backend="reference")
+        functional.mla_decode(q, kv_b, rotation, apart, scale=1.0, backend="reference")
 
 
 def layer_of(grid: str, seed: int = 3, heads: int = 2) -> MlaWeights:
@@ -114,17 +121,18 @@ def test_mla_prolog_is_the_chain_it_replaces(grid: str, interleaved: bool, calle
 
     apart, whole = (torch.zeros(3, 16, 512).bfloat16(), torch.zeros(3, 16, 64).bfloat16()), torch.zeros(3, 16, 576).bfloat16()
     called.clear()
-    absorbed, q_pe = prolog.query(x, *doubled_angles(*tables, torch.bfloat16), apart, slots)
+    doubled, rotation = Rotation(*doubled_angles(*tables, torch.bfloat16), interleaved), Rotation(*tables, interleaved)
+    absorbed, q_pe = prolog.query(x, doubled, apart, slots)
     assert called == ["npu_dynamic_quant", "npu_mla_prolog_v3"][grid != "int8" :]
-    expected, expected_pe = chain.query(x, *tables, whole, slots)
+    expected, expected_pe = chain.query(x, rotation, whole, slots)
     assert distance(absorbed, expected.double()) < 2e-2
     assert distance(q_pe, order(expected_pe)) < 2e-2
     assert distance(apart[0], whole[..., :512].double()) < 2e-2
     assert distance(apart[1], order(whole[..., 512:])) < 2e-2
     written = torch.cat(apart, dim=-1).view(48, -1).abs().sum(dim=1).nonzero().flatten()
     assert written.tolist() == [5, 17, 40]
-    ours = prolog(x, *doubled_angles(*tables, torch.bfloat16), apart, slots, table, seq_lens, scale=0.1)
-    theirs = chain(x, *tables, whole, slots, table, seq_lens, scale=0.1)
+    ours = prolog(x, doubled, slots, PagedLatents(apart, table, seq_lens), scale=0.1)
+    theirs = chain(x, rotation, slots, PagedLatents(whole, table, seq_lens), scale=0.1)
     assert distance(ours, theirs.double()) < 2e-2
     for one in ("qkv_a", "q_b"):  # for prefill
         inputs = x if one == "qkv_a" else random(3, 1536)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from quantkit_kernels import Norms
 from quantkit_kernels.reference import prompts as prompts_in_torch
 
 from quantkit.executor.cache import PagedCache
@@ -101,10 +102,10 @@ def test_grouped_query_attention_over_the_cache(kv_heads: int, normed: bool) -> 
     generator = torch.Generator().manual_seed(0)
     lengths, heads, dim, rope = [21, 12], 4, 16, Rope(16, 10000.0, False)
     qkv = torch.randn(sum(lengths), (heads + 2 * kv_heads) * dim, generator=generator)
-    norms = (torch.rand(dim, generator=generator), torch.rand(dim, generator=generator)) if normed else (None, None)
+    norms = Norms(torch.rand(dim, generator=generator), torch.rand(dim, generator=generator), 1e-6) if normed else None
 
     def attend(context: Context, tokens: torch.Tensor) -> torch.Tensor:
-        q = context.store_gqa(0, tokens, kv_heads, dim, *norms, 1e-6, rope)
+        q = context.store_gqa(0, tokens, kv_heads, dim, norms, rope)
         return context.attend_gqa(0, q, 0.3)
 
     expected = attend(CausalContext(lengths), qkv).split(lengths)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from quantkit_kernels import Routing, functional, moe_gate, route
+from quantkit_kernels import Norms, Rotation, Routing, functional, moe_gate, route
 from quantkit_kernels.samples import TOLERANCE, distance, latent_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
@@ -30,7 +30,7 @@ def test_mla_decode(heads: int, block_size: int, lengths: list[int], dtype: torc
     case = latent_attention(lengths, heads, block_size, R1, dtype, "cuda", interleaved)
 
     def run() -> torch.Tensor:
-        return functional.mla_decode(*case.arguments, scale=case.scale, interleaved=interleaved, backend="cuda")
+        return functional.mla_decode(*case.arguments, scale=case.scale, backend="cuda")
 
     out = run()
     assert distance(out, case.exact) < TOLERANCE[dtype]
@@ -41,7 +41,7 @@ def test_mla_decode(heads: int, block_size: int, lengths: list[int], dtype: torc
 
 def test_a_captured_mla_decode_follows_the_lengths() -> None:
     case = latent_attention([640] * 8, 32, 64, R1, torch.bfloat16, "cuda")
-    lengths = case.arguments[-1]
+    lengths = case.arguments[-1].seq_lens
 
     def run(backend: str) -> torch.Tensor:
         return functional.mla_decode(*case.arguments, scale=case.scale, backend=backend)
@@ -66,10 +66,9 @@ def test_mla_prepare(tokens: int, interleaved: bool) -> None:
     slots = torch.randperm(640, device="cuda")[:tokens]
     cache = torch.full((10, 64, 576), float("nan"), dtype=torch.bfloat16, device="cuda")
     exact = torch.zeros(10, 64, 576, device="cuda")
-    tables = angles.cos(), angles.sin()
-    wide = (qkv_a.float(), *(gain.float() for gain in gains), *tables, exact, slots)
-    q_a = functional.mla_prepare(qkv_a, *gains, *tables, cache, slots, eps=1e-6, interleaved=interleaved, backend="cuda")
-    exact_q = functional.mla_prepare(*wide, eps=1e-6, interleaved=interleaved, backend="reference")
+    rotation, in_float = Rotation(angles.cos(), angles.sin(), interleaved), Norms(gains[0].float(), gains[1].float(), 1e-6)
+    q_a = functional.mla_prepare(qkv_a, Norms(*gains, 1e-6), rotation, cache, slots, backend="cuda")
+    exact_q = functional.mla_prepare(qkv_a.float(), in_float, rotation, exact, slots, backend="reference")
     assert distance(q_a, exact_q.double()) < TOLERANCE[torch.bfloat16]
     rows = cache.view(-1, 576)
     assert distance(rows[slots], exact.view(-1, 576)[slots].double()) < TOLERANCE[torch.bfloat16]

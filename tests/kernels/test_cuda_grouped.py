@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from quantkit_kernels import Prompts, gqa_decode, gqa_prefill, gqa_prepare, mla_prefill
+from quantkit_kernels import Norms, Prompts, Rotation, gqa_decode, gqa_prefill, gqa_prepare, mla_prefill
 from quantkit_kernels.cuda.attention import prefill as cuda_prefill
 from quantkit_kernels.samples import TOLERANCE, distance, grouped_attention
 
@@ -45,7 +45,7 @@ def test_gqa_decode(
     case = grouped_attention(lengths, [1] * len(lengths), heads, width, block_size, dtype, "cuda", window)
 
     def run() -> torch.Tensor:
-        return gqa_decode(*case.arguments, scale=case.scale, window=window, backend="cuda")
+        return gqa_decode(case.q, case.pages, scale=case.scale, window=window, backend="cuda")
 
     out = run()
     for row, length in enumerate(lengths):
@@ -57,10 +57,10 @@ def test_gqa_decode(
 
 def test_a_captured_gqa_decode_follows_the_lengths() -> None:
     case = grouped_attention([640] * 8, [1] * 8, (32, 8), 128, 64, torch.bfloat16, "cuda")
-    lengths = case.arguments[-1]
+    lengths = case.pages.seq_lens
 
     def run(backend: str) -> torch.Tensor:
-        return gqa_decode(*case.arguments, scale=case.scale, backend=backend)
+        return gqa_decode(case.q, case.pages, scale=case.scale, backend=backend)
 
     run("cuda")
     torch.cuda.synchronize()
@@ -80,15 +80,14 @@ def test_a_captured_gqa_decode_follows_the_lengths() -> None:
 def test_gqa_prepare(tokens: int, heads: tuple[int, int], width: int, rope: int, normed: bool, interleaved: bool) -> None:
     qkv = torch.randn(tokens, (heads[0] + 2 * heads[1]) * width, device="cuda").bfloat16() * 3
     angles, slots = torch.rand(tokens, rope // 2, device="cuda") * 6, torch.randperm(640, device="cuda")[:tokens]
-    gains = [torch.rand(width, device="cuda").bfloat16() for _ in range(2)] if normed else [None, None]
+    gains = [torch.rand(width, device="cuda").bfloat16() for _ in range(2)]
     found, exact = (
         torch.full((2, 10, 64, heads[1], width), float("nan"), dtype=kind, device="cuda") for kind in (qkv.dtype, torch.float32)
     )
-    how = {"eps": 1e-6, "interleaved": interleaved}
-    tables = (angles.cos(), angles.sin())
-    q = gqa_prepare(qkv, *gains, *tables, *found, slots, **how, backend="cuda")
-    wide = (qkv.float(), *(None if one is None else one.float() for one in gains), *tables, *exact, slots)
-    exact_q = gqa_prepare(*wide, **how, backend="reference")
+    rotation = Rotation(angles.cos(), angles.sin(), interleaved)
+    norms, in_float = (Norms(*one, 1e-6) if normed else None for one in (gains, [gain.float() for gain in gains]))
+    q = gqa_prepare(qkv, norms, rotation, found.unbind(), slots, backend="cuda")
+    exact_q = gqa_prepare(qkv.float(), in_float, rotation, exact.unbind(), slots, backend="reference")
     assert distance(q, exact_q.double()) < TOLERANCE[torch.bfloat16]
     for side, other in zip(found, exact):
         rows = side.view(640, -1)
@@ -121,17 +120,17 @@ def test_gqa_prefill(
     poisoned_memory: None,
 ) -> None:
     case = grouped_attention(lengths, news, heads, width, block_size, dtype, "cuda", window)
-    out = gqa_prefill(*case.arguments[:3], case.prompts, scale=case.scale, window=window, backend="cuda")
+    out = gqa_prefill(case.q, case.pages[:2], case.prompts, scale=case.scale, window=window, backend="cuda")
     assert distance(out, case.exact) < TOLERANCE[dtype]
 
 
 def test_a_prompt_cut_anywhere_gives_the_same_bits() -> None:
     case = grouped_attention([2000], [2000], (8, 2), 128, 64, torch.bfloat16, "cuda")
-    q, keys, values, table, _ = case.arguments
-    whole = gqa_prefill(q, keys, values, case.prompts, scale=case.scale, backend="cuda")
+    q, cache, table = case.q, case.pages[:2], case.pages.block_table
+    whole = gqa_prefill(q, cache, case.prompts, scale=case.scale, backend="cuda")
     for start, stop in ((0, 1), (1, 130), (130, 1111), (1111, 2000)):
         part = Prompts.of([(start, stop - start)], table)
-        assert torch.equal(gqa_prefill(q[start:stop], keys, values, part, scale=case.scale, backend="cuda"), whole[start:stop])
+        assert torch.equal(gqa_prefill(q[start:stop], cache, part, scale=case.scale, backend="cuda"), whole[start:stop])
 
 
 @pytest.mark.parametrize("room", [1 << 29, 1 << 22])
@@ -152,7 +151,7 @@ def test_mla_prefill(sizes: tuple[int, int, int, int], interleaved: bool, room: 
         count = -(-sum(span) // 64)
         table[row, :count] = torch.arange(at, at + count).flip(0)
         at += count
-    prompts, how = Prompts.of(spans, table), {"scale": 0.07, "interleaved": interleaved}
-    found = mla_prefill(q, kv_b, angles.cos(), angles.sin(), cache, prompts, **how, backend="cuda")
-    exact = mla_prefill(q.float(), kv_b.float(), angles.cos(), angles.sin(), cache.float(), prompts, **how, backend="reference")
+    prompts, rotation = Prompts.of(spans, table), Rotation(angles.cos(), angles.sin(), interleaved)
+    found = mla_prefill(q, kv_b, rotation, cache, prompts, scale=0.07, backend="cuda")
+    exact = mla_prefill(q.float(), kv_b.float(), rotation, cache.float(), prompts, scale=0.07, backend="reference")
     assert distance(found, exact.double()) < TOLERANCE[torch.bfloat16]

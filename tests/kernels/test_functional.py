@@ -4,7 +4,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from quantkit_kernels import Routing, add_rms_norm, mla_decode, mla_prepare, moe_gate, rms_norm, rope, route, silu_and_mul
+from quantkit_kernels import (
+    Norms,
+    PagedLatents,
+    Rotation,
+    Routing,
+    add_rms_norm,
+    mla_decode,
+    mla_prepare,
+    moe_gate,
+    rms_norm,
+    rope,
+    route,
+    silu_and_mul,
+)
 from quantkit_kernels.samples import TOLERANCE, distance, latent_attention
 
 DTYPES = tuple(TOLERANCE)
@@ -105,7 +118,7 @@ def test_mla_prepare_norms_turns_and_caches(dtype: torch.dtype, interleaved: boo
     angles = torch.rand(3, rope_dim // 2) * 6
     cache = torch.full((4, 8, kv_lora + rope_dim), float("nan"), dtype=dtype)
     slots = torch.tensor([30, 0, 9])
-    q_a = mla_prepare(qkv_a, q_norm, kv_norm, angles.cos(), angles.sin(), cache, slots, eps=eps, interleaved=interleaved)
+    q_a = mla_prepare(qkv_a, Norms(q_norm, kv_norm, eps), Rotation(angles.cos(), angles.sin(), interleaved), cache, slots)
 
     def norm(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return value.double() / (value.double().square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
@@ -150,15 +163,16 @@ def test_wrong_arguments_are_refused() -> None:
         route(x, torch.zeros(8).double(), Routing(8, 2))
     with pytest.raises(ValueError, match="positions"):
         rope(torch.zeros(2, 1, 4), torch.zeros(3, dtype=torch.int64), torch.ones(4, 2), torch.ones(4, 2))
-    angles, slots = torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64)
+    angles, slots = Rotation(torch.zeros(1, 2), torch.zeros(1, 2)), torch.zeros(1, dtype=torch.int64)
+    norms = Norms(torch.ones(2), torch.ones(4), 1e-6)
     with pytest.raises(ValueError, match="qkv_a: shape"):
-        mla_prepare(torch.zeros(1, 9), torch.ones(2), torch.ones(4), angles, angles, torch.zeros(1, 4, 8), slots, eps=1e-6)
+        mla_prepare(torch.zeros(1, 9), norms, angles, torch.zeros(1, 4, 8), slots)
     with pytest.raises(ValueError, match="not contiguous"):
-        mla_prepare(torch.zeros(1, 10), torch.ones(2), torch.ones(4), angles, angles, torch.zeros(4, 1, 8).expand(4, 2, 8), slots, eps=1e-6)
+        mla_prepare(torch.zeros(1, 10), norms, angles, torch.zeros(4, 1, 8).expand(4, 2, 8), slots)
     q, kv_b, where = torch.zeros(1, 2, 8), torch.zeros(2, 6, 4), (torch.zeros(1, 1).int(), torch.ones(1).int())
     with pytest.raises(ValueError, match="cache: shape"):
-        mla_decode(q, kv_b, angles, angles, torch.zeros(1, 4, 6), *where, scale=1.0)
+        mla_decode(q, kv_b, angles, PagedLatents(torch.zeros(1, 4, 6), *where), scale=1.0)
     with pytest.raises(ValueError, match="kv_b: 4 rows"):
-        mla_decode(q, kv_b[:, :4], angles, angles, torch.zeros(1, 4, 8), *where, scale=1.0)
+        mla_decode(q, kv_b[:, :4], angles, PagedLatents(torch.zeros(1, 4, 8), *where), scale=1.0)
     with pytest.raises(ValueError, match="backend"):
         rms_norm(x, torch.ones(8), 1e-6, backend="cpu")

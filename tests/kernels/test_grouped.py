@@ -2,7 +2,18 @@
 
 import pytest
 import torch
-from quantkit_kernels import Prompts, gqa_decode, gqa_prefill, gqa_prepare, mla_decode, mla_prefill
+from quantkit_kernels import (
+    Norms,
+    PagedKeys,
+    PagedLatents,
+    Prompts,
+    Rotation,
+    gqa_decode,
+    gqa_prefill,
+    gqa_prepare,
+    mla_decode,
+    mla_prefill,
+)
 from quantkit_kernels.cpu.build import why_no_library
 from quantkit_kernels.reference import prompts as prompts_in_torch
 from quantkit_kernels.samples import TOLERANCE, distance, grouped_attention
@@ -22,7 +33,7 @@ def test_gqa_decode_over_scattered_blocks(
 ) -> None:
     lengths = [1, 0, 37, 64]
     case = grouped_attention(lengths, [1] * 4, heads, width, block_size, dtype, window=window)
-    out = gqa_decode(*case.arguments, scale=case.scale, window=window, backend=backend)
+    out = gqa_decode(case.q, case.pages, scale=case.scale, window=window, backend=backend)
     assert out.dtype == dtype
     assert distance(out, case.exact) < TOLERANCE[dtype]
     assert out[1].abs().max() == 0
@@ -37,9 +48,9 @@ def test_threads_share_a_row(threads: int, backend: str) -> None:
     try:
         for lengths in ([2], [300], [0]):
             case = grouped_attention(lengths, [1], (4, 1), 32, 16, torch.float32)
-            wide = [one.float() if one.dtype == torch.bfloat16 else one for one in case.arguments]
-            for arguments in (case.arguments, wide):
-                out = gqa_decode(*arguments, scale=case.scale, backend=backend)
+            wide = case.pages._replace(keys=case.pages.keys.float(), values=case.pages.values.float())
+            for pages in (case.pages, wide):
+                out = gqa_decode(case.q, pages, scale=case.scale, backend=backend)
                 assert (out - case.exact).norm() <= 3e-6 * case.exact.norm()
     finally:
         torch.set_num_threads(before)
@@ -50,7 +61,7 @@ def test_threads_share_a_row(threads: int, backend: str) -> None:
 @pytest.mark.parametrize("window", [0, 1, 50])
 def test_gqa_prefill_of_several_prompts(window: int, dtype: torch.dtype, backend: str) -> None:
     case = grouped_attention([3, 300, 140], [3, 200, 1], (6, 2), 16, 16, dtype, window=window)
-    out = gqa_prefill(*case.arguments[:3], case.prompts, scale=case.scale, window=window, backend=backend)
+    out = gqa_prefill(case.q, case.pages[:2], case.prompts, scale=case.scale, window=window, backend=backend)
     assert distance(out, case.exact) < TOLERANCE[dtype]
 
 
@@ -62,9 +73,8 @@ def test_gqa_prepare_norms_turns_and_caches(normed: bool, interleaved: bool) -> 
     qkv, gains = torch.randn(tokens, (heads + 2 * kv_heads) * width), (torch.rand(width), torch.rand(width))
     angles, slots = torch.rand(tokens, 8) * 6, torch.tensor([30, 0, 9])
     keys, values = torch.full((2, 4, 8, kv_heads, width), float("nan")).unbind()
-    tables = (angles.cos(), angles.sin())
-    norms = gains if normed else (None, None)
-    q = gqa_prepare(qkv, *norms, *tables, keys, values, slots, eps=eps, interleaved=interleaved)
+    norms = Norms(*gains, eps) if normed else None
+    q = gqa_prepare(qkv, norms, Rotation(angles.cos(), angles.sin(), interleaved), (keys, values), slots)
     sides = qkv.double().unflatten(1, (-1, width)).split([heads, kv_heads, kv_heads], dim=1)
 
     def expected(x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
@@ -84,11 +94,11 @@ def test_gqa_prepare_norms_turns_and_caches(normed: bool, interleaved: bool) -> 
 
 def test_a_prompt_cut_anywhere_gives_the_same() -> None:
     case = grouped_attention([200], [200], (4, 2), 16, 16, torch.float32)
-    q, keys, values, table, _ = case.arguments
-    whole = gqa_prefill(q, keys, values, case.prompts, scale=case.scale)
+    q, cache, table = case.q, case.pages[:2], case.pages.block_table
+    whole = gqa_prefill(q, cache, case.prompts, scale=case.scale)
     for start, stop in ((0, 1), (1, 130), (130, 200)):
         part = Prompts.of([(start, stop - start)], table)
-        assert distance(gqa_prefill(q[start:stop], keys, values, part, scale=case.scale), whole[start:stop].double()) < 1e-6
+        assert distance(gqa_prefill(q[start:stop], cache, part, scale=case.scale), whole[start:stop].double()) < 1e-6
 
 
 @pytest.mark.parametrize("keys", [4096, 100])
@@ -104,29 +114,31 @@ def test_mla_prefill_is_mla_decode(dtype: torch.dtype, keys: int, monkeypatch: p
     table = (torch.randperm(20) + 1).view(2, 10)
     rows = torch.cat([table[i].expand(new, -1) for i, (_, new) in enumerate(spans)])
     seen = torch.cat([torch.arange(start, start + new) + 1 for start, new in spans])
-    tables = (angles.cos(), angles.sin())
-    exact = mla_decode(q.float(), kv_b.float(), *tables, cache.float(), rows, seen, scale=0.2, backend="reference")
+    rotation = Rotation(angles.cos(), angles.sin())
+    pages = PagedLatents(cache.float(), rows, seen)
+    exact = mla_decode(q.float(), kv_b.float(), rotation, pages, scale=0.2, backend="reference")
     for backend in ("reference", "cpu"):
-        out = mla_prefill(q, kv_b, *tables, cache, Prompts.of(spans, table), scale=0.2, backend=backend)
+        out = mla_prefill(q, kv_b, rotation, cache, Prompts.of(spans, table), scale=0.2, backend=backend)
         assert distance(out, exact.double()) < 2 * TOLERANCE[dtype]
 
 
 def test_wrong_arguments_are_refused() -> None:
     q, cache, table, lengths = torch.zeros(1, 4, 8), torch.zeros(2, 4, 2, 8), torch.zeros(1, 1).int(), torch.ones(1).int()
     with pytest.raises(ValueError, match="keys: shape"):
-        gqa_decode(q, cache[..., :4], cache, table, lengths, scale=1.0)
+        gqa_decode(q, PagedKeys(cache[..., :4], cache, table, lengths), scale=1.0)
+    three = cache[:, :, :1].repeat(1, 1, 3, 1)
     with pytest.raises(ValueError, match="share 3 key heads"):
-        gqa_decode(q, cache[:, :, :1].repeat(1, 1, 3, 1), cache[:, :, :1].repeat(1, 1, 3, 1), table, lengths, scale=1.0)
+        gqa_decode(q, PagedKeys(three, three, table, lengths), scale=1.0)
     with pytest.raises(ValueError, match="window: -1"):
-        gqa_decode(q, cache, cache, table, lengths, scale=1.0, window=-1)
+        gqa_decode(q, PagedKeys(cache, cache, table, lengths), scale=1.0, window=-1)
     prompts = Prompts.of([(0, 2)], table)
     with pytest.raises(ValueError, match="the prompts have 2"):
-        gqa_prefill(q, cache, cache, prompts, scale=1.0)
-    angles = torch.zeros(1, 2)
+        gqa_prefill(q, (cache, cache), prompts, scale=1.0)
+    rotation, slots = Rotation(torch.zeros(1, 2), torch.zeros(1, 2)), torch.zeros(1).long()
     with pytest.raises(ValueError, match="no heads beside 2 of 8"):
-        gqa_prepare(torch.zeros(1, 36), None, None, angles, angles, cache, cache, torch.zeros(1).long())
-    with pytest.raises(ValueError, match="one without the other"):
-        gqa_prepare(torch.zeros(1, 64), torch.ones(8), None, angles, angles, cache, cache, torch.zeros(1).long())
-    one, cos = Prompts.of([(0, 1)], table), angles[:, :1]
+        gqa_prepare(torch.zeros(1, 36), None, rotation, (cache, cache), slots)
+    with pytest.raises(ValueError, match=r"norms\.k: shape"):
+        gqa_prepare(torch.zeros(1, 64), Norms(torch.ones(8), torch.ones(4), 1e-6), rotation, (cache, cache), slots)
+    one, narrow = Prompts.of([(0, 1)], table), Rotation(torch.zeros(1, 1), torch.zeros(1, 1))
     with pytest.raises(ValueError, match="cache: 9 values"):
-        mla_prefill(q[:, :, :6], torch.zeros(4, 6, 6), cos, cos, torch.zeros(2, 4, 9), one, scale=1.0)
+        mla_prefill(q[:, :, :6], torch.zeros(4, 6, 6), narrow, torch.zeros(2, 4, 9), one, scale=1.0)

@@ -1,32 +1,24 @@
 """Attention on a CPU. Grouped queries of a decode step by the project's own C++ (gqa.cpp): pages are read where they lie, in float32.
 Prompts by torch's own attention."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from quantkit_kernels import reference
 from quantkit_kernels.cpu.build import library
 from quantkit_kernels.latents import Latents
+from quantkit_kernels.paged import PagedKeys, Rotation
 from quantkit_kernels.prompts import Prompts
 from quantkit_kernels.reference import prompts as plain
+from quantkit_kernels.reference.functional import turned
 
 _WIDE = {torch.bfloat16: 0, torch.float32: 1}
 
 
-def gqa_decode(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    window: int,
-    lengths: Sequence[int] | None,
-) -> Tensor:
+def gqa_decode(q: Tensor, pages: PagedKeys, scale: float, window: int) -> Tensor:
+    keys, values, block_table, seq_lens, _ = pages
     if keys.dtype not in _WIDE or not (keys.is_contiguous() and values.is_contiguous()) or q.numel() == 0:
-        return reference.gqa_decode(q, keys, values, block_table, seq_lens, scale, window, lengths)
+        return reference.gqa_decode(q, pages, scale, window)
     (rows, heads, width), (block_size, kv_heads) = q.shape, keys.shape[1:3]
     queries, table, seen = (q.float() * scale).contiguous(), block_table.int().contiguous(), seq_lens.int().contiguous()
     out = torch.empty(rows, heads, width)
@@ -36,11 +28,10 @@ def gqa_decode(
     return out.to(q.dtype)
 
 
-def gqa_prefill(q: Tensor, keys: Tensor, values: Tensor, prompts: Prompts, scale: float, window: int) -> Tensor:
-    return plain.gqa_prefill(q, keys, values, prompts, scale, window, plain.attend_at_once)
+def gqa_prefill(q: Tensor, cache: tuple[Tensor, Tensor], prompts: Prompts, scale: float, window: int) -> Tensor:
+    return plain.gqa_prefill(q, cache, prompts, scale, window, plain.attend_at_once)
 
 
-def mla_prefill(
-    q: Tensor, kv_b: Tensor, cos: Tensor, sin: Tensor, cache: Latents, prompts: Prompts, scale: float, interleaved: bool
-) -> Tensor:
-    return plain.mla_prefill(q, kv_b, cos, sin, cache, prompts, scale, interleaved, plain.attend_at_once)
+def mla_prefill(q: Tensor, kv_b: Tensor, rotation: Rotation, cache: Latents, prompts: Prompts, scale: float) -> Tensor:
+    q_pe = turned(q[..., -2 * rotation.cos.shape[1] :], rotation)
+    return plain.attend_expanded(q, q_pe, kv_b, cache, prompts, scale, rotation.interleaved, plain.attend_at_once)

@@ -62,6 +62,26 @@ class RouteParams(ctypes.Structure):
     ]
 
 
+class MlaPrepare(ctypes.Structure):
+    """attention/mla_prepare.cu."""
+
+    _fields_ = [
+        *_fields(_POINTER, "qkv_a q_norm kv_norm cosines sines slots q_a cache"),
+        *_fields(_INT, "tokens q_lora kv_lora rope interleaved"),
+        *_fields(_FLOAT, "eps"),
+    ]
+
+
+class MlaDecode(ctypes.Structure):
+    """attention/mla_decode.cu."""
+
+    _fields_ = [
+        *_fields(_POINTER, "q kv_b cosines sines cache table lengths absorbed weighted found out"),
+        *_fields(_INT, "table_stride lengths_stride table_width block_size rows heads splits interleaved"),
+        *_fields(_FLOAT, "scale"),
+    ]
+
+
 class GqaPrepare(ctypes.Structure):
     """attention/gqa_prepare.cu."""
 
@@ -102,8 +122,8 @@ FUNCTIONS: dict[str, list[type]] = {
     "qk_rope": [*[_POINTER] * 5, *[_INT] * 6, _LONG, _LONG, _POINTER],
     "qk_route": [_POINTER, _INT, _INT, ctypes.POINTER(RouteParams), _POINTER],
     "qk_moe_gate": [_POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, ctypes.POINTER(RouteParams), _POINTER],
-    "qk_mla_prepare": [*[_POINTER] * 8, *[_INT] * 6, _FLOAT, _POINTER],
-    "qk_mla_decode": [*[_POINTER] * 6, _INT, _INT, _POINTER, _INT, *[_POINTER] * 4, *[_INT] * 6, _FLOAT, _POINTER],
+    "qk_mla_prepare": [ctypes.POINTER(MlaPrepare), _INT, _POINTER],
+    "qk_mla_decode": [ctypes.POINTER(MlaDecode), _INT, _POINTER],
     "qk_gqa_prepare": [ctypes.POINTER(GqaPrepare), _INT, _POINTER],
     "qk_gqa_decode": [ctypes.POINTER(GqaDecode), _INT, _POINTER],
     "qk_inbox_make": [ctypes.c_size_t, _ADDRESS, _POINTER],

@@ -1,12 +1,14 @@
 """The operators of functional.py in plain torch, float32 inside. Arguments arrive checked."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit_kernels.latents import CacheLayout
+from quantkit_kernels.paged import Norms, PagedLatents, Rotation
 from quantkit_kernels.routing import Routing
 
 
@@ -54,64 +56,53 @@ def moe_gate(x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing) -
 
 
 def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    return turned(x, cos[positions], sin[positions], interleaved)
+    return turned(x, Rotation(cos[positions], sin[positions], interleaved))
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def turned(x: Tensor, rotation: Rotation) -> Tensor:
     """x [T, heads, D] by the angles of its tokens [T, D/2]."""
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    if interleaved:
+    cos, sin = rotation.cos.unsqueeze(1), rotation.sin.unsqueeze(1)
+    if rotation.interleaved:
         even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
         return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x.dtype)
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).to(x.dtype)
 
 
+class Steps(NamedTuple):
+    """What the operators of attention here are made of: another backend gives its own."""
+
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    turned: Callable[[Tensor, Rotation], Tensor]
+
+
+PLAIN = Steps(rms_norm, turned)
+
+
 def cache_layout(kv_lora: int, rope_dim: int, dtype: torch.dtype) -> CacheLayout:
     return CacheLayout((kv_lora + rope_dim,), 64)
 
 
-def mla_prepare(
-    qkv_a: Tensor,
-    q_norm: Tensor,
-    kv_norm: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    cache: Tensor,
-    slots: Tensor,
-    eps: float,
-    interleaved: bool,
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm,
-    turned: Callable[[Tensor, Tensor, Tensor, bool], Tensor] = turned,
-) -> Tensor:
-    """rms_norm, turned: another backend's, where it has them."""
-    q_a, latent, k_pe = qkv_a.split([q_norm.shape[0], kv_norm.shape[0], 2 * cos.shape[1]], dim=-1)
-    entries = torch.cat([rms_norm(latent, kv_norm, eps), turned(k_pe.unsqueeze(1), cos, sin, interleaved).squeeze(1)], dim=-1)
+def mla_prepare(qkv_a: Tensor, norms: Norms, rotation: Rotation, cache: Tensor, slots: Tensor, steps: Steps = PLAIN) -> Tensor:
+    q_a, latent, k_pe = qkv_a.split([norms.q.shape[0], norms.k.shape[0], 2 * rotation.cos.shape[1]], dim=-1)
+    latent = steps.rms_norm(latent, norms.k, norms.eps)
+    entries = torch.cat([latent, steps.turned(k_pe.unsqueeze(1), rotation).squeeze(1)], dim=-1)
     cache.view(-1, cache.shape[2]).index_copy_(0, slots, entries.to(cache.dtype))
-    return rms_norm(q_a, q_norm, eps)
+    return steps.rms_norm(q_a, norms.q, norms.eps)
 
 
-def mla_decode(
-    q: Tensor,
-    kv_b: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    interleaved: bool,
-    lengths: Sequence[int] | None,
-) -> Tensor:
-    nope = q.shape[2] - 2 * cos.shape[1]
-    query = torch.cat([absorbed(q[..., :nope], kv_b), turned(q[..., nope:], cos, sin, interleaved)], dim=-1)
-    return values(attend(query, cache, block_table, seq_lens, scale, kv_b.shape[2]), kv_b, nope)
+def mla_decode(q: Tensor, kv_b: Tensor, rotation: Rotation, pages: PagedLatents, scale: float) -> Tensor:
+    nope = q.shape[2] - 2 * rotation.cos.shape[1]
+    query = torch.cat([absorbed(q[..., :nope], kv_b), turned(q[..., nope:], rotation)], dim=-1)
+    return values(attend(query, pages, scale, kv_b.shape[2]), kv_b, nope)
 
 
-def attend(query: Tensor, cache: Tensor, block_table: Tensor, seq_lens: Tensor, scale: float, kv_lora_rank: int) -> Tensor:
+def attend(query: Tensor, pages: PagedLatents, scale: float, kv_lora_rank: int) -> Tensor:
     """query [B, heads, D], absorbed and turned -> what the probabilities make of the latents [B, heads, kv_lora_rank]."""
+    cache, block_table = pages.cache, pages.block_table
+    assert isinstance(cache, Tensor), "one tensor, as cache_layout says"
     slots = torch.arange(block_table.shape[1] * cache.shape[1], device=query.device)
-    valid = slots < seq_lens.unsqueeze(1)  # [B, slots]
+    valid = slots < pages.seq_lens.unsqueeze(1)  # [B, slots]
     # Slots past the end are zeroed, not only masked: a probability of 0 times a stored NaN would still be NaN.
     latents = cache[block_table].flatten(1, 2).float().masked_fill(~valid.unsqueeze(-1), 0.0)  # [B, slots, D]
     scores = (query.float() * scale) @ latents.transpose(1, 2)  # [B, heads, slots]

@@ -1,52 +1,31 @@
 """The operators of grouped.py in plain torch, float32 inside. Arguments arrive checked."""
 
-from collections.abc import Callable, Sequence
-
 import torch
 from torch import Tensor
 
-from quantkit_kernels.reference.functional import rms_norm, turned
+from quantkit_kernels.paged import Norms, PagedKeys, Rotation
+from quantkit_kernels.reference.functional import PLAIN, Steps
 
 
 def gqa_prepare(
-    qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    slots: Tensor,
-    eps: float,
-    interleaved: bool,
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm,
-    turned: Callable[[Tensor, Tensor, Tensor, bool], Tensor] = turned,
+    qkv: Tensor, norms: Norms | None, rotation: Rotation, cache: tuple[Tensor, Tensor], slots: Tensor, steps: Steps = PLAIN
 ) -> Tensor:
-    """rms_norm, turned: another backend's, where it has them."""
-    kv_heads, width = keys.shape[2:]
+    kv_heads, width = cache[0].shape[2:]
     heads = qkv.unflatten(1, (-1, width))
     q, k, v = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
-    rope = 2 * cos.shape[1]
+    rope = 2 * rotation.cos.shape[1]
     sides = []
-    for side, norm in ((q, q_norm), (k, k_norm)):
-        normed = side if norm is None else rms_norm(side, norm, eps)
-        first = turned(normed[..., :rope], cos, sin, interleaved)
+    for side, gain in ((q, norms and norms.q), (k, norms and norms.k)):
+        normed = side if norms is None or gain is None else steps.rms_norm(side, gain, norms.eps)
+        first = steps.turned(normed[..., :rope], rotation)
         sides.append(first if rope == width else torch.cat([first, normed[..., rope:]], dim=-1))
-    for cache, side in ((keys, sides[1]), (values, v)):
-        cache.view(-1, kv_heads, width).index_copy_(0, slots, side.to(cache.dtype))
+    for stored, side in zip(cache, (sides[1], v)):
+        stored.view(-1, kv_heads, width).index_copy_(0, slots, side.to(stored.dtype))
     return sides[0]
 
 
-def gqa_decode(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    window: int,
-    lengths: Sequence[int] | None,
-) -> Tensor:
+def gqa_decode(q: Tensor, pages: PagedKeys, scale: float, window: int) -> Tensor:
+    keys, values, block_table, seq_lens, _ = pages
     slots = torch.arange(block_table.shape[1] * keys.shape[1], device=q.device)
     seen = slots < seq_lens.unsqueeze(1)  # [B, slots]
     if window:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit_kernels.latents import Latents, pairs_apart, parts_of
+from quantkit_kernels.paged import Rotation
 from quantkit_kernels.prompts import Prompts
 from quantkit_kernels.reference.functional import turned
 
@@ -86,32 +87,33 @@ def attend_by_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def gqa_prefill(
-    q: Tensor, keys: Tensor, values: Tensor, prompts: Prompts, scale: float, window: int, attend_one: AttendOne = attend_one
+    q: Tensor, cache: tuple[Tensor, Tensor], prompts: Prompts, scale: float, window: int, attend_one: AttendOne = attend_one
 ) -> Tensor:
     """attend_one: another backend's, where it has one."""
 
     def expand(slots: Tensor) -> tuple[Tensor, Tensor]:
-        return keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots]
+        return cache[0].flatten(0, 1)[slots], cache[1].flatten(0, 1)[slots]
 
-    return _attend(attend_one, q, q.shape[2], expand, prompts, keys.shape[1], scale, window)
+    return _attend(attend_one, q, q.shape[2], expand, prompts, cache[0].shape[1], scale, window)
 
 
-def mla_prefill(
+def mla_prefill(q: Tensor, kv_b: Tensor, rotation: Rotation, cache: Latents, prompts: Prompts, scale: float) -> Tensor:
+    return attend_expanded(q, turned(q[..., -2 * rotation.cos.shape[1] :], rotation), kv_b, cache, prompts, scale, rotation.interleaved)
+
+
+def attend_expanded(
     q: Tensor,
+    q_pe: Tensor,
     kv_b: Tensor,
-    cos: Tensor,
-    sin: Tensor,
     cache: Latents,
     prompts: Prompts,
     scale: float,
     interleaved: bool,
     attend_one: AttendOne = attend_one,
-    turned: Callable[[Tensor, Tensor, Tensor, bool], Tensor] = turned,
 ) -> Tensor:
-    """attend_one, turned: another backend's, where it has them."""
+    """`mla_prefill` with the rotary part of the queries turned already, q_pe [T, heads, R]. attend_one: another backend's."""
     heads, rows, kv_lora = kv_b.shape
-    parts, nope = parts_of(cache), q.shape[2] - 2 * cos.shape[1]
-    q_pe = turned(q[..., nope:], cos, sin, interleaved)
+    parts, nope = parts_of(cache), q.shape[2] - q_pe.shape[2]
     if len(parts) == 2 and interleaved:  # the keys' channels lie so
         q_pe = pairs_apart(q_pe)
 

@@ -1,13 +1,12 @@
 """The operators of functional.py over torch_npu's fused ones. Where an operator's rules exclude the arguments (a model smaller than those
 it was made for), the plain torch of the reference runs on the NPU instead."""
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit_kernels.latents import CacheLayout, Latents, pairs_together
+from quantkit_kernels.paged import Norms, PagedLatents, Rotation
 from quantkit_kernels.reference import functional as plain
 from quantkit_kernels.routing import Routing
 from quantkit_kernels.torch_npu.calls import bind, call
@@ -63,18 +62,21 @@ def moe_gate(x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing) -
 
 
 def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    return turned(x, cos[positions], sin[positions], interleaved)
+    return turned(x, Rotation(cos[positions], sin[positions], interleaved))
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def turned(x: Tensor, rotation: Rotation) -> Tensor:
     """x [T, heads, D] by the angles of its tokens [T, D/2]: npu_rotary_mul, in float32 as the tables are; it wants each angle twice."""
-    doubled = [angles.repeat_interleave(2, dim=-1) if interleaved else angles.repeat(1, 2) for angles in (cos, sin)]
+    doubled = [angles.repeat_interleave(2, dim=-1) if rotation.interleaved else angles.repeat(1, 2) for angles in rotation[:2]]
     operator = "npu_rotary_mul"
-    args = (x.float(), *(angles.unsqueeze(1) for angles in doubled), "interleave" if interleaved else "half")
+    args = (x.float(), *(angles.unsqueeze(1) for angles in doubled), "interleave" if rotation.interleaved else "half")
     if x.numel() == 0 or violated(operator, bind(operator, args, {})):
-        return plain.turned(x, cos, sin, interleaved)
+        return plain.turned(x, rotation)
     result: Tensor = call(operator, *args)
     return result.to(x.dtype)
+
+
+STEPS = plain.Steps(rms_norm, turned)
 
 
 def cache_layout(kv_lora: int, rope_dim: int, dtype: torch.dtype) -> CacheLayout:
@@ -83,59 +85,37 @@ def cache_layout(kv_lora: int, rope_dim: int, dtype: torch.dtype) -> CacheLayout
     return CacheLayout((kv_lora, rope_dim) if apart else (kv_lora + rope_dim,), 128)
 
 
-def mla_prepare(
-    qkv_a: Tensor,
-    q_norm: Tensor,
-    kv_norm: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    cache: Latents,
-    slots: Tensor,
-    eps: float,
-    interleaved: bool,
-) -> Tensor:
+def mla_prepare(qkv_a: Tensor, norms: Norms, rotation: Rotation, cache: Latents, slots: Tensor) -> Tensor:
     if isinstance(cache, Tensor):
-        return plain.mla_prepare(qkv_a, q_norm, kv_norm, cos, sin, cache, slots, eps, interleaved, rms_norm, turned)
-    q_a, kv = qkv_a.split([q_norm.shape[0], LATENT + ROPE], dim=-1)
-    if not interleaved:  # the operator takes pairs of neighbours
+        return plain.mla_prepare(qkv_a, norms, rotation, cache, slots, STEPS)
+    q_a, kv = qkv_a.split([norms.q.shape[0], LATENT + ROPE], dim=-1)
+    if not rotation.interleaved:  # the operator takes pairs of neighbours
         kv = torch.cat([kv[:, :LATENT], pairs_together(kv[:, LATENT:])], dim=-1)
     latents, keys = (part.unsqueeze(2) for part in cache)
     rows = kv.contiguous()[:, None, None]
-    call("npu_kv_rmsnorm_rope_cache", rows, kv_norm, *_four(cos, sin), slots, keys, latents, epsilon=eps, cache_mode="PA")
-    return rms_norm(q_a, q_norm, eps)
+    call("npu_kv_rmsnorm_rope_cache", rows, norms.k, *_four(rotation), slots, keys, latents, epsilon=norms.eps, cache_mode="PA")
+    return rms_norm(q_a, norms.q, norms.eps)
 
 
-def mla_decode(
-    q: Tensor,
-    kv_b: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    cache: Latents,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    interleaved: bool,
-    lengths: Sequence[int] | None,
-) -> Tensor:
-    nope = q.shape[2] - (2 * cos.shape[1] if isinstance(cache, Tensor) else ROPE)
+def mla_decode(q: Tensor, kv_b: Tensor, rotation: Rotation, pages: PagedLatents, scale: float) -> Tensor:
+    nope = q.shape[2] - (2 * rotation.cos.shape[1] if isinstance(pages.cache, Tensor) else ROPE)
     absorbed, q_pe = plain.absorbed(q[..., :nope], kv_b), q[..., nope:]
-    if isinstance(cache, Tensor):
-        q_pe = turned(q_pe, cos, sin, interleaved)
+    if isinstance(pages.cache, Tensor):
+        q_pe = turned(q_pe, rotation)
     else:
-        neighbours = (q_pe if interleaved else pairs_together(q_pe)).unsqueeze(2).contiguous()
-        q_pe = call("npu_interleave_rope", neighbours, *_four(cos, sin)).squeeze(2)
-    return plain.values(attend(absorbed, q_pe, cache, block_table, seq_lens, scale, lengths), kv_b, nope)
+        neighbours = (q_pe if rotation.interleaved else pairs_together(q_pe)).unsqueeze(2).contiguous()
+        q_pe = call("npu_interleave_rope", neighbours, *_four(rotation)).squeeze(2)
+    return plain.values(attend(absorbed, q_pe, pages, scale), kv_b, nope)
 
 
-def attend(
-    absorbed: Tensor, q_pe: Tensor, cache: Latents, block_table: Tensor, seq_lens: Tensor, scale: float, lengths: Sequence[int] | None
-) -> Tensor:
+def attend(absorbed: Tensor, q_pe: Tensor, pages: PagedLatents, scale: float) -> Tensor:
     """Absorbed attention by npu_fused_infer_attention_score over the blocks where they lie: absorbed [B, heads, kv_lora], q_pe
     [B, heads, R] in the cache's order of channels -> [B, heads, kv_lora].
 
     A cache in two tensors goes in as DeepSeek-V3's latent and rotary parts, one in one tensor as keys of at most 512, whose first
     channels are the values. The lengths are the host's: a captured graph is told them before each replay (accelerator.py).
     """
+    cache, block_table, seq_lens, lengths = pages
     operator = "npu_fused_infer_attention_score"
     heads, kv_lora = absorbed.shape[1:]
     known = list(seq_lens.tolist() if lengths is None else lengths)
@@ -155,13 +135,13 @@ def attend(
     kwargs["block_size"] = keys.shape[2]
     args = (query.unsqueeze(2).contiguous(), keys, keys)
     if isinstance(cache, Tensor) and violated(operator, bind(operator, args, kwargs)):
-        return plain.attend(query, cache, block_table, seq_lens, scale, kv_lora)
+        return plain.attend(query, pages, scale, kv_lora)
     attended: Tensor = call(operator, *args, **kwargs)[0]
     attended = attended.squeeze(2)[..., :kv_lora]
     # A row of length 0 attends to nothing: the manual does not say what the operator gives then.
     return attended if all(known) else attended.masked_fill((seq_lens == 0)[:, None, None], 0.0)
 
 
-def _four(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def _four(rotation: Rotation) -> tuple[Tensor, Tensor]:
     """Doubled angles [T, R] as the operators want them, [T, 1, 1, R]."""
-    return cos[:, None, None], sin[:, None, None]
+    return rotation.cos[:, None, None], rotation.sin[:, None, None]

@@ -5,12 +5,11 @@ turns pairs of neighbours; where a model's pairs lie half a head apart, the rota
 outputs that prefill sees are put back.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from quantkit_kernels.latents import Latents, pairs_apart, pairs_together
+from quantkit_kernels.paged import PagedLatents, Rotation
 from quantkit_kernels.prolog import MlaProlog, MlaSizes, MlaWeights
 from quantkit_kernels.reference.functional import values
 from quantkit_kernels.torch_npu.attention_rules import PROLOG_HEADS, PROLOG_HIDDEN, PROLOG_LATENT, PROLOG_NOPE, PROLOG_Q_LORA, PROLOG_ROPE
@@ -40,8 +39,8 @@ class FusedProlog(MlaProlog):
     def __init__(
         self, weights: MlaWeights, sizes: MlaSizes, eps: float, interleaved: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
-        super().__init__(weights.kv_b.to(device), sizes.nope, "torch_npu")
-        self._heads, self._interleaved = sizes.heads, interleaved
+        super().__init__(weights.kv_b.to(device), sizes.nope, interleaved, "torch_npu")
+        self._heads = sizes.heads
         q_b, kv_a = weights.q_b, weights.kv_a
         if not interleaved:
             q_b, kv_a = _together(q_b, sizes.heads), _together(kv_a, 1)
@@ -49,22 +48,13 @@ class FusedProlog(MlaProlog):
         self._w_uk = self.kv_b[:, : sizes.nope].contiguous()
         self._gains, self._eps = (weights.q_norm.to(device), weights.kv_norm.to(device)), eps
 
-    def query(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Latents, slots: Tensor) -> tuple[Tensor, Tensor]:
+    def query(self, x: Tensor, rotation: Rotation, cache: Latents, slots: Tensor) -> tuple[Tensor, Tensor]:
         assert not isinstance(cache, Tensor), "two tensors, as cache_layout says"
         four = (self._q_a.weight, self._q_b.weight, self._w_uk, self._kv_a.weight)
-        return launch(x, four, self._gains, cos, sin, cache, slots, self._eps, self._scales())
+        return launch(x, four, self._gains, rotation.cos, rotation.sin, cache, slots, self._eps, self._scales())
 
-    def attend(
-        self,
-        absorbed: Tensor,
-        q_pe: Tensor,
-        cache: Latents,
-        block_table: Tensor,
-        seq_lens: Tensor,
-        scale: float,
-        lengths: Sequence[int] | None,
-    ) -> Tensor:
-        return values(attend(absorbed, q_pe, cache, block_table, seq_lens, scale, lengths), self.kv_b, self.nope)
+    def attend(self, absorbed: Tensor, q_pe: Tensor, pages: PagedLatents, scale: float) -> Tensor:
+        return values(attend(absorbed, q_pe, pages, scale), self.kv_b, self.nope)
 
     def qkv_a(self, x: Tensor) -> Tensor:
         return torch.cat([self._q_a(x), self._in_model_order(self._kv_a(x), 1)], dim=-1)
@@ -74,7 +64,7 @@ class FusedProlog(MlaProlog):
 
     def _in_model_order(self, y: Tensor, heads: int) -> Tensor:
         """y [T, heads * (.. + R)] with the rotary channels of each head where the model has them."""
-        if self._interleaved:
+        if self.interleaved:
             return y
         y = y.unflatten(-1, (heads, -1))
         return torch.cat([y[..., :-PROLOG_ROPE], pairs_apart(y[..., -PROLOG_ROPE:])], dim=-1).flatten(-2)

@@ -5,7 +5,6 @@ No launch depends on the sequences' lengths, which a captured step finds on the 
 
 import ctypes
 import functools
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from quantkit_kernels import reference
 from quantkit_kernels.cuda.abi import GqaDecode, GqaPrepare
 from quantkit_kernels.cuda.build import library
 from quantkit_kernels.cuda.launch import DTYPES, checked, stream_of, workspace
+from quantkit_kernels.paged import Norms, PagedKeys, Rotation
 
 _HEADS = 16  # that a block takes of those that share keys
 _TILE = 64  # tokens
@@ -22,47 +22,30 @@ _LEAST_TILES = 2
 _MOST_ROWS, _MOST_UNITS = 1024, 1 << 16
 
 
-def gqa_prepare(
-    qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    slots: Tensor,
-    eps: float,
-    interleaved: bool,
-) -> Tensor:
-    kv_heads, width = keys.shape[2:]
+def gqa_prepare(qkv: Tensor, norms: Norms | None, rotation: Rotation, cache: tuple[Tensor, Tensor], slots: Tensor) -> Tensor:
+    kv_heads, width = cache[0].shape[2:]
     tokens, heads = qkv.shape[0], qkv.shape[1] // width - 2 * kv_heads
-    alike = all(one is None or one.dtype == qkv.dtype for one in (q_norm, k_norm, keys)) and qkv.dtype in DTYPES
+    gains = (None, None) if norms is None else (norms.q, norms.k)
+    alike = all(one is None or one.dtype == qkv.dtype for one in (*gains, cache[0])) and qkv.dtype in DTYPES
     if not alike or width % 8 or tokens == 0:
-        return reference.gqa_prepare(qkv, q_norm, k_norm, cos, sin, keys, values, slots, eps, interleaved)
+        return reference.gqa_prepare(qkv, norms, rotation, cache, slots)
     q = torch.empty(tokens, heads, width, dtype=qkv.dtype, device=qkv.device)
-    tensors = [None if one is None else one.contiguous() for one in (qkv, q_norm, k_norm, cos, sin, slots)]
-    pointers = [None if one is None else one.data_ptr() for one in (*tensors, q, keys, values)]
-    params = GqaPrepare(*pointers, tokens, heads, kv_heads, width, 2 * cos.shape[1], interleaved, eps)
+    tensors = [None if one is None else one.contiguous() for one in (qkv, *gains, rotation.cos, rotation.sin, slots)]
+    pointers = [None if one is None else one.data_ptr() for one in (*tensors, q, *cache)]
+    sizes = (tokens, heads, kv_heads, width, 2 * rotation.cos.shape[1])
+    params = GqaPrepare(*pointers, *sizes, rotation.interleaved, 0.0 if norms is None else norms.eps)
     checked(library().qk_gqa_prepare(ctypes.byref(params), DTYPES[qkv.dtype], stream_of(qkv.device)))
     return q
 
 
-def gqa_decode(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    window: int,
-    lengths: Sequence[int] | None,
-) -> Tensor:
+def gqa_decode(q: Tensor, pages: PagedKeys, scale: float, window: int) -> Tensor:
+    keys, values, block_table, seq_lens, _ = pages
     (rows, heads, width), (block_size, kv_heads) = q.shape, keys.shape[1:3]
     units = rows * kv_heads * -(-(heads // kv_heads) // _HEADS)
     fits = q.dtype in DTYPES and keys.dtype == q.dtype and width % 8 == 0 and width <= 256
     fits = fits and rows <= _MOST_ROWS and units <= _MOST_UNITS and keys.is_contiguous() and values.is_contiguous()
     if not fits or q.numel() == 0:
-        return reference.gqa_decode(q, keys, values, block_table, seq_lens, scale, window, lengths)
+        return reference.gqa_decode(q, pages, scale, window)
     q, table, seq_lens = q.contiguous(), block_table.contiguous(), seq_lens.contiguous()
     out = torch.empty_like(q)
     most_tiles = units * -(-block_table.shape[1] * block_size // _TILE)

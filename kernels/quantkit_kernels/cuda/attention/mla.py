@@ -3,87 +3,58 @@
 No launch depends on the sequences' lengths, which a captured step finds on the device.
 """
 
+import ctypes
 import functools
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from quantkit_kernels import reference
+from quantkit_kernels.cuda.abi import MlaDecode, MlaPrepare
 from quantkit_kernels.cuda.build import library
 from quantkit_kernels.cuda.launch import DTYPES, checked, stream_of
+from quantkit_kernels.paged import Norms, PagedLatents, Rotation
 
 _LATENT, _ROPE, _NOPE, _VALUE = 512, 64, 128, 128
-_TILE = 32  # tokens that a block takes at a time
+_TILE = 32
+"""Tokens that a block takes at a time (kTile)."""
 _MOST_SPLITS = 256
 
 
-def mla_prepare(
-    qkv_a: Tensor,
-    q_norm: Tensor,
-    kv_norm: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    cache: Tensor,
-    slots: Tensor,
-    eps: float,
-    interleaved: bool,
-) -> Tensor:
-    tokens, q_lora, kv_lora, rope = qkv_a.shape[0], q_norm.shape[0], kv_norm.shape[0], 2 * cos.shape[1]
-    alike = qkv_a.dtype == q_norm.dtype == kv_norm.dtype == cache.dtype and qkv_a.dtype in DTYPES
+def mla_prepare(qkv_a: Tensor, norms: Norms, rotation: Rotation, cache: Tensor, slots: Tensor) -> Tensor:
+    tokens, q_lora, kv_lora, rope = qkv_a.shape[0], norms.q.shape[0], norms.k.shape[0], 2 * rotation.cos.shape[1]
+    alike = qkv_a.dtype == norms.q.dtype == norms.k.dtype == cache.dtype and qkv_a.dtype in DTYPES
     if not alike or q_lora % 8 or kv_lora % 8 or rope % 8 or tokens == 0:
-        return reference.mla_prepare(qkv_a, q_norm, kv_norm, cos, sin, cache, slots, eps, interleaved)
+        return reference.mla_prepare(qkv_a, norms, rotation, cache, slots)
     q_a = torch.empty(tokens, q_lora, dtype=qkv_a.dtype, device=qkv_a.device)
-    tensors = (
-        qkv_a.contiguous(),
-        q_norm.contiguous(),
-        kv_norm.contiguous(),
-        cos.contiguous(),
-        sin.contiguous(),
-        slots.contiguous(),
-        q_a,
-        cache,
-    )
-    sizes = (DTYPES[qkv_a.dtype], tokens, q_lora, kv_lora, rope, interleaved, eps)
-    checked(library().qk_mla_prepare(*(tensor.data_ptr() for tensor in tensors), *sizes, stream_of(qkv_a.device)))
+    tensors = [one.contiguous() for one in (qkv_a, norms.q, norms.k, rotation.cos, rotation.sin, slots)]
+    pointers = (one.data_ptr() for one in (*tensors, q_a, cache))
+    params = MlaPrepare(*pointers, tokens, q_lora, kv_lora, rope, rotation.interleaved, norms.eps)
+    checked(library().qk_mla_prepare(ctypes.byref(params), DTYPES[qkv_a.dtype], stream_of(qkv_a.device)))
     return q_a
 
 
-def mla_decode(
-    q: Tensor,
-    kv_b: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    interleaved: bool,
-    lengths: Sequence[int] | None,
-) -> Tensor:
-    rows, heads, width = q.shape
-    rope = 2 * cos.shape[1]
+def mla_decode(q: Tensor, kv_b: Tensor, rotation: Rotation, pages: PagedLatents, scale: float) -> Tensor:
+    (rows, heads, width), rope, cache = q.shape, 2 * rotation.cos.shape[1], pages.cache
+    assert isinstance(cache, Tensor), "one tensor, as cache_layout says"
     sizes = (width - rope, rope, kv_b.shape[1] - (width - rope), kv_b.shape[2])
     fits = sizes == (_NOPE, _ROPE, _VALUE, _LATENT) and q.dtype in DTYPES and cache.dtype == q.dtype
     if not fits or q.numel() == 0 or not cache.is_contiguous():
-        return reference.mla_decode(q, kv_b, cos, sin, cache, block_table, seq_lens, scale, interleaved, lengths)
-    block_size, table_width = cache.shape[1], block_table.shape[1]
+        return reference.mla_decode(q, kv_b, rotation, pages, scale)
+    operands = [one.contiguous() for one in (q, kv_b, rotation.cos, rotation.sin)]
+    table, seq_lens = pages.block_table.contiguous(), pages.seq_lens.contiguous()
+    block_size, table_width = cache.shape[1], table.shape[1]
     splits = _splits(rows, heads, table_width * block_size, q.device)
     absorbed = torch.empty(rows, heads, _LATENT + _ROPE, dtype=q.dtype, device=q.device)
     weighted = torch.empty(rows, heads, splits, _LATENT, dtype=torch.float32, device=q.device)
     found = torch.empty(rows, heads, splits, 2, dtype=torch.float32, device=q.device)
     out = torch.empty(rows, heads, _VALUE, dtype=q.dtype, device=q.device)
-    operands = [tensor.contiguous() for tensor in (q, kv_b, cos, sin)]
-    table, seq_lens = block_table.contiguous(), seq_lens.contiguous()
-    checked(
-        library().qk_mla_decode(
-            *(tensor.data_ptr() for tensor in operands),
-            *(cache.data_ptr(), table.data_ptr(), table.element_size() // 4, table_width),
-            *(seq_lens.data_ptr(), seq_lens.element_size() // 4),
-            *(tensor.data_ptr() for tensor in (absorbed, weighted, found, out)),
-            *(DTYPES[q.dtype], rows, heads, block_size, splits, interleaved, scale, stream_of(q.device)),
-        )
+    params = MlaDecode(
+        *(one.data_ptr() for one in (*operands, cache, table, seq_lens, absorbed, weighted, found, out)),
+        *(table.element_size() // 4, seq_lens.element_size() // 4, table_width, block_size),
+        *(rows, heads, splits, rotation.interleaved, scale),
     )
+    checked(library().qk_mla_decode(ctypes.byref(params), DTYPES[q.dtype], stream_of(q.device)))
     return out
 
 

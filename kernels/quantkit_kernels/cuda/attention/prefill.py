@@ -9,6 +9,7 @@ from torch import Tensor
 from quantkit_kernels import reference
 from quantkit_kernels.cuda.launch import DTYPES
 from quantkit_kernels.cuda.operators import rope
+from quantkit_kernels.paged import Rotation
 from quantkit_kernels.prompts import Prompts
 
 _LOG2E = 1.4426950408889634
@@ -25,11 +26,11 @@ class Blocks(NamedTuple):
     stages: int
 
 
-def gqa_prefill(q: Tensor, keys: Tensor, values: Tensor, prompts: Prompts, scale: float, window: int) -> Tensor:
-    width = q.shape[2]
+def gqa_prefill(q: Tensor, cache: tuple[Tensor, Tensor], prompts: Prompts, scale: float, window: int) -> Tensor:
+    width, (keys, values) = q.shape[2], cache
     fits = q.dtype in DTYPES and keys.dtype == q.dtype and width % 8 == 0 and 16 <= width <= 256
     if not fits or q.numel() == 0 or not (keys.is_contiguous() and values.is_contiguous()):
-        return reference.gqa_prefill(q, keys, values, prompts, scale, window)
+        return reference.gqa_prefill(q, cache, prompts, scale, window)
     q = q.contiguous()
     out = torch.empty_like(q)
     rows = {"k_token": keys.stride(1), "k_head": width, "v_token": values.stride(1), "v_head": width}
@@ -39,17 +40,15 @@ def gqa_prefill(q: Tensor, keys: Tensor, values: Tensor, prompts: Prompts, scale
     return out
 
 
-def mla_prefill(
-    q: Tensor, kv_b: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, prompts: Prompts, scale: float, interleaved: bool
-) -> Tensor:
-    rotary, heads = 2 * cos.shape[1], q.shape[1]
+def mla_prefill(q: Tensor, kv_b: Tensor, rotation: Rotation, cache: Tensor, prompts: Prompts, scale: float) -> Tensor:
+    rotary, heads = 2 * rotation.cos.shape[1], q.shape[1]
     nope, latent = q.shape[2] - rotary, kv_b.shape[2]
     value = kv_b.shape[1] - nope
     fits = q.dtype in DTYPES and cache.dtype == q.dtype and all(_power_of_two(one) and 16 <= one <= 128 for one in (nope, rotary, value))
     if not fits or q.numel() == 0 or not cache.is_contiguous():
-        return reference.mla_prefill(q, kv_b, cos, sin, cache, prompts, scale, interleaved)
+        return reference.mla_prefill(q, kv_b, rotation, cache, prompts, scale)
     tokens = torch.arange(len(q), device=q.device)
-    turned = rope(q[..., nope:], tokens, cos, sin, interleaved)
+    turned = rope(q[..., nope:], tokens, *rotation)
     parts = prompts.parts(cache.shape[1], _EXPANDED_BYTES // (kv_b.shape[0] * kv_b.shape[1] * q.element_size()))
     of_head = nope + value
     rows = {"k_token": heads * of_head, "k_head": of_head, "v_token": heads * of_head, "v_head": of_head}

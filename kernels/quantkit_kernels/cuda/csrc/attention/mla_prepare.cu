@@ -8,6 +8,16 @@
 #include "common/lanes.cuh"
 #include "common/launch.cuh"
 
+// In no namespace, for a C function that takes a type of an unnamed namespace is not exported.
+struct MlaPrepare {
+  const void *qkv_a, *q_norm, *kv_norm;  // [tokens, q_lora + kv_lora + rope]; gains [q_lora], [kv_lora]
+  const float *cosines, *sines;          // [tokens, rope / 2]
+  const int64_t* slots;                  // [tokens]
+  void *q_a, *cache;                     // [tokens, q_lora]; [.., kv_lora + rope]
+  int tokens, q_lora, kv_lora, rope, interleaved;
+  float eps;
+};
+
 namespace {
 
 template <class T> __device__ void norm_row(const T* from, const T* weight, T* to, int width, float eps) {
@@ -54,12 +64,11 @@ __global__ void mla_prepare(const T* qkv_a, const T* q_norm, const T* kv_norm, c
 }  // namespace
 
 // dtype: 0 bf16, 1 fp16, of all but the angles. q_lora and kv_lora are multiples of 8, rope of 2, and rows begin on 16 bytes.
-extern "C" int qk_mla_prepare(const void* qkv_a, const void* q_norm, const void* kv_norm, const float* cosines, const float* sines, const int64_t* slots, void* q_a, void* cache,
-                              int dtype, int tokens, int q_lora, int kv_lora, int rope, int interleaved, float eps, void* s) {
+extern "C" int qk_mla_prepare(const MlaPrepare* m, int dtype, void* s) {
   const auto run = [&](auto* like) {
     using T = std::remove_pointer_t<decltype(like)>;
-    return start(mla_prepare<T>, dim3(tokens, 2), 256, 0, s, (const T*)qkv_a, (const T*)q_norm, (const T*)kv_norm, cosines, sines, slots, (T*)q_a, (T*)cache, q_lora, kv_lora,
-                 rope, interleaved, eps);
+    return start(mla_prepare<T>, dim3(m->tokens, 2), 256, 0, s, (const T*)m->qkv_a, (const T*)m->q_norm, (const T*)m->kv_norm, m->cosines, m->sines, m->slots, (T*)m->q_a, (T*)m->cache,
+                 m->q_lora, m->kv_lora, m->rope, m->interleaved, m->eps);
   };
   return dtype == 0 ? run((__nv_bfloat16*)nullptr) : run((__half*)nullptr);
 }

@@ -1,4 +1,4 @@
-// Which work the experts of few tokens are, and how it is dealt out to blocks and warps; what an entry and a strip are says fused_experts.cu.
+// The work of fused_experts.cu, and how it is dealt out to blocks and warps. That file says what an entry and a strip are.
 
 #pragma once
 

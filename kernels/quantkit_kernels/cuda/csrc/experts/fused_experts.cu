@@ -1,14 +1,14 @@
 // The routed experts of few tokens in one launch: for every token-expert pair between = silu(gate) * up, then out = weight * down(between).
 //
-// A problem of memory bandwidth like tokens_in_registers.cu, whose loop this is, but cut into many small products: one per expert that a token
-// asked for, none of them long enough to hide its own beginning and end. So there are as many blocks as the device holds at once, all the
-// work is dealt out to them beforehand, and a warp's ring of copies runs on from one piece of work into the next, over the border between
-// the two products too: weights keep coming while sums are added up and while `between` is waited for.
+// The product is limited by memory bandwidth, as that of tokens_in_registers.cu, whose loop this is. But it is cut into many small products,
+// one for each expert that a token asked for, and none is long enough to hide its own beginning and end. So the launch has as many blocks as
+// the device holds at once, and all work is dealt out to them beforehand. A warp's ring of copies goes on from one piece of work to the next,
+// also from the first product to the second: weights keep coming while sums are added up and while a warp waits for `between`.
 //
-// Work: an expert with up to 8 * MT of its pairs is an entry. Of gate_up a block has a strip of an entry at a time, its warps a chunk of
-// 128 along K each in turn; of down a warp has a strip by itself, all of K. Blocks that have one strip of gate_up less than the others take
-// so much more of down. A warp waits for an entry's `between` by a counter of its finished strips. Every block does its share of gate_up
-// first and waits for nothing in it, and all blocks are on the device at once, so this cannot lock up.
+// Up to 8 * MT pairs of one expert are an entry. A strip is 64 rows. In gate_up a block has one strip of an entry at a time, and its warps
+// take chunks of 128 along K in turn. In down a warp has a strip alone, with all of K. Blocks that have one strip of gate_up less than the
+// others do so much more of down. A warp waits for an entry's `between` by a counter of its finished strips. Every block does its share of
+// gate_up first and waits for nothing in it, and all blocks are on the device at once, so no block waits for ever.
 
 #include <cuda_runtime.h>
 #include <stdint.h>

@@ -1,12 +1,13 @@
-// y[M, N] = x[M, K] @ W[N, K]^T in INT8 by blocks that stay on their multiprocessors and go from tile to tile.
+// y[M, N] = x[M, K] @ W[N, K]^T in INT8. A block stays on its multiprocessor and computes one tile after the other.
 //
-// A tile is `STRIPS` strips of 64 rows of W by `NT` tokens, both read from shared memory by wgmma. The two warpgroups of a block take turns:
-// while one writes its results, the other has the tensor cores to itself. The ring is filled tile after tile; a warpgroup may look at it once
-// the other has seen all of its own stages, for a barrier tells one round of the ring from the next but not from the one after. Two blocks of a
-// cluster have tiles of the same tokens or of the same strips, of which each copies one half into both.
+// A tile is `STRIPS` strips of 64 rows of W by `NT` tokens; wgmma reads both from shared memory. The two warpgroups of a block that multiply
+// take turns: while one writes its results, the other has the tensor cores alone. The third fills the ring, tile after tile. A barrier tells
+// one round of the ring from the next, but not from the one after it, so a warpgroup may look at the ring only when the other has seen all of
+// its own stages. The two blocks of a cluster have tiles of the same tokens, or of the same strips; each block copies one half of what they
+// share into both.
 //
-// Tiles of the same rows of W follow one another, for they run at the same time and read W from memory once. What is left when the tiles have
-// been dealt out evenly is cut into `parts` along the tokens.
+// Tiles of the same rows of W follow one another: they run at the same time, and W is read from memory once. When the tiles have been dealt
+// out evenly, those that are left are cut into `parts` along the tokens.
 
 #include <cuda.h>
 #include <cuda_runtime.h>

@@ -1,17 +1,17 @@
-// y[M, N] = x[M, K] @ W[N, K]^T for a packed W and more than a few tokens, dense or for routed experts.
+// y[M, N] = x[M, K] @ W[N, K]^T for a packed W and more than a few tokens, of one linear or of routed experts. A block computes one tile.
 //
-// W is the A operand of wgmma: each warpgroup has a strip of 64 rows, decodes it from shared memory into registers, which is the order it
-// is packed in, and multiplies with `NT` tokens that `arrange` has laid out as wgmma reads them (arrange.cu). No decoded weight is ever
-// written anywhere; int8, which needs no decoding, wgmma reads from shared memory. A block is `WGS` such warpgroups, one above the other, and
-// a warp that keeps a ring of stages of 128 along K filled by the bulk copy engine. While the tensor cores work on one half of a stage the
+// W is the A operand of wgmma. Each warpgroup has a strip of 64 rows: it decodes the strip from shared memory into registers, which is the
+// order that it is packed in, and multiplies it with `NT` tokens that lie as wgmma reads them (arrange_tokens.cu). No decoded weight is ever
+// written to memory; int8 needs no decoding, and wgmma reads it from shared memory. A block is `WGS` such warpgroups, one above the other, and
+// a warp that keeps a ring filled by the bulk copy engine, in stages of 128 along K. While the tensor cores work on one half of a stage, the
 // warps decode the next.
 //
-// Where there are few tiles K is split over the blocks of a cluster. Their sums meet in shared memory, each block adding up a share of the
-// tokens in the blocks' order: results do not depend on timing. Where there are more tiles than multiprocessors, but not twice as many, blocks
-// may have one each and shares of those left over (tile_share.cuh).
+// Where there are few tiles, the blocks of a cluster share K. Their sums meet in shared memory, and each block adds up a share of the tokens
+// in the blocks' order: results do not depend on timing. Where there are more tiles than multiprocessors, but not twice as many, a block may
+// have one tile and a share of those left over (tile_and_share.cuh).
 //
-// A 4-bit weight is rounded to T once, after its zero point was subtracted and its scale multiplied; what is left of the scale, a factor
-// per row, comes in at the end in float32.
+// A 4-bit weight is rounded to T once, after its zero point was subtracted and its scale multiplied. What is left of the scale is a factor for
+// each row, which comes in at the end in float32.
 
 #include <cuda_runtime.h>
 #include <stdint.h>

@@ -1,16 +1,17 @@
-// y[M, N] = x[M, K] @ W[N, K]^T for a packed W and few tokens M, dense or for routed experts.
+// y[M, N] = x[M, K] @ W[N, K]^T for a packed W and few tokens M, of one linear or of routed experts. Each warp has its own weights, and its
+// tokens in registers.
 //
-// Few tokens make this a problem of memory bandwidth: every weight is read once and multiplied with all the tokens that need it. So W is
-// the A operand (16 rows) of mma.sync and the tokens are the B operand (8 columns). Each warp has runs of the packed weights (packed.cuh)
-// copied into a ring of its own in shared memory by the bulk copy engine, one mbarrier per place, so no warp waits for another and up to
-// 190 KB per multiprocessor are on their way without a register spent on them. A lane's share of x comes through L1.
+// With few tokens the product is limited by memory bandwidth: every weight is read once and multiplied with all the tokens that need it. So W
+// is the A operand (16 rows) of mma.sync and the tokens are the B operand (8 columns). The bulk copy engine copies runs of the packed weights
+// (packed.cuh) into a ring in shared memory that each warp has for itself, with one mbarrier for each place: no warp waits for another, and up
+// to 190 KB a multiprocessor are on their way without a register spent on them. A lane's share of x comes through L1.
 //
-// A block is 8 warps, `wn` of them side by side along N (16 * RT rows each) and the others along K, a chunk of 128 each in turn; blocks may
-// split K further (`split`). Partial sums meet in shared memory, and those of several blocks in a workspace that the last block to arrive
-// adds up in a fixed order: results do not depend on timing.
+// A block is 8 warps: `wn` of them side by side along N (16 * RT rows each), the others along K, where they take chunks of 128 in turn. Blocks
+// may split K further (`split`). Partial sums of warps meet in shared memory; those of blocks meet in a workspace, and the last block to
+// arrive adds them up in a fixed order: results do not depend on timing.
 //
-// A kernel may start while its predecessor writes its last results (programmatic dependent launch): weights, which nothing computes, are
-// requested at once, everything else after griddepcontrol.wait.
+// A kernel may start while its predecessor writes its last results (programmatic dependent launch). It asks for weights, which nothing
+// computes, at once, and for everything else after griddepcontrol.wait.
 
 #include <cuda_runtime.h>
 #include <stdint.h>

@@ -1,13 +1,14 @@
-// y[M, N] = x[M, K] @ W[N, K]^T for a W packed in 4 bits, dense with up to 16 tokens or for the experts of one token, by one block for each
-// multiprocessor.
+// y[M, N] = x[M, K] @ W[N, K]^T for a W packed in 4 bits and up to 16 tokens, or for the experts of one token. A block for each
+// multiprocessor, and the tokens in shared memory, once for all warps of a block.
 //
-// The streaming kernel's blocks bring all of x through the L2 cache for every 32 or 64 rows of W, which with 16 tokens is as much as W itself
-// or more, and their number does not come out even. Here a block has as many rows as a multiprocessor's share of W, `wn` warps of 32 side by
-// side, and the others take turns along K, a chunk of 128 each. Where W has fewer rows the blocks of a cluster have `split` times as many
-// together, and a part of K each, so that x comes once for all those rows. Two warps besides them copy x into a ring in shared memory that all
-// of them read, and add up x over the groups of INT4, which zero points need, once for all warps. A warp's weights come through a ring of its
-// own; a lane reads what it copied itself, so nobody waits for another there. In copies of 16 bytes both, not in bulk: bulk copies of the
-// 256 bytes that x has side by side take 25 ns each.
+// The blocks of tokens_in_registers.cu bring all of x through the L2 cache for every 32 or 64 rows of W. With 16 tokens that is as much as W
+// itself or more, and the number of such blocks is no multiple of the number of multiprocessors. Here a block has a multiprocessor's share of
+// the rows: `wn` warps of 32 rows side by side; the other warps take turns along K, a chunk of 128 each. Where W has fewer rows, the blocks of
+// a cluster share `split` times as many rows and have a part of K each, so that x comes once for all those rows.
+//
+// Two more warps copy x into a ring in shared memory, which all warps read. For INT4 they also add up x over each group, once for all warps,
+// because zero points need that sum. A warp's weights come through a ring of its own; a lane reads what it copied itself, so no warp waits
+// for another there. Both are copied 16 bytes at a time: a bulk copy of the 256 bytes that x has side by side takes 25 ns.
 //
 // Sums of the warps along K meet in shared memory and are added up in the order of blocks and warps: results do not depend on timing.
 
@@ -25,10 +26,10 @@
 
 namespace {
 
-constexpr int kMathWarps = 18;    // warps that multiply, `wn` of them side by side and as many such rows as there are warps for
-constexpr int kCopyWarps = 2;  // warps that bring x, a chunk each in turn
+constexpr int kMathWarps = 18;  // warps that multiply: as many rows of `wn` warps as there are warps for
+constexpr int kCopyWarps = 2;   // warps that bring x, a chunk each in turn
 
-template <int FMT, int G, int MT> struct Wide {
+template <int FMT, int G, int MT> struct Layout {
   using S = Shape<FMT, G, 2, MT, true>;
   static constexpr int threads = 32 * (kMathWarps + kCopyWarps), tokens = 8 * MT;
   static constexpr int row = 256;         // bytes of a token's chunk
@@ -45,7 +46,7 @@ template <int FMT, int G, int MT> struct Wide {
 
 // A warp's weights, asked for `steps` steps ahead.
 template <int FMT, int G, int MT> struct Copied {
-  using D = Wide<FMT, G, MT>;
+  using D = Layout<FMT, G, MT>;
   using S = typename D::S;
   uint32_t data, slot = 0;
   const char* next;  // the step to be requested next
@@ -80,8 +81,8 @@ template <int FMT, int G, int MT> struct Copied {
 };
 
 // What a lane multiplies with over half a chunk, out of the chunk at `chunk` in shared memory.
-template <int FMT, int G, int MT> __device__ __forceinline__ void read_tokens(uint4 (&x)[Wide<FMT, G, MT>::S::tokens], uint32_t chunk, int half) {
-  using D = Wide<FMT, G, MT>;
+template <int FMT, int G, int MT> __device__ __forceinline__ void read_tokens(uint4 (&x)[Layout<FMT, G, MT>::S::tokens], uint32_t chunk, int half) {
+  using D = Layout<FMT, G, MT>;
   const int lane = threadIdx.x & 31;
   chunk += (lane >> 2) * D::pitch + (lane & 3) * 16 + half * (D::row / 2);
 #pragma unroll
@@ -89,7 +90,7 @@ template <int FMT, int G, int MT> __device__ __forceinline__ void read_tokens(ui
 }
 
 template <int G, int MT> __device__ __forceinline__ void write_sums(uint32_t chunk, int group, int mt, float first, float second) {
-  using D = Wide<kInt4, G, MT>;
+  using D = Layout<kInt4, G, MT>;
   const int lane = threadIdx.x & 31;
   const uint32_t at = chunk + D::tokens * D::pitch + group * (D::tokens * 4) + mt * 32 + lane * 8;
   if (lane < 4) asm volatile("st.shared.v2.f32 [%0], {%1,%2};" :: "r"(at), "f"(first), "f"(second) : "memory");
@@ -98,7 +99,7 @@ template <int G, int MT> __device__ __forceinline__ void write_sums(uint32_t chu
 // Sums of x over the groups of a chunk, which lie behind it: by products with ones, whose rows are all the same. Those of a whole chunk are
 // two that do not wait for each other.
 template <class T, int G, int MT> __device__ __forceinline__ void add_up_tokens(uint32_t chunk) {
-  using D = Wide<kInt4, G, MT>;
+  using D = Layout<kInt4, G, MT>;
   const uint32_t ones[4] = {Magic<T>::ones, Magic<T>::ones, Magic<T>::ones, Magic<T>::ones};
   float sum[2][MT][4];
 #pragma unroll
@@ -125,7 +126,7 @@ template <class T, int G, int MT> __device__ __forceinline__ void add_up_tokens(
 // A warp that brings x: every `kCopyWarps`th chunk of the block's, which begin at `x`, when its place is free, and tells when it is there.
 template <int FMT, class T, int G, int MT>
 __device__ __forceinline__ void bring_tokens(const GemmParams& p, const char* x, int helper, int chunks, uint32_t ring, uint32_t filled, uint32_t emptied) {
-  using D = Wide<FMT, G, MT>;
+  using D = Layout<FMT, G, MT>;
   constexpr int pieces = D::row / 16, at_once = 32 / pieces;  // copies of a token's chunk, and so many tokens in one instruction
   const int lane = threadIdx.x & 31, token = lane / pieces, column = lane % pieces * 16;
   const size_t row_bytes = (size_t)p.k * 2;
@@ -153,8 +154,8 @@ __device__ __forceinline__ void bring_tokens(const GemmParams& p, const char* x,
   }
 }
 
-template <int FMT, class T, int G, int MT> __global__ void __launch_bounds__(Wide<FMT, G, MT>::threads, 1) tokens_in_shared(const GemmParams p) {
-  using D = Wide<FMT, G, MT>;
+template <int FMT, class T, int G, int MT> __global__ void __launch_bounds__(Layout<FMT, G, MT>::threads, 1) tokens_in_shared(const GemmParams p) {
+  using D = Layout<FMT, G, MT>;
   using Lane = Sums<FMT, T, G, 2, MT, true>;
   extern __shared__ __align__(128) char shared[];
   const int lane = threadIdx.x & 31, warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
@@ -279,7 +280,7 @@ template <int FMT, class T, int G, int MT> __global__ void __launch_bounds__(Wid
 }
 
 template <int FMT, class T, int G, int MT> int launch(const GemmParams& p, void* stream) {
-  using D = Wide<FMT, G, MT>;
+  using D = Layout<FMT, G, MT>;
   auto kernel = tokens_in_shared<FMT, T, G, MT>;
   static const cudaError_t allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, D::bytes);
   if (allowed != cudaSuccess) return (int)allowed;
