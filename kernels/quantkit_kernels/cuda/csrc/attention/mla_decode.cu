@@ -109,6 +109,106 @@ __device__ __forceinline__ int tiles_of(int length) { return (length + kTile - 1
 // A row's tiles are shared out over this many of the grid's splits, none of which is without work. Tiles are fewer than 2^23.
 __device__ __forceinline__ int parts_of(int tiles, int splits) { return min(tiles, splits); }
 
+// A warp's quarter of the queries' 576 columns, which lie in the ring as tile 0.
+template <int HT> __device__ __forceinline__ void load_queries(uint32_t (&queries)[HT][9][4], uint32_t ring, int quarter, int matrix, int matrix_row) {
+#pragma unroll
+  for (int t = 0; t < HT; ++t)
+#pragma unroll
+    for (int k = 0; k < 9; ++k)
+      load_matrices(queries[t][k], ring + (t * 16 + (matrix & 1) * 8 + matrix_row) * kEntryStride + (quarter * 144 + k * 16 + (matrix >> 1) * 8) * 2);
+}
+
+// What was summed so far, for the largest scores of now.
+template <int HT> __device__ __forceinline__ void shrink_sums(float (&sums)[HT][8][4], const float* shrink, int g) {
+#pragma unroll
+  for (int t = 0; t < HT; ++t) {
+    const float low = shrink[t * 16 + g], high = shrink[t * 16 + 8 + g];
+    if (__any_sync(0xffffffffu, low != 1.f || high != 1.f)) {
+#pragma unroll
+      for (int n = 0; n < 8; ++n) sums[t][n][0] *= low, sums[t][n][1] *= low, sums[t][n][2] *= high, sums[t][n][3] *= high;
+    }
+  }
+}
+
+// Probabilities of 16 tokens, and their latents in a warp's 64 columns. k: which 16 of the tile.
+template <int HT>
+__device__ __forceinline__ void load_operands(uint32_t (&a)[HT][4], uint32_t (&latents)[4][4], const char* probabilities, uint32_t tile, int k, int warp, int matrix, int matrix_row) {
+#pragma unroll
+  for (int t = 0; t < HT; ++t)
+    load_matrices(a[t], shared_address(probabilities) + (t * 16 + (matrix & 1) * 8 + matrix_row) * kProbStride + (k * 16 + (matrix >> 1) * 8) * 2);
+#pragma unroll
+  for (int n = 0; n < 4; ++n)
+    load_matrices_transposed(latents[n], tile + (k * 16 + (matrix & 1) * 8 + matrix_row) * kEntryStride + (warp * 64 + n * 16 + (matrix >> 1) * 8) * 2);
+}
+
+// sums += probabilities . latents, of 16 tokens.
+template <class T, int HT> __device__ __forceinline__ void add_latents(float (&sums)[HT][8][4], const uint32_t (&a)[HT][4], const uint32_t (&latents)[4][4]) {
+#pragma unroll
+  for (int n = 0; n < 4; ++n)
+#pragma unroll
+    for (int t = 0; t < HT; ++t) mma<T>(sums[t][2 * n], a[t], latents[n][0], latents[n][1]), mma<T>(sums[t][2 * n + 1], a[t], latents[n][2], latents[n][3]);
+}
+
+// A warp's share of a tile's scores: a quarter of the products, for half of the tokens.
+template <class T, int HT>
+__device__ __forceinline__ void multiply_keys(float (&score)[HT][2][4], uint32_t (&keys)[9][4], const uint32_t (&queries)[HT][9][4], uint32_t tile, int quarter, int tokens0, int matrix, int matrix_row) {
+#pragma unroll
+  for (int k = 0; k < 9; ++k)
+    load_matrices(keys[k], tile + (tokens0 + (matrix >> 1) * 8 + matrix_row) * kEntryStride + (quarter * 144 + k * 16 + (matrix & 1) * 8) * 2);
+#pragma unroll
+  for (int k = 0; k < 9; ++k)
+#pragma unroll
+    for (int t = 0; t < HT; ++t) mma<T>(score[t][0], queries[t][k], keys[k][0], keys[k][1]), mma<T>(score[t][1], queries[t][k], keys[k][2], keys[k][3]);
+}
+
+// To shared memory, where the warps' quarters meet.
+template <int HT> __device__ __forceinline__ void store_scores(float* scores, const float (&score)[HT][2][4], int quarter, int tokens0, int g, int part) {
+  constexpr int heads_here = 16 * HT;
+#pragma unroll
+  for (int t = 0; t < HT; ++t)
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        *reinterpret_cast<float2*>(scores + (quarter * heads_here + t * 16 + h * 8 + g) * kScoreStride + tokens0 + n * 8 + 2 * part) =
+            make_float2(score[t][n][2 * h], score[t][n][2 * h + 1]);
+}
+
+// Scores of one head become probabilities, whose sum is added to `total`.
+template <class T, int N> __device__ __forceinline__ void exponentiate(T (&probabilities)[N], const float (&scores)[N], float top, float& total) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const float e = exp2f(scores[i] - top);
+    total += e, probabilities[i] = T(e);
+  }
+}
+
+// A warp's copies of four rows, of which lane i knows where row i % 4 begins.
+template <class T> __device__ __forceinline__ void copy_rows(uint32_t to, const T* from, int lane) {
+#pragma unroll
+  for (int i = 0; i < kEntry * 2 * 4 / 16 / 32; ++i) {
+    const int chunk = i * 32 + lane, which = chunk / (kEntry / 8), at = chunk % (kEntry / 8) * 16;
+    const char* source = reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, (unsigned long long)from, which)) + at;
+    copy16(to + which * kEntryStride + at, source);
+  }
+}
+
+// A part's result: of each head the largest score and the sum of its probabilities, and a warp's 64 columns of the sums of latents.
+template <int HT> __device__ __forceinline__ void store_part(const Attend& p, const float (&sums)[HT][8][4], float largest, float total, int threads_per_head, int head, int token0, int head0, int row, int split, int g, int part, int warp) {
+  for (int o = threads_per_head / 2; o; o >>= 1) total += __shfl_xor_sync(0xffffffffu, total, o);
+  if (token0 == 0 && head0 + head < p.heads) p.found[((size_t)row * p.heads + head0 + head) * p.splits + split] = make_float2(largest, total);
+#pragma unroll
+  for (int t = 0; t < HT; ++t)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int to = head0 + t * 16 + h * 8 + g;
+      if (to >= p.heads) continue;
+      float* out = p.weighted + (((size_t)row * p.heads + to) * p.splits + split) * kLatent + warp * 64 + 2 * part;
+#pragma unroll
+      for (int n = 0; n < 8; ++n) *reinterpret_cast<float2*>(out + n * 8) = make_float2(sums[t][n][2 * h], sums[t][n][2 * h + 1]);
+    }
+}
+
 // A block per 16 * HT heads, part of a row's tokens, and row.
 template <class T, int HT> __global__ void __launch_bounds__(kThreads, 1) attend(const T* q, const T* cache, const Attend p) {
   constexpr int heads_here = 16 * HT, per_thread = kTile * heads_here / kThreads, threads_per_head = kTile / per_thread;
@@ -141,12 +241,7 @@ template <class T, int HT> __global__ void __launch_bounds__(kThreads, 1) attend
     const T* from = turn == 0 ? q + ((size_t)row * p.heads + min(head0 + of_tile, p.heads - 1)) * kEntry
                               : cache + ((size_t)place.block * p.block_size + place.offset) * kEntry;
     const uint32_t to = ring + turn % kSlots * kTileBytes + warp * 4 * kEntryStride;
-#pragma unroll
-    for (int i = 0; i < kEntry * 2 * 4 / 16 / 32; ++i) {
-      const int chunk = i * 32 + lane, which = chunk / (kEntry / 8), at = chunk % (kEntry / 8) * 16;
-      const char* source = reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, (unsigned long long)from, which)) + at;
-      copy16(to + which * kEntryStride + at, source);
-    }
+    copy_rows(to, from, lane);
     arrive_after_copies(barriers + turn % kSlots * 8);
   };
   const auto await = [&](int turn) { wait_for(barriers + turn % kSlots * 8, turn / kSlots & 1); };
@@ -168,11 +263,7 @@ template <class T, int HT> __global__ void __launch_bounds__(kThreads, 1) attend
   const int quarter = warp & 3, tokens0 = (warp >> 2) * 16;
   uint32_t queries[HT][9][4];
   await(0);
-#pragma unroll
-  for (int t = 0; t < HT; ++t)
-#pragma unroll
-    for (int k = 0; k < 9; ++k)
-      load_matrices(queries[t][k], ring + (t * 16 + (matrix & 1) * 8 + matrix_row) * kEntryStride + (quarter * 144 + k * 16 + (matrix >> 1) * 8) * 2);
+  load_queries<HT>(queries, ring, quarter, matrix, matrix_row);
 
   float sums[HT][8][4] = {};  // of its 64 columns of the result
   // A head's softmax is the business of 8 or 16 threads, each with a few of a tile's tokens.
@@ -186,21 +277,8 @@ template <class T, int HT> __global__ void __launch_bounds__(kThreads, 1) attend
     await(turn);
     float score[HT][2][4] = {};
     uint32_t keys[9][4];
-#pragma unroll
-    for (int k = 0; k < 9; ++k)
-      load_matrices(keys[k], tile + (tokens0 + (matrix >> 1) * 8 + matrix_row) * kEntryStride + (quarter * 144 + k * 16 + (matrix & 1) * 8) * 2);
-#pragma unroll
-    for (int k = 0; k < 9; ++k)
-#pragma unroll
-      for (int t = 0; t < HT; ++t) mma<T>(score[t][0], queries[t][k], keys[k][0], keys[k][1]), mma<T>(score[t][1], queries[t][k], keys[k][2], keys[k][3]);
-#pragma unroll
-    for (int t = 0; t < HT; ++t)
-#pragma unroll
-      for (int n = 0; n < 2; ++n)
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-          *reinterpret_cast<float2*>(scores + (quarter * heads_here + t * 16 + h * 8 + g) * kScoreStride + tokens0 + n * 8 + 2 * part) =
-              make_float2(score[t][n][2 * h], score[t][n][2 * h + 1]);
+    multiply_keys<T, HT>(score, keys, queries, tile, quarter, tokens0, matrix, matrix_row);
+    store_scores<HT>(scores, score, quarter, tokens0, g, part);
     __syncthreads();
     Few s = *reinterpret_cast<const Few*>(scores + head * kScoreStride + token0);
     float top = largest;
@@ -219,60 +297,58 @@ template <class T, int HT> __global__ void __launch_bounds__(kThreads, 1) attend
     const float less = exp2f(largest - top);
     largest = top, total *= less;
     Probabilities prob;
-#pragma unroll
-    for (int i = 0; i < per_thread; ++i) {
-      const float e = exp2f(s.v[i] - top);
-      total += e, prob.v[i] = T(e);
-    }
+    exponentiate(prob.v, s.v, top, total);
     *reinterpret_cast<Probabilities*>(probabilities + head * kProbStride + token0 * 2) = prob;
     if (token0 == 0) shrink[head] = less;
     __syncthreads();
 
-#pragma unroll
-    for (int t = 0; t < HT; ++t) {
-      const float low = shrink[t * 16 + g], high = shrink[t * 16 + 8 + g];
-      if (__any_sync(0xffffffffu, low != 1.f || high != 1.f)) {
-#pragma unroll
-        for (int n = 0; n < 8; ++n) sums[t][n][0] *= low, sums[t][n][1] *= low, sums[t][n][2] *= high, sums[t][n][3] *= high;
-      }
-    }
+    shrink_sums<HT>(sums, shrink, g);
 #pragma unroll
     for (int k = 0; k < kTile / 16; ++k) {
       uint32_t a[HT][4], latents[4][4];
-#pragma unroll
-      for (int t = 0; t < HT; ++t)
-        load_matrices(a[t], shared_address(probabilities) + (t * 16 + (matrix & 1) * 8 + matrix_row) * kProbStride + (k * 16 + (matrix >> 1) * 8) * 2);
-#pragma unroll
-      for (int n = 0; n < 4; ++n)
-        load_matrices_transposed(latents[n], tile + (k * 16 + (matrix & 1) * 8 + matrix_row) * kEntryStride + (warp * 64 + n * 16 + (matrix >> 1) * 8) * 2);
+      load_operands<HT>(a, latents, probabilities, tile, k, warp, matrix, matrix_row);
       // The slot of the turn before this one is free since the first barrier. Copies hold up reads of shared memory, so they are asked
       // for when only the tensor cores have something to do.
       if (k == kTile / 16 - 1 && more) request(turn + kSlots - 1, next);
-#pragma unroll
-      for (int n = 0; n < 4; ++n)
-#pragma unroll
-        for (int t = 0; t < HT; ++t) mma<T>(sums[t][2 * n], a[t], latents[n][0], latents[n][1]), mma<T>(sums[t][2 * n + 1], a[t], latents[n][2], latents[n][3]);
+      add_latents<T, HT>(sums, a, latents);
     }
   }
 
-  for (int o = threads_per_head / 2; o; o >>= 1) total += __shfl_xor_sync(0xffffffffu, total, o);
-  if (token0 == 0 && head0 + head < p.heads) p.found[((size_t)row * p.heads + head0 + head) * p.splits + split] = make_float2(largest, total);
-#pragma unroll
-  for (int t = 0; t < HT; ++t)
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int to = head0 + t * 16 + h * 8 + g;
-      if (to >= p.heads) continue;
-      float* out = p.weighted + (((size_t)row * p.heads + to) * p.splits + split) * kLatent + warp * 64 + 2 * part;
-#pragma unroll
-      for (int n = 0; n < 8; ++n) *reinterpret_cast<float2*>(out + n * 8) = make_float2(sums[t][n][2 * h], sums[t][n][2 * h + 1]);
-    }
+  store_part<HT>(p, sums, largest, total, threads_per_head, head, token0, head0, row, split, g, part, warp);
 }
 
 // --- results ---------------------------------------------------------------------------------------------------------------
 
 constexpr int kMostSplits = 256, kProjectRows = 64, kLatentStride = 2 * kLatent + 16;  // bytes
 constexpr int project_bytes(int splits) { return (kProjectRows + 8) * kLatentStride + kWarps * kLatent * 4 + 8 * splits * 4; }
+
+// W_UV . latents: 16 of the values, half of the products.
+template <class T>
+__device__ __forceinline__ void multiply_values(float (&acc)[2][4], const char* shared, const char* latents, int tile, int half, int g, int part, int matrix, int matrix_row) {
+#pragma unroll
+  for (int k = 0; k < kLatent / 32; ++k) {
+    uint32_t a[4];
+    const int column = half * (kLatent / 2) + k * 16;
+    load_matrices(a, shared_address(shared) + (tile * 16 + (matrix & 1) * 8 + matrix_row) * kLatentStride + (column + (matrix >> 1) * 8) * 2);
+    const uint32_t* b = reinterpret_cast<const uint32_t*>(latents + g * kLatentStride) + column / 2 + part;
+    mma<T>(acc[k % 2], a, b[0], b[4]);
+  }
+}
+
+// The weighed sum of row `row0 + r`'s parts, of which this warp takes every `warps_per_row`th: a lane has 4 of each 128 columns.
+__device__ __forceinline__ void merge_parts(float4 (&sum)[4], const Attend& p, const float* shares, int row0, int r, int head, int warp, int lane, int warps_per_row) {
+  const int parts = parts_of(tiles_of(p.lengths[(row0 + r) * p.lengths_stride]), p.splits);
+  const float4* weighted = reinterpret_cast<const float4*>(p.weighted + ((size_t)(row0 + r) * p.heads + head) * p.splits * kLatent) + lane;
+#pragma unroll 4
+  for (int s = warp % warps_per_row; s < parts; s += warps_per_row) {
+    const float share = shares[r * p.splits + s];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float4 v = __ldcg(weighted + s * (kLatent / 4) + i * 32);
+      sum[i].x += share * v.x, sum[i].y += share * v.y, sum[i].z += share * v.z, sum[i].w += share * v.w;
+    }
+  }
+}
 
 // out[row, head] = (merged parts) W_UV. A block per head, 64 of its values, and eight rows.
 template <class T> __global__ void __launch_bounds__(kThreads, 2) project(const T* kv_b, T* out, int rows, const Attend p) {
@@ -315,19 +391,7 @@ template <class T> __global__ void __launch_bounds__(kThreads, 2) project(const 
   // Warps are shared out over the rows, and a row's warps over its parts.
   const int warps_per_row = here > 4 ? 1 : here > 2 ? 2 : here > 1 ? 4 : 8, r = warp / warps_per_row;
   float4 sum[4] = {};
-  if (r < here) {
-    const int parts = parts_of(tiles_of(p.lengths[(row0 + r) * p.lengths_stride]), p.splits);
-    const float4* weighted = reinterpret_cast<const float4*>(p.weighted + ((size_t)(row0 + r) * p.heads + head) * p.splits * kLatent) + lane;
-#pragma unroll 4
-    for (int s = warp % warps_per_row; s < parts; s += warps_per_row) {
-      const float share = shares[r * p.splits + s];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float4 v = __ldcg(weighted + s * (kLatent / 4) + i * 32);
-        sum[i].x += share * v.x, sum[i].y += share * v.y, sum[i].z += share * v.z, sum[i].w += share * v.w;
-      }
-    }
-  }
+  if (r < here) merge_parts(sum, p, shares, row0, r, head, warp, lane, warps_per_row);
 #pragma unroll
   for (int i = 0; i < 4; ++i) *reinterpret_cast<float4*>(sums + warp * kLatent + i * 128 + lane * 4) = sum[i];
   __syncthreads();
@@ -344,14 +408,7 @@ template <class T> __global__ void __launch_bounds__(kThreads, 2) project(const 
 
   const int tile = warp & 3, half = warp >> 2;  // 16 of the values, half of the products
   float acc[2][4] = {};
-#pragma unroll
-  for (int k = 0; k < kLatent / 32; ++k) {
-    uint32_t a[4];
-    const int column = half * (kLatent / 2) + k * 16;
-    load_matrices(a, shared_address(shared) + (tile * 16 + (matrix & 1) * 8 + matrix_row) * kLatentStride + (column + (matrix >> 1) * 8) * 2);
-    const uint32_t* b = reinterpret_cast<const uint32_t*>(latents + g * kLatentStride) + column / 2 + part;
-    mma<T>(acc[k % 2], a, b[0], b[4]);
-  }
+  multiply_values<T>(acc, shared, latents, tile, half, g, part, matrix, matrix_row);
 #pragma unroll
   for (int c = 0; c < 4; ++c) sums[(half * kProjectRows + tile * 16 + g + 8 * (c / 2)) * 8 + 2 * part + c % 2] = acc[0][c] + acc[1][c];
   __syncthreads();
