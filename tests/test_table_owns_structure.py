@@ -1,0 +1,86 @@
+"""What a tensor is stands in the model's table: code outside quantkit/models neither reads it out of a name nor asks a config for fields.
+
+`SPELLED` lists the texts that hold a piece of a name all the same, with the reason. A text that is gone must leave the list.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from quantkit.models.table import Block, Projection, Role
+
+ROOT = Path(__file__).parent.parent / "quantkit"
+PIECES = (
+    "self_attn",
+    "mlp.",
+    ".mlp",
+    ".experts",
+    ".shared_expert",
+    "_proj",
+    "layers.",
+    "layers\\.",
+    "lm_head",
+    "embed_tokens",
+    "layernorm",
+)
+OF_THE_TABLE = {*get_args(Role), *get_args(Block), *get_args(Projection)}
+UNIT = "the name of a unit of work, which quantkit makes itself"
+SPELLED: dict[str, dict[str, str]] = {
+    "calibrate/units.py": {"layers.": UNIT, ".experts.": UNIT},
+    "quantization/memory.py": {"layers.": UNIT, ".experts": UNIT},
+    "quantization/checks.py": {"lm_head\\.weight": "a head beside a tied embedding, for which the table has no row"},
+    "checkpoint/check.py": {
+        ending: "which plain tensors engines take for linears, where no table is known: check_ignored"
+        for ending in ("_proj.weight", "_proj_with_mqa.weight", "eh_proj.weight")
+    },
+    "checkpoint/formats/base.py": {
+        "lm_head": "what engines call the head, stored or tied",
+        "embed_tokens": "a 2-D weight that no engine takes for a linear",
+        r"(.*?\.layers\.\d+)\.": "entries of ignore lists cover a layer by its prefix: a spelling of the format",
+    },
+    "checkpoint/formats/modelslim.py": dict.fromkeys(("o_proj", "down_proj"), "the format slices scale_bias of these two, for vllm-ascend"),
+    "conversion.py": {"kv_b_proj": "a linear of an architecture without a table"},
+    "engines/check.py": {" mixes up scales of gate_proj and up_proj: a GPU's ": "a message"},
+}
+
+
+def texts(tree: ast.Module) -> Iterator[str]:
+    """Literal texts, those inside f-strings too, that are no docstrings."""
+    documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+            yield node.value
+
+
+def pieces_of_names(tree: ast.Module) -> set[str]:
+    return {text for text in texts(tree) if text not in OF_THE_TABLE and any(piece in text for piece in PIECES)}
+
+
+def questions_to_configs(tree: ast.Module) -> list[str]:
+    """Calls such as getattr(config, "num_key_value_heads", None)."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr")]
+    return [ast.unparse(call) for call in calls if "config" in ast.unparse(call.args[0]).lower()]
+
+
+def outside_models() -> list[str]:
+    files = (path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
+    return sorted(file for file in files if not file.startswith("models/"))
+
+
+@pytest.mark.parametrize("file", outside_models())
+def test_names_and_configs_are_not_looked_into(file: str) -> None:
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    assert pieces_of_names(tree) == set(SPELLED.get(file, {})), "ask the row of models/table.py: block, projection, role, expert, layer"
+    assert not questions_to_configs(tree), "ask what models.architecture.ModelConfig promises"
+
+
+def test_such_code_is_found() -> None:
+    tree = ast.parse(
+        '"""self_attn"""\ndef f(name, config):\n    """.mlp."""\n    return ".experts." in name, getattr(config, "kv_heads", 0)\n'
+    )
+    assert pieces_of_names(tree) == {".experts."}
+    assert questions_to_configs(tree) == ["getattr(config, 'kv_heads', 0)"]
+    assert pieces_of_names(ast.parse('f"{p}.self_attn.{side}_proj"; x = f"{p}_proj"')) == {".self_attn.", "_proj"}
