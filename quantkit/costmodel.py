@@ -14,28 +14,22 @@ on the chip; the parts of an operator either overlap (the slowest counts) or fol
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import model_validator
 
-from quantkit.assets import asset
 from quantkit.errors import QuantkitError
 from quantkit.models import find_architecture
 from quantkit.models.architecture import ModelConfig
 from quantkit.models.table import Parameter
 from quantkit.schemes import Fp4Grid, Grid, Scheme
+from quantkit.settings_file import Strict, find_yaml, read_yaml
 
 PARTS = ("hbm", "vector", "l2", "cube", "cache", "launches", "collectives")
 _SCALE_BYTES, _ROUTER_BYTES, _DENSE_BYTES = 2, 4, 2
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Launches(_Strict):
+class Launches(Strict):
     """Kernel launches per layer and, for embedding, head and sampling, per step."""
 
     dense_layer: int
@@ -43,7 +37,7 @@ class Launches(_Strict):
     step: int = 0
 
 
-class Decode(_Strict):
+class Decode(Strict):
     """What decoding one weight costs: 16-bit vector operations and bytes through the L2 for the cube; operations per row without it."""
 
     cube_ops: float
@@ -51,7 +45,7 @@ class Decode(_Strict):
     vector_ops_per_row: float
 
 
-class Level(_Strict):
+class Level(Strict):
     """A way to run a step. hbm_efficiency: share of the bandwidth that products reach; cache_passes: times the cache is moved."""
 
     name: str
@@ -64,7 +58,7 @@ class Level(_Strict):
     launches: str
 
 
-class Hardware(_Strict):
+class Hardware(Strict):
     """One device and its box. gb_s are 10^9 bytes a second, tflops and gops 10^12 and 10^9 operations."""
 
     name: str
@@ -118,22 +112,10 @@ class WeightTraffic:
 
 def load_hardware(name_or_path: str) -> Hardware:
     """A machine that ships with quantkit (recipes/hardware), by name in any case, or a YAML file."""
-    path = Path(name_or_path)
-    if not path.suffix:
-        path = asset("recipes", "hardware", f"{name_or_path.lower()}.yaml")
-    try:
-        return Hardware.model_validate(yaml.safe_load(path.read_text()))
-    except FileNotFoundError:
-        raise QuantkitError(f"hardware {name_or_path} is not known", "give a YAML file like those in recipes/hardware") from None
-    except (yaml.YAMLError, ValidationError) as error:
-        raise QuantkitError(f"{path} is not a hardware file: {_first_line(error)}", "see recipes/hardware/910b1.yaml") from None
-
-
-def _first_line(error: yaml.YAMLError | ValidationError) -> str:
-    if isinstance(error, ValidationError):
-        first = error.errors()[0]
-        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    return str(error).splitlines()[0]
+    path = find_yaml(name_or_path, "recipes", "hardware") or find_yaml(name_or_path.lower(), "recipes", "hardware")
+    if path is None:
+        raise QuantkitError(f"hardware {name_or_path} is not known", "give a YAML file like those in recipes/hardware")
+    return read_yaml(path, Hardware, "see recipes/hardware/910b1.yaml")
 
 
 def ladder(

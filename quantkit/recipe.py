@@ -1,23 +1,16 @@
-"""A quantization recipe: everything a run depends on besides the model, as one YAML file.
-
-Unknown keys are errors, so that a typo does not silently give the default.
-"""
+"""A quantization recipe: everything a run depends on besides the model, as one YAML file."""
 
 import hashlib
-from pathlib import Path
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from quantkit.assets import asset
 from quantkit.errors import QuantkitError
 from quantkit.schemes import Method
+from quantkit.settings_file import Strict, find_yaml, read_yaml
 
 
-class Recipe(BaseModel):
+class Recipe(Strict):
     """`methods` None means the scheme's own. Lengths are in tokens."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     scheme: str
     methods: tuple[Method, ...] | None = None
@@ -46,14 +39,7 @@ class Recipe(BaseModel):
 
 def load_recipe(name_or_path: str) -> Recipe:
     """A recipe that ships with quantkit, by name, or a YAML file."""
-    path = Path(name_or_path)
-    if not path.suffix:
-        path = asset("recipes", f"{name_or_path}.yaml")
-    try:
-        return Recipe.model_validate(yaml.safe_load(path.read_text()))
-    except FileNotFoundError:
-        raise QuantkitError(f"recipe {name_or_path} does not exist", "give a YAML file or the name of a recipe in recipes/") from None
-    except (yaml.YAMLError, ValidationError) as error:
-        first = error.errors()[0] if isinstance(error, ValidationError) else None
-        detail = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else str(error).splitlines()[0]
-        raise QuantkitError(f"recipe {path} is not valid: {detail}", "see docs/quantize.md for its keys") from None
+    path = find_yaml(name_or_path, "recipes")
+    if path is None:
+        raise QuantkitError(f"recipe {name_or_path} does not exist", "give a YAML file or the name of a recipe in recipes/")
+    return read_yaml(path, Recipe, "see docs/quantize.md for its keys")

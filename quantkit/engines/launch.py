@@ -12,8 +12,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from quantkit.assets import asset
 from quantkit.checkpoint.reader import Checkpoint
@@ -21,6 +20,7 @@ from quantkit.engines.check import LoadProblem, check_checkpoint, find_load
 from quantkit.engines.memory import Fit, ParallelSizes, check_split, fit
 from quantkit.engines.profiles import Device, find_engine
 from quantkit.errors import QuantkitError
+from quantkit.settings_file import Strict, read_yaml
 
 Command = tuple[str, ...]
 
@@ -28,13 +28,11 @@ API_KEY = "QUANTKIT_API_KEY"
 """The variable that a script takes the servers' key from: a secret is not printed."""
 
 
-class Role(BaseModel):
+class Role(Strict):
     """Boxes that run the same commands. `rest`: those of boxes after the first, where they differ.
 
     `per_rank`: once for each data-parallel group of the box, each with its own port, rank and devices.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
     boxes: int
@@ -43,7 +41,7 @@ class Role(BaseModel):
     data_parallel: int = 1
     expert_parallel: bool
     per_rank: bool = False
-    environment: dict[str, str] = {}
+    environment: dict[str, str] = Field({})
     first: tuple[Command, ...]
     rest: tuple[Command, ...] | None = None
 
@@ -52,9 +50,7 @@ class Role(BaseModel):
         return ParallelSizes(self.tensor_parallel, self.pipeline_parallel, self.data_parallel, self.expert_parallel)
 
 
-class Topology(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+class Topology(Strict):
     name: str
     summary: str
     devices_per_box: int = 8
@@ -74,12 +70,10 @@ class Topology(BaseModel):
         return self
 
 
-class LaunchRecipe(BaseModel):
+class LaunchRecipe(Strict):
     """Of one engine on one kind of device. memory_gib: of one device; memory_fraction: what the engine may use of it;
     reserve_gib: activations, graphs and communication buffers, an estimate. key: how the engine is given the key that its clients must
     send, an option of its command or a variable of its environment. listens: the option by which a command is known to serve."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     engine: str
     device: Device
@@ -207,14 +201,8 @@ def layout_names(engine: str, device: Device | None = None) -> tuple[str, ...]:
 
 @cache
 def _recipes() -> tuple[LaunchRecipe, ...]:
-    recipes = []
-    for path in sorted(asset("recipes", "deploy").glob("*.yaml")):
-        try:
-            recipes.append(LaunchRecipe.model_validate(yaml.safe_load(path.read_text())))
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise QuantkitError(f"{path} is not valid: {'.'.join(map(str, first['loc']))}: {first['msg']}", "restore that file") from None
-    return tuple(recipes)
+    paths = sorted(asset("recipes", "deploy").glob("*.yaml"))
+    return tuple(read_yaml(path, LaunchRecipe, "restore that file") for path in paths)
 
 
 def _recipe(engine: str, device: Device | None) -> LaunchRecipe:

@@ -7,13 +7,13 @@ must be quantized in it.
 from functools import cache
 from typing import Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import Field
 
 from quantkit.assets import asset
 from quantkit.errors import QuantkitError
 from quantkit.models.table import Parameter
 from quantkit.schemes import Fp4Grid, Grid, IntGrid
+from quantkit.settings_file import Strict, read_yaml
 
 Device = Literal["cuda", "npu", "cpu"]
 Part = Literal["qkv_a", "attention", "kv_b", "mlp", "shared_experts", "experts"]
@@ -22,11 +22,9 @@ Part = Literal["qkv_a", "attention", "kv_b", "mlp", "shared_experts", "experts"]
 GridName = Literal["int4-asymmetric", "int4-symmetric", "int4-channel", "int8", "nvfp4", "fp8", "dense"]
 
 
-class LoadRule(BaseModel):
+class LoadRule(Strict):
     """One thing an engine loads. `notes` is for people; `run` is the command of the repository that shows it, if one does, and `run_on`
     says where it was run if not on a CPU by `release`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     format: str
     variant: str
@@ -57,10 +55,8 @@ class LoadRule(BaseModel):
     run_on: str | None = None
 
 
-class Refusal(BaseModel):
+class Refusal(Strict):
     """Why an engine does not load something; a list that is empty stands for all."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     formats: tuple[str, ...] = ()
     variants: tuple[str, ...] = ()
@@ -69,20 +65,18 @@ class Refusal(BaseModel):
     reason: str
 
 
-class EngineProfile(BaseModel):
+class EngineProfile(Strict):
     """A profile. `release` is the version or commit whose sources were read.
 
     By model_type, of config.json: `config`, keys that must have this value; `reads`, keys that must be there by this name.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     engine: str
     release: str
     summary: str
     architectures: tuple[str, ...]
-    config: dict[str, dict[str, Any]] = {}
-    reads: dict[str, tuple[str, ...]] = {}
+    config: dict[str, dict[str, Any]] = Field({})
+    reads: dict[str, tuple[str, ...]] = Field({})
     loads: tuple[LoadRule, ...]
     refuses: tuple[Refusal, ...] = ()
 
@@ -108,12 +102,7 @@ def find_engine(name: str) -> EngineProfile:
     names = engine_names()
     if name not in names:
         raise QuantkitError(f"engine {name!r} is not known", f"choose one of {', '.join(names)}")
-    path = asset("recipes", "engines", f"{name}.yaml")
-    try:
-        return EngineProfile.model_validate(yaml.safe_load(path.read_text()))
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise QuantkitError(f"{path} is not valid: {'.'.join(map(str, first['loc']))}: {first['msg']}", "restore that file") from None
+    return read_yaml(asset("recipes", "engines", f"{name}.yaml"), EngineProfile, "restore that file")
 
 
 def engine_names() -> tuple[str, ...]:

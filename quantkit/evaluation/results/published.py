@@ -3,17 +3,11 @@
 from functools import cache
 from typing import Any
 
-import yaml
-from pydantic import BaseModel, ConfigDict
-
 from quantkit.assets import asset
+from quantkit.settings_file import Strict, read_yaml
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class PublishedEntry(_Strict):
+class PublishedEntry(Strict):
     """Scores in percent by task name."""
 
     model: str
@@ -21,7 +15,7 @@ class PublishedEntry(_Strict):
     scores: dict[str, float]
 
 
-class AccuracyTable(_Strict):
+class AccuracyTable(Strict):
     source: str
     hardware: str
     harness: str
@@ -30,7 +24,7 @@ class AccuracyTable(_Strict):
     wording: dict[str, str]  # task name -> how the source calls it
 
 
-class SpeedTable(_Strict):
+class SpeedTable(Strict):
     """`rows` under `columns`; None where the source gives no figure."""
 
     name: str
@@ -48,7 +42,7 @@ class SpeedTable(_Strict):
         return [dict(zip(self.columns, row)) for row in self.rows]
 
 
-class PublishedScore(_Strict):
+class PublishedScore(Strict):
     """One published score of one task, percent, ready to stand beside ours."""
 
     task: str
@@ -64,12 +58,12 @@ class PublishedScore(_Strict):
 
 @cache
 def accuracy_tables() -> tuple[AccuracyTable, ...]:
-    return tuple(AccuracyTable.model_validate(table) for table in _read("accuracy.yaml"))
+    return read_yaml(asset("eval", "reference", "accuracy.yaml"), tuple[AccuracyTable, ...], "restore that file")
 
 
 @cache
 def speed_tables() -> tuple[SpeedTable, ...]:
-    return tuple(SpeedTable.model_validate(table) for table in _read("speed.yaml"))
+    return read_yaml(asset("eval", "reference", "speed.yaml"), tuple[SpeedTable, ...], "restore that file")
 
 
 def published_speeds() -> list[dict[str, Any]]:
@@ -99,8 +93,3 @@ def published_scores(task: str) -> list[PublishedScore]:
         for entry in table.entries
         if task in entry.scores
     ]
-
-
-def _read(name: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = yaml.safe_load(asset("eval", "reference", name).read_text())
-    return found

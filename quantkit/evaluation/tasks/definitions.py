@@ -5,39 +5,34 @@ eval/protocols.yaml; a task adds its prompt and overrides what differs. `find_se
 """
 
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from quantkit.assets import asset
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.generators.generator import Generation
+from quantkit.settings_file import Strict, find_yaml, read_yaml
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class DataSource(_Strict):
+class DataSource(Strict):
     """Where rows come from: a file that ships with quantkit, a file below --data-dir, or the `datasets` extra."""
 
     builtin: str | None = None
-    files: list[str] = []
+    files: list[str] = Field([])
     hub: dict[str, str] | None = None
     where: str = ""
     rows: int | None = None
 
 
-class Dates(_Strict):
+class Dates(Strict):
     """Keep problems dated within [from, to], both inclusive, as YYYY-MM-DD."""
 
     first: str = Field(alias="from")
     last: str = Field(alias="to")
 
 
-class TaskProtocol(_Strict):
+class TaskProtocol(Strict):
     """What a task says about one protocol. `generation` and `single_pass` override single sampling parameters."""
 
     prompt: str
@@ -48,11 +43,11 @@ class TaskProtocol(_Strict):
     repeats: int | None = None
     grader: str | None = None
     dates: Dates | None = None
-    generation: dict[str, Any] = {}
-    single_pass: dict[str, Any] = {}  # on top of `generation` when every problem is asked once
+    generation: dict[str, Any] = Field({})
+    single_pass: dict[str, Any] = Field({})  # on top of `generation` when every problem is asked once
 
 
-class Task(_Strict):
+class Task(Strict):
     name: str
     version: int
     title: str
@@ -60,19 +55,19 @@ class Task(_Strict):
     data: DataSource
     shots: DataSource | None = None
     fields: dict[str, str | list[str]]  # our name -> the row's, or the names it may have
-    optional: dict[str, str] = {}  # likewise; empty where the row has none
+    optional: dict[str, str] = Field({})  # likewise; empty where the row has none
     grader: str
     protocols: dict[str, TaskProtocol]
 
 
-class Protocol(_Strict):
+class Protocol(Strict):
     summary: str
     thinking: bool  # replies are expected to begin inside <think>
     generation: dict[str, Any]
     repeats: int
 
 
-class Setting(_Strict):
+class Setting(Strict):
     """One task under one protocol, everything resolved. The prompt is a Jinja2 template."""
 
     task: Task
@@ -95,16 +90,15 @@ def task_names() -> list[str]:
 
 def find_task(name: str) -> Task:
     """The task called `name` in eval/tasks, or the task in the YAML file `name`."""
-    path = Path(name) if name.endswith((".yaml", ".yml")) else asset("eval", "tasks") / f"{name}.yaml"
-    if not path.is_file():
+    path = find_yaml(name, "eval", "tasks")
+    if path is None:
         raise QuantkitError(f"task {name!r} is not known", f"choose from {', '.join(task_names())}, or give the path of a task YAML")
-    return _read_task(path)
+    return read_yaml(path, Task, "compare with eval/tasks/gsm8k.yaml")
 
 
 @cache
 def protocols() -> dict[str, Protocol]:
-    path = asset("eval", "protocols.yaml")
-    return {name: Protocol.model_validate(value) for name, value in yaml.safe_load(path.read_text()).items()}
+    return read_yaml(asset("eval", "protocols.yaml"), dict[str, Protocol], "restore that file")
 
 
 def find_setting(task: Task, protocol: str, *, repeats: int | None = None, overrides: dict[str, Any] | None = None) -> Setting:
@@ -135,12 +129,3 @@ def find_setting(task: Task, protocol: str, *, repeats: int | None = None, overr
         repeats=asked,
         generation=generation,
     )
-
-
-def _read_task(path: Path) -> Task:
-    try:
-        return Task.model_validate(yaml.safe_load(path.read_text()))
-    except (yaml.YAMLError, ValidationError) as error:
-        first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": str(error).splitlines()[0]}
-        place = ".".join(str(part) for part in first["loc"])
-        raise QuantkitError(f"{path}: {place or 'file'}: {first['msg']}", "compare with eval/tasks/gsm8k.yaml") from error

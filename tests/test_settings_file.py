@@ -1,0 +1,80 @@
+"""YAML settings: a fault is one line with the file, the place in it and the remedy, whoever reads it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantkit.costmodel import load_hardware
+from quantkit.errors import QuantkitError
+from quantkit.evaluation.tasks.definitions import find_task
+from quantkit.recipe import load_recipe
+from quantkit.settings_file import Strict, find_yaml, read_yaml
+
+READERS = (load_recipe, load_hardware, find_task)
+
+
+class Part(Strict):
+    size: int
+
+
+FAULTS = {
+    b"size: [1": "line 1: expected",
+    b"a: 1\nsize: {": "line 2: ",
+    b"size: many": "size: Input should be a valid integer",
+    b"size: 1\nsise: 2": "sise: Extra inputs are not permitted",
+    b"{}": "size: Field required",
+    b"": "Input should be a valid dictionary",
+    b"- 1": "Input should be a valid dictionary",
+    b"size: 2026-99-99": "month",
+    b"size: '\xff'": "utf-8",
+    b"size: '\x07'": "special characters are not allowed",
+    b"size: !!python/object/apply:os.system ['true']": "line 1: could not determine a constructor",
+    b"[" * 20_000: "recursion",
+}
+
+
+@pytest.mark.parametrize("content", FAULTS, ids=lambda content: repr(content[:20]))
+def test_a_fault_is_told_with_file_and_place(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(content)
+    with pytest.raises(QuantkitError) as told:
+        read_yaml(path, Part, "see the page")
+    assert told.value.problem.startswith(f"{path} is not valid: ")
+    assert FAULTS[content] in told.value.problem
+    assert told.value.remedy == "see the page"
+
+
+def test_parts_of_a_list_and_of_a_dict_are_told_by_their_place(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("- size: 1\n- size: x\n")
+    with pytest.raises(QuantkitError, match=r"not valid: 1\.size: "):
+        read_yaml(path, tuple[Part, ...], "")
+    path.write_text("one: {size: 1}\ntwo: {}\n")
+    with pytest.raises(QuantkitError, match=r"not valid: two\.size: "):
+        read_yaml(path, dict[str, Part], "")
+
+
+def test_a_file_is_found_by_its_path_or_its_name(tmp_path: Path) -> None:
+    assert find_yaml("awq-w4a16", "recipes") == find_yaml(str(find_yaml("awq-w4a16", "recipes")), "recipes")
+    assert find_yaml("awq-w4", "recipes") is None
+    assert find_yaml(str(tmp_path / "none.yaml"), "recipes") is None
+    assert find_yaml(str(tmp_path), "recipes") is None
+
+
+@pytest.mark.parametrize("read", READERS, ids=lambda read: str(read.__name__))
+@pytest.mark.parametrize("name", ["unheard-of", "un.heard", "unheard-of.yaml", 300 * "x"])
+def test_what_is_not_there_is_told_by_its_name(read: Callable[[str], Any], name: str) -> None:
+    with pytest.raises(QuantkitError, match=name) as told:
+        read(name)
+    assert "reinstall" not in told.value.remedy
+    assert told.value.remedy
+
+
+@pytest.mark.parametrize("read", READERS, ids=lambda read: str(read.__name__))
+def test_every_reader_tells_a_fault_alike(read: Callable[[str], Any], tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("nothing: known\n")
+    with pytest.raises(QuantkitError, match=rf"{path} is not valid: \w+: "):
+        read(str(path))
