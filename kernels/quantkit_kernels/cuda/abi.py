@@ -93,7 +93,7 @@ class GqaPrepare(ctypes.Structure):
 
 
 class GqaDecode(ctypes.Structure):
-    """attention/gqa_decode.cu."""
+    """attention/gqa_schedule.cuh."""
 
     _fields_ = [
         *_fields(_POINTER, "q keys values table lengths out partial arrived"),

@@ -15,10 +15,12 @@ from quantkit_kernels.cuda.build import library
 from quantkit_kernels.cuda.launch import DTYPES, checked, stream_of, workspace
 from quantkit_kernels.paged import Norms, PagedKeys, Rotation
 
-_HEADS = 16  # that a block takes of those that share keys
-_TILE = 64  # tokens
+_HEADS = 16
+"""The most heads of a unit (kHeads of gqa_schedule.cuh), which all share keys."""
+_TILE = 64
+"""Tokens of a tile (kTile)."""
 _LEAST_TILES = 2
-"""Of a block's share: a part of a row costs about as much as reading so many."""
+"""The fewest tiles of a block's share: to merge one more part costs about as much as reading two tiles."""
 _MOST_ROWS, _MOST_UNITS = 1024, 1 << 16
 
 

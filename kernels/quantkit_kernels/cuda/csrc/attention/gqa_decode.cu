@@ -1,34 +1,24 @@
 // Grouped-query attention of one query per row over the paged cache, read where it lies: softmax(scale * q k) v.
 //
-// One launch. The work is counted in tiles of 64 tokens of a unit, which is a row's heads that share keys (up to 16 of them). All tiles of all
-// units stand in one line that is cut into equal shares, one a block: long rows are read by many blocks, and rows of any lengths load the
-// device evenly. A block's four warps take 16 tokens of a tile each, with a ring of copies that runs on from unit to unit and sums of their
-// own, and meet at the end of a unit only. A unit that lies in several shares is merged, in the order of its tokens, by the block that
-// finishes last.
+// One launch. A unit is a row's heads that share keys, up to 16 of them. The work is counted in tiles, 64 tokens of a unit each. All tiles of
+// all units stand in one line, and every block gets an equal share of that line: many blocks read a long row, and rows of any lengths load the
+// device evenly. Each of a block's four warps takes 16 tokens of a tile. It has a ring of copies of its own, which goes on from unit to unit,
+// and sums of its own; the warps meet only at the end of a unit. Where a unit lies in several shares, the block that finishes last merges its
+// parts, in the order of the tokens.
 //
-// Lengths are read on the device: a captured graph stays right when they change, and nothing past a row's end, or before its window, is read.
+// The kernel reads lengths on the device: a captured graph stays right when they change, and nothing past a row's end, or before its window,
+// is read.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <stdint.h>
 
+#include "attention/gqa_schedule.cuh"
 #include "common/copies.cuh"
 #include "common/launch.cuh"
 #include "common/mma.cuh"
 
-struct GqaDecode {
-  const void *q, *keys, *values;  // [rows, kv_heads * shared, d]; [.., block_size, kv_heads, d] twice
-  const int *table, *lengths;     // [rows, table_width], [rows]; strides in ints, 2 for int64
-  void* out;                      // as q
-  float* partial;                 // [blocks, 2, 16 * d + 32]: sums, largest scores, sums of p = 2^(score - largest)
-  int* arrived;                   // [units], zero before and after
-  int table_stride, lengths_stride, table_width, block_size, rows, kv_heads, shared, d, window, blocks, least_tiles;
-  float scale;  // times log2(e)
-};
-
 namespace {
-
-constexpr int kWarps = 4, kThreads = 32 * kWarps, kWarpTokens = 16, kTile = kWarps * kWarpTokens, kHeads = 16;
 
 // A warp's ring of copies: keys and values of 16 tokens a slot.
 template <int D> struct Ring {
@@ -45,41 +35,6 @@ template <class T> __device__ __forceinline__ uint32_t packed(float low, float h
   struct __align__(4) { T v[2]; } both = {T(low), T(high)};
   return *reinterpret_cast<uint32_t*>(&both);
 }
-
-struct Span { int first, tokens, tiles; };  // of a row: what it sees, and in how many tiles
-__device__ __forceinline__ Span span_of(int length, int window) {
-  const int first = window > 0 ? max(0, length - window) : 0;
-  return {first, length - first, (length - first + kTile - 1) / kTile};
-}
-
-// A row's heads that share keys, at begin .. end of the line.
-struct Unit {
-  int row, number, kv_head, head0, heads;
-  long long begin, end;
-  Span span;
-};
-
-// The line of tiles, and its equal shares. before [rows + 1]: tiles of the rows before, for one unit each; lengths [rows].
-struct Line {
-  const int *before, *lengths;
-  int rows, groups, per_row, blocks;
-  long long tiles;
-  __device__ long long begin(int block) const { return block * tiles / blocks; }
-  __device__ int holder(long long tile) const { return int(((tile + 1) * blocks - 1) / tiles); }
-  __device__ Unit unit_at(const GqaDecode& p, long long tile) const {
-    int row = 0;  // the last that begins here or before
-    for (int high = rows; high - row > 1;) {
-      const int middle = (row + high) / 2;
-      if ((long long)before[middle] * per_row <= tile) row = middle;
-      else high = middle;
-    }
-    const Span span = span_of(lengths[row], p.window);
-    const long long row_begin = (long long)before[row] * per_row;
-    const int number = int(tile - row_begin) / span.tiles, head0 = number % groups * kHeads;
-    const long long begin = row_begin + (long long)number * span.tiles;
-    return {row, number, number / groups, head0, min(kHeads, p.shared - head0), begin, begin + span.tiles, span};
-  }
-};
 
 // What a warp gathers about the heads of a unit: sums[n] of columns 8n .., a head's largest score and the sum of its probabilities.
 template <int D> struct Sums {
@@ -299,23 +254,6 @@ __device__ __forceinline__ void finish(const GqaDecode& p, const Line& line, con
   }
   __syncthreads();
   if (is_last) merge_parts<T>(p, line, unit, first, last, found, out);
-}
-
-// before [rows + 1] and lengths [rows] of `Line`, by the first warp.
-__device__ __forceinline__ void count_tiles(const GqaDecode& p, int* before, int* lengths) {
-  const int lane = threadIdx.x & 31, each = (p.rows + 31) / 32, row0 = lane * each, row1 = min(p.rows, row0 + each);
-  int mine = 0;
-  for (int row = lane; row < p.rows; row += 32) lengths[row] = p.lengths[row * p.lengths_stride];
-  __syncwarp();
-  for (int row = row0; row < row1; ++row) mine += span_of(lengths[row], p.window).tiles;
-  int upto = mine;
-  for (int o = 1; o < 32; o <<= 1) {
-    const int other = __shfl_up_sync(0xffffffffu, upto, o);
-    if (lane >= o) upto += other;
-  }
-  int at = upto - mine;
-  for (int row = row0; row < row1; ++row) before[row] = at, at += span_of(lengths[row], p.window).tiles;
-  if (lane == 31) before[p.rows] = upto;
 }
 
 template <class T, int D, int HALVES> __global__ void __launch_bounds__(kThreads, Ring<D>::per_sm) gqa_decode(const GqaDecode p) {

@@ -1,4 +1,4 @@
-// What blocks of a cluster have in common.
+// How blocks of a cluster wait for each other and read each other's shared memory.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// Bulk copies into shared memory, and the barriers that tell when they are done.
+// Copies into shared memory that run beside the program, and the barriers that tell when they are done.
 
 #pragma once
 
@@ -14,23 +14,24 @@ __device__ __forceinline__ void show_barriers_to_copies() { asm volatile("fence.
 __device__ __forceinline__ void arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
 }
-// An arrival after which the barrier waits for so many bytes besides.
+// Arrives at the barrier, which from then on also waits for `bytes` bytes of copies.
 __device__ __forceinline__ void expect_bytes(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
-// Of a multiple of 16 bytes at multiples of 16; counts them at the barrier when they are there.
+// Starts a copy of `bytes` bytes. The barrier counts them when they are there. Both addresses and `bytes` are multiples of 16.
 __device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
-// 16 bytes of this thread's; and its arrival at the barrier once all it has asked for so far are there.
+// `copy16` starts a copy of 16 bytes. `arrive_after_copies` makes this thread arrive at the barrier when all its copies so far are done.
 __device__ __forceinline__ void copy16(uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
 }
 __device__ __forceinline__ void arrive_after_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" :: "r"(barrier) : "memory");
 }
-// What this thread has asked for with `copy16` since the group before makes a group; waits until at most LEFT groups are not there.
+// `end_copies` makes a group of the copies that this thread has started since the last group. `wait_for_copies` waits until at most LEFT of its
+// groups are not done.
 __device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT> __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory"); }
 __device__ __forceinline__ void wait_for(uint32_t barrier, uint32_t phase) {

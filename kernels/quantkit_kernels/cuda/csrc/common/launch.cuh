@@ -1,4 +1,4 @@
-// What every kernel here is launched with and begins with.
+// How every kernel is launched, and what it calls first.
 //
 // A kernel may start while its predecessor writes its last results (programmatic dependent launch). Until `wait_for_predecessor` it may
 // read only what no kernel of the step writes; `let_successor_start` allows the next one to begin as this one's blocks end.

@@ -1,4 +1,4 @@
-// What `prepare` stores, and how a word of it becomes numbers.
+// The layout of packed weights, which `prepare` stores (layout.py), and how a word of it becomes numbers.
 //
 // Weights lie in the order in which a warp's lanes consume them as the A operand (16 rows) of a matrix instruction: 64 rows (a strip) by 64
 // along K (a step) is a run of 2 KB (int8: 4 KB). The order of K inside a step is chosen so that a lane's share of x is one or two 16-byte

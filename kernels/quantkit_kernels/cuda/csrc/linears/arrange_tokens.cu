@@ -1,10 +1,10 @@
-// Activations as the tile kernel reads them, in tiles of so many tokens: [tiles][bytes of a row / 128][tokens of a tile][128 bytes].
+// Activations in the order in which the kernels for tiles read them: [tiles][bytes of a row / 128][tokens of a tile][128 bytes].
 //
 // Of 64 bytes of a row of 16-bit numbers, 16 words, word 4q + j comes to place q of chunk j, which is the order of K that the packed 4-bit
 // weights have; the chunks of 128 bytes lie as wgmma.cuh says. Places of a tile without a token stay as they are: no other token's result
 // depends on them.
 //
-// For experts `sort_pairs` first gives every expert tiles of its own, a token-expert pair a slot.
+// For experts, experts/sort_pairs.cu has given every expert tiles of its own and every token-expert pair a slot before.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

@@ -1,4 +1,4 @@
-// The shape of a block of the tile kernel: what it keeps in shared memory, and how much of a multiprocessor it takes.
+// The sizes of a block of tile_per_block.cu: what it keeps in shared memory, and how much of a multiprocessor it takes.
 
 #pragma once
 

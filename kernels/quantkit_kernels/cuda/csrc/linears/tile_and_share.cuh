@@ -1,8 +1,8 @@
-// Tiles that are left over once every block has one: their K is cut into parts, of which most blocks take one before their own tile.
+// Tiles that are left over when every block has one. Their K is cut into parts, and most blocks compute one part before their own tile.
 //
-// The sums of a part go to `partial` as the threads hold them, [tile left over][part][four sums][thread][4]. When its own tile is done a block
-// that finds all parts of the other there adds up a slice of it, in the parts' order, so that results do not depend on timing; the block that
-// brought the last part takes what slices are left. Nobody waits.
+// The sums of a part go to `partial` as the threads hold them, [tile left over][part][four sums][thread][4]. When a block has finished its own
+// tile and all parts of the other tile are there, it adds up a slice of that tile, in the parts' order, so that results do not depend on
+// timing. The block that brought the last part takes the slices that are left. No block waits for another.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// The warp of a block of the tile kernel that fills the ring.
+// The warp of a block of tile_per_block.cu that fills the ring.
 
 #pragma once
 
@@ -12,9 +12,10 @@
 
 namespace {
 
-// `filled` and `emptied`: barriers of each place. Tokens and words come in bulk, two lanes for the tokens and one for each strip; scales and zero points, which
-// are little, in pieces of 16 bytes that all lanes copy. The stages of a share come before the block's own. What becomes of it is told before the last stage is
-// requested, which the consumers wait for; the block's own stages are at least as many as the ring's.
+// `filled` and `emptied`: barriers of each place of the ring. Tokens and words come by bulk copies, which two lanes start for the tokens and one
+// for each strip. Scales and zero points are few, and all lanes copy them in pieces of 16 bytes. The stages of a share come before the block's
+// own. This warp finds out which slice of the share the block adds up before it asks for the last stage, for which the other warps wait; the
+// block has at least as many stages of its own as the ring has places.
 template <int FMT, int G, int NT, int WGS, bool SHARES>
 __device__ __forceinline__ void fill(const TileParams& p, uint32_t ring, uint32_t factors, uint32_t filled, uint32_t emptied, int expert, int block_n, int tile,
                                      int count, int begin, int stages, const Shares& shares, const Share& share, Slice* slice) {

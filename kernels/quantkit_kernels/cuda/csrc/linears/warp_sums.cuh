@@ -1,4 +1,4 @@
-// What a warp of the streaming kernel multiplies its weights with, and the sums it keeps.
+// The tokens and scales that a warp of the kernels for few tokens multiplies its weights with, and the sums it keeps.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// Where a warp of the streaming kernel has its weights from.
+// How weights reach a warp of the kernels for few tokens: through a ring in shared memory, or straight into registers.
 
 #pragma once
 
@@ -37,9 +37,10 @@ template <int FMT, int G, int RT, int MT, bool BULK> struct Shape {
   static constexpr int bytes = slots * kWarps * step_bytes + sums_bytes + kWarps * slots * 8;
 };
 
-// Where a warp's weights come from, in two ways that its loop cannot tell apart. A step is asked for a whole turn of the slots ahead.
+// `Ring` and `Direct` have the same functions, so that the loop over K is the same for both. Both ask for a step as early as they have room
+// for it.
 //
-// Through shared memory: a ring of the warp's own, filled by the bulk copy engine. The most bytes on their way.
+// Through shared memory: the bulk copy engine fills a ring that the warp has for itself. The most bytes are on their way.
 template <int FMT, int G, int RT, int MT> struct Ring {
   using S = Shape<FMT, G, RT, MT, true>;
   static constexpr int unroll = 2;
@@ -81,7 +82,7 @@ template <int FMT, int G, int RT, int MT> struct Ring {
   }
 };
 
-// Straight into registers, those of a tile again as soon as they are used up. The shortest way.
+// Straight into registers; the registers of a tile are loaded again as soon as they have been used. The shortest way.
 template <int FMT, int G, int RT, int MT> struct Direct {
   using S = Shape<FMT, G, RT, MT, false>;
   static constexpr int unroll = MT == 1 && RT == 2 && FMT != kInt8 ? 4 : 2;

@@ -128,30 +128,25 @@ template <class T, int PER> __global__ void route(const T* logits, const RoutePa
 
 constexpr int kExperts = 256, kParts = 8, kWarps = 8, kSteps = 8, kMostTokens = 64;
 
-__global__ void __launch_bounds__(32 * kWarps, 1) moe_gate(const __nv_bfloat16* x, const float* router, int tokens, int k, float* partial, int* arrived, const RouteParams r) {
-  __shared__ float red[kWarps][kMostTokens * 16];  // [token][expert]
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, part = lane & 3;
-  const int slice = blockIdx.y * kWarps + warp, steps = k / 16;
-  const int begin = steps * slice / (kParts * kWarps), count = steps * (slice + 1) / (kParts * kWarps) - begin;
-
-  // Places along K of a step are lane `part`'s 4 part .. 4 part + 3 of both operands.
-  const float* row = router + (size_t)(blockIdx.x * 16 + g) * k + begin * 16 + 4 * part;
-  float4 w[kSteps][2];
+// A lane's share of 16 rows of the router over `count` steps of 16 along K, in float32. Its places along K of a step are 4 part .. 4 part + 3.
+struct RouterSlice { float4 w[kSteps][2]; };
+__device__ __forceinline__ void load_router(RouterSlice& slice, const float* router, int k, int begin, int count) {
+  const int lane = threadIdx.x & 31;
+  const float* row = router + (size_t)(blockIdx.x * 16 + (lane >> 2)) * k + begin * 16 + 4 * (lane & 3);
 #pragma unroll
   for (int i = 0; i < kSteps; ++i)
 #pragma unroll
-    for (int h = 0; h < 2; ++h) w[i][h] = i < count ? __ldg(reinterpret_cast<const float4*>(row + (size_t)h * 8 * k + i * 16)) : float4{};
-  float bias[kExperts / 32];
-  load_bias(r, kExperts / 32, bias);
-  wait_for_predecessor();
-  let_successor_start();
+    for (int h = 0; h < 2; ++h) slice.w[i][h] = i < count ? __ldg(reinterpret_cast<const float4*>(row + (size_t)h * 8 * k + i * 16)) : float4{};
+}
 
-  uint32_t a[kSteps][3][4];
+// Each weight as the sum of three bfloat16 numbers.
+__device__ __forceinline__ void split_in_three(const RouterSlice& slice, uint32_t (&a)[kSteps][3][4]) {
 #pragma unroll
   for (int i = 0; i < kSteps; ++i)
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      float2 left = j < 2 ? make_float2(w[i][j % 2].x, w[i][j % 2].y) : make_float2(w[i][j % 2].z, w[i][j % 2].w);
+      const float4& w = slice.w[i][j % 2];
+      float2 left = j < 2 ? make_float2(w.x, w.y) : make_float2(w.z, w.w);
 #pragma unroll
       for (int term = 0; term < 3; ++term) {
         const __nv_bfloat162 rounded = __floats2bfloat162_rn(left.x, left.y);
@@ -159,6 +154,11 @@ __global__ void __launch_bounds__(32 * kWarps, 1) moe_gate(const __nv_bfloat16* 
         left.x -= __low2float(rounded), left.y -= __high2float(rounded);
       }
     }
+}
+
+// A warp's products of all tokens, to red [token][expert of 16].
+__device__ __forceinline__ void multiply(const __nv_bfloat16* x, int tokens, int k, int begin, int count, const uint32_t (&a)[kSteps][3][4], float* red) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, part = lane & 3;
   for (int first = 0; first < tokens; first += 8) {
     const __nv_bfloat16* from = x + (size_t)min(first + g, tokens - 1) * k + begin * 16 + 4 * part;
     uint2 b[kSteps];
@@ -170,8 +170,46 @@ __global__ void __launch_bounds__(32 * kWarps, 1) moe_gate(const __nv_bfloat16* 
 #pragma unroll
       for (int term = 0; term < 3; ++term) mma<__nv_bfloat16>(sums[term], a[i][term], b[i].x, b[i].y);
 #pragma unroll
-    for (int c = 0; c < 4; ++c) red[warp][(first + 2 * part + c % 2) * 16 + g + 8 * (c / 2)] = sums[0][c] + (sums[1][c] + sums[2][c]);
+    for (int c = 0; c < 4; ++c) red[(first + 2 * part + c % 2) * 16 + g + 8 * (c / 2)] = sums[0][c] + (sums[1][c] + sums[2][c]);
   }
+}
+
+// Until all blocks have arrived.
+__device__ __forceinline__ void wait_for_blocks(const int* arrived) {
+  if ((threadIdx.x & 31) == 0) {
+    int there;
+    do asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(there) : "l"(arrived) : "memory");
+    while (there < (int)(gridDim.x * gridDim.y));
+  }
+  __syncwarp();
+}
+// A token's logits, of 8 experts a lane.
+__device__ __forceinline__ void add_up_logits(const float* partial, int tokens, int token, float (&logit)[kExperts / 32]) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int j = 0; j < kParts; ++j)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float4 v = __ldcg(reinterpret_cast<const float4*>(partial + ((size_t)j * tokens + token) * kExperts + lane * 8) + h);
+      logit[4 * h] += v.x, logit[4 * h + 1] += v.y, logit[4 * h + 2] += v.z, logit[4 * h + 3] += v.w;
+    }
+}
+
+__global__ void __launch_bounds__(32 * kWarps, 1) moe_gate(const __nv_bfloat16* x, const float* router, int tokens, int k, float* partial, int* arrived, const RouteParams r) {
+  __shared__ float red[kWarps][kMostTokens * 16];  // [token][expert]
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int slice = blockIdx.y * kWarps + warp, steps = k / 16;
+  const int begin = steps * slice / (kParts * kWarps), count = steps * (slice + 1) / (kParts * kWarps) - begin;
+  RouterSlice weights;
+  load_router(weights, router, k, begin, count);
+  float bias[kExperts / 32];
+  load_bias(r, kExperts / 32, bias);
+  wait_for_predecessor();
+  let_successor_start();
+
+  uint32_t a[kSteps][3][4];
+  split_in_three(weights, a);
+  multiply(x, tokens, k, begin, count, a, red[warp]);
   __syncthreads();
   for (int i = threadIdx.x; i < tokens * 16; i += 32 * kWarps) {
     float sum = 0;
@@ -184,20 +222,9 @@ __global__ void __launch_bounds__(32 * kWarps, 1) moe_gate(const __nv_bfloat16* 
   const int token = blockIdx.y * gridDim.x + blockIdx.x;
   if (token >= tokens || warp > 0) return;
 
-  if (lane == 0) {
-    int there;
-    do asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(there) : "l"(arrived) : "memory");
-    while (there < (int)(gridDim.x * gridDim.y));
-  }
-  __syncwarp();
+  wait_for_blocks(arrived);
   float logit[kExperts / 32] = {};
-#pragma unroll
-  for (int j = 0; j < kParts; ++j)
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float4 v = __ldcg(reinterpret_cast<const float4*>(partial + ((size_t)j * tokens + token) * kExperts + lane * 8) + h);
-      logit[4 * h] += v.x, logit[4 * h + 1] += v.y, logit[4 * h + 2] += v.z, logit[4 * h + 3] += v.w;
-    }
+  add_up_logits(partial, tokens, token, logit);
   // The last to have waited leaves the counters as it found them.
   if (lane == 0 && atomicAdd(arrived + 1, 1) == tokens - 1) arrived[0] = 0, arrived[1] = 0;
   choose(r, token, kExperts / 32, logit, bias);
