@@ -1,16 +1,11 @@
-"""Any OpenAI-compatible server as a generator: many requests in flight, retried with backoff, read as a stream.
-
-Streaming keeps a half-hour reply alive through proxies and makes the read timeout mean "no token for that long". An error sent inside the
-stream after HTTP 200 counts as an error.
-"""
+"""Any OpenAI-compatible server as a generator: many requests in flight, retried with backoff, read as a stream."""
 
 import asyncio
-import json
 import queue
 import random
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +13,7 @@ import httpx
 
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.generators.generator import Generation, ModelReply, Prompt
+from quantkit.evaluation.openai_server import FAULTS, OpenAIServer, StreamError, fault
 
 TRIES = 6
 _RETRIED = {408, 409, 425, 429, 500, 502, 503, 504, 529}
@@ -57,26 +53,11 @@ class Endpoint:
         read_timeout_s: float = 600.0,
         backoff_s: float = 1.0,
     ) -> None:
-        self.base = base_url(url)
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._timeout = httpx.Timeout(read_timeout_s, connect=connect_timeout_s)
+        self.server = OpenAIServer(url, api_key=api_key, connect_timeout_s=connect_timeout_s, read_timeout_s=read_timeout_s)
         self._concurrency = concurrency
         self._backoff_s = backoff_s
-        self.name = model or self._only_model()
-        self.identity: dict[str, Any] = {"endpoint": self.base, "model": self.name}
-
-    def _only_model(self) -> str:
-        try:
-            answer = httpx.get(f"{self.base}/models", headers=self._headers, timeout=self._timeout)
-            answer.raise_for_status()
-            names = [entry["id"] for entry in answer.json()["data"]]
-        except (httpx.HTTPError, KeyError, ValueError, TypeError) as error:
-            raise QuantkitError(
-                f"{self.base}/models does not answer ({type(error).__name__}: {error})", "check the address and that the server is up"
-            ) from error
-        if len(names) != 1:
-            raise QuantkitError(f"{self.base} serves {len(names)} models: {', '.join(names)}", "say which one with --served-model")
-        return str(names[0])
+        self.name = model or self.server.only_model()
+        self.identity: dict[str, Any] = {"endpoint": self.server.base, "model": self.name}
 
     def generate(self, prompts: Sequence[Prompt], parameters: Generation) -> Iterator[ModelReply]:
         """Completions as they finish. Stopping the iteration cancels what is in flight."""
@@ -95,7 +76,7 @@ class Endpoint:
         try:
             while (item := arrived.get()) is not None:
                 if isinstance(item, _Fatal):
-                    raise QuantkitError(f"{self.base}: {item}", item.remedy)
+                    raise QuantkitError(f"{self.server.base}: {item}", item.remedy)
                 if isinstance(item, BaseException):
                     raise item
                 yield item
@@ -110,9 +91,8 @@ class Endpoint:
         arrived: "queue.Queue[ModelReply | BaseException | None]",
         stop: threading.Event,
     ) -> None:
-        limits = httpx.Limits(max_connections=self._concurrency, max_keepalive_connections=self._concurrency)
         waiting = iter(enumerate(prompts))
-        async with httpx.AsyncClient(headers=self._headers, timeout=self._timeout, limits=limits) as client:
+        async with self.server.client(self._concurrency) as client:
 
             async def worker() -> None:
                 for index, prompt in waiting:
@@ -148,14 +128,14 @@ class Endpoint:
                 reading = await self._stream(client, prompt, parameters)
             except httpx.HTTPStatusError as error:
                 status = error.response.status_code
-                problem = f"HTTP {status}: {_message(error.response)}"
+                problem = fault(error)
                 if status in _FATAL:
                     raise _Fatal(problem, "check the address, the model name and --api-key") from error
                 if status not in _RETRIED:
                     break
                 await _wait_as_told(error.response)
-            except (httpx.TransportError, _StreamError) as error:
-                problem = f"{type(error).__name__}: {error}"
+            except FAULTS as error:
+                problem = fault(error)
                 if attempt == TRIES - 1 and isinstance(error, httpx.ConnectError):
                     raise _Fatal("the server is gone", "start it and repeat the command; replies in --out are kept") from error
             else:
@@ -173,32 +153,14 @@ class Endpoint:
     async def _stream(self, client: httpx.AsyncClient, prompt: Prompt, parameters: Generation) -> _Reading:
         path = "/completions" if prompt.text is not None else "/chat/completions"
         reading = _Reading()
-        async with client.stream("POST", self.base + path, json=request_body(self.name, prompt, parameters)) as response:
-            if response.is_error:
-                await response.aread()
-                response.raise_for_status()
-            async for event in _events(response):
-                if "error" in event:
-                    raise _StreamError(json.dumps(event["error"])[:500])
-                _read_event(event, reading)
+        async for event in self.server.stream(client, path, request_body(self.name, prompt, parameters)):
+            _read_event(event, reading)
         if reading.finish_reason is None:
-            raise _StreamError("the stream ended without a finish reason")
+            raise StreamError("the stream ended without a finish reason")
         return reading
 
     def close(self) -> None:
         """Nothing is held between calls."""
-
-
-class _StreamError(Exception):
-    """The server failed after it had answered HTTP 200."""
-
-
-def base_url(url: str) -> str:
-    """The address up to and including /v1."""
-    url = url.rstrip("/")
-    for ending in ("/chat/completions", "/completions", "/models"):
-        url = url.removesuffix(ending)
-    return url if url.endswith(("/v1", "/v2", "/v3")) else f"{url}/v1"
 
 
 def request_body(model: str, prompt: Prompt, parameters: Generation) -> dict[str, Any]:
@@ -220,27 +182,6 @@ def request_body(model: str, prompt: Prompt, parameters: Generation) -> dict[str
     return body | {"messages": list(prompt.messages)}
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """The JSON objects of a server-sent event stream; a plain JSON body (a server that ignores `stream`) is one event."""
-    if "event-stream" not in response.headers.get("content-type", ""):
-        await response.aread()
-        try:
-            yield response.json()
-        except ValueError as error:
-            raise _StreamError(f"the answer is not JSON: {response.text[:200]!r}") from error
-        return
-    async for line in response.aiter_lines():
-        data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
-        if not data:
-            continue
-        if data == "[DONE]":
-            return
-        try:
-            yield json.loads(data)
-        except ValueError as error:
-            raise _StreamError(f"an event is not JSON: {data[:200]!r}") from error
-
-
 def _read_event(event: dict[str, Any], reading: _Reading) -> None:
     for choice in event.get("choices") or []:
         part = choice.get("delta") or choice.get("message") or {}
@@ -253,16 +194,6 @@ def _read_event(event: dict[str, Any], reading: _Reading) -> None:
     usage = event.get("usage") or {}
     reading.prompt_tokens = usage.get("prompt_tokens") or reading.prompt_tokens
     reading.completion_tokens = usage.get("completion_tokens") or reading.completion_tokens
-
-
-def _message(response: httpx.Response) -> str:
-    try:
-        body = response.json()
-        error = body.get("error", body) if isinstance(body, dict) else body
-        text = error.get("message") if isinstance(error, dict) else error
-    except ValueError:
-        text = response.text
-    return " ".join(str(text).split())[:300]
 
 
 async def _wait_as_told(response: httpx.Response) -> None:

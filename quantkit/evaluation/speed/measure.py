@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any, Protocol
 
+import numpy as np
+
 from quantkit.errors import QuantkitError
 
 PERCENTILES = (50, 90, 99)
@@ -130,18 +132,14 @@ def summarize(times: Sequence[RequestTimes], input_len: int, concurrency: int) -
         1e3 / fmean(tpots) if tpots else None,
         sum(one.output_tokens for one in good) / wall,
         fmean(series["latency_s"]),
-        {f"{name}_p{percent}": percentile(values, percent) for name, values in series.items() if values for percent in PERCENTILES},
+        {
+            f"{name}_p{percent}": float(np.percentile(values, percent))
+            for name, values in series.items()
+            if values
+            for percent in PERCENTILES
+        },
         errors[0] if errors else None,
     )
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Linear interpolation between order statistics, as NumPy's default."""
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
 def now() -> float:

@@ -22,7 +22,7 @@ def open_target(
     tp: ranks that share a model loaded here.
     """
     if name.startswith(("http://", "https://")):
-        return EndpointTarget.connect(name, model, api_key=api_key)
+        return EndpointTarget(name, model, api_key=api_key)
     from quantkit.executor.engine import Engine
 
     engine = Engine.load(find_model(name), device=device, backend=backend, max_batch=max_batch, max_model_len=max_model_len, tp=tp)

@@ -5,8 +5,9 @@ import pytest
 from replay_server import ReplayServer, Reply
 
 from quantkit.errors import QuantkitError
-from quantkit.evaluation.generators.endpoint import Endpoint, base_url, request_body
+from quantkit.evaluation.generators.endpoint import Endpoint, request_body
 from quantkit.evaluation.generators.generator import Generation, ModelReply, Prompt
+from quantkit.evaluation.openai_server import base_url
 
 
 def chat(text: str, seed: int = 0) -> Prompt:
