@@ -85,7 +85,7 @@ class Attention:
 
     def __call__(self, x: Tensor, context: Context) -> Tensor:
         c = self.config
-        q = context.store_gqa(self.layer, self.qkv(x), c.num_key_value_heads, c.head_dim, None, None, c.rms_norm_eps, c.rope)
+        q = context.store_gqa(self.layer, self.qkv(x), c.num_key_value_heads, c.head_dim, None, c.rope)
         return self.o(context.attend_gqa(self.layer, q, c.softmax_scale).flatten(1))
 
 
