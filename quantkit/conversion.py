@@ -29,7 +29,7 @@ from quantkit.checkpoint.writer import CheckpointWriter, prepare
 from quantkit.engines.profiles import part_of
 from quantkit.errors import QuantkitError
 from quantkit.models import ARCHITECTURES
-from quantkit.models.stored import read_model
+from quantkit.models.stored import check_listed, read_model
 from quantkit.models.table import Parameter
 from quantkit.progress import Note, OnEvent, Progress, peak_memory, silent
 from quantkit.quant.weights import Fp4Weight, Fp8BlockWeight, IntWeight, Weight, dequantize
@@ -318,6 +318,7 @@ def _common_grid(checkpoint: Checkpoint) -> Grid | None:
 def _rows(checkpoint: Checkpoint) -> dict[str, Parameter]:
     """The table of the architecture by tensor name; empty for one that quantkit does not compute, which converts all the same."""
     if checkpoint.config.get("model_type") not in ARCHITECTURES:
+        check_listed(checkpoint, [])
         return {}
     return {row.name: row for row in read_model(checkpoint).rows}
 

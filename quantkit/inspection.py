@@ -5,7 +5,7 @@ from typing import Any
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.models import ARCHITECTURES
-from quantkit.models.stored import is_stored, read_model, stored_shape
+from quantkit.models.stored import check_listed, is_stored, read_model, stored_shape
 from quantkit.models.table import Parameter
 
 
@@ -39,6 +39,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _against_table(checkpoint: Checkpoint) -> dict[str, Any]:
     if checkpoint.config.get("model_type") not in ARCHITECTURES:
+        check_listed(checkpoint, [])
         return {"missing": None, "misshapen": None, "unknown": None}
     model = read_model(checkpoint)
     by_part, owned, missing, misshapen = Counter[str](), set[str](), [], []

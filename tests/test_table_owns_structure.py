@@ -32,10 +32,6 @@ SPELLED: dict[str, dict[str, str]] = {
     "calibrate/units.py": {"layers.": UNIT, ".experts.": UNIT},
     "quantization/memory.py": {"layers.": UNIT, ".experts": UNIT},
     "quantization/checks.py": {"lm_head\\.weight": "a head beside a tied embedding, for which the table has no row"},
-    "checkpoint/check.py": {
-        ending: "which plain tensors engines take for linears, where no table is known: check_ignored"
-        for ending in ("_proj.weight", "_proj_with_mqa.weight", "eh_proj.weight")
-    },
     "checkpoint/formats/base.py": {
         "lm_head": "what engines call the head, stored or tied",
         "embed_tokens": "a 2-D weight that no engine takes for a linear",

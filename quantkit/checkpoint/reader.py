@@ -34,8 +34,9 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 class Checkpoint:
     """An opened checkpoint.
 
-    path, config (config.json), side (parsed SIDE_FILES that exist), format, grid (weight grid the config declares, if any),
-    tensors (every stored tensor by name), linears (the quantized ones by module name), has_weights (whether tensors can be read).
+    path, config (config.json), side (parsed SIDE_FILES that exist), described (the file that says how it is quantized), format, grid
+    (weight grid the config declares, if any), tensors (every stored tensor by name), linears (the quantized ones by module name),
+    has_weights (whether tensors can be read).
     """
 
     has_weights = True
@@ -45,17 +46,17 @@ class Checkpoint:
         self.config = config
         self.side = side
         self.tensors = tensors
-        described = check_description(path, config, side)
+        self.described = check_description(path, config, side)
         try:
-            self.format: Format = detect_format(described, config, side)
+            self.format: Format = detect_format(self.described, config, side)
             self.grid: Grid | None = self.format.grid(config, side)
             ignored = self.format.ignored(config, side)
             self.linears: dict[str, QuantizedLinear] = quantized_linears(path, self.format, fp8_block.FORMAT, self.grid, ignored, tensors)
-            check_ignored(described, self.format, ignored, self.linears, tensors)
+            check_ignored(self.described, self.format, ignored, self.linears)
         except QuantkitError as fault:
             if str(path) in fault.problem:
                 raise
-            raise QuantkitError(f"{described}: {fault.problem}", fault.remedy) from fault
+            raise QuantkitError(f"{self.described}: {fault.problem}", fault.remedy) from fault
         self._shards = Shards(path)
 
     @classmethod

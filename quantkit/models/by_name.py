@@ -31,6 +31,12 @@ def parameters(shapes: Mapping[str, tuple[int, ...]]) -> list[Parameter]:
     return [_parameter(name, shape) for name, shape in shapes.items()]
 
 
+def ends_as_linear(name: str) -> bool:
+    """Whether engines take an unquantized tensor for a linear: the linears of a decoder layer end in _proj; eh_proj is a plain one in
+    every engine."""
+    return name.endswith(("_proj.weight", "_proj_with_mqa.weight")) and not name.endswith("eh_proj.weight")
+
+
 def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
     return []
 

@@ -7,6 +7,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError
 from quantkit.models import find_architecture
 from quantkit.models.architecture import Architecture, ModelConfig
+from quantkit.models.by_name import ends_as_linear
 from quantkit.models.table import Parameter, resolve
 
 _SMALL_TABLE = 10_000
@@ -24,7 +25,7 @@ class Model:
 
 def read_model(checkpoint: Checkpoint) -> Model:
     """The table of a checkpoint. Raises QuantkitError naming config.json where a field is wrong, or tells of a model that is far larger
-    than what is stored."""
+    than what is stored; and where a linear is unquantized and not listed so (`check_listed`)."""
     try:
         architecture = find_architecture(checkpoint.config)
         config = architecture.Config.from_dict(checkpoint.config)
@@ -33,7 +34,24 @@ def read_model(checkpoint: Checkpoint) -> Model:
         told = str(checkpoint.path / "config.json")
         problem = fault.problem.replace("config.json", told, 1) if "config.json" in fault.problem else f"{told}: {fault.problem}"
         raise QuantkitError(problem, fault.remedy) from fault
-    return Model(architecture, config, resolve(architecture.parameters(config), checkpoint.tensors))
+    rows = resolve(architecture.parameters(config), checkpoint.tensors)
+    check_listed(checkpoint, rows)
+    return Model(architecture, config, rows)
+
+
+def check_listed(checkpoint: Checkpoint, rows: Iterable[Parameter]) -> None:
+    """Raise QuantkitError where a linear is stored unquantized and the checkpoint's list of such modules leaves it out: engines trust the
+    list and would load rubbish. A tensor that the table `rows` does not have goes by its name."""
+    ignored = checkpoint.format.ignored(checkpoint.config, checkpoint.side)
+    if ignored is None:
+        return
+    by_module = {row.module: row for row in rows}
+    for name in checkpoint.tensors:
+        module = name.removesuffix(".weight")
+        row = by_module.get(module)
+        is_linear = ends_as_linear(name) if row is None else row.role in ("linear", "kv_b")
+        if is_linear and module not in checkpoint.linears and not ignored(module):
+            raise QuantkitError(f"{module} is unquantized, but {checkpoint.described} does not list it so", "add it to the list")
 
 
 def _check_size(config: ModelConfig, stored: int) -> None:
