@@ -40,6 +40,7 @@ from quantkit.executor.cache import BLOCK_SIZE, CachePlan
 from quantkit.executor.drafter import Acceptance
 from quantkit.executor.engine import PREFILL_TOKENS, Engine
 from quantkit.executor.graphs import DecodeSteps, EagerSteps
+from quantkit.executor.leader import follow
 from quantkit.executor.load import LoadedModel
 from quantkit.executor.parallel import Parallel
 from quantkit.executor.runner import Runner
@@ -112,7 +113,7 @@ class DrawnSequence(Sequence):
 def grid(engine: Engine, options: argparse.Namespace, output_len: int) -> list[dict[str, Any]]:
     """Rank 0 measures, the others follow. Empty on those. ttft_alone_s: the median of seven prompts, one after the other."""
     if engine.parallel.rank:
-        engine.follow()
+        follow(engine)
         return []
     batches = [int(one) for one in options.concurrency.split(",")]
     target = EngineTarget(engine, "R1", max(batches))
@@ -121,7 +122,7 @@ def grid(engine: Engine, options: argparse.Namespace, output_len: int) -> list[d
     engine.acceptance = Acceptance()
     rows = measure_grid(target, [options.input_len], batches, output_len, requests_per_slot=1, warmup=1)
     alone = list(target.run(options.input_len, 2, 1, 7, seed=-2))
-    engine.dismiss()
+    engine.leader.dismiss()
     return [{**asdict(row), "ttft_alone_s": statistics.median(one.ttft_s for one in alone)} for row in rows]
 
 

@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,44 @@ def imported(path: Path) -> list[str]:
     return names
 
 
+def imports_when_run(tree: ast.AST) -> Iterator[str]:
+    """What code imports at its top or inside a function, `a.b` of `from a import b`; what only a type checker reads is left out."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            yield from (name for other in node.orelse for name in imports_when_run(other))
+        else:
+            yield from imports_when_run(node)
+
+
+def file_imports(files: dict[str, str]) -> dict[str, set[str]]:
+    """files: source by module name -> the modules among them that each imports; a name of a package is the package's own file."""
+    found = {}
+    for module, source in files.items():
+        names = set(imports_when_run(ast.parse(source)))
+        found[module] = {name if name in files else name.rpartition(".")[0] for name in names} & set(files) - {module}
+    return found
+
+
+def circle(imports: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle, the first one again at the end; empty where there is none."""
+    done: set[str] = set()
+
+    def search(path: list[str]) -> list[str]:
+        for target in sorted(imports[path[-1]] - done):
+            if target in path:
+                return [*path[path.index(target) :], target]
+            if found := search([*path, target]):
+                return found
+        done.add(path[-1])
+        return []
+
+    return next((found for module in sorted(imports) if module not in done and (found := search([module]))), [])
+
+
 def room_of(name: str) -> str | None:
     parts = name.split(".")
     if parts[0] == "quantkit_kernels":
@@ -66,6 +105,25 @@ def test_imports_run_one_way(room: str, path: Path) -> None:
         if target is None or target == room:
             continue
         assert LEVEL_OF[target] < LEVEL_OF[room], f"{path.relative_to(ROOT)} imports {name}: {room} may not depend on {target}"
+
+
+def test_files_do_not_import_in_a_circle() -> None:
+    folders = {"quantkit": ROOT, "quantkit_kernels": ROOT / "kernels"}
+    files = {
+        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path.read_text()
+        for package, root in folders.items()
+        for path in (root / package).rglob("*.py")
+    }
+    found = circle(file_imports(files))
+    assert not found, " imports ".join(found)
+
+
+def test_circles_are_found() -> None:
+    late = "def f():\n    from p.a import x"
+    typed = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from p.a import x"
+    assert circle(file_imports({"p": "", "p.a": "from p import b", "p.b": "import p.c", "p.c": late})) == ["p.a", "p.b", "p.c", "p.a"]
+    assert circle(file_imports({"p": "from p.a import x", "p.a": "from p import x"})) == ["p", "p.a", "p"]
+    assert not circle(file_imports({"p": "", "p.a": "from p import b", "p.b": "import p.c", "p.c": typed}))
 
 
 def test_kernels_stand_alone() -> None:

@@ -26,14 +26,15 @@ def run(
     json_: AsJson = False,
 ) -> None:
     """Answer one prompt, or chat."""
-    from quantkit.executor.engine import Engine
+    from quantkit.executor.follower import lead_or_follow
+    from quantkit.executor.options import EngineOptions
     from quantkit.executor.sampling import SamplingParams
 
     if json_ and prompt is None:
         raise QuantkitError("--json needs --prompt", "a chat cannot be one JSON object")
     path = find_model(model)
     with console.status(f"loading {model}"):
-        engine = Engine.load(path, device=device, backend=backend, max_batch=1, num_drafts=drafts, tp=tp)
+        engine = lead_or_follow(EngineOptions(path, device=device, backend=backend, max_batch=1, num_drafts=drafts, tp=tp))
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
     with closing(engine):
         if prompt is not None:
@@ -100,22 +101,25 @@ def serve(
     backend: Backend = "auto",
 ) -> None:
     """Serve an OpenAI-compatible API: chat and completions, streaming, metrics."""
-    from quantkit.executor.engine import Engine
+    from quantkit.executor.follower import lead_or_follow
+    from quantkit.executor.options import EngineOptions
     from quantkit.executor.server.app import Limits
     from quantkit.executor.server.serve import ServeOptions
     from quantkit.executor.server.serve import serve as run_server
 
     path = find_model(model)
     with console.status(f"loading {model}"):
-        engine = Engine.load(
-            path,
-            device=device,
-            backend=backend,
-            max_batch=max_batch,
-            max_model_len=max_model_len,
-            num_drafts=drafts,
-            prefix_cache=prefix_cache,
-            tp=tp,
+        engine = lead_or_follow(
+            EngineOptions(
+                path,
+                device=device,
+                backend=backend,
+                max_batch=max_batch,
+                max_model_len=max_model_len,
+                num_drafts=drafts,
+                prefix_cache=prefix_cache,
+                tp=tp,
+            )
         )
     err.print(f"serving {model} on http://{host}:{port}/v1", soft_wrap=True)
     options = ServeOptions(host, port, api_key, max_queue, limits=Limits(max_input=max_input, max_output=max_output))

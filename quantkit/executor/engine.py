@@ -5,7 +5,7 @@
         print(completion.text)
 
 `step` is the whole of it: schedule, compute, choose, append. A server calls add, step and cancel from one thread. With tp > 1 this is
-rank 0, which leads the other ranks; their engines do what it tells them.
+rank 0, which leads the other ranks (`leader.Leader`); their engines do what it tells them (`leader.follow`).
 
 What goes wrong with one sequence (its text cannot be decoded, its row cannot be sampled) finishes that sequence with the reason "error"
 and its `fault`; the others go on. `step` raises only where nothing can be computed any more.
@@ -14,9 +14,8 @@ and its `fault`; the others go on. `step` raises only where nothing can be compu
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,9 +24,11 @@ from quantkit.devices import find_device, free_bytes
 from quantkit.errors import QuantkitError
 from quantkit.executor.cache import CachePlan, PagedCache, plan_cache
 from quantkit.executor.drafter import Acceptance, Drafter
+from quantkit.executor.leader import Leader
 from quantkit.executor.load import LoadedModel, load_model
-from quantkit.executor.parallel import SINGLE, Parallel, environment_rank
-from quantkit.executor.rank_processes import RankProcesses
+from quantkit.executor.options import EngineOptions
+from quantkit.executor.parallel import SINGLE, Parallel
+from quantkit.executor.rank_processes import environment_rank, launch
 from quantkit.executor.runner import ForwardPass, Runner
 from quantkit.executor.sampling import Batch, SamplingParams, check_defaults, log_probabilities, sample
 from quantkit.executor.scheduler import Scheduler
@@ -77,9 +78,8 @@ class Engine:
         self.runner = Runner(loaded.model, self.cache)
         self.parallel = loaded.weights.parallel
         self.drafter = Drafter(loaded.mtp, self.runner, num_drafts, self.parallel) if num_drafts else None
+        self.leader = Leader(self.parallel)
         self.acceptance = Acceptance()
-        self._orders: list[dict[str, Any]] = []
-        """What the other ranks must hear before the next step."""
 
     @classmethod
     def load(
@@ -104,41 +104,54 @@ class Engine:
         prefill_tokens: prompt tokens computed between two decode steps (None: PREFILL_TOKENS, on a CPU CPU_PREFILL_TOKENS).
         num_drafts: tokens that the checkpoint's MTP layer guesses a step (0: none); the answers are the same, `acceptance` counts.
         prefix_cache: whether requests that begin alike share what is computed of that. tp: ranks that share the model; this process is
-        rank 0 and starts the others on this machine, unless torchrun started them all: then ranks above 0 follow rank 0 here, and the
-        process ends with it. Raises QuantkitError where something does not fit.
+        rank 0 and starts the others on this machine, unless torchrun started them all: then each gets its rank's engine, and those above 0
+        are for `leader.follow` (`follower.lead_or_follow` does both). Raises QuantkitError where something does not fit.
         """
-        options = {key: value for key, value in locals().items() if key != "cls"} | {"model_path": str(model_path)}
-        path = Path(model_path)
-        tokenizer = ChatTokenizer(path)
-        check_defaults(tokenizer.sampling_defaults, path / "generation_config.json")
-        parallel = _join(tp, options) if tp > 1 else SINGLE
-        try:
-            loaded = load_model(path, device=device, backend=backend, dtype=dtype, mtp=num_drafts > 0, parallel=parallel)
-            config = loaded.config
-            _check_eos(tokenizer, config.vocab_size, path)
-            plan = plan_cache(
-                bytes_per_token=loaded.num_cached_layers * loaded.cache_width * loaded.cache_dtype.itemsize,
-                free_bytes=parallel.minimum(free_bytes(loaded.device) // (tp if loaded.device.type == "cpu" else 1)),
-                device_type=loaded.device.type,
+        return cls.open(
+            EngineOptions(
+                Path(model_path),
+                device=device,
+                backend=backend,
+                dtype=dtype,
                 max_batch=max_batch,
-                context_len=config.max_position_embeddings,
                 max_model_len=max_model_len,
                 cache_tokens=cache_tokens,
-                block_size=loaded.cache_layout.block_size,
+                prefill_tokens=prefill_tokens,
+                num_drafts=num_drafts,
+                prefix_cache=prefix_cache,
+                tp=tp,
             )
-            if prefill_tokens is None:
-                prefill_tokens = CPU_PREFILL_TOKENS if loaded.device.type == "cpu" else PREFILL_TOKENS
-            sizes = {"max_batch": max_batch, "prefill_tokens": prefill_tokens, "num_drafts": num_drafts}
-            engine = cls(loaded, tokenizer, plan, **sizes, prefix_cache=prefix_cache)
+        )
+
+    @classmethod
+    def open(cls, options: EngineOptions) -> "Engine":
+        """As `load`."""
+        path = options.model_path
+        tokenizer = ChatTokenizer(path)
+        check_defaults(tokenizer.sampling_defaults, path / "generation_config.json")
+        parallel = _join(options)
+        try:
+            loaded = load_model(
+                path,
+                device=options.device,
+                backend=options.backend,
+                dtype=options.dtype,
+                mtp=options.num_drafts > 0,
+                parallel=parallel,
+            )
+            _check_eos(tokenizer, loaded.config.vocab_size, path)
+            return cls(
+                loaded,
+                tokenizer,
+                _plan(loaded, options),
+                max_batch=options.max_batch,
+                prefill_tokens=options.prefill_tokens if options.prefill_tokens is not None else _prefill_tokens(loaded.device),
+                num_drafts=options.num_drafts,
+                prefix_cache=options.prefix_cache,
+            )
         except Exception:
-            if parallel.size > 1:
-                parallel.close()
-            raise
-        if parallel.rank:
-            engine.follow()
             parallel.close()
-            raise SystemExit(0)
-        return engine
+            raise
 
     def generate(self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> Iterator[Completion]:
         """Continue all prompts together; completions come as they finish, `index` is the prompt's place in the list.
@@ -183,61 +196,55 @@ class Engine:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request made by `sequence`."""
+        self.leader.add(sequence)
         self.scheduler.add(sequence)
-        if self.parallel.size > 1:
-            params = replace(sequence.params, seed=sequence.seed)
-            self._orders.append({"add": id(sequence), "prompt": sequence.token_ids, "params": asdict(params)})
 
     def cancel(self, sequence: Sequence, reason: FinishReason = "cancelled") -> None:
         """Stop a request and free its cache; nothing happens where it has finished."""
         if sequence.finish_reason is None:
-            self.scheduler.remove(sequence)
-            sequence.finish(reason)
-            if self.parallel.size > 1:
-                self._orders.append({"cancel": id(sequence)})
+            self.withdraw(sequence, reason)
+            self.leader.cancel(sequence)
+
+    def withdraw(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Finish a request on this rank, whatever the others do."""
+        self.scheduler.remove(sequence)
+        sequence.finish(reason)
 
     def close(self) -> None:
         """End the other ranks; without any, nothing needs ending."""
-        self.dismiss()
-        if self.parallel.size > 1:
-            self.parallel.close()
-
-    def dismiss(self) -> None:
-        """Rank 0: the others' `follow` returns."""
-        if self.parallel.size > 1:
-            self.parallel.tell(None)
+        self.leader.dismiss()
+        self.parallel.close()
 
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    @torch.inference_mode()
     def step(self) -> list[Sequence]:
         """Compute one step for everybody who can run. Returns the sequences that got tokens or failed; finished ones are already removed.
 
         Raises where the device, or with tp > 1 the ranks' agreement, is lost.
         """
-        if self.parallel.size > 1 and self.parallel.rank == 0:
-            self.parallel.tell(self._orders)
-            self._orders = []
+        self.leader.step()
+        advanced = self.compute_step()
+        for sequence in advanced:
+            if sequence.fault is not None:
+                self.cancel(sequence, "error")
+                sequence.fail(sequence.fault)
+        return advanced
+
+    @torch.inference_mode()
+    def compute_step(self) -> list[Sequence]:
+        """The step of this rank: as `step`, but sequences with a fault that are not finished stay until rank 0 cancels them."""
         step = self.scheduler.schedule()
         advanced: list[Sequence] = []
         if step.decode:
             advanced += self._pass(lambda parts: self.runner.decode([one for one, _ in parts]), [(one, 1) for one in step.decode])
         if step.prefill:
             advanced += self._pass(self.runner.prefill, step.prefill)
-        self._settle(advanced)
-        return advanced
-
-    def _settle(self, advanced: list[Sequence]) -> None:
-        """Finished sequences leave the scheduler. Those with a fault are finished for it by rank 0, which tells the others."""
         for sequence in advanced:
             if sequence.finish_reason:
                 self.scheduler.remove(sequence)
-        for sequence in advanced:
-            if sequence.fault is not None and self.parallel.rank == 0:
-                self.cancel(sequence, "error")
-                sequence.fail(sequence.fault)
+        return advanced
 
     def _pass(self, compute: Callable[[list[tuple[Sequence, int]]], ForwardPass], parts: list[tuple[Sequence, int]]) -> list[Sequence]:
         """One pass over sequences with how many of their tokens. Returns the sequences that got tokens or failed.
@@ -264,7 +271,7 @@ class Engine:
 
     def _check_usable(self, fault: Exception) -> None:
         """Raise `fault` where it is more than one pass's: other ranks wait in that pass, or the device computes nothing any more."""
-        if self.parallel.size > 1:
+        if not self.leader.alone:
             raise fault
         try:
             torch.ones(1, device=self.loaded.device).sum().item()
@@ -336,20 +343,6 @@ class Engine:
             raise QuantkitError(f"the prompt has token ids outside 0..{vocab - 1}", "use the model's own tokenizer")
         return Sequence(index, prompt, params, self.tokenizer, self.max_model_len, streams=streams)
 
-    def follow(self) -> None:
-        """What ranks above 0 do: the steps that rank 0 does, until it says that it is done."""
-        known: dict[int, Sequence] = {}
-        while (orders := self.parallel.listen()) is not None:
-            for order in orders:
-                if "add" in order:
-                    params = SamplingParams(**{**order["params"], "stop": tuple(order["params"]["stop"])})
-                    known[order["add"]] = self.sequence(order["prompt"], params, streams=False)
-                    self.scheduler.add(known[order["add"]])
-                elif order["cancel"] in known:
-                    self.cancel(known[order["cancel"]])
-            self.step()
-            known = {key: sequence for key, sequence in known.items() if sequence.finish_reason is None}
-
 
 def _check_eos(tokenizer: ChatTokenizer, vocab_size: int, path: Path) -> None:
     for token in tokenizer.eos_ids:
@@ -358,10 +351,30 @@ def _check_eos(tokenizer: ChatTokenizer, vocab_size: int, path: Path) -> None:
             raise QuantkitError(said, "correct generation_config.json, config.json or tokenizer_config.json")
 
 
-def _join(size: int, options: dict[str, Any]) -> Parallel:
+def _join(options: EngineOptions) -> Parallel:
     """This process's place: given by who started it, or rank 0 with ranks started here."""
-    rank = environment_rank(size)
-    ranks = None if rank is not None else RankProcesses(size, options)
-    parallel = Parallel(rank or 0, size, ranks)
-    parallel.connect(find_device(options["device"]))
+    if options.tp == 1:
+        return SINGLE
+    rank = environment_rank(options.tp)
+    parallel = Parallel(rank or 0, options.tp, launch(options) if rank is None else None)
+    parallel.connect(find_device(options.device))
     return parallel
+
+
+def _prefill_tokens(device: torch.device) -> int:
+    return CPU_PREFILL_TOKENS if device.type == "cpu" else PREFILL_TOKENS
+
+
+def _plan(loaded: LoadedModel, options: EngineOptions) -> CachePlan:
+    """The same on every rank: what fits on the one with the least memory."""
+    device = loaded.device
+    return plan_cache(
+        bytes_per_token=loaded.num_cached_layers * loaded.cache_width * loaded.cache_dtype.itemsize,
+        free_bytes=loaded.weights.parallel.minimum(free_bytes(device) // (options.tp if device.type == "cpu" else 1)),
+        device_type=device.type,
+        max_batch=options.max_batch,
+        context_len=loaded.config.max_position_embeddings,
+        max_model_len=options.max_model_len,
+        cache_tokens=options.cache_tokens,
+        block_size=loaded.cache_layout.block_size,
+    )

@@ -1,9 +1,6 @@
-"""Tensor parallelism: the ranks' collectives, and how rank 0 leads the others.
+"""Tensor parallelism: the ranks' collectives, and messages from rank 0.
 
 On the GPUs of one host small tensors go through memory that the ranks open to each other, everything else through the device's library.
-
-Rank 0 takes requests. Before every step it tells the others, as JSON, what was added and cancelled since the last; then all ranks
-schedule and compute the same step, and take over the tokens that rank 0 chose. So nothing but rank 0 knows of servers or terminals.
 """
 
 import json
@@ -127,7 +124,9 @@ class Parallel:
         return self._guard(channel.receive)
 
     def close(self) -> None:
-        """Leave the others; those that were started from here end."""
+        """Leave the others; those that were started from here end. Nothing happens where there are none."""
+        if self.size == 1:
+            return
         dist.destroy_process_group()
         if self._channel is not None:
             self._channel.close()
@@ -144,13 +143,3 @@ class Parallel:
 
 SINGLE = Parallel(0, 1)
 """No other ranks."""
-
-
-def environment_rank(size: int) -> int | None:
-    """This process's rank where torchrun, or rank 0 of ours, started it; None where nobody did."""
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        return None
-    world = int(os.environ["WORLD_SIZE"])
-    if world != size:
-        raise QuantkitError(f"{world} processes were started and --tp is {size}", "make them equal")
-    return int(os.environ["RANK"])

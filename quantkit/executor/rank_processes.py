@@ -1,12 +1,6 @@
-"""The other ranks' processes: rank 0 starts them on this machine, watches them, and stops with a name when one dies.
-
-    python -m quantkit.executor.rank_processes '{"model_path": ..., "tp": 4, ...}'      is one of them, with RANK and WORLD_SIZE set
-
-A process ends on its own when the one that started it is gone.
-"""
+"""The other ranks' processes: rank 0 starts them on this machine, watches them, and stops with a name when one dies."""
 
 import atexit
-import json
 import os
 import signal
 import socket
@@ -14,12 +8,12 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any
 
 import torch
 from torch.distributed import TCPStore
 
 from quantkit.errors import QuantkitError
+from quantkit.executor.options import EngineOptions
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
 """Where the libraries read which interface to listen on; one that is already set stays."""
@@ -29,62 +23,93 @@ _GRACE_SECONDS = 4.0
 """What the main thread has to notice by itself, through a failed collective, that a rank died: on some devices it waits for ever."""
 
 
-class RankProcesses:
-    """Processes of ranks 1 .. size - 1. They meet in a store at a loopback address, and their libraries' own connections stay there too."""
+def environment_rank(size: int) -> int | None:
+    """This process's rank where torchrun, or rank 0 of ours, started it; None where nobody did."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    world = int(os.environ["WORLD_SIZE"])
+    if world != size:
+        raise QuantkitError(f"{world} processes were started and --tp is {size}", "make them equal")
+    return int(os.environ["RANK"])
 
-    def __init__(self, size: int, options: dict[str, Any]) -> None:
-        self._store = _loopback_store()
-        # The last tells torch that the store is there: by itself rank 0 would open one on every interface.
-        meeting = {"MASTER_ADDR": self._store.host, "MASTER_PORT": str(self._store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        os.environ.update(meeting)
-        for name in _INTERFACES:
-            os.environ.setdefault(name, _loopback_interface())
-        threads = max(torch.get_num_threads() // size, 1)
-        torch.set_num_threads(threads)
-        command = [sys.executable, "-m", "quantkit.executor.rank_processes", json.dumps(options)]
-        self._processes = {}
-        for rank in range(1, size):
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": str(threads)}
-            environment = {**os.environ, **place}
-            self._processes[rank] = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        self._dead = ""
-        self._told = threading.Event()
-        self._stopping = False
-        atexit.register(self.stop)
-        threading.Thread(target=self._watch, name="quantkit-ranks", daemon=True).start()
+
+def launch(options: EngineOptions) -> "RankProcesses":
+    """Start ranks 1 .. tp - 1 on this machine, which meet in a store at a loopback address; their libraries' connections stay there too.
+
+    Changes this process: MASTER_ADDR, MASTER_PORT and the libraries' interfaces in its environment, and its share of the threads. The
+    others are stopped when it exits. A thread of it watches them, and ends it with exit code 1 where one dies and it does not notice.
+    """
+    store = _loopback_store()
+    os.environ.update(_meeting(store))
+    threads = max(torch.get_num_threads() // options.tp, 1)
+    torch.set_num_threads(threads)
+    command = [sys.executable, "-m", "quantkit.executor.follower", options.to_json()]
+    processes = {}
+    for rank in range(1, options.tp):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(options.tp), "OMP_NUM_THREADS": str(threads)}
+        environment = {**os.environ, **place}
+        processes[rank] = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    ranks = RankProcesses(processes, store)
+    atexit.register(ranks.stop)
+    threading.Thread(target=_watch, args=(ranks,), name="quantkit-ranks", daemon=True).start()
+    return ranks
+
+
+class RankProcesses:
+    """The processes of ranks 1 .. size - 1, and the store they meet in, which lives as long as this does."""
+
+    def __init__(self, processes: dict[int, subprocess.Popen[bytes]], store: TCPStore) -> None:
+        self.processes, self._store = processes, store
+        self.dead = ""
+        """Which rank died."""
+        self.noticed = threading.Event()
+        """The main thread saw a collective fail, and will say why."""
+        self.stopping = False
 
     def why_lost(self) -> str:
         """Which rank died; asked by the main thread when a collective failed."""
-        self._told.set()
+        self.noticed.set()
         until = time.monotonic() + 2
-        while not self._dead and time.monotonic() < until:
+        while not self.dead and time.monotonic() < until:
             time.sleep(_WATCH_SECONDS / 4)
-        return self._dead or "the ranks lost each other"
+        return self.dead or "the ranks lost each other"
+
+    def find_dead(self) -> None:
+        """Look once whether a rank died that was not told to stop."""
+        for rank, process in self.processes.items():
+            if process.poll() is not None and not self.stopping:
+                self.dead = f"rank {rank} of {len(self.processes) + 1} died ({_how(process.returncode)})"
+                return
 
     def stop(self) -> None:
         """End those that still run: they were told to, or there is nobody left to tell them."""
-        self._stopping = True
-        for process in self._processes.values():
+        self.stopping = True
+        for process in self.processes.values():
             try:
-                process.wait(2 if not self._dead else 0)
+                process.wait(2 if not self.dead else 0)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
 
-    def _watch(self) -> None:
-        while not self._dead:
-            time.sleep(_WATCH_SECONDS)
-            for rank, process in self._processes.items():
-                if process.poll() is not None and not self._stopping:
-                    self._dead = f"rank {rank} of {len(self._processes) + 1} died ({_how(process.returncode)})"
-                    break
-            if self._stopping:
-                return
-        if not self._told.wait(_GRACE_SECONDS) and not self._stopping:
-            sys.stderr.write(f"quantkit: {self._dead}\n")
-            for process in self._processes.values():
-                process.kill()
-            os._exit(1)
+
+def _watch(ranks: RankProcesses) -> None:
+    while not ranks.dead:
+        time.sleep(_WATCH_SECONDS)
+        ranks.find_dead()
+        if ranks.stopping:
+            return
+    if not ranks.noticed.wait(_GRACE_SECONDS) and not ranks.stopping:
+        sys.stderr.write(f"quantkit: {ranks.dead}\n")
+        for process in ranks.processes.values():
+            process.kill()
+        os._exit(1)
+
+
+def _meeting(store: TCPStore) -> dict[str, str]:
+    """What a process must have in its environment to meet the others; interfaces that are already set stay."""
+    # The last tells torch that the store is there: by itself rank 0 would open one on every interface.
+    place = {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return place | {name: os.environ.get(name, _loopback_interface()) for name in _INTERFACES}
 
 
 def _loopback_store() -> TCPStore:
@@ -101,30 +126,3 @@ def _loopback_interface() -> str:
 
 def _how(code: int) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
-def _end_with_parent() -> None:
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(_WATCH_SECONDS)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def main() -> None:
-    from quantkit.executor.engine import Engine
-
-    _end_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for rank 0, which tells the others
-    try:
-        Engine.load(**json.loads(sys.argv[1]))
-    except QuantkitError as fault:
-        sys.stderr.write(f"quantkit: rank {os.environ['RANK']}: {fault}\n")
-        sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()

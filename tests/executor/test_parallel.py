@@ -1,7 +1,11 @@
 """Several ranks compute what one computes, and stop together."""
 
+import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +19,8 @@ import torch
 
 from quantkit.errors import QuantkitError
 from quantkit.executor.engine import Engine
+from quantkit.executor.leader import Leader
+from quantkit.executor.parallel import Parallel
 from quantkit.executor.sampling import SamplingParams
 from quantkit.executor.sequence import Completion
 
@@ -89,13 +95,37 @@ def test_a_rank_that_dies_is_named_within_seconds(tiny_checkpoint: Path) -> None
     next(stream)
     ranks = engine.parallel._ranks
     assert ranks is not None
-    ranks._processes[1].send_signal(signal.SIGKILL)
+    ranks.processes[1].send_signal(signal.SIGKILL)
     start = time.monotonic()
     with pytest.raises(QuantkitError, match=r"rank 1 of 2 died \(signal SIGKILL\)"):
         for _ in stream:
             pass
     assert time.monotonic() - start < 8
     torch.distributed.destroy_process_group()
+
+
+def test_ranks_that_a_launcher_started_lead_and_follow(tiny_checkpoint: Path) -> None:
+    """As torchrun starts them: rank 0 answers, rank 1 prints nothing, and both end."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "quantkit", "run", str(tiny_checkpoint), "--prompt", "a", "--max-new-tokens", "3", "--json"]
+    meeting = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen([*command, "--device", "cpu", "--tp", "2"], env={**meeting, "RANK": rank}, stdout=subprocess.PIPE)
+        for rank in ("0", "1")
+    ]
+    printed = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert json.loads(printed[0])["tokens"] == 3
+    assert printed[1] == b""
+
+
+def test_a_rank_that_follows_takes_no_requests(tiny_checkpoint: Path) -> None:
+    engine = load(tiny_checkpoint, 1)
+    engine.leader = Leader(Parallel(1, 2))
+    with pytest.raises(QuantkitError, match="rank 1 follows rank 0"):
+        engine.submit(PROMPTS[0], PARAMS[0])
+    assert not engine.has_work
 
 
 def test_heads_that_do_not_divide_are_refused(tmp_path: Path) -> None:

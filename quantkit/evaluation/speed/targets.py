@@ -23,7 +23,9 @@ def open_target(
     """
     if name.startswith(("http://", "https://")):
         return EndpointTarget(name, model, api_key=api_key)
-    from quantkit.executor.engine import Engine
+    from quantkit.executor.follower import lead_or_follow
+    from quantkit.executor.options import EngineOptions
 
-    engine = Engine.load(find_model(name), device=device, backend=backend, max_batch=max_batch, max_model_len=max_model_len, tp=tp)
+    path = find_model(name)
+    engine = lead_or_follow(EngineOptions(path, device, backend, max_batch=max_batch, max_model_len=max_model_len, tp=tp))
     return EngineTarget(engine, f"{name} on {engine.loaded.device}", max_batch)

@@ -1,0 +1,54 @@
+"""A rank's process: it leads as rank 0, or follows and ends when rank 0 is done.
+
+    python -m quantkit.executor.follower '{"model_path": ..., "tp": 4, ...}'      is one that follows, with RANK and WORLD_SIZE set
+
+A process that rank 0 started ends on its own when rank 0 is gone.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+from quantkit.errors import QuantkitError
+from quantkit.executor.engine import Engine
+from quantkit.executor.leader import follow
+from quantkit.executor.options import EngineOptions
+
+_WATCH_SECONDS = 0.2
+
+
+def lead_or_follow(options: EngineOptions) -> Engine:
+    """Rank 0's engine. A process that was started as another rank follows here, and ends when rank 0 dismisses it."""
+    engine = Engine.open(options)
+    if engine.parallel.rank == 0:
+        return engine
+    follow(engine)
+    engine.parallel.close()
+    sys.exit(0)
+
+
+def _end_with_parent() -> None:
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_WATCH_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main() -> None:
+    _end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for rank 0, which tells the others
+    try:
+        lead_or_follow(EngineOptions.from_json(sys.argv[1]))
+    except QuantkitError as fault:
+        sys.stderr.write(f"quantkit: rank {os.environ['RANK']}: {fault}\n")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
