@@ -103,7 +103,8 @@ class Endpoint:
                     await asyncio.sleep(0.05)
 
             watcher = asyncio.create_task(until_stopped())
-            running: set[asyncio.Task[None]] = {asyncio.create_task(worker()) for _ in range(min(self._concurrency, len(prompts)))}
+            workers = [asyncio.create_task(worker()) for _ in range(min(self._concurrency, len(prompts)))]
+            running = set(workers)
             try:
                 while running and not watcher.done():
                     done, _ = await asyncio.wait({watcher, *running}, return_when=asyncio.FIRST_COMPLETED)
@@ -111,8 +112,9 @@ class Endpoint:
                     for task in done:
                         task.result()
             finally:
-                for task in {watcher, *running}:
+                for task in (watcher, *workers):
                     task.cancel()
+                await asyncio.gather(watcher, *workers, return_exceptions=True)  # one fault is told, though several may have met it
 
     async def _ask(self, client: httpx.AsyncClient, prompt: Prompt, parameters: Generation) -> ModelReply:
         """One reply, with retries. A refusal of this prompt (4xx) or the last failed try becomes a completion with `error`.

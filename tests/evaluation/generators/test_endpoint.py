@@ -1,3 +1,4 @@
+import gc
 import itertools
 import time
 
@@ -100,10 +101,12 @@ def test_a_server_that_goes_away_ends_the_run() -> None:
         list(endpoint.generate([chat("q") for _ in range(50)], Generation()))
 
 
-def test_a_wrong_key_stops_at_once() -> None:
+def test_a_wrong_key_stops_at_once_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     with ReplayServer(lambda question, body: "fine", api_key="sk-1") as server:
         with pytest.raises(QuantkitError, match="HTTP 401: wrong key"):
             ask(server, [chat("q") for _ in range(20)], concurrency=2)
+        gc.collect()
+        assert not [record for record in caplog.records if record.name == "asyncio"]
         assert len(server.requests) <= 4
         assert ask(server, [chat("q")], api_key="sk-1")[0].text == "fine"
 
