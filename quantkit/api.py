@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit import conversion, planning
-from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.remote import open_headers
 from quantkit.conversion import ConversionReport
 from quantkit.engines.check import check_checkpoint
 from quantkit.evaluation.distance.perplexity import Quality, measure
@@ -22,6 +22,7 @@ from quantkit.inspection import describe
 from quantkit.progress import OnEvent, silent
 from quantkit.quantization import run as quantization
 from quantkit.quantization.memory import parse_bytes
+from quantkit.quantization.opening import read_request
 from quantkit.quantization.run import QuantizationReport
 from quantkit.recipe import Recipe, load_recipe
 from quantkit.schemes import Scheme, find_scheme
@@ -51,7 +52,9 @@ def quantize(
     what it says. A model that ships calibration text is calibrated on it where nothing else is named. memory: of the host, bytes or
     "16GiB", to keep under. on_event is called with progress. A run that was stopped goes on when it is called again alike.
     """
-    chosen, source = _scheme(scheme), find_model(str(model))
+    chosen = _scheme(scheme)
+    read_request(chosen, format, engine, _recipe(recipe or chosen.name))  # before a hub model is downloaded
+    source = find_model(str(model))
     settings = load_settings(source, recipe or chosen.name, calibration=calibration, samples=samples, seq_len=seq_len, seed=seed)
     limit = parse_bytes(memory) if isinstance(memory, str) else memory
     return quantization.quantize(
@@ -69,11 +72,10 @@ def load_settings(
     seed: int | None = None,
 ) -> Recipe:
     """The recipe with what is not None in the place of its own; calibrated on the text that `source` ships where no other is named."""
-    base = recipe if isinstance(recipe, Recipe) else load_recipe(str(recipe))
+    base = _recipe(recipe)
     shipped = source / "calibration.jsonl"
     text = calibration or base.calibration or (shipped if shipped.exists() else None)
-    given = {"calibration": text and str(text), "samples": samples, "seq_len": seq_len, "seed": seed}
-    return base.model_copy(update={key: value for key, value in given.items() if value is not None})
+    return base.with_given(calibration=text and str(text), samples=samples, seq_len=seq_len, seed=seed)
 
 
 def plan(
@@ -81,19 +83,21 @@ def plan(
     scheme: str | Scheme,
     *,
     format: str = "auto",
+    engine: str | None = None,
+    recipe: str | Path | Recipe | None = None,
     devices: str = "8x64GiB",
-    samples: int = 128,
-    seq_len: int = 512,
+    samples: int | None = None,
+    seq_len: int | None = None,
     context: int = 4096,
 ) -> dict[str, Any]:
-    """What quantize() will write and need, and whether the result serves `context` tokens on `devices`, from headers alone.
+    """What quantize() with the same arguments will write and need, and whether the result serves `context` tokens on `devices`.
 
-    devices: number and memory of each, tensor parallel over all. samples: calibration sequences of seq_len tokens. The dictionary is
-    ready for JSON.
+    Headers alone are read: no weight of a hub model is downloaded. devices: number and memory of each, tensor parallel over all, or
+    "8x910B1" for predicted decoding times as well. The dictionary is ready for JSON.
     """
-    return planning.plan(
-        find_model(str(model)), _scheme(scheme), format, devices=devices, samples=samples, seq_len=seq_len, context=context
-    )
+    chosen = _scheme(scheme)
+    options: dict[str, Any] = {"devices": devices, "samples": samples, "seq_len": seq_len, "context": context}
+    return planning.plan(model, chosen, format, engine=engine, recipe=_recipe(recipe or chosen.name), **options)
 
 
 def convert(
@@ -117,7 +121,7 @@ def inspect(model: str | Path, *, engine: str | None = None) -> dict[str, Any]:
 
     engine: adds "problems", what keeps that engine from loading the checkpoint or loses something there.
     """
-    checkpoint = Checkpoint.open(find_model(str(model)))
+    checkpoint = open_headers(str(model))
     about = describe(checkpoint)
     if engine is not None:
         about |= {"engine": engine, "problems": [asdict(problem) for problem in check_checkpoint(engine, checkpoint)]}
@@ -198,3 +202,7 @@ def perplexity(
 
 def _scheme(scheme: str | Scheme) -> Scheme:
     return scheme if isinstance(scheme, Scheme) else find_scheme(scheme)
+
+
+def _recipe(recipe: str | Path | Recipe) -> Recipe:
+    return recipe if isinstance(recipe, Recipe) else load_recipe(str(recipe))

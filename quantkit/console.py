@@ -211,20 +211,39 @@ def show_inspection(about: dict[str, Any]) -> None:
     facts(about["path"], rows)
 
 
+def show_quantization(model: str, about: dict[str, Any]) -> None:
+    following = about["next_token"]
+    rows = [
+        ("written to", f"{about['out']} ({about['format']})"),
+        ("size", f"{size(about['output_bytes'])}, from {size(about['source_bytes'])}"),
+        ("time", f"{about['seconds']:.1f} s"),
+        ("peak memory", f"{size(about['peak_memory'])}, planned {size(about['planned_memory'])}"),
+        ("calibration", f"{about['calibration_tokens']:,} tokens"),
+        ("mean output error", f"{about['mean_error']:.2e}"),
+        ("next token", f"KL {following['kl']:.2e}, {following['top1_agree']:.2%} the same" if following else "not compared"),
+        ("report", os.path.join(about["out"], "report.html")),
+    ]
+    facts(f"{model} as {about['scheme']}", rows)
+
+
 def show_plan(about: dict[str, Any]) -> None:
     placed, host = about["devices"], about["host_peak"]
+    tokens = placed["cache_tokens"]
     rows = [
         ("output", f"{size(about['output_bytes'])} ({about['format']}), without MTP {size(about['output_bytes_without_mtp'])}"),
         *((f"  {part}", size(count)) for part, count in about["output_bytes_by_part"].items()),
         ("fits", "yes" if about["fits"] else "NO"),
         (f"  {placed['count']} devices of {size(placed['memory_bytes'])}", f"{size(placed['weight_bytes'])} of weights each"),
-        ("  room for the cache", f"{size(placed['cache_bytes'])} each, {placed['cache_tokens']:,} tokens"),
+        ("  room for the cache", f"{size(placed['cache_bytes'])} each" + (f", {tokens:,} tokens" if tokens is not None else "")),
         ("  assuming", placed["assumption"]),
         ("host memory, peak", f"{size(about['host_peak_bytes'])} (at {host['where']})"),
         ("disk", f"{size(about['disk_bytes'])} needed, {size(about['disk_free_bytes'])} free here"),
         *((f"time on {one['device']}", f"{one['seconds'] / 60:.1f} min, assuming {one['assumption']}") for one in about["time"]),
     ]
     facts(f"{about['model']} as {about['scheme']}", rows)
+    if predicted := about.get("cost_model"):
+        show_prediction(predicted)
+        show_published(predicted["published"])
 
 
 def show_prediction(predicted: dict[str, Any]) -> None:

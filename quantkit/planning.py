@@ -1,79 +1,98 @@
 """plan(): what a quantization will need and make, and where the result runs, from config.json and safetensors headers alone.
 
-Sizes are those of the tensors that quantize() would write, to the byte. Memory and time are estimates whose assumptions are told.
+It opens a model as quantize() does, and refuses what that refuses. Of a hub model it downloads no weight. Sizes are those of the tensors
+that quantize() would write, to the byte. Memory and time are estimates whose assumptions are told.
 """
 
 import os
 import re
 import shutil
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoint.formats import find_format
-from quantkit.checkpoint.formats.base import Format
-from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.remote import open_headers
+from quantkit.costmodel import Hardware, load_hardware, predict
 from quantkit.engines.memory import ParallelSizes, fit_rows
 from quantkit.errors import QuantkitError
+from quantkit.evaluation.results.published import published_speeds
 from quantkit.models.table import Parameter
-from quantkit.quantization.checks import Inventory, check_groups, take_inventory
 from quantkit.quantization.cost import RATES, seconds
-from quantkit.quantization.memory import parse_bytes
-from quantkit.quantization.run import expected_peak, with_group_size
+from quantkit.quantization.memory import expected_peak, parse_bytes
+from quantkit.quantization.opening import Job, open_job, read_request
 from quantkit.recipe import Recipe, load_recipe
-from quantkit.schemes import Scheme, check_pair
+from quantkit.schemes import Scheme
 
 MEMORY_FRACTION = 0.9
 """Of a device's memory that an engine uses."""
 RESERVE_GIB = 4.0
 """Of that, for activations, graphs and communication."""
+PREDICTED_BATCHES = (1, 2, 4, 8, 16, 32)
+PREDICTED_CONTEXT = 640
+"""Tokens that each sequence of a predicted decode step attends to, at most."""
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What the result is to run on. hardware: what is known of one device; None where only its memory was given."""
+
+    count: int
+    memory_bytes: int
+    hardware: Hardware | None = None
 
 
 def plan(
-    model: Path,
+    model: str | Path,
     scheme: Scheme,
     format: str = "auto",
     *,
+    engine: str | None = None,
     recipe: Recipe | None = None,
     devices: str = "8x64GiB",
-    samples: int = 128,
-    seq_len: int = 512,
+    samples: int | None = None,
+    seq_len: int | None = None,
     context: int = 4096,
 ) -> dict[str, Any]:
-    """What quantize(model, scheme, format) will write and need, and whether its output serves `context` tokens on `devices`.
+    """What quantize() with the same arguments will write and need, and whether its output serves `context` tokens on `devices`.
 
-    devices: "8x64GiB", tensor parallel over all of them. JSON-ready; bytes are integers, times are in seconds. Raises QuantkitError
-    where quantize() would refuse the source.
+    model: a directory, a built-in name or a hub id. recipe: the scheme's own by default; samples and seq_len are set over it. devices:
+    "8x64GiB", tensor parallel over all of them, or "8x910B1" for predicted decoding times as well. JSON-ready; bytes are integers, times
+    are in seconds. Raises QuantkitError where quantize() would refuse the source.
     """
-    settings = (recipe or load_recipe(scheme.name)).model_copy(update={"samples": samples, "seq_len": seq_len})
-    name = scheme.formats[0] if format == "auto" else format
-    check_pair(scheme, name)
-    scheme = with_group_size(scheme, settings)
-    target = find_format(name, scheme)
-    count, each = parse_devices(devices)
-    checkpoint = Checkpoint.open(model)
-    inventory = take_inventory(checkpoint)
-    check_groups(inventory.rows, scheme, target)
-    rows = [(row, _written_bytes(checkpoint, row, target, scheme)) for row in inventory.rows]
+    settings = (recipe or load_recipe(scheme.name)).with_given(samples=samples, seq_len=seq_len)
+    request, target = read_request(scheme, format, engine, settings), read_devices(devices)
+    job = open_job(request, open_headers(str(model)))
+    rows = [(row, _written_bytes(job, row)) for row in job.rows]
     output = sum(size for _, size in rows)
-    (peak, _), (least, _) = (expected_peak(inventory, target, scheme, settings, memory) for memory in (None, 0))
+    peak, least = (expected_peak(job, memory)[0] for memory in (None, 0))
     state = 2 * peak.hidden  # of the last finished layer, and of its successor while they are written
     return {
-        "model": str(model),
-        "scheme": scheme.name,
-        "format": name,
-        "source_bytes": sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
+        "model": str(job.checkpoint.path),
+        "scheme": request.scheme.name,
+        "format": request.format,
+        "source_bytes": sum(tensor.nbytes for tensor in job.checkpoint.tensors.values()),
         "output_bytes": output,
         "output_bytes_without_mtp": sum(size for row, size in rows if not row.mtp),
         "output_bytes_by_part": _by_part(rows),
-        **_placed(rows, inventory, count, each, context),
+        **_placed(rows, job, target, context),
         "host_peak_bytes": peak.total,
         "host_least_bytes": least.total,
         "host_peak": {"process": peak.process, "hidden_states": peak.hidden, "work": peak.work, "where": peak.where},
         "disk_bytes": output + state,
         "disk_free_bytes": shutil.disk_usage(Path.cwd()).free,
-        "time": _times(inventory, target, scheme, settings, checkpoint, output),
+        "time": _times(job, output),
+        **_predicted(job, target, context),
     }
+
+
+def read_devices(text: str) -> Devices:
+    """ "8x64GiB", or "8x910B1" of hardware that is known, or "8xFILE.yaml" that describes it."""
+    count, _, kind = text.partition("x")
+    if not re.fullmatch(r"[1-9]\d*", count) or re.fullmatch(r"\S*[KMGT]i?B", kind):
+        return Devices(*parse_devices(text))
+    hardware = load_hardware(kind)
+    return Devices(int(count), round(hardware.memory_gb) * 2**30, hardware)
 
 
 def parse_devices(text: str) -> tuple[int, int]:
@@ -84,10 +103,11 @@ def parse_devices(text: str) -> tuple[int, int]:
     return int(found[1]), parse_bytes(found[2])
 
 
-def _written_bytes(checkpoint: Checkpoint, row: Parameter, target: Format, scheme: Scheme) -> int:
+def _written_bytes(job: Job, row: Parameter) -> int:
     """Of the tensors that one parameter becomes; one left unquantized keeps its type, and is BF16 where the source packs it."""
+    checkpoint, target = job.checkpoint, job.target
     if target.quantizes(row.module, row.role, mtp=row.mtp):
-        grid = scheme.grid(expert=row.expert is not None, mtp=row.mtp)
+        grid = job.request.scheme.grid(expert=row.expert is not None, mtp=row.mtp)
         return sum(spec.nbytes for spec in target.specs(row.module, (row.shape[0], row.shape[1]), grid))
     if row.module in checkpoint.linears:
         return 2 * row.shape[0] * row.shape[1]
@@ -101,41 +121,63 @@ def _by_part(rows: list[tuple[Parameter, int]]) -> dict[str, int]:
     return dict(parts.most_common())
 
 
-def _placed(rows: list[tuple[Parameter, int]], inventory: Inventory, count: int, each: int, context: int) -> dict[str, Any]:
-    found = fit_rows(rows, inventory.config, ParallelSizes(count), context, each / 2**30, MEMORY_FRACTION, RESERVE_GIB)
+def _placed(rows: list[tuple[Parameter, int]], job: Job, devices: Devices, context: int) -> dict[str, Any]:
+    usable, reserve = int(devices.memory_bytes * MEMORY_FRACTION), int(RESERVE_GIB * 2**30)
+    told = f"{MEMORY_FRACTION:.0%} of each device usable, {RESERVE_GIB:g} GiB of that for activations"
+    if job.inventory.by_name:
+        quantized = {row.name for row in job.linears}
+        weights = sum(-(-size // devices.count) if row.name in quantized else size for row, size in rows)
+        fits, per_token, tokens = usable - reserve >= weights, None, None
+        assumption = f"quantized linears split over {devices.count}, {told}; the cache of an unknown architecture is not counted"
+    else:
+        found = fit_rows(
+            rows, job.inventory.config, ParallelSizes(devices.count), context, devices.memory_bytes / 2**30, MEMORY_FRACTION, RESERVE_GIB
+        )
+        weights, fits, per_token, tokens = found.weight_bytes, found.fits, found.cache_bytes_per_token, found.tokens
+        assumption = (
+            f"tensor parallel over {devices.count}, MTP layer not loaded, {told}, BF16 cache; MLA's latent is whole on every device"
+        )
     return {
-        "fits": found.fits,
+        "fits": fits,
         "devices": {
-            "count": count,
-            "memory_bytes": each,
-            "usable_bytes": found.usable_bytes,
-            "weight_bytes": found.weight_bytes,
-            "reserve_bytes": found.reserve_bytes,
-            "cache_bytes": max(found.usable_bytes - found.reserve_bytes - found.weight_bytes, 0),
-            "cache_bytes_per_token": found.cache_bytes_per_token,
-            "cache_tokens": found.tokens,
+            "count": devices.count,
+            "memory_bytes": devices.memory_bytes,
+            "usable_bytes": usable,
+            "weight_bytes": weights,
+            "reserve_bytes": reserve,
+            "cache_bytes": max(usable - reserve - weights, 0),
+            "cache_bytes_per_token": per_token,
+            "cache_tokens": tokens,
             "context": context,
-            "assumption": f"tensor parallel over {count}, MTP layer not loaded, {MEMORY_FRACTION:.0%} of each device usable, "
-            f"{RESERVE_GIB:g} GiB of that for activations, BF16 cache; MLA's latent is whole on every device",
+            "assumption": assumption,
         },
     }
 
 
-def _times(
-    inventory: Inventory, target: Format, scheme: Scheme, recipe: Recipe, checkpoint: Checkpoint, output: int
-) -> list[dict[str, Any]]:
+def _times(job: Job, output: int) -> list[dict[str, Any]]:
     """On this machine's processor and on one H200."""
-    methods = scheme.methods if recipe.methods is None else recipe.methods
-    tokens = (recipe.samples + recipe.held_out) * recipe.seq_len if methods else 0
-    stored = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
-    linears = [row for row in inventory.rows if target.quantizes(row.module, row.role, mtp=row.mtp)]
-    experts = len({row.expert for row in inventory.rows if row.expert is not None})
-    chosen = inventory.config.routing.num_experts_per_tok / experts if experts else 1.0
+    recipe, calibrated = job.request.recipe, bool(job.request.methods)
+    tokens = (recipe.samples + recipe.held_out) * recipe.seq_len if calibrated else 0
+    stored = sum(tensor.nbytes for tensor in job.checkpoint.tensors.values())
+    experts = len({row.expert for row in job.rows if row.expert is not None})
+    chosen = job.inventory.config.routing.num_experts_per_tok / experts if experts and calibrated else 1.0
     return [
         {
             "device": rate.name,
-            "seconds": round(seconds(linears, tokens, chosen, stored + output, rate, os.cpu_count() or 1)),
+            "seconds": round(seconds(job.linears, tokens, chosen, stored + output, rate, os.cpu_count() or 1)),
             "assumption": rate.assumption(os.cpu_count() or 1),
         }
         for rate in RATES
     ]
+
+
+def _predicted(job: Job, devices: Devices, context: int) -> dict[str, Any]:
+    """Decoding times on known hardware, beside what others published of it."""
+    if devices.hardware is None:
+        return {}
+    attended = min(context, PREDICTED_CONTEXT)
+    predicted = predict(
+        job.checkpoint.config, job.request.scheme, devices.hardware, devices=devices.count, batches=PREDICTED_BATCHES, context=attended
+    )
+    published = [table for table in published_speeds() if devices.hardware.name in table["hardware"]]
+    return {"cost_model": predicted | {"published": published}}

@@ -31,6 +31,10 @@ class Recipe(Strict):
     fit_points: int = Field(3, ge=1, description="steps tried for each group when it is rounded")
     min_expert_tokens: int = Field(256, ge=0, description="experts with fewer routed tokens lean on the layer's shared statistics")
 
+    def with_given(self, **values: object) -> "Recipe":
+        """The recipe with those of the values that are not None."""
+        return self.model_copy(update={key: value for key, value in values.items() if value is not None})
+
     @property
     def fingerprint(self) -> str:
         """sha256 of what the recipe says."""

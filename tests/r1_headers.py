@@ -42,7 +42,7 @@ def r1_config(**changes: Any) -> dict[str, Any]:
 
 
 def write_headers(path: Path, config: dict[str, Any], shards: int = SHARDS) -> Path:
-    """The directory of a checkpoint in R1's FP8 layout. Returns `path`."""
+    """The directory of a checkpoint in R1's FP8 layout, with a small tokenizer. Returns `path`."""
     path.mkdir(parents=True, exist_ok=True)
     entries: list[tuple[str, str, tuple[int, ...], int]] = []
     for name, shape in make_model.tensor_shapes(config).items():
@@ -66,4 +66,5 @@ def write_headers(path: Path, config: dict[str, Any], shards: int = SHARDS) -> P
             out.truncate(8 + len(text) + offset)
     (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     (path / "config.json").write_text(json.dumps(config))
+    make_model.write_tokenizer(path)
     return path

@@ -9,10 +9,12 @@ import pytest
 import r1_headers
 from huggingface_hub import constants
 
+import quantkit
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.remote import open_headers
 from quantkit.errors import QuantkitError
 from quantkit.hub import find_local, find_model
+from quantkit.recipe import Recipe
 
 NAME = "org/model"
 
@@ -50,14 +52,33 @@ def test_a_weight_that_was_not_downloaded_is_named(hub: hub_server.Hub) -> None:
         open_headers(NAME).read("lm_head.weight")
 
 
-def test_headers_of_r1_take_less_than_20_mb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planning_r1_takes_less_than_20_mb_and_no_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = r1_headers.write_headers(tmp_path / "r1", r1_headers.r1_config(num_nextn_predict_layers=1))
     with hub_server.serve(folder, NAME) as server:
         use(server, monkeypatch)
-        checkpoint = open_headers(NAME)
-    assert len({tensor.shard for tensor in checkpoint.tensors.values()}) == 163
-    assert sum(tensor.nbytes for tensor in checkpoint.tensors.values()) > 680e9
+        planned = quantkit.plan(NAME, "awq-w4a16", engine="vllm")
+    assert planned["source_bytes"] > 680e9
+    assert round(planned["output_bytes_without_mtp"] / 1e9) == 353
+    assert len([file for file in server.sent if file.endswith(".safetensors")]) == 163
     assert server.total < 20e6
+    assert {path.name for path in (tmp_path / "cache").rglob("*") if path.is_symlink()} == {"config.json"}, "nothing else was downloaded"
+
+
+def test_inspecting_a_hub_model_says_what_headers_cannot_tell(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = Recipe(scheme="fp4-w4a16", methods=(), fit_points=1)
+    out = quantkit.quantize(tiny_checkpoint, tmp_path / "fp4", "fp4-w4a16", engine="sglang", recipe=recipe, device="cpu").out
+    with hub_server.serve(out, NAME) as server:
+        use(server, monkeypatch)
+        remote, local = (quantkit.inspect(model, engine="sglang") for model in (NAME, out))
+    assert local["problems"] == []
+    assert [(one["severity"], one["problem"]) for one in remote["problems"]] == [
+        ("warning", "global scales were not compared: only headers were read")
+    ]
+    assert {key: remote[key] for key in remote if key not in ("path", "problems")} == {
+        key: local[key] for key in local if key not in ("path", "problems")
+    }
 
 
 def test_a_download_is_found_again(hub: hub_server.Hub, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,12 @@ from typing import Any
 import make_model
 import pytest
 import r1_headers
+from commands import command
 
 from quantkit.errors import QuantkitError
 from quantkit.planning import parse_devices, plan
 from quantkit.quantization import quantize
-from quantkit.recipe import Recipe
+from quantkit.recipe import Recipe, load_recipe
 from quantkit.schemes import SCHEMES, find_scheme
 
 
@@ -57,6 +58,44 @@ def test_output_bytes_are_those_written(tmp_path: Path, scheme: str) -> None:
     report = quantize(source, tmp_path / "out", find_scheme(scheme), "auto", Recipe(scheme=scheme, methods=()), device="cpu")
     assert planned["output_bytes"] == report.output_bytes
     assert sum(planned["output_bytes_by_part"].values()) == report.output_bytes
+
+
+def test_output_bytes_for_an_engine_are_those_written(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    scheme, recipe = find_scheme("awq-w4a16"), Recipe(scheme="awq-w4a16", methods=(), fit_points=1)
+    planned = plan(tiny_checkpoint, scheme, engine="vllm-ascend", recipe=recipe)
+    report = quantize(tiny_checkpoint, tmp_path / "out", scheme, "auto", recipe, engine="vllm-ascend", device="cpu")
+    assert (planned["format"], planned["output_bytes"]) == (report.format, report.output_bytes)
+    assert planned["output_bytes"] != plan(tiny_checkpoint, scheme, recipe=recipe)["output_bytes"]
+
+
+def test_an_unknown_architecture_is_planned_without_a_cache(tmp_path: Path) -> None:
+    config = make_model.tiny_config(model_type="mamba")
+    source = make_model.write_dense(tmp_path / "source", config, make_model.random_tensors(config))
+    planned = command("plan", str(source), "--scheme", "rtn-w4a16", "--devices", "2x1GiB", "--json").json
+    assert command("plan", str(source), "--scheme", "rtn-w4a16").code == 0
+    report = quantize(source, tmp_path / "out", find_scheme("rtn-w4a16"), "auto", load_recipe("rtn-w4a16"), device="cpu")
+    assert planned["output_bytes"] == report.output_bytes
+    assert not planned["fits"], "4 GiB are reserved"
+    assert planned["devices"]["cache_tokens"] is None
+    assert planned["output_bytes"] / 2 < planned["devices"]["weight_bytes"] < planned["output_bytes"], "what is not quantized is on both"
+
+
+def test_known_hardware_is_predicted_too() -> None:
+    planned = plan("tiny-r1", find_scheme("awq-w4a16"), devices="8x910B1", context=4096)
+    assert planned["devices"]["count"] == 8
+    assert planned["cost_model"]["hardware"] == "910B1"
+    assert planned["cost_model"]["context"] == 640
+    assert planned["devices"]["memory_bytes"] == plan("tiny-r1", find_scheme("awq-w4a16"), devices="8x64GiB")["devices"]["memory_bytes"]
+    assert "cost_model" not in plan("tiny-r1", find_scheme("awq-w4a16"), devices="4x141GB")
+    with pytest.raises(QuantkitError, match="hardware 64 is not known"):
+        plan("tiny-r1", find_scheme("awq-w4a16"), devices="8x64")
+
+
+def test_samples_are_the_recipes_unless_given(tiny_checkpoint: Path) -> None:
+    scheme, recipe = find_scheme("awq-w4a16"), Recipe(scheme="awq-w4a16", samples=16, seq_len=64)
+    by_recipe = plan(tiny_checkpoint, scheme, recipe=recipe)["host_peak"]["hidden_states"]
+    assert by_recipe == plan(tiny_checkpoint, scheme, samples=16, seq_len=64)["host_peak"]["hidden_states"]
+    assert by_recipe < plan(tiny_checkpoint, scheme, recipe=recipe, samples=32)["host_peak"]["hidden_states"]
 
 
 def test_devices_are_read_and_faults_told() -> None:

@@ -249,12 +249,14 @@ def test_the_second_evaluation_stops_at_once(here: Path) -> None:
 
 
 def test_advice_works_for_the_command_that_gives_it(source: Path, here: Path) -> None:
-    """An unknown architecture can be rounded to nearest, and nothing else."""
+    """An unknown architecture can be rounded to nearest, and that can be planned, and nothing else."""
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
     quantize = ["quantize", "model", "--scheme", "awq-w4a16", "--out", "o", "--calibration", "text.txt"]
-    assert "use --scheme rtn-w4a16" in command(*quantize).error
-    for arguments in (["run", "--prompt", "a"], ["ppl", "--text", "text.txt"], ["serve"], ["plan", "--scheme", "awq-w4a16"]):
+    plan = ["plan", "model", "--scheme", "awq-w4a16"]
+    assert "use --scheme rtn-w4a16" in command(*quantize).error == command(*plan).error
+    assert command(*plan[:-1], "rtn-w4a16").code == 0
+    for arguments in (["run", "--prompt", "a"], ["ppl", "--text", "text.txt"], ["serve"]):
         said = command(arguments[0], "model", *arguments[1:])
         assert (said.code, said.errors) == (1, 1)
         assert "rtn" not in said.error

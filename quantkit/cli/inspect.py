@@ -9,7 +9,6 @@ from quantkit import console
 from quantkit.cli.options import AsJson, Device, Model
 from quantkit.console import print_json
 from quantkit.errors import QuantkitError
-from quantkit.hub import find_model
 
 
 def inspect(
@@ -18,10 +17,10 @@ def inspect(
     json_: AsJson = False,
 ) -> None:
     """What is in a checkpoint: format, scheme, tensors, bytes, what is missing or unknown, and whether an engine loads it."""
-    from quantkit.checkpoint.reader import Checkpoint
+    from quantkit.checkpoint.remote import open_headers
     from quantkit.inspection import describe
 
-    checkpoint = Checkpoint.open(find_model(model))
+    checkpoint = open_headers(model)
     about = describe(checkpoint)
     if engine is not None:
         from quantkit.engines.check import check_checkpoint

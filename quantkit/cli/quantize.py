@@ -35,46 +35,29 @@ def quantize(
     """Quantize a checkpoint. A run that was stopped goes on when the same command is given again."""
     from quantkit.api import load_settings
     from quantkit.quantization.memory import parse_bytes
+    from quantkit.quantization.opening import read_request
     from quantkit.quantization.run import quantize as run_quantize
+    from quantkit.recipe import load_recipe
     from quantkit.schemes import find_scheme
 
-    chosen, source = find_scheme(scheme), find_model(model)
+    chosen = find_scheme(scheme)
+    read_request(chosen, format_, engine, load_recipe(recipe or scheme))  # before a hub model is downloaded
+    source = find_model(model)
     settings = load_settings(source, recipe or scheme, calibration=calibration, samples=samples, seq_len=seq_len, seed=seed)
     target = out_dir or Path(f"{source.resolve().name if Path(model).expanduser().is_dir() else Path(model).name}-{scheme}")
+    ceiling = parse_bytes(memory) if memory else None
     with stoppable(), console.bytes_bar() as bar:
-        report = run_quantize(
-            source,
-            target,
-            chosen,
-            format_,
-            settings,
-            engine=engine,
-            device=device,
-            memory=parse_bytes(memory) if memory else None,
-            overwrite=overwrite,
-            on_event=console.listener(bar),
-        )
+        options: dict[str, Any] = {"device": device, "memory": ceiling, "overwrite": overwrite, "on_event": console.listener(bar)}
+        report = run_quantize(source, target, chosen, format_, settings, engine=engine, **options)
     if os.environ.get("RANK", "0") != "0":
         return
-    about = {key: value for key, value in vars(report).items() if key != "findings"} | {"mean_error": report.findings.mean_error}
-    following = report.findings.next_token
+    about = {key: value for key, value in vars(report).items() if key != "findings"}
+    about |= {"mean_error": report.findings.mean_error, "next_token": report.findings.next_token, "out": str(report.out)}
     if report.done_already:
         console.tell(f"done already: {report.out}")
     if json_:
-        return print_json(about | {"next_token": following, "out": str(report.out)})
-    console.facts(
-        f"{model} as {report.scheme}",
-        [
-            ("written to", f"{report.out} ({report.format})"),
-            ("size", f"{console.size(report.output_bytes)}, from {console.size(report.source_bytes)}"),
-            ("time", f"{report.seconds:.1f} s"),
-            ("peak memory", f"{console.size(report.peak_memory)}, planned {console.size(report.planned_memory)}"),
-            ("calibration", f"{report.calibration_tokens:,} tokens"),
-            ("mean output error", f"{report.findings.mean_error:.2e}"),
-            ("next token", f"KL {following['kl']:.2e}, {following['top1_agree']:.2%} the same" if following else "not compared"),
-            ("report", str(report.out / "report.html")),
-        ],
-    )
+        return print_json(about)
+    console.show_quantization(model, about)
 
 
 def plan(
@@ -82,38 +65,25 @@ def plan(
     scheme: Annotated[str, typer.Option(help="awq-w4a16, fp4-w4a16, int8-a8w8c16, int4-w4a8 or rtn-w4a16.")],
     devices: Annotated[str, typer.Option(help="8x64GiB, or 8x910B1 for predicted decoding times as well.")] = "8x64GiB",
     format_: Annotated[str, typer.Option("--format", help="As for quantize.")] = "auto",
-    samples: Annotated[int, typer.Option(min=1, help="Calibration sequences.")] = 128,
-    seq_len: Annotated[int, typer.Option(min=8, help="Tokens of a calibration sequence.")] = 512,
+    engine: Annotated[str | None, typer.Option(help="As for quantize.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="As for quantize.")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Calibration sequences.")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=8, help="Tokens of a calibration sequence.")] = None,
     context: Annotated[int, typer.Option(min=1, help="Tokens of the longest request to serve.")] = 4096,
     json_: AsJson = False,
 ) -> None:
-    """Memory, disk, time and fit of a quantization, from config.json and headers alone."""
+    """Memory, disk, time and fit of a quantization, from config.json and headers alone; downloads no weight of a hub model."""
     from quantkit.planning import plan as make_plan
+    from quantkit.recipe import load_recipe
     from quantkit.schemes import find_scheme
 
-    chosen, path = find_scheme(scheme), find_model(model)
-    count, _, kind = devices.partition("x")
-    predicted: dict[str, Any] = {}
-    if count.isdigit() and not kind.endswith("GiB"):
-        from quantkit.checkpoint.reader import Checkpoint
-        from quantkit.costmodel import load_hardware, predict
-        from quantkit.evaluation.results.published import published_speeds
-        from quantkit.models.stored import read_model
-
-        hardware = load_hardware(kind)
-        batches = (1, 2, 4, 8, 16, 32)
-        checkpoint = Checkpoint.open(path)
-        read_model(checkpoint)  # whose numbers fit the headers: the cost model reads config.json alone
-        predicted = predict(checkpoint.config, chosen, hardware, devices=int(count), batches=batches, context=min(context, 640))
-        predicted["published"] = [table for table in published_speeds() if hardware.name in table["hardware"]]
-        devices = f"{count}x{hardware.memory_gb:.0f}GiB"
-    about = make_plan(path, chosen, format_, devices=devices, samples=samples, seq_len=seq_len, context=context)
+    chosen, settings = find_scheme(scheme), load_recipe(recipe or scheme)
+    about = make_plan(
+        model, chosen, format_, engine=engine, recipe=settings, devices=devices, samples=samples, seq_len=seq_len, context=context
+    )
     if json_:
-        return print_json(about | ({"cost_model": predicted} if predicted else {}))
+        return print_json(about)
     console.show_plan(about)
-    if predicted:
-        console.show_prediction(predicted)
-        console.show_published(predicted["published"])
 
 
 def convert(

@@ -35,13 +35,17 @@ class Inventory:
     rows: list[Parameter]
     dropped: dict[str, str]
 
+    @property
+    def by_name(self) -> bool:
+        """Of an architecture that quantkit does not know."""
+        return self.architecture is by_name_models
+
 
 def take_inventory(checkpoint: Checkpoint, *, by_name: bool = False) -> Inventory:
     """Every tensor of the source is a parameter of the right shape, or dropped for a known reason. Raises QuantkitError otherwise.
 
     by_name: an architecture that quantkit does not know will do; its linears are told by name. Only for runs without calibration.
     """
-    check_companions(checkpoint.path)
     if checkpoint.format.name not in ("dense", "fp8-block"):
         raise QuantkitError(
             f"{checkpoint.path} is already quantized ({checkpoint.format.name}, by its config.json)",
@@ -62,13 +66,16 @@ def take_inventory(checkpoint: Checkpoint, *, by_name: bool = False) -> Inventor
     return Inventory(model.architecture, model.config, model.rows, dropped)
 
 
-def check_companions(path: Path) -> None:
-    """The files that go with the weights are what their names say: hours later an output without a tokenizer would be of no use."""
+def check_companions(path: Path, *, calibrated: bool) -> None:
+    """The files that go with the weights are what their names say: hours later an output without a tokenizer would be of no use.
+
+    calibrated: a tokenizer must be there.
+    """
     read_companions(path)
     for name in SETTINGS:
         if is_there(path / name):
             read_json(path / name, LARGEST)
-    if is_there(path / "tokenizer.json"):
+    if calibrated or is_there(path / "tokenizer.json"):
         ChatTokenizer(path)
 
 

@@ -16,6 +16,7 @@ from quantkit.calibrate.batches import Batches
 from quantkit.checkpoint.writer import WAITING
 from quantkit.errors import QuantkitError
 from quantkit.models.table import Parameter
+from quantkit.quantization.opening import Job
 
 PROCESS_BYTES = 400 * 10**6
 """Python, torch and the tokenizer, before any weight is read."""
@@ -63,6 +64,25 @@ class Peak:
     @property
     def total(self) -> int:
         return self.process + self.hidden + self.work
+
+
+def expected_peak(job: Job, ceiling: int | None = None) -> tuple[Peak, Batches]:
+    """What the run will hold in memory at its worst moment, in batches that keep it under `ceiling` bytes if any do."""
+    quantized = {row.module for row in job.linears}
+    if not job.request.methods:
+        return nearest_peak(job.units, quantized), Batches()
+    recipe, routing = job.request.recipe, job.inventory.config.routing
+    work = RunSizes(
+        units=job.units,
+        quantized=quantized,
+        hidden_size=job.inventory.config.hidden_size,
+        experts_per_token=routing.num_experts_per_tok if routing else 0,
+        tokens=(recipe.samples + recipe.held_out) * recipe.seq_len,
+        judged=recipe.held_out * recipe.seq_len,
+        sequence=recipe.seq_len,
+        batches=Batches(),
+    )
+    return fitting_peak(work, ceiling)
 
 
 def calibrated_peak(work: RunSizes) -> Peak:

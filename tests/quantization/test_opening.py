@@ -1,0 +1,149 @@
+"""quantize() and plan() open a model by the same steps: both accept what is asked for, or both refuse it in the same words."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import make_model
+import pytest
+import torch
+from tied_model import TIED, tied_tensors
+from torch import Tensor
+
+from quantkit.errors import QuantkitError
+from quantkit.planning import plan
+from quantkit.quantization import run
+from quantkit.recipe import Recipe
+from quantkit.schemes import find_scheme
+
+SMALL = {"samples": 4, "held_out": 2, "seq_len": 32}
+HEAD = "lm_head.weight"
+
+
+class Begun(Exception):
+    """quantize() has accepted everything and is about to read the first weight."""
+
+
+@pytest.fixture(autouse=True)
+def stopped_before_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def begin(*_: object) -> None:
+        raise Begun
+
+    monkeypatch.setattr(run, "_round", begin)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("text") / "calibration.txt"
+    path.write_text("one two three four five six seven " * 200)
+    return str(path)
+
+
+def outcome(act: Callable[[], object]) -> str:
+    """ "accepted", or the line of the refusal."""
+    try:
+        act()
+    except Begun:
+        return "accepted"
+    except QuantkitError as fault:
+        return f"{fault.problem}; {fault.remedy}"
+    return "accepted"
+
+
+# Models: each writes one into a folder.
+
+
+def dense(change: Callable[[dict[str, Tensor], dict[str, Any]], object] = lambda t, c: None, **sizes: Any) -> Callable[[Path], object]:
+    def write(path: Path) -> object:
+        config = make_model.tiny_config(**sizes)
+        tensors = make_model.random_tensors(config)
+        change(tensors, config)
+        return make_model.write_dense(path, config, tensors, shards=2)
+
+    return write
+
+
+def fp8(path: Path) -> None:
+    config = make_model.tiny_config()
+    make_model.write_fp8(path, config, make_model.random_tensors(config))
+
+
+def tied(path: Path, *, same: bool) -> None:
+    tensors = tied_tensors()
+    head = tensors["model.embed_tokens.weight"].clone()
+    make_model.write_dense(path, TIED, tensors | {HEAD: head if same else head + 1})
+
+
+def then(write: Callable[[Path], object], damage: Callable[[Path], object]) -> Callable[[Path], object]:
+    def both(path: Path) -> None:
+        write(path)
+        damage(path)
+
+    return both
+
+
+def describe_as_awq(path: Path) -> None:
+    config = json.loads((path / "config.json").read_text())
+    block = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": block}))
+
+
+def cut(path: Path) -> None:
+    shard = sorted(path.glob("*.safetensors"))[-1]
+    shard.write_bytes(shard.read_bytes()[:-7])
+
+
+UNKNOWN = dense(lambda t, c: c.update(model_type="mamba"))
+ROUNDED: dict[str, Any] = {"methods": ()}
+
+Case = tuple[Callable[[Path], object], str, dict[str, Any], dict[str, Any], bool]
+CASES: dict[str, Case] = {
+    # name: model, scheme, arguments, recipe, accepted
+    "fp8": (fp8, "awq-w4a16", {}, {}, True),
+    "dense": (dense(), "fp4-w4a16", {}, {}, True),
+    "format": (fp8, "awq-w4a16", {"format": "compressed-tensors"}, {}, True),
+    "int4 experts": (fp8, "int4-w4a8", {}, {}, True),
+    "vllm-ascend": (fp8, "awq-w4a16", {"engine": "vllm-ascend"}, {}, True),
+    "sglang": (fp8, "fp4-w4a16", {"engine": "sglang", "format": "modelopt"}, {}, True),
+    "group size 64": (fp8, "awq-w4a16", {}, {"group_size": 64}, True),
+    "rounded only": (fp8, "int8-a8w8c16", {"format": "modelslim"}, ROUNDED, True),
+    "unknown architecture, rounded": (UNKNOWN, "rtn-w4a16", {}, {}, True),
+    "unknown architecture, rounded to fp4": (UNKNOWN, "fp4-w4a16", {}, ROUNDED, True),
+    "unknown architecture for vllm": (UNKNOWN, "rtn-w4a16", {"engine": "vllm"}, {}, True),
+    "no tokenizer, rounded": (then(fp8, lambda path: (path / "tokenizer.json").unlink()), "rtn-w4a16", {}, {}, True),
+    "tied head, stored": (lambda path: tied(path, same=True), "awq-w4a16", {}, {}, True),
+    "tied head, another": (lambda path: tied(path, same=False), "awq-w4a16", {}, {}, False),
+    "no tokenizer": (then(fp8, lambda path: (path / "tokenizer.json").unlink()), "awq-w4a16", {}, {}, False),
+    "bad tokenizer": (then(fp8, lambda path: (path / "tokenizer.json").write_text("{}")), "rtn-w4a16", {}, {}, False),
+    "bad companion": (then(fp8, lambda path: (path / "generation_config.json").write_text("[]")), "rtn-w4a16", {}, {}, False),
+    "unknown architecture": (UNKNOWN, "awq-w4a16", {}, {}, False),
+    "format of another scheme": (fp8, "awq-w4a16", {"format": "modelopt"}, {}, False),
+    "no such format": (fp8, "awq-w4a16", {"format": "gguf"}, {}, False),
+    "no such engine": (fp8, "awq-w4a16", {"engine": "tgi"}, {}, False),
+    "engine without the scheme": (fp8, "int4-w4a8", {"engine": "vllm"}, {}, False),
+    "engine without the format": (fp8, "int8-a8w8c16", {"engine": "vllm", "format": "modelslim"}, {}, False),
+    "group size of int8": (fp8, "int8-a8w8c16", {}, {"group_size": 64}, False),
+    "group size 96": (fp8, "awq-w4a16", {}, {"group_size": 96}, False),
+    "no experts": (dense(first_k_dense_replace=3, num_nextn_predict_layers=0), "int4-w4a8", {}, {}, False),
+    "tensor missing": (dense(lambda t, c: t.pop("model.norm.weight")), "rtn-w4a16", {}, {}, False),
+    "tensor unknown": (dense(lambda t, c: t.update({"model.extra.weight": torch.ones(4)})), "rtn-w4a16", {}, {}, False),
+    "shape": (dense(lambda t, c: t.update({"model.norm.weight": torch.ones(8)})), "awq-w4a16", {}, {}, False),
+    "number": (dense(lambda t, c: c.update(hidden_size="wide")), "awq-w4a16", {}, {}, False),
+    "quantized already": (then(dense(), describe_as_awq), "rtn-w4a16", {}, {}, False),
+    "shard missing": (then(fp8, lambda path: next(path.glob("*.safetensors")).unlink()), "rtn-w4a16", {}, {}, False),
+    "shard cut": (then(fp8, cut), "rtn-w4a16", {}, {}, False),
+    "no config.json": (then(fp8, lambda path: (path / "config.json").unlink()), "rtn-w4a16", {}, {}, False),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_plan_says_what_quantize_says(name: str, text: str, tmp_path: Path) -> None:
+    write, scheme, arguments, changes, accepted = CASES[name]
+    source, chosen = tmp_path / "source", find_scheme(scheme)
+    write(source)
+    recipe = Recipe(scheme=scheme, calibration=text, **{**SMALL, **changes})
+    wanted = {"format": "auto", **arguments}
+    planned = outcome(lambda: plan(source, chosen, recipe=recipe, **wanted))
+    assert planned == outcome(lambda: run.quantize(source, tmp_path / "out", chosen, recipe=recipe, device="cpu", **wanted))
+    assert (planned == "accepted") == accepted, planned
