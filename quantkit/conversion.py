@@ -26,6 +26,7 @@ from quantkit.checkpoint.manifest import made_for
 from quantkit.checkpoint.reader import Checkpoint, check_finite
 from quantkit.checkpoint.watch import Watch
 from quantkit.checkpoint.writer import CheckpointWriter, prepare
+from quantkit.devices import dtype_named
 from quantkit.engines.profiles import part_of
 from quantkit.errors import QuantkitError
 from quantkit.models import ARCHITECTURES
@@ -36,7 +37,6 @@ from quantkit.quant.weights import Fp4Weight, Fp8BlockWeight, IntWeight, Weight,
 from quantkit.schemes import Grid
 
 UNIT_BYTES = 64 * 2**20
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def convert(
     overwrite: bool = False,
     on_event: OnEvent = silent,
 ) -> ConversionReport:
-    """Write the checkpoint `source` to the directory `out` in another format, or plain in `dtype` (bf16, fp16 or fp32).
+    """Write the checkpoint `source` to the directory `out` in another format, or plain in `dtype` (bfloat16 or bf16, and so on).
 
     Raises QuantkitError before any work where the format cannot hold the weights: rounding them is what `quantkit quantize` does.
     A conversion that was stopped goes on when it is called again with the same arguments; of one that is complete the report is told
@@ -87,7 +87,7 @@ def convert(
     """
     start = time.perf_counter()
     prepare(out, [source])
-    plan = _Plan(Checkpoint.open(source), _target_name(format, dtype), _find_dtype(dtype))
+    plan = _Plan(Checkpoint.open(source), _target_name(format, dtype), None if dtype is None else dtype_named(dtype))
     units = {f"{number:05d} {unit[0].name}": unit for number, unit in enumerate(plan.units())}
     watch = Watch(plan.checkpoint, {name: [part for item in unit for part in plan.parts(item)] for name, unit in units.items()})
     if not overwrite and (manifest := made_for(out, plan.fingerprint())):
@@ -279,12 +279,6 @@ def _target_name(format: str | None, dtype: str | None) -> str:
     if (format is None) == (dtype is None):
         raise QuantkitError("convert takes either a format or a dtype", "give --format F, or --dtype bf16 for plain weights")
     return format if format is not None else dense.FORMAT.name
-
-
-def _find_dtype(dtype: str | None) -> torch.dtype | None:
-    if dtype is not None and dtype not in DTYPES:
-        raise QuantkitError(f"dtype {dtype!r} is not known", f"choose one of {', '.join(DTYPES)}")
-    return DTYPES[dtype] if dtype is not None else None
 
 
 def _find_target(checkpoint: Checkpoint, name: str, grid: Grid | None) -> Format:

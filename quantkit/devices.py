@@ -8,6 +8,7 @@ import torch
 from quantkit.errors import QuantkitError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def find_device(name: str) -> torch.device:
@@ -40,12 +41,16 @@ def default_dtype(device: torch.device, int4: bool = False) -> torch.dtype:
 
 
 def find_dtype(name: str | None, device: torch.device, int4: bool = False) -> torch.dtype:
-    """A dtype by its torch name; None stands for `default_dtype`."""
-    if name is None:
-        return default_dtype(device, int4)
-    if name not in DTYPES:
-        raise QuantkitError(f"dtype {name!r} is not known", f"use {', '.join(DTYPES)}")
-    return DTYPES[name]
+    """A dtype by name; None stands for `default_dtype`."""
+    return default_dtype(device, int4) if name is None else dtype_named(name)
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """By its torch name or the short one, as bfloat16 or bf16."""
+    found = DTYPES.get(_SHORT.get(name, name))
+    if found is None:
+        raise QuantkitError(f"dtype {name!r} is not known", f"use {', '.join(DTYPES)}, or {', '.join(_SHORT)}")
+    return found
 
 
 def free_bytes(device: torch.device) -> int:

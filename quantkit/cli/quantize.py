@@ -90,7 +90,7 @@ def convert(
     source: Annotated[str, typer.Argument(metavar="SRC", help="A model, quantized or not.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="Directory to write.")],
     format_: Annotated[str | None, typer.Option("--format", help="awq, compressed-tensors, modelopt or modelslim.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32: plain weights.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32 (or bfloat16 and so on): plain weights.")] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace DST, if it holds nothing but what quantkit wrote.")] = False,
     json_: AsJson = False,
 ) -> None:

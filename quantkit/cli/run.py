@@ -45,11 +45,13 @@ def run(
 
 
 def _chat(engine: Any, params: Any) -> None:
+    from quantkit.tokenizer.chat import END_THINK
+
     messages: list[dict[str, str]] = []
     while question := _ask():
         messages.append({"role": "user", "content": question})
         text = _answer(engine, messages, params, False)
-        messages.append({"role": "assistant", "content": text.rpartition("</think>")[2].strip()})
+        messages.append({"role": "assistant", "content": text.rpartition(END_THINK)[2].strip()})
 
 
 def _ask() -> str:

@@ -5,12 +5,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from quantkit.checkpoint.reader import Checkpoint
 from quantkit.evaluation.generators.generator import Generation, ModelReply, Prompt
 from quantkit.executor.engine import Engine
 from quantkit.executor.sampling import SamplingParams
+from quantkit.model_files import read_file
 from quantkit.tokenizer.chat import THINK, ChatTokenizer
-
-_SAMPLED = 1 << 20  # bytes hashed per shard beside its header
 
 
 class Local:
@@ -61,10 +61,10 @@ def _encode(tokenizer: ChatTokenizer, prompt: Prompt) -> tuple[list[int], bool]:
     if prompt.text is not None:
         return tokenizer.encode(prompt.text), False
     text = tokenizer.render(list(prompt.messages))
-    is_open = text.rstrip().endswith(THINK)
+    is_open = tokenizer.opens_think(text)
     if prompt.think and not is_open and tokenizer.tokenizer.token_to_id(THINK) is not None:
         text, is_open = f"{text}{THINK}\n", True
-    return tokenizer.tokenizer.encode(text, add_special_tokens=False).ids, is_open
+    return tokenizer.encode_rendered(text), is_open
 
 
 def template_reasons(path: Path) -> bool:
@@ -73,21 +73,9 @@ def template_reasons(path: Path) -> bool:
 
 
 def content_hash(path: Path) -> str:
-    """A hash that changes when the weights or the tokenizer do: small files whole, of each shard its size and a spread of its bytes.
-
-    A 350 GB checkpoint is hashed in seconds, and a new quantization changes bytes everywhere.
-    """
-    digest = hashlib.sha256()
+    """A hash that changes when the weights, the tokenizer or the chat template do: the checkpoint's fingerprint, and its small files."""
+    digest = hashlib.sha256(Checkpoint.open(path).fingerprint.encode())
     for file in sorted(path.iterdir()):
-        if file.suffix not in (".json", ".safetensors", ".jinja"):
-            continue
-        size = file.stat().st_size
-        digest.update(f"{file.name}:{size}\n".encode())
-        with file.open("rb") as stream:
-            if size <= 2 * _SAMPLED:
-                digest.update(stream.read())
-                continue
-            for part in range(16):
-                stream.seek(part * (size - _SAMPLED // 16) // 15)
-                digest.update(stream.read(_SAMPLED // 16))
+        if file.suffix in (".json", ".jinja"):
+            digest.update(f"{file.name}:".encode() + read_file(file))
     return digest.hexdigest()

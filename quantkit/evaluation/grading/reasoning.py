@@ -7,8 +7,7 @@ others send both tags. A reply that never closes its thinking has no answer, wha
 from dataclasses import dataclass
 
 from quantkit.evaluation.generators.generator import ModelReply
-
-OPEN, CLOSE = "<think>", "</think>"
+from quantkit.tokenizer.chat import END_THINK, THINK
 
 
 @dataclass(frozen=True)
@@ -27,12 +26,12 @@ def split(completion: ModelReply, thinking_expected: bool) -> Reply:
     by the token limit, no tag in it. A reasoning model was still thinking then.
     """
     text = completion.text
-    if completion.reasoning is not None and CLOSE not in text:
+    if completion.reasoning is not None and END_THINK not in text:
         return Reply(completion.reasoning, text, finished=bool(text.strip()))
-    if CLOSE in text:
-        thinking, _, answer = text.rpartition(CLOSE)
-        return Reply(thinking.removeprefix(OPEN), answer, finished=True)
-    if completion.think_open or OPEN in text:
+    if END_THINK in text:
+        thinking, _, answer = text.rpartition(END_THINK)
+        return Reply(thinking.removeprefix(THINK), answer, finished=True)
+    if completion.think_open or THINK in text:
         return Reply(text, "", finished=False)
     if completion.think_open is None and thinking_expected and completion.finish_reason == "length":
         return Reply(text, "", finished=False)

@@ -49,12 +49,13 @@ def test_a_prompt_that_does_not_fit_is_one_error_and_spares_the_others(model: Lo
     assert replies[1].error is None
 
 
-def test_the_content_hash_follows_the_weights(tiny_checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("changed", ["*.safetensors", "tokenizer.json", "tokenizer_config.json"])
+def test_the_content_hash_follows_the_weights_and_the_tokenizer(changed: str, tiny_checkpoint: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(tiny_checkpoint, copy)
     assert content_hash(copy) == content_hash(tiny_checkpoint)
-    shard = sorted(copy.glob("*.safetensors"))[0]
-    data = bytearray(shard.read_bytes())
+    file = sorted(copy.glob(changed))[0]
+    data = bytearray(file.read_bytes())
     data[-1] ^= 1
-    shard.write_bytes(data)
+    file.write_bytes(data)
     assert content_hash(copy) != content_hash(tiny_checkpoint)
