@@ -13,16 +13,17 @@ guesses come to the host together. What it wrote for wrong ones is written again
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from quantkit.executor.context import PrefillContext
 from quantkit.executor.graphs import DecodeRows
 from quantkit.executor.parallel import Parallel
 from quantkit.executor.runner import ForwardPass, Runner
 from quantkit.executor.sampling import Batch, sample
 from quantkit.executor.sequence import Sequence
+from quantkit.models.architecture import MtpModel
 
 
 @dataclass
@@ -40,7 +41,7 @@ class Acceptance:
 class Drafter:
     """mtp: the architecture's MtpLayer. num_drafts: tokens guessed a step, at most."""
 
-    def __init__(self, mtp: Any, runner: Runner, num_drafts: int, parallel: Parallel) -> None:
+    def __init__(self, mtp: MtpModel, runner: Runner, num_drafts: int, parallel: Parallel) -> None:
         self.mtp, self.num_drafts, self.parallel = mtp, num_drafts, parallel
         self._runner, self.steps = runner, runner.make_steps(mtp)
         self._hidden: Tensor | None = None
@@ -71,6 +72,7 @@ class Drafter:
                 rows.append(row + len(sequence.token_ids) - 2 - start)
             row += length
         if guesses is None:
+            assert isinstance(done.where, PrefillContext), "a decode pass was guessed behind"
             hidden = self.mtp(self._tensor(_next_ids(done)), done.hidden, done.where)
             first = self._agreed(waiting, self.mtp.logits(hidden[self._tensor(rows)])) if waiting else []
         else:

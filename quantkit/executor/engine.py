@@ -77,7 +77,10 @@ class Engine:
         )
         self.runner = Runner(loaded.model, self.cache)
         self.parallel = loaded.weights.parallel
-        self.drafter = Drafter(loaded.mtp, self.runner, num_drafts, self.parallel) if num_drafts else None
+        self.drafter: Drafter | None = None
+        if num_drafts:
+            assert loaded.mtp is not None, "loaded with its MTP layer"
+            self.drafter = Drafter(loaded.mtp, self.runner, num_drafts, self.parallel)
         self.leader = Leader(self.parallel)
         self.acceptance = Acceptance()
 
@@ -279,29 +282,43 @@ class Engine:
             raise fault from None
 
     def _finish_pass(self, done: ForwardPass) -> list[Sequence]:
-        """Choose the successors, append them, and guess further. Returns the sequences that got tokens."""
-        guesses = self._choose(done) if done.counts else None
+        """Choose the successors, guess behind them, append what the ranks agree on, and guess on. Returns the sequences that got tokens."""
+        guesses = None
+        if done.counts:
+            chosen, batch, places = self._choose(done)
+            guessed = self.drafter.guess(done, chosen, batch, places) if self.drafter is not None else None
+            token_ids, guesses = self._agree(chosen, guessed)
+            self._append(done, token_ids)
         if self.drafter is not None:
             self.drafter.draft(done, guesses)
         return [sequence for sequence, _ in done.counts]
 
-    def _choose(self, done: ForwardPass) -> list[int] | None:
-        """Sample a token for every row; here the host waits for the device. Returns guesses behind the rows, where there are any yet."""
+    def _choose(self, done: ForwardPass) -> tuple[Tensor, Batch | None, Tensor | None]:
+        """A token for every row, still on the device; with what it was drawn with, None where all are the likeliest: sampling
+        parameters, and places in the sequences."""
         logits, chosen = done.logits, done.greedy
         assert logits is not None, done.counts
         assert chosen is not None, done.counts
         each = [sequence for sequence, count in done.counts for _ in range(count)]
         batch = Batch.of([one.params for one in each], [one.seed for one in each], logits.device)
-        places = None
-        if self._forbid_eos(done, logits) or batch is not None:
-            positions = [len(sequence.token_ids) + i for sequence, count in done.counts for i in range(count)]
-            places = torch.tensor(positions, device=logits.device)
-            chosen = sample(logits, batch, places)
-        guessed = self.drafter.guess(done, chosen, batch, places) if self.drafter is not None else None
-        agreed = self.parallel.agree(chosen if guessed is None else torch.cat((chosen, guessed)))
-        token_ids = agreed[: len(each)]
+        if not self._forbid_eos(done, logits) and batch is None:
+            return chosen, None, None
+        positions = [len(sequence.token_ids) + i for sequence, count in done.counts for i in range(count)]
+        places = torch.tensor(positions, device=logits.device)
+        return sample(logits, batch, places), batch, places
+
+    def _agree(self, chosen: Tensor, guessed: Tensor | None) -> tuple[list[int], list[int] | None]:
+        """Rank 0's tokens and guesses, on every rank; here the host waits for the device, once for both."""
+        if guessed is None:
+            return self.parallel.agree(chosen), None
+        agreed = self.parallel.agree(torch.cat((chosen, guessed)))
+        return agreed[: len(chosen)], agreed[len(chosen) :]
+
+    def _append(self, done: ForwardPass, token_ids: list[int]) -> None:
+        """The rows' tokens go to their sequences, which keep them as long as their drafts were right."""
+        assert done.logits is not None, done.counts
         now, row = time.perf_counter(), 0
-        logprobs = self._logprobs(each, logits, token_ids)
+        logprobs = self._logprobs([sequence for sequence, count in done.counts for _ in range(count)], done.logits, token_ids)
         for sequence, count in done.counts:
             kept = sequence.extend(token_ids[row : row + count], now)
             if sequence.params.logprobs is not None:
@@ -311,7 +328,6 @@ class Engine:
             self.acceptance.drafted += count - 1
             self.acceptance.accepted += kept - 1
             row += count
-        return None if guessed is None else agreed[len(each) :]
 
     def _forbid_eos(self, done: ForwardPass, logits: Tensor) -> bool:
         """Where an answer is shorter than its request's min_new_tokens, no token can end it. Whether there was one."""

@@ -8,7 +8,7 @@ is computed eagerly, which is how it is tested where there are no graphs.
 
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -49,12 +49,21 @@ class Result(NamedTuple):
     greedy: Tensor
 
 
+class Forward(Protocol):
+    """What a decode step computes: a model, or an MTP layer, which reads hidden states too."""
+
+    def __call__(self, *inputs: Any) -> Tensor:
+        """Inputs as `StaticBuffers.inputs` has them, and the context -> hidden [B, H]."""
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
 Step = Callable[[], Result]
 Capture = Callable[[Step, list[int]], Step]
 """Makes a step cheaper to repeat: what it returns has the same effect on the same memory, and with what the list of lengths then holds."""
 
 
-def compute(model: Any, inputs: tuple[Tensor, ...], context: DecodeContext) -> Result:
+def compute(model: Forward, inputs: tuple[Tensor, ...], context: DecodeContext) -> Result:
     """One decode step on any buffers; greedy sampling is part of it. inputs: token_ids [B], for an MTP layer also hidden [B, H]."""
     hidden = model(*inputs, context)
     logits = model.logits(hidden)
@@ -102,7 +111,7 @@ class StaticBuffers:
 class EagerSteps:
     """Decode steps launched operator by operator. failure: why they are not captured."""
 
-    def __init__(self, model: Any, cache: PagedCache, failure: str) -> None:
+    def __init__(self, model: Forward, cache: PagedCache, failure: str) -> None:
         self.model, self.cache, self.failure = model, cache, failure
 
     def run(self, rows: DecodeRows, *inputs: Tensor) -> Result:
@@ -113,7 +122,7 @@ class EagerSteps:
 class DecodeSteps:
     """Captured decode steps of a model or an MTP layer over a cache, one per size. The next run of a size overwrites its results."""
 
-    def __init__(self, model: Any, cache: PagedCache, capture: Capture) -> None:
+    def __init__(self, model: Forward, cache: PagedCache, capture: Capture) -> None:
         self.model, self.cache, self._capture = model, cache, capture
         self._steps: dict[tuple[int, int], tuple[StaticBuffers, Step]] = {}
         self.failure = ""

@@ -1,7 +1,7 @@
 """The passes of a step: tokens of sequences in, hidden states and logits out."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,6 +11,8 @@ from quantkit.executor.cache import PagedCache
 from quantkit.executor.context import Chunk, PrefillContext
 from quantkit.executor.graphs import Capture, DecodeRows, DecodeSteps, DeviceCapture, EagerSteps, why_eager
 from quantkit.executor.sequence import Sequence
+from quantkit.models.architecture import MtpModel
+from quantkit.models.decoder import Model
 
 
 class Span(NamedTuple):
@@ -41,13 +43,13 @@ class ForwardPass:
 class Runner:
     """A model with its cache on one device. capture: how decode steps are captured; by default as the device allows."""
 
-    def __init__(self, model: Any, cache: PagedCache, capture: Capture | None = None) -> None:
+    def __init__(self, model: Model, cache: PagedCache, capture: Capture | None = None) -> None:
         self.model, self.cache, self.device = model, cache, cache.device
         self._why_eager = "" if capture else why_eager(self.device)
         self._capture = None if self._why_eager else capture or DeviceCapture(self.device)
         self.steps = self.make_steps(model)
 
-    def make_steps(self, model: Any) -> DecodeSteps | EagerSteps:
+    def make_steps(self, model: Model | MtpModel) -> DecodeSteps | EagerSteps:
         """Decode steps over this cache: of the model, or of an MTP layer behind it."""
         if self._capture is None:
             return EagerSteps(model, self.cache, self._why_eager)
