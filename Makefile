@@ -56,7 +56,7 @@ test-vllm-cuda: $(VENV)/test.stamp
 	touch $@
 
 test-packers: .venv-packers/stamp
-	PYTHONPATH=. .venv-packers/bin/python tests/judges/packers.py
+	PYTHONPATH=.:tests .venv-packers/bin/python tests/judges/packers.py
 
 .venv-packers/stamp:
 	$(PYTHON) -m venv .venv-packers

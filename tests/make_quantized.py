@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from nearest import quantize_fp4, quantize_fp8_block, quantize_int
 from safetensors.torch import save_file
 from torch import Tensor
 
 from quantkit.checkpoint.formats.base import Format, output_config
 from quantkit.checkpoint.header import TensorSpec
-from quantkit.quant.fp4 import quantize_fp4
-from quantkit.quant.fp8 import quantize_fp8_block
-from quantkit.quant.integer import quantize_int
 from quantkit.quant.weights import Weight
 from quantkit.schemes import Fp4Grid, Grid, IntGrid
 

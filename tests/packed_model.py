@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from make_model import write_tokenizer
+from nearest import quantize_fp4, quantize_int
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -18,8 +19,7 @@ from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.models import find_architecture
 from quantkit.models.table import Parameter
-from quantkit.quant.fp4 import global_scale, quantize_fp4
-from quantkit.quant.integer import quantize_int
+from quantkit.quant.fp4 import global_scale
 from quantkit.quant.weights import Weight
 from quantkit.schemes import Fp4Grid, Grid
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from make_model import fp8_values, random_tensors, tiny_config
+from module_names import module_names
 from packed_model import write_packed
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -44,7 +45,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 def dense_weights(path: Path) -> dict[str, Tensor]:
     checkpoint = Checkpoint.open(path)
-    return {name: dequantize(checkpoint.weight(name)) for name in checkpoint.modules()}
+    return {name: dequantize(checkpoint.weight(name)) for name in module_names(checkpoint)}
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 import quantkit_kernels as kernels
 import torch
 from make_model import random_tensors, tiny_config, write_fp8
+from nearest import quantize_int
 from top_logprobs import distance, top_logprobs
 
 from quantkit.checkpoint.reader import Checkpoint
@@ -18,7 +19,6 @@ from quantkit.evaluation.distance.perplexity import measure
 from quantkit.executor.weights import operand
 from quantkit.inspection import describe
 from quantkit.planning import plan
-from quantkit.quant.integer import quantize_int
 from quantkit.quant.weights import IntWeight, dequantize
 from quantkit.quantization import quantize
 from quantkit.recipe import Recipe

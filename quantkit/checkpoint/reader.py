@@ -98,11 +98,6 @@ class Checkpoint:
     def has(self, name: str) -> bool:
         return name in self.tensors
 
-    def modules(self) -> list[str]:
-        """Modules that hold a 2-D weight, quantized or not, in the order of `tensors`."""
-        plain = (t.name.removesuffix(".weight") for t in self.tensors.values() if t.name.endswith(".weight") and len(t.shape) == 2)
-        return list(dict.fromkeys([*self.linears, *plain]))
-
     def shape(self, module: str) -> tuple[int, ...]:
         """Logical shape of a module's weight, (N, K) for a linear, whatever it is stored as."""
         if module in self.linears:

@@ -9,8 +9,6 @@ both and pass it in. Rounding is to nearest, ties to the even code, as ModelOpt 
 import torch
 from torch import Tensor
 
-from quantkit.errors import QuantkitError
-from quantkit.quant.weights import FP4_GROUP, Fp4Weight
 from quantkit.quant.weights import decode_e2m1 as decode_e2m1  # the inverse of encode_e2m1, kept with the values
 
 E2M1_MAX = 6.0
@@ -41,31 +39,3 @@ def global_scale(amax: Tensor) -> Tensor:
     divisor = E2M1_MAX * E4M3_MAX / amax.float()
     scale = divisor.reciprocal()
     return torch.where(amax > 0, scale, torch.ones_like(scale))
-
-
-def fp4_scale(groups: Tensor, global_scale: Tensor) -> Tensor:
-    """e4m3 scales of groups float32 [..., 16] -> float8_e4m3fn [...]; a group of zeros gets 1 (ModelOpt's rule)."""
-    amax = groups.abs().amax(dim=-1)
-    scale = (amax / E2M1_MAX / global_scale).clamp(E4M3_MIN, E4M3_MAX)
-    return torch.where(amax > 0, scale, torch.ones_like(scale)).to(torch.float8_e4m3fn)
-
-
-def round_fp4(w: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
-    """Nearest codes: w float32 [N, K], scale float8_e4m3fn [N, G] -> uint8 [N, K]."""
-    step = scale.float() * global_scale
-    return encode_e2m1(w.unflatten(1, (scale.shape[1], -1)) / step.unsqueeze(-1)).flatten(-2)
-
-
-def quantize_fp4(w: Tensor, *, global_scale: Tensor | None = None) -> Fp4Weight:
-    """Round W float32 [N, K] to the nearest NVFP4 values. `global_scale` is the one shared with fused siblings, if any."""
-    columns = w.shape[1]
-    if columns % FP4_GROUP:
-        raise QuantkitError(f"FP4 groups of {FP4_GROUP} do not divide {columns} input channels", "leave this weight unquantized")
-    w = w.float()
-    multiplier = _own_global_scale(w) if global_scale is None else global_scale
-    scale = fp4_scale(w.unflatten(1, (-1, FP4_GROUP)), multiplier)
-    return Fp4Weight(round_fp4(w, scale, multiplier), scale, multiplier)
-
-
-def _own_global_scale(w: Tensor) -> Tensor:
-    return global_scale(w.abs().amax())

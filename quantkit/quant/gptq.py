@@ -108,11 +108,6 @@ def _permuted(square: Tensor, order: Tensor) -> Tensor:
     return result
 
 
-def damped(hessian: Tensor, damping: float, shrinkage: float = 0.0) -> Tensor:
-    """`damp_`, not in place."""
-    return damp_(hessian.clone(), damping, shrinkage)
-
-
 def damp_(hessian: Tensor, damping: float, shrinkage: float = 0.0) -> Tensor:
     """H += damping * mean(diag H) * I + shrinkage * diag H; all zeros become I, so that weights are simply rounded.
 
@@ -122,11 +117,6 @@ def damp_(hessian: Tensor, damping: float, shrinkage: float = 0.0) -> Tensor:
     extra = damping * diagonal.mean(-1, keepdim=True)
     diagonal += torch.where(extra > 0, extra + shrinkage * diagonal, torch.ones_like(extra))
     return hessian
-
-
-def factor(hessian: Tensor) -> Tensor:
-    """Upper triangular V [..., K, K] with V V^T = H, H symmetric positive definite float32."""
-    return reverse_(torch.linalg.cholesky(hessian.flip(-1, -2)))
 
 
 def reverse_(square: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import QuantkitError
-from quantkit.quant.weights import IntWeight
 from quantkit.schemes import IntGrid
 
 
@@ -54,17 +53,6 @@ def round_int(w: Tensor, scale: Tensor, zero_point: Tensor | None, bits: int) ->
     if zero_point is not None:
         codes += zero_point.unsqueeze(-1)
     return codes.clamp_(low, high).to(torch.int8).flatten(-2)
-
-
-def quantize_int(w: Tensor, grid: IntGrid, *, scale_dtype: torch.dtype) -> IntWeight:
-    """Round W float32 [N, K] to the nearest codes of `grid`, no calibration."""
-    columns = w.shape[1]
-    group_size = grid.group_size or columns
-    if columns % group_size:
-        raise QuantkitError(f"group size {group_size} does not divide {columns} input channels", "choose a group size that does")
-    w = w.float()
-    scale, zero_point = int_params(w.unflatten(1, (-1, group_size)), grid, scale_dtype)
-    return IntWeight(round_int(w, scale, zero_point, grid.bits), scale, zero_point, grid.bits)
 
 
 def _grouped(w: Tensor, scale: Tensor) -> Tensor:

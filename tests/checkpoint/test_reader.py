@@ -13,6 +13,7 @@ import make_model
 import make_quantized
 import pytest
 import torch
+from module_names import module_names
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -73,7 +74,7 @@ def test_weights_are_decoded(tiny_checkpoint: Path) -> None:
     assert checkpoint.format is fp8_block.FORMAT
     assert checkpoint.scheme is None
     assert checkpoint.config["model_type"] == "deepseek_v3"
-    for module in checkpoint.modules():
+    for module in module_names(checkpoint):
         assert torch.equal(dequantize(checkpoint.weight(module)), values[f"{module}.weight"].float())
         assert checkpoint.shape(module) == tuple(values[f"{module}.weight"].shape)
 
@@ -105,7 +106,7 @@ def test_reading_does_not_keep_the_file_in_memory(tmp_path: Path) -> None:
 def test_one_shard_needs_no_index(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     save_file({"a.weight": torch.ones(2, 2)}, tmp_path / "weights.safetensors")
-    assert Checkpoint.open(tmp_path).modules() == ["a"]
+    assert module_names(Checkpoint.open(tmp_path)) == ["a"]
 
 
 def test_an_index_may_have_another_name_but_not_several(fp8_copy: Path) -> None:

@@ -2,12 +2,10 @@
 
 import pytest
 import torch
+from nearest import quantize_fp4, quantize_fp8_block, quantize_int
 
 from quantkit.errors import QuantkitError
 from quantkit.executor.split import cut_columns, cut_rows, share_range
-from quantkit.quant.fp4 import quantize_fp4
-from quantkit.quant.fp8 import quantize_fp8_block
-from quantkit.quant.integer import quantize_int
 from quantkit.quant.weights import IntWeight, Weight, dequantize
 from quantkit.schemes import IntGrid
 

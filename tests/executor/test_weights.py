@@ -5,13 +5,11 @@ from pathlib import Path
 import pytest
 import quantkit_kernels as kernels
 import torch
+from nearest import quantize_fp4, quantize_fp8_block, quantize_int
 
 from quantkit.executor.load import load_model
 from quantkit.executor.weights import ExecutorWeights, operand
 from quantkit.models.mlp import Mlp
-from quantkit.quant.fp4 import quantize_fp4
-from quantkit.quant.fp8 import quantize_fp8_block
-from quantkit.quant.integer import quantize_int
 from quantkit.quant.weights import Weight, dequantize
 from quantkit.schemes import IntGrid
 

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from nearest import quantize_fp4, quantize_int
 from torch import Tensor, nn
 
 from quantkit.checkpoint.formats import awq, modelopt
-from quantkit.quant.fp4 import quantize_fp4
-from quantkit.quant.integer import quantize_int
 from quantkit.quant.weights import Fp4Weight, IntWeight, dequantize
 from quantkit.schemes import Fp4Grid, IntGrid
 

@@ -3,8 +3,8 @@
 import make_model
 import pytest
 import torch
+from nearest import quantize_fp8_block
 
-from quantkit.quant.fp8 import quantize_fp8_block
 from quantkit.quant.weights import dequantize
 
 

@@ -5,7 +5,7 @@ import torch
 from rounding_problem import ROUNDERS, K, N, problem
 from torch import Tensor
 
-from quantkit.quant.gptq import Curvature, Steps, compensate, damped, factor, gptq, reverse_, scaled_losses
+from quantkit.quant.gptq import Curvature, Steps, compensate, damp_, gptq, reverse_, scaled_losses
 from quantkit.quant.rounding import IntRounder, RoundingStep, fit_steps, round_to_nearest
 from quantkit.quant.weights import dequantize
 from quantkit.schemes import IntGrid
@@ -14,6 +14,15 @@ from quantkit.schemes import IntGrid
 def trace_loss(w: Tensor, values: Tensor, hessian: Tensor) -> Tensor:
     error = (w - values).double()
     return ((error @ hessian.double()) * error).sum(-1)
+
+
+def damped(hessian: Tensor, damping: float) -> Tensor:
+    return damp_(hessian.clone(), damping)
+
+
+def factor(hessian: Tensor) -> Tensor:
+    """Upper triangular V [K, K] with V V^T = H."""
+    return reverse_(torch.linalg.cholesky(hessian.flip(-1, -2)))
 
 
 def test_factor_is_upper_and_multiplies_back() -> None:

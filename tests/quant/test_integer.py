@@ -5,9 +5,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nearest import quantize_int
 
 from quantkit.errors import QuantkitError
-from quantkit.quant.integer import int_params, quantize_int, round_int
+from quantkit.quant.integer import int_params, round_int
 from quantkit.quant.weights import dequantize
 from quantkit.schemes import IntGrid
 

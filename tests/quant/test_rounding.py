@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from nearest import quantize_fp4, quantize_int
 
-from quantkit.quant.fp4 import global_scale, quantize_fp4
-from quantkit.quant.integer import quantize_int
+from quantkit.quant.fp4 import global_scale
 from quantkit.quant.rounding import Fp4Rounder, IntRounder, round_to_nearest
 from quantkit.quant.weights import dequantize
 from quantkit.schemes import IntGrid

@@ -6,10 +6,10 @@ from pathlib import Path
 import golden
 import make_quantized
 import torch
+from nearest import quantize_fp4
 
 from quantkit.checkpoint.formats.modelopt import FORMAT
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.quant.fp4 import quantize_fp4
 from quantkit.quant.weights import Fp4Weight
 from quantkit.schemes import SCHEMES, Fp4Grid
 
