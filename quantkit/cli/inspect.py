@@ -17,16 +17,9 @@ def inspect(
     json_: AsJson = False,
 ) -> None:
     """What is in a checkpoint: format, scheme, tensors, bytes, what is missing or unknown, and whether an engine loads it."""
-    from quantkit.checkpoint.remote import open_headers
-    from quantkit.inspection import describe
+    from quantkit import api
 
-    checkpoint = open_headers(model)
-    about = describe(checkpoint)
-    if engine is not None:
-        from quantkit.engines.check import check_checkpoint
-
-        about["engine"] = engine
-        about["problems"] = [asdict(problem) for problem in check_checkpoint(engine, checkpoint)]
+    about = api.inspect(model, engine=engine)
     if json_:
         return print_json(about)
     console.show_inspection(about)
