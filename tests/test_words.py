@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import make_model
@@ -153,6 +154,14 @@ JOBS = {
     "quantize": ["quantize", "model", "--scheme", "rtn-w4a16", "--out", "an out"],
     "convert": ["convert", "model", "an out", "--dtype", "fp32"],
 }
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_terminal() -> Iterator[None]:
+    """A shell starts what it runs in the background with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

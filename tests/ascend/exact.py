@@ -35,10 +35,12 @@ from quantkit.models.rope import Rope
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Within it backend "reference" is this module's."""
+    """Within it backend "reference" is this module's, and the CPU's own operators, which would be taken first, are not there."""
     here = SimpleNamespace(**{name: globals()[name] for name in (*FUNCTIONS, "cache_layout", "linear", "experts_layout", "unusable")})
     plain, chained = backends.module, ExecutorWeights.mla_prolog
-    backends.module = lambda name: cast(ModuleType, here) if name == "reference" else importlib.import_module(f"quantkit_kernels.{name}")
+    absent = SimpleNamespace(unusable=lambda *arguments: "the reference is asked for")
+    replaced = {"reference": cast(ModuleType, here), "cpu": cast(ModuleType, absent)}
+    backends.module = lambda name: replaced.get(name) or importlib.import_module(f"quantkit_kernels.{name}")
     ExecutorWeights.mla_prolog = mla_prolog  # type: ignore[method-assign]
     backends.find.cache_clear()
     try:

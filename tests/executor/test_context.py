@@ -57,7 +57,7 @@ def test_whole_prefill_is_causal(loaded: LoadedModel, cache: PagedCache) -> None
 @pytest.mark.parametrize("keys", [4096, 8])
 def test_chunked_prefill_is_whole_prefill(loaded: LoadedModel, cache: PagedCache, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompts_in_torch, "_KEYS", keys)
-    monkeypatch.setattr(prompts_in_torch, "_AT_ONCE", keys)
+    monkeypatch.setattr(prompts_in_torch, "AT_ONCE", keys)
     whole = causal(loaded, prompts()).split(LENGTHS)
     first = prefill(loaded, cache, [(0, 7), (0, 5), (0, 1)])
     second = prefill(loaded, cache, [(7, 19), (5, 5), (1, 33)])

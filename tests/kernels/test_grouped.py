@@ -106,7 +106,7 @@ def test_a_prompt_cut_anywhere_gives_the_same() -> None:
 def test_mla_prefill_is_mla_decode(dtype: torch.dtype, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Expanded or absorbed, at once or some keys at a time: each token of two prompts as a row of its own."""
     monkeypatch.setattr(prompts_in_torch, "_KEYS", keys)
-    monkeypatch.setattr(prompts_in_torch, "_AT_ONCE", keys)
+    monkeypatch.setattr(prompts_in_torch, "AT_ONCE", keys)
     spans, (nope, rope, value, latent), heads = [(130, 20), (0, 150)], (24, 8, 16, 40), 3
     tokens = sum(new for _, new in spans)
     q, kv_b = torch.randn(tokens, heads, nope + rope).to(dtype), (torch.randn(heads, nope + value, latent) * latent**-0.5).to(dtype)

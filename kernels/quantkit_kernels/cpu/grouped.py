@@ -34,4 +34,11 @@ def gqa_prefill(q: Tensor, cache: tuple[Tensor, Tensor], prompts: Prompts, scale
 
 def mla_prefill(q: Tensor, kv_b: Tensor, rotation: Rotation, cache: Latents, prompts: Prompts, scale: float) -> Tensor:
     q_pe = turned(q[..., -2 * rotation.cos.shape[1] :], rotation)
-    return plain.attend_expanded(q, q_pe, kv_b, cache, prompts, scale, rotation.interleaved, plain.attend_at_once)
+    return plain.attend_expanded(q, q_pe, kv_b, cache, prompts, scale, rotation.interleaved, _attend_latents)
+
+
+def _attend_latents(q: Tensor, slots: Tensor, width: int, expand: plain.Expand, scale: float, window: int) -> Tensor:
+    """As `plain.attend_at_once`, some queries at a time: keys and values of latents differ in size."""
+    if len(slots) > plain.AT_ONCE:
+        return plain.attend_one(q, slots, width, expand, scale, window)
+    return plain.attend_by_blocks(q, *plain.expand_heads(q, slots, expand), scale)

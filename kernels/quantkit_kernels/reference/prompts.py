@@ -52,32 +52,37 @@ def attend_one(q: Tensor, slots: Tensor, width: int, expand: Expand, scale: floa
     return (weighted / total).to(q.dtype)
 
 
-_AT_ONCE = 4096
+AT_ONCE = 4096
 """Keys up to which `attend_at_once` takes them whole."""
 
 
 def attend_at_once(q: Tensor, slots: Tensor, width: int, expand: Expand, scale: float, window: int) -> Tensor:
-    """As `attend_one`, by torch's own attention where the keys are few: on a CPU and an NPU, which have a fused one."""
+    """As `attend_one`, by torch's own attention where the keys are few: for backends whose device has a fused one."""
     new, seen = len(q), len(slots)
-    if window or seen > _AT_ONCE:
+    if window or seen > AT_ONCE:
         return attend_one(q, slots, width, expand, scale, window)
-    k, v = (side.to(q.dtype).repeat_interleave(q.shape[1] // side.shape[1], dim=1) for side in expand(slots))
-    if q.device.type == "cpu" and width != q.shape[2]:
-        return attend_by_blocks(q, k, v, scale)
+    k, v = expand_heads(q, slots, expand)
     mask = None if new == seen else torch.ones(new, seen, dtype=torch.bool, device=q.device).tril_(seen - new)
     queries, keys, values = (side.transpose(0, 1)[None] for side in (q, k, v))
     out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale)
     return out[0].transpose(0, 1)
 
 
+def expand_heads(q: Tensor, slots: Tensor, expand: Expand) -> tuple[Tensor, Tensor]:
+    """Keys and values of all of q's heads, in q's dtype: shared ones repeated."""
+    k, v = (side.to(q.dtype).repeat_interleave(q.shape[1] // side.shape[1], dim=1) for side in expand(slots))
+    return k, v
+
+
 def attend_by_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """q [T, heads, D] of the last T of S tokens, k [S, heads, D], v [S, heads, E] -> [T, heads, E], some queries at a time, in their dtype.
+    """q [T, heads, D] of the last T of S tokens, k [S, heads, D], v [S, heads, E] -> [T, heads, E] of q's dtype, some queries at a time.
 
     Where keys and values differ in size, torch on a CPU makes all T x S scores and passes over them several times: 2.3 times as slow.
+    Scores and probabilities are float32, as in torch's own attention: rounded to 16 bits they cost more than the 16-bit weights do.
     """
-    queries, keys, values = (t.transpose(0, 1) for t in (q, k, v))
+    queries, keys, values = (t.transpose(0, 1).float() for t in (q, k, v))
     out, past = q.new_empty(len(q), q.shape[1], v.shape[-1]), len(k) - len(q)
-    later = torch.full((_QUERIES, _QUERIES), -torch.inf, dtype=q.dtype).triu_(1)
+    later = torch.full((_QUERIES, _QUERIES), -torch.inf).triu_(1)
     for start in range(0, len(q), _QUERIES):
         stop = min(start + _QUERIES, len(q))
         scores = queries[:, start:stop] @ keys[:, : past + stop].mT * scale
