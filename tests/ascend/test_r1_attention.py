@@ -125,8 +125,13 @@ RANK = """
 import json, sys, torch
 from ascend import npu_double
 from ascend.test_r1_attention import answers, load
+from quantkit.executor.follower import follow
 with torch.inference_mode(), npu_double.installed() as called:
-    found = answers(engine := load(sys.argv[1], "torch_npu", tp=2))
+    engine = load(sys.argv[1], "torch_npu", tp=2)
+    if engine.parallel.rank:
+        follow(engine)
+        sys.exit(0)
+    found = answers(engine)
     engine.close()
     print(json.dumps([sorted(set(called)), [[(one.token_id, one.logprob, one.top) for one in done.logprobs] for done in found]]))
 """
