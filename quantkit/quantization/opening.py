@@ -25,7 +25,7 @@ from quantkit.schemes import IntGrid, Method, Scheme, check_pair
 
 
 @dataclass(frozen=True)
-class Request:
+class JobRequest:
     """What is asked for, before a model is looked at.
 
     scheme: on the grid that the engine takes, with the recipe's group size. target: the format, `format` its command-line name.
@@ -48,7 +48,7 @@ class Request:
 class Job:
     """A request of one model. target: the format, which leaves alone what the engine does not take quantized."""
 
-    request: Request
+    request: JobRequest
     checkpoint: Checkpoint
     inventory: Inventory
     target: Format
@@ -70,7 +70,7 @@ class Job:
         return units_of(self.rows, [group for layer in layers for group in architecture.scale_groups(config, layer)])
 
 
-def read_request(scheme: Scheme, format: str, engine: str | None, recipe: Recipe) -> Request:
+def read_request(scheme: Scheme, format: str, engine: str | None, recipe: Recipe) -> JobRequest:
     """format: a command-line name, or "auto" for the scheme's first. Raises QuantkitError where no engine, or not `engine`, loads that."""
     choice = choose(engine, scheme, format=None if format == "auto" else format) if engine else None
     if choice is not None:
@@ -78,10 +78,10 @@ def read_request(scheme: Scheme, format: str, engine: str | None, recipe: Recipe
     name = choice.format if choice else scheme.formats[0] if format == "auto" else format
     check_pair(scheme, name)
     scheme = _with_group_size(scheme, recipe)
-    return Request(scheme, name, find_format(name, scheme), recipe, choice)
+    return JobRequest(scheme, name, find_format(name, scheme), recipe, choice)
 
 
-def open_job(request: Request, checkpoint: Checkpoint) -> Job:
+def open_job(request: JobRequest, checkpoint: Checkpoint) -> Job:
     """Raises QuantkitError where the checkpoint is damaged, is no source for this scheme, or does not fit the format.
 
     Of a checkpoint without weights the tokenizer and the files beside it are not checked, nor whether a tied head is the embedding.

@@ -69,21 +69,21 @@ def turned(x: Tensor, rotation: Rotation) -> Tensor:
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).to(x.dtype)
 
 
-class Steps(NamedTuple):
+class AttentionSteps(NamedTuple):
     """What the operators of attention here are made of: another backend gives its own."""
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     turned: Callable[[Tensor, Rotation], Tensor]
 
 
-PLAIN = Steps(rms_norm, turned)
+PLAIN = AttentionSteps(rms_norm, turned)
 
 
 def cache_layout(kv_lora: int, rope_dim: int, dtype: torch.dtype) -> CacheLayout:
     return CacheLayout((kv_lora + rope_dim,), 64)
 
 
-def mla_prepare(qkv_a: Tensor, norms: Norms, rotation: Rotation, cache: Tensor, slots: Tensor, steps: Steps = PLAIN) -> Tensor:
+def mla_prepare(qkv_a: Tensor, norms: Norms, rotation: Rotation, cache: Tensor, slots: Tensor, steps: AttentionSteps = PLAIN) -> Tensor:
     q_a, latent, k_pe = qkv_a.split([norms.q.shape[0], norms.k.shape[0], 2 * rotation.cos.shape[1]], dim=-1)
     latent = steps.rms_norm(latent, norms.k, norms.eps)
     entries = torch.cat([latent, steps.turned(k_pe.unsqueeze(1), rotation).squeeze(1)], dim=-1)

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from quantkit_kernels.paged import Norms, PagedKeys, Rotation
-from quantkit_kernels.reference.functional import PLAIN, Steps
+from quantkit_kernels.reference.functional import PLAIN, AttentionSteps
 
 
 def gqa_prepare(
-    qkv: Tensor, norms: Norms | None, rotation: Rotation, cache: tuple[Tensor, Tensor], slots: Tensor, steps: Steps = PLAIN
+    qkv: Tensor, norms: Norms | None, rotation: Rotation, cache: tuple[Tensor, Tensor], slots: Tensor, steps: AttentionSteps = PLAIN
 ) -> Tensor:
     kv_heads, width = cache[0].shape[2:]
     heads = qkv.unflatten(1, (-1, width))

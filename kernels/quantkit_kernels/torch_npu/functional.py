@@ -76,7 +76,7 @@ def turned(x: Tensor, rotation: Rotation) -> Tensor:
     return result.to(x.dtype)
 
 
-STEPS = plain.Steps(rms_norm, turned)
+STEPS = plain.AttentionSteps(rms_norm, turned)
 
 
 def cache_layout(kv_lora: int, rope_dim: int, dtype: torch.dtype) -> CacheLayout:
