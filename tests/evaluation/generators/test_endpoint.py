@@ -25,6 +25,15 @@ def test_any_form_of_the_address_will_do(tail: str) -> None:
     assert base_url(f"http://h:8000{tail}") == "http://h:8000/v1"
 
 
+@pytest.mark.parametrize(("sent", "read"), [("a \ud800 b", "a \ufffd b"), ("\udc00\ud83d", "\ufffd\ufffd"), ("\ud83d\ude00 4", "😀 4")])
+def test_halves_of_characters_are_joined_or_replaced(sent: str, read: str) -> None:
+    """A server sends a character in two pieces, or only half of it: what is kept can be written to a file."""
+    with ReplayServer(lambda question, body: sent) as server:
+        (reply,) = ask(server, [chat("1")])
+    assert reply.text == read
+    reply.text.encode()
+
+
 def test_replies_come_back_whole_and_in_their_place() -> None:
     with ReplayServer(lambda question, body: f"你好 {question}\n</think>\n\n\\boxed{{{question}}}", delay_s=0.1) as server:
         replies = ask(server, [chat(str(n)) for n in range(12)], concurrency=4)
