@@ -22,7 +22,7 @@ from quantkit.models.context import CausalContext
 from quantkit.models.decoder import DecoderLayer, Model
 from quantkit.models.table import Parameter, ScaleGroup
 from quantkit.models.weights import Weights
-from quantkit.quantization import run as run_module
+from quantkit.quantization import checks, opening
 
 NAMES = {
     "self_attn": "att",
@@ -96,7 +96,7 @@ def architecture(monkeypatch: pytest.MonkeyPatch) -> None:
     module.__dict__.update(parameters=parameters, scale_groups=scale_groups)
     monkeypatch.setitem(sys.modules, "quantkit.models.renamed", module)
     known = (*models.ARCHITECTURES, "renamed")
-    for one in (models, run_module):
+    for one in (models, checks, opening):
         monkeypatch.setattr(one, "ARCHITECTURES", known)
 
 
