@@ -12,9 +12,9 @@ from tokenizers.decoders import DecodeStream
 
 from quantkit.errors import QuantkitError
 from quantkit.model_files import LARGEST, is_there, read_json, read_text
+from quantkit.tokenizer.tags import END_THINK, THINK
 from quantkit.tokenizer.template import ChatTemplate
 
-THINK, END_THINK = "<think>", "</think>"
 Message = dict[str, Any]
 """`role` and `content`, as OpenAI's chat messages."""
 

@@ -10,7 +10,8 @@ from quantkit.evaluation.generators.generator import Generation, ModelReply, Pro
 from quantkit.executor.engine import Engine
 from quantkit.executor.sampling import SamplingParams
 from quantkit.model_files import read_file
-from quantkit.tokenizer.chat import THINK, ChatTokenizer
+from quantkit.tokenizer.chat import ChatTokenizer
+from quantkit.tokenizer.tags import THINK
 
 
 class Local:

@@ -7,7 +7,7 @@ others send both tags. A reply that never closes its thinking has no answer, wha
 from dataclasses import dataclass
 
 from quantkit.evaluation.generators.generator import ModelReply
-from quantkit.tokenizer.chat import END_THINK, THINK
+from quantkit.tokenizer.tags import END_THINK, THINK
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from quantkit.tokenizer.chat import END_THINK, THINK
+from quantkit.tokenizer.tags import END_THINK, THINK
 
 
 class Parts(NamedTuple):
