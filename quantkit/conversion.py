@@ -29,7 +29,7 @@ from quantkit.checkpoint.writer import CheckpointWriter, prepare
 from quantkit.devices import dtype_named
 from quantkit.engines.profiles import part_of
 from quantkit.errors import QuantkitError
-from quantkit.models import ARCHITECTURES
+from quantkit.models import by_name, is_known
 from quantkit.models.stored import check_listed, read_model
 from quantkit.models.table import Parameter
 from quantkit.progress import Note, OnEvent, Progress, peak_memory, silent
@@ -153,7 +153,7 @@ class _Plan:
 
     def _linear(self, module: str) -> _Item:
         row = self.rows.get(f"{module}.weight")
-        role = row.role if row is not None else ("kv_b" if module.endswith("kv_b_proj") else "linear")
+        role = row.role if row is not None else by_name.role(module)
         linear = self.checkpoint.linears[module]
         part = (part_of(row) if row is not None else None) or role
         holds = self.target is not dense.FORMAT and linear.format is self.checkpoint.format
@@ -311,7 +311,7 @@ def _common_grid(checkpoint: Checkpoint) -> Grid | None:
 
 def _rows(checkpoint: Checkpoint) -> dict[str, Parameter]:
     """The table of the architecture by tensor name; empty for one that quantkit does not compute, which converts all the same."""
-    if checkpoint.config.get("model_type") not in ARCHITECTURES:
+    if not is_known(checkpoint.config):
         check_listed(checkpoint, [])
         return {}
     return {row.name: row for row in read_model(checkpoint).rows}

@@ -4,7 +4,7 @@ from collections import Counter
 from typing import Any
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.models import ARCHITECTURES
+from quantkit.models import is_known
 from quantkit.models.stored import check_listed, is_stored, read_model, stored_shape
 from quantkit.models.table import Parameter
 
@@ -38,7 +38,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _against_table(checkpoint: Checkpoint) -> dict[str, Any]:
-    if checkpoint.config.get("model_type") not in ARCHITECTURES:
+    if not is_known(checkpoint.config):
         check_listed(checkpoint, [])
         return {"missing": None, "misshapen": None, "unknown": None}
     model = read_model(checkpoint)

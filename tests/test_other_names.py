@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.engines.memory import ParallelSizes, check_split, fit
 from quantkit.engines.profiles import part_of
+from quantkit.errors import QuantkitError
 from quantkit.executor.engine import Engine
 from quantkit.executor.sampling import SamplingParams
 from quantkit.inspection import describe
@@ -108,3 +109,10 @@ def test_the_executor_runs_it(model: Path, tmp_path: Path) -> None:
     assert isinstance(mlp, MoeMlp)
     chosen = mlp.experts(x, torch.tensor([[2]] * 3), torch.ones(3, 1))
     torch.testing.assert_close(chosen, F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2), rtol=1e-4, atol=1e-4)
+
+
+def test_int4_of_ascend_is_refused_where_names_hide_what_is_cut(model: Path, tmp_path: Path) -> None:
+    """vllm-ascend's scale_bias has 16 slices for linears cut along their inputs: `w2` would be written as one that is not."""
+    with pytest.raises(QuantkitError, match=r"w2 for engines: .*this name says otherwise"):
+        quantize(model, tmp_path / "out", find_scheme("int4-w4a8"), "auto", Recipe(scheme="int4-w4a8"), device="cpu")
+    assert not (tmp_path / "out").exists()

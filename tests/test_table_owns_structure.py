@@ -38,7 +38,6 @@ SPELLED: dict[str, dict[str, str]] = {
         r"(.*?\.layers\.\d+)\.": "entries of ignore lists cover a layer by its prefix: a spelling of the format",
     },
     "checkpoint/formats/modelslim.py": dict.fromkeys(("o_proj", "down_proj"), "the format slices scale_bias of these two, for vllm-ascend"),
-    "conversion.py": {"kv_b_proj": "a linear of an architecture without a table"},
     "engines/check.py": {" mixes up scales of gate_proj and up_proj: a GPU's ": "a message"},
 }
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from quantkit.checkpoint.formats.base import HEAD
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.engines.profiles import Device, EngineProfile, GridName, LoadRule, Part, find_engine, grid_name, part_of
-from quantkit.models import ARCHITECTURES
+from quantkit.models import is_known
 from quantkit.models.stored import read_model
 from quantkit.models.table import Parameter
 from quantkit.schemes import IntGrid
@@ -67,7 +67,7 @@ def _stored_grid(checkpoint: Checkpoint) -> GridName:
 def _check_model(profile: EngineProfile, checkpoint: Checkpoint) -> list[LoadProblem]:
     """The architecture, and the keys of config.json that the engine cannot do without."""
     model_type = checkpoint.config.get("model_type")
-    if model_type not in profile.architectures or model_type not in ARCHITECTURES:
+    if model_type not in profile.architectures or not is_known(checkpoint.config):
         known = ", ".join(profile.architectures)
         return [LoadProblem("error", f"{profile.engine} is not known to run {model_type}", f"its profile has {known}")]
     told = [
@@ -192,7 +192,7 @@ def _check_mtp(engine: str, load: LoadRule, checkpoint: Checkpoint, linears: lis
     if load.mtp_prefix is None or ignored is None:
         return []
     for row in mtp:
-        called = f"{load.mtp_prefix}.{row.module.split('.', 3)[3]}"
+        called = f"{load.mtp_prefix}.{row.within_layer}"
         if ignored(row.module) != ignored(called):
             told = f"{engine} calls {row.module} {called}, which the list of unquantized modules does not cover"
             return [LoadProblem("warning", told, f"list it by its ending, {off} {engine}")]

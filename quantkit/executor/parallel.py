@@ -7,6 +7,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -36,12 +37,19 @@ class Parallel:
         """The quantkit_kernels.cuda.collectives.Peers of this rank, where all ranks have one."""
 
     def connect(self, device: torch.device) -> None:
-        """Meet the other ranks at MASTER_ADDR:MASTER_PORT. Messages go over gloo and TCP, tensors over the device's own library."""
+        """Meet the other ranks, at MASTER_ADDR:MASTER_PORT where others started this one.
+
+        Messages go over gloo and TCP, tensors over the device's own library.
+        """
         if device.type != "cpu":
             torch.get_device_module(device).set_device(device)
         if device.type == "npu":
             # Collectives of a few kilobytes on the vector cores, without the scheduler's round trip; read when the ranks first meet.
             os.environ.setdefault("HCCL_OP_EXPANSION_MODE", "AIV")
+        with self._ranks.meeting() if self._ranks is not None else nullcontext():
+            self._meet(device)
+
+    def _meet(self, device: torch.device) -> None:
         backend = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}[device.type]
         self._guard(lambda: dist.init_process_group(backend, rank=self.rank, world_size=self.size, timeout=_FOREVER))
         if self.size > 1:

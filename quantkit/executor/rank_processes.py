@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch.distributed import TCPStore
@@ -36,18 +38,19 @@ def environment_rank(size: int) -> int | None:
 def launch(options: EngineOptions) -> "RankProcesses":
     """Start ranks 1 .. tp - 1 on this machine, which meet in a store at a loopback address; their libraries' connections stay there too.
 
-    Changes this process: MASTER_ADDR, MASTER_PORT and the libraries' interfaces in its environment, and its share of the threads. The
-    others are stopped when it exits. A thread of it watches them, and ends it with exit code 1 where one dies and it does not notice.
+    Changes this process: the libraries' interfaces in its environment, which they read at a first collective, and its share of the
+    threads. The others are stopped when it exits. A thread of it watches them, and ends it with exit code 1 where one dies and it does
+    not notice.
     """
     store = _loopback_store()
-    os.environ.update(_meeting(store))
+    os.environ.update({name: os.environ.get(name, _loopback_interface()) for name in _INTERFACES})
     threads = max(torch.get_num_threads() // options.tp, 1)
     torch.set_num_threads(threads)
     command = [sys.executable, "-m", "quantkit.executor.follower", options.to_json()]
     processes = {}
     for rank in range(1, options.tp):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(options.tp), "OMP_NUM_THREADS": str(threads)}
-        environment = {**os.environ, **place}
+        environment = {**os.environ, **_meeting(store), **place}
         processes[rank] = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     ranks = RankProcesses(processes, store)
     atexit.register(ranks.stop)
@@ -65,6 +68,21 @@ class RankProcesses:
         self.noticed = threading.Event()
         """The main thread saw a collective fail, and will say why."""
         self.stopping = False
+
+    @contextmanager
+    def meeting(self) -> Iterator[None]:
+        """While it lasts, this process's environment says where the ranks meet; then it says what it said before."""
+        place = _meeting(self._store)
+        before = {name: os.environ.get(name) for name in place}
+        os.environ.update(place)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
     def why_lost(self) -> str:
         """Which rank died; asked by the main thread when a collective failed."""
@@ -106,10 +124,9 @@ def _watch(ranks: RankProcesses) -> None:
 
 
 def _meeting(store: TCPStore) -> dict[str, str]:
-    """What a process must have in its environment to meet the others; interfaces that are already set stay."""
+    """What a process must have in its environment to meet the others."""
     # The last tells torch that the store is there: by itself rank 0 would open one on every interface.
-    place = {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    return place | {name: os.environ.get(name, _loopback_interface()) for name in _INTERFACES}
+    return {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 def _loopback_store() -> TCPStore:

@@ -1,5 +1,6 @@
 """Architectures: one file each, named after config.json's `model_type`."""
 
+from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,10 +20,15 @@ if TYPE_CHECKING:  # mypy proves that each file offers what is asked of it
     _QWEN3_MOE: Architecture[qwen3_moe.Config] = qwen3_moe
 
 
+def is_known(config: Mapping[str, Any]) -> bool:
+    """Whether there is a model file for a config.json."""
+    return config.get("model_type") in ARCHITECTURES
+
+
 def find_architecture(config: dict[str, Any]) -> Architecture[ModelConfig]:
-    """The model file for a config.json."""
+    """The model file for a config.json. Raises QuantkitError where there is none."""
     model_type = config.get("model_type")
-    if model_type not in ARCHITECTURES:
+    if not is_known(config):
         raise QuantkitError(
             f"architecture {model_type!r} is not supported",
             f"quantkit has {', '.join(ARCHITECTURES)}",

@@ -31,6 +31,11 @@ def parameters(shapes: Mapping[str, tuple[int, ...]]) -> list[Parameter]:
     return [_parameter(name, shape) for name, shape in shapes.items()]
 
 
+def role(module: str) -> Role:
+    """What a quantized linear is: all but latent attention's up-projection, which is absorbed at decoding, may stay quantized."""
+    return "kv_b" if module.endswith("kv_b_proj") else "linear"
+
+
 def ends_as_linear(name: str) -> bool:
     """Whether engines take an unquantized tensor for a linear: the linears of a decoder layer end in _proj; eh_proj is a plain one in
     every engine."""

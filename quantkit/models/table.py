@@ -52,6 +52,12 @@ class Parameter:
         return self.name.removesuffix(".weight")
 
     @property
+    def within_layer(self) -> str:
+        """The module's name inside its decoder layer: `self_attn.o_proj` of `model.layers.3.self_attn.o_proj`."""
+        assert self.layer is not None, self.name
+        return self.module.split(f".{self.layer}.", 1)[1]
+
+    @property
     def part(self) -> str:
         """The part of the model that it belongs to, as reports tell sizes by."""
         if self.mtp:

@@ -10,8 +10,8 @@ from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError
 from quantkit.model_files import LARGEST, is_there, read_json
-from quantkit.models import ARCHITECTURES
 from quantkit.models import by_name as by_name_models
+from quantkit.models import is_known
 from quantkit.models.stored import check_stored, read_model
 from quantkit.models.table import Parameter
 from quantkit.schemes import Scheme
@@ -51,7 +51,7 @@ def take_inventory(checkpoint: Checkpoint, *, by_name: bool = False) -> Inventor
             f"{checkpoint.path} is already quantized ({checkpoint.format.name}, by its config.json)",
             "quantize the model it was made from, not a rounded copy",
         )
-    if by_name and checkpoint.config.get("model_type") not in ARCHITECTURES:
+    if by_name and not is_known(checkpoint.config):
         return _inventory_by_name(checkpoint)
     model = read_model(checkpoint)
     check_stored(checkpoint, model.rows)
@@ -106,3 +106,5 @@ def check_groups(rows: list[Parameter], scheme: Scheme, format: Format) -> None:
                 "set group_size in the recipe to one that does",
             )
         format.specs(row.module, (row.shape[0], row.shape[1]), grid)
+        if told := format.split_fault(row.module, grid, row_parallel=row.split == "row"):
+            raise QuantkitError(f"{format.name} cannot hold {row.module} for engines: {told}", "choose another format or scheme")

@@ -130,6 +130,7 @@ with torch.inference_mode(), npu_double.installed() as called:
     engine = load(sys.argv[1], "torch_npu", tp=2)
     if engine.parallel.rank:
         follow(engine)
+        engine.parallel.close()
         sys.exit(0)
     found = answers(engine)
     engine.close()
@@ -144,9 +145,7 @@ def test_two_ranks(scheme: str, r1_attention: Callable[[str], Path]) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    # What an engine of several ranks set in this process before must not say that its store is there.
-    inherited = {key: value for key, value in os.environ.items() if key != "TORCHELASTIC_USE_AGENT_STORE"}
-    shared = {**inherited, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     shared["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-c", RANK, str(path)]
     other = subprocess.Popen(command, env={**shared, "RANK": "1"}, stdout=subprocess.DEVNULL)

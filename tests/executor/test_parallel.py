@@ -109,8 +109,7 @@ def test_ranks_that_a_launcher_started_lead_and_follow(tiny_checkpoint: Path) ->
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "quantkit", "run", str(tiny_checkpoint), "--prompt", "a", "--max-new-tokens", "3", "--json"]
-    inherited = {key: value for key, value in os.environ.items() if key != "TORCHELASTIC_USE_AGENT_STORE"}  # set by an engine of ours
-    meeting = {**inherited, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    meeting = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen([*command, "--device", "cpu", "--tp", "2"], env={**meeting, "RANK": rank}, stdout=subprocess.PIPE)
         for rank in ("0", "1")

@@ -115,6 +115,10 @@ class Format(ABC):
         """Tensors that `pack` will return for a linear of `shape` (N, K)."""
         return [TensorSpec(module + part.suffix, part.dtypes[0], part.shape) for part in self.parts(module, shape, grid) if part.required]
 
+    def split_fault(self, module: str, grid: Grid, *, row_parallel: bool) -> str | None:
+        """Why engines could not cut the module as the model's table does, if they could not. row_parallel: along its inputs."""
+        return None
+
     def quantized_module(self, tensor: TensorSpec) -> str | None:
         """The quantized linear whose main tensor this is, if it is one."""
         if tensor.dtype == self.marker_dtype and tensor.name.endswith(self.marker):

@@ -66,6 +66,11 @@ class ModelSlim(Format):
             return (rows * 2, columns), _INT4
         return (rows, columns), _INT8
 
+    def split_fault(self, module: str, grid: Grid, *, row_parallel: bool) -> str | None:
+        if grid != _INT4 or row_parallel == (_bias_slices(module) == _SLICES):
+            return None
+        return "the format tells by its name whether an int4 linear is cut along its inputs, and this name says otherwise"
+
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
         assert isinstance(weight, IntWeight), type(weight)
         assert weight.zero_point is None, f"{module} is asymmetric"
