@@ -22,6 +22,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -213,8 +214,8 @@ def run(path: Path, scheme: str, device: str, samples: int, held_out: int, seq_l
                 "threads": torch.get_num_threads(),
                 "cores": os.cpu_count(),
                 "peak_rss_gib": round(report.peak_memory / 2**30, 2),
-                "planned_gib": round(planned["host_peak_bytes"] / 2**30, 2),
-                "planned": planned["host_peak"],
+                "planned_gib": round(planned.host_peak_bytes / 2**30, 2),
+                "planned": asdict(planned.host_peak),
                 "device_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if torch.cuda.is_available() else None,
                 "tokens": report.calibration_tokens,
                 "mean_error": report.findings.mean_error,

@@ -5,7 +5,7 @@ times are in seconds. Every function raises QuantkitError, one line with a remed
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from quantkit.evaluation.results.figures import EvalResults
 from quantkit.evaluation.results.folder import results_folder
 from quantkit.evaluation.run import run_evaluation
 from quantkit.hub import find_model
-from quantkit.inspection import describe
+from quantkit.inspection import Inspection, describe
+from quantkit.planning import Plan
 from quantkit.progress import OnEvent, silent
 from quantkit.quantization import run as quantization
 from quantkit.quantization.memory import parse_bytes
@@ -89,11 +90,11 @@ def plan(
     samples: int | None = None,
     seq_len: int | None = None,
     context: int = 4096,
-) -> dict[str, Any]:
+) -> Plan:
     """What quantize() with the same arguments will write and need, and whether the result serves `context` tokens on `devices`.
 
     Headers alone are read: no weight of a hub model is downloaded. devices: number and memory of each, tensor parallel over all, or
-    "8x910B1" for predicted decoding times as well. The dictionary is ready for JSON.
+    "8x910B1" for predicted decoding times as well.
     """
     chosen = _scheme(scheme)
     options: dict[str, Any] = {"devices": devices, "samples": samples, "seq_len": seq_len, "context": context}
@@ -116,16 +117,14 @@ def convert(
     return conversion.convert(find_model(str(model)), Path(out), format=format, dtype=dtype, overwrite=overwrite, on_event=on_event)
 
 
-def inspect(model: str | Path, *, engine: str | None = None) -> dict[str, Any]:
-    """What is in a checkpoint, from headers alone, ready for JSON: format, scheme, tensors, bytes, what is missing or unknown.
+def inspect(model: str | Path, *, engine: str | None = None) -> Inspection:
+    """What is in a checkpoint, from headers alone: format, scheme, tensors, bytes, what is missing or unknown.
 
-    engine: adds "problems", what keeps that engine from loading the checkpoint or loses something there.
+    engine: adds `problems`, what keeps that engine from loading the checkpoint or loses something there.
     """
     checkpoint = open_headers(str(model))
     about = describe(checkpoint)
-    if engine is not None:
-        about |= {"engine": engine, "problems": [asdict(problem) for problem in check_checkpoint(engine, checkpoint)]}
-    return about
+    return about if engine is None else replace(about, engine=engine, problems=tuple(check_checkpoint(engine, checkpoint)))
 
 
 def evaluate(

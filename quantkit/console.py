@@ -29,6 +29,8 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from quantkit.result import Result
+
 _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters but tab and line feed, those that turn the direction of writing, and halves of characters."""
 _UNLIMITED = 100_000
@@ -85,6 +87,10 @@ def facts(title: str, rows: Iterable[tuple[str, str]]) -> None:
     _show(title, table)
 
 
+def show(result: Result) -> None:
+    facts(result.heading, result.facts())
+
+
 def _table(*columns: str) -> Table:
     """What does not fit is folded, never cut."""
     table = Table()
@@ -114,14 +120,6 @@ def tell_error(problem: str, remedy: str, *, title: str = "error: ", as_json: bo
     err.print(Text(title, style="bold red") + Text(one_line(f"{problem}; {remedy}" if remedy else problem)), soft_wrap=True)
     if as_json:
         print_json({"error": {"message": problem, "remedy": remedy}})
-
-
-def size(count: float) -> str:
-    """Bytes for people, in decimal units."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if count >= scale:
-            return f"{count / scale:.2f} {unit}"
-    return f"{count / 1e3:.1f} kB"
 
 
 def samples_bar() -> Progress:
@@ -185,67 +183,6 @@ def listener(bar: Progress) -> Callable[[Any], None]:
     return show
 
 
-def show_inspection(about: dict[str, Any]) -> None:
-    rows = []
-    for key in (
-        "architecture",
-        "format",
-        "variant",
-        "scheme",
-        "tensors",
-        "quantized_linears",
-        "shards",
-        "bytes",
-        "parameters",
-        "mtp_layers",
-    ):
-        value = about.get(key)
-        text = "-" if value is None else size(value) if key == "bytes" else f"{value:,}" if isinstance(value, int) else str(value)
-        rows.append((key.replace("_", " "), text))
-    rows += [(f"  left as {name}", f"{count:,} linears") for name, count in about["left_as"].items()]
-    for key in ("bytes_by_part", "bytes_by_dtype"):
-        rows += [(f"  {name}", size(count)) for name, count in about.get(key, {}).items()]
-    for key in ("missing", "misshapen", "unknown"):
-        names = about[key]
-        rows.append((key, "not checked: architecture not known" if names is None else f"{len(names)} {', '.join(names[:3])}".strip()))
-    facts(about["path"], rows)
-
-
-def show_quantization(model: str, about: dict[str, Any]) -> None:
-    following = about["next_token"]
-    rows = [
-        ("written to", f"{about['out']} ({about['format']})"),
-        ("size", f"{size(about['output_bytes'])}, from {size(about['source_bytes'])}"),
-        ("time", f"{about['seconds']:.1f} s"),
-        ("peak memory", f"{size(about['peak_memory'])}, planned {size(about['planned_memory'])}"),
-        ("calibration", f"{about['calibration_tokens']:,} tokens"),
-        ("mean output error", f"{about['mean_error']:.2e}"),
-        ("next token", f"KL {following['kl']:.2e}, {following['top1_agree']:.2%} the same" if following else "not compared"),
-        ("report", os.path.join(about["out"], "report.html")),
-    ]
-    facts(f"{model} as {about['scheme']}", rows)
-
-
-def show_plan(about: dict[str, Any]) -> None:
-    placed, host = about["devices"], about["host_peak"]
-    tokens = placed["cache_tokens"]
-    rows = [
-        ("output", f"{size(about['output_bytes'])} ({about['format']}), without MTP {size(about['output_bytes_without_mtp'])}"),
-        *((f"  {part}", size(count)) for part, count in about["output_bytes_by_part"].items()),
-        ("fits", "yes" if about["fits"] else "NO"),
-        (f"  {placed['count']} devices of {size(placed['memory_bytes'])}", f"{size(placed['weight_bytes'])} of weights each"),
-        ("  room for the cache", f"{size(placed['cache_bytes'])} each" + (f", {tokens:,} tokens" if tokens is not None else "")),
-        ("  assuming", placed["assumption"]),
-        ("host memory, peak", f"{size(about['host_peak_bytes'])} (at {host['where']})"),
-        ("disk", f"{size(about['disk_bytes'])} needed, {size(about['disk_free_bytes'])} free here"),
-        *((f"time on {one['device']}", f"{one['seconds'] / 60:.1f} min, assuming {one['assumption']}") for one in about["time"]),
-    ]
-    facts(f"{about['model']} as {about['scheme']}", rows)
-    if predicted := about.get("cost_model"):
-        show_prediction(predicted)
-        show_published(predicted["published"])
-
-
 def show_prediction(predicted: dict[str, Any]) -> None:
     levels = [one["level"] for one in predicted["predictions"][0]]
     what = f"{predicted['scheme']} on {predicted['devices']} x {predicted['hardware']}, context {predicted['context']}"
@@ -266,26 +203,6 @@ def show_prediction(predicted: dict[str, Any]) -> None:
             tell(f"{step}: {added} ms")
     for assumption in predicted["assumptions"]:
         tell(f"assumed: {assumption}")
-
-
-def show_conversion(about: dict[str, Any]) -> None:
-    rows = [
-        ("written to", f"{about['out']} ({about['format']}, from {about['source_format']})"),
-        ("size", f"{size(about['output_bytes'])}, from {size(about['source_bytes'])}"),
-        ("time", f"{about['seconds']:.1f} s"),
-        ("peak memory", size(about["peak_memory"])),
-        ("exact", "yes, every value" if about["exact"] else "no"),
-    ]
-    for what, change in about["changes"].items():
-        rows.append((f"  {what}", f"{change['weights']:,} weights, largest relative difference {change['max_relative_error']:.1e}"))
-    facts("converted", rows)
-
-
-def show_problems(engine: str, problems: list[dict[str, str]]) -> None:
-    if not problems:
-        out.print(f"{engine} loads it")
-    for problem in problems:
-        out.print(f"{engine}, {problem['severity']}: {problem['problem']}; {problem['remedy']}", soft_wrap=True)
 
 
 def show_scores(results: dict[str, Any]) -> None:
@@ -309,20 +226,6 @@ def show_scores(results: dict[str, Any]) -> None:
         tell(f"programs ran in sandbox level {results['sandbox']}")
     if results["out"]:
         tell(f"report: {results['out']}/report.html")
-
-
-def show_quality(model: str, quality: dict[str, Any]) -> None:
-    rows = [("perplexity", f"{quality['ppl']:.4f}"), ("tokens", f"{quality['tokens']:,} in {quality['documents']} documents")]
-    if "kl" in quality:
-        rows += [
-            ("baseline's perplexity", f"{quality['baseline_ppl']:.4f}"),
-            ("KL from the baseline", f"{quality['kl']:.3e} ± {quality.get('kl_stderr', float('nan')):.1e} nats a token"),
-            ("same likeliest token", f"{quality['top1_agree']:.2%}"),
-        ]
-    if "expert_agree" in quality:
-        rows.append(("same experts", f"{quality['expert_agree']:.2%}"))
-    rows += [(f"  error after layer {number}", f"{error:.2e}") for number, error in enumerate(quality.get("layer_errors", []))]
-    facts(model, rows)
 
 
 def show_speed(result: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from quantkit import __version__
+from quantkit.amounts import size, span
 from quantkit.checkpoint.companions import read_companions
 from quantkit.checkpoint.formats import FORMATS, compressed_int4, dense
 from quantkit.checkpoint.formats.base import Format, output_config
@@ -34,6 +35,7 @@ from quantkit.models.stored import check_listed, read_model
 from quantkit.models.table import Parameter
 from quantkit.progress import Note, OnEvent, Progress, peak_memory, silent
 from quantkit.quant.weights import Fp4Weight, Fp8BlockWeight, IntWeight, Weight, dequantize
+from quantkit.result import Result
 from quantkit.schemes import Grid
 
 UNIT_BYTES = 64 * 2**20
@@ -47,8 +49,8 @@ class Change:
     max_relative_error: float
 
 
-@dataclass(frozen=True)
-class ConversionReport:
+@dataclass(frozen=True, repr=False)
+class ConversionReport(Result):
     """What came of a conversion. Bytes are of tensors; peak_memory is this process's largest resident set, in bytes.
 
     changes: by what happened and where, such as "awq to compressed-tensors: experts" or "copied".
@@ -68,6 +70,24 @@ class ConversionReport:
     @property
     def exact(self) -> bool:
         return all(change.max_relative_error == 0 for change in self.changes.values())
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"out": str(self.out), "exact": self.exact}
+
+    @property
+    def heading(self) -> str:
+        return "converted"
+
+    def facts(self) -> list[tuple[str, str]]:
+        told = "{:,} weights, largest relative difference {:.1e}"
+        return [
+            ("written to", f"{self.out} ({self.format}, from {self.source_format})"),
+            ("size", f"{size(self.output_bytes)}, from {size(self.source_bytes)}"),
+            ("time", span(self.seconds)),
+            ("peak memory", size(self.peak_memory)),
+            ("exact", "yes, every value" if self.exact else "no"),
+            *((f"  {what}", told.format(one.weights, one.max_relative_error)) for what, one in self.changes.items()),
+        ]
 
 
 def convert(

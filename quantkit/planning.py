@@ -8,10 +8,11 @@ import os
 import re
 import shutil
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from quantkit.amounts import size, span
 from quantkit.checkpoint.remote import open_headers
 from quantkit.costmodel import Hardware, load_hardware, predict
 from quantkit.engines.memory import ParallelSizes, fit_rows
@@ -22,6 +23,7 @@ from quantkit.quantization.cost import RATES, seconds
 from quantkit.quantization.memory import expected_peak, parse_bytes
 from quantkit.quantization.opening import Job, open_job, read_request
 from quantkit.recipe import Recipe, load_recipe
+from quantkit.result import Result
 from quantkit.schemes import Scheme
 
 MEMORY_FRACTION = 0.9
@@ -42,6 +44,90 @@ class Devices:
     hardware: Hardware | None = None
 
 
+@dataclass(frozen=True)
+class HostPeak:
+    """Bytes of host memory at the worst moment of the run, which is at the unit `where`."""
+
+    process: int
+    hidden_states: int
+    work: int
+    where: str
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What one of `count` devices holds, in bytes. cache_tokens: tokens that fit beside the weights, of all requests together; None, as
+    cache_bytes_per_token, for an architecture that quantkit does not know. context: tokens of the request that must fit."""
+
+    count: int
+    memory_bytes: int
+    usable_bytes: int
+    weight_bytes: int
+    reserve_bytes: int
+    cache_bytes: int
+    cache_bytes_per_token: int | None
+    cache_tokens: int | None
+    context: int
+    assumption: str
+
+
+@dataclass(frozen=True)
+class TimeEstimate:
+    """Seconds that quantizing should take on a device, and what is assumed of it."""
+
+    device: str
+    seconds: int
+    assumption: str
+
+
+@dataclass(frozen=True, repr=False)
+class Plan(Result):
+    """What a quantization needs and makes. Bytes are of tensors; disk_bytes is what must be free for the output and what a run keeps
+    to go on from. cost_model: predicted decoding times, where the devices are hardware that is known."""
+
+    model: str
+    scheme: str
+    format: str
+    source_bytes: int
+    output_bytes: int
+    output_bytes_without_mtp: int
+    output_bytes_by_part: dict[str, int]
+    fits: bool
+    devices: Placement
+    host_peak_bytes: int
+    host_least_bytes: int
+    host_peak: HostPeak
+    disk_bytes: int
+    disk_free_bytes: int
+    time: tuple[TimeEstimate, ...]
+    cost_model: dict[str, Any] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        found = asdict(self)
+        if self.cost_model is None:
+            del found["cost_model"]
+        return found
+
+    @property
+    def heading(self) -> str:
+        return f"{self.model} as {self.scheme}"
+
+    def facts(self) -> list[tuple[str, str]]:
+        placed, host = self.devices, self.host_peak
+        room = "" if placed.cache_tokens is None else f", {placed.cache_tokens:,} tokens"
+        return [
+            ("output", f"{size(self.output_bytes)} ({self.format}), without MTP {size(self.output_bytes_without_mtp)}"),
+            *((f"  {part}", size(count)) for part, count in self.output_bytes_by_part.items()),
+            ("fits", "yes" if self.fits else "NO"),
+            (f"  {placed.count} devices of {size(placed.memory_bytes)}", f"{size(placed.weight_bytes)} of weights each"),
+            ("  room for the cache", f"{size(placed.cache_bytes)} each{room}"),
+            ("  assuming", placed.assumption),
+            ("host memory, peak", f"{size(self.host_peak_bytes)} (at {host.where})"),
+            ("disk", f"{size(self.disk_bytes)} needed, {size(self.disk_free_bytes)} free here"),
+            *((f"time on {one.device}", f"{span(one.seconds)}, assuming {one.assumption}") for one in self.time),
+        ]
+
+
 def plan(
     model: str | Path,
     scheme: Scheme,
@@ -53,37 +139,39 @@ def plan(
     samples: int | None = None,
     seq_len: int | None = None,
     context: int = 4096,
-) -> dict[str, Any]:
+) -> Plan:
     """What quantize() with the same arguments will write and need, and whether its output serves `context` tokens on `devices`.
 
     model: a directory, a built-in name or a hub id. recipe: the scheme's own by default; samples and seq_len are set over it. devices:
-    "8x64GiB", tensor parallel over all of them, or "8x910B1" for predicted decoding times as well. JSON-ready; bytes are integers, times
-    are in seconds. Raises QuantkitError where quantize() would refuse the source.
+    "8x64GiB", tensor parallel over all of them, or "8x910B1" for predicted decoding times as well. Raises QuantkitError where quantize()
+    would refuse the source.
     """
     settings = (recipe or load_recipe(scheme.name)).with_given(samples=samples, seq_len=seq_len)
     request, target = read_request(scheme, format, engine, settings), read_devices(devices)
     job = open_job(request, open_headers(str(model)))
     rows = [(row, _written_bytes(job, row)) for row in job.rows]
-    output = sum(size for _, size in rows)
+    output = sum(stored for _, stored in rows)
+    fits, placed = _placed(rows, job, target, context)
     peak, least = (expected_peak(job, memory)[0] for memory in (None, 0))
     state = 2 * peak.hidden  # of the last finished layer, and of its successor while they are written
-    return {
-        "model": str(job.checkpoint.path),
-        "scheme": request.scheme.name,
-        "format": request.format,
-        "source_bytes": sum(tensor.nbytes for tensor in job.checkpoint.tensors.values()),
-        "output_bytes": output,
-        "output_bytes_without_mtp": sum(size for row, size in rows if not row.mtp),
-        "output_bytes_by_part": _by_part(rows),
-        **_placed(rows, job, target, context),
-        "host_peak_bytes": peak.total,
-        "host_least_bytes": least.total,
-        "host_peak": {"process": peak.process, "hidden_states": peak.hidden, "work": peak.work, "where": peak.where},
-        "disk_bytes": output + state,
-        "disk_free_bytes": shutil.disk_usage(Path.cwd()).free,
-        "time": _times(job, output),
-        **_predicted(job, target, context),
-    }
+    return Plan(
+        model=str(job.checkpoint.path),
+        scheme=request.scheme.name,
+        format=request.format,
+        source_bytes=sum(tensor.nbytes for tensor in job.checkpoint.tensors.values()),
+        output_bytes=output,
+        output_bytes_without_mtp=sum(stored for row, stored in rows if not row.mtp),
+        output_bytes_by_part=_by_part(rows),
+        fits=fits,
+        devices=placed,
+        host_peak_bytes=peak.total,
+        host_least_bytes=least.total,
+        host_peak=HostPeak(peak.process, peak.hidden, peak.work, peak.where),
+        disk_bytes=output + state,
+        disk_free_bytes=shutil.disk_usage(Path.cwd()).free,
+        time=_times(job, output),
+        cost_model=_predicted(job, target, context),
+    )
 
 
 def read_devices(text: str) -> Devices:
@@ -116,17 +204,18 @@ def _written_bytes(job: Job, row: Parameter) -> int:
 
 def _by_part(rows: list[tuple[Parameter, int]]) -> dict[str, int]:
     parts = Counter[str]()
-    for row, size in rows:
-        parts[row.part] += size
+    for row, stored in rows:
+        parts[row.part] += stored
     return dict(parts.most_common())
 
 
-def _placed(rows: list[tuple[Parameter, int]], job: Job, devices: Devices, context: int) -> dict[str, Any]:
+def _placed(rows: list[tuple[Parameter, int]], job: Job, devices: Devices, context: int) -> tuple[bool, Placement]:
+    """Whether weights and one request of `context` tokens fit, and what a device then holds."""
     usable, reserve = int(devices.memory_bytes * MEMORY_FRACTION), int(RESERVE_GIB * 2**30)
     told = f"{MEMORY_FRACTION:.0%} of each device usable, {RESERVE_GIB:g} GiB of that for activations"
     if job.inventory.by_name:
         quantized = {row.name for row in job.linears}
-        weights = sum(-(-size // devices.count) if row.name in quantized else size for row, size in rows)
+        weights = sum(-(-stored // devices.count) if row.name in quantized else stored for row, stored in rows)
         fits, per_token, tokens = usable - reserve >= weights, None, None
         assumption = f"quantized linears split over {devices.count}, {told}; the cache of an unknown architecture is not counted"
     else:
@@ -137,47 +226,41 @@ def _placed(rows: list[tuple[Parameter, int]], job: Job, devices: Devices, conte
         assumption = (
             f"tensor parallel over {devices.count}, MTP layer not loaded, {told}, BF16 cache; MLA's latent is whole on every device"
         )
-    return {
-        "fits": fits,
-        "devices": {
-            "count": devices.count,
-            "memory_bytes": devices.memory_bytes,
-            "usable_bytes": usable,
-            "weight_bytes": weights,
-            "reserve_bytes": reserve,
-            "cache_bytes": max(usable - reserve - weights, 0),
-            "cache_bytes_per_token": per_token,
-            "cache_tokens": tokens,
-            "context": context,
-            "assumption": assumption,
-        },
-    }
+    return fits, Placement(
+        count=devices.count,
+        memory_bytes=devices.memory_bytes,
+        usable_bytes=usable,
+        weight_bytes=weights,
+        reserve_bytes=reserve,
+        cache_bytes=max(usable - reserve - weights, 0),
+        cache_bytes_per_token=per_token,
+        cache_tokens=tokens,
+        context=context,
+        assumption=assumption,
+    )
 
 
-def _times(job: Job, output: int) -> list[dict[str, Any]]:
+def _times(job: Job, output: int) -> tuple[TimeEstimate, ...]:
     """On this machine's processor and on one H200."""
     recipe, calibrated = job.request.recipe, bool(job.request.methods)
     tokens = (recipe.samples + recipe.held_out) * recipe.seq_len if calibrated else 0
     stored = sum(tensor.nbytes for tensor in job.checkpoint.tensors.values())
     experts = len({row.expert for row in job.rows if row.expert is not None})
     chosen = job.inventory.config.routing.num_experts_per_tok / experts if experts and calibrated else 1.0
-    return [
-        {
-            "device": rate.name,
-            "seconds": round(seconds(job.linears, tokens, chosen, stored + output, rate, os.cpu_count() or 1)),
-            "assumption": rate.assumption(os.cpu_count() or 1),
-        }
+    cores = os.cpu_count() or 1
+    return tuple(
+        TimeEstimate(rate.name, round(seconds(job.linears, tokens, chosen, stored + output, rate, cores)), rate.assumption(cores))
         for rate in RATES
-    ]
+    )
 
 
-def _predicted(job: Job, devices: Devices, context: int) -> dict[str, Any]:
+def _predicted(job: Job, devices: Devices, context: int) -> dict[str, Any] | None:
     """Decoding times on known hardware, beside what others published of it."""
     if devices.hardware is None:
-        return {}
+        return None
     attended = min(context, PREDICTED_CONTEXT)
     predicted = predict(
         job.checkpoint.config, job.request.scheme, devices.hardware, devices=devices.count, batches=PREDICTED_BATCHES, context=attended
     )
     published = [table for table in published_speeds() if devices.hardware.name in table["hardware"]]
-    return {"cost_model": predicted | {"published": published}}
+    return predicted | {"published": published}

@@ -74,7 +74,7 @@ def test_every_name_is_there() -> None:
 def test_a_scheme_and_a_model_are_values_too() -> None:
     by_value = quantkit.plan(ROOT / "quantkit" / "builtin" / "tiny-r1", SCHEMES["rtn-w4a16"])
     by_name = quantkit.plan("tiny-r1", "rtn-w4a16")
-    assert by_value["output_bytes"] == by_name["output_bytes"]
+    assert by_value.output_bytes == by_name.output_bytes
 
 
 def test_results_are_not_written_among_a_models_files(tiny_checkpoint: Path) -> None:

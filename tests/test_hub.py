@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import hub_server
@@ -57,8 +58,8 @@ def test_planning_r1_takes_less_than_20_mb_and_no_weight(tmp_path: Path, monkeyp
     with hub_server.serve(folder, NAME) as server:
         use(server, monkeypatch)
         planned = quantkit.plan(NAME, "awq-w4a16", engine="vllm")
-    assert planned["source_bytes"] > 680e9
-    assert round(planned["output_bytes_without_mtp"] / 1e9) == 353
+    assert planned.source_bytes > 680e9
+    assert round(planned.output_bytes_without_mtp / 1e9) == 353
     assert len([file for file in server.sent if file.endswith(".safetensors")]) == 163
     assert server.total < 20e6
     assert {path.name for path in (tmp_path / "cache").rglob("*") if path.is_symlink()} == {"config.json"}, "nothing else was downloaded"
@@ -72,13 +73,11 @@ def test_inspecting_a_hub_model_says_what_headers_cannot_tell(
     with hub_server.serve(out, NAME) as server:
         use(server, monkeypatch)
         remote, local = (quantkit.inspect(model, engine="sglang") for model in (NAME, out))
-    assert local["problems"] == []
-    assert [(one["severity"], one["problem"]) for one in remote["problems"]] == [
+    assert local.problems == ()
+    assert [(one.severity, one.problem) for one in remote.problems or ()] == [
         ("warning", "global scales were not compared: only headers were read")
     ]
-    assert {key: remote[key] for key in remote if key not in ("path", "problems")} == {
-        key: local[key] for key in local if key not in ("path", "problems")
-    }
+    assert replace(remote, path=local.path, problems=()) == local
 
 
 def test_a_download_is_found_again(hub: hub_server.Hub, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

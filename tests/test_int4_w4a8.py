@@ -53,7 +53,7 @@ def test_experts_are_int4_and_the_rest_is_int8(written: Path) -> None:
     assert said["model.layers.1.self_attn.kv_b_proj.weight"] == said["model.layers.1.mlp.gate.weight"] == "FLOAT"
     assert {name for name, kind in said.items() if "." in name} == set(checkpoint.tensors)
     about = describe(checkpoint)
-    assert (about["scheme"], about["format"], about["missing"], about["unknown"]) == ("int4-w4a8", "modelslim", [], [])
+    assert (about.scheme, about.format, about.missing, about.unknown) == ("int4-w4a8", "modelslim", [], [])
     assert check_checkpoint("vllm-ascend", checkpoint) == []
     assert [found.severity for found in check_checkpoint("sglang", checkpoint)] == ["warning"], "its draft model is not quantized"
 

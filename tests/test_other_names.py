@@ -66,12 +66,12 @@ def as_planned(model: Path, out: Path, format: str, settings: Recipe) -> Quantiz
     report = quantize(model, out, scheme, format, settings, device="cpu")
     found = Checkpoint.open(report.out)
     linears = {row.module for row in read_model(found).rows if row.role == "linear"}
-    assert told["output_bytes"] == report.output_bytes == sum(tensor.nbytes for tensor in found.tensors.values())
-    assert told["devices"]["cache_bytes_per_token"] == 2 * 3 * 2 * 32, "bytes, layers, a key and a value, one of two heads"
+    assert told.output_bytes == report.output_bytes == sum(tensor.nbytes for tensor in found.tensors.values())
+    assert told.devices.cache_bytes_per_token == 2 * 3 * 2 * 32, "bytes, layers, a key and a value, one of two heads"
     assert set(found.linears) == linears == set(report.findings.errors)
     about = describe(found)
-    assert (about["missing"], about["misshapen"], about["unknown"]) == ([], [], [])
-    assert set(about["bytes_by_part"]) == {"attention", "mlp", "routed experts", "norms", "embeddings and head"}
+    assert (about.missing, about.misshapen, about.unknown) == ([], [], [])
+    assert set(about.bytes_by_part) == {"attention", "mlp", "routed experts", "norms", "embeddings and head"}
     return report
 
 

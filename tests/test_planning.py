@@ -1,7 +1,6 @@
 """plan(): the published sizes of R1 from headers alone, and the bytes that quantize() then writes."""
 
 from pathlib import Path
-from typing import Any
 
 import make_model
 import pytest
@@ -9,45 +8,45 @@ import r1_headers
 from commands import command
 
 from quantkit.errors import QuantkitError
-from quantkit.planning import parse_devices, plan
+from quantkit.planning import Plan, parse_devices, plan
 from quantkit.quantization import quantize
 from quantkit.recipe import Recipe, load_recipe
 from quantkit.schemes import SCHEMES, find_scheme
 
 
 @pytest.fixture(scope="module")
-def r1(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def r1(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Plan]:
     path = r1_headers.write_headers(tmp_path_factory.mktemp("r1") / "r1", r1_headers.r1_config())
     return {scheme: plan(path, find_scheme(scheme), devices="8x64GiB") for scheme in ("awq-w4a16", "int8-a8w8c16")}
 
 
-def test_r1_in_four_bits_fits_one_box(r1: dict[str, dict[str, Any]]) -> None:
+def test_r1_in_four_bits_fits_one_box(r1: dict[str, Plan]) -> None:
     """The published footprint of W4A16, 353 GB, counts the main model; the MTP layer is written beside it."""
     found = r1["awq-w4a16"]
-    assert round(found["output_bytes_without_mtp"] / 1e9) == 353
-    assert found["output_bytes"] - found["output_bytes_without_mtp"] == found["output_bytes_by_part"]["mtp layer"]
-    assert found["fits"]
-    assert found["devices"]["weight_bytes"] / 1e9 == pytest.approx(353 / 8, rel=0.06), "a share, and what every device holds whole"
-    assert 140_000 < found["devices"]["cache_tokens"] < 200_000
-    assert found["devices"]["cache_bytes_per_token"] == 576 * 2 * 61
+    assert round(found.output_bytes_without_mtp / 1e9) == 353
+    assert found.output_bytes - found.output_bytes_without_mtp == found.output_bytes_by_part["mtp layer"]
+    assert found.fits
+    assert found.devices.weight_bytes / 1e9 == pytest.approx(353 / 8, rel=0.06), "a share, and what every device holds whole"
+    assert 140_000 < found.devices.cache_tokens < 200_000
+    assert found.devices.cache_bytes_per_token == 576 * 2 * 61
 
 
-def test_r1_in_eight_bits_does_not(r1: dict[str, dict[str, Any]]) -> None:
+def test_r1_in_eight_bits_does_not(r1: dict[str, Plan]) -> None:
     """Published: 673 GB. Ours keeps kv_b in 16 bits, one byte more for each of its 32768 x 512 weights in 61 layers."""
     found = r1["int8-a8w8c16"]
     kv_b = 32768 * 512 * 61
-    assert (found["output_bytes_without_mtp"] - kv_b) / 1e9 == pytest.approx(673, abs=1)
-    assert not found["fits"]
-    assert found["devices"]["cache_tokens"] == 0
+    assert (found.output_bytes_without_mtp - kv_b) / 1e9 == pytest.approx(673, abs=1)
+    assert not found.fits
+    assert found.devices.cache_tokens == 0
 
 
-def test_memory_does_not_grow_with_the_model(r1: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_the_model(r1: dict[str, Plan], tmp_path: Path) -> None:
     """Two layers need what sixty-one do."""
     cut = r1_headers.r1_config(num_hidden_layers=2, first_k_dense_replace=1, num_nextn_predict_layers=0)
     small = plan(r1_headers.write_headers(tmp_path / "cut", cut, shards=4), find_scheme("awq-w4a16"))
-    assert small["host_peak_bytes"] == r1["awq-w4a16"]["host_peak_bytes"]
+    assert small.host_peak_bytes == r1["awq-w4a16"].host_peak_bytes
     fewer = plan(tmp_path / "cut", find_scheme("awq-w4a16"), samples=16)
-    assert fewer["host_peak_bytes"] < small["host_peak_bytes"]
+    assert fewer.host_peak_bytes < small.host_peak_bytes
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -56,16 +55,16 @@ def test_output_bytes_are_those_written(tmp_path: Path, scheme: str) -> None:
     source = make_model.write_fp8(tmp_path / "source", config, make_model.random_tensors(config))
     planned = plan(source, find_scheme(scheme))
     report = quantize(source, tmp_path / "out", find_scheme(scheme), "auto", Recipe(scheme=scheme, methods=()), device="cpu")
-    assert planned["output_bytes"] == report.output_bytes
-    assert sum(planned["output_bytes_by_part"].values()) == report.output_bytes
+    assert planned.output_bytes == report.output_bytes
+    assert sum(planned.output_bytes_by_part.values()) == report.output_bytes
 
 
 def test_output_bytes_for_an_engine_are_those_written(tiny_checkpoint: Path, tmp_path: Path) -> None:
     scheme, recipe = find_scheme("awq-w4a16"), Recipe(scheme="awq-w4a16", methods=(), fit_points=1)
     planned = plan(tiny_checkpoint, scheme, engine="vllm-ascend", recipe=recipe)
     report = quantize(tiny_checkpoint, tmp_path / "out", scheme, "auto", recipe, engine="vllm-ascend", device="cpu")
-    assert (planned["format"], planned["output_bytes"]) == (report.format, report.output_bytes)
-    assert planned["output_bytes"] != plan(tiny_checkpoint, scheme, recipe=recipe)["output_bytes"]
+    assert (planned.format, planned.output_bytes) == (report.format, report.output_bytes)
+    assert planned.output_bytes != plan(tiny_checkpoint, scheme, recipe=recipe).output_bytes
 
 
 def test_an_unknown_architecture_is_planned_without_a_cache(tmp_path: Path) -> None:
@@ -82,20 +81,20 @@ def test_an_unknown_architecture_is_planned_without_a_cache(tmp_path: Path) -> N
 
 def test_known_hardware_is_predicted_too() -> None:
     planned = plan("tiny-r1", find_scheme("awq-w4a16"), devices="8x910B1", context=4096)
-    assert planned["devices"]["count"] == 8
-    assert planned["cost_model"]["hardware"] == "910B1"
-    assert planned["cost_model"]["context"] == 640
-    assert planned["devices"]["memory_bytes"] == plan("tiny-r1", find_scheme("awq-w4a16"), devices="8x64GiB")["devices"]["memory_bytes"]
-    assert "cost_model" not in plan("tiny-r1", find_scheme("awq-w4a16"), devices="4x141GB")
+    assert planned.devices.count == 8
+    assert planned.cost_model is not None
+    assert (planned.cost_model["hardware"], planned.cost_model["context"]) == ("910B1", 640)
+    assert planned.devices.memory_bytes == plan("tiny-r1", find_scheme("awq-w4a16"), devices="8x64GiB").devices.memory_bytes
+    assert plan("tiny-r1", find_scheme("awq-w4a16"), devices="4x141GB").cost_model is None
     with pytest.raises(QuantkitError, match="hardware 64 is not known"):
         plan("tiny-r1", find_scheme("awq-w4a16"), devices="8x64")
 
 
 def test_samples_are_the_recipes_unless_given(tiny_checkpoint: Path) -> None:
     scheme, recipe = find_scheme("awq-w4a16"), Recipe(scheme="awq-w4a16", samples=16, seq_len=64)
-    by_recipe = plan(tiny_checkpoint, scheme, recipe=recipe)["host_peak"]["hidden_states"]
-    assert by_recipe == plan(tiny_checkpoint, scheme, samples=16, seq_len=64)["host_peak"]["hidden_states"]
-    assert by_recipe < plan(tiny_checkpoint, scheme, recipe=recipe, samples=32)["host_peak"]["hidden_states"]
+    by_recipe = plan(tiny_checkpoint, scheme, recipe=recipe).host_peak.hidden_states
+    assert by_recipe == plan(tiny_checkpoint, scheme, samples=16, seq_len=64).host_peak.hidden_states
+    assert by_recipe < plan(tiny_checkpoint, scheme, recipe=recipe, samples=32).host_peak.hidden_states
 
 
 def test_devices_are_read_and_faults_told() -> None:

@@ -72,7 +72,7 @@ def test_an_fp8_mtp_layer_beside_fp4_is_read(fp4_with_fp8_mtp: Path) -> None:
     assert isinstance(weight, Fp8BlockWeight)
     assert checkpoint.scheme is find_scheme("fp4-w4a16")
     about = describe(checkpoint)
-    assert (about["format"], about["left_as"], about["missing"], about["unknown"]) == ("modelopt", {"fp8-block": 32}, [], [])
+    assert (about.format, about.left_as, about.missing, about.unknown) == ("modelopt", {"fp8-block": 32}, [], [])
     assert problems("vllm", fp4_with_fp8_mtp) == [("warning", f"vllm takes {MTP}.self_attn.q_a_proj for unquantized, and it is fp8-block")]
 
 

@@ -16,6 +16,7 @@ import typer
 
 from quantkit import __version__
 from quantkit.cli import evaluate, inspect, quantize, run
+from quantkit.cli.examples import epilog
 from quantkit.cli.stopping import Stopped
 from quantkit.console import tell, tell_error
 from quantkit.errors import QuantkitError
@@ -26,7 +27,6 @@ _INTERRUPTED = 130
 app = typer.Typer(
     help="Quantize DeepSeek-R1 class models, run them on one box, and show that accuracy held.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     epilog="Any command takes --debug for the traceback of a failure.",
 )
@@ -44,7 +44,7 @@ COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("deploy", run.deploy),
 )
 for name, command in COMMANDS:
-    app.command(name)(command)
+    app.command(name, epilog=epilog(name))(command)
 
 
 def _show_version(asked: bool) -> None:
@@ -81,7 +81,7 @@ def main() -> None:
 def _run(debug: bool, as_json: bool) -> int:
     """Run the command; returns the exit code."""
     try:
-        code = app(standalone_mode=False)
+        code = app(prog_name="quantkit", standalone_mode=False)
         if code == _INTERRUPTED:
             tell_error("interrupted", "", title="", as_json=as_json)
         return code if isinstance(code, int) else 0

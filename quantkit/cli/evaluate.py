@@ -109,7 +109,7 @@ def ppl(
         quality = measure(model, text, baseline=baseline, seq_len=seq_len, limit=limit, device=device, backend=backend, progress=show)
     if json_:
         return print_json(quality.to_json())
-    console.show_quality(model, quality.to_json())
+    console.facts(model, quality.facts())
 
 
 def bench(

@@ -6,14 +6,17 @@ from typing import Annotated
 import typer
 
 from quantkit import console
-from quantkit.cli.options import AsJson, Device, Model
+from quantkit.cli.options import AsJson, Device, Model, names_of_engines
 from quantkit.console import print_json
 from quantkit.errors import QuantkitError
 
 
 def inspect(
     model: Model,
-    engine: Annotated[str | None, typer.Option(help="Also say whether vllm, sglang, vllm-ascend, omni-infer or chitu loads it.")] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(help="Also say whether vllm, sglang, vllm-ascend, omni-infer or chitu loads it.", autocompletion=names_of_engines),
+    ] = None,
     json_: AsJson = False,
 ) -> None:
     """What is in a checkpoint: format, scheme, tensors, bytes, what is missing or unknown, and whether an engine loads it."""
@@ -21,10 +24,8 @@ def inspect(
 
     about = api.inspect(model, engine=engine)
     if json_:
-        return print_json(about)
-    console.show_inspection(about)
-    if engine is not None:
-        console.show_problems(engine, about["problems"])
+        return print_json(about.to_json())
+    console.show(about)
 
 
 def kernels(

@@ -4,9 +4,38 @@ from typing import Annotated
 
 import typer
 
+from quantkit.assets import asset
+from quantkit.schemes import SCHEMES
+
+
+def scheme_names() -> list[str]:
+    return list(SCHEMES)
+
+
+def names_of_engines() -> list[str]:
+    """As `engines.profiles.engine_names`, without importing what models need: a shell waits for it."""
+    return sorted(path.stem for path in asset("recipes", "engines").glob("*.yaml"))
+
+
+def format_names() -> list[str]:
+    return ["auto", *dict.fromkeys(name for scheme in SCHEMES.values() for name in scheme.formats)]
+
+
+def device_names() -> list[str]:
+    return ["auto", "cpu", "cuda", "npu"]
+
+
+SchemeName = Annotated[str, typer.Option(help=f"{', '.join(scheme_names()[:-1])} or {scheme_names()[-1]}.", autocompletion=scheme_names)]
+FormatName = Annotated[
+    str, typer.Option("--format", help=f"{', '.join(format_names()[:-1])} or {format_names()[-1]}.", autocompletion=format_names)
+]
+EngineName = Annotated[
+    str | None,
+    typer.Option(help="Write what vllm, sglang, vllm-ascend, omni-infer or chitu loads, or refuse.", autocompletion=names_of_engines),
+]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A directory, tiny-r1 (built in), or a hub id.")]
 Target = Annotated[str, typer.Argument(metavar="MODEL|URL", help="A model to run in this process, or an OpenAI-compatible server.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or npu.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or npu.", autocompletion=device_names)]
 Backend = Annotated[str, typer.Option(help="Kernel backend; see `quantkit kernels`.")]
 Drafts = Annotated[int, typer.Option(min=0, help="Tokens a step that the model's MTP layer guesses; the answers stay the same.")]
 Tp = Annotated[int, typer.Option(min=1, help="Ranks that share the model, one per device; all are started here.")]

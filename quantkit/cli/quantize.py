@@ -1,14 +1,13 @@
 """Making checkpoints: quantize, plan, convert."""
 
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from quantkit import console
-from quantkit.cli.options import AsJson, Device, Model
+from quantkit.cli.options import AsJson, Device, EngineName, FormatName, Model, SchemeName, format_names
 from quantkit.cli.stopping import stoppable
 from quantkit.console import print_json
 from quantkit.hub import find_model
@@ -16,10 +15,10 @@ from quantkit.hub import find_model
 
 def quantize(
     model: Model,
-    scheme: Annotated[str, typer.Option(help="awq-w4a16, fp4-w4a16, int8-a8w8c16, int4-w4a8 or rtn-w4a16.")],
+    scheme: SchemeName,
     out_dir: Annotated[Path | None, typer.Option("--out", help="Output directory; MODEL-SCHEME otherwise.")] = None,
-    format_: Annotated[str, typer.Option("--format", help="auto, awq, compressed-tensors, modelopt or modelslim.")] = "auto",
-    engine: Annotated[str | None, typer.Option(help="Write what vllm, sglang, vllm-ascend, omni-infer or chitu loads, or refuse.")] = None,
+    format_: FormatName = "auto",
+    engine: EngineName = None,
     recipe: Annotated[str | None, typer.Option(help="A YAML file; the scheme's own recipe otherwise.")] = None,
     calibration: Annotated[
         str | None, typer.Option(help="FILE.txt, FILE.jsonl or a `datasets` id; the model's own where it ships one.")
@@ -51,21 +50,19 @@ def quantize(
         report = run_quantize(source, target, chosen, format_, settings, engine=engine, **options)
     if os.environ.get("RANK", "0") != "0":
         return
-    about = {key: value for key, value in vars(report).items() if key != "findings"}
-    about |= {"mean_error": report.findings.mean_error, "next_token": report.findings.next_token, "out": str(report.out)}
     if report.done_already:
         console.tell(f"done already: {report.out}")
     if json_:
-        return print_json(about)
-    console.show_quantization(model, about)
+        return print_json(report.to_json())
+    console.show(report)
 
 
 def plan(
     model: Model,
-    scheme: Annotated[str, typer.Option(help="awq-w4a16, fp4-w4a16, int8-a8w8c16, int4-w4a8 or rtn-w4a16.")],
+    scheme: SchemeName,
     devices: Annotated[str, typer.Option(help="8x64GiB, or 8x910B1 for predicted decoding times as well.")] = "8x64GiB",
-    format_: Annotated[str, typer.Option("--format", help="As for quantize.")] = "auto",
-    engine: Annotated[str | None, typer.Option(help="As for quantize.")] = None,
+    format_: FormatName = "auto",
+    engine: EngineName = None,
     recipe: Annotated[str | None, typer.Option(help="As for quantize.")] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Calibration sequences.")] = None,
     seq_len: Annotated[int | None, typer.Option(min=8, help="Tokens of a calibration sequence.")] = None,
@@ -82,14 +79,19 @@ def plan(
         model, chosen, format_, engine=engine, recipe=settings, devices=devices, samples=samples, seq_len=seq_len, context=context
     )
     if json_:
-        return print_json(about)
-    console.show_plan(about)
+        return print_json(about.to_json())
+    console.show(about)
+    if about.cost_model is not None:
+        console.show_prediction(about.cost_model)
+        console.show_published(about.cost_model["published"])
 
 
 def convert(
     source: Annotated[str, typer.Argument(metavar="SRC", help="A model, quantized or not.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="Directory to write.")],
-    format_: Annotated[str | None, typer.Option("--format", help="awq, compressed-tensors, modelopt or modelslim.")] = None,
+    format_: Annotated[
+        str | None, typer.Option("--format", help="awq, compressed-tensors, modelopt or modelslim.", autocompletion=format_names)
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32 (or bfloat16 and so on): plain weights.")] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace DST, if it holds nothing but what quantkit wrote.")] = False,
     json_: AsJson = False,
@@ -99,9 +101,8 @@ def convert(
 
     with stoppable(), console.bytes_bar() as bar:
         report = run_convert(find_model(source), target, format=format_, dtype=dtype, overwrite=overwrite, on_event=console.listener(bar))
-    about = asdict(report) | {"out": str(report.out), "exact": report.exact}
     if report.done_already:
         console.tell(f"done already: {report.out}")
     if json_:
-        return print_json(about)
-    console.show_conversion(about)
+        return print_json(report.to_json())
+    console.show(report)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from quantkit import console
-from quantkit.cli.options import AsJson, Backend, Device, Drafts, Model, Tp
+from quantkit.cli.options import AsJson, Backend, Device, Drafts, Model, Tp, names_of_engines
 from quantkit.console import err, out, print_json
 from quantkit.errors import QuantkitError
 from quantkit.hub import find_model
@@ -131,7 +131,7 @@ def serve(
 
 def deploy(
     model: Model,
-    engine: Annotated[str, typer.Option(help="vllm, sglang, vllm-ascend or omni-infer.")],
+    engine: Annotated[str, typer.Option(help="vllm, sglang, vllm-ascend or omni-infer.", autocompletion=names_of_engines)],
     boxes: Annotated[int, typer.Option(min=1, help="Machines of 8 devices.")] = 1,
     layout: Annotated[str | None, typer.Option(help="A layout by name, such as one with prefill and decode apart.")] = None,
     context: Annotated[int, typer.Option(min=1, help="Tokens of the longest request.")] = 16384,

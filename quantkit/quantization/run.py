@@ -4,10 +4,12 @@ import hashlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from quantkit import __version__
+from quantkit.amounts import size, span
 from quantkit.calibrate.batches import Batches
 from quantkit.calibrate.data import Sequences, load_sequences
 from quantkit.calibrate.findings import Findings
@@ -29,12 +31,13 @@ from quantkit.quantization.opening import Job, open_job, read_request
 from quantkit.quantization.output import Output
 from quantkit.quantization.report import Account, read_findings, report_files
 from quantkit.recipe import Recipe
+from quantkit.result import Result
 from quantkit.schemes import Scheme
 from quantkit.tokenizer.chat import ChatTokenizer
 
 
-@dataclass(frozen=True)
-class QuantizationReport:
+@dataclass(frozen=True, repr=False)
+class QuantizationReport(Result):
     """What came of a run. Bytes are of tensors; peak_memory is this process's largest resident set, planned_memory what was expected."""
 
     out: Path
@@ -49,6 +52,28 @@ class QuantizationReport:
     findings: Findings
     done_already: bool = False
     """Nothing was done: `out` was there, complete, from the same source and settings."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Without the findings of single linears, which report.json has."""
+        told = {key: value for key, value in vars(self).items() if key != "findings"}
+        return told | {"mean_error": self.findings.mean_error, "next_token": self.findings.next_token, "out": str(self.out)}
+
+    @property
+    def heading(self) -> str:
+        return f"{self.out} as {self.scheme}"
+
+    def facts(self) -> list[tuple[str, str]]:
+        following = self.findings.next_token
+        return [
+            ("written to", f"{self.out} ({self.format})"),
+            ("size", f"{size(self.output_bytes)}, from {size(self.source_bytes)}"),
+            ("time", span(self.seconds)),
+            ("peak memory", f"{size(self.peak_memory)}, planned {size(self.planned_memory)}"),
+            ("calibration", f"{self.calibration_tokens:,} tokens"),
+            ("mean output error", f"{self.findings.mean_error:.2e}"),
+            ("next token", f"KL {following['kl']:.2e}, {following['top1_agree']:.2%} the same" if following else "not compared"),
+            ("report", str(self.out / "report.html")),
+        ]
 
 
 def quantize(

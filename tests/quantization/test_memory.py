@@ -51,8 +51,8 @@ def test_a_calibrated_run_keeps_under_the_least_it_may_be_given(source: Path, tm
     text.write_text("".join(map(chr, torch.randint(97, 123, (4000,), generator=torch.Generator().manual_seed(0)).tolist())))
     recipe = Recipe(scheme="awq-w4a16", **quantize_job.SMALL)
     about = plan(source, find_scheme("awq-w4a16"), samples=6, seq_len=32, recipe=recipe)
-    least = int(about["host_least_bytes"])
-    assert least < about["host_peak_bytes"]
+    least = about.host_least_bytes
+    assert least < about.host_peak_bytes
     arguments = [str(source), str(text), str(tmp_path / "out"), "once"]
     refused, done = (
         subprocess.run([sys.executable, quantize_job.__file__, *arguments, str(memory)], capture_output=True, text=True)

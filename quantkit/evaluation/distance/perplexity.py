@@ -26,6 +26,7 @@ from quantkit.hub import find_model
 from quantkit.models.context import CausalContext, Context
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.mlp import MoeMlp
+from quantkit.result import Result
 from quantkit.tokenizer.chat import ChatTokenizer
 
 SEQ_LEN = 2048
@@ -41,8 +42,8 @@ class TextProgress:
     total: int
 
 
-@dataclass(frozen=True)
-class Quality:
+@dataclass(frozen=True, repr=False)
+class Quality(Result):
     """Means over predicted tokens. KL is KL(baseline || model) in nats; `kl_stderr` is over documents.
 
     expert_agree: share of the baseline's chosen experts, over (token, MoE layer, slot), that the model chose too; None without experts.
@@ -65,6 +66,23 @@ class Quality:
         every |= {"kl_stderr": self.kl_stderr, "top1_agree": self.top1_agree, "expert_agree": self.expert_agree}
         found: dict[str, Any] = {name: value for name, value in every.items() if value is not None}
         return found | ({"layer_errors": self.layer_errors} if self.layer_errors else {})
+
+    @property
+    def heading(self) -> str:
+        return "next tokens" if self.kl is None else "next tokens, beside the baseline's"
+
+    def facts(self) -> list[tuple[str, str]]:
+        rows = [("perplexity", f"{self.ppl:.4f}"), ("tokens", f"{self.tokens:,} in {self.documents} documents")]
+        if self.kl is not None:
+            spread = "" if self.kl_stderr is None else f" ± {self.kl_stderr:.1e}"
+            rows += [
+                ("baseline's perplexity", f"{self.baseline_ppl:.4f}"),
+                ("KL from the baseline", f"{self.kl:.3e}{spread} nats a token"),
+                ("same likeliest token", f"{self.top1_agree:.2%}"),
+            ]
+        if self.expert_agree is not None:
+            rows.append(("same experts", f"{self.expert_agree:.2%}"))
+        return rows + [(f"  error after layer {number}", f"{error:.2e}") for number, error in enumerate(self.layer_errors)]
 
 
 @dataclass

@@ -1,0 +1,55 @@
+"""What `quantkit COMMAND --help` ends with: lines that work as they stand, or with a model and files of one's own in their places."""
+
+EXAMPLES: dict[str, tuple[str, ...]] = {
+    "quantize": (
+        "quantkit quantize tiny-r1 --scheme awq-w4a16 --out out/awq",
+        "quantkit quantize MODEL --scheme awq-w4a16 --engine vllm --out out/awq",
+        "quantkit quantize MODEL --scheme rtn-w4a16 --memory 16GiB",
+    ),
+    "plan": (
+        "quantkit plan tiny-r1 --scheme awq-w4a16 --devices 1x24GiB",
+        "quantkit plan deepseek-ai/DeepSeek-R1 --scheme awq-w4a16 --devices 8x64GiB",
+        "quantkit plan MODEL --scheme int8-a8w8c16 --devices 8x910B1 --json",
+    ),
+    "convert": (
+        "quantkit convert out/awq out/ct --format compressed-tensors",
+        "quantkit convert deepseek-ai/DeepSeek-R1 R1-bf16 --dtype bf16",
+    ),
+    "inspect": (
+        "quantkit inspect tiny-r1",
+        "quantkit inspect out/awq --engine vllm",
+    ),
+    "run": (
+        'quantkit run tiny-r1 --prompt "What is 12 * 12?"',
+        "quantkit run out/awq",
+    ),
+    "eval": (
+        "quantkit eval out/awq --tasks tiny-math --limit 50 --baseline tiny-r1",
+        "quantkit eval http://127.0.0.1:8000 --tasks gsm8k --out results/awq",
+    ),
+    "ppl": (
+        "quantkit ppl out/awq --text text.jsonl --baseline tiny-r1",
+        "quantkit ppl tiny-r1 --text eval/data/tiny-heldout.jsonl --limit 20",
+    ),
+    "bench": (
+        "quantkit bench out/awq --input-len 128,1024 --concurrency 1,8",
+        "quantkit bench http://127.0.0.1:8000 --out speed",
+    ),
+    "serve": (
+        "quantkit serve out/awq",
+        "quantkit serve out/awq --port 9000 --max-model-len 8192",
+    ),
+    "kernels": (
+        "quantkit kernels",
+        "quantkit kernels --check --device cpu",
+    ),
+    "deploy": (
+        "quantkit deploy out/awq --engine vllm",
+        "quantkit deploy out/awq --engine vllm-ascend --boxes 2 --context 32768",
+    ),
+}
+
+
+def epilog(command: str) -> str:
+    """The examples of a command as the command line's library prints them, one a line; empty where it has none."""
+    return "\n".join(["Examples:", *EXAMPLES[command]]) if command in EXAMPLES else ""

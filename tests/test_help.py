@@ -1,0 +1,57 @@
+"""What a newcomer asks the command line: examples that are commands, names that a shell completes."""
+
+import shlex
+
+import pytest
+import typer.main
+from commands import command
+from typer.core import TyperGroup
+
+from quantkit.cli import COMMANDS, app
+from quantkit.cli.examples import EXAMPLES
+from quantkit.cli.options import names_of_engines
+from quantkit.engines.profiles import engine_names
+
+GROUP = typer.main.get_command(app)
+assert isinstance(GROUP, TyperGroup)
+
+
+def test_every_command_has_examples() -> None:
+    assert EXAMPLES.keys() == {name for name, _ in COMMANDS}
+
+
+@pytest.mark.parametrize("line", [line for lines in EXAMPLES.values() for line in lines])
+def test_examples_are_commands(line: str) -> None:
+    program, name, *arguments = shlex.split(line)
+    assert program == "quantkit"
+    assert line in EXAMPLES[name]
+    GROUP.commands[name].make_context(name, arguments)
+    assert len(line) < 79, "it would be folded"
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_help_ends_with_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    said = command(name, "--help")
+    assert said.code == 0
+    assert all(line in said.out for line in EXAMPLES[name]), said.out
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("quantkit pl", {"plan"}),
+        ("quantkit plan tiny-r1 --scheme ", {"awq-w4a16", "rtn-w4a16", "fp4-w4a16", "int8-a8w8c16", "int4-w4a8"}),
+        ("quantkit deploy out --engine vllm", {"vllm", "vllm-ascend"}),
+        ("quantkit convert a b --format m", {"modelopt", "modelslim"}),
+    ],
+)
+def test_a_shell_completes_names(typed: str, offered: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMP_WORDS", typed)
+    monkeypatch.setenv("COMP_CWORD", str(len(typed.split(" ")) - 1))
+    monkeypatch.setenv("_QUANTKIT_COMPLETE", "complete_bash")
+    assert set(command().out.split()) == offered
+
+
+def test_engines_are_those_with_a_profile() -> None:
+    assert tuple(names_of_engines()) == engine_names()

@@ -1,0 +1,72 @@
+"""Results show themselves: as text, as a table in a notebook, and never as markup or control characters of what they hold."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from quantkit.amounts import byte_unit, size, span
+from quantkit.result import Result
+
+
+@dataclass(frozen=True, repr=False)
+class Named(Result):
+    name: str
+
+    @property
+    def heading(self) -> str:
+        return f"about {self.name}"
+
+    def facts(self) -> list[tuple[str, str]]:
+        return [("name", self.name), ("letters, at most", "7")]
+
+
+def test_a_result_is_lines_of_text_and_a_table() -> None:
+    assert repr(Named("a")) == "about a\n  name              a\n  letters, at most  7"
+    assert "<caption>about a</caption>" in Named("a")._repr_html_()
+
+
+def test_values_are_neither_markup_nor_obeyed() -> None:
+    hostile = Named("<script>\x1b[31m\n\u202e&")
+    assert repr(hostile).count("\n") == 2
+    for shown in (repr(hostile), hostile._repr_html_()):
+        assert not set("\x1b\u202e") & set(shown)
+    assert "<script>" not in hostile._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    [
+        (0, "0 B"),
+        (940, "940 B"),
+        (1000, "1.00 kB"),
+        (15_921_628, "15.9 MB"),
+        (352_960_000_000, "353.0 GB"),
+        (688.6e9, "688.6 GB"),
+        (2e15, "2000 TB"),
+    ],
+)
+def test_sizes_have_a_unit_that_fits(count: float, shown: str) -> None:
+    assert size(count) == shown
+
+
+def test_a_table_of_sizes_has_one_unit() -> None:
+    assert byte_unit(15_921_628) == (1e6, "MB")
+    assert byte_unit(999) == (1, "B")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (0, "0.0 s"),
+        (0.42, "0.4 s"),
+        (9.96, "10 s"),
+        (59.4, "59 s"),
+        (60, "1 min"),
+        (200, "3 min 20 s"),
+        (3600, "1 h"),
+        (7500, "2 h 5 min"),
+        (3 * 86400 + 4 * 3600, "3 d 4 h"),
+    ],
+)
+def test_spans_have_two_units(seconds: float, shown: str) -> None:
+    assert span(seconds) == shown
