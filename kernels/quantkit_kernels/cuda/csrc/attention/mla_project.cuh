@@ -1,0 +1,116 @@
+// Parts of a row merged, and multiplied with W_UV.
+#pragma once
+
+#include "attention/mla_sizes.cuh"
+#include "common/copies.cuh"
+#include "common/launch.cuh"
+#include "common/mma.cuh"
+
+namespace {
+
+constexpr int kMostSplits = 256, kProjectRows = 64, kLatentStride = 2 * kLatent + 16;  // bytes
+constexpr int project_bytes(int splits) { return (kProjectRows + 8) * kLatentStride + kWarps * kLatent * 4 + 8 * splits * 4; }
+
+// W_UV . latents: 16 of the values, half of the products.
+template <class T>
+__device__ __forceinline__ void multiply_values(float (&acc)[2][4], const char* shared, const char* latents, int tile, int half, int g, int part, int matrix, int matrix_row) {
+#pragma unroll
+  for (int k = 0; k < kLatent / 32; ++k) {
+    uint32_t a[4];
+    const int column = half * (kLatent / 2) + k * 16;
+    load_matrices(a, shared_address(shared) + (tile * 16 + (matrix & 1) * 8 + matrix_row) * kLatentStride + (column + (matrix >> 1) * 8) * 2);
+    const uint32_t* b = reinterpret_cast<const uint32_t*>(latents + g * kLatentStride) + column / 2 + part;
+    mma<T>(acc[k % 2], a, b[0], b[4]);
+  }
+}
+
+// The weighed sum of row `row0 + r`'s parts, of which this warp takes every `warps_per_row`th: a lane has 4 of each 128 columns.
+__device__ __forceinline__ void merge_parts(float4 (&sum)[4], const Attend& p, const float* shares, int row0, int r, int head, int warp, int lane, int warps_per_row) {
+  const int parts = parts_of(tiles_of(p.lengths[(row0 + r) * p.lengths_stride]), p.splits);
+  const float4* weighted = reinterpret_cast<const float4*>(p.weighted + ((size_t)(row0 + r) * p.heads + head) * p.splits * kLatent) + lane;
+#pragma unroll 4
+  for (int s = warp % warps_per_row; s < parts; s += warps_per_row) {
+    const float share = shares[r * p.splits + s];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float4 v = __ldcg(weighted + s * (kLatent / 4) + i * 32);
+      sum[i].x += share * v.x, sum[i].y += share * v.y, sum[i].z += share * v.z, sum[i].w += share * v.w;
+    }
+  }
+}
+
+// out[row, head] = (merged parts) W_UV. A block per head, 64 of its values, and eight rows.
+template <class T> __global__ void __launch_bounds__(kThreads, 2) project(const T* kv_b, T* out, int rows, const Attend p) {
+  extern __shared__ __align__(128) char shared[];
+  char* latents = shared + kProjectRows * kLatentStride;
+  float* sums = reinterpret_cast<float*>(latents + 8 * kLatentStride);  // [warp][512], then [half of K][64][8]
+  float* shares = sums + kWarps * kLatent;                              // [row][split]
+  const int head = blockIdx.x, value0 = blockIdx.y * kProjectRows, row0 = blockIdx.z * 8, here = min(8, rows - row0);
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, part = lane & 3, matrix = lane >> 3, matrix_row = lane & 7;
+
+  const T* from = kv_b + ((size_t)head * (kNope + kValue) + kNope + value0) * kLatent;
+  for (int i = threadIdx.x; i < kProjectRows * kLatent / 8; i += kThreads) {
+    const int r = i / (kLatent / 8), at = i % (kLatent / 8);
+    copy16(shared_address(shared) + r * kLatentStride + at * 16, from + r * kLatent + at * 8);
+  }
+  wait_for_predecessor();
+  let_successor_start();
+
+  // What each part weighs.
+  if (warp < here) {
+    const int parts = parts_of(tiles_of(p.lengths[(row0 + warp) * p.lengths_stride]), p.splits);
+    const float2* found = p.found + ((size_t)(row0 + warp) * p.heads + head) * p.splits;
+    float2 mine[kMostSplits / 32];
+    float top = -INFINITY, total = 0;
+#pragma unroll
+    for (int i = 0; i < kMostSplits / 32; ++i) {
+      mine[i] = i * 32 + lane < parts ? __ldcg(found + i * 32 + lane) : make_float2(-INFINITY, 0.f);
+      top = fmaxf(top, mine[i].x);
+    }
+    for (int o = 16; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, o));
+#pragma unroll
+    for (int i = 0; i < kMostSplits / 32; ++i)
+      if (i * 32 + lane < parts) mine[i].x = exp2f(mine[i].x - top), total += mine[i].x * mine[i].y;
+    for (int o = 16; o; o >>= 1) total += __shfl_xor_sync(0xffffffffu, total, o);
+#pragma unroll
+    for (int i = 0; i < kMostSplits / 32; ++i)
+      if (i * 32 + lane < parts) shares[warp * p.splits + i * 32 + lane] = mine[i].x / total;
+  }
+  __syncthreads();
+  // Warps are shared out over the rows, and a row's warps over its parts.
+  const int warps_per_row = here > 4 ? 1 : here > 2 ? 2 : here > 1 ? 4 : 8, r = warp / warps_per_row;
+  float4 sum[4] = {};
+  if (r < here) merge_parts(sum, p, shares, row0, r, head, warp, lane, warps_per_row);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) *reinterpret_cast<float4*>(sums + warp * kLatent + i * 128 + lane * 4) = sum[i];
+  __syncthreads();
+  // Rows beyond the last repeat its sums, which costs nothing and is not stored.
+  for (int i = threadIdx.x; i < 8 * kLatent; i += kThreads) {
+    const int at = i / kLatent, column = i % kLatent;
+    const float* first = sums + min(at, here - 1) * warps_per_row * kLatent + column;
+    float v = 0;
+    for (int w = 0; w < warps_per_row; ++w) v += first[w * kLatent];
+    reinterpret_cast<T*>(latents + at * kLatentStride)[column] = T(v);
+  }
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  __syncthreads();
+
+  const int tile = warp & 3, half = warp >> 2;  // 16 of the values, half of the products
+  float acc[2][4] = {};
+  multiply_values<T>(acc, shared, latents, tile, half, g, part, matrix, matrix_row);
+#pragma unroll
+  for (int c = 0; c < 4; ++c) sums[(half * kProjectRows + tile * 16 + g + 8 * (c / 2)) * 8 + 2 * part + c % 2] = acc[0][c] + acc[1][c];
+  __syncthreads();
+  for (int i = threadIdx.x; i < here * kProjectRows; i += kThreads) {
+    const int at = i / kProjectRows, value = i % kProjectRows;
+    out[((size_t)(row0 + at) * p.heads + head) * kValue + value0 + value] = T(sums[value * 8 + at] + sums[(kProjectRows + value) * 8 + at]);
+  }
+}
+
+template <class T> int launch_project(const void* kv_b, void* out, const Attend& p, int rows, void* s) {
+  static const cudaError_t allowed = allow(project<T>, project_bytes(kMostSplits));
+  if (allowed != cudaSuccess) return (int)allowed;
+  return start(project<T>, dim3(p.heads, kValue / kProjectRows, (rows + 7) / 8), kThreads, project_bytes(p.splits), s, (const T*)kv_b, (T*)out, rows, p);
+}
+
+}  // namespace

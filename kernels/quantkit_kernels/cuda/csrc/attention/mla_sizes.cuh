@@ -1,0 +1,27 @@
+// Sizes of latent attention as DeepSeek-V3 has it, and what `attend` leaves for `project`.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+namespace {
+
+constexpr int kLatent = 512, kRope = 64, kEntry = kLatent + kRope, kNope = 128, kValue = 128, kQuery = kNope + kRope;
+constexpr int kWarps = 8, kThreads = 32 * kWarps, kTile = 32;
+
+struct Attend {
+  const int *table, *lengths;  // [rows, table_width], [rows]; strides in ints, 2 for int64
+  int table_stride, lengths_stride, table_width, block_size, heads, splits;
+  float scale;                 // times log2(e)
+  float* weighted;             // [rows, heads, splits, 512]: sum of p latent, p = 2^(score - largest)
+  float2* found;               // [rows, heads, splits]: largest score, sum of p
+};
+
+__device__ __forceinline__ int tiles_of(int length) { return (length + kTile - 1) / kTile; }
+// A row's tiles are shared out over this many of the grid's splits, none of which is without work. Tiles are fewer than 2^23.
+__device__ __forceinline__ int parts_of(int tiles, int splits) { return min(tiles, splits); }
+
+template <class Kernel> cudaError_t allow(Kernel kernel, int bytes) { return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes); }
+
+}  // namespace
