@@ -49,8 +49,8 @@ def quantize(
     """Quantize `model` into the directory `out`, which appears when it is complete, with report.html in it.
 
     format: "auto" is the scheme's first. engine: write what this engine loads, or refuse. recipe: a name, a YAML file or a value;
-    None is the scheme's own, and calibration (a text file or a data set), samples (sequences), seq_len (tokens of each) and seed replace
-    what it says. A model that ships calibration text is calibrated on it where nothing else is named. memory: of the host, bytes or
+    None is the scheme's own, and calibration (a file or a data set), samples (sequences), seq_len (tokens of each) and seed replace
+    what it says. Where nothing is named, the text that the model ships is taken, else quantkit's own. memory: of the host, bytes or
     "16GiB", to keep under. on_event is called with progress. A run that was stopped goes on when it is called again alike.
     """
     chosen = _scheme(scheme)
@@ -72,7 +72,7 @@ def load_settings(
     seq_len: int | None = None,
     seed: int | None = None,
 ) -> Recipe:
-    """The recipe with what is not None in the place of its own; calibrated on the text that `source` ships where no other is named."""
+    """The recipe with what is not None in the place of its own. Where no text is named, it is the one that `source` ships, if it does."""
     base = _recipe(recipe)
     shipped = source / "calibration.jsonl"
     text = calibration or base.calibration or (shipped if shipped.exists() else None)

@@ -1,4 +1,4 @@
-"""Data files that travel with the package: recipes, evaluation tasks, and the built-in model."""
+"""Data files that travel with the package: recipes, evaluation tasks, the built-in model, and the calibration text."""
 
 from pathlib import Path
 
@@ -20,3 +20,8 @@ def asset(*parts: str) -> Path:
 def builtin_model(name: str) -> Path:
     """Directory of a model that ships with quantkit."""
     return _PACKAGE / "builtin" / name
+
+
+def calibration_text() -> Path:
+    """The text that models are calibrated on where none is given. tools/calibration/build.py makes it."""
+    return _PACKAGE / "builtin" / "calibration.jsonl"

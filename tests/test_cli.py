@@ -156,7 +156,7 @@ def _copy(source: Path, target: Path) -> Path:
     [
         (("--scheme", "w3"), r"scheme 'w3' is not known"),
         (("--scheme", "awq-w4a16", "--format", "modelopt"), "no engine loads awq-w4a16 in format modelopt"),
-        (("--scheme", "awq-w4a16"), "needs calibration text"),
+        (("--scheme", "awq-w4a16", "--calibration", "text.pdf"), "is not a file"),
     ],
 )
 def test_bad_requests(tiny_checkpoint: Path, tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:

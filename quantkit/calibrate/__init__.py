@@ -1,7 +1,8 @@
 """Walks a model sublayer by sublayer and expert by expert, and decides how every linear is rounded.
 
-data.py              calibration sequences from a text, a JSON-lines file or a data set
-events.py            what a run tells while it works
+data.py              calibration sequences from quantkit's own text, a file or a data set
+records.py           what a file or a data set holds; documents.py: which of the known forms a record has
+templating.py        documents as the model's template writes them; taken.py: what was taken, and what is odd about it
 source_model.py      the model that is calibrated: its table, config and units of work
 hidden_states.py     of all calibration tokens, on the quantized and on the original path
 sublayer.py          attention or feed-forward of one layer; layer_weights.py runs it, its inputs observed

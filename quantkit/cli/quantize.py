@@ -21,7 +21,8 @@ def quantize(
     engine: EngineName = None,
     recipe: Annotated[str | None, typer.Option(help="A YAML file; the scheme's own recipe otherwise.")] = None,
     calibration: Annotated[
-        str | None, typer.Option(help="FILE.txt, FILE.jsonl or a `datasets` id; the model's own where it ships one.")
+        str | None,
+        typer.Option(help="A .txt, .jsonl, .json, .csv or .parquet file, or a `datasets` id; quantkit's own text otherwise."),
     ] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Calibration sequences.")] = None,
     seq_len: Annotated[int | None, typer.Option(min=8, help="Tokens of a calibration sequence.")] = None,

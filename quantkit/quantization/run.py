@@ -11,7 +11,7 @@ import torch
 from quantkit import __version__
 from quantkit.amounts import size, span
 from quantkit.calibrate.batches import Batches
-from quantkit.calibrate.data import Sequences, load_sequences
+from quantkit.calibrate.data import OWN_TEXT, Sequences, load_sequences
 from quantkit.calibrate.findings import Findings
 from quantkit.calibrate.parameter_reader import ParameterReader
 from quantkit.calibrate.ranks import Ranks
@@ -23,7 +23,6 @@ from quantkit.checkpoint.manifest import made_for
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import prepare
 from quantkit.devices import find_device
-from quantkit.errors import QuantkitError
 from quantkit.progress import Note, OnEvent, peak_memory, silent
 from quantkit.quantization.memory import Peak, check_memory, expected_peak
 from quantkit.quantization.nearest import round_units
@@ -92,9 +91,10 @@ def quantize(
     """Quantize the checkpoint `source` into the directory `out`.
 
     format: a format's command-line name, or "auto" for the scheme's first. engine: write what this engine loads, or refuse.
-    recipe.calibration: a file or data set; not read by schemes that need none. memory: bytes of host memory that the run must keep
-    under. Raises QuantkitError before any long work where the source, the recipe, the memory or the target do not fit; a run that was
-    stopped goes on when it is called again with the same arguments, and of one that is complete the report is told again.
+    recipe.calibration: a file or data set, None for quantkit's own text; not read by schemes that need none. memory: bytes of host
+    memory that the run must keep under. Raises QuantkitError before any long work where the source, the recipe, the memory or the
+    target do not fit; a run that was stopped goes on when it is called again with the same arguments, and of one that is complete the
+    report is told again.
     """
     start, ranks = time.perf_counter(), Ranks.meet()
     inputs = [source, *([Path(recipe.calibration)] if recipe.calibration else [])]
@@ -108,6 +108,9 @@ def quantize(
     if not overwrite and (manifest := made_for(out, run.fingerprint)):
         output.watch().compare_with(out, manifest)
         return _report(run, output, out, start, read_findings(out), done_already=True)
+    if ranks.leads and run.sequences.taken:
+        for line in run.sequences.taken.lines():
+            on_event(Note(line))
     writer = output.open(out, run.fingerprint, overwrite=overwrite, rank=ranks.rank, inputs=inputs)
     with writer, writer.keeping(output.units):
         if ranks.leads:
@@ -190,7 +193,7 @@ def _account(run: _Run, output: Output) -> Account:
         scheme=request.scheme.name,
         format=request.format,
         version=__version__,
-        calibration=Path(request.recipe.calibration).name if request.methods and request.recipe.calibration else None,
+        calibration=_calibrated_on(request.recipe) if request.methods else None,
         calibration_tokens=run.calibration_tokens,
         min_expert_tokens=request.recipe.min_expert_tokens,
         source_bytes=before,
@@ -198,18 +201,14 @@ def _account(run: _Run, output: Output) -> Account:
     )
 
 
+def _calibrated_on(recipe: Recipe) -> str:
+    return OWN_TEXT if recipe.calibration is None else Path(recipe.calibration).name
+
+
 def _sequences(source: Path, recipe: Recipe) -> Sequences:
-    if recipe.calibration is None:
-        raise QuantkitError(
-            f"the recipe {recipe.scheme} needs calibration text", "give --calibration FILE.txt, FILE.jsonl or a data set's id"
-        )
+    tokenizer = ChatTokenizer(source)
     return load_sequences(
-        recipe.calibration,
-        ChatTokenizer(source),
-        samples=recipe.samples,
-        held_out=recipe.held_out,
-        seq_len=recipe.seq_len,
-        seed=recipe.seed,
+        recipe.calibration, tokenizer, samples=recipe.samples, held_out=recipe.held_out, seq_len=recipe.seq_len, seed=recipe.seed
     )
 
 

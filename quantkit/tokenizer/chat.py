@@ -28,8 +28,8 @@ class ChatTokenizer:
     """The tokenizer of one checkpoint directory.
 
     eos_ids: tokens that end an answer, of generation_config.json, config.json and the tokenizer together. end_think: the id of </think>,
-    if it is one token. sampling_defaults: temperature, top_p and top_k of generation_config.json, where it has them. templates: by name;
-    `default` is the one, others are for some uses.
+    if it is one token. unknown_id: the token for what the vocabulary cannot write. sampling_defaults: temperature, top_p and top_k of
+    generation_config.json, where it has them. templates: by name; `default` is the one, others are for some uses.
     """
 
     def __init__(self, path: Path) -> None:
@@ -42,6 +42,8 @@ class ChatTokenizer:
         vocab_size = config.get("vocab_size")
         self.vocab_size: int | None = vocab_size if type(vocab_size) is int else None
         self.eos_ids = self._find_eos(path, {"generation_config.json": generation, "config.json": config})
+        unknown = self.special_tokens.get("unk_token")
+        self.unknown_id: int | None = self.tokenizer.token_to_id(unknown) if unknown else None
         self.end_think: int | None = self.tokenizer.token_to_id(END_THINK)
         self.sampling_defaults = _sampling_defaults(path / "generation_config.json", generation)
         self.templates = _find_templates(path, self.settings)

@@ -1,23 +1,37 @@
-"""Calibration sequences from files, and what a bad source gets."""
+"""Calibration sequences from files, what is told of them, and what a bad source gets."""
 
+import csv
 import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from quantkit.calibrate.data import load_sequences
+from quantkit.assets import calibration_text
+from quantkit.calibrate.data import Sequences, load_sequences
 from quantkit.errors import QuantkitError
+from quantkit.tokenizer.chat import ChatTokenizer
+
+BUILDER = Path(__file__).parent.parent.parent / "tools" / "calibration" / "build.py"
 
 
 class Letters:
-    """One token per character; a conversation starts with token 1."""
+    """One token per character; a conversation starts with \x01."""
+
+    def __init__(self) -> None:
+        self.templates, self.eos = {"default": None}, None
 
     def encode(self, text: str) -> list[int]:
         return [ord(letter) for letter in text]
 
-    def encode_chat(self, messages: list[dict], **variables: object) -> list[int]:
-        assert variables == {"add_generation_prompt": False}
-        return [1, *self.encode("".join(message["content"] for message in messages))]
+    encode_rendered = encode
+
+    def render(self, messages: list[dict], *, add_generation_prompt: bool = True, **variables: Any) -> str:
+        assert variables == {"tools": None}
+        assert not add_generation_prompt
+        return "\x01" + "".join(message["content"] for message in messages)
 
 
 def jsonl(path: Path, records: list[object]) -> str:
@@ -25,56 +39,162 @@ def jsonl(path: Path, records: list[object]) -> str:
     return str(path)
 
 
+def load(source: Path | str, samples: int = 4, held_out: int = 1, seq_len: int = 8, seed: int = 0) -> Sequences:
+    return load_sequences(str(source), Letters(), samples=samples, held_out=held_out, seq_len=seq_len, seed=seed)
+
+
+def texts(found: Sequences) -> list[str]:
+    return sorted("".join(map(chr, one.tolist())) for one in (*found.calibration, *found.held_out))
+
+
 def test_jsonl_records_are_sequences_of_their_own(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "c.jsonl", [{"text": "a" * 30}, {"messages": [{"role": "user", "content": "bbb"}]}, {"text": "cc"}])
-    found = load_sequences(source, Letters(), samples=2, held_out=1, seq_len=8, seed=0)
-    assert sorted(s.tolist() for s in (*found.calibration, *found.held_out)) == [[1, 98, 98, 98], [97] * 8, [99, 99]]
+    found = load(source, samples=2)
+    assert texts(found) == ["\x01bbb", "aaaaaaaa", "cc"]
     assert (len(found.calibration), len(found.held_out)) == (2, 1)
 
 
 def test_a_text_is_cut_whole(tmp_path: Path) -> None:
     (tmp_path / "c.txt").write_text("".join(chr(97 + i) for i in range(20)))
-    found = load_sequences(str(tmp_path / "c.txt"), Letters(), samples=4, held_out=1, seq_len=4, seed=0)
-    tokens = sorted(t for s in (*found.calibration, *found.held_out) for t in s.tolist())
-    assert tokens == list(range(97, 117))
+    found = load(tmp_path / "c.txt", seq_len=4)
+    assert "".join(texts(found)) == "abcdefghijklmnopqrst"
 
 
 def test_the_seed_alone_decides(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "c.jsonl", [{"text": f"{i} text"} for i in range(50)])
-    draw = [
-        [s.tolist() for s in load_sequences(source, Letters(), samples=5, held_out=2, seq_len=64, seed=seed).calibration]
-        for seed in (1, 1, 2)
-    ]
+    draw = [[s.tolist() for s in load(source, 5, 2, 64, seed).calibration] for seed in (1, 1, 2)]
     assert draw[0] == draw[1] != draw[2]
 
 
 def test_a_small_source_is_split_in_proportion(tmp_path: Path) -> None:
-    source = jsonl(tmp_path / "c.jsonl", [{"text": f"{i} text"} for i in range(18)])
-    found = load_sequences(source, Letters(), samples=128, held_out=16, seq_len=64, seed=0)
+    found = load(jsonl(tmp_path / "c.jsonl", [{"text": f"{i} text"} for i in range(18)]), 128, 16, 64)
     assert (len(found.calibration), len(found.held_out)) == (16, 2)
+    assert found.taken
+    assert any("144 documents were asked for and 18 are there" in line for line in found.taken.lines())
+
+
+def test_empty_documents_are_replaced_by_others(tmp_path: Path) -> None:
+    """As many are fitted as were asked for, where the source has them."""
+    records = [{"text": ""} if number % 2 else {"text": f"document {number}"} for number in range(40)]
+    found = load(jsonl(tmp_path / "c.jsonl", records), 15, 5, 64)
+    assert (len(found.calibration), len(found.held_out)) == (15, 5)
+    assert found.taken
+    assert found.taken.empty > 0
+
+
+CONVERSATION = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
+SHARED = [{"from": "human", "value": "ab"}, {"from": "gpt", "value": "cd"}]
+FORMS = {
+    "messages": {"messages": CONVERSATION},
+    "messages as text": {"messages": json.dumps(CONVERSATION)},
+    "parts": {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "ab"}]}, CONVERSATION[1], {"role": "user", "content": None}]
+    },
+    "ShareGPT": {"conversations": SHARED, "id": "x1"},
+    "ShareGPT as messages": {"messages": SHARED},
+    "alpaca": {"instruction": "ab", "input": "", "output": "cd"},
+    "with capitals": {"Prompt": "ab", "Response": "cd"},
+    "completion": {"prompt": "ab", "completion": "cd"},
+    "preferences": {"prompt": "ab", "chosen": CONVERSATION, "rejected": CONVERSATION[:1]},
+    "question": {"question": "ab", "answer": "cd"},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_known_forms(tmp_path: Path, form: str) -> None:
+    found = load(jsonl(tmp_path / "c.jsonl", [FORMS[form]] * 4))
+    assert set(texts(found)) == {"\x01abcd"}
+
+
+@pytest.mark.parametrize("ending", [".json", ".jsonl", ".json: lines", ".json: data", ".csv", ".csv: ;", ".tsv"])
+def test_files(tmp_path: Path, ending: str) -> None:
+    rows = [{"instruction": "ab", "input": 'x, "y"\nz', "output": str(number)} for number in range(6)]
+    path = tmp_path / f"c{ending.partition(':')[0]}"
+    if "sv" in ending:
+        with path.open("w", newline="", encoding="utf-8-sig") as file:
+            writer = csv.DictWriter(file, list(rows[0]), delimiter={".tsv": "\t", ".csv: ;": ";"}.get(ending, ","))
+            writer.writeheader()
+            writer.writerows(rows)
+    elif ending == ".json: lines":
+        jsonl(path, rows)
+    else:
+        path.write_text(json.dumps({"version": 1, "data": rows} if "data" in ending else rows, indent=2), encoding="utf-8")
+    found = load(path, samples=5, seq_len=64)
+    assert texts(found) == sorted(f'\x01ab\n\nx, "y"\nz{number}' for number in range(6))
+
+
+def test_what_was_taken_is_told(tmp_path: Path) -> None:
+    records = [{"conversations": [{"from": "human", "value": f"line\n{number}\x1b[31m"}]} for number in range(20)]
+    found = load(jsonl(tmp_path / "c.jsonl", [*records, {"text": "long " * 40}, {"text": " "}]), 20, 1, 20)
+    assert found.taken
+    lines = found.taken.lines()
+    told = "20 documents of 22 read, 257 tokens, and 1 held out, 13 tokens; 1 empty, 1 cut to 20 tokens"
+    assert lines[0] == f"calibration: {tmp_path}/c.jsonl (ShareGPT, text): {told}"
+    assert [line.startswith("  sample: ") for line in lines] == [False, True, True, True]
+
+
+ODD = {
+    "fewer than half": [{"text": f"{number}" * 2} for number in range(20)],
+    "only 1 of 20 documents are different; one of them comes 20 times": [{"text": "all alike here"}] * 20,
+    "all documents have 12 tokens": [{"text": f"{number:012}"} for number in range(20)],
+}
+
+
+@pytest.mark.parametrize("said", ODD)
+def test_odd_data_is_warned_of(tmp_path: Path, said: str) -> None:
+    taken = load(jsonl(tmp_path / "c.jsonl", ODD[said]), 16, 4, 20).taken
+    assert taken
+    assert any(said in warning for warning in taken.warnings), taken.warnings
+
+
+def test_good_data_is_not(tmp_path: Path) -> None:
+    taken = load(
+        jsonl(tmp_path / "c.jsonl", [{"text": f"{number} is a number" * (number % 3 + 1)} for number in range(20)]), 16, 4, 20
+    ).taken
+    assert taken
+    assert taken.warnings == ()
 
 
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("c.jsonl", '{"text": "ab"}\n{"prompt": "ab"}', "line 2"),
-        ("c.jsonl", '{"text": "ab"}\nnot json', "line 2"),
+        ("c.jsonl", '{"text": "ab"}\n{"prompt": "ab"}', "c.jsonl line 2 is no document: it has prompt; give text, messages"),
+        ("c.jsonl", '{"text": "ab"}\nnot json', "line 2 is not JSON"),
+        ("c.jsonl", '{"text": "ab"}\n{"text": 3}', "line 2 is no document: text is 3"),
+        ("c.jsonl", '{"text": "ab"}\n\n{"messages": [{"content": "x"}]}', r"line 3 .* messages\[0\] has neither role nor from"),
+        ("c.jsonl", '{"text": "ab"}\n{"conversations": [{"from": "alien", "value": "x"}]}', r"conversations\[0\] has role 'alien'"),
+        ("c.jsonl", '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "has a part that is no text"),
         ("c.jsonl", '{"text": "ab"}', "1 sequences"),
-        ("c.csv", "a,b", "neither .txt nor .jsonl"),
+        ("c.json", '[\n{"text": "ab"},\n{"text": }\n]', "line 3 is not JSON"),
+        ("c.json", '[\n{"text": "ab"},\n\n{"txt": "cd"}\n]', "line 4 is no document: it has txt"),
+        ("c.json", "[" * 100_000, "line 1 is not JSON"),
+        ("c.csv", "a,b\n1,2", "line 2 is no document: it has a, b"),
+        ("c.csv", "text\nab, cd", "line 2 has more fields than the header"),
+        ("c.pdf", "text", "is none of the files"),
         ("c.txt", None, "cannot read"),
+        ("c.parquet", None, "does not exist"),
+        ("../c d/", None, "does not exist"),
     ],
 )
 def test_bad_sources_are_named(tmp_path: Path, name: str, content: str | None, says: str) -> None:
     if content is not None:
         (tmp_path / name).write_text(content)
-    with pytest.raises(QuantkitError, match=says):
-        load_sequences(str(tmp_path / name), Letters(), samples=4, held_out=1, seq_len=8, seed=0)
+    with pytest.raises(QuantkitError, match=says) as told:
+        load(tmp_path / name)
+    assert "\n" not in str(told.value)
 
 
 def test_a_data_set_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(QuantkitError, match=r"quantkit\[datasets\]"):
-        load_sequences("org/name", Letters(), samples=4, held_out=1, seq_len=8, seed=0)
+        load("org/name-v1.5:main:train")
+
+
+def test_parquet_without_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "c.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(QuantkitError, match=r"needs pyarrow.*quantkit\[datasets\]"):
+        load(tmp_path / "c.parquet")
 
 
 def test_a_byte_order_mark_and_odd_line_ends_are_read(tmp_path: Path) -> None:
@@ -82,5 +202,17 @@ def test_a_byte_order_mark_and_odd_line_ends_are_read(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     lines = [json.dumps({"text": f"line {number} one\u2028two"}, ensure_ascii=False) for number in range(4)]
     path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
-    found = load_sequences(str(path), Letters(), samples=4, held_out=0, seq_len=64, seed=0)
-    assert len(found.calibration) == 4
+    assert len(load(path, 4, 0, 64).calibration) == 4
+
+
+def test_own_text_is_what_its_sources_make(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, str(BUILDER), str(tmp_path / "built.jsonl")], check=True, capture_output=True)
+    assert (tmp_path / "built.jsonl").read_bytes() == calibration_text().read_bytes()
+
+
+def test_own_text_fills_the_usual_lengths(tiny_checkpoint: Path) -> None:
+    found = load_sequences(None, ChatTokenizer(tiny_checkpoint), samples=512, held_out=16, seq_len=512, seed=0)
+    assert {len(one) for one in (*found.calibration, *found.held_out)} == {512}
+    assert len(found.calibration) == 512
+    assert found.taken
+    assert (found.taken.source, found.taken.warnings) == ("quantkit's own text", ())
