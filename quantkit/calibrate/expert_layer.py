@@ -64,7 +64,7 @@ class ExpertLayer:
             rounded, hidden = self._rounded(solver, originals)
             self.log.tell("propagating", self._unit(next(iter(originals))))
             for expert, original in originals.items():
-                add_outputs(states, routed, expert, original, rounded[expert], read.scale, hidden.get(expert))
+                add_outputs(states, routed, expert, original, rounded[expert], read.scale, hidden.get(expert), self.solver.activation_bits)
                 self.log.finished(self._unit(expert))
 
     def _unit(self, expert: int) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantkit.calibrate.hidden_states import HiddenStatePair
+from quantkit.calibrate.inputs import as_read
 from quantkit.calibrate.routing import Routed
 from quantkit.calibrate.scale import ScaledInput
 from quantkit.calibrate.scale_search import Consumer, choose_scale, sample_rows
@@ -51,7 +52,10 @@ class ExpertSolver:
         self.solver, self.routed, self.read, self.importance, self.outputs = solver, routed, read, importance, outputs
         self.exact = isinstance(solver.grid, Fp4Grid)  # e4m3 steps are too coarse for any divisor but a power of two
         fitted = routed.x[: routed.fitted]
-        self.layer_rows = fitted[:: max(1, len(fitted) // LAYER_ROWS)][:LAYER_ROWS] / read.scale
+        self.layer_rows = self._as_read(fitted[:: max(1, len(fitted) // LAYER_ROWS)][:LAYER_ROWS] / read.scale)
+
+    def _as_read(self, x: Tensor) -> Tensor:
+        return as_read(x, self.solver.activation_bits)
 
     def solve(self, rows: Mapping[int, GatedMlp], experts: Mapping[int, ExpertWeights]) -> tuple[dict[str, Solved], dict[int, Tensor]]:
         """rows, experts: by number of the expert. Returns module -> solved, of three linears each, and
@@ -88,7 +92,7 @@ class ExpertSolver:
     def _ask(self, expert: int, gate: Tensor, up: Tensor) -> "_Asked":
         """Run gate and up, rounded, for the expert's tokens."""
         tokens, w, fitted = self.routed.quantized_of(expert)
-        x = self.routed.x[tokens].div_(self.read.scale)
+        x = self._as_read(self.routed.x[tokens].div_(self.read.scale))
         gated = F.silu(x @ gate.t(), inplace=True)
         hidden = gated * (x @ up.t())
         of_layer = F.silu(self.layer_rows @ gate.t(), inplace=True).mul_(self.layer_rows @ up.t())
@@ -154,14 +158,17 @@ def add_outputs(
     rounded: ExpertWeights,
     scale: Tensor,
     hidden: Tensor | None,
+    activation_bits: int,
 ) -> None:
     """Add one expert's weighted outputs to the hidden states of both paths: the rounded expert's, and the original's.
 
-    hidden: what `ExpertSolver.solve` returned, for an expert that was solved in this run.
+    hidden: what `ExpertSolver.solve` returned, for an expert that was solved in this run. activation_bits: what the rounded expert's
+    inputs have.
     """
     tokens, w, _ = routed.quantized_of(expert)
     if hidden is None:
-        hidden = rounded.hidden(routed.x[tokens].div_(scale))
-    states.quantized.hidden.index_add_(0, tokens, (hidden @ rounded.down.t()).mul_(w[:, None]))
+        hidden = rounded.hidden(as_read(routed.x[tokens].div_(scale), activation_bits))
+    read = as_read(hidden, activation_bits)
+    states.quantized.hidden.index_add_(0, tokens, (read @ rounded.down.t()).mul_(w[:, None]))
     tokens, w = (part[len(tokens) :] for part in routed.of(expert))
     states.original.hidden.index_add_(0, tokens - routed.quantized, original(routed.x[tokens]).mul_(w[:, None]))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from quantkit.calibrate.inputs import as_read
 from quantkit.models.rope import Rope
 from quantkit.models.weights import ExpertsOp, LinearOp, PrologOp
 
@@ -19,7 +20,7 @@ Observer = Callable[[str, Tensor], None]
 class LayerWeights:
     """tensors: by full name, float32, on one device. Looked up at every call, so a caller may exchange a weight between calls.
 
-    unread: linears whose outputs nobody looks at in this run; they answer zeros.
+    unread: linears whose outputs nobody looks at in this run; they answer zeros. int8_inputs: linears that round what they read.
     """
 
     def __init__(
@@ -28,11 +29,12 @@ class LayerWeights:
         experts: ExpertsOp | None = None,
         observer: Observer | None = None,
         unread: frozenset[str] = frozenset(),
+        int8_inputs: frozenset[str] = frozenset(),
     ) -> None:
         self.tensors = tensors
         self.routed = experts
         self.observer = observer
-        self.unread = unread
+        self.unread, self.int8_inputs = unread, int8_inputs
         self.sites: dict[str, tuple[str, ...]] = {}
         """Linears that read one input, by the name it is observed under."""
 
@@ -54,7 +56,8 @@ class LayerWeights:
         def apply(x: Tensor) -> Tensor:
             if self.observer is not None:
                 self.observer(modules[0], x)
-            outputs = [self._apply(x, module) for module in modules]
+            rounded = as_read(x, 8) if self.int8_inputs.intersection(modules) else x
+            outputs = [self._apply(rounded if module in self.int8_inputs else x, module) for module in modules]
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
         return apply

@@ -52,16 +52,26 @@ class Solved:
 
 
 class Solver:
-    """Applies one recipe. `methods` decides whether weights are compensated or rounded to nearest."""
+    """Applies one recipe. `methods` decides whether weights are compensated or rounded to nearest. activation_bits: what the inputs of
+    rounded linears will have in the quantized model."""
 
     def __init__(
-        self, grid: Grid, scale_dtype: torch.dtype, recipe: Recipe, methods: tuple[Method, ...], piece_values: int = PIECE_VALUES
+        self,
+        grid: Grid,
+        scale_dtype: torch.dtype,
+        recipe: Recipe,
+        methods: tuple[Method, ...],
+        activation_bits: int,
+        piece_values: int = PIECE_VALUES,
     ) -> None:
         self.grid, self.scale_dtype, self.recipe, self.methods, self.piece_values = grid, scale_dtype, recipe, methods, piece_values
+        self.activation_bits = activation_bits
 
     def on(self, grid: Grid) -> "Solver":
         """The same recipe on another grid."""
-        return self if grid == self.grid else Solver(grid, self.scale_dtype, self.recipe, self.methods, self.piece_values)
+        if grid == self.grid:
+            return self
+        return Solver(grid, self.scale_dtype, self.recipe, self.methods, self.activation_bits, self.piece_values)
 
     @property
     def group_size(self) -> int | None:

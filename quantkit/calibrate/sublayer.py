@@ -57,9 +57,12 @@ class Sublayer:
         return next((group for group in self.groups if group.reaches_experts), None)
 
 
-def advance(sublayer: Sublayer, tensors: Mapping[str, Tensor], states: HiddenStates) -> None:
-    """Replace the hidden states by those after this sublayer with these tensors. Routed experts add their outputs afterwards."""
-    block = sublayer.build(LayerWeights(tensors, no_experts))
+def advance(sublayer: Sublayer, tensors: Mapping[str, Tensor], states: HiddenStates, int8_inputs: frozenset[str] = frozenset()) -> None:
+    """Replace the hidden states by those after this sublayer with these tensors. Routed experts add their outputs afterwards.
+
+    int8_inputs: modules that round what they read to int8.
+    """
+    block = sublayer.build(LayerWeights(tensors, no_experts, int8_inputs=int8_inputs))
     for batch in states.batches():
         states.hidden[batch.part] = sublayer.run(block, states.hidden[batch.part], batch.lengths)
 

@@ -176,7 +176,8 @@ class Walk:
         done = self.log.store.done(unit)
         written = self._found(sublayer, states, experts) if done else self._solved(sublayer, states, experts)
         self.log.enter("propagating", unit)
-        advance(sublayer, written_tensors(sublayer, self.model.weights, written.weights, written.plain), states.quantized)
+        tensors = written_tensors(sublayer, self.model.weights, written.weights, written.plain)
+        advance(sublayer, tensors, states.quantized, frozenset(written.weights) if self.solver.activation_bits == 8 else frozenset())
         if experts is not None and written.routed is not None and written.read is not None:
             experts.run(sublayer, written.routed, written.read, states)
         self.log.finished(unit)

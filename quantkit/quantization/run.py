@@ -173,15 +173,16 @@ def _report(run: _Run, output: Output, out: Path, start: float, found: Findings,
 def _round(run: _Run, output: Output, ranks: Ranks, on_event: OnEvent) -> Findings:
     """Calibrate and write the decoder layers, then round whatever is left; without methods, round everything."""
     job, recipe, methods = run.job, run.job.request.recipe, run.job.request.methods
-    grid, scale_dtype = job.request.scheme.grid(expert=False, mtp=False), job.target.scale_dtype
-    solver = Solver(grid, scale_dtype, recipe, methods, run.batches.piece_values)
+    scheme, scale_dtype = job.request.scheme, job.target.scale_dtype
+    grid, bits = scheme.grid(expert=False, mtp=False), scheme.activation_bits
+    solver = Solver(grid, scale_dtype, recipe, methods, bits, run.batches.piece_values)
     if not methods:
         return round_units(output.source, output, solver, on_event, ranks)
     quantized = {row.module for row in job.linears}
     model = SourceModel(output.source, job.inventory.architecture, job.inventory.config, job.rows, quantized)
     log = UnitLog(model.units, output.source, output, on_event)
     findings = Walk(model, solver, log, ranks, run.batches).run(run.sequences)
-    round_units(output.source, output, Solver(grid, scale_dtype, recipe, ()), on_event, ranks)
+    round_units(output.source, output, Solver(grid, scale_dtype, recipe, (), bits), on_event, ranks)
     return findings
 
 

@@ -21,7 +21,7 @@ def inputs(seed: int, rows: int) -> Tensor:
 
 
 def solver(*methods: Method) -> Solver:
-    return Solver(IntGrid(4, K, symmetric=False), torch.float16, Recipe(scheme="awq-w4a16"), methods)
+    return Solver(IntGrid(4, K, symmetric=False), torch.float16, Recipe(scheme="awq-w4a16"), methods, activation_bits=16)
 
 
 @pytest.mark.parametrize(("judged_on", "rows", "method"), [(1, 64, "gptq"), (2, 64, "nearest"), (2, 1, "gptq"), (2, 0, "gptq")])

@@ -119,17 +119,21 @@ def _nearest_error(report: QuantizationReport) -> float:
     return (4.5 / 15) ** 2 / 12
 
 
-def test_the_report_says_what_both_models_say_on_held_out_text(source: Path, text: str, outputs: dict[str, QuantizationReport]) -> None:
-    """Run whole, by the executor, in its 16 bits: some tokens choose other experts, and few tokens make the mean."""
-    recipe = Recipe(scheme="awq-w4a16", **SMALL)
+@pytest.mark.parametrize("scheme", ["awq-w4a16", "int8-a8w8c16", "int4-w4a8"])
+def test_the_report_says_what_both_models_say_on_held_out_text(
+    source: Path, text: str, outputs: dict[str, QuantizationReport], scheme: str
+) -> None:
+    """Run whole, by the executor, activations rounded where the scheme rounds them: some tokens choose other experts, and few tokens make
+    the mean."""
+    recipe = Recipe(scheme=scheme, **SMALL)
     sequences = load_sequences(
         text, ChatTokenizer(source), samples=recipe.samples, held_out=recipe.held_out, seq_len=recipe.seq_len, seed=recipe.seed
     )
     said = []
-    for path in (source, outputs["awq-w4a16"].out):
-        watched = Watched(load_model(path, device="cpu", backend="reference"))
+    for path in (source, outputs[scheme].out):
+        watched = Watched(load_model(path, device="cpu", backend="reference", dtype="float32"))
         said.append(watched.loaded.model.head(watched(sequences.held_out).final).float().log_softmax(-1))
-    facts = json.loads((outputs["awq-w4a16"].out / "report.json").read_text())["held_out"]
+    facts = json.loads((outputs[scheme].out / "report.json").read_text())["held_out"]
     assert facts["tokens"] == len(said[0]) == sum(map(len, sequences.held_out))
     assert facts["kl"] == pytest.approx(float((said[0].exp() * (said[0] - said[1])).sum(-1).mean()), rel=0.3)
     assert facts["top1_agree"] == pytest.approx(float((said[0].argmax(-1) == said[1].argmax(-1)).float().mean()), abs=0.08)
