@@ -205,6 +205,20 @@ def show_prediction(predicted: dict[str, Any]) -> None:
         tell(f"assumed: {assumption}")
 
 
+def show_diagnosis(model: str, about: dict[str, Any]) -> None:
+    """The verdict in one line, then what was found, most harmful first."""
+    colours = {"good": "bold green", "doubtful": "bold yellow", "bad": "bold red"}
+    counted = [f["severity"] for f in about["findings"]]
+    told = ", ".join(
+        f"{counted.count(kind)} {kind}{'s' * (counted.count(kind) > 1)}" for kind in ("error", "warning", "note") if kind in counted
+    )
+    out.print(Text(about["verdict"], style=colours[about["verdict"]]) + Text(f": {model}, {told or 'nothing found'}"), soft_wrap=True)
+    for finding in about["findings"]:
+        out.print(f"{finding['severity']}: {finding['name']} in {finding['where']}", style="bold", soft_wrap=True)
+        out.print(f"  {finding['evidence']}", soft_wrap=True)
+        out.print(f"  {finding['remedy']}", style="dim", soft_wrap=True)
+
+
 def show_scores(results: dict[str, Any]) -> None:
     columns = ("task", "accuracy", "± stderr", "n x repeats", "unfinished", "no answer", "tokens")
     table = _table(*columns)

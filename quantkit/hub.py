@@ -32,9 +32,10 @@ class RemoteTensor:
 
 @dataclass(frozen=True)
 class RemoteHeaders:
-    """What was read of a hub model. files: parsed JSON files by name. shards: shard -> tensor name -> entry."""
+    """What was read of a hub model. names: of all its files. files: parsed JSON files by name. shards: shard -> tensor name -> entry."""
 
     name: str
+    names: frozenset[str]
     files: dict[str, dict[str, Any]]
     shards: dict[str, dict[str, RemoteTensor]]
 
@@ -78,7 +79,7 @@ def read_headers(name: str, wanted: tuple[str, ...]) -> RemoteHeaders:
         shard: {key: RemoteTensor(one.dtype, tuple(one.shape), one.data_offsets) for key, one in header.tensors.items()}
         for shard, header in zip(shards, headers)
     }
-    return RemoteHeaders(name, files, entries)
+    return RemoteHeaders(name, frozenset(listed), files, entries)
 
 
 def _shards(listed: list[str]) -> list[str]:

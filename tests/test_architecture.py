@@ -19,7 +19,7 @@ LEVELS = [
     {"models"},
     {"calibrate", "executor", "engines"},
     {"conversion", "quantization", "evaluation", "inspection", "costmodel"},
-    {"planning"},
+    {"planning", "diagnosis"},
     {"api"},
     {"console"},
     {"cli"},

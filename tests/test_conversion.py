@@ -213,7 +213,7 @@ def test_a_stopped_conversion_goes_on_to_the_same_bytes(packed: Any, tmp_path: P
 @pytest.mark.parametrize(
     ("format", "grid", "options", "told"),
     [
-        (awq.FORMAT, INT4, {"format": "modelslim"}, "modelslim cannot hold .* formats that can: awq, compressed-tensors"),
+        (awq.FORMAT, INT4, {"format": "modelslim"}, "modelslim cannot hold .* formats that can: awq, gptq, compressed-tensors"),
         (awq.FORMAT, INT4, {"format": "awq"}, "already awq gemm; there is nothing to convert"),
         (awq.FORMAT, INT4, {"format": "gguf"}, "'gguf' is not known; choose one of dense"),
         (awq.FORMAT, INT4, {"dtype": "int3"}, "'int3' is not known"),

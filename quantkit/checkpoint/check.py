@@ -48,7 +48,7 @@ def quantized_linears(
             continue
         if len(tensor.shape) != 2:
             raise QuantkitError(f"{tensor.name} in {path / tensor.shard} is quantized but has shape {_shape(tensor.shape)}", _AGAIN)
-        linears[module] = _linear(path, own, grid, tensors, module)
+        linears[module] = quantized_linear(path, own, grid, tensors, module)
     accounted = {name for linear in linears.values() for name in linear.tensors}
     for tensor in tensors.values():
         if tensor.name not in accounted:
@@ -56,7 +56,8 @@ def quantized_linears(
     return linears
 
 
-def _linear(path: Path, format: Format, grid: Grid | None, tensors: Mapping[str, TensorInfo], module: str) -> QuantizedLinear:
+def quantized_linear(path: Path, format: Format, grid: Grid | None, tensors: Mapping[str, TensorInfo], module: str) -> QuantizedLinear:
+    """The linear `module` that `format` finds quantized. Raises QuantkitError naming the first part that is missing or malformed."""
     shape, own_grid = format.stored(module, tensors, grid)
     names = []
     for part in format.parts(module, shape, own_grid):

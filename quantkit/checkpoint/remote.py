@@ -30,7 +30,7 @@ def open_headers(model: str) -> Checkpoint:
         for name, entry in entries.items():
             if name in tensors:
                 raise QuantkitError(f"{name} is in both {tensors[name].shard} and {shard} of hub model {model}", "give another revision")
-            tensors[name] = _tensor(model, shard, name, entry)
+            tensors[name] = remote_tensor(model, shard, name, entry)
     side = {name: remote.files[name] for name in SIDE_FILES if name in remote.files}
     return HeadersOnly(Path(model), remote.files["config.json"], side, tensors)
 
@@ -52,7 +52,8 @@ class _NoShards(Shards):
         )
 
 
-def _tensor(model: str, shard: str, name: str, entry: RemoteTensor) -> TensorInfo:
+def remote_tensor(model: str, shard: str, name: str, entry: RemoteTensor) -> TensorInfo:
+    """The tensor `name` of a hub model as a header describes it. Raises QuantkitError for a header that makes no sense."""
     if entry.dtype not in DTYPES:
         raise QuantkitError(f"{name} of hub model {model} has dtype {entry.dtype}", f"quantkit reads {', '.join(DTYPES)}")
     tensor = TensorInfo(name, DTYPES[entry.dtype], entry.shape, shard, entry.offsets[0])

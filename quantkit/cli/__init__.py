@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from quantkit import __version__
-from quantkit.cli import evaluate, inspect, quantize, run
+from quantkit.cli import check, evaluate, inspect, quantize, run
 from quantkit.cli.examples import epilog
 from quantkit.cli.stopping import Stopped
 from quantkit.console import tell, tell_error
@@ -35,6 +35,7 @@ COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("plan", quantize.plan),
     ("convert", quantize.convert),
     ("inspect", inspect.inspect),
+    ("check", check.check),
     ("run", run.run),
     ("eval", evaluate.evaluate),
     ("ppl", evaluate.ppl),

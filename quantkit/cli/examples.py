@@ -19,6 +19,11 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "quantkit inspect tiny-r1",
         "quantkit inspect out/awq --engine vllm",
     ),
+    "check": (
+        "quantkit check tiny-r1",
+        "quantkit check out/awq --source tiny-r1 --report check.html",
+        "quantkit check org/model --engine vllm --json",
+    ),
     "run": (
         'quantkit run tiny-r1 --prompt "What is 12 * 12?"',
         "quantkit run out/awq",

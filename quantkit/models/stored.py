@@ -29,7 +29,7 @@ def read_model(checkpoint: Checkpoint) -> Model:
     try:
         architecture = find_architecture(checkpoint.config)
         config = architecture.Config.from_dict(checkpoint.config)
-        _check_size(config, len(checkpoint.tensors))
+        check_size(config, len(checkpoint.tensors))
     except QuantkitError as fault:
         told = str(checkpoint.path / "config.json")
         problem = fault.problem.replace("config.json", told, 1) if "config.json" in fault.problem else f"{told}: {fault.problem}"
@@ -54,8 +54,9 @@ def check_listed(checkpoint: Checkpoint, rows: Iterable[Parameter]) -> None:
             raise QuantkitError(f"{module} is unquantized, but {checkpoint.described} does not list it so", "add it to the list")
 
 
-def _check_size(config: ModelConfig, stored: int) -> None:
-    """Before a row is made: a table has several for each layer, and three for each expert."""
+def check_size(config: ModelConfig, stored: int) -> None:
+    """Raise QuantkitError, before a row is made, where config.json tells of a far larger model than one of `stored` tensors: a table has
+    several rows for each layer, and three for each expert."""
     layers, routing = config.num_hidden_layers + config.num_nextn_predict_layers, config.routing
     experts = routing.n_routed_experts if routing else 0
     with_experts = sum(config.is_moe(layer) for layer in range(layers)) if experts else 0

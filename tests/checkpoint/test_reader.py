@@ -206,8 +206,8 @@ _LINEAR = "model.layers.0.self_attn.q_a_proj"
             r"\.weight in .* is float8_e4m3fn, which dense \(plain\) does not have",
         ),
         (
-            lambda path: _edit_json(path / "config.json", lambda config: config["quantization_config"].update(quant_method="gptq")),
-            "is quantized in a way that quantkit does not read: gptq",
+            lambda path: _edit_json(path / "config.json", lambda config: config["quantization_config"].update(quant_method="hqq")),
+            "is quantized in a way that quantkit does not read: hqq",
         ),
         (
             lambda path: _edit_json(path / "config.json", lambda config: config["quantization_config"].update(weight_block_size=[64, 64])),

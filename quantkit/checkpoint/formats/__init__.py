@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoint.formats import awq, compressed_fp4, compressed_int4, compressed_int8, dense, fp8_block, modelopt, modelslim
+from quantkit.checkpoint.formats import awq, compressed_fp4, compressed_int4, compressed_int8, dense, fp8_block, gptq, modelopt, modelslim
 from quantkit.checkpoint.formats.base import Format
 from quantkit.errors import QuantkitError
 from quantkit.schemes import Scheme
@@ -13,6 +13,7 @@ FORMATS: tuple[Format, ...] = (
     dense.FORMAT,
     fp8_block.FORMAT,
     awq.FORMAT,
+    *gptq.FORMATS,
     compressed_int4.FORMAT,
     compressed_fp4.FORMAT,
     compressed_int8.FORMAT,

@@ -1,0 +1,81 @@
+"""Every finding there is, by name, in the order of harm. docs/check.md tells what each one means; a test holds the two together."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Severity = Literal["error", "warning", "note"]
+"""error: it does not load, or computes something else. warning: something is lost, or an engine may stumble. note: worth knowing."""
+
+_AGAIN = "download the file again, or ask the publisher"
+_REPAIR = "quantkit check --repair OUT writes a corrected copy"
+_FROM_SOURCE = "quantkit check --source SRC --repair OUT takes it from the source"
+_ASK = "quantize again, or ask the publisher"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is known of a finding before it is found."""
+
+    severity: Severity
+    remedy: str
+
+
+CATALOGUE: dict[str, Kind] = {
+    # files
+    "config-unreadable": Kind("error", _AGAIN),
+    "shard-missing": Kind("error", "download the missing shard"),
+    "shard-damaged": Kind("error", "download that shard again"),
+    "index-wrong": Kind("error", _REPAIR),
+    "index-missing": Kind("error", _REPAIR),
+    "tensor-twice": Kind("error", "keep one of the two shards"),
+    # what the model needs
+    "config-field": Kind("error", "use the config.json that came with the model"),
+    "names-wrong": Kind("error", _REPAIR),
+    "experts-fused": Kind("error", "write one tensor an expert and projection, or quantize again with a writer that does"),
+    "tensors-missing": Kind("error", "download the missing tensors, or use the config.json of these weights"),
+    "head-missing": Kind("error", _FROM_SOURCE),
+    "shape-wrong": Kind("error", "use the config.json of these weights, or download them again"),
+    "layers-beyond": Kind("error", "use the config.json of these weights"),
+    # what is quantized, and what is said of it
+    "description-missing": Kind("error", "copy quantization_config from the writer's output into config.json"),
+    "description-wrong": Kind("error", "correct quantization_config in config.json"),
+    "description-unreadable": Kind("error", "correct the file"),
+    "descriptions-disagree": Kind("error", "keep the file that is right"),
+    "group-size-wrong": Kind("error", _REPAIR),
+    "nothing-quantized": Kind("error", "remove quantization_config from config.json, or quantize again"),
+    "part-missing": Kind("error", _AGAIN),
+    "part-orphan": Kind("error", _AGAIN),
+    "part-malformed": Kind("error", _AGAIN),
+    "listed-but-quantized": Kind("error", _REPAIR),
+    "plain-not-listed": Kind("error", _REPAIR),
+    "experts-mixed": Kind("error", _ASK),
+    "siblings-mixed": Kind("error", "quantize all linears that engines fuse, or none of them"),
+    "experts-plain": Kind("warning", "quantize again: the experts hold nearly all of the weights"),
+    "router-quantized": Kind("warning", "quantize again and leave the router in 16 bits"),
+    "mtp-incomplete": Kind("error", _FROM_SOURCE),
+    "mtp-missing": Kind("warning", "without speculative decoding set num_nextn_predict_layers to 0; else " + _FROM_SOURCE),
+    "mtp-not-announced": Kind("warning", _REPAIR),
+    "tensors-unknown": Kind("warning", "use the config.json of these weights; engines stop at such tensors, or leave them out"),
+    # settings
+    "config-differs": Kind("error", "take these values from the source's config.json: --source SRC --repair OUT does"),
+    "tokenizer-broken": Kind("error", _FROM_SOURCE),
+    "tokenizer-too-large": Kind("error", "use the tokenizer of these weights"),
+    "tokenizer-differs": Kind("error", _FROM_SOURCE),
+    "eos-outside": Kind("error", _FROM_SOURCE),
+    "template-broken": Kind("error", _FROM_SOURCE),
+    "tokenizer-missing": Kind("warning", _FROM_SOURCE),
+    "eos-lost": Kind("warning", _FROM_SOURCE),
+    "eos-differs": Kind("warning", "make config.json, generation_config.json and the tokenizer agree on the end of a text"),
+    "special-token-unknown": Kind("warning", "use the tokenizer files that belong together"),
+    "template-missing": Kind("warning", _FROM_SOURCE),
+    "template-differs": Kind("warning", _FROM_SOURCE),
+    "unlike-source": Kind("error", "give the source that it was made from"),
+    # engines
+    "engine-refuses": Kind("error", "see the engine's profile in docs/formats.md"),
+    "engine-loses": Kind("warning", "see the engine's profile in docs/formats.md"),
+    "not-loadable": Kind("error", _AGAIN),
+    # notes
+    "dtype-differs": Kind("note", "nothing where the engine computes in the dtype that config.json names"),
+    "size-differs": Kind("note", "nothing: engines do not read total_size"),
+    "not-read": Kind("note", "nothing: quantkit has no reader for this format, so codes and scales were not looked at"),
+}

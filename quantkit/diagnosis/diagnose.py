@@ -1,0 +1,119 @@
+"""diagnose(): the line of a check. Headers first; then tensors and behaviour, where they are asked for and can be read."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.remote import HeadersOnly
+from quantkit.diagnosis.description import Described, describe
+from quantkit.diagnosis.findings import Findings
+from quantkit.diagnosis.settings import check_settings, compare_settings
+from quantkit.diagnosis.structure import Structure, compare, read_table, rename
+from quantkit.diagnosis.survey import Survey, survey
+from quantkit.engines.check import check_checkpoint
+from quantkit.engines.profiles import find_engine
+from quantkit.errors import QuantkitError
+from quantkit.models import ARCHITECTURES
+from quantkit.models.stored import check_stored, read_model
+
+Depth = Literal["headers", "tensors", "behaviour"]
+DEPTHS: tuple[Depth, ...] = ("headers", "tensors", "behaviour")
+
+
+@dataclass
+class Patient:
+    """A checkpoint as far as it was understood."""
+
+    survey: Survey
+    structure: Structure
+    described: Described
+
+
+@dataclass
+class Diagnosis:
+    """What came of it. seconds: of each depth that was gone to."""
+
+    model: str
+    patient: Patient
+    findings: Findings
+    source: Patient | None = None
+    seconds: dict[Depth, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """verdict and findings."""
+        return self.findings.to_json()
+
+
+Tell = Callable[[str], None]
+
+
+def diagnose(model: str, *, source: str | None = None, engine: str | None = None, tell: Tell = lambda _: None) -> Diagnosis:
+    """Everything that is wrong with the checkpoint `model`, compared with `source` where it is given.
+
+    engine: also what keeps that engine from loading it. Raises QuantkitError where there is no such model or engine.
+    """
+    if engine is not None:
+        find_engine(engine)
+    start = time.perf_counter()
+    findings = Findings()
+    tell("headers: seconds")
+    patient = examine(model, findings)
+    diagnosis = Diagnosis(model, patient, findings)
+    if source is not None:
+        diagnosis.source = examine(source, Findings())
+        compare_settings(patient.survey, patient.structure, diagnosis.source.survey, diagnosis.source.structure, findings)
+        _compare_mtp(patient, diagnosis.source, findings)
+    _open(patient, engine, findings)
+    diagnosis.seconds["headers"] = time.perf_counter() - start
+    return diagnosis
+
+
+def examine(model: str, findings: Findings) -> Patient:
+    """Headers and the files beside them."""
+    seen = survey(model, findings)
+    structure = read_table(seen, findings)
+    rename(seen, structure, findings)
+    described = describe(seen, findings)
+    where = "config.json" if seen.config.get("quantization_config") else next(iter(seen.side), "config.json")
+    compare(seen, structure, described, where, findings)
+    check_settings(seen, structure, findings)
+    return Patient(seen, structure, described)
+
+
+def _compare_mtp(patient: Patient, source: Patient, findings: Findings) -> None:
+    """MTP layers that the source has, and this checkpoint neither stores nor promises."""
+    lost = {row.name for row in source.structure.lost}
+    theirs = [row.name for row in source.structure.rows if row.mtp and row.name not in lost]
+    ours = [row for row in patient.structure.rows if row.mtp]
+    if theirs and not ours and patient.structure.rows and not findings.has("mtp-not-announced", "mtp-missing"):
+        findings.add("mtp-missing", theirs, f"the source has an MTP layer of {len(theirs)} tensors, and it was left out")
+
+
+def _open(patient: Patient, engine: str | None, findings: Findings) -> None:
+    """As every verb opens it: what stops there and was not found before is a finding too. Then the engine's own rules."""
+    if engine is None and findings.verdict == "bad":
+        return
+    try:
+        kind, seen = (Checkpoint if patient.survey.has_weights else HeadersOnly), patient.survey
+        checkpoint = kind(seen.path, seen.config, seen.side, seen.tensors)
+        if checkpoint.config.get("model_type") in ARCHITECTURES and not findings.has("mtp-missing", "mtp-incomplete"):
+            check_stored(checkpoint, read_model(checkpoint).rows)
+    except QuantkitError as fault:
+        if findings.verdict != "bad" and patient.described.readable:
+            findings.add("not-loadable", str(patient.survey.path), fault.problem, fault.remedy)
+        return
+    if engine is not None:
+        _ask_engine(engine, checkpoint, findings)
+
+
+def _ask_engine(engine: str, checkpoint: Checkpoint, findings: Findings) -> None:
+    try:
+        problems = check_checkpoint(engine, checkpoint)
+    except QuantkitError as fault:
+        findings.add("engine-refuses", engine, fault.problem, fault.remedy)
+        return
+    for problem in problems:
+        name = "engine-refuses" if problem.severity == "error" else "engine-loses"
+        findings.add(name, engine, problem.problem, problem.remedy)

@@ -1,0 +1,86 @@
+"""Faults that headers and the files beside the weights show: each is found, and a good checkpoint has none."""
+
+import json
+from pathlib import Path
+
+import faulty
+import good_checkpoints
+import make_model
+import pytest
+import r1_headers
+from commands import command
+from packed_model import write_packed
+
+from quantkit.diagnosis.catalogue import CATALOGUE
+from quantkit.diagnosis.diagnose import diagnose
+from quantkit.diagnosis.findings import EXIT_CODES, Findings
+
+HEADERS = [fault for fault in faulty.FAULTS if fault.depth == "headers"]
+# Small sizes: every fault is made on the first of these that it suits.
+CONFIG = make_model.tiny_config(num_hidden_layers=2)
+SMALL_MOE = good_checkpoints.QWEN3_MOE | {"num_hidden_layers": 2, "num_experts": 4}
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, Path]]:
+    """Checkpoints and their sources."""
+    folder, made = tmp_path_factory.mktemp("good"), []
+    for name, config, formats in (
+        ("deepseek", CONFIG, ("ct-int4", "awq", "modelopt", "gptq", "modelslim")),
+        ("moe", SMALL_MOE, ("ct-int8", "ct-nvfp4", "gptq-v2")),
+    ):
+        tensors = good_checkpoints.random_weights(config)
+        source = make_model.write_dense(folder / name, config, tensors)
+        for format in formats:
+            made.append((write_packed(folder / f"{name}-{format}", config, tensors, *good_checkpoints.FORMATS[format]), source))
+    return made
+
+
+def test_good_checkpoints_have_no_finding(good: list[tuple[Path, Path]]) -> None:
+    for path, source in good:
+        for given in (None, str(source)):
+            assert diagnose(str(path), source=given).to_json() == {"verdict": "good", "findings": []}, path
+    assert diagnose("tiny-r1").findings.verdict == "good"
+
+
+@pytest.mark.parametrize("fault", HEADERS, ids=lambda fault: fault.name)
+def test_a_fault_is_found(fault: faulty.Fault, good: list[tuple[Path, Path]], tmp_path: Path) -> None:
+    path, source, contents = next((path, source, contents) for path, source in good if fault.suits(contents := faulty.Contents.of(path)))
+    fault.apply(contents)
+    findings = diagnose(str(contents.write(tmp_path / "bad")), source=str(source) if fault.source else None).findings
+    assert {finding.name for finding in findings.found if finding.severity != "note"} & set(fault.finds), path
+    assert findings.verdict == ("bad" if CATALOGUE[fault.finds[0]].severity == "error" else "doubtful")
+
+
+def test_the_command_says_the_verdict_with_its_exit_code(good: list[tuple[Path, Path]], tmp_path: Path) -> None:
+    contents = faulty.Contents.of(good[0][0])
+    faulty.mtp_was_dropped(contents)
+    doubtful = contents.write(tmp_path / "doubtful")
+    faulty.a_norm_is_lost(contents)
+    bad = contents.write(tmp_path / "bad")
+    for path, verdict in ((good[0][0], "good"), (doubtful, "doubtful"), (bad, "bad")):
+        answer = command("check", str(path), "--report", str(tmp_path / "report.html"), "--json")
+        about = answer.json
+        assert (answer.code, about["verdict"]) == (EXIT_CODES[verdict], verdict)
+        assert all(set(finding) == {"name", "severity", "where", "evidence", "remedy"} for finding in about["findings"])
+        assert verdict in (tmp_path / "report.html").read_text()
+
+
+def test_findings_are_in_the_order_of_harm() -> None:
+    findings = Findings()
+    for name in ("not-read", "mtp-missing", "head-missing", "config-unreadable"):
+        findings.add(name, "here", "seen")
+    assert [finding.name for finding in findings.ordered] == ["config-unreadable", "head-missing", "mtp-missing", "not-read"]
+
+
+def test_the_page_tells_what_each_finding_means() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "check.md").read_text()
+    told = {line.split("`")[1] for line in page.splitlines() if line.startswith("| `")}
+    assert told == set(CATALOGUE)
+
+
+def test_deepseek_r1s_headers_are_good(tmp_path: Path) -> None:
+    config = r1_headers.r1_config(num_hidden_layers=5)
+    path = r1_headers.write_headers(tmp_path / "r1", config, shards=3)
+    assert diagnose(str(path)).findings.found == []
+    assert json.loads((path / "config.json").read_text())["n_routed_experts"] == 256

@@ -1,0 +1,563 @@
+"""Faults of a checkpoint, made on purpose: each changes one thing of a good one, and says what a diagnosis must find, and how deep.
+
+    for fault in FAULTS:
+        if fault.suits(contents): fault.apply(contents); contents.write(folder)
+
+`replays` names the public thread that it is taken from, where there is one.
+"""
+
+import copy
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.quant.weights import dequantize
+from quantkit.schemes import IntGrid
+
+SHARD = "model-{:05d}-of-00002.safetensors"
+
+
+@dataclass
+class Contents:
+    """A checkpoint in memory. format: of the good one. linears: its quantized modules and their formats."""
+
+    path: Path
+    config: dict[str, Any]
+    files: dict[str, bytes]
+    tensors: dict[str, Tensor]
+    format: Any
+    linears: dict[str, Any]
+    broken: dict[str, Callable[[Path], None]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, path: Path) -> "Contents":
+        checkpoint = Checkpoint.open(path)
+        tensors = {}
+        for shard in sorted(path.glob("*.safetensors")):
+            with safe_open(shard, "pt") as file:
+                tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        names = [file for file in path.iterdir() if file.suffix in (".json", ".jinja") and "index" not in file.name]
+        files = {file.name: file.read_bytes() for file in names if file.name not in ("config.json", "manifest.json")}
+        return cls(path, checkpoint.config, files, tensors, checkpoint.format, dict(checkpoint.linears))
+
+    def copy(self) -> "Contents":
+        return Contents(self.path, copy.deepcopy(self.config), dict(self.files), dict(self.tensors), self.format, dict(self.linears))
+
+    def write(self, folder: Path) -> Path:
+        """Two shards, an index, and the files; then what breaks them."""
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+        names = list(self.tensors)
+        halves = {SHARD.format(1): names[: len(names) // 2], SHARD.format(2): names[len(names) // 2 :]}
+        for shard, own in halves.items():
+            save_file({name: self.tensors[name].contiguous().clone() for name in own}, folder / shard, metadata={"format": "pt"})
+        total = sum(tensor.nbytes for tensor in self.tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": {name: shard for shard, own in halves.items() for name in own}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        (folder / "config.json").write_text(json.dumps(self.config, indent=1))
+        for name, content in self.files.items():
+            (folder / name).write_bytes(content)
+        for breaks in self.broken.values():
+            breaks(folder)
+        return folder
+
+    # --- what faults ask -------------------------------------------------------------------------------------------------
+
+    @property
+    def block(self) -> dict[str, Any]:
+        return self.config["quantization_config"]
+
+    @property
+    def experts(self) -> list[str]:
+        """Prefixes of the routed experts of the last layer but MTP that has them."""
+        found = sorted({m[1] for name in self.tensors if (m := re.match(r"(model\.layers\.\d+\.mlp\.experts\.\d+)\.", name))}, key=_numbers)
+        layers = [p for p in found if int(p.split(".")[2]) < self.config["num_hidden_layers"]]
+        return [p for p in layers if p.split(".")[2] == layers[-1].split(".")[2]] if layers else []
+
+    @property
+    def mtp(self) -> list[str]:
+        layer = f"model.layers.{self.config['num_hidden_layers']}."
+        return [name for name in self.tensors if name.startswith(layer)]
+
+    def linear(self, ending: str = "down_proj") -> str:
+        """A quantized linear of a middle layer."""
+        found = sorted((m for m in self.linears if m.endswith(ending) and "shared" not in m), key=_numbers)
+        inner = [m for m in found if int(m.split(".")[2]) < self.config["num_hidden_layers"]]
+        return (inner or found)[len(inner or found) // 2]
+
+    def parts(self, module: str) -> list[str]:
+        return [name for name in self.tensors if name.rpartition(".")[0] == module]
+
+    def swap(self, one: str, other: str) -> None:
+        """Exchange all tensors under two prefixes."""
+        ours = {n: t for n, t in self.tensors.items() if n.startswith(f"{one}.")}
+        theirs = {n: t for n, t in self.tensors.items() if n.startswith(f"{other}.")}
+        for name, tensor in ours.items():
+            self.tensors[other + name.removeprefix(one)] = tensor
+        for name, tensor in theirs.items():
+            self.tensors[one + name.removeprefix(other)] = tensor
+
+    def plain(self, module: str) -> None:
+        """Replace a quantized linear by its values in BF16."""
+        linear = self.linears.pop(module)
+        weight = linear.format.unpack(module, {name: self.tensors[name] for name in linear.tensors})
+        for name in self.parts(module):
+            del self.tensors[name]
+        self.tensors[f"{module}.weight"] = dequantize(weight, torch.bfloat16)
+
+    def json(self, name: str) -> dict[str, Any]:
+        return json.loads(self.files[name])
+
+    def set_json(self, name: str, value: dict[str, Any]) -> None:
+        self.files[name] = json.dumps(value).encode()
+
+
+def _numbers(name: str) -> list[int]:
+    return [int(n) for n in re.findall(r"\d+", name)]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """finds: names of findings of which one must be there. depth: the shallowest that can. source: whether only a comparison can."""
+
+    name: str
+    finds: tuple[str, ...]
+    depth: str
+    apply: Callable[[Contents], None]
+    suits: Callable[[Contents], bool] = lambda contents: True
+    source: bool = False
+    replays: str = ""
+
+
+FAULTS: list[Fault] = []
+
+
+def fault(
+    *finds: str, depth: str = "headers", suits: Callable[[Contents], bool] = lambda c: True, source: bool = False, replays: str = ""
+) -> Callable[[Callable[[Contents], None]], Callable[[Contents], None]]:
+    def add(apply: Callable[[Contents], None]) -> Callable[[Contents], None]:
+        FAULTS.append(Fault(apply.__name__, finds, depth, apply, suits, source, replays))
+        return apply
+
+    return add
+
+
+def _quantized(c: Contents) -> bool:
+    return bool(c.linears) and c.format.name != "fp8-block"
+
+
+def _has_block(c: Contents) -> bool:
+    return _quantized(c) and "quantization_config" in c.config
+
+
+def _moe(c: Contents) -> bool:
+    return bool(c.experts)
+
+
+def _quantized_moe(c: Contents) -> bool:
+    return _quantized(c) and _moe(c) and any(m.startswith(c.experts[0]) for m in c.linears)
+
+
+def _mtp(c: Contents) -> bool:
+    return bool(c.mtp)
+
+
+def _lists(c: Contents) -> bool:
+    """Whether the format has a list of unquantized modules that engines go by."""
+    return _has_block(c) and c.format.name in ("compressed-tensors", "awq", "modelopt")
+
+
+def _listed(c: Contents) -> list[str]:
+    key = "ignore" if "ignore" in c.block else "modules_to_not_convert"
+    return c.block[key] or []
+
+
+def _relist(c: Contents, entries: list[str]) -> None:
+    key = "ignore" if "ignore" in c.block else "modules_to_not_convert"
+    c.block[key] = entries
+    if c.format.name == "modelopt" and "hf_quant_config.json" in c.files:
+        side = c.json("hf_quant_config.json")
+        side["quantization"]["exclude_modules"] = entries
+        c.set_json("hf_quant_config.json", side)
+
+
+# --- files -------------------------------------------------------------------------------------------------------------------
+
+
+@fault("shard-missing")
+def shard_is_missing(c: Contents) -> None:
+    c.broken["shard"] = lambda folder: (folder / SHARD.format(2)).unlink()
+
+
+@fault("shard-damaged")
+def shard_is_cut_short(c: Contents) -> None:
+    def cut(folder: Path) -> None:
+        file = folder / SHARD.format(1)
+        file.write_bytes(file.read_bytes()[:-1000])
+
+    c.broken["shard"] = cut
+
+
+@fault("shard-damaged")
+def header_is_garbled(c: Contents) -> None:
+    def garble(folder: Path) -> None:
+        file = folder / SHARD.format(1)
+        content = bytearray(file.read_bytes())
+        content[10:14] = b"\xff\xfe\x00\x01"
+        file.write_bytes(bytes(content))
+
+    c.broken["shard"] = garble
+
+
+@fault("shard-damaged")
+def shard_is_a_pointer(c: Contents) -> None:
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5000000000\n"
+    c.broken["shard"] = lambda folder: (folder / SHARD.format(2)).write_text(text) and None
+
+
+@fault("index-missing")
+def index_is_missing(c: Contents) -> None:
+    c.broken["index"] = lambda folder: (folder / "model.safetensors.index.json").unlink()
+
+
+def _edit_index(edit: Callable[[dict[str, str]], None]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        file = folder / "model.safetensors.index.json"
+        index = json.loads(file.read_text())
+        edit(index["weight_map"])
+        file.write_text(json.dumps(index))
+
+    return apply
+
+
+@fault("index-wrong")
+def index_names_the_wrong_shard(c: Contents) -> None:
+    def edit(weight_map: dict[str, str]) -> None:
+        name = next(name for name, shard in weight_map.items() if shard == SHARD.format(1))
+        weight_map[name] = SHARD.format(2)
+
+    c.broken["index"] = _edit_index(edit)
+
+
+@fault("index-wrong")
+def index_lists_what_is_nowhere(c: Contents) -> None:
+    c.broken["index"] = _edit_index(lambda weight_map: weight_map.update({"model.layers.0.extra.weight": SHARD.format(1)}))
+
+
+@fault("config-unreadable")
+def config_is_no_json(c: Contents) -> None:
+    c.broken["config"] = lambda folder: (folder / "config.json").write_text("{'model_type': ") and None
+
+
+# --- names, shapes, experts -----------------------------------------------------------------------------------------------------
+
+
+@fault("tensors-missing", replays="areal-project/AReaL 1403: a shard with MTP keys is skipped whole, and the index rebuilt without it")
+def a_layer_is_not_stored(c: Contents) -> None:
+    layer = f"model.layers.{c.config['num_hidden_layers'] - 1}."
+    c.tensors = {name: tensor for name, tensor in c.tensors.items() if not name.startswith(layer)}
+
+
+@fault("tensors-missing", suits=_moe, replays="llm-compressor 2060, vllm-ascend 883")
+def an_expert_is_not_stored(c: Contents) -> None:
+    prefix = c.experts[-1]
+    c.tensors = {name: tensor for name, tensor in c.tensors.items() if not name.startswith(f"{prefix}.")}
+
+
+@fault("tensors-missing", suits=lambda c: any("e_score_correction_bias" in n for n in c.tensors))
+def the_routers_bias_is_lost(c: Contents) -> None:
+    c.tensors = {name: tensor for name, tensor in c.tensors.items() if "e_score_correction_bias" not in name}
+
+
+@fault("tensors-missing")
+def a_norm_is_lost(c: Contents) -> None:
+    del c.tensors["model.layers.1.input_layernorm.weight"]
+
+
+@fault("head-missing", suits=lambda c: "lm_head.weight" in c.tensors)
+def the_head_is_lost(c: Contents) -> None:
+    del c.tensors["lm_head.weight"]
+
+
+@fault("names-wrong", replays="GPTQModel 2694: model.layers for model.language_model.layers")
+def names_have_another_prefix(c: Contents) -> None:
+    c.tensors = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in c.tensors.items()}
+
+
+@fault("names-wrong")
+def names_lack_their_prefix(c: Contents) -> None:
+    c.tensors = {name.removeprefix("model."): tensor for name, tensor in c.tensors.items()}
+
+
+@fault("names-wrong", suits=_moe, replays="vllm 54047: block_sparse_moe.experts.w2")
+def experts_have_mixtrals_names(c: Contents) -> None:
+    renames = {".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}
+
+    def new(name: str) -> str:
+        if ".experts." not in name:
+            return name
+        for old, other in renames.items():
+            name = name.replace(old, other)
+        return name.replace(".mlp.experts.", ".block_sparse_moe.experts.")
+
+    c.tensors = {new(name): tensor for name, tensor in c.tensors.items()}
+
+
+@fault("experts-fused", suits=_moe, replays="llm-compressor 2939, vllm 40885, 54444")
+def experts_are_one_tensor(c: Contents) -> None:
+    prefix = c.experts[0].rpartition(".")[0]
+    own = [name for name in c.tensors if name.startswith(f"{prefix}.")]
+    for ending in sorted({name.split(".", 6)[-1] for name in own}):
+        each = [c.tensors.pop(f"{prefix}.{number}.{ending}") for number in range(len(c.experts))]
+        c.tensors[f"{prefix}.{ending.replace('.weight_', '_').replace('.weight', '').replace('.q', '_q')}"] = torch.stack(each)
+
+
+@fault("layers-beyond")
+def config_counts_too_few_layers(c: Contents) -> None:
+    c.config["num_hidden_layers"] -= 1
+    if "num_nextn_predict_layers" in c.config:
+        c.config["num_nextn_predict_layers"] = 0
+        c.tensors = {name: t for name, t in c.tensors.items() if not name.startswith(f"model.layers.{c.config['num_hidden_layers'] + 1}.")}
+
+
+@fault("tensors-missing")
+def config_counts_too_many_layers(c: Contents) -> None:
+    c.config["num_hidden_layers"] += 2
+    c.config.pop("num_nextn_predict_layers", None)
+
+
+@fault("shape-wrong")
+def config_is_of_a_wider_model(c: Contents) -> None:
+    c.config["moe_intermediate_size" if c.experts else "intermediate_size"] *= 2
+
+
+@fault("shape-wrong")
+def a_plain_matrix_is_transposed(c: Contents) -> None:
+    c.tensors["model.embed_tokens.weight"] = c.tensors["model.embed_tokens.weight"].T.contiguous()
+
+
+@fault("config-field")
+def config_lacks_a_size(c: Contents) -> None:
+    del c.config["hidden_size"]
+
+
+# --- the description of the quantization --------------------------------------------------------------------------------------
+
+
+@fault("description-missing", suits=_has_block, replays="vllm 39256")
+def quantization_config_is_lost(c: Contents) -> None:
+    del c.config["quantization_config"]
+    c.files.pop("hf_quant_config.json", None)
+
+
+@fault("description-wrong", suits=_has_block)
+def another_format_is_said(c: Contents) -> None:
+    method = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+    other = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, "checkpoint_format": "gptq"}
+    c.config["quantization_config"] = other if c.format.name == "awq" else method
+    c.files.pop("hf_quant_config.json", None)
+
+
+@fault("nothing-quantized", suits=_has_block)
+def everything_is_plain(c: Contents) -> None:
+    for module in list(c.linears):
+        c.plain(module)
+
+
+def _has_groups(c: Contents) -> bool:
+    grid = c.format.grid(c.config, {}) if _has_block(c) else None
+    return isinstance(grid, IntGrid) and grid.group_size is not None
+
+
+@fault("group-size-wrong", suits=_has_groups)
+def another_group_size_is_said(c: Contents) -> None:
+    if c.format.name == "compressed-tensors":
+        c.block["config_groups"]["group_0"]["weights"]["group_size"] *= 2
+    else:
+        c.block["group_size"] *= 2
+
+
+@fault("part-missing", suits=_quantized, replays="vllm-ascend 4096: a scale that is not there")
+def a_scale_is_lost(c: Contents) -> None:
+    module = c.linear()
+    names = [name for name in c.parts(module) if name.endswith((".scales", ".weight_scale"))]
+    del c.tensors[names[0]]
+
+
+@fault("part-orphan", "tensors-missing", suits=_quantized)
+def codes_are_lost(c: Contents) -> None:
+    module = c.linear()
+    del c.tensors[module + c.linears[module].format.marker]
+
+
+@fault("part-malformed", suits=_quantized)
+def a_scale_has_another_shape(c: Contents) -> None:
+    module = c.linear()
+    name = next(name for name in c.parts(module) if name.endswith((".scales", ".weight_scale")))
+    c.tensors[name] = c.tensors[name][:-1]
+
+
+@fault("listed-but-quantized", suits=_lists, replays="llm-compressor 2060: experts in the ignore list")
+def experts_are_listed_as_plain(c: Contents) -> None:
+    entry = {"compressed-tensors": r"re:.*down_proj$", "awq": "down_proj", "modelopt": "*down_proj"}[c.format.name]
+    _relist(c, [*_listed(c), entry])
+
+
+@fault(
+    "listed-but-quantized",
+    suits=lambda c: c.format.name == "awq" and any(".mlp.gate_proj" in m for m in c.linears),
+    replays="formats.md, pitfall 3",
+)
+def the_router_is_listed_by_a_part_of_its_name(c: Contents) -> None:
+    _relist(c, ["mlp.gate", "kv_b_proj", "lm_head"])
+
+
+@fault("plain-not-listed", suits=_lists, replays="vllm 45212")
+def a_linear_was_left_out_and_not_listed(c: Contents) -> None:
+    if not _listed(c):
+        _relist(c, ["lm_head"])
+    for ending in ("gate_proj", "up_proj", "down_proj"):
+        c.plain(c.linear().rpartition(".")[0] + f".{ending}")
+
+
+@fault("experts-mixed", suits=_quantized_moe, replays="GPTQModel 1680: some experts are not quantized")
+def one_expert_was_left_plain(c: Contents) -> None:
+    for module in [m for m in c.linears if m.startswith(f"{c.experts[1]}.")]:
+        c.plain(module)
+
+
+@fault("experts-plain", suits=lambda c: _quantized_moe(c) and any(".experts." not in m for m in c.linears), replays="llm-compressor 2060")
+def no_expert_was_quantized(c: Contents) -> None:
+    for module in [m for m in c.linears if ".experts." in m]:
+        c.plain(module)
+    if _lists(c):
+        _relist(
+            c, [*_listed(c), {"compressed-tensors": r"re:.*\.experts\..*", "awq": ".experts.", "modelopt": "*.experts.*"}[c.format.name]]
+        )
+
+
+@fault("siblings-mixed", suits=lambda c: _quantized(c) and any(m.endswith("mlp.gate_proj") for m in c.linears))
+def gate_is_quantized_and_up_is_not(c: Contents) -> None:
+    module = next(m for m in c.linears if m.endswith("mlp.gate_proj")).replace("gate_proj", "up_proj")
+    c.plain(module)
+    if _lists(c):
+        _relist(c, [*_listed(c), module])
+
+
+# --- MTP --------------------------------------------------------------------------------------------------------------------------
+
+
+@fault("mtp-missing", suits=_mtp, replays="llm-compressor 2735, Model-Optimizer 2141, ms-swift 7848")
+def mtp_was_dropped(c: Contents) -> None:
+    for name in c.mtp:
+        del c.tensors[name]
+
+
+@fault("mtp-missing", suits=_mtp, source=True, replays="llm-compressor 2735")
+def mtp_was_dropped_and_config_agrees(c: Contents) -> None:
+    for name in c.mtp:
+        del c.tensors[name]
+    c.config["num_nextn_predict_layers"] = 0
+
+
+@fault("mtp-incomplete", suits=_mtp, replays="vllm 52111")
+def mtp_lost_its_projection(c: Contents) -> None:
+    for name in c.mtp:
+        if "eh_proj" in name or "hnorm" in name:
+            del c.tensors[name]
+
+
+@fault("mtp-not-announced", suits=_mtp, replays="sglang 34807")
+def mtp_is_stored_and_not_announced(c: Contents) -> None:
+    c.config["num_nextn_predict_layers"] = 0
+
+
+@fault("plain-not-listed", suits=lambda c: _mtp(c) and _lists(c) and bool(_listed(c)), replays="vllm 37667, 52649, 44087")
+def mtp_is_plain_and_not_listed(c: Contents) -> None:
+    layer = f"layers.{c.config['num_hidden_layers']}"
+    for module in [m for m in c.linears if f".{layer}." in m]:
+        c.plain(module)
+    # Entries of whole layers stand for this one alone here.
+    _relist(c, [entry for entry in _listed(c) if layer not in entry.replace("\\", "")])
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------------------
+
+
+@fault("tokenizer-missing")
+def the_tokenizer_is_missing(c: Contents) -> None:
+    del c.files["tokenizer.json"]
+
+
+@fault("tokenizer-broken")
+def the_tokenizer_is_cut_short(c: Contents) -> None:
+    c.files["tokenizer.json"] = c.files["tokenizer.json"][:500]
+
+
+@fault("tokenizer-too-large")
+def the_tokenizer_is_of_another_model(c: Contents) -> None:
+    tokenizer = c.json("tokenizer.json")
+    vocab = tokenizer["model"]["vocab"]
+    vocab |= {f"<more{number}>": len(vocab) + number for number in range(c.config["vocab_size"])}
+    c.set_json("tokenizer.json", tokenizer)
+
+
+@fault("eos-outside")
+def eos_is_no_token(c: Contents) -> None:
+    c.config["eos_token_id"] = c.config["vocab_size"] + 5
+
+
+@fault("eos-differs", "eos-lost")
+def eos_is_another_token(c: Contents) -> None:
+    c.config["eos_token_id"] = 7
+    c.files.pop("generation_config.json", None)
+    described = c.json("tokenizer_config.json")
+    if not described.get("eos_token"):
+        described["eos_token"] = "<｜end▁of▁sentence｜>"
+        c.set_json("tokenizer_config.json", described)
+
+
+@fault("template-broken", suits=lambda c: "chat_template" in c.json("tokenizer_config.json"))
+def the_template_does_not_parse(c: Contents) -> None:
+    described = c.json("tokenizer_config.json")
+    described["chat_template"] = described["chat_template"].replace("{% endif %}", "", 1)
+    c.set_json("tokenizer_config.json", described)
+
+
+@fault("template-missing", suits=lambda c: "chat_template" in c.json("tokenizer_config.json"), source=True)
+def the_template_is_lost(c: Contents) -> None:
+    described = c.json("tokenizer_config.json")
+    del described["chat_template"]
+    c.set_json("tokenizer_config.json", described)
+
+
+@fault("config-differs", source=True, replays="a score that fell without an error: rope scaling lost")
+def rope_is_lost(c: Contents) -> None:
+    c.config.pop("rope_scaling", None)
+    c.config["rope_theta"] = 500.0
+
+
+@fault("config-differs", source=True)
+def an_epsilon_is_another(c: Contents) -> None:
+    c.config["rms_norm_eps"] = 1e-3
+
+
+@fault("config-differs", source=True, suits=_moe)
+def fewer_experts_are_chosen(c: Contents) -> None:
+    c.config["num_experts_per_tok"] -= 1
+
+
+@fault("config-differs", source=True, suits=lambda c: "norm_topk_prob" in c.config)
+def routing_weights_are_not_normalized(c: Contents) -> None:
+    c.config["norm_topk_prob"] = not c.config["norm_topk_prob"]

@@ -1,0 +1,106 @@
+"""Good checkpoints to make faults on: three models in every format, rounded to nearest.
+
+for name, path in write_all(folder): ...
+"""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import make_model
+import torch
+from packed_model import write_packed
+from torch import Tensor
+
+from quantkit.assets import builtin_model
+from quantkit.checkpoint.formats import awq, compressed_fp4, compressed_int4, compressed_int8, gptq, modelopt, modelslim
+from quantkit.checkpoint.formats.base import Format
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.models import find_architecture
+from quantkit.quant.weights import dequantize
+from quantkit.schemes import Fp4Grid, Grid, IntGrid
+
+FORMATS: dict[str, tuple[Format, Grid]] = {
+    "awq": (awq.FORMAT, IntGrid(4, 128, False)),
+    "gptq": (gptq.FORMATS[0], IntGrid(4, 64, False)),
+    "gptq-sym": (gptq.FORMATS[0], IntGrid(4, 128, True)),
+    "gptq-v2": (gptq.FORMATS[1], IntGrid(4, 128, False)),
+    "gptq-int8": (gptq.FORMATS[0], IntGrid(8, 128, True)),
+    "ct-int4": (compressed_int4.FORMAT, IntGrid(4, 32, True)),
+    "ct-int4-asym": (compressed_int4.FORMAT, IntGrid(4, 128, False)),
+    "ct-int4-channel": (compressed_int4.FORMAT, IntGrid(4, None, True)),
+    "ct-int8": (compressed_int8.FORMAT, IntGrid(8, None, True)),
+    "ct-nvfp4": (compressed_fp4.FORMAT, Fp4Grid()),
+    "modelopt": (modelopt.FORMAT, Fp4Grid()),
+    "modelslim": (modelslim.FORMAT, IntGrid(8, None, True)),
+    "modelslim-int4": (modelslim.FORMAT, IntGrid(4, None, True)),
+}
+_QWEN: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+QWEN3 = _QWEN | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "intermediate_size": 512}
+QWEN3_MOE = _QWEN | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "intermediate_size": 512,
+    "moe_intermediate_size": 128,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+
+def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
+    """Weights of every row of the table, channels of different sizes as trained ones have."""
+    architecture = find_architecture(config)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for row in architecture.parameters(architecture.Config.from_dict(config)):
+        noise = torch.randn(row.shape, generator=generator)
+        if row.role == "router_bias":
+            tensors[row.name] = noise * 0.1
+        elif len(row.shape) == 1:
+            tensors[row.name] = (1 + 0.2 * noise).bfloat16()
+        else:
+            columns = torch.exp(0.4 * torch.randn(row.shape[1], generator=generator))
+            tensors[row.name] = (noise * columns / math.sqrt(row.shape[1])).bfloat16()
+    return tensors
+
+
+def tiny_r1() -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The built-in model, decoded to BF16."""
+    checkpoint = Checkpoint.open(builtin_model("tiny-r1"))
+    tensors = {f"{m}.weight": dequantize(checkpoint.weight(m), torch.bfloat16) for m in checkpoint.linears}
+    parts = {name for linear in checkpoint.linears.values() for name in linear.tensors}
+    tensors |= {name: checkpoint.read(name) for name in checkpoint.tensors if name not in parts}
+    return {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}, tensors
+
+
+def models() -> dict[str, tuple[dict[str, Any], dict[str, Tensor]]]:
+    """config.json and BF16 tensors by name."""
+    return {"tiny-r1": tiny_r1(), "qwen3": (QWEN3, random_weights(QWEN3)), "qwen3-moe": (QWEN3_MOE, random_weights(QWEN3_MOE, 1))}
+
+
+def write_all(folder: Path, formats: tuple[str, ...] = tuple(FORMATS)) -> Iterator[tuple[str, Path, Path]]:
+    """(model and format, the checkpoint, its source in BF16)."""
+    for model, (config, tensors) in models().items():
+        source = make_model.write_dense(folder / f"{model}-source", config, tensors)
+        for name in formats:
+            format, grid = FORMATS[name]
+            yield f"{model} {name}", write_packed(folder / f"{model}-{name}", config, tensors, format, grid), source
