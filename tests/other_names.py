@@ -16,12 +16,22 @@ from quantkit import models
 from quantkit.models import decoder, gqa
 from quantkit.models.config import check_count
 from quantkit.models.context import Context
-from quantkit.models.mlp import Mlp, MlpNames, MoeMlp, expert_parameters, mlp_parameters, mlp_scale_groups, moe_scale_groups
+from quantkit.models.mlp import (
+    MixtureNames,
+    Mlp,
+    MlpNames,
+    MoeMlp,
+    mlp_parameters,
+    mlp_scale_groups,
+    moe_parameters,
+    moe_scale_groups,
+)
 from quantkit.models.rope import Rope
 from quantkit.models.table import Parameter, Projection, ScaleGroup, Split
 from quantkit.models.weights import Weights
 
 NAMES = MlpNames("w1", "w3", "w2")
+MIXTURE = MixtureNames(bias="choice", shared="common", linears=NAMES)
 MODEL_TYPE = "other_names"
 
 
@@ -61,10 +71,7 @@ def _layer_parameters(config: Config, layer: int) -> list[Parameter]:
     if config.routing is None or not config.is_moe(layer):
         return rows + mlp_parameters(f"{p}.ff", h, config.intermediate_size, layer, names=NAMES)
     count, width = config.routing.n_routed_experts, config.moe_intermediate_size
-    rows.append(Parameter(f"{p}.moe.gate.weight", (count, h), "router", layer=layer, block="router"))
-    rows.append(Parameter(f"{p}.moe.choice", (count,), "router_bias", layer=layer, block="router"))
-    rows += expert_parameters(f"{p}.moe.experts", h, width, layer, count, names=NAMES)
-    return rows + mlp_parameters(f"{p}.moe.common", h, width, layer, block="shared_expert", names=NAMES)
+    return rows + moe_parameters(f"{p}.moe", h, width, layer, count, shared_width=width, names=MIXTURE)
 
 
 def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
@@ -74,7 +81,7 @@ def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
     if config.routing is None or not config.is_moe(layer):
         return groups + mlp_scale_groups(f"{p}.ff", f"{p}.middle_norm", NAMES)
     experts = config.routing.n_routed_experts
-    return groups + moe_scale_groups(f"{p}.moe", f"{p}.middle_norm", experts, shared=f"{p}.moe.common", names=NAMES)
+    return groups + moe_scale_groups(f"{p}.moe", f"{p}.middle_norm", experts, MIXTURE)
 
 
 class Attention:
@@ -94,7 +101,7 @@ class DecoderLayer(decoder.DecoderLayer):
         p, routing = f"blocks.{layer}", config.routing
         mlp: Mlp | MoeMlp
         if routing is not None and config.is_moe(layer):
-            mlp = MoeMlp(routing, f"{p}.moe", weights, bias_name=f"{p}.moe.choice", shared_prefix=f"{p}.moe.common", names=NAMES)
+            mlp = MoeMlp(routing, f"{p}.moe", weights, MIXTURE)
         else:
             mlp = Mlp(f"{p}.ff", weights, NAMES)
         super().__init__(p, config.rms_norm_eps, weights, Attention(config, layer, weights), mlp, mlp_norm="middle_norm")

@@ -6,13 +6,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from quantkit.models.mlp import PROJ_NAMES, MlpNames
 from quantkit.models.rope import Rope
 from quantkit.models.weights import ExpertsOp, LinearOp, PrologOp
 
 
 class PlainWeights:
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.tensors = tensors
+    def __init__(self, tensors: Mapping[str, Tensor], names: MlpNames = PROJ_NAMES) -> None:
+        """names: of the routed experts' linears."""
+        self.tensors, self.names = tensors, names
 
     def tensor(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -40,7 +42,7 @@ class PlainWeights:
         def run(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
             out = torch.zeros_like(x)
             for expert in range(num_experts):
-                gate, up, down = (self.dequantized(f"{prefix}.{expert}.{side}_proj") for side in ("gate", "up", "down"))
+                gate, up, down = map(self.dequantized, self.names.modules(f"{prefix}.{expert}"))
                 share = (topk_weights * (topk_ids == expert)).sum(-1, keepdim=True)
                 out += share * F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
             return out

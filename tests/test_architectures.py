@@ -42,8 +42,26 @@ PANGU = {
     for key, value in make_model.tiny_config(num_hidden_layers=2, n_routed_experts=4, num_experts_per_tok=2).items()
     if key not in ("rope_scaling", "n_group", "topk_group", "topk_method")
 }
+MIXTRAL = {**DENSE, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128}
+GLM = {
+    **DENSE,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 128,
+    "first_k_dense_replace": 1,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "num_nextn_predict_layers": 1,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "llama": DENSE,
+    "llama": {**DENSE, "attention_bias": True, "mlp_bias": True},
+    "mistral": {**DENSE, "sliding_window": 16},
+    "mixtral": MIXTRAL,
+    "qwen2_moe": {**DENSE, **SPARSE, "shared_expert_intermediate_size": 256},
+    "glm4_moe": GLM,
+    "minimax_m2": {**MIXTRAL, "rotary_dim": 32},
+    "kimi_k2": make_model.tiny_config(num_hidden_layers=2, n_group=1, topk_group=1, num_nextn_predict_layers=0),
     "qwen2": {**DENSE, "tie_word_embeddings": True},
     "qwen3": DENSE,
     "qwen3_moe": {**DENSE, **SPARSE},

@@ -72,6 +72,8 @@ class ExecutorWeights:
         parameter, value = self._parameters[name], self.checkpoint.read(name, self._unpacked_on)
         if parameter.split == "column":
             value = value.chunk(self.parallel.size)[self.parallel.rank]
+        elif parameter.split == "row" and self.parallel.rank:
+            value = torch.zeros_like(value)  # a bias of partial sums counts once
         value = value.to(self.device, torch.float32 if parameter.role in ("router", "router_bias") else self.dtype)
         self.nbytes += value.numel() * value.element_size()
         return value

@@ -7,15 +7,47 @@ from typing import TYPE_CHECKING, Any, cast
 from quantkit.errors import QuantkitError
 from quantkit.models.architecture import Architecture, ModelConfig
 
-ARCHITECTURES = ("deepseek_v3", "llama", "pangu_ultra_moe", "qwen2", "qwen3", "qwen3_moe")
+ARCHITECTURES = (
+    "deepseek_v3",
+    "glm4_moe",
+    "kimi_k2",
+    "llama",
+    "minimax_m2",
+    "mistral",
+    "mixtral",
+    "pangu_ultra_moe",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+)
 
 if TYPE_CHECKING:  # mypy proves that each file offers what is asked of it
-    from quantkit.models import deepseek_v3, llama, pangu_ultra_moe, qwen2, qwen3, qwen3_moe
+    from quantkit.models import (
+        deepseek_v3,
+        glm4_moe,
+        kimi_k2,
+        llama,
+        minimax_m2,
+        mistral,
+        mixtral,
+        pangu_ultra_moe,
+        qwen2,
+        qwen2_moe,
+        qwen3,
+        qwen3_moe,
+    )
 
-    _DEEPSEEK: Architecture[deepseek_v3.Config] = deepseek_v3
-    _PANGU: Architecture[pangu_ultra_moe.Config] = pangu_ultra_moe
+    _DEEPSEEK_V3: Architecture[deepseek_v3.Config] = deepseek_v3
+    _GLM4_MOE: Architecture[glm4_moe.Config] = glm4_moe
+    _KIMI_K2: Architecture[kimi_k2.Config] = kimi_k2
     _LLAMA: Architecture[llama.Config] = llama
+    _MINIMAX_M2: Architecture[minimax_m2.Config] = minimax_m2
+    _MISTRAL: Architecture[mistral.Config] = mistral
+    _MIXTRAL: Architecture[mixtral.Config] = mixtral
+    _PANGU_ULTRA_MOE: Architecture[pangu_ultra_moe.Config] = pangu_ultra_moe
     _QWEN2: Architecture[qwen2.Config] = qwen2
+    _QWEN2_MOE: Architecture[qwen2_moe.Config] = qwen2_moe
     _QWEN3: Architecture[qwen3.Config] = qwen3
     _QWEN3_MOE: Architecture[qwen3_moe.Config] = qwen3_moe
 

@@ -36,8 +36,9 @@ class Context(Protocol):
         [T, heads, head_dim], normed where there are norms and turned, are returned; keys, likewise, and values are kept for
         `attend_gqa`."""
 
-    def attend_gqa(self, layer: int, q: Tensor, scale: float) -> Tensor:
-        """Second part: q [T, heads, head_dim] -> [T, heads, head_dim]; heads that stand side by side share keys."""
+    def attend_gqa(self, layer: int, q: Tensor, scale: float, window: int = 0) -> Tensor:
+        """Second part: q [T, heads, head_dim] -> [T, heads, head_dim]; heads that stand side by side share keys. window: tokens that each
+        sees, itself included; 0 for all."""
 
 
 class Positions:
@@ -95,24 +96,27 @@ class CausalContext(Positions):
         self.keys, self.values = qkv.new_empty(2, 1, len(qkv), kv_heads, head_dim).unbind()
         return gqa_prepare(qkv, norms, self.rotation(rope), (self.keys, self.values), self.rows)
 
-    def attend_gqa(self, layer: int, q: Tensor, scale: float) -> Tensor:
-        return self.attend(q, self.keys[0], self.values[0], scale)
+    def attend_gqa(self, layer: int, q: Tensor, scale: float, window: int = 0) -> Tensor:
+        return self.attend(q, self.keys[0], self.values[0], scale, window)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0) -> Tensor:
         """q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, e], heads a multiple of kv_heads -> [T, heads, e]."""
         out, start = [], 0
         for length in self.seq_lens:
             part = slice(start, start + length)
             one = (q[part], k[part], v[part])
             by_blocks = q.device.type == "cpu" and q.shape[-1] != v.shape[-1]
-            out.append(attend_by_blocks(*one, scale) if by_blocks else _attend(*one, scale))
+            out.append(attend_by_blocks(*one, scale) if by_blocks else _attend(*one, scale, window))
             start += length
         return torch.cat(out)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
     """Causal attention of one sequence: q [T, heads, d], k and v [T, kv_heads, ...] -> [T, heads, e]."""
     queries, keys, values = (t.transpose(0, 1)[None] for t in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
-    out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale, enable_gqa=grouped)
+    mask = None
+    if 0 < window < len(q):
+        mask = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).tril_().triu_(1 - window)
+    out = F.scaled_dot_product_attention(queries, keys, values, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)
     return out[0].transpose(0, 1)

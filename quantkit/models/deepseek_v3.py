@@ -6,33 +6,39 @@ Symbols: T tokens, H hidden_size, k num_experts_per_tok; attention head sizes no
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
-from quantkit_kernels import Norms, Routing, rms_norm
+from quantkit_kernels import Norms, Routing
 from torch import Tensor
-from torch.nn import functional as F
 
 from quantkit.errors import QuantkitError
-from quantkit.models import decoder
+from quantkit.models import decoder, mtp
 from quantkit.models.architecture import LatentCache
 from quantkit.models.config import (
     CountOrNone,
     NumExperts,
     NumLayers,
     NumLayersOrNone,
-    check_at_most,
-    check_divides,
     check_flag,
     read_fields,
-    refusal,
     refuse_attention_bias,
 )
 from quantkit.models.context import Context
-from quantkit.models.mlp import Mlp, MoeMlp, expert_parameters, mlp_parameters, mlp_scale_groups, moe_scale_groups
+from quantkit.models.mlp import (
+    MixtureNames,
+    Mlp,
+    MoeMlp,
+    check_groups,
+    mlp_parameters,
+    mlp_scale_groups,
+    moe_parameters,
+    moe_scale_groups,
+)
 from quantkit.models.rope import Rope
 from quantkit.models.table import Block, Parameter, Projection, Role, ScaleGroup, Split
 from quantkit.models.weights import Weights
+
+MIXTURE = MixtureNames(bias="gate.e_score_correction_bias", shared="shared_experts")
 
 
 @dataclass(frozen=True)
@@ -83,17 +89,8 @@ class Config:
         values = read_fields(cls, config)
         rope = Rope.from_dict(config, values["qk_rope_head_dim"], interleaved=check_flag(config, "rope_interleave", default=True))
         made = cls(rope=rope, **values)
-        made.check_routing()
+        check_groups(made.routing)
         return made
-
-    def check_routing(self) -> None:
-        """Raise QuantkitError where experts cannot be chosen so: each of the groups that are kept has its share of them."""
-        check_divides("n_group", "n_routed_experts", self)
-        check_at_most("topk_group", self.topk_group, "n_group", self.n_group)
-        share = self.n_routed_experts // self.n_group
-        if self.topk_group < self.n_group and share < 2:  # a group is judged by its two best
-            raise refusal("n_group", self.n_group, f"groups of at least two of the {self.n_routed_experts} experts")
-        check_at_most("num_experts_per_tok", self.num_experts_per_tok, "the experts of topk_group groups", self.topk_group * share)
 
     @property
     def qk_head_dim(self) -> int:
@@ -134,17 +131,8 @@ def parameters(config: Config) -> list[Parameter]:
     for layer in range(config.num_hidden_layers):
         rows += _layer_parameters(config, layer, mtp=False)
     rows += [Parameter("model.norm.weight", (h,), "norm"), Parameter("lm_head.weight", (vocab, h), "head", "vocab")]
-    for layer in range(config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_predict_layers):
-        p = f"model.layers.{layer}"
-        rows += [
-            Parameter(f"{p}.embed_tokens.weight", (vocab, h), "embedding", layer=layer, mtp=True),
-            Parameter(f"{p}.enorm.weight", (h,), "norm", layer=layer, mtp=True),
-            Parameter(f"{p}.hnorm.weight", (h,), "norm", layer=layer, mtp=True),
-            Parameter(f"{p}.eh_proj.weight", (h, 2 * h), "mtp_proj", layer=layer, mtp=True),
-            *_layer_parameters(config, layer, mtp=True),
-            Parameter(f"{p}.shared_head.norm.weight", (h,), "norm", layer=layer, mtp=True),
-            Parameter(f"{p}.shared_head.head.weight", (vocab, h), "head", "vocab", layer=layer, mtp=True),
-        ]
+    for layer in mtp.mtp_layers(config):
+        rows += mtp.mtp_parameters(h, vocab, layer, _layer_parameters(config, layer, mtp=True))
     return rows
 
 
@@ -173,11 +161,9 @@ def _layer_parameters(config: Config, layer: int, mtp: bool) -> Iterator[Paramet
     if not config.is_moe(layer):
         yield from mlp_parameters(f"{p}.mlp", h, config.intermediate_size, layer, mtp=mtp)
         return
-    yield row(f"{p}.mlp.gate.weight", (config.n_routed_experts, h), "router", "router")
-    yield row(f"{p}.mlp.gate.e_score_correction_bias", (config.n_routed_experts,), "router_bias", "router")
-    yield from expert_parameters(f"{p}.mlp.experts", h, config.moe_intermediate_size, layer, config.n_routed_experts, mtp)
-    width = config.moe_intermediate_size * config.n_shared_experts
-    yield from mlp_parameters(f"{p}.mlp.shared_experts", h, width, layer, block="shared_expert", mtp=mtp)
+    width, experts = config.moe_intermediate_size, config.n_routed_experts
+    shared = width * config.n_shared_experts
+    yield from moe_parameters(f"{p}.mlp", h, width, layer, experts, shared_width=shared, mtp=mtp, names=MIXTURE)
 
 
 def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
@@ -192,7 +178,7 @@ def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
     norm = f"{p}.post_attention_layernorm"
     if not config.is_moe(layer):
         return [*groups, *mlp_scale_groups(f"{p}.mlp", norm)]
-    return [*groups, *moe_scale_groups(f"{p}.mlp", norm, config.n_routed_experts, shared=f"{p}.mlp.shared_experts")]
+    return [*groups, *moe_scale_groups(f"{p}.mlp", norm, config.n_routed_experts, MIXTURE)]
 
 
 class Attention:
@@ -220,16 +206,10 @@ class Attention:
         return self.o(attended.flatten(1))
 
 
-def moe_mlp(config: Config, prefix: str, weights: Weights) -> MoeMlp:
-    return MoeMlp(
-        config.routing, prefix, weights, bias_name=f"{prefix}.gate.e_score_correction_bias", shared_prefix=f"{prefix}.shared_experts"
-    )
-
-
 class DecoderLayer(decoder.DecoderLayer):
     def __init__(self, config: Config, layer: int, weights: Weights) -> None:
         p = f"model.layers.{layer}"
-        mlp = moe_mlp(config, f"{p}.mlp", weights) if config.is_moe(layer) else Mlp(f"{p}.mlp", weights)
+        mlp = MoeMlp(config.routing, f"{p}.mlp", weights, MIXTURE) if config.is_moe(layer) else Mlp(f"{p}.mlp", weights)
         super().__init__(p, config.rms_norm_eps, weights, Attention(config, layer, weights), mlp)
 
 
@@ -237,34 +217,5 @@ class Model(decoder.Model):
     layer_class = DecoderLayer
 
 
-class MtpLayer:
-    """Predicts token i + 2 from the hidden state of token i and the embedding of token i + 1."""
-
-    layer_class: ClassVar[type[Any]] = DecoderLayer
-
-    def __init__(self, config: Config, weights: Weights, index: int = 0) -> None:
-        layer = config.num_hidden_layers + index
-        p = f"model.layers.{layer}"
-        self.eps = config.rms_norm_eps
-        self.embedding = weights.tensor(f"{p}.embed_tokens.weight")
-        self.enorm = weights.tensor(f"{p}.enorm.weight")
-        self.hnorm = weights.tensor(f"{p}.hnorm.weight")
-        self.eh_proj = weights.linear(f"{p}.eh_proj")
-        self.block: decoder.DecoderLayer = self.layer_class(config, layer, weights)
-        self.norm = weights.tensor(f"{p}.shared_head.norm.weight")
-        self.head = weights.linear(f"{p}.shared_head.head")
-
-    def inputs(self, next_token_ids: Tensor, hidden: Tensor) -> Tensor:
-        """next_token_ids [T], hidden [T, H] after the main model's final norm -> the block's input [T, H]."""
-        embedded = rms_norm(F.embedding(next_token_ids, self.embedding), self.enorm, self.eps)
-        return self.eh_proj(torch.cat((embedded, rms_norm(hidden, self.hnorm, self.eps)), dim=-1))
-
-    def __call__(self, next_token_ids: Tensor, hidden: Tensor, context: Context) -> Tensor:
-        """-> hidden [T, H] after shared_head.norm; also the `hidden` of a further MTP step."""
-        inputs = self.inputs(next_token_ids, hidden)
-        normed, _ = self.block(rms_norm(inputs, self.block.input_norm, self.eps), inputs, context, self.norm)
-        return normed
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [T, H] -> float32 [T, vocab]."""
-        return self.head(hidden).float()
+class MtpLayer(mtp.MtpLayer):
+    layer_class = DecoderLayer

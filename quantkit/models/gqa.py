@@ -1,11 +1,12 @@
-"""Decoder-only transformers with grouped-query attention: what Llama, Qwen2, Qwen3 and Qwen3-MoE share.
+"""Decoder-only transformers with grouped-query attention: what Llama, Mistral, Mixtral, the Qwens, GLM-4.5 and MiniMax-M2 share.
 
-An architecture file reads its config.json into `Config` and says what it has of: biases on q, k and v; norms on q and k; experts.
+An architecture file reads its config.json into `Config` and says what it has of: biases, norms on q and k, sliding windows, experts.
 Symbols: T tokens, H hidden_size, D head_dim.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from quantkit_kernels import Norms, Routing
@@ -14,17 +15,35 @@ from torch import Tensor
 from quantkit.errors import QuantkitError
 from quantkit.models import decoder
 from quantkit.models.architecture import KeyValueCache
-from quantkit.models.config import DECIDED, CountOrNone, NumLayers, check_at_most, check_divides, read_fields, refusal
+from quantkit.models.config import DECIDED, CountOrNone, NumLayers, check_at_most, check_divides, read_fields
 from quantkit.models.context import Context
-from quantkit.models.mlp import Mlp, MoeMlp, expert_parameters, mlp_parameters, mlp_scale_groups, moe_scale_groups
-from quantkit.models.rope import Rope
+from quantkit.models.mlp import (
+    PLAIN_MIXTURE,
+    MixtureNames,
+    Mlp,
+    MoeMlp,
+    add_bias,
+    bias_of,
+    mlp_parameters,
+    mlp_scale_groups,
+    moe_parameters,
+    moe_scale_groups,
+)
+from quantkit.models.rope import DEFAULT_THETA, Rope
 from quantkit.models.table import Parameter, Projection, Role, ScaleGroup, Split
 from quantkit.models.weights import Weights
+
+QkNorm = Literal["head", "all"]
+"""What a norm on queries and keys goes over: each head by itself, or all of them together."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """Fields as config.json names them; below `rope`, what the architecture file decides."""
+    """Fields as config.json names them; below `tie_word_embeddings`, what the architecture file decides.
+
+    windows: tokens that each layer's attention sees, the token itself included, 0 for all; empty: all layers see all. mixture_module: what
+    of a layer the mixture of experts is. shared_width: of the shared expert. dense_layers: layers without experts.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -38,9 +57,15 @@ class Config:
     head_dim: int = 0
     tie_word_embeddings: bool = False
     qkv_bias: Annotated[bool, DECIDED] = False
-    qk_norm: Annotated[bool, DECIDED] = False
+    o_bias: Annotated[bool, DECIDED] = False
+    mlp_bias: Annotated[bool, DECIDED] = False
+    qk_norm: Annotated[QkNorm | None, DECIDED] = None
+    windows: Annotated[tuple[int, ...], DECIDED] = ()
     routing: Annotated[Routing | None, DECIDED] = None
+    mixture: Annotated[MixtureNames, DECIDED] = PLAIN_MIXTURE
+    mixture_module: Annotated[str, DECIDED] = "mlp"
     moe_intermediate_size: CountOrNone = 0
+    shared_width: Annotated[int, DECIDED] = 0
     dense_layers: Annotated[frozenset[int], DECIDED] = frozenset()
     num_nextn_predict_layers: Annotated[int, DECIDED] = 0
 
@@ -59,6 +84,10 @@ class Config:
     def cache_width(self) -> int:
         return self.cache.width
 
+    def window(self, layer: int) -> int:
+        """Tokens that a layer's attention sees, 0 for all. MTP layers see all."""
+        return self.windows[layer] if layer < len(self.windows) else 0
+
     def is_moe(self, layer: int) -> bool:
         return self.routing is not None and layer not in self.dense_layers
 
@@ -66,7 +95,6 @@ class Config:
 _COMPUTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "hidden_activation": ("silu", None),
-    "use_sliding_window": (False, None),
     "attention_chunk_size": (None,),
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
@@ -86,32 +114,30 @@ _COMPUTED: dict[str, tuple[Any, ...]] = {
 """Keys of config.json that change what decoders of this kind compute, and the values under which this file computes the same."""
 
 
-def refuse_other_forwards(config: dict[str, Any]) -> None:
-    """Raises QuantkitError naming the key where config.json asks for something that is not computed here."""
+def refuse_other_forwards(config: dict[str, Any], own: Collection[str] = ()) -> None:
+    """Raises QuantkitError naming the key where config.json asks for something that is not computed here. own: keys that the architecture
+    reads itself."""
     for key, values in _COMPUTED.items():
-        if key in config and config[key] not in values:
+        if key in config and key not in own and config[key] not in values:
             raise QuantkitError(f"config.json has {key} = {config[key]!r}", f"quantkit computes {values[0]!r} only")
-    listed = config.get("layer_types") or []
-    if not isinstance(listed, list) or not all(isinstance(kind, str) for kind in listed):
-        raise refusal("layer_types", listed, "a list of texts")
-    kinds = {"full_attention", *listed}
-    # Qwen's configs carry a window beside use_sliding_window: false. Where that is not said, engines disagree on what it means.
-    windowed = config.get("sliding_window") is not None and config.get("use_sliding_window") is not False
-    if windowed or len(kinds) > 1:
-        told = f"sliding_window = {config['sliding_window']!r}" if windowed else f"layer_types {', '.join(sorted(kinds))}"
-        raise QuantkitError(f"config.json has {told}", "quantkit computes full attention only")
 
 
-def read_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The shared fields. Raises QuantkitError where a field is missing or asks for something not computed here."""
-    refuse_other_forwards(config)
+def read_config(
+    config: dict[str, Any], *, default_theta: float = DEFAULT_THETA, partial_rotary_factor: float | None = None, own: Collection[str] = ()
+) -> dict[str, Any]:
+    """The shared fields, without windows. default_theta: rope_theta where config.json has none. partial_rotary_factor: the share of a head
+    that is turned where it does not say; None: of an architecture that turns whole heads. own: as in `refuse_other_forwards`.
+
+    Raises QuantkitError where a field is missing or asks for something not computed here.
+    """
+    refuse_other_forwards(config, own)
     values = read_fields(Config, config)
     heads = values["num_attention_heads"]
     values["num_key_value_heads"] = values.get("num_key_value_heads") or heads
     if "head_dim" not in values:
         check_at_most("num_attention_heads", heads, "hidden_size", values["hidden_size"])
     values["head_dim"] = values.get("head_dim") or values["hidden_size"] // heads
-    values["rope"] = Rope.from_dict(config, values["head_dim"], interleaved=False)
+    values["rope"] = Rope.from_dict(config, values["head_dim"], False, default_theta, partial_rotary_factor)
     return values
 
 
@@ -120,14 +146,17 @@ def parameters(config: Config) -> list[Parameter]:
     h, vocab = config.hidden_size, config.vocab_size
     rows = [Parameter("model.embed_tokens.weight", (vocab, h), "embedding")]
     for layer in range(config.num_hidden_layers):
-        rows += _layer_parameters(config, layer)
+        rows += layer_parameters(config, layer)
     rows.append(Parameter("model.norm.weight", (h,), "norm"))
     if not config.tie_word_embeddings:
         rows.append(Parameter("lm_head.weight", (vocab, h), "head", "vocab"))
     return rows
 
 
-def _layer_parameters(config: Config, layer: int) -> list[Parameter]:
+_NORMED: tuple[Projection, Projection] = ("q", "k")
+
+
+def layer_parameters(config: Config, layer: int) -> list[Parameter]:
     h, d = config.hidden_size, config.head_dim
     p = f"model.layers.{layer}"
     a = f"{p}.self_attn"
@@ -139,18 +168,20 @@ def _layer_parameters(config: Config, layer: int) -> list[Parameter]:
 
     heads: dict[Projection, int] = {"q": config.num_attention_heads, "k": config.num_key_value_heads, "v": config.num_key_value_heads}
     for side, count in heads.items():
-        rows.append(attention(f"{side}_proj.weight", (count * d, h), "linear", "column", side))
-        if config.qkv_bias:
-            rows.append(attention(f"{side}_proj.bias", (count * d,), "bias", "column"))
-    if config.qk_norm:
+        linear = attention(f"{side}_proj.weight", (count * d, h), "linear", "column", side)
+        rows += [linear, bias_of(linear)] if config.qkv_bias else [linear]
+    if config.qk_norm == "head":
         rows += [attention(f"{side}_norm.weight", (d,), "norm", "replicate") for side in ("q", "k")]
-    rows.append(attention("o_proj.weight", (h, config.num_attention_heads * d), "linear", "row", "o"))
+    elif config.qk_norm == "all":
+        rows += [attention(f"{side}_norm.weight", (heads[side] * d,), "norm", "column") for side in _NORMED]
+    output = attention("o_proj.weight", (h, config.num_attention_heads * d), "linear", "row", "o")
+    rows += [output, bias_of(output)] if config.o_bias else [output]
     rows.append(Parameter(f"{p}.post_attention_layernorm.weight", (h,), "norm", layer=layer))
     if config.routing is None or not config.is_moe(layer):
-        return rows + mlp_parameters(f"{p}.mlp", h, config.intermediate_size, layer)
-    experts = config.routing.n_routed_experts
-    rows.append(Parameter(f"{p}.mlp.gate.weight", (experts, h), "router", layer=layer, block="router"))
-    return rows + expert_parameters(f"{p}.mlp.experts", h, config.moe_intermediate_size, layer, experts)
+        return rows + mlp_parameters(f"{p}.mlp", h, config.intermediate_size, layer, bias=config.mlp_bias)
+    experts, width, names = config.routing.n_routed_experts, config.moe_intermediate_size, config.mixture
+    mixture = moe_parameters(f"{p}.{config.mixture_module}", h, width, layer, experts, shared_width=config.shared_width, names=names)
+    return rows + mixture
 
 
 def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
@@ -162,32 +193,45 @@ def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
         groups.append(ScaleGroup(f"{a}.v_o", f"{a}.v_proj", False, (f"{a}.o_proj",), f"{a}.o_proj"))
     norm = f"{p}.post_attention_layernorm"
     if config.routing is None or not config.is_moe(layer):
-        return [*groups, *mlp_scale_groups(f"{p}.mlp", norm)]
-    return groups + moe_scale_groups(f"{p}.mlp", norm, config.routing.n_routed_experts)
+        return [*groups, *mlp_scale_groups(f"{p}.mlp", norm, bias=config.mlp_bias)]
+    return groups + moe_scale_groups(f"{p}.{config.mixture_module}", norm, config.routing.n_routed_experts, config.mixture)
 
 
 class Attention:
     def __init__(self, config: Config, layer: int, weights: Weights) -> None:
         a = f"model.layers.{layer}.self_attn"
-        self.config, self.layer = config, layer
+        self.config, self.layer, self.window = config, layer, config.window(layer)
         self.qkv = weights.fused_linear((f"{a}.q_proj", f"{a}.k_proj", f"{a}.v_proj"))
         biases = [weights.tensor(f"{a}.{side}_proj.bias") for side in "qkv"] if config.qkv_bias else []
         self.qkv_bias = torch.cat(biases) if biases else None
-        self.norms = None
+        self.norms, self.joint_norms = None, None
         if config.qk_norm:
-            self.norms = Norms(weights.tensor(f"{a}.q_norm.weight"), weights.tensor(f"{a}.k_norm.weight"), config.rms_norm_eps)
+            norms = Norms(weights.tensor(f"{a}.q_norm.weight"), weights.tensor(f"{a}.k_norm.weight"), config.rms_norm_eps)
+            self.norms, self.joint_norms = (norms, None) if config.qk_norm == "head" else (None, norms)
         self.o = weights.linear(f"{a}.o_proj")
+        self.o_bias = weights.tensor(f"{a}.o_proj.bias") if config.o_bias else None
+        self.all_reduce = weights.all_reduce
 
     def __call__(self, x: Tensor, context: Context) -> Tensor:
         """x [T, H] -> [T, H], partial over ranks."""
         c = self.config
-        qkv = self.qkv(x)
-        if self.qkv_bias is not None:
-            qkv = qkv + self.qkv_bias
+        qkv = add_bias(self.qkv(x), self.qkv_bias)
+        if self.joint_norms is not None:
+            qkv = self._normed(qkv, self.joint_norms)
         queries_per_kv = c.num_attention_heads // c.num_key_value_heads
         kv_heads = qkv.shape[1] // c.head_dim // (queries_per_kv + 2)
         q = context.store_gqa(self.layer, qkv, kv_heads, c.head_dim, self.norms, c.rope)
-        return self.o(context.attend_gqa(self.layer, q, c.softmax_scale).flatten(1))
+        return add_bias(self.o(context.attend_gqa(self.layer, q, c.softmax_scale, self.window).flatten(1)), self.o_bias)
+
+    def _normed(self, qkv: Tensor, norms: Norms) -> Tensor:
+        """Queries and keys [T, heads * D] normed over all heads, of which a rank has some: the ranks' sums of squares are added up."""
+        c = self.config
+        q, k, v = qkv.split([len(norms.q), len(norms.k), qkv.shape[1] - len(norms.q) - len(norms.k)], dim=-1)
+        squares = self.all_reduce(torch.stack([side.float().square().sum(-1) for side in (q, k)], dim=-1))
+        widths = squares.new_tensor([c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim])
+        factors = (squares / widths + norms.eps).rsqrt().unbind(-1)
+        normed = [(side.float() * factor[:, None]).to(qkv.dtype) * gain for side, factor, gain in zip((q, k), factors, norms)]
+        return torch.cat((*normed, v), dim=-1)
 
 
 class DecoderLayer(decoder.DecoderLayer):
@@ -195,9 +239,9 @@ class DecoderLayer(decoder.DecoderLayer):
         p = f"model.layers.{layer}"
         mlp: Mlp | MoeMlp
         if config.routing is not None and config.is_moe(layer):
-            mlp = MoeMlp(config.routing, f"{p}.mlp", weights, bias_name=None, shared_prefix=None)
+            mlp = MoeMlp(config.routing, f"{p}.{config.mixture_module}", weights, config.mixture)
         else:
-            mlp = Mlp(f"{p}.mlp", weights)
+            mlp = Mlp(f"{p}.mlp", weights, bias=config.mlp_bias)
         super().__init__(p, config.rms_norm_eps, weights, Attention(config, layer, weights), mlp)
 
 

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from quantkit.errors import QuantkitError
 from quantkit.models import gqa
-from quantkit.models.config import refuse_attention_bias
+from quantkit.models.config import check_flag
 from quantkit.models.gqa import DecoderLayer, Model, MtpLayer, parameters, scale_groups
+from quantkit.models.windows import refuse_windows
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
 
@@ -13,7 +13,6 @@ __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_g
 class Config(gqa.Config):
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "Config":
-        refuse_attention_bias(config)
-        if config.get("mlp_bias"):
-            raise QuantkitError("config.json has mlp_bias", "quantkit computes Llama without biases")
-        return cls(**gqa.read_config(config))
+        refuse_windows(config)
+        bias = check_flag(config, "attention_bias")
+        return cls(**gqa.read_config(config), qkv_bias=bias, o_bias=bias, mlp_bias=check_flag(config, "mlp_bias"))

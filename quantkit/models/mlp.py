@@ -1,10 +1,15 @@
 """The feed-forward halves that the architectures share, a gated MLP and a mixture of them: table rows, scale groups, forward."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from quantkit_kernels import Routing, moe_gate, silu_and_mul
 from torch import Tensor
+from torch.nn import functional as F
 
+from quantkit.models.config import MOST_EXPERTS, check_at_most, check_count, check_divides, refusal
 from quantkit.models.table import Block, Parameter, ScaleGroup
 from quantkit.models.weights import Weights
 
@@ -25,6 +30,46 @@ class MlpNames:
 PROJ_NAMES = MlpNames()
 
 
+@dataclass(frozen=True)
+class MixtureNames:
+    """What an architecture calls the parts of a mixture of experts, below the mixture's own module; None: it has no such part.
+
+    bias: of the router, which chooses and does not weigh. shared_gate: the linear [1, H] whose sigmoid the shared expert's output is
+    multiplied by. linears: of the experts, routed and shared.
+    """
+
+    router: str = "gate"
+    bias: str | None = None
+    shared: str | None = None
+    shared_gate: str | None = None
+    linears: MlpNames = PROJ_NAMES
+
+
+PLAIN_MIXTURE = MixtureNames()
+
+
+def read_routing(config: dict[str, Any], count: Sequence[str], norm_topk_prob: bool, scoring_func: str) -> Routing:
+    """How experts are chosen among all. count: keys of config.json for the number of experts, the first that is there counts.
+
+    Raises QuantkitError where a number is missing, or more experts are chosen than there are.
+    """
+    key = next((key for key in count if key in config), count[0])
+    experts = check_count(key, config.get(key), most=MOST_EXPERTS)
+    chosen = check_count("num_experts_per_tok", config.get("num_experts_per_tok"))
+    check_at_most("num_experts_per_tok", chosen, key, experts)
+    return Routing(experts, chosen, norm_topk_prob, scoring_func)
+
+
+def check_groups(routing: Routing) -> None:
+    """Raise QuantkitError where experts cannot be chosen so: each of the groups that are kept has its share of them."""
+    check_divides("n_group", "n_routed_experts", routing)
+    check_at_most("topk_group", routing.topk_group, "n_group", routing.n_group)
+    share = routing.n_routed_experts // routing.n_group
+    if routing.topk_group < routing.n_group and share < 2:  # a group is judged by its two best
+        raise refusal("n_group", routing.n_group, f"groups of at least two of the {routing.n_routed_experts} experts")
+    check_at_most("num_experts_per_tok", routing.num_experts_per_tok, "the experts of topk_group groups", routing.topk_group * share)
+
+
 def mlp_parameters(
     prefix: str,
     hidden: int,
@@ -34,47 +79,69 @@ def mlp_parameters(
     block: Block = "mlp",
     expert: int | None = None,
     mtp: bool = False,
+    bias: bool = False,
     names: MlpNames = PROJ_NAMES,
 ) -> list[Parameter]:
-    """The three linears of one gated MLP."""
+    """The three linears of one gated MLP, and their biases."""
     gate, up, down = names.modules(prefix)
     fused = f"{prefix}.gate_up_proj"
     inner = Parameter(f"{gate}.weight", (width, hidden), "linear", "column", layer, expert, fused, mtp, block=block, projection="gate")
     outer = Parameter(f"{down}.weight", (hidden, width), "linear", "row", layer, expert, None, mtp, block=block, projection="down")
-    return [inner, replace(inner, name=f"{up}.weight", projection="up"), outer]
+    rows = [inner, replace(inner, name=f"{up}.weight", projection="up"), outer]
+    return rows + [bias_of(row) for row in rows] if bias else rows
 
 
-def expert_parameters(
-    prefix: str, hidden: int, width: int, layer: int, experts: int, mtp: bool = False, names: MlpNames = PROJ_NAMES
+def bias_of(linear: Parameter) -> Parameter:
+    """The bias of a linear: cut as its outputs are, and of a partial sum held by one rank alone."""
+    return replace(linear, name=f"{linear.module}.bias", shape=linear.shape[:1], role="bias", fused=None, projection=None)
+
+
+def moe_parameters(
+    prefix: str,
+    hidden: int,
+    width: int,
+    layer: int,
+    experts: int,
+    *,
+    shared_width: int = 0,
+    mtp: bool = False,
+    names: MixtureNames = PLAIN_MIXTURE,
 ) -> list[Parameter]:
-    """The linears of the routed experts `prefix`.0 .. `prefix`.{experts-1}."""
-    rows = []
+    """A mixture of experts: its router, the routed experts `prefix`.experts.0 .. {experts-1}, the shared one."""
+    router = Parameter(f"{prefix}.{names.router}.weight", (experts, hidden), "router", layer=layer, mtp=mtp, block="router")
+    rows = [router]
+    if names.bias:
+        rows.append(replace(router, name=f"{prefix}.{names.bias}", shape=(experts,), role="router_bias"))
     for expert in range(experts):
-        rows += mlp_parameters(f"{prefix}.{expert}", hidden, width, layer, block="expert", expert=expert, mtp=mtp, names=names)
+        one = f"{prefix}.experts.{expert}"
+        rows += mlp_parameters(one, hidden, width, layer, block="expert", expert=expert, mtp=mtp, names=names.linears)
+    if names.shared:
+        shared = f"{prefix}.{names.shared}"
+        rows += mlp_parameters(shared, hidden, shared_width, layer, block="shared_expert", mtp=mtp, names=names.linears)
+    if names.shared_gate:
+        rows.append(replace(router, name=f"{prefix}.{names.shared_gate}.weight", shape=(1, hidden)))
     return rows
 
 
-def mlp_scale_groups(prefix: str, norm: str, names: MlpNames = PROJ_NAMES) -> list[ScaleGroup]:
-    """norm to gate and up, up to down: of an MLP that alone reads `norm`."""
+def mlp_scale_groups(prefix: str, norm: str, names: MlpNames = PROJ_NAMES, *, bias: bool = False) -> list[ScaleGroup]:
+    """norm to gate and up, up to down: of an MLP that alone reads `norm`. A bias of up would have to be scaled too: no such group then."""
     gate, up, _ = names.modules(prefix)
-    return [ScaleGroup(f"{prefix}.gate_up", norm, True, (gate, up), gate), up_down_group(prefix, names=names)]
+    groups = [ScaleGroup(f"{prefix}.gate_up", norm, True, (gate, up), gate)]
+    return groups if bias else [*groups, up_down_group(prefix, names=names)]
 
 
-def moe_scale_groups(
-    prefix: str, norm: str, experts: int, *, shared: str | None = None, router: str = "gate", names: MlpNames = PROJ_NAMES
-) -> list[ScaleGroup]:
-    """norm to the router, the shared expert's and every routed expert's gate and up; up to down in each expert.
-
-    prefix: of the mixture, whose experts are `prefix`.experts.N; shared: prefix of the shared expert, where there is one.
-    """
-    own = names.modules(shared)[:2] if shared else ()
+def moe_scale_groups(prefix: str, norm: str, experts: int, names: MixtureNames = PLAIN_MIXTURE) -> list[ScaleGroup]:
+    """norm to the router, the shared expert's and every routed expert's gate and up; up to down in each expert."""
+    shared = f"{prefix}.{names.shared}" if names.shared else None
+    own = names.linears.modules(shared)[:2] if shared else ()
+    gates = (f"{prefix}.{names.shared_gate}",) if names.shared_gate else ()
     prefixes = [f"{prefix}.experts.{expert}" for expert in range(experts)]
-    routed = [module for one in prefixes for module in names.modules(one)[:2]]
-    readers = (f"{prefix}.{router}", *own, *routed)
+    routed = [module for one in prefixes for module in names.linears.modules(one)[:2]]
+    readers = (f"{prefix}.{names.router}", *gates, *own, *routed)
     return [
         ScaleGroup(f"{prefix}.gate_up", norm, True, readers, own[0] if own else readers[0], reaches_experts=True),
-        *([up_down_group(shared, names=names)] if shared else []),
-        *(up_down_group(one, expert, names) for expert, one in enumerate(prefixes)),
+        *([up_down_group(shared, names=names.linears)] if shared else []),
+        *(up_down_group(one, expert, names.linears) for expert, one in enumerate(prefixes)),
     ]
 
 
@@ -85,48 +152,52 @@ def up_down_group(prefix: str, expert: int | None = None, names: MlpNames = PROJ
 
 
 class Mlp:
-    """down(SiLU(gate(x)) * up(x))."""
+    """down(SiLU(gate(x)) * up(x)), with a bias after each linear where `bias` says so."""
 
-    def __init__(self, prefix: str, weights: Weights, names: MlpNames = PROJ_NAMES) -> None:
+    def __init__(self, prefix: str, weights: Weights, names: MlpNames = PROJ_NAMES, *, bias: bool = False) -> None:
         gate, up, down = names.modules(prefix)
         self.gate_up = weights.fused_linear((gate, up))
         self.down = weights.linear(down)
+        self.gate_up_bias = torch.cat([weights.tensor(f"{one}.bias") for one in (gate, up)]) if bias else None
+        self.down_bias = weights.tensor(f"{down}.bias") if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, H], partial over ranks."""
-        return self.down(silu_and_mul(self.gate_up(x)))
+        return add_bias(self.down(silu_and_mul(add_bias(self.gate_up(x), self.gate_up_bias))), self.down_bias)
+
+
+def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x if bias is None else x + bias
 
 
 class MoeMlp:
-    """Routed experts, and a shared one where `shared_prefix` names it. `bias_name` is the router's selection bias, if the model has one.
+    """A mixture of experts at `prefix`: routed ones, and a shared one where `names` has one.
 
-    The shared expert is asked for by every token with weight 1. Where the weights allow it, it is run as the last of the routed ones.
+    The shared expert is asked for by every token, with weight 1 where it has no gate of its own; it is then run as the last of the routed
+    ones where the weights allow it.
     """
 
-    def __init__(
-        self,
-        routing: Routing,
-        prefix: str,
-        weights: Weights,
-        *,
-        bias_name: str | None,
-        shared_prefix: str | None,
-        names: MlpNames = PROJ_NAMES,
-    ) -> None:
-        self.router = weights.tensor(f"{prefix}.gate.weight").float()
-        self.bias = weights.tensor(bias_name).float() if bias_name else None
+    def __init__(self, routing: Routing, prefix: str, weights: Weights, names: MixtureNames = PLAIN_MIXTURE) -> None:
+        self.router = weights.tensor(f"{prefix}.{names.router}.weight").float()
+        self.bias = weights.tensor(f"{prefix}.{names.bias}").float() if names.bias else None
+        self.shared_gate = weights.tensor(f"{prefix}.{names.shared_gate}.weight").float() if names.shared_gate else None
         routed = (f"{prefix}.experts", routing.n_routed_experts)
-        joined = weights.experts_with_shared(*routed, shared_prefix) if shared_prefix else None
+        shared = f"{prefix}.{names.shared}" if names.shared else None
+        joined = weights.experts_with_shared(*routed, shared) if shared and self.shared_gate is None else None
         self.routing = routing if joined is None else replace(routing, num_joined_experts=1)
         self.experts = weights.experts(*routed) if joined is None else joined
-        self.shared = Mlp(shared_prefix, weights, names) if shared_prefix and joined is None else None
+        self.shared = Mlp(shared, weights, names.linears) if shared and joined is None else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, H], partial over ranks."""
         topk_ids, topk_weights = self.choose(x)
         routed = self.experts(x, topk_ids, topk_weights)
-        return routed + self.shared(x) if self.shared else routed
+        return routed + self._shared_output(self.shared, x) if self.shared else routed
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The experts of each token and what they weigh, [T, k] each, a joined shared expert last."""
         return moe_gate(x, self.router, self.bias, self.routing)
+
+    def _shared_output(self, shared: Mlp, x: Tensor) -> Tensor:
+        out = shared(x)
+        return out if self.shared_gate is None else out * F.linear(x.float(), self.shared_gate).sigmoid().to(x.dtype)

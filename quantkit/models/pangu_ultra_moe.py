@@ -13,11 +13,11 @@ from typing import Any
 from quantkit_kernels import rms_norm
 from torch import Tensor
 
-from quantkit.models import decoder, deepseek_v3
+from quantkit.models import decoder, deepseek_v3, mtp
 from quantkit.models.config import check_flag, read_fields
 from quantkit.models.context import Context
 from quantkit.models.deepseek_v3 import Attention
-from quantkit.models.mlp import Mlp, MoeMlp
+from quantkit.models.mlp import Mlp, MoeMlp, check_groups
 from quantkit.models.rope import Rope
 from quantkit.models.table import Parameter, ScaleGroup
 from quantkit.models.weights import Weights
@@ -51,7 +51,7 @@ class Config(deepseek_v3.Config):
         values = read_fields(cls, named)
         interleaved = check_flag(config, "rope_interleave")
         made = cls(rope=Rope.from_dict(config, values["qk_rope_head_dim"], interleaved, default_theta=None), **values)
-        made.check_routing()
+        check_groups(made.routing)
         return made
 
 
@@ -93,14 +93,14 @@ class DecoderLayer(decoder.DecoderLayer):
 
 
 def _moe_mlp(config: deepseek_v3.Config, prefix: str, weights: Weights) -> MoeMlp:
-    names = (f"{prefix}.gate.e_score_correction_bias", f"{prefix}.e_score_correction_bias")
-    bias = next((name for name in names if weights.has(name)), None)
-    return MoeMlp(config.routing, prefix, weights, bias_name=bias, shared_prefix=f"{prefix}.shared_experts")
+    names = ("gate.e_score_correction_bias", "e_score_correction_bias")
+    bias = next((name for name in names if weights.has(f"{prefix}.{name}")), None)
+    return MoeMlp(config.routing, prefix, weights, replace(deepseek_v3.MIXTURE, bias=bias))
 
 
 class Model(decoder.Model):
     layer_class = DecoderLayer
 
 
-class MtpLayer(deepseek_v3.MtpLayer):
+class MtpLayer(mtp.MtpLayer):
     layer_class = DecoderLayer

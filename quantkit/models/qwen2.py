@@ -4,6 +4,7 @@ from typing import Any
 
 from quantkit.models import gqa
 from quantkit.models.gqa import DecoderLayer, Model, MtpLayer, parameters, scale_groups
+from quantkit.models.windows import read_qwen_windows
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
 
@@ -11,4 +12,5 @@ __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_g
 class Config(gqa.Config):
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "Config":
-        return cls(**gqa.read_config(config), qkv_bias=True)
+        values = gqa.read_config(config)
+        return cls(**values, windows=read_qwen_windows(config, values["num_hidden_layers"]), qkv_bias=True)

@@ -1,10 +1,11 @@
-"""Qwen3 dense: norms on q and k, no biases."""
+"""Qwen3 dense: norms on q and k."""
 
 from typing import Any
 
 from quantkit.models import gqa
-from quantkit.models.config import refuse_attention_bias
+from quantkit.models.config import check_flag
 from quantkit.models.gqa import DecoderLayer, Model, MtpLayer, parameters, scale_groups
+from quantkit.models.windows import read_qwen_windows
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
 
@@ -12,5 +13,7 @@ __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_g
 class Config(gqa.Config):
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "Config":
-        refuse_attention_bias(config)
-        return cls(**gqa.read_config({"head_dim": 128, **config}), qk_norm=True)  # transformers' own, not hidden_size / heads
+        values = gqa.read_config({"head_dim": 128, **config})  # transformers' own, not hidden_size / heads
+        windows = read_qwen_windows(config, values["num_hidden_layers"])
+        bias = check_flag(config, "attention_bias")
+        return cls(**values, windows=windows, qk_norm="head", qkv_bias=bias, o_bias=bias)

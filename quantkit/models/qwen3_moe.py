@@ -2,30 +2,37 @@
 
 from typing import Any
 
-from quantkit_kernels import Routing
-
 from quantkit.models import gqa
-from quantkit.models.config import MOST_EXPERTS, check_at_most, check_count, check_flag, refusal, refuse_attention_bias
+from quantkit.models.config import check_count, check_flag, refusal
 from quantkit.models.gqa import DecoderLayer, Model, MtpLayer, parameters, scale_groups
+from quantkit.models.mlp import read_routing
+from quantkit.models.windows import read_switched_windows
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
+
+COUNT = ("num_experts", "num_local_experts")
+"""Either spelling of the number of experts."""
 
 
 class Config(gqa.Config):
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "Config":
-        refuse_attention_bias(config)
         values = gqa.read_config(config)
-        experts = check_count("num_experts", config.get("num_experts", config.get("num_local_experts")), most=MOST_EXPERTS)
-        chosen = check_count("num_experts_per_tok", config.get("num_experts_per_tok"))
-        check_at_most("num_experts_per_tok", chosen, "num_experts", experts)
         check_count("moe_intermediate_size", values.get("moe_intermediate_size"))
-        routing = Routing(experts, chosen, check_flag(config, "norm_topk_prob"), "softmax")
-        dense = _dense_layers(config, values["num_hidden_layers"])
-        return cls(**values, qk_norm=True, routing=routing, dense_layers=dense)
+        num_layers, bias = values["num_hidden_layers"], check_flag(config, "attention_bias")
+        return cls(
+            **values,
+            windows=read_switched_windows(config, num_layers, lambda layer: True),
+            qk_norm="head",
+            qkv_bias=bias,
+            o_bias=bias,
+            routing=read_routing(config, COUNT, check_flag(config, "norm_topk_prob"), "softmax"),
+            dense_layers=dense_layers(config, num_layers),
+        )
 
 
-def _dense_layers(config: dict[str, Any], num_layers: int) -> frozenset[int]:
+def dense_layers(config: dict[str, Any], num_layers: int) -> frozenset[int]:
+    """Layers of a Qwen that have no experts."""
     step, listed = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     check_count("decoder_sparse_step", step)
     if not isinstance(listed, list) or not all(type(layer) is int for layer in listed):

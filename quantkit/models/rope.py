@@ -60,19 +60,29 @@ class Rope:
     high_freq_factor: float = 4.0
 
     @classmethod
-    def from_dict(cls, config: dict[str, Any], dim: int, interleaved: bool, default_theta: float | None = DEFAULT_THETA) -> "Rope":
+    def from_dict(
+        cls,
+        config: dict[str, Any],
+        dim: int,
+        interleaved: bool,
+        default_theta: float | None = DEFAULT_THETA,
+        partial: float | None = None,
+    ) -> "Rope":
         """From config.json: `rope_theta` with `rope_scaling`, or the newer `rope_parameters` that holds both.
 
-        default_theta: where config.json has none; None where the architecture has no such default. Raises QuantkitError naming a field
-        that is missing, is no number, or is not computed.
+        dim: channels of a head. default_theta: where config.json has none; None where the architecture has no such default. partial: the
+        share of these channels that is turned where config.json has no partial_rotary_factor; None where the architecture turns all.
+        Raises QuantkitError naming a field that is missing, is no number, or is not computed.
         """
         scaling = _scaling(config)
+        if partial is not None:
+            dim = int(dim * _partial_rotary_factor(scaling, config, partial))
         if dim < 2 or dim % 2:
             raise QuantkitError(f"the rotary embedding has {dim} channels", f"it turns pairs of them: {_SOURCE}")
         for place in (scaling, config):
-            if place.get("partial_rotary_factor", 1) not in (None, 1):
+            if partial is None and place.get("partial_rotary_factor", 1) not in (None, 1):
                 told = f"config.json has partial_rotary_factor = {place['partial_rotary_factor']!r}"
-                raise QuantkitError(told, "quantkit turns whole heads only")
+                raise QuantkitError(told, "quantkit turns whole heads of this architecture")
         theta = next((place["rope_theta"] for place in (scaling, config) if place.get("rope_theta") is not None), default_theta)
         if theta is None:
             raise QuantkitError("config.json has no rope_theta", "add the value the model was trained with")
@@ -144,6 +154,14 @@ def _scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(scaling, Mapping):
         raise QuantkitError(f"config.json has {named} = {scaling!r}, not an object", _SOURCE)
     return scaling
+
+
+def _partial_rotary_factor(scaling: Mapping[str, Any], config: Mapping[str, Any], default: float) -> float:
+    named = (place["partial_rotary_factor"] for place in (scaling, config) if place.get("partial_rotary_factor") is not None)
+    share = _number("partial_rotary_factor", next(named, default))
+    if share > 1:
+        raise QuantkitError(f"config.json has partial_rotary_factor = {share:g}, more than a whole head", _SOURCE)
+    return share
 
 
 def _kind(scaling: Mapping[str, Any]) -> Kind:

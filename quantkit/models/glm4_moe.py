@@ -1,0 +1,73 @@
+"""GLM-4.5 to 4.7: half of each head turned, optional norms on q and k, DeepSeek-V3's mixture of experts and MTP layer."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from quantkit_kernels import Routing
+
+from quantkit.models import gqa, mtp
+from quantkit.models.config import CountOrNone, NumLayersOrNone, check_count, check_flag, check_number, read_fields
+from quantkit.models.deepseek_v3 import MIXTURE
+from quantkit.models.gqa import DecoderLayer, Model, scale_groups
+from quantkit.models.mlp import check_groups, read_routing
+from quantkit.models.table import Parameter
+from quantkit.models.windows import refuse_windows
+
+__all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
+
+_TURNED = 0.5
+"""transformers' own partial_rotary_factor, where config.json leaves it out."""
+
+
+@dataclass(frozen=True)
+class _Fields:
+    """What config.json has beside the shared fields."""
+
+    n_shared_experts: int
+    first_k_dense_replace: CountOrNone
+    num_nextn_predict_layers: NumLayersOrNone = 0
+
+
+class Config(gqa.Config):
+    @classmethod
+    def from_dict(cls, config: dict[str, Any]) -> "Config":
+        """num_mtp_layers is transformers' name for num_nextn_predict_layers."""
+        refuse_windows(config)
+        if "num_nextn_predict_layers" not in config and "num_mtp_layers" in config:
+            config = {**config, "num_nextn_predict_layers": config["num_mtp_layers"]}
+        values = gqa.read_config(config, partial_rotary_factor=_TURNED, own=("use_qk_norm",))
+        fields = read_fields(_Fields, config)
+        routing = _routing(config)
+        check_groups(routing)
+        return cls(
+            **values,
+            qkv_bias=check_flag(config, "attention_bias"),
+            qk_norm="head" if check_flag(config, "use_qk_norm") else None,
+            routing=routing,
+            mixture=MIXTURE,
+            shared_width=check_count("moe_intermediate_size", values.get("moe_intermediate_size")) * fields["n_shared_experts"],
+            dense_layers=frozenset(range(fields["first_k_dense_replace"])),
+            num_nextn_predict_layers=fields.get("num_nextn_predict_layers", 0),
+        )
+
+
+def _routing(config: dict[str, Any]) -> Routing:
+    return replace(
+        read_routing(config, ("n_routed_experts", "num_local_experts"), check_flag(config, "norm_topk_prob", default=True), "sigmoid"),
+        n_group=check_count("n_group", config.get("n_group", 1)),
+        topk_group=check_count("topk_group", config.get("topk_group", 1)),
+        routed_scaling_factor=check_number("routed_scaling_factor", config.get("routed_scaling_factor", 1.0)),
+    )
+
+
+def parameters(config: Config) -> list[Parameter]:
+    """Every tensor of the checkpoint, MTP layers included, in the order a forward pass meets them."""
+    rows = gqa.parameters(config)
+    for layer in mtp.mtp_layers(config):
+        block = [replace(row, mtp=True) for row in gqa.layer_parameters(config, layer)]
+        rows += mtp.mtp_parameters(config.hidden_size, config.vocab_size, layer, block)
+    return rows
+
+
+class MtpLayer(mtp.MtpLayer):
+    layer_class = DecoderLayer

@@ -1,0 +1,43 @@
+"""MiniMax-M2: norms over all queries and all keys, half of each head turned, experts chosen by sigmoid and a bias, in Mixtral's names."""
+
+from typing import Any
+
+from quantkit.models import gqa
+from quantkit.models.config import check_count, refusal
+from quantkit.models.gqa import DecoderLayer, Model, MtpLayer, parameters, scale_groups
+from quantkit.models.mixtral import COUNT, LINEARS, MODULE
+from quantkit.models.mlp import MixtureNames, read_routing
+from quantkit.models.windows import refuse_windows
+
+__all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
+
+_COMPUTED = {"scoring_func": "sigmoid", "use_qk_norm": True, "qk_norm_type": "per_layer", "shared_intermediate_size": 0}
+_HEAD_DIM, _THETA = 128, 5e6
+"""transformers' own, where config.json leaves them out."""
+
+
+class Config(gqa.Config):
+    @classmethod
+    def from_dict(cls, config: dict[str, Any]) -> "Config":
+        """The release promises MTP modules (use_mtp) and ships no weights of them: there are none here."""
+        for key, value in {
+            "scoring_func": "sigmoid",
+            "use_qk_norm": True,
+            "qk_norm_type": "per_layer",
+            "shared_intermediate_size": 0,
+        }.items():
+            if config.get(key, value) != value:
+                raise refusal(key, config[key], f"{value!r}, which is what quantkit computes of MiniMax-M2")
+        refuse_windows(config)
+        config = {"head_dim": _HEAD_DIM, "num_key_value_heads": 8, **config}
+        turned = config.get("rotary_dim")
+        share = 1.0 if turned is None else check_count("rotary_dim", turned) / check_count("head_dim", config["head_dim"])
+        values = gqa.read_config(config, default_theta=_THETA, partial_rotary_factor=share, own=("use_qk_norm",))
+        values["moe_intermediate_size"] = values["intermediate_size"]
+        return cls(
+            **values,
+            qk_norm="all",
+            routing=read_routing(config, COUNT, True, "sigmoid"),
+            mixture=MixtureNames(bias="e_score_correction_bias", linears=LINEARS),
+            mixture_module=MODULE,
+        )

@@ -1,0 +1,34 @@
+"""Mixtral: Mistral's attention, experts chosen by softmax among all, of which the chosen ones' scores are divided by their sum."""
+
+from typing import Any
+
+from quantkit.models import gqa
+from quantkit.models.config import refusal
+from quantkit.models.gqa import DecoderLayer, Model, MtpLayer, parameters, scale_groups
+from quantkit.models.mlp import MixtureNames, MlpNames, read_routing
+from quantkit.models.windows import read_windows
+
+__all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
+
+LINEARS = MlpNames("w1", "w3", "w2")
+MODULE = "block_sparse_moe"
+COUNT = ("num_local_experts", "num_experts")
+"""Either spelling of the number of experts."""
+_THETA = 1e6
+"""transformers' own, where config.json leaves it out."""
+
+
+class Config(gqa.Config):
+    @classmethod
+    def from_dict(cls, config: dict[str, Any]) -> "Config":
+        if config.get("layer_types"):
+            raise refusal("layer_types", config["layer_types"], "none: Mixtral's layers are alike")
+        values = gqa.read_config({"num_key_value_heads": 8, **config}, default_theta=_THETA)
+        values["moe_intermediate_size"] = values["intermediate_size"]
+        return cls(
+            **values,
+            windows=read_windows(config, values["num_hidden_layers"], lambda layer: True),
+            routing=read_routing(config, COUNT, True, "softmax"),
+            mixture=MixtureNames(linears=LINEARS),
+            mixture_module=MODULE,
+        )

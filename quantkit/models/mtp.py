@@ -1,0 +1,74 @@
+"""The layer that predicts one token further, as DeepSeek-V3 has it (arXiv 2412.19437, section 2.2) and others after it.
+
+Symbols: T tokens, H hidden_size.
+"""
+
+from collections.abc import Iterable
+from typing import Any, ClassVar, Protocol
+
+import torch
+from quantkit_kernels import rms_norm
+from torch import Tensor
+from torch.nn import functional as F
+
+from quantkit.models import decoder
+from quantkit.models.context import Context
+from quantkit.models.table import Parameter
+from quantkit.models.weights import Weights
+
+
+class StackConfig(decoder.StackConfig, Protocol):
+    @property
+    def num_nextn_predict_layers(self) -> int: ...
+
+
+def mtp_layers(config: StackConfig) -> range:
+    """Numbers of the MTP layers, which come after the others."""
+    return range(config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_predict_layers)
+
+
+def mtp_parameters(hidden: int, vocab: int, layer: int, block: Iterable[Parameter]) -> list[Parameter]:
+    """Every tensor of one MTP layer. block: those of its decoder layer."""
+    p = f"model.layers.{layer}"
+    return [
+        Parameter(f"{p}.embed_tokens.weight", (vocab, hidden), "embedding", layer=layer, mtp=True),
+        Parameter(f"{p}.enorm.weight", (hidden,), "norm", layer=layer, mtp=True),
+        Parameter(f"{p}.hnorm.weight", (hidden,), "norm", layer=layer, mtp=True),
+        Parameter(f"{p}.eh_proj.weight", (hidden, 2 * hidden), "mtp_proj", layer=layer, mtp=True),
+        *block,
+        Parameter(f"{p}.shared_head.norm.weight", (hidden,), "norm", layer=layer, mtp=True),
+        Parameter(f"{p}.shared_head.head.weight", (vocab, hidden), "head", "vocab", layer=layer, mtp=True),
+    ]
+
+
+class MtpLayer:
+    """Predicts token i + 2 from the hidden state of token i and the embedding of token i + 1."""
+
+    layer_class: ClassVar[type[Any]]
+
+    def __init__(self, config: StackConfig, weights: Weights, index: int = 0) -> None:
+        layer = config.num_hidden_layers + index
+        p = f"model.layers.{layer}"
+        self.eps = config.rms_norm_eps
+        self.embedding = weights.tensor(f"{p}.embed_tokens.weight")
+        self.enorm = weights.tensor(f"{p}.enorm.weight")
+        self.hnorm = weights.tensor(f"{p}.hnorm.weight")
+        self.eh_proj = weights.linear(f"{p}.eh_proj")
+        self.block: decoder.DecoderLayer = self.layer_class(config, layer, weights)
+        self.norm = weights.tensor(f"{p}.shared_head.norm.weight")
+        self.head = weights.linear(f"{p}.shared_head.head")
+
+    def inputs(self, next_token_ids: Tensor, hidden: Tensor) -> Tensor:
+        """next_token_ids [T], hidden [T, H] after the main model's final norm -> the block's input [T, H]."""
+        embedded = rms_norm(F.embedding(next_token_ids, self.embedding), self.enorm, self.eps)
+        return self.eh_proj(torch.cat((embedded, rms_norm(hidden, self.hnorm, self.eps)), dim=-1))
+
+    def __call__(self, next_token_ids: Tensor, hidden: Tensor, context: Context) -> Tensor:
+        """-> hidden [T, H] after shared_head.norm; also the `hidden` of a further MTP step."""
+        inputs = self.inputs(next_token_ids, hidden)
+        normed, _ = self.block(rms_norm(inputs, self.block.input_norm, self.eps), inputs, context, self.norm)
+        return normed
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [T, H] -> float32 [T, vocab]."""
+        return self.head(hidden).float()

@@ -1,0 +1,108 @@
+"""Every field that transformers' configs have: what config.json then says is computed as transformers does, or refused by name.
+
+The reference is the config class itself: a field that a later release adds is asked for without a change here.
+"""
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from plain_weights import PlainWeights
+from transformers_peers import CASES, checkpoint_tensors, random_peer
+
+from quantkit.errors import QuantkitError
+from quantkit.models import find_architecture
+from quantkit.models.context import CausalContext
+from quantkit.models.mlp import PROJ_NAMES
+
+KINDS = ["llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "glm4_moe", "minimax_m2"]
+DEEPSEEK = {
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_mtp_layers": 0,
+    "num_key_value_heads": 4,
+}
+BASES: dict[str, tuple[str, dict[str, Any]]] = {kind: CASES[kind] for kind in KINDS} | {"deepseek_v3": ("DeepseekV3", DEEPSEEK)}
+BASES = {name: (kind, {**extra, "num_hidden_layers": 2, "mlp_only_layers": []}) for name, (kind, extra) in BASES.items()}
+NOT_OF_THE_MODEL = {"transformers_version", "architectures", "output_hidden_states", "return_dict", "dtype", "chunk_size_feed_forward"}
+NOT_OF_THE_MODEL |= {"is_encoder_decoder", "id2label", "label2id", "problem_type", "output_attentions", "num_mtp_layers"}
+
+
+def others(name: str, value: Any) -> list[Any]:
+    """Values that the field does not have."""
+    by_name: dict[str, list[Any]] = {
+        "layer_types": [["sliding_attention", "full_attention"], ["full_attention"] * 2],
+        "mlp_only_layers": [[1]],
+        "rope_parameters": [{"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}, {"rope_type": "default", "rope_theta": 300.0}],
+        "sliding_window": [3, None],
+        "head_dim": [20],
+        "hidden_act": ["gelu_pytorch_tanh", "relu"],
+        "n_group": [2, 1],
+        "topk_group": [1],
+        "decoder_sparse_step": [2],
+        "num_experts_per_tok": [2],
+        "num_key_value_heads": [1],
+        "num_hidden_layers": [1],
+    }
+    if name in by_name:
+        return by_name[name]
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value * 2]
+    return [value * 1.5 + 1e-5] if isinstance(value, float) else []
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_every_field_is_computed_or_refused(base: str) -> None:
+    """Asks for nothing of a value that transformers itself refuses."""
+    kind, extra = BASES[base]
+    declared = [field.name for field in fields(getattr(transformers, f"{kind}Config"))]
+    plain = random_peer(kind, extra).config
+    computed, refused = set(), set()
+    for name in declared:
+        if name in NOT_OF_THE_MODEL:
+            continue
+        for value in others(name, getattr(plain, name, None)):
+            verdict = asked(kind, {**extra, name: value}, name)
+            if verdict is not None:
+                (computed if verdict else refused).add(name)
+    assert {"rms_norm_eps", "intermediate_size", "tie_word_embeddings", "rope_parameters"} <= computed | refused
+    assert len(computed) > len(refused), (computed, refused)
+
+
+def asked(kind: str, extra: dict[str, Any], name: str) -> bool | None:
+    """Whether it is computed; None where transformers has no such model."""
+    token_ids = torch.arange(1, 13)
+    try:
+        peer = random_peer(kind, extra)
+        with torch.no_grad():
+            expected = peer(token_ids[None]).logits[0]
+    except Exception:  # whatever transformers says of such a config
+        return None
+    config_dict = peer.config.to_dict()
+    architecture = find_architecture(config_dict)
+    try:
+        config = architecture.Config.from_dict(config_dict)
+    except QuantkitError:
+        with pytest.raises(QuantkitError, match=name):
+            architecture.Config.from_dict(config_dict)
+        return False
+    tensors = checkpoint_tensors(peer)
+    with torch.no_grad():
+        names = config.mixture.linears if hasattr(config, "mixture") else PROJ_NAMES
+        model = architecture.Model(config, PlainWeights(tensors, names))
+        logits = model.logits(model(token_ids, CausalContext([12])))
+    assert (logits - expected).abs().max() < 1e-4 * max(1.0, float(expected.abs().max())), (name, extra)
+    return True

@@ -1,0 +1,97 @@
+"""Tiny random models of transformers, and their tensors as checkpoints are published: what our forwards are held against."""
+
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+
+SHARED = {
+    "vocab_size": 211,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 10000.0,
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True, "mlp_only_layers": [0]}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 10000.0,
+    "attention_factor": 1.4,
+    "truncate": False,
+}
+SHARED_EXPERT = {"shared_expert_intermediate_size": 48}
+GLM = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 32,
+    "head_dim": 24,
+    "routed_scaling_factor": 2.5,
+    "num_mtp_layers": 0,
+}
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama-mha": ("Llama", {"num_key_value_heads": 4}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+    "qwen3_moe": ("Qwen3Moe", {"head_dim": 16, **EXPERTS}),
+    # Tied, one key and value head, heads that are not hidden_size / heads wide.
+    "llama-tied-mqa": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 1, "head_dim": 80, "rope_parameters": YARN_ROPE}),
+    "qwen2-mqa": ("Qwen2", {"hidden_size": 448, "num_key_value_heads": 1, "rope_parameters": YARN_ROPE}),
+    "qwen3-tied-mqa": ("Qwen3", {"tie_word_embeddings": True, "num_key_value_heads": 1, "head_dim": 112}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
+    "qwen2-windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
+    "qwen3-layer-types": (
+        "Qwen3",
+        {"use_sliding_window": True, "sliding_window": 5, "layer_types": KINDS, "attention_bias": True},
+    ),
+    "qwen3_moe-windows": ("Qwen3Moe", {"head_dim": 16, "use_sliding_window": True, "sliding_window": 7, **EXPERTS}),
+    "mistral": ("Mistral", {"sliding_window": 9, "head_dim": 24}),
+    "mistral-full": ("Mistral", {"sliding_window": None, "num_key_value_heads": 4, "rope_parameters": YARN_ROPE}),
+    "mixtral": ("Mixtral", {"num_local_experts": 6}),
+    "mixtral-windows": ("Mixtral", {"num_local_experts": 6, "sliding_window": 8, "num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "qwen2_moe": ("Qwen2Moe", {**EXPERTS, **SHARED_EXPERT}),
+    "qwen2_moe-windows": (
+        "Qwen2Moe",
+        {**EXPERTS, **SHARED_EXPERT, "mlp_only_layers": [], "use_sliding_window": True, "sliding_window": 6, "norm_topk_prob": False},
+    ),
+    "glm4_moe": ("Glm4Moe", {**GLM, "attention_bias": True, "use_qk_norm": True, "n_group": 4, "topk_group": 2}),
+    "glm4_moe-plain": ("Glm4Moe", {**GLM, "norm_topk_prob": False, "first_k_dense_replace": 0, "partial_rotary_factor": 0.25}),
+    "minimax_m2": ("MiniMaxM2", {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 32, "rotary_dim": 16}),
+    "minimax_m2-whole": ("MiniMaxM2", {"num_local_experts": 8, "head_dim": 24, "num_key_value_heads": 4}),
+    "qwen3_moe-tied-mqa": ("Qwen3Moe", {"tie_word_embeddings": True, "num_key_value_heads": 1, "head_dim": 96, **EXPERTS}),
+}
+
+
+def random_peer(kind: str, extra: dict[str, Any]) -> Any:
+    """A transformers model with every parameter drawn at random, biases and norms included."""
+    config = getattr(transformers, f"{kind}Config")(**{**SHARED, **extra})
+    torch.manual_seed(7)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    for parameter in model.parameters():
+        matrix, noise = parameter.ndim > 1, torch.randn_like(parameter)
+        parameter.data = noise * 1.6 / parameter.shape[-1] ** 0.5 if matrix else 1 + noise * 0.3
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.randn_like(buffer) * 0.2)
+    return model
+
+
+def checkpoint_tensors(model: Any) -> dict[str, Tensor]:
+    """The state dict in the names of published checkpoints, by transformers' own conversion: it holds experts stacked."""
+    return revert_weight_conversion(model, model.state_dict())
