@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: demo test lint test-ascend test-engines test-vllm-cuda test-packers test-evalscope test-lm-eval clean
+.PHONY: demo test test-families lint test-ascend test-engines test-vllm-cuda test-packers test-evalscope test-lm-eval clean
 
 demo: $(VENV)/run.stamp
 	$(BIN)/python tools/demo.py --out out/demo
@@ -12,6 +12,10 @@ demo: $(VENV)/run.stamp
 # Two processes, and a module's tests in one of them, which shares its fixtures.
 test: $(VENV)/test.stamp lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadscope
+
+# Every architecture with every scheme, on ranks, by name and in eval: the cells of docs/models.md that `make test` leaves out.
+test-families: $(VENV)/test.stamp
+	OMP_NUM_THREADS=1 QUANTKIT_EVERY_CELL=1 $(BIN)/pytest tests/test_architectures.py --numprocesses 2 --dist loadscope
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .

@@ -1,6 +1,7 @@
 """Every architecture through the whole line, quantize with every scheme, run, tensor parallel; and one that nobody knows."""
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -68,6 +69,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "pangu_ultra_moe": {**PANGU, "rope_theta": 25600000.0},
 }
 CONFIGS = {name: {**config, "model_type": name} for name, config in CONFIGS.items()}
+CELLS = {
+    "mistral": ("awq-w4a16",),
+    "mixtral": ("awq-w4a16", "fp4-w4a16", "int8-a8w8c16"),
+    "qwen2_moe": ("awq-w4a16", "fp4-w4a16", "int8-a8w8c16"),
+    "glm4_moe": ("awq-w4a16", "fp4-w4a16", "int8-a8w8c16"),
+    "minimax_m2": ("awq-w4a16", "fp4-w4a16", "int8-a8w8c16"),
+    "kimi_k2": (),
+}
+"""Schemes that `make test` runs of an architecture that shares its code with others; `make test-families` runs every cell."""
+ONE_RANK = {"mistral", "mixtral", "kimi_k2"}
+"""Architectures whose split over ranks is another's, to the line."""
+BY_NAME = {"llama", "qwen3_moe", "pangu_ultra_moe"}
+EVERY_CELL = bool(os.environ.get("QUANTKIT_EVERY_CELL"))
 PROMPTS = [list(range(10 + i, 30 + 2 * i)) for i in range(3)]
 
 
@@ -98,6 +112,11 @@ def logprobs(path: Path, tp: int = 1) -> tuple[list[list[int]], list[list[float]
     return [one.token_ids for one in done], [[token.logprob for token in one.logprobs or []] for one in done]
 
 
+def _skip_unasked(source: Path, asked: bool) -> None:
+    if not asked and not EVERY_CELL:
+        pytest.skip(f"{source.name} here is for make test-families")
+
+
 def _skip_without_experts(source: Path, scheme: str) -> None:
     if SCHEMES[scheme].outside is not None and not any(".experts." in name for name in Checkpoint.open(source).tensors):
         pytest.skip("the scheme is for routed experts, and refuses others: tests/test_int4_w4a8.py")
@@ -107,6 +126,7 @@ def _skip_without_experts(source: Path, scheme: str) -> None:
 def test_quantized_model_stays_near_its_source(source: Path, tmp_path: Path, scheme: str) -> None:
     """The first token's log-probability of the source's own choice moves little; the manifest accounts for every tensor."""
     _skip_without_experts(source, scheme)
+    _skip_unasked(source, scheme in CELLS.get(source.name, SCHEMES))
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": " ".join(str((i * j) % 97) for j in range(60))}) + "\n" for i in range(12)))
     recipe = Recipe(scheme=scheme, calibration=str(text), samples=6, held_out=2, seq_len=48)
@@ -122,11 +142,12 @@ def test_quantized_model_stays_near_its_source(source: Path, tmp_path: Path, sch
 @pytest.fixture(params=[*CONFIGS, "deepseek_v3"])
 def any_source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     config = CONFIGS.get(request.param) or make_model.tiny_config()
-    return make_model.write_dense(tmp_path / "model", config, random_tensors(config))
+    return make_model.write_dense(tmp_path / request.param, config, random_tensors(config))
 
 
 def test_eval_scores_it(any_source: Path, tmp_path: Path) -> None:
     """A random model answers nothing right; what counts is that every reply is made, graded and given its reason."""
+    _skip_unasked(any_source, any_source.name not in CELLS)
     asked: Any = {"limit": 3, "repeats": 2, "protocol": "r1", "generation": {"max_tokens": 12}}
     results = run_evaluation(str(any_source), ["tiny-math"], out=tmp_path / "out", **asked)
     score = results.to_json()["results"]["tiny-math"]
@@ -160,6 +181,7 @@ def test_captured_decode_steps_give_the_eager_tokens(any_source: Path, tmp_path:
 
 
 def test_two_ranks_are_one(source: Path) -> None:
+    _skip_unasked(source, source.name not in ONE_RANK)
     assert logprobs(source, tp=2)[0] == logprobs(source)[0]
 
 
@@ -167,6 +189,7 @@ def test_two_ranks_are_one(source: Path) -> None:
 def test_an_unknown_architecture_is_rounded_by_name(source: Path, tmp_path: Path, scheme: str) -> None:
     """Told by name, the same linears are quantized to the same bytes as with the table, less what only a table knows."""
     _skip_without_experts(source, scheme)
+    _skip_unasked(source, source.name in BY_NAME)
     unknown = shutil.copytree(source, tmp_path / "unknown")
     config = json.loads((unknown / "config.json").read_text())
     (unknown / "config.json").write_text(json.dumps({**config, "model_type": "never_heard_of"}))
