@@ -1,7 +1,8 @@
 """convert(): from one format to another without calibration, or to plain BF16: decode format A, encode format B, write.
 
-Codes and zero points are never touched. What may change is the dtype of scales, and values that become plain; for every part of
-the model the largest relative error is measured while converting and written into manifest.json. Zero means bit-exact.
+Codes and zero points are never touched; MXFP4 becomes NVFP4 with the same values where its powers of two allow it (quant/mxfp4.py). What
+may change is the dtype of scales, and values that become plain; for every part of the model the largest relative error is measured while
+converting and written into manifest.json. Zero means bit-exact.
 
 Memory is one unit, UNIT_BYTES of output or the largest single tensor, a few copies of it in float32, and what waits to be written
 (`checkpoint.writer.WAITING`).
@@ -22,6 +23,7 @@ from quantkit.amounts import size, span
 from quantkit.checkpoint.companions import read_companions
 from quantkit.checkpoint.formats import FORMATS, compressed_int4, dense
 from quantkit.checkpoint.formats.base import Format, output_config
+from quantkit.checkpoint.formats.nvfp4 import Nvfp4
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.manifest import made_for
 from quantkit.checkpoint.reader import Checkpoint, check_finite
@@ -34,9 +36,10 @@ from quantkit.models import by_name, is_known
 from quantkit.models.stored import check_listed, read_model
 from quantkit.models.table import Parameter
 from quantkit.progress import Note, OnEvent, Progress, peak_memory, silent
-from quantkit.quant.weights import Fp4Weight, Fp8BlockWeight, IntWeight, Weight, dequantize
+from quantkit.quant.mxfp4 import largest_exponent, to_nvfp4
+from quantkit.quant.weights import Fp4Weight, Fp8BlockWeight, IntWeight, Mxfp4Weight, Weight, dequantize
 from quantkit.result import Result
-from quantkit.schemes import Grid
+from quantkit.schemes import Fp4Grid, Grid, Mxfp4Grid
 
 UNIT_BYTES = 64 * 2**20
 
@@ -164,6 +167,11 @@ class _Plan:
         self.rows = _rows(checkpoint)
         self.grid = None if target == dense.FORMAT.name else _common_grid(checkpoint)
         self.target = _find_target(checkpoint, target, self.grid)
+        self.as_nvfp4 = isinstance(self.grid, Mxfp4Grid) and isinstance(self.target, Nvfp4)
+        if self.as_nvfp4:
+            self.grid = Fp4Grid()
+        self._largest: dict[str, int] = {}
+        """Largest exponent of MXFP4, by the fused module that shares a global scale."""
         self.cast_to = dtype
         self.plain_dtype = dtype or _plain_dtype(checkpoint)
         parts = {name for linear in checkpoint.linears.values() for name in linear.tensors}
@@ -246,8 +254,24 @@ class _Plan:
         weight = self.checkpoint.weight(item.name)
         if not item.quantized:
             return _cast(name, dequantize(weight), dtype)
-        packed = self.target.pack(item.name, fit_scales(item.name, weight, self.target))
+        packed = self.target.pack(item.name, self._fitted(item.name, weight))
         return packed, _stored_error(item.name, weight, self.target.unpack(item.name, packed))
+
+    def _fitted(self, module: str, weight: Weight) -> Weight:
+        """As the target stores it."""
+        if self.as_nvfp4 and isinstance(weight, Mxfp4Weight):
+            return to_nvfp4(weight, self._shared_exponent(module))
+        return fit_scales(module, weight, self.target)
+
+    def _shared_exponent(self, module: str) -> int:
+        """The largest exponent of a linear and its fused siblings."""
+        row = self.rows.get(f"{module}.weight")
+        fused = module if row is None or row.fused is None else row.fused
+        if fused not in self._largest:
+            siblings = [one.module for one in self.rows.values() if one.fused == fused] if fused != module else [module]
+            weights = [self.checkpoint.weight(one) for one in siblings if one in self.checkpoint.linears]
+            self._largest[fused] = max(largest_exponent(one) for one in weights if isinstance(one, Mxfp4Weight))
+        return self._largest[fused]
 
     def fingerprint(self) -> dict[str, str]:
         target = f"{self.target.name} {self.target.variant}"
@@ -314,7 +338,7 @@ def _find_target(checkpoint: Checkpoint, name: str, grid: Grid | None) -> Format
     for format in named:
         if format is source:
             raise QuantkitError(f"{checkpoint.path} is already {name} {format.variant}", "there is nothing to convert")
-        if format.holds(grid):
+        if format.holds(grid) or (isinstance(grid, Mxfp4Grid) and isinstance(format, Nvfp4)):
             exact = format is compressed_int4.FORMAT and source.scale_dtype == torch.float16
             return compressed_int4.FP16_SCALES if exact else format
     holders = ", ".join(dict.fromkeys(format.name for format in FORMATS if format.holds(grid)))
@@ -359,6 +383,8 @@ def _stored_error(module: str, weight: Weight, stored: Weight) -> float:
                     f"the global scale of {module} has no reciprocal in FP32", "the checkpoint is damaged: download it again"
                 )
             return _relative(weight.global_scale, stored.global_scale)
+        case Mxfp4Weight(), _:
+            return _relative(dequantize(weight), dequantize(stored))
         case Fp8BlockWeight(), _:
             raise AssertionError("FP8 blocks convert to plain weights only")
     raise AssertionError(f"{type(weight)} became {type(stored)}")

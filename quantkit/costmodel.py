@@ -22,7 +22,7 @@ from quantkit.errors import QuantkitError
 from quantkit.models import find_architecture
 from quantkit.models.architecture import ModelConfig
 from quantkit.models.table import Parameter
-from quantkit.schemes import Fp4Grid, Grid, Scheme
+from quantkit.schemes import Fp4Grid, Grid, Mxfp4Grid, Scheme
 from quantkit.settings_file import Strict, find_yaml, read_yaml
 
 PARTS = ("hbm", "vector", "l2", "cube", "cache", "launches", "collectives")
@@ -196,14 +196,14 @@ def _touched_share(experts: int, top_k: int, batch: int) -> float:
 
 
 def bytes_per_weight(grid: Grid) -> float:
-    """As the Ascend layouts hold it: int4 with a 16-bit scale and offset per group, FP4 with an e4m3 scale, int8 with one per row."""
-    if isinstance(grid, Fp4Grid):
+    """As the Ascend layouts hold it: int4 with a 16-bit scale and offset per group, FP4 with a byte per group, int8 with one per row."""
+    if isinstance(grid, Fp4Grid | Mxfp4Grid):
         return 0.5 + 1 / grid.group_size
     return grid.bits / 8 + (2 * _SCALE_BYTES / grid.group_size if grid.group_size else 0.0)
 
 
 def kind_of(grid: Grid) -> str:
-    return "fp4" if isinstance(grid, Fp4Grid) else f"int{grid.bits}"
+    return "fp4" if isinstance(grid, Fp4Grid | Mxfp4Grid) else f"int{grid.bits}"
 
 
 def _cache_bytes(config: ModelConfig, devices: int) -> float:

@@ -33,7 +33,18 @@ class Fp4Grid:
         return 4
 
 
-Grid = IntGrid | Fp4Grid
+@dataclass(frozen=True)
+class Mxfp4Grid:
+    """E2M1 values, a power of two per 32 input channels (OCP MX)."""
+
+    group_size: int = 32
+
+    @property
+    def storage_bits(self) -> int:
+        return 4
+
+
+Grid = IntGrid | Fp4Grid | Mxfp4Grid
 Method = Literal["awq", "gptq", "smooth"]
 
 
@@ -71,6 +82,7 @@ SCHEMES: dict[str, Scheme] = {
         ),
         Scheme("rtn-w4a16", _W4, 16, (), ("awq", "compressed-tensors"), "int4 in groups of 128, rounded to nearest, no calibration"),
         Scheme("fp4-w4a16", Fp4Grid(), 16, ("awq", "gptq"), ("modelopt", "compressed-tensors"), "NVFP4 weights, 16-bit activations"),
+        Scheme("mxfp4-w4a16", Mxfp4Grid(), 16, ("awq", "gptq"), ("compressed-tensors",), "MXFP4 weights, 16-bit activations"),
         Scheme(
             "int8-a8w8c16",
             _W8,

@@ -20,14 +20,18 @@ from quantkit.checkpoint.header import TensorSpec
 from quantkit.models import find_architecture
 from quantkit.models.table import Parameter
 from quantkit.quant.fp4 import global_scale
+from quantkit.quant.rounding import Mxfp4Rounder, round_to_nearest
 from quantkit.quant.weights import Weight
-from quantkit.schemes import Fp4Grid, Grid
+from quantkit.schemes import Fp4Grid, Grid, Mxfp4Grid
 
 
 def rounded(weight: Tensor, format: Format, grid: Grid, amax: Tensor) -> Weight:
     """`weight` [N, K] on the grid; `amax` is the largest magnitude of it and its fused siblings."""
     if isinstance(grid, Fp4Grid):
         return quantize_fp4(weight.float(), global_scale=global_scale(amax))
+    if isinstance(grid, Mxfp4Grid):
+        rounder = Mxfp4Rounder()
+        return rounder.weight(*round_to_nearest(weight.float(), rounder))
     return quantize_int(weight.float(), grid, scale_dtype=format.scale_dtype)
 
 

@@ -22,7 +22,7 @@ from quantkit.calibrate.statistics import InputStatistics
 from quantkit.models.table import GatedMlp
 from quantkit.quant.gptq import Curvature
 from quantkit.quant.weights import dequantize, divide_rows, dividing_powers
-from quantkit.schemes import Fp4Grid
+from quantkit.schemes import Fp4Grid, Mxfp4Grid
 
 LAYER_ROWS = 512
 """Rows of the layer's input that every expert is shown, for the shared part of its Hessian."""
@@ -50,7 +50,7 @@ class ExpertSolver:
 
     def __init__(self, solver: Solver, routed: Routed, read: ScaledInput, importance: Tensor | None, outputs: Curvature | None) -> None:
         self.solver, self.routed, self.read, self.importance, self.outputs = solver, routed, read, importance, outputs
-        self.exact = isinstance(solver.grid, Fp4Grid)  # e4m3 steps are too coarse for any divisor but a power of two
+        self.exact = isinstance(solver.grid, Fp4Grid | Mxfp4Grid)  # steps too coarse for any divisor but a power of two
         fitted = routed.x[: routed.fitted]
         self.layer_rows = self._as_read(fitted[:: max(1, len(fitted) // LAYER_ROWS)][:LAYER_ROWS] / read.scale)
 

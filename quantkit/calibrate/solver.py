@@ -14,16 +14,18 @@ from torch import Tensor
 from quantkit.calibrate.batches import PIECE_VALUES
 from quantkit.quant.fp4 import global_scale
 from quantkit.quant.gptq import Curvature, compensate, scaled_losses
-from quantkit.quant.rounding import Fp4Rounder, IntRounder, Rounder, RoundingStep, round_to_nearest
+from quantkit.quant.rounding import Fp4Rounder, IntRounder, Mxfp4Rounder, Rounder, RoundingStep, round_to_nearest
 from quantkit.quant.two_sided import compensate_both, judged_outputs
-from quantkit.quant.weights import Fp4Weight, IntWeight
+from quantkit.quant.weights import RoundedWeight
 from quantkit.recipe import Recipe
-from quantkit.schemes import Fp4Grid, Grid, Method
+from quantkit.schemes import Fp4Grid, Grid, Method, Mxfp4Grid
 
 JUDGED_OUTPUTS = 512
 """Directions of a linear's outputs that its error is judged in, where their cost is known."""
 FP4_NEIGHBOURS = (0, -1, 1, -2, 2, 3, 4)
 """e4m3 codes around amax / 6: from a quarter below to a half above, which is amax / 4."""
+MXFP4_RAISED = (0, 1)
+"""Powers of two above the one under which the largest value of a group is from 4 to 8."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Rounded:
     """What is kept of one linear. error: squared output error over squared output, on held-out inputs (NaN where there were none).
     method: what made it."""
 
-    weight: IntWeight | Fp4Weight
+    weight: RoundedWeight
     error: float
     method: str
 
@@ -40,7 +42,7 @@ class Rounded:
 class Solved:
     """One linear, rounded. values float32 [N, K]: what `weight` decodes to. error, method: see `Rounded`."""
 
-    weight: IntWeight | Fp4Weight
+    weight: RoundedWeight
     values: Tensor
     error: float
     method: str
@@ -85,6 +87,8 @@ class Solver:
         """amax float32 [] or [..., N]: the largest weight of the tensor, fused siblings included. `fit` off: plain extremes."""
         if isinstance(self.grid, Fp4Grid):
             return Fp4Rounder(global_scale(amax), FP4_NEIGHBOURS[: self.recipe.fit_points] if fit else (0,))
+        if isinstance(self.grid, Mxfp4Grid):
+            return Mxfp4Rounder(MXFP4_RAISED if fit else (0,))
         finer = 0.02 if self.grid.bits == 8 else 0.05
         shrink = tuple(1 - finer * i for i in range(self.recipe.fit_points)) if fit else (1.0,)
         return IntRounder(self.grid, self.scale_dtype, shrink)

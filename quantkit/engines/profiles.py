@@ -12,14 +12,14 @@ from pydantic import Field
 from quantkit.assets import asset
 from quantkit.errors import QuantkitError
 from quantkit.models.table import Parameter
-from quantkit.schemes import Fp4Grid, Grid, IntGrid
+from quantkit.schemes import Fp4Grid, Grid, IntGrid, Mxfp4Grid
 from quantkit.settings_file import Strict, read_yaml
 
 Device = Literal["cuda", "npu", "cpu"]
 Part = Literal["qkv_a", "attention", "kv_b", "mlp", "shared_experts", "experts"]
 """Parts of a model an engine treats as one. qkv_a: q_a_proj and kv_a_proj_with_mqa, which every engine fuses."""
 
-GridName = Literal["int4-asymmetric", "int4-symmetric", "int4-channel", "int8", "nvfp4", "fp8", "dense"]
+GridName = Literal["int4-asymmetric", "int4-symmetric", "int4-channel", "int8", "nvfp4", "mxfp4", "fp8", "dense"]
 
 
 class LoadRule(Strict):
@@ -114,6 +114,8 @@ def grid_name(grid: Grid) -> GridName:
     match grid:
         case Fp4Grid():
             return "nvfp4"
+        case Mxfp4Grid():
+            return "mxfp4"
         case IntGrid(bits=8):
             return "int8"
         case IntGrid(group_size=None):

@@ -10,7 +10,7 @@ import math
 from torch import Tensor
 
 from quantkit.errors import QuantkitError
-from quantkit.quant.weights import FP4_GROUP, Fp4Weight, Fp8BlockWeight, IntWeight, Weight, dequantize
+from quantkit.quant.weights import FP4_GROUP, MX_GROUP, Fp4Weight, Fp8BlockWeight, IntWeight, Mxfp4Weight, Weight, dequantize
 
 _SMALLEST_GROUP = 32
 """Of the int4 operators."""
@@ -31,6 +31,8 @@ def cut_rows(weight: Weight, start: int, stop: int) -> Weight:
             return IntWeight(weight.codes[start:stop], weight.scale[start:stop], zero_point, weight.bits)
         case Fp4Weight():
             return Fp4Weight(weight.codes[start:stop], weight.scale[start:stop], weight.global_scale)
+        case Mxfp4Weight():
+            return Mxfp4Weight(weight.codes[start:stop], weight.exponent[start:stop])
         case Fp8BlockWeight():
             return dequantize(weight)[start:stop]
         case _:
@@ -53,6 +55,10 @@ def cut_columns(weight: Weight, name: str, start: int, stop: int) -> Weight:
             _check_group(name, math.gcd(FP4_GROUP, stop - start), FP4_GROUP, FP4_GROUP, stop - start)
             scale = weight.scale[:, start // FP4_GROUP : stop // FP4_GROUP].contiguous()
             return Fp4Weight(weight.codes[:, start:stop].contiguous(), scale, weight.global_scale)
+        case Mxfp4Weight():
+            _check_group(name, math.gcd(MX_GROUP, stop - start), MX_GROUP, MX_GROUP, stop - start)
+            exponent = weight.exponent[:, start // MX_GROUP : stop // MX_GROUP].contiguous()
+            return Mxfp4Weight(weight.codes[:, start:stop].contiguous(), exponent)
         case Fp8BlockWeight():
             return dequantize(weight)[:, start:stop].contiguous()
         case _:

@@ -28,7 +28,8 @@ from quantkit.executor.split import cut_columns, cut_rows, share_range
 from quantkit.models.rope import Rope
 from quantkit.models.table import GatedMlp, Parameter
 from quantkit.models.weights import ExpertsOp, LinearOp, PrologOp
-from quantkit.quant.weights import Fp4Weight, IntWeight, Weight, dequantize
+from quantkit.quant.mxfp4 import is_nvfp4, to_nvfp4
+from quantkit.quant.weights import Fp4Weight, IntWeight, Mxfp4Weight, Weight, dequantize
 
 _EXPANDED_SHARE = 0.25
 """Share of the free memory that a model may take expanded."""
@@ -218,7 +219,8 @@ def operand(weight: Weight, dtype: torch.dtype, activation_bits: int = 16) -> ke
     """The kernel operand of a weight: the one place where a grid is matched to an operator.
 
     int8 per channel runs with int8 activations, and so does int4 per channel from a format whose `activation_bits` are 8, a byte a code;
-    other int4 and FP4 are weight-only; everything else, FP8 blocks included, is expanded to `dtype`.
+    other int4 and FP4 are weight-only, MXFP4 by NVFP4's operators where that holds the same values; everything else, FP8 included, is
+    expanded to `dtype`.
     """
     match weight:
         case IntWeight(bits=4, zero_point=None) if activation_bits == 8 and weight.scale.shape[1] == 1:
@@ -229,6 +231,9 @@ def operand(weight: Weight, dtype: torch.dtype, activation_bits: int = 16) -> ke
             return kernels.Int8(weight.codes, weight.scale)
         case Fp4Weight():
             return kernels.Fp4(weight.codes, weight.scale, weight.global_scale)
+        case Mxfp4Weight() if is_nvfp4(weight):
+            same = to_nvfp4(weight)
+            return kernels.Fp4(same.codes, same.scale, same.global_scale)
         case _:
             return kernels.Dense(dequantize(weight, dtype))
 

@@ -8,11 +8,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from quantkit.models.table import Block, Parameter, Role, ScaleGroup
+from quantkit.models.table import Block, Parameter, Role, ScaleGroup, Split
 
 _NOT_LINEAR = re.compile(r"embed|wte|wpe|lm_head|head$|norm|\bln_|router|\bgate$|conv|rotary|position", re.IGNORECASE)
 _LAYER = re.compile(r"\b(?:layers|h|blocks|block|layer)\.(\d+)\.")
 _EXPERT = re.compile(r"\bexperts\.(\d+)\.")
+_ROW = re.compile(r"\b(?:down_proj|o_proj|w2)$")
+"""Linears that engines cut along their inputs."""
 _BLOCKS: dict[Block, re.Pattern[str]] = {
     "shared_expert": re.compile(r"\bshared_experts?\."),
     "attention": re.compile(r"\bself_attn\."),
@@ -53,7 +55,8 @@ def _parameter(name: str, shape: tuple[int, ...]) -> Parameter:
     fits = linear and shape[1] % 128 == 0 and shape[0] % 8 == 0
     role: Role = "linear" if fits else "head" if len(shape) == 2 else "norm"
     number = int(layer[1]) if layer else None
+    split: Split = "row" if fits and _ROW.search(module) else "replicate"
     if layer and expert:
-        return Parameter(name, shape, role, layer=number, expert=int(expert[1]), block="expert")
+        return Parameter(name, shape, role, split, layer=number, expert=int(expert[1]), block="expert")
     block = next((block for block, pattern in _BLOCKS.items() if pattern.search(name)), None)
-    return Parameter(name, shape, role, layer=number, block=block)
+    return Parameter(name, shape, role, split, layer=number, block=block)

@@ -16,10 +16,14 @@ from torch import Tensor
 
 from quantkit.quant.fp4 import E2M1_MAX, E4M3_MAX, E4M3_MIN, encode_e2m1
 from quantkit.quant.integer import int_params, int_range, round_int
-from quantkit.quant.weights import FP4_GROUP, Fp4Weight, IntWeight
+from quantkit.quant.weights import FP4_GROUP, MX_GROUP, Fp4Weight, IntWeight, Mxfp4Weight, RoundedWeight
 from quantkit.schemes import IntGrid
 
 _CACHED_VALUES = 2**17
+_E2M1_EXPONENT = 2
+"""Of E2M1's largest value, 6."""
+_E8M0_RANGE = (-126, 127)
+"""Of exponents that are stored: powers of two that float32 holds as normal numbers."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class Rounder(Protocol):
     def side_by_side(self) -> "Rounder":
         """The same, for all groups of a row at once: [..., G, N, g] in place of [..., N, g]."""
 
-    def weight(self, values: Tensor, step: RoundingStep) -> IntWeight | Fp4Weight:
+    def weight(self, values: Tensor, step: RoundingStep) -> RoundedWeight:
         """Values already on the grid, float32 [N, K], with the steps [N, G] they were snapped to, as a stored weight."""
 
 
@@ -112,10 +116,7 @@ class Fp4Rounder:
         return _best(self, steps, groups, importance)
 
     def snap(self, w: Tensor, step: RoundingStep) -> Tensor:
-        level = w / step.step
-        # Spacing of E2M1 at |level|: 1/2 up to 2, 1 up to 4, 2 up to 6. Rounding to even in it is RNE on the codes.
-        spacing = torch.where(level.abs() < 2, 0.5, torch.where(level.abs() < 4, 1.0, 2.0))
-        return (level / spacing).round_().mul_(spacing).clamp_(-E2M1_MAX, E2M1_MAX).mul_(step.step)
+        return _snap_e2m1(w, step.step)
 
     def side_by_side(self) -> "Fp4Rounder":
         return self if self.global_scale.dim() == 0 else replace(self, global_scale=self.global_scale.unsqueeze(-2))
@@ -125,6 +126,43 @@ class Fp4Rounder:
         multiplier = self.global_scale.flatten()[0]
         codes = encode_e2m1(values.unflatten(-1, (-1, FP4_GROUP)) / step.step.unsqueeze(-1)).flatten(-2)
         return Fp4Weight(codes, (step.step / multiplier).to(torch.float8_e4m3fn), multiplier)
+
+
+@dataclass(frozen=True)
+class Mxfp4Rounder:
+    """E2M1 with a power of two per 32 channels: the largest under which the group's largest value stays above 4, and those `raised` by.
+
+    The first lets values beyond 6 saturate, as compressed-tensors and OCP's MX have it; the next keeps all, with steps twice as wide.
+    """
+
+    raised: tuple[int, ...] = (0,)
+
+    @property
+    def group_size(self) -> int | None:
+        return MX_GROUP
+
+    def fit(self, groups: Tensor, importance: Tensor | None = None) -> RoundingStep:
+        amax = groups.abs().amax(dim=-1)
+        power = torch.where(amax > 0, amax.frexp().exponent - 1 - _E2M1_EXPONENT, 0)
+        steps = [RoundingStep(torch.ldexp(torch.ones_like(amax), (power + up).clamp(*_E8M0_RANGE)), None) for up in self.raised]
+        return _best(self, steps, groups, importance)
+
+    def snap(self, w: Tensor, step: RoundingStep) -> Tensor:
+        return _snap_e2m1(w, step.step)
+
+    def side_by_side(self) -> "Mxfp4Rounder":
+        return self
+
+    def weight(self, values: Tensor, step: RoundingStep) -> Mxfp4Weight:
+        codes = encode_e2m1(values.unflatten(-1, (-1, MX_GROUP)) / step.step.unsqueeze(-1)).flatten(-2)
+        return Mxfp4Weight(codes, (step.step.frexp().exponent - 1 + 127).to(torch.uint8))
+
+
+def _snap_e2m1(w: Tensor, step: Tensor) -> Tensor:
+    level = w / step
+    # Spacing of E2M1 at |level|: 1/2 up to 2, 1 up to 4, 2 up to 6. Rounding to even in it is RNE on the codes.
+    spacing = torch.where(level.abs() < 2, 0.5, torch.where(level.abs() < 4, 1.0, 2.0))
+    return (level / spacing).round_().mul_(spacing).clamp_(-E2M1_MAX, E2M1_MAX).mul_(step)
 
 
 def _best(rounder: Rounder, candidates: list[RoundingStep], groups: Tensor, importance: Tensor | None) -> RoundingStep:

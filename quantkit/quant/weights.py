@@ -15,6 +15,7 @@ from torch import Tensor
 
 FP8_BLOCK = 128
 FP4_GROUP = 16
+MX_GROUP = 32
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
@@ -81,19 +82,47 @@ class Fp4Weight:
 
 
 @dataclass(frozen=True, eq=False)
-class Fp8BlockWeight:
-    """w = codes * scale, a scale per block of 128 x 128; blocks at the edges may be partial (DeepSeek-V3).
+class Mxfp4Weight:
+    """w = e2m1[codes] * 2 ** (exponent - 127), an exponent per row and group of 32 input channels (OCP MX).
 
-    codes float8_e4m3fn [N, K]; scale float32 [ceil(N / 128), ceil(K / 128)], a multiplier.
+    codes uint8 [N, K] in 0..15, bit 3 the sign; exponent uint8 [N, K / 32], the bits of float8_e8m0fnu, 255 standing for NaN.
+    """
+
+    codes: Tensor
+    exponent: Tensor
+
+    def __post_init__(self) -> None:
+        rows, columns = self.codes.shape
+        assert self.codes.dtype == torch.uint8, f"codes are {self.codes.dtype}"
+        assert self.exponent.dtype == torch.uint8, f"exponent is {self.exponent.dtype}"
+        assert columns % MX_GROUP == 0, f"groups of {MX_GROUP} do not divide {columns} columns"
+        assert self.exponent.shape == (rows, columns // MX_GROUP), f"exponent {tuple(self.exponent.shape)} for {tuple(self.codes.shape)}"
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    @property
+    def group_size(self) -> int:
+        return MX_GROUP
+
+
+@dataclass(frozen=True, eq=False)
+class Fp8BlockWeight:
+    """w = codes * scale, a scale per block of rows x columns; blocks at the edges may be partial.
+
+    DeepSeek-V3 has blocks of 128 x 128, MXFP8 of 1 x 32; a scale per channel is a block of 1 x K, one for the tensor N x K.
+    codes float8_e4m3fn [N, K]; scale float32 [ceil(N / rows), ceil(K / columns)], a multiplier.
     """
 
     codes: Tensor
     scale: Tensor
+    block: tuple[int, int] = (FP8_BLOCK, FP8_BLOCK)
 
     def __post_init__(self) -> None:
         assert self.codes.dtype == torch.float8_e4m3fn, f"codes are {self.codes.dtype}"
         assert self.scale.dtype == torch.float32, f"scale is {self.scale.dtype}"
-        blocks = tuple(-(-size // FP8_BLOCK) for size in self.codes.shape)
+        blocks = tuple(-(-size // side) for size, side in zip(self.codes.shape, self.block))
         assert tuple(self.scale.shape) == blocks, f"scale {tuple(self.scale.shape)} for codes {tuple(self.codes.shape)}"
 
     @property
@@ -101,7 +130,10 @@ class Fp8BlockWeight:
         return self.codes.shape
 
 
-Weight: TypeAlias = Tensor | IntWeight | Fp4Weight | Fp8BlockWeight
+Weight: TypeAlias = Tensor | IntWeight | Fp4Weight | Mxfp4Weight | Fp8BlockWeight
+
+RoundedWeight: TypeAlias = IntWeight | Fp4Weight | Mxfp4Weight
+"""What quantkit rounds to."""
 
 
 def dequantize(weight: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -111,24 +143,32 @@ def dequantize(weight: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
             return _dequantize_int(weight).to(dtype)
         case Fp4Weight():
             return _dequantize_fp4(weight).to(dtype)
+        case Mxfp4Weight():
+            return _dequantize_mxfp4(weight).to(dtype)
         case Fp8BlockWeight():
             return _dequantize_fp8_block(weight).to(dtype)
         case _:
             return weight.to(dtype)
 
 
-def dividing_powers(weight: IntWeight | Fp4Weight, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def dividing_powers(weight: RoundedWeight, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The least and the largest power of two [N] that each row can be divided by with its scales normal numbers of `dtype`, which stores
-    them (e4m3 for FP4); 1 always can."""
+    them (e4m3 for FP4), or exponents of MXFP4 from 1 to 254; 1 always can."""
+    if isinstance(weight, Mxfp4Weight):
+        exponent = weight.exponent.float()
+        return (exponent.amax(1) - 254).clamp(max=0).exp2(), (exponent.amin(1) - 1).clamp(0, 126).exp2()
     scale, stored = weight.scale.float(), torch.finfo(weight.scale.dtype if isinstance(weight, Fp4Weight) else dtype)
     least = (scale.amax(1) / stored.max).log2().ceil().clamp(max=0).exp2()
     largest = (scale.amin(1) / stored.smallest_normal).log2().floor().clamp(min=0).exp2()
     return least, largest
 
 
-def divide_rows(weight: IntWeight | Fp4Weight, divisor: Tensor, dtype: torch.dtype) -> IntWeight | Fp4Weight:
-    """The weight with row n divided by divisor[n]: the same codes with other scales, rounded to `dtype`, which stores them (e4m3 for FP4).
-    Exact for a power of two within `dividing_powers`."""
+def divide_rows(weight: RoundedWeight, divisor: Tensor, dtype: torch.dtype) -> RoundedWeight:
+    """The weight with row n divided by divisor[n]: the same codes with other scales, rounded to `dtype`, which stores them (e4m3 for FP4, a
+    power of two for MXFP4). Exact for a power of two within `dividing_powers`."""
+    if isinstance(weight, Mxfp4Weight):
+        exponent = weight.exponent.float() - divisor.log2().round()[:, None]
+        return replace(weight, exponent=exponent.clamp(1, 254).to(torch.uint8))
     scale = weight.scale.float() / divisor[:, None]
     if isinstance(weight, Fp4Weight):
         return replace(weight, scale=scale.to(weight.scale.dtype))
@@ -153,12 +193,22 @@ def _dequantize_fp4(weight: Fp4Weight) -> Tensor:
     return values.mul_((weight.scale.float() * weight.global_scale).unsqueeze(-1)).flatten(1)
 
 
+def decode_e8m0(exponent: Tensor) -> Tensor:
+    """Powers of two float32 of the bits of float8_e8m0fnu, uint8 or of that dtype: 2 ** (bits - 127), NaN for 255."""
+    return exponent.view(torch.float8_e8m0fnu).float()
+
+
+def _dequantize_mxfp4(weight: Mxfp4Weight) -> Tensor:
+    values = decode_e2m1(weight.codes).unflatten(1, (-1, MX_GROUP))
+    return values.mul_(decode_e8m0(weight.exponent).unsqueeze(-1)).flatten(1)
+
+
 def _dequantize_fp8_block(weight: Fp8BlockWeight) -> Tensor:
     values = weight.codes.float()
-    rows, columns = values.shape
-    row_scale = weight.scale.repeat_interleave(FP8_BLOCK, dim=0)[:rows]  # [N, column blocks]
-    whole = columns // FP8_BLOCK
-    values[:, : whole * FP8_BLOCK].unflatten(1, (whole, FP8_BLOCK)).mul_(row_scale[:, :whole, None])
-    if columns % FP8_BLOCK:
-        values[:, whole * FP8_BLOCK :].mul_(row_scale[:, whole:])
+    (rows, columns), (tall, wide) = values.shape, weight.block
+    row_scale = weight.scale.repeat_interleave(tall, dim=0)[:rows]  # [N, column blocks]
+    whole = columns // wide
+    values[:, : whole * wide].unflatten(1, (whole, wide)).mul_(row_scale[:, :whole, None])
+    if columns % wide:
+        values[:, whole * wide :].mul_(row_scale[:, whole:])
     return values

@@ -227,9 +227,9 @@ def test_config_keys_and_architecture(packed: Any, tmp_path: Path) -> None:
     del config["topk_method"]
     (path / "config.json").write_text(json.dumps(config))
     assert errors("vllm", path) == ["config.json has topk_method = None"]
-    config["model_type"] = "mixtral"
+    config["model_type"] = "never_heard_of"
     (path / "config.json").write_text(json.dumps(config))
-    assert errors("vllm", path) == ["vllm is not known to run mixtral"]
+    assert errors("vllm", path) == ["vllm is not known to run never_heard_of"]
 
 
 def test_published_layouts(tiny_checkpoint: Path, tiny_dense_checkpoint: Path) -> None:

@@ -4,7 +4,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoint.formats import awq, compressed_fp4, compressed_int4, compressed_int8, dense, fp8_block, gptq, modelopt, modelslim
+from quantkit.checkpoint.formats import (
+    awq,
+    compressed_fp4,
+    compressed_int4,
+    compressed_int8,
+    compressed_mxfp4,
+    dense,
+    fp8,
+    fp8_block,
+    gptq,
+    modelopt,
+    modelslim,
+)
 from quantkit.checkpoint.formats.base import Format
 from quantkit.errors import QuantkitError
 from quantkit.schemes import Scheme
@@ -17,6 +29,8 @@ FORMATS: tuple[Format, ...] = (
     compressed_int4.FORMAT,
     compressed_fp4.FORMAT,
     compressed_int8.FORMAT,
+    compressed_mxfp4.FORMAT,
+    *fp8.FORMATS,
     modelopt.FORMAT,
     modelslim.FORMAT,
 )

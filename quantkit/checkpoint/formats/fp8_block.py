@@ -1,6 +1,7 @@
 """DeepSeek's own FP8: X.weight float8_e4m3fn [N, K] and X.weight_scale_inv float32 [ceil(N / 128), ceil(K / 128)].
 
-The scale is a multiplier despite its name (DeepSeek-V3 README_WEIGHTS.md). Which linears are FP8 is said by their dtype.
+The scale is a multiplier despite its name (DeepSeek-V3 README_WEIGHTS.md); some releases store it in 16 bits, or as the exponent of a power
+of two (UE8M0). Which linears are FP8 is said by their dtype.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from quantkit.quant.weights import FP8_BLOCK, Fp8BlockWeight, Weight
 from quantkit.schemes import Grid
 
 _BLOCK_SIZE = [FP8_BLOCK, FP8_BLOCK]
+_SCALES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
 
 
 class Fp8Block(Format):
@@ -33,7 +35,7 @@ class Fp8Block(Format):
         blocks = (-(-shape[0] // FP8_BLOCK), -(-shape[1] // FP8_BLOCK))
         return (
             StoredPart(".weight", (torch.float8_e4m3fn,), shape, axes=CODES),
-            StoredPart(".weight_scale_inv", (torch.float32,), blocks, axes=(("N", FP8_BLOCK), ("K", FP8_BLOCK))),
+            StoredPart(".weight_scale_inv", _SCALES, blocks, axes=(("N", FP8_BLOCK), ("K", FP8_BLOCK))),
         )
 
     def stored(self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None) -> tuple[tuple[int, int], Grid | None]:
@@ -45,10 +47,11 @@ class Fp8Block(Format):
         return {f"{module}.weight": weight.codes, f"{module}.weight_scale_inv": weight.scale}
 
     def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
-        return Fp8BlockWeight(tensors[f"{module}.weight"], tensors[f"{module}.weight_scale_inv"])
+        return Fp8BlockWeight(tensors[f"{module}.weight"], tensors[f"{module}.weight_scale_inv"].float())
 
     def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
-        return (config.get("quantization_config") or {}).get("quant_method") == "fp8"
+        block = config.get("quantization_config") or {}
+        return block.get("quant_method") == "fp8" and block.get("weight_block_size") is not None
 
     def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
         block_size = config["quantization_config"].get("weight_block_size")

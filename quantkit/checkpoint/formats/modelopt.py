@@ -68,10 +68,10 @@ class ModelOpt(Nvfp4):
         )
 
     def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
-        return _SIDE_FILE in side or str((config.get("quantization_config") or {}).get("quant_method")).startswith("modelopt")
+        return is_modelopt(config, side) and "FP8" not in str(described(config, side).get("quant_algo"))  # fp8.py
 
     def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
-        block = _block(config, side)
+        block = described(config, side)
         algorithm, size = block.get("quant_algo"), block.get("group_size", FP4_GROUP)
         if algorithm not in _ALGORITHMS or size != FP4_GROUP:
             fault = f"the checkpoint is ModelOpt with quant_algo {algorithm} and group_size {size}"
@@ -79,7 +79,7 @@ class ModelOpt(Nvfp4):
         return Fp4Grid()
 
     def ignored(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Callable[[str], bool] | None:
-        block = _block(config, side)
+        block = described(config, side)
         entries = block.get("exclude_modules", block.get("ignore"))
         return None if entries is None else lambda module: any(_SPELLING.matches(entry, module) for entry in entries)
 
@@ -108,7 +108,12 @@ class ModelOpt(Nvfp4):
         return role == "linear" and not mtp
 
 
-def _block(config: Mapping[str, Any], side: Mapping[str, Any]) -> Mapping[str, Any]:
+def is_modelopt(config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
+    """Whether ModelOpt wrote it, in whatever numbers."""
+    return _SIDE_FILE in side or str((config.get("quantization_config") or {}).get("quant_method")).startswith("modelopt")
+
+
+def described(config: Mapping[str, Any], side: Mapping[str, Any]) -> Mapping[str, Any]:
     """The description, from config.json where it has one as engines do, else from hf_quant_config.json."""
     block = config.get("quantization_config") or side.get(_SIDE_FILE, {}).get("quantization")
     if not isinstance(block, dict):

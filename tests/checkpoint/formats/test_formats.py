@@ -153,8 +153,8 @@ def test_only_linears_are_quantized(format: Format, role: str) -> None:
         ("awq", {"quant_method": "awq", "bits": 8, "group_size": 128, "zero_point": True}, "bits 8"),
         ("awq", {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemv"}, "version gemv"),
         ("awq", {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": False}, "zero_point False"),
-        ("fp8", {"quant_method": "fp8"}, "weight_block_size None"),
-        ("modelopt", {"quant_method": "modelopt", "quant_algo": "FP8"}, "quant_algo FP8"),
+        ("fp8", {"quant_method": "fp8", "weight_block_size": [64, 64]}, "weight_block_size"),
+        ("modelopt", {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo W4A8_AWQ"),
         ("ct", {"quant_method": "compressed-tensors", "format": "pack-quantized"}, "0 different descriptions"),
         (
             "ct",

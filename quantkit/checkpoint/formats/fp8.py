@@ -1,0 +1,164 @@
+"""FP8 with a scale per tensor, channel, block or group of inputs, as compressed-tensors, ModelOpt and vLLM's fp8 have it. Read only.
+
+    X.weight float8_e4m3fn [N, K]   X.weight_scale, a multiplier: a float, or of a power of two the exponent, uint8 or float8_e8m0fnu
+    X.input_scale (static activations) is accepted and not used
+
+Of each container there is a format for every layout of scales, for a scale's shape alone does not tell its block. DeepSeek's own FP8 has
+another name for its scale (fp8_block.py).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoint.formats import compressed, modelopt
+from quantkit.checkpoint.formats.base import CODES, FLOAT_DTYPES, Along, Format, StoredPart
+from quantkit.checkpoint.header import TensorSpec
+from quantkit.quant.weights import FP8_BLOCK, MX_GROUP, Fp8BlockWeight, Weight, decode_e8m0
+from quantkit.schemes import Grid
+
+
+class Layout(NamedTuple):
+    """What a scale is for: a block of `rows` outputs and `columns` inputs, 0 for all of them."""
+
+    rows: int
+    columns: int
+
+
+TENSOR, CHANNEL = Layout(0, 0), Layout(1, 0)
+BLOCK, MX = Layout(FP8_BLOCK, FP8_BLOCK), Layout(1, MX_GROUP)
+_EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
+
+
+class Fp8(Format):
+    """What the containers share. layout: of the scales."""
+
+    scale_dtype = torch.float32
+    marker = ".weight"
+    marker_dtype = torch.float8_e4m3fn
+    own_suffixes = (".weight_scale",)
+    flat_channels: ClassVar[bool] = False
+    """Whether scales per channel are stored as [N], not [N, 1]."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+
+    def holds(self, grid: Grid) -> bool:
+        return False
+
+    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[StoredPart, ...]:
+        tall, wide = self._block(shape)
+        scales: tuple[int, ...] = (-(-shape[0] // tall), -(-shape[1] // wide))
+        axes: tuple[Along, ...] = (("N", tall) if self.layout.rows else None, ("K", wide) if self.layout.columns else None)
+        if self.layout == TENSOR:
+            scales, axes = (1,), ()
+        elif self.layout == CHANNEL and self.flat_channels:
+            scales, axes = scales[:1], axes[:1]
+        dtypes = _EXPONENTS if self.layout == MX else (*FLOAT_DTYPES, *_EXPONENTS)
+        return (
+            StoredPart(".weight", (torch.float8_e4m3fn,), shape, axes=CODES),
+            StoredPart(".weight_scale", dtypes, scales, axes=axes),
+            StoredPart(".input_scale", FLOAT_DTYPES, (1,), required=False),
+        )
+
+    def _block(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        return self.layout.rows or shape[0], self.layout.columns or shape[1]
+
+    def stored(self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None) -> tuple[tuple[int, int], Grid | None]:
+        rows, columns = tensors[f"{module}.weight"].shape
+        return (rows, columns), grid
+
+    def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
+        assert isinstance(weight, Fp8BlockWeight), type(weight)
+        scale = weight.scale[:, 0] if self.layout == CHANNEL and self.flat_channels else weight.scale
+        stored = scale.to(torch.float8_e8m0fnu).view(torch.uint8) if self.layout == MX else scale
+        return {f"{module}.weight": weight.codes, f"{module}.weight_scale": stored.reshape(1) if self.layout == TENSOR else stored}
+
+    def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
+        codes, scale = tensors[f"{module}.weight"], tensors[f"{module}.weight_scale"]
+        values = decode_e8m0(scale) if scale.dtype in _EXPONENTS else scale.float()
+        return Fp8BlockWeight(codes, values if values.dim() == 2 else values.reshape(-1, 1), self._block(codes.shape))
+
+    def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
+        return self.declared(config, side) == self.layout
+
+    def declared(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Layout | None:
+        """The layout that a checkpoint of this container declares; None where it declares none of these, or is of another."""
+        raise NotImplementedError
+
+    def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
+        return None
+
+    def config_block(self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> dict[str, Any]:
+        raise AssertionError(f"{self.name} {self.variant} is read, and never written")
+
+    def quantizes(self, module: str, role: str, *, mtp: bool = False) -> bool:
+        return role in ("linear", "kv_b")
+
+
+class CompressedFp8(Fp8):
+    name = "compressed-tensors"
+    variant = "float-quantized"
+    variants: ClassVar[tuple[str, ...]] = ("float-quantized", "naive-quantized")
+    """What the config says: the second where activations stay in 16 bits."""
+
+    def declared(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Layout | None:
+        if not any(compressed.detect(config, variant) for variant in self.variants):
+            return None
+        if not config["quantization_config"].get("config_groups"):
+            return None
+        args = compressed.weight_args(config)
+        if args.get("num_bits") != 8 or args.get("type") != "float":
+            return None
+        if args.get("strategy") == "block":
+            return BLOCK if args.get("block_structure") == [FP8_BLOCK, FP8_BLOCK] else None
+        if args.get("strategy") == "group":
+            return MX if args.get("group_size") == MX_GROUP else None
+        return {"tensor": TENSOR, "channel": CHANNEL}.get(str(args.get("strategy")))
+
+    def ignored(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Callable[[str], bool] | None:
+        return compressed.ignored(config)
+
+
+class CompressedMxfp8(CompressedFp8):
+    variant = "mxfp8-quantized"
+    variants = ("mxfp8-quantized",)
+
+
+class ModelOptFp8(Fp8):
+    name = "modelopt"
+    variant = "FP8"
+    flat_channels = True
+
+    def declared(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Layout | None:
+        if not modelopt.is_modelopt(config, side):
+            return None
+        layouts = {"FP8": TENSOR, "FP8_PER_CHANNEL_PER_TOKEN": CHANNEL, "MXFP8": MX}
+        return layouts.get(str(modelopt.described(config, side).get("quant_algo")))
+
+    def ignored(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Callable[[str], bool] | None:
+        return modelopt.FORMAT.ignored(config, side)
+
+
+class PlainFp8(Fp8):
+    """quant_method fp8 without blocks: what vLLM and its first tools write, a scale per tensor."""
+
+    name = "fp8"
+    variant = "e4m3"
+
+    def declared(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Layout | None:
+        block = config.get("quantization_config") or {}
+        return TENSOR if block.get("quant_method") == "fp8" and block.get("weight_block_size") is None else None
+
+    def ignored(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Callable[[str], bool] | None:
+        return None
+
+
+FORMATS: tuple[Fp8, ...] = (
+    *(CompressedFp8(layout) for layout in (TENSOR, CHANNEL, BLOCK)),
+    CompressedMxfp8(MX),
+    *(ModelOptFp8(layout) for layout in (TENSOR, CHANNEL, MX)),
+    PlainFp8(TENSOR),
+)

@@ -1,0 +1,163 @@
+"""MXFP4, MXFP8 and FP8 of every layout, against compressed-tensors, which writes them, and by their definition elsewhere."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
+from compressed_tensors.compressors.mxfp8.base import MXFP8QuantizationCompressor
+from compressed_tensors.compressors.naive_quantized.base import FloatQuantizationCompressor
+from compressed_tensors.quantization.quant_scheme import QuantizationScheme, preset_name_to_scheme
+from make_model import random_tensors, tiny_config
+from packed_model import write_packed
+from safetensors.torch import save_file
+from torch import Tensor
+
+from quantkit.checkpoint.formats import compressed_mxfp4
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.conversion import convert
+from quantkit.errors import QuantkitError
+from quantkit.executor.load import load_model
+from quantkit.models.context import CausalContext
+from quantkit.quant.mxfp4 import is_nvfp4, to_nvfp4
+from quantkit.quant.rounding import Mxfp4Rounder, round_to_nearest
+from quantkit.quant.weights import Mxfp4Weight, dequantize
+from quantkit.schemes import Mxfp4Grid
+
+ROWS, COLUMNS = 160, 320  # blocks of 128 are partial at both edges
+MODULE = "model.layers.0.self_attn.q_proj"
+CASES = {
+    "mxfp4": ("MXFP4A16", MXFP4PackedCompressor, "mxfp4-pack-quantized"),
+    "mxfp8": ("MXFP8A16", MXFP8QuantizationCompressor, "mxfp8-quantized"),
+    "tensor": ("FP8", FloatQuantizationCompressor, "float-quantized"),
+    "channel": ("FP8_DYNAMIC", FloatQuantizationCompressor, "float-quantized"),
+    "block": ("FP8_BLOCK", FloatQuantizationCompressor, "naive-quantized"),
+}
+
+
+def random_weight() -> Tensor:
+    return torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(5)) * torch.logspace(-3, 3, ROWS)[:, None]
+
+
+def scale_of(w: Tensor, scheme: QuantizationScheme) -> Tensor:
+    args = scheme.weights
+    if args.strategy == "group":
+        amax = w.unflatten(1, (-1, args.group_size)).abs().amax(-1)
+        return 2.0 ** (amax.log2().floor() - (2 if args.num_bits == 4 else 8))
+    if args.strategy == "block":
+        return torch.rand(2, 3) + 0.5
+    return w.abs().amax().reshape(1) / 448 if args.strategy == "tensor" else w.abs().amax(1, keepdim=True) / 448
+
+
+def stored(path: Path, tensors: dict[str, Tensor], block: dict[str, Any], side: dict[str, Any] | None = None) -> Checkpoint:
+    path.mkdir()
+    save_file({f"{MODULE}.{name}": tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps({"model_type": "nobody", "quantization_config": block} if block else {"model_type": "n"}))
+    if side is not None:
+        (path / "hf_quant_config.json").write_text(json.dumps(side))
+    return Checkpoint.open(path)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_compressed_tensors_writes_is_read_as_it_reads_it(tmp_path: Path, case: str) -> None:
+    preset, compressor, variant = CASES[case]
+    scheme, w = preset_name_to_scheme(preset, ["Linear"]), random_weight()
+    packed = compressor.compress({"weight": w, "weight_scale": scale_of(w, scheme)}, scheme)
+    expected = compressor.decompress(packed, scheme)["weight"].float()
+    group = json.loads(scheme.model_dump_json())
+    block = {"quant_method": "compressed-tensors", "format": variant, "config_groups": {"group_0": group}, "ignore": []}
+    checkpoint = stored(tmp_path / "c", packed, block)
+    assert checkpoint.shape(MODULE) == (ROWS, COLUMNS)
+    assert torch.equal(dequantize(checkpoint.weight(MODULE)), expected)
+    part, first = checkpoint.share(MODULE, "N", 40, 120)
+    assert torch.equal(dequantize(part)[40 - first : 120 - first], expected[40:120])
+    part, first = checkpoint.share(MODULE, "K", 160, 320)
+    assert torch.equal(dequantize(part)[:, 160 - first :], expected[:, 160:])
+
+
+def test_what_is_rounded_to_mxfp4_is_what_compressed_tensors_reads() -> None:
+    rounder, w = Mxfp4Rounder((0, 1)), random_weight()
+    values, step = round_to_nearest(w, rounder)
+    packed = compressed_mxfp4.FORMAT.pack(MODULE, rounder.weight(values, step))
+    named = {name.removeprefix(f"{MODULE}."): tensor for name, tensor in packed.items()}
+    read = MXFP4PackedCompressor.decompress(named, preset_name_to_scheme("MXFP4A16", ["Linear"]))["weight"]
+    assert torch.equal(read.float(), values)
+    nearest, _ = round_to_nearest(w, Mxfp4Rounder())
+    assert (values - w).norm() < (nearest - w).norm() < 0.2 * w.norm()
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.float32, "F32"), (torch.bfloat16, "BF16"), (torch.float8_e8m0fnu, "F8_E8M0")])
+def test_deepseek_blocks_may_have_scales_in_fewer_bits(tmp_path: Path, dtype: torch.dtype, name: str) -> None:
+    codes = torch.randn(ROWS, COLUMNS).to(torch.float8_e4m3fn)
+    power = torch.randint(-9, 3, (2, 3)).float()
+    block = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    checkpoint = stored(tmp_path / "c", {"weight": codes, "weight_scale_inv": power.exp2().to(dtype)}, block)
+    full = power.exp2().repeat_interleave(128, 0).repeat_interleave(128, 1)[:ROWS, :COLUMNS]
+    assert torch.equal(dequantize(checkpoint.weight(MODULE)), codes.float() * full)
+
+
+@pytest.mark.parametrize("algorithm", ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8"])
+def test_modelopt_fp8(tmp_path: Path, algorithm: str) -> None:
+    codes = torch.randn(ROWS, COLUMNS).to(torch.float8_e4m3fn)
+    exponent = torch.randint(110, 130, (ROWS, COLUMNS // 32), dtype=torch.uint8)
+    scale = {"FP8": torch.tensor(0.03), "FP8_PER_CHANNEL_PER_TOKEN": torch.rand(ROWS) + 0.1, "MXFP8": exponent}[algorithm]
+    side = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": algorithm, "exclude_modules": ["lm_head"]}}
+    tensors = {"weight": codes, "weight_scale": scale} | ({"input_scale": torch.tensor(1.0)} if algorithm == "FP8" else {})
+    checkpoint = stored(tmp_path / "c", tensors, {}, side)
+    powers = (exponent.float() - 127).exp2().repeat_interleave(32, 1)
+    full = powers if algorithm == "MXFP8" else scale[:, None] if scale.dim() else scale
+    assert torch.equal(dequantize(checkpoint.weight(MODULE)), codes.float() * full)
+
+
+def test_fp8_that_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
+    tensors = {"weight": torch.randn(ROWS, COLUMNS).to(torch.float8_e4m3fn), "weight_scale": torch.ones(ROWS, 5)}
+    args = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 64, "symmetric": True, "dynamic": False}
+    block = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"g": {"weights": args}}}
+    with pytest.raises(QuantkitError, match="float-quantized"):
+        stored(tmp_path / "group", tensors, block)
+    with pytest.raises(QuantkitError, match="weight_scale"):
+        stored(tmp_path / "wrong", tensors, {"quant_method": "fp8"})
+
+
+def test_mxfp4_is_nvfp4_where_e4m3_holds_its_powers_of_two() -> None:
+    generator = torch.Generator().manual_seed(2)
+    codes = torch.randint(0, 16, (64, 128), dtype=torch.uint8, generator=generator)
+    exponent = torch.randint(110, 128, (64, 4), dtype=torch.uint8, generator=generator)
+    exponent[0, :2] = torch.tensor([110, 127])
+    codes[1, :32] = 8  # zeros, whose exponent does not matter
+    exponent[1, 0] = 3
+    weight = Mxfp4Weight(codes, exponent)
+    assert is_nvfp4(weight)
+    assert torch.equal(dequantize(to_nvfp4(weight)).view(torch.int32), dequantize(weight).view(torch.int32))
+    assert torch.equal(dequantize(to_nvfp4(weight, 127)), dequantize(weight))
+    exponent[2, 0] = 109
+    further = Mxfp4Weight(codes, exponent)
+    assert not is_nvfp4(further)
+    error = (dequantize(to_nvfp4(further)) - dequantize(further)).abs()
+    assert 0 < error.max() <= 2.0 ** (110 - 127) / 4
+    assert error[2, :32].sum() == error.sum()
+
+
+def test_a_model_in_mxfp4_runs_and_becomes_nvfp4_with_the_same_values(tmp_path: Path) -> None:
+    """And its logits are those of its own dequantized weights; gate and up share a global scale."""
+    config = tiny_config(num_hidden_layers=2, num_nextn_predict_layers=0)
+    source = write_packed(tmp_path / "mxfp4", config, random_tensors(config), compressed_mxfp4.FORMAT, Mxfp4Grid())
+    report = convert(source, tmp_path / "nvfp4", format="modelopt")
+    assert report.exact
+    convert(source, tmp_path / "plain", dtype="float32")
+    mxfp4, nvfp4 = Checkpoint.open(source), Checkpoint.open(tmp_path / "nvfp4")
+    assert set(mxfp4.linears) == set(nvfp4.linears)
+    for module in mxfp4.linears:
+        assert torch.equal(dequantize(nvfp4.weight(module)), dequantize(mxfp4.weight(module))), module
+    gate, up = (nvfp4.read(f"model.layers.1.mlp.experts.0.{side}_proj.weight_scale_2") for side in ("gate", "up"))
+    assert torch.equal(gate, up)
+    expected, *others = (_logits(path) for path in (tmp_path / "plain", source, tmp_path / "nvfp4"))
+    assert all((logits - expected).abs().max() < 1e-4 * expected.abs().max() for logits in others)
+
+
+def _logits(path: Path) -> Tensor:
+    loaded = load_model(path, device="cpu", dtype="float32", backend="reference")
+    with torch.inference_mode():
+        return loaded.model.logits(loaded.model(torch.arange(3, 27), CausalContext([24])))
