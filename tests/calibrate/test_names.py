@@ -22,7 +22,6 @@ from quantkit.models.context import CausalContext
 from quantkit.models.decoder import DecoderLayer, Model
 from quantkit.models.table import Parameter, ScaleGroup
 from quantkit.models.weights import Weights
-from quantkit.quantization import checks, opening
 
 NAMES = {
     "self_attn": "att",
@@ -95,9 +94,7 @@ def architecture(monkeypatch: pytest.MonkeyPatch) -> None:
     module.__dict__.update(Config=deepseek_v3.Config, DecoderLayer=decoder_layer, Model=model, MtpLayer=None)
     module.__dict__.update(parameters=parameters, scale_groups=scale_groups)
     monkeypatch.setitem(sys.modules, "quantkit.models.renamed", module)
-    known = (*models.ARCHITECTURES, "renamed")
-    for one in (models, checks, opening):
-        monkeypatch.setattr(one, "ARCHITECTURES", known)
+    monkeypatch.setattr(models, "ARCHITECTURES", (*models.ARCHITECTURES, "renamed"))
 
 
 def tensors_of(path: Path) -> Mapping[str, Tensor]:
