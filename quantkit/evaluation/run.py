@@ -14,6 +14,7 @@ from quantkit import __version__
 from quantkit.errors import QuantkitError
 from quantkit.evaluation import sandbox
 from quantkit.evaluation.generators.generator import Generator, ModelReply
+from quantkit.evaluation.grading import reasoning
 from quantkit.evaluation.grading.graders import Grader, find_grader, grade
 from quantkit.evaluation.grading.math_equal import MathJudge
 from quantkit.evaluation.results import store
@@ -265,11 +266,12 @@ def _grade_all(
 ) -> list[Sample]:
     """Grades in the order of `keys`. Programs run beside each other; reading an answer takes no time worth a thread."""
     judge = MathJudge()
+    thinking = work.setting.thinking or reasoning.thinks(replies.values())
 
     def one(key: tuple[Problem, int]) -> Sample:
         problem, repeat = key
         completion = replies[problem.id, repeat]
-        return Sample(problem, repeat, completion, grade(work.grader, problem, completion, work.setting.thinking, judge))
+        return Sample(problem, repeat, completion, grade(work.grader, problem, completion, thinking, judge))
 
     try:
         if not work.grader.runs_code:

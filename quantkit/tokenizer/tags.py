@@ -1,3 +1,22 @@
-"""What a reasoning model puts around its thoughts. Without imports: graders read replies where no tokenizer is installed."""
+"""What reasoning models put around their thoughts. Without imports: graders read replies where no tokenizer is installed."""
 
 THINK, END_THINK = "<think>", "</think>"
+
+REASONING_TAGS = (
+    (THINK, END_THINK),  # DeepSeek-R1, Qwen3, GLM and most others
+    ("<thinking>", "</thinking>"),
+    ("<thought>", "</thought>"),  # EXAONE
+    ("<reasoning>", "</reasoning>"),
+    ("<seed:think>", "</seed:think>"),  # Seed-OSS
+    ("<mm:think>", "</mm:think>"),
+    ("◁think▷", "◁/think▷"),  # Kimi
+    ("[THINK]", "[/THINK]"),  # Magistral
+    ("[unused16]", "[unused17]"),  # openPangu
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),  # OpenThinker
+    ("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A
+    ("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
+    ("<|channel|>analysis", "<|channel|>final"),  # gpt-oss; what follows up to <|message|> belongs to the tag
+    ("<|channel|>commentary", "<|channel|>final"),
+    ("<|channel>thought", "<channel|>"),  # Gemma
+)
+"""Pairs of opening and closing tags, as the models write them."""

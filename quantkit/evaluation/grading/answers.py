@@ -1,148 +1,176 @@
-r"""Finding the answer in the text after the reasoning, and reading numbers strictly.
+r"""Finding the answer in the text after the reasoning, where the answer is a number or an expression.
 
-`strict` is what the prompt asked for (the last \boxed{}, an `ANSWER: X` line); `flexible` falls back to a stated answer in prose and then
-to the last number. The number reader accepts one number with decorations (currency, unit, thousands separators) and nothing else: a sum,
-a set or a range is not a number.
+`asked` is what the prompt asked for: the last \boxed{}. Without one, the last sentence that states the answer (`phrase`), then the last
+number of the text (`last`). What is found is read whole by values.py, or refused.
 """
 
 import re
-import unicodedata
 from dataclasses import dataclass
-from decimal import Decimal
 from typing import Literal
+
+from quantkit.evaluation.grading.typesetting import normalize
+from quantkit.evaluation.grading.values import Value, has_number, read_last, read_sentence, read_value
 
 Found = Literal["asked", "phrase", "last"]
 
 
 @dataclass(frozen=True)
 class Extraction:
-    """The answer text and where it stood: as the prompt asked, in a sentence, or last. `open_box`: the last box is never closed."""
+    """The answer as written, the value it states, and where it stood. `open_box`: the last box is never closed."""
 
     text: str | None
     found: Found | None = None
     open_box: bool = False
+    value: Value | None = None
 
 
-def normalize(text: str) -> str:
-    """Full-width forms to ASCII, other scripts' digits to 0-9, typographic minus and spaces to plain ones.
+@dataclass(frozen=True)
+class Box:
+    r"""The content of one \boxed{}, and where it stands in the text, command and braces included."""
 
-    Not NFKC as a whole: that would turn a superscript into a digit (10² into 102).
-    """
-    return "".join(_normalize_character(character) for character in text) if not text.isascii() else text
-
-
-def _normalize_character(character: str) -> str:
-    if "\uff01" <= character <= "\uff5e":
-        return chr(ord(character) - 0xFEE0)
-    if unicodedata.category(character) == "Nd":
-        return str(unicodedata.digit(character))
-    if character in "\u2212\u2013\ufe63":
-        return "-"
-    return " " if character in "\u00a0\u202f\u2009\u3000" else character
+    content: str
+    start: int
+    end: int
 
 
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?:\{|(?P<bare>-?\d+))")
+LONGEST = 100_000  # characters at the end of a text in which its answer is looked for
+_BOXES, _LONGEST_BOX = 100, 10_000  # boxes of a text that are looked at, the last ones, and characters of one
+
+
+def boxes(text: str) -> tuple[list[Box], bool]:
+    """All boxes in order, an inner one instead of what is around it, and whether the last is never closed. Escaped braces do not count."""
+    found: list[Box] = []
+    is_open = False
+    for match in list(_BOX.finditer(text))[-_BOXES:]:
+        if match["bare"]:
+            found.append(Box(match["bare"], match.start(), match.end()))
+            continue
+        end = _closing_brace(text, match.end())
+        is_open = end is None
+        if end is not None:
+            outer = found and match.start() < found[-1].end
+            box = Box(text[match.end() : end].strip(), found[-1].start if outer else match.start(), end + 1)
+            found[-1 if outer else len(found) :] = [box]
+    return found, is_open
+
+
+def _closing_brace(text: str, start: int) -> int | None:
+    depth = 1
+    for index in range(start, min(len(text), start + _LONGEST_BOX)):
+        if text[index] in "{}" and text[index - 1] != "\\":
+            depth += 1 if text[index] == "{" else -1
+            if depth == 0:
+                return index
+    return None
+
+
+_TYPESET = r"[\s$*_\\(\[{}\])'\"`]*"
+_JOINED = re.compile(rf"{_TYPESET}(?:or|and|and/or|/|&|,|\\text\s*\{{\s*(?:or|and)\s*\}}){_TYPESET}", re.IGNORECASE)
+_DENIED = re.compile(rf"(?i)(?:\bnot|n't|\bnever|\bcannot be|\bneither|不是){_TYPESET}$")
+_TAKEN_BACK = re.compile(
+    rf"(?i){_TYPESET}(?:is|was|are|would be|can)\s*(?:clearly |definitely )?"
+    r"(?:not\b(?! only)|n't|wrong|incorrect|false|impossible|too (?:large|small|big|high|low))"
+)
+_SCALE_BEHIND = re.compile(
+    r"[\s$*)\\,;~]*(?:\\(?:text|mathrm)\s*\{)?\s*((?:dozen|hundred|thousand|million|billion|trillion)s?\b|[万亿])", re.IGNORECASE
+)
 
 
 def last_box(text: str) -> Extraction:
-    r"""Content of the last \boxed{} or \fbox{}, by counting braces. An escaped brace does not count."""
-    start = None
-    for match in _BOX.finditer(text):
-        start = match.end()
-    if start is None:
+    r"""The content of the last \boxed{} or \fbox{} that has any: "" where it is denied, taken back, or one of several that are offered."""
+    found, is_open = boxes(text)
+    if is_open:
+        return Extraction(None, open_box=True)
+    filled = [box for box in found if re.search(r"[^\s\\{}$.,?!~]", box.content)]
+    if not filled:
         return Extraction(None)
-    depth = 1
-    for end in range(start, len(text)):
-        if text[end] in "{}" and text[end - 1] != "\\":
-            depth += 1 if text[end] == "{" else -1
-            if depth == 0:
-                # A box around a box (\boxed{\boxed{7}} reads as its inner one, which `start` already points at).
-                return Extraction(text[start:end].strip(), "asked")
-    return Extraction(None, open_box=True)
+    last = filled[-1]
+    if _DENIED.search(text[: last.start][-40:]) or _TAKEN_BACK.match(text, last.end):
+        return Extraction("", "asked")
+    if len(filled) > 1 and filled[-2].content != last.content and _JOINED.fullmatch(text, filled[-2].end, last.start):
+        return Extraction("", "asked")
+    scale = _SCALE_BEHIND.match(text, last.end)
+    return Extraction(f"{last.content} {scale[1]}" if scale else last.content, "asked")
 
 
-_PLAIN_NUMBER = r"[-+]?\s?[$€£¥]?\s?(?:\d{1,3}(?:(?:,|\{,\}|\\,|\\!,|,\\!)\d{3})+|\d+)(?:\.\d+)?"
-_STATED = re.compile(rf"(?i)(?:answer\s*(?:is|:|=)|答案\s*(?:是|为|:|：)|####)[\s:*$\\(\[]*({_PLAIN_NUMBER})")
-_LAST = re.compile(rf"(?<![\w.])({_PLAIN_NUMBER})")
-
-
-def find_number(text: str) -> Extraction:
-    """The answer of a text whose answer is a number: last box, else the last stated answer, else the last number."""
-    box = last_box(text)
-    if box.text is not None or box.open_box:
-        return box
-    stated = _STATED.findall(text)
-    if stated:
-        return Extraction(stated[-1].strip(), "phrase")
-    numbers = _LAST.findall(text)
-    return Extraction(numbers[-1].strip(), "last") if numbers else Extraction(None)
-
-
-_WRAPPERS = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|mathsf|bf|rm|mbox)\s*\{([^{}]*)\}")
-_SPACING = re.compile(r"\\[,!;: ]|~|\\quad|\\qquad|\\left|\\right|\\displaystyle")
-_DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree|°")
-_GROUPED = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
-_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
-_UNIT = re.compile(r"(?<=[\d.])\s*(?:[A-Za-z\u00b5\u4e00-\u9fff][A-Za-z\u4e00-\u9fff /.'-]*(?:\^\{?[23]\}?|[²³])?)$")
-
-
-def parse_number(text: str) -> Decimal | None:
-    r"""The one number that `text` is, or None.
-
-    Accepts `$18.00`, `1,234`, `1{,}234`, `70,\!000`, `42 apples`, `42 \text{ cm}`, `25\%` (as 25), `x = 42`, `033`;
-    refuses `200+4`, `1/2`, `{5,7}`.
-    """
-    text = normalize(text).strip().strip("$").strip()
-    text = text.removeprefix(r"\(").removesuffix(r"\)").strip()
-    text = text.replace("{,}", ",")
-    text = _SPACING.sub(lambda match: " " if match[0] == "~" else "", text)
-    text = _DEGREES.sub("", text)
-    while (unwrapped := _WRAPPERS.sub(r" \1 ", text)) != text:
-        text = unwrapped
-    text = text.replace(r"\%", "%").replace(r"\$", "$")
-    _, _, text = text.rpartition("=")
-    text = re.sub(r"^(?:US)?[$€£¥]\s*|(?<=[-+])\s*[$€£¥]\s*", "", text.strip().strip("{}").strip())
-    text = re.sub(r"^([-+])\s+", r"\1", text)
-    text = re.sub(r"\s*[%$€£¥元]$", "", text.rstrip(" ."))
-    text = _UNIT.sub("", text).strip()
-    if _GROUPED.fullmatch(text):
-        text = text.replace(",", "")
-    if not _NUMBER.fullmatch(text) or len(text) > 40:
-        return None
-    return Decimal(text)
-
-
-def canonical(number: Decimal) -> str:
-    """One spelling per value, for votes: 18.00 and 18 are the same."""
-    whole = number.to_integral_value()
-    return str(int(whole)) if number == whole and abs(number) < Decimal(10) ** 30 else format(number.normalize(), "f")
-
-
-LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-_LETTER = r"(?:\\(?:text|textbf|mathbf|mathrm|boxed|fbox)\s*\{|[\s$*(\[{（【\"'`]|\\\()*([A-Z])(?![A-Za-z0-9])"
-_ANSWER_LINE = re.compile(rf"(?i:answer)\s*(?:\*\*)?\s*[:：]\s*{_LETTER}")
-_CHOICE_PHRASE = re.compile(
-    rf"(?i:answer\s+is|option\s+is|choice\s+is|答案\s*(?:是|为|[:：])|choose|select)\s*:?\s*(?i:option\s+)?{_LETTER}"
+_VERB = (
+    r"(?:(?P<denied>is\s+(?:clearly\s+|definitely\s+)?(?:not|never)(?!\s+\S{1,30}\s+but)|isn't|wasn't|cannot\s+be|can't\s+be|must\s+not\s+be|不是)"
+    r"|is|was|are|equals?|becomes|:|=|-+>?|→|—|comes\s+out\s+(?:as|to|at)|turns\s+out\s+to\s+be"
+    r"|(?:should|must|would|will|can|could|might|may|has\s+to)\s+be|是|为|等于|>)"
 )
-_STANDALONE = re.compile(r"(?<![A-Za-z0-9'])([A-Z])(?![A-Za-z0-9'])")
+_CUE = re.compile(
+    rf"(?i)(?:(?<![A-Za-z/])(?:answer|ans|correction)\.?(?:\s+(?:to|of|for)\s[^.:\n]{{1,60}}?)?[\s*_\"']*?|(?:答案|结果)\s*|(?<![\u4e00-\u9fff])答\s*(?=:))"
+    rf"(?:{_VERB}|(?=\n)|(?<=ans\.)|(?<=答))\s*:?|\#\#\#\#+"
+)
 
 
-def find_choice(text: str, letters: str) -> Extraction:
-    """The chosen letter among `letters`: the last `ANSWER: X` or box, else "the answer is X", else the last letter standing alone."""
-    text = normalize(text)
-    stated = [(match.start(), match[1]) for match in _ANSWER_LINE.finditer(text) if match[1] in letters]
+_CUES, _SENTENCE = 50, 600  # cues for an answer that are looked at, the last ones, and characters behind each
+_ENDING = 4000  # characters at the end of a text that states no answer
+
+
+def _statements(text: str) -> list[tuple[int, str, bool]]:
+    """What is said behind each cue for an answer: where, the text up to the end of its line, and whether it is denied."""
+    found = []
+    for match in list(_CUE.finditer(text))[-_CUES:]:
+        rest = text[match.end() : match.end() + _SENTENCE]
+        line = next((line for line in rest.split("\n") if re.search(r"[^\W_]", line)), "")
+        found.append((match.start(), line, match["denied"] is not None))
+    return found
+
+
+_MARKS = re.compile(r"(?m)^[ \t]*(?:#{1,3}[ \t]+|>[ \t]?|[-*][ \t]+)|\*\*|__|`+(?:[a-z]+\n)?")
+_DISPLAYED = re.compile(r"\\\[|\\\]|\$\$")
+
+
+def _lines(text: str) -> str:
+    """Without headings, quotes, lists and emphasis; what is displayed stands on a line of its own."""
+    return _DISPLAYED.sub("\n", _MARKS.sub("", text))
+
+
+_CALCULATION = re.compile(r"<<[^<>\n]*>>")  # as GSM8K's own solutions have them
+
+
+def find_number(text: str, letters: bool = True) -> Extraction:
+    """The answer of a text whose answer is a number: the last box, else the last stated answer, else the last number.
+
+    An answer that is stated behind the box, as a sentence, and is another one, replaces the box.
+    """
+    text = _CALCULATION.sub("", normalize(text[-LONGEST:]))
     box = last_box(text)
-    if box.text is not None:
-        inner = [letter for letter in _STANDALONE.findall(box.text) if letter in letters]
-        if len(inner) == 1:
-            stated.append((text.rindex(box.text), inner[0]))
-    if stated:
-        return Extraction(max(stated)[1], "asked")
     if box.open_box:
         return box
-    phrases = [letter for letter in _CHOICE_PHRASE.findall(text) if letter in letters]
-    if phrases:
-        return Extraction(phrases[-1], "phrase")
-    # "I" and "A" are English words as well as labels: as the last resort they count only where no word follows.
-    alone = [m[1] for m in _STANDALONE.finditer(text) if m[1] in letters and not (m[1] in "AI" and re.match(r"\s+[a-z]", text[m.end() :]))]
-    return Extraction(alone[-1], "last") if alone else Extraction(None)
+    if box.found is not None:
+        value = read_value(box.text or "", letters)
+        behind = _stated(text[boxes(text)[0][-1].end :], letters)
+        if behind is not None and behind.value is not None and behind.value != value:
+            return behind
+        return Extraction(box.text, "asked", value=value)
+    stated = _stated(text, letters)
+    if stated is not None:
+        return stated
+    shown, last = read_last(_lines(text[-_ENDING:]), letters)
+    return Extraction(shown, "last", value=last) if shown is not None else Extraction(None)
+
+
+def last_statement(text: str) -> str | None:
+    """The sentence of the last statement of an answer that is no denial, whatever it says."""
+    said = [line.strip() for _, line, is_denied in _statements(_lines(text)) if not is_denied and line.strip()]
+    return said[-1] if said else None
+
+
+def _stated(text: str, letters: bool) -> Extraction | None:
+    """The last sentence that states an answer. A denial is no statement; alone, it is one without a value."""
+    text = _lines(text)
+    denied = None
+    for _, line, is_denied in reversed(_statements(text)):
+        if not has_number(line):
+            continue
+        instead = re.search(r"(?i)(?:[;,.]|\bbut\b)\s*(?:but |rather |it is |it's |it must be )+(.*)", line)
+        if is_denied and instead is not None and has_number(instead[1]):
+            return Extraction(instead[1].strip()[:100], "phrase", value=read_sentence(instead[1], letters))
+        if is_denied:
+            denied = Extraction(line.strip(), "phrase")
+            continue
+        return Extraction(line.strip()[:100], "phrase", value=read_sentence(line, letters))
+    return denied

@@ -7,13 +7,15 @@ killable process, and only for the flexible score a stated answer or the last nu
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.generators.generator import ModelReply
-from quantkit.evaluation.grading import answers, programs, reasoning
+from quantkit.evaluation.grading import answers, choices, expressions, programs, reasoning
 from quantkit.evaluation.grading.math_equal import MathJudge
+from quantkit.evaluation.grading.quantities import canonical
+from quantkit.evaluation.grading.values import read_value
 from quantkit.evaluation.tasks.problems import Grade, Problem
 
 
@@ -42,10 +44,9 @@ def grade(grader: Grader, problem: Problem, completion: ModelReply, thinking_exp
 def _number_gold(fields: dict[str, Any]) -> str:
     """The value after `####`, or inside a box, or the field itself."""
     text = str(fields["answer"]).rpartition("####")[2].strip()
-    box = answers.last_box(text).text
-    text = box if box is not None else text
-    number = answers.parse_number(text)
-    return text if number is None else answers.canonical(number)
+    text = answers.last_box(text).text or text
+    number = read_value(text)
+    return canonical(number) if isinstance(number, Fraction) else text
 
 
 def _integer_gold(fields: dict[str, Any]) -> str:
@@ -71,34 +72,51 @@ def _verdict(correct: bool, found: answers.Extraction, answer: str | None) -> Gr
 
 
 def _read_integer(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
-    found = answers.find_number(answers.normalize(text))
-    if (missing := _missing(found, text, cut)) is not None:
-        return missing
-    assert found.text is not None
-    number = answers.parse_number(found.text)
-    if number is None or number != number.to_integral_value():
-        return Grade("not-integer", answer=found.text)
-    return _verdict(number == Decimal(problem.gold), found, answers.canonical(number))
+    return _read_value(problem, answers.find_number(text, letters=False), text, cut, judge, integer=True)
 
 
 def _read_number(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
-    found = answers.find_number(answers.normalize(text))
+    return _read_value(problem, answers.find_number(text), text, cut, judge, integer=False)
+
+
+def _read_value(problem: Problem, found: answers.Extraction, text: str, cut: bool, judge: MathJudge, integer: bool) -> Grade:
+    if (missing := _missing(found, text, cut)) is not None:
+        return missing
+    if isinstance(found.value, Fraction):
+        if integer and found.value.denominator != 1:
+            return Grade("not-integer", answer=found.text)
+        gold, value = read_value(problem.gold), found.value
+        if isinstance(gold, Fraction) and gold.denominator != 1 and "%" in (found.text or "") and value != gold:
+            value /= 100
+        return _verdict(value == gold, found, canonical(value))
+    if found.value is None:
+        return Grade("not-integer" if integer else "wrong" if found.found == "asked" else "wrong-loose", answer=found.text)
+    equal = judge.equal(problem.gold, found.value)
+    if equal is None:
+        return Grade("ungradable", answer=found.text)
+    return _verdict(equal, found, problem.gold if equal else found.text)
+
+
+def _read_expression(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
+    """MATH-500: a gold that is a number is read as one; any other is compared as text and by math-verify."""
+    if isinstance(read_value(problem.gold), Fraction):
+        return _read_number(problem, text, cut, judge)
+    found = expressions.find_expression(text)
     if (missing := _missing(found, text, cut)) is not None:
         return missing
     assert found.text is not None
-    number, gold = answers.parse_number(found.text), answers.parse_number(problem.gold)
-    if number is not None and gold is not None:
-        return _verdict(number == gold, found, answers.canonical(number))
-    equal = judge.equal(problem.gold, found.text)
+    if expressions.same_text(problem.gold, found.text):
+        return _verdict(True, found, problem.gold)
+    answer = expressions.comparable(problem.gold, found.text)
+    equal = judge.equal(problem.gold, answer) if answer else False
     if equal is None:
         return Grade("ungradable", answer=found.text)
     return _verdict(equal, found, problem.gold if equal else found.text)
 
 
 def _read_choice(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
-    letters = answers.LETTERS[: len(problem.fields["options"])]
-    found = answers.find_choice(text, letters)
-    return _missing(found, text, cut) or _verdict(found.text == problem.gold, found, found.text)
+    found = choices.find_choice(text, [str(option) for option in problem.fields["options"]])
+    return _missing(found, text, cut) or _verdict(found.text == problem.gold, found, None if found.text == choices.NOTHING else found.text)
 
 
 def _read_gsm8k_filters(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
@@ -132,6 +150,7 @@ def _read_contest(problem: Problem, text: str, cut: bool, judge: MathJudge) -> G
 GRADERS: dict[str, Grader] = {
     "integer": Grader(_integer_gold, _read_integer),
     "number": Grader(_number_gold, _read_number),
+    "expression": Grader(lambda fields: str(fields["answer"]).strip(), _read_expression),
     "choice": Grader(lambda fields: str(fields["answer"]).strip().upper(), _read_choice),
     "gsm8k-filters": Grader(_number_gold, _read_gsm8k_filters),
     "python-tests": Grader(lambda fields: f"passes the tests of {fields['entry_point']}", _read_tests, votes=False, runs_code=True),

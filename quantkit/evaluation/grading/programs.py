@@ -1,8 +1,9 @@
 """Finding the program in a reply, and grading it in the sandbox.
 
-A reply may hold several fenced blocks: explanations, the answer, its output, a way to call it. The program is the last block that parses
-and does what is asked for: defines the function, or reads the input. For a function to complete, the prompt runs first (it has the
-imports and helpers); an answer that is only a function body is appended to it.
+A reply may hold several fenced blocks: explanations, the answer, its output, a way to call it. The program is the last block tagged python
+that does what is asked for: defines the function, or reads the input; a block without a tag counts only where none with it does, and a
+block of another language never. For a function to complete, the prompt runs first (it has the imports and helpers); an answer that is
+only a function body is appended to it.
 """
 
 import ast
@@ -12,6 +13,7 @@ import pickletools
 import re
 import textwrap
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
@@ -22,12 +24,13 @@ from quantkit.evaluation.tasks.problems import Grade, Problem
 
 CONTEST_TIMEOUT_S = 6.0
 LONGEST = 1 << 18  # characters of a program; parsing more takes longer than it is worth
-_FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([\w+-]*)")
+_FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*(?:\{[ \t]*\.?)?([\w+#.-]*)")
+_QUOTED = re.compile(r"(?m)^[ \t]*>[ \t]?(?=[ \t]*(?:`{3,}|~{3,}))")
 _CLOSERS = 8  # fences inside one block that are tried as its end
-_PYTHON = {"", "py", "py3", "python", "python3"}
-_START = re.compile(r"^(?:from |import |def |class |@|async def )", re.MULTILINE)
+_PYTHON = re.compile(r"(?:py|python|ipython|pypy)[\d.]*")
+_START = re.compile(r"^(?:from |import |def |class |@|async def |[A-Za-z_][\w, *]* = )", re.MULTILINE)
 _STARTS, _CUTS = 40, 40  # places in bare text where a program may begin, and where it may end
-_READS = re.compile(r"\binput\b|\bstdin\b|\bopen\s*\(\s*0\b|\bos\.read\b|\bfileinput\b|\bmmap\b")
+_READERS = {"input", "stdin", "fileinput", "mmap"}
 
 
 @dataclass(frozen=True)
@@ -37,12 +40,18 @@ class Block:
     tag: str
     source: str
 
+    @property
+    def is_python(self) -> bool:
+        return _PYTHON.fullmatch(self.tag) is not None
+
 
 def blocks(text: str) -> list[Block]:
     """Fenced blocks in order. A block ends at the first fence of its kind where it parses, else at the first: docstrings may hold fences.
 
     A last block that is never closed counts to the end of the text.
     """
+    if _QUOTED.search(text):
+        text = re.sub(r"(?m)^[ \t]*>[ \t]?", "", text)
     lines = text.splitlines(keepends=True)
     found, number = [], 0
     while number < len(lines):
@@ -70,20 +79,26 @@ def _end(lines: list[str], first: int, fence: str) -> int:
     return ends[0] if ends else len(lines)
 
 
+def _python_first(fenced: list[Block]) -> list[Block]:
+    """The blocks that may be the program, the likeliest first: tagged python before untagged, later before earlier."""
+    return [block for tagged in (True, False) for block in reversed(fenced) if block.is_python is tagged and (tagged or not block.tag)]
+
+
 def completed_function(text: str, prompt: str, entry_point: str) -> tuple[str, ...] | None:
     """Parts to run in order for a function that `prompt` begins, or None where the reply holds no code."""
     fenced = blocks(text)
-    for candidate in (*(block.source for block in reversed(fenced)), text):
+    candidates = _python_first(fenced)
+    for candidate in (*(block.source for block in candidates), text):
         if _defines(candidate, entry_point):
             return _behind(prompt, candidate)
-    if fenced:
-        body = max(enumerate(fenced), key=lambda item: _likely_body(prompt, item[1], item[0]))[1]
+    if candidates:
+        body = max(reversed(candidates), key=lambda block: _likely_body(prompt, block))
         return (prompt + _as_body(body.source),)
-    bare = _bare_function(text, entry_point)
+    bare = _bare(text, lambda source: _defines(source, entry_point))
     if bare is not None:
         return _behind(prompt, bare)
     program = prompt + _as_body(text)
-    return (program,) if text.strip() and _parses(program) else None
+    return (program,) if text.strip() and not fenced and _parses(program) else None
 
 
 def _behind(prompt: str, function: str) -> tuple[str, ...]:
@@ -91,13 +106,13 @@ def _behind(prompt: str, function: str) -> tuple[str, ...]:
     return (prompt, function) if _parses(prompt) else (function,)
 
 
-def _likely_body(prompt: str, block: Block, number: int) -> tuple[bool, bool, bool, int]:
+def _likely_body(prompt: str, block: Block) -> tuple[bool, bool, bool]:
     returns = re.search(r"\b(return|yield|raise)\b", block.source) is not None
-    return _parses(prompt + _as_body(block.source)), returns, block.tag in _PYTHON, number
+    return _parses(prompt + _as_body(block.source)), returns, block.is_python
 
 
-def _bare_function(text: str, entry_point: str) -> str | None:
-    """The function in a text without fences: from a line that looks like code, up to where it stops being code."""
+def _bare(text: str, does: Callable[[str], bool]) -> str | None:
+    """The program in a text without fences: from a line that looks like code, up to where it stops being code, if it does what is asked."""
     for start, _ in zip(_START.finditer(text), range(_STARTS)):
         lines = text[start.start() :].splitlines(keepends=True)
         for _ in range(_CUTS):
@@ -105,9 +120,10 @@ def _bare_function(text: str, entry_point: str) -> str | None:
             if isinstance(tree, ast.Module):
                 break
             lines = lines[: max(0, min(tree, len(lines)) - 1)]
-        ends = [node.end_lineno or 0 for node in tree.body if not isinstance(node, ast.Expr)] if isinstance(tree, ast.Module) else []
+        statements = tree.body if isinstance(tree, ast.Module) else []
+        ends = [node.end_lineno or 0 for node in statements if not isinstance(node, ast.Expr) or isinstance(node.value, ast.Call)]
         source = "".join(lines[: max(ends, default=0)])
-        if _defines(source, entry_point):
+        if does(source):
             return source
     return None
 
@@ -115,24 +131,39 @@ def _bare_function(text: str, entry_point: str) -> str | None:
 def whole_program(text: str, entry_point: str | None = None) -> str | None:
     """A program that reads stdin, or that defines `entry_point` (or a class Solution with it); None where the reply holds no code.
 
-    Of the blocks the last that parses and does that; else the last that parses, Python before other tags; else the last.
+    Where no block does that: the last that parses, Python before untagged ones.
     """
     fenced = blocks(text)
     if not fenced:
         tree = _tree(text)
-        return text if isinstance(tree, ast.Module) and len(tree.body) > 1 else None
-
-    def rank(item: tuple[int, Block]) -> tuple[bool, bool, bool, int]:
-        number, block = item
-        return _parses(block.source), _answers(block.source, entry_point), block.tag in _PYTHON, number
-
-    return max(enumerate(fenced), key=rank)[1].source
+        is_program = isinstance(tree, ast.Module) and (len(tree.body) > 1 or _answers(text, entry_point) > 0)
+        return text if is_program else _bare(text, lambda source: _answers(source, entry_point) > 0)
+    candidates = _python_first(fenced)
+    best = max(candidates, key=lambda block: (_answers(block.source, entry_point), _parses(block.source), block.is_python), default=None)
+    return best.source if best is not None else None
 
 
-def _answers(source: str, entry_point: str | None) -> bool:
+def _answers(source: str, entry_point: str | None) -> int:
+    """How well a program does what is asked: 0 not at all, 2 reads stdin or defines the function, 1 has a class Solution without it."""
+    tree = _tree(source)
+    if not isinstance(tree, ast.Module):
+        return 0
     if entry_point is None:
-        return _READS.search(source) is not None
-    return _defines(source, entry_point) or _defines(source, "Solution")
+        return 2 if any(_reads(node) for node in ast.walk(tree)) else 0
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Solution"]
+    methods = [node for found in classes for node in found.body if isinstance(node, ast.FunctionDef) and node.name == entry_point]
+    return 2 if methods or _defines(source, entry_point) else 1 if classes else 0
+
+
+def _reads(node: ast.AST) -> bool:
+    """Whether a node of a program is a use of its standard input: input, sys.stdin, open(0), os.read."""
+    if isinstance(node, ast.Name):
+        return node.id in _READERS and isinstance(node.ctx, ast.Load)
+    if isinstance(node, ast.Attribute):
+        is_os = isinstance(node.value, ast.Name) and node.value.id == "os"
+        return isinstance(node.ctx, ast.Load) and (node.attr == "stdin" or (is_os and node.attr == "read"))
+    is_open = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "open" and bool(node.args)
+    return is_open and isinstance(node.args[0], ast.Constant) and node.args[0].value == 0  # type: ignore[attr-defined]
 
 
 def _tree(source: str) -> ast.Module | int:

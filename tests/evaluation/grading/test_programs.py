@@ -93,6 +93,8 @@ def test_blocks_are_dedented_and_an_open_one_counts() -> None:
 
 def test_whole_program_prefers_the_last_block_that_does_what_is_asked() -> None:
     assert whole_program("```python\nx = 1\n```\nprints:\n```\n1 2 3 :)\n```") == "x = 1\n"
+    assert whole_program("```python\nprint(input())\n```\nin short:\n```\nx = input()\n```") == "print(input())\n"
+    assert whole_program("```java\nclass A {}\n```") is None
     assert whole_program("```python\nprint(input())\n```\nprints:\n```text\n[1]\n```") == "print(input())\n"
     assert whole_program("```python\nclass Solution: pass\n```\nUse it:\n```python\nSolution().f(1)\n```", "f") == "class Solution: pass\n"
     assert whole_program("prose only") is None

@@ -6,7 +6,7 @@ from quantkit.errors import QuantkitError
 from quantkit.evaluation.grading.graders import find_grader
 from quantkit.evaluation.tasks.definitions import find_setting, find_task, protocols, task_names
 
-TASKS = ["aime24", "aime25", "gsm8k", "humaneval", "live_code_bench", "mmlu_pro", "tiny-math"]
+TASKS = ["aime24", "aime25", "gsm8k", "humaneval", "live_code_bench", "math_500", "mmlu_pro", "tiny-math"]
 
 
 def test_the_shipped_tasks_are_all_there_and_whole() -> None:

@@ -1,0 +1,193 @@
+r"""Finding the one option that a reply chooses: a letter in either case, or the text of exactly one option.
+
+A statement is a line `ANSWER: X`, a box, "the answer is X", "option X is correct", "I choose X" and the like. The last one counts. One that
+names several letters, or a letter with the text of another option, or denies what it names, chooses nothing.
+"""
+
+import re
+
+from quantkit.evaluation.grading.answers import LONGEST, Extraction, Found, boxes, last_box
+from quantkit.evaluation.grading.typesetting import END_TEXT, TEXT, normalize, plain
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_CUES, _SENTENCE = 50, 300  # statements of a text that are looked at, the last ones, and characters of each
+_ENDING = 2000  # characters at the end of a text that makes no statement
+NOTHING = "-"
+"""What a statement chooses that names several options, or denies the one it names."""
+
+
+def find_choice(text: str, options: list[str]) -> Extraction:
+    """The letter of the chosen option, by a statement (`asked`, `phrase`) or because the reply names no other (`last`).
+
+    The text is NOTHING where the reply makes a statement that chooses none, and None where it makes none at all.
+    """
+    text = _EMPHASIS.sub("", normalize(text[-LONGEST:]))
+    box = last_box(text)
+    if box.open_box:
+        return box
+    statements = _statements(text)
+    if box.found is not None:
+        statements.append((boxes(text)[0][-1].start, "asked", box.text or f"not {NOTHING}"))
+    for _, where, said in sorted(statements, reverse=True):
+        chosen = read_choice(said, options)
+        if chosen is not None:
+            return Extraction(chosen, where)
+    alone = _alone(text, options)
+    return Extraction(alone, "last") if alone is not None else Extraction(None)
+
+
+_EMPHASIS = re.compile(r"\*+|__+|`+|(?m:^[ \t]*(?:#+|>|-)[ \t]+)|\$|\\[()\[\]]")
+_NOUN = r"(?:answers?|ans|choice|option)\b\.?[\"']?"
+_ASKED = re.compile(
+    rf"(?i)(?<![A-Za-z/]){_NOUN}\s*(?:[:=]|\s-\s|(?=\n))\s*"
+    rf"|(?im:^[^\w\n]*{_NOUN}\s+(?P<bare>[(\[]?[A-Z][)\].]*)\s*$)"
+    r"|<answer>(?P<tagged>[^\n<]*)|(?:答案|选项)\s*[选是为]?\s*:(?P<chinese>[^\n。]*)"
+)
+_DENIED = r"(?P<denied>(?:isn't|is not|is never|cannot be|can't be|is (?:definitely|clearly|certainly) not)(?! [A-Z]\)? but)\b)"
+_PHRASE = re.compile(
+    rf"(?i)\b(?:answer|option|choice)\s+(?:{_DENIED}|(?:is|must be|should be|would be|will be|has to be)\b\s*:?)\s*"
+    r"|(?<!not )\b(?:choose|pick|select|go with|opt for)\s+|(?<![不可])选择?(?!项)\s*|答案\s*[选是为](?!\s*:)"
+)
+_JUDGED = re.compile(
+    r"(?<![A-Za-z0-9'])[(\[]?(?P<letter>[A-Z])[)\]]?\s+(?:is|seems|must be)\s+(?:therefore |thus |clearly )?"
+    r"(?:the |a )?(?:(?:only |best |right |correct )*(?:correct|right|answer|choice|option))\b"
+)
+
+
+def _statements(text: str) -> list[tuple[int, Found, str]]:
+    """Where each statement stands, of which kind it is, and what it says is chosen. What holds a box is left to the box."""
+    found: list[tuple[int, Found, str]] = []
+    for match in list(_ASKED.finditer(text))[-_CUES:]:
+        said = next((part for part in match.groups() if part is not None), _line(text, match.end()))
+        found.append((match.start(), "asked", said))
+    for match in list(_PHRASE.finditer(text))[-_CUES:]:
+        said = _line(text, match.end())
+        found.append((match.start(), "phrase", f"not {said}" if match["denied"] else said))
+    for match in list(_JUDGED.finditer(text))[-_CUES:]:
+        if not re.search(r"(?i)\b(?:and|or|nor|neither|not)\s*[(\[]?$", text[max(0, match.start() - 20) : match.start()]):
+            found.append((match.start(), "phrase", match["letter"]))
+    return [one for one in found if not re.search(r"\\f?box", one[2])]
+
+
+def _line(text: str, start: int) -> str:
+    """The rest of the line from `start` on, or the next line that is not blank."""
+    return text[start : start + _SENTENCE].lstrip().split("\n", 1)[0]
+
+
+# What may stand between "ANSWER:" and the choice itself.
+_INTRODUCTION = re.compile(
+    r"(?i)^(?:(?:the |my )?(?:final |correct |right |best )*(?:answer|option|choice|letter)(?: is)?\s*:?\s*"
+    r"|it is |it's |it must be |so |that "
+    r"|i(?: would|'d|'ll| will)? (?:say|choose|pick|select|guess|believe|think|answer|go with|opt for) |not [A-Za-z] but |是|为|选择?|:\s*"
+    r"|(?:probably|most likely|likely|definitely|clearly|certainly|therefore|thus|then|hence|surely|simply|obviously|indeed|just),? )"
+)
+_DENIAL = re.compile(
+    r"(?i)^(?:not|neither|none|nor|anything but|all (?:but|of)|everything (?:but|except)|any|both|either|between"
+    r"|cannot|never|isn't)(?![A-Za-z])|^不"
+)
+_LABEL = re.compile(r"(?P<open>[(\[{<\"']*)\s*(?P<letter>[A-Za-z])\s*(?P<close>[)\]}>\"']*)(?![A-Za-z0-9']|-[A-Za-z])")
+_JOINED = re.compile(
+    r"(?i)\s*(?:,|/|&|\+|-|\?|;|(?:, ?)?(?:and|or|to|as well as)\b|和|或|、)\s*"
+    r"(?:also |maybe |option |possibly )?[(\[]?(?P<letter>[A-Z])(?![A-Za-z0-9'])(?!\s+(?:is|was)\b)"
+)
+_BESIDE = re.compile(r"\s+[(\[]?(?P<letter>[A-Z])(?![A-Za-z0-9'])(?!\s+[a-z])")
+_REASON = re.compile(
+    r"\s*(?:$|[^\sA-Za-z]|(?:because|since|as|is|was|for|due|which|so|where|rather|not|and not|but|being|seems|fits|or|and|to)\b)"
+)
+
+
+def read_choice(said: str, options: list[str]) -> str | None:
+    """The letter that `said` chooses; NOTHING where it names options but chooses none of them; None where it names no option."""
+    said = plain(said[:_SENTENCE]).replace(TEXT, " ").replace(END_TEXT, " ").strip().strip("\"'").strip()
+    for _ in range(3):
+        said = _INTRODUCTION.sub("", said).strip()
+    by_text = _by_text(said, options)
+    if by_text is not None:
+        return by_text
+    if _DENIAL.match(said):
+        return NOTHING
+    letters = LETTERS[: len(options)]
+    if re.match(rf"[{letters}]{{2,{len(letters)}}}(?![A-Za-z])", said):
+        return NOTHING
+    label = _LABEL.match(said)
+    if label is None or label["letter"].upper() not in letters:
+        return None
+    letter, rest = label["letter"].upper(), said[label.end() :]
+    if not label["close"] and (label["letter"] in "AI" or label["letter"].islower()) and not _REASON.match(rest):
+        return None  # an article or a pronoun
+    if _names_another(letter, rest, letters) or any(_same(rest, other) for other in options if not _same(other, options[ord(letter) - 65])):
+        return NOTHING
+    return letter
+
+
+def _names_another(letter: str, rest: str, letters: str) -> bool:
+    other = _JOINED.match(rest) or _BESIDE.match(rest)
+    if other is None or other["letter"].upper() not in letters or other["letter"].upper() == letter:
+        return False
+    is_word = other["letter"] in "aAI" and re.match(r"\s+[a-z]|'", rest[other.end() :]) is not None
+    return not is_word
+
+
+def _by_text(said: str, options: list[str]) -> str | None:
+    """The option whose whole text is said, alone, before a comma, or with its letter behind it."""
+    pieces = [said, re.split(r"[,;(]|\.\s|\s-\s", said)[0]]
+    for piece in pieces:
+        found = [number for number, option in enumerate(options) if len(_normal(option)) > 1 and _same(piece, option)]
+        if len(found) == 1:
+            letter = LETTERS[found[0]]
+            named = re.search(r"(?:\(|\boption |\bchoice )([A-Z])\b", said[len(piece) - 1 :]) if piece != said else None
+            return letter if named is None or named[1] == letter else NOTHING
+    return None
+
+
+def _normal(text: str) -> str:
+    return re.sub(r"[^\w+*/%<>=^.-]+", " ", plain(text).replace(TEXT, "").replace(END_TEXT, "").lower()).strip(" .-")
+
+
+def _same(a: str, b: str) -> bool:
+    return _normal(a) == _normal(b) != ""
+
+
+_CONCLUSION = re.compile(
+    r"(?:\b(?:so|leaves|leaving|hence|thus|therefore|be|is|it's|only|with)|:)\s+(?:option |choice )?[(\[]?(?P<letter>[A-Z])[)\]]?\W*$"
+)
+_DOUBT = re.compile(
+    r"(?i)\b(?:not|cannot|n't|neither|nor|wrong|incorrect|except|eliminated?|excluded?|rejected?|discard(?:ed)?|ruled? out"
+    r"|over|either|or)\b|n't\b|[不非]|排除"
+)
+
+
+def _alone(text: str, options: list[str]) -> str | None:
+    """The choice of a reply without a statement: all that it says, or the only option that its last sentence names."""
+    said = text[-_ENDING:].strip()
+    if not re.search(r"\n|[.!?]\s", said[2:]):
+        whole = read_choice(said, options)
+        if whole not in (None, NOTHING) and len(said) < 120:
+            return whole if not _DOUBT.search(said) else NOTHING
+    letters = LETTERS[: len(options)]
+    for sentence in reversed(re.split(r"(?<=[.!?。])\s+|\n", said)):
+        named = _labels(sentence, options, letters)
+        if named:
+            conclusion = _CONCLUSION.search(sentence)
+            if len(set(named)) == 1 and not _DOUBT.search(sentence):
+                return named[0]
+            if conclusion is not None and conclusion["letter"] in letters and not _DOUBT.search(sentence[conclusion.start() :]):
+                joined = re.search(r"(?i)\b(?:or|and|not|over|n't)\s*\W*$", sentence[: conclusion.start("letter")])
+                return NOTHING if joined or len(set(named)) == 1 else conclusion["letter"]
+            return NOTHING
+    return None
+
+
+def _labels(sentence: str, options: list[str], letters: str) -> list[str]:
+    """Letters of the options that a sentence names, by letter or by text."""
+    named = []
+    for number, option in sorted(enumerate(options), key=lambda item: -len(item[1])):
+        pattern = rf"(?i)(?<!\w){re.escape(option.strip())}(?!\w)"
+        if len(option.strip()) > 3 and re.search(pattern, sentence):
+            named.append(LETTERS[number])
+            sentence = re.sub(pattern, " ", sentence)
+    for match in re.finditer(r"(?<![A-Za-z0-9'])([A-Z])(?![A-Za-z0-9'])", sentence):
+        is_word = match[1] in "AI" and re.match(r",?\s+(?!(?:and|or|nor|is|was)\b)[a-z]", sentence[match.end() :])
+        if match[1] in letters and not is_word:
+            named.append(match[1])
+    return named

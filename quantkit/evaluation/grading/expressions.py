@@ -1,0 +1,59 @@
+r"""Answers that may be any mathematics or a few words (MATH-500): a gold in LaTeX, an answer in LaTeX, and whether they say the same.
+
+A gold that is a plain number is left to the number reader. Else the two are compared as text without typesetting, and then by math-verify.
+"""
+
+import re
+
+from quantkit.evaluation.grading.answers import LONGEST as LONGEST_TEXT
+from quantkit.evaluation.grading.answers import Extraction, last_box, last_statement
+from quantkit.evaluation.grading.typesetting import END_TEXT, TEXT, normalize, plain
+
+LONGEST = 500  # characters of an answer that math-verify is asked about
+
+_OR = re.compile(r"(?i)\\text\s*\{\s*or\s*\}|\bor\b|\\pm|\\mp")
+_AND = re.compile(r"(?i)\\text\s*\{\s*(?:,\s*)?and\s*\}|\band\b")
+_LABEL = re.compile(r"^[A-Za-z](?:_\{?\w+\}?|\([a-z]\))?\s*(?:=|\\in(?![a-z]))|^(?:\\text\s*\{[^{}]*\}|\\?angle\s*[A-Z]+|[A-Z]{1,3})\s*=")
+_INTRODUCTION = re.compile(r"(?i)^(?:(?:therefore|thus|hence|then|simply|clearly|equal to|given by|exactly|the|:)\s+)+")
+
+
+def find_expression(text: str) -> Extraction:
+    """The last box, else what the last sentence that states the answer says, as written."""
+    text = normalize(text[-LONGEST_TEXT:])
+    box = last_box(text)
+    if box.open_box or box.found is not None:
+        return box
+    said = last_statement(text)
+    return Extraction(_expression_of(said), "phrase") if said is not None else Extraction(None)
+
+
+def _expression_of(sentence: str) -> str:
+    """The first piece of mathematics in a sentence, or the sentence up to its end."""
+    sentence = _INTRODUCTION.sub("", sentence.strip())
+    mathematics = re.match(r"[^$\\]{0,40}?(?:\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\])", sentence)
+    if mathematics is not None and not re.search(r"(?i)\bnot\b|n't", sentence[: mathematics.start(mathematics.lastindex or 0)]):
+        return next(part for part in mathematics.groups() if part)
+    return re.split(r"\.(?:\s|$)|[。;]", sentence)[0]
+
+
+def same_text(gold: str, answer: str) -> bool:
+    """Whether the two are the same characters without typesetting, blanks, and the case of words."""
+    return _normal(gold) == _normal(answer) != ""
+
+
+def _normal(text: str) -> str:
+    shown = plain(text.strip().strip("$")).replace(TEXT, "").replace(END_TEXT, "").rstrip(".")
+    return re.sub(r"\s+", "", shown).lower()
+
+
+def comparable(gold: str, answer: str) -> str | None:
+    """The answer as math-verify shall see it, or None where it cannot be the gold: too long, or several where one is asked for."""
+    answer = answer.strip().strip("$").strip().rstrip(".")
+    if len(answer) > LONGEST or (_OR.search(answer) and not (_OR.search(gold) or "," in gold)):
+        return None
+    if not re.search(r"[=∈]|\\in(?![a-z])", gold):
+        answer = _LABEL.sub("", answer)
+    answer = re.sub(r"(?<=[\d})])\s*\\(?:text|mathrm)\s*\{[^{}]*\}(?:\^\{?\d\}?)?\s*$", "", answer) if "text" not in gold else answer
+    if re.fullmatch(r"[A-Za-z\s\\{}']*", _normal(gold)) and "\\" not in _normal(gold):
+        return None if len(_normal(gold)) > 1 else answer
+    return _AND.sub(",", answer)

@@ -1,0 +1,309 @@
+"""Reading a number whole or not at all: digits, words or Chinese numerals, then multipliers, then a unit, then the end.
+
+Values are exact fractions. `read_quantity` wants the number to be everything; `begin_quantity` reads one at the beginning of a text and
+says where it ends. A letter next to a number is a factor (204x) unless it is a unit that is known (18kg).
+"""
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+from quantkit.evaluation.grading.typesetting import END_TEXT, TEXT
+
+LONGEST = 60  # digits of a number; what is longer is no answer that anybody meant
+
+_CURRENCY = r"(?:US|CA|AU|NZ|HK)?[$€£¥₹₩]|(?:USD|EUR|GBP|RMB|CNY|INR|Rs\.?)(?![A-Za-z])"
+_SIGN = re.compile(rf"(?P<sign>(?:minus|negative)[\s{TEXT}{END_TEXT}]+|负|[-+]?)\s*(?:{_CURRENCY})?\s*(?P<inner>[-+]?)\s*", re.IGNORECASE)
+_GROUPED = r"\d{1,3}(?:(?P<mark>[,'_ ])\d{3})(?:(?P=mark)\d{3})*(?!\d)|\d{1,2}(?:,\d{2})+,\d{3}(?!\d)"
+_DIGITS = rf"(?:{_GROUPED}|\d+)(?:\.\d+|\.(?![\d.]))?|\.\d+"
+_NUMBER = re.compile(rf"(?P<whole>{_DIGITS})(?:[eE](?P<power>[-+]?\d{{1,3}})(?![\w.]))?")
+_RATIO = re.compile(r"(\d+(?:\.\d+)?)\s*/\s*(\d+(?:\.\d+)?)(?![\d.]*\s*/|\d)")
+_GAP = rf"[\s{TEXT}{END_TEXT}]+"
+_MIXED = re.compile(rf"(\d+){_GAP}(?:and{_GAP})?(\d+)\s*/\s*(\d+)(?!\d|\s*/)")
+
+_SCALES = {"dozen": 12, "dozens": 12, "hundred": 100, "hundreds": 100, "thousand": 1000, "thousands": 1000, "k": 1000, "lakh": 10**5}
+_SCALES |= {"million": 10**6, "millions": 10**6, "mil": 10**6, "mn": 10**6, "m": 10**6, "crore": 10**7, "billion": 10**9, "billions": 10**9}
+_SCALES |= {"bn": 10**9, "b": 10**9, "trillion": 10**12, "trillions": 10**12, "百": 100, "千": 1000, "万": 10**4, "萬": 10**4, "亿": 10**8}
+_SCALE = re.compile(
+    rf"[\s{TEXT}{END_TEXT}-]*(?:"
+    r"(?P<word>(?:dozens?|hundreds?|thousands?|millions?|billions?|trillions?|lakh|crore|mil|mn|bn)(?![A-Za-z])|[kK](?![\w/])"
+    r"|(?-i:[MB])(?![\w/]))|(?P<cjk>[百万萬亿]|千(?![克米瓦卡焦])))",
+    re.IGNORECASE,
+)
+_MORE = re.compile(rf"{_GAP}and{_GAP}(?:(?:a|one)\s+(?P<part>half|quarter|third)(?![A-Za-z])|(?P<count>\d+)(?![\d.,]))", re.IGNORECASE)
+_PARTS = {"half": Fraction(1, 2), "quarter": Fraction(1, 4), "third": Fraction(1, 3)}
+_AFTER = re.compile(rf"\s*(?:%|percent(?![A-Za-z])|per cent(?![A-Za-z])|°\s*{TEXT}?\s*[CFK]?(?![A-Za-z]){END_TEXT}?|º|¢|(?:{_CURRENCY}))")
+_ORDINAL = re.compile(rf"(?:\^\s*\{{?)?\s*{TEXT}?(?:th|st|nd|rd)(?![A-Za-z]){END_TEXT}?\}}?")
+
+_ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen"
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+_NAMES = {name: number for number, name in enumerate(_ONES.split())} | {
+    name: 10 * number for number, name in enumerate(_TENS.split(), start=2)
+}
+_WORD_SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
+_WORD = re.compile(r"[\s-]*([A-Za-z]+)")
+_CHINESE = re.compile(r"[零〇一二两三四五六七八九十百千万亿]+(?:点[零〇一二三四五六七八九]+)?")
+_CHINESE_DIGITS = {c: n for n, c in enumerate("零一二三四五六七八九")} | {"〇": 0, "两": 2}
+_CHINESE_SCALES = {"十": 10, "百": 100, "千": 1000, "万": 10**4, "亿": 10**8}
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number at the beginning of a text: its value, and the index of the first character that is no longer it."""
+
+    value: Fraction
+    end: int
+
+
+def begin_quantity(text: str) -> Quantity | None:
+    """The number that `text` begins with, with its sign, currency, multipliers and percent sign; in digits or in words."""
+    signed = _SIGN.match(text)
+    assert signed is not None
+    if signed["sign"] and signed["inner"]:
+        return None
+    found = _digits(text, signed.end()) or _words(text, signed.end())
+    if found is None:
+        return None
+    found = _scaled(text, found)
+    after = _AFTER.match(text, found.end) or _ORDINAL.match(text, found.end)
+    negative = (signed["sign"].strip() not in ("", "+")) or signed["inner"] == "-"
+    return Quantity(-found.value if negative else found.value, after.end() if after else found.end)
+
+
+def _digits(text: str, start: int) -> Quantity | None:
+    if (mixed := _MIXED.match(text, start)) is not None and int(mixed[3]):
+        return Quantity(int(mixed[1]) + Fraction(int(mixed[2]), int(mixed[3])), mixed.end())
+    if (ratio := _RATIO.match(text, start)) is not None and Fraction(ratio[2]):
+        return Quantity(Fraction(ratio[1]) / Fraction(ratio[2]), ratio.end())
+    number = _NUMBER.match(text, start)
+    if number is None or len(number["whole"]) > LONGEST:
+        return None
+    value = Fraction(re.sub(r"[,'_ ]", "", number["whole"]).rstrip("."))
+    # The point that ends a sentence is not part of the number.
+    return Quantity(value * Fraction(10) ** int(number["power"] or 0), number.end() - number["whole"].endswith("."))
+
+
+def _scaled(text: str, found: Quantity) -> Quantity:
+    """With the multipliers behind it: 3 million, 2 dozen, 70k, 7万, 1 dozen and 6, 18 and a half."""
+    end, scale = found.end, Fraction(1)
+    while (match := _SCALE.match(text, end)) is not None:
+        scale *= _SCALES[(match["word"] or match["cjk"]).lower()]
+        end = match.end()
+    smaller = re.compile(r"(\d+)([百十])?").match(text, end) if scale >= 100 and text[end - 1] in "百千万亿" else None
+    if smaller is not None and int(smaller[1]) < scale:
+        part = int(smaller[1]) * {"百": 100, "十": 10}.get(smaller[2] or "", 1)
+        return Quantity(found.value * scale + part, smaller.end())
+    return _more(text, Quantity(found.value * scale, end), scale)
+
+
+def _more(text: str, found: Quantity, scale: Fraction) -> Quantity:
+    more = _MORE.match(text, found.end)
+    if more is None or (more["count"] and not 0 < int(more["count"]) < scale):
+        return found
+    return Quantity(found.value + (int(more["count"]) if more["count"] else scale * _PARTS[more["part"].lower()]), more.end())
+
+
+def _words(text: str, start: int) -> Quantity | None:
+    """A number in English words or Chinese numerals."""
+    chinese = _CHINESE.match(text, start)
+    if chinese is not None and len(chinese[0]) <= LONGEST:
+        return Quantity(_chinese(chinese[0]), chinese.end())
+    total, group, scale, end, after_and = 0, 0, 1, start, -1
+    while (match := _WORD.match(text, max(end, after_and))) is not None:
+        word = match[1].lower()
+        if word in ("a", "an") and end == start:
+            following = _WORD.match(text, match.end())
+            if following is None or following[1].lower() not in _WORD_SCALES | _PARTS:
+                return None
+            group = 0
+        elif word in _PARTS and total == 0 and group <= 1:
+            article = re.compile(r"\s+an?\b(?=\s+[a-z])").match(text, match.end())
+            return Quantity(_PARTS[word], article.end() if article else match.end())
+        elif word in _NAMES:
+            group, scale = group + _NAMES[word], 1
+        elif word in _WORD_SCALES:
+            group, scale = max(group, 1) * _WORD_SCALES[word], _WORD_SCALES[word]
+            if scale >= 1000:
+                total, group = total + group, 0
+        elif word == "and" and end > start and after_and <= end:
+            after_and = match.end()
+            continue
+        else:
+            break
+        end = match.end()
+    return _more(text, Quantity(Fraction(total + group), end), Fraction(scale)) if end > start else None
+
+
+def _chinese(text: str) -> Fraction:
+    """Chinese numerals: positional with their scales (一千二百三十四), or digit by digit (二〇四)."""
+    whole, _, decimals = text.partition("点")
+    if all(c in _CHINESE_DIGITS for c in whole):
+        value = Fraction(int("".join(str(_CHINESE_DIGITS[c]) for c in whole)))
+    else:
+        total = section = digit = 0
+        for c in whole:
+            scale = _CHINESE_SCALES.get(c, 0)
+            if not scale:
+                digit = _CHINESE_DIGITS[c]
+            elif scale >= 10**4:
+                total, section, digit = (total + section + digit) * scale, 0, 0
+            else:
+                section, digit = section + max(digit, 1) * scale, 0
+        value = Fraction(total + section + digit)
+    for place, c in enumerate(decimals, start=1):
+        value += Fraction(_CHINESE_DIGITS[c], 10**place)
+    return value
+
+
+# ---------------------------------------------------------------------------------------------------------------------- units
+
+_KNOWN = (
+    "kg g mg lb lbs oz cm mm km m ft in yd mi mph kmh kph ml mL L l s h hr hrs min mins sec secs ms J kJ W kW N V kV Hz A GB MB KB TB pm am"
+)
+_KNOWN_UNITS = frozenset(_KNOWN.split()) | {
+    "°",
+    "px",
+    "sq",
+    "cu",
+    "pt",
+    "qt",
+    "gal",
+    "rpm",
+    "ppm",
+    "cal",
+    "kcal",
+    "pts",
+    "hp",
+    "yr",
+    "yrs",
+    "wk",
+}
+_SHORT_WORDS = {"a", "an", "at", "by", "he", "in", "is", "it", "of", "on", "so", "tv", "we", "us", "up"}
+_LETTER_UNITS = frozenset("mgshLlJWNVACFK")
+_NO_UNIT = {"and", "or", "to", "not", "nor", "too", "than", "except", "times", "plus", "minus", "over", "out", "divided", "multiplied"}
+_NO_UNIT |= {
+    "mod",
+    "modulo",
+    "squared",
+    "cubed",
+    "sqrt",
+    "root",
+    "factorial",
+    "pi",
+    "half",
+    "halves",
+    "third",
+    "thirds",
+    "quarter",
+    "quarters",
+}
+_NO_UNIT |= {
+    "double",
+    "twice",
+    "dozen",
+    "dozens",
+    "hundred",
+    "thousand",
+    "million",
+    "billion",
+    "trillion",
+    "below",
+    "above",
+    "versus",
+    "vs",
+}
+_NO_UNIT |= {"tenths", "hundredths", "thousandths", "fifths", "sixths", "sevenths", "eighths", "ninths"}
+_NO_UNIT |= {"wrong", "incorrect", "impossible", "quarters", "versus", "vs"}
+_CJK = re.compile(r"[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]+")
+_CJK_NO_UNIT = re.compile(r"[万萬亿百千十零一二三四五六七八九两倍至到或和与加减乘除以点负不]")
+_WORD_OR_CJK = re.compile(
+    r"(?P<space>[\s/·.(),'’\"-]*)(?P<word>[A-Za-zµΩ]+|[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]+)(?P<power>\^\s*\{?[23]\}?|[²³])?"
+)
+
+
+def is_unit(text: str, letters: bool) -> bool:
+    """Whether `text`, which stands behind a number, only says what is counted. `letters`: a letter can be a unit (18 m)."""
+    shown = text.replace(TEXT, " ").replace(END_TEXT, " ")
+    quoted = {word for part in re.findall(f"{TEXT}([^{END_TEXT}]*){END_TEXT}", text) for word in re.findall(r"[A-Za-z]+", part)}
+    shown = re.sub(r"\s+(?=\^|[²³])", "", shown.rstrip(" .。,;\"')").removesuffix("^").removesuffix("*").removesuffix("^").rstrip())
+    position, attached = 0, text[:1] not in (TEXT, " ")
+    while position < len(shown.rstrip(" )")):
+        match = _WORD_OR_CJK.match(shown, position)
+        if match is None or not _is_unit_word(match["word"], quoted, letters, attached and not match["space"]):
+            return False
+        position, attached = match.end(), False
+    return True
+
+
+def _is_unit_word(word: str, quoted: set[str], letters: bool, attached: bool) -> bool:
+    if _CJK.fullmatch(word):
+        return not _CJK_NO_UNIT.search(word.replace("千克", "").replace("千米", ""))
+    if word.lower() in _NO_UNIT:
+        return False
+    if len(word) == 1:
+        return word in quoted or (letters and word in _LETTER_UNITS) or (not attached and word == "a")
+    if attached:
+        return word in _KNOWN_UNITS
+    return len(word) > 2 or word in _KNOWN_UNITS or word.lower() in _SHORT_WORDS or word in quoted
+
+
+def read_quantity(text: str, letters: bool = True) -> Fraction | None:
+    """The one number that `text` is, with nothing around it but a unit or a remark in brackets, or None.
+
+    Reads `$18.00`, `1,234`, `42 apples`, `25%` (as 25), `3 million`, `2 dozen`, `1 1/2`, `eighteen`, `七万`; refuses `200+4`, `{5,7}`,
+    `18x`, `18:1`.
+    """
+    text = _bare(text)
+    found = begin_quantity(text)
+    if found is None:
+        return None
+    return _remarked(found.value, text[found.end :], letters)
+
+
+def _bare(text: str) -> str:
+    """Without quotes, brackets around the whole, an opening mark, a full stop."""
+    text = text.strip().strip("\"'").strip().rstrip("。.").strip()
+    before = None
+    while before != text:
+        before = text
+        text = re.sub(rf"^[{TEXT}\s$]+|[{END_TEXT}\s$]+$", "", text) if text.count(TEXT) <= 1 else text.strip(" $")
+        text = re.sub(r"^(?:\((?!\s*mod)([^()]*)\)|\[([^\[\]]*)\]|\\\{([^{}]*)\\\})$", lambda m: m[1] or m[2] or m[3] or "", text).strip()
+        text = re.sub(
+            r"^(?:≈|~|≡|#(?=\s*\d)|(?:approximately|approx\.?|about|around|roughly|exactly|precisely|nearly|almost)\s)\s*", "", text
+        )
+    return text
+
+
+_MODULO = re.compile(r"[\s(]*\\?(?:[pb]?mod(?:ulo)?)[\s{]*(\d+)[\s})]*$")
+_BASE_TEN = re.compile(r"^_\s*\{?\s*(?:10|ten)\s*\}?")
+_REMARK = re.compile(r"^(?P<unit>[^()]*)\((?P<remark>[^()]*)\)\s*\.?$")
+
+
+def _remarked(value: Fraction, rest: str, letters: bool) -> Fraction | None:
+    rest = _BASE_TEN.sub("", rest.replace("\\pmod", " mod").replace("\\bmod", " mod").replace("\\mod", " mod"))
+    modulo = _MODULO.fullmatch(rest.replace(TEXT, "").replace(END_TEXT, ""))
+    if modulo is not None:
+        return value % int(modulo[1]) if int(modulo[1]) else None
+    if not rest or is_unit(rest, letters):
+        return value
+    remark = _REMARK.match(rest.replace(TEXT, " ").replace(END_TEXT, " "))
+    if remark is None or not is_unit(f" {remark['unit']}", letters):
+        return None
+    again = begin_quantity(remark["remark"].strip())
+    if again is not None:
+        return value if again.value == value and is_unit(remark["remark"].strip()[again.end :], letters) else None
+    return value if is_unit(f" {remark['remark']}", letters) else None
+
+
+def canonical(number: Fraction) -> str:
+    """One spelling per value, for votes: 18.00 and 18 are the same. Decimals where they end, else a ratio."""
+    if number.denominator == 1:
+        return str(number.numerator)
+    rest, places = number.denominator, 0
+    while rest % 10 == 0 or rest % 2 == 0 or rest % 5 == 0:
+        rest, places = rest // (10 if rest % 10 == 0 else 2 if rest % 2 == 0 else 5), places + 1
+    if rest != 1 or places > LONGEST:
+        return f"{number.numerator}/{number.denominator}"
+    scaled = abs(number.numerator) * 10**places // number.denominator
+    whole, decimals = divmod(scaled, 10**places)
+    return f"{'-' if number < 0 else ''}{whole}.{decimals:0{places}d}".rstrip("0")
