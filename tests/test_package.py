@@ -48,7 +48,8 @@ def imported() -> dict[str, set[str]]:
 
 
 def test_what_is_imported_is_declared_and_nothing_else() -> None:
-    needed, extra = declared(PROJECT["dependencies"]), declared(PROJECT["optional-dependencies"]["datasets"])
+    extras = PROJECT["optional-dependencies"]
+    needed, extra = declared(PROJECT["dependencies"]), declared(extras["datasets"] + extras["structured"])
     found = imported()
     assert {name: files for name, files in found.items() if name not in needed | extra} == {}
     assert needed - found.keys() == set()

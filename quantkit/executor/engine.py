@@ -11,7 +11,6 @@ What goes wrong with one sequence (its text cannot be decoded, its row cannot be
 and its `fault`; the others go on. `step` raises only where nothing can be computed any more.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,17 +21,20 @@ from torch import Tensor
 
 from quantkit.devices import find_device, free_bytes
 from quantkit.errors import QuantkitError
+from quantkit.executor.adjust import adjust
 from quantkit.executor.cache import CachePlan, PagedCache, plan_cache
 from quantkit.executor.drafter import Acceptance, Drafter
+from quantkit.executor.grammar import Grammars
 from quantkit.executor.leader import Leader
 from quantkit.executor.load import LoadedModel, load_model
+from quantkit.executor.logprobs import check_numbers, score_prompts, token_logprobs
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.parallel import SINGLE, Parallel
 from quantkit.executor.rank_processes import environment_rank, launch
 from quantkit.executor.runner import ForwardPass, Runner
-from quantkit.executor.sampling import Batch, SamplingParams, check_defaults, log_probabilities, sample
+from quantkit.executor.sampling import Batch, SamplingParams, check_defaults, sample
 from quantkit.executor.scheduler import Scheduler
-from quantkit.executor.sequence import Completion, FinishReason, Sequence, TokenLogprob
+from quantkit.executor.sequence import Completion, FinishReason, Sequence
 from quantkit.tokenizer.chat import ChatTokenizer
 
 PREFILL_TOKENS = 2048
@@ -82,6 +84,7 @@ class Engine:
             assert loaded.mtp is not None, "loaded with its MTP layer"
             self.drafter = Drafter(loaded.mtp, self.runner, num_drafts, self.parallel)
         self.leader = Leader(self.parallel)
+        self.grammars = Grammars(tokenizer.tokenizer, loaded.config.vocab_size, tokenizer.eos_ids)
         self.acceptance = Acceptance()
 
     @classmethod
@@ -284,6 +287,7 @@ class Engine:
     def _finish_pass(self, done: ForwardPass) -> list[Sequence]:
         """Choose the successors, guess behind them, append what the ranks agree on, and guess on. Returns the sequences that got tokens."""
         guesses = None
+        score_prompts(done, self.runner.model)
         if done.counts:
             chosen, batch, places = self._choose(done)
             guessed = self.drafter.guess(done, chosen, batch, places) if self.drafter is not None else None
@@ -301,11 +305,12 @@ class Engine:
         assert chosen is not None, done.counts
         each = [sequence for sequence, count in done.counts for _ in range(count)]
         batch = Batch.of([one.params for one in each], [one.seed for one in each], logits.device)
-        if not self._forbid_eos(done, logits) and batch is None:
+        adjusted = adjust(logits, done.counts, self.tokenizer.eos_ids)
+        if adjusted is logits and batch is None:
             return chosen, None, None
         positions = [len(sequence.token_ids) + i for sequence, count in done.counts for i in range(count)]
         places = torch.tensor(positions, device=logits.device)
-        return sample(logits, batch, places), batch, places
+        return sample(adjusted, batch, places), batch, places
 
     def _agree(self, chosen: Tensor, guessed: Tensor | None) -> tuple[list[int], list[int] | None]:
         """Rank 0's tokens and guesses, on every rank; here the host waits for the device, once for both."""
@@ -318,33 +323,16 @@ class Engine:
         """The rows' tokens go to their sequences, which keep them as long as their drafts were right."""
         assert done.logits is not None, done.counts
         now, row = time.perf_counter(), 0
-        logprobs = self._logprobs([sequence for sequence, count in done.counts for _ in range(count)], done.logits, token_ids)
+        asked = [sequence.params.logprobs for sequence, count in done.counts for _ in range(count)]
+        logprobs = token_logprobs(asked, done.logits, token_ids)
         for sequence, count in done.counts:
             kept = sequence.extend(token_ids[row : row + count], now)
             if sequence.params.logprobs is not None:
                 sequence.logprobs += logprobs[row : row + kept]
-                if math.isnan(logprobs[row].logprob):
-                    sequence.fault = QuantkitError("the model's logits are not numbers", "check the checkpoint with quantkit ppl")
+                check_numbers(sequence, logprobs[row : row + kept])
             self.acceptance.drafted += count - 1
             self.acceptance.accepted += kept - 1
             row += count
-
-    def _forbid_eos(self, done: ForwardPass, logits: Tensor) -> bool:
-        """Where an answer is shorter than its request's min_new_tokens, no token can end it. Whether there was one."""
-        rows = [len(sequence.generated) + i < sequence.params.min_new_tokens for sequence, count in done.counts for i in range(count)]
-        if any(rows):
-            short = torch.tensor(rows, device=logits.device).nonzero()
-            logits[short, torch.tensor(sorted(self.tokenizer.eos_ids), device=logits.device)] = float("-inf")
-        return any(rows)
-
-    def _logprobs(self, each: list[Sequence], logits: Tensor, chosen: list[int]) -> list[TokenLogprob]:
-        """One per row, where anybody asked; with as many alternatives as the row's own request wants."""
-        counts = [sequence.params.logprobs for sequence in each]
-        if all(count is None for count in counts):
-            return []
-        found = log_probabilities(logits, torch.tensor(chosen, device=logits.device), max(count or 0 for count in counts))
-        rows = zip(counts, chosen, found.chosen.tolist(), found.top_ids.tolist(), found.top_values.tolist())
-        return [TokenLogprob(token, logprob, tuple(zip(ids, values))[: count or 0]) for count, token, logprob, ids, values in rows]
 
     def sequence(self, prompt: list[int], params: SamplingParams, index: int = 0, *, streams: bool = True) -> Sequence:
         """A request that is checked and not yet queued; touches nothing that `step` does, so any thread may call it."""
@@ -357,7 +345,10 @@ class Engine:
         vocab = self.loaded.config.vocab_size
         if not 0 <= min(prompt) <= max(prompt) < vocab:
             raise QuantkitError(f"the prompt has token ids outside 0..{vocab - 1}", "use the model's own tokenizer")
-        return Sequence(index, prompt, params, self.tokenizer, self.max_model_len, streams=streams)
+        if any(not 0 <= token < vocab for token in params.named_tokens):
+            raise QuantkitError(f"logit_bias or stop_token_ids names a token outside 0..{vocab - 1}", "use the model's own tokenizer")
+        guide = None if params.grammar is None else self.grammars.guide(params.grammar, params.grammar_after)
+        return Sequence(index, prompt, params, self.tokenizer, self.max_model_len, streams=streams, guide=guide)
 
 
 def _check_eos(tokenizer: ChatTokenizer, vocab_size: int, path: Path) -> None:

@@ -71,7 +71,7 @@ def follow(engine: Follower) -> None:
     while (orders := engine.parallel.listen()) is not None:
         for order in orders:
             if "add" in order:
-                params = SamplingParams(**{**order["params"], "stop": tuple(order["params"]["stop"])})
+                params = SamplingParams.from_json(order["params"])
                 known[order["add"]] = engine.sequence(order["prompt"], params, streams=False)
                 engine.scheduler.add(known[order["add"]])
             elif order["cancel"] in known:

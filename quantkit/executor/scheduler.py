@@ -107,7 +107,8 @@ class Scheduler:
         if not self.waiting or len(self.running) >= self.max_batch:
             return None
         sequence = self.waiting[0]
-        found = self.prefix.find(sequence) if self.prefix is not None else []
+        # A prompt whose tokens are to be scored is computed whole.
+        found = self.prefix.find(sequence) if self.prefix is not None and sequence.params.prompt_logprobs is None else []
         needed = self._blocks_for(sequence) - len(found)
         growing = sum(len(one.blocks) * self.block_size < one.max_len for one in self.running)
         if needed + growing > self.allocator.num_free:

@@ -5,6 +5,9 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
+from torch import Tensor
+
+from quantkit.executor.grammar import Guide
 from quantkit.executor.sampling import SamplingParams
 from quantkit.tokenizer.chat import ChatTokenizer, TextStream
 
@@ -13,11 +16,12 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Log-probability of a chosen token, and the likeliest alternatives (id, log-probability), best first."""
+    """Log-probability of a chosen token, and the likeliest alternatives (id, log-probability), best first. rank: 1 for the likeliest."""
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]
+    rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,8 @@ class Timings:
 class Completion:
     """A finished request. `index` is its number among the prompts; `token_ids` ends with the end-of-answer token where there was one.
 
-    cached_tokens: of the prompt's, how many the prefix cache held. fault: what went wrong with this request alone, where its
+    prompt_logprobs: of the prompt's tokens but the first, where they were asked for. cached_tokens: of the prompt's, how many the
+    prefix cache held. fault: what went wrong with this request alone, where its
     finish_reason is "error"; `text` is then what was certain before.
     """
 
@@ -46,15 +51,24 @@ class Completion:
     logprobs: list[TokenLogprob] | None
     cached_tokens: int = 0
     fault: BaseException | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
 
 
 class Sequence:
-    """State of one request. The engine appends tokens; the scheduler gives and takes blocks."""
+    """State of one request. The engine appends tokens; the scheduler gives and takes blocks. guide: of its grammar, if any."""
 
     def __init__(
-        self, index: int, prompt: list[int], params: SamplingParams, tokenizer: ChatTokenizer, max_len: int, *, streams: bool
+        self,
+        index: int,
+        prompt: list[int],
+        params: SamplingParams,
+        tokenizer: ChatTokenizer,
+        max_len: int,
+        *,
+        streams: bool,
+        guide: Guide | None = None,
     ) -> None:
-        self.index, self.params = index, params
+        self.index, self.params, self.guide = index, params, guide
         self.token_ids = list(prompt)
         self.prompt_len = len(prompt)
         self.max_len = min(len(prompt) + params.max_new_tokens, max_len)
@@ -73,11 +87,13 @@ class Sequence:
         self.fault: BaseException | None = None
         """What went wrong with this request alone; whoever steps the engine finishes it for that."""
         self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob] = []
         self.arrival = time.perf_counter()
         self.started = self.first_token = self.last_token = 0.0
         self._tokenizer = tokenizer
-        self._eos_ids = frozenset[int]() if params.ignore_eos else tokenizer.eos_ids
-        self._stream = TextStream(tokenizer.tokenizer, params.stop) if streams or params.stop else None
+        self._end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else tokenizer.eos_ids)
+        watched = streams or params.stop or params.stop_token_ids or not params.skip_special_tokens
+        self._stream = TextStream(tokenizer.tokenizer, params.stop, skip_special=params.skip_special_tokens) if watched else None
         self._text: list[str] = []
         self._taken = self._taken_logprobs = 0
 
@@ -109,14 +125,33 @@ class Sequence:
         if not self.first_token:
             self.first_token = now
         self.last_token = now
-        if token_id in self._eos_ids:
+        ended = self.guide is not None and self._guided(self.guide, token_id)
+        if token_id in self._end_ids:
             self.finish("stop")
             return
-        if self._stream is not None and self._read(self._stream, token_id):
+        if (self._stream is not None and self._read(self._stream, token_id)) or ended:
             self.finish("stop")
             return
         if len(self.token_ids) >= self.max_len:
             self.finish("length")
+
+    def masks(self, drafts: list[int]) -> list[Tensor | None]:
+        """As the guide's; none where it fails, which is this request's fault."""
+        assert self.guide is not None, self.index
+        try:
+            return self.guide.masks(drafts)
+        except Exception as fault:
+            self.fault = fault
+            return []
+
+    def _guided(self, guide: Guide, token_id: int) -> bool:
+        """Take the token; whether the grammar ended the answer. A fault is kept, as in `_read`."""
+        if self.fault is None:
+            try:
+                return guide.advance(token_id)
+            except Exception as fault:
+                self.fault = fault
+        return False
 
     def _read(self, stream: TextStream, token_id: int) -> bool:
         """Take the token's text; whether a stop string ended it. A fault is kept: the step it is found in goes on for the others."""
@@ -167,5 +202,14 @@ class Sequence:
         timings = Timings(self.started - self.arrival, self.first_token - self.arrival, self.last_token - self.arrival)
         logprobs = None if self.params.logprobs is None else self.logprobs
         return Completion(
-            self.index, self.generated, text, self.finish_reason, self.prompt_len, timings, logprobs, self.num_found, self.fault
+            self.index,
+            self.generated,
+            text,
+            self.finish_reason,
+            self.prompt_len,
+            timings,
+            logprobs,
+            self.num_found,
+            self.fault,
+            None if self.params.prompt_logprobs is None else self.prompt_logprobs,
         )

@@ -19,6 +19,8 @@ Message = dict[str, Any]
 """`role` and `content`, as OpenAI's chat messages."""
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_DEFAULTS = {"temperature": 100.0, "top_p": 1.0, "top_k": 2**31 - 1, "min_p": 1.0, "repetition_penalty": 100.0}
+"""Sampling settings of generation_config.json that are read, and the largest value of each."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning; templates read the first, and some the second."""
 _AGAIN = "copy it from the original model"
@@ -28,8 +30,8 @@ class ChatTokenizer:
     """The tokenizer of one checkpoint directory.
 
     eos_ids: tokens that end an answer, of generation_config.json, config.json and the tokenizer together. end_think: the id of </think>,
-    if it is one token. unknown_id: the token for what the vocabulary cannot write. sampling_defaults: temperature, top_p and top_k of
-    generation_config.json, where it has them. templates: by name; `default` is the one, others are for some uses.
+    if it is one token. unknown_id: the token for what the vocabulary cannot write. sampling_defaults: temperature, top_p, top_k, min_p and
+    repetition_penalty of generation_config.json, where it has them. templates: by name; `default` is the one, others are for some uses.
     """
 
     def __init__(self, path: Path) -> None:
@@ -91,6 +93,10 @@ class ChatTokenizer:
         conversation = [_with_reasoning(message) for message in messages]
         return self.templates[named].render({**given, "messages": conversation, "add_generation_prompt": add_generation_prompt})
 
+    def use_template(self, file: Path) -> None:
+        """Render conversations by another template than the model's own."""
+        self.templates = {"default": ChatTemplate(read_text(file), str(file))}
+
     def encode_chat(self, messages: list[Message], **variables: Any) -> list[int]:
         """Token ids of the rendered conversation, ready to be answered."""
         ids = self.encode_rendered(self.render(messages, **variables))
@@ -131,11 +137,12 @@ class TextStream:
     """Turns one answer's tokens into text as they come, and watches for stop strings.
 
     A character of several tokens appears when it is whole. Text that may be the beginning of a stop string is held back.
+    skip_special: whether special tokens are left out.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), *, skip_special: bool = True) -> None:
         self._tokenizer, self._stop = tokenizer, stop
-        self._decoder = DecodeStream(skip_special_tokens=True)
+        self._decoder = DecodeStream(skip_special_tokens=skip_special)
         self._held = ""
         self.stopped = False
 
@@ -202,11 +209,11 @@ def _special_tokens(file: Path, settings: dict[str, Any]) -> dict[str, str]:
 
 
 def _sampling_defaults(file: Path, generation: dict[str, Any]) -> dict[str, Any]:
-    found = {key: generation[key] for key in ("temperature", "top_p", "top_k") if generation.get(key) is not None}
+    found = {key: generation[key] for key in _DEFAULTS if generation.get(key) is not None}
     for key, value in found.items():
-        largest = {"temperature": 100.0, "top_p": 1.0, "top_k": 2**31 - 1}[key]
+        largest = _DEFAULTS[key]
         is_number = type(value) is int or (type(value) is float and key != "top_k")
-        if not is_number or not 0 <= value <= largest or (key == "top_p" and value == 0):
+        if not is_number or not 0 <= value <= largest or (key in ("top_p", "repetition_penalty") and value == 0):
             raise QuantkitError(f"{file} has {key} = {value!r:.60}, expected a number from 0 to {largest:g}", _AGAIN)
     return found
 

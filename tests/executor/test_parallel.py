@@ -19,13 +19,21 @@ import torch
 
 from quantkit.errors import QuantkitError
 from quantkit.executor.engine import Engine
+from quantkit.executor.grammar import regex
 from quantkit.executor.leader import Leader
 from quantkit.executor.parallel import Parallel
 from quantkit.executor.sampling import SamplingParams
 from quantkit.executor.sequence import Completion
 
 PROMPTS = [list(range(10 + i, 40 + 2 * i)) for i in range(5)]
-PARAMS = [SamplingParams(max_new_tokens=12, temperature=(i % 2) * 0.8, seed=i, ignore_eos=True, logprobs=0) for i in range(5)]
+PLAIN = [SamplingParams(max_new_tokens=12, temperature=(i % 2) * 0.8, seed=i, ignore_eos=True, logprobs=0) for i in range(5)]
+PARAMS = [
+    PLAIN[0],
+    replace(PLAIN[1], min_p=0.01, top_k=50, stop_token_ids=(319,), min_new_tokens=3, prompt_logprobs=1),
+    replace(PLAIN[2], presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.2, logit_bias=((40, 2.0),)),
+    replace(PLAIN[3], grammar=regex("[a-z]{12,}")),
+    replace(PLAIN[4], prompt_logprobs=0),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +92,8 @@ def test_ranks_together_are_one(tiny_checkpoint: Path, tp: int, num_drafts: int)
     engine.close()
     assert [one.token_ids for one in together] == [one.token_ids for one in alone]
     for ours, theirs in zip(together, alone):
-        differences = [abs(a.logprob - b.logprob) for a, b in zip(ours.logprobs or [], theirs.logprobs or [], strict=True)]
+        scored = zip((ours.prompt_logprobs or []) + ours.logprobs, (theirs.prompt_logprobs or []) + theirs.logprobs, strict=True)
+        differences = [abs(a.logprob - b.logprob) for a, b in scored]
         assert max(differences) < 0.02, "the cache is bfloat16: sums in another order may round to its other neighbour"
     assert engine.loaded.nbytes < load(tiny_checkpoint, 1, num_drafts).loaded.nbytes * (0.7 if tp == 2 else 0.5)
 

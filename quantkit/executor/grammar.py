@@ -1,0 +1,157 @@
+"""Answers that must match a grammar: which tokens may come next, asked of the library llguidance.
+
+    text = json_schema({"type": "object"})              a grammar as text
+    guide = Grammars(tokenizer, vocab_size).guide(text, after=None)
+    guide.masks(drafts)                                 before a token is chosen
+    guide.advance(token)                                after it was
+
+Grammars come with requests: their size, their depth and the work of a step are limited.
+"""
+
+import json
+import threading
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from quantkit.errors import QuantkitError
+
+MAX_GRAMMAR = 128 << 10
+"""Characters of a grammar."""
+MAX_DEPTH = 64
+"""Brackets within brackets: the library reads them by recursion."""
+
+SPACES = {"whitespace_pattern": "[\\x20\\x0A]{1,24}"}
+"""White space between the parts of JSON: enough to indent it, and not without end. As options of llguidance's JSON grammars."""
+
+_KEPT = 16
+"""Compiled grammars that are kept for requests to come."""
+_LEXER_STATES, _GRAMMAR_SYMBOLS = 20_000, 100_000
+"""Of a grammar at most; a state takes 1 to 2 kB."""
+_REMEDY = "give a grammar that llguidance takes (https://github.com/guidance-ai/llguidance)"
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer. vocab_size: entries of a row of logits; eos_ids: tokens that may end an answer.
+
+    Any thread may ask. The tokenizer's vocabulary is read once, when the first grammar comes.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
+        self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, sorted(eos_ids)
+        self._lock = threading.Lock()
+        self._matcher = lru_cache(maxsize=_KEPT)(self._compiled)
+        self._vocabulary: Any = None
+
+    def guide(self, grammar: str, after: int | None) -> "Guide":
+        """Follows one answer. Raises QuantkitError for what is no grammar or asks for too much."""
+        with self._lock:
+            matcher = self._matcher(grammar)
+        return Guide(matcher.deep_copy(), self._vocab_size, after)
+
+    def _compiled(self, grammar: str) -> Any:
+        library = _library()
+        if len(grammar) > MAX_GRAMMAR:
+            raise QuantkitError(f"the grammar has {len(grammar)} characters", f"give at most {MAX_GRAMMAR}")
+        if self._vocabulary is None:
+            size = max(self._vocab_size, self._tokenizer.get_vocab_size())
+            self._vocabulary = library.LLTokenizer(self._tokenizer.to_str(), n_vocab=size, eos_token=self._eos_ids)
+        limits = library.LLParserLimits(max_lexer_states=_LEXER_STATES, max_grammar_size=_GRAMMAR_SYMBOLS, verbose_errors=False)
+        matcher = library.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise QuantkitError(f"the grammar cannot be used: {matcher.get_error()[:300]}", _REMEDY)
+        return matcher
+
+
+class Guide:
+    """What one answer may go on with. after: the token behind which the grammar begins; until then everything may come."""
+
+    def __init__(self, matcher: Any, vocab_size: int, after: int | None) -> None:
+        self._matcher, self._vocab_size, self._after = matcher, vocab_size, after
+
+    def masks(self, drafts: list[int]) -> list[Tensor | None]:
+        """For the tokens behind the answer so far and behind each of `drafts`: bool [V], whether each token may come.
+
+        None: any may; so it is behind a draft that itself may not come, where nothing is chosen any more.
+        """
+        found: list[Tensor | None] = []
+        after, taken, follows = self._after, 0, True
+        for draft in [*drafts, None]:
+            found.append(self._mask() if after is None and follows else None)
+            if draft is None or not follows:
+                continue
+            if after is not None:
+                after = None if draft == after else after
+            elif follows := self._matcher.validate_tokens([draft]) == 1 and self._matcher.consume_token(draft):
+                taken += 1
+                follows = not self._matcher.is_stopped()
+        if taken:
+            self._matcher.rollback(taken)
+        return found
+
+    def advance(self, token_id: int) -> bool:
+        """Take the token that was chosen. Whether the grammar is matched and nothing can follow. Raises QuantkitError at a limit."""
+        if self._after is not None:
+            self._after = None if token_id == self._after else self._after
+            return False
+        if not self._matcher.consume_token(token_id):
+            raise QuantkitError(f"the grammar was left: {self._matcher.get_error()[:300]}", _REMEDY)
+        return bool(self._matcher.is_stopped())
+
+    def _mask(self) -> Tensor:
+        allowed = np.frombuffer(self._matcher.compute_logit_bias(), dtype=np.uint8)[: self._vocab_size]
+        if self._matcher.is_error():  # then it would let the answer end
+            raise QuantkitError(f"the grammar lets no token follow: {self._matcher.get_error()[:300]}", _REMEDY)
+        return torch.from_numpy(allowed != 0)
+
+
+def json_schema(schema: dict[str, Any]) -> str:
+    """JSON that fits a schema. Raises QuantkitError where the schema is too large."""
+    text = json.dumps(schema)
+    check_size(text)
+    made: str = _library().LLMatcher.grammar_from_json_schema(text, defaults=SPACES)
+    return made
+
+
+def regex(expression: str) -> str:
+    """The whole answer matches the expression (Rust's syntax)."""
+    check_size(expression)
+    made: str = _library().LLMatcher.grammar_from_regex(expression)
+    return made
+
+
+def choice(texts: list[str]) -> str:
+    """One of `texts`."""
+    return lark("start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts))
+
+
+def lark(grammar: str) -> str:
+    """A context-free grammar in Lark's notation, as llguidance extends it."""
+    check_size(grammar)
+    made: str = _library().LLMatcher.grammar_from_lark(grammar)
+    return made
+
+
+def check_size(text: str) -> None:
+    """Refuse what is too long or nested too deeply to be read."""
+    if len(text) > MAX_GRAMMAR:
+        raise QuantkitError(f"the grammar has {len(text)} characters", f"give at most {MAX_GRAMMAR}")
+    depth = deepest = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        deepest = max(deepest, depth)
+    if deepest > MAX_DEPTH:
+        raise QuantkitError(f"the grammar has {deepest} brackets within each other", f"use at most {MAX_DEPTH}")
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError as missing:
+        remedy = "pip install 'quantkit[structured]' on the server"
+        raise QuantkitError("answers that must match a schema or a grammar need the package llguidance", remedy) from missing
+    return llguidance

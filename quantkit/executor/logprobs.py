@@ -1,0 +1,54 @@
+"""Log-probabilities that requests ask for: of chosen tokens, and of the tokens of prompts."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import QuantkitError
+from quantkit.executor.context import PrefillContext
+from quantkit.executor.runner import ForwardPass, Span
+from quantkit.executor.sampling import log_probabilities
+from quantkit.executor.sequence import Sequence, TokenLogprob
+from quantkit.models.decoder import Model
+
+_SCORED_TOGETHER = 256
+"""Tokens of a prompt whose logits are in memory at a time."""
+
+
+def token_logprobs(counts: list[int | None], logits: Tensor, chosen: list[int]) -> list[TokenLogprob]:
+    """One per row of logits [R, V], where anybody asked; with as many alternatives as the row's own request wants (None: nothing)."""
+    if all(count is None for count in counts):
+        return []
+    found = log_probabilities(logits, torch.tensor(chosen, device=logits.device), max(count or 0 for count in counts))
+    rows = zip(counts, chosen, found.chosen.tolist(), found.top_ids.tolist(), found.top_values.tolist(), found.ranks.tolist())
+    return [TokenLogprob(token, one, tuple(zip(ids, values))[: count or 0], rank) for count, token, one, ids, values, rank in rows]
+
+
+def score_prompts(done: ForwardPass, model: Model) -> None:
+    """Give sequences that ask for it the log-probabilities of their prompts' tokens, as far as the pass computed them."""
+    if not isinstance(done.where, PrefillContext):
+        return
+    begin = 0
+    for span in done.spans:
+        if span.sequence.params.prompt_logprobs is not None:
+            _score(span, done.hidden[begin : begin + span.length], model)
+        begin += span.length
+
+
+def _score(span: Span, hidden: Tensor, model: Model) -> None:
+    """hidden [length, H] of a span: a token's own row scores the one behind it. What is computed a second time is not scored again."""
+    sequence, known = span.sequence, span.sequence.prompt_logprobs
+    first, end = max(span.start, len(known)), min(span.start + span.length, sequence.prompt_len - 1)
+    for start in range(first, end, _SCORED_TOGETHER):
+        stop = min(start + _SCORED_TOGETHER, end)
+        logits = model.logits(hidden[start - span.start : stop - span.start])
+        following = sequence.token_ids[start + 1 : stop + 1]
+        known += token_logprobs([sequence.params.prompt_logprobs] * len(following), logits, following)
+        check_numbers(sequence, known[start:])
+
+
+def check_numbers(sequence: Sequence, found: list[TokenLogprob]) -> None:
+    """A model that computes no numbers is a fault that ends the request."""
+    if any(math.isnan(one.logprob) for one in found):
+        sequence.fault = QuantkitError("the model's logits are not numbers", "check the checkpoint with quantkit ppl")

@@ -1,0 +1,165 @@
+"""Biases, penalties, stops and log-probabilities of prompts: by the formula, and the same with drafts, chunks and shared prefixes."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantkit.errors import QuantkitError
+from quantkit.executor.adjust import adjust
+from quantkit.executor.engine import Engine
+from quantkit.executor.sampling import Batch, SamplingParams, distribution
+from quantkit.executor.sequence import Sequence
+from quantkit.tokenizer.chat import ChatTokenizer
+
+PROMPT = list(range(10, 34))
+EVERYTHING = SamplingParams(
+    max_new_tokens=16,
+    presence_penalty=0.7,
+    frequency_penalty=0.4,
+    repetition_penalty=1.3,
+    logit_bias=((40, 1.5), (41, -100.0)),
+    min_new_tokens=16,
+    ignore_eos=True,
+    logprobs=2,
+    prompt_logprobs=1,
+)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_checkpoint: Path) -> Engine:
+    return Engine.load(tiny_checkpoint, device="cpu", dtype="float32", max_batch=4, max_model_len=256)
+
+
+def penalized(logits: list[float], seen: set[int], generated: list[int], params: SamplingParams) -> list[float]:
+    """A row by the formulas, one token after the other."""
+    found = []
+    for token, value in enumerate(logits):
+        value += dict(params.logit_bias).get(token, 0.0)
+        if token in seen:
+            value = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
+        times = generated.count(token)
+        found.append(value - params.frequency_penalty * times - params.presence_penalty * (times > 0))
+    return found
+
+
+def test_a_row_is_adjusted_for_the_tokens_before_it(engine: Engine) -> None:
+    sequence = Sequence(0, [3, 5, 5, 8], replace(EVERYTHING, min_new_tokens=0), engine.tokenizer, 256, streams=False)
+    sequence.token_ids += [8, 9, 9, 11]
+    sequence.drafts = [9, 12]
+    plain = Sequence(1, [3], SamplingParams(), engine.tokenizer, 256, streams=False)
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(1)) * 3
+    before = logits.clone()
+    adjusted = adjust(logits, [(sequence, 3), (plain, 1)], frozenset({1}))
+    assert torch.equal(logits, before), "what was computed is still needed for log-probabilities"
+    assert torch.equal(adjusted[3], before[3])
+    for row, drafts in enumerate([[], [9], [9, 12]]):
+        expected = penalized(before[row].tolist(), {3, 5, 8, 9, 11, *drafts}, [8, 9, 9, 11, *drafts], sequence.params)
+        torch.testing.assert_close(adjusted[row], torch.tensor(expected), rtol=1e-5, atol=1e-5)
+    assert adjust(logits, [(plain, 4)], frozenset({1})) is logits
+
+
+def test_min_p_keeps_a_share_of_the_likeliest() -> None:
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
+    batch = Batch.of([SamplingParams(temperature=0.5, min_p=share) for share in (0.0, 0.1, 1.0)], [0] * 3, logits.device)
+    assert batch is not None
+    kept = (distribution(logits.expand(3, -1), batch)[0] > 0).sum(-1)
+    exact = (logits / 0.5).softmax(-1)
+    assert kept.tolist() == [4, int((exact >= 0.1 * exact.max()).sum()), 1]
+    assert kept[1] == 2
+
+
+def run(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> list[tuple[list[int], list[float], list[float]]]:
+    done = sorted(engine.generate(prompts, params), key=lambda one: one.index)
+    return [(one.token_ids, [t.logprob for t in one.logprobs or []], [t.logprob for t in one.prompt_logprobs or []]) for one in done]
+
+
+def test_with_drafts_chunks_and_shared_prefixes_it_is_the_same(engine: Engine, tiny_checkpoint: Path) -> None:
+    prompts = [PROMPT * 3, PROMPT[:20], [7, 8]]
+    other = Engine.load(
+        tiny_checkpoint, device="cpu", dtype="float32", max_batch=4, max_model_len=256, num_drafts=2, prefill_tokens=31, prefix_cache=True
+    )
+    for params in (EVERYTHING, replace(EVERYTHING, temperature=0.9, min_p=0.02, top_p=0.95, seed=3)):
+        for (tokens, ours, prompt), (expected, theirs, whole) in zip(run(other, prompts, params), run(engine, prompts, params)):
+            assert tokens == expected
+            assert 41 not in tokens
+            assert ours == pytest.approx(theirs, abs=0.02), "the cache is bfloat16"
+            assert prompt == pytest.approx(whole, abs=0.02)
+    assert other.acceptance.drafted > 0
+    free = replace(EVERYTHING, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, logit_bias=())
+    different = run(engine, prompts, free)[0][0] != run(engine, prompts, EVERYTHING)[0][0]
+    assert different, "what was asked for changed nothing"
+
+
+def test_put_back_in_the_queue_it_goes_on(engine: Engine) -> None:
+    (expected,) = engine.generate([PROMPT], EVERYTHING)
+    sequence = engine.submit(PROMPT, EVERYTHING)
+    for _ in range(5):
+        engine.step()
+    engine.scheduler._preempt(sequence)
+    while engine.has_work:
+        engine.step()
+    assert sequence.generated == expected.token_ids
+    assert sequence.prompt_logprobs == expected.prompt_logprobs
+
+
+def test_a_prompts_log_probabilities_are_those_of_its_prefixes(engine: Engine) -> None:
+    (done,) = engine.generate([PROMPT], SamplingParams(max_new_tokens=1, prompt_logprobs=3))
+    assert done.prompt_logprobs is not None
+    assert [one.token_id for one in done.prompt_logprobs] == PROMPT[1:]
+    for place in (1, 11, 23):
+        forced = SamplingParams(max_new_tokens=1, logit_bias=((PROMPT[place], 100.0),), logprobs=3)
+        (one,) = engine.generate([PROMPT[:place]], forced)
+        assert one.token_ids == [PROMPT[place]]
+        assert one.logprobs is not None
+        scored = done.prompt_logprobs[place - 1]
+        assert one.logprobs[0].logprob == pytest.approx(scored.logprob, abs=0.02)
+        assert [token for token, _ in one.logprobs[0].top] == [token for token, _ in scored.top]
+        assert (scored.rank == 1) == (scored.top[0][0] == PROMPT[place])
+
+
+def test_stop_tokens_end_an_answer_and_are_not_in_its_text(engine: Engine) -> None:
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    (free,) = engine.generate([PROMPT], params)
+    end = next(token for token in free.token_ids[8:] if token not in free.token_ids[:8])
+    (done,) = engine.generate([PROMPT], replace(params, stop_token_ids=(end,)))
+    assert done.token_ids == free.token_ids[: free.token_ids.index(end) + 1]
+    assert done.finish_reason == "stop"
+    assert done.text.rstrip("\ufffd") == engine.tokenizer.decode(done.token_ids[:-1]).rstrip("\ufffd")
+    (late,) = engine.generate([PROMPT], replace(params, stop_token_ids=(end,), min_new_tokens=20))
+    assert len(late.token_ids) >= 20
+    assert end not in late.token_ids[:20]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"min_p": 1.5},
+        {"presence_penalty": 2.1},
+        {"frequency_penalty": float("nan")},
+        {"repetition_penalty": 0.0},
+        {"logit_bias": ((1, 101.0),)},
+        {"logit_bias": tuple((i, 0.0) for i in range(1025))},
+        {"stop_token_ids": tuple(range(65))},
+        {"prompt_logprobs": 21},
+        {"grammar": "start: /a/", "min_new_tokens": 3},
+    ],
+)
+def test_out_of_bounds(bad: dict) -> None:
+    with pytest.raises(QuantkitError, match=next(iter(bad))):
+        SamplingParams(**bad)
+
+
+@pytest.mark.parametrize("named", [{"logit_bias": ((320, 1.0),)}, {"logit_bias": ((-1, 1.0),)}, {"stop_token_ids": (2**40,)}])
+def test_tokens_that_the_model_does_not_have(engine: Engine, named: dict) -> None:
+    with pytest.raises(QuantkitError, match=r"outside 0\.\.319"):
+        engine.submit(PROMPT, SamplingParams(**named))
+
+
+def test_defaults_of_a_model_include_its_penalty(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny_checkpoint / name, tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"repetition_penalty": 1.05, "min_p": 0.1}')
+    assert ChatTokenizer(tmp_path).sampling_defaults == {"repetition_penalty": 1.05, "min_p": 0.1}

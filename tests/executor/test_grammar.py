@@ -1,0 +1,125 @@
+"""Answers of a random model match their grammar, with drafts and without; what is no grammar, or too much of one, is refused."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from quantkit.errors import QuantkitError
+from quantkit.executor import grammar
+from quantkit.executor.engine import Engine
+from quantkit.executor.sampling import SamplingParams
+
+PROMPTS = [list(range(6 + i, 30 + 3 * i)) for i in range(4)]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Oslo", "Rome"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 14},
+        "warm": {"type": "boolean"},
+    },
+    "required": ["city", "days", "warm"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_checkpoint: Path) -> Engine:
+    return Engine.load(tiny_checkpoint, device="cpu", dtype="float32", max_batch=4, max_model_len=256)
+
+
+def answers(engine: Engine, **options: object) -> list[str]:
+    params = [SamplingParams(max_new_tokens=120, seed=i, **options) for i in range(4)]  # type: ignore[arg-type]
+    done = sorted(engine.generate(PROMPTS, params), key=lambda one: one.index)
+    assert {one.finish_reason for one in done} == {"stop"}
+    return [one.text for one in done]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_json_fits_its_schema_with_drafts_and_without(engine: Engine, tiny_checkpoint: Path, temperature: float) -> None:
+    asked = {"grammar": grammar.json_schema(SCHEMA), "temperature": temperature}
+    found = answers(engine, **asked)
+    for text in found:
+        value = json.loads(text)
+        assert list(value) == ["city", "days", "warm"]
+        assert value["city"] in ("Oslo", "Rome")
+        assert 1 <= value["days"] <= 14
+    drafting = Engine.load(tiny_checkpoint, device="cpu", dtype="float32", max_batch=4, max_model_len=256, num_drafts=2)
+    assert answers(drafting, **asked) == found
+    assert drafting.acceptance.drafted > 0
+    if temperature:
+        assert len(set(found)) > 1, "everybody says the same: nothing was sampled"
+
+
+def test_expressions_choices_and_grammars(engine: Engine) -> None:
+    assert all(re.fullmatch(r"[ab]{5}-\d+", text) for text in answers(engine, grammar=grammar.regex(r"[ab]{5}-\d{1,3}"), temperature=1.0))
+    assert set(answers(engine, grammar=grammar.choice(["yes", 'no "']))) <= {"yes", 'no "'}
+    text = grammar.lark('start: "(" start ")" | "x"')
+    assert all(re.fullmatch(r"\(*x\)*", one) for one in answers(engine, grammar=text, temperature=1.0))
+
+
+def test_it_ends_where_nothing_can_follow_and_goes_on_where_something_can(engine: Engine) -> None:
+    (done,) = engine.generate([PROMPTS[0]], SamplingParams(max_new_tokens=50, grammar=grammar.regex("ab"), ignore_eos=True))
+    assert (done.text, len(done.token_ids), done.finish_reason) == ("ab", 2, "stop")
+    (done,) = engine.generate([PROMPTS[0]], SamplingParams(max_new_tokens=9, grammar=grammar.regex("ab*"), logit_bias=((1, -100.0),)))
+    assert (done.text, done.finish_reason) == ("abbbbbbbb", "length")
+
+
+def test_a_grammar_that_begins_behind_a_token(engine: Engine) -> None:
+    end = engine.tokenizer.end_think
+    assert end is not None
+    (free,) = engine.generate([PROMPTS[0]], SamplingParams(max_new_tokens=4, ignore_eos=True))
+    begin = free.token_ids[3]
+    assert begin not in free.token_ids[:3]
+    params = SamplingParams(max_new_tokens=40, grammar=grammar.regex("ok!"), grammar_after=begin, ignore_eos=True)
+    (done,) = engine.generate([PROMPTS[0]], params)
+    assert done.token_ids[:4] == free.token_ids
+    assert done.text.endswith("ok!")
+    guide = engine.grammars.guide(grammar.regex("ab"), begin)
+    a, b = (engine.tokenizer.encode(one)[0] for one in "ab")
+    masks = guide.masks([a, begin, a, a, b])
+    assert [None if one is None else one.nonzero().flatten().tolist() for one in masks] == [None, None, [a], [b], None, None]
+    assert guide.masks([])[0] is None, "looking ahead changed something"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("nonsense {", "cannot be used"),
+        (grammar.regex("(unclosed"), "cannot be used"),
+        (grammar.json_schema({"allOf": [{"anyOf": [{"required": [f"a{i}{j}"]} for j in range(8)]} for i in range(12)]}), "too large"),
+        (grammar.json_schema({"type": "nothing"}), "cannot be used"),
+        (grammar.json_schema({"$ref": "#/nowhere"}), "cannot be used"),
+        ("x" * 200_000, "characters"),
+    ],
+)
+def test_what_is_no_grammar_is_refused(engine: Engine, text: str, said: str) -> None:
+    with pytest.raises(QuantkitError, match=said):
+        engine.submit(PROMPTS[0], SamplingParams(grammar=text))
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize("make", [lambda: grammar.regex("(" * 70 + ")" * 70), lambda: grammar.json_schema({"a": "x" * 200_000})])
+def test_size_and_depth_are_limited(make) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(QuantkitError, match=r"brackets|characters"):
+        make()
+
+
+def test_a_grammar_that_fails_in_the_middle_ends_its_request_alone(engine: Engine) -> None:
+    params = SamplingParams(max_new_tokens=20, grammar=grammar.regex("[ab]{30}"))
+    bad, good = engine.submit(PROMPTS[0], params), engine.submit(PROMPTS[1], params)
+    assert bad.guide is not None
+    bad.guide._matcher.consume_token(engine.tokenizer.encode("!")[0])
+    while engine.has_work:
+        engine.step()
+    assert bad.finish_reason == "error"
+    assert isinstance(bad.fault, QuantkitError)
+    assert re.fullmatch("[ab]{20}", good.completion().text)
+
+
+def test_without_the_library_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(QuantkitError, match=r"llguidance; pip install 'quantkit\[structured\]'"):
+        grammar.regex("a")
