@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quantkit.executor.server.protocol import HARMLESS, NEUTRAL, ChatRequest, CompletionRequest
+from quantkit.executor.server.responses import ResponsesRequest
 
 KEY = "secret"
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, RESPONSES, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize"
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,9 @@ class Sent:
 
 
 def request(draw: random.Random) -> Sent:
-    path, body = (CHAT, _chat(draw)) if draw.random() < 0.5 else (COMPLETIONS, _completion(draw))
+    kinds = [(CHAT, _chat), (COMPLETIONS, _completion)] * 4 + [(RESPONSES, _response), (TOKENIZE, _tokenized)]
+    path, make = draw.choice(kinds)
+    body = make(draw)
     return draw.choice(KINDS)(draw, path, body)
 
 
@@ -36,6 +39,15 @@ def _chat(draw: random.Random) -> dict[str, Any]:
 def _completion(draw: random.Random) -> dict[str, Any]:
     prompt: Any = draw.choice([_text(draw), [_text(draw), _text(draw)], [draw.randrange(300) for _ in range(5)], [[5, 6], [7]]])
     return {"prompt": prompt, **_common(draw)}
+
+
+def _response(draw: random.Random) -> dict[str, Any]:
+    items: Any = draw.choice([_text(draw) or "x", [{"role": "user", "content": [{"type": "input_text", "text": _text(draw)}]}]])
+    return {"input": items, "max_output_tokens": draw.randint(1, 4), "stream": draw.random() < 0.5, "temperature": 1.0}
+
+
+def _tokenized(draw: random.Random) -> dict[str, Any]:
+    return draw.choice([{"prompt": _text(draw)}, {"messages": [{"role": "user", "content": _text(draw)}], "return_token_strs": True}])
 
 
 def _common(draw: random.Random) -> dict[str, Any]:
@@ -51,7 +63,17 @@ def _common(draw: random.Random) -> dict[str, Any]:
         "ignore_eos": True,
         "min_tokens": 1,
         "user": "somebody",
-        "response_format": {"type": "text"},
+        "response_format": draw.choice([{"type": "text"}, {"type": "json_object"}]),
+        "guided_regex": "[a-f]{1,3}",
+        "guided_choice": ["a", "b"],
+        "logit_bias": {"40": 5, "41": -100},
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.1,
+        "min_p": 0.1,
+        "stop_token_ids": [5, 319],
+        "prompt_logprobs": 1,
+        "skip_special_tokens": False,
         "stream_options": {"include_usage": True},
     }
     return body | {name: optional[name] for name in draw.sample(sorted(optional), draw.randint(0, 5))}
@@ -77,7 +99,7 @@ def _nested(depth: int) -> Any:
 
 
 FIELDS = sorted(
-    {*ChatRequest.model_fields, *CompletionRequest.model_fields, *NEUTRAL, *HARMLESS, "guided_json", "prompt_logprobs", "nonsense"}
+    {*ChatRequest.model_fields, *CompletionRequest.model_fields, *ResponsesRequest.model_fields, *NEUTRAL, *HARMLESS, "nonsense"}
 )
 
 
@@ -86,7 +108,8 @@ def _right(draw: random.Random, path: str, body: dict[str, Any]) -> Sent:
 
 
 def _left(draw: random.Random, path: str, body: dict[str, Any]) -> Sent:
-    return replace(_right(draw, path, {**body, "stream": draw.random() < 0.7, "max_tokens": 60}), leaves=True)
+    longer = {"max_output_tokens" if path == RESPONSES else "max_tokens": 60, "stream": draw.random() < 0.7}
+    return replace(_right(draw, path, body if path == TOKENIZE else {**body, **longer}), leaves=True)
 
 
 def _spoilt_value(draw: random.Random, path: str, body: dict[str, Any]) -> Sent:
@@ -109,7 +132,7 @@ def _spoilt_message(draw: random.Random, path: str, body: dict[str, Any]) -> Sen
 
 
 def _missing(draw: random.Random, path: str, body: dict[str, Any]) -> Sent:
-    body.pop(draw.choice(["messages" if path == CHAT else "prompt", draw.choice(sorted(body))]))
+    body.pop(draw.choice(sorted(body)))
     return _right(draw, path, {**body, "max_tokens": 2})
 
 
@@ -182,7 +205,10 @@ def _elsewhere(draw: random.Random, path: str, body: dict[str, Any]) -> Sent:
         "/v1",
         "/v2/x",
         "/v1/models",
-        "/v1/models/tiny",
+        "/v1/models/tiny-fp8",
+        "/v1/models/%ff",
+        "/version",
+        "/detokenize",
         "/metrics",
         "/health",
         "/..%2f..%2fetc/passwd",

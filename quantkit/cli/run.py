@@ -1,6 +1,7 @@
 """Running a model: run, serve, and deploy, which prints how another engine would."""
 
 from contextlib import closing
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -9,6 +10,7 @@ from quantkit import console
 from quantkit.cli.options import AsJson, Backend, Device, Drafts, Model, Tp, names_of_engines
 from quantkit.console import err, out, print_json
 from quantkit.errors import QuantkitError
+from quantkit.executor.server.tools.formats import NAMES as TOOL_PARSERS
 from quantkit.hub import find_model
 
 
@@ -96,13 +98,18 @@ def serve(
     max_input: Annotated[int | None, typer.Option(min=1, help="Longest prompt, tokens.")] = None,
     max_output: Annotated[int | None, typer.Option(min=1, help="Longest answer, tokens.")] = None,
     served_name: Annotated[str | None, typer.Option(help="Name that clients use; MODEL otherwise.")] = None,
+    tool_parser: Annotated[
+        str, typer.Option(help=f"Format of tool calls: auto (the chat template's), {', '.join(TOOL_PARSERS)}.")
+    ] = "auto",
+    chat_template: Annotated[Path | None, typer.Option(help="A chat template, instead of the model's own.")] = None,
+    log_requests: Annotated[bool, typer.Option("--log-requests", help="A line on stderr for every request.")] = False,
     drafts: Drafts = 0,
     prefix_cache: Annotated[bool, typer.Option("--prefix-cache", help="Requests that begin alike share what is computed of that.")] = False,
     tp: Tp = 1,
     device: Device = "auto",
     backend: Backend = "auto",
 ) -> None:
-    """Serve an OpenAI-compatible API: chat and completions, streaming, metrics."""
+    """Serve an OpenAI-compatible API: chat, completions and responses, tools, JSON schemas, streaming, metrics."""
     from quantkit.executor.follower import lead_or_follow
     from quantkit.executor.options import EngineOptions
     from quantkit.executor.server.app import Limits
@@ -123,8 +130,12 @@ def serve(
                 tp=tp,
             )
         )
+    if chat_template is not None:
+        engine.tokenizer.use_template(chat_template)
     err.print(f"serving {model} on http://{host}:{port}/v1", soft_wrap=True)
-    options = ServeOptions(host, port, api_key, max_queue, limits=Limits(max_input=max_input, max_output=max_output))
+    limits = Limits(max_input=max_input, max_output=max_output)
+    log = console.tell if log_requests else None
+    options = ServeOptions(host, port, api_key, max_queue, limits=limits, tool_parser=tool_parser, log=log)
     with closing(engine):
         run_server(engine, served_name or path.name, options)
 

@@ -1,46 +1,62 @@
-"""What goes over the wire: a request's pieces as one JSON object, or as server-sent events."""
+"""The answers to chat and completions requests, of a request's pieces: whole, or in chunks."""
 
-import asyncio
-import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator
 from typing import Any
 
-from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse, Response
-from starlette.types import Message, Receive, Scope, Send
-
 from quantkit.executor.sequence import Completion, TokenLogprob
-from quantkit.executor.server.protocol import ChatRequest, CompletionRequest, Envelope, chat_logprobs, completion_logprobs, usage
-from quantkit.executor.server.reasoning import Parts, ReasoningSplitter, split_reasoning
-from quantkit.executor.server.service import AnswerStream, EngineFault, Piece, RequestFault
+from quantkit.executor.server.intake import Prepared
+from quantkit.executor.server.parts import AnswerParts, PartsReader, joined
+from quantkit.executor.server.protocol import ChatRequest, CompletionRequest
+from quantkit.executor.server.reasoning import ReasoningSplitter
+from quantkit.executor.server.service import AnswerStream, Piece
+from quantkit.executor.server.shapes import Envelope, call_delta, chat_logprobs, completion_logprobs, prompt_logprobs, tool_call, usage
+from quantkit.executor.server.tools.splitter import ToolCallSplitter
 from quantkit.tokenizer.chat import ChatTokenizer
 
 
-class Answer:
-    """The choices of one request, in the shape its kind asks for. `inside`: the prompt already opened <think>."""
+class Reading:
+    """Reads the answers of a request in parts, a reader for each choice; what the request wants of thoughts and tools decides."""
 
-    def __init__(
-        self, request: ChatRequest | CompletionRequest, tokenizer: ChatTokenizer, model: str, *, num_prompts: int, inside: bool
-    ) -> None:
-        self.request, self.tokenizer, self.num_prompts, self.inside = request, tokenizer, num_prompts, inside
-        self.chat = isinstance(request, ChatRequest)
-        self.envelope = Envelope("chat.completion" if self.chat else "text_completion", model)
-        self.separates = isinstance(request, ChatRequest) and request.separate_reasoning and tokenizer.end_think is not None
-        self._splitters: dict[int, ReasoningSplitter] = {}
+    def __init__(self, prepared: Prepared, *, separates: bool) -> None:
+        self._prepared, self._separates = prepared, separates
+        self._readers: dict[int, PartsReader] = {}
+
+    def push(self, choice: int, text: str, *, last: bool) -> AnswerParts:
+        return self._reader(choice).push(text, last=last)
+
+    def reason(self, one: Completion) -> str:
+        """Why an answer ended, for who may have to call a tool."""
+        called = self._reader(one.index).num_calls
+        return "tool_calls" if called and one.finish_reason == "stop" else one.finish_reason
+
+    def _reader(self, choice: int) -> PartsReader:
+        if choice not in self._readers:
+            prepared = self._prepared
+            calling = ToolCallSplitter(prepared.tool_format, prepared.tool_use) if prepared.tool_format else None
+            self._readers[choice] = PartsReader(ReasoningSplitter(prepared.inside) if self._separates else None, calling)
+        return self._readers[choice]
+
+
+class ChatAnswer:
+    """The choices of a chat request."""
+
+    def __init__(self, prepared: Prepared, body: ChatRequest, tokenizer: ChatTokenizer, model: str) -> None:
+        self.body, self.tokenizer = body, tokenizer
+        self.envelope = Envelope("chat.completion", model)
+        self.id = self.envelope.id
+        self._separates = body.separate_reasoning and tokenizer.end_think is not None
+        self._reading = Reading(prepared, separates=self._separates)
 
     async def whole(self, stream: AnswerStream) -> dict[str, Any]:
-        done: dict[int, Completion] = {}
-        async for piece in stream:
-            if piece.completion is not None:
-                done[piece.choice] = piece.completion
-        completions = [done[choice] for choice in sorted(done)]
-        return self.envelope.whole([self._choice(one) for one in completions], self._usage(completions))
+        completions = await collected(stream)
+        whole = self.envelope.whole([self._choice(one) for one in completions], self._usage(completions))
+        scored = completions[0].prompt_logprobs
+        return whole if scored is None else {**whole, "prompt_logprobs": prompt_logprobs(scored, self.tokenizer)}
 
     async def events(self, stream: AnswerStream) -> AsyncIterator[dict[str, Any]]:
         """The chunks of a streamed answer; with include_usage a last one without choices."""
-        if self.chat:
-            roles = [{"role": "assistant", "content": ""} for _ in stream.sequences]
-            yield self.envelope.chunk([{"index": i, "delta": role, "finish_reason": None} for i, role in enumerate(roles)])
+        roles = [{"role": "assistant", "content": ""} for _ in stream.sequences]
+        yield self.envelope.chunk([{"index": i, "delta": role, "finish_reason": None} for i, role in enumerate(roles)])
         done: list[Completion] = []
         async for piece in stream:
             if piece.completion is not None:
@@ -48,125 +64,109 @@ class Answer:
             choice = self._delta(piece)
             if choice is not None:
                 yield self.envelope.chunk([choice])
-        if self.request.include_usage:
-            done.sort(key=lambda completion: completion.index)
-            yield self.envelope.chunk([], usage=self._usage(done))
+        if self.body.include_usage:
+            yield self.envelope.chunk([], usage=self._usage(sorted(done, key=lambda one: one.index)))
 
     def _choice(self, one: Completion) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": one.index, "finish_reason": one.finish_reason, "logprobs": self._logprobs(one.logprobs)}
-        if not self.chat:
-            return {**choice, "text": one.text}
-        parts = split_reasoning(one.text, self.inside) if self.separates else Parts("", one.text)
+        parts = self._reading.push(one.index, one.text, last=True)
         message: dict[str, Any] = {"role": "assistant", "content": parts.content}
-        if self.separates:
+        if self._separates:
             message["reasoning_content"] = parts.reasoning
-        return {**choice, "message": message}
+        if parts.calls:
+            message["content"] = parts.content or None
+            message["tool_calls"] = [tool_call(call) for call in joined(parts.calls)]
+        logprobs = None if one.logprobs is None else chat_logprobs(one.logprobs, self.tokenizer)
+        return {"index": one.index, "finish_reason": self._reading.reason(one), "logprobs": logprobs, "message": message}
 
     def _delta(self, piece: Piece) -> dict[str, Any] | None:
         """A chunk's choice; None where the piece holds nothing to send yet."""
-        reason = piece.completion.finish_reason if piece.completion else None
-        choice: dict[str, Any] = {"index": piece.choice, "finish_reason": reason}
-        if piece.logprobs:
-            choice["logprobs"] = self._logprobs(piece.logprobs)
-        if not self.chat:
-            return {**choice, "text": piece.text} if piece.text or piece.logprobs or reason else None
-        parts = self._split(piece)
-        delta = {}
+        parts = self._reading.push(piece.choice, piece.text, last=piece.completion is not None)
+        if not (parts or piece.logprobs or piece.completion):
+            return None
+        delta: dict[str, Any] = {}
         if parts.reasoning:
             delta["reasoning_content"] = parts.reasoning
         if parts.content:
             delta["content"] = parts.content
-        return {**choice, "delta": delta} if delta or piece.logprobs or reason else None
-
-    def _split(self, piece: Piece) -> Parts:
-        if not self.separates:
-            return Parts("", piece.text)
-        splitter = self._splitters.setdefault(piece.choice, ReasoningSplitter(self.inside))
-        parts = splitter.push(piece.text)
-        if piece.completion is None:
-            return parts
-        last = splitter.finish()
-        return Parts(parts.reasoning + last.reasoning, parts.content + last.content)
-
-    def _logprobs(self, found: list[TokenLogprob] | None) -> dict[str, Any] | None:
-        if found is None:
-            return None
-        return chat_logprobs(found, self.tokenizer) if self.chat else completion_logprobs(found, self.tokenizer)
+        if parts.calls:
+            delta["tool_calls"] = [call_delta(call) for call in parts.calls]
+        reason = self._reading.reason(piece.completion) if piece.completion else None
+        choice: dict[str, Any] = {"index": piece.choice, "finish_reason": reason, "delta": delta}
+        return {**choice, "logprobs": chat_logprobs(piece.logprobs, self.tokenizer)} if piece.logprobs else choice
 
     def _usage(self, completions: list[Completion]) -> dict[str, Any]:
-        return usage(completions, self.num_prompts, self.tokenizer.end_think)
+        return usage(completions, 1, self.tokenizer.end_think)
 
 
-class WireJson(JSONResponse):
-    """JSON that can always be sent: text that is no UTF-8, such as that of a strange file name, shows question marks."""
+class CompletionAnswer:
+    """The choices of a completions request."""
 
-    def render(self, content: Any) -> bytes:
-        return _json(content)
+    def __init__(self, prepared: Prepared, body: CompletionRequest, tokenizer: ChatTokenizer, model: str) -> None:
+        self.body, self.tokenizer, self._prepared = body, tokenizer, prepared
+        self.envelope = Envelope("text_completion", model)
+        self.id = self.envelope.id
+        self._silent = body.max_tokens == 0
+        self._echoed: set[int] = set()
 
+    async def whole(self, stream: AnswerStream) -> dict[str, Any]:
+        completions = await collected(stream)
+        return self.envelope.whole([self._choice(one) for one in completions], self._usage(completions))
 
-def error_body(status: int, message: str, code: str, param: str | None = None) -> dict[str, Any]:
-    """An error in OpenAI's shape."""
-    kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    async def events(self, stream: AnswerStream) -> AsyncIterator[dict[str, Any]]:
+        """The chunks of a streamed answer, with echo first the prompt's; with include_usage a last one without choices."""
+        done: list[Completion] = []
+        async for piece in stream:
+            if piece.completion is not None:
+                done.append(piece.completion)
+            for choice in self._chunks(piece, stream):
+                yield self.envelope.chunk([choice])
+        if self.body.include_usage:
+            yield self.envelope.chunk([], usage=self._usage(sorted(done, key=lambda one: one.index)))
 
+    def _choice(self, one: Completion) -> dict[str, Any]:
+        text = "" if self._silent else one.text
+        logprobs = self._logprobs(one.index, one.logprobs, one.prompt_logprobs if self.body.echo else None)
+        scored = None if self.body.prompt_logprobs is None else prompt_logprobs(one.prompt_logprobs or [], self.tokenizer)
+        shown = {} if scored is None else {"prompt_logprobs": scored}
+        text = self._prompt(one.index) + text if self.body.echo else text
+        return {"index": one.index, "finish_reason": self._reason(one), "logprobs": logprobs, "text": text, **shown}
 
-class EventStream(Response):
-    """Server-sent events. Ends, and closes `stream`, when the events do or the client goes. Where they are cut, the last says why."""
+    def _chunks(self, piece: Piece, stream: AnswerStream) -> list[dict[str, Any]]:
+        chunks = []
+        if self.body.echo and piece.choice not in self._echoed:
+            self._echoed.add(piece.choice)
+            scored = stream.sequences[piece.choice].prompt_logprobs if self.body.logprobs is not None else None
+            logprobs = self._logprobs(piece.choice, [], scored)
+            chunks.append({"index": piece.choice, "finish_reason": None, "text": self._prompt(piece.choice), "logprobs": logprobs})
+        reason = self._reason(piece.completion) if piece.completion else None
+        text, found = ("", []) if self._silent else (piece.text, piece.logprobs)
+        if text or found or reason:
+            logprobs = {"logprobs": completion_logprobs(found, self.tokenizer)} if found else {}
+            chunks.append({"index": piece.choice, "finish_reason": reason, "text": text, **logprobs})
+        return chunks
 
-    def __init__(self, events: AsyncIterator[dict[str, Any]], stream: AnswerStream) -> None:
-        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self._events, self._stream = events, stream
+    def _logprobs(self, choice: int, found: list[TokenLogprob] | None, scored: list[TokenLogprob] | None) -> dict[str, Any] | None:
+        """Of the answer's tokens, behind those of its prompt where they are shown."""
+        if found is None or self.body.logprobs is None:
+            return None
+        shown = [] if self._silent else found
+        first = None if scored is None else self._prepared.choices[choice][0][0]
+        return completion_logprobs([*(scored or []), *shown], self.tokenizer, first=first)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await until_disconnect(self._send(send), receive)
-        except ClientDisconnect:
-            return  # nobody is there to be told
-        except asyncio.CancelledError:
-            await self._end(send, error_body(503, "the server is stopping", "engine_fault"))
-        finally:
-            self._stream.close()
+    def _prompt(self, choice: int) -> str:
+        return self._prepared.texts[choice // self.body.n]
 
-    async def _send(self, send: Callable[[Message], Awaitable[None]]) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        try:
-            async for event in self._events:
-                await send(_event(_json(event)))
-        except (RequestFault, EngineFault) as fault:
-            code = "request_fault" if isinstance(fault, RequestFault) else "engine_fault"
-            return await self._end(send, error_body(500, str(fault), code))
-        await self._end(send)
+    def _reason(self, one: Completion) -> str:
+        return "length" if self._silent else one.finish_reason
 
-    async def _end(self, send: Callable[[Message], Awaitable[None]], error: dict[str, Any] | None = None) -> None:
-        if error is not None:
-            await send(_event(_json(error)))
-        await send(_event(b"[DONE]"))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def until_disconnect(work: Coroutine[Any, Any, Any], receive: Receive) -> Any:
-    """The result of `work`; it is cancelled and ClientDisconnect raised where the client goes first. The body must have been read."""
-
-    async def gone() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
-    finally:
-        for one in (task, watch):
-            one.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
+    def _usage(self, completions: list[Completion]) -> dict[str, Any]:
+        return usage(completions, len(self.body.prompts), self.tokenizer.end_think, silent=self._silent)
 
 
-def _event(data: bytes) -> Message:
-    return {"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True}
-
-
-def _json(content: Any) -> bytes:
-    return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(errors="replace")
+async def collected(stream: AnswerStream) -> list[Completion]:
+    """Every choice, when all are done."""
+    done: dict[int, Completion] = {}
+    async for piece in stream:
+        if piece.completion is not None:
+            done[piece.choice] = piece.completion
+    return [done[choice] for choice in sorted(done)]

@@ -1,6 +1,7 @@
 """The HTTP side: routes, the API key, and errors in OpenAI's shape.
 
-    POST /v1/chat/completions, /v1/completions    GET /v1/models    GET /health    GET /metrics
+    POST /v1/chat/completions, /v1/completions, /v1/responses, /tokenize, /detokenize
+    GET /v1/models, /v1/models/NAME, /health, /version, /metrics
 
 Bodies are read and checked here rather than by FastAPI, so that a key is asked for before a body is read, a body has a largest size and
 a type, and every refusal has one shape: {"error": {"message", "type", "param", "code"}}.
@@ -11,41 +12,90 @@ import hmac
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
 
+from quantkit import __version__
 from quantkit.errors import QuantkitError
-from quantkit.executor.server.answers import Answer, EventStream, WireJson, error_body, until_disconnect
-from quantkit.executor.server.intake import ApiError, Intake, Lanes, Limits, Prepared
+from quantkit.executor.server.answers import ChatAnswer, CompletionAnswer
+from quantkit.executor.server.intake import ApiError, Intake, Lanes, Limits, Prepared, check_supported, parse, valid
 from quantkit.executor.server.metrics import exposition
+from quantkit.executor.server.protocol import ChatRequest
+from quantkit.executor.server.request_log import RequestLog, note_of
+from quantkit.executor.server.responses import ResponseAnswer, ResponsesRequest
 from quantkit.executor.server.service import EngineFault, QueueFull, RequestFault, Service
+from quantkit.executor.server.tokens import detokenize, tokenize
+from quantkit.executor.server.wire import EventStream, WireJson, error_body, until_disconnect
+
+Answer = ChatAnswer | CompletionAnswer | ResponseAnswer
+Result = TypeVar("Result")
 
 
 class Api:
-    """The handlers. model_name: what /v1/models lists."""
+    """The handlers. model_name: what /v1/models lists. tool_parser: the format of tool calls, or auto."""
 
-    def __init__(self, service: Service, model_name: str, *, api_key: str | None, limits: Limits) -> None:
+    def __init__(self, service: Service, model_name: str, *, api_key: str | None, limits: Limits, tool_parser: str) -> None:
         self.service, self.model_name, self.limits = service, model_name, limits
         self.engine, self.tokenizer = service.engine, service.engine.tokenizer
         context = self.engine.max_model_len
-        self.intake = Intake(self.tokenizer, model_name, limits, context=context, max_choices=service.limit)
+        self.intake = Intake(
+            self.tokenizer,
+            model_name,
+            limits,
+            context=context,
+            max_choices=service.limit,
+            tool_parser=tool_parser,
+            grammars=self.engine.grammars,
+        )
         self.lanes = Lanes(service.limit)
         self._api_key = api_key
         self.started = int(time.time())
 
     async def chat(self, request: Request) -> Response:
-        return await self._answer(request, self.intake.chat)
+        prepared = await self._prepared(request, self.intake.chat)
+        assert isinstance(prepared.body, ChatRequest)
+        return await self._answered(request, prepared, ChatAnswer(prepared, prepared.body, self.tokenizer, self.model_name))
 
     async def completions(self, request: Request) -> Response:
-        return await self._answer(request, self.intake.completions)
+        prepared = await self._prepared(request, self.intake.completions)
+        assert not isinstance(prepared.body, ChatRequest)
+        return await self._answered(request, prepared, CompletionAnswer(prepared, prepared.body, self.tokenizer, self.model_name))
+
+    async def responses(self, request: Request) -> Response:
+        def prepare(raw: bytes) -> tuple[ResponsesRequest, Prepared]:
+            asked = valid(parse(raw), ResponsesRequest)
+            check_supported(asked.unsupported)
+            return asked, self.intake.prepare_chat(self.intake.checked(asked.as_chat(), ChatRequest))
+
+        asked, prepared = await self._prepared(request, prepare)
+        return await self._answered(request, prepared, ResponseAnswer(prepared, asked, self.tokenizer, self.model_name))
+
+    async def tokenize(self, request: Request) -> Response:
+        return WireJson(await self._prepared(request, lambda raw: tokenize(self.intake, raw)))
+
+    async def detokenize(self, request: Request) -> Response:
+        return WireJson(await self._prepared(request, lambda raw: detokenize(self.intake, raw)))
 
     async def models(self, request: Request) -> Response:
         self._check_key(request)
+        return WireJson({"object": "list", "data": [self._model]})
+
+    async def model(self, request: Request, name: str) -> Response:
+        self._check_key(request)
+        self.intake.check_model(name)
+        return WireJson(self._model)
+
+    @property
+    def _model(self) -> dict[str, Any]:
         entry = {"id": self.model_name, "object": "model", "created": self.started, "owned_by": "quantkit"}
-        return WireJson({"object": "list", "data": [{**entry, "max_model_len": self.engine.max_model_len}]})
+        return {**entry, "max_model_len": self.engine.max_model_len}
+
+    async def version(self) -> Response:
+        return WireJson({"version": __version__})
 
     async def health(self) -> Response:
         if self.service.fault is not None:
@@ -55,22 +105,25 @@ class Api:
     async def metrics(self) -> Response:
         return PlainTextResponse(exposition(self.service.metrics()), media_type="text/plain; version=0.0.4")
 
-    async def _answer(self, request: Request, prepare: Callable[[bytes], Prepared]) -> Response:
+    async def _prepared(self, request: Request, prepare: Callable[[bytes], Result]) -> Result:
+        """What `prepare` makes of the body, on a thread of its own."""
         raw = await self._read(request)
         try:
-            prepared = await until_disconnect(self.lanes.run(len(raw), lambda: prepare(raw)), request.receive)
-            return await self._answered(request, prepared)
+            found: Result = await until_disconnect(self.lanes.run(len(raw), lambda: prepare(raw)), request.receive)
+            return found
         except asyncio.CancelledError as cut:
             raise EngineFault("the server is stopping") from cut
 
-    async def _answered(self, request: Request, prepared: Prepared) -> Response:
+    async def _answered(self, request: Request, prepared: Prepared, answer: Answer) -> Response:
         stream = self.service.submit(prepared.choices)
-        body = prepared.body
-        answer = Answer(body, self.tokenizer, self.model_name, num_prompts=prepared.num_prompts, inside=prepared.inside)
-        if body.stream:
-            return EventStream(answer.events(stream), stream)
+        note = note_of(request.scope)
+        note.id, note.stream = answer.id, stream
+        if prepared.body.stream:
+            return EventStream(answer.events(stream), stream, named=isinstance(answer, ResponseAnswer))
         try:
             return WireJson(await until_disconnect(answer.whole(stream), request.receive))
+        except asyncio.CancelledError as cut:
+            raise EngineFault("the server is stopping") from cut
         finally:
             stream.close()
 
@@ -94,9 +147,17 @@ class Api:
             raise ApiError(401, "the API key is missing or wrong", "invalid_api_key")
 
 
-def create_app(service: Service, model_name: str, *, api_key: str | None = None, limits: Limits | None = None) -> FastAPI:
-    """The application; its lifespan starts and stops the engine's thread."""
-    api = Api(service, model_name, api_key=api_key, limits=limits or Limits())
+def create_app(
+    service: Service,
+    model_name: str,
+    *,
+    api_key: str | None = None,
+    limits: Limits | None = None,
+    tool_parser: str = "auto",
+    log: Callable[[str], None] | None = None,
+) -> FastAPI:
+    """The application; its lifespan starts and stops the engine's thread. log: takes a line for every request."""
+    api = Api(service, model_name, api_key=api_key, limits=limits or Limits(), tool_parser=tool_parser)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -106,11 +167,21 @@ def create_app(service: Service, model_name: str, *, api_key: str | None = None,
         await asyncio.to_thread(service.stop)
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    app.add_api_route("/v1/chat/completions", api.chat, methods=["POST"], response_model=None)
-    app.add_api_route("/v1/completions", api.completions, methods=["POST"], response_model=None)
+    for path, answer in (
+        ("/v1/chat/completions", api.chat),
+        ("/v1/completions", api.completions),
+        ("/v1/responses", api.responses),
+        ("/tokenize", api.tokenize),
+        ("/detokenize", api.detokenize),
+    ):
+        app.add_api_route(path, answer, methods=["POST"], response_model=None)
     app.add_api_route("/v1/models", api.models, methods=["GET"], response_model=None)
+    app.add_api_route("/v1/models/{name:path}", api.model, methods=["GET"], response_model=None)
+    app.add_api_route("/version", api.version, methods=["GET"], response_model=None)
     app.add_api_route("/health", api.health, methods=["GET"], response_model=None)
     app.add_api_route("/metrics", api.metrics, methods=["GET"], response_model=None)
+    if log is not None:
+        app.add_middleware(RequestLog, tell=log)
 
     def refuse(status: int, message: str, code: str, param: str | None = None, headers: Mapping[str, str] | None = None) -> Response:
         service.refused.add(1, str(status))

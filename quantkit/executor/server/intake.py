@@ -10,19 +10,25 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from quantkit.errors import QuantkitError
+from quantkit.executor.grammar import Grammars
 from quantkit.executor.sampling import SamplingParams, signed64
 from quantkit.executor.server.protocol import ChatRequest, CompletionRequest, chat_messages, sampling_params
 from quantkit.executor.server.service import QueueFull
+from quantkit.executor.server.tools.declared import ToolUse
+from quantkit.executor.server.tools.forced import calls_grammar
+from quantkit.executor.server.tools.formats import ToolFormat
+from quantkit.executor.server.tools.template import ToolTemplate
 from quantkit.tokenizer.chat import ChatTokenizer
 
 Body = TypeVar("Body", ChatRequest, CompletionRequest)
+Model = TypeVar("Model", bound=BaseModel)
 Result = TypeVar("Result")
 
 _SHORT_BYTES = 32 << 10
@@ -52,12 +58,18 @@ class Limits:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request that can run: a prompt's token ids and how to continue it, for each choice. `inside`: the prompt already opened <think>."""
+    """A request that can run: a prompt's token ids and how to continue it, for each choice.
+
+    texts: of the prompts, where the answer begins with them. `inside`: the prompt already opened <think>. tool_format: how calls are
+    looked for in the answer; None where they are not.
+    """
 
     body: ChatRequest | CompletionRequest
     choices: list[tuple[list[int], SamplingParams]]
-    num_prompts: int
-    inside: bool
+    texts: list[str] = field(default_factory=list)
+    inside: bool = False
+    tool_use: ToolUse = field(default_factory=ToolUse)
+    tool_format: ToolFormat | None = None
 
 
 class Lanes:
@@ -84,60 +96,104 @@ class Lanes:
 
 
 class Intake:
-    """context: tokens that prompt and answer share; max_choices: answers that the server can ever hold at once."""
+    """context: tokens that prompt and answer share; max_choices: answers that the server can ever hold at once.
 
-    def __init__(self, tokenizer: ChatTokenizer, model_name: str, limits: Limits, *, context: int, max_choices: int) -> None:
+    tool_parser: the format of tool calls, or auto. grammars: where grammars are compiled, so that nobody waits for it later.
+    """
+
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        model_name: str,
+        limits: Limits,
+        *,
+        context: int,
+        max_choices: int,
+        tool_parser: str = "auto",
+        grammars: Grammars | None = None,
+    ) -> None:
         self.tokenizer, self.model_name, self.limits = tokenizer, model_name, limits
+        self.tools, self._grammars = ToolTemplate(tokenizer, tool_parser), grammars
         self.context, self.max_choices = context, max_choices
         self.max_input = min(limits.max_input or context, context - 1)
         self._longest_token = max(map(len, tokenizer.tokenizer.get_vocab()), default=1)
 
     def chat(self, raw: bytes) -> Prepared:
         """Raises ApiError, or QuantkitError, for what cannot be answered."""
-        body = self._body(raw, ChatRequest)
-        messages = chat_messages(body.messages)
-        text = _told(partial(self.tokenizer.render, messages, **body.chat_template_kwargs), "the chat template fails on this request")
-        prompt = self._encoded(text, self.tokenizer.encode_rendered)
-        return self._prepared(body, [prompt], inside=self.tokenizer.opens_think(text))
+        return self.prepare_chat(self.checked(parse(raw), ChatRequest))
+
+    def prepare_chat(self, body: ChatRequest) -> Prepared:
+        """Raises ApiError, or QuantkitError, for what cannot be answered."""
+        use, messages = body.tool_use, chat_messages(body.messages)
+        form = self.tools.form if use else None
+        shown: dict[str, Any] = {"tools": list(use.shown)} if use else {}
+        shown |= body.chat_template_kwargs
+        messages = self.tools.messages(messages)
+        text = told(partial(self.tokenizer.render, messages, **shown), "the chat template fails on this request")
+        prompt = self.encoded(text, self.tokenizer.encode_rendered)
+        inside = self.tokenizer.opens_think(text)
+        guided = self._guided(body, use, form, inside)
+        params = [replace(one, **guided) for one in self._params(body, len(prompt))]
+        return Prepared(body, [(prompt, one) for one in params], inside=inside, tool_use=use, tool_format=form)
 
     def completions(self, raw: bytes) -> Prepared:
         """Raises ApiError, or QuantkitError, for what cannot be answered."""
-        body = self._body(raw, CompletionRequest)
-        prompts = [self._encoded(one, self.tokenizer.encode) if isinstance(one, str) else one for one in body.prompts]
-        return self._prepared(body, prompts, inside=False)
+        body = self.checked(parse(raw), CompletionRequest)
+        prompts = [self.encoded(one, self.tokenizer.encode) if isinstance(one, str) else one for one in body.prompts]
+        grammar = self._compiled(body.answer_grammar)
+        choices = [(prompt, replace(one, grammar=grammar)) for prompt in prompts for one in self._params(body, len(prompt))]
+        return Prepared(body, choices, self._texts(body) if body.echo else [])
 
-    def _body(self, raw: bytes, kind: type[Body]) -> Body:
-        try:
-            body = kind.model_validate(parse(raw))
-        except ValidationError as fault:
-            first = fault.errors(include_url=False, include_context=False, include_input=False)[0]
-            place = ".".join(str(part)[:100] for part in first["loc"])
-            raise ApiError(400, f"{place}: {first['msg']}" if place else first["msg"], "invalid_request", place or None) from fault
-        if body.model not in (None, self.model_name):
-            raise ApiError(404, f"model {str(body.model)[:100]!r} is not served here, {self.model_name!r} is", "model_not_found", "model")
-        if body.unsupported is not None:
-            name = body.unsupported[:100]
-            raise ApiError(400, f"{name} is not supported; leave it out", "unsupported_field", name)
+    def _texts(self, body: CompletionRequest) -> list[str]:
+        shown = [one if isinstance(one, str) else partial(self.tokenizer.decode, one) for one in body.prompts]
+        return [one if isinstance(one, str) else told(one, "the prompt cannot be shown") for one in shown]
+
+    def _guided(self, body: ChatRequest, use: ToolUse, form: ToolFormat | None, inside: bool) -> dict[str, Any]:
+        """The sampling parameters that make the answer as the request wants it, and its calls readable."""
+        if form is None:
+            grammar = body.answer_grammar
+        elif body.answer_grammar is not None and body.answer_schema is None:
+            raise QuantkitError("tools do not go together with a grammar of one's own", "leave one of them out, or send a JSON schema")
+        else:
+            grammar = calls_grammar(form, use, self.tokenizer.tokenizer, body.answer_schema)
+        self._compiled(grammar)
+        if grammar is not None and inside and self.tokenizer.end_think is None:
+            raise QuantkitError("the model's </think> is no token of its own, so no grammar can begin behind it", "send no grammar")
+        after = self.tokenizer.end_think if grammar is not None and inside else None
+        marks = {"skip_special_tokens": False} if form is not None else {}
+        return {"grammar": grammar, "grammar_after": after, **marks}
+
+    def _compiled(self, grammar: str | None) -> str | None:
+        """The grammar, which can be used."""
+        if grammar is not None and self._grammars is not None:
+            self._grammars.guide(grammar, None)
+        return grammar
+
+    def checked(self, fields: dict[str, Any], kind: type[Body]) -> Body:
+        """A request of these fields. Raises ApiError, or QuantkitError, for what it may not hold."""
+        body = valid(fields, kind)
+        self.check_model(body.model)
+        check_supported(body.unsupported)
         body.check()
         if body.num_choices > self.max_choices:
             said = f"the request asks for {body.num_choices} answers, the server holds at most {self.max_choices} at once"
             raise ApiError(400, said, "too_many_choices")
         return body
 
-    def _encoded(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
+    def check_model(self, asked: str | None) -> None:
+        if asked not in (None, self.model_name):
+            raise ApiError(404, f"model {str(asked)[:100]!r} is not served here, {self.model_name!r} is", "model_not_found", "model")
+
+    def encoded(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
         """Token ids; of a text that is far too long only the beginning is tokenised, or nothing."""
         if len(text) > self.max_input * self._longest_token:
             raise self._too_long(f"{len(text)} characters")
         head = text[: _HEAD * self.max_input]
         if len(head) < len(text):
-            count = len(_told(partial(encode, head), "the prompt cannot be tokenised"))
+            count = len(told(partial(encode, head), "the prompt cannot be tokenised"))
             if count > self.max_input + self.max_input // 4 + 16:  # the cut itself may add a few
                 raise self._too_long(f"more than {self.max_input} tokens")
-        return _told(partial(encode, text), "the prompt cannot be tokenised")
-
-    def _prepared(self, body: ChatRequest | CompletionRequest, prompts: list[list[int]], inside: bool) -> Prepared:
-        choices = [(prompt, params) for prompt in prompts for params in self._params(body, len(prompt))]
-        return Prepared(body, choices, len(prompts), inside)
+        return told(partial(encode, text), "the prompt cannot be tokenised")
 
     def _params(self, body: ChatRequest | CompletionRequest, length: int) -> list[SamplingParams]:
         """For each choice of a prompt of `length` tokens, checked against the limits; their seeds follow each other."""
@@ -155,6 +211,25 @@ class Intake:
 
     def _too_long(self, length: str) -> ApiError:
         return ApiError(400, f"the prompt has {length}, at most {self.max_input} tokens are accepted", "context_length_exceeded")
+
+
+def valid(fields: dict[str, Any], kind: type[Model]) -> Model:
+    """Fields of a request in their types and bounds. ApiError names the first that is not."""
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as fault:
+        first = fault.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(str(part)[:100] for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            check_supported(place)
+        raise ApiError(400, f"{place}: {first['msg']}" if place else first["msg"], "invalid_request", place or None) from fault
+
+
+def check_supported(unsupported: str | None) -> None:
+    """ApiError where there is such a field."""
+    if unsupported is not None:
+        name = unsupported[:100]
+        raise ApiError(400, f"{name} is not supported; leave it out", "unsupported_field", name)
 
 
 def parse(raw: bytes) -> dict[str, Any]:
@@ -192,7 +267,7 @@ def _no_constant(name: str) -> None:
     raise ApiError(400, f"{name} is not JSON", "invalid_json")
 
 
-def _told(work: Callable[[], Result], what: str) -> Result:
+def told(work: Callable[[], Result], what: str) -> Result:
     """The result of `work`, which runs what came with the model on what came with the request: whatever goes wrong refuses the request."""
     try:
         return work()

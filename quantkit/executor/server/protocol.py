@@ -1,20 +1,29 @@
-"""OpenAI's chat and completions requests, as far as this engine answers them, and the JSON it answers with.
+"""OpenAI's chat and completions requests, as far as this engine answers them.
 
 A request may hold the fields declared here and, of all others, those that change no answer (HARMLESS) or ask for nothing (null, or
 their NEUTRAL value). Whatever else it holds is refused by name: an answer that ignores a field is a wrong answer.
 """
 
-import time
-import uuid
-from itertools import accumulate
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from quantkit.errors import QuantkitError
-from quantkit.executor.sampling import MAX_LOGPROBS, MAX_SEED, MAX_TEMPERATURE, MAX_TOP_K, SamplingParams
-from quantkit.executor.sequence import Completion, TokenLogprob
-from quantkit.tokenizer.chat import ChatTokenizer
+from quantkit.executor.sampling import (
+    MAX_BIAS,
+    MAX_BIASED,
+    MAX_LOGPROBS,
+    MAX_PENALTY,
+    MAX_REPETITION,
+    MAX_SEED,
+    MAX_STOP_TOKENS,
+    MAX_TEMPERATURE,
+    MAX_TOP_K,
+    MIN_REPETITION,
+    SamplingParams,
+)
+from quantkit.executor.server.structure import Structured
+from quantkit.executor.server.tools.declared import MAX_TOOLS, ToolUse, declared_tools
 
 MAX_MESSAGES = 4096
 MAX_CHOICES = 64
@@ -25,7 +34,7 @@ _MAX_TOKENS = (1 << 31) - 1
 
 HARMLESS = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prediction"}
-    | {"request_id", "priority", "cache_salt", "parallel_tool_calls"}
+    | {"request_id", "priority", "cache_salt"}
 )
 """Bookkeeping, routing and hints of speed."""
 
@@ -34,27 +43,19 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none",),
     "functions": ([],),
     "function_call": ("none",),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "min_p": (0,),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
     "use_beam_search": (False,),
     "early_stopping": (False,),
-    "stop_token_ids": ([],),
     "bad_words": ([],),
     "allowed_token_ids": ([],),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "include_stop_str_in_output": (False,),
     "no_stop_trim": (False,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
@@ -74,10 +75,15 @@ class StreamOptions(BaseModel):
 
 
 Stop = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
+Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 
 
-class Request(BaseModel):
-    """What both kinds of request share. temperature, top_p and top_k default to the model's generation_config.json."""
+class Request(Structured):
+    """What both kinds of request share.
+
+    temperature, top_p, top_k, min_p and repetition_penalty default to the model's generation_config.json.
+    """
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
@@ -88,8 +94,16 @@ class Request(BaseModel):
     temperature: float | None = Field(None, ge=0, le=MAX_TEMPERATURE)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=MAX_TOP_K)
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: float | None = Field(None, ge=MIN_REPETITION, le=MAX_REPETITION)
+    logit_bias: dict[str, Bias] = Field(default_factory=dict, max_length=MAX_BIASED)
     seed: int | None = Field(None, ge=-MAX_SEED - 1, le=MAX_SEED)
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop_token_ids: list[int] = Field(default_factory=list, max_length=MAX_STOP_TOKENS)
+    skip_special_tokens: bool = True
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0, le=_MAX_TOKENS)
 
@@ -102,6 +116,14 @@ class Request(BaseModel):
     @property
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """logit_bias by token id. Raises QuantkitError for a key that is none."""
+        for name in self.logit_bias:
+            if not (name.isascii() and name.isdigit() and len(name) < 10):
+                raise QuantkitError(f"logit_bias has the key {name[:100]!r}", "use token ids, as texts")
+        return tuple((int(name), bias) for name, bias in self.logit_bias.items())
 
     @property
     def include_usage(self) -> bool:
@@ -118,6 +140,14 @@ class ChatRequest(Request):
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
     separate_reasoning: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    tools: Annotated[list[Any], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(default_factory=list)
+    tool_choice: Any = None
+    parallel_tool_calls: bool = True
+
+    @property
+    def tool_use(self) -> ToolUse:
+        """Raises QuantkitError for tools that are none."""
+        return declared_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     @property
     def limit(self) -> int | None:
@@ -126,6 +156,10 @@ class ChatRequest(Request):
     @property
     def num_logprobs(self) -> int | None:
         return self.top_logprobs if self.logprobs else None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.prompt_logprobs
 
     @property
     def num_choices(self) -> int:
@@ -143,7 +177,8 @@ class ChatRequest(Request):
 
 
 class CompletionRequest(Request):
-    """/v1/completions. prompt: text or token ids, one or several."""
+    """/v1/completions. prompt: text or token ids, one or several. echo: whether an answer begins with its prompt; then it may have no
+    tokens of its own."""
 
     prompt: (
         str
@@ -151,16 +186,22 @@ class CompletionRequest(Request):
         | Annotated[list[int], Field(fail_fast=True)]
         | Annotated[list[Annotated[list[int], Field(fail_fast=True)]], Field(fail_fast=True)]
     )
-    max_tokens: int | None = Field(16, ge=1, le=_MAX_TOKENS)
+    max_tokens: int | None = Field(16, ge=0, le=_MAX_TOKENS)
+    echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
     @property
     def limit(self) -> int | None:
-        return self.max_tokens
+        """With max_tokens 0 one token is computed, and not shown."""
+        return 1 if self.max_tokens == 0 else self.max_tokens
 
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -174,21 +215,40 @@ class CompletionRequest(Request):
     def check(self) -> None:
         if not self.prompts:
             raise QuantkitError("prompt is an empty list", "give at least one prompt")
+        if self.max_tokens == 0 and not self.echo:
+            raise QuantkitError("max_tokens is 0", 'ask for at least one token, or for the prompt itself with "echo": true')
+        if self.echo and None not in (self.logprobs, self.prompt_logprobs) and self.logprobs != self.prompt_logprobs:
+            raise QuantkitError("logprobs and prompt_logprobs differ, and echo shows both", "send one of them")
 
 
 def chat_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with text contents: parts of type text are joined, everything else refused."""
+    """Messages with text contents: parts of type text are joined, everything else refused. Only who calls tools may say nothing."""
     checked = []
     for message in messages:
         if not isinstance(message.get("role"), str):
-            raise QuantkitError("a message has no role", "use system, user or assistant")
+            raise QuantkitError("a message has no role", "use system, user, assistant or tool")
         content = message.get("content")
         if isinstance(content, list):
             content = "".join(_text(part) for part in content)
         elif not isinstance(content, str | None):
             raise QuantkitError("a message's content is neither text nor a list of parts", "send text")
-        checked.append({**message, "content": content or ""})
+        calls = message.get("tool_calls") or []
+        _check_calls(calls)
+        shown = {key: value for key, value in message.items() if key != "tool_calls" or value}
+        checked.append({**shown, "content": (content or None) if calls else content or ""})
     return checked
+
+
+def _check_calls(calls: Any) -> None:
+    """Of a message of the conversation so far."""
+    if not isinstance(calls, list) or len(calls) > MAX_TOOLS:
+        raise QuantkitError("a message's tool_calls is no list of calls", f"send at most {MAX_TOOLS}")
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise QuantkitError("a message's tool_calls holds what is no call of a function", "send the calls as they came")
+        if not isinstance(function.get("arguments", ""), str | dict):
+            raise QuantkitError("the arguments of a call are neither text nor an object", "send the calls as they came")
 
 
 def _text(part: Any) -> str:
@@ -203,7 +263,7 @@ def _text(part: Any) -> str:
 
 
 def sampling_params(request: ChatRequest | CompletionRequest, defaults: dict[str, Any], room: int) -> SamplingParams:
-    """room: tokens that the answer may have at most."""
+    """Without a grammar. room: tokens that the answer may have at most."""
 
     def value(name: str, otherwise: Any) -> Any:
         given = getattr(request, name)
@@ -214,64 +274,17 @@ def sampling_params(request: ChatRequest | CompletionRequest, defaults: dict[str
         temperature=value("temperature", 1.0),
         top_p=value("top_p", 1.0),
         top_k=max(value("top_k", 0), 0),
+        min_p=value("min_p", 0.0),
         seed=request.seed,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        repetition_penalty=value("repetition_penalty", 1.0),
+        logit_bias=request.biases,
         stop=request.stops,
+        stop_token_ids=tuple(request.stop_token_ids),
         ignore_eos=request.ignore_eos,
         min_new_tokens=request.min_tokens,
+        skip_special_tokens=request.skip_special_tokens,
         logprobs=request.num_logprobs,
+        prompt_logprobs=request.num_prompt_logprobs,
     )
-
-
-class Envelope:
-    """The fields that all parts of one answer share."""
-
-    def __init__(self, kind: Literal["chat.completion", "text_completion"], model: str) -> None:
-        self.kind, self.model = kind, model
-        self.id = f"{'chatcmpl' if kind == 'chat.completion' else 'cmpl'}-{uuid.uuid4().hex}"
-        self.created = int(time.time())
-
-    def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
-        return {"id": self.id, "object": self.kind, "created": self.created, "model": self.model, "choices": choices, "usage": usage}
-
-    def chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        kind = "chat.completion.chunk" if self.kind == "chat.completion" else self.kind
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more}
-
-
-def usage(completions: list[Completion], num_prompts: int, end_think: int | None) -> dict[str, Any]:
-    """Tokens read and written. A prompt is counted once whatever n; reasoning_tokens are those up to </think>, cached_tokens those of
-    prompts that the prefix cache held."""
-    per_prompt = len(completions) // num_prompts
-    prompt = sum(completion.prompt_tokens for completion in completions[::per_prompt])
-    generated = sum(len(completion.token_ids) for completion in completions)
-    thought = sum(one.token_ids.index(end_think) + 1 for one in completions if end_think in one.token_ids) if end_think is not None else 0
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": generated,
-        "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": sum(completion.cached_tokens for completion in completions[::per_prompt])},
-        "completion_tokens_details": {"reasoning_tokens": thought},
-    }
-
-
-def chat_logprobs(found: list[TokenLogprob], tokenizer: ChatTokenizer) -> dict[str, Any]:
-    def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        text = tokenizer.token_text(token_id)
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
-
-    return {"content": [{**entry(one.token_id, one.logprob), "top_logprobs": [entry(*top) for top in one.top]} for one in found]}
-
-
-def completion_logprobs(found: list[TokenLogprob], tokenizer: ChatTokenizer) -> dict[str, Any]:
-    texts = [tokenizer.token_text(one.token_id) for one in found]
-    return {
-        "tokens": texts,
-        "token_logprobs": [_finite(one.logprob) for one in found],
-        "top_logprobs": [{tokenizer.token_text(token_id): _finite(logprob) for token_id, logprob in one.top} for one in found],
-        "text_offset": list(accumulate(map(len, texts[:-1]), initial=0)) if texts else [],
-    }
-
-
-def _finite(logprob: float) -> float:
-    """JSON has no infinity: a token that could not be chosen shows as OpenAI shows it."""
-    return max(logprob, -9999.0)

@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import uvicorn
@@ -17,7 +18,10 @@ _SWITCH_SECONDS = 0.0005
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """max_queue: requests that wait beyond those that run. grace_s: time that running answers get when the server is told to stop."""
+    """max_queue: requests that wait beyond those that run. grace_s: time that running answers get when the server is told to stop.
+
+    tool_parser: the format of tool calls, or auto. log: takes a line for every request.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -25,6 +29,8 @@ class ServeOptions:
     max_queue: int = 256
     grace_s: int = 30
     limits: Limits = field(default_factory=Limits)
+    tool_parser: str = "auto"
+    log: Callable[[str], None] | None = None
 
 
 def serve(engine: Engine, model_name: str, options: ServeOptions) -> None:
@@ -33,7 +39,7 @@ def serve(engine: Engine, model_name: str, options: ServeOptions) -> None:
     Raises QuantkitError where the address is taken or the engine broke.
     """
     service = Service(engine, max_queue=options.max_queue, on_fault=lambda: setattr(server, "should_exit", True))
-    app = create_app(service, model_name, api_key=options.api_key, limits=options.limits)
+    app = create_app(service, model_name, api_key=options.api_key, limits=options.limits, tool_parser=options.tool_parser, log=options.log)
     config = uvicorn.Config(
         app, host=options.host, port=options.port, log_level="warning", access_log=False, timeout_graceful_shutdown=options.grace_s
     )

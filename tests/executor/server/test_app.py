@@ -10,57 +10,22 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
-import uvicorn
+from running_server import KEY, Running, load, wait_for
 
 from quantkit.executor.engine import Engine
 from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.server.app import Limits, create_app
+from quantkit.executor.server.app import Limits
 from quantkit.executor.server.protocol import HARMLESS, NEUTRAL
-from quantkit.executor.server.service import Service
 from quantkit.tokenizer.chat import TextStream
 
 MESSAGES = [{"role": "user", "content": "What is 12+30?"}]
-KEY = "secret"
-
-
-class Running:
-    """A server in a thread, on a free port."""
-
-    def __init__(self, engine: Engine, *, max_queue: int = 64, api_key: str | None = None, limits: Limits | None = None) -> None:
-        self.engine = engine
-        self.service = Service(engine, max_queue=max_queue)
-        app = create_app(self.service, "tiny", api_key=api_key, limits=limits)
-        self.server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=5))
-        self.thread = threading.Thread(target=self.server.run, daemon=True)
-        self.thread.start()
-        wait_for(lambda: self.server.started)
-        self.port: int = self.server.servers[0].sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-
-    def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=60)
-
-    def stop(self) -> None:
-        self.server.should_exit = True
-        self.thread.join(30)
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "it did not happen in time"
-        time.sleep(0.01)
-
-
-def load(path: Path, **options: int) -> Engine:
-    return Engine.load(path, device="cpu", dtype="float32", **{"max_batch": 4, "max_model_len": 1024, **options})
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +124,8 @@ def test_models_and_health(running: Running) -> None:
         ({"messages": [{"content": "x"}]}, 400, "no role"),
         ({"temperature": -1}, 400, "temperature"),
         ({"stop": [""]}, 400, "stop string is empty"),
-        ({"tools": [{"type": "function"}]}, 400, "tools is not supported"),
+        ({"tools": [{"type": "function"}]}, 400, "tools.0 is no function"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "the model's chat template shows it no tools"),
         ({"n": 1000}, 400, "n:"),
         ({"top_k": 2**63}, 400, "top_k:"),
         ({"top_k": 2**31}, 400, "top_k:"),
@@ -180,11 +146,29 @@ def test_models_and_health(running: Running) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, 400, "no text"),
         ({"messages": [{"role": "user", "content": 5}]}, 400, "neither text"),
         ({"chat_template_kwargs": {"messages": []}}, 400, "holds messages"),
-        ({"tool_choice": "auto"}, 400, "tool_choice is not supported"),
-        ({"response_format": {"type": "json_object"}}, 400, "response_format is not supported"),
-        ({"guided_json": {"type": "object"}}, 400, "guided_json is not supported"),
-        ({"stop_token_ids": [1]}, 400, "stop_token_ids is not supported"),
-        ({"prompt_logprobs": 0}, 400, "prompt_logprobs is not supported"),
+        ({"tool_choice": "required"}, 400, "tools holds none"),
+        ({"response_format": {"type": "grammar"}}, 400, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, 400, "json_schema is missing"),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, 400, "in two forms"),
+        ({"response_format": {"type": "json_object"}, "min_tokens": 2}, 400, "min_new_tokens forbids it"),
+        ({"structured_outputs": {"whitespace_pattern": "x"}}, 400, "structured_outputs.whitespace_pattern is not supported"),
+        ({"guided_json": {"type": "nothing"}}, 400, "cannot be used"),
+        ({"guided_regex": "(" * 70}, 400, "brackets"),
+        ({"guided_regex": "x" * 140_000, "padding": ""}, 413, "larger than 100000 bytes"),
+        ({"guided_grammar": "no"}, 400, "cannot be used"),
+        ({"guided_choice": []}, 400, "guided_choice"),
+        ({"logit_bias": {"x": 1}}, 400, "logit_bias has the key 'x'"),
+        ({"logit_bias": {"5": 101}}, 400, "logit_bias"),
+        ({"logit_bias": {"320": 1}}, 400, "outside 0..319"),
+        ({"stop_token_ids": [320]}, 400, "outside 0..319"),
+        ({"stop_token_ids": [1] * 65}, 400, "stop_token_ids"),
+        ({"presence_penalty": 2.5}, 400, "presence_penalty"),
+        ({"repetition_penalty": 0}, 400, "repetition_penalty"),
+        ({"min_p": 1.1}, 400, "min_p"),
+        ({"prompt_logprobs": 21}, 400, "prompt_logprobs"),
+        ({"best_of": 2}, 400, "best_of is not supported"),
+        ({"echo": True}, 400, "echo is not supported"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, 400, "no call of a function"),
         ({"prompt": "x"}, 400, "prompt is not supported"),
         ({"invented_tomorrow": 1}, 400, "invented_tomorrow is not supported"),
         ({"padding": "x" * 100_000}, 413, "larger than 100000 bytes"),
@@ -201,7 +185,7 @@ def test_what_cannot_be_answered_is_refused(running: Running, change: dict, stat
 def test_fields_that_ask_for_nothing_are_accepted(running: Running) -> None:
     neutral = {name: values[0] for name, values in NEUTRAL.items()}
     bookkeeping = dict.fromkeys(HARMLESS, "x")
-    absent = dict.fromkeys(("guided_json", "invented_tomorrow", "seed", "stop", "n", "stream", "temperature"))
+    absent = dict.fromkeys(("guided_json", "response_format", "invented_tomorrow", "seed", "stop", "n", "stream", "temperature"))
     asked = {"model": "tiny", "max_tokens": 2, **neutral, **bookkeeping, **absent}
     for path, prompt in (("chat/completions", {"messages": MESSAGES}), ("completions", {"prompt": "one"})):
         answer = httpx.post(f"{running.url}/v1/{path}", json={**asked, **prompt}, headers={"Authorization": f"Bearer {KEY}"})

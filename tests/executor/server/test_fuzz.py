@@ -73,12 +73,13 @@ def fault(answer: httpx.Response, body: bytes) -> str:
         return body.decode(errors="replace")[:300]
     kind = answer.headers.get("content-type", "")
     if kind.startswith("text/event-stream"):
-        return "" if body.endswith(b"data: [DONE]\n\n") and b'{"error":' not in body else body[-300:].decode(errors="replace")
+        ended = body.endswith(b"data: [DONE]\n\n") or b"event: response.completed" in body or b"event: response.incomplete" in body
+        return "" if ended and b'{"error":' not in body else body[-300:].decode(errors="replace")
     if kind.startswith("text/plain") and answer.url.path == "/metrics":
         return ""
     value = json.loads(body)
     if answer.status_code == 200:
-        return "" if {"choices", "data", "status"} & set(value) else str(value)[:300]
+        return "" if {"choices", "data", "status", "tokens", "prompt", "version", "id"} & set(value) else str(value)[:300]
     error = value.get("error", {})
     right = set(error) == {"message", "type", "param", "code"} and all(isinstance(error[key], str) for key in ("message", "type", "code"))
     return "" if right and 0 < len(error["message"]) < 1000 else f"not OpenAI's shape: {body[:300]!r}"

@@ -1,0 +1,93 @@
+"""How answers go over the wire: as one JSON object, or as server-sent events."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
+from starlette.types import Message, Receive, Scope, Send
+
+from quantkit.executor.server.service import AnswerStream, EngineFault, RequestFault
+
+
+class WireJson(JSONResponse):
+    """JSON that can always be sent: text that is no UTF-8, such as that of a strange file name, shows question marks."""
+
+    def render(self, content: Any) -> bytes:
+        return _json(content)
+
+
+def error_body(status: int, message: str, code: str, param: str | None = None) -> dict[str, Any]:
+    """An error in OpenAI's shape."""
+    kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class EventStream(Response):
+    """Server-sent events. Ends, and closes `stream`, when the events do or the client goes. Where they are cut, the last says why.
+
+    named: whether events carry their `type` as a name and none says [DONE], as those of /v1/responses.
+    """
+
+    def __init__(self, events: AsyncIterator[dict[str, Any]], stream: AnswerStream, *, named: bool = False) -> None:
+        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events, self._stream, self._named = events, stream, named
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await until_disconnect(self._send(send), receive)
+        except ClientDisconnect:
+            return  # nobody is there to be told
+        except asyncio.CancelledError:
+            await self._end(send, error_body(503, "the server is stopping", "engine_fault"))
+        finally:
+            self._stream.close()
+
+    async def _send(self, send: Callable[[Message], Awaitable[None]]) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async for event in self._events:
+                await send(_event(_json(event), event["type"] if self._named else None))
+        except (RequestFault, EngineFault) as fault:
+            code = "request_fault" if isinstance(fault, RequestFault) else "engine_fault"
+            return await self._end(send, error_body(500, str(fault), code))
+        await self._end(send)
+
+    async def _end(self, send: Callable[[Message], Awaitable[None]], error: dict[str, Any] | None = None) -> None:
+        if error is not None:
+            told = {"type": "error", **error["error"]} if self._named else error
+            await send(_event(_json(told), "error" if self._named else None))
+        if not self._named:
+            await send(_event(b"[DONE]"))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def until_disconnect(work: Coroutine[Any, Any, Any], receive: Receive) -> Any:
+    """The result of `work`; it is cancelled and ClientDisconnect raised where the client goes first. The body must have been read."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for one in (task, watch):
+            one.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+def _event(data: bytes, name: str | None = None) -> Message:
+    body = (b"" if name is None else f"event: {name}\n".encode()) + b"data: " + data + b"\n\n"
+    return {"type": "http.response.body", "body": body, "more_body": True}
+
+
+def _json(content: Any) -> bytes:
+    return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(errors="replace")
