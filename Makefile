@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: demo test test-families lint test-ascend test-engines test-vllm-cuda test-packers test-evalscope test-lm-eval clean
+.PHONY: demo test test-families lint test-ascend test-engines test-vllm-cuda test-packers test-evalscope test-lm-eval test-clients clean
 
 demo: $(VENV)/run.stamp
 	$(BIN)/python tools/demo.py --out out/demo
@@ -77,12 +77,21 @@ test-evalscope: $(VENV)/run.stamp .venv-evalscope/stamp
 	.venv-evalscope/bin/pip install --quiet 'evalscope[perf]==1.14.1'
 	touch $@
 
-test-lm-eval: .venv-lm-eval/stamp
+test-lm-eval: $(VENV)/test.stamp .venv-lm-eval/stamp
 	PYTHONPATH=. .venv-lm-eval/bin/python tests/judges/lm_eval_parity.py
+	$(BIN)/python tests/judges/lm_eval_loglikelihood.py --lm-eval .venv-lm-eval/bin/lm_eval
 
-.venv-lm-eval/stamp:
+.venv-lm-eval/stamp: Makefile
 	$(PYTHON) -m venv .venv-lm-eval
-	.venv-lm-eval/bin/pip install --quiet lm-eval==0.4.13 pydantic 'math-verify==0.9.*' antlr4-python3-runtime==4.13.2
+	.venv-lm-eval/bin/pip install --quiet 'lm-eval[api]==0.4.13' transformers pydantic 'math-verify==0.9.*' antlr4-python3-runtime==4.13.2
+	touch $@
+
+test-clients: $(VENV)/test.stamp .venv-clients/stamp
+	PYTHONPATH=tests $(BIN)/python tests/judges/clients.py --python .venv-clients/bin/python
+
+.venv-clients/stamp:
+	$(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/pip install --quiet langchain==1.4.7 langchain-openai==1.7.3
 	touch $@
 
 $(VENV)/run.stamp: pyproject.toml constraints.txt
