@@ -31,6 +31,8 @@ class Recipe(Strict):
     fit_points: int = Field(3, ge=1, description="steps tried for each group when it is rounded")
     min_expert_tokens: int = Field(256, ge=0, description="experts with fewer routed tokens lean on the layer's shared statistics")
 
+    least_quantized: float = Field(0.5, ge=0, le=1, description="share of the weights of an unknown architecture that must be quantized")
+
     def with_given(self, **values: object) -> "Recipe":
         """The recipe with those of the values that are not None."""
         return self.model_copy(update={key: value for key, value in values.items() if value is not None})

@@ -1,11 +1,12 @@
-"""Parameters of a model whose architecture quantkit does not know, told by name and shape: enough to round it without calibration.
+"""Parameters of a model whose architecture quantkit does not know: enough to round it without calibration.
 
-A weight is taken for a linear where it has two dimensions, 128 divides its inputs, 8 divides its outputs, and no part of its name says that
-it is an embedding, a head, a router or a norm. Everything else is copied. No scale can be folded, for nobody says what reads what.
+What a linear is, transformers' modules tell (module_tree.py); it is quantized where 128 divides its inputs and 8 its outputs. Where there
+is no such tree, a weight of these shapes is taken for one, unless a part of its name says that it is an embedding, a head, a router or a
+norm. Everything else is copied. No scale can be folded, for nobody says what reads what.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from quantkit.models.table import Block, Parameter, Role, ScaleGroup, Split
@@ -28,9 +29,10 @@ class Config:
     """Nothing is known but the rows themselves."""
 
 
-def parameters(shapes: Mapping[str, tuple[int, ...]]) -> list[Parameter]:
-    """shapes: tensor name -> logical shape, of every tensor but the scales of packed ones."""
-    return [_parameter(name, shape) for name, shape in shapes.items()]
+def parameters(shapes: Mapping[str, tuple[int, ...]], linears: Collection[str] | None = None) -> list[Parameter]:
+    """shapes: tensor name -> logical shape, of every tensor but the scales of packed ones. linears: the names of those that are; None where
+    only names tell."""
+    return [_parameter(name, shape, linears) for name, shape in shapes.items()]
 
 
 def role(module: str) -> Role:
@@ -48,11 +50,11 @@ def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
     return []
 
 
-def _parameter(name: str, shape: tuple[int, ...]) -> Parameter:
+def _parameter(name: str, shape: tuple[int, ...], linears: Collection[str] | None) -> Parameter:
     layer, expert = _LAYER.search(name), _EXPERT.search(name)
     module = name.removesuffix(".weight")
-    linear = len(shape) == 2 and name.endswith(".weight") and not _NOT_LINEAR.search(module)
-    fits = linear and shape[1] % 128 == 0 and shape[0] % 8 == 0
+    linear = name in linears if linears is not None else name.endswith(".weight") and not _NOT_LINEAR.search(module)
+    fits = linear and len(shape) == 2 and shape[1] % 128 == 0 and shape[0] % 8 == 0
     role: Role = "linear" if fits else "head" if len(shape) == 2 else "norm"
     number = int(layer[1]) if layer else None
     split: Split = "row" if fits and _ROW.search(module) else "replicate"

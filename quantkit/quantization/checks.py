@@ -12,6 +12,7 @@ from quantkit.errors import QuantkitError
 from quantkit.model_files import LARGEST, is_there, read_json
 from quantkit.models import by_name as by_name_models
 from quantkit.models import is_known
+from quantkit.models.module_tree import read_tree
 from quantkit.models.stored import check_stored, read_model
 from quantkit.models.table import Parameter
 from quantkit.schemes import Scheme
@@ -28,12 +29,14 @@ DROPPED = {
 
 @dataclass(frozen=True)
 class Inventory:
-    """The source against its architecture's table. rows: resolved parameters. dropped: tensor -> reason."""
+    """The source against its architecture's table. rows: resolved parameters. dropped: tensor -> reason. told: how linears were told where
+    there is no table."""
 
     architecture: Any
     config: Any
     rows: list[Parameter]
     dropped: dict[str, str]
+    told: str = ""
 
     @property
     def by_name(self) -> bool:
@@ -46,7 +49,7 @@ def take_inventory(checkpoint: Checkpoint, *, by_name: bool = False) -> Inventor
 
     by_name: an architecture that quantkit does not know will do; its linears are told by name. Only for runs without calibration.
     """
-    if checkpoint.format.name not in ("dense", "fp8-block"):
+    if not checkpoint.format.is_source:
         raise QuantkitError(
             f"{checkpoint.path} is already quantized ({checkpoint.format.name}, by its config.json)",
             "quantize the model it was made from, not a rounded copy",
@@ -83,7 +86,9 @@ def _inventory_by_name(checkpoint: Checkpoint) -> Inventory:
     packed = {name for module in checkpoint.linears for name in checkpoint.parts(module)}
     shapes = {f"{module}.weight": tuple(checkpoint.shape(module)) for module in checkpoint.linears}
     shapes |= {name: tensor.shape for name, tensor in checkpoint.tensors.items() if name not in packed}
-    return Inventory(by_name_models, by_name_models.Config(), by_name_models.parameters(shapes), {})
+    tree = read_tree(checkpoint.config)
+    told = f"linears are told by their names alone: {tree.why}" if tree.linears is None else "linears are told by transformers' modules"
+    return Inventory(by_name_models, by_name_models.Config(), by_name_models.parameters(shapes, tree.linears), {}, told)
 
 
 def _reason(name: str) -> str:

@@ -19,6 +19,7 @@ from quantkit.models import ARCHITECTURES, is_known
 from quantkit.models.table import Parameter
 from quantkit.models.tied import check_stored_head
 from quantkit.quantization.checks import Inventory, check_companions, check_groups, take_inventory
+from quantkit.quantization.coverage import Coverage, coverage
 from quantkit.quantization.for_engine import narrowed
 from quantkit.recipe import Recipe
 from quantkit.schemes import IntGrid, Method, Scheme, check_pair
@@ -63,6 +64,11 @@ class Job:
         return [row for row in self.rows if self.target.quantizes(row.module, row.role, mtp=row.mtp)]
 
     @cached_property
+    def coverage(self) -> Coverage:
+        """How much of it that is."""
+        return coverage(self.rows, {row.module for row in self.linears}, self.checkpoint.config)
+
+    @cached_property
     def units(self) -> dict[str, list[Parameter]]:
         """What is written together, by name."""
         layers = sorted({row.layer for row in self.rows if row.layer is not None})
@@ -100,7 +106,11 @@ def open_job(request: JobRequest, checkpoint: Checkpoint) -> Job:
     if request.choice is not None:
         target = narrowed(target, request.choice, inventory.rows)
     check_groups(inventory.rows, request.scheme, target)
-    return Job(request, checkpoint, inventory, target)
+    job = Job(request, checkpoint, inventory, target)
+    if inventory.by_name and job.coverage.share < request.recipe.least_quantized:
+        fault = f"{path} has an architecture that quantkit does not know, and it would quantize {job.coverage} ({inventory.told})"
+        raise QuantkitError(fault, "set least_quantized in the recipe to less where that is meant")
+    return job
 
 
 def _with_group_size(scheme: Scheme, recipe: Recipe) -> Scheme:

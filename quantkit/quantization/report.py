@@ -24,7 +24,7 @@ _COLOURS = (OURS, THEIRS, "#3d8b5f", "#8a4fa0", "#b23a48", "#4aa3b8", "#9a8b2f",
 
 @dataclass(frozen=True)
 class Account:
-    """What a report says besides the findings. Bytes are of tensors, by part of the model."""
+    """What a report says besides the findings. Bytes are of tensors, by part of the model. quantized_share, left: as in `Coverage`."""
 
     model: str
     scheme: str
@@ -35,6 +35,8 @@ class Account:
     min_expert_tokens: int
     source_bytes: dict[str, int]
     output_bytes: dict[str, int]
+    quantized_share: float
+    left: dict[str, int]
 
 
 def report_files(account: Account, findings: Findings, rows: Iterable[Parameter]) -> dict[str, bytes]:

@@ -24,6 +24,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import prepare
 from quantkit.devices import find_device
 from quantkit.progress import Note, OnEvent, peak_memory, silent
+from quantkit.quantization.coverage import Coverage
 from quantkit.quantization.memory import Peak, check_memory, expected_peak
 from quantkit.quantization.nearest import round_units
 from quantkit.quantization.opening import Job, open_job, read_request
@@ -49,12 +50,14 @@ class QuantizationReport(Result):
     planned_memory: int
     calibration_tokens: int
     findings: Findings
+    coverage: Coverage
     done_already: bool = False
     """Nothing was done: `out` was there, complete, from the same source and settings."""
 
     def to_json(self) -> dict[str, Any]:
         """Without the findings of single linears, which report.json has."""
-        told = {key: value for key, value in vars(self).items() if key != "findings"}
+        told = {key: value for key, value in vars(self).items() if key not in ("findings", "coverage")}
+        told |= {"quantized_share": self.coverage.share, "left": self.coverage.left}
         return told | {"mean_error": self.findings.mean_error, "next_token": self.findings.next_token, "out": str(self.out)}
 
     @property
@@ -66,6 +69,7 @@ class QuantizationReport(Result):
         return [
             ("written to", f"{self.out} ({self.format})"),
             ("size", f"{size(self.output_bytes)}, from {size(self.source_bytes)}"),
+            ("quantized", str(self.coverage)),
             ("time", span(self.seconds)),
             ("peak memory", f"{size(self.peak_memory)}, planned {size(self.planned_memory)}"),
             ("calibration", f"{self.calibration_tokens:,} tokens"),
@@ -111,6 +115,8 @@ def quantize(
     if ranks.leads and run.sequences.taken:
         for line in run.sequences.taken.lines():
             on_event(Note(line))
+    if ranks.leads and job.inventory.told:
+        on_event(Note(job.inventory.told))
     writer = output.open(out, run.fingerprint, overwrite=overwrite, rank=ranks.rank, inputs=inputs)
     with writer, writer.keeping(output.units):
         if ranks.leads:
@@ -166,6 +172,7 @@ def _report(run: _Run, output: Output, out: Path, start: float, found: Findings,
         planned_memory=run.peak.total,
         calibration_tokens=run.calibration_tokens,
         findings=found,
+        coverage=run.job.coverage,
         done_already=done_already,
     )
 
@@ -199,6 +206,8 @@ def _account(run: _Run, output: Output) -> Account:
         min_expert_tokens=request.recipe.min_expert_tokens,
         source_bytes=before,
         output_bytes=after,
+        quantized_share=run.job.coverage.share,
+        left=run.job.coverage.left,
     )
 
 

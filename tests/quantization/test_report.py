@@ -22,6 +22,8 @@ ACCOUNT = Account(
     min_expert_tokens=64,
     source_bytes={"attention": 4_000_000_000, "routed experts": 9_000_000_000},
     output_bytes={"routed experts": 5_000_000_000, "attention": 2_000_000_000},
+    quantized_share=0.98,
+    left={"model.norm.weight": 64},
 )
 
 

@@ -66,6 +66,7 @@ class Format(ABC):
     marker: ClassVar[str]  # suffix of the tensor that only a quantized linear has,
     marker_dtype: ClassVar[torch.dtype]  # with this dtype
     own_suffixes: ClassVar[tuple[str, ...]]  # suffixes no other tensor has: alone, they are a fault
+    is_source: ClassVar[bool] = False  # models are published so by those who trained them, and may be quantized further
     activation_bits: ClassVar[int] = 16  # 8: engines quantize the inputs of its linears to int8, per token
 
     @abstractmethod

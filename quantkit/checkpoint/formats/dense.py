@@ -17,6 +17,7 @@ class DenseFormat(Format):
     variant = "plain"
     scale_dtype = torch.float32
     own_suffixes = ()
+    is_source = True
 
     def holds(self, grid: Grid) -> bool:
         return False

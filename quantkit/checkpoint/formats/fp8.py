@@ -39,6 +39,7 @@ class Fp8(Format):
     marker = ".weight"
     marker_dtype = torch.float8_e4m3fn
     own_suffixes = (".weight_scale",)
+    is_source = True
     flat_channels: ClassVar[bool] = False
     """Whether scales per channel are stored as [N], not [N, 1]."""
 

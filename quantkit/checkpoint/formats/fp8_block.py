@@ -27,6 +27,7 @@ class Fp8Block(Format):
     marker = ".weight"
     marker_dtype = torch.float8_e4m3fn
     own_suffixes = (".weight_scale_inv",)
+    is_source = True
 
     def holds(self, grid: Grid) -> bool:
         return False

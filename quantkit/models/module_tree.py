@@ -1,0 +1,125 @@
+"""What a linear is, of an architecture that quantkit does not know: told by the modules that transformers builds of its config.json.
+
+The model is built without weights and never run. A tensor is a linear where it is the weight of an nn.Linear in the stack of decoder
+layers, or of an expert there, in the names under which checkpoints are published. So embeddings, heads, vision towers and projectors, which
+stand outside the stack, convolutions and GPT-2's transposed products are none. Of the linears in the stack these are left alone, too:
+
+- routers: as many outputs as there are experts, in the module that holds the experts, or alone in a module of it; and gates of one output;
+- indexers, which choose what is attended to: linears below a module of a class that is called so;
+- in a module with a convolution (state spaces, linear attention), what neither reads nor writes the residual stream.
+
+Nothing of a checkpoint is run: the classes are transformers' own.
+"""
+
+import importlib.util
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_MOST_LAYERS = 1000
+"""Of a model that is built."""
+
+
+@dataclass(frozen=True)
+class ModuleTree:
+    """linears: names of their tensors, as published; None where there is no tree, and `why` says why not."""
+
+    linears: frozenset[str] | None
+    why: str = ""
+
+
+def read_tree(config: Mapping[str, Any]) -> ModuleTree:
+    """The tree of a config.json. Faults of building it are told, not raised: names are then all there is to go by."""
+    model_type = config.get("model_type")
+    if importlib.util.find_spec("transformers") is None:
+        return ModuleTree(None, "transformers is not installed")
+    import transformers
+
+    if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
+        return ModuleTree(None, f"transformers {transformers.__version__} does not know {model_type!r}")
+    layers = config.get("num_hidden_layers", 0)
+    if not isinstance(layers, int) or layers > _MOST_LAYERS:
+        return ModuleTree(None, f"num_hidden_layers = {layers!r:.40}")
+    try:
+        model = _build(transformers, dict(config))
+        return ModuleTree(frozenset(_published(model, _linears(model))))
+    except Exception as fault:  # whatever a config makes of transformers' classes
+        return ModuleTree(None, f"transformers {transformers.__version__} does not build it ({type(fault).__name__}: {fault!s:.80})")
+
+
+def _build(transformers: Any, config: dict[str, Any]) -> nn.Module:
+    made = transformers.AutoConfig.for_model(**{key: value for key, value in config.items() if key != "quantization_config"})
+    classes = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
+    chosen = next((one for one in classes if type(made) in one._model_mapping), transformers.AutoModel)
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model: nn.Module = chosen.from_config(made, attn_implementation="eager")
+    return model
+
+
+def _linears(model: Any) -> dict[str, Tensor]:
+    """Weights of linears and of experts in the decoder layers, by transformers' names."""
+    hidden = model.get_input_embeddings().weight.shape[-1]
+    found: dict[str, Tensor] = {}
+    for layer_name, layer in _stack(model):
+        modules = dict(layer.named_modules())
+        for name, module in modules.items():
+            above = [modules[name.rsplit(".", cut)[0]] for cut in range(1, name.count(".") + 1)]
+            left = isinstance(module, nn.Linear) and (_is_router(module, above) or _is_inside_mixer(module, above, hidden))
+            if isinstance(module, nn.Linear) and not left and not _chooses(above):
+                found[f"{layer_name}.{name}.weight"] = module.weight
+        for name, weight in layer.named_parameters():
+            if weight.dim() == 3 and not _is_filter(name, modules):
+                found[f"{layer_name}.{name}"] = weight
+    return found
+
+
+def _is_router(linear: nn.Linear, above: list[nn.Module]) -> bool:
+    """above: the modules that a linear is part of, the nearest first."""
+    if linear.out_features == 1:
+        return True
+    holders = above[:1] + (above[1:2] if above and sum(isinstance(one, nn.Linear) for one in above[0].modules()) == 1 else [])
+    return any(linear.out_features in _experts(holder) for holder in holders)
+
+
+def _experts(module: nn.Module) -> set[int]:
+    """How many experts a module may have: stacked in a tensor, or a list of them."""
+    stacked = {weight.shape[0] for weight in module.parameters() if weight.dim() == 3}
+    return stacked | {len(one) for one in module.modules() if isinstance(one, nn.ModuleList)}
+
+
+def _chooses(above: list[nn.Module]) -> bool:
+    return any("Indexer" in type(module).__name__ for module in above)
+
+
+def _is_inside_mixer(linear: nn.Linear, above: list[nn.Module], hidden: int) -> bool:
+    mixes = bool(above) and any(isinstance(one, nn.Conv1d) for one in above[0].children())
+    return mixes and hidden not in (linear.in_features, linear.out_features)
+
+
+def _is_filter(name: str, modules: Mapping[str, nn.Module]) -> bool:
+    return isinstance(modules.get(name.rpartition(".")[0]), nn.Conv1d)
+
+
+def _stack(model: Any) -> Iterator[tuple[str, nn.Module]]:
+    """The decoder layers of the text model, by name: its first list of as many modules as there are layers, or else its first list."""
+    text = model.get_decoder() if hasattr(model, "get_decoder") else model
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    lists = [module for module in text.modules() if isinstance(module, nn.ModuleList)]
+    layers = next((one for one in lists if len(one) == count), lists[0])
+    prefix = next(name for name, module in model.named_modules() if module is layers)
+    for number, layer in enumerate(layers):
+        yield f"{prefix}.{number}", layer
+
+
+def _published(model: Any, weights: dict[str, Tensor]) -> Iterator[str]:
+    """The names under which checkpoints hold these weights. Experts that are published stacked are no linears."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    for name, weight in revert_weight_conversion(model, weights).items():
+        if weight.dim() == 2:
+            yield name

@@ -1,0 +1,80 @@
+"""What a linear is, told by transformers' modules: the same as the tables say of known architectures, and right where names mislead."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from make_model import write_dense
+from transformers_peers import CASES, SHARED, checkpoint_tensors, random_peer
+
+from quantkit.errors import QuantkitError
+from quantkit.models import find_architecture
+from quantkit.models.module_tree import read_tree
+from quantkit.quantization.run import quantize
+from quantkit.recipe import Recipe
+from quantkit.schemes import SCHEMES
+
+WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32}
+
+
+@pytest.mark.parametrize("case", ["llama", "mistral", "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "minimax_m2"])
+def test_it_finds_the_linears_of_the_table(case: str) -> None:
+    kind, extra = CASES[case]
+    config = random_peer(kind, extra).config.to_dict()
+    architecture = find_architecture(config)
+    table = {row.name for row in architecture.parameters(architecture.Config.from_dict(config)) if row.role == "linear"}
+    assert read_tree(config).linears == table
+
+
+@pytest.mark.parametrize(
+    ("model_type", "extra", "found", "left"),
+    [
+        ("hunyuan_v1_moe", {"num_experts": 8, "moe_topk": 2, "head_dim": 16}, "mlp.experts.N.up_proj", "mlp.gate.wg"),
+        ("deepseek_v32", {"n_routed_experts": 8, "first_k_dense_replace": 1}, "self_attn.q_b_proj", "self_attn.indexer.wq_b"),
+        ("mamba", {}, "mixer.in_proj", "mixer.x_proj"),
+        ("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4}, "", "attn.c_attn"),
+        ("llava", {"text_config": {**SHARED, "model_type": "llama"}}, "language_model.model.layers.N.mlp.up_proj", "vision_tower"),
+        ("gpt_oss", {"num_local_experts": 4}, "self_attn.q_proj", "experts"),
+        ("qwen3_next", {"num_experts": 8}, "mlp.shared_expert.up_proj", "conv1d"),
+    ],
+)
+def test_what_only_looks_like_one_is_left(model_type: str, extra: dict[str, Any], found: str, left: str) -> None:
+    tree = read_tree({"model_type": model_type, **SHARED, **extra})
+    assert tree.linears is not None, tree.why
+    names = {re.sub(r"\.\d+\.", ".N.", name) for name in tree.linears}
+    assert any(found in name for name in names) == bool(found), names
+    assert not any(left in name or "lm_head" in name or "embed" in name for name in names), names
+
+
+def test_where_there_is_no_tree_it_says_why() -> None:
+    assert "does not know 'never'" in read_tree({"model_type": "never"}).why
+    assert "does not build it" in read_tree({"model_type": "llama", **SHARED, "num_attention_heads": "four"}).why
+    assert "num_hidden_layers" in read_tree({"model_type": "llama", "num_hidden_layers": 10**9}).why
+
+
+def written(path: Path, kind: str, extra: dict[str, Any]) -> Path:
+    peer = random_peer(kind, {**WIDE, **extra})
+    return write_dense(path, peer.config.to_dict(), {name: tensor.bfloat16().clone() for name, tensor in checkpoint_tensors(peer).items()})
+
+
+def test_an_unknown_architecture_is_quantized_by_its_tree_and_the_share_is_told(tmp_path: Path) -> None:
+    source = written(tmp_path / "granite", "Granite", {"tie_word_embeddings": False})
+    told: list[str] = []
+    recipe = Recipe(scheme="rtn-w4a16")
+    report = quantize(source, tmp_path / "out", SCHEMES["rtn-w4a16"], "auto", recipe, on_event=lambda event: told.append(str(event)))
+    assert report.coverage.share == 1.0
+    assert any("transformers' modules" in line for line in told)
+    left = "model.embed_tokens.weight (0.027 M), lm_head.weight (0.027 M)"
+    assert dict(report.facts())["quantized"] == f"100.0% of the weights; left at 16 bits: {left}"
+
+
+def test_a_model_that_would_hardly_be_quantized_is_refused_unless_asked_for(tmp_path: Path) -> None:
+    """gpt-oss: experts stacked in one tensor, which are most of it."""
+    source = written(tmp_path / "gpt_oss", "GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2})
+    run: tuple[Any, ...] = (SCHEMES["rtn-w4a16"], "auto")
+    with pytest.raises(
+        QuantkitError, match=r"of the weights; left at 16 bits: model\.layers\.N\.mlp\.experts\.gate_up_proj.*least_quantized"
+    ):
+        quantize(source, tmp_path / "out", *run, Recipe(scheme="rtn-w4a16"))
+    assert quantize(source, tmp_path / "out", *run, Recipe(scheme="rtn-w4a16", least_quantized=0.1)).coverage.share < 0.5
