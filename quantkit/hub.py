@@ -16,7 +16,7 @@ from quantkit.assets import BUILTIN_MODELS, builtin_model
 from quantkit.errors import QuantkitError
 from quantkit.model_files import LARGEST, read_json
 
-_DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+_DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "tokenization_*.py")
 _CONNECTIONS = 8
 """Headers that are asked for at a time."""
 

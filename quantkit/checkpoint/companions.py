@@ -11,6 +11,7 @@ COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
+    "tiktoken.model",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -25,5 +26,9 @@ SETTINGS = tuple(name for name in COMPANIONS if name.endswith(".json") and name 
 
 
 def read_companions(path: Path) -> dict[str, bytes]:
-    """Contents of those COMPANIONS that the directory has, by name. Raises QuantkitError for one that is a link out of it."""
-    return {name: read_file(path / name) for name in COMPANIONS if is_there(path / name)}
+    """Contents of those COMPANIONS that the directory has, by name. Raises QuantkitError for one that is a link out of it.
+
+    The code of a tokenizer in tiktoken's form goes with it: its split pattern is read there. It is never run.
+    """
+    code = sorted(one.name for one in path.glob("tokenization_*.py")) if is_there(path / "tiktoken.model") else []
+    return {name: read_file(path / name) for name in (*COMPANIONS, *code) if is_there(path / name)}

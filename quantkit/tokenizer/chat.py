@@ -1,7 +1,7 @@
 """Text to tokens and back: the tokenizer of a checkpoint, its chat template, and text that streams.
 
-`tokenizers` reads tokenizer.json directly: importing transformers for it would cost seconds at every start. Templates are programs that
-come with a model: they run in a process of their own (template.py).
+`tokenizers` reads the model's files (stored.py): importing transformers for it would cost seconds at every start. Templates are programs
+that come with a model: they run in a process of their own (template.py).
 """
 
 from pathlib import Path
@@ -11,7 +11,8 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from quantkit.errors import QuantkitError
-from quantkit.model_files import LARGEST, is_there, read_json, read_text
+from quantkit.model_files import is_there, read_json, read_text
+from quantkit.tokenizer.stored import read_tokenizer, tokenizer_file
 from quantkit.tokenizer.tags import END_THINK, THINK
 from quantkit.tokenizer.template import ChatTemplate
 
@@ -36,8 +37,8 @@ class ChatTokenizer:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.tokenizer = _read_tokenizer(path)
-        self.settings = _read_optional(path / "tokenizer_config.json")
+        self.file = tokenizer_file(path)
+        self.tokenizer, self.settings = read_tokenizer(path, _read_optional(path / "tokenizer_config.json"))
         self.special_tokens = _special_tokens(path / "tokenizer_config.json", self.settings)
         self.bos, self.eos = self.special_tokens.get("bos_token"), self.special_tokens.get("eos_token")
         config, generation = _read_optional(path / "config.json"), _read_optional(path / "generation_config.json")
@@ -67,10 +68,10 @@ class ChatTokenizer:
             # As a batch of one: tokenizers then lets other threads run meanwhile, and computes no offsets.
             ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except Exception as error:  # the library raises nothing more special
-            raise QuantkitError(f"{self.path / 'tokenizer.json'} cannot encode this text: {error}", _AGAIN) from error
+            raise QuantkitError(f"{self.file} cannot encode this text: {error}", _AGAIN) from error
         if self.vocab_size is not None and ids and max(ids) >= self.vocab_size:
             known = f"config.json has vocab_size = {self.vocab_size}"
-            raise QuantkitError(f"{self.path / 'tokenizer.json'} makes token {max(ids)} of this text, and {known}", _AGAIN)
+            raise QuantkitError(f"{self.file} makes token {max(ids)} of this text, and {known}", _AGAIN)
         return ids
 
     def decode(self, ids: list[int]) -> str:
@@ -88,7 +89,7 @@ class ChatTokenizer:
         named = "tool_use" if variables.get("tools") and "tool_use" in self.templates else "default"
         if named not in self.templates:
             told = f"{self.path} has no chat template, neither chat_template.jinja nor one in tokenizer_config.json"
-            raise QuantkitError(told, "use plain completions")
+            raise QuantkitError(told, "use plain completions, or `quantkit run --raw`")
         given = {"tools": None, "documents": None, **self.special_tokens, **variables}
         conversation = [_with_reasoning(message) for message in messages]
         return self.templates[named].render({**given, "messages": conversation, "add_generation_prompt": add_generation_prompt})
@@ -175,24 +176,6 @@ def _overlap(text: str, stop: str) -> int:
         if text.endswith(stop[:count]):
             return count
     return 0
-
-
-def _read_tokenizer(path: Path) -> Tokenizer:
-    file = path / "tokenizer.json"
-    if not is_there(file):
-        raise QuantkitError(f"{path} has no tokenizer.json", _AGAIN)
-    try:
-        tokenizer = Tokenizer.from_str(read_text(file, LARGEST))
-    except QuantkitError:
-        raise
-    except BaseException as error:  # a panic of the library is no Exception
-        if isinstance(error, KeyboardInterrupt | SystemExit):
-            raise
-        raise QuantkitError(f"{file} is not a tokenizer: {error}", _AGAIN) from error
-    # What a training run left there. As in transformers, whoever calls decides on lengths.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
 
 
 def _special_tokens(file: Path, settings: dict[str, Any]) -> dict[str, str]:
