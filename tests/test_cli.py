@@ -135,6 +135,20 @@ def test_run_answers_as_json(tiny_checkpoint: Path) -> None:
     assert {"text", "prompt_tokens", "tokens_per_second"} <= reply.keys()
 
 
+def test_a_base_model_is_run_raw_and_scored_by_its_protocol(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    base = _copy(tiny_checkpoint, tmp_path / "base")
+    settings = json.loads((base / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (base / "tokenizer_config.json").write_text(json.dumps(settings))
+    reply = answer("run", base, "--raw", "--prompt", "hello", "--max-new-tokens", "4")
+    assert reply["prompt_tokens"] == 5  # a byte each, and nothing around them
+    assert "has no chat template" in refusal("run", base, "--prompt", "hello")
+    assert "--raw needs --prompt" in refusal("run", base, "--raw")
+    said = command("eval", str(base), "--tasks", "tiny-math")
+    assert "protocol lm-eval for" in said.err
+    assert "no chat template" in said.err
+
+
 def test_kernels_and_deploy_answer(tiny_checkpoint: Path) -> None:
     rows = answer("kernels", "--device", "cpu")["rows"]
     assert all(row["usable"] or row["reason"] for row in rows)

@@ -4,6 +4,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "quantize": (
         "quantkit quantize tiny-r1 --scheme awq-w4a16 --out out/awq",
         "quantkit quantize MODEL --scheme awq-w4a16 --engine vllm --out out/awq",
+        "quantkit quantize MODEL --scheme awq-w4a16 --calibration chats.jsonl",
         "quantkit quantize MODEL --scheme rtn-w4a16 --memory 16GiB",
     ),
     "plan": (
@@ -27,6 +28,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "run": (
         'quantkit run tiny-r1 --prompt "What is 12 * 12?"',
         "quantkit run out/awq",
+        'quantkit run BASE-MODEL --raw --prompt "Once upon a time"',
     ),
     "eval": (
         "quantkit eval out/awq --tasks tiny-math --limit 50 --baseline tiny-r1",

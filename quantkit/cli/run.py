@@ -17,6 +17,7 @@ from quantkit.hub import find_model
 def run(
     model: Model,
     prompt: Annotated[str | None, typer.Option(help="One question; without it, a chat.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without a chat template: for base models.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 512,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
@@ -27,20 +28,24 @@ def run(
     backend: Backend = "auto",
     json_: AsJson = False,
 ) -> None:
-    """Answer one prompt, or chat."""
+    """Answer one prompt, or chat; with --raw continue a text."""
     from quantkit.executor.follower import lead_or_follow
     from quantkit.executor.options import EngineOptions
     from quantkit.executor.sampling import SamplingParams
 
     if json_ and prompt is None:
         raise QuantkitError("--json needs --prompt", "a chat cannot be one JSON object")
+    if raw and prompt is None:
+        raise QuantkitError("--raw needs --prompt", "give the text that is to be continued")
     path = find_model(model)
     with console.status(f"loading {model}"):
         engine = lead_or_follow(EngineOptions(path, device=device, backend=backend, max_batch=1, num_drafts=drafts, tp=tp))
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
     with closing(engine):
         if prompt is not None:
-            _answer(engine, [{"role": "user", "content": prompt}], params, json_)
+            tokenizer = engine.tokenizer
+            ids = tokenizer.encode(prompt) if raw else tokenizer.encode_chat([{"role": "user", "content": prompt}])
+            _answer(engine, ids, params, json_)
             return
         err.print(f"{model} on {engine.loaded.device}. An empty line or Ctrl-D ends the chat.")
         _chat(engine, params)
@@ -52,7 +57,7 @@ def _chat(engine: Any, params: Any) -> None:
     messages: list[dict[str, str]] = []
     while question := _ask():
         messages.append({"role": "user", "content": question})
-        text = _answer(engine, messages, params, False)
+        text = _answer(engine, engine.tokenizer.encode_chat(messages), params, False)
         messages.append({"role": "assistant", "content": text.rpartition(END_THINK)[2].strip()})
 
 
@@ -63,9 +68,9 @@ def _ask() -> str:
         return ""
 
 
-def _answer(engine: Any, messages: list[dict[str, str]], params: Any, json_: bool) -> str:
-    """Stream one reply to the terminal, or print it whole as JSON; returns its text."""
-    for delta in engine.stream(engine.tokenizer.encode_chat(messages), params):
+def _answer(engine: Any, ids: list[int], params: Any, json_: bool) -> str:
+    """Stream what follows the prompt's tokens to the terminal, or print it whole as JSON; returns its text."""
+    for delta in engine.stream(ids, params):
         if not json_:
             out.print(delta.text, end="", soft_wrap=True)
         completion = delta.completion or None

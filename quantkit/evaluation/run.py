@@ -84,16 +84,17 @@ def run_evaluation(
 ) -> EvalResults:
     """Score `model` (a directory, a built-in name, a hub id, or the URL of an OpenAI-compatible server) on `tasks`.
 
-    protocol None: r1 for an endpoint and for a model whose chat template opens <think>, else evalscope.
+    protocol None: r1 for an endpoint and for a model whose chat template opens <think>, lm-eval for one that has no chat template, else
+    evalscope; which one and why is a notice.
     generation: sampling parameters to replace (temperature, top_p, max_tokens). limit: the first problems of each task only.
     baseline: another model, or the `out` folder of an earlier run; adds a paired comparison at `margin` (0.01: one point).
     out: where samples.jsonl, results.json, report.html go and from where an interrupted run resumes; None keeps everything in memory.
-    allow_weak_sandbox: run programs where only limits hold them. notice: told how programs are held, before anything runs.
+    allow_weak_sandbox: run programs where only limits hold them. notice: told the protocol, and how programs are held.
     export: "evalscope" also writes its report schema below out. concurrency: requests in flight, or prompts in a batch.
     Raises QuantkitError for anything that cannot run, before anything long starts.
     """
     _check(tasks, limit, repeats, margin, export, out)
-    protocol = protocol or _default_protocol(model)
+    protocol = protocol or _default_protocol(model, notice or (lambda text: None))
     works = [prepare(name, protocol, data_dir, limit, repeats, generation, seed) for name in tasks]
     if any(work.grader.runs_code for work in works) and not allow_code_exec:
         names = ", ".join(work.setting.task.name for work in works if work.grader.runs_code)
@@ -144,12 +145,17 @@ def is_url(model: str) -> bool:
     return model.startswith(("http://", "https://"))
 
 
-def _default_protocol(model: str) -> str:
+def _default_protocol(model: str, notice: Callable[[str], None]) -> str:
     if is_url(model):
-        return "r1"
-    from quantkit.evaluation.generators.local import template_reasons
+        chosen, reason = "r1", "it is an endpoint"
+    else:
+        from quantkit.evaluation.generators.local import template_reasons
 
-    return "r1" if template_reasons(find_model(model)) else "evalscope"
+        reasons = template_reasons(find_model(model))
+        chosen = "lm-eval" if reasons is None else "r1" if reasons else "evalscope"
+        reason = "no chat template" if reasons is None else f"its chat template {'opens' if reasons else 'does not open'} <think>"
+    notice(f"protocol {chosen} for {model}: {reason}; --protocol takes another")
+    return chosen
 
 
 def prepare(

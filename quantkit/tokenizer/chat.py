@@ -38,7 +38,7 @@ class ChatTokenizer:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.file = tokenizer_file(path)
-        self.tokenizer, self.settings = read_tokenizer(path, _read_optional(path / "tokenizer_config.json"))
+        self.tokenizer, self.settings = read_tokenizer(path, _read_settings(path))
         self.special_tokens = _special_tokens(path / "tokenizer_config.json", self.settings)
         self.bos, self.eos = self.special_tokens.get("bos_token"), self.special_tokens.get("eos_token")
         config, generation = _read_optional(path / "config.json"), _read_optional(path / "generation_config.json")
@@ -219,6 +219,15 @@ def _with_reasoning(message: Message) -> Message:
     """The message with its reasoning under the names that templates read, as transformers passes it."""
     reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None) if isinstance(message, dict) else None
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    """tokenizer_config.json. Where it lists no added tokens, older files name the special ones beside it, and these count."""
+    settings = _read_optional(path / "tokenizer_config.json")
+    if "added_tokens_decoder" in settings:
+        return settings
+    named = _read_optional(path / "special_tokens_map.json")
+    return settings | {name: token for name, token in named.items() if name in _SPECIAL_TOKENS}
 
 
 def _read_optional(file: Path) -> dict[str, Any]:

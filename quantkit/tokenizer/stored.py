@@ -75,9 +75,7 @@ def _add_special(file: Path, tokenizer: Tokenizer, path: Path, settings: dict[st
 
 def _put_around(tokenizer: Tokenizer, settings: dict[str, Any]) -> None:
     """The tokens that the settings put before and behind every text."""
-    named = {
-        name: token.get("content") if isinstance(token, dict) else token for name, token in settings.items() if name.endswith("_token")
-    }
+    named = {name: token.get("content") if isinstance(token, dict) else token for name, token in settings.items()}
     bos, eos = ([str(named[name])] if settings.get(f"add_{name}") and named.get(name) else [] for name in ("bos_token", "eos_token"))
     known = [(token, tokenizer.token_to_id(token)) for token in (*bos, *eos)]
     if known and all(token_id is not None for _, token_id in known):

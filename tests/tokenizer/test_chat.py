@@ -48,6 +48,18 @@ def test_bos_is_added_where_the_settings_say_so(tiny_checkpoint: Path, tmp_path:
     assert chat.encode_chat(MESSAGES).count(0) == 1
 
 
+def test_special_tokens_of_older_files(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """They stand in a file of their own; transformers takes them from there, too."""
+    from transformers import AutoTokenizer
+
+    shutil.copytree(tiny_checkpoint, tmp_path / "model")
+    (tmp_path / "model" / "special_tokens_map.json").write_text(
+        json.dumps({"eos_token": {"content": "<｜User｜>"}, "bos_token": "<think>"})
+    )
+    chat, peer = ChatTokenizer(tmp_path / "model"), AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert (chat.bos, chat.eos) == (peer.bos_token, peer.eos_token) == ("<think>", "<｜User｜>")
+
+
 def test_template_cannot_leave_the_sandbox(tiny_checkpoint: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_checkpoint, tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages.__class__.__mro__[1].__subclasses__() }}")
@@ -56,7 +68,7 @@ def test_template_cannot_leave_the_sandbox(tiny_checkpoint: Path, tmp_path: Path
 
 
 def test_no_tokenizer_is_told(tmp_path: Path) -> None:
-    with pytest.raises(QuantkitError, match=r"no tokenizer\.json"):
+    with pytest.raises(QuantkitError, match=r"has no tokenizer\.json"):
         ChatTokenizer(tmp_path)
 
 

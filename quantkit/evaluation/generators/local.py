@@ -68,9 +68,10 @@ def _encode(tokenizer: ChatTokenizer, prompt: Prompt) -> tuple[list[int], bool]:
     return tokenizer.encode_rendered(text), is_open
 
 
-def template_reasons(path: Path) -> bool:
-    """Whether the checkpoint's chat template opens <think>; cheap, for choosing a protocol before anything is loaded."""
-    return ChatTokenizer(path).prefills_think
+def template_reasons(path: Path) -> bool | None:
+    """Whether the checkpoint's chat template opens <think>, None where it has none; for choosing a protocol before anything is loaded."""
+    tokenizer = ChatTokenizer(path)
+    return tokenizer.prefills_think if "default" in tokenizer.templates else None
 
 
 def content_hash(path: Path) -> str:
