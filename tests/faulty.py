@@ -561,3 +561,241 @@ def fewer_experts_are_chosen(c: Contents) -> None:
 @fault("config-differs", source=True, suits=lambda c: "norm_topk_prob" in c.config)
 def routing_weights_are_not_normalized(c: Contents) -> None:
     c.config["norm_topk_prob"] = not c.config["norm_topk_prob"]
+
+
+# --- tensors ------------------------------------------------------------------------------------------------------------------------
+
+
+def tensor_fault(*finds: str, suits: Callable[[Contents], bool] = _quantized, source: bool = False, replays: str = "") -> Any:
+    return fault(*finds, depth="tensors", suits=suits, source=source, replays=replays)
+
+
+def _part(c: Contents, module: str, *endings: str) -> str:
+    return next(name for name in c.parts(module) if name.endswith(endings))
+
+
+def _scale(c: Contents, module: str) -> str:
+    return _part(c, module, ".scales", ".weight_scale", ".weight_scale_inv")
+
+
+def _codes(c: Contents, module: str) -> str:
+    return module + c.linears[module].format.marker
+
+
+def _changed(c: Contents, name: str, change: Callable[[Tensor], Tensor]) -> None:
+    tensor = c.tensors[name]
+    c.tensors[name] = change(tensor.float()).to(tensor.dtype) if tensor.dtype.is_floating_point else change(tensor)
+
+
+def _of(*names: str) -> Callable[[Contents], bool]:
+    return lambda c: _quantized(c) and f"{c.format.name} {c.format.variant}".startswith(names)
+
+
+def _asymmetric(c: Contents) -> bool:
+    return _quantized(c) and any(name.endswith((".qzeros", ".weight_zero_point")) for name in c.tensors)
+
+
+def _four_bits(c: Contents) -> bool:
+    kinds = _of("awq", "gptq", "compressed-tensors pack", "compressed-tensors nvfp4", "modelopt")
+    return kinds(c) and getattr(next(iter(c.linears.values())).grid, "bits", 4) == 4
+
+
+@tensor_fault("values-not-finite")
+def a_scale_is_nan(c: Contents) -> None:
+    name = _scale(c, c.linear())
+    tensor = c.tensors[name].float().flatten().clone()
+    tensor[3] = float("nan")
+    c.tensors[name] = tensor.view(c.tensors[name].shape).to(c.tensors[name].dtype)
+
+
+@tensor_fault("values-not-finite", suits=lambda c: True)
+def a_norm_holds_infinity(c: Contents) -> None:
+    _changed(c, "model.layers.1.input_layernorm.weight", lambda t: t.index_fill(0, torch.tensor([5]), float("inf")))
+
+
+@tensor_fault("values-not-finite", suits=lambda c: True)
+def the_embedding_holds_nan(c: Contents) -> None:
+    _changed(c, "model.embed_tokens.weight", lambda t: t.index_fill(0, torch.tensor([7]), float("nan")))
+
+
+@tensor_fault("scales-zero")
+def scales_are_zero(c: Contents) -> None:
+    _changed(c, _scale(c, c.linear()), torch.zeros_like)
+
+
+@tensor_fault("scales-absurd")
+def a_linears_scales_are_a_thousandfold(c: Contents) -> None:
+    name = _scale(c, c.linear())
+    if c.tensors[name].dtype == torch.float8_e4m3fn:
+        name = _part(c, c.linear(), ".weight_scale_2", ".weight_global_scale")
+        _changed(c, name, lambda t: t * 200 if name.endswith("_2") else t / 200)
+    else:
+        _changed(c, name, lambda t: t * 1000)
+
+
+@tensor_fault("scales-absurd", suits=_of("awq", "gptq", "compressed-tensors pack", "compressed-tensors int", "modelslim"), source=True)
+def a_linears_scales_are_tenfold(c: Contents) -> None:
+    _changed(c, _scale(c, c.linear()), lambda t: t * 10)
+
+
+@tensor_fault("codes-constant")
+def codes_are_constant(c: Contents) -> None:
+    _changed(
+        c,
+        _codes(c, c.linear()),
+        lambda t: torch.full_like(t, 0x11 if t.dtype == torch.uint8 else 0x11111111 if t.dtype == torch.int32 else 17),
+    )
+
+
+@tensor_fault("linears-equal", suits=_quantized_moe)
+def an_expert_is_another_ones_copy(c: Contents) -> None:
+    for name in [name for name in c.tensors if name.startswith(f"{c.experts[2]}.")]:
+        c.tensors[name] = c.tensors[name.replace(c.experts[2], c.experts[1])]
+
+
+@tensor_fault("codes-saturated", suits=_of("awq", "gptq", "compressed-tensors pack"))
+def codes_are_saturated(c: Contents) -> None:
+    module = c.linear()
+    linear = c.linears[module]
+    weight = linear.format.unpack(module, {name: c.tensors[name] for name in linear.tensors})
+    half = 2 ** (weight.bits - 1)
+    wide = (weight.codes.float() * 4).clamp(-half, half - 1).to(torch.int8)
+    c.tensors |= linear.format.pack(module, type(weight)(wide, weight.scale, weight.zero_point, weight.bits))
+
+
+@tensor_fault("global-scale-inverted", suits=_of("modelopt", "compressed-tensors nvfp4"))
+def global_scales_are_inverted(c: Contents) -> None:
+    for name in c.tensors:
+        if name.endswith((".weight_scale_2", ".weight_global_scale")):
+            _changed(c, name, torch.reciprocal)
+
+
+@tensor_fault("global-scale-inverted", suits=_of("modelopt", "compressed-tensors nvfp4"))
+def one_global_scale_is_inverted(c: Contents) -> None:
+    name = _part(c, c.linear(), ".weight_scale_2", ".weight_global_scale")
+    _changed(c, name, torch.reciprocal)
+
+
+@tensor_fault("zero-points-off", suits=lambda c: _of("gptq")(c) and c.linears[c.linear()].grid.bits == 4)
+def gptq_is_said_to_be_the_other_version(c: Contents) -> None:
+    c.block["checkpoint_format"] = "gptq" if c.block["checkpoint_format"] == "gptq_v2" else "gptq_v2"
+
+
+@tensor_fault("zero-points-off", suits=_of("awq"))
+def zero_points_are_one_less(c: Contents) -> None:
+    for name in c.tensors:
+        if name.endswith(".qzeros"):
+            c.tensors[name] = (c.tensors[name].long() - 0x11111111).to(torch.int32)
+
+
+@tensor_fault("codes-shifted", "zero-points-off", suits=_of("compressed-tensors pack"))
+def codes_are_in_twos_complement(c: Contents) -> None:
+    for module in c.linears:
+        c.tensors[_codes(c, module)] = c.tensors[_codes(c, module)] ^ -0x77777778
+
+
+@tensor_fault("packing-order", suits=_of("awq"))
+def awq_words_are_in_natural_order(c: Contents) -> None:
+    """Codes alone: zero points as they were."""
+    for module in c.linears:
+        words = c.tensors[_codes(c, module)]
+        nibbles = [(words >> (4 * bit)) & 15 for bit in range(8)]
+        order = (0, 4, 1, 5, 2, 6, 3, 7)
+        value = sum(nibbles[order[j]].long() << (4 * j) for j in range(8))
+        c.tensors[_codes(c, module)] = torch.where(value >= 2**31, value - 2**32, value).to(torch.int32)
+
+
+@tensor_fault("packing-order", suits=_four_bits, source=True)
+def nibbles_are_exchanged(c: Contents) -> None:
+    for module in c.linears:
+        name = _codes(c, module)
+        if c.tensors[name].dtype == torch.int32 and c.linears[module].grid.bits != 4:
+            continue
+        octets = c.tensors[name].contiguous().view(torch.uint8)
+        c.tensors[name] = (((octets & 15) << 4) | (octets >> 4)).view(c.tensors[name].dtype)
+
+
+@tensor_fault("gate-up-exchanged", source=True)
+def gate_and_up_are_exchanged(c: Contents) -> None:
+    prefix = c.linear("gate_proj").rpartition(".")[0]
+    c.swap(f"{prefix}.gate_proj", f"{prefix}.up_proj")
+
+
+@tensor_fault("experts-exchanged", suits=_quantized_moe, source=True, replays="vllm 45212")
+def two_experts_are_exchanged(c: Contents) -> None:
+    c.swap(c.experts[0], c.experts[3])
+
+
+@tensor_fault("layers-exchanged", source=True)
+def two_layers_are_exchanged(c: Contents) -> None:
+    one, other = (f"model.layers.{c.config['num_hidden_layers'] - n}.self_attn" for n in (1, 2))
+    c.swap(one, other)
+
+
+@tensor_fault("error-large", "unlike-source", source=True)
+def a_linear_is_noise(c: Contents) -> None:
+    module = c.linear()
+    generator = torch.Generator().manual_seed(0)
+    _changed(c, _codes(c, module), lambda t: torch.randint(-100, 100, t.shape, generator=generator).to(t.dtype) * 16777619)
+
+
+@tensor_fault("unlike-source", source=True)
+def it_is_another_model(c: Contents) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for name, tensor in c.tensors.items():
+        if tensor.dim() == 2:
+            c.tensors[name] = tensor[torch.randperm(len(tensor), generator=generator)]
+
+
+@tensor_fault("error-large", suits=lambda c: True, source=True)
+def the_embedding_is_another(c: Contents) -> None:
+    _changed(c, "model.embed_tokens.weight", lambda t: t.flip(0))
+
+
+@tensor_fault("act-order-wrong", suits=_of("gptq"))
+def act_order_is_said_and_not_stored(c: Contents) -> None:
+    c.block["desc_act"] = True
+    for name in c.tensors:
+        if name.endswith(".g_idx"):
+            c.tensors[name] = torch.zeros_like(c.tensors[name])
+
+
+@tensor_fault("act-order-wrong", suits=_of("gptq"))
+def act_order_is_stored_and_not_said(c: Contents) -> None:
+    generator = torch.Generator().manual_seed(2)
+    for name in c.tensors:
+        if name.endswith(".g_idx"):
+            c.tensors[name] = c.tensors[name][torch.randperm(len(c.tensors[name]), generator=generator)]
+
+
+@tensor_fault("act-order-wrong", suits=_of("gptq"))
+def a_group_is_out_of_range(c: Contents) -> None:
+    c.block["desc_act"] = True
+    name = f"{c.linear()}.g_idx"
+    c.tensors[name] = c.tensors[name] + 100
+
+
+def _divide_norm(c: Contents, layer: int, router: bool, experts: bool) -> None:
+    """Fold scales from the norm before the experts into some of its readers: what peers' AWQ leaves out is the router."""
+    hidden = c.config["hidden_size"]
+    scale = torch.exp(0.8 * torch.randn(hidden, generator=torch.Generator().manual_seed(3)))
+    prefix = f"model.layers.{layer}"
+    _changed(c, f"{prefix}.post_attention_layernorm.weight", lambda t: t / scale)
+    if router:
+        _changed(c, f"{prefix}.mlp.gate.weight", lambda t: t * scale)
+    for name in [name for name in c.tensors if name.startswith(f"{prefix}.mlp.") and name.endswith(("gate_proj.weight", "up_proj.weight"))]:
+        if experts:
+            _changed(c, name, lambda t: t * scale)
+
+
+@tensor_fault(
+    "router-not-compensated", suits=lambda c: _moe(c) and not c.linears, source=True, replays="peers.md A3.2: AutoAWQ's deepseek_v3.py"
+)
+def the_router_was_not_scaled(c: Contents) -> None:
+    _divide_norm(c, int(c.experts[0].split(".")[2]), router=False, experts=True)
+
+
+@tensor_fault("folding-broken", suits=lambda c: True, source=True)
+def a_norm_was_divided_and_nothing_multiplied(c: Contents) -> None:
+    scale = torch.exp(0.8 * torch.randn(c.config["hidden_size"], generator=torch.Generator().manual_seed(4)))
+    _changed(c, "model.layers.1.input_layernorm.weight", lambda t: t / scale)

@@ -1,12 +1,13 @@
 """Checkpoints that somebody else wrote: check says what is wrong with one."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from quantkit import console
 from quantkit.cli.options import AsJson, Model, names_of_engines
+from quantkit.hub import find_local
 
 
 def check(
@@ -18,14 +19,26 @@ def check(
             help="Also what keeps vllm, sglang, vllm-ascend, omni-infer or chitu from loading it.", autocompletion=names_of_engines
         ),
     ] = None,
+    depth: Annotated[
+        str, typer.Option(help="headers (seconds), or tensors: every byte. tensors where the weights are on this machine, without.")
+    ] = "auto",
     report: Annotated[Path | None, typer.Option(help="Write the findings as an HTML page.")] = None,
     json_: AsJson = False,
 ) -> None:
-    """What is wrong with a checkpoint: files, names, quantization, MTP layer, tokenizer. Exits 0 if good, 1 if doubtful, 2 if bad."""
-    from quantkit.diagnosis.diagnose import diagnose
+    """What is wrong with a checkpoint: files, names, codes, scales, MTP layer, tokenizer. Exits 0 if good, 1 if doubtful, 2 if bad."""
+    from quantkit.diagnosis.diagnose import DEPTHS, diagnose
     from quantkit.diagnosis.report import write_report
 
-    diagnosis = diagnose(model, source=source, engine=engine, tell=console.tell)
+    if depth not in ("auto", *DEPTHS):
+        raise typer.BadParameter(f"{depth!r} is none of {', '.join(DEPTHS)}", param_hint="--depth")
+    chosen: Any = ("headers" if find_local(model) is None else "tensors") if depth == "auto" else depth
+    with console.bytes_bar() as bar:
+        row = bar.add_task("tensors", total=None, note="", visible=False)
+
+        def show(done: int, total: int) -> None:
+            bar.update(row, completed=done, total=total, visible=True)
+
+        diagnosis = diagnose(model, source=source, engine=engine, depth=chosen, tell=console.tell, on_bytes=show)
     about = diagnosis.to_json()
     if report is not None:
         write_report(report, model, about)

@@ -5,21 +5,29 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.remote import HeadersOnly
+from quantkit.diagnosis.against_source import SourceComparison, is_matrix
 from quantkit.diagnosis.description import Described, describe
 from quantkit.diagnosis.findings import Findings
+from quantkit.diagnosis.rows import plain_rows
 from quantkit.diagnosis.settings import check_settings, compare_settings
 from quantkit.diagnosis.structure import Structure, compare, read_table, rename
 from quantkit.diagnosis.survey import Survey, survey
+from quantkit.diagnosis.tensors import TensorCheck
 from quantkit.engines.check import check_checkpoint
 from quantkit.engines.profiles import find_engine
 from quantkit.errors import QuantkitError
+from quantkit.hub import find_local
 from quantkit.models import ARCHITECTURES
 from quantkit.models.stored import check_stored, read_model
 
-Depth = Literal["headers", "tensors", "behaviour"]
-DEPTHS: tuple[Depth, ...] = ("headers", "tensors", "behaviour")
+Depth = Literal["headers", "tensors"]
+DEPTHS: tuple[Depth, ...] = ("headers", "tensors")
+_BYTES_A_SECOND = 0.4e9
+"""Of one processor; a slower disk takes longer."""
 
 
 @dataclass
@@ -47,12 +55,23 @@ class Diagnosis:
 
 
 Tell = Callable[[str], None]
+OnBytes = Callable[[int, int], None]
 
 
-def diagnose(model: str, *, source: str | None = None, engine: str | None = None, tell: Tell = lambda _: None) -> Diagnosis:
+def diagnose(
+    model: str,
+    *,
+    source: str | None = None,
+    engine: str | None = None,
+    depth: Depth = "headers",
+    tell: Tell = lambda _: None,
+    on_bytes: OnBytes = lambda done, total: None,
+) -> Diagnosis:
     """Everything that is wrong with the checkpoint `model`, compared with `source` where it is given.
 
-    engine: also what keeps that engine from loading it. Raises QuantkitError where there is no such model or engine.
+    engine: also what keeps that engine from loading it. depth: how deep it looks; each depth holds the one before. tell: what is about to
+    be done, and how long it takes. on_bytes: bytes of tensors that were looked at, and all of them. Raises QuantkitError where there is no
+    such model or engine.
     """
     if engine is not None:
         find_engine(engine)
@@ -67,7 +86,45 @@ def diagnose(model: str, *, source: str | None = None, engine: str | None = None
         _compare_mtp(patient, diagnosis.source, findings)
     _open(patient, engine, findings)
     diagnosis.seconds["headers"] = time.perf_counter() - start
+    if depth != "headers" and patient.survey.has_weights:
+        tell(f"tensors: {patient.survey.nbytes / 1e9:.2f} GB, about {patient.survey.nbytes / _BYTES_A_SECOND + 1:.0f} s")
+        start = time.perf_counter()
+        look_at_tensors(patient, source, diagnosis, on_bytes)
+        diagnosis.seconds["tensors"] = time.perf_counter() - start
     return diagnosis
+
+
+@torch.inference_mode()
+def look_at_tensors(patient: Patient, source: str | None, diagnosis: Diagnosis, on_bytes: OnBytes) -> None:
+    """Every stored byte, in the order of the shards."""
+    seen, described, findings = patient.survey, patient.described, diagnosis.findings
+    check = TensorCheck(seen, patient.structure, described, findings)
+    compared = _comparison(patient, source, findings)
+    owner = {name: module for module, linear in described.linears.items() for name in linear.tensors}
+    matrices = {row.name: row.module for row in patient.structure.rows if is_matrix(row)}
+    done, total, looked = 0, seen.nbytes, set[str]()
+    for name in sorted(seen.tensors, key=lambda name: (seen.tensors[name].shard, seen.tensors[name].offset)):
+        done += seen.tensors[name].nbytes
+        module = owner.get(name)
+        if module is None:
+            check.plain(name)
+            if compared is not None and name in matrices and len(seen.tensors[name].shape) == 2:
+                compared.look(matrices[name], plain_rows(seen, name))
+        elif module not in looked:
+            looked.add(module)
+            rows = check.linear(module, described.linears[module])
+            if rows is not None and compared is not None:
+                compared.look(module, rows)
+        on_bytes(done, total)
+    check.finish()
+    if compared is not None:
+        compared.finish()
+
+
+def _comparison(patient: Patient, source: str | None, findings: Findings) -> SourceComparison | None:
+    if source is None or find_local(source) is None:
+        return None
+    return SourceComparison(source, patient.survey, patient.structure, patient.described, findings)
 
 
 def examine(model: str, findings: Findings) -> Patient:

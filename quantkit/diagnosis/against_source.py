@@ -1,0 +1,270 @@
+"""Every linear and plain matrix against the source's: how far it is, and what would explain it.
+
+Scales that were folded move sizes between neighbours: a linear may be diag(r) W diag(c) of the source's W. r and c are fitted first; what
+is left is the error of rounding, or a fault. The fitted c of all readers of a norm must be what the norm lost: a reader that was left out
+(a router) computes something else.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.remote import open_headers
+from quantkit.diagnosis.description import Described
+from quantkit.diagnosis.findings import Findings
+from quantkit.diagnosis.measures import ORDERS, reordered
+from quantkit.diagnosis.rows import Rows, plain_rows
+from quantkit.diagnosis.structure import Structure
+from quantkit.diagnosis.survey import Survey
+from quantkit.models import find_architecture
+from quantkit.models.table import Parameter, ScaleGroup
+from quantkit.quant.weights import dequantize
+
+_ALLOWED = {2: 0.75, 3: 0.55, 4: 0.40, 8: 0.15, 16: 0.10}
+"""Relative error after fitting that rounding to so many bits may leave. For 4 bits in groups 0.1 is usual."""
+_RELATED = 0.75
+"""Cosine above which one matrix is another, rounded."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """W' ~ diag(r) W diag(c). error: |W' - diag(r) W diag(c)| / |W'|. columns: c [K]. size: median of |r c|."""
+
+    error: float
+    columns: Tensor
+    rows: Tensor
+    size: float
+
+
+def fit(ours: Tensor, theirs: Tensor) -> Fit:
+    """Both float32 [n, K]."""
+    columns, rows = torch.ones(theirs.shape[1]), torch.ones(theirs.shape[0])
+    for _ in range(3):
+        part = theirs * rows[:, None]
+        columns = (ours * part).sum(0) / part.square().sum(0).clamp(min=1e-20)
+        part = theirs * columns
+        rows = (ours * part).sum(1) / part.square().sum(1).clamp(min=1e-20)
+    middle = float(rows.abs().median().clamp(min=1e-20))
+    rows, columns = rows / middle, columns * middle
+    left = ours - theirs * rows[:, None] * columns
+    norm = float(ours.norm())
+    return Fit(float(left.norm()) / norm if norm else 0.0, columns, rows, float(columns.abs().median() * rows.abs().median()))
+
+
+def cosine(ours: Tensor, theirs: Tensor) -> float:
+    """Of all elements, after fitting the columns: 1 where one is the other with rounding."""
+    return max(0.0, 1 - fit(ours, theirs).error ** 2) ** 0.5
+
+
+class SourceComparison:
+    """look() at the rows of each linear, then finish()."""
+
+    def __init__(self, source: str, survey: Survey, structure: Structure, described: Described, findings: Findings) -> None:
+        self.checkpoint: Checkpoint = open_headers(source)
+        self.survey, self.structure, self.described, self.findings = survey, structure, described, findings
+        self.rows = {row.module: row for row in structure.rows if len(row.shape) == 2}
+        self.columns: dict[str, Tensor] = {}
+        self.errors: dict[str, tuple[float, int]] = {}
+        self.faults: dict[str, list[tuple[str, str]]] = {}
+        self.lost: list[str] = []
+
+    def look(self, module: str, rows: Rows) -> None:
+        """The sampled rows of a linear, quantized or plain."""
+        theirs = self._rows_of(module, rows.ranges)
+        if theirs is None or theirs.shape != rows.values.shape or not bool(torch.isfinite(rows.values).all()):
+            return
+        found = fit(rows.values, theirs)
+        self.errors[module] = (found.error, rows.bits)
+        row = self.rows.get(module)
+        if row is None or row.expert is None or row.expert < 8:  # a few experts tell of all: they were folded together
+            self.columns[module] = found.columns
+        shift = _shift(rows, theirs * found.rows[:, None] * found.columns)
+        if found.error <= _ALLOWED[rows.bits] and abs(shift) < 0.6:
+            if not 0.6 < found.size < 1.6 and row is not None and not 0.25 < found.size < 4:
+                self._fault("scales-absurd", module, f"its values are {found.size:.3g} times the source's")
+            return
+        self._explain(module, rows, theirs, found, shift)
+
+    def _explain(self, module: str, rows: Rows, theirs: Tensor, found: Fit, shift: float) -> None:
+        told = f"error {found.error:.2f} where {rows.bits} bits leave at most {_ALLOWED[rows.bits]:.2f}"
+        if rows.codes is not None and 0.6 < abs(shift) < 1.4 and rows.bits < 16 and found.error < 0.95:
+            self._fault("zero-points-off", module, f"values lie {shift:+.2f} steps off the source's, all of them alike")
+            return
+        order = self._order(rows, theirs)
+        if order:
+            self._fault("packing-order", module, f"{told}; with {order} it is the source's")
+            return
+        if rows.values.shape[0] == rows.values.shape[1] and cosine(rows.values, theirs.T.contiguous()) > _RELATED:
+            self._fault("transposed", module, f"{told}; it is the source's matrix transposed")
+            return
+        other = self._other(module, rows)
+        if other:
+            self._fault(_name_exchange(module, other), module, f"{told}; it is the source's {other}")
+            return
+        if found.error > 0.9:
+            self.lost.append(module)
+        self._fault("error-large", module, told)
+
+    def _order(self, rows: Rows, theirs: Tensor) -> str:
+        if rows.codes is None or rows.scale is None or rows.of_group is None:
+            return ""
+        for name, order in ORDERS.items():
+            for axis, along in ((0, "outputs"), (1, "inputs")):
+                codes = reordered(rows, order, axis)
+                if codes is None:
+                    continue
+                centred = codes if rows.zero_point is None else codes - rows.zero_point[:, rows.of_group]
+                if cosine(centred * rows.scale[:, rows.of_group], theirs) > _RELATED:
+                    return f"{name}, along the {along}"
+        return ""
+
+    def _other(self, module: str, rows: Rows) -> str:
+        """Another linear of the source that this one is."""
+        for candidate in self._candidates(module):
+            theirs = self._rows_of(candidate, rows.ranges)
+            if theirs is not None and theirs.shape == rows.values.shape and cosine(rows.values, theirs) > _RELATED:
+                return candidate
+        return ""
+
+    def _candidates(self, module: str) -> Iterable[str]:
+        """Linears of the same shape that writers exchange: gate and up, other experts of the layer, other layers."""
+        row = self.rows.get(module)
+        if row is None:
+            return []
+        alike = [other for other in self.rows.values() if other.shape == row.shape and other.module != module]
+        near = [other for other in alike if other.layer == row.layer and (other.expert == row.expert or other.projection == row.projection)]
+        far = [other for other in alike if other.layer != row.layer and (other.expert, other.projection) == (row.expert, row.projection)]
+        return [other.module for other in [*near, *far]][:512]
+
+    def _rows_of(self, module: str, ranges: tuple[tuple[int, int], ...]) -> Tensor | None:
+        if not (module in self.checkpoint.linears or self.checkpoint.has(f"{module}.weight")):
+            return None
+        cuts = []
+        for start, stop in ranges:
+            weight, first = self.checkpoint.share(module, "N", start, min(stop, self.checkpoint.shape(module)[0]))
+            cuts.append(dequantize(weight)[start - first : stop - first])
+        return torch.cat(cuts)
+
+    def _fault(self, name: str, module: str, evidence: str) -> None:
+        self.faults.setdefault(name, []).append((module, evidence))
+
+    # --- all of them -----------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Tell what was found; a checkpoint of which nothing is the source's has another one."""
+        if len(self.lost) > 0.8 * max(len(self.errors), 1) and len(self.errors) > 2:
+            told = f"{len(self.lost)} of {len(self.errors)} matrices are not the source's: it has another source, or was rotated"
+            self.findings.add("unlike-source", self.lost, told)
+            return
+        self._compare_tables()
+        for name, pairs in self.faults.items():
+            if not self.findings.has(name):
+                self.findings.add(name, [module for module, _ in pairs], pairs[0][1])
+        if not self.findings.has("packing-order", "transposed"):
+            self._check_folding()
+
+    def _compare_tables(self) -> None:
+        """Embedding, head and norms outside the layers: nobody changes them."""
+        for row in self.structure.rows:
+            if row.mtp or row.layer is not None or row.name not in self.survey.tensors or row.module in self.described.linears:
+                continue
+            if not self.checkpoint.has(row.name) or self.survey.tensors[row.name].shape != self.checkpoint.tensors[row.name].shape:
+                continue
+            if len(row.shape) == 2:
+                rows = plain_rows(self.survey, row.name)
+                ours, theirs = rows.values, self._rows_of(row.module, rows.ranges)
+            else:
+                ours, theirs = self.survey.shards.read(self.survey.tensors[row.name]).float(), self.checkpoint.read(row.name).float()
+            if theirs is None or not bool(torch.isfinite(ours).all()):
+                continue
+            error = float((ours - theirs).norm() / theirs.norm().clamp(min=1e-20))
+            if error > 0.05:
+                self._fault("error-large", row.name, f"stored plain, and {error:.0%} off the source's")
+
+    def _check_folding(self) -> None:
+        """Norm by norm: what it lost, each of its readers must have gained."""
+        if self.structure.config is None:
+            return
+        architecture = find_architecture(self.survey.config)
+        layers = sorted({row.layer for row in self.structure.rows if row.layer is not None})
+        wrong: dict[str, list[tuple[str, str]]] = {}
+        for layer in layers:
+            for group in architecture.scale_groups(self.structure.config, layer):
+                if group.producer_is_norm:
+                    self._check_group(group, wrong)
+        for name, pairs in wrong.items():
+            self.findings.add(name, [module for module, _ in pairs], pairs[0][1])
+
+    def _check_group(self, group: ScaleGroup, wrong: dict[str, list[tuple[str, str]]]) -> None:
+        name = f"{group.producer}.weight"
+        if name not in self.survey.tensors or not self.checkpoint.has(name):
+            return
+        ours, theirs = self.survey.shards.read(self.survey.tensors[name]).float(), self.checkpoint.read(name).float()
+        if ours.shape != theirs.shape or not bool(torch.isfinite(ours).all()):
+            return
+        lost = theirs / torch.where(ours == 0, torch.ones_like(ours), ours)
+        for module in group.consumers:
+            gained = self._columns(module)
+            if gained is None or gained.shape != lost.shape:
+                continue
+            ratio = (gained / lost).abs().clamp(min=1e-6).log()
+            off = float((ratio - ratio.median()).abs().median())
+            moved = float((lost.log().abs() if bool((lost > 0).all()) else lost - 1).abs().median())
+            if off > max(0.25, 3 * self._noise(module)) or abs(float(ratio.median())) > 0.7:
+                router = module in self.rows and self.rows[module].role == "router"
+                told = (
+                    f"{group.producer} was divided by scales of median {float(lost.median()):.3g} (spread {moved:.2f}), and the columns of "
+                )
+                told += f"{module} were multiplied by others (off by {off:.2f} in log)"
+                wrong.setdefault("router-not-compensated" if router else "folding-broken", []).append((module, told))
+
+    def _noise(self, module: str) -> float:
+        error, _ = self.errors.get(module, (0.0, 16))
+        return error
+
+    def _columns(self, module: str) -> Tensor | None:
+        """Factors [K] of a module's columns; a plain one is fitted now."""
+        if module in self.columns:
+            return self.columns[module]
+        name = f"{module}.weight"
+        if module in self.described.linears or name not in self.survey.tensors or len(self.survey.tensors[name].shape) != 2:
+            return None
+        rows = plain_rows(self.survey, name)
+        theirs = self._rows_of(module, rows.ranges)
+        if theirs is None or theirs.shape != rows.values.shape or not bool(torch.isfinite(rows.values).all()):
+            return None
+        found = fit(rows.values, theirs)
+        self.errors[module] = (found.error, 16)
+        return found.columns
+
+    def mean_errors(self) -> dict[str, float]:
+        """Median relative error by kind of linear."""
+        kinds: dict[str, list[float]] = {}
+        for module, (error, _) in self.errors.items():
+            kinds.setdefault(module.rpartition(".")[2], []).append(error)
+        return {kind: median(errors) for kind, errors in kinds.items()}
+
+
+def _shift(rows: Rows, theirs: Tensor) -> float:
+    """Mean of (W' - W) in steps of the grid; 0 without one."""
+    if rows.codes is None or rows.scale is None or rows.of_group is None:
+        return 0.0
+    step = rows.scale[:, rows.of_group]
+    return float(((rows.values - theirs) / torch.where(step == 0, torch.ones_like(step), step)).mean())
+
+
+def _name_exchange(module: str, other: str) -> str:
+    if module.rpartition(".")[0] == other.rpartition(".")[0]:
+        return "gate-up-exchanged"
+    if module.rpartition(".")[2] == other.rpartition(".")[2] and module.split(".")[:3] == other.split(".")[:3]:
+        return "experts-exchanged"
+    return "layers-exchanged"
+
+
+def is_matrix(row: Parameter) -> bool:
+    """Whether a plain tensor of the table is compared with the source."""
+    return len(row.shape) == 2 and row.role in ("linear", "kv_b", "router", "mtp_proj")

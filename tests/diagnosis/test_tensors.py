@@ -1,0 +1,76 @@
+"""Faults in codes and scales: each is found by the bytes, or by the source. Good checkpoints, folded and act-order ones too, have none."""
+
+from pathlib import Path
+
+import faulty
+import good_checkpoints
+import make_model
+import pytest
+import torch
+from nearest import quantize_int
+from packed_model import write_packed
+
+from quantkit.checkpoint.formats import gptq
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.diagnosis.diagnose import diagnose
+from quantkit.quant.weights import dequantize
+from quantkit.schemes import IntGrid
+
+TENSORS = [fault for fault in faulty.FAULTS if fault.depth == "tensors"]
+SMALL_MOE = good_checkpoints.QWEN3_MOE | {"num_hidden_layers": 2, "num_experts": 4}
+FORMATS = ("awq", "ct-int4", "modelopt", "gptq", "ct-int8")
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, Path]]:
+    """Checkpoints and their source; the last is plain."""
+    folder, tensors = tmp_path_factory.mktemp("good"), good_checkpoints.random_weights(SMALL_MOE)
+    source = make_model.write_dense(folder / "source", SMALL_MOE, tensors)
+    made = [write_packed(folder / name, SMALL_MOE, tensors, *good_checkpoints.FORMATS[name]) for name in FORMATS]
+    return [(path, source) for path in [*made, source]]
+
+
+@pytest.mark.parametrize("fault", TENSORS, ids=lambda fault: fault.name)
+def test_a_fault_is_found(fault: faulty.Fault, good: list[tuple[Path, Path]], tmp_path: Path) -> None:
+    path, source, contents = next((path, source, contents) for path, source in good if fault.suits(contents := faulty.Contents.of(path)))
+    fault.apply(contents)
+    bad = str(contents.write(tmp_path / "bad"))
+    findings = diagnose(bad, source=str(source) if fault.source else None, depth="tensors").findings
+    assert {finding.name for finding in findings.found} & set(fault.finds), (path, findings.to_json())
+    assert findings.verdict == "bad"
+
+
+def test_good_checkpoints_have_no_finding(good: list[tuple[Path, Path]]) -> None:
+    for path, source in good:
+        assert diagnose(str(path), source=str(source), depth="tensors").to_json() == {"verdict": "good", "findings": []}, path
+    assert diagnose("tiny-r1", depth="tensors").to_json() == {"verdict": "good", "findings": []}
+
+
+def test_scales_that_were_folded_into_all_readers_are_no_fault(good: list[tuple[Path, Path]], tmp_path: Path) -> None:
+    contents = faulty.Contents.of(good[-1][0])
+    faulty._divide_norm(contents, 1, router=True, experts=True)
+    assert diagnose(str(contents.write(tmp_path / "folded")), source=str(good[-1][1]), depth="tensors").findings.found == []
+
+
+def test_act_order_is_read_as_it_was_meant(good: list[tuple[Path, Path]], tmp_path: Path) -> None:
+    """Groups of scattered inputs: the codes of a permuted weight, with an index that says so."""
+    contents = faulty.Contents.of(next(path for path, _ in good if path.name == "gptq"))
+    contents.block["desc_act"] = True
+    source = Checkpoint.open(good[-1][0])
+    for module in contents.linears:
+        w = source.read(f"{module}.weight").float()
+        order = torch.randperm(w.shape[1], generator=torch.Generator().manual_seed(0))
+        sorted_codes = quantize_int(w[:, order], IntGrid(4, 64, symmetric=False), scale_dtype=torch.float16)
+        back = torch.argsort(order)
+        of_group = (torch.arange(w.shape[1]) // 64)[back]
+        contents.tensors |= gptq.FORMATS[0].pack(module, sorted_codes)
+        contents.tensors[f"{module}.qweight"] = gptq._pack(sorted_codes.codes[:, back], 4).T.contiguous()
+        contents.tensors[f"{module}.g_idx"] = of_group.int()
+    path = contents.write(tmp_path / "act-order")
+    assert diagnose(str(path), source=str(good[-1][1]), depth="tensors").findings.found == []
+    read = Checkpoint.open(path)
+    for module in list(contents.linears)[:4]:
+        w = source.read(f"{module}.weight").float()
+        assert float((dequantize(read.weight(module)) - w).norm() / w.norm()) < 0.15
+        weight, first = read.share(module, "K", 64, 128)
+        assert torch.equal(dequantize(weight), dequantize(read.weight(module))[:, first : first + 64])
