@@ -151,7 +151,7 @@ def evaluate(
 ) -> EvalResults:
     """Score `model`, which may also be the URL of an OpenAI-compatible server, on one task or several.
 
-    A task is a name of eval/tasks or a YAML file; limit: its first problems only; repeats: replies per problem. baseline: a model, or the
+    A task is a name of eval/tasks or a YAML file; limit: so many of its problems; repeats: replies per problem. baseline: a model, or the
     `out` folder of an earlier run, to compare with; a loss of `margin` (0.01: one point) counts as lost. out: the folder for samples and
     report, in which an interrupted run resumes. temperature, top_p and max_tokens replace those of the protocol (r1, evalscope, lm-eval).
     allow_code_exec: run programs that the model wrote, in the sandbox. concurrency: prompts in a batch, or requests in flight.

@@ -14,13 +14,11 @@ from quantkit.console import print_json
 
 def evaluate(
     model: Target,
-    tasks: Annotated[
-        str, typer.Option(help="Comma-separated: tiny-math, gsm8k, aime24, aime25, humaneval, mmlu_pro, live_code_bench, or a YAML.")
-    ],
+    tasks: Annotated[str, typer.Option(help="Comma-separated names of eval/tasks (tiny-math, gsm8k, aime24, mmlu_pro, ...), or a YAML.")],
     data_dir: Annotated[Path | None, typer.Option(help="Folder with the tasks' data files.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first problems of each task.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="So many problems of each task, of all its subjects.")] = None,
     repeats: Annotated[int | None, typer.Option(min=1, help="Replies per problem; the task's own number otherwise.")] = None,
-    protocol: Annotated[str | None, typer.Option(help="r1, evalscope or lm-eval.")] = None,
+    protocol: Annotated[str | None, typer.Option(help="r1, r1-0528, report, evalscope or lm-eval.")] = None,
     baseline: Annotated[str | None, typer.Option(help="A model, or the --out folder of an earlier run, to compare with.")] = None,
     out_dir: Annotated[
         Path | None, typer.Option("--out", help="Folder for results, samples and the report; an interrupted run resumes there.")

@@ -86,7 +86,7 @@ def run_evaluation(
 
     protocol None: r1 for an endpoint and for a model whose chat template opens <think>, lm-eval for one that has no chat template, else
     evalscope; which one and why is a notice.
-    generation: sampling parameters to replace (temperature, top_p, max_tokens). limit: the first problems of each task only.
+    generation: sampling parameters to replace (temperature, top_p, max_tokens). limit: so many problems of each task, of all subjects.
     baseline: another model, or the `out` folder of an earlier run; adds a paired comparison at `margin` (0.01: one point).
     out: where samples.jsonl, results.json, report.html go and from where an interrupted run resumes; None keeps everything in memory.
     allow_weak_sandbox: run programs where only limits hold them. notice: told the protocol, and how programs are held.
@@ -185,7 +185,7 @@ def prepare(
         read = data.read_rows(f"{task.name}'s shots", task.shots, data_dir)
         shots = [data.map_fields(task, row, number) for number, row in enumerate(read.rows)]
         facts["shots"] = f"{setting.shots} of {read.sha256}"
-    return TaskRun(setting, grader, problems[:limit], shots, rows.origin, facts)
+    return TaskRun(setting, grader, data.spread(problems, limit), shots, rows.origin, facts)
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ def _statements(text: str) -> list[tuple[int, str, bool]]:
     found = []
     for match in list(_CUE.finditer(text))[-_CUES:]:
         rest = text[match.end() : match.end() + _SENTENCE]
-        line = next((line for line in rest.split("\n") if re.search(r"[^\W_]", line)), "")
+        line = next((line for line in rest.split("\n") if line.strip(" *_:")), "")
         found.append((match.start(), line, match["denied"] is not None))
     return found
 

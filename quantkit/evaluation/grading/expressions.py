@@ -4,10 +4,13 @@ A gold that is a plain number is left to the number reader. Else the two are com
 """
 
 import re
+from fractions import Fraction
 
 from quantkit.evaluation.grading.answers import LONGEST as LONGEST_TEXT
 from quantkit.evaluation.grading.answers import Extraction, last_box, last_statement
+from quantkit.evaluation.grading.choices import read_choice
 from quantkit.evaluation.grading.typesetting import END_TEXT, TEXT, normalize, plain
+from quantkit.evaluation.grading.values import read_value
 
 LONGEST = 500  # characters of an answer that math-verify is asked about
 
@@ -57,3 +60,15 @@ def comparable(gold: str, answer: str) -> str | None:
     if re.fullmatch(r"[A-Za-z\s\\{}']*", _normal(gold)) and "\\" not in _normal(gold):
         return None if len(_normal(gold)) > 1 else answer
     return _AND.sub(",", answer)
+
+
+def same_short(gold: str, said: str) -> bool:
+    """Whether `said` names the gold of a short answer: `(C)` in any dress, a number, or the same words."""
+    said = _INTRODUCTION.sub("", said).strip().strip("\"'").rstrip(".")
+    letter = re.fullmatch(r"\(([A-Z])\)", gold)
+    if letter is not None:
+        return read_choice(said, [f"option {number}" for number in range(26)]) == letter[1]
+    number = read_value(gold)
+    if isinstance(number, Fraction):
+        return read_value(said) == number
+    return _normal(gold) == _normal(said)

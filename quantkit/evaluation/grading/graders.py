@@ -114,9 +114,40 @@ def _read_expression(problem: Problem, text: str, cut: bool, judge: MathJudge) -
     return _verdict(equal, found, problem.gold if equal else found.text)
 
 
+def _choice_gold(fields: dict[str, Any]) -> str:
+    """The letter of the right option; MMLU gives its index from 0."""
+    answer = str(fields["answer"]).strip().upper()
+    letters = choices.LETTERS[: len(fields["options"])]
+    letter = letters[int(answer)] if answer.isdecimal() and int(answer) < len(letters) else answer
+    if letter not in letters or len(letter) != 1:
+        raise QuantkitError(f"the right answer {fields['answer']!r} is none of {len(letters)} options", "look at the data file")
+    return letter
+
+
 def _read_choice(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
     found = choices.find_choice(text, [str(option) for option in problem.fields["options"]])
     return _missing(found, text, cut) or _verdict(found.text == problem.gold, found, None if found.text == choices.NOTHING else found.text)
+
+
+def _read_short(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
+    """BIG-Bench Hard: an option's letter in brackets, a number, or a few words, compared without case and typesetting."""
+    found = expressions.find_expression(text)
+    if found.text is None and not found.open_box and text.strip():
+        found = answers.Extraction(text.strip().split("\n")[-1], "last")
+    if (missing := _missing(found, text, cut)) is not None:
+        return missing
+    assert found.text is not None
+    return _verdict(expressions.same_short(problem.gold, found.text), found, found.text)
+
+
+def _read_retrieval(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
+    """The asked-for number is in the reply, and no other of its length."""
+    named = set(re.findall(rf"(?<!\d)\d{{{len(problem.gold)}}}(?!\d)", text))
+    if not named:
+        return Grade("truncated" if cut else "no-answer")
+    return Grade(
+        "right" if named == {problem.gold} else "wrong", named == {problem.gold}, named == {problem.gold}, ", ".join(sorted(named))
+    )
 
 
 def _read_gsm8k_filters(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
@@ -151,7 +182,9 @@ GRADERS: dict[str, Grader] = {
     "integer": Grader(_integer_gold, _read_integer),
     "number": Grader(_number_gold, _read_number),
     "expression": Grader(lambda fields: str(fields["answer"]).strip(), _read_expression),
-    "choice": Grader(lambda fields: str(fields["answer"]).strip().upper(), _read_choice),
+    "choice": Grader(_choice_gold, _read_choice),
+    "short": Grader(lambda fields: str(fields["answer"]).strip(), _read_short),
+    "retrieval": Grader(lambda fields: str(fields["answer"]), _read_retrieval),
     "gsm8k-filters": Grader(_number_gold, _read_gsm8k_filters),
     "python-tests": Grader(lambda fields: f"passes the tests of {fields['entry_point']}", _read_tests, votes=False, runs_code=True),
     "contest-tests": Grader(lambda fields: "passes every public and private test", _read_contest, votes=False, runs_code=True),

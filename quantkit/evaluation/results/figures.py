@@ -144,6 +144,7 @@ class TaskResult:
             "errors": self.errors,
             "correct": int(sum(sum(row) for row in scores)),
             "per_repeat": self._per_repeat(),
+            "groups": self._groups(),
             "pass_at_k": {str(k): _finite(statistics.pass_at_k(scores, k)) for k in _powers(repeats)},
             "majority": self._majority() if self.votes and repeats > 1 else None,
             "reasons": dict(Counter(sample.grade.reason for sample in self.samples).most_common()),
@@ -155,6 +156,13 @@ class TaskResult:
             "warnings": self.warnings(),
             "comparison": self.comparison.to_json() if self.comparison else None,
         }
+
+    def _groups(self) -> dict[str, dict[str, float]]:
+        """Accuracy and number of problems by subject, where the task has several."""
+        groups = {sample.problem.id: sample.problem.group for sample in self.graded}
+        names = sorted(set(groups.values()))
+        rows = {name: [row for problem, row in self.table().items() if groups[problem] == name] for name in names}
+        return {name: {"accuracy": statistics.accuracy(rows[name]), "n": len(rows[name])} for name in names if len(names) > 1}
 
     def _per_repeat(self) -> list[float]:
         rows: dict[int, list[bool]] = {}

@@ -1,12 +1,16 @@
 """Rows of a task: from quantkit itself, from a file below --data-dir, or through the `datasets` extra. quantkit ships no public data set.
 
-Files may be .jsonl, .jsonl.gz or .parquet. The hash of what was read goes into every result, so that two scores are known to be on the
-same questions.
+Files may be .jsonl, .jsonl.gz, .json, .csv or .parquet. The hash of what was read goes into every result, so that two scores are known to
+be on the same questions.
 """
 
+import csv
 import gzip
 import hashlib
 import json
+import random
+import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,9 +35,13 @@ class TaskRows:
 
 
 def read_rows(task: str, source: DataSource, data_dir: Path | None) -> TaskRows:
-    path = _find(source, data_dir)
-    if path is not None:
-        return TaskRows(list(_read_file(path)), str(path), hashlib.sha256(path.read_bytes()).hexdigest())
+    paths = _find(source, data_dir)
+    if len(paths) == 1 and not any("*" in name for name in source.files):
+        return TaskRows(list(_read_file(paths[0])), str(paths[0]), hashlib.sha256(paths[0].read_bytes()).hexdigest())
+    if paths:
+        rows = [{"file": _subject(path)} | row for path in paths for row in _read_file(path)]
+        digest = hashlib.sha256(b"".join(hashlib.sha256(path.read_bytes()).digest() for path in paths)).hexdigest()
+        return TaskRows(rows, f"{paths[0].parent} ({len(paths)} files)", digest)
     if source.hub is not None and data_dir is None:
         return _read_hub(task, source)
     place = f"not below {data_dir}" if data_dir is not None else "no --data-dir given"
@@ -62,27 +70,65 @@ def problems(setting: Setting, grader: Grader, rows: list[Row]) -> list[Problem]
 def map_fields(task: Task, row: Row, number: int) -> Row:
     """The row under the task's field names; a list of names takes the first that the row has, an optional field may be missing."""
     fields: Row = {name: row.get(key) or "" for name, key in task.optional.items()}
+    if missing := [column for column in (*task.option_columns, *filter(None, [task.right_option])) if row.get(column) is None]:
+        raise QuantkitError(f"row {number} of {task.name} has no field {missing[0]}", f"it has {', '.join(sorted(map(str, row)))}")
     for name, keys in task.fields.items():
         present = [key for key in ([keys] if isinstance(keys, str) else keys) if row.get(key) is not None]
         if not present:
             raise QuantkitError(f"row {number} of {task.name} has no field {keys}", f"it has {', '.join(sorted(row))}")
         fields[name] = row[present[0]]
+    if task.option_columns:
+        fields["options"] = [str(row[column]).strip() for column in task.option_columns]
+    if task.right_option is not None:
+        right = str(row[task.right_option]).strip()
+        fields["options"] = _shuffled([*fields["options"], right], str(fields["problem"]))
+        fields["answer"] = fields["options"].index(right)
     return fields
+
+
+def _shuffled(options: list[str], question: str) -> list[str]:
+    """Options in an order that depends on the question alone, and is the one that evalscope uses."""
+    shuffled = list(options)
+    seed = int.from_bytes(hashlib.sha256(question.strip().encode()).digest()[:8], "big")
+    random.Random(seed).shuffle(shuffled)
+    return shuffled
+
+
+def spread(problems: list[Problem], limit: int | None) -> list[Problem]:
+    """`limit` problems from all groups in proportion, in file order. A larger limit has all problems of a smaller one."""
+    if limit is None or limit >= len(problems):
+        return problems
+    sizes = Counter(problem.group for problem in problems)
+    seen: Counter[str] = Counter()
+    places = []
+    for number, problem in enumerate(problems):
+        places.append(((seen[problem.group] + 0.5) / sizes[problem.group], number))
+        seen[problem.group] += 1
+    return [problems[number] for _, number in sorted(sorted(places)[:limit], key=lambda place: place[1])]
 
 
 def _within(fields: Row, dates: Dates) -> bool:
     return dates.first <= str(fields["date"])[:10] <= dates.last
 
 
-def _find(source: DataSource, data_dir: Path | None) -> Path | None:
+def _find(source: DataSource, data_dir: Path | None) -> list[Path]:
+    """The file of a source, or all files of the first name with a * that has some; none where there is none."""
     if source.builtin is not None:
-        return asset("eval", *source.builtin.split("/"))
+        return [asset("eval", *source.builtin.split("/"))]
     if data_dir is None:
-        return None
+        return []
     if not data_dir.is_dir():
         raise QuantkitError(f"{data_dir} is not a directory", "give --data-dir a directory that holds the tasks' files")
-    candidates = [data_dir / f"{name}{ending}" for name in source.files for ending in ("", ".gz")]
-    return next((path for path in candidates if path.is_file()), None)
+    for name in source.files:
+        found = sorted(data_dir.glob(name)) if "*" in name else [data_dir / f"{name}{ending}" for ending in ("", ".gz")]
+        present = [path for path in found if path.is_file()]
+        if present:
+            return present if "*" in name else present[:1]
+    return []
+
+
+def _subject(path: Path) -> str:
+    return re.sub(r"_(?:test|val|dev)$", "", path.name.split(".")[0])
 
 
 def _read_file(path: Path) -> Iterator[Row]:
@@ -92,6 +138,13 @@ def _read_file(path: Path) -> Iterator[Row]:
         except ImportError as error:
             raise QuantkitError(f"{path} needs pyarrow", "pip install 'quantkit[datasets]', or convert it to jsonl") from error
         yield from pyarrow.parquet.read_table(path).to_pylist()
+        return
+    if path.suffix == ".csv":
+        with path.open(encoding="utf-8-sig", newline="") as table:
+            yield from csv.DictReader(table)
+        return
+    if path.suffix == ".json":
+        yield from _read_examples(path)
         return
     with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
@@ -104,6 +157,18 @@ def _read_file(path: Path) -> Iterator[Row]:
             if not isinstance(row, dict):
                 raise QuantkitError(f"{path}:{number} is not a JSON object", "one JSON object per line is expected")
             yield row
+
+
+def _read_examples(path: Path) -> Iterator[Row]:
+    """A list of objects, or BIG-Bench's {"examples": [...]}."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise QuantkitError(f"{path} is not JSON ({error})", "a list of objects is expected") from error
+    rows = content.get("examples") if isinstance(content, dict) else content
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise QuantkitError(f"{path} is no list of objects", "a list of objects, or one below `examples`, is expected")
+    yield from rows
 
 
 def _read_hub(task: str, source: DataSource) -> TaskRows:

@@ -16,7 +16,11 @@ from quantkit.settings_file import Strict, find_yaml, read_yaml
 
 
 class DataSource(Strict):
-    """Where rows come from: a file that ships with quantkit, a file below --data-dir, or the `datasets` extra."""
+    """Where rows come from: a file that ships with quantkit, a file below --data-dir, or the `datasets` extra.
+
+    A name in `files` with a * stands for all files that match, one a subject: their rows get the field `file`, the file's name without its
+    ending and without _test, _val or _dev.
+    """
 
     builtin: str | None = None
     files: list[str] = Field([])
@@ -56,12 +60,17 @@ class Task(Strict):
     shots: DataSource | None = None
     fields: dict[str, str | list[str]]  # our name -> the row's, or the names it may have
     optional: dict[str, str] = Field({})  # likewise; empty where the row has none
+    option_columns: list[str] = Field([])  # the columns that make up `options`, where the options are no list
+    right_option: str | None = None  # the column with the right option, where it is none of those: all are shuffled, by the question's hash
     grader: str
     protocols: dict[str, TaskProtocol]
 
 
 class Protocol(Strict):
+    """`like`: the protocol whose prompts a task uses where it says nothing about this one."""
+
     summary: str
+    like: str | None = None
     thinking: bool  # replies are expected to begin inside <think>
     generation: dict[str, Any]
     repeats: int
@@ -101,13 +110,19 @@ def protocols() -> dict[str, Protocol]:
     return read_yaml(asset("eval", "protocols.yaml"), dict[str, Protocol], "restore that file")
 
 
+def _without_counts(own: TaskProtocol | None) -> TaskProtocol | None:
+    """Another protocol's prompts, without its number of replies."""
+    return own.model_copy(update={"repeats": None}) if own is not None else None
+
+
 def find_setting(task: Task, protocol: str, *, repeats: int | None = None, overrides: dict[str, Any] | None = None) -> Setting:
     """The task under `protocol`; `overrides` replaces single sampling parameters (temperature, top_p, max_tokens)."""
     if protocol not in protocols():
         raise QuantkitError(f"protocol {protocol!r} is not known", f"choose one of {', '.join(protocols())}")
-    if protocol not in task.protocols:
+    base = protocols()[protocol]
+    own = task.protocols.get(protocol) or (_without_counts(task.protocols.get(base.like)) if base.like else None)
+    if own is None:
         raise QuantkitError(f"task {task.name} does not define protocol {protocol}", f"use {' or '.join(task.protocols)}")
-    base, own = protocols()[protocol], task.protocols[protocol]
     asked = repeats or own.repeats or base.repeats
     parameters = base.generation | own.generation | (own.single_pass if asked == 1 else {}) | (overrides or {})
     generation = Generation(**parameters | {"stop": tuple(parameters.get("stop", ()))})

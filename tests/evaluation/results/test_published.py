@@ -24,7 +24,12 @@ def test_the_reports_accuracy_table() -> None:
     assert scores["DeepSeek-R1-0528", "W4A16 AWQ (the report)"] == 93.33
     assert scores["DeepSeek-R1-0528", "W4A8 (ModelSlim)"] == 90.0
     assert scores["DeepSeek-R1-0528", "official"] == 91.4
-    assert published_scores("live_code_bench")[0].called == "LiveCodeBench v5"
+    measured, quoted = accuracy_tables()[:2]
+    assert {entry.scheme for entry in measured.entries} == {"W4A16 AWQ (the report)", "W4A8 (ModelSlim)"}
+    assert (quoted.hardware, quoted.harness) == ("not told", "not told")
+    card = next(score for score in published_scores("live_code_bench_v6") if score.model == "DeepSeek-R1-0528")
+    assert (card.score, "64K tokens, 16 responses" in card.harness) == (73.3, True)
+    assert published_scores("live_code_bench_v5")[0].called == "LiveCodeBench v5"
     assert published_scores("tiny-math") == []
 
 

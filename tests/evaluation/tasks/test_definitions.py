@@ -6,7 +6,8 @@ from quantkit.errors import QuantkitError
 from quantkit.evaluation.grading.graders import find_grader
 from quantkit.evaluation.tasks.definitions import find_setting, find_task, protocols, task_names
 
-TASKS = ["aime24", "aime25", "gsm8k", "humaneval", "live_code_bench", "math_500", "mmlu_pro", "tiny-math"]
+TASKS = ["aime24", "aime25", "bbh", "ceval", "cmmlu", "gpqa_diamond", "gsm8k", "humaneval", "live_code_bench", "live_code_bench_v5"]
+TASKS += ["live_code_bench_v6", "math_500", "mmlu", "mmlu_pro", "tiny-math"]
 
 
 def test_the_shipped_tasks_are_all_there_and_whole() -> None:
@@ -47,11 +48,21 @@ def test_overrides_win_and_greedy_repeats_are_refused() -> None:
 def test_what_is_missing_is_named() -> None:
     with pytest.raises(QuantkitError, match="aime24, aime25"):
         find_task("aime23")
-    with pytest.raises(QuantkitError, match="r1, evalscope, lm-eval"):
+    with pytest.raises(QuantkitError, match="r1, r1-0528, report, evalscope, lm-eval"):
         find_setting(find_task("gsm8k"), "helm")
     with pytest.raises(QuantkitError, match="does not define protocol lm-eval"):
         find_setting(find_task("tiny-math"), "lm-eval")
-    assert set(protocols()) == {"r1", "evalscope", "lm-eval"}
+    assert set(protocols()) == {"r1", "r1-0528", "report", "evalscope", "lm-eval"}
+
+
+def test_r1_0528_is_what_its_card_says() -> None:
+    for name in TASKS:
+        setting = find_setting(find_task(name), "r1-0528")
+        assert (setting.repeats, setting.prompt) == (16, find_setting(find_task(name), "r1").prompt)
+        if name != "tiny-math":
+            assert (setting.generation.temperature, setting.generation.top_p, setting.generation.max_tokens) == (0.6, 0.95, 65536)
+    report = find_setting(find_task("aime24"), "report")
+    assert (report.repeats, report.prompt) == (1, find_setting(find_task("aime24"), "evalscope").prompt)
 
 
 def test_a_new_task_is_one_file(tmp_path: Path) -> None:

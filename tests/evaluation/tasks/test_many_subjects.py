@@ -1,0 +1,103 @@
+"""Tasks whose rows come as one file a subject, as columns, or in an order that must be made: MMLU, C-Eval, CMMLU, BBH, GPQA."""
+
+import csv
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from quantkit.errors import QuantkitError
+from quantkit.evaluation.generators.generator import ModelReply
+from quantkit.evaluation.grading.graders import find_grader, grade
+from quantkit.evaluation.grading.math_equal import MathJudge
+from quantkit.evaluation.tasks.data import problems, read_rows, spread
+from quantkit.evaluation.tasks.definitions import find_setting, find_task
+from quantkit.evaluation.tasks.problems import Problem
+from quantkit.evaluation.tasks.prompts import render
+
+
+def read(name: str, folder: Path) -> list[Problem]:
+    setting = find_setting(find_task(name), "r1")
+    return problems(setting, find_grader(setting.grader), read_rows(name, setting.task.data, folder).rows)
+
+
+def write_csv(path: Path, rows: list[dict[str, str]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def test_a_file_a_subject(tmp_path: Path) -> None:
+    row = {"id": "", "question": "1+1, 直接?", "A": "1", "B": "2", "C": "3", "D": "4", "answer": "B"}
+    write_csv(tmp_path / "ceval/val/logic_val.csv", [row | {"id": "0"}, row | {"id": "1", "answer": "C"}])
+    write_csv(tmp_path / "ceval/val/art_val.csv", [row])
+    found = read("ceval", tmp_path)
+    assert [(problem.group, problem.gold) for problem in found] == [("art", "B"), ("logic", "B"), ("logic", "C")]
+    prompt = render(find_setting(find_task("ceval"), "r1"), found[0], [], 0).messages[-1]["content"]
+    assert "A. 1\nB. 2\nC. 3\nD. 4\n" in prompt
+    with pytest.raises(QuantkitError, match=r"put cmmlu/test/\*\.csv or .* below --data-dir \(a csv a subject"):
+        read("cmmlu", tmp_path)
+
+
+def test_an_index_is_a_letter_and_a_gold_that_is_no_option_is_refused(tmp_path: Path) -> None:
+    row = {"question": "?", "subject": "logic", "choices": ["w", "x", "y", "z"], "answer": 2}
+    (tmp_path / "mmlu_test.jsonl").write_text(json.dumps(row))
+    assert [problem.gold for problem in read("mmlu", tmp_path)] == ["C"]
+    (tmp_path / "mmlu_test.jsonl").write_text(json.dumps(row | {"answer": 4}))
+    with pytest.raises(QuantkitError, match="none of 4 options"):
+        read("mmlu", tmp_path)
+
+
+def test_gpqa_options_are_shuffled_by_the_question_alone(tmp_path: Path) -> None:
+    rows = [
+        {"Question": f"Which {n}?", "Correct Answer": "right ", **{f"Incorrect Answer {i}": f"wrong {i}" for i in (1, 2, 3)}}
+        for n in range(40)
+    ]
+    write_csv(tmp_path / "gpqa_diamond.csv", rows)
+    found = read("gpqa_diamond", tmp_path)
+    assert all(problem.fields["options"]["ABCD".index(problem.gold)] == "right" for problem in found)
+    assert set(Counter(problem.gold for problem in found)) == set("ABCD")
+    write_csv(tmp_path / "gpqa_diamond.csv", rows[::-1])
+    assert [problem.gold for problem in read("gpqa_diamond", tmp_path)] == [problem.gold for problem in found][::-1]
+    write_csv(tmp_path / "gpqa_diamond.csv", [{"Question": "?", "Correct Answer": "x"}])
+    with pytest.raises(QuantkitError, match="has no field Incorrect Answer 1"):
+        read("gpqa_diamond", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("gold", "reply", "right"),
+    [
+        ("(C)", "hm. So the answer is (C).", True),
+        ("(C)", "So the answer is C.", True),
+        ("(C)", "So the answer is (C) or (D).", False),
+        ("True", "So the answer is True.", True),
+        ("True", "So the answer is **true**.", True),
+        ("True", "So the answer is False.", False),
+        ("24", "So the answer is 24.", True),
+        ("24", "So the answer is 24/7.", False),
+        ("valid", "So the answer is invalid.", False),
+        ("alpha beta", "So the answer is alpha beta.", True),
+        ("] ) >", "So the answer is ] ) >.", True),
+        ("] ) >", "So the answer is ] >.", False),
+        ("Yes", "Yes", True),
+        ("Yes", "So the answer is not Yes.", False),
+    ],
+)
+def test_short_answers(tmp_path: Path, gold: str, reply: str, right: bool) -> None:
+    (tmp_path / "bbh").mkdir()
+    (tmp_path / "bbh/kind.json").write_text(json.dumps({"canary": "x", "examples": [{"input": "?", "target": gold}]}))
+    (problem,) = read("bbh", tmp_path)
+    judge = MathJudge()
+    assert grade(find_grader("short"), problem, ModelReply(0, reply), False, judge).correct is right
+    judge.close()
+
+
+def test_a_limit_takes_from_every_subject_in_proportion() -> None:
+    found = [Problem(f"{group}{n}", {}, group=group) for group, count in (("a", 60), ("b", 30), ("c", 10)) for n in range(count)]
+    assert Counter(problem.group for problem in spread(found, 10)) == {"a": 6, "b": 3, "c": 1}
+    assert {problem.id for problem in spread(found, 10)} < {problem.id for problem in spread(found, 25)}
+    assert spread(found, None) == spread(found, 500) == found
+    assert [problem.id for problem in spread([Problem(str(n), {}) for n in range(5)], 2)] == ["0", "1"]
