@@ -55,14 +55,17 @@ GLM = {
     "use_qk_norm": True,
     "num_nextn_predict_layers": 1,
 }
+KIMI = make_model.tiny_config(num_hidden_layers=2, n_group=1, topk_group=1, num_nextn_predict_layers=0)
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {**DENSE, "attention_bias": True, "mlp_bias": True},
+    "PanguEmbedded": {**DENSE, "bias": True},
+    "kimi_k25": {"text_config": KIMI, **{key: KIMI[key] for key in ("vocab_size", "bos_token_id", "eos_token_id")}},
     "mistral": {**DENSE, "sliding_window": 16},
     "mixtral": MIXTRAL,
     "qwen2_moe": {**DENSE, **SPARSE, "shared_expert_intermediate_size": 256},
     "glm4_moe": GLM,
     "minimax_m2": {**MIXTRAL, "rotary_dim": 32},
-    "kimi_k2": make_model.tiny_config(num_hidden_layers=2, n_group=1, topk_group=1, num_nextn_predict_layers=0),
+    "kimi_k2": KIMI,
     "qwen2": {**DENSE, "tie_word_embeddings": True},
     "qwen3": DENSE,
     "qwen3_moe": {**DENSE, **SPARSE},
@@ -76,6 +79,8 @@ CELLS = {
     "qwen3": USUAL,
     "qwen3_moe": tuple(SCHEMES),
     "pangu_ultra_moe": USUAL,
+    "PanguEmbedded": (),
+    "kimi_k25": ("awq-w4a16",),
     "mistral": ("awq-w4a16",),
     "mixtral": ("awq-w4a16", "fp4-w4a16", "int8-a8w8c16"),
     "qwen2_moe": ("awq-w4a16", "fp4-w4a16", "int8-a8w8c16"),
@@ -84,9 +89,9 @@ CELLS = {
     "kimi_k2": (),
 }
 """Schemes that `make test` runs of an architecture that shares its code with others; `make test-families` runs every cell."""
-SHARED = {"mistral", "mixtral", "qwen2_moe", "glm4_moe", "minimax_m2", "kimi_k2"}
+SHARED = {"PanguEmbedded", "kimi_k25", "mistral", "mixtral", "qwen2_moe", "glm4_moe", "minimax_m2", "kimi_k2"}
 """Architectures that eval is not run on."""
-ONE_RANK = {"mistral", "mixtral", "kimi_k2"}
+ONE_RANK = {"PanguEmbedded", "kimi_k25", "mistral", "mixtral", "kimi_k2"}
 """Architectures whose split over ranks is another's, to the line."""
 BY_NAME = {"llama", "qwen3_moe", "pangu_ultra_moe"}
 EVERY_CELL = bool(os.environ.get("QUANTKIT_EVERY_CELL"))

@@ -17,7 +17,7 @@ from torch import Tensor
 from quantkit.checkpoint.check import QuantizedLinear, check_ignored, quantized_linears
 from quantkit.checkpoint.description import check_description
 from quantkit.checkpoint.formats import detect_format, fp8_block
-from quantkit.checkpoint.formats.base import CODES, SIDE_FILES, Axis, Format, StoredPart
+from quantkit.checkpoint.formats.base import CODES, SIDE_FILES, Axis, Format, StoredPart, lifted
 from quantkit.checkpoint.header import TensorInfo, read_at, read_header
 from quantkit.checkpoint.shards import CPU, Shards
 from quantkit.errors import QuantkitError
@@ -43,7 +43,7 @@ class Checkpoint:
 
     def __init__(self, path: Path, config: dict[str, Any], side: dict[str, Any], tensors: dict[str, TensorInfo]) -> None:
         self.path = path
-        self.config = config
+        self.config = config = lifted(config)
         self.side = side
         self.tensors = tensors
         self.described = check_description(path, config, side)

@@ -8,9 +8,11 @@ from quantkit.errors import QuantkitError
 from quantkit.models.architecture import Architecture, ModelConfig
 
 ARCHITECTURES = (
+    "PanguEmbedded",
     "deepseek_v3",
     "glm4_moe",
     "kimi_k2",
+    "kimi_k25",
     "llama",
     "minimax_m2",
     "mistral",
@@ -21,16 +23,20 @@ ARCHITECTURES = (
     "qwen3",
     "qwen3_moe",
 )
+_FILES = {"PanguEmbedded": "pangu_embedded"}
+"""Files that are not named after the model_type."""
 
 if TYPE_CHECKING:  # mypy proves that each file offers what is asked of it
     from quantkit.models import (
         deepseek_v3,
         glm4_moe,
         kimi_k2,
+        kimi_k25,
         llama,
         minimax_m2,
         mistral,
         mixtral,
+        pangu_embedded,
         pangu_ultra_moe,
         qwen2,
         qwen2_moe,
@@ -41,10 +47,12 @@ if TYPE_CHECKING:  # mypy proves that each file offers what is asked of it
     _DEEPSEEK_V3: Architecture[deepseek_v3.Config] = deepseek_v3
     _GLM4_MOE: Architecture[glm4_moe.Config] = glm4_moe
     _KIMI_K2: Architecture[kimi_k2.Config] = kimi_k2
+    _KIMI_K25: Architecture[kimi_k25.Config] = kimi_k25
     _LLAMA: Architecture[llama.Config] = llama
     _MINIMAX_M2: Architecture[minimax_m2.Config] = minimax_m2
     _MISTRAL: Architecture[mistral.Config] = mistral
     _MIXTRAL: Architecture[mixtral.Config] = mixtral
+    _PANGU_EMBEDDED: Architecture[pangu_embedded.Config] = pangu_embedded
     _PANGU_ULTRA_MOE: Architecture[pangu_ultra_moe.Config] = pangu_ultra_moe
     _QWEN2: Architecture[qwen2.Config] = qwen2
     _QWEN2_MOE: Architecture[qwen2_moe.Config] = qwen2_moe
@@ -65,4 +73,4 @@ def find_architecture(config: dict[str, Any]) -> Architecture[ModelConfig]:
             f"architecture {model_type!r} is not supported",
             f"quantkit has {', '.join(ARCHITECTURES)}",
         )
-    return cast(Architecture[ModelConfig], import_module(f"quantkit.models.{model_type}"))
+    return cast(Architecture[ModelConfig], import_module(f"quantkit.models.{_FILES.get(str(model_type), model_type)}"))

@@ -80,12 +80,16 @@ class ModelConfig(Protocol):
     def cache(self) -> LatentCache | KeyValueCache:
         """What is kept of every token in every layer."""
 
+    @property
+    def copied(self) -> tuple[str, ...]:
+        """How the names of tensors begin that belong to another model beside this one, such as a vision tower. They are copied."""
+
     def is_moe(self, layer: int) -> bool:
         """Whether the layer has routed experts."""
 
 
 class MtpModel(Protocol):
-    """A layer that predicts one token further: see `deepseek_v3.MtpLayer`."""
+    """A layer that predicts one token further: see `mtp.MtpLayer`."""
 
     block: DecoderLayer
 

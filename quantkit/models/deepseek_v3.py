@@ -105,6 +105,10 @@ class Config:
         return LatentCache(self.kv_lora_rank, self.qk_rope_head_dim)
 
     @property
+    def copied(self) -> tuple[str, ...]:
+        return ()
+
+    @property
     def cache_width(self) -> int:
         return self.cache.width
 

@@ -81,6 +81,10 @@ class Config:
         return KeyValueCache(self.num_key_value_heads, self.head_dim)
 
     @property
+    def copied(self) -> tuple[str, ...]:
+        return ()
+
+    @property
     def cache_width(self) -> int:
         return self.cache.width
 
@@ -123,11 +127,16 @@ def refuse_other_forwards(config: dict[str, Any], own: Collection[str] = ()) -> 
 
 
 def read_config(
-    config: dict[str, Any], *, default_theta: float = DEFAULT_THETA, partial_rotary_factor: float | None = None, own: Collection[str] = ()
+    config: dict[str, Any],
+    *,
+    default_theta: float | None = DEFAULT_THETA,
+    partial_rotary_factor: float | None = None,
+    own: Collection[str] = (),
 ) -> dict[str, Any]:
-    """The shared fields, without windows. default_theta: rope_theta where config.json has none. partial_rotary_factor: the share of a head
-    that is turned where it does not say; None: of an architecture that turns whole heads. own: as in `refuse_other_forwards`.
+    """The shared fields, without windows.
 
+    default_theta: rope_theta where config.json has none; None: it must. partial_rotary_factor: the share of a head that is turned where it
+    does not say; None: of an architecture that turns whole heads. own: as in `refuse_other_forwards`.
     Raises QuantkitError where a field is missing or asks for something not computed here.
     """
     refuse_other_forwards(config, own)

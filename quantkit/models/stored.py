@@ -35,6 +35,7 @@ def read_model(checkpoint: Checkpoint) -> Model:
         problem = fault.problem.replace("config.json", told, 1) if "config.json" in fault.problem else f"{told}: {fault.problem}"
         raise QuantkitError(problem, fault.remedy) from fault
     rows = resolve(architecture.parameters(config), checkpoint.tensors)
+    rows += [Parameter(one.name, one.shape, "copied") for one in checkpoint.tensors.values() if one.name.startswith(config.copied)]
     check_listed(checkpoint, rows)
     return Model(architecture, config, rows)
 

@@ -8,8 +8,9 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Role = Literal["embedding", "head", "norm", "linear", "kv_b", "router", "router_bias", "bias", "mtp_proj"]
-"""linear: may be quantized. kv_b: MLA's latent up-projection, absorbed at decode and kept in 16 bits. The rest is never quantized."""
+Role = Literal["embedding", "head", "norm", "linear", "kv_b", "router", "router_bias", "bias", "mtp_proj", "copied"]
+"""linear: may be quantized. kv_b: MLA's latent up-projection, absorbed at decode and kept in 16 bits. copied: of another
+model beside the one that is computed. The rest is never quantized."""
 
 Split = Literal["replicate", "column", "row", "vocab"]
 """Tensor parallel: column cuts N, row cuts K (outputs are partial sums), vocab cuts rows of the vocabulary."""
@@ -64,6 +65,8 @@ class Parameter:
             return "mtp layer"
         if self.block is not None:
             return {"attention": "attention", "expert": "routed experts"}.get(self.block, "mlp")
+        if self.role == "copied":
+            return "beside the text model"
         return "embeddings and head" if self.role in ("embedding", "head") else "norms"
 
 

@@ -197,7 +197,7 @@ _LINEAR = "model.layers.0.self_attn.q_a_proj"
             _change(f"{_LINEAR}.weight_scale_inv", lambda scale: torch.ones(scale.shape[0] + 1, scale.shape[1])),
             r"q_a_proj\.weight_scale_inv in .* has shape 2x2, expected 1x2",
         ),
-        (_change(f"{_LINEAR}.weight_scale_inv", Tensor.bfloat16), "weight_scale_inv in .* is bfloat16, expected float32"),
+        (_change(f"{_LINEAR}.weight_scale_inv", Tensor.half), "weight_scale_inv in .* is float16, expected float32"),
         (_change(f"{_LINEAR}.weight", Tensor.bfloat16), "weight_scale_inv in .* belongs to no quantized weight"),
         (_change(f"{_LINEAR}.weight", lambda weight: weight.view(torch.int8)), r"q_a_proj\.weight_scale_inv in .* belongs to no|is int8"),
         (_change("model.norm.weight", lambda gain: gain.view(torch.int16)), r"model\.norm\.weight in .* is int16, which fp8-block"),

@@ -72,6 +72,22 @@ def test_fields_that_config_json_leaves_out_are_those_of_transformers(kind: str)
     assert (ours.rope.theta, ours.head_dim, ours.tie_word_embeddings) == (10000.0, heads, False)
 
 
+def test_openpangu_embedded_is_llama_with_biases_of_attention() -> None:
+    """By the vendor's modeling file: transformers has no class of its own for it."""
+    peer = random_peer("Llama", {"attention_bias": True})
+    config = {key: value for key, value in peer.config.to_dict().items() if key != "attention_bias"}
+    config |= {"model_type": "PanguEmbedded", "bias": True}
+    architecture, token_ids = find_architecture(config), torch.randint(0, 211, (20,))
+    with torch.no_grad():
+        model = architecture.Model(architecture.Config.from_dict(config), PlainWeights(checkpoint_tensors(peer)))
+        assert (model.logits(model(token_ids, CausalContext([20]))) - peer(token_ids[None]).logits[0]).abs().max() < 1e-4
+    for key in ("mlp_bias", "param_sink_number"):
+        with pytest.raises(QuantkitError, match=key):
+            architecture.Config.from_dict({**config, key: True})
+    with pytest.raises(QuantkitError, match="rope_theta"):
+        architecture.Config.from_dict({key: value for key, value in config.items() if key != "rope_parameters"})
+
+
 def test_unsupported_settings_are_refused() -> None:
     llama = random_peer("Llama", {}).config.to_dict()
     architecture = find_architecture(llama)

@@ -131,6 +131,15 @@ class Format(ABC):
         return role == "linear"
 
 
+def lifted(config: dict[str, Any]) -> dict[str, Any]:
+    """config.json with its quantization at the top, where models with a text_config have it inside that."""
+    text = config.get("text_config")
+    if config.get("quantization_config") or not isinstance(text, dict) or not text.get("quantization_config"):
+        return config
+    bare = {key: value for key, value in text.items() if key != "quantization_config"}
+    return {**config, "text_config": bare, "quantization_config": text["quantization_config"]}
+
+
 def output_config(source: Mapping[str, Any], block: Mapping[str, Any]) -> dict[str, Any]:
     """The source's config.json with its quantization replaced by `block`, or removed where that is empty."""
     config = {key: value for key, value in source.items() if key != "quantization_config"}
