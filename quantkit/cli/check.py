@@ -23,10 +23,14 @@ def check(
         str, typer.Option(help="headers (seconds), or tensors: every byte. tensors where the weights are on this machine, without.")
     ] = "auto",
     report: Annotated[Path | None, typer.Option(help="Write the findings as an HTML page.")] = None,
+    repair: Annotated[
+        Path | None, typer.Option(metavar="OUT", help="Write a copy in which what has one cure is cured; the rest is the same to the bit.")
+    ] = None,
     json_: AsJson = False,
 ) -> None:
     """What is wrong with a checkpoint: files, names, codes, scales, MTP layer, tokenizer. Exits 0 if good, 1 if doubtful, 2 if bad."""
     from quantkit.diagnosis.diagnose import DEPTHS, diagnose
+    from quantkit.diagnosis.repair import repair as write_repaired
     from quantkit.diagnosis.report import write_report
 
     if depth not in ("auto", *DEPTHS):
@@ -40,10 +44,14 @@ def check(
 
         diagnosis = diagnose(model, source=source, engine=engine, depth=chosen, tell=console.tell, on_bytes=show)
     about = diagnosis.to_json()
+    if repair is not None:
+        about |= {"repaired": {"out": str(repair), "changes": write_repaired(diagnosis, repair, source)}}
     if report is not None:
         write_report(report, model, about)
     if json_:
         console.print_json(about)
     else:
         console.show_diagnosis(model, about)
+        for change in about.get("repaired", {}).get("changes", []):
+            console.tell(f"repaired: {change}")
     raise typer.Exit(diagnosis.findings.exit_code)

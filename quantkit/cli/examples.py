@@ -24,6 +24,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "quantkit check tiny-r1",
         "quantkit check out/awq --source tiny-r1 --report check.html",
         "quantkit check org/model --engine vllm --json",
+        "quantkit check MODEL --source SRC --repair OUT",
     ),
     "run": (
         'quantkit run tiny-r1 --prompt "What is 12 * 12?"',

@@ -71,6 +71,7 @@ class SourceComparison:
         self.errors: dict[str, tuple[float, int]] = {}
         self.faults: dict[str, list[tuple[str, str]]] = {}
         self.lost: list[str] = []
+        self.offsets: dict[str, float] = {}
 
     def look(self, module: str, rows: Rows) -> None:
         """The sampled rows of a linear, quantized or plain."""
@@ -92,6 +93,7 @@ class SourceComparison:
     def _explain(self, module: str, rows: Rows, theirs: Tensor, found: Fit, shift: float) -> None:
         told = f"error {found.error:.2f} where {rows.bits} bits leave at most {_ALLOWED[rows.bits]:.2f}"
         if rows.codes is not None and 0.6 < abs(shift) < 1.4 and rows.bits < 16 and found.error < 0.95:
+            self.offsets[module] = shift
             self._fault("zero-points-off", module, f"values lie {shift:+.2f} steps off the source's, all of them alike")
             return
         order = self._order(rows, theirs)

@@ -32,11 +32,13 @@ _BYTES_A_SECOND = 0.4e9
 
 @dataclass
 class Patient:
-    """A checkpoint as far as it was understood."""
+    """A checkpoint as far as it was understood. offsets: steps that zero points are off, by module. inverted: those whose global scale is."""
 
     survey: Survey
     structure: Structure
     described: Described
+    offsets: dict[str, float] = field(default_factory=dict)
+    inverted: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -119,6 +121,9 @@ def look_at_tensors(patient: Patient, source: str | None, diagnosis: Diagnosis, 
     check.finish()
     if compared is not None:
         compared.finish()
+        patient.offsets |= compared.offsets
+    patient.offsets |= check.offsets
+    patient.inverted += check.inverted
 
 
 def _comparison(patient: Patient, source: str | None, findings: Findings) -> SourceComparison | None:

@@ -30,7 +30,9 @@ _COLOURS = {"good": "#2e7d32", "doubtful": "#c7761a", "bad": "#b3261e"}
 def write_report(path: Path, model: str, about: dict[str, Any]) -> None:
     """about: verdict and findings, as `Findings.to_json` has them. The page appears whole or not at all."""
     environment = Environment(autoescape=True, undefined=StrictUndefined)
-    page = environment.from_string(_PAGE).render(model=model, colours=_COLOURS, version=__version__, **about)
+    page = environment.from_string(_PAGE).render(
+        model=model, colours=_COLOURS, version=__version__, verdict=about["verdict"], findings=about["findings"]
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     begun = path.with_name(f"{path.name}.partial")
     begun.write_text(page, encoding="utf-8")

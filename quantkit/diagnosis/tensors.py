@@ -39,6 +39,8 @@ class TensorCheck:
         self.survey, self.described, self.findings = survey, described, findings
         self.expert = {row.module: (row.layer, row.expert) for row in structure.rows if row.expert is not None}
         self.measures: dict[str, Measures] = {}
+        self.offsets: dict[str, float] = {}
+        self.inverted: list[str] = []
         self.told: dict[tuple[str, str], list[str]] = {}
 
     def tell(self, name: str, module: str, evidence: str) -> None:
@@ -119,6 +121,7 @@ class TensorCheck:
         if inverse is not None and found.rms > 100:
             told = f"values have a root mean square of {found.rms:.1e}; with {inverse[0]} = {inverse[1]:.3g} the other way round "
             told += f"{inverse[2] * found.rms:.1e}"
+            self.inverted.append(module)
             self.tell("global-scale-inverted", module, told)
             return
         if rows.scale is None or rows.codes is None or rows.of_group is None:
@@ -211,6 +214,7 @@ class TensorCheck:
                     f"code minus zero point is {offset:+.2f} in the mean in {len(modules)} of {len(self.measures)} linears: it should be 0"
                 )
                 for module in modules:
+                    self.offsets[module] = self.measures[module].offset
                     self.tell("zero-points-off", module, told)
 
     def _are_outliers(self, modules: list[str]) -> bool:

@@ -1,0 +1,354 @@
+"""What has one cure, cured in a copy: names, index, description, lists, zero points, global scales, and what the source can give back.
+
+Shards without a change are copied, so everything else is the same to the bit. A shard with a changed tensor is written anew, and what is
+taken from the source goes into a shard of its own. The output appears whole, by one rename.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from quantkit.calibrate.solver import Solver
+from quantkit.checkpoint.companions import COMPANIONS
+from quantkit.checkpoint.formats.gptq import Gptq
+from quantkit.checkpoint.header import TensorSpec, encode_header, read_header
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.diagnosis.diagnose import Diagnosis, Patient
+from quantkit.diagnosis.survey import INDEX, Survey
+from quantkit.errors import QuantkitError
+from quantkit.hub import find_local
+from quantkit.model_files import read_file
+from quantkit.models.table import Parameter
+from quantkit.quant.weights import dequantize
+from quantkit.recipe import load_recipe
+
+_NEW_SHARD = "model-repaired.safetensors"
+
+
+@dataclass(frozen=True)
+class Added:
+    """Tensors that the checkpoint lacked. make: all of `specs`, by name."""
+
+    specs: list[TensorSpec]
+    make: Callable[[], dict[str, Tensor]]
+
+
+@dataclass
+class Repair:
+    """What is done: `changes` in words. config, files: their new contents. changed: tensors of which only values change."""
+
+    config: dict[str, Any]
+    files: dict[str, bytes]
+    changes: list[str] = field(default_factory=list)
+    changed: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
+    added: list[Added] = field(default_factory=list)
+
+
+def repair(diagnosis: Diagnosis, out: Path, source: str | None = None) -> list[str]:
+    """Write the corrected checkpoint to `out`; returns what was changed, in words. Raises QuantkitError where nothing can be cured."""
+    patient = diagnosis.patient
+    seen = patient.survey
+    if not seen.has_weights:
+        raise QuantkitError(f"{seen.path} is not on this machine", "download it, and repair the copy")
+    if out.exists():
+        raise QuantkitError(f"{out} exists", "choose another --repair")
+    if diagnosis.findings.has("shard-missing", "shard-damaged", "config-unreadable"):
+        raise QuantkitError(f"{seen.path} lacks files that nothing can replace", "download them first")
+    plan = Repair(dict(seen.config), _files(seen))
+    origin = Checkpoint.open(path) if source is not None and (path := find_local(source)) is not None else None
+    _plan(diagnosis, plan, origin)
+    if not plan.changes:
+        raise QuantkitError(f"nothing that was found in {seen.path} has one cure", "see the remedies of the findings")
+    _write(patient, plan, out)
+    return plan.changes
+
+
+def _files(seen: Survey) -> dict[str, bytes]:
+    names = [name for name in (*COMPANIONS, *seen.side) if name in seen.names]
+    return {name: read_file(seen.path / name) for name in names}
+
+
+def _plan(diagnosis: Diagnosis, plan: Repair, origin: Checkpoint | None) -> None:
+    patient, has = diagnosis.patient, diagnosis.findings.has
+    if has("names-wrong"):
+        plan.changes.append(f"{len(patient.survey.renamed)} tensors were given the names that engines look for")
+    if has("index-wrong", "index-missing"):
+        plan.changes.append("the index was written anew, from the shards")
+    if has("group-size-wrong"):
+        _set_group_size(patient, plan)
+    if has("listed-but-quantized", "plain-not-listed"):
+        _set_lists(patient, plan)
+    if has("zero-points-off"):
+        _mend_zero_points(patient, plan)
+    if has("global-scale-inverted"):
+        _invert_global_scales(patient, plan)
+    if has("mtp-not-announced"):
+        _announce_mtp(patient, plan)
+    if origin is not None:
+        _take_settings(diagnosis, plan, origin)
+        _take_tensors(diagnosis, plan, origin)
+
+
+def _set_group_size(patient: Patient, plan: Repair) -> None:
+    block, size = _block(plan), patient.described.cures["group_size"]
+    groups = [one["weights"] for one in (block.get("config_groups") or {}).values() if isinstance(one, dict) and one.get("weights")]
+    for holder in groups or [block]:
+        holder["group_size"] = size
+    plan.changes.append(f"group_size in config.json is {size}")
+
+
+def _block(plan: Repair) -> dict[str, Any]:
+    """A copy of the description, which may be changed."""
+    plan.config["quantization_config"] = json.loads(json.dumps(plan.config.get("quantization_config") or {}))
+    found: dict[str, Any] = plan.config["quantization_config"]
+    return found
+
+
+def _set_lists(patient: Patient, plan: Repair) -> None:
+    """The list of unquantized modules as the format writes it for what is stored."""
+    described, seen = patient.described, patient.survey
+    assert described.format is not None
+    quantized = {module: linear.grid for module, linear in described.linears.items() if linear.format is described.format}
+    parts = {name for linear in described.linears.values() for name in linear.tensors}
+    plain: list[TensorSpec] = [tensor for name, tensor in seen.tensors.items() if name not in parts]
+    fresh = described.format.config_block(described.grid, quantized, plain)
+    for key in ("ignore", "modules_to_not_convert", "dynamic"):
+        if key in fresh and seen.config.get("quantization_config"):
+            _block(plan)[key] = fresh[key]
+    for name, content in described.format.extra_files(described.grid, quantized, plain).items():
+        if name in seen.side:
+            plan.files[name] = content
+    plan.changes.append("the list of unquantized modules was written anew, from what is stored")
+
+
+def _mend_zero_points(patient: Patient, plan: Repair) -> None:
+    """GPTQ's two versions differ by what is said alone; elsewhere the stored zero points move."""
+    described, offsets = patient.described, patient.offsets
+    format = described.format
+    said_second = isinstance(format, Gptq) and format.checkpoint_format == "gptq_v2"
+    every = len(offsets) * 2 > len(described.linears) and all((offset > 0) == said_second for offset in offsets.values())
+    if isinstance(format, Gptq) and every:
+        said = _block(plan)["checkpoint_format"] = "gptq" if said_second else "gptq_v2"
+        plan.changes.append(f"checkpoint_format in config.json is {said}: zero points are stored so")
+        return
+    for module, offset in offsets.items():
+        name = next((name for name in described.linears[module].tensors if name.endswith((".qzeros", ".weight_zero_point"))), None)
+        if name is not None:
+            plan.changed[name] = _shifted(patient.survey, name, 1 if offset > 0 else -1)
+    if plan.changed:
+        plan.changes.append(f"zero points of {len(plan.changed)} linears were moved by one")
+
+
+def _shifted(seen: Survey, name: str, sign: int) -> Callable[[], Tensor]:
+    def make() -> Tensor:
+        words = seen.shards.read(seen.tensors[name])
+        nibbles = torch.stack([(words >> (4 * place)) & 15 for place in range(8)], -1)
+        moved = (nibbles.long() + sign) % 16
+        packed = sum(moved[..., place] << (4 * place) for place in range(8))
+        assert isinstance(packed, Tensor)
+        return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+
+    return make
+
+
+def _invert_global_scales(patient: Patient, plan: Repair) -> None:
+    seen = patient.survey
+    names = [
+        name
+        for module in patient.inverted
+        for name in patient.described.linears[module].tensors
+        if name.endswith((".weight_scale_2", ".weight_global_scale"))
+    ]
+    for name in names:
+        plan.changed[name] = _reciprocal(seen, name)
+    plan.changes.append(f"global scales of {len(names)} linears were inverted")
+
+
+def _reciprocal(seen: Survey, name: str) -> Callable[[], Tensor]:
+    return lambda: seen.shards.read(seen.tensors[name]).reciprocal()
+
+
+def _announce_mtp(patient: Patient, plan: Repair) -> None:
+    layers = plan.config["num_hidden_layers"]
+    numbers = {int(name.split(".")[2]) for name in patient.survey.tensors if name.startswith("model.layers.")}
+    plan.config["num_nextn_predict_layers"] = max(numbers) + 1 - layers
+    plan.changes.append(f"num_nextn_predict_layers in config.json is {plan.config['num_nextn_predict_layers']}")
+
+
+# --- from the source -------------------------------------------------------------------------------------------------------------
+
+
+def _take_settings(diagnosis: Diagnosis, plan: Repair, origin: Checkpoint) -> None:
+    has = diagnosis.findings.has
+    if has("config-differs"):
+        kept = ("quantization_config", "torch_dtype", "dtype", "num_nextn_predict_layers", "num_mtp_layers", "transformers_version")
+        own = {key: plan.config[key] for key in kept if key in plan.config}
+        plan.config = {key: value for key, value in origin.config.items() if key not in kept} | own
+        plan.changes.append("config.json is the source's, with its own quantization_config and dtype")
+    if has("tokenizer-broken", "tokenizer-missing", "tokenizer-differs", "tokenizer-too-large", "template-missing", "template-broken",
+           "template-differs", "eos-outside", "eos-lost", "special-token-unknown"):  # fmt: skip
+        taken = [name for name in COMPANIONS if (origin.path / name).is_file() and name != "LICENSE"]
+        plan.files |= {name: read_file(origin.path / name) for name in taken}
+        for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
+            if key in origin.config:
+                plan.config[key] = origin.config[key]
+        plan.changes.append(f"{', '.join(taken)} and the ends of a text in config.json are the source's")
+
+
+def _take_tensors(diagnosis: Diagnosis, plan: Repair, origin: Checkpoint) -> None:
+    """The head and MTP layers that are not stored: the source's, in BF16 where they were packed there, and listed as unquantized."""
+    structure, has = diagnosis.patient.structure, diagnosis.findings.has
+    wanted = [row for row in structure.lost if row.role == "head" and not row.mtp] if has("head-missing") else []
+    if has("mtp-missing", "mtp-incomplete"):
+        theirs = diagnosis.source.structure.rows if diagnosis.source is not None else []
+        described = diagnosis.patient.described
+        stored = set(diagnosis.patient.survey.tensors) | {f"{module}.weight" for module in described.linears}
+        wanted += [row for row in theirs if row.mtp and row.name not in stored]
+        for key in ("num_nextn_predict_layers", "num_mtp_layers"):
+            if key in origin.config:
+                plan.config[key] = origin.config[key]
+    wanted = [row for row in wanted if origin.has(row.name) or row.module in origin.linears]
+    quantized = _quantized_alike(diagnosis.patient, wanted)
+    plain = [row for row in wanted if row.module not in quantized]
+    plan.added += [Added([_plain_spec(origin, row)], _taken(origin, row)) for row in plain]
+    plan.added += [_rounded(diagnosis.patient, origin, rows) for rows in _together([row for row in wanted if row.module in quantized])]
+    if wanted:
+        _list_more(diagnosis.patient, plan, [row.module for row in plain if len(row.shape) == 2], sorted(quantized))
+        plan.changes.append(
+            f"{len(wanted)} tensors are the source's, such as {wanted[0].name}; {len(quantized)} of them rounded as the others are"
+        )
+
+
+def _quantized_alike(patient: Patient, wanted: list[Parameter]) -> set[str]:
+    """Modules of which the main layers have the like quantized, in a format that may hold them."""
+    described = patient.described
+    format = described.format
+    kinds = {(row.projection, row.block) for row in patient.structure.rows if row.module in described.linears and not row.mtp}
+    if format is None or described.grid is None:
+        return set()
+    return {
+        row.module
+        for row in wanted
+        if row.role == "linear" and (row.projection, row.block) in kinds and format.quantizes(row.module, row.role, mtp=row.mtp)
+    }
+
+
+def _together(rows: list[Parameter]) -> list[list[Parameter]]:
+    """Fused siblings share an FP4 global scale, and are rounded together."""
+    groups: dict[str, list[Parameter]] = {}
+    for row in rows:
+        groups.setdefault(row.fused or row.module, []).append(row)
+    return list(groups.values())
+
+
+def _plain_spec(origin: Checkpoint, row: Parameter) -> TensorSpec:
+    dtype = torch.bfloat16 if row.module in origin.linears else origin.tensors[row.name].dtype
+    return TensorSpec(row.name, dtype, row.shape)
+
+
+def _taken(origin: Checkpoint, row: Parameter) -> Callable[[], dict[str, Tensor]]:
+    packed = row.module in origin.linears
+    return lambda: {row.name: dequantize(origin.weight(row.module), torch.bfloat16) if packed else origin.read(row.name)}
+
+
+def _rounded(patient: Patient, origin: Checkpoint, rows: list[Parameter]) -> Added:
+    """Rounded to nearest on the grid that the rest is on."""
+    format, grid = patient.described.format, patient.described.grid
+    assert format is not None
+    assert grid is not None
+    solver = Solver(grid, format.scale_dtype, load_recipe("rtn-w4a16"), (), format.activation_bits)
+
+    def make() -> dict[str, Tensor]:
+        weights = {row.module: dequantize(origin.weight(row.module)) for row in rows}
+        solved = solver.nearest(weights, {row.module: row.fused for row in rows if row.fused})
+        return {name: tensor for module, one in solved.items() for name, tensor in format.pack(module, one.weight).items()}
+
+    return Added([spec for row in rows for spec in format.specs(row.module, (row.shape[0], row.shape[1]), grid)], make)
+
+
+def _list_more(patient: Patient, plan: Repair, modules: list[str], quantized: list[str]) -> None:
+    """Add modules to the list of unquantized ones, where there is one; ModelSlim lists all."""
+    block = _block(plan) if plan.config.get("quantization_config") else {}
+    for key in ("ignore", "modules_to_not_convert"):
+        if isinstance(block.get(key), list):
+            block[key] += [module for module in modules if module not in block[key]]
+    side = "hf_quant_config.json"
+    if side in plan.files:
+        described = json.loads(plan.files[side])
+        listed = described.get("quantization", {}).setdefault("exclude_modules", [])
+        listed += [module for module in modules if module not in listed]
+        plan.files[side] = json.dumps(described, indent=2).encode() + b"\n"
+    slim = "quant_model_description.json"
+    if slim in plan.files:
+        told = json.loads(plan.files[slim]) | {f"{module}.weight": "FLOAT" for module in modules}
+        kind = told.get("model_quant_type")
+        told |= {f"{module}{suffix}": kind for module in quantized for suffix in (".weight", ".weight_scale", ".weight_offset")}
+        plan.files[slim] = json.dumps(told, indent=2).encode() + b"\n"
+
+
+# --- writing ------------------------------------------------------------------------------------------------------------------------
+
+
+def _write(patient: Patient, plan: Repair, out: Path) -> None:
+    partial = out.with_name(f"{out.name}.partial")
+    if partial.exists():
+        raise QuantkitError(f"{partial} is there from a run that was stopped", "remove it")
+    partial.mkdir(parents=True)
+    try:
+        _write_shards(patient.survey, plan, partial)
+        held = [tensor for shard in sorted(partial.glob("*.safetensors")) for tensor in read_header(shard)]
+        weight_map = {tensor.name: tensor.shard for tensor in held}
+        index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in held)}, "weight_map": dict(sorted(weight_map.items()))}
+        (partial / INDEX).write_text(json.dumps(index, indent=1))
+        (partial / "config.json").write_text(json.dumps(plan.config, indent=2) + "\n")
+        for name, content in plan.files.items():
+            (partial / name).write_bytes(content)
+        partial.rename(out)
+    except BaseException:
+        shutil.rmtree(partial)
+        raise
+
+
+def _write_shards(seen: Survey, plan: Repair, folder: Path) -> None:
+    by_shard: dict[str, list[str]] = {}
+    for name, info in seen.tensors.items():
+        by_shard.setdefault(info.shard, []).append(name)
+    for shard, names in by_shard.items():
+        changed = {name: plan.changed[name] for name in names if name in plan.changed}
+        if changed or any(name in seen.renamed for name in names):
+            _rewrite(seen, names, changed, folder / shard)
+        else:
+            shutil.copyfile(seen.path / shard, folder / shard)
+    if plan.added:
+        _save(folder / _NEW_SHARD, plan.added)
+
+
+def _rewrite(seen: Survey, names: list[str], changed: Mapping[str, Callable[[], Tensor]], target: Path) -> None:
+    """A shard anew, tensor by tensor, in the order of its bytes; a changed tensor has the dtype and shape it had."""
+    ordered = sorted(names, key=lambda name: seen.tensors[name].offset)
+    header, _ = encode_header([seen.tensors[name] for name in ordered])
+    with target.open("wb") as file:
+        file.write(header)
+        for name in ordered:
+            _append(file, changed[name]() if name in changed else seen.shards.read(seen.tensors[name]))
+
+
+def _save(target: Path, added: list[Added]) -> None:
+    header, _ = encode_header([spec for one in added for spec in one.specs])
+    with target.open("wb") as file:
+        file.write(header)
+        for one in added:
+            tensors = one.make()
+            for spec in one.specs:
+                _append(file, tensors[spec.name])
+
+
+def _append(file: BinaryIO, tensor: Tensor) -> None:
+    if tensor.numel():
+        file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)

@@ -1,0 +1,90 @@
+"""What has one cure is cured: the copy is good, and what was no fault is the same to the bit."""
+
+from pathlib import Path
+
+import faulty
+import good_checkpoints
+import make_model
+import pytest
+import torch
+from commands import command
+from packed_model import write_packed
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.diagnosis.diagnose import diagnose
+from quantkit.diagnosis.repair import repair
+from quantkit.errors import QuantkitError
+
+CONFIG = make_model.tiny_config(num_hidden_layers=2)
+CURED = (
+    (faulty.names_have_another_prefix, "ct-int4"),
+    (faulty.names_lack_their_prefix, "awq"),
+    (faulty.experts_have_mixtrals_names, "ct-int8"),
+    (faulty.index_is_missing, "awq"),
+    (faulty.index_names_the_wrong_shard, "ct-int4"),
+    (faulty.another_group_size_is_said, "ct-int4"),
+    (faulty.another_group_size_is_said, "awq"),
+    (faulty.experts_are_listed_as_plain, "ct-int4"),
+    (faulty.experts_are_listed_as_plain, "modelopt"),
+    (faulty.gptq_is_said_to_be_the_other_version, "gptq"),
+    (faulty.gptq_is_said_to_be_the_other_version, "gptq-v2"),
+    (faulty.zero_points_are_one_less, "awq"),
+    (faulty.global_scales_are_inverted, "ct-nvfp4"),
+    (faulty.one_global_scale_is_inverted, "modelopt"),
+    (faulty.mtp_is_stored_and_not_announced, "awq"),
+)
+FROM_SOURCE = (
+    (faulty.mtp_was_dropped, "ct-int4"),
+    (faulty.mtp_was_dropped_and_config_agrees, "awq"),
+    (faulty.mtp_was_dropped, "modelopt"),
+    (faulty.mtp_was_dropped, "modelslim"),
+    (faulty.the_head_is_lost, "ct-int4"),
+    (faulty.the_tokenizer_is_missing, "ct-int4"),
+    (faulty.rope_is_lost, "awq"),
+    (faulty.eos_is_no_token, "ct-int8"),
+)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder, tensors = tmp_path_factory.mktemp("models"), good_checkpoints.random_weights(CONFIG)
+    made = {"source": make_model.write_dense(folder / "source", CONFIG, tensors)}
+    for name in sorted({name for _, name in (*CURED, *FROM_SOURCE)}):
+        made[name] = write_packed(folder / name, CONFIG, tensors, *good_checkpoints.FORMATS[name])
+    return made
+
+
+@pytest.mark.parametrize(("fault", "format"), [*CURED, *FROM_SOURCE], ids=lambda value: getattr(value, "__name__", value))
+def test_a_fault_is_cured(fault: faulty.Any, format: str, models: dict[str, Path], tmp_path: Path) -> None:
+    contents = faulty.Contents.of(models[format])
+    fault(contents)
+    source = str(models["source"]) if (fault, format) in FROM_SOURCE else None
+    found = diagnose(str(contents.write(tmp_path / "bad")), source=source, depth="tensors")
+    assert found.findings.verdict != "good"
+    assert repair(found, tmp_path / "out", source)
+    again = diagnose(str(tmp_path / "out"), source=source, depth="tensors")
+    assert again.findings.verdict == "good", again.to_json()
+    ours, good = Checkpoint.open(tmp_path / "out"), Checkpoint.open(models[format])
+    mtp = f"model.layers.{CONFIG['num_hidden_layers']}."
+    for name in good.tensors:
+        if not name.startswith(mtp) and "global_scale" not in name and "scale_2" not in name:
+            assert torch.equal(ours.read(name).view(torch.uint8), good.read(name).view(torch.uint8)), name
+
+
+def test_the_command_says_what_it_changed(models: dict[str, Path], tmp_path: Path) -> None:
+    contents = faulty.Contents.of(models["awq"])
+    faulty.names_lack_their_prefix(contents)
+    answer = command("check", str(contents.write(tmp_path / "bad")), "--repair", str(tmp_path / "out"), "--json")
+    assert answer.code == 2
+    assert "names that engines look for" in answer.json["repaired"]["changes"][0]
+    again = command("check", str(tmp_path / "bad"), "--repair", str(tmp_path / "out"), "--json")
+    assert again.code == 1
+    assert "exists" in again.error
+
+
+def test_what_has_no_cure_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    contents = faulty.Contents.of(models["awq"])
+    faulty.codes_are_constant(contents)
+    with pytest.raises(QuantkitError, match="has one cure"):
+        repair(diagnose(str(contents.write(tmp_path / "bad")), depth="tensors"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
