@@ -32,7 +32,7 @@ _BYTES_A_SECOND = 0.4e9
 
 @dataclass
 class Patient:
-    """A checkpoint as far as it was understood. offsets: steps that zero points are off, by module. inverted: those whose global scale is."""
+    """A checkpoint as far as it was understood. offsets: steps that zero points are off. inverted: modules whose global scale is."""
 
     survey: Survey
     structure: Structure
