@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.conversion import convert
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.run import run_evaluation
 from quantkit.executor.drafter import Drafter
@@ -191,6 +192,25 @@ def test_captured_decode_steps_give_the_eager_tokens(any_source: Path, tmp_path:
             engine.drafter = Drafter(engine.loaded.mtp, engine.runner, num_drafts, engine.parallel)
         eager = engine.generate(PROMPTS, params)
         assert {one.index: one.token_ids for one in captured} == {one.index: one.token_ids for one in eager}
+
+
+def test_a_quantized_model_computes_its_dequantized_weights(source: Path, tmp_path: Path) -> None:
+    """Whatever operators take int4 as it is: prompts and decode steps give the log-probabilities of the weights that it stands for."""
+    _skip_unasked(source, source.name in SHARED)
+    quantize(source, tmp_path / "int4", SCHEMES["rtn-w4a16"], "auto", Recipe(scheme="rtn-w4a16"), device="cpu")
+    convert(tmp_path / "int4", tmp_path / "plain", dtype="float32")
+    (tokens, found), (same, expected) = logprobs(tmp_path / "int4"), logprobs(tmp_path / "plain")
+    assert tokens == same
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), atol=1e-3, rtol=0)
+
+
+def test_drafts_of_the_mtp_layer_change_no_token(tmp_path: Path) -> None:
+    """GLM's, which is DeepSeek's layer around GLM's block; it guesses at random here, and what it guesses is checked."""
+    model = make_model.write_dense(tmp_path / "model", CONFIGS["glm4_moe"], random_tensors(CONFIGS["glm4_moe"]))
+    engine = Engine.load(model, device="cpu", dtype="float32", max_batch=4, max_model_len=128, num_drafts=1)
+    done = sorted(engine.generate(PROMPTS, SamplingParams(max_new_tokens=8, ignore_eos=True)), key=lambda one: one.index)
+    engine.close()
+    assert [one.token_ids for one in done] == logprobs(model)[0]
 
 
 def test_two_ranks_are_one(source: Path) -> None:

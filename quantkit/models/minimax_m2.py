@@ -11,7 +11,13 @@ from quantkit.models.windows import refuse_windows
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
 
-_COMPUTED = {"scoring_func": "sigmoid", "use_qk_norm": True, "qk_norm_type": "per_layer", "shared_intermediate_size": 0}
+_COMPUTED = {
+    "scoring_func": "sigmoid",
+    "use_routing_bias": True,
+    "use_qk_norm": True,
+    "qk_norm_type": "per_layer",
+    "shared_intermediate_size": 0,
+}
 _HEAD_DIM, _THETA = 128, 5e6
 """transformers' own, where config.json leaves them out."""
 
@@ -20,14 +26,12 @@ class Config(gqa.Config):
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "Config":
         """The release promises MTP modules (use_mtp) and ships no weights of them: there are none here."""
-        for key, value in {
-            "scoring_func": "sigmoid",
-            "use_qk_norm": True,
-            "qk_norm_type": "per_layer",
-            "shared_intermediate_size": 0,
-        }.items():
+        for key, value in _COMPUTED.items():
             if config.get(key, value) != value:
                 raise refusal(key, config[key], f"{value!r}, which is what quantkit computes of MiniMax-M2")
+        kinds = config.get("attn_type_list") or []
+        if not isinstance(kinds, list) or any(kind != 1 for kind in kinds):
+            raise refusal("attn_type_list", kinds, "a list of 1, full attention")
         refuse_windows(config)
         config = {"head_dim": _HEAD_DIM, "num_key_value_heads": 8, **config}
         turned = config.get("rotary_dim")

@@ -72,6 +72,17 @@ def test_fields_that_config_json_leaves_out_are_those_of_transformers(kind: str)
     assert (ours.rope.theta, ours.head_dim, ours.tie_word_embeddings) == (10000.0, heads, False)
 
 
+def test_a_minimax_of_another_kind_is_refused() -> None:
+    peer = random_peer(*CASES["minimax_m2"]).config.to_dict()
+    architecture = find_architecture(peer)
+    published = {"attn_type_list": [1, 1, 1], "use_mtp": True, "num_mtp_modules": 3, "use_routing_bias": True, "sliding_window": None}
+    architecture.Config.from_dict({**peer, **published})
+    others = {"attn_type_list": [1, 0, 1], "use_routing_bias": False, "shared_intermediate_size": 64, "scoring_func": "softmax"}
+    for key, value in others.items():
+        with pytest.raises(QuantkitError, match=key):
+            architecture.Config.from_dict({**peer, key: value})
+
+
 def test_openpangu_embedded_is_llama_with_biases_of_attention() -> None:
     """By the vendor's modeling file: transformers has no class of its own for it."""
     peer = random_peer("Llama", {"attention_bias": True})
