@@ -28,7 +28,10 @@ TEMPLATE = (
 
 
 def write(path: Path, chains: list[list[str]], template: str = TEMPLATE) -> Path:
-    """A BF16 checkpoint of R1's shape. Each text of a chain is one token, and stands in one chain only."""
+    """A BF16 checkpoint of R1's shape. Each text of a chain is one token, and stands in one chain only.
+
+    Checkpoints of the same texts have the same tokens.
+    """
     said = [text for chain in chains for text in chain]
     assert len(set(said)) == len(said) < VOCAB - _WRITTEN, "a text stands in two chains, or there are too many"
     config = make_model.tiny_config(vocab_size=VOCAB, num_hidden_layers=2)
@@ -36,7 +39,7 @@ def write(path: Path, chains: list[list[str]], template: str = TEMPLATE) -> Path
     path.mkdir(parents=True, exist_ok=True)
     make_model.write_tokenizer(path, _WRITTEN)
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in said])
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in sorted(said)])
     embeddings, head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
     for chain in chains:
         ids = [tokenizer.token_to_id(text) for text in chain]

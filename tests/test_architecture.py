@@ -19,7 +19,7 @@ LEVELS = [
     {"models"},
     {"calibrate", "executor", "engines"},
     {"conversion", "quantization", "evaluation", "inspection", "costmodel"},
-    {"planning", "diagnosis"},
+    {"planning", "diagnosis", "playground"},
     {"api"},
     {"console"},
     {"cli"},

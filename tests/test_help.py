@@ -40,7 +40,7 @@ def test_help_ends_with_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
-        ("quantkit pl", {"plan"}),
+        ("quantkit pl", {"plan", "playground"}),
         ("quantkit plan tiny-r1 --scheme ", {"awq-w4a16", "rtn-w4a16", "fp4-w4a16", "int8-a8w8c16", "int4-w4a8"}),
         ("quantkit deploy out --engine vllm", {"vllm", "vllm-ascend"}),
         ("quantkit convert a b --format m", {"modelopt", "modelslim"}),

@@ -46,6 +46,11 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "serve": (
         "quantkit serve out/awq",
         "quantkit serve out/awq --port 9000 --max-model-len 8192",
+        "quantkit serve MODEL --tool-parser hermes --log-requests",
+    ),
+    "playground": (
+        "quantkit playground tiny-r1",
+        "quantkit playground tiny-r1 out/awq --port 9001",
     ),
     "kernels": (
         "quantkit kernels",
