@@ -148,7 +148,7 @@ def in_process(python: str, engine: str, path: Path, vocab: int, threads: int) -
 
 def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from quantkit.conversion import convert
-    from quantkit.evaluation.results.hardware import describe_hardware
+    from quantkit.devices import describe_hardware
     from quantkit.hub import find_model
 
     dense = write_qwen(folder / "qwen2-0.5b")

@@ -33,7 +33,7 @@ from r1_synthetic import R1, TINY, SyntheticWeights
 from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.evaluation.results.hardware import describe_hardware
+from quantkit.devices import describe_hardware
 from quantkit.evaluation.speed.engine import EngineTarget
 from quantkit.evaluation.speed.measure import measure_grid
 from quantkit.executor.cache import BLOCK_SIZE, CachePlan

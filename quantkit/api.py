@@ -4,7 +4,8 @@ A model is a directory, a built-in name (tiny-r1) or a hub id; a scheme is a nam
 times are in seconds. Every function raises QuantkitError, one line with a remedy, before any long work that its input cannot come through.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from quantkit.evaluation.results.folder import results_folder
 from quantkit.evaluation.run import run_evaluation
 from quantkit.hub import find_model
 from quantkit.inspection import Inspection, describe
+from quantkit.meter import Meter, somebody_looks
 from quantkit.planning import Plan
-from quantkit.progress import OnEvent, silent
+from quantkit.progress import Event, OnEvent, Progress, silent
 from quantkit.quantization import run as quantization
 from quantkit.quantization.memory import parse_bytes
 from quantkit.quantization.opening import read_request
@@ -44,23 +46,24 @@ def quantize(
     device: str = "auto",
     memory: str | int | None = None,
     overwrite: bool = False,
-    on_event: OnEvent = silent,
+    on_event: OnEvent | None = None,
 ) -> QuantizationReport:
     """Quantize `model` into the directory `out`, which appears when it is complete, with report.html in it.
 
     format: "auto" is the scheme's first. engine: write what this engine loads, or refuse. recipe: a name, a YAML file or a value;
     None is the scheme's own, and calibration (a file or a data set), samples (sequences), seq_len (tokens of each) and seed replace
     what it says. Where nothing is named, the text that the model ships is taken, else quantkit's own. memory: of the host, bytes or
-    "16GiB", to keep under. on_event is called with progress. A run that was stopped goes on when it is called again alike.
+    "16GiB", to keep under. on_event is called with progress; without it a notebook or an interactive session shows it. A run that was
+    stopped goes on when it is called again alike.
     """
     chosen = _scheme(scheme)
     read_request(chosen, format, engine, _recipe(recipe or chosen.name))  # before a hub model is downloaded
     source = find_model(str(model))
     settings = load_settings(source, recipe or chosen.name, calibration=calibration, samples=samples, seq_len=seq_len, seed=seed)
     limit = parse_bytes(memory) if isinstance(memory, str) else memory
-    return quantization.quantize(
-        source, Path(out), chosen, format, settings, engine=engine, device=device, memory=limit, overwrite=overwrite, on_event=on_event
-    )
+    options: dict[str, Any] = {"engine": engine, "device": device, "memory": limit, "overwrite": overwrite}
+    with _listening(f"quantizing {model}", on_event) as listen:
+        return quantization.quantize(source, Path(out), chosen, format, settings, **options, on_event=listen)
 
 
 def load_settings(
@@ -108,13 +111,15 @@ def convert(
     format: str | None = None,
     dtype: str | None = None,
     overwrite: bool = False,
-    on_event: OnEvent = silent,
+    on_event: OnEvent | None = None,
 ) -> ConversionReport:
     """Write `model` to the directory `out` in another format without calibration, or plain in `dtype` (bfloat16, float16, float32).
 
     The report says, for every part of the model, how far any stored value is from the source's. Exactly one of the two is given.
     """
-    return conversion.convert(find_model(str(model)), Path(out), format=format, dtype=dtype, overwrite=overwrite, on_event=on_event)
+    source = find_model(str(model))
+    with _listening(f"converting {model}", on_event) as listen:
+        return conversion.convert(source, Path(out), format=format, dtype=dtype, overwrite=overwrite, on_event=listen)
 
 
 def inspect(model: str | Path, *, engine: str | None = None) -> Inspection:
@@ -159,7 +164,7 @@ def evaluate(
     generation = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     folder = Path(out) if out is not None else None
     against = str(baseline) if baseline is not None else None
-    with results_folder(folder, str(model), against):
+    with results_folder(folder, str(model), against), _counting("replies") as show:
         return run_evaluation(
             str(model),
             [tasks] if isinstance(tasks, str) else list(tasks),
@@ -178,6 +183,7 @@ def evaluate(
             api_key=api_key,
             device=device,
             backend=backend,
+            progress=None if show is None else lambda p: show(f"{p.model} {p.task} {p.stage}", p.done, p.total),
         )
 
 
@@ -196,7 +202,42 @@ def perplexity(
     seq_len: tokens of the longest document; longer ones are cut into pieces. limit: the first documents only.
     """
     against = str(baseline) if baseline is not None else None
-    return measure(str(model), Path(text), baseline=against, seq_len=seq_len, limit=limit, device=device, backend=backend)
+    options: dict[str, Any] = {"seq_len": seq_len, "limit": limit, "device": device, "backend": backend}
+    with _counting(f"tokens through {model}") as show:
+        progress = None if show is None else lambda p: show(p.stage, p.done, p.total)
+        return measure(str(model), Path(text), baseline=against, progress=progress, **options)
+
+
+@contextmanager
+def _listening(name: str, on_event: OnEvent | None) -> Iterator[OnEvent]:
+    """Who is told of a quantization or conversion: the caller's function, else a line where somebody looks."""
+    if on_event is not None or not somebody_looks():
+        yield on_event or silent
+        return
+    with Meter(name) as meter:
+
+        def show(event: Event) -> None:
+            if isinstance(event, Progress):
+                meter.show(event.share, event.unit, found=event.found)
+
+        yield show
+
+
+@contextmanager
+def _counting(name: str) -> Iterator[Callable[[str, int, int], None] | None]:
+    """Who is told how many of a stage's things are done: a line for each stage where somebody looks."""
+    if not somebody_looks():
+        yield None
+        return
+    with ExitStack() as shown:
+        meters: dict[str, Meter] = {}
+
+        def show(stage: str, done: int, total: int) -> None:
+            if stage not in meters:
+                meters[stage] = shown.enter_context(Meter(f"{name}, {stage}"))
+            meters[stage].show(done / max(total, 1), f"{done:,} of {total:,}")
+
+        yield show
 
 
 def _scheme(scheme: str | Scheme) -> Scheme:

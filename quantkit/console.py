@@ -20,15 +20,18 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     ProgressColumn,
+    Task,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from quantkit.amounts import span
+from quantkit.meter import Meter
+from quantkit.progress import TimeLeft
 from quantkit.result import Result
 
 _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -78,17 +81,22 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def facts(title: str, rows: Iterable[tuple[str, str]]) -> None:
+def facts(title: str, rows: Iterable[tuple[str, str]], on: Console = out) -> None:
     """A table of names and values."""
     table = _table("", "")
     table.show_header = False
     for row in rows:
         table.add_row(*row)
-    _show(title, table)
+    _show(title, table, on)
 
 
 def show(result: Result) -> None:
     facts(result.heading, result.facts())
+
+
+def show_aside(result: Result) -> None:
+    """Beside the results, on stderr."""
+    facts(result.heading, result.facts(), err)
 
 
 def _table(*columns: str) -> Table:
@@ -99,10 +107,10 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _show(title: str, table: Table) -> None:
+def _show(title: str, table: Table, on: Console = out) -> None:
     """A title may be wider than its table."""
-    out.print(title, style="italic", soft_wrap=True)
-    out.print(table)
+    on.print(title, style="italic", soft_wrap=True)
+    on.print(table)
 
 
 def status(text: str) -> AbstractContextManager[object]:
@@ -122,53 +130,82 @@ def tell_error(problem: str, remedy: str, *, title: str = "error: ", as_json: bo
         print_json({"error": {"message": problem, "remedy": remedy}})
 
 
-def samples_bar() -> Progress:
-    """Progress over counted things, on stderr; the field `note` is free text at the end of a row."""
+def samples_bar() -> "Bars":
+    """Progress over counted things, on stderr."""
     return _bar(MofNCompleteColumn())
 
 
-def bytes_bar() -> Progress:
-    """Progress over bytes, on stderr; the field `note` is free text at the end of a row."""
+def bytes_bar() -> "Bars":
+    """Progress over bytes, on stderr."""
     return _bar(DownloadColumn())
 
 
-def _bar(amount: ProgressColumn) -> Progress:
+def _bar(amount: ProgressColumn) -> "Bars":
     name, note = (TextColumn(field, markup=False) for field in ("{task.description}", "{task.fields[note]}"))
-    return _Progress(name, BarColumn(), amount, TimeElapsedColumn(), TimeRemainingColumn(), note, console=err)
+    return Bars(name, BarColumn(), amount, TimeElapsedColumn(), _LeftColumn(), note, console=err)
 
 
-class _Progress(Progress):
-    """Appears with its first row: nothing is shown of a run that is refused."""
+class _LeftColumn(ProgressColumn):
+    """What `TimeLeft` says."""
 
-    def __enter__(self) -> "_Progress":
+    def render(self, task: Task) -> Text:
+        seconds = task.fields["left"].seconds
+        return Text("" if task.finished else "" if seconds is None else f"{span(seconds)} left", style="progress.remaining")
+
+
+class Bars(Progress):
+    """Rows of progress. They appear with the first: nothing is shown of a run that is refused. Where nobody looks at a terminal they are
+    lines, of long work alone."""
+
+    def __init__(self, *columns: ProgressColumn, console: Console) -> None:
+        super().__init__(*columns, console=console)
+        self._lines: dict[TaskID, Meter] = {}
+
+    def __enter__(self) -> "Bars":
         return self
 
-    def add_task(self, *about: Any, **more: Any) -> TaskID:
-        self.start()
-        return super().add_task(*about, **more)
+    def row(self, text: str, total: float | None, expected: float | None = None) -> TaskID:
+        """expected: seconds that the whole should take, where that is known."""
+        if self.console.is_terminal:
+            self.start()
+        task = self.add_task(text, total=total, note="", left=TimeLeft(expected))
+        if not self.console.is_terminal:
+            self._lines[task] = Meter(visible(text), expected=expected, stream=sys.stderr)
+        return task
+
+    def put(self, row: TaskID, done: float, share: float, note: str = "", *, text: str | None = None, found: bool = False) -> None:
+        """share: of the work that is done, 0 to 1, by which the time left is told; found: what was added to it was there before."""
+        if row in self._lines:
+            self._lines[row].show(share, visible(note), found=found)
+            return
+        self._tasks[row].fields["left"].at(share, found=found)
+        self.update(row, completed=done, note=note, description=text)
 
     def stop(self) -> None:
+        for meter in self._lines.values():
+            meter.__exit__(None, None, None)
+        self._lines.clear()
         if self.live.is_started:
             super().stop()
 
 
-def counts(bar: Progress) -> Callable[..., None]:
+def counts(bars: Bars) -> Callable[..., None]:
     """Shows counted things on a `samples_bar`, each in a row that appears when it is first counted."""
-    rows: dict[Hashable, Any] = {}
+    rows: dict[Hashable, TaskID] = {}
 
-    def show(key: Hashable, text: str, done: int, total: int | None, note: str = "") -> None:
+    def show(key: Hashable, text: str, done: int, total: int, note: str = "") -> None:
         if key not in rows:
-            rows[key] = bar.add_task(text, total=total, note="")
-        bar.update(rows[key], completed=done, note=note)
+            rows[key] = bars.row(text, total)
+        bars.put(rows[key], done, done / max(total, 1), note)
 
     return show
 
 
-def listener(bar: Progress) -> Callable[[Any], None]:
-    """Shows the events of a quantization or conversion on a `bytes_bar`."""
+def listener(bars: Bars, name: str, expected: float | None = None) -> Callable[[Any], None]:
+    """Shows the events of a quantization or conversion on a `bytes_bar`. name: of the work; expected: seconds that it should take."""
     from quantkit.progress import Event, Note
 
-    row: Any = None
+    row: TaskID | None = None
 
     def show(event: Event) -> None:
         nonlocal row
@@ -176,9 +213,9 @@ def listener(bar: Progress) -> Callable[[Any], None]:
             tell(event.text)
             return
         if row is None:
-            row = bar.add_task(event.phase, total=event.total_bytes, note="")
+            row = bars.row(name, event.total_bytes, expected)
         note = f"{event.unit}  error {event.error:.2e}  {event.memory / 2**30:.1f} GiB"
-        bar.update(row, description=event.phase, completed=event.done_bytes, total=event.total_bytes, note=note)
+        bars.put(row, event.done_bytes, event.share, note, text=event.phase, found=event.found)
 
     return show
 

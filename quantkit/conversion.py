@@ -131,7 +131,8 @@ def _write(plan: "_Plan", units: dict[str, list["_Item"]], writer: CheckpointWri
     changes: dict[str, Change] = {}
     done = 0
     for name, unit in units.items():
-        if writer.done(name):
+        found = writer.done(name)
+        if found:
             noted = writer.note(name)["changes"]
         else:
             tensors, facts = plan.convert(unit)
@@ -141,7 +142,18 @@ def _write(plan: "_Plan", units: dict[str, list["_Item"]], writer: CheckpointWri
             changes[key] = _joined(changes.get(key), Change(**change))
         done += sum(plan.source_bytes(item) for item in unit)
         worst = max((change.max_relative_error for change in changes.values()), default=0.0)
-        on_event(Progress("converting", unit[0].name, done, plan.total_bytes, worst, psutil.Process().memory_info().rss))
+        on_event(
+            Progress(
+                "converting",
+                unit[0].name,
+                done,
+                plan.total_bytes,
+                worst,
+                psutil.Process().memory_info().rss,
+                done / plan.total_bytes,
+                found,
+            )
+        )
     return changes
 
 

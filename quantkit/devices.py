@@ -1,7 +1,9 @@
-"""Where to compute and in what: the device and dtype that "auto" stands for on this machine."""
+"""Where to compute and in what: the device and dtype that "auto" stands for on this machine, and the machine in a line."""
 
 import importlib.util
 import os
+import platform
+from pathlib import Path
 
 import torch
 
@@ -62,6 +64,26 @@ def free_bytes(device: torch.device) -> int:
     import psutil
 
     return psutil.virtual_memory().available
+
+
+def describe_hardware(device: str = "auto") -> str:
+    """Processor, cores and memory, and the accelerator where `device` may use one."""
+    import psutil
+
+    cores, memory = os.cpu_count() or 0, psutil.virtual_memory().total / 2**30
+    host = f"{_processor()}, {cores} cores, {memory:.0f} GiB"
+    target = find_device(device)
+    if target.type == "cpu":
+        return host
+    module = torch.get_device_module(target)
+    return f"{module.device_count()} x {module.get_device_name()} ({host})"
+
+
+def _processor() -> str:
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().splitlines() if information.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "CPU implementer"))]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _has_npu() -> bool:

@@ -54,6 +54,12 @@ def find_model(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=list(_DOWNLOADED)))
 
 
+def plain_name(model: str) -> str:
+    """The last part of a path or of a hub id."""
+    path = Path(model).expanduser()
+    return path.resolve().name if path.is_dir() else path.name
+
+
 def find_local(name: str) -> Path | None:
     """Directory of a model as `find_model` gives it, where its weights are on this machine; None for a hub model whose weights are not.
 

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.amounts import size, span
+from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.remote import open_headers
 from quantkit.costmodel import Hardware, load_hardware, predict
 from quantkit.engines.memory import ParallelSizes, fit_rows
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.results.published import published_speeds
 from quantkit.models.table import Parameter
-from quantkit.quantization.cost import RATES, seconds
+from quantkit.quantization.cost import RATES, RunWork, job_work, seconds_of
 from quantkit.quantization.memory import expected_peak, parse_bytes
 from quantkit.quantization.opening import Job, open_job, read_request
 from quantkit.recipe import Recipe, load_recipe
@@ -99,6 +100,7 @@ class Plan(Result):
     host_peak: HostPeak
     disk_bytes: int
     disk_free_bytes: int
+    work: RunWork
     time: tuple[TimeEstimate, ...]
     cost_model: dict[str, Any] | None = None
 
@@ -129,38 +131,42 @@ class Plan(Result):
 
 
 def plan(
-    model: str | Path,
+    model: str | Path | Checkpoint,
     scheme: Scheme,
     format: str = "auto",
     *,
     engine: str | None = None,
     recipe: Recipe | None = None,
-    devices: str = "8x64GiB",
+    devices: str | Devices = "8x64GiB",
     samples: int | None = None,
     seq_len: int | None = None,
     context: int = 4096,
+    tokens: int | None = None,
 ) -> Plan:
     """What quantize() with the same arguments will write and need, and whether its output serves `context` tokens on `devices`.
 
-    model: a directory, a built-in name or a hub id. recipe: the scheme's own by default; samples and seq_len are set over it. devices:
-    "8x64GiB", tensor parallel over all of them, or "8x910B1" for predicted decoding times as well. Raises QuantkitError where quantize()
-    would refuse the source.
+    model: a directory, a built-in name, a hub id, or one that is open. recipe: the scheme's own by default; samples and seq_len are set
+    over it. devices: "8x64GiB", tensor parallel over all of them, or "8x910B1" for predicted decoding times as well. Raises QuantkitError
+    where quantize() would refuse the source. tokens: of the calibration text, for the time; as many as the recipe takes at most otherwise.
     """
     settings = (recipe or load_recipe(scheme.name)).with_given(samples=samples, seq_len=seq_len)
-    request, target = read_request(scheme, format, engine, settings), read_devices(devices)
-    job = open_job(request, open_headers(str(model)))
+    request = read_request(scheme, format, engine, settings)
+    target = read_devices(devices) if isinstance(devices, str) else devices
+    job = open_job(request, model if isinstance(model, Checkpoint) else open_headers(str(model)))
     rows = [(row, _written_bytes(job, row)) for row in job.rows]
-    output = sum(stored for _, stored in rows)
+    output = sum(nbytes for _, nbytes in rows)
     fits, placed = _placed(rows, job, target, context)
     peak, least = (expected_peak(job, memory)[0] for memory in (None, 0))
+    stored = sum(tensor.nbytes for tensor in job.checkpoint.tensors.values())
+    work = job_work(job, job.linears, stored + output, tokens)
     state = 2 * peak.hidden  # of the last finished layer, and of its successor while they are written
     return Plan(
         model=str(job.checkpoint.path),
         scheme=request.scheme.name,
         format=request.format,
-        source_bytes=sum(tensor.nbytes for tensor in job.checkpoint.tensors.values()),
+        source_bytes=stored,
         output_bytes=output,
-        output_bytes_without_mtp=sum(stored for row, stored in rows if not row.mtp),
+        output_bytes_without_mtp=sum(nbytes for row, nbytes in rows if not row.mtp),
         output_bytes_by_part=_by_part(rows),
         fits=fits,
         devices=placed,
@@ -169,7 +175,8 @@ def plan(
         host_peak=HostPeak(peak.process, peak.hidden, peak.work, peak.where),
         disk_bytes=output + state,
         disk_free_bytes=shutil.disk_usage(Path.cwd()).free,
-        time=_times(job, output),
+        work=work,
+        time=_times(work),
         cost_model=_predicted(job, target, context),
     )
 
@@ -240,18 +247,10 @@ def _placed(rows: list[tuple[Parameter, int]], job: Job, devices: Devices, conte
     )
 
 
-def _times(job: Job, output: int) -> tuple[TimeEstimate, ...]:
+def _times(work: RunWork) -> tuple[TimeEstimate, ...]:
     """On this machine's processor and on one H200."""
-    recipe, calibrated = job.request.recipe, bool(job.request.methods)
-    tokens = (recipe.samples + recipe.held_out) * recipe.seq_len if calibrated else 0
-    stored = sum(tensor.nbytes for tensor in job.checkpoint.tensors.values())
-    experts = len({row.expert for row in job.rows if row.expert is not None})
-    chosen = job.inventory.config.routing.num_experts_per_tok / experts if experts and calibrated else 1.0
     cores = os.cpu_count() or 1
-    return tuple(
-        TimeEstimate(rate.name, round(seconds(job.linears, tokens, chosen, stored + output, rate, cores)), rate.assumption(cores))
-        for rate in RATES
-    )
+    return tuple(TimeEstimate(rate.name, round(seconds_of(work, rate, cores)), rate.assumption(cores)) for rate in RATES)
 
 
 def _predicted(job: Job, devices: Devices, context: int) -> dict[str, Any] | None:

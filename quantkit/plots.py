@@ -1,4 +1,4 @@
-"""Axes without a display and without global state, and figures as inline SVG for self-contained pages."""
+"""Axes without a display and without global state, and figures as inline SVG for self-contained pages, in the page's own colour of text."""
 
 import io
 import re
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 OURS, THEIRS, GREY = "#1f5fa8", "#c7761a", "#888888"
@@ -24,17 +25,25 @@ def draw(width: float, height: float) -> tuple["Axes", "Plot"]:
     return axes, Plot(figure)
 
 
+def whole_ticks(axis: "Axis") -> None:
+    """Of an axis that counts: layers, experts, groups."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+
+
 class Plot:
     def __init__(self, figure: "Figure") -> None:
         self.figure = figure
 
     def svg(self) -> str:
-        """The <svg> element alone: no XML head, no fixed size, ids that cannot clash between plots of one page."""
+        """The <svg> element alone: no XML head, no fixed size, no background, ids that cannot clash between plots of one page. What is
+        black has the colour of the text around it."""
         import matplotlib
 
         text = io.StringIO()
         with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "quantkit", "font.family": "sans-serif"}):
-            self.figure.savefig(text, format="svg", metadata={"Date": None})
+            self.figure.savefig(text, format="svg", metadata={"Date": None}, transparent=True)
         body = text.getvalue()
-        body = body[body.index("<svg") :]
+        body = body[body.index("<svg") :].replace("#000000", "currentColor").replace("<svg", '<svg fill="currentColor"', 1)
         return re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", body, count=1), count=1)

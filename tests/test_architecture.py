@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 LEVELS = [
     {"errors"},
     {"amounts", "assets", "result", "schemes", "plots", "progress", "devices", "model_files"},
-    {"hub", "tokenizer", "settings_file"},
+    {"hub", "tokenizer", "settings_file", "meter"},
     {"quant", "recipe"},
     {"checkpoint", "quantkit_kernels"},
     {"models"},
@@ -21,6 +21,7 @@ LEVELS = [
     {"conversion", "quantization", "evaluation", "inspection", "costmodel"},
     {"planning", "diagnosis", "playground"},
     {"api"},
+    {"guide"},
     {"console"},
     {"cli"},
 ]

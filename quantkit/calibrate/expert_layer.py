@@ -7,6 +7,7 @@ from torch import Tensor
 from quantkit.calibrate.batches import Batches
 from quantkit.calibrate.experts import ExpertSolver, ExpertWeights, add_outputs
 from quantkit.calibrate.hidden_states import HiddenStatePair
+from quantkit.calibrate.plain_path import PlainPath
 from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.routing import Routed
 from quantkit.calibrate.scale import ScaledInput
@@ -51,8 +52,8 @@ class ExpertLayer:
             consumers += [Consumer(sample_rows(w, count), share, self.solver) for w in (weights.gate, weights.up)]
         return consumers
 
-    def run(self, sublayer: Sublayer, routed: Routed, read: ScaledInput, states: HiddenStatePair) -> None:
-        """Solve and write all experts, and add their outputs to the hidden states of both paths."""
+    def run(self, sublayer: Sublayer, routed: Routed, read: ScaledInput, states: HiddenStatePair, plain: PlainPath | None) -> None:
+        """Solve and write all experts, and add their outputs to the hidden states of both paths, and of plain rounding's."""
         self._report_routing(routed)
         solver = ExpertSolver(self.solver, routed, read, sublayer.importance, sublayer.outputs)
         if self.ranks.size > 1:
@@ -60,11 +61,14 @@ class ExpertLayer:
             for originals in self._read(mine):
                 self._rounded(solver, originals)
             self.ranks.share(self.log.store)
+        quantized = not self.model.quantized.isdisjoint(next(iter(self.experts.values())).modules)
         for originals in self._read(self.batches):
             rounded, hidden = self._rounded(solver, originals)
             self.log.tell("propagating", self._unit(next(iter(originals))))
             for expert, original in originals.items():
                 add_outputs(states, routed, expert, original, rounded[expert], read.scale, hidden.get(expert), self.solver.activation_bits)
+                if plain is not None:
+                    plain.add_expert(expert, self.experts[expert], original, self.solver if quantized else None)
                 self.log.finished(self._unit(expert))
 
     def _unit(self, expert: int) -> str:

@@ -28,7 +28,7 @@ class Findings:
     """layer -> squared distance of the two paths over the squared norm of the original"""
 
     next_token: dict[str, float] = field(default_factory=dict)
-    """of `next_token_kl.NextToken`, on held-out tokens; empty where none were held out"""
+    """of `next_token_kl.NextToken`, on held-out tokens, and plain_kl, the KL of plain rounding; empty where none were held out"""
 
     def facts(self, linears: Mapping[str, Rounded], scales: Mapping[str, Tensor]) -> dict[str, Any]:
         """What to store with one unit so that a resumed run reports the same; also taken up here."""

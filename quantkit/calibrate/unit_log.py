@@ -16,13 +16,22 @@ from quantkit.quant.weights import Weight
 
 
 class UnitLog:
-    """Of one run. units: all there are; source: tells what they weigh. findings: of the units finished so far."""
+    """Of one run. units: all there are; source: tells what they weigh; shares: of the run's expected time, by unit. findings: of the units
+    finished so far."""
 
-    def __init__(self, units: Mapping[str, Sequence[Parameter]], source: ParameterReader, store: UnitStore, on_event: OnEvent) -> None:
-        self.store, self.on_event = store, on_event
+    def __init__(
+        self,
+        units: Mapping[str, Sequence[Parameter]],
+        source: ParameterReader,
+        store: UnitStore,
+        on_event: OnEvent,
+        shares: Mapping[str, float],
+    ) -> None:
+        self.store, self.on_event, self._shares, self._share = store, on_event, shares, 0.0
         self.findings = Findings()
         self._bytes = {unit: sum(source.stored_bytes(row) for row in rows) for unit, rows in units.items()}
         self._total, self._done = sum(self._bytes.values()), 0
+        self._found: set[str] = set()
         self._process = psutil.Process()
 
     def write(
@@ -40,6 +49,7 @@ class UnitLog:
         """A finished unit's weights by module, and its unquantized tensors by name."""
         weights, plain, facts = self.store.load(unit)
         self.findings.take(facts)
+        self._found.add(unit)
         return weights, plain
 
     def enter(self, phase: str, unit: str) -> None:
@@ -47,14 +57,20 @@ class UnitLog:
         give_back()
         self.tell(phase, unit)
 
-    def tell(self, phase: str, unit: str) -> None:
+    def tell(self, phase: str, unit: str, *, found: bool = False) -> None:
         memory = self._process.memory_info().rss
-        self.on_event(Progress(phase, unit, self._done, self._total, self.findings.mean_error, memory))
+        self.on_event(Progress(phase, unit, self._done, self._total, self.findings.mean_error, memory, min(self._share, 1.0), found))
 
     def finished(self, unit: str) -> None:
         """Nothing more is to be done with the unit."""
         self._done += self._bytes[unit]
-        self.tell("done", unit)
+        self._share += self._shares.get(unit, 0.0)
+        self.tell("done", unit, found=unit in self._found)
+
+    def skip(self, unit: str) -> None:
+        """An earlier run finished the unit, and nothing is asked of it."""
+        self._found.add(unit)
+        self.finished(unit)
 
     def note(self, text: str) -> None:
         self.on_event(Note(text))

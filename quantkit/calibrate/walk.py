@@ -10,7 +10,7 @@ number of layers or experts. Hidden states at the input of each layer are saved,
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from quantkit_kernels import rms_norm
@@ -26,6 +26,7 @@ from quantkit.calibrate.mtp import mtp_states
 from quantkit.calibrate.next_token_kl import BLOCK_ROWS, JUDGED_TOKENS, compare_next_tokens
 from quantkit.calibrate.observe import Observed, observe
 from quantkit.calibrate.output_cost import ResidualStream
+from quantkit.calibrate.plain_path import PlainPath
 from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.routing import Routed
 from quantkit.calibrate.scale import ScaledInput, scale_in_effect, scale_sublayer, scaled_input
@@ -59,6 +60,7 @@ class Walk:
         self.model, self.solver, self.log, self.ranks, self.batches = model, solver, log, ranks, batches
         groups = [group for layer in model.layers for group in model.groups[layer]]
         self.residual = ResidualStream(model.weights, model.rows, groups)
+        self.plain: PlainPath | None = None
 
     @torch.inference_mode()
     def run(self, sequences: Sequences) -> Findings:
@@ -69,10 +71,15 @@ class Walk:
         first = self.model.layers[0]
         if saved is None:
             states = self._embedded(sequences)
+            begun = states.original.hidden.clone() if len(states.original.hidden) else None
         else:
             first, tensors, facts = saved
             self.log.findings = Findings(**facts)
             states = self._states(tensors["quantized"], tensors["original"], sequences)
+            begun = tensors.get("plain")  # an older run kept none
+        if begun is not None and self.ranks.leads:
+            hidden = begun.to(states.original.hidden.device)
+            self.plain = PlainPath(replace(states.original, hidden=hidden), self.model.weights, self.solver)
         for layer in self.model.layers:
             if layer >= first:
                 self._decoder_layer(layer, states)
@@ -80,6 +87,7 @@ class Walk:
                 self._skip(layer)
         if len(states.original.hidden) and self.ranks.leads:
             self._judge(states)
+        self.plain = None
         for layer in self.model.mtp_layers:
             if any(row.mtp and row.module in self.model.quantized for row in self.model.layer_rows(layer)):
                 self._layer(layer, mtp_states(self.model, layer, self.residual.norm, states, sequences))
@@ -110,6 +118,8 @@ class Walk:
         self._layer(layer, states)
         if layer + 1 in self.model.layers and self.ranks.leads:
             hidden = {"quantized": states.quantized.hidden, "original": states.original.hidden}
+            if self.plain is not None:
+                hidden["plain"] = self.plain.states.hidden
             self.log.store.save_state(layer + 1, hidden, self.log.findings.to_dict())
 
     def _layer(self, layer: int, states: HiddenStatePair) -> None:
@@ -134,7 +144,7 @@ class Walk:
         for unit, own in self.model.units.items():
             if own[0].name in rows:
                 assert self.log.store.done(unit), f"{unit} is not written, but a later layer was begun"
-                self.log.finished(unit)
+                self.log.skip(unit)
 
     def _sublayer(self, unit: str, layer: int, states: HiddenStatePair, run: Run) -> Sublayer:
         model = self.model
@@ -173,13 +183,15 @@ class Walk:
     def _walk(self, sublayer: Sublayer, states: HiddenStatePair, experts: ExpertLayer | None) -> None:
         """Solve a sublayer, or take what an earlier run wrote, and replace the hidden states by those after it."""
         unit = sublayer.name
+        if self.plain is not None:
+            self.plain.advance(sublayer)
         done = self.log.store.done(unit)
         written = self._found(sublayer, states, experts) if done else self._solved(sublayer, states, experts)
         self.log.enter("propagating", unit)
         tensors = written_tensors(sublayer, self.model.weights, written.weights, written.plain)
         advance(sublayer, tensors, states.quantized, frozenset(written.weights) if self.solver.activation_bits == 8 else frozenset())
         if experts is not None and written.routed is not None and written.read is not None:
-            experts.run(sublayer, written.routed, written.read, states)
+            experts.run(sublayer, written.routed, written.read, states, self.plain)
         self.log.finished(unit)
 
     def _solved(self, sublayer: Sublayer, states: HiddenStatePair, experts: ExpertLayer | None) -> Written:
@@ -224,13 +236,19 @@ class Walk:
     # --- the end of the stack ----------------------------------------------------------------------------------------------
 
     def _judge(self, states: HiddenStatePair) -> None:
-        """What both paths say comes next, on held-out tokens. Nothing of it is kept for a restart: it follows from the last layer."""
+        """What the paths say comes next, on held-out tokens. Nothing of it is kept for a restart: it follows from the last layer."""
         head, norm = self.residual.head, self.model.weights.dequantized(self.residual.norm)
         self.log.tell("judging", head.module)
         step = max(1, len(states.original.hidden) // JUDGED_TOKENS)
-        original, quantized = (
+        original, quantized, *plain = (
             rms_norm(hidden[::step][:JUDGED_TOKENS], norm, self.model.config.rms_norm_eps)
-            for hidden in (states.original.hidden, states.quantized.hidden[states.quantized.fitted :])
+            for hidden in (
+                states.original.hidden,
+                states.quantized.hidden[states.quantized.fitted :],
+                *(() if self.plain is None else (self.plain.states.hidden,)),
+            )
         )
-        kl = compare_next_tokens(original, quantized, self.model.weights.blocks(head, BLOCK_ROWS))
-        self.log.findings.next_token = asdict(kl)
+        found = asdict(compare_next_tokens(original, quantized, self.model.weights.blocks(head, BLOCK_ROWS)))
+        for hidden in plain:
+            found["plain_kl"] = compare_next_tokens(original, hidden, self.model.weights.blocks(head, BLOCK_ROWS)).kl
+        self.log.findings.next_token = found

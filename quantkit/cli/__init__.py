@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from quantkit import __version__
-from quantkit.cli import check, evaluate, inspect, playground, quantize, run
+from quantkit.cli import check, evaluate, go, inspect, playground, quantize, run
 from quantkit.cli.examples import epilog
 from quantkit.cli.stopping import Stopped
 from quantkit.console import tell, tell_error
@@ -31,6 +31,7 @@ app = typer.Typer(
     epilog="Any command takes --debug for the traceback of a failure.",
 )
 COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
+    ("go", go.go),
     ("quantize", quantize.quantize),
     ("plan", quantize.plan),
     ("convert", quantize.convert),

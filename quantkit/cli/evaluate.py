@@ -130,10 +130,12 @@ def bench(
     from quantkit.checkpoint.target import check_folder
     from quantkit.evaluation.results.folder import local_models
     from quantkit.evaluation.results.hardware import describe_machine
-    from quantkit.evaluation.results.published import published_speeds
+    from quantkit.evaluation.results.published import published_speeds_of
     from quantkit.evaluation.run import is_url
+    from quantkit.evaluation.speed.endpoint import EndpointTarget
     from quantkit.evaluation.speed.measure import SpeedRow, measure_grid
     from quantkit.evaluation.speed.targets import open_target
+    from quantkit.hub import plain_name
 
     lengths, users = _integers("--input-len", input_len), _integers("--concurrency", concurrency)
     longest = max(lengths) + output_len
@@ -149,9 +151,10 @@ def bench(
 
     with closing(target):
         rows = measure_grid(target, lengths, users, output_len, requests_per_slot=requests, warmup=warmup, seed=seed, on_row=show)
+    name = target.model if isinstance(target, EndpointTarget) else plain_name(model)
     machine = {"hardware": target.name} if is_url(model) else describe_machine(device)
     result: dict[str, Any] = {"target": target.name, "hardware": machine["hardware"], "machine": machine, "output_len": output_len}
-    result |= {"rows": [row.to_json() for row in rows], "published": published_speeds() if "cann" in machine else []}
+    result |= {"rows": [row.to_json() for row in rows], "published": published_speeds_of(name)}
     if out_dir:
         from quantkit.evaluation.speed.report import write_report
 

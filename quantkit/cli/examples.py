@@ -1,6 +1,11 @@
 """What `quantkit COMMAND --help` ends with: lines that work as they stand, or with a model and files of one's own in their places."""
 
 EXAMPLES: dict[str, tuple[str, ...]] = {
+    "go": (
+        "quantkit go tiny-r1 --devices cpu",
+        "quantkit go deepseek-ai/DeepSeek-R1 --devices 8x64GiB --out R1",
+        "quantkit go MODEL --devices 1xH100 --calibration text.jsonl --score --yes",
+    ),
     "quantize": (
         "quantkit quantize tiny-r1 --scheme awq-w4a16 --out out/awq",
         "quantkit quantize MODEL --scheme awq-w4a16 --engine vllm --out out/awq",

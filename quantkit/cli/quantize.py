@@ -10,7 +10,7 @@ from quantkit import console
 from quantkit.cli.options import AsJson, Device, EngineName, FormatName, Model, SchemeName, format_names
 from quantkit.cli.stopping import stoppable
 from quantkit.console import print_json
-from quantkit.hub import find_model
+from quantkit.hub import find_model, plain_name
 
 
 def quantize(
@@ -44,10 +44,15 @@ def quantize(
     read_request(chosen, format_, engine, load_recipe(recipe or scheme))  # before a hub model is downloaded
     source = find_model(model)
     settings = load_settings(source, recipe or scheme, calibration=calibration, samples=samples, seq_len=seq_len, seed=seed)
-    target = out_dir or Path(f"{source.resolve().name if Path(model).expanduser().is_dir() else Path(model).name}-{scheme}")
+    target = out_dir or Path(f"{plain_name(model)}-{scheme}")
     ceiling = parse_bytes(memory) if memory else None
     with stoppable(), console.bytes_bar() as bar:
-        options: dict[str, Any] = {"device": device, "memory": ceiling, "overwrite": overwrite, "on_event": console.listener(bar)}
+        options: dict[str, Any] = {
+            "device": device,
+            "memory": ceiling,
+            "overwrite": overwrite,
+            "on_event": console.listener(bar, "quantizing"),
+        }
         report = run_quantize(source, target, chosen, format_, settings, engine=engine, **options)
     if os.environ.get("RANK", "0") != "0":
         return
@@ -101,7 +106,9 @@ def convert(
     from quantkit.conversion import convert as run_convert
 
     with stoppable(), console.bytes_bar() as bar:
-        report = run_convert(find_model(source), target, format=format_, dtype=dtype, overwrite=overwrite, on_event=console.listener(bar))
+        report = run_convert(
+            find_model(source), target, format=format_, dtype=dtype, overwrite=overwrite, on_event=console.listener(bar, "converting")
+        )
     if report.done_already:
         console.tell(f"done already: {report.out}")
     if json_:

@@ -147,6 +147,7 @@ def deploy(
     engine: str,
     *,
     boxes: int = 1,
+    devices: int | None = None,
     layout: str | None = None,
     device: Device | None = None,
     context: int = 16384,
@@ -156,6 +157,7 @@ def deploy(
 ) -> Deployment:
     """Commands for every box, and the memory of every role.
 
+    devices: of the only box, where they are not those of the layout, which is then tensor parallel over them.
     layout: by name, such as "disaggregated-a2"; else the one of `boxes` boxes that runs prefill and decode together.
     context: tokens of the longest request. hosts: addresses of the boxes, in order of the roles, where their servers listen; one box whose
     address is not given listens on loopback. nic: their network interface.
@@ -163,6 +165,8 @@ def deploy(
     """
     recipe = _recipe(engine, device)
     chosen = _layout(recipe, boxes, layout)
+    if devices is not None:
+        chosen = _on_devices(chosen, devices)
     listen = "$ip" if hosts is not None or chosen.boxes > 1 else "127.0.0.1"
     hosts = list(hosts) if hosts is not None else [f"box{number}" for number in range(chosen.boxes)]
     if len(hosts) != chosen.boxes:
@@ -221,6 +225,16 @@ def _layout(recipe: LaunchRecipe, boxes: int, name: str | None) -> Topology:
             return layout
     there = ", ".join(f"{layout.name} ({layout.boxes})" for layout in recipe.layouts)
     raise QuantkitError(f"{recipe.engine} has no layout {name or f'of {boxes} boxes'}", f"its layouts (and boxes) are {there}")
+
+
+def _on_devices(layout: Topology, devices: int) -> Topology:
+    """A layout of one box and one tensor-parallel group, over another number of devices. Raises QuantkitError for any other layout."""
+    role = layout.roles[0]
+    if layout.boxes > 1 or role.parallel.world != role.tensor_parallel:
+        raise QuantkitError(f"{layout.name} is laid out for machines of {layout.devices_per_box} devices", "give --boxes instead")
+    summary = f"One box, tensor parallel over {devices}." if devices > 1 else "One device."
+    roles = (role.model_copy(update={"tensor_parallel": devices}),)
+    return layout.model_copy(update={"devices_per_box": devices, "roles": roles, "summary": summary})
 
 
 def _launches(

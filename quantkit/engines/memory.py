@@ -5,6 +5,7 @@ parallelism; every rank holds it whole.
 """
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from quantkit.checkpoint.reader import Checkpoint
@@ -12,7 +13,7 @@ from quantkit.engines.check import LoadProblem
 from quantkit.models.architecture import ModelConfig
 from quantkit.models.stored import read_model
 from quantkit.models.table import Parameter
-from quantkit.schemes import IntGrid
+from quantkit.schemes import Grid, IntGrid
 
 GIB = 2**30
 _CACHE_BYTES = 2  # BF16
@@ -90,21 +91,30 @@ def cache_bytes_per_token(config: ModelConfig, parallel: ParallelSizes, layers: 
 
 def check_split(checkpoint: Checkpoint, parallel: ParallelSizes) -> list[LoadProblem]:
     """Linears that do not divide over the ranks: rows by 8 where int4 is packed along them, columns by the group size."""
-    rows = read_model(checkpoint).rows
+
+    def grid(module: str) -> Grid | None:
+        linear = checkpoint.linears.get(module)
+        return None if linear is None else linear.grid
+
+    problem = find_split_problem(read_model(checkpoint).rows, grid, parallel)
+    return [] if problem is None else [problem]
+
+
+def find_split_problem(rows: Iterable[Parameter], grid: Callable[[str], Grid | None], parallel: ParallelSizes) -> LoadProblem | None:
+    """The first linear that does not divide. grid: of a module's weight, None where it is not quantized."""
     for row in rows:
         ranks = parallel.expert_ranks if row.expert is not None else parallel.tensor
         if (row.expert is not None and parallel.expert) or row.split not in ("column", "row") or ranks == 1:
             continue
-        linear = checkpoint.linears.get(row.module)
-        step = 1
-        if linear is not None and isinstance(linear.grid, IntGrid) and linear.grid.bits == 4:
-            step = 8 if row.split == "column" else (linear.grid.group_size or 1)
+        stored, step = grid(row.module), 1
+        if isinstance(stored, IntGrid) and stored.bits == 4:
+            step = 8 if row.split == "column" else (stored.group_size or 1)
         size = row.shape[0] if row.split == "column" else row.shape[1]
         if size % (ranks * step):
             what = "outputs" if row.split == "column" else "input channels"
             told = f"{row.module} has {size} {what}, which {ranks} ranks cannot share in steps of {step}"
-            return [LoadProblem("error", told, "use fewer tensor-parallel ranks, or a smaller group size")]
-    return []
+            return LoadProblem("error", told, "use fewer tensor-parallel ranks, or a smaller group size")
+    return None
 
 
 def _stored_bytes(checkpoint: Checkpoint, row: Parameter) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quantkit import __version__
+from quantkit.devices import describe_hardware
 from quantkit.errors import QuantkitError
 from quantkit.evaluation import sandbox
 from quantkit.evaluation.generators.generator import Generator, ModelReply
@@ -19,7 +20,6 @@ from quantkit.evaluation.grading.graders import Grader, find_grader, grade
 from quantkit.evaluation.grading.math_equal import MathJudge
 from quantkit.evaluation.results import store
 from quantkit.evaluation.results.figures import EvalResults, Sample, TaskResult
-from quantkit.evaluation.results.hardware import describe_hardware
 from quantkit.evaluation.statistics.baseline import Baseline, read_baseline
 from quantkit.evaluation.statistics.comparison import MARGIN, compare
 from quantkit.evaluation.tasks import data, prompts

@@ -5,12 +5,15 @@ for every input, its factorization, and GPTQ of every linear, on both sides of w
 left out: searches, steps tried, held-out errors, the cost of errors in that stream.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from quantkit.models.table import Parameter
+from quantkit.quantization.opening import Job
 
 _FORWARDS = 2
+LINEAR_SECONDS = 0.05
+"""For each linear outside of routed experts, whatever its size: searches, held-out errors, calls of small operators."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +35,38 @@ RATES = (Rate("cpu", 50e9, True, 1e9), Rate("h200", 24e12, False, 1.5e9))
 and an H200 (benchmarks/r1_shape.py)."""
 
 
-def seconds(linears: Iterable[Parameter], tokens: int, chosen: float, transferred: int, rate: Rate, cores: int) -> float:
-    """For quantizing `linears` on `tokens` tokens, of which every routed expert sees the share `chosen`; no tokens: no calibration."""
-    work = operations(linears, tokens, chosen) if tokens else 0.0
-    return work / (rate.flops * (cores if rate.per_core else 1)) + transferred / rate.disk
+@dataclass(frozen=True)
+class RunWork:
+    """What a run does: floating-point operations, bytes read and written, linears that are searched and solved one by one."""
+
+    operations: float
+    transferred: int
+    linears: int
+
+
+def work_of(linears: Sequence[Parameter], tokens: int, chosen: float, transferred: int) -> RunWork:
+    """Of quantizing `linears` on `tokens` tokens, of which every routed expert sees the share `chosen`; no tokens: no calibration."""
+    if not tokens:
+        return RunWork(0.0, transferred, 0)
+    alone = sum(row.expert is None for row in linears)  # routed experts are solved many at a time
+    return RunWork(operations(linears, tokens, chosen), transferred, alone)
+
+
+def job_work(job: Job, linears: Sequence[Parameter], transferred: int, tokens: int | None = None) -> RunWork:
+    """Of those linears of a job, and so many bytes. tokens: of the calibration text; where it is not known, as many as the recipe takes at
+    most."""
+    recipe, calibrated = job.request.recipe, bool(job.request.methods)
+    experts = len({row.expert for row in job.rows if row.expert is not None})
+    routing = job.inventory.config.routing if experts and calibrated else None
+    chosen = routing.num_experts_per_tok / experts if routing else 1.0
+    most = (recipe.samples + recipe.held_out) * recipe.seq_len
+    return work_of(linears, (tokens or most) if calibrated else 0, chosen, transferred)
+
+
+def seconds_of(work: RunWork, rate: Rate, cores: int = 1) -> float:
+    """cores: of a processor whose rate is that of one."""
+    flops = rate.flops * (cores if rate.per_core else 1)
+    return work.operations / flops + work.transferred / rate.disk + work.linears * LINEAR_SECONDS
 
 
 def operations(linears: Iterable[Parameter], tokens: int, chosen: float) -> float:

@@ -87,7 +87,7 @@ def expected_peak(job: Job, ceiling: int | None = None) -> tuple[Peak, Batches]:
 
 def calibrated_peak(work: RunSizes) -> Peak:
     """The worst moment of a calibrated run."""
-    hidden = (work.tokens + work.judged) * work.hidden_size * _FLOAT
+    hidden = (work.tokens + 2 * work.judged) * work.hidden_size * _FLOAT  # the held-out ones also of the source and of plain rounding
     moments = [(bytes_, unit) for unit, rows in work.units.items() for bytes_ in _moments(work, rows)]
     layers = {row.layer for rows in work.units.values() for row in rows if row.expert is not None}
     for layer in sorted(layer for layer in layers if layer is not None)[:1]:
@@ -148,7 +148,7 @@ def _moments(work: RunSizes, rows: list[Parameter]) -> list[int]:
     if rows[0].layer is None or rows[0].expert is not None or not linears:
         return []
     weights = _FLOAT * sum(_values(row) for row in rows)
-    asked = (work.tokens + work.judged) * work.hidden_size * _FLOAT if any(row.role == "router" for row in rows) else 0
+    asked = (work.tokens + 2 * work.judged) * work.hidden_size * _FLOAT if any(row.role == "router" for row in rows) else 0
     held = asked + _FLOAT * work.hidden_size**2  # and what an error in the residual stream costs
     readers: dict[int, list[int]] = {}  # bytes of the linears, by their input channels
     for row in linears:
@@ -177,7 +177,7 @@ def _experts_bytes(work: RunSizes, layer: int) -> int:
     batch = min(count, max(1, work.batches.expert_values // values))
     shared = sum(_values(row) for row in rows if row.block in ("mlp", "router", "shared_expert"))
     width = min(row.shape[0] for row in expert)
-    asked = (work.tokens + work.judged) * work.hidden_size * _FLOAT
+    asked = (work.tokens + 2 * work.judged) * work.hidden_size * _FLOAT
     busiest = min(work.tokens, 4 * work.tokens * work.experts_per_token // count)
     tokens = _FLOAT * busiest * (2 * work.hidden_size + 3 * width)
     squares = _FLOAT * (5 * work.hidden_size**2 + 4 * batch * width**2)

@@ -15,20 +15,25 @@ from quantkit.quantization.output import Output
 
 
 @torch.inference_mode()
-def round_units(source: ParameterReader, output: Output, solver: Solver, on_event: OnEvent, ranks: Ranks) -> Findings:
+def round_units(source: ParameterReader, output: Output, solver: Solver, on_event: OnEvent, ranks: Ranks, begun: float = 0.0) -> Findings:
     """Round every unit that is not finished, this rank's of them, and wait for the others.
 
-    Errors are of the weights themselves: there are no inputs to weigh them by.
+    begun: share of the run's time that is behind it. Errors are of the weights themselves: there are no inputs to weigh them by.
     """
     ranks.share(output)
     findings = Findings()
     total = sum(source.stored_bytes(row) for row in output.rows.values())
     done, process = 0, psutil.Process()
     for number, (unit, rows) in enumerate(output.units.items()):
-        if ranks.mine(number) and not output.done(unit):
+        found = output.done(unit)
+        if ranks.mine(number) and not found:
             _round_unit(unit, rows, source, output, solver, findings)
         done += sum(source.stored_bytes(row) for row in rows)
-        on_event(Progress("rounding", unit, done, total, findings.mean_error, process.memory_info().rss))
+        on_event(
+            Progress(
+                "rounding", unit, done, total, findings.mean_error, process.memory_info().rss, begun + (1 - begun) * done / total, found
+            )
+        )
     ranks.share(output)
     return _collected(output)
 

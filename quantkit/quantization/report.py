@@ -1,10 +1,12 @@
-"""report.json and report.html beside the weights: what was lost, where, and why. Self-contained, and the same whenever it is made.
+"""report.json and report.html beside the weights: is it good, what was lost, where, and why, and how to make it again. Self-contained.
 
-Times and memory are not in it: they differ from run to run, and the files of a resumed run are those of an undisturbed one.
+All of it follows from the run's settings, but for what stands under "run": when and where it was finished and how long it took. The files
+of a resumed run are those of an undisturbed one in all the rest.
 """
 
 import json
 import math
+import shlex
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,9 +14,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from quantkit.amounts import byte_unit, size, span
 from quantkit.calibrate.findings import Findings
 from quantkit.models.table import Parameter
-from quantkit.plots import GREY, OURS, THEIRS, draw
+from quantkit.plots import GREY, OURS, THEIRS, draw, whole_ticks
+from quantkit.quantization.verdict import judge
 
 _TEMPLATE = Path(__file__).with_name("report.html.j2")
 _WORST = 25
@@ -23,10 +27,25 @@ _COLOURS = (OURS, THEIRS, "#3d8b5f", "#8a4fa0", "#b23a48", "#4aa3b8", "#9a8b2f",
 
 
 @dataclass(frozen=True)
+class RunFacts:
+    """Of the process that finished the output. seconds: it took; found: units that earlier ones had finished."""
+
+    finished: str
+    seconds: float
+    machine: str
+    found: str = ""
+
+
+@dataclass(frozen=True)
 class Account:
-    """What a report says besides the findings. Bytes are of tensors, by part of the model. quantized_share, left: as in `Coverage`."""
+    """What a report says besides the findings. Bytes are of tensors, by part of the model. source: its directory; command: what makes the
+    output again; recipe: all its settings. quantized_share, left: as in `Coverage`. experts_left: there are routed experts, and none was
+    quantized."""
 
     model: str
+    source: str
+    command: str
+    recipe: dict[str, Any]
     scheme: str
     format: str
     version: str
@@ -37,11 +56,12 @@ class Account:
     output_bytes: dict[str, int]
     quantized_share: float
     left: dict[str, int]
+    experts_left: bool
 
 
-def report_files(account: Account, findings: Findings, rows: Iterable[Parameter]) -> dict[str, bytes]:
+def report_files(account: Account, findings: Findings, rows: Iterable[Parameter], run: RunFacts) -> dict[str, bytes]:
     """report.json and report.html. rows: the model's table."""
-    facts = summary(account, findings, rows)
+    facts = summary(account, findings, rows) | {"run": vars(run)}
     return {"report.json": (json.dumps(facts, indent=1) + "\n").encode(), "report.html": _page(facts).encode()}
 
 
@@ -52,13 +72,15 @@ def summary(account: Account, findings: Findings, rows: Iterable[Parameter]) -> 
         for layer, counts in findings.expert_tokens.items()
     }
     modules = sorted(findings.errors, key=_natural)  # several ranks find them in another order than one
+    held_out = _held_out(findings)
     return {
         **vars(account),
+        "verdict": _verdict(account, held_out),
         "mean_error": findings.mean_error,
         "errors": {module: None if math.isnan(findings.errors[module]) else findings.errors[module] for module in modules},
         "methods": {module: findings.methods[module] for module in modules},
         "error_by_layer": by_layer({module: findings.errors[module] for module in modules}, rows),
-        "held_out": _held_out(findings),
+        "held_out": held_out,
         "hidden_error": {layer: None if math.isnan(error) else error for layer, error in findings.hidden_error.items()},
         "scales": findings.scales,
         "expert_tokens": findings.expert_tokens,
@@ -76,6 +98,15 @@ def read_findings(out: Path) -> Findings:
     )
     found.next_token = {key: value for key, value in (facts["held_out"] or {}).items() if key != "expert_agree"}
     return found
+
+
+def _verdict(account: Account, held_out: dict[str, float] | None) -> dict[str, str]:
+    """Whether it is good, in a word and a sentence."""
+    if held_out is None:
+        compare = f"quantkit ppl OUT --baseline {shlex.quote(account.source)} --text FILE says how far it is"
+        told = f"Not measured: no text was held out. {compare}."
+        return {"word": "unknown", "sentence": told}
+    return vars(judge(held_out["kl"], held_out["top1_agree"], int(held_out["tokens"]), held_out.get("plain_kl")))
 
 
 def _held_out(findings: Findings) -> dict[str, float] | None:
@@ -112,7 +143,8 @@ def _page(facts: dict[str, Any]) -> str:
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"size": _size, "scientific": lambda value: "-" if value is None else f"{value:.2e}"}
+    environment.filters |= {"size": size, "span": span, "count": _count}
+    environment.filters["scientific"] = lambda value: "-" if value is None else f"{value:.2e}"
     worst = sorted(((error, module) for module, error in facts["errors"].items() if error is not None), reverse=True)[:_WORST]
     plots = {
         "errors": _error_plot(facts["error_by_layer"]) if facts["error_by_layer"] else "",
@@ -127,8 +159,12 @@ def _page(facts: dict[str, Any]) -> str:
     )
 
 
-def _size(count: float) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
+def _count(weights: int) -> str:
+    """671.0 billion, 14.0 million, 940."""
+    for scale, name in ((1e9, " billion"), (1e6, " million")):
+        if weights >= scale:
+            return f"{weights / scale:.1f}{name}"
+    return f"{weights:,}"
 
 
 def _error_plot(kinds: dict[str, dict[str, float]]) -> str:
@@ -180,21 +216,22 @@ def _scale_plot(scales: dict[str, list[float]]) -> str:
 
 
 def _size_plot(source: dict[str, int], output: dict[str, int]) -> str:
-    parts = [part for part, size in sorted(output.items(), key=lambda item: -item[1]) if size * 200 > sum(output.values())]
+    parts = [part for part, nbytes in sorted(output.items(), key=lambda item: -item[1]) if nbytes * 200 > sum(output.values())]
     axes, plot = draw(7.0, 0.7 + 0.45 * len(parts))
+    scale, unit = byte_unit(max([*source.values(), *output.values(), 1]))
     for place, part in enumerate(parts):
-        axes.barh(place - 0.18, source.get(part, 0) / 1e9, height=0.34, color=GREY, label="source" if place == 0 else None)
-        axes.barh(place + 0.18, output[part] / 1e9, height=0.34, color=OURS, label="output" if place == 0 else None)
+        axes.barh(place - 0.18, source.get(part, 0) / scale, height=0.34, color=GREY, label="source" if place == 0 else None)
+        axes.barh(place + 0.18, output[part] / scale, height=0.34, color=OURS, label="output" if place == 0 else None)
     axes.set_yticks(range(len(parts)), parts)
     axes.set_ylim(len(parts) - 0.5, -0.5)
-    _label(axes, "GB", "")
+    _label(axes, unit, "")
     axes.legend(fontsize=8, frameon=False)
     return plot.svg()
 
 
 def _label(axes: Any, x: str, y: str) -> None:
-    if x.startswith("layer"):
-        axes.xaxis.get_major_locator().set_params(integer=True)
+    if x.startswith(("layer", "experts", "groups")):
+        whole_ticks(axes.xaxis)
     axes.set_xlabel(x, fontsize=8)
     axes.set_ylabel(y, fontsize=8)
     axes.tick_params(labelsize=8)

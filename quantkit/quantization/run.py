@@ -1,8 +1,10 @@
 """quantize(): open the source, check everything, calibrate and write, account for every tensor."""
 
 import hashlib
+import shlex
 import time
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +24,16 @@ from quantkit.calibrate.walk import Walk
 from quantkit.checkpoint.manifest import made_for
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import prepare
-from quantkit.devices import find_device
+from quantkit.devices import describe_hardware, find_device
 from quantkit.progress import Note, OnEvent, peak_memory, silent
+from quantkit.quantization.cost import RATES, job_work, seconds_of
 from quantkit.quantization.coverage import Coverage
 from quantkit.quantization.memory import Peak, check_memory, expected_peak
 from quantkit.quantization.nearest import round_units
 from quantkit.quantization.opening import Job, open_job, read_request
 from quantkit.quantization.output import Output
-from quantkit.quantization.report import Account, read_findings, report_files
+from quantkit.quantization.report import Account, RunFacts, read_findings, report_files
+from quantkit.quantization.verdict import judge
 from quantkit.recipe import Recipe
 from quantkit.result import Result
 from quantkit.schemes import Scheme
@@ -61,12 +65,19 @@ class QuantizationReport(Result):
         return told | {"mean_error": self.findings.mean_error, "next_token": self.findings.next_token, "out": str(self.out)}
 
     @property
+    def _verdict(self) -> str:
+        found = self.findings.next_token
+        if not found:
+            return "not measured: no text was held out; quantkit ppl says how far it is from the source"
+        return judge(found["kl"], found["top1_agree"], int(found["tokens"]), found.get("plain_kl")).sentence
+
+    @property
     def heading(self) -> str:
         return f"{self.out} as {self.scheme}"
 
     def facts(self) -> list[tuple[str, str]]:
-        following = self.findings.next_token
         return [
+            ("verdict", self._verdict),
             ("written to", f"{self.out} ({self.format})"),
             ("size", f"{size(self.output_bytes)}, from {size(self.source_bytes)}"),
             ("quantized", str(self.coverage)),
@@ -74,7 +85,6 @@ class QuantizationReport(Result):
             ("peak memory", f"{size(self.peak_memory)}, planned {size(self.planned_memory)}"),
             ("calibration", f"{self.calibration_tokens:,} tokens"),
             ("mean output error", f"{self.findings.mean_error:.2e}"),
-            ("next token", f"KL {following['kl']:.2e}, {following['top1_agree']:.2%} the same" if following else "not compared"),
             ("report", str(self.out / "report.html")),
         ]
 
@@ -119,16 +129,20 @@ def quantize(
         on_event(Note(job.inventory.told))
     writer = output.open(out, run.fingerprint, overwrite=overwrite, rank=ranks.rank, inputs=inputs)
     with writer, writer.keeping(output.units):
+        resumed = writer.finished(output.units) if ranks.leads else ""
         if ranks.leads:
             writer.check_source()
-            if resumed := writer.finished(output.units):
+            if resumed:
                 on_event(Note(f"resuming {out}: {resumed}"))
         found = _round(run, output, ranks, on_event if ranks.leads else silent)
         if not ranks.leads:
             writer.close()
         ranks.wait()
         if ranks.leads:
-            output.finish(report_files(_account(run, output), found, job.rows))
+            seconds = time.perf_counter() - start
+            facts = RunFacts(datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), round(seconds, 1), describe_hardware(device), resumed)
+            account = _account(run, output, source, out, engine)
+            output.finish(report_files(account, found, job.rows, facts))
     return _report(run, output, out, start, found)
 
 
@@ -187,17 +201,41 @@ def _round(run: _Run, output: Output, ranks: Ranks, on_event: OnEvent) -> Findin
         return round_units(output.source, output, solver, on_event, ranks)
     quantized = {row.module for row in job.linears}
     model = SourceModel(output.source, job.inventory.architecture, job.inventory.config, job.rows, quantized)
-    log = UnitLog(model.units, output.source, output, on_event)
+    log = UnitLog(model.units, output.source, output, on_event, _shares(job))
     findings = Walk(model, solver, log, ranks, run.batches).run(run.sequences)
-    round_units(output.source, output, Solver(grid, scale_dtype, recipe, (), bits), on_event, ranks)
+    round_units(output.source, output, Solver(grid, scale_dtype, recipe, (), bits), on_event, ranks, begun=_WALKED)
     return findings
 
 
-def _account(run: _Run, output: Output) -> Account:
-    request = run.job.request
+_WALKED = 0.98
+"""Share of a calibrated run's time that is behind it when what is left has only to be rounded and copied."""
+
+
+def _shares(job: Job) -> dict[str, float]:
+    """Of a calibrated run's expected time, by unit."""
+    work = {}
+    quantized = {row.module for row in job.linears}
+    for unit, rows in job.units.items():
+        work[unit] = seconds_of(job_work(job, [row for row in rows if row.module in quantized], 0), RATES[0])
+    total = sum(work.values()) or 1.0
+    return {unit: _WALKED * seconds / total for unit, seconds in work.items()}
+
+
+def _account(run: _Run, output: Output, source: Path, out: Path, engine: str | None) -> Account:
+    request, recipe = run.job.request, run.job.request.recipe
+    named = ["--engine", engine] if engine else ["--format", request.format]
+    command = ["quantkit", "quantize", str(source), "--scheme", request.scheme.name, *named]
+    if request.methods:
+        command += ["--calibration", recipe.calibration] if recipe.calibration else []
+        command += ["--samples", str(recipe.samples), "--seq-len", str(recipe.seq_len)]
+    command += ["--seed", str(recipe.seed), "--out", str(out)]
     before, after = output.bytes_by_part()
+    experts = any(row.expert is not None for row in run.job.rows)
     return Account(
         model=run.job.checkpoint.path.name,
+        source=str(source.absolute()),
+        command=shlex.join(command),
+        recipe=recipe.model_dump(mode="json"),
         scheme=request.scheme.name,
         format=request.format,
         version=__version__,
@@ -208,6 +246,7 @@ def _account(run: _Run, output: Output) -> Account:
         output_bytes=after,
         quantized_share=run.job.coverage.share,
         left=run.job.coverage.left,
+        experts_left=experts and not any(row.expert is not None for row in run.job.linears),
     )
 
 

@@ -144,3 +144,14 @@ def test_a_split_that_does_not_divide_is_named(tmp_path: Path) -> None:
     assert check_split(checkpoint, ParallelSizes(1)) == []
     told = check_split(checkpoint, ParallelSizes(2))[0].problem
     assert "input channels, which 2 ranks cannot share in steps of 128" in told
+
+
+def test_one_box_of_fewer_devices(int8: Path) -> None:
+    """Tensor parallel over as many as there are, and what each holds is counted so."""
+    eight, two = (deploy(int8, "vllm", devices=devices) for devices in (8, 2))
+    for made, devices in ((eight, "8"), (two, "2")):
+        ((_, command),) = made.launches[0].commands
+        assert command[command.index("--tensor-parallel-size") + 1] == devices
+    assert two.memory["server"].weight_bytes > 1.5 * eight.memory["server"].weight_bytes
+    with pytest.raises(QuantkitError, match="laid out for machines of 8 devices"):
+        deploy(int8, "vllm", boxes=2, devices=4)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from quantkit.errors import QuantkitError
+from quantkit.evaluation.results.published import published_speeds_of
 from quantkit.evaluation.speed.endpoint import EndpointTarget
 from quantkit.evaluation.speed.engine import EngineTarget
 from quantkit.evaluation.speed.measure import PERCENTILES, RequestTimes, measure_grid, summarize
@@ -75,7 +76,10 @@ def test_engine_grid(tiny_checkpoint: Path) -> None:
 
 def test_report_shows_ours_and_the_published_apart(tmp_path: Path) -> None:
     rows = [summarize([RequestTimes(0, 1, 1 + c, 8, 11)], input_len, c).to_json() for input_len in (8, 64) for c in (1, 4)]
-    write_report(tmp_path / "bench", {"target": "tiny", "hardware": "this machine", "output_len": 11, "rows": rows})
+    result = {"target": "tiny", "hardware": "this machine", "output_len": 11, "rows": rows}
+    write_report(tmp_path / "alone", result | {"published": published_speeds_of("tiny")})
+    assert "Published by others" not in (tmp_path / "alone" / "bench.html").read_text()
+    write_report(tmp_path / "bench", result | {"published": published_speeds_of("DeepSeek-R1-0528-awq-w4a16")})
     page = (tmp_path / "bench" / "bench.html").read_text()
     assert page.count("<svg") == 3
     ours, _, published = page.partition("Published by others")

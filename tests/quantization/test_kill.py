@@ -14,6 +14,7 @@ import make_model
 import pytest
 import quantize_job
 import torch
+from output_files import files
 
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.errors import QuantkitError
@@ -56,10 +57,6 @@ def undisturbed(source: Path, text: Path, tmp_path_factory: pytest.TempPathFacto
     start = time.perf_counter()
     quantize_job.run(source, text, out)
     return files(out), time.perf_counter() - start
-
-
-def files(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
 
 
 def test_killed_at_random_moments_and_in_writes(

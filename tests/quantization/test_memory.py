@@ -19,7 +19,7 @@ from quantkit.schemes import find_scheme
 
 
 def planned(source: Path, scheme: str, **changes: Any) -> int:
-    return int(plan(source, find_scheme(scheme), **changes)["host_peak_bytes"])
+    return plan(source, find_scheme(scheme), **changes).host_peak_bytes
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from pathlib import Path
 import make_model
 import pytest
 import torch
+from output_files import files
 
 from quantkit.calibrate import scale
 from quantkit.calibrate.data import load_sequences
@@ -71,10 +72,6 @@ def run(
 def outputs(source: Path, text: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, QuantizationReport]:
     directory = tmp_path_factory.mktemp("outputs")
     return {scheme: run(source, directory / scheme, scheme, text) for scheme in SCHEMES}
-
-
-def files(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -8,6 +8,7 @@ import make_model
 import pytest
 import quantize_job
 import torch
+from output_files import files
 
 RANKS = 2
 
@@ -17,10 +18,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "calibration.txt"
     path.write_text("".join(map(chr, torch.randint(97, 123, (400,), generator=torch.Generator().manual_seed(0)).tolist())))
     return path
-
-
-def files(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
 
 
 def test_two_ranks_write_the_bytes_of_one(text: Path, tmp_path: Path) -> None:

@@ -4,16 +4,23 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from quantkit.calibrate.findings import Findings
 from quantkit.models.table import Block, Parameter
-from quantkit.quantization.report import Account, by_layer, kind_of, report_files
+from quantkit.quantization.report import Account, RunFacts, by_layer, kind_of, report_files
+from quantkit.quantization.verdict import judge
+from quantkit.recipe import Recipe
 
+RUN = RunFacts("2026-11-22 14:00 UTC", 252.4, "two <cores>", "3 of 9 units are done")
 ACCOUNT = Account(
     model="some-model",
+    source="/models/some-model",
+    command="quantkit quantize /models/some-model --scheme awq-w4a16",
+    recipe=Recipe(scheme="awq-w4a16").model_dump(mode="json"),
     scheme="awq-w4a16",
     format="awq",
     version="1",
@@ -24,6 +31,7 @@ ACCOUNT = Account(
     output_bytes={"routed experts": 5_000_000_000, "attention": 2_000_000_000},
     quantized_share=0.98,
     left={"model.norm.weight": 64},
+    experts_left=False,
 )
 
 
@@ -49,14 +57,14 @@ def findings() -> Findings:
         scales={f"model.layers.{layer}.mlp.gate_up": [0.5, 1.0, 4.0] for layer in range(4)},
         expert_tokens={"2": [900, 64, 63, 0], "3": [300, 300, 300, 124]},
         expert_agreement={"2": 0.99, "3": 0.97},
-        next_token={"tokens": 1024, "kl": 0.00321, "top1_agree": 0.9875},
+        next_token={"tokens": 1024, "kl": 0.00321, "top1_agree": 0.9875, "plain_kl": 0.0642},
         hidden_error={"0": 1e-4, "1": 2e-4, "2": float("nan"), "3": 4e-4},
     )
 
 
 @pytest.fixture(scope="module")
 def files() -> dict[str, bytes]:
-    return report_files(ACCOUNT, findings(), ROWS)
+    return report_files(ACCOUNT, findings(), ROWS, RUN)
 
 
 def test_json_says_everything(files: dict[str, bytes]) -> None:
@@ -66,7 +74,44 @@ def test_json_says_everything(files: dict[str, bytes]) -> None:
     assert facts["hidden_error"]["2"] is None
     assert facts["error_by_layer"]["expert down_proj"]["2"] == pytest.approx(0.02)
     assert facts["expert_tokens"] == findings().expert_tokens
-    assert facts["held_out"] == {"tokens": 1024, "kl": 0.00321, "top1_agree": 0.9875, "expert_agree": pytest.approx(0.98)}
+    assert facts["held_out"] == {
+        "tokens": 1024,
+        "kl": 0.00321,
+        "top1_agree": 0.9875,
+        "plain_kl": 0.0642,
+        "expert_agree": pytest.approx(0.98),
+    }
+    assert facts["verdict"]["word"] == "good"
+    assert "0.05 of plain rounding's 6.42e-02" in facts["verdict"]["sentence"]
+
+
+def test_the_page_says_how_it_was_made(files: dict[str, bytes]) -> None:
+    page = files["report.html"].decode()
+    for told in ("/models/some-model", ACCOUNT.command, "two &lt;cores&gt;", "4 min 12 s", "3 of 9 units are done", "seed: 0"):
+        assert told in page
+
+
+def test_experts_that_were_left_are_told() -> None:
+    page = report_files(replace(ACCOUNT, experts_left=True), findings(), ROWS, RUN)["report.html"]
+    assert b"No routed expert was quantized" in page
+    assert b"No routed expert was quantized" not in report_files(ACCOUNT, findings(), ROWS, RUN)["report.html"]
+
+
+@pytest.mark.parametrize(
+    ("kl", "plain", "word", "told"),
+    [
+        (0.002, 0.04, "good", "close to the source"),
+        (0.05, 0.4, "fair", "usable"),
+        (0.3, 4.0, "poor", "more bits"),
+        (0.002, 0.002, "fair", "no closer to the source than plain rounding"),
+        (0.002, None, "good", "close to the source"),
+        (0.0, 0.0, "good", "close to the source"),
+    ],
+)
+def test_verdicts(kl: float, plain: float | None, word: str, told: str) -> None:
+    found = judge(kl, 0.9, 1000, plain)
+    assert found.word == word
+    assert told in found.sentence
 
 
 def test_kinds_and_layers() -> None:
@@ -80,15 +125,16 @@ def test_kinds_and_layers() -> None:
 
 def test_page_is_self_contained_and_the_same_each_time(files: dict[str, bytes]) -> None:
     page = files["report.html"].decode()
-    assert report_files(ACCOUNT, findings(), ROWS) == files
+    assert report_files(ACCOUNT, findings(), ROWS, RUN) == files
     assert page.count("<svg") == 6
+    assert "#000000" not in page, "plots have the page's colour of text"
     assert not re.search(r'(src|href)="(?!#)', page)
-    assert "2 experts in 1 layers saw fewer than 64" in page
+    assert "2 experts in 1 layer saw fewer than 64" in page
 
 
 def test_a_run_without_calibration_has_a_page() -> None:
     plain = Findings(errors={"model.layers.0.self_attn.o_proj": 0.01}, methods={"model.layers.0.self_attn.o_proj": "nearest"})
-    files = report_files(ACCOUNT, plain, ROWS)
+    files = report_files(ACCOUNT, plain, ROWS, RUN)
     assert files["report.html"].count(b"<svg") == 2
     assert json.loads(files["report.json"])["held_out"] is None
     assert b"no text was held out" in files["report.html"]

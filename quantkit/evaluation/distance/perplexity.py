@@ -158,7 +158,7 @@ Report = Callable[[TextProgress], None]
 @torch.inference_mode()
 def measure(
     model: str,
-    text: Path,
+    text: Path | list[Tensor],
     *,
     baseline: str | None = None,
     seq_len: int = SEQ_LEN,
@@ -167,7 +167,7 @@ def measure(
     backend: str = "auto",
     progress: Report | None = None,
 ) -> Quality:
-    """Perplexity of `model` over the documents of `text` (.jsonl or .txt), and its distance from `baseline`.
+    """Perplexity of `model` over the documents of `text` (.jsonl, .txt, or token ids int64 [T] each), and its distance from `baseline`.
 
     seq_len: longest document in tokens. limit: the first documents only.
     Raises QuantkitError where the text is unusable or the two models do not belong together.
@@ -178,7 +178,7 @@ def measure(
         _check_same_tokens(path, base)
     tell = progress or (lambda _: None)
     with tempfile.TemporaryDirectory(prefix="quantkit-ppl-") as folder:
-        documents = read_documents(text, ChatTokenizer(path), seq_len=seq_len, limit=limit)
+        documents = text if isinstance(text, list) else read_documents(text, ChatTokenizer(path), seq_len=seq_len, limit=limit)
         passes = _passes(documents, seq_len)
         head = _run_baseline(base, passes, Path(folder), device, backend, tell) if base is not None else None
         watched = Watched(load_model(path, device=device, backend=backend))

@@ -1,25 +1,6 @@
-"""The machine in one line, for results that will be read elsewhere."""
+"""The machine with its versions, for results that will be read elsewhere."""
 
-import os
-import platform
-from pathlib import Path
-
-
-def describe_hardware(device: str = "auto") -> str:
-    """Processor, cores and memory, and the accelerator where `device` may use one."""
-    import psutil
-    import torch
-
-    from quantkit.devices import find_device
-
-    cores, memory = os.cpu_count() or 0, psutil.virtual_memory().total / 2**30
-    host = f"{_processor()}, {cores} cores, {memory:.0f} GiB"
-    target = find_device(device)
-    if target.type == "cuda":
-        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()} ({host})"
-    if target.type == "npu":
-        return f"{torch.npu.device_count()} x {torch.npu.get_device_name()} ({host})"  # type: ignore[attr-defined]
-    return host
+from quantkit.devices import describe_hardware
 
 
 def describe_machine(device: str = "auto") -> dict[str, str]:
@@ -35,10 +16,3 @@ def describe_machine(device: str = "auto") -> dict[str, str]:
 
         about |= describe(target)
     return about
-
-
-def _processor() -> str:
-    information = Path("/proc/cpuinfo")
-    lines = information.read_text().splitlines() if information.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "CPU implementer"))]
-    return names[0] if names else platform.processor() or platform.machine()

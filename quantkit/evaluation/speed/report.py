@@ -7,14 +7,23 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from quantkit import __version__, plots
-from quantkit.evaluation.results.published import speed_tables
 from quantkit.evaluation.results.store import write_atomically
 
+COLUMNS = {
+    "input_len": "input tokens",
+    "concurrency": "at a time",
+    "ttft_s": "TTFT, s",
+    "tpot_ms": "TPOT, ms",
+    "tps": "tokens/s each",
+    "system_tps": "tokens/s all",
+    "latency_s": "latency, s",
+}
+"""Columns of published figures, as the page names them."""
 _TEMPLATE = Path(__file__).with_name("report.html.j2")
 
 
 def write_report(out: Path, result: dict[str, Any]) -> None:
-    """`result` as `quantkit bench --json` prints it; `hardware` is the machine in one line."""
+    """`result` as `quantkit bench --json` prints it: `hardware` is the machine in one line, `published` what others told of this model."""
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / "bench.json", json.dumps(result, indent=1) + "\n")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -24,7 +33,7 @@ def write_report(out: Path, result: dict[str, Any]) -> None:
         _curves(result["rows"], "ttft_s", "TTFT, s (mean)"),
     ]
     page = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
-        result=result, plots=drawn, published=speed_tables(), version=__version__
+        result=result, plots=drawn, columns=COLUMNS, version=__version__
     )
     write_atomically(out / "bench.html", page)
 

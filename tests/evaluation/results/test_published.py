@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from quantkit import console
-from quantkit.evaluation.results.hardware import describe_hardware, describe_machine
-from quantkit.evaluation.results.published import accuracy_tables, published_scores, published_speeds, speed_tables
+from quantkit.devices import describe_hardware
+from quantkit.evaluation.results.hardware import describe_machine
+from quantkit.evaluation.results.published import accuracy_tables, published_scores, published_speeds, published_speeds_of, speed_tables
 
 
 def test_every_figure_has_its_source_and_hardware() -> None:
@@ -59,3 +60,19 @@ def test_speeds_stand_under_what_they_are_of(capsys: pytest.CaptureFixture[str])
 def test_the_machine_is_named_with_its_torch() -> None:
     about = describe_machine("cpu")
     assert about == {"hardware": describe_hardware("cpu"), "torch": torch.__version__}
+
+
+@pytest.mark.parametrize(
+    ("model", "count"),
+    [
+        ("DeepSeek-R1-0528", 2),
+        ("deepseek-r1-0528-awq-w4a16", 2),
+        ("deepseek-ai/DeepSeek-R1", 2),
+        ("DeepSeek-R1-Distill-Qwen-7B", 0),
+        ("DeepSeek-R1-Zero", 0),
+        ("tiny-r1", 0),
+        ("my-qwen", 0),
+    ],
+)
+def test_speeds_are_shown_beside_the_model_that_they_are_of(model: str, count: int) -> None:
+    assert len(published_speeds_of(model)) == count

@@ -1,0 +1,67 @@
+"""Plain rounding beside the calibrated path: the held-out tokens through weights that were rounded to nearest, and nothing else.
+
+It says what calibration was worth: the same tokens, grid and layers, as the scheme without its methods would have them.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from quantkit.calibrate.experts import ExpertWeights
+from quantkit.calibrate.hidden_states import HiddenStates
+from quantkit.calibrate.inputs import as_read
+from quantkit.calibrate.layer_weights import LayerWeights
+from quantkit.calibrate.parameter_reader import ParameterReader
+from quantkit.calibrate.routing import Recorder, Routed
+from quantkit.calibrate.solver import Solver
+from quantkit.calibrate.sublayer import Sublayer
+from quantkit.models.table import GatedMlp, Parameter
+
+
+@dataclass
+class PlainPath:
+    """states: of the held-out tokens, at the input of the next sublayer. solver: for all linears but routed experts; of its recipe only
+    the grid counts. routed: what the routed experts of the last sublayer are asked; None without experts."""
+
+    states: HiddenStates
+    source: ParameterReader
+    solver: Solver
+    routed: Routed | None = None
+
+    def advance(self, sublayer: Sublayer) -> None:
+        """Through this sublayer. Routed experts add their outputs afterwards."""
+        recorder = Recorder(len(self.states.hidden))
+        rounds = sublayer.quantized if self.solver.activation_bits == 8 else ()
+        block = sublayer.build(LayerWeights(self._rounded(sublayer), recorder, int8_inputs=frozenset(rounds)))
+        for batch in self.states.batches():
+            self.states.hidden[batch.part] = sublayer.run(block, self.states.hidden[batch.part], batch.lengths)
+        self.routed = recorder.routed(0, 0)
+
+    def add_expert(self, number: int, rows: GatedMlp, original: ExpertWeights, solver: Solver | None) -> None:
+        """One expert's weighted outputs. solver: on the experts' grid; None where the output does not quantize them."""
+        if self.routed is None:
+            return
+        tokens, w = self.routed.of(number)
+        if len(tokens):
+            rounded, bits = original, 16
+            if solver is not None:
+                weights = dict(zip(rows.modules, (original.gate, original.up, original.down)))
+                rounded, bits = ExpertWeights(*_nearest(weights, rows.rows, solver).values()), solver.activation_bits
+            hidden = rounded.hidden(as_read(self.routed.x[tokens], bits))
+            self.states.hidden.index_add_(0, tokens, (as_read(hidden, bits) @ rounded.down.t()).mul_(w[:, None]))
+
+    def _rounded(self, sublayer: Sublayer) -> dict[str, Tensor]:
+        """Its tensors, one read and rounded after the other."""
+        tensors = {}
+        for row in sublayer.needed:
+            tensor = self.source.dequantized(row)
+            if row.module in sublayer.quantized:
+                (tensor,) = _nearest({row.module: tensor}, (row,), self.solver).values()
+            tensors[row.name] = tensor
+        return tensors
+
+
+def _nearest(weights: dict[str, Tensor], rows: tuple[Parameter, ...], solver: Solver) -> dict[str, Tensor]:
+    """Values of the rounded weights by module, in their order."""
+    fused = {row.module: row.fused for row in rows if row.fused}
+    return {module: one.values for module, one in solver.nearest(weights, fused).items()}

@@ -1,0 +1,254 @@
+"""The steps of the whole job. Each is done once: what it found stands in go.json, and a run that was stopped goes on with the next.
+
+quantize   the checkpoint, which itself goes on from its last unit
+measure    perplexity and KL beside the source, on text that calibration did not take
+score      tasks, beside the source, where that was asked for; its replies are kept as they come
+launch     the commands that serve it
+"""
+
+import hashlib
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit import api
+from quantkit.amounts import size
+from quantkit.calibrate.data import load_sequences
+from quantkit.checkpoint.manifest import MANIFEST
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.devices import default_dtype, find_device, free_bytes
+from quantkit.engines.launch import deploy
+from quantkit.evaluation.distance.perplexity import Report as TextReport
+from quantkit.evaluation.distance.perplexity import measure
+from quantkit.evaluation.results.store import write_atomically
+from quantkit.evaluation.run import Report as EvalReport
+from quantkit.evaluation.run import run_evaluation
+from quantkit.guide.boxes import Box
+from quantkit.guide.proposal import QUANTKIT
+from quantkit.guide.record import Choice, Record
+from quantkit.hub import find_model, plain_name
+from quantkit.progress import OnEvent, silent
+from quantkit.quantization import run as quantization
+from quantkit.quantization.verdict import judge
+from quantkit.recipe import Recipe, load_recipe
+from quantkit.result import Result
+from quantkit.schemes import find_scheme
+from quantkit.tokenizer.chat import ChatTokenizer
+
+STEPS = ("quantize", "measure", "score", "launch")
+DOCUMENTS = 24
+"""That are measured on, of at most the recipe's seq_len tokens each."""
+
+
+@dataclass(frozen=True)
+class GoRequest:
+    """What a user asks for. tasks: to score; empty where nothing is to be scored, limit: problems of each. context: tokens of the
+    longest request to serve."""
+
+    model: str
+    out: Path
+    box: Box
+    context: int = 4096
+    calibration: str | None = None
+    samples: int | None = None
+    seq_len: int | None = None
+    tasks: tuple[str, ...] = ()
+    limit: int = 50
+
+    def asked(self, scheme: str | None, engine: str | None) -> dict[str, Any]:
+        """What go.json holds a later run against."""
+        return {
+            "model": self.model,
+            "devices": f"{self.box.count} x {self.box.memory_bytes} bytes ({self.box.device})",
+            "scheme": scheme,
+            "engine": engine,
+            "calibration": self.calibration,
+            "samples": self.samples,
+            "seq_len": self.seq_len,
+        }
+
+    @property
+    def scored(self) -> str:
+        return f"{self.limit} problems of {', '.join(self.tasks)}"
+
+    def recipe(self, scheme: str) -> Recipe:
+        """The scheme's, with what was given."""
+        return load_recipe(scheme).with_given(calibration=self.calibration, samples=self.samples, seq_len=self.seq_len)
+
+
+@dataclass(frozen=True)
+class Listeners:
+    """Who is told: of a step that begins or was found done, of units, of measured tokens, of replies."""
+
+    step: Callable[[str, str], None] = lambda name, text: None
+    units: OnEvent = silent
+    text: TextReport | None = None
+    replies: EvalReport | None = None
+    notice: Callable[[str], None] = lambda text: None
+
+
+@dataclass(frozen=True, repr=False)
+class Outcome(Result):
+    """What came of the job. quality, scores: as go.json has them. launch: the commands of every box, as a script."""
+
+    model: Path
+    scheme: str
+    engine: str
+    verdict: str
+    quality: dict[str, Any]
+    scores: dict[str, Any]
+    problems: tuple[str, ...]
+    launch: tuple[str, ...]
+    scripts: tuple[Path, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {**vars(self), "model": str(self.model), "scripts": [str(path) for path in self.scripts]}
+
+    @property
+    def heading(self) -> str:
+        return f"{self.model} as {self.scheme}, for {self.engine}"
+
+    def facts(self) -> list[tuple[str, str]]:
+        rows = [("verdict", self.verdict)]
+        if "ppl" in self.quality:
+            rows.append(("perplexity", f"{self.quality['ppl']:.4f}, the source's {self.quality['baseline_ppl']:.4f}"))
+        rows.append(("measured on", self.quality["on"]))
+        rows += [(name, text) for name, text in self.scores.items()]
+        rows += [("problem", text) for text in self.problems]
+        return [*rows, ("report", str(self.model / "report.html")), *(("launch", str(path)) for path in self.scripts)]
+
+
+class Job:
+    """One job in its folder. record: of that folder, which this process holds."""
+
+    def __init__(self, request: GoRequest, choice: Choice, record: Record, tell: Listeners) -> None:
+        self.request, self.choice, self.record, self.tell = request, choice, record, tell
+        self.name = f"{plain_name(request.model)}-{choice.scheme}"
+        self.target = request.out.absolute() / self.name
+
+    def run(self) -> Outcome:
+        """Every step that is not done. Raises QuantkitError as the steps do; what is done stays done."""
+        self.tell.step("download", "" if Path(self.request.model).expanduser().is_dir() else self.request.model)
+        source = find_model(self.request.model)
+        recipe = api.load_settings(source, self.request.recipe(self.choice.scheme))
+        self._quantize(source, recipe)
+        quality = self._step("measure", lambda: self._measure(source, recipe))
+        scores = self._step("score", lambda: self._score(source), self.request.scored) if self.request.tasks else {}
+        launched = self._step("launch", self._launch, f"context {self.request.context}")
+        verdict = judge(quality["kl"], quality["top1_agree"], quality["tokens"], quality.get("plain_kl"))
+        scripts = tuple(self.target.parent / name for name in launched["scripts"])
+        texts = tuple(path.read_text(encoding="utf-8") for path in scripts)
+        return Outcome(
+            self.target,
+            self.choice.scheme,
+            self.choice.engine,
+            verdict.sentence,
+            quality,
+            scores,
+            tuple(launched["problems"]),
+            texts,
+            scripts,
+        )
+
+    def _step(self, name: str, work: Callable[[], dict[str, Any]], of: str = "") -> dict[str, Any]:
+        """What the step finds, or found when it was done before. of: what else than the record's own settings it rests on."""
+        before = self.record.done(name)
+        if before is not None and before["of"] == of:
+            self.tell.step(name, f"done {self.record.when(name)}")
+            return dict(before["found"])
+        self.tell.step(name, "")
+        found = work()
+        self.record.finish(name, {"of": of, "found": found})
+        return found
+
+    def _quantize(self, source: Path, recipe: Recipe) -> None:
+        """Asked of the output itself: one that is complete is found so, one that is not goes on."""
+        self.tell.step("quantize", "")
+        engine = None if self.choice.engine == QUANTKIT else self.choice.engine
+        report = quantization.quantize(
+            source, self.target, find_scheme(self.choice.scheme), "auto", recipe, engine=engine, on_event=self.tell.units
+        )
+        made = hashlib.sha256((self.target / MANIFEST).read_bytes()).hexdigest()
+        before = self.record.done("quantize")
+        if before is not None and before["manifest"] != made:
+            self.record.undo(STEPS[1:])  # they are of another output
+        if report.done_already and before is not None:
+            self.tell.step("quantize", f"done {self.record.when('quantize')}")
+            return
+        self.record.finish("quantize", {"manifest": made, "seconds": round(report.seconds, 1), "bytes": report.output_bytes})
+
+    def _measure(self, source: Path, recipe: Recipe) -> dict[str, Any]:
+        """Both models whole where they fit in memory, one after the other; else what the run found as it went through the layers."""
+        held_out = quantization.read_findings(self.target).next_token
+        needed, there = _run_bytes(source), free_bytes(find_device("auto"))
+        if needed > there and held_out:
+            tokens = int(held_out["tokens"])
+            reason = f"the source needs {size(needed)} to run, and {size(there)} are free"
+            return dict(held_out) | {"tokens": tokens, "on": f"{tokens:,} held-out tokens, while quantizing: {reason}"}
+        documents, told = self._documents(source, recipe)
+        quality = measure(str(self.target), documents, baseline=str(source), progress=self.tell.text)
+        found = quality.to_json()
+        if "plain_kl" in held_out:  # on other tokens, so as a share
+            found["plain_kl"] = quality.kl * held_out["plain_kl"] / held_out["kl"] if quality.kl is not None and held_out["kl"] else None
+        return found | {"on": f"{quality.tokens:,} tokens of {told}"}
+
+    def _documents(self, source: Path, recipe: Recipe) -> tuple[list[Any], str]:
+        """Of the calibration text, those that the run did not take; where there are none, those that it held out."""
+        taken = recipe.samples + recipe.held_out
+        options: dict[str, Any] = {"samples": recipe.samples, "seq_len": recipe.seq_len, "seed": recipe.seed}
+        more = load_sequences(recipe.calibration, ChatTokenizer(source), held_out=recipe.held_out + DOCUMENTS, **options)
+        every = [*more.calibration, *more.held_out]
+        name = more.taken.source if more.taken is not None and recipe.calibration is None else Path(str(recipe.calibration)).name
+        if len(every) >= taken + 2:
+            return every[taken:], f"{name} that calibration did not take"
+        own = load_sequences(recipe.calibration, ChatTokenizer(source), held_out=recipe.held_out, **options)
+        return own.held_out or own.calibration, f"{name}, held out while quantizing"
+
+    def _score(self, source: Path) -> dict[str, Any]:
+        baseline = str(source) if _run_bytes(source) <= free_bytes(find_device("auto")) else None
+        results = run_evaluation(
+            str(self.target),
+            list(self.request.tasks),
+            limit=self.request.limit,
+            baseline=baseline,
+            out=self.request.out / "scores",
+            progress=self.tell.replies,
+            notice=self.tell.notice,
+        )
+        return {name: _scored(task.to_json()) for name, task in results.tasks.items()}
+
+    def _launch(self) -> dict[str, Any]:
+        """Scripts in the output folder, and what the engine has against the checkpoint."""
+        if self.choice.engine == QUANTKIT:
+            script = f"#!/bin/bash\n{shlex.join(['quantkit', 'serve', str(self.target)])}\n"
+            return {"scripts": self._written({"launch.sh": script}), "problems": []}
+        box = self.request.box
+        options: dict[str, Any] = {"boxes": box.boxes} if box.boxes > 1 else {"devices": self.choice.devices}
+        memory = box.memory_bytes / 2**30
+        made = deploy(self.target, self.choice.engine, device=box.device, context=self.request.context, memory_gib=memory, **options)
+        one = len(made.launches) == 1
+        scripts = {"launch.sh" if one else f"launch-{launch.box}.sh": launch.script() for launch in made.launches}
+        problems = [f"{found.severity}: {found.problem}; {found.remedy}" for found in made.problems]
+        return {"scripts": self._written(scripts), "problems": problems}
+
+    def _written(self, scripts: dict[str, str]) -> list[str]:
+        for name, text in scripts.items():
+            write_atomically(self.target.parent / name, text)
+        return list(scripts)
+
+
+def _run_bytes(source: Path) -> int:
+    """What the source takes in memory to run: every value in the dtype that is computed in, and a tenth for what runs through it."""
+    checkpoint, device = Checkpoint.open(source), find_device("auto")
+    values = sum(tensor.nbytes // tensor.dtype.itemsize for tensor in checkpoint.tensors.values())
+    return int(1.1 * values * default_dtype(device).itemsize)
+
+
+def _scored(task: dict[str, Any]) -> str:
+    if task["accuracy"] is None:
+        return "no reply could be scored"
+    spread = "" if task["stderr"] is None else f" ± {100 * task['stderr']:.1f}"
+    beside = "" if task["comparison"] is None else f"; {task['comparison']['sentence']}"
+    return f"{100 * task['accuracy']:.1f} %{spread} over {task['n']} problems{beside}"

@@ -1,0 +1,98 @@
+"""From a request to a proposal: plan every scheme, choose one, and refuse what cannot be done before anything is."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+
+from quantkit.amounts import size
+from quantkit.api import load_settings
+from quantkit.calibrate.data import load_sequences
+from quantkit.checkpoint.remote import open_headers
+from quantkit.errors import QuantkitError
+from quantkit.evaluation.run import prepare
+from quantkit.guide.job import GoRequest
+from quantkit.guide.pace import measure_pace
+from quantkit.guide.proposal import Candidate, Proposal, Wanted, candidates, choose_candidate
+from quantkit.hub import find_local
+from quantkit.planning import Plan
+from quantkit.quantization.cost import seconds_of
+from quantkit.tokenizer.chat import ChatTokenizer
+
+TIME_FACTOR = 2.0
+"""The time told is within this factor of what a run then takes, on a processor (docs/quantize.md says where that was seen)."""
+
+
+def propose(request: GoRequest, *, scheme: str | None = None, engine: str | None = None) -> Proposal:
+    """Raises QuantkitError where no scheme fits, or this machine has too little disk or memory to make it."""
+    _check_tasks(request)
+    checkpoint = open_headers(request.model)
+    wanted = Wanted(request.recipe, scheme, engine, request.context, _calibration_tokens(request))
+    found = candidates(checkpoint, request.box, wanted)
+    chosen, why = choose_candidate(found, request.box)
+    folder = _standing(request.out)
+    chosen = _with_disk(chosen, folder)
+    assert chosen.plan is not None
+    _check_room(chosen.plan, request.model, folder)
+    rate = measure_pace(folder)
+    return Proposal(request.model, request.box, tuple(found), chosen, why, seconds_of(chosen.plan.work, rate), TIME_FACTOR)
+
+
+def _calibration_tokens(request: GoRequest) -> int | None:
+    """Tokens of the calibration text, which is read; None where the tokenizer is not on this machine. Schemes take the same text."""
+    source = find_local(request.model)
+    if source is None:
+        return None
+    recipe = load_settings(source, request.recipe("awq-w4a16"))
+    taken = load_sequences(
+        recipe.calibration,
+        ChatTokenizer(source),
+        samples=recipe.samples,
+        held_out=recipe.held_out,
+        seq_len=recipe.seq_len,
+        seed=recipe.seed,
+    )
+    return sum(map(len, [*taken.calibration, *taken.held_out]))
+
+
+def _check_tasks(request: GoRequest) -> None:
+    """The tasks are there, with their data, and none runs programs."""
+    for name in request.tasks:
+        if prepare(name, "evalscope", None, request.limit, None, None, 0).grader.runs_code:
+            raise QuantkitError(f"{name} runs programs that the model wrote", "score it with quantkit eval --allow-code-exec")
+
+
+def _standing(path: Path) -> Path:
+    """The nearest folder above that exists."""
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.is_dir())
+
+
+def _with_disk(chosen: Candidate, folder: Path) -> Candidate:
+    assert chosen.plan is not None
+    return replace(chosen, plan=replace(chosen.plan, disk_free_bytes=shutil.disk_usage(folder).free))
+
+
+def _check_room(planned: Plan, model: str, folder: Path) -> None:
+    if planned.disk_bytes > planned.disk_free_bytes:
+        raise QuantkitError(
+            f"the output needs {size(planned.disk_bytes)} of disk and {folder} has {size(planned.disk_free_bytes)} free",
+            "free some, or give an --out on another disk",
+        )
+    if find_local(model) is None:
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        cache = _standing(Path(HF_HUB_CACHE))
+        free = shutil.disk_usage(cache).free
+        same = cache.stat().st_dev == folder.stat().st_dev
+        needed = planned.source_bytes + (planned.disk_bytes if same else 0)
+        if needed > free:
+            raise QuantkitError(
+                f"downloading {model} needs {size(needed)} of disk and {cache} has {size(free)} free", "free some, or set HF_HOME"
+            )
+    available = psutil.virtual_memory().available
+    if planned.host_least_bytes > available:
+        raise QuantkitError(
+            f"quantizing needs {size(planned.host_least_bytes)} of memory at least and {size(available)} are free",
+            "close other programs, or give fewer --samples or a shorter --seq-len",
+        )

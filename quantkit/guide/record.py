@@ -1,0 +1,93 @@
+"""go.json: what was asked for, what was chosen, and which steps are done. It is replaced whole, so that a kill leaves the last state."""
+
+import json
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from quantkit import __version__
+from quantkit.errors import QuantkitError
+from quantkit.evaluation.results.store import write_atomically
+from quantkit.model_files import read_json
+
+NAME = "go.json"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was agreed to. devices: those of the box that share the model."""
+
+    scheme: str
+    engine: str
+    devices: int
+
+
+class Record:
+    """Of one output folder. asked: everything that the outcome depends on, JSON-ready."""
+
+    def __init__(self, out: Path, asked: dict[str, Any]) -> None:
+        """Raises QuantkitError where the folder was begun for something else, or its file is damaged."""
+        self._path = out / NAME
+        found = read_json(self._path) if self._path.exists() else {}
+        if found:
+            _check_whole(self._path, found)
+        if found and _begun(out, found):
+            _check_same(self._path, found, asked)
+        elif found and found["asked"] != asked:
+            found = {}
+        self._state: dict[str, Any] = found or {"quantkit": __version__, "asked": asked, "choice": None, "steps": {}}
+
+    @property
+    def choice(self) -> Choice | None:
+        """None before it was agreed to."""
+        chosen = self._state["choice"]
+        return None if chosen is None else Choice(**chosen)
+
+    def agree(self, choice: Choice) -> None:
+        self._state["choice"] = asdict(choice)
+        self._write()
+
+    def done(self, step: str) -> dict[str, Any] | None:
+        """What a finished step found; None where it is not finished."""
+        entry: dict[str, Any] | None = self._state["steps"].get(step)
+        return None if entry is None else dict(entry["found"])
+
+    def when(self, step: str) -> str:
+        return str(self._state["steps"][step]["at"])
+
+    def finish(self, step: str, found: dict[str, Any]) -> None:
+        now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+        self._state["steps"][step] = {"at": now, "found": found}
+        self._write()
+
+    def undo(self, steps: tuple[str, ...]) -> None:
+        """They rested on something that is another now."""
+        for step in steps:
+            self._state["steps"].pop(step, None)
+        self._write()
+
+    def _write(self) -> None:
+        write_atomically(self._path, json.dumps(self._state, indent=1) + "\n")
+
+
+def _begun(out: Path, found: dict[str, Any]) -> bool:
+    """Whether there is work that another choice would lose."""
+    return bool(found["steps"]) or any(out.glob("*.partial/*"))
+
+
+def _check_whole(path: Path, found: dict[str, Any]) -> None:
+    whole = all(isinstance(found.get(key), kind) for key, kind in (("asked", dict), ("steps", dict), ("quantkit", str)))
+    if not whole or "choice" not in found:
+        raise QuantkitError(f"{path} is not as quantkit go writes it", "remove that file, and steps that are done are found again")
+
+
+def _check_same(path: Path, found: dict[str, Any], asked: dict[str, Any]) -> None:
+    other = [key for key in asked if found["asked"].get(key) != asked[key]]
+    if other:
+        before = ", ".join(f"{key} {_shown(found['asked'].get(key))}" for key in other)
+        raise QuantkitError(f"{path.parent} was begun with {before}", "give the same to go on, or another --out")
+
+
+def _shown(value: Any) -> str:
+    return "not given" if value is None else json.dumps(value) if isinstance(value, bool) else str(value)

@@ -1,0 +1,23 @@
+"""The files of a quantized checkpoint, to be compared with those of another run."""
+
+import json
+import re
+from pathlib import Path
+
+REPORTS = ("report.json", "report.html")
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    """Contents by name, but for what reports say of the run itself, when, where and for how long, and where source and output were."""
+    found = {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+    if REPORTS[0] in found:
+        facts = json.loads(found[REPORTS[0]])
+        assert facts["run"]["seconds"] >= 0
+        del facts["run"], facts["source"], facts["command"]
+        page, rows = re.subn(rb"<tr><th>(source|command|machine|finished)</th>.*?</tr>", b"", found[REPORTS[1]])
+        assert rows == 4
+        manifest = json.loads(found["manifest.json"])
+        for name in REPORTS:
+            del manifest["files"][name]
+        found |= {REPORTS[0]: json.dumps(facts).encode(), REPORTS[1]: page, "manifest.json": json.dumps(manifest).encode()}
+    return found

@@ -1,0 +1,300 @@
+"""quantkit go: what it proposes for which devices, what it refuses before work, and that every step is done once whatever stops it."""
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import make_model
+import pytest
+import r1_headers
+from commands import Answer, command
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.engines.launch import deploy
+from quantkit.errors import QuantkitError
+from quantkit.guide import job as job_module
+from quantkit.guide.boxes import Box, read_box
+from quantkit.guide.proposal import ENGINES, QUANTKIT, Wanted, candidates, choose_candidate, expected_losses
+from quantkit.guide.record import Record
+from quantkit.recipe import load_recipe
+from quantkit.schemes import SCHEMES
+
+GIB = 2**30
+SMALL = ["--samples", "4", "--seq-len", "48"]
+
+
+# --- devices -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "gib", "device"),
+    [
+        ("8x64GiB", 8, 64, "npu"),
+        ("8xh100", 8, 79, "cuda"),
+        ("16x910B4", 16, 32, "npu"),
+        ("1x24GiB", 1, 24, "cuda"),
+        ("4x80GiB", 4, 80, "cuda"),
+    ],
+)
+def test_devices_are_read(text: str, count: int, gib: int, device: str) -> None:
+    found = read_box(text)
+    assert (found.count, found.memory_bytes, found.device) == (count, gib * GIB, device)
+
+
+def test_what_this_machine_has() -> None:
+    assert read_box("cpu").device == "cpu"
+    assert read_box(None).count >= 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "8",
+        "8x",
+        "x64GiB",
+        "0x64GiB",
+        "8x64",
+        "8*64GiB",
+        "8x-1GiB",
+        "12x64GiB",
+        "8xGiB",
+        "8xV9000",
+        "-1x64GiB",
+        "2xcpu",
+        "8x0GiB",
+        "8x64gib",
+    ],
+)
+def test_bad_devices_are_one_line_with_a_remedy(text: str) -> None:
+    with pytest.raises(QuantkitError) as caught:
+        read_box(text)
+    assert caught.value.remedy
+    assert "\n" not in str(caught.value)
+
+
+# --- proposals ---------------------------------------------------------------------------------------------------------------
+
+
+def proposed(path: Path, devices: str, **asked: Any) -> tuple[str, str, int]:
+    """scheme, engine, devices"""
+    box = read_box(devices)
+    chosen, _ = choose_candidate(candidates(Checkpoint.open(path), box, Wanted(load_recipe, **asked)), box)
+    return chosen.scheme, chosen.engine, chosen.devices
+
+
+@pytest.fixture(scope="module")
+def r1(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    cut = r1_headers.r1_config(num_hidden_layers=3, first_k_dense_replace=1, n_routed_experts=64, num_nextn_predict_layers=0)
+    return r1_headers.write_headers(tmp_path_factory.mktemp("r1") / "r1", cut, shards=4)
+
+
+def test_a_box_of_each_kind(r1: Path) -> None:
+    """Three layers of R1 in FP8. Eight bits are no smaller, so an NVIDIA box gets four; an NPU reads no FP8."""
+    assert proposed(r1, "8xH100") == ("fp4-w4a16", "vllm", 8)
+    assert proposed(r1, "8x910B1") == ("int8-a8w8c16", "vllm-ascend", 8)
+    assert proposed(r1, "8x16GiB", engine="sglang")[1] == "sglang"
+    assert proposed(r1, "8xH100", scheme="awq-w4a16") == ("awq-w4a16", "vllm", 8)
+
+
+def test_eight_bits_that_do_not_fit_are_passed_over(r1: Path) -> None:
+    """On devices between what int8 and what the next scheme needs."""
+    checkpoint, wanted = Checkpoint.open(r1), Wanted(load_recipe, context=128)
+    roomy = {one.scheme: one.plan for one in candidates(checkpoint, Box(8, 64 * GIB, "npu", "8 x 64 GiB"), wanted)}
+    eight, four = roomy["int8-a8w8c16"], roomy["awq-w4a16"]
+    assert eight is not None
+    assert four is not None
+    needed = four.devices.reserve_bytes + (eight.devices.weight_bytes + four.devices.weight_bytes) / 2
+    box = Box(8, round(needed / 0.9), "npu", "8 x little")
+    chosen, why = choose_candidate(candidates(checkpoint, box, wanted), box)
+    assert chosen.scheme == "awq-w4a16"
+    assert "int8-a8w8c16 would not fit" in why
+
+
+def test_a_model_that_fits_nowhere_says_what_it_needs(r1: Path) -> None:
+    with pytest.raises(QuantkitError, match=r"no scheme fits 1 x 8 GiB.*needs \d+\.\d GB of each of 1 devices"):
+        proposed(r1, "1x8GiB")
+
+
+def test_devices_that_cannot_share_a_model_are_left_out(tiny_checkpoint: Path) -> None:
+    """256 input channels in groups of 128 are cut in two at most."""
+    assert proposed(tiny_checkpoint, "8xH100", scheme="awq-w4a16") == ("awq-w4a16", "vllm", 1)
+
+
+def test_an_architecture_that_nothing_serves_is_refused(tmp_path: Path) -> None:
+    config = make_model.tiny_config(model_type="mamba")
+    source = make_model.write_dense(tmp_path / "source", config, make_model.random_tensors(config))
+    for devices in ("8xH100", "cpu"):
+        with pytest.raises(QuantkitError, match="mamba"):
+            proposed(source, devices)
+
+
+def test_engines_have_launches_and_schemes_have_expected_losses() -> None:
+    for device, engines in ENGINES.items():
+        for engine in engines:
+            if engine != QUANTKIT:
+                with pytest.raises(QuantkitError, match=r"no layout|has no"):
+                    deploy(Path("nowhere"), engine, layout="none", device=device)
+    assert expected_losses().keys() == SCHEMES.keys()
+
+
+# --- the job -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def here(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    words = ["the", "one", "who", "asks", "is", "told", "what", "many", "have", "found"]
+    lines = (json.dumps({"text": " ".join(words[(i * 7 + j) % len(words)] for j in range(30))}) for i in range(60))
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_terminal() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def go(model: Path, *more: str) -> Answer:
+    return command("go", str(model), "--calibration", "text.jsonl", "--out", "out", "--yes", "--devices", "2xH100", *SMALL, *more)
+
+
+def test_the_whole_job(tiny_checkpoint: Path, here: Path) -> None:
+    said = go(tiny_checkpoint, "--score", "--limit", "1", "--json")
+    assert said.code == 0, said
+    made = said.json
+    assert made["quality"]["kl"] > 0
+    assert made["quality"]["baseline_ppl"] > 1
+    assert "that calibration did not take" in made["quality"]["on"]
+    assert "tiny-math" in made["scores"]
+    assert made["verdict"].split(":")[0] in ("Good", "Fair", "Poor")
+    assert Checkpoint.open(Path(made["model"])).scheme is SCHEMES[made["scheme"]]
+    assert f"vllm serve {made['model']} " in made["launch"][0]
+    assert made["launch"][0] == (here / "out" / "launch.sh").read_text()
+    before = {path: path.stat().st_mtime_ns for path in (here / "out").rglob("*.safetensors")}
+    again = go(tiny_checkpoint, "--score", "--limit", "1", "--json")
+    assert again.json == made
+    assert all(f"{step}: done" in again.err for step in ("quantizing", "measuring beside the source", "scoring", "launch")), again.err
+    assert {path: path.stat().st_mtime_ns for path in (here / "out").rglob("*.safetensors")} == before
+    other = go(tiny_checkpoint, "--scheme", "awq-w4a16")
+    assert (other.code, other.errors) == (1, 1)
+    assert "was begun with scheme not given; give the same to go on, or another --out" in other.error
+
+
+@pytest.mark.parametrize("step", ["quantize", "measure", "launch", "a unit"])
+def test_stopped_anywhere_it_goes_on(tiny_checkpoint: Path, here: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """Just before a step is entered as done, and within quantizing. Nothing that was entered is done again."""
+    with monkeypatch.context() as patch:
+        if step == "a unit":
+            stop_after_units(patch, 5)
+        else:
+            stop_before_entering(patch, step)
+        said = go(tiny_checkpoint)
+    assert said.code == 130, said
+    assert "this goes on: quantkit go " in said.err
+    assert not list((here / "out").glob("go.json.*"))
+    entered = list(json.loads((here / "out" / "go.json").read_text())["steps"])
+    begun: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(job_module, "measure", counted(job_module.measure, begun, "measure"))
+        said = go(tiny_checkpoint)
+    assert said.code == 0, said
+    assert "going on in out" in said.err
+    assert ("measure" in begun) == ("measure" not in entered)
+    if step == "a unit":
+        assert "5 of" in said.err
+    elif step != "quantize":
+        assert "quantizing: done" in said.err
+    assert list(json.loads((here / "out" / "go.json").read_text())["steps"]) == ["quantize", "measure", "launch"]
+
+
+def stop_before_entering(patch: pytest.MonkeyPatch, step: str) -> None:
+    original = Record.finish
+
+    def finish(self: Record, name: str, found: dict[str, Any]) -> None:
+        if name == step:
+            os.kill(os.getpid(), signal.SIGINT)
+        original(self, name, found)
+
+    patch.setattr(Record, "finish", finish)
+
+
+def stop_after_units(patch: pytest.MonkeyPatch, count: int) -> None:
+    original, seen = CheckpointWriter.write, 0
+
+    def write(self: CheckpointWriter, *rest: Any) -> None:
+        nonlocal seen
+        original(self, *rest)
+        seen += 1
+        if seen == count:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    patch.setattr(CheckpointWriter, "write", write)
+
+
+def counted(function: Any, begun: list[str], name: str) -> Any:
+    def call(*given: Any, **options: Any) -> Any:
+        begun.append(name)
+        return function(*given, **options)
+
+    return call
+
+
+def test_refused_before_work(tiny_checkpoint: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line each, and nothing is left behind."""
+    model, faults = (
+        str(tiny_checkpoint),
+        {
+            ("--devices", "8*64", "--yes"): "devices '8*64' make no sense",
+            ("--devices", "1x4GiB", "--yes"): "no scheme fits",
+            ("--devices", "cpu"): "no terminal to ask on; give --yes",
+            ("--scheme", "w3", "--yes"): "scheme 'w3' is not known",
+            ("--engine", "tgi", "--yes"): "engine 'tgi' is not known",
+            ("--devices", "cpu", "--engine", "vllm-ascend", "--yes"): "vllm-ascend is not launched on",
+            ("--score", "--tasks", "chess", "--yes"): "chess",
+            ("--score", "--tasks", "humaneval", "--yes"): "humaneval",
+        },
+    )
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: False))
+    for arguments, told in faults.items():
+        said = command("go", model, "--out", "out", "--calibration", "text.jsonl", *arguments)
+        assert (said.code, said.errors) == (1, 1), said
+        assert told in said.error
+        assert not (here / "out").exists(), arguments
+
+
+def test_a_disk_that_is_too_small(tiny_checkpoint: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(here)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    said = go(tiny_checkpoint)
+    assert (said.code, said.errors) == (1, 1)
+    assert "of disk and" in said.error
+    assert "has 1.00 kB free; free some, or give an --out on another disk" in said.error
+    assert not (here / "out").exists()
+
+
+def test_a_damaged_record_is_named(tiny_checkpoint: Path, here: Path) -> None:
+    (here / "out").mkdir()
+    for text in ("{", "[]", '{"asked": {}}'):
+        (here / "out" / "go.json").write_text(text)
+        said = go(tiny_checkpoint)
+        assert (said.code, said.errors) == (1, 1)
+        assert "go.json" in said.error
+
+
+def test_it_asks(tiny_checkpoint: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True, readline=lambda: "n\n"))
+    monkeypatch.setattr("builtins.input", lambda: "n")
+    said = command("go", str(tiny_checkpoint), "--calibration", "text.jsonl", "--out", "out", "--devices", "cpu", *SMALL)
+    assert said.code == 1
+    assert "loss to expect" in said.err
+    assert "error: not begun" in said.err
+    assert not (here / "out").exists()
