@@ -46,7 +46,7 @@ class Config(gqa.Config):
             routing=routing,
             mixture=MIXTURE,
             shared_width=check_count("moe_intermediate_size", values.get("moe_intermediate_size")) * fields["n_shared_experts"],
-            dense_layers=frozenset(range(fields["first_k_dense_replace"])),
+            dense_layers=frozenset(range(min(fields["first_k_dense_replace"], values["num_hidden_layers"]))),
             num_nextn_predict_layers=fields.get("num_nextn_predict_layers", 0),
         )
 

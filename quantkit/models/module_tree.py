@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_MOST_LAYERS = 1000
-"""Of a model that is built."""
+_MOST = {"num_hidden_layers": 1000} | dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 10_000)
+"""Of the modules of a model that is built."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,21 @@ def read_tree(config: Mapping[str, Any]) -> ModuleTree:
 
     if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
         return ModuleTree(None, f"transformers {transformers.__version__} does not know {model_type!r}")
-    layers = config.get("num_hidden_layers", 0)
-    if not isinstance(layers, int) or layers > _MOST_LAYERS:
-        return ModuleTree(None, f"num_hidden_layers = {layers!r:.40}")
+    for key, value in _counts(config):
+        if not isinstance(value, int) or value > _MOST[key]:
+            return ModuleTree(None, f"config.json has {key} = {value!r:.40}")
     try:
         model = _build(transformers, dict(config))
         return ModuleTree(frozenset(_published(model, _linears(model))))
     except Exception as fault:  # whatever a config makes of transformers' classes
         return ModuleTree(None, f"transformers {transformers.__version__} does not build it ({type(fault).__name__}: {fault!s:.80})")
+
+
+def _counts(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What config.json says of the numbers in _MOST, those of its text model included."""
+    text = config.get("text_config")
+    for part in (config, text) if isinstance(text, dict) else (config,):
+        yield from ((key, part[key]) for key in _MOST if part.get(key) is not None)
 
 
 def _build(transformers: Any, config: dict[str, Any]) -> nn.Module:

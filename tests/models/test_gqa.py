@@ -72,6 +72,12 @@ def test_fields_that_config_json_leaves_out_are_those_of_transformers(kind: str)
     assert (ours.rope.theta, ours.head_dim, ours.tie_word_embeddings) == (10000.0, heads, False)
 
 
+def test_more_dense_layers_than_layers_are_all_of_them() -> None:
+    config = random_peer(*CASES["glm4_moe"]).config.to_dict() | {"first_k_dense_replace": 2**31 - 1}
+    made = find_architecture(config).Config.from_dict(config)
+    assert not any(made.is_moe(layer) for layer in range(made.num_hidden_layers))
+
+
 def test_a_minimax_of_another_kind_is_refused() -> None:
     peer = random_peer(*CASES["minimax_m2"]).config.to_dict()
     architecture = find_architecture(peer)

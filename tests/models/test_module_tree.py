@@ -51,6 +51,7 @@ def test_where_there_is_no_tree_it_says_why() -> None:
     assert "does not know 'never'" in read_tree({"model_type": "never"}).why
     assert "does not build it" in read_tree({"model_type": "llama", **SHARED, "num_attention_heads": "four"}).why
     assert "num_hidden_layers" in read_tree({"model_type": "llama", "num_hidden_layers": 10**9}).why
+    assert "num_experts" in read_tree({"model_type": "llava", "text_config": {"model_type": "olmoe", "num_experts": 10**9}}).why
 
 
 def written(path: Path, kind: str, extra: dict[str, Any]) -> Path:

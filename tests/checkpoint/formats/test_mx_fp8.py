@@ -10,7 +10,7 @@ from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
 from compressed_tensors.compressors.mxfp8.base import MXFP8QuantizationCompressor
 from compressed_tensors.compressors.naive_quantized.base import FloatQuantizationCompressor
 from compressed_tensors.quantization.quant_scheme import QuantizationScheme, preset_name_to_scheme
-from make_model import random_tensors, tiny_config
+from make_model import is_fp8, random_tensors, tiny_config, write_dense
 from packed_model import write_packed
 from safetensors.torch import save_file
 from torch import Tensor
@@ -24,7 +24,9 @@ from quantkit.models.context import CausalContext
 from quantkit.quant.mxfp4 import is_nvfp4, to_nvfp4
 from quantkit.quant.rounding import Mxfp4Rounder, round_to_nearest
 from quantkit.quant.weights import Mxfp4Weight, dequantize
-from quantkit.schemes import Mxfp4Grid
+from quantkit.quantization.run import quantize
+from quantkit.recipe import Recipe
+from quantkit.schemes import SCHEMES, Mxfp4Grid
 
 ROWS, COLUMNS = 160, 320  # blocks of 128 are partial at both edges
 MODULE = "model.layers.0.self_attn.q_proj"
@@ -109,6 +111,35 @@ def test_modelopt_fp8(tmp_path: Path, algorithm: str) -> None:
     powers = (exponent.float() - 127).exp2().repeat_interleave(32, 1)
     full = powers if algorithm == "MXFP8" else scale[:, None] if scale.dim() else scale
     assert torch.equal(dequantize(checkpoint.weight(MODULE)), codes.float() * full)
+
+
+def test_fp8_per_channel_is_a_source_to_quantize(tmp_path: Path) -> None:
+    """To the same bytes as the weights that it stands for."""
+    config = tiny_config(num_hidden_layers=1, num_nextn_predict_layers=0, first_k_dense_replace=1)
+    packed, plain = {}, {}
+    for name, tensor in random_tensors(config).items():
+        packed[name] = plain[name] = tensor
+        if is_fp8(name):
+            scale = tensor.float().abs().amax(1, keepdim=True) / 448
+            codes = (tensor.float() / scale).to(torch.float8_e4m3fn)
+            packed |= {name: codes, f"{name}_scale": scale}
+            plain[name] = codes.float() * scale
+    args = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+    block = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"g": {"weights": args}},
+        "ignore": ["lm_head"],
+    }
+    outputs = []
+    for kind, tensors in (("fp8", packed), ("plain", plain)):
+        source = write_dense(tmp_path / kind, {**config, **({"quantization_config": block} if kind == "fp8" else {})}, tensors)
+        report = quantize(source, tmp_path / f"{kind}-out", SCHEMES["rtn-w4a16"], "auto", Recipe(scheme="rtn-w4a16"), device="cpu")
+        outputs.append(Checkpoint.open(report.out))
+    one, other = outputs
+    assert set(one.linears) == set(other.linears) != set()
+    for module in one.linears:
+        assert all(torch.equal(one.read(name), other.read(name)) for name in one.parts(module)), module
 
 
 def test_fp8_that_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
