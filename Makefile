@@ -70,6 +70,7 @@ test-packers: .venv-packers/stamp
 
 test-evalscope: $(VENV)/run.stamp .venv-evalscope/stamp
 	PYTHONPATH=. .venv-evalscope/bin/python tests/judges/evalscope_parity.py
+	PYTHONPATH=. .venv-evalscope/bin/python tests/judges/style_agreement.py evalscope
 	$(BIN)/python tests/judges/evalscope_perf.py --evalscope .venv-evalscope/bin/evalscope
 
 .venv-evalscope/stamp:
@@ -79,11 +80,15 @@ test-evalscope: $(VENV)/run.stamp .venv-evalscope/stamp
 
 test-lm-eval: $(VENV)/test.stamp .venv-lm-eval/stamp
 	PYTHONPATH=. .venv-lm-eval/bin/python tests/judges/lm_eval_parity.py
+	PYTHONPATH=. .venv-lm-eval/bin/python tests/judges/style_agreement.py lm-eval
+	PYTHONPATH=. .venv-lm-eval/bin/python tests/judges/ifeval_agreement.py --nltk .venv-lm-eval/nltk
 	$(BIN)/python tests/judges/lm_eval_loglikelihood.py --lm-eval .venv-lm-eval/bin/lm_eval
 
 .venv-lm-eval/stamp: Makefile
 	$(PYTHON) -m venv .venv-lm-eval
-	.venv-lm-eval/bin/pip install --quiet 'lm-eval[api]==0.4.13' transformers pydantic 'math-verify==0.9.*' antlr4-python3-runtime==4.13.2
+	.venv-lm-eval/bin/pip install --quiet 'lm-eval[api]==0.4.13' transformers pydantic 'math-verify==0.9.*' antlr4-python3-runtime==4.13.2 langdetect==1.0.9 immutabledict nltk
+	.venv-lm-eval/bin/pip download --quiet --no-deps --dest .venv-lm-eval/punkt llama-index-core==0.14.25  # it carries NLTK's punkt_tab
+	$(PYTHON) tests/judges/punkt.py .venv-lm-eval/punkt/*.whl .venv-lm-eval/nltk
 	touch $@
 
 test-clients: $(VENV)/test.stamp .venv-clients/stamp

@@ -12,7 +12,7 @@ from typing import Any
 
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.generators.generator import ModelReply
-from quantkit.evaluation.grading import answers, choices, expressions, programs, reasoning
+from quantkit.evaluation.grading import answers, choices, expressions, instructions, programs, reasoning
 from quantkit.evaluation.grading.math_equal import MathJudge
 from quantkit.evaluation.grading.quantities import canonical
 from quantkit.evaluation.grading.values import read_value
@@ -23,13 +23,15 @@ from quantkit.evaluation.tasks.problems import Grade, Problem
 class Grader:
     """`gold` reads the right answer from a row's fields; `read` grades the text after the reasoning (second argument: was it cut short?).
 
-    `votes`: answers can be compared, so a majority over repeats means something. `runs_code`: needs consent.
+    `votes`: answers can be compared, so a majority over repeats means something. `runs_code`: needs consent. `measured`: its grades have
+    measures, also for a reply without an answer.
     """
 
     gold: Callable[[dict[str, Any]], str]
     read: Callable[[Problem, str, bool, MathJudge], Grade]
     votes: bool = True
     runs_code: bool = False
+    measured: bool = False
 
 
 def grade(grader: Grader, problem: Problem, completion: ModelReply, thinking_expected: bool, judge: MathJudge) -> Grade:
@@ -37,7 +39,8 @@ def grade(grader: Grader, problem: Problem, completion: ModelReply, thinking_exp
         return Grade("error", detail=completion.error)
     reply = reasoning.split(completion, thinking_expected)
     if not reply.finished:
-        return Grade("unfinished")
+        measures = grader.read(problem, "", False, judge).measures if grader.measured else {}
+        return Grade("unfinished", measures=measures)
     return grader.read(problem, reply.answer, completion.finish_reason == "length", judge)
 
 
@@ -150,6 +153,18 @@ def _read_retrieval(problem: Problem, text: str, cut: bool, judge: MathJudge) ->
     )
 
 
+def _read_instructions(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
+    """IFEval: right if every instruction is followed, strictly; the loose reading and the single instructions are measures beside it."""
+    ids = problem.fields["instructions"]
+    given = [{name: value for name, value in one.items() if value is not None} for one in problem.fields["parameters"]]
+    strict, loose = (instructions.followed(text, ids, given, loose=loose) for loose in (False, True))
+    measures = {"prompt_strict": (int(all(strict)), 1), "prompt_loose": (int(all(loose)), 1)}
+    measures |= {"instruction_strict": (sum(strict), len(ids)), "instruction_loose": (sum(loose), len(ids))}
+    missed = ", ".join(name for name, follows in zip(ids, strict) if not follows)
+    reason = "right" if all(strict) else "wrong" if text.strip() else "no-answer"
+    return Grade(reason, all(strict), all(strict), detail=f"not followed: {missed}" if missed else "", measures=measures)
+
+
 def _read_gsm8k_filters(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
     """lm-evaluation-harness' two filters for gsm8k: the first `#### N`, and the last thing that looks like a number; compared as text."""
     gold = _as_lm_eval_compares(str(problem.fields["answer"]))
@@ -183,6 +198,7 @@ GRADERS: dict[str, Grader] = {
     "number": Grader(_number_gold, _read_number),
     "expression": Grader(lambda fields: str(fields["answer"]).strip(), _read_expression),
     "choice": Grader(_choice_gold, _read_choice),
+    "instructions": Grader(instructions.check_row, _read_instructions, votes=False, measured=True),
     "short": Grader(lambda fields: str(fields["answer"]).strip(), _read_short),
     "retrieval": Grader(lambda fields: str(fields["answer"]), _read_retrieval),
     "gsm8k-filters": Grader(_number_gold, _read_gsm8k_filters),

@@ -145,6 +145,7 @@ class TaskResult:
             "correct": int(sum(sum(row) for row in scores)),
             "per_repeat": self._per_repeat(),
             "groups": self._groups(),
+            "measures": self._measures(),
             "pass_at_k": {str(k): _finite(statistics.pass_at_k(scores, k)) for k in _powers(repeats)},
             "majority": self._majority() if self.votes and repeats > 1 else None,
             "reasons": dict(Counter(sample.grade.reason for sample in self.samples).most_common()),
@@ -156,6 +157,11 @@ class TaskResult:
             "warnings": self.warnings(),
             "comparison": self.comparison.to_json() if self.comparison else None,
         }
+
+    def _measures(self) -> dict[str, float]:
+        """The task's other scores: points over all replies, as a share of what they could have had."""
+        rows = [sample.grade.measures for sample in self.graded]
+        return {name: sum(row[name][0] for row in rows) / sum(row[name][1] for row in rows) for name in (rows[0] if rows else {})}
 
     def _groups(self) -> dict[str, dict[str, float]]:
         """Accuracy and number of problems by subject, where the task has several."""

@@ -1,6 +1,6 @@
 """A problem as the graders see it, and a grade as everything after them sees it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 # Reason code -> what it means. The first group counts as right.
@@ -36,13 +36,17 @@ class Problem:
 
 @dataclass(frozen=True)
 class Grade:
-    """Verdict on one reply. `correct` is the flexible reading, `strict` wants the answer where the prompt asked for it."""
+    """Verdict on one reply. `correct` is the flexible reading, `strict` wants the answer where the prompt asked for it.
+
+    `measures`: other scores of a task by name, as (points, of how many); they are summed over replies.
+    """
 
     reason: str
     correct: bool = False
     strict: bool = False
     answer: str | None = None
     detail: str = ""
+    measures: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def excluded(self) -> bool:

@@ -6,7 +6,19 @@ from quantkit.errors import QuantkitError
 from quantkit.evaluation.grading.graders import find_grader
 from quantkit.evaluation.tasks.definitions import find_setting, find_task, protocols, task_names
 
-TASKS = ["aime24", "aime25", "bbh", "ceval", "cmmlu", "gpqa_diamond", "gsm8k", "humaneval", "live_code_bench", "live_code_bench_v5"]
+TASKS = [
+    "aime24",
+    "aime25",
+    "bbh",
+    "ceval",
+    "cmmlu",
+    "gpqa_diamond",
+    "gsm8k",
+    "humaneval",
+    "ifeval",
+    "live_code_bench",
+    "live_code_bench_v5",
+]
 TASKS += ["live_code_bench_v6", "math_500", "mmlu", "mmlu_pro", "tiny-math"]
 
 
