@@ -10,7 +10,7 @@ Grammars come with requests: their size, their depth and the work of a step are 
 
 import json
 import threading
-from functools import lru_cache
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ MAX_DEPTH = 64
 SPACES = {"whitespace_pattern": "[\\x20\\x0A]{1,24}"}
 """White space between the parts of JSON: enough to indent it, and not without end. As options of llguidance's JSON grammars."""
 
-_KEPT = 16
+_KEPT = 32
 """Compiled grammars that are kept for requests to come."""
 _LEXER_STATES, _GRAMMAR_SYMBOLS = 20_000, 100_000
 """Of a grammar at most; a state takes 1 to 2 kB."""
@@ -44,13 +44,20 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, sorted(eos_ids)
         self._lock = threading.Lock()
-        self._matcher = lru_cache(maxsize=_KEPT)(self._compiled)
+        self._matchers: OrderedDict[str, Any] = OrderedDict()
         self._vocabulary: Any = None
 
     def guide(self, grammar: str, after: int | None) -> "Guide":
         """Follows one answer. Raises QuantkitError for what is no grammar or asks for too much."""
         with self._lock:
-            matcher = self._matcher(grammar)
+            matcher = self._matchers.get(grammar)
+        if matcher is None:  # compiled without the lock: who asks for a known one must not wait
+            matcher = self._compiled(grammar)
+        with self._lock:
+            self._matchers[grammar] = matcher
+            self._matchers.move_to_end(grammar)
+            if len(self._matchers) > _KEPT:
+                self._matchers.popitem(last=False)
         return Guide(matcher.deep_copy(), self._vocab_size, after)
 
     def _compiled(self, grammar: str) -> Any:
@@ -58,13 +65,19 @@ class Grammars:
         if len(grammar) > MAX_GRAMMAR:
             raise QuantkitError(f"the grammar has {len(grammar)} characters", f"give at most {MAX_GRAMMAR}")
         if self._vocabulary is None:
-            size = max(self._vocab_size, self._tokenizer.get_vocab_size())
-            self._vocabulary = library.LLTokenizer(self._tokenizer.to_str(), n_vocab=size, eos_token=self._eos_ids)
+            self._vocabulary = self._read_vocabulary(library)
         limits = library.LLParserLimits(max_lexer_states=_LEXER_STATES, max_grammar_size=_GRAMMAR_SYMBOLS, verbose_errors=False)
         matcher = library.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise QuantkitError(f"the grammar cannot be used: {matcher.get_error()[:300]}", _REMEDY)
         return matcher
+
+    def _read_vocabulary(self, library: Any) -> Any:
+        size = max(self._vocab_size, self._tokenizer.get_vocab_size())
+        try:
+            return library.LLTokenizer(self._tokenizer.to_str(), n_vocab=size, eos_token=self._eos_ids)
+        except ValueError as fault:  # no token that ends an answer, or a kind of tokenizer that it cannot read
+            raise QuantkitError(f"this model's tokenizer cannot be held to a grammar: {fault}", "send no schema and no grammar") from fault
 
 
 class Guide:

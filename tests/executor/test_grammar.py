@@ -119,6 +119,11 @@ def test_a_grammar_that_fails_in_the_middle_ends_its_request_alone(engine: Engin
     assert re.fullmatch("[ab]{20}", good.completion().text)
 
 
+def test_a_tokenizer_that_ends_no_answer_takes_no_grammar(engine: Engine) -> None:
+    with pytest.raises(QuantkitError, match="tokenizer cannot be held to a grammar"):
+        grammar.Grammars(engine.tokenizer.tokenizer, 320, frozenset()).guide(grammar.regex("a"), None)
+
+
 def test_without_the_library_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(QuantkitError, match=r"llguidance; pip install 'quantkit\[structured\]'"):

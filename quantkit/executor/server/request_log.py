@@ -51,6 +51,9 @@ class RequestLog:
 
         try:
             await self._app(scope, receive, watched)
+        except Exception:
+            status[0] = "500"  # what is outside of us answers so
+            raise
         finally:
             seconds = time.perf_counter() - started
             path = str(scope["path"])[:_LONGEST]
