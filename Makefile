@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: demo test test-families lint test-ascend test-engines test-vllm-cuda test-packers test-evalscope test-lm-eval test-clients clean
+.PHONY: demo test test-families lint test-ascend test-engines test-vllm-cuda test-packers test-evalscope test-lm-eval test-clients mutants-ascend clean
 
 demo: $(VENV)/run.stamp
 	$(BIN)/python tools/demo.py --out out/demo
@@ -34,6 +34,10 @@ test-ascend: .venv-ascend/stamp .venv-npu/stamp
 	OMP_NUM_THREADS=1 .venv-ascend/bin/python -m pytest tests/ascend/lowered
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 .venv-ascend/bin/python -m pytest tests/quant/test_block_kernel.py
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 .venv-npu/bin/python -m pytest tests/ascend/schemas
+
+# Goes on where the last run stopped; delete out/mutants-ascend.jsonl to judge other tests.
+mutants-ascend: .venv-ascend/stamp
+	PYTHONPATH=.:kernels OMP_NUM_THREADS=1 .venv-ascend/bin/python tests/judges/mutants/run.py
 
 .venv-ascend/stamp: $(VENV)/test.stamp
 	$(beside)

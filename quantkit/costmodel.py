@@ -6,7 +6,8 @@
 
 The levels of a hardware file go from a floor that no program can beat up to naive execution; a measured time that falls between two
 levels says what the program leaves on the table. No constant is solved for from a measurement, but the form (overlapped parts: the
-slowest counts) was chosen with the published 910B1 figures in view: it attributes time, it is not validated. Assumptions, all of them
+slowest counts) was chosen with the published 910B1 figures in view: it attributes time, it is not validated. `beside` says for every
+published row how far off each level is. Assumptions, all of them
 in the hardware's YAML: tensor parallelism over all devices; routing uniform, so E(1 - (1 - k/E)^B) experts are read; activations stay
 on the chip; the parts of an operator either overlap (the slowest counts) or follow one another; operators follow one another.
 """
@@ -26,7 +27,7 @@ from quantkit.schemes import Fp4Grid, Grid, Mxfp4Grid, Scheme
 from quantkit.settings_file import Strict, find_yaml, read_yaml
 
 PARTS = ("hbm", "vector", "l2", "cube", "cache", "launches", "collectives")
-_SCALE_BYTES, _ROUTER_BYTES, _DENSE_BYTES = 2, 4, 2
+_SCALE_BYTES, _ROUTER_BYTES, _DENSE_BYTES, _SUM_BYTES = 2, 4, 2, 4
 
 
 class Launches(Strict):
@@ -38,11 +39,31 @@ class Launches(Strict):
 
 
 class Decode(Strict):
-    """What decoding one weight costs: 16-bit vector operations and bytes through the L2 for the cube; operations per row without it."""
+    """What decoding one weight costs: for the cube 16-bit vector operations, and bytes that go to the L2 and come back; operations per row
+    without the cube."""
 
     cube_ops: float
     cube_l2_bytes: float
     vector_ops_per_row: float
+
+
+class SplitActivations(Strict):
+    """Linears that need no decoding: of few rows, x is split into whole numbers that the cube multiplies by the 4-bit codes themselves.
+
+    For groups of these sizes, with rows up to group / rows_divisor, max_inputs inputs at most and outputs a multiple of outputs_multiple on
+    a device. pieces: what x is split into; sum_ops: 16-bit vector operations on each int32 sum of a group, which goes to the L2 and back.
+    """
+
+    groups: tuple[int, ...]
+    rows_divisor: int
+    max_inputs: int
+    outputs_multiple: int
+    pieces: int
+    sum_ops: float
+
+    def takes(self, outputs: float, inputs: float, group: int, rows: int) -> bool:
+        few = group in self.groups and rows * self.rows_divisor <= group
+        return few and inputs <= self.max_inputs and inputs % group == 0 and outputs % self.outputs_multiple == 0
 
 
 class Level(Strict):
@@ -65,7 +86,8 @@ class Hardware(Strict):
     devices_per_box: int
     memory_gb: float
     hbm_gb_s: float
-    l2_gb_s: float
+    l2_read_gb_s: float
+    l2_write_gb_s: float
     cube_tflops: float
     cube_tops_int8: float
     vector_gops: float
@@ -75,6 +97,7 @@ class Hardware(Strict):
     launches: dict[str, Launches]
     assumptions: tuple[str, ...]
     decode: dict[str, Decode]
+    split_activations: SplitActivations | None = None
 
     @model_validator(mode="after")
     def _levels_name_launches(self) -> "Hardware":
@@ -102,12 +125,17 @@ class Prediction:
 
 @dataclass(frozen=True)
 class WeightTraffic:
-    """What one device touches for the weights of one kind in a step: `weights` values of `bytes`, `products` multiplications by x."""
+    """What one device touches for the weights of one kind in a step: `weights` values of `bytes`, `products` multiplications by x.
+
+    undecoded: they are multiplied as the codes they are, in groups of `group`.
+    """
 
     kind: str
     weights: float
     bytes: float
     products: float
+    group: int = 0
+    undecoded: bool = False
 
 
 def load_hardware(name_or_path: str) -> Hardware:
@@ -123,9 +151,10 @@ def ladder(
 ) -> list[Prediction]:
     """One prediction per level of the hardware, from the floor up.
 
-    parameters: the model's table, config: its architecture's Config. batch: sequences decoded together; context: tokens each attends to.
+    parameters: the model's table, config: its architecture's Config. batch: sequences decoded together; context: tokens each attends to,
+    the mean over the steps that are meant.
     """
-    loads = device_loads(parameters, config, scheme.weight, devices, batch)
+    loads = device_loads(parameters, config, scheme.weight, devices, batch, hardware.split_activations)
     cache_bytes = _cache_bytes(config, devices) * batch * context
     return [_predict(level, loads, cache_bytes, config, scheme, hardware, devices, batch) for level in hardware.levels]
 
@@ -154,6 +183,25 @@ def predict(
     }
 
 
+def beside(published: dict[str, Any], config: dict[str, Any], scheme: Scheme, hardware: Hardware, *, devices: int) -> list[dict[str, Any]]:
+    """Every row of a published grid with what each level predicts for it and how far off that is; JSON-ready.
+
+    published: output_len, and rows of input_len, concurrency and tpot_ms or system_tps. A step attends to the input and, on average, half
+    the output. error: predicted over published, less one.
+    """
+    architecture = find_architecture(config)
+    parsed = architecture.Config.from_dict(config)
+    parameters = architecture.parameters(parsed)
+    found = []
+    for row in published["rows"]:
+        batch, context = int(row["concurrency"]), int(row["input_len"]) + published["output_len"] // 2
+        measured = row.get("tpot_ms") or 1000 * batch / row["system_tps"]
+        levels = ladder(parameters, parsed, scheme, hardware, devices=devices, batch=batch, context=context)
+        predicted = {one.level: {"tpot_ms": one.tpot_ms, "error": one.tpot_ms / measured - 1} for one in levels}
+        found.append({"input_len": int(row["input_len"]), "concurrency": batch, "published_ms": measured, "predicted": predicted})
+    return found
+
+
 def steps(predictions: list[Prediction]) -> list[tuple[str, str, dict[str, float]]]:
     """What each level adds to the one below it: (lower, upper, milliseconds by part), parts that change by less than 0.05 ms left out."""
     found = []
@@ -163,31 +211,48 @@ def steps(predictions: list[Prediction]) -> list[tuple[str, str, dict[str, float
     return found
 
 
-def device_loads(parameters: list[Parameter], config: ModelConfig, grid: Grid, devices: int, batch: int) -> list[WeightTraffic]:
-    """What one of `devices` ranks reads in a decode step, the quantized weights and the 16-bit and 32-bit ones."""
+def device_loads(
+    parameters: list[Parameter], config: ModelConfig, grid: Grid, devices: int, batch: int, split: SplitActivations | None = None
+) -> list[WeightTraffic]:
+    """What one of `devices` ranks reads in a decode step: quantized weights that are decoded, quantized linears that are not, 16-bit and
+    32-bit weights."""
     experts = len({row.expert for row in parameters if row.expert is not None})
     chosen = config.routing.num_experts_per_tok if config.routing else 0
     share = _touched_share(experts, chosen, batch) if experts else 0.0
-    quantized = plain = router = products = 0.0
+    group = getattr(grid, "group_size", 0) or 0
+    decoded = undecoded = plain = router = products = 0.0
     for row in parameters:
         if row.mtp or row.role == "embedding":
             continue
         count = float(row.shape[0] * (row.shape[1] if len(row.shape) > 1 else 1)) / (1 if row.split == "replicate" else devices)
         if row.expert is not None:
-            quantized += count * share
+            decoded += count * share
             products += count * batch * chosen / experts
         elif row.role == "linear":
-            quantized += count
-            products += count * batch
+            # The executor runs a shared expert as one more of the routed, by the grouped product.
+            alone = kind_of(grid) == "int4" and row.block != "shared_expert"
+            if split is not None and alone and split.takes(*_local_shape(row, devices), group, batch):
+                undecoded += count
+            else:
+                decoded += count
+                products += count * batch
         elif row.role.startswith("router"):
             router += count
         else:
             plain += count
+    kind, size = kind_of(grid), bytes_per_weight(grid)
     return [
-        WeightTraffic(kind_of(grid), quantized, quantized * bytes_per_weight(grid), products),
+        WeightTraffic(kind, decoded, decoded * size, products),
+        WeightTraffic(kind, undecoded, undecoded * size, undecoded * batch, group, True),
         WeightTraffic("dense", plain, plain * _DENSE_BYTES, plain * batch),
         WeightTraffic("dense", router, router * _ROUTER_BYTES, router * batch),
     ]
+
+
+def _local_shape(row: Parameter, devices: int) -> tuple[float, float]:
+    """Outputs and inputs of a linear on one device."""
+    outputs, inputs = row.shape[0], row.shape[1]
+    return outputs / (devices if row.split == "column" else 1), inputs / (devices if row.split == "row" else 1)
 
 
 def _touched_share(experts: int, top_k: int, batch: int) -> float:
@@ -244,21 +309,49 @@ def _product_ms(load: WeightTraffic, level: Level, bandwidth: float, hardware: H
     spent = {"hbm": load.bytes / bandwidth}
     if level.decode == "free":
         return spent
-    peak = hardware.cube_tops_int8 if load.kind == "int8" else hardware.cube_tflops
-    spent["cube"] = 2 * max(load.products, load.weights * hardware.cube_rows) / (peak * 1e9)
-    cost = hardware.decode.get(load.kind)
-    if cost is not None:
-        spent["vector"] = load.weights * cost.cube_ops / (hardware.vector_gops * 1e6)
-        spent["l2"] = load.weights * cost.cube_l2_bytes / (hardware.l2_gb_s * 1e6)
+    if load.undecoded:
+        spent |= _undecoded_ms(load, hardware)
+    else:
+        spent |= _decoded_ms(load, hardware)
     if level.decode == "serial":
         return spent
     slowest = max(spent, key=lambda part: spent[part])
-    if cost is not None and cost.vector_ops_per_row:
+    cost = hardware.decode.get(load.kind)
+    if cost is not None and cost.vector_ops_per_row and not load.undecoded:
         alone = {"hbm": spent["hbm"], "vector": load.products * cost.vector_ops_per_row / (hardware.vector_gops * 1e6)}
         slowest_alone = max(alone, key=lambda part: alone[part])
         if alone[slowest_alone] < spent[slowest]:
             return {slowest_alone: alone[slowest_alone]}
     return {slowest: spent[slowest]}
+
+
+def _decoded_ms(load: WeightTraffic, hardware: Hardware) -> dict[str, float]:
+    peak = hardware.cube_tops_int8 if load.kind == "int8" else hardware.cube_tflops
+    spent = {"cube": 2 * max(load.products, load.weights * hardware.cube_rows) / (peak * 1e9)}
+    cost = hardware.decode.get(load.kind)
+    if cost is not None:
+        spent["vector"] = load.weights * cost.cube_ops / (hardware.vector_gops * 1e6)
+        spent["l2"] = _through_l2_ms(load.weights * cost.cube_l2_bytes, hardware)
+    return spent
+
+
+def _undecoded_ms(load: WeightTraffic, hardware: Hardware) -> dict[str, float]:
+    """Codes times pieces of x on the cube, at its rate for int8; the vector cores scale and add the sums of each group."""
+    split = hardware.split_activations
+    assert split is not None, "undecoded loads come of it"
+    if not load.weights:
+        return {}
+    sums = split.pieces * load.products / load.group
+    return {
+        "cube": 2 * max(split.pieces * load.products, load.weights * hardware.cube_rows) / (hardware.cube_tops_int8 * 1e9),
+        "vector": sums * split.sum_ops / (hardware.vector_gops * 1e6),
+        "l2": _through_l2_ms(sums * _SUM_BYTES, hardware),
+    }
+
+
+def _through_l2_ms(size: float, hardware: Hardware) -> float:
+    """Bytes that are written to the L2 and read again."""
+    return size / (hardware.l2_write_gb_s * 1e6) + size / (hardware.l2_read_gb_s * 1e6)
 
 
 def _count_launches(config: ModelConfig, hardware: Hardware, name: str, scheme: Scheme) -> int:

@@ -26,14 +26,15 @@ from quantkit.quantization.opening import Job, open_job, read_request
 from quantkit.recipe import Recipe, load_recipe
 from quantkit.result import Result
 from quantkit.schemes import Scheme
+from quantkit.workspaces import reserved
 
 MEMORY_FRACTION = 0.9
 """Of a device's memory that an engine uses."""
 RESERVE_GIB = 4.0
 """Of that, for activations, graphs and communication."""
 PREDICTED_BATCHES = (1, 2, 4, 8, 16, 32)
-PREDICTED_CONTEXT = 640
-"""Tokens that each sequence of a predicted decode step attends to, at most."""
+PREDICTED_CONTEXT = 384
+"""Tokens that each sequence of a predicted decode step attends to, at most: 128 of a prompt and, on average, half of 512 written."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,15 @@ class HostPeak:
 @dataclass(frozen=True)
 class Placement:
     """What one of `count` devices holds, in bytes. cache_tokens: tokens that fit beside the weights, of all requests together; None, as
-    cache_bytes_per_token, for an architecture that quantkit does not know. context: tokens of the request that must fit."""
+    cache_bytes_per_token, for an architecture that quantkit does not know. context: tokens of the request that must fit. workspace_bytes: of
+    the reserve, what is known to be taken, by what takes it; empty for hardware that is not known."""
 
     count: int
     memory_bytes: int
     usable_bytes: int
     weight_bytes: int
     reserve_bytes: int
+    workspace_bytes: dict[str, int]
     cache_bytes: int
     cache_bytes_per_token: int | None
     cache_tokens: int | None
@@ -216,10 +219,19 @@ def _by_part(rows: list[tuple[Parameter, int]]) -> dict[str, int]:
     return dict(parts.most_common())
 
 
+def _workspaces(job: Job, devices: Devices, context: int) -> dict[str, int]:
+    """What a step takes beside weights and cache on hardware that is known; nothing elsewhere."""
+    if devices.hardware is None or job.inventory.by_name:
+        return {}
+    grid, config = job.request.scheme.weight, job.inventory.config
+    return reserved(job.rows, config, grid, devices=devices.count, context=context)
+
+
 def _placed(rows: list[tuple[Parameter, int]], job: Job, devices: Devices, context: int) -> tuple[bool, Placement]:
     """Whether weights and one request of `context` tokens fit, and what a device then holds."""
-    usable, reserve = int(devices.memory_bytes * MEMORY_FRACTION), int(RESERVE_GIB * 2**30)
-    told = f"{MEMORY_FRACTION:.0%} of each device usable, {RESERVE_GIB:g} GiB of that for activations"
+    usable, workspaces = int(devices.memory_bytes * MEMORY_FRACTION), _workspaces(job, devices, context)
+    reserve = max(int(RESERVE_GIB * 2**30), sum(workspaces.values()))
+    told = f"{MEMORY_FRACTION:.0%} of each device usable, {reserve / 2**30:.3g} GiB of that for activations"
     if job.inventory.by_name:
         quantized = {row.name for row in job.linears}
         weights = sum(-(-stored // devices.count) if row.name in quantized else stored for row, stored in rows)
@@ -227,7 +239,13 @@ def _placed(rows: list[tuple[Parameter, int]], job: Job, devices: Devices, conte
         assumption = f"quantized linears split over {devices.count}, {told}; the cache of an unknown architecture is not counted"
     else:
         found = fit_rows(
-            rows, job.inventory.config, ParallelSizes(devices.count), context, devices.memory_bytes / 2**30, MEMORY_FRACTION, RESERVE_GIB
+            rows,
+            job.inventory.config,
+            ParallelSizes(devices.count),
+            context,
+            devices.memory_bytes / 2**30,
+            MEMORY_FRACTION,
+            reserve / 2**30,
         )
         weights, fits, per_token, tokens = found.weight_bytes, found.fits, found.cache_bytes_per_token, found.tokens
         assumption = (
@@ -239,6 +257,7 @@ def _placed(rows: list[tuple[Parameter, int]], job: Job, devices: Devices, conte
         usable_bytes=usable,
         weight_bytes=weights,
         reserve_bytes=reserve,
+        workspace_bytes=workspaces,
         cache_bytes=max(usable - reserve - weights, 0),
         cache_bytes_per_token=per_token,
         cache_tokens=tokens,

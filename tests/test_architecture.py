@@ -18,7 +18,7 @@ LEVELS = [
     {"checkpoint", "quantkit_kernels"},
     {"models"},
     {"calibrate", "executor", "engines"},
-    {"conversion", "quantization", "evaluation", "inspection", "costmodel"},
+    {"conversion", "quantization", "evaluation", "inspection", "costmodel", "workspaces"},
     {"planning", "diagnosis", "playground"},
     {"api"},
     {"guide"},

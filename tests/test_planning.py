@@ -83,9 +83,11 @@ def test_known_hardware_is_predicted_too() -> None:
     planned = plan("tiny-r1", find_scheme("awq-w4a16"), devices="8x910B1", context=4096)
     assert planned.devices.count == 8
     assert planned.cost_model is not None
-    assert (planned.cost_model["hardware"], planned.cost_model["context"]) == ("910B1", 640)
+    assert (planned.cost_model["hardware"], planned.cost_model["context"]) == ("910B1", 384)
     assert planned.devices.memory_bytes == plan("tiny-r1", find_scheme("awq-w4a16"), devices="8x64GiB").devices.memory_bytes
     assert plan("tiny-r1", find_scheme("awq-w4a16"), devices="4x141GB").cost_model is None
+    assert sum(planned.devices.workspace_bytes.values()) <= planned.devices.reserve_bytes
+    assert plan("tiny-r1", find_scheme("awq-w4a16"), devices="8x64GiB").devices.workspace_bytes == {}
     with pytest.raises(QuantkitError, match="hardware 64 is not known"):
         plan("tiny-r1", find_scheme("awq-w4a16"), devices="8x64")
 

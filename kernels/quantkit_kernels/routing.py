@@ -43,8 +43,8 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing, *, backend: str
     """Choose by the router's logits.
 
     logits float [T, E], E = n_routed_experts; bias float32 [E] or None (e_score_correction_bias): it is added to the scores for the choice,
-    and is no part of the weights. Returns topk_ids int64 [T, columns] and topk_weights float32 [T, columns], the best choice first, joined
-    experts last.
+    and is no part of the weights. Returns topk_ids int32 or int64 [T, columns], as the backend finds them, and topk_weights float32
+    [T, columns], the best choice first, joined experts last.
     """
     check_tensor("logits", logits, (None, routing.n_routed_experts), FLOAT_DTYPES)
     _check(routing, bias)

@@ -19,12 +19,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.devices import find_device, free_bytes
+from quantkit.devices import find_device
 from quantkit.errors import QuantkitError
 from quantkit.executor.adjust import adjust
 from quantkit.executor.cache import CachePlan, PagedCache, plan_cache
 from quantkit.executor.drafter import Acceptance, Drafter
 from quantkit.executor.grammar import Grammars
+from quantkit.executor.headroom import free_beside
 from quantkit.executor.leader import Leader
 from quantkit.executor.load import LoadedModel, load_model
 from quantkit.executor.logprobs import check_numbers, score_prompts, token_logprobs
@@ -375,9 +376,10 @@ def _prefill_tokens(device: torch.device) -> int:
 def _plan(loaded: LoadedModel, options: EngineOptions) -> CachePlan:
     """The same on every rank: what fits on the one with the least memory."""
     device = loaded.device
+    free = free_beside(loaded, options.prefill_tokens or _prefill_tokens(device))
     return plan_cache(
         bytes_per_token=loaded.num_cached_layers * loaded.cache_width * loaded.cache_dtype.itemsize,
-        free_bytes=loaded.weights.parallel.minimum(free_bytes(device) // (options.tp if device.type == "cpu" else 1)),
+        free_bytes=loaded.weights.parallel.minimum(free // (options.tp if device.type == "cpu" else 1)),
         device_type=device.type,
         max_batch=options.max_batch,
         context_len=loaded.config.max_position_embeddings,

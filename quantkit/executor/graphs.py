@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quantkit.executor.cache import PagedCache
 from quantkit.executor.context import DecodeContext
+from quantkit.executor.prefetch import stop_prefetching
 
 MIN_TABLE_WIDTH = 16
 """Blocks of the narrowest table: contexts below 1024 tokens share their graphs."""
@@ -155,12 +156,18 @@ class DecodeSteps:
         try:
             return self._capture(step, buffers.lengths)
         except RuntimeError as fault:
-            first: BaseException = fault
-            while first.__context__ is not None:  # what ended the capture; `fault` may only say that it had ended
-                first = first.__context__
-            self.failure = "the decode step could not be captured: " + str(first).partition("\n")[0]
-            warnings.warn(f"{self.failure}; it is launched operator by operator, which is slower", RuntimeWarning, stacklevel=2)
-            return step
+            told = f"the decode step could not be captured: {_reason(fault)}"
+        if stop_prefetching():
+            try:
+                captured = self._capture(step, buffers.lengths)
+            except RuntimeError as fault:
+                told += f"; without prefetching weights: {_reason(fault)}"
+            else:
+                warnings.warn(f"{told}; it could be without prefetching weights, which is slower", RuntimeWarning, stacklevel=2)
+                return captured
+        self.failure = told
+        warnings.warn(f"{told}; it is launched operator by operator, which is slower", RuntimeWarning, stacklevel=2)
+        return step
 
 
 class DeviceCapture:
@@ -193,6 +200,14 @@ class DeviceCapture:
 def why_eager(device: torch.device) -> str:
     """Why decode steps on this device are not captured; empty where they are."""
     return "" if device.type in accelerator.GRAPHS else f"graphs are captured on CUDA and NPUs, not on {device.type}"
+
+
+def _reason(fault: RuntimeError) -> str:
+    """What ended a capture; `fault` may only say that it had ended."""
+    first: BaseException = fault
+    while first.__context__ is not None:
+        first = first.__context__
+    return str(first).partition("\n")[0]
 
 
 def _power_of_two(count: int) -> int:

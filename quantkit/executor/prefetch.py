@@ -2,12 +2,13 @@
 
 No forward says which operator comes next. The first pass shows it: what is called after a collective is remembered under the operator that
 was called before it, and from the second pass on its weights are asked for when that collective starts, on a stream of their own. A graph
-captures the passes after its warm-up, requests included.
+captures the passes after its warm-up, requests included; where it cannot, `stop_prefetching` and it is tried again.
 """
 
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from quantkit_kernels import Experts, Linear, MlaProlog, accelerator
@@ -23,6 +24,17 @@ Fetch = Callable[[list[Tensor], Tensor], None]
 """Asks for weights; the second tensor is there when the asking may begin."""
 
 
+_WORKING: "WeakSet[Prefetcher]" = WeakSet()
+
+
+def stop_prefetching() -> bool:
+    """Ask for nothing from now on; whether anybody did before."""
+    working = bool(_WORKING)
+    for prefetcher in list(_WORKING):
+        prefetcher.stop()
+    return working
+
+
 class Prefetcher:
     """One for all weights of a rank. driver: what streams come from."""
 
@@ -34,6 +46,11 @@ class Prefetcher:
         """The operator called last, and whether a collective came after it."""
         self._summed = False
         self._next: dict[int | None, list[Tensor]] = {}
+        _WORKING.add(self)
+
+    def stop(self) -> None:
+        """Collectives go alone from now on."""
+        _WORKING.discard(self)
 
     def follow(self, operator: Linear | Experts) -> "Followed":
         return Followed(self, operator, *self._numbered(operator.held()))
@@ -56,7 +73,7 @@ class Prefetcher:
         """collective(x), and meanwhile the weights that were needed after it the last time."""
         self._summed = True
         weights = self._next.get(self._last, [])
-        if not weights:
+        if not weights or self not in _WORKING:
             return collective(x)
         current = self._driver.current_stream()
         self._stream.wait_stream(current)

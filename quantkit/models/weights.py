@@ -15,7 +15,7 @@ LinearOp = Callable[[Tensor], Tensor]
 """x [..., K] -> [..., N] in x's dtype."""
 
 ExpertsOp = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""x [T, H], topk_ids [T, k] int64, topk_weights [T, k] float32 -> weighted sum over the chosen experts [T, H] in x's dtype."""
+"""x [T, H], topk_ids [T, k] int32 or int64, topk_weights [T, k] float32 -> weighted sum over the chosen experts [T, H] in x's dtype."""
 
 
 class PrologOp(Protocol):

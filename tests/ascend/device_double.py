@@ -25,6 +25,10 @@ TOLD = {"npu_fused_infer_attention_score": ("actual_seq_lengths", "actual_seq_le
 """Operators that torch_npu 2.13's graphs tell anew, and what of: its own handlers, which tests/ascend/schemas holds against this."""
 
 
+CAPTURING: list[Any] = []
+"""The graph that is being captured, if any."""
+
+
 class Refuse(TorchFunctionMode):
     """Tensor.tolist reads a CPU tensor without an operator. Rules that read counts on a CPU alone may, and operators' own code."""
 
@@ -92,8 +96,13 @@ def _name(operator: Any) -> str:
 def graph(target: NPUGraph, pool: object, stream: object, capture_error_mode: str, auto_dispatch_capture: bool = False) -> Iterator[None]:
     assert capture_error_mode == "thread_local"
     target.auto_dispatch_capture = auto_dispatch_capture
-    with Record(target.launches) as record, Refuse(record):
-        yield
+    target.launches.clear()
+    CAPTURING.append(target)
+    try:
+        with Record(target.launches) as record, Refuse(record):
+            yield
+    finally:
+        CAPTURING.remove(target)
 
 
 class Stream:

@@ -23,7 +23,6 @@ from quantkit_kernels.prolog import MlaWeights, sizes_of
 from quantkit_kernels.prompts import Prompts
 from quantkit_kernels.reference import prompts as plain_prompts
 from quantkit_kernels.reference.experts import LoopLayout
-from quantkit_kernels.reference.functional import absorbed, values
 from quantkit_kernels.routing import Routing
 from quantkit_kernels.torch_npu.prolog import prolog_refused
 from quantkit_kernels.weights import Fp4, Int4, Int8, Weight, dequantize, kind, shape
@@ -207,10 +206,16 @@ def mla_prepare(qkv_a: Tensor, norms: Norms, rotation: Rotation, cache: Latents,
 
 
 def mla_decode(q: Tensor, kv_b: Tensor, rotation: Rotation, at: PagedLatents, scale: float) -> Tensor:
-    """The products with W_UK and W_UV are torch's, as on the NPU."""
     nope = q.shape[2] - (pages(at.cache).shape[2] - kv_b.shape[2])
     q_pe = cached_order(turned(q[..., nope:], rotation), at.cache)
-    return attend(absorbed(q[..., :nope], kv_b), q_pe, kv_b, nope, at, scale)
+    return attend(by_head(q[..., :nope], kv_b[:, :nope]), q_pe, kv_b, nope, at, scale)
+
+
+def by_head(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, heads, K] times weight [heads, K, N]: one operator, exact but for its end, where K and N are multiples of 128; else torch's."""
+    if weight.shape[1] % 128 or weight.shape[2] % 128:
+        return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+    return (x.double().transpose(0, 1) @ weight.double()).transpose(0, 1).to(x.dtype)
 
 
 def mla_prefill(q: Tensor, kv_b: Tensor, rotation: Rotation, cache: Latents, prompts: Prompts, scale: float) -> Tensor:
@@ -226,7 +231,7 @@ def attend(q: Tensor, q_pe: Tensor, kv_b: Tensor, nope: int, at: PagedLatents, s
         seen = cached[at.block_table[row]].flatten(0, 1)[:length].to(q.dtype).double()
         scores = query[row].double() @ seen.T * scale
         out[row] = (scores.softmax(dim=-1) @ seen[:, :kv_lora]).to(q.dtype)
-    return values(out, kv_b, nope)
+    return by_head(out, kv_b[:, nope:].transpose(1, 2))
 
 
 class ExactProlog:

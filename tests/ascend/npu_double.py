@@ -1,7 +1,9 @@
 """A double of torch_npu's operators: registered for CPU tensors under the real schemas, computing what the manuals say, in float64.
 
 `installed()` is a context: within it torch.ops.npu exists and backend torch_npu is usable on the CPU. Every operator enforces the rules of
-quantkit_kernels.torch_npu.rules, and raises where arguments break one, as a device would.
+quantkit_kernels.torch_npu.rules, and raises where arguments break one, as a device would. It also knows what a rule cannot see: which
+memory lies in FRACTAL_NZ, and that an operand must or must not; and what the manuals leave open, as the attention of a row of length 0,
+comes out as NaN.
 """
 
 import contextlib
@@ -20,6 +22,17 @@ from torch import Tensor
 SCHEMAS = Path(__file__).with_name("npu_schemas.txt").read_text().splitlines()
 # Schemas of `int? output_dtype` receive a dtype as torch's own number of it.
 DTYPES = {5: torch.float16, 6: torch.float32, 15: torch.bfloat16}
+
+
+@contextlib.contextmanager
+def few_rows_split() -> Iterator[None]:
+    """Within it 4-bit linears of few rows are computed as CANN's template MSD_GROUP computes them; else exactly."""
+    plain = RESULTS["npu_weight_quant_batchmatmul"]
+    RESULTS["npu_weight_quant_batchmatmul"] = lambda a: _split_product(a) if _is_split(a) else plain(a)
+    try:
+        yield
+    finally:
+        RESULTS["npu_weight_quant_batchmatmul"] = plain
 
 
 @contextlib.contextmanager
@@ -45,7 +58,7 @@ def _enforcing(name: str, called: list[str]) -> Any:
         arguments = bind(name, args, kwargs)
         if getattr(arguments, "output_dtype", None) is not None:
             arguments.output_dtype = DTYPES[arguments.output_dtype]
-        broken = violated(name, arguments)
+        broken = violated(name, arguments) or _misplaced(name, arguments)
         if broken is not None:
             raise RuntimeError(broken)
         return RESULTS[name](arguments)
@@ -53,9 +66,68 @@ def _enforcing(name: str, called: list[str]) -> Any:
     return run
 
 
+NZ = "FRACTAL_NZ"
+PLACED = {
+    "npu_mla_prolog_v3": {"weight_dq": {NZ}, "weight_uq_qr": {NZ}, "weight_dkv_kr": {NZ}},
+    "npu_quant_matmul": {"x2": {"ND", NZ}},
+    "npu_format_cast": {"input": {"ND", NZ}},
+    "npu_prefetch": {"input": {"ND", NZ}, "dependency": {"ND", NZ}},
+}
+"""How operands may lie; what is not named here must be ND. CANN refuses other weights of the prolog (mla_prolog_tiling_check.cpp)."""
+
+
+def layout_of(tensor: Tensor) -> str:
+    """ND, FRACTAL_NZ, or that it is a part of a tensor in FRACTAL_NZ, which no operator reads."""
+    cast: tuple[Any, ...] | None = getattr(tensor.untyped_storage(), "cast_to_nz", None)
+    if cast is None:
+        return "ND"
+    return NZ if cast == (tensor.shape, tensor.stride(), tensor.dtype) else f"a part of a tensor in {NZ}"
+
+
+def _misplaced(name: str, arguments: Any) -> str | None:
+    for argument, value in vars(arguments).items():
+        for tensor in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(tensor, Tensor):
+                found, allowed = layout_of(tensor), PLACED.get(name, {}).get(argument, {"ND"})
+                if found not in allowed:
+                    return f"{name}: {argument} is {found}, not {' or '.join(sorted(allowed))}"
+    return None
+
+
+def _format_cast(a: Any) -> Tensor:
+    cast: Tensor = a.input.clone(memory_format=torch.contiguous_format)
+    if a.acl_format == 29:
+        cast.untyped_storage().cast_to_nz = (cast.shape, cast.stride(), cast.dtype)  # type: ignore[attr-defined]
+    return cast
+
+
 def _weight_quant_batchmatmul(a: Any) -> Tensor:
     weight = (uncarry_int4(a.weight) if a.weight.dtype == torch.int32 else a.weight).double()
     return (a.x.double() @ _antiquant(weight, a.antiquant_scale, a.antiquant_offset)).to(a.x.dtype)
+
+
+def _is_split(a: Any) -> bool:
+    """CANN's tiling (ops-nn, weight_quant_batch_matmul_v2_tiling_msd_group.cpp), but for the size of its L1 buffer."""
+    k, n, group = a.weight.shape[0], a.antiquant_scale.shape[-1], a.antiquant_group_size
+    few = group in (64, 128) and a.x.shape[0] <= group // 8
+    return few and a.weight.dtype == torch.int32 and k <= 13952 and k % group == 0 and n % 64 == 0
+
+
+def _split_product(a: Any) -> Tensor:
+    """x of a group, divided by its largest value, as three int4 digits, which are multiplied by the codes; sums in float32, over groups in
+    an order that CANN does not fix (`torch.use_deterministic_algorithms` fixes it)."""
+    groups = a.x.float().unflatten(1, (-1, a.antiquant_group_size))
+    largest = groups.abs().amax(dim=-1, keepdim=True)
+    rest = torch.where(largest == 0, 0.0, groups / largest) * 7.49
+    codes = uncarry_int4(a.weight).float().unflatten(0, (-1, a.antiquant_group_size))
+    total, step = torch.zeros(a.x.shape[0], groups.shape[1], codes.shape[2]), 7.49
+    for _ in range(3):
+        digit = rest.sign() * (rest.abs() + 0.5).floor()
+        total += torch.einsum("mgk,gkn->mgn", digit, codes) * (largest / step)
+        rest, step = (rest - digit) * 14.98, step * 14.98
+    if a.antiquant_offset is not None:
+        total += groups.sum(dim=-1, keepdim=True) * a.antiquant_offset.float()
+    return (total * a.antiquant_scale.float()).sum(dim=1).to(a.x.dtype)
 
 
 def _antiquant(weight: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
@@ -117,7 +189,7 @@ def _moe_init_routing_v2(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
     rows = a.x[order // top_k]
     counts = torch.bincount(ids, minlength=a.expert_num)
-    scale = torch.zeros(len(order))
+    scale = torch.full((len(order),), math.nan)
     if a.quant_mode == 1:
         rows, scale = _dynamic_quant(bind("npu_dynamic_quant", (rows,), {}))
     return rows, places.to(torch.int32), counts, scale
@@ -174,12 +246,16 @@ def _kv_rmsnorm_rope_cache(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     keys = _halves_turned(k_pe.double(), a.cos.double(), a.sin.double())
     _store(a.ckv_cache, a.index, _normed(latent, a.gamma, a.epsilon)[0])
     _store(a.k_cache, a.index, keys)
-    return a.k_cache, a.ckv_cache, torch.zeros(1), torch.zeros(1)
+    return a.k_cache, a.ckv_cache, torch.full((1,), math.nan), torch.full((1,), math.nan)
 
 
 def _store(cache: Tensor, slots: Tensor, values: Tensor) -> None:
     width = cache.shape[-1]
     cache.view(-1, width).index_copy_(0, slots, values.reshape(-1, width).to(cache.dtype))
+
+
+def _transpose_batchmatmul(a: Any) -> Tensor:
+    return torch.einsum("thk,hkn->thn", a.input.double(), a.weight.double()).to(a.input.dtype).contiguous()
 
 
 def _mla_prolog_v3(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -206,7 +282,7 @@ def _mla_prolog_v3(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     _store(a.kv_cache, a.cache_index, _normed(latent, a.rmsnorm_gamma_ckv, a.rmsnorm_epsilon_ckv)[0])
     _store(a.kr_cache, a.cache_index, _halves_turned(k_pe.double(), cos, sin))
     query_rope = _halves_turned(q_pe, cos[:, None], sin[:, None])
-    nothing = torch.zeros(1)
+    nothing = torch.full((1,), math.nan)
     return absorbed.bfloat16().contiguous(), query_rope.bfloat16(), nothing, nothing.clone(), nothing.clone()
 
 
@@ -217,6 +293,9 @@ def _fused_infer_attention_score(a: Any) -> tuple[Tensor, Tensor]:
     shared = a.num_heads // a.num_key_value_heads
     out = torch.zeros(*a.query.shape[:3], a.value.shape[-1], dtype=torch.float64)
     for row, length in enumerate(a.actual_seq_lengths_kv):
+        if not length:  # the manual does not say
+            out[row] = math.nan
+            continue
         blocks = a.block_table[row, : -(-length // a.block_size)].long()
         seen = [part[blocks].transpose(0, 1).flatten(1, 2)[:, :length].double() for part in (a.key, a.value)]  # [key heads, length, D]
         query = a.query[row].double()
@@ -225,7 +304,7 @@ def _fused_infer_attention_score(a: Any) -> tuple[Tensor, Tensor]:
             query, seen[0] = torch.cat([query, a.query_rope[row].double()], dim=-1), torch.cat([seen[0], turned], dim=-1)
         keys, values = (side.repeat_interleave(shared, dim=0) for side in seen)
         out[row] = (query @ keys.transpose(1, 2) * a.scale).softmax(dim=-1) @ values
-    return out.to(a.query.dtype), torch.zeros(1)
+    return out.to(a.query.dtype), torch.full((1,), math.nan)
 
 
 RESULTS = {
@@ -243,7 +322,8 @@ RESULTS = {
     "npu_fused_infer_attention_score": _fused_infer_attention_score,
     "npu_interleave_rope": _interleave_rope,
     "npu_kv_rmsnorm_rope_cache": _kv_rmsnorm_rope_cache,
+    "npu_transpose_batchmatmul": _transpose_batchmatmul,
     "npu_mla_prolog_v3": _mla_prolog_v3,
-    "npu_format_cast": lambda a: a.input.clone(),
+    "npu_format_cast": _format_cast,
     "npu_prefetch": lambda a: None,
 }

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from ascend import device_double, npu_double
-from quantkit_kernels import accelerator
+from quantkit_kernels import accelerator, torch_npu
 
+from quantkit.executor import weights
 from quantkit.executor.engine import Engine
 from quantkit.executor.graphs import DeviceCapture, why_eager
+from quantkit.executor.prefetch import Prefetcher
 from quantkit.executor.runner import Runner
 from quantkit.executor.sampling import SamplingParams
 
@@ -45,6 +47,45 @@ def test_what_waits_for_a_value_is_launched_one_by_one(quantized: Callable[[str]
         engine.runner = Runner(engine.loaded.model, engine.cache, npu)
         with pytest.warns(RuntimeWarning, match="could not be captured"):
             assert tokens(engine) == eager
+
+
+def test_a_capture_that_prefetching_ends_is_tried_without(
+    quantized: Callable[[str], Path], npu: DeviceCapture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second try is captured, says so, and gives the tokens; nothing is asked for afterwards."""
+    asked = []
+
+    def refused(a: object) -> None:
+        asked.append(len(device_double.CAPTURING))
+        if device_double.CAPTURING:
+            raise RuntimeError("npu_prefetch: its stream is not captured")
+
+    monkeypatch.setitem(npu_double.RESULTS, "npu_prefetch", refused)
+    monkeypatch.setattr(weights, "find_prefetcher", lambda device, parallel: Prefetcher(torch_npu.prefetch, device_double.driver()))
+    with npu_double.installed():
+        engine = Engine.load(quantized("rtn-w4a16"), device="cpu", dtype="bfloat16", backend="torch_npu", max_batch=4, max_model_len=256)
+        eager = tokens(engine)
+        assert asked.count(0) > 0
+        engine.runner = Runner(engine.loaded.model, engine.cache, npu)
+        with pytest.warns(RuntimeWarning, match="its stream is not captured; it could be without prefetching weights"):
+            assert tokens(engine) == eager
+        assert engine.runner.why_eager == ""
+        asked.clear()
+        assert tokens(engine) == eager
+    assert asked == []
+
+
+def test_both_reasons_are_told(npu: DeviceCapture, quantized: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits for a value is refused with and without prefetching."""
+    monkeypatch.setattr(weights, "find_prefetcher", lambda device, parallel: Prefetcher(torch_npu.prefetch, device_double.driver()))
+    with npu_double.installed():
+        engine = Engine.load(quantized("fp4-w4a16"), device="cpu", dtype="bfloat16", backend="torch_npu", max_batch=4, max_model_len=256)
+        engine.runner = Runner(engine.loaded.model, engine.cache, npu)
+        with pytest.warns(
+            RuntimeWarning, match="could not be captured: .*; without prefetching weights: .*; it is launched operator by operator"
+        ):
+            tokens(engine)
+    assert "without prefetching" in engine.runner.why_eager
 
 
 def test_which_devices_capture() -> None:

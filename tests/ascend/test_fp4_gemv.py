@@ -10,6 +10,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from ascend.guard import run_guarded, sparse
 from quantkit_kernels import Fp4, dequantize
 from quantkit_kernels.samples import distance, random_weight
 
@@ -97,24 +98,48 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-@pytest.mark.parametrize(("cores", "splits"), [(1, 1), (48, 7)])
+def launch(kernel: ctypes.CDLL, cores: int, operands: list[torch.Tensor], *sizes: int) -> None:
+    """All cores, one after the other, the operands between guard pages; what breaks a rule of the header ends the process that runs it."""
+
+    def run(pointers: list[int]) -> None:
+        for core in range(cores):
+            kernel.set_core(core, cores)
+            kernel.fp4_gemv(*map(ctypes.c_void_p, pointers), *map(ctypes.c_uint32, sizes))
+
+    run_guarded(run, operands)
+
+
+@pytest.mark.parametrize(("cores", "splits"), [(1, 1), (5, 1), (48, 7)])
 def test_the_kernel_gives_the_twins_bits(twin: ModuleType, kernel: ctypes.CDLL, cores: int, splits: int) -> None:
-    """Every stride, mask and offset of the Ascend C source; several column tiles, experts and rows to an x."""
+    """Every stride, mask and offset of the Ascend C source; several column tiles, experts and rows to an x; y is added to."""
     n, k, rows_per_x = 768, 448, 2
     weights = [fp4(n, k, seed) for seed in range(3)]
     packed, scale, global_scale = operands(twin, weights)
     x = torch.randn(2, k, generator=torch.Generator().manual_seed(9)).bfloat16()
     experts = np.array([2, 0, 1, 2], dtype=np.int32)
-    y = np.zeros((4, n), dtype=np.float32)
-    pointers = [array.ctypes.data for array in (packed, scale, global_scale, experts, y)]
-    for core in range(cores):
-        kernel.set_core(core, cores)
-        kernel.fp4_gemv(*map(ctypes.c_void_p, (x.data_ptr(), *pointers)), *map(ctypes.c_uint32, (4, rows_per_x, k, n, splits)))
-    expected = twin.gemv(x.float().numpy(), packed, scale, global_scale, experts, rows_per_x=rows_per_x, splits=splits)
+    before = np.float32(4 if splits == 1 else 0)
+    y = torch.full((4, n), float(before))
+    launch(kernel, cores, [x, *map(torch.from_numpy, (packed, scale, global_scale, experts)), y], 4, rows_per_x, k, n, splits)
+    expected = before + twin.gemv(x.float().numpy(), packed, scale, global_scale, experts, rows_per_x=rows_per_x, splits=splits)
     if splits == 1:
-        assert np.array_equal(y, expected)
+        assert np.array_equal(y.numpy(), expected)
     else:  # cores add their parts in another order
-        np.testing.assert_allclose(y, expected, rtol=0, atol=2e-6)
+        np.testing.assert_allclose(y.numpy(), expected, rtol=0, atol=2e-6)
+
+
+def test_offsets_past_four_gib(twin: ModuleType, kernel: ctypes.CDLL) -> None:
+    """The last of so many experts that its scales lie beyond 2^32 bytes, and its weights eight times as far."""
+    n, k = 256, 128
+    packed, scale, global_scale = map(torch.from_numpy, operands(twin, [fp4(n, k, seed=1)]))
+    expert = (1 << 32) // scale[0].numel() + 2
+    rooms = [sparse(expert + 1, one) for one in (packed, scale, global_scale)]
+    for room, one in zip(rooms, (packed, scale, global_scale)):
+        room[expert] = one[0]
+    x = torch.randn(1, k, generator=torch.Generator().manual_seed(9)).bfloat16()
+    y = torch.zeros(1, n)
+    launch(kernel, 1, [x, *rooms, torch.tensor([expert], dtype=torch.int32), y], 1, 1, k, n, 1)
+    expected = twin.gemv(x.float().numpy(), packed.numpy(), scale.numpy(), global_scale.numpy(), np.zeros(1, dtype=np.int32))
+    assert np.array_equal(y.numpy(), expected)
 
 
 def test_the_source_says_what_it_was_not() -> None:

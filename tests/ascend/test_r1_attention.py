@@ -96,6 +96,15 @@ def test_the_tokens_of_the_reference_backend(scheme: str, r1_attention: Callable
     agree([one.logprobs or [] for one in got], [one.logprobs or [] for one in expected])
 
 
+def test_the_tokens_where_few_rows_are_split(r1_attention: Callable[[str], Path]) -> None:
+    """CANN's way for 4-bit linears of a decode step: tokens of the reference where its two best lie apart, though no bit need agree."""
+    path = r1_attention("rtn-w4a16")
+    expected = answers(load(path, "reference"))
+    with npu_double.installed(), npu_double.few_rows_split():
+        got = answers(load(path, "torch_npu"))
+    agree([one.logprobs or [] for one in got], [one.logprobs or [] for one in expected])
+
+
 def agree(got: list[list[TokenLogprob]], expected: list[list[TokenLogprob]]) -> None:
     """The same tokens, of every sequence up to where the two best lie close."""
     compared = 0

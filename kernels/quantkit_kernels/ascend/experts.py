@@ -42,16 +42,19 @@ class AscendExperts(Experts):
         return down
 
     def _by_block(self, x: Tensor, topk_ids: Tensor) -> Tensor:
-        """[T * k, H], pairs of one expert side by side."""
+        """[T * k, H], pairs of one expert side by side.
+
+        Rows that hold no pair are whatever memory held, from end to end: a row of a product depends on its own row alone, and nothing
+        takes theirs.
+        """
         slots, experts = group_pairs(topk_ids, self.num_experts, EXPERT_BLOCK_ROWS)
         pairs = x.repeat_interleave(topk_ids.shape[1], dim=0)
-        gathered = x.new_zeros(experts.shape[0] * EXPERT_BLOCK_ROWS, self.hidden).index_copy_(0, slots, pairs)
+        gathered = x.new_empty(experts.shape[0] * EXPERT_BLOCK_ROWS, self.hidden).index_copy_(0, slots, pairs)
         gate_up = self._multiply(self.gate_up, gathered, experts)
         return self._multiply(self.down, silu_and_mul(gate_up), experts)[slots]
 
     def _multiply(self, packed: PackedTiles, x: Tensor, experts: Tensor) -> Tensor:
-        # Blocks of no expert stay zero: what follows reads them, and garbage could be infinite.
-        out = torch.zeros(x.shape[0], packed.n, dtype=self.dtype, device=x.device)
+        out = torch.empty(x.shape[0], packed.n, dtype=self.dtype, device=x.device)
         codes, row_scale = dynamic_quant(x) if packed.kind == "int8" else (x, None)
         launch.run(launch.blocks(packed, codes, row_scale, experts, out, EXPERT_BLOCK_ROWS))
         return out

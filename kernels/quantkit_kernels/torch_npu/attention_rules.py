@@ -74,7 +74,8 @@ FUSED_INFER_ATTENTION_SCORE = (
     Rule("scale is given: the default is 1", lambda a: a.scale != 1.0),
 )
 """Q_S = 1, paged. The manual lets block_size with a rotary part be any multiple of 16 up to 1024, and a mask be given. CANN's own check
-(ops-transformer at c29bc10, incre_flash_attention_tiling_check.cpp) refuses a mask, an unpaged cache, and blocks other than 16 and 128."""
+(ops-transformer at c29bc10: 16-bit MLA goes by fused_infer_attention_score_tiling_v3.cpp to its _check_feature.cpp) refuses a mask, an
+unpaged cache, and blocks other than 16 and 128."""
 
 KV_RMSNORM_ROPE_CACHE = (
     Rule("kv is fp16 or bf16 [T, 1, 1, 576]", lambda a: a.kv.dtype in HALVES and tuple(a.kv.shape[1:]) == (1, 1, 576)),
@@ -105,6 +106,20 @@ INTERLEAVE_ROPE = (
     Rule("cos and sin are [T, 1, 1, 64]", lambda a: tuple(a.cos.shape) == tuple(a.sin.shape) == (a.x.shape[0], 1, 1, 64)),
     Rule("cos and sin are of x's dtype", lambda a: a.cos.dtype == a.sin.dtype == a.x.dtype),
     Rule("everything is contiguous", lambda a: a.x.is_contiguous() and a.cos.is_contiguous() and a.sin.is_contiguous()),
+)
+
+TRANSPOSE_BATCHMATMUL = (
+    Rule("input is a float [T, heads, K]", lambda a: a.input.dim() == 3 and a.input.dtype in FLOATS),
+    Rule("weight is [heads, K, N] of input's dtype", lambda a: a.weight.dim() == 3 and a.weight.dtype == a.input.dtype),
+    Rule("weight has input's heads and K", lambda a: a.weight.shape[:2] == a.input.shape[1:]),
+    Rule("nothing is empty", lambda a: a.input.numel() > 0 and a.weight.numel() > 0),
+    Rule("K and N are multiples of 128", lambda a: a.weight.shape[1] % 128 == 0 and a.weight.shape[2] % 128 == 0),
+    Rule("heads times K and N are below 65536", lambda a: a.input.shape[1] * a.input.shape[2] < 65536 and a.weight.shape[2] < 65536),
+    Rule(
+        "heads come second in input and output, first in weight: nothing else is used here",
+        lambda a: (list(a.perm_x1 or ()), list(a.perm_x2 or ()), list(a.perm_y or ())) == ([1, 0, 2], [0, 1, 2], [1, 0, 2]),
+    ),
+    Rule("output is not quantized or split, no bias", lambda a: a.bias is None and a.scale is None and a.batch_split_factor == 1),
 )
 
 PROLOG_HIDDEN = (1024, 2048, 3072, 4096, 5120, 6144, 7168, 7680, 8192)

@@ -54,7 +54,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
     if divides != routing.norm_topk_prob or violated("npu_moe_gating_top_k", bind("npu_moe_gating_top_k", args, kwargs)):
         return plain.route(logits, bias, routing)
     weights, ids, _ = call("npu_moe_gating_top_k", *args, **kwargs)
-    return plain.with_shared(ids.long(), weights, logits.shape[1], routing.num_joined_experts)
+    return plain.with_shared(ids, weights, logits.shape[1], routing.num_joined_experts)
 
 
 def moe_gate(x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -99,13 +99,27 @@ def mla_prepare(qkv_a: Tensor, norms: Norms, rotation: Rotation, cache: Latents,
 
 def mla_decode(q: Tensor, kv_b: Tensor, rotation: Rotation, pages: PagedLatents, scale: float) -> Tensor:
     nope = q.shape[2] - (2 * rotation.cos.shape[1] if isinstance(pages.cache, Tensor) else ROPE)
-    absorbed, q_pe = plain.absorbed(q[..., :nope], kv_b), q[..., nope:]
+    absorbed, q_pe = by_head(q[..., :nope], kv_b[:, :nope]), q[..., nope:]
     if isinstance(pages.cache, Tensor):
         q_pe = turned(q_pe, rotation)
     else:
         neighbours = (q_pe if rotation.interleaved else pairs_together(q_pe)).unsqueeze(2).contiguous()
         q_pe = call("npu_interleave_rope", neighbours, *_four(rotation)).squeeze(2)
-    return plain.values(attend(absorbed, q_pe, pages, scale), kv_b, nope)
+    return values(attend(absorbed, q_pe, pages, scale), kv_b, nope)
+
+
+def values(attended: Tensor, kv_b: Tensor, nope: int) -> Tensor:
+    """attended [B, heads, kv_lora] times W_UV [B, heads, V]."""
+    return by_head(attended, kv_b[:, nope:].transpose(1, 2))
+
+
+def by_head(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, heads, K] times each head's weight [heads, K, N] -> [T, heads, N], tokens first again in the same launch."""
+    operator, permuted = "npu_transpose_batchmatmul", {"perm_x1": [1, 0, 2], "perm_x2": [0, 1, 2], "perm_y": [1, 0, 2]}
+    if violated(operator, bind(operator, (x, weight), permuted)):
+        return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+    result: Tensor = call(operator, x, weight, **permuted)
+    return result
 
 
 def attend(absorbed: Tensor, q_pe: Tensor, pages: PagedLatents, scale: float) -> Tensor:

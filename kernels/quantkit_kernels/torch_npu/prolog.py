@@ -11,10 +11,9 @@ from torch import Tensor
 from quantkit_kernels.latents import Latents, pairs_apart, pairs_together
 from quantkit_kernels.paged import PagedLatents, Rotation
 from quantkit_kernels.prolog import MlaProlog, MlaSizes, MlaWeights
-from quantkit_kernels.reference.functional import values
 from quantkit_kernels.torch_npu.attention_rules import PROLOG_HEADS, PROLOG_HIDDEN, PROLOG_LATENT, PROLOG_NOPE, PROLOG_Q_LORA, PROLOG_ROPE
 from quantkit_kernels.torch_npu.calls import mla_prolog as launch
-from quantkit_kernels.torch_npu.functional import attend
+from quantkit_kernels.torch_npu.functional import attend, values
 from quantkit_kernels.torch_npu.linear import NzLinear, nz_linear
 from quantkit_kernels.weights import Dense, Int8, Weight
 

@@ -15,6 +15,7 @@ from quantkit_kernels.torch_npu.attention_rules import (
     KV_RMSNORM_ROPE_CACHE,
     MLA_PROLOG_V3,
     ROTARY_MUL,
+    TRANSPOSE_BATCHMATMUL,
 )
 from quantkit_kernels.torch_npu.rule import FLOATS, HALVES, Arguments, Rule
 
@@ -136,7 +137,7 @@ GROUPED_MATMUL = (
     Rule("counts add up to the rows of x", _grouped_rows),
     Rule("x is [M, K], weight [E, K, N] with x's K", lambda a: a.x[0].dim() == 2 and a.weight[0].shape[1] == a.x[0].shape[1]),
     Rule("x is not transposed", lambda a: a.x[0].is_contiguous()),
-    Rule("last dimensions are below 65536", lambda a: max(a.x[0].shape[-1], a.weight[0].shape[-1]) < 65536),
+    Rule("last dimensions are below 65536", lambda a: max(a.x[0].shape[-1], _columns(a.weight[0])) < 65536),
     Rule("int8 x with int8 weight, 16-bit x with int8 or int4 weight and antiquant_scale, or both of one float dtype", _grouped_dtypes),
     Rule("antiquant_scale is [E, N], or [E, G, N] for int4 with G dividing K", _grouped_scales),
     Rule("antiquant_scale is of x's dtype", lambda a: a.antiquant_scale is None or a.antiquant_scale[0].dtype == a.x[0].dtype),
@@ -246,6 +247,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "npu_interleave_rope": INTERLEAVE_ROPE,
     "npu_kv_rmsnorm_rope_cache": KV_RMSNORM_ROPE_CACHE,
     "npu_fused_infer_attention_score": FUSED_INFER_ATTENTION_SCORE,
+    "npu_transpose_batchmatmul": TRANSPOSE_BATCHMATMUL,
     "npu_mla_prolog_v3": MLA_PROLOG_V3,
     "npu_format_cast": FORMAT_CAST,
     "npu_prefetch": PREFETCH,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ascend.guard import run_guarded
 from torch import Tensor
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
@@ -94,15 +95,19 @@ class Executable:
     is_memref: tuple[bool, ...]
 
     def __call__(self, programs: int, args: Sequence[Tensor | int]) -> None:
-        """Run the programs 0..programs-1 of a one-dimensional grid, one after the other."""
+        """Run the programs 0..programs-1 of a one-dimensional grid, one after the other, the operands between guard pages."""
+        run_guarded(lambda placed: self._run(programs, placed), args)
+
+    def _run(self, programs: int, args: Sequence[int]) -> None:
+        """args: numbers, and addresses of memrefs."""
         for program in range(programs):
             # Lock and workspace come first, the grid's sizes and the program's place in it last.
-            values = [None, None, *args, programs, 1, 1, program, 0, 0]
+            values = [0, 0, *args, programs, 1, 1, program, 0, 0]
             assert len(values) == len(self.is_memref), (len(values), len(self.is_memref))
             flat: list[Any] = []
             for memref, value in zip(self.is_memref, values):
                 if memref:
-                    pointer = ctypes.c_void_p(0 if value is None else value.data_ptr())
+                    pointer = ctypes.c_void_p(value)
                     flat += [pointer, pointer, ctypes.c_int64(0), ctypes.c_int64(1 << 40), ctypes.c_int64(1)]
                 else:
                     flat.append(ctypes.c_int32(value))

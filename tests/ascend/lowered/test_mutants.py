@@ -6,6 +6,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from ascend.guard import OutsideOperands
 from ascend.lowered.ascend_ir import execute
 from quantkit_kernels import Fp4, samples
 from quantkit_kernels.ascend import kernels, launch, layout
@@ -100,7 +101,10 @@ def passes(module: ModuleType, kernel: str) -> bool:
         one = launch.blocks(packed, codes if is_int8 else x, scale.flatten() if is_int8 else None, experts, out, bm)
         expected[bm:rows] = samples.exact_linear(x[bm:], weights[1])
     assert one.kernel == kernel
-    execute(getattr(module, kernel), one.programs, one.args, one.constants)
+    try:  # fewer programs than items, as on the chip
+        execute(getattr(module, kernel), 4, one.args, one.constants)
+    except OutsideOperands:
+        return False
     touched = expected != CANARY
     untouched = bool((memory[~touched] == CANARY).all())
     return untouched and samples.distance(memory[touched], expected[touched]) < 6e-3

@@ -1,0 +1,48 @@
+"""What memory is left for the cache of a loaded model.
+
+On an NPU the operators themselves take memory that no header tells: CANN's grouped product of 16-bit activations by 4-bit weights reserves
+a 16-bit copy of all experts of a layer, attention and collectives have buffers of their own. So a prompt is computed once, as long as a step
+computes, before the cache is sized: what that took stays with the allocator, and what is free afterwards is free.
+"""
+
+import torch
+
+from quantkit.devices import free_bytes
+from quantkit.errors import QuantkitError
+from quantkit.executor.cache import PagedCache
+from quantkit.executor.context import Chunk, PrefillContext
+from quantkit.executor.load import LoadedModel
+
+
+def free_beside(loaded: LoadedModel, prefill_tokens: int) -> int:
+    """Bytes that the cache may have of this rank's device. All ranks ask at the same time."""
+    if loaded.device.type == "npu":
+        warm_up(loaded, min(prefill_tokens, loaded.config.max_position_embeddings))
+    return free_bytes(loaded.device)
+
+
+@torch.inference_mode()
+def warm_up(loaded: LoadedModel, tokens: int) -> None:
+    """Compute a prompt of so many tokens over a cache that is let go of. Raises QuantkitError where memory does not even hold that."""
+    widths, size = loaded.cache_layout.widths, loaded.cache_layout.block_size
+    blocks = -(-tokens // size)
+    try:
+        cache = PagedCache(
+            loaded.num_cached_layers,
+            blocks + 1,
+            loaded.cache_width,
+            block_size=size,
+            dtype=loaded.cache_dtype,
+            device=loaded.device,
+            parts=widths if len(widths) > 1 else (),
+        )
+        table = torch.arange(1, blocks + 1, device=loaded.device)
+        hidden = loaded.model(
+            torch.zeros(tokens, dtype=torch.int64, device=loaded.device), PrefillContext(cache, [Chunk(0, tokens, table)])
+        )
+        loaded.model.logits(hidden[-1:])
+    except torch.OutOfMemoryError as fault:
+        told = str(fault).partition("\n")[0]
+        raise QuantkitError(
+            f"the weights leave too little memory for a prompt of {tokens} tokens ({told})", "use more devices (--tp), or a smaller scheme"
+        ) from fault

@@ -1,0 +1,157 @@
+"""Every kernel once, as hostile as a launch gets: fewer programs than items, ragged rows and columns, experts in no order and blocks of
+none, groups of every size, operands at a guard page, memory that was never written; and weights beyond 2 GiB."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from ascend import npu_double
+from ascend.guard import sparse
+from ascend.lowered.ascend_ir import execute
+from kernel_weights import exact_experts, random_experts
+from quantkit_kernels import Fp4, ascend, dequantize
+from quantkit_kernels.ascend import chip, kernels, launch, layout
+from quantkit_kernels.linear import quantize_rows
+from quantkit_kernels.samples import distance, exact_linear, random_weight
+from quantkit_kernels.weights import Weight
+from torch import Tensor
+
+CPU = torch.device("cpu")
+CANARY = 12345.0
+ROWS = [("int4_rows", "int4-asym-32"), ("int4_rows", "int4-asym-128"), ("int4_rows", "int4-sym-64"), ("fp4_rows", "fp4")]
+BLOCKS = [(f"{kernel[:4]}_blocks" if kernel[0] == "i" else "fp4_blocks", grid) for kernel, grid in ROWS] + [("int8_blocks", "int8")]
+TOLERANCE = {"int4": 4e-3, "fp4": 4e-3, "int8": 3e-3}
+
+
+@pytest.fixture(autouse=True)
+def few_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Three cube and five vector cores, so that every launch has more items than programs; fresh memory is NaN."""
+    monkeypatch.setattr(launch, "cores", lambda device: (3, 5))
+    monkeypatch.setattr(launch, "run", run)
+    torch.use_deterministic_algorithms(True)  # torch then fills what `empty` gives with NaN
+    with npu_double.installed():
+        yield
+    torch.use_deterministic_algorithms(False)
+
+
+def run(one: launch.KernelLaunch) -> None:
+    execute(getattr(kernels, one.kernel), one.programs, one.args, one.constants)
+
+
+def stacked(grid: str, n: int, k: int, count: int) -> tuple[layout.PackedTiles, list[Weight]]:
+    """Experts whose weights differ by more than their codes: a global scale per row, as stacked gate and up have."""
+    rng = torch.Generator().manual_seed(n)
+    weights = [random_weight(grid, n, k, rng) for _ in range(count)]
+    weights = [
+        one._replace(global_scale=one.global_scale * (0.5 + torch.rand(n, generator=rng))) if isinstance(one, Fp4) else one
+        for one in weights
+    ]
+    packed = layout.allocate(weights[0], count, CPU)
+    for index in torch.randperm(count, generator=rng).tolist():
+        layout.place(packed, index, weights[index])
+    return packed, weights
+
+
+def output(rows: int, n: int, spare: int) -> tuple[Tensor, Tensor]:
+    """Rows to write, and the memory around them: `spare` rows more."""
+    memory = torch.full((rows + spare, n), CANARY, dtype=torch.bfloat16)
+    return memory[:rows], memory
+
+
+@pytest.mark.parametrize(("kernel", "grid"), ROWS)
+@pytest.mark.parametrize("rows_per_x", [1, 3])
+def test_rows(kernel: str, grid: str, rows_per_x: int) -> None:
+    n, k, experts = 152, 384, torch.tensor([2, 0, 1, 1, 0, 2], dtype=torch.int32)
+    packed, weights = stacked(grid, n, k, 3)
+    x = torch.randn(6 // rows_per_x, k, generator=torch.Generator().manual_seed(1)).bfloat16()
+    out, memory = output(6, n, 1)
+    one = launch.rows(packed, x, experts, out, rows_per_x)
+    assert (one.kernel, one.programs) == (kernel, 5)
+    run(one)
+    exact = torch.cat([exact_linear(x[row // rows_per_x][None], weights[expert]) for row, expert in enumerate(experts)])
+    assert distance(out, exact) < TOLERANCE[packed.kind]
+    assert bool((memory[6:] == CANARY).all())
+
+
+@pytest.mark.parametrize(("kernel", "grid"), BLOCKS)
+@pytest.mark.parametrize("bm", [16, 32])
+def test_blocks(kernel: str, grid: str, bm: int) -> None:
+    n, k, experts = 152, 384, torch.tensor([2, -1, 1, 0, 1], dtype=torch.int32)
+    packed, weights = stacked(grid, n, k, 3)
+    m = 4 * bm + 3
+    x = torch.randn(m, k, generator=torch.Generator().manual_seed(1)).bfloat16()
+    codes, scale = quantize_rows(x)
+    out, memory = output(m, n, 2)
+    is_int8 = packed.kind == "int8"
+    one = launch.blocks(packed, codes if is_int8 else x, scale.flatten() if is_int8 else None, experts, out, bm)
+    assert (one.kernel, one.programs) == (kernel, 3)
+    run(one)
+    for block, expert in enumerate(experts.tolist()):
+        rows = slice(block * bm, min((block + 1) * bm, m))
+        if expert < 0:
+            assert bool((out[rows] == CANARY).all()), "a block of no expert was written"
+        else:
+            assert distance(out[rows], exact_linear(x[rows], weights[expert])) < TOLERANCE[packed.kind], block
+    assert bool((memory[m:] == CANARY).all())
+
+
+@pytest.mark.parametrize("grid", ["int4-asym-64", "int4-sym-128", "fp4", "int8"])
+def test_linear(grid: str) -> None:
+    """Every way through a linear: the vector cores' up to two rows, blocks of 16 and 32, rows not contiguous."""
+    weight = random_weight(grid, 152, 256, torch.Generator().manual_seed(3))
+    linear = ascend.linear(weight, torch.bfloat16, CPU)
+    assert (linear.in_features, linear.out_features) == (256, 152)
+    assert [one.data_ptr() for one in linear.held()] == [one.data_ptr() for one in linear.packed.tensors]
+    for rows in (1, 2, 3, 16, 17):
+        x = torch.randn(rows, 512, generator=torch.Generator().manual_seed(rows)).bfloat16()[:, ::2]
+        assert distance(linear(x), exact_linear(x, weight)) < TOLERANCE[grid.split("-")[0]], rows
+
+
+def test_every_code_of_fp4_rows_and_blocks() -> None:
+    """x picks one weight at a time, and the result is it, to the bit."""
+    scales = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    codes = torch.arange(16, dtype=torch.uint8).repeat(126, 8)
+    weight = Fp4(codes, scales.unsqueeze(1).repeat(1, 8), torch.tensor(0.75))
+    linear, picks = ascend.linear(weight, torch.bfloat16, CPU), torch.eye(128).bfloat16()
+    exact = dequantize(weight, torch.float64).T
+    for first in range(0, 128, 17):  # on the vector cores
+        assert torch.equal(linear(picks[first : first + 2]).double(), exact[first : first + 2])
+    assert torch.equal(linear(picks).double(), exact)
+
+
+@pytest.mark.parametrize("grid", ["int4-asym-64", "fp4", "int8"])
+def test_experts_in_fresh_memory(grid: str) -> None:
+    """What no kernel writes is never read: torch's fresh memory is NaN here, and blocks of no expert stay so."""
+    rng = torch.Generator().manual_seed(6)
+    weights = random_experts(grid, 5, 256, 128, rng)
+    experts = ascend.experts_layout(5, weights[0][0], weights[2][0], torch.bfloat16, CPU)
+    for index in (3, 0, 1, 2, 4):
+        experts.place(index, *(projection[index] for projection in weights))
+    for tokens, top_k in ((1, 3), (2, 2), (3, 4), (20, 2)):
+        x = torch.randn(tokens, 256, generator=rng).bfloat16()
+        ids = torch.rand(tokens, 5, generator=rng).topk(top_k, dim=-1).indices
+        topk_weights = torch.rand(tokens, top_k, generator=rng)
+        exact = exact_experts(x, ids, topk_weights, weights)
+        assert distance(experts.finish()(x, ids, topk_weights), exact) < 1.6e-2, (tokens, top_k)
+
+
+@pytest.mark.parametrize(("kernel", "grid"), [(kernel, grid) for kernel, grid in ROWS + BLOCKS if grid in ("int4-asym-128", "fp4", "int8")])
+def test_offsets_past_two_gib(kernel: str, grid: str) -> None:
+    """The last of so many experts that its weights lie beyond 2^31 bytes; the others' memory is never touched."""
+    n, k = chip.COLUMNS[grid.split("-")[0]], 256
+    small, (weight,) = stacked(grid, n, k, 1)
+    count = (1 << 31) // small.tensors[0].numel() + 3
+    tensors = tuple(sparse(count, one) for one in small.tensors)
+    packed = layout.PackedTiles(small.kind, n, k, count, tensors, small.group, small.has_zero)
+    layout.place(packed, count - 1, weight)
+    x = torch.randn(1, k, generator=torch.Generator().manual_seed(1)).bfloat16()
+    out, experts = torch.zeros(1, n, dtype=torch.bfloat16), torch.tensor([count - 1], dtype=torch.int32)
+    codes, scale = quantize_rows(x)
+    is_int8 = packed.kind == "int8"
+    if kernel.endswith("rows"):
+        one = launch.rows(packed, x, experts, out)
+    else:
+        one = launch.blocks(packed, codes if is_int8 else x, scale.flatten() if is_int8 else None, experts, out, 16)
+    assert one.kernel == kernel
+    run(one)
+    assert distance(out, exact_linear(x, weight)) < TOLERANCE[packed.kind]

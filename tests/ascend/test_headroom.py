@@ -1,0 +1,59 @@
+"""The cache of an NPU is sized by what a prompt's operators left free."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ascend import npu_double
+
+from quantkit.errors import QuantkitError
+from quantkit.executor import engine, headroom
+from quantkit.executor.load import load_model
+from quantkit.executor.options import EngineOptions
+
+
+def test_a_prompt_is_computed_before_memory_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[Any] = []
+    monkeypatch.setattr(headroom, "warm_up", lambda loaded, tokens: order.append(tokens))
+    monkeypatch.setattr(headroom, "free_bytes", lambda device: order.append(device.type) or 1000)
+    for kind in ("npu", "cpu", "cuda"):
+        loaded = SimpleNamespace(device=SimpleNamespace(type=kind), config=SimpleNamespace(max_position_embeddings=512))
+        assert headroom.free_beside(loaded, 2048) == 1000  # type: ignore[arg-type]
+    assert order == [512, "npu", "cpu", "cuda"]
+
+
+def test_the_engine_asks_so(quantized: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """For as many tokens as a step computes, and plans with the answer."""
+    asked: list[int] = []
+
+    def free(loaded: object, tokens: int) -> int:
+        asked.append(tokens)
+        return 1 << 20
+
+    monkeypatch.setattr(engine, "free_beside", free)
+    loaded = load_model(quantized("rtn-w4a16"), device="cpu", dtype="bfloat16", backend="reference")
+    planned = engine._plan(loaded, EngineOptions("model", prefill_tokens=96, max_batch=64))
+    per_token = loaded.num_cached_layers * loaded.cache_width * loaded.cache_dtype.itemsize
+    assert planned.tokens <= (1 << 18) // per_token + planned.block_size  # a quarter of it on a CPU
+    engine._plan(loaded, EngineOptions("model", max_batch=64))
+    assert asked == [96, engine.CPU_PREFILL_TOKENS]
+
+
+def test_the_prompt_goes_through_every_operator(quantized: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    with npu_double.installed() as called:
+        loaded = load_model(quantized("rtn-w4a16"), device="cpu", dtype="bfloat16", backend="torch_npu")
+        called.clear()
+        headroom.warm_up(loaded, 40)
+        assert {"npu_grouped_matmul", "npu_weight_quant_batchmatmul", "npu_moe_init_routing_v2"} <= set(called)
+        given: list[torch.Tensor] = []
+        monkeypatch.setattr(type(loaded.model), "__call__", lambda self, ids, context: given.append(ids) or full())
+        with pytest.raises(QuantkitError, match="too little memory for a prompt of 40 tokens"):
+            headroom.warm_up(loaded, 40)
+    assert [len(ids) for ids in given] == [40]
+
+
+def full() -> torch.Tensor:
+    raise torch.OutOfMemoryError("NPU out of memory. Tried to allocate 1.76 GiB\nmore")

@@ -1,0 +1,127 @@
+"""What an operator is given beside its operands, each value unlike the operator's default: gains of another size, layouts, bytes."""
+
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ascend import npu_double
+from ascend.npu_double import NZ, layout_of
+from ascend.test_latent_attention import halves, layer_of
+from ascend.test_torch_npu import random
+from kernel_weights import layer, random_experts
+from quantkit_kernels import Norms, Rotation, doubled_angles, functional, prepare, prepare_mla_prolog, reference
+from quantkit_kernels.samples import distance, random_weight
+from quantkit_kernels.torch_npu import calls
+from quantkit_kernels.torch_npu.linear import nz_linear
+from torch import Tensor
+
+pytestmark = pytest.mark.usefixtures("called")
+EPS = 0.7
+"""Next to activations of one: an operator that takes its default instead is 30 % off."""
+torch_npu = importlib.import_module("quantkit_kernels.torch_npu")
+
+
+def test_epsilons_of_norms() -> None:
+    x, residual, gain = random(5, 256), random(5, 256, seed=1), random(256, seed=2)
+    assert distance(functional.rms_norm(x, gain, EPS, backend="torch_npu"), reference.rms_norm(x, gain, EPS).double()) < 4e-3
+    ours = functional.add_rms_norm(x, residual, gain, EPS, backend="torch_npu")
+    for one, twin in zip(ours, reference.add_rms_norm(x, residual, gain, EPS)):
+        assert distance(one, twin.double()) < 4e-3
+
+
+@pytest.mark.parametrize("sizes", [(1536, 512, 64), (128, 128, 32)])
+def test_epsilons_of_prepared_latents(sizes: tuple[int, int, int]) -> None:
+    q_lora, latent, rope = sizes
+    qkv_a, angles, slots = random(3, sum(sizes)), random(3, rope // 2, dtype=torch.float32, seed=1), torch.tensor([5, 0, 17])
+    norms, rotation = Norms(random(q_lora, seed=2), random(latent, seed=3), EPS), Rotation(angles.cos(), angles.sin())
+    whole = torch.zeros(2, 16, latent + rope).bfloat16()
+    expected = reference.mla_prepare(qkv_a, norms, rotation, whole, slots)
+    apart = (torch.zeros(2, 16, latent).bfloat16(), torch.zeros(2, 16, rope).bfloat16())
+    ours = torch.zeros_like(whole)
+    if latent == 512:
+        doubled = Rotation(*doubled_angles(*rotation[:2], torch.bfloat16), True)
+        q_a = functional.mla_prepare(qkv_a, norms, doubled, apart, slots, backend="torch_npu")
+        ours = torch.cat(apart, dim=-1)
+        whole[..., latent:] = halves(whole[..., latent:])
+    else:
+        q_a = functional.mla_prepare(qkv_a, norms, rotation, ours, slots, backend="torch_npu")
+    assert distance(q_a, expected.double()) < 4e-3
+    assert distance(ours, whole.double()) < 4e-3
+
+
+@pytest.mark.parametrize("grid", ["dense", "int8"])
+def test_epsilons_and_layouts_of_the_prolog(grid: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = layer_of(grid)
+    given: list[Any] = []
+    computed = npu_double.RESULTS["npu_mla_prolog_v3"]
+    monkeypatch.setitem(npu_double.RESULTS, "npu_mla_prolog_v3", lambda a: (given.append(a), computed(a))[1])
+    x, angles, slots = random(3, 7168), torch.rand(3, 32, generator=torch.Generator().manual_seed(3)), torch.tensor([5, 40, 17])
+    tables = (angles.cos().bfloat16().float(), angles.sin().bfloat16().float())
+    doubled, rotation = Rotation(*doubled_angles(*tables, torch.bfloat16)), Rotation(*tables)
+    ours, twin = (prepare_mla_prolog(weights, 64, eps=EPS, interleaved=True, backend=name) for name in ("torch_npu", "reference"))
+    apart, whole = (torch.zeros(3, 16, 512).bfloat16(), torch.zeros(3, 16, 64).bfloat16()), torch.zeros(3, 16, 576).bfloat16()
+    absorbed, q_pe = ours.query(x, doubled, apart, slots)
+    expected, expected_pe = twin.query(x, rotation, whole, slots)
+    assert distance(absorbed, expected.double()) < 2e-2
+    assert distance(q_pe, halves(expected_pe).double()) < 2e-2
+    assert distance(apart[0], whole[..., :512].double()) < 2e-2
+    (call,) = given
+    assert [layout_of(one) for one in (call.weight_dq, call.weight_uq_qr, call.weight_dkv_kr, call.weight_uk)] == [NZ, NZ, NZ, "ND"]
+
+
+def test_layouts_at_rest() -> None:
+    """The cube's own for int8 and beside the prolog; plain for all that its operators take so."""
+    rng = torch.Generator().manual_seed(1)
+    assert layout_of(prepare(random_weight("int8", 64, 64, rng), backend="torch_npu").held()[0]) == NZ
+    for grid in ("dense", "int8"):
+        assert layout_of(nz_linear(random_weight(grid, 64, 64, rng), torch.bfloat16, torch.device("cpu")).weight) == NZ
+    for grid in ("int4-asym-32", "dense", "fp4"):
+        assert {layout_of(one) for one in prepare(random_weight(grid, 64, 64, rng), backend="torch_npu").held()} == {"ND"}
+    for grid in ("int4-asym-32", "int8", "dense"):
+        assert {layout_of(one) for one in layer(random_experts(grid, 3, 64, 32, rng), "torch_npu", torch.bfloat16).held()} == {"ND"}
+
+
+def test_the_double_refuses_a_layout() -> None:
+    weight = calls.format_cast_nz(random(64, 64))
+    with pytest.raises(RuntimeError, match="input is FRACTAL_NZ, not ND"):
+        calls.call("npu_swiglu", weight)
+    with pytest.raises(RuntimeError, match="a part of a tensor in FRACTAL_NZ"):
+        calls.call("npu_prefetch", weight[1:], None, 8)
+    assert layout_of(weight.clone()) == "ND"
+    assert layout_of(calls.call("npu_format_cast", weight, 2)) == "ND"
+
+
+def test_internal_layouts_are_allowed_before_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device: torch_npu leaves a tensor as it is unless it was told, and tells nobody."""
+    config, seen = SimpleNamespace(allow_internal_format=False), []
+
+    def cast(name: str, weight: object, number: int) -> object:
+        seen.append((name, number, config.allow_internal_format))
+        return weight
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(config=config))
+    monkeypatch.setattr(calls, "call", cast)
+    calls.format_cast_nz(SimpleNamespace(device=SimpleNamespace(type="npu")))  # type: ignore[arg-type]
+    assert seen == [("npu_format_cast", 29, True)]
+
+
+def test_prefetch_asks_for_every_byte(called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Tensor, Tensor | None, int, int]] = []
+    monkeypatch.setitem(npu_double.RESULTS, "npu_prefetch", lambda a: asked.append((a.input, a.dependency, a.max_size, a.offset)))
+    held, after = prepare(random_weight("int4-asym-32", 64, 96, torch.Generator().manual_seed(1)), backend="torch_npu").held(), random(3)
+    torch_npu.prefetch(held, after)
+    assert [(one.data_ptr(), size, offset) for one, _, size, offset in asked] == [(one.data_ptr(), one.nbytes, 0) for one in held]
+    assert all(before is not None and before.data_ptr() == after.data_ptr() for _, before, _, _ in asked)
+    assert {one.element_size() for one in held} == {4, 2}
+
+
+def test_a_row_of_no_tokens_is_zero_where_the_operator_leaves_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked of the double itself; tests of both attentions have such rows too."""
+    keys = random(3, 1, 16, 512)
+    kwargs: dict[str, Any] = {"num_heads": 2, "num_key_value_heads": 1, "scale": 0.1, "input_layout": "BNSD", "block_size": 16}
+    kwargs |= {"block_table": torch.ones(2, 1).int(), "actual_seq_lengths_kv": [0, 3]}
+    attended, _ = calls.call("npu_fused_infer_attention_score", random(2, 2, 1, 512), keys, keys, **kwargs)
+    assert attended[0].isnan().all()
+    assert not attended[1].isnan().any()

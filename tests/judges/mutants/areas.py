@@ -1,0 +1,86 @@
+"""What is mutated, and the narrow tests that should notice: per file, and where that is too many, per function."""
+
+from dataclasses import dataclass, field
+
+KERNELS = "kernels/quantkit_kernels"
+STRICT, KERNEL_TESTS = "tests/ascend/lowered/test_strict.py", "tests/ascend/lowered/test_kernels.py"
+CALLS, GIVEN = "tests/ascend/test_torch_npu.py", "tests/ascend/test_what_operators_get.py"
+LATENT, GROUPED = "tests/ascend/test_latent_attention.py", "tests/ascend/test_grouped_attention.py"
+BOUNDS, CHIP, PAIRS = "tests/ascend/test_rule_bounds.py", "tests/ascend/test_chip.py", "tests/ascend/test_group_pairs.py"
+FACTS = "tests/ascend/lowered/test_ir_facts.py"
+
+
+@dataclass(frozen=True)
+class Area:
+    """A file and its tests, arguments of pytest. by_function: of a function, where others suffice; the longest name that fits counts."""
+
+    name: str
+    path: str
+    tests: tuple[str, ...]
+    by_function: dict[str, tuple[str, ...]] = field(default_factory=dict, compare=False)
+
+    def tests_of(self, function: str) -> tuple[str, ...]:
+        fitting = [name for name in self.by_function if function == name or function.startswith(f"{name}.")]
+        return self.by_function[max(fitting, key=len)] if fitting else self.tests
+
+
+def _of_kernels(names: str) -> tuple[str, ...]:
+    return (STRICT, "-k", names)
+
+
+AREAS = (
+    Area(
+        "Triton kernels",
+        f"{KERNELS}/ascend/kernels.py",
+        (STRICT,),
+        {
+            "int4_rows": _of_kernels("int4_rows"),
+            "fp4_rows": _of_kernels("fp4_rows"),
+            "int4_blocks": _of_kernels("int4_blocks"),
+            "fp4_blocks": _of_kernels("fp4_blocks"),
+            "int8_blocks": _of_kernels("int8_blocks"),
+            "int4_values": _of_kernels("int4_rows"),
+            "e2m1_values": _of_kernels("fp4_rows or every_code"),
+            "e4m3_values": _of_kernels("fp4_rows or every_code"),
+            "row_halves": _of_kernels("fp4_rows"),
+            "store_row": _of_kernels("fp4_rows"),
+            "group_sums": _of_kernels("int4_rows"),
+            "nibbles": _of_kernels("fp4_rows"),
+            "by_group": _of_kernels("int4_rows"),
+            "group_offsets": _of_kernels("int4_rows or fp4_rows"),
+            "multiplied": _of_kernels("fp4_blocks"),
+            "store_block": _of_kernels("int8_blocks"),
+        },
+    ),
+    Area("Triton: launch and layout", f"{KERNELS}/ascend/launch.py", (CHIP, STRICT)),
+    Area("Triton: launch and layout", f"{KERNELS}/ascend/layout.py", (CHIP, STRICT)),
+    Area("Triton: launch and layout", f"{KERNELS}/ascend/linear.py", (STRICT, "-k", "linear")),
+    Area(
+        "Triton: launch and layout",
+        f"{KERNELS}/ascend/experts.py",
+        (PAIRS, STRICT, "-k", "experts or pair"),
+        {"group_pairs": (PAIRS,)},
+    ),
+    Area("Triton: launch and layout", f"{KERNELS}/ascend/chip.py", (CHIP,)),
+    Area("Triton: launch and layout", f"{KERNELS}/ascend/__init__.py", (CHIP,)),
+    Area("torch_npu: rules", f"{KERNELS}/torch_npu/rules.py", (BOUNDS, CALLS, "-k", "not route and not experts")),
+    Area("torch_npu: rules", f"{KERNELS}/torch_npu/attention_rules.py", (BOUNDS, CALLS, "-k", "not route and not experts")),
+    Area("torch_npu: calls", f"{KERNELS}/torch_npu/calls.py", (CALLS, GIVEN, LATENT)),
+    Area("torch_npu: calls", f"{KERNELS}/torch_npu/experts.py", (CALLS, GIVEN)),
+    Area(
+        "torch_npu: calls",
+        f"{KERNELS}/torch_npu/functional.py",
+        (CALLS, GIVEN, LATENT),
+        {"route": (CALLS,), "moe_gate": (CALLS,), "silu_and_mul": (CALLS,)},
+    ),
+    Area("torch_npu: calls", f"{KERNELS}/torch_npu/grouped.py", (GROUPED,)),
+    Area("torch_npu: calls", f"{KERNELS}/torch_npu/layout.py", (CALLS, GIVEN)),
+    Area("torch_npu: calls", f"{KERNELS}/torch_npu/linear.py", (CALLS, GIVEN, LATENT)),
+    Area("torch_npu: calls", f"{KERNELS}/torch_npu/prolog.py", (GIVEN, LATENT)),
+    Area("torch_npu: calls", f"{KERNELS}/torch_npu/machine.py", ("tests/ascend/test_machine.py",)),
+    Area("torch_npu: calls", f"{KERNELS}/torch_npu/__init__.py", (CALLS, LATENT)),
+    Area("Ascend C", "kernels/ascendc/fp4_gemv.cpp", ("tests/ascend/test_fp4_gemv.py", "-k", "kernel or offsets")),
+)
+
+SPEED_ONLY: dict[str, str] = {}
+"""Mutants by rule that change no result, by key, and why."""
