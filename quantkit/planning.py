@@ -59,8 +59,8 @@ class HostPeak:
 @dataclass(frozen=True)
 class Placement:
     """What one of `count` devices holds, in bytes. cache_tokens: tokens that fit beside the weights, of all requests together; None, as
-    cache_bytes_per_token, for an architecture that quantkit does not know. context: tokens of the request that must fit. workspace_bytes: of
-    the reserve, what is known to be taken, by what takes it; empty for hardware that is not known."""
+    cache_bytes_per_token, for an architecture that quantkit does not know. context: tokens of the request that must fit.
+    workspace_bytes: of the reserve, what is known to be taken, by what takes it; empty for hardware that is not known."""
 
     count: int
     memory_bytes: int

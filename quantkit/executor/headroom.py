@@ -1,7 +1,7 @@
 """What memory is left for the cache of a loaded model.
 
-On an NPU the operators themselves take memory that no header tells: CANN's grouped product of 16-bit activations by 4-bit weights reserves
-a 16-bit copy of all experts of a layer, attention and collectives have buffers of their own. So a prompt is computed once, as long as a step
+On an NPU the operators themselves take memory that no header tells: CANN's grouped product of 16-bit activations by 4-bit weights keeps a
+16-bit copy of all experts of a layer, attention and collectives have buffers of their own. So a prompt is computed once, as long as a step
 computes, before the cache is sized: what that took stays with the allocator, and what is free afterwards is free.
 """
 
