@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: demo test test-families lint test-ascend test-engines test-vllm-cuda test-packers test-evalscope test-lm-eval test-clients mutants-ascend clean
+.PHONY: demo test test-families lint test-ascend test-engines test-vllm-cuda test-packers test-evalscope test-lm-eval test-clients mutants-ascend acceptance-npu clean
 
 demo: $(VENV)/run.stamp
 	$(BIN)/python tools/demo.py --out out/demo
@@ -34,6 +34,11 @@ test-ascend: .venv-ascend/stamp .venv-npu/stamp
 	OMP_NUM_THREADS=1 .venv-ascend/bin/python -m pytest tests/ascend/lowered
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 .venv-ascend/bin/python -m pytest tests/quant/test_block_kernel.py
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 .venv-npu/bin/python -m pytest tests/ascend/schemas
+
+# On a machine with an Ascend NPU, torch_npu and CANN: writes the folder acceptance-npu, half an hour at most. MODEL=R1-awq TP=8 adds its speeds.
+TP ?= 1
+acceptance-npu:
+	PYTHONPATH=.:kernels $(PYTHON) tools/acceptance_npu.py $(if $(MODEL),--model $(MODEL) --tp $(TP))
 
 # Goes on where the last run stopped; delete out/mutants-ascend.jsonl to judge other tests.
 mutants-ascend: .venv-ascend/stamp

@@ -12,7 +12,7 @@ from ascend.test_latent_attention import halves, layer_of
 from ascend.test_torch_npu import random
 from kernel_weights import layer, random_experts
 from quantkit_kernels import Norms, Rotation, doubled_angles, functional, prepare, prepare_mla_prolog, reference
-from quantkit_kernels.samples import distance, random_weight
+from quantkit_kernels.samples import distance, latent_attention, random_weight
 from quantkit_kernels.torch_npu import calls
 from quantkit_kernels.torch_npu.linear import nz_linear
 from torch import Tensor
@@ -125,3 +125,22 @@ def test_a_row_of_no_tokens_is_zero_where_the_operator_leaves_garbage(monkeypatc
     attended, _ = calls.call("npu_fused_infer_attention_score", random(2, 2, 1, 512), keys, keys, **kwargs)
     assert attended[0].isnan().all()
     assert not attended[1].isnan().any()
+
+
+def test_what_the_rules_exclude_is_plain_torch(called: list[str]) -> None:
+    """Nothing to turn, gains of another 16 bits, nothing to activate, more heads than share a key: the reference's operator, its arguments."""
+    called.clear()
+    x, angles, none = random(3, 4, 896), random(3, 448, dtype=torch.float32), random(0, 4, 64)
+    positions = torch.tensor([0, 2, 1])
+    ours = functional.rope(x, positions, angles.cos(), angles.sin(), backend="torch_npu")
+    assert torch.equal(ours, reference.rope(x, positions, angles.cos(), angles.sin(), True))
+    empty = functional.rope(none, positions[:0], angles[:, :32].cos(), angles[:, :32].sin(), backend="torch_npu")
+    assert empty.shape == none.shape
+    wide, gain, residual = random(3, 128, dtype=torch.float32), random(128), random(3, 128, dtype=torch.float32, seed=1)
+    assert torch.equal(torch_npu.rms_norm(wide, gain, EPS), reference.rms_norm(wide, gain, EPS))
+    for one, twin in zip(torch_npu.add_rms_norm(wide, residual, gain, EPS), reference.add_rms_norm(wide, residual, gain, EPS)):
+        assert torch.equal(one, twin)
+    assert torch_npu.silu_and_mul(random(0, 64)).shape == (0, 32)
+    case = latent_attention([17, 24], 128, 128, (32, 32, 64, 128), torch.bfloat16)
+    assert distance(functional.mla_decode(*case.arguments, scale=case.scale, backend="torch_npu"), case.exact) < 1e-2
+    assert called == ["npu_rotary_mul"]

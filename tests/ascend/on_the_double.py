@@ -1,0 +1,34 @@
+"""Run a Python file or `-m quantkit ...` with backend torch_npu on the double: what a rehearsal puts in the place of a machine with an NPU.
+
+The check of operators runs its first few, at a small shape.
+"""
+
+import importlib
+import runpy
+import sys
+from itertools import islice
+from typing import Any
+
+import torch
+from ascend import npu_double
+from quantkit_kernels import timing
+
+
+def main() -> None:
+    timing._CPU_SECONDS = 0.0
+    check: Any = importlib.import_module("quantkit_kernels.self_check")
+    check.LINEARS, check.HIDDEN = {"down": (64, 2048)}, 256
+    plain = check.check
+    check.check = lambda target: islice(plain(target), 3)
+    torch.set_grad_enabled(False)
+    with npu_double.installed():
+        if sys.argv[1] == "-m":
+            sys.argv = sys.argv[2:]
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = sys.argv[1:]
+            runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

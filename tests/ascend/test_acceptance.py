@@ -1,0 +1,66 @@
+"""`make acceptance-npu`, rehearsed on the double: one folder, whatever becomes of a step."""
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ON_THE_DOUBLE = (sys.executable, str(Path(__file__).with_name("on_the_double.py")))
+
+
+@pytest.fixture(scope="module")
+def acceptance() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("acceptance_npu", ROOT / "tools" / "acceptance_npu.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_whole_day(acceptance: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step but npu-smi, which is not here; one that cannot be started, and one that runs on, end no other."""
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(ROOT / "tests"), str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    )
+    chosen = acceptance.steps("cpu", None, 1, (*ON_THE_DOUBLE, "-m", "quantkit"), ON_THE_DOUBLE)
+    assert sum(step.seconds for step in acceptance.steps("npu", "MODEL", 8)) <= 30 * 60
+    slow = acceptance.Step("slow", (sys.executable, "-c", "import time; time.sleep(60)"), 1)
+    silent = acceptance.Step("silent", (sys.executable, "-c", "print('no object')"), 20)
+    short = [step for step in chosen if step.name in ("machine", "npu-smi", "operators", "tokens", "tokens-on-cpu")]
+    told = acceptance.accept(tmp_path / "day", [slow, silent, *short])
+    ended = {one["name"]: one["how"] for one in told["steps"]}
+    assert ended["slow"] == "not done after 1 s"
+    assert "no JSON" in ended["silent"]
+    assert "could not be started" in ended["npu-smi"]
+    logs = {step.name: (tmp_path / "day" / f"{step.name}.log").read_text()[-800:] for step in short if step.name != "npu-smi"}
+    assert {name: how for name, how in ended.items() if name in logs} == dict.fromkeys(logs, "ok"), logs
+    assert told == json.loads((tmp_path / "day" / "summary.json").read_text())
+    assert told["operators"] == 3
+    assert told["operators_out_of_tolerance"] == []
+    assert told["same_text_as_on_cpu"] is True
+    machine = json.loads((tmp_path / "day" / "machine.json").read_text())
+    assert len(machine["tokens"][0]) == 8
+    assert "not on cpu" in machine["why_decode_steps_are_not_captured"]
+    page = (tmp_path / "day" / "summary.md").read_text()
+    assert "| slow | not done after 1 s |" in page
+    assert "3 operators measured, 0 out of tolerance" in page
+
+
+def test_what_is_wrong_is_in_the_summary(acceptance: ModuleType, tmp_path: Path) -> None:
+    rows = [{"operator": "linear_int4", "backend": "torch_npu", "case": "q_b", "error": 0.5, "tolerance": 0.01}]
+    (tmp_path / "operators.json").write_text(json.dumps({"rows": rows}))
+    (tmp_path / "tokens.json").write_text(json.dumps({"text": "19"}))
+    (tmp_path / "tokens-on-cpu.json").write_text(json.dumps({"text": "91"}))
+    told = acceptance.summary(tmp_path, [acceptance.Ended("tokens", "ok", 1.0)])
+    assert told["operators_out_of_tolerance"] == ["linear_int4 of torch_npu, q_b"]
+    assert told["same_text_as_on_cpu"] is False
+    page = acceptance._page(told)
+    assert "1 out of tolerance: linear_int4 of torch_npu, q_b" in page
+    assert "not the same as" in page

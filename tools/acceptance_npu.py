@@ -1,0 +1,179 @@
+"""A day with a 910B in half an hour: one folder that says what runs there, how right and how fast, to be sent back.
+
+    make acceptance-npu                                    # the built-in model
+    python tools/acceptance_npu.py --model R1-awq --tp 8   # and the speeds of a checkpoint, beside what was published
+
+Every step is a process with a time limit of its own, and the next one runs whatever became of it: its reply lies in NAME.json, what it told
+in NAME.log, and summary.json and summary.md say how each ended. The time limits add up to 30 minutes.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+QUANTKIT = (sys.executable, "-m", "quantkit")
+PROMPT = "What is 12 + 7?"
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command and its longest time in seconds. is_json: whether what it prints is one JSON object."""
+
+    name: str
+    command: tuple[str, ...]
+    seconds: int
+    is_json: bool = True
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a step ended: "ok", or why not."""
+
+    name: str
+    how: str
+    seconds: float
+
+
+def steps(
+    device: str, model: str | None, tp: int, program: Sequence[str] = QUANTKIT, python: Sequence[str] = (sys.executable,)
+) -> list[Step]:
+    """In the order of how much is lost without them. program: quantkit; python: what runs this file."""
+    on = ("--device", device)
+    greedy = ("run", "tiny-r1", "--prompt", PROMPT, "--max-new-tokens", "32", "--json")
+    speeds = ("--output-len", "64", "--requests", "1", "--json")
+    found = [
+        Step("machine", (*python, __file__, "--facts", device), 120),
+        Step("npu-smi", ("npu-smi", "info"), 20, is_json=False),
+        Step("packages", (sys.executable, "-m", "pip", "freeze"), 40, is_json=False),
+        Step("operators", (*program, "kernels", "--check", *on, "--json"), 600),
+        Step("tokens", (*program, *greedy, *on), 150),
+        Step("tokens-on-cpu", (*program, *greedy, "--device", "cpu", "--backend", "reference"), 60),
+        Step("speeds-of-tiny-r1", (*program, "bench", "tiny-r1", *on, "--input-len", "128", "--concurrency", "1,8", *speeds), 150),
+    ]
+    if model is not None:
+        grid = ("--input-len", "128,1024", "--concurrency", "1,8,32", "--output-len", "128", "--requests", "1", "--warmup", "1", "--json")
+        found.append(Step("speeds", (*program, "bench", model, *on, "--tp", str(tp), *grid), 660))
+    return found
+
+
+def run(step: Step, folder: Path) -> Ended:
+    """Its standard output to NAME.json or NAME.txt, the rest to NAME.log."""
+    out = folder / f"{step.name}.{'json' if step.is_json else 'txt'}"
+    began = time.monotonic()
+    try:
+        with out.open("w") as printed, (folder / f"{step.name}.log").open("w") as told:
+            code = subprocess.run(step.command, stdout=printed, stderr=told, timeout=step.seconds, check=False).returncode
+        how = "ok" if code == 0 else f"ended with {code}"
+        if code == 0 and step.is_json:
+            json.loads(out.read_text())
+    except subprocess.TimeoutExpired:
+        how = f"not done after {step.seconds} s"
+    except OSError as fault:
+        how = f"could not be started: {fault}"
+    except ValueError as fault:
+        how = f"printed no JSON: {fault}"
+    return Ended(step.name, how, round(time.monotonic() - began, 1))
+
+
+def facts(device: str) -> dict[str, Any]:
+    """What no command says: versions, whether a decode step is captured, whether the cube's layout is kept, memory around a prompt."""
+    import torch
+    from quantkit_kernels.torch_npu import calls, machine
+
+    from quantkit.assets import builtin_model
+    from quantkit.devices import find_device, free_bytes
+    from quantkit.executor import headroom
+    from quantkit.executor.engine import Engine
+    from quantkit.executor.sampling import SamplingParams
+
+    target = find_device(device)
+    about: dict[str, Any] = {"versions": machine.describe(target) if target.type == "npu" else {"torch": torch.__version__}}
+    if target.type == "npu":
+        import torch_npu
+
+        weight = calls.format_cast_nz(torch.ones(64, 64, dtype=torch.int8, device=target))
+        about["format_of_a_cast_weight"] = torch_npu.get_npu_format(weight)
+    engine = Engine.load(builtin_model("tiny-r1"), device=device, max_batch=4, max_model_len=256)
+    about["free_bytes"] = {"loaded": free_bytes(target)}
+    headroom.warm_up(engine.loaded, 128)
+    about["free_bytes"]["after a prompt"] = free_bytes(target)
+    done = engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=8, ignore_eos=True))
+    about["tokens"] = [one.token_ids for one in done]
+    about["why_decode_steps_are_not_captured"] = engine.runner.why_eager
+    return about
+
+
+def summary(folder: Path, ended: list[Ended]) -> dict[str, Any]:
+    """How the steps ended, what the operators' errors are worth, whether two machines wrote the same."""
+    rows = _read(folder / "operators.json").get("rows", [])
+    texts = [_read(folder / f"{name}.json").get("text") for name in ("tokens", "tokens-on-cpu")]
+    return {
+        "steps": [asdict(one) for one in ended],
+        "operators": len(rows),
+        "operators_out_of_tolerance": [
+            f"{row['operator']} of {row['backend']}, {row['case']}" for row in rows if row["error"] > row["tolerance"]
+        ],
+        "same_text_as_on_cpu": texts[0] == texts[1] if None not in texts else None,
+    }
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """An object that a step printed; empty where it printed none."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def accept(folder: Path, chosen: list[Step]) -> dict[str, Any]:
+    """Run every step and write the summary, again after each: what was interrupted is told too."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ended: list[Ended] = []
+    told: dict[str, Any] = {}
+    for step in chosen:
+        sys.stderr.write(f"{step.name} ... ")
+        sys.stderr.flush()
+        ended.append(run(step, folder))
+        sys.stderr.write(f"{ended[-1].how}, {ended[-1].seconds} s\n")
+        told = summary(folder, ended)
+        (folder / "summary.json").write_text(json.dumps(told, indent=1))
+        (folder / "summary.md").write_text(_page(told))
+    return told
+
+
+def _page(told: dict[str, Any]) -> str:
+    lines = ["# Acceptance on an NPU", "", "| step | ended | seconds |", "|---|---|---|"]
+    lines += [f"| {one['name']} | {one['how']} | {one['seconds']} |" for one in told["steps"]]
+    bad = told["operators_out_of_tolerance"]
+    lines += ["", f"{told['operators']} operators measured, {len(bad)} out of tolerance{': ' if bad else ''}{'; '.join(bad)}."]
+    same = {True: "the same as", False: "not the same as", None: "not known beside"}[told["same_text_as_on_cpu"]]
+    lines += ["", f"The built-in model's answer: {same} the reference's on the CPU.", "", "Send back this whole folder."]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("acceptance-npu"))
+    parser.add_argument("--model", help="a checkpoint whose speeds are measured too")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--device", default="npu")
+    parser.add_argument("--facts", metavar="DEVICE", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.facts:
+        print(json.dumps(facts(asked.facts)))
+        return
+    told = accept(asked.out, steps(asked.device, asked.model, asked.tp))
+    sys.exit(any(one["how"] != "ok" for one in told["steps"]))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    main()
