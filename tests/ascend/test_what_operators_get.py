@@ -128,7 +128,7 @@ def test_a_row_of_no_tokens_is_zero_where_the_operator_leaves_garbage(monkeypatc
 
 
 def test_what_the_rules_exclude_is_plain_torch(called: list[str]) -> None:
-    """Nothing to turn, gains of another 16 bits, nothing to activate, more heads than share a key: the reference's operator, its arguments."""
+    """Nothing to turn, wide heads, gains of another dtype, nothing to activate, more heads than share a key: the reference's operators."""
     called.clear()
     x, angles, none = random(3, 4, 896), random(3, 448, dtype=torch.float32), random(0, 4, 64)
     positions = torch.tensor([0, 2, 1])

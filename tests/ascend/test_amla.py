@@ -1,0 +1,64 @@
+"""AMLA's numerics: rescaling by integer addition is multiplication by a power of two, and attention stays within its stated error."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture(scope="module")
+def amla() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("amla", Path(__file__).parents[2] / "kernels" / "ascendc" / "amla.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_addition_to_the_exponent_is_multiplication(amla: ModuleType) -> None:
+    """Bit for bit where the result is a normal number; zeros stay, and what would be subnormal is zero."""
+    rng = np.random.default_rng(0)
+    sums = (rng.standard_normal((64, 32)) * np.exp2(rng.integers(-60, 60, (64, 32)))).astype(np.float32)
+    sums[0, :4] = [0.0, -0.0, 2.0**-126, -(2.0**-125)]
+    for step in (0, -1, -7, -40, -125, -126, -300, -40000):
+        exact = sums.astype(np.float64) * (2.0**step if step > -1000 else 0.0)
+        expected = np.where(np.abs(exact) >= 2.0**-126, exact, 0).astype(np.float32)
+        assert np.array_equal(amla.rescaled(sums, np.full((64, 1), step, np.int32)), expected), step
+
+
+def exact(q: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
+    """The attention in float64, and the mean size of the values by probability."""
+    scores = q.astype(np.float64) @ keys.astype(np.float64).T * scale
+    chances = np.exp(scores - scores.max(axis=1, keepdims=True))
+    chances /= chances.sum(axis=1, keepdims=True)
+    return chances @ values.astype(np.float64), chances @ np.abs(values.astype(np.float64))
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize(("length", "block"), [(1, 512), (1000, 128), (1000, 7), (3000, 512)])
+@pytest.mark.parametrize("rising", [False, True])
+def test_the_error_stays_within_its_bound(amla: ModuleType, length: int, block: int, rounded: bool, rising: bool) -> None:
+    """Small whole keys, so that scores are exact; rising ones, so that every block rescales."""
+    rng = np.random.default_rng(length + block)
+    q, keys = rng.integers(-3, 4, (8, 64)).astype(np.float32), rng.integers(-3, 4, (length, 64)).astype(np.float32)
+    if rising:
+        keys[:, 0], q[:, 0] = np.arange(length) // 8, 1
+    values = rng.standard_normal((length, 32)).astype(np.float32)
+    scale = 1 / 8
+    found, (expected, size) = amla.attend(q, keys, values, scale, block=block, rounded=rounded), exact(q, keys, values, scale)
+    blocks = -(-length // block)
+    largest = np.abs(q @ keys.T).max() * scale * np.log2(np.e)
+    bound = (length + 4 * blocks + 16 + 4 * largest) * 2.0**-24 * size + (2.0**-8 * size if rounded else 0)
+    assert (np.abs(found - expected) <= bound).all()
+
+
+def test_a_wrong_step_is_seen(amla: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(1)
+    q, keys = rng.standard_normal((4, 16)).astype(np.float32), rng.standard_normal((256, 16)).astype(np.float32) * 3
+    values = rng.standard_normal((256, 8)).astype(np.float32)
+    plain = amla.rescaled
+    monkeypatch.setattr(amla, "rescaled", lambda sums, steps: plain(sums, np.minimum(steps + 1, 0)))
+    assert np.abs(amla.attend(q, keys, values, 1.0, block=16) - exact(q, keys, values, 1.0)[0]).max() > 0.01
