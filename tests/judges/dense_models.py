@@ -48,6 +48,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": {**_GROUPED, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
     "qwen3": {**_GROUPED, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 64},
 }
+MISTRAL: dict[str, Any] = {**_GROUPED, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 8}
+"""For transformers; vLLM on a CPU was not tried with it."""
 _TIED: dict[str, Any] = {"tie_word_embeddings": True, "num_key_value_heads": 1}
 CONFIGS |= {
     "llama-tied": {**CONFIGS["llama"], **_TIED, "num_attention_heads": 8, "head_dim": 80},
