@@ -6,7 +6,7 @@
 
 Own text is what a Python installation has: docstrings of its packages and the sources of its standard library, in files of which some are
 held out. The models are a Qwen3 and a Qwen3-MoE of 5 to 7 million parameters, without a chat template. Both calibrations see as many
-sequences of as many tokens: 128 of 512, with the same seeds. A ratio is the KL with our text by the KL with own text.
+sequences of as many tokens, with the same seeds. A ratio is the KL with our text by the KL with own text.
 """
 
 import argparse
@@ -127,7 +127,7 @@ def fit(model: Any, tokens: torch.Tensor, seconds: float) -> None:
             print(f"step {step}: loss {mean / (1 - 0.95**step):.3f}", flush=True)
 
 
-def compare(folder: Path, kinds: list[str], schemes: list[str], seeds: int) -> None:
+def compare(folder: Path, kinds: list[str], schemes: list[str], seeds: int, **sizes: int) -> None:
     """A line for each model, scheme and seed: KL calibrated on own text, on ours, and their ratio."""
     from quantkit import perplexity, quantize
 
@@ -140,7 +140,7 @@ def compare(folder: Path, kinds: list[str], schemes: list[str], seeds: int) -> N
                 row: dict[str, Any] = {"model": kind, "scheme": scheme, "seed": seed}
                 for name, text in (("own", own), ("ours", calibration_text())):
                     out = folder / "out" / f"{kind}-{scheme}-{name}-{seed}"
-                    quantize(str(model), out, scheme, calibration=text, seed=seed, device="cpu", overwrite=True)
+                    quantize(str(model), out, scheme, calibration=text, seed=seed, device="cpu", overwrite=True, **sizes)
                     row[name] = perplexity(out, judged, baseline=str(model), seq_len=512, limit=64).kl
                 print(json.dumps(row | {"ratio": round(row["ours"] / row["own"], 3)}), flush=True)
 
@@ -153,11 +153,13 @@ def main() -> None:
     parser.add_argument("--models", default="dense,experts,tiny-r1")
     parser.add_argument("--schemes", default="awq-w4a16,int8-a8w8c16")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--seq-len", type=int, default=512)
     given = parser.parse_args()
     if given.what == "train":
         train(given.folder, given.minutes)
     else:
-        compare(given.folder, given.models.split(","), given.schemes.split(","), given.seeds)
+        compare(given.folder, given.models.split(","), given.schemes.split(","), given.seeds, samples=given.samples, seq_len=given.seq_len)
 
 
 if __name__ == "__main__":

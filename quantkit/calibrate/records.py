@@ -7,7 +7,7 @@ it lies there, else streamed from the hub.
 
 import csv
 import json
-import os
+import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -165,29 +165,37 @@ def _data_set(name: str) -> Iterator[Record]:
     identifier, *rest = name.split(":")
     split = rest[-1] if rest else "train"
     options = {"path": identifier, "name": rest[0] if len(rest) > 1 else None, "split": split}
+    datasets.disable_progress_bars()
+    for library in ("datasets", "huggingface_hub"):
+        logging.getLogger(library).setLevel(logging.ERROR)  # retries would be told line by line
     try:
         rows = _cached(datasets, options) or datasets.load_dataset(**options, streaming=True).take(_MOST_ROWS)
         for number, row in zip(range(_MOST_ROWS), rows):
             yield f"data set {name} row {number + 1}", row
     except Exception as error:  # the library raises its own errors, and those of several network clients
-        told = str(error).strip().partition("\n")[0] or type(error).__name__
-        offline = datasets.config.HF_HUB_OFFLINE
-        problem = f"data set {name} is not in the cache, and this is offline" if offline else f"data set {name} cannot be had: {told}"
+        told = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+        lost = datasets.config.HF_HUB_OFFLINE and not _in_cache(datasets, identifier)
+        problem = f"data set {name} is not in the cache, and this is offline" if lost else f"data set {name} cannot be had: {told}"
         raise QuantkitError(problem, "check its id and split, or give a file") from error
 
 
 def _cached(datasets: Any, options: dict[str, Any]) -> Any:
-    """The data set as an earlier download left it in the cache; None where it is not there."""
-    folder = Path(datasets.config.HF_DATASETS_CACHE) / str(options["path"]).replace("/", "___").casefold()
-    mine = [one for one in folder.parent.glob("*") if one.name.casefold() == folder.name] if folder.parent.is_dir() else []
-    if not any(any(one.rglob("*.arrow")) for one in mine):
+    """The data set as an earlier download left it in the cache, without asking the hub; None where it is not there."""
+    if not _in_cache(datasets, str(options["path"])):
         return None
     before, datasets.config.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE, True
-    hub = os.environ.get("HF_HUB_OFFLINE")
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    datasets.disable_progress_bars()
     try:
         return datasets.load_dataset(**options)
     finally:
         datasets.config.HF_HUB_OFFLINE = before
-        os.environ.pop("HF_HUB_OFFLINE") if hub is None else os.environ.update(HF_HUB_OFFLINE=hub)
+
+
+def _in_cache(datasets: Any, identifier: str) -> bool:
+    wanted, cache = _same(identifier.replace("/", "___")), Path(datasets.config.HF_DATASETS_CACHE)
+    folders = [one for one in cache.iterdir() if _same(one.name) == wanted] if cache.is_dir() else []
+    return any(any(one.rglob("*.arrow")) for one in folders)
+
+
+def _same(name: str) -> str:
+    """The library writes OpenOrca as open_orca in its cache."""
+    return name.casefold().replace("_", "")

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from quantkit.assets import calibration_text
@@ -106,7 +108,7 @@ def test_known_forms(tmp_path: Path, form: str) -> None:
     assert set(texts(found)) == {"\x01abcd"}
 
 
-@pytest.mark.parametrize("ending", [".json", ".jsonl", ".json: lines", ".json: data", ".csv", ".csv: ;", ".tsv"])
+@pytest.mark.parametrize("ending", [".json", ".jsonl", ".json: lines", ".json: data", ".csv", ".csv: ;", ".tsv", ".parquet"])
 def test_files(tmp_path: Path, ending: str) -> None:
     rows = [{"instruction": "ab", "input": 'x, "y"\nz', "output": str(number)} for number in range(6)]
     path = tmp_path / f"c{ending.partition(':')[0]}"
@@ -115,6 +117,8 @@ def test_files(tmp_path: Path, ending: str) -> None:
             writer = csv.DictWriter(file, list(rows[0]), delimiter={".tsv": "\t", ".csv: ;": ";"}.get(ending, ","))
             writer.writeheader()
             writer.writerows(rows)
+    elif ending == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     elif ending == ".json: lines":
         jsonl(path, rows)
     else:
@@ -173,6 +177,7 @@ def test_good_data_is_not(tmp_path: Path) -> None:
         ("c.pdf", "text", "is none of the files"),
         ("c.txt", None, "cannot read"),
         ("c.parquet", None, "does not exist"),
+        ("c.parquet", "PAR1 and nothing else", "is no Parquet file"),
         ("../c d/", None, "does not exist"),
     ],
 )
