@@ -6,6 +6,7 @@ out and others taken for them.
 """
 
 import random
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +17,15 @@ from quantkit.assets import calibration_text
 from quantkit.calibrate.documents import ACCEPTED, Document, UnknownForm, read_document
 from quantkit.calibrate.records import TEXTS, read_records, read_text
 from quantkit.calibrate.taken import Taken, oddities, shortened
-from quantkit.calibrate.templating import Encoder, Templating
+from quantkit.calibrate.templating import Encoder, Templating, plain
 from quantkit.errors import QuantkitError
 
 OWN_TEXT = "quantkit's own text"
 _OWN_FORMS = ("English, Chinese, code, mathematics, tables, tools, reasoning; --calibration takes yours",)
+_LOOKED_AT = 1000
+"""Characters of a document that tell how well the tokenizer knows its script."""
+_FOREIGN = 1.7
+"""Tokens a byte, by the median of all documents. With vocabularies of large models Chinese has about 0.8; one without it has 1.8 to 2.2."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,10 @@ def load_sequences(source: str | None, encoder: Encoder, *, samples: int, held_o
         drawn, forms = _pieces(Path(place), encoder, wanted, seq_len, seed), ("plain text",)
     else:
         documents = _documents(place)
-        drawn = _draw(documents, templating, wanted, seq_len, seed)
+        random.Random(seed).shuffle(documents)
+        if own:
+            documents = _foreign_last(documents, encoder)
+        drawn = _draw(documents, templating, wanted, seq_len)
         counted = {form: sum(one.form == form for _, one in documents) for form in {one.form for _, one in documents}}
         forms = tuple(sorted(counted, key=lambda form: (-counted[form], form)))
     found = drawn.sequences
@@ -118,9 +126,16 @@ def _documents(source: str) -> list[tuple[str, Document]]:
     return found
 
 
-def _draw(documents: list[tuple[str, Document]], templating: Templating, wanted: int, seq_len: int, seed: int) -> _Drawn:
+def _foreign_last(documents: list[tuple[str, Document]], encoder: Encoder) -> list[tuple[str, Document]]:
+    """Those last whose script the tokenizer writes nearly byte by byte: the model hardly learned it, and nobody will use it there."""
+    beginnings = [(document.text or plain(document))[:_LOOKED_AT] for _, document in documents]
+    dense = [len(encoder.encode(text)) / len(text.encode()) for text in beginnings]
+    foreign = [one > _FOREIGN * statistics.median(dense) for one in dense]
+    return [one for wanted in (False, True) for one, last in zip(documents, foreign) if last == wanted]
+
+
+def _draw(documents: list[tuple[str, Document]], templating: Templating, wanted: int, seq_len: int) -> _Drawn:
     drawn = _Drawn([], [], records=len(documents))
-    random.Random(seed).shuffle(documents)
     for place, document in documents:
         if len(drawn.sequences) == wanted:
             break

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from quantkit.assets import calibration_text
 from quantkit.calibrate.data import Sequences, load_sequences
@@ -216,8 +217,26 @@ def test_own_text_is_what_its_sources_make(tmp_path: Path) -> None:
 
 
 def test_own_text_fills_the_usual_lengths(tiny_checkpoint: Path) -> None:
-    found = load_sequences(None, ChatTokenizer(tiny_checkpoint), samples=512, held_out=16, seq_len=512, seed=0)
+    found = load_sequences(None, ChatTokenizer(tiny_checkpoint), samples=128, held_out=16, seq_len=512, seed=0)
     assert {len(one) for one in (*found.calibration, *found.held_out)} == {512}
-    assert len(found.calibration) == 512
+    assert len(found.calibration) == 128
     assert found.taken
     assert (found.taken.source, found.taken.warnings) == ("quantkit's own text", ())
+
+
+def test_a_script_that_the_tokenizer_does_not_know_comes_last(tmp_path: Path) -> None:
+    """Without Chinese in its vocabulary a model is calibrated on the rest, where there is enough of it."""
+    records = [json.loads(line) for line in calibration_text().read_text(encoding="utf-8").splitlines()]
+    known = [one for one in records if one["kind"] in ("questions", "mathematics", "programs")][::4]
+    english = [message["content"] for one in known for message in one["messages"]]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(vocab_size=2000, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    tokenizer.train_from_iterator(english, trainer)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokenizer.decoder = decoders.ByteLevel()
+    found = load_sequences(None, ChatTokenizer(tmp_path), samples=200, held_out=0, seq_len=64, seed=0)
+    texts = [tokenizer.decode(one.tolist()) for one in found.calibration]
+    chinese = [text for text in texts if sum("\u3400" < letter < "\u9fff" for letter in text) > len(text) / 4]
+    assert len(chinese) <= 14  # translations, which are half English; of 528 documents 122 are Chinese or half so
+    assert len(texts) == 200

@@ -4,7 +4,7 @@
 
 528 documents, a line each: {"kind", "messages"}, with "tools" where there are some, or {"kind", "text"}. Everything was written for quantkit
 and copied from nowhere. english.txt, chinese.txt, code.txt, reasoning.txt and facts.txt were written by hand, sentence by sentence. The rest
-is made by programs from parts that were written by hand: mathematics.py draws numbers and computes each step, programs.py writes code about
+is made by programs from parts that were written by hand: mathematics.py and word_problems.py draw numbers and compute each step, programs.py writes code about
 twenty things in five languages, tool_use.py draws what tools answer, tables.py draws tables and logs and computes what is said of them.
 """
 
@@ -24,6 +24,7 @@ import mathematics
 import programs
 import tables
 import tool_use
+import word_problems
 
 HERE = Path(__file__).parent
 TARGET = HERE.parent.parent / "quantkit" / "builtin" / "calibration.jsonl"
@@ -31,11 +32,12 @@ SHORTEST = 560
 """Estimated tokens: documents are to fill 512 with the tokenizers of large models, which need fewer tokens than this estimate says."""
 WRITTEN = ("english", "chinese", "code", "reasoning")
 MADE = {
-    "mathematics": 126,
+    "mathematics": 96,
     "mathematics, Chinese": 36,
-    "programs": 60,
-    "tools": 70,
-    "tables": 70,
+    "word problems": 60,
+    "programs": 54,
+    "tools": 60,
+    "tables": 56,
     "tables, Chinese": 24,
     "questions": 48,
     "questions, Chinese": 36,
@@ -152,6 +154,8 @@ def made(kind: str) -> Iterator[Document]:
     for index in itertools.count():
         if kind.startswith("mathematics"):
             yield {"kind": kind, "messages": mathematics.conversation(rng, long_enough, chinese="Chinese" in kind)}
+        elif kind == "word problems":
+            yield {"kind": kind, "messages": word_problems.conversation(rng, long_enough)}
         elif kind == "programs":
             yield {"kind": kind, "messages": programs.conversation(rng, index)}
         elif kind == "tools":
