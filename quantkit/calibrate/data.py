@@ -7,6 +7,7 @@ out and others taken for them.
 
 import random
 import statistics
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,7 +75,7 @@ def load_sequences(source: str | None, encoder: Encoder, *, samples: int, held_o
         documents = _documents(place)
         random.Random(seed).shuffle(documents)
         if own:
-            documents = _foreign_last(documents, encoder)
+            documents = _foreign_last(_kinds_in_turn(documents), encoder)
         drawn = _draw(documents, templating, wanted, seq_len)
         counted = {form: sum(one.form == form for _, one in documents) for form in {one.form for _, one in documents}}
         forms = tuple(sorted(counted, key=lambda form: (-counted[form], form)))
@@ -124,6 +125,16 @@ def _documents(source: str) -> list[tuple[str, Document]]:
         except (UnknownForm, RecursionError) as error:
             raise QuantkitError(f"{place} is no document: {error}", f"give {ACCEPTED}, or remove it") from error
     return found
+
+
+def _kinds_in_turn(documents: list[tuple[str, Document]]) -> list[tuple[str, Document]]:
+    """One of each kind, then the next of each: a few documents hold something of everything, whatever there is most of."""
+    met: Counter[str] = Counter()
+    rounds = []
+    for _, document in documents:
+        rounds.append(met[document.kind])
+        met[document.kind] += 1
+    return [one for _, one in sorted(zip(rounds, documents), key=lambda pair: pair[0])]
 
 
 def _foreign_last(documents: list[tuple[str, Document]], encoder: Encoder) -> list[tuple[str, Document]]:

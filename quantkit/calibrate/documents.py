@@ -11,7 +11,7 @@ A record is a text or an object. Names of fields are compared without case. Reco
 
 import json
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 ACCEPTED = "text, messages, conversations (ShareGPT), instruction and output (alpaca), or prompt and response"
@@ -43,12 +43,14 @@ class UnknownForm(ValueError):
 
 @dataclass(frozen=True)
 class Document:
-    """form: its name for people. Either `text`, or `messages` in OpenAI's form with the tools they may call."""
+    """form: its name for people. Either `text`, or `messages` in OpenAI's form with the tools they may call. kind: what it is about, where
+    the record says so."""
 
     form: str
     text: str = ""
     messages: tuple[Message, ...] = ()
     tools: tuple[Any, ...] = ()
+    kind: str = ""
 
     @property
     def is_empty(self) -> bool:
@@ -62,6 +64,11 @@ def read_document(value: Any) -> Document:
     if not isinstance(value, dict):
         raise UnknownForm("it is neither a text nor an object")
     fields = {str(name).strip().casefold(): one for name, one in value.items()}
+    kind = fields.get("kind")
+    return replace(_document(fields), kind=kind if isinstance(kind, str) else "")
+
+
+def _document(fields: dict[str, Any]) -> Document:
     for name in ("messages", "conversations", "conversation"):
         if isinstance(fields.get(name), list | str):
             return _conversation(name, fields)
