@@ -93,7 +93,7 @@ test-lm-eval: $(VENV)/test.stamp .venv-lm-eval/stamp
 	PYTHONPATH=. .venv-lm-eval/bin/python tests/judges/ifeval_agreement.py --nltk .venv-lm-eval/nltk
 	$(BIN)/python tests/judges/lm_eval_loglikelihood.py --lm-eval .venv-lm-eval/bin/lm_eval
 
-.venv-lm-eval/stamp: Makefile
+.venv-lm-eval/stamp:
 	$(PYTHON) -m venv .venv-lm-eval
 	.venv-lm-eval/bin/pip install --quiet 'lm-eval[api]==0.4.13' transformers pydantic 'math-verify==0.9.*' antlr4-python3-runtime==4.13.2 langdetect==1.0.9 immutabledict nltk
 	.venv-lm-eval/bin/pip download --quiet --no-deps --dest .venv-lm-eval/punkt llama-index-core==0.14.25  # it carries NLTK's punkt_tab

@@ -28,7 +28,7 @@ def adjust(logits: Tensor, counts: list[tuple[Sequence, int]], eos_ids: frozense
 
 def _asks(sequence: Sequence) -> bool:
     params = sequence.params
-    early = len(sequence.generated) < params.min_new_tokens
+    early = len(sequence.token_ids) - sequence.prompt_len < params.min_new_tokens
     return bool(early or params.logit_bias or params.penalizes or sequence.guide is not None)
 
 
@@ -41,10 +41,10 @@ def _adjust(rows: Tensor, sequence: Sequence, eos_ids: frozenset[int]) -> None:
     if params.penalizes:
         for index, row in enumerate(rows):
             _penalize(row, sequence, sequence.drafts[:index])
-    ends = sorted(eos_ids | set(params.stop_token_ids))
-    for index, row in enumerate(rows):
-        if len(sequence.generated) + index < params.min_new_tokens:
-            row[torch.tensor(ends, device=device)] = float("-inf")
+    too_short = params.min_new_tokens - (len(sequence.token_ids) - sequence.prompt_len)
+    if too_short > 0:
+        ends = sorted(eos_ids | set(params.stop_token_ids))
+        rows[:too_short, torch.tensor(ends, device=device)] = float("-inf")
     if sequence.guide is not None and sequence.fault is None:
         for row, mask in zip(rows, sequence.masks(sequence.drafts)):
             if mask is not None:

@@ -235,7 +235,8 @@ def chat_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         calls = message.get("tool_calls") or []
         _check_calls(calls)
         shown = {key: value for key, value in message.items() if key != "tool_calls" or value}
-        checked.append({**shown, "content": (content or None) if calls else content or ""})
+        role = {"developer": "system"}.get(message["role"], message["role"])  # OpenAI's newer name, which templates would pass over
+        checked.append({**shown, "role": role, "content": (content or None) if calls else content or ""})
     return checked
 
 

@@ -10,7 +10,7 @@ import openai
 import pytest
 import scripted_model
 from pydantic import BaseModel
-from running_server import KEY, Running, load
+from running_server import KEY, Running, load, wait_for
 
 from quantkit import __version__
 from quantkit.executor.engine import Engine
@@ -284,13 +284,22 @@ def test_tokens_version_and_one_model(running: Running, client: openai.OpenAI) -
 
 
 def test_every_request_is_a_line_in_the_log(running: Running, client: openai.OpenAI) -> None:
-    LOGGED.clear()
     answer = client.chat.completions.create(model="tiny", messages=QUESTION, temperature=0)
     httpx.get(f"{running.url}/no%1b[31m")
     assert answer.usage is not None
-    assert len(LOGGED) == 2
     counted = f"{answer.usage.prompt_tokens} in {answer.usage.completion_tokens} out"
-    assert LOGGED[0].startswith(f"{answer.id} POST /v1/chat/completions 200 {counted} ")
-    assert LOGGED[0].endswith(" s")
-    assert LOGGED[1].startswith("- GET /no")
-    assert " 404 " in LOGGED[1]
+    begins = (f"{answer.id} POST /v1/chat/completions 200 {counted} ", "- GET /no")
+    wait_for(lambda: all(any(line.startswith(begin) for line in LOGGED) for begin in begins))  # a line comes after the last byte
+    told, missing = ([line for line in LOGGED if line.startswith(begin)] for begin in begins)
+    assert len(told) == len(missing) == 1
+    assert told[0].endswith(" s")
+    assert " 404 " in missing[0]
+
+
+def test_a_developer_is_heard_like_the_system(running: Running) -> None:
+    def tokens(role: str) -> list[int]:
+        body = {"messages": [{"role": role, "content": "Be short."}, *QUESTION]}
+        found: list[int] = httpx.post(f"{running.url}/tokenize", json=body, headers={"Authorization": f"Bearer {KEY}"}).json()["tokens"]
+        return found
+
+    assert tokens("developer") == tokens("system") != tokens("user")
