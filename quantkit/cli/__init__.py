@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from quantkit import __version__
-from quantkit.cli import check, evaluate, go, inspect, playground, quantize, run
+from quantkit.cli import check, evaluate, go, inspect, needle, playground, quantize, run
 from quantkit.cli.examples import epilog
 from quantkit.cli.stopping import Stopped
 from quantkit.console import tell, tell_error
@@ -41,6 +41,7 @@ COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("eval", evaluate.evaluate),
     ("ppl", evaluate.ppl),
     ("bench", evaluate.bench),
+    ("needle", needle.needle),
     ("serve", run.serve),
     ("playground", playground.playground),
     ("kernels", inspect.kernels),

@@ -48,6 +48,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "quantkit bench out/awq --input-len 128,1024 --concurrency 1,8",
         "quantkit bench http://127.0.0.1:8000 --out speed",
     ),
+    "needle": (
+        "quantkit needle tiny-r1 --out data/needle/test.jsonl --lengths 4k",
+        "quantkit needle MODEL --out data/needle/test.jsonl --lengths 4k,16k,60k --count 20",
+    ),
     "serve": (
         "quantkit serve out/awq",
         "quantkit serve out/awq --port 9000 --max-model-len 8192",

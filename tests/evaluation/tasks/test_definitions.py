@@ -19,7 +19,7 @@ TASKS = [
     "live_code_bench",
     "live_code_bench_v5",
 ]
-TASKS += ["live_code_bench_v6", "math_500", "mmlu", "mmlu_pro", "tiny-math"]
+TASKS += ["live_code_bench_v6", "math_500", "mmlu", "mmlu_pro", "needle", "tiny-math"]
 
 
 def test_the_shipped_tasks_are_all_there_and_whole() -> None:

@@ -1,0 +1,69 @@
+"""Texts with hidden numbers, counted by real tokenizers."""
+
+import json
+from pathlib import Path
+
+import pytest
+from commands import command
+
+from quantkit.errors import QuantkitError
+from quantkit.evaluation.generators.generator import ModelReply
+from quantkit.evaluation.grading.graders import find_grader, grade
+from quantkit.evaluation.grading.math_equal import MathJudge
+from quantkit.evaluation.tasks.data import problems, read_rows
+from quantkit.evaluation.tasks.definitions import find_setting, find_task
+from quantkit.evaluation.tasks.needle import KINDS, NEEDLES, needle_rows
+
+
+def words(text: str) -> int:
+    return len(text.split())
+
+
+def test_a_text_is_as_long_as_asked_and_made_from_the_seed_alone() -> None:
+    rows = list(needle_rows(words, [300, 3000], list(KINDS), 4, 0))
+    assert len(rows) == 2 * len(KINDS) * 4
+    assert rows == list(needle_rows(words, [300, 3000], list(KINDS), 4, 0))
+    assert rows != list(needle_rows(words, [300, 3000], list(KINDS), 4, 1))
+    assert len({row["problem"] for row in rows}) == len(rows)
+    for row in rows:
+        assert row["length"] - 20 < row["tokens"] == words(row["problem"]) <= row["length"]
+
+
+def test_the_asked_for_number_stands_once_at_its_depth_among_as_many_as_the_kind_says() -> None:
+    for row in needle_rows(words, [2000], list(KINDS), 5, 3):
+        text = row["problem"]
+        assert text.count(row["answer"]) == 1
+        assert abs(text.index(row["answer"]) / len(text) - row["depth"]) < 0.05
+        hidden = text.count("The number of ")
+        assert hidden == {"single": 1, "multikey": NEEDLES}.get(row["kind"], hidden)
+        assert hidden > 200 or row["kind"] != "keys"
+
+
+def test_no_room_is_told() -> None:
+    with pytest.raises(QuantkitError, match="a multikey text has no room in 50 tokens"):
+        list(needle_rows(words, [50], ["multikey"], 1, 0))
+
+
+def test_the_command_makes_what_the_task_reads(tmp_path: Path) -> None:
+    made = command("needle", "tiny-r1", "--out", str(tmp_path / "needle/test.jsonl"), "--lengths", "512,4k", "--count", "2")
+    assert made.code == 0, made.err
+    setting = find_setting(find_task("needle"), "r1", repeats=1)
+    found = problems(setting, find_grader(setting.grader), read_rows("needle", setting.task.data, tmp_path).rows)
+    assert {problem.group for problem in found} == {f"{length} {kind}" for length in (512, 4096) for kind in KINDS}
+    row = json.loads((tmp_path / "needle/test.jsonl").read_text().splitlines()[-1])
+    assert 4096 - 60 < row["tokens"] <= 4096
+    assert setting.generation.temperature == 0
+    missing = command("needle", "no/such-model", "--out", str(tmp_path / "x.jsonl"))
+    assert (missing.code, "no folder here" in missing.error) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [("1234567", "right"), ("It is 1234567.", "right"), ("1234567 or 7654321", "wrong"), ("7654321", "wrong"), ("I forgot.", "no-answer")],
+)
+def test_retrieval(reply: str, reason: str) -> None:
+    judge = MathJudge()
+    grader = find_grader("retrieval")
+    (task,) = problems(find_setting(find_task("needle"), "r1"), grader, [{"id": "0", "problem": "?", "answer": "1234567", "group": "g"}])
+    assert grade(grader, task, ModelReply(0, reply), False, judge).reason == reason
+    judge.close()
