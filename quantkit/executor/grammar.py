@@ -25,8 +25,8 @@ MAX_GRAMMAR = 128 << 10
 MAX_DEPTH = 64
 """Brackets within brackets: the library reads them by recursion."""
 
-SPACES = {"whitespace_pattern": "[\\x20\\x0A]{1,24}"}
-"""White space between the parts of JSON: enough to indent it, and not without end. As options of llguidance's JSON grammars."""
+SPACES = {"whitespace_pattern": r"(\x0A\x20{0,24}|\x20{1,2})"}
+"""White space between the parts of JSON: enough to indent it, and no more. As options of llguidance's JSON grammars."""
 
 _KEPT = 32
 """Compiled grammars that are kept for requests to come."""
