@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import faulthandler
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -62,6 +63,7 @@ def run_guarded(kernel: Callable[[list[Any]], None], operands: Sequence[Any]) ->
         placed = [stack.enter_context(guarded(one)) if isinstance(one, Tensor) else one for one in operands]
         child = os.fork()
         if child == 0:
+            faulthandler.disable()  # the parent says it
             kernel(placed)
             os._exit(0)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

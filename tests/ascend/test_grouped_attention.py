@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from quantkit_kernels import gqa_decode, gqa_prefill
+from quantkit_kernels import Prompts, Rotation, gqa_decode, gqa_prefill, mla_prefill
+from quantkit_kernels.latents import split_latents
 from quantkit_kernels.samples import distance, grouped_attention
 
 pytestmark = pytest.mark.usefixtures("called")
@@ -34,3 +35,22 @@ def test_gqa_prefill(window: int) -> None:
     case = grouped_attention([60, 30], [20, 30], (4, 2), 64, 16, torch.bfloat16, window=window)
     out = gqa_prefill(case.q, case.pages[:2], case.prompts, scale=case.scale, window=window, backend="torch_npu")
     assert distance(out, case.exact) < 1e-2
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("apart", [True, False])
+def test_mla_prefill(apart: bool, interleaved: bool, called: list[str]) -> None:
+    """Queries turned by npu_rotary_mul, latents expanded; the cache in one tensor and in two."""
+    called.clear()
+    rng, heads, nope, rope, value, latent = torch.Generator().manual_seed(1), 2, 32, 16, 24, 48
+    prompts = Prompts.of([(5, 7), (0, 20)], torch.tensor([[1, 2], [3, 4]]))
+    q = torch.randn(27, heads, nope + rope, generator=rng).bfloat16()
+    kv_b = (torch.randn(heads, nope + value, latent, generator=rng) / latent**0.5).bfloat16()
+    cache = torch.randn(5, 16, latent + rope, generator=rng).bfloat16()
+    angles = torch.rand(27, rope // 2, generator=rng) * 6
+    rotation = Rotation(angles.cos(), angles.sin(), interleaved)
+    given = split_latents(cache, latent, interleaved) if apart else cache
+    ours = mla_prefill(q, kv_b, rotation, given, prompts, scale=0.2, backend="torch_npu")
+    exact = mla_prefill(q.float(), kv_b.float(), rotation, cache.float(), prompts, scale=0.2, backend="reference")
+    assert distance(ours, exact.double()) < 1.5e-2
+    assert called == ["npu_rotary_mul"]

@@ -75,7 +75,8 @@ def test_fp4_decodes_exactly() -> None:
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_experts(grid: str) -> None:
+def test_experts(grid: str, called: list[str]) -> None:
+    called.clear()
     rng = torch.Generator().manual_seed(2)
     weights = random_experts(grid, 6, 256, 128, rng)
     experts = layer(weights, "torch_npu", torch.bfloat16)
@@ -84,6 +85,7 @@ def test_experts(grid: str) -> None:
         ids = torch.rand(tokens, 6, generator=rng).topk(top_k, dim=-1).indices
         topk_weights = torch.rand(tokens, top_k, generator=rng)
         assert distance(experts(x, ids, topk_weights), exact_experts(x, ids, topk_weights, weights)) < 1.5e-2, tokens
+    assert called.count("npu_grouped_matmul") == (0 if grid == "fp4" else 6)
 
 
 def test_norms_and_activation(called: list[str]) -> None:

@@ -12,9 +12,11 @@ from ascend.test_latent_attention import halves, layer_of
 from ascend.test_torch_npu import random
 from kernel_weights import layer, random_experts
 from quantkit_kernels import Norms, Rotation, doubled_angles, functional, prepare, prepare_mla_prolog, reference
+from quantkit_kernels.prolog import sizes_of
 from quantkit_kernels.samples import distance, latent_attention, random_weight
 from quantkit_kernels.torch_npu import calls
 from quantkit_kernels.torch_npu.linear import nz_linear
+from quantkit_kernels.torch_npu.prolog import prolog_refused
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("called")
@@ -144,3 +146,23 @@ def test_what_the_rules_exclude_is_plain_torch(called: list[str]) -> None:
     case = latent_attention([17, 24], 128, 128, (32, 32, 64, 128), torch.bfloat16)
     assert distance(functional.mla_decode(*case.arguments, scale=case.scale, backend="torch_npu"), case.exact) < 1e-2
     assert called == ["npu_rotary_mul"]
+
+
+@pytest.mark.parametrize("kinds", [("int8", "int8", "dense"), ("dense", "int8", "dense"), ("int4", "int4", "int4")])
+def test_the_prolog_takes_one_kind_of_weight(kinds: tuple[str, str, str]) -> None:
+    sizes = sizes_of(layer_of("dense"), 64)
+    assert "all int8 or all unquantized" in (prolog_refused(sizes, kinds) or "")
+    assert prolog_refused(sizes, ("dense", "dense", "dense")) is None
+
+
+@pytest.mark.parametrize("backend", ["torch_npu", "ascend"])
+@pytest.mark.parametrize("grid", ["int4-asym-32", "int8"])
+def test_experts_are_held_where_they_are_used(grid: str, backend: str) -> None:
+    """On a device that is not where the weights come from."""
+    gate, up, down = random_experts(grid, 2, 256, 128, torch.Generator().manual_seed(1))
+    layout = importlib.import_module(f"quantkit_kernels.{backend}").experts_layout(
+        2, gate[0], down[0], torch.bfloat16, torch.device("meta")
+    )
+    for index in range(2):
+        layout.place(index, gate[index], up[index], down[index])
+    assert {one.device.type for one in layout.finish().held()} == {"meta"}

@@ -116,6 +116,14 @@ def test_latent_attention(heads: int) -> None:
         assert (attended.shape, attended.dtype) == ((8, heads, 1, 160), torch.bfloat16)
 
 
+def test_products_of_heads() -> None:
+    """Absorbed queries and values of one of 8 ranks, tokens first in and out."""
+    permuted = {"perm_x1": [1, 0, 2], "perm_x2": [0, 1, 2], "perm_y": [1, 0, 2]}
+    for inputs, outputs in ((128, 512), (512, 128)):
+        found = calls.call("npu_transpose_batchmatmul", meta(8, 16, inputs), meta(16, inputs, outputs), **permuted)
+        assert (found.shape, found.dtype) == ((8, 16, outputs), torch.bfloat16)
+
+
 def test_rotation_and_cache() -> None:
     angles = (meta(8, 1, 1, 64), meta(8, 1, 1, 64))
     turned = calls.call("npu_interleave_rope", meta(8, 16, 1, 64), *angles)

@@ -27,7 +27,6 @@ HAND: dict[str, tuple[tuple[str, ...], ...]] = {
         (", mask=target < n)", ")", "columns past n are written", "store_row"),
     ),
     f"{KERNELS}/ascend/experts.py": (
-        ("gathered = x.new_empty(", "gathered = x.new_zeros(", "T14 turned round: fills what nobody reads (speed only)"),
         (".index_copy_(0, slots, pairs)", ".index_copy_(0, slots.flip(0), pairs)", "pairs at each other's rows"),
         (
             "return self._multiply(self.down, silu_and_mul(gate_up), experts)[slots]",

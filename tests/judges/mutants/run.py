@@ -28,7 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(Path(__file__).parent))
 
-from areas import AREAS, SPEED_ONLY, Area  # noqa: E402
+from areas import AREAS, EXPLAINED, Area  # noqa: E402
 from by_hand import HAND  # noqa: E402
 from by_rule import Mutant, of_cpp, of_python  # noqa: E402
 
@@ -40,7 +40,7 @@ SAMPLE = 150
 def mutants(every: bool) -> list[tuple[Area, Mutant]]:
     """Those by hand, and those by rule or a sample of them."""
     found = []
-    pool = {area: [one for one in _generated(area) if one.key not in SPEED_ONLY] for area in AREAS}
+    pool = {area: _generated(area) for area in AREAS}
     total = sum(map(len, pool.values()))
     for area, generated in pool.items():
         source = (ROOT / area.path).read_text()
@@ -178,7 +178,8 @@ def table(chosen: list[tuple[Area, Mutant]], known: dict[str, dict[str, object]]
     yield f"| all | {made.total()} | {caught.total()} | {made.total() - caught.total()} |"
     yield f"{len(chosen) - made.total()} of {len(chosen)} not run yet; {100 * caught.total() / max(made.total(), 1):.1f} % caught"
     for one in survivors:
-        yield f"survived {one.key} {one.path}:{one.line} in {one.function}, {one.rule}: {one.old!r} -> {one.new!r}"
+        why = EXPLAINED.get((one.path, one.function.rpartition(".")[2], one.rule), "a hole")
+        yield f"survived {one.key} {one.path}:{one.line} in {one.function}, {one.rule}: {one.old!r} -> {one.new!r}: {why}"
 
 
 def main() -> None:
