@@ -20,8 +20,11 @@ def check(
         ),
     ] = None,
     depth: Annotated[
-        str, typer.Option(help="headers (seconds), or tensors: every byte. tensors where the weights are on this machine, without.")
+        str, typer.Option(help="headers, tensors or behaviour. Without: tensors, of a hub model headers, with --text behaviour.")
     ] = "auto",
+    text: Annotated[
+        Path | None, typer.Option(help="What both models compute, .txt or .jsonl; quantkit's own with --depth behaviour.")
+    ] = None,
     report: Annotated[Path | None, typer.Option(help="Write the findings as an HTML page.")] = None,
     repair: Annotated[
         Path | None, typer.Option(metavar="OUT", help="Write a copy in which what has one cure is cured; the rest is the same to the bit.")
@@ -35,14 +38,15 @@ def check(
 
     if depth not in ("auto", *DEPTHS):
         raise typer.BadParameter(f"{depth!r} is none of {', '.join(DEPTHS)}", param_hint="--depth")
-    chosen: Any = ("headers" if find_local(model) is None else "tensors") if depth == "auto" else depth
+    by_itself = "behaviour" if text is not None else "headers" if find_local(model) is None else "tensors"
+    chosen: Any = by_itself if depth == "auto" else depth
     with console.bytes_bar() as bar:
         row = bar.add_task("tensors", total=None, note="", visible=False)
 
         def show(done: int, total: int) -> None:
             bar.update(row, completed=done, total=total, visible=True)
 
-        diagnosis = diagnose(model, source=source, engine=engine, depth=chosen, tell=console.tell, on_bytes=show)
+        diagnosis = diagnose(model, source=source, engine=engine, depth=chosen, text=text, tell=console.tell, on_bytes=show)
     about = diagnosis.to_json()
     if repair is not None:
         about |= {"repaired": {"out": str(repair), "changes": write_repaired(diagnosis, repair, source)}}

@@ -12,6 +12,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from quantkit.checkpoint.formats.base import FLOAT_DTYPES
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.remote import open_headers
 from quantkit.diagnosis.description import Described
@@ -67,6 +68,8 @@ class SourceComparison:
         self.checkpoint: Checkpoint = open_headers(source)
         self.survey, self.structure, self.described, self.findings = survey, structure, described, findings
         self.rows = {row.module: row for row in structure.rows if len(row.shape) == 2}
+        # Modules that have more than a weight and a bias: scales, also of formats that are not read, and what is multiplied to their input.
+        self.scaled = {name.rpartition(".")[0] for name in survey.tensors if not name.endswith((".weight", ".bias"))}
         self.columns: dict[str, Tensor] = {}
         self.errors: dict[str, tuple[float, int]] = {}
         self.faults: dict[str, list[tuple[str, str]]] = {}
@@ -233,7 +236,7 @@ class SourceComparison:
         if module in self.columns:
             return self.columns[module]
         name = f"{module}.weight"
-        if module in self.described.linears or name not in self.survey.tensors or len(self.survey.tensors[name].shape) != 2:
+        if not self.is_plain(name):
             return None
         rows = plain_rows(self.survey, name)
         theirs = self._rows_of(module, rows.ranges)
@@ -242,6 +245,13 @@ class SourceComparison:
         found = fit(rows.values, theirs)
         self.errors[module] = (found.error, 16)
         return found.columns
+
+    def is_plain(self, name: str) -> bool:
+        """Whether a matrix's stored values are its weights: 16 or 32 bits, and no scale of any format beside them."""
+        module, info = name.removesuffix(".weight"), self.survey.tensors.get(name)
+        if info is None or len(info.shape) != 2 or info.dtype not in FLOAT_DTYPES or module in self.described.linears:
+            return False
+        return module not in self.scaled
 
     def mean_errors(self) -> dict[str, float]:
         """Median relative error by kind of linear."""

@@ -77,6 +77,10 @@ CATALOGUE: dict[str, Kind] = {
     "router-not-compensated": Kind("error", "quantize again with a writer that scales the router, such as quantkit"),
     "folding-broken": Kind("error", "quantize again: a scale was folded into one side only"),
     "error-large": Kind("error", _ASK),
+    # behaviour
+    "router-strays": Kind("error", "quantize again with a writer that scales the router, such as quantkit"),
+    "sublayer-off": Kind("error", _ASK),
+    "tokens-differ": Kind("warning", "measure it on tasks (quantkit eval), and quantize again if it lost"),
     # settings
     "config-differs": Kind("error", "take these values from the source's config.json: --source SRC --repair OUT does"),
     "tokenizer-broken": Kind("error", _FROM_SOURCE),

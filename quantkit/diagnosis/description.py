@@ -116,21 +116,19 @@ def _read_format(survey: Survey, seen: list[Format], described: Described, findi
     except QuantkitError as fault:
         if "two things" in fault.problem:
             findings.add("descriptions-disagree", list(survey.side), fault.problem)
-        elif seen:
-            kinds = " or ".join(f"{format.name} {format.variant}" for format in seen)
-            findings.add("description-wrong", _described_in(survey), f"it says {_told(survey)}, and the tensors are {kinds}")
         else:
             findings.add("not-read", _described_in(survey), f"it says {_told(survey)}")
-        return False
-    if seen and format not in seen and format.own_suffixes:
-        kinds = " or ".join(f"{one.name} {one.variant}" for one in seen)
-        findings.add("description-wrong", _described_in(survey), f"it says {_told(survey)}, and the tensors are {kinds}")
         return False
     try:
         described.grid = format.grid(survey.config, survey.side)
         described.ignored = format.ignored(survey.config, survey.side)
     except QuantkitError as fault:
+        described.ignored = None
         findings.add("not-read", _described_in(survey), fault.problem)
+        return False
+    if seen and format not in seen and format.own_suffixes:
+        kinds = " or ".join(f"{one.name} {one.variant}" for one in seen)
+        findings.add("description-wrong", _described_in(survey), f"it says {_told(survey)}, and the tensors are {kinds}")
         return False
     described.format = format
     return True

@@ -3,13 +3,15 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.remote import HeadersOnly
+from quantkit.checkpoint.remote import HeadersOnly, open_headers
 from quantkit.diagnosis.against_source import SourceComparison, is_matrix
+from quantkit.diagnosis.behaviour import SublayerError, compare_behaviour
 from quantkit.diagnosis.description import Described, describe
 from quantkit.diagnosis.findings import Findings
 from quantkit.diagnosis.rows import plain_rows
@@ -24,8 +26,8 @@ from quantkit.hub import find_local
 from quantkit.models import ARCHITECTURES
 from quantkit.models.stored import check_stored, read_model
 
-Depth = Literal["headers", "tensors"]
-DEPTHS: tuple[Depth, ...] = ("headers", "tensors")
+Depth = Literal["headers", "tensors", "behaviour"]
+DEPTHS: tuple[Depth, ...] = ("headers", "tensors", "behaviour")
 _BYTES_A_SECOND = 0.4e9
 """Of one processor; a slower disk takes longer."""
 
@@ -50,6 +52,8 @@ class Diagnosis:
     findings: Findings
     source: Patient | None = None
     seconds: dict[Depth, float] = field(default_factory=dict)
+    sublayers: list[SublayerError] = field(default_factory=list)
+    kl: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """verdict and findings."""
@@ -66,12 +70,14 @@ def diagnose(
     source: str | None = None,
     engine: str | None = None,
     depth: Depth = "headers",
+    text: Path | None = None,
     tell: Tell = lambda _: None,
     on_bytes: OnBytes = lambda done, total: None,
 ) -> Diagnosis:
     """Everything that is wrong with the checkpoint `model`, compared with `source` where it is given.
 
-    engine: also what keeps that engine from loading it. depth: how deep it looks; each depth holds the one before. tell: what is about to
+    engine: also what keeps that engine from loading it. depth: how deep it looks; each depth holds the one before. text: what both
+    compute for the behaviour, quantkit's own without. tell: what is about to
     be done, and how long it takes. on_bytes: bytes of tensors that were looked at, and all of them. Raises QuantkitError where there is no
     such model or engine.
     """
@@ -93,7 +99,27 @@ def diagnose(
         start = time.perf_counter()
         look_at_tensors(patient, source, diagnosis, on_bytes)
         diagnosis.seconds["tensors"] = time.perf_counter() - start
+    if depth == "behaviour":
+        tell("behaviour: both models read once, about twice as long again")
+        start = time.perf_counter()
+        _look_at_behaviour(patient, source, text, diagnosis)
+        diagnosis.seconds["behaviour"] = time.perf_counter() - start
     return diagnosis
+
+
+def _look_at_behaviour(patient: Patient, source: str | None, text: Path | None, diagnosis: Diagnosis) -> None:
+    if source is None or find_local(source) is None or not patient.survey.has_weights:
+        raise QuantkitError("behaviour is compared with the source's", "give --source, a model on this machine")
+    seen = patient.survey
+    try:
+        checkpoint = Checkpoint(seen.path, seen.config, seen.side, seen.tensors)
+        check_stored(checkpoint, [row for row in read_model(checkpoint).rows if not row.mtp])
+        errors, kl = compare_behaviour(checkpoint, open_headers(source), text, diagnosis.findings)
+    except QuantkitError as fault:
+        if diagnosis.findings.verdict != "bad":
+            diagnosis.findings.add("not-loadable", str(seen.path), fault.problem, fault.remedy)
+        return
+    diagnosis.sublayers, diagnosis.kl = errors, kl
 
 
 @torch.inference_mode()
@@ -110,7 +136,7 @@ def look_at_tensors(patient: Patient, source: str | None, diagnosis: Diagnosis, 
         module = owner.get(name)
         if module is None:
             check.plain(name)
-            if compared is not None and name in matrices and len(seen.tensors[name].shape) == 2:
+            if compared is not None and name in matrices and compared.is_plain(name):
                 compared.look(matrices[name], plain_rows(seen, name))
         elif module not in looked:
             looked.add(module)

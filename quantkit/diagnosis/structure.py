@@ -117,7 +117,10 @@ def compare(survey: Survey, structure: Structure, described: Described, where: s
 
 def _compare_rows(survey: Survey, structure: Structure, described: Described, findings: Findings) -> None:
     rows = structure.rows
-    structure.lost = [row for row in rows if not described.is_quantized(row.module) and row.name not in survey.tensors]
+    # Of a format that is not read, a linear is there where anything of it is.
+    there = set() if described.readable else {name.rpartition(".")[0] for name in survey.tensors}
+    stored = [described.is_quantized(row.module) or row.name in survey.tensors or row.module in there for row in rows]
+    structure.lost = [row for row, is_there in zip(rows, stored) if not is_there]
     if survey.tensors:
         _tell_lost(survey, structure, findings)
     wrong = []

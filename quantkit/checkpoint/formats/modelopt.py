@@ -72,7 +72,7 @@ class ModelOpt(Nvfp4):
 
     def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
         block = described(config, side)
-        algorithm, size = block.get("quant_algo"), block.get("group_size", FP4_GROUP)
+        algorithm, size = block.get("quant_algo"), _group_size(block)
         if algorithm not in _ALGORITHMS or size != FP4_GROUP:
             fault = f"the checkpoint is ModelOpt with quant_algo {algorithm} and group_size {size}"
             raise QuantkitError(fault, f"quantkit reads {' and '.join(_ALGORITHMS)} with group_size {FP4_GROUP}")
@@ -119,6 +119,13 @@ def described(config: Mapping[str, Any], side: Mapping[str, Any]) -> Mapping[str
     if not isinstance(block, dict):
         raise QuantkitError(f"{_SIDE_FILE} says nothing under quantization", "download that file again")
     return block
+
+
+def _group_size(block: Mapping[str, Any]) -> Any:
+    """At the top of the description, or with the weights of its groups, where ModelOpt's newer form has it alone."""
+    groups = (block.get("config_groups") or {}).values()
+    weights = [group["weights"] for group in groups if isinstance(group, dict) and isinstance(group.get("weights"), dict)]
+    return block.get("group_size", next((one["group_size"] for one in weights if "group_size" in one), FP4_GROUP))
 
 
 FORMAT = ModelOpt()

@@ -1,0 +1,62 @@
+"""Both models compute a text: the sublayer where they part is named, and rounding alone is no finding."""
+
+from pathlib import Path
+
+import faulty
+import good_checkpoints
+import make_model
+import pytest
+from packed_model import write_packed
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.diagnosis.behaviour import compare_behaviour
+from quantkit.diagnosis.diagnose import diagnose
+from quantkit.diagnosis.findings import Findings
+from quantkit.errors import QuantkitError
+
+CONFIG = make_model.tiny_config(num_hidden_layers=3)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A source, and int4 of it."""
+    folder, tensors = tmp_path_factory.mktemp("models"), good_checkpoints.random_weights(CONFIG)
+    source = make_model.write_dense(folder / "source", CONFIG, tensors)
+    return source, write_packed(folder / "ct-int4", CONFIG, tensors, *good_checkpoints.FORMATS["ct-int4"])
+
+
+def test_rounding_is_no_finding(models: tuple[Path, Path]) -> None:
+    source, packed = models
+    found = diagnose(str(packed), source=str(source), depth="behaviour")
+    assert found.findings.found == []
+    assert [error.name for error in found.sublayers[:2]] == ["model.layers.0 attention", "model.layers.0 feed-forward"]
+    assert all(0 < error.own < 0.4 for error in found.sublayers)
+    assert all(error.chosen is None or error.chosen > 0.95 for error in found.sublayers)
+
+
+def test_a_model_is_itself(models: tuple[Path, Path]) -> None:
+    findings = Findings()
+    errors, kl = compare_behaviour(*(Checkpoint.open(models[0]) for _ in range(2)), None, findings)
+    assert (findings.found, kl) == ([], 0)
+    assert {error.own for error in errors} | {error.together for error in errors} == {0}
+
+
+def test_the_sublayer_and_its_linear_are_named(models: tuple[Path, Path], tmp_path: Path) -> None:
+    contents = faulty.Contents.of(models[1])
+    contents.swap("model.layers.1.self_attn.o_proj", "model.layers.2.self_attn.o_proj")
+    found = diagnose(str(contents.write(tmp_path / "bad")), source=str(models[0]), depth="behaviour").findings
+    finding = next(finding for finding in found.ordered if finding.name == "sublayer-off")
+    assert finding.where.startswith("model.layers.1 attention")
+    assert "begins at model.layers.1.self_attn.o_proj" in finding.evidence
+
+
+def test_a_router_that_was_left_unscaled_is_named(models: tuple[Path, Path], tmp_path: Path) -> None:
+    contents = faulty.Contents.of(models[0])
+    faulty.the_router_was_not_scaled(contents)
+    found = diagnose(str(contents.write(tmp_path / "bad")), source=str(models[0]), depth="behaviour").findings
+    assert [finding.where for finding in found.found if finding.name == "router-strays"] == ["model.layers.2 feed-forward"]
+
+
+def test_behaviour_needs_a_source(models: tuple[Path, Path]) -> None:
+    with pytest.raises(QuantkitError, match="give --source"):
+        diagnose(str(models[0]), depth="behaviour")
