@@ -279,14 +279,56 @@ def show_scores(results: dict[str, Any]) -> None:
         tell(f"report: {results['out']}/report.html")
 
 
+def show_needed(plan: dict[str, Any], margin: float) -> None:
+    noise = "noise as the baseline's replies have it" if plan["measured"] else "noise at its most"
+    title = f"{plan['task']}: to tell a loss of {100 * margin:g} points at {100 * plan['accuracy']:.1f} %, in 4 runs of 5; {noise}"
+    table = _table("repeats of both", "problems to say held", "problems to say lost")
+    for row in plan["rows"]:
+        table.add_row(str(row["repeats"]), f"{row['held']:,}", f"{row['lost']:,}")
+    _show(title, table)
+    if plan["enough"] is None:
+        told = f"its {plan['problems']} problems cannot say held at this margin, however often they are asked"
+    else:
+        told = f"its {plan['problems']} problems can say held with --repeats {plan['enough']}"
+    out.print(told, soft_wrap=True)
+
+
+def show_comparison(table: dict[str, Any]) -> None:
+    rows = _table("run", "task", "accuracy", "95 % interval", "n x repeats")
+    for run in table["runs"]:
+        for task, figures in run["results"].items():
+            low, high = figures["interval"]
+            count = f"{figures['n']} x {figures['repeats']}"
+            rows.add_row(run["run"], task, f"{100 * figures['accuracy']:.2f} %", f"{100 * low:.1f} to {100 * high:.1f}", count)
+    _show(f"baseline {table['baseline']}", rows)
+    for run in table["runs"]:
+        for task, figures in run["results"].items():
+            if figures["comparison"]:
+                out.print(f"{run['run']}, {task}: {figures['comparison']['sentence']}", soft_wrap=True)
+        for note in run["notes"]:
+            err.print(Text(f"{run['run']}: ", style="bold yellow") + Text(note), soft_wrap=True)
+
+
 def show_speed(result: dict[str, Any]) -> None:
-    columns = ("input", "concurrency", "TTFT s", "TPOT ms", "tokens/s", "system tokens/s", "latency s", "failed")
-    table = _table(*columns)
+    columns = ["input", "concurrency", "TTFT s", "TPOT ms", "ITL ms", "tokens/s", "system tokens/s", "requests/s", "latency s", "failed"]
+    table = _table(*columns, *(["goodput/s"] if result["goodput_limits_ms"] else []))
     for row in result["rows"]:
-        tpot, tps = ("-" if row[key] is None else f"{row[key]:.1f}" for key in ("tpot_ms", "tps"))
-        cells = (f"{row['ttft_s']:.3f}", tpot, tps, f"{row['system_tps']:.1f}", f"{row['latency_s']:.2f}", str(row["failed"]))
-        table.add_row(str(row["input_len"]), str(row["concurrency"]), *cells)
+        tpot, itl, tps = ("-" if row[key] is None else f"{row[key]:.1f}" for key in ("tpot_ms", "itl_ms", "tps"))
+        load = str(row["concurrency"]) if row["offered_rate"] is None else f"{row['offered_rate']:g}/s"
+        cells = [
+            f"{row['ttft_s']:.3f}",
+            tpot,
+            itl,
+            tps,
+            f"{row['system_tps']:.1f}",
+            f"{row['request_rate']:.2f}",
+            f"{row['latency_s']:.2f}",
+        ]
+        good = [] if row["goodput"] is None else [f"{row['goodput']:.2f}"]
+        table.add_row(str(row["input_len"] or "prompts"), load, *cells, str(row["failed"]), *good)
     _show(result["target"], table)
+    if short := sorted({name.rpartition("_p")[2] for row in result["rows"] for name in row["left_out"]}, key=int):
+        tell(f"percentiles left out for want of requests: {', '.join(f'p{p} takes {-(-100 // (100 - int(p)))}' for p in short)}")
 
 
 def show_published(tables: list[dict[str, Any]]) -> None:

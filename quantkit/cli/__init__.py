@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from quantkit import __version__
-from quantkit.cli import check, evaluate, go, inspect, needle, playground, quantize, run
+from quantkit.cli import bench, check, compare, evaluate, go, inspect, needle, playground, quantize, regrade, run
 from quantkit.cli.examples import epilog
 from quantkit.cli.stopping import Stopped
 from quantkit.console import tell, tell_error
@@ -40,7 +40,9 @@ COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("run", run.run),
     ("eval", evaluate.evaluate),
     ("ppl", evaluate.ppl),
-    ("bench", evaluate.bench),
+    ("regrade", regrade.regrade),
+    ("compare", compare.compare),
+    ("bench", bench.bench),
     ("needle", needle.needle),
     ("serve", run.serve),
     ("playground", playground.playground),

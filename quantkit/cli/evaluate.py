@@ -1,13 +1,12 @@
-"""Measuring a model: eval scores answers, ppl distances, bench speed."""
+"""Measuring a model: eval scores answers, ppl distances."""
 
-from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from quantkit import console
-from quantkit.cli.options import AsJson, Backend, Device, Model, Target, Tp
+from quantkit.cli.options import AsJson, Backend, Device, Model, Target
 from quantkit.cli.stopping import stoppable
 from quantkit.console import print_json
 
@@ -33,6 +32,14 @@ def evaluate(
     allow_weak_sandbox: Annotated[bool, typer.Option(help="Run them even where only limits hold them.")] = False,
     served_model: Annotated[str | None, typer.Option(help="The server's name of the model; asked of it otherwise.")] = None,
     api_key: Annotated[str | None, typer.Option(help="For a server.")] = None,
+    model_revision: Annotated[str | None, typer.Option(help="What the server runs, if it does not say so: a revision, a hash.")] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Longest wait for the next piece of a server's reply, seconds.")] = 600.0,
+    retries: Annotated[int, typer.Option(min=0, help="Further tries of a request that failed in passing.")] = 5,
+    trust_kept: Annotated[bool, typer.Option(help="Reuse kept replies without asking whether it is still the same model.")] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="Ask nobody: how many problems and repeats would tell a loss of --margin.")] = False,
+    accuracy: Annotated[
+        float | None, typer.Option(min=0, max=1, help="For --plan: the accuracy expected; taken from --baseline otherwise.")
+    ] = None,
     export: Annotated[str | None, typer.Option("--format", help="Also write the results as: evalscope.")] = None,
     device: Device = "auto",
     backend: Backend = "auto",
@@ -42,6 +49,11 @@ def evaluate(
     from quantkit.evaluation.results.folder import results_folder
     from quantkit.evaluation.run import EvaluationProgress, run_evaluation
 
+    names = [name.strip() for name in tasks.split(",")]
+    if plan:
+        from quantkit.cli.plan_evaluation import show_plan
+
+        return show_plan(names, data_dir, limit, protocol or "r1", baseline, accuracy, margin, json_)
     done = ""
 
     def kept() -> str:
@@ -59,7 +71,7 @@ def evaluate(
 
         results = run_evaluation(
             model,
-            [name.strip() for name in tasks.split(",")],
+            names,
             data_dir=data_dir,
             limit=limit,
             repeats=repeats,
@@ -77,12 +89,26 @@ def evaluate(
             device=device,
             backend=backend,
             export=export,
+            timeout_s=timeout,
+            retries=retries,
+            model_revision=model_revision,
+            trust_kept=trust_kept,
             progress=show,
             notice=console.tell,
         )
+    show_results(results.to_json(), json_)
+
+
+def show_results(results: dict[str, Any], json_: bool) -> None:
+    """Print them; exit 1 where too many samples failed for a verdict."""
     if json_:
-        return print_json(results.to_json())
-    console.show_scores(results.to_json())
+        print_json(results)
+    else:
+        console.show_scores(results)
+    for fault in results["faults"]:
+        console.tell(f"error: {fault}; run again: only what failed is asked")
+    if results["faults"]:
+        raise typer.Exit(1)
 
 
 def ppl(
@@ -108,69 +134,3 @@ def ppl(
     if json_:
         return print_json(quality.to_json())
     console.facts(model, quality.facts())
-
-
-def bench(
-    model: Target,
-    input_len: Annotated[str, typer.Option(help="Prompt tokens, comma-separated.")] = "128,1024",
-    concurrency: Annotated[str, typer.Option(help="Requests at a time, comma-separated.")] = "1,8",
-    output_len: Annotated[int, typer.Option(min=1, help="Tokens of every reply.")] = 512,
-    requests: Annotated[int, typer.Option(min=1, help="Measured requests per concurrent slot.")] = 2,
-    warmup: Annotated[int, typer.Option(min=0, help="Requests per slot left out before each cell.")] = 1,
-    seed: int = 0,
-    api_key: Annotated[str | None, typer.Option(help="For a server.")] = None,
-    served_model: Annotated[str | None, typer.Option(help="The server's name of the model; asked of it otherwise.")] = None,
-    tp: Tp = 1,
-    device: Device = "auto",
-    backend: Backend = "auto",
-    out_dir: Annotated[Path | None, typer.Option("--out", help="Folder for bench.json and bench.html.")] = None,
-    json_: AsJson = False,
-) -> None:
-    """Speed over a grid of input lengths and concurrencies: TTFT, TPOT, tokens/s, latency, as evalscope perf defines them."""
-    from quantkit.checkpoint.target import check_folder
-    from quantkit.evaluation.results.folder import local_models
-    from quantkit.evaluation.results.hardware import describe_machine
-    from quantkit.evaluation.results.published import published_speeds_of
-    from quantkit.evaluation.run import is_url
-    from quantkit.evaluation.speed.endpoint import EndpointTarget
-    from quantkit.evaluation.speed.measure import SpeedRow, measure_grid
-    from quantkit.evaluation.speed.targets import open_target
-    from quantkit.hub import plain_name
-
-    lengths, users = _integers("--input-len", input_len), _integers("--concurrency", concurrency)
-    longest = max(lengths) + output_len
-    if out_dir is not None:
-        check_folder(out_dir, local_models([model]))
-    target = open_target(
-        model, max_batch=max(users), max_model_len=longest, device=device, backend=backend, tp=tp, api_key=api_key, model=served_model
-    )
-
-    def show(row: SpeedRow) -> None:
-        tpot = "-" if row.tpot_ms is None else f"{row.tpot_ms:.1f} ms"
-        console.tell(f"{row.input_len} x {row.concurrency}: TTFT {row.ttft_s:.3f} s, TPOT {tpot}")
-
-    with closing(target):
-        rows = measure_grid(target, lengths, users, output_len, requests_per_slot=requests, warmup=warmup, seed=seed, on_row=show)
-    name = target.model if isinstance(target, EndpointTarget) else plain_name(model)
-    machine = {"hardware": target.name} if is_url(model) else describe_machine(device)
-    result: dict[str, Any] = {"target": target.name, "hardware": machine["hardware"], "machine": machine, "output_len": output_len}
-    result |= {"rows": [row.to_json() for row in rows], "published": published_speeds_of(name)}
-    if out_dir:
-        from quantkit.evaluation.speed.report import write_report
-
-        write_report(out_dir, result)
-    if json_:
-        return print_json(result)
-    console.facts("machine", machine.items())
-    console.show_speed(result)
-    console.show_published(result["published"])
-
-
-def _integers(option: str, text: str) -> list[int]:
-    try:
-        values = [int(part) for part in text.split(",")]
-    except ValueError:
-        values = []
-    if not values or min(values) < 1:
-        raise typer.BadParameter(f"{text!r} is not a list of positive integers such as 128,1024", param_hint=option)
-    return values

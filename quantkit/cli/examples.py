@@ -39,6 +39,15 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "eval": (
         "quantkit eval out/awq --tasks tiny-math --limit 50 --baseline tiny-r1",
         "quantkit eval http://127.0.0.1:8000 --tasks gsm8k --out results/awq",
+        "quantkit eval out/awq --tasks tiny-math-2000 --plan --accuracy 0.95",
+    ),
+    "regrade": (
+        "quantkit regrade results/awq",
+        "quantkit regrade results/awq --baseline results/source --data-dir DATA",
+    ),
+    "compare": (
+        "quantkit compare results/source results/awq",
+        "quantkit compare results/source results/awq results/fp4 --out results/page",
     ),
     "ppl": (
         "quantkit ppl out/awq --text text.jsonl --baseline tiny-r1",

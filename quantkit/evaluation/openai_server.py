@@ -1,63 +1,95 @@
 """An OpenAI-compatible server as its clients here reach it: address, key, model, the events of a streamed reply, what went wrong.
 
-Streaming keeps a half-hour reply alive through proxies and makes the read timeout mean "no token for that long". An error sent inside the
+Streaming keeps a half-hour reply alive through proxies and lets a timeout mean "no event for that long". An error sent inside the
 stream after HTTP 200 counts as an error.
 """
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import httpx
 
 from quantkit.errors import QuantkitError
 
+CONNECT_TIMEOUT_S = 10.0
+TIMEOUT_S = 600.0
+LONGEST_LINE = 64 * 2**20  # bytes; a longer event is a server gone wrong, not a token
+_MODEL_FACTS = ("root", "revision", "owned_by", "max_model_len")  # of an entry of /models, where they say more than its name
+_DRAIN_S = 1.0
+
 
 class StreamError(Exception):
     """The server failed after it had answered HTTP 200."""
 
 
-FAULTS = (httpx.HTTPError, StreamError)
+FAULTS = (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, StreamError, TimeoutError)
 """What a request may raise."""
 
 
 class OpenAIServer:
-    """`url` is the address, with or without /v1 or a method behind it. Timeouts are in seconds, the one of reading between two pieces."""
+    """`url` is the address, with or without /v1 or a method behind it.
 
-    def __init__(self, url: str, *, api_key: str | None = None, connect_timeout_s: float = 10.0, read_timeout_s: float = 600.0) -> None:
+    timeout_s: longest wait for the next event of a reply, or for the whole answer of a server that does not stream.
+    """
+
+    def __init__(
+        self, url: str, *, api_key: str | None = None, connect_timeout_s: float = CONNECT_TIMEOUT_S, timeout_s: float = TIMEOUT_S
+    ) -> None:
         self.base = base_url(url)
+        self.timeout_s = timeout_s
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._timeout = httpx.Timeout(read_timeout_s, connect=connect_timeout_s)
+        self._timeout = httpx.Timeout(timeout_s, connect=min(connect_timeout_s, timeout_s))
 
-    def only_model(self) -> str:
-        """The name of the model that it serves. Raises QuantkitError where it does not answer or serves several."""
+    def models(self) -> list[dict[str, Any]]:
+        """What it says it serves, an entry a model. Raises QuantkitError where it does not answer."""
         try:
             answer = httpx.get(f"{self.base}/models", headers=self._headers, timeout=self._timeout)
+            if answer.status_code in (404, 405, 501):
+                return []  # a server without the list
             answer.raise_for_status()
-            names = [entry["id"] for entry in answer.json()["data"]]
-        except (httpx.HTTPError, KeyError, ValueError, TypeError) as error:
+            entries = answer.json()["data"]
+            return [{"id": str(entry["id"])} | {name: entry[name] for name in _MODEL_FACTS if entry.get(name)} for entry in entries]
+        except (httpx.HTTPError, httpx.InvalidURL, KeyError, ValueError, TypeError, AttributeError) as error:
             raise QuantkitError(
-                f"{self.base}/models does not answer ({type(error).__name__}: {error})",
+                f"{self.base}/models does not answer ({fault(error)})",
                 "check the address and that an OpenAI-compatible server is up",
             ) from error
-        if len(names) != 1:
-            raise QuantkitError(f"{self.base} serves {len(names)} models: {', '.join(names)}", "say which one with --served-model")
-        return str(names[0])
+
+    def find_model(self, name: str | None) -> dict[str, Any]:
+        """Its entry of the model `name`, or of the only one where None. A name that it does not list is believed.
+
+        Raises QuantkitError where it does not answer, or serves several and none is named.
+        """
+        entries = self.models()
+        if name is not None:
+            return next((entry for entry in entries if entry["id"] == name), {"id": name})
+        if len(entries) != 1:
+            names = ", ".join(entry["id"] for entry in entries)
+            raise QuantkitError(f"{self.base} serves {len(entries)} models: {names}", "say which one with --served-model")
+        return entries[0]
 
     def client(self, connections: int) -> httpx.AsyncClient:
         """What requests are sent with, at most `connections` at a time."""
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
         return httpx.AsyncClient(headers=self._headers, timeout=self._timeout, limits=limits)
 
-    async def stream(self, client: httpx.AsyncClient, method: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """The events of the reply to `body`, as they come. method: such as "/chat/completions". Raises FAULTS."""
-        async with client.stream("POST", self.base + method, json=body) as response:
+    async def stream(self, client: httpx.AsyncClient, method: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
+        """The events of the reply to `body`, as they come. method: such as "/chat/completions". Raises FAULTS.
+
+        Bytes that make no event (comments, half a line) do not put off the timeout: a server that drips them is as silent as one
+        that sends nothing.
+        """
+        async with asyncio.timeout(self.timeout_s) as deadline, client.stream("POST", self.base + method, json=body) as response:
             if response.is_error:
                 await response.aread()
                 response.raise_for_status()
             async for event in _events(response):
-                if "error" in event:
+                if event.get("error"):
                     raise StreamError(json.dumps(event["error"])[:500])
+                deadline.reschedule(asyncio.get_running_loop().time() + self.timeout_s)
                 yield event
 
 
@@ -69,32 +101,86 @@ def base_url(url: str) -> str:
     return url if url.endswith(("/v1", "/v2", "/v3")) else f"{url}/v1"
 
 
-def fault(error: Exception) -> str:
+def fault(error: BaseException) -> str:
     """In words, with what the server said."""
     if isinstance(error, httpx.HTTPStatusError):
         return f"HTTP {error.response.status_code}: {_message(error.response)}"
+    if isinstance(error, StreamError):
+        return str(error)
+    if isinstance(error, TimeoutError | httpx.TimeoutException):
+        return f"no answer in time ({type(error).__name__})"
     return f"{type(error).__name__}: {error}"
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """The JSON objects of a server-sent event stream, read to its end so that its connection serves the next request.
+async def _events(response: httpx.Response) -> AsyncGenerator[dict[str, Any]]:
+    """The JSON objects of a server-sent event stream, up to [DONE].
 
-    A plain JSON body (a server that ignores `stream`) is one event.
+    A plain JSON body (a server that ignores `stream`) is one event. Servers put an event on one `data:` line; one that is spread over
+    several, as the standard allows, is put together at the empty line that ends it.
     """
-    if "event-stream" not in response.headers.get("content-type", ""):
+    kind = response.headers.get("content-type", "")
+    if "event-stream" not in kind:
         await response.aread()
-        yield _parsed(response.text, "the answer")
+        yield _parsed(response.text, f"the answer ({kind or 'no content type'})")
         return
-    async for line in response.aiter_lines():
-        data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
-        if data and data != "[DONE]":
-            yield _parsed(data, "an event")
+    pieces = response.aiter_bytes()
+    held: list[str] = []
+    async for line in read_lines(pieces):
+        data = line.removeprefix("data:").strip(" ") if line.startswith("data:") else ""
+        if data == "[DONE]":
+            await _drain(pieces)
+            return
+        if data:
+            held.append(data)
+        if held and (not line or _ends(held)):
+            yield _parsed("\n".join(held), "an event")
+            held = []
+    if held:
+        yield _parsed("\n".join(held), "an event")
+
+
+def _ends(held: list[str]) -> bool:
+    """Whether an event of one line, as servers send them, is there: it need not wait for the empty line."""
+    return len(held) == 1 and held[0].startswith("{") and held[0].endswith("}")
+
+
+async def read_lines(pieces: AsyncIterator[bytes]) -> AsyncIterator[str]:
+    """Lines of a byte stream without their ends, which are LF or CRLF and nothing else.
+
+    A lone CR, U+0085, U+2028 and U+2029, at which str.splitlines breaks, stay inside their line. What follows the last LF is a line too.
+    Raises StreamError for a line without an end in sight.
+    """
+    open_line: list[bytes] = []
+    size = 0
+    async for piece in pieces:
+        *ended, rest = piece.split(b"\n")
+        for part in ended:
+            yield _decoded(b"".join([*open_line, part]))
+            open_line, size = [], 0
+        open_line.append(rest)
+        size += len(rest)
+        if size > LONGEST_LINE:
+            raise StreamError(f"a line of more than {LONGEST_LINE >> 20} MiB")
+    if size:
+        yield _decoded(b"".join(open_line))
+
+
+def _decoded(line: bytes) -> str:
+    return line.removesuffix(b"\r").decode("utf-8", "replace").removeprefix("\ufeff")
+
+
+async def _drain(pieces: AsyncIterator[bytes]) -> None:
+    """Read what follows [DONE], usually nothing, so that the connection serves the next request; a server that keeps it open is left."""
+    with suppress(TimeoutError, httpx.HTTPError, httpx.StreamError):
+        async with asyncio.timeout(_DRAIN_S):
+            async for _ in pieces:
+                pass
 
 
 def _parsed(text: str, what: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StreamError(f"{what} is not JSON: {text[:200]!r}") from error
     if not isinstance(value, dict):
         raise StreamError(f"{what} is not a JSON object: {text[:200]!r}")

@@ -46,6 +46,19 @@ def test_training_yields_no_key_of_the_evaluation_side(family: object) -> None:
     assert "eval" in unsplit, "without the rule, evaluation keys do come up"
 
 
+def test_the_larger_tasks_are_the_generators_and_cannot_occur_in_training() -> None:
+    task, held_out, more, lengths = texts.tasks()
+    every = [*task, *held_out, *more, *lengths]
+    assert {problems.side(p.key) for p in every} == {"eval"}
+    assert len({p.key for p in every}) == len(every) == 200 + 64 + 1800 + 1000
+    assert rows(ROOT / "eval/data/tiny-math-2000.jsonl") == texts.rows(task + more)
+    assert rows(ROOT / "eval/data/tiny-math-steps.jsonl") == texts.rows_by_length(lengths)
+    assert {(p.family, p.steps) for p in lengths} == {(family.__name__, steps) for family, steps in texts.LENGTHS}
+    for name in ("tiny-math-2000", "tiny-math-steps"):
+        kept = rows(ROOT / f"eval/data/{name}.jsonl")
+        assert len({row["id"] for row in kept}) == len({row["problem"] for row in kept}) == len(kept)
+
+
 def numbers(text: str) -> set[int]:
     return {int(n) for n in re.findall(r"\d+", text)}
 

@@ -1,3 +1,4 @@
+import itertools
 import json
 from pathlib import Path
 
@@ -6,6 +7,7 @@ from replay_server import ReplayServer, Reply
 
 from quantkit.assets import builtin_model
 from quantkit.errors import QuantkitError
+from quantkit.evaluation.generators.same_model import PROBE_TOKENS
 from quantkit.evaluation.run import EvaluationProgress, run_evaluation
 
 TASK = """
@@ -34,8 +36,13 @@ def task(tmp_path: Path) -> str:
 def solve(question: str, body: dict) -> str:
     """Right, except for sums of 13 and, on odd seeds, of 14."""
     left = int(question.split()[0])
-    wrong = left == 13 or (left == 14 and body["seed"] % 2)
+    wrong = left == 13 or (left == 14 and body.get("seed", 0) % 2)
     return f"{left}... \\boxed{{1}}\n</think>\n\nIt is \\boxed{{{2 * left + bool(wrong)}}}."
+
+
+def asked(server: ReplayServer) -> list[dict]:
+    """Requests for samples, without those that ask who is there."""
+    return [body for body in server.requests if body["temperature"] > 0 or body.get("max_tokens") != PROBE_TOKENS]
 
 
 def test_the_straight_line(task: str, tmp_path: Path) -> None:
@@ -64,15 +71,15 @@ def test_growing_a_run_asks_only_what_is_new(task: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with ReplayServer(solve) as server:
         run_evaluation(server.url, [task], data_dir=tmp_path, out=out, limit=4, repeats=2)
-        assert len(server.requests) == 8
+        assert len(asked(server)) == 8
         first = (out / "samples.jsonl").read_text()
         run_evaluation(server.url, [task], data_dir=tmp_path, out=out, limit=4, repeats=2, concurrency=2)
-        assert len(server.requests) == 8
+        assert len(asked(server)) == 8
         assert (out / "samples.jsonl").read_text() == first
         grown = run_evaluation(server.url, [task], data_dir=tmp_path, out=out, limit=6, repeats=3)
-        assert len(server.requests) == 18
+        assert len(asked(server)) == 18
         assert grown.tasks["sums"].reused == 8
-        seeds = [body["seed"] for body in server.requests]
+        seeds = [body["seed"] for body in asked(server)]
         assert len(set(seeds)) == 18
 
 
@@ -103,10 +110,10 @@ def test_a_changed_setting_is_noticed_and_nothing_old_is_reused(task: str, tmp_p
     with ReplayServer(solve) as server:
         run_evaluation(server.url, [task], data_dir=tmp_path, out=tmp_path / "out", limit=3)
         again = run_evaluation(server.url, [task], data_dir=tmp_path, out=tmp_path / "out", limit=3, **changed)
-        assert len(server.requests) == 6
+        assert len(asked(server)) == 6
         assert named in again.tasks["sums"].notes[0]
         back = run_evaluation(server.url, [task], data_dir=tmp_path, out=tmp_path / "out", limit=3)
-        assert (back.tasks["sums"].reused, len(server.requests)) == (3, 6)
+        assert (back.tasks["sums"].reused, len(asked(server))) == (3, 6)
 
 
 def test_changed_data_are_noticed(task: str, tmp_path: Path) -> None:
@@ -169,7 +176,7 @@ def test_a_baseline_that_is_a_model_or_a_folder_gives_the_same_comparison(task: 
     assert comparison == kept.tasks["sums"].comparison
     assert (comparison.n, comparison.lost, comparison.gained, comparison.repeats) == (10, 2, 0, 3)
     assert comparison.difference == pytest.approx(
-        -(3 + sum(body["seed"] % 2 for body in worse.requests[:30] if body["messages"][0]["content"] == "14 + 14")) / 30
+        -(3 + sum(body.get("seed", 0) % 2 for body in worse.requests[:30] if body["messages"][0]["content"] == "14 + 14")) / 30
     )
     assert live.to_json()["results"]["sums"]["comparison"]["sentence"].startswith("cannot tell")
     assert "not like for like" in other.tasks["sums"].notes[0]
@@ -227,3 +234,87 @@ def test_a_local_model_answers_in_process(tmp_path: Path) -> None:
     assert len(told["identity"]["checkpoint"]) == 64
     again = run_evaluation(str(builtin_model("tiny-r1")), ["tiny-math"], limit=4, out=tmp_path / "out")
     assert again.tasks["tiny-math"].reused == 4
+
+
+def test_another_model_under_the_same_name_is_told_before_anything_is_asked(task: str, tmp_path: Path) -> None:
+    def other(question: str, body: dict) -> str:
+        return f"No idea. {solve(question, body)}"
+
+    told: list[str] = []
+    out = tmp_path / "out"
+    with ReplayServer(solve) as before:
+        run_evaluation(before.url, [task], data_dir=tmp_path, out=out, limit=3, repeats=2)
+    with ReplayServer(other) as now:
+        with pytest.raises(QuantkitError, match=r"replayed is not the model whose 6 replies are kept in .*--trust-kept uses") as refused:
+            run_evaluation(now.url, [task], data_dir=tmp_path, out=out, limit=4, repeats=2)
+        assert "No idea" in str(refused.value)
+        assert asked(now) == []
+        own = run_evaluation(now.url, [task], data_dir=tmp_path, out=out, limit=4, repeats=2, model_revision="second")
+        assert (own.tasks["sums"].reused, own.identity) == (0, {"model": "replayed", "revision": "second"})
+        kept = run_evaluation(now.url, [task], data_dir=tmp_path, out=out, limit=4, repeats=2, trust_kept=True, notice=told.append)
+        assert kept.tasks["sums"].reused == 6
+    assert told[-1] == f"sums: 6 replies reused from {out}, 2 to ask"
+
+
+def test_the_same_model_at_another_address_keeps_its_replies(task: str, tmp_path: Path) -> None:
+    told: list[str] = []
+    for _ in range(2):
+        with ReplayServer(solve) as server:
+            results = run_evaluation(server.url, [task], data_dir=tmp_path, out=tmp_path / "out", limit=3, notice=told.append)
+    assert (results.tasks["sums"].reused, asked(server)) == (3, [])
+    assert told[-1] == f"sums: 3 replies reused from {tmp_path / 'out'}, 0 to ask"
+
+
+def test_a_server_that_samples_when_asked_greedily_is_told(task: str, tmp_path: Path) -> None:
+    count = itertools.count()
+    told: list[str] = []
+    with ReplayServer(lambda question, body: f"{next(count)} {solve(question, body)}") as server:
+        for _ in range(2):
+            run_evaluation(server.url, [task], data_dir=tmp_path, out=tmp_path / "out", limit=3, notice=told.append)
+    assert any("does not answer alike twice at temperature 0" in said for said in told)
+
+
+def test_too_many_errors_leave_no_verdict(task: str, tmp_path: Path) -> None:
+    def answer(question: str, body: dict) -> Reply | str:
+        return Reply("this prompt is not allowed", status=403) if question.startswith("12") else solve(question, body)
+
+    with ReplayServer(solve) as whole, ReplayServer(answer) as server:
+        good = run_evaluation(whole.url, [task], data_dir=tmp_path, out=tmp_path / "good", repeats=2)
+        results = run_evaluation(
+            server.url, [task], data_dir=tmp_path, out=tmp_path / "out", baseline=str(tmp_path / "good"), repeats=2, concurrency=1
+        )
+        beside = run_evaluation(whole.url, [task], data_dir=tmp_path, baseline=str(tmp_path / "out"), repeats=2)
+    assert results.tasks["sums"].comparison is None
+    assert good.faults == []
+    assert results.faults == ["2 of 20 samples of sums failed: no verdict. The first: HTTP 403: this prompt is not allowed"]
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["faults"] == results.faults
+    assert "No verdict." in (tmp_path / "out" / "report.html").read_text()
+    assert beside.tasks["sums"].comparison is None
+    assert beside.faults == ["2 of 20 samples of sums failed with the baseline replayed: no verdict"]
+
+
+def test_a_refused_context_counts_as_a_miss(task: str, tmp_path: Path) -> None:
+    def answer(question: str, body: dict) -> Reply | str:
+        return Reply("maximum context length is 16", status=400) if question.startswith("12") else solve(question, body)
+
+    with ReplayServer(answer) as server:
+        results = run_evaluation(server.url, [task], data_dir=tmp_path, out=tmp_path / "out", limit=4, concurrency=1)
+    told = results.to_json()["results"]["sums"]
+    assert (told["n"], told["errors"], told["accuracy"], told["reasons"]["context"]) == (4, 0, 0.5, 1)
+    assert any("longer than the model's context" in warning for warning in told["warnings"])
+    refusing = ReplayServer(lambda question, body: Reply("maximum context length is 16", status=400))
+    with refusing, pytest.raises(QuantkitError, match="refused as too long: HTTP 400: maximum context length is 16; lower --max-tokens"):
+        run_evaluation(refusing.url, [task], data_dir=tmp_path, limit=4)
+
+
+def test_a_grown_run_is_looked_at_with_more_care(task: str, tmp_path: Path) -> None:
+    with ReplayServer(lambda question, body: f"</think>\\boxed{{{2 * int(question.split()[0])}}}") as good, ReplayServer(solve) as worse:
+        run_evaluation(good.url, [task], data_dir=tmp_path, out=tmp_path / "good", repeats=3)
+        looks = []
+        for repeats in (2, 2, 3):
+            results = run_evaluation(
+                worse.url, [task], data_dir=tmp_path, out=tmp_path / "out", repeats=repeats, baseline=str(tmp_path / "good")
+            )
+            looks.append(results.tasks["sums"].comparison)
+    assert [(look.look, look.level) for look in looks if look] == [(1, 0.95), (1, 0.95), (2, 0.975)]
+    assert "97.5 %" in looks[2].sentence()

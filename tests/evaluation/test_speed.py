@@ -1,6 +1,8 @@
 """The definitions of the speed figures, the engine as a target, and a real HTTP server as the other."""
 
+import itertools
 import json
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -8,13 +10,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from faulty_server import BROKEN, WHOLE, FaultyServer, Wire
 
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.results.published import published_speeds_of
 from quantkit.evaluation.speed.endpoint import EndpointTarget
 from quantkit.evaluation.speed.engine import EngineTarget
-from quantkit.evaluation.speed.measure import PERCENTILES, RequestTimes, measure_grid, summarize
+from quantkit.evaluation.speed.measure import RequestTimes, measure_grid, needed, summarize
 from quantkit.evaluation.speed.report import write_report
+from quantkit.evaluation.speed.workload import Workload, read_prompts
 from quantkit.executor.engine import Engine
 
 DELAY_S = 0.15
@@ -46,9 +50,59 @@ def test_replies_of_one_token_have_no_tpot() -> None:
     assert row.system_tps == 1
 
 
-def test_percentiles_are_those_of_the_requests() -> None:
+def test_percentiles_are_those_of_the_requests_and_left_out_where_they_are_too_few() -> None:
     row = summarize([RequestTimes(0, first, 10, 3, 5) for first in (3, 1, 4, 1, 5, 9, 2)], 3, 7)
-    assert [row.percentiles[f"ttft_s_p{percent}"] for percent in PERCENTILES] == pytest.approx([3, 6.6, 8.76])
+    assert row.percentiles["ttft_s_p50"] == 3
+    assert "ttft_s_p90" not in row.to_json()
+    assert {"ttft_s_p90", "ttft_s_p99", "tpot_ms_p90"} <= set(row.left_out)
+    many = summarize([RequestTimes(0, first, 200, 3, 5) for first in range(100)], 3, 7)
+    assert many.left_out == []
+    assert many.percentiles["ttft_s_p99"] == pytest.approx(98.01)
+    assert [needed(percent) for percent in (50, 90, 99)] == [2, 10, 100]
+
+
+def test_gaps_rates_and_goodput_by_hand() -> None:
+    """Three requests a second apart; the second's TTFT and the third's latency pass their limits."""
+    times = [
+        RequestTimes(0.0, 0.1, 1.1, 5, 3, gaps=(0.25, 0.75)),
+        RequestTimes(1.0, 1.5, 2.1, 5, 3, gaps=(0.3, 0.3)),
+        RequestTimes(2.0, 2.1, 4.0, 5, 1),
+    ]
+    row = summarize(times, 5, 1, rate=1.0, limits={"ttft": 200, "e2el": 1500, "tpot": 600})
+    assert row.itl_ms == pytest.approx(400)
+    assert row.request_rate == pytest.approx(3 / 4)
+    assert row.goodput == pytest.approx(1 / 4)
+    assert row.offered_rate == 1.0
+    assert summarize(times, 5, 1).goodput is None
+
+
+def test_arrivals_are_poissons() -> None:
+    gaps = [after - before for before, after in itertools.pairwise(Workload(1, 1, 4000, 1, seed=3, rate=5.0).arrivals())]
+    assert sum(gaps) / len(gaps) == pytest.approx(0.2, rel=0.05)
+    assert sum(gap > 0.2 for gap in gaps) / len(gaps) == pytest.approx(math.exp(-1), abs=0.03)
+    assert set(Workload(1, 1, 9, 1).arrivals()) == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("p.jsonl", '{"prompt": "one"}\n\n{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "two\u2028"}]}\n'),
+        ("p.json", '[{"conversations": [{"from": "human", "value": "one"}, {"from": "gpt", "value": "x"}]}, {"text": "two"}, {"id": 3}]'),
+        ("p.txt", "one\n\ntwo\n"),
+    ],
+)
+def test_prompts_are_read_from_files(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    assert read_prompts(tmp_path / name) == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("p.json", "{"), ("p.json", "{}"), ("p.jsonl", '{"answer": 1}\n'), ("p.txt", "\n"), ("p.bin", "")]
+)
+def test_a_file_without_prompts_is_refused(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(QuantkitError, match=f"prompts .*{name}"):
+        read_prompts(tmp_path / name)
 
 
 def test_all_failed_is_an_error() -> None:
@@ -72,11 +126,15 @@ def test_engine_grid(tiny_checkpoint: Path) -> None:
         measure_grid(target, [8, 60], [1], output_len=5)
     with pytest.raises(QuantkitError, match="concurrency 3"):
         measure_grid(target, [8], [3], output_len=5)
+    assert all(row.itl_ms is not None for row in rows)
+    given = measure_grid(target, [], [2], 4, prompts=["1 + 1", "7"], rates=[50.0], requests=5, limits={"e2el": 1e9}, warmup=1)
+    assert [(row.input_len, row.requests, row.offered_rate) for row in given] == [(0, 5, 50.0)]
+    assert given[0].goodput == pytest.approx(given[0].request_rate)
 
 
 def test_report_shows_ours_and_the_published_apart(tmp_path: Path) -> None:
     rows = [summarize([RequestTimes(0, 1, 1 + c, 8, 11)], input_len, c).to_json() for input_len in (8, 64) for c in (1, 4)]
-    result = {"target": "tiny", "hardware": "this machine", "output_len": 11, "rows": rows}
+    result = {"target": "tiny", "hardware": "this machine", "output_len": 11, "goodput_limits_ms": {}, "rows": rows}
     write_report(tmp_path / "alone", result | {"published": published_speeds_of("tiny")})
     assert "Published by others" not in (tmp_path / "alone" / "bench.html").read_text()
     write_report(tmp_path / "bench", result | {"published": published_speeds_of("DeepSeek-R1-0528-awq-w4a16")})
@@ -139,7 +197,7 @@ def server() -> Iterator[str]:
 def test_endpoint_times_and_usage(server: str) -> None:
     target = EndpointTarget(server)
     assert target.model == "m"
-    times = list(target.run(input_len=10, output_len=5, concurrency=2, requests=4, seed=0))
+    times = list(target.run(Workload(10, 5, requests=4, concurrency=2)))
     assert len(times) == 4
     for one in times:
         assert one.error is None
@@ -147,6 +205,30 @@ def test_endpoint_times_and_usage(server: str) -> None:
         assert one.ttft_s >= DELAY_S, "the role-only chunk is not a token"
         assert one.tpot_ms is not None
         assert one.tpot_ms >= 1e3 * GAP_S * 0.9
+        assert len(one.gaps) == 4
+        assert sum(one.gaps) == pytest.approx(one.last_token - one.first_token)
+
+
+def test_requests_that_arrive_wait_for_room(server: str) -> None:
+    """Four at once, one at a time: each waits for those before it, and its wait counts."""
+    times = list(EndpointTarget(server).run(Workload(4, 2, requests=4, concurrency=1, rate=1e6)))
+    waits = sorted(one.ttft_s for one in times)
+    assert waits[-1] >= 3 * (DELAY_S + GAP_S)
+    paced = list(EndpointTarget(server).run(Workload(4, 1, requests=4, concurrency=4, rate=8.0, seed=2)))
+    sent = [one.sent for one in paced]
+    assert max(sent) - min(sent) >= 0.75 * max(Workload(4, 1, 4, 4, seed=2, rate=8.0).arrivals())
+
+
+@pytest.mark.parametrize("name", ["data null", "choices an object", "HTML", "bad gzip", "cut in a line", "reset"])
+def test_a_broken_reply_is_one_failed_request(name: str) -> None:
+    count = itertools.count()
+
+    def second_is_broken(wire: Wire, body: dict) -> None:
+        (BROKEN[name] if next(count) == 1 else WHOLE["separators inside text"])(wire, body)
+
+    with FaultyServer(second_is_broken) as faulty:
+        times = list(EndpointTarget(faulty.url).run(Workload(4, 2, requests=3, concurrency=1)))
+    assert sum(one.error is not None for one in times) == 1
 
 
 def test_endpoint_failures_are_reported(server: str) -> None:

@@ -35,6 +35,11 @@ class Problem:
     answer: int
 
     @property
+    def steps(self) -> int:
+        """Lines of the thought, each of which computes one number."""
+        return self.reasoning.count("\n") + 1
+
+    @property
     def response(self) -> str:
         """What follows the `<think>\\n` that the chat template prefills, up to but without the end-of-sentence token."""
         boxed = f"\\boxed{{{self.answer}}}"
@@ -59,12 +64,12 @@ def _within(*values: int) -> None:
     _need(all(0 < value <= TOP for value in values))
 
 
-def ledger(rng: random.Random) -> Problem:
-    """A stock that grows and shrinks."""
+def ledger(rng: random.Random, length: int | None = None) -> Problem:
+    """A stock that grows and shrinks, `length` times; 3 to 6 in training."""
     place, item, name = rng.choice(PLACES), rng.choice(ITEMS), rng.choice(NAMES)
     value = rng.randint(20, 400)
     key, story, steps = [str(value)], [f"The {place} holds {value} {item}."], []
-    for _ in range(rng.randint(3, 6)):
+    for _ in range(length or rng.randint(3, 6)):
         kind, before = rng.choice("+-**xx/"), value
         if kind == "+":
             n = rng.randint(11, 499)
@@ -249,11 +254,11 @@ def clock(rng: random.Random) -> Problem:
     return Problem("clock", f"clock:{h2}:{m2}-{h1}:{m1}-{breaks}*{minutes}", question, steps, f"{name} works {{}} minutes.", worked)
 
 
-def machine(rng: random.Random) -> Problem:
-    """A bare chain of operations."""
+def machine(rng: random.Random, length: int | None = None) -> Problem:
+    """A bare chain of `length` operations; 4 to 7 in training."""
     value = rng.randint(11, 450)
     key, story, steps = [str(value)], [f"A number machine starts with {value}."], []
-    for _ in range(rng.randint(4, 7)):
+    for _ in range(length or rng.randint(4, 7)):
         kind, before = rng.choice("+--*&&//"), value
         n = rng.randint(11, 899) if kind in "+-" else rng.randint(2, 9)
         if kind == "+":

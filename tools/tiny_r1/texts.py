@@ -1,9 +1,11 @@
-"""The texts that travel with tiny-r1: its task, its held-out text, its calibration text.
+"""The texts that travel with tiny-r1: its tasks, its held-out text, its calibration text.
 
     python texts.py REPOSITORY
 
 eval/data/tiny-math.jsonl       200 problems of the evaluation side, 20 of each family
-eval/data/tiny-heldout.jsonl    64 documents of the evaluation side, none of their keys in tiny-math
+eval/data/tiny-math-2000.jsonl  2,000 problems of the evaluation side, 200 of each family: first those of tiny-math, then 1,800 more
+eval/data/tiny-math-steps.jsonl 1,000 problems of the evaluation side of 2 to 12 steps, 100 of each length and family; training has 3 to 7
+eval/data/tiny-heldout.jsonl    64 documents of the evaluation side, none of their keys in any task
 calibration.jsonl               640 documents of the training side, about 75,000 tokens, beside the weights
 
 A document is a conversation in the chat template with its thought, one `{"text": ...}` a line. Every part has a seed of its own.
@@ -15,12 +17,16 @@ import argparse
 import json
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import tokenizer as tok
-from problems import FAMILIES, Problem, Side, sample
+from problems import FAMILIES, Problem, Side, ledger, machine, sample
 
 MATH, HELD_OUT, CALIBRATION = 200, 64, 640
+MORE = 1800
+LENGTHS = tuple((ledger, steps) for steps in (2, 4, 6, 8, 10, 12)) + tuple((machine, steps) for steps in (2, 4, 6, 8))
+EACH = 100
 
 
 def distinct(rng: random.Random, which: Side, count: int, taken: set[str]) -> Iterator[Problem]:
@@ -31,6 +37,38 @@ def distinct(rng: random.Random, which: Side, count: int, taken: set[str]) -> It
             pass
         taken.add(problem.key)
         yield problem
+
+
+def of_lengths(rng: random.Random, which: Side, taken: set[str]) -> Iterator[Problem]:
+    """EACH problems of every family and length of LENGTHS, no key in `taken`, to which theirs are added."""
+    for family, steps in LENGTHS:
+        for _ in range(EACH):
+            while (problem := sample(rng, which, partial(family, length=steps))).key in taken:
+                pass
+            taken.add(problem.key)
+            yield problem
+
+
+def tasks() -> tuple[list[Problem], list[Problem], list[Problem], list[Problem]]:
+    """tiny-math, the held-out text, what tiny-math-2000 has besides tiny-math, and tiny-math-steps. No key occurs twice."""
+    seen: set[str] = set()
+    task = list(distinct(random.Random(31_001), "eval", MATH, seen))
+    held_out = list(distinct(random.Random(31_002), "eval", HELD_OUT, seen))
+    more = list(distinct(random.Random(31_004), "eval", MORE, seen))
+    return task, held_out, more, list(of_lengths(random.Random(31_005), "eval", seen))
+
+
+def rows(problems: list[Problem]) -> list[dict[str, object]]:
+    """What a task's file holds of problems that every family gave in turn."""
+    return [
+        {"id": f"{p.family}-{i // len(FAMILIES):02d}", "problem": p.question, "answer": p.answer, "steps": p.steps}
+        for i, p in enumerate(problems)
+    ]
+
+
+def rows_by_length(problems: list[Problem]) -> list[dict[str, object]]:
+    """The same of problems that of_lengths made."""
+    return [row | {"id": f"{p.family}-{p.steps}-{i % EACH:02d}"} for i, (p, row) in enumerate(zip(problems, rows(problems)))]
 
 
 def conversation(problem: Problem) -> str:
@@ -48,13 +86,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("repository", type=Path)
     root = parser.parse_args().repository
-    seen: set[str] = set()
-    task = list(distinct(random.Random(31_001), "eval", MATH, seen))
-    held_out = list(distinct(random.Random(31_002), "eval", HELD_OUT, seen))
+    task, held_out, more, lengths = tasks()
     rng = random.Random(31_003)
     calibration = [sample(rng, "train") for _ in range(CALIBRATION)]
-    rows = [{"id": f"{p.family}-{i // len(FAMILIES):02d}", "problem": p.question, "answer": p.answer} for i, p in enumerate(task)]
-    _write(root / "eval/data/tiny-math.jsonl", rows)
+    _write(root / "eval/data/tiny-math.jsonl", [{name: row[name] for name in ("id", "problem", "answer")} for row in rows(task)])
+    _write(root / "eval/data/tiny-math-2000.jsonl", rows(task + more))
+    _write(root / "eval/data/tiny-math-steps.jsonl", rows_by_length(lengths))
     _write(root / "eval/data/tiny-heldout.jsonl", [{"text": conversation(p)} for p in held_out])
     _write(root / "quantkit/builtin/tiny-r1/calibration.jsonl", [{"text": conversation(p)} for p in calibration])
 

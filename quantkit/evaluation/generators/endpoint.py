@@ -1,4 +1,8 @@
-"""Any OpenAI-compatible server as a generator: many requests in flight, retried with backoff, read as a stream."""
+"""Any OpenAI-compatible server as a generator: many requests in flight, retried with backoff, read as a stream.
+
+Whatever one request meets is its own sample's error. The run ends only where going on cannot help: the server takes no connection any
+more, or it has refused the first requests as one refuses a wrong key or address.
+"""
 
 import asyncio
 import queue
@@ -6,18 +10,22 @@ import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import httpx
 
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.generators.generator import Generation, ModelReply, Prompt
-from quantkit.evaluation.openai_server import FAULTS, OpenAIServer, StreamError, fault
+from quantkit.evaluation.generators.replies import ReplyReader
+from quantkit.evaluation.openai_server import CONNECT_TIMEOUT_S, FAULTS, TIMEOUT_S, OpenAIServer, fault
 
-TRIES = 6
+RETRIES = 5
 _RETRIED = {408, 409, 425, 429, 500, 502, 503, 504, 529}
-_FATAL = {401, 403, 404, 405}  # about the address or the key, not about one prompt
+_REFUSED = {401, 403, 404, 405}  # about the address or the key, if every request gets it; else about one prompt
+_HOPELESS = 4  # such refusals without a single reply, or as many as are in flight
+_TOO_LONG = ("maximum context length", "context length", "context window", "context_length_exceeded", "too long", "max_model_len")
 
 
 class _Fatal(Exception):
@@ -28,36 +36,37 @@ class _Fatal(Exception):
         self.remedy = remedy
 
 
-@dataclass
-class _Reading:
-    """What a stream has brought so far."""
-
-    text: list[str] = field(default_factory=list)
-    reasoning: list[str] = field(default_factory=list)
-    finish_reason: str | None = None
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-
 class Endpoint:
-    """`url` is the server, with or without /v1 or a method behind it. `model` defaults to the only one that the server lists."""
+    """`url` is the server, with or without /v1 or a method behind it. `model` defaults to the only one that the server lists.
+
+    `identity` says who answers, not where: the model's name, and `revision` where it is given, else what the server tells of it.
+    retries: further tries of a request that failed in passing. timeout_s: longest wait for the next event of a reply.
+    """
+
+    identity_is_certain = False
 
     def __init__(
         self,
         url: str,
         *,
         model: str | None = None,
+        revision: str | None = None,
         api_key: str | None = None,
         concurrency: int = 8,
-        connect_timeout_s: float = 10.0,
-        read_timeout_s: float = 600.0,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        timeout_s: float = TIMEOUT_S,
+        retries: int = RETRIES,
         backoff_s: float = 1.0,
     ) -> None:
-        self.server = OpenAIServer(url, api_key=api_key, connect_timeout_s=connect_timeout_s, read_timeout_s=read_timeout_s)
+        self.server = OpenAIServer(url, api_key=api_key, connect_timeout_s=connect_timeout_s, timeout_s=timeout_s)
         self._concurrency = concurrency
+        self._retries = retries
         self._backoff_s = backoff_s
-        self.name = model or self.server.only_model()
-        self.identity: dict[str, Any] = {"endpoint": self.server.base, "model": self.name}
+        entry = self.server.find_model(model)
+        self.name: str = entry["id"]
+        told = {"revision": revision} if revision else {name: value for name, value in entry.items() if name != "id"}
+        self.identity: dict[str, Any] = {"model": self.name} | told
+        self._answered, self._refused = 0, 0
 
     def generate(self, prompts: Sequence[Prompt], parameters: Generation) -> Iterator[ModelReply]:
         """Completions as they finish. Stopping the iteration cancels what is in flight."""
@@ -96,7 +105,7 @@ class Endpoint:
 
             async def worker() -> None:
                 for index, prompt in waiting:
-                    arrived.put(replace(await self._ask(client, prompt, parameters), index=index))
+                    arrived.put(replace(await self._reply(client, prompt, parameters), index=index))
 
             async def until_stopped() -> None:
                 while not stop.is_set():
@@ -116,50 +125,54 @@ class Endpoint:
                     task.cancel()
                 await asyncio.gather(watcher, *workers, return_exceptions=True)  # one fault is told, though several may have met it
 
-    async def _ask(self, client: httpx.AsyncClient, prompt: Prompt, parameters: Generation) -> ModelReply:
-        """One reply, with retries. A refusal of this prompt (4xx) or the last failed try becomes a completion with `error`.
+    async def _reply(self, client: httpx.AsyncClient, prompt: Prompt, parameters: Generation) -> ModelReply:
+        """One reply, or what went wrong with it."""
+        try:
+            reply = await self._ask(client, prompt, parameters)
+        except _Fatal:
+            raise
+        except Exception as error:  # whatever a server may make a client do wrong is the matter of this sample
+            reply = ModelReply(index=-1, error=fault(error))
+        self._answered += reply.error is None
+        return reply
 
-        A server that takes no connection any more ends the run instead: the other prompts would only wait for it in turn.
-        """
-        problem = ""
-        for attempt in range(TRIES):
+    async def _ask(self, client: httpx.AsyncClient, prompt: Prompt, parameters: Generation) -> ModelReply:
+        """One reply, with retries. A refusal of this prompt (4xx) or the last failed try becomes a reply with `error`."""
+        problem, unreachable = "", 0
+        for attempt in range(self._retries + 1):
             if attempt:
                 await asyncio.sleep(self._backoff_s * 2 ** (attempt - 1) * (0.5 + random.random()))
             start = time.perf_counter()
             try:
-                reading = await self._stream(client, prompt, parameters)
+                return (await self._stream(client, prompt, parameters)).reply(time.perf_counter() - start)
             except httpx.HTTPStatusError as error:
-                status = error.response.status_code
                 problem = fault(error)
-                if status in _FATAL:
-                    raise _Fatal(problem, "check the address, the model name and --api-key") from error
-                if status not in _RETRIED:
+                if _says_too_long(error.response.status_code, problem):
+                    return ModelReply(index=-1, finish_reason="context", refusal=problem)
+                self._count_refusal(error.response.status_code, problem)
+                if error.response.status_code not in _RETRIED:
                     break
                 await _wait_as_told(error.response)
             except FAULTS as error:
                 problem = fault(error)
-                if attempt == TRIES - 1 and isinstance(error, httpx.ConnectError):
-                    raise _Fatal("the server is gone", "start it and repeat the command; replies in --out are kept") from error
-            else:
-                return ModelReply(
-                    index=-1,
-                    text=_joined(reading.text),
-                    finish_reason=reading.finish_reason or "stop",
-                    prompt_tokens=reading.prompt_tokens,
-                    completion_tokens=reading.completion_tokens,
-                    latency_s=time.perf_counter() - start,
-                    reasoning=_joined(reading.reasoning) if reading.reasoning else None,
-                )
+                unreachable += isinstance(error, httpx.ConnectError)
+        if unreachable == self._retries + 1:
+            raise _Fatal("the server is gone", "start it and repeat the command; replies in --out are kept")
         return ModelReply(index=-1, error=problem)
 
-    async def _stream(self, client: httpx.AsyncClient, prompt: Prompt, parameters: Generation) -> _Reading:
+    def _count_refusal(self, status: int, problem: str) -> None:
+        """Raise _Fatal where it refuses all that it is asked."""
+        self._refused += status in _REFUSED
+        if not self._answered and self._refused >= max(_HOPELESS, self._concurrency):
+            raise _Fatal(problem, "check the address, the model name and --api-key")
+
+    async def _stream(self, client: httpx.AsyncClient, prompt: Prompt, parameters: Generation) -> ReplyReader:
         path = "/completions" if prompt.text is not None else "/chat/completions"
-        reading = _Reading()
-        async for event in self.server.stream(client, path, request_body(self.name, prompt, parameters)):
-            _read_event(event, reading)
-        if reading.finish_reason is None:
-            raise StreamError("the stream ended without a finish reason")
-        return reading
+        reader = ReplyReader()
+        async with aclosing(self.server.stream(client, path, request_body(self.name, prompt, parameters))) as events:
+            async for event in events:
+                reader.add(event)
+        return reader
 
     def close(self) -> None:
         """Nothing is held between calls."""
@@ -184,26 +197,12 @@ def request_body(model: str, prompt: Prompt, parameters: Generation) -> dict[str
     return body | {"messages": list(prompt.messages)}
 
 
-def _read_event(event: dict[str, Any], reading: _Reading) -> None:
-    for choice in event.get("choices") or []:
-        part = choice.get("delta") or choice.get("message") or {}
-        reading.text.append(part.get("content") or choice.get("text") or "")
-        thought = part.get("reasoning_content") or part.get("reasoning")
-        if thought:
-            reading.reasoning.append(thought)
-        if choice.get("finish_reason"):
-            reading.finish_reason = "length" if choice["finish_reason"] == "length" else "stop"
-    usage = event.get("usage") or {}
-    reading.prompt_tokens = usage.get("prompt_tokens") or reading.prompt_tokens
-    reading.completion_tokens = usage.get("completion_tokens") or reading.completion_tokens
+def _says_too_long(status: int, problem: str) -> bool:
+    """Whether a refusal is for the length of the prompt, or of prompt and reply: the model's limit, and no fault of the server."""
+    return status in (400, 413, 422) and any(words in problem.lower() for words in _TOO_LONG)
 
 
 async def _wait_as_told(response: httpx.Response) -> None:
     told = response.headers.get("retry-after", "")
     if told.isdigit():
         await asyncio.sleep(min(int(told), 60))
-
-
-def _joined(pieces: list[str]) -> str:
-    """One text: a pair of surrogates that two pieces share becomes its character, a lone one, which no file takes, U+FFFD."""
-    return "".join(pieces).encode("utf-16", "surrogatepass").decode("utf-16", "replace")

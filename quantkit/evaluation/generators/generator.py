@@ -33,25 +33,32 @@ class ModelReply:
     """One reply to `prompts[index]`.
 
     `think_open` says whether the prompt ended inside <think>, None where that is not known (an endpoint applies its own template).
-    `reasoning` is set where the server parsed the thinking out of the text. With `error` set, there is no reply. Times are seconds.
+    `reasoning` is set where the server parsed the thinking out of the text. `finish_reason` is stop, length, content_filter (a server's
+    filter ended it), context (the request did not fit the model's context; `refusal` says so in the server's words, and there is no text)
+    or a server's own word. With `error` set, there is no reply. Times are seconds.
     """
 
     index: int
     text: str = ""
-    finish_reason: str = "stop"  # stop | length
+    finish_reason: str = "stop"
     prompt_tokens: int = 0
     completion_tokens: int = 0
     latency_s: float = 0.0
     think_open: bool | None = None
     reasoning: str | None = None
     error: str | None = None
+    refusal: str | None = None
 
 
 class Generator(Protocol):
-    """A model that answers prompts. `identity` names it for results and fingerprints: what changes when the weights do."""
+    """A model that answers prompts. `identity` names it for results and fingerprints: what changes when the weights do.
+
+    identity_is_certain: no other model can have this identity. A server's word for its model is not that.
+    """
 
     name: str
     identity: dict[str, Any]
+    identity_is_certain: bool
 
     def generate(self, prompts: Sequence[Prompt], parameters: Generation) -> Iterator[ModelReply]:
         """Yield one completion per prompt, in any order, as they finish."""

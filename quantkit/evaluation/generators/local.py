@@ -17,6 +17,8 @@ from quantkit.tokenizer.tags import THINK
 class Local:
     """`path` is a checkpoint directory. Prompts run together, up to `concurrency` in a batch."""
 
+    identity_is_certain = True
+
     def __init__(self, path: Path, *, name: str, concurrency: int = 64, device: str = "auto", backend: str = "auto") -> None:
         self.name = name
         self.identity: dict[str, Any] = {"checkpoint": content_hash(path)}
@@ -27,7 +29,8 @@ class Local:
         limit = self.engine.max_model_len
         fitting = [index for index, (ids, _) in enumerate(encoded) if len(ids) < limit]
         for index in set(range(len(prompts))).difference(fitting):
-            yield ModelReply(index, error=f"the prompt has {len(encoded[index][0])} tokens, the context is {limit}")
+            told = f"the prompt has {len(encoded[index][0])} tokens, the context is {limit}"
+            yield ModelReply(index, finish_reason="context", refusal=told)
         sampling = [
             SamplingParams(
                 max_new_tokens=parameters.max_tokens or limit,

@@ -34,14 +34,23 @@ class Grader:
     measured: bool = False
 
 
+_ENDED = {"context": "context", "content_filter": "filtered"}  # finish reasons that leave no answer to read
+
+
 def grade(grader: Grader, problem: Problem, completion: ModelReply, thinking_expected: bool, judge: MathJudge) -> Grade:
     if completion.error is not None:
         return Grade("error", detail=completion.error)
+    if completion.finish_reason in _ENDED:
+        return Grade(_ENDED[completion.finish_reason], detail=completion.refusal or "", measures=_nothing(grader, problem, judge))
     reply = reasoning.split(completion, thinking_expected)
     if not reply.finished:
-        measures = grader.read(problem, "", False, judge).measures if grader.measured else {}
-        return Grade("unfinished", measures=measures)
+        return Grade("unfinished", measures=_nothing(grader, problem, judge))
     return grader.read(problem, reply.answer, completion.finish_reason == "length", judge)
+
+
+def _nothing(grader: Grader, problem: Problem, judge: MathJudge) -> dict[str, tuple[int, int]]:
+    """The measures of a reply without an answer."""
+    return grader.read(problem, "", False, judge).measures if grader.measured else {}
 
 
 def _number_gold(fields: dict[str, Any]) -> str:

@@ -2,17 +2,20 @@
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quantkit.evaluation.generators.generator import ModelReply
+from quantkit.evaluation.generators.generator import ModelReply, Prompt
 from quantkit.evaluation.statistics import estimates as statistics
 from quantkit.evaluation.statistics.comparison import Comparison
 from quantkit.evaluation.tasks.definitions import Setting
 from quantkit.evaluation.tasks.problems import MISSING, Grade, Problem
 
 LOUD = 0.02  # a share of replies lost to anything but a wrong answer that a reader must hear about
+MOST_ERRORS = 0.02  # a share of samples without a reply, above which there is no verdict
+_KNOWN_ENDS = {"stop", "length", "content_filter", "context"}
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,9 @@ class TaskResult:
     notes: list[str] = field(default_factory=list)
     votes: bool = True
     comparison: Comparison | None = None
+    group_differences: dict[str, dict[str, float]] = field(default_factory=dict)
+    baseline_fault: str | None = None
+    render: Callable[[Problem], Prompt] | None = None  # the prompt of a problem as it was sent
 
     @property
     def name(self) -> str:
@@ -84,7 +90,7 @@ class TaskResult:
     @property
     def no_answer(self) -> float:
         """Share of replies that ended their reasoning, if any, and gave no answer."""
-        return self.share(*(reason for reason in MISSING if reason != "unfinished"))
+        return self.share(*(reason for reason in MISSING if reason not in ("unfinished", "context", "filtered")))
 
     @property
     def truncated(self) -> float:
@@ -96,6 +102,17 @@ class TaskResult:
     def errors(self) -> int:
         return self.planned - len(self.graded)
 
+    @property
+    def _first_error(self) -> str:
+        return next((sample.grade.detail for sample in self.samples if sample.grade.excluded), "")
+
+    @property
+    def fault(self) -> str | None:
+        """Why there can be no verdict: the score would be that of the samples that survived. None where there can."""
+        if self.errors <= MOST_ERRORS * self.planned:
+            return self.baseline_fault
+        return f"{self.errors} of {self.planned} samples of {self.name} failed: no verdict. The first: {self._first_error}"
+
     def warnings(self) -> list[str]:
         """Loud sentences: what explains the score better than the model's ability."""
         said = []
@@ -106,6 +123,13 @@ class TaskResult:
             )
         if self.truncated - self.unfinished >= LOUD:
             said.append(f"{self.truncated:.0%} of replies were cut by the token limit (max_tokens {limit}); raise --max-tokens")
+        if (refused := self.share("context")) > 0:
+            said.append(
+                f"{refused:.1%} of requests were refused as longer than the model's context: they count as wrong; "
+                "lower --max-tokens, or serve a longer context"
+            )
+        if (filtered := self.share("filtered")) > 0:
+            said.append(f"{filtered:.1%} of replies were cut by the server's content filter: they count as wrong")
         if self.no_answer >= LOUD:
             said.append(f"{self.no_answer:.0%} of replies give no answer: look at them before believing the score")
         graded = self.graded
@@ -114,8 +138,11 @@ class TaskResult:
             said.append(f"{loose / len(graded):.0%} of replies are right but not stated as asked: the strict score leaves them out")
         if self.errors:
             said.append(
-                f"{self.errors} of {self.planned} samples failed (request or sandbox) and are left out; run again to ask them again"
+                f"{self.errors} of {self.planned} samples failed and are left out; run again to ask them again. "
+                f"The first: {self._first_error}"
             )
+        if strange := sorted({c.finish_reason for c in (sample.completion for sample in graded)} - _KNOWN_ENDS):
+            said.append(f"the server ended replies for reasons of its own: {', '.join(strange)}; they are read as whole")
         if any(sample.completion.finish_reason == "stop" and sample.completion.completion_tokens == 0 for sample in graded):
             said.append("the endpoint reports no token counts")
         return [*self.notes, *said]
@@ -123,12 +150,21 @@ class TaskResult:
     def to_json(self) -> dict[str, Any]:
         table = self.table()
         if not table:
-            return {"accuracy": None, "stderr": None, "n": 0, "planned": self.planned, "errors": self.errors, "warnings": self.warnings()}
+            return {
+                "accuracy": None,
+                "fault": self.fault,
+                "stderr": None,
+                "n": 0,
+                "planned": self.planned,
+                "errors": self.errors,
+                "warnings": self.warnings(),
+            }
         scores, repeats = list(table.values()), max(map(len, table.values()))
         tokens = [sample.completion.completion_tokens for sample in self.graded]
         low, high = statistics.interval(scores)
         return {
             "accuracy": statistics.accuracy(scores),
+            "fault": self.fault,
             "stderr": _finite(statistics.clustered_stderr(scores)),
             "n": len(table),
             "unfinished": self.unfinished,
@@ -144,7 +180,6 @@ class TaskResult:
             "errors": self.errors,
             "correct": int(sum(sum(row) for row in scores)),
             "per_repeat": self._per_repeat(),
-            "groups": self._groups(),
             "measures": self._measures(),
             "pass_at_k": {str(k): _finite(statistics.pass_at_k(scores, k)) for k in _powers(repeats)},
             "majority": self._majority() if self.votes and repeats > 1 else None,
@@ -155,6 +190,7 @@ class TaskResult:
             "facts": self.facts,
             "data": self.origin,
             "warnings": self.warnings(),
+            "groups": self._groups(),
             "comparison": self.comparison.to_json() if self.comparison else None,
         }
 
@@ -163,12 +199,19 @@ class TaskResult:
         rows = [sample.grade.measures for sample in self.graded]
         return {name: sum(row[name][0] for row in rows) / sum(row[name][1] for row in rows) for name in (rows[0] if rows else {})}
 
-    def _groups(self) -> dict[str, dict[str, float]]:
-        """Accuracy and number of problems by subject, where the task has several."""
-        groups = {sample.problem.id: sample.problem.group for sample in self.graded}
-        names = sorted(set(groups.values()))
-        rows = {name: [row for problem, row in self.table().items() if groups[problem] == name] for name in names}
-        return {name: {"accuracy": statistics.accuracy(rows[name]), "n": len(rows[name])} for name in names if len(names) > 1}
+    def _groups(self) -> dict[str, dict[str, Any]]:
+        """Accuracy by subject or number of steps with its interval, and the difference from the baseline, where there are several."""
+        tables: dict[str, dict[str, list[float]]] = {}
+        for sample in self.graded:
+            if sample.problem.group:
+                tables.setdefault(sample.problem.group, {}).setdefault(sample.problem.id, []).append(float(sample.grade.correct))
+        found: dict[str, dict[str, Any]] = {}
+        for group in sorted(tables if len(tables) > 1 else (), key=lambda name: (int(name) if name.isdigit() else math.inf, name)):
+            scores = list(tables[group].values())
+            low, high = statistics.interval(scores)
+            found[group] = {"accuracy": statistics.accuracy(scores), "interval": [low, high], "n": len(scores)}
+            found[group] |= self.group_differences.get(group, {})
+        return found
 
     def _per_repeat(self) -> list[float]:
         rows: dict[int, list[bool]] = {}
@@ -206,8 +249,14 @@ class EvalResults:
             "baseline": self.baseline,
             "quantkit": self.version,
             "out": str(self.out) if self.out else None,
+            "faults": self.faults,
             "results": {name: task.to_json() for name, task in self.tasks.items()},
         }
+
+    @property
+    def faults(self) -> list[str]:
+        """Why tasks have no verdict; empty in a run that went well."""
+        return [task.fault for task in self.tasks.values() if task.fault is not None]
 
     def samples(self) -> list[dict[str, Any]]:
         return [sample.to_json(name) for name, task in self.tasks.items() for sample in task.samples]

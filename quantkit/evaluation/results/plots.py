@@ -48,6 +48,21 @@ def difference_plot(comparison: Comparison) -> str:
     return figure.svg()
 
 
+def differences_plot(comparisons: Sequence[tuple[str, Comparison]]) -> str:
+    """Differences of several runs from one baseline with their intervals: (label, comparison)."""
+    axes, figure = draw(7.0, 0.6 + 0.34 * len(comparisons))
+    for place, (_label, one) in enumerate(comparisons):
+        axes.plot([100 * one.low, 100 * one.high], [place, place], color=OURS, linewidth=3, alpha=0.4, solid_capstyle="butt")
+        axes.plot([100 * one.difference], [place], marker="o", color=OURS)
+    axes.axvline(0, color="black", linewidth=1)
+    axes.axvline(-100 * comparisons[0][1].margin, color=THEIRS, linewidth=1, linestyle="--")
+    axes.set_yticks(range(len(comparisons)), [label for label, _ in comparisons], fontsize=8)
+    axes.set_ylim(len(comparisons) - 0.5, -0.5)
+    axes.set_xlabel("points against the baseline (bar: interval; dashed: the margin)", fontsize=8)
+    axes.tick_params(axis="x", labelsize=8)
+    return figure.svg()
+
+
 def problems_plot(ours: Sequence[float], theirs: Sequence[float]) -> str:
     """Problem means of candidate against baseline; the size of a dot counts the problems on it."""
     axes, figure = draw(3.4, 3.2)

@@ -1,106 +1,157 @@
 """report.html: one self-contained page per run.
 
-Figures, warnings, the verdict against the baseline, plots, and failures to read side by side.
+Figures, warnings, the verdict against the baseline, plots, and replies to read side by side: failures first, right ones after them, each
+with the prompt as it was sent. Replies are filtered by their reason without a script.
 """
 
+import re
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
-
+from quantkit.evaluation.grading.choices import LETTERS
 from quantkit.evaluation.results import plots
 from quantkit.evaluation.results.figures import EvalResults, Sample, TaskResult
+from quantkit.evaluation.results.pages import render
 from quantkit.evaluation.results.published import published_scores
 from quantkit.evaluation.results.store import write_atomically
 from quantkit.evaluation.statistics.baseline import Baseline
-from quantkit.evaluation.statistics.estimates import problem_means
-from quantkit.evaluation.tasks.problems import REASONS
+from quantkit.evaluation.statistics.estimates import interval, problem_means
+from quantkit.evaluation.tasks.problems import REASONS, Problem
+from quantkit.evaluation.tasks.prompts import prompt_parts
 
-_TEMPLATE = Path(__file__).with_name("report.html.j2")
-FAILURES = 40  # problems shown per task
-_TEXT = 20_000  # characters of one reply
+FAILURES, SUCCESSES = 60, 20  # problems shown per task
+_TEXT = 20_000  # characters of one reply or prompt
 
 
 def write_report(path: Path, results: EvalResults, baseline: Baseline | None) -> None:
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["points"] = _points
     tasks = [_task(results.model, task, baseline) for task in results.tasks.values()]
-    page = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
-        results=results, tasks=tasks, baseline=baseline.name if baseline else None
-    )
+    page = render("report.html.j2", results=results, tasks=tasks, baseline=baseline.name if baseline else None)
     write_atomically(path, page)
-
-
-def _points(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f}"
 
 
 def _task(model: str, task: TaskResult, baseline: Baseline | None) -> dict[str, Any]:
     figures = task.to_json()
     published = published_scores(task.name)
-    drawn: dict[str, str] = {}
-    if figures["n"]:
-        low, high = figures["interval"]
-        rows = [(f"{model} (here)", figures["accuracy"], low, high, True)]
-        if task.comparison is not None and baseline is not None:
-            share = task.comparison.baseline_accuracy
-            rows.append((f"{baseline.name} (baseline)", share, share, share, True))
-        rows += [(f"{score.model} {score.scheme}", score.score / 100, score.score / 100, score.score / 100, False) for score in published]
-        drawn["accuracy"] = plots.accuracy_plot(rows)
-        graded = task.graded
-        right = [sample.completion.completion_tokens for sample in graded if sample.grade.correct]
-        wrong = [sample.completion.completion_tokens for sample in graded if not sample.grade.correct]
-        drawn["tokens"] = plots.tokens_plot(right, wrong, task.setting.generation.max_tokens)
+    theirs = None
     if task.comparison is not None and baseline is not None:
-        drawn["difference"] = plots.difference_plot(task.comparison)
-        ours, theirs = task.table(), baseline.scores[task.name]
-        shared = [problem for problem in ours if problem in theirs]
-        means = (problem_means([side[problem] for problem in shared]).tolist() for side in (ours, theirs))
-        drawn["problems"] = plots.problems_plot(*means)
-    failures = _failures(task, baseline)
+        theirs = interval([baseline.scores[task.name][problem] for problem in task.table() if problem in baseline.scores[task.name]])
+    drawn = _plots(model, task, figures, baseline, theirs) if figures["n"] else {}
+    chosen = _chosen(task, baseline)
+    shown = [_shown(task, one) for one in _some(chosen)]
     return {
         "name": task.name,
+        "anchor": re.sub(r"[^A-Za-z0-9]+", "-", f"task-{task.name}"),
         "about": task.setting.task,
         "setting": task.setting,
         "figures": figures,
         "reasons": [(count, reason, REASONS[reason]) for reason, count in figures.get("reasons", {}).items()],
         "comparison": task.comparison,
+        "baseline_interval": theirs,
         "published": published,
         "plots": drawn,
-        "failures": failures[:FAILURES],
-        "more": max(0, len(failures) - FAILURES),
+        "replies": shown,
+        "shown_reasons": dict(Counter(reply["ours"]["reason"] for reply in shown)),
+        "more": len(chosen) - len(shown),
     }
 
 
-def _failures(task: TaskResult, baseline: Baseline | None) -> list[dict[str, Any]]:
-    """One wrong reply per failed problem beside one of the baseline's; problems that the baseline solves come first."""
+def _plots(
+    model: str, task: TaskResult, figures: dict[str, Any], baseline: Baseline | None, theirs: tuple[float, float] | None
+) -> dict[str, str]:
+    drawn: dict[str, str] = {}
+    low, high = figures["interval"]
+    rows = [(f"{model} (here)", figures["accuracy"], low, high, True)]
+    if task.comparison is not None and baseline is not None and theirs is not None:
+        rows.append((f"{baseline.name} (baseline)", task.comparison.baseline_accuracy, *theirs, True))
+    rows += [
+        (f"{score.model} {score.scheme}", score.score / 100, score.score / 100, score.score / 100, False)
+        for score in published_scores(task.name)
+    ]
+    drawn["accuracy"] = plots.accuracy_plot(rows)
+    graded = task.graded
+    right = [sample.completion.completion_tokens for sample in graded if sample.grade.correct]
+    wrong = [sample.completion.completion_tokens for sample in graded if not sample.grade.correct]
+    drawn["tokens"] = plots.tokens_plot(right, wrong, task.setting.generation.max_tokens)
+    if task.comparison is not None and baseline is not None:
+        drawn["difference"] = plots.difference_plot(task.comparison)
+        ours, others = task.table(), baseline.scores[task.name]
+        shared = [problem for problem in ours if problem in others]
+        means = (problem_means([side[problem] for problem in shared]).tolist() for side in (ours, others))
+        drawn["problems"] = plots.problems_plot(*means)
+    return drawn
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """One reply to a problem: a wrong one where there is one. `solved` and the baseline's are shares over repeats."""
+
+    sample: Sample
+    solved: float
+    theirs: list[dict[str, Any]]
+
+    @property
+    def baseline_solved(self) -> float | None:
+        return sum(row["correct"] for row in self.theirs) / len(self.theirs) if self.theirs else None
+
+
+def _chosen(task: TaskResult, baseline: Baseline | None) -> list[_Chosen]:
+    """Failures first, and of those the ones that the baseline solves; then what is right."""
     first: dict[str, Sample] = {}
     for sample in task.graded:
-        if not sample.grade.correct:
-            first.setdefault(sample.problem.id, sample)
+        before = first.setdefault(sample.problem.id, sample)
+        if before.grade.correct and not sample.grade.correct:
+            first[sample.problem.id] = sample
     table = task.table()
-    found = []
-    for name, sample in first.items():
-        theirs = baseline.samples.get(task.name, {}).get(name, []) if baseline else []
-        # The same repeat where there is one, else the first: what the two models made of the same draw.
-        other = next((row for row in theirs if row["repeat"] == sample.repeat), theirs[0] if theirs else None)
-        solved = sum(table[name]) / len(table[name])
-        found.append(
-            {
-                "id": name,
-                "question": str(sample.problem.fields.get("problem", "")),
-                "gold": sample.problem.gold,
-                "solved": solved,
-                "baseline_solved": sum(row["correct"] for row in theirs) / len(theirs) if theirs else None,
-                "ours": _shown(sample.to_json(task.name)),
-                "theirs": _shown(other) if other else None,
-            }
-        )
-    return sorted(found, key=lambda failure: failure["solved"] - (failure["baseline_solved"] or 0.0))
+    theirs = baseline.samples.get(task.name, {}) if baseline else {}
+    found = [_Chosen(sample, sum(table[name]) / len(table[name]), theirs.get(name, [])) for name, sample in first.items()]
+    return sorted(found, key=lambda one: (one.sample.grade.correct, one.solved - (one.baseline_solved or 0.0)))
 
 
-def _shown(row: dict[str, Any]) -> dict[str, Any]:
+def _some(chosen: list[_Chosen]) -> list[_Chosen]:
+    """As many failures and successes as a page takes."""
+    wrong = [one for one in chosen if not one.sample.grade.correct]
+    right = [one for one in chosen if one.sample.grade.correct]
+    return wrong[:FAILURES] + right[:SUCCESSES]
+
+
+def _shown(task: TaskResult, one: _Chosen) -> dict[str, Any]:
+    sample, problem = one.sample, one.sample.problem
+    # The same repeat where there is one, else the first: what the two models made of the same draw.
+    other = next((row for row in one.theirs if row["repeat"] == sample.repeat), one.theirs[0] if one.theirs else None)
+    return {
+        "id": problem.id,
+        "prompt": [(role, _cut(text)) for role, text in prompt_parts(task.render(problem))] if task.render else [],
+        "options": _options(problem),
+        "gold": problem.gold,
+        "solved": one.solved,
+        "baseline_solved": one.baseline_solved,
+        "ours": _reply(sample.to_json(task.name)),
+        "theirs": _reply(other) if other else None,
+    }
+
+
+def _options(problem: Problem) -> list[dict[str, Any]]:
+    """The options of a choice in order, the right one marked; empty for another task."""
+    options = problem.fields.get("options")
+    if not isinstance(options, list):
+        return []
+    return [{"text": str(option), "gold": LETTERS[number] == problem.gold} for number, option in enumerate(options[: len(LETTERS)])]
+
+
+def _reply(row: dict[str, Any]) -> dict[str, Any]:
     text = (f"{row['reasoning']}\n</think>\n" if row.get("reasoning") else "") + row["text"]
-    if len(text) > _TEXT:
-        text = f"{text[: _TEXT // 2]}\n\n[... {len(text) - _TEXT} characters left out ...]\n\n{text[-_TEXT // 2 :]}"
-    return {"reason": row["reason"], "meaning": REASONS[row["reason"]], "answer": row["answer"], "detail": row["detail"], "text": text}
+    return {
+        "reason": row["reason"],
+        "meaning": REASONS[row["reason"]],
+        "answer": row["answer"],
+        "detail": row["detail"],
+        "text": _cut(text),
+    }
+
+
+def _cut(text: str) -> str:
+    if len(text) <= _TEXT:
+        return text
+    return f"{text[: _TEXT // 2]}\n\n[... {len(text) - _TEXT} characters left out ...]\n\n{text[-_TEXT // 2 :]}"

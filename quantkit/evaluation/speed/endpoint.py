@@ -5,13 +5,17 @@ Only a chunk that carries output (text or reasoning) counts as a token's arrival
 """
 
 import asyncio
+import itertools
 import random
 from collections.abc import Callable, Iterator
+from contextlib import aclosing
+from typing import Any
 
 import httpx
 
 from quantkit.evaluation.openai_server import FAULTS, OpenAIServer, fault
 from quantkit.evaluation.speed.measure import RequestTimes, now
+from quantkit.evaluation.speed.workload import Workload
 
 _WORDS = ("time", "person", "year", "way", "day", "thing", "man", "world", "life", "hand", "part", "child", "eye", "place", "work", "week")
 _OUTPUT_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls")
@@ -26,55 +30,64 @@ class EndpointTarget:
     ) -> None:
         self.server = OpenAIServer(url, api_key=api_key)
         self.name, self.cut = url, cut
-        self.model = model or self.server.only_model()
+        self.model = str(self.server.find_model(model)["id"])
 
-    def check(self, input_len: int, output_len: int, concurrency: int) -> None:
+    def check(self, work: Workload) -> None:
         """Nothing is known of a server's limits before it is asked; what it refuses is reported as failed."""
 
-    def run(self, input_len: int, output_len: int, concurrency: int, requests: int, seed: int) -> Iterator[RequestTimes]:
-        generator = random.Random(seed)
-        prompts = []
-        for _ in range(requests):
-            words = " ".join(generator.choices(_WORDS, k=input_len))
-            prompts.append(self.cut(words, input_len) if self.cut else words)
-        yield from asyncio.run(self._all(prompts, output_len, concurrency))
+    def run(self, work: Workload) -> Iterator[RequestTimes]:
+        yield from asyncio.run(self._all(self._prompts(work), work))
+
+    def _prompts(self, work: Workload) -> list[str]:
+        if work.prompts:
+            return [work.prompts[number % len(work.prompts)] for number in range(work.requests)]
+        generator = random.Random(work.seed)
+        texts = (" ".join(generator.choices(_WORDS, k=work.input_len)) for _ in range(work.requests))
+        return [self.cut(text, work.input_len) if self.cut else text for text in texts]
 
     def close(self) -> None:
         """The server is somebody else's."""
 
-    async def _all(self, prompts: list[str], output_len: int, concurrency: int) -> list[RequestTimes]:
-        slots = asyncio.Semaphore(concurrency)
-        async with self.server.client(concurrency) as client:
+    async def _all(self, prompts: list[str], work: Workload) -> list[RequestTimes]:
+        """At a rate a request is sent when it arrives; the time that it waits for one of `concurrency` slots counts."""
+        slots = asyncio.Semaphore(work.concurrency)
+        async with self.server.client(work.concurrency) as client:
+            start = now()
 
-            async def one(prompt: str) -> RequestTimes:
+            async def one(prompt: str, arrival: float) -> RequestTimes:
+                await asyncio.sleep(max(0.0, start + arrival - now()))
+                arrived = now()
                 async with slots:
-                    return await self._request(client, prompt, output_len)
+                    return await self._request(client, prompt, work, arrived if work.rate is not None else now())
 
-            return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
+            return list(await asyncio.gather(*(one(*pair) for pair in zip(prompts, work.arrivals()))))
 
-    async def _request(self, client: httpx.AsyncClient, prompt: str, output_len: int) -> RequestTimes:
-        body = {
+    async def _request(self, client: httpx.AsyncClient, prompt: str, work: Workload, sent: float) -> RequestTimes:
+        body: dict[str, Any] = {
             "model": self.model,
             "messages": [{"role": "user", "content": prompt}],
-            "max_tokens": output_len,
+            "max_tokens": work.output_len,
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
-            "ignore_eos": True,
+            "ignore_eos": not work.prompts,
         }
-        sent = now()
-        first = last = 0.0
-        chunks = 0
+        moments: list[float] = []
         usage: dict[str, int] = {}
         try:
-            async for event in self.server.stream(client, "/chat/completions", body):
-                usage = event.get("usage") or usage
-                if any((choice.get("delta") or {}).get(field) for choice in event.get("choices") or [] for field in _OUTPUT_FIELDS):
-                    last = now()
-                    first = first or last
-                    chunks += 1
-        except FAULTS as error:
+            async with aclosing(self.server.stream(client, "/chat/completions", body)) as events:
+                async for event in events:
+                    usage = event.get("usage") or usage
+                    if _has_output(event):
+                        moments.append(now())
+            prompt_tokens, output_tokens = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or len(moments)
+        except (*FAULTS, AttributeError, TypeError) as error:  # the last two: JSON of another shape than a reply's
             return RequestTimes(sent, 0, 0, 0, 0, fault(error))
-        if not first:
+        if not moments:
             return RequestTimes(sent, 0, 0, 0, 0, "the reply had no text")
-        return RequestTimes(sent, first, last, usage.get("prompt_tokens", 0), usage.get("completion_tokens", chunks))
+        gaps = tuple(after - before for before, after in itertools.pairwise(moments))
+        return RequestTimes(sent, moments[0], moments[-1], prompt_tokens, output_tokens, gaps=gaps)
+
+
+def _has_output(event: dict[str, Any]) -> bool:
+    return any((choice.get("delta") or {}).get(name) for choice in event.get("choices") or [] for name in _OUTPUT_FIELDS)

@@ -1,27 +1,32 @@
 """Times of single requests, and the figures of one cell of the grid.
 
-Definitions are evalscope perf's (1.14), so that figures can be laid beside published ones:
+Definitions are those of evalscope perf (1.14) and `vllm bench serve`, which agree, so that figures can be laid beside published ones:
 latency = last token - send; TTFT = first token - send; TPOT = (latency - TTFT) / (output_tokens - 1), per request, then the mean;
+ITL = the time between two pieces of output, of all requests together (a server may send several tokens in a piece);
 TPS = 1000 / mean TPOT, tokens per second as one user sees them; system TPS = output tokens of all requests / wall time, from the first send
-to the last token. Failed requests and the warm-up are left out; replies of one token have no TPOT.
+to the last token; request rate = finished requests / wall time; goodput = those of them that met every limit / wall time. Failed requests
+and the warm-up are left out; replies of one token have no TPOT.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any, Protocol
 
 import numpy as np
 
 from quantkit.errors import QuantkitError
+from quantkit.evaluation.speed.workload import Workload
 
 PERCENTILES = (50, 90, 99)
+LIMITS = {"ttft": "TTFT", "tpot": "TPOT", "e2el": "latency"}
+"""What a limit of goodput may be on, in milliseconds; the names are those of `vllm bench serve --goodput`."""
 
 
 @dataclass(frozen=True)
 class RequestTimes:
-    """One finished request. Seconds on one clock; `error` is set, and the rest meaningless, where it failed."""
+    """One finished request. Seconds on one clock; `error` is set, and the rest meaningless, where it failed. gaps: between its pieces."""
 
     sent: float
     first_token: float
@@ -29,6 +34,7 @@ class RequestTimes:
     prompt_tokens: int
     output_tokens: int
     error: str | None = None
+    gaps: tuple[float, ...] = ()
 
     @property
     def latency_s(self) -> float:
@@ -44,10 +50,19 @@ class RequestTimes:
             return None
         return 1e3 * (self.last_token - self.first_token) / (self.output_tokens - 1)
 
+    def meets(self, limits: dict[str, float]) -> bool:
+        """Whether no limit, milliseconds by name of LIMITS, is passed. A reply of one token has no TPOT to pass one with."""
+        seen = {"ttft": 1e3 * self.ttft_s, "tpot": self.tpot_ms or 0.0, "e2el": 1e3 * self.latency_s}
+        return all(seen[name] <= limit for name, limit in limits.items())
+
 
 @dataclass(frozen=True)
 class SpeedRow:
-    """One cell: means over its requests, percentiles by name such as `ttft_s_p99`. tps is per request, system_tps over all."""
+    """One cell: means over its requests, percentiles by name such as `ttft_s_p99`. tps is per request, system_tps over all.
+
+    `left_out`: percentiles that its requests are too few for; the p-th takes 100 / (100 - p) of them, else it is their maximum.
+    `offered_rate`: requests/s that were sent, None where `concurrency` users each waited for their reply. `goodput`: None without limits.
+    """
 
     input_len: int
     concurrency: int
@@ -62,6 +77,11 @@ class SpeedRow:
     latency_s: float
     percentiles: dict[str, float]
     first_error: str | None = None
+    itl_ms: float | None = None
+    request_rate: float = 0.0
+    offered_rate: float | None = None
+    goodput: float | None = None
+    left_out: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         values = asdict(self)
@@ -73,11 +93,11 @@ class Target(Protocol):
 
     name: str
 
-    def check(self, input_len: int, output_len: int, concurrency: int) -> None:
+    def check(self, work: Workload) -> None:
         """Raise QuantkitError where such requests cannot be served."""
 
-    def run(self, input_len: int, output_len: int, concurrency: int, requests: int, seed: int) -> Iterator[RequestTimes]:
-        """Answer `requests` random prompts of `input_len` tokens with `output_len` tokens each, `concurrency` at a time."""
+    def run(self, work: Workload) -> Iterator[RequestTimes]:
+        """Answer what the workload asks, as it asks."""
 
     def close(self) -> None:
         """End what answers, where it was started for this."""
@@ -89,37 +109,64 @@ def measure_grid(
     concurrencies: Sequence[int],
     output_len: int,
     *,
+    rates: Sequence[float] = (),
+    prompts: Sequence[str] = (),
     requests_per_slot: int = 2,
+    requests: int | None = None,
     warmup: int = 1,
     seed: int = 0,
+    limits: dict[str, float] | None = None,
     on_row: Callable[[SpeedRow], None] = lambda row: None,
 ) -> list[SpeedRow]:
-    """Every input length at every concurrency, smallest first; each cell answers concurrency * requests_per_slot requests.
+    """Every input length at every concurrency, smallest first, or, with `rates`, at every rate of arrival (requests/s, Poisson).
 
-    The whole grid is checked before the first request. `warmup` requests a cell are answered and left out.
+    A cell answers `requests`, or concurrency * requests_per_slot where that is None. prompts: these in turn instead of random ones; the
+    input length is then not looked at. The whole grid is checked before the first request. `warmup` requests a slot are left out.
     """
-    for input_len in input_lens:
-        for concurrency in concurrencies:
-            target.check(input_len, output_len, concurrency)
+    cells = _cells(input_lens, concurrencies, output_len, rates, prompts, requests_per_slot, requests, seed)
+    for cell in cells:
+        target.check(cell)
     rows = []
-    for number, (input_len, concurrency) in enumerate((i, c) for i in sorted(input_lens) for c in sorted(concurrencies)):
+    for number, cell in enumerate(cells):
         if warmup:
-            list(target.run(input_len, min(output_len, 8), concurrency, warmup * concurrency, seed - 1 - number))
-        times = list(target.run(input_len, output_len, concurrency, concurrency * requests_per_slot, seed + number))
-        rows.append(summarize(times, input_len, concurrency))
+            list(target.run(cell.warming(warmup * min(cell.concurrency, cell.requests), seed - 1 - number)))
+        rows.append(summarize(list(target.run(cell)), cell.input_len, cell.concurrency, rate=cell.rate, limits=limits))
         on_row(rows[-1])
     return rows
 
 
-def summarize(times: Sequence[RequestTimes], input_len: int, concurrency: int) -> SpeedRow:
+def _cells(
+    input_lens: Sequence[int],
+    concurrencies: Sequence[int],
+    output_len: int,
+    rates: Sequence[float],
+    prompts: Sequence[str],
+    requests_per_slot: int,
+    requests: int | None,
+    seed: int,
+) -> list[Workload]:
+    lengths = [0] if prompts else sorted(input_lens)
+    loads: list[tuple[int, float | None]] = [(max(concurrencies), rate) for rate in sorted(rates)]
+    loads = loads or [(users, None) for users in sorted(concurrencies)]
+    return [
+        Workload(length, output_len, requests or users * requests_per_slot, users, seed + number, rate, tuple(prompts))
+        for number, (length, (users, rate)) in enumerate((length, load) for length in lengths for load in loads)
+    ]
+
+
+def summarize(
+    times: Sequence[RequestTimes], input_len: int, concurrency: int, *, rate: float | None = None, limits: dict[str, float] | None = None
+) -> SpeedRow:
     """Raises QuantkitError where every request failed: there is nothing to report then."""
     good = [one for one in times if one.error is None]
     errors = [one.error for one in times if one.error is not None]
     if not good:
         raise QuantkitError(f"all {len(times)} requests of {input_len} tokens failed: {errors[0]}", "see the server's log")
     tpots = [one.tpot_ms for one in good if one.tpot_ms is not None]
+    gaps = [1e3 * gap for one in good for gap in one.gaps]
     wall = max(one.last_token for one in good) - min(one.sent for one in good)
-    series = {"ttft_s": [one.ttft_s for one in good], "latency_s": [one.latency_s for one in good], "tpot_ms": tpots}
+    series = {"ttft_s": [one.ttft_s for one in good], "latency_s": [one.latency_s for one in good], "tpot_ms": tpots, "itl_ms": gaps}
+    percentiles, left_out = _percentiles(series)
     return SpeedRow(
         input_len,
         concurrency,
@@ -132,14 +179,31 @@ def summarize(times: Sequence[RequestTimes], input_len: int, concurrency: int) -
         1e3 / fmean(tpots) if tpots else None,
         sum(one.output_tokens for one in good) / wall,
         fmean(series["latency_s"]),
-        {
-            f"{name}_p{percent}": float(np.percentile(values, percent))
-            for name, values in series.items()
-            if values
-            for percent in PERCENTILES
-        },
+        percentiles,
         errors[0] if errors else None,
+        fmean(gaps) if gaps else None,
+        len(good) / wall,
+        rate,
+        sum(one.meets(limits) for one in good) / wall if limits else None,
+        left_out,
     )
+
+
+def _percentiles(series: dict[str, list[float]]) -> tuple[dict[str, float], list[str]]:
+    """Those that there are values enough for, and the names of the others."""
+    found, left_out = {}, []
+    for name, values in series.items():
+        for percent in PERCENTILES if values else ():
+            if len(values) >= needed(percent):
+                found[f"{name}_p{percent}"] = float(np.percentile(values, percent))
+            else:
+                left_out.append(f"{name}_p{percent}")
+    return found, left_out
+
+
+def needed(percent: int) -> int:
+    """Values that the percentile takes: with fewer, none of them lies beyond it."""
+    return -(-100 // (100 - percent))
 
 
 def now() -> float:

@@ -27,10 +27,11 @@ def write_report(out: Path, result: dict[str, Any]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / "bench.json", json.dumps(result, indent=1) + "\n")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    rows = result["rows"]
     drawn = [
-        _curves(result["rows"], "tpot_ms", "TPOT, ms (mean)"),
-        _curves(result["rows"], "system_tps", "output tokens/s, all requests"),
-        _curves(result["rows"], "ttft_s", "TTFT, s (mean)"),
+        _curves(rows, "tpot_ms", "TPOT, ms (mean)"),
+        _curves(rows, "system_tps", "output tokens/s, all requests"),
+        _curves(rows, "ttft_s", "TTFT, s (mean)"),
     ]
     page = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
         result=result, plots=drawn, columns=COLUMNS, version=__version__
@@ -39,18 +40,19 @@ def write_report(out: Path, result: dict[str, Any]) -> None:
 
 
 def _curves(rows: list[dict[str, Any]], key: str, label: str) -> str:
-    """One line an input length, over concurrency."""
+    """One line an input length, over concurrency, or over the rate of arrival."""
+    across = "concurrency" if rows[0]["offered_rate"] is None else "offered_rate"
     axes, figure = plots.draw(7.0, 2.6)
     for input_len in sorted({row["input_len"] for row in rows}):
-        points = [(row["concurrency"], row[key]) for row in rows if row["input_len"] == input_len and row[key] is not None]
+        points = [(row[across], row[key]) for row in rows if row["input_len"] == input_len and row[key] is not None]
         if points:
-            axes.plot(*zip(*points), marker="o", label=f"{input_len} tokens in")
-    ticks = sorted({row["concurrency"] for row in rows})
+            axes.plot(*zip(*points), marker="o", label=f"{input_len} tokens in" if input_len else "prompts given")
+    ticks = sorted({row[across] for row in rows})
     axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [str(tick) for tick in ticks], fontsize=8)
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=8)
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("concurrency", fontsize=8)
+    axes.set_xlabel("concurrency" if across == "concurrency" else "requests/s that arrive", fontsize=8)
     axes.set_ylabel(label, fontsize=8)
     axes.tick_params(axis="y", labelsize=8)
     axes.legend(fontsize=8, frameon=False)

@@ -1,12 +1,12 @@
 """What a candidate is compared with: another run's samples, from memory or from its output folder."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from quantkit.errors import QuantkitError
-from quantkit.evaluation.results.figures import EvalResults
+from quantkit.evaluation.results.figures import MOST_ERRORS, EvalResults
 from quantkit.evaluation.results.store import read_samples
 from quantkit.evaluation.tasks.problems import EXCLUDED
 
@@ -19,6 +19,7 @@ class Baseline:
     scores: dict[str, dict[str, list[float]]]
     samples: dict[str, dict[str, list[dict[str, Any]]]]
     facts: dict[str, dict[str, Any]]
+    planned: dict[str, int] = field(default_factory=dict)  # samples by task, those that failed among them
 
     @classmethod
     def of(cls, results: EvalResults) -> "Baseline":
@@ -27,12 +28,25 @@ class Baseline:
     @classmethod
     def from_rows(cls, name: str, rows: list[dict[str, Any]], facts: dict[str, dict[str, Any]]) -> "Baseline":
         scores: dict[str, dict[str, list[float]]] = {}
+        planned: dict[str, int] = {}
         samples: dict[str, dict[str, list[dict[str, Any]]]] = {}
         for row in rows:
+            planned[row["task"]] = planned.get(row["task"], 0) + 1
             samples.setdefault(row["task"], {}).setdefault(row["problem"], []).append(row)
             if row["reason"] not in EXCLUDED:
                 scores.setdefault(row["task"], {}).setdefault(row["problem"], []).append(float(row["correct"]))
-        return cls(name, scores, samples, facts)
+        return cls(name, scores, samples, facts, planned)
+
+    def graded(self, task: str) -> int:
+        """Samples with a grade."""
+        return sum(map(len, self.scores.get(task, {}).values()))
+
+    def fault(self, task: str) -> str | None:
+        """Why no verdict can rest on it; None where one can."""
+        lost = self.planned.get(task, 0) - self.graded(task)
+        if lost <= MOST_ERRORS * self.planned.get(task, 0):
+            return None
+        return f"{lost} of {self.planned[task]} samples of {task} failed with the baseline {self.name}: no verdict"
 
     def differs(self, task: str, facts: dict[str, Any]) -> list[str]:
         """Names of the facts besides model and seed that are not the same."""

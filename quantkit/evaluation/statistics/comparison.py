@@ -1,34 +1,43 @@
 """Did accuracy hold? A paired comparison with a baseline over the same problems, and a plain verdict.
 
-With d the mean over problems of (candidate - baseline) and [low, high] its 95 % interval:
-  held         low >= -margin: a loss of `margin` or more is excluded
-  lost         high < 0: a loss of some size is shown
-  cannot tell  neither; `repeats_needed` (or `problems_needed`) would settle it at the difference seen.
-The interval is a bootstrap over problems, never narrower than what one more discordant reply would make it (Agresti and Min's
-pseudo-count): a few identical replies prove nothing.
+With d the mean over problems of (candidate - baseline):
+  held         d <= -margin is rejected: a loss of `margin` or more is excluded
+  lost         d >= 0 is rejected: a loss of some size is shown
+  cannot tell  neither; `repeats_needed` (or `problems_needed`) would settle it in four runs of five.
+Both tests and the interval are Gaffke's bounds over problems (bounds.py). A first look errs in 2.5 % of the cases on either side. A run
+that grows is looked at again: look j > 1 errs with 2.5 % / (j (j - 1)), so that all looks together stay below 5 %. Several tasks of one
+run are corrected by Holm's method.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
-from quantkit.evaluation.statistics.estimates import Z, bootstrap_interval, mcnemar, problem_means
+from quantkit.evaluation.statistics.bounds import ONE_SIDED, mean_bounds
+from quantkit.evaluation.statistics.estimates import mcnemar, problem_means
+from quantkit.evaluation.statistics.power import Seen, Spread, problems_needed, repeats_needed
 
 Verdict = Literal["held", "lost", "cannot tell"]
 MARGIN = 0.01
+_UNLIKELY = 0.1  # p_lost below which no loss is not planned for
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Candidate against baseline on `n` shared problems; differences are shares (0.01 is one point)."""
+    """Candidate against baseline on `n` shared problems; differences are shares (0.01 is one point).
+
+    [low, high] has the confidence `level` of this look. p_held is of the hypothesis that `margin` or more is lost, p_lost of the one that
+    nothing is; after `corrected` for `tasks` they hold for all tasks together, and `alone` is the verdict that the task by itself had.
+    """
 
     verdict: Verdict
     difference: float
     low: float
     high: float
+    level: float
     margin: float
     n: int
     accuracy: float
@@ -37,23 +46,38 @@ class Comparison:
     baseline_repeats: int
     gained: int  # problems better than with the baseline
     lost: int
+    p_held: float
+    p_lost: float
     mcnemar_p: float | None  # one repeat each only
     repeats_needed: int | None
     problems_needed: int | None
+    look: int = 1
+    tasks: int = 1
+    alone: Verdict | None = None
 
     def sentence(self) -> str:
         """The verdict in words."""
-        seen = f"{100 * self.difference:+.1f} points (95 %: {100 * self.low:+.1f} to {100 * self.high:+.1f}) on {self.n} problems"
+        span = f"{100 * self.level:.3g} %: {100 * self.low:+.1f} to {100 * self.high:+.1f}"
+        seen = f"{100 * self.difference:+.1f} points ({span}) on {self.n} problems"
+        if self.look > 1:
+            seen += f", look {self.look} at this run"
         if self.verdict == "held":
             return f"held: {seen}; a loss of {100 * self.margin:g} point{'s' if self.margin != 0.01 else ''} or more is excluded"
         if self.verdict == "lost":
             return f"lost: {seen}"
+        if self.alone is not None and self.alone != "cannot tell":
+            seen += f"; by itself it would be {self.alone}, among {self.tasks} tasks it is not"
         if self.repeats_needed is not None:
             return f"cannot tell: {seen}; about {self.repeats_needed} repeats of both would tell"
         return f"cannot tell: {seen}; repeats will not tell, about {self.problems_needed} problems would"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"sentence": self.sentence()}
+
+
+def one_sided_error(look: int) -> float:
+    """The share of false verdicts, on either side, that look number `look` may give: 0.025, and 0.025 for all further ones together."""
+    return ONE_SIDED if look == 1 else ONE_SIDED / (look * (look - 1))
 
 
 def compare(
@@ -63,41 +87,80 @@ def compare(
     margin: float = MARGIN,
     seed: int = 0,
     greedy: bool = False,
+    look: int = 1,
 ) -> Comparison | None:
-    """Compare two runs, each problem id -> 0/1 per repeat. None where they share no problem. greedy: repeats would change nothing."""
+    """Compare two runs, each problem id -> 0/1 per repeat. None where they share no problem. greedy: repeats would change nothing.
+
+    look: how often these two runs were compared as they grew, this time included.
+    """
     shared = [problem for problem in candidate if problem in baseline]
     if not shared:
         return None
     ours, theirs = [candidate[p] for p in shared], [baseline[p] for p in shared]
     ours_mean, theirs_mean = problem_means(ours), problem_means(theirs)
     differences = ours_mean - theirs_mean
-    n, repeats, baseline_repeats = len(shared), min(map(len, ours)), min(map(len, theirs))
-    mean = float(differences.mean())
-    low, high = bootstrap_interval(differences, seed)
-    floor = Z / (n * min(repeats, baseline_repeats) + 2)
-    low, high = min(low, mean - floor), max(high, mean + floor)
-    verdict: Verdict = "held" if low >= -margin else "lost" if high < 0 else "cannot tell"
-    gained, lost = int((differences > 0).sum()), int((differences < 0).sum())
+    repeats, baseline_repeats = min(map(len, ours)), min(map(len, theirs))
+    bounds = mean_bounds(differences, -1, 1, seed)
+    error = one_sided_error(look)
+    low, high = bounds.interval(error)
+    p_held, p_lost = bounds.p_at_most(-margin), bounds.p_at_least(0.0)
+    verdict = _verdict(p_held, p_lost, error)
     needed: tuple[int | None, int | None] = (None, None)
     if verdict == "cannot tell":
-        needed = _needed(differences, _sampling_variance(ours, theirs), min(repeats, baseline_repeats), margin, greedy)
+        seen = _seen(differences, _sampling_variance(ours, theirs), min(repeats, baseline_repeats), p_lost >= _UNLIKELY)
+        needed = _needed(seen, margin, greedy, look)
+    gained, lost = int((differences > 0).sum()), int((differences < 0).sum())
     return Comparison(
         verdict=verdict,
-        difference=mean,
+        difference=float(differences.mean()),
         low=low,
         high=high,
+        level=1 - 2 * error,
         margin=margin,
-        n=n,
+        n=len(shared),
         accuracy=float(ours_mean.mean()),
         baseline_accuracy=float(theirs_mean.mean()),
         repeats=repeats,
         baseline_repeats=baseline_repeats,
         gained=gained,
         lost=lost,
+        p_held=p_held,
+        p_lost=p_lost,
         mcnemar_p=mcnemar(gained, lost) if repeats == baseline_repeats == 1 else None,
         repeats_needed=needed[0],
         problems_needed=needed[1],
+        look=look,
     )
+
+
+def corrected(comparisons: Mapping[str, Comparison]) -> dict[str, Comparison]:
+    """Comparisons of several tasks, with verdicts that are false for any of them no more often than that of one alone (Holm 1979)."""
+    held = _holm({name: one.p_held for name, one in comparisons.items()})
+    lost = _holm({name: one.p_lost for name, one in comparisons.items()})
+    return {
+        name: replace(
+            one,
+            verdict=_verdict(held[name], lost[name], one_sided_error(one.look)),
+            p_held=held[name],
+            p_lost=lost[name],
+            tasks=len(comparisons),
+            alone=one.verdict,
+        )
+        for name, one in comparisons.items()
+    }
+
+
+def _verdict(p_held: float, p_lost: float, error: float) -> Verdict:
+    return "held" if p_held <= error else "lost" if p_lost <= error else "cannot tell"
+
+
+def _holm(p_values: Mapping[str, float]) -> dict[str, float]:
+    """Adjusted p-values: the i-th smallest of m times m - i + 1, never below the one before."""
+    adjusted, before = {}, 0.0
+    for place, name in enumerate(sorted(p_values, key=lambda name: p_values[name])):
+        before = min(1.0, max(before, (len(p_values) - place) * p_values[name]))
+        adjusted[name] = before
+    return adjusted
 
 
 def _sampling_variance(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> float | None:
@@ -107,19 +170,20 @@ def _sampling_variance(ours: Sequence[Sequence[float]], theirs: Sequence[Sequenc
     return float(np.mean([np.var(a, ddof=1) + np.var(b, ddof=1) for a, b in zip(ours, theirs)]))
 
 
-def _needed(differences: np.ndarray, sampling: float | None, repeats: int, margin: float, greedy: bool) -> tuple[int | None, int | None]:
-    """(repeats, None) or (None, problems) after which the interval around the difference seen would exclude -margin or 0.
-
-    Var(mean) = (between + sampling / k) / n. With one repeat the two cannot be told apart and all spread is taken for sampling.
+def _seen(differences: np.ndarray, sampling: float | None, repeats: int, maybe_nothing: bool) -> Seen:
+    """What is planned with. With one repeat half of the spread is taken for sampling; else what is not gets a standard error more, since
+    repeats do not lessen it. One discordant reply is the least spread a finite sample can exclude.
     """
-    n, mean = len(differences), float(differences.mean())
-    reach = max(mean + margin, -mean)  # distance to the nearer bound that settles it; at least margin / 2
-    allowed = (reach / Z) ** 2
-    # One discordant reply in the sample is the least spread a finite sample can exclude.
+    n = len(differences)
     spread = max(float(differences.var(ddof=1)) if n > 1 else 0.0, 1.0 / (n * repeats))
-    sampling = spread * repeats if sampling is None else max(sampling, 1.0 / n)
-    between = max(0.0, spread - sampling / repeats)
-    room = n * allowed - between
-    if greedy or room <= 0:
-        return None, math.ceil(spread / allowed)
-    return max(repeats + 1, math.ceil(sampling / room)), None
+    sampling = spread / 2 if sampling is None else max(sampling, 1.0 / n)
+    between = max(0.0, spread - sampling / repeats) + (spread * math.sqrt(2 / n) if repeats > 1 else 0.0)
+    return Seen(float(differences.mean()), Spread(between, sampling), n, repeats, maybe_nothing)
+
+
+def _needed(seen: Seen, margin: float, greedy: bool, look: int) -> tuple[int | None, int | None]:
+    """(repeats, None) or (None, problems) for a verdict at the next look."""
+    error = one_sided_error(look + 1)
+    if not greedy and (asked := repeats_needed(seen, margin, error)) is not None:
+        return asked, None
+    return None, problems_needed(seen, margin, error)

@@ -1,7 +1,7 @@
 """Statistics of repeated, graded samples: problems are the unit, repeats are noise within a problem.
 
 `table` is [n, k] in spirit but ragged in practice (a failed request leaves a gap), so a score table is a list over problems of lists over
-repeats of 0/1. Standard normal quantile 1.96 throughout; intervals are 95 %.
+repeats of 0/1. Intervals are 95 %.
 """
 
 import math
@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-Z = 1.959964
+from quantkit.evaluation.statistics.bounds import mean_bounds
+
 Scores = Sequence[Sequence[float]]  # problems x repeats, ragged, no empty row
 
 
@@ -45,16 +46,8 @@ def sampling_stderr(table: Scores) -> float:
 
 
 def interval(table: Scores) -> tuple[float, float]:
-    """Problem-clustered 95 % interval: Wilson's, with the number of independent samples n_eff = p (1 - p) / stderr^2.
-
-    Wilson's stays inside [0, 1] and does not collapse at 0 or 100 %, where a normal interval claims certainty.
-    """
-    p, stderr, n = accuracy(table), clustered_stderr(table), float(len(table))
-    if stderr > 0 and 0 < p < 1:
-        n = max(p * (1 - p) / stderr**2, 1.0)
-    centre = (p + Z**2 / (2 * n)) / (1 + Z**2 / n)
-    half = Z / (1 + Z**2 / n) * math.sqrt(p * (1 - p) / n + Z**2 / (4 * n**2))
-    return max(0.0, centre - half), min(1.0, centre + half)
+    """95 % interval of the accuracy over problems: Gaffke's bounds, which at one repeat are Clopper and Pearson's."""
+    return mean_bounds(problem_means(table), 0, 1).interval()
 
 
 def pass_at_k(table: Scores, k: int) -> float:
@@ -78,15 +71,6 @@ def majority(votes: Sequence[tuple[str | None, bool]]) -> float:
     winners = [answer for answer, count in counts.items() if count == top]
     right = {answer for answer, correct in votes if correct}
     return sum(answer in right for answer in winners) / len(winners)
-
-
-def bootstrap_interval(differences: np.ndarray, seed: int, resamples: int = 10_000) -> tuple[float, float]:
-    """Percentile interval of the mean difference over resampled problems. differences: [n]."""
-    rng = np.random.default_rng(seed)
-    n = len(differences)
-    means = np.concatenate([differences[rng.integers(0, n, (500, n))].mean(axis=1) for _ in range(resamples // 500)])
-    low, high = np.quantile(means, [0.025, 0.975])
-    return float(low), float(high)
 
 
 def mcnemar(gained: int, lost: int) -> float:

@@ -19,6 +19,8 @@ MISSING = {
     "no-code": "no program in the reply",
     "truncated": "cut by the token limit before an answer",
     "unfinished": "never left its reasoning",
+    "context": "refused: the request did not fit the model's context",
+    "filtered": "cut by the server's content filter",
 }
 EXCLUDED = {"error": "the request failed", "sandbox-error": "the sandbox failed"}  # no verdict on the model: not in the score
 REASONS = RIGHT | WRONG | MISSING | EXCLUDED

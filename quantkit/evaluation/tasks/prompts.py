@@ -38,6 +38,13 @@ def render(setting: Setting, problem: Problem, shots: list[Shot], seed: int) -> 
     return Prompt(messages=(*system, {"role": "user", "content": text}), seed=seed, think=setting.thinking)
 
 
+def prompt_parts(prompt: Prompt) -> list[tuple[str, str]]:
+    """(role, text) of what is sent; a raw prompt is one part. A chat template is applied behind it, by the server or the tokenizer."""
+    if prompt.text is not None:
+        return [("raw prompt", prompt.text)]
+    return [(message["role"], message["content"]) for message in prompt.messages]
+
+
 def sample_seed(seed: int, problem: str, repeat: int) -> int:
     """A seed per sample, so that a run with more problems or repeats draws the earlier ones the same."""
     return int.from_bytes(hashlib.sha256(json.dumps([seed, problem, repeat]).encode()).digest()[:4], "big") & 0x7FFFFFFF

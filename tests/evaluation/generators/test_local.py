@@ -42,10 +42,11 @@ def test_a_raw_prompt_is_continued_without_a_template(model: Local) -> None:
     assert reply.completion_tokens <= 4
 
 
-def test_a_prompt_that_does_not_fit_is_one_error_and_spares_the_others(model: Local) -> None:
+def test_a_prompt_that_does_not_fit_is_a_miss_with_its_name_and_spares_the_others(model: Local) -> None:
     long = chat("1 + 1 " * model.engine.max_model_len)
     replies = {reply.index: reply for reply in model.generate([long, chat("1 + 1")], Generation(max_tokens=2))}
-    assert "the context is" in (replies[0].error or "")
+    assert (replies[0].finish_reason, replies[0].error) == ("context", None)
+    assert "the context is" in (replies[0].refusal or "")
     assert replies[1].error is None
 
 

@@ -1,0 +1,248 @@
+"""How often are verdicts wrong? Simulated runs whose truth is known.
+
+    python benchmarks/verdicts.py --runs 2000        the tables of docs/evaluation.md, in benchmarks/results/verdict-*.json
+    python benchmarks/verdicts.py --runs 200         a look
+
+Every run draws problems from a population, replies of both models to each, and asks `compare` for its verdict, as an evaluation does.
+A verdict is false if it says held where the population loses the margin (one point) or more, and lost where it loses nothing.
+"""
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from measured import RESULTS
+
+from quantkit.evaluation.statistics.comparison import Comparison, compare, corrected
+from quantkit.evaluation.statistics.estimates import interval
+
+Draw = Callable[[np.random.Generator, int], tuple[np.ndarray, np.ndarray]]  # (baseline's, candidate's) share right of n problems
+MARGIN = 0.01
+LOOKS = (4, 8, 16, 32, 64)
+
+
+def alike(a: float, b: float) -> Draw:
+    """Both models the same; shares from Beta(a, b)."""
+
+    def draw(rng: np.random.Generator, n: int) -> tuple[np.ndarray, np.ndarray]:
+        p = rng.beta(a, b, n)
+        return p, p
+
+    return draw
+
+
+def spread(a: float, b: float, loss: float) -> Draw:
+    """Every problem loses the same part of its share, `loss` in the mean."""
+
+    def draw(rng: np.random.Generator, n: int) -> tuple[np.ndarray, np.ndarray]:
+        p = rng.beta(a, b, n)
+        return p, p * (1 - loss * (a + b) / a)
+
+    return draw
+
+
+def whole(share: float, accuracy: float = 1.0) -> Draw:
+    """A share of the problems is lost whole, the rest stays: the population loses share * accuracy."""
+
+    def draw(rng: np.random.Generator, n: int) -> tuple[np.ndarray, np.ndarray]:
+        p = np.full(n, accuracy)
+        return p, np.where(rng.random(n) < share, 0.0, p)
+
+    return draw
+
+
+@dataclass(frozen=True)
+class Line:
+    """`loss` is the population's, in points."""
+
+    name: str
+    draw: Draw
+    n: int
+    repeats: int
+    loss: float
+
+    def run(self, rng: np.random.Generator, repeats: int | None = None) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+        """Score tables of the candidate and of the baseline."""
+        baseline, candidate = self.draw(rng, self.n)
+        return table(rng, candidate, repeats or self.repeats), table(rng, baseline, repeats or self.repeats)
+
+
+def table(rng: np.random.Generator, shares: np.ndarray, repeats: int) -> dict[str, list[float]]:
+    scores = (rng.random((len(shares), repeats)) < shares[:, None]).astype(float)
+    return {str(number): row for number, row in enumerate(scores.tolist())}
+
+
+LINES = (
+    Line("the same model", alike(4, 1), 30, 64, 0),
+    Line("the same model", alike(4, 1), 200, 1, 0),
+    Line("the same model", alike(4, 1), 200, 4, 0),
+    Line("the same model", alike(4, 1), 1000, 4, 0),
+    Line("the same model, nearly always right", alike(60, 1), 30, 64, 0),
+    Line("the same model, nearly always right", alike(60, 1), 1000, 4, 0),
+    Line("whole problems lost", whole(0.033), 30, 64, 3.3),
+    Line("whole problems lost", whole(0.012), 164, 8, 1.2),
+    Line("whole problems lost", whole(0.01), 400, 4, 1.0),
+    Line("whole problems lost", whole(0.01), 2000, 4, 1.0),
+    Line("whole problems lost", whole(0.0125, 0.8), 1000, 8, 1.0),
+    Line("every problem a little worse", spread(4, 1, 0.01), 200, 4, 1.0),
+    Line("every problem a little worse", spread(4, 1, 0.01), 2000, 4, 1.0),
+)
+
+
+def verdicts(line: Line, runs: int, seed: int) -> list[Comparison]:
+    rng = np.random.default_rng(seed)
+    return [_compared(*line.run(rng), seed=number) for number in range(runs)]
+
+
+def _compared(candidate: Mapping[str, list[float]], baseline: Mapping[str, list[float]], seed: int, look: int = 1) -> Comparison:
+    found = compare(candidate, baseline, margin=MARGIN, seed=seed, look=look)
+    assert found is not None
+    return found
+
+
+def ever_said(line: Line, verdict: str, runs: int, seed: int) -> float:
+    """Share of runs that say `verdict` at one of LOOKS while their repeats grow."""
+    rng = np.random.default_rng(seed)
+    said = 0
+    for number in range(runs):
+        ours, theirs = line.run(rng, LOOKS[-1])
+        for look, repeats in enumerate(LOOKS, start=1):
+            now = ({name: row[:repeats] for name, row in side.items()} for side in (ours, theirs))
+            if _compared(*now, seed=number, look=look).verdict == verdict:
+                said += 1
+                break
+    return said / runs
+
+
+def any_of_tasks(line: Line, tasks: int, verdict: str, runs: int, seed: int) -> float:
+    """Share of runs of several tasks in which any says `verdict`."""
+    rng = np.random.default_rng(seed)
+    said = 0
+    for number in range(runs):
+        found = corrected({str(task): _compared(*line.run(rng), seed=number) for task in range(tasks)})
+        said += any(one.verdict == verdict for one in found.values())
+    return said / runs
+
+
+def covered(line: Line, runs: int, seed: int) -> float:
+    """Share of runs whose interval of the accuracy holds the population's."""
+    rng = np.random.default_rng(seed)
+    truth = float(line.draw(np.random.default_rng(0), 400_000)[0].mean())
+    hits = 0
+    for _ in range(runs):
+        low, high = interval(list(line.run(rng)[1].values()))
+        hits += low <= truth <= high
+    return hits / runs
+
+
+def advised(line: Line, runs: int, seed: int) -> tuple[int, float]:
+    """(runs that could not tell, share of those in which a fresh run of the size advised tells)."""
+    rng = np.random.default_rng(seed)
+    asked = told = 0
+    for number in range(runs):
+        baseline, candidate = line.draw(rng, line.n)
+        first = _compared(table(rng, candidate, line.repeats), table(rng, baseline, line.repeats), seed=number)
+        if first.verdict != "cannot tell":
+            continue
+        asked += 1
+        repeats = first.repeats_needed or line.repeats
+        if first.problems_needed:
+            baseline, candidate = line.draw(rng, min(first.problems_needed, 100_000))
+        told += _compared(table(rng, candidate, repeats), table(rng, baseline, repeats), seed=number).verdict != "cannot tell"
+    return asked, told / asked if asked else float("nan")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=2000)
+    parser.add_argument("--commit", default=None)
+    parser.add_argument("--date", default="")
+    args = parser.parse_args()
+    about = {
+        "machine": "any: simulated",
+        "commit": args.commit,
+        "date": args.date,
+        "command": f"python benchmarks/verdicts.py --runs {args.runs}",
+    }
+    rows = []
+    for seed, line in enumerate(LINES):
+        counts = Counter(one.verdict for one in verdicts(line, args.runs, seed))
+        held, lost = (round(100 * counts[verdict] / args.runs, 1) for verdict in ("held", "lost"))
+        cover = round(100 * covered(line, args.runs, 100 + seed), 1)
+        rows.append([line.name, line.n, line.repeats, line.loss, held, lost, cover])
+        print(rows[-1], flush=True)
+    columns = [
+        "truth",
+        "problems",
+        "repeats",
+        ("population loses", "points"),
+        ("says held", "%"),
+        ("says lost", "%"),
+        ("interval covers", "%"),
+    ]
+    notes = [
+        "held is false where the population loses 1 point or more, lost where it loses nothing",
+        "the interval is that of one model's accuracy",
+    ]
+    write("verdict-errors", f"Verdicts of {args.runs} simulated runs a line", columns, rows, notes, about)
+    few = max(args.runs // 4, 50)
+    rows = []
+    for seed, line in enumerate((LINES[0], LINES[2], LINES[6], LINES[7])):
+        verdict = "held" if line.loss else "lost"
+        rows.append([line.name, line.n, line.loss, verdict, round(100 * ever_said(line, verdict, few, 200 + seed), 1)])
+        print(rows[-1], flush=True)
+    columns = ["truth", "problems", ("population loses", "points"), "false verdict", ("said at any of five looks", "%")]
+    write("verdict-looks", f"Runs grown until they tell: 4, 8, 16, 32, 64 repeats; {few} simulated runs a line", columns, rows, [], about)
+    rows = []
+    for seed, (line, tasks) in enumerate(((LINES[2], 5), (LINES[4], 5), (LINES[8], 5))):
+        verdict = "held" if line.loss else "lost"
+        rows.append(
+            [
+                line.name,
+                line.n,
+                line.repeats,
+                line.loss,
+                tasks,
+                verdict,
+                round(100 * any_of_tasks(line, tasks, verdict, few, 300 + seed), 1),
+            ]
+        )
+        print(rows[-1], flush=True)
+    columns = ["truth", "problems", "repeats", ("population loses", "points"), "tasks", "false verdict", ("said of any task", "%")]
+    write("verdict-tasks", f"Several tasks in one run, Holm's correction; {few} simulated runs a line", columns, rows, [], about)
+    rows = []
+    for seed, line in enumerate(
+        (LINES[0], LINES[1], LINES[2], LINES[3], Line("every problem a little worse", spread(4, 1, 0.03), 200, 4, 3.0))
+    ):
+        asked, told = advised(line, max(args.runs // 20, 30), 400 + seed)
+        rows.append([line.name, line.n, line.repeats, line.loss, asked, round(100 * told)])
+        print(rows[-1], flush=True)
+    columns = ["truth", "problems", "repeats", ("population loses", "points"), "could not tell", ("told by a run of the size advised", "%")]
+    write(
+        "verdict-advice",
+        "Advice: about N repeats, or problems, would tell",
+        columns,
+        rows,
+        ["problems advised are drawn anew, 100,000 at most"],
+        about,
+    )
+
+
+def write(
+    name: str, title: str, columns: list[str | tuple[str, str]], rows: list[list[object]], notes: list[str], about: dict[str, object]
+) -> None:
+    heads = [{"name": one} if isinstance(one, str) else {"name": one[0], "unit": one[1]} for one in columns]
+    value = {"title": title, **about, "columns": heads, "rows": rows, "notes": notes}
+    lines = json.dumps(value | {"columns": [], "rows": []}, indent=1)
+    for key, entries in (("columns", heads), ("rows", rows)):
+        body = ",\n".join(f"  {json.dumps(entry)}" for entry in entries)
+        lines = lines.replace(f'"{key}": []', f'"{key}": [\n{body}\n ]')
+    Path(RESULTS / f"{name}.json").write_text(lines + "\n")
+
+
+if __name__ == "__main__":
+    main()

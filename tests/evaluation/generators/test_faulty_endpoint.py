@@ -1,0 +1,111 @@
+"""An endpoint that misbehaves: what is whole is read, what is not fails its own sample, and no other one."""
+
+import itertools
+import tracemalloc
+
+import pytest
+from faulty_server import BROKEN, DONE, END, STOP, TEXT, WHOLE, Behaviour, FaultyServer, Wire, chunk, event
+
+from quantkit.evaluation.generators import replies
+from quantkit.evaluation.generators.endpoint import Endpoint
+from quantkit.evaluation.generators.generator import Generation, ModelReply, Prompt
+
+
+def ask(behaviour: Behaviour, count: int = 1, **options: object) -> list[ModelReply]:
+    """Replies to the prompts "0", "1", ..."""
+    settings: dict = {"backoff_s": 0.001, "retries": 1, "timeout_s": 0.5} | options
+    with FaultyServer(behaviour) as server:
+        prompts = [Prompt(messages=({"role": "user", "content": str(n)},)) for n in range(count)]
+        return sorted(Endpoint(server.url, **settings).generate(prompts, Generation()), key=lambda reply: reply.index)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_is_whole_is_read_whole(name: str) -> None:
+    (reply,) = ask(WHOLE[name], timeout_s=5.0)
+    assert (reply.text, reply.finish_reason, reply.error) == (TEXT, "stop", None)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_broken_fails_its_own_sample(name: str) -> None:
+    def one_of_three(wire: Wire, body: dict) -> None:
+        (BROKEN[name] if body["messages"][0]["content"] == "1" else WHOLE["plain"])(wire, body)
+
+    first, broken, last = ask(one_of_three, 3)
+    assert (first.text, last.text) == (TEXT, TEXT)
+    assert broken.error
+    assert broken.text == ""
+
+
+def test_a_burst_of_faults_passes() -> None:
+    """Every kind of broken answer in turn, then whole ones: no sample is lost."""
+    faults = iter([broken for name, broken in BROKEN.items() if name not in ("403", "400", "a silent stream")])
+    replies = ask(lambda wire, body: next(faults, WHOLE["plain"])(wire, body), 4, retries=len(BROKEN), backoff_s=0.0, concurrency=1)
+    assert [(reply.text, reply.error) for reply in replies] == [(TEXT, None)] * 4
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "This model's maximum context length is 4096 tokens. However, you requested 4100 tokens",
+        "Input is too long for requested model",
+        "the request exceeds the available context size, try increasing the context window",
+        "context_length_exceeded",
+    ],
+)
+def test_a_refused_context_is_a_miss_with_its_name(message: str) -> None:
+    (reply,) = ask(lambda wire, body: wire.refuse(400, message))
+    assert (reply.finish_reason, reply.error) == ("context", None)
+    assert reply.refusal
+    assert message in reply.refusal
+
+
+@pytest.mark.parametrize(
+    ("sent", "read"),
+    [("length", "length"), ("max_tokens", "length"), ("eos", "stop"), ("content_filter", "content_filter"), ("bananas", "bananas")],
+)
+def test_finish_reasons_are_read_or_kept(sent: str, read: str) -> None:
+    (reply,) = ask(lambda wire, body: wire.stream(chunk("4", finish_reason=sent), DONE))
+    assert (reply.text, reply.finish_reason) == ("4", read)
+
+
+def test_a_slow_reply_is_not_a_silent_one() -> None:
+    (reply,) = ask(lambda wire, body: wire.stream(*[chunk("x")] * 8, END, every_s=0.1), retries=0)
+    assert (reply.text, reply.error) == ("x" * 8, None)
+
+
+def test_a_reply_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replies, "LARGEST_REPLY", 100_000)
+    tracemalloc.start()
+    (reply,) = ask(lambda wire, body: wire.stream(*itertools.repeat(chunk("x" * 10_000), 5_000)), retries=0)
+    assert tracemalloc.get_traced_memory()[1] < 30e6
+    tracemalloc.stop()
+    assert "a reply of more than" in (reply.error or "")
+
+
+def test_a_line_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quantkit.evaluation.openai_server.LONGEST_LINE", 100_000)
+    (reply,) = ask(lambda wire, body: wire.stream(b"data: ", *itertools.repeat(b"x" * 10_000, 5_000)), retries=0)
+    assert "a line of more than" in (reply.error or "")
+
+
+def test_retries_are_as_many_as_asked_for() -> None:
+    for retries in (0, 2):
+        with FaultyServer(BROKEN["500"]) as server:
+            list(Endpoint(server.url, backoff_s=0.0, retries=retries).generate([Prompt(text="x")], Generation()))
+            assert len(server.requests) == 1 + retries
+
+
+def test_a_server_that_refuses_everything_ends_the_run() -> None:
+    from quantkit.errors import QuantkitError
+
+    with FaultyServer(BROKEN["403"]) as server:
+        endpoint = Endpoint(server.url, concurrency=4)
+        with pytest.raises(QuantkitError, match="HTTP 403: not this prompt; check the address"):
+            list(endpoint.generate([Prompt(text=str(n)) for n in range(200)], Generation()))
+        assert len(server.requests) <= 8
+
+
+def test_large_replies_are_whole() -> None:
+    text = "x" * 3_000_000
+    (reply,) = ask(lambda wire, body: wire.stream(chunk(text), STOP, event({"usage": {"completion_tokens": 9}}), DONE), timeout_s=20.0)
+    assert (len(reply.text), reply.completion_tokens) == (3_000_000, 9)

@@ -1,0 +1,125 @@
+"""What is kept is graded and compared again without a model or a server."""
+
+import json
+from pathlib import Path
+
+import pytest
+from replay_server import ReplayServer, Reply
+
+from quantkit.errors import QuantkitError
+from quantkit.evaluation.regrading import regrade
+from quantkit.evaluation.results.side_by_side import compare_runs, write_page
+from quantkit.evaluation.run import run_evaluation
+
+TASK = """
+name: sums
+version: 1
+title: Sums
+summary: Small sums.
+data: {files: [sums.jsonl]}
+optional: {id: id}
+fields: {problem: question, answer: answer, group: steps}
+grader: integer
+protocols:
+  r1: {prompt: "{{ problem }}", generation: {max_tokens: 64}}
+"""
+
+
+def solve(question: str, body: dict) -> str:
+    return f"</think>\\boxed{{{2 * int(question.split()[0])}}}"
+
+
+def poorly(question: str, body: dict) -> Reply | str:
+    return Reply("no", status=400) if question.startswith("19") else solve(question, body).replace("8}", "7}")
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Two finished runs, good and poor, of ten sums; the poor one's last problem has no reply."""
+    rows = [{"id": f"s{n}", "question": f"{n} + {n}", "answer": str(2 * n), "steps": n % 2 + 1} for n in range(10, 20)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "sums.yaml").write_text(TASK)
+    for name, answer in (("good", solve), ("poor", poorly)):
+        with ReplayServer(answer, models=(name,)) as server:
+            run_evaluation(server.url, [str(tmp_path / "sums.yaml")], data_dir=tmp_path, out=tmp_path / name, repeats=2)
+    return tmp_path
+
+
+def test_regrading_gives_the_same_grades_and_no_request(runs: Path) -> None:
+    before = (runs / "good" / "samples.jsonl").read_text()
+    (runs / "good" / "samples.jsonl").unlink()
+    told: list[str] = []
+    results = regrade(runs / "good", notice=told.append)
+    assert told == [f"sums: 20 replies reused from {runs / 'good'}, none asked"]
+    assert (runs / "good" / "samples.jsonl").read_text() == before
+    assert (results.model, results.tasks["sums"].to_json()["accuracy"]) == ("good", 1.0)
+
+
+def test_a_grader_that_changed_grades_anew(runs: Path) -> None:
+    (runs / "sums.yaml").write_text(TASK.replace("grader: integer", "grader: number"))
+    assert regrade(runs / "good").tasks["sums"].setting.grader == "number"
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "named"), [("sums.yaml", "{{ problem }}", "{{ problem }}!", "prompt"), ("sums.jsonl", "20", "21", "data")]
+)
+def test_replies_to_something_else_are_refused(runs: Path, file: str, old: str, new: str, named: str) -> None:
+    (runs / file).write_text((runs / file).read_text().replace(old, new))
+    with pytest.raises(QuantkitError, match=f"{named} of sums changed since"):
+        regrade(runs / "good")
+
+
+def test_data_that_moved_are_found(runs: Path) -> None:
+    (runs / "moved").mkdir()
+    (runs / "sums.jsonl").rename(runs / "moved" / "sums.jsonl")
+    assert regrade(runs / "good", data_dir=runs / "moved").tasks["sums"].reused == 20
+
+
+def test_a_run_that_never_ended_is_graded_too(runs: Path) -> None:
+    (runs / "good" / "results.json").unlink()
+    journal = next((runs / "good" / "completions").glob("*.jsonl"))
+    journal.write_text("\n".join(journal.read_text().split("\n")[:9]) + "\n{cut")
+    results = regrade(runs / "good", baseline=None)
+    assert (results.model, results.tasks["sums"].planned) == ("good", 7)
+
+
+def test_a_regraded_run_is_compared_with_another(runs: Path) -> None:
+    results = regrade(runs / "good", baseline=runs / "poor")
+    assert results.tasks["sums"].comparison is None
+    assert results.faults == ["2 of 20 samples of sums failed with the baseline poor: no verdict"]
+    assert regrade(runs / "poor", baseline=runs / "good").tasks["sums"].comparison is not None, "what failed is not kept"
+
+
+def test_finished_runs_are_compared_without_a_server(runs: Path) -> None:
+    regrade(runs / "poor")
+    table = compare_runs([runs / "good", runs / "poor"], margin=0.01)
+    (found,) = table.runs[1].comparisons.values()
+    assert (found.n, found.difference) == (9, pytest.approx(-1 / 9))
+    assert found.sentence().startswith("cannot tell: -11.1 points")
+    write_page(runs / "page", table)
+    page = (runs / "page" / "comparison.html").read_text()
+    assert "cannot tell" in page
+    assert page.count("<svg") == 2
+    assert "<script" not in page
+    assert json.loads((runs / "page" / "comparison.json").read_text())["baseline"] == "good"
+
+
+def test_a_run_with_too_many_errors_has_no_verdict(runs: Path) -> None:
+    table = compare_runs([runs / "good", runs / "poor"], margin=0.01)
+    assert table.runs[1].comparisons == {}
+    assert table.runs[1].notes == ["2 of 20 samples of sums failed with the baseline poor: no verdict"]
+
+
+@pytest.mark.parametrize("folders", [["good"], ["good", "nowhere"], ["nowhere", "good"]])
+def test_what_cannot_be_compared_is_refused(runs: Path, folders: list[str]) -> None:
+    with pytest.raises(QuantkitError, match=r"nothing to be compared|holds no results"):
+        compare_runs([runs / name for name in folders], margin=0.01)
+
+
+def test_groups_have_their_own_figures_beside_the_baselines(runs: Path) -> None:
+    regrade(runs / "poor", baseline=runs / "good")
+    told = json.loads((runs / "poor" / "results.json").read_text())["results"]["sums"]["groups"]
+    assert list(told) == ["1", "2"]
+    assert told["1"]["n"] == 5
+    assert told["1"]["difference"] == pytest.approx(told["1"]["accuracy"] - told["1"]["baseline_accuracy"])
+    assert told["1"]["low"] <= told["1"]["difference"] <= told["1"]["high"]
