@@ -3,7 +3,7 @@
     python build.py [TARGET]        quantkit/builtin/calibration.jsonl
 
 528 documents, a line each: {"kind", "messages"}, with "tools" where there are some, or {"kind", "text"}. Everything was written for quantkit
-and copied from nowhere. english.txt, chinese.txt, code.txt, reasoning.txt and facts.txt were written by hand, sentence by sentence. The rest
+and copied from nowhere. english.txt, chinese.txt, code.txt, documentation.txt, reasoning.txt and facts.txt were written by hand, sentence by sentence. The rest
 is made by programs from parts that were written by hand: mathematics.py and word_problems.py draw numbers and compute each step, programs.py writes code about
 twenty things in five languages, tool_use.py draws what tools answer, tables.py draws tables and logs and computes what is said of them.
 """
@@ -30,9 +30,9 @@ HERE = Path(__file__).parent
 TARGET = HERE.parent.parent / "quantkit" / "builtin" / "calibration.jsonl"
 SHORTEST = 560
 """Estimated tokens: documents are to fill 512 with the tokenizers of large models, which need fewer tokens than this estimate says."""
-WRITTEN = ("english", "chinese", "code", "reasoning")
+WRITTEN = ("english", "chinese", "code", "documentation", "reasoning")
 MADE = {
-    "mathematics": 96,
+    "mathematics": 90,
     "mathematics, Chinese": 36,
     "word problems": 60,
     "programs": 54,
