@@ -8,7 +8,6 @@ from quantkit.errors import QuantkitError
 from quantkit.models.architecture import Architecture, ModelConfig
 
 ARCHITECTURES = (
-    "PanguEmbedded",
     "deepseek_v3",
     "glm4_moe",
     "kimi_k2",
@@ -17,6 +16,7 @@ ARCHITECTURES = (
     "minimax_m2",
     "mistral",
     "mixtral",
+    "PanguEmbedded",
     "pangu_ultra_moe",
     "qwen2",
     "qwen2_moe",
