@@ -1,9 +1,13 @@
 """The tile budget of every configuration that the Ascend kernels ship, and what they refuse."""
 
+import sys
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from quantkit_kernels import ascend
-from quantkit_kernels.ascend import chip, layout
+from quantkit_kernels.ascend import chip, launch, layout
 from quantkit_kernels.samples import random_weight
 
 BUFFERS = {"L0A": chip.L0A_BUFFER, "L0B": chip.L0B_BUFFER, "L0C": chip.L0C_BUFFER, "L1": chip.L1_BUFFER}
@@ -59,3 +63,18 @@ def test_refusals_name_the_reason() -> None:
     assert "bfloat16 and float16" in (ascend.refused("linear_int8", torch.float32, None) or "")
     assert "quantized weights" in (ascend.refused("rms_norm", None, None) or "")
     assert ascend.refused("linear_int8", torch.bfloat16, (2112, 7168)) is None
+
+
+def test_a_launch_is_made_as_triton_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The grid in brackets, then operands by place and constants by name."""
+    made: list[Any] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *args, **constants: made.append((grid, args, constants))
+
+    kernels = SimpleNamespace(fp4_rows=Kernel())
+    monkeypatch.setitem(sys.modules, "quantkit_kernels.ascend.kernels", kernels)
+    monkeypatch.setattr(ascend, "kernels", kernels, raising=False)
+    launch.run(launch.KernelLaunch("fp4_rows", 40, (1, 2), {"BN": 64}))
+    assert made == [((40,), (1, 2), {"BN": 64})]
