@@ -78,3 +78,26 @@ def test_a_launch_is_made_as_triton_wants_it(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(ascend, "kernels", kernels, raising=False)
     launch.run(launch.KernelLaunch("fp4_rows", 40, (1, 2), {"BN": 64}))
     assert made == [((40,), (1, 2), {"BN": 64})]
+
+
+def test_bytes_of_a_cube_tile() -> None:
+    """By hand: operands of two bytes, or one, accumulators of four, operands twice in L1."""
+    assert chip.cube_bytes("int4", 128) == {"L0A": 128 * 64 * 2, "L0B": 64 * 64 * 2, "L0C": 128 * 64 * 4, "L1": 2 * (128 + 64) * 64 * 2}
+    assert chip.cube_bytes("int8", 16) == {"L0A": 16 * 128, "L0B": 128 * 128, "L0C": 16 * 128 * 4, "L1": 2 * (16 + 128) * 128}
+
+
+def test_cores_are_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere the 910B3's, the fewest of the family."""
+    assert chip.cores(torch.device("cpu")) == (20, 40)
+    limit = {2: {"cube_core_num": 24, "vector_core_num": 48}}
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(get_device_limit=lambda index: limit[index]))
+    assert chip.cores.__wrapped__(SimpleNamespace(type="npu", index=2)) == (24, 48)
+
+
+@pytest.mark.parametrize("grid", ["int4-asym-128", "fp4", "int8"])
+def test_a_linear_is_what_was_asked_for(grid: str) -> None:
+    weight = random_weight(grid, 72, 256, torch.Generator().manual_seed(0))
+    linear = ascend.linear(weight, torch.bfloat16, torch.device("cpu"))
+    assert (linear.in_features, linear.out_features, linear.dtype, linear.backend) == (256, 72, torch.bfloat16, "ascend")
+    experts = ascend.experts_layout(3, weight, weight, torch.bfloat16, torch.device("cpu"))
+    assert (experts._num_experts, experts._dtype) == (3, torch.bfloat16)
