@@ -142,7 +142,8 @@ def load_hardware(name_or_path: str) -> Hardware:
     """A machine that ships with quantkit (recipes/hardware), by name in any case, or a YAML file."""
     path = find_yaml(name_or_path, "recipes", "hardware") or find_yaml(name_or_path.lower(), "recipes", "hardware")
     if path is None:
-        raise QuantkitError(f"hardware {name_or_path} is not known", "give a YAML file like those in recipes/hardware")
+        remedy = "write 8x64GiB or 8xH100, or give a YAML file like those in recipes/hardware"
+        raise QuantkitError(f"hardware {name_or_path} is not known", remedy)
     return read_yaml(path, Hardware, "see recipes/hardware/910b1.yaml")
 
 

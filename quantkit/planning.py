@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.amounts import size, span
+from quantkit.assets import asset
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.remote import open_headers
 from quantkit.costmodel import Hardware, load_hardware, predict
 from quantkit.engines.memory import ParallelSizes, fit_rows
+from quantkit.engines.profiles import Device
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.results.published import published_speeds
 from quantkit.models.table import Parameter
@@ -26,6 +28,7 @@ from quantkit.quantization.opening import Job, open_job, read_request
 from quantkit.recipe import Recipe, load_recipe
 from quantkit.result import Result
 from quantkit.schemes import Scheme
+from quantkit.settings_file import Strict, find_yaml, read_yaml
 from quantkit.workspaces import reserved
 
 MEMORY_FRACTION = 0.9
@@ -184,11 +187,31 @@ def plan(
     )
 
 
+class Accelerator(Strict):
+    """One of recipes/go/devices.yaml."""
+
+    name: str
+    device: Device
+    memory_gib: int
+
+
+def accelerators() -> tuple[Accelerator, ...]:
+    return read_yaml(asset("recipes", "go", "devices.yaml"), tuple[Accelerator, ...], "restore that file")
+
+
+def find_accelerator(name: str) -> Accelerator | None:
+    """By its name in any case; None where it is not in the list."""
+    return next((known for known in accelerators() if known.name.lower() == name.lower()), None)
+
+
 def read_devices(text: str) -> Devices:
-    """ "8x64GiB", or "8x910B1" of hardware that is known, or "8xFILE.yaml" that describes it."""
+    """ "8x64GiB", "8xH100" by a name of recipes/go/devices.yaml, or "8x910B1" and "8xFILE.yaml" of hardware whose speed is known too."""
     count, _, kind = text.partition("x")
     if not re.fullmatch(r"[1-9]\d*", count) or re.fullmatch(r"\S*[KMGT]i?B", kind):
         return Devices(*parse_devices(text))
+    known = find_accelerator(kind)
+    if known is not None and find_yaml(kind.lower(), "recipes", "hardware") is None:
+        return Devices(int(count), known.memory_gib * 2**30)
     hardware = load_hardware(kind)
     return Devices(int(count), round(hardware.memory_gb) * 2**30, hardware)
 

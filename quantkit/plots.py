@@ -2,11 +2,11 @@
 
 import io
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 OURS, THEIRS, GREY = "#1f5fa8", "#c7761a", "#888888"
@@ -25,11 +25,28 @@ def draw(width: float, height: float) -> tuple["Axes", "Plot"]:
     return axes, Plot(figure)
 
 
-def whole_ticks(axis: "Axis") -> None:
-    """Of an axis that counts: layers, experts, groups."""
+def label_axes(axes: "Axes", x: str, y: str) -> None:
+    """An x that counts layers, experts or groups has ticks at whole numbers."""
     from matplotlib.ticker import MaxNLocator
 
-    axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    if x.startswith(("layer", "experts", "groups")):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.set_xlabel(x, fontsize=8)
+    axes.set_ylabel(y, fontsize=8)
+    axes.tick_params(labelsize=8)
+
+
+def layer_plot(layers: Mapping[int, float], title: str, *, log: bool) -> str:
+    """One value a layer, as SVG; empty for none."""
+    if not layers:
+        return ""
+    axes, plot = draw(7.0, 2.2)
+    numbers = sorted(layers)
+    axes.plot(numbers, [layers[number] for number in numbers], marker="o", markersize=3, color=OURS)
+    if log:
+        axes.set_yscale("log")
+    label_axes(axes, "layer", title)
+    return plot.svg()
 
 
 class Plot:

@@ -22,6 +22,10 @@ class Result:
         """Names and values for people, most important first."""
         raise NotImplementedError
 
+    def pictures(self) -> list[str]:
+        """Plots to look at beside the facts, as SVG; a notebook shows them."""
+        return []
+
     def __repr__(self) -> str:
         rows = [(_line(name), _line(value)) for name, value in self.facts()]
         width = max((len(name) for name, _ in rows), default=0)
@@ -33,7 +37,8 @@ class Result:
             f'<td style="text-align:left">{html.escape(_line(value))}</td></tr>'
             for name, value in self.facts()
         )
-        return f"<table><caption>{html.escape(_line(self.heading))}</caption>{rows}</table>"
+        plots = "".join(f'<div style="max-width:36em">{picture}</div>' for picture in self.pictures())
+        return f"<table><caption>{html.escape(_line(self.heading))}</caption>{rows}</table>{plots}"
 
 
 def _line(text: str) -> str:

@@ -20,8 +20,8 @@ ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PACKAGES = {"quantkit": ROOT / "quantkit", "quantkit_kernels": ROOT / "kernels" / "quantkit_kernels"}
 DATA = {"quantkit/_assets/recipes": ROOT / "recipes", "quantkit/_assets/eval": ROOT / "eval"}
-MACHINE = {"torch_npu", "triton"}
-"""They belong to a device, and come with the torch that is made for it."""
+MACHINE = {"torch_npu", "triton", "IPython"}
+"""They belong to a device, and come with the torch that is made for it; or to a notebook, which is asked only where one runs."""
 
 
 def normal(distribution: str) -> str:

@@ -88,6 +88,8 @@ def test_known_hardware_is_predicted_too() -> None:
     assert plan("tiny-r1", find_scheme("awq-w4a16"), devices="4x141GB").cost_model is None
     assert sum(planned.devices.workspace_bytes.values()) <= planned.devices.reserve_bytes
     assert plan("tiny-r1", find_scheme("awq-w4a16"), devices="8x64GiB").devices.workspace_bytes == {}
+    named = plan("tiny-r1", find_scheme("awq-w4a16"), devices="8xh100")
+    assert (named.devices.memory_bytes, named.cost_model) == (79 * 2**30, None)
     with pytest.raises(QuantkitError, match="hardware 64 is not known"):
         plan("tiny-r1", find_scheme("awq-w4a16"), devices="8x64")
 

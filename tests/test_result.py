@@ -1,10 +1,11 @@
 """Results show themselves: as text, as a table in a notebook, and never as markup or control characters of what they hold."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from quantkit.amounts import byte_unit, size, span
+from quantkit.evaluation.distance.perplexity import Quality
 from quantkit.result import Result
 
 
@@ -23,6 +24,15 @@ class Named(Result):
 def test_a_result_is_lines_of_text_and_a_table() -> None:
     assert repr(Named("a")) == "about a\n  name              a\n  letters, at most  7"
     assert "<caption>about a</caption>" in Named("a")._repr_html_()
+
+
+def test_a_notebook_shows_plots() -> None:
+    """Of the layers; of a text without a baseline there is nothing to plot."""
+    alone = Quality(ppl=3.0, tokens=10, documents=2)
+    beside = replace(alone, baseline_ppl=2.9, kl=0.01, top1_agree=0.9, layer_errors=[0.01, 0.02])
+    assert "<svg" not in alone._repr_html_()
+    assert beside._repr_html_().count("<svg") == 1
+    assert "KL from the baseline" in repr(beside)
 
 
 def test_values_are_neither_markup_nor_obeyed() -> None:

@@ -66,7 +66,7 @@ def quantize(
 def plan(
     model: Model,
     scheme: SchemeName,
-    devices: Annotated[str, typer.Option(help="8x64GiB, or 8x910B1 for predicted decoding times as well.")] = "8x64GiB",
+    devices: Annotated[str, typer.Option(help="8x64GiB, 8xH100, or 8x910B1 for predicted decoding times as well.")] = "8x64GiB",
     format_: FormatName = "auto",
     engine: EngineName = None,
     recipe: Annotated[str | None, typer.Option(help="As for quantize.")] = None,

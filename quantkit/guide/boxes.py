@@ -3,23 +3,16 @@
 import re
 from dataclasses import dataclass
 
-from quantkit.assets import asset
 from quantkit.devices import find_device
 from quantkit.engines.profiles import Device
 from quantkit.errors import QuantkitError
+from quantkit.planning import accelerators, find_accelerator
 from quantkit.quantization.memory import parse_bytes
-from quantkit.settings_file import Strict, read_yaml
 
 PER_BOX = 8
 """Devices of one machine, in the layouts of recipes/deploy."""
 _GIB = 2**30
 _REMEDY = "write 8x64GiB, 8xH100, 8x910B1 or cpu"
-
-
-class _Accelerator(Strict):
-    name: str
-    device: Device
-    memory_gib: int
 
 
 @dataclass(frozen=True)
@@ -55,15 +48,11 @@ def read_box(text: str | None) -> Box:
     return _sized(count, kind) if re.match(r"[\d.]", kind) and kind.endswith("B") else _named(count, kind)
 
 
-def _accelerators() -> tuple[_Accelerator, ...]:
-    return read_yaml(asset("recipes", "go", "devices.yaml"), tuple[_Accelerator, ...], "restore that file")
-
-
 def _named(count: int, kind: str) -> Box:
-    for known in _accelerators():
-        if known.name.lower() == kind.lower():
-            return Box(count, known.memory_gib * _GIB, known.device, f"{count} x {known.name} of {known.memory_gib} GiB")
-    names = ", ".join(known.name for known in _accelerators())
+    known = find_accelerator(kind)
+    if known is not None:
+        return Box(count, known.memory_gib * _GIB, known.device, f"{count} x {known.name} of {known.memory_gib} GiB")
+    names = ", ".join(known.name for known in accelerators())
     raise QuantkitError(f"device {kind!r} is not known", f"{_REMEDY}; known are {names}")
 
 
@@ -73,7 +62,7 @@ def _sized(count: int, text: str) -> Box:
     except QuantkitError as error:
         raise QuantkitError(f"devices of {text!r} make no sense: {error.problem}", _REMEDY) from error
     here = find_device("auto").type
-    like = next((known for known in _accelerators() if known.memory_gib * _GIB == memory), None)
+    like = next((known for known in accelerators() if known.memory_gib * _GIB == memory), None)
     size = f"{count} x {memory / _GIB:g} GiB"
     if here == "cuda" or here == "npu":
         return Box(count, memory, "npu" if here == "npu" else "cuda", f"{size}, of this machine's kind ({here})")

@@ -17,7 +17,7 @@ from typing import Any
 from quantkit.amounts import byte_unit, size, span
 from quantkit.calibrate.findings import Findings
 from quantkit.models.table import Parameter
-from quantkit.plots import GREY, OURS, THEIRS, draw, whole_ticks
+from quantkit.plots import GREY, OURS, THEIRS, draw, label_axes, layer_plot
 from quantkit.quantization.verdict import judge
 
 _TEMPLATE = Path(__file__).with_name("report.html.j2")
@@ -148,9 +148,9 @@ def _page(facts: dict[str, Any]) -> str:
     worst = sorted(((error, module) for module, error in facts["errors"].items() if error is not None), reverse=True)[:_WORST]
     plots = {
         "errors": _error_plot(facts["error_by_layer"]) if facts["error_by_layer"] else "",
-        "hidden": _layer_plot(facts["hidden_error"], "squared error over squared norm", log=True),
+        "hidden": layer_plot(_numbered(facts["hidden_error"]), "squared error over squared norm", log=True),
         "tokens": _tokens_plot(facts["expert_tokens"], facts["min_expert_tokens"]) if facts["expert_tokens"] else "",
-        "agreement": _layer_plot(facts["expert_agreement"], "share of the same experts", log=False),
+        "agreement": layer_plot(_numbered(facts["expert_agreement"]), "share of the same experts", log=False),
         "scales": _scale_plot(facts["scales"]) if facts["scales"] else "",
         "sizes": _size_plot(facts["source_bytes"], facts["output_bytes"]),
     }
@@ -167,6 +167,10 @@ def _count(weights: int) -> str:
     return f"{weights:,}"
 
 
+def _numbered(layers: dict[str, float | None]) -> dict[int, float]:
+    return {int(layer): value for layer, value in layers.items() if value is not None}
+
+
 def _error_plot(kinds: dict[str, dict[str, float]]) -> str:
     axes, plot = draw(7.0, 3.2)
     for number, (kind, layers) in enumerate(sorted(kinds.items())):
@@ -174,20 +178,8 @@ def _error_plot(kinds: dict[str, dict[str, float]]) -> str:
         colour, style = _COLOURS[number % len(_COLOURS)], "-" if number < len(_COLOURS) else "--"
         axes.plot([x for x, _ in points], [y for _, y in points], style, marker="o", markersize=3, color=colour, label=kind, linewidth=1)
     axes.set_yscale("log")
-    _label(axes, "layer", "median output error")
+    label_axes(axes, "layer", "median output error")
     axes.legend(fontsize=7, frameon=False, ncols=2, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    return plot.svg()
-
-
-def _layer_plot(layers: dict[str, float | None], title: str, *, log: bool) -> str:
-    points = sorted((int(layer), value) for layer, value in layers.items() if value is not None)
-    if not points:
-        return ""
-    axes, plot = draw(7.0, 2.2)
-    axes.plot([x for x, _ in points], [y for _, y in points], marker="o", markersize=3, color=OURS)
-    if log:
-        axes.set_yscale("log")
-    _label(axes, "layer", title)
     return plot.svg()
 
 
@@ -199,7 +191,7 @@ def _tokens_plot(layers: dict[str, list[int]], starved: int) -> str:
     axes.axhline(starved, color=THEIRS, linewidth=1, linestyle="--", label="starved below this")
     axes.set_yscale("symlog", linthresh=max(starved, 1))
     axes.set_ylim(bottom=0)
-    _label(axes, "experts of a layer, busiest first (a line a layer)", "calibration tokens")
+    label_axes(axes, "experts of a layer, busiest first (a line a layer)", "calibration tokens")
     axes.legend(fontsize=8, frameon=False)
     return plot.svg()
 
@@ -211,7 +203,7 @@ def _scale_plot(scales: dict[str, list[float]]) -> str:
         axes.plot([place, place], [low, high], color=GREY, linewidth=1.2)
         axes.plot([place], [middle], marker="_", color=OURS, markersize=5)
     axes.set_yscale("log")
-    _label(axes, "groups, first layer to last", "s: smallest, median, largest")
+    label_axes(axes, "groups, first layer to last", "s: smallest, median, largest")
     return plot.svg()
 
 
@@ -224,14 +216,6 @@ def _size_plot(source: dict[str, int], output: dict[str, int]) -> str:
         axes.barh(place + 0.18, output[part] / scale, height=0.34, color=OURS, label="output" if place == 0 else None)
     axes.set_yticks(range(len(parts)), parts)
     axes.set_ylim(len(parts) - 0.5, -0.5)
-    _label(axes, unit, "")
+    label_axes(axes, unit, "")
     axes.legend(fontsize=8, frameon=False)
     return plot.svg()
-
-
-def _label(axes: Any, x: str, y: str) -> None:
-    if x.startswith(("layer", "experts", "groups")):
-        whole_ticks(axes.xaxis)
-    axes.set_xlabel(x, fontsize=8)
-    axes.set_ylabel(y, fontsize=8)
-    axes.tick_params(labelsize=8)

@@ -1,6 +1,7 @@
 """quantize(): open the source, check everything, calibrate and write, account for every tensor."""
 
 import hashlib
+import math
 import shlex
 import time
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from quantkit.checkpoint.manifest import made_for
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import prepare
 from quantkit.devices import describe_hardware, find_device
+from quantkit.plots import layer_plot
 from quantkit.progress import Note, OnEvent, peak_memory, silent
 from quantkit.quantization.cost import RATES, job_work, seconds_of
 from quantkit.quantization.coverage import Coverage
@@ -87,6 +89,11 @@ class QuantizationReport(Result):
             ("mean output error", f"{self.findings.mean_error:.2e}"),
             ("report", str(self.out / "report.html")),
         ]
+
+    def pictures(self) -> list[str]:
+        """The error of the hidden states after each layer, where text was held out."""
+        layers = {int(layer): error for layer, error in self.findings.hidden_error.items() if not math.isnan(error)}
+        return [layer_plot(layers, "squared error over squared norm", log=True)] if layers else []
 
 
 def quantize(

@@ -26,6 +26,7 @@ from quantkit.hub import find_model
 from quantkit.models.context import CausalContext, Context
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.mlp import MoeMlp
+from quantkit.plots import layer_plot
 from quantkit.result import Result
 from quantkit.tokenizer.chat import ChatTokenizer
 
@@ -83,6 +84,11 @@ class Quality(Result):
         if self.expert_agree is not None:
             rows.append(("same experts", f"{self.expert_agree:.2%}"))
         return rows + [(f"  error after layer {number}", f"{error:.2e}") for number, error in enumerate(self.layer_errors)]
+
+    def pictures(self) -> list[str]:
+        """The error after each layer."""
+        layers = dict(enumerate(self.layer_errors))
+        return [layer_plot(layers, "error beside the baseline's norm", log=True)] if layers else []
 
 
 @dataclass

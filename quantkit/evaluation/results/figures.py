@@ -12,6 +12,7 @@ from quantkit.evaluation.statistics import estimates as statistics
 from quantkit.evaluation.statistics.comparison import Comparison
 from quantkit.evaluation.tasks.definitions import Setting
 from quantkit.evaluation.tasks.problems import MISSING, Grade, Problem
+from quantkit.result import Result
 
 LOUD = 0.02  # a share of replies lost to anything but a wrong answer that a reader must hear about
 MOST_ERRORS = 0.02  # a share of samples without a reply, above which there is no verdict
@@ -227,8 +228,8 @@ class TaskResult:
         return sum(statistics.majority(row) for row in votes.values()) / len(votes)
 
 
-@dataclass(frozen=True)
-class EvalResults:
+@dataclass(frozen=True, repr=False)
+class EvalResults(Result):
     """Every task of one run. `out` is where it was written, None where it was not."""
 
     model: str
@@ -257,6 +258,24 @@ class EvalResults:
     def faults(self) -> list[str]:
         """Why tasks have no verdict; empty in a run that went well."""
         return [task.fault for task in self.tasks.values() if task.fault is not None]
+
+    @property
+    def heading(self) -> str:
+        return self.model if self.baseline is None else f"{self.model} beside {self.baseline}"
+
+    def facts(self) -> list[tuple[str, str]]:
+        rows = []
+        for name, task in self.tasks.items():
+            figures = task.to_json()
+            if not figures["n"]:
+                rows.append((name, "no reply could be scored"))
+                continue
+            spread = "" if figures["stderr"] is None else f" ± {100 * figures['stderr']:.1f}"
+            rows.append((name, f"{100 * figures['accuracy']:.1f} %{spread} over {figures['n']} problems, {figures['repeats']} times each"))
+            if task.comparison is not None:
+                rows.append(("  verdict", task.comparison.sentence()))
+            rows += [("  warning", text) for text in figures["warnings"]]
+        return rows
 
     def samples(self) -> list[dict[str, Any]]:
         return [sample.to_json(name) for name, task in self.tasks.items() for sample in task.samples]
