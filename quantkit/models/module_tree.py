@@ -59,10 +59,10 @@ def _counts(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _build(transformers: Any, config: dict[str, Any]) -> nn.Module:
+    transformers.logging.set_verbosity_error()  # what it says of a config is of no use here
     made = transformers.AutoConfig.for_model(**{key: value for key, value in config.items() if key != "quantization_config"})
     classes = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
     chosen = next((one for one in classes if type(made) in one._model_mapping), transformers.AutoModel)
-    transformers.logging.set_verbosity_error()  # what it says of token ids is of no use here
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model: nn.Module = chosen.from_config(made, attn_implementation="eager")

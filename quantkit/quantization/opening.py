@@ -108,7 +108,8 @@ def open_job(request: JobRequest, checkpoint: Checkpoint) -> Job:
     check_groups(inventory.rows, request.scheme, target)
     job = Job(request, checkpoint, inventory, target)
     if inventory.by_name and job.coverage.share < request.recipe.least_quantized:
-        fault = f"{path} has an architecture that quantkit does not know, and it would quantize {job.coverage} ({inventory.told})"
+        told = f"model_type {model_type!r} of {path / 'config.json'} is not one that quantkit has a table of ({inventory.told})"
+        fault = f"{told}, and the run would quantize {job.coverage}"
         raise QuantkitError(fault, "set least_quantized in the recipe to less where that is meant")
     return job
 
