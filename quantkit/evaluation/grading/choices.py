@@ -46,7 +46,7 @@ _ASKED = re.compile(
 _DENIED = r"(?P<denied>(?:isn't|is not|is never|cannot be|can't be|is (?:definitely|clearly|certainly) not)(?! [A-Z]\)? but)\b)"
 _PHRASE = re.compile(
     rf"(?i)\b(?:answer|option|choice)\s+(?:{_DENIED}|(?:is|must be|should be|would be|will be|has to be)\b\s*:?)\s*"
-    r"|(?<!not )\b(?:choose|pick|select|go with|opt for)\s+|(?<![不可])选择?(?!项)\s*|答案\s*[选是为](?!\s*:)"
+    r"|(?<!not )\b(?:choose|pick|select|go with|opt for)\s+|(?<!不)(?<!不[能可应该])选择?(?!项)\s*|答案\s*[选是为](?!\s*:)"
 )
 _JUDGED = re.compile(
     r"(?<![A-Za-z0-9'])[(\[]?(?P<letter>[A-Z])[)\]]?\s+(?:is|seems|must be)\s+(?:therefore |thus |clearly )?"
@@ -88,7 +88,7 @@ _DENIAL = re.compile(
 _LABEL = re.compile(r"(?P<open>[(\[{<\"']*)\s*(?P<letter>[A-Za-z])\s*(?P<close>[)\]}>\"']*)(?![A-Za-z0-9']|-[A-Za-z])")
 _JOINED = re.compile(
     r"(?i)\s*(?:,|/|&|\+|-|\?|;|(?:, ?)?(?:and|or|to|as well as)\b|和|或|、)\s*"
-    r"(?:also |maybe |option |possibly )?[(\[]?(?P<letter>[A-Z])(?![A-Za-z0-9'])(?!\s+(?:is|was)\b)"
+    r"(?:also |maybe |perhaps |probably |option |possibly )?[(\[]?(?P<letter>[A-Z])(?![A-Za-z0-9'])(?!\s+(?:is|was)\b)"
 )
 _BESIDE = re.compile(r"\s+[(\[]?(?P<letter>[A-Z])(?![A-Za-z0-9'])(?!\s+[a-z])")
 _REASON = re.compile(
@@ -152,7 +152,7 @@ _CONCLUSION = re.compile(
     r"(?:\b(?:so|leaves|leaving|hence|thus|therefore|be|is|it's|only|with)|:)\s+(?:option |choice )?[(\[]?(?P<letter>[A-Z])[)\]]?\W*$"
 )
 _DOUBT = re.compile(
-    r"(?i)\b(?:not|cannot|n't|neither|nor|wrong|incorrect|except|eliminated?|excluded?|rejected?|discard(?:ed)?|ruled? out"
+    r"(?i)\b(?:not|cannot|n't|neither|nor|wrong|incorrect|except|eliminated?|excluded?|reject(?:ed)?|discard(?:ed)?|ruled? out"
     r"|over|either|or)\b|n't\b|[不非]|排除"
 )
 

@@ -41,7 +41,7 @@ _GONE = re.compile(
     r"\\(?:phantom|hphantom|vphantom|hspace|vspace|hspace\*|color|label|tag|unicode)\s*\{[^{}]*\}|\\bbox\s*(?:\[[^\[\]]*\])?"
     r"|</?(?:b|i|u|em|strong|span|sup|p|br|mark|div|h[1-6])\b[^<>]*>"
     r"|\\(?:left|right|bigl?|bigr|Bigl?|Bigr|displaystyle|textstyle|tiny|scriptsize|footnotesize|small|normalsize|large|Large|LARGE|huge|Huge"
-    r"|bfseries|bf|rm|it|tt|sf|limits|nolimits|mathstrut|strut|boldmath|blacksquare|square|Box|qed|checkmark|surd(?=\s*$))(?![A-Za-z])|\\!"
+    r"|bfseries|bf|rm|it|tt|sf|limits|nolimits|mathstrut|strut|boldmath|therefore|implies|Rightarrow|Longrightarrow|blacksquare|square|Box|qed|checkmark|surd(?=\s*$))(?![A-Za-z])|\\!"
 )
 _SPACES = re.compile(r"\\(?:[,;:> ]|quad(?![a-z])|qquad(?![a-z])|thinspace|enspace|space(?![a-z]))|~")
 _DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degrees?(?![a-z])|\\textdegree")

@@ -88,7 +88,8 @@ def _expression(shown: str) -> str | None:
     text = re.sub(r"√\s*(\d+|\([^()]*\))", r"\\sqrt{\1}", text)
     text = re.sub(r"\b(\d{1,2})!", lambda match: str(math.factorial(int(match[1]))), text)
     rest = _COMMANDS.sub("#", text)
-    is_whole = re.fullmatch(r"[\d\s.+*/^(){}\[\]|#-]*\d[\d\s.+*/^(){}\[\]|#-]*", rest) and text.count("{") == text.count("}")
+    is_arithmetic = re.fullmatch(r"[\d\s.+*/^(){}\[\]|#-]*\d[\d\s.+*/^(){}\[\]|#-]*", rest) is not None
+    is_whole = is_arithmetic and text.count("{") == text.count("}") and text.count("|") % 2 == 0
     if not is_whole or re.search(r"\d\s+\d|[-+*/^]\s*(?:[+*/^]|$)|^\s*[*/^]", rest):
         return None
     return text
@@ -107,7 +108,7 @@ _GOES_ON = re.compile(
     rf"(?![A-Za-z])|\sand(?![A-Za-z])(?!\s+(?:maybe\s+)?[$]?(?:\d|{_NUMBER_WORD}(?![A-Za-z])))",
     re.IGNORECASE,
 )
-_REMARK = re.compile(r"\s\((?!\s*(?:\\?[pb]?mod|dozen|hundred|thousand|million|billion))[^()]*\)")
+_REMARK = re.compile(r"\s\((?!\s*(?:or\s|\\?[pb]?mod|dozen|hundred|thousand|million|billion))[^()]*\)")
 _FACTORIAL = re.compile(r"(\d)!(?=\s*(?:\$|\\\)))")
 _NOT_BUT = re.compile(r"(?i)^\s*not\s.{1,60}?\sbut(?:\srather)?\s")
 # What is said instead of the number before it; without a word between them, both are offered.
