@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: demo test test-families lint test-ascend test-engines test-vllm-cuda test-packers test-evalscope test-lm-eval test-clients mutants-ascend acceptance-npu clean
+.PHONY: demo test test-families lint test-ascend test-engines test-vllm-cuda test-packers test-evalscope test-lm-eval test-clients mutants-ascend acceptance-npu test-datasets clean
 
 demo: $(VENV)/run.stamp
 	$(BIN)/python tools/demo.py --out out/demo
@@ -59,6 +59,14 @@ mutants-ascend: .venv-ascend/stamp
 test-engines: $(VENV)/test.stamp .venv-vllm/stamp
 	$(BIN)/python tests/judges/transformers_logits.py
 	$(BIN)/python tests/judges/vllm_tokens.py --vllm .venv-vllm/bin/python
+
+test-datasets: .venv-datasets/stamp
+	PYTHONPATH=.:kernels .venv-datasets/bin/python tests/judges/datasets_cache.py
+
+.venv-datasets/stamp: $(VENV)/test.stamp
+	$(beside)
+	.venv-datasets/bin/pip install --quiet 'datasets>=4.0'
+	touch $@
 
 VLLM ?= python3
 test-vllm-cuda: $(VENV)/test.stamp
