@@ -113,10 +113,19 @@ def show_results(results: dict[str, Any], json_: bool) -> None:
 
 def ppl(
     model: Model,
-    text: Annotated[Path, typer.Option(help="A .txt, or a .jsonl of {'text': ...}: one document a line.")],
+    text: Annotated[Path | None, typer.Option(help="A .txt, or a .jsonl of {'text': ...}: one document a line.")] = None,
     baseline: Annotated[str | None, typer.Option(help="The model it was made from: adds KL, agreement and error per layer.")] = None,
     seq_len: Annotated[int, typer.Option(min=2, help="Longest document, tokens; longer ones are cut into pieces.")] = 2048,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first documents.")] = None,
+    stride: Annotated[
+        int | None, typer.Option(min=1, help="Windows of --seq-len this far apart over whole documents; each scores what is new.")
+    ] = None,
+    sampled: Annotated[
+        str | None, typer.Option(help="Instead of a text: a task on whose prompts the baseline samples reasoning, which both score.")
+    ] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder with that task's data files.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest sampled reply.")] = None,
+    seed: int = 0,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first documents, or problems.")] = None,
     device: Device = "auto",
     backend: Backend = "auto",
     json_: AsJson = False,
@@ -130,7 +139,21 @@ def ppl(
         def show(p: Any) -> None:
             counts(p.stage, f"tokens through the {p.stage}", p.done, p.total)
 
-        quality = measure(model, text, baseline=baseline, seq_len=seq_len, limit=limit, device=device, backend=backend, progress=show)
+        quality = measure(
+            model,
+            text,
+            baseline=baseline,
+            seq_len=seq_len,
+            stride=stride,
+            limit=limit,
+            sampled=sampled,
+            data_dir=data_dir,
+            max_tokens=max_tokens,
+            seed=seed,
+            device=device,
+            backend=backend,
+            progress=show,
+        )
     if json_:
         return print_json(quality.to_json())
     console.facts(model, quality.facts())

@@ -8,9 +8,10 @@ baseline's dtype until the end.
 
 import itertools
 import math
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +22,8 @@ from torch import Tensor
 
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.distance.documents import read_documents
+from quantkit.evaluation.distance.sampled import GreedyPaths, greedy_paths, prompts_of, sample_replies
+from quantkit.evaluation.distance.windows import Window, slide
 from quantkit.executor.load import LoadedModel, load_model
 from quantkit.hub import find_model
 from quantkit.models.context import CausalContext, Context
@@ -60,13 +63,15 @@ class Quality(Result):
     top1_agree: float | None = None
     expert_agree: float | None = None
     layer_errors: list[float] = field(default_factory=list)
+    greedy: GreedyPaths | None = None
 
     def to_json(self) -> dict[str, Any]:
         """ppl, tokens, documents; with a baseline also the rest. Figures that do not apply are left out."""
         every = {"ppl": self.ppl, "tokens": self.tokens, "documents": self.documents, "baseline_ppl": self.baseline_ppl, "kl": self.kl}
         every |= {"kl_stderr": self.kl_stderr, "top1_agree": self.top1_agree, "expert_agree": self.expert_agree}
         found: dict[str, Any] = {name: value for name, value in every.items() if value is not None}
-        return found | ({"layer_errors": self.layer_errors} if self.layer_errors else {})
+        found |= {"layer_errors": self.layer_errors} if self.layer_errors else {}
+        return found | ({"greedy": self.greedy.to_json()} if self.greedy else {})
 
     @property
     def heading(self) -> str:
@@ -81,6 +86,9 @@ class Quality(Result):
                 ("KL from the baseline", f"{self.kl:.3e}{spread} nats a token"),
                 ("same likeliest token", f"{self.top1_agree:.2%}"),
             ]
+        if self.greedy is not None:
+            told = f"{self.greedy.tokens_until_apart:g} tokens (median), {self.greedy.same:.1%} of {self.greedy.prompts} never"
+            rows.append(("greedy paths part after", told))
         if self.expert_agree is not None:
             rows.append(("same experts", f"{self.expert_agree:.2%}"))
         return rows + [(f"  error after layer {number}", f"{error:.2e}") for number, error in enumerate(self.layer_errors)]
@@ -164,52 +172,78 @@ Report = Callable[[TextProgress], None]
 @torch.inference_mode()
 def measure(
     model: str,
-    text: Path | list[Tensor],
+    text: Path | list[Tensor] | None = None,
     *,
     baseline: str | None = None,
     seq_len: int = SEQ_LEN,
+    stride: int | None = None,
     limit: int | None = None,
+    sampled: str | None = None,
+    data_dir: Path | None = None,
+    max_tokens: int | None = None,
+    seed: int = 0,
     device: str = "auto",
     backend: str = "auto",
     progress: Report | None = None,
 ) -> Quality:
     """Perplexity of `model` over the documents of `text` (.jsonl, .txt, or token ids int64 [T] each), and its distance from `baseline`.
 
-    seq_len: longest document in tokens. limit: the first documents only.
+    seq_len: longest document in tokens. stride: windows of seq_len that far apart, over whole documents (windows.py). limit: the first
+    documents only. sampled: instead of a text, what the baseline writes to the prompts of this task (protocol r1, sampled with `seed`,
+    `max_tokens` or the task's own number at most), read from `data_dir`; the greedy paths of the two are compared as well.
     Raises QuantkitError where the text is unusable or the two models do not belong together.
     """
+    if (text is None) == (sampled is None):
+        raise QuantkitError("a text or a task to sample on is needed, and not both", "give --text FILE, or --sampled TASK")
+    if sampled is not None and baseline is None:
+        raise QuantkitError("who is to sample?", "give the source with --baseline")
     path = find_model(model)
     base = find_model(baseline) if baseline is not None else None
     if base is not None:
         _check_same_tokens(path, base)
     tell = progress or (lambda _: None)
+    paths = None
+    if sampled is not None and base is not None:
+        work, prompts = prompts_of(sampled, data_dir, limit, seed, max_tokens)
+        windows = sample_replies(base, work, prompts, device=device, backend=backend)
+        paths = greedy_paths(path, base, work, prompts, device=device, backend=backend)
+    else:
+        assert text is not None
+        windows = _windows(text, path, seq_len, stride, limit)
     with tempfile.TemporaryDirectory(prefix="quantkit-ppl-") as folder:
-        documents = text if isinstance(text, list) else read_documents(text, ChatTokenizer(path), seq_len=seq_len, limit=limit)
-        passes = _passes(documents, seq_len)
+        passes = _passes(windows, max(seq_len, *(len(window.ids) for window in windows)))
         head = _run_baseline(base, passes, Path(folder), device, backend, tell) if base is not None else None
         watched = Watched(load_model(path, device=device, backend=backend))
-        sums, done, total = _Sums(), 0, sum(map(len, documents))
+        sums, done, total = _Sums(), 0, sum(len(window.ids) for window in windows)
         for number, together in enumerate(passes):
-            trace = watched(together)
+            trace = watched([window.ids for window in together])
             theirs = _read(Path(folder), number, watched.loaded.device) if head is not None else None
             _add_tokens(sums, together, trace, watched.loaded.model.head, theirs, head)
             if theirs is not None:
                 _add_layers(sums, trace, theirs)
             done += len(trace.final)
             tell(TextProgress("model", done, total))
-    return _quality(sums, len(documents), base is not None)
+    return replace(_quality(sums, len(windows), base is not None), greedy=paths)
 
 
-def _passes(documents: list[Tensor], tokens: int) -> list[list[Tensor]]:
-    """Neighbouring documents put together up to `tokens`, the length of the longest."""
-    passes: list[list[Tensor]] = []
+def _windows(text: Path | list[Tensor], model: Path, seq_len: int, stride: int | None, limit: int | None) -> list[Window]:
+    longest = seq_len if stride is None else sys.maxsize
+    documents = text if isinstance(text, list) else read_documents(text, ChatTokenizer(model), seq_len=longest, limit=limit)
+    if stride is None:
+        return [Window(ids) for ids in documents]
+    return [window for document in documents for window in slide(document, seq_len, stride)]
+
+
+def _passes(windows: list[Window], tokens: int) -> list[list[Window]]:
+    """Neighbouring windows put together up to `tokens`, the length of the longest."""
+    passes: list[list[Window]] = []
     room = 0
-    for ids in documents:
-        if len(ids) > room:
+    for window in windows:
+        if len(window.ids) > room:
             passes.append([])
             room = tokens
-        passes[-1].append(ids)
-        room -= len(ids)
+        passes[-1].append(window)
+        room -= len(window.ids)
     return passes
 
 
@@ -220,13 +254,13 @@ def _check_same_tokens(path: Path, base: Path) -> None:
 
 
 def _run_baseline(
-    base: Path, passes: list[list[Tensor]], folder: Path, device: str, backend: str, tell: Report
+    base: Path, passes: list[list[Window]], folder: Path, device: str, backend: str, tell: Report
 ) -> Callable[[Tensor], Tensor]:
     """Leave a trace of every pass in `folder`; returns the output head, the only part of the baseline that is needed on."""
     watched = Watched(load_model(base, device=device, backend=backend))
-    done, total = 0, sum(len(ids) for together in passes for ids in together)
+    done, total = 0, sum(len(window.ids) for together in passes for window in together)
     for number, together in enumerate(passes):
-        trace = watched(together)
+        trace = watched([window.ids for window in together])
         tensors = {f"hidden.{layer}": value for layer, value in trace.hidden.items()}
         tensors |= {f"topk_ids.{layer}": value.int() for layer, value in trace.topk_ids.items()}
         save_file({name: value.cpu().contiguous() for name, value in (tensors | {"final": trace.final}).items()}, _file(folder, number))
@@ -252,17 +286,18 @@ def _read(folder: Path, number: int, device: torch.device) -> Trace:
 
 def _add_tokens(
     sums: _Sums,
-    documents: list[Tensor],
+    windows: list[Window],
     trace: Trace,
     head: Callable[[Tensor], Tensor],
     theirs: Trace | None,
     their_head: Callable[[Tensor], Tensor] | None,
 ) -> None:
-    """Next-token figures of one pass: each position but a document's last predicts the token after it."""
-    lengths = [len(ids) for ids in documents]
+    """Next-token figures of one pass: each position from the one before a window's first scored token on predicts the token after it."""
     device = trace.final.device
-    positions = torch.cat([torch.arange(n - 1) + start for n, start in zip(lengths, _starts(lengths))]).to(device)
-    targets = torch.cat([ids[1:] for ids in documents]).to(device)
+    starts = _starts([len(window.ids) for window in windows])
+    rows_of = [torch.arange(window.first - 1, len(window.ids) - 1) + start for window, start in zip(windows, starts)]
+    positions = torch.cat(rows_of).to(device)
+    targets = torch.cat([window.ids[window.first :] for window in windows]).to(device)
     divergences = []
     for part in _chunks(len(positions)):
         rows, wanted = positions[part], targets[part, None]
@@ -279,7 +314,7 @@ def _add_tokens(
         sums.same_top1 += int((base.argmax(dim=-1) == logs.argmax(dim=-1)).sum())
     sums.tokens += len(positions)
     if divergences:
-        sums.document_kl += [part.tolist() for part in torch.cat(divergences).split([n - 1 for n in lengths])]
+        sums.document_kl += [part.tolist() for part in torch.cat(divergences).split([window.scored for window in windows])]
 
 
 def _starts(lengths: list[int]) -> list[int]:

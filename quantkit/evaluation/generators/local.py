@@ -56,6 +56,10 @@ class Local:
                 think_open=encoded[index][1],
             )
 
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The token ids that `generate` gives the model."""
+        return _encode(self.engine.tokenizer, prompt)[0]
+
     def close(self) -> None:
         del self.engine
 
