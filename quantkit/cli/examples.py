@@ -59,7 +59,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "needle": (
         "quantkit needle tiny-r1 --out data/needle/test.jsonl --lengths 4k",
-        "quantkit needle MODEL --out data/needle/test.jsonl --lengths 4k,16k,60k --count 20",
+        "quantkit needle MODEL --out data/needle/test.jsonl --lengths 4k,16k,60k",
     ),
     "serve": (
         "quantkit serve out/awq",

@@ -121,10 +121,17 @@ def write_page(out: Path, table: SideBySide) -> None:
         raise QuantkitError(f"cannot write {out}: {error.strerror}", "choose another --out") from error
     drawn = {}
     for task in table.tasks:
-        rows = [(run.name, run.tasks[task]["accuracy"], *run.tasks[task]["interval"], True) for run in table.runs if task in run.tasks]
+        rows = [
+            (_label(run.name), run.tasks[task]["accuracy"], *run.tasks[task]["interval"], True) for run in table.runs if task in run.tasks
+        ]
         drawn[task] = {"accuracy": plots.accuracy_plot(rows)}
-        compared = [(run.name, run.comparisons[task]) for run in table.runs if task in run.comparisons]
+        compared = [(_label(run.name), run.comparisons[task]) for run in table.runs if task in run.comparisons]
         if compared:
             drawn[task]["differences"] = plots.differences_plot(compared)
     write_atomically(out / "comparison.html", render("comparison.html.j2", table=table, plots=drawn))
     write_atomically(out / "comparison.json", json.dumps(table.to_json(), indent=1) + "\n")
+
+
+def _label(name: str) -> str:
+    """What fits beside a plot."""
+    return name if len(name) <= 40 else f"{name[:18]}...{name[-19:]}"
