@@ -83,6 +83,11 @@ AREAS = (
 )
 
 EXPLAINED = {
+    (
+        "kernels/quantkit_kernels/ascend/kernels.py",
+        "int8_blocks",
+        "dropped argument",
+    ): "a product of int8 onto an int32 sum is int32 anyway",
     ("kernels/ascendc/fp4_gemv.cpp", "Finish", "narrower type"): "differs from 16 GB of y on, and a step has a few rows",
 }
 """Why mutants survive that do: by path, function and rule."""
