@@ -171,9 +171,9 @@ def check_export() -> None:
 
     from evalscope.report.report import Report
 
+    from quantkit.evaluation.asking import ask_and_grade, prepare
     from quantkit.evaluation.generators.generator import Generation, ModelReply, Prompt
     from quantkit.evaluation.results.evalscope_format import report
-    from quantkit.evaluation.run import ask_and_grade, prepare
 
     class Replayed:
         name = "replayed"
