@@ -28,8 +28,8 @@ from quantkit.models.stored import check_stored, read_model
 
 Depth = Literal["headers", "tensors", "behaviour"]
 DEPTHS: tuple[Depth, ...] = ("headers", "tensors", "behaviour")
-_BYTES_A_SECOND = 0.4e9
-"""Of one processor; a slower disk takes longer."""
+_BYTES_A_SECOND = 0.1e9
+"""Of one processor. R1's FP8 shapes took 8.8 CPU s a GB."""
 
 
 @dataclass

@@ -1,7 +1,6 @@
 """What a linear stores, some of its rows at a time: codes with zero points and scales, whatever the format.
 
-Every byte is read and looked at; codes are taken apart for SAMPLED rows only, which makes a check as fast as the disk and bounds its memory
-by one linear's bytes.
+Every byte is read and looked at; codes are taken apart for SAMPLED rows only, which bounds time and memory by the bytes of one linear.
 """
 
 from dataclasses import dataclass
