@@ -51,7 +51,7 @@ class TimeLeft:
     as in a run that goes on, says nothing of the pace.
     """
 
-    _TRUSTED = 0.02
+    _TRUSTED = 0.15
 
     def __init__(self, expected: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._expected, self._clock = expected, clock

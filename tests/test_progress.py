@@ -54,10 +54,10 @@ def test_what_is_expected_counts_at_first() -> None:
     assert left.seconds == pytest.approx(1000)
     clock.now += 5
     left.at(0.001)
-    assert 900 < (left.seconds or 0) < 1300, "the first step was slow"
+    assert 900 < (left.seconds or 0) < 1100, "the first step was slow"
     clock.now += 2000
     left.at(0.5)
-    assert left.seconds == pytest.approx(2000, rel=0.05), "the pace that was seen counts"
+    assert left.seconds == pytest.approx(2000, rel=0.2), "the pace that was seen counts"
 
 
 def shown(stream: io.StringIO, seconds: float, steps: int) -> list[str]:
