@@ -28,6 +28,7 @@ PIECES = (
 )
 OF_THE_TABLE = {*get_args(Role), *get_args(Block), *get_args(Projection)}
 UNIT = "the name of a unit of work, which quantkit makes itself"
+OTHERS = "spellings of other writers, or of an architecture without a table, which a diagnosis is about"
 SPELLED: dict[str, dict[str, str]] = {
     "calibrate/units.py": {"layers.": UNIT, ".experts.": UNIT},
     "quantization/memory.py": {"layers.": UNIT, ".experts": UNIT},
@@ -38,6 +39,26 @@ SPELLED: dict[str, dict[str, str]] = {
         r"(.*?\.layers\.\d+)\.": "entries of ignore lists cover a layer by its prefix: a spelling of the format",
     },
     "checkpoint/formats/modelslim.py": dict.fromkeys(("o_proj", "down_proj"), "the format slices scale_bias of these two, for vllm-ascend"),
+    "checkpoint/formats/gptq.py": {"lm_head": "a key of GPTQ's description"},
+    "diagnosis/behaviour.py": {"model.layers.": "what a report calls a sublayer"},
+    "diagnosis/repair.py": {"model.layers.": OTHERS},
+    "diagnosis/settings.py": {"model.embed_tokens.weight": OTHERS},
+    "diagnosis/structure.py": dict.fromkeys(
+        (
+            r"(.*\.experts)\.(\d+)\.(.+)",
+            r"\.experts\.(gate_up_proj|down_proj|gate_proj|up_proj|w13|w2)(?:\.|_|$)",
+            r"\.experts\.\d+\.",
+            r"\.layers\.(\d+)\.",
+            r"^(?=layers\.|embed_tokens\.|norm\.)",
+            ".down_proj.",
+            ".gate_proj.",
+            ".mlp.",
+            ".self_attn.",
+            ".up_proj.",
+            "eh_proj",
+        ),
+        OTHERS,
+    ),
     "engines/check.py": {" mixes up scales of gate_proj and up_proj: a GPU's ": "a message"},
 }
 

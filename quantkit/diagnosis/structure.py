@@ -10,7 +10,7 @@ from quantkit.diagnosis.description import Described, compare_lists
 from quantkit.diagnosis.findings import Findings
 from quantkit.diagnosis.survey import Survey
 from quantkit.errors import QuantkitError
-from quantkit.models import ARCHITECTURES, find_architecture
+from quantkit.models import find_architecture, is_known
 from quantkit.models.architecture import ModelConfig
 from quantkit.models.by_name import ends_as_linear
 from quantkit.models.stored import check_size
@@ -52,7 +52,7 @@ class Structure:
 
 def read_table(survey: Survey, findings: Findings) -> Structure:
     """The architecture's table for config.json; empty where it has none."""
-    if survey.config.get("model_type") not in ARCHITECTURES:
+    if not is_known(survey.config):
         return Structure()
     try:
         architecture = find_architecture(survey.config)

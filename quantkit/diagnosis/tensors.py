@@ -3,7 +3,6 @@
 One linear is in memory at a time, and of plain tensors BLOCK bytes.
 """
 
-import re
 from collections.abc import Callable, Iterator
 from statistics import median
 
@@ -38,6 +37,10 @@ class TensorCheck:
     def __init__(self, survey: Survey, structure: Structure, described: Described, findings: Findings) -> None:
         self.survey, self.described, self.findings = survey, described, findings
         self.expert = {row.module: (row.layer, row.expert) for row in structure.rows if row.expert is not None}
+        ups = {(row.layer, row.expert): row.module for row in structure.rows if row.projection == "up"}
+        self.up_of = {
+            row.module: ups.get((row.layer, row.expert)) for row in structure.rows if row.expert is not None and row.projection == "gate"
+        }
         self.measures: dict[str, Measures] = {}
         self.offsets: dict[str, float] = {}
         self.inverted: list[str] = []
@@ -236,8 +239,8 @@ class TensorCheck:
         """gate and up of a layer's experts differ in size by about the same ratio: where it is the inverse, they were exchanged."""
         ratios: dict[int | None, dict[str, float]] = {}
         for module, found in self.measures.items():
-            other = self.measures.get(re.sub(r"gate_proj$", "up_proj", module)) if module.endswith("gate_proj") else None
-            if other is not None and module in self.expert and other.rms > 0 and found.rms > 0:
+            other = self.measures.get(self.up_of.get(module) or "")
+            if other is not None and other.rms > 0 and found.rms > 0:
                 ratios.setdefault(self.expert[module][0], {})[module] = float(torch.tensor(found.rms / other.rms).log())
         for own in ratios.values():
             if len(own) < 8:
