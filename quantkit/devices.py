@@ -75,7 +75,7 @@ def describe_hardware(device: str = "auto") -> str:
     target = find_device(device)
     if target.type == "cpu":
         return host
-    module = torch.get_device_module(target)
+    module = getattr(torch, target.type)
     return f"{module.device_count()} x {module.get_device_name()} ({host})"
 
 

@@ -77,7 +77,7 @@ def describe(checkpoint: Checkpoint) -> Inspection:
     left = Counter(linear.format.name for linear in checkpoint.linears.values() if linear.format is not checkpoint.format)
     return Inspection(
         path=str(checkpoint.path),
-        architecture=checkpoint.config.get("model_type"),
+        architecture=said if isinstance(said := checkpoint.config.get("model_type"), str) else None,
         format=checkpoint.format.name,
         variant=checkpoint.format.variant,
         scheme=checkpoint.scheme.name if checkpoint.scheme else None,

@@ -27,6 +27,7 @@ _KINDS = (
     (stat.S_ISCHR, "device"),
     (stat.S_ISBLK, "device"),
 )
+_MOST_DIGITS = 4300  # Python's own limit
 _HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -98,7 +99,7 @@ def read_json(path: Path, limit: int = LARGEST_SETTINGS) -> dict[str, Any]:
 def parse_json(text: str, *, unique: bool = False) -> Any:
     """The value. Raises ValueError where it is not JSON, or where a name has two values (with `unique`: where it appears twice)."""
     try:
-        value = json.loads(text, object_pairs_hook=_unique if unique else _unambiguous)
+        value = json.loads(text, object_pairs_hook=_unique if unique else _unambiguous, parse_int=_integer)
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error
     _check_depth(value)
@@ -108,6 +109,13 @@ def parse_json(text: str, *, unique: bool = False) -> Any:
         except UnicodeEncodeError as error:
             raise ValueError("a string holds half of a character") from error
     return value
+
+
+def _integer(digits: str) -> int:
+    # Python's own limit is a setting of the process, which a library may have lifted.
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"a number has {len(digits)} digits")
+    return int(digits)
 
 
 def _unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

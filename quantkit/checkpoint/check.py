@@ -65,7 +65,7 @@ def quantized_linear(path: Path, format: Format, grid: Grid | None, tensors: Map
         tensor = tensors.get(name)
         if tensor is None:
             if part.required:
-                told = f"{name} is missing from {path}, and {module} cannot be decoded without it"
+                told = f"{name} is missing from {path}, and {module} cannot be decoded without it as config.json describes it"
                 raise QuantkitError(f"{told} (its codes are in {tensors[module + format.marker].shard})", _AGAIN)
             continue
         one = part.shape in ((), (1,)) and tensor.shape in ((), (1,))  # as producers please
