@@ -19,7 +19,7 @@ from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.engines.launch import deploy
 from quantkit.errors import QuantkitError
 from quantkit.guide import job as job_module
-from quantkit.guide.boxes import Box, read_box
+from quantkit.guide.boxes import DeviceBox, read_box
 from quantkit.guide.proposal import ENGINES, QUANTKIT, Wanted, candidates, choose_candidate, expected_losses
 from quantkit.guide.record import Record
 from quantkit.recipe import load_recipe
@@ -106,12 +106,12 @@ def test_a_box_of_each_kind(r1: Path) -> None:
 def test_eight_bits_that_do_not_fit_are_passed_over(r1: Path) -> None:
     """On devices between what int8 and what the next scheme needs."""
     checkpoint, wanted = Checkpoint.open(r1), Wanted(load_recipe, context=128)
-    roomy = {one.scheme: one.plan for one in candidates(checkpoint, Box(8, 64 * GIB, "npu", "8 x 64 GiB"), wanted)}
+    roomy = {one.scheme: one.plan for one in candidates(checkpoint, DeviceBox(8, 64 * GIB, "npu", "8 x 64 GiB"), wanted)}
     eight, four = roomy["int8-a8w8c16"], roomy["awq-w4a16"]
     assert eight is not None
     assert four is not None
     needed = four.devices.reserve_bytes + (eight.devices.weight_bytes + four.devices.weight_bytes) / 2
-    box = Box(8, round(needed / 0.9), "npu", "8 x little")
+    box = DeviceBox(8, round(needed / 0.9), "npu", "8 x little")
     chosen, why = choose_candidate(candidates(checkpoint, box, wanted), box)
     assert chosen.scheme == "awq-w4a16"
     assert "int8-a8w8c16 would not fit" in why

@@ -45,7 +45,7 @@ def go(
         raise QuantkitError("quantkit go asks before it begins, and there is no terminal to ask on", "give --yes")
     with console.status("looking at the machine"):
         from quantkit.guide.boxes import read_box
-        from quantkit.guide.job import GoRequest, Job
+        from quantkit.guide.job import GoRequest, GuidedJob
         from quantkit.guide.record import Choice, Record
 
         box = read_box(devices)
@@ -67,7 +67,7 @@ def go(
         else:
             console.tell(f"going on in {out}: {choice.scheme} for {choice.engine}, as agreed")
         with console.samples_bar() as counted, console.bytes_bar() as units:
-            outcome = Job(request, choice, record, _listeners(counted, units, expected)).run()
+            outcome = GuidedJob(request, choice, record, _listeners(counted, units, expected)).run()
     if json_:
         return console.print_json(outcome.to_json())
     console.show(outcome)

@@ -16,7 +16,7 @@ from quantkit.checkpoint.formats.base import FLOAT_DTYPES
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.remote import open_headers
 from quantkit.diagnosis.description import Described
-from quantkit.diagnosis.findings import Findings
+from quantkit.diagnosis.findings import DiagnosisFindings
 from quantkit.diagnosis.measures import ORDERS, reordered
 from quantkit.diagnosis.rows import Rows, plain_rows
 from quantkit.diagnosis.structure import Structure
@@ -32,7 +32,7 @@ _RELATED = 0.75
 
 
 @dataclass(frozen=True)
-class Fit:
+class SourceFit:
     """W' ~ diag(r) W diag(c). error: |W' - diag(r) W diag(c)| / |W'|. columns: c [K]. size: median of |r c|."""
 
     error: float
@@ -41,7 +41,7 @@ class Fit:
     size: float
 
 
-def fit(ours: Tensor, theirs: Tensor) -> Fit:
+def fit(ours: Tensor, theirs: Tensor) -> SourceFit:
     """Both float32 [n, K]."""
     columns, rows = torch.ones(theirs.shape[1]), torch.ones(theirs.shape[0])
     for _ in range(3):
@@ -53,7 +53,7 @@ def fit(ours: Tensor, theirs: Tensor) -> Fit:
     rows, columns = rows / middle, columns * middle
     left = ours - theirs * rows[:, None] * columns
     norm = float(ours.norm())
-    return Fit(float(left.norm()) / norm if norm else 0.0, columns, rows, float(columns.abs().median() * rows.abs().median()))
+    return SourceFit(float(left.norm()) / norm if norm else 0.0, columns, rows, float(columns.abs().median() * rows.abs().median()))
 
 
 def cosine(ours: Tensor, theirs: Tensor) -> float:
@@ -64,7 +64,7 @@ def cosine(ours: Tensor, theirs: Tensor) -> float:
 class SourceComparison:
     """look() at the rows of each linear, then finish()."""
 
-    def __init__(self, source: str, survey: Survey, structure: Structure, described: Described, findings: Findings) -> None:
+    def __init__(self, source: str, survey: Survey, structure: Structure, described: Described, findings: DiagnosisFindings) -> None:
         self.checkpoint: Checkpoint = open_headers(source)
         self.survey, self.structure, self.described, self.findings = survey, structure, described, findings
         self.rows = {row.module: row for row in structure.rows if len(row.shape) == 2}
@@ -93,7 +93,7 @@ class SourceComparison:
             return
         self._explain(module, rows, theirs, found, shift)
 
-    def _explain(self, module: str, rows: Rows, theirs: Tensor, found: Fit, shift: float) -> None:
+    def _explain(self, module: str, rows: Rows, theirs: Tensor, found: SourceFit, shift: float) -> None:
         told = f"error {found.error:.2f} where {rows.bits} bits leave at most {_ALLOWED[rows.bits]:.2f}"
         if rows.codes is not None and 0.6 < abs(shift) < 1.4 and rows.bits < 16 and found.error < 0.95:
             self.offsets[module] = shift

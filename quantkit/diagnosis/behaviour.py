@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from quantkit.assets import calibration_text
 from quantkit.calibrate.layer_weights import LayerWeights
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.diagnosis.findings import Findings
+from quantkit.diagnosis.findings import DiagnosisFindings
 from quantkit.evaluation.distance.documents import read_documents
 from quantkit.models.context import CausalContext
 from quantkit.models.decoder import DecoderLayer
@@ -95,7 +95,7 @@ class _Side:
 
 @torch.inference_mode()
 def compare_behaviour(
-    checkpoint: Checkpoint, source: Checkpoint, text: Path | None, findings: Findings
+    checkpoint: Checkpoint, source: Checkpoint, text: Path | None, findings: DiagnosisFindings
 ) -> tuple[list[SublayerError], float]:
     """The errors of all sublayers, and the mean KL of the next token in nats. text: .txt or .jsonl; without, what the
     source ships for calibration, or quantkit's own.
@@ -180,7 +180,7 @@ def _next_token_kl(ours: _Side, theirs: _Side, mine: Tensor, right: Tensor) -> f
     return kl if math.isfinite(kl) else math.inf
 
 
-def _judge(errors: list[SublayerError], kl: float, findings: Findings) -> None:
+def _judge(errors: list[SublayerError], kl: float, findings: DiagnosisFindings) -> None:
     """The first sublayer that is off by itself, and its first linear that is; a router that chooses others."""
     off = [error for error in errors if not error.own <= _SUBLAYER]
     strayed = [error for error in errors if error.chosen is not None and error.chosen < _CHOICES]

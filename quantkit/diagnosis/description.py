@@ -10,7 +10,7 @@ from quantkit.checkpoint.description import check_description
 from quantkit.checkpoint.formats import FORMATS, detect_format, fp8_block
 from quantkit.checkpoint.formats.base import FLOAT_DTYPES, Format
 from quantkit.checkpoint.header import TensorInfo
-from quantkit.diagnosis.findings import Findings
+from quantkit.diagnosis.findings import DiagnosisFindings
 from quantkit.diagnosis.survey import Survey
 from quantkit.errors import QuantkitError
 from quantkit.schemes import Grid, IntGrid
@@ -42,7 +42,7 @@ class Described:
         return module in self.linears or module in self.broken
 
 
-def describe(survey: Survey, findings: Findings) -> Described:
+def describe(survey: Survey, findings: DiagnosisFindings) -> Described:
     """The quantization as described and as stored, with a finding wherever they differ."""
     seen = _seen(survey.tensors)
     described = Described()
@@ -109,7 +109,7 @@ def _is_laid_out(format: Format, tensors: Mapping[str, TensorInfo], module: str)
     return tensors[f"{module}.scales"].shape[-1:] == (rows,)
 
 
-def _read_format(survey: Survey, seen: list[Format], described: Described, findings: Findings) -> bool:
+def _read_format(survey: Survey, seen: list[Format], described: Described, findings: DiagnosisFindings) -> bool:
     """Set the format, its grid and its list; False where it is one that quantkit does not read."""
     try:
         format = detect_format(survey.path / _described_in(survey), survey.config, survey.side)
@@ -134,7 +134,7 @@ def _read_format(survey: Survey, seen: list[Format], described: Described, findi
     return True
 
 
-def _collect(survey: Survey, described: Described, findings: Findings) -> None:
+def _collect(survey: Survey, described: Described, findings: DiagnosisFindings) -> None:
     """All quantized linears; of those that are not whole, what is wrong."""
     format, modules = described.format, dict[str, Format]()
     assert format is not None
@@ -165,7 +165,7 @@ def _linear(survey: Survey, format: Format, grid: Grid | None, module: str) -> Q
     return quantized_linear(survey.path, format, grid, survey.tensors, module)
 
 
-def _grid_that_fits(survey: Survey, described: Described, modules: Mapping[str, Format], findings: Findings) -> Grid | None:
+def _grid_that_fits(survey: Survey, described: Described, modules: Mapping[str, Format], findings: DiagnosisFindings) -> Grid | None:
     """The grid as described, or with the group size that the scales of most linears have, where not one has the described one."""
     grid, format = described.grid, described.format
     if not isinstance(grid, IntGrid) or format is None:
@@ -205,7 +205,7 @@ def _group_size(survey: Survey, format: Format, grid: Grid, module: str) -> int 
     return columns // count if count and columns % count == 0 else None
 
 
-def _find_orphans(survey: Survey, described: Described, format: Format, findings: Findings) -> None:
+def _find_orphans(survey: Survey, described: Described, format: Format, findings: DiagnosisFindings) -> None:
     """Scales without codes, and tensors of a dtype that only another format has."""
     owned = {name for linear in described.linears.values() for name in linear.tensors}
     rest = [
@@ -220,7 +220,7 @@ def _find_orphans(survey: Survey, described: Described, format: Format, findings
         findings.add("part-malformed", [tensor.name for tensor in strange], f"{kind}, which {format.name} {format.variant} does not have")
 
 
-def compare_lists(described: Described, plain_linears: Iterable[str], where: str, findings: Findings) -> None:
+def compare_lists(described: Described, plain_linears: Iterable[str], where: str, findings: DiagnosisFindings) -> None:
     """Modules that are said to be unquantized and are not, and the other way round. plain_linears: linears stored plain."""
     if described.ignored is None or described.format is None:
         return

@@ -13,7 +13,7 @@ from quantkit.checkpoint.remote import HeadersOnly, open_headers
 from quantkit.diagnosis.against_source import SourceComparison, is_matrix
 from quantkit.diagnosis.behaviour import SublayerError, compare_behaviour
 from quantkit.diagnosis.description import Described, describe
-from quantkit.diagnosis.findings import Findings
+from quantkit.diagnosis.findings import DiagnosisFindings
 from quantkit.diagnosis.rows import plain_rows
 from quantkit.diagnosis.settings import check_settings, compare_settings
 from quantkit.diagnosis.structure import Structure, compare, read_table, rename
@@ -49,7 +49,7 @@ class Diagnosis:
 
     model: str
     patient: Patient
-    findings: Findings
+    findings: DiagnosisFindings
     source: Patient | None = None
     seconds: dict[Depth, float] = field(default_factory=dict)
     sublayers: list[SublayerError] = field(default_factory=list)
@@ -84,12 +84,12 @@ def diagnose(
     if engine is not None:
         find_engine(engine)
     start = time.perf_counter()
-    findings = Findings()
+    findings = DiagnosisFindings()
     tell("headers: seconds")
     patient = examine(model, findings)
     diagnosis = Diagnosis(model, patient, findings)
     if source is not None:
-        diagnosis.source = examine(source, Findings())
+        diagnosis.source = examine(source, DiagnosisFindings())
         compare_settings(patient.survey, patient.structure, diagnosis.source.survey, diagnosis.source.structure, findings)
         _compare_mtp(patient, diagnosis.source, findings)
     _open(patient, engine, findings)
@@ -152,13 +152,13 @@ def look_at_tensors(patient: Patient, source: str | None, diagnosis: Diagnosis, 
     patient.inverted += check.inverted
 
 
-def _comparison(patient: Patient, source: str | None, findings: Findings) -> SourceComparison | None:
+def _comparison(patient: Patient, source: str | None, findings: DiagnosisFindings) -> SourceComparison | None:
     if source is None or find_local(source) is None:
         return None
     return SourceComparison(source, patient.survey, patient.structure, patient.described, findings)
 
 
-def examine(model: str, findings: Findings) -> Patient:
+def examine(model: str, findings: DiagnosisFindings) -> Patient:
     """Headers and the files beside them."""
     seen = survey(model, findings)
     structure = read_table(seen, findings)
@@ -170,7 +170,7 @@ def examine(model: str, findings: Findings) -> Patient:
     return Patient(seen, structure, described)
 
 
-def _compare_mtp(patient: Patient, source: Patient, findings: Findings) -> None:
+def _compare_mtp(patient: Patient, source: Patient, findings: DiagnosisFindings) -> None:
     """MTP layers that the source has, and this checkpoint neither stores nor promises."""
     lost = {row.name for row in source.structure.lost}
     theirs = [row.name for row in source.structure.rows if row.mtp and row.name not in lost]
@@ -179,7 +179,7 @@ def _compare_mtp(patient: Patient, source: Patient, findings: Findings) -> None:
         findings.add("mtp-missing", theirs, f"the source has an MTP layer of {len(theirs)} tensors, and it was left out")
 
 
-def _open(patient: Patient, engine: str | None, findings: Findings) -> None:
+def _open(patient: Patient, engine: str | None, findings: DiagnosisFindings) -> None:
     """As every verb opens it: what stops there and was not found before is a finding too. Then the engine's own rules."""
     if engine is None and findings.verdict == "bad":
         return
@@ -196,7 +196,7 @@ def _open(patient: Patient, engine: str | None, findings: Findings) -> None:
         _ask_engine(engine, checkpoint, findings)
 
 
-def _ask_engine(engine: str, checkpoint: Checkpoint, findings: Findings) -> None:
+def _ask_engine(engine: str, checkpoint: Checkpoint, findings: DiagnosisFindings) -> None:
     try:
         problems = check_checkpoint(engine, checkpoint)
     except QuantkitError as fault:

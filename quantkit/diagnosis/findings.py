@@ -28,7 +28,7 @@ class Finding:
 
 
 @dataclass
-class Findings:
+class DiagnosisFindings:
     """Collected while looking. A name of the catalogue may be found once for each kind of evidence."""
 
     found: list[Finding] = field(default_factory=list)

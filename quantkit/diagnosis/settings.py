@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from quantkit.diagnosis.findings import Findings
+from quantkit.diagnosis.findings import DiagnosisFindings
 from quantkit.diagnosis.structure import Structure
 from quantkit.diagnosis.survey import Survey
 
@@ -42,7 +42,7 @@ _COMPUTED = (
 _TOLD = 80
 
 
-def check_settings(survey: Survey, structure: Structure, findings: Findings) -> None:
+def check_settings(survey: Survey, structure: Structure, findings: DiagnosisFindings) -> None:
     """What the files say of themselves and of each other."""
     rows = _embedding_rows(survey, structure)
     vocabulary, added = _vocabulary(survey, findings)
@@ -63,7 +63,7 @@ def _embedding_rows(survey: Survey, structure: Structure) -> int:
     return stored.shape[0] if stored is not None and stored.shape else claimed if type(claimed) is int else 0
 
 
-def _vocabulary(survey: Survey, findings: Findings) -> tuple[dict[str, int], dict[str, int]]:
+def _vocabulary(survey: Survey, findings: DiagnosisFindings) -> tuple[dict[str, int], dict[str, int]]:
     """Tokens and their numbers, and those that were added. Empty where there is no tokenizer.json, or another kind of it."""
     tokenizer = survey.settings.get("tokenizer.json", {})
     model = tokenizer.get("model")
@@ -97,7 +97,7 @@ def end_tokens(survey: Survey) -> dict[str, list[int]]:
     return found
 
 
-def _check_ends(survey: Survey, rows: int, tokens: Mapping[str, int], findings: Findings) -> None:
+def _check_ends(survey: Survey, rows: int, tokens: Mapping[str, int], findings: DiagnosisFindings) -> None:
     ends = end_tokens(survey)
     for name, numbers in ends.items():
         outside = [number for number in numbers if number < 0 or (rows and number >= rows)]
@@ -134,7 +134,7 @@ def template_of(survey: Survey) -> str:
     return ""
 
 
-def _check_template(survey: Survey, findings: Findings) -> None:
+def _check_template(survey: Survey, findings: DiagnosisFindings) -> None:
     template = template_of(survey)
     try:
         ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(_without_generation(template))
@@ -150,7 +150,9 @@ def _without_generation(template: str) -> str:
     return template
 
 
-def compare_settings(survey: Survey, structure: Structure, source: Survey, source_structure: Structure, findings: Findings) -> None:
+def compare_settings(
+    survey: Survey, structure: Structure, source: Survey, source_structure: Structure, findings: DiagnosisFindings
+) -> None:
     """The same files of the source: what has another value there, or is not here."""
     _compare_configs(survey, structure, source, source_structure, findings)
     ours, theirs = survey.settings.get("tokenizer.json"), source.settings.get("tokenizer.json")
@@ -178,7 +180,9 @@ def _tokens(tokenizer: Mapping[str, Any]) -> str:
     return json.dumps([model.get("vocab"), merges], sort_keys=True)
 
 
-def _compare_configs(survey: Survey, structure: Structure, source: Survey, source_structure: Structure, findings: Findings) -> None:
+def _compare_configs(
+    survey: Survey, structure: Structure, source: Survey, source_structure: Structure, findings: DiagnosisFindings
+) -> None:
     if structure.config is not None and type(structure.config) is type(source_structure.config):
         differ = _different_fields(structure.config, source_structure.config)
     else:

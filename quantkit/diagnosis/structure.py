@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from quantkit.checkpoint.formats.base import HEAD
 from quantkit.diagnosis.description import Described, compare_lists
-from quantkit.diagnosis.findings import Findings
+from quantkit.diagnosis.findings import DiagnosisFindings
 from quantkit.diagnosis.survey import Survey
 from quantkit.errors import QuantkitError
 from quantkit.models import find_architecture, is_known
@@ -50,7 +50,7 @@ class Structure:
     lost: list[Parameter] = field(default_factory=list)
 
 
-def read_table(survey: Survey, findings: Findings) -> Structure:
+def read_table(survey: Survey, findings: DiagnosisFindings) -> Structure:
     """The architecture's table for config.json; empty where it has none."""
     if not is_known(survey.config):
         return Structure()
@@ -65,7 +65,7 @@ def read_table(survey: Survey, findings: Findings) -> Structure:
     return Structure(config, architecture.parameters(config))
 
 
-def rename(survey: Survey, structure: Structure, findings: Findings) -> None:
+def rename(survey: Survey, structure: Structure, findings: DiagnosisFindings) -> None:
     """Give tensors the table's names where a known other spelling accounts for them, and say so."""
     if not structure.rows:
         return
@@ -89,7 +89,7 @@ def _is_of(name: str, modules: Collection[str]) -> bool:
     return name in modules or name.rpartition(".")[0] in modules
 
 
-def compare(survey: Survey, structure: Structure, described: Described, where: str, findings: Findings) -> None:
+def compare(survey: Survey, structure: Structure, described: Described, where: str, findings: DiagnosisFindings) -> None:
     """Everything that table and tensors tell of each other. where: the file that describes the quantization."""
     structure.rows = resolve(structure.rows, survey.tensors)
     if structure.rows:
@@ -115,7 +115,7 @@ def compare(survey: Survey, structure: Structure, described: Described, where: s
         _compare_kinds(structure, survey, described, findings)
 
 
-def _compare_rows(survey: Survey, structure: Structure, described: Described, findings: Findings) -> None:
+def _compare_rows(survey: Survey, structure: Structure, described: Described, findings: DiagnosisFindings) -> None:
     rows = structure.rows
     # Of a format that is not read, a linear is there where anything of it is.
     there = set() if described.readable else {name.rpartition(".")[0] for name in survey.tensors}
@@ -143,7 +143,7 @@ def _plain(survey: Survey, row: Parameter) -> bool:
     return survey.tensors[row.name].dtype.itemsize > 1
 
 
-def _tell_lost(survey: Survey, structure: Structure, findings: Findings) -> None:
+def _tell_lost(survey: Survey, structure: Structure, findings: DiagnosisFindings) -> None:
     lost = structure.lost
     mtp = [row for row in lost if row.mtp]
     mtp_rows = sum(row.mtp for row in structure.rows)
@@ -166,7 +166,7 @@ def _tell_lost(survey: Survey, structure: Structure, findings: Findings) -> None
         )
 
 
-def _tell_unknown(survey: Survey, structure: Structure, findings: Findings) -> None:
+def _tell_unknown(survey: Survey, structure: Structure, findings: DiagnosisFindings) -> None:
     assert structure.config is not None
     modules = {row.module for row in structure.rows} | {row.name for row in structure.rows}
     layers = structure.config.num_hidden_layers
@@ -190,7 +190,7 @@ def _tell_unknown(survey: Survey, structure: Structure, findings: Findings) -> N
         findings.add("tensors-unknown", rest, f"{len(rest)} tensors that the architecture has no place for")
 
 
-def _compare_layers(survey: Survey, findings: Findings) -> None:
+def _compare_layers(survey: Survey, findings: DiagnosisFindings) -> None:
     """Without a table: every expert of a layer has what the others have, and no number is left out."""
     tails: dict[str, dict[int, set[str]]] = {}
     for name in survey.tensors:
@@ -206,7 +206,7 @@ def _compare_layers(survey: Survey, findings: Findings) -> None:
         findings.add("tensors-missing", lost, f"{len(lost)} tensors that the other experts of their layers have")
 
 
-def _compare_kinds(structure: Structure, survey: Survey, described: Described, findings: Findings) -> None:
+def _compare_kinds(structure: Structure, survey: Survey, described: Described, findings: DiagnosisFindings) -> None:
     """What is quantized of each kind of linear."""
     lost = {row.name for row in structure.lost}
     rows = [row for row in structure.rows if row.name not in lost]

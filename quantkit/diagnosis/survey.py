@@ -14,7 +14,7 @@ from quantkit.checkpoint.formats.base import SIDE_FILES
 from quantkit.checkpoint.header import TensorInfo, read_header
 from quantkit.checkpoint.remote import remote_tensor
 from quantkit.checkpoint.shards import Shards
-from quantkit.diagnosis.findings import Findings
+from quantkit.diagnosis.findings import DiagnosisFindings
 from quantkit.errors import QuantkitError
 from quantkit.hub import find_local, read_headers
 from quantkit.model_files import LARGEST, is_there, read_json, read_text
@@ -56,13 +56,13 @@ class Survey:
         self.renamed |= {new: old for old, new in names.items()}
 
 
-def survey(model: str, findings: Findings) -> Survey:
+def survey(model: str, findings: DiagnosisFindings) -> Survey:
     """Look at a directory, a built-in name or a hub id. Raises QuantkitError where there is nothing to look at."""
     local = find_local(model)
     return _of_hub(model, findings) if local is None else of_folder(local, findings)
 
 
-def of_folder(path: Path, findings: Findings) -> Survey:
+def of_folder(path: Path, findings: DiagnosisFindings) -> Survey:
     """Every file of a folder that tells something, the headers of all shards among them."""
     names = frozenset(file.name for file in path.iterdir())
     config = _json(path, "config.json", findings)
@@ -73,7 +73,7 @@ def of_folder(path: Path, findings: Findings) -> Survey:
     return Survey(path, config, {name: value for name, value in side.items() if value}, tensors, settings, template, names, True)
 
 
-def _of_hub(model: str, findings: Findings) -> Survey:
+def _of_hub(model: str, findings: DiagnosisFindings) -> Survey:
     remote = read_headers(model, ("config.json", *SIDE_FILES, *_READ))
     if "config.json" not in remote.files:
         findings.add("config-unreadable", "config.json", f"hub model {model} has no config.json")
@@ -88,7 +88,7 @@ def _of_hub(model: str, findings: Findings) -> Survey:
     return Survey(Path(model), remote.files.get("config.json", {}), side, tensors, settings, None, remote.names, False)
 
 
-def _json(path: Path, name: str, findings: Findings, finding: str = "config-unreadable") -> dict[str, Any]:
+def _json(path: Path, name: str, findings: DiagnosisFindings, finding: str = "config-unreadable") -> dict[str, Any]:
     try:
         return read_json(path / name, LARGEST)
     except QuantkitError as fault:
@@ -96,7 +96,7 @@ def _json(path: Path, name: str, findings: Findings, finding: str = "config-unre
         return {}
 
 
-def _text(path: Path, name: str, findings: Findings) -> str:
+def _text(path: Path, name: str, findings: DiagnosisFindings) -> str:
     try:
         return read_text(path / name, LARGEST)
     except QuantkitError as fault:
@@ -104,7 +104,7 @@ def _text(path: Path, name: str, findings: Findings) -> str:
         return ""
 
 
-def _tensors(path: Path, findings: Findings) -> dict[str, TensorInfo]:
+def _tensors(path: Path, findings: DiagnosisFindings) -> dict[str, TensorInfo]:
     weight_map = _weight_map(path, findings)
     there = {file.name for file in path.glob("*.safetensors")}
     # Names of an index that lead elsewhere are no shards of this folder.
@@ -122,7 +122,7 @@ def _tensors(path: Path, findings: Findings) -> dict[str, TensorInfo]:
     return _joined(weight_map, held, findings)
 
 
-def _weight_map(path: Path, findings: Findings) -> dict[str, str]:
+def _weight_map(path: Path, findings: DiagnosisFindings) -> dict[str, str]:
     found = [path / INDEX] if is_there(path / INDEX) else sorted(path.glob("*.safetensors.index.json"))
     if not found:
         return {}
@@ -135,7 +135,7 @@ def _weight_map(path: Path, findings: Findings) -> dict[str, str]:
     return weight_map
 
 
-def _header(path: Path, shard: str, findings: Findings) -> dict[str, TensorInfo]:
+def _header(path: Path, shard: str, findings: DiagnosisFindings) -> dict[str, TensorInfo]:
     try:
         return {tensor.name: tensor for tensor in read_header(path / shard)}
     except QuantkitError as fault:
@@ -143,7 +143,7 @@ def _header(path: Path, shard: str, findings: Findings) -> dict[str, TensorInfo]
         return {}
 
 
-def _compare_index(weight_map: Mapping[str, str], held: Mapping[str, Mapping[str, TensorInfo]], findings: Findings) -> None:
+def _compare_index(weight_map: Mapping[str, str], held: Mapping[str, Mapping[str, TensorInfo]], findings: DiagnosisFindings) -> None:
     everywhere = {name for tensors in held.values() for name in tensors}
     read = {shard for shard, tensors in held.items() if tensors}
     moved = [name for name, shard in weight_map.items() if shard in read and name not in held[shard] and name in everywhere]
@@ -156,7 +156,9 @@ def _compare_index(weight_map: Mapping[str, str], held: Mapping[str, Mapping[str
         )
 
 
-def _joined(weight_map: Mapping[str, str], held: Mapping[str, Mapping[str, TensorInfo]], findings: Findings) -> dict[str, TensorInfo]:
+def _joined(
+    weight_map: Mapping[str, str], held: Mapping[str, Mapping[str, TensorInfo]], findings: DiagnosisFindings
+) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
     for shard, own in held.items():
         for name, tensor in own.items():

@@ -12,7 +12,7 @@ from torch import Tensor
 from quantkit.checkpoint.check import QuantizedLinear
 from quantkit.checkpoint.formats.gptq import Gptq, in_order
 from quantkit.diagnosis.description import Described
-from quantkit.diagnosis.findings import Findings
+from quantkit.diagnosis.findings import DiagnosisFindings
 from quantkit.diagnosis.measures import ORDERS, Measures, correlation_with_zeros, measure, reordered
 from quantkit.diagnosis.rows import Rows, read_parts, take_rows
 from quantkit.diagnosis.structure import Structure
@@ -34,7 +34,7 @@ OnBytes = Callable[[int], None]
 class TensorCheck:
     """Collects what tensors tell. look() at each, then compare()."""
 
-    def __init__(self, survey: Survey, structure: Structure, described: Described, findings: Findings) -> None:
+    def __init__(self, survey: Survey, structure: Structure, described: Described, findings: DiagnosisFindings) -> None:
         self.survey, self.described, self.findings = survey, described, findings
         self.expert = {row.module: (row.layer, row.expert) for row in structure.rows if row.expert is not None}
         ups = {(row.layer, row.expert): row.module for row in structure.rows if row.projection == "up"}

@@ -16,7 +16,7 @@ _REMEDY = "write 8x64GiB, 8xH100, 8x910B1 or cpu"
 
 
 @dataclass(frozen=True)
-class Box:
+class DeviceBox:
     """`count` devices of `memory_bytes` each, in machines of at most PER_BOX. named: what they were found to be, in words."""
 
     count: int
@@ -29,7 +29,7 @@ class Box:
         return -(-self.count // PER_BOX)
 
 
-def read_box(text: str | None) -> Box:
+def read_box(text: str | None) -> DeviceBox:
     """ "8xH100" by a name of recipes/go/devices.yaml, "8x64GiB", or "cpu"; None: what this machine has.
 
     A size alone is of the accelerator that this machine has, else of the one of that memory in the list, else NVIDIA's. Raises
@@ -48,15 +48,15 @@ def read_box(text: str | None) -> Box:
     return _sized(count, kind) if re.match(r"[\d.]", kind) and kind.endswith("B") else _named(count, kind)
 
 
-def _named(count: int, kind: str) -> Box:
+def _named(count: int, kind: str) -> DeviceBox:
     known = find_accelerator(kind)
     if known is not None:
-        return Box(count, known.memory_gib * _GIB, known.device, f"{count} x {known.name} of {known.memory_gib} GiB")
+        return DeviceBox(count, known.memory_gib * _GIB, known.device, f"{count} x {known.name} of {known.memory_gib} GiB")
     names = ", ".join(known.name for known in accelerators())
     raise QuantkitError(f"device {kind!r} is not known", f"{_REMEDY}; known are {names}")
 
 
-def _sized(count: int, text: str) -> Box:
+def _sized(count: int, text: str) -> DeviceBox:
     try:
         memory = parse_bytes(text)
     except QuantkitError as error:
@@ -65,13 +65,13 @@ def _sized(count: int, text: str) -> Box:
     like = next((known for known in accelerators() if known.memory_gib * _GIB == memory), None)
     size = f"{count} x {memory / _GIB:g} GiB"
     if here == "cuda" or here == "npu":
-        return Box(count, memory, "npu" if here == "npu" else "cuda", f"{size}, of this machine's kind ({here})")
+        return DeviceBox(count, memory, "npu" if here == "npu" else "cuda", f"{size}, of this machine's kind ({here})")
     if like is not None:
-        return Box(count, memory, like.device, f"{size}, taken for {like.name}: name them, as in {count}xH100, if they are others")
-    return Box(count, memory, "cuda", f"{size}, taken for NVIDIA's: name them, as in {count}x910B1, if they are others")
+        return DeviceBox(count, memory, like.device, f"{size}, taken for {like.name}: name them, as in {count}xH100, if they are others")
+    return DeviceBox(count, memory, "cuda", f"{size}, taken for NVIDIA's: name them, as in {count}x910B1, if they are others")
 
 
-def _here() -> Box:
+def _here() -> DeviceBox:
     """This machine's accelerators of one machine, or its processor."""
     import torch
 
@@ -80,11 +80,11 @@ def _here() -> Box:
         return _cpu()
     module = torch.get_device_module(where)
     count, memory = min(module.device_count(), PER_BOX), module.mem_get_info(where)[1]
-    return Box(count, memory, "npu" if where.type == "npu" else "cuda", f"{count} x {module.get_device_name(where)}, found here")
+    return DeviceBox(count, memory, "npu" if where.type == "npu" else "cuda", f"{count} x {module.get_device_name(where)}, found here")
 
 
-def _cpu() -> Box:
+def _cpu() -> DeviceBox:
     import psutil
 
     memory = psutil.virtual_memory().total
-    return Box(1, memory, "cpu", f"this machine's processor and {memory / _GIB:.0f} GiB of memory")
+    return DeviceBox(1, memory, "cpu", f"this machine's processor and {memory / _GIB:.0f} GiB of memory")

@@ -25,7 +25,7 @@ from quantkit.evaluation.distance.perplexity import measure
 from quantkit.evaluation.results.store import write_atomically
 from quantkit.evaluation.run import Report as EvalReport
 from quantkit.evaluation.run import run_evaluation
-from quantkit.guide.boxes import Box
+from quantkit.guide.boxes import DeviceBox
 from quantkit.guide.proposal import QUANTKIT
 from quantkit.guide.record import Choice, Record
 from quantkit.hub import find_model, plain_name
@@ -49,7 +49,7 @@ class GoRequest:
 
     model: str
     out: Path
-    box: Box
+    box: DeviceBox
     context: int = 4096
     calibration: str | None = None
     samples: int | None = None
@@ -120,7 +120,7 @@ class Outcome(Result):
         return [*rows, ("report", str(self.model / "report.html")), *(("launch", str(path)) for path in self.scripts)]
 
 
-class Job:
+class GuidedJob:
     """One job in its folder. record: of that folder, which this process holds."""
 
     def __init__(self, request: GoRequest, choice: Choice, record: Record, tell: Listeners) -> None:

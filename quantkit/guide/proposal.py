@@ -17,7 +17,7 @@ from quantkit.engines.choice import choose
 from quantkit.engines.memory import ParallelSizes, find_split_problem
 from quantkit.engines.profiles import Device, find_engine
 from quantkit.errors import QuantkitError
-from quantkit.guide.boxes import Box
+from quantkit.guide.boxes import DeviceBox
 from quantkit.models import find_architecture
 from quantkit.planning import Devices, Plan, plan
 from quantkit.quantization.opening import JobRequest, open_job, read_request
@@ -49,7 +49,7 @@ class ExpectedLoss(Strict):
 
 
 @dataclass(frozen=True)
-class Candidate:
+class SchemeCandidate:
     """A scheme for an engine, planned over `devices` of the box; refused: why it is not possible, and nothing is planned then."""
 
     scheme: str
@@ -69,9 +69,9 @@ class Proposal(Result):
     `factor` either way. why: the choice in words."""
 
     model: str
-    box: Box
-    candidates: tuple[Candidate, ...]
-    chosen: Candidate
+    box: DeviceBox
+    candidates: tuple[SchemeCandidate, ...]
+    chosen: SchemeCandidate
     why: str
     seconds: float
     factor: float
@@ -124,14 +124,14 @@ class Wanted:
     tokens: int | None = None
 
 
-def candidates(checkpoint: Checkpoint, box: Box, wanted: Wanted) -> list[Candidate]:
+def candidates(checkpoint: Checkpoint, box: DeviceBox, wanted: Wanted) -> list[SchemeCandidate]:
     """Every scheme, or the one that was asked for, in order of expected loss, on the first engine of the box's kind that loads it."""
     if wanted.scheme is not None:
         find_scheme(wanted.scheme)
     return [_candidate(checkpoint, box, SCHEMES[name], wanted) for name in expected_losses() if wanted.scheme in (None, name)]
 
 
-def choose_candidate(found: list[Candidate], box: Box) -> tuple[Candidate, str]:
+def choose_candidate(found: list[SchemeCandidate], box: DeviceBox) -> tuple[SchemeCandidate, str]:
     """The first that fits, and why. Raises QuantkitError where none does, with the devices that the smallest needs."""
     for place, one in enumerate(found):
         if one.fits:
@@ -152,7 +152,7 @@ def choose_candidate(found: list[Candidate], box: Box) -> tuple[Candidate, str]:
     )
 
 
-def _candidate(checkpoint: Checkpoint, box: Box, scheme: Scheme, wanted: Wanted) -> Candidate:
+def _candidate(checkpoint: Checkpoint, box: DeviceBox, scheme: Scheme, wanted: Wanted) -> SchemeCandidate:
     refusals, recipe = [], wanted.settings(scheme.name)
     for name in _engines(box, wanted.engine):
         try:
@@ -161,13 +161,13 @@ def _candidate(checkpoint: Checkpoint, box: Box, scheme: Scheme, wanted: Wanted)
             options: dict[str, Any] = {"devices": Devices(devices, box.memory_bytes), "context": wanted.context, "tokens": wanted.tokens}
             planned = plan(checkpoint, scheme, "auto", engine=_format_for(name), recipe=recipe, **options)
             _check_smaller(planned, name, checkpoint, box)
-            return Candidate(scheme.name, name, devices, planned)
+            return SchemeCandidate(scheme.name, name, devices, planned)
         except QuantkitError as error:
             refusals.append(error.problem)
-    return Candidate(scheme.name, "", refused=refusals[0])
+    return SchemeCandidate(scheme.name, "", refused=refusals[0])
 
 
-def _engines(box: Box, asked: str | None) -> tuple[str, ...]:
+def _engines(box: DeviceBox, asked: str | None) -> tuple[str, ...]:
     if asked is not None and asked != QUANTKIT:
         find_engine(asked)
     there = ENGINES[box.device]
@@ -176,7 +176,7 @@ def _engines(box: Box, asked: str | None) -> tuple[str, ...]:
     return (asked,) if asked else there
 
 
-def _check_engine(engine: str, scheme: Scheme, box: Box, checkpoint: Checkpoint) -> None:
+def _check_engine(engine: str, scheme: Scheme, box: DeviceBox, checkpoint: Checkpoint) -> None:
     """It loads the scheme on such devices, and runs the model."""
     if engine == QUANTKIT:
         find_architecture(checkpoint.config)
@@ -187,7 +187,7 @@ def _check_engine(engine: str, scheme: Scheme, box: Box, checkpoint: Checkpoint)
         raise QuantkitError(f"{engine} is not known to run {model_type}", f"its profile has {', '.join(profile.architectures)}")
 
 
-def _check_smaller(planned: Plan, engine: str, checkpoint: Checkpoint, box: Box) -> None:
+def _check_smaller(planned: Plan, engine: str, checkpoint: Checkpoint, box: DeviceBox) -> None:
     """A scheme that saves nothing is not for a source that the engine loads as it is."""
     loads = engine == QUANTKIT or find_load(engine, checkpoint, box.device) is not None
     if loads and planned.output_bytes > LEAST_SAVED * planned.source_bytes:
@@ -200,7 +200,7 @@ def _format_for(engine: str) -> str | None:
     return None if engine == QUANTKIT else engine
 
 
-def _ranks(checkpoint: Checkpoint, request: JobRequest, box: Box) -> int:
+def _ranks(checkpoint: Checkpoint, request: JobRequest, box: DeviceBox) -> int:
     """The most devices of the box that can share the model's linears, as the engine cuts them. Whole machines where there are several."""
     if box.count == 1 or box.boxes > 1:
         return box.count
@@ -212,7 +212,7 @@ def _ranks(checkpoint: Checkpoint, request: JobRequest, box: Box) -> int:
     return 1
 
 
-def _against(one: Candidate) -> str:
+def _against(one: SchemeCandidate) -> str:
     """Why another candidate was not taken."""
     if one.plan is None:
         return one.refused

@@ -14,7 +14,7 @@ from quantkit.errors import QuantkitError
 from quantkit.evaluation.run import prepare
 from quantkit.guide.job import GoRequest
 from quantkit.guide.pace import measure_pace
-from quantkit.guide.proposal import Candidate, Proposal, Wanted, candidates, choose_candidate
+from quantkit.guide.proposal import Proposal, SchemeCandidate, Wanted, candidates, choose_candidate
 from quantkit.hub import find_local
 from quantkit.planning import Plan
 from quantkit.quantization.cost import seconds_of
@@ -68,7 +68,7 @@ def _standing(path: Path) -> Path:
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.is_dir())
 
 
-def _with_disk(chosen: Candidate, folder: Path) -> Candidate:
+def _with_disk(chosen: SchemeCandidate, folder: Path) -> SchemeCandidate:
     assert chosen.plan is not None
     return replace(chosen, plan=replace(chosen.plan, disk_free_bytes=shutil.disk_usage(folder).free))
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.playground.model import PlayModel, Reading
+from quantkit.playground.model import PlayModel, TextReading
 
 _ROWS = 64
 """Tokens whose distributions are held at a time."""
@@ -48,7 +48,7 @@ def divergence(first: Tensor, second: Tensor) -> float:
     return max(float(terms.sum()), 0.0)
 
 
-def changed_experts(readings: list[Reading], begin: int, end: int) -> dict[str, Any] | None:
+def changed_experts(readings: list[TextReading], begin: int, end: int) -> dict[str, Any] | None:
     """Of the tokens begin..end: by layer and token the share of the first one's experts that the second did not choose.
 
     None where they have no experts.

@@ -14,7 +14,7 @@ from quantkit.models.mlp import MoeMlp
 
 
 @dataclass(frozen=True)
-class Reading:
+class TextReading:
     """What a model makes of a text of T tokens: `final` [T, H] behind the last norm, and the experts topk_ids [T, k] of each MoE layer."""
 
     final: Tensor
@@ -43,18 +43,18 @@ class PlayModel:
         return run
 
     @torch.inference_mode()
-    def read(self, ids: list[int]) -> Reading:
+    def read(self, ids: list[int]) -> TextReading:
         """The whole text in one pass, without the cache."""
         device = self.engine.loaded.device
         self._chosen = {}
         try:
             final = self._model(torch.tensor(ids, device=device), CausalContext([len(ids)], device))
-            return Reading(final, self._chosen)
+            return TextReading(final, self._chosen)
         finally:
             self._chosen = None
 
     @torch.inference_mode()
-    def logprobs(self, reading: Reading, begin: int, end: int) -> Tensor:
+    def logprobs(self, reading: TextReading, begin: int, end: int) -> Tensor:
         """What may follow the tokens begin..end: log-probabilities float32 [end - begin, V], on the CPU."""
         return self._model.logits(reading.final[begin:end]).float().log_softmax(dim=-1).cpu()
 

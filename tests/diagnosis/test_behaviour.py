@@ -11,7 +11,7 @@ from packed_model import write_packed
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.diagnosis.behaviour import compare_behaviour
 from quantkit.diagnosis.diagnose import diagnose
-from quantkit.diagnosis.findings import Findings
+from quantkit.diagnosis.findings import DiagnosisFindings
 from quantkit.errors import QuantkitError
 
 CONFIG = make_model.tiny_config(num_hidden_layers=3)
@@ -35,7 +35,7 @@ def test_rounding_is_no_finding(models: tuple[Path, Path]) -> None:
 
 
 def test_a_model_is_itself(models: tuple[Path, Path]) -> None:
-    findings = Findings()
+    findings = DiagnosisFindings()
     errors, kl = compare_behaviour(*(Checkpoint.open(models[0]) for _ in range(2)), None, findings)
     assert (findings.found, kl) == ([], 0)
     assert {error.own for error in errors} | {error.together for error in errors} == {0}

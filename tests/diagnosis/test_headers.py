@@ -13,7 +13,7 @@ from packed_model import write_packed
 
 from quantkit.diagnosis.catalogue import CATALOGUE
 from quantkit.diagnosis.diagnose import diagnose
-from quantkit.diagnosis.findings import EXIT_CODES, Findings
+from quantkit.diagnosis.findings import EXIT_CODES, DiagnosisFindings
 
 HEADERS = [fault for fault in faulty.FAULTS if fault.depth == "headers"]
 # Small sizes: every fault is made on the first of these that it suits.
@@ -67,7 +67,7 @@ def test_the_command_says_the_verdict_with_its_exit_code(good: list[tuple[Path, 
 
 
 def test_findings_are_in_the_order_of_harm() -> None:
-    findings = Findings()
+    findings = DiagnosisFindings()
     for name in ("not-read", "mtp-missing", "head-missing", "config-unreadable"):
         findings.add(name, "here", "seen")
     assert [finding.name for finding in findings.ordered] == ["config-unreadable", "head-missing", "mtp-missing", "not-read"]

@@ -20,15 +20,15 @@ from quantkit.quant.weights import FP8_BLOCK, MX_GROUP, Fp8BlockWeight, Weight, 
 from quantkit.schemes import Grid
 
 
-class Layout(NamedTuple):
+class Fp8Layout(NamedTuple):
     """What a scale is for: a block of `rows` outputs and `columns` inputs, 0 for all of them."""
 
     rows: int
     columns: int
 
 
-TENSOR, CHANNEL = Layout(0, 0), Layout(1, 0)
-BLOCK, MX = Layout(FP8_BLOCK, FP8_BLOCK), Layout(1, MX_GROUP)
+TENSOR, CHANNEL = Fp8Layout(0, 0), Fp8Layout(1, 0)
+BLOCK, MX = Fp8Layout(FP8_BLOCK, FP8_BLOCK), Fp8Layout(1, MX_GROUP)
 _EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
 
 
@@ -43,7 +43,7 @@ class Fp8(Format):
     flat_channels: ClassVar[bool] = False
     """Whether scales per channel are stored as [N], not [N, 1]."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Fp8Layout) -> None:
         self.layout = layout
 
     def holds(self, grid: Grid) -> bool:
@@ -85,7 +85,7 @@ class Fp8(Format):
     def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
         return self.declared(config, side) == self.layout
 
-    def declared(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Layout | None:
+    def declared(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Fp8Layout | None:
         """The layout that a checkpoint of this container declares; None where it declares none of these, or is of another."""
         raise NotImplementedError
 
@@ -105,7 +105,7 @@ class CompressedFp8(Fp8):
     variants: ClassVar[tuple[str, ...]] = ("float-quantized", "naive-quantized")
     """What the config says: the second where activations stay in 16 bits."""
 
-    def declared(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Layout | None:
+    def declared(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Fp8Layout | None:
         if not any(compressed.detect(config, variant) for variant in self.variants):
             return None
         if not config["quantization_config"].get("config_groups"):
@@ -133,7 +133,7 @@ class ModelOptFp8(Fp8):
     variant = "FP8"
     flat_channels = True
 
-    def declared(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Layout | None:
+    def declared(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Fp8Layout | None:
         if not modelopt.is_modelopt(config, side):
             return None
         layouts = {"FP8": TENSOR, "FP8_PER_CHANNEL_PER_TOKEN": CHANNEL, "MXFP8": MX}
@@ -149,7 +149,7 @@ class PlainFp8(Fp8):
     name = "fp8"
     variant = "e4m3"
 
-    def declared(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Layout | None:
+    def declared(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Fp8Layout | None:
         block = config.get("quantization_config") or {}
         return TENSOR if block.get("quant_method") == "fp8" and block.get("weight_block_size") is None else None
 

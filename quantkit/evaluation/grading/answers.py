@@ -25,7 +25,7 @@ class Extraction:
 
 
 @dataclass(frozen=True)
-class Box:
+class BoxedText:
     r"""The content of one \boxed{}, and where it stands in the text, command and braces included."""
 
     content: str
@@ -38,19 +38,19 @@ LONGEST = 100_000  # characters at the end of a text in which its answer is look
 _BOXES, _LONGEST_BOX = 100, 10_000  # boxes of a text that are looked at, the last ones, and characters of one
 
 
-def boxes(text: str) -> tuple[list[Box], bool]:
+def boxes(text: str) -> tuple[list[BoxedText], bool]:
     """All boxes in order, an inner one instead of what is around it, and whether the last is never closed. Escaped braces do not count."""
-    found: list[Box] = []
+    found: list[BoxedText] = []
     is_open = False
     for match in list(_BOX.finditer(text))[-_BOXES:]:
         if match["bare"]:
-            found.append(Box(match["bare"], match.start(), match.end()))
+            found.append(BoxedText(match["bare"], match.start(), match.end()))
             continue
         end = _closing_brace(text, match.end())
         is_open = end is None
         if end is not None:
             outer = found and match.start() < found[-1].end
-            box = Box(text[match.end() : end].strip(), found[-1].start if outer else match.start(), end + 1)
+            box = BoxedText(text[match.end() : end].strip(), found[-1].start if outer else match.start(), end + 1)
             found[-1 if outer else len(found) :] = [box]
     return found, is_open
 

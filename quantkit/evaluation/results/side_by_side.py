@@ -34,7 +34,7 @@ class RunBeside:
 
 
 @dataclass(frozen=True)
-class SideBySide:
+class RunsSideBySide:
     """The baseline first. Verdicts are corrected for all comparisons together (Holm)."""
 
     runs: list[RunBeside]
@@ -48,7 +48,7 @@ class SideBySide:
         return {"baseline": self.runs[0].name, "margin": self.margin, "runs": [run.to_json() for run in self.runs]}
 
 
-def compare_runs(folders: list[Path], *, margin: float, seed: int = 0) -> SideBySide:
+def compare_runs(folders: list[Path], *, margin: float, seed: int = 0) -> RunsSideBySide:
     """The --out folders of finished evaluations, the baseline's first. Raises QuantkitError where one is not that."""
     if len(folders) < 2:
         raise QuantkitError("one run has nothing to be compared with", "give the baseline's folder first, then others")
@@ -71,7 +71,7 @@ def compare_runs(folders: list[Path], *, margin: float, seed: int = 0) -> SideBy
         tasks = {task: _figures(run, task) for task in run.scores}
         own = {task: verdicts[f"{name}\n{task}"] for task in run.scores if f"{name}\n{task}" in verdicts}
         runs.append(RunBeside(name, str(folder), tasks, own, notes[name]))
-    return SideBySide(runs, margin)
+    return RunsSideBySide(runs, margin)
 
 
 def _read(folder: Path) -> Baseline:
@@ -113,7 +113,7 @@ def _figures(run: Baseline, task: str) -> dict[str, Any]:
     }
 
 
-def write_page(out: Path, table: SideBySide) -> None:
+def write_page(out: Path, table: RunsSideBySide) -> None:
     """comparison.html and comparison.json in `out`."""
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,7 @@ def fingerprint(facts: dict[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Probe:
+class ModelProbe:
     """A prompt that was asked greedily, with its reply."""
 
     prompt: Prompt
@@ -45,7 +45,7 @@ class ReplyJournal:
         self.path = folder / f"{task}-{fingerprint(facts)}.jsonl"
         self.changed = [] if self.path.exists() else _changes(folder, task, facts)
         self.kept: dict[Key, ModelReply] = {}
-        self.probe: Probe | None = None
+        self.probe: ModelProbe | None = None
         if not self.path.exists():
             write_atomically(self.path, json.dumps({"facts": facts, "request": request or {}}) + "\n")
         self.path.touch()  # the one of its task that was used last is regraded
@@ -61,7 +61,7 @@ class ReplyJournal:
             row = json.loads(line)
             if "probe" in row:
                 prompt = row["prompt"] | {"messages": tuple(row["prompt"]["messages"])}
-                self.probe = Probe(Prompt(**prompt), ModelReply(index=-1, **row["probe"]))
+                self.probe = ModelProbe(Prompt(**prompt), ModelReply(index=-1, **row["probe"]))
             else:
                 key = (row.pop("problem"), row.pop("repeat"))
                 self.kept[key] = ModelReply(index=-1, **row)
@@ -73,7 +73,7 @@ class ReplyJournal:
         self._write({"problem": key[0], "repeat": key[1]} | _row(completion))
 
     def add_probe(self, prompt: Prompt, reply: ModelReply) -> None:
-        self.probe = Probe(prompt, reply)
+        self.probe = ModelProbe(prompt, reply)
         self._write({"probe": _row(reply), "prompt": asdict(prompt)})
 
     def _write(self, row: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ _LONGEST = 200
 
 
 @dataclass
-class Note:
+class RequestNote:
     """What is known of a request besides its status: the id of its answer, and who makes it."""
 
     id: str = "-"
@@ -26,10 +26,10 @@ class Note:
         return f"{sum(one.prompt_len for one in sequences)} in {sum(len(one.generated) for one in sequences)} out"
 
 
-def note_of(scope: Scope) -> Note:
+def note_of(scope: Scope) -> RequestNote:
     """Where a handler notes what the line says; nobody reads it where nothing is logged."""
-    found: Any = scope.setdefault(_NOTE, Note())
-    assert isinstance(found, Note)
+    found: Any = scope.setdefault(_NOTE, RequestNote())
+    assert isinstance(found, RequestNote)
     return found
 
 
