@@ -8,6 +8,7 @@ Arguments that do not fit raise ValueError naming the argument.
 from quantkit_kernels.backends import BACKENDS, OPERATORS, OperatorRow, table
 from quantkit_kernels.experts import Experts, ExpertsBuilder, prepare_experts
 from quantkit_kernels.functional import add_rms_norm, mla_decode, mla_prepare, rms_norm, rope, silu_and_mul
+from quantkit_kernels.gating import SILU, ExpertBiases, Gating
 from quantkit_kernels.grouped import gqa_decode, gqa_prepare
 from quantkit_kernels.latents import CacheLayout, Latents, cache_layout, doubled_angles, pairs_apart
 from quantkit_kernels.linear import Linear, prepare, prepare_dense, prepare_fp4, prepare_int4, prepare_int8, quantize_rows
@@ -21,11 +22,14 @@ from quantkit_kernels.weights import Dense, Fp4, Int4, Int8, Weight, dequantize,
 __all__ = [
     "BACKENDS",
     "OPERATORS",
+    "SILU",
     "CacheLayout",
     "Dense",
+    "ExpertBiases",
     "Experts",
     "ExpertsBuilder",
     "Fp4",
+    "Gating",
     "Int4",
     "Int8",
     "Latents",

@@ -60,6 +60,21 @@ def why_unusable(
     return reason
 
 
+SINKS = ("gqa_decode", "gqa_prefill")
+"""Operators that take attention sinks; of the backends those that name them in a SINKS of their own."""
+
+
+@functools.cache
+def find_with_sinks(operator: str, backend: str, device: torch.device) -> ModuleType:
+    """As `find`, of the backends that take attention sinks. With "auto" the reference where the best backend does not."""
+    found = find(operator, backend, device)
+    if operator in getattr(found, "SINKS", ()):
+        return found
+    if backend != "auto":
+        raise ValueError(f"backend: {backend} runs {operator} without attention sinks")
+    return module("reference")
+
+
 @functools.cache
 def find(operator: str, backend: str, device: torch.device) -> ModuleType:
     """The module that runs `operator`; see `choose`. Remembered, for it is asked at every call."""
@@ -89,8 +104,15 @@ def table(device: str | torch.device = "cpu") -> list[OperatorRow]:
     """Every operator x backend on `device`."""
     target = torch.device(device)
     return [
-        OperatorRow(operator, backend, reason is None, reason or getattr(module(backend), "LIMITS", {}).get(operator, ""))
+        OperatorRow(operator, backend, reason is None, reason or _limits(module(backend), operator))
         for operator in OPERATORS
         for backend in BACKENDS
         for reason in [why_unusable(operator, backend, target)]
     ]
+
+
+def _limits(found: ModuleType, operator: str) -> str:
+    told = [getattr(found, "LIMITS", {}).get(operator, "")]
+    if operator in SINKS and operator not in getattr(found, "SINKS", ()):
+        told.append("attention sinks: the reference")
+    return "; ".join(filter(None, told))

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from quantkit_kernels import backends
-from quantkit_kernels.arguments import INDEX_DTYPES, check_compute_dtype, check_tensor, require
+from quantkit_kernels.arguments import FLOAT_DTYPES, INDEX_DTYPES, check_compute_dtype, check_tensor, require
+from quantkit_kernels.gating import SILU, ExpertBiases, Gating
 from quantkit_kernels.weights import Weight, check_weight, kind, shape
 
 
@@ -61,6 +62,13 @@ class ExpertsLayout(ABC):
     def finish(self) -> Experts: ...
 
 
+class BiasedExpertsLayout(ExpertsLayout):
+    """One that takes experts with biases too."""
+
+    @abstractmethod
+    def place(self, index: int, gate: Weight, up: Weight, down: Weight, biases: ExpertBiases | None = None) -> None: ...
+
+
 class ExpertsBuilder:
     """Collects the experts of one layer in any order.
 
@@ -69,8 +77,9 @@ class ExpertsBuilder:
     ...     builder.add(index, gate, up, down)      # Int4, Int8, Fp4 or Dense: gate and up [I, H], down [H, I]
     >>> experts = builder.finish()
 
-    All experts of a layer have the same shapes and grids. Raises ValueError naming what does not fit, an expert that is added twice, or, in
-    `finish`, those that are missing.
+    All experts of a layer have the same shapes and grids. gating: what is between gate, up and down, where it is not silu(gate) * up. With
+    another one, or with biases, experts are a loop over the backend's linears, or torch's grouped product. Raises ValueError naming what
+    does not fit, an expert that is added twice, or, in `finish`, those that are missing.
     """
 
     def __init__(
@@ -80,6 +89,7 @@ class ExpertsBuilder:
         backend: str = "auto",
         dtype: torch.dtype = torch.bfloat16,
         device: str | torch.device | None = None,
+        gating: Gating = SILU,
     ) -> None:
         require(num_experts > 0, f"num_experts: {num_experts}, expected at least 1")
         check_compute_dtype(dtype)
@@ -87,26 +97,43 @@ class ExpertsBuilder:
         self._backend = backend
         self._dtype = dtype
         self._device = None if device is None else torch.device(device)
+        self._gating = gating
         self._layout: ExpertsLayout | None = None
         self._signature: tuple[object, ...] = ()
         self._placed: set[int] = set()
 
-    def add(self, index: int, gate: Weight, up: Weight, down: Weight) -> None:
-        """Lay out expert `index`. gate and up are [I, H] on one grid, down is [H, I]."""
+    def add(self, index: int, gate: Weight, up: Weight, down: Weight, *, biases: ExpertBiases | None = None) -> None:
+        """Lay out expert `index`. gate and up are [I, H] on one grid, down is [H, I]. biases: float, of all experts or of none."""
         require(0 <= index < self.num_experts, f"index: {index}, expected 0..{self.num_experts - 1}")
         require(index not in self._placed, f"index: expert {index} was already added")
         for weight in (gate, up, down):
             check_weight(weight)
-        _check_expert(gate, up, down)
-        signature = tuple((kind(weight), *(None if part is None else tuple(part.shape) for part in weight)) for weight in (gate, up, down))
+        _check_expert(gate, up, down, biases)
+        signature = (*(_form(weight) for weight in (gate, up, down)), biases is not None)
         if self._layout is None:
-            target = gate[0].device if self._device is None else self._device
-            name = backends.choose(f"experts_{kind(gate)}", self._backend, target, self._dtype, (_stacked(gate), shape(down)))
-            self._layout = backends.module(name).experts_layout(self.num_experts, gate, down, self._dtype, target)
+            self._layout = self._begin(gate, down, biases is not None)
             self._signature = signature
         require(signature == self._signature, f"expert {index} differs from the first one: {signature} against {self._signature}")
-        self._layout.place(index, gate, up, down)
+        if biases is None:
+            self._layout.place(index, gate, up, down)
+        else:
+            assert isinstance(self._layout, BiasedExpertsLayout), type(self._layout)
+            self._layout.place(index, gate, up, down, biases)
         self._placed.add(index)
+
+    def _begin(self, gate: Weight, down: Weight, biased: bool) -> ExpertsLayout:
+        target, plain = gate[0].device if self._device is None else self._device, not biased and self._gating == SILU
+        operator = "experts" if plain else "linear"
+        name = backends.choose(f"{operator}_{kind(gate)}", self._backend, target, self._dtype, (_stacked(gate), shape(down)))
+        found = backends.module(name)
+        if plain:
+            layout: ExpertsLayout = found.experts_layout(self.num_experts, gate, down, self._dtype, target)
+        elif hasattr(found, "gated_experts_layout"):
+            layout = found.gated_experts_layout(self.num_experts, gate, down, self._dtype, target, self._gating)
+        else:
+            loop = backends.module("reference").LoopLayout
+            layout = loop(self.num_experts, found.linear, self._dtype, target, name, self._gating)
+        return layout
 
     def finish(self) -> Experts:
         """The prepared layer, once every expert was added."""
@@ -141,9 +168,15 @@ def _stacked(gate: Weight) -> tuple[int, int]:
     return 2 * intermediate, hidden
 
 
-def _check_expert(gate: Weight, up: Weight, down: Weight) -> None:
+def _form(weight: Weight) -> tuple[object, ...]:
+    return kind(weight), *(None if part is None else tuple(part.shape) for part in weight)
+
+
+def _check_expert(gate: Weight, up: Weight, down: Weight, biases: ExpertBiases | None) -> None:
     kinds = {kind(gate), kind(up), kind(down)}
     require(len(kinds) == 1, f"gate is {kind(gate)}, up is {kind(up)}, down is {kind(down)}, expected one grid for all")
     intermediate, hidden = shape(gate)
     require(shape(up) == (intermediate, hidden), f"up: shape {list(shape(up))}, expected [{intermediate}, {hidden}] as gate")
     require(shape(down) == (hidden, intermediate), f"down: shape {list(shape(down))}, expected [{hidden}, {intermediate}]")
+    for name, bias, size in zip(ExpertBiases._fields, biases or (), (intermediate, intermediate, hidden)):
+        check_tensor(f"biases.{name}", bias, (size,), FLOAT_DTYPES)

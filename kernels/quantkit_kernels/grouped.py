@@ -39,18 +39,28 @@ def gqa_prepare(
     return result
 
 
-def gqa_decode(q: Tensor, pages: PagedKeys, *, scale: float, window: int = 0, backend: str = "auto") -> Tensor:
+def gqa_decode(q: Tensor, pages: PagedKeys, *, scale: float, window: int = 0, sinks: Tensor | None = None, backend: str = "auto") -> Tensor:
     """GQA of one query token per row: softmax(scale * q . keys) values, heads sharing keys.
 
-    q float [B, heads, D], heads a multiple of kv_heads. window: a token sees itself and at most window - 1 before it; 0 for all. A row of
+    q float [B, heads, D], heads a multiple of kv_heads. window: a token sees itself and at most window - 1 before it; 0 for all.
+    sinks float32 [heads]: the score of one more key of each head, which every token sees and whose value is zero (gpt-oss). A row of
     length 0 gives zeros. Returns [B, heads, D] of q's dtype, to which probabilities may be rounded.
 
     Several query tokens of one sequence are several rows with the same table and rising seq_lens.
     """
     check_cache(q, pages.keys, pages.values, window)
     check_pages(pages, q.shape[0])
-    result: Tensor = backends.find("gqa_decode", backend, q.device).gqa_decode(q, pages, scale, window)
+    result: Tensor
+    if sinks is None:
+        result = backends.find("gqa_decode", backend, q.device).gqa_decode(q, pages, scale, window)
+    else:
+        check_sinks(sinks, q)
+        result = backends.find_with_sinks("gqa_decode", backend, q.device).gqa_decode(q, pages, scale, window, sinks)
     return result
+
+
+def check_sinks(sinks: Tensor, q: Tensor) -> None:
+    check_tensor("sinks", sinks, (q.shape[1],), (torch.float32,))
 
 
 def check_cache(q: Tensor, keys: Tensor, values: Tensor, window: int) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quantkit_kernels import backends
 from quantkit_kernels.arguments import FLOAT_DTYPES, check_tensor, require
-from quantkit_kernels.grouped import check_cache
+from quantkit_kernels.grouped import check_cache, check_sinks
 from quantkit_kernels.latents import Latents, parts_of
 from quantkit_kernels.paged import Rotation, check_rotation
 
@@ -71,15 +71,27 @@ class PromptPart(NamedTuple):
 
 
 def gqa_prefill(
-    q: Tensor, cache: tuple[Tensor, Tensor], prompts: Prompts, *, scale: float, window: int = 0, backend: str = "auto"
+    q: Tensor,
+    cache: tuple[Tensor, Tensor],
+    prompts: Prompts,
+    *,
+    scale: float,
+    window: int = 0,
+    sinks: Tensor | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """Grouped-query attention: q float [T, heads, D] over cache, keys and values as in `PagedKeys` -> [T, heads, D] of q's dtype.
 
-    window: a token sees itself and at most window - 1 before it; 0 for all.
+    window: a token sees itself and at most window - 1 before it; 0 for all. sinks: as in `gqa_decode`.
     """
     check_cache(q, *cache, window)
     _check_prompts(q, prompts)
-    result: Tensor = backends.find("gqa_prefill", backend, q.device).gqa_prefill(q, cache, prompts, scale, window)
+    result: Tensor
+    if sinks is None:
+        result = backends.find("gqa_prefill", backend, q.device).gqa_prefill(q, cache, prompts, scale, window)
+    else:
+        check_sinks(sinks, q)
+        result = backends.find_with_sinks("gqa_prefill", backend, q.device).gqa_prefill(q, cache, prompts, scale, window, sinks)
     return result
 
 

@@ -135,6 +135,7 @@ def grouped_attention(
     dtype: torch.dtype,
     device: str | torch.device = "cpu",
     window: int = 0,
+    sinks: Tensor | None = None,
 ) -> GroupedAttention:
     """Random sequences of these lengths over scattered blocks, one table twice as wide as needed; whatever belongs to no token is NaN.
 
@@ -158,8 +159,10 @@ def grouped_attention(
         hidden = (ages < 0) | (ages >= (window or length + 1))
         part = slice(row, row + new)
         if length:
-            scores = q[part].double().transpose(0, 1) @ k.mT * scale
-            exact[part] = (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v).transpose(0, 1)
+            scores = (q[part].double().transpose(0, 1) @ k.mT * scale).masked_fill(hidden, float("-inf"))
+            if sinks is not None:
+                scores = torch.cat([scores, sinks.double().view(-1, 1, 1).expand(-1, new, 1)], dim=-1)
+            exact[part] = (scores.softmax(-1)[..., :length] @ v).transpose(0, 1)
         row += new
     table = torch.cat([blocks, torch.zeros_like(blocks)], dim=1).int()
     prompts = Prompts.of([(length - new, new) for length, new in zip(lengths, news)], table)

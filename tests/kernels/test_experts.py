@@ -3,7 +3,7 @@
 import pytest
 import torch
 from kernel_weights import exact_experts, layer, random_experts
-from quantkit_kernels import BACKENDS, ExpertsBuilder, prepare_experts
+from quantkit_kernels import BACKENDS, ExpertBiases, ExpertsBuilder, Gating, dequantize, prepare_experts
 from quantkit_kernels.backends import why_unusable
 from quantkit_kernels.expanded.experts import GroupedLayout
 from quantkit_kernels.reference.experts import LoopExperts
@@ -86,6 +86,40 @@ def test_grouped_experts_match_float64() -> None:
         exact = exact_experts(x, ids, topk_weights, weights)
         assert distance(experts(x, ids, topk_weights), exact) < 2 * TOLERANCE[torch.bfloat16], (tokens, top_k)
         assert torch.equal(experts(x, ids.int(), topk_weights), experts(x, ids, topk_weights))
+
+
+@pytest.mark.parametrize("grid", ["dense", "int4-asym-128", "int8", "fp4"])
+@pytest.mark.parametrize("backend", ["reference", "auto", "expanded", "grouped"])
+@pytest.mark.parametrize("biased", [True, False])
+def test_clamped_experts_with_biases_match_float64(grid: str, backend: str, biased: bool) -> None:
+    """gpt-oss's, on every backend that has linears of the grid; values are large enough to be clamped."""
+    if backend == "grouped" and grid == "int8":
+        pytest.skip("int8 rounds its activations")
+    rng = torch.Generator().manual_seed(10)
+    weights, gating = random_experts(grid, COUNT, HIDDEN, INTERMEDIATE, rng), Gating(1.702, 7.0, 1.0)
+    sizes = (INTERMEDIATE, INTERMEDIATE, HIDDEN)
+    biases = [ExpertBiases(*(torch.randn(size, generator=rng) * 3 for size in sizes)) for _ in range(COUNT)]
+    builder = ExpertsBuilder(COUNT, backend="auto" if backend == "grouped" else backend, dtype=torch.bfloat16, gating=gating)
+    layout = GroupedLayout(COUNT, weights[0][0], torch.bfloat16, torch.device("cpu"), gating)
+    for expert in (3, 0, 5, 1, 2, 4):
+        one = tuple(projection[expert] for projection in weights)
+        if backend == "grouped":
+            layout.place(expert, one[0], one[1], one[2], biases[expert] if biased else None)
+        else:
+            builder.add(expert, one[0], one[1], one[2], biases=biases[expert] if biased else None)
+    experts = layout.finish() if backend == "grouped" else builder.finish()
+    x = 8 * torch.randn(33, HIDDEN, generator=rng).bfloat16()
+    ids, topk_weights = routing(33, 3, rng)
+    exact = torch.zeros(x.shape, dtype=torch.float64)
+    for expert, bias in enumerate(biases):
+        gate, up, down = (dequantize(projection[expert]).double() for projection in weights)
+        first, second, last = bias if biased else (0.0, 0.0, 0.0)
+        g, u = (x.double() @ gate.T + first).clamp(max=7), (x.double() @ up.T + second).clamp(-7, 7)
+        share = (topk_weights * (ids == expert)).sum(-1, keepdim=True)
+        exact += share * ((g * torch.sigmoid(1.702 * g) * (u + 1)) @ down.T + last)
+    assert distance(experts(x, ids, topk_weights), exact) < (2e-2 if grid == "int8" else 2 * TOLERANCE[torch.bfloat16])
+    if isinstance(experts, LoopExperts):
+        torch.testing.assert_close(experts.unsorted(x, ids, topk_weights), experts.sorted(x, ids, topk_weights))
 
 
 def test_no_tokens_and_bad_ids() -> None:

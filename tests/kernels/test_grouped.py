@@ -8,12 +8,15 @@ from quantkit_kernels import (
     PagedLatents,
     Prompts,
     Rotation,
+    backends,
     gqa_decode,
     gqa_prefill,
     gqa_prepare,
     mla_decode,
     mla_prefill,
+    reference,
 )
+from quantkit_kernels import cpu as cpu_backend
 from quantkit_kernels.cpu.build import why_no_library
 from quantkit_kernels.reference import prompts as prompts_in_torch
 from quantkit_kernels.samples import TOLERANCE, distance, grouped_attention
@@ -63,6 +66,33 @@ def test_gqa_prefill_of_several_prompts(window: int, dtype: torch.dtype, backend
     case = grouped_attention([3, 300, 140], [3, 200, 1], (6, 2), 16, 16, dtype, window=window)
     out = gqa_prefill(case.q, case.pages[:2], case.prompts, scale=case.scale, window=window, backend=backend)
     assert distance(out, case.exact) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_sink_is_a_key_without_a_value(backend: str, window: int, dtype: torch.dtype) -> None:
+    sinks = torch.tensor([-30.0, -1.0, 0.0, 2.0, 8.0, 40.0])
+    case = grouped_attention([1, 0, 37, 64], [1] * 4, (6, 2), 16, 7, dtype, window=window, sinks=sinks)
+    out = gqa_decode(case.q, case.pages, scale=case.scale, window=window, sinks=sinks, backend=backend)
+    assert distance(out, case.exact) < TOLERANCE[dtype]
+    prompts = grouped_attention([3, 300, 140], [3, 200, 1], (6, 2), 16, 16, dtype, window=window, sinks=sinks)
+    out = gqa_prefill(prompts.q, prompts.pages[:2], prompts.prompts, scale=case.scale, window=window, sinks=sinks, backend=backend)
+    assert distance(out, prompts.exact) < TOLERANCE[dtype]
+
+
+def test_backends_without_sinks_are_told_and_the_reference_computes_them() -> None:
+    cpu = torch.device("cpu")
+    assert backends.find_with_sinks("gqa_prefill", "auto", cpu) is cpu_backend
+    with pytest.MonkeyPatch.context() as patched:
+        patched.delattr(cpu_backend, "SINKS")
+        backends.find_with_sinks.cache_clear()
+        assert backends.find_with_sinks("gqa_prefill", "auto", cpu) is reference
+        with pytest.raises(ValueError, match="cpu runs gqa_prefill without attention sinks"):
+            backends.find_with_sinks("gqa_prefill", "cpu", cpu)
+        told = {row.operator: row.reason for row in backends.table("cpu") if row.backend == "cpu"}
+        assert told["gqa_prefill"] == "attention sinks: the reference"
+        backends.find_with_sinks.cache_clear()
 
 
 @pytest.mark.parametrize("interleaved", [True, False])

@@ -12,14 +12,14 @@ The C++ is compiled by the user's compiler at first use.
 
 import torch
 
-from quantkit_kernels.backends import Shape
+from quantkit_kernels.backends import SINKS, Shape
 from quantkit_kernels.cpu.build import why_no_library
 from quantkit_kernels.cpu.grouped import gqa_decode, gqa_prefill, mla_prefill
 from quantkit_kernels.cpu.linear import linear, refused
 from quantkit_kernels.reference.experts import LoopLayout
 from quantkit_kernels.weights import Weight
 
-__all__ = ["experts_layout", "gqa_decode", "gqa_prefill", "linear", "mla_prefill", "unusable"]
+__all__ = ["SINKS", "experts_layout", "gqa_decode", "gqa_prefill", "linear", "mla_prefill", "unusable"]
 
 
 def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, shapes: tuple[Shape, ...]) -> str | None:

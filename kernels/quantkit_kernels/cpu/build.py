@@ -23,7 +23,7 @@ _LEVELS = {"fp4": ("AVX2", "AVX512", "VNNI"), "int8": tuple(_FLAGS), "gqa": tupl
 _FUNCTIONS = {
     "fp4": {"qk_fp4_linear": (5, 4), "qk_fp4_expand": (4, 4)},
     "int8": {"qk_int8_rows": (4, 5), "qk_int8_blocks": (5, 6), "qk_int8_quantize": (3, 4)},
-    "gqa": {"qk_gqa_decode": (6, 9)},
+    "gqa": {"qk_gqa_decode": (7, 9)},
 }
 """Of each library, and how many pointers and then integers they take. Blocks are for VNNI alone."""
 

@@ -65,7 +65,7 @@ template <class T> void attend(const float* q, const T* keys, const T* values, c
 }
 
 template <class T>
-void decode(const float* q, const T* keys, const T* values, const int* tables, const int* lengths, float* out, int rows, int kv_heads, int shared, int d, int block_size,
+void decode(const float* q, const T* keys, const T* values, const int* tables, const int* lengths, const float* sinks, float* out, int rows, int kv_heads, int shared, int d, int block_size,
             int table_width, int window, int threads) {
   const int units = rows * kv_heads, parts = std::max(1, threads / units), stride = d + 2;
   std::vector<float> found((size_t)units * parts * shared * stride);
@@ -88,6 +88,10 @@ void decode(const float* q, const T* keys, const T* values, const int* tables, c
     const auto of = [&](int part) { return own + (size_t)part * shared * stride; };
     for (int part = 0; part < parts; ++part) top = std::max(top, of(part)[d]);
     if (top == -INFINITY) continue;  // a row without tokens
+    if (sinks) {  // one more key, whose value is zero
+      const float sink = sinks[head % (kv_heads * shared)];
+      top = std::max(top, sink), total = expf(sink - top);
+    }
     for (int part = 0; part < parts; ++part) total += expf(of(part)[d] - top) * of(part)[d + 1];
     for (int part = 0; part < parts; ++part) {
       const float share = expf(of(part)[d] - top) / total;
@@ -101,9 +105,9 @@ void decode(const float* q, const T* keys, const T* values, const int* tables, c
 
 }  // namespace
 
-// q, out [rows, kv_heads * shared, d], q times the scale; caches [.., block_size, kv_heads, d], bfloat16 or (wide) float32; tables [rows, table_width].
-extern "C" void qk_gqa_decode(const float* q, const void* keys, const void* values, const int* tables, const int* lengths, float* out, int wide, int rows, int kv_heads, int shared,
+// sinks null or [kv_heads * shared]: the score of a key without a value. q, out [rows, kv_heads * shared, d], q times the scale; caches [.., block_size, kv_heads, d], bfloat16 or (wide) float32; tables [rows, table_width].
+extern "C" void qk_gqa_decode(const float* q, const void* keys, const void* values, const int* tables, const int* lengths, const float* sinks, float* out, int wide, int rows, int kv_heads, int shared,
                               int d, int block_size, int table_width, int window, int threads) {
-  if (wide) decode(q, (const float*)keys, (const float*)values, tables, lengths, out, rows, kv_heads, shared, d, block_size, table_width, window, threads);
-  else decode(q, (const Half*)keys, (const Half*)values, tables, lengths, out, rows, kv_heads, shared, d, block_size, table_width, window, threads);
+  if (wide) decode(q, (const float*)keys, (const float*)values, tables, lengths, sinks, out, rows, kv_heads, shared, d, block_size, table_width, window, threads);
+  else decode(q, (const Half*)keys, (const Half*)values, tables, lengths, sinks, out, rows, kv_heads, shared, d, block_size, table_width, window, threads);
 }

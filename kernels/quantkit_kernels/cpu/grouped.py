@@ -15,21 +15,24 @@ from quantkit_kernels.reference.functional import turned
 _WIDE = {torch.bfloat16: 0, torch.float32: 1}
 
 
-def gqa_decode(q: Tensor, pages: PagedKeys, scale: float, window: int) -> Tensor:
+def gqa_decode(q: Tensor, pages: PagedKeys, scale: float, window: int, sinks: Tensor | None = None) -> Tensor:
     keys, values, block_table, seq_lens, _ = pages
     if keys.dtype not in _WIDE or not (keys.is_contiguous() and values.is_contiguous()) or q.numel() == 0:
-        return reference.gqa_decode(q, pages, scale, window)
+        return reference.gqa_decode(q, pages, scale, window, sinks)
     (rows, heads, width), (block_size, kv_heads) = q.shape, keys.shape[1:3]
     queries, table, seen = (q.float() * scale).contiguous(), block_table.int().contiguous(), seq_lens.int().contiguous()
     out = torch.empty(rows, heads, width)
     sizes = (rows, kv_heads, heads // kv_heads, width, block_size, table.shape[1], window, torch.get_num_threads())
-    pointers = (one.data_ptr() for one in (queries, keys, values, table, seen, out))
+    extra = None if sinks is None else sinks.contiguous()
+    pointers = (None if one is None else one.data_ptr() for one in (queries, keys, values, table, seen, extra, out))
     library("gqa").qk_gqa_decode(*pointers, _WIDE[keys.dtype], *sizes)
     return out.to(q.dtype)
 
 
-def gqa_prefill(q: Tensor, cache: tuple[Tensor, Tensor], prompts: Prompts, scale: float, window: int) -> Tensor:
-    return plain.gqa_prefill(q, cache, prompts, scale, window, plain.attend_at_once)
+def gqa_prefill(
+    q: Tensor, cache: tuple[Tensor, Tensor], prompts: Prompts, scale: float, window: int, sinks: Tensor | None = None
+) -> Tensor:
+    return plain.gqa_prefill(q, cache, prompts, scale, window, sinks, plain.attend_at_once)
 
 
 def mla_prefill(q: Tensor, kv_b: Tensor, rotation: Rotation, cache: Latents, prompts: Prompts, scale: float) -> Tensor:

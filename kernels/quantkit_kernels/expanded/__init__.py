@@ -10,10 +10,11 @@ from quantkit_kernels.backends import Shape
 from quantkit_kernels.expanded.experts import GroupedLayout, why_not_grouped
 from quantkit_kernels.expanded.linear import linear
 from quantkit_kernels.experts import ExpertsLayout
+from quantkit_kernels.gating import SILU, Gating
 from quantkit_kernels.reference.experts import LoopLayout
 from quantkit_kernels.weights import Weight
 
-__all__ = ["experts_layout", "linear", "unusable"]
+__all__ = ["experts_layout", "gated_experts_layout", "linear", "unusable"]
 
 
 def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, shapes: tuple[Shape, ...]) -> str | None:
@@ -21,6 +22,12 @@ def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, sha
 
 
 def experts_layout(num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device) -> ExpertsLayout:
+    return gated_experts_layout(num_experts, gate, down, dtype, device, SILU)
+
+
+def gated_experts_layout(
+    num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device, gating: Gating
+) -> ExpertsLayout:
     if why_not_grouped(gate, down, dtype, device) is None:
-        return GroupedLayout(num_experts, gate, dtype, device)
-    return LoopLayout(num_experts, linear, dtype, device, "expanded")
+        return GroupedLayout(num_experts, gate, dtype, device, gating)
+    return LoopLayout(num_experts, linear, dtype, device, "expanded", gating)

@@ -5,7 +5,7 @@ Codes stay one per byte and are expanded at every call in blocks of rows; the ar
 
 import torch
 
-from quantkit_kernels.backends import Shape
+from quantkit_kernels.backends import SINKS, Shape
 from quantkit_kernels.reference.experts import LoopLayout
 from quantkit_kernels.reference.functional import (
     add_rms_norm,
@@ -25,6 +25,7 @@ from quantkit_kernels.reference.prompts import gqa_prefill, mla_prefill
 from quantkit_kernels.weights import Weight
 
 __all__ = [
+    "SINKS",
     "add_rms_norm",
     "cache_layout",
     "experts_layout",

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quantkit_kernels.experts import Experts, ExpertsLayout
+from quantkit_kernels.experts import BiasedExpertsLayout, Experts
+from quantkit_kernels.gating import SILU, ExpertBiases, Gating
 from quantkit_kernels.linear import Linear
 from quantkit_kernels.reference.functional import silu_and_mul
 from quantkit_kernels.weights import Weight, stack
@@ -20,15 +21,34 @@ PrepareLinear = Callable[[Weight, torch.dtype, torch.device], Linear]
 
 
 class LoopExperts(Experts):
-    """One gate_up linear [2I, H] and one down linear [H, I] per expert."""
+    """One gate_up linear [2I, H] and one down linear [H, I] per expert. biases: of each expert [2I] and [H], float32, or none."""
 
-    def __init__(self, gate_up: list[Linear], down: list[Linear], dtype: torch.dtype, device: torch.device, backend: str) -> None:
+    def __init__(
+        self,
+        gate_up: list[Linear],
+        down: list[Linear],
+        dtype: torch.dtype,
+        device: torch.device,
+        backend: str,
+        gating: Gating = SILU,
+        biases: list[tuple[Tensor, Tensor]] | None = None,
+    ) -> None:
         super().__init__(len(down), down[0].out_features, down[0].in_features, dtype, device, backend)
-        self.gate_up = gate_up
-        self.down = down
+        self.gate_up, self.down = gate_up, down
+        self.gating, self.biases = gating, biases
 
     def held(self) -> list[Tensor]:
-        return [tensor for linear in (*self.gate_up, *self.down) for tensor in linear.held()]
+        own = [tensor for linear in (*self.gate_up, *self.down) for tensor in linear.held()]
+        return own + [bias for pair in self.biases or () for bias in pair]
+
+    def _one(self, expert: int, rows: Tensor) -> Tensor:
+        """[n, H] -> [n, H] of one expert; float32 where it has biases."""
+        inner = self.gate_up[expert].rows(rows)
+        if self.biases is None:
+            between = silu_and_mul(inner) if self.gating == SILU else self.gating(*inner.chunk(2, dim=-1))
+            return self.down[expert].rows(between)
+        first, last = self.biases[expert]
+        return self.down[expert].rows(self.gating(*(inner.float() + first).chunk(2, dim=-1)).to(rows.dtype)).float() + last
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         on_host = x.device.type == "cpu" or x.shape[0] > _UNSORTED_TOKENS
@@ -40,7 +60,7 @@ class LoopExperts(Experts):
         asked.scatter_add_(1, topk_ids.long(), topk_weights)
         summed = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in range(self.num_experts):
-            product = self.down[expert].rows(silu_and_mul(self.gate_up[expert].rows(x))).float()
+            product = self._one(expert, x).float()
             weight = asked[:, expert : expert + 1]
             # Dropped, not multiplied by zero: an expert may overflow on tokens that are not its own.
             summed += (product * weight).masked_fill(weight == 0, 0.0)
@@ -60,26 +80,36 @@ class LoopExperts(Experts):
         for expert, count in enumerate(counts):
             if count == 0:
                 continue
-            gate_up = self.gate_up[expert].rows(gathered[start : start + count])
-            products[start : start + count] = self.down[expert].rows(silu_and_mul(gate_up))
+            products[start : start + count] = self._one(expert, gathered[start : start + count])
             start += count
         products *= topk_weights.reshape(-1)[order].unsqueeze(-1)
         summed = torch.zeros(x.shape, dtype=torch.float32, device=x.device).index_add_(0, token, products)
         return summed.to(x.dtype)
 
 
-class LoopLayout(ExpertsLayout):
+class LoopLayout(BiasedExpertsLayout):
     """Prepares each expert's two linears as it comes."""
 
-    def __init__(self, num_experts: int, prepare_linear: PrepareLinear, dtype: torch.dtype, device: torch.device, backend: str) -> None:
-        self._prepare = prepare_linear
+    def __init__(
+        self,
+        num_experts: int,
+        prepare_linear: PrepareLinear,
+        dtype: torch.dtype,
+        device: torch.device,
+        backend: str,
+        gating: Gating = SILU,
+    ) -> None:
+        self._prepare, self._gating = prepare_linear, gating
+        self._biases: dict[int, tuple[Tensor, Tensor]] = {}
         self._dtype = dtype
         self._device = device
         self._backend = backend
         self._gate_up: list[Linear | None] = [None] * num_experts
         self._down: list[Linear | None] = [None] * num_experts
 
-    def place(self, index: int, gate: Weight, up: Weight, down: Weight) -> None:
+    def place(self, index: int, gate: Weight, up: Weight, down: Weight, biases: ExpertBiases | None = None) -> None:
+        if biases is not None:
+            self._biases[index] = joined(biases, self._device)
         self._gate_up[index] = self._prepare(stack(gate, up), self._dtype, self._device)
         self._down[index] = self._prepare(down, self._dtype, self._device)
 
@@ -87,4 +117,10 @@ class LoopLayout(ExpertsLayout):
         gate_up = [linear for linear in self._gate_up if linear is not None]
         down = [linear for linear in self._down if linear is not None]
         assert len(gate_up) == len(down) == len(self._down), (len(gate_up), len(down), len(self._down))
-        return LoopExperts(gate_up, down, self._dtype, self._device, self._backend)
+        biases = [self._biases[index] for index in range(len(down))] if self._biases else None
+        return LoopExperts(gate_up, down, self._dtype, self._device, self._backend, self._gating, biases)
+
+
+def joined(biases: ExpertBiases, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of gate and up side by side [2I], and of down [H], float32."""
+    return torch.cat([biases.gate, biases.up]).to(device, torch.float32), biases.down.to(device, torch.float32)

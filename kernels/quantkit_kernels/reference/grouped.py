@@ -24,7 +24,7 @@ def gqa_prepare(
     return sides[0]
 
 
-def gqa_decode(q: Tensor, pages: PagedKeys, scale: float, window: int) -> Tensor:
+def gqa_decode(q: Tensor, pages: PagedKeys, scale: float, window: int, sinks: Tensor | None = None) -> Tensor:
     keys, values, block_table, seq_lens, _ = pages
     slots = torch.arange(block_table.shape[1] * keys.shape[1], device=q.device)
     seen = slots < seq_lens.unsqueeze(1)  # [B, slots]
@@ -35,6 +35,9 @@ def gqa_decode(q: Tensor, pages: PagedKeys, scale: float, window: int) -> Tensor
     grouped = (q.float() * scale).unflatten(1, (keys.shape[2], -1))  # [B, kv_heads, shared, D]
     scores = grouped @ k.permute(0, 2, 3, 1)
     masked = ~seen[:, None, None]
+    scores = scores.masked_fill(masked, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, keys.shape[2], -1, 1).expand(*scores.shape[:3], 1)], dim=-1)
     # The second mask turns the NaN of an empty row into zeros.
-    probabilities = scores.masked_fill(masked, float("-inf")).softmax(dim=-1).masked_fill(masked, 0.0)
+    probabilities = scores.softmax(dim=-1)[..., : masked.shape[-1]].masked_fill(masked, 0.0)
     return (probabilities @ v.transpose(1, 2)).flatten(1, 2).to(q.dtype)

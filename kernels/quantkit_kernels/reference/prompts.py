@@ -2,6 +2,7 @@
 softmax), so that what is in memory does not grow with the prompt. Arithmetic is float32. Arguments arrive checked."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -23,10 +24,13 @@ AttendOne = Callable[[Tensor, Tensor, int, Expand, float, int], Tensor]
 """q [t, heads, D] of the last t of the tokens at slots [S], E, expand, scale, window -> [t, heads, E]."""
 
 
-def attend_one(q: Tensor, slots: Tensor, width: int, expand: Expand, scale: float, window: int) -> Tensor:
+def attend_one(q: Tensor, slots: Tensor, width: int, expand: Expand, scale: float, window: int, sinks: Tensor | None = None) -> Tensor:
+    """As `AttendOne`. sinks float32 [heads]: as in `gqa_decode`."""
     new, seen = q.shape[0], len(slots)
     best = q.new_full((new, q.shape[1], 1), float("-inf"), dtype=torch.float32)
     total, weighted = torch.zeros_like(best), q.new_zeros(*q.shape[:2], width, dtype=torch.float32)
+    if sinks is not None:
+        best, total = sinks.view(1, -1, 1).repeat(new, 1, 1), total + 1
     earliest = max(0, seen - new + 1 - window) if window else 0
     for first in range(earliest, seen, _KEYS):
         k, v = expand(slots[first : first + _KEYS])
@@ -92,14 +96,21 @@ def attend_by_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def gqa_prefill(
-    q: Tensor, cache: tuple[Tensor, Tensor], prompts: Prompts, scale: float, window: int, attend_one: AttendOne = attend_one
+    q: Tensor,
+    cache: tuple[Tensor, Tensor],
+    prompts: Prompts,
+    scale: float,
+    window: int,
+    sinks: Tensor | None = None,
+    own: AttendOne | None = None,
 ) -> Tensor:
-    """attend_one: another backend's, where it has one."""
+    """own: another backend's, in place of `attend_one` where there are no sinks."""
+    attend = partial(attend_one, sinks=sinks) if own is None or sinks is not None else own
 
     def expand(slots: Tensor) -> tuple[Tensor, Tensor]:
         return cache[0].flatten(0, 1)[slots], cache[1].flatten(0, 1)[slots]
 
-    return _attend(attend_one, q, q.shape[2], expand, prompts, cache[0].shape[1], scale, window)
+    return _attend(attend, q, q.shape[2], expand, prompts, cache[0].shape[1], scale, window)
 
 
 def mla_prefill(q: Tensor, kv_b: Tensor, rotation: Rotation, cache: Latents, prompts: Prompts, scale: float) -> Tensor:

@@ -45,7 +45,7 @@ def gqa_decode(q: Tensor, pages: PagedKeys, scale: float, window: int) -> Tensor
 
 
 def gqa_prefill(q: Tensor, cache: tuple[Tensor, Tensor], prompts: Prompts, scale: float, window: int) -> Tensor:
-    return plain_prompts.gqa_prefill(q, cache, prompts, scale, window, plain_prompts.attend_at_once)
+    return plain_prompts.gqa_prefill(q, cache, prompts, scale, window, own=plain_prompts.attend_at_once)
 
 
 def mla_prefill(q: Tensor, kv_b: Tensor, rotation: Rotation, cache: Latents, prompts: Prompts, scale: float) -> Tensor:

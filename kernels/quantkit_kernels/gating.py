@@ -1,0 +1,41 @@
+"""How gate and up of an MLP become what its down projection reads, where that is not SiLU(gate) * up alone."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Gating:
+    """g * sigmoid(alpha * g) * (u + shift) of a gate g of at most `limit` and an up u within -limit .. limit.
+
+    limit None: as they are. Without arguments this is SiLU(g) * u; gpt-oss has alpha 1.702, limit 7 and shift 1.
+    """
+
+    alpha: float = 1.0
+    limit: float | None = None
+    shift: float = 0.0
+
+    @property
+    def is_linear_in_up(self) -> bool:
+        """Whether a scale can move from up's rows to down's columns."""
+        return self.limit is None and self.shift == 0
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        """gate, up [..., I] -> [..., I] of their dtype, float32 inside."""
+        g, u = gate.float(), up.float()
+        if self.limit is not None:
+            g, u = g.clamp(max=self.limit), u.clamp(-self.limit, self.limit)
+        return (g * (self.alpha * g).sigmoid() * (u + self.shift)).to(gate.dtype)
+
+
+SILU = Gating()
+
+
+class ExpertBiases(NamedTuple):
+    """Of one expert's linears: gate and up [I], down [H]."""
+
+    gate: Tensor
+    up: Tensor
+    down: Tensor
