@@ -8,7 +8,7 @@ tokens do too.
 
 The layer has a cache of its own, filled for every token that the main model computed. Further guesses feed the layer its own output.
 
-In a decode pass the layer guesses behind every row, before the host knows which guesses of the last step were right: chosen tokens and new
+The layer guesses behind every row of a pass, before the host knows which guesses of the last step were right: chosen tokens and new
 guesses come to the host together. What it wrote for wrong ones is written again before it is read.
 """
 
@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.executor.context import PrefillContext
 from quantkit.executor.graphs import DecodeRows
 from quantkit.executor.parallel import Parallel
 from quantkit.executor.runner import ForwardPass, Runner
@@ -45,24 +44,33 @@ class Drafter:
         self.mtp, self.num_drafts, self.parallel = mtp, num_drafts, parallel
         self._runner, self.steps = runner, runner.make_steps(mtp)
         self._hidden: Tensor | None = None
-        """The layer's own output for the rows of the last decode pass."""
+        """The layer's own output for the tokens of the last pass."""
 
-    def guess(self, done: ForwardPass, chosen: Tensor, batch: Batch | None, positions: Tensor | None) -> Tensor | None:
-        """What may follow the tokens `chosen` [R] behind each row of a decode pass, [R]; None where `done` computed prompts.
+    def guess(self, done: ForwardPass, chosen: Tensor | None, batch: Batch | None, places: Tensor | None) -> Tensor | None:
+        """What may follow the tokens `chosen` [R] behind the counted rows of a pass, [R]; None where there are none.
 
-        Computed before it is known which rows count, so that the host waits once a step. batch, positions: what `chosen` was drawn with.
+        Computed before it is known which rows count, so that the host waits once a step. batch, places: what `chosen` was drawn with.
+        Tokens of prompts are taken into the layer's cache here.
         """
-        if not isinstance(done.where, DecodeRows):
-            return None
-        result = self.steps.run(done.where, chosen, done.hidden)
-        self._hidden = result.hidden
-        return result.greedy if positions is None else sample(result.logits, batch, positions + 1)
+        if isinstance(done.where, DecodeRows):
+            assert chosen is not None, "every row of a decode pass counts"
+            result = self.steps.run(done.where, chosen, done.hidden)
+            self._hidden, logits, greedy = result
+        else:
+            next_ids, rows = self._tensor(_known_next(done)), self._tensor(done.rows)
+            if chosen is not None:
+                next_ids[rows] = chosen
+            self._hidden = self.mtp(next_ids, done.hidden, done.where)
+            if chosen is None:
+                return None
+            logits = self.mtp.logits(self._hidden[rows])
+            greedy = logits.argmax(dim=-1)
+        return greedy if places is None else sample(logits, batch, places + 1)
 
-    def draft(self, done: ForwardPass, guesses: list[int] | None) -> None:
-        """After the successors of `done` were chosen: drafts for its sequences, the first from `guesses` where that is known.
-
-        Prompts are taken into the layer's cache here.
-        """
+    def draft(self, done: ForwardPass, guesses: list[int]) -> None:
+        """After the successors of `done` were chosen: drafts for its sequences, the first from `guesses` [R] of its rows."""
+        assert self._hidden is not None, "guesses are of this pass"
+        number = {row: i for i, row in enumerate(done.rows)}
         advanced = {sequence for sequence, _ in done.counts}
         waiting, rows, row = [], [], 0
         for sequence, start, length in done.spans:
@@ -70,17 +78,9 @@ class Drafter:
                 waiting.append(sequence)
                 # The last token whose successor is known: what follows that successor is guessed.
                 rows.append(row + len(sequence.token_ids) - 2 - start)
+                sequence.drafts.append(guesses[number[rows[-1]]])
             row += length
-        if guesses is None:
-            assert isinstance(done.where, PrefillContext), "a decode pass was guessed behind"
-            hidden = self.mtp(self._tensor(_next_ids(done)), done.hidden, done.where)
-            first = self._agreed(waiting, self.mtp.logits(hidden[self._tensor(rows)])) if waiting else []
-        else:
-            assert self._hidden is not None, "guesses are of this pass"
-            hidden, first = self._hidden, [guesses[row] for row in rows]
-        for sequence, token in zip(waiting, first):
-            sequence.drafts.append(token)
-        self._go_on(waiting, hidden, rows)
+        self._go_on(waiting, self._hidden, rows)
 
     def _go_on(self, sequences: list[Sequence], hidden: Tensor, rows: list[int]) -> None:
         """Further guesses. The layer reads its own output for the guess before: `rows` of `hidden`."""
@@ -108,6 +108,10 @@ class Drafter:
         return torch.tensor(values, dtype=torch.int64, device=self._runner.device)
 
 
-def _next_ids(done: ForwardPass) -> list[int]:
-    """The successor of every token of a pass over prompts."""
-    return [token for sequence, start, length in done.spans for token in sequence.token_ids[start + 1 : start + 1 + length]]
+def _known_next(done: ForwardPass) -> list[int]:
+    """The successor of every token of a pass, 0 where it is not known yet."""
+    following: list[int] = []
+    for sequence, start, length in done.spans:
+        known = sequence.token_ids[start + 1 : start + 1 + length]
+        following += known + [0] * (length - len(known))
+    return following

@@ -12,7 +12,7 @@ and its `fault`; the others go on. `step` raises only where nothing can be compu
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from quantkit.devices import find_device
 from quantkit.errors import QuantkitError
 from quantkit.executor.adjust import adjust
+from quantkit.executor.budget import measure
 from quantkit.executor.cache import CachePlan, PagedCache, plan_cache
 from quantkit.executor.drafter import Acceptance, Drafter
 from quantkit.executor.grammar import Grammars
@@ -34,7 +35,7 @@ from quantkit.executor.parallel import SINGLE, Parallel
 from quantkit.executor.rank_processes import environment_rank, launch
 from quantkit.executor.runner import ForwardPass, Runner
 from quantkit.executor.sampling import Batch, SamplingParams, check_defaults, sample
-from quantkit.executor.scheduler import Scheduler
+from quantkit.executor.scheduler import ScheduledStep, Scheduler
 from quantkit.executor.sequence import Completion, FinishReason, Sequence
 from quantkit.tokenizer.chat import ChatTokenizer
 
@@ -100,6 +101,7 @@ class Engine:
         max_model_len: int | None = None,
         cache_tokens: int | None = None,
         prefill_tokens: int | None = None,
+        measure_steps: bool = False,
         num_drafts: int = 0,
         prefix_cache: bool = False,
         tp: int = 1,
@@ -108,7 +110,9 @@ class Engine:
 
         max_batch: requests computed together. max_model_len: longest prompt plus answer (None: what model and cache allow).
         cache_tokens: tokens the cache holds, over all requests (None: what max_batch full contexts need, within a share of the memory).
-        prefill_tokens: prompt tokens computed between two decode steps (None: PREFILL_TOKENS, on a CPU CPU_PREFILL_TOKENS).
+        prefill_tokens: prompt tokens of a step (None: PREFILL_TOKENS, on a CPU CPU_PREFILL_TOKENS). measure_steps: whether it is measured,
+        which takes some passes, how many of them a step computes beside running answers, where prefill_tokens is None, and whether in one
+        pass with these (`budget.measure`): for servers, where somebody waits for each token.
         num_drafts: tokens that the checkpoint's MTP layer guesses a step (0: none); the answers are the same, `acceptance` counts.
         prefix_cache: whether requests that begin alike share what is computed of that. tp: ranks that share the model; this process is
         rank 0 and starts the others on this machine, unless torchrun started them all: then each gets its rank's engine, and those above 0
@@ -124,6 +128,7 @@ class Engine:
                 max_model_len=max_model_len,
                 cache_tokens=cache_tokens,
                 prefill_tokens=prefill_tokens,
+                measure_steps=measure_steps,
                 num_drafts=num_drafts,
                 prefix_cache=prefix_cache,
                 tp=tp,
@@ -147,7 +152,7 @@ class Engine:
                 parallel=parallel,
             )
             _check_eos(tokenizer, loaded.config.vocab_size, path)
-            return cls(
+            engine = cls(
                 loaded,
                 tokenizer,
                 _plan(loaded, options),
@@ -156,6 +161,12 @@ class Engine:
                 num_drafts=options.num_drafts,
                 prefix_cache=options.prefix_cache,
             )
+            if options.measure_steps:
+                given = engine.scheduler.budget
+                engine.scheduler.budget = measure(
+                    engine.runner, parallel, given, options.max_batch, asked=options.prefill_tokens is not None
+                )
+            return engine
         except Exception:
             parallel.close()
             raise
@@ -244,37 +255,41 @@ class Engine:
         """The step of this rank: as `step`, but sequences with a fault that are not finished stay until rank 0 cancels them."""
         step = self.scheduler.schedule()
         advanced: list[Sequence] = []
-        if step.decode:
-            advanced += self._pass(lambda parts: self.runner.decode([one for one, _ in parts]), [(one, 1) for one in step.decode])
-        if step.prefill:
-            advanced += self._pass(self.runner.prefill, step.prefill)
+        for one in step.passes(self.scheduler.budget.mixed):
+            advanced += self._pass(one)
         for sequence in advanced:
             if sequence.finish_reason:
                 self.scheduler.remove(sequence)
         return advanced
 
-    def _pass(self, compute: Callable[[list[tuple[Sequence, int]]], ForwardPass], parts: list[tuple[Sequence, int]]) -> list[Sequence]:
-        """One pass over sequences with how many of their tokens. Returns the sequences that got tokens or failed.
+    def _pass(self, step: ScheduledStep) -> list[Sequence]:
+        """One pass over what is scheduled. Returns the sequences that got tokens or failed.
 
         Where it fails, each sequence has a pass of its own: those that fail again are finished for that.
         """
-        before = [(len(sequence.token_ids), sequence.num_cached) for sequence, _ in parts]
+        alone = step.alone()
+        before = [(len(sequence.token_ids), sequence.num_cached) for sequence, _ in alone]
         try:
-            return self._finish_pass(compute(parts))
+            return self._finish_pass(self._compute(step))
         except Exception as fault:
             self._check_usable(fault)
             done: list[Sequence] = []
-            for (sequence, count), (length, cached) in zip(parts, before):
+            for (sequence, own), (length, cached) in zip(alone, before):
                 if len(sequence.token_ids) > length:  # it had its token when the pass failed
                     done.append(sequence)
                     continue
                 sequence.num_cached = cached
-                if len(parts) > 1:
-                    done += self._pass(compute, [(sequence, count)])
+                if len(alone) > 1:
+                    done += self._pass(own)
                 else:
                     sequence.fail(fault)
                     done.append(sequence)
             return done
+
+    def _compute(self, step: ScheduledStep) -> ForwardPass:
+        if not step.prefill:
+            return self.runner.decode(step.decode)
+        return self.runner.mixed(step.decode, step.prefill) if step.decode else self.runner.prefill(step.prefill)
 
     def _check_usable(self, fault: Exception) -> None:
         """Raise `fault` where it is more than one pass's: other ranks wait in that pass, or the device computes nothing any more."""
@@ -287,15 +302,14 @@ class Engine:
 
     def _finish_pass(self, done: ForwardPass) -> list[Sequence]:
         """Choose the successors, guess behind them, append what the ranks agree on, and guess on. Returns the sequences that got tokens."""
-        guesses = None
         score_prompts(done, self.runner.model)
-        if done.counts:
-            chosen, batch, places = self._choose(done)
-            guessed = self.drafter.guess(done, chosen, batch, places) if self.drafter is not None else None
+        chosen, batch, places = self._choose(done) if done.counts else (None, None, None)
+        guessed = self.drafter.guess(done, chosen, batch, places) if self.drafter is not None else None
+        if chosen is not None:
             token_ids, guesses = self._agree(chosen, guessed)
             self._append(done, token_ids)
-        if self.drafter is not None:
-            self.drafter.draft(done, guesses)
+            if self.drafter is not None:
+                self.drafter.draft(done, guesses)
         return [sequence for sequence, _ in done.counts]
 
     def _choose(self, done: ForwardPass) -> tuple[Tensor, Batch | None, Tensor | None]:
@@ -313,10 +327,10 @@ class Engine:
         places = torch.tensor(positions, device=logits.device)
         return sample(adjusted, batch, places), batch, places
 
-    def _agree(self, chosen: Tensor, guessed: Tensor | None) -> tuple[list[int], list[int] | None]:
+    def _agree(self, chosen: Tensor, guessed: Tensor | None) -> tuple[list[int], list[int]]:
         """Rank 0's tokens and guesses, on every rank; here the host waits for the device, once for both."""
         if guessed is None:
-            return self.parallel.agree(chosen), None
+            return self.parallel.agree(chosen), []
         agreed = self.parallel.agree(torch.cat((chosen, guessed)))
         return agreed[: len(chosen)], agreed[len(chosen) :]
 

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import QuantkitError
-from quantkit.executor.context import PrefillContext
 from quantkit.executor.runner import ForwardPass, Span
 from quantkit.executor.sampling import log_probabilities
 from quantkit.executor.sequence import Sequence, TokenLogprob
@@ -27,8 +26,6 @@ def token_logprobs(counts: list[int | None], logits: Tensor, chosen: list[int]) 
 
 def score_prompts(done: ForwardPass, model: Model) -> None:
     """Give sequences that ask for it the log-probabilities of their prompts' tokens, as far as the pass computed them."""
-    if not isinstance(done.where, PrefillContext):
-        return
     begin = 0
     for span in done.spans:
         if span.sequence.params.prompt_logprobs is not None:

@@ -17,6 +17,7 @@ class EngineOptions:
     max_model_len: int | None = None
     cache_tokens: int | None = None
     prefill_tokens: int | None = None
+    measure_steps: bool = False
     num_drafts: int = 0
     prefix_cache: bool = False
     tp: int = 1

@@ -10,6 +10,7 @@ from torch import Tensor
 from quantkit.executor.cache import PagedCache
 from quantkit.executor.context import Chunk, PrefillContext
 from quantkit.executor.graphs import Capture, DecodeRows, DecodeSteps, DeviceCapture, EagerSteps, why_eager
+from quantkit.executor.mixed import MixedContext
 from quantkit.executor.sequence import Sequence
 from quantkit.models.architecture import MtpModel
 from quantkit.models.decoder import Model
@@ -29,14 +30,16 @@ class ForwardPass:
 
     where: the tokens' places in the cache, `DecodeRows` where each attended by itself.
     logits float32 [R, vocab] and greedy int64 [R] (the likeliest tokens): of the R tokens whose successors are to be chosen, None where
-    there are none; counts: which sequence they belong to, and how many each has. Tensors are valid until the next pass.
+    there are none; rows: which of the T these are; counts: which sequence they belong to, and how many each has. Tensors are valid until
+    the next pass.
     """
 
     spans: list[Span]
     hidden: Tensor
-    where: PrefillContext | DecodeRows
+    where: PrefillContext | MixedContext | DecodeRows
     logits: Tensor | None
     greedy: Tensor | None
+    rows: list[int]
     counts: list[tuple[Sequence, int]]
 
 
@@ -62,30 +65,49 @@ class Runner:
 
     def prefill(self, parts: list[tuple[Sequence, int]]) -> ForwardPass:
         """The next tokens of prompts; successors are chosen where a prompt is complete."""
-        spans = [Span(sequence, sequence.num_cached, length) for sequence, length in parts]
-        token_ids: list[int] = []
-        rows, counts = [], []
-        for sequence, start, length in spans:
-            token_ids += sequence.token_ids[start : start + length]
-            sequence.num_cached += length
-            if sequence.num_new == 0:
-                rows.append(len(token_ids) - 1)
-                counts.append((sequence, 1))
-        chunks = [Chunk(start, length, torch.tensor(sequence.blocks, device=self.device)) for sequence, start, length in spans]
-        context = PrefillContext(self.cache, chunks)
-        hidden = self.model(torch.tensor(token_ids, device=self.device), context)
-        if not rows:
-            return ForwardPass(spans, hidden, context, None, None, counts)
-        logits = self.model.logits(hidden[torch.tensor(rows, device=self.device)])
-        return ForwardPass(spans, hidden, context, logits, logits.argmax(dim=-1), counts)
+        spans = _prompt_spans(parts)
+        return self._eager(spans, PrefillContext(self.cache, self._chunks(spans)), 0)
 
     def decode(self, sequences: list[Sequence]) -> ForwardPass:
         """The newest token of each sequence, and the drafted ones after it: successors of all are chosen."""
-        spans = [Span(sequence, sequence.num_cached, 1 + len(sequence.drafts)) for sequence in sequences]
-        token_ids = [token for sequence in sequences for token in (sequence.token_ids[-1], *sequence.drafts)]
-        rows = self.rows(token_ids, [(sequence, start + i) for sequence, start, length in spans for i in range(length)])
+        spans = _answer_spans(sequences)
+        rows = self._answer_rows(spans)
         result = self.steps.run(rows)
-        return ForwardPass(spans, result.hidden, rows, result.logits, result.greedy, [(span.sequence, span.length) for span in spans])
+        every, counts = list(range(len(rows.token_ids))), [(span.sequence, span.length) for span in spans]
+        return ForwardPass(spans, result.hidden, rows, result.logits, result.greedy, every, counts)
+
+    def mixed(self, sequences: list[Sequence], parts: list[tuple[Sequence, int]]) -> ForwardPass:
+        """Both in one pass: as `decode` of `sequences` and `prefill` of `parts`."""
+        answers, prompts = _answer_spans(sequences), _prompt_spans(parts)
+        rows = self._answer_rows(answers)
+        context = MixedContext(rows.context(self.cache), PrefillContext(self.cache, self._chunks(prompts)))
+        return self._eager([*answers, *prompts], context, len(answers))
+
+    def _eager(self, spans: list[Span], context: PrefillContext | MixedContext, num_answers: int) -> ForwardPass:
+        """A pass launched operator by operator. The first `num_answers` of the spans are of answers."""
+        token_ids: list[int] = []
+        rows: list[int] = []
+        counts = []
+        for number, (sequence, start, length) in enumerate(spans):
+            chosen = length if number < num_answers else int(start + length == len(sequence.token_ids))
+            token_ids += [*sequence.token_ids, *sequence.drafts][start : start + length]
+            if number >= num_answers:
+                sequence.num_cached += length
+            if chosen:
+                rows += range(len(token_ids) - chosen, len(token_ids))
+                counts.append((sequence, chosen))
+        hidden = self.model(torch.tensor(token_ids, device=self.device), context)
+        if not rows:
+            return ForwardPass(spans, hidden, context, None, None, rows, counts)
+        logits = self.model.logits(hidden[torch.tensor(rows, device=self.device)])
+        return ForwardPass(spans, hidden, context, logits, logits.argmax(dim=-1), rows, counts)
+
+    def _chunks(self, spans: list[Span]) -> list[Chunk]:
+        return [Chunk(start, length, torch.tensor(sequence.blocks, device=self.device)) for sequence, start, length in spans]
+
+    def _answer_rows(self, spans: list[Span]) -> DecodeRows:
+        token_ids = [token for span in spans for token in (span.sequence.token_ids[-1], *span.sequence.drafts)]
+        return self.rows(token_ids, [(sequence, start + i) for sequence, start, length in spans for i in range(length)])
 
     def rows(self, token_ids: list[int], tokens: list[tuple[Sequence, int]]) -> DecodeRows:
         """token_ids, one per (sequence, position), with where they lie in the cache."""
@@ -96,3 +118,11 @@ class Runner:
             tables[row, : len(sequence.blocks)] = sequence.blocks
         slots = tables[np.arange(len(tokens)), positions // size] * size + positions % size
         return DecodeRows(np.array(token_ids), positions, slots, tables)
+
+
+def _prompt_spans(parts: list[tuple[Sequence, int]]) -> list[Span]:
+    return [Span(sequence, sequence.num_cached, length) for sequence, length in parts]
+
+
+def _answer_spans(sequences: list[Sequence]) -> list[Span]:
+    return [Span(sequence, sequence.num_cached, 1 + len(sequence.drafts)) for sequence in sequences]

@@ -1,10 +1,10 @@
 """Who computes what in the next step: continuous batching over a limited cache.
 
 Sequences that decode go first, one token each; beside them a step prefills a limited number of tokens, so a long prompt is computed in
-chunks between the others' tokens. Of every chunk it leaves half to prompts that fit in one step. A sequence enters when its whole
-prompt has blocks, and grows a block at a time. When the cache is full the youngest sequence gives its blocks up and waits at the head
-of the queue; later it computes its tokens again. Nothing is lost, and since its random numbers depend on positions alone it goes on as
-it would have.
+chunks, and whoever has begun to answer gets tokens in every step. Of every chunk it leaves half to prompts that fit in one step. A
+sequence enters when its whole prompt has blocks, and grows a block at a time. When the cache is full the youngest sequence gives its
+blocks up and waits at the head of the queue; later it computes its tokens again. Nothing is lost, and since its random numbers depend on
+positions alone it goes on as it would have.
 """
 
 import time
@@ -24,9 +24,29 @@ class ScheduledStep:
     prefill: list[tuple[Sequence, int]]
     decode: list[Sequence]
 
+    def passes(self, mixed: bool) -> list["ScheduledStep"]:
+        """What is computed at a time: all of it, or the decoding sequences and then the prompts; none where there is nothing."""
+        parts = [self] if mixed else [ScheduledStep([], self.decode), ScheduledStep(self.prefill, [])]
+        return [one for one in parts if one.prefill or one.decode]
+
+    def alone(self) -> list[tuple[Sequence, "ScheduledStep"]]:
+        """Every sequence with a step of its own."""
+        decode = [(one, ScheduledStep([], [one])) for one in self.decode]
+        return decode + [(part[0], ScheduledStep([part], [])) for part in self.prefill]
+
+
+@dataclass(frozen=True)
+class StepBudget:
+    """Tokens of prompts that a step computes: `alone` where nobody decodes, `beside_answers` where somebody does. mixed: whether both
+    are computed in one pass."""
+
+    alone: int
+    beside_answers: int
+    mixed: bool = False
+
 
 class Scheduler:
-    """max_batch: sequences that may run together. prefill_tokens: tokens of prompts computed in one step.
+    """max_batch: sequences that may run together. prefill_tokens: tokens of prompts computed in one step; `budget` may be set anew.
 
     lookahead: tokens beyond its own that a sequence needs room for, where some are guessed. prefix_cache: whether sequences share the
     blocks of a common beginning.
@@ -36,7 +56,8 @@ class Scheduler:
         self.prefix = PrefixBlocks(plan.num_blocks, plan.block_size) if prefix_cache else None
         self.allocator = self.prefix or BlockAllocator(plan.num_blocks)
         self.block_size = plan.block_size
-        self.max_batch, self.prefill_tokens, self.lookahead = max_batch, prefill_tokens, lookahead
+        self.max_batch, self.lookahead = max_batch, lookahead
+        self.budget = StepBudget(prefill_tokens, prefill_tokens)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preempted = 0
@@ -53,7 +74,7 @@ class Scheduler:
             for sequence in self.running:
                 self.prefix.publish(sequence)
         decode = self._grow([sequence for sequence in self.running if sequence.num_new == 1])
-        return ScheduledStep(self._prefill(), decode)
+        return ScheduledStep(self._prefill(self.budget.beside_answers if decode else self.budget.alone), decode)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence that finished or was cancelled, wherever it is."""
@@ -63,17 +84,18 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
 
-    def _prefill(self) -> list[tuple[Sequence, int]]:
-        """Prompts to compute next, in the order they came, with how many of their tokens; then those that take more than this step.
+    def _prefill(self, tokens: int) -> list[tuple[Sequence, int]]:
+        """Prompts to compute next, in the order they came, with how many of their tokens, `tokens` in all; then those that take more than
+        this step.
 
         The latter get half of the step, and whatever the others leave.
         """
         parts: list[tuple[Sequence, int]] = []
         long: list[Sequence] = []
-        budget = self.prefill_tokens
+        budget = tokens
         prompts = chain([sequence for sequence in self.running if sequence.num_new > 1], iter(self._admit, None))
-        while (free := budget - (self.prefill_tokens // 2 if long else 0)) > 0 and (sequence := next(prompts, None)):
-            if sequence.num_new > self.prefill_tokens:
+        while (free := budget - (tokens // 2 if long else 0)) > 0 and (sequence := next(prompts, None)):
+            if sequence.num_new > tokens:
                 long.append(sequence)
                 continue
             parts.append((sequence, min(sequence.num_new, free)))

@@ -1,0 +1,94 @@
+"""How many prompt tokens a step computes while answers run, and whether in one pass with them: measured on the loaded model.
+
+A running answer waits for the prompt tokens that a step computes beside it, so they should be few; but weights are read for each step
+anew, so with too few of them a prompt takes longer. `measure` doubles their number until the rate of prompt tokens grows by less than
+a tenth, or until everybody would wait too long.
+"""
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from quantkit.executor.context import Chunk, PrefillContext
+from quantkit.executor.graphs import DecodeRows
+from quantkit.executor.mixed import MixedContext
+from quantkit.executor.parallel import Parallel
+from quantkit.executor.runner import Runner
+from quantkit.executor.scheduler import StepBudget
+
+_FEWEST, _ROWS = 32, 8
+"""Prompt tokens of the first chunk measured; rows of answers beside which it is."""
+_GAIN = 1.1
+"""By how much the rate must grow for twice the tokens."""
+_LONGEST_S = 0.25
+"""Nobody who reads an answer should wait longer for others' prompts."""
+
+
+@torch.inference_mode()
+def measure(runner: Runner, parallel: Parallel, budget: StepBudget, max_batch: int, *, asked: bool) -> StepBudget:
+    """All ranks at the same time, before any request: what is in the cache is overwritten.
+
+    budget: tokens that are allowed. asked: whether somebody chose them, so that only the mixing is to be measured.
+    """
+    most = min(budget.alone, (runner.cache.num_blocks - 1) * runner.cache.block_size)
+    if max_batch == 1:
+        return budget
+    trial = _Trial(runner, parallel)
+    chunk = most if asked else _knee(lambda tokens: trial.seconds(lambda: trial.prompt(tokens)), most)
+    rows = min(_ROWS, max_batch - 1)
+    apart = trial.seconds(lambda: trial.answers(rows)) + trial.seconds(lambda: trial.prompt(chunk))
+    return StepBudget(budget.alone, chunk, mixed=trial.seconds(lambda: trial.mixed(rows, chunk)) < apart)
+
+
+def _knee(seconds: Callable[[int], float], most: int) -> int:
+    """The chunk from which on larger ones bring little. seconds: of a pass over so many tokens."""
+    tokens = min(_FEWEST, most)
+    took = seconds(tokens)
+    while 2 * tokens <= most and 2 * took <= _LONGEST_S:
+        twice = seconds(2 * tokens)
+        if 2 * tokens / twice < _GAIN * tokens / took:
+            break
+        tokens, took = 2 * tokens, twice
+    return tokens
+
+
+class _Trial:
+    """Passes over made-up tokens, in the cache's blocks from 1 on; each as long as the slowest rank takes."""
+
+    def __init__(self, runner: Runner, parallel: Parallel) -> None:
+        self._runner, self._parallel = runner, parallel
+
+    def seconds(self, compute: Callable[[], torch.Tensor]) -> float:
+        """The better of two, after one that compiles and captures."""
+        compute()
+        return min(self._once(compute), self._once(compute))
+
+    def _once(self, compute: Callable[[], torch.Tensor]) -> float:
+        began = time.perf_counter()
+        compute()[:1].tolist()  # waits for the device
+        return -self._parallel.minimum(-round((time.perf_counter() - began) * 1e9)) * 1e-9
+
+    def prompt(self, tokens: int) -> torch.Tensor:
+        return self._eager(tokens, self._prompt_context(tokens))
+
+    def answers(self, rows: int) -> torch.Tensor:
+        return self._runner.steps.run(self._rows(rows)).greedy
+
+    def mixed(self, rows: int, tokens: int) -> torch.Tensor:
+        answers = self._rows(rows).context(self._runner.cache)
+        return self._eager(rows + tokens, MixedContext(answers, self._prompt_context(tokens)))
+
+    def _eager(self, tokens: int, context: PrefillContext | MixedContext) -> torch.Tensor:
+        hidden = self._runner.model(torch.zeros(tokens, dtype=torch.int64, device=self._runner.device), context)
+        return self._runner.model.logits(hidden[:_ROWS]).argmax(dim=-1)
+
+    def _prompt_context(self, tokens: int) -> PrefillContext:
+        blocks = torch.arange(1, -(-tokens // self._runner.cache.block_size) + 1, device=self._runner.device)
+        return PrefillContext(self._runner.cache, [Chunk(0, tokens, blocks)])
+
+    def _rows(self, rows: int) -> DecodeRows:
+        """Rows that each write and see the first tokens of a block."""
+        zeros = np.zeros(rows, dtype=np.int64)
+        return DecodeRows(zeros, zeros, zeros + self._runner.cache.block_size, np.ones((rows, 1), dtype=np.int32))

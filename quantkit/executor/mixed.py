@@ -1,0 +1,26 @@
+"""Answers' newest tokens and prompts' chunks in one pass: weights are read once for both, and each attends by its own operators."""
+
+import torch
+from torch import Tensor
+
+from quantkit.executor.context import CachedContext, DecodeContext, PrefillContext
+from quantkit.models.rope import Rope
+
+
+class MixedContext(CachedContext):
+    """The rows of `answers`, then the tokens of `prompts`, both over one cache."""
+
+    def __init__(self, answers: DecodeContext, prompts: PrefillContext) -> None:
+        both = (answers, prompts)
+        super().__init__(answers.cache, torch.cat([one.positions for one in both]), torch.cat([one.slots for one in both]))
+        self.answers, self.prompts, self._rows = answers, prompts, len(answers.positions)
+
+    def attend_mla(self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float) -> Tensor:
+        """As `models.context.Context.attend_mla`: answers absorbed, prompts expanded."""
+        answers = self.answers.attend_mla(layer, q[: self._rows], kv_b, rope, scale)
+        return torch.cat((answers, self.prompts.attend_mla(layer, q[self._rows :], kv_b, rope, scale)))
+
+    def attend_gqa(self, layer: int, q: Tensor, scale: float, window: int = 0) -> Tensor:
+        """As `models.context.Context.attend_gqa`."""
+        answers = self.answers.attend_gqa(layer, q[: self._rows], scale, window)
+        return torch.cat((answers, self.prompts.attend_gqa(layer, q[self._rows :], scale, window)))
