@@ -1,13 +1,14 @@
-"""Decoding on a CPU: tokens/s of quantkit in W4A16 beside transformers and vLLM in bfloat16, on one machine in one run.
+"""Decoding and prompts on a CPU: tokens/s of quantkit in W4A16 beside transformers and vLLM in bfloat16, on one machine in one run.
 
-    python benchmarks/cpu_decode.py [--vllm .venv-vllm/bin/python] [--rounds 3] [--threads 1] [--out FILE.json]
+    python benchmarks/cpu_decode.py [--vllm .venv-vllm/bin/python] [--rounds 3] [--threads 1] [--prompts] [--out FILE.json]
 
 Models: a dense one of Qwen2.5-0.5B's shape with random weights, made here, and tiny-r1, which has experts and MLA (vLLM on CPU takes no
 quantized experts, and has no int4 product without AVX-512, so it runs the dense one, in bfloat16). Each engine is a process of its own that
 loads, warms up, and answers `concurrency` requests of 32 tokens with 16 tokens each, greedily. Its figure is of decoding alone: the tokens
-after the first, over the time of all 16 less that of one. Time is the process's own processor time, which other work on the machine
-lengthens little; with one thread it is the time by the clock of an idle machine. Engines take turns, round after round; the median counts,
-and ratios are formed round by round. transformers computes its batch unpadded, all prompts being of one length.
+after the first, over the time of all 16 less that of one. With --prompts, and the dense model alone, it is of prompts: the tokens of
+`concurrency` prompts of 1024, over the time until each has its first token. Time is the process's own processor time, which other work on
+the machine lengthens little; with one thread it is the time by the clock of an idle machine. Engines take turns, round after round; the
+median counts, and ratios are formed round by round. transformers computes its batch unpadded, all prompts being of one length.
 """
 
 import argparse
@@ -24,7 +25,8 @@ from typing import Any
 
 import torch
 
-INPUT, OUTPUT, CONTEXT = 32, 16, 64
+INPUT, OUTPUT, PROMPT = 32, 16, 1024
+CONTEXT = PROMPT + OUTPUT
 CONCURRENCIES = (1, 8)
 QWEN: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -69,13 +71,28 @@ def write_qwen(path: Path) -> Path:
     return path
 
 
-def prompts(count: int, vocab: int) -> list[list[int]]:
+def prompts(count: int, vocab: int, length: int = INPUT) -> list[list[int]]:
     generator = torch.Generator().manual_seed(count)
-    return torch.randint(2, vocab, (count, INPUT), generator=generator).tolist()
+    return torch.randint(2, vocab, (count, length), generator=generator).tolist()
 
 
-def decoding_rate(generate: Callable[[list[list[int]], int], object], vocab: int) -> dict[int, float]:
-    """Tokens per second by concurrency. generate: continues prompts by so many tokens."""
+Generate = Callable[[list[list[int]], int], object]
+"""Continues prompts by so many tokens."""
+
+
+def prompt_rate(generate: Generate, vocab: int) -> dict[int, float]:
+    """Prompt tokens per second by concurrency."""
+    found = {}
+    generate(prompts(1, vocab, PROMPT // 2), 1)
+    for count in CONCURRENCIES:
+        asked, began = prompts(count, vocab, PROMPT), time.process_time()
+        generate(asked, 1)
+        found[count] = count * PROMPT / (time.process_time() - began)
+    return found
+
+
+def decoding_rate(generate: Generate, vocab: int) -> dict[int, float]:
+    """Tokens per second by concurrency."""
     found = {}
     for count in CONCURRENCIES:
         asked, seconds = prompts(count, vocab), {}
@@ -87,29 +104,33 @@ def decoding_rate(generate: Callable[[list[list[int]], int], object], vocab: int
     return found
 
 
-def measure_quantkit(path: str, vocab: int) -> dict[int, float]:
+Rate = Callable[[Generate, int], dict[int, float]]
+RATES: dict[str, Rate] = {"decode": decoding_rate, "prompts": prompt_rate}
+
+
+def measure_quantkit(path: str, vocab: int, rate: Rate) -> dict[int, float]:
     from quantkit.executor.engine import Engine
     from quantkit.executor.sampling import SamplingParams
 
     engine = Engine.load(Path(path), device="cpu", max_batch=max(CONCURRENCIES), max_model_len=CONTEXT)
-    return decoding_rate(lambda asked, length: list(engine.generate(asked, SamplingParams(max_new_tokens=length, ignore_eos=True))), vocab)
+    return rate(lambda asked, length: list(engine.generate(asked, SamplingParams(max_new_tokens=length, ignore_eos=True))), vocab)
 
 
 @torch.inference_mode()
-def measure_transformers(path: str, vocab: int) -> dict[int, float]:
+def measure_transformers(path: str, vocab: int, rate: Rate) -> dict[int, float]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
 
     def generate(asked: list[list[int]], length: int) -> None:
-        step = model(torch.tensor(asked), use_cache=True)
+        step = model(torch.tensor(asked), use_cache=True, logits_to_keep=1)
         for _ in range(length - 1):
             step = model(step.logits[:, -1:].argmax(-1), past_key_values=step.past_key_values, use_cache=True)
 
-    return decoding_rate(generate, vocab)
+    return rate(generate, vocab)
 
 
-def measure_vllm(path: str, vocab: int) -> dict[int, float]:
+def measure_vllm(path: str, vocab: int, rate: Rate) -> dict[int, float]:
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     from vllm import LLM, SamplingParams
@@ -128,14 +149,14 @@ def measure_vllm(path: str, vocab: int) -> dict[int, float]:
         params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)
         engine.generate([{"prompt_token_ids": prompt} for prompt in asked], params, use_tqdm=False)
 
-    return decoding_rate(generate, vocab)
+    return rate(generate, vocab)
 
 
 ENGINES = {"quantkit": measure_quantkit, "transformers": measure_transformers, "vllm": measure_vllm}
 
 
-def in_process(python: str, engine: str, path: Path, vocab: int, threads: int) -> dict[str, float]:
-    command = [python, __file__, "--measure", engine, str(path), str(vocab)]
+def in_process(python: str, engine: str, path: Path, vocab: int, threads: int, what: str) -> dict[str, float]:
+    command = [python, __file__, "--measure", engine, str(path), str(vocab), what]
     binding = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if engine == "vllm" else {}
     done = subprocess.run(
         command, env={**os.environ, **binding, "OMP_NUM_THREADS": str(threads)}, capture_output=True, text=True, check=False
@@ -154,8 +175,15 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     dense = write_qwen(folder / "qwen2-0.5b")
     plain = folder / "tiny-r1-bf16"
     convert(find_model("tiny-r1"), plain, dtype="bf16")
-    cases = {"dense 0.5B": (dense, QWEN["vocab_size"]), "tiny-r1": (plain, 640)}
-    report: dict[str, Any] = {"hardware": describe_hardware("cpu"), "threads": options.threads, "torch": torch.__version__, "models": {}}
+    cases = {"dense 0.5B": (dense, QWEN["vocab_size"])} | ({} if options.prompts else {"tiny-r1": (plain, 640)})
+    what = "prompts" if options.prompts else "decode"
+    report: dict[str, Any] = {
+        "hardware": describe_hardware("cpu"),
+        "threads": options.threads,
+        "what": what,
+        "torch": torch.__version__,
+        "models": {},
+    }
     for name, (source, vocab) in cases.items():
         packed = folder / f"{source.name}-w4a16"
         make = [sys.executable, "-m", "quantkit", "quantize", str(source), "--scheme", "rtn-w4a16", "--out", str(packed)]
@@ -166,7 +194,7 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         rows: dict[str, list[dict[str, float]]] = {engine: [] for engine in places}
         for number in range(options.rounds):
             for engine, (python, path) in places.items():
-                rows[engine].append(in_process(python, engine, path, vocab, options.threads))
+                rows[engine].append(in_process(python, engine, path, vocab, options.threads, what))
                 load = os.getloadavg()[0]
                 print(f"{name}, round {number + 1}, {engine}: {rows[engine][-1]} tokens/s, load {load:.1f}", flush=True)
         report["models"][name] = rows
@@ -185,13 +213,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--measure", nargs=3, metavar=("ENGINE", "PATH", "VOCAB"), help=argparse.SUPPRESS)
+    parser.add_argument("--prompts", action="store_true", help="prompts instead of decoding")
+    parser.add_argument("--measure", nargs=4, metavar=("ENGINE", "PATH", "VOCAB", "RATE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
-        engine, path, vocab = options.measure
+        engine, path, vocab, what = options.measure
         told, sys.stdout = sys.stdout, sys.stderr  # engines print; the answer must stand alone
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-        print(json.dumps(ENGINES[engine](path, int(vocab))), file=told, flush=True)
+        print(json.dumps(ENGINES[engine](path, int(vocab), RATES[what])), file=told, flush=True)
         return
     with tempfile.TemporaryDirectory() as folder:
         report = run(options, Path(folder))

@@ -12,10 +12,11 @@ from torch import Tensor
 BLOCK_BYTES = 4 << 20
 
 
-def blocked_matmul(x: Tensor, out_features: int, expand: Callable[[int, int], Tensor]) -> Tensor:
-    """x[M, K] @ W.T -> [M, N] in x's dtype, W's rows start..stop being expand(start, stop), [stop - start, K] of x's dtype."""
+def blocked_matmul(x: Tensor, out_features: int, expand: Callable[[int, int], Tensor], multiple: int = 1) -> Tensor:
+    """x[M, K] @ W.T -> [M, N] in x's dtype, W's rows start..stop being expand(start, stop), [stop - start, K] of x's dtype; start is a
+    multiple of `multiple`."""
     y = torch.empty(x.shape[0], out_features, dtype=x.dtype, device=x.device)
-    step = max(1, BLOCK_BYTES // (x.shape[1] * x.element_size()))
+    step = max(1, BLOCK_BYTES // (x.shape[1] * x.element_size() * multiple)) * multiple
     for start in range(0, out_features, step):
         stop = min(start + step, out_features)
         y[:, start:stop] = x @ expand(start, stop).T

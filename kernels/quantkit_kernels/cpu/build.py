@@ -1,4 +1,4 @@
-"""Compiles fp4.cpp, int8.cpp or gqa.cpp with the user's C++ compiler at first use, two seconds, and loads it."""
+"""Compiles fp4.cpp, int4.cpp, int8.cpp or gqa.cpp with the user's C++ compiler at first use, two seconds, and loads it."""
 
 import ctypes
 import functools
@@ -18,10 +18,11 @@ _FLAGS = {
     "VNNI": ("-mavx512f", "-mfma", "-mavx512bw", "-mavx512vnni"),
     "PORTABLE": (),
 }
-_LEVELS = {"fp4": ("AVX2", "AVX512", "VNNI"), "int8": tuple(_FLAGS), "gqa": tuple(_FLAGS)}
+_LEVELS = {"fp4": ("AVX2", "AVX512", "VNNI"), "int4": tuple(_FLAGS), "int8": tuple(_FLAGS), "gqa": tuple(_FLAGS)}
 """Which processors each source is for."""
 _FUNCTIONS = {
     "fp4": {"qk_fp4_linear": (5, 4), "qk_fp4_expand": (4, 4)},
+    "int4": {"qk_int4_expand": (4, 8)},
     "int8": {"qk_int8_rows": (4, 5), "qk_int8_blocks": (5, 6), "qk_int8_quantize": (3, 4)},
     "gqa": {"qk_gqa_decode": (7, 9)},
 }

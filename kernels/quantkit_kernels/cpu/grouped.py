@@ -1,5 +1,5 @@
 """Attention on a CPU. Grouped queries of a decode step by the project's own C++ (gqa.cpp): pages are read where they lie, in float32.
-Prompts by torch's own attention."""
+Prompts by the blocks that calibration uses, in torch."""
 
 import torch
 from torch import Tensor
@@ -32,16 +32,17 @@ def gqa_decode(q: Tensor, pages: PagedKeys, scale: float, window: int, sinks: Te
 def gqa_prefill(
     q: Tensor, cache: tuple[Tensor, Tensor], prompts: Prompts, scale: float, window: int, sinks: Tensor | None = None
 ) -> Tensor:
-    return plain.gqa_prefill(q, cache, prompts, scale, window, sinks, plain.attend_at_once)
+    return plain.gqa_prefill(q, cache, prompts, scale, window, sinks, _attend_whole)
 
 
 def mla_prefill(q: Tensor, kv_b: Tensor, rotation: Rotation, cache: Latents, prompts: Prompts, scale: float) -> Tensor:
     q_pe = turned(q[..., -2 * rotation.cos.shape[1] :], rotation)
-    return plain.attend_expanded(q, q_pe, kv_b, cache, prompts, scale, rotation.interleaved, _attend_latents)
+    return plain.attend_expanded(q, q_pe, kv_b, cache, prompts, scale, rotation.interleaved, _attend_whole)
 
 
-def _attend_latents(q: Tensor, slots: Tensor, width: int, expand: plain.Expand, scale: float, window: int) -> Tensor:
-    """As `plain.attend_at_once`, some queries at a time: keys and values of latents differ in size."""
-    if len(slots) > plain.AT_ONCE:
+def _attend_whole(q: Tensor, slots: Tensor, width: int, expand: plain.Expand, scale: float, window: int) -> Tensor:
+    """As `plain.attend_one`, where the keys are few: whole, with some queries at a time."""
+    if window or len(slots) > plain.AT_ONCE:
         return plain.attend_one(q, slots, width, expand, scale, window)
-    return plain.attend_by_blocks(q, *plain.expand_heads(q, slots, expand), scale)
+    k, v = (side.to(q.dtype) for side in expand(slots))
+    return plain.attend_by_blocks(q, k, v, scale)

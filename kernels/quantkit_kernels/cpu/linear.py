@@ -3,9 +3,12 @@
 import torch
 from torch import Tensor
 
+from quantkit_kernels.blocks import blocked_matmul
+from quantkit_kernels.cpu import int4
 from quantkit_kernels.cpu.build import why_no_library
 from quantkit_kernels.cpu.fp4 import Fp4Linear
 from quantkit_kernels.cpu.int8 import Int8Linear, VnniInt8Linear, qlinear_is_exact
+from quantkit_kernels.expanded.linear import has_unit
 from quantkit_kernels.linear import Linear
 from quantkit_kernels.weights import Fp4, Int4, Int8, Weight, group_size, kind, shape
 
@@ -13,8 +16,13 @@ from quantkit_kernels.weights import Fp4, Int4, Int8, Weight, group_size, kind, 
 _INT4PACK_DTYPES = (torch.bfloat16, torch.float16) if torch.cpu._is_avx512_supported() else (torch.bfloat16,)
 
 
+_EXPANDED_ROWS = 64
+"""From which on torch's matmul over expanded blocks is faster (4864 x 896, AVX-512 with bfloat16, one core)."""
+
+
 class Int4Linear(Linear):
-    """`_weight_int4pack_mm_for_cpu`: w = (q - 8) * scale + offset, q in 0..15, scale and offset rounded to the compute dtype."""
+    """`_weight_int4pack_mm_for_cpu`: w = (q - 8) * scale + offset, q in 0..15, scale and offset rounded to the compute dtype. With many
+    rows torch's matmul over blocks of w, in the compute dtype where the processor multiplies that, else in float32."""
 
     def __init__(self, weight: Int4, dtype: torch.dtype) -> None:
         n, k = shape(weight)
@@ -23,11 +31,19 @@ class Int4Linear(Linear):
         self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.codes.to(torch.int32) + 8, 1)
         offset = torch.zeros_like(weight.scale) if weight.zero_point is None else -weight.zero_point * weight.scale
         self.scale_and_offset = torch.stack([weight.scale.T, offset.T], dim=-1).to(dtype).contiguous()  # [K/g, N, 2]
+        self._wide = torch.bfloat16 if dtype == torch.bfloat16 and has_unit(dtype) else torch.float32
 
     def held(self) -> list[Tensor]:
         return [self.packed, self.scale_and_offset]
 
     def rows(self, x: Tensor) -> Tensor:
+        if x.shape[0] >= _EXPANDED_ROWS and int4.packed_as_known():
+            scale, offset = self.scale_and_offset.float().unbind(-1)
+
+            def expanded(start: int, stop: int) -> Tensor:
+                return int4.expand(self.packed, scale.contiguous(), offset.contiguous(), self.group_size, start, stop, self._wide)
+
+            return blocked_matmul(x.to(self._wide), self.out_features, expanded, int4.BLOCK).to(self.dtype)
         y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), self.packed, self.group_size, self.scale_and_offset)
         return y
 

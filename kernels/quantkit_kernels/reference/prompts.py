@@ -79,19 +79,24 @@ def expand_heads(q: Tensor, slots: Tensor, expand: Expand) -> tuple[Tensor, Tens
 
 
 def attend_by_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """q [T, heads, D] of the last T of S tokens, k [S, heads, D], v [S, heads, E] -> [T, heads, E] of q's dtype, some queries at a time.
+    """q [T, heads, D] of the last T of S tokens, k [S, kv_heads, D], v [S, kv_heads, E] -> [T, heads, E] of q's dtype, some queries at a
+    time; heads that share keys in one product.
 
     Where keys and values differ in size, torch on a CPU makes all T x S scores and passes over them several times: 2.3 times as slow.
     Scores and probabilities are float32, as in torch's own attention: rounded to 16 bits they cost more than the 16-bit weights do.
     """
-    queries, keys, values = (t.transpose(0, 1).float() for t in (q, k, v))
-    out, past = q.new_empty(len(q), q.shape[1], v.shape[-1]), len(k) - len(q)
-    later = torch.full((_QUERIES, _QUERIES), -torch.inf).triu_(1)
-    for start in range(0, len(q), _QUERIES):
-        stop = min(start + _QUERIES, len(q))
-        scores = queries[:, start:stop] @ keys[:, : past + stop].mT * scale
-        scores[..., past + start :] += later[: stop - start, : stop - start]
-        out[start:stop] = (scores.softmax(-1) @ values[:, : past + stop]).transpose(0, 1)
+    keys, values = (t.transpose(0, 1).float() for t in (k, v))
+    shared, past = q.shape[1] // len(keys), len(k) - len(q)
+    queries = q.float().unflatten(1, (-1, shared)).permute(1, 2, 0, 3)  # [kv_heads, shared, T, D]
+    step = _QUERIES if shared == 1 else _QUERIES // 2
+    out = q.new_empty(len(q), q.shape[1], v.shape[-1])
+    later = torch.full((step, step), -torch.inf).triu_(1)
+    for start in range(0, len(q), step):
+        stop = min(start + step, len(q))
+        scores = queries[:, :, start:stop].flatten(1, 2) @ keys[:, : past + stop].mT * scale
+        scores.unflatten(1, (shared, -1))[..., past + start :] += later[: stop - start, : stop - start]
+        found = (scores.softmax(-1) @ values[:, : past + stop]).unflatten(1, (shared, -1))
+        out[start:stop] = found.permute(2, 0, 1, 3).flatten(1, 2)
     return out
 
 
