@@ -50,6 +50,17 @@ class LayerWeights:
     def linear(self, module: str) -> LinearOp:
         return self.fused_linear((module,))
 
+    def linear_of(self, module: str, site: tuple[str, ...]) -> LinearOp:
+        """The linear `module`, one of those of `site`, which read the same tensor: it is observed under the first one's name, once."""
+        self.sites[site[0]] = site
+
+        def apply(x: Tensor) -> Tensor:
+            if self.observer is not None and module == site[0]:
+                self.observer(module, x)
+            return self._apply(as_read(x.flatten(0, -2), 8).view_as(x) if module in self.int8_inputs else x, module)
+
+        return apply
+
     def fused_linear(self, modules: tuple[str, ...]) -> LinearOp:
         self.sites[modules[0]] = modules
 

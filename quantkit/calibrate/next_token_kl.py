@@ -4,7 +4,7 @@ The head of R1 is 129,280 rows of 7168, so neither it nor the logits of all toke
 every token, the largest logit so far and the sums under it, rescaled when a larger one comes (arXiv 1805.02867).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,15 @@ from torch import Tensor
 BLOCK_ROWS = 4096
 """Rows of the head that are read and multiplied at a time: 117 MB in float32 for R1."""
 JUDGED_TOKENS = 1024
+
+
+Logits = Callable[[Tensor, int], Tensor]
+"""As `Ends.logits`."""
+
+
+def products(of_rows: Tensor, first: int) -> Tensor:
+    """Logits of most models: the products themselves."""
+    return of_rows
 
 
 @dataclass(frozen=True)
@@ -25,12 +34,13 @@ class NextToken:
     top1_agree: float
 
 
-def compare_next_tokens(original: Tensor, quantized: Tensor, head: Iterable[Tensor]) -> NextToken:
-    """original, quantized float32 [T, H]: of the same tokens, after the final norm. head: its rows, in blocks float32 [R, H]."""
+def compare_next_tokens(original: Tensor, quantized: Tensor, head: Iterable[Tensor], logits: Logits = products) -> NextToken:
+    """original, quantized float32 [T, H]: of the same tokens, after the final norm. head: its rows, in blocks float32 [R, H]. logits: what
+    the model makes of products with them."""
     p, q = Softmax(len(original), original.device), Softmax(len(original), original.device)
     difference = torch.zeros_like(p.total)  # sum over the vocabulary of exp(logit of p - p.largest) * (logit of p - logit of q)
     for rows in head:
-        p_logits, q_logits = (hidden @ rows.t() for hidden in (original, quantized))
+        p_logits, q_logits = (logits(hidden @ rows.t(), p.seen) for hidden in (original, quantized))
         difference *= p.take(p_logits)
         q.take(q_logits)
         weight = (p_logits - p.largest[:, None]).exp_()
@@ -40,22 +50,22 @@ def compare_next_tokens(original: Tensor, quantized: Tensor, head: Iterable[Tens
 
 
 class Softmax:
-    """Of T tokens, over the logits seen so far: largest [T], its place [T], and total [T], the sum of exp(logit - largest)."""
+    """Of T tokens, over the `seen` first logits: largest [T], its place [T], and total [T], the sum of exp(logit - largest)."""
 
     def __init__(self, tokens: int, device: torch.device) -> None:
         self.largest = torch.full((tokens,), -torch.inf, device=device)
         self.likeliest = torch.zeros(tokens, dtype=torch.int64, device=device)
         self.total = torch.zeros(tokens, dtype=torch.float64, device=device)
-        self._seen = 0
+        self.seen = 0
 
     def take(self, logits: Tensor) -> Tensor:
         """The next logits [T, R]. Returns what sums under the old largest are to be multiplied by, float64 [T]."""
         largest, place = logits.max(-1)
-        self.likeliest = torch.where(largest > self.largest, place + self._seen, self.likeliest)
+        self.likeliest = torch.where(largest > self.largest, place + self.seen, self.likeliest)
         largest = torch.maximum(largest, self.largest)
         factor = (self.largest.double() - largest.double()).exp_()
         self.total = self.total * factor + (logits - largest[:, None]).exp_().sum(-1, dtype=torch.float64)
-        self.largest, self._seen = largest, self._seen + logits.shape[1]
+        self.largest, self.seen = largest, self.seen + logits.shape[1]
         return factor
 
     def log_sum(self) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from quantkit_kernels import rms_norm
 from torch import Tensor
 
+from quantkit.calibrate.ends import Ends
 from quantkit.calibrate.next_token_kl import BLOCK_ROWS, Softmax
 from quantkit.calibrate.parameter_reader import ParameterReader
 from quantkit.models.table import Parameter, ScaleGroup
@@ -35,20 +36,22 @@ def cost_to_readers(readers: Iterable[tuple[Tensor, Tensor]]) -> Tensor | None:
     return None if total is None else total.div_(count)
 
 
-def cost_to_next_token(hidden: Tensor, gain: Tensor, eps: float, head: Iterable[Tensor]) -> Tensor:
+def cost_to_next_token(hidden: Tensor, gain: Tensor, eps: float, head: Iterable[Tensor], ends: Ends | None = None) -> Tensor:
     """Fisher information [H, H] of the next token at the residual stream `hidden` float32 [T, H], scaled to trace 1.
 
     gain [H], eps: of the last norm; head: its rows, in blocks float32 [R, H]. One pass over them keeps the mean row under p and the drawn
-    rows: the largest of logit + Gumbel noise is a draw from the softmax.
+    rows: the largest of logit + Gumbel noise is a draw from the softmax. ends: of a model whose last norm is no RMSNorm, or whose logits
+    are not the products themselves; that these are bent, as by a cap, is left out of the gradient.
     """
-    x = rms_norm(hidden, gain, eps)
+    x = rms_norm(hidden, gain, eps) if ends is None else ends.normed(hidden)
+    centred = ends is not None and ends.centred
     generator = torch.Generator(hidden.device).manual_seed(0)
     softmax = Softmax(len(x), x.device)
     mean = torch.zeros_like(x)
     best = torch.full((DRAWS, len(x)), -torch.inf, device=x.device)
     drawn = torch.zeros(DRAWS, *x.shape, device=x.device)
     for rows in head:
-        logits = x @ rows.t()
+        logits = x @ rows.t() if ends is None else ends.logits(x @ rows.t(), softmax.seen)
         mean *= softmax.take(logits).float()[:, None]
         mean.addmm_((logits - softmax.largest[:, None]).exp_(), rows)
         for draw in range(DRAWS):
@@ -58,53 +61,60 @@ def cost_to_next_token(hidden: Tensor, gain: Tensor, eps: float, head: Iterable[
             best[draw] = torch.where(better, score, best[draw])
             drawn[draw][better] = rows[place[better]]
     mean /= softmax.total.float()[:, None]
-    size = (hidden.square().mean(-1, keepdim=True) + eps).sqrt()
-    direction = hidden / size
+    around = hidden - hidden.mean(-1, keepdim=True) if centred else hidden
+    size = (around.square().mean(-1, keepdim=True) + eps).sqrt()
+    direction = around / size
     total = hidden.new_zeros(hidden.shape[1], hidden.shape[1])
     for one in drawn:
         by_norm = (one - mean) * gain
         by_stream = (by_norm - direction * (by_norm * direction).mean(-1, keepdim=True)) / size
+        by_stream = by_stream - by_stream.mean(-1, keepdim=True) if centred else by_stream
         total.addmm_(by_stream.t(), by_stream)
     return total.div_(total.diagonal().sum().clamp(min=1e-30))
 
 
 class ResidualStream:
-    """Who reads the residual stream of one model. groups: those of its decoder layers, in the order of the forward pass."""
+    """Who reads the residual stream of one model. groups: those of its decoder layers, in the order of the forward pass. norm: the last
+    one; None where the model's last operation is none, and nothing is known of the cost then."""
 
-    def __init__(self, source: ParameterReader, rows: Sequence[Parameter], groups: Sequence[ScaleGroup]) -> None:
-        self.source = source
+    def __init__(self, source: ParameterReader, rows: Sequence[Parameter], groups: Sequence[ScaleGroup], ends: Ends | None = None) -> None:
+        self.source, self.ends = source, ends
         self.by_module = {row.module: row for row in rows}
-        self.norm = next(row for row in rows if row.layer is None and row.role == "norm")
+        self.norm = next((row for row in rows if row.layer is None and row.role == "norm"), None)
         own = (row for row in rows if row.layer is None)
         self.head = min((row for row in own if row.role in ("head", "embedding")), key=lambda row: row.role != "head")  # or tied
-        self.reading = [g for g in groups if g.producer_is_norm and self.by_module[g.producer].shape == self.norm.shape]
+        shape = None if self.norm is None else self.norm.shape
+        self.reading = [g for g in groups if g.producer_is_norm and self.by_module[g.producer].shape == shape]
 
-    def squared_gain(self, layer: int) -> Tensor:
+    def squared_gain(self, layer: int) -> Tensor | None:
         """Of the norm that reads the stream after a decoder layer, [H]. A channel it all but ignores may hold the largest values of all,
         and an error there costs next to nothing."""
         following = (row for row in self.by_module.values() if row.role == "norm" and row.layer == layer + 1 and not row.mtp)
-        return self.source.dequantized(next(following, self.norm)).square()
+        norm = next((row for row in following if self.norm is not None and row.shape == self.norm.shape), self.norm)
+        return None if norm is None else self.source.gain(norm).square()
 
     def cost(self, sublayer: Sequence[Parameter], hidden: Tensor, eps: float) -> Tensor:
-        """Of an error in what the sublayer with these parameters writes, [H, H]. hidden float32 [T, H]: the stream before it."""
+        """Of an error in what the sublayer with these parameters writes, [H, H]. hidden float32 [T, H]: the stream before it. Where none of
+        its norms is known to read the stream, the next token alone counts."""
+        assert self.norm is not None, "no norm at the end of the stack"
         some = hidden[:: max(1, len(hidden) // HEAD_TOKENS)][:HEAD_TOKENS]
-        cost = cost_to_next_token(some, self.source.dequantized(self.norm), eps, self.source.blocks(self.head, BLOCK_ROWS))
+        cost = cost_to_next_token(some, self.source.gain(self.norm), eps, self.source.blocks(self.head, BLOCK_ROWS), self.ends)
         own = {row.module for row in sublayer}
-        here = next(place for place, group in enumerate(self.reading) if group.producer in own)
-        read = cost_to_readers(self._weights(self.reading[here + 1 :][:READ_NORMS]))
+        here = max((place for place, group in enumerate(self.reading) if group.producer in own), default=None)
+        read = None if here is None else cost_to_readers(self._weights(self.reading[here + 1 :][:READ_NORMS]))
         if read is not None:
             cost += read
         producers = {group.producer for group in self.reading}
         for row in sublayer:
             if row.role == "norm" and row.shape == self.norm.shape and row.module not in producers:
-                gain = self.source.dequantized(row)  # of a norm between what the sublayer writes and the stream
+                gain = self.source.gain(row)  # of a norm between what the sublayer writes and the stream
                 cost.mul_(gain).mul_(gain[:, None])
         return cost
 
     def _weights(self, groups: Sequence[ScaleGroup]) -> Iterator[tuple[Tensor, Tensor]]:
         """(gain, weight) of the readers behind these norms. The first routed expert stands for all where none is shared."""
         for group in groups:
-            gain = self.source.dequantized(self.by_module[group.producer])
+            gain = self.source.gain(self.by_module[group.producer])
             rows = [self.by_module[module] for module in group.consumers]
             shared = [row for row in rows if row.expert is None]
             for row in shared if any(row.role == "linear" for row in shared) else [row for row in rows if not row.expert]:

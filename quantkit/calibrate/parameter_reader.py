@@ -34,9 +34,14 @@ class ParameterReader:
     def dequantized(self, row: Parameter) -> Tensor:
         """float32 on the device."""
         device = self.device  # packed bytes travel, not float32
-        value = dequantize(self.checkpoint.weight(row.module, device) if len(row.shape) == 2 else self.checkpoint.read(row.name, device))
+        packed = row.module in self.checkpoint.linears
+        value = dequantize(self.checkpoint.weight(row.module, device) if packed else self.checkpoint.read(row.name, device))
         check_finite(row.name, value)
         return value
+
+    def gain(self, row: Parameter) -> Tensor:
+        """What a norm multiplies by, float32 on the device."""
+        return self.dequantized(row) + row.gain_offset
 
     def will_read(self, rows: Iterable[Parameter]) -> None:
         """Parameters that are asked for next, to be brought from the disk meanwhile."""

@@ -24,7 +24,8 @@ TOLERANCE = 1e-7
 
 @dataclass(frozen=True)
 class Folding:
-    """What becomes of a sublayer's tensors, by name. columns: multiplied by [K]; then rows: divided by [N]; gains: replaced, as stored."""
+    """What becomes of a sublayer's tensors, by name. columns: multiplied by [K]; then rows, and biases: divided by [N]; gains:
+    replaced, as stored."""
 
     columns: dict[str, Tensor] = field(default_factory=dict)
     rows: dict[str, Tensor] = field(default_factory=dict)
@@ -40,15 +41,16 @@ class Folding:
         if name in self.columns:
             tensor.mul_(self.columns[name])
         if name in self.rows:
-            tensor.div_(self.rows[name][:, None])
+            tensor.div_(self.rows[name].view(-1, *[1] * (tensor.dim() - 1)))
         return tensor
 
     def and_group(self, group: ScaleGroup, inside: Sequence[str], scale: Tensor, gain: Tensor | None) -> "Folding":
         """With one more group's scale; inside: its consumers in this sublayer; gain: a norm's new one, where that is the producer."""
         producer = f"{group.producer}.weight"
+        divided = [producer] * (gain is None) + [f"{group.producer}.bias"] * group.biased
         return Folding(
             self.columns | {f"{module}.weight": scale for module in inside},
-            self.rows if gain is not None else self.rows | {producer: scale},
+            self.rows | dict.fromkeys(divided, scale),
             self.gains if gain is None else self.gains | {producer: gain},
         )
 
@@ -139,8 +141,9 @@ def scale_sublayer(
 def scale_in_effect(sublayer: Sublayer, group: ScaleGroup, source: ParameterReader, plain: Mapping[str, Tensor]) -> Tensor:
     """The scale that was folded into the norm of `group`, from its gain as it is written, [K]."""
     name = f"{group.producer}.weight"
-    before = source.dequantized(next(row for row in sublayer.rows if row.name == name))
-    after = plain[name].float().to(before.device)
+    row = next(row for row in sublayer.rows if row.name == name)
+    before = source.gain(row)
+    after = plain[name].float().to(before.device) + row.gain_offset
     return torch.where(after == 0, torch.ones_like(after), before / after)
 
 
@@ -166,7 +169,7 @@ def _fold(sublayer: Sublayer, group: ScaleGroup, scale: Tensor, source: Paramete
     if group.producer_is_norm:
         name = f"{group.producer}.weight"
         row = next(row for row in sublayer.rows if row.name == name)
-        gain, scale = effective_scale(source.dequantized(row).to(sublayer.stored[name]), scale)
+        gain, scale = effective_scale(source.dequantized(row).to(sublayer.stored[name]), scale, row.gain_offset)
     return folding.and_group(group, inside, scale, gain), scale
 
 

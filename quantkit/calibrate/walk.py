@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 import torch
-from quantkit_kernels import rms_norm
 from torch import Tensor
 
 from quantkit.calibrate.allocator import keep_freed_blocks
 from quantkit.calibrate.batches import Batches
 from quantkit.calibrate.data import Sequences
+from quantkit.calibrate.ends import Ends, TableEnds
 from quantkit.calibrate.expert_layer import ExpertLayer
 from quantkit.calibrate.findings import Findings
 from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates, relative_distance
@@ -36,7 +36,6 @@ from quantkit.calibrate.source_model import SourceModel
 from quantkit.calibrate.sublayer import Run, Sublayer, advance, written_tensors
 from quantkit.calibrate.unit_log import UnitLog
 from quantkit.calibrate.units import attend_unit, feed_forward_unit
-from quantkit.errors import QuantkitError
 from quantkit.models.context import CausalContext
 from quantkit.quant.gptq import Curvature
 from quantkit.quant.weights import Weight
@@ -54,12 +53,14 @@ class Written:
 
 
 class Walk:
-    """One calibrated run over one model. solver: for all linears but routed experts, whose grid the log's store tells."""
+    """One calibrated run over one model. solver: for all linears but routed experts, whose grid the log's store tells. ends: what is around
+    the layers, where the table does not say it."""
 
-    def __init__(self, model: SourceModel, solver: Solver, log: UnitLog, ranks: Ranks, batches: Batches) -> None:
+    def __init__(self, model: SourceModel, solver: Solver, log: UnitLog, ranks: Ranks, batches: Batches, ends: Ends | None = None) -> None:
+        self.ends = ends or TableEnds(model.weights, model.rows, model.config.rms_norm_eps)
         self.model, self.solver, self.log, self.ranks, self.batches = model, solver, log, ranks, batches
         groups = [group for layer in model.layers for group in model.groups[layer]]
-        self.residual = ResidualStream(model.weights, model.rows, groups)
+        self.residual = ResidualStream(model.weights, model.rows, groups, ends)
         self.plain: PlainPath | None = None
 
     @torch.inference_mode()
@@ -90,18 +91,15 @@ class Walk:
         self.plain = None
         for layer in self.model.mtp_layers:
             if any(row.mtp and row.module in self.model.quantized for row in self.model.layer_rows(layer)):
+                assert self.residual.norm is not None, "an MTP layer reads what the last norm made"
                 self._layer(layer, mtp_states(self.model, layer, self.residual.norm, states, sequences))
         return self.log.findings
 
     def _embedded(self, sequences: Sequences) -> HiddenStatePair:
         """Both paths at the input of the first layer."""
-        embedding = next(row for row in self.model.rows if row.role == "embedding" and row.layer is None)
-        table = self.model.weights.checkpoint.read(embedding.name)
-        ids = torch.cat([*sequences.calibration, *sequences.held_out])
-        if int(ids.max()) >= len(table):
-            raise QuantkitError(f"the tokenizer gives token {int(ids.max())}, the model has {len(table)}", "use the model's own tokenizer")
+        hidden = self.ends.embedded([*sequences.calibration, *sequences.held_out])
         fitted = sum(len(s) for s in sequences.calibration)
-        return self._states(table[ids].float(), table[ids[fitted:]].float(), sequences)
+        return self._states(hidden, hidden[fitted:].clone(), sequences)
 
     def _states(self, quantized: Tensor, original: Tensor, sequences: Sequences) -> HiddenStatePair:
         device, at_once = self.model.weights.device, self.batches.tokens
@@ -124,16 +122,19 @@ class Walk:
 
     def _layer(self, layer: int, states: HiddenStatePair) -> None:
         device = self.model.weights.device
-        attend = self._sublayer(
-            attend_unit(layer), layer, states, lambda block, x, lengths: block.attend(x, CausalContext(lengths, device))
-        )
-        self._walk(attend, states, None)
+        if attend_unit(layer) in self.model.units:  # all but layers that are run whole
+            attend = self._sublayer(
+                attend_unit(layer), layer, states, lambda block, x, lengths: block.attend(x, CausalContext(lengths, device))
+            )
+            self._walk(attend, states, None)
         experts = None
         if self.model.experts(layer):
             row = next(iter(self.model.experts(layer).values())).gate
             solver = self.solver.on(self.log.store.grid(row))
             experts = ExpertLayer(self.model, layer, solver, self.log, self.ranks, self.batches)
-        feed_forward = self._sublayer(feed_forward_unit(layer), layer, states, lambda block, x, lengths: block.feed_forward(x))
+        feed_forward = self._sublayer(
+            feed_forward_unit(layer), layer, states, lambda block, x, lengths: block.feed_forward(x, CausalContext(lengths, device))
+        )
         self._walk(feed_forward, states, experts)
         fitted = states.quantized.fitted
         self.log.findings.hidden_error[str(layer)] = relative_distance(states.quantized.hidden[fitted:], states.original.hidden)
@@ -173,7 +174,8 @@ class Walk:
         """What an error costs in the residual stream after this sublayer, judged by the stream before it. None in an MTP layer, and where
         an earlier run solved all that asks for it."""
         solved = unit == attend_unit(layer) and self.log.store.done(unit)
-        if solved or layer not in self.model.layers or not (self.solver.compensates and self.solver.recipe.output_curvature):
+        asked = self.solver.compensates and self.solver.recipe.output_curvature and self.residual.norm is not None
+        if solved or layer not in self.model.layers or not asked:
             return None
         cost = self.residual.cost(self.model.units[unit], states.hidden[: states.fitted], self.model.config.rms_norm_eps)
         return Curvature.of(cost, self.solver.recipe.output_damping)
@@ -237,18 +239,18 @@ class Walk:
 
     def _judge(self, states: HiddenStatePair) -> None:
         """What the paths say comes next, on held-out tokens. Nothing of it is kept for a restart: it follows from the last layer."""
-        head, norm = self.residual.head, self.model.weights.dequantized(self.residual.norm)
+        head, logits = self.residual.head, self.ends.logits
         self.log.tell("judging", head.module)
         step = max(1, len(states.original.hidden) // JUDGED_TOKENS)
         original, quantized, *plain = (
-            rms_norm(hidden[::step][:JUDGED_TOKENS], norm, self.model.config.rms_norm_eps)
+            self.ends.normed(hidden[::step][:JUDGED_TOKENS])
             for hidden in (
                 states.original.hidden,
                 states.quantized.hidden[states.quantized.fitted :],
                 *(() if self.plain is None else (self.plain.states.hidden,)),
             )
         )
-        found = asdict(compare_next_tokens(original, quantized, self.model.weights.blocks(head, BLOCK_ROWS)))
+        found = asdict(compare_next_tokens(original, quantized, self.model.weights.blocks(head, BLOCK_ROWS), logits))
         for hidden in plain:
-            found["plain_kl"] = compare_next_tokens(original, hidden, self.model.weights.blocks(head, BLOCK_ROWS)).kl
+            found["plain_kl"] = compare_next_tokens(original, hidden, self.model.weights.blocks(head, BLOCK_ROWS), logits).kl
         self.log.findings.next_token = found

@@ -38,7 +38,7 @@ _KL = 2.0
 Run = Callable[[DecoderLayer, Tensor, list[int]], Tensor]
 _HALVES: tuple[tuple[str, Run], ...] = (
     ("attention", lambda layer, x, lengths: layer.attend(x, CausalContext(lengths))),
-    ("feed-forward", lambda layer, x, lengths: layer.feed_forward(x)),
+    ("feed-forward", lambda layer, x, lengths: layer.feed_forward(x, CausalContext(lengths))),
 )
 
 

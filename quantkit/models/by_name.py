@@ -35,6 +35,11 @@ def parameters(shapes: Mapping[str, tuple[int, ...]], linears: Collection[str] |
     return [_parameter(name, shape, linears) for name, shape in shapes.items()]
 
 
+def fits(shape: tuple[int, ...]) -> bool:
+    """Whether a linear is quantized, by its shape."""
+    return len(shape) == 2 and shape[1] % 128 == 0 and shape[0] % 8 == 0
+
+
 def role(module: str) -> Role:
     """What a quantized linear is: all but latent attention's up-projection, which is absorbed at decoding, may stay quantized."""
     return "kv_b" if module.endswith("kv_b_proj") else "linear"
@@ -54,10 +59,10 @@ def _parameter(name: str, shape: tuple[int, ...], linears: Collection[str] | Non
     layer, expert = _LAYER.search(name), _EXPERT.search(name)
     module = name.removesuffix(".weight")
     linear = name in linears if linears is not None else name.endswith(".weight") and not _NOT_LINEAR.search(module)
-    fits = linear and len(shape) == 2 and shape[1] % 128 == 0 and shape[0] % 8 == 0
-    role: Role = "linear" if fits else "head" if len(shape) == 2 else "norm"
+    taken = linear and fits(shape)
+    role: Role = "linear" if taken else "head" if len(shape) == 2 else "norm"
     number = int(layer[1]) if layer else None
-    split: Split = "row" if fits and _ROW.search(module) else "replicate"
+    split: Split = "row" if taken and _ROW.search(module) else "replicate"
     if layer and expert:
         return Parameter(name, shape, role, split, layer=number, expert=int(expert[1]), block="expert")
     block = next((block for block, pattern in _BLOCKS.items() if pattern.search(name)), None)

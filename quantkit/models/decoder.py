@@ -52,8 +52,8 @@ class DecoderLayer:
         """The attention half, residual included: hidden [T, H] -> [T, H]."""
         return hidden + self.attention_output(rms_norm(hidden, self.input_norm, self.eps), context)
 
-    def feed_forward(self, hidden: Tensor) -> Tensor:
-        """The MLP or expert half, residual included: hidden [T, H] -> [T, H]."""
+    def feed_forward(self, hidden: Tensor, context: Context) -> Tensor:
+        """The MLP or expert half, residual included: hidden [T, H] -> [T, H]. It is the same for every context."""
         return hidden + self.mlp_output(rms_norm(hidden, self.mlp_norm, self.eps))
 
     def attention_output(self, normed: Tensor, context: Context) -> Tensor:

@@ -34,21 +34,29 @@ class ModuleTree:
 
 def read_tree(config: Mapping[str, Any]) -> ModuleTree:
     """The tree of a config.json. Faults of building it are told, not raised: names are then all there is to go by."""
+    why = not_built(config)
+    if why:
+        return ModuleTree(None, why)
+    import transformers
+
+    try:
+        model = build_model(config)
+        return ModuleTree(frozenset(_published(model, linear_weights(model))))
+    except Exception as fault:  # whatever a config makes of transformers' classes
+        return ModuleTree(None, f"transformers {transformers.__version__} does not build it ({type(fault).__name__}: {fault!s:.80})")
+
+
+def not_built(config: Mapping[str, Any]) -> str:
+    """Why transformers will not build a config.json, as far as that is known before it tries; empty where it may."""
     model_type = config.get("model_type")
     if importlib.util.find_spec("transformers") is None:
-        return ModuleTree(None, "transformers is not installed")
+        return "transformers is not installed"
     import transformers
 
     if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
-        return ModuleTree(None, f"transformers {transformers.__version__} does not know {model_type!r}")
-    for key, value in _counts(config):
-        if not isinstance(value, int) or value > _MOST[key]:
-            return ModuleTree(None, f"config.json has {key} = {value!r:.40}")
-    try:
-        model = _build(transformers, dict(config))
-        return ModuleTree(frozenset(_published(model, _linears(model))))
-    except Exception as fault:  # whatever a config makes of transformers' classes
-        return ModuleTree(None, f"transformers {transformers.__version__} does not build it ({type(fault).__name__}: {fault!s:.80})")
+        return f"transformers {transformers.__version__} does not know {model_type!r}"
+    odd = (f"config.json has {key} = {value!r:.40}" for key, value in _counts(config) if not isinstance(value, int) or value > _MOST[key])
+    return next(odd, "")
 
 
 def _counts(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -58,22 +66,26 @@ def _counts(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield from ((key, part[key]) for key in _MOST if part.get(key) is not None)
 
 
-def _build(transformers: Any, config: dict[str, Any]) -> nn.Module:
+def build_model(config: Mapping[str, Any], attention: str = "eager") -> nn.Module:
+    """transformers' model of a config.json, in float32, without weights: all tensors are on the meta device. attention: one of its
+    implementations."""
+    import transformers
+
     transformers.logging.set_verbosity_error()  # what it says of a config is of no use here
     made = transformers.AutoConfig.for_model(**{key: value for key, value in config.items() if key != "quantization_config"})
     classes = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
     chosen = next((one for one in classes if type(made) in one._model_mapping), transformers.AutoModel)
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model: nn.Module = chosen.from_config(made, attn_implementation="eager")
+        model: nn.Module = chosen.from_config(made, attn_implementation=attention, dtype=torch.float32)
     return model
 
 
-def _linears(model: Any) -> dict[str, Tensor]:
+def linear_weights(model: Any) -> dict[str, Tensor]:
     """Weights of linears and of experts in the decoder layers, by transformers' names."""
     hidden = model.get_input_embeddings().weight.shape[-1]
     found: dict[str, Tensor] = {}
-    for layer_name, layer in _stack(model):
+    for layer_name, layer in decoder_stack(model):
         modules = dict(layer.named_modules())
         for name, module in modules.items():
             above = [modules[name.rsplit(".", cut)[0]] for cut in range(1, name.count(".") + 1)]
@@ -113,7 +125,7 @@ def _is_filter(name: str, modules: Mapping[str, nn.Module]) -> bool:
     return isinstance(modules.get(name.rpartition(".")[0]), nn.Conv1d)
 
 
-def _stack(model: Any) -> Iterator[tuple[str, nn.Module]]:
+def decoder_stack(model: Any) -> Iterator[tuple[str, nn.Module]]:
     """The decoder layers of the text model, by name: its first list of as many modules as there are layers, or else its first list."""
     text = model.get_decoder() if hasattr(model, "get_decoder") else model
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
@@ -131,3 +143,12 @@ def _published(model: Any, weights: dict[str, Tensor]) -> Iterator[str]:
     for name, weight in revert_weight_conversion(model, weights).items():
         if weight.dim() == 2:
             yield name
+
+
+def published_names(model: Any) -> dict[str, str]:
+    """transformers' name of a tensor -> the name under which checkpoints hold it, of those that they hold in the same form."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    tensors = dict(model.state_dict())
+    own = {id(tensor): name for name, tensor in reversed(tensors.items())}
+    return {own[id(tensor)]: name for name, tensor in revert_weight_conversion(model, tensors).items() if id(tensor) in own}

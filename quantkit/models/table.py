@@ -32,6 +32,7 @@ class Parameter:
     `other_name` is a second spelling under which checkpoints hold the tensor (`resolve` picks); `optional` ones may be absent.
     `layer` is None outside the decoder stack; the MTP layer has layer >= num_hidden_layers and `mtp` set.
     `expert` is the number of a routed expert, whose three linears have block "expert".
+    `gain_offset` is what a norm adds to its stored gain before it multiplies by it: 1 in Gemma's.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Parameter:
     optional: bool = False
     block: Block | None = None
     projection: Projection | None = None
+    gain_offset: float = 0.0
 
     @property
     def module(self) -> str:
@@ -77,7 +79,7 @@ class ScaleGroup:
     The producer (a norm's gain, or the output rows of a linear) is divided by s; the columns of every consumer are multiplied by s.
     Every reader of the producer's output is listed, quantized or not: leaving one out changes the function.
     `observe` is the module whose input is the scaled activation. `expert` is set where producer and consumer belong to one expert;
-    `reaches_experts` where the routed experts are among the consumers.
+    `reaches_experts` where the routed experts are among the consumers. `biased`: the producer's bias, `producer`.bias, is divided too.
     """
 
     name: str
@@ -87,6 +89,7 @@ class ScaleGroup:
     observe: str
     expert: int | None = None
     reaches_experts: bool = False
+    biased: bool = False
 
 
 @dataclass(frozen=True)

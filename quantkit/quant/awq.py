@@ -46,13 +46,16 @@ def power_of_two(scale: Tensor) -> Tensor:
     return scale.log2().round().exp2()
 
 
-def effective_scale(gain: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def effective_scale(gain: Tensor, scale: Tensor, offset: float = 0.0) -> tuple[Tensor, Tensor]:
     """What folding `scale` into a gain stored in 16 bits really does.
 
     gain [K] in its stored dtype, scale float32 [K] -> the new gain in that dtype, and float32 gain / new gain, with which
     consumers must be multiplied for the product to stay what it was. Where the gain is zero the channel carries nothing: scale 1.
+    offset: what the norm adds to a stored gain; the quotient is of the sums.
     """
-    scale = torch.where(gain.float() == 0, torch.ones_like(scale), scale)
-    folded = (gain.float() / scale).to(gain.dtype)
-    effective = torch.where(folded.float() == 0, torch.ones_like(scale), gain.float() / folded.float())
-    return torch.where(folded.float() == 0, gain, folded), effective
+    whole = gain.float() + offset
+    scale = torch.where(whole == 0, torch.ones_like(scale), scale)
+    folded = (whole / scale - offset).to(gain.dtype)
+    divisor = folded.float() + offset
+    effective = torch.where(divisor == 0, torch.ones_like(scale), whole / divisor)
+    return torch.where(divisor == 0, gain, folded), effective

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quantkit.calibrate.ends import Ends
+from quantkit.calibrate.parameter_reader import ParameterReader
 from quantkit.checkpoint.companions import SETTINGS, read_companions
 from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.reader import Checkpoint
@@ -15,6 +17,7 @@ from quantkit.models import is_known
 from quantkit.models.module_tree import read_tree
 from quantkit.models.stored import check_stored, read_model
 from quantkit.models.table import Parameter
+from quantkit.models.watched.architecture import WatchedArchitecture
 from quantkit.schemes import Scheme
 from quantkit.tokenizer.chat import ChatTokenizer
 
@@ -40,22 +43,29 @@ class Inventory:
 
     @property
     def by_name(self) -> bool:
-        """Of an architecture that quantkit does not know."""
-        return self.architecture is by_name_models
+        """Of an architecture that quantkit has no file for."""
+        return self.architecture is by_name_models or isinstance(self.architecture, WatchedArchitecture)
+
+    def ends(self, source: ParameterReader) -> Ends | None:
+        """What is around the layers, where the table does not say it."""
+        if not isinstance(self.architecture, WatchedArchitecture):
+            return None
+        return self.architecture.ends(source.checkpoint.read, source.device)
 
 
-def take_inventory(checkpoint: Checkpoint, *, by_name: bool = False) -> Inventory:
+def take_inventory(checkpoint: Checkpoint, *, calibrated: bool = True) -> Inventory:
     """Every tensor of the source is a parameter of the right shape, or dropped for a known reason. Raises QuantkitError otherwise.
 
-    by_name: an architecture that quantkit does not know will do; its linears are told by name. Only for runs without calibration.
+    An architecture that quantkit has no file for is computed by transformers' modules; for a run that is not `calibrated` it is enough to
+    know its linears, by these modules or by name.
     """
     if not checkpoint.format.is_source:
         raise QuantkitError(
             f"{checkpoint.path} is already quantized ({checkpoint.format.name}, by its config.json)",
             "quantize the model it was made from, not a rounded copy",
         )
-    if by_name and not is_known(checkpoint.config):
-        return _inventory_by_name(checkpoint)
+    if not is_known(checkpoint.config):
+        return _watched_inventory(checkpoint) if calibrated else _inventory_by_name(checkpoint)
     model = read_model(checkpoint)
     check_stored(checkpoint, model.rows)
     owned = {name for row in model.rows for name in (checkpoint.parts(row.module) if row.module in checkpoint.linears else (row.name,))}
@@ -82,10 +92,20 @@ def check_companions(path: Path, *, calibrated: bool) -> None:
         ChatTokenizer(path)
 
 
-def _inventory_by_name(checkpoint: Checkpoint) -> Inventory:
+def _watched_inventory(checkpoint: Checkpoint) -> Inventory:
+    architecture = WatchedArchitecture(checkpoint.config)
+    return Inventory(architecture, architecture.config, architecture.parameters(_logical_shapes(checkpoint)), {}, architecture.told)
+
+
+def _logical_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    """Of every tensor but the scales of packed ones, by name."""
     packed = {name for module in checkpoint.linears for name in checkpoint.parts(module)}
     shapes = {f"{module}.weight": tuple(checkpoint.shape(module)) for module in checkpoint.linears}
-    shapes |= {name: tensor.shape for name, tensor in checkpoint.tensors.items() if name not in packed}
+    return shapes | {name: tensor.shape for name, tensor in checkpoint.tensors.items() if name not in packed}
+
+
+def _inventory_by_name(checkpoint: Checkpoint) -> Inventory:
+    shapes = _logical_shapes(checkpoint)
     tree = read_tree(checkpoint.config)
     told = f"linears are told by their names alone: {tree.why}" if tree.linears is None else "linears are told by transformers' modules"
     return Inventory(by_name_models, by_name_models.Config(), by_name_models.parameters(shapes, tree.linears), {}, told)

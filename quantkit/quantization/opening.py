@@ -15,7 +15,6 @@ from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.engines.choice import FormatChoice, choose
 from quantkit.errors import QuantkitError
-from quantkit.models import ARCHITECTURES, is_known
 from quantkit.models.table import Parameter
 from quantkit.models.tied import check_stored_head
 from quantkit.quantization.checks import Inventory, check_companions, check_groups, take_inventory
@@ -93,13 +92,9 @@ def open_job(request: JobRequest, checkpoint: Checkpoint) -> Job:
     Of a checkpoint without weights the tokenizer and the files beside it are not checked, nor whether a tied head is the embedding.
     """
     model_type, path = checkpoint.config.get("model_type"), checkpoint.path
-    if request.methods and not is_known(checkpoint.config):
-        told = f"model_type {model_type!r} of {path / 'config.json'}"
-        fault = f"{told} is not supported by {request.scheme.name}, which needs calibration"
-        raise QuantkitError(fault, f"quantkit has {', '.join(ARCHITECTURES)}; use --scheme rtn-w4a16 for others")
     if checkpoint.has_weights:
         check_companions(path, calibrated=bool(request.methods))
-    inventory = take_inventory(checkpoint, by_name=not request.methods)
+    inventory = take_inventory(checkpoint, calibrated=bool(request.methods))
     if checkpoint.has_weights:
         check_stored_head(checkpoint, inventory.rows)
     target = request.target

@@ -209,7 +209,7 @@ def _round(run: _Run, output: Output, ranks: Ranks, on_event: OnEvent) -> Findin
     quantized = {row.module for row in job.linears}
     model = SourceModel(output.source, job.inventory.architecture, job.inventory.config, job.rows, quantized)
     log = UnitLog(model.units, output.source, output, on_event, _shares(job))
-    findings = Walk(model, solver, log, ranks, run.batches).run(run.sequences)
+    findings = Walk(model, solver, log, ranks, run.batches, job.inventory.ends(output.source)).run(run.sequences)
     round_units(output.source, output, Solver(grid, scale_dtype, recipe, (), bits), on_event, ranks, begun=_WALKED)
     return findings
 

@@ -75,7 +75,8 @@ def test_a_layer_is_its_two_halves(loaded: LoadedModel) -> None:
     gain = torch.rand(loaded.config.hidden_size, generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         for layer in loaded.model.layers[:2]:
-            halves = layer.feed_forward(layer.attend(hidden, CausalContext([7])))
+            context = CausalContext([7])
+            halves = layer.feed_forward(layer.attend(hidden, context), context)
             normed, residual = layer(rms_norm(hidden, layer.input_norm, layer.eps), hidden, CausalContext([7]), gain)
             assert torch.equal(residual, halves)
             assert torch.equal(normed, rms_norm(halves, gain, layer.eps))
@@ -95,6 +96,7 @@ def test_mtp_layer_predicts_from_hidden_and_next_token(loaded: LoadedModel) -> N
         ours = mtp.logits(mtp(prompt[1:], hidden, context))
         embedded = embedding(prompt[1:], tensors[f"{p}.embed_tokens.weight"])
         parts = [rms_norm(x, (256,), tensors[f"{p}.{name}.weight"], eps) for x, name in ((embedded, "enorm"), (hidden, "hnorm"))]
-        block = mtp.block.feed_forward(mtp.block.attend(linear(torch.cat(parts, dim=-1), tensors[f"{p}.eh_proj.weight"]), context))
+        attended = mtp.block.attend(linear(torch.cat(parts, dim=-1), tensors[f"{p}.eh_proj.weight"]), context)
+        block = mtp.block.feed_forward(attended, context)
         expected = linear(rms_norm(block, (256,), tensors[f"{p}.shared_head.norm.weight"], eps), tensors[f"{p}.shared_head.head.weight"])
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)

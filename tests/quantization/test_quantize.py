@@ -250,8 +250,8 @@ FAULTS: dict[str, tuple[Callable[[dict, dict], None], str]] = {
     "tensor unknown": (lambda t, c: t.update({"model.layers.1.extra.weight": torch.ones(4)}), "no place for, such as model.layers.1.extra"),
     "shape": (lambda t, c: t.update({"model.norm.weight": torch.ones(8)}), r"model.norm.weight in .* has shape \[8\]"),
     "architecture": (
-        lambda t, c: c.update(model_type="mamba"),
-        "'mamba' of .*config.json is not supported by awq-w4a16, .*; quantkit has deepseek_v3",
+        lambda t, c: c.update(model_type="never"),
+        "'never' is not one that quantkit has a file for, and transformers .* does not know 'never'; pip install",
     ),
     "norm is nan": (_set("model.layers.1.input_layernorm.weight", 3, float("nan")), "model.layers.1.input_layernorm.weight holds 1 value"),
     "embedding is inf": (_set("lm_head.weight", 3, float("inf")), "lm_head.weight holds 1 value"),

@@ -1,0 +1,161 @@
+"""A model of transformers as an `Architecture`: rows of a checkpoint, scale groups and decoder layers, as they were seen."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from quantkit_kernels import Routing
+
+from quantkit.errors import QuantkitError
+from quantkit.models import by_name
+from quantkit.models.module_tree import not_built
+from quantkit.models.table import Parameter, Role, ScaleGroup
+from quantkit.models.watched.ends import LastNorm, Read, WatchedEnds, check_logits, last_norm
+from quantkit.models.watched.kinds import Kind, look_at
+from quantkit.models.watched.layer import DecoderLayer, SiteWeights
+from quantkit.models.watched.skeleton import ROUTE, Skeleton
+
+
+@dataclass(frozen=True)
+class WatchedConfig:
+    """Of the fields of `ModelConfig` those that calibration asks for."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    rms_norm_eps: float
+    routing: Routing | None = None
+    num_nextn_predict_layers: int = 0
+    copied: tuple[str, ...] = ()
+
+    def is_moe(self, layer: int) -> bool:
+        return False
+
+
+class WatchedArchitecture:
+    """The architecture of one config.json. Raises QuantkitError where transformers is missing, does not know it, or has a forward that
+    cannot be walked layer by layer."""
+
+    MtpLayer = None
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        check_built(config)
+        self.skeleton = skeleton = Skeleton(config)
+        check_logits(skeleton)
+        self._by_kind: dict[str, Kind] = {}
+        for layer in range(len(skeleton.layers)):
+            if skeleton.kind(layer) not in self._by_kind:
+                self._by_kind[skeleton.kind(layer)] = look_at(skeleton, layer)
+        if any(kind.plan.experts for kind in self._by_kind.values()):
+            raise QuantkitError(f"{skeleton.told}: routed experts of transformers' modules are not calibrated", ROUTE)
+        self.kinds = [self._by_kind[skeleton.kind(layer)] for layer in range(len(skeleton.layers))]
+        self.norm: LastNorm | None = last_norm(skeleton)
+
+    @cached_property
+    def config(self) -> WatchedConfig:
+        eps = 1e-6 if self.norm is None else self.norm.eps
+        vocab = self.skeleton.text.get_input_embeddings().weight.shape[0]
+        return WatchedConfig(vocab, self.skeleton.hidden_size, len(self.skeleton.layers), eps)
+
+    def DecoderLayer(self, config: WatchedConfig, layer: int, weights: SiteWeights) -> DecoderLayer:
+        return DecoderLayer(self.skeleton, layer, self.kinds[layer].plan, weights)
+
+    def ends(self, read: Read, device: torch.device) -> WatchedEnds:
+        return WatchedEnds(self.skeleton, read, self._embedding, device)
+
+    def parameters(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Parameter]:
+        """shapes: logical shape of every stored tensor, by name. In the order of a forward pass; what is of no layer of the text model
+        comes last. Raises QuantkitError where a tensor that transformers computes with is not stored."""
+        skeleton, rows = self.skeleton, list[Parameter]()
+        linears = {skeleton.published[name] for name in skeleton.linears if name in skeleton.published}
+        tensors = [{name: tuple(one.shape) for name, one in module.state_dict().items()} for module in skeleton.layers]
+        for layer, kind in enumerate(self.kinds):
+            names = skeleton.names(layer)
+            called = {module: place for place, module in enumerate(kind.order)}
+            for name in sorted(names, key=lambda name: called.get(name.rpartition(".")[0], len(called))):
+                if names[name] not in shapes:
+                    raise QuantkitError(f"{skeleton.told}: transformers computes with {names[name]}, and it is not stored", ROUTE)
+                made, stored = tensors[layer][name], shapes[names[name]]
+                if made != stored:
+                    told = f"{names[name]} has shape {list(stored)}, and its config.json makes it {list(made)}"
+                    raise QuantkitError(told, "use the model's own config.json")
+                rows.append(self._row(name, layer, kind, Parameter(names[name], shapes[names[name]], "norm", layer=layer), linears))
+        own = {row.name for row in rows}
+        rest = [self._outside(Parameter(name, shape, "copied")) for name, shape in shapes.items() if name not in own]
+        first = [row for row in rest if row.role == "embedding"]
+        return first + rows + [row for row in rest if row.role != "embedding"]
+
+    def scale_groups(self, config: WatchedConfig, layer: int) -> list[ScaleGroup]:
+        """Those that were seen and proven."""
+        kind, names = self.kinds[layer], self.skeleton.names(layer)
+        groups = []
+        for group in kind.groups:
+            disk = {name: names[f"{name}.weight"].removesuffix(".weight") for name in (group.producer, *group.consumers)}
+            first = next((name for name in group.consumers if name in kind.plan.linears), None)
+            if first is None:
+                continue
+            producer, readers = disk[group.producer], tuple(disk[name] for name in group.consumers)
+            observed = names[f"{kind.plan.linears[first][0]}.weight"].removesuffix(".weight")
+            groups.append(ScaleGroup(observed, producer, group.gain_offset is not None, readers, observed, biased=group.biased))
+        return groups
+
+    @property
+    def told(self) -> str:
+        """What was found, of every kind of layer: how many scale groups, and the inputs that have none."""
+        linears = [(group, len(kind.plan.linears)) for kind in self._by_kind.values() for group in kind.groups]
+        left = dict.fromkeys(
+            site[0]
+            for kind in self._by_kind.values()
+            for site in kind.plan.linears.values()
+            if not any(set(site) & set(group.consumers) for group in kind.groups)
+        )
+        kinds = len(self._by_kind)
+        told = f"computed by transformers' modules: {len(linears)} scale groups proven in {kinds} kind{'s' * (kinds > 1)} of layers"
+        return told + (f"; no scale for what is read by {', '.join(left)}" if left else "")
+
+    # --- rows ----------------------------------------------------------------------------------------------------------------
+
+    def _row(self, name: str, layer: int, kind: Kind, row: Parameter, linears: Collection[str]) -> Parameter:
+        module = name.rpartition(".")[0]
+        row = replace(row, block="attention" if module in kind.first else "mlp")
+        if len(row.shape) == 2 and module in kind.plan.linears:
+            fits = row.name in linears and by_name.fits(row.shape)
+            role: Role = by_name.role(row.module) if fits else "router"
+            return replace(row, role=role, split="row" if module in kind.ends else "replicate")
+        if len(row.shape) == 2:
+            return replace(row, role="router")
+        is_gain = module in kind.gain_offsets and name == f"{module}.weight"
+        return replace(row, role="norm", gain_offset=kind.gain_offsets[module]) if is_gain else replace(row, role="bias")
+
+    def _outside(self, row: Parameter) -> Parameter:
+        """A tensor of no layer: embedding, head and last norm have roles, the rest is copied."""
+        if row.name == self._embedding:
+            return replace(row, role="embedding")
+        if row.name == self._head:
+            return replace(row, role="head", split="vocab")
+        if self.norm is not None and row.name == f"{self.norm.module}.weight":
+            return replace(row, role="norm", gain_offset=self.norm.gain_offset)
+        return row
+
+    @cached_property
+    def _embedding(self) -> str:
+        return self._name_of(self.skeleton.text.get_input_embeddings())
+
+    @cached_property
+    def _head(self) -> str:
+        """Empty where it is the embedding."""
+        return "" if self.skeleton.tied else self._name_of(self.skeleton.model.get_output_embeddings())
+
+    def _name_of(self, module: Any) -> str:
+        """On disk, of a module's matrix; empty where it is not stored."""
+        name = next((name for name, one in self.skeleton.model.named_modules() if one is module), "")
+        return self.skeleton.published.get(f"{name}.weight", "")
+
+
+def check_built(config: Mapping[str, Any]) -> None:
+    """Raise QuantkitError where transformers, which is an extra of quantkit's, is missing, or does not know the model."""
+    if why := not_built(config):
+        told = f"model_type {config.get('model_type')!r} is not one that quantkit has a file for, and {why}"
+        raise QuantkitError(told, "pip install -U 'quantkit[transformers]', or " + ROUTE)

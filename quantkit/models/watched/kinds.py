@@ -1,0 +1,119 @@
+"""What a decoder layer is made of, seen by running it on stand-ins for its weights: once for each kind of layer that a model has."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.errors import QuantkitError
+from quantkit.models.context import CausalContext
+from quantkit.models.watched.groups import SAME, FoundGroup, Seen, Watcher, distance
+from quantkit.models.watched.layer import DecoderLayer, Halves, LayerPlan
+from quantkit.models.watched.skeleton import PROBED, ROUTE, Skeleton
+from quantkit.models.watched.stand_ins import StandIns
+
+
+@dataclass(frozen=True)
+class Kind:
+    """In names inside the layer. first: modules of the first half. ends: linears that nothing reads but the residual stream. order: modules
+    with tensors as they are called. gain_offsets: of every norm, see `Parameter`."""
+
+    plan: LayerPlan
+    groups: tuple[FoundGroup, ...]
+    first: frozenset[str]
+    ends: frozenset[str]
+    order: tuple[str, ...]
+    gain_offsets: Mapping[str, float]
+    chosen: int = 0
+    """Experts of a token."""
+
+
+def look_at(skeleton: Skeleton, layer: int) -> Kind:
+    """Raises QuantkitError where the layer cannot be run on weights that are given to it one by one."""
+    try:
+        return _look_at(skeleton, layer)
+    except QuantkitError:
+        raise
+    except Exception as fault:  # whatever a layer's own code makes of it
+        told = f"{skeleton.told}: layer {layer} of transformers' model cannot be run on weights that are given one by one"
+        raise QuantkitError(f"{told} ({type(fault).__name__}: {fault!s:.80})", ROUTE) from fault
+
+
+def _look_at(skeleton: Skeleton, layer: int) -> Kind:
+    module, names = skeleton.layers[layer], skeleton.names(layer)
+    prefix = skeleton.prefixes[layer]
+    linears = [name for name, _ in module.named_modules() if f"{prefix}.{name}.weight" in skeleton.linears]
+    for name in linears:
+        if f"{name}.weight" not in names:
+            raise QuantkitError(f"{skeleton.told}: checkpoints hold {name} in another form than transformers computes with", ROUTE)
+    experts = tuple(name for name, one in module.named_modules() if any(p.dim() == 3 for p in one._parameters.values() if p is not None))
+    experts = tuple(name for name in experts if not isinstance(module.get_submodule(name), nn.Conv1d))
+    plan = LayerPlan({name: (name,) for name in linears}, experts=experts)
+    tensors = dict(module.state_dict())
+    weights = StandIns({disk: tuple(tensors[name].shape) for name, disk in names.items() if name in tensors})
+    hidden = torch.randn(PROBED, skeleton.hidden_size, generator=torch.Generator().manual_seed(layer))
+    watcher = Watcher(DecoderLayer(skeleton, layer, plan, weights), weights, hidden)
+    seen = watcher.first
+    if not torch.isfinite(seen.output).all() or distance(seen.output, hidden) == 0:
+        raise QuantkitError(f"{skeleton.told}: layer {layer} computes nothing finite of random weights", ROUTE)
+    order = tuple(name for name in seen.inputs if next(module.get_submodule(name).parameters(recurse=False), None) is not None)
+    halves, first = _halves(watcher)
+    plan = replace(plan, linears=_sites(linears, seen), halves=halves)
+    ends = frozenset(name for name in linears if _is_end(name, watcher, first))
+    groups = tuple(group for group in watcher.groups() if len({one in first for one in (group.producer, *group.consumers)}) == 1)
+    return Kind(plan, groups, first, ends, order, {name: watcher.gain_offset(name) for name in order if watcher.is_norm(name)})
+
+
+def _sites(linears: list[str], seen: Seen) -> dict[str, tuple[str, ...]]:
+    """Linears that read the same tensor, by each of them."""
+    sites: list[list[str]] = []
+    for name in linears:
+        own = seen.inputs.get(name)
+        alike = [site for site in sites if own is not None and _equal(seen.inputs.get(site[0]), own)]
+        if alike:
+            alike[0].append(name)
+        else:
+            sites.append([name])
+    return {name: tuple(site) for site in sites for name in site}
+
+
+def _equal(a: Tensor | None, b: Tensor) -> bool:
+    return a is not None and a.numel() == b.numel() and torch.equal(a.reshape(b.shape), b)
+
+
+def _halves(watcher: Watcher) -> tuple[Halves | None, frozenset[str]]:
+    """Where the layer can be cut in two, and the modules of the first half."""
+    block, seen, hidden = watcher.block, watcher.first, watcher.hidden
+    children = {name for name, _ in block.module.named_children()}
+    called = [name for name in seen.outputs if name in children and seen.inputs[name].shape[-1] == hidden.shape[-1]]
+    for place, cut in enumerate(called[1:], start=1):
+        stream = seen.inputs[cut].reshape(-1, hidden.shape[-1])
+        if stream.shape != hidden.shape or torch.equal(stream, hidden):
+            continue
+        halves = Halves({name: seen.returned[name] for name in called[:place]}, cut)
+        block.plan = replace(block.plan, halves=halves)
+        context = CausalContext([len(hidden)])
+        try:
+            joined = block.feed_forward(block.attend(hidden, context), context)
+        except Exception:  # a layer that cannot do without what its first children return
+            continue
+        finally:
+            block.plan = replace(block.plan, halves=None)
+        if distance(joined, seen.output) < SAME:
+            first = frozenset(name for name in seen.inputs if name.split(".")[0] in halves.first)
+            return halves, first
+    return None, frozenset()
+
+
+def _is_end(name: str, watcher: Watcher, first: frozenset[str]) -> bool:
+    """Whether nothing in its half looks at what a linear makes but the sum that is the residual stream."""
+    seen = watcher.first
+    if name not in seen.outputs or seen.outputs[name].shape[-1] != watcher.hidden.shape[-1]:
+        return False
+    watcher.weights.restore()
+    watcher.weights.rows[watcher.block.disk(name)] = torch.zeros(seen.outputs[name].shape[-1])
+    without = watcher.look()
+    watcher.weights.restore()
+    others = [one for one in seen.inputs if (one in first) == (name in first) and watcher.is_read_by(one)]
+    return distance(without.output, seen.output) > 0 and all(torch.equal(without.inputs[one], seen.inputs[one]) for one in others)

@@ -1,0 +1,179 @@
+"""One decoder layer of transformers over whatever weights the caller gives it, whole or in two halves.
+
+A layer that adds two branches to the residual stream one after the other is run in halves, so that the second is observed behind the
+rounded first: `attend` stops where the stream between them is read for the first time, and `feed_forward` is the whole layer over that
+stream with the first branch answering zeros. That both give what the whole layer gives was seen when the layer was looked at (kinds.py).
+Any other layer is all `feed_forward`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.models.context import CausalContext
+from quantkit.models.watched.skeleton import Skeleton
+from quantkit.models.weights import LinearOp, Weights
+
+
+class SiteWeights(Weights, Protocol):
+    """Weights that are told which linears read one tensor, as nobody calls them together."""
+
+    def linear_of(self, module: str, site: tuple[str, ...]) -> LinearOp:
+        """The linear `module`, one of those of `site`, which read the same tensor."""
+
+
+class _Reached(Exception):
+    """The stream between two halves."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+@dataclass(frozen=True)
+class Halves:
+    """first: children of the layer that compute the first branch, with how many values each returns as a tuple (0: a tensor). cut: the
+    child that reads the stream after it."""
+
+    first: Mapping[str, int]
+    cut: str
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What runs of a layer, in names inside it. halves: None for a layer that is run whole. linears: module -> the linears that read the
+    same tensor, itself included, the first in order first. experts: modules that hold stacked routed experts."""
+
+    linears: Mapping[str, tuple[str, ...]]
+    halves: Halves | None = None
+    experts: tuple[str, ...] = field(default=())
+
+
+class DecoderLayer:
+    """Layer `layer` of a skeleton. weights: asked by the names on disk."""
+
+    def __init__(self, skeleton: Skeleton, layer: int, plan: LayerPlan, weights: SiteWeights) -> None:
+        self.skeleton, self.layer, self.plan, self.weights = skeleton, layer, plan, weights
+        self.module = skeleton.fresh(layer)
+        self.names = skeleton.names(layer)
+        self.fill()
+
+    def whole(self, hidden: Tensor, context: CausalContext) -> Tensor:
+        """hidden [T, H] -> [T, H] after the layer."""
+        return self._run(hidden, context)
+
+    def attend(self, hidden: Tensor, context: CausalContext) -> Tensor:
+        """hidden [T, H] -> [T, H] after the first half."""
+        halves = self.plan.halves
+        assert halves is not None, "a layer that is run whole has no first half"
+
+        def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            raise _Reached(args[0] if args else kwargs["hidden_states"])
+
+        hook = self.module.get_submodule(halves.cut).register_forward_pre_hook(stop, with_kwargs=True)
+        try:
+            return self._run(hidden, context)
+        finally:
+            hook.remove()
+
+    def feed_forward(self, hidden: Tensor, context: CausalContext) -> Tensor:
+        """hidden [T, H] -> [T, H] after the second half, or the whole layer where it is not run in halves."""
+        if self.plan.halves is None:
+            return self._run(hidden, context)
+        zeros = {name: _zeros(count, hidden.shape[-1]) for name, count in self.plan.halves.first.items()}
+        with replaced({self.module.get_submodule(name): forward for name, forward in zeros.items()}):
+            return self._run(hidden, context)
+
+    def _run(self, hidden: Tensor, context: CausalContext) -> Tensor:
+        """Sequence by sequence: a layer sees one as the model's own forward shows it."""
+        made = torch.empty_like(hidden)
+        start = 0
+        for length in context.seq_lens:
+            part = slice(start, start + length)
+            call = self.skeleton.calls(length)[self.layer]
+            try:
+                with torch.no_grad():
+                    found = self.skeleton.result(self.module(hidden[part][None], *call.args, **call.kwargs))
+            except _Reached as reached:
+                found = reached.hidden
+            if found.is_meta:
+                raise RuntimeError("it reads a weight that a linear was asked for")
+            made[part] = found[0]
+            start += length
+        return made
+
+    def fill(self) -> None:
+        """Linears ask the weights' operators, experts too; all else gets its tensors, where the caller has them."""
+        for name, module in list(self.module.named_modules()):
+            if name in self.plan.experts:
+                module.forward = self._experts(self.experts_name(name), next(module.parameters()).shape[0])
+                continue
+            for key in [key for key, one in module._parameters.items() if one is not None]:
+                self._fill_one(module, key, f"{name}.{key}" if name else key)
+            for key in [key for key, one in module._buffers.items() if one is not None and key not in module._non_persistent_buffers_set]:
+                disk = self.names.get(f"{name}.{key}" if name else key)
+                if disk is not None and self.weights.has(disk):
+                    module._buffers[key] = self.weights.tensor(disk)
+            if name in self.plan.linears:
+                site = tuple(self.disk(one) for one in self.plan.linears[name])
+                module.forward = self._linear(module, self.weights.linear_of(self.disk(name), site))
+
+    def _fill_one(self, module: nn.Module, key: str, name: str) -> None:
+        disk = self.names.get(name)
+        if disk is None or name.removesuffix(".weight") in self.plan.linears or not self.weights.has(disk):
+            return
+        module._parameters[key] = nn.Parameter(self.weights.tensor(disk), requires_grad=False)
+
+    def disk(self, module: str) -> str:
+        """The name on disk of a module of this layer."""
+        return self.names[f"{module}.weight"].removesuffix(".weight")
+
+    def experts_name(self, module: str) -> str:
+        """What a module of experts in this layer is asked for by."""
+        return f"{self.skeleton.prefixes[self.layer]}.{module}"
+
+    def _experts(self, prefix: str, count: int) -> Callable[..., Tensor]:
+        op = self.weights.experts(prefix, count)
+
+        def forward(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+            return op(x.reshape(-1, x.shape[-1]), topk_ids, topk_weights.float()).view_as(x)
+
+        return forward
+
+    @staticmethod
+    def _linear(module: nn.Module, op: LinearOp) -> Callable[[Tensor], Tensor]:
+        def forward(x: Tensor) -> Tensor:
+            bias: Tensor | None = module._parameters.get("bias")
+            return op(x) if bias is None else op(x) + bias
+
+        return forward
+
+
+@contextmanager
+def replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """While this lasts, these modules compute so."""
+    before = {module: module.__dict__.get("forward") for module in forwards}
+    for module, forward in forwards.items():
+        module.forward = forward
+    try:
+        yield
+    finally:
+        for module, own in before.items():
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
+
+
+def _zeros(count: int, width: int) -> Callable[..., Any]:
+    """A branch that adds nothing to a stream of `width` channels."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        given = (one for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and one.dim() == 3 and one.shape[-1] == width)
+        zeros = torch.zeros_like(next(given))
+        return (zeros, *[None] * (count - 1)) if count else zeros
+
+    return forward

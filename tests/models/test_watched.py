@@ -1,0 +1,172 @@
+"""Architectures without a file of their own: what transformers computes is what is walked, and scale groups are found by watching it."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers_peers import CASES, SHARED, checkpoint_tensors, random_peer
+
+from quantkit.calibrate.layer_weights import LayerWeights
+from quantkit.errors import QuantkitError
+from quantkit.models import find_architecture
+from quantkit.models.context import CausalContext
+from quantkit.models.table import ScaleGroup
+from quantkit.models.watched.architecture import WatchedArchitecture
+
+TINY = {
+    **SHARED,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "eos_token_id": 1,
+    "bos_token_id": 0,
+    "pad_token_id": 0,
+}
+LINEAR_ATTENTION = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+VISION = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}
+ROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
+QKV, GATE_UP = "q_proj k_proj v_proj", "gate_proj up_proj"
+FOUND: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "gemma2": ({"head_dim": 16}, {"input_layernorm": QKV, "pre_feedforward_layernorm": GATE_UP}),
+    "gemma3_text": ({"head_dim": 16}, {"input_layernorm": QKV, "pre_feedforward_layernorm": GATE_UP}),
+    "phi": ({}, {"input_layernorm": f"{QKV} fc1"}),
+    "phi3": ({}, {"input_layernorm": "qkv_proj", "post_attention_layernorm": "gate_up_proj"}),
+    "starcoder2": ({}, {"input_layernorm": QKV, "post_attention_layernorm": "c_fc"}),
+    "cohere": ({}, {"input_layernorm": f"{QKV} {GATE_UP}"}),
+    "granite": ({"residual_multiplier": 0.3}, {"input_layernorm": QKV, "post_attention_layernorm": GATE_UP}),
+    "gpt_neox": ({}, {"input_layernorm": "query_key_value", "post_attention_layernorm": "dense_h_to_4h"}),
+    "falcon": ({"new_decoder_architecture": False}, {"input_layernorm": "query_key_value dense_h_to_4h"}),
+    "stablelm": ({}, {"input_layernorm": QKV, "post_attention_layernorm": GATE_UP}),
+    "glm": ({"head_dim": 16}, {"input_layernorm": QKV, "post_attention_layernorm": "gate_up_proj"}),
+    "smollm3": ({}, {"input_layernorm": QKV, "post_attention_layernorm": GATE_UP}),
+    "nemotron": ({}, {"input_layernorm": QKV, "post_attention_layernorm": "up_proj"}),
+    "opt": ({"ffn_dim": 128, "word_embed_proj_dim": 64}, {"self_attn_layer_norm": QKV, "final_layer_norm": "fc1", "fc1": "fc2"}),
+    "bloom": ({"n_layer": 2, "n_head": 4}, {"input_layernorm": "query_key_value", "post_attention_layernorm": "dense_h_to_4h"}),
+    "seed_oss": ({"head_dim": 16}, {"input_layernorm": QKV, "post_attention_layernorm": GATE_UP}),
+    "hunyuan_v1_dense": ({"head_dim": 16}, {"input_layernorm": QKV, "post_attention_layernorm": GATE_UP}),
+    "apertus": ({}, {"attention_layernorm": QKV, "feedforward_layernorm": "up_proj"}),
+    "lfm2": ({}, {"operator_norm": QKV, "ffn_norm": "w1 w3"}),
+    "mamba": ({}, {"norm": "in_proj"}),
+    "qwen2_vl": (
+        {"text_config": {**TINY, "model_type": "qwen2_vl_text", "rope_parameters": ROPE}, "vision_config": VISION},
+        {"input_layernorm": QKV, "post_attention_layernorm": GATE_UP},
+    ),
+    "qwen3_5_text": (
+        {"head_dim": 16, "num_hidden_layers": 4, **LINEAR_ATTENTION},
+        {"input_layernorm": "in_proj_qkv in_proj_z in_proj_b in_proj_a", "post_attention_layernorm": GATE_UP},
+    ),
+    "olmo2": ({}, {"up_proj": "down_proj"}),  # its norms come after what they would scale
+    "exaone4": ({"sliding_window": 8}, {"up_proj": "down_proj"}),
+}
+"""model_type -> more of its config, and of its first layer: what makes a tensor -> what reads it, by the last part of their names."""
+
+
+WALKED = [
+    "gemma2",
+    "phi",
+    "cohere",
+    "granite",
+    "gpt_neox",
+    "falcon",
+    "nemotron",
+    "opt",
+    "bloom",
+    "mamba",
+    "qwen2_vl",
+    "qwen3_5_text",
+    "olmo2",
+]
+
+
+def found_in(architecture: WatchedArchitecture, layer: int = 0) -> dict[str, str]:
+    def short(name: str) -> str:
+        return name.rpartition(".")[2]
+
+    groups = architecture.scale_groups(architecture.config, layer)
+    return {short(group.producer): " ".join(map(short, group.consumers)) for group in groups}
+
+
+@pytest.mark.parametrize("model_type", FOUND)
+def test_norms_and_their_readers_are_found(model_type: str) -> None:
+    extra, expected = FOUND[model_type]
+    found = found_in(WatchedArchitecture({**TINY, "model_type": model_type, **extra}))
+    assert {producer: found.get(producer) for producer in expected} == expected
+
+
+@pytest.mark.parametrize("case", ["llama", "llama-mha", "llama-biases", "qwen2", "qwen3", "qwen3-layer-types", "mistral", "mistral-full"])
+def test_the_groups_of_a_table_are_found(case: str) -> None:
+    kind, extra = CASES[case]
+    config = random_peer(kind, extra).config.to_dict()
+    table, watched = find_architecture(config), WatchedArchitecture(config)
+    for layer in range(config["num_hidden_layers"]):
+        listed = table.scale_groups(table.Config.from_dict(config), layer)
+        found = watched.scale_groups(watched.config, layer)
+        assert {moved(group) for group in listed} <= {moved(group) for group in found}
+
+
+def moved(group: ScaleGroup) -> tuple[str, bool, frozenset[str]]:
+    return group.producer, group.producer_is_norm, frozenset(group.consumers)
+
+
+def peer_of(model_type: str, extra: dict[str, Any]) -> Any:
+    """A random model of transformers; norms and biases are random, too."""
+    config = transformers.AutoConfig.for_model(**{**TINY, "model_type": model_type, **extra})
+    kinds = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
+    torch.manual_seed(7)
+    model = next(kind for kind in kinds if type(config) in kind._model_mapping).from_config(config, dtype=torch.float32).eval()
+    for parameter in model.parameters():
+        drawn = torch.randn_like(parameter)
+        parameter.data = 0.5 + drawn * 0.3 if parameter.dim() == 1 else drawn * parameter.shape[-1] ** -0.5
+    return model
+
+
+def walked_logits(architecture: WatchedArchitecture, tensors: dict[str, Tensor], sequences: list[Tensor]) -> Tensor:
+    """As a calibrated run goes: embedding, the halves of every layer over all sequences, last norm, head."""
+    ends, context = architecture.ends(tensors.__getitem__, torch.device("cpu")), CausalContext([len(ids) for ids in sequences])
+    rows = architecture.parameters({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    hidden = ends.embedded(sequences)
+    for layer, kind in enumerate(architecture.kinds):
+        block = architecture.DecoderLayer(architecture.config, layer, LayerWeights(tensors))
+        if kind.plan.halves is not None:
+            hidden = block.attend(hidden, context)
+        hidden = block.feed_forward(hidden, context)
+    head = min((row for row in rows if row.role in ("head", "embedding")), key=lambda row: row.role != "head")
+    return ends.logits(ends.normed(hidden) @ tensors[head.name].t(), 0)
+
+
+@pytest.mark.parametrize("model_type", WALKED)
+def test_what_is_walked_is_what_transformers_computes(model_type: str) -> None:
+    model = peer_of(model_type, FOUND[model_type][0])
+    sequences = [torch.arange(5, 16), torch.arange(40, 70)]
+    with torch.inference_mode():
+        expected = torch.cat([model(input_ids=ids[None]).logits[0] for ids in sequences])
+        tensors = {name: tensor.clone() for name, tensor in checkpoint_tensors(model).items()}
+        found = walked_logits(WatchedArchitecture(model.config.to_dict()), tensors, sequences)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"model_type": "never"}, "does not know 'never'"),
+        ({"model_type": "t5", "vocab_size": 64, "d_model": 32, "num_layers": 2}, "gives no logits of its text model alone"),
+        ({**TINY, "model_type": "llama", "num_attention_heads": "four"}, "does not build it"),
+    ],
+)
+def test_what_cannot_be_walked_is_refused_in_a_line(config: dict[str, Any], told: str) -> None:
+    with pytest.raises(QuantkitError, match=re.escape(told)) as fault:
+        WatchedArchitecture(config)
+    assert "rtn-w4a16" in fault.value.remedy
+
+
+def test_a_stored_tensor_of_another_shape_is_named() -> None:
+    architecture = WatchedArchitecture({**TINY, "model_type": "gemma2", "head_dim": 16})
+    shapes = {name: tuple(tensor.shape) for name, tensor in architecture.skeleton.model.state_dict().items()}
+    with pytest.raises(QuantkitError, match=r"model\.layers\.1\.mlp\.up_proj\.weight has shape \[8, 64\]"):
+        architecture.parameters({**shapes, "model.layers.1.mlp.up_proj.weight": (8, 64)})
+    del shapes["model.layers.0.mlp.up_proj.weight"]
+    with pytest.raises(QuantkitError, match=r"model\.layers\.0\.mlp\.up_proj\.weight, and it is not stored"):
+        architecture.parameters(shapes)

@@ -1,0 +1,114 @@
+"""Architectures that quantkit has no file for, calibrated: what is written, what the report says of it, and going on after a stop."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from make_model import write_dense
+from output_files import files
+from torch import Tensor
+from torch.nn import functional as F
+from transformers_peers import checkpoint_tensors
+
+from quantkit.calibrate.data import load_sequences
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.quant.weights import dequantize
+from quantkit.quantization.run import QuantizationReport, quantize
+from quantkit.recipe import Recipe
+from quantkit.schemes import SCHEMES
+from quantkit.tokenizer.chat import ChatTokenizer
+
+SIZES = {
+    "vocab_size": 320,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "eos_token_id": 1,
+    "bos_token_id": 0,
+    "pad_token_id": 0,
+}
+SMALL = {"samples": 6, "held_out": 2, "seq_len": 48, "scale_points": 3, "fit_points": 1, "search_rows": 16}
+
+
+def peer(model_type: str, **extra: Any) -> Any:
+    torch.manual_seed(7)
+    config = transformers.AutoConfig.for_model(**{**SIZES, "model_type": model_type, **extra})
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for parameter in model.parameters():
+        drawn = torch.randn_like(parameter)
+        value = 0.5 + drawn * 0.3 if parameter.dim() == 1 else drawn * parameter.shape[-1] ** -0.5
+        parameter.data = value.bfloat16().float()
+    return model
+
+
+def written(model: Any, path: Path) -> Path:
+    return write_dense(path, model.config.to_dict(), {name: one.bfloat16().clone() for name, one in checkpoint_tensors(model).items()})
+
+
+def run(source: Path, out: Path, scheme: str, told: list[str] | None = None) -> QuantizationReport:
+    lines: list[str] = [] if told is None else told
+    return quantize(source, out, SCHEMES[scheme], "auto", Recipe(scheme=scheme, **SMALL), on_event=lambda event: lines.append(str(event)))
+
+
+def stored(path: Path) -> dict[str, Tensor]:
+    """What a checkpoint's tensors stand for."""
+    checkpoint = Checkpoint.open(path)
+    packed = {name for module in checkpoint.linears for name in checkpoint.parts(module)}
+    linears = {f"{module}.weight": dequantize(checkpoint.weight(module)) for module in checkpoint.linears}
+    return linears | {name: checkpoint.read(name).float() for name in checkpoint.tensors if name not in packed}
+
+
+@pytest.mark.parametrize(("model_type", "scheme"), [("gemma2", "awq-w4a16"), ("gpt_neox", "fp4-w4a16"), ("phi", "mxfp4-w4a16")])
+def test_the_report_says_of_the_output_what_transformers_says(model_type: str, scheme: str, tmp_path: Path) -> None:
+    """KL on the held-out text, computed once more by transformers' whole model over what was written."""
+    model, told = peer(model_type), list[str]()
+    source = written(model, tmp_path / model_type)
+    report = run(source, tmp_path / "out", scheme, told)
+    found = report.findings.next_token
+    assert report.coverage.share == 1.0
+    assert any("computed by transformers' modules: " in line and "scale groups proven" in line for line in told)
+    assert len(report.findings.scales) >= 2
+    recipe = Recipe(scheme=scheme, **SMALL)
+    sequences = load_sequences(
+        None, ChatTokenizer(source), samples=recipe.samples, held_out=recipe.held_out, seq_len=recipe.seq_len, seed=recipe.seed
+    )
+    with torch.inference_mode():
+        before = torch.cat([model(input_ids=ids[None]).logits[0] for ids in sequences.held_out]).log_softmax(-1)
+        model.load_state_dict(stored(tmp_path / "out"), strict=False)
+        after = torch.cat([model(input_ids=ids[None]).logits[0] for ids in sequences.held_out]).log_softmax(-1)
+    assert found["kl"] == pytest.approx(float(F.kl_div(after, before, log_target=True, reduction="batchmean")), rel=0.02)
+    assert found["kl"] < found["plain_kl"]
+
+
+def test_eight_bit_activations(tmp_path: Path) -> None:
+    source = written(peer("stablelm"), tmp_path / "model")
+    report = run(source, tmp_path / "out", "int8-a8w8c16")
+    assert report.coverage.share == 1.0
+    assert report.findings.next_token["kl"] < 0.02
+
+
+def test_a_stopped_run_goes_on_to_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = written(peer("gemma2"), tmp_path / "model")
+    run(source, tmp_path / "undisturbed", "awq-w4a16")
+    write = CheckpointWriter.write
+
+    def stop(self: CheckpointWriter, unit: str, *rest: Any) -> None:
+        write(self, unit, *rest)
+        if unit == "layers.1.attend":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(CheckpointWriter, "write", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(source, tmp_path / "out", "awq-w4a16")
+    monkeypatch.undo()
+    told: list[str] = []
+    run(source, tmp_path / "out", "awq-w4a16", told)
+    assert any("layers.1.attend: found finished" in line for line in told)
+    assert files(tmp_path / "out") == files(tmp_path / "undisturbed")
