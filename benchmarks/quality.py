@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from quantkit_kernels import SILU, Gating
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -86,7 +87,8 @@ class Decoded:
         int8 = self.int8 and modules[0] in self.checkpoint.linears
         return lambda x: F.linear(round_rows(x) if int8 else x, weight)
 
-    def experts(self, prefix: str, num_experts: int) -> ExpertsOp:
+    def experts(self, prefix: str, num_experts: int, gating: Gating = SILU) -> ExpertsOp:
+        assert gating == SILU, gating
         sides = [[self.linear(f"{prefix}.{e}.{side}_proj") for side in ("gate", "up", "down")] for e in range(num_experts)]
 
         def run(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:

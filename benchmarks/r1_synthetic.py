@@ -137,7 +137,8 @@ class SyntheticWeights:
         fused = self._int4(sum(n for n, _ in shapes), shapes[0][1])
         return self._hand_out(_part(modules[0]), kernels.prepare(fused, dtype=self.dtype))
 
-    def experts(self, prefix: str, num_experts: int) -> ExpertsOp:
+    def experts(self, prefix: str, num_experts: int, gating: kernels.Gating = kernels.SILU) -> ExpertsOp:
+        assert gating == kernels.SILU, gating
         return self._experts([f"{prefix}.{expert}" for expert in range(num_experts)])
 
     def experts_with_shared(self, prefix: str, num_experts: int, shared: str) -> ExpertsOp | None:

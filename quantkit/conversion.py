@@ -347,7 +347,7 @@ def _find_target(checkpoint: Checkpoint, name: str, grid: Grid | None) -> Format
     if grid is None:
         fault = f"{checkpoint.path} is {source.name}, and {name} holds rounded weights"
         raise QuantkitError(fault, "convert does not round: use quantkit quantize")
-    for format in named:
+    for format in sorted(named, key=lambda one: one is source or not one.holds(grid)):
         if format is source:
             raise QuantkitError(f"{checkpoint.path} is already {name} {format.variant}", "there is nothing to convert")
         if format.holds(grid) or (isinstance(grid, Mxfp4Grid) and isinstance(format, Nvfp4)):

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 import torch
+from quantkit_kernels import SILU, Gating
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -38,13 +39,14 @@ class PlainWeights:
     ) -> PrologOp | None:
         return None
 
-    def experts(self, prefix: str, num_experts: int) -> ExpertsOp:
+    def experts(self, prefix: str, num_experts: int, gating: Gating = SILU) -> ExpertsOp:
         def run(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
             out = torch.zeros_like(x)
             for expert in range(num_experts):
-                gate, up, down = map(self.dequantized, self.names.modules(f"{prefix}.{expert}"))
+                modules = self.names.modules(f"{prefix}.{expert}")
+                gate, up, down = ((self.dequantized(module), self.tensors.get(f"{module}.bias")) for module in modules)
                 share = (topk_weights * (topk_ids == expert)).sum(-1, keepdim=True)
-                out += share * F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+                out += share * F.linear(gating(F.linear(x, *gate), F.linear(x, *up)), *down)
             return out
 
         return run

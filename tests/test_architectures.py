@@ -56,6 +56,7 @@ GLM = {
     "use_qk_norm": True,
     "num_nextn_predict_layers": 1,
 }
+GPT_OSS = {**DENSE, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128, "sliding_window": 16}
 KIMI = make_model.tiny_config(num_hidden_layers=2, n_group=1, topk_group=1, num_nextn_predict_layers=0)
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {**DENSE, "attention_bias": True, "mlp_bias": True},
@@ -66,6 +67,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**DENSE, **SPARSE, "shared_expert_intermediate_size": 256},
     "glm4_moe": GLM,
     "minimax_m2": {**MIXTRAL, "rotary_dim": 32},
+    "gpt_oss": GPT_OSS,
     "kimi_k2": KIMI,
     "qwen2": {**DENSE, "tie_word_embeddings": True},
     "qwen3": DENSE,
@@ -87,10 +89,11 @@ CELLS = {
     "qwen2_moe": ("awq-w4a16", "fp4-w4a16", "int8-a8w8c16"),
     "glm4_moe": ("awq-w4a16", "fp4-w4a16", "int8-a8w8c16"),
     "minimax_m2": ("awq-w4a16", "fp4-w4a16", "int8-a8w8c16"),
+    "gpt_oss": ("awq-w4a16", "fp4-w4a16", "int8-a8w8c16"),
     "kimi_k2": (),
 }
 """Schemes that `make test` runs of an architecture that shares its code with others; `make test-families` runs every cell."""
-SHARED = {"PanguEmbedded", "kimi_k25", "mistral", "mixtral", "qwen2_moe", "glm4_moe", "minimax_m2", "kimi_k2"}
+SHARED = {"PanguEmbedded", "kimi_k25", "mistral", "mixtral", "qwen2_moe", "glm4_moe", "minimax_m2", "gpt_oss", "kimi_k2"}
 """Architectures that eval is not run on."""
 ONE_RANK = {"PanguEmbedded", "kimi_k25", "mistral", "mixtral", "kimi_k2"}
 """Architectures whose split over ranks is another's, to the line."""

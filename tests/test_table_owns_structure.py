@@ -38,6 +38,7 @@ SPELLED: dict[str, dict[str, str]] = {
         "embed_tokens": "a 2-D weight that no engine takes for a linear",
         r"(.*?\.layers\.\d+)\.": "entries of ignore lists cover a layer by its prefix: a spelling of the format",
     },
+    "checkpoint/stacked.py": {"_proj": "how publishers name experts that they stack in one tensor"},
     "checkpoint/formats/modelslim.py": dict.fromkeys(("o_proj", "down_proj"), "the format slices scale_bias of these two, for vllm-ascend"),
     "checkpoint/formats/gptq.py": {"lm_head": "a key of GPTQ's description"},
     "diagnosis/behaviour.py": {"model.layers.": "what a report calls a sublayer"},

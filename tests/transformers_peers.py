@@ -43,6 +43,7 @@ GLM = {
     "routed_scaling_factor": 2.5,
     "num_mtp_layers": 0,
 }
+GPT_OSS = {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 24, "sliding_window": 9, "rope_parameters": YARN_ROPE}
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
@@ -74,6 +75,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe-plain": ("Glm4Moe", {**GLM, "norm_topk_prob": False, "first_k_dense_replace": 0, "partial_rotary_factor": 0.25}),
     "minimax_m2": ("MiniMaxM2", {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 32, "rotary_dim": 16}),
     "minimax_m2-whole": ("MiniMaxM2", {"num_local_experts": 8, "head_dim": 24, "num_key_value_heads": 4}),
+    "gpt_oss": ("GptOss", {**GPT_OSS, "rope_parameters": None}),
+    "gpt_oss-full": (
+        "GptOss",
+        {**GPT_OSS, "num_key_value_heads": 4, "swiglu_limit": 0.5, "swiglu_alpha": 1.2, "layer_types": ["full_attention"] * 3},
+    ),
     "qwen3_moe-tied-mqa": ("Qwen3Moe", {"tie_word_embeddings": True, "num_key_value_heads": 1, "head_dim": 96, **EXPERTS}),
 }
 
@@ -93,5 +99,17 @@ def random_peer(kind: str, extra: dict[str, Any]) -> Any:
 
 
 def checkpoint_tensors(model: Any) -> dict[str, Tensor]:
-    """The state dict in the names of published checkpoints, by transformers' own conversion: it holds experts stacked."""
-    return revert_weight_conversion(model, model.state_dict())
+    """The state dict in the names of published checkpoints, by transformers' own conversion: it holds experts stacked. Those that are
+    published stacked too are taken apart here, by hand."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in revert_weight_conversion(model, model.state_dict()).items():
+        module, _, last = name.rpartition(".")
+        if not module.endswith("experts"):
+            tensors[name] = tensor
+            continue
+        for expert, own in enumerate(tensor):
+            weight = own.t() if own.dim() == 2 else own
+            sides = {"gate_proj": weight[::2], "up_proj": weight[1::2]} if last.startswith("gate_up") else {"down_proj": weight}
+            kind = "bias" if last.endswith("_bias") else "weight"
+            tensors |= {f"{module}.{expert}.{side}.{kind}": part.contiguous() for side, part in sides.items()}
+    return tensors

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
+from quantkit_kernels import ExpertBiases
 from torch import Tensor
 
 from quantkit.calibrate.batches import Batches
@@ -76,7 +77,7 @@ class ExpertLayer:
 
     def _weights(self, expert: int) -> ExpertWeights:
         """As the source has them."""
-        return ExpertWeights(*(self.model.weights.dequantized(row) for row in self.experts[expert].rows))
+        return self._of({row.module: self.model.weights.dequantized(row) for row in self.experts[expert].rows}, expert)
 
     def _read(self, batches: list[list[int]]) -> Iterator[dict[int, ExpertWeights]]:
         """The original weights of each batch; those of the next are on their way from the disk meanwhile."""
@@ -110,7 +111,13 @@ class ExpertLayer:
         return {expert: self._of(values, expert) for expert in originals}, hidden
 
     def _of(self, values: Mapping[str, Tensor], expert: int) -> ExpertWeights:
-        return ExpertWeights(*(values[module] for module in self.experts[expert].modules))
+        """With these linears, and the source's biases."""
+        gate, up, down = (values[module] for module in self.experts[expert].modules)
+        return ExpertWeights(gate, up, down, self.model.config.gating, self._biases(expert))
+
+    def _biases(self, expert: int) -> ExpertBiases | None:
+        rows = [self.model.by_name[name] for name in self.experts[expert].biases]
+        return ExpertBiases(*map(self.model.weights.dequantized, rows)) if rows else None
 
     def _report_routing(self, routed: Routed) -> None:
         findings, least, count = self.log.findings, self.solver.recipe.min_expert_tokens, len(self.experts)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
+from quantkit_kernels import SILU, ExpertBiases, Gating
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -35,13 +36,30 @@ class ExpertWeights:
     gate: Tensor
     up: Tensor
     down: Tensor
+    gating: Gating = SILU
+    biases: ExpertBiases | None = None
 
     def hidden(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, I], the input of down."""
-        return F.silu(x @ self.gate.t(), inplace=True).mul_(x @ self.up.t())
+        if self.scales_inside:
+            return F.silu(x @ self.gate.t(), inplace=True).mul_(x @ self.up.t())
+        gate, up = x @ self.gate.t(), x @ self.up.t()
+        if self.biases is not None:
+            gate, up = gate.add_(self.biases.gate), up.add_(self.biases.up)
+        return self.gating(gate, up)
+
+    def output(self, hidden: Tensor) -> Tensor:
+        """[T, I] -> [T, H]."""
+        out = hidden @ self.down.t()
+        return out if self.biases is None else out.add_(self.biases.down)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.hidden(x) @ self.down.t()
+        return self.output(self.hidden(x))
+
+    @property
+    def scales_inside(self) -> bool:
+        """Whether a scale can move from up to down, as it can with SiLU and without biases."""
+        return self.gating == SILU and self.biases is None
 
 
 class ExpertSolver:
@@ -65,7 +83,10 @@ class ExpertSolver:
         their steps and not one code.
         """
         solved = self._solve_readers(rows, experts)
-        asked = [self._ask(number, *(solved[row.module].values for row in (rows[number].gate, rows[number].up))) for number in experts]
+        asked = [
+            self._ask(number, replace(weights, gate=solved[rows[number].gate.module].values, up=solved[rows[number].up.module].values))
+            for number, weights in experts.items()
+        ]
         hessian = torch.stack([one.hessian for one in asked])
         curvature, shown, fitted = self.solver.curvature(hessian), [one.of_layer for one in asked], [one.fitted for one in asked]
         inner = self._inner_scales([solved[rows[number].up.module] for number in experts], experts, curvature, hessian, shown)
@@ -74,7 +95,8 @@ class ExpertSolver:
             up = rows[number].up.module
             weight = divide_rows(solved[up].weight, s, self.solver.scale_dtype)
             solved[up] = replace(solved[up], weight=weight, values=dequantize(weight))
-            hidden[number] = self._divided(asked.pop(0), solved[up].values, s)
+            one = asked.pop(0)
+            hidden[number] = self._divided(one, solved[up].values, s) if weights.scales_inside else one.hidden
             downs[rows[number].down.module] = weights.down * s
             samples.append(hidden[number][count:] if len(hidden[number]) > count else of_layer / s)
         return solved | self.solver.solve_batch(downs, curvature.scaled(inner), samples, self.outputs), hidden
@@ -89,13 +111,16 @@ class ExpertSolver:
                 fused[row.module] = row.fused or row.module
         return self.solver.solve_stack(stack, fused, self.read.curvature, self.read.sample)
 
-    def _ask(self, expert: int, gate: Tensor, up: Tensor) -> "_Asked":
+    def _ask(self, expert: int, weights: ExpertWeights) -> "_Asked":
         """Run gate and up, rounded, for the expert's tokens."""
         tokens, w, fitted = self.routed.quantized_of(expert)
         x = self._as_read(self.routed.x[tokens].div_(self.read.scale))
-        gated = F.silu(x @ gate.t(), inplace=True)
-        hidden = gated * (x @ up.t())
-        of_layer = F.silu(self.layer_rows @ gate.t(), inplace=True).mul_(self.layer_rows @ up.t())
+        of_layer = weights.hidden(self.layer_rows)
+        if not weights.scales_inside:
+            hidden = weights.hidden(x)
+            return _Asked(x, hidden, hidden, of_layer, self._down_hessian(hidden[:fitted], w[:fitted], of_layer), fitted)
+        gated = F.silu(x @ weights.gate.t(), inplace=True)
+        hidden = gated * (x @ weights.up.t())
         return _Asked(x, gated, hidden, of_layer, self._down_hessian(hidden[:fitted], w[:fitted], of_layer), fitted)
 
     def _divided(self, asked: "_Asked", up: Tensor, scale: Tensor) -> Tensor:
@@ -109,7 +134,8 @@ class ExpertSolver:
         self, ups: list[Solved], experts: Mapping[int, ExpertWeights], curvature: Curvature, hessian: Tensor, shown: list[Tensor]
     ) -> Tensor:
         """Scales between up and down of every expert, [B, I]. curvature and hessian: of what down reads, unscaled."""
-        if not {"awq", "smooth"} & set(self.solver.methods):
+        scaled = {"awq", "smooth"} & set(self.solver.methods) and all(weights.scales_inside for weights in experts.values())
+        if not scaled:
             return torch.ones(hessian.shape[:-1], device=hessian.device)
         count = self.solver.recipe.search_rows
         rows = torch.stack([sample_rows(weights.down, count) for weights in experts.values()])
@@ -138,8 +164,8 @@ class ExpertSolver:
 class _Asked:
     """One expert on its n tokens, of which the first `fitted` are calibration, and on R rows of the layer.
 
-    x [n, H]: its input, scaled. gated [n, I]: SiLU(gate(x)); hidden [n, I]: that times up(x). of_layer [R, I]: that of the rows.
-    hessian [I, I]: of what down reads.
+    x [n, H]: its input, scaled. gated [n, I]: SiLU(gate(x)), where a scale can move inside; hidden [n, I]: what down reads. of_layer
+    [R, I]: that of the rows. hessian [I, I]: of what down reads.
     """
 
     x: Tensor
@@ -169,6 +195,6 @@ def add_outputs(
     if hidden is None:
         hidden = rounded.hidden(as_read(routed.x[tokens].div_(scale), activation_bits))
     read = as_read(hidden, activation_bits)
-    states.quantized.hidden.index_add_(0, tokens, (read @ rounded.down.t()).mul_(w[:, None]))
+    states.quantized.hidden.index_add_(0, tokens, rounded.output(read).mul_(w[:, None]))
     tokens, w = (part[len(tokens) :] for part in routed.of(expert))
     states.original.hidden.index_add_(0, tokens - routed.quantized, original(routed.x[tokens]).mul_(w[:, None]))

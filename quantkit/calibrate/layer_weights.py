@@ -6,6 +6,7 @@ The routed experts are not here: `experts` is whatever operator the caller puts 
 from collections.abc import Callable, Mapping
 
 import torch
+from quantkit_kernels import SILU, Gating
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -82,7 +83,7 @@ class LayerWeights:
     ) -> PrologOp | None:
         return None  # what its linears read is observed
 
-    def experts(self, prefix: str, num_experts: int) -> ExpertsOp:
+    def experts(self, prefix: str, num_experts: int, gating: Gating = SILU) -> ExpertsOp:
         assert self.routed is not None, f"no operator for the experts of {prefix}"
         return self.routed
 

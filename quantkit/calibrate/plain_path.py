@@ -3,7 +3,7 @@
 It says what calibration was worth: the same tokens, grid and layers, as the scheme without its methods would have them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -46,9 +46,10 @@ class PlainPath:
             rounded, bits = original, 16
             if solver is not None:
                 weights = dict(zip(rows.modules, (original.gate, original.up, original.down)))
-                rounded, bits = ExpertWeights(*_nearest(weights, rows.rows, solver).values()), solver.activation_bits
+                gate, up, down = _nearest(weights, rows.rows, solver).values()
+                rounded, bits = replace(original, gate=gate, up=up, down=down), solver.activation_bits
             hidden = rounded.hidden(as_read(self.routed.x[tokens], bits))
-            self.states.hidden.index_add_(0, tokens, (as_read(hidden, bits) @ rounded.down.t()).mul_(w[:, None]))
+            self.states.hidden.index_add_(0, tokens, rounded.output(as_read(hidden, bits)).mul_(w[:, None]))
 
     def _rounded(self, sublayer: Sublayer) -> dict[str, Tensor]:
         """Its tensors, one read and rounded after the other."""

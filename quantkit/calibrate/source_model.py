@@ -40,6 +40,10 @@ class SourceModel:
         """Units of work, see `units_of`."""
         return units_of(self.rows, [group for groups in self.groups.values() for group in groups])
 
+    @cached_property
+    def by_name(self) -> dict[str, Parameter]:
+        return {row.name: row for row in self.rows}
+
     def layer_rows(self, layer: int) -> list[Parameter]:
         """Parameters of one layer."""
         return [row for row in self.rows if row.layer == layer]

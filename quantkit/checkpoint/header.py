@@ -60,6 +60,40 @@ class TensorInfo(TensorSpec):
     shard: str
     offset: int
 
+    @property
+    def extent(self) -> int:
+        """Bytes of the file, from `offset` on, that it lies in."""
+        return self.nbytes
+
+
+@dataclass(frozen=True)
+class TensorPart(TensorInfo):
+    """Part of a stored tensor, or of its transpose: `shape[0]` rows, every `step`th from `first` on."""
+
+    whole: TensorInfo
+    first: int
+    step: int
+    turned: bool
+
+    @classmethod
+    def of(cls, name: str, whole: TensorInfo, first: int, step: int, turned: bool, count: int | None = None) -> TensorInfo:
+        """count: of rows; None: as many as there are. Rows that lie together are a tensor like any other."""
+        rows, *others = whole.shape[::-1] if turned else whole.shape
+        shape = (len(range(first, rows, step)) if count is None else count, *others)
+        if step == 1 and not turned:
+            skip = first * (whole.nbytes // rows)
+            return TensorInfo(name, whole.dtype, shape, whole.shard, whole.offset + skip)
+        return cls(name, whole.dtype, shape, whole.shard, whole.offset, whole, first, step, turned)
+
+    @property
+    def extent(self) -> int:
+        return self.whole.nbytes
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """The part of the whole tensor."""
+        side = whole.t() if self.turned else whole
+        return side[self.first :: self.step][: self.shape[0]]
+
 
 def read_header(path: Path) -> list[TensorInfo]:
     """Tensors of one safetensors file, in the order of their bytes. Raises QuantkitError for a damaged file."""

@@ -20,6 +20,7 @@ from quantkit.checkpoint.formats import detect_format, fp8_block
 from quantkit.checkpoint.formats.base import CODES, SIDE_FILES, Axis, Format, StoredPart, lifted
 from quantkit.checkpoint.header import TensorInfo, read_at, read_header
 from quantkit.checkpoint.shards import CPU, Shards
+from quantkit.checkpoint.stacked import unstacked
 from quantkit.errors import QuantkitError
 from quantkit.model_files import LARGEST, is_there, read_json
 from quantkit.quant.weights import Weight
@@ -35,8 +36,8 @@ class Checkpoint:
     """An opened checkpoint.
 
     path, config (config.json), side (parsed SIDE_FILES that exist), described (the file that says how it is quantized), format, grid
-    (weight grid the config declares, if any), tensors (every stored tensor by name), linears (the quantized ones by module name),
-    has_weights (whether tensors can be read).
+    (weight grid the config declares, if any), tensors (every stored tensor by name, experts that are stacked one by one), linears (the
+    quantized ones by module name), has_weights (whether tensors can be read).
     """
 
     has_weights = True
@@ -45,7 +46,7 @@ class Checkpoint:
         self.path = path
         self.config = config = lifted(config)
         self.side = side
-        self.tensors = tensors
+        self.tensors = tensors = unstacked(config, tensors)
         self.described = check_description(path, config, side)
         try:
             self.format: Format = detect_format(self.described, config, side)

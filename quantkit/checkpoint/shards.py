@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.header import TensorInfo, read_at
+from quantkit.checkpoint.header import TensorInfo, TensorPart, read_at
 from quantkit.errors import QuantkitError
 from quantkit.model_files import open_file
 
@@ -43,6 +43,8 @@ class Shards:
         assert len(block) == len(info.shape), f"{info.name}: {block} of {info.shape}"
         assert all(0 <= start <= stop <= size for (start, stop), size in zip(block, info.shape)), f"{info.name}: {block} of {info.shape}"
         shape = tuple(stop - start for start, stop in block)
+        if isinstance(info, TensorPart):
+            return info.cut(self.read(info.whole, device=device))[tuple(slice(*ends) for ends in block)].contiguous()
         if 0 in shape:
             return torch.empty(shape, dtype=info.dtype, device=device)
         if shape[1:] == info.shape[1:]:
@@ -92,7 +94,7 @@ class Shards:
 
     def will_read(self, info: TensorInfo) -> None:
         """Have the system bring a tensor from the disk while something else is done."""
-        os.posix_fadvise(self.descriptor(info.shard), info.offset, info.nbytes, os.POSIX_FADV_WILLNEED)
+        os.posix_fadvise(self.descriptor(info.shard), info.offset, info.extent, os.POSIX_FADV_WILLNEED)
 
     def descriptor(self, shard: str) -> int:
         with self._lock:

@@ -88,8 +88,8 @@ class Watch:
         digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK))
         with (self.path / shard).open("rb", buffering=0) as file:
             for info in infos:
-                for start in range(0, info.nbytes, _CHUNK):
-                    chunk = buffer[: min(_CHUNK, info.nbytes - start)]
+                for start in range(0, info.extent, _CHUNK):
+                    chunk = buffer[: min(_CHUNK, info.extent - start)]
                     digest.update(chunk[: read_at(file.fileno(), chunk, info.offset + start)])
         return digest.hexdigest()
 

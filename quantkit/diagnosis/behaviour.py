@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from quantkit_kernels import rms_norm
+from quantkit_kernels import ExpertBiases, rms_norm
 from torch import Tensor
 from torch.nn import functional as F
 
 from quantkit.assets import calibration_text
+from quantkit.calibrate.experts import ExpertWeights
 from quantkit.calibrate.layer_weights import LayerWeights
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.diagnosis.findings import DiagnosisFindings
@@ -80,8 +81,9 @@ class _Side:
             for number in topk_ids.unique().tolist():
                 tokens, slots = (topk_ids == number).nonzero(as_tuple=True)
                 gate, up, down = (self.value(row) for row in experts[number].rows)
-                inner = F.silu(F.linear(x[tokens], gate)) * F.linear(x[tokens], up)
-                out.index_add_(0, tokens, F.linear(inner, down) * topk_weights[tokens, slots, None])
+                biases = [self.checkpoint.read(name).float() for name in experts[number].biases]
+                one = ExpertWeights(gate, up, down, self.model.config.gating, ExpertBiases(*biases) if biases else None)
+                out.index_add_(0, tokens, one(x[tokens]) * topk_weights[tokens, slots, None])
             return out
 
         return run

@@ -213,7 +213,7 @@ def _compare_kinds(structure: Structure, survey: Survey, described: Described, f
     routed: dict[int | None, list[Parameter]] = {}
     fused: dict[str, list[Parameter]] = {}
     for row in rows:
-        if row.expert is not None:
+        if row.expert is not None and row.role == "linear":
             routed.setdefault(row.layer, []).append(row)
         if row.fused is not None:
             fused.setdefault(row.fused, []).append(row)

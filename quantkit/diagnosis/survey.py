@@ -14,6 +14,7 @@ from quantkit.checkpoint.formats.base import SIDE_FILES
 from quantkit.checkpoint.header import TensorInfo, read_header
 from quantkit.checkpoint.remote import remote_tensor
 from quantkit.checkpoint.shards import Shards
+from quantkit.checkpoint.stacked import unstacked
 from quantkit.diagnosis.findings import DiagnosisFindings
 from quantkit.errors import QuantkitError
 from quantkit.hub import find_local, read_headers
@@ -42,6 +43,7 @@ class Survey:
     has_weights: bool
 
     def __post_init__(self) -> None:
+        self.tensors = unstacked(self.config, self.tensors)
         self.shards = Shards(self.path)
         self.renamed: dict[str, str] = {}
 

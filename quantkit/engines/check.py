@@ -34,7 +34,7 @@ def check_checkpoint(engine: str, checkpoint: Checkpoint, *, device: Device | No
         said = f"{engine} does not load {checkpoint.format.name} {checkpoint.format.variant} of {_stored_grid(checkpoint)}"
         where = f" on {device}" if device else ""
         return [LoadProblem("error", f"{said}{where}: {reason}", f"quantkit convert, or quantize --engine {engine}")]
-    general = _check_model(profile, checkpoint)
+    general = check_model(profile, checkpoint, checkpoint.format.name)
     if any(problem.severity == "error" for problem in general):
         return general
     rows = read_model(checkpoint).rows
@@ -64,13 +64,18 @@ def _stored_grid(checkpoint: Checkpoint) -> GridName:
     return "fp8" if checkpoint.linears else "dense"
 
 
-def _check_model(profile: EngineProfile, checkpoint: Checkpoint) -> list[LoadProblem]:
-    """The architecture, and the keys of config.json that the engine cannot do without."""
+def check_model(profile: EngineProfile, checkpoint: Checkpoint, format: str) -> list[LoadProblem]:
+    """What keeps the engine from running the model, whose weights are in `format`: the architecture, and keys of config.json."""
     model_type = checkpoint.config.get("model_type")
     if model_type not in profile.architectures or not is_known(checkpoint.config):
         known = ", ".join(profile.architectures)
         return [LoadProblem("error", f"{profile.engine} is not known to run {model_type}", f"its profile has {known}")]
-    told = [
+    formats = profile.formats.get(model_type)
+    if formats is not None and format not in formats:
+        return [
+            LoadProblem("error", f"{profile.engine} loads {model_type} in {' and '.join(formats)} only, not {format}", "use another engine")
+        ]
+    faults = [
         LoadProblem("error", f"config.json has {key} = {checkpoint.config.get(key)!r}", f"set it to {value!r}: {profile.engine} goes by it")
         for key, value in profile.config.get(model_type, {}).items()
         if checkpoint.config.get(key) != value
@@ -79,8 +84,8 @@ def _check_model(profile: EngineProfile, checkpoint: Checkpoint) -> list[LoadPro
     if missing:
         names = ", ".join(missing)
         remedy = "add them: two releases of this architecture name the same numbers differently, and both names may stand there"
-        told.append(LoadProblem("error", f"{profile.engine} reads {names} in config.json, which it lacks", remedy))
-    return told
+        faults.append(LoadProblem("error", f"{profile.engine} reads {names} in config.json, which it lacks", remedy))
+    return faults
 
 
 def _check_load(engine: str, load: LoadRule, checkpoint: Checkpoint, rows: list[Parameter]) -> list[LoadProblem]:

@@ -68,7 +68,8 @@ class Refusal(Strict):
 class EngineProfile(Strict):
     """A profile. `release` is the version or commit whose sources were read.
 
-    By model_type, of config.json: `config`, keys that must have this value; `reads`, keys that must be there by this name.
+    By model_type, of config.json: `config`, keys that must have this value; `reads`, keys that must be there by this name; `formats`, those
+    in which it is loaded, where that is not all of `loads`.
     """
 
     engine: str
@@ -77,6 +78,7 @@ class EngineProfile(Strict):
     architectures: tuple[str, ...]
     config: dict[str, dict[str, Any]] = Field({})
     reads: dict[str, tuple[str, ...]] = Field({})
+    formats: dict[str, tuple[str, ...]] = Field({})
     loads: tuple[LoadRule, ...]
     refuses: tuple[Refusal, ...] = ()
 

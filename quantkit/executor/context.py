@@ -83,9 +83,9 @@ class PrefillContext(CachedContext):
         """As `models.context.Context.attend_mla`."""
         return mla_prefill(q, kv_b, self.rotation(rope), self.cache.layers[layer], self.prompts, scale=scale)
 
-    def attend_gqa(self, layer: int, q: Tensor, scale: float, window: int = 0) -> Tensor:
+    def attend_gqa(self, layer: int, q: Tensor, scale: float, window: int = 0, sinks: Tensor | None = None) -> Tensor:
         """As `models.context.Context.attend_gqa`."""
-        return gqa_prefill(q, self.cache.heads(layer, q.shape[2]), self.prompts, scale=scale, window=window)
+        return gqa_prefill(q, self.cache.heads(layer, q.shape[2]), self.prompts, scale=scale, window=window, sinks=sinks)
 
 
 class DecodeContext(CachedContext):
@@ -112,7 +112,7 @@ class DecodeContext(CachedContext):
         """As `models.context.Context.decode_mla`."""
         return prolog(x, self.cache_rotation(rope), self.slots, self.latents(layer), scale=scale)
 
-    def attend_gqa(self, layer: int, q: Tensor, scale: float, window: int = 0) -> Tensor:
+    def attend_gqa(self, layer: int, q: Tensor, scale: float, window: int = 0, sinks: Tensor | None = None) -> Tensor:
         """As `models.context.Context.attend_gqa`."""
         pages = PagedKeys(*self.cache.heads(layer, q.shape[2]), self.block_table, self.seq_lens, self.lengths)
-        return gqa_decode(q, pages, scale=scale, window=window)
+        return gqa_decode(q, pages, scale=scale, window=window, sinks=sinks)

@@ -20,7 +20,7 @@ class MixedContext(CachedContext):
         answers = self.answers.attend_mla(layer, q[: self._rows], kv_b, rope, scale)
         return torch.cat((answers, self.prompts.attend_mla(layer, q[self._rows :], kv_b, rope, scale)))
 
-    def attend_gqa(self, layer: int, q: Tensor, scale: float, window: int = 0) -> Tensor:
+    def attend_gqa(self, layer: int, q: Tensor, scale: float, window: int = 0, sinks: Tensor | None = None) -> Tensor:
         """As `models.context.Context.attend_gqa`."""
-        answers = self.answers.attend_gqa(layer, q[: self._rows], scale, window)
-        return torch.cat((answers, self.prompts.attend_gqa(layer, q[self._rows :], scale, window)))
+        answers = self.answers.attend_gqa(layer, q[: self._rows], scale, window, sinks)
+        return torch.cat((answers, self.prompts.attend_gqa(layer, q[self._rows :], scale, window, sinks)))

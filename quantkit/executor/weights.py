@@ -119,8 +119,8 @@ class ExecutorWeights:
         self.nbytes += prolog.nbytes
         return self._prefetcher.follow_prolog(prolog) if self._prefetcher else prolog
 
-    def experts(self, prefix: str, num_experts: int) -> ExpertsOp:
-        return self._experts(prefix, num_experts, (self._expert(f"{prefix}.{expert}") for expert in range(num_experts)))
+    def experts(self, prefix: str, num_experts: int, gating: kernels.Gating = kernels.SILU) -> ExpertsOp:
+        return self._experts(prefix, num_experts, (self._expert(f"{prefix}.{expert}") for expert in range(num_experts)), gating)
 
     def experts_with_shared(self, prefix: str, num_experts: int, shared: str) -> ExpertsOp | None:
         """As `Weights.experts_with_shared`: where the shared expert has the shapes and grid of the others."""
@@ -133,14 +133,21 @@ class ExecutorWeights:
     def _expert(self, module: str) -> list[kernels.Weight]:
         return [self._operand(linear) for linear in self._mlps[module].modules]
 
-    def _experts(self, prefix: str, count: int, experts: Iterable[list[kernels.Weight]]) -> ExpertsOp:
+    def _biases(self, module: str) -> kernels.ExpertBiases | None:
+        names = self._mlps[module].biases if module in self._mlps else ()
+        return kernels.ExpertBiases(*map(self.tensor, names)) if names else None
+
+    def _experts(
+        self, prefix: str, count: int, experts: Iterable[list[kernels.Weight]], gating: kernels.Gating = kernels.SILU
+    ) -> ExpertsOp:
         builder: kernels.ExpertsBuilder | None = None
         for expert, (gate, up, down) in enumerate(experts):
+            biases = self._biases(f"{prefix}.{expert}")
             try:
                 if builder is None:
-                    backend = self._backend("experts", gate, down)
-                    builder = kernels.ExpertsBuilder(count, backend=backend, dtype=self.dtype, device=self.device)
-                builder.add(expert, gate, up, down)
+                    backend = self._backend("experts" if biases is None and gating == kernels.SILU else "linear", gate, down)
+                    builder = kernels.ExpertsBuilder(count, backend=backend, dtype=self.dtype, device=self.device, gating=gating)
+                builder.add(expert, gate, up, down, biases=biases)
             except ValueError as fault:
                 raise QuantkitError(f"{prefix}.{expert} cannot be prepared: {fault}", "quantize all experts of a layer alike") from fault
         assert builder is not None, f"{prefix} has no experts"
@@ -243,7 +250,7 @@ def _gated_mlps(parameters: list[Parameter]) -> dict[str, GatedMlp]:
     linears: dict[str, list[Parameter]] = {}
     for parameter in parameters:
         if parameter.block in ("expert", "shared_expert"):
-            linears.setdefault(parameter.module.rpartition(".")[0], []).append(parameter)
+            linears.setdefault(parameter.module.removesuffix(".bias").rpartition(".")[0], []).append(parameter)
     return {module: GatedMlp.of(rows) for module, rows in linears.items()}
 
 

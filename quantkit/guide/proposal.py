@@ -12,7 +12,7 @@ from typing import Any
 from quantkit.amounts import size, span
 from quantkit.assets import asset
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.engines.check import find_load
+from quantkit.engines.check import check_model, find_load
 from quantkit.engines.choice import choose
 from quantkit.engines.memory import ParallelSizes, find_split_problem
 from quantkit.engines.profiles import Device, find_engine
@@ -181,10 +181,9 @@ def _check_engine(engine: str, scheme: Scheme, box: DeviceBox, checkpoint: Check
     if engine == QUANTKIT:
         find_architecture(checkpoint.config)
         return
-    choose(engine, scheme, device=box.device)
-    profile, model_type = find_engine(engine), checkpoint.config.get("model_type")
-    if model_type not in profile.architectures:
-        raise QuantkitError(f"{engine} is not known to run {model_type}", f"its profile has {', '.join(profile.architectures)}")
+    format = choose(engine, scheme, device=box.device).format
+    for unfit in check_model(find_engine(engine), checkpoint, format):
+        raise QuantkitError(unfit.problem, unfit.remedy)
 
 
 def _check_smaller(planned: Plan, engine: str, checkpoint: Checkpoint, box: DeviceBox) -> None:

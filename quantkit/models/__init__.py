@@ -10,6 +10,7 @@ from quantkit.models.architecture import Architecture, ModelConfig
 ARCHITECTURES = (
     "deepseek_v3",
     "glm4_moe",
+    "gpt_oss",
     "kimi_k2",
     "kimi_k25",
     "llama",
@@ -30,6 +31,7 @@ if TYPE_CHECKING:  # mypy proves that each file offers what is asked of it
     from quantkit.models import (
         deepseek_v3,
         glm4_moe,
+        gpt_oss,
         kimi_k2,
         kimi_k25,
         llama,
@@ -46,6 +48,7 @@ if TYPE_CHECKING:  # mypy proves that each file offers what is asked of it
 
     _DEEPSEEK_V3: Architecture[deepseek_v3.Config] = deepseek_v3
     _GLM4_MOE: Architecture[glm4_moe.Config] = glm4_moe
+    _GPT_OSS: Architecture[gpt_oss.Config] = gpt_oss
     _KIMI_K2: Architecture[kimi_k2.Config] = kimi_k2
     _KIMI_K25: Architecture[kimi_k25.Config] = kimi_k25
     _LLAMA: Architecture[llama.Config] = llama

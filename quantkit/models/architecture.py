@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from quantkit_kernels import Routing
+from quantkit_kernels import Gating, Routing
 from torch import Tensor
 
 from quantkit.models.context import Context
@@ -75,6 +75,10 @@ class ModelConfig(Protocol):
     @property
     def routing(self) -> Routing | None:
         """How experts are chosen; None for a model without."""
+
+    @property
+    def gating(self) -> Gating:
+        """What is between the linears of routed experts."""
 
     @property
     def cache(self) -> LatentCache | KeyValueCache:

@@ -9,7 +9,7 @@ from typing import Protocol
 import quantkit_kernels
 import torch
 from quantkit_kernels import Norms, Rotation, gqa_prepare, mla_prepare
-from quantkit_kernels.reference.prompts import attend_by_blocks
+from quantkit_kernels.reference.prompts import attend_by_blocks, attend_one
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -36,9 +36,9 @@ class Context(Protocol):
         [T, heads, head_dim], normed where there are norms and turned, are returned; keys, likewise, and values are kept for
         `attend_gqa`."""
 
-    def attend_gqa(self, layer: int, q: Tensor, scale: float, window: int = 0) -> Tensor:
+    def attend_gqa(self, layer: int, q: Tensor, scale: float, window: int = 0, sinks: Tensor | None = None) -> Tensor:
         """Second part: q [T, heads, head_dim] -> [T, heads, head_dim]; heads that stand side by side share keys. window: tokens that each
-        sees, itself included; 0 for all."""
+        sees, itself included; 0 for all. sinks float32 [heads]: the score of a key without a value that all tokens see."""
 
 
 class Positions:
@@ -96,19 +96,28 @@ class CausalContext(Positions):
         self.keys, self.values = qkv.new_empty(2, 1, len(qkv), kv_heads, head_dim).unbind()
         return gqa_prepare(qkv, norms, self.rotation(rope), (self.keys, self.values), self.rows)
 
-    def attend_gqa(self, layer: int, q: Tensor, scale: float, window: int = 0) -> Tensor:
-        return self.attend(q, self.keys[0], self.values[0], scale, window)
+    def attend_gqa(self, layer: int, q: Tensor, scale: float, window: int = 0, sinks: Tensor | None = None) -> Tensor:
+        return self.attend(q, self.keys[0], self.values[0], scale, window, sinks)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0, sinks: Tensor | None = None) -> Tensor:
         """q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, e], heads a multiple of kv_heads -> [T, heads, e]."""
         out, start = [], 0
         for length in self.seq_lens:
             part = slice(start, start + length)
             one = (q[part], k[part], v[part])
             by_blocks = q.device.type == "cpu" and q.shape[-1] != v.shape[-1]
-            out.append(attend_by_blocks(*one, scale) if by_blocks else _attend(*one, scale, window))
+            if sinks is not None:
+                out.append(_attend_with_sinks(*one, scale, window, sinks))
+            else:
+                out.append(attend_by_blocks(*one, scale) if by_blocks else _attend(*one, scale, window))
             start += length
         return torch.cat(out)
+
+
+def _attend_with_sinks(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, sinks: Tensor) -> Tensor:
+    """As `_attend`, which torch's own attention does not compute."""
+    places = torch.arange(len(k), device=k.device)
+    return attend_one(q, places, v.shape[-1], lambda some: (k[some], v[some]), scale, window, sinks)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit_kernels import Norms, Routing
+from quantkit_kernels import SILU, Gating, Norms, Routing
 from torch import Tensor
 
 from quantkit.errors import QuantkitError
@@ -103,6 +103,10 @@ class Config:
     @property
     def cache(self) -> LatentCache:
         return LatentCache(self.kv_lora_rank, self.qk_rope_head_dim)
+
+    @property
+    def gating(self) -> Gating:
+        return SILU
 
     @property
     def copied(self) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
-from quantkit_kernels import Norms, Routing
+from quantkit_kernels import Gating, Norms, Routing
 from torch import Tensor
 
 from quantkit.errors import QuantkitError
@@ -41,8 +41,9 @@ QkNorm = Literal["head", "all"]
 class Config:
     """Fields as config.json names them; below `tie_word_embeddings`, what the architecture file decides.
 
-    windows: tokens that each layer's attention sees, the token itself included, 0 for all; empty: all layers see all. mixture_module: what
-    of a layer the mixture of experts is. shared_width: of the shared expert. dense_layers: layers without experts.
+    sinks: whether each head has a score for a key without a value. windows: tokens that each layer's attention sees, the token itself
+    included, 0 for all; empty: all layers see all. mixture_module: what of a layer the mixture of experts is. shared_width: of the shared
+    expert. dense_layers: layers without experts.
     """
 
     vocab_size: int
@@ -60,6 +61,7 @@ class Config:
     o_bias: Annotated[bool, DECIDED] = False
     mlp_bias: Annotated[bool, DECIDED] = False
     qk_norm: Annotated[QkNorm | None, DECIDED] = None
+    sinks: Annotated[bool, DECIDED] = False
     windows: Annotated[tuple[int, ...], DECIDED] = ()
     routing: Annotated[Routing | None, DECIDED] = None
     mixture: Annotated[MixtureNames, DECIDED] = PLAIN_MIXTURE
@@ -87,6 +89,10 @@ class Config:
     @property
     def cache_width(self) -> int:
         return self.cache.width
+
+    @property
+    def gating(self) -> Gating:
+        return self.mixture.gating
 
     def window(self, layer: int) -> int:
         """Tokens that a layer's attention sees, 0 for all. MTP layers see all."""
@@ -185,6 +191,8 @@ def layer_parameters(config: Config, layer: int) -> list[Parameter]:
         rows += [attention(f"{side}_norm.weight", (heads[side] * d,), "norm", "column") for side in _NORMED]
     output = attention("o_proj.weight", (h, config.num_attention_heads * d), "linear", "row", "o")
     rows += [output, bias_of(output)] if config.o_bias else [output]
+    if config.sinks:
+        rows.append(attention("sinks", (config.num_attention_heads,), "bias", "column"))
     rows.append(Parameter(f"{p}.post_attention_layernorm.weight", (h,), "norm", layer=layer))
     if config.routing is None or not config.is_moe(layer):
         return rows + mlp_parameters(f"{p}.mlp", h, config.intermediate_size, layer, bias=config.mlp_bias)
@@ -219,6 +227,7 @@ class Attention:
             self.norms, self.joint_norms = (norms, None) if config.qk_norm == "head" else (None, norms)
         self.o = weights.linear(f"{a}.o_proj")
         self.o_bias = weights.tensor(f"{a}.o_proj.bias") if config.o_bias else None
+        self.sinks = weights.tensor(f"{a}.sinks").float() if config.sinks else None
         self.all_reduce = weights.all_reduce
 
     def __call__(self, x: Tensor, context: Context) -> Tensor:
@@ -230,7 +239,8 @@ class Attention:
         queries_per_kv = c.num_attention_heads // c.num_key_value_heads
         kv_heads = qkv.shape[1] // c.head_dim // (queries_per_kv + 2)
         q = context.store_gqa(self.layer, qkv, kv_heads, c.head_dim, self.norms, c.rope)
-        return add_bias(self.o(context.attend_gqa(self.layer, q, c.softmax_scale, self.window).flatten(1)), self.o_bias)
+        attended = context.attend_gqa(self.layer, q, c.softmax_scale, self.window, self.sinks)
+        return add_bias(self.o(attended.flatten(1)), self.o_bias)
 
     def _normed(self, qkv: Tensor, norms: Norms) -> Tensor:
         """Queries and keys [T, heads * D] normed over all heads, of which a rank has some: the ranks' sums of squares are added up."""

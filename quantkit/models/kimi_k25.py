@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from quantkit_kernels import SILU, Gating
 from torch import Tensor
 
 from quantkit.errors import QuantkitError
@@ -92,8 +93,8 @@ class TextWeights:
     def dequantized(self, module: str) -> Tensor:
         return self.weights.dequantized(_PREFIX + module)
 
-    def experts(self, prefix: str, num_experts: int) -> ExpertsOp:
-        return self.weights.experts(_PREFIX + prefix, num_experts)
+    def experts(self, prefix: str, num_experts: int, gating: Gating = SILU) -> ExpertsOp:
+        return self.weights.experts(_PREFIX + prefix, num_experts, gating)
 
     def experts_with_shared(self, prefix: str, num_experts: int, shared: str) -> ExpertsOp | None:
         return self.weights.experts_with_shared(_PREFIX + prefix, num_experts, _PREFIX + shared)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from quantkit_kernels import Routing, moe_gate, silu_and_mul
+from quantkit_kernels import SILU, Gating, Routing, moe_gate, route, silu_and_mul
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -34,15 +34,19 @@ PROJ_NAMES = MlpNames()
 class MixtureNames:
     """What an architecture calls the parts of a mixture of experts, below the mixture's own module; None: it has no such part.
 
-    bias: of the router, which chooses and does not weigh. shared_gate: the linear [1, H] whose sigmoid the shared expert's output is
-    multiplied by. linears: of the experts, routed and shared.
+    bias: of the router, which chooses and does not weigh; logit_bias: one that is part of its logits. shared_gate: the linear [1, H] whose
+    sigmoid the shared expert's output is multiplied by. linears: of the experts, routed and shared. gating, expert_bias: what is between
+    the linears of routed experts, and whether these have biases.
     """
 
     router: str = "gate"
     bias: str | None = None
+    logit_bias: str | None = None
     shared: str | None = None
     shared_gate: str | None = None
     linears: MlpNames = PROJ_NAMES
+    gating: Gating = SILU
+    expert_bias: bool = False
 
 
 PLAIN_MIXTURE = MixtureNames()
@@ -93,7 +97,7 @@ def mlp_parameters(
 
 def bias_of(linear: Parameter) -> Parameter:
     """The bias of a linear: cut as its outputs are, and of a partial sum held by one rank alone."""
-    return replace(linear, name=f"{linear.module}.bias", shape=linear.shape[:1], role="bias", fused=None, projection=None)
+    return replace(linear, name=linear.bias, shape=linear.shape[:1], role="bias", fused=None, projection=None)
 
 
 def moe_parameters(
@@ -110,11 +114,12 @@ def moe_parameters(
     """A mixture of experts: its router, the routed experts `prefix`.experts.0 .. {experts-1}, the shared one."""
     router = Parameter(f"{prefix}.{names.router}.weight", (experts, hidden), "router", layer=layer, mtp=mtp, block="router")
     rows = [router]
-    if names.bias:
-        rows.append(replace(router, name=f"{prefix}.{names.bias}", shape=(experts,), role="router_bias"))
+    biases = filter(None, (names.bias, names.logit_bias))
+    rows += [replace(router, name=f"{prefix}.{bias}", shape=(experts,), role="router_bias") for bias in biases]
     for expert in range(experts):
         one = f"{prefix}.experts.{expert}"
-        rows += mlp_parameters(one, hidden, width, layer, block="expert", expert=expert, mtp=mtp, names=names.linears)
+        bias, linears = names.expert_bias, names.linears
+        rows += mlp_parameters(one, hidden, width, layer, block="expert", expert=expert, mtp=mtp, bias=bias, names=linears)
     if names.shared:
         shared = f"{prefix}.{names.shared}"
         rows += mlp_parameters(shared, hidden, shared_width, layer, block="shared_expert", mtp=mtp, names=names.linears)
@@ -131,18 +136,19 @@ def mlp_scale_groups(prefix: str, norm: str, names: MlpNames = PROJ_NAMES, *, bi
 
 
 def moe_scale_groups(prefix: str, norm: str, experts: int, names: MixtureNames = PLAIN_MIXTURE) -> list[ScaleGroup]:
-    """norm to the router, the shared expert's and every routed expert's gate and up; up to down in each expert."""
+    """norm to the router, the shared expert's and every routed expert's gate and up; up to down in each expert whose gating allows it."""
     shared = f"{prefix}.{names.shared}" if names.shared else None
     own = names.linears.modules(shared)[:2] if shared else ()
     gates = (f"{prefix}.{names.shared_gate}",) if names.shared_gate else ()
     prefixes = [f"{prefix}.experts.{expert}" for expert in range(experts)]
     routed = [module for one in prefixes for module in names.linears.modules(one)[:2]]
     readers = (f"{prefix}.{names.router}", *gates, *own, *routed)
-    return [
-        ScaleGroup(f"{prefix}.gate_up", norm, True, readers, own[0] if own else readers[0], reaches_experts=True),
-        *([up_down_group(shared, names=names.linears)] if shared else []),
-        *(up_down_group(one, expert, names.linears) for expert, one in enumerate(prefixes)),
-    ]
+    groups = [ScaleGroup(f"{prefix}.gate_up", norm, True, readers, own[0] if own else readers[0], reaches_experts=True)]
+    if shared:
+        groups.append(up_down_group(shared, names=names.linears))
+    if names.gating.is_linear_in_up and not names.expert_bias:
+        groups += [up_down_group(one, expert, names.linears) for expert, one in enumerate(prefixes)]
+    return groups
 
 
 def up_down_group(prefix: str, expert: int | None = None, names: MlpNames = PROJ_NAMES) -> ScaleGroup:
@@ -180,12 +186,13 @@ class MoeMlp:
     def __init__(self, routing: Routing, prefix: str, weights: Weights, names: MixtureNames = PLAIN_MIXTURE) -> None:
         self.router = weights.tensor(f"{prefix}.{names.router}.weight").float()
         self.bias = weights.tensor(f"{prefix}.{names.bias}").float() if names.bias else None
+        self.logit_bias = weights.tensor(f"{prefix}.{names.logit_bias}").float() if names.logit_bias else None
         self.shared_gate = weights.tensor(f"{prefix}.{names.shared_gate}.weight").float() if names.shared_gate else None
         routed = (f"{prefix}.experts", routing.n_routed_experts)
         shared = f"{prefix}.{names.shared}" if names.shared else None
         joined = weights.experts_with_shared(*routed, shared) if shared and self.shared_gate is None else None
         self.routing = routing if joined is None else replace(routing, num_joined_experts=1)
-        self.experts = weights.experts(*routed) if joined is None else joined
+        self.experts = weights.experts(*routed, names.gating) if joined is None else joined
         self.shared = Mlp(shared, weights, names.linears) if shared and joined is None else None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -196,6 +203,8 @@ class MoeMlp:
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The experts of each token and what they weigh, [T, k] each, a joined shared expert last."""
+        if self.logit_bias is not None:
+            return route(F.linear(x.float(), self.router, self.logit_bias), self.bias, self.routing)
         return moe_gate(x, self.router, self.bias, self.routing)
 
     def _shared_output(self, shared: Mlp, x: Tensor) -> Tensor:

@@ -55,6 +55,11 @@ class Parameter:
         return self.name.removesuffix(".weight")
 
     @property
+    def bias(self) -> str:
+        """The name that the bias of this linear has, if it has one."""
+        return f"{self.module}.bias"
+
+    @property
     def within_layer(self) -> str:
         """The module's name inside its decoder layer: `self_attn.o_proj` of `model.layers.3.self_attn.o_proj`."""
         assert self.layer is not None, self.name
@@ -94,17 +99,21 @@ class ScaleGroup:
 
 @dataclass(frozen=True)
 class GatedMlp:
-    """The rows of one gated MLP, routed expert or shared: gate and up [I, H], down [H, I]."""
+    """The rows of one gated MLP, routed expert or shared: gate and up [I, H], down [H, I]; the names of their biases, if they have some."""
 
     gate: Parameter
     up: Parameter
     down: Parameter
+    biases: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, rows: Iterable[Parameter]) -> "GatedMlp":
         """From its rows, in any order."""
+        rows = list(rows)
         by_projection = {row.projection: row for row in rows}
-        return cls(by_projection["gate"], by_projection["up"], by_projection["down"])
+        linears = (by_projection["gate"], by_projection["up"], by_projection["down"])
+        biased = {row.name for row in rows if row.role == "bias"}
+        return cls(*linears, tuple(name for row in linears if (name := row.bias) in biased))
 
     @property
     def rows(self) -> tuple[Parameter, Parameter, Parameter]:

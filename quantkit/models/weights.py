@@ -7,6 +7,7 @@ So one forward serves both, and no forward knows about files, schemes or devices
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from quantkit_kernels import SILU, Gating
 from torch import Tensor
 
 from quantkit.models.rope import Rope
@@ -53,8 +54,8 @@ class Weights(Protocol):
     def dequantized(self, module: str) -> Tensor:
         """The weight [N, K] of a linear in the compute dtype, decoded if it is packed."""
 
-    def experts(self, prefix: str, num_experts: int) -> ExpertsOp:
-        """The routed experts `prefix`.0 .. `prefix`.{num_experts-1}: gated MLPs with SiLU, whose linears the model's table names."""
+    def experts(self, prefix: str, num_experts: int, gating: Gating = SILU) -> ExpertsOp:
+        """The routed experts `prefix`.0 .. `prefix`.{num_experts-1}: gated MLPs, whose linears and biases the model's table names."""
 
     def experts_with_shared(self, prefix: str, num_experts: int, shared: str) -> ExpertsOp | None:
         """As `experts`, with the shared expert `shared` as number `num_experts`; None where they are better run apart."""

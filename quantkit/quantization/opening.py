@@ -13,7 +13,9 @@ from quantkit.calibrate.units import units_of
 from quantkit.checkpoint.formats import find_format
 from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.engines.check import check_model
 from quantkit.engines.choice import FormatChoice, choose
+from quantkit.engines.profiles import find_engine
 from quantkit.errors import QuantkitError
 from quantkit.models.table import Parameter
 from quantkit.models.tied import check_stored_head
@@ -99,6 +101,8 @@ def open_job(request: JobRequest, checkpoint: Checkpoint) -> Job:
         check_stored_head(checkpoint, inventory.rows)
     target = request.target
     if request.choice is not None:
+        for unfit in check_model(find_engine(request.choice.engine), checkpoint, request.format):
+            raise QuantkitError(unfit.problem, unfit.remedy)
         target = narrowed(target, request.choice, inventory.rows)
     check_groups(inventory.rows, request.scheme, target)
     job = Job(request, checkpoint, inventory, target)

@@ -17,7 +17,7 @@ from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
 from quantkit.models.mlp import PROJ_NAMES
 
-KINDS = ["llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "glm4_moe", "minimax_m2"]
+KINDS = ["llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "glm4_moe", "gpt_oss", "minimax_m2"]
 DEEPSEEK = {
     "moe_intermediate_size": 32,
     "n_routed_experts": 8,

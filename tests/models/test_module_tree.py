@@ -71,11 +71,11 @@ def test_an_unknown_architecture_is_quantized_by_its_tree_and_the_share_is_told(
 
 
 def test_a_model_that_would_hardly_be_quantized_is_refused_unless_asked_for(tmp_path: Path) -> None:
-    """gpt-oss: experts stacked in one tensor, which are most of it."""
-    source = written(tmp_path / "gpt_oss", "GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2})
+    """Granite-MoE: experts stacked in one tensor, which are most of it."""
+    source = written(tmp_path / "granite", "GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2})
     run: tuple[Any, ...] = (SCHEMES["rtn-w4a16"], "auto")
     with pytest.raises(
-        QuantkitError, match=r"of the weights; left at 16 bits: model\.layers\.N\.mlp\.experts\.gate_up_proj.*least_quantized"
+        QuantkitError, match=r"of the weights; left at 16 bits: model\.layers\.N\.block_sparse_moe\.input_linear.*least_quantized"
     ):
         quantize(source, tmp_path / "out", *run, Recipe(scheme="rtn-w4a16"))
     assert quantize(source, tmp_path / "out", *run, Recipe(scheme="rtn-w4a16", least_quantized=0.1)).coverage.share < 0.5

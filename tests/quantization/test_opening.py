@@ -110,7 +110,7 @@ CASES: dict[str, Case] = {
     "rounded only": (fp8, "int8-a8w8c16", {"format": "modelslim"}, ROUNDED, True),
     "unknown architecture, rounded": (UNKNOWN, "rtn-w4a16", {}, {}, True),
     "unknown architecture, rounded to fp4": (UNKNOWN, "fp4-w4a16", {}, ROUNDED, True),
-    "unknown architecture for vllm": (UNKNOWN, "rtn-w4a16", {"engine": "vllm"}, {}, True),
+    "unknown architecture for vllm": (UNKNOWN, "rtn-w4a16", {"engine": "vllm"}, {}, False),
     "no tokenizer, rounded": (then(fp8, lambda path: (path / "tokenizer.json").unlink()), "rtn-w4a16", {}, {}, True),
     "tied head, stored": (lambda path: tied(path, same=True), "awq-w4a16", {}, {}, True),
     "tied head, another": (lambda path: tied(path, same=False), "awq-w4a16", {}, {}, False),

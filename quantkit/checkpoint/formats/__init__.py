@@ -16,6 +16,7 @@ from quantkit.checkpoint.formats import (
     gptq,
     modelopt,
     modelslim,
+    mxfp4,
 )
 from quantkit.checkpoint.formats.base import Format
 from quantkit.errors import QuantkitError
@@ -33,6 +34,7 @@ FORMATS: tuple[Format, ...] = (
     *fp8.FORMATS,
     modelopt.FORMAT,
     modelslim.FORMAT,
+    mxfp4.FORMAT,
 )
 
 

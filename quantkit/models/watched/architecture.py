@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from quantkit_kernels import Routing
+from quantkit_kernels import SILU, Gating, Routing
 
 from quantkit.errors import QuantkitError
 from quantkit.models import by_name
@@ -27,6 +27,7 @@ class WatchedConfig:
     num_hidden_layers: int
     rms_norm_eps: float
     routing: Routing | None = None
+    gating: Gating = SILU
     num_nextn_predict_layers: int = 0
     copied: tuple[str, ...] = ()
 

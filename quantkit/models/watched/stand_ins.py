@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from quantkit_kernels import SILU, Gating
 from torch import Tensor
 
 from quantkit.models.weights import ExpertsOp, LinearOp
@@ -57,7 +58,7 @@ class StandIns:
 
         return apply
 
-    def experts(self, prefix: str, num_experts: int) -> ExpertsOp:
+    def experts(self, prefix: str, num_experts: int, gating: Gating = SILU) -> ExpertsOp:
         """Something of x, the experts and their weights that no scale passes through but one of all its columns."""
 
         def apply(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:

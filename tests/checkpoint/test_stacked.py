@@ -1,0 +1,156 @@
+"""Experts that are published stacked, read as experts of their own: gpt-oss in 16 bits and in MXFP4, against transformers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import make_model
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
+from transformers_peers import CASES, checkpoint_tensors, random_peer
+
+from quantkit.checkpoint.header import TensorPart
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.conversion import convert
+from quantkit.diagnosis.diagnose import diagnose
+from quantkit.engines.check import check_checkpoint
+from quantkit.errors import QuantkitError
+from quantkit.executor.engine import Engine
+from quantkit.executor.sampling import SamplingParams
+from quantkit.executor.scheduler import StepBudget
+from quantkit.models.stored import check_stored, read_model
+from quantkit.quant.weights import dequantize
+from quantkit.quantization.run import quantize
+from quantkit.recipe import Recipe
+from quantkit.schemes import SCHEMES
+
+CONFIG = {
+    "model_type": "gpt_oss",
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 256,
+    "sliding_window": 8,
+}
+PLAIN = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+
+
+def test_experts_of_16_bits_are_those_of_transformers(tmp_path: Path) -> None:
+    peer = random_peer(*CASES["gpt_oss"])
+    peer.save_pretrained(tmp_path)
+    assert any(name.endswith("experts.gate_up_proj") for name in load_file(tmp_path / "model.safetensors"))
+    checkpoint, expected = Checkpoint.open(tmp_path), checkpoint_tensors(peer)
+    check_stored(checkpoint, read_model(checkpoint).rows)
+    assert checkpoint.tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(checkpoint.read(name), tensor), name
+    share, first = checkpoint.share("model.layers.1.mlp.experts.3.up_proj", "N", 32, 64)
+    assert (first, share.tolist()) == (32, expected["model.layers.1.mlp.experts.3.up_proj.weight"][32:64].tolist())
+
+
+def mxfp4_model(path: Path) -> tuple[Path, dict[str, Tensor]]:
+    """A random gpt-oss as it is published, and its tensors."""
+    path.mkdir()
+    rng = torch.Generator().manual_seed(3)
+    hidden, width, experts = 64, 128, 4
+    tensors = {"model.embed_tokens.weight": (320, hidden), "lm_head.weight": (320, hidden), "model.norm.weight": (hidden,)}
+    for layer in range(2):
+        p = f"model.layers.{layer}"
+        tensors |= {f"{p}.{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
+        for side, rows, columns in (("q", 64, hidden), ("k", 32, hidden), ("v", 32, hidden), ("o", hidden, 64)):
+            tensors |= {f"{p}.self_attn.{side}_proj.weight": (rows, columns), f"{p}.self_attn.{side}_proj.bias": (rows,)}
+        tensors |= {f"{p}.self_attn.sinks": (4,), f"{p}.mlp.router.weight": (experts, hidden), f"{p}.mlp.router.bias": (experts,)}
+        tensors |= {f"{p}.mlp.experts.gate_up_proj_bias": (experts, 2 * width), f"{p}.mlp.experts.down_proj_bias": (experts, hidden)}
+    held = {name: (torch.randn(shape, generator=rng) / shape[-1] ** 0.5).bfloat16() for name, shape in tensors.items()}
+    for layer in range(2):
+        for side, rows, columns in (("gate_up", 2 * width, hidden), ("down", hidden, width)):
+            name = f"model.layers.{layer}.mlp.experts.{side}_proj"
+            held[f"{name}_blocks"] = torch.randint(0, 256, (experts, rows, columns // 32, 16), generator=rng, dtype=torch.uint8)
+            held[f"{name}_scales"] = torch.randint(119, 125, (experts, rows, columns // 32), generator=rng, dtype=torch.uint8)
+    block = {"quant_method": "mxfp4", "modules_to_not_convert": PLAIN}
+    (path / "config.json").write_text(json.dumps({**CONFIG, "eos_token_id": 1, "quantization_config": block}))
+    save_file(held, path / "model.safetensors")
+    make_model.write_tokenizer(path)
+    return path, held
+
+
+def test_mxfp4_blocks_stand_for_what_transformers_makes_of_them(tmp_path: Path) -> None:
+    path, held = mxfp4_model(tmp_path / "model")
+    checkpoint = Checkpoint.open(path)
+    for layer in range(2):
+        name = f"model.layers.{layer}.mlp.experts"
+        both, down = (
+            _convert_moe_packed_tensors(held[f"{name}.{side}_proj_blocks"], held[f"{name}.{side}_proj_scales"], dtype=torch.float32)
+            for side in ("gate_up", "down")
+        )
+        for expert in range(4):
+            sides = {"gate": both[expert].t()[::2], "up": both[expert].t()[1::2], "down": down[expert].t()}
+            for side, weight in sides.items():
+                assert torch.equal(dequantize(checkpoint.weight(f"{name}.{expert}.{side}_proj"), torch.float32), weight)
+
+
+def test_a_tensor_that_is_not_stacked_as_said_stays_as_it_is(tmp_path: Path) -> None:
+    path, held = mxfp4_model(tmp_path / "model")
+    name = "model.layers.1.mlp.experts.down_proj_bias"
+    save_file(held | {name: held[name][0].clone()}, path / "model.safetensors")
+    assert name in Checkpoint.open(path).tensors
+
+
+def greedy(path: Path, tp: int = 1, *, mixed: bool = False) -> list[list[int]]:
+    engine = Engine.load(path, device="cpu", dtype="float32", max_model_len=64, tp=tp)
+    if mixed:
+        engine.scheduler.budget = StepBudget(16, 8, mixed=True)
+    done = engine.generate([[5, 9, 17, 40], list(range(20, 44))], SamplingParams(max_new_tokens=8, ignore_eos=True))
+    tokens = {one.index: one.token_ids for one in done}
+    engine.close()
+    return [tokens[index] for index in sorted(tokens)]
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return mxfp4_model(tmp_path_factory.mktemp("models") / "model")[0]
+
+
+def test_the_published_model_runs_and_converts(published: Path, tmp_path: Path) -> None:
+    convert(published, tmp_path / "plain", dtype="float32")
+    expected = greedy(tmp_path / "plain")
+    assert greedy(published) == expected
+    assert greedy(published, mixed=True) == expected
+    convert(published, tmp_path / "packed", format="compressed-tensors")
+    assert greedy(tmp_path / "packed") == expected
+    first, second = (Checkpoint.open(path) for path in (published, tmp_path / "packed"))
+    for module in first.linears:
+        ours, theirs = first.weight(module), second.weight(module)
+        assert torch.equal(ours.codes, theirs.codes)
+        assert torch.equal(ours.exponent, theirs.exponent)
+
+
+def test_engines_and_the_checkup_know_it_as_it_is_published(published: Path) -> None:
+    assert check_checkpoint("vllm", Checkpoint.open(published)) == []
+    with pytest.raises(QuantkitError, match="vllm loads gpt_oss in mxfp4 only, not awq"):
+        quantize(published, published.parent / "no", SCHEMES["awq-w4a16"], "auto", Recipe(scheme="awq-w4a16"), engine="vllm")
+    assert diagnose(str(published), depth="tensors").findings.verdict != "bad"
+
+
+@pytest.mark.parametrize("change", [{}, {"methods": ()}])
+def test_the_published_model_is_quantized(published: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": " ".join(str((i * j) % 97) for j in range(60))}) + "\n" for i in range(8)))
+    recipe = Recipe(scheme="awq-w4a16", calibration=str(text), samples=4, held_out=2, seq_len=32, group_size=32, **change)
+    quantize(published, tmp_path / "out", SCHEMES["awq-w4a16"], "auto", recipe, device="cpu")
+    made, source = Checkpoint.open(tmp_path / "out"), Checkpoint.open(published)
+    assert set(source.linears) < set(made.linears)
+    bias = "model.layers.0.mlp.experts.2.up_proj.bias"
+    assert isinstance(source.tensors[bias], TensorPart)
+    assert torch.equal(made.read(bias), source.read(bias))
+    assert greedy(tmp_path / "out", tp=2) == greedy(tmp_path / "out")
