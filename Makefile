@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: demo test test-families lint test-ascend test-engines test-vllm-cuda test-faults test-packers test-evalscope test-lm-eval test-clients mutants-ascend acceptance-npu test-datasets clean
+.PHONY: demo test test-families lint test-ascend test-engines test-vllm-cuda test-faults test-placement test-packers test-evalscope test-lm-eval test-clients mutants-ascend acceptance-npu test-datasets clean
 
 demo: $(VENV)/run.stamp
 	$(BIN)/python tools/demo.py --out out/demo
@@ -78,6 +78,9 @@ test-vllm-cuda: $(VENV)/test.stamp
 
 test-faults: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 PYTHONPATH=.:kernels:tests $(BIN)/python tests/judges/faults.py
+
+test-placement: $(VENV)/test.stamp
+	OMP_NUM_THREADS=1 PYTHONPATH=.:kernels $(BIN)/python tests/judges/placement.py
 
 test-packers: .venv-packers/stamp
 	PYTHONPATH=.:tests .venv-packers/bin/python tests/judges/packers.py

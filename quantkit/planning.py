@@ -147,13 +147,15 @@ def plan(
     samples: int | None = None,
     seq_len: int | None = None,
     context: int = 4096,
+    redundant: int = 0,
     tokens: int | None = None,
 ) -> Plan:
     """What quantize() with the same arguments will write and need, and whether its output serves `context` tokens on `devices`.
 
     model: a directory, a built-in name, a hub id, or one that is open. recipe: the scheme's own by default; samples and seq_len are set
     over it. devices: "8x64GiB", tensor parallel over all of them, or "8x910B1" for predicted decoding times as well. Raises QuantkitError
-    where quantize() would refuse the source. tokens: of the calibration text, for the time; as many as the recipe takes at most otherwise.
+    where quantize() would refuse the source. redundant: copies of routed experts in each layer, all of which then
+    lie whole on devices. tokens: of the calibration text, for the time; as many as the recipe takes at most otherwise.
     """
     settings = (recipe or load_recipe(scheme.name)).with_given(samples=samples, seq_len=seq_len)
     request = read_request(scheme, format, engine, settings)
@@ -161,7 +163,7 @@ def plan(
     job = open_job(request, model if isinstance(model, Checkpoint) else open_headers(str(model)))
     rows = [(row, _written_bytes(job, row)) for row in job.rows]
     output = sum(nbytes for _, nbytes in rows)
-    fits, placed = _placed(rows, job, target, context)
+    fits, placed = _placed(rows, job, target, context, redundant)
     peak, least = (expected_peak(job, memory)[0] for memory in (None, 0))
     stored = sum(tensor.nbytes for tensor in job.checkpoint.tensors.values())
     work = job_work(job, job.linears, stored + output, tokens)
@@ -250,7 +252,7 @@ def _workspaces(job: Job, devices: Devices, context: int) -> dict[str, int]:
     return reserved(job.rows, config, grid, devices=devices.count, context=context)
 
 
-def _placed(rows: list[tuple[Parameter, int]], job: Job, devices: Devices, context: int) -> tuple[bool, Placement]:
+def _placed(rows: list[tuple[Parameter, int]], job: Job, devices: Devices, context: int, redundant: int) -> tuple[bool, Placement]:
     """Whether weights and one request of `context` tokens fit, and what a device then holds."""
     usable, workspaces = int(devices.memory_bytes * MEMORY_FRACTION), _workspaces(job, devices, context)
     reserve = max(int(RESERVE_GIB * 2**30), sum(workspaces.values()))
@@ -264,7 +266,7 @@ def _placed(rows: list[tuple[Parameter, int]], job: Job, devices: Devices, conte
         found = fit_rows(
             rows,
             job.inventory.config,
-            ParallelSizes(devices.count),
+            ParallelSizes(devices.count, expert=redundant > 0, redundant=redundant),
             context,
             devices.memory_bytes / 2**30,
             MEMORY_FRACTION,
@@ -274,6 +276,8 @@ def _placed(rows: list[tuple[Parameter, int]], job: Job, devices: Devices, conte
         assumption = (
             f"tensor parallel over {devices.count}, MTP layer not loaded, {told}, BF16 cache; MLA's latent is whole on every device"
         )
+        if redundant:
+            assumption += f"; experts whole, {redundant} copies a layer"
     return fits, Placement(
         count=devices.count,
         memory_bytes=devices.memory_bytes,

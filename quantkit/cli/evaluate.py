@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from quantkit import console
-from quantkit.cli.options import AsJson, Backend, Device, Model, Target
+from quantkit.cli.options import AsJson, Backend, CountExperts, Device, Model, Target
 from quantkit.cli.stopping import stoppable
 from quantkit.console import print_json
 
@@ -41,6 +41,7 @@ def evaluate(
         float | None, typer.Option(min=0, max=1, help="For --plan: the accuracy expected; taken from --baseline otherwise.")
     ] = None,
     export: Annotated[str | None, typer.Option("--format", help="Also write the results as: evalscope.")] = None,
+    count_experts: CountExperts = None,
     device: Device = "auto",
     backend: Backend = "auto",
     json_: AsJson = False,
@@ -89,6 +90,7 @@ def evaluate(
             device=device,
             backend=backend,
             export=export,
+            count_experts=count_experts,
             timeout_s=timeout,
             retries=retries,
             model_revision=model_revision,
@@ -126,13 +128,17 @@ def ppl(
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest sampled reply.")] = None,
     seed: int = 0,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first documents, or problems.")] = None,
+    count_experts: CountExperts = None,
     device: Device = "auto",
     backend: Backend = "auto",
     json_: AsJson = False,
 ) -> None:
     """Perplexity of a text; with a baseline also the distance from it, token by token and layer by layer."""
     from quantkit.evaluation.distance.perplexity import measure
+    from quantkit.expert_counts import check_writable
 
+    if count_experts is not None:
+        check_writable(count_experts)
     with console.samples_bar() as bar:
         counts = console.counts(bar)
 
@@ -150,10 +156,13 @@ def ppl(
             data_dir=data_dir,
             max_tokens=max_tokens,
             seed=seed,
+            count_experts=count_experts is not None,
             device=device,
             backend=backend,
             progress=show,
         )
+    if count_experts is not None and quality.expert_counts is not None:
+        quality.expert_counts.write(count_experts)
     if json_:
         return print_json(quality.to_json())
     console.facts(model, quality.facts())

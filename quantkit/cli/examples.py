@@ -74,6 +74,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "quantkit kernels",
         "quantkit kernels --check --device cpu",
     ),
+    "place": (
+        "quantkit place MODEL --counts c.json --devices 32 --engine sglang",
+        "quantkit place MODEL --counts c.json --devices 8x64GiB --engine vllm-ascend",
+    ),
     "deploy": (
         "quantkit deploy out/awq --engine vllm",
         "quantkit deploy out/awq --engine vllm-ascend --boxes 2 --context 32768",

@@ -1,5 +1,6 @@
 """Arguments and options that several commands take."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -39,4 +40,8 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda or npu.", autocomplet
 Backend = Annotated[str, typer.Option(help="Kernel backend; see `quantkit kernels`.")]
 Drafts = Annotated[int, typer.Option(min=0, help="Tokens a step that the model's MTP layer guesses; the answers stay the same.")]
 Tp = Annotated[int, typer.Option(min=1, help="Ranks that share the model, one per device; all are started here.")]
+CountExperts = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Write how often the tokens asked each routed expert, for `quantkit place`."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]

@@ -73,6 +73,7 @@ def plan(
     samples: Annotated[int | None, typer.Option(min=1, help="Calibration sequences.")] = None,
     seq_len: Annotated[int | None, typer.Option(min=8, help="Tokens of a calibration sequence.")] = None,
     context: Annotated[int, typer.Option(min=1, help="Tokens of the longest request to serve.")] = 4096,
+    redundant: Annotated[int, typer.Option(min=0, help="Copies of routed experts in a layer, as for place.")] = 0,
     json_: AsJson = False,
 ) -> None:
     """Memory, disk, time and fit of a quantization, from config.json and headers alone; downloads no weight of a hub model."""
@@ -82,7 +83,16 @@ def plan(
 
     chosen, settings = find_scheme(scheme), load_recipe(recipe or scheme)
     about = make_plan(
-        model, chosen, format_, engine=engine, recipe=settings, devices=devices, samples=samples, seq_len=seq_len, context=context
+        model,
+        chosen,
+        format_,
+        engine=engine,
+        recipe=settings,
+        devices=devices,
+        samples=samples,
+        seq_len=seq_len,
+        context=context,
+        redundant=redundant,
     )
     if json_:
         return print_json(about.to_json())

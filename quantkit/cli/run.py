@@ -1,16 +1,18 @@
 """Running a model: run, serve, and deploy, which prints how another engine would."""
 
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from quantkit import console
-from quantkit.cli.options import AsJson, Backend, Device, Drafts, Model, Tp, names_of_engines
+from quantkit.cli.options import AsJson, Backend, CountExperts, Device, Drafts, Model, Tp, names_of_engines
 from quantkit.console import err, out, print_json
 from quantkit.errors import QuantkitError
 from quantkit.executor.server.tools.formats import NAMES as TOOL_PARSERS
+from quantkit.expert_counts import check_writable
 from quantkit.hub import find_model
 
 
@@ -23,6 +25,7 @@ def run(
     top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
     seed: int = 0,
     drafts: Drafts = 0,
+    count_experts: CountExperts = None,
     tp: Tp = 1,
     device: Device = "auto",
     backend: Backend = "auto",
@@ -37,11 +40,13 @@ def run(
         raise QuantkitError("--json needs --prompt", "a chat cannot be one JSON object")
     if raw and prompt is None:
         raise QuantkitError("--raw needs --prompt", "give the text that is to be continued")
+    counted = _counting(count_experts)
     path = find_model(model)
+    options = EngineOptions(path, device=device, backend=backend, max_batch=1, num_drafts=drafts, tp=tp, count_experts=counted)
     with console.status(f"loading {model}"):
-        engine = lead_or_follow(EngineOptions(path, device=device, backend=backend, max_batch=1, num_drafts=drafts, tp=tp))
+        engine = lead_or_follow(options)
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    with closing(engine):
+    with closing(engine), _written(engine, count_experts):
         if prompt is not None:
             tokenizer = engine.tokenizer
             ids = tokenizer.encode(prompt) if raw else tokenizer.encode_chat([{"role": "user", "content": prompt}])
@@ -111,6 +116,7 @@ def serve(
     log_requests: Annotated[bool, typer.Option("--log-requests", help="A line on stderr for every request.")] = False,
     drafts: Drafts = 0,
     prefix_cache: Annotated[bool, typer.Option("--prefix-cache", help="Requests that begin alike share what is computed of that.")] = False,
+    count_experts: CountExperts = None,
     tp: Tp = 1,
     device: Device = "auto",
     backend: Backend = "auto",
@@ -122,6 +128,7 @@ def serve(
     from quantkit.executor.server.serve import ServeOptions
     from quantkit.executor.server.serve import serve as run_server
 
+    counted = _counting(count_experts)
     path = find_model(model)
     with console.status(f"loading {model}"):
         engine = lead_or_follow(
@@ -136,6 +143,7 @@ def serve(
                 num_drafts=drafts,
                 prefix_cache=prefix_cache,
                 tp=tp,
+                count_experts=counted,
             )
         )
     if chat_template is not None:
@@ -144,8 +152,25 @@ def serve(
     limits = Limits(max_input=max_input, max_output=max_output)
     log = console.tell if log_requests else None
     options = ServeOptions(host, port, api_key, max_queue, limits=limits, tool_parser=tool_parser, log=log)
-    with closing(engine):
+    with closing(engine), _written(engine, count_experts):
         run_server(engine, served_name or path.name, options)
+
+
+def _counting(file: Path | None) -> bool:
+    """Whether experts are counted. Refuses a file that could not be written at the end."""
+    if file is not None:
+        check_writable(file)
+    return file is not None
+
+
+@contextmanager
+def _written(engine: Any, file: Path | None) -> Iterator[None]:
+    """Writes what the engine counted to `file` at the end, however it comes."""
+    try:
+        yield
+    finally:
+        if file is not None:
+            engine.expert_counter.counts.write(file)
 
 
 def deploy(

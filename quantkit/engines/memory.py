@@ -21,12 +21,14 @@ _CACHE_BYTES = 2  # BF16
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """A world of devices. Experts are spread over all of it where `expert`, and cut like other linears over all of it where not."""
+    """A world of devices. Experts are spread over all of it where `expert`, `redundant` copies of a layer's among them, and cut like other
+    linears over all of it where not."""
 
     tensor: int
     pipeline: int = 1
     data: int = 1
     expert: bool = False
+    redundant: int = 0
 
     @property
     def world(self) -> int:
@@ -126,5 +128,6 @@ def _stored_bytes(checkpoint: Checkpoint, row: Parameter) -> int:
 def _share(row: Parameter, parallel: ParallelSizes, experts: int) -> float:
     """The part of a tensor that the fullest device holds."""
     if row.expert is not None:
-        return math.ceil(experts / parallel.expert_ranks) / experts if parallel.expert else 1 / parallel.expert_ranks
+        slots = math.ceil((experts + parallel.redundant) / parallel.expert_ranks)
+        return slots / experts if parallel.expert else 1 / parallel.expert_ranks
     return 1.0 if row.split == "replicate" else 1 / parallel.tensor

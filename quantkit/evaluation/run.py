@@ -18,6 +18,7 @@ from quantkit.evaluation.results.figures import EvalResults
 from quantkit.evaluation.results.writing import write_results
 from quantkit.evaluation.statistics.baseline import Baseline, read_baseline
 from quantkit.evaluation.statistics.comparison import MARGIN
+from quantkit.expert_counts import check_writable
 from quantkit.hub import find_model
 
 __all__ = ["EvaluationProgress", "ask_and_grade", "prepare", "run_evaluation"]
@@ -46,6 +47,7 @@ def run_evaluation(
     device: str = "auto",
     backend: str = "auto",
     export: str | None = None,
+    count_experts: Path | None = None,
     timeout_s: float = TIMEOUT_S,
     retries: int = RETRIES,
     model_revision: str | None = None,
@@ -62,7 +64,8 @@ def run_evaluation(
     out: where samples.jsonl, results.json, report.html go and from where an interrupted run resumes; None keeps everything in memory.
     allow_weak_sandbox: run programs where only limits hold them. notice: told the protocol, how programs are
     held, and which replies are reused.
-    export: "evalscope" also writes its report schema below out. concurrency: requests in flight, or prompts in a batch.
+    export: "evalscope" also writes its report schema below out. count_experts: a file for what the model's experts were asked by the
+    replies that were generated now; of a model in this process. concurrency: requests in flight, or prompts in a batch.
     Of a server: timeout_s, the longest wait for an event; retries, further tries of a request; model_revision, what it serves, where it
     does not say so itself; trust_kept, reuse replies in `out` without asking whether it is still the model that gave them.
     Results of which `faults` is not empty carry no verdict. Raises QuantkitError for anything that cannot run, before anything long starts.
@@ -75,10 +78,12 @@ def run_evaluation(
     server = _Server(model_name, model_revision, api_key, timeout_s, retries)
     ask = _Asking(concurrency, server, trust_kept, device, backend, progress, notice)
     ask.check(model)
+    if count_experts is not None:
+        check_countable(model, count_experts)
     if reference is None and baseline is not None:
         ask.check(baseline)
         reference = Baseline.of(ask.run(baseline, works, out / "baseline" if out else None))
-    results = ask.run(model, works, out)
+    results = ask.run(model, works, out, count_experts)
     if reference is not None:
         results = compare_results(results, reference, margin, seed)
     if out is not None:
@@ -122,6 +127,13 @@ def check_consent(works: list[TaskRun], allow_code_exec: bool, allow_weak_sandbo
     notice(str(found))
 
 
+def check_countable(model: str, file: Path) -> None:
+    """Refuse to count the experts of a server, or into a file that cannot be written."""
+    if is_url(model):
+        raise QuantkitError(f"the experts of {model} are asked elsewhere", "give --count-experts to the quantkit serve that runs the model")
+    check_writable(file)
+
+
 def is_url(model: str) -> bool:
     return model.startswith(("http://", "https://"))
 
@@ -162,8 +174,8 @@ class _Asking:
     progress: Report | None
     notice: Notice
 
-    def run(self, model: str, works: list[TaskRun], out: Path | None) -> EvalResults:
-        generator = self._open(model)
+    def run(self, model: str, works: list[TaskRun], out: Path | None, count_experts: Path | None = None) -> EvalResults:
+        generator = self._open(model, count_experts)
         try:
             tasks = {
                 work.setting.task.name: ask_and_grade(generator, work, out, self.progress, notice=self.notice, trust_kept=self.trust_kept)
@@ -195,13 +207,14 @@ class _Asking:
             retries=about.retries,
         )
 
-    def _open(self, model: str) -> Generator:
+    def _open(self, model: str, count_experts: Path | None) -> Generator:
         if is_url(model):
             return self._endpoint(model)
         from quantkit.evaluation.generators.local import Local
 
         name = self.server.model or (Path(model).resolve().name if Path(model).is_dir() else model)
-        return Local(find_model(model), name=name, concurrency=self.concurrency, device=self.device, backend=self.backend)
+        options: dict[str, Any] = {"concurrency": self.concurrency, "device": self.device, "backend": self.backend}
+        return Local(find_model(model), name=name, count_experts=count_experts, **options)
 
 
 def sandbox_level(works: list[TaskRun]) -> str | None:

@@ -25,6 +25,7 @@ from quantkit.executor.adjust import adjust
 from quantkit.executor.budget import measure
 from quantkit.executor.cache import CachePlan, PagedCache, plan_cache
 from quantkit.executor.drafter import Acceptance, Drafter
+from quantkit.executor.expert_counter import ExpertCounter
 from quantkit.executor.grammar import Grammars
 from quantkit.executor.headroom import free_beside
 from quantkit.executor.leader import Leader
@@ -63,6 +64,7 @@ class Engine:
         prefill_tokens: int,
         num_drafts: int = 0,
         prefix_cache: bool = False,
+        count_experts: bool = False,
     ) -> None:
         self.loaded, self.tokenizer, self.plan = loaded, tokenizer, plan
         self.max_model_len = plan.max_model_len
@@ -79,7 +81,8 @@ class Engine:
         self.scheduler = Scheduler(
             plan, max_batch=max_batch, prefill_tokens=prefill_tokens, lookahead=2 * num_drafts, prefix_cache=prefix_cache
         )
-        self.runner = Runner(loaded.model, self.cache)
+        self.expert_counter: ExpertCounter | None = None
+        self.runner = Runner(loaded.model, self.cache, eager="experts are counted" if count_experts else "")
         self.parallel = loaded.weights.parallel
         self.drafter: Drafter | None = None
         if num_drafts:
@@ -105,6 +108,7 @@ class Engine:
         num_drafts: int = 0,
         prefix_cache: bool = False,
         tp: int = 1,
+        count_experts: bool = False,
     ) -> "Engine":
         """Load a checkpoint directory.
 
@@ -116,7 +120,8 @@ class Engine:
         num_drafts: tokens that the checkpoint's MTP layer guesses a step (0: none); the answers are the same, `acceptance` counts.
         prefix_cache: whether requests that begin alike share what is computed of that. tp: ranks that share the model; this process is
         rank 0 and starts the others on this machine, unless torchrun started them all: then each gets its rank's engine, and those above 0
-        are for `leader.follow` (`follower.lead_or_follow` does both). Raises QuantkitError where something does not fit.
+        are for `leader.follow` (`follower.lead_or_follow` does both). count_experts: `expert_counter` counts what every token asks of the
+        routed experts; decode steps are then not captured. Raises QuantkitError where something does not fit.
         """
         return cls.open(
             EngineOptions(
@@ -132,6 +137,7 @@ class Engine:
                 num_drafts=num_drafts,
                 prefix_cache=prefix_cache,
                 tp=tp,
+                count_experts=count_experts,
             )
         )
 
@@ -160,12 +166,15 @@ class Engine:
                 prefill_tokens=options.prefill_tokens if options.prefill_tokens is not None else _prefill_tokens(loaded.device),
                 num_drafts=options.num_drafts,
                 prefix_cache=options.prefix_cache,
+                count_experts=options.count_experts,
             )
             if options.measure_steps:
                 given = engine.scheduler.budget
                 engine.scheduler.budget = measure(
                     engine.runner, parallel, given, options.max_batch, asked=options.prefill_tokens is not None
                 )
+            if options.count_experts:  # only now: measuring is nobody's text
+                engine.expert_counter = ExpertCounter(loaded)
             return engine
         except Exception:
             parallel.close()

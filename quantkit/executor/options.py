@@ -21,6 +21,7 @@ class EngineOptions:
     num_drafts: int = 0
     prefix_cache: bool = False
     tp: int = 1
+    count_experts: bool = False
 
     def to_json(self) -> str:
         return json.dumps({**asdict(self), "model_path": str(self.model_path)})

@@ -44,11 +44,12 @@ class ForwardPass:
 
 
 class Runner:
-    """A model with its cache on one device. capture: how decode steps are captured; by default as the device allows."""
+    """A model with its cache on one device. capture: how decode steps are captured; by default as the device allows. eager: why they
+    must not be."""
 
-    def __init__(self, model: Model, cache: PagedCache, capture: Capture | None = None) -> None:
+    def __init__(self, model: Model, cache: PagedCache, capture: Capture | None = None, *, eager: str = "") -> None:
         self.model, self.cache, self.device = model, cache, cache.device
-        self._why_eager = "" if capture else why_eager(self.device)
+        self._why_eager = eager or ("" if capture else why_eager(self.device))
         self._capture = None if self._why_eager else capture or DeviceCapture(self.device)
         self.steps = self.make_steps(model)
 

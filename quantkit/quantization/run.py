@@ -26,6 +26,7 @@ from quantkit.checkpoint.manifest import made_for
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import prepare
 from quantkit.devices import describe_hardware, find_device
+from quantkit.expert_counts import FILE_NAME, ExpertCounts
 from quantkit.plots import layer_plot
 from quantkit.progress import Note, OnEvent, peak_memory, silent
 from quantkit.quantization.cost import RATES, job_work, seconds_of
@@ -149,7 +150,7 @@ def quantize(
             seconds = time.perf_counter() - start
             facts = RunFacts(datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), round(seconds, 1), describe_hardware(device), resumed)
             account = _account(run, output, source, out, engine)
-            output.finish(report_files(account, found, job.rows, facts))
+            output.finish(report_files(account, found, job.rows, facts) | _counts_file(run, found))
     return _report(run, output, out, start, found)
 
 
@@ -255,6 +256,15 @@ def _account(run: _Run, output: Output, source: Path, out: Path, engine: str | N
         left=run.job.coverage.left,
         experts_left=experts and not any(row.expert is not None for row in run.job.linears),
     )
+
+
+def _counts_file(run: _Run, found: Findings) -> dict[str, bytes]:
+    """What the calibration text asked of the routed experts, for `place`; nothing for a run without either."""
+    if not found.expert_tokens:
+        return {}
+    layers = {int(layer): counts for layer, counts in found.expert_tokens.items()}
+    model_type = run.job.checkpoint.config.get("model_type")
+    return {FILE_NAME: ExpertCounts.of(model_type, run.job.inventory.config, run.calibration_tokens, layers).to_bytes()}
 
 
 def _calibrated_on(recipe: Recipe) -> str:

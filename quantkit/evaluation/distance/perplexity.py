@@ -24,7 +24,9 @@ from quantkit.errors import QuantkitError
 from quantkit.evaluation.distance.documents import read_documents
 from quantkit.evaluation.distance.sampled import GreedyPaths, greedy_paths, prompts_of, sample_replies
 from quantkit.evaluation.distance.windows import Window, slide
+from quantkit.executor.expert_counter import ExpertCounter
 from quantkit.executor.load import LoadedModel, load_model
+from quantkit.expert_counts import ExpertCounts
 from quantkit.hub import find_model
 from quantkit.models.context import CausalContext, Context
 from quantkit.models.decoder import DecoderLayer
@@ -52,6 +54,7 @@ class Quality(Result):
 
     expert_agree: share of the baseline's chosen experts, over (token, MoE layer, slot), that the model chose too; None without experts.
     layer_errors: |h - h_baseline| / |h_baseline| (Frobenius, all tokens) of the hidden state after each layer.
+    expert_counts: what the model's experts were asked, where that was to be counted; not in the JSON.
     """
 
     ppl: float
@@ -64,6 +67,7 @@ class Quality(Result):
     expert_agree: float | None = None
     layer_errors: list[float] = field(default_factory=list)
     greedy: GreedyPaths | None = None
+    expert_counts: ExpertCounts | None = None
 
     def to_json(self) -> dict[str, Any]:
         """ppl, tokens, documents; with a baseline also the rest. Figures that do not apply are left out."""
@@ -182,6 +186,7 @@ def measure(
     data_dir: Path | None = None,
     max_tokens: int | None = None,
     seed: int = 0,
+    count_experts: bool = False,
     device: str = "auto",
     backend: str = "auto",
     progress: Report | None = None,
@@ -213,7 +218,9 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="quantkit-ppl-") as folder:
         passes = _passes(windows, max(seq_len, *(len(window.ids) for window in windows)))
         head = _run_baseline(base, passes, Path(folder), device, backend, tell) if base is not None else None
-        watched = Watched(load_model(path, device=device, backend=backend))
+        loaded = load_model(path, device=device, backend=backend)
+        counter = ExpertCounter(loaded) if count_experts else None
+        watched = Watched(loaded)
         sums, done, total = _Sums(), 0, sum(len(window.ids) for window in windows)
         for number, together in enumerate(passes):
             trace = watched([window.ids for window in together])
@@ -223,7 +230,8 @@ def measure(
                 _add_layers(sums, trace, theirs)
             done += len(trace.final)
             tell(TextProgress("model", done, total))
-    return replace(_quality(sums, len(windows), base is not None), greedy=paths)
+    counts = None if counter is None else counter.counts
+    return replace(_quality(sums, len(windows), base is not None), greedy=paths, expert_counts=counts)
 
 
 def _windows(text: Path | list[Tensor], model: Path, seq_len: int, stride: int | None, limit: int | None) -> list[Window]:

@@ -15,14 +15,25 @@ from quantkit.tokenizer.tags import THINK
 
 
 class Local:
-    """`path` is a checkpoint directory. Prompts run together, up to `concurrency` in a batch."""
+    """`path` is a checkpoint directory. Prompts run together, up to `concurrency` in a batch. count_experts: a file that closing writes, of
+    what the experts were asked."""
 
     identity_is_certain = True
 
-    def __init__(self, path: Path, *, name: str, concurrency: int = 64, device: str = "auto", backend: str = "auto") -> None:
-        self.name = name
+    def __init__(
+        self,
+        path: Path,
+        *,
+        name: str,
+        concurrency: int = 64,
+        device: str = "auto",
+        backend: str = "auto",
+        count_experts: Path | None = None,
+    ) -> None:
+        self.name, self._counts_file = name, count_experts
         self.identity: dict[str, Any] = {"checkpoint": content_hash(path)}
-        self.engine = Engine.load(path, device=device, backend=backend, max_batch=concurrency)
+        counted = count_experts is not None
+        self.engine = Engine.load(path, device=device, backend=backend, max_batch=concurrency, count_experts=counted)
 
     def generate(self, prompts: Sequence[Prompt], parameters: Generation) -> Iterator[ModelReply]:
         encoded = [_encode(self.engine.tokenizer, prompt) for prompt in prompts]
@@ -61,6 +72,8 @@ class Local:
         return _encode(self.engine.tokenizer, prompt)[0]
 
     def close(self) -> None:
+        if self._counts_file is not None and self.engine.expert_counter is not None:
+            self.engine.expert_counter.counts.write(self._counts_file)
         del self.engine
 
 
