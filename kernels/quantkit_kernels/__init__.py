@@ -6,6 +6,7 @@ Arguments that do not fit raise ValueError naming the argument.
 """
 
 from quantkit_kernels.backends import BACKENDS, OPERATORS, OperatorRow, table
+from quantkit_kernels.codes import CODES, CodedKeys, CodedLatents, KeyValues
 from quantkit_kernels.experts import Experts, ExpertsBuilder, prepare_experts
 from quantkit_kernels.functional import add_rms_norm, mla_decode, mla_prepare, rms_norm, rope, silu_and_mul
 from quantkit_kernels.gating import SILU, ExpertBiases, Gating
@@ -21,9 +22,12 @@ from quantkit_kernels.weights import Dense, Fp4, Int4, Int8, Weight, dequantize,
 
 __all__ = [
     "BACKENDS",
+    "CODES",
     "OPERATORS",
     "SILU",
     "CacheLayout",
+    "CodedKeys",
+    "CodedLatents",
     "Dense",
     "ExpertBiases",
     "Experts",
@@ -32,6 +36,7 @@ __all__ = [
     "Gating",
     "Int4",
     "Int8",
+    "KeyValues",
     "Latents",
     "Linear",
     "Measurement",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quantkit_kernels import backends
 from quantkit_kernels.arguments import FLOAT_DTYPES, INDEX_DTYPES, check_tensor, require
+from quantkit_kernels.codes import LARGEST, CodedLatents
 from quantkit_kernels.latents import Latents, parts_of
 from quantkit_kernels.paged import Norms, PagedLatents, Rotation, check_pages, check_rotation
 
@@ -64,7 +65,7 @@ def mla_prepare(qkv_a: Tensor, norms: Norms, rotation: Rotation, cache: Latents,
 
     qkv_a float [T, q_lora + kv_lora + R]: query part, latent, rotary key of each token. norms: gains [q_lora] and [kv_lora].
     cache as in `PagedLatents`, contiguous; slots int64 [T]: token t is stored in row slots[t] of all its slots.
-    Returns the normed query part [T, q_lora] of qkv_a's dtype. What is cached was rounded to qkv_a's dtype first.
+    Returns the normed query part [T, q_lora] of qkv_a's dtype. What is cached was rounded to qkv_a's dtype first, codes too.
     """
     tokens, latent = qkv_a.shape[0], norms.k.shape[0]
     found = backends.find("mla_prepare", backend, qkv_a.device)
@@ -104,6 +105,12 @@ def _check_latents(found: ModuleType, cache: Latents, rotation: Rotation, kv_lor
     if isinstance(cache, Tensor):
         rope_dim = check_rotation(rotation, tokens)
         check_tensor("cache", cache, (None, None, kv_lora + rope_dim), FLOAT_DTYPES)
+        return rope_dim
+    if isinstance(cache, CodedLatents):
+        rope_dim = check_rotation(rotation, tokens)
+        check_tensor("cache.codes", cache.codes, (None, None, kv_lora), tuple(LARGEST))
+        check_tensor("cache.keys", cache.keys, (*cache.codes.shape[:2], rope_dim), FLOAT_DTYPES)
+        check_tensor("cache.scales", cache.scales, tuple(cache.codes.shape[:2]), (torch.float32,))
         return rope_dim
     rope_dim = cache[1].shape[-1]
     if found.cache_layout(kv_lora, rope_dim, dtype).widths != (kv_lora, rope_dim):

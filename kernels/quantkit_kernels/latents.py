@@ -3,6 +3,7 @@
 One tensor [num_blocks, block_size, kv_lora + R] holds of each token the normed latent, then the turned rotary key. Operators that read the
 two apart get two tensors, [num_blocks, block_size, kv_lora] and [num_blocks, block_size, R]; in these the first channel of every rotary
 pair comes before the second of every pair, as torch_npu's fused operators write them, and angles are given as `doubled_angles` makes them.
+In 8 bits a token's latent is codes (codes.py), its rotary key as it is in one tensor.
 """
 
 from typing import NamedTuple
@@ -11,13 +12,30 @@ import torch
 from torch import Tensor
 
 from quantkit_kernels import backends
+from quantkit_kernels.codes import CodedLatents, decoded
 
-Latents = Tensor | tuple[Tensor, Tensor]
-"""The cache of one layer, in one tensor or in two."""
+Latents = Tensor | tuple[Tensor, Tensor] | CodedLatents
+"""The cache of one layer, in one tensor or in two, or in 8 bits."""
 
 
 def parts_of(cache: Latents) -> tuple[Tensor, ...]:
     return (cache,) if isinstance(cache, Tensor) else cache
+
+
+def entries(cache: Latents, index: Tensor) -> Tensor:
+    """What the index picks of a cache's first dimension, a token's latent and rotary key side by side [..., kv_lora + R]."""
+    if isinstance(cache, Tensor):
+        return cache[index]
+    picked = [part[index] for part in cache]
+    return decoded(CodedLatents(*picked)) if isinstance(cache, CodedLatents) else torch.cat(picked, dim=-1)
+
+
+def by_slot(cache: Latents) -> Latents:
+    """The cache with its blocks one after the other: of every part the first two dimensions as one."""
+    if isinstance(cache, Tensor):
+        return cache.flatten(0, 1)
+    flat = [part.flatten(0, 1) for part in cache]
+    return CodedLatents(*flat) if isinstance(cache, CodedLatents) else (flat[0], flat[1])
 
 
 class CacheLayout(NamedTuple):

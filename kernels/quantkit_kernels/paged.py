@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from quantkit_kernels.arguments import INDEX_DTYPES, check_tensor, require
+from quantkit_kernels.codes import CodedKeys, KeyValues
 from quantkit_kernels.latents import Latents
 
 
@@ -33,7 +34,7 @@ class PagedLatents(NamedTuple):
     """A layer's latents of many sequences.
 
     cache float [num_blocks, block_size, kv_lora + R]: of each token the normed latent, then the turned rotary key; or two tensors, where
-    the backend's `cache_layout` says so (latents.py).
+    the backend's `cache_layout` says so (latents.py), or codes (codes.py).
     block_table int [B, n]: token t of row b is in block block_table[b, t // block_size], at t % block_size. Entries past the sequence must
     name some block; what is stored there does not matter, not even NaN.
     seq_lens int [B]: tokens to attend to, the newest included. lengths: the same numbers on the host, which one backend's operators want
@@ -47,13 +48,20 @@ class PagedLatents(NamedTuple):
 
 
 class PagedKeys(NamedTuple):
-    """A layer's keys and values of many sequences, each float [num_blocks, block_size, kv_heads, D]. The rest as `PagedLatents`."""
+    """A layer's keys and values of many sequences, each float [num_blocks, block_size, kv_heads, D], or codes with `scales` of keys and of
+    values, float32 [num_blocks, block_size, kv_heads]. The rest as `PagedLatents`."""
 
     keys: Tensor
     values: Tensor
     block_table: Tensor
     seq_lens: Tensor
     lengths: Sequence[int] | None = None
+    scales: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def cache(self) -> KeyValues:
+        """As `gqa_prepare` and `gqa_prefill` take it."""
+        return (self.keys, self.values) if self.scales is None else CodedKeys(self.keys, self.values, *self.scales)
 
 
 def check_rotation(rotation: Rotation, tokens: int) -> int:

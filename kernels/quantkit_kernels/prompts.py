@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quantkit_kernels import backends
 from quantkit_kernels.arguments import FLOAT_DTYPES, check_tensor, require
+from quantkit_kernels.codes import CodedLatents, KeyValues
 from quantkit_kernels.grouped import check_cache, check_sinks
 from quantkit_kernels.latents import Latents, parts_of
 from quantkit_kernels.paged import Rotation, check_rotation
@@ -72,7 +73,7 @@ class PromptPart(NamedTuple):
 
 def gqa_prefill(
     q: Tensor,
-    cache: tuple[Tensor, Tensor],
+    cache: KeyValues,
     prompts: Prompts,
     *,
     scale: float,
@@ -84,7 +85,7 @@ def gqa_prefill(
 
     window: a token sees itself and at most window - 1 before it; 0 for all. sinks: as in `gqa_decode`.
     """
-    check_cache(q, *cache, window)
+    check_cache(q, cache, window)
     _check_prompts(q, prompts)
     result: Tensor
     if sinks is None:
@@ -109,7 +110,7 @@ def mla_prefill(
     rope_dim = check_rotation(rotation, q.shape[0])
     nope = q.shape[2] - rope_dim
     require(0 < nope < kv_b.shape[1], f"kv_b: {kv_b.shape[1]} rows a head, expected more than the {nope} of W_UK")
-    width = sum(part.shape[-1] for part in parts_of(cache))
+    width = sum(part.shape[-1] for part in (cache[:2] if isinstance(cache, CodedLatents) else parts_of(cache)))
     require(width == kv_b.shape[2] + rope_dim, f"cache: {width} values a token, expected {kv_b.shape[2]} and {rope_dim}")
     found = backends.find("mla_prefill", backend, q.device)
     result: Tensor = found.mla_prefill(q, kv_b, rotation, cache, prompts, scale)

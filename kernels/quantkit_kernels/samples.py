@@ -5,9 +5,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quantkit_kernels.codes import CodedKeys, CodedLatents, KeyValues, empty_keys, empty_latents, store_keys, store_latents
+from quantkit_kernels.latents import by_slot, entries
 from quantkit_kernels.linear import quantize_rows
 from quantkit_kernels.paged import PagedKeys, PagedLatents, Rotation
 from quantkit_kernels.prompts import Prompts
+from quantkit_kernels.reference.grouped import picked
 from quantkit_kernels.weights import Dense, Fp4, Int4, Int8, Weight, dequantize
 
 GRIDS = ("int4-asym-32", "int4-asym-64", "int4-asym-128", "int4-sym-128", "int8", "fp4", "dense")
@@ -74,11 +77,12 @@ def latent_attention(
     dtype: torch.dtype,
     device: str | torch.device = "cpu",
     interleaved: bool = True,
+    codes: torch.dtype | None = None,
 ) -> LatentAttention:
     """Random rows of these lengths over scattered blocks, one table twice as wide as needed; whatever belongs to no token is NaN.
 
     sizes: of a head's part without position, of its rotary part, of its value, of the latent. Cache and probabilities are of `dtype`, but
-    bfloat16 with float32.
+    bfloat16 with float32. codes: of a cache in 8 bits, whose tokens differ in size; what must be given is of the values of the codes.
     """
     nope, rope_dim, value, latent = sizes
     rows, width = len(lengths), latent + rope_dim
@@ -94,16 +98,40 @@ def latent_attention(
     up_k, up_v = kv_b.double().split([nope, value], dim=1)
     for row, length in enumerate(lengths):
         tokens = torch.arange(length, device=device)
-        cache[blocks[row, tokens // block_size], tokens % block_size] = torch.randn(length, width, device=device).to(cache.dtype)
-        seen = cache[blocks[row, tokens // block_size], tokens % block_size].double()
+        stored = torch.randn(length, width, device=device) * _sizes(length, 1, codes, device)
+        cache[blocks[row, tokens // block_size], tokens % block_size] = stored.to(cache.dtype)
+    laid_out = cache if codes is None else code_latents(cache, latent, codes)
+    for row, length in enumerate(lengths):
+        tokens = torch.arange(length, device=device)
+        seen = entries(by_slot(laid_out), blocks[row, tokens // block_size] * block_size + tokens % block_size).double()
         if length:
             absorbed = torch.einsum("hn,hnl->hl", q[row, :, :nope].double(), up_k)
             turned = _turned(q[row, :, nope:].double(), angles[row].double(), interleaved)
             probabilities = (torch.cat([absorbed, turned], dim=-1) @ seen.T * scale).softmax(-1)
             exact[row] = torch.einsum("hl,hvl->hv", probabilities @ seen[:, :latent], up_v)
     table = torch.cat([blocks, torch.zeros_like(blocks)], dim=1).int()
-    rotation, pages = Rotation(angles.cos(), angles.sin(), interleaved), PagedLatents(cache, table, torch.tensor(lengths, device=device))
+    rotation, pages = Rotation(angles.cos(), angles.sin(), interleaved), PagedLatents(laid_out, table, torch.tensor(lengths, device=device))
     return LatentAttention((q, kv_b, rotation, pages), scale, exact)
+
+
+def code_latents(cache: Tensor, kv_lora: int, codes: torch.dtype) -> CodedLatents:
+    """A cache in one tensor as codes."""
+    room = empty_latents((cache.shape[0], cache.shape[1]), kv_lora, cache.shape[2] - kv_lora, codes, cache.dtype, cache.device)
+    flat = cache.flatten(0, 1)
+    store_latents(room, torch.arange(len(flat), device=cache.device), flat[:, :kv_lora], flat[:, kv_lora:])
+    return room
+
+
+def code_keys(keys: Tensor, values: Tensor, codes: torch.dtype) -> CodedKeys:
+    """Keys and values as codes."""
+    room = empty_keys(tuple(keys.shape), codes, keys.device)
+    store_keys(room, torch.arange(keys.shape[0] * keys.shape[1], device=keys.device), keys.flatten(0, 1), values.flatten(0, 1))
+    return room
+
+
+def _sizes(tokens: int, dims: int, codes: torch.dtype | None, device: str | torch.device) -> Tensor | float:
+    """What tokens [tokens, ..] are multiplied with where their scales are to differ."""
+    return 1.0 if codes is None else torch.randn(tokens, *[1] * dims, device=device).exp()
 
 
 def _turned(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
@@ -116,7 +144,7 @@ def _turned(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
 class GroupedAttention(NamedTuple):
     """Queries of the last `news[b]` tokens of each sequence, one sequence after the other; their cache; and what they attend to, float64.
 
-    For one query a row: `gqa_decode(q, pages)`; else `gqa_prefill(q, pages[:2], prompts)`.
+    For one query a row: `gqa_decode(q, pages)`; else `gqa_prefill(q, pages.cache, prompts)`.
     """
 
     q: Tensor
@@ -136,10 +164,11 @@ def grouped_attention(
     device: str | torch.device = "cpu",
     window: int = 0,
     sinks: Tensor | None = None,
+    codes: torch.dtype | None = None,
 ) -> GroupedAttention:
     """Random sequences of these lengths over scattered blocks, one table twice as wide as needed; whatever belongs to no token is NaN.
 
-    heads: of queries, of keys. The cache is of `dtype`, but bfloat16 with float32.
+    heads: of queries, of keys. The cache is of `dtype`, but bfloat16 with float32. codes: as `latent_attention`.
     """
     kv_heads, rows = heads[1], len(lengths)
     max_blocks = max(1, -(-max(lengths) // block_size))
@@ -148,13 +177,17 @@ def grouped_attention(
     keys, values = torch.full((2, *shape), float("nan"), device=device).to(torch.bfloat16 if dtype == torch.float32 else dtype).unbind()
     q, scale = torch.randn(sum(news), heads[0], width, device=device).to(dtype), width**-0.5
     exact = torch.zeros(q.shape, dtype=torch.float64, device=device)
+    for table, length in zip(blocks, lengths):
+        tokens = torch.arange(length, device=device)
+        for side in (keys, values):
+            stored = torch.randn(length, kv_heads, width, device=device) * _sizes(length, 2, codes, device)
+            side[table[tokens // block_size], tokens % block_size] = stored.to(side.dtype)
+    cache: KeyValues = (keys, values) if codes is None else code_keys(keys, values, codes)
     row = 0
     for table, length, new in zip(blocks, lengths, news):
         tokens = torch.arange(length, device=device)
         at = (table[tokens // block_size], tokens % block_size)
-        for side in (keys, values):
-            side[at] = torch.randn(length, kv_heads, width, device=device).to(side.dtype)
-        k, v = (side[at].double().repeat_interleave(heads[0] // kv_heads, dim=1).transpose(0, 1) for side in (keys, values))
+        k, v = (side.double().repeat_interleave(heads[0] // kv_heads, dim=1).transpose(0, 1) for side in picked(cache, at))
         ages = tokens[length - new :, None] - tokens
         hidden = (ages < 0) | (ages >= (window or length + 1))
         part = slice(row, row + new)
@@ -166,5 +199,6 @@ def grouped_attention(
         row += new
     table = torch.cat([blocks, torch.zeros_like(blocks)], dim=1).int()
     prompts = Prompts.of([(length - new, new) for length, new in zip(lengths, news)], table)
-    pages = PagedKeys(keys, values, table, torch.tensor(lengths, device=device))
+    scales = cache.scales if isinstance(cache, CodedKeys) else None
+    pages = PagedKeys(*cache[:2], table, torch.tensor(lengths, device=device), scales=scales)
     return GroupedAttention(q, pages, prompts, scale, exact)

@@ -313,7 +313,7 @@ def _grouped_cases(device: torch.device, dtype: torch.dtype, rng: torch.Generato
     prompt = grouped_attention([seen, new], [new, new], heads, width, 128, dtype, device)
 
     def prefill(backend: str) -> tuple[Tensor, ...]:
-        return (prompts.gqa_prefill(prompt.q, prompt.pages[:2], prompt.prompts, scale=prompt.scale, backend=backend),)
+        return (prompts.gqa_prefill(prompt.q, prompt.pages.cache, prompt.prompts, scale=prompt.scale, backend=backend),)
 
     name = f"heads=32/8 T={new} of {seen}, {new}"
     yield Case("gqa_prefill", name, lambda backend: [partial(prefill, backend)], (prompt.exact,))

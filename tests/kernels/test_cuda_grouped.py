@@ -120,13 +120,13 @@ def test_gqa_prefill(
     poisoned_memory: None,
 ) -> None:
     case = grouped_attention(lengths, news, heads, width, block_size, dtype, "cuda", window)
-    out = gqa_prefill(case.q, case.pages[:2], case.prompts, scale=case.scale, window=window, backend="cuda")
+    out = gqa_prefill(case.q, case.pages.cache, case.prompts, scale=case.scale, window=window, backend="cuda")
     assert distance(out, case.exact) < TOLERANCE[dtype]
 
 
 def test_a_prompt_cut_anywhere_gives_the_same_bits() -> None:
     case = grouped_attention([2000], [2000], (8, 2), 128, 64, torch.bfloat16, "cuda")
-    q, cache, table = case.q, case.pages[:2], case.pages.block_table
+    q, cache, table = case.q, case.pages.cache, case.pages.block_table
     whole = gqa_prefill(q, cache, case.prompts, scale=case.scale, backend="cuda")
     for start, stop in ((0, 1), (1, 130), (130, 1111), (1111, 2000)):
         part = Prompts.of([(start, stop - start)], table)

@@ -24,7 +24,7 @@ _FUNCTIONS = {
     "fp4": {"qk_fp4_linear": (5, 4), "qk_fp4_expand": (4, 4)},
     "int4": {"qk_int4_expand": (4, 8)},
     "int8": {"qk_int8_rows": (4, 5), "qk_int8_blocks": (5, 6), "qk_int8_quantize": (3, 4)},
-    "gqa": {"qk_gqa_decode": (7, 9)},
+    "gqa": {"qk_gqa_decode": (9, 9)},
 }
 """Of each library, and how many pointers and then integers they take. Blocks are for VNNI alone."""
 

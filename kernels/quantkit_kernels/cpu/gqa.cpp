@@ -1,11 +1,12 @@
 // Grouped-query attention of one query per row over the paged cache, in float32: a key is read where it lies, once for all heads that share
-// it. Rows are many threads' work by key head, and where those are fewer than the threads, by parts of the tokens too.
+// it. In 8 bits it is a code, whose scale multiplies the score, or the probability, once. Rows are many threads' work by key head, and where those are fewer than the threads, by parts of the tokens too.
 
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 namespace {
@@ -19,6 +20,15 @@ inline float widened(Half x) {
   return value;
 }
 
+inline float widened(int8_t x) { return x; }
+struct Fp8 { uint8_t bits; };  // E4M3
+inline float widened(Fp8 x) {  // the bits below the sign lie where a float32 has them, 2^120 too small
+  const uint32_t bits = (uint32_t)(x.bits & 0x80) << 24 | (uint32_t)(x.bits & 0x7f) << 20;
+  float value;
+  memcpy(&value, &bits, 4);
+  return value * 0x1p120f;
+}
+
 inline float dot(const float* a, const float* b, int size) {
   float sum = 0;
 #pragma omp simd reduction(+ : sum)
@@ -29,20 +39,27 @@ inline float dot(const float* a, const float* b, int size) {
 struct Pages {
   const int* table;  // of the row
   int block_size, kv_heads, d;
-  template <class T> const T* at(const T* cache, int token, int kv_head) const {
-    return cache + (((int64_t)table[token / block_size] * block_size + token % block_size) * kv_heads + kv_head) * d;
-  }
+  int64_t row(int token, int kv_head) const { return ((int64_t)table[token / block_size] * block_size + token % block_size) * kv_heads + kv_head; }
+};
+
+// Keys or values [.., kv_heads, d]; scales [.., kv_heads] of codes, else null.
+template <class T> struct Side {
+  const T* numbers;
+  const float* scales;
+  float scale(int64_t row) const { return scales ? scales[row] : 1.f; }
 };
 
 // Tokens begin .. end of one key head for `shared` queries. found: of each query the sums [d], the largest score and the sum of e^(score - largest).
-template <class T> void attend(const float* q, const T* keys, const T* values, const Pages& pages, int kv_head, int begin, int end, int shared, float* found) {
+template <class T> void attend(const float* q, const Side<T>& keys, const Side<T>& values, const Pages& pages, int kv_head, int begin, int end, int shared, float* found) {
   const int d = pages.d, count = end - begin, stride = d + 2;
   std::vector<float> scores((size_t)shared * count), wide(d);
   for (int t = 0; t < count; ++t) {
-    const T* key = pages.at(keys, begin + t, kv_head);
+    const int64_t row = pages.row(begin + t, kv_head);
+    const T* key = keys.numbers + row * d;
+    const float scale = keys.scale(row);
 #pragma omp simd
     for (int i = 0; i < d; ++i) wide[i] = widened(key[i]);
-    for (int h = 0; h < shared; ++h) scores[(size_t)h * count + t] = dot(q + (size_t)h * d, wide.data(), d);
+    for (int h = 0; h < shared; ++h) scores[(size_t)h * count + t] = dot(q + (size_t)h * d, wide.data(), d) * scale;
   }
   for (int h = 0; h < shared; ++h) {
     float *own = scores.data() + (size_t)h * count, *to = found + (size_t)h * stride, total = 0;
@@ -52,11 +69,13 @@ template <class T> void attend(const float* q, const T* keys, const T* values, c
     to[d] = top, to[d + 1] = total;
   }
   for (int t = 0; t < count; ++t) {
-    const T* value = pages.at(values, begin + t, kv_head);
+    const int64_t row = pages.row(begin + t, kv_head);
+    const T* value = values.numbers + row * d;
+    const float scale = values.scale(row);
 #pragma omp simd
     for (int i = 0; i < d; ++i) wide[i] = widened(value[i]);
     for (int h = 0; h < shared; ++h) {
-      const float weight = scores[(size_t)h * count + t];
+      const float weight = scores[(size_t)h * count + t] * scale;
       float* to = found + (size_t)h * stride;
 #pragma omp simd
       for (int i = 0; i < d; ++i) to[i] += weight * wide[i];
@@ -65,7 +84,7 @@ template <class T> void attend(const float* q, const T* keys, const T* values, c
 }
 
 template <class T>
-void decode(const float* q, const T* keys, const T* values, const int* tables, const int* lengths, const float* sinks, float* out, int rows, int kv_heads, int shared, int d, int block_size,
+void decode(const float* q, const Side<T>& keys, const Side<T>& values, const int* tables, const int* lengths, const float* sinks, float* out, int rows, int kv_heads, int shared, int d, int block_size,
             int table_width, int window, int threads) {
   const int units = rows * kv_heads, parts = std::max(1, threads / units), stride = d + 2;
   std::vector<float> found((size_t)units * parts * shared * stride);
@@ -105,9 +124,17 @@ void decode(const float* q, const T* keys, const T* values, const int* tables, c
 
 }  // namespace
 
-// sinks null or [kv_heads * shared]: the score of a key without a value. q, out [rows, kv_heads * shared, d], q times the scale; caches [.., block_size, kv_heads, d], bfloat16 or (wide) float32; tables [rows, table_width].
-extern "C" void qk_gqa_decode(const float* q, const void* keys, const void* values, const int* tables, const int* lengths, const float* sinks, float* out, int wide, int rows, int kv_heads, int shared,
-                              int d, int block_size, int table_width, int window, int threads) {
-  if (wide) decode(q, (const float*)keys, (const float*)values, tables, lengths, sinks, out, rows, kv_heads, shared, d, block_size, table_width, window, threads);
-  else decode(q, (const Half*)keys, (const Half*)values, tables, lengths, sinks, out, rows, kv_heads, shared, d, block_size, table_width, window, threads);
+// sinks null or [kv_heads * shared]: the score of a key without a value. q, out [rows, kv_heads * shared, d], q times the scale; caches
+// [.., block_size, kv_heads, d] of kind 0 bfloat16, 1 float32, 2 int8 or 3 E4M3, the latter two with scales [.., block_size, kv_heads]; tables
+// [rows, table_width].
+extern "C" void qk_gqa_decode(const float* q, const void* keys, const void* values, const int* tables, const int* lengths, const float* sinks, float* out, const float* key_scales,
+                              const float* value_scales, int kind, int rows, int kv_heads, int shared, int d, int block_size, int table_width, int window, int threads) {
+  const auto run = [&](auto* like) {
+    using T = std::remove_pointer_t<decltype(like)>;
+    decode<T>(q, {(const T*)keys, key_scales}, {(const T*)values, value_scales}, tables, lengths, sinks, out, rows, kv_heads, shared, d, block_size, table_width, window, threads);
+  };
+  if (kind == 0) run((Half*)nullptr);
+  else if (kind == 1) run((float*)nullptr);
+  else if (kind == 2) run((int8_t*)nullptr);
+  else run((Fp8*)nullptr);
 }

@@ -6,32 +6,32 @@ from torch import Tensor
 
 from quantkit_kernels import reference
 from quantkit_kernels.cpu.build import library
+from quantkit_kernels.codes import KeyValues
 from quantkit_kernels.latents import Latents
 from quantkit_kernels.paged import PagedKeys, Rotation
 from quantkit_kernels.prompts import Prompts
 from quantkit_kernels.reference import prompts as plain
 from quantkit_kernels.reference.functional import turned
 
-_WIDE = {torch.bfloat16: 0, torch.float32: 1}
+_KINDS = {torch.bfloat16: 0, torch.float32: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
+"""What gqa.cpp calls the types of keys and values."""
 
 
 def gqa_decode(q: Tensor, pages: PagedKeys, scale: float, window: int, sinks: Tensor | None = None) -> Tensor:
-    keys, values, block_table, seq_lens, _ = pages
-    if keys.dtype not in _WIDE or not (keys.is_contiguous() and values.is_contiguous()) or q.numel() == 0:
+    keys, values, block_table, seq_lens = pages[:4]
+    if keys.dtype not in _KINDS or not all(side.is_contiguous() for side in pages.cache) or q.numel() == 0:
         return reference.gqa_decode(q, pages, scale, window, sinks)
     (rows, heads, width), (block_size, kv_heads) = q.shape, keys.shape[1:3]
     queries, table, seen = (q.float() * scale).contiguous(), block_table.int().contiguous(), seq_lens.int().contiguous()
     out = torch.empty(rows, heads, width)
     sizes = (rows, kv_heads, heads // kv_heads, width, block_size, table.shape[1], window, torch.get_num_threads())
     extra = None if sinks is None else sinks.contiguous()
-    pointers = (None if one is None else one.data_ptr() for one in (queries, keys, values, table, seen, extra, out))
-    library("gqa").qk_gqa_decode(*pointers, _WIDE[keys.dtype], *sizes)
+    operands = (queries, keys, values, table, seen, extra, out, *(pages.scales or (None, None)))
+    library("gqa").qk_gqa_decode(*(None if one is None else one.data_ptr() for one in operands), _KINDS[keys.dtype], *sizes)
     return out.to(q.dtype)
 
 
-def gqa_prefill(
-    q: Tensor, cache: tuple[Tensor, Tensor], prompts: Prompts, scale: float, window: int, sinks: Tensor | None = None
-) -> Tensor:
+def gqa_prefill(q: Tensor, cache: KeyValues, prompts: Prompts, scale: float, window: int, sinks: Tensor | None = None) -> Tensor:
     return plain.gqa_prefill(q, cache, prompts, scale, window, sinks, _attend_whole)
 
 

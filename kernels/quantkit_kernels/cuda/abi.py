@@ -72,8 +72,14 @@ class MlaPrepare(ctypes.Structure):
     ]
 
 
+class MlaCodesOut(ctypes.Structure):
+    """attention/mla_prepare.cu."""
+
+    _fields_ = _fields(_POINTER, "codes keys scales")
+
+
 class MlaDecode(ctypes.Structure):
-    """attention/mla_decode.cu."""
+    """attention/mla_sizes.cuh."""
 
     _fields_ = [
         *_fields(_POINTER, "q kv_b cosines sines cache table lengths absorbed weighted found out"),
@@ -82,11 +88,17 @@ class MlaDecode(ctypes.Structure):
     ]
 
 
+class MlaCodes(ctypes.Structure):
+    """attention/mla_attend_codes.cuh."""
+
+    _fields_ = _fields(_POINTER, "codes keys scales")
+
+
 class GqaPrepare(ctypes.Structure):
     """attention/gqa_prepare.cu."""
 
     _fields_ = [
-        *_fields(_POINTER, "qkv q_norm k_norm cosines sines slots q keys values"),
+        *_fields(_POINTER, "qkv q_norm k_norm cosines sines slots q keys values key_scales value_scales"),
         *_fields(_INT, "tokens heads kv_heads d rope interleaved"),
         *_fields(_FLOAT, "eps"),
     ]
@@ -96,7 +108,7 @@ class GqaDecode(ctypes.Structure):
     """attention/gqa_schedule.cuh."""
 
     _fields_ = [
-        *_fields(_POINTER, "q keys values table lengths out partial arrived"),
+        *_fields(_POINTER, "q keys values key_scales value_scales table lengths out partial arrived"),
         *_fields(_INT, "table_stride lengths_stride table_width block_size rows kv_heads shared d window blocks least_tiles"),
         *_fields(_FLOAT, "scale"),
     ]
@@ -123,9 +135,14 @@ FUNCTIONS: dict[str, list[type]] = {
     "qk_route": [_POINTER, _INT, _INT, ctypes.POINTER(RouteParams), _POINTER],
     "qk_moe_gate": [_POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, ctypes.POINTER(RouteParams), _POINTER],
     "qk_mla_prepare": [ctypes.POINTER(MlaPrepare), _INT, _POINTER],
+    "qk_mla_prepare_codes": [ctypes.POINTER(MlaPrepare), ctypes.POINTER(MlaCodesOut), _INT, _INT, _POINTER],
     "qk_mla_decode": [ctypes.POINTER(MlaDecode), _INT, _POINTER],
+    "qk_mla_decode_codes": [ctypes.POINTER(MlaDecode), ctypes.POINTER(MlaCodes), _INT, _INT, _POINTER],
     "qk_gqa_prepare": [ctypes.POINTER(GqaPrepare), _INT, _POINTER],
+    "qk_gqa_prepare_codes": [ctypes.POINTER(GqaPrepare), _INT, _INT, _POINTER],
     "qk_gqa_decode": [ctypes.POINTER(GqaDecode), _INT, _POINTER],
+    "qk_gqa_decode_int8": [ctypes.POINTER(GqaDecode), _INT, _POINTER],
+    "qk_gqa_decode_fp8": [ctypes.POINTER(GqaDecode), _INT, _POINTER],
     "qk_inbox_make": [ctypes.c_size_t, _ADDRESS, _POINTER],
     "qk_inbox_open": [_POINTER, _ADDRESS],
     "qk_peer_exchange": [_POINTER, _POINTER, _ADDRESS, _POINTER, *[_INT] * 6, _POINTER],

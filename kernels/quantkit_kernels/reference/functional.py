@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quantkit_kernels.latents import CacheLayout
+from quantkit_kernels.codes import CodedLatents, store_latents
+from quantkit_kernels.latents import CacheLayout, Latents, entries, parts_of
 from quantkit_kernels.paged import Norms, PagedLatents, Rotation
 from quantkit_kernels.routing import Routing
 
@@ -83,11 +84,15 @@ def cache_layout(kv_lora: int, rope_dim: int, dtype: torch.dtype) -> CacheLayout
     return CacheLayout((kv_lora + rope_dim,), 64)
 
 
-def mla_prepare(qkv_a: Tensor, norms: Norms, rotation: Rotation, cache: Tensor, slots: Tensor, steps: AttentionSteps = PLAIN) -> Tensor:
+def mla_prepare(qkv_a: Tensor, norms: Norms, rotation: Rotation, cache: Latents, slots: Tensor, steps: AttentionSteps = PLAIN) -> Tensor:
     q_a, latent, k_pe = qkv_a.split([norms.q.shape[0], norms.k.shape[0], 2 * rotation.cos.shape[1]], dim=-1)
     latent = steps.rms_norm(latent, norms.k, norms.eps)
-    entries = torch.cat([latent, steps.turned(k_pe.unsqueeze(1), rotation).squeeze(1)], dim=-1)
-    cache.view(-1, cache.shape[2]).index_copy_(0, slots, entries.to(cache.dtype))
+    key = steps.turned(k_pe.unsqueeze(1), rotation).squeeze(1)
+    if isinstance(cache, CodedLatents):
+        store_latents(cache, slots, latent, key)
+    else:
+        assert isinstance(cache, Tensor), "one tensor, as cache_layout says"
+        cache.view(-1, cache.shape[2]).index_copy_(0, slots, torch.cat([latent, key], dim=-1).to(cache.dtype))
     return steps.rms_norm(q_a, norms.q, norms.eps)
 
 
@@ -100,11 +105,11 @@ def mla_decode(q: Tensor, kv_b: Tensor, rotation: Rotation, pages: PagedLatents,
 def attend(query: Tensor, pages: PagedLatents, scale: float, kv_lora_rank: int) -> Tensor:
     """query [B, heads, D], absorbed and turned -> what the probabilities make of the latents [B, heads, kv_lora_rank]."""
     cache, block_table = pages.cache, pages.block_table
-    assert isinstance(cache, Tensor), "one tensor, as cache_layout says"
-    slots = torch.arange(block_table.shape[1] * cache.shape[1], device=query.device)
+    assert isinstance(cache, Tensor | CodedLatents), "one tensor or codes, as cache_layout says"
+    slots = torch.arange(block_table.shape[1] * parts_of(cache)[0].shape[1], device=query.device)
     valid = slots < pages.seq_lens.unsqueeze(1)  # [B, slots]
     # Slots past the end are zeroed, not only masked: a probability of 0 times a stored NaN would still be NaN.
-    latents = cache[block_table].flatten(1, 2).float().masked_fill(~valid.unsqueeze(-1), 0.0)  # [B, slots, D]
+    latents = entries(cache, block_table).flatten(1, 2).float().masked_fill(~valid.unsqueeze(-1), 0.0)  # [B, slots, D]
     scores = (query.float() * scale) @ latents.transpose(1, 2)  # [B, heads, slots]
     masked = ~valid.unsqueeze(1)
     # The second mask turns the NaN of an empty row into zeros.

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quantkit_kernels.latents import Latents, pairs_apart, parts_of
+from quantkit_kernels.codes import KeyValues, decode
+from quantkit_kernels.latents import Latents, by_slot, entries, pairs_apart, parts_of
 from quantkit_kernels.paged import Rotation
 from quantkit_kernels.prompts import Prompts
 from quantkit_kernels.reference.functional import turned
@@ -102,7 +103,7 @@ def attend_by_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 def gqa_prefill(
     q: Tensor,
-    cache: tuple[Tensor, Tensor],
+    cache: KeyValues,
     prompts: Prompts,
     scale: float,
     window: int,
@@ -113,7 +114,8 @@ def gqa_prefill(
     attend = partial(attend_one, sinks=sinks) if own is None or sinks is not None else own
 
     def expand(slots: Tensor) -> tuple[Tensor, Tensor]:
-        return cache[0].flatten(0, 1)[slots], cache[1].flatten(0, 1)[slots]
+        keys, values, *scales = (side.flatten(0, 1)[slots] for side in cache)
+        return (decode(keys, scales[0]), decode(values, scales[1])) if scales else (keys, values)
 
     return _attend(attend, q, q.shape[2], expand, prompts, cache[0].shape[1], scale, window)
 
@@ -134,12 +136,12 @@ def attend_expanded(
 ) -> Tensor:
     """`mla_prefill` with the rotary part of the queries turned already, q_pe [T, heads, R]. attend_one: another backend's."""
     heads, rows, kv_lora = kv_b.shape
-    parts, nope = parts_of(cache), q.shape[2] - q_pe.shape[2]
+    parts, flat, nope = parts_of(cache), by_slot(cache), q.shape[2] - q_pe.shape[2]
     if len(parts) == 2 and interleaved:  # the keys' channels lie so
         q_pe = pairs_apart(q_pe)
 
     def expand(slots: Tensor) -> tuple[Tensor, Tensor]:
-        cached = torch.cat([part.flatten(0, 1)[slots] for part in parts], dim=-1).to(q.dtype)
+        cached = entries(flat, slots).to(q.dtype)
         k_nope, v = F.linear(cached[:, :kv_lora], kv_b.flatten(0, 1)).unflatten(-1, (heads, rows)).split([nope, rows - nope], dim=-1)
         return torch.cat((k_nope, cached[:, None, kv_lora:].expand(-1, heads, -1)), dim=-1), v
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit_kernels.codes import KeyValues
 from quantkit_kernels.latents import Latents
 from quantkit_kernels.paged import Norms, PagedKeys, Rotation
 from quantkit_kernels.prompts import Prompts
@@ -18,13 +19,13 @@ from quantkit_kernels.torch_npu.rules import violated
 _OPERATOR = "npu_fused_infer_attention_score"
 
 
-def gqa_prepare(qkv: Tensor, norms: Norms | None, rotation: Rotation, cache: tuple[Tensor, Tensor], slots: Tensor) -> Tensor:
+def gqa_prepare(qkv: Tensor, norms: Norms | None, rotation: Rotation, cache: KeyValues, slots: Tensor) -> Tensor:
     return plain.gqa_prepare(qkv, norms, rotation, cache, slots, STEPS)
 
 
 def gqa_decode(q: Tensor, pages: PagedKeys, scale: float, window: int) -> Tensor:
     """The lengths are the host's: a captured graph is told them before each replay (accelerator.py)."""
-    keys, values, block_table, seq_lens, lengths = pages
+    keys, values, block_table, seq_lens, lengths, scales = pages
     known = list(seq_lens.tolist() if lengths is None else lengths)
     kwargs: dict[str, Any] = {
         "block_table": block_table.to(torch.int32),
@@ -36,7 +37,7 @@ def gqa_decode(q: Tensor, pages: PagedKeys, scale: float, window: int) -> Tensor
         "block_size": keys.shape[1],
     }
     args = (q.unsqueeze(2).contiguous(), keys.flatten(2), values.flatten(2))
-    if window or violated(_OPERATOR, bind(_OPERATOR, args, kwargs)):
+    if window or scales is not None or violated(_OPERATOR, bind(_OPERATOR, args, kwargs)):
         return plain.gqa_decode(q, pages, scale, window)
     attended: Tensor = call(_OPERATOR, *args, **kwargs)[0]
     attended = attended.squeeze(2)
@@ -44,7 +45,7 @@ def gqa_decode(q: Tensor, pages: PagedKeys, scale: float, window: int) -> Tensor
     return attended if all(known) else attended.masked_fill((seq_lens == 0)[:, None, None], 0.0)
 
 
-def gqa_prefill(q: Tensor, cache: tuple[Tensor, Tensor], prompts: Prompts, scale: float, window: int) -> Tensor:
+def gqa_prefill(q: Tensor, cache: KeyValues, prompts: Prompts, scale: float, window: int) -> Tensor:
     return plain_prompts.gqa_prefill(q, cache, prompts, scale, window, own=plain_prompts.attend_at_once)
 
 

@@ -1,4 +1,5 @@
-"""Latent attention of a decode step: mla_prepare.cu, and mla_decode.cu at DeepSeek-V3's sizes. Other sizes the reference computes.
+"""Latent attention of a decode step: mla_prepare.cu, and mla_decode.cu or mla_decode_codes.cu at DeepSeek-V3's sizes. Other sizes the
+reference computes.
 
 No launch depends on the sequences' lengths, which a captured step finds on the device.
 """
@@ -10,9 +11,11 @@ import torch
 from torch import Tensor
 
 from quantkit_kernels import reference
-from quantkit_kernels.cuda.abi import MlaDecode, MlaPrepare
+from quantkit_kernels.codes import CodedLatents
+from quantkit_kernels.cuda.abi import MlaCodes, MlaCodesOut, MlaDecode, MlaPrepare
 from quantkit_kernels.cuda.build import library
-from quantkit_kernels.cuda.launch import DTYPES, checked, stream_of
+from quantkit_kernels.cuda.launch import CODES, DTYPES, checked, stream_of
+from quantkit_kernels.latents import Latents, parts_of
 from quantkit_kernels.paged import Norms, PagedLatents, Rotation
 
 _LATENT, _ROPE, _NOPE, _VALUE = 512, 64, 128, 128
@@ -21,41 +24,59 @@ _TILE = 32
 _MOST_SPLITS = 256
 
 
-def mla_prepare(qkv_a: Tensor, norms: Norms, rotation: Rotation, cache: Tensor, slots: Tensor) -> Tensor:
+def mla_prepare(qkv_a: Tensor, norms: Norms, rotation: Rotation, cache: Latents, slots: Tensor) -> Tensor:
     tokens, q_lora, kv_lora, rope = qkv_a.shape[0], norms.q.shape[0], norms.k.shape[0], 2 * rotation.cos.shape[1]
-    alike = qkv_a.dtype == norms.q.dtype == norms.k.dtype == cache.dtype and qkv_a.dtype in DTYPES
+    alike = qkv_a.dtype == norms.q.dtype == norms.k.dtype == _float_dtype(cache) and qkv_a.dtype in DTYPES
     if not alike or q_lora % 8 or kv_lora % 8 or rope % 8 or tokens == 0:
         return reference.mla_prepare(qkv_a, norms, rotation, cache, slots)
     q_a = torch.empty(tokens, q_lora, dtype=qkv_a.dtype, device=qkv_a.device)
     tensors = [one.contiguous() for one in (qkv_a, norms.q, norms.k, rotation.cos, rotation.sin, slots)]
-    pointers = (one.data_ptr() for one in (*tensors, q_a, cache))
-    params = MlaPrepare(*pointers, tokens, q_lora, kv_lora, rope, rotation.interleaved, norms.eps)
-    checked(library().qk_mla_prepare(ctypes.byref(params), DTYPES[qkv_a.dtype], stream_of(qkv_a.device)))
+    pointers = [one.data_ptr() for one in (*tensors, q_a)]
+    whole = cache.data_ptr() if isinstance(cache, Tensor) else None
+    params = MlaPrepare(*pointers, whole, tokens, q_lora, kv_lora, rope, rotation.interleaved, norms.eps)
+    how = (DTYPES[qkv_a.dtype], stream_of(qkv_a.device))
+    if isinstance(cache, CodedLatents):
+        to = MlaCodesOut(*(part.data_ptr() for part in cache))
+        checked(library().qk_mla_prepare_codes(ctypes.byref(params), ctypes.byref(to), how[0], CODES[cache.codes.dtype], how[1]))
+    else:
+        checked(library().qk_mla_prepare(ctypes.byref(params), *how))
     return q_a
 
 
 def mla_decode(q: Tensor, kv_b: Tensor, rotation: Rotation, pages: PagedLatents, scale: float) -> Tensor:
     (rows, heads, width), rope, cache = q.shape, 2 * rotation.cos.shape[1], pages.cache
-    assert isinstance(cache, Tensor), "one tensor, as cache_layout says"
+    parts = parts_of(cache)
     sizes = (width - rope, rope, kv_b.shape[1] - (width - rope), kv_b.shape[2])
-    fits = sizes == (_NOPE, _ROPE, _VALUE, _LATENT) and q.dtype in DTYPES and cache.dtype == q.dtype
-    if not fits or q.numel() == 0 or not cache.is_contiguous():
+    fits = sizes == (_NOPE, _ROPE, _VALUE, _LATENT) and q.dtype in DTYPES and _float_dtype(cache) == q.dtype
+    if not fits or q.numel() == 0 or not all(part.is_contiguous() for part in parts):
         return reference.mla_decode(q, kv_b, rotation, pages, scale)
     operands = [one.contiguous() for one in (q, kv_b, rotation.cos, rotation.sin)]
     table, seq_lens = pages.block_table.contiguous(), pages.seq_lens.contiguous()
-    block_size, table_width = cache.shape[1], table.shape[1]
+    block_size, table_width = parts[0].shape[1], table.shape[1]
     splits = _splits(rows, heads, table_width * block_size, q.device)
     absorbed = torch.empty(rows, heads, _LATENT + _ROPE, dtype=q.dtype, device=q.device)
     weighted = torch.empty(rows, heads, splits, _LATENT, dtype=torch.float32, device=q.device)
     found = torch.empty(rows, heads, splits, 2, dtype=torch.float32, device=q.device)
     out = torch.empty(rows, heads, _VALUE, dtype=q.dtype, device=q.device)
     params = MlaDecode(
-        *(one.data_ptr() for one in (*operands, cache, table, seq_lens, absorbed, weighted, found, out)),
+        *(one.data_ptr() for one in operands),
+        parts[0].data_ptr() if isinstance(cache, Tensor) else None,
+        *(one.data_ptr() for one in (table, seq_lens, absorbed, weighted, found, out)),
         *(table.element_size() // 4, seq_lens.element_size() // 4, table_width, block_size),
         *(rows, heads, splits, rotation.interleaved, scale),
     )
-    checked(library().qk_mla_decode(ctypes.byref(params), DTYPES[q.dtype], stream_of(q.device)))
+    how = (DTYPES[q.dtype], stream_of(q.device))
+    if isinstance(cache, CodedLatents):
+        coded = MlaCodes(*(part.data_ptr() for part in parts))
+        checked(library().qk_mla_decode_codes(ctypes.byref(params), ctypes.byref(coded), how[0], CODES[cache.codes.dtype], how[1]))
+    else:
+        checked(library().qk_mla_decode(ctypes.byref(params), *how))
     return out
+
+
+def _float_dtype(cache: Latents) -> torch.dtype:
+    """Of what is cached in 16 bits: all of it, or the rotary keys."""
+    return cache.keys.dtype if isinstance(cache, CodedLatents) else parts_of(cache)[0].dtype
 
 
 def _splits(rows: int, heads: int, slots: int, device: torch.device) -> int:

@@ -1,5 +1,6 @@
 """Attention of prompts: one Triton kernel over pages, or over latents that were expanded. What it cannot take, the reference computes."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -7,10 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit_kernels import reference
+from quantkit_kernels.codes import CodedKeys, CodedLatents, KeyValues, decode
 from quantkit_kernels.cuda.launch import DTYPES
 from quantkit_kernels.cuda.operators import rope
+from quantkit_kernels.latents import Latents, by_slot, entries, parts_of
 from quantkit_kernels.paged import Rotation
-from quantkit_kernels.prompts import Prompts
+from quantkit_kernels.prompts import PromptPart, Prompts
 
 _LOG2E = 1.4426950408889634
 _EXPANDED_BYTES = 1 << 29
@@ -26,12 +29,15 @@ class Blocks(NamedTuple):
     stages: int
 
 
-def gqa_prefill(q: Tensor, cache: tuple[Tensor, Tensor], prompts: Prompts, scale: float, window: int) -> Tensor:
-    width, (keys, values) = q.shape[2], cache
-    fits = q.dtype in DTYPES and keys.dtype == q.dtype and width % 8 == 0 and 16 <= width <= 256
-    if not fits or q.numel() == 0 or not (keys.is_contiguous() and values.is_contiguous()):
+def gqa_prefill(q: Tensor, cache: KeyValues, prompts: Prompts, scale: float, window: int) -> Tensor:
+    width, (keys, values) = q.shape[2], cache[:2]
+    typed = isinstance(cache, CodedKeys) or keys.dtype == q.dtype
+    fits = typed and q.dtype in DTYPES and width % 8 == 0 and 16 <= width <= 256
+    if not fits or q.numel() == 0 or not all(side.is_contiguous() for side in cache):
         return reference.gqa_prefill(q, cache, prompts, scale, window)
     q = q.contiguous()
+    if isinstance(cache, CodedKeys):
+        return _prefill_codes(q, cache, prompts, scale, window)
     out = torch.empty_like(q)
     rows = {"k_token": keys.stride(1), "k_head": width, "v_token": values.stride(1), "v_head": width}
     paged = {"table": prompts.block_table, "table_width": prompts.block_table.shape[1], "PAGE": keys.shape[1]}
@@ -40,29 +46,58 @@ def gqa_prefill(q: Tensor, cache: tuple[Tensor, Tensor], prompts: Prompts, scale
     return out
 
 
-def mla_prefill(q: Tensor, kv_b: Tensor, rotation: Rotation, cache: Tensor, prompts: Prompts, scale: float) -> Tensor:
+def _prefill_codes(q: Tensor, cache: CodedKeys, prompts: Prompts, scale: float, window: int) -> Tensor:
+    """Over keys and values that are decoded to q's dtype first, some tokens at a time."""
+    heads, width = cache.keys.shape[2:]
+    flat = CodedKeys(*(side.flatten(0, 1) for side in cache))
+    rows = {"k_token": heads * width, "k_head": width, "v_token": heads * width, "v_head": width}
+
+    def attend(part: PromptPart, out: Tensor, lse: Tensor) -> None:
+        sides = ((flat.keys, flat.key_scales), (flat.values, flat.value_scales))
+        keys, values = (decode(codes[part.slots], scales[part.slots]).to(q.dtype) for codes, scales in sides)
+        shared = q.shape[1] // heads
+        _launch(q, keys, values, out, prompts, scale, width, window=window, SHARED=shared, V=width, **rows, **_limits(part, lse))
+
+    return _in_parts(q, width, prompts.parts(cache.keys.shape[1], _EXPANDED_BYTES // (2 * heads * width * q.element_size())), attend)
+
+
+def mla_prefill(q: Tensor, kv_b: Tensor, rotation: Rotation, cache: Latents, prompts: Prompts, scale: float) -> Tensor:
     rotary, heads = 2 * rotation.cos.shape[1], q.shape[1]
     nope, latent = q.shape[2] - rotary, kv_b.shape[2]
     value = kv_b.shape[1] - nope
-    fits = q.dtype in DTYPES and cache.dtype == q.dtype and all(_power_of_two(one) and 16 <= one <= 128 for one in (nope, rotary, value))
-    if not fits or q.numel() == 0 or not cache.is_contiguous():
+    typed = q.dtype in DTYPES and (isinstance(cache, CodedLatents) or parts_of(cache)[0].dtype == q.dtype)
+    fits = typed and all(_power_of_two(one) and 16 <= one <= 128 for one in (nope, rotary, value))
+    if not fits or q.numel() == 0 or not all(part.is_contiguous() for part in parts_of(cache)):
         return reference.mla_prefill(q, kv_b, rotation, cache, prompts, scale)
     tokens = torch.arange(len(q), device=q.device)
     turned = rope(q[..., nope:], tokens, *rotation)
-    parts = prompts.parts(cache.shape[1], _EXPANDED_BYTES // (kv_b.shape[0] * kv_b.shape[1] * q.element_size()))
-    of_head = nope + value
+    flat, of_head = by_slot(cache), nope + value
     rows = {"k_token": heads * of_head, "k_head": of_head, "v_token": heads * of_head, "v_head": of_head}
+
+    def attend(part: PromptPart, out: Tensor, lse: Tensor) -> None:
+        cached = entries(flat, part.slots).to(q.dtype)
+        expanded = F.linear(cached[:, :latent], kv_b.flatten(0, 1))
+        pe = {"q_pe": turned, "k_pe": cached[:, latent:], "pe_token": heads * rotary, "k_pe_token": latent + rotary, "R": rotary}
+        _launch(q, expanded, expanded[:, nope:], out, prompts, scale, nope, SHARED=1, V=value, **rows, **pe, **_limits(part, lse))
+
+    room = _EXPANDED_BYTES // (kv_b.shape[0] * kv_b.shape[1] * q.element_size())
+    return _in_parts(q, value, prompts.parts(parts_of(cache)[0].shape[1], room), attend)
+
+
+def _in_parts(q: Tensor, width: int, parts: list[PromptPart], attend: Callable[[PromptPart, Tensor, Tensor], None]) -> Tensor:
+    """q [T, heads, ..] over all parts of the keys -> [T, heads, width] of q's dtype. attend: fills a part's result, in float32 where there
+    are several, and its log-sum-exp [T, heads]."""
     found = []
     for part in parts:
-        cached = cache.view(-1, latent + rotary).index_select(0, part.slots)
-        expanded = F.linear(cached[:, :latent], kv_b.flatten(0, 1))
-        out = torch.empty(len(q), heads, value, dtype=q.dtype if len(parts) == 1 else torch.float32, device=q.device)
-        lse = torch.empty(len(q), heads, dtype=torch.float32, device=q.device)
-        pe = {"q_pe": turned, "k_pe": cached[:, latent:], "pe_token": heads * rotary, "k_pe_token": latent + rotary, "R": rotary}
-        limits = {"firsts": part.firsts, "lasts": part.lasts, "key_rows": part.rows, "lse": lse}
-        _launch(q, expanded, expanded[:, nope:], out, prompts, scale, nope, SHARED=1, V=value, **rows, **pe, **limits)
+        out = torch.empty(*q.shape[:2], width, dtype=q.dtype if len(parts) == 1 else torch.float32, device=q.device)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        attend(part, out, lse)
         found.append((out, lse))
     return _merged(found).to(q.dtype)
+
+
+def _limits(part: PromptPart, lse: Tensor) -> dict[str, Tensor]:
+    return {"firsts": part.firsts, "lasts": part.lasts, "key_rows": part.rows, "lse": lse}
 
 
 def _merged(found: list[tuple[Tensor, Tensor]]) -> Tensor:

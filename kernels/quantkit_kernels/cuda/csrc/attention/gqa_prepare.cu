@@ -1,10 +1,11 @@
 // What becomes of a token's queries, keys and values before grouped-query attention: queries and keys are normed, where the model norms them,
-// and turned; keys and values go into the cache. Arithmetic is float32.
+// and turned; keys and values go into the cache, or what 8 bits hold of them (codes.py). Arithmetic is float32.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <stdint.h>
 
+#include "common/codes.cuh"
 #include "common/lanes.cuh"
 #include "common/launch.cuh"
 
@@ -13,6 +14,7 @@ struct GqaPrepare {
   const float *cosines, *sines;       // [tokens, rope / 2]
   const int64_t* slots;               // [tokens]
   void *q, *keys, *values;            // [tokens, heads, d]; caches [.., kv_heads, d]
+  float *key_scales, *value_scales;   // [.., kv_heads] of codes, else null
   int tokens, heads, kv_heads, d, rope, interleaved;
   float eps;
 };
@@ -53,10 +55,59 @@ template <class T> __global__ void __launch_bounds__(32 * kWarps) gqa_prepare(co
   for (int i = p.rope + lane; i < p.d; i += 32) to[i] = T(normed(i));
 }
 
+// The same with keys and values into codes: they are rounded to T first, and computed anew for each of the two passes over them.
+template <class T, class Code> __global__ void __launch_bounds__(32 * kWarps) gqa_prepare_codes(const GqaPrepare p) {
+  const int lane = threadIdx.x & 31, all = p.heads + 2 * p.kv_heads, at = blockIdx.x * kWarps + threadIdx.x / 32, token = at / all, head = at % all;
+  wait_for_predecessor();
+  let_successor_start();
+  if (token >= p.tokens) return;
+  const T* from = (const T*)p.qkv + (size_t)at * p.d;
+  const bool query = head < p.heads, key = !query && head < p.heads + p.kv_heads;
+  const T* gains = query ? (const T*)p.q_norm : key ? (const T*)p.k_norm : nullptr;
+  float factor = 1;
+  if (gains) {
+    float squares = 0;
+    for (int i = lane; i < p.d; i += 32) squares += float(from[i]) * float(from[i]);
+    factor = rsqrtf(warp_sum(squares) / p.d + p.eps);
+  }
+  const auto normed = [&](int i) { return gains ? float(from[i]) * factor * float(gains[i]) : float(from[i]); };
+  const int half = query || key ? p.rope / 2 : 0;
+  const auto each = [&](const auto& take) {
+    for (int i = lane; i < half; i += 32) {
+      const int first = p.interleaved ? 2 * i : i, second = p.interleaved ? 2 * i + 1 : i + half;
+      const float c = p.cosines[(size_t)token * half + i], s = p.sines[(size_t)token * half + i], a = normed(first), b = normed(second);
+      take(first, float(T(a * c - b * s))), take(second, float(T(a * s + b * c)));
+    }
+    for (int i = 2 * half + lane; i < p.d; i += 32) take(i, float(T(normed(i))));
+  };
+  if (query) {
+    T* to = (T*)p.q + ((size_t)token * p.heads + head) * p.d;
+    each([&](int i, float value) { to[i] = T(value); });
+    return;
+  }
+  const size_t row = (size_t)p.slots[token] * p.kv_heads + head - p.heads - (key ? 0 : p.kv_heads);
+  float scale = kLeastScale;
+  each([&](int, float value) { scale = fmaxf(scale, fabsf(value) / Code::largest); });
+  scale = warp_max(scale);
+  uint8_t* to = (uint8_t*)(key ? p.keys : p.values) + row * p.d;
+  each([&](int i, float value) { to[i] = Code::of(__fdiv_rn(value, scale)); });
+  if (lane == 0) (key ? p.key_scales : p.value_scales)[row] = scale;
+}
+
 }  // namespace
 
 // dtype: 0 bf16, 1 fp16, of all but the angles. d is a multiple of 8, rope of 2, and rows begin on 16 bytes.
 extern "C" int qk_gqa_prepare(const GqaPrepare* p, int dtype, void* stream) {
   const int blocks = (p->tokens * (p->heads + 2 * p->kv_heads) + kWarps - 1) / kWarps;
   return dtype == 0 ? start(gqa_prepare<__nv_bfloat16>, dim3(blocks), 32 * kWarps, 0, stream, *p) : start(gqa_prepare<__half>, dim3(blocks), 32 * kWarps, 0, stream, *p);
+}
+
+// fp8: 0 int8, 1 E4M3. The rest likewise.
+extern "C" int qk_gqa_prepare_codes(const GqaPrepare* p, int dtype, int fp8, void* stream) {
+  const auto run = [&](auto* like) {
+    using T = std::remove_pointer_t<decltype(like)>;
+    const int blocks = (p->tokens * (p->heads + 2 * p->kv_heads) + kWarps - 1) / kWarps;
+    return start(fp8 ? gqa_prepare_codes<T, Fp8> : gqa_prepare_codes<T, Int8>, dim3(blocks), 32 * kWarps, 0, stream, *p);
+  };
+  return dtype == 0 ? run((__nv_bfloat16*)nullptr) : run((__half*)nullptr);
 }

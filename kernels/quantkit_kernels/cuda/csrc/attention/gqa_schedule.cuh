@@ -1,4 +1,4 @@
-// What gqa_decode.cu is given, and which work each of its blocks has.
+// What gqa_attend.cuh is given, and which work each of its blocks has.
 
 #pragma once
 
@@ -7,6 +7,7 @@
 // In no namespace, for a C function that takes a type of an unnamed namespace is not exported.
 struct GqaDecode {
   const void *q, *keys, *values;  // [rows, kv_heads * shared, d]; [.., block_size, kv_heads, d] twice
+  const float *key_scales, *value_scales;  // [.., block_size, kv_heads] of codes, else null
   const int *table, *lengths;     // [rows, table_width], [rows]; strides in ints, 2 for int64
   void* out;                      // as q
   float* partial;                 // [blocks, 2, 16 * d + 32]: sums, largest scores, sums of p = 2^(score - largest)

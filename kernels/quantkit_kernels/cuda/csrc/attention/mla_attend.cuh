@@ -97,10 +97,14 @@ template <class T> __device__ __forceinline__ void copy_rows(uint32_t to, const 
   }
 }
 
-// A part's result: of each head the largest score and the sum of its probabilities, and a warp's 64 columns of the sums of latents.
-template <int HT> __device__ __forceinline__ void store_part(const Attend& p, const float (&sums)[HT][8][4], float largest, float total, int threads_per_head, int head, int token0, int head0, int row, int split, int g, int part, int warp) {
+// A part's result: of each head the largest score and the sum of its probabilities.
+__device__ __forceinline__ void store_found(const Attend& p, float largest, float total, int threads_per_head, int head, int token0, int head0, int row, int split) {
   for (int o = threads_per_head / 2; o; o >>= 1) total += __shfl_xor_sync(0xffffffffu, total, o);
   if (token0 == 0 && head0 + head < p.heads) p.found[((size_t)row * p.heads + head0 + head) * p.splits + split] = make_float2(largest, total);
+}
+
+// And a warp's 64 columns of the sums of latents.
+template <int HT> __device__ __forceinline__ void store_part(const Attend& p, const float (&sums)[HT][8][4], int head0, int row, int split, int g, int part, int warp) {
 #pragma unroll
   for (int t = 0; t < HT; ++t)
 #pragma unroll
@@ -218,7 +222,8 @@ template <class T, int HT> __global__ void __launch_bounds__(kThreads, 1) attend
     }
   }
 
-  store_part<HT>(p, sums, largest, total, threads_per_head, head, token0, head0, row, split, g, part, warp);
+  store_found(p, largest, total, threads_per_head, head, token0, head0, row, split);
+  store_part<HT>(p, sums, head0, row, split, g, part, warp);
 }
 
 template <class T> int launch_attend(const void* q, const void* cache, const Attend& p, int rows, void* s) {

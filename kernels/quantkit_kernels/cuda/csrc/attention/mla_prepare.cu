@@ -1,10 +1,11 @@
 // What becomes of a token's low-rank projection [query, latent, rotary key] before attention: the query part is normed, latent (normed) and
-// rotary key (turned) go into the cache. Arithmetic is float32.
+// rotary key (turned) go into the cache, or what 8 bits hold of them (codes.py). Arithmetic is float32.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <stdint.h>
 
+#include "common/codes.cuh"
 #include "common/lanes.cuh"
 #include "common/launch.cuh"
 
@@ -16,6 +17,12 @@ struct MlaPrepare {
   void *q_a, *cache;                     // [tokens, q_lora]; [.., kv_lora + rope]
   int tokens, q_lora, kv_lora, rope, interleaved;
   float eps;
+};
+
+// Where codes go, rotary keys divided by the scale, and scales.
+struct MlaCodesOut {
+  void *codes, *keys;  // [.., kv_lora] bytes, [.., rope]
+  float* scales;       // [..]
 };
 
 namespace {
@@ -61,6 +68,58 @@ __global__ void mla_prepare(const T* qkv_a, const T* q_norm, const T* kv_norm, c
   }
 }
 
+// The same into codes. Values are rounded to T before they are encoded, and computed anew for each of the two passes over them.
+template <class T, class Code> __global__ void mla_prepare_codes(const MlaPrepare p, const MlaCodesOut to) {
+  wait_for_predecessor();
+  let_successor_start();
+  const int token = blockIdx.x, width = p.kv_lora + p.rope, half = p.rope / 2;
+  const T* row = (const T*)p.qkv_a + (size_t)token * (p.q_lora + width);
+  if (blockIdx.y == 0) {
+    norm_row(row, (const T*)p.q_norm, (T*)p.q_a + (size_t)token * p.q_lora, p.q_lora, p.eps);
+    return;
+  }
+  const T *latent = row + p.q_lora, *key = latent + p.kv_lora, *gains = (const T*)p.kv_norm;
+  float squares = 0;
+  for (int i = threadIdx.x; i < p.kv_lora; i += blockDim.x) squares += float(latent[i]) * float(latent[i]);
+  const float factor = rsqrtf(block_sum(squares) / p.kv_lora + p.eps);
+  const auto turn = [&](int i, float& low, float& high) {
+    const float a = float(key[p.interleaved ? 2 * i : i]), b = float(key[p.interleaved ? 2 * i + 1 : i + half]);
+    const float c = p.cosines[token * half + i], s = p.sines[token * half + i];
+    low = float(T(a * c - b * s)), high = float(T(a * s + b * c));
+  };
+  const auto normed = [&](int first, float (&x)[8]) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) x[j] = float(T(float(latent[first + j]) * factor * float(gains[first + j])));
+  };
+  constexpr float most = std::is_same_v<T, __half> ? 65504.f : 3.38953139e38f;
+  float scale = kLeastScale;
+  for (int i = threadIdx.x * 8; i < p.kv_lora; i += blockDim.x * 8) {
+    float x[8];
+    normed(i, x);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) scale = fmaxf(scale, fabsf(x[j]) / Code::largest);
+  }
+  for (int i = threadIdx.x; i < half; i += blockDim.x) {
+    float low, high;
+    turn(i, low, high);
+    scale = fmaxf(scale, fmaxf(fabsf(low), fabsf(high)) / most);
+  }
+  scale = block_max(scale);
+  const size_t slot = p.slots[token];
+  for (int i = threadIdx.x * 8; i < p.kv_lora; i += blockDim.x * 8) {
+    float x[8];
+    normed(i, x);
+    *reinterpret_cast<uint2*>((uint8_t*)to.codes + slot * p.kv_lora + i) = codes_of_eight<Code>(x, scale);
+  }
+  T* stored = (T*)to.keys + slot * p.rope;
+  for (int i = threadIdx.x; i < half; i += blockDim.x) {
+    float low, high;
+    turn(i, low, high);
+    stored[p.interleaved ? 2 * i : i] = T(__fdiv_rn(low, scale)), stored[p.interleaved ? 2 * i + 1 : i + half] = T(__fdiv_rn(high, scale));
+  }
+  if (threadIdx.x == 0) to.scales[slot] = scale;
+}
+
 }  // namespace
 
 // dtype: 0 bf16, 1 fp16, of all but the angles. q_lora and kv_lora are multiples of 8, rope of 2, and rows begin on 16 bytes.
@@ -69,6 +128,15 @@ extern "C" int qk_mla_prepare(const MlaPrepare* m, int dtype, void* s) {
     using T = std::remove_pointer_t<decltype(like)>;
     return start(mla_prepare<T>, dim3(m->tokens, 2), 256, 0, s, (const T*)m->qkv_a, (const T*)m->q_norm, (const T*)m->kv_norm, m->cosines, m->sines, m->slots, (T*)m->q_a, (T*)m->cache,
                  m->q_lora, m->kv_lora, m->rope, m->interleaved, m->eps);
+  };
+  return dtype == 0 ? run((__nv_bfloat16*)nullptr) : run((__half*)nullptr);
+}
+
+// fp8: 0 int8, 1 E4M3. The rest likewise.
+extern "C" int qk_mla_prepare_codes(const MlaPrepare* m, const MlaCodesOut* to, int dtype, int fp8, void* s) {
+  const auto run = [&](auto* like) {
+    using T = std::remove_pointer_t<decltype(like)>;
+    return start(fp8 ? mla_prepare_codes<T, Fp8> : mla_prepare_codes<T, Int8>, dim3(m->tokens, 2), 256, 0, s, *m, *to);
   };
   return dtype == 0 ? run((__nv_bfloat16*)nullptr) : run((__half*)nullptr);
 }

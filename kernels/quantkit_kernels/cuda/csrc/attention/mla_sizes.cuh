@@ -1,9 +1,23 @@
-// Sizes of latent attention as DeepSeek-V3 has it, and what `attend` leaves for `project`.
+// What latent attention of a decode step is given, its sizes as DeepSeek-V3 has them, and what `attend` leaves for `project`.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <stdint.h>
+
+// In no namespace, for a C function that takes a type of an unnamed namespace is not exported.
+struct MlaDecode {
+  const void *q, *kv_b;           // [rows, heads, 192]; [heads, 256, 512]
+  const float *cosines, *sines;   // [rows, 32]
+  const void* cache;              // [blocks, block_size, 576]; null where it is in 8 bits
+  const int *table, *lengths;     // [rows, table_width], [rows]; strides in ints, 2 for int64
+  void* absorbed;                 // [rows, heads, 576], room, as the next two
+  float* weighted;                // [rows, heads, splits, 512]
+  void* found;                    // [rows, heads, splits] of two floats
+  void* out;                      // [rows, heads, 128]
+  int table_stride, lengths_stride, table_width, block_size, rows, heads, splits, interleaved;  // splits: at most 256
+  float scale;
+};
 
 namespace {
 

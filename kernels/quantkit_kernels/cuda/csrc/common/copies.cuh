@@ -27,6 +27,8 @@ __device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, uint32_
 __device__ __forceinline__ void copy16(uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
 }
+// Likewise of 4 bytes.
+__device__ __forceinline__ void copy4(uint32_t to, const void* from) { asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(to), "l"(from) : "memory"); }
 __device__ __forceinline__ void arrive_after_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" :: "r"(barrier) : "memory");
 }
@@ -42,6 +44,11 @@ __device__ __forceinline__ bool elected() {
   uint32_t chosen;
   asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(chosen));
   return chosen;
+}
+__device__ __forceinline__ float2 read8(uint32_t at) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(at) : "memory");
+  return v;
 }
 __device__ __forceinline__ uint4 read16(uint32_t at) {
   uint4 v;

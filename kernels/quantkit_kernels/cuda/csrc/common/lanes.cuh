@@ -17,6 +17,11 @@ __device__ __forceinline__ float warp_sum(float v) {
   return v;
 }
 
+__device__ __forceinline__ float warp_max(float v) {
+  for (int o = 16; o; o >>= 1) v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, o));
+  return v;
+}
+
 // Over all threads of a block of at most 1024, which all get it. Once a kernel.
 __device__ __forceinline__ float block_sum(float v) {
   __shared__ float sums[32];
@@ -25,6 +30,15 @@ __device__ __forceinline__ float block_sum(float v) {
   __syncthreads();
   v = 0;
   for (int w = 0; w < (int)blockDim.x / 32; ++w) v += sums[w];
+  return v;
+}
+__device__ __forceinline__ float block_max(float v) {
+  __shared__ float found[32];
+  v = warp_max(v);
+  if (threadIdx.x % 32 == 0) found[threadIdx.x / 32] = v;
+  __syncthreads();
+  v = found[0];
+  for (int w = 1; w < (int)blockDim.x / 32; ++w) v = fmaxf(v, found[w]);
   return v;
 }
 

@@ -1,0 +1,102 @@
+"""Keys, values and latents in 8 bits: codes of int8 or FP8 (E4M3), and a float32 scale for each token, of keys and values for each head.
+
+A value is scale * code. The scale is max|x| / 127 or / 448, so that no code overflows; codes are rounded to nearest, halves to even. A
+latent's rotary key stays in 16 bits, divided by the scale: one factor then holds for all that a token keeps, and operators multiply by it
+once, after the product. A product's operands are codes, which 16 bits hold exactly.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""By name: the dtypes of codes."""
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+_LEAST_SCALE = 1e-10
+"""Of tokens that are all zeros, or nearly: what is smaller than a step of it is stored as zero."""
+
+
+class CodedLatents(NamedTuple):
+    """codes [num_blocks, block_size, kv_lora]; keys of 16 bits [num_blocks, block_size, R], the turned rotary keys divided by their token's
+    scale; scales float32 [num_blocks, block_size]."""
+
+    codes: Tensor
+    keys: Tensor
+    scales: Tensor
+
+
+class CodedKeys(NamedTuple):
+    """keys and values: codes [num_blocks, block_size, kv_heads, D]; their scales float32 [num_blocks, block_size, kv_heads]."""
+
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor
+    value_scales: Tensor
+
+    @property
+    def scales(self) -> tuple[Tensor, Tensor]:
+        return self.key_scales, self.value_scales
+
+
+KeyValues = tuple[Tensor, Tensor] | CodedKeys
+"""A layer's keys and values, each [num_blocks, block_size, kv_heads, D]: floats, or codes with their scales."""
+
+
+def empty_latents(
+    blocks: tuple[int, int], kv_lora: int, rope_dim: int, codes: torch.dtype, dtype: torch.dtype, device: torch.device
+) -> CodedLatents:
+    """Room for num_blocks of block_size tokens. dtype: of rotary keys."""
+    parts = (torch.empty(*blocks, size, dtype=kind, device=device) for size, kind in ((kv_lora, codes), (rope_dim, dtype)))
+    return CodedLatents(*parts, torch.empty(blocks, dtype=torch.float32, device=device))
+
+
+def empty_keys(shape: tuple[int, ...], codes: torch.dtype, device: torch.device) -> CodedKeys:
+    """Room for keys and values of shape [num_blocks, block_size, kv_heads, D] each."""
+    sides = (torch.empty(shape, dtype=codes, device=device) for _ in range(2))
+    return CodedKeys(*sides, *(torch.empty(shape[:3], dtype=torch.float32, device=device) for _ in range(2)))
+
+
+def encode(x: Tensor, dtype: torch.dtype, least: Tensor | float = _LEAST_SCALE) -> tuple[Tensor, Tensor]:
+    """x [..., D] -> codes of `dtype` [..., D], scales float32 [...]. least: of the scales, [...] or one for all."""
+    wide = x.float()
+    scales = (wide.abs().amax(dim=-1) / LARGEST[dtype]).clamp_min(_LEAST_SCALE)
+    scales = torch.maximum(scales, torch.as_tensor(least, device=x.device))
+    scaled = (wide / scales.unsqueeze(-1)).clamp(-LARGEST[dtype], LARGEST[dtype])
+    return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), scales
+
+
+def decode(codes: Tensor, scales: Tensor) -> Tensor:
+    """The values float32 [..., D] of codes [..., D] and scales [...]."""
+    return codes.float() * scales.unsqueeze(-1)
+
+
+def store_latents(cache: CodedLatents, slots: Tensor, latents: Tensor, keys: Tensor) -> None:
+    """Keep latents [T, kv_lora] and turned rotary keys [T, R] of the tokens at slots [T]."""
+    # A key over its scale must be a number of its dtype, which of float16 only unusual ones would not be.
+    least = keys.float().abs().amax(dim=-1) / torch.finfo(cache.keys.dtype).max
+    codes, scales = encode(latents, cache.codes.dtype, least)
+    _put(cache.codes, slots, codes)
+    _put(cache.keys, slots, keys.float() / scales.unsqueeze(-1))
+    _put(cache.scales, slots, scales)
+
+
+def store_keys(cache: CodedKeys, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Keep keys and values [T, kv_heads, D] of the tokens at slots [T]."""
+    for codes, scales, side in ((cache.keys, cache.key_scales, keys), (cache.values, cache.value_scales, values)):
+        encoded, found = encode(side, codes.dtype)
+        _put(codes, slots, encoded)
+        _put(scales, slots, found)
+
+
+def decoded(cache: CodedLatents) -> Tensor:
+    """Latents and rotary keys side by side, float32 [..., kv_lora + R], of a cache or of entries picked from it."""
+    return torch.cat([decode(cache.codes, cache.scales), decode(cache.keys, cache.scales)], dim=-1)
+
+
+def _put(stored: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """Rows [T, ...] to the slots of [num_blocks, block_size, ...]. FP8 goes as bytes: torch copies no rows of it."""
+    flat, rows = stored.view(-1, *stored.shape[2:]), rows.to(stored.dtype)
+    if stored.dtype == torch.float8_e4m3fn:
+        flat, rows = flat.view(torch.uint8), rows.view(torch.uint8)
+    flat.index_copy_(0, slots, rows)

@@ -1,0 +1,17 @@
+// The three launches of latent attention.
+#pragma once
+
+#include "attention/mla_absorb.cuh"
+#include "attention/mla_project.cuh"
+
+namespace {
+
+// attend: launches what makes of the queries in `absorbed` what `project` merges.
+template <class T, class AttendLaunch> int absorb_attend_project(const MlaDecode& m, void* s, const AttendLaunch& attend) {
+  const Attend p = {m.table, m.lengths, m.table_stride, m.lengths_stride, m.table_width, m.block_size, m.heads, m.splits, m.scale * 1.4426950408889634f, m.weighted, (float2*)m.found};
+  int error = launch_absorb<T>(m.q, m.kv_b, m.cosines, m.sines, m.absorbed, m.rows, m.heads, m.interleaved, s);
+  if (error == 0) error = attend(p);
+  return error == 0 ? launch_project<T>(m.kv_b, m.out, p, m.rows, s) : error;
+}
+
+}  // namespace
