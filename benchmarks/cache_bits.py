@@ -2,19 +2,19 @@
 
     python benchmarks/cache_bits.py [--rows 1,8,32] [--context 4096,30000] [--heads 32] [--out FILE.json]
 
-mla_decode at DeepSeek-R1's sizes with as many heads as a tensor-parallel rank has, and gqa_decode of Qwen3-8B's (32 heads of 128 that share 8
-keys). Microseconds of a call, captured, over memory beyond the last cache; the floor is reading what the call cannot but read.
+mla_decode at DeepSeek-R1's sizes with as many heads as a tensor-parallel rank has, and gqa_decode of Qwen3-8B's (32 heads of 128 that share
+8 keys). Microseconds of a call, captured, over memory beyond the last cache; the floor is reading what the call cannot but read.
 """
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from quantkit_kernels import CODES, PagedKeys, PagedLatents, Rotation, gqa_decode, mla_decode
+from quantkit_kernels import CODES, CodedKeys, CodedLatents, PagedKeys, PagedLatents, Rotation, gqa_decode, mla_decode
 from quantkit_kernels.latents import parts_of
 from quantkit_kernels.samples import code_keys, code_latents
 from quantkit_kernels.timing import copies_beyond_cache, read_bandwidth, seconds_in_turns
@@ -34,7 +34,7 @@ def table_of(rows: int, context: int, device: torch.device) -> tuple[Tensor, Ten
 
 def latent_calls(
     kind: torch.dtype | None, rows: int, context: int, heads: int, device: torch.device
-) -> tuple[list[Callable[[], Tensor]], int]:
+) -> tuple[Sequence[Callable[[], Tensor]], int]:
     """Calls over copies of a cache, and the bytes that one reads."""
     table, lengths = table_of(rows, context, device)
     q, kv_b = torch.randn(rows, heads, 192, device=device).bfloat16(), (torch.randn(heads, 256, 512, device=device) / 512**0.5).bfloat16()
@@ -50,7 +50,7 @@ def latent_calls(
 
 def grouped_calls(
     kind: torch.dtype | None, rows: int, context: int, heads: int, device: torch.device
-) -> tuple[list[Callable[[], Tensor]], int]:
+) -> tuple[Sequence[Callable[[], Tensor]], int]:
     """As `latent_calls`."""
     table, lengths = table_of(rows, context, device)
     q = torch.randn(rows, KV_HEADS * SHARED, WIDTH, device=device).bfloat16()
@@ -59,18 +59,16 @@ def grouped_calls(
     cache = (keys, values) if kind is None else code_keys(keys, values, kind)
     nbytes = sum(part.nbytes for part in cache)
     copies = [cache] + [_copied(cache) for _ in range(copies_beyond_cache(nbytes, device) - 1)]
-    pages = [PagedKeys(one[0], one[1], table, lengths, scales=(one[2], one[3]) if len(one) == 4 else None) for one in copies]
+    pages = [PagedKeys(one[0], one[1], table, lengths, scales=one.scales if isinstance(one, CodedKeys) else None) for one in copies]
     return [partial(gqa_decode, q, one, scale=WIDTH**-0.5) for one in pages], nbytes
 
 
 def _copied(cache: Any) -> Any:
-    return (
-        cache.clone()
-        if isinstance(cache, Tensor)
-        else type(cache)(*(part.clone() for part in cache))
-        if hasattr(cache, "_fields")
-        else tuple(part.clone() for part in cache)
-    )
+    """Of one tensor, of several, or of codes."""
+    if isinstance(cache, Tensor):
+        return cache.clone()
+    parts = (part.clone() for part in cache)
+    return type(cache)(*parts) if isinstance(cache, CodedLatents | CodedKeys) else tuple(parts)
 
 
 @torch.inference_mode()

@@ -11,7 +11,7 @@ from quantkit_kernels.experts import Experts, ExpertsBuilder, prepare_experts
 from quantkit_kernels.functional import add_rms_norm, mla_decode, mla_prepare, rms_norm, rope, silu_and_mul
 from quantkit_kernels.gating import SILU, ExpertBiases, Gating
 from quantkit_kernels.grouped import gqa_decode, gqa_prepare
-from quantkit_kernels.latents import CacheLayout, Latents, cache_layout, doubled_angles, pairs_apart
+from quantkit_kernels.latents import CacheLayout, Latents, cache_layout, doubled_angles, pairs_apart, why_no_codes
 from quantkit_kernels.linear import Linear, prepare, prepare_dense, prepare_fp4, prepare_int4, prepare_int8, quantize_rows
 from quantkit_kernels.paged import Norms, PagedKeys, PagedLatents, Rotation
 from quantkit_kernels.prolog import MlaProlog, MlaSizes, MlaWeights, prepare_mla_prolog, why_no_prolog
@@ -78,5 +78,6 @@ __all__ = [
     "silu_and_mul",
     "stack",
     "table",
+    "why_no_codes",
     "why_no_prolog",
 ]

@@ -47,14 +47,14 @@ def empty_latents(
     blocks: tuple[int, int], kv_lora: int, rope_dim: int, codes: torch.dtype, dtype: torch.dtype, device: torch.device
 ) -> CodedLatents:
     """Room for num_blocks of block_size tokens. dtype: of rotary keys."""
-    parts = (torch.empty(*blocks, size, dtype=kind, device=device) for size, kind in ((kv_lora, codes), (rope_dim, dtype)))
-    return CodedLatents(*parts, torch.empty(blocks, dtype=torch.float32, device=device))
+    found, keys = (torch.empty(*blocks, size, dtype=kind, device=device) for size, kind in ((kv_lora, codes), (rope_dim, dtype)))
+    return CodedLatents(found, keys, torch.empty(blocks, dtype=torch.float32, device=device))
 
 
 def empty_keys(shape: tuple[int, ...], codes: torch.dtype, device: torch.device) -> CodedKeys:
     """Room for keys and values of shape [num_blocks, block_size, kv_heads, D] each."""
-    sides = (torch.empty(shape, dtype=codes, device=device) for _ in range(2))
-    return CodedKeys(*sides, *(torch.empty(shape[:3], dtype=torch.float32, device=device) for _ in range(2)))
+    keys, values = torch.empty(2, *shape, dtype=codes, device=device).unbind()
+    return CodedKeys(keys, values, *torch.empty(2, *shape[:3], dtype=torch.float32, device=device).unbind())
 
 
 def encode(x: Tensor, dtype: torch.dtype, least: Tensor | float = _LEAST_SCALE) -> tuple[Tensor, Tensor]:

@@ -107,6 +107,8 @@ def _check_latents(found: ModuleType, cache: Latents, rotation: Rotation, kv_lor
         check_tensor("cache", cache, (None, None, kv_lora + rope_dim), FLOAT_DTYPES)
         return rope_dim
     if isinstance(cache, CodedLatents):
+        reason = getattr(found, "NO_CODES", None)
+        require(reason is None, f"cache: {reason}")
         rope_dim = check_rotation(rotation, tokens)
         check_tensor("cache.codes", cache.codes, (None, None, kv_lora), tuple(LARGEST))
         check_tensor("cache.keys", cache.keys, (*cache.codes.shape[:2], rope_dim), FLOAT_DTYPES)

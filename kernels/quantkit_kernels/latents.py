@@ -51,6 +51,11 @@ def cache_layout(kv_lora: int, rope_dim: int, dtype: torch.dtype, device: torch.
     return layout
 
 
+def why_no_codes(device: torch.device, *, backend: str = "auto") -> str | None:
+    """None where attention on `device` reads a cache in 8 bits (codes.py), else the reason in a few words."""
+    return getattr(backends.find("mla_decode", backend, device), "NO_CODES", None)
+
+
 def pairs_apart(x: Tensor) -> Tensor:
     """x [.., R] of neighbouring pairs -> the first channel of every pair, then the second of every pair."""
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

@@ -9,7 +9,7 @@ from quantkit_kernels.samples import TOLERANCE, code_latents, distance, grouped_
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 KINDS = pytest.mark.parametrize("codes", CODES.values(), ids=CODES)
-DTYPES = pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 R1 = (128, 64, 128, 512)
 
 
@@ -107,7 +107,8 @@ def test_gqa_prepare(
 ) -> None:
     qkv = torch.randn(tokens, (heads[0] + 2 * heads[1]) * width, device="cuda").bfloat16() * 3
     angles, slots = torch.rand(tokens, rope // 2, device="cuda") * 6, torch.randperm(640, device="cuda")[:tokens]
-    norms = Norms(*(torch.rand(width, device="cuda").bfloat16() for _ in range(2)), 1e-6) if normed else None
+    gains = torch.rand(2, width, device="cuda").bfloat16()
+    norms = Norms(gains[0], gains[1], 1e-6) if normed else None
     rotation = Rotation(angles.cos(), angles.sin(), interleaved)
     found, exact = (empty_keys((10, 64, heads[1], width), codes, torch.device("cuda")) for _ in range(2))
     found.key_scales.fill_(float("nan"))

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from quantkit_kernels import reference
-from quantkit_kernels.cpu.build import library
 from quantkit_kernels.codes import KeyValues
+from quantkit_kernels.cpu.build import library
 from quantkit_kernels.latents import Latents
 from quantkit_kernels.paged import PagedKeys, Rotation
 from quantkit_kernels.prompts import Prompts

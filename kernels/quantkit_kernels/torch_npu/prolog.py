@@ -8,6 +8,7 @@ outputs that prefill sees are put back.
 import torch
 from torch import Tensor
 
+from quantkit_kernels.codes import CodedLatents
 from quantkit_kernels.latents import Latents, pairs_apart, pairs_together
 from quantkit_kernels.paged import PagedLatents, Rotation
 from quantkit_kernels.prolog import MlaProlog, MlaSizes, MlaWeights
@@ -48,7 +49,7 @@ class FusedProlog(MlaProlog):
         self._gains, self._eps = (weights.q_norm.to(device), weights.kv_norm.to(device)), eps
 
     def query(self, x: Tensor, rotation: Rotation, cache: Latents, slots: Tensor) -> tuple[Tensor, Tensor]:
-        assert not isinstance(cache, Tensor), "two tensors, as cache_layout says"
+        assert not isinstance(cache, Tensor | CodedLatents), "two tensors, as cache_layout says"
         four = (self._q_a.weight, self._q_b.weight, self._w_uk, self._kv_a.weight)
         return launch(x, four, self._gains, rotation.cos, rotation.sin, cache, slots, self._eps, self._scales())
 
