@@ -77,7 +77,7 @@ def test_a_sink_is_a_key_without_a_value(backend: str, window: int, dtype: torch
     out = gqa_decode(case.q, case.pages, scale=case.scale, window=window, sinks=sinks, backend=backend)
     assert distance(out, case.exact) < TOLERANCE[dtype]
     prompts = grouped_attention([3, 300, 140], [3, 200, 1], (6, 2), 16, 16, dtype, window=window, sinks=sinks)
-    out = gqa_prefill(prompts.q, prompts.pages[:2], prompts.prompts, scale=case.scale, window=window, sinks=sinks, backend=backend)
+    out = gqa_prefill(prompts.q, prompts.pages.cache, prompts.prompts, scale=case.scale, window=window, sinks=sinks, backend=backend)
     assert distance(out, prompts.exact) < TOLERANCE[dtype]
 
 
