@@ -1,7 +1,7 @@
 """Models with grouped-query attention on one device: time of a decode step, by concurrency and context, against the bytes it must read.
 
     python benchmarks/grouped_model.py [--model qwen3-8b|qwen3-30b-a3b] [--concurrency 1,8,32,64] [--context 128,1024,4096,16384]
-        [--prefill 4096,16384] [--out FILE.json]
+        [--prefill 4096,16384] [--cache int8] [--out FILE.json]
 
 Weights are made up on the device, 4 bits in groups of 128 (r1_synthetic.py); the executor's own model, cache and captured decode step
 compute. TPOT is the wall clock from one step's tokens on the host to the next's; TTFT is that of one prompt in chunks of 2048 tokens. Left
@@ -17,10 +17,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from quantkit_kernels import CODES
 from quantkit_kernels.timing import read_bandwidth
-from r1_synthetic import CountedExperts, SyntheticWeights
+from r1_synthetic import CountedExperts, SyntheticWeights, fill_cache
 
-from quantkit.executor.cache import BLOCK_SIZE, PagedCache
+from quantkit.executor.cache import BLOCK_SIZE, Coding, PagedCache, codes_of
 from quantkit.executor.context import Chunk, PrefillContext
 from quantkit.executor.graphs import DecodeRows, DecodeSteps, DeviceCapture, compute
 from quantkit.models import gqa, qwen3, qwen3_moe
@@ -51,10 +52,11 @@ STEPS, CHUNK = 12, 2048
 class Bench:
     """A model and room for its cache."""
 
-    def __init__(self, name: str, device: torch.device) -> None:
+    def __init__(self, name: str, device: torch.device, codes: torch.dtype | None = None) -> None:
         architecture, fields = MODELS[name]
         self.config: gqa.Config = architecture.Config.from_dict(fields)
-        self.device = device
+        self.device, self.codes = device, codes
+        self.token_bytes = self.config.num_hidden_layers * self.config.cache.token_bytes(16 if codes is None else 8)
         self.weights = SyntheticWeights(self.config, 1, device, architecture.parameters(self.config))
         self.model = architecture.Model(self.config, self.weights)
 
@@ -63,10 +65,17 @@ class Bench:
         width, blocks = self.config.cache_width, -(-tokens // BLOCK_SIZE) + 1
         half = width // 2
         layers = self.config.num_hidden_layers
-        cache = PagedCache(layers, blocks, width, block_size=BLOCK_SIZE, dtype=torch.bfloat16, device=self.device, parts=(half, half))
-        for layer in cache.layers:
-            for part in layer:
-                part.normal_()
+        cache = PagedCache(
+            layers,
+            blocks,
+            width,
+            block_size=BLOCK_SIZE,
+            dtype=torch.bfloat16,
+            device=self.device,
+            parts=(half, half),
+            coding=None if self.codes is None else Coding(self.codes, self.config.cache.kv_heads),
+        )
+        fill_cache(cache)
         return cache
 
     def decode(self, concurrency: int, context: int, bandwidth: float) -> dict[str, Any]:
@@ -95,9 +104,7 @@ class Bench:
         eager = compute(self.model, buffers.inputs, buffers.context(cache)).hidden
         distinct = statistics.mean(CountedExperts.distinct or [0.0])
         CountedExperts.distinct = None
-        read = (
-            sum(self.weights.read(distinct).values()) + concurrency * context * self.config.cache_width * 2 * self.config.num_hidden_layers
-        )
+        read = sum(self.weights.read(distinct).values()) + concurrency * context * self.token_bytes
         return {
             "concurrency": concurrency,
             "context": context,
@@ -140,9 +147,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     device = torch.device("cuda")
     bandwidth = read_bandwidth(device)
     torch.cuda.empty_cache()
-    bench = Bench(options.model, device)
+    bench = Bench(options.model, device, codes_of(options.cache))
     report: dict[str, Any] = {
         "model": options.model,
+        "cache": options.cache or "bf16",
         "device": torch.cuda.get_device_name(),
         "read_bandwidth_gb_s": bandwidth / 1e9,
         "rows": [],
@@ -150,7 +158,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     print({key: value for key, value in report.items() if key != "rows"}, flush=True)
     for context in options.context:
         for concurrency in options.concurrency:
-            needed = concurrency * (context + 128) * bench.config.cache_width * 2 * bench.config.num_hidden_layers
+            needed = concurrency * (context + 128) * bench.token_bytes
             if needed > 0.95 * torch.cuda.mem_get_info()[0]:
                 print(f"concurrency {concurrency}, context {context}: {needed / 1e9:.0f} GB of cache do not fit", flush=True)
                 continue
@@ -172,6 +180,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=numbers, default=[1, 8, 32, 64])
     parser.add_argument("--context", type=numbers, default=[128, 1024, 4096, 16384])
     parser.add_argument("--prefill", type=numbers, default=[4096, 16384])
+    parser.add_argument("--cache", choices=CODES)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     report = run(options)

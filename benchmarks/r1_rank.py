@@ -1,6 +1,7 @@
 """One tensor-parallel rank of DeepSeek-R1 on one device: time of a decode step against the bytes it must read, and time to first token.
 
-    python benchmarks/r1_rank.py [--tp 4] [--concurrency 1,8,32] [--context 640] [--long 30000] [--prefill 128] [--out FILE.json]
+    python benchmarks/r1_rank.py [--tp 4] [--concurrency 1,8,32] [--context 640] [--long 30000] [--prefill 128] [--cache int8]
+        [--out FILE.json]
     python benchmarks/r1_rank.py --tiny                 the same on a CPU in seconds, with small sizes: a test of the script
     python benchmarks/r1_rank.py --prefill-profile      also where the host spends a prompt's time
 
@@ -27,12 +28,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from quantkit_kernels import add_rms_norm
+from quantkit_kernels import CODES, add_rms_norm
 from quantkit_kernels.timing import read_bandwidth, seconds_per_call
-from r1_synthetic import R1, TINY, CountedExperts, SyntheticWeights
+from r1_synthetic import R1, TINY, CountedExperts, SyntheticWeights, fill_cache
 from torch import Tensor
 
-from quantkit.executor.cache import BLOCK_SIZE, PagedCache
+from quantkit.executor.cache import BLOCK_SIZE, Coding, PagedCache, codes_of
 from quantkit.executor.context import Chunk, PrefillContext
 from quantkit.executor.graphs import DecodeRows, DecodeSteps, DeviceCapture, compute
 from quantkit.models import deepseek_v3
@@ -48,16 +49,23 @@ STEPS = 32
 class Rank:
     """The model with a cache whose every slot holds something."""
 
-    def __init__(self, config: deepseek_v3.Config, tp: int, tokens: int, device: torch.device) -> None:
+    def __init__(self, config: deepseek_v3.Config, tp: int, tokens: int, device: torch.device, codes: torch.dtype | None = None) -> None:
         self.config, self.device = config, device
+        self.token_bytes = config.cache.token_bytes(16 if codes is None else 8)
         self.weights = SyntheticWeights(config, tp, device)
         self.model = deepseek_v3.Model(config, self.weights)
         blocks = -(-tokens // BLOCK_SIZE) + 1
         self.cache = PagedCache(
-            config.num_hidden_layers + 1, blocks, config.cache_width, block_size=BLOCK_SIZE, dtype=torch.bfloat16, device=device
+            config.num_hidden_layers + 1,
+            blocks,
+            config.cache_width,
+            block_size=BLOCK_SIZE,
+            dtype=torch.bfloat16,
+            device=device,
+            parts=() if codes is None else (config.kv_lora_rank, config.cache_width - config.kv_lora_rank),
+            coding=None if codes is None else Coding(codes, 0),
         )
-        for layer in self.cache.layers:
-            layer.normal_()
+        fill_cache(self.cache)
         self._capture = DeviceCapture(device) if device.type == "cuda" else lambda step, lengths: step
         self.steps = DecodeSteps(self.model, self.cache, self._capture)
 
@@ -93,7 +101,7 @@ def decode_row(rank: Rank, concurrency: int, context: int, bandwidth: float) -> 
     last = rank.rows(token_ids, context + STEPS, room)
     difference, distinct = compare(rank, last)
     read = rank.weights.read(distinct)
-    read["latents"] = concurrency * context * rank.config.cache_width * 2 * rank.config.num_hidden_layers
+    read["latents"] = concurrency * context * rank.token_bytes * rank.config.num_hidden_layers
     total = sum(read.values())
     wall = statistics.median(walls)
     return {
@@ -259,11 +267,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     began = time.perf_counter()
     batches = [int(one) for one in options.concurrency.split(",")]
     tokens = max(max(batches) * (options.context + 2 * STEPS + BLOCK_SIZE + 4), options.long + STEPS + BLOCK_SIZE + 1)
-    rank = Rank(config, options.tp, tokens, device)
+    rank = Rank(config, options.tp, tokens, device, codes_of(options.cache))
     report: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
         "tp": options.tp,
+        "cache": options.cache or "bf16",
         "layers": config.num_hidden_layers,
         "read_bandwidth_gb_s": bandwidth / 1e9,
         "weights_gb": sum(rank.weights.read(config.n_routed_experts).values()) / 1e9,
@@ -334,6 +343,7 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=30000)
     parser.add_argument("--prefill", type=int, default=128)
     parser.add_argument("--prefill-profile", action="store_true")
+    parser.add_argument("--cache", choices=CODES)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

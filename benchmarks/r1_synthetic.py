@@ -12,8 +12,10 @@ from typing import Any
 
 import quantkit_kernels as kernels
 import torch
+from quantkit_kernels import CodedKeys, CodedLatents
 from torch import Tensor
 
+from quantkit.executor.cache import PagedCache
 from quantkit.models import deepseek_v3
 from quantkit.models.table import Parameter
 from quantkit.models.weights import ExpertsOp, LinearOp
@@ -181,6 +183,21 @@ class SyntheticWeights:
         codes = torch.randint(-8, 8, (n, k), dtype=torch.int8, device=self.device)
         scale = (torch.rand(n, k // GROUP, device=self.device) + 0.5) / (4.75 * k**0.5)
         return kernels.Int4(codes, scale, torch.randint(-2, 2, scale.shape, dtype=torch.int8, device=self.device))
+
+
+def fill_cache(cache: PagedCache) -> None:
+    """Put something into every slot: numbers of about one, in 8 bits codes of them all."""
+    for layer in cache.layers:
+        coded = isinstance(layer, CodedLatents | CodedKeys)
+        for part in (layer,) if isinstance(layer, Tensor) else layer:
+            if part.dtype == torch.int8:
+                part.random_(-127, 128)
+            elif part.dtype == torch.float8_e4m3fn:
+                part.copy_(torch.randn(part.shape[1:], device=part.device).mul_(64).clamp_(-448, 448))
+            elif coded and part.dtype == torch.float32:
+                part.fill_(1 / 64)
+            else:
+                part.normal_()
 
 
 def _part(module: str) -> str:

@@ -93,14 +93,15 @@ def plan(
     samples: int | None = None,
     seq_len: int | None = None,
     context: int = 4096,
+    cache: str | None = None,
 ) -> Plan:
     """What quantize() with the same arguments will write and need, and whether the result serves `context` tokens on `devices`.
 
     Headers alone are read: no weight of a hub model is downloaded. devices: number and memory of each, tensor parallel over all, or
-    "8x910B1" for predicted decoding times as well.
+    "8x910B1" for predicted decoding times as well. cache: int8 or fp8 counts a cache of 8 bits.
     """
     chosen = _scheme(scheme)
-    options: dict[str, Any] = {"devices": devices, "samples": samples, "seq_len": seq_len, "context": context}
+    options: dict[str, Any] = {"devices": devices, "samples": samples, "seq_len": seq_len, "context": context, "cache": cache}
     return planning.plan(model, chosen, format, engine=engine, recipe=_recipe(recipe or chosen.name), **options)
 
 
@@ -153,13 +154,15 @@ def evaluate(
     api_key: str | None = None,
     device: str = "auto",
     backend: str = "auto",
+    cache: str | None = None,
 ) -> EvalResults:
     """Score `model`, which may also be the URL of an OpenAI-compatible server, on one task or several.
 
     A task is a name of eval/tasks or a YAML file; limit: so many of its problems; repeats: replies per problem. baseline: a model, or the
     `out` folder of an earlier run, to compare with; a loss of `margin` (0.01: one point) counts as lost. out: the folder for samples and
     report, in which an interrupted run resumes. temperature, top_p and max_tokens replace those of the protocol (r1, evalscope, lm-eval).
-    allow_code_exec: run programs that the model wrote, in the sandbox. concurrency: prompts in a batch, or requests in flight.
+    allow_code_exec: run programs that the model wrote, in the sandbox. concurrency: prompts in a batch, or requests in flight. cache: int8
+    or fp8 keeps keys and values of a model that is loaded here in 8 bits.
     """
     generation = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     folder = Path(out) if out is not None else None
@@ -183,6 +186,7 @@ def evaluate(
             api_key=api_key,
             device=device,
             backend=backend,
+            cache=cache,
             progress=None if show is None else lambda p: show(f"{p.model} {p.task} {p.stage}", p.done, p.total),
         )
 
@@ -196,13 +200,15 @@ def perplexity(
     limit: int | None = None,
     device: str = "auto",
     backend: str = "auto",
+    cache: str | None = None,
 ) -> Quality:
     """Perplexity over the documents of `text` (.txt, or .jsonl of {"text": ...}); with `baseline` also how far `model` is from it.
 
-    seq_len: tokens of the longest document; longer ones are cut into pieces. limit: the first documents only.
+    seq_len: tokens of the longest document; longer ones are cut into pieces. limit: the first documents only. cache: int8 or fp8 lets
+    `model` attend to keys and values, or latents, in 8 bits, and the baseline not.
     """
     against = str(baseline) if baseline is not None else None
-    options: dict[str, Any] = {"seq_len": seq_len, "limit": limit, "device": device, "backend": backend}
+    options: dict[str, Any] = {"seq_len": seq_len, "limit": limit, "device": device, "backend": backend, "cache": cache}
     with _counting(f"tokens through {model}") as show:
         progress = None if show is None else lambda p: show(p.stage, p.done, p.total)
         return measure(str(model), Path(text), baseline=against, progress=progress, **options)

@@ -21,6 +21,8 @@ from quantkit.engines.memory import ParallelSizes, fit_rows
 from quantkit.engines.profiles import Device
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.results.published import published_speeds
+from quantkit.executor.cache import codes_of
+from quantkit.models.architecture import CacheBits
 from quantkit.models.table import Parameter
 from quantkit.quantization.cost import RATES, RunWork, job_work, seconds_of
 from quantkit.quantization.memory import expected_peak, parse_bytes
@@ -35,6 +37,7 @@ MEMORY_FRACTION = 0.9
 """Of a device's memory that an engine uses."""
 RESERVE_GIB = 4.0
 """Of that, for activations, graphs and communication."""
+_CACHE_NAMES: dict[CacheBits, str] = {8: "8-bit", 16: "BF16"}
 PREDICTED_BATCHES = (1, 2, 4, 8, 16, 32)
 PREDICTED_CONTEXT = 384
 """Tokens that each sequence of a predicted decode step attends to, at most: 128 of a prompt and, on average, half of 512 written."""
@@ -149,6 +152,7 @@ def plan(
     context: int = 4096,
     redundant: int = 0,
     tokens: int | None = None,
+    cache: str | None = None,
 ) -> Plan:
     """What quantize() with the same arguments will write and need, and whether its output serves `context` tokens on `devices`.
 
@@ -156,14 +160,16 @@ def plan(
     over it. devices: "8x64GiB", tensor parallel over all of them, or "8x910B1" for predicted decoding times as well. Raises QuantkitError
     where quantize() would refuse the source. redundant: copies of routed experts in each layer, all of which then
     lie whole on devices. tokens: of the calibration text, for the time; as many as the recipe takes at most otherwise.
+    cache: int8 or fp8 counts one of 8 bits, as quantkit has it; BF16 otherwise.
     """
+    bits: CacheBits = 16 if codes_of(cache) is None else 8
     settings = (recipe or load_recipe(scheme.name)).with_given(samples=samples, seq_len=seq_len)
     request = read_request(scheme, format, engine, settings)
     target = read_devices(devices) if isinstance(devices, str) else devices
     job = open_job(request, model if isinstance(model, Checkpoint) else open_headers(str(model)))
     rows = [(row, _written_bytes(job, row)) for row in job.rows]
     output = sum(nbytes for _, nbytes in rows)
-    fits, placed = _placed(rows, job, target, context, redundant)
+    fits, placed = _placed(rows, job, target, context, redundant, bits)
     peak, least = (expected_peak(job, memory)[0] for memory in (None, 0))
     stored = sum(tensor.nbytes for tensor in job.checkpoint.tensors.values())
     work = job_work(job, job.linears, stored + output, tokens)
@@ -252,7 +258,9 @@ def _workspaces(job: Job, devices: Devices, context: int) -> dict[str, int]:
     return reserved(job.rows, config, grid, devices=devices.count, context=context)
 
 
-def _placed(rows: list[tuple[Parameter, int]], job: Job, devices: Devices, context: int, redundant: int) -> tuple[bool, Placement]:
+def _placed(
+    rows: list[tuple[Parameter, int]], job: Job, devices: Devices, context: int, redundant: int, bits: CacheBits
+) -> tuple[bool, Placement]:
     """Whether weights and one request of `context` tokens fit, and what a device then holds."""
     usable, workspaces = int(devices.memory_bytes * MEMORY_FRACTION), _workspaces(job, devices, context)
     reserve = max(int(RESERVE_GIB * 2**30), sum(workspaces.values()))
@@ -271,10 +279,12 @@ def _placed(rows: list[tuple[Parameter, int]], job: Job, devices: Devices, conte
             devices.memory_bytes / 2**30,
             MEMORY_FRACTION,
             reserve / 2**30,
+            bits,
         )
         weights, fits, per_token, tokens = found.weight_bytes, found.fits, found.cache_bytes_per_token, found.tokens
         assumption = (
-            f"tensor parallel over {devices.count}, MTP layer not loaded, {told}, BF16 cache; MLA's latent is whole on every device"
+            f"tensor parallel over {devices.count}, MTP layer not loaded, {told}, {_CACHE_NAMES[bits]} cache; "
+            "MLA's latent is whole on every device"
         )
         if redundant:
             assumption += f"; experts whole, {redundant} copies a layer"

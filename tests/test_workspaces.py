@@ -6,7 +6,6 @@ import pytest
 from r1_headers import r1_config
 
 from quantkit.assets import asset
-from quantkit.engines.memory import ParallelSizes, cache_bytes_per_token
 from quantkit.models import deepseek_v3, llama
 from quantkit.planning import RESERVE_GIB
 from quantkit.schemes import find_scheme
@@ -51,7 +50,7 @@ def test_the_documented_command_leaves_room() -> None:
     assert command is not None
     assert weights is not None
     tokens = int(command[1]) * int(command[2])
-    cache = tokens * cache_bytes_per_token(R1, ParallelSizes(8), R1.num_hidden_layers)
+    cache = tokens * R1.num_hidden_layers * R1.cache.token_bytes(16, 8)
     used = float(weights[1]) * 1e9 + cache + sum(of("awq-w4a16").values())
     assert used < 0.9 * CARD
     assert int(command[2]) >= 1536  # 1024 tokens in and 512 out

@@ -131,7 +131,7 @@ def code_keys(keys: Tensor, values: Tensor, codes: torch.dtype) -> CodedKeys:
 
 def _sizes(tokens: int, dims: int, codes: torch.dtype | None, device: str | torch.device) -> Tensor | float:
     """What tokens [tokens, ..] are multiplied with where their scales are to differ."""
-    return 1.0 if codes is None else torch.randn(tokens, *[1] * dims, device=device).exp()
+    return 1.0 if codes is None else torch.randn(tokens, *[1] * dims, device=device).mul(0.5).exp()
 
 
 def _turned(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:

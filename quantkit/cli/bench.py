@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from quantkit import console
-from quantkit.cli.options import AsJson, Backend, Device, Target, Tp
+from quantkit.cli.options import AsJson, Backend, Cache, Device, Target, Tp
 from quantkit.console import print_json
 
 
@@ -35,6 +35,7 @@ def bench(
     seed: int = 0,
     api_key: Annotated[str | None, typer.Option(help="For a server.")] = None,
     served_model: Annotated[str | None, typer.Option(help="The server's name of the model; asked of it otherwise.")] = None,
+    cache: Cache = None,
     tp: Tp = 1,
     device: Device = "auto",
     backend: Backend = "auto",
@@ -60,7 +61,15 @@ def bench(
     if out_dir is not None:
         check_folder(out_dir, local_models([model]))
     target = open_target(
-        model, max_batch=max(users), max_model_len=longest, device=device, backend=backend, tp=tp, api_key=api_key, model=served_model
+        model,
+        max_batch=max(users),
+        max_model_len=longest,
+        device=device,
+        backend=backend,
+        cache=cache,
+        tp=tp,
+        api_key=api_key,
+        model=served_model,
     )
 
     def show(row: SpeedRow) -> None:
@@ -92,6 +101,7 @@ def bench(
         "output_len": output_len,
         "goodput_limits_ms": limits,
     }
+    result |= {"cache": cache} if cache is not None else {}
     result |= {"rows": [row.to_json() for row in rows], "published": published_speeds_of(name)}
     if out_dir:
         from quantkit.evaluation.speed.report import write_report

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from quantkit import console
-from quantkit.cli.options import AsJson, Backend, CountExperts, Device, Model, Target
+from quantkit.cli.options import AsJson, Backend, Cache, CountExperts, Device, Model, Target
 from quantkit.cli.stopping import stoppable
 from quantkit.console import print_json
 
@@ -42,6 +42,7 @@ def evaluate(
     ] = None,
     export: Annotated[str | None, typer.Option("--format", help="Also write the results as: evalscope.")] = None,
     count_experts: CountExperts = None,
+    cache: Cache = None,
     device: Device = "auto",
     backend: Backend = "auto",
     json_: AsJson = False,
@@ -89,6 +90,7 @@ def evaluate(
             api_key=api_key,
             device=device,
             backend=backend,
+            cache=cache,
             export=export,
             count_experts=count_experts,
             timeout_s=timeout,
@@ -129,6 +131,7 @@ def ppl(
     seed: int = 0,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first documents, or problems.")] = None,
     count_experts: CountExperts = None,
+    cache: Cache = None,
     device: Device = "auto",
     backend: Backend = "auto",
     json_: AsJson = False,
@@ -159,6 +162,7 @@ def ppl(
             count_experts=count_experts is not None,
             device=device,
             backend=backend,
+            cache=cache,
             progress=show,
         )
     if count_experts is not None and quality.expert_counts is not None:

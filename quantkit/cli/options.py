@@ -38,6 +38,9 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help="A directory, tiny-r
 Target = Annotated[str, typer.Argument(metavar="MODEL|URL", help="A model to run in this process, or an OpenAI-compatible server.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or npu.", autocompletion=device_names)]
 Backend = Annotated[str, typer.Option(help="Kernel backend; see `quantkit kernels`.")]
+Cache = Annotated[
+    str | None, typer.Option(help="int8 or fp8: keys and values, or latents, are kept in 8 bits; in the model's 16 otherwise.")
+]
 Drafts = Annotated[int, typer.Option(min=0, help="Tokens a step that the model's MTP layer guesses; the answers stay the same.")]
 Tp = Annotated[int, typer.Option(min=1, help="Ranks that share the model, one per device; all are started here.")]
 CountExperts = Annotated[

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from quantkit import console
-from quantkit.cli.options import AsJson, Device, EngineName, FormatName, Model, SchemeName, format_names
+from quantkit.cli.options import AsJson, Cache, Device, EngineName, FormatName, Model, SchemeName, format_names
 from quantkit.cli.stopping import stoppable
 from quantkit.console import print_json
 from quantkit.hub import find_model, plain_name
@@ -74,6 +74,7 @@ def plan(
     seq_len: Annotated[int | None, typer.Option(min=8, help="Tokens of a calibration sequence.")] = None,
     context: Annotated[int, typer.Option(min=1, help="Tokens of the longest request to serve.")] = 4096,
     redundant: Annotated[int, typer.Option(min=0, help="Copies of routed experts in a layer, as for place.")] = 0,
+    cache: Cache = None,
     json_: AsJson = False,
 ) -> None:
     """Memory, disk, time and fit of a quantization, from config.json and headers alone; downloads no weight of a hub model."""
@@ -93,6 +94,7 @@ def plan(
         seq_len=seq_len,
         context=context,
         redundant=redundant,
+        cache=cache,
     )
     if json_:
         return print_json(about.to_json())

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from quantkit import console
-from quantkit.cli.options import AsJson, Backend, CountExperts, Device, Drafts, Model, Tp, names_of_engines
+from quantkit.cli.options import AsJson, Backend, Cache, CountExperts, Device, Drafts, Model, Tp, names_of_engines
 from quantkit.console import err, out, print_json
 from quantkit.errors import QuantkitError
 from quantkit.executor.server.tools.formats import NAMES as TOOL_PARSERS
@@ -26,6 +26,7 @@ def run(
     seed: int = 0,
     drafts: Drafts = 0,
     count_experts: CountExperts = None,
+    cache: Cache = None,
     tp: Tp = 1,
     device: Device = "auto",
     backend: Backend = "auto",
@@ -42,7 +43,9 @@ def run(
         raise QuantkitError("--raw needs --prompt", "give the text that is to be continued")
     counted = _counting(count_experts)
     path = find_model(model)
-    options = EngineOptions(path, device=device, backend=backend, max_batch=1, num_drafts=drafts, tp=tp, count_experts=counted)
+    options = EngineOptions(
+        path, device=device, backend=backend, max_batch=1, num_drafts=drafts, cache=cache, tp=tp, count_experts=counted
+    )
     with console.status(f"loading {model}"):
         engine = lead_or_follow(options)
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
@@ -117,6 +120,7 @@ def serve(
     drafts: Drafts = 0,
     prefix_cache: Annotated[bool, typer.Option("--prefix-cache", help="Requests that begin alike share what is computed of that.")] = False,
     count_experts: CountExperts = None,
+    cache: Cache = None,
     tp: Tp = 1,
     device: Device = "auto",
     backend: Backend = "auto",
@@ -142,6 +146,7 @@ def serve(
                 measure_steps=True,
                 num_drafts=drafts,
                 prefix_cache=prefix_cache,
+                cache=cache,
                 tp=tp,
                 count_experts=counted,
             )

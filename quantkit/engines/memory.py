@@ -10,13 +10,12 @@ from dataclasses import dataclass
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.engines.check import LoadProblem
-from quantkit.models.architecture import ModelConfig
+from quantkit.models.architecture import CacheBits, ModelConfig
 from quantkit.models.stored import read_model
 from quantkit.models.table import Parameter
 from quantkit.schemes import Grid, IntGrid
 
 GIB = 2**30
-_CACHE_BYTES = 2  # BF16
 
 
 @dataclass(frozen=True)
@@ -71,6 +70,7 @@ def fit_rows(
     memory_gib: float,
     fraction: float,
     reserve_gib: float,
+    cache_bits: CacheBits = 16,
 ) -> Fit:
     """The same for parameters with the bytes that each is, or will be, stored in. MTP layers are not counted."""
     experts = len({row.expert for row, _ in rows if row.expert is not None})
@@ -82,13 +82,8 @@ def fit_rows(
             stages[outside if row.layer is None else row.layer // per_stage] += stored * _share(row, parallel, experts)
     weights = math.ceil(max(stages))
     reserve, usable = int(reserve_gib * GIB), int(memory_gib * fraction * GIB)
-    per_token = cache_bytes_per_token(config, parallel, per_stage)
+    per_token = per_stage * config.cache.token_bytes(cache_bits, parallel.tensor)
     return Fit(weights, reserve, usable, per_token, max((usable - reserve - weights) // per_token, 0), context)
-
-
-def cache_bytes_per_token(config: ModelConfig, parallel: ParallelSizes, layers: int) -> int:
-    """One token's keys and values on one device, in BF16: the whole latent of MLA, or the rank's share of grouped heads."""
-    return config.cache.width // config.cache.shares(parallel.tensor) * _CACHE_BYTES * layers
 
 
 def check_split(checkpoint: Checkpoint, parallel: ParallelSizes) -> list[LoadProblem]:

@@ -12,7 +12,7 @@ from quantkit.devices import describe_hardware
 from quantkit.errors import QuantkitError
 from quantkit.evaluation import sandbox
 from quantkit.evaluation.asking import EvaluationProgress, Notice, Report, TaskRun, ask_and_grade, prepare, silent
-from quantkit.evaluation.generators.generator import Generator
+from quantkit.evaluation.generators.generator import Generator, check_own_cache
 from quantkit.evaluation.results.comparing import compare_results
 from quantkit.evaluation.results.figures import EvalResults
 from quantkit.evaluation.results.writing import write_results
@@ -46,6 +46,7 @@ def run_evaluation(
     api_key: str | None = None,
     device: str = "auto",
     backend: str = "auto",
+    cache: str | None = None,
     export: str | None = None,
     count_experts: Path | None = None,
     timeout_s: float = TIMEOUT_S,
@@ -64,6 +65,7 @@ def run_evaluation(
     out: where samples.jsonl, results.json, report.html go and from where an interrupted run resumes; None keeps everything in memory.
     allow_weak_sandbox: run programs where only limits hold them. notice: told the protocol, how programs are
     held, and which replies are reused.
+    cache: of `model` where it is loaded here, int8 or fp8 for 8 bits; a baseline that is loaded here has the model's 16.
     export: "evalscope" also writes its report schema below out. count_experts: a file for what the model's experts were asked by the
     replies that were generated now; of a model in this process. concurrency: requests in flight, or prompts in a batch.
     Of a server: timeout_s, the longest wait for an event; retries, further tries of a request; model_revision, what it serves, where it
@@ -77,13 +79,15 @@ def run_evaluation(
     reference = read_baseline(baseline) if baseline is not None else None
     server = _Server(model_name, model_revision, api_key, timeout_s, retries)
     ask = _Asking(concurrency, server, trust_kept, device, backend, progress, notice)
+    if is_url(model):
+        check_own_cache(model, cache)
     ask.check(model)
     if count_experts is not None:
         check_countable(model, count_experts)
     if reference is None and baseline is not None:
         ask.check(baseline)
         reference = Baseline.of(ask.run(baseline, works, out / "baseline" if out else None))
-    results = ask.run(model, works, out, count_experts)
+    results = ask.run(model, works, out, cache, count_experts)
     if reference is not None:
         results = compare_results(results, reference, margin, seed)
     if out is not None:
@@ -174,8 +178,10 @@ class _Asking:
     progress: Report | None
     notice: Notice
 
-    def run(self, model: str, works: list[TaskRun], out: Path | None, count_experts: Path | None = None) -> EvalResults:
-        generator = self._open(model, count_experts)
+    def run(
+        self, model: str, works: list[TaskRun], out: Path | None, cache: str | None = None, count_experts: Path | None = None
+    ) -> EvalResults:
+        generator = self._open(model, cache, count_experts)
         try:
             tasks = {
                 work.setting.task.name: ask_and_grade(generator, work, out, self.progress, notice=self.notice, trust_kept=self.trust_kept)
@@ -207,13 +213,13 @@ class _Asking:
             retries=about.retries,
         )
 
-    def _open(self, model: str, count_experts: Path | None) -> Generator:
+    def _open(self, model: str, cache: str | None, count_experts: Path | None) -> Generator:
         if is_url(model):
             return self._endpoint(model)
         from quantkit.evaluation.generators.local import Local
 
         name = self.server.model or (Path(model).resolve().name if Path(model).is_dir() else model)
-        options: dict[str, Any] = {"concurrency": self.concurrency, "device": self.device, "backend": self.backend}
+        options: dict[str, Any] = {"concurrency": self.concurrency, "device": self.device, "backend": self.backend, "cache": cache}
         return Local(find_model(model), name=name, count_experts=count_experts, **options)
 
 

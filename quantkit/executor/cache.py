@@ -1,14 +1,16 @@
 """The paged cache: what each layer keeps of every token, in blocks that sequences take and give back.
 
 For latent attention a token is its normed latent and its rotated shared key (`cache_width` values), in one tensor or in two as the kernel
-backend reads them; for grouped-query attention its keys and, in a tensor of their own, its values. Blocks are numbered once for all layers:
+backend reads them; for grouped-query attention its keys and, in a tensor of their own, its values. In 8 bits it is codes with scales
+(quantkit_kernels/codes.py). Blocks are numbered once for all layers:
 block b of a sequence is block b in every layer. Block 0 belongs to nobody: padding rows of a captured batch write there.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from quantkit_kernels.latents import Latents, parts_of
+from quantkit_kernels import CODES, CodedKeys, CodedLatents, KeyValues, Latents, why_no_codes
 from torch import Tensor
 
 from quantkit.errors import QuantkitError
@@ -20,8 +22,33 @@ _CACHE_SHARE = {"cuda": 0.9, "npu": 0.9, "cpu": 0.25}
 """Share of the memory left after loading that the cache may take; the rest is for activations (and on a CPU for everybody else)."""
 
 
+class Coding(NamedTuple):
+    """How a cache is kept in 8 bits. dtype: of codes. kv_heads: heads whose keys and values have scales of their own; 0 for latents, which
+    have one for a token."""
+
+    dtype: torch.dtype
+    kv_heads: int
+
+
+def codes_of(cache: str | None) -> torch.dtype | None:
+    """The dtype of a cache in 8 bits by its name; None for the model's 16 bits. Raises QuantkitError for other names."""
+    if cache not in (None, *CODES):
+        raise QuantkitError(f"a cache of {cache!r} is not known", f"use --cache {' or '.join(CODES)}, or leave it out for 16 bits")
+    return CODES.get(cache or "")
+
+
+def find_codes(cache: str | None, device: torch.device) -> torch.dtype | None:
+    """As `codes_of`; raises QuantkitError too where attention on `device` does not read such a cache."""
+    codes = codes_of(cache)
+    reason = None if codes is None else why_no_codes(device)
+    if reason is not None:
+        raise QuantkitError(f"no cache of {cache} on {device.type}: {reason}", "leave --cache out, for 16 bits")
+    return codes
+
+
 class PagedCache:
-    """Storage: `layers[i]` is [num_blocks, block_size, width], or a tensor for each of `parts`, the widths that lie apart."""
+    """Storage: `layers[i]` is [num_blocks, block_size, width], or a tensor for each of `parts`, the widths that lie apart; where there is a
+    coding `CodedLatents`, or `CodedKeys` whose heads lie side by side. dtype: of what is neither code nor scale."""
 
     def __init__(
         self,
@@ -33,21 +60,48 @@ class PagedCache:
         dtype: torch.dtype,
         device: torch.device | str,
         parts: tuple[int, ...] = (),
+        coding: Coding | None = None,
     ) -> None:
         assert sum(parts) in (0, width), (width, parts)
-        storage = [torch.empty(num_layers, num_blocks, block_size, part, dtype=dtype, device=device) for part in parts or (width,)]
-        self.layers: list[Latents] = [(one[0], one[1]) if parts else one[0] for one in zip(*(part.unbind(0) for part in storage))]
-        self.num_blocks, self.block_size, self.width, self.parts = num_blocks, block_size, width, parts
+        assert coding is None or parts, "what is coded lies apart from what is not"
+
+        def storage(kind: torch.dtype, *sizes: int) -> tuple[Tensor, ...]:
+            """A tensor for each layer."""
+            return torch.empty(num_layers, num_blocks, block_size, *sizes, dtype=kind, device=device).unbind()
+
+        self.layers: list[Latents | CodedKeys]
+        if coding is None:
+            plain = zip(*(storage(dtype, part) for part in parts or (width,)))
+            self.layers = [(one[0], one[1]) if parts else one[0] for one in plain]
+        elif coding.kv_heads:
+            sides = [storage(coding.dtype, part) for part in parts] + [storage(torch.float32, coding.kv_heads) for _ in parts]
+            self.layers = [CodedKeys(*one) for one in zip(*sides)]
+        else:
+            latents = zip(storage(coding.dtype, parts[0]), storage(dtype, parts[1]), storage(torch.float32))
+            self.layers = [CodedLatents(*one) for one in latents]
+        self.num_blocks, self.block_size, self.width, self.parts, self.coding = num_blocks, block_size, width, parts, coding
         self.dtype, self.device = dtype, torch.device(device)
 
     @property
     def nbytes(self) -> int:
-        return sum(part.numel() * part.element_size() for layer in self.layers for part in parts_of(layer))
+        return sum(part.nbytes for layer in self.layers for part in ((layer,) if isinstance(layer, Tensor) else layer))
 
-    def heads(self, layer: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    @property
+    def doubles_angles(self) -> bool:
+        """Whether latents lie as those operators read them that want each angle twice (quantkit_kernels/latents.py)."""
+        return bool(self.parts) and self.coding is None
+
+    def latents(self, layer: int) -> Latents:
+        """Of latent attention."""
+        stored = self.layers[layer]
+        assert not isinstance(stored, CodedKeys), "a cache of latents"
+        return stored
+
+    def heads(self, layer: int, head_dim: int) -> KeyValues:
         """Keys and values of grouped-query attention, each [num_blocks, block_size, kv_heads, head_dim]."""
-        keys, values = (part.unflatten(-1, (-1, head_dim)) for part in self.layers[layer])
-        return keys, values
+        stored = self.layers[layer]
+        keys, values = (part.unflatten(-1, (-1, head_dim)) for part in stored[:2])
+        return CodedKeys(keys, values, *stored.scales) if isinstance(stored, CodedKeys) else (keys, values)
 
 
 class BlockAllocator:

@@ -52,7 +52,7 @@ class CachedContext(Positions):
     def cache_rotation(self, rope: Rope) -> Rotation:
         """cos, sin of the tokens as operators over cached latents read them, computed once for all layers."""
         rotation = self.rotation(rope)
-        if not self.cache.parts:
+        if not self.cache.doubles_angles:
             return rotation
         if rope not in self._doubled:
             self._doubled[rope] = Rotation(*doubled_angles(rotation.cos, rotation.sin, self.cache.dtype), rope.interleaved)
@@ -60,7 +60,7 @@ class CachedContext(Positions):
 
     def store_mla(self, layer: int, qkv_a: Tensor, norms: Norms, rope: Rope) -> Tensor:
         """As `models.context.Context.store_mla`."""
-        return mla_prepare(qkv_a, norms, self.cache_rotation(rope), self.cache.layers[layer], self.slots)
+        return mla_prepare(qkv_a, norms, self.cache_rotation(rope), self.cache.latents(layer), self.slots)
 
     def store_gqa(self, layer: int, qkv: Tensor, kv_heads: int, head_dim: int, norms: Norms | None, rope: Rope) -> Tensor:
         """As `models.context.Context.store_gqa`."""
@@ -81,7 +81,7 @@ class PrefillContext(CachedContext):
 
     def attend_mla(self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float) -> Tensor:
         """As `models.context.Context.attend_mla`."""
-        return mla_prefill(q, kv_b, self.rotation(rope), self.cache.layers[layer], self.prompts, scale=scale)
+        return mla_prefill(q, kv_b, self.rotation(rope), self.cache.latents(layer), self.prompts, scale=scale)
 
     def attend_gqa(self, layer: int, q: Tensor, scale: float, window: int = 0, sinks: Tensor | None = None) -> Tensor:
         """As `models.context.Context.attend_gqa`."""
@@ -102,7 +102,7 @@ class DecodeContext(CachedContext):
         self.seq_lens, self.lengths = positions + 1, lengths
 
     def latents(self, layer: int) -> PagedLatents:
-        return PagedLatents(self.cache.layers[layer], self.block_table, self.seq_lens, self.lengths)
+        return PagedLatents(self.cache.latents(layer), self.block_table, self.seq_lens, self.lengths)
 
     def attend_mla(self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float) -> Tensor:
         """As `models.context.Context.attend_mla`, absorbed."""
@@ -114,5 +114,6 @@ class DecodeContext(CachedContext):
 
     def attend_gqa(self, layer: int, q: Tensor, scale: float, window: int = 0, sinks: Tensor | None = None) -> Tensor:
         """As `models.context.Context.attend_gqa`."""
-        pages = PagedKeys(*self.cache.heads(layer, q.shape[2]), self.block_table, self.seq_lens, self.lengths)
+        keys, values, *scales = self.cache.heads(layer, q.shape[2])
+        pages = PagedKeys(keys, values, self.block_table, self.seq_lens, self.lengths, (scales[0], scales[1]) if scales else None)
         return gqa_decode(q, pages, scale=scale, window=window, sinks=sinks)

@@ -23,7 +23,7 @@ from quantkit.devices import find_device
 from quantkit.errors import QuantkitError
 from quantkit.executor.adjust import adjust
 from quantkit.executor.budget import measure
-from quantkit.executor.cache import CachePlan, PagedCache, plan_cache
+from quantkit.executor.cache import CachePlan, plan_cache
 from quantkit.executor.drafter import Acceptance, Drafter
 from quantkit.executor.expert_counter import ExpertCounter
 from quantkit.executor.grammar import Grammars
@@ -68,15 +68,7 @@ class Engine:
     ) -> None:
         self.loaded, self.tokenizer, self.plan = loaded, tokenizer, plan
         self.max_model_len = plan.max_model_len
-        self.cache = PagedCache(
-            loaded.num_cached_layers,
-            plan.num_blocks,
-            loaded.cache_width,
-            block_size=plan.block_size,
-            dtype=loaded.cache_dtype,
-            device=loaded.device,
-            parts=parts if len(parts := loaded.cache_layout.widths) > 1 else (),
-        )
+        self.cache = loaded.new_cache(plan.num_blocks)
         # A step may write the drafts it checks and then those it makes.
         self.scheduler = Scheduler(
             plan, max_batch=max_batch, prefill_tokens=prefill_tokens, lookahead=2 * num_drafts, prefix_cache=prefix_cache
@@ -107,6 +99,7 @@ class Engine:
         measure_steps: bool = False,
         num_drafts: int = 0,
         prefix_cache: bool = False,
+        cache: str | None = None,
         tp: int = 1,
         count_experts: bool = False,
     ) -> "Engine":
@@ -118,7 +111,8 @@ class Engine:
         which takes some passes, how many of them a step computes beside running answers, where prefill_tokens is None, and whether in one
         pass with these (`budget.measure`): for servers, where somebody waits for each token.
         num_drafts: tokens that the checkpoint's MTP layer guesses a step (0: none); the answers are the same, `acceptance` counts.
-        prefix_cache: whether requests that begin alike share what is computed of that. tp: ranks that share the model; this process is
+        prefix_cache: whether requests that begin alike share what is computed of that. cache: int8 or fp8 keeps keys and values, or
+        latents, in 8 bits; the model's 16 otherwise. tp: ranks that share the model; this process is
         rank 0 and starts the others on this machine, unless torchrun started them all: then each gets its rank's engine, and those above 0
         are for `leader.follow` (`follower.lead_or_follow` does both). count_experts: `expert_counter` counts what every token asks of the
         routed experts; decode steps are then not captured. Raises QuantkitError where something does not fit.
@@ -136,6 +130,7 @@ class Engine:
                 measure_steps=measure_steps,
                 num_drafts=num_drafts,
                 prefix_cache=prefix_cache,
+                cache=cache,
                 tp=tp,
                 count_experts=count_experts,
             )
@@ -156,6 +151,7 @@ class Engine:
                 dtype=options.dtype,
                 mtp=options.num_drafts > 0,
                 parallel=parallel,
+                cache=options.cache,
             )
             _check_eos(tokenizer, loaded.config.vocab_size, path)
             engine = cls(
@@ -401,7 +397,7 @@ def _plan(loaded: LoadedModel, options: EngineOptions) -> CachePlan:
     device = loaded.device
     free = free_beside(loaded, options.prefill_tokens or _prefill_tokens(device))
     return plan_cache(
-        bytes_per_token=loaded.num_cached_layers * loaded.cache_width * loaded.cache_dtype.itemsize,
+        bytes_per_token=loaded.cache_token_bytes,
         free_bytes=loaded.weights.parallel.minimum(free // (options.tp if device.type == "cpu" else 1)),
         device_type=device.type,
         max_batch=options.max_batch,

@@ -9,7 +9,6 @@ import torch
 
 from quantkit.devices import free_bytes
 from quantkit.errors import QuantkitError
-from quantkit.executor.cache import PagedCache
 from quantkit.executor.context import Chunk, PrefillContext
 from quantkit.executor.load import LoadedModel
 
@@ -24,18 +23,9 @@ def free_beside(loaded: LoadedModel, prefill_tokens: int) -> int:
 @torch.inference_mode()
 def warm_up(loaded: LoadedModel, tokens: int) -> None:
     """Compute a prompt of so many tokens over a cache that is let go of. Raises QuantkitError where memory does not even hold that."""
-    widths, size = loaded.cache_layout.widths, loaded.cache_layout.block_size
-    blocks = -(-tokens // size)
+    blocks = -(-tokens // loaded.cache_layout.block_size)
     try:
-        cache = PagedCache(
-            loaded.num_cached_layers,
-            blocks + 1,
-            loaded.cache_width,
-            block_size=size,
-            dtype=loaded.cache_dtype,
-            device=loaded.device,
-            parts=widths if len(widths) > 1 else (),
-        )
+        cache = loaded.new_cache(blocks + 1)
         table = torch.arange(1, blocks + 1, device=loaded.device)
         hidden = loaded.model(
             torch.zeros(tokens, dtype=torch.int64, device=loaded.device), PrefillContext(cache, [Chunk(0, tokens, table)])

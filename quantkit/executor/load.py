@@ -9,10 +9,11 @@ from quantkit_kernels import CacheLayout, cache_layout
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.devices import find_device, find_dtype
 from quantkit.errors import QuantkitError
-from quantkit.executor.cache import BLOCK_SIZE
+from quantkit.executor.cache import BLOCK_SIZE, Coding, PagedCache, find_codes
 from quantkit.executor.parallel import SINGLE, Parallel
 from quantkit.executor.weights import ExecutorWeights
 from quantkit.models.architecture import KeyValueCache, LatentCache, ModelConfig, MtpModel
+from quantkit.models.context import cached_dtype
 from quantkit.models.decoder import Model
 from quantkit.models.stored import check_stored, is_stored, read_model
 from quantkit.models.table import Parameter
@@ -24,7 +25,7 @@ from quantkit.schemes import IntGrid
 class LoadedModel:
     """`model`, `mtp` and `config` are the architecture file's Model, MtpLayer (where asked for) and Config.
 
-    `nbytes` is what the prepared weights hold.
+    `nbytes` is what the prepared weights hold. codes: the dtype of a cache in 8 bits, None for one of 16.
     """
 
     model: Model
@@ -34,6 +35,7 @@ class LoadedModel:
     weights: ExecutorWeights
     device: torch.device
     dtype: torch.dtype
+    codes: torch.dtype | None = None
 
     @property
     def nbytes(self) -> int:
@@ -50,9 +52,33 @@ class LoadedModel:
         return self.config.cache.width // self.config.cache.shares(self.weights.parallel.size)
 
     @property
+    def cache_token_bytes(self) -> int:
+        """Of a token, over all layers, on this rank."""
+        return self.num_cached_layers * self.config.cache.token_bytes(16 if self.codes is None else 8, self.weights.parallel.size)
+
+    def new_cache(self, num_blocks: int) -> PagedCache:
+        """Room for the tokens of so many blocks."""
+        layout, held, coding = self.cache_layout, self.config.cache, None
+        if self.codes is not None:
+            heads = self.cache_width // 2 // held.head_dim if isinstance(held, KeyValueCache) else 0
+            coding = Coding(self.codes, heads)
+        return PagedCache(
+            self.num_cached_layers,
+            num_blocks,
+            self.cache_width,
+            block_size=layout.block_size,
+            dtype=self.cache_dtype,
+            device=self.device,
+            parts=layout.widths if len(layout.widths) > 1 else (),
+            coding=coding,
+        )
+
+    @property
     def cache_layout(self) -> CacheLayout:
         """How the cache lies in memory: latents as their operators read them, keys and values apart."""
         match self.config.cache:
+            case LatentCache(kv_lora_rank, rope_dim) if self.codes is not None:
+                return CacheLayout((kv_lora_rank, rope_dim), BLOCK_SIZE)
             case LatentCache(kv_lora_rank, rope_dim):
                 return cache_layout(kv_lora_rank, rope_dim, self.dtype, self.device)
             case KeyValueCache():
@@ -60,14 +86,21 @@ class LoadedModel:
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """The compute dtype where it has 16 bits, as operators over the cache want it; else bfloat16."""
-        return torch.bfloat16 if self.dtype == torch.float32 else self.dtype
+        """As `models.context.cached_dtype` has it."""
+        return cached_dtype(self.dtype)
 
 
 def load_model(
-    path: Path, *, device: str = "auto", backend: str = "auto", dtype: str | None = None, mtp: bool = False, parallel: Parallel = SINGLE
+    path: Path,
+    *,
+    device: str = "auto",
+    backend: str = "auto",
+    dtype: str | None = None,
+    mtp: bool = False,
+    parallel: Parallel = SINGLE,
+    cache: str | None = None,
 ) -> LoadedModel:
-    """Open, check and prepare; the MTP layer only with `mtp`.
+    """Open, check and prepare; the MTP layer only with `mtp`. cache: int8 or fp8 for a cache in 8 bits.
 
     Raises QuantkitError for a fault of the checkpoint, the architecture, the device or the backend.
     """
@@ -75,6 +108,7 @@ def load_model(
     read = read_model(checkpoint)
     architecture, config, rows = read.architecture, read.config, read.rows
     target = find_device(device)
+    codes = find_codes(cache, target)
     compute = find_dtype(dtype, target, isinstance(checkpoint.grid, IntGrid) and checkpoint.grid.bits == 4)
     _check_heads(config, parallel.size)
     if mtp:
@@ -85,7 +119,7 @@ def load_model(
     with torch.inference_mode():
         model = architecture.Model(config, weights)
         layer = architecture.MtpLayer(config, weights, 0) if mtp and architecture.MtpLayer else None
-    return LoadedModel(model, layer, config, checkpoint, weights, target, compute)
+    return LoadedModel(model, layer, config, checkpoint, weights, target, compute, codes)
 
 
 def _check_heads(config: ModelConfig, size: int) -> None:

@@ -20,6 +20,7 @@ class EngineOptions:
     measure_steps: bool = False
     num_drafts: int = 0
     prefix_cache: bool = False
+    cache: str | None = None
     tp: int = 1
     count_experts: bool = False
 

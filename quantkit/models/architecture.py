@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from quantkit_kernels import Gating, Routing
 from torch import Tensor
@@ -11,6 +11,9 @@ from quantkit.models.context import Context
 from quantkit.models.decoder import DecoderLayer, Model
 from quantkit.models.table import Parameter, ScaleGroup
 from quantkit.models.weights import Weights
+
+CacheBits = Literal[8, 16]
+SCALE_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,10 @@ class LatentCache:
         """Parts that `ranks` tensor-parallel ranks hold it in: each holds the whole latent."""
         return 1
 
+    def token_bytes(self, bits: CacheBits, ranks: int = 1) -> int:
+        """Of a token and layer on one rank: in 8 bits the latent's codes and a float32 scale, the rotary key has 16 always."""
+        return 2 * self.width if bits == 16 else self.kv_lora_rank + 2 * self.rope_dim + SCALE_BYTES
+
 
 @dataclass(frozen=True)
 class KeyValueCache:
@@ -45,6 +52,11 @@ class KeyValueCache:
     def shares(self, ranks: int) -> int:
         """Parts that `ranks` tensor-parallel ranks hold it in: heads are shared out, a single one is held by several."""
         return min(ranks, self.kv_heads)
+
+    def token_bytes(self, bits: CacheBits, ranks: int = 1) -> int:
+        """Of a token and layer on one rank: in 8 bits codes, and a float32 scale for each head's key and value."""
+        values = self.width // self.shares(ranks)
+        return 2 * values if bits == 16 else values + values // self.head_dim * SCALE_BYTES
 
 
 class ModelConfig(Protocol):

@@ -9,6 +9,7 @@ from typing import Protocol
 import quantkit_kernels
 import torch
 from quantkit_kernels import Norms, Rotation, gqa_prepare, mla_prepare
+from quantkit_kernels.codes import decode, decoded, empty_keys, empty_latents
 from quantkit_kernels.reference.prompts import attend_by_blocks, attend_one
 from torch import Tensor
 from torch.nn import functional as F
@@ -76,16 +77,30 @@ def expand_latents(cached: Tensor, kv_b: Tensor, nope: int) -> tuple[Tensor, Ten
     return torch.cat((k_nope, k_pe[:, None].expand(-1, heads, -1)), dim=-1), v
 
 
-class CausalContext(Positions):
-    """Whole sequences, each seeing itself causally, nothing kept beyond a layer: for calibration, perplexity and tests."""
+def cached_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of a cache, by the compute dtype: that one where it has 16 bits, as operators over the cache want it; else bfloat16."""
+    return torch.bfloat16 if dtype == torch.float32 else dtype
 
-    def __init__(self, seq_lens: list[int], device: torch.device | str = "cpu") -> None:
+
+class CausalContext(Positions):
+    """Whole sequences, each seeing itself causally, nothing kept beyond a layer: for calibration, perplexity and tests.
+
+    codes: tokens attend to what a cache of 8 bits holds of those before them and of themselves.
+    """
+
+    def __init__(self, seq_lens: list[int], device: torch.device | str = "cpu", codes: torch.dtype | None = None) -> None:
         super().__init__(torch.cat([torch.arange(n, device=device) for n in seq_lens]))
-        self.seq_lens = seq_lens
+        self.seq_lens, self.codes = seq_lens, codes
 
     def store_mla(self, layer: int, qkv_a: Tensor, norms: Norms, rope: Rope) -> Tensor:
-        self.stored = qkv_a.new_empty(len(qkv_a), 1, norms.k.shape[0] + rope.dim)
-        return mla_prepare(qkv_a, norms, self.rotation(rope), self.stored, self.rows)
+        tokens, kv_lora = len(qkv_a), norms.k.shape[0]
+        self.stored = qkv_a.new_empty(tokens, 1, kv_lora + rope.dim)
+        if self.codes is None:
+            return mla_prepare(qkv_a, norms, self.rotation(rope), self.stored, self.rows)
+        room = empty_latents((tokens, 1), kv_lora, rope.dim, self.codes, cached_dtype(qkv_a.dtype), qkv_a.device)
+        q_a = mla_prepare(qkv_a, norms, self.rotation(rope), room, self.rows)
+        self.stored.copy_(decoded(room))
+        return q_a
 
     def attend_mla(self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float) -> Tensor:
         q = self.rotate_last(rope, q)
@@ -93,8 +108,15 @@ class CausalContext(Positions):
         return self.attend(q, k, v, scale)
 
     def store_gqa(self, layer: int, qkv: Tensor, kv_heads: int, head_dim: int, norms: Norms | None, rope: Rope) -> Tensor:
-        self.keys, self.values = qkv.new_empty(2, 1, len(qkv), kv_heads, head_dim).unbind()
-        return gqa_prepare(qkv, norms, self.rotation(rope), (self.keys, self.values), self.rows)
+        shape = (1, len(qkv), kv_heads, head_dim)
+        self.keys, self.values = qkv.new_empty(2, *shape).unbind()
+        if self.codes is None:
+            return gqa_prepare(qkv, norms, self.rotation(rope), (self.keys, self.values), self.rows)
+        room = empty_keys(shape, self.codes, qkv.device)
+        q = gqa_prepare(qkv, norms, self.rotation(rope), room, self.rows)
+        self.keys.copy_(decode(room.keys, room.key_scales))
+        self.values.copy_(decode(room.values, room.value_scales))
+        return q
 
     def attend_gqa(self, layer: int, q: Tensor, scale: float, window: int = 0, sinks: Tensor | None = None) -> Tensor:
         return self.attend(q, self.keys[0], self.values[0], scale, window, sinks)

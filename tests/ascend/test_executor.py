@@ -14,6 +14,7 @@ from ascend import exact, npu_double
 from torch import Tensor
 
 from quantkit.assets import builtin_model
+from quantkit.errors import QuantkitError
 from quantkit.executor.cache import PagedCache
 from quantkit.executor.context import Chunk, DecodeContext, PrefillContext
 from quantkit.executor.engine import Engine
@@ -124,3 +125,9 @@ def forced(path: Path, dtype: str, backend: str, text: list[int], prompt: int) -
 def divergence(ideal: Tensor, other: Tensor) -> float:
     """Mean KL divergence per step, in nats."""
     return float((ideal.exp() * (ideal - other)).sum(dim=-1).mean())
+
+
+@pytest.mark.parametrize("cache", ["int8", "fp8"])
+def test_a_cache_in_8_bits_is_refused(tiny_dense_checkpoint: Path, cache: str) -> None:
+    with npu_double.installed(), pytest.raises(QuantkitError, match=f"no cache of {cache} .* leave --cache out"):
+        load_model(tiny_dense_checkpoint, device="cpu", backend="torch_npu", cache=cache)

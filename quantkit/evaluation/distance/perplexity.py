@@ -20,10 +20,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from quantkit.devices import find_device
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.distance.documents import read_documents
 from quantkit.evaluation.distance.sampled import GreedyPaths, greedy_paths, prompts_of, sample_replies
 from quantkit.evaluation.distance.windows import Window, slide
+from quantkit.executor.cache import find_codes
 from quantkit.executor.expert_counter import ExpertCounter
 from quantkit.executor.load import LoadedModel, load_model
 from quantkit.expert_counts import ExpertCounts
@@ -165,7 +167,7 @@ class Watched:
         """Documents as flat sequences, T their tokens together."""
         self.trace = Trace()
         device = self.loaded.device
-        context = CausalContext([len(ids) for ids in documents], device)
+        context = CausalContext([len(ids) for ids in documents], device, self.loaded.codes)
         self.trace.final = self.loaded.model(torch.cat(documents).to(device), context)
         return self.trace
 
@@ -189,13 +191,15 @@ def measure(
     count_experts: bool = False,
     device: str = "auto",
     backend: str = "auto",
+    cache: str | None = None,
     progress: Report | None = None,
 ) -> Quality:
     """Perplexity of `model` over the documents of `text` (.jsonl, .txt, or token ids int64 [T] each), and its distance from `baseline`.
 
     seq_len: longest document in tokens. stride: windows of seq_len that far apart, over whole documents (windows.py). limit: the first
     documents only. sampled: instead of a text, what the baseline writes to the prompts of this task (protocol r1, sampled with `seed`,
-    `max_tokens` or the task's own number at most), read from `data_dir`; the greedy paths of the two are compared as well.
+    `max_tokens` or the task's own number at most), read from `data_dir`; the greedy paths of the two are compared as well. cache: int8 or
+    fp8 lets `model` attend to what a cache of 8 bits would hold; the baseline, which may be the same model, attends to its 16.
     Raises QuantkitError where the text is unusable or the two models do not belong together.
     """
     if (text is None) == (sampled is None):
@@ -206,19 +210,20 @@ def measure(
     base = find_model(baseline) if baseline is not None else None
     if base is not None:
         _check_same_tokens(path, base)
+    find_codes(cache, find_device(device))
     tell = progress or (lambda _: None)
     paths = None
     if sampled is not None and base is not None:
         work, prompts = prompts_of(sampled, data_dir, limit, seed, max_tokens)
         windows = sample_replies(base, work, prompts, device=device, backend=backend)
-        paths = greedy_paths(path, base, work, prompts, device=device, backend=backend)
+        paths = greedy_paths(path, base, work, prompts, device=device, backend=backend, cache=cache)
     else:
         assert text is not None
         windows = _windows(text, path, seq_len, stride, limit)
     with tempfile.TemporaryDirectory(prefix="quantkit-ppl-") as folder:
         passes = _passes(windows, max(seq_len, *(len(window.ids) for window in windows)))
         head = _run_baseline(base, passes, Path(folder), device, backend, tell) if base is not None else None
-        loaded = load_model(path, device=device, backend=backend)
+        loaded = load_model(path, device=device, backend=backend, cache=cache)
         counter = ExpertCounter(loaded) if count_experts else None
         watched = Watched(loaded)
         sums, done, total = _Sums(), 0, sum(len(window.ids) for window in windows)

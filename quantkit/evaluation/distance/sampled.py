@@ -47,10 +47,13 @@ def sample_replies(path: Path, work: TaskRun, prompts: list[Prompt], *, device: 
     return windows
 
 
-def greedy_paths(path: Path, base: Path, work: TaskRun, prompts: list[Prompt], *, device: str, backend: str) -> GreedyPaths:
-    """Both models' greedy replies, token by token."""
+def greedy_paths(
+    path: Path, base: Path, work: TaskRun, prompts: list[Prompt], *, device: str, backend: str, cache: str | None = None
+) -> GreedyPaths:
+    """Both models' greedy replies, token by token. cache: of the model at `path`."""
     limit = work.setting.generation.max_tokens
-    ours, theirs = ([reply for _, reply in _tokens(one, prompts, 0.0, 1.0, limit, device, backend)] for one in (path, base))
+    sides = ((path, cache), (base, None))
+    ours, theirs = ([reply for _, reply in _tokens(one, prompts, 0.0, 1.0, limit, device, backend, own)] for one, own in sides)
     together = [_common(a, b) for a, b in zip(ours, theirs)]
     return GreedyPaths(len(prompts), sum(a == b for a, b in zip(ours, theirs)) / len(prompts), float(median(together)))
 
@@ -61,10 +64,17 @@ def _common(one: list[int], other: list[int]) -> int:
 
 
 def _tokens(
-    path: Path, prompts: list[Prompt], temperature: float, top_p: float, limit: int | None, device: str, backend: str
+    path: Path,
+    prompts: list[Prompt],
+    temperature: float,
+    top_p: float,
+    limit: int | None,
+    device: str,
+    backend: str,
+    cache: str | None = None,
 ) -> list[tuple[list[int], list[int]]]:
     """(prompt, reply) as token ids, for every prompt in order."""
-    model = Local(path, name=path.name, device=device, backend=backend)
+    model = Local(path, name=path.name, device=device, backend=backend, cache=cache)
     try:
         encoded = [model.encode(prompt) for prompt in prompts]
         longest = model.engine.max_model_len

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from quantkit.errors import QuantkitError
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -65,3 +67,9 @@ class Generator(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def check_own_cache(url: str, cache: str | None) -> None:
+    """Refuse to choose a server's cache."""
+    if cache is not None:
+        raise QuantkitError(f"--cache {cache} is for a model loaded here, and {url} has a cache of its own", "leave --cache out")

@@ -28,12 +28,13 @@ class Local:
         concurrency: int = 64,
         device: str = "auto",
         backend: str = "auto",
+        cache: str | None = None,
         count_experts: Path | None = None,
     ) -> None:
         self.name, self._counts_file = name, count_experts
-        self.identity: dict[str, Any] = {"checkpoint": content_hash(path)}
+        self.identity: dict[str, Any] = {"checkpoint": content_hash(path)} | ({"cache": cache} if cache is not None else {})
         counted = count_experts is not None
-        self.engine = Engine.load(path, device=device, backend=backend, max_batch=concurrency, count_experts=counted)
+        self.engine = Engine.load(path, device=device, backend=backend, max_batch=concurrency, cache=cache, count_experts=counted)
 
     def generate(self, prompts: Sequence[Prompt], parameters: Generation) -> Iterator[ModelReply]:
         encoded = [_encode(self.engine.tokenizer, prompt) for prompt in prompts]

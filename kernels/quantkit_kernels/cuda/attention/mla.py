@@ -21,6 +21,8 @@ from quantkit_kernels.paged import Norms, PagedLatents, Rotation
 _LATENT, _ROPE, _NOPE, _VALUE = 512, 64, 128, 128
 _TILE = 32
 """Tokens that a block takes at a time (kTile)."""
+_CODE_TILE = 64
+"""And of a cache in 8 bits (kCodeTile)."""
 _MOST_SPLITS = 256
 
 
@@ -53,7 +55,7 @@ def mla_decode(q: Tensor, kv_b: Tensor, rotation: Rotation, pages: PagedLatents,
     operands = [one.contiguous() for one in (q, kv_b, rotation.cos, rotation.sin)]
     table, seq_lens = pages.block_table.contiguous(), pages.seq_lens.contiguous()
     block_size, table_width = parts[0].shape[1], table.shape[1]
-    splits = _splits(rows, heads, table_width * block_size, q.device)
+    splits = _splits(rows, heads, -(-table_width * block_size // (_CODE_TILE if isinstance(cache, CodedLatents) else _TILE)), q.device)
     absorbed = torch.empty(rows, heads, _LATENT + _ROPE, dtype=q.dtype, device=q.device)
     weighted = torch.empty(rows, heads, splits, _LATENT, dtype=torch.float32, device=q.device)
     found = torch.empty(rows, heads, splits, 2, dtype=torch.float32, device=q.device)
@@ -79,10 +81,10 @@ def _float_dtype(cache: Latents) -> torch.dtype:
     return cache.keys.dtype if isinstance(cache, CodedLatents) else parts_of(cache)[0].dtype
 
 
-def _splits(rows: int, heads: int, slots: int, device: torch.device) -> int:
+def _splits(rows: int, heads: int, tiles: int, device: torch.device) -> int:
     """Into how many parts each row's tokens are divided: as many as fill the device once, none without work in the longest row."""
     blocks = rows * -(-heads // 32)
-    return max(1, min(_multiprocessors(device) // blocks, -(-slots // _TILE), _MOST_SPLITS))
+    return max(1, min(_multiprocessors(device) // blocks, tiles, _MOST_SPLITS))
 
 
 @functools.cache

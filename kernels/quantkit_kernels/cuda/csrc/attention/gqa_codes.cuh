@@ -1,6 +1,6 @@
 // A cache of 8 bits, with a scale for each token and head of keys and of values.
 //
-// Codes become 16-bit operands in registers. A word that ldmatrix brings has four codes along a key, where the query has four columns in a row
+// Codes become fp16 operands in registers, with queries and probabilities of fp16. A word that ldmatrix brings has four codes along a key, where the query has four columns in a row
 // instead of two and two; transposed it has two codes of each of two tokens, of even and of odd columns.
 #pragma once
 
@@ -46,7 +46,7 @@ template <class Type, int WIDTH, class Code> struct Codes {
         const int head = g + h * 8, column = k * 16 + 4 * part;
         const bool there = (HALVES == 2 || h == 0) && head < unit.heads && column < p.d;
         const uint2 four = there ? *reinterpret_cast<const uint2*>(from + head * p.d + column) : make_uint2(0, 0);
-        queries[k][h] = four.x, queries[k][2 + h] = four.y;
+        queries[k][h] = two_queries<T>(four.x), queries[k][2 + h] = two_queries<T>(four.y);
       }
   }
 
@@ -59,18 +59,18 @@ template <class Type, int WIDTH, class Code> struct Codes {
       uint32_t words[4];
       load_matrices(words, keys + k * 32);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) mma<T>(score[i % 2], queries[2 * k + i / 2], two_codes<T, Code, 0, 1>(words[i]), two_codes<T, Code, 2, 3>(words[i]));
+      for (int i = 0; i < 4; ++i) mma<__half>(score[i % 2], queries[2 * k + i / 2], two_codes<Code, 0, 1>(words[i]), two_codes<Code, 2, 3>(words[i]));
     }
     Scale scales;
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       const uint32_t at = slot + scales_at + (n * 8 + 2 * part) * 4;
       const float2 of_keys = read8(at), of_values = read8(at + kWarpTokens * 4);
-      scales.keys[n][0] = scale * of_keys.x, scales.keys[n][1] = scale * of_keys.y;
+      scales.keys[n][0] = kQueryStep * scale * of_keys.x, scales.keys[n][1] = kQueryStep * scale * of_keys.y;
       scales.logs[n][0] = __log2f(of_values.x), scales.logs[n][1] = __log2f(of_values.y);
     }
     uint32_t probabilities[4] = {};
-    exponentiate<T, D, HALVES>(probabilities, sums, score, left, scales);
+    exponentiate<__half, D, HALVES>(probabilities, sums, score, left, scales);
     const uint32_t values = slot + (kWarpTokens + (matrix & 1) * 8 + matrix_row) * row + (matrix >> 1) * 16;
 #pragma unroll
     for (int n = 0; n < D / 32; ++n) {
@@ -79,8 +79,8 @@ template <class Type, int WIDTH, class Code> struct Codes {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const uint32_t first = words[2 * c], second = words[2 * c + 1];
-        mma<T>(sums.of[4 * n + 2 * c], probabilities, two_codes<T, Code, 0, 2>(first), two_codes<T, Code, 0, 2>(second));
-        mma<T>(sums.of[4 * n + 2 * c + 1], probabilities, two_codes<T, Code, 1, 3>(first), two_codes<T, Code, 1, 3>(second));
+        mma<__half>(sums.of[4 * n + 2 * c], probabilities, two_codes<Code, 0, 2>(first), two_codes<Code, 0, 2>(second));
+        mma<__half>(sums.of[4 * n + 2 * c + 1], probabilities, two_codes<Code, 1, 3>(first), two_codes<Code, 1, 3>(second));
       }
     }
   }

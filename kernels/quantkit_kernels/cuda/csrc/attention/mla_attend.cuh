@@ -97,14 +97,10 @@ template <class T> __device__ __forceinline__ void copy_rows(uint32_t to, const 
   }
 }
 
-// A part's result: of each head the largest score and the sum of its probabilities.
-__device__ __forceinline__ void store_found(const Attend& p, float largest, float total, int threads_per_head, int head, int token0, int head0, int row, int split) {
+// A part's result: of each head the largest score and the sum of its probabilities, and a warp's 64 columns of the sums of latents.
+template <int HT> __device__ __forceinline__ void store_part(const Attend& p, const float (&sums)[HT][8][4], float largest, float total, int threads_per_head, int head, int token0, int head0, int row, int split, int g, int part, int warp) {
   for (int o = threads_per_head / 2; o; o >>= 1) total += __shfl_xor_sync(0xffffffffu, total, o);
   if (token0 == 0 && head0 + head < p.heads) p.found[((size_t)row * p.heads + head0 + head) * p.splits + split] = make_float2(largest, total);
-}
-
-// And a warp's 64 columns of the sums of latents.
-template <int HT> __device__ __forceinline__ void store_part(const Attend& p, const float (&sums)[HT][8][4], int head0, int row, int split, int g, int part, int warp) {
 #pragma unroll
   for (int t = 0; t < HT; ++t)
 #pragma unroll
@@ -134,7 +130,7 @@ template <class T, int HT> __global__ void __launch_bounds__(kThreads, 1) attend
     for (int i = 0; i < kSlots; ++i) init_barrier(barriers + i * 8, kThreads);
   }
   __syncthreads();
-  const int length = p.lengths[row * p.lengths_stride], tiles = tiles_of(length), parts = parts_of(tiles, p.splits);
+  const int length = p.lengths[row * p.lengths_stride], tiles = tiles_of(length, kTile), parts = parts_of(tiles, p.splits);
   const int begin = split < parts ? tiles * split / parts : 0, count = split < parts ? tiles * (split + 1) / parts - begin : 0;
 
   // The queries come through the ring as if they were tile 0, tiles of the cache as 1 .. count. A warp copies four rows. Tokens past the end
@@ -222,8 +218,7 @@ template <class T, int HT> __global__ void __launch_bounds__(kThreads, 1) attend
     }
   }
 
-  store_found(p, largest, total, threads_per_head, head, token0, head0, row, split);
-  store_part<HT>(p, sums, head0, row, split, g, part, warp);
+  store_part<HT>(p, sums, largest, total, threads_per_head, head, token0, head0, row, split, g, part, warp);
 }
 
 template <class T> int launch_attend(const void* q, const void* cache, const Attend& p, int rows, void* s) {

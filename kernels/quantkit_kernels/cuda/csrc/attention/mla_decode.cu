@@ -16,7 +16,7 @@
 extern "C" int qk_mla_decode(const MlaDecode* m, int dtype, void* s) {
   const auto run = [&](auto* like) {
     using T = std::remove_pointer_t<decltype(like)>;
-    return absorb_attend_project<T>(*m, s, [&](const Attend& p) { return launch_attend<T>(m->absorbed, m->cache, p, m->rows, s); });
+    return absorb_attend_project<T>(*m, kTile, s, [&](const Attend& p) { return launch_attend<T>(m->absorbed, m->cache, p, m->rows, s); });
   };
   return dtype == 0 ? run((__nv_bfloat16*)nullptr) : run((__half*)nullptr);
 }

@@ -26,7 +26,7 @@ __device__ __forceinline__ void multiply_values(float (&acc)[2][4], const char* 
 
 // The weighed sum of row `row0 + r`'s parts, of which this warp takes every `warps_per_row`th: a lane has 4 of each 128 columns.
 __device__ __forceinline__ void merge_parts(float4 (&sum)[4], const Attend& p, const float* shares, int row0, int r, int head, int warp, int lane, int warps_per_row) {
-  const int parts = parts_of(tiles_of(p.lengths[(row0 + r) * p.lengths_stride]), p.splits);
+  const int parts = parts_of(tiles_of(p.lengths[(row0 + r) * p.lengths_stride], p.tile), p.splits);
   const float4* weighted = reinterpret_cast<const float4*>(p.weighted + ((size_t)(row0 + r) * p.heads + head) * p.splits * kLatent) + lane;
 #pragma unroll 4
   for (int s = warp % warps_per_row; s < parts; s += warps_per_row) {
@@ -58,7 +58,7 @@ template <class T> __global__ void __launch_bounds__(kThreads, 2) project(const 
 
   // What each part weighs.
   if (warp < here) {
-    const int parts = parts_of(tiles_of(p.lengths[(row0 + warp) * p.lengths_stride]), p.splits);
+    const int parts = parts_of(tiles_of(p.lengths[(row0 + warp) * p.lengths_stride], p.tile), p.splits);
     const float2* found = p.found + ((size_t)(row0 + warp) * p.heads + head) * p.splits;
     float2 mine[kMostSplits / 32];
     float top = -INFINITY, total = 0;

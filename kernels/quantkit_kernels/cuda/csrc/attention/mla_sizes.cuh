@@ -28,11 +28,12 @@ struct Attend {
   const int *table, *lengths;  // [rows, table_width], [rows]; strides in ints, 2 for int64
   int table_stride, lengths_stride, table_width, block_size, heads, splits;
   float scale;                 // times log2(e)
+  int tile;                    // tokens of a tile
   float* weighted;             // [rows, heads, splits, 512]: sum of p latent, p = 2^(score - largest)
   float2* found;               // [rows, heads, splits]: largest score, sum of p
 };
 
-__device__ __forceinline__ int tiles_of(int length) { return (length + kTile - 1) / kTile; }
+__device__ __forceinline__ int tiles_of(int length, int tile) { return (length + tile - 1) / tile; }
 // A row's tiles are shared out over this many of the grid's splits, none of which is without work. Tiles are fewer than 2^23.
 __device__ __forceinline__ int parts_of(int tiles, int splits) { return min(tiles, splits); }
 

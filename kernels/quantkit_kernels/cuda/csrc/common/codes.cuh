@@ -7,7 +7,7 @@
 #include <cuda_fp8.h>
 #include <stdint.h>
 
-#include "common/packed.cuh"
+#include <type_traits>
 
 namespace {
 
@@ -30,28 +30,25 @@ template <class Code> __device__ __forceinline__ uint2 codes_of_eight(const floa
   return make_uint2(words[0], words[1]);
 }
 
-// Codes FIRST and SECOND of a word's four, side by side as two numbers of T.
-//
-// Int8 as bf16: 0x4300 | seven bits is 128 + them, and 0x4300 | the sign bit is 128 or 256: their difference is the number. As fp16, which has
-// room for all eight bits: 1024 + (code + 128) less 1152.
-// E4M3: its bits below those of the sign are moved to where exponent and mantissa of T meet; 2^120 or 2^8 makes up for the other bias.
-template <class T, class Code, int FIRST, int SECOND> __device__ __forceinline__ uint32_t two_codes(uint32_t word) {
-  using P = typename Pair<T>::type;
-  constexpr bool bf16 = std::is_same_v<T, __nv_bfloat16>;
-  const auto minus = [](uint32_t a, uint32_t b) {
-    const P r = __hsub2(*reinterpret_cast<const P*>(&a), *reinterpret_cast<const P*>(&b));
-    return *reinterpret_cast<const uint32_t*>(&r);
-  };
-  if constexpr (std::is_same_v<Code, Int8> && bf16) {
-    const uint32_t both = __byte_perm(word, 0x43434343u, 0x4040 | SECOND << 8 | FIRST);
-    return minus(both & 0xff7fff7fu, both & 0xff80ff80u);
-  } else if constexpr (std::is_same_v<Code, Int8>) {
-    return minus(__byte_perm(word ^ 0x80808080u, 0x64646464u, 0x4040 | SECOND << 8 | FIRST), 0x64806480u);
+// Codes FIRST and SECOND of a word's four, side by side as two numbers of fp16, exactly. Int8: 1024 + (code + 128) less 1152.
+template <class Code, int FIRST, int SECOND> __device__ __forceinline__ uint32_t two_codes(uint32_t word) {
+  uint32_t both;
+  if constexpr (std::is_same_v<Code, Int8>) {
+    both = __byte_perm(word ^ 0x80808080u, 0x64646464u, 0x4040 | SECOND << 8 | FIRST);
+    const __half2 less = __hsub2(*reinterpret_cast<const __half2*>(&both), __half2(__half_raw{0x6480}, __half_raw{0x6480}));
+    return *reinterpret_cast<const uint32_t*>(&less);
   } else {
-    const uint32_t both = __byte_perm(word, 0, 0x0404 | SECOND << 12 | FIRST << 4);
-    constexpr int by = bf16 ? 4 : 1;
-    return multiply2<T>(and_or(both, 0x80008000u, (both >> by) & (0x7f007f00u >> by)), bf16 ? 0x7b807b80u : 0x5c005c00u);
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(both) : "h"((uint16_t)__byte_perm(word, 0, 0x4400 | SECOND << 4 | FIRST)));
+    return both;
   }
+}
+
+// Queries that meet codes are fp16, too, and divided by 16: of bf16 they keep all bits between 2^-10 and 2^19, and beyond that 2^-20 or infinity.
+constexpr float kQueryStep = 16.f;
+template <class T> __device__ __forceinline__ uint32_t two_queries(uint32_t pair) {
+  const T* both = reinterpret_cast<const T*>(&pair);
+  const __half2 less = __floats2half2_rn(float(both[0]) / kQueryStep, float(both[1]) / kQueryStep);
+  return *reinterpret_cast<const uint32_t*>(&less);
 }
 
 }  // namespace

@@ -1,0 +1,160 @@
+"""The cache in 8 bits, from an engine's option to its tokens: latents, keys and values."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import make_model
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.errors import QuantkitError
+from quantkit.evaluation.distance.perplexity import measure
+from quantkit.evaluation.generators.local import Local
+from quantkit.evaluation.speed.targets import open_target
+from quantkit.executor.cache import codes_of
+from quantkit.executor.context import Chunk, DecodeContext, PrefillContext
+from quantkit.executor.engine import Engine
+from quantkit.executor.load import load_model
+from quantkit.executor.options import EngineOptions
+from quantkit.executor.sampling import SamplingParams
+from quantkit.models import find_architecture
+from quantkit.models.architecture import KeyValueCache, LatentCache
+from quantkit.models.context import CausalContext
+
+KINDS = pytest.mark.parametrize("cache", ["int8", "fp8"])
+GROUPED = {
+    "model_type": "mistral",
+    "vocab_size": 320,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "max_position_embeddings": 512,
+    "sliding_window": 20,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+PROMPTS = [[7 + i * 13 % 300 for i in range(length)] for length in (70, 5, 33)]
+"""One of them longer than a block."""
+
+
+@pytest.fixture(scope="module")
+def grouped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Grouped queries, some of whose keys leave the window."""
+    architecture, rng = find_architecture(GROUPED), torch.Generator().manual_seed(5)
+    rows = architecture.parameters(architecture.Config.from_dict(GROUPED))
+    scales = {row.name: 1.0 if row.role in ("embedding", "head") else row.shape[-1] ** -0.5 for row in rows}
+    tensors = {row.name: torch.randn(row.shape, generator=rng).mul_(scales[row.name]).bfloat16() for row in rows}
+    return make_model.write_dense(tmp_path_factory.mktemp("models") / "grouped", GROUPED, tensors)
+
+
+@pytest.fixture(params=["latents", "keys"])
+def path(request: pytest.FixtureRequest, tiny_dense_checkpoint: Path, grouped: Path) -> Path:
+    return tiny_dense_checkpoint if request.param == "latents" else grouped
+
+
+def tokens(path: Path, cache: str | None, **options: int) -> list[list[int]]:
+    engine = Engine.load(path, device="cpu", dtype="float32", max_batch=4, max_model_len=128, cache=cache, **options)
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    return [one.token_ids for one in sorted(engine.generate(PROMPTS, params), key=lambda one: one.index)]
+
+
+@KINDS
+@torch.inference_mode()
+def test_through_the_cache_tokens_attend_to_its_codes(path: Path, cache: str) -> None:
+    """Prompts in chunks, then one token a row, as one causal pass over what 8 bits hold. The last rows tell them from one that is not."""
+    loaded = load_model(path, device="cpu", dtype="float32", cache=cache)
+    paged, prompts = loaded.new_cache(8), [torch.tensor(one) for one in PROMPTS]
+    assert paged.nbytes == 8 * paged.block_size * loaded.cache_token_bytes
+    blocks, size = [torch.tensor(one) for one in ([5, 2], [7], [1])], paged.block_size
+    cuts = [(0, 40), (40, 69)]
+    first = [Chunk(0, min(40, len(ids) - 1), own) for ids, own in zip(prompts, blocks)]
+    loaded.model(torch.cat([ids[: one.length] for ids, one in zip(prompts, first)]), PrefillContext(paged, first))
+    loaded.model(prompts[0][slice(*cuts[1])], PrefillContext(paged, [Chunk(40, 29, blocks[0])]))
+    positions = torch.tensor([len(ids) - 1 for ids in prompts])
+    tables = torch.nn.utils.rnn.pad_sequence(blocks, batch_first=True)
+    slots = tables[torch.arange(3), positions // size] * size + positions % size
+    found = loaded.model(torch.stack([ids[-1] for ids in prompts]), DecodeContext(paged, positions, tables, slots))
+
+    def causal(codes: torch.dtype | None) -> Tensor:
+        lengths = [len(ids) for ids in prompts]
+        return loaded.model(torch.cat(prompts), CausalContext(lengths, codes=codes))[torch.tensor(lengths).cumsum(0) - 1]
+
+    exact = causal(loaded.codes)
+    apart = (causal(None) - exact).norm()
+    assert (found - exact).norm() < 0.02 * apart
+    assert apart < 0.2 * exact.norm()
+
+
+@KINDS
+@pytest.mark.parametrize("options", [{"prefix_cache": True}, {"prefill_tokens": 9, "cache_tokens": 320}], ids=str)
+def test_tokens_are_the_same_however_they_were_scheduled(path: Path, cache: str, options: dict[str, int]) -> None:
+    assert tokens(path, cache, **options) == tokens(path, cache)
+
+
+@KINDS
+def test_drafts_change_no_token(tiny_checkpoint: Path, cache: str) -> None:
+    assert tokens(tiny_checkpoint, cache, num_drafts=2) == tokens(tiny_checkpoint, cache)
+
+
+def test_two_ranks_have_the_same_tokens_as_one(grouped: Path) -> None:
+    engine = Engine.load(grouped, device="cpu", dtype="float32", max_batch=4, max_model_len=128, cache="int8", tp=2)
+    try:
+        assert engine.loaded.cache_token_bytes == 2 * (32 + 32 + 2 * 4)
+        found = sorted(engine.generate(PROMPTS, SamplingParams(max_new_tokens=12, ignore_eos=True)), key=lambda one: one.index)
+        assert [one.token_ids for one in found] == tokens(grouped, "int8")
+    finally:
+        engine.close()
+
+
+def test_it_holds_as_many_tokens_more_as_it_is_smaller(path: Path) -> None:
+    wide, narrow = (load_model(path, device="cpu", cache=cache) for cache in (None, "int8"))
+    assert wide.new_cache(3).nbytes / narrow.new_cache(3).nbytes == wide.cache_token_bytes / narrow.cache_token_bytes
+
+
+def test_bytes_of_models_that_are_served() -> None:
+    r1, qwen = LatentCache(512, 64), KeyValueCache(8, 128)
+    assert (r1.token_bytes(16), r1.token_bytes(8, 8)) == (1152, 644)
+    assert (qwen.token_bytes(16), qwen.token_bytes(8)) == (4096, 2112)
+    assert (qwen.token_bytes(16, 4), qwen.token_bytes(8, 4)) == (1024, 528)
+
+
+@KINDS
+def test_perplexity_tells_what_the_cache_costs(path: Path, cache: str) -> None:
+    text = [torch.tensor(ids) for ids in PROMPTS]
+    same = measure(str(path), text, baseline=str(path), device="cpu")
+    coded = measure(str(path), text, baseline=str(path), device="cpu", cache=cache)
+    assert same.kl == 0
+    assert coded.kl is not None
+    assert 0 < coded.kl < 0.05
+    assert coded.baseline_ppl == same.ppl
+
+
+@pytest.fixture
+def local(grouped: Path) -> Iterator[Local]:
+    model = Local(grouped, name="grouped", concurrency=1, device="cpu", cache="fp8")
+    yield model
+    model.close()
+
+
+def test_kept_replies_are_of_one_cache(local: Local) -> None:
+    assert local.identity["cache"] == "fp8"
+    assert local.engine.cache.layers[0][0].dtype == torch.float8_e4m3fn
+
+
+def test_the_option_reaches_other_ranks() -> None:
+    options = EngineOptions(Path("x"), cache="int8")
+    assert EngineOptions.from_json(options.to_json()) == options
+
+
+def test_what_there_is_not_is_refused(grouped: Path) -> None:
+    with pytest.raises(QuantkitError, match="cache of 'int4' is not known; use --cache int8 or fp8"):
+        load_model(grouped, device="cpu", cache="int4")
+    with pytest.raises(QuantkitError, match="has a cache of its own"):
+        open_target("http://127.0.0.1:1", max_batch=1, max_model_len=8, device="cpu", backend="auto", cache="int8")
+    assert codes_of(None) is None
