@@ -31,6 +31,16 @@ def test_r1_in_four_bits_fits_one_box(r1: dict[str, Plan]) -> None:
     assert found.devices.cache_bytes_per_token == 576 * 2 * 61
 
 
+def test_a_cache_in_8_bits_has_room_for_more(tiny_checkpoint: Path) -> None:
+    wide, narrow = (plan(tiny_checkpoint, find_scheme("awq-w4a16"), cache=cache).devices for cache in (None, "int8"))
+    assert narrow.cache_bytes_per_token == 3 * (128 + 2 * 16 + 4)
+    assert wide.cache_bytes_per_token == 3 * 2 * (128 + 16)
+    assert narrow.cache_tokens == narrow.cache_bytes // narrow.cache_bytes_per_token > wide.cache_tokens
+    assert "8-bit cache" in narrow.assumption
+    with pytest.raises(QuantkitError, match="cache of 'int4' is not known"):
+        plan(tiny_checkpoint, find_scheme("awq-w4a16"), cache="int4")
+
+
 def test_r1_in_eight_bits_does_not(r1: dict[str, Plan]) -> None:
     """Published: 673 GB. Ours keeps kv_b in 16 bits, one byte more for each of its 32768 x 512 weights in 61 layers."""
     found = r1["int8-a8w8c16"]
