@@ -43,9 +43,7 @@ def run(
         raise QuantkitError("--raw needs --prompt", "give the text that is to be continued")
     counted = _counting(count_experts)
     path = find_model(model)
-    options = EngineOptions(
-        path, device=device, backend=backend, max_batch=1, num_drafts=drafts, cache=cache, tp=tp, count_experts=counted
-    )
+    options = EngineOptions(path, device=device, backend=backend, max_batch=1, num_drafts=drafts, cache=cache, tp=tp, count_experts=counted)
     with console.status(f"loading {model}"):
         engine = lead_or_follow(options)
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
