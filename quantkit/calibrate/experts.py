@@ -42,11 +42,16 @@ class ExpertWeights:
     def hidden(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, I], the input of down."""
         if self.scales_inside:
-            return F.silu(x @ self.gate.t(), inplace=True).mul_(x @ self.up.t())
+            return self.gated(x).mul_(x @ self.up.t())
         gate, up = x @ self.gate.t(), x @ self.up.t()
         if self.biases is not None:
             gate, up = gate.add_(self.biases.gate), up.add_(self.biases.up)
         return self.gating(gate, up)
+
+    def gated(self, x: Tensor) -> Tensor:
+        """[T, H] -> [T, I], what up(x) is multiplied by, where a scale can move from up to down."""
+        gate = x @ self.gate.t()
+        return F.silu(gate, inplace=True) if self.gating == SILU else self.gating(gate, torch.ones_like(gate))
 
     def output(self, hidden: Tensor) -> Tensor:
         """[T, I] -> [T, H]."""
@@ -59,7 +64,7 @@ class ExpertWeights:
     @property
     def scales_inside(self) -> bool:
         """Whether a scale can move from up to down, as it can with SiLU and without biases."""
-        return self.gating == SILU and self.biases is None
+        return self.gating.is_linear_in_up and self.biases is None
 
 
 class ExpertSolver:
@@ -119,7 +124,7 @@ class ExpertSolver:
         if not weights.scales_inside:
             hidden = weights.hidden(x)
             return _Asked(x, hidden, hidden, of_layer, self._down_hessian(hidden[:fitted], w[:fitted], of_layer), fitted)
-        gated = F.silu(x @ weights.gate.t(), inplace=True)
+        gated = weights.gated(x)
         hidden = gated * (x @ weights.up.t())
         return _Asked(x, gated, hidden, of_layer, self._down_hessian(hidden[:fitted], w[:fitted], of_layer), fitted)
 
@@ -164,7 +169,7 @@ class ExpertSolver:
 class _Asked:
     """One expert on its n tokens, of which the first `fitted` are calibration, and on R rows of the layer.
 
-    x [n, H]: its input, scaled. gated [n, I]: SiLU(gate(x)), where a scale can move inside; hidden [n, I]: what down reads. of_layer
+    x [n, H]: its input, scaled. gated [n, I]: f(gate(x)), where a scale can move inside; hidden [n, I]: what down reads. of_layer
     [R, I]: that of the rows. hessian [I, I]: of what down reads.
     """
 

@@ -108,7 +108,8 @@ def _is_router(linear: nn.Linear, above: list[nn.Module]) -> bool:
 
 def _experts(module: nn.Module) -> set[int]:
     """How many experts a module may have: stacked in a tensor, or a list of them."""
-    stacked = {weight.shape[0] for weight in module.parameters() if weight.dim() == 3}
+    holders = [one for one in module.modules() if not isinstance(one, nn.Conv1d)]
+    stacked = {weight.shape[0] for one in holders for weight in one.parameters(recurse=False) if weight.dim() == 3}
     return stacked | {len(one) for one in module.modules() if isinstance(one, nn.ModuleList)}
 
 

@@ -10,6 +10,7 @@ from quantkit.calibrate.parameter_reader import ParameterReader
 from quantkit.checkpoint.companions import SETTINGS, read_companions
 from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.stack import cut_up
 from quantkit.errors import QuantkitError
 from quantkit.model_files import LARGEST, is_there, read_json
 from quantkit.models import by_name as by_name_models
@@ -33,13 +34,14 @@ DROPPED = {
 @dataclass(frozen=True)
 class Inventory:
     """The source against its architecture's table. rows: resolved parameters. dropped: tensor -> reason. told: how linears were told where
-    there is no table."""
+    there is no table. cut: the source with stacked experts as tensors of their own, where it has such."""
 
     architecture: Any
     config: Any
     rows: list[Parameter]
     dropped: dict[str, str]
     told: str = ""
+    cut: Checkpoint | None = None
 
     @property
     def by_name(self) -> bool:
@@ -94,7 +96,8 @@ def check_companions(path: Path, *, calibrated: bool) -> None:
 
 def _watched_inventory(checkpoint: Checkpoint) -> Inventory:
     architecture = WatchedArchitecture(checkpoint.config)
-    return Inventory(architecture, architecture.config, architecture.parameters(_logical_shapes(checkpoint)), {}, architecture.told)
+    cut = cut_up(checkpoint, architecture.stacks)
+    return Inventory(architecture, architecture.config, architecture.parameters(_logical_shapes(cut)), {}, architecture.told, cut)
 
 
 def _logical_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:

@@ -105,7 +105,7 @@ def open_job(request: JobRequest, checkpoint: Checkpoint) -> Job:
             raise QuantkitError(unfit.problem, unfit.remedy)
         target = narrowed(target, request.choice, inventory.rows)
     check_groups(inventory.rows, request.scheme, target)
-    job = Job(request, checkpoint, inventory, target)
+    job = Job(request, inventory.cut or checkpoint, inventory, target)
     if inventory.by_name and job.coverage.share < request.recipe.least_quantized:
         told = f"model_type {model_type!r} of {path / 'config.json'} is not one that quantkit has a table of ({inventory.told})"
         fault = f"{told}, and the run would quantize {job.coverage}"

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers_peers import CASES, SHARED, checkpoint_tensors, random_peer
+from transformers_peers import CASES, EXPERTS, SHARED, checkpoint_tensors
 
 from quantkit.calibrate.layer_weights import LayerWeights
 from quantkit.errors import QuantkitError
@@ -29,6 +29,7 @@ LINEAR_ATTENTION = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "lin
 VISION = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}
 ROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
 QKV, GATE_UP = "q_proj k_proj v_proj", "gate_proj up_proj"
+ROUTED = " ".join([GATE_UP] * EXPERTS["num_experts"])
 FOUND: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "gemma2": ({"head_dim": 16}, {"input_layernorm": QKV, "pre_feedforward_layernorm": GATE_UP}),
     "gemma3_text": ({"head_dim": 16}, {"input_layernorm": QKV, "pre_feedforward_layernorm": GATE_UP}),
@@ -58,6 +59,9 @@ FOUND: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
         {"head_dim": 16, "num_hidden_layers": 4, **LINEAR_ATTENTION},
         {"input_layernorm": "in_proj_qkv in_proj_z in_proj_b in_proj_a", "post_attention_layernorm": GATE_UP},
     ),
+    "olmoe": ({**EXPERTS}, {"input_layernorm": QKV, "post_attention_layernorm": f"gate {ROUTED}"}),
+    "granitemoe": ({"num_local_experts": 2}, {"input_layernorm": QKV, "post_attention_layernorm": f"layer {GATE_UP} {GATE_UP}"}),
+    "phimoe": ({"num_local_experts": 2}, {"input_layernorm": QKV, "post_attention_layernorm": "gate w1 w3 w1 w3"}),
     "olmo2": ({}, {"up_proj": "down_proj"}),  # its norms come after what they would scale
     "exaone4": ({"sliding_window": 8}, {"up_proj": "down_proj"}),
 }
@@ -96,10 +100,16 @@ def test_norms_and_their_readers_are_found(model_type: str) -> None:
     assert {producer: found.get(producer) for producer in expected} == expected
 
 
-@pytest.mark.parametrize("case", ["llama", "llama-mha", "llama-biases", "qwen2", "qwen3", "qwen3-layer-types", "mistral", "mistral-full"])
+MLA = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 4}
+DEEPSEEK = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 32, **MLA}
+TABLES = {case: (kind, extra) for case, (kind, extra) in CASES.items() if not {"mqa", "windows", "gpt_oss"} & set(case.split("-"))}
+TABLES["deepseek_v3"] = ("DeepseekV3", {**DEEPSEEK, "num_experts_per_tok": 3, "num_nextn_predict_layers": 0})
+
+
+@pytest.mark.parametrize("case", TABLES)
 def test_the_groups_of_a_table_are_found(case: str) -> None:
-    kind, extra = CASES[case]
-    config = random_peer(kind, extra).config.to_dict()
+    kind, extra = TABLES[case]
+    config = getattr(transformers, f"{kind}Config")(**{**SHARED, **extra}).to_dict()
     table, watched = find_architecture(config), WatchedArchitecture(config)
     for layer in range(config["num_hidden_layers"]):
         listed = table.scale_groups(table.Config.from_dict(config), layer)
@@ -154,6 +164,11 @@ def test_what_is_walked_is_what_transformers_computes(model_type: str) -> None:
         ({"model_type": "never"}, "does not know 'never'"),
         ({"model_type": "t5", "vocab_size": 64, "d_model": 32, "num_layers": 2}, "gives no logits of its text model alone"),
         ({**TINY, "model_type": "llama", "num_attention_heads": "four"}, "does not build it"),
+        ({**TINY, "model_type": "gpt_oss", "num_local_experts": 4}, "the experts of GptOssExperts hold"),
+        (
+            {**TINY, "model_type": "flex_olmo", "num_experts": 4, "num_experts_per_tok": 2},
+            "more is done with what the routed experts make than to add it",
+        ),
     ],
 )
 def test_what_cannot_be_walked_is_refused_in_a_line(config: dict[str, Any], told: str) -> None:

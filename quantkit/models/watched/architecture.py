@@ -1,6 +1,6 @@
 """A model of transformers as an `Architecture`: rows of a checkpoint, scale groups and decoder layers, as they were seen."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from quantkit_kernels import SILU, Gating, Routing
 
+from quantkit.checkpoint.stack import Stack
 from quantkit.errors import QuantkitError
 from quantkit.models import by_name
 from quantkit.models.module_tree import not_built
-from quantkit.models.table import Parameter, Role, ScaleGroup
+from quantkit.models.table import Parameter, Projection, Role, ScaleGroup, Split
 from quantkit.models.watched.ends import LastNorm, Read, WatchedEnds, check_logits, last_norm
+from quantkit.models.watched.experts import StackedExperts, UnknownExperts, look_at_experts
 from quantkit.models.watched.kinds import Kind, look_at
 from quantkit.models.watched.layer import DecoderLayer, SiteWeights
 from quantkit.models.watched.skeleton import ROUTE, Skeleton
@@ -49,16 +51,23 @@ class WatchedArchitecture:
         for layer in range(len(skeleton.layers)):
             if skeleton.kind(layer) not in self._by_kind:
                 self._by_kind[skeleton.kind(layer)] = look_at(skeleton, layer)
-        if any(kind.plan.experts for kind in self._by_kind.values()):
-            raise QuantkitError(f"{skeleton.told}: routed experts of transformers' modules are not calibrated", ROUTE)
         self.kinds = [self._by_kind[skeleton.kind(layer)] for layer in range(len(skeleton.layers))]
         self.norm: LastNorm | None = last_norm(skeleton)
+        self.experts = {layer: found for layer in range(len(self.kinds)) if (found := self._experts_of(layer)) is not None}
 
     @cached_property
     def config(self) -> WatchedConfig:
         eps = 1e-6 if self.norm is None else self.norm.eps
         vocab = self.skeleton.text.get_input_embeddings().weight.shape[0]
-        return WatchedConfig(vocab, self.skeleton.hidden_size, len(self.skeleton.layers), eps)
+        first = next(iter(self.experts), None)
+        routing = None if first is None else Routing(len(self.experts[first].names), self.kinds[first].chosen)
+        gating = SILU if first is None else self.experts[first].gating
+        return WatchedConfig(vocab, self.skeleton.hidden_size, len(self.skeleton.layers), eps, routing, gating)
+
+    @property
+    def stacks(self) -> list[Stack]:
+        """Stored tensors that hold many experts."""
+        return [stack for found in self.experts.values() for stack in found.stacks]
 
     def DecoderLayer(self, config: WatchedConfig, layer: int, weights: SiteWeights) -> DecoderLayer:
         return DecoderLayer(self.skeleton, layer, self.kinds[layer].plan, weights)
@@ -74,8 +83,12 @@ class WatchedArchitecture:
         tensors = [{name: tuple(one.shape) for name, one in module.state_dict().items()} for module in skeleton.layers]
         for layer, kind in enumerate(self.kinds):
             names = skeleton.names(layer)
+            experts = self.experts.get(layer)
+            inner = () if experts is None else experts.parameters
             called = {module: place for place, module in enumerate(kind.order)}
             for name in sorted(names, key=lambda name: called.get(name.rpartition(".")[0], len(called))):
+                if f"{skeleton.prefixes[layer]}.{name}" in inner:
+                    continue
                 if names[name] not in shapes:
                     raise QuantkitError(f"{skeleton.told}: transformers computes with {names[name]}, and it is not stored", ROUTE)
                 made, stored = tensors[layer][name], shapes[names[name]]
@@ -83,6 +96,8 @@ class WatchedArchitecture:
                     told = f"{names[name]} has shape {list(stored)}, and its config.json makes it {list(made)}"
                     raise QuantkitError(told, "use the model's own config.json")
                 rows.append(self._row(name, layer, kind, Parameter(names[name], shapes[names[name]], "norm", layer=layer), linears))
+            if experts is not None:
+                rows += self._expert_rows(layer, experts, shapes)
         own = {row.name for row in rows}
         rest = [self._outside(Parameter(name, shape, "copied")) for name, shape in shapes.items() if name not in own]
         first = [row for row in rest if row.role == "embedding"]
@@ -93,13 +108,21 @@ class WatchedArchitecture:
         kind, names = self.kinds[layer], self.skeleton.names(layer)
         groups = []
         for group in kind.groups:
-            disk = {name: names[f"{name}.weight"].removesuffix(".weight") for name in (group.producer, *group.consumers)}
-            first = next((name for name in group.consumers if name in kind.plan.linears), None)
-            if first is None:
+            reaches = any(name in kind.plan.experts for name in group.consumers)
+            alone = [name for name in (group.producer, *group.consumers) if name not in kind.plan.experts]
+            disk = {name: names[f"{name}.weight"].removesuffix(".weight") for name in alone}
+            readers = [disk[name] for name in alone[1:]]
+            if reaches:
+                readers += [one.removesuffix(".weight") for triple in self.experts[layer].names for one in triple[:2]]
+            first = next((name for name in alone[1:] if name in kind.plan.linears), None)
+            if first is None and not reaches:
                 continue
-            producer, readers = disk[group.producer], tuple(disk[name] for name in group.consumers)
-            observed = names[f"{kind.plan.linears[first][0]}.weight"].removesuffix(".weight")
-            groups.append(ScaleGroup(observed, producer, group.gain_offset is not None, readers, observed, biased=group.biased))
+            observed = readers[0] if first is None else names[f"{kind.plan.linears[first][0]}.weight"].removesuffix(".weight")
+            made = ScaleGroup(observed, disk[group.producer], group.gain_offset is not None, tuple(readers), observed)
+            groups.append(replace(made, reaches_experts=reaches, biased=group.biased))
+        for expert, triple in enumerate(self.experts[layer].names if layer in self.experts else ()):
+            _, up, down = (name.removesuffix(".weight") for name in triple)
+            groups.append(ScaleGroup(down, up, False, (down,), down, expert))
         return groups
 
     @property
@@ -116,6 +139,19 @@ class WatchedArchitecture:
         told = f"computed by transformers' modules: {len(linears)} scale groups proven in {kinds} kind{'s' * (kinds > 1)} of layers"
         return told + (f"; no scale for what is read by {', '.join(left)}" if left else "")
 
+    def _experts_of(self, layer: int) -> StackedExperts | None:
+        """Those of a layer. Raises QuantkitError where they are not understood, or no norm's scale reaches them."""
+        kind, skeleton = self.kinds[layer], self.skeleton
+        if not kind.plan.experts:
+            return None
+        name, *more = kind.plan.experts
+        try:
+            if more or not any(name in group.consumers for group in kind.groups):
+                raise UnknownExperts("no norm was proven to make what its routed experts read")
+            return look_at_experts(skeleton.model, f"{skeleton.prefixes[layer]}.{name}", skeleton.layers[layer].get_submodule(name))
+        except UnknownExperts as fault:
+            raise QuantkitError(f"{skeleton.told}: {fault}", ROUTE) from fault
+
     # --- rows ----------------------------------------------------------------------------------------------------------------
 
     def _row(self, name: str, layer: int, kind: Kind, row: Parameter, linears: Collection[str]) -> Parameter:
@@ -129,6 +165,20 @@ class WatchedArchitecture:
             return replace(row, role="router")
         is_gain = module in kind.gain_offsets and name == f"{module}.weight"
         return replace(row, role="norm", gain_offset=kind.gain_offsets[module]) if is_gain else replace(row, role="bias")
+
+    def _expert_rows(self, layer: int, experts: StackedExperts, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Parameter]:
+        width, hidden = experts.width, self.skeleton.hidden_size
+        projections: tuple[Projection, ...] = ("gate", "up", "down")
+        for number, names in enumerate(experts.names):
+            for projection, name in zip(projections, names):
+                shape = (hidden, width) if projection == "down" else (width, hidden)
+                if shapes.get(name) != shape:
+                    told = f"{name} is not stored" if name not in shapes else f"{name} has shape {list(shapes[name])}"
+                    raise QuantkitError(f"{self.skeleton.told}: {told}, and its config.json makes it {list(shape)}", ROUTE)
+                role: Role = "linear" if by_name.fits((width, hidden)) and by_name.fits((hidden, width)) else "router"
+                fused = None if projection == "down" else f"{names[0].removesuffix('.weight')}_up"
+                split: Split = "row" if projection == "down" else "column"
+                yield Parameter(name, shape, role, split, layer, number, fused, block="expert", projection=projection)
 
     def _outside(self, row: Parameter) -> Parameter:
         """A tensor of no layer: embedding, head and last norm have roles, the rest is copied."""

@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quantkit.errors import QuantkitError
 from quantkit.models.context import CausalContext
+from quantkit.models.watched.experts import experts_modules
 from quantkit.models.watched.groups import SAME, FoundGroup, Seen, Watcher, distance
 from quantkit.models.watched.layer import DecoderLayer, Halves, LayerPlan
 from quantkit.models.watched.skeleton import PROBED, ROUTE, Skeleton
@@ -47,9 +48,8 @@ def _look_at(skeleton: Skeleton, layer: int) -> Kind:
     for name in linears:
         if f"{name}.weight" not in names:
             raise QuantkitError(f"{skeleton.told}: checkpoints hold {name} in another form than transformers computes with", ROUTE)
-    experts = tuple(name for name, one in module.named_modules() if any(p.dim() == 3 for p in one._parameters.values() if p is not None))
-    experts = tuple(name for name in experts if not isinstance(module.get_submodule(name), nn.Conv1d))
-    plan = LayerPlan({name: (name,) for name in linears}, experts=experts)
+    experts = [name for name, _ in experts_modules(module)]
+    plan = LayerPlan({name: (name,) for name in linears}, experts=dict.fromkeys(experts, 1.0))
     tensors = dict(module.state_dict())
     weights = StandIns({disk: tuple(tensors[name].shape) for name, disk in names.items() if name in tensors})
     hidden = torch.randn(PROBED, skeleton.hidden_size, generator=torch.Generator().manual_seed(layer))
@@ -59,10 +59,28 @@ def _look_at(skeleton: Skeleton, layer: int) -> Kind:
         raise QuantkitError(f"{skeleton.told}: layer {layer} computes nothing finite of random weights", ROUTE)
     order = tuple(name for name in seen.inputs if next(module.get_submodule(name).parameters(recurse=False), None) is not None)
     halves, first = _halves(watcher)
-    plan = replace(plan, linears=_sites(linears, seen), halves=halves)
+    factors = {name: _factor(name, watcher) for name in experts}
+    plan = replace(plan, linears=_sites(linears, seen), halves=halves, experts=factors)
     ends = frozenset(name for name in linears if _is_end(name, watcher, first))
     groups = tuple(group for group in watcher.groups() if len({one in first for one in (group.producer, *group.consumers)}) == 1)
-    return Kind(plan, groups, first, ends, order, {name: watcher.gain_offset(name) for name in order if watcher.is_norm(name)})
+    offsets = {name: watcher.gain_offset(name) for name in order if watcher.is_norm(name)}
+    return Kind(plan, groups, first, ends, order, offsets, weights.chosen)
+
+
+def _factor(name: str, watcher: Watcher) -> float:
+    """What the answers of a module of experts are multiplied by before they are added to the residual stream."""
+    answer = torch.randn(watcher.hidden.shape, generator=torch.Generator().manual_seed(17))
+    outputs = []
+    for value in (answer, torch.zeros_like(answer)):
+        watcher.weights.restore()
+        watcher.weights.answers[watcher.block.experts_name(name)] = value
+        outputs.append(watcher.look().output)
+    watcher.weights.restore()
+    added = outputs[0] - outputs[1]
+    factor = float((added * answer).sum() / answer.square().sum())
+    if distance(added, factor * answer) > SAME or factor == 0:
+        raise QuantkitError(f"{watcher.block.skeleton.told}: more is done with what the routed experts make than to add it", ROUTE)
+    return factor
 
 
 def _sites(linears: list[str], seen: Seen) -> dict[str, tuple[str, ...]]:

@@ -45,11 +45,12 @@ class Halves:
 @dataclass(frozen=True)
 class LayerPlan:
     """What runs of a layer, in names inside it. halves: None for a layer that is run whole. linears: module -> the linears that read the
-    same tensor, itself included, the first in order first. experts: modules that hold stacked routed experts."""
+    same tensor, itself included, the first in order first. experts: modules of stacked routed experts, with what
+    their output is multiplied by before it is added to the residual stream."""
 
     linears: Mapping[str, tuple[str, ...]]
     halves: Halves | None = None
-    experts: tuple[str, ...] = field(default=())
+    experts: Mapping[str, float] = field(default_factory=dict)
 
 
 class DecoderLayer:
@@ -109,7 +110,7 @@ class DecoderLayer:
         """Linears ask the weights' operators, experts too; all else gets its tensors, where the caller has them."""
         for name, module in list(self.module.named_modules()):
             if name in self.plan.experts:
-                module.forward = self._experts(self.experts_name(name), next(module.parameters()).shape[0])
+                module.forward = self._experts(name, next(module.parameters()).shape[0])
                 continue
             for key in [key for key, one in module._parameters.items() if one is not None]:
                 self._fill_one(module, key, f"{name}.{key}" if name else key)
@@ -135,11 +136,12 @@ class DecoderLayer:
         """What a module of experts in this layer is asked for by."""
         return f"{self.skeleton.prefixes[self.layer]}.{module}"
 
-    def _experts(self, prefix: str, count: int) -> Callable[..., Tensor]:
-        op = self.weights.experts(prefix, count)
+    def _experts(self, module: str, count: int) -> Callable[..., Tensor]:
+        """Asked with the weights that an expert's output has in the residual stream."""
+        op, factor = self.weights.experts(self.experts_name(module), count), self.plan.experts[module]
 
         def forward(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-            return op(x.reshape(-1, x.shape[-1]), topk_ids, topk_weights.float()).view_as(x)
+            return op(x.reshape(-1, x.shape[-1]), topk_ids, topk_weights.float() * factor).view_as(x)
 
         return forward
 
