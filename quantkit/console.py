@@ -7,7 +7,6 @@ Values come from files, servers and models. Nothing that is printed is read as m
 import json
 import math
 import os
-import re
 import sys
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager
@@ -33,20 +32,9 @@ from quantkit.amounts import span
 from quantkit.meter import Meter
 from quantkit.progress import TimeLeft
 from quantkit.result import Result
+from quantkit.visible import one_line, visible
 
-_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters but tab and line feed, those that turn the direction of writing, and halves of characters."""
 _UNLIMITED = 100_000
-
-
-def visible(text: str) -> str:
-    """`text` with characters that a terminal would act on written as escapes."""
-    return _UNSEEN.sub(lambda found: ascii(found[0])[1:-1], text)
-
-
-def one_line(text: str) -> str:
-    """`visible`, with line feeds written as escapes too."""
-    return visible(text).replace("\n", "\\n")
 
 
 class _Console(Console):

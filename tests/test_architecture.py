@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LEVELS = [
-    {"errors"},
+    {"errors", "visible"},
     {"amounts", "assets", "result", "schemes", "plots", "progress", "devices", "model_files"},
     {"hub", "tokenizer", "settings_file", "meter", "expert_counts"},
     {"quant", "recipe"},

@@ -7,6 +7,7 @@ Of each container there is a format for every layout of scales, for a scale's sh
 another name for its scale (fp8_block.py).
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -85,9 +86,9 @@ class Fp8(Format):
     def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
         return self.declared(config, side) == self.layout
 
+    @abstractmethod
     def declared(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Fp8Layout | None:
         """The layout that a checkpoint of this container declares; None where it declares none of these, or is of another."""
-        raise NotImplementedError
 
     def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
         return None

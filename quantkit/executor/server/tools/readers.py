@@ -26,22 +26,33 @@ class CallReader(Protocol):
         ...
 
 
-class HeadedReader:
+class _Reader:
+    """Text that waits for its head, which is no longer than `_LONGEST_HEAD`."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self.id: str | None = None
+        self._held = ""
+
+    def _head_of(self, text: str, head: re.Pattern[str]) -> re.Match[str] | None:
+        """`text` is held; the head, once it is there."""
+        self._held += text
+        return head.match(self._held[:_LONGEST_HEAD]) if self.name is None else None
+
+
+class HeadedReader(_Reader):
     """A head that names the function, then the arguments as they are. head: matches the whole head; tail: what follows the arguments."""
 
     def __init__(self, head: re.Pattern[str], tail: str = "") -> None:
-        self.name: str | None = None
-        self.id: str | None = None
-        self._head, self._tail, self._held, self._empty = head, tail, "", True
+        super().__init__()
+        self._head, self._tail, self._empty = head, tail, True
 
     def push(self, text: str) -> str:
-        self._held += text
-        if self.name is None:
-            found = self._head.match(self._held[:_LONGEST_HEAD])
-            if found is None:
-                return ""
+        if found := self._head_of(text, self._head):
             self.name, self.id = found["name"], found.groupdict().get("id")
             self._held = self._held[found.end() :]
+        if self.name is None:
+            return ""
         certain = len(self._held.rstrip(" \n\r\t`" if self._tail else " \n\r\t"))
         return self._release(certain)
 
@@ -58,31 +69,26 @@ class HeadedReader:
         return released
 
 
-class JsonReader:
+class JsonReader(_Reader):
     """An object with `name` and `arguments`, as Hermes writes it. Written in another order it is read when it is whole."""
 
     _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 
     def __init__(self) -> None:
-        self.name: str | None = None
-        self.id: str | None = None
-        self._body, self._at = "", 0
+        super().__init__()
+        self._at = 0
         self._depth, self._quoted, self._escaped, self._closed = 0, False, False, False
 
     def push(self, text: str) -> str:
-        self._body += text
-        if self.name is None:
-            found = self._HEAD.match(self._body[:_LONGEST_HEAD])
-            if found is None:
-                return ""
+        if found := self._head_of(text, self._HEAD):
             self.name, self._at = json.loads(found[1]), found.end()
-        return self._arguments()
+        return self._arguments() if self.name is not None else ""
 
     def finish(self) -> str:
         if self.name is not None:
             return ""
         try:
-            call = json.loads(self._body)
+            call = json.loads(self._held)
         except (ValueError, RecursionError):
             return ""
         arguments = call.get("arguments", call.get("parameters", {})) if isinstance(call, dict) else None
@@ -94,10 +100,10 @@ class JsonReader:
     def _arguments(self) -> str:
         """What is new of the object that begins where the head ends, up to its closing brace."""
         start = self._at
-        while self._at < len(self._body) and not self._closed:
-            self._take(self._body[self._at])
+        while self._at < len(self._held) and not self._closed:
+            self._take(self._held[self._at])
             self._at += 1
-        return self._body[start : self._at]
+        return self._held[start : self._at]
 
     def _take(self, character: str) -> None:
         if self._quoted:
@@ -111,7 +117,7 @@ class JsonReader:
             self._closed = self._depth == 0
 
 
-class XmlReader:
+class XmlReader(_Reader):
     """<function=NAME> with <parameter=KEY>VALUE</parameter>, as Qwen3-Coder writes it. schemas: of each function's parameters.
 
     A value is text; where its schema wants something else it is read as JSON, and stays text where it is none.
@@ -122,22 +128,19 @@ class XmlReader:
     _END = "</parameter>"
 
     def __init__(self, schemas: dict[str, dict[str, Any]]) -> None:
-        self.name: str | None = None
-        self.id: str | None = None
-        self._schemas, self._body, self._looked, self._count = schemas, "", 0, 0
+        super().__init__()
+        self._schemas, self._looked, self._count = schemas, 0, 0
 
     def push(self, text: str) -> str:
-        self._body += text
+        if found := self._head_of(text, self._HEAD):
+            self.name, self._held = found["name"].strip(), self._held[found.end() :]
         if self.name is None:
-            found = self._HEAD.match(self._body[:_LONGEST_HEAD])
-            if found is None:
-                return ""
-            self.name, self._body = found["name"].strip(), self._body[found.end() :]
+            return ""
         pieces = ""
-        while (end := self._body.find(self._END, self._looked)) >= 0:
-            pieces += self._parameter(self._body[:end])
-            self._body, self._looked = self._body[end + len(self._END) :], 0
-        self._looked = max(len(self._body) - len(self._END), 0)
+        while (end := self._held.find(self._END, self._looked)) >= 0:
+            pieces += self._parameter(self._held[:end])
+            self._held, self._looked = self._held[end + len(self._END) :], 0
+        self._looked = max(len(self._held) - len(self._END), 0)
         return pieces
 
     def finish(self) -> str:
