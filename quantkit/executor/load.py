@@ -10,6 +10,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.devices import find_device, find_dtype
 from quantkit.errors import QuantkitError
 from quantkit.executor.cache import BLOCK_SIZE, Coding, PagedCache, find_codes
+from quantkit.executor.even_channels import even_channels
 from quantkit.executor.parallel import SINGLE, Parallel
 from quantkit.executor.weights import ExecutorWeights
 from quantkit.models.architecture import KeyValueCache, LatentCache, ModelConfig, MtpModel
@@ -119,6 +120,8 @@ def load_model(
     with torch.inference_mode():
         model = architecture.Model(config, weights)
         layer = architecture.MtpLayer(config, weights, 0) if mtp and architecture.MtpLayer else None
+    if codes is not None:
+        even_channels([*model.layers, *([layer.block] if layer is not None else [])], config, rows, checkpoint)
     return LoadedModel(model, layer, config, checkpoint, weights, target, compute, codes)
 
 

@@ -12,6 +12,7 @@ from quantkit.errors import QuantkitError
 from quantkit.evaluation.distance.perplexity import measure
 from quantkit.evaluation.generators.local import Local
 from quantkit.evaluation.speed.targets import open_target
+from quantkit.executor import load
 from quantkit.executor.cache import codes_of
 from quantkit.executor.context import Chunk, DecodeContext, PrefillContext
 from quantkit.executor.engine import Engine
@@ -133,6 +134,48 @@ def test_perplexity_tells_what_the_cache_costs(path: Path, cache: str) -> None:
     assert coded.kl is not None
     assert 0 < coded.kl < 0.05
     assert coded.baseline_ppl == same.ppl
+
+
+def uneven(latents: bool, folder: Path) -> Path:
+    """A model whose latents, or normed keys, have channels of very different sizes, made up for behind the cache."""
+    rng = torch.Generator().manual_seed(9)
+    if latents:
+        config = make_model.tiny_config(num_nextn_predict_layers=0)
+        tensors = make_model.random_tensors(config)
+    else:
+        config = GROUPED | {"model_type": "qwen3"}
+        del config["sliding_window"]
+        architecture = find_architecture(config)
+        rows = architecture.parameters(architecture.Config.from_dict(config))
+        ends = {row.name for row in rows if row.role in ("embedding", "head")}
+        tensors = {row.name: torch.randn(row.shape, generator=rng) / (1 if row.name in ends else row.shape[-1] ** 0.5) for row in rows}
+    for name, tensor in tensors.items():
+        if name.endswith("kv_a_proj_with_mqa.weight"):
+            sizes = torch.randn(config["kv_lora_rank"], generator=rng).mul(1.5).exp()
+            tensor[: len(sizes)] *= sizes[:, None]
+            tensors[name.replace("kv_a_proj_with_mqa", "kv_b_proj")] /= sizes
+        elif name.endswith("k_norm.weight"):
+            sizes = torch.randn(config["head_dim"] // 2, generator=rng).mul(1.5).exp().repeat(2)
+            tensor.copy_(sizes)
+            tensors[name.replace("k_norm", "q_norm")] = 2 / sizes
+    return make_model.write_dense(folder / "uneven", config, {name: tensor.bfloat16() for name, tensor in tensors.items()})
+
+
+@pytest.mark.parametrize("latents", [True, False])
+def test_channels_are_of_one_size_in_the_cache(latents: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which changes nothing that is computed, and makes the loss far smaller."""
+    source, text = uneven(latents, tmp_path), [torch.tensor(ids) for ids in PROMPTS]
+    even, prompts = load_model(source, device="cpu", dtype="float32", cache="int8"), torch.cat(text)
+    lengths = [len(ids) for ids in text]
+    with torch.inference_mode():
+        plain = load_model(source, device="cpu", dtype="float32").model(prompts, CausalContext(lengths))
+        assert torch.equal(even.model(prompts, CausalContext(lengths)), plain)
+    found = measure(str(source), text, baseline=str(source), device="cpu", cache="int8").kl
+    monkeypatch.setattr(load, "even_channels", lambda *_: None)
+    before = measure(str(source), text, baseline=str(source), device="cpu", cache="int8").kl
+    assert found is not None
+    assert before is not None
+    assert found < 0.2 * before
 
 
 @pytest.fixture
