@@ -57,6 +57,16 @@ GLM = {
     "num_nextn_predict_layers": 1,
 }
 GPT_OSS = {**DENSE, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128, "sliding_window": 16}
+QWEN_NEXT = {
+    **DENSE,
+    **SPARSE,
+    "num_hidden_layers": 4,
+    "shared_expert_intermediate_size": 256,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 64,
+}
 KIMI = make_model.tiny_config(num_hidden_layers=2, n_group=1, topk_group=1, num_nextn_predict_layers=0)
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {**DENSE, "attention_bias": True, "mlp_bias": True},
@@ -68,6 +78,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "glm4_moe": GLM,
     "minimax_m2": {**MIXTRAL, "rotary_dim": 32},
     "gpt_oss": GPT_OSS,
+    "qwen3_next": QWEN_NEXT,
     "kimi_k2": KIMI,
     "qwen2": {**DENSE, "tie_word_embeddings": True},
     "qwen3": DENSE,
@@ -90,10 +101,11 @@ CELLS = {
     "glm4_moe": ("awq-w4a16", "fp4-w4a16", "int8-a8w8c16"),
     "minimax_m2": ("awq-w4a16", "fp4-w4a16", "int8-a8w8c16"),
     "gpt_oss": ("awq-w4a16", "fp4-w4a16", "int8-a8w8c16"),
+    "qwen3_next": ("awq-w4a16", "fp4-w4a16", "int8-a8w8c16"),
     "kimi_k2": (),
 }
 """Schemes that `make test` runs of an architecture that shares its code with others; `make test-families` runs every cell."""
-SHARED = {"PanguEmbedded", "kimi_k25", "mistral", "mixtral", "qwen2_moe", "glm4_moe", "minimax_m2", "gpt_oss", "kimi_k2"}
+SHARED = {"PanguEmbedded", "kimi_k25", "mistral", "mixtral", "qwen2_moe", "glm4_moe", "minimax_m2", "gpt_oss", "qwen3_next", "kimi_k2"}
 """Architectures that eval is not run on."""
 ONE_RANK = {"PanguEmbedded", "kimi_k25", "mistral", "mixtral", "kimi_k2"}
 """Architectures whose split over ranks is another's, to the line."""
@@ -235,7 +247,7 @@ def test_an_unknown_architecture_is_rounded_by_name(source: Path, tmp_path: Path
     known, by_name = Checkpoint.open(tmp_path / "known"), Checkpoint.open(tmp_path / "by-name")
     assert set(known.linears) <= set(by_name.linears)
     extra = set(by_name.linears) - set(known.linears)
-    assert all(re.search(r"kv_b_proj|eh_proj|layers\.2\.", module) for module in extra), extra
+    assert all(re.search(r"kv_b_proj|eh_proj|in_proj_ba|layers\.2\.", module) for module in extra), extra
     if scheme != "fp4-w4a16":  # siblings share their FP4 global scale where the table says who they are
         for module in known.linears:
             if SCHEMES[scheme].outside is not None and ".layers.2." in module:

@@ -44,6 +44,15 @@ GLM = {
     "num_mtp_layers": 0,
 }
 GPT_OSS = {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 24, "sliding_window": 9, "rope_parameters": YARN_ROPE}
+QWEN_NEXT = {
+    **EXPERTS,
+    **SHARED_EXPERT,
+    "head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+}
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
@@ -79,6 +88,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss-full": (
         "GptOss",
         {**GPT_OSS, "num_key_value_heads": 4, "swiglu_limit": 0.5, "swiglu_alpha": 1.2, "layer_types": ["full_attention"] * 3},
+    ),
+    "qwen3_next": ("Qwen3Next", {**QWEN_NEXT, "num_hidden_layers": 4}),
+    "qwen3_next-types": (
+        "Qwen3Next",
+        {**QWEN_NEXT, "layer_types": ["full_attention", "linear_attention", "linear_attention"], "attention_bias": True},
     ),
     "qwen3_moe-tied-mqa": ("Qwen3Moe", {"tie_word_embeddings": True, "num_key_value_heads": 1, "head_dim": 96, **EXPERTS}),
 }

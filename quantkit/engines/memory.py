@@ -82,7 +82,8 @@ def fit_rows(
             stages[outside if row.layer is None else row.layer // per_stage] += stored * _share(row, parallel, experts)
     weights = math.ceil(max(stages))
     reserve, usable = int(reserve_gib * GIB), int(memory_gib * fraction * GIB)
-    per_token = per_stage * config.cache.token_bytes(cache_bits, parallel.tensor)
+    cached = math.ceil(config.num_cached_layers / parallel.pipeline)
+    per_token = cached * config.cache.token_bytes(cache_bits, parallel.tensor)
     return Fit(weights, reserve, usable, per_token, max((usable - reserve - weights) // per_token, 0), context)
 
 

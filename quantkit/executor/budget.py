@@ -91,4 +91,4 @@ class _Trial:
     def _rows(self, rows: int) -> DecodeRows:
         """Rows that each write and see the first tokens of a block."""
         zeros = np.zeros(rows, dtype=np.int64)
-        return DecodeRows(zeros, zeros, zeros + self._runner.cache.block_size, np.ones((rows, 1), dtype=np.int32))
+        return DecodeRows(zeros, zeros, zeros + self._runner.cache.block_size, np.ones((rows, 1), dtype=np.int32), zeros)

@@ -6,6 +6,7 @@ backend reads them; for grouped-query attention its keys and, in a tensor of the
 block b of a sequence is block b in every layer. Block 0 belongs to nobody: padding rows of a captured batch write there.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from quantkit_kernels import CODES, CodedKeys, CodedLatents, KeyValues, Latents,
 from torch import Tensor
 
 from quantkit.errors import QuantkitError
+from quantkit.executor.states import RecurrentStates
 
 BLOCK_SIZE = 64
 """Tokens per block: large enough that block tables stay short, small enough that a sequence wastes little."""
@@ -48,7 +50,10 @@ def find_codes(cache: str | None, device: torch.device) -> torch.dtype | None:
 
 class PagedCache:
     """Storage: `layers[i]` is [num_blocks, block_size, width], or a tensor for each of `parts`, the widths that lie apart; where there is a
-    coding `CodedLatents`, or `CodedKeys` whose heads lie side by side. dtype: of what is neither code nor scale."""
+    coding `CodedLatents`, or `CodedKeys` whose heads lie side by side. dtype: of what is neither code nor scale.
+
+    places: of a model some of whose layers keep nothing here, the number that each other layer has; states: what those keep.
+    """
 
     def __init__(
         self,
@@ -61,6 +66,8 @@ class PagedCache:
         device: torch.device | str,
         parts: tuple[int, ...] = (),
         coding: Coding | None = None,
+        places: Mapping[int, int] | None = None,
+        states: RecurrentStates | None = None,
     ) -> None:
         assert sum(parts) in (0, width), (width, parts)
         assert coding is None or parts, "what is coded lies apart from what is not"
@@ -81,6 +88,7 @@ class PagedCache:
             self.layers = [CodedLatents(*one) for one in latents]
         self.num_blocks, self.block_size, self.width, self.parts, self.coding = num_blocks, block_size, width, parts, coding
         self.dtype, self.device = dtype, torch.device(device)
+        self._places, self._states = places, states
 
     @property
     def nbytes(self) -> int:
@@ -99,9 +107,14 @@ class PagedCache:
 
     def heads(self, layer: int, head_dim: int) -> KeyValues:
         """Keys and values of grouped-query attention, each [num_blocks, block_size, kv_heads, head_dim]."""
-        stored = self.layers[layer]
+        stored = self.layers[layer if self._places is None else self._places[layer]]
         keys, values = (part.unflatten(-1, (-1, head_dim)) for part in stored[:2])
         return CodedKeys(keys, values, *stored.scales) if isinstance(stored, CodedKeys) else (keys, values)
+
+    def need_states(self) -> RecurrentStates:
+        """Of a model that has layers with a state."""
+        assert self._states is not None, "made without"
+        return self._states
 
 
 class BlockAllocator:

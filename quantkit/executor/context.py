@@ -28,17 +28,19 @@ from torch.nn.utils.rnn import pad_sequence
 
 from quantkit.executor.cache import PagedCache
 from quantkit.models.context import Positions
+from quantkit.models.delta_rule import DeltaInputs, DeltaState, DeltaWeights, attend_sequence, attend_step
 from quantkit.models.rope import Rope
 from quantkit.models.weights import PrologOp
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """New tokens start .. start + length - 1 of a sequence whose cache is in `blocks` [n] int64."""
+    """New tokens start .. start + length - 1 of a sequence whose cache is in `blocks` [n] int64. state: its place in the cache's states."""
 
     start: int
     length: int
     blocks: Tensor
+    state: int = 0
 
 
 class CachedContext(Positions):
@@ -83,6 +85,17 @@ class PrefillContext(CachedContext):
         """As `models.context.Context.attend_mla`."""
         return mla_prefill(q, kv_b, self.rotation(rope), self.cache.latents(layer), self.prompts, scale=scale)
 
+    def attend_delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
+        """As `models.context.Context.attend_delta`, sequence after sequence."""
+        states, out = self.cache.need_states(), []
+        for chunk, one in zip(self.chunks, zip(*(side.split([chunk.length for chunk in self.chunks]) for side in inputs))):
+            place, before = (torch.tensor([number], device=self.cache.device) for number in (chunk.state, chunk.start))
+            kept, which = states.read(layer, place, before)
+            attended, state = attend_sequence(DeltaInputs(*one), weights, DeltaState(*(side[0] for side in kept)))
+            states.write(layer, place, before + chunk.length, DeltaState(*(side[None] for side in state)), which)
+            out.append(attended)
+        return torch.cat(out)
+
     def attend_gqa(self, layer: int, q: Tensor, scale: float, window: int = 0, sinks: Tensor | None = None) -> Tensor:
         """As `models.context.Context.attend_gqa`."""
         return gqa_prefill(q, self.cache.heads(layer, q.shape[2]), self.prompts, scale=scale, window=window, sinks=sinks)
@@ -93,12 +106,21 @@ class DecodeContext(CachedContext):
 
     positions [B] int64 of the new tokens; block_table [B, n] int32 or int64; slots [B] int64, where the new tokens are written.
     A row's token sees positions 0 .. its own. A padding row writes to block 0 and sees what is there; its output is not read.
-    lengths: positions + 1 on the host, for backends that want them there.
+    lengths: positions + 1 on the host, for backends that want them there. states int64 [B]: the sequences' places in the cache's states,
+    each of which has one row then.
     """
 
-    def __init__(self, cache: PagedCache, positions: Tensor, block_table: Tensor, slots: Tensor, lengths: list[int] | None = None) -> None:
+    def __init__(
+        self,
+        cache: PagedCache,
+        positions: Tensor,
+        block_table: Tensor,
+        slots: Tensor,
+        lengths: list[int] | None = None,
+        states: Tensor | None = None,
+    ) -> None:
         super().__init__(cache, positions, slots)
-        self.block_table = block_table
+        self.block_table, self.states = block_table, states
         self.seq_lens, self.lengths = positions + 1, lengths
 
     def latents(self, layer: int) -> PagedLatents:
@@ -107,6 +129,15 @@ class DecodeContext(CachedContext):
     def attend_mla(self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float) -> Tensor:
         """As `models.context.Context.attend_mla`, absorbed."""
         return mla_decode(q, kv_b, self.cache_rotation(rope), self.latents(layer), scale=scale)
+
+    def attend_delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
+        """As `models.context.Context.attend_delta`."""
+        assert self.states is not None, "rows without places in the states"
+        states = self.cache.need_states()
+        kept, which = states.read(layer, self.states, self.positions)
+        attended, state = attend_step(inputs, weights, kept)
+        states.write(layer, self.states, self.positions + 1, state, which)
+        return attended
 
     def decode_mla(self, layer: int, x: Tensor, prolog: PrologOp, rope: Rope, scale: float) -> Tensor | None:
         """As `models.context.Context.decode_mla`."""

@@ -38,6 +38,7 @@ from quantkit.executor.runner import ForwardPass, Runner
 from quantkit.executor.sampling import Batch, SamplingParams, check_defaults, sample
 from quantkit.executor.scheduler import ScheduledStep, Scheduler
 from quantkit.executor.sequence import Completion, FinishReason, Sequence
+from quantkit.executor.states import state_bytes
 from quantkit.tokenizer.chat import ChatTokenizer
 
 PREFILL_TOKENS = 2048
@@ -68,7 +69,7 @@ class Engine:
     ) -> None:
         self.loaded, self.tokenizer, self.plan = loaded, tokenizer, plan
         self.max_model_len = plan.max_model_len
-        self.cache = loaded.new_cache(plan.num_blocks)
+        self.cache = loaded.new_cache(plan.num_blocks, max_batch)
         # A step may write the drafts it checks and then those it makes.
         self.scheduler = Scheduler(
             plan, max_batch=max_batch, prefill_tokens=prefill_tokens, lookahead=2 * num_drafts, prefix_cache=prefix_cache
@@ -154,6 +155,9 @@ class Engine:
                 cache=options.cache,
             )
             _check_eos(tokenizer, loaded.config.vocab_size, path)
+            if options.prefix_cache and loaded.config.recurrent is not None:
+                told = f"{path} has layers whose state is of all the text before a token, which requests cannot share block by block"
+                raise QuantkitError(told, "run it without --prefix-cache")
             engine = cls(
                 loaded,
                 tokenizer,
@@ -396,6 +400,7 @@ def _plan(loaded: LoadedModel, options: EngineOptions) -> CachePlan:
     """The same on every rank: what fits on the one with the least memory."""
     device = loaded.device
     free = free_beside(loaded, options.prefill_tokens or _prefill_tokens(device))
+    free -= state_bytes(loaded.config.recurrent, options.max_batch, options.tp)
     return plan_cache(
         bytes_per_token=loaded.cache_token_bytes,
         free_bytes=loaded.weights.parallel.minimum(free // (options.tp if device.type == "cpu" else 1)),

@@ -24,16 +24,19 @@ MIN_TABLE_WIDTH = 16
 
 
 class DecodeRows(NamedTuple):
-    """One decode pass on the host: token_ids [B], positions [B], slots [B] int64, tables [B, n] int32."""
+    """One decode pass on the host: token_ids [B], positions [B], slots [B] int64, tables [B, n] int32; states int64 [B], the sequences'
+    places in the cache's states, for models that have some."""
 
     token_ids: np.ndarray
     positions: np.ndarray
     slots: np.ndarray
     tables: np.ndarray
+    states: np.ndarray = np.zeros(0, dtype=np.int64)
 
     def context(self, cache: PagedCache) -> DecodeContext:
-        positions, tables, slots = (torch.from_numpy(array).to(cache.device) for array in (self.positions, self.tables, self.slots))
-        return DecodeContext(cache, positions, tables, slots, self.lengths)
+        arrays = (self.positions, self.tables, self.slots, self.states)
+        positions, tables, slots, states = (torch.from_numpy(array).to(cache.device) for array in arrays)
+        return DecodeContext(cache, positions, tables, slots, self.lengths, states)
 
     @property
     def lengths(self) -> list[int]:
@@ -78,10 +81,10 @@ class StaticBuffers:
     """
 
     def __init__(self, rows: int, width: int, device: torch.device, hidden: Tensor | None = None) -> None:
-        self._host = np.zeros(rows * 3 + -(-rows * width // 2), dtype=np.int64)
+        self._host = np.zeros(rows * 4 + -(-rows * width // 2), dtype=np.int64)
         self._device = torch.zeros(len(self._host), dtype=torch.int64, device=device)
-        self.token_ids, self.positions, self.slots = self._device[: 3 * rows].view(3, rows).unbind()
-        self.tables = self._device[3 * rows :].view(torch.int32)[: rows * width].view(rows, width)
+        self.token_ids, self.positions, self.slots, self.states = self._device[: 4 * rows].view(4, rows).unbind()
+        self.tables = self._device[4 * rows :].view(torch.int32)[: rows * width].view(rows, width)
         self._rows, self._width = rows, width
         self.lengths = [1] * rows
         """Of the rows, on the host: the same list always, filled anew."""
@@ -95,10 +98,10 @@ class StaticBuffers:
         for nothing that was launched before.
         """
         self._host.fill(0)
-        columns = self._host[: 3 * self._rows].reshape(3, self._rows)
-        for column, values in zip(columns, (rows.token_ids, rows.positions, rows.slots)):
+        columns = self._host[: 4 * self._rows].reshape(4, self._rows)
+        for column, values in zip(columns, (rows.token_ids, rows.positions, rows.slots, rows.states)):
             column[: len(values)] = values
-        tables = self._host[3 * self._rows :].view(np.int32)[: self._rows * self._width].reshape(self._rows, self._width)
+        tables = self._host[4 * self._rows :].view(np.int32)[: self._rows * self._width].reshape(self._rows, self._width)
         tables[: rows.tables.shape[0], : rows.tables.shape[1]] = rows.tables
         self._device.copy_(torch.from_numpy(self._host), non_blocking=self._device.is_cuda)
         self.lengths[:] = (columns[1] + 1).tolist()
@@ -106,7 +109,7 @@ class StaticBuffers:
             buffer[: len(given)].copy_(given)
 
     def context(self, cache: PagedCache) -> DecodeContext:
-        return DecodeContext(cache, self.positions, self.tables, self.slots, self.lengths)
+        return DecodeContext(cache, self.positions, self.tables, self.slots, self.lengths, self.states)
 
 
 class EagerSteps:

@@ -12,6 +12,7 @@ from quantkit.errors import QuantkitError
 from quantkit.executor.cache import BLOCK_SIZE, Coding, PagedCache, find_codes
 from quantkit.executor.even_channels import even_channels
 from quantkit.executor.parallel import SINGLE, Parallel
+from quantkit.executor.states import RecurrentStates
 from quantkit.executor.weights import ExecutorWeights
 from quantkit.models.architecture import KeyValueCache, LatentCache, ModelConfig, MtpModel
 from quantkit.models.context import cached_dtype
@@ -45,7 +46,7 @@ class LoadedModel:
     @property
     def num_cached_layers(self) -> int:
         """Layers that keep something of every token."""
-        return self.config.num_hidden_layers + (self.mtp is not None)
+        return self.config.num_cached_layers + (self.mtp is not None)
 
     @property
     def cache_width(self) -> int:
@@ -57,9 +58,9 @@ class LoadedModel:
         """Of a token, over all layers, on this rank."""
         return self.num_cached_layers * self.config.cache.token_bytes(16 if self.codes is None else 8, self.weights.parallel.size)
 
-    def new_cache(self, num_blocks: int) -> PagedCache:
-        """Room for the tokens of so many blocks."""
-        layout, held, coding = self.cache_layout, self.config.cache, None
+    def new_cache(self, num_blocks: int, places: int = 1) -> PagedCache:
+        """Room for the tokens of so many blocks, and where layers keep a state for `places` sequences."""
+        layout, held, coding, net = self.cache_layout, self.config.cache, None, self.config.recurrent
         if self.codes is not None:
             heads = self.cache_width // 2 // held.head_dim if isinstance(held, KeyValueCache) else 0
             coding = Coding(self.codes, heads)
@@ -72,6 +73,8 @@ class LoadedModel:
             device=self.device,
             parts=layout.widths if len(layout.widths) > 1 else (),
             coding=coding,
+            places=None if net is None else net.places_of_others(self.config.num_hidden_layers),
+            states=None if net is None else RecurrentStates(net, places, self.device, self.weights.parallel.size),
         )
 
     @property
@@ -129,6 +132,8 @@ def _check_heads(config: ModelConfig, size: int) -> None:
     counts = {"num_attention_heads": config.num_attention_heads}
     if isinstance(config.cache, KeyValueCache):
         counts["num_key_value_heads"] = config.cache.kv_heads
+    if config.recurrent is not None:
+        counts["linear_num_key_heads"] = config.recurrent.key_heads
     for field, heads in counts.items():
         if heads % size:
             raise QuantkitError(f"the model has {field} = {heads}, which {size} ranks cannot share evenly", "use another --tp")

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from quantkit.executor.context import CachedContext, DecodeContext, PrefillContext
+from quantkit.models.delta_rule import DeltaInputs, DeltaWeights
 from quantkit.models.rope import Rope
 
 
@@ -19,6 +20,11 @@ class MixedContext(CachedContext):
         """As `models.context.Context.attend_mla`: answers absorbed, prompts expanded."""
         answers = self.answers.attend_mla(layer, q[: self._rows], kv_b, rope, scale)
         return torch.cat((answers, self.prompts.attend_mla(layer, q[self._rows :], kv_b, rope, scale)))
+
+    def attend_delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
+        """As `models.context.Context.attend_delta`."""
+        answers, prompts = (DeltaInputs(*one) for one in zip(*(side.tensor_split([self._rows]) for side in inputs)))
+        return torch.cat((self.answers.attend_delta(layer, answers, weights), self.prompts.attend_delta(layer, prompts, weights)))
 
     def attend_gqa(self, layer: int, q: Tensor, scale: float, window: int = 0, sinks: Tensor | None = None) -> Tensor:
         """As `models.context.Context.attend_gqa`."""

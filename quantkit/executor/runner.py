@@ -104,7 +104,9 @@ class Runner:
         return ForwardPass(spans, hidden, context, logits, logits.argmax(dim=-1), rows, counts)
 
     def _chunks(self, spans: list[Span]) -> list[Chunk]:
-        return [Chunk(start, length, torch.tensor(sequence.blocks, device=self.device)) for sequence, start, length in spans]
+        return [
+            Chunk(start, length, torch.tensor(sequence.blocks, device=self.device), sequence.state) for sequence, start, length in spans
+        ]
 
     def _answer_rows(self, spans: list[Span]) -> DecodeRows:
         token_ids = [token for span in spans for token in (span.sequence.token_ids[-1], *span.sequence.drafts)]
@@ -118,7 +120,8 @@ class Runner:
         for row, (sequence, _) in enumerate(tokens):
             tables[row, : len(sequence.blocks)] = sequence.blocks
         slots = tables[np.arange(len(tokens)), positions // size] * size + positions % size
-        return DecodeRows(np.array(token_ids), positions, slots, tables)
+        states = np.array([sequence.state for sequence, _ in tokens])
+        return DecodeRows(np.array(token_ids), positions, slots, tables, states)
 
 
 def _prompt_spans(parts: list[tuple[Sequence, int]]) -> list[Span]:

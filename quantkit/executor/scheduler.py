@@ -60,6 +60,8 @@ class Scheduler:
         self.budget = StepBudget(prefill_tokens, prefill_tokens)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self._places = list(range(max_batch, 0, -1))
+        """Of states that nobody has."""
         self.num_preempted = 0
 
     @property
@@ -143,6 +145,7 @@ class Scheduler:
         sequence.num_cached, sequence.num_published = len(found) * self.block_size, len(found)
         if not sequence.started:
             sequence.started, sequence.num_found = time.perf_counter(), sequence.num_cached
+        sequence.state = self._places.pop()
         self.running.append(sequence)
         return sequence
 
@@ -150,7 +153,8 @@ class Scheduler:
         if self.prefix is not None:
             self.prefix.publish(sequence)
         self.allocator.give_back(sequence.blocks)
-        sequence.blocks, sequence.drafts, sequence.num_cached = [], [], 0
+        self._places.append(sequence.state)
+        sequence.blocks, sequence.drafts, sequence.num_cached, sequence.state = [], [], 0, 0
 
     def _blocks_for(self, sequence: Sequence) -> int:
         tokens = min(len(sequence.token_ids) + self.lookahead, sequence.max_len)

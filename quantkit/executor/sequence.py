@@ -74,6 +74,8 @@ class Sequence:
         self.max_len = min(len(prompt) + params.max_new_tokens, max_len)
         self.seed = random.getrandbits(63) if params.seed is None else params.seed
         self.blocks: list[int] = []
+        self.state = 0
+        """Its place in the cache's states, where the model has some; 0 while it does not run."""
         self.num_cached = 0
         """Tokens whose cache entries exist: the first `num_cached` of `token_ids`."""
         self.num_found = 0

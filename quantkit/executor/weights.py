@@ -69,13 +69,14 @@ class ExecutorWeights:
         """Bytes held by everything handed out so far."""
 
     def tensor(self, name: str) -> Tensor:
-        """As `Weights.tensor`: float32 for the router and its bias, the compute dtype for the rest."""
+        """As `Weights.tensor`: float32 for the router, its bias and what a state is made of, the compute dtype for the rest."""
         parameter, value = self._parameters[name], self.checkpoint.read(name, self._unpacked_on)
         if parameter.split == "column":
-            value = value.chunk(self.parallel.size)[self.parallel.rank]
+            parts = value.split(list(parameter.segments)) if parameter.segments else [value]
+            value = torch.cat([part.chunk(self.parallel.size)[self.parallel.rank] for part in parts])
         elif parameter.split == "row" and self.parallel.rank:
             value = torch.zeros_like(value)  # a bias of partial sums counts once
-        value = value.to(self.device, torch.float32 if parameter.role in ("router", "router_bias") else self.dtype)
+        value = value.to(self.device, torch.float32 if parameter.role in ("router", "router_bias", "state") else self.dtype)
         self.nbytes += value.numel() * value.element_size()
         return value
 

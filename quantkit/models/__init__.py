@@ -23,6 +23,7 @@ ARCHITECTURES = (
     "qwen2_moe",
     "qwen3",
     "qwen3_moe",
+    "qwen3_next",
 )
 _FILES = {"PanguEmbedded": "pangu_embedded"}
 """Files that are not named after the model_type."""
@@ -44,6 +45,7 @@ if TYPE_CHECKING:  # mypy proves that each file offers what is asked of it
         qwen2_moe,
         qwen3,
         qwen3_moe,
+        qwen3_next,
     )
 
     _DEEPSEEK_V3: Architecture[deepseek_v3.Config] = deepseek_v3
@@ -61,6 +63,7 @@ if TYPE_CHECKING:  # mypy proves that each file offers what is asked of it
     _QWEN2_MOE: Architecture[qwen2_moe.Config] = qwen2_moe
     _QWEN3: Architecture[qwen3.Config] = qwen3
     _QWEN3_MOE: Architecture[qwen3_moe.Config] = qwen3_moe
+    _QWEN3_NEXT: Architecture[qwen3_next.Config] = qwen3_next
 
 
 def is_known(config: Mapping[str, Any]) -> bool:

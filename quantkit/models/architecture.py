@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quantkit.models.context import Context
 from quantkit.models.decoder import DecoderLayer, Model
+from quantkit.models.delta_rule import DeltaNet
 from quantkit.models.table import Parameter, ScaleGroup
 from quantkit.models.weights import Weights
 
@@ -95,6 +96,14 @@ class ModelConfig(Protocol):
     @property
     def cache(self) -> LatentCache | KeyValueCache:
         """What is kept of every token in every layer."""
+
+    @property
+    def recurrent(self) -> DeltaNet | None:
+        """The linear attention of layers that keep a state of each sequence; None for a model without."""
+
+    @property
+    def num_cached_layers(self) -> int:
+        """Decoder layers that keep something of every token."""
 
     @property
     def copied(self) -> tuple[str, ...]:

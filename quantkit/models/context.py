@@ -14,6 +14,7 @@ from quantkit_kernels.reference.prompts import attend_by_blocks, attend_one
 from torch import Tensor
 from torch.nn import functional as F
 
+from quantkit.models.delta_rule import DeltaInputs, DeltaWeights, attend_sequence
 from quantkit.models.rope import Rope
 from quantkit.models.weights import PrologOp
 
@@ -40,6 +41,9 @@ class Context(Protocol):
     def attend_gqa(self, layer: int, q: Tensor, scale: float, window: int = 0, sinks: Tensor | None = None) -> Tensor:
         """Second part: q [T, heads, head_dim] -> [T, heads, head_dim]; heads that stand side by side share keys. window: tokens that each
         sees, itself included; 0 for all. sinks float32 [heads]: the score of a key without a value that all tokens see."""
+
+    def attend_delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
+        """Linear attention, over the state of each sequence before these tokens -> float32 [T, value heads, value_dim]."""
 
 
 class Positions:
@@ -120,6 +124,10 @@ class CausalContext(Positions):
 
     def attend_gqa(self, layer: int, q: Tensor, scale: float, window: int = 0, sinks: Tensor | None = None) -> Tensor:
         return self.attend(q, self.keys[0], self.values[0], scale, window, sinks)
+
+    def attend_delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
+        empty, parts = weights.empty(inputs.mixed.device), zip(*(side.split(self.seq_lens) for side in inputs))
+        return torch.cat([attend_sequence(DeltaInputs(*one), weights, empty)[0] for one in parts])
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0, sinks: Tensor | None = None) -> Tensor:
         """q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, e], heads a multiple of kv_heads -> [T, heads, e]."""

@@ -25,6 +25,12 @@ class StackConfig(Protocol):
     def rms_norm_eps(self) -> float: ...
 
 
+def gain_of(weights: Weights, name: str, offset: float) -> Tensor:
+    """A norm's gain; with what it adds to the stored one, in float32 then."""
+    gain = weights.tensor(name)
+    return gain.float() + offset if offset else gain
+
+
 class DecoderLayer:
     """attention: x [T, H], context -> [T, H]; mlp: x [T, H] -> [T, H]; both partial over ranks. mlp_norm: the norm before the second."""
 
@@ -36,11 +42,12 @@ class DecoderLayer:
         attention: Callable[[Tensor, Context], Tensor],
         mlp: Mlp | MoeMlp,
         mlp_norm: str = "post_attention_layernorm",
+        norm_offset: float = 0.0,
     ) -> None:
         self.eps, self.all_reduce = eps, weights.all_reduce
         self.attention, self.mlp = attention, mlp
-        self.input_norm = weights.tensor(f"{prefix}.input_layernorm.weight")
-        self.mlp_norm = weights.tensor(f"{prefix}.{mlp_norm}.weight")
+        self.input_norm = gain_of(weights, f"{prefix}.input_layernorm.weight", norm_offset)
+        self.mlp_norm = gain_of(weights, f"{prefix}.{mlp_norm}.weight", norm_offset)
 
     def __call__(self, normed: Tensor, residual: Tensor, context: Context, next_norm: Tensor) -> tuple[Tensor, Tensor]:
         """normed, residual [T, H]: the residual stream with and without `input_norm`. next_norm [H]: gain of the norm after this layer.
@@ -71,11 +78,11 @@ class Model:
     layer_class: ClassVar[type[Any]]
     """The architecture's layer, made from (config, layer, weights)."""
 
-    def __init__(self, config: StackConfig, weights: Weights, head: str = "lm_head") -> None:
+    def __init__(self, config: StackConfig, weights: Weights, head: str = "lm_head", norm_offset: float = 0.0) -> None:
         self.config = config
         self.embedding = weights.tensor("model.embed_tokens.weight")
         self.layers: list[DecoderLayer] = [self.layer_class(config, layer, weights) for layer in range(config.num_hidden_layers)]
-        self.norm = weights.tensor("model.norm.weight")
+        self.norm = gain_of(weights, "model.norm.weight", norm_offset)
         self.head = weights.linear(head)
 
     def __call__(self, token_ids: Tensor, context: Context) -> Tensor:

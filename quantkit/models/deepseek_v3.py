@@ -109,6 +109,14 @@ class Config:
         return SILU
 
     @property
+    def recurrent(self) -> None:
+        return None
+
+    @property
+    def num_cached_layers(self) -> int:
+        return self.num_hidden_layers
+
+    @property
     def copied(self) -> tuple[str, ...]:
         return ()
 

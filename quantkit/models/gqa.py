@@ -5,7 +5,7 @@ Symbols: T tokens, H hidden_size, D head_dim.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import torch
@@ -17,6 +17,9 @@ from quantkit.models import decoder
 from quantkit.models.architecture import KeyValueCache
 from quantkit.models.config import DECIDED, CountOrNone, NumLayers, check_at_most, check_divides, read_fields
 from quantkit.models.context import Context
+from quantkit.models.decoder import gain_of
+from quantkit.models.delta_net import GatedDeltaNet, delta_parameters, delta_scale_groups
+from quantkit.models.delta_rule import DeltaNet
 from quantkit.models.mlp import (
     PLAIN_MIXTURE,
     MixtureNames,
@@ -43,7 +46,8 @@ class Config:
 
     sinks: whether each head has a score for a key without a value. windows: tokens that each layer's attention sees, the token itself
     included, 0 for all; empty: all layers see all. mixture_module: what of a layer the mixture of experts is. shared_width: of the shared
-    expert. dense_layers: layers without experts.
+    expert. dense_layers: layers without experts. recurrent: linear attention of some layers. output_gate: whether q_proj gives each head a
+    gate, too, for what it attends to. norm_offset: what norms add to their stored gains. copied: as in `ModelConfig`.
     """
 
     vocab_size: int
@@ -70,6 +74,10 @@ class Config:
     shared_width: Annotated[int, DECIDED] = 0
     dense_layers: Annotated[frozenset[int], DECIDED] = frozenset()
     num_nextn_predict_layers: Annotated[int, DECIDED] = 0
+    recurrent: Annotated[DeltaNet | None, DECIDED] = None
+    output_gate: Annotated[bool, DECIDED] = False
+    norm_offset: Annotated[float, DECIDED] = 0.0
+    copied: Annotated[tuple[str, ...], DECIDED] = ()
 
     def __post_init__(self) -> None:
         check_divides("num_key_value_heads", "num_attention_heads", self)
@@ -83,8 +91,8 @@ class Config:
         return KeyValueCache(self.num_key_value_heads, self.head_dim)
 
     @property
-    def copied(self) -> tuple[str, ...]:
-        return ()
+    def num_cached_layers(self) -> int:
+        return self.num_hidden_layers - (0 if self.recurrent is None else len(self.recurrent.layers))
 
     @property
     def cache_width(self) -> int:
@@ -162,7 +170,7 @@ def parameters(config: Config) -> list[Parameter]:
     rows = [Parameter("model.embed_tokens.weight", (vocab, h), "embedding")]
     for layer in range(config.num_hidden_layers):
         rows += layer_parameters(config, layer)
-    rows.append(Parameter("model.norm.weight", (h,), "norm"))
+    rows.append(Parameter("model.norm.weight", (h,), "norm", gain_offset=config.norm_offset))
     if not config.tie_word_embeddings:
         rows.append(Parameter("lm_head.weight", (vocab, h), "head", "vocab"))
     return rows
@@ -172,28 +180,15 @@ _NORMED: tuple[Projection, Projection] = ("q", "k")
 
 
 def layer_parameters(config: Config, layer: int) -> list[Parameter]:
-    h, d = config.hidden_size, config.head_dim
-    p = f"model.layers.{layer}"
-    a = f"{p}.self_attn"
-    rows = [Parameter(f"{p}.input_layernorm.weight", (h,), "norm", layer=layer)]
-
-    def attention(name: str, shape: tuple[int, ...], role: Role, split: Split, projection: Projection | None = None) -> Parameter:
-        fused = f"{a}.qkv_proj" if projection in ("q", "k", "v") else None
-        return Parameter(f"{a}.{name}", shape, role, split, layer, fused=fused, block="attention", projection=projection)
-
-    heads: dict[Projection, int] = {"q": config.num_attention_heads, "k": config.num_key_value_heads, "v": config.num_key_value_heads}
-    for side, count in heads.items():
-        linear = attention(f"{side}_proj.weight", (count * d, h), "linear", "column", side)
-        rows += [linear, bias_of(linear)] if config.qkv_bias else [linear]
-    if config.qk_norm == "head":
-        rows += [attention(f"{side}_norm.weight", (d,), "norm", "replicate") for side in ("q", "k")]
-    elif config.qk_norm == "all":
-        rows += [attention(f"{side}_norm.weight", (heads[side] * d,), "norm", "column") for side in _NORMED]
-    output = attention("o_proj.weight", (h, config.num_attention_heads * d), "linear", "row", "o")
-    rows += [output, bias_of(output)] if config.o_bias else [output]
-    if config.sinks:
-        rows.append(attention("sinks", (config.num_attention_heads,), "bias", "column"))
-    rows.append(Parameter(f"{p}.post_attention_layernorm.weight", (h,), "norm", layer=layer))
+    h, p = config.hidden_size, f"model.layers.{layer}"
+    before, after = (
+        Parameter(f"{p}.{name}_layernorm.weight", (h,), "norm", layer=layer, gain_offset=config.norm_offset)
+        for name in ("input", "post_attention")
+    )
+    net = config.recurrent
+    linear = net is not None and layer in net.layers
+    attention = delta_parameters(net, f"{p}.linear_attn", h, layer) if net is not None and linear else _attention(config, layer)
+    rows = [before, *attention, after]
     if config.routing is None or not config.is_moe(layer):
         return rows + mlp_parameters(f"{p}.mlp", h, config.intermediate_size, layer, bias=config.mlp_bias)
     experts, width, names = config.routing.n_routed_experts, config.moe_intermediate_size, config.mixture
@@ -201,12 +196,39 @@ def layer_parameters(config: Config, layer: int) -> list[Parameter]:
     return rows + mixture
 
 
+def _attention(config: Config, layer: int) -> list[Parameter]:
+    h, d, a = config.hidden_size, config.head_dim, f"model.layers.{layer}.self_attn"
+    rows = []
+
+    def attention(name: str, shape: tuple[int, ...], role: Role, split: Split, projection: Projection | None = None) -> Parameter:
+        fused = f"{a}.qkv_proj" if projection in ("q", "k", "v") else None
+        return Parameter(f"{a}.{name}", shape, role, split, layer, fused=fused, block="attention", projection=projection)
+
+    heads: dict[Projection, int] = {"q": config.num_attention_heads, "k": config.num_key_value_heads, "v": config.num_key_value_heads}
+    for side, count in heads.items():
+        wide = 2 if side == "q" and config.output_gate else 1
+        linear = attention(f"{side}_proj.weight", (wide * count * d, h), "linear", "column", side)
+        rows += [linear, bias_of(linear)] if config.qkv_bias else [linear]
+    if config.qk_norm == "head":
+        norms = [attention(f"{side}_norm.weight", (d,), "norm", "replicate") for side in ("q", "k")]
+        rows += [replace(norm, gain_offset=config.norm_offset) for norm in norms]
+    elif config.qk_norm == "all":
+        rows += [attention(f"{side}_norm.weight", (heads[side] * d,), "norm", "column") for side in _NORMED]
+    output = attention("o_proj.weight", (h, config.num_attention_heads * d), "linear", "row", "o")
+    rows += [output, bias_of(output)] if config.o_bias else [output]
+    if config.sinks:
+        rows.append(attention("sinks", (config.num_attention_heads,), "bias", "column"))
+    return rows
+
+
 def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
     """The foldable scales of one layer. v to o folds only where each query head has its own value head and v has no bias."""
     p = f"model.layers.{layer}"
     a = f"{p}.self_attn"
     groups = [ScaleGroup(f"{a}.qkv", f"{p}.input_layernorm", True, tuple(f"{a}.{side}_proj" for side in "qkv"), f"{a}.q_proj")]
-    if config.num_key_value_heads == config.num_attention_heads and not config.qkv_bias:
+    if config.recurrent is not None and layer in config.recurrent.layers:
+        groups = delta_scale_groups(f"{p}.linear_attn", f"{p}.input_layernorm")
+    elif config.num_key_value_heads == config.num_attention_heads and not config.qkv_bias:
         groups.append(ScaleGroup(f"{a}.v_o", f"{a}.v_proj", False, (f"{a}.o_proj",), f"{a}.o_proj"))
     norm = f"{p}.post_attention_layernorm"
     if config.routing is None or not config.is_moe(layer):
@@ -223,7 +245,8 @@ class Attention:
         self.qkv_bias = torch.cat(biases) if biases else None
         self.norms, self.joint_norms = None, None
         if config.qk_norm:
-            norms = Norms(weights.tensor(f"{a}.q_norm.weight"), weights.tensor(f"{a}.k_norm.weight"), config.rms_norm_eps)
+            gains = [gain_of(weights, f"{a}.{side}_norm.weight", config.norm_offset) for side in ("q", "k")]
+            norms = Norms(gains[0], gains[1], config.rms_norm_eps)
             self.norms, self.joint_norms = (norms, None) if config.qk_norm == "head" else (None, norms)
         self.o = weights.linear(f"{a}.o_proj")
         self.o_bias = weights.tensor(f"{a}.o_proj.bias") if config.o_bias else None
@@ -236,10 +259,17 @@ class Attention:
         qkv = add_bias(self.qkv(x), self.qkv_bias)
         if self.joint_norms is not None:
             qkv = self._normed(qkv, self.joint_norms)
-        queries_per_kv = c.num_attention_heads // c.num_key_value_heads
+        queries_per_kv, gate = c.num_attention_heads // c.num_key_value_heads, None
+        if c.output_gate:
+            kv_heads = qkv.shape[1] // c.head_dim // (2 * queries_per_kv + 2)
+            both, rest = qkv.split([2 * queries_per_kv * kv_heads * c.head_dim, 2 * kv_heads * c.head_dim], dim=-1)
+            q, gate = both.unflatten(-1, (-1, 2, c.head_dim)).unbind(-2)
+            qkv = torch.cat((q.flatten(1), rest), dim=-1)
         kv_heads = qkv.shape[1] // c.head_dim // (queries_per_kv + 2)
         q = context.store_gqa(self.layer, qkv, kv_heads, c.head_dim, self.norms, c.rope)
         attended = context.attend_gqa(self.layer, q, c.softmax_scale, self.window, self.sinks)
+        if gate is not None:
+            attended = attended * gate.float().sigmoid().to(attended.dtype)
         return add_bias(self.o(attended.flatten(1)), self.o_bias)
 
     def _normed(self, qkv: Tensor, norms: Norms) -> Tensor:
@@ -261,14 +291,20 @@ class DecoderLayer(decoder.DecoderLayer):
             mlp = MoeMlp(config.routing, f"{p}.{config.mixture_module}", weights, config.mixture)
         else:
             mlp = Mlp(f"{p}.mlp", weights, bias=config.mlp_bias)
-        super().__init__(p, config.rms_norm_eps, weights, Attention(config, layer, weights), mlp)
+        attention: Attention | GatedDeltaNet
+        if config.recurrent is not None and layer in config.recurrent.layers:
+            attention = GatedDeltaNet(config.recurrent, layer, f"{p}.linear_attn", config.rms_norm_eps, weights)
+        else:
+            attention = Attention(config, layer, weights)
+        super().__init__(p, config.rms_norm_eps, weights, attention, mlp, norm_offset=config.norm_offset)
 
 
 class Model(decoder.Model):
     layer_class = DecoderLayer
 
     def __init__(self, config: Config, weights: Weights) -> None:
-        super().__init__(config, weights, head="model.embed_tokens" if config.tie_word_embeddings else "lm_head")
+        head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+        super().__init__(config, weights, head, config.norm_offset)
 
 
 MtpLayer = None

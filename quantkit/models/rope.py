@@ -78,7 +78,7 @@ class Rope:
         if partial is not None:
             dim = int(dim * _partial_rotary_factor(scaling, config, partial))
         if dim < 2 or dim % 2:
-            raise QuantkitError(f"the rotary embedding has {dim} channels", f"it turns pairs of them: {_SOURCE}")
+            raise QuantkitError(f"head_dim gives the rotary embedding {dim} channels", f"it turns pairs of them: {_SOURCE}")
         for place in (scaling, config):
             if partial is None and place.get("partial_rotary_factor", 1) not in (None, 1):
                 told = f"config.json has partial_rotary_factor = {place['partial_rotary_factor']!r}"

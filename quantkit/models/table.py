@@ -8,9 +8,9 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Role = Literal["embedding", "head", "norm", "linear", "kv_b", "router", "router_bias", "bias", "mtp_proj", "copied"]
-"""linear: may be quantized. kv_b: MLA's latent up-projection, absorbed at decode and kept in 16 bits. copied: of another
-model beside the one that is computed. The rest is never quantized."""
+Role = Literal["embedding", "head", "norm", "linear", "kv_b", "router", "router_bias", "bias", "state", "mtp_proj", "copied"]
+"""linear: may be quantized. kv_b: MLA's latent up-projection, absorbed at decode and kept in 16 bits. state: of a recurrence, in
+float32. copied: of another model beside the one that is computed. The rest is never quantized."""
 
 Split = Literal["replicate", "column", "row", "vocab"]
 """Tensor parallel: column cuts N, row cuts K (outputs are partial sums), vocab cuts rows of the vocabulary."""
@@ -32,6 +32,7 @@ class Parameter:
     `other_name` is a second spelling under which checkpoints hold the tensor (`resolve` picks); `optional` ones may be absent.
     `layer` is None outside the decoder stack; the MTP layer has layer >= num_hidden_layers and `mtp` set.
     `expert` is the number of a routed expert, whose three linears have block "expert".
+    `segments`: rows that lie one after the other, each of which is cut by itself where ranks cut columns.
     `gain_offset` is what a norm adds to its stored gain before it multiplies by it: 1 in Gemma's.
     """
 
@@ -48,6 +49,7 @@ class Parameter:
     block: Block | None = None
     projection: Projection | None = None
     gain_offset: float = 0.0
+    segments: tuple[int, ...] = ()
 
     @property
     def module(self) -> str:

@@ -17,7 +17,7 @@ from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
 from quantkit.models.mlp import PROJ_NAMES
 
-KINDS = ["llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "glm4_moe", "gpt_oss", "minimax_m2"]
+KINDS = ["llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "glm4_moe", "gpt_oss", "minimax_m2"]
 DEEPSEEK = {
     "moe_intermediate_size": 32,
     "n_routed_experts": 8,
@@ -35,6 +35,7 @@ DEEPSEEK = {
 }
 BASES: dict[str, tuple[str, dict[str, Any]]] = {kind: CASES[kind] for kind in KINDS} | {"deepseek_v3": ("DeepseekV3", DEEPSEEK)}
 BASES = {name: (kind, {**extra, "num_hidden_layers": 2, "mlp_only_layers": []}) for name, (kind, extra) in BASES.items()}
+BASES["qwen3_next"][1]["layer_types"] = ["linear_attention", "full_attention"]
 NOT_OF_THE_MODEL = {"transformers_version", "architectures", "output_hidden_states", "return_dict", "dtype", "chunk_size_feed_forward"}
 NOT_OF_THE_MODEL |= {"is_encoder_decoder", "id2label", "label2id", "problem_type", "output_attentions", "num_mtp_layers"}
 
