@@ -9,6 +9,7 @@ from quantkit import console
 from quantkit.cli.options import AsJson, Backend, Cache, CountExperts, Device, Model, Target
 from quantkit.cli.stopping import stoppable
 from quantkit.console import print_json
+from quantkit.hub import find_model
 
 
 def evaluate(
@@ -138,14 +139,20 @@ def ppl(
 ) -> None:
     """Perplexity of a text; with a baseline also the distance from it, token by token and layer by layer."""
     from quantkit.evaluation.distance.perplexity import measure
+    from quantkit.executor.whole_engine import slow
     from quantkit.expert_counts import check_writable
 
     if count_experts is not None:
         check_writable(count_experts)
+    told = slow(find_model(model))
     with console.samples_bar() as bar:
         counts = console.counts(bar)
 
         def show(p: Any) -> None:
+            nonlocal told
+            if told:
+                console.tell(told)
+                told = ""
             counts(p.stage, f"tokens through the {p.stage}", p.done, p.total)
 
         quality = measure(

@@ -33,9 +33,9 @@ def run(
     json_: AsJson = False,
 ) -> None:
     """Answer one prompt, or chat; with --raw continue a text."""
-    from quantkit.executor.follower import lead_or_follow
     from quantkit.executor.options import EngineOptions
     from quantkit.executor.sampling import SamplingParams
+    from quantkit.executor.whole_engine import open_engine, slow
 
     if json_ and prompt is None:
         raise QuantkitError("--json needs --prompt", "a chat cannot be one JSON object")
@@ -45,7 +45,9 @@ def run(
     path = find_model(model)
     options = EngineOptions(path, device=device, backend=backend, max_batch=1, num_drafts=drafts, cache=cache, tp=tp, count_experts=counted)
     with console.status(f"loading {model}"):
-        engine = lead_or_follow(options)
+        engine = open_engine(options)
+    if told := slow(path):
+        console.tell(told)
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
     with closing(engine), _written(engine, count_experts):
         if prompt is not None:

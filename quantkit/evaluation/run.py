@@ -217,10 +217,15 @@ class _Asking:
         if is_url(model):
             return self._endpoint(model)
         from quantkit.evaluation.generators.local import Local
+        from quantkit.executor.whole_engine import slow
 
         name = self.server.model or (Path(model).resolve().name if Path(model).is_dir() else model)
         options: dict[str, Any] = {"concurrency": self.concurrency, "device": self.device, "backend": self.backend, "cache": cache}
-        return Local(find_model(model), name=name, count_experts=count_experts, **options)
+        path = find_model(model)
+        made = Local(path, name=name, count_experts=count_experts, **options)
+        if told := slow(path):
+            self.notice(told)
+        return made
 
 
 def sandbox_level(works: list[TaskRun]) -> str | None:

@@ -95,9 +95,13 @@ def check_companions(path: Path, *, calibrated: bool) -> None:
 
 
 def _watched_inventory(checkpoint: Checkpoint) -> Inventory:
-    architecture = WatchedArchitecture(checkpoint.config)
-    cut = cut_up(checkpoint, architecture.stacks)
-    return Inventory(architecture, architecture.config, architecture.parameters(_logical_shapes(cut)), {}, architecture.told, cut)
+    try:
+        architecture = WatchedArchitecture(checkpoint.config)
+        cut = cut_up(checkpoint, architecture.stacks)
+        rows = architecture.parameters(_logical_shapes(cut))
+    except QuantkitError as fault:
+        raise QuantkitError(f"{checkpoint.path / 'config.json'}: {fault.problem}", fault.remedy) from fault
+    return Inventory(architecture, architecture.config, rows, {}, architecture.told, cut)
 
 
 def _logical_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:

@@ -15,6 +15,11 @@ from transformers_peers import checkpoint_tensors
 from quantkit.calibrate.data import load_sequences
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.errors import QuantkitError
+from quantkit.evaluation.distance.perplexity import measure
+from quantkit.executor.options import EngineOptions
+from quantkit.executor.sampling import SamplingParams
+from quantkit.executor.whole_engine import open_engine
 from quantkit.quant.weights import dequantize
 from quantkit.quantization.run import QuantizationReport, quantize
 from quantkit.recipe import Recipe
@@ -139,3 +144,25 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(tmp_path: Path, monkeypatch: py
     run(source, tmp_path / "out", "awq-w4a16", told)
     assert any("layers.1.attend: found finished" in line for line in told)
     assert files(tmp_path / "out") == files(tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize(("model_type", "scheme"), [("gemma2", "awq-w4a16"), ("granitemoe", "int8-a8w8c16")])
+def test_what_was_made_is_measured_and_run(model_type: str, scheme: str, tmp_path: Path) -> None:
+    """ppl tells the KL that the report tells, and transformers' own greedy answer comes out of run."""
+    model = peer(model_type, **EXPERTS)
+    source = written(model, tmp_path / model_type)
+    report = run(source, tmp_path / "out", scheme)
+    recipe = recipe_of(source, scheme)
+    sizes = {"samples": recipe.samples, "held_out": recipe.held_out, "seq_len": recipe.seq_len, "seed": recipe.seed}
+    sequences = load_sequences(recipe.calibration, ChatTokenizer(source), **sizes)
+    found = measure(str(tmp_path / "out"), sequences.held_out, baseline=str(source), device="cpu")
+    tokens = sum(len(one) for one in sequences.held_out)
+    assert found.kl is not None
+    assert found.kl == pytest.approx(report.findings.next_token["kl"], rel=0.1)  # which counts the last tokens, too
+    assert found.tokens == tokens - len(sequences.held_out)
+    engine = open_engine(EngineOptions(source, device="cpu"))
+    (done,) = engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4, ignore_eos=True))
+    expected = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, min_new_tokens=4, do_sample=False)[0, 3:].tolist()
+    assert done.token_ids == expected
+    with pytest.raises(QuantkitError, match="which has no --tp here"):
+        open_engine(EngineOptions(source, device="cpu", tp=2))

@@ -28,11 +28,15 @@ from quantkit.evaluation.distance.windows import Window, slide
 from quantkit.executor.cache import find_codes
 from quantkit.executor.expert_counter import ExpertCounter
 from quantkit.executor.load import LoadedModel, load_model
+from quantkit.executor.whole_engine import load_whole
 from quantkit.expert_counts import ExpertCounts
 from quantkit.hub import find_model
+from quantkit.model_files import read_json
+from quantkit.models import is_known
 from quantkit.models.context import CausalContext, Context
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.mlp import MoeMlp
+from quantkit.models.watched.whole import WholeModel
 from quantkit.plots import layer_plot
 from quantkit.result import Result
 from quantkit.tokenizer.chat import ChatTokenizer
@@ -153,6 +157,16 @@ class Watched:
                 mlp.experts = self._watch_experts(number, mlp.experts, mlp.routing.num_experts_per_tok)
         layers[:] = [WatchedLayer(layer, partial(self._keep_hidden, number)) for number, layer in enumerate(layers)]
 
+    @property
+    def device(self) -> torch.device:
+        return self.loaded.device
+
+    @property
+    def head(self) -> Callable[[Tensor], Tensor]:
+        """Rows after the last norm -> logits."""
+        made: Callable[[Tensor], Tensor] = self.loaded.model.head
+        return made
+
     def _keep_hidden(self, number: int, hidden: Tensor) -> None:
         self.trace.hidden[number] = hidden
 
@@ -170,6 +184,33 @@ class Watched:
         context = CausalContext([len(ids) for ids in documents], device, self.loaded.codes)
         self.trace.final = self.loaded.model(torch.cat(documents).to(device), context)
         return self.trace
+
+
+class WatchedWhole:
+    """A model that transformers computes, which tells the same, but for its experts."""
+
+    def __init__(self, model: WholeModel) -> None:
+        self.model, self.device, self.head = model, model.device, model.logits
+
+    def __call__(self, documents: list[Tensor]) -> Trace:
+        passed = [self.model.forward(ids) for ids in documents]
+        layers = passed[0].hidden
+        hidden = {number: torch.cat([one.hidden[number] for one in passed]) for number in layers}
+        return Trace(hidden, {}, torch.cat([one.final for one in passed]))
+
+
+def _open(path: Path, device: str, backend: str, cache: str | None = None) -> Watched | WatchedWhole:
+    if is_known(read_json(path / "config.json")):
+        return Watched(load_model(path, device=device, backend=backend, cache=cache))
+    if cache is not None:
+        raise QuantkitError(f"{path} is computed by transformers, which has no such cache here", "leave --cache out")
+    return WatchedWhole(load_whole(path, device))
+
+
+def _counter(watched: Watched | WatchedWhole) -> ExpertCounter:
+    if isinstance(watched, WatchedWhole):
+        raise QuantkitError("what experts are asked is not counted where transformers computes", "leave --count-experts out")
+    return ExpertCounter(watched.loaded)
 
 
 Report = Callable[[TextProgress], None]
@@ -223,14 +264,13 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="quantkit-ppl-") as folder:
         passes = _passes(windows, max(seq_len, *(len(window.ids) for window in windows)))
         head = _run_baseline(base, passes, Path(folder), device, backend, tell) if base is not None else None
-        loaded = load_model(path, device=device, backend=backend, cache=cache)
-        counter = ExpertCounter(loaded) if count_experts else None
-        watched = Watched(loaded)
+        watched = _open(path, device, backend, cache)
+        counter = _counter(watched) if count_experts else None
         sums, done, total = _Sums(), 0, sum(len(window.ids) for window in windows)
         for number, together in enumerate(passes):
             trace = watched([window.ids for window in together])
-            theirs = _read(Path(folder), number, watched.loaded.device) if head is not None else None
-            _add_tokens(sums, together, trace, watched.loaded.model.head, theirs, head)
+            theirs = _read(Path(folder), number, watched.device) if head is not None else None
+            _add_tokens(sums, together, trace, watched.head, theirs, head)
             if theirs is not None:
                 _add_layers(sums, trace, theirs)
             done += len(trace.final)
@@ -270,7 +310,7 @@ def _run_baseline(
     base: Path, passes: list[list[Window]], folder: Path, device: str, backend: str, tell: Report
 ) -> Callable[[Tensor], Tensor]:
     """Leave a trace of every pass in `folder`; returns the output head, the only part of the baseline that is needed on."""
-    watched = Watched(load_model(base, device=device, backend=backend))
+    watched = _open(base, device, backend)
     done, total = 0, sum(len(window.ids) for together in passes for window in together)
     for number, together in enumerate(passes):
         trace = watched([window.ids for window in together])
@@ -279,8 +319,7 @@ def _run_baseline(
         save_file({name: value.cpu().contiguous() for name, value in (tensors | {"final": trace.final}).items()}, _file(folder, number))
         done += len(trace.final)
         tell(TextProgress("baseline", done, total))
-    head: Callable[[Tensor], Tensor] = watched.loaded.model.head
-    return head
+    return watched.head
 
 
 def _file(folder: Path, number: int) -> Path:

@@ -7,8 +7,9 @@ from typing import Any
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.evaluation.generators.generator import Generation, ModelReply, Prompt
-from quantkit.executor.engine import Engine
+from quantkit.executor.options import EngineOptions
 from quantkit.executor.sampling import SamplingParams
+from quantkit.executor.whole_engine import open_engine
 from quantkit.model_files import read_file
 from quantkit.tokenizer.chat import ChatTokenizer
 from quantkit.tokenizer.tags import THINK
@@ -34,7 +35,8 @@ class Local:
         self.name, self._counts_file = name, count_experts
         self.identity: dict[str, Any] = {"checkpoint": content_hash(path)} | ({"cache": cache} if cache is not None else {})
         counted = count_experts is not None
-        self.engine = Engine.load(path, device=device, backend=backend, max_batch=concurrency, cache=cache, count_experts=counted)
+        options = EngineOptions(path, device=device, backend=backend, max_batch=concurrency, cache=cache, count_experts=counted)
+        self.engine = open_engine(options)
 
     def generate(self, prompts: Sequence[Prompt], parameters: Generation) -> Iterator[ModelReply]:
         encoded = [_encode(self.engine.tokenizer, prompt) for prompt in prompts]

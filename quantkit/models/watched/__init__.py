@@ -6,6 +6,8 @@
     groups.py        scale groups, found by watching what a scale of a norm or a linear does to everything that reads it
     kinds.py         what was found of each kind of layer: its halves, what reads one tensor, its groups
     ends.py          what comes before the first layer and after the last
+    experts.py       stacked routed experts: what one computes, and where checkpoints have it
+    whole.py         a whole checkpoint in memory, to be measured
     architecture.py  all of it as an `Architecture`, with the rows of a checkpoint
 
 Nothing of a checkpoint is run: the classes are transformers' own.

@@ -11,13 +11,12 @@ from quantkit_kernels import SILU, Gating, Routing
 from quantkit.checkpoint.stack import Stack
 from quantkit.errors import QuantkitError
 from quantkit.models import by_name
-from quantkit.models.module_tree import not_built
 from quantkit.models.table import Parameter, Projection, Role, ScaleGroup, Split
 from quantkit.models.watched.ends import LastNorm, Read, WatchedEnds, check_logits, last_norm
 from quantkit.models.watched.experts import StackedExperts, UnknownExperts, look_at_experts
 from quantkit.models.watched.kinds import Kind, look_at
 from quantkit.models.watched.layer import DecoderLayer, SiteWeights
-from quantkit.models.watched.skeleton import ROUTE, Skeleton
+from quantkit.models.watched.skeleton import ROUTE, Skeleton, check_built
 
 
 @dataclass(frozen=True)
@@ -203,10 +202,3 @@ class WatchedArchitecture:
         """On disk, of a module's matrix; empty where it is not stored."""
         name = next((name for name, one in self.skeleton.model.named_modules() if one is module), "")
         return self.skeleton.published.get(f"{name}.weight", "")
-
-
-def check_built(config: Mapping[str, Any]) -> None:
-    """Raise QuantkitError where transformers, which is an extra of quantkit's, is missing, or does not know the model."""
-    if why := not_built(config):
-        told = f"model_type {config.get('model_type')!r} is not one that quantkit has a file for, and {why}"
-        raise QuantkitError(told, "pip install -U 'quantkit[transformers]', or " + ROUTE)

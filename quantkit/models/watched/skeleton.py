@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import QuantkitError
-from quantkit.models.module_tree import build_model, decoder_stack, linear_weights, published_names
+from quantkit.models.module_tree import build_model, decoder_stack, linear_weights, not_built, published_names
 
 PROBED = 8
 """Tokens of the sequences that are run to look at a model."""
@@ -208,6 +208,13 @@ class Skeleton:
             for key in missing:
                 if module._buffers[key].is_floating_point() and module._buffers[key].isnan().any():
                     raise QuantkitError(f"{self.told}: transformers does not say what {name}.{key} is", ROUTE)
+
+
+def check_built(config: Mapping[str, Any]) -> None:
+    """Raise QuantkitError where transformers, which is an extra of quantkit's, is missing, or does not know the model."""
+    if why := not_built(config):
+        told = f"model_type {config.get('model_type')!r} is not one that quantkit has a file for, and {why}"
+        raise QuantkitError(told, "pip install -U 'quantkit[transformers]', or " + ROUTE)
 
 
 def _build(config: Mapping[str, Any], told: str) -> Any:

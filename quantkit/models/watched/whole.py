@@ -1,0 +1,178 @@
+"""A whole checkpoint in memory, computed by transformers' own forward: for architectures without a file here, so that what was made of them
+can be measured. Quantized weights are decoded at load; linears of 8-bit schemes round what they read, as operators do. It is slow.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from quantkit_kernels import quantize_rows
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import QuantkitError
+from quantkit.models.watched.ends import logits_of
+from quantkit.models.watched.experts import StackedExperts, UnknownExperts, experts_modules, look_at_experts
+from quantkit.models.watched.skeleton import Skeleton, check_built
+from quantkit.quant.weights import dequantize
+
+SLOW = "computed by transformers on decoded weights, because quantkit has no file for its architecture: slow"
+
+
+@dataclass
+class Passed:
+    """What one forward leaves: hidden [T, H] after each layer, and `final` [T, H], which the head multiplies."""
+
+    hidden: dict[int, Tensor] = field(default_factory=dict)
+    final: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+class WholeModel:
+    """Raises QuantkitError where transformers is missing or does not know the model, and where a tensor that it computes with is not
+    stored."""
+
+    def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+        self.checkpoint, self.device, self.dtype = checkpoint, device, dtype
+        try:
+            check_built(checkpoint.config)
+            self.skeleton = Skeleton(checkpoint.config)
+        except QuantkitError as fault:
+            told = f"{checkpoint.path / 'config.json'}: {fault.problem}"
+            raise QuantkitError(told, "pip install -U 'quantkit[transformers]', or use another engine") from fault
+        self.model: Any = self.skeleton.model
+        self._fill()
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.skeleton.text.get_input_embeddings().weight.shape[0])
+
+    @property
+    def max_position_embeddings(self) -> int | None:
+        """Tokens of the longest text; None where config.json does not say."""
+        found = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return found if isinstance(found, int) else None
+
+    @torch.no_grad()
+    def forward(self, ids: Tensor) -> Passed:
+        """ids int64 [T] of one sequence."""
+        passed = Passed()
+
+        def keep(number: int) -> Callable[..., None]:
+            def hook(module: nn.Module, args: Any, made: Any) -> None:
+                passed.hidden[number] = self.skeleton.result(made)[0]
+
+            return hook
+
+        hooks = [layer.register_forward_hook(keep(number)) for number, layer in enumerate(self.skeleton.layers)]
+        head = self.model.get_output_embeddings()
+        hooks.append(head.register_forward_pre_hook(lambda module, args: setattr(passed, "final", args[0][0])))
+        try:
+            self.model(input_ids=ids[None].to(self.device), use_cache=False)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return passed
+
+    @torch.no_grad()
+    def logits(self, final: Tensor) -> Tensor:
+        """final [T, H] -> float32 [T, vocab]."""
+        products: Tensor = self.model.get_output_embeddings()(final)
+        return logits_of(self.skeleton, products).float()
+
+    @torch.no_grad()
+    def next_logits(self, ids: list[int], cache: Any) -> tuple[Tensor, Any]:
+        """Of the token after `ids`, which follow those in `cache` (None at first): float32 [1, vocab], and what to give for the next."""
+        found = self.model(input_ids=torch.tensor([ids], device=self.device), past_key_values=cache, use_cache=True)
+        return found.logits[0, -1:].float(), found.past_key_values
+
+    # --- weights -------------------------------------------------------------------------------------------------------------
+
+    def _fill(self) -> None:
+        """Every tensor of the text model and the head, and the buffers that go with them."""
+        head, text = self.model.get_output_embeddings(), {id(one) for one in self.skeleton.text.modules()}
+        names = {name: one for name, one in self.model.named_modules() if id(one) in text or one is head}
+        for name, module in names.items():
+            experts = next(((name, one) for _, one in experts_modules(module) if one is module), None)
+            if experts is not None and self._fill_experts(*experts):
+                continue
+            for key in [key for key, one in module._parameters.items() if one is not None]:
+                if not (module is head and key == "weight" and self.skeleton.tied):
+                    module._parameters[key] = nn.Parameter(self._read(f"{name}.{key}"), requires_grad=False)
+            for key, one in list(module._buffers.items()):
+                if one is not None and key not in module._non_persistent_buffers_set:
+                    module._buffers[key] = self._read(f"{name}.{key}")
+                elif one is not None:
+                    module._buffers[key] = one.to(self.device)
+            if isinstance(module, nn.Linear) and self._rounds(f"{name}.weight"):
+                own: Any = module
+                own.forward = _rounding(module)
+        if self.skeleton.tied:
+            head._parameters["weight"] = self.skeleton.text.get_input_embeddings().weight
+
+    def _read(self, name: str) -> Tensor:
+        disk = self.skeleton.published.get(name)
+        if disk is None or not (disk.removesuffix(".weight") in self.checkpoint.linears or self.checkpoint.has(disk)):
+            told = f"{self.checkpoint.path} lacks {disk or name}, which transformers computes with"
+            raise QuantkitError(told, "download the missing shard, or use the config.json of these weights")
+        return self._stored(disk)
+
+    def _stored(self, disk: str) -> Tensor:
+        module = disk.removesuffix(".weight")
+        value = (
+            self.checkpoint.weight(module, self.device) if module in self.checkpoint.linears else self.checkpoint.read(disk, self.device)
+        )
+        value = dequantize(value)
+        return value.to(self.dtype) if value.is_floating_point() else value
+
+    def _rounds(self, name: str) -> bool:
+        """Whether a linear reads int8."""
+        linear = self.checkpoint.linears.get(self.skeleton.published.get(name, "").removesuffix(".weight"))
+        return linear is not None and linear.format.activation_bits == 8
+
+    def _fill_experts(self, name: str, module: nn.Module) -> bool:
+        """Stacked routed experts, from one tensor for each; whether they are stored so."""
+        try:
+            found = look_at_experts(self.model, name, module)
+        except UnknownExperts:
+            return False
+        if not all(_is_stored(self.checkpoint, disk) for disk in found.names[0]):
+            return False
+        each = [[self._stored(disk) for disk in triple] for triple in found.names]
+        linear = self.checkpoint.linears.get(found.names[0][0].removesuffix(".weight"))
+        rounds = linear is not None and linear.format.activation_bits == 8
+        module.forward = _experts(found, each, rounds)
+        return True
+
+
+def _is_stored(checkpoint: Checkpoint, disk: str) -> bool:
+    return disk.removesuffix(".weight") in checkpoint.linears or checkpoint.has(disk)
+
+
+def _as_int8(x: Tensor) -> Tensor:
+    codes, scale = quantize_rows(x.flatten(0, -2).float())
+    return (codes * scale).view_as(x).to(x.dtype)
+
+
+def _rounding(linear: nn.Linear) -> Callable[[Tensor], Tensor]:
+    return lambda x: F.linear(_as_int8(x), linear.weight, linear.bias)
+
+
+def _experts(found: StackedExperts, each: list[list[Tensor]], rounds: bool) -> Callable[..., Tensor]:
+    """A mixture [T, H] -> [T, H] as a loop over the experts that are asked."""
+
+    def forward(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for expert in topk_ids.unique().tolist():
+            if expert >= len(each):  # a place for no expert
+                continue
+            gate, up, down = each[expert]
+            tokens, slots = (topk_ids == expert).nonzero(as_tuple=True)
+            read = _as_int8(x[tokens]) if rounds else x[tokens]
+            hidden = found.gating(F.linear(read, gate), F.linear(read, up))
+            made = F.linear(_as_int8(hidden) if rounds else hidden, down)
+            out.index_add_(0, tokens, made * topk_weights[tokens, slots, None].to(made.dtype))
+        return out
+
+    return forward
