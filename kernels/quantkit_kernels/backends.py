@@ -30,7 +30,7 @@ OPERATORS = (
     "gqa_decode",
     "gqa_prefill",
 )
-BACKENDS = ("reference", "expanded", "cpu", "cuda", "ascend", "torch_npu")
+BACKENDS = ("reference", "expanded", "cpu", "triton", "cuda", "ascend", "torch_npu")
 Shape = tuple[int, int]
 
 

@@ -14,8 +14,9 @@ from quantkit_kernels import reference
 from quantkit_kernels.codes import CodedKeys, KeyValues
 from quantkit_kernels.cuda.abi import GqaDecode, GqaPrepare
 from quantkit_kernels.cuda.build import library
-from quantkit_kernels.cuda.launch import CODES, DTYPES, checked, stream_of, workspace
+from quantkit_kernels.cuda.launch import CODES, DTYPES, checked, stream_of
 from quantkit_kernels.paged import Norms, PagedKeys, Rotation
+from quantkit_kernels.workspace import workspace
 
 _HEADS = 16
 """The most heads of a unit (kHeads of gqa_schedule.cuh), which all share keys."""

@@ -8,8 +8,9 @@ from torch import Tensor
 from quantkit_kernels.cuda.abi import FusedExpertsParams, Matrix
 from quantkit_kernels.cuda.build import library
 from quantkit_kernels.cuda.experts.sum_pairs import sum_pairs
-from quantkit_kernels.cuda.launch import DTYPES, FORMATS, checked, stream_of, workspace
+from quantkit_kernels.cuda.launch import DTYPES, FORMATS, checked, stream_of
 from quantkit_kernels.cuda.layout import PackedStrips, pointers
+from quantkit_kernels.workspace import workspace
 
 _LIST_BYTES = 7 << 10
 """What a block of fused_experts.cu has for its lists (kListBytes)."""

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from quantkit_kernels.cuda.abi import GemmParams
 from quantkit_kernels.cuda.build import library
-from quantkit_kernels.cuda.launch import DTYPES, FORMATS, checked, stream_of, workspace
+from quantkit_kernels.cuda.launch import DTYPES, FORMATS, checked, stream_of
 from quantkit_kernels.cuda.plans import TokensInRegistersPlan, TokensInSharedPlan
+from quantkit_kernels.workspace import workspace
 
 
 def tokens_in_registers(

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from quantkit_kernels.cuda.abi import Shares, TileParams
 from quantkit_kernels.cuda.build import library
-from quantkit_kernels.cuda.launch import DTYPES, FORMATS, STORE, checked, stream_of, workspace
+from quantkit_kernels.cuda.launch import DTYPES, FORMATS, STORE, checked, stream_of
 from quantkit_kernels.cuda.layout import PackedStrips, pointers
 from quantkit_kernels.cuda.plans import PersistentTilesPlan, TileAndSharePlan, TilePerBlockPlan
+from quantkit_kernels.workspace import workspace
 
 SHARE_ROWS = 256
 """Rows of a tile of a TileAndSharePlan."""

@@ -1,0 +1,46 @@
+"""Triton kernels for every GPU that Triton compiles for: NVIDIA's from compute capability 8.0 on, and AMD's. One set of sources.
+
+Run on an H200; compiled ahead for the architectures in the kernels' README. cards.py has what differs from card to card.
+"""
+
+import functools
+import importlib.util
+
+import torch
+
+from quantkit_kernels.backends import Shape
+from quantkit_kernels.triton.cards import interpreted
+from quantkit_kernels.triton.experts import TritonExpertsLayout
+from quantkit_kernels.triton.linear import linear
+from quantkit_kernels.weights import Weight
+
+
+def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, shapes: tuple[Shape, ...]) -> str | None:
+    if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
+        return f"runs on GPUs, not on {device.type}"
+    if not _has_triton():
+        return "triton is not installed"
+    if operator.endswith("_dense"):
+        return "quantized weights only"
+    if operator == "mla_prolog":
+        return "mla_prepare, mla_decode and linears compute it"
+    family, _, kind = operator.partition("_")
+    if family not in ("linear", "experts"):
+        return None if operator in __all__ else "not written"
+    if dtype == torch.float32:
+        return "computes in bfloat16 and float16 only"
+    if kind == "fp4" and dtype == torch.float16:
+        return "FP4 computes in bfloat16 only"
+    return None
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def experts_layout(num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device) -> TritonExpertsLayout:
+    return TritonExpertsLayout(num_experts, gate, dtype, device)
+
+
+__all__ = ["experts_layout", "linear", "unusable"]

@@ -1,0 +1,145 @@
+"""Cards by class: what one block may use, and the plan of a product: a measured one, or a rule. Nothing is searched for while a model runs.
+
+tables/ARCHITECTURE.json holds what `quantkit kernels --tune` measured on a card of that class; a card without a table takes the rule.
+"""
+
+import functools
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+TABLES = Path(__file__).parent / "tables"
+_KIB = 1024
+SHARED_BYTES = {
+    "sm_80": 163 * _KIB,
+    "sm_86": 99 * _KIB,
+    "sm_89": 99 * _KIB,
+    "sm_90": 227 * _KIB,
+    "sm_100": 227 * _KIB,
+    "sm_120": 99 * _KIB,
+    "gfx90a": 64 * _KIB,
+    "gfx942": 64 * _KIB,
+}
+"""Shared memory that a block may have (CUDA C++ Programming Guide, compute capabilities; AMD's LDS)."""
+_LEAST_SHARED = 64 * _KIB
+"""Of a card that is in no table: every card that Triton runs on has as much, but Turing's by a little."""
+_INTERPRETED_MULTIPROCESSORS = 2
+
+
+def interpreted() -> bool:
+    """Whether kernels run on the CPU in Triton's interpreter."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def architecture(device: torch.device) -> str:
+    """sm_90, gfx942, ...; "interpreter" on a CPU."""
+    if device.type == "cpu":
+        return "interpreter"
+    if torch.version.hip:
+        return str(torch.cuda.get_device_properties(device).gcnArchName).partition(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    if device.type == "cpu":
+        return _INTERPRETED_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def shared_bytes(name: str) -> int:
+    """What a block may have on a card of this architecture; of a newer one of a known family, what the family's newest has."""
+    if name in SHARED_BYTES:
+        return SHARED_BYTES[name]
+    family = [known for known in SHARED_BYTES if known[:-1] == name[:-1]]
+    return SHARED_BYTES[max(family)] if family else _LEAST_SHARED
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How multiply_kernel.py is launched. rows, tokens: of a tile; split: programs that share K; warps; stages of copies in flight."""
+
+    rows: int
+    tokens: int
+    split: int
+    warps: int
+    stages: int
+
+
+EXPAND_TOKENS = 1024
+"""From so many tokens on a 4-bit weight is decoded to 16 bits once and multiplied by the vendor's library, where no table says otherwise."""
+_PER_MULTIPROCESSOR = 4
+"""Programs for few tokens that a multiprocessor holds at once."""
+
+
+def linear_plan(name: str, processors: int, kind: str, n: int, k: int, tokens: int) -> Plan | None:
+    """The plan for W[n, k] of so many tokens; None: expand. name: the card's architecture."""
+    measured = _nearest(_table(name)["linear"].get((kind, n, k)), tokens)
+    if measured is not None:
+        return measured if measured.rows else None
+    if kind != "int8" and tokens > EXPAND_TOKENS:
+        return None
+    steps = -(-k // 128)
+    if tokens <= 64:
+        plan = Plan(64, max(16, _power_of_two(tokens)), 1, 4, 4)
+    else:
+        plan = Plan(128, 128 if tokens > 128 else 64, 1, 8 if kind != "int8" else 4, 3)
+    tiles = -(-n // plan.rows) * -(-tokens // plan.tokens)
+    room = _PER_MULTIPROCESSOR * processors if tokens <= 64 else processors
+    split = max(1, min(room // tiles, steps // 4, 16)) if tiles < room else 1
+    return fitting(replace(plan, split=split), kind, name)
+
+
+def experts_plan(name: str, kind: str, intermediate: int, hidden: int, pairs_per_expert: float) -> Plan:
+    """The plan of both products of sorted pairs. A tile should hold all tokens of most experts."""
+    measured = _nearest(_table(name)["experts"].get((kind, hidden, intermediate)), round(pairs_per_expert * 256))
+    if measured is not None:
+        return measured
+    tokens = 16 if pairs_per_expert <= 12 else 32 if pairs_per_expert <= 24 else 64 if pairs_per_expert <= 96 else 128
+    plan = Plan(64, tokens, 1, 4, 4) if tokens < 128 else Plan(128, 128, 1, 8, 3)
+    return fitting(plan, kind, name, doubled=True)
+
+
+def stage_bytes(plan: Plan, kind: str, doubled: bool = False) -> int:
+    """Shared memory of a stage: of a step the codes and scales of a tile, twice for gate and up, and the tokens."""
+    of_row = 128 if kind == "int8" else 64 + 8
+    of_token = 128 if kind == "int8" else 256
+    return plan.rows * of_row * (2 if doubled else 1) + plan.tokens * of_token
+
+
+def fitting(plan: Plan, kind: str, name: str, doubled: bool = False) -> Plan:
+    """With so many stages, and so large a tile, as the card's shared memory holds."""
+    room = shared_bytes(name)
+    while plan.stages > 1 and stage_bytes(plan, kind, doubled) * plan.stages > room:
+        plan = replace(plan, stages=plan.stages - 1)
+    return plan
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()
+
+
+Rows = list[tuple[int, Plan]]
+
+
+def _nearest(measured: Rows | None, tokens: int) -> Plan | None:
+    """The plan measured for `tokens` or the next larger number; that of the largest where there is none."""
+    if not measured:
+        return None
+    return next((plan for most, plan in measured if tokens <= most), measured[-1][1])
+
+
+@functools.cache
+def _table(name: str) -> dict[str, dict[tuple[str, int, int], Rows]]:
+    tables: dict[str, dict[tuple[str, int, int], Rows]] = {"linear": {}, "experts": {}}
+    path = TABLES / f"{name}.json"
+    if path.exists():
+        for part, rows in json.loads(path.read_text())["plans"].items():
+            for kind, first, second, most, fields in rows:
+                tables[part].setdefault((kind, first, second), []).append((most, Plan(*fields)))
+    return tables

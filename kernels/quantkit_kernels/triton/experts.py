@@ -1,0 +1,97 @@
+"""Routed experts: pairs sorted by expert, gate and up with SiLU, down with the routing weights, and the sum over each token's experts.
+
+No launch depends on the routing's values, so a step can be captured in a graph.
+"""
+
+import torch
+from torch import Tensor
+
+from quantkit_kernels.experts import Experts, ExpertsLayout
+from quantkit_kernels.triton import rows
+from quantkit_kernels.triton.cards import Plan, architecture, experts_plan
+from quantkit_kernels.triton.launch import SILU_MUL, WEIGH, Packed, Slots, multiply
+from quantkit_kernels.triton.layout import STRIP, PackedSteps, group_of, pack
+from quantkit_kernels.weights import Weight, kind, shape, to_device
+
+MOST_PAIRS = 16384
+"""Pairs that are computed at once. What is kept between the launches takes about 70 KB a pair (R1)."""
+
+
+class TritonExperts(Experts):
+    def __init__(self, gate_up: Packed, down: Packed, num_experts: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(num_experts, down.n, down.k, dtype, device, "triton")
+        self.gate_up, self.down = gate_up, down
+
+    def held(self) -> list[Tensor]:
+        return [*self.gate_up.steps, *self.down.steps]
+
+    def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        plan = experts_plan(
+            architecture(self.device), self.gate_up.kind, self.intermediate, self.hidden, topk_ids.numel() / self.num_experts
+        )
+        tokens = max(1, MOST_PAIRS // topk_ids.shape[1])
+        parts = zip(x.contiguous().split(tokens), topk_ids.contiguous().split(tokens), topk_weights.contiguous().split(tokens))
+        results = [self.by_plan(*part, plan) for part in parts]
+        return results[0] if len(results) == 1 else torch.cat(results)
+
+    def by_plan(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plan: Plan) -> Tensor:
+        pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
+        slots = sort_pairs(topk_ids, self.num_experts, plan.tokens)
+        between = torch.empty(pairs, self.intermediate, dtype=self.dtype, device=x.device)
+        codes, scale = self._quantized(x)
+        multiply(self.gate_up, codes, scale, between, plan, epilogue=SILU_MUL, slots=slots, top_k=top_k)
+        weighed = torch.empty(pairs, self.hidden, dtype=torch.float32, device=x.device)
+        codes, scale = self._quantized(between)
+        multiply(self.down, codes, scale, weighed, plan, epilogue=WEIGH, slots=slots, pair_weights=topk_weights)
+        y = torch.empty_like(x)
+        rows.sum_pairs(weighed, y)
+        return y
+
+    def _quantized(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return rows.quantize_rows(x) if self.gate_up.kind == "int8" else (x, None)
+
+
+def sort_pairs(topk_ids: Tensor, num_experts: int, tokens: int) -> Slots:
+    """Slots for topk_ids int32 or int64 [T, k] in tiles of `tokens`."""
+    from quantkit_kernels.triton.experts_kernel import sort_pairs as kernel
+
+    pairs = topk_ids.numel()
+    tiles = min(pairs, num_experts) + pairs // tokens
+    slots = Slots(*(torch.empty(size, dtype=torch.int32, device=topk_ids.device) for size in (tiles, tiles, tiles * tokens)))
+    block = min(1024, max(128, rows.power_of_two(pairs)))
+    experts = max(2, rows.power_of_two(num_experts))
+    kernel[(num_experts,)](topk_ids, pairs, *slots, tiles, num_experts, EXPERTS=experts, TOKENS=tokens, BLOCK=block)
+    return slots
+
+
+class TritonExpertsLayout(ExpertsLayout):
+    """Packs each expert, as it comes, into its place in the layer's tensors: gate's rows, padded to whole strips, then up's."""
+
+    def __init__(self, num_experts: int, gate: Weight, dtype: torch.dtype, device: torch.device) -> None:
+        self._count, self._dtype, self._device = num_experts, dtype, device
+        self._kind, self._group = kind(gate), group_of(gate)
+        self._intermediate, self._hidden = shape(gate)
+        self._layers: list[PackedSteps] = []
+
+    def place(self, index: int, gate: Weight, up: Weight, down: Weight) -> None:
+        first, second, third = (pack(to_device(weight, self._device)) for weight in (gate, up, down))
+        packed = [_side_by_side(first, second), third]
+        if not self._layers:
+            self._layers = [PackedSteps._make(part.new_empty(self._count, *part.shape) for part in one) for one in packed]
+        for layer, one in zip(self._layers, packed, strict=True):
+            for room, part in zip(layer, one, strict=True):
+                room[index] = part
+
+    def finish(self) -> TritonExperts:
+        gate_up, down = self._layers
+        sizes = ((gate_up, 2 * self._intermediate, self._hidden), (down, self._hidden, self._intermediate))
+        layers = (Packed(steps, self._kind, self._group, n, k) for steps, n, k in sizes)
+        return TritonExperts(*layers, self._count, self._dtype, self._device)
+
+
+def _side_by_side(gate: PackedSteps, up: PackedSteps) -> PackedSteps:
+    """The rows of both, gate's first."""
+    assert len(gate.row_scale) % STRIP == 0, len(gate.row_scale)
+    scales = gate.scales if gate.scales.dim() == 1 else torch.cat([gate.scales, up.scales], dim=-1)
+    codes = torch.cat([gate.codes, up.codes], dim=-2)
+    return PackedSteps(codes, scales, torch.cat([gate.row_scale, up.row_scale]))

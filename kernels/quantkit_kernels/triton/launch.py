@@ -1,0 +1,82 @@
+"""A launch of multiply_kernel.py, for linears and experts."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantkit_kernels.triton.cards import Plan, interpreted
+from quantkit_kernels.triton.layout import PackedSteps
+from quantkit_kernels.workspace import workspace
+
+KINDS = {"int4": 0, "fp4": 1, "int8": 2}
+COLUMNS = {"int4": 32, "fp4": 16, "int8": 32}
+STORE, SILU_MUL, WEIGH = range(3)
+
+
+class Slots(NamedTuple):
+    """Token-expert pairs sorted by expert, in tiles of one expert each.
+
+    tile_expert int32 [tiles]: the expert of a tile, -1 for tiles that are not used. tile_count int32 [tiles]: the pairs in a tile.
+    order int32 [tiles * tokens of a tile]: the pair in a slot, undefined in the slots that a tile does not use.
+    """
+
+    tile_expert: Tensor
+    tile_count: Tensor
+    order: Tensor
+
+
+class Packed(NamedTuple):
+    """Weights [N, K] of one linear or of all experts, their grid and the type they are decoded to."""
+
+    steps: PackedSteps
+    kind: str
+    group: int
+    n: int
+    k: int
+
+
+def multiply(
+    packed: Packed,
+    x: Tensor,
+    x_scale: Tensor | None,
+    out: Tensor,
+    plan: Plan,
+    *,
+    epilogue: int = STORE,
+    slots: Slots | None = None,
+    top_k: int = 1,
+    pair_weights: Tensor | None = None,
+) -> None:
+    """Write the product of x and the weight into `out`. Experts: the row of a pair is that of token pair // top_k."""
+    from quantkit_kernels.triton.multiply_kernel import multiply as kernel
+
+    codes, scales, row_scale = packed.steps
+    features = packed.n // 2 if epilogue == SILU_MUL else packed.n
+    rows = row_scale.shape[-1]
+    tiles = -(-features // plan.rows)
+    token_tiles = -(-x.shape[0] // plan.tokens) if slots is None else len(slots.tile_expert)
+    split = plan.split if epilogue != SILU_MUL and slots is None else 1
+    partial, arrived = workspace(x.device, tiles * token_tiles * split * plan.rows * plan.tokens if split > 1 else 0)
+    assert split == 1 or tiles * token_tiles <= len(arrived), (tiles, token_tiles)
+    nothing = row_scale
+    kernel[(tiles * split, token_tiles)](
+        x, nothing if x_scale is None else x_scale, codes, scales, row_scale, out, partial, arrived,
+        *(slots.order, slots.tile_expert, slots.tile_count) if slots else (arrived, arrived, arrived),
+        nothing if pair_weights is None else pair_weights,
+        x.shape[0], rows, packed.k, out.shape[1], -(-packed.k // 128), top_k, rows // 2,
+        KIND=KINDS[packed.kind], GROUP=packed.group, COLUMNS=COLUMNS[packed.kind], EPILOGUE=epilogue, EXPERTS=slots is not None, SPLIT=split,
+        BN=plan.rows, BM=plan.tokens, EVEN_K=packed.k % 128 == 0, NVIDIA=by_assembly(x.device), STAGES=plan.stages,
+        DTYPE=decoded_type(out.dtype if epilogue != WEIGH else x.dtype), num_warps=plan.warps,
+    )  # fmt: skip
+
+
+def by_assembly(device: torch.device) -> bool:
+    """Whether kernels may use NVIDIA's instructions."""
+    return device.type == "cuda" and not torch.version.hip and not interpreted()
+
+
+def decoded_type(dtype: torch.dtype) -> Any:
+    import triton.language as tl
+
+    return tl.float16 if dtype == torch.float16 else tl.bfloat16

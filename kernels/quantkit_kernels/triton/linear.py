@@ -1,0 +1,43 @@
+"""Linears of packed weights."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quantkit_kernels.linear import Linear
+from quantkit_kernels.triton import rows
+from quantkit_kernels.triton.cards import Plan, architecture, linear_plan, multiprocessors
+from quantkit_kernels.triton.launch import Packed, multiply
+from quantkit_kernels.triton.layout import group_of, pack
+from quantkit_kernels.weights import Weight, kind, shape, to_device
+
+
+class TritonLinear(Linear):
+    def __init__(self, weight: Weight, dtype: torch.dtype, device: torch.device) -> None:
+        n, k = shape(weight)
+        super().__init__(k, n, dtype, device, "triton")
+        self.packed = Packed(pack(to_device(weight, device)), kind(weight), group_of(weight), n, k)
+
+    def held(self) -> list[Tensor]:
+        return list(self.packed.steps)
+
+    def rows(self, x: Tensor) -> Tensor:
+        plan = linear_plan(
+            architecture(self.device), multiprocessors(self.device), self.packed.kind, self.out_features, self.in_features, x.shape[0]
+        )
+        return self.expand(x) if plan is None else self.tiles(x.contiguous(), plan)
+
+    def tiles(self, x: Tensor, plan: Plan) -> Tensor:
+        """x[M, K] -> [M, N] by a given plan."""
+        y = torch.empty(x.shape[0], self.out_features, dtype=self.dtype, device=x.device)
+        codes, scale = rows.quantize_rows(x) if self.packed.kind == "int8" else (x, None)
+        multiply(self.packed, codes, scale, y, plan)
+        return y
+
+    def expand(self, x: Tensor) -> Tensor:
+        """x[M, K] -> [M, N] by the vendor's library over W[N, K] in the compute dtype, which exists during this call only."""
+        return F.linear(x, rows.expanded(self.packed, self.dtype))
+
+
+def linear(weight: Weight, dtype: torch.dtype, device: torch.device) -> Linear:
+    return TritonLinear(weight, dtype, device)

@@ -1,0 +1,135 @@
+# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
+"""x @ W.T for packed weights, of one linear or of the experts of sorted pairs, from one token to many.
+
+Weights are the left operand: they go from memory to registers in the order of the matrix instruction's operand, are decoded there, and
+tokens are its columns, of which 16 are the fewest. A program has BN rows and BM tokens, and the SPLIT-th part of K; of the programs of one
+tile the last to arrive adds their sums up, in the order of K.
+"""
+
+import triton
+import triton.language as tl
+
+from quantkit_kernels.triton.weights_kernel import FP4, INT4, INT8, SPAN, dot, load_scales, plane, rounded
+
+STORE, SILU_MUL, WEIGH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def add_step(acc, step, x, places, k, there, codes, scales, n, rows, COLUMNS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
+             DTYPE: tl.constexpr, EVEN_K: tl.constexpr, NVIDIA: tl.constexpr):  # fmt: skip
+    """acc [BN, BM] plus the product over 128 input features in 4 bits. places: where each token's row of x begins."""
+    PARTS: tl.constexpr = 32 // COLUMNS
+    column = tl.arange(0, COLUMNS)
+    first = load_scales(scales, step, 0, n, rows, KIND, GROUP)
+    second = first
+    if KIND == INT4 and GROUP == 32:
+        second = load_scales(scales, step, 1, n, rows, KIND, GROUP)
+    for part in tl.static_range(PARTS):
+        at = (step * PARTS + part) * n * COLUMNS
+        words = tl.load(codes + at + rows[:, None] * COLUMNS + column[None, :])
+        for i in tl.static_range(4):
+            feature = step * SPAN + 32 * i + COLUMNS * part + column
+            if EVEN_K:
+                some = tl.load(x + places[None, :] + feature[:, None], mask=there[None, :], other=0.0)
+            else:
+                some = tl.load(x + places[None, :] + feature[:, None], mask=there[None, :] & (feature[:, None] < k), other=0.0)
+            acc = dot(plane(words, first, second, i, part, KIND, GROUP, DTYPE, NVIDIA), some, acc)
+    return acc
+
+
+@triton.jit
+def add_int8_step(acc, step, x, places, k, there, codes, n, rows, EVEN_K: tl.constexpr):
+    """acc int32 [BN, BM] plus the product over 128 input features."""
+    column = tl.arange(0, SPAN)
+    feature = step * SPAN + column
+    weights = tl.load(codes + step * n * SPAN + rows[:, None] * SPAN + column[None, :])
+    if EVEN_K:
+        some = tl.load(x + places[None, :] + feature[:, None], mask=there[None, :], other=0)
+    else:
+        some = tl.load(x + places[None, :] + feature[:, None], mask=there[None, :] & (feature[:, None] < k), other=0)
+    return tl.dot(weights, some, acc, out_dtype=tl.int32)
+
+
+@triton.jit
+def sum_of_parts(acc, partial, arrived, tile, part, SPLIT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr):
+    """The sum over the programs of a tile, and whether this one has it: the last to arrive. Counters are zero before and after."""
+    at = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
+    mine = partial + tile.to(tl.int64) * SPLIT * BN * BM
+    tl.store(mine + part * BN * BM + at, acc)
+    tl.debug_barrier()
+    before = tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu")
+    last = before == SPLIT - 1
+    if last:
+        tl.debug_barrier()
+        acc = tl.load(mine + at, cache_modifier=".cg")
+        for other in tl.static_range(1, SPLIT):
+            acc += tl.load(mine + other * BN * BM + at, cache_modifier=".cg")
+        tl.store(arrived + tile, 0)
+    return acc, last
+
+
+@triton.jit(do_not_specialize=["m", "steps", "top_k"])
+def multiply(
+    x, x_scale, codes, scales, row_scale, out, partial, arrived, order, tile_expert, tile_count, pair_weights,
+    m, n, k, out_n, steps, top_k, up,
+    KIND: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, EPILOGUE: tl.constexpr, EXPERTS: tl.constexpr, SPLIT: tl.constexpr,
+    BN: tl.constexpr, BM: tl.constexpr, EVEN_K: tl.constexpr, NVIDIA: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """One linear: x[m, k] -> out[m, out_n]. EXPERTS: of a tile of sorted pairs, whose tokens are x's rows pair // top_k, to out's rows pair.
+
+    n: rows of the packed weight, of each expert; up: rows from a feature of gate to that of up, with SILU_MUL.
+    """
+    row_tile = tl.program_id(0) // SPLIT
+    part = tl.program_id(0) % SPLIT
+    token_tile = tl.program_id(1)
+    rows = row_tile * BN + tl.arange(0, BN)
+    slots = token_tile * BM + tl.arange(0, BM)
+    expert = 0
+    if EXPERTS:
+        expert = tl.load(tile_expert + token_tile)
+        if expert < 0:
+            return
+        there = tl.arange(0, BM) < tl.load(tile_count + token_tile)
+        token = tl.load(order + slots, mask=there, other=0)
+        source = token // top_k
+    else:
+        there = slots < m
+        token = slots
+        source = slots
+    places = source.to(tl.int64) * k
+    n = n.to(tl.int64)
+    weight_rows = n * expert
+    WIDTH: tl.constexpr = SPAN if KIND == INT8 else SPAN // 4
+    codes += weight_rows * steps * WIDTH
+    PER_STEP: tl.constexpr = 2 if KIND == INT4 and GROUP == 32 else 1
+    scales += weight_rows * steps * PER_STEP
+    row_scale += weight_rows
+    begin = steps * part // SPLIT
+    end = steps * (part + 1) // SPLIT
+    acc = tl.zeros((BN, BM), tl.int32 if KIND == INT8 else tl.float32)
+    more = acc
+    for step in tl.range(begin, end, num_stages=STAGES):
+        if KIND == INT8:
+            acc = add_int8_step(acc, step, x, places, k, there, codes, n, rows, EVEN_K)
+            if EPILOGUE == SILU_MUL:
+                more = add_int8_step(more, step, x, places, k, there, codes, n, rows + up, EVEN_K)
+        else:
+            acc = add_step(acc, step, x, places, k, there, codes, scales, n, rows, COLUMNS, KIND, GROUP, DTYPE, EVEN_K, NVIDIA)
+            if EPILOGUE == SILU_MUL:
+                more = add_step(more, step, x, places, k, there, codes, scales, n, rows + up, COLUMNS, KIND, GROUP, DTYPE, EVEN_K, NVIDIA)
+    result = acc.to(tl.float32)
+    last = True
+    if SPLIT > 1:
+        result, last = sum_of_parts(result, partial, arrived, token_tile * (tl.num_programs(0) // SPLIT) + row_tile, part, SPLIT, BN, BM)
+    if last:
+        factor = 1.0
+        if KIND == INT8:
+            factor = tl.load(x_scale + source, mask=there, other=0.0)[None, :]
+        result = result * tl.load(row_scale + rows)[:, None] * factor
+        if EPILOGUE == SILU_MUL:
+            other = more.to(tl.float32) * tl.load(row_scale + rows + up)[:, None] * factor
+            result = result / (1.0 + tl.exp(-result)) * other
+        if EPILOGUE == WEIGH:
+            result = result * tl.load(pair_weights + token, mask=there, other=0.0)[None, :]
+        to = out + token.to(tl.int64)[None, :] * out_n + rows[:, None]
+        tl.store(to, rounded(result, out.dtype.element_ty), mask=there[None, :] & (rows[:, None] < out_n))

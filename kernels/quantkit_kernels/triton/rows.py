@@ -1,0 +1,53 @@
+"""Launches of the kernels with a program per row, and the expansion of weights."""
+
+import torch
+from torch import Tensor
+
+from quantkit_kernels.triton.launch import COLUMNS, KINDS, Packed, by_assembly, decoded_type
+
+_EXPAND_ROWS = 64
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`quantkit_kernels.quantize_rows` in one launch; the scale comes as [M]."""
+    from quantkit_kernels.triton.rows_kernel import quantize_rows as kernel
+
+    codes = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    scale = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    block = min(power_of_two(x.shape[1]), 4096)
+    kernel[(x.shape[0],)](x, codes, scale, x.shape[1], BLOCK=block, num_warps=warps_for(block))
+    return codes, scale
+
+
+def sum_pairs(weighed: Tensor, y: Tensor) -> None:
+    """y[T, H] = the sum over each token's k rows of weighed float32 [T * k, H]."""
+    from quantkit_kernels.triton.rows_kernel import sum_pairs as kernel
+
+    width = y.shape[1]
+    block = min(power_of_two(width), 1024)
+    kernel[(y.shape[0], -(-width // block))](weighed, y, width, TOP_K=weighed.shape[0] // y.shape[0], BLOCK=block)
+
+
+def expanded(packed: Packed, dtype: torch.dtype) -> Tensor:
+    """A 4-bit weight [N, K] in `dtype`."""
+    from quantkit_kernels.triton.expand_kernel import expand
+
+    codes, scales, row_scale = packed.steps
+    full = torch.empty(packed.n, packed.k, dtype=dtype, device=codes.device)
+    rows = len(row_scale)
+    expand[(-(-packed.k // 128), rows // _EXPAND_ROWS)](
+        codes, scales, row_scale, full, rows, packed.n, packed.k,
+        KIND=KINDS[packed.kind], GROUP=packed.group, COLUMNS=COLUMNS[packed.kind], BN=_EXPAND_ROWS,
+        NVIDIA=by_assembly(full.device), DTYPE=decoded_type(dtype),
+    )  # fmt: skip
+    return full
+
+
+def power_of_two(count: int) -> int:
+    """The smallest power of two that is no less than count."""
+    return 1 << (count - 1).bit_length()
+
+
+def warps_for(block: int) -> int:
+    """Of a program that reads `block` numbers of a row at once."""
+    return min(16, max(1, block // 512))

@@ -1,0 +1,66 @@
+# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
+"""Kernels with a program per row: quantization of activations, norms, activation, and the sum over a token's experts."""
+
+import triton
+import triton.language as tl
+
+from quantkit_kernels.triton.weights_kernel import rounded
+
+
+@triton.jit
+def quantize_rows(x, codes, scale, k, BLOCK: tl.constexpr):
+    """Symmetric int8: scale = max|x| / 127, 1 for a row of zeros; codes are rounded half to even."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    largest = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, k, BLOCK):
+        some = tl.load(x + row * k + start + at, mask=start + at < k, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(some))
+    step = tl.div_rn(tl.max(largest, 0), 127.0)
+    step = tl.where(step == 0.0, 1.0, step)
+    for start in range(0, k, BLOCK):
+        some = tl.load(x + row * k + start + at, mask=start + at < k, other=0.0).to(tl.float32)
+        level = (tl.div_rn(some, step) + 12582912.0) - 12582912.0  # 1.5 * 2^23: to the nearest whole number, ties to even
+        level = tl.minimum(tl.maximum(level, -127.0), 127.0)
+        tl.store(codes + row * k + start + at, level.to(tl.int8), mask=start + at < k)
+    tl.store(scale + row, step)
+
+
+@triton.jit
+def add_rms_norm(x, residual, weight, normed, total, h, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    """normed = weight * t / sqrt(mean(t^2) + eps) with t = x + residual rounded to x's type, which is stored in `total`; else t = x."""
+    row = tl.program_id(0).to(tl.int64) * h
+    at = tl.arange(0, BLOCK)
+    inside = at < h
+    some = tl.load(x + row + at, mask=inside, other=0.0)
+    if ADD:
+        some = some.to(tl.float32) + tl.load(residual + row + at, mask=inside, other=0.0).to(tl.float32)
+        some = rounded(some, x.dtype.element_ty)
+        tl.store(total + row + at, some, mask=inside)
+    wide = some.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(wide * wide, 0) / h + eps)
+    gain = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(normed + row + at, rounded(wide * factor * gain, normed.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def silu_and_mul(x, y, width, BLOCK: tl.constexpr):
+    """y [rows, width] = silu(gate) * up of x = [gate, up]."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    gate = tl.load(x + row * 2 * width + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + row * 2 * width + width + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + row * width + at, rounded(gate / (1.0 + tl.exp(-gate)) * up, y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def sum_pairs(weighed, y, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    """y[t] = the sum of rows t * TOP_K .. t * TOP_K + TOP_K - 1 of weighed float32."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    total = tl.zeros((BLOCK,), tl.float32)
+    for i in tl.static_range(TOP_K):
+        total += tl.load(weighed + (row * TOP_K + i) * width + at, mask=inside, other=0.0)
+    tl.store(y + row * width + at, rounded(total, y.dtype.element_ty), mask=inside)

@@ -1,0 +1,105 @@
+"""Measures plans of products on this card: a table as cards.py reads it. It takes minutes, and nothing of it happens while a model runs.
+
+Kernels of the candidates are compiled by several processes first. Times are of graph replays over weights that rotate beyond the cache.
+"""
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+
+from quantkit_kernels.linear import Linear
+from quantkit_kernels.samples import random_weight
+from quantkit_kernels.timing import copies_beyond_cache, seconds_in_turns
+from quantkit_kernels.triton.cards import Plan, architecture, fitting, linear_plan, multiprocessors, stage_bytes, shared_bytes
+from quantkit_kernels.triton.linear import TritonLinear
+
+GRIDS = {"int4": "int4-asym-128", "fp4": "fp4", "int8": "int8"}
+TOKENS = (1, 16, 32, 64, 128, 256, 512, 1024)
+Case = tuple[str, int, int, int]
+"""Kind, N, K, tokens."""
+
+
+def candidates(name: str, processors: int, case: Case) -> list[Plan]:
+    """What is tried: the rule's plan first."""
+    kind, n, k, tokens = case
+    steps, found = -(-k // 128), []
+    ruled = linear_plan(name, processors, kind, n, k, tokens)
+    if ruled is not None:
+        found.append(ruled)
+    if tokens <= 64:
+        width = max(16, 1 << (tokens - 1).bit_length())
+        shapes = [(rows, width, warps, stages) for rows, warps in ((64, 4), (128, 4), (128, 8), (32, 4)) for stages in (3, 5)]
+    else:
+        shapes = [(128, 128, 8, 3), (128, 128, 4, 3), (128, 64, 4, 4), (64, 128, 4, 4), (128, 256, 8, 3), (64, 64, 4, 4)]
+    for rows, width, warps, stages in shapes:
+        tiles = -(-n // rows) * -(-tokens // width)
+        for waves in (1, 2, 4, 6) if tiles < 4 * processors else (0,):
+            split = max(1, min(waves * processors // tiles, steps // 4, 16))
+            plan = fitting(Plan(rows, width, split, warps, stages), kind, name)
+            if plan not in found and stage_bytes(plan, kind) * plan.stages <= shared_bytes(name):
+                found.append(plan)
+    return found
+
+
+def tune(cases: Sequence[Case], device: torch.device, processes: int | None = None) -> Iterator[tuple[Case, list[tuple[float, Plan | None]]]]:
+    """Of every case the seconds of each candidate, the fastest first; None is expansion."""
+    name, processors = architecture(device), multiprocessors(device)
+    work = [(case, candidates(name, processors, case)) for case in cases]
+    compile_ahead([(case[0], case[3], plan) for case, plans in work for plan in plans], processes)
+    rng = torch.Generator(device)
+    copies: list[Linear] = []
+    of: tuple[str, int, int] | None = None
+    for case, plans in work:
+        kind, n, k, tokens = case
+        if of != (kind, n, k):
+            copies, of = linears(kind, n, k, rng), (kind, n, k)
+        x = torch.randn(tokens, k, generator=rng, device=device).bfloat16()
+        sides: list[list[Callable[[], object]]] = [[partial(one.tiles, x, plan) for one in copies] for plan in plans]  # type: ignore[attr-defined]
+        options: list[Plan | None] = [*plans]
+        if kind != "int8" and tokens >= 256:
+            sides.append([partial(one.expand, x) for one in copies])  # type: ignore[attr-defined]
+            options.append(None)
+        times = seconds_in_turns(sides, device)
+        yield case, sorted(zip(times, options, strict=True), key=lambda one: one[0])
+
+
+def linears(kind: str, n: int, k: int, rng: torch.Generator) -> list[Linear]:
+    """Copies enough to leave the cache between two uses."""
+    weight = random_weight(GRIDS[kind], n, k, rng)
+    first = TritonLinear(weight, torch.bfloat16, rng.device)
+    found: list[Linear] = [first]
+    for _ in range(copies_beyond_cache(first.nbytes, rng.device) - 1):
+        copy = object.__new__(TritonLinear)
+        vars(copy).update(vars(first))
+        steps = first.packed.steps
+        copy.packed = first.packed._replace(steps=steps._make(part.clone() for part in steps))
+        found.append(copy)
+    return found
+
+
+def compile_ahead(kernels: Sequence[tuple[str, int, Plan]], processes: int | None) -> None:
+    """By running each once, on a weight of one tile and as many steps as it takes."""
+    distinct = list(dict.fromkeys((kind, min(tokens, plan.tokens), plan) for kind, tokens, plan in kernels))
+    count = min(processes or max(1, (os.cpu_count() or 2) - 2), len(distinct))
+    if count <= 1:
+        return
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(count) as pool:
+        pool.map(_compile, distinct, chunksize=1)
+
+
+def _compile(what: tuple[str, int, Plan]) -> None:
+    kind, tokens, plan = what
+    device = torch.device("cuda")
+    rng = torch.Generator(device).manual_seed(0)
+    linear = TritonLinear(random_weight(GRIDS[kind], 128, 128 * max(4, plan.split), rng), torch.bfloat16, device)
+    linear.tiles(torch.zeros(tokens, linear.in_features, dtype=torch.bfloat16, device=device), plan)
+    torch.cuda.synchronize()
+
+
+def elapsed(began: float) -> str:
+    return f"{time.perf_counter() - began:.0f} s"
