@@ -9,10 +9,33 @@ import importlib.util
 import torch
 
 from quantkit_kernels.backends import Shape
+from quantkit_kernels.reference.functional import cache_layout
+from quantkit_kernels.triton.attention.decode import gqa_decode, mla_decode
+from quantkit_kernels.triton.attention.prefill import gqa_prefill, mla_prefill
 from quantkit_kernels.triton.cards import interpreted
 from quantkit_kernels.triton.experts import TritonExpertsLayout
 from quantkit_kernels.triton.linear import linear
+from quantkit_kernels.triton.operators import add_rms_norm, gqa_prepare, mla_prepare, moe_gate, rms_norm, rope, route, silu_and_mul
 from quantkit_kernels.weights import Weight
+
+__all__ = [
+    "add_rms_norm",
+    "cache_layout",
+    "experts_layout",
+    "gqa_decode",
+    "gqa_prefill",
+    "gqa_prepare",
+    "linear",
+    "mla_decode",
+    "mla_prefill",
+    "mla_prepare",
+    "moe_gate",
+    "rms_norm",
+    "rope",
+    "route",
+    "silu_and_mul",
+    "unusable",
+]
 
 
 def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, shapes: tuple[Shape, ...]) -> str | None:
@@ -26,7 +49,7 @@ def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, sha
         return "mla_prepare, mla_decode and linears compute it"
     family, _, kind = operator.partition("_")
     if family not in ("linear", "experts"):
-        return None if operator in __all__ else "not written"
+        return None
     if dtype == torch.float32:
         return "computes in bfloat16 and float16 only"
     if kind == "fp4" and dtype == torch.float16:
@@ -42,5 +65,3 @@ def _has_triton() -> bool:
 def experts_layout(num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device) -> TritonExpertsLayout:
     return TritonExpertsLayout(num_experts, gate, dtype, device)
 
-
-__all__ = ["experts_layout", "linear", "unusable"]

@@ -143,3 +143,44 @@ def _table(name: str) -> dict[str, dict[tuple[str, int, int], Rows]]:
             for kind, first, second, most, fields in rows:
                 tables[part].setdefault((kind, first, second), []).append((most, Plan(*fields)))
     return tables
+
+
+@dataclass(frozen=True)
+class DecodeCut:
+    """How attention of a decode step is launched. tokens: taken at a time; warps; stages of copies in flight."""
+
+    tokens: int
+    warps: int
+    stages: int
+
+
+@functools.cache
+def decode_cut(device: torch.device, heads: int, width: int, latent: bool) -> DecodeCut:
+    """For `heads` query heads of a program and keys of `width` numbers: as many tokens and stages as fit beside the queries."""
+    room = shared_bytes(architecture(device)) - heads * width * 2
+    for tokens, stages in ((64, 3), (64, 2), (32, 2), (16, 2), (16, 1)):
+        if tokens * width * 2 * (1 if latent else 2) * stages <= room:
+            break
+    return DecodeCut(tokens, 8 if width > 256 else 4, stages)
+
+
+@dataclass(frozen=True)
+class PrefillCut:
+    """How attention of prompts is launched: queries and keys of a block, warps, stages of copies in flight."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+@functools.cache
+def prefill_cut(device: torch.device, width: int) -> PrefillCut:
+    """For keys of `width` numbers: what was fastest on an H200, and smaller blocks where shared memory is."""
+    room = shared_bytes(architecture(device))
+    if room >= SHARED_BYTES["sm_90"]:
+        return PrefillCut(128, 128 if width <= 128 else 64, 8, 3 if width <= 192 else 2)
+    for cut in (PrefillCut(128, 64, 8, 3), PrefillCut(128, 64, 8, 2), PrefillCut(64, 64, 4, 2), PrefillCut(64, 32, 4, 2)):
+        if (cut.queries + 2 * cut.keys * cut.stages) * width * 2 <= room:
+            return cut
+    return PrefillCut(32, 32, 4, 1)

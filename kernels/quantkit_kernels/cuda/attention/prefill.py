@@ -1,162 +1,16 @@
-"""Attention of prompts: one Triton kernel over pages, or over latents that were expanded. What it cannot take, the reference computes."""
+"""Attention of prompts: the Triton backend's kernel, with this one's rotary embedding."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from quantkit_kernels import reference
-from quantkit_kernels.codes import CodedKeys, CodedLatents, KeyValues, decode
-from quantkit_kernels.cuda.launch import DTYPES
 from quantkit_kernels.cuda.operators import rope
-from quantkit_kernels.latents import Latents, by_slot, entries, parts_of
+from quantkit_kernels.latents import Latents
 from quantkit_kernels.paged import Rotation
-from quantkit_kernels.prompts import PromptPart, Prompts
+from quantkit_kernels.prompts import Prompts
+from quantkit_kernels.triton.attention import prefill
+from quantkit_kernels.triton.attention.prefill import gqa_prefill
 
-_LOG2E = 1.4426950408889634
-_EXPANDED_BYTES = 1 << 29
-"""Of keys and values that are expanded at a time, whatever the length of the prompts."""
-
-
-class Blocks(NamedTuple):
-    """How a launch is cut: BLOCK_M queries, BLOCK_N keys; warps; stages of copies in flight."""
-
-    m: int
-    n: int
-    warps: int
-    stages: int
-
-
-def gqa_prefill(q: Tensor, cache: KeyValues, prompts: Prompts, scale: float, window: int) -> Tensor:
-    width, (keys, values) = q.shape[2], cache[:2]
-    typed = isinstance(cache, CodedKeys) or keys.dtype == q.dtype
-    fits = typed and q.dtype in DTYPES and width % 8 == 0 and 16 <= width <= 256
-    if not fits or q.numel() == 0 or not all(side.is_contiguous() for side in cache):
-        return reference.gqa_prefill(q, cache, prompts, scale, window)
-    q = q.contiguous()
-    if isinstance(cache, CodedKeys):
-        return _prefill_codes(q, cache, prompts, scale, window)
-    out = torch.empty_like(q)
-    rows = {"k_token": keys.stride(1), "k_head": width, "v_token": values.stride(1), "v_head": width}
-    paged = {"table": prompts.block_table, "table_width": prompts.block_table.shape[1], "PAGE": keys.shape[1]}
-    shared = q.shape[1] // keys.shape[2]
-    _launch(q, keys, values, out, prompts, scale, width, window=window, SHARED=shared, V=width, **rows, **paged)
-    return out
-
-
-def _prefill_codes(q: Tensor, cache: CodedKeys, prompts: Prompts, scale: float, window: int) -> Tensor:
-    """Over keys and values that are decoded to q's dtype first, some tokens at a time."""
-    heads, width = cache.keys.shape[2:]
-    flat = CodedKeys(*(side.flatten(0, 1) for side in cache))
-    rows = {"k_token": heads * width, "k_head": width, "v_token": heads * width, "v_head": width}
-
-    def attend(part: PromptPart, out: Tensor, lse: Tensor) -> None:
-        sides = ((flat.keys, flat.key_scales), (flat.values, flat.value_scales))
-        keys, values = (decode(codes[part.slots], scales[part.slots]).to(q.dtype) for codes, scales in sides)
-        shared = q.shape[1] // heads
-        _launch(q, keys, values, out, prompts, scale, width, window=window, SHARED=shared, V=width, **rows, **_limits(part, lse))
-
-    return _in_parts(q, width, prompts.parts(cache.keys.shape[1], _EXPANDED_BYTES // (2 * heads * width * q.element_size())), attend)
+__all__ = ["gqa_prefill", "mla_prefill"]
 
 
 def mla_prefill(q: Tensor, kv_b: Tensor, rotation: Rotation, cache: Latents, prompts: Prompts, scale: float) -> Tensor:
-    rotary, heads = 2 * rotation.cos.shape[1], q.shape[1]
-    nope, latent = q.shape[2] - rotary, kv_b.shape[2]
-    value = kv_b.shape[1] - nope
-    typed = q.dtype in DTYPES and (isinstance(cache, CodedLatents) or parts_of(cache)[0].dtype == q.dtype)
-    fits = typed and all(_power_of_two(one) and 16 <= one <= 128 for one in (nope, rotary, value))
-    if not fits or q.numel() == 0 or not all(part.is_contiguous() for part in parts_of(cache)):
-        return reference.mla_prefill(q, kv_b, rotation, cache, prompts, scale)
-    tokens = torch.arange(len(q), device=q.device)
-    turned = rope(q[..., nope:], tokens, *rotation)
-    flat, of_head = by_slot(cache), nope + value
-    rows = {"k_token": heads * of_head, "k_head": of_head, "v_token": heads * of_head, "v_head": of_head}
-
-    def attend(part: PromptPart, out: Tensor, lse: Tensor) -> None:
-        cached = entries(flat, part.slots).to(q.dtype)
-        expanded = F.linear(cached[:, :latent], kv_b.flatten(0, 1))
-        pe = {"q_pe": turned, "k_pe": cached[:, latent:], "pe_token": heads * rotary, "k_pe_token": latent + rotary, "R": rotary}
-        _launch(q, expanded, expanded[:, nope:], out, prompts, scale, nope, SHARED=1, V=value, **rows, **pe, **_limits(part, lse))
-
-    room = _EXPANDED_BYTES // (kv_b.shape[0] * kv_b.shape[1] * q.element_size())
-    return _in_parts(q, value, prompts.parts(parts_of(cache)[0].shape[1], room), attend)
-
-
-def _in_parts(q: Tensor, width: int, parts: list[PromptPart], attend: Callable[[PromptPart, Tensor, Tensor], None]) -> Tensor:
-    """q [T, heads, ..] over all parts of the keys -> [T, heads, width] of q's dtype. attend: fills a part's result, in float32 where there
-    are several, and its log-sum-exp [T, heads]."""
-    found = []
-    for part in parts:
-        out = torch.empty(*q.shape[:2], width, dtype=q.dtype if len(parts) == 1 else torch.float32, device=q.device)
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        attend(part, out, lse)
-        found.append((out, lse))
-    return _merged(found).to(q.dtype)
-
-
-def _limits(part: PromptPart, lse: Tensor) -> dict[str, Tensor]:
-    return {"firsts": part.firsts, "lasts": part.lasts, "key_rows": part.rows, "lse": lse}
-
-
-def _merged(found: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Results over parts of the keys as one, by their log-sum-exp."""
-    (out, lse), *others = found
-    for more, its in others:
-        both = torch.logaddexp2(lse, its)
-        seen = both.masked_fill(both == float("-inf"), 0.0)  # a sequence whose tokens are all in later parts has seen nothing yet
-        out = out * (lse - seen).exp2_()[..., None] + more * (its - seen).exp2_()[..., None]
-        lse = both
-    return out
-
-
-def _launch(q: Tensor, keys: Tensor, values: Tensor, out: Tensor, prompts: Prompts, scale: float, width: int, **given: Any) -> None:
-    from quantkit_kernels.cuda.attention.prefill_kernel import attend_prompts
-
-    names = ("q_pe", "k_pe", "lse", "table", "firsts", "lasts", "key_rows")
-    pointers = {name: given.pop(name, prompts.starts) for name in names}
-    numbers = {name: given.pop(name, 0) for name in ("pe_token", "k_pe_token", "table_width", "window")}
-    rotary, page = given.pop("R", 0), given.pop("PAGE", 0)
-    padded = {"D_PADDED": _padded(width), "V_PADDED": _padded(given["V"])}
-    cut = blocks(padded["D_PADDED"] + rotary)
-    grid = (-(-max(length for _, length in prompts.spans) // cut.m), q.shape[1], len(prompts.spans))
-    attend_prompts[grid](
-        q=q,
-        keys=keys,
-        values=values,
-        out=out,
-        starts=prompts.starts,
-        seq_lens=prompts.seq_lens,
-        q_token=q.stride(0),
-        q_head=q.stride(1),
-        heads=q.shape[1],
-        scale=scale * _LOG2E,
-        D=width,
-        R=rotary,
-        PAGE=page,
-        WINDOWED=numbers["window"] > 0,
-        BLOCK_M=cut.m,
-        BLOCK_N=cut.n,
-        num_warps=cut.warps,
-        num_stages=cut.stages,
-        **pointers,
-        **numbers,
-        **given,
-        **padded,
-    )
-
-
-def blocks(width: int) -> Blocks:
-    """For keys of `width`: what was fastest on an H200 and fits its shared memory."""
-    if width <= 128:
-        return Blocks(128, 128, 8, 3)
-    return Blocks(128, 64, 8, 3) if width <= 192 else Blocks(128, 64, 8, 2)
-
-
-def _padded(width: int) -> int:
-    return max(16, 1 << (width - 1).bit_length())
-
-
-def _power_of_two(count: int) -> bool:
-    return count & (count - 1) == 0
+    return prefill.mla_prefill(q, kv_b, rotation, cache, prompts, scale, rope)

@@ -10,6 +10,8 @@ with copies in flight, which mma.sync does not reach where arithmetic is the lim
 import triton
 import triton.language as tl
 
+from quantkit_kernels.triton.weights_kernel import dot, rounded
+
 
 @triton.jit
 def attend_prompts(
@@ -73,10 +75,10 @@ def attend_prompts(
             k = tl.load(keys + places[:, None] * k_token + columns[None, :])
         else:
             k = tl.load(keys + places[:, None] * k_token + columns[None, :], mask=columns[None, :] < D, other=0.0)
-        scores = tl.dot(query, tl.trans(k))
+        scores = dot(query, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
         if R > 0:
             turned = tl.load(k_pe + places[:, None] * k_pe_token + pe_columns[None, :])
-            scores = tl.dot(rotary, tl.trans(turned), scores)
+            scores = dot(rotary, tl.trans(turned), scores)
         top = tl.maximum(largest, tl.max(scores, 1) * scale)
         probabilities = tl.exp2(scores * scale - top[:, None])
         less = tl.exp2(largest - top)
@@ -86,7 +88,7 @@ def attend_prompts(
             v = tl.load(values + places[:, None] * v_token + v_columns[None, :])
         else:
             v = tl.load(values + places[:, None] * v_token + v_columns[None, :], mask=v_columns[None, :] < V, other=0.0)
-        sums = tl.dot(probabilities.to(v.dtype), v, sums)
+        sums = dot(rounded(probabilities, v.dtype), v, sums)
         largest = top
     for start in tl.range(whole, high, BLOCK_N):
         at = start + tl.arange(0, BLOCK_N)
@@ -96,10 +98,10 @@ def attend_prompts(
         else:
             places = (row0 + at).to(tl.int64)
         k = tl.load(keys + places[:, None] * k_token + columns[None, :], mask=there[:, None] & (columns[None, :] < D), other=0.0)
-        scores = tl.dot(query, tl.trans(k))
+        scores = dot(query, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
         if R > 0:
             turned = tl.load(k_pe + places[:, None] * k_pe_token + pe_columns[None, :], mask=there[:, None], other=0.0)
-            scores = tl.dot(rotary, tl.trans(turned), scores)
+            scores = dot(rotary, tl.trans(turned), scores)
         seen = (at[None, :] <= positions[:, None]) & there[None, :]
         if WINDOWED:
             seen = seen & (at[None, :] > positions[:, None] - window)
@@ -112,10 +114,10 @@ def attend_prompts(
         total = total * less + tl.sum(probabilities, 1)
         sums = sums * less[:, None]
         v = tl.load(values + places[:, None] * v_token + v_columns[None, :], mask=there[:, None] & (v_columns[None, :] < V), other=0.0)
-        sums = tl.dot(probabilities.to(v.dtype), v, sums)
+        sums = dot(rounded(probabilities, v.dtype), v, sums)
         largest = top
     result = sums / tl.where(total == 0.0, 1.0, total)[:, None]
     to = (tokens * heads + head) * V
-    tl.store(out + to[:, None] + v_columns[None, :], result.to(out.dtype.element_ty), mask=valid[:, None] & (v_columns[None, :] < V))
+    tl.store(out + to[:, None] + v_columns[None, :], rounded(result, out.dtype.element_ty), mask=valid[:, None] & (v_columns[None, :] < V))
     if PAGE == 0:
         tl.store(lse + tokens * heads + head, largest + tl.log2(total), mask=valid)

@@ -1,0 +1,98 @@
+# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
+"""Attention of a decode step over pages: keys and values of grouped heads, or latents, which are both.
+
+A program has some heads of a row and a share of its tokens; a second launch merges the shares by their log-sum-exp.
+"""
+
+import triton
+import triton.language as tl
+
+from quantkit_kernels.triton.weights_kernel import dot, rounded
+
+
+@triton.jit
+def attend_cached(
+    q, keys, values, table, lengths, out, found, table_width, heads, k_token, k_head, splits, scale, window,
+    SHARED: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr,
+    TOKENS: tl.constexpr, LATENT: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """q [rows, heads, D + R]; keys of a token and key head D + R numbers, values D, and with LATENT a key's first D. scale: times log2(e).
+
+    SHARED: query heads of a key head. out [rows, heads, D]; or with SPLIT float32 [rows, heads, splits, D], and found
+    [rows, heads, splits], the logarithm to base 2 of each share's sum.
+    """
+    row = tl.program_id(0)
+    blocks: tl.constexpr = (SHARED + HEADS - 1) // HEADS
+    kv_head = tl.program_id(1) // blocks
+    own = tl.program_id(1) % blocks * HEADS + tl.arange(0, HEADS)
+    head = kv_head * SHARED + own
+    asked = own < SHARED
+    column = tl.arange(0, D_PADDED)
+    whole = column < D
+    from_row = q + (row.to(tl.int64) * heads + head)[:, None] * (D + R)
+    query = tl.load(from_row + column[None, :], mask=asked[:, None] & whole[None, :], other=0.0)
+    rotary = query
+    if R > 0:
+        pe = D + tl.arange(0, R)
+        rotary = tl.load(from_row + pe[None, :], mask=asked[:, None], other=0.0)
+    length = tl.load(lengths + row).to(tl.int32)
+    low = 0
+    if WINDOWED:
+        low = tl.maximum(length - window, 0) // TOKENS * TOKENS
+    part = tl.program_id(2)
+    tiles = tl.cdiv(length - low, TOKENS)
+    per = tl.cdiv(tiles, splits)
+    begin = low + part * per * TOKENS
+    end = tl.minimum(begin + per * TOKENS, length)
+    largest = tl.full((HEADS,), float("-inf"), tl.float32)
+    total = tl.zeros((HEADS,), tl.float32)
+    sums = tl.zeros((HEADS, D_PADDED), tl.float32)
+    keys += kv_head * k_head
+    values += kv_head * k_head
+    for start in tl.range(begin, end, TOKENS, num_stages=STAGES):
+        at = start + tl.arange(0, TOKENS)
+        there = at < end
+        places = tl.load(table + row * table_width + at // PAGE, mask=there, other=0).to(tl.int64) * PAGE + at % PAGE
+        token = places[:, None] * k_token
+        k = tl.load(keys + token + column[None, :], mask=there[:, None] & whole[None, :], other=0.0)
+        scores = dot(query, tl.trans(k), tl.zeros((HEADS, TOKENS), tl.float32))
+        if R > 0:
+            scores = dot(rotary, tl.trans(tl.load(keys + token + pe[None, :], mask=there[:, None], other=0.0)), scores)
+        seen = there
+        if WINDOWED:
+            seen = seen & (at >= length - window)
+        scores = tl.where(seen[None, :], scores * scale, float("-inf"))
+        top = tl.maximum(largest, tl.max(scores, 1))
+        base = tl.where(top == float("-inf"), 0.0, top)
+        probabilities = tl.exp2(scores - base[:, None])
+        less = tl.exp2(largest - base)
+        total = total * less + tl.sum(probabilities, 1)
+        if LATENT:
+            v = k
+        else:
+            v = tl.load(values + token + column[None, :], mask=there[:, None] & whole[None, :], other=0.0)
+        sums = dot(rounded(probabilities, v.dtype), v, sums * less[:, None])
+        largest = top
+    result = sums / tl.where(total == 0.0, 1.0, total)[:, None]
+    to = (row.to(tl.int64) * heads + head) * splits + part
+    tl.store(out + to[:, None] * D + column[None, :], rounded(result, out.dtype.element_ty), mask=asked[:, None] & whole[None, :])
+    if SPLIT:
+        tl.store(found + to, largest + tl.log2(total), mask=asked)
+
+
+@triton.jit
+def merge(partial, found, out, splits, D: tl.constexpr, D_PADDED: tl.constexpr, SPLITS: tl.constexpr):
+    """A program per row and head: shares weighed by what they found. SPLITS: a power of two, at least splits."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, SPLITS)
+    column = tl.arange(0, D_PADDED)
+    logs = tl.load(found + row * splits + part, mask=part < splits, other=float("-inf"))
+    top = tl.max(logs, 0)
+    weights = tl.exp2(logs - tl.where(top == float("-inf"), 0.0, top))
+    total = tl.sum(weights, 0)
+    sums = tl.zeros((D_PADDED,), tl.float32)
+    for one in range(0, splits):
+        weight = tl.sum(tl.where(part == one, weights, 0.0), 0)
+        sums += weight * tl.load(partial + (row * splits + one) * D + column, mask=column < D, other=0.0)
+    result = sums / tl.where(total == 0.0, 1.0, total)
+    tl.store(out + row * D + column, rounded(result, out.dtype.element_ty), mask=column < D)

@@ -1,0 +1,125 @@
+"""Norms, activation, routing, rotary embedding and what attention does before it. Arguments arrive checked; what the kernels cannot take,
+float64 or groups of experts that are no power of two, the reference computes."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quantkit_kernels import reference
+from quantkit_kernels.paged import Norms, Rotation
+from quantkit_kernels.routing import Routing
+from quantkit_kernels.triton.rows import power_of_two, warps_for
+
+_WIDEST = 1 << 15
+"""Numbers of a row that a program holds."""
+_HEADS = 8
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if x.shape[-1] > _WIDEST or x.numel() == 0:
+        return reference.rms_norm(x, weight, eps)
+    x = x.contiguous()
+    normed = torch.empty_like(x)
+    _norm(x, x, weight, normed, x, eps, add=False)
+    return normed
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    if x.shape[-1] > _WIDEST or x.numel() == 0:
+        return reference.add_rms_norm(x, residual, weight, eps)
+    x = x.contiguous()
+    normed, total = torch.empty_like(x), torch.empty_like(x)
+    _norm(x, residual.contiguous(), weight, normed, total, eps, add=True)
+    return normed, total
+
+
+def _norm(x: Tensor, residual: Tensor, weight: Tensor, normed: Tensor, total: Tensor, eps: float, add: bool) -> None:
+    from quantkit_kernels.triton.rows_kernel import add_rms_norm as kernel
+
+    width = x.shape[-1]
+    block = power_of_two(width)
+    grid = (x.numel() // width,)
+    kernel[grid](x, residual, weight.contiguous(), normed, total, width, eps, ADD=add, BLOCK=block, num_warps=warps_for(block))
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    from quantkit_kernels.triton.rows_kernel import silu_and_mul as kernel
+
+    width = x.shape[-1] // 2
+    if x.numel() == 0:
+        return reference.silu_and_mul(x)
+    x = x.contiguous()
+    y = x.new_empty(*x.shape[:-1], width)
+    block = min(power_of_two(width), 1024)
+    kernel[(y.numel() // width, -(-width // block))](x, y, width, BLOCK=block)
+    return y
+
+
+def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+    from quantkit_kernels.triton.route_kernel import route as kernel
+
+    (tokens, experts), columns = logits.shape, routing.columns
+    width, grouped = power_of_two(experts), routing.topk_group < routing.n_group
+    whole = not grouped or (width == experts and power_of_two(routing.n_group) == routing.n_group)
+    if tokens == 0 or not whole:
+        return reference.route(logits, bias, routing)
+    ids = torch.empty(tokens, columns, dtype=torch.int64, device=logits.device)
+    weights = torch.empty(tokens, columns, dtype=torch.float32, device=logits.device)
+    kernel[(tokens,)](
+        logits.contiguous(), weights if bias is None else bias.contiguous(), ids, weights, experts, routing.routed_scaling_factor,
+        EXPERTS=width, GROUPS=routing.n_group if grouped else 1, TOPK_GROUP=routing.topk_group if grouped else 1,
+        TOP_K=routing.num_experts_per_tok, JOINED=routing.num_joined_experts, COLUMNS=power_of_two(columns),
+        SIGMOID=routing.scoring_func == "sigmoid", BIASED=bias is not None, NORMED=routing.norm_topk_prob, num_warps=1,
+    )  # fmt: skip
+    return ids, weights
+
+
+def moe_gate(x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+    return route(F.linear(x.float(), router), bias, routing)
+
+
+def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    from quantkit_kernels.triton.rope_kernel import rope as kernel
+
+    tokens, heads, width = x.shape
+    if x.numel() == 0:
+        return reference.rope(x, positions, cos, sin, interleaved)
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    y = torch.empty(tokens, heads, width, dtype=x.dtype, device=x.device)
+    strides = (heads, x.stride(0), x.stride(1))
+    tables = (positions.contiguous(), cos.contiguous(), sin.contiguous())
+    shape = {"R": width, "WIDTH": power_of_two(width), "HEADS": _HEADS}
+    kernel[(tokens, -(-heads // _HEADS))](x, *tables, y, *strides, INTERLEAVED=interleaved, **shape)
+    return y
+
+
+def mla_prepare(qkv_a: Tensor, norms: Norms, rotation: Rotation, cache: Tensor, slots: Tensor) -> Tensor:
+    from quantkit_kernels.triton.rope_kernel import mla_prepare as kernel
+
+    tokens, q_lora, kv_lora, rotary = qkv_a.shape[0], norms.q.shape[0], norms.k.shape[0], 2 * rotation.cos.shape[1]
+    q_a = torch.empty(tokens, q_lora, dtype=qkv_a.dtype, device=qkv_a.device)
+    if tokens == 0:
+        return q_a
+    tensors = (one.contiguous() for one in (qkv_a, norms.q, norms.k, rotation.cos, rotation.sin, slots))
+    widths = {"Q_WIDTH": power_of_two(q_lora), "K_WIDTH": power_of_two(kv_lora), "R_WIDTH": power_of_two(rotary)}
+    kernel[(tokens, 2)](*tensors, q_a, cache, norms.eps, Q=q_lora, K=kv_lora, R=rotary, INTERLEAVED=rotation.interleaved, **widths)
+    return q_a
+
+
+def gqa_prepare(qkv: Tensor, norms: Norms | None, rotation: Rotation, cache: tuple[Tensor, Tensor], slots: Tensor) -> Tensor:
+    from quantkit_kernels.triton.rope_kernel import gqa_prepare as kernel
+
+    keys, values = cache
+    kv_heads, width = keys.shape[2:]
+    tokens, heads = qkv.shape[0], qkv.shape[1] // width - 2 * kv_heads
+    q = torch.empty(tokens, heads, width, dtype=qkv.dtype, device=qkv.device)
+    if tokens == 0:
+        return q
+    gains = (qkv, qkv) if norms is None else (norms.q.contiguous(), norms.k.contiguous())
+    tensors = (one.contiguous() for one in (rotation.cos, rotation.sin, slots))
+    kernel[(tokens, heads + 2 * kv_heads)](
+        qkv.contiguous(), *gains, *tensors, q, keys, values, heads, kv_heads, 0.0 if norms is None else norms.eps,
+        D=width, R=2 * rotation.cos.shape[1], WIDTH=power_of_two(width), INTERLEAVED=rotation.interleaved, NORMED=norms is not None,
+        num_warps=1,
+    )  # fmt: skip
+    return q

@@ -1,0 +1,55 @@
+# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
+"""Which experts a token goes to: the group-limited choice of the best. A program per token; arithmetic is float32."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def route(
+    logits, bias, ids, weights, experts, factor,
+    EXPERTS: tl.constexpr, GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr, TOP_K: tl.constexpr, JOINED: tl.constexpr, COLUMNS: tl.constexpr,
+    SIGMOID: tl.constexpr, BIASED: tl.constexpr, NORMED: tl.constexpr,
+):  # fmt: skip
+    """EXPERTS, COLUMNS: powers of two, at least the experts and the columns of the results; with fewer than all groups, exactly the experts.
+
+    Among equals the lower number is better.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    number = tl.arange(0, EXPERTS)
+    inside = number < experts
+    logit = tl.load(logits + token * experts + number, mask=inside, other=float("-inf")).to(tl.float32)
+    if SIGMOID:
+        score = 1.0 / (1.0 + tl.exp(-logit))
+    else:
+        power = tl.exp(logit - tl.max(logit, 0))
+        score = power / tl.sum(power, 0)
+    wanted = score
+    if BIASED:
+        wanted += tl.load(bias + number, mask=inside, other=0.0)
+    wanted = tl.where(inside, wanted, float("-inf"))
+    if TOPK_GROUP < GROUPS:
+        of_group = tl.reshape(wanted, (GROUPS, EXPERTS // GROUPS))
+        place = tl.arange(0, EXPERTS // GROUPS)
+        best = tl.max(of_group, 1)
+        at = tl.argmax(of_group, 1, tie_break_left=True)
+        both = best + tl.max(tl.where(place[None, :] == at[:, None], float("-inf"), of_group), 1)
+        group = tl.arange(0, GROUPS)
+        across = tl.sum(tl.where(group[:, None] == group[None, :], both[:, None], 0.0), 0)  # both, along the other dimension
+        better = (across[None, :] > both[:, None]) | ((across[None, :] == both[:, None]) & (group[None, :] < group[:, None]))
+        kept = tl.sum(better.to(tl.int32), 1) < TOPK_GROUP
+        wanted = tl.reshape(tl.where(kept[:, None], of_group, float("-inf")), (EXPERTS,))
+    column = tl.arange(0, COLUMNS)
+    chosen = tl.where(column >= TOP_K, experts + column - TOP_K, 0)
+    weight = tl.zeros((COLUMNS,), tl.float32)
+    for i in tl.static_range(TOP_K):
+        at = tl.argmax(wanted, 0, tie_break_left=True)
+        chosen = tl.where(column == i, at, chosen)
+        weight = tl.where(column == i, tl.sum(tl.where(number == at, score, 0.0), 0), weight)
+        wanted = tl.where(number == at, float("-inf"), wanted)
+    if NORMED:
+        weight = weight / (tl.sum(weight, 0) + 1e-20)
+    weight = tl.where(column < TOP_K, weight * factor, 1.0)
+    to = token * (TOP_K + JOINED) + column
+    tl.store(ids + to, chosen.to(tl.int64), mask=column < TOP_K + JOINED)
+    tl.store(weights + to, weight, mask=column < TOP_K + JOINED)
