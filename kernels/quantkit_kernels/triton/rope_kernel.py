@@ -60,12 +60,12 @@ def mla_prepare(
         tl.store(q_a + token * Q + at, rounded(some * factor * gain, TYPE), mask=at < Q)
     else:
         entry = cache + tl.load(slots + token) * (K + R)
-        at = tl.arange(0, K_WIDTH)
-        some = tl.load(row + Q + at, mask=at < K, other=0.0).to(tl.float32)
-        factor = tl.rsqrt(tl.sum(some * some, 0) / K + eps)
-        gain = tl.load(k_norm + at, mask=at < K, other=0.0).to(tl.float32)
-        latent = rounded(some * factor * gain, TYPE).to(tl.float32)
-        tl.store(entry + at, rounded(latent, cache.dtype.element_ty), mask=at < K)
+        place = tl.arange(0, K_WIDTH)
+        latent = tl.load(row + Q + place, mask=place < K, other=0.0).to(tl.float32)
+        latent *= tl.rsqrt(tl.sum(latent * latent, 0) / K + eps)
+        latent *= tl.load(k_norm + place, mask=place < K, other=0.0).to(tl.float32)
+        latent = rounded(latent, TYPE).to(tl.float32)
+        tl.store(entry + place, rounded(latent, cache.dtype.element_ty), mask=place < K)
         channel = tl.arange(0, R_WIDTH)
         partner, pair, sign = partner_of(channel, R, INTERLEAVED)
         angle = token * (R // 2) + pair
