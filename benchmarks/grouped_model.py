@@ -1,7 +1,7 @@
 """Models with grouped-query attention on one device: time of a decode step, by concurrency and context, against the bytes it must read.
 
     python benchmarks/grouped_model.py [--model qwen3-8b|qwen3-30b-a3b] [--concurrency 1,8,32,64] [--context 128,1024,4096,16384]
-        [--prefill 4096,16384] [--cache int8] [--out FILE.json]
+        [--prefill 4096,16384] [--backend NAME] [--layers N] [--cache int8] [--out FILE.json]
 
 Weights are made up on the device, 4 bits in groups of 128 (r1_synthetic.py); the executor's own model, cache and captured decode step
 compute. TPOT is the wall clock from one step's tokens on the host to the next's; TTFT is that of one prompt in chunks of 2048 tokens. Left
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from quantkit_kernels import CODES
+from quantkit_kernels import CODES, prefer
 from quantkit_kernels.timing import read_bandwidth
 from r1_synthetic import CountedExperts, SyntheticWeights, fill_cache
 
@@ -52,9 +52,9 @@ STEPS, CHUNK = 12, 2048
 class Bench:
     """A model and room for its cache."""
 
-    def __init__(self, name: str, device: torch.device, codes: torch.dtype | None = None) -> None:
+    def __init__(self, name: str, layers: int, device: torch.device, codes: torch.dtype | None = None) -> None:
         architecture, fields = MODELS[name]
-        self.config: gqa.Config = architecture.Config.from_dict(fields)
+        self.config: gqa.Config = architecture.Config.from_dict(fields | ({"num_hidden_layers": layers} if layers else {}))
         self.device, self.codes = device, codes
         self.token_bytes = self.config.num_hidden_layers * self.config.cache.token_bytes(16 if codes is None else 8)
         self.weights = SyntheticWeights(self.config, 1, device, architecture.parameters(self.config))
@@ -147,9 +147,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     device = torch.device("cuda")
     bandwidth = read_bandwidth(device)
     torch.cuda.empty_cache()
-    bench = Bench(options.model, device, codes_of(options.cache))
+    prefer(options.backend, device)
+    bench = Bench(options.model, options.layers, device, codes_of(options.cache))
     report: dict[str, Any] = {
         "model": options.model,
+        "layers": bench.config.num_hidden_layers,
+        "backends": sorted({op.backend for ops in bench.weights.linears.values() for op in ops} | {op.backend for op in bench.weights.moe}),
         "cache": options.cache or "bf16",
         "device": torch.cuda.get_device_name(),
         "read_bandwidth_gb_s": bandwidth / 1e9,
@@ -181,6 +184,8 @@ def main() -> None:
     parser.add_argument("--context", type=numbers, default=[128, 1024, 4096, 16384])
     parser.add_argument("--prefill", type=numbers, default=[4096, 16384])
     parser.add_argument("--cache", choices=CODES)
+    parser.add_argument("--backend", default="auto", help="of kernels: serves every operator that it has")
+    parser.add_argument("--layers", type=int, default=0, help="of the model's; all by default")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     report = run(options)

@@ -1,7 +1,7 @@
 """One tensor-parallel rank of DeepSeek-R1 on one device: time of a decode step against the bytes it must read, and time to first token.
 
     python benchmarks/r1_rank.py [--tp 4] [--concurrency 1,8,32] [--context 640] [--long 30000] [--prefill 128] [--cache int8]
-        [--out FILE.json]
+        [--backend NAME] [--layers N] [--out FILE.json]
     python benchmarks/r1_rank.py --tiny                 the same on a CPU in seconds, with small sizes: a test of the script
     python benchmarks/r1_rank.py --prefill-profile      also where the host spends a prompt's time
 
@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from quantkit_kernels import CODES, add_rms_norm
+from quantkit_kernels import CODES, add_rms_norm, prefer
 from quantkit_kernels.timing import read_bandwidth, seconds_per_call
 from r1_synthetic import R1, TINY, CountedExperts, SyntheticWeights, fill_cache
 from torch import Tensor
@@ -260,7 +260,9 @@ def print_prefill_profile(rank: Rank, length: int) -> None:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     device = torch.device("cpu" if options.tiny else "cuda")
-    config = deepseek_v3.Config.from_dict(TINY if options.tiny else R1)
+    fields = (TINY if options.tiny else R1) | ({"num_hidden_layers": options.layers} if options.layers else {})
+    config = deepseek_v3.Config.from_dict(fields)
+    prefer(options.backend, device)
     bandwidth = read_bandwidth(device)
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -344,6 +346,8 @@ def main() -> None:
     parser.add_argument("--prefill", type=int, default=128)
     parser.add_argument("--prefill-profile", action="store_true")
     parser.add_argument("--cache", choices=CODES)
+    parser.add_argument("--backend", default="auto", help="of kernels: serves every operator that it has")
+    parser.add_argument("--layers", type=int, default=0, help="of the model's; all by default")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

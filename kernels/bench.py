@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from quantkit_kernels import BACKENDS, ExpertsBuilder, prepare
-from quantkit_kernels.backends import why_unusable
+from quantkit_kernels import BACKENDS, ExpertsBuilder, prefer, prepare
+from quantkit_kernels.backends import choose, why_unusable
 from quantkit_kernels.linear import Linear
 from quantkit_kernels.samples import TOLERANCE, distance, exact_linear, random_weight
 from quantkit_kernels.self_check import EXPERTS, HIDDEN, TOP_K, exact_experts, functions
@@ -118,6 +118,8 @@ def cuda_tables(peer: VllmKernels | None) -> None:
     print("\n### Operators without packed weights, as `check` times them\n")
     print(header("operator", "case", "us", "of read bandwidth", "error"))
     for one in functions(device, torch.bfloat16, rng, bandwidth):
+        if one.backend != choose(one.operator, "auto", device):
+            continue
         assert one.ok, one
         print(row(one.operator, one.case, f"{one.microseconds:.1f}", f"{one.fraction:.2f}" if one.fraction else "", f"{one.error:.1e}"))
 
@@ -207,9 +209,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--threads", type=int, default=1, help="of the CPU")
+    parser.add_argument("--backend", default="auto", help="whose kernels are timed, where it has them")
     parser.add_argument("--vllm", type=Path, metavar="PATH", help="folder of an installed vllm package, for its kernels beside ours")
     arguments = parser.parse_args()
     if arguments.device == "cuda":
+        prefer(arguments.backend, torch.device("cuda"))
         cuda_tables(VllmKernels(arguments.vllm) if arguments.vllm else None)
     else:
         cpu_table((torch.bfloat16, torch.float32), arguments.threads)

@@ -331,9 +331,10 @@ def show_published(tables: list[dict[str, Any]]) -> None:
 
 
 def show_kernels(device: str, rows: list[dict[str, Any]]) -> None:
-    table = _table("operator", "backend", "usable", "reason")
+    table = _table("operator", "backend", "usable", "serves", "reason")
     for row in rows:
-        table.add_row(row["operator"], row["backend"], "yes" if row["usable"] else "no", row["reason"])
+        usable, serves = ("yes" if row[name] else "no" for name in ("usable", "taken"))
+        table.add_row(row["operator"], row["backend"], usable, serves, row["reason"])
     _show(f"on {device}", table)
 
 

@@ -5,7 +5,7 @@ once, by `prepare` or an `ExpertsBuilder`, and then called. `table()` says which
 Arguments that do not fit raise ValueError naming the argument.
 """
 
-from quantkit_kernels.backends import BACKENDS, OPERATORS, OperatorRow, table
+from quantkit_kernels.backends import BACKENDS, OPERATORS, OperatorRow, prefer, table
 from quantkit_kernels.codes import CODES, CodedKeys, CodedLatents, KeyValues
 from quantkit_kernels.experts import Experts, ExpertsBuilder, prepare_experts
 from quantkit_kernels.functional import add_rms_norm, mla_decode, mla_prepare, rms_norm, rope, silu_and_mul
@@ -64,6 +64,7 @@ __all__ = [
     "mla_prepare",
     "moe_gate",
     "pairs_apart",
+    "prefer",
     "prepare",
     "prepare_dense",
     "prepare_experts",

@@ -37,12 +37,13 @@ Shape = tuple[int, int]
 @dataclass(frozen=True)
 class OperatorRow:
     """One line of the table: an operator, a backend, whether it runs on the device, the reason where it does not, and its limits where it
-    does not run everything."""
+    does not run everything. taken: whether it is the one that serves the operator there."""
 
     operator: str
     backend: str
     usable: bool
     reason: str
+    taken: bool = False
 
 
 def module(backend: str) -> ModuleType:
@@ -58,6 +59,25 @@ def why_unusable(
     """
     reason: str | None = module(backend).unusable(operator, device, dtype, shapes)
     return reason
+
+
+_PREFERRED: dict[str, str] = {}
+"""By device type: the backend that "auto" takes first."""
+
+
+def prefer(backend: str, device: torch.device) -> None:
+    """From now on "auto" takes `backend` on devices of this type, for every operator that it has; with "auto" the best one again.
+
+    For a whole model to be served by a backend that is asked for. ValueError for one that serves no operator there.
+    """
+    if backend != "auto":
+        _check_name(backend)
+        reasons = [why_unusable(operator, backend, device) for operator in OPERATORS]
+        if None not in reasons:
+            raise ValueError(f"backend: {backend} runs nothing on {device.type}: {reasons[0]}")
+    _PREFERRED[device.type] = backend
+    find.cache_clear()
+    find_with_sinks.cache_clear()
 
 
 SINKS = ("gqa_decode", "gqa_prefill")
@@ -82,32 +102,49 @@ def find(operator: str, backend: str, device: torch.device) -> ModuleType:
 
 
 def choose(operator: str, backend: str, device: torch.device, dtype: torch.dtype | None = None, shapes: tuple[Shape, ...] = ()) -> str:
-    """The backend to run `operator` with: the one asked for, or with "auto" the best usable one. ValueError with the reason otherwise.
+    """The backend to run `operator` with: the one asked for, or with "auto" the preferred, else the best usable one. ValueError with the
+    reason otherwise.
 
     "auto" never expands a quantized weight: it takes backend "expanded" for unquantized weights only.
     """
     assert operator in OPERATORS, operator
     if backend == "auto":
-        candidates = [name for name in reversed(BACKENDS) if name != "expanded" or operator.endswith("_dense")]
-        return next(name for name in candidates if why_unusable(operator, name, device, dtype, shapes) is None)
-    if backend == "dense":
-        raise ValueError("backend: 'dense' is now called 'expanded'")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: {backend!r} is not known, expected auto, {', '.join(BACKENDS)}")
+        return serving(operator, _PREFERRED.get(device.type, "auto"), device, dtype, shapes)
+    _check_name(backend)
     reason = why_unusable(operator, backend, device, dtype, shapes)
     if reason is not None:
         raise ValueError(f"backend: {backend} cannot run {operator} on {device.type}: {reason}")
     return backend
 
 
-def table(device: str | torch.device = "cpu") -> list[OperatorRow]:
-    """Every operator x backend on `device`."""
+def serving(operator: str, backend: str, device: torch.device, dtype: torch.dtype | None = None, shapes: tuple[Shape, ...] = ()) -> str:
+    """The backend asked for where it runs `operator`, else the best usable one."""
+    candidates = [name for name in reversed(BACKENDS) if name != "expanded" or operator.endswith("_dense")]
+    if device.type == "cpu":
+        candidates.remove("triton")  # its interpreter, for tests
+    if backend != "auto":
+        candidates.insert(0, backend)
+    return next(name for name in candidates if why_unusable(operator, name, device, dtype, shapes) is None)
+
+
+def _check_name(backend: str) -> None:
+    if backend == "dense":
+        raise ValueError("backend: 'dense' is now called 'expanded'")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: {backend!r} is not known, expected auto, {', '.join(BACKENDS)}")
+
+
+def table(device: str | torch.device = "cpu", backend: str = "auto") -> list[OperatorRow]:
+    """Every operator x backend on `device`, and which of them serve it where `backend` is asked for."""
     target = torch.device(device)
+    if backend != "auto":
+        _check_name(backend)
     return [
-        OperatorRow(operator, backend, reason is None, reason or _limits(module(backend), operator))
+        OperatorRow(operator, name, reason is None, reason or _limits(module(name), operator), name == taken)
         for operator in OPERATORS
-        for backend in BACKENDS
-        for reason in [why_unusable(operator, backend, target)]
+        for taken in [serving(operator, backend, target)]
+        for name in BACKENDS
+        for reason in [why_unusable(operator, name, target)]
     ]
 
 

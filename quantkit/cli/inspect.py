@@ -30,6 +30,7 @@ def inspect(
 
 def kernels(
     device: Device = "auto",
+    backend: Annotated[str, typer.Option(help="Show what serves each operator where this backend is asked for.")] = "auto",
     check: Annotated[bool, typer.Option(help="Run every operator at R1 shapes against the reference: error, time, bandwidth.")] = False,
     json_: AsJson = False,
 ) -> None:
@@ -40,7 +41,10 @@ def kernels(
 
     target = find_device(device)
     if not check:
-        rows = [vars(row) for row in quantkit_kernels.table(target)]
+        try:
+            rows = [vars(row) for row in quantkit_kernels.table(target, backend)]
+        except ValueError as fault:
+            raise QuantkitError(str(fault), "choose one of these") from fault
         return print_json({"device": str(target), "rows": rows}) if json_ else console.show_kernels(str(target), rows)
     from quantkit_kernels.self_check import check as measure
 

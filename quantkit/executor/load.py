@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from quantkit_kernels import CacheLayout, cache_layout
+from quantkit_kernels import CacheLayout, cache_layout, prefer
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.devices import find_device, find_dtype
@@ -106,12 +106,17 @@ def load_model(
 ) -> LoadedModel:
     """Open, check and prepare; the MTP layer only with `mtp`. cache: int8 or fp8 for a cache in 8 bits.
 
-    Raises QuantkitError for a fault of the checkpoint, the architecture, the device or the backend.
+    backend: serves every operator that it has; what it lacks the best one serves. From now on that holds for the whole process. Raises
+    QuantkitError for a fault of the checkpoint, the architecture, the device or the backend.
     """
     checkpoint = Checkpoint.open(Path(path))
     read = read_model(checkpoint)
     architecture, config, rows = read.architecture, read.config, read.rows
     target = find_device(device)
+    try:
+        prefer(backend, target)
+    except ValueError as fault:
+        raise QuantkitError(str(fault), "choose another --backend (`quantkit kernels` lists them)") from fault
     codes = find_codes(cache, target)
     compute = find_dtype(dtype, target, isinstance(checkpoint.grid, IntGrid) and checkpoint.grid.bits == 4)
     _check_heads(config, parallel.size)

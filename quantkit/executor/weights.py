@@ -24,6 +24,7 @@ from quantkit.devices import free_bytes
 from quantkit.errors import QuantkitError
 from quantkit.executor.parallel import SINGLE, Parallel
 from quantkit.executor.prefetch import find_prefetcher
+from quantkit.executor.slow import tell_slow
 from quantkit.executor.split import cut_columns, cut_rows, share_range
 from quantkit.models.rope import Rope
 from quantkit.models.table import GatedMlp, Parameter
@@ -42,7 +43,7 @@ thread, one token: 38 us expanded, 50 packed)."""
 class ExecutorWeights:
     """Prepares for one device.
 
-    backend: a kernel backend's name, or "auto". dtype: of activations. parameters: the model's table. parallel: this rank's place.
+    backend: a kernel backend's name, for what it has, or "auto". dtype: of activations. parameters: the model's table. parallel: this rank's place.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class ExecutorWeights:
         self._prefetcher = find_prefetcher(device, parallel)
         self._read: dict[str, kernels.Weight] = {}
         """Linears that were read to ask for a prolog, and for which there is none: whoever asks for them next gets them."""
+        self._told_slow = False
         self.nbytes = 0
         """Bytes held by everything handed out so far."""
 
@@ -106,8 +108,8 @@ class ExecutorWeights:
         self, modules: tuple[str, str, str], kv_b: Tensor, gains: tuple[Tensor, Tensor], eps: float, rope: Rope
     ) -> PrologOp | None:
         """As `Weights.mla_prolog`: where a backend's operator takes such sizes, and weights as they are."""
-        backend = backends.choose("mla_prolog", "auto", self.device, self.dtype)
-        if backend == "reference" or self.backend == "reference":
+        backend = backends.serving("mla_prolog", self.backend, self.device, self.dtype)
+        if backend == "reference":
             return None
         q_a, q_b, kv_a = map(self._operand, modules)
         weights = kernels.MlaWeights(q_a, q_b, kv_a, kv_b, *gains)
@@ -196,11 +198,19 @@ class ExecutorWeights:
         return self._prefetcher.follow(linear) if self._prefetcher else linear
 
     def _backend(self, operator: str, *weights: kernels.Weight) -> str:
-        """The backend asked for; with "auto" the kernels' own choice, or expansion where that is the reference or the weight is small."""
+        """The backend asked for, where it takes such weights; else the best one, or expansion where that is the reference or the weight is
+        small."""
         shapes, grid = tuple(shape(weight) for weight in weights), kind(weights[0])
-        chosen = backends.choose(f"{operator}_{grid}", self.backend, self.device, self.dtype, shapes)
+        chosen = backends.serving(f"{operator}_{grid}", self.backend, self.device, self.dtype, shapes)
+        if chosen == self.backend:
+            return chosen
         small = grid == "fp4" and chosen == "cpu" and max(map(math.prod, shapes)) <= _SMALL_FP4
-        return "expanded" if self.backend == "auto" and self._may_expand and (small or chosen == "reference") else chosen
+        if self._may_expand and (small or chosen == "reference"):
+            return "expanded"
+        if chosen == "reference" and not self._told_slow:
+            self._told_slow = True
+            tell_slow(f"{operator}_{grid}", weights[0], self.device, self.dtype)
+        return chosen
 
 
 class Gathered:

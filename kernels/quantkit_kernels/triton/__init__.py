@@ -42,7 +42,7 @@ def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, sha
     if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
         return f"runs on GPUs, not on {device.type}"
     if not _has_triton():
-        return "triton is not installed"
+        return "triton is not installed: pip install triton"
     if operator.endswith("_dense"):
         return "quantized weights only"
     if operator == "mla_prolog":
