@@ -1,7 +1,7 @@
 """What is here: inspect says what is in a checkpoint, kernels what this machine runs."""
 
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -32,6 +32,7 @@ def kernels(
     device: Device = "auto",
     backend: Annotated[str, typer.Option(help="Show what serves each operator where this backend is asked for.")] = "auto",
     check: Annotated[bool, typer.Option(help="Run every operator at R1 shapes against the reference: error, time, bandwidth.")] = False,
+    tune: Annotated[bool, typer.Option(help="Measure plans of the Triton kernels on this card and keep the best: some minutes.")] = False,
     json_: AsJson = False,
 ) -> None:
     """Operators and backends: which are usable here and why the others are not, or with --check how right and how fast they are."""
@@ -40,6 +41,8 @@ def kernels(
     from quantkit.devices import find_device
 
     target = find_device(device)
+    if tune:
+        return _tune(target)
     if not check:
         try:
             rows = [vars(row) for row in quantkit_kernels.table(target, backend)]
@@ -69,3 +72,17 @@ def kernels(
     console.show_published(published)
     if wrong:
         raise fault
+
+
+def _tune(device: Any) -> None:
+    from quantkit_kernels.backends import why_unusable
+    from quantkit_kernels.triton.cards import architecture, own_table
+    from quantkit_kernels.triton.tune import write_table
+
+    reason = why_unusable("linear_int4", "triton", device)
+    if reason is not None or device.type == "cpu":
+        raise QuantkitError(f"the Triton kernels do not run on {device}: {reason or 'a GPU is needed'}", "tune on a machine with a GPU")
+    path = own_table(architecture(device))
+    for line in write_table(device, path):
+        console.tell(line)
+    console.tell(f"kept in {path}; a copy of it, sent to quantkit, becomes the table of {architecture(device)}")

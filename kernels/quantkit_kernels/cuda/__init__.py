@@ -1,7 +1,7 @@
 """CUDA C++ kernels for Hopper, compiled by the user's nvcc at first use (about 20 s on 16 cores) and kept in the user's cache.
 
 They are in C++ because Triton cannot express weights that lie in the order of the matrix instructions' operands, copies of 16 bytes that a
-warp waits for alone, and routing inside a product. Attention of prompts needs none of these and is in Triton (attention/prefill_kernel.py).
+warp waits for alone, and routing inside a product. Attention of prompts needs none of these and is the Triton backend's.
 
 csrc/ and the Python beside it have the same rooms: linears, experts, attention, operators (norms, activation, routing, rotary embedding),
 collectives. plans.py says which kernel a product takes, abi.py what the library's functions are given.
@@ -13,7 +13,7 @@ from quantkit_kernels.backends import Shape
 from quantkit_kernels.cuda.attention.gqa import gqa_decode, gqa_prepare
 from quantkit_kernels.cuda.attention.mla import mla_decode, mla_prepare
 from quantkit_kernels.cuda.attention.prefill import gqa_prefill, mla_prefill
-from quantkit_kernels.cuda.build import find_nvcc, library_path
+from quantkit_kernels.cuda.build import why_no_library
 from quantkit_kernels.cuda.experts.experts import CudaExpertsLayout
 from quantkit_kernels.cuda.linears.linear import linear
 from quantkit_kernels.cuda.operators import add_rms_norm, moe_gate, rms_norm, rope, route, silu_and_mul
@@ -52,8 +52,9 @@ def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, sha
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) != (9, 0):
         return f"written for compute capability 9.0 (Hopper), this device has {major}.{minor}"
-    if find_nvcc() is None and not library_path(f"{major}{minor}").exists():
-        return "nvcc is not installed, and it compiles the kernels at first use"
+    missing = why_no_library(f"{major}{minor}")
+    if missing is not None:
+        return missing
     family, _, kind = operator.partition("_")
     return _refused(kind, dtype, shapes) if family in ("linear", "experts") else None
 

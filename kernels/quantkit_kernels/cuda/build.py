@@ -1,11 +1,14 @@
 """Compiles the CUDA sources with the user's nvcc at first use and loads the library.
 
-The library is kept in the user's cache under a hash of the sources and the device's architecture.
+nvcc is the toolkit's, or that of NVIDIA's wheels beside PyTorch's own. NVRTC, which comes with PyTorch, would not do: it compiles device
+code only, and what chooses among the kernels and launches them is C++ for the host. The library is kept in the user's cache under a hash
+of the sources and the device's architecture.
 """
 
 import ctypes
 import functools
 import hashlib
+import importlib.util
 import logging
 import os
 import shutil
@@ -23,14 +26,50 @@ _HEADERS = tuple(sorted(SOURCES.rglob("*.cuh")))
 
 
 def library_path(architecture: str) -> Path:
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in (*_UNITS, *_HEADERS))).hexdigest()[:16]
-    return cache_directory() / f"kernels-{architecture}-{digest}.so"
+    return cache_directory() / f"kernels-{architecture}-{_digest()}.so"
+
+
+@functools.cache
+def _digest() -> str:
+    return hashlib.sha256(b"".join(path.read_bytes() for path in (*_UNITS, *_HEADERS))).hexdigest()[:16]
 
 
 def find_nvcc() -> str | None:
     found = shutil.which("nvcc")
     home = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "nvcc"
-    return found or (str(home) if home.exists() else None)
+    return found or (str(home) if home.exists() else _nvcc_of_wheels())
+
+
+def _nvcc_of_wheels() -> str | None:
+    """That of NVIDIA's wheels, where all four are there."""
+    spec = importlib.util.find_spec("nvidia")
+    for folder in spec.submodule_search_locations or () if spec else ():
+        for root in sorted(Path(folder).glob("cu*")):
+            if all((root / part).exists() for part in _OF_WHEELS.values()):
+                return str(root / _OF_WHEELS["nvidia-cuda-nvcc"])
+    return None
+
+
+_OF_WHEELS = {
+    "nvidia-cuda-nvcc": "bin/nvcc",
+    "nvidia-nvvm": "nvvm/bin/cicc",
+    "nvidia-cuda-crt": "include/crt/host_config.h",
+    "nvidia-cuda-cccl": "include/nv/target",
+}
+"""By wheel: a file that tells of it."""
+
+
+def why_no_library(architecture: str) -> str | None:
+    """None where the library is there or can be compiled, else the reason and what helps."""
+    if library_path(architecture).exists():
+        return None
+    if find_nvcc() is None:
+        version = ".".join((torch.version.cuda or "13.0").split(".")[:2])
+        wheels = " ".join(f"{name}=={version}.*" for name in _OF_WHEELS)
+        return f"nvcc is not installed, and it compiles the kernels at first use: the CUDA toolkit has it, or pip install {wheels}"
+    if shutil.which("g++") is None:
+        return "g++ is not installed, and nvcc needs it to compile the kernels at first use"
+    return None
 
 
 def compile_library(architecture: str) -> Path:
@@ -40,7 +79,8 @@ def compile_library(architecture: str) -> Path:
     assert nvcc is not None, "nvcc was there when the backend was chosen"
     # "a": with the instructions that only this architecture has.
     target_flags = ["-gencode", f"arch=compute_{architecture}a,code=sm_{architecture}a", "--threads=0", "--split-compile=0"]
-    command = [nvcc, "-O3", "-std=c++20", f"-I{SOURCES}", *target_flags, "-shared", "-Xcompiler", "-fPIC"]
+    libraries = f"-L{Path(nvcc).parent.parent / 'lib'}"  # of wheels; a toolkit's nvcc knows its own
+    command = [nvcc, "-O3", "-std=c++20", f"-I{SOURCES}", *target_flags, "-shared", "-Xcompiler", "-fPIC", libraries]
     compile_into(target, command, _UNITS)
     return target
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit_kernels.cuda.build import find_nvcc, library, library_path
+from quantkit_kernels.cuda.build import library, why_no_library
 from quantkit_kernels.cuda.launch import checked, stream_of
 
 MAX_SUM_BYTES = 1 << 21
@@ -117,9 +117,7 @@ def unusable(size: int, device: torch.device) -> str | None:
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) != (9, 0):
         return f"written for compute capability 9.0 (Hopper), this device has {major}.{minor}"
-    if find_nvcc() is None and not library_path(f"{major}{minor}").exists():
-        return "nvcc is not installed, and it compiles the kernels at first use"
-    return None
+    return why_no_library(f"{major}{minor}")
 
 
 def _fault(error: int) -> str | None:

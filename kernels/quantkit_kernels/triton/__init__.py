@@ -64,4 +64,3 @@ def _has_triton() -> bool:
 
 def experts_layout(num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device) -> TritonExpertsLayout:
     return TritonExpertsLayout(num_experts, gate, dtype, device)
-

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from quantkit_kernels.compiled import cache_directory
+
 TABLES = Path(__file__).parent / "tables"
 _KIB = 1024
 SHARED_BYTES = {
@@ -73,8 +75,8 @@ class Plan:
 
 EXPAND_TOKENS = 1024
 """From so many tokens on a 4-bit weight is decoded to 16 bits once and multiplied by the vendor's library, where no table says otherwise."""
-_PER_MULTIPROCESSOR = 4
-"""Programs for few tokens that a multiprocessor holds at once."""
+_FEW, _SOME = 16, 64
+"""Tokens up to which a product is bound by reading weights, and by latency: then several programs share a multiprocessor and K."""
 
 
 def linear_plan(name: str, processors: int, kind: str, n: int, k: int, tokens: int) -> Plan | None:
@@ -84,15 +86,24 @@ def linear_plan(name: str, processors: int, kind: str, n: int, k: int, tokens: i
         return measured if measured.rows else None
     if kind != "int8" and tokens > EXPAND_TOKENS:
         return None
-    steps = -(-k // 128)
-    if tokens <= 64:
-        plan = Plan(64, max(16, _power_of_two(tokens)), 1, 4, 4)
+    return fitting(_rule(processors, kind, n, -(-k // 128), tokens, shared_bytes(name)), kind, name)
+
+
+def _rule(processors: int, kind: str, n: int, steps: int, tokens: int, room: int) -> Plan:
+    """What the plans measured on an H200 have in common: so many programs a multiprocessor, and as many steps of K for each at least."""
+    width = max(16, min(128, _power_of_two(tokens)))
+    if tokens <= _FEW:
+        plan, programs, least = Plan(64, width, 1, 4, 3), 6 * processors, 7
+    elif tokens <= _SOME:
+        plan, programs, least = Plan(128, width, 1, 8, 3), 2 * processors, 14
     else:
-        plan = Plan(128, 128 if tokens > 128 else 64, 1, 8 if kind != "int8" else 4, 3)
+        wide = tokens > 128 and room >= SHARED_BYTES["sm_90"] and -(-n // 128) * -(-tokens // 256) > processors // 3
+        plan, programs, least = Plan(128, 256 if wide else width, 1, 8, 3), processors, 14
     tiles = -(-n // plan.rows) * -(-tokens // plan.tokens)
-    room = _PER_MULTIPROCESSOR * processors if tokens <= 64 else processors
-    split = max(1, min(room // tiles, steps // 4, 16)) if tiles < room else 1
-    return fitting(replace(plan, split=split), kind, name)
+    return replace(plan, split=max(1, min(programs // tiles, steps // least, _MOST_SPLIT)))
+
+
+_MOST_SPLIT = 16
 
 
 def experts_plan(name: str, kind: str, intermediate: int, hidden: int, pairs_per_expert: float) -> Plan:
@@ -137,12 +148,20 @@ def _nearest(measured: Rows | None, tokens: int) -> Plan | None:
 @functools.cache
 def _table(name: str) -> dict[str, dict[tuple[str, int, int], Rows]]:
     tables: dict[str, dict[tuple[str, int, int], Rows]] = {"linear": {}, "experts": {}}
-    path = TABLES / f"{name}.json"
-    if path.exists():
-        for part, rows in json.loads(path.read_text())["plans"].items():
-            for kind, first, second, most, fields in rows:
-                tables[part].setdefault((kind, first, second), []).append((most, Plan(*fields)))
+    for path in (TABLES / f"{name}.json", own_table(name)):
+        if path.exists():
+            found: dict[str, dict[tuple[str, int, int], Rows]] = {"linear": {}, "experts": {}}
+            for part, rows in json.loads(path.read_text())["plans"].items():
+                for kind, first, second, most, fields in rows:
+                    found[part].setdefault((kind, first, second), []).append((most, Plan(*fields)))
+            for part in tables:
+                tables[part] |= found[part]
     return tables
+
+
+def own_table(name: str) -> Path:
+    """What was measured on this machine, which counts for more than what came with the package."""
+    return cache_directory() / f"triton-{name}.json"
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,8 @@ def multiply(
         nothing if pair_weights is None else pair_weights,
         x.shape[0], rows, packed.k, out.shape[1], -(-packed.k // 128), top_k, rows // 2,
         KIND=KINDS[packed.kind], GROUP=packed.group, COLUMNS=COLUMNS[packed.kind], EPILOGUE=epilogue, EXPERTS=slots is not None, SPLIT=split,
-        BN=plan.rows, BM=plan.tokens, EVEN_K=packed.k % 128 == 0, NVIDIA=by_assembly(x.device), STAGES=plan.stages,
+        BN=plan.rows, BM=plan.tokens, EVEN_N=(rows // 2 if epilogue == SILU_MUL else rows) % plan.rows == 0, EVEN_K=packed.k % 128 == 0,
+        NVIDIA=by_assembly(x.device), STAGES=plan.stages,
         DTYPE=decoded_type(out.dtype if epilogue != WEIGH else x.dtype), num_warps=plan.warps,
     )  # fmt: skip
 

@@ -73,7 +73,8 @@ def multiply(
     x, x_scale, codes, scales, row_scale, out, partial, arrived, order, tile_expert, tile_count, pair_weights,
     m, n, k, out_n, steps, top_k, up,
     KIND: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, EPILOGUE: tl.constexpr, EXPERTS: tl.constexpr, SPLIT: tl.constexpr,
-    BN: tl.constexpr, BM: tl.constexpr, EVEN_K: tl.constexpr, NVIDIA: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr,
+    BN: tl.constexpr, BM: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, NVIDIA: tl.constexpr, STAGES: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):  # fmt: skip
     """One linear: x[m, k] -> out[m, out_n]. EXPERTS: of a tile of sorted pairs, whose tokens are x's rows pair // top_k, to out's rows pair.
 
@@ -82,7 +83,10 @@ def multiply(
     row_tile = tl.program_id(0) // SPLIT
     part = tl.program_id(0) % SPLIT
     token_tile = tl.program_id(1)
-    rows = row_tile * BN + tl.arange(0, BN)
+    own = row_tile * BN + tl.arange(0, BN)
+    rows = own
+    if not EVEN_N:  # rows past the last are read as the last, and not written
+        rows = tl.minimum(own, (up if EPILOGUE == SILU_MUL else n) - 1)
     slots = token_tile * BM + tl.arange(0, BM)
     expert = 0
     if EXPERTS:
@@ -131,5 +135,5 @@ def multiply(
             result = result / (1.0 + tl.exp(-result)) * other
         if EPILOGUE == WEIGH:
             result = result * tl.load(pair_weights + token, mask=there, other=0.0)[None, :]
-        to = out + token.to(tl.int64)[None, :] * out_n + rows[:, None]
-        tl.store(to, rounded(result, out.dtype.element_ty), mask=there[None, :] & (rows[:, None] < out_n))
+        to = out + token.to(tl.int64)[None, :] * out_n + own[:, None]
+        tl.store(to, rounded(result, out.dtype.element_ty), mask=there[None, :] & (own[:, None] < out_n))

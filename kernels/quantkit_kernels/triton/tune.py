@@ -3,11 +3,14 @@
 Kernels of the candidates are compiled by several processes first. Times are of graph replays over weights that rotate beyond the cache.
 """
 
+import json
 import multiprocessing
 import os
-import time
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -30,22 +33,25 @@ def candidates(name: str, processors: int, case: Case) -> list[Plan]:
     ruled = linear_plan(name, processors, kind, n, k, tokens)
     if ruled is not None:
         found.append(ruled)
+    width = max(16, min(256, 1 << (tokens - 1).bit_length()))
     if tokens <= 64:
-        width = max(16, 1 << (tokens - 1).bit_length())
-        shapes = [(rows, width, warps, stages) for rows, warps in ((64, 4), (128, 4), (128, 8), (32, 4)) for stages in (3, 5)]
+        shapes, waves = [(64, width, 4, 3), (128, width, 4, 3), (128, width, 8, 3)], (1, 2, 4, 6)
     else:
-        shapes = [(128, 128, 8, 3), (128, 128, 4, 3), (128, 64, 4, 4), (64, 128, 4, 4), (128, 256, 8, 3), (64, 64, 4, 4)]
-    for rows, width, warps, stages in shapes:
-        tiles = -(-n // rows) * -(-tokens // width)
-        for waves in (1, 2, 4, 6) if tiles < 4 * processors else (0,):
-            split = max(1, min(waves * processors // tiles, steps // 4, 16))
-            plan = fitting(Plan(rows, width, split, warps, stages), kind, name)
+        narrow = [(128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 4)]
+        shapes, waves = [(128, 256, 8, 3), *narrow] if width == 256 else narrow, (1, 2)
+    for rows, wide, warps, stages in shapes:
+        tiles = -(-n // rows) * -(-tokens // wide)
+        for wave in waves:
+            split = max(1, min(wave * processors // tiles, steps // 4, 16))
+            plan = fitting(Plan(rows, wide, split, warps, stages), kind, name)
             if plan not in found and stage_bytes(plan, kind) * plan.stages <= shared_bytes(name):
                 found.append(plan)
     return found
 
 
-def tune(cases: Sequence[Case], device: torch.device, processes: int | None = None) -> Iterator[tuple[Case, list[tuple[float, Plan | None]]]]:
+def tune(
+    cases: Sequence[Case], device: torch.device, processes: int | None = None
+) -> Iterator[tuple[Case, list[tuple[float, Plan | None]]]]:
     """Of every case the seconds of each candidate, the fastest first; None is expansion."""
     name, processors = architecture(device), multiprocessors(device)
     work = [(case, candidates(name, processors, case)) for case in cases]
@@ -101,5 +107,25 @@ def _compile(what: tuple[str, int, Plan]) -> None:
     torch.cuda.synchronize()
 
 
-def elapsed(began: float) -> str:
-    return f"{time.perf_counter() - began:.0f} s"
+LINEARS = (
+    *((2112, 7168), (24576, 1536), (7168, 16384), (4096, 7168), (7168, 2048), (36864, 7168), (7168, 18432)),
+    *((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)),
+)
+"""N and K of DeepSeek-R1's linears and of Qwen3-8B's."""
+
+
+def write_table(
+    device: torch.device, path: Path, kinds: Sequence[str] = tuple(GRIDS), linears: Sequence[tuple[int, int]] = LINEARS
+) -> Iterator[str]:
+    """Measures, and writes a table that cards.py reads. Yields a line for every case."""
+    cases = [(kind, n, k, tokens) for kind in kinds for n, k in linears for tokens in TOKENS]
+    rows: list[list[object]] = []
+    for (kind, n, k, tokens), found in tune(cases, device):
+        seconds, plan = found[0]
+        rows.append([kind, n, k, tokens, list(astuple(plan)) if plan else [0] * 5])
+        yield f"{kind} {n} x {k}, {tokens} tokens: {seconds * 1e6:.1f} us, {plan or 'expanded'}"
+    table = {"card": torch.cuda.get_device_name(device), "torch": torch.__version__, "plans": {"linear": rows, "experts": []}}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        json.dump(table, file)
+    Path(file.name).rename(path)

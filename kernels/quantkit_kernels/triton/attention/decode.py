@@ -40,7 +40,15 @@ def mla_decode(q: Tensor, kv_b: Tensor, rotation: Rotation, pages: PagedLatents,
 
 
 def _attend(
-    q: Tensor, keys: Tensor, values: Tensor, pages: PagedKeys | PagedLatents, scale: float, window: int, shared: int, block: int, rotary: int
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pages: PagedKeys | PagedLatents,
+    scale: float,
+    window: int,
+    shared: int,
+    block: int,
+    rotary: int,
 ) -> Tensor:
     """q [rows, heads, D + R] -> [rows, heads, D]. block: heads of a program."""
     from quantkit_kernels.triton.attention.decode_kernel import attend_cached, merge

@@ -1,0 +1,214 @@
+"""The Triton backend against float64: on a GPU, or in Triton's interpreter (`make test-triton`)."""
+
+import pytest
+import torch
+from kernel_weights import exact_experts, layer, random_experts
+from quantkit_kernels import (
+    Norms,
+    Prompts,
+    Rotation,
+    Routing,
+    add_rms_norm,
+    functional,
+    gqa_decode,
+    gqa_prefill,
+    gqa_prepare,
+    mla_decode,
+    mla_prefill,
+    moe_gate,
+    prepare,
+    quantize_rows,
+    rms_norm,
+    rope,
+    route,
+    silu_and_mul,
+)
+from quantkit_kernels.backends import why_unusable
+from quantkit_kernels.samples import GRIDS, TOLERANCE, distance, exact_linear, grouped_attention, latent_attention, random_weight
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = pytest.mark.skipif(why_unusable("rms_norm", "triton", DEVICE) is not None, reason="no GPU with Triton, and not interpreted")
+HALF = (torch.bfloat16, torch.float16)
+PACKED = [grid for grid in GRIDS if grid != "dense"]
+
+
+def generator() -> torch.Generator:
+    rng = torch.Generator(DEVICE)
+    rng.seed()
+    return rng
+
+
+def usable(grid: str) -> list[torch.dtype]:
+    return [dtype for dtype in HALF if why_unusable(f"linear_{grid.split('-')[0]}", "triton", DEVICE, dtype) is None]
+
+
+def step_of(grid: str) -> int:
+    """What K is a multiple of."""
+    last = grid.split("-")[-1]
+    return int(last) if last.isdigit() else 16
+
+
+@pytest.mark.parametrize("grid", PACKED)
+def test_linears_of_any_shape(grid: str, poisoned_memory: None) -> None:
+    rng = generator()
+    sizes = torch.randint(1, 150, (3,), generator=rng, device=DEVICE).tolist()
+    for tokens, n, k in ((1, sizes[0], 128 * 3), (17, sizes[1], 11 * step_of(grid)), (70, sizes[2], 128), (1025, 16, 128)):
+        weight = random_weight(grid, n, k, rng)
+        for dtype in usable(grid):
+            x = torch.randn(tokens, k, generator=rng, device=DEVICE).to(dtype)
+            if grid == "int8" and tokens > 1000:
+                continue
+            linear = prepare(weight, backend="triton", dtype=dtype)
+            y = linear(x)
+            assert y.dtype == dtype
+            assert distance(y, exact_linear(x, weight)) < TOLERANCE[dtype], (tokens, n, k, rng.initial_seed())
+
+
+@pytest.mark.parametrize("grid", ["int4-asym-64", "fp4", "int8"])
+def test_programs_that_share_k_add_up_in_order(grid: str) -> None:
+    """K is long and N short: the same bits again, for the counters are left at zero."""
+    rng = generator()
+    weight = random_weight(grid, 64, 128 * 16, rng)
+    linear = prepare(weight, backend="triton")
+    x = torch.randn(3, 128 * 16, generator=rng, device=DEVICE).bfloat16()
+    first = linear(x)
+    assert distance(first, exact_linear(x, weight)) < TOLERANCE[torch.bfloat16]
+    assert torch.equal(linear(x), first)
+
+
+def test_every_code_of_fp4_and_scales_of_zero() -> None:
+    rng = generator()
+    weight = random_weight("fp4", 16, 256, rng)
+    codes = torch.arange(16, dtype=torch.uint8, device=DEVICE).repeat(16, 16)
+    scale = weight.scale.float()
+    scale[:, 0], scale[:, 1], scale[:, 2] = 0.0, 2.0**-9, 448.0
+    weight = weight._replace(codes=codes, scale=scale.to(torch.float8_e4m3fn))
+    x = torch.randn(4, 256, generator=rng, device=DEVICE).bfloat16()
+    assert distance(prepare(weight, backend="triton")(x), exact_linear(x, weight)) < TOLERANCE[torch.bfloat16]
+
+
+def test_activations_are_rounded_as_the_operator_states() -> None:
+    from quantkit_kernels.triton.rows import quantize_rows as launched
+
+    x = torch.randn(5, 300, generator=generator(), device=DEVICE).half()
+    x[1] = 0
+    codes, scale = launched(x)
+    expected = quantize_rows(x)
+    assert torch.equal(scale, expected[1][:, 0])
+    assert torch.equal(codes, expected[0])
+
+
+@pytest.mark.parametrize("grid", ["int4-asym-32", "int4-sym-128", "int8", "fp4"])
+def test_experts_few_and_many(grid: str) -> None:
+    """Ragged, empty and doubled: expert 5 is asked by none, and one token names an expert twice."""
+    rng = torch.Generator()
+    rng.seed()
+    weights = random_experts(grid, 6, 128, 128, rng)
+    on_device = [[type(one)._make(None if part is None else part.to(DEVICE) for part in one) for one in side] for side in weights]
+    experts = layer(on_device, "triton", torch.bfloat16)
+    for tokens, top_k in ((1, 2), (20, 2)):
+        x = torch.randn(tokens, 128, generator=rng).bfloat16()
+        ids = torch.rand(tokens, 5, generator=rng).topk(top_k, dim=-1).indices
+        ids[0] = 4
+        topk_weights = torch.rand(tokens, top_k, generator=rng)
+        y = experts(x.to(DEVICE), ids.to(DEVICE), topk_weights.to(DEVICE)).cpu()
+        exact = exact_experts(x, ids, topk_weights, weights)
+        assert distance(y, exact) < (2e-2 if grid == "int8" else 2 * TOLERANCE[torch.bfloat16]), (tokens, rng.initial_seed())
+    assert torch.equal(experts(x.to(DEVICE), ids.int().to(DEVICE), topk_weights.to(DEVICE)).cpu(), y)
+
+
+@pytest.mark.parametrize("dtype", tuple(TOLERANCE), ids=str)
+def test_norms_activation_and_rotation(dtype: torch.dtype) -> None:
+    for shape in ((1, 384), (2, 5, 90)):
+        x, residual = torch.randn(shape, device=DEVICE).to(dtype) * 3, torch.randn(shape, device=DEVICE).to(dtype)
+        weight = torch.rand(shape[-1], device=DEVICE).bfloat16()
+        for found, expected in (
+            (rms_norm(x, weight, 1e-6, backend="triton"), rms_norm(x.float(), weight.float(), 1e-6, backend="reference")),
+            (silu_and_mul(x, backend="triton"), silu_and_mul(x.float(), backend="reference")),
+        ):
+            assert distance(found, expected.double()) < TOLERANCE[dtype]
+        normed, total = add_rms_norm(x, residual, weight, 1e-6, backend="triton")
+        assert torch.equal(total, x + residual)
+        assert distance(normed, rms_norm(total.float(), weight.float(), 1e-6, backend="reference").double()) < TOLERANCE[dtype]
+    q, positions, angles = torch.randn(4, 9, 24, device=DEVICE).to(dtype), torch.tensor([49, 0, 7, 7], device=DEVICE), torch.rand(50, 12)
+    cos, sin = angles.cos().to(DEVICE), angles.sin().to(DEVICE)
+    for interleaved in (True, False):
+        found = rope(q[..., :24], positions, cos, sin, interleaved=interleaved, backend="triton")
+        expected = rope(q.float(), positions, cos, sin, interleaved=interleaved, backend="reference")
+        assert distance(found, expected.double()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])
+@pytest.mark.parametrize(("experts", "top_k", "n_group", "topk_group"), [(256, 8, 8, 4), (60, 6, 1, 1), (24, 4, 3, 2), (8, 8, 1, 1)])
+def test_routing(scoring: str, experts: int, top_k: int, n_group: int, topk_group: int) -> None:
+    """Groups that are no power of two go to the reference."""
+    logits, bias = torch.randn(9, experts, device=DEVICE) * 2, torch.randn(experts, device=DEVICE) * 2
+    rule = Routing(experts, top_k, scoring_func=scoring, n_group=n_group, topk_group=topk_group, num_joined_experts=1)
+    for given in (bias, None):
+        ids, weights = route(logits, given, rule, backend="triton")
+        expected_ids, expected = route(logits, given, rule, backend="reference")
+        assert torch.equal(ids.long(), expected_ids)
+        assert distance(weights, expected.double()) < 1e-6
+    # Logits of size one: sigmoids of large ones are all 1, and among equals the choice is free.
+    x, router = torch.randn(5, 48, device=DEVICE).bfloat16(), torch.randn(experts, 48, device=DEVICE) / 7
+    assert torch.equal(moe_gate(x, router, None, rule, backend="triton")[0].long(), moe_gate(x, router, None, rule, backend="reference")[0])
+
+
+@pytest.mark.parametrize("window", [0, 1, 20])
+@pytest.mark.parametrize(("heads", "width", "block_size"), [((6, 2), 16, 7), ((4, 4), 24, 64), ((40, 2), 80, 1)])
+def test_gqa_decode(heads: tuple[int, int], width: int, block_size: int, window: int) -> None:
+    for lengths in ([1, 0, 37, 64], [300]):
+        case = grouped_attention(lengths, [1] * len(lengths), heads, width, block_size, torch.bfloat16, DEVICE, window)
+        out = gqa_decode(case.q, case.pages, scale=case.scale, window=window, backend="triton")
+        assert distance(out, case.exact) < TOLERANCE[torch.bfloat16]
+        assert len(lengths) == 1 or out[1].abs().max() == 0
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_mla_decode(interleaved: bool) -> None:
+    for lengths, heads, block_size in (([1, 0, 37, 64], 5, 16), ([300], 40, 64)):
+        case = latent_attention(lengths, heads, block_size, (24, 16, 20, 64), torch.float16, DEVICE, interleaved)
+        out = mla_decode(*case.arguments, scale=case.scale, backend="triton")
+        assert distance(out, case.exact) < TOLERANCE[torch.float16]
+        assert len(lengths) == 1 or out[1].abs().max() == 0
+
+
+@pytest.mark.parametrize("window", [0, 50])
+def test_gqa_prefill(window: int) -> None:
+    case = grouped_attention([3, 300, 140], [3, 200, 1], (6, 2), 16, 16, torch.bfloat16, DEVICE, window)
+    out = gqa_prefill(case.q, case.pages[:2], case.prompts, scale=case.scale, window=window, backend="triton")
+    assert distance(out, case.exact) < TOLERANCE[torch.bfloat16]
+
+
+def test_mla_prefill() -> None:
+    spans, tokens = [(30, 20), (0, 50)], 70
+    q, kv_b = torch.randn(tokens, 3, 48, device=DEVICE).half(), (torch.randn(3, 64, 40, device=DEVICE) / 40**0.5).half()
+    cache, angles = torch.randn(9, 16, 56, device=DEVICE).half(), torch.rand(tokens, 8, device=DEVICE) * 6
+    rotation, prompts = Rotation(angles.cos(), angles.sin()), Prompts.of(spans, (torch.randperm(8) + 1).view(2, 4).to(DEVICE))
+    exact = mla_prefill(q.float(), kv_b.float(), rotation, cache.float(), prompts, scale=0.2, backend="reference")
+    out = mla_prefill(q, kv_b, rotation, cache, prompts, scale=0.2, backend="triton")
+    assert distance(out, exact.double()) < 2 * TOLERANCE[torch.float16]
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_what_is_cached(interleaved: bool, normed: bool) -> None:
+    angles, slots = torch.rand(3, 8, device=DEVICE) * 6, torch.tensor([30, 0, 9], device=DEVICE)
+    rotation = Rotation(angles.cos(), angles.sin(), interleaved)
+    qkv_a, gains = (
+        torch.randn(3, 24 + 40 + 16, device=DEVICE).half(),
+        (torch.rand(24, device=DEVICE).half(), torch.rand(40, device=DEVICE).half()),
+    )
+    qkv, gain = torch.randn(3, 8 * 24, device=DEVICE).half(), torch.rand(24, device=DEVICE).half()
+    found = []
+    for backend, dtype in (("triton", torch.float16), ("reference", torch.float32)):
+        latents = torch.zeros(4, 8, 56, device=DEVICE, dtype=dtype)
+        norms = Norms(gains[0].to(dtype), gains[1].to(dtype), 1e-6)
+        q_a = functional.mla_prepare(qkv_a.to(dtype), norms, rotation, latents, slots, backend=backend)
+        keys, values = torch.zeros(2, 4, 8, 2, 24, device=DEVICE, dtype=dtype).unbind()
+        of_head = Norms(gain.to(dtype), gain.to(dtype), 1e-6) if normed else None
+        q = gqa_prepare(qkv.to(dtype), of_head, rotation, (keys, values), slots, backend=backend)
+        found.append((q_a, latents, q, keys, values))
+    for ours, exact in zip(*found, strict=True):
+        assert ours.dtype == torch.float16
+        assert distance(ours, exact.double()) < TOLERANCE[torch.float16]
