@@ -46,8 +46,8 @@ def kernels(
     if not check:
         try:
             rows = [vars(row) for row in quantkit_kernels.table(target, backend)]
-        except ValueError as fault:
-            raise QuantkitError(str(fault), "choose one of these") from fault
+        except ValueError as refusal:
+            raise QuantkitError(str(refusal), "choose one of these") from refusal
         return print_json({"device": str(target), "rows": rows}) if json_ else console.show_kernels(str(target), rows)
     from quantkit_kernels.self_check import check as measure
 

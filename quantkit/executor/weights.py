@@ -43,7 +43,8 @@ thread, one token: 38 us expanded, 50 packed)."""
 class ExecutorWeights:
     """Prepares for one device.
 
-    backend: a kernel backend's name, for what it has, or "auto". dtype: of activations. parameters: the model's table. parallel: this rank's place.
+    backend: a kernel backend's name, for what it has, or "auto". dtype: of activations. parameters: the model's table. parallel: this
+    rank's place.
     """
 
     def __init__(

@@ -74,7 +74,7 @@ class Plan:
 
 
 EXPAND_TOKENS = 1024
-"""From so many tokens on a 4-bit weight is decoded to 16 bits once and multiplied by the vendor's library, where no table says otherwise."""
+"""From more tokens on a 4-bit weight is decoded to 16 bits and multiplied by the vendor's library, where no table says otherwise."""
 _FEW, _SOME = 16, 64
 """Tokens up to which a product is bound by reading weights, and by latency: then several programs share a multiprocessor and K."""
 
@@ -111,8 +111,9 @@ def experts_plan(name: str, kind: str, intermediate: int, hidden: int, pairs_per
     measured = _nearest(_table(name)["experts"].get((kind, hidden, intermediate)), round(pairs_per_expert * 256))
     if measured is not None:
         return measured
-    tokens = 16 if pairs_per_expert <= 12 else 32 if pairs_per_expert <= 24 else 64 if pairs_per_expert <= 96 else 128
-    plan = Plan(64, tokens, 1, 4, 4) if tokens < 128 else Plan(128, 128, 1, 8, 3)
+    tokens = 16 if pairs_per_expert <= 12 else 32 if pairs_per_expert <= 24 else 64
+    wide = pairs_per_expert > 96 and shared_bytes(name) >= SHARED_BYTES["sm_90"]  # elsewhere it spills registers
+    plan = Plan(128, 128, 1, 8, 3) if wide else Plan(64, tokens, 1, 4, 4)
     return fitting(plan, kind, name, doubled=True)
 
 
@@ -199,7 +200,7 @@ def prefill_cut(device: torch.device, width: int) -> PrefillCut:
     room = shared_bytes(architecture(device))
     if room >= SHARED_BYTES["sm_90"]:
         return PrefillCut(128, 128 if width <= 128 else 64, 8, 3 if width <= 192 else 2)
-    for cut in (PrefillCut(128, 64, 8, 3), PrefillCut(128, 64, 8, 2), PrefillCut(64, 64, 4, 2), PrefillCut(64, 32, 4, 2)):
+    for cut in (PrefillCut(128, 64, 8, 2), PrefillCut(64, 64, 4, 2), PrefillCut(64, 32, 4, 2)):
         if (cut.queries + 2 * cut.keys * cut.stages) * width * 2 <= room:
-            return cut
+            return replace(cut, warps=8) if width > 128 else cut
     return PrefillCut(32, 32, 4, 1)

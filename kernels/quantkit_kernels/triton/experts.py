@@ -77,16 +77,16 @@ class TritonExpertsLayout(ExpertsLayout):
         first, second, third = (pack(to_device(weight, self._device)) for weight in (gate, up, down))
         packed = [_side_by_side(first, second), third]
         if not self._layers:
-            self._layers = [PackedSteps._make(part.new_empty(self._count, *part.shape) for part in one) for one in packed]
+            self._layers = [PackedSteps(*(part.new_empty(self._count, *part.shape) for part in one)) for one in packed]
         for layer, one in zip(self._layers, packed, strict=True):
             for room, part in zip(layer, one, strict=True):
                 room[index] = part
 
     def finish(self) -> TritonExperts:
         gate_up, down = self._layers
-        sizes = ((gate_up, 2 * self._intermediate, self._hidden), (down, self._hidden, self._intermediate))
-        layers = (Packed(steps, self._kind, self._group, n, k) for steps, n, k in sizes)
-        return TritonExperts(*layers, self._count, self._dtype, self._device)
+        first = Packed(gate_up, self._kind, self._group, 2 * self._intermediate, self._hidden)
+        second = Packed(down, self._kind, self._group, self._hidden, self._intermediate)
+        return TritonExperts(first, second, self._count, self._dtype, self._device)
 
 
 def _side_by_side(gate: PackedSteps, up: PackedSteps) -> PackedSteps:

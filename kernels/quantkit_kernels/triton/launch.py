@@ -59,14 +59,14 @@ def multiply(
     split = plan.split if epilogue != SILU_MUL and slots is None else 1
     partial, arrived = workspace(x.device, tiles * token_tiles * split * plan.rows * plan.tokens if split > 1 else 0)
     assert split == 1 or tiles * token_tiles <= len(arrived), (tiles, token_tiles)
-    nothing = row_scale
+    nothing, own_rows = row_scale, rows // 2 if epilogue == SILU_MUL else rows
     kernel[(tiles * split, token_tiles)](
         x, nothing if x_scale is None else x_scale, codes, scales, row_scale, out, partial, arrived,
         *(slots.order, slots.tile_expert, slots.tile_count) if slots else (arrived, arrived, arrived),
         nothing if pair_weights is None else pair_weights,
         x.shape[0], rows, packed.k, out.shape[1], -(-packed.k // 128), top_k, rows // 2,
-        KIND=KINDS[packed.kind], GROUP=packed.group, COLUMNS=COLUMNS[packed.kind], EPILOGUE=epilogue, EXPERTS=slots is not None, SPLIT=split,
-        BN=plan.rows, BM=plan.tokens, EVEN_N=(rows // 2 if epilogue == SILU_MUL else rows) % plan.rows == 0, EVEN_K=packed.k % 128 == 0,
+        KIND=KINDS[packed.kind], GROUP=packed.group, COLUMNS=COLUMNS[packed.kind], EPILOGUE=epilogue, EXPERTS=slots is not None,
+        SPLIT=split, BN=plan.rows, BM=plan.tokens, EVEN_N=own_rows % plan.rows == 0, EVEN_K=packed.k % 128 == 0,
         NVIDIA=by_assembly(x.device), STAGES=plan.stages,
         DTYPE=decoded_type(out.dtype if epilogue != WEIGH else x.dtype), num_warps=plan.warps,
     )  # fmt: skip

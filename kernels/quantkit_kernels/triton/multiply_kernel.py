@@ -9,7 +9,7 @@ tile the last to arrive adds their sums up, in the order of K.
 import triton
 import triton.language as tl
 
-from quantkit_kernels.triton.weights_kernel import FP4, INT4, INT8, SPAN, dot, load_scales, plane, rounded
+from quantkit_kernels.triton.weights_kernel import INT4, INT8, SPAN, dot, load_scales, plane, rounded
 
 STORE, SILU_MUL, WEIGH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -76,7 +76,7 @@ def multiply(
     BN: tl.constexpr, BM: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, NVIDIA: tl.constexpr, STAGES: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """One linear: x[m, k] -> out[m, out_n]. EXPERTS: of a tile of sorted pairs, whose tokens are x's rows pair // top_k, to out's rows pair.
+    """One linear: x[m, k] -> out[m, out_n]. EXPERTS: of a tile of sorted pairs, from x's rows pair // top_k to out's rows pair.
 
     n: rows of the packed weight, of each expert; up: rows from a feature of gate to that of up, with SILU_MUL.
     """

@@ -11,7 +11,7 @@ def route(
     EXPERTS: tl.constexpr, GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr, TOP_K: tl.constexpr, JOINED: tl.constexpr, COLUMNS: tl.constexpr,
     SIGMOID: tl.constexpr, BIASED: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
-    """EXPERTS, COLUMNS: powers of two, at least the experts and the columns of the results; with fewer than all groups, exactly the experts.
+    """EXPERTS, COLUMNS: powers of two, at least the experts and the columns; with fewer than all groups, exactly the experts.
 
     Among equals the lower number is better.
     """

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from quantkit_kernels.linear import Linear
 from quantkit_kernels.samples import random_weight
 from quantkit_kernels.timing import copies_beyond_cache, seconds_in_turns
-from quantkit_kernels.triton.cards import Plan, architecture, fitting, linear_plan, multiprocessors, stage_bytes, shared_bytes
+from quantkit_kernels.triton.cards import Plan, architecture, fitting, linear_plan, multiprocessors, shared_bytes, stage_bytes
+from quantkit_kernels.triton.layout import PackedSteps
 from quantkit_kernels.triton.linear import TritonLinear
 
 GRIDS = {"int4": "int4-asym-128", "fp4": "fp4", "int8": "int8"}
@@ -35,10 +35,9 @@ def candidates(name: str, processors: int, case: Case) -> list[Plan]:
         found.append(ruled)
     width = max(16, min(256, 1 << (tokens - 1).bit_length()))
     if tokens <= 64:
-        shapes, waves = [(64, width, 4, 3), (128, width, 4, 3), (128, width, 8, 3)], (1, 2, 4, 6)
+        shapes, waves = [(64, width, 4, 3), (128, width, 4, 3), (128, width, 8, 3)], [1, 2, 4, 6]
     else:
-        narrow = [(128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 4)]
-        shapes, waves = [(128, 256, 8, 3), *narrow] if width == 256 else narrow, (1, 2)
+        shapes, waves = [(128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 4)] + [(128, 256, 8, 3)] * (width == 256), [1, 2]
     for rows, wide, warps, stages in shapes:
         tiles = -(-n // rows) * -(-tokens // wide)
         for wave in waves:
@@ -57,32 +56,32 @@ def tune(
     work = [(case, candidates(name, processors, case)) for case in cases]
     compile_ahead([(case[0], case[3], plan) for case, plans in work for plan in plans], processes)
     rng = torch.Generator(device)
-    copies: list[Linear] = []
+    copies: list[TritonLinear] = []
     of: tuple[str, int, int] | None = None
     for case, plans in work:
         kind, n, k, tokens = case
         if of != (kind, n, k):
             copies, of = linears(kind, n, k, rng), (kind, n, k)
         x = torch.randn(tokens, k, generator=rng, device=device).bfloat16()
-        sides: list[list[Callable[[], object]]] = [[partial(one.tiles, x, plan) for one in copies] for plan in plans]  # type: ignore[attr-defined]
+        sides: list[list[Callable[[], object]]] = [[partial(one.tiles, x, plan) for one in copies] for plan in plans]
         options: list[Plan | None] = [*plans]
         if kind != "int8" and tokens >= 256:
-            sides.append([partial(one.expand, x) for one in copies])  # type: ignore[attr-defined]
+            sides.append([partial(one.expand, x) for one in copies])
             options.append(None)
         times = seconds_in_turns(sides, device)
         yield case, sorted(zip(times, options, strict=True), key=lambda one: one[0])
 
 
-def linears(kind: str, n: int, k: int, rng: torch.Generator) -> list[Linear]:
+def linears(kind: str, n: int, k: int, rng: torch.Generator) -> list[TritonLinear]:
     """Copies enough to leave the cache between two uses."""
     weight = random_weight(GRIDS[kind], n, k, rng)
     first = TritonLinear(weight, torch.bfloat16, rng.device)
-    found: list[Linear] = [first]
+    found = [first]
     for _ in range(copies_beyond_cache(first.nbytes, rng.device) - 1):
         copy = object.__new__(TritonLinear)
         vars(copy).update(vars(first))
         steps = first.packed.steps
-        copy.packed = first.packed._replace(steps=steps._make(part.clone() for part in steps))
+        copy.packed = first.packed._replace(steps=PackedSteps(*(part.clone() for part in steps)))
         found.append(copy)
     return found
 

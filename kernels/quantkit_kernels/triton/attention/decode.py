@@ -67,7 +67,8 @@ def _attend(
         partial = torch.empty(rows, heads, splits, width, dtype=torch.float32, device=q.device)
         found = torch.empty(rows, heads, splits, dtype=torch.float32, device=q.device)
     attend_cached[(rows, head_blocks, splits)](
-        q, keys, values, table, lengths, partial, found, table.shape[1], heads, keys.stride(1), width + rotary, splits, scale * _LOG2E, window,
+        q, keys, values, table, lengths, partial, found,
+        table.shape[1], heads, keys.stride(1), width + rotary, splits, scale * _LOG2E, window,
         SHARED=shared, HEADS=block, D=width, D_PADDED=padded, R=rotary, PAGE=page, TOKENS=cut.tokens, LATENT=rotary > 0,
         WINDOWED=window > 0, SPLIT=splits > 1, STAGES=cut.stages, num_warps=cut.warps,
     )  # fmt: skip
