@@ -151,7 +151,10 @@ def test_routing(scoring: str, experts: int, top_k: int, n_group: int, topk_grou
         assert distance(weights, expected.double()) < 1e-6
     # Logits of size one: sigmoids of large ones are all 1, and among equals the choice is free.
     x, router = torch.randn(5, 48, device=DEVICE).bfloat16(), torch.randn(experts, 48, device=DEVICE) / 7
-    assert torch.equal(moe_gate(x, router, None, rule, backend="triton")[0].long(), moe_gate(x, router, None, rule, backend="reference")[0])
+    ids, weights = moe_gate(x, router, None, rule, backend="triton")
+    expected_ids, expected = moe_gate(x, router, None, rule, backend="reference")
+    assert torch.equal(ids.long(), expected_ids)
+    assert distance(weights, expected.double()) < 1e-5
 
 
 @pytest.mark.parametrize("window", [0, 1, 20])
@@ -162,6 +165,18 @@ def test_gqa_decode(heads: tuple[int, int], width: int, block_size: int, window:
         out = gqa_decode(case.q, case.pages, scale=case.scale, window=window, backend="triton")
         assert distance(out, case.exact) < TOLERANCE[torch.bfloat16]
         assert len(lengths) == 1 or out[1].abs().max() == 0
+
+
+@pytest.mark.parametrize("window", [0, 20])
+def test_attention_sinks(window: int) -> None:
+    """One row of two is empty; several programs share a row, and one of them has the sink."""
+    sinks = torch.randn(6, device=DEVICE) * 3
+    case = grouped_attention([300, 0], [1, 1], (6, 2), 32, 16, torch.bfloat16, DEVICE, window, sinks)
+    out = gqa_decode(case.q, case.pages, scale=case.scale, window=window, sinks=sinks, backend="triton")
+    assert distance(out, case.exact) < TOLERANCE[torch.bfloat16]
+    prompt = grouped_attention([140, 20], [40, 20], (6, 2), 32, 16, torch.bfloat16, DEVICE, window, sinks)
+    out = gqa_prefill(prompt.q, prompt.pages[:2], prompt.prompts, scale=prompt.scale, window=window, sinks=sinks, backend="triton")
+    assert distance(out, prompt.exact) < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("interleaved", [True, False])

@@ -18,6 +18,8 @@ from quantkit_kernels.triton.linear import linear
 from quantkit_kernels.triton.operators import add_rms_norm, gqa_prepare, mla_prepare, moe_gate, rms_norm, rope, route, silu_and_mul
 from quantkit_kernels.weights import Weight
 
+SINKS = ("gqa_decode", "gqa_prefill")
+
 __all__ = [
     "add_rms_norm",
     "cache_layout",

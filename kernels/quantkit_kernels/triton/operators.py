@@ -8,11 +8,14 @@ from torch import Tensor
 from quantkit_kernels import reference
 from quantkit_kernels.paged import Norms, Rotation
 from quantkit_kernels.routing import Routing
+from quantkit_kernels.triton.cards import multiprocessors
 from quantkit_kernels.triton.rows import power_of_two, warps_for
+from quantkit_kernels.workspace import workspace
 
 _WIDEST = 1 << 15
 """Numbers of a row that a program holds."""
 _HEADS = 8
+_GATE_TOKENS, _GATE_ROWS, _GATE_STEP = 64, 16, 128
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -75,7 +78,18 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
 
 
 def moe_gate(x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
-    return route(F.linear(x.float(), router), bias, routing)
+    from quantkit_kernels.triton.gate_kernel import router_logits
+
+    (tokens, k), experts = x.shape, router.shape[0]
+    if x.dtype != torch.bfloat16 or not 0 < tokens <= _GATE_TOKENS:
+        return route(F.linear(x.float(), router), bias, routing)
+    logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
+    tiles, width = -(-experts // _GATE_ROWS), max(16, power_of_two(tokens))
+    split = max(1, min(2 * multiprocessors(x.device) // tiles, -(-k // (2 * _GATE_STEP)), 16))
+    partial, arrived = workspace(x.device, tiles * split * _GATE_ROWS * width)
+    shape = {"SPLIT": split, "BN": _GATE_ROWS, "BM": width, "BK": _GATE_STEP}
+    router_logits[(tiles * split,)](x.contiguous(), router.contiguous(), logits, partial, arrived, tokens, experts, k, **shape)
+    return route(logits, bias, routing)
 
 
 def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

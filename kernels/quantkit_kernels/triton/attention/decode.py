@@ -1,42 +1,52 @@
 """Attention of a decode step. What the kernel cannot take, float32 queries above all, the reference computes."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from quantkit_kernels import reference
 from quantkit_kernels.paged import PagedKeys, PagedLatents, Rotation
 from quantkit_kernels.reference.functional import absorbed, values
-from quantkit_kernels.triton.cards import DecodeCut, decode_cut, multiprocessors
-from quantkit_kernels.triton.operators import rope
+from quantkit_kernels.triton.cards import decode_cut, multiprocessors
 from quantkit_kernels.triton.rows import power_of_two
 
 _LOG2E = 1.4426950408889634
 _HALF = (torch.bfloat16, torch.float16)
-_MOST_SPLITS = 64
+_MOST_SPLITS = 128
+_AT_ONCE = 32
+"""Shares that the second launch has in registers."""
 
 
-def gqa_decode(q: Tensor, pages: PagedKeys, scale: float, window: int) -> Tensor:
+class Turning(NamedTuple):
+    """The rotary part of queries, not yet turned: [rows, heads, R]."""
+
+    pe: Tensor
+    rotation: Rotation
+
+
+def gqa_decode(q: Tensor, pages: PagedKeys, scale: float, window: int, sinks: Tensor | None = None) -> Tensor:
     keys = pages.keys
     fits = q.dtype in _HALF and keys.dtype == q.dtype and keys.is_contiguous() and pages.values.is_contiguous() and q.shape[2] <= 256
     if not fits or q.numel() == 0:
-        return reference.gqa_decode(q, pages, scale, window)
+        return reference.gqa_decode(q, pages, scale, window, sinks)
     shared = q.shape[1] // keys.shape[2]
     heads = min(64, max(16, power_of_two(shared)))
-    return _attend(q.contiguous(), keys, pages.values, pages, scale, window, shared, heads, 0)
+    return _attend(q.contiguous(), keys, pages.values, pages, scale, window, shared, heads, sinks=sinks)
 
 
 def mla_decode(q: Tensor, kv_b: Tensor, rotation: Rotation, pages: PagedLatents, scale: float) -> Tensor:
-    (rows, heads, width), rotary, cache = q.shape, 2 * rotation.cos.shape[1], pages.cache
+    heads, width, rotary, cache = *q.shape[1:], 2 * rotation.cos.shape[1], pages.cache
     assert isinstance(cache, Tensor), "one tensor, as cache_layout says"
-    nope, latent = width - rotary, kv_b.shape[2]
+    nope = width - rotary
     fits = q.dtype in _HALF and cache.dtype == q.dtype and cache.is_contiguous() and power_of_two(rotary) == rotary and rotary >= 16
     if not fits or q.numel() == 0:
         return reference.mla_decode(q, kv_b, rotation, pages, scale)
-    turned = rope(q[..., nope:], torch.arange(rows, device=q.device), *rotation)
-    query = torch.cat([absorbed(q[..., :nope], kv_b), turned], dim=-1)
-    one_head = cache.unsqueeze(2)
-    attended = _attend(query, one_head, one_head, pages, scale, 0, heads, 16 if heads <= 16 else 32, rotary)
-    return values(attended[..., :latent], kv_b, nope)
+    q, one_head = q.contiguous(), cache.unsqueeze(2)
+    turning = Turning(q[..., nope:], Rotation(rotation.cos.contiguous(), rotation.sin.contiguous(), rotation.interleaved))
+    block = 16 if heads <= 16 else 32
+    attended = _attend(absorbed(q[..., :nope], kv_b), one_head, one_head, pages, scale, 0, heads, block, turning)
+    return values(attended, kv_b, nope)
 
 
 def _attend(
@@ -48,16 +58,18 @@ def _attend(
     window: int,
     shared: int,
     block: int,
-    rotary: int,
+    turning: Turning | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """q [rows, heads, D + R] -> [rows, heads, D]. block: heads of a program."""
+    """q [rows, heads, D], its last dimension without gaps -> [rows, heads, D]. block: heads of a program."""
     from quantkit_kernels.triton.attention.decode_kernel import attend_cached, merge
 
     (rows, heads, width), page, kv_heads = q.shape, keys.shape[1], keys.shape[2]
-    width -= rotary
+    pe, (cos, sin, interleaved) = turning or Turning(q[..., :0], Rotation(q.new_empty(0), q.new_empty(0), False))
+    rotary = pe.shape[2]
     padded = power_of_two(max(16, width))
     table, lengths = pages.block_table.contiguous(), pages.seq_lens.contiguous()
-    cut: DecodeCut = decode_cut(q.device, block, padded + rotary, latent=rotary > 0)
+    cut = decode_cut(q.device, block, padded + rotary, latent=rotary > 0)
     head_blocks = kv_heads * -(-shared // block)
     most = table.shape[1] * page if not window else window + cut.tokens
     splits = max(1, min(2 * multiprocessors(q.device) // (rows * head_blocks), -(-most // (2 * cut.tokens)), _MOST_SPLITS))
@@ -67,11 +79,14 @@ def _attend(
         partial = torch.empty(rows, heads, splits, width, dtype=torch.float32, device=q.device)
         found = torch.empty(rows, heads, splits, dtype=torch.float32, device=q.device)
     attend_cached[(rows, head_blocks, splits)](
-        q, keys, values, table, lengths, partial, found,
-        table.shape[1], heads, keys.stride(1), width + rotary, splits, scale * _LOG2E, window,
-        SHARED=shared, HEADS=block, D=width, D_PADDED=padded, R=rotary, PAGE=page, TOKENS=cut.tokens, LATENT=rotary > 0,
-        WINDOWED=window > 0, SPLIT=splits > 1, STAGES=cut.stages, num_warps=cut.warps,
+        q, pe, cos, sin, keys, values, found if sinks is None else sinks, table, lengths, partial, found,
+        q.stride(0), q.stride(1), pe.stride(0), pe.stride(1), table.shape[1], heads, keys.stride(1), width + rotary, splits,
+        scale * _LOG2E, window,
+        SHARED=shared, HEADS=block, D=width, D_PADDED=padded, R=rotary, PAGE=page, TOKENS=cut.tokens, INTERLEAVED=interleaved,
+        WINDOWED=window > 0, SUNK=sinks is not None, SPLIT=splits > 1, STAGES=cut.stages, num_warps=cut.warps,
     )  # fmt: skip
     if splits > 1:
-        merge[(rows * heads,)](partial, found, out, splits, D=width, D_PADDED=padded, SPLITS=power_of_two(splits))
+        columns, shares = min(128, padded), power_of_two(splits)
+        grid = (rows * heads, -(-width // columns))
+        merge[grid](partial, found, out, splits, D=width, COLUMNS=columns, SPLITS=shares, AT_ONCE=min(_AT_ONCE, shares))
     return out

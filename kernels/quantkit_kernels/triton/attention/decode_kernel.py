@@ -7,16 +7,31 @@ A program has some heads of a row and a share of its tokens; a second launch mer
 import triton
 import triton.language as tl
 
+from quantkit_kernels.triton.rope_kernel import partner_of
 from quantkit_kernels.triton.weights_kernel import dot, rounded
 
 
 @triton.jit
+def turned_part(pe, cosines, sines, row, asked, R: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The rotary part of a row's heads at pe [HEADS], turned: [HEADS, R] of the type it has."""
+    channel = tl.arange(0, R)
+    partner, pair, sign = partner_of(channel, R, INTERLEAVED)
+    cosine = tl.load(cosines + row * (R // 2) + pair)
+    sine = tl.load(sines + row * (R // 2) + pair) * sign
+    one = tl.load(pe[:, None] + channel[None, :], mask=asked[:, None], other=0.0)
+    other = tl.load(pe[:, None] + partner[None, :], mask=asked[:, None], other=0.0)
+    return rounded(one.to(tl.float32) * cosine[None, :] + other.to(tl.float32) * sine[None, :], one.dtype)
+
+
+@triton.jit
 def attend_cached(
-    q, keys, values, table, lengths, out, found, table_width, heads, k_token, k_head, splits, scale, window,
+    q, q_pe, cosines, sines, keys, values, sinks, table, lengths, out, found,
+    q_row, q_head, pe_row, pe_head, table_width, heads, k_token, k_head, splits, scale, window,
     SHARED: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr,
-    TOKENS: tl.constexpr, LATENT: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    TOKENS: tl.constexpr, INTERLEAVED: tl.constexpr, WINDOWED: tl.constexpr, SUNK: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """q [rows, heads, D + R]; keys of a token and key head D + R numbers, values D, and with LATENT a key's first D. scale: times log2(e).
+    """q [rows, heads, D], and q_pe [rows, heads, R], not yet turned; keys of a token and key head D + R numbers. With R 0 values have D of
+    their own, else a key's first D are its value. scale: times log2(e).
 
     SHARED: query heads of a key head. out [rows, heads, D]; or with SPLIT float32 [rows, heads, splits, D], and found
     [rows, heads, splits], the logarithm to base 2 of each share's sum.
@@ -29,12 +44,12 @@ def attend_cached(
     asked = own < SHARED
     column = tl.arange(0, D_PADDED)
     whole = column < D
-    from_row = q + (row.to(tl.int64) * heads + head)[:, None] * (D + R)
-    query = tl.load(from_row + column[None, :], mask=asked[:, None] & whole[None, :], other=0.0)
+    from_row = q + row.to(tl.int64) * q_row + head * q_head
+    query = tl.load(from_row[:, None] + column[None, :], mask=asked[:, None] & whole[None, :], other=0.0)
     rotary = query
     if R > 0:
         pe = D + tl.arange(0, R)
-        rotary = tl.load(from_row + pe[None, :], mask=asked[:, None], other=0.0)
+        rotary = turned_part(q_pe + row.to(tl.int64) * pe_row + head * pe_head, cosines, sines, row, asked, R, INTERLEAVED)
     length = tl.load(lengths + row).to(tl.int32)
     low = 0
     if WINDOWED:
@@ -46,6 +61,10 @@ def attend_cached(
     end = tl.minimum(begin + per * TOKENS, length)
     largest = tl.full((HEADS,), float("-inf"), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
+    if SUNK:  # one more key, in the first share of a row that is not empty
+        first = asked & (part == 0) & (length > 0)
+        largest = tl.load(sinks + head, mask=first, other=float("-inf")) * 1.4426950408889634
+        total = tl.where(first, 1.0, 0.0)
     sums = tl.zeros((HEADS, D_PADDED), tl.float32)
     keys += kv_head * k_head
     values += kv_head * k_head
@@ -67,7 +86,7 @@ def attend_cached(
         probabilities = tl.exp2(scores - base[:, None])
         less = tl.exp2(largest - base)
         total = total * less + tl.sum(probabilities, 1)
-        if LATENT:
+        if R > 0:
             v = k
         else:
             v = tl.load(values + token + column[None, :], mask=there[:, None] & whole[None, :], other=0.0)
@@ -81,18 +100,21 @@ def attend_cached(
 
 
 @triton.jit
-def merge(partial, found, out, splits, D: tl.constexpr, D_PADDED: tl.constexpr, SPLITS: tl.constexpr):
-    """A program per row and head: shares weighed by what they found. SPLITS: a power of two, at least splits."""
+def merge(partial, found, out, splits, D: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr):
+    """A program per row and head, and COLUMNS of them: shares weighed by what they found. SPLITS: a power of two, at least splits."""
     row = tl.program_id(0).to(tl.int64)
-    part = tl.arange(0, SPLITS)
-    column = tl.arange(0, D_PADDED)
-    logs = tl.load(found + row * splits + part, mask=part < splits, other=float("-inf"))
+    every = tl.arange(0, SPLITS)
+    logs = tl.load(found + row * splits + every, mask=every < splits, other=float("-inf"))
     top = tl.max(logs, 0)
-    weights = tl.exp2(logs - tl.where(top == float("-inf"), 0.0, top))
-    total = tl.sum(weights, 0)
-    sums = tl.zeros((D_PADDED,), tl.float32)
-    for one in range(0, splits):
-        weight = tl.sum(tl.where(part == one, weights, 0.0), 0)
-        sums += weight * tl.load(partial + (row * splits + one) * D + column, mask=column < D, other=0.0)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp2(logs - base), 0)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    sums = tl.zeros((COLUMNS,), tl.float32)
+    for start in tl.static_range(0, SPLITS, AT_ONCE):
+        part = start + tl.arange(0, AT_ONCE)
+        there = part < splits
+        weights = tl.exp2(tl.load(found + row * splits + part, mask=there, other=float("-inf")) - base)
+        at = partial + (row * splits + part)[:, None] * D + column[None, :]
+        sums += tl.sum(weights[:, None] * tl.load(at, mask=there[:, None] & (column < D)[None, :], other=0.0), 0)
     result = sums / tl.where(total == 0.0, 1.0, total)
     tl.store(out + row * D + column, rounded(result, out.dtype.element_ty), mask=column < D)

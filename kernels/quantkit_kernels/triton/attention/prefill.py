@@ -24,20 +24,21 @@ _HALF = (torch.bfloat16, torch.float16)
 Rope = Callable[[Tensor, Tensor, Tensor, Tensor, bool], Tensor]
 
 
-def gqa_prefill(q: Tensor, cache: KeyValues, prompts: Prompts, scale: float, window: int) -> Tensor:
+def gqa_prefill(q: Tensor, cache: KeyValues, prompts: Prompts, scale: float, window: int, sinks: Tensor | None = None) -> Tensor:
     width, (keys, values) = q.shape[2], cache[:2]
     typed = isinstance(cache, CodedKeys) or keys.dtype == q.dtype
     fits = typed and q.dtype in _HALF and width % 8 == 0 and 16 <= width <= 256
+    fits = fits and (sinks is None or not isinstance(cache, CodedKeys))
     if not fits or q.numel() == 0 or not all(side.is_contiguous() for side in cache):
-        return reference.gqa_prefill(q, cache, prompts, scale, window)
+        return reference.gqa_prefill(q, cache, prompts, scale, window, sinks)
     q = q.contiguous()
     if isinstance(cache, CodedKeys):
         return _prefill_codes(q, cache, prompts, scale, window)
     out = torch.empty_like(q)
     rows = {"k_token": keys.stride(1), "k_head": width, "v_token": values.stride(1), "v_head": width}
     paged = {"table": prompts.block_table, "table_width": prompts.block_table.shape[1], "PAGE": keys.shape[1]}
-    shared = q.shape[1] // keys.shape[2]
-    _launch(q, keys, values, out, prompts, scale, width, window=window, SHARED=shared, V=width, **rows, **paged)
+    shared, sunk = q.shape[1] // keys.shape[2], {} if sinks is None else {"sinks": sinks}
+    _launch(q, keys, values, out, prompts, scale, width, window=window, SHARED=shared, V=width, **rows, **paged, **sunk)
     return out
 
 
@@ -110,7 +111,8 @@ def _merged(found: list[tuple[Tensor, Tensor]]) -> Tensor:
 def _launch(q: Tensor, keys: Tensor, values: Tensor, out: Tensor, prompts: Prompts, scale: float, width: int, **given: Any) -> None:
     from quantkit_kernels.triton.attention.prefill_kernel import attend_prompts
 
-    names = ("q_pe", "k_pe", "lse", "table", "firsts", "lasts", "key_rows")
+    sunk = "sinks" in given
+    names = ("q_pe", "k_pe", "sinks", "lse", "table", "firsts", "lasts", "key_rows")
     pointers = {name: given.pop(name, prompts.starts) for name in names}
     numbers = {name: given.pop(name, 0) for name in ("pe_token", "k_pe_token", "table_width", "window")}
     rotary, page = given.pop("R", 0), given.pop("PAGE", 0)
@@ -132,6 +134,7 @@ def _launch(q: Tensor, keys: Tensor, values: Tensor, out: Tensor, prompts: Promp
         R=rotary,
         PAGE=page,
         WINDOWED=numbers["window"] > 0,
+        SUNK=sunk,
         BLOCK_M=cut.queries,
         BLOCK_N=cut.keys,
         num_warps=cut.warps,

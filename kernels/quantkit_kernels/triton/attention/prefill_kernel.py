@@ -15,10 +15,10 @@ from quantkit_kernels.triton.weights_kernel import dot, rounded
 
 @triton.jit
 def attend_prompts(
-    q, q_pe, keys, k_pe, values, out, lse, starts, seq_lens, table, firsts, lasts, key_rows,
+    q, q_pe, keys, k_pe, values, sinks, out, lse, starts, seq_lens, table, firsts, lasts, key_rows,
     q_token, q_head, pe_token, k_token, k_head, k_pe_token, v_token, v_head, table_width, heads, scale, window,
     SHARED: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, R: tl.constexpr, V: tl.constexpr, V_PADDED: tl.constexpr,
-    PAGE: tl.constexpr, WINDOWED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr, WINDOWED: tl.constexpr, SUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """A program per BLOCK_M new tokens, head and sequence; the last tokens, which see most, first.
 
@@ -61,6 +61,9 @@ def attend_prompts(
         whole = low
     largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
+    if SUNK:  # one more key, which every token sees
+        largest = tl.zeros((BLOCK_M,), tl.float32) + tl.load(sinks + head) * 1.4426950408889634
+        total += 1.0
     sums = tl.zeros((BLOCK_M, V_PADDED), tl.float32)
     kv_head = head // SHARED
     keys += kv_head * k_head
