@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: demo test test-families lint test-ascend test-engines test-vllm-cuda test-faults test-placement test-packers test-evalscope test-lm-eval test-clients mutants-ascend acceptance-npu test-datasets clean
+.PHONY: demo test test-families lint test-ascend test-triton test-engines test-vllm-cuda test-faults test-placement test-packers test-evalscope test-lm-eval test-clients mutants-ascend acceptance-npu test-datasets clean
 
 demo: $(VENV)/run.stamp
 	$(BIN)/python tools/demo.py --out out/demo
@@ -34,6 +34,16 @@ test-ascend: .venv-ascend/stamp .venv-npu/stamp
 	OMP_NUM_THREADS=1 .venv-ascend/bin/python -m pytest tests/ascend/lowered
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 .venv-ascend/bin/python -m pytest tests/quant/test_block_kernel.py
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 .venv-npu/bin/python -m pytest tests/ascend/schemas
+
+# Triton's kernels in its interpreter, and compiled ahead for cards that are not here. QUANTKIT_EVERY_CELL=1: for every architecture.
+test-triton: .venv-triton/stamp
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 .venv-triton/bin/python -m pytest tests/kernels/test_triton.py --numprocesses 2 -W ignore
+	OMP_NUM_THREADS=1 .venv-triton/bin/python -m pytest tests/kernels/test_triton_targets.py --numprocesses 2
+
+.venv-triton/stamp: $(VENV)/test.stamp
+	$(beside)
+	.venv-triton/bin/pip install --quiet --no-deps triton==3.6.0 'numpy<2.4'  # its interpreter takes arrays of one number for numbers
+	touch $@
 
 # On a machine with an Ascend NPU, torch_npu and CANN: writes the folder acceptance-npu, half an hour at most. MODEL=R1-awq TP=8 adds its speeds.
 TP ?= 1

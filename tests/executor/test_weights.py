@@ -1,5 +1,6 @@
 """Each kind of weight meets its operator, and the operator computes the weight's value."""
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import quantkit_kernels as kernels
 import torch
 from nearest import quantize_fp4, quantize_fp8_block, quantize_int
 
+from quantkit.errors import QuantkitError
 from quantkit.executor.load import load_model
 from quantkit.executor.weights import ExecutorWeights, operand
 from quantkit.models.mlp import Mlp
@@ -104,3 +106,25 @@ def test_held_bytes_are_counted(tiny_checkpoint: Path) -> None:
     held = sum(info.nbytes for name, info in loaded.checkpoint.tensors.items() if "layers.3" not in name and "scale_inv" not in name)
     # FP8 is one byte a weight on disk and four here; norms and embeddings grow from two.
     assert 2 * held < loaded.nbytes < 5 * held
+
+
+def test_a_backend_asked_for_serves_what_it_has(tiny_checkpoint: Path) -> None:
+    """The CPU's packed operators have no unquantized linears: torch has them then. One that serves nothing here is refused at once."""
+    loaded = load_model(tiny_checkpoint, device="cpu", backend="cpu")
+    assert loaded.weights.linear("lm_head").backend == "expanded"
+    for backend, why in (("cuda", "runs nothing on cpu"), ("fast", "not known")):
+        with pytest.raises(QuantkitError, match=why):
+            load_model(tiny_checkpoint, device="cpu", backend=backend)
+
+
+def test_the_reference_is_told_with_its_time(tiny_checkpoint: Path, weights: ExecutorWeights, monkeypatch: pytest.MonkeyPatch) -> None:
+    """24 rows in groups of 32, which no packed operator of a CPU takes, and too little memory to expand them: told once."""
+    int4 = operand(quantize_int(W[:24, :64], IntGrid(4, 32, False), scale_dtype=torch.float16), torch.bfloat16)
+    slow = ExecutorWeights(weights.checkpoint, [], device=torch.device("cpu"), dtype=torch.bfloat16)
+    assert slow._backend("linear", int4) == "expanded"
+    monkeypatch.setattr(slow, "_may_expand", False)
+    with pytest.warns(RuntimeWarning, match=r"SLOW: linear_int4 runs on the reference.* ms a token for one weight of 24 x 64.*cpu: .*16"):
+        assert slow._backend("linear", int4) == "reference"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert slow._backend("linear", int4) == "reference"

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from quantkit_kernels import BACKENDS, OPERATORS, prepare, table
+from quantkit_kernels import BACKENDS, OPERATORS, prefer, prepare, table
+from quantkit_kernels.backends import why_unusable
 from quantkit_kernels.samples import random_weight
 
 
@@ -33,3 +34,36 @@ def test_auto_never_expands_a_quantized_weight() -> None:
 def test_the_old_name_of_a_backend_names_the_new_one() -> None:
     with pytest.raises(ValueError, match="'dense' is now called 'expanded'"):
         prepare(random_weight("int8", 64, 128, torch.Generator().manual_seed(0)), backend="dense")
+
+
+def test_a_backend_asked_for_serves_what_it_has_and_others_the_rest() -> None:
+    taken = {row.operator: row.backend for row in table("cpu", "expanded") if row.taken}
+    assert taken["linear_int4"] == "expanded"
+    assert taken["rms_norm"] == "reference"
+    assert list(taken) == list(OPERATORS)
+    assert {row.operator: row.backend for row in table("cpu") if row.taken}["linear_dense"] == "expanded"
+    with pytest.raises(ValueError, match="'fast' is not known"):
+        table("cpu", "fast")
+
+
+def test_what_is_preferred_is_what_auto_takes_until_it_is_no_more() -> None:
+    weight, device = random_weight("int8", 32, 128, torch.Generator().manual_seed(0)), torch.device("cpu")
+    before = prepare(weight).backend
+    prefer("reference", device)
+    try:
+        assert prepare(weight).backend == "reference"
+        assert prepare(weight, backend="expanded").backend == "expanded"
+    finally:
+        prefer("auto", device)
+    assert prepare(weight).backend == before
+    for wrong, why in (("cuda", "cuda runs nothing on cpu"), ("fast", "is not known")):
+        with pytest.raises(ValueError, match=why):
+            prefer(wrong, device)
+        assert prepare(weight).backend == before
+
+
+def test_reasons_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quantkit_kernels import triton
+
+    monkeypatch.setattr(triton, "_has_triton", lambda: False)
+    assert why_unusable("linear_int4", "triton", torch.device("cuda")) == "triton is not installed: pip install triton"

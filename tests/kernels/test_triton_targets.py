@@ -1,0 +1,197 @@
+"""The Triton kernels compiled ahead for cards that are not here: every launch that the operators make, as that card's plans have it.
+
+What they need of registers and shared memory is held against what the card has. `make test-triton` compiles for one card of each family,
+QUANTKIT_EVERY_CELL=1 for all.
+"""
+
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="compiling needs triton")
+
+from quantkit_kernels import (  # noqa: E402
+    Norms,
+    PagedKeys,
+    PagedLatents,
+    Prompts,
+    Rotation,
+    Routing,
+    add_rms_norm,
+    gqa_decode,
+    gqa_prefill,
+    gqa_prepare,
+    mla_decode,
+    mla_prefill,
+    mla_prepare,
+    moe_gate,
+    prepare,
+    prepare_experts,
+    rms_norm,
+    rope,
+    route,
+    silu_and_mul,
+)
+from quantkit_kernels.samples import random_weight  # noqa: E402
+from quantkit_kernels.triton import cards  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+pytestmark = pytest.mark.skipif(cards.interpreted(), reason="the interpreter compiles nothing")
+
+MULTIPROCESSORS = {"sm_80": 108, "sm_86": 82, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_120": 170, "gfx90a": 104, "gfx942": 304}
+FEW = ("sm_80", "sm_90", "gfx942")
+MOST_REGISTERS, MOST_SPILLED = {"sm": 255, "gf": 512}, 256
+"""Of a thread; bytes of a thread that may lie in memory instead: none do in the kernels of a decode step."""
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int8: "i8", torch.int16: "i16"}
+TYPES |= {torch.int32: "i32", torch.int64: "i64"}
+HALF = torch.bfloat16
+
+
+def target_of(name: str) -> GPUTarget:
+    return GPUTarget("cuda", int(name.removeprefix("sm_")), 32) if name.startswith("sm_") else GPUTarget("hip", name, 64)
+
+
+class Recorder:
+    """Stands in for a launch: compiles it for a card."""
+
+    def __init__(self, card: str) -> None:
+        self.card, self.operator, self.lines = card, "", []
+        self._seen: set[str] = set()
+
+    def launch(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        names = [parameter.name for parameter in kernel.params]
+        given = dict(zip(names, args)) | {name: value for name, value in named.items() if name in names}
+        options = {name: value for name, value in named.items() if name not in names}
+        signature, constants, attributes = {}, {}, {}
+        for place, parameter in enumerate(kernel.params):
+            value, fixed = given[parameter.name], parameter.do_not_specialize
+            if parameter.is_constexpr or (isinstance(value, int) and value == 1 and not fixed):
+                signature[parameter.name], constants[parameter.name] = "constexpr", value
+                continue
+            tensor = isinstance(value, torch.Tensor)
+            signature[parameter.name] = f"*{TYPES[value.dtype]}" if tensor else "fp32" if isinstance(value, float) else "i32"
+            if tensor or (isinstance(value, int) and value % 16 == 0 and not fixed):
+                attributes[place,] = [["tt.divisibility", 16]]
+        key = repr((kernel.fn.__name__, signature, sorted((name, str(one)) for name, one in constants.items()), attributes, options))
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+        self._judge(kernel.fn.__name__, triton.compile(source, target=target_of(self.card), options=options))
+
+    def _judge(self, name: str, compiled: Any) -> None:
+        registers, spilled = used(compiled)
+        shared, room = compiled.metadata.shared, cards.shared_bytes(self.card)
+        self.lines.append(f"{self.card} {self.operator} {name}: {registers} registers, {spilled} bytes spilled, {shared} of {room} shared")
+        assert shared <= room, self.lines[-1]
+        assert registers <= MOST_REGISTERS[self.card[:2]], self.lines[-1]
+        assert spilled <= (MOST_SPILLED if self.operator.endswith("_prefill") else 64), self.lines[-1]
+
+
+def used(compiled: Any) -> tuple[int, int]:
+    """Registers of a thread, and bytes that did not fit them."""
+    if "cubin" not in compiled.asm:
+        text = compiled.asm["amdgcn"]
+        return tuple(int(re.search(rf"\.{name}:\s+(\d+)", text)[1]) for name in ("vgpr_count", "private_segment_fixed_size"))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"REG:(\d+)", text)[1]), int(re.search(r"STACK:(\d+)", text)[1])
+
+
+@pytest.fixture(params=[pytest.param(name, id=name) for name in (MULTIPROCESSORS if os.environ.get("QUANTKIT_EVERY_CELL") else FEW)])
+def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """The CPU takes itself for this card."""
+    from quantkit_kernels import triton as backend
+
+    recorder, name = Recorder(request.param), request.param
+    monkeypatch.setattr(JITFunction, "run", lambda kernel, *a, **k: recorder.launch(kernel, *a, **k))
+    monkeypatch.setattr(backend, "interpreted", lambda: True)
+    for module in ("cards", "linear", "experts", "operators", "attention.decode", "rows", "launch"):
+        found = __import__(f"quantkit_kernels.triton.{module}", fromlist=["x"])
+        for function, answer in (
+            ("architecture", name),
+            ("multiprocessors", MULTIPROCESSORS[name]),
+            ("by_assembly", name.startswith("sm_")),
+        ):
+            if hasattr(found, function):
+                monkeypatch.setattr(found, function, lambda device, answer=answer: answer)
+    cards.decode_cut.cache_clear()
+    cards.prefill_cut.cache_clear()
+    yield recorder
+    cards.decode_cut.cache_clear()
+    cards.prefill_cut.cache_clear()
+    print("\n".join(recorder.lines))
+
+
+def zeros(*shape: int, dtype: torch.dtype = HALF) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def angles(tokens: int, rotary: int) -> Rotation:
+    return Rotation(zeros(tokens, rotary // 2, dtype=torch.float32), zeros(tokens, rotary // 2, dtype=torch.float32))
+
+
+def linear(grid: str) -> None:
+    prepared = prepare(random_weight(grid, 4096, 1024, torch.Generator().manual_seed(0)), backend="triton")
+    for tokens in (2, 40, 100, 300, 2000):
+        prepared(zeros(tokens, 1024))
+
+
+def experts(grid: str) -> None:
+    rng = torch.Generator().manual_seed(0)
+    gate, down = random_weight(grid, 256, 512, rng), random_weight(grid, 512, 256, rng)
+    prepared = prepare_experts([gate] * 8, [gate] * 8, [down] * 8, backend="triton")
+    for tokens in (1, 20, 128):
+        prepared(zeros(tokens, 512), zeros(tokens, 8, dtype=torch.int64), zeros(tokens, 8, dtype=torch.float32))
+
+
+def operators() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Every operator, at R1's sizes and at those of models with grouped queries."""
+    for kind, grid in (("int4", "int4-asym-128"), ("fp4", "fp4"), ("int8", "int8")):
+        yield f"linear_{kind}", lambda grid=grid: linear(grid)
+        yield f"experts_{kind}", lambda grid=grid: experts(grid)
+    x, rule = zeros(8, 7168), Routing(256, 8, n_group=8, topk_group=4, num_joined_experts=1)
+    single, ints = torch.float32, torch.int64
+    yield "rms_norm", lambda: rms_norm(x, x[0], 1e-6, backend="triton")
+    yield "add_rms_norm", lambda: add_rms_norm(x, x, x[0], 1e-6, backend="triton")
+    yield "silu_and_mul", lambda: silu_and_mul(x, backend="triton")
+    yield "route", lambda: route(zeros(8, 256, dtype=single), zeros(256, dtype=single), rule, backend="triton")
+    yield "moe_gate", lambda: moe_gate(x, zeros(256, 7168, dtype=single), None, rule, backend="triton")
+    yield "rope", lambda: rope(zeros(8, 128, 64), zeros(8, dtype=ints), *angles(64, 64)[:2], backend="triton")
+    norms, slots = Norms(zeros(1536), zeros(512), 1e-6), zeros(8, dtype=ints)
+    yield "mla_prepare", lambda: mla_prepare(zeros(8, 2112), norms, angles(8, 64), zeros(2, 64, 576), slots, backend="triton")
+    for rows, heads in ((1, 128), (8, 16)):
+        pages = PagedLatents(zeros(64, 64, 576), zeros(rows, 64, dtype=ints), zeros(rows, dtype=ints))
+        q, kv_b = zeros(rows, heads, 192), zeros(heads, 256, 512)
+        yield "mla_decode", lambda q=q, kv_b=kv_b, pages=pages: mla_decode(q, kv_b, angles(len(q), 64), pages, scale=1.0, backend="triton")
+    of_head, cache = Norms(zeros(128), zeros(128), 1e-6), (zeros(2, 64, 8, 128), zeros(2, 64, 8, 128))
+    yield "gqa_prepare", lambda: gqa_prepare(zeros(8, 48 * 128), of_head, angles(8, 128), cache, slots, backend="triton")
+    for width, heads, window in ((128, 32, 0), (64, 64, 128), (256, 16, 0)):
+        side, q = zeros(64, 64, 8, width), zeros(2, heads, width)
+        keys = PagedKeys(side, side, zeros(2, 64, dtype=ints), zeros(2, dtype=ints))
+        yield "gqa_decode", lambda q=q, keys=keys, window=window: gqa_decode(q, keys, scale=1.0, window=window, backend="triton")
+        long, several = zeros(256, heads, width), Prompts.of([(0, 256)], zeros(1, 4, dtype=ints))
+        yield "gqa_prefill", lambda q=long, side=side, p=several: gqa_prefill(q, (side, side), p, scale=1.0, backend="triton")
+    whole = Prompts.of([(0, 64)], zeros(1, 1, dtype=ints))
+    yield (
+        "mla_prefill",
+        lambda: mla_prefill(zeros(64, 16, 192), zeros(16, 256, 512), angles(64, 64), zeros(1, 64, 576), whole, scale=1.0, backend="triton"),
+    )
+
+
+def test_every_operator_compiles_within_the_limits_of_the_card(card: Recorder) -> None:
+    for card.operator, run in operators():
+        run()
+    assert len({line.split()[1] for line in card.lines}) == len({name for name, _ in operators()})
