@@ -1,11 +1,12 @@
 """Norms, activation, routing, rotary embedding and what attention does before it. Arguments arrive checked; what the kernels cannot take,
-float64 or groups of experts that are no power of two, the reference computes."""
+caches in 8 bits or groups of experts that are no power of two, the reference computes."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit_kernels import reference
+from quantkit_kernels.codes import CodedKeys, KeyValues
 from quantkit_kernels.paged import Norms, Rotation
 from quantkit_kernels.routing import Routing
 from quantkit_kernels.triton.cards import multiprocessors
@@ -120,9 +121,11 @@ def mla_prepare(qkv_a: Tensor, norms: Norms, rotation: Rotation, cache: Tensor, 
     return q_a
 
 
-def gqa_prepare(qkv: Tensor, norms: Norms | None, rotation: Rotation, cache: tuple[Tensor, Tensor], slots: Tensor) -> Tensor:
+def gqa_prepare(qkv: Tensor, norms: Norms | None, rotation: Rotation, cache: KeyValues, slots: Tensor) -> Tensor:
     from quantkit_kernels.triton.rope_kernel import gqa_prepare as kernel
 
+    if isinstance(cache, CodedKeys):
+        return reference.gqa_prepare(qkv, norms, rotation, cache, slots)
     keys, values = cache
     kv_heads, width = keys.shape[2:]
     tokens, heads = qkv.shape[0], qkv.shape[1] // width - 2 * kv_heads

@@ -27,7 +27,7 @@ class Turning(NamedTuple):
 
 def gqa_decode(q: Tensor, pages: PagedKeys, scale: float, window: int, sinks: Tensor | None = None) -> Tensor:
     keys = pages.keys
-    fits = q.dtype in _HALF and keys.dtype == q.dtype and keys.is_contiguous() and pages.values.is_contiguous() and q.shape[2] <= 256
+    fits = q.dtype in _HALF and keys.dtype == q.dtype and all(side.is_contiguous() for side in pages.cache) and q.shape[2] <= 256
     if not fits or q.numel() == 0:
         return reference.gqa_decode(q, pages, scale, window, sinks)
     shared = q.shape[1] // keys.shape[2]
