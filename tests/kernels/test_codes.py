@@ -121,6 +121,15 @@ def test_gqa_prefill_over_codes(codes: torch.dtype, window: int, dtype: torch.dt
 
 
 @KINDS
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sinks_over_codes(codes: torch.dtype, backend: str) -> None:
+    sinks = torch.randn(6)
+    case = grouped_attention([1, 0, 37, 64], [1] * 4, (6, 2), 16, 7, torch.float32, window=20, sinks=sinks, codes=codes)
+    out = gqa_decode(case.q, case.pages, scale=case.scale, window=20, sinks=sinks, backend=backend)
+    assert distance(out, case.exact) < TOLERANCE[torch.float32]
+
+
+@KINDS
 @pytest.mark.parametrize("normed", [True, False])
 def test_gqa_prepare_stores_codes_of_what_it_would_have_stored(codes: torch.dtype, normed: bool) -> None:
     tokens, heads, kv_heads, width = 3, 4, 2, 24
