@@ -18,9 +18,11 @@ from quantkit.errors import QuantkitError
 from quantkit.evaluation.run import run_evaluation
 from quantkit.executor.drafter import Drafter
 from quantkit.executor.engine import Engine
+from quantkit.executor.load import load_model
 from quantkit.executor.runner import Runner
 from quantkit.executor.sampling import SamplingParams
 from quantkit.models import find_architecture
+from quantkit.models.context import CausalContext
 from quantkit.quantization.run import quantize
 from quantkit.recipe import Recipe
 from quantkit.schemes import SCHEMES
@@ -217,6 +219,13 @@ def test_a_quantized_model_computes_its_dequantized_weights(source: Path, tmp_pa
     (tokens, found), (same, expected) = logprobs(tmp_path / "int4"), logprobs(tmp_path / "plain")
     assert tokens == same
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), atol=1e-3, rtol=0)
+
+
+def test_a_cache_in_8_bits_changes_little(source: Path) -> None:
+    loaded, ids = load_model(source, device="cpu", dtype="float32", cache="int8"), torch.arange(10, 60)
+    with torch.inference_mode():
+        plain, coded = (loaded.model(ids, CausalContext([len(ids)], codes=codes)) for codes in (None, loaded.codes))
+    assert 0 < (coded - plain).norm() < 0.1 * plain.norm()
 
 
 def test_drafts_of_the_mtp_layer_change_no_token(tmp_path: Path) -> None:

@@ -10,13 +10,12 @@ gain. Values, and keys without a norm, stay as they are.
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.models.architecture import LatentCache, ModelConfig
+from quantkit.models import deepseek_v3, gqa
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.rope import Rope
 from quantkit.models.table import Parameter
@@ -26,18 +25,18 @@ _FURTHEST = 8
 """Of divisors, as powers of two: what float16 has room for beside weights."""
 
 
-def even_channels(layers: Iterable[DecoderLayer], config: ModelConfig, rows: list[Parameter], checkpoint: Checkpoint) -> None:
+def even_channels(layers: Iterable[DecoderLayer], rows: list[Parameter], checkpoint: Checkpoint) -> None:
     """Change the attention of these layers in place. Every rank finds the same divisors."""
     kv_a = {row.layer: row.module for row in rows if row.projection == "kv_a" and row.role == "linear"}
     for layer in layers:
-        attention: Any = layer.attention
-        if isinstance(config.cache, LatentCache):
-            weight = dequantize(checkpoint.weight(kv_a[attention.layer]), torch.float32)[: config.cache.kv_lora_rank]
+        attention = layer.attention
+        if isinstance(attention, deepseek_v3.Attention):
+            weight = dequantize(checkpoint.weight(kv_a[attention.layer]), torch.float32)[: attention.config.kv_lora_rank]
             spread = (weight.to(layer.input_norm.device) * layer.input_norm.float()).norm(dim=1)
             divisors = powers(attention.norms.k.float().abs() * spread)
             attention.kv_b = attention.kv_b * divisors.to(attention.kv_b.dtype)
             attention.norms = attention.norms._replace(k=divided(attention.norms.k, divisors))
-        elif attention.norms is not None and attention.norms.k.shape == (config.cache.head_dim,):
+        elif isinstance(attention, gqa.Attention) and attention.norms is not None:
             divisors = powers(alike_in_pairs(attention.norms.k.float().abs(), attention.config.rope))
             q = (attention.norms.q.float() * divisors).to(attention.norms.q.dtype)
             attention.norms = attention.norms._replace(q=q, k=divided(attention.norms.k, divisors))

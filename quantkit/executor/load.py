@@ -129,7 +129,7 @@ def load_model(
         model = architecture.Model(config, weights)
         layer = architecture.MtpLayer(config, weights, 0) if mtp and architecture.MtpLayer else None
     if codes is not None:
-        even_channels([*model.layers, *([layer.block] if layer is not None else [])], config, rows, checkpoint)
+        even_channels([*model.layers, *([layer.block] if layer is not None else [])], rows, checkpoint)
     return LoadedModel(model, layer, config, checkpoint, weights, target, compute, codes)
 
 
