@@ -7,6 +7,7 @@ from torch import Tensor
 
 from quantkit_kernels import reference
 from quantkit_kernels.codes import CodedKeys, KeyValues
+from quantkit_kernels.latents import Latents
 from quantkit_kernels.paged import Norms, Rotation
 from quantkit_kernels.routing import Routing
 from quantkit_kernels.triton.cards import multiprocessors
@@ -108,7 +109,9 @@ def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bo
     return y
 
 
-def mla_prepare(qkv_a: Tensor, norms: Norms, rotation: Rotation, cache: Tensor, slots: Tensor) -> Tensor:
+def mla_prepare(qkv_a: Tensor, norms: Norms, rotation: Rotation, cache: Latents, slots: Tensor) -> Tensor:
+    if not isinstance(cache, Tensor):  # codes
+        return reference.mla_prepare(qkv_a, norms, rotation, cache, slots)
     from quantkit_kernels.triton.rope_kernel import mla_prepare as kernel
 
     tokens, q_lora, kv_lora, rotary = qkv_a.shape[0], norms.q.shape[0], norms.k.shape[0], 2 * rotation.cos.shape[1]

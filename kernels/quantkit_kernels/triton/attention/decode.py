@@ -37,7 +37,8 @@ def gqa_decode(q: Tensor, pages: PagedKeys, scale: float, window: int, sinks: Te
 
 def mla_decode(q: Tensor, kv_b: Tensor, rotation: Rotation, pages: PagedLatents, scale: float) -> Tensor:
     heads, width, rotary, cache = *q.shape[1:], 2 * rotation.cos.shape[1], pages.cache
-    assert isinstance(cache, Tensor), "one tensor, as cache_layout says"
+    if not isinstance(cache, Tensor):  # codes
+        return reference.mla_decode(q, kv_b, rotation, pages, scale)
     nope = width - rotary
     fits = q.dtype in _HALF and cache.dtype == q.dtype and cache.is_contiguous() and power_of_two(rotary) == rotary and rotary >= 16
     if not fits or q.numel() == 0:
