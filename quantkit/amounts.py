@@ -1,4 +1,8 @@
-"""Numbers as people read them: bytes in a unit that fits, seconds as minutes or hours."""
+"""Numbers as people read and write them: bytes in a unit that fits, seconds as minutes or hours, shares as percent."""
+
+import math
+
+from quantkit.errors import QuantkitError
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
@@ -32,3 +36,14 @@ def span(seconds: float) -> str:
             rest = f" {count % per} {small}" if count % per else ""
             return f"{count // per} {large}{rest}"
     raise AssertionError(seconds)
+
+
+def parse_share(text: str) -> float:
+    """A share between 0 and 1, written as 25% or 0.25. Raises QuantkitError for anything else."""
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < 1:
+        raise QuantkitError(f"{text!r} is no share", "write it as 25%, more than 0% and less than 100%")
+    return value

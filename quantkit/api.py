@@ -43,6 +43,7 @@ def quantize(
     samples: int | None = None,
     seq_len: int | None = None,
     seed: int | None = None,
+    prune: float | None = None,
     device: str = "auto",
     memory: str | int | None = None,
     overwrite: bool = False,
@@ -53,13 +54,14 @@ def quantize(
     format: "auto" is the scheme's first. engine: write what this engine loads, or refuse. recipe: a name, a YAML file or a value;
     None is the scheme's own, and calibration (a file or a data set), samples (sequences), seq_len (tokens of each) and seed replace
     what it says. Where nothing is named, the text that the model ships is taken, else quantkit's own. memory: of the host, bytes or
-    "16GiB", to keep under. on_event is called with progress; without it a notebook or an interactive session shows it. A run that was
-    stopped goes on when it is called again alike.
+    "16GiB", to keep under. prune: the share of every layer's routed experts to leave out, those that add least. on_event is called with
+    progress; without it a notebook or an interactive session shows it. A run that was stopped goes on when it is called again alike.
     """
     chosen = _scheme(scheme)
     read_request(chosen, format, engine, _recipe(recipe or chosen.name))  # before a hub model is downloaded
     source = find_model(str(model))
-    settings = load_settings(source, recipe or chosen.name, calibration=calibration, samples=samples, seq_len=seq_len, seed=seed)
+    given: dict[str, Any] = {"calibration": calibration, "samples": samples, "seq_len": seq_len, "seed": seed, "prune": prune}
+    settings = load_settings(source, recipe or chosen.name, **given)
     limit = parse_bytes(memory) if isinstance(memory, str) else memory
     options: dict[str, Any] = {"engine": engine, "device": device, "memory": limit, "overwrite": overwrite}
     with _listening(f"quantizing {model}", on_event) as listen:
@@ -74,12 +76,13 @@ def load_settings(
     samples: int | None = None,
     seq_len: int | None = None,
     seed: int | None = None,
+    prune: float | None = None,
 ) -> Recipe:
     """The recipe with what is not None in the place of its own. Where no text is named, it is the one that `source` ships, if it does."""
     base = _recipe(recipe)
     shipped = source / "calibration.jsonl"
     text = calibration or base.calibration or (shipped if shipped.exists() else None)
-    return base.with_given(calibration=text and str(text), samples=samples, seq_len=seq_len, seed=seed)
+    return base.with_given(calibration=text and str(text), samples=samples, seq_len=seq_len, seed=seed, prune=prune)
 
 
 def plan(

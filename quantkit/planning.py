@@ -171,7 +171,7 @@ def plan(
     output = sum(nbytes for _, nbytes in rows)
     fits, placed = _placed(rows, job, target, context, redundant, bits)
     peak, least = (expected_peak(job, memory)[0] for memory in (None, 0))
-    stored = sum(tensor.nbytes for tensor in job.checkpoint.tensors.values())
+    stored = sum(tensor.nbytes for tensor in job.checkpoint.whole.tensors.values())
     work = job_work(job, job.linears, stored + output, tokens)
     state = 2 * peak.hidden  # of the last finished layer, and of its successor while they are written
     return Plan(

@@ -31,6 +31,7 @@ class Recipe(Strict):
     fit_points: int = Field(3, ge=1, description="steps tried for each group when it is rounded")
     min_expert_tokens: int = Field(256, ge=0, description="experts with fewer routed tokens lean on the layer's shared statistics")
 
+    prune: float = Field(0.0, ge=0, lt=1, description="share of every layer's routed experts that is left out, those that add least")
     least_quantized: float = Field(0.5, ge=0, le=1, description="share of the weights of an unknown architecture that must be quantized")
 
     def with_given(self, **values: object) -> "Recipe":

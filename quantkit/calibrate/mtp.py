@@ -26,7 +26,7 @@ def mtp_states(model: SourceModel, layer: int, norm: Parameter, states: HiddenSt
 
     def inputs(of: HiddenStates, compact: Tensor) -> HiddenStates:
         keep = torch.ones(len(of.hidden), dtype=torch.bool)
-        keep[torch.tensor(of.lengths).cumsum(0) - 1] = False
+        keep[torch.tensor(of.lengths, dtype=torch.int64).cumsum(0) - 1] = False
         hidden = rms_norm(of.hidden[keep.to(of.hidden.device)], gain, config.rms_norm_eps)
         lengths = [length - 1 for length in of.lengths]
         fitted = sum(lengths[: len(sequences.calibration)]) if of.fitted else 0

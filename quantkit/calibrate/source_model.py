@@ -44,6 +44,13 @@ class SourceModel:
     def by_name(self) -> dict[str, Parameter]:
         return {row.name: row for row in self.rows}
 
+    def sublayer_rows(self, unit: str, layer: int) -> tuple[list[Parameter], list[Parameter]]:
+        """Of a sublayer: its own parameters but the routed experts', and those that it runs with: a decoder layer is built whole."""
+        rows = [row for row in self.units[unit] if row.role != "mtp_proj"]
+        own = {row.name for row in rows}
+        inner = [row for row in self.layer_rows(layer) if row.expert is None and row.role not in ("embedding", "head", "mtp_proj")]
+        return rows, [row for row in inner if row.name in own or row.role != "linear"]
+
     def layer_rows(self, layer: int) -> list[Parameter]:
         """Parameters of one layer."""
         return [row for row in self.rows if row.layer == layer]

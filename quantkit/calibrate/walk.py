@@ -62,6 +62,8 @@ class Walk:
         groups = [group for layer in model.layers for group in model.groups[layer]]
         self.residual = ResidualStream(model.weights, model.rows, groups, ends)
         self.plain: PlainPath | None = None
+        self.unpruned: Tensor | None = None
+        """Hidden states of the held-out tokens after the last layer of the model that experts were pruned of, [T, H]."""
 
     @torch.inference_mode()
     def run(self, sequences: Sequences) -> Findings:
@@ -149,10 +151,8 @@ class Walk:
 
     def _sublayer(self, unit: str, layer: int, states: HiddenStatePair, run: Run) -> Sublayer:
         model = self.model
-        rows = [row for row in model.units[unit] if row.role != "mtp_proj"]
+        rows, needed = model.sublayer_rows(unit, layer)
         own = {row.name for row in rows}
-        inner = [row for row in model.layer_rows(layer) if row.expert is None and row.role not in ("embedding", "head", "mtp_proj")]
-        needed = [row for row in inner if row.name in own or row.role != "linear"]
         outputs = self._output_cost(unit, layer, states.quantized)
         importance = None if outputs is None else outputs.conditional
         if outputs is None and layer in model.layers:
@@ -245,7 +245,7 @@ class Walk:
         original, quantized, *plain = (
             self.ends.normed(hidden[::step][:JUDGED_TOKENS])
             for hidden in (
-                states.original.hidden,
+                states.original.hidden if self.unpruned is None else self.unpruned.to(states.original.hidden.device),
                 states.quantized.hidden[states.quantized.fitted :],
                 *(() if self.plain is None else (self.plain.states.hidden,)),
             )

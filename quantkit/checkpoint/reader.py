@@ -96,6 +96,20 @@ class Checkpoint:
             digest.update(buffer[: read_at(self._shards.descriptor(shard), buffer, last * number // (_SAMPLES - 1))])
         return digest.hexdigest()
 
+    def stored(self, name: str) -> TensorInfo:
+        """The tensor `name` as the file has it: a view of a checkpoint gives another name to it, or shows a part."""
+        return self._info(name)
+
+    @property
+    def whole(self) -> "Checkpoint":
+        """Of a view, what it is a view of."""
+        return self
+
+    @property
+    def pruned(self) -> set[str]:
+        """Stored tensors that a view of a checkpoint leaves out."""
+        return set()
+
     def has(self, name: str) -> bool:
         return name in self.tensors
 

@@ -33,8 +33,12 @@ class Watch:
     def __init__(self, checkpoint: Checkpoint, units: Mapping[str, Iterable[str]], ahead: Iterable[str] = ()) -> None:
         self.path = checkpoint.path
         self._ahead = tuple(ahead)
-        self._parts = {unit: _by_shard(checkpoint.tensors[name] for name in names) for unit, names in units.items()}
+        self._parts = {unit: _by_shard(checkpoint.stored(name) for name in names) for unit, names in units.items()}
         self._stamps = self._stamped({info.shard for info in checkpoint.tensors.values()})
+
+    def follow(self, checkpoint: Checkpoint, units: Mapping[str, Iterable[str]]) -> None:
+        """The units are made from other tensors of the same shards."""
+        self._parts = {unit: _by_shard(checkpoint.stored(name) for name in names) for unit, names in units.items()}
 
     def digests(self, unit: str) -> Digests:
         """sha256 of the bytes that the unit is made from. Raises QuantkitError where their shard changed since the watch began."""

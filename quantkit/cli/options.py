@@ -43,6 +43,9 @@ Cache = Annotated[
 ]
 Drafts = Annotated[int, typer.Option(min=0, help="Tokens a step that the model's MTP layer guesses; the answers stay the same.")]
 Tp = Annotated[int, typer.Option(min=1, help="Ranks that share the model, one per device; all are started here.")]
+Prune = Annotated[
+    str | None, typer.Option(metavar="SHARE", help="Leave out this share of every layer's routed experts, those that add least: 25%.")
+]
 CountExperts = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Write how often the tokens asked each routed expert, for `quantkit place`."),

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from quantkit import console
-from quantkit.cli.options import AsJson, Cache, Device, EngineName, FormatName, Model, SchemeName, format_names
+from quantkit.cli.options import AsJson, Cache, Device, EngineName, FormatName, Model, Prune, SchemeName, format_names
 from quantkit.cli.stopping import stoppable
 from quantkit.console import print_json
 from quantkit.hub import find_model, plain_name
@@ -27,12 +27,14 @@ def quantize(
     samples: Annotated[int | None, typer.Option(min=1, help="Calibration sequences.")] = None,
     seq_len: Annotated[int | None, typer.Option(min=8, help="Tokens of a calibration sequence.")] = None,
     seed: Annotated[int | None, typer.Option()] = None,
+    prune: Prune = None,
     device: Device = "auto",
     memory: Annotated[str | None, typer.Option(help="Host memory to keep under, such as 16GiB; refused at the start if it cannot.")] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace the output directory, if it holds nothing but what quantkit wrote.")] = False,
     json_: AsJson = False,
 ) -> None:
     """Quantize a checkpoint. A run that was stopped goes on when the same command is given again."""
+    from quantkit.amounts import parse_share
     from quantkit.api import load_settings
     from quantkit.quantization.memory import parse_bytes
     from quantkit.quantization.opening import read_request
@@ -40,10 +42,11 @@ def quantize(
     from quantkit.recipe import load_recipe
     from quantkit.schemes import find_scheme
 
-    chosen = find_scheme(scheme)
+    chosen, left_out = find_scheme(scheme), None if prune is None else parse_share(prune)
     read_request(chosen, format_, engine, load_recipe(recipe or scheme))  # before a hub model is downloaded
     source = find_model(model)
-    settings = load_settings(source, recipe or scheme, calibration=calibration, samples=samples, seq_len=seq_len, seed=seed)
+    given: dict[str, Any] = {"calibration": calibration, "samples": samples, "seq_len": seq_len, "seed": seed, "prune": left_out}
+    settings = load_settings(source, recipe or scheme, **given)
     target = out_dir or Path(f"{plain_name(model)}-{scheme}")
     ceiling = parse_bytes(memory) if memory else None
     with stoppable(), console.bytes_bar() as bar:
@@ -75,14 +78,16 @@ def plan(
     context: Annotated[int, typer.Option(min=1, help="Tokens of the longest request to serve.")] = 4096,
     redundant: Annotated[int, typer.Option(min=0, help="Copies of routed experts in a layer, as for place.")] = 0,
     cache: Cache = None,
+    prune: Prune = None,
     json_: AsJson = False,
 ) -> None:
     """Memory, disk, time and fit of a quantization, from config.json and headers alone; downloads no weight of a hub model."""
+    from quantkit.amounts import parse_share
     from quantkit.planning import plan as make_plan
     from quantkit.recipe import load_recipe
     from quantkit.schemes import find_scheme
 
-    chosen, settings = find_scheme(scheme), load_recipe(recipe or scheme)
+    chosen, settings = find_scheme(scheme), load_recipe(recipe or scheme).with_given(prune=None if prune is None else parse_share(prune))
     about = make_plan(
         model,
         chosen,

@@ -69,9 +69,9 @@ class Peak:
 def expected_peak(job: Job, ceiling: int | None = None) -> tuple[Peak, Batches]:
     """What the run will hold in memory at its worst moment, in batches that keep it under `ceiling` bytes if any do."""
     quantized = {row.module for row in job.linears}
-    if not job.request.methods:
+    if not job.request.methods and not job.request.recipe.prune:
         return nearest_peak(job.units, quantized), Batches()
-    recipe, routing = job.request.recipe, job.inventory.config.routing
+    recipe, routing = job.request.recipe, job.inventory.config.routing  # pruning walks over the text, too
     work = RunSizes(
         units=job.units,
         quantized=quantized,

@@ -22,6 +22,7 @@ from quantkit.models.tied import check_stored_head
 from quantkit.quantization.checks import Inventory, check_companions, check_groups, take_inventory
 from quantkit.quantization.coverage import Coverage, coverage
 from quantkit.quantization.for_engine import narrowed
+from quantkit.quantization.pruning import open_pruned
 from quantkit.recipe import Recipe
 from quantkit.schemes import IntGrid, Method, Scheme, check_pair
 
@@ -91,11 +92,15 @@ def read_request(scheme: Scheme, format: str, engine: str | None, recipe: Recipe
 def open_job(request: JobRequest, checkpoint: Checkpoint) -> Job:
     """Raises QuantkitError where the checkpoint is damaged, is no source for this scheme, or does not fit the format.
 
-    Of a checkpoint without weights the tokenizer and the files beside it are not checked, nor whether a tied head is the embedding.
+    Of a checkpoint without weights the tokenizer and the files beside it are not checked, nor whether a tied head is the embedding. Where
+    the recipe prunes, the job's checkpoint is what is left (`pruning.open_pruned`).
     """
     model_type, path = checkpoint.config.get("model_type"), checkpoint.path
+    prune = request.recipe.prune
     if checkpoint.has_weights:
-        check_companions(path, calibrated=bool(request.methods))
+        check_companions(path, calibrated=bool(request.methods or prune))
+    if prune:
+        checkpoint = open_pruned(checkpoint, prune)
     inventory = take_inventory(checkpoint, calibrated=bool(request.methods))
     if checkpoint.has_weights:
         check_stored_head(checkpoint, inventory.rows)

@@ -47,15 +47,22 @@ class Output:
 
     def watch(self) -> Watch:
         """Of what each unit is made from, from now on. Calibration reads what is of no layer, embedding and head, before it is written."""
-        parts = {unit: [name for row in rows for name in self.source.parts(row)] for unit, rows in self.units.items()}
-        return Watch(self.source.checkpoint, parts, ahead=[unit for unit, rows in self.units.items() if rows[0].layer is None])
+        return Watch(self.source.checkpoint, self._made_from(), ahead=[unit for unit, rows in self.units.items() if rows[0].layer is None])
+
+    def _made_from(self) -> dict[str, list[str]]:
+        return {unit: [name for row in rows for name in self.source.parts(row)] for unit, rows in self.units.items()}
+
+    def source_chosen(self) -> None:
+        """Which of the source's experts the units are made from is known now."""
+        self._watch.follow(self.source.checkpoint, self._made_from())
 
     def open(
         self, out: Path, fingerprint: dict[str, str], *, overwrite: bool, rank: int = 0, inputs: Iterable[Path] = ()
     ) -> CheckpointWriter:
         """Make or resume OUT.partial. Raises QuantkitError where that may not be."""
+        self._watch = self.watch()
         self._writer = CheckpointWriter(
-            out, self.all_specs(), fingerprint=fingerprint, overwrite=overwrite, rank=rank, inputs=inputs, watch=self.watch()
+            out, self.all_specs(), fingerprint=fingerprint, overwrite=overwrite, rank=rank, inputs=inputs, watch=self._watch
         )
         self._run = json.dumps(fingerprint, sort_keys=True)
         return self._writer
@@ -157,8 +164,9 @@ class Output:
         for row in self.rows.values():
             became = [spec.name for spec in self.specs(row)]
             for name in self.source.parts(row):
-                entries[name] = {"became": became, **self._fate(row, changed)}
-        entries |= {name: {"status": "dropped", "reason": reason, "became": []} for name, reason in self.dropped.items()}
+                entries[self.source.checkpoint.stored(name).name] = {"became": became, **self._fate(row, changed)}
+        dropped = self.dropped | dict.fromkeys(self.source.checkpoint.pruned, "a routed expert that was pruned")
+        entries |= {name: {"status": "dropped", "reason": reason, "became": []} for name, reason in dropped.items()}
         return dict(sorted(entries.items()))
 
     def _fate(self, row: Parameter, changed: set[str]) -> dict[str, str]:

@@ -23,18 +23,21 @@ from quantkit.calibrate.source_model import SourceModel
 from quantkit.calibrate.unit_log import UnitLog
 from quantkit.calibrate.walk import Walk
 from quantkit.checkpoint.manifest import made_for
+from quantkit.checkpoint.pruned import PrunedCheckpoint
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import prepare
 from quantkit.devices import describe_hardware, find_device
 from quantkit.expert_counts import FILE_NAME, ExpertCounts
 from quantkit.plots import layer_plot
-from quantkit.progress import Note, OnEvent, peak_memory, silent
+from quantkit.progress import Note, OnEvent, Progress, peak_memory, silent
 from quantkit.quantization.cost import RATES, job_work, seconds_of
 from quantkit.quantization.coverage import Coverage
 from quantkit.quantization.memory import Peak, check_memory, expected_peak
 from quantkit.quantization.nearest import round_units
 from quantkit.quantization.opening import Job, open_job, read_request
 from quantkit.quantization.output import Output
+from quantkit.quantization.pruning import FILE_NAME as PRUNING
+from quantkit.quantization.pruning import PrunedExperts, prune, prune_as, told_pruned
 from quantkit.quantization.report import Account, RunFacts, read_findings, report_files
 from quantkit.quantization.verdict import judge
 from quantkit.recipe import Recipe
@@ -58,6 +61,8 @@ class QuantizationReport(Result):
     calibration_tokens: int
     findings: Findings
     coverage: Coverage
+    pruned: str = ""
+    """How many routed experts a layer keeps, in words, where some were left out."""
     done_already: bool = False
     """Nothing was done: `out` was there, complete, from the same source and settings."""
 
@@ -83,6 +88,7 @@ class QuantizationReport(Result):
             ("verdict", self._verdict),
             ("written to", f"{self.out} ({self.format})"),
             ("size", f"{size(self.output_bytes)}, from {size(self.source_bytes)}"),
+            *([("routed experts", f"{self.pruned}; what that loses is in the KL")] if self.pruned else []),
             ("quantized", str(self.coverage)),
             ("time", span(self.seconds)),
             ("peak memory", f"{size(self.peak_memory)}, planned {size(self.planned_memory)}"),
@@ -128,6 +134,8 @@ def quantize(
         torch.set_num_threads(ranks.cores)
     output = Output(ParameterReader(job.checkpoint, where), job.target, job.request.scheme, job.units, job.inventory.dropped)
     if not overwrite and (manifest := made_for(out, run.fingerprint)):
+        if isinstance(job.checkpoint, PrunedCheckpoint):
+            prune_as(job.checkpoint, out)
         output.watch().compare_with(out, manifest)
         return _report(run, output, out, start, read_findings(out), done_already=True)
     if ranks.leads and run.sequences.taken:
@@ -138,11 +146,12 @@ def quantize(
     writer = output.open(out, run.fingerprint, overwrite=overwrite, rank=ranks.rank, inputs=inputs)
     with writer, writer.keeping(output.units):
         resumed = writer.finished(output.units) if ranks.leads else ""
+        if ranks.leads and resumed:
+            on_event(Note(f"resuming {out}: {resumed}"))
+        pruned = _pruned(run, output, ranks, on_event if ranks.leads else silent)
         if ranks.leads:
             writer.check_source()
-            if resumed:
-                on_event(Note(f"resuming {out}: {resumed}"))
-        found = _round(run, output, ranks, on_event if ranks.leads else silent)
+        found = _round(run, output, ranks, on_event if ranks.leads else silent, pruned)
         if not ranks.leads:
             writer.close()
         ranks.wait()
@@ -150,7 +159,8 @@ def quantize(
             seconds = time.perf_counter() - start
             facts = RunFacts(datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), round(seconds, 1), describe_hardware(device), resumed)
             account = _account(run, output, source, out, engine)
-            output.finish(report_files(account, found, job.rows, facts) | _counts_file(run, found))
+            files = report_files(account, found, job.rows, facts) | _counts_file(run, found)
+            output.finish(files | ({} if pruned is None else {PRUNING: pruned.to_bytes()}))
     return _report(run, output, out, start, found)
 
 
@@ -174,7 +184,7 @@ def _checked(source: Path, scheme: Scheme, format: str, engine: str | None, reci
     job = open_job(read_request(scheme, format, engine, recipe), Checkpoint.open(source))
     peak, batches = expected_peak(job, memory)
     check_memory(peak, memory)
-    sequences = _sequences(source, recipe) if job.request.methods else Sequences([], [])
+    sequences = _sequences(source, recipe) if job.request.methods or recipe.prune else Sequences([], [])
     name = job.request.format
     fingerprint = _fingerprint(job.checkpoint, recipe, f"{name} for {engine}" if engine else name, sequences)
     if batches != Batches():
@@ -187,7 +197,7 @@ def _report(run: _Run, output: Output, out: Path, start: float, found: Findings,
         out=out,
         scheme=run.job.request.scheme.name,
         format=run.job.request.format,
-        source_bytes=sum(tensor.nbytes for tensor in run.job.checkpoint.tensors.values()),
+        source_bytes=sum(tensor.nbytes for tensor in run.job.checkpoint.whole.tensors.values()),
         output_bytes=sum(output.bytes_by_part()[1].values()),
         seconds=time.perf_counter() - start,
         peak_memory=peak_memory(),
@@ -195,11 +205,31 @@ def _report(run: _Run, output: Output, out: Path, start: float, found: Findings,
         calibration_tokens=run.calibration_tokens,
         findings=found,
         coverage=run.job.coverage,
+        pruned=told_pruned(run.job.checkpoint),
         done_already=done_already,
     )
 
 
-def _round(run: _Run, output: Output, ranks: Ranks, on_event: OnEvent) -> Findings:
+def _pruned(run: _Run, output: Output, ranks: Ranks, on_event: OnEvent) -> PrunedExperts | None:
+    """Which experts are left out, from now on also of the job's checkpoint; None where none are. One rank finds it out."""
+    checkpoint, device = run.job.checkpoint, output.source.device
+    if not isinstance(checkpoint, PrunedCheckpoint):
+        return None
+    total = sum(info.nbytes for info in checkpoint.base.tensors.values())
+
+    def tell(layer: int) -> None:
+        on_event(Progress("choosing experts", f"layers.{layer}", 0, total, 0.0, 0, 0.0, False))
+
+    found = None
+    for turn in (True, False):
+        if ranks.leads == turn:
+            found = prune(checkpoint, run.sequences, device, run.batches, output.writer.state_dir, tell)
+        ranks.wait()
+    output.source_chosen()
+    return found
+
+
+def _round(run: _Run, output: Output, ranks: Ranks, on_event: OnEvent, pruned: PrunedExperts | None) -> Findings:
     """Calibrate and write the decoder layers, then round whatever is left; without methods, round everything."""
     job, recipe, methods = run.job, run.job.request.recipe, run.job.request.methods
     scheme, scale_dtype = job.request.scheme, job.target.scale_dtype
@@ -210,7 +240,9 @@ def _round(run: _Run, output: Output, ranks: Ranks, on_event: OnEvent) -> Findin
     quantized = {row.module for row in job.linears}
     model = SourceModel(output.source, job.inventory.architecture, job.inventory.config, job.rows, quantized)
     log = UnitLog(model.units, output.source, output, on_event, _shares(job))
-    findings = Walk(model, solver, log, ranks, run.batches, job.inventory.ends(output.source)).run(run.sequences)
+    walk = Walk(model, solver, log, ranks, run.batches, job.inventory.ends(output.source))
+    walk.unpruned = None if pruned is None else pruned.held_out
+    findings = walk.run(run.sequences)
     round_units(output.source, output, Solver(grid, scale_dtype, recipe, (), bits), on_event, ranks, begun=_WALKED)
     return findings
 
@@ -233,9 +265,10 @@ def _account(run: _Run, output: Output, source: Path, out: Path, engine: str | N
     request, recipe = run.job.request, run.job.request.recipe
     named = ["--engine", engine] if engine else ["--format", request.format]
     command = ["quantkit", "quantize", str(source), "--scheme", request.scheme.name, *named]
-    if request.methods:
+    if request.methods or recipe.prune:
         command += ["--calibration", recipe.calibration] if recipe.calibration else []
         command += ["--samples", str(recipe.samples), "--seq-len", str(recipe.seq_len)]
+    command += ["--prune", f"{recipe.prune:.6%}".replace("%", "").rstrip("0").rstrip(".") + "%"] if recipe.prune else []
     command += ["--seed", str(recipe.seed), "--out", str(out)]
     before, after = output.bytes_by_part()
     experts = any(row.expert is not None for row in run.job.rows)

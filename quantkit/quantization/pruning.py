@@ -1,0 +1,218 @@
+"""A model without the routed experts that add least: which sizes it has, what is seen of the source, and which experts those are.
+
+    pruned = open_pruned(checkpoint, 0.25)           a checkpoint of the smaller model's names and shapes, from headers
+    found = prune(pruned, ...)                       which experts are kept (calibrate/saliency.py), and from now on seen in it
+
+Every layer keeps the same number of experts, and every group of them the same share: engines read one number of experts, and groups are
+equal parts. Router rows and correction biases are cut with them, in MTP layers too.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quantkit.calibrate.batches import Batches
+from quantkit.calibrate.data import Sequences
+from quantkit.calibrate.parameter_reader import ParameterReader
+from quantkit.calibrate.saliency import Saliency, SaliencyWalk, Tell, choose_kept
+from quantkit.calibrate.source_model import SourceModel
+from quantkit.checkpoint.pruned import Kept, PrunedCheckpoint
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import QuantkitError
+from quantkit.model_files import read_json
+from quantkit.models import find_architecture, is_known
+from quantkit.models.stored import Model, read_model
+from quantkit.models.table import Parameter
+
+FILE_NAME = "pruning.json"
+"""Of what an output tells of the experts that it lacks."""
+COUNT_KEYS = ("n_routed_experts", "num_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
+"""What architectures call the number of routed experts in config.json."""
+
+
+def open_pruned(checkpoint: Checkpoint, share: float) -> PrunedCheckpoint:
+    """`checkpoint` without a `share` of its routed experts, as many as whole groups allow, the last of each group until it is known which.
+
+    Raises QuantkitError where the model has none, or where so few are left that no token could choose as many as it does.
+    """
+    if not is_known(checkpoint.config):
+        told = f"model_type {checkpoint.config.get('model_type')!r} of {checkpoint.path / 'config.json'}"
+        raise QuantkitError(f"{told} is not one whose experts quantkit knows", "quantize it without --prune")
+    model = read_model(checkpoint)
+    layers = sorted({row.layer for row in model.rows if row.expert is not None and row.layer is not None})
+    if not layers:
+        raise QuantkitError(f"{checkpoint.path} has no routed experts to prune", "quantize it without --prune")
+    sizes = _sizes(model, share)
+    if any(row.expert is not None and row.projection is None for row in model.rows):
+        raise QuantkitError(
+            f"the routed experts of {checkpoint.path} have biases, which are not pruned here", "quantize it without --prune"
+        )
+    first = {layer: [group * sizes.of_group + number for group in range(sizes.groups) for number in range(sizes.kept)] for layer in layers}
+    _check_alike(checkpoint, model.rows)
+    return PrunedCheckpoint(checkpoint, _config(checkpoint, sizes), _kept(checkpoint, model.rows, first))
+
+
+@dataclass(frozen=True)
+class PrunedExperts:
+    """saliency and kept by layer; held_out as in `Saliency`."""
+
+    saliency: dict[int, list[float]]
+    kept: dict[int, list[int]]
+    held_out: Tensor | None = None
+
+    def to_bytes(self) -> bytes:
+        layers = {str(layer): {"kept": self.kept[layer], "saliency": values} for layer, values in sorted(self.saliency.items())}
+        return (json.dumps({"layers": layers}) + "\n").encode()
+
+
+def prune(pruned: PrunedCheckpoint, sequences: Sequences, device: torch.device, batches: Batches, state: Path, tell: Tell) -> PrunedExperts:
+    """Find which experts add least, or what an earlier run found and left in the folder `state`, and see the others from now on."""
+    model = read_model(pruned.base)
+    store = _Store(state)
+    found = store.finished()
+    if found is None:
+        source = SourceModel(ParameterReader(pruned.base, device), model.architecture, model.config, model.rows, set())
+        found = SaliencyWalk(source, batches, store, tell).run(sequences)
+        store.finish(found)
+    routing = find_architecture(pruned.config).Config.from_dict(pruned.config).routing
+    assert routing is not None
+    kept = choose_kept(found.layers, routing.n_group, routing.n_routed_experts // routing.n_group)
+    pruned.keep(_kept(pruned.base, model.rows, kept))
+    return PrunedExperts(found.layers, kept, found.held_out)
+
+
+def prune_as(pruned: PrunedCheckpoint, out: Path) -> None:
+    """See of the source what the finished output `out` was made from."""
+    layers = read_json(out / FILE_NAME)["layers"]
+    pruned.keep(_kept(pruned.base, read_model(pruned.base).rows, {int(layer): about["kept"] for layer, about in layers.items()}))
+
+
+def told_pruned(checkpoint: Checkpoint) -> str:
+    """How many experts of a layer are left, in words; empty where none was to go."""
+    if not isinstance(checkpoint, PrunedCheckpoint):
+        return ""
+    counts = [find_architecture(one.config).Config.from_dict(one.config).routing for one in (checkpoint, checkpoint.base)]
+    kept, all_ = (0 if one is None else one.n_routed_experts for one in counts)
+    return f"{kept} of {all_} in each layer are kept"
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """groups of `of_group` experts each, of which `kept` are kept."""
+
+    groups: int
+    of_group: int
+    kept: int
+
+
+def _sizes(model: Model, share: float) -> _Sizes:
+    routing = model.config.routing
+    assert routing is not None, "experts and no routing"
+    if not 0 < share < 1:
+        raise QuantkitError(f"{share} of the experts cannot be pruned", "give a share between 0 and 1")
+    of_group = routing.n_routed_experts // routing.n_group
+    left = of_group - int(of_group * share + 1e-9)
+    told = f"--prune {share:.0%} leaves {left} of the {of_group} experts of each of {routing.n_group} groups"
+    if left == of_group:
+        raise QuantkitError(told, f"give --prune {-(-100 // of_group)}% or more")
+    least = max(-(-routing.num_experts_per_tok // routing.topk_group), 2 if routing.topk_group < routing.n_group else 1)
+    if left < least:
+        why = f"a token chooses {routing.num_experts_per_tok} experts of {routing.topk_group} groups"
+        raise QuantkitError(f"{told}, and {why}", f"give --prune {int(100 * (of_group - least) / of_group)}% or less")
+    return _Sizes(routing.n_group, of_group, left)
+
+
+def _config(checkpoint: Checkpoint, sizes: _Sizes) -> dict[str, Any]:
+    """config.json with the smaller number, proven by reading it."""
+    before, after = sizes.groups * sizes.of_group, sizes.groups * sizes.kept
+    config = _with_count(checkpoint.config, before, after)
+    if isinstance(config.get("text_config"), dict):
+        config["text_config"] = _with_count(config["text_config"], before, after)
+    routing = find_architecture(config).Config.from_dict(config).routing
+    count = None if routing is None else routing.n_routed_experts
+    assert count == after, f"{checkpoint.path}: which key of config.json counts experts?"
+    return config
+
+
+def _with_count(config: Mapping[str, Any], before: int, after: int) -> dict[str, Any]:
+    return {key: after if key in COUNT_KEYS and value == before else value for key, value in config.items()}
+
+
+def _kept(checkpoint: Checkpoint, rows: list[Parameter], kept: Mapping[int, list[int]]) -> Kept:
+    """What is seen of a checkpoint whose layers keep these experts, numbered anew in their order. rows: its whole table."""
+    experts = 1 + max(row.expert for row in rows if row.expert is not None)
+    names = {name: name for name in checkpoint.tensors}
+    cut: dict[str, list[int]] = {}
+    modules = {(row.layer, row.expert, row.projection): row.module for row in rows if row.expert is not None}
+    for module in modules.values():
+        for name in checkpoint.parts(module):
+            del names[name]
+    for (layer, expert, projection), module in modules.items():
+        if layer is None or expert is None or expert not in kept[layer]:
+            continue
+        seen_as = modules[layer, kept[layer].index(expert), projection]
+        names |= {seen_as + name.removeprefix(module): name for name in checkpoint.parts(module)}
+    for row in rows:
+        if row.role in ("router", "router_bias") and row.layer is not None and row.layer in kept and row.shape[0] == experts:
+            cut[row.name] = kept[row.layer]
+    return Kept(names, cut)
+
+
+def _check_alike(checkpoint: Checkpoint, rows: list[Parameter]) -> None:
+    """Raise QuantkitError where experts of a layer are stored in different ways: which are kept would change what is written."""
+    found: dict[tuple[int | None, str | None], tuple[object, ...]] = {}
+    for row in rows:
+        if row.expert is not None:
+            parts = [checkpoint.tensors[name] for name in checkpoint.parts(row.module)]
+            stored = tuple((info.name.removeprefix(row.module), info.dtype, info.shape) for info in parts)
+            if found.setdefault((row.layer, row.projection), stored) != stored:
+                raise QuantkitError(f"{row.module} is stored in another way than other experts of its layer", "quantize it without --prune")
+
+
+@dataclass
+class _Store:
+    """Files of a walk in the state folder of an unfinished output."""
+
+    folder: Path
+    done: str = field(default="saliency.safetensors")
+
+    def save(self, layer: int, hidden: Tensor, found: Saliency) -> None:
+        self._write("saliency-hidden.safetensors", {"hidden": hidden}, found, layer)
+
+    def load(self) -> tuple[int, Tensor, Saliency] | None:
+        path = self.folder / "saliency-hidden.safetensors"
+        if not path.exists():
+            return None
+        with safe_open(path, framework="pt") as file:
+            about = json.loads(file.metadata()["found"])
+            return about["layer"], file.get_tensor("hidden"), Saliency(_numbered(about["layers"]))
+
+    def finish(self, found: Saliency) -> None:
+        assert found.held_out is not None
+        self._write(self.done, {"held_out": found.held_out}, found, 0)
+        (self.folder / "saliency-hidden.safetensors").unlink(missing_ok=True)
+
+    def finished(self) -> Saliency | None:
+        path = self.folder / self.done
+        if not path.exists():
+            return None
+        with safe_open(path, framework="pt") as file:
+            layers = json.loads(file.metadata()["found"])["layers"]
+        return Saliency(_numbered(layers), load_file(path)["held_out"])
+
+    def _write(self, name: str, tensors: dict[str, Tensor], found: Saliency, layer: int) -> None:
+        about = json.dumps({"layer": layer, "layers": found.layers})
+        fresh = self.folder / f"{name}.new"
+        save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, fresh, metadata={"found": about})
+        fresh.replace(self.folder / name)
+
+
+def _numbered(layers: Mapping[str, list[float]]) -> dict[int, list[float]]:
+    return {int(layer): values for layer, values in layers.items()}
