@@ -237,8 +237,8 @@ class SideBySide:
 def operand(weight: Weight, dtype: torch.dtype, activation_bits: int = 16) -> kernels.Weight:
     """The kernel operand of a weight: the one place where a grid is matched to an operator.
 
-    int8 per channel runs with int8 activations, and so does int4 per channel from a format whose `activation_bits` are 8, a byte a code;
-    other int4 and FP4 are weight-only, MXFP4 by NVFP4's operators where that holds the same values; everything else, FP8 included, is
+    int8 and int4 per channel run with int8 activations where the format's `activation_bits` are 8, int4 a byte a code; other int4 and FP4
+    are weight-only, MXFP4 by NVFP4's operators where that holds the same values; everything else, FP8 and weight-only int8 included, is
     expanded to `dtype`.
     """
     match weight:
@@ -246,7 +246,7 @@ def operand(weight: Weight, dtype: torch.dtype, activation_bits: int = 16) -> ke
             return kernels.Int8(weight.codes, weight.scale)
         case IntWeight(bits=4) if weight.group_size in (32, 64, 128):
             return kernels.Int4(weight.codes, weight.scale, weight.zero_point)
-        case IntWeight(bits=8) if weight.scale.shape[1] == 1 and weight.zero_point is None:
+        case IntWeight(bits=8, zero_point=None) if activation_bits == 8 and weight.scale.shape[1] == 1:
             return kernels.Int8(weight.codes, weight.scale)
         case Fp4Weight():
             return kernels.Fp4(weight.codes, weight.scale, weight.global_scale)

@@ -56,6 +56,16 @@ def unpack_words(words: Tensor) -> Tensor:
     return unpack_pairs(_view(words, torch.uint8))
 
 
+def pack_bytes(codes: Tensor) -> Tensor:
+    """int8 [..., 4n] -> int32 [..., n], element j as v + 128 at bits 8j."""
+    return _view(codes.contiguous().view(torch.uint8) ^ 128, torch.int32)
+
+
+def unpack_bytes(words: Tensor) -> Tensor:
+    """int32 [..., n] -> int8 [..., 4n]"""
+    return (_view(words, torch.uint8) ^ 128).view(torch.int8)
+
+
 def pack_awq(nibbles: Tensor) -> Tensor:
     """uint8 [8n, m] -> int32 [m, n], packed along the rows in AutoAWQ's interleaved order.
 

@@ -33,7 +33,7 @@ NO_FP4 = kernels.backends.why_unusable("linear_fp4", "cpu", torch.device("cpu"))
     ],
 )
 def test_operand_stands_for_the_weight(weight: Weight, kind: type) -> None:
-    prepared = operand(weight, torch.float32)
+    prepared = operand(weight, torch.float32, 8 if kind is kernels.Int8 else 16)
     assert type(prepared) is kind
     torch.testing.assert_close(kernels.dequantize(prepared), dequantize(weight), rtol=1e-6, atol=1e-7)
 

@@ -30,6 +30,7 @@ FORMATS: tuple[Format, ...] = (
     compressed_int4.FORMAT,
     compressed_fp4.FORMAT,
     compressed_int8.FORMAT,
+    compressed_int4.INT8_WORDS,
     compressed_mxfp4.FORMAT,
     *fp8.FORMATS,
     modelopt.FORMAT,

@@ -35,6 +35,13 @@ def detect(config: Mapping[str, Any], variant: str) -> bool:
     return block.get("quant_method") == "compressed-tensors" and block.get("format") == variant
 
 
+def has_bits(config: Mapping[str, Any], bits: int) -> bool:
+    """Whether all that the block describes has so many bits."""
+    groups = config["quantization_config"].get("config_groups")
+    described = [group.get("weights") for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
+    return bool(described) and all(isinstance(args, dict) and args.get("num_bits") == bits for args in described)
+
+
 def weight_args(config: Mapping[str, Any]) -> dict[str, Any]:
     """The one description of quantized weights; several that differ are refused."""
     described: list[dict[str, Any]] = []

@@ -1,9 +1,9 @@
-"""compressed-tensors pack-quantized: int4 in natural order, eight to a word along the inputs.
+"""compressed-tensors pack-quantized: int4 or int8 in natural order, P = eight or four to a word along the inputs.
 
-    X.weight_packed int32 [N, K / 8]   X.weight_scale bfloat16 [N, G]   X.weight_shape int64 [2] = (N, K)
-    X.weight_zero_point int32 [N / 8, G], asymmetric only, packed along the OUTPUTS
+    X.weight_packed int32 [N, K / P]   X.weight_scale bfloat16 [N, G]   X.weight_shape int64 [2] = (N, K)
+    X.weight_zero_point int32 [N / P, G], asymmetric only, packed along the OUTPUTS
 
-Codes and zero points are signed -8..7, stored as v + 8: w = (q - z) * s.
+Codes and zero points are signed, stored as v + 8 or v + 128: w = (q - z) * s. Activations have 16 bits (W4A16, W8A16).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from torch import Tensor
 from quantkit.checkpoint.formats import compressed
 from quantkit.checkpoint.formats.base import FLOAT_DTYPES, Format, StoredPart, along_groups, groups, require_multiple, stored_scale
 from quantkit.checkpoint.header import TensorSpec
-from quantkit.quant.packing import from_offset, pack_words, to_offset, unpack_words
+from quantkit.quant.packing import from_offset, pack_bytes, pack_words, to_offset, unpack_bytes, unpack_words
 from quantkit.quant.weights import IntWeight, Weight
 from quantkit.schemes import Grid, IntGrid
 
@@ -27,60 +27,74 @@ class CompressedInt4(Format):
     marker = ".weight_packed"
     marker_dtype = torch.int32
     own_suffixes = (".weight_packed", ".weight_scale", ".weight_shape", ".weight_zero_point")
+    bits = 4
+
+    @property
+    def per_word(self) -> int:
+        return 32 // self.bits
 
     def holds(self, grid: Grid) -> bool:
-        return isinstance(grid, IntGrid) and grid.bits == 4
+        return isinstance(grid, IntGrid) and grid.bits == self.bits
 
     def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[StoredPart, ...]:
         assert isinstance(grid, IntGrid), grid
         rows, columns = shape
-        require_multiple(module, "input channels", columns, 8)
+        require_multiple(module, "input channels", columns, self.per_word)
         count = groups(module, columns, grid)
         along = along_groups(columns, count)
         parts = (
-            StoredPart(".weight_packed", (torch.int32,), (rows, columns // 8), axes=(("N", 1), ("K", 8))),
+            StoredPart(".weight_packed", (torch.int32,), (rows, columns // self.per_word), axes=(("N", 1), ("K", self.per_word))),
             StoredPart(".weight_scale", (self.scale_dtype, *FLOAT_DTYPES), (rows, count), axes=(("N", 1), along)),
             StoredPart(".weight_shape", (torch.int64, torch.int32), (2,)),
         )
         if grid.symmetric:
             return parts
-        require_multiple(module, "outputs", rows, 8)
-        return (*parts, StoredPart(".weight_zero_point", (torch.int32,), (rows // 8, count), axes=(("N", 8), along)))
+        require_multiple(module, "outputs", rows, self.per_word)
+        points = StoredPart(".weight_zero_point", (torch.int32,), (rows // self.per_word, count), axes=(("N", self.per_word), along))
+        return (*parts, points)
 
     def stored(self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None) -> tuple[tuple[int, int], Grid | None]:
         rows, words = tensors[f"{module}.weight_packed"].shape
-        return (rows, words * 8), grid
+        return (rows, words * self.per_word), grid
 
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
         assert isinstance(weight, IntWeight), type(weight)
         tensors = {
-            f"{module}.weight_packed": pack_words(to_offset(weight.codes)),
+            f"{module}.weight_packed": self.words(weight.codes),
             f"{module}.weight_scale": stored_scale(module, weight.scale, self.scale_dtype),
             f"{module}.weight_shape": torch.tensor(weight.shape, dtype=torch.int64),
         }
         if weight.zero_point is not None:
-            tensors[f"{module}.weight_zero_point"] = pack_words(to_offset(weight.zero_point.T)).T.contiguous()
+            tensors[f"{module}.weight_zero_point"] = self.words(weight.zero_point.T).T.contiguous()
         return tensors
 
     def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
         zero_point = tensors.get(f"{module}.weight_zero_point")
         return IntWeight(
-            codes=from_offset(unpack_words(tensors[f"{module}.weight_packed"])),
+            codes=self.codes(tensors[f"{module}.weight_packed"]),
             scale=tensors[f"{module}.weight_scale"].float(),
-            zero_point=None if zero_point is None else from_offset(unpack_words(zero_point.T)).T.contiguous(),
-            bits=4,
+            zero_point=None if zero_point is None else self.codes(zero_point.T).T.contiguous(),
+            bits=self.bits,
         )
 
+    def words(self, codes: Tensor) -> Tensor:
+        """int8 [..., P n] -> int32 [..., n]"""
+        return pack_words(to_offset(codes))
+
+    def codes(self, words: Tensor) -> Tensor:
+        """int32 [..., n] -> int8 [..., P n]"""
+        return from_offset(unpack_words(words))
+
     def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
-        return compressed.detect(config, self.variant)
+        return compressed.detect(config, self.variant) and not compressed.has_bits(config, 8)
 
     def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
         args = compressed.weight_args(config)
         size = args.get("group_size")
         by_group = args.get("strategy") == "group" and type(size) is int and size > 0
-        if args.get("num_bits") != 4 or args.get("type") != "int" or not (by_group or args.get("strategy") == "channel"):
-            raise compressed.unreadable(args, "4-bit int by group or channel")
-        return IntGrid(bits=4, group_size=size if by_group else None, symmetric=bool(args.get("symmetric", True)))
+        if args.get("num_bits") != self.bits or args.get("type") != "int" or not (by_group or args.get("strategy") == "channel"):
+            raise compressed.unreadable(args, f"{self.bits}-bit int by group or channel")
+        return IntGrid(bits=self.bits, group_size=size if by_group else None, symmetric=bool(args.get("symmetric", True)))
 
     def ignored(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Callable[[str], bool] | None:
         return compressed.ignored(config)
@@ -88,7 +102,7 @@ class CompressedInt4(Format):
     def config_block(self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> dict[str, Any]:
         assert isinstance(grid, IntGrid), grid
         strategy: dict[str, Any] = {"strategy": "group", "group_size": grid.group_size} if grid.group_size else {"strategy": "channel"}
-        weights = {"num_bits": 4, "type": "int", "symmetric": grid.symmetric, **strategy, "dynamic": False}
+        weights = {"num_bits": self.bits, "type": "int", "symmetric": grid.symmetric, **strategy, "dynamic": False}
         return compressed.config_block(self.variant, weights, None, quantized, plain)
 
 
@@ -96,6 +110,20 @@ class _Fp16Scales(CompressedInt4):
     scale_dtype = torch.float16
 
 
+class CompressedInt8Words(CompressedInt4):
+    bits = 8
+
+    def words(self, codes: Tensor) -> Tensor:
+        return pack_bytes(codes)
+
+    def codes(self, words: Tensor) -> Tensor:
+        return unpack_bytes(words)
+
+    def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
+        return compressed.detect(config, self.variant) and compressed.has_bits(config, 8)
+
+
 FORMAT = CompressedInt4()
+INT8_WORDS = CompressedInt8Words()
 FP16_SCALES = _Fp16Scales()
 """For weights that come with such scales. Engines copy a scale into the dtype they run in, so float16 runs lose nothing."""

@@ -1,5 +1,6 @@
 """compressed-tensors: its own golden bytes, and its own code unpacking ours bit for bit."""
 
+from pathlib import Path
 from typing import Any
 
 import golden
@@ -10,7 +11,7 @@ from compressed_tensors.compressors.base import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from torch import Tensor
 
-from quantkit.checkpoint.formats import compressed_fp4, compressed_int4, compressed_int8
+from quantkit.checkpoint.formats import compressed_fp4, compressed_int4, compressed_int8, detect_format
 from quantkit.checkpoint.formats.base import Format
 from quantkit.quant.packing import unpack_pairs
 from quantkit.quant.weights import Fp4Weight, IntWeight, dequantize
@@ -48,6 +49,21 @@ def test_their_code_unpacks_ours(format: Format, grid: Grid, example: str) -> No
         torch.testing.assert_close(theirs.float(), dequantize(weight), rtol=2**-7, atol=0)
     else:
         assert torch.equal(theirs.float(), dequantize(weight))
+
+
+@pytest.mark.parametrize("grid", [IntGrid(8, 32, True), IntGrid(8, 32, False), IntGrid(8, None, True)], ids=["groups", "zeros", "channels"])
+def test_int8_words_are_those_of_w8a16(grid: IntGrid) -> None:
+    """Weight-only int8, four codes to a word: what llm-compressor's W8A16 writes."""
+    format = compressed_int4.INT8_WORDS
+    weight = make_quantized.quantize(format, grid, torch.randn(16, 128, generator=torch.Generator().manual_seed(4)))
+    tensors = format.pack("m", weight)
+    local = {name.removeprefix("m."): tensor for name, tensor in tensors.items()}
+    local["weight_scale"] = local["weight_scale"].float()
+    theirs = BaseCompressor.get_value_from_registry(format.variant).decompress(local, _scheme(format, grid))["weight"]
+    assert torch.equal(theirs.float(), dequantize(weight))
+    assert torch.equal(dequantize(format.unpack("m", tensors)), dequantize(weight))
+    config, _ = make_quantized.description(format, grid)
+    assert detect_format(Path("x"), config, {}) is format
 
 
 def _their_fp4_arithmetic(local: dict[str, Tensor]) -> Tensor:
