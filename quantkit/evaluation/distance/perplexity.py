@@ -138,6 +138,7 @@ class WatchedLayer:
 
     def __init__(self, layer: DecoderLayer, show: Callable[[Tensor], None]) -> None:
         self.layer, self.show, self.input_norm = layer, show, layer.input_norm
+        self.mlp = getattr(layer, "mlp", None)  # whoever counts experts asks for it
 
     def __call__(self, normed: Tensor, residual: Tensor, context: Context, next_norm: Tensor) -> tuple[Tensor, Tensor]:
         normed, residual = self.layer(normed, residual, context, next_norm)
