@@ -46,6 +46,10 @@ def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, sha
         return f"runs on GPUs, not on {device.type}"
     if not _has_triton():
         return "triton is not installed: pip install triton"
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return "no GPU here"
+    if device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 0):
+        return "needs compute capability 8.0 or more"
     if operator.endswith("_dense"):
         return "quantized weights only"
     if operator == "mla_prolog":

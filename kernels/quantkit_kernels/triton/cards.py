@@ -74,18 +74,18 @@ class Plan:
 
 
 EXPAND_TOKENS = 1024
-"""From more tokens on a 4-bit weight is decoded to 16 bits and multiplied by the vendor's library, where no table says otherwise."""
+"""From more tokens on a 4-bit weight is decoded to 16 bits and multiplied by the vendor's library, whatever a table says."""
 _FEW, _SOME = 16, 64
 """Tokens up to which a product is bound by reading weights, and by latency: then several programs share a multiprocessor and K."""
 
 
 def linear_plan(name: str, processors: int, kind: str, n: int, k: int, tokens: int) -> Plan | None:
     """The plan for W[n, k] of so many tokens; None: expand. name: the card's architecture."""
+    if kind != "int8" and tokens > EXPAND_TOKENS:
+        return None
     measured = _nearest(_table(name)["linear"].get((kind, n, k)), tokens)
     if measured is not None:
         return measured if measured.rows else None
-    if kind != "int8" and tokens > EXPAND_TOKENS:
-        return None
     return fitting(_rule(processors, kind, n, -(-k // 128), tokens, shared_bytes(name)), kind, name)
 
 
@@ -125,7 +125,7 @@ def stage_bytes(plan: Plan, kind: str, doubled: bool = False) -> int:
 
 
 def fitting(plan: Plan, kind: str, name: str, doubled: bool = False) -> Plan:
-    """With so many stages, and so large a tile, as the card's shared memory holds."""
+    """With as many of its stages as the card's shared memory holds."""
     room = shared_bytes(name)
     while plan.stages > 1 and stage_bytes(plan, kind, doubled) * plan.stages > room:
         plan = replace(plan, stages=plan.stages - 1)
