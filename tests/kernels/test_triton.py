@@ -117,6 +117,21 @@ def test_experts_few_and_many(grid: str) -> None:
     assert torch.equal(experts(x.to(DEVICE), ids.int().to(DEVICE), topk_weights.to(DEVICE)).cpu(), y)
 
 
+@pytest.mark.parametrize("grid", ["int4-asym-64", "int8"])
+def test_experts_whose_programs_share_k(grid: str) -> None:
+    """One token and a long K: gate and up are each added up."""
+    rng = torch.Generator()
+    rng.seed()
+    weights = random_experts(grid, 2, 128 * 15, 64, rng)
+    on_device = [[type(one)._make(None if part is None else part.to(DEVICE) for part in one) for one in side] for side in weights]
+    experts = layer(on_device, "triton", torch.bfloat16)
+    x, ids, topk_weights = torch.randn(1, 128 * 15, generator=rng).bfloat16(), torch.tensor([[1]]), torch.rand(1, 1, generator=rng)
+    exact = exact_experts(x, ids, topk_weights, weights)
+    for _ in range(2):
+        y = experts(x.to(DEVICE), ids.to(DEVICE), topk_weights.to(DEVICE)).cpu()
+        assert distance(y, exact) < 2e-2, rng.initial_seed()
+
+
 @pytest.mark.parametrize("dtype", tuple(TOLERANCE), ids=str)
 def test_norms_activation_and_rotation(dtype: torch.dtype) -> None:
     for shape in ((1, 384), (2, 5, 90)):

@@ -117,6 +117,13 @@ def experts_plan(name: str, kind: str, intermediate: int, hidden: int, pairs_per
     return fitting(plan, kind, name, doubled=True)
 
 
+def experts_split(plan: Plan, processors: int, intermediate: int, hidden: int, tiles: int) -> int:
+    """Programs that share K of gate and up, where few tokens' experts would not fill the card. tiles: of sorted pairs."""
+    if plan.tokens > _FEW:
+        return 1
+    return max(1, min(6 * processors // (tiles * -(-intermediate // plan.rows)), -(-hidden // 128) // 7, 8))
+
+
 def stage_bytes(plan: Plan, kind: str, doubled: bool = False) -> int:
     """Shared memory of a stage: of a step the codes and scales of a tile, twice for gate and up, and the tokens."""
     of_row = 128 if kind == "int8" else 64 + 8

@@ -3,12 +3,14 @@
 No launch depends on the routing's values, so a step can be captured in a graph.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from quantkit_kernels.experts import Experts, ExpertsLayout
 from quantkit_kernels.triton import rows
-from quantkit_kernels.triton.cards import Plan, architecture, experts_plan
+from quantkit_kernels.triton.cards import Plan, architecture, experts_plan, experts_split, multiprocessors
 from quantkit_kernels.triton.launch import SILU_MUL, WEIGH, Packed, Slots, multiply
 from quantkit_kernels.triton.layout import STRIP, PackedSteps, group_of, pack
 from quantkit_kernels.weights import Weight, kind, shape, to_device
@@ -39,7 +41,8 @@ class TritonExperts(Experts):
         slots = sort_pairs(topk_ids, self.num_experts, plan.tokens)
         between = torch.empty(pairs, self.intermediate, dtype=self.dtype, device=x.device)
         codes, scale = self._quantized(x)
-        multiply(self.gate_up, codes, scale, between, plan, epilogue=SILU_MUL, slots=slots, top_k=top_k)
+        split = experts_split(plan, multiprocessors(self.device), self.intermediate, self.hidden, len(slots.tile_expert))
+        multiply(self.gate_up, codes, scale, between, replace(plan, split=split), epilogue=SILU_MUL, slots=slots, top_k=top_k)
         weighed = torch.empty(pairs, self.hidden, dtype=torch.float32, device=x.device)
         codes, scale = self._quantized(between)
         multiply(self.down, codes, scale, weighed, plan, epilogue=WEIGH, slots=slots, pair_weights=topk_weights)

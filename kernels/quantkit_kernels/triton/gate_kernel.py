@@ -31,7 +31,7 @@ def router_logits(
             near = rounded(weight, tl.bfloat16)
             acc = dot(near, some, acc)
             weight -= near.to(tl.float32)
-    acc, last = sum_of_parts(acc, partial, arrived, tile, part, SPLIT, BN, BM)
+    acc, _, last = sum_of_parts(acc, acc, partial, arrived, tile, part, SPLIT, BN, BM, False)
     if last:
         to = logits + token[None, :] * experts + expert[:, None]
         tl.store(to, acc, mask=(token < tokens)[None, :] & (expert < experts)[:, None])

@@ -56,8 +56,8 @@ def multiply(
     rows = row_scale.shape[-1]
     tiles = -(-features // plan.rows)
     token_tiles = -(-x.shape[0] // plan.tokens) if slots is None else len(slots.tile_expert)
-    split = plan.split if epilogue != SILU_MUL and slots is None else 1
-    partial, arrived = workspace(x.device, tiles * token_tiles * split * plan.rows * plan.tokens if split > 1 else 0)
+    split, sums = plan.split, 2 if epilogue == SILU_MUL else 1
+    partial, arrived = workspace(x.device, tiles * token_tiles * split * sums * plan.rows * plan.tokens if split > 1 else 0)
     assert split == 1 or tiles * token_tiles <= len(arrived), (tiles, token_tiles)
     nothing, own_rows = row_scale, rows // 2 if epilogue == SILU_MUL else rows
     kernel[(tiles * split, token_tiles)](

@@ -51,21 +51,30 @@ def add_int8_step(acc, step, x, places, k, there, codes, n, rows, EVEN_K: tl.con
 
 
 @triton.jit
-def sum_of_parts(acc, partial, arrived, tile, part, SPLIT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr):
-    """The sum over the programs of a tile, and whether this one has it: the last to arrive. Counters are zero before and after."""
+def sum_of_parts(acc, more, partial, arrived, tile, part, SPLIT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, PAIR: tl.constexpr):
+    """The sums of acc and, with PAIR, of more over the programs of a tile, and whether this one has them: the last to arrive. Counters are
+    zero before and after."""
     at = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
-    mine = partial + tile.to(tl.int64) * SPLIT * BN * BM
-    tl.store(mine + part * BN * BM + at, acc)
+    SIZE: tl.constexpr = BN * BM
+    EACH: tl.constexpr = 2 * SIZE if PAIR else SIZE
+    mine = partial + tile.to(tl.int64) * SPLIT * EACH
+    tl.store(mine + part * EACH + at, acc)
+    if PAIR:
+        tl.store(mine + part * EACH + SIZE + at, more)
     tl.debug_barrier()
     before = tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu")
     last = before == SPLIT - 1
     if last:
         tl.debug_barrier()
         acc = tl.load(mine + at, cache_modifier=".cg")
+        if PAIR:
+            more = tl.load(mine + SIZE + at, cache_modifier=".cg")
         for other in tl.static_range(1, SPLIT):
-            acc += tl.load(mine + other * BN * BM + at, cache_modifier=".cg")
+            acc += tl.load(mine + other * EACH + at, cache_modifier=".cg")
+            if PAIR:
+                more += tl.load(mine + other * EACH + SIZE + at, cache_modifier=".cg")
         tl.store(arrived + tile, 0)
-    return acc, last
+    return acc, more, last
 
 
 @triton.jit(do_not_specialize=["m", "steps", "top_k"])
@@ -122,16 +131,18 @@ def multiply(
             if EPILOGUE == SILU_MUL:
                 more = add_step(more, step, x, places, k, there, codes, scales, n, rows + up, COLUMNS, KIND, GROUP, DTYPE, EVEN_K, NVIDIA)
     result = acc.to(tl.float32)
+    other = more.to(tl.float32)
     last = True
     if SPLIT > 1:
-        result, last = sum_of_parts(result, partial, arrived, token_tile * (tl.num_programs(0) // SPLIT) + row_tile, part, SPLIT, BN, BM)
+        tile = token_tile * (tl.num_programs(0) // SPLIT) + row_tile
+        result, other, last = sum_of_parts(result, other, partial, arrived, tile, part, SPLIT, BN, BM, EPILOGUE == SILU_MUL)
     if last:
         factor = 1.0
         if KIND == INT8:
             factor = tl.load(x_scale + source, mask=there, other=0.0)[None, :]
         result = result * tl.load(row_scale + rows)[:, None] * factor
         if EPILOGUE == SILU_MUL:
-            other = more.to(tl.float32) * tl.load(row_scale + rows + up)[:, None] * factor
+            other = other * tl.load(row_scale + rows + up)[:, None] * factor
             result = result / (1.0 + tl.exp(-result)) * other
         if EPILOGUE == WEIGH:
             result = result * tl.load(pair_weights + token, mask=there, other=0.0)[None, :]
