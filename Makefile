@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: demo test test-families lint test-ascend test-triton test-engines test-vllm-cuda test-faults test-placement test-packers test-evalscope test-lm-eval test-clients mutants-ascend acceptance-npu test-datasets clean
+.PHONY: demo test test-families lint test-ascend test-triton test-engines test-vllm-cuda test-faults test-loaders test-placement test-packers test-evalscope test-lm-eval test-clients mutants-ascend acceptance-npu test-datasets clean
 
 demo: $(VENV)/run.stamp
 	$(BIN)/python tools/demo.py --out out/demo
@@ -91,6 +91,15 @@ test-faults: $(VENV)/test.stamp
 
 test-placement: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 PYTHONPATH=.:kernels $(BIN)/python tests/judges/placement.py
+
+# About ten minutes on two cores, and 4 GB of disk for both environments.
+test-loaders: .venv-vllm-ascend/stamp .venv-sglang/stamp
+	OMP_NUM_THREADS=1 PYTHONPATH=.:kernels $(BIN)/python tests/judges/loaders/judge.py --vllm-ascend .venv-vllm-ascend/bin/python \
+		--sglang .venv-sglang/bin/python --directory out/loaders --result
+
+.venv-vllm-ascend/stamp .venv-sglang/stamp: $(VENV)/test.stamp tests/judges/loaders/venv.sh
+	bash tests/judges/loaders/venv.sh $(patsubst .venv-%,%,$(@D)) $(@D) $$($(BIN)/python -c "$(SITE)")
+	touch $@
 
 test-packers: .venv-packers/stamp
 	PYTHONPATH=.:tests .venv-packers/bin/python tests/judges/packers.py

@@ -1,4 +1,4 @@
-"""The tables and pictures of the pages, made from benchmarks/results/*.json and recipes/engines/*.yaml.
+"""The tables and pictures of the pages, made from benchmarks/results/*.json and recipes/engines/*.
 
     python benchmarks/tables.py             write them
     python benchmarks/tables.py --check     name every page and picture that does not agree with the results, and exit 1
@@ -115,14 +115,20 @@ def loader_matrix() -> str:
     def spoken(parts: Sequence[str]) -> str:
         return ", ".join(part.replace("_", " ") for part in parts)
 
+    from quantkit.engines.evidence import evidence, loads_of
+
     rows = []
     for profile in profiles():
         for load in profile.loads:
-            where = f" on {load.run_on}" if load.run_on else ""
-            evidence = f"run{where}: `{load.run}`" if load.run else "by source: " + "<br>".join(f"`{source}`" for source in load.sources)
+            known = evidence(profile, load)
+            if known.startswith("loaded"):
+                models = sorted({model for one in loads_of(profile, load) for model in one.models})
+                known += f": `make test-loaders` ({', '.join(models)})"
+            else:
+                known += f": `{load.run}`" if load.run else ": " + "<br>".join(f"`{source}`" for source in load.sources)
             parts = "-" if load.format == "dense" else spoken(load.may) + (f"; int4: {spoken(load.four_bits)}" if load.four_bits else "")
             rows.append(
-                [profile.engine, ", ".join(load.devices), f"{load.format} {load.variant}", ", ".join(load.grids), parts, load.mtp, evidence]
+                [profile.engine, ", ".join(load.devices), f"{load.format} {load.variant}", ", ".join(load.grids), parts, load.mtp, known]
             )
     return markdown(["engine", "device", "format", "weights", "may be quantized", "MTP", "evidence"], rows)
 

@@ -345,10 +345,27 @@ def show_measurement(row: dict[str, Any]) -> None:
     out.print(Text(line) + verdict, soft_wrap=True)  # one operator a line
 
 
+def _show_decoding(rate: dict[str, Any]) -> None:
+    limit = f"within {rate['limit_ms']:g} ms" if rate["limit_ms"] else f"{rate['batch']} sequences"
+    asked = f"{rate['role']}, {rate['scheme']} on {rate['hardware']}, {limit}, {rate['context']} tokens of context"
+    err.print(f"{asked}: published {rate['tokens_per_second']:g} tokens/s a device ({rate['of']})", soft_wrap=True)
+    for one in rate["predicted"]:
+        sent = f"dispatch {one['dispatch_bytes'] / 1e6:.0f} MB in {one['parts']['dispatch']:.1f} ms"
+        back = f"combine {one['combine_bytes'] / 1e6:.0f} MB in {one['parts']['combine']:.1f} ms"
+        told = f"  {one['level']}: {one['tokens_per_second']:.0f} tokens/s ({one['error']:+.0%}), "
+        told += f"{one['batch']} sequences in {one['step_ms']:.1f} ms"
+        err.print(f"{told}; {one['experts_per_device']} experts a device, {sent}, {back}", soft_wrap=True)
+    for assumption in rate["assumptions"]:
+        err.print(f"  assuming {assumption}", soft_wrap=True)
+
+
 def show_deployment(plan: dict[str, Any], scripts: list[str]) -> None:
     err.print(f"{plan['engine']} on {plan['device']}, {plan['layout']}: {plan['summary']}")
     for role, fit in plan["memory"].items():
         err.print(f"{role}: {json.dumps(fit)}", soft_wrap=True)
+    err.print(f"commands: {plan['evidence']['commands']}; the format: {plan['evidence']['format']}", soft_wrap=True)
+    for rate in plan["decoding"]:
+        _show_decoding(rate)
     for note in plan["notes"]:
         tell(note)
     for problem in plan["problems"]:

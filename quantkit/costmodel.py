@@ -27,7 +27,7 @@ from quantkit.schemes import Fp4Grid, Grid, Mxfp4Grid, Scheme
 from quantkit.settings_file import Strict, find_yaml, read_yaml
 
 PARTS = ("hbm", "vector", "l2", "cube", "cache", "launches", "collectives")
-_SCALE_BYTES, _ROUTER_BYTES, _DENSE_BYTES, _SUM_BYTES = 2, 4, 2, 4
+_SCALE_BYTES, ROUTER_BYTES, DENSE_BYTES, _SUM_BYTES = 2, 4, 2, 4
 
 
 class Launches(Strict):
@@ -79,8 +79,18 @@ class Level(Strict):
     launches: str
 
 
+class Fabric(Strict):
+    """Between boxes: what a device sends a second, one way, and what an exchange of all with all takes before its first byte."""
+
+    gb_s: float
+    exchange_us: float
+
+
 class Hardware(Strict):
-    """One device and its box. gb_s are 10^9 bytes a second, tflops and gops 10^12 and 10^9 operations."""
+    """One device and its box; fabric is None where what joins boxes is not known.
+
+    gb_s are 10^9 bytes a second, tflops and gops 10^12 and 10^9 operations.
+    """
 
     name: str
     devices_per_box: int
@@ -98,6 +108,7 @@ class Hardware(Strict):
     assumptions: tuple[str, ...]
     decode: dict[str, Decode]
     split_activations: SplitActivations | None = None
+    fabric: Fabric | None = None
 
     @model_validator(mode="after")
     def _levels_name_launches(self) -> "Hardware":
@@ -219,7 +230,7 @@ def device_loads(
     32-bit weights."""
     experts = len({row.expert for row in parameters if row.expert is not None})
     chosen = config.routing.num_experts_per_tok if config.routing else 0
-    share = _touched_share(experts, chosen, batch) if experts else 0.0
+    share = touched_share(experts, chosen, batch) if experts else 0.0
     group = getattr(grid, "group_size", 0) or 0
     decoded = undecoded = plain = router = products = 0.0
     for row in parameters:
@@ -245,8 +256,8 @@ def device_loads(
     return [
         WeightTraffic(kind, decoded, decoded * size, products),
         WeightTraffic(kind, undecoded, undecoded * size, undecoded * batch, group, True),
-        WeightTraffic("dense", plain, plain * _DENSE_BYTES, plain * batch),
-        WeightTraffic("dense", router, router * _ROUTER_BYTES, router * batch),
+        WeightTraffic("dense", plain, plain * DENSE_BYTES, plain * batch),
+        WeightTraffic("dense", router, router * ROUTER_BYTES, router * batch),
     ]
 
 
@@ -256,7 +267,7 @@ def _local_shape(row: Parameter, devices: int) -> tuple[float, float]:
     return outputs / (devices if row.split == "column" else 1), inputs / (devices if row.split == "row" else 1)
 
 
-def _touched_share(experts: int, top_k: int, batch: int) -> float:
+def touched_share(experts: int, top_k: int, batch: int) -> float:
     """Expected share of a layer's experts that `batch` tokens choose, choices uniform."""
     return float(1 - (1 - top_k / experts) ** batch)
 
@@ -290,10 +301,10 @@ def _predict(
     bandwidth = hardware.hbm_gb_s * level.hbm_efficiency * 1e6  # bytes per ms
     parts = dict.fromkeys(PARTS, 0.0)
     for load in loads:
-        for part, spent in _product_ms(load, level, bandwidth, hardware, batch).items():
+        for part, spent in product_ms(load, level, bandwidth, hardware, batch).items():
             parts[part] += spent
     parts["cache"] = level.cache_passes * cache_bytes / bandwidth
-    launches = _count_launches(config, hardware, level.launches, scheme)
+    launches = count_launches(config, hardware, level.launches, scheme)
     collectives = 2 * config.num_hidden_layers + 1 if devices > 1 and level.collective_us else 0
     payload = batch * config.hidden_size * 2 * 2 * (devices - 1) / devices
     parts["launches"] = launches * level.launch_us / 1e3
@@ -301,7 +312,7 @@ def _predict(
     return Prediction(level.name, level.summary, batch, parts, launches, collectives)
 
 
-def _product_ms(load: WeightTraffic, level: Level, bandwidth: float, hardware: Hardware, batch: int) -> dict[str, float]:
+def product_ms(load: WeightTraffic, level: Level, bandwidth: float, hardware: Hardware, batch: int) -> dict[str, float]:
     """Reading, decoding and multiplying the weights of one kind. Overlapped: the slowest counts; serial: all do.
 
     The cube multiplies at least `cube_rows` rows by every weight it is given, and a decoded weight reaches it through the L2. Few rows may
@@ -355,7 +366,7 @@ def _through_l2_ms(size: float, hardware: Hardware) -> float:
     return size / (hardware.l2_write_gb_s * 1e6) + size / (hardware.l2_read_gb_s * 1e6)
 
 
-def _count_launches(config: ModelConfig, hardware: Hardware, name: str, scheme: Scheme) -> int:
+def count_launches(config: ModelConfig, hardware: Hardware, name: str, scheme: Scheme) -> int:
     """Of a step. A list of INT8's own, where the hardware has one, stands beside the one that a level names."""
     layers = config.num_hidden_layers
     moe = sum(config.is_moe(layer) for layer in range(layers))

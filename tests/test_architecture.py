@@ -19,7 +19,7 @@ LEVELS = [
     {"models"},
     {"calibrate", "executor", "engines"},
     {"conversion", "quantization", "evaluation", "inspection", "costmodel", "workspaces"},
-    {"planning", "diagnosis", "playground"},
+    {"planning", "clusters", "diagnosis", "playground"},
     {"placement"},
     {"api"},
     {"guide"},

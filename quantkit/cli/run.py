@@ -188,9 +188,14 @@ def deploy(
     json_: AsJson = False,
 ) -> None:
     """Print the exact commands that serve a checkpoint with another engine, on one box or many, and whether it fits."""
+    from quantkit.checkpoint.reader import Checkpoint
+    from quantkit.clusters import decoding
     from quantkit.engines.launch import deploy as plan
+    from quantkit.engines.launch import find_topology
 
-    planned = plan(find_model(model), engine, boxes=boxes, layout=layout, context=context, hosts=hosts.split(",") if hosts else None)
+    path = find_model(model)
+    planned = plan(path, engine, boxes=boxes, layout=layout, context=context, hosts=hosts.split(",") if hosts else None)
+    told = planned.as_dict() | {"decoding": decoding(Checkpoint.open(path), find_topology(engine, boxes, layout), planned.memory)}
     if json_:
-        return print_json(planned.as_dict())
-    console.show_deployment(planned.as_dict(), [launch.script() for launch in planned.launches])
+        return print_json(told)
+    console.show_deployment(told, [launch.script() for launch in planned.launches])

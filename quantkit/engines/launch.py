@@ -17,6 +17,7 @@ from pydantic import Field, model_validator
 from quantkit.assets import asset
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.engines.check import LoadProblem, check_checkpoint, find_load
+from quantkit.engines.evidence import evidence
 from quantkit.engines.memory import Fit, ParallelSizes, check_split, fit
 from quantkit.engines.profiles import Device, find_engine
 from quantkit.errors import QuantkitError
@@ -40,6 +41,7 @@ class Role(Strict):
     pipeline_parallel: int = 1
     data_parallel: int = 1
     expert_parallel: bool
+    redundant_experts: int = 0
     per_rank: bool = False
     environment: dict[str, str] = Field({})
     first: tuple[Command, ...]
@@ -47,15 +49,34 @@ class Role(Strict):
 
     @property
     def parallel(self) -> ParallelSizes:
-        return ParallelSizes(self.tensor_parallel, self.pipeline_parallel, self.data_parallel, self.expert_parallel)
+        return ParallelSizes(self.tensor_parallel, self.pipeline_parallel, self.data_parallel, self.expert_parallel, self.redundant_experts)
+
+
+class PublishedRate(Strict):
+    """Tokens a second that somebody published of one device of a role: of a batch over all its devices, or within limit_ms a token.
+
+    context: tokens that each sequence attends to, as the publication has them or as is assumed; of: what was run, and whose figure it is.
+    """
+
+    role: str
+    tokens_per_second: float
+    batch: int | None = None
+    limit_ms: float | None = None
+    context: int
+    of: str
 
 
 class Topology(Strict):
+    """hardware: of recipes/hardware, by which decoding is predicted. run_on: where its commands were run; None where nowhere."""
+
     name: str
     summary: str
     devices_per_box: int = 8
     roles: tuple[Role, ...]
     notes: str = ""
+    hardware: str | None = None
+    published: tuple[PublishedRate, ...] = ()
+    run_on: str | None = None
 
     @property
     def boxes(self) -> int:
@@ -122,7 +143,10 @@ class Launch:
 
 @dataclass(frozen=True)
 class Deployment:
-    """A layout filled in for one checkpoint. `ready`: no error, and every role fits."""
+    """A layout filled in for one checkpoint. `ready`: no error, and every role fits.
+
+    evidence: how the commands, and that the engine loads this format, are known.
+    """
 
     model: str
     engine: str
@@ -133,6 +157,7 @@ class Deployment:
     launches: tuple[Launch, ...]
     memory: dict[str, Fit]
     problems: tuple[LoadProblem, ...]
+    evidence: dict[str, str]
 
     @property
     def ready(self) -> bool:
@@ -164,7 +189,7 @@ def deploy(
     memory_gib: of one device, where it is not the recipe's. Raises QuantkitError for an engine, layout or number of hosts there is not.
     """
     recipe = _recipe(engine, device)
-    chosen = _layout(recipe, boxes, layout)
+    chosen = find_topology(engine, boxes, layout, device)
     if devices is not None:
         chosen = _on_devices(chosen, devices)
     listen = "$ip" if hosts is not None or chosen.boxes > 1 else "127.0.0.1"
@@ -188,8 +213,12 @@ def deploy(
         problems += check_split(checkpoint, role.parallel)
         started += role.boxes
     notes = tuple(note for note in (recipe.notes, chosen.notes, load.notes if load else "", _ABOUT_KEYS) if note)
+    known = {
+        "commands": f"run on {chosen.run_on}" if chosen.run_on else "by source",
+        "format": evidence(find_engine(engine), load) if load else "not loaded",
+    }
     return Deployment(
-        str(path), engine, recipe.device, chosen.name, chosen.summary, notes, tuple(launches), memory, tuple(dict.fromkeys(problems))
+        str(path), engine, recipe.device, chosen.name, chosen.summary, notes, tuple(launches), memory, tuple(dict.fromkeys(problems)), known
     )
 
 
@@ -219,7 +248,9 @@ def _recipe(engine: str, device: Device | None) -> LaunchRecipe:
     return min(found, key=lambda recipe: recipe.device != "npu")
 
 
-def _layout(recipe: LaunchRecipe, boxes: int, name: str | None) -> Topology:
+def find_topology(engine: str, boxes: int, name: str | None = None, device: Device | None = None) -> Topology:
+    """By name, or else the one of `boxes` boxes that runs prefill and decode together. Raises QuantkitError listing those there are."""
+    recipe = _recipe(engine, device)
     for layout in recipe.layouts:
         if layout.name == name or (name is None and layout.boxes == boxes and len(layout.roles) == 1):
             return layout

@@ -38,6 +38,10 @@ class ParallelSizes:
         """Devices of one pipeline stage: those that share its experts."""
         return self.tensor * self.data
 
+    def local_experts(self, experts: int) -> int:
+        """Of each layer's, on the fullest device, copies counted; whole ones where `expert`."""
+        return math.ceil((experts + self.redundant) / self.expert_ranks)
+
 
 @dataclass(frozen=True)
 class Fit:
@@ -124,6 +128,5 @@ def _stored_bytes(checkpoint: Checkpoint, row: Parameter) -> int:
 def _share(row: Parameter, parallel: ParallelSizes, experts: int) -> float:
     """The part of a tensor that the fullest device holds."""
     if row.expert is not None:
-        slots = math.ceil((experts + parallel.redundant) / parallel.expert_ranks)
-        return slots / experts if parallel.expert else 1 / parallel.expert_ranks
+        return parallel.local_experts(experts) / experts if parallel.expert else 1 / parallel.expert_ranks
     return 1.0 if row.split == "replicate" else 1 / parallel.tensor

@@ -37,6 +37,11 @@ class LatentCache:
         """Of a token and layer on one rank: in 8 bits the latent's codes and a float32 scale, the rotary key has 16 always."""
         return 2 * self.width if bits == 16 else self.kv_lora_rank + 2 * self.rope_dim + SCALE_BYTES
 
+    @property
+    def read_by_head(self) -> int:
+        """Values of a cached token that a query head is multiplied by: scores with all, then the latent, while absorbed."""
+        return self.width + self.kv_lora_rank
+
 
 @dataclass(frozen=True)
 class KeyValueCache:
@@ -58,6 +63,11 @@ class KeyValueCache:
         """Of a token and layer on one rank: in 8 bits codes, and a float32 scale for each head's key and value."""
         values = self.width // self.shares(ranks)
         return 2 * values if bits == 16 else values + values // self.head_dim * SCALE_BYTES
+
+    @property
+    def read_by_head(self) -> int:
+        """Values of a cached token that a query head is multiplied by: its key and its value."""
+        return 2 * self.head_dim
 
 
 class ModelConfig(Protocol):

@@ -111,11 +111,25 @@ def open_job(request: JobRequest, checkpoint: Checkpoint) -> Job:
         target = narrowed(target, request.choice, inventory.rows)
     check_groups(inventory.rows, request.scheme, target)
     job = Job(request, inventory.cut or checkpoint, inventory, target)
+    _check_choice(job)
     if inventory.by_name and job.coverage.share < request.recipe.least_quantized:
         told = f"model_type {model_type!r} of {path / 'config.json'} is not one that quantkit has a table of ({inventory.told})"
         fault = f"{told}, and the run would quantize {job.coverage}"
         raise QuantkitError(fault, "set least_quantized in the recipe to less where that is meant")
     return job
+
+
+def _check_choice(job: Job) -> None:
+    """What the engine takes quantized of this format leaves something to do, and the experts of a model that is calibrated among it."""
+    choice = job.request.choice
+    if choice is None:
+        return
+    told = f"{choice.engine} takes {', '.join(choice.parts).replace('_', ' ')} quantized in {choice.format} {choice.variant}"
+    if not job.linears:
+        raise QuantkitError(f"{told}, and the model has none of these", "choose another scheme, such as int8-a8w8c16, or another engine")
+    routed = any(row.expert is not None for row in job.rows)
+    if job.request.methods and routed and all(row.expert is None for row in job.linears):
+        raise QuantkitError(f"{told}, not routed experts, and calibration cannot leave those out", "choose another format or engine")
 
 
 def _with_group_size(scheme: Scheme, recipe: Recipe) -> Scheme:

@@ -1,0 +1,56 @@
+"""How it is known that an engine loads something: run, loaded by its own loader on a CPU, or read in its sources.
+
+recipes/engines/loaded.json is what tests/judges/loaders/judge.py found. For each format on one weight grid that an engine's released
+package was given it has the models, how many loads there were (a model on a rank) and how many were right, and how many of the faults
+that were made in such checkpoints were found.
+"""
+
+from functools import cache
+
+from quantkit.assets import asset
+from quantkit.engines.profiles import Device, EngineProfile, GridName, LoadRule
+from quantkit.settings_file import Strict, read_yaml
+
+
+class Loaded(Strict):
+    """One format on one grid, as an engine's loader took it on a CPU. ranks: as "0 and 3 of 4"."""
+
+    engine: str
+    release: str
+    device: Device
+    format: str
+    variant: str
+    grid: GridName
+    models: tuple[str, ...]
+    ranks: str
+    loads: int
+    right: int
+    faults: int
+    found: int
+
+    @property
+    def holds(self) -> bool:
+        """Whether every load was right, and every fault found."""
+        return self.loads == self.right > 0 and self.faults == self.found > 0
+
+
+@cache
+def loaded() -> tuple[Loaded, ...]:
+    """What the judge wrote."""
+    return read_yaml(asset("recipes", "engines", "loaded.json"), tuple[Loaded, ...], "run make test-loaders, or restore that file")
+
+
+def loads_of(profile: EngineProfile, load: LoadRule) -> tuple[Loaded, ...]:
+    """What the judge found of a rule: a result for each of its grids and devices that it tried."""
+    about = [one for one in loaded() if (one.engine, one.format, one.variant) == (profile.engine, load.format, load.variant)]
+    return tuple(one for one in about if one.grid in load.grids and one.device in load.devices)
+
+
+def evidence(profile: EngineProfile, load: LoadRule) -> str:
+    """In a few words: "run on H200, vLLM 0.22.1", "loaded by vllm-ascend 0.23.0, ranks 0 and 3 of 4", or "by source"."""
+    if load.run:
+        return f"run on {load.run_on}" if load.run_on else "run"
+    found = loads_of(profile, load)
+    if found and all(one.holds for one in found):
+        return f"loaded by {profile.engine} {found[0].release} on a CPU, ranks {found[0].ranks}"
+    return "by source"

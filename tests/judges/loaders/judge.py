@@ -1,0 +1,262 @@
+"""Engines' own loaders as judges, on a CPU: every parameter of a model of theirs must come whole out of our checkpoint, and mean the same.
+
+    make test-loaders            # makes the environments, then: python tests/judges/loaders/judge.py --vllm-ascend PYTHON --sglang PYTHON
+
+Released packages build their model class, create the parameters of each quantization method, read checkpoints that `quantkit quantize`
+wrote, as rank 0 and rank 3 of 4, and lay the weights out for the device; operators of the device are stand-ins. Judged: no tensor that
+no parameter takes, no parameter that is not written, and codes, zero points and scales equal to ours (`compare.py`). Then each kind of
+fault is made in a checkpoint of every format - a tensor renamed, transposed, missing, and with one value changed - and must be found.
+"""
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent.parent
+RESULT = ROOT / "recipes" / "engines" / "loaded.json"
+for folder in (HERE.parent.parent, HERE.parent, HERE):
+    sys.path.insert(0, str(folder))
+
+import torch
+from compare import Rank, faults
+from dense_models import CONFIGS, EXPERTS, random_weights
+from make_model import write_dense
+from safetensors.torch import load_file, save_file
+
+from quantkit.engines.choice import FormatChoice, choose
+from quantkit.engines.profiles import Device, LoadRule, find_engine, grid_name
+from quantkit.quantization import quantize
+from quantkit.recipe import Recipe
+from quantkit.schemes import find_scheme
+
+WIDTHS = {"moe_intermediate_size": 512, "intermediate_size": 1024}  # groups of 128 over four ranks
+MODELS = {
+    "deepseek_v3": {**EXPERTS["deepseek_v3"], **WIDTHS},
+    "pangu_ultra_moe": {**EXPERTS["pangu_ultra_moe"], **WIDTHS},
+    "qwen3_moe": {**EXPERTS["qwen3_moe"], **WIDTHS, "num_attention_heads": 8},
+    "qwen3": {**CONFIGS["qwen3"], **WIDTHS, "num_attention_heads": 8},
+}
+RANKS = (Rank(0, 4), Rank(3, 4))
+DEVICES: dict[str, tuple[Device, ...]] = {"vllm-ascend": ("npu",), "sglang": ("cuda",)}
+RELEASES = {"vllm-ascend": "0.23.0", "sglang": "0.5.23"}
+DAMAGES = ("renamed", "transposed", "missing", "changed")
+
+
+@dataclass(frozen=True)
+class Case:
+    engine: str
+    device: Device
+    scheme: str
+    format: str
+    model: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.engine} {self.device}, {self.scheme} {self.format}, {self.model}"
+
+    @property
+    def kind(self) -> tuple[str, str, str, str]:
+        return self.engine, self.device, self.scheme, self.format
+
+    @property
+    def chosen(self) -> FormatChoice:
+        return choose(self.engine, find_scheme(self.scheme), device=self.device, format=self.format)
+
+    def written(self, directory: Path) -> Path:
+        return directory / f"{self.model}-{self.engine}-{self.device}-{self.scheme}-{self.format}"
+
+
+SCHEMES = (
+    ("awq-w4a16", "awq"),
+    ("awq-w4a16", "compressed-tensors"),
+    ("int8-a8w8c16", "compressed-tensors"),
+    ("fp4-w4a16", "modelopt"),
+    ("fp4-w4a16", "compressed-tensors"),
+    ("int8-a8w8c16", "modelslim"),
+    ("int4-w4a8", "modelslim"),
+)
+# What an engine has no class for, and where there is nothing to quantize.
+WITHOUT = {"sglang": ("pangu_ultra_moe",)}
+EXPERTS_ONLY = (("vllm-ascend", "awq-w4a16"), ("vllm-ascend", "int4-w4a8"), ("sglang", "int4-w4a8"))
+# Parameters that are made and not stored. Offsets of symmetric weights and the order of inputs (g_idx) in compressed-tensors, in ModelOpt's
+# layout the scales of activations and of an 8-bit cache: no product of such a checkpoint reads them. Scales to be laid out
+# anew are filled later.
+UNUSED = {
+    "vllm-ascend": r"\.(w13_|w2_)?weight_offset ",
+    "sglang": r"\.((w13_|w2_)?(weight_)?(input_scale|blockscale_swizzled|g_idx|g_idx_sort_indices)|attn(_mqa|_mha)?\.[kv]_scale) ",
+}
+
+
+def cases(engine: str) -> Iterator[Case]:
+    for device in DEVICES[engine]:
+        for scheme, format in SCHEMES:
+            if not any(load.format == format and device in load.devices and _holds(load, scheme) for load in find_engine(engine).loads):
+                continue
+            for model in MODELS:
+                nothing = model == "qwen3" and (engine, scheme) in EXPERTS_ONLY
+                if model not in WITHOUT.get(engine, ()) and not nothing:
+                    yield Case(engine, device, scheme, format, model)
+
+
+def _holds(load: LoadRule, scheme: str) -> bool:
+    wanted = grid_name(find_scheme(scheme).weight)
+    return wanted in load.grids or (wanted == "int4-asymmetric" and "int4-symmetric" in load.grids)
+
+
+def write(case: Case, directory: Path) -> Path:
+    source, out = directory / f"{case.model}-source", case.written(directory)
+    if not source.exists():
+        write_dense(source, MODELS[case.model], random_weights(MODELS[case.model]))
+    calibration = directory / "calibration.jsonl"
+    calibration.write_text("".join(json.dumps({"text": " ".join(str(i * j % 97) for j in range(60))}) + "\n" for i in range(8)))
+    if not (out / "config.json").exists():
+        recipe = Recipe(scheme=case.scheme, calibration=str(calibration), samples=4, held_out=2, seq_len=64)
+        quantize(source, out, find_scheme(case.scheme), case.format, recipe, engine=case.engine, device="cpu")
+    return out
+
+
+def damaged(path: Path, damage: str, name: str) -> Path:
+    """A copy of the checkpoint with a fault in one tensor."""
+    copy = shutil.copytree(path, path.with_name(f"{path.name}-{damage}-{name}"), dirs_exist_ok=True)
+    (copy / "model.safetensors.index.json").unlink(missing_ok=True)
+    for shard in sorted(copy.glob("*.safetensors")):
+        tensors = load_file(shard)
+        if name not in tensors:
+            continue
+        tensor = tensors.pop(name)
+        if damage == "renamed":
+            tensors[f"{name}_"] = tensor
+        elif damage == "transposed":
+            tensors[name] = tensor.t().contiguous()
+        elif damage == "changed":
+            tensors[name] = tensor.clone()
+            tensors[name].reshape(-1).view(torch.uint8)[-1] ^= 1
+        save_file(tensors, shard, metadata={"format": "pt"})
+    return copy
+
+
+def job(case: Case, path: Path, rank: Rank) -> dict[str, Any]:
+    launch = case.chosen.launch
+    asked = dict(zip(launch[::2], launch[1::2])).get("--quantization")
+    out = path.with_name(f"{path.name}.rank{rank.number}")
+    return {"path": str(path), "rank": rank.number, "of": rank.of, "device": case.device, "quantization": asked, "out": str(out)}
+
+
+def run(engine: str, python: str, jobs: list[dict[str, Any]]) -> None:
+    loader = HERE / f"{engine.replace('-', '_')}_loader.py"
+    for device in sorted({job["device"] for job in jobs}):
+        asked = json.dumps([job for job in jobs if job["device"] == device])
+        with Path(f"{jobs[0]['out']}.{device}.log").open("w") as log:
+            subprocess.run([python, str(loader), device], input=asked, text=True, stdout=log, stderr=log, check=True)
+
+
+def verdict(engine: str, job: dict[str, Any], judged: Path) -> list[str]:
+    """What is wrong with what the engine loaded, held against the checkpoint at `judged`."""
+    told = json.loads(Path(job["out"] + ".json").read_text())
+    if "error" in told:
+        return [told["error"]]
+    unused = re.compile(UNUSED.get(engine, r"(?!)"))
+    found = [f"{parameter}: not written in full" for parameter in told["untouched"] if not unused.search(parameter)]
+    return found + faults(judged, load_file(job["out"] + ".safetensors"), Rank(job["rank"], job["of"]), told["unread"])
+
+
+def targets(path: Path) -> list[tuple[str, str]]:
+    """What to damage, and how: each tensor that one expert's weight is stored as."""
+    tensors = {name: tensor for shard in sorted(path.glob("*.safetensors")) for name, tensor in load_file(shard).items()}
+    within = {name: tensor for name, tensor in tensors.items() if ".1.mlp.experts.5.down_proj." in name}
+    read = {name: tensor for name, tensor in within.items() if not name.endswith(("shape", "offset", "input_scale"))}
+    return [(name, damage) for name, tensor in read.items() for damage in DAMAGES if damage != "transposed" or tensor.dim() == 2]
+
+
+def judge(engine: str, python: str, directory: Path, asked: list[Case]) -> dict[tuple[Case, Rank], bool]:
+    """Whether each case was loaded right, by rank."""
+    whole = {(case, rank): job(case, write(case, directory), rank) for case in asked for rank in RANKS}
+    run(engine, python, list(whole.values()))
+    right: dict[tuple[Case, Rank], bool] = {}
+    for (case, rank), asked_of in whole.items():
+        found = verdict(engine, asked_of, case.written(directory))
+        right[case, rank] = not found
+        print(f"{'FAIL' if found else 'ok  '} {case.name}, rank {rank.number}{': ' if found else ''}{'; '.join(found[:3])}", flush=True)
+    return right
+
+
+def controls(engine: str, python: str, directory: Path, asked: list[Case]) -> dict[tuple[Case, str], bool]:
+    """Whether each fault that was made in a checkpoint of each format was found: in every tensor of one expert's weight."""
+    tried = {
+        (case, f"{name} {damage}"): job(case, damaged(case.written(directory), damage, name), RANKS[1])
+        for case in asked
+        if case.model == "deepseek_v3"
+        for name, damage in targets(case.written(directory))
+    }
+    run(engine, python, list(tried.values()))
+    found: dict[tuple[Case, str], bool] = {}
+    for (case, damage), asked_of in tried.items():
+        said = verdict(engine, asked_of, case.written(directory))
+        found[case, damage] = bool(said)
+        print(f"{'ok  ' if said else 'FAIL'} {case.name}, {damage}: {said[0][:150] if said else 'not found'}", flush=True)
+    return found
+
+
+def summed(right: dict[tuple[Case, Rank], bool], found: dict[tuple[Case, str], bool]) -> list[dict[str, Any]]:
+    """The result file's entries: one for each format on one grid."""
+    entries = []
+    for key in dict.fromkeys((case.engine, case.device, case.scheme, case.format) for case, _ in right):
+        held = {(case, rank): good for (case, rank), good in right.items() if case.kind == key}
+        made = [good for (case, _), good in found.items() if case.kind == key]
+        chosen = next(case for case, _ in held).chosen
+        entries.append(
+            {
+                "engine": key[0],
+                "release": RELEASES[key[0]],
+                "device": key[1],
+                "format": chosen.format,
+                "variant": chosen.variant,
+                "grid": grid_name(chosen.grid),
+                "models": list(dict.fromkeys(case.model for case, _ in held)),
+                "ranks": f"{' and '.join(str(rank.number) for rank in RANKS)} of {RANKS[0].of}",
+                "loads": len(held),
+                "right": sum(held.values()),
+                "faults": len(made),
+                "found": sum(made),
+            }
+        )
+    return entries
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vllm-ascend", help="python of an environment with vllm-ascend 0.23.0")
+    parser.add_argument("--sglang", help="python of an environment with SGLang 0.5.23")
+    parser.add_argument(
+        "--directory", type=Path, required=True, help="checkpoints and what was loaded; what is written is not written again"
+    )
+    parser.add_argument("--result", action="store_true", help=f"write what was found to {RESULT.relative_to(ROOT)}")
+    parser.add_argument("--cases", default="", help="regular expression of names")
+    asked = parser.parse_args()
+    asked.directory.mkdir(parents=True, exist_ok=True)
+    entries: list[dict[str, Any]] = []
+    for engine, python in (("vllm-ascend", asked.vllm_ascend), ("sglang", asked.sglang)):
+        if python:
+            chosen = [case for case in cases(engine) if re.search(asked.cases, case.name)]
+            right = judge(engine, python, asked.directory, chosen)
+            entries += summed(right, controls(engine, python, asked.directory, chosen))
+    if asked.result:
+        judged = {entry["engine"] for entry in entries}
+        kept = [entry for entry in json.loads(RESULT.read_text()) if entry["engine"] not in judged]
+        RESULT.write_text("[\n" + ",\n".join(f" {json.dumps(entry)}" for entry in kept + entries) + "\n]\n")
+    loads, faults = (sum(entry[key] for entry in entries) for key in ("loads", "faults"))
+    failed = sum(entry["loads"] - entry["right"] + entry["faults"] - entry["found"] for entry in entries)
+    print(f"{loads + faults - failed} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

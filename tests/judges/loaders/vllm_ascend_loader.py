@@ -1,0 +1,218 @@
+"""Runs inside vllm-ascend's own environment: loads checkpoints with its loader, on a CPU, and tells what came of it.
+
+    python vllm_ascend_loader.py npu < jobs.json
+
+jobs: [{"path", "rank", "of", "device", "quantization", "out"}]. For each, OUT.json has {"error"} or {"unread": tensors of the checkpoint
+that were written to no parameter, "untouched": parameters not written in full}, and OUT.safetensors what the parameters mean, by the
+checkpoint's modules, after vllm-ascend laid them out for the device (`pieces.py`).
+
+Rank `rank` of `of` is a process of torch's fake process group: nothing is sent. torch_npu is real, over do-nothing CANN libraries. Two of
+its operators are called while loading and are torch here: a change of layout, which changes no value, and the packing of int4.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+os.environ |= {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "ascend"}
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "TRANSFORMERS_VERBOSITY": "error"}
+
+from absent import absent
+
+absent("torchvision", "torchaudio")
+import torch
+import torch.distributed as dist
+import torch_npu
+from pangu_config import PanguConfig
+from pieces import Pieces, expert_pieces, int4_along_last, linear_names, plain_pieces
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoConfig
+from vllm.config import set_current_vllm_config
+from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.fused_moe import FusedMoE
+from vllm.model_executor.layers.linear import WEIGHT_LOADER_V2_SUPPORTED, LinearBase
+from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.platforms import current_platform
+from watched import Watch
+
+
+def stand_in() -> None:
+    """What asks a device, or another rank, answers for a CPU and for nobody."""
+    torch.npu.current_device = lambda: torch.device("cpu")
+    torch.npu.set_device = torch.npu.synchronize = torch.npu.empty_cache = lambda *_: None
+    torch_npu.npu_format_cast = lambda tensor, *_, **__: tensor
+    torch_npu.npu_convert_weight_to_int4pack = pack_int4
+    Tensor.npu = lambda tensor, *_: tensor
+    MessageQueue.create_from_process_group = staticmethod(lambda *_, **__: None)
+    new_group, backend = dist.new_group, dist.ProcessGroup._get_backend
+    dist.new_group = lambda ranks=None, *_, **__: new_group(ranks, backend="fake")
+    of_npu = SimpleNamespace(get_hccl_comm_name=lambda _: "nobody")
+    dist.ProcessGroup._get_backend = lambda group, device: of_npu if device.type == "npu" else backend(group, device)
+    type(current_platform).device_type = "cpu"
+    type(current_platform).set_device = classmethod(lambda *_: None)
+
+
+def pack_int4(codes: Tensor) -> Tensor:
+    """int32 [..., 8 n] to [..., n]: eight codes a word, the first in the low bits, two's complement."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+    nibbles = (codes.unflatten(-1, (-1, 8)) & 15).to(torch.int64) << shifts
+    return nibbles.sum(-1).to(torch.int32)
+
+
+def start(config: Any, rank: int, of: int) -> None:
+    """What NPUWorker does before it loads."""
+    from vllm_ascend import ops
+    from vllm_ascend.ascend_config import init_ascend_config
+    from vllm_ascend.distributed.parallel_state import init_ascend_model_parallel
+    from vllm_ascend.utils import register_ascend_customop
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=of)
+    ops.register_dummy_fusion_op()
+    register_ascend_customop(config)
+    init_ascend_config(config)
+    init_distributed_environment(of, rank, "env://", 0, "fake")
+    ensure_model_parallel_initialized(of, 1, 1, 1)
+    init_ascend_model_parallel(config.parallel_config)
+    WEIGHT_LOADER_V2_SUPPORTED[:] = [name for name in WEIGHT_LOADER_V2_SUPPORTED if name != "UnquantizedLinearMethod"]
+
+
+def load(job: dict[str, Any]) -> tuple[dict[str, list[str]], Pieces]:
+    has_mtp = json.loads((Path(job["path"]) / "config.json").read_text()).get("num_nextn_predict_layers", 0)
+    config = EngineArgs(
+        model=job["path"],
+        quantization=job["quantization"],
+        tensor_parallel_size=job["of"],
+        enforce_eager=True,
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        max_model_len=256,
+        distributed_executor_backend="mp",
+        speculative_config={"method": "mtp", "num_speculative_tokens": 1} if has_mtp else None,
+    ).create_engine_config()
+    config.device_config.device = torch.device("cpu")
+    read: set[str] = set()
+    used: set[str] = set()
+    untouched: list[str] = []
+    plain_load = DefaultModelLoader.load_weights
+
+    def watched_load(loader: DefaultModelLoader, model: nn.Module, model_config: Any) -> None:
+        watch = Watch(model)
+        every = loader.get_all_weights
+        loader.get_all_weights = lambda *asked: watch.reading(every(*asked))
+        with watch:
+            plain_load(loader, model, model_config)
+        read.update(watch.read)
+        used.update(watch.used)
+        untouched.extend(watch.untouched())
+
+    DefaultModelLoader.load_weights = watched_load
+    found: Pieces = {}
+    with set_current_vllm_config(config):
+        start(config, job["rank"], job["of"])
+        found |= pieces_of(get_model(vllm_config=config))
+        if has_mtp:
+            found |= {name: tensor for name, tensor in draft_pieces(config).items() if name not in found}
+    return {"unread": sorted(read - used), "untouched": untouched}, found
+
+
+def draft_pieces(config: Any) -> Pieces:
+    speculative = config.speculative_config
+    model = get_model(vllm_config=config, model_config=speculative.draft_model_config)
+    return {name.replace(".mtp_block", ""): tensor for name, tensor in pieces_of(model).items()}
+
+
+def pieces_of(model: nn.Module) -> Pieces:
+    found: Pieces = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FusedMoE):
+            found |= expert_pieces(name, *experts(module))
+        elif isinstance(module, LinearBase):
+            found |= linear(name, module)
+        else:
+            found |= plain_pieces(name, module)
+        impl = getattr(module, "impl", None)
+        if impl is not None and hasattr(impl, "W_UV"):
+            absorbed = torch.cat([impl.W_UK_T, impl.W_UV.transpose(1, 2)], dim=1)  # heads, nope + v, kv_lora
+            attention = name.split(".self_attn")[0] + ".self_attn"
+            found[f"{attention}.kv_b_proj|value"] = absorbed.flatten(0, 1)
+    return found
+
+
+def scheme_of(module: nn.Module) -> str | None:
+    scheme = getattr(module.quant_method, "quant_method", None)
+    return None if scheme is None else type(scheme).__name__
+
+
+def linear(name: str, module: LinearBase) -> Pieces:
+    sizes = getattr(module, "output_partition_sizes", None) or [module.weight.shape[0]]
+    method = scheme_of(module)
+    if method is None:
+        parts = {"value": module.weight}
+    else:
+        assert method == "AscendW8A8DynamicLinearMethod", method
+        parts = {"codes": module.weight.T, "scale": module.weight_scale.reshape(-1, 1)}
+    found: Pieces = {}
+    for kind, tensor in parts.items():
+        for own, piece in zip(linear_names(name), tensor.split(sizes) if len(sizes) > 1 else [tensor], strict=True):
+            found[f"{own}|{kind}"] = piece
+    if module.bias is not None:
+        for own, piece in zip(linear_names(name), module.bias.split(sizes), strict=True):
+            found[f"{own}.bias|value"] = piece
+    correction = getattr(module, "e_score_correction_bias", None)
+    return found if correction is None else {**found, f"{name}.e_score_correction_bias|value": correction}
+
+
+def experts(module: FusedMoE) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Of w13 and w2, each part [E, N, ...]."""
+    match scheme_of(module):
+        case None:
+            return {"value": module.w13_weight.transpose(1, 2)}, {"value": module.w2_weight.transpose(1, 2)}
+        case "AscendW8A8DynamicFusedMoEMethod":
+            return (
+                {"codes": module.w13_weight.transpose(1, 2), "scale": module.w13_weight_scale.unsqueeze(2)},
+                {"codes": module.w2_weight.transpose(1, 2), "scale": module.w2_weight_scale.unsqueeze(2)},
+            )
+        case "AscendW4A16FusedMoEMethod":
+            assert not module.w13_weight_offset.any()
+            assert not module.w2_weight_offset.any()
+            return (
+                {"codes": int4_along_last(module.w13_weight_packed).transpose(1, 2), "scale": module.w13_weight_scale.transpose(1, 2)},
+                {"codes": int4_along_last(module.w2_weight_packed).transpose(1, 2), "scale": module.w2_weight_scale.transpose(1, 2)},
+            )
+        case "AscendW4A8DynamicFusedMoEMethod":
+            return _w4a8(module, "w13"), _w4a8(module, "w2")
+        case other:
+            raise TypeError(other)
+
+
+def _w4a8(module: FusedMoE, side: str) -> dict[str, Tensor]:
+    """The scale is a float32's bits in an int64; scale_bias is what the kernel takes off again."""
+    codes = int4_along_last(getattr(module, f"{side}_weight")).transpose(1, 2)
+    scale = getattr(module, f"{side}_weight_scale").to(torch.int32).view(torch.float32).reshape(codes.shape[0], -1, 1)
+    return {"codes": codes, "scale": scale, "scale_bias": getattr(module, f"{side}_scale_bias").reshape(codes.shape[0], -1, 1)}
+
+
+def main() -> None:
+    from pieces import run_forked
+    from vllm_ascend.utils import adapt_patch
+
+    AutoConfig.register("pangu_ultra_moe", PanguConfig)
+    stand_in()
+    adapt_patch()
+    import vllm.model_executor.models.deepseek_mtp
+    import vllm.model_executor.models.openpangu
+    import vllm.model_executor.models.qwen3
+    import vllm.model_executor.models.qwen3_moe  # noqa: F401
+
+    run_forked(json.load(sys.stdin), load)
+
+
+if __name__ == "__main__":
+    main()
