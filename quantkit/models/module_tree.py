@@ -14,11 +14,15 @@ Nothing of a checkpoint is run: the classes are transformers' own.
 import importlib.util
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from quantkit.checkpoint.stack import Stack
+from quantkit.models.watched.experts import UnknownExperts, experts_modules, look_at_experts
 
 _MOST = {"num_hidden_layers": 1000} | dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 10_000)
 """Of the modules of a model that is built."""
@@ -26,10 +30,12 @@ _MOST = {"num_hidden_layers": 1000} | dict.fromkeys(("num_experts", "num_local_e
 
 @dataclass(frozen=True)
 class ModuleTree:
-    """linears: names of their tensors, as published; None where there is no tree, and `why` says why not."""
+    """linears: names of their tensors, as published, or as `stacks` of experts are cut up; None where there is no tree, and `why` says why
+    not."""
 
     linears: frozenset[str] | None
     why: str = ""
+    stacks: tuple[Stack, ...] = ()
 
 
 def read_tree(config: Mapping[str, Any]) -> ModuleTree:
@@ -41,7 +47,9 @@ def read_tree(config: Mapping[str, Any]) -> ModuleTree:
 
     try:
         model = build_model(config)
-        return ModuleTree(frozenset(_published(model, linear_weights(model))))
+        stacks = tuple(published_stacks(model))
+        parts = {name for stack in stacks for names in stack.parts for name in names}
+        return ModuleTree(frozenset(_published(model, linear_weights(model))) | parts, stacks=stacks)
     except Exception as fault:  # whatever a config makes of transformers' classes
         return ModuleTree(None, f"transformers {transformers.__version__} does not build it ({type(fault).__name__}: {fault!s:.80})")
 
@@ -144,6 +152,16 @@ def _published(model: Any, weights: dict[str, Tensor]) -> Iterator[str]:
     for name, weight in revert_weight_conversion(model, weights).items():
         if weight.dim() == 2:
             yield name
+
+
+def published_stacks(model: Any) -> Iterator[Stack]:
+    """Tensors of routed experts that checkpoints hold as they are, all experts in one, of those that `watched.experts` understands."""
+    published = published_names(model)
+    for prefix, layer in decoder_stack(model):
+        for name, module in experts_modules(layer):
+            if any(f"{prefix}.{name}.{key}" in published for key in module._parameters):
+                with suppress(UnknownExperts):
+                    yield from look_at_experts(model, f"{prefix}.{name}", module).stacks
 
 
 def published_names(model: Any) -> dict[str, str]:

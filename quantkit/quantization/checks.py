@@ -112,10 +112,11 @@ def _logical_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
 
 
 def _inventory_by_name(checkpoint: Checkpoint) -> Inventory:
-    shapes = _logical_shapes(checkpoint)
     tree = read_tree(checkpoint.config)
+    cut = cut_up(checkpoint, tree.stacks)
     told = f"linears are told by their names alone: {tree.why}" if tree.linears is None else "linears are told by transformers' modules"
-    return Inventory(by_name_models, by_name_models.Config(), by_name_models.parameters(shapes, tree.linears), {}, told)
+    rows = by_name_models.parameters(_logical_shapes(cut), tree.linears)
+    return Inventory(by_name_models, by_name_models.Config(), rows, {}, told, cut)
 
 
 def _reason(name: str) -> str:

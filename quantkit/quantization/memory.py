@@ -16,10 +16,13 @@ from quantkit.calibrate.batches import Batches
 from quantkit.checkpoint.writer import WAITING
 from quantkit.errors import QuantkitError
 from quantkit.models.table import Parameter
+from quantkit.models.watched.skeleton import KEPT_BYTES
 from quantkit.quantization.opening import Job
 
 PROCESS_BYTES = 400 * 10**6
 """Python, torch and the tokenizer, before any weight is read."""
+MODULES_BYTES = 150 * 10**6 + KEPT_BYTES
+"""More where transformers computes: itself, and the masks and rotary tables that its layers are called with."""
 _FLOAT = 4
 _SOLVED = 4
 """Matrices of a linear's size alive when it was solved, besides its weight: its values, in pieces and whole, and codes."""
@@ -82,7 +85,8 @@ def expected_peak(job: Job, ceiling: int | None = None) -> tuple[Peak, Batches]:
         sequence=recipe.seq_len,
         batches=Batches(),
     )
-    return fitting_peak(work, ceiling)
+    peak, batches = fitting_peak(work, ceiling if ceiling is None or not job.inventory.by_name else ceiling - MODULES_BYTES)
+    return (replace(peak, process=peak.process + MODULES_BYTES) if job.inventory.by_name else peak), batches
 
 
 def calibrated_peak(work: RunSizes) -> Peak:

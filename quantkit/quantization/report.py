@@ -39,8 +39,8 @@ class RunFacts:
 @dataclass(frozen=True)
 class Account:
     """What a report says besides the findings. Bytes are of tensors, by part of the model. source: its directory; command: what makes the
-    output again; recipe: all its settings. quantized_share, left: as in `Coverage`. experts_left: there are routed experts, and none was
-    quantized."""
+    output again; recipe: all its settings. quantized_share, left: as in `Coverage`; told: as in `Inventory`. experts_left: there are
+    routed experts, and none was quantized."""
 
     model: str
     source: str
@@ -57,6 +57,7 @@ class Account:
     quantized_share: float
     left: dict[str, int]
     experts_left: bool
+    told: str = ""
 
 
 def report_files(account: Account, findings: Findings, rows: Iterable[Parameter], run: RunFacts) -> dict[str, bytes]:

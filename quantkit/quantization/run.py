@@ -288,6 +288,7 @@ def _account(run: _Run, output: Output, source: Path, out: Path, engine: str | N
         quantized_share=run.job.coverage.share,
         left=run.job.coverage.left,
         experts_left=experts and not any(row.expert is not None for row in run.job.linears),
+        told=run.job.inventory.told,
     )
 
 

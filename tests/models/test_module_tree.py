@@ -8,9 +8,11 @@ import pytest
 from make_model import write_dense
 from transformers_peers import CASES, SHARED, checkpoint_tensors, random_peer
 
+from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError
 from quantkit.models import find_architecture
 from quantkit.models.module_tree import read_tree
+from quantkit.quant.weights import dequantize
 from quantkit.quantization.run import quantize
 from quantkit.recipe import Recipe
 from quantkit.schemes import SCHEMES
@@ -71,11 +73,23 @@ def test_an_unknown_architecture_is_quantized_by_its_tree_and_the_share_is_told(
 
 
 def test_a_model_that_would_hardly_be_quantized_is_refused_unless_asked_for(tmp_path: Path) -> None:
-    """Granite-MoE: experts stacked in one tensor, which are most of it."""
-    source = written(tmp_path / "granite", "GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2})
+    """DBRX: experts stacked in one matrix, which are most of it, and no linear of transformers."""
+    attention = {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0}
+    experts = {"ffn_hidden_size": 256, "moe_num_experts": 4, "moe_top_k": 2}
+    sizes = {"d_model": 128, "n_layers": 2, "n_heads": 4, "attn_config": attention, "ffn_config": experts}
+    source = written(tmp_path / "dbrx", "Dbrx", sizes)
     run: tuple[Any, ...] = (SCHEMES["rtn-w4a16"], "auto")
-    with pytest.raises(
-        QuantkitError, match=r"of the weights; left at 16 bits: model\.layers\.N\.block_sparse_moe\.input_linear.*least_quantized"
-    ):
+    with pytest.raises(QuantkitError, match=r"of the weights; left at 16 bits: transformer\.blocks\.N\.ffn\.experts.*least_quantized"):
         quantize(source, tmp_path / "out", *run, Recipe(scheme="rtn-w4a16"))
     assert quantize(source, tmp_path / "out", *run, Recipe(scheme="rtn-w4a16", least_quantized=0.1)).coverage.share < 0.5
+
+
+def test_experts_that_are_published_in_one_tensor_are_cut_up(tmp_path: Path) -> None:
+    source = written(tmp_path / "model", "GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128})
+    report = quantize(source, tmp_path / "out", SCHEMES["rtn-w4a16"], "auto", Recipe(scheme="rtn-w4a16"))
+    assert report.coverage.share > 0.98
+    one = "model.layers.1.block_sparse_moe.experts.3"
+    before, out = Checkpoint.open(source), Checkpoint.open(tmp_path / "out")
+    gate_up, down = (before.read(f"model.layers.1.block_sparse_moe.{name}_linear.weight")[3].float() for name in ("input", "output"))
+    for name, whole in (("gate_proj", gate_up[:128]), ("up_proj", gate_up[128:]), ("down_proj", down)):
+        assert (dequantize(out.weight(f"{one}.{name}")) - whole).square().sum() < 0.02 * whole.square().sum()

@@ -10,7 +10,6 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,8 +20,8 @@ from quantkit.models.module_tree import build_model, decoder_stack, linear_weigh
 
 PROBED = 8
 """Tokens of the sequences that are run to look at a model."""
-_LENGTHS = 32
-"""Lengths of sequences whose masks and tables are kept."""
+KEPT_BYTES = 64 * 10**6
+"""Of masks and tables, which are kept by the length of a sequence."""
 ROUTE = "use --scheme rtn-w4a16, which needs no calibration"
 
 
@@ -57,7 +56,7 @@ class Skeleton:
         self._returned = 0  # of how many values a layer returns a tuple; 0: the tensor itself
         self._fill_buffers()
         self.fill_outside({})
-        self.calls = lru_cache(_LENGTHS)(self._calls)
+        self._kept: dict[int, list[Call]] = {}
         self._check_chain()
 
     # --- layers ------------------------------------------------------------------------------------------------------------
@@ -104,9 +103,14 @@ class Skeleton:
 
     # --- the forward around them --------------------------------------------------------------------------------------------
 
-    def _calls(self, length: int) -> list[Call]:
+    def calls(self, length: int) -> list[Call]:
         """How every layer is called for a sequence of `length` tokens."""
-        return self._run(torch.zeros(1, length, self.hidden_size))[0]
+        if length not in self._kept:
+            made = self._run(torch.zeros(1, length, self.hidden_size))[0]
+            while self._kept and _nbytes(*self._kept.values(), made) > KEPT_BYTES:
+                del self._kept[next(iter(self._kept))]
+            self._kept[length] = made
+        return self._kept[length]
 
     def first_states(self, ids: Tensor) -> Tensor:
         """ids [T] of one sequence -> the hidden states [T, H] that the first layer is given."""
@@ -225,6 +229,23 @@ def _build(config: Mapping[str, Any], told: str) -> Any:
         except Exception as found:  # an attention it does not have, or a config that it does not build
             fault = found
     raise QuantkitError(f"{told}: transformers does not build it ({type(fault).__name__}: {fault!s:.80})", ROUTE) from fault
+
+
+def _nbytes(*of_lengths: list[Call]) -> int:
+    """Of the tensors that layers are called with; many are called with the same."""
+    found: dict[int, int] = {}
+
+    def visit(value: Any) -> None:
+        if isinstance(value, Tensor):
+            found[value.data_ptr()] = value.nbytes
+        elif isinstance(value, tuple | list):
+            for one in value:
+                visit(one)
+
+    for calls in of_lengths:
+        for call in calls:
+            visit([*call.args, *call.kwargs.values()])
+    return sum(found.values())
 
 
 def _same(a: Any, b: Any) -> bool:
