@@ -38,8 +38,9 @@ from quantkit.evaluation.speed.engine import EngineTarget
 from quantkit.evaluation.speed.measure import measure_grid
 from quantkit.executor.cache import BLOCK_SIZE, CachePlan
 from quantkit.executor.drafter import Acceptance
-from quantkit.executor.engine import PREFILL_TOKENS, Engine
+from quantkit.executor.engine import Engine
 from quantkit.executor.graphs import DecodeSteps, EagerSteps
+from quantkit.executor.headroom import PREFILL_TOKENS
 from quantkit.executor.leader import follow
 from quantkit.executor.load import LoadedModel
 from quantkit.executor.parallel import Parallel

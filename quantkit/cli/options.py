@@ -42,6 +42,9 @@ Cache = Annotated[
     str | None, typer.Option(help="int8 or fp8: keys and values, or latents, are kept in 8 bits; in the model's 16 otherwise.")
 ]
 Drafts = Annotated[int, typer.Option(min=0, help="Tokens a step that the model's MTP layer guesses; the answers stay the same.")]
+PromptLookup = Annotated[
+    int, typer.Option(min=0, help="Tokens a step guessed from what prompt and answer said before; answers stay the same.")
+]
 Tp = Annotated[int, typer.Option(min=1, help="Ranks that share the model, one per device; all are started here.")]
 Prune = Annotated[
     str | None, typer.Option(metavar="SHARE", help="Leave out this share of every layer's routed experts, those that add least: 25%.")

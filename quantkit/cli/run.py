@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from quantkit import console
-from quantkit.cli.options import AsJson, Backend, Cache, CountExperts, Device, Drafts, Model, Tp, names_of_engines
+from quantkit.cli.options import AsJson, Backend, Cache, CountExperts, Device, Drafts, Model, PromptLookup, Tp, names_of_engines
 from quantkit.console import err, out, print_json
 from quantkit.errors import QuantkitError
 from quantkit.executor.server.tools.formats import NAMES as TOOL_PARSERS
@@ -25,6 +25,7 @@ def run(
     top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
     seed: int = 0,
     drafts: Drafts = 0,
+    prompt_lookup: PromptLookup = 0,
     count_experts: CountExperts = None,
     cache: Cache = None,
     tp: Tp = 1,
@@ -43,7 +44,9 @@ def run(
         raise QuantkitError("--raw needs --prompt", "give the text that is to be continued")
     counted = _counting(count_experts)
     path = find_model(model)
-    options = EngineOptions(path, device=device, backend=backend, max_batch=1, num_drafts=drafts, cache=cache, tp=tp, count_experts=counted)
+    options = EngineOptions(
+        path, device, backend, max_batch=1, cache=cache, tp=tp, count_experts=counted, num_drafts=drafts, num_looked_up=prompt_lookup
+    )
     with console.status(f"loading {model}"):
         engine = open_engine(options)
     if told := slow(path):
@@ -118,6 +121,7 @@ def serve(
     chat_template: Annotated[Path | None, typer.Option(help="A chat template, instead of the model's own.")] = None,
     log_requests: Annotated[bool, typer.Option("--log-requests", help="A line on stderr for every request.")] = False,
     drafts: Drafts = 0,
+    prompt_lookup: PromptLookup = 0,
     prefix_cache: Annotated[bool, typer.Option("--prefix-cache", help="Requests that begin alike share what is computed of that.")] = False,
     count_experts: CountExperts = None,
     cache: Cache = None,
@@ -145,6 +149,7 @@ def serve(
                 prefill_tokens=chunk_tokens,
                 measure_steps=True,
                 num_drafts=drafts,
+                num_looked_up=prompt_lookup,
                 prefix_cache=prefix_cache,
                 cache=cache,
                 tp=tp,

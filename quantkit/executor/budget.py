@@ -22,8 +22,8 @@ _FEWEST, _ROWS = 32, 8
 """Prompt tokens of the first chunk measured; rows of answers beside which it is."""
 _GAIN = 1.1
 """By how much the rate must grow for twice the tokens."""
-_LONGEST_S = 0.25
-"""Nobody who reads an answer should wait longer for others' prompts."""
+_LONGEST_S, _STEPS = 0.05, 4
+"""A chunk may take so long, or as long as so many steps of the answers beside it, if that is longer: they wait for it."""
 
 
 @torch.inference_mode()
@@ -35,18 +35,19 @@ def measure(runner: Runner, parallel: Parallel, budget: StepBudget, max_batch: i
     most = min(budget.alone, (runner.cache.num_blocks - 1) * runner.cache.block_size)
     if max_batch == 1:
         return budget
-    trial = _Trial(runner, parallel)
-    chunk = most if asked else _knee(lambda tokens: trial.seconds(lambda: trial.prompt(tokens)), most)
-    rows = min(_ROWS, max_batch - 1)
-    apart = trial.seconds(lambda: trial.answers(rows)) + trial.seconds(lambda: trial.prompt(chunk))
+    trial, rows = _Trial(runner, parallel), min(_ROWS, max_batch - 1)
+    step = trial.seconds(lambda: trial.answers(rows))
+    longest = max(_LONGEST_S, _STEPS * step)
+    chunk = most if asked else _knee(lambda tokens: trial.seconds(lambda: trial.prompt(tokens)), most, longest)
+    apart = step + trial.seconds(lambda: trial.prompt(chunk))
     return StepBudget(budget.alone, chunk, mixed=trial.seconds(lambda: trial.mixed(rows, chunk)) < apart)
 
 
-def _knee(seconds: Callable[[int], float], most: int) -> int:
-    """The chunk from which on larger ones bring little. seconds: of a pass over so many tokens."""
+def _knee(seconds: Callable[[int], float], most: int, longest: float) -> int:
+    """The chunk from which on larger ones bring little, or take longer than `longest`. seconds: of a pass over so many tokens."""
     tokens = min(_FEWEST, most)
     took = seconds(tokens)
-    while 2 * tokens <= most and 2 * took <= _LONGEST_S:
+    while 2 * tokens <= most and 2 * took <= longest:
         twice = seconds(2 * tokens)
         if 2 * tokens / twice < _GAIN * tokens / took:
             break

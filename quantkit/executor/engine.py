@@ -21,13 +21,14 @@ from torch import Tensor
 
 from quantkit.devices import find_device
 from quantkit.errors import QuantkitError
-from quantkit.executor.adjust import adjust
 from quantkit.executor.budget import measure
-from quantkit.executor.cache import CachePlan, plan_cache
+from quantkit.executor.cache import CachePlan
+from quantkit.executor.chooser import Chooser
 from quantkit.executor.drafter import Acceptance, Drafter
 from quantkit.executor.expert_counter import ExpertCounter
 from quantkit.executor.grammar import Grammars
-from quantkit.executor.headroom import free_beside
+from quantkit.executor.guessing import MTP, Guessing
+from quantkit.executor.headroom import plan_beside, prefill_tokens
 from quantkit.executor.leader import Leader
 from quantkit.executor.load import LoadedModel, load_model
 from quantkit.executor.logprobs import check_numbers, score_prompts, token_logprobs
@@ -35,15 +36,10 @@ from quantkit.executor.options import EngineOptions
 from quantkit.executor.parallel import SINGLE, Parallel
 from quantkit.executor.rank_processes import environment_rank, launch
 from quantkit.executor.runner import ForwardPass, Runner
-from quantkit.executor.sampling import Batch, SamplingParams, check_defaults, sample
+from quantkit.executor.sampling import SamplingParams, check_defaults
 from quantkit.executor.scheduler import ScheduledStep, Scheduler
-from quantkit.executor.sequence import Completion, FinishReason, Sequence
-from quantkit.executor.states import state_bytes
+from quantkit.executor.sequence import Completion, FinishReason, Sequence, look_up
 from quantkit.tokenizer.chat import ChatTokenizer
-
-PREFILL_TOKENS = 2048
-CPU_PREFILL_TOKENS = 512
-"""Prompt tokens of a step: on a CPU fewer, for everybody who decodes waits for them."""
 
 
 @dataclass(frozen=True)
@@ -64,16 +60,18 @@ class Engine:
         max_batch: int,
         prefill_tokens: int,
         num_drafts: int = 0,
+        num_looked_up: int = 0,
+        measure_steps: bool = False,
         prefix_cache: bool = False,
         count_experts: bool = False,
     ) -> None:
         self.loaded, self.tokenizer, self.plan = loaded, tokenizer, plan
         self.max_model_len = plan.max_model_len
         self.cache = loaded.new_cache(plan.num_blocks, max_batch)
-        # A step may write the drafts it checks and then those it makes.
-        self.scheduler = Scheduler(
-            plan, max_batch=max_batch, prefill_tokens=prefill_tokens, lookahead=2 * num_drafts, prefix_cache=prefix_cache
-        )
+        # A step may write the guesses it checks and then those it makes.
+        lookahead = max(num_drafts, num_looked_up) + num_drafts
+        self.scheduler = Scheduler(plan, max_batch=max_batch, prefill_tokens=prefill_tokens, lookahead=lookahead, prefix_cache=prefix_cache)
+        self.guessing = Guessing(num_drafts, num_looked_up, measured=measure_steps)
         self.expert_counter: ExpertCounter | None = None
         self.runner = Runner(loaded.model, self.cache, eager="experts are counted" if count_experts else "")
         self.parallel = loaded.weights.parallel
@@ -83,6 +81,7 @@ class Engine:
             self.drafter = Drafter(loaded.mtp, self.runner, num_drafts, self.parallel)
         self.leader = Leader(self.parallel)
         self.grammars = Grammars(tokenizer.tokenizer, loaded.config.vocab_size, tokenizer.eos_ids)
+        self.chooser = Chooser(loaded.config.vocab_size, loaded.device, lambda: self.tokenizer.eos_ids)
         self.acceptance = Acceptance()
 
     @classmethod
@@ -99,6 +98,7 @@ class Engine:
         prefill_tokens: int | None = None,
         measure_steps: bool = False,
         num_drafts: int = 0,
+        num_looked_up: int = 0,
         prefix_cache: bool = False,
         cache: str | None = None,
         tp: int = 1,
@@ -110,8 +110,10 @@ class Engine:
         cache_tokens: tokens the cache holds, over all requests (None: what max_batch full contexts need, within a share of the memory).
         prefill_tokens: prompt tokens of a step (None: PREFILL_TOKENS, on a CPU CPU_PREFILL_TOKENS). measure_steps: whether it is measured,
         which takes some passes, how many of them a step computes beside running answers, where prefill_tokens is None, and whether in one
-        pass with these (`budget.measure`): for servers, where somebody waits for each token.
+        pass with these (`budget.measure`): for servers, where somebody waits for each token. Then fewer tokens are guessed, or none, where
+        that is faster (`guessing.Guessing`).
         num_drafts: tokens that the checkpoint's MTP layer guesses a step (0: none); the answers are the same, `acceptance` counts.
+        num_looked_up: tokens that are guessed from what prompt and answer said before, where the last three tokens stand there.
         prefix_cache: whether requests that begin alike share what is computed of that. cache: int8 or fp8 keeps keys and values, or
         latents, in 8 bits; the model's 16 otherwise. tp: ranks that share the model; this process is
         rank 0 and starts the others on this machine, unless torchrun started them all: then each gets its rank's engine, and those above 0
@@ -130,6 +132,7 @@ class Engine:
                 prefill_tokens=prefill_tokens,
                 measure_steps=measure_steps,
                 num_drafts=num_drafts,
+                num_looked_up=num_looked_up,
                 prefix_cache=prefix_cache,
                 cache=cache,
                 tp=tp,
@@ -155,16 +158,16 @@ class Engine:
                 cache=options.cache,
             )
             _check_eos(tokenizer, loaded.config.vocab_size, path)
-            if options.prefix_cache and loaded.config.recurrent is not None:
-                told = f"{path} has layers whose state is of all the text before a token, which requests cannot share block by block"
-                raise QuantkitError(told, "run it without --prefix-cache")
+            _check_states(loaded, options)
             engine = cls(
                 loaded,
                 tokenizer,
-                _plan(loaded, options),
+                plan_beside(loaded, options),
                 max_batch=options.max_batch,
-                prefill_tokens=options.prefill_tokens if options.prefill_tokens is not None else _prefill_tokens(loaded.device),
+                prefill_tokens=options.prefill_tokens if options.prefill_tokens is not None else prefill_tokens(loaded.device),
                 num_drafts=options.num_drafts,
+                num_looked_up=options.num_looked_up,
+                measure_steps=options.measure_steps,
                 prefix_cache=options.prefix_cache,
                 count_experts=options.count_experts,
             )
@@ -251,6 +254,9 @@ class Engine:
 
         Raises where the device, or with tp > 1 the ranks' agreement, is lost.
         """
+        if (wanted := self.guessing.choose()) != (self.guessing.drafts, self.guessing.looked_up):
+            self.guess(*wanted)
+            self.leader.guess(*wanted)
         self.leader.step()
         advanced = self.compute_step()
         for sequence in advanced:
@@ -259,13 +265,22 @@ class Engine:
                 sequence.fail(sequence.fault)
         return advanced
 
+    def guess(self, drafts: int, looked_up: int) -> None:
+        """Make so many guesses a step from now on: by the MTP layer, and looked up."""
+        self.guessing.drafts, self.guessing.looked_up = drafts, looked_up
+        if self.drafter is not None:
+            self.drafter.num_drafts = drafts
+
     @torch.inference_mode()
     def compute_step(self) -> list[Sequence]:
         """The step of this rank: as `step`, but sequences with a fault that are not finished stay until rank 0 cancels them."""
-        step = self.scheduler.schedule()
+        began, step = time.perf_counter(), self.scheduler.schedule()
+        rows = sum(1 + len(one.drafts) for one in step.decode)
         advanced: list[Sequence] = []
         for one in step.passes(self.scheduler.budget.mixed):
             advanced += self._pass(one)
+        if step.decode and not step.prefill:
+            self.guessing.stepped(len(step.decode), rows, time.perf_counter() - began)
         for sequence in advanced:
             if sequence.finish_reason:
                 self.scheduler.remove(sequence)
@@ -276,13 +291,13 @@ class Engine:
 
         Where it fails, each sequence has a pass of its own: those that fail again are finished for that.
         """
-        alone = step.alone()
-        before = [(len(sequence.token_ids), sequence.num_cached) for sequence, _ in alone]
+        before = [(len(sequence.token_ids), sequence.num_cached) for sequence in step.sequences]
         try:
             return self._finish_pass(self._compute(step))
         except Exception as fault:
             self._check_usable(fault)
             done: list[Sequence] = []
+            alone = step.alone()
             for (sequence, own), (length, cached) in zip(alone, before):
                 if len(sequence.token_ids) > length:  # it had its token when the pass failed
                     done.append(sequence)
@@ -296,6 +311,7 @@ class Engine:
             return done
 
     def _compute(self, step: ScheduledStep) -> ForwardPass:
+        self.chooser.prepare(step)
         if not step.prefill:
             return self.runner.decode(step.decode)
         return self.runner.mixed(step.decode, step.prefill) if step.decode else self.runner.prefill(step.prefill)
@@ -312,29 +328,16 @@ class Engine:
     def _finish_pass(self, done: ForwardPass) -> list[Sequence]:
         """Choose the successors, guess behind them, append what the ranks agree on, and guess on. Returns the sequences that got tokens."""
         score_prompts(done, self.runner.model)
-        chosen, batch, places = self._choose(done) if done.counts else (None, None, None)
-        guessed = self.drafter.guess(done, chosen, batch, places) if self.drafter is not None else None
+        chosen = self.chooser.choose(done, self.runner.draw) if done.counts else None
+        guessed = self.drafter.guess(done, chosen) if self.drafter is not None else None
         if chosen is not None:
-            token_ids, guesses = self._agree(chosen, guessed)
+            token_ids, guesses = self._agree(chosen.token_ids, guessed)
             self._append(done, token_ids)
             if self.drafter is not None:
                 self.drafter.draft(done, guesses)
+            if self.guessing.looked_up:
+                self.guessing.found(look_up([sequence for sequence, _ in done.counts], self.guessing.looked_up))
         return [sequence for sequence, _ in done.counts]
-
-    def _choose(self, done: ForwardPass) -> tuple[Tensor, Batch | None, Tensor | None]:
-        """A token for every row, still on the device; with what it was drawn with, None where all are the likeliest: sampling
-        parameters, and places in the sequences."""
-        logits, chosen = done.logits, done.greedy
-        assert logits is not None, done.counts
-        assert chosen is not None, done.counts
-        each = [sequence for sequence, count in done.counts for _ in range(count)]
-        batch = Batch.of([one.params for one in each], [one.seed for one in each], logits.device)
-        adjusted = adjust(logits, done.counts, self.tokenizer.eos_ids)
-        if adjusted is logits and batch is None:
-            return chosen, None, None
-        positions = [len(sequence.token_ids) + i for sequence, count in done.counts for i in range(count)]
-        places = torch.tensor(positions, device=logits.device)
-        return sample(adjusted, batch, places), batch, places
 
     def _agree(self, chosen: Tensor, guessed: Tensor | None) -> tuple[list[int], list[int]]:
         """Rank 0's tokens and guesses, on every rank; here the host waits for the device, once for both."""
@@ -354,8 +357,11 @@ class Engine:
             if sequence.params.logprobs is not None:
                 sequence.logprobs += logprobs[row : row + kept]
                 check_numbers(sequence, logprobs[row : row + kept])
-            self.acceptance.drafted += count - 1
-            self.acceptance.accepted += kept - 1
+            if count > 1:
+                self.acceptance.drafted += count - 1
+                self.acceptance.accepted += kept - 1
+                self.guessing.checked(sequence.guessed_by, count - 1, kept - 1)
+            sequence.guessed_by = MTP
             row += count
 
     def sequence(self, prompt: list[int], params: SamplingParams, index: int = 0, *, streams: bool = True) -> Sequence:
@@ -375,6 +381,14 @@ class Engine:
         return Sequence(index, prompt, params, self.tokenizer, self.max_model_len, streams=streams, guide=guide)
 
 
+def _check_states(loaded: LoadedModel, options: EngineOptions) -> None:
+    told = f"{options.model_path} has layers whose state is of all the text before a token, which"
+    if loaded.config.recurrent is not None and options.prefix_cache:
+        raise QuantkitError(f"{told} requests cannot share block by block", "run it without --prefix-cache")
+    if loaded.config.recurrent is not None and options.num_looked_up:
+        raise QuantkitError(f"{told} cannot be taken back where a guess is wrong", "run it without --prompt-lookup")
+
+
 def _check_eos(tokenizer: ChatTokenizer, vocab_size: int, path: Path) -> None:
     for token in tokenizer.eos_ids:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
@@ -390,24 +404,3 @@ def _join(options: EngineOptions) -> Parallel:
     parallel = Parallel(rank or 0, options.tp, launch(options) if rank is None else None)
     parallel.connect(find_device(options.device))
     return parallel
-
-
-def _prefill_tokens(device: torch.device) -> int:
-    return CPU_PREFILL_TOKENS if device.type == "cpu" else PREFILL_TOKENS
-
-
-def _plan(loaded: LoadedModel, options: EngineOptions) -> CachePlan:
-    """The same on every rank: what fits on the one with the least memory."""
-    device = loaded.device
-    free = free_beside(loaded, options.prefill_tokens or _prefill_tokens(device))
-    free -= state_bytes(loaded.config.recurrent, options.max_batch, options.tp)
-    return plan_cache(
-        bytes_per_token=loaded.cache_token_bytes,
-        free_bytes=loaded.weights.parallel.minimum(free // (options.tp if device.type == "cpu" else 1)),
-        device_type=device.type,
-        max_batch=options.max_batch,
-        context_len=loaded.config.max_position_embeddings,
-        max_model_len=options.max_model_len,
-        cache_tokens=options.cache_tokens,
-        block_size=loaded.cache_layout.block_size,
-    )

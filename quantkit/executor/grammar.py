@@ -2,7 +2,7 @@
 
     text = json_schema({"type": "object"})              a grammar as text
     guide = Grammars(tokenizer, vocab_size).guide(text, after=None)
-    guide.masks(drafts)                                 before a token is chosen
+    guide.write(executor, bits, row, drafts)            before a token is chosen
     guide.advance(token)                                after it was
 
 Grammars come with requests: their size, their depth and the work of a step are limited.
@@ -14,9 +14,7 @@ from collections import OrderedDict
 from typing import Any
 
 import numpy as np
-import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from quantkit.errors import QuantkitError
 
@@ -86,25 +84,32 @@ class Guide:
     def __init__(self, matcher: Any, vocab_size: int, after: int | None) -> None:
         self._matcher, self._vocab_size, self._after = matcher, vocab_size, after
 
-    def masks(self, drafts: list[int]) -> list[Tensor | None]:
-        """For the tokens behind the answer so far and behind each of `drafts`: bool [V], whether each token may come.
+    @property
+    def words(self) -> int:
+        """Numbers of 32 bits that a mask takes."""
+        return -(-self._vocab_size // 32)
 
-        None: any may; so it is behind a draft that itself may not come, where nothing is chosen any more.
+    def new_executor(self, threads: int) -> Any:
+        """What `write` computes with: the library's own threads, which leave this process's interpreter to others."""
+        return _library().LLExecutor(threads)
+
+    def write(self, executor: Any, bits: np.ndarray, first: int, drafts: list[int]) -> None:
+        """Masks for the tokens behind the answer so far and behind each of `drafts`: bits int32 [rows, words] from row `first` on, a bit a
+        token, 1 where it may come. Rows where any may come stay as they are; so does what is behind a draft that itself may not come, where
+        nothing is chosen any more. Raises QuantkitError where no token can follow.
         """
-        found: list[Tensor | None] = []
-        after, taken, follows = self._after, 0, True
-        for draft in [*drafts, None]:
-            found.append(self._mask() if after is None and follows else None)
-            if draft is None or not follows:
-                continue
-            if after is not None:
-                after = None if draft == after else after
-            elif follows := self._matcher.validate_tokens([draft]) == 1 and self._matcher.consume_token(draft):
-                taken += 1
-                follows = not self._matcher.is_stopped()
-        if taken:
-            self._matcher.rollback(taken)
-        return found
+        if self._after is not None:
+            if self._after not in drafts:
+                return
+            begun = drafts.index(self._after) + 1
+            first, drafts = first + begun, drafts[begun:]
+        where = (bits.ctypes.data, bits.shape[1] * 4, len(bits))
+        if drafts:
+            executor.unsafe_compute_mask_ptr_with_draft_token([(self._matcher, first, drafts)], *where)
+        else:
+            executor.unsafe_compute_mask_ptr([(self._matcher, first)], *where)
+        if self._matcher.is_error():  # then it would let the answer end
+            raise QuantkitError(f"the grammar lets no token follow: {self._matcher.get_error()[:300]}", _REMEDY)
 
     def advance(self, token_id: int) -> bool:
         """Take the token that was chosen. Whether the grammar is matched and nothing can follow. Raises QuantkitError at a limit."""
@@ -114,12 +119,6 @@ class Guide:
         if not self._matcher.consume_token(token_id):
             raise QuantkitError(f"the grammar was left: {self._matcher.get_error()[:300]}", _REMEDY)
         return bool(self._matcher.is_stopped())
-
-    def _mask(self) -> Tensor:
-        allowed = np.frombuffer(self._matcher.compute_logit_bias(), dtype=np.uint8)[: self._vocab_size]
-        if self._matcher.is_error():  # then it would let the answer end
-            raise QuantkitError(f"the grammar lets no token follow: {self._matcher.get_error()[:300]}", _REMEDY)
-        return torch.from_numpy(allowed != 0)
 
 
 def json_schema(schema: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ is computed eagerly, which is how it is tested where there are no graphs.
 
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -63,8 +63,13 @@ class Forward(Protocol):
 
 
 Step = Callable[[], Result]
-Capture = Callable[[Step, list[int]], Step]
-"""Makes a step cheaper to repeat: what it returns has the same effect on the same memory, and with what the list of lengths then holds."""
+Computed = TypeVar("Computed")
+
+
+class Capture(Protocol):
+    """Makes a step cheaper to repeat: what it returns has the same effect on the same memory, with what the list of lengths then holds."""
+
+    def __call__(self, step: Callable[[], Computed], lengths: list[int], /) -> Callable[[], Computed]: ...
 
 
 def compute(model: Forward, inputs: tuple[Tensor, ...], context: DecodeContext) -> Result:
@@ -140,7 +145,7 @@ class DecodeSteps:
 
     def filled(self, rows: DecodeRows, *inputs: Tensor) -> tuple[StaticBuffers, Step]:
         """The step for so many rows with tables so wide, ready to be computed."""
-        size = (_power_of_two(len(rows.token_ids)), max(_power_of_two(rows.tables.shape[1]), MIN_TABLE_WIDTH))
+        size = (power_of_two(len(rows.token_ids)), max(power_of_two(rows.tables.shape[1]), MIN_TABLE_WIDTH))
         if size not in self._steps:
             buffers = StaticBuffers(*size, self.cache.device, *inputs[1:])
             # What the warm-up of a capture computes is written to the cache: it must be this pass, not a made-up one.
@@ -182,7 +187,7 @@ class DeviceCapture:
         self._driver = driver
         self._pool = driver.graph_pool_handle()
 
-    def __call__(self, step: Step, lengths: list[int]) -> Step:
+    def __call__(self, step: Callable[[], Computed], lengths: list[int], /) -> Callable[[], Computed]:
         driver = self._driver
         stream, current = driver.Stream(), driver.current_stream()
         stream.wait_stream(current)
@@ -193,7 +198,7 @@ class DeviceCapture:
         with accelerator.capture(driver, graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             result = step()
 
-        def replay() -> Result:
+        def replay() -> Computed:
             accelerator.replay(driver, graph, lengths)
             return result
 
@@ -213,6 +218,6 @@ def _reason(fault: RuntimeError) -> str:
     return str(first).partition("\n")[0]
 
 
-def _power_of_two(count: int) -> int:
+def power_of_two(count: int) -> int:
     """The smallest power of two that is no less than count."""
     return 1 << (count - 1).bit_length()

@@ -9,14 +9,43 @@ import torch
 
 from quantkit.devices import free_bytes
 from quantkit.errors import QuantkitError
+from quantkit.executor.cache import CachePlan, plan_cache
 from quantkit.executor.context import Chunk, PrefillContext
 from quantkit.executor.load import LoadedModel
+from quantkit.executor.options import EngineOptions
+from quantkit.executor.states import state_bytes
+
+PREFILL_TOKENS = 2048
+CPU_PREFILL_TOKENS = 512
+"""Prompt tokens of a step: on a CPU fewer, for everybody who decodes waits for them."""
 
 
-def free_beside(loaded: LoadedModel, prefill_tokens: int) -> int:
+def prefill_tokens(device: torch.device) -> int:
+    """Of a step, where nobody chose."""
+    return CPU_PREFILL_TOKENS if device.type == "cpu" else PREFILL_TOKENS
+
+
+def plan_beside(loaded: LoadedModel, options: EngineOptions) -> CachePlan:
+    """The same on every rank: what fits on the one with the least memory."""
+    device = loaded.device
+    free = free_beside(loaded, options.prefill_tokens or prefill_tokens(device))
+    free -= state_bytes(loaded.config.recurrent, options.max_batch, options.tp)
+    return plan_cache(
+        bytes_per_token=loaded.cache_token_bytes,
+        free_bytes=loaded.weights.parallel.minimum(free // (options.tp if device.type == "cpu" else 1)),
+        device_type=device.type,
+        max_batch=options.max_batch,
+        context_len=loaded.config.max_position_embeddings,
+        max_model_len=options.max_model_len,
+        cache_tokens=options.cache_tokens,
+        block_size=loaded.cache_layout.block_size,
+    )
+
+
+def free_beside(loaded: LoadedModel, tokens: int) -> int:
     """Bytes that the cache may have of this rank's device. All ranks ask at the same time."""
     if loaded.device.type == "npu":
-        warm_up(loaded, min(prefill_tokens, loaded.config.max_position_embeddings))
+        warm_up(loaded, min(tokens, loaded.config.max_position_embeddings))
     return free_bytes(loaded.device)
 
 

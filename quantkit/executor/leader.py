@@ -40,6 +40,11 @@ class Leader:
         if not self.alone:
             self._orders.append({"cancel": id(sequence)})
 
+    def guess(self, drafts: int, looked_up: int) -> None:
+        """The others make so many guesses from now on, too."""
+        if not self.alone:
+            self._orders.append({"guess": [drafts, looked_up]})
+
     def step(self) -> None:
         """The others compute a step, after what was ordered since the last."""
         if not self.alone:
@@ -62,6 +67,8 @@ class Follower(Protocol):
 
     def withdraw(self, sequence: Sequence, reason: FinishReason) -> None: ...
 
+    def guess(self, drafts: int, looked_up: int) -> None: ...
+
     def compute_step(self) -> list[Sequence]: ...
 
 
@@ -74,6 +81,8 @@ def follow(engine: Follower) -> None:
                 params = SamplingParams.from_json(order["params"])
                 known[order["add"]] = engine.sequence(order["prompt"], params, streams=False)
                 engine.scheduler.add(known[order["add"]])
+            elif "guess" in order:
+                engine.guess(*order["guess"])
             elif order["cancel"] in known:
                 engine.withdraw(known[order["cancel"]], "cancelled")
         engine.compute_step()

@@ -19,6 +19,7 @@ class EngineOptions:
     prefill_tokens: int | None = None
     measure_steps: bool = False
     num_drafts: int = 0
+    num_looked_up: int = 0
     prefix_cache: bool = False
     cache: str | None = None
     tp: int = 1

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quantkit.executor.cache import PagedCache
 from quantkit.executor.context import Chunk, PrefillContext
+from quantkit.executor.draws import Draws
 from quantkit.executor.graphs import Capture, DecodeRows, DecodeSteps, DeviceCapture, EagerSteps, why_eager
 from quantkit.executor.mixed import MixedContext
 from quantkit.executor.sequence import Sequence
@@ -52,6 +53,8 @@ class Runner:
         self._why_eager = eager or ("" if capture else why_eager(self.device))
         self._capture = None if self._why_eager else capture or DeviceCapture(self.device)
         self.steps = self.make_steps(model)
+        # An NPU's graphs want to know lengths, and draws have none.
+        self.draw = Draws(self._capture if capture or self.device.type == "cuda" else None)
 
     def make_steps(self, model: Model | MtpModel) -> DecodeSteps | EagerSteps:
         """Decode steps over this cache: of the model, or of an MTP layer behind it."""
@@ -67,7 +70,7 @@ class Runner:
     def prefill(self, parts: list[tuple[Sequence, int]]) -> ForwardPass:
         """The next tokens of prompts; successors are chosen where a prompt is complete."""
         spans = _prompt_spans(parts)
-        return self._eager(spans, PrefillContext(self.cache, self._chunks(spans)), 0)
+        return self._eager(spans, self.prompt_context(spans), 0)
 
     def decode(self, sequences: list[Sequence]) -> ForwardPass:
         """The newest token of each sequence, and the drafted ones after it: successors of all are chosen."""
@@ -81,7 +84,7 @@ class Runner:
         """Both in one pass: as `decode` of `sequences` and `prefill` of `parts`."""
         answers, prompts = _answer_spans(sequences), _prompt_spans(parts)
         rows = self._answer_rows(answers)
-        context = MixedContext(rows.context(self.cache), PrefillContext(self.cache, self._chunks(prompts)))
+        context = MixedContext(rows.context(self.cache), self.prompt_context(prompts))
         return self._eager([*answers, *prompts], context, len(answers))
 
     def _eager(self, spans: list[Span], context: PrefillContext | MixedContext, num_answers: int) -> ForwardPass:
@@ -103,10 +106,10 @@ class Runner:
         logits = self.model.logits(hidden[torch.tensor(rows, device=self.device)])
         return ForwardPass(spans, hidden, context, logits, logits.argmax(dim=-1), rows, counts)
 
-    def _chunks(self, spans: list[Span]) -> list[Chunk]:
-        return [
-            Chunk(start, length, torch.tensor(sequence.blocks, device=self.device), sequence.state) for sequence, start, length in spans
-        ]
+    def prompt_context(self, spans: list[Span]) -> PrefillContext:
+        """Where so many tokens of sequences attend, as prompts do."""
+        chunks = [Chunk(start, length, torch.tensor(one.blocks, device=self.device), one.state) for one, start, length in spans]
+        return PrefillContext(self.cache, chunks)
 
     def _answer_rows(self, spans: list[Span]) -> DecodeRows:
         token_ids = [token for span in spans for token in (span.sequence.token_ids[-1], *span.sequence.drafts)]

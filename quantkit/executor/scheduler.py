@@ -24,6 +24,11 @@ class ScheduledStep:
     prefill: list[tuple[Sequence, int]]
     decode: list[Sequence]
 
+    @property
+    def sequences(self) -> list[Sequence]:
+        """All that are computed, as `alone` has them."""
+        return [*self.decode, *(sequence for sequence, _ in self.prefill)]
+
     def passes(self, mixed: bool) -> list["ScheduledStep"]:
         """What is computed at a time: all of it, or the decoding sequences and then the prompts; none where there is nothing."""
         parts = [self] if mixed else [ScheduledStep([], self.decode), ScheduledStep(self.prefill, [])]

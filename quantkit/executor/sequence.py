@@ -5,9 +5,9 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import Tensor
-
 from quantkit.executor.grammar import Guide
+from quantkit.executor.guessing import LOOKUP, MTP
+from quantkit.executor.lookup import Lookup
 from quantkit.executor.sampling import SamplingParams
 from quantkit.tokenizer.chat import ChatTokenizer, TextStream
 
@@ -84,7 +84,9 @@ class Sequence:
         """Blocks that others may find, where there is a prefix cache; `block_digests` are its names for them."""
         self.block_digests: list[bytes] = []
         self.drafts: list[int] = []
-        """Guesses for the tokens after the last one, to be computed with it."""
+        """Guesses for the tokens after the last one, to be computed with it; `guessed_by` says who made them."""
+        self.guessed_by = MTP
+        self.lookup = Lookup()
         self.finish_reason: FinishReason | None = None
         self.fault: BaseException | None = None
         """What went wrong with this request alone; whoever steps the engine finishes it for that."""
@@ -93,6 +95,8 @@ class Sequence:
         self.arrival = time.perf_counter()
         self.started = self.first_token = self.last_token = 0.0
         self._tokenizer = tokenizer
+        self.adjusts = bool(params.logit_bias or params.penalizes)
+        """Whether logits are changed by what the request asks for, whatever comes before."""
         self._end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else tokenizer.eos_ids)
         watched = streams or params.stop or params.stop_token_ids or not params.skip_special_tokens
         self._stream = TextStream(tokenizer.tokenizer, params.stop, skip_special=params.skip_special_tokens) if watched else None
@@ -103,6 +107,11 @@ class Sequence:
     def num_new(self) -> int:
         """Tokens that wait to be computed: the rest of the prompt, or the token chosen last."""
         return len(self.token_ids) - self.num_cached
+
+    @property
+    def num_wanted(self) -> int:
+        """Guesses behind the last token that can be of use: the step that computes them chooses one token more."""
+        return 0 if self.finish_reason is not None else self.max_len - len(self.token_ids) - 1
 
     @property
     def generated(self) -> list[int]:
@@ -136,15 +145,6 @@ class Sequence:
             return
         if len(self.token_ids) >= self.max_len:
             self.finish("length")
-
-    def masks(self, drafts: list[int]) -> list[Tensor | None]:
-        """As the guide's; none where it fails, which is this request's fault."""
-        assert self.guide is not None, self.index
-        try:
-            return self.guide.masks(drafts)
-        except Exception as fault:
-            self.fault = fault
-            return []
 
     def _guided(self, guide: Guide, token_id: int) -> bool:
         """Take the token; whether the grammar ended the answer. A fault is kept, as in `_read`."""
@@ -215,3 +215,14 @@ class Sequence:
             self.fault,
             None if self.params.prompt_logprobs is None else self.prompt_logprobs,
         )
+
+
+def look_up(sequences: list[Sequence], most: int) -> float:
+    """Guesses from what each said before, at most so many, in place of drafts that begin alike. Returns for which share there were any."""
+    found = 0
+    for sequence in sequences:
+        guesses = sequence.lookup.guesses(sequence.token_ids, min(most, sequence.num_wanted))
+        if guesses and sequence.drafts[:1] in ([], guesses[:1]) and len(guesses) >= len(sequence.drafts):
+            sequence.drafts, sequence.guessed_by = guesses, LOOKUP
+            found += 1
+    return found / len(sequences)

@@ -10,7 +10,7 @@ import torch
 from ascend import npu_double
 
 from quantkit.errors import QuantkitError
-from quantkit.executor import engine, headroom
+from quantkit.executor import headroom
 from quantkit.executor.load import load_model
 from quantkit.executor.options import EngineOptions
 
@@ -33,13 +33,13 @@ def test_the_engine_asks_so(quantized: Callable[[str], Path], monkeypatch: pytes
         asked.append(tokens)
         return 1 << 20
 
-    monkeypatch.setattr(engine, "free_beside", free)
+    monkeypatch.setattr(headroom, "free_beside", free)
     loaded = load_model(quantized("rtn-w4a16"), device="cpu", dtype="bfloat16", backend="reference")
-    planned = engine._plan(loaded, EngineOptions("model", prefill_tokens=96, max_batch=64))
+    planned = headroom.plan_beside(loaded, EngineOptions("model", prefill_tokens=96, max_batch=64))
     per_token = loaded.num_cached_layers * loaded.cache_width * loaded.cache_dtype.itemsize
     assert planned.tokens <= (1 << 18) // per_token + planned.block_size  # a quarter of it on a CPU
-    engine._plan(loaded, EngineOptions("model", max_batch=64))
-    assert asked == [96, engine.CPU_PREFILL_TOKENS]
+    headroom.plan_beside(loaded, EngineOptions("model", max_batch=64))
+    assert asked == [96, headroom.CPU_PREFILL_TOKENS]
 
 
 def test_the_prompt_goes_through_every_operator(quantized: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:

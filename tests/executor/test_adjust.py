@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quantkit.errors import QuantkitError
-from quantkit.executor.adjust import adjust
+from quantkit.executor.adjust import Adjuster
 from quantkit.executor.engine import Engine
 from quantkit.executor.sampling import Batch, SamplingParams, distribution
 from quantkit.executor.sequence import Sequence
@@ -52,13 +52,26 @@ def test_a_row_is_adjusted_for_the_tokens_before_it(engine: Engine) -> None:
     plain = Sequence(1, [3], SamplingParams(), engine.tokenizer, 256, streams=False)
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(1)) * 3
     before = logits.clone()
-    adjusted = adjust(logits, [(sequence, 3), (plain, 1)], frozenset({1}))
+    adjuster = Adjuster(50, torch.device("cpu"))
+    adjusted = adjuster.adjust(logits, [(sequence, 3), (plain, 1)], frozenset({1}), {}, None)
     assert torch.equal(logits, before), "what was computed is still needed for log-probabilities"
     assert torch.equal(adjusted[3], before[3])
     for row, drafts in enumerate([[], [9], [9, 12]]):
         expected = penalized(before[row].tolist(), {3, 5, 8, 9, 11, *drafts}, [8, 9, 9, 11, *drafts], sequence.params)
         torch.testing.assert_close(adjusted[row], torch.tensor(expected), rtol=1e-5, atol=1e-5)
-    assert adjust(logits, [(plain, 4)], frozenset({1})) is logits
+    assert adjuster.adjust(logits, [(plain, 4)], frozenset({1}), {}, None) is logits
+    sequence.token_ids += [9, 20]
+    sequence.drafts = []
+    others = [Sequence(i, [i, 7], EVERYTHING, engine.tokenizer, 256, streams=False) for i in range(9)]
+    later = adjuster.adjust(before.repeat(3, 1)[:10], [(one, 1) for one in (*others, sequence)], frozenset({1}), {}, None)[9]
+    expected = penalized(before[1].tolist(), {3, 5, 8, 9, 11, 20}, [8, 9, 9, 11, 9, 20], sequence.params)
+    torch.testing.assert_close(later, torch.tensor(expected), rtol=1e-5, atol=1e-5)
+    for one in others:
+        one.finish("cancelled")
+    fresh = Sequence(20, [4], replace(EVERYTHING, min_new_tokens=0), engine.tokenizer, 256, streams=False)
+    found = adjuster.adjust(before[:1], [(fresh, 1)], frozenset({1}), {}, None)[0]
+    torch.testing.assert_close(found, torch.tensor(penalized(before[0].tolist(), {4}, [], fresh.params)), rtol=1e-5, atol=1e-5)
+    assert len(adjuster._slots) == 2, "who has finished keeps no place"
 
 
 def test_min_p_keeps_a_share_of_the_likeliest() -> None:

@@ -63,6 +63,7 @@ def test_static_buffers_change_no_token(tiny_checkpoint: Path, expected: list[li
     engine = load(tiny_checkpoint, in_place, num_drafts)
     assert tokens(engine) == expected
     assert engine.runner.why_eager == ""
+    assert {rows for rows, _ in engine.runner.draw._sizes} >= {4, 8}, "draws are captured too"
     if engine.drafter is not None:
         assert isinstance(engine.drafter.steps, DecodeSteps), "the MTP layer is captured too"
         assert engine.drafter.steps.failure == ""

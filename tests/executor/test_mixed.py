@@ -151,7 +151,8 @@ class Clocked:
 def test_the_chunk_is_where_more_tokens_bring_little(fixed: float, each: float, chosen: int) -> None:
     """Weights' time alone makes larger chunks worth while, the arithmetic of each token does not; and nobody waits long."""
     clock = Clocked(fixed, each)
-    assert budget._knee(clock, 2048) == chosen
+    assert budget._knee(clock, 2048, 0.25) == chosen
+    assert budget._knee(clock, 48, 0.25) == 32
     assert clock.passes <= 8
 
 

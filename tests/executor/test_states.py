@@ -123,6 +123,8 @@ def test_what_cannot_be_shared_or_guessed_is_refused(model: Path) -> None:
         Engine.load(model, device="cpu", prefix_cache=True)
     with pytest.raises(QuantkitError, match="no MTP layer"):
         Engine.load(model, device="cpu", num_drafts=1)
+    with pytest.raises(QuantkitError, match="cannot be taken back where a guess is wrong; run it without --prompt-lookup"):
+        Engine.load(model, device="cpu", num_looked_up=2)
 
 
 def test_the_rule_token_by_token_is_the_rule_in_chunks() -> None:

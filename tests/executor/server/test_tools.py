@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quantkit.errors import QuantkitError
@@ -142,11 +143,11 @@ def test_the_forced_grammar_is_what_the_template_writes(name: str, tokenizer: Ch
         grammar = calls_grammar(named_format(name), asked, tokenizer.tokenizer, answer)
         assert grammar is not None
         guide, count = grammars.guide(grammar, None), 0
+        executor, bits = guide.new_executor(1), np.full((1, guide.words), -1, dtype=np.int32)
         for character in text:
             for token in tokenizer.tokenizer.encode(character, add_special_tokens=False).ids:
-                mask = guide.masks([])[0]
-                assert mask is not None
-                if not mask[token]:
+                guide.write(executor, bits, 0, [])
+                if not bits[0, token >> 5] >> (token & 31) & 1:
                     return count
                 guide.advance(token)
             count += 1

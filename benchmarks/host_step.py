@@ -1,0 +1,91 @@
+"""Host time of a step: microseconds of Python and of launching, at 64 users, by what their requests ask for.
+
+    python benchmarks/host_step.py [--users 64] [--steps 100] [--out FILE.json]
+
+An engine with tiny-r1's tokenizer and vocabulary answers; in place of the model stand hidden states and logits made once, so that what is
+left of a decode step is the host's: scheduling, tables, sampling, grammars, texts, what requests ask of logits. Time is the process's own
+processor time, which other work on the machine lengthens little. Every answer is about 100 to 100 + steps tokens long while it is measured.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.executor.engine import Engine
+from quantkit.executor.grammar import json_schema
+from quantkit.executor.graphs import DecodeRows, Result
+from quantkit.executor.sampling import SamplingParams
+from quantkit.hub import find_model
+
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "greedy, streamed": {"stop": ("never",)},
+    "temperature, top-p, top-k": {"temperature": 0.8, "top_p": 0.95, "top_k": 50},
+    "penalties": {"temperature": 0.8, "presence_penalty": 0.2, "frequency_penalty": 0.2, "repetition_penalty": 1.1},
+    "logit bias": {"logit_bias": tuple((token, 1.0) for token in range(20, 40))},
+    "log-probabilities": {"logprobs": 5},
+    "JSON schema": {"temperature": 0.8, "grammar": "schema"},
+}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}, "minItems": 400}}, "required": ["a"]}
+
+
+class Stub:
+    """Decode steps that compute nothing."""
+
+    failure = ""
+
+    def __init__(self, vocab: int, rows: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.hidden, self.logits = torch.zeros(rows, 8), torch.randn(rows, vocab, generator=generator)
+        self.greedy = self.logits.argmax(-1)
+
+    def run(self, rows: DecodeRows, *inputs: torch.Tensor) -> Result:
+        count = len(rows.token_ids)
+        return Result(self.hidden[:count], self.logits[:count], self.greedy[:count])
+
+
+def microseconds(engine: Engine, users: int, steps: int, fields: dict[str, Any]) -> float:
+    """The median step's."""
+    known = dict(fields)
+    if "grammar" in known:
+        known["grammar"] = json_schema(SCHEMA)
+    for user in range(users):
+        engine.submit([20 + user % 50] * 8, SamplingParams(max_new_tokens=400, ignore_eos=True, seed=user, **known), user)
+    while sum(len(one.token_ids) for one in engine.scheduler.running) < 108 * users:
+        engine.step()
+    times = []
+    for _ in range(steps):
+        began = time.process_time()
+        engine.step()
+        times.append((time.process_time() - began) * 1e6)
+    assert len(engine.scheduler.running) == users, "nobody has finished"
+    for sequence in list(engine.scheduler.running):
+        engine.cancel(sequence)
+    return statistics.median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--users", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    engine = Engine.load(find_model("tiny-r1"), device="cpu", max_batch=options.users, max_model_len=512)
+    stub: Any = Stub(engine.loaded.config.vocab_size, options.users)
+    engine.runner.steps = stub
+    found = {}
+    for kind, fields in KINDS.items():
+        found[kind] = microseconds(engine, options.users, options.steps, fields)
+        print(f"{kind}: {found[kind]:.0f} us a step at {options.users} users", flush=True)
+    if options.out:
+        options.out.write_text(json.dumps({"users": options.users, "microseconds": found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

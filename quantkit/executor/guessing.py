@@ -1,0 +1,136 @@
+"""How many tokens a step guesses: chosen while running, from how often guesses were right and what steps have cost.
+
+With d guesses by the MTP layer and l looked up (lookup.py), B answers bring B * (1 + expected right guesses) tokens a step, in the time
+that a step of so many rows has taken. The pair with the most tokens a second is used; none is where guessing does not pay. What was not
+tried yet is taken for as good as it may be, so it is tried; more than was chosen is tried from time to time, for lengths and texts change.
+"""
+
+import itertools
+from dataclasses import dataclass, field
+
+_PRIOR_RATE, _PRIOR_WEIGHT = 0.7, 4.0
+"""What is taken for the share of right guesses before any was seen, and as how many guesses that counts."""
+_KEPT = 0.98
+"""Of what counted at a step, so much counts at the next: the last 50 matter."""
+_TRIED, _DROPPED = 2, 1
+"""Times that a cost must have been seen to be believed; the first times, which compile and capture, do not count."""
+_EVERY, _PROBED = 16, 16
+"""Steps between choices, and choices between those that try a guess more for one step."""
+_MARGIN = 1.01
+"""By how much guessing must promise to be faster than not guessing."""
+
+MTP, LOOKUP = "mtp", "lookup"
+
+
+@dataclass
+class Rates:
+    """Of one source of guesses: the share that was right at each place, of those whose predecessors were right."""
+
+    right: list[float] = field(default_factory=list)
+    seen: list[float] = field(default_factory=list)
+
+    def add(self, count: int, kept: int) -> None:
+        """Of `count` guesses in a row the first `kept` were right."""
+        self.right += [0.0] * (count - len(self.right))
+        self.seen += [0.0] * (count - len(self.seen))
+        for place in range(min(kept + 1, count)):
+            self.right[place] = self.right[place] * _KEPT + (place < kept)
+            self.seen[place] = self.seen[place] * _KEPT + 1
+
+    def expected(self, count: int) -> float:
+        """Right guesses of `count` in a row."""
+        total, chance, rate = 0.0, 1.0, _PRIOR_RATE
+        for place in range(count):
+            if place < len(self.seen):
+                rate = (self.right[place] + rate * _PRIOR_WEIGHT) / (self.seen[place] + _PRIOR_WEIGHT)
+            chance *= rate
+            total += chance
+        return total
+
+
+class Costs:
+    """Seconds of steps by their rows, for one number of guesses that the step makes."""
+
+    def __init__(self) -> None:
+        self._times: dict[int, int] = {}
+        self._seconds: dict[int, float] = {}
+
+    def add(self, rows: int, seconds: float) -> None:
+        times = self._times[rows] = self._times.get(rows, 0) + 1
+        if times <= _DROPPED:
+            return
+        known = self._seconds.get(rows)
+        # A single slow step is the machine's, not the rows': it moves what is known by little.
+        self._seconds[rows] = seconds if known is None else known + 0.1 * (min(seconds, 2 * known) - known)
+
+    def tried(self, rows: int) -> bool:
+        """Whether steps of about so many rows were seen often enough."""
+        return any(times >= _TRIED + _DROPPED for one, times in self._times.items() if rows <= 1.5 * one <= 2.25 * rows)
+
+    def seconds(self, rows: float) -> float | None:
+        """Between what is known of fewer and of more rows; None where nothing is."""
+        fewer = max((one for one in self._seconds if one <= rows), default=None)
+        more = min((one for one in self._seconds if one >= rows), default=None)
+        if fewer is None or more is None:
+            near = fewer if more is None else more
+            return None if near is None else self._seconds[near]
+        share = (rows - fewer) / (more - fewer) if more > fewer else 0.0
+        return self._seconds[fewer] + share * (self._seconds[more] - self._seconds[fewer])
+
+
+class Guessing:
+    """most_drafts, most_looked_up: guesses of each source after a token, at most. measured: whether fewer are made where that pays."""
+
+    def __init__(self, most_drafts: int, most_looked_up: int, *, measured: bool = False) -> None:
+        self.most_drafts, self.most_looked_up, self.measured = most_drafts, most_looked_up, measured
+        self.drafts, self.looked_up = most_drafts, most_looked_up
+        self.rates = {MTP: Rates(), LOOKUP: Rates()}
+        self._costs: dict[int, Costs] = {}
+        self._found = 0.5
+        """Share of answers for which something was looked up."""
+        self._steps = self._answers = self._next = self._choices = 0
+
+    def checked(self, source: str, count: int, kept: int) -> None:
+        """Of an answer's `count` guesses the first `kept` were right."""
+        self.rates[source].add(count, kept)
+
+    def found(self, share: float) -> None:
+        """For so many of the step's answers something was looked up."""
+        self._found = _KEPT * self._found + (1 - _KEPT) * share
+
+    def stepped(self, answers: int, rows: int, seconds: float) -> None:
+        """A step that computed answers alone: so many, with so many rows, their guesses included."""
+        self._costs.setdefault(self.drafts, Costs()).add(rows, seconds)
+        self._answers = answers
+        self._steps += 1
+
+    def choose(self) -> tuple[int, int]:
+        """Guesses of each source from now on."""
+        if not self.measured or not self._answers:
+            return self.drafts, self.looked_up
+        for drafts in range(self.most_drafts, -1, -1):
+            if not self._costs.setdefault(drafts, Costs()).tried(self._rows(drafts, 0)):
+                return drafts, 0
+        if self._steps < self._next:
+            return self.drafts, self.looked_up
+        self._choices += 1
+        best = max(itertools.product(range(self.most_drafts + 1), range(self.most_looked_up + 1)), key=self._rate)
+        if self._rate(best) < _MARGIN * self._rate((0, 0)):
+            best = (0, 0)
+        if self._choices % _PROBED == 0:
+            self._next = self._steps + 1
+            return min(best[0] + 1, self.most_drafts), min(best[1] + 1, self.most_looked_up)
+        self._next = self._steps + _EVERY
+        return best
+
+    def _rows(self, drafts: int, looked_up: int) -> int:
+        found = self._found if looked_up else 0.0
+        return round(self._answers * (1 + (1 - found) * drafts + found * max(looked_up, drafts)))
+
+    def _rate(self, pair: tuple[int, int]) -> float:
+        """Tokens a second."""
+        drafts, looked_up = pair
+        found = self._found if looked_up else 0.0
+        right = (1 - found) * self.rates[MTP].expected(drafts) + found * self.rates[LOOKUP].expected(looked_up)
+        seconds = self._costs[drafts].seconds(self._rows(drafts, looked_up))
+        return self._answers * (1 + right) / seconds if seconds else float("inf")

@@ -1,0 +1,179 @@
+"""How many tokens are guessed is chosen by what guesses brought and steps cost; where they come from changes no token."""
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from running_server import load
+
+from quantkit.executor.engine import Engine
+from quantkit.executor.guessing import LOOKUP, MTP, Costs, Guessing, Rates
+from quantkit.executor.leader import Leader, follow
+from quantkit.executor.lookup import Lookup
+from quantkit.executor.sampling import SamplingParams
+from quantkit.executor.sequence import Sequence
+from quantkit.hub import find_model
+
+PROMPTS = [[40 + i, 5, 6, 7, 8, 9] * 6 for i in range(5)]
+
+
+def params(temperature: float) -> list[SamplingParams]:
+    return [
+        SamplingParams(max_new_tokens=24 + i, temperature=temperature, top_p=0.95, seed=i, ignore_eos=True, frequency_penalty=0.1 * (i % 2))
+        for i in range(len(PROMPTS))
+    ]
+
+
+def tokens(engine: Engine, asked: list[SamplingParams]) -> list[list[int]]:
+    done = sorted(engine.generate(PROMPTS, asked), key=lambda one: one.index)
+    assert engine.scheduler.allocator.num_free == engine.scheduler.allocator.num_blocks
+    return [one.token_ids for one in done]
+
+
+def test_lookup_finds_what_followed_last() -> None:
+    looked = Lookup()
+    said = [1, 2, 3, 4, 5, 1, 2, 3]
+    assert looked.guesses(said, 4) == [4, 5, 1, 2]
+    assert looked.guesses([*said, 9], 4) == []
+    assert looked.guesses([*said, 9, 1, 2, 3], 2) == [9, 1], "the last time counts"
+    assert looked.guesses([*said, 9, 1, 2, 3], 0) == []
+    assert Lookup().guesses([1, 2], 3) == []
+
+
+def test_lookup_is_that_of_a_plain_search() -> None:
+    draw = random.Random(3)
+    looked, said = Lookup(), [draw.randrange(4) for _ in range(5)]
+    for _ in range(300):
+        said += [draw.randrange(4) for _ in range(draw.randrange(1, 4))]
+        places = [at for at in range(3, len(said)) if said[at - 3 : at] == said[-3:]]
+        assert looked.guesses(said, 5) == (said[places[-1] : places[-1] + 5] if places else [])
+
+
+@pytest.mark.parametrize(
+    ("options", "temperature"), [({"num_looked_up": 4}, 0.0), ({"num_looked_up": 3, "num_drafts": 2, "cache_tokens": 512}, 0.7)]
+)
+def test_tokens_are_those_without_guesses(options: dict[str, int], temperature: float) -> None:
+    """tiny-r1's reasoning repeats the question's numbers."""
+    plain, guessing = (load(find_model("tiny-r1"), max_model_len=192, **given) for given in ({}, options))
+    asked = [plain.tokenizer.encode_chat([{"role": "user", "content": f"What is {3 + i}+{41 + 17 * i}?"}]) for i in range(4)]
+    given = [replace(one, max_new_tokens=48, frequency_penalty=0.0) for one in params(temperature)[:4]]
+    found = [[one.token_ids for one in sorted(engine.generate(asked, given), key=lambda one: one.index)] for engine in (plain, guessing)]
+    assert found[0] == found[1]
+    assert guessing.guessing.rates[LOOKUP].seen
+    assert 0 < guessing.acceptance.accepted < guessing.acceptance.drafted
+
+
+def test_the_layer_catches_up(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where guesses were switched off for a while, those after it are the ones that were made without a pause."""
+    always = load(tiny_checkpoint, max_model_len=128, num_drafts=1)
+    expected = tokens(always, params(0.0))
+    paused = load(tiny_checkpoint, max_model_len=128, num_drafts=1)
+    seen: dict[str, dict[tuple[int, int], int]] = {"always": {}, "paused": {}}
+    extend = Sequence.extend
+
+    def kept(where: str) -> Callable[[Sequence, list[int], float], int]:
+        def wrapped(self: Sequence, chosen: list[int], now: float) -> int:
+            if self.drafts:
+                seen[where][self.index, len(self.token_ids)] = self.drafts[0]
+            return extend(self, chosen, now)
+
+        return wrapped
+
+    monkeypatch.setattr(Sequence, "extend", kept("always"))
+    tokens(always, params(0.0))
+    monkeypatch.setattr(Sequence, "extend", kept("paused"))
+    monkeypatch.setattr("quantkit.executor.drafter._MOST_BEHIND", 4)
+    steps = Counter[str]()
+
+    def choose(self: Guessing) -> tuple[int, int]:
+        steps["all"] += 1
+        return (0 if steps["all"] % 14 > 3 else 1), 0
+
+    monkeypatch.setattr(Guessing, "choose", choose)
+    assert tokens(paused, params(0.0)) == expected
+    both = seen["always"].keys() & seen["paused"].keys()
+    assert len(both) > 20
+    assert sum(seen["always"][at] == seen["paused"][at] for at in both) >= 0.95 * len(both), "the cache is bfloat16: a tie may turn"
+
+
+@pytest.mark.parametrize(
+    ("rate", "answers", "each"), [(0.05, 1, 0.0), (0.05, 8, 0.5), (0.4, 8, 0.02), (0.6, 1, 0.5), (0.9, 1, 0.02), (0.9, 8, 0.5)]
+)
+def test_never_slower_than_without(rate: float, answers: int, each: float) -> None:
+    """Guesses right with a probability, a pass of r rows costing 1 + each * r, a guess 0.05: within 2 % of the best fixed number."""
+    draw = random.Random(7)
+
+    def step(drafts: int, rows: int) -> float:
+        return (1 + each * rows + 0.05 * drafts) * draw.uniform(0.97, 1.06)
+
+    def right(count: int) -> int:
+        return next((at for at in range(count) if draw.random() >= rate), count)
+
+    guessing = Guessing(3, 0, measured=True)
+    total, gained, drafts = 0.0, 0, 3
+    for _ in range(4000):
+        seconds = step(guessing.drafts, answers * (1 + drafts))
+        for _ in range(answers):
+            kept = right(drafts)
+            gained += 1 + kept
+            if drafts:
+                guessing.checked(MTP, drafts, kept)
+        guessing.stepped(answers, answers * (1 + drafts), seconds)
+        drafts, total = guessing.drafts, total + seconds
+        guessing.drafts, guessing.looked_up = guessing.choose()
+    fixed = [(1 + each * answers * (1 + d) + 0.05 * d) / (1 + sum(rate**i for i in range(1, d + 1))) for d in range(4)]
+    taken = total / gained * answers / 1.015  # the mean of the noise
+    assert taken <= 1.02 * fixed[0], (guessing.drafts, taken, fixed)
+    assert taken <= 1.06 * min(fixed), (guessing.drafts, taken, fixed)
+
+
+def test_costs_lie_between_known_ones() -> None:
+    costs = Costs()
+    assert costs.seconds(4) is None
+    for rows, seconds in ((4, 1.0), (8, 3.0)):
+        for _ in range(3):
+            costs.add(rows, seconds)
+    assert [costs.seconds(rows) for rows in (1, 4, 6, 8, 20)] == [1.0, 1.0, 2.0, 3.0, 3.0]
+    assert costs.tried(5)
+    assert not costs.tried(20)
+
+
+def test_rates_are_of_guesses_whose_predecessors_were_right() -> None:
+    rates = Rates()
+    for number in range(4000):
+        rates.add(2, (0, 1, 2, 2)[number % 4])
+    assert abs(rates.expected(1) - 0.75) < 0.03
+    assert abs(rates.expected(2) - (0.75 + 0.5)) < 0.06
+
+
+@torch.inference_mode()
+def test_a_measured_engine_answers_the_same(tiny_checkpoint: Path) -> None:
+    asked = params(0.0)
+    engine = load(tiny_checkpoint, max_model_len=128, num_drafts=2, num_looked_up=3, measure_steps=True)
+    plain = tokens(load(tiny_checkpoint, max_model_len=128), asked)
+    for _ in range(2):
+        assert tokens(engine, asked) == plain
+    assert engine.guessing._costs.keys() >= {1, 2}
+
+
+def test_the_other_ranks_guess_as_many() -> None:
+    told: list[Any] = []
+    leader = Leader(SimpleNamespace(size=2, rank=0, tell=told.append))  # type: ignore[arg-type]
+    leader.guess(2, 5)
+    leader.step()
+    heard = iter([json.loads(json.dumps(told[0])), None])
+    called: list[Any] = []
+    follower = SimpleNamespace(
+        parallel=SimpleNamespace(listen=lambda: next(heard)),
+        guess=lambda *given: called.append(given),
+        compute_step=lambda: called.append("step"),
+    )
+    follow(follower)  # type: ignore[arg-type]
+    assert called == [(2, 5), "step"]
