@@ -82,7 +82,8 @@ class Guessing:
     """most_drafts, most_looked_up: guesses of each source after a token, at most. measured: whether fewer are made where that pays."""
 
     def __init__(self, most_drafts: int, most_looked_up: int, *, measured: bool = False) -> None:
-        self.most_drafts, self.most_looked_up, self.measured = most_drafts, most_looked_up, measured
+        self.most_drafts, self.most_looked_up = most_drafts, most_looked_up
+        self.measured = measured and most_drafts + most_looked_up > 0
         self.drafts, self.looked_up = most_drafts, most_looked_up
         self.rates = {MTP: Rates(), LOOKUP: Rates()}
         self._costs: dict[int, Costs] = {}
