@@ -39,6 +39,7 @@ from quantkit.executor.runner import ForwardPass, Runner
 from quantkit.executor.sampling import SamplingParams, check_defaults
 from quantkit.executor.scheduler import ScheduledStep, Scheduler
 from quantkit.executor.sequence import Completion, FinishReason, Sequence, look_up
+from quantkit.executor.states import check_states
 from quantkit.tokenizer.chat import ChatTokenizer
 
 
@@ -158,7 +159,7 @@ class Engine:
                 cache=options.cache,
             )
             _check_eos(tokenizer, loaded.config.vocab_size, path)
-            _check_states(loaded, options)
+            check_states(loaded.config.recurrent, options)
             engine = cls(
                 loaded,
                 tokenizer,
@@ -379,14 +380,6 @@ class Engine:
             raise QuantkitError(f"logit_bias or stop_token_ids names a token outside 0..{vocab - 1}", "use the model's own tokenizer")
         guide = None if params.grammar is None else self.grammars.guide(params.grammar, params.grammar_after)
         return Sequence(index, prompt, params, self.tokenizer, self.max_model_len, streams=streams, guide=guide)
-
-
-def _check_states(loaded: LoadedModel, options: EngineOptions) -> None:
-    told = f"{options.model_path} has layers whose state is of all the text before a token, which"
-    if loaded.config.recurrent is not None and options.prefix_cache:
-        raise QuantkitError(f"{told} requests cannot share block by block", "run it without --prefix-cache")
-    if loaded.config.recurrent is not None and options.num_looked_up:
-        raise QuantkitError(f"{told} cannot be taken back where a guess is wrong", "run it without --prompt-lookup")
 
 
 def _check_eos(tokenizer: ChatTokenizer, vocab_size: int, path: Path) -> None:

@@ -7,6 +7,8 @@ be computed again, as captures and retries do. Place 0 belongs to nobody: paddin
 import torch
 from torch import Tensor
 
+from quantkit.errors import QuantkitError
+from quantkit.executor.options import EngineOptions
 from quantkit.models.delta_rule import DeltaNet, DeltaState
 
 
@@ -39,6 +41,15 @@ class RecurrentStates:
         self._recent[number][other, places] = state.recent
         self._memory[number][other, places] = state.memory
         self._tokens[number][other, places] = tokens
+
+
+def check_states(net: DeltaNet | None, options: EngineOptions) -> None:
+    """Raises QuantkitError where options ask of such layers what they cannot do."""
+    told = f"{options.model_path} has layers whose state is of all the text before a token, which"
+    if net is not None and options.prefix_cache:
+        raise QuantkitError(f"{told} requests cannot share block by block", "run it without --prefix-cache")
+    if net is not None and options.num_looked_up:
+        raise QuantkitError(f"{told} cannot be taken back where a guess is wrong", "run it without --prompt-lookup")
 
 
 def state_bytes(net: DeltaNet | None, places: int, ranks: int) -> int:
