@@ -45,6 +45,7 @@ def copy(tmp_path: Path) -> Path:
         *ROOT.glob("benchmarks/results/*.json"),
         *ROOT.glob("docs/bench*.md"),
         *ROOT.glob("docs/pictures/*.svg"),
+        ROOT / "docs/ascend.md",
         ROOT / "docs/evaluation.md",
         ROOT / "README.md",
     ):
