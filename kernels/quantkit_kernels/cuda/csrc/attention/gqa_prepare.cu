@@ -24,74 +24,75 @@ namespace {
 constexpr int kWarps = 8;
 
 // A warp takes one head of one token.
-template <class T> __global__ void __launch_bounds__(32 * kWarps) gqa_prepare(const GqaPrepare p) {
-  const int lane = threadIdx.x & 31, all = p.heads + 2 * p.kv_heads, at = blockIdx.x * kWarps + threadIdx.x / 32, token = at / all, head = at % all;
-  wait_for_predecessor();
-  let_successor_start();
-  if (token >= p.tokens) return;
-  const T* from = (const T*)p.qkv + (size_t)at * p.d;
-  const bool query = head < p.heads, key = !query && head < p.heads + p.kv_heads;
-  const int kv_head = head - p.heads - (key ? 0 : p.kv_heads);
-  T* to = query ? (T*)p.q + ((size_t)token * p.heads + head) * p.d : (T*)(key ? p.keys : p.values) + ((size_t)p.slots[token] * p.kv_heads + kv_head) * p.d;
-  if (!query && !key) {
-    for (int i = lane * 8; i < p.d; i += 256) *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(from + i);
-    return;
+template <class T> struct Head {
+  int lane, token, head;
+  bool query, key;
+  const T* from;
+
+  __device__ __forceinline__ explicit Head(const GqaPrepare& p) : lane(threadIdx.x & 31) {
+    const int all = p.heads + 2 * p.kv_heads, at = blockIdx.x * kWarps + threadIdx.x / 32;
+    token = at / all, head = at % all, from = (const T*)p.qkv + (size_t)at * p.d;
+    query = head < p.heads, key = !query && head < p.heads + p.kv_heads;
   }
-  const T* gains = (const T*)(query ? p.q_norm : p.k_norm);
-  float factor = 1;
-  if (gains) {
+  __device__ __forceinline__ T* query_row(const GqaPrepare& p) const { return (T*)p.q + ((size_t)token * p.heads + head) * p.d; }
+  __device__ __forceinline__ size_t cache_row(const GqaPrepare& p) const { return (size_t)p.slots[token] * p.kv_heads + head - p.heads - (key ? 0 : p.kv_heads); }
+
+  // take(i, value) for every channel of a query or key, normed and turned, of which this lane has some. factor: as `norm_factor` gives it.
+  template <class Take> __device__ __forceinline__ void each(const GqaPrepare& p, float factor, const Take& take) const {
+    const T* gains = (const T*)(query ? p.q_norm : p.k_norm);
+    const auto normed = [&](int i) { return gains ? float(from[i]) * factor * float(gains[i]) : float(from[i]); };
+    const int half = p.rope / 2;
+    for (int i = lane; i < half; i += 32) {
+      const int first = p.interleaved ? 2 * i : i, second = p.interleaved ? 2 * i + 1 : i + half;
+      const float c = p.cosines[(size_t)token * half + i], s = p.sines[(size_t)token * half + i], a = normed(first), b = normed(second);
+      take(first, a * c - b * s), take(second, a * s + b * c);
+    }
+    for (int i = p.rope + lane; i < p.d; i += 32) take(i, normed(i));
+  }
+  __device__ __forceinline__ float norm_factor(const GqaPrepare& p) const {
+    if (!(query ? p.q_norm : p.k_norm)) return 1;
     float squares = 0;
     for (int i = lane; i < p.d; i += 32) squares += float(from[i]) * float(from[i]);
-    factor = rsqrtf(warp_sum(squares) / p.d + p.eps);
+    return rsqrtf(warp_sum(squares) / p.d + p.eps);
   }
-  const auto normed = [&](int i) { return gains ? float(from[i]) * factor * float(gains[i]) : float(from[i]); };
-  const int half = p.rope / 2;
-  for (int i = lane; i < half; i += 32) {
-    const int first = p.interleaved ? 2 * i : i, second = p.interleaved ? 2 * i + 1 : i + half;
-    const float c = p.cosines[(size_t)token * half + i], s = p.sines[(size_t)token * half + i], a = normed(first), b = normed(second);
-    to[first] = T(a * c - b * s);
-    to[second] = T(a * s + b * c);
+};
+
+template <class T> __global__ void __launch_bounds__(32 * kWarps) gqa_prepare(const GqaPrepare p) {
+  const Head<T> one(p);
+  wait_for_predecessor();
+  let_successor_start();
+  if (one.token >= p.tokens) return;
+  T* to = one.query ? one.query_row(p) : (T*)(one.key ? p.keys : p.values) + one.cache_row(p) * p.d;
+  if (!one.query && !one.key) {
+    for (int i = one.lane * 8; i < p.d; i += 256) *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(one.from + i);
+    return;
   }
-  for (int i = p.rope + lane; i < p.d; i += 32) to[i] = T(normed(i));
+  one.each(p, one.norm_factor(p), [&](int i, float value) { to[i] = T(value); });
 }
 
 // The same with keys and values into codes: they are rounded to T first, and computed anew for each of the two passes over them.
 template <class T, class Code> __global__ void __launch_bounds__(32 * kWarps) gqa_prepare_codes(const GqaPrepare p) {
-  const int lane = threadIdx.x & 31, all = p.heads + 2 * p.kv_heads, at = blockIdx.x * kWarps + threadIdx.x / 32, token = at / all, head = at % all;
+  const Head<T> one(p);
   wait_for_predecessor();
   let_successor_start();
-  if (token >= p.tokens) return;
-  const T* from = (const T*)p.qkv + (size_t)at * p.d;
-  const bool query = head < p.heads, key = !query && head < p.heads + p.kv_heads;
-  const T* gains = query ? (const T*)p.q_norm : key ? (const T*)p.k_norm : nullptr;
-  float factor = 1;
-  if (gains) {
-    float squares = 0;
-    for (int i = lane; i < p.d; i += 32) squares += float(from[i]) * float(from[i]);
-    factor = rsqrtf(warp_sum(squares) / p.d + p.eps);
-  }
-  const auto normed = [&](int i) { return gains ? float(from[i]) * factor * float(gains[i]) : float(from[i]); };
-  const int half = query || key ? p.rope / 2 : 0;
+  if (one.token >= p.tokens) return;
+  const float factor = one.query || one.key ? one.norm_factor(p) : 1;
   const auto each = [&](const auto& take) {
-    for (int i = lane; i < half; i += 32) {
-      const int first = p.interleaved ? 2 * i : i, second = p.interleaved ? 2 * i + 1 : i + half;
-      const float c = p.cosines[(size_t)token * half + i], s = p.sines[(size_t)token * half + i], a = normed(first), b = normed(second);
-      take(first, float(T(a * c - b * s))), take(second, float(T(a * s + b * c)));
-    }
-    for (int i = 2 * half + lane; i < p.d; i += 32) take(i, float(T(normed(i))));
+    if (one.query || one.key) return one.each(p, factor, [&](int i, float value) { take(i, float(T(value))); });
+    for (int i = one.lane; i < p.d; i += 32) take(i, float(one.from[i]));
   };
-  if (query) {
-    T* to = (T*)p.q + ((size_t)token * p.heads + head) * p.d;
+  if (one.query) {
+    T* to = one.query_row(p);
     each([&](int i, float value) { to[i] = T(value); });
     return;
   }
-  const size_t row = (size_t)p.slots[token] * p.kv_heads + head - p.heads - (key ? 0 : p.kv_heads);
   float scale = kLeastScale;
   each([&](int, float value) { scale = fmaxf(scale, fabsf(value) / Code::largest); });
   scale = warp_max(scale);
-  uint8_t* to = (uint8_t*)(key ? p.keys : p.values) + row * p.d;
+  const size_t row = one.cache_row(p);
+  uint8_t* to = (uint8_t*)(one.key ? p.keys : p.values) + row * p.d;
   each([&](int i, float value) { to[i] = Code::of(__fdiv_rn(value, scale)); });
-  if (lane == 0) (key ? p.key_scales : p.value_scales)[row] = scale;
+  if (one.lane == 0) (one.key ? p.key_scales : p.value_scales)[row] = scale;
 }
 
 }  // namespace
