@@ -32,6 +32,7 @@ OTHERS = "spellings of other writers, or of an architecture without a table, whi
 SPELLED: dict[str, dict[str, str]] = {
     "calibrate/units.py": {"layers.": UNIT, ".experts.": UNIT},
     "quantization/memory.py": {"layers.": UNIT, ".experts": UNIT},
+    "quantization/run.py": {"layers.": UNIT},
     "quantization/checks.py": {"lm_head\\.weight": "a head beside a tied embedding, for which the table has no row"},
     "checkpoint/formats/base.py": {
         "lm_head": "what engines call the head, stored or tied",

@@ -53,6 +53,7 @@ QWEN_NEXT = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 8,
 }
+QWEN_3_5 = {key: value for key, value in QWEN_NEXT.items() if key not in ("norm_topk_prob", "mlp_only_layers")} | {"num_hidden_layers": 4}
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
@@ -98,11 +99,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def random_peer(kind: str, extra: dict[str, Any]) -> Any:
-    """A transformers model with every parameter drawn at random, biases and norms included."""
+def random_peer(kind: str, extra: dict[str, Any], model_class: str | None = None) -> Any:
+    """A transformers model with every parameter drawn at random, biases and norms included. model_class: where it is not called so."""
     config = getattr(transformers, f"{kind}Config")(**{**SHARED, **extra})
     torch.manual_seed(7)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    model = getattr(transformers, model_class or f"{kind}ForCausalLM")(config).eval()
     for parameter in model.parameters():
         matrix, noise = parameter.ndim > 1, torch.randn_like(parameter)
         parameter.data = noise * 1.6 / parameter.shape[-1] ** 0.5 if matrix else 1 + noise * 0.3
@@ -127,3 +128,15 @@ def checkpoint_tensors(model: Any) -> dict[str, Tensor]:
             kind = "bias" if last.endswith("_bias") else "weight"
             tensors |= {f"{module}.{expert}.{side}.{kind}": part.contiguous() for side, part in sides.items()}
     return tensors
+
+
+def whole(extra: dict[str, Any]) -> tuple[Any, dict[str, Any], dict[str, Tensor]]:
+    """A random text model of Qwen3.5-MoE, with the config.json and the names of the model around it."""
+    peer = random_peer("Qwen3_5MoeText", extra, "Qwen3_5MoeForCausalLM")
+    rope = {**peer.config.rope_parameters, "mrope_section": [1, 1, 1], "mrope_interleaved": True}
+    config = {"model_type": "qwen3_5_moe", "text_config": {**peer.config.to_dict(), "rope_parameters": rope}}
+    tensors = {}
+    for name, tensor in checkpoint_tensors(peer).items():
+        bare = name.replace("model.language_model.", "model.", 1)
+        tensors[bare.replace("model.", "model.language_model.", 1) if bare.startswith("model.") else bare] = tensor
+    return peer, config, tensors

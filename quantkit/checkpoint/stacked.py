@@ -28,6 +28,7 @@ class Stacking:
 
 STACKINGS: dict[str, Stacking] = {
     "gpt_oss": Stacking(turned=True, in_turn=True),
+    "qwen3_5_moe": Stacking(),
 }
 """By model_type of config.json."""
 

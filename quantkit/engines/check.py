@@ -96,7 +96,7 @@ def _check_load(engine: str, load: LoadRule, checkpoint: Checkpoint, rows: list[
         *_check_siblings(engine, load, checkpoint, linears),
         *_check_mtp(engine, load, checkpoint, linears),
         *_check_tied_head(engine, load, checkpoint, rows),
-        *_check_keys(engine, load, checkpoint),
+        *_check_keys(engine, load, checkpoint, linears),
     ]
 
 
@@ -214,7 +214,7 @@ def _check_tied_head(engine: str, load: LoadRule, checkpoint: Checkpoint, rows: 
         )
 
 
-def _check_keys(engine: str, load: LoadRule, checkpoint: Checkpoint) -> Iterable[LoadProblem]:
+def _check_keys(engine: str, load: LoadRule, checkpoint: Checkpoint, linears: list[Parameter]) -> Iterable[LoadProblem]:
     block: Mapping[str, Any] = checkpoint.config.get("quantization_config") or {}
     for key in load.quantization_keys:
         value = getattr(checkpoint.grid, key)
@@ -225,7 +225,8 @@ def _check_keys(engine: str, load: LoadRule, checkpoint: Checkpoint) -> Iterable
     if load.side_algorithms and not block and said.get("quant_algo") not in load.side_algorithms:
         told = f"{engine} takes quant_algo {said.get('quant_algo')} from quantization_config in config.json only, which is not there"
         yield LoadProblem("error", told, "quantkit convert --format compressed-tensors, which loses nothing")
-    width, group = checkpoint.config.get("moe_intermediate_size"), getattr(checkpoint.grid, "group_size", None)
+    width = next((row.shape[0] for row in linears if row.expert is not None and row.projection == "gate"), None)
+    group = getattr(checkpoint.grid, "group_size", None)
     if load.narrow_experts_wrong and width and group and width <= group:
         told = (
             f"{engine} mixes up scales of gate_proj and up_proj: a GPU's {width} columns of an expert are not more than group_size {group}"

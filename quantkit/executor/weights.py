@@ -167,7 +167,24 @@ class ExecutorWeights:
         if module in self._read:
             return self._read.pop(module)
         stored = self.checkpoint.linears.get(module)
-        return operand(self._share(module), self.dtype, stored.format.activation_bits if stored else 16)
+        bits = stored.format.activation_bits if stored else 16
+        joined, *others = (operand(share, self.dtype, bits) for share in self._shares(module))
+        for other in others:
+            joined = stack(joined, other)
+        return joined
+
+    def _shares(self, module: str) -> list[Weight]:
+        """This rank's part of a linear, of each of its segments where it has some."""
+        segments = self._parameters[f"{module}.weight"].segments if self._is_cut(module, "column") else ()
+        if not segments:
+            return [self._share(module)]
+        shares, end = [], 0
+        for size in segments:
+            first, last = share_range(size, "output features", module, self.parallel.rank, self.parallel.size)
+            weight, begin = self.checkpoint.share(module, "N", end + first, end + last, self._unpacked_on)
+            shares.append(cut_rows(weight, end + first - begin, end + last - begin))
+            end += size
+        return shares
 
     def _share(self, module: str) -> Weight:
         """This rank's part of a linear."""

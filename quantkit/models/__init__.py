@@ -22,6 +22,7 @@ ARCHITECTURES = (
     "qwen2",
     "qwen2_moe",
     "qwen3",
+    "qwen3_5_moe",
     "qwen3_moe",
     "qwen3_next",
 )
@@ -44,6 +45,7 @@ if TYPE_CHECKING:  # mypy proves that each file offers what is asked of it
         qwen2,
         qwen2_moe,
         qwen3,
+        qwen3_5_moe,
         qwen3_moe,
         qwen3_next,
     )
@@ -62,6 +64,7 @@ if TYPE_CHECKING:  # mypy proves that each file offers what is asked of it
     _QWEN2: Architecture[qwen2.Config] = qwen2
     _QWEN2_MOE: Architecture[qwen2_moe.Config] = qwen2_moe
     _QWEN3: Architecture[qwen3.Config] = qwen3
+    _QWEN3_5_MOE: Architecture[qwen3_5_moe.Config] = qwen3_5_moe
     _QWEN3_MOE: Architecture[qwen3_moe.Config] = qwen3_moe
     _QWEN3_NEXT: Architecture[qwen3_next.Config] = qwen3_next
 

@@ -18,11 +18,19 @@ def delta_parameters(net: DeltaNet, prefix: str, hidden: int, layer: int) -> lis
     def row(name: str, shape: tuple[int, ...], segments: tuple[int, ...] = ()) -> Parameter:
         return Parameter(f"{prefix}.{name}", shape, "state", "column", layer, block="attention", segments=segments)
 
-    linear = Parameter(f"{prefix}.in_proj_qkvz.weight", (2 * (keys + values), hidden), "linear", "column", layer, block="attention")
+    def linear(name: str, rows: int, segments: tuple[int, ...] = ()) -> Parameter:
+        fused = None if net.joined else f"{prefix}.in_proj_qkvz"
+        shape = (rows, hidden)
+        return Parameter(f"{prefix}.{name}.weight", shape, "linear", "column", layer, fused=fused, block="attention", segments=segments)
+
+    if net.joined:
+        readers = [linear("in_proj_qkvz", 2 * (keys + values)), row("in_proj_ba.weight", (2 * net.value_heads, hidden))]
+    else:
+        gates = [row(f"in_proj_{name}.weight", (net.value_heads, hidden)) for name in "ba"]
+        readers = [linear("in_proj_qkv", sum(net.segments), net.segments), linear("in_proj_z", values), *gates]
     out = Parameter(f"{prefix}.out_proj.weight", (hidden, values), "linear", "row", layer, block="attention", projection="o")
     return [
-        linear,
-        row("in_proj_ba.weight", (2 * net.value_heads, hidden)),
+        *readers,
         row("conv1d.weight", (sum(net.segments), 1, net.kernel), segments=net.segments),
         row("dt_bias", (net.value_heads,)),
         row("A_log", (net.value_heads,)),
@@ -31,9 +39,10 @@ def delta_parameters(net: DeltaNet, prefix: str, hidden: int, layer: int) -> lis
     ]
 
 
-def delta_scale_groups(prefix: str, norm: str) -> list[ScaleGroup]:
-    """The norm before it to both linears that read it. The norm behind it is shared by all heads, and its output by a gate."""
-    readers = (f"{prefix}.in_proj_qkvz", f"{prefix}.in_proj_ba")
+def delta_scale_groups(net: DeltaNet, prefix: str, norm: str) -> list[ScaleGroup]:
+    """The norm before it to the linears that read it. The norm behind it is shared by all heads, and its output by a gate."""
+    names = ("qkvz", "ba") if net.joined else ("qkv", "z", "b", "a")
+    readers = tuple(f"{prefix}.in_proj_{name}" for name in names)
     return [ScaleGroup(f"{prefix}.in_proj", norm, True, readers, readers[0])]
 
 
@@ -42,8 +51,9 @@ class GatedDeltaNet:
 
     def __init__(self, net: DeltaNet, layer: int, prefix: str, eps: float, weights: Weights) -> None:
         self.net, self.layer, self.eps = net, layer, eps
-        self.qkvz = weights.linear(f"{prefix}.in_proj_qkvz")
-        self.ba = weights.tensor(f"{prefix}.in_proj_ba.weight").float()
+        first, second = (("qkvz",), ("ba",)) if net.joined else (("qkv", "z"), ("b", "a"))
+        self.qkvz = weights.fused_linear(tuple(f"{prefix}.in_proj_{name}" for name in first))
+        self.ba = torch.cat([weights.tensor(f"{prefix}.in_proj_{name}.weight").float() for name in second])
         self.weights = DeltaWeights(weights.tensor(f"{prefix}.conv1d.weight").float()[:, 0], net)
         self.dt_bias = weights.tensor(f"{prefix}.dt_bias").float()
         self.speed = weights.tensor(f"{prefix}.A_log").float().exp()
@@ -52,12 +62,19 @@ class GatedDeltaNet:
 
     def __call__(self, x: Tensor, context: Context) -> Tensor:
         """x [T, H] -> [T, H], partial over ranks."""
-        net, shared = self.net, self.net.value_heads // self.net.key_heads
-        sizes = [net.key_dim, net.key_dim, shared * net.value_dim, shared * net.value_dim]
-        q, k, v, z = self.qkvz(x).unflatten(-1, (-1, sum(sizes))).split(sizes, dim=-1)
-        b, a = (side.flatten(1) for side in F.linear(x.float(), self.ba).unflatten(-1, (-1, 2, shared)).unbind(-2))
-        mixed = torch.cat([side.flatten(1) for side in (q, k, v)], dim=-1)
+        mixed, z, b, a = self._brought(self.qkvz(x), F.linear(x.float(), self.ba))
         inputs = DeltaInputs(mixed, -self.speed * F.softplus(a + self.dt_bias), b.sigmoid())
         attended = context.attend_delta(self.layer, inputs, self.weights).to(x.dtype)
         gate = F.silu(z.reshape(attended.shape).float())
         return self.out((rms_norm(attended, self.norm, self.eps) * gate).to(x.dtype).flatten(1))
+
+    def _brought(self, qkvz: Tensor, ba: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Outputs of the linears -> queries, keys and values [T, C]; gates [T, value heads * value_dim]; b and a [T, value heads]."""
+        net, channels, heads = self.net, len(self.weights.convolution), ba.shape[1] // 2
+        if not net.joined:
+            return (*qkvz.split([channels, qkvz.shape[1] - channels], dim=-1), *ba.split(heads, dim=-1))
+        shared = net.value_heads // net.key_heads
+        sizes = [net.key_dim, net.key_dim, shared * net.value_dim, shared * net.value_dim]
+        q, k, v, z = qkvz.unflatten(-1, (-1, sum(sizes))).split(sizes, dim=-1)
+        b, a = (side.flatten(1) for side in ba.unflatten(-1, (-1, 2, shared)).unbind(-2))
+        return torch.cat([side.flatten(1) for side in (q, k, v)], dim=-1), z.flatten(1), b, a

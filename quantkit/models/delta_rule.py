@@ -21,7 +21,9 @@ _EPS = 1e-6
 @dataclass(frozen=True)
 class DeltaNet:
     """Sizes of the linear attention. Value heads that stand side by side share a key head. kernel: width of the convolution. layers: those
-    that have it."""
+    that have it. joined: whether one linear gives queries, keys, values and gates, key head after key head, and another the rest; or there
+    is a linear for queries, keys and values, and one each for the others.
+    """
 
     key_heads: int
     value_heads: int
@@ -29,6 +31,7 @@ class DeltaNet:
     value_dim: int
     kernel: int
     layers: frozenset[int]
+    joined: bool = True
 
     @property
     def segments(self) -> tuple[int, int, int]:

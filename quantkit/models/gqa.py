@@ -227,7 +227,7 @@ def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
     a = f"{p}.self_attn"
     groups = [ScaleGroup(f"{a}.qkv", f"{p}.input_layernorm", True, tuple(f"{a}.{side}_proj" for side in "qkv"), f"{a}.q_proj")]
     if config.recurrent is not None and layer in config.recurrent.layers:
-        groups = delta_scale_groups(f"{p}.linear_attn", f"{p}.input_layernorm")
+        groups = delta_scale_groups(config.recurrent, f"{p}.linear_attn", f"{p}.input_layernorm")
     elif config.num_key_value_heads == config.num_attention_heads and not config.qkv_bias:
         groups.append(ScaleGroup(f"{a}.v_o", f"{a}.v_proj", False, (f"{a}.o_proj",), f"{a}.o_proj"))
     norm = f"{p}.post_attention_layernorm"

@@ -15,7 +15,7 @@ from quantkit.models.windows import refuse_windows
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
 
-_DEFAULTS = {"head_dim": 256, "num_key_value_heads": 2}
+DEFAULTS = {"head_dim": 256, "num_key_value_heads": 2}
 _NET = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
@@ -23,7 +23,7 @@ _NET = {
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
 }
-_TURNED, _INTERVAL = 0.25, 4
+TURNED, _INTERVAL = 0.25, 4
 """transformers' own, where config.json leaves them out."""
 _LINEAR, _FULL = "linear_attention", "full_attention"
 
@@ -31,9 +31,9 @@ _LINEAR, _FULL = "linear_attention", "full_attention"
 class Config(gqa.Config):
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "Config":
-        config = _DEFAULTS | config
+        config = DEFAULTS | config
         refuse_windows({key: value for key, value in config.items() if key != "layer_types"})
-        values = gqa.read_config(config, partial_rotary_factor=_TURNED)
+        values = gqa.read_config(config, partial_rotary_factor=TURNED)
         num_layers, bias = values["num_hidden_layers"], check_flag(config, "attention_bias")
         check_count("moe_intermediate_size", values.get("moe_intermediate_size"))
         return cls(
@@ -45,15 +45,15 @@ class Config(gqa.Config):
             mixture=MixtureNames(shared="shared_expert", shared_gate="shared_expert_gate"),
             shared_width=check_count("shared_expert_intermediate_size", config.get("shared_expert_intermediate_size")),
             dense_layers=dense_layers(config, num_layers),
-            recurrent=read_delta_net(config, num_layers),
+            recurrent=read_delta_net(config, num_layers, joined=True),
             output_gate=True,
             norm_offset=1.0,
             copied=("mtp.",),
         )
 
 
-def read_delta_net(config: dict[str, Any], num_layers: int) -> DeltaNet | None:
-    """The linear attention that config.json describes; None where no layer has it."""
+def read_delta_net(config: dict[str, Any], num_layers: int, *, joined: bool) -> DeltaNet | None:
+    """The linear attention that config.json describes; None where no layer has it. joined: as in `DeltaNet`."""
     kinds = config.get("layer_types")
     if kinds is None:
         interval = check_count("full_attention_interval", config.get("full_attention_interval", _INTERVAL))
@@ -68,4 +68,4 @@ def read_delta_net(config: dict[str, Any], num_layers: int) -> DeltaNet | None:
         raise refusal("linear_num_value_heads", values, f"a multiple of linear_num_key_heads = {keys}")
     layers = frozenset(layer for layer, kind in enumerate(kinds) if kind == _LINEAR)
     key_dim, value_dim, kernel = (sizes[f"linear_{name}_dim"] for name in ("key_head", "value_head", "conv_kernel"))
-    return DeltaNet(keys, values, key_dim, value_dim, kernel, layers) if layers else None
+    return DeltaNet(keys, values, key_dim, value_dim, kernel, layers, joined) if layers else None

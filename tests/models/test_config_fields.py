@@ -10,7 +10,8 @@ import pytest
 import torch
 import transformers
 from plain_weights import PlainWeights
-from transformers_peers import CASES, checkpoint_tensors, random_peer
+from torch import Tensor
+from transformers_peers import CASES, QWEN_3_5, checkpoint_tensors, random_peer, whole
 
 from quantkit.errors import QuantkitError
 from quantkit.models import find_architecture
@@ -35,7 +36,9 @@ DEEPSEEK = {
 }
 BASES: dict[str, tuple[str, dict[str, Any]]] = {kind: CASES[kind] for kind in KINDS} | {"deepseek_v3": ("DeepseekV3", DEEPSEEK)}
 BASES = {name: (kind, {**extra, "num_hidden_layers": 2, "mlp_only_layers": []}) for name, (kind, extra) in BASES.items()}
-BASES["qwen3_next"][1]["layer_types"] = ["linear_attention", "full_attention"]
+BASES["qwen3_5_moe"] = ("Qwen3_5MoeText", {**QWEN_3_5, "num_hidden_layers": 2})
+for name in ("qwen3_next", "qwen3_5_moe"):
+    BASES[name][1]["layer_types"] = ["linear_attention", "full_attention"]
 NOT_OF_THE_MODEL = {"transformers_version", "architectures", "output_hidden_states", "return_dict", "dtype", "chunk_size_feed_forward"}
 NOT_OF_THE_MODEL |= {"is_encoder_decoder", "id2label", "label2id", "problem_type", "output_attentions", "num_mtp_layers"}
 
@@ -70,7 +73,7 @@ def test_every_field_is_computed_or_refused(base: str) -> None:
     """Asks for nothing of a value that transformers itself refuses."""
     kind, extra = BASES[base]
     declared = [field.name for field in fields(getattr(transformers, f"{kind}Config"))]
-    plain = random_peer(kind, extra).config
+    plain = peer_of(kind, extra)[0].config
     computed, refused = set(), set()
     for name in declared:
         if name in NOT_OF_THE_MODEL:
@@ -79,20 +82,29 @@ def test_every_field_is_computed_or_refused(base: str) -> None:
             verdict = asked(kind, {**extra, name: value}, name)
             if verdict is not None:
                 (computed if verdict else refused).add(name)
-    assert {"rms_norm_eps", "intermediate_size", "tie_word_embeddings", "rope_parameters"} <= computed | refused
+    named = {"rms_norm_eps", "intermediate_size", "tie_word_embeddings", "rope_parameters"} & {*declared}
+    assert len(named) >= 3
+    assert named <= computed | refused
     assert len(computed) > len(refused), (computed, refused)
+
+
+def peer_of(kind: str, extra: dict[str, Any]) -> tuple[Any, dict[str, Any], dict[str, Tensor]]:
+    """The model of transformers, and its config.json and tensors as they are published."""
+    if kind == "Qwen3_5MoeText":
+        return whole(extra)
+    peer = random_peer(kind, extra)
+    return peer, peer.config.to_dict(), checkpoint_tensors(peer)
 
 
 def asked(kind: str, extra: dict[str, Any], name: str) -> bool | None:
     """Whether it is computed; None where transformers has no such model."""
     token_ids = torch.arange(1, 13)
     try:
-        peer = random_peer(kind, extra)
+        peer, config_dict, tensors = peer_of(kind, extra)
         with torch.no_grad():
             expected = peer(token_ids[None]).logits[0]
     except Exception:  # whatever transformers says of such a config
         return None
-    config_dict = peer.config.to_dict()
     architecture = find_architecture(config_dict)
     try:
         config = architecture.Config.from_dict(config_dict)
@@ -100,7 +112,6 @@ def asked(kind: str, extra: dict[str, Any], name: str) -> bool | None:
         with pytest.raises(QuantkitError, match=name):
             architecture.Config.from_dict(config_dict)
         return False
-    tensors = checkpoint_tensors(peer)
     with torch.no_grad():
         names = config.mixture.linears if hasattr(config, "mixture") else PROJ_NAMES
         model = architecture.Model(config, PlainWeights(tensors, names))
