@@ -55,6 +55,11 @@ def dtype_named(name: str) -> torch.dtype:
     return found
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Its torch name: bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
 def free_bytes(device: torch.device) -> int:
     """Memory that a new allocation could have."""
     if device.type == "cuda":

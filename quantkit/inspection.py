@@ -7,6 +7,7 @@ from typing import Any
 
 from quantkit.amounts import size
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.devices import dtype_name
 from quantkit.engines.check import LoadProblem
 from quantkit.models import is_known
 from quantkit.models.stored import check_listed, is_stored, read_model, stored_shape
@@ -73,7 +74,7 @@ def describe(checkpoint: Checkpoint) -> Inspection:
     tensors = checkpoint.tensors.values()
     by_dtype = Counter[str]()
     for tensor in tensors:
-        by_dtype[str(tensor.dtype).removeprefix("torch.")] += tensor.nbytes
+        by_dtype[dtype_name(tensor.dtype)] += tensor.nbytes
     left = Counter(linear.format.name for linear in checkpoint.linears.values() if linear.format is not checkpoint.format)
     return Inspection(
         path=str(checkpoint.path),

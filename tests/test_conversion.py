@@ -14,10 +14,11 @@ from packed_model import write_packed
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quantkit import conversion as module
 from quantkit.checkpoint.formats import awq, compressed_fp4, compressed_int4, compressed_int8, modelopt, modelslim
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.conversion import convert, fit_scales
+from quantkit.conversion import convert
+from quantkit.conversion import plan as module
+from quantkit.conversion.differences import fit_scales
 from quantkit.errors import QuantkitError
 from quantkit.progress import Event, Progress
 from quantkit.quant.weights import Fp4Weight, IntWeight, dequantize

@@ -16,10 +16,10 @@ from commands import Answer, command
 from replay_server import ReplayServer, Reply
 
 from quantkit import __version__
-from quantkit import conversion as convert_module
 from quantkit.checkpoint.lock import Lock
 from quantkit.checkpoint.target import partial_of
 from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.conversion import plan as convert_module
 from quantkit.evaluation.results import store
 
 MARKUP = "m[bold][/INST][x] [/]"

@@ -10,10 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from quantkit.checkpoint.formats.base import FLOAT_DTYPES, Format
 from quantkit.checkpoint.header import TensorInfo
+from quantkit.devices import dtype_name
 from quantkit.errors import QuantkitError
 from quantkit.schemes import Grid
 
@@ -73,7 +72,8 @@ def quantized_linear(path: Path, format: Format, grid: Grid | None, tensors: Map
             raise QuantkitError(f"{name} in {path / tensor.shard} has shape {_shape(tensor.shape)}, expected {_shape(part.shape)}", _AGAIN)
         if tensor.dtype not in part.dtypes:
             raise QuantkitError(
-                f"{name} in {path / tensor.shard} is {_dtype(tensor.dtype)}, expected {' or '.join(map(_dtype, part.dtypes))}", _AGAIN
+                f"{name} in {path / tensor.shard} is {dtype_name(tensor.dtype)}, expected {' or '.join(map(dtype_name, part.dtypes))}",
+                _AGAIN,
             )
         names.append(name)
     return QuantizedLinear(format, shape, own_grid, tuple(names))
@@ -84,7 +84,7 @@ def _check_plain(path: Path, format: Format, tensor: TensorInfo) -> None:
         raise QuantkitError(f"{tensor.name} in {path / tensor.shard} belongs to no quantized weight", _AGAIN)
     if tensor.dtype not in FLOAT_DTYPES:
         raise QuantkitError(
-            f"{tensor.name} in {path / tensor.shard} is {_dtype(tensor.dtype)}, which {format.name} ({format.variant}) does not have",
+            f"{tensor.name} in {path / tensor.shard} is {dtype_name(tensor.dtype)}, which {format.name} ({format.variant}) does not have",
             "formats are mixed, or config.json is not the one of these weights",
         )
 
@@ -101,7 +101,3 @@ def check_ignored(described: Path, format: Format, ignored: Callable[[str], bool
 
 def _shape(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) if shape else "scalar"
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -10,6 +10,7 @@ from quantkit.checkpoint.description import check_description
 from quantkit.checkpoint.formats import FORMATS, detect_format, fp8_block
 from quantkit.checkpoint.formats.base import FLOAT_DTYPES, Format
 from quantkit.checkpoint.header import TensorInfo
+from quantkit.devices import dtype_name
 from quantkit.diagnosis.findings import DiagnosisFindings
 from quantkit.diagnosis.survey import Survey
 from quantkit.errors import QuantkitError
@@ -216,7 +217,7 @@ def _find_orphans(survey: Survey, described: Described, format: Format, findings
     if orphans:
         findings.add("part-orphan", orphans, "a part of a quantized weight whose codes are not there")
     if strange:
-        kind = str(strange[0].dtype).removeprefix("torch.")
+        kind = dtype_name(strange[0].dtype)
         findings.add("part-malformed", [tensor.name for tensor in strange], f"{kind}, which {format.name} {format.variant} does not have")
 
 

@@ -11,10 +11,10 @@ import pytest
 import quantize_job
 from output_files import files
 
-from quantkit import conversion as convert_module
 from quantkit.checkpoint import reader
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.conversion import convert
+from quantkit.conversion import plan as convert_module
 from quantkit.errors import QuantkitError
 from quantkit.progress import Event, OnEvent, Progress, silent
 from quantkit.quantization import quantize

@@ -1,0 +1,50 @@
+"""Which format a checkpoint may be converted to, and which grid its weights keep."""
+
+import torch
+
+from quantkit.checkpoint.formats import FORMATS, compressed_int4, dense
+from quantkit.checkpoint.formats.base import Format
+from quantkit.checkpoint.formats.nvfp4 import Nvfp4
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import QuantkitError
+from quantkit.schemes import Grid, Mxfp4Grid
+
+
+def target_name(format: str | None, dtype: str | None) -> str:
+    if (format is None) == (dtype is None):
+        raise QuantkitError("convert takes either a format or a dtype", "give --format F, or --dtype bf16 for plain weights")
+    return format if format is not None else dense.FORMAT.name
+
+
+def find_target(checkpoint: Checkpoint, name: str, grid: Grid | None) -> Format:
+    named = [format for format in FORMATS if format.name == name]
+    if not named:
+        raise QuantkitError(f"format {name!r} is not known", f"choose one of {', '.join(dict.fromkeys(format.name for format in FORMATS))}")
+    if name == dense.FORMAT.name:
+        return named[0]
+    source = checkpoint.format
+    if grid is None:
+        fault = f"{checkpoint.path} is {source.name}, and {name} holds rounded weights"
+        raise QuantkitError(fault, "convert does not round: use quantkit quantize")
+    for format in sorted(named, key=lambda one: one is source or not one.holds(grid)):
+        if format is source:
+            raise QuantkitError(f"{checkpoint.path} is already {name} {format.variant}", "there is nothing to convert")
+        if format.holds(grid) or (isinstance(grid, Mxfp4Grid) and isinstance(format, Nvfp4)):
+            exact = format is compressed_int4.FORMAT and source.scale_dtype == torch.float16
+            return compressed_int4.FP16_SCALES if exact else format
+    holders = ", ".join(dict.fromkeys(format.name for format in FORMATS if format.holds(grid)))
+    raise QuantkitError(f"{name} cannot hold the weights of {checkpoint.path} ({grid})", f"formats that can: {holders}")
+
+
+def common_grid(checkpoint: Checkpoint) -> Grid | None:
+    grids = {linear.grid for linear in checkpoint.linears.values() if linear.format is checkpoint.format}
+    if len(grids) > 1:
+        fault = f"{checkpoint.path} has weights on {len(grids)} grids"
+        raise QuantkitError(fault, "only checkpoints with one can be converted; --dtype bf16 makes it plain")
+    return next(iter(grids), None)
+
+
+def plain_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """What a decoded weight is stored in where no dtype was asked for: the model's own 16 bits."""
+    said = checkpoint.config.get("torch_dtype", checkpoint.config.get("dtype"))
+    return torch.float16 if said == "float16" else torch.bfloat16
