@@ -92,9 +92,13 @@ class DecoderLayer:
         """Sequence by sequence: a layer sees one as the model's own forward shows it."""
         made = torch.empty_like(hidden)
         start = 0
+        for module in self.module.modules():
+            for key, table in module._buffers.items():
+                if table is not None and not table.is_meta:
+                    module._buffers[key] = table.to(hidden.device)
         for length in context.seq_lens:
             part = slice(start, start + length)
-            call = self.skeleton.calls(length)[self.layer]
+            call = self.skeleton.calls(length)[self.layer].on(hidden.device)
             try:
                 with torch.no_grad():
                     found = self.skeleton.result(self.module(hidden[part][None], *call.args, **call.kwargs))

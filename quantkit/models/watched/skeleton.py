@@ -36,6 +36,10 @@ class Call:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
+    def on(self, device: torch.device) -> "Call":
+        """The same with its tensors on a device."""
+        return Call(_moved(self.args, device), {key: _moved(value, device) for key, value in self.kwargs.items()})
+
 
 class Skeleton:
     """model: transformers' model on the meta device. text: its stack of decoder layers, with what is around it. prefixes: of the layers, by
@@ -229,6 +233,12 @@ def _build(config: Mapping[str, Any], told: str) -> Any:
         except Exception as found:  # an attention it does not have, or a config that it does not build
             fault = found
     raise QuantkitError(f"{told}: transformers does not build it ({type(fault).__name__}: {fault!s:.80})", ROUTE) from fault
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    return type(value)(_moved(one, device) for one in value) if type(value) in (tuple, list) else value
 
 
 def _nbytes(*of_lengths: list[Call]) -> int:
