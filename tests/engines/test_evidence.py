@@ -1,0 +1,49 @@
+"""What is said of an engine's loads is what the judge of loaders found."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from quantkit.engines import evidence as module
+from quantkit.engines.evidence import Loaded, evidence, loaded
+from quantkit.engines.profiles import EngineProfile, LoadRule, find_engine
+
+
+@dataclass(frozen=True)
+class Rule:
+    profile: EngineProfile
+    load: LoadRule
+
+
+@pytest.fixture
+def int8() -> Rule:
+    profile = find_engine("vllm-ascend")
+    return Rule(profile, next(load for load in profile.loads if load.format == "modelslim" and "int8" in load.grids))
+
+
+def test_every_result_is_of_a_rule() -> None:
+    for one in loaded():
+        rules = [load for load in find_engine(one.engine).loads if (load.format, load.variant) == (one.format, one.variant)]
+        assert any(one.grid in load.grids and one.device in load.devices for load in rules), one
+
+
+def test_loaded_is_said_where_all_was_right_and_every_fault_found(int8: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = next(one for one in loaded() if (one.engine, one.format, one.grid) == ("vllm-ascend", "modelslim", "int8"))
+
+    def said(**changes: int) -> str:
+        monkeypatch.setattr(
+            module, "loaded", lambda: (Loaded(**{**found.model_dump(), "loads": 4, "right": 4, "faults": 3, "found": 3, **changes}),)
+        )
+        return evidence(int8.profile, int8.load)
+
+    assert said() == "loaded by vllm-ascend 0.23.0 on a CPU, ranks 0 and 3 of 4"
+    assert said(right=3) == "by source"
+    assert said(found=2) == "by source"
+    assert said(faults=0, found=0) == "by source"
+    assert said(loads=0, right=0) == "by source"
+
+
+def test_a_run_counts_for_more() -> None:
+    profile = find_engine("vllm")
+    awq = next(load for load in profile.loads if load.format == "awq" and "cuda" in load.devices)
+    assert evidence(profile, awq) == "run on H200, vLLM 0.22.1"
