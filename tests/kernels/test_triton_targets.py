@@ -48,7 +48,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 pytestmark = pytest.mark.skipif(cards.interpreted(), reason="the interpreter compiles nothing")
 
 MULTIPROCESSORS = {"sm_80": 108, "sm_86": 82, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_120": 170, "gfx90a": 104, "gfx942": 304}
-FEW = ("sm_80", "sm_90", "gfx942")
+FEW = ("sm_80", "gfx942")
 MOST_REGISTERS, MOST_SPILLED = {"sm": 255, "gf": 512}, 256
 """Of a thread; bytes of a thread that may lie in memory instead: none do in the kernels of a decode step."""
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int8: "i8", torch.int16: "i16"}
