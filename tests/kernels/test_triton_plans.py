@@ -1,0 +1,68 @@
+"""Plans of the Triton backend, without Triton or a device: rules fit the card, tables are read, layouts decode to the weight."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from quantkit_kernels.samples import random_weight
+from quantkit_kernels.triton import cards
+from quantkit_kernels.triton.layout import SPAN, STRIP, pack
+from quantkit_kernels.weights import Int4
+
+MULTIPROCESSORS = 108
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cards._table.cache_clear()
+    yield
+    cards._table.cache_clear()
+
+
+@pytest.mark.parametrize("name", [*cards.SHARED_BYTES, "sm_103", "gfx1100", "sm_300"])
+def test_plans_by_the_rule_fit_the_card(name: str) -> None:
+    room = cards.shared_bytes(name)
+    assert room <= 227 << 10
+    for kind in ("int4", "fp4", "int8"):
+        for n, k in ((64, 128), (2048, 7104), (151936, 4000)):  # in no table
+            for tokens in (1, 16, 17, 64, 65, 300, 1024):
+                plan = cards.linear_plan(name, MULTIPROCESSORS, kind, n, k, tokens)
+                assert plan is not None
+                assert cards.stage_bytes(plan, kind) * plan.stages <= room, (kind, n, k, tokens)
+                assert 1 <= plan.split <= max(1, -(-k // 128)), plan
+            few = cards.linear_plan(name, MULTIPROCESSORS, kind, n, k, 2000)
+            assert (few is None) == (kind != "int8")
+        for pairs in (0.1, 20, 50, 500):
+            plan = cards.experts_plan(name, kind, 2048, 7168, pairs)
+            assert cards.stage_bytes(plan, kind, doubled=True) * plan.stages <= room, (kind, pairs)
+
+
+def test_a_table_of_this_machine_counts_for_more_than_the_one_that_ships() -> None:
+    shipped = cards.linear_plan("sm_90", 132, "int4", 2112, 7168, 1)
+    assert shipped == cards.Plan(64, 16, 14, 4, 3)
+    assert cards.linear_plan("sm_90", 132, "int4", 2112, 7168, 3) == cards.Plan(64, 16, 8, 4, 3)  # that of 16, the next larger
+    path = cards.own_table("sm_90")
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"plans": {"linear": [["int4", 2112, 7168, 16, [128, 16, 2, 8, 3]]], "experts": []}}))
+    cards._table.cache_clear()
+    assert cards.linear_plan("sm_90", 132, "int4", 2112, 7168, 1) == cards.Plan(128, 16, 2, 8, 3)
+    assert cards.linear_plan("sm_90", 132, "int4", 7168, 16384, 512) == cards.Plan(128, 128, 1, 8, 3)
+
+
+def test_words_hold_the_codes_of_four_planes() -> None:
+    """Of N and K that are no whole strips and steps: what is added decodes to zero."""
+    weight = random_weight("int4-asym-64", 70, 192, torch.Generator().manual_seed(0))
+    assert isinstance(weight, Int4)
+    packed = pack(weight)
+    steps, rows = 2, 128
+    assert packed.codes.shape == (steps, 1, rows, 32)
+    assert rows % STRIP == 0
+    words = packed.codes.to(torch.int32)
+    codes = torch.stack([(words >> (4 * plane)) & 15 for plane in range(4)], dim=-2).permute(2, 0, 1, 3, 4).reshape(rows, steps * SPAN)
+    assert torch.equal(codes[:70, :192] - 8, weight.codes.int())
+    assert not packed.row_scale[70:].any()
+    halves = packed.scales.contiguous().view(torch.float16)  # of a step and row: scale, zero point, scale, zero point
+    found = halves.view(steps, rows, 4)[..., ::2].permute(1, 0, 2).reshape(rows, -1)[:70, :3].float() * packed.row_scale[:70, None]
+    torch.testing.assert_close(found, weight.scale, rtol=1e-3, atol=0)
