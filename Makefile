@@ -92,7 +92,7 @@ test-faults: $(VENV)/test.stamp
 test-placement: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 PYTHONPATH=.:kernels $(BIN)/python tests/judges/placement.py
 
-# About ten minutes on two cores, and 4 GB of disk for both environments.
+# An estimated quarter of an hour of CPU time, which was not measured as a whole, and 4 GB of disk for both environments.
 test-loaders: .venv-vllm-ascend/stamp .venv-sglang/stamp
 	OMP_NUM_THREADS=1 PYTHONPATH=.:kernels $(BIN)/python tests/judges/loaders/judge.py --vllm-ascend .venv-vllm-ascend/bin/python \
 		--sglang .venv-sglang/bin/python --directory out/loaders --result
