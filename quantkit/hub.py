@@ -88,6 +88,38 @@ def read_headers(name: str, wanted: tuple[str, ...]) -> RemoteHeaders:
     return RemoteHeaders(name, frozenset(listed), files, entries)
 
 
+def fetch_small(name: str, wanted: tuple[str, ...]) -> tuple[Path, dict[str, int]]:
+    """Those of the files `wanted` that the hub model has, in a folder of the hub's cache; and sizes of all its files, by name.
+
+    What the files hold is not looked at. Raises QuantkitError where the hub does not give them.
+    """
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.hf_api import RepoFile
+
+    with _told(name, "check the name and the network, or give a directory"):
+        sizes = {entry.path: entry.size for entry in HfApi().list_repo_tree(name) if isinstance(entry, RepoFile)}
+        folders = [Path(hf_hub_download(name, file)).parent for file in wanted if file in sizes]
+    if not folders:
+        raise QuantkitError(f"hub model {name} has none of the files of a model", "give a model in the layout of transformers")
+    return folders[0], sizes
+
+
+def read_header_of(name: str, shard: str, size: int) -> dict[str, RemoteTensor]:
+    """The header of one shard of `size` bytes, by range requests. Raises QuantkitError for one that cannot be read, or that promises more
+    bytes than there are."""
+    from huggingface_hub import HfApi, get_session, hf_hub_url
+    from huggingface_hub.utils import build_hf_headers
+
+    with _told(name, "give another revision"):
+        header = HfApi().parse_safetensors_file_metadata(name, shard)
+        begin = get_session().get(hf_hub_url(name, shard), headers={**build_hf_headers(), "range": "bytes=0-7"}, follow_redirects=True)
+        begin.raise_for_status()
+    end = 8 + int.from_bytes(begin.content[:8], "little") + max((one.data_offsets[1] for one in header.tensors.values()), default=0)
+    if end > size:
+        raise QuantkitError(f"{shard} of hub model {name} is truncated: its header tells of {end} bytes, it has {size}", "upload it again")
+    return {key: RemoteTensor(one.dtype, tuple(one.shape), one.data_offsets) for key, one in header.tensors.items()}
+
+
 def _shards(listed: list[str]) -> list[str]:
     """Those of the index where there is one: `model-*.safetensors` of `model.safetensors.index.json`. Others are another copy."""
     stem = "model-" if "model.safetensors.index.json" in listed else ""

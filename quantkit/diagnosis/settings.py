@@ -46,7 +46,7 @@ def check_settings(survey: Survey, structure: Structure, findings: DiagnosisFind
     """What the files say of themselves and of each other."""
     rows = _embedding_rows(survey, structure)
     vocabulary, added = _vocabulary(survey, findings)
-    if survey.has_weights and not any(name in survey.names for name in _TOKENIZERS):
+    if not any(name in survey.names for name in _TOKENIZERS):
         findings.add("tokenizer-missing", str(survey.path), "no tokenizer.json, tokenizer.model or vocab.json")
     if rows and vocabulary and max(vocabulary.values()) >= rows:
         beyond = [token for token, number in vocabulary.items() if number >= rows]

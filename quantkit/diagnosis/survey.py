@@ -4,7 +4,8 @@
 not on this machine is read by its headers alone.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,17 @@ from quantkit.checkpoint.shards import Shards
 from quantkit.checkpoint.stacked import unstacked
 from quantkit.diagnosis.findings import DiagnosisFindings
 from quantkit.errors import QuantkitError
-from quantkit.hub import find_local, read_headers
+from quantkit.hub import fetch_small, find_local, read_header_of
 from quantkit.model_files import LARGEST, is_there, read_json, read_text
 
 INDEX = "model.safetensors.index.json"
 TEMPLATE = "chat_template.jinja"
 _READ = (*SETTINGS, "tokenizer.json")
 """JSON files beside the weights that are looked at."""
+_AT_ONCE = 8
+"""Headers that are read at a time: those of the hub wait for the network."""
+Header = Callable[[str], dict[str, TensorInfo]]
+"""A shard's name -> its tensors by name. Raises QuantkitError for a damaged one."""
 
 
 @dataclass
@@ -67,27 +72,29 @@ def survey(model: str, findings: DiagnosisFindings) -> Survey:
 def of_folder(path: Path, findings: DiagnosisFindings) -> Survey:
     """Every file of a folder that tells something, the headers of all shards among them."""
     names = frozenset(file.name for file in path.iterdir())
-    config = _json(path, "config.json", findings)
-    side = {name: _json(path, name, findings) for name in SIDE_FILES if name in names}
-    settings = {name: _json(path, name, findings, "tokenizer-broken") for name in _READ if name in names}
-    template = _text(path, TEMPLATE, findings) if TEMPLATE in names else None
-    tensors = _tensors(path, findings)
-    return Survey(path, config, {name: value for name, value in side.items() if value}, tensors, settings, template, names, True)
+    return _looked_at(path, path, names, lambda shard: {info.name: info for info in read_header(path / shard)}, findings)
 
 
 def _of_hub(model: str, findings: DiagnosisFindings) -> Survey:
-    remote = read_headers(model, ("config.json", *SIDE_FILES, *_READ))
-    if "config.json" not in remote.files:
-        findings.add("config-unreadable", "config.json", f"hub model {model} has no config.json")
-    tensors: dict[str, TensorInfo] = {}
-    for shard, entries in remote.shards.items():
-        twice = [name for name in entries if name in tensors]
-        if twice:
-            findings.add("tensor-twice", twice, f"in {tensors[twice[0]].shard} and in {shard}")
-        tensors |= {name: remote_tensor(model, shard, name, entry) for name, entry in entries.items()}
-    side = {name: remote.files[name] for name in SIDE_FILES if name in remote.files}
-    settings = {name: remote.files[name] for name in _READ if name in remote.files}
-    return Survey(Path(model), remote.files.get("config.json", {}), side, tensors, settings, None, remote.names, False)
+    """The same of a hub model: small files whole, headers by range requests."""
+    folder, sizes = fetch_small(model, ("config.json", *SIDE_FILES, *_READ, INDEX, TEMPLATE))
+
+    def header(shard: str) -> dict[str, TensorInfo]:
+        entries = read_header_of(model, shard, sizes[shard])
+        return {name: remote_tensor(model, shard, name, entry) for name, entry in entries.items()}
+
+    names = frozenset(name for name in sizes if "/" not in name)
+    return replace(_looked_at(Path(model), folder, names, header, findings), has_weights=False)
+
+
+def _looked_at(path: Path, folder: Path, names: frozenset[str], header: Header, findings: DiagnosisFindings) -> Survey:
+    """path: the model as it is told; folder: where its small files are; names: of all its files."""
+    config = _json(folder, "config.json", findings)
+    side = {name: _json(folder, name, findings) for name in SIDE_FILES if name in names}
+    settings = {name: _json(folder, name, findings, "tokenizer-broken") for name in _READ if name in names}
+    template = _text(folder, TEMPLATE, findings) if TEMPLATE in names else None
+    tensors = _tensors(path, folder, names, header, findings)
+    return Survey(path, config, {name: value for name, value in side.items() if value}, tensors, settings, template, names, True)
 
 
 def _json(path: Path, name: str, findings: DiagnosisFindings, finding: str = "config-unreadable") -> dict[str, Any]:
@@ -106,9 +113,9 @@ def _text(path: Path, name: str, findings: DiagnosisFindings) -> str:
         return ""
 
 
-def _tensors(path: Path, findings: DiagnosisFindings) -> dict[str, TensorInfo]:
-    weight_map = _weight_map(path, findings)
-    there = {file.name for file in path.glob("*.safetensors")}
+def _tensors(path: Path, folder: Path, names: frozenset[str], header: Header, findings: DiagnosisFindings) -> dict[str, TensorInfo]:
+    weight_map = _weight_map(folder, findings)
+    there = {name for name in names if name.endswith(".safetensors")}
     # Names of an index that lead elsewhere are no shards of this folder.
     wanted = set(weight_map.values()) if weight_map else there
     missing = sorted(shard for shard in wanted if shard not in there)
@@ -119,7 +126,14 @@ def _tensors(path: Path, findings: DiagnosisFindings) -> dict[str, TensorInfo]:
         findings.add("index-missing", INDEX, f"{len(there)} shards and no index")
     if not wanted:
         findings.add("shard-missing", str(path), "no safetensors file is there", "give the directory of a complete checkpoint")
-    held = {shard: _header(path, shard, findings) for shard in sorted(wanted & there)}
+    shards = sorted(wanted & there)
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        read = list(pool.map(lambda shard: _header(shard, header), shards))
+    held: dict[str, dict[str, TensorInfo]] = {}
+    for shard, found in zip(shards, read):
+        held[shard] = {} if isinstance(found, QuantkitError) else found
+        if isinstance(found, QuantkitError):
+            findings.add("shard-damaged", shard, found.problem)
     _compare_index(weight_map, held, findings)
     return _joined(weight_map, held, findings)
 
@@ -137,12 +151,11 @@ def _weight_map(path: Path, findings: DiagnosisFindings) -> dict[str, str]:
     return weight_map
 
 
-def _header(path: Path, shard: str, findings: DiagnosisFindings) -> dict[str, TensorInfo]:
+def _header(shard: str, header: Header) -> dict[str, TensorInfo] | QuantkitError:
     try:
-        return {tensor.name: tensor for tensor in read_header(path / shard)}
+        return header(shard)
     except QuantkitError as fault:
-        findings.add("shard-damaged", shard, fault.problem)
-        return {}
+        return fault
 
 
 def _compare_index(weight_map: Mapping[str, str], held: Mapping[str, Mapping[str, TensorInfo]], findings: DiagnosisFindings) -> None:

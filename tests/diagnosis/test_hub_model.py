@@ -1,0 +1,60 @@
+"""`check` of a model that is on the hub alone: what headers tell is told as of a folder, and no weight is asked for."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import faulty
+import hub_server
+import pytest
+from commands import command
+from huggingface_hub import constants
+
+from quantkit.diagnosis.diagnose import diagnose
+
+NAME = "org/model"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+
+
+def findings(model: str) -> set[tuple[str, str]]:
+    return {(one.name, one.severity) for one in diagnose(model, depth="headers").findings.found}
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], hub_server.Hub]]:
+    """Serves a folder as NAME."""
+    with ExitStack() as servers:
+
+        def serve(folder: Path) -> hub_server.Hub:
+            server = servers.enter_context(hub_server.serve(folder, NAME))
+            monkeypatch.setattr(constants, "ENDPOINT", server.address)
+            template = server.address + "/{repo_id}/resolve/{revision}/{filename}"
+            monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+            return server
+
+        yield serve
+
+
+def test_a_good_model_is_good_and_no_weight_is_read(tiny_checkpoint: Path, served: Callable[[Path], hub_server.Hub]) -> None:
+    hub = served(tiny_checkpoint)
+    answer = command("check", NAME, "--json")
+    assert (answer.code, answer.json["verdict"]) == (0, "good"), answer.json
+    assert hub.weights < sum(file.stat().st_size for file in tiny_checkpoint.glob("*.safetensors")) / 4
+
+
+@pytest.mark.parametrize("fault", [fault for fault in faulty.FAULTS if fault.depth == "headers"], ids=lambda fault: fault.name)
+def test_a_fault_is_found_as_in_a_folder(
+    tiny_checkpoint: Path, tmp_path: Path, served: Callable[[Path], hub_server.Hub], fault: faulty.Fault
+) -> None:
+    contents = faulty.Contents.of(tiny_checkpoint)
+    if not fault.suits(contents) or fault.source:
+        pytest.skip("not of this model")
+    fault.apply(contents)
+    folder = contents.write(tmp_path / "bad")
+    served(folder)
+    assert findings(NAME) == findings(str(folder))
