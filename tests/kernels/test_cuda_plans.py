@@ -104,9 +104,5 @@ def test_lists_of_the_most_pairs_fit(experts: int) -> None:
     assert 2 * pairs + 4 + 4 * min(pairs, experts + pairs // 8) <= 7 << 10
 
 
-@pytest.mark.parametrize("per_expert", [1.0, 16.0, 33.0, 500.0])
-def test_plans_of_sorted_experts_do_not_split(per_expert: float) -> None:
-    """Only one linear's partial sums are added up over blocks."""
-    plan = sorted_plan(per_expert)
-    check(plan, 4096, 7168)
-    assert plan.split == 1
+def test_tiles_of_sorted_experts_have_room_for_those_of_most() -> None:
+    assert [sorted_plan(per_expert).tokens for per_expert in (9.0, 33.0, 64.0, 500.0)] == [64, 64, 128, 128]

@@ -10,7 +10,7 @@ from quantkit_kernels.backends import why_unusable
 from quantkit_kernels.cuda.experts.experts import CudaExperts
 from quantkit_kernels.cuda.experts.sorted import sorted_experts
 from quantkit_kernels.cuda.linears.linear import CudaLinear
-from quantkit_kernels.cuda.plans import TileAndSharePlan, TilePerBlockPlan, TokensInSharedPlan, persistent_tiles_plans
+from quantkit_kernels.cuda.plans import ExpertTilesPlan, TileAndSharePlan, TilePerBlockPlan, TokensInSharedPlan, persistent_tiles_plans
 from quantkit_kernels.samples import TOLERANCE, distance, exact_linear, random_weight
 from quantkit_kernels.weights import to_device
 
@@ -115,16 +115,16 @@ def test_sorted_experts_match_float64(grid: str) -> None:
     weights = random_experts(grid, count, hidden, intermediate, on_cpu)
     experts = layer([[to_device(one, DEVICE) for one in projection] for projection in weights], "cuda", torch.bfloat16)
     assert isinstance(experts, CudaExperts)
-    for tokens, top_k in ((1, 1), (33, 4), (200, 3)):
+    for tokens, top_k in ((1, 1), (33, 4), (200, 3), (300, 7), (900, 2)):  # widths of every step of 32, and several tiles an expert
         x = torch.randn(tokens, hidden, generator=rng, device=DEVICE).bfloat16()
         spread = torch.rand(tokens, count, generator=rng, device=DEVICE).topk(top_k, dim=-1).indices
         topk_weights = torch.rand(tokens, top_k, generator=rng, device=DEVICE)
         for ids in (spread, torch.full_like(spread, 4), spread.int()):  # with experts left empty, and one named several times
             exact = exact_experts(x.cpu(), ids.cpu(), topk_weights.cpu(), weights).to(DEVICE)
-            for tile in (32, 64, 128):
-                plan = TilePerBlockPlan(tile, 2, 1)
+            for tile in (64, 128):
                 held = (experts.gate_up, experts.down, experts.kind, experts.group, count)
-                y = sorted_experts(*held, x, ids.contiguous(), topk_weights, plan)
+                y = sorted_experts(*held, x, ids.contiguous(), topk_weights, ExpertTilesPlan(tile))
                 assert distance(y, exact) < 2e-2, (tokens, tile, rng.initial_seed())
+                assert torch.equal(y, sorted_experts(*held, x, ids.contiguous(), topk_weights, ExpertTilesPlan(tile)))
             few = experts.few_tokens(x, ids.contiguous(), topk_weights)
             assert distance(experts(x, ids, topk_weights), few.double()) < 2e-2

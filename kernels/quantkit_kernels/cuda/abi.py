@@ -129,6 +129,8 @@ FUNCTIONS: dict[str, list[type]] = {
     "qk_fused_experts": [ctypes.POINTER(FusedExpertsParams), *[_INT] * 4, _POINTER],
     "qk_sort_pairs": [_POINTER, *[_INT] * 5, *[_POINTER] * 4],
     "qk_sum_pairs": [_POINTER, _POINTER, *[_INT] * 4, _POINTER, _INT, _POINTER],
+    "qk_sum_rounded_pairs": [_POINTER, _POINTER, *[_INT] * 4, _POINTER],
+    "qk_expert_tiles": [ctypes.POINTER(TileParams), *[_INT] * 4, _POINTER],
     "qk_add_rms_norm": [*[_POINTER] * 5, *[_INT] * 3, _FLOAT, _POINTER],
     "qk_silu_and_mul": [_POINTER, _POINTER, *[_INT] * 3, _POINTER],
     "qk_rope": [*[_POINTER] * 5, *[_INT] * 6, _LONG, _LONG, _POINTER],

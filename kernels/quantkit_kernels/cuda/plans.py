@@ -7,6 +7,7 @@ A plan, its name in plans.json, its kernel's file and its C function have one na
     tile_per_block        more tokens: a block computes one tile of rows and tokens
     tile_and_share        the same in 4 bits, where tiles are a few more than multiprocessors: each block also takes a share of those left
     persistent_tiles      int8: a block stays on its multiprocessor and computes one tile after the other
+    expert_tiles          routed experts of more than a few tokens each, sorted by expert
     expand                1024 tokens and more, 4 bits: the weight is expanded to 16 bits, and cuBLAS multiplies
 
 plans.json holds the linears and experts of DeepSeek-R1 and openPangu-Ultra-MoE, whole and as a quarter of them (tensor parallel over four),
@@ -129,6 +130,13 @@ def persistent_tiles_plans(tokens: int) -> Iterator[PersistentTilesPlan]:
 
 
 @dataclass(frozen=True)
+class ExpertTilesPlan:
+    """Grid of expert_tiles.cu. tokens: that a tile has room for (64 or 128)."""
+
+    tokens: int
+
+
+@dataclass(frozen=True)
 class ExpandPlan:
     """expand.cu expands the 4-bit weight to the compute dtype, and cuBLAS multiplies."""
 
@@ -224,9 +232,9 @@ def experts_token_tiles(per_expert: float) -> int:
     return 1 if per_expert <= 7.5 else 2
 
 
-def sorted_plan(per_expert: float) -> TilePerBlockPlan:
+def sorted_plan(per_expert: float) -> ExpertTilesPlan:
     """The plan for sorted pairs, so many an expert on average. A tile should hold all tokens of most experts."""
-    return TilePerBlockPlan(32 if per_expert <= 20 else 64 if per_expert <= 48 else 128, 2, 1)
+    return ExpertTilesPlan(64 if per_expert <= 48 else 128)
 
 
 def _nearest(measured: list[tuple[int, list[AnyPlan]]], tokens: int) -> list[AnyPlan]:

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from quantkit_kernels.cuda.build import library
-from quantkit_kernels.cuda.experts.sum_pairs import sum_pairs
+from quantkit_kernels.cuda.experts.sum_pairs import sum_pairs, sum_rounded_pairs
 from quantkit_kernels.cuda.launch import SILU_MUL, WEIGH, checked, stream_of
 from quantkit_kernels.cuda.layout import PackedStrips
 from quantkit_kernels.cuda.linears.tiles import Slots, multiply_tiles
-from quantkit_kernels.cuda.plans import TilePerBlockPlan
+from quantkit_kernels.cuda.plans import ExpertTilesPlan, TilePerBlockPlan
 
-SORTED_PAIRS = 16384
+SORTED_PAIRS = 40960
 """Pairs that are computed at once. What is kept between the launches takes about 70 KB a pair (R1)."""
 
 
@@ -37,7 +37,7 @@ def sorted_experts(
     x: Tensor,
     topk_ids: Tensor,
     topk_weights: Tensor,
-    plan: TilePerBlockPlan,
+    plan: TilePerBlockPlan | ExpertTilesPlan,
 ) -> Tensor:
     """What `Experts` computes of x[T, H], topk_ids[T, k] and topk_weights[T, k] float32, all contiguous, by weights packed per expert."""
     pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
@@ -45,9 +45,10 @@ def sorted_experts(
     intermediate, hidden = gate_up.row_scale.numel() // num_experts // 2, x.shape[1]
     between = torch.empty(slots.order.numel(), intermediate, dtype=x.dtype, device=x.device)
     multiply_tiles(gate_up, kind, group, x, between, plan, epilogue=SILU_MUL, slots=slots, top_k=top_k, num_experts=num_experts)
-    weighed = torch.empty(pairs, hidden, dtype=torch.float32, device=x.device)
+    rounded = isinstance(plan, ExpertTilesPlan)
+    weighed = torch.empty(pairs, hidden, dtype=x.dtype if rounded else torch.float32, device=x.device)
     packed = (down, kind, group)
     multiply_tiles(*packed, between, weighed, plan, epilogue=WEIGH, slots=slots, num_experts=num_experts, pair_weights=topk_weights)
     y = torch.empty_like(x)
-    sum_pairs(weighed, y)
+    (sum_rounded_pairs if rounded else sum_pairs)(weighed, y)
     return y

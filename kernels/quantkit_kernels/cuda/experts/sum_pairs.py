@@ -11,3 +11,9 @@ def sum_pairs(weighed: Tensor, y: Tensor, counters: Tensor | None = None) -> Non
     sizes = (y.shape[0], weighed.shape[0] // y.shape[0], y.shape[1])
     cleared = (None, 0) if counters is None else (counters.data_ptr(), counters.numel())
     checked(library().qk_sum_pairs(weighed.data_ptr(), y.data_ptr(), DTYPES[y.dtype], *sizes, *cleared, stream_of(y.device)))
+
+
+def sum_rounded_pairs(weighed: Tensor, y: Tensor) -> None:
+    """The same of weighed[T * k, H] in the dtype of y."""
+    sizes = (y.shape[0], weighed.shape[0] // y.shape[0], y.shape[1])
+    checked(library().qk_sum_rounded_pairs(weighed.data_ptr(), y.data_ptr(), DTYPES[y.dtype], *sizes, stream_of(y.device)))

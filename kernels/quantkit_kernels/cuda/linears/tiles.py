@@ -10,13 +10,13 @@ from quantkit_kernels.cuda.abi import Shares, TileParams
 from quantkit_kernels.cuda.build import library
 from quantkit_kernels.cuda.launch import DTYPES, FORMATS, STORE, checked, stream_of
 from quantkit_kernels.cuda.layout import PackedStrips, pointers
-from quantkit_kernels.cuda.plans import PersistentTilesPlan, TileAndSharePlan, TilePerBlockPlan
+from quantkit_kernels.cuda.plans import ExpertTilesPlan, PersistentTilesPlan, TileAndSharePlan, TilePerBlockPlan
 from quantkit_kernels.workspace import workspace
 
 SHARE_ROWS = 256
 """Rows of a tile of a TileAndSharePlan."""
 
-TilesPlan = TilePerBlockPlan | TileAndSharePlan | PersistentTilesPlan
+TilesPlan = TilePerBlockPlan | TileAndSharePlan | PersistentTilesPlan | ExpertTilesPlan
 
 
 class Slots(NamedTuple):
@@ -86,6 +86,8 @@ def _launch(params: TileParams, kind: str, group: int, dtype: torch.dtype, plan:
     if isinstance(plan, PersistentTilesPlan):
         shape = (plan.tokens, plan.strips, plan.same_strips, plan.parts)
         checked(library().qk_persistent_tiles(ctypes.byref(params), DTYPES[dtype], *shape, stream))
+    elif isinstance(plan, ExpertTilesPlan):
+        checked(library().qk_expert_tiles(ctypes.byref(params), *layout, plan.tokens, stream))
     elif isinstance(plan, TileAndSharePlan):
         assert params.m <= plan.tokens, (params.m, plan)
         assert params.k >= 1024, params.k

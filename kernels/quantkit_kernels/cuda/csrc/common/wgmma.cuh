@@ -42,12 +42,13 @@ __device__ __forceinline__ uint64_t weights_at(uint32_t address, int j) {
 #define QK_SUMS_8(c, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3]), c(d[i + 4]), c(d[i + 5]), c(d[i + 6]), c(d[i + 7])
 #define QK_SUMS_16(c, i) QK_SUMS_8(c, i), QK_SUMS_8(c, i + 8)
 #define QK_SUMS_32(c, i) QK_SUMS_16(c, i), QK_SUMS_16(c, i + 16)
+#define QK_SUMS_48(c, i) QK_SUMS_32(c, i), QK_SUMS_16(c, i + 32)
 #define QK_SUMS_64(c, i) QK_SUMS_32(c, i), QK_SUMS_32(c, i + 32)
 #define QK_SUMS_128(c, i) QK_SUMS_64(c, i), QK_SUMS_64(c, i + 64)
 #define QK_NAMES_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define QK_NAMES_32 QK_NAMES_16 "," "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define QK_NAMES_64 QK_NAMES_32 "," \
-  "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
+#define QK_NAMES_48 QK_NAMES_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define QK_NAMES_64 QK_NAMES_48 "," \
   "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define QK_NAMES_128 QK_NAMES_64 "," \
   "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79," \
@@ -57,10 +58,12 @@ __device__ __forceinline__ uint64_t weights_at(uint32_t address, int j) {
 // The operands after so many sums.
 #define QK_AFTER_16 "{%16,%17,%18,%19}, %20"
 #define QK_AFTER_32 "{%32,%33,%34,%35}, %36"
+#define QK_AFTER_48 "{%48,%49,%50,%51}, %52"
 #define QK_AFTER_64 "{%64,%65,%66,%67}, %68"
 #define QK_AFTER_128 "{%128,%129,%130,%131}, %132"
 #define QK_BOTH_16 "%16, %17"
 #define QK_BOTH_32 "%32, %33"
+#define QK_BOTH_48 "%48, %49"
 #define QK_BOTH_64 "%64, %65"
 #define QK_BOTH_128 "%128, %129"
 #define QK_WGMMA(shape_and_types, sums)                                                                                                   \
@@ -81,6 +84,7 @@ __device__ __forceinline__ uint64_t weights_at(uint32_t address, int j) {
 // d += a * tokens, 32 to 256 of them, for 16 along K in T, or for 32 in int8.
 QK_WGMMA_OF(32, 16)
 QK_WGMMA_OF(64, 32)
+QK_WGMMA_OF(96, 48)
 QK_WGMMA_OF(128, 64)
 QK_WGMMA_OF(256, 128)
 
@@ -92,8 +96,11 @@ QK_WGMMA_OF(256, 128)
 #undef QK_AFTER_32
 #undef QK_BOTH_32
 #undef QK_NAMES_32
+#undef QK_AFTER_48
 #undef QK_AFTER_64
+#undef QK_BOTH_48
 #undef QK_BOTH_64
+#undef QK_NAMES_48
 #undef QK_NAMES_64
 #undef QK_AFTER_128
 #undef QK_BOTH_128
@@ -101,6 +108,7 @@ QK_WGMMA_OF(256, 128)
 #undef QK_SUMS_8
 #undef QK_SUMS_16
 #undef QK_SUMS_32
+#undef QK_SUMS_48
 #undef QK_SUMS_64
 #undef QK_SUMS_128
 
