@@ -56,4 +56,13 @@ __device__ __forceinline__ uint4 read16(uint32_t at) {
   return v;
 }
 
+// Where in the ring and in which of its rounds.
+template <int STAGES> struct Place {
+  uint32_t slot = 0, phase = 0;
+  __device__ __forceinline__ void next() {
+    if (++slot == STAGES) slot = 0, phase ^= 1;
+  }
+  __device__ __forceinline__ void skip(int stages) { slot += stages, phase ^= slot / STAGES & 1, slot %= STAGES; }
+};
+
 }  // namespace

@@ -3,7 +3,10 @@
 //
 // As in tile_per_block.cu W is the A operand of wgmma, decoded from shared memory into registers. Here a block stays on its multiprocessor and
 // computes one unit, 128 rows by the tokens of a tile, after the other. Its two teams, a warpgroup each, take units in turns: one writes its
-// results while the other multiplies. A warp keeps a ring filled for both, in the order of units, and runs ahead of them from unit to unit.
+// results while the other multiplies. A warp keeps a ring filled for both, in the order of units, and runs ahead of them from unit to unit. A
+// barrier tells one round of the ring from the next only, so a team may look at the ring when the other has seen all of its own stages. The two
+// blocks of a cluster have units of the same tokens, and each copies half of them into both: with 128 x 128 a block the L2 cache could not
+// bring both operands as fast as they are multiplied.
 //
 // How many pairs an expert has is not known to the host, and a tile has room for `NT`. The product is as wide as the tokens that a tile holds,
 // in steps of 32: with a random routing half of the tiles would else be half empty.
@@ -13,6 +16,7 @@
 
 #include <type_traits>
 
+#include "common/cluster.cuh"
 #include "common/copies.cuh"
 #include "common/launch.cuh"
 #include "common/packed.cuh"
@@ -38,27 +42,28 @@ template <int FMT, int G, int NT> struct Shape : Tile<FMT, G, NT, kStrips> {
   static_assert(stages >= 3);
 };
 
-// A place in the ring, and which lap it is.
-template <int STAGES> struct Place {
-  int slot = 0;
-  uint32_t phase = 0;
-  __device__ __forceinline__ void advance(int stages) {
-    const int to = slot + stages;
-    slot = to % STAGES, phase ^= to / STAGES & 1;
+// A cluster's way through the units, and what its block `rank` has of one. Clusters take tiles of the same tokens one after the other.
+struct Walk {
+  const TileParams& p;
+  const int pairs_n, units, rank = blockIdx.x % 2;
+  int unit = blockIdx.x / 2, tile = 0, expert = -1, count = 0, block_n = 0;
+  __device__ __forceinline__ explicit Walk(const TileParams& p) : p(p), pairs_n((p.n + 2 * kRows - 1) / (2 * kRows)), units(p.tiles * pairs_n) {}
+  __device__ __forceinline__ bool found() {
+    if (unit >= units) return false;
+    tile = unit / pairs_n, block_n = unit % pairs_n * 2 + rank, expert = p.tile_expert[tile], count = p.tile_count[tile];
+    return expert >= 0;  // tiles without an expert are the last ones
   }
+  __device__ __forceinline__ void next() { unit += gridDim.x / 2; }
 };
 
 template <int FMT, int G, int NT> __device__ __forceinline__ void fill_ring(const TileParams& p, uint32_t ring, uint32_t filled, uint32_t emptied) {
   using S = Shape<FMT, G, NT>;
-  Copies<FMT, G, NT, kStrips> copies(p, ring, filled);
+  Copies<FMT, G, NT, kStrips, true> copies(p, ring, filled);
   Place<S::stages> at;
-  const int blocks_n = (p.n + kRows - 1) / kRows, units = p.tiles * blocks_n;
-  for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
-    const int tile = unit / blocks_n, expert = p.tile_expert[tile];
-    if (expert < 0) break;
-    copies.hold(p.tile_count[tile]);
-    copies.aim(expert, unit % blocks_n, tile, 0);
-    for (int s = 0; s < p.k / 128; ++s, at.advance(1)) {
+  for (Walk walk(p); walk.found(); walk.next()) {
+    copies.hold(walk.count);
+    copies.aim(walk.expert, walk.block_n, walk.tile, 0);
+    for (int s = 0; s < p.k / 128; ++s, at.next()) {
       wait_for(emptied + at.slot * 8, at.phase ^ 1);
       copies.request(at.slot, s, 0);
       copies.request_tokens(at.slot, s);
@@ -89,7 +94,7 @@ template <int FMT, class T, int G, int NT> struct Team {
   using S = Shape<FMT, G, NT>;
   using Acc = std::conditional_t<FMT == kInt8, int, float>;
   const TileParams& p;
-  const uint32_t ring, filled, emptied, turn_of_other;
+  const uint32_t ring, filled, released, turn_of_other;  // released: `emptied` of the one or the other block
   const int team, lane = threadIdx.x & 31;
   T* staged;
   Tokens<NT> tokens;
@@ -97,7 +102,7 @@ template <int FMT, class T, int G, int NT> struct Team {
   Place<S::stages> at;
 
   __device__ __forceinline__ Team(const TileParams& p, char* shared, uint32_t filled, uint32_t emptied, uint32_t turns, int team)
-      : p(p), ring(shared_address(shared)), filled(filled), emptied(emptied), turn_of_other(turns + (team ^ 1) * 8), team(team),
+      : p(p), ring(shared_address(shared)), filled(filled), released(address_in(emptied, threadIdx.x & 1)), turn_of_other(turns + (team ^ 1) * 8), team(team),
         staged((T*)(shared + S::stages * S::stage + team * S::of_team)), tokens(shared + S::stages * S::stage + team * S::of_team + S::staged) {
 #pragma unroll
     for (int s = 0; s < kStrips; ++s) strips[s].init(ring, s, FMT == kInt4 && p.zeros != nullptr);
@@ -130,7 +135,7 @@ template <int FMT, class T, int G, int NT> struct Team {
   template <int W> __device__ __forceinline__ void multiply(Acc (&acc)[kStrips][W / 2]) {
     uint32_t a[2][S::slabs][4];
     const int stages = p.k / 128;
-    int last = at.slot;
+    uint32_t last = at.slot;
     wait_for(filled + at.slot * 8, at.phase);
     uint32_t stage = at.slot * S::stage;
     strips[0].load(stage, 0), strips[1].load(stage, 0);
@@ -153,10 +158,10 @@ template <int FMT, class T, int G, int NT> struct Team {
           if (turn == S::turns / 2 - 1) strips[s].load(stage, 1);
           // The other strip's operands are free again, and with a stage's first turn all of the stage before.
           wgmma_wait<1>();
-          if (turn == 0 && s == 0 && left < stages && lane == 0) arrive(emptied + last * 8);
+          if (turn == 0 && s == 0 && left < stages && lane < 2) arrive_there(released + last * 8);
         }
       last = at.slot;
-      at.advance(1);
+      at.next();
       if (left > 1) {
         wait_for(filled + at.slot * 8, at.phase);
         stage = at.slot * S::stage;
@@ -165,7 +170,7 @@ template <int FMT, class T, int G, int NT> struct Team {
     }
     wgmma_wait<0>();
     wgmma_done(acc[0]), wgmma_done(acc[1]);
-    if (lane == 0) arrive(emptied + last * 8);
+    if (lane < 2) arrive_there(released + last * 8);
   }
 
   // Results of a strip to shared memory, a token's side by side.
@@ -216,7 +221,7 @@ template <int FMT, class T, int G, int NT> struct Team {
   }
 };
 
-template <int FMT, class T, int G, int NT> __global__ void __launch_bounds__(kThreads, 1) expert_tiles(const TileParams p) {
+template <int FMT, class T, int G, int NT> __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(2, 1, 1) expert_tiles(const TileParams p) {
   using S = Shape<FMT, G, NT>;
   extern __shared__ char shared[];
   __shared__ __align__(8) uint64_t barriers[2 * S::stages + kTeams];
@@ -224,39 +229,40 @@ template <int FMT, class T, int G, int NT> __global__ void __launch_bounds__(kTh
   char* const ring = shared + (1024 - shared_address(shared) % 1024);
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < S::stages; ++i) init_barrier(filled + i * 8, S::scales ? 33 : 1), init_barrier(emptied + i * 8, 4);
+    for (int i = 0; i < S::stages; ++i) init_barrier(filled + i * 8, S::scales ? 33 : 1), init_barrier(emptied + i * 8, 2 * 4);
     for (int i = 0; i < kTeams; ++i) init_barrier(turns + i * 8, 4);
     show_barriers_to_copies();
   }
   __syncthreads();
+  cluster_barrier();
   wait_for_predecessor();
 
   if (warp >= 4 * kTeams) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     if (warp == 4 * kTeams) fill_ring<FMT, G, NT>(p, shared_address(ring), filled, emptied);
-    return;
-  }
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-  const int team = warp / 4, blocks_n = (p.n + kRows - 1) / kRows, units = p.tiles * blocks_n;
-  Team<FMT, T, G, NT> mine(p, ring, filled, emptied, turns, team);
-  uint32_t phase = 0;
-  for (int unit = blockIdx.x, turn = 0; unit < units; unit += gridDim.x, ++turn) {
-    const int tile = unit / blocks_n, expert = p.tile_expert[tile];
-    if (expert < 0) break;
-    if (turn % kTeams != team) {
-      mine.at.advance(p.k / 128);
-      continue;
-    }
-    if (turn > 0) wait_for(turns + team * 8, phase), phase ^= 1;
-    const int count = p.tile_count[tile];
-    const auto run = [&]<int W>() { mine.template unit<W>(expert, unit % blocks_n, tile, count); };
-    if (count <= 32) run.template operator()<32>();
-    else if (NT == 64 || count <= 64) run.template operator()<64>();
-    else if constexpr (NT == 128) {
-      if (count <= 96) run.template operator()<96>();
-      else run.template operator()<128>();
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    const int team = warp / 4;
+    Team<FMT, T, G, NT> mine(p, ring, filled, emptied, turns, team);
+    uint32_t phase = 0;
+    int turn = 0;
+    for (Walk walk(p); walk.found(); walk.next(), ++turn) {
+      if (turn % kTeams != team) {
+        mine.at.skip(p.k / 128);
+        continue;
+      }
+      if (turn > 0) wait_for(turns + team * 8, phase), phase ^= 1;
+      const auto run = [&]<int W>() { mine.template unit<W>(walk.expert, walk.block_n, walk.tile, walk.count); };
+      if (walk.count <= 32) run.template operator()<32>();
+      else if (NT == 64 || walk.count <= 64) run.template operator()<64>();
+      else if constexpr (NT == 128) {
+        if (walk.count <= 96) run.template operator()<96>();
+        else run.template operator()<128>();
+      }
     }
   }
+  __syncwarp();
+  cluster_barrier();  // the other block has arrived here for the last time
 }
 
 template <int FMT, class T, int G, int NT> int launch(const TileParams& p, void* stream) {
@@ -267,8 +273,8 @@ template <int FMT, class T, int G, int NT> int launch(const TileParams& p, void*
   int device = 0, multiprocessors = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  const int units = (p.n + kRows - 1) / kRows * p.tiles;
-  return start(kernel, units < multiprocessors ? units : multiprocessors, kThreads, S::bytes, stream, p);
+  const int pairs = (p.n + 2 * kRows - 1) / (2 * kRows) * p.tiles, clusters = multiprocessors / 2;
+  return start(kernel, 2 * (pairs < clusters ? pairs : clusters), kThreads, S::bytes, stream, p);
 }
 
 template <int FMT, class T, int G> int launch(const TileParams& p, int tokens, void* stream) {

@@ -13,6 +13,7 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
+#include "common/cluster.cuh"
 #include "common/copies.cuh"
 #include "common/launch.cuh"
 #include "common/packed.cuh"
@@ -82,20 +83,6 @@ template <int STRIPS, int NT> __device__ __forceinline__ Unit unit_of(const Tile
   return unit;
 }
 
-// The address of `at` in the shared memory of another block of the cluster.
-__device__ __forceinline__ uint32_t address_in(uint32_t at, int block) {
-  uint32_t there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(block));
-  return there;
-}
-__device__ __forceinline__ void arrive_there(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" :: "r"(barrier) : "memory");
-}
-// To the same place of both blocks, counted at the barrier of each.
-__device__ __forceinline__ void copy_to_both(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
-               :: "r"(to), "l"(from), "r"(bytes), "r"(barrier), "h"((uint16_t)3) : "memory");
-}
 __device__ __forceinline__ void ask_into_cache(const void* from, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");
 }
@@ -109,15 +96,6 @@ __device__ __forceinline__ void store_box(const CUtensorMap& map, uint32_t from,
 __device__ __forceinline__ void wait_for_boxes() {
   asm volatile("cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
-
-// Where in the ring and in which of its rounds.
-template <int STAGES> struct Place {
-  uint32_t slot = 0, phase = 0;
-  __device__ __forceinline__ void next() {
-    if (++slot == STAGES) slot = 0, phase ^= 1;
-  }
-  __device__ __forceinline__ void skip(int stages) { slot += stages, phase ^= slot / STAGES & 1, slot %= STAGES; }
-};
 
 struct Ring {
   uint32_t stages, filled, emptied;  // shared memory: the stages, and the barriers of each

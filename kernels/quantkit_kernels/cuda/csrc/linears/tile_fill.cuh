@@ -4,6 +4,7 @@
 
 #include <stdint.h>
 
+#include "common/cluster.cuh"
 #include "common/copies.cuh"
 #include "common/launch.cuh"
 #include "linears/tile.cuh"
@@ -13,8 +14,9 @@
 namespace {
 
 // The copies of a stage: tokens and words come by bulk copies, which two lanes start for the tokens and one for each strip. Scales and zero
-// points are few, and all lanes copy them in pieces of 16 bytes. `filled`: barriers of each place of the ring.
-template <int FMT, int G, int NT, int WGS> struct Copies {
+// points are few, and all lanes copy them in pieces of 16 bytes. `filled`: barriers of each place of the ring. PAIR: of the tokens, which both
+// blocks of a cluster need, each copies a half into both.
+template <int FMT, int G, int NT, int WGS, bool PAIR = false> struct Copies {
   using S = Tile<FMT, G, NT, WGS>;
   static constexpr int of_scales = S::scales / 16, of_strip = S::scales ? of_scales + S::zeros / 16 : 1;
   static constexpr int rounds = S::scales ? (WGS * of_strip + 31) / 32 : 0;
@@ -34,8 +36,9 @@ template <int FMT, int G, int NT, int WGS> struct Copies {
     if (tokens) {
       constexpr int blocks = S::x / (NT * 128);
       const int groups = (count + 7) / 8;
-      to = lane * NT * 128;
-      bytes = groups * 8 == NT ? (lane == 0 ? S::x : 0) : lane < blocks ? groups * 1024 : 0;
+      if (PAIR && blocks == 1) to = lane * ((groups + 1) / 2) * 1024, bytes = (groups + 1 - lane) / 2 * 1024;
+      else if (PAIR || groups * 8 != NT) to = lane * NT * 128, bytes = lane < blocks ? groups * 1024 : 0;
+      else to = 0, bytes = lane == 0 ? S::x : 0;
     } else if (lane < 2 + WGS) {
       to = S::words_at + (lane - 2) * S::words, bytes = S::words;
     }
@@ -69,7 +72,9 @@ template <int FMT, int G, int NT, int WGS> struct Copies {
     if (rounds) arrive_after_copies(filled + slot * 8);
   }
   __device__ __forceinline__ void request_tokens(int slot, int index) const {
-    if (tokens && bytes) copy_bulk(ring + slot * S::stage + to, from + (int64_t)index * S::x, bytes, filled + slot * 8);
+    if (!tokens || !bytes) return;
+    if (!PAIR) copy_bulk(ring + slot * S::stage + to, from + (int64_t)index * S::x, bytes, filled + slot * 8);
+    else if (lane == blockIdx.x % 2) copy_to_both(ring + slot * S::stage + to, from + (int64_t)index * S::x, bytes, filled + slot * 8);
   }
 };
 
