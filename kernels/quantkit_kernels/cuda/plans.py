@@ -131,7 +131,7 @@ def persistent_tiles_plans(tokens: int) -> Iterator[PersistentTilesPlan]:
 
 @dataclass(frozen=True)
 class ExpertTilesPlan:
-    """Grid of expert_tiles.cu. tokens: that a tile has room for (64 or 128)."""
+    """Grid of expert_tiles.cu. tokens: that a tile has room for (96 or 160)."""
 
     tokens: int
 
@@ -234,7 +234,7 @@ def experts_token_tiles(per_expert: float) -> int:
 
 def sorted_plan(per_expert: float) -> ExpertTilesPlan:
     """The plan for sorted pairs, so many an expert on average. A tile should hold all tokens of most experts."""
-    return ExpertTilesPlan(64 if per_expert <= 48 else 128)
+    return ExpertTilesPlan(96 if per_expert <= 78 else 160)
 
 
 def _nearest(measured: list[tuple[int, list[AnyPlan]]], tokens: int) -> list[AnyPlan]:

@@ -44,14 +44,15 @@ __device__ __forceinline__ uint64_t weights_at(uint32_t address, int j) {
 #define QK_SUMS_32(c, i) QK_SUMS_16(c, i), QK_SUMS_16(c, i + 16)
 #define QK_SUMS_48(c, i) QK_SUMS_32(c, i), QK_SUMS_16(c, i + 32)
 #define QK_SUMS_64(c, i) QK_SUMS_32(c, i), QK_SUMS_32(c, i + 32)
+#define QK_SUMS_80(c, i) QK_SUMS_64(c, i), QK_SUMS_16(c, i + 64)
 #define QK_SUMS_128(c, i) QK_SUMS_64(c, i), QK_SUMS_64(c, i + 64)
 #define QK_NAMES_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define QK_NAMES_32 QK_NAMES_16 "," "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define QK_NAMES_48 QK_NAMES_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define QK_NAMES_64 QK_NAMES_48 "," \
   "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define QK_NAMES_128 QK_NAMES_64 "," \
-  "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79," \
+#define QK_NAMES_80 QK_NAMES_64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+#define QK_NAMES_128 QK_NAMES_80 "," \
   "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95," \
   "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111," \
   "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
@@ -60,11 +61,13 @@ __device__ __forceinline__ uint64_t weights_at(uint32_t address, int j) {
 #define QK_AFTER_32 "{%32,%33,%34,%35}, %36"
 #define QK_AFTER_48 "{%48,%49,%50,%51}, %52"
 #define QK_AFTER_64 "{%64,%65,%66,%67}, %68"
+#define QK_AFTER_80 "{%80,%81,%82,%83}, %84"
 #define QK_AFTER_128 "{%128,%129,%130,%131}, %132"
 #define QK_BOTH_16 "%16, %17"
 #define QK_BOTH_32 "%32, %33"
 #define QK_BOTH_48 "%48, %49"
 #define QK_BOTH_64 "%64, %65"
+#define QK_BOTH_80 "%80, %81"
 #define QK_BOTH_128 "%128, %129"
 #define QK_WGMMA(shape_and_types, sums)                                                                                                   \
   asm volatile("{.reg .pred add; setp.eq.u32 add, 0, 0; wgmma.mma_async.sync.aligned." shape_and_types " {" QK_NAMES_##sums               \
@@ -86,6 +89,7 @@ QK_WGMMA_OF(32, 16)
 QK_WGMMA_OF(64, 32)
 QK_WGMMA_OF(96, 48)
 QK_WGMMA_OF(128, 64)
+QK_WGMMA_OF(160, 80)
 QK_WGMMA_OF(256, 128)
 
 #undef QK_WGMMA_OF
@@ -102,14 +106,18 @@ QK_WGMMA_OF(256, 128)
 #undef QK_BOTH_64
 #undef QK_NAMES_48
 #undef QK_NAMES_64
+#undef QK_AFTER_80
 #undef QK_AFTER_128
+#undef QK_BOTH_80
 #undef QK_BOTH_128
+#undef QK_NAMES_80
 #undef QK_NAMES_128
 #undef QK_SUMS_8
 #undef QK_SUMS_16
 #undef QK_SUMS_32
 #undef QK_SUMS_48
 #undef QK_SUMS_64
+#undef QK_SUMS_80
 #undef QK_SUMS_128
 
 }  // namespace

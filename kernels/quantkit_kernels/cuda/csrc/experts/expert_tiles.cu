@@ -9,7 +9,7 @@
 // bring both operands as fast as they are multiplied.
 //
 // How many pairs an expert has is not known to the host, and a tile has room for `NT`. The product is as wide as the tokens that a tile holds,
-// in steps of 32: with a random routing half of the tiles would else be half empty.
+// in steps of 32: with a random routing half of the tiles would else be half empty. Of a tile of up to 32 tokens each team takes a strip.
 
 #include <cuda_runtime.h>
 #include <stdint.h>
@@ -30,12 +30,13 @@
 namespace {
 
 constexpr int kTeams = 2, kTeam = 128, kStrips = 2, kRows = 64 * kStrips, kThreads = (kTeams + 1) * kTeam;
+constexpr int kTogether = 32;  // with so many tokens at most decoding takes longer than multiplying, and each team decodes a strip of the same unit
 
 template <int FMT, int G, int NT> struct Shape : Tile<FMT, G, NT, kStrips> {
   using Stage = Tile<FMT, G, NT, kStrips>;
   static constexpr int pitch = 64 + 8;  // 16-bit numbers of a token's results of a strip
-  // Of each team: results of a strip, and of each token where its results go, what they are multiplied with and (int8) its scale.
-  static constexpr int staged = NT * pitch * 2, of_team = staged + NT * 12;
+  // Of each team: results of a strip and 32 tokens, twice; of each token where its results go, what they are multiplied with and (int8) its scale.
+  static constexpr int staged = 32 * pitch * 2, of_team = 2 * staged + NT * 12;
   static constexpr int room = (227 << 10) - 1024 - 512 - kTeams * of_team;
   static constexpr int stages = room / Stage::stage < 8 ? room / Stage::stage : 8;
   static constexpr int bytes = 1024 + stages * Stage::stage + kTeams * of_team;
@@ -93,130 +94,135 @@ __device__ __forceinline__ void meet(int team) { asm volatile("bar.sync %0, %1;"
 template <int FMT, class T, int G, int NT> struct Team {
   using S = Shape<FMT, G, NT>;
   using Acc = std::conditional_t<FMT == kInt8, int, float>;
+  using OneStrip = Strip<FMT, T, G, NT, kStrips>;
   const TileParams& p;
   const uint32_t ring, filled, released, turn_of_other;  // released: `emptied` of the one or the other block
   const int team, lane = threadIdx.x & 31;
-  T* staged;
+  char* staged;
   Tokens<NT> tokens;
-  Strip<FMT, T, G, NT, kStrips> strips[kStrips];
   Place<S::stages> at;
 
   __device__ __forceinline__ Team(const TileParams& p, char* shared, uint32_t filled, uint32_t emptied, uint32_t turns, int team)
       : p(p), ring(shared_address(shared)), filled(filled), released(address_in(emptied, threadIdx.x & 1)), turn_of_other(turns + (team ^ 1) * 8), team(team),
-        staged((T*)(shared + S::stages * S::stage + team * S::of_team)), tokens(shared + S::stages * S::stage + team * S::of_team + S::staged) {
-#pragma unroll
-    for (int s = 0; s < kStrips; ++s) strips[s].init(ring, s, FMT == kInt4 && p.zeros != nullptr);
-  }
+        staged(shared + S::stages * S::stage + team * S::of_team), tokens(shared + S::stages * S::stage + team * S::of_team + 2 * S::staged) {}
 
-  template <int W> __device__ __forceinline__ void unit(int expert, int block_n, int tile, int count) {
+  // `MANY` strips of a unit from `first` on, by W tokens: both, or each team its own.
+  template <int W, int MANY> __device__ __forceinline__ void unit(int expert, int block_n, int tile, int count, int first) {
     tokens.read(p, tile, count);
-    const int warp = threadIdx.x / 32 % 4, first = block_n * kRows + warp * 16 + (lane >> 2);
-    float scale[kStrips][2];
+    const int row = (block_n * kStrips + first) * 64 + threadIdx.x / 32 % 4 * 16 + (lane >> 2);
+    OneStrip strips[MANY];
+    float scale[MANY][2];
+    Acc acc[MANY][W / 2];
 #pragma unroll
-    for (int s = 0; s < kStrips; ++s)
+    for (int s = 0; s < MANY; ++s) {
+      strips[s].init(ring, first + s, FMT == kInt4 && p.zeros != nullptr);
 #pragma unroll
-      for (int h = 0; h < 2; ++h) scale[s][h] = p.row_scale[(size_t)expert * p.n + min(first + s * 64 + h * 8, p.n - 1)];
-    Acc acc[kStrips][W / 2];
-#pragma unroll
-    for (int s = 0; s < kStrips; ++s)
+      for (int h = 0; h < 2; ++h) scale[s][h] = p.row_scale[(size_t)expert * p.n + min(row + s * 64 + h * 8, p.n - 1)];
 #pragma unroll
       for (int i = 0; i < W / 2; ++i) acc[s][i] = 0;
-    multiply<W>(acc);
-    meet(team);
-#pragma unroll
-    for (int s = 0; s < kStrips; ++s) {
-      turn_strip<W>(acc[s], scale[s]);
-      meet(team);
-      write_strip(block_n * kStrips + s, count);
-      meet(team);
     }
+    multiply<W>(strips, acc);
+    meet(team);  // all of the team have read what the tokens' results need
+#pragma unroll
+    for (int s = 0; s < MANY; ++s)
+#pragma unroll
+      for (int i = 0; i < W / 8; i += 4) {
+        char* const to = staged + (i / 4 + s * W / 32) % 2 * S::staged;  // the other one is read until the team meets again
+        turn(acc[s], i, scale[s], to);
+        meet(team);
+        write(to, block_n * kStrips + first + s, i * 8, count);
+      }
+    meet(team);
   }
 
-  template <int W> __device__ __forceinline__ void multiply(Acc (&acc)[kStrips][W / 2]) {
+  template <int W, int MANY> __device__ __forceinline__ void multiply(OneStrip (&strips)[MANY], Acc (&acc)[MANY][W / 2]) {
     uint32_t a[2][S::slabs][4];
     const int stages = p.k / 128;
-    uint32_t last = at.slot;
-    wait_for(filled + at.slot * 8, at.phase);
-    uint32_t stage = at.slot * S::stage;
-    strips[0].load(stage, 0), strips[1].load(stage, 0);
+    uint32_t last = at.slot, stage = at.slot * S::stage;
+    const auto load_first = [&] {
+      wait_for(filled + at.slot * 8, at.phase);
+#pragma unroll
+      for (int s = 0; s < MANY; ++s) strips[s].load(stage, 0);
+    };
+    // A barrier of `emptied` counts two arrivals of every warp of both blocks. Where one team has the unit, its warps arrive for the other's.
+    const auto release = [&] {
+      if (lane < 2 * MANY) arrive_there(released + last * 8);
+    };
+    load_first();
     for (int left = stages; left > 0; --left) {
       // All stages of this unit are there: what the other team waits for next are its own.
-      if (left == 1 && lane == 0) arrive(turn_of_other);
+      if (MANY == kStrips && left == 1 && lane == 0) arrive(turn_of_other);
 #pragma unroll
       for (int turn = 0; turn < S::turns; ++turn)
 #pragma unroll
-        for (int s = 0; s < kStrips; ++s) {
-          if constexpr (FMT != kInt8) strips[s].decode(a[s], stage, turn);
+        for (int s = 0; s < MANY; ++s) {
+          uint32_t(&operands)[S::slabs][4] = a[(turn * MANY + s) % 2];
+          if constexpr (FMT != kInt8) strips[s].decode(operands, stage, turn);
           const uint64_t x = tokens_at(ring + stage + (FMT == kInt8 ? turn * S::slabs * 32 : turn * 2 / S::turns * NT * 128 + turn * S::slabs % 4 * 32));
           wgmma_fence();
 #pragma unroll
           for (int j = 0; j < S::slabs; ++j) {
             if constexpr (FMT == kInt8) wgmma_int8(acc[s], strips[s].weights(stage, turn * S::slabs + j), x + j * 2);
-            else wgmma<T>(acc[s], a[s][j], x + j * 2);
+            else wgmma<T>(acc[s], operands[j], x + j * 2);
           }
           wgmma_commit();
           if (turn == S::turns / 2 - 1) strips[s].load(stage, 1);
-          // The other strip's operands are free again, and with a stage's first turn all of the stage before.
+          // The operands before these are free again, and with a stage's first turn all of the stage before.
           wgmma_wait<1>();
-          if (turn == 0 && s == 0 && left < stages && lane < 2) arrive_there(released + last * 8);
+          if (turn == 0 && s == 0 && left < stages) release();
         }
       last = at.slot;
       at.next();
-      if (left > 1) {
-        wait_for(filled + at.slot * 8, at.phase);
-        stage = at.slot * S::stage;
-        strips[0].load(stage, 0), strips[1].load(stage, 0);
-      }
+      stage = at.slot * S::stage;
+      if (left > 1) load_first();
     }
     wgmma_wait<0>();
-    wgmma_done(acc[0]), wgmma_done(acc[1]);
-    if (lane < 2) arrive_there(released + last * 8);
+#pragma unroll
+    for (int s = 0; s < MANY; ++s) wgmma_done(acc[s]);
+    release();
   }
 
-  // Results of a strip to shared memory, a token's side by side.
-  template <int W> __device__ __forceinline__ void turn_strip(const Acc (&acc)[W / 2], const float (&scale)[2]) const {
+  // A strip's results of 32 tokens from 8 * i on to shared memory, a token's side by side.
+  template <int MANY> __device__ __forceinline__ void turn(const Acc (&acc)[MANY], int i, const float (&scale)[2], char* staged) const {
     const int q = lane & 3;
     const bool silu = p.epilogue == kSiluMul;
     const uint32_t to = shared_address(staged) + (threadIdx.x / 32 % 4 * (silu ? 8 : 16)) * 2;
+    float y[4][2][2];  // of four times eight tokens
 #pragma unroll
-    for (int i = 0; i < W / 8; i += 4) {
-      float y[4][2][2];  // of four times eight tokens
+    for (int b = 0; b < 4; ++b)
 #pragma unroll
-      for (int b = 0; b < 4; ++b)
+      for (int e = 0; e < 2; ++e) {
+        const float factor = FMT == kInt8 ? tokens.x_scale[(i + b) * 8 + 2 * q + e] : 1.f;
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const float factor = FMT == kInt8 ? tokens.x_scale[(i + b) * 8 + 2 * q + e] : 1.f;
-#pragma unroll
-          for (int h = 0; h < 2; ++h) y[b][h][e] = float(acc[(i + b) * 4 + 2 * h + e]) * scale[h] * factor;
-        }
-      uint32_t m[4];
-      if (silu) {
-#pragma unroll
-        for (int b = 0; b < 4; ++b) {
-          float z[2];
-#pragma unroll
-          for (int e = 0; e < 2; ++e) z[e] = y[b][0][e] / (1.f + __expf(-y[b][0][e])) * y[b][1][e];
-          m[b] = pair_of<T>(z[0], z[1]);
-        }
-        write_turned(to + (i * 8 + lane) * (S::pitch * 2), m);
-      } else {
-#pragma unroll
-        for (int two = 0; two < 2; ++two) {
-#pragma unroll
-          for (int b = 0; b < 4; ++b) {
-            const float2 weight = *reinterpret_cast<const float2*>(tokens.weight + (i + 2 * two + b / 2) * 8 + 2 * q);
-            m[b] = pair_of<T>(y[2 * two + b / 2][b % 2][0] * weight.x, y[2 * two + b / 2][b % 2][1] * weight.y);
-          }
-          write_turned(to + ((i + 2 * two) * 8 + lane / 16 * 8 + lane % 8) * (S::pitch * 2) + (lane / 8 % 2) * 16, m);
-        }
+        for (int h = 0; h < 2; ++h) y[b][h][e] = float(acc[(i + b) * 4 + 2 * h + e]) * scale[h] * factor;
       }
+    uint32_t m[4];
+    if (silu) {
+#pragma unroll
+      for (int b = 0; b < 4; ++b) {
+        float z[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) z[e] = y[b][0][e] / (1.f + __expf(-y[b][0][e])) * y[b][1][e];
+        m[b] = pair_of<T>(z[0], z[1]);
+      }
+      write_turned(to + lane * (S::pitch * 2), m);
+      return;
+    }
+#pragma unroll
+    for (int two = 0; two < 2; ++two) {
+#pragma unroll
+      for (int b = 0; b < 4; ++b) {
+        const float2 weight = *reinterpret_cast<const float2*>(tokens.weight + (i + 2 * two + b / 2) * 8 + 2 * q);
+        m[b] = pair_of<T>(y[2 * two + b / 2][b % 2][0] * weight.x, y[2 * two + b / 2][b % 2][1] * weight.y);
+      }
+      write_turned(to + (two * 16 + lane / 16 * 8 + lane % 8) * (S::pitch * 2) + (lane / 8 % 2) * 16, m);
     }
   }
-  __device__ __forceinline__ void write_strip(int strip, int count) const {
+  __device__ __forceinline__ void write(const char* staged, int strip, int first, int count) const {
     const int produced = p.epilogue == kSiluMul ? 32 : 64;
-    for (int i = threadIdx.x % kTeam; i < count * (produced / 8); i += kTeam) {
+    for (int i = threadIdx.x % kTeam; i < min(32, count - first) * (produced / 8); i += kTeam) {
       const int t = i / (produced / 8), r = i % (produced / 8) * 8, feature = strip * produced + r;
-      if (feature < p.out_n) store_run<T, 8>(p, tokens.row[t], feature, *reinterpret_cast<const T(*)[8]>(staged + t * S::pitch + r));
+      if (feature < p.out_n) store_run<T, 8>(p, tokens.row[first + t], feature, *reinterpret_cast<const T(*)[8]>(staged + (t * S::pitch + r) * 2));
     }
   }
 };
@@ -229,7 +235,7 @@ template <int FMT, class T, int G, int NT> __global__ void __launch_bounds__(kTh
   char* const ring = shared + (1024 - shared_address(shared) % 1024);
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < S::stages; ++i) init_barrier(filled + i * 8, S::scales ? 33 : 1), init_barrier(emptied + i * 8, 2 * 4);
+    for (int i = 0; i < S::stages; ++i) init_barrier(filled + i * 8, S::scales ? 33 : 1), init_barrier(emptied + i * 8, 2 * 4 * kTeams);
     for (int i = 0; i < kTeams; ++i) init_barrier(turns + i * 8, 4);
     show_barriers_to_copies();
   }
@@ -245,19 +251,22 @@ template <int FMT, class T, int G, int NT> __global__ void __launch_bounds__(kTh
     const int team = warp / 4;
     Team<FMT, T, G, NT> mine(p, ring, filled, emptied, turns, team);
     uint32_t phase = 0;
-    int turn = 0;
-    for (Walk walk(p); walk.found(); walk.next(), ++turn) {
-      if (turn % kTeams != team) {
-        mine.at.skip(p.k / 128);
+    bool waits = false;  // for the other team's unit, which was the one before
+    int number = 0;
+    for (Walk walk(p); walk.found(); walk.next(), ++number) {
+      const bool together = walk.count <= kTogether;
+      if (!together && number % kTeams != team) {
+        mine.at.skip(p.k / 128), waits = true;
         continue;
       }
-      if (turn > 0) wait_for(turns + team * 8, phase), phase ^= 1;
-      const auto run = [&]<int W>() { mine.template unit<W>(walk.expert, walk.block_n, walk.tile, walk.count); };
-      if (walk.count <= 32) run.template operator()<32>();
-      else if (NT == 64 || walk.count <= 64) run.template operator()<64>();
-      else if constexpr (NT == 128) {
-        if (walk.count <= 96) run.template operator()<96>();
-        else run.template operator()<128>();
+      if (waits) wait_for(turns + team * 8, phase), phase ^= 1, waits = false;
+      const auto run = [&]<int W>() { mine.template unit<W, kStrips>(walk.expert, walk.block_n, walk.tile, walk.count, 0); };
+      if (together) mine.template unit<kTogether, 1>(walk.expert, walk.block_n, walk.tile, walk.count, team);
+      else if (walk.count <= 64) run.template operator()<64>();
+      else if (NT == 96 || walk.count <= 96) run.template operator()<96>();
+      else if constexpr (NT > 96) {
+        if (walk.count <= 128) run.template operator()<128>();
+        else run.template operator()<160>();
       }
     }
   }
@@ -278,14 +287,14 @@ template <int FMT, class T, int G, int NT> int launch(const TileParams& p, void*
 }
 
 template <int FMT, class T, int G> int launch(const TileParams& p, int tokens, void* stream) {
-  return tokens == 64 ? launch<FMT, T, G, 64>(p, stream) : launch<FMT, T, G, 128>(p, stream);
+  return tokens == 96 ? launch<FMT, T, G, 96>(p, stream) : launch<FMT, T, G, 160>(p, stream);
 }
 
 }  // namespace
 
 using bf16 = __nv_bfloat16;
 
-// dtype: 0 bf16, 1 fp16. tokens: that a tile has room for, 64 or 128. epilogue: kSiluMul or kWeigh, which here stores T. Returns a cudaError_t.
+// dtype: 0 bf16, 1 fp16. tokens: that a tile has room for, 96 or 160. epilogue: kSiluMul or kWeigh, which here stores T. Returns a cudaError_t.
 extern "C" int qk_expert_tiles(const TileParams* p, int format, int dtype, int group, int tokens, void* s) {
   const auto run = [&](auto launcher) { return launcher(*p, tokens, s); };
   if (format == kFp4) return run(launch<kFp4, bf16, 16>);
