@@ -121,10 +121,10 @@ def test_sorted_experts_match_float64(grid: str) -> None:
         topk_weights = torch.rand(tokens, top_k, generator=rng, device=DEVICE)
         for ids in (spread, torch.full_like(spread, 4), spread.int()):  # with experts left empty, and one named several times
             exact = exact_experts(x.cpu(), ids.cpu(), topk_weights.cpu(), weights).to(DEVICE)
-            for tile in (96, 160):
+            for plan in (TilePerBlockPlan(32, 2, 1), ExpertTilesPlan(96), ExpertTilesPlan(160)):
                 held = (experts.gate_up, experts.down, experts.kind, experts.group, count)
-                y = sorted_experts(*held, x, ids.contiguous(), topk_weights, ExpertTilesPlan(tile))
-                assert distance(y, exact) < 2e-2, (tokens, tile, rng.initial_seed())
-                assert torch.equal(y, sorted_experts(*held, x, ids.contiguous(), topk_weights, ExpertTilesPlan(tile)))
+                y = sorted_experts(*held, x, ids.contiguous(), topk_weights, plan)
+                assert distance(y, exact) < 2e-2, (tokens, plan, rng.initial_seed())
+                assert torch.equal(y, sorted_experts(*held, x, ids.contiguous(), topk_weights, plan))
             few = experts.few_tokens(x, ids.contiguous(), topk_weights)
             assert distance(experts(x, ids, topk_weights), few.double()) < 2e-2

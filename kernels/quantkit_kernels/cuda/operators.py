@@ -70,13 +70,25 @@ def moe_gate(x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing) -
     (tokens, hidden), experts = x.shape, router.shape[0]
     fits = x.dtype == torch.bfloat16 and hidden % 16 == 0 and hidden <= 8192 and experts == _GATE_EXPERTS and _routable(routing)
     if not fits or not 0 < tokens <= _GATE_TOKENS:
-        return route(F.linear(x.float(), router), bias, routing)
+        return route(_logits(x, router), bias, routing)
     x, router = x.contiguous(), router.contiguous()
     ids, weights, params = _results_and_params(tokens, bias, routing, x.device)
     partial = torch.empty(_GATE_PARTS * tokens * experts, dtype=torch.float32, device=x.device)
     pointers = (partial.data_ptr(), _arrived(x.device).data_ptr(), ctypes.byref(params), stream_of(x.device))
     checked(library().qk_moe_gate(x.data_ptr(), router.data_ptr(), tokens, hidden, *pointers))
     return ids, weights
+
+
+def _logits(x: Tensor, router: Tensor) -> Tensor:
+    """x @ router.T in float32. Of x in bfloat16 on the tensor cores: three numbers of bfloat16 add up to one of float32 to its last bit."""
+    if x.dtype != torch.bfloat16:
+        return F.linear(x.float(), router)
+    parts, rest = [], router
+    for _ in range(3):
+        parts.append(rest.to(torch.bfloat16))
+        rest = rest - parts[-1].float()
+    products = torch.mm(x, torch.cat(parts).T, out_dtype=torch.float32)
+    return products.unflatten(1, (3, -1)).sum(dim=1)
 
 
 def _routable(routing: Routing) -> bool:

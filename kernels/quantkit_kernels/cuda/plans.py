@@ -232,8 +232,10 @@ def experts_token_tiles(per_expert: float) -> int:
     return 1 if per_expert <= 7.5 else 2
 
 
-def sorted_plan(per_expert: float) -> ExpertTilesPlan:
+def sorted_plan(kind: str, per_expert: float) -> TilePerBlockPlan | ExpertTilesPlan:
     """The plan for sorted pairs, so many an expert on average. A tile should hold all tokens of most experts."""
+    if kind != "int8" and per_expert <= 24:
+        return TilePerBlockPlan(32, 2, 1)
     return ExpertTilesPlan(96 if per_expert <= 78 else 160)
 
 

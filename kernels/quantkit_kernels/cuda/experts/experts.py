@@ -63,7 +63,7 @@ class CudaExperts(Experts):
 
     def many_tokens(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         weights = (self.gate_up, self.down, self.kind, self.group, self.num_experts)
-        return sorted_experts(*weights, x, topk_ids, topk_weights, sorted_plan(topk_ids.numel() / self.num_experts))
+        return sorted_experts(*weights, x, topk_ids, topk_weights, sorted_plan(self.kind, topk_ids.numel() / self.num_experts))
 
     def few_tokens(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         pairs, top_k = topk_ids.numel(), topk_ids.shape[1]

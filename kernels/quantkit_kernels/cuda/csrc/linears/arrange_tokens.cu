@@ -30,12 +30,14 @@ __device__ __forceinline__ int row_of(int slot, const int* order, const int* til
   return order ? order[slot] / top_k : slot;
 }
 
-// A block per slot and 8 KB of its row.
-__global__ void arrange(const uint4* x, uint8_t* out, const int* order, const int* tile_count, int tokens, int top_k, int chunks) {
+// A block for eight slots, whose pieces of 128 bytes lie side by side, and 2 KB of each row, which a warp brings.
+__global__ void arrange(const uint4* x, uint8_t* out, const int* order, const int* tile_count, int slots, int tokens, int top_k, int chunks) {
   wait_for_predecessor();
   let_successor_start();
-  const int slot = blockIdx.x, row = row_of(slot, order, tile_count, tokens, top_k), segment = blockIdx.y * blockDim.x + threadIdx.x;
-  if (row < 0 || segment * 4 >= chunks) return;
+  const int slot = blockIdx.x * 8 + threadIdx.x / 32, segment = blockIdx.y * 32 + threadIdx.x % 32;
+  if (slot >= slots || segment * 4 >= chunks) return;
+  const int row = row_of(slot, order, tile_count, tokens, top_k);
+  if (row < 0) return;
   uint4 from[4];
 #pragma unroll
   for (int q = 0; q < 4; ++q) from[q] = x[(size_t)row * chunks + segment * 4 + q];
@@ -88,8 +90,8 @@ using bf16 = __nv_bfloat16;
 // Rows of 16-bit numbers, `row_bytes` a multiple of 256. Without order and tile_count slots are rows.
 extern "C" int qk_arrange(const void* x, void* out, const int* order, const int* tile_count, int slots, int tokens, int top_k,
                           int row_bytes, void* stream) {
-  const dim3 grid(slots, (row_bytes / 64 + 127) / 128);
-  return start(arrange, grid, 128, 0, stream, (const uint4*)x, (uint8_t*)out, order, tile_count, tokens, top_k, row_bytes / 16);
+  const dim3 grid((slots + 7) / 8, (row_bytes / 64 + 31) / 32);
+  return start(arrange, grid, 256, 0, stream, (const uint4*)x, (uint8_t*)out, order, tile_count, slots, tokens, top_k, row_bytes / 16);
 }
 
 // K up to 65536. Where there is much to do few threads for each row keep the device busy, and wait for one another less.
