@@ -16,6 +16,7 @@ from quantkit_kernels.routing import Routing
 
 _LOGIT_DTYPES = {**DTYPES, torch.float32: 2}
 _GATE_EXPERTS, _GATE_TOKENS, _GATE_PARTS = 256, 64, 8  # of the kernel that also multiplies
+_TENSOR_CORE_TOKENS = 512  # fewer are bound by the launches, of which cutting the router takes a dozen
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -80,8 +81,8 @@ def moe_gate(x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing) -
 
 
 def _logits(x: Tensor, router: Tensor) -> Tensor:
-    """x @ router.T in float32. Of x in bfloat16 on the tensor cores: three numbers of bfloat16 add up to one of float32 to its last bit."""
-    if x.dtype != torch.bfloat16:
+    """x @ router.T in float32. Many tokens go by the tensor cores: three numbers of bfloat16 add up to one of float32 to its last bit."""
+    if x.dtype != torch.bfloat16 or x.shape[0] < _TENSOR_CORE_TOKENS:
         return F.linear(x.float(), router)
     parts, rest = [], router
     for _ in range(3):
