@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.amounts import parse_bytes
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.models import deepseek_v3
@@ -36,7 +37,6 @@ from quantkit.models.table import Parameter
 from quantkit.planning import plan
 from quantkit.progress import Event, Progress, peak_memory
 from quantkit.quantization import quantize
-from quantkit.quantization.memory import parse_bytes
 from quantkit.recipe import load_recipe
 from quantkit.schemes import find_scheme
 

@@ -130,6 +130,11 @@ def loader_matrix() -> str:
             rows.append(
                 [profile.engine, ", ".join(load.devices), f"{load.format} {load.variant}", ", ".join(load.grids), parts, load.mtp, known]
             )
+        for rule in profile.mixtures:
+            where = f" on {rule.run_on}" if rule.run_on else ""
+            known = f"run{where}: `{rule.run}`" if rule.run else "by source: " + "<br>".join(f"`{source}`" for source in rule.sources)
+            parts = "; ".join(f"{grid}: {spoken(parts)}" for grid, parts in rule.grids.items())
+            rows.append([profile.engine, ", ".join(rule.devices), f"{rule.format} {rule.variant}", "several", parts, rule.mtp, known])
     return markdown(["engine", "device", "format", "weights", "may be quantized", "MTP", "evidence"], rows)
 
 

@@ -38,6 +38,20 @@ def span(seconds: float) -> str:
     raise AssertionError(seconds)
 
 
+def parse_bytes(text: str) -> int:
+    """A size such as 16GiB, 64GB or 512MiB, in bytes."""
+    units = {"GiB": 2**30, "MiB": 2**20, "TiB": 2**40, "GB": 10**9, "MB": 10**6, "TB": 10**12}
+    for unit, factor in units.items():
+        if text.endswith(unit):
+            try:
+                value = float(text.removesuffix(unit))
+            except ValueError:
+                break
+            if value > 0:
+                return int(value * factor)
+    raise QuantkitError(f"{text!r} is no size", "write it as 16GiB or 64GB")
+
+
 def parse_share(text: str) -> float:
     """A share between 0 and 1, written as 25% or 0.25. Raises QuantkitError for anything else."""
     try:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit import conversion, planning
+from quantkit.amounts import parse_bytes
 from quantkit.checkpoint.remote import open_headers
 from quantkit.conversion import ConversionReport
 from quantkit.engines.check import check_checkpoint
@@ -24,8 +25,8 @@ from quantkit.meter import Meter, somebody_looks
 from quantkit.planning import Plan
 from quantkit.progress import Event, OnEvent, Progress, silent
 from quantkit.quantization import run as quantization
-from quantkit.quantization.memory import parse_bytes
-from quantkit.quantization.opening import read_request
+from quantkit.quantization.mixture import Mixture
+from quantkit.quantization.opening import NO_MIXTURE, read_request
 from quantkit.quantization.run import QuantizationReport
 from quantkit.recipe import Recipe, load_recipe
 from quantkit.schemes import Scheme, find_scheme
@@ -38,6 +39,8 @@ def quantize(
     *,
     format: str = "auto",
     engine: str | None = None,
+    mixture: Mixture = NO_MIXTURE,
+    sensitivities: str | Path | None = None,
     recipe: str | Path | Recipe | None = None,
     calibration: str | Path | None = None,
     samples: int | None = None,
@@ -51,21 +54,23 @@ def quantize(
 ) -> QuantizationReport:
     """Quantize `model` into the directory `out`, which appears when it is complete, with report.html in it.
 
-    format: "auto" is the scheme's first. engine: write what this engine loads, or refuse. recipe: a name, a YAML file or a value;
+    format: "auto" is the scheme's first. engine: write what this engine loads, or refuse. mixture: which linears stay as they are,
+    or are on other grids; sensitivities: the file that an earlier run measured for that. recipe: a name, a YAML file or a value;
     None is the scheme's own, and calibration (a file or a data set), samples (sequences), seq_len (tokens of each) and seed replace
     what it says. Where nothing is named, the text that the model ships is taken, else quantkit's own. memory: of the host, bytes or
     "16GiB", to keep under. prune: the share of every layer's routed experts to leave out, those that add least. on_event is called with
     progress; without it a notebook or an interactive session shows it. A run that was stopped goes on when it is called again alike.
     """
     chosen = _scheme(scheme)
-    read_request(chosen, format, engine, _recipe(recipe or chosen.name))  # before a hub model is downloaded
+    read_request(chosen, format, engine, _recipe(recipe or chosen.name), mixture)  # before a hub model is downloaded
     source = find_model(str(model))
     given: dict[str, Any] = {"calibration": calibration, "samples": samples, "seq_len": seq_len, "seed": seed, "prune": prune}
     settings = load_settings(source, recipe or chosen.name, **given)
     limit = parse_bytes(memory) if isinstance(memory, str) else memory
-    options: dict[str, Any] = {"engine": engine, "device": device, "memory": limit, "overwrite": overwrite}
+    options: dict[str, Any] = {"engine": engine, "mixture": mixture, "device": device, "memory": limit, "overwrite": overwrite}
     with _listening(f"quantizing {model}", on_event) as listen:
-        return quantization.quantize(source, Path(out), chosen, format, settings, **options, on_event=listen)
+        measured = None if sensitivities is None else Path(sensitivities)
+        return quantization.quantize(source, Path(out), chosen, format, settings, **options, sensitivities=measured, on_event=listen)
 
 
 def load_settings(
@@ -91,6 +96,8 @@ def plan(
     *,
     format: str = "auto",
     engine: str | None = None,
+    mixture: Mixture = NO_MIXTURE,
+    sensitivities: str | Path | None = None,
     recipe: str | Path | Recipe | None = None,
     devices: str = "8x64GiB",
     samples: int | None = None,
@@ -104,8 +111,17 @@ def plan(
     "8x910B1" for predicted decoding times as well. cache: int8 or fp8 counts a cache of 8 bits.
     """
     chosen = _scheme(scheme)
-    options: dict[str, Any] = {"devices": devices, "samples": samples, "seq_len": seq_len, "context": context, "cache": cache}
-    return planning.plan(model, chosen, format, engine=engine, recipe=_recipe(recipe or chosen.name), **options)
+    measured = None if sensitivities is None else Path(sensitivities)
+    options: dict[str, Any] = {
+        "engine": engine,
+        "sensitivities": measured,
+        "devices": devices,
+        "samples": samples,
+        "seq_len": seq_len,
+        "context": context,
+        "cache": cache,
+    }
+    return planning.plan(model, chosen, format, mixture=mixture, recipe=_recipe(recipe or chosen.name), **options)
 
 
 def convert(

@@ -276,11 +276,11 @@ def bytes_per_weight(grid: Grid) -> float:
     """As the Ascend layouts hold it: int4 with a 16-bit scale and offset per group, FP4 with a byte per group, int8 with one per row."""
     if isinstance(grid, Fp4Grid | Mxfp4Grid):
         return 0.5 + 1 / grid.group_size
-    return grid.bits / 8 + (2 * _SCALE_BYTES / grid.group_size if grid.group_size else 0.0)
+    return grid.storage_bits / 8 + (2 * _SCALE_BYTES / grid.group_size if grid.group_size else 0.0)
 
 
 def kind_of(grid: Grid) -> str:
-    return "fp4" if isinstance(grid, Fp4Grid | Mxfp4Grid) else f"int{grid.bits}"
+    return "fp4" if isinstance(grid, Fp4Grid | Mxfp4Grid) else f"int{grid.storage_bits}"
 
 
 def _cache_bytes(config: ModelConfig, devices: int) -> float:

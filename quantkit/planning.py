@@ -8,11 +8,11 @@ import os
 import re
 import shutil
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quantkit.amounts import size, span
+from quantkit.amounts import parse_bytes, size, span
 from quantkit.assets import asset
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.remote import open_headers
@@ -24,9 +24,12 @@ from quantkit.evaluation.results.published import published_speeds
 from quantkit.executor.cache import codes_of
 from quantkit.models.architecture import CacheBits
 from quantkit.models.table import Parameter
+from quantkit.quantization.choosing import Options, read_sensitivities
 from quantkit.quantization.cost import RATES, RunWork, job_work, seconds_of
-from quantkit.quantization.memory import expected_peak, parse_bytes
-from quantkit.quantization.opening import Job, open_job, read_request
+from quantkit.quantization.memory import expected_peak
+from quantkit.quantization.mixture import Mixture
+from quantkit.quantization.opening import NO_MIXTURE, Job, open_job, read_request
+from quantkit.quantization.sizes import PlannedSize, plan_choosing
 from quantkit.recipe import Recipe, load_recipe
 from quantkit.result import Result
 from quantkit.schemes import Scheme
@@ -93,7 +96,8 @@ class TimeEstimate:
 @dataclass(frozen=True, repr=False)
 class Plan(Result):
     """What a quantization needs and makes. Bytes are of tensors; disk_bytes is what must be free for the output and what a run keeps
-    to go on from. cost_model: predicted decoding times, where the devices are hardware that is known."""
+    to go on from. cost_model: predicted decoding times, where the devices are hardware that is known and all linears are on one grid.
+    sizes: what other --bits would make, where grids are chosen."""
 
     model: str
     scheme: str
@@ -112,9 +116,12 @@ class Plan(Result):
     work: RunWork
     time: tuple[TimeEstimate, ...]
     cost_model: dict[str, Any] | None = None
+    sizes: tuple[PlannedSize, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         found = asdict(self)
+        if not self.sizes:
+            del found["sizes"]
         if self.cost_model is None:
             del found["cost_model"]
         return found
@@ -133,6 +140,7 @@ class Plan(Result):
             (f"  {placed.count} devices of {size(placed.memory_bytes)}", f"{size(placed.weight_bytes)} of weights each"),
             ("  room for the cache", f"{size(placed.cache_bytes)} each{room}"),
             ("  assuming", placed.assumption),
+            *((f"  at {one.bits:.2f} bits", one.told()) for one in self.sizes),
             ("host memory, peak", f"{size(self.host_peak_bytes)} (at {host.where})"),
             ("disk", f"{size(self.disk_bytes)} needed, {size(self.disk_free_bytes)} free here"),
             *((f"time on {one.device}", f"{span(one.seconds)}, assuming {one.assumption}") for one in self.time),
@@ -145,6 +153,8 @@ def plan(
     format: str = "auto",
     *,
     engine: str | None = None,
+    mixture: Mixture = NO_MIXTURE,
+    sensitivities: Path | None = None,
     recipe: Recipe | None = None,
     devices: str | Devices = "8x64GiB",
     samples: int | None = None,
@@ -164,10 +174,20 @@ def plan(
     """
     bits: CacheBits = 16 if codes_of(cache) is None else 8
     settings = (recipe or load_recipe(scheme.name)).with_given(samples=samples, seq_len=seq_len)
-    request = read_request(scheme, format, engine, settings)
+    request = read_request(scheme, format, engine, settings, mixture)
     target = read_devices(devices) if isinstance(devices, str) else devices
     job = open_job(request, model if isinstance(model, Checkpoint) else open_headers(str(model)))
-    rows = [(row, _written_bytes(job, row)) for row in job.rows]
+    choosing = None
+    if mixture.chooses:
+        options = Options(job)
+        measured = None if sensitivities is None else read_sensitivities(sensitivities)
+
+        def holds(rows: list[tuple[Parameter, int]], count: int) -> bool:
+            return _placed(rows, options.job, replace(target, count=count), context, redundant, bits)[0]
+
+        choosing = plan_choosing(options, measured, holds)
+        job = choosing.job
+    rows = [(row, job.stored_bytes(row, job.grids.get(row.module))) for row in job.rows]
     output = sum(nbytes for _, nbytes in rows)
     fits, placed = _placed(rows, job, target, context, redundant, bits)
     peak, least = (expected_peak(job, memory)[0] for memory in (None, 0))
@@ -177,7 +197,7 @@ def plan(
     return Plan(
         model=str(job.checkpoint.path),
         scheme=request.scheme.name,
-        format=request.format,
+        format=job.request.format,
         source_bytes=stored,
         output_bytes=output,
         output_bytes_without_mtp=sum(nbytes for row, nbytes in rows if not row.mtp),
@@ -191,7 +211,8 @@ def plan(
         disk_free_bytes=shutil.disk_usage(Path.cwd()).free,
         work=work,
         time=_times(work),
-        cost_model=_predicted(job, target, context),
+        cost_model=None if choosing else _predicted(job, target, context),
+        sizes=choosing.sizes(target.count) if choosing else (),
     )
 
 
@@ -230,17 +251,6 @@ def parse_devices(text: str) -> tuple[int, int]:
     if not found or int(found[1]) < 1:
         raise QuantkitError(f"devices {text!r} make no sense", "write them as 8x64GiB")
     return int(found[1]), parse_bytes(found[2])
-
-
-def _written_bytes(job: Job, row: Parameter) -> int:
-    """Of the tensors that one parameter becomes; one left unquantized keeps its type, and is BF16 where the source packs it."""
-    checkpoint, target = job.checkpoint, job.target
-    if target.quantizes(row.module, row.role, mtp=row.mtp):
-        grid = job.request.scheme.grid(expert=row.expert is not None, mtp=row.mtp)
-        return sum(spec.nbytes for spec in target.specs(row.module, (row.shape[0], row.shape[1]), grid))
-    if row.module in checkpoint.linears:
-        return 2 * row.shape[0] * row.shape[1]
-    return checkpoint.tensors[row.name].nbytes
 
 
 def _by_part(rows: list[tuple[Parameter, int]]) -> dict[str, int]:

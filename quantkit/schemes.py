@@ -44,7 +44,35 @@ class Mxfp4Grid:
         return 4
 
 
-Grid = IntGrid | Fp4Grid | Mxfp4Grid
+@dataclass(frozen=True)
+class Fp8BlockGrid:
+    """e4m3 values, an FP32 scale per 128 x 128 (DeepSeek's). Nothing is rounded to it: such linears stay as the source has them."""
+
+    group_size: None = None
+
+    @property
+    def storage_bits(self) -> int:
+        return 8
+
+
+Grid = IntGrid | Fp4Grid | Mxfp4Grid | Fp8BlockGrid
+
+
+def grid_label(grid: Grid | None) -> str:
+    """A word for a grid, None standing for a linear that is not rounded."""
+    match grid:
+        case None:
+            return "16-bit"
+        case IntGrid(bits, size, symmetric):
+            return "-".join((f"int{bits}", *([f"g{size}"] if size else []), *([] if symmetric else ["zero-points"])))
+        case Fp4Grid():
+            return "nvfp4"
+        case Mxfp4Grid():
+            return "mxfp4"
+        case Fp8BlockGrid():
+            return "fp8"
+
+
 Method = Literal["awq", "gptq", "smooth"]
 
 

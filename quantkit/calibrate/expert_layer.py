@@ -1,6 +1,7 @@
 """The routed experts of one layer on their way through a run: read a batch at a time, solved or found finished, written, and run."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from quantkit_kernels import ExpertBiases
 from torch import Tensor
@@ -13,7 +14,7 @@ from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.routing import Routed
 from quantkit.calibrate.scale import ScaledInput
 from quantkit.calibrate.scale_search import Consumer, sample_rows
-from quantkit.calibrate.solver import Solver
+from quantkit.calibrate.solvers import Solvers
 from quantkit.calibrate.source_model import SourceModel
 from quantkit.calibrate.sublayer import Sublayer
 from quantkit.calibrate.unit_log import UnitLog
@@ -30,22 +31,31 @@ def expert_batch_values(device_type: str, batches: Batches) -> int:
     return batches.expert_values if device_type == "cpu" else 2**30
 
 
-class ExpertLayer:
-    """solver: on the grid of routed experts, which may be another than that of other linears."""
+def expert_weights(model: SourceModel, rows: GatedMlp, values: Mapping[str, Tensor]) -> ExpertWeights:
+    """An expert with these linears, by module, and the source's biases."""
+    gate, up, down = (values[module] for module in rows.modules)
+    biases = [model.weights.dequantized(model.by_name[name]) for name in rows.biases]
+    return ExpertWeights(gate, up, down, model.config.gating, ExpertBiases(*biases) if biases else None)
 
-    def __init__(self, model: SourceModel, layer: int, solver: Solver, log: UnitLog, ranks: Ranks, batches: Batches) -> None:
-        self.model, self.layer, self.solver, self.log, self.ranks = model, layer, solver, log, ranks
+
+class ExpertLayer:
+    """All experts of a layer are rounded on one grid, or none is rounded."""
+
+    def __init__(self, model: SourceModel, layer: int, solvers: Solvers, log: UnitLog, ranks: Ranks, batches: Batches) -> None:
+        self.model, self.layer, self.recipe, self.log, self.ranks = model, layer, solvers.recipe, log, ranks
         self.experts = model.experts(layer)
+        first = next(iter(self.experts.values())).modules
+        self.solver = None if model.quantized.isdisjoint(first) else solvers.of(first[0])
         values = expert_batch_values(model.weights.device.type, batches)
         self.batches = list(expert_batches(self.experts, values))
 
     def consumers(self, routed: Routed) -> list[Consumer]:
         """Rows of some experts, for the group that reaches them; an expert counts by the tokens that choose it."""
-        if self.model.quantized.isdisjoint(next(iter(self.experts.values())).modules):
+        if self.solver is None:
             return []
         counts = routed.counts(len(self.experts))
         chosen = list(self.experts)[:: max(1, len(self.experts) // SCALE_EXPERTS)]
-        count = max(16, self.solver.recipe.search_rows // 4)
+        count = max(16, self.recipe.search_rows // 4)
         consumers = []
         for expert in chosen:
             weights = self._weights(expert)
@@ -56,20 +66,20 @@ class ExpertLayer:
     def run(self, sublayer: Sublayer, routed: Routed, read: ScaledInput, states: HiddenStatePair, plain: PlainPath | None) -> None:
         """Solve and write all experts, and add their outputs to the hidden states of both paths, and of plain rounding's."""
         self._report_routing(routed)
-        solver = ExpertSolver(self.solver, routed, read, sublayer.importance, sublayer.outputs)
+        solver = None if self.solver is None else ExpertSolver(self.solver, routed, read, sublayer.importance, sublayer.outputs)
+        bits = 16 if self.solver is None else self.solver.activation_bits
         if self.ranks.size > 1:
             mine = [batch for number, batch in enumerate(self.batches) if self.ranks.mine(number)]
             for originals in self._read(mine):
-                self._rounded(solver, originals)
+                self._written(solver, originals, read.scale)
             self.ranks.share(self.log.store)
-        quantized = not self.model.quantized.isdisjoint(next(iter(self.experts.values())).modules)
         for originals in self._read(self.batches):
-            rounded, hidden = self._rounded(solver, originals)
+            rounded, hidden = self._written(solver, originals, read.scale)
             self.log.tell("propagating", self._unit(next(iter(originals))))
             for expert, original in originals.items():
-                add_outputs(states, routed, expert, original, rounded[expert], read.scale, hidden.get(expert), self.solver.activation_bits)
+                add_outputs(states, routed, expert, original, rounded[expert], read.scale, hidden.get(expert), bits)
                 if plain is not None:
-                    plain.add_expert(expert, self.experts[expert], original, self.solver if quantized else None)
+                    plain.add_expert(expert, self.experts[expert], original, self.solver)
                 self.log.finished(self._unit(expert))
 
     def _unit(self, expert: int) -> str:
@@ -86,6 +96,26 @@ class ExpertLayer:
             originals = {expert: self._weights(expert) for expert in batch}
             self.model.weights.will_read(row for expert in following for row in self.experts[expert].rows)
             yield originals
+
+    def _written(
+        self, solver: ExpertSolver | None, originals: Mapping[int, ExpertWeights], scale: Tensor
+    ) -> tuple[dict[int, ExpertWeights], dict[int, Tensor]]:
+        """The weights of a batch of experts as the output has them."""
+        return (self._kept(originals, scale), {}) if solver is None else self._rounded(solver, originals)
+
+    def _kept(self, originals: Mapping[int, ExpertWeights], scale: Tensor) -> dict[int, ExpertWeights]:
+        """Experts that are not rounded: the source's, but for the scale [H] of what they read."""
+        kept = {}
+        for expert, own in originals.items():
+            rows = self.experts[expert]
+            plain = {}
+            if not bool((scale == 1).all()):
+                plain = {row.name: (w * scale).to(self.model.weights.dtype(row)) for row, w in ((rows.gate, own.gate), (rows.up, own.up))}
+            gate, up = (plain[row.name].float() if row.name in plain else w for row, w in ((rows.gate, own.gate), (rows.up, own.up)))
+            kept[expert] = replace(own, gate=gate, up=up)
+            if not self.log.store.done(self._unit(expert)):
+                self.log.write(self._unit(expert), {}, plain, {}, mine=True)
+        return kept
 
     def _rounded(self, solver: ExpertSolver, originals: Mapping[int, ExpertWeights]) -> tuple[dict[int, ExpertWeights], dict[int, Tensor]]:
         """The rounded weights of a batch of experts: solved now, or read back where an earlier run wrote them. With what
@@ -111,16 +141,10 @@ class ExpertLayer:
         return {expert: self._of(values, expert) for expert in originals}, hidden
 
     def _of(self, values: Mapping[str, Tensor], expert: int) -> ExpertWeights:
-        """With these linears, and the source's biases."""
-        gate, up, down = (values[module] for module in self.experts[expert].modules)
-        return ExpertWeights(gate, up, down, self.model.config.gating, self._biases(expert))
-
-    def _biases(self, expert: int) -> ExpertBiases | None:
-        rows = [self.model.by_name[name] for name in self.experts[expert].biases]
-        return ExpertBiases(*map(self.model.weights.dequantized, rows)) if rows else None
+        return expert_weights(self.model, self.experts[expert], values)
 
     def _report_routing(self, routed: Routed) -> None:
-        findings, least, count = self.log.findings, self.solver.recipe.min_expert_tokens, len(self.experts)
+        findings, least, count = self.log.findings, self.recipe.min_expert_tokens, len(self.experts)
         counts = routed.counts(count)
         findings.expert_tokens[str(self.layer)] = counts.tolist()
         starved = int((counts < least).sum())

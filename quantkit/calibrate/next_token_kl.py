@@ -4,7 +4,7 @@ The head of R1 is 129,280 rows of 7168, so neither it nor the logits of all toke
 every token, the largest logit so far and the sums under it, rescaled when a larger one comes (arXiv 1805.02867).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,16 +37,28 @@ class NextToken:
 def compare_next_tokens(original: Tensor, quantized: Tensor, head: Iterable[Tensor], logits: Logits = products) -> NextToken:
     """original, quantized float32 [T, H]: of the same tokens, after the final norm. head: its rows, in blocks float32 [R, H]. logits: what
     the model makes of products with them."""
-    p, q = Softmax(len(original), original.device), Softmax(len(original), original.device)
-    difference = torch.zeros_like(p.total)  # sum over the vocabulary of exp(logit of p - p.largest) * (logit of p - logit of q)
+    return compare_paths(original, [quantized], head, logits)[0]
+
+
+def compare_paths(original: Tensor, others: Sequence[Tensor], head: Iterable[Tensor], logits: Logits = products) -> list[NextToken]:
+    """The same for several paths, each against the original, in one pass over the head."""
+    p, paths = Softmax(len(original), original.device), [Softmax(len(original), original.device) for _ in others]
+    differences = [torch.zeros_like(p.total) for _ in others]  # sums of exp(logit of p - p.largest) * (logit of p - logit of q)
     for rows in head:
-        p_logits, q_logits = (logits(hidden @ rows.t(), p.seen) for hidden in (original, quantized))
-        difference *= p.take(p_logits)
-        q.take(q_logits)
+        first = p.seen
+        p_logits = logits(original @ rows.t(), first)
+        factor = p.take(p_logits)
         weight = (p_logits - p.largest[:, None]).exp_()
-        difference += (weight * (p_logits - q_logits)).sum(-1, dtype=torch.float64)
-    kl = difference / p.total - p.log_sum() + q.log_sum()
-    return NextToken(len(original), float(kl.mean()), float((p.likeliest == q.likeliest).double().mean()))
+        for other, q, difference in zip(others, paths, differences):
+            q_logits = logits(other @ rows.t(), first)
+            q.take(q_logits)
+            difference *= factor
+            difference += (weight * (p_logits - q_logits)).sum(-1, dtype=torch.float64)
+    found = []
+    for q, difference in zip(paths, differences):
+        kl = difference / p.total - p.log_sum() + q.log_sum()
+        found.append(NextToken(len(original), float(kl.mean()), float((p.likeliest == q.likeliest).double().mean())))
+    return found
 
 
 class Softmax:

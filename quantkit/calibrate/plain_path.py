@@ -14,25 +14,26 @@ from quantkit.calibrate.layer_weights import LayerWeights
 from quantkit.calibrate.parameter_reader import ParameterReader
 from quantkit.calibrate.routing import Recorder, Routed
 from quantkit.calibrate.solver import Solver
+from quantkit.calibrate.solvers import Solvers
 from quantkit.calibrate.sublayer import Sublayer
 from quantkit.models.table import GatedMlp, Parameter
 
 
 @dataclass
 class PlainPath:
-    """states: of the held-out tokens, at the input of the next sublayer. solver: for all linears but routed experts; of its recipe only
-    the grid counts. routed: what the routed experts of the last sublayer are asked; None without experts."""
+    """states: of the held-out tokens, at the input of the next sublayer. solvers: of their recipe only
+    the grids count. routed: what the routed experts of the last sublayer are asked; None without experts."""
 
     states: HiddenStates
     source: ParameterReader
-    solver: Solver
+    solvers: Solvers
     routed: Routed | None = None
 
     def advance(self, sublayer: Sublayer) -> None:
         """Through this sublayer. Routed experts add their outputs afterwards."""
         recorder = Recorder(len(self.states.hidden))
-        rounds = sublayer.quantized if self.solver.activation_bits == 8 else ()
-        block = sublayer.build(LayerWeights(self._rounded(sublayer), recorder, int8_inputs=frozenset(rounds)))
+        own = [row.module for row in sublayer.rows if row.module in sublayer.quantized]
+        block = sublayer.build(LayerWeights(self._rounded(sublayer), recorder, int8_inputs=self.solvers.int8_inputs(own)))
         for batch in self.states.batches():
             self.states.hidden[batch.part] = sublayer.run(block, self.states.hidden[batch.part], batch.lengths)
         self.routed = recorder.routed(0, 0)
@@ -57,7 +58,7 @@ class PlainPath:
         for row in sublayer.needed:
             tensor = self.source.dequantized(row)
             if row.module in sublayer.quantized:
-                (tensor,) = _nearest({row.module: tensor}, (row,), self.solver).values()
+                (tensor,) = _nearest({row.module: tensor}, (row,), self.solvers.of(row.module)).values()
             tensors[row.name] = tensor
         return tensors
 

@@ -10,7 +10,8 @@ from quantkit.calibrate.hidden_states import HiddenStatePair, relative_distance
 from quantkit.calibrate.observe import Observed, Probe, probe
 from quantkit.calibrate.parameter_reader import ParameterReader
 from quantkit.calibrate.scale_search import Consumer, choose_scale, sample_rows
-from quantkit.calibrate.solver import Solver
+from quantkit.calibrate.solver import input_curvature
+from quantkit.calibrate.solvers import Solvers
 from quantkit.calibrate.statistics import InputStatistics
 from quantkit.calibrate.sublayer import Sublayer
 from quantkit.errors import QuantkitError
@@ -101,17 +102,15 @@ class Scaled:
         return None if group is None else self.inputs[group.observe]
 
 
-def scaled_input(statistics: InputStatistics, solver: Solver, scale: Tensor | None, curvature: Curvature | None = None) -> ScaledInput:
+def scaled_input(statistics: InputStatistics, solvers: Solvers, scale: Tensor | None, curvature: Curvature | None = None) -> ScaledInput:
     """curvature: of the input as it was observed, where it was made already; its memory is used."""
-    curvature = solver.curvature(statistics.mean_hessian) if curvature is None else curvature
+    curvature = input_curvature(statistics.mean_hessian, solvers.recipe) if curvature is None else curvature
     if scale is None:
         return ScaledInput(curvature, statistics.sample, torch.ones_like(statistics.absmax))
     return ScaledInput(curvature.into_scaled(scale), statistics.sample / scale, scale)
 
 
-def scale_sublayer(
-    observed: Observed, source: ParameterReader, solver: Solver, states: HiddenStatePair, experts: Sequence[Consumer] = ()
-) -> Scaled:
+def scale_sublayer(observed: Observed, source: ParameterReader, states: HiddenStatePair, experts: Sequence[Consumer] = ()) -> Scaled:
     """Choose the scale of every group. experts: rows of some routed experts, which count where a group reaches them.
 
     Raises QuantkitError where folding changes what the sublayer computes.
@@ -120,21 +119,22 @@ def scale_sublayer(
     inputs: dict[str, ScaledInput] = {}
     scales: dict[str, Tensor] = {}
     for group in sublayer.groups:
-        consumers = [*_consumers(sublayer, group, FoldedTensors(sublayer, source, folding), solver)]
+        consumers = [*_consumers(sublayer, group, FoldedTensors(sublayer, source, folding))]
         consumers += experts if group.reaches_experts else ()
-        if not consumers or not {"awq", "smooth"} & set(solver.methods):
+        if not consumers or not {"awq", "smooth"} & set(sublayer.solvers.methods) or sublayer.is_frozen(group):
             continue
+        solver = consumers[0].solver
         statistics = observed.inputs[group.observe]
-        curvature = solver.curvature(statistics.mean_hessian)
-        exact = solver.recipe.exact_router and not sublayer.quantized.issuperset(_inside(sublayer, group))
+        curvature = input_curvature(statistics.mean_hessian, sublayer.solvers.recipe)
+        exact = sublayer.solvers.recipe.exact_router and not sublayer.quantized.issuperset(_inside(sublayer, group))
         scale = choose_scale(solver, consumers, curvature, statistics, exact)
         folding, scale = _fold(sublayer, group, scale, source, folding)
         scales[group.name] = scale
-        inputs[group.observe] = scaled_input(statistics, solver, scale, curvature)
+        inputs[group.observe] = scaled_input(statistics, sublayer.solvers, scale, curvature)
     _check_same(observed, probe(sublayer, FoldedTensors(sublayer, source, folding), states))
     for first in _to_round(observed):
         if first not in inputs:
-            inputs[first] = scaled_input(observed.inputs[first], solver, None)
+            inputs[first] = scaled_input(observed.inputs[first], sublayer.solvers, None)
     return Scaled(sublayer, observed.sites, inputs, scales, folding)
 
 
@@ -153,14 +153,14 @@ def _inside(sublayer: Sublayer, group: ScaleGroup) -> list[str]:
     return [module for module in group.consumers if f"{module}.weight" in needed]
 
 
-def _consumers(sublayer: Sublayer, group: ScaleGroup, tensors: Mapping[str, Tensor], solver: Solver) -> Iterator[Consumer]:
+def _consumers(sublayer: Sublayer, group: ScaleGroup, tensors: Mapping[str, Tensor]) -> Iterator[Consumer]:
     """Some rows of every linear of the group that is to be rounded."""
-    count = solver.recipe.search_rows
+    count = sublayer.solvers.recipe.search_rows
     for module in _inside(sublayer, group):
         if module in sublayer.quantized:
             importance = sublayer.importance if module in sublayer.ends else None
             counted = None if importance is None else sample_rows(importance[:, None], count)[:, 0]
-            yield Consumer(sample_rows(tensors[f"{module}.weight"], count), 1.0, solver, counted)
+            yield Consumer(sample_rows(tensors[f"{module}.weight"], count), 1.0, sublayer.solvers.of(module), counted)
 
 
 def _fold(sublayer: Sublayer, group: ScaleGroup, scale: Tensor, source: ParameterReader, folding: Folding) -> tuple[Folding, Tensor]:

@@ -23,21 +23,21 @@ class SolvedSublayer:
         return {module: one.weight for module, one in self.linears.items()}
 
 
-def solve_sublayer(scaled: Scaled, source: ParameterReader, solver: Solver) -> SolvedSublayer:
+def solve_sublayer(scaled: Scaled, source: ParameterReader) -> SolvedSublayer:
     """Every linear that the output holds quantized. The linears of one input at a time are held in float32, the widest input's first."""
     sublayer, folded = scaled.sublayer, FoldedTensors(scaled.sublayer, source, scaled.folding)
     rows = {row.module: row for row in sublayer.rows}
     linears: dict[str, Rounded] = {}
     for first, modules in sorted(scaled.sites.items(), key=lambda site: -rows[site[0]].shape[1]):
         own = [rows[module] for module in modules if module in sublayer.quantized]
-        if own:
-            linears |= _solve_site(scaled, first, own, folded, solver)
+        for solver, alike in sublayer.solvers.alike([row.module for row in own]).items():
+            linears |= _solve_site(scaled, first, [rows[module] for module in alike], folded, solver)
     changed = [row for row in sublayer.rows if row.module not in sublayer.quantized and scaled.folding.changes(row.name)]
     return SolvedSublayer(linears, {row.name: folded[row.name].to(sublayer.stored[row.name]) for row in changed})
 
 
 def _solve_site(scaled: Scaled, first: str, rows: list[Parameter], folded: FoldedTensors, solver: Solver) -> dict[str, Rounded]:
-    """The linears of one input."""
+    """The linears of one input that are on one grid."""
     weights = {row.module: folded[row.name] for row in rows}
     fused = {row.module: row.fused for row in rows if row.fused}
     outputs = scaled.sublayer.outputs if scaled.sublayer.ends.issuperset(weights) else None

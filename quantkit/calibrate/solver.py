@@ -18,7 +18,7 @@ from quantkit.quant.rounding import Fp4Rounder, IntRounder, Mxfp4Rounder, Rounde
 from quantkit.quant.two_sided import compensate_both, judged_outputs
 from quantkit.quant.weights import RoundedWeight
 from quantkit.recipe import Recipe
-from quantkit.schemes import Fp4Grid, Grid, Method, Mxfp4Grid
+from quantkit.schemes import Fp4Grid, Grid, IntGrid, Method, Mxfp4Grid
 
 JUDGED_OUTPUTS = 512
 """Directions of a linear's outputs that its error is judged in, where their cost is known."""
@@ -69,12 +69,6 @@ class Solver:
         self.grid, self.scale_dtype, self.recipe, self.methods, self.piece_values = grid, scale_dtype, recipe, methods, piece_values
         self.activation_bits = activation_bits
 
-    def on(self, grid: Grid) -> "Solver":
-        """The same recipe on another grid."""
-        if grid == self.grid:
-            return self
-        return Solver(grid, self.scale_dtype, self.recipe, self.methods, self.activation_bits, self.piece_values)
-
     @property
     def group_size(self) -> int | None:
         return self.grid.group_size
@@ -89,15 +83,14 @@ class Solver:
             return Fp4Rounder(global_scale(amax), FP4_NEIGHBOURS[: self.recipe.fit_points] if fit else (0,))
         if isinstance(self.grid, Mxfp4Grid):
             return Mxfp4Rounder(MXFP4_RAISED if fit else (0,))
+        assert isinstance(self.grid, IntGrid), f"nothing is rounded to {self.grid}"
         finer = 0.02 if self.grid.bits == 8 else 0.05
         shrink = tuple(1 - finer * i for i in range(self.recipe.fit_points)) if fit else (1.0,)
         return IntRounder(self.grid, self.scale_dtype, shrink)
 
     def curvature(self, mean_hessian: Tensor) -> Curvature:
-        """mean_hessian float32 [..., K, K], per token; with a leading dimension, of the few tokens of routed experts."""
-        if mean_hessian.dim() == 2:
-            return Curvature.of(mean_hessian, self.recipe.damping)
-        return Curvature.of(mean_hessian, self.recipe.expert_damping, self.recipe.expert_shrinkage)
+        """As `input_curvature`, of this recipe."""
+        return input_curvature(mean_hessian, self.recipe)
 
     def losses(self, w: Tensor, scale: Tensor, amax: Tensor, curvature: Curvature) -> Tensor:
         """Loss of every row [C, ..., N] if W s were rounded by this recipe, with plain steps, for inputs divided by s: what a scale search
@@ -202,6 +195,13 @@ class Solver:
             values, step = _cat([part.values for part in parts]), _cat_steps([part.step for part in parts])
         error = float(kept.sum() / whole.sum().clamp(min=1e-30)) if len(whole) else float("nan")
         return Solved(self.rounder(amax).weight(values, step), values, error, method)
+
+
+def input_curvature(mean_hessian: Tensor, recipe: Recipe) -> Curvature:
+    """mean_hessian float32 [..., K, K], per token; with a leading dimension, of the few tokens of routed experts."""
+    if mean_hessian.dim() == 2:
+        return Curvature.of(mean_hessian, recipe.damping)
+    return Curvature.of(mean_hessian, recipe.expert_damping, recipe.expert_shrinkage)
 
 
 @dataclass(frozen=True)

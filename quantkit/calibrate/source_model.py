@@ -12,13 +12,15 @@ from quantkit.models.table import GatedMlp, Parameter, ScaleGroup, routed_expert
 
 @dataclass(frozen=True)
 class SourceModel:
-    """rows: the architecture's table, resolved. quantized: modules the output holds quantized. weights: where tensors are read."""
+    """rows: the architecture's table, resolved. quantized: modules that are rounded; frozen: those that the output holds packed as the
+    source does. weights: where tensors are read."""
 
     weights: ParameterReader
     architecture: Architecture[ModelConfig]
     config: ModelConfig
     rows: Sequence[Parameter]
     quantized: set[str]
+    frozen: set[str]
 
     @cached_property
     def layers(self) -> list[int]:

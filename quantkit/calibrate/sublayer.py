@@ -13,6 +13,9 @@ from quantkit.calibrate.hidden_states import HiddenStates
 from quantkit.calibrate.layer_weights import LayerWeights
 from quantkit.calibrate.parameter_reader import ParameterReader
 from quantkit.calibrate.routing import no_experts
+from quantkit.calibrate.solvers import Solvers
+from quantkit.calibrate.source_model import SourceModel
+from quantkit.models.context import CausalContext
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.table import Parameter, ScaleGroup
 from quantkit.quant.gptq import Curvature
@@ -24,13 +27,24 @@ Run = Callable[[DecoderLayer, Tensor, list[int]], Tensor]
 """(decoder layer, hidden [T, H], lengths of its sequences) -> hidden [T, H] after this sublayer."""
 
 
+def run_attention(block: DecoderLayer, hidden: Tensor, lengths: list[int]) -> Tensor:
+    """The attention half of a decoder layer."""
+    return block.attend(hidden, CausalContext(lengths, hidden.device))
+
+
+def run_feed_forward(block: DecoderLayer, hidden: Tensor, lengths: list[int]) -> Tensor:
+    """The MLP or expert half."""
+    return block.feed_forward(hidden, CausalContext(lengths, hidden.device))
+
+
 @dataclass(frozen=True)
 class Sublayer:
     """What a sublayer is made of.
 
     rows: its parameters but the routed experts'. needed: the rows that the layer is built from and this sublayer reads; a decoder layer is
     built whole, but the other sublayer's linears are asked for only when they run. groups: the scale groups inside it, those inside one
-    routed expert left out. stored: dtype on disk of what stays unquantized, by tensor name. quantized: modules the output holds quantized.
+    routed expert left out. stored: dtype on disk of what stays unquantized, by tensor name. quantized: modules that are rounded;
+    frozen: those that the output holds packed as the source does. solvers: of what is rounded.
     importance: what a squared error in each channel of the residual stream counts after this sublayer, float32 [H]; None: alike.
     outputs: what an error there costs, [H, H], where GPTQ is to heed it.
     """
@@ -43,6 +57,8 @@ class Sublayer:
     groups: list[ScaleGroup]
     stored: dict[str, torch.dtype]
     quantized: set[str]
+    frozen: set[str]
+    solvers: Solvers
     importance: Tensor | None
     outputs: Curvature | None
 
@@ -51,10 +67,42 @@ class Sublayer:
         """Modules that write to the residual stream: nobody in this sublayer looks at their outputs."""
         return frozenset(row.module for row in self.rows if row.split == "row")
 
+    def is_frozen(self, group: ScaleGroup) -> bool:
+        """Whether a scale would change a linear that is to stay as the source has it."""
+        return not self.frozen.isdisjoint((group.producer, *group.consumers))
+
     @property
     def reaching_experts(self) -> ScaleGroup | None:
         """The group whose scale the routed experts read; None without experts."""
         return next((group for group in self.groups if group.reaches_experts), None)
+
+
+def sublayer_of(
+    model: SourceModel,
+    solvers: Solvers,
+    unit: str,
+    layer: int,
+    run: Run,
+    importance: Tensor | None = None,
+    outputs: Curvature | None = None,
+) -> Sublayer:
+    """One half of a decoder layer by its unit, from the model's table."""
+    rows, needed = model.sublayer_rows(unit, layer)
+    own = {row.name for row in rows}
+    return Sublayer(
+        name=unit,
+        build=lambda weights: model.architecture.DecoderLayer(model.config, layer, weights),
+        run=run,
+        rows=rows,
+        needed=needed,
+        groups=[group for group in model.groups[layer] if group.expert is None and f"{group.producer}.weight" in own],
+        stored={row.name: model.weights.dtype(row) for row in needed if row.module not in model.quantized},
+        quantized=model.quantized,
+        frozen=model.frozen,
+        solvers=solvers,
+        importance=importance,
+        outputs=outputs,
+    )
 
 
 def advance(sublayer: Sublayer, tensors: Mapping[str, Tensor], states: HiddenStates, int8_inputs: frozenset[str] = frozenset()) -> None:

@@ -4,19 +4,11 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from quantkit.models.table import Parameter
 from quantkit.quant.weights import Weight
-from quantkit.schemes import Grid
 
 
 class UnitStore(Protocol):
     """Where finished units go, and what is already there."""
-
-    def quantizes(self, row: Parameter) -> bool:
-        """Whether the output holds this parameter quantized."""
-
-    def grid(self, row: Parameter) -> Grid:
-        """The grid of a parameter that the output holds quantized. Those of one unit are on one."""
 
     def done(self, unit: str) -> bool:
         """Whether the unit was written before, by this run or the one it resumes."""

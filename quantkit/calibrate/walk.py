@@ -31,12 +31,11 @@ from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.routing import Routed
 from quantkit.calibrate.scale import ScaledInput, scale_in_effect, scale_sublayer, scaled_input
 from quantkit.calibrate.solve import solve_sublayer
-from quantkit.calibrate.solver import Solver
+from quantkit.calibrate.solvers import Solvers
 from quantkit.calibrate.source_model import SourceModel
-from quantkit.calibrate.sublayer import Run, Sublayer, advance, written_tensors
+from quantkit.calibrate.sublayer import Run, Sublayer, advance, run_attention, run_feed_forward, sublayer_of, written_tensors
 from quantkit.calibrate.unit_log import UnitLog
 from quantkit.calibrate.units import attend_unit, feed_forward_unit
-from quantkit.models.context import CausalContext
 from quantkit.quant.gptq import Curvature
 from quantkit.quant.weights import Weight
 
@@ -53,12 +52,13 @@ class Written:
 
 
 class Walk:
-    """One calibrated run over one model. solver: for all linears but routed experts, whose grid the log's store tells. ends: what is around
-    the layers, where the table does not say it."""
+    """One calibrated run over one model. ends: what is around the layers, where the table does not say it."""
 
-    def __init__(self, model: SourceModel, solver: Solver, log: UnitLog, ranks: Ranks, batches: Batches, ends: Ends | None = None) -> None:
+    def __init__(
+        self, model: SourceModel, solvers: Solvers, log: UnitLog, ranks: Ranks, batches: Batches, ends: Ends | None = None
+    ) -> None:
         self.ends = ends or TableEnds(model.weights, model.rows, model.config.rms_norm_eps)
-        self.model, self.solver, self.log, self.ranks, self.batches = model, solver, log, ranks, batches
+        self.model, self.solvers, self.log, self.ranks, self.batches = model, solvers, log, ranks, batches
         groups = [group for layer in model.layers for group in model.groups[layer]]
         self.residual = ResidualStream(model.weights, model.rows, groups, ends)
         self.plain: PlainPath | None = None
@@ -82,7 +82,7 @@ class Walk:
             begun = tensors.get("plain")  # an older run kept none
         if begun is not None and self.ranks.leads:
             hidden = begun.to(states.original.hidden.device)
-            self.plain = PlainPath(replace(states.original, hidden=hidden), self.model.weights, self.solver)
+            self.plain = PlainPath(replace(states.original, hidden=hidden), self.model.weights, self.solvers)
         for layer in self.model.layers:
             if layer >= first:
                 self._decoder_layer(layer, states)
@@ -123,20 +123,12 @@ class Walk:
             self.log.store.save_state(layer + 1, hidden, self.log.findings.to_dict())
 
     def _layer(self, layer: int, states: HiddenStatePair) -> None:
-        device = self.model.weights.device
         if attend_unit(layer) in self.model.units:  # all but layers that are run whole
-            attend = self._sublayer(
-                attend_unit(layer), layer, states, lambda block, x, lengths: block.attend(x, CausalContext(lengths, device))
-            )
-            self._walk(attend, states, None)
+            self._walk(self._sublayer(attend_unit(layer), layer, states, run_attention), states, None)
         experts = None
         if self.model.experts(layer):
-            row = next(iter(self.model.experts(layer).values())).gate
-            solver = self.solver.on(self.log.store.grid(row))
-            experts = ExpertLayer(self.model, layer, solver, self.log, self.ranks, self.batches)
-        feed_forward = self._sublayer(
-            feed_forward_unit(layer), layer, states, lambda block, x, lengths: block.feed_forward(x, CausalContext(lengths, device))
-        )
+            experts = ExpertLayer(self.model, layer, self.solvers, self.log, self.ranks, self.batches)
+        feed_forward = self._sublayer(feed_forward_unit(layer), layer, states, run_feed_forward)
         self._walk(feed_forward, states, experts)
         fitted = states.quantized.fitted
         self.log.findings.hidden_error[str(layer)] = relative_distance(states.quantized.hidden[fitted:], states.original.hidden)
@@ -150,35 +142,21 @@ class Walk:
                 self.log.skip(unit)
 
     def _sublayer(self, unit: str, layer: int, states: HiddenStatePair, run: Run) -> Sublayer:
-        model = self.model
-        rows, needed = model.sublayer_rows(unit, layer)
-        own = {row.name for row in rows}
         outputs = self._output_cost(unit, layer, states.quantized)
         importance = None if outputs is None else outputs.conditional
-        if outputs is None and layer in model.layers:
+        if outputs is None and layer in self.model.layers:
             importance = self.residual.squared_gain(layer)
-        return Sublayer(
-            name=unit,
-            build=lambda weights: model.architecture.DecoderLayer(model.config, layer, weights),
-            run=run,
-            rows=rows,
-            needed=needed,
-            groups=[group for group in model.groups[layer] if group.expert is None and f"{group.producer}.weight" in own],
-            stored={row.name: model.weights.dtype(row) for row in needed if row.module not in model.quantized},
-            quantized=model.quantized,
-            importance=importance,
-            outputs=outputs,
-        )
+        return sublayer_of(self.model, self.solvers, unit, layer, run, importance, outputs)
 
     def _output_cost(self, unit: str, layer: int, states: HiddenStates) -> Curvature | None:
         """What an error costs in the residual stream after this sublayer, judged by the stream before it. None in an MTP layer, and where
         an earlier run solved all that asks for it."""
         solved = unit == attend_unit(layer) and self.log.store.done(unit)
-        asked = self.solver.compensates and self.solver.recipe.output_curvature and self.residual.norm is not None
+        asked = self.solvers.compensates and self.solvers.recipe.output_curvature and self.residual.norm is not None
         if solved or layer not in self.model.layers or not asked:
             return None
         cost = self.residual.cost(self.model.units[unit], states.hidden[: states.fitted], self.model.config.rms_norm_eps)
-        return Curvature.of(cost, self.solver.recipe.output_damping)
+        return Curvature.of(cost, self.solvers.recipe.output_damping)
 
     # --- one sublayer ----------------------------------------------------------------------------------------------------
 
@@ -191,7 +169,7 @@ class Walk:
         written = self._found(sublayer, states, experts) if done else self._solved(sublayer, states, experts)
         self.log.enter("propagating", unit)
         tensors = written_tensors(sublayer, self.model.weights, written.weights, written.plain)
-        advance(sublayer, tensors, states.quantized, frozenset(written.weights) if self.solver.activation_bits == 8 else frozenset())
+        advance(sublayer, tensors, states.quantized, self.solvers.int8_inputs(written.weights))
         if experts is not None and written.routed is not None and written.read is not None:
             experts.run(sublayer, written.routed, written.read, states, self.plain)
         self.log.finished(unit)
@@ -203,10 +181,10 @@ class Walk:
         routed = observed.routed
         self.log.enter("scaling", unit)
         consumers = experts.consumers(routed) if experts is not None and routed is not None else []
-        scaled = scale_sublayer(observed, weights, self.solver, states, consumers)
+        scaled = scale_sublayer(observed, weights, states, consumers)
         del observed, consumers
         self.log.enter("solving", unit)
-        solved = solve_sublayer(scaled, weights, self.solver)
+        solved = solve_sublayer(scaled, weights)
         self.log.write(unit, solved.linears, solved.plain, scaled.scales, mine=self.ranks.leads)
         return Written(solved.weights, solved.plain, routed, scaled.experts_input)
 
@@ -220,7 +198,7 @@ class Walk:
         group = sublayer.reaching_experts
         assert group is not None, f"no scale group of {sublayer.name} reaches its experts"
         scale = scale_in_effect(sublayer, group, self.model.weights, plain)
-        return Written(weights, plain, observed.routed, scaled_input(observed.inputs[group.observe], self.solver, scale))
+        return Written(weights, plain, observed.routed, scaled_input(observed.inputs[group.observe], self.solvers, scale))
 
     def _loaded(self, unit: str) -> tuple[Mapping[str, Weight], Mapping[str, Tensor]]:
         weights, plain = self.log.load(unit)

@@ -7,14 +7,14 @@ read: linears that the checkpoint declares unquantized may be left as DeepSeek's
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quantkit.checkpoint.formats.base import FLOAT_DTYPES, Format
 from quantkit.checkpoint.header import TensorInfo
 from quantkit.devices import dtype_name
 from quantkit.errors import QuantkitError
-from quantkit.schemes import Grid
+from quantkit.schemes import Grid, IntGrid
 
 _AGAIN = "download the checkpoint again, or ask its publisher"
 
@@ -65,7 +65,7 @@ def quantized_linear(path: Path, format: Format, grid: Grid | None, tensors: Map
         if tensor is None:
             if part.required:
                 told = f"{name} is missing from {path}, and {module} cannot be decoded without it as config.json describes it"
-                raise QuantkitError(f"{told} (its codes are in {tensors[module + format.marker].shard})", _AGAIN)
+                raise QuantkitError(f"{told} (its codes are in {tensors[format.main_tensor(module, tensors)].shard})", _AGAIN)
             continue
         one = part.shape in ((), (1,)) and tensor.shape in ((), (1,))  # as producers please
         if tensor.shape != part.shape and not one:
@@ -97,6 +97,25 @@ def check_ignored(described: Path, format: Format, ignored: Callable[[str], bool
     for module, linear in linears.items():
         if ignored is not None and linear.format is format and ignored(module):
             raise QuantkitError(f"{described} lists {module} as unquantized, but its tensors are quantized", "correct the list")
+
+
+def check_declared(declared: Callable[[str], Grid | None] | None, format: Format, linears: Mapping[str, QuantizedLinear]) -> None:
+    """Refuse a description that puts a linear on another grid than its tensors are on: engines go by the description.
+
+    declared: the grid of a module; None where the format describes one grid for all.
+    """
+    for module, linear in linears.items() if declared is not None else ():
+        said = declared(module) if linear.format is format and declared is not None else linear.grid
+        if said != linear.grid and _in_groups(said, linear) != linear.grid:
+            raise QuantkitError(
+                f"{module} is described as {said or 'unquantized'}, and its tensors are {linear.grid}", "correct config_groups"
+            )
+
+
+def _in_groups(grid: Grid | None, linear: QuantizedLinear) -> Grid | None:
+    """int4 with a scale per row as one with a group as long as the row, which is stored alike."""
+    whole = isinstance(grid, IntGrid) and grid.bits == 4 and grid.group_size is None
+    return replace(grid, group_size=linear.shape[1]) if whole and isinstance(grid, IntGrid) else grid
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -27,6 +27,25 @@ def device_names() -> list[str]:
 
 
 SchemeName = Annotated[str, typer.Option(help=f"{', '.join(scheme_names()[:-1])} or {scheme_names()[-1]}.", autocompletion=scheme_names)]
+MaybeScheme = Annotated[
+    str | None,
+    typer.Option(
+        help=f"{', '.join(scheme_names()[:-1])} or {scheme_names()[-1]}; with --preset, --bits or --size awq-w4a16 otherwise.",
+        autocompletion=scheme_names,
+    ),
+]
+Keep = Annotated[
+    str | None, typer.Option(help="Kinds of sublayer to leave as they are: attention, mlp, shared, experts, mtp; a comma between.")
+]
+Preset = Annotated[str | None, typer.Option(help="experts-only: routed experts are rounded, the rest stays.")]
+Bits = Annotated[float | None, typer.Option(help="Bits a weight on average, scales included: grids are chosen for every linear.")]
+Size = Annotated[str | None, typer.Option(help="The same by bytes of the output, such as 380GB.")]
+Sensed = Annotated[
+    Path | None, typer.Option(help="What --bits and --size go by: the sensitivities.json of an earlier run on this model; else measured.")
+]
+ReadWeight = Annotated[
+    float, typer.Option(help="What --bits and --size count as the cost of a grid: 0 bytes stored, 1 bytes read for a token.")
+]
 FormatName = Annotated[
     str, typer.Option("--format", help=f"{', '.join(format_names()[:-1])} or {format_names()[-1]}.", autocompletion=format_names)
 ]

@@ -2,23 +2,48 @@
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from quantkit import console
-from quantkit.cli.options import AsJson, Cache, Device, EngineName, FormatName, Model, Prune, SchemeName, format_names
+from quantkit.cli.options import (
+    AsJson,
+    Bits,
+    Cache,
+    Device,
+    EngineName,
+    FormatName,
+    Keep,
+    MaybeScheme,
+    Model,
+    Preset,
+    Prune,
+    ReadWeight,
+    Sensed,
+    Size,
+    format_names,
+)
 from quantkit.cli.stopping import stoppable
 from quantkit.console import print_json
 from quantkit.hub import find_model, plain_name
 
+if TYPE_CHECKING:
+    from quantkit.quantization.mixture import Mixture
+
 
 def quantize(
     model: Model,
-    scheme: SchemeName,
+    scheme: MaybeScheme = None,
     out_dir: Annotated[Path | None, typer.Option("--out", help="Output directory; MODEL-SCHEME otherwise.")] = None,
     format_: FormatName = "auto",
     engine: EngineName = None,
+    keep: Keep = None,
+    preset: Preset = None,
+    bits: Bits = None,
+    size: Size = None,
+    read_weight: ReadWeight = 0.0,
+    sensitivities: Sensed = None,
     recipe: Annotated[str | None, typer.Option(help="A YAML file; the scheme's own recipe otherwise.")] = None,
     calibration: Annotated[
         str | None,
@@ -34,20 +59,21 @@ def quantize(
     json_: AsJson = False,
 ) -> None:
     """Quantize a checkpoint. A run that was stopped goes on when the same command is given again."""
-    from quantkit.amounts import parse_share
+    from quantkit.amounts import parse_bytes, parse_share
     from quantkit.api import load_settings
-    from quantkit.quantization.memory import parse_bytes
+    from quantkit.quantization.mixture import read_mixture
     from quantkit.quantization.opening import read_request
     from quantkit.quantization.run import quantize as run_quantize
     from quantkit.recipe import load_recipe
     from quantkit.schemes import find_scheme
 
-    chosen, left_out = find_scheme(scheme), None if prune is None else parse_share(prune)
-    read_request(chosen, format_, engine, load_recipe(recipe or scheme))  # before a hub model is downloaded
+    mixture = read_mixture(keep=keep, preset=preset, bits=bits, size=size, read_weight=read_weight)
+    chosen, left_out = find_scheme(_scheme(scheme, mixture)), None if prune is None else parse_share(prune)
+    read_request(chosen, format_, engine, load_recipe(recipe or chosen.name), mixture)  # before a hub model is downloaded
     source = find_model(model)
     given: dict[str, Any] = {"calibration": calibration, "samples": samples, "seq_len": seq_len, "seed": seed, "prune": left_out}
-    settings = load_settings(source, recipe or scheme, **given)
-    target = out_dir or Path(f"{plain_name(model)}-{scheme}")
+    settings = load_settings(source, recipe or chosen.name, **given)
+    target = out_dir or Path("-".join((plain_name(model), chosen.name, *mixture.words())))
     ceiling = parse_bytes(memory) if memory else None
     with stoppable(), console.bytes_bar() as bar:
         options: dict[str, Any] = {
@@ -56,7 +82,9 @@ def quantize(
             "overwrite": overwrite,
             "on_event": console.listener(bar, "quantizing"),
         }
-        report = run_quantize(source, target, chosen, format_, settings, engine=engine, **options)
+        report = run_quantize(
+            source, target, chosen, format_, settings, engine=engine, mixture=mixture, sensitivities=sensitivities, **options
+        )
     if os.environ.get("RANK", "0") != "0":
         return
     if report.done_already:
@@ -66,12 +94,25 @@ def quantize(
     console.show(report)
 
 
+def _scheme(name: str | None, mixture: "Mixture") -> str:
+    """The scheme that was named, or the one of mixtures."""
+    if name is None and not mixture.words():
+        raise typer.BadParameter("give one, or --preset, --bits or --size", param_hint="--scheme")
+    return name or "awq-w4a16"
+
+
 def plan(
     model: Model,
-    scheme: SchemeName,
+    scheme: MaybeScheme = None,
     devices: Annotated[str, typer.Option(help="8x64GiB, 8xH100, or 8x910B1 for predicted decoding times as well.")] = "8x64GiB",
     format_: FormatName = "auto",
     engine: EngineName = None,
+    keep: Keep = None,
+    preset: Preset = None,
+    bits: Bits = None,
+    size: Size = None,
+    read_weight: ReadWeight = 0.0,
+    sensitivities: Sensed = None,
     recipe: Annotated[str | None, typer.Option(help="As for quantize.")] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Calibration sequences.")] = None,
     seq_len: Annotated[int | None, typer.Option(min=8, help="Tokens of a calibration sequence.")] = None,
@@ -84,23 +125,22 @@ def plan(
     """Memory, disk, time and fit of a quantization, from config.json and headers alone; downloads no weight of a hub model."""
     from quantkit.amounts import parse_share
     from quantkit.planning import plan as make_plan
+    from quantkit.quantization.mixture import read_mixture
     from quantkit.recipe import load_recipe
     from quantkit.schemes import find_scheme
 
-    chosen, settings = find_scheme(scheme), load_recipe(recipe or scheme).with_given(prune=None if prune is None else parse_share(prune))
-    about = make_plan(
-        model,
-        chosen,
-        format_,
-        engine=engine,
-        recipe=settings,
-        devices=devices,
-        samples=samples,
-        seq_len=seq_len,
-        context=context,
-        redundant=redundant,
-        cache=cache,
-    )
+    mixture = read_mixture(keep=keep, preset=preset, bits=bits, size=size, read_weight=read_weight)
+    chosen = find_scheme(_scheme(scheme, mixture))
+    settings = load_recipe(recipe or chosen.name).with_given(prune=None if prune is None else parse_share(prune))
+    options: dict[str, Any] = {
+        "devices": devices,
+        "samples": samples,
+        "seq_len": seq_len,
+        "context": context,
+        "redundant": redundant,
+        "cache": cache,
+    }
+    about = make_plan(model, chosen, format_, engine=engine, mixture=mixture, sensitivities=sensitivities, recipe=settings, **options)
     if json_:
         return print_json(about.to_json())
     console.show(about)

@@ -127,7 +127,8 @@ def _read_format(survey: Survey, seen: list[Format], described: Described, findi
         described.ignored = None
         findings.add("not-read", _described_in(survey), fault.problem)
         return False
-    if seen and format not in seen and format.own_suffixes:
+    one_grid = format.declared_grids(survey.config) is None
+    if seen and format not in seen and format.own_suffixes and one_grid:
         kinds = " or ".join(f"{one.name} {one.variant}" for one in seen)
         findings.add("description-wrong", _described_in(survey), f"it says {_told(survey)}, and the tensors are {kinds}")
         return False
@@ -160,7 +161,7 @@ def _collect(survey: Survey, described: Described, findings: DiagnosisFindings) 
 
 
 def _linear(survey: Survey, format: Format, grid: Grid | None, module: str) -> QuantizedLinear:
-    marker = survey.tensors[module + format.marker]
+    marker = survey.tensors[format.main_tensor(module, survey.tensors)]
     if len(marker.shape) != 2:
         raise QuantkitError(f"{marker.name} has shape {list(marker.shape)}, and a linear has two dimensions")
     return quantized_linear(survey.path, format, grid, survey.tensors, module)

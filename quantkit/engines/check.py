@@ -1,16 +1,16 @@
 """What keeps an engine from loading a checkpoint, or loses something: its headers and config.json against the engine's profile."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from quantkit.checkpoint.formats.base import HEAD
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.engines.profiles import Device, EngineProfile, GridName, LoadRule, Part, find_engine, grid_name, part_of
+from quantkit.engines.profiles import Device, EngineProfile, GridName, LoadRule, MixtureRule, Part, find_engine, grid_name, part_of
 from quantkit.models import is_known
 from quantkit.models.stored import read_model
 from quantkit.models.table import Parameter
-from quantkit.schemes import IntGrid
+from quantkit.schemes import Grid, IntGrid
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,13 @@ def check_checkpoint(engine: str, checkpoint: Checkpoint, *, device: Device | No
     Reads headers only, and for FP4 the global scales. Without `device`, the device with the fewest faults counts.
     """
     profile = find_engine(engine)
-    loads = _loads(profile, checkpoint, device)
+    loads: Sequence[LoadRule | MixtureRule] = _loads(profile, checkpoint, device)
+    if is_mixture(checkpoint):
+        loads = _mixtures(profile, checkpoint, device)
+        if not loads:
+            where, what = f" on {device}" if device else "", f"{checkpoint.format.name} {checkpoint.format.variant}"
+            remedy = f"quantize with --engine {engine}"
+            return [LoadProblem("error", f"{engine} does not load {what}{where}: it loads one grid a checkpoint in that format", remedy)]
     if not loads:
         reason = profile.reason(checkpoint.format.name, checkpoint.format.variant, _stored_grid(checkpoint), device)
         said = f"{engine} does not load {checkpoint.format.name} {checkpoint.format.variant} of {_stored_grid(checkpoint)}"
@@ -42,9 +48,13 @@ def check_checkpoint(engine: str, checkpoint: Checkpoint, *, device: Device | No
     return min(found, key=lambda problems: [problem.severity for problem in problems].count("error"))
 
 
-def find_load(engine: str, checkpoint: Checkpoint, device: Device | None = None) -> LoadRule | None:
+def find_load(engine: str, checkpoint: Checkpoint, device: Device | None = None) -> LoadRule | MixtureRule | None:
     """The rule by which the engine loads the checkpoint's format, if it does."""
-    return next(iter(_loads(find_engine(engine), checkpoint, device)), None)
+    profile = find_engine(engine)
+    found: Sequence[LoadRule | MixtureRule] = _loads(profile, checkpoint, device)
+    if is_mixture(checkpoint):
+        found = _mixtures(profile, checkpoint, device)
+    return next(iter(found), None)
 
 
 def _loads(profile: EngineProfile, checkpoint: Checkpoint, device: Device | None) -> list[LoadRule]:
@@ -55,6 +65,19 @@ def _loads(profile: EngineProfile, checkpoint: Checkpoint, device: Device | None
         if (load.format, load.variant) == (checkpoint.format.name, checkpoint.format.variant)
         and stored in load.grids
         and (device is None or device in load.devices)
+    ]
+
+
+def is_mixture(checkpoint: Checkpoint) -> bool:
+    """Whether config.json declares a grid module by module."""
+    return checkpoint.format.declared_grids(checkpoint.config) is not None
+
+
+def _mixtures(profile: EngineProfile, checkpoint: Checkpoint, device: Device | None) -> list[MixtureRule]:
+    return [
+        rule
+        for rule in profile.mixtures
+        if (rule.format, rule.variant) == (checkpoint.format.name, checkpoint.format.variant) and (device is None or device in rule.devices)
     ]
 
 
@@ -88,8 +111,14 @@ def check_model(profile: EngineProfile, checkpoint: Checkpoint, format: str) -> 
     return faults
 
 
-def _check_load(engine: str, load: LoadRule, checkpoint: Checkpoint, rows: list[Parameter]) -> list[LoadProblem]:
+def _check_load(engine: str, load: LoadRule | MixtureRule, checkpoint: Checkpoint, rows: list[Parameter]) -> list[LoadProblem]:
     linears = [row for row in rows if part_of(row) is not None and (row.module in checkpoint.linears or checkpoint.has(row.name))]
+    if isinstance(load, MixtureRule):
+        return [
+            *_check_grids(engine, load, checkpoint, linears),
+            *_check_siblings(engine, load, checkpoint, linears),
+            *_check_tied_head(engine, load, checkpoint, rows),
+        ]
     return [
         *_check_left(engine, checkpoint, linears),
         *_check_parts(engine, load, checkpoint, linears),
@@ -125,6 +154,29 @@ def _quantized(checkpoint: Checkpoint, row: Parameter) -> bool:
     return linear is not None and linear.format is checkpoint.format
 
 
+def _check_grids(engine: str, load: MixtureRule, checkpoint: Checkpoint, linears: list[Parameter]) -> Iterable[LoadProblem]:
+    """Every linear on a grid that the engine takes there, and all routed experts of a layer on one."""
+    remedy, told, experts = f"quantize with --engine {engine}", set[tuple[Part | None, Grid]](), dict[int | None, set[Grid | None]]()
+    block: Mapping[str, Any] = checkpoint.config.get("quantization_config") or {}
+    for row in linears:
+        linear = checkpoint.linears.get(row.module)
+        grid = None if linear is None else linear.grid
+        if row.block == "expert":
+            experts.setdefault(row.layer, set()).add(grid)
+        if grid is None or (part_of(row), grid) in told:
+            continue
+        told.add((part_of(row), grid))
+        if part_of(row) not in load.grids.get(grid_name(grid), ()):
+            yield LoadProblem("error", f"{engine} does not take {part_of(row)} in {grid_name(grid)}, as {row.module} is", remedy)
+        for key in load.quantization_keys if grid_name(grid).startswith("int4") else ():
+            if block.get(key) != getattr(grid, key):
+                problem = f"{engine} reads {key} at the top of quantization_config, where it is {block.get(key)}, and {row.module} has "
+                yield LoadProblem("error", f"{problem}{getattr(grid, key)}", remedy)
+    for layer, grids in experts.items():
+        if len(grids) > 1:
+            yield LoadProblem("error", f"the routed experts of layer {layer} are on {len(grids)} grids, and {engine} fuses them", remedy)
+
+
 def _check_parts(engine: str, load: LoadRule, checkpoint: Checkpoint, linears: list[Parameter]) -> list[LoadProblem]:
     quantized: dict[Part, str] = {}
     plain: dict[Part, str] = {}
@@ -149,16 +201,18 @@ def _check_parts(engine: str, load: LoadRule, checkpoint: Checkpoint, linears: l
     return told
 
 
-def _check_siblings(engine: str, load: LoadRule, checkpoint: Checkpoint, linears: list[Parameter]) -> list[LoadProblem]:
+def _check_siblings(engine: str, load: LoadRule | MixtureRule, checkpoint: Checkpoint, linears: list[Parameter]) -> list[LoadProblem]:
     """Linears an engine fuses must all be quantized or all plain, and in FP4 share their global scale."""
     fused: dict[str, list[Parameter]] = {}
     for row in linears:
         if row.fused is not None:
             fused.setdefault(row.fused, []).append(row)
     for rows in fused.values():
+        names = " and ".join(row.module for row in rows)
         if len({_quantized(checkpoint, row) for row in rows}) > 1:
-            names = " and ".join(row.module for row in rows)
             return [LoadProblem("error", f"{names} are fused by {engine}, and only some are quantized", "quantize all of them or none")]
+        if len({checkpoint.linears[row.module].grid for row in rows if row.module in checkpoint.linears}) > 1:
+            return [LoadProblem("error", f"{names} are fused by {engine}, and on several grids", "quantize them alike")]
     if load.fp4_siblings is None:
         return []
     if not checkpoint.has_weights:
@@ -204,7 +258,7 @@ def _check_mtp(engine: str, load: LoadRule, checkpoint: Checkpoint, linears: lis
     return []
 
 
-def _check_tied_head(engine: str, load: LoadRule, checkpoint: Checkpoint, rows: list[Parameter]) -> Iterable[LoadProblem]:
+def _check_tied_head(engine: str, load: LoadRule | MixtureRule, checkpoint: Checkpoint, rows: list[Parameter]) -> Iterable[LoadProblem]:
     """A head without a tensor of its own: the engine makes a linear of it, which it must be told not to quantize."""
     tied = not any(row.role == "head" and not row.mtp for row in rows)
     ignored = checkpoint.format.ignored(checkpoint.config, checkpoint.side)

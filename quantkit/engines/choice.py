@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quantkit.engines.profiles import Device, LoadRule, Part, find_engine, grid_name, part_of
+from quantkit.engines.profiles import Device, GridName, LoadRule, Part, find_engine, grid_name, part_of
 from quantkit.errors import QuantkitError
 from quantkit.models.table import Parameter
 from quantkit.schemes import Grid, IntGrid, Scheme
@@ -38,9 +38,7 @@ def choose(engine: str, scheme: Scheme, *, device: Device | None = None, format:
     """
     profile = find_engine(engine)
     wanted = grid_name(scheme.weight)
-    grids = {wanted: scheme.weight}
-    if isinstance(scheme.weight, IntGrid) and wanted == "int4-asymmetric":
-        grids["int4-symmetric"] = replace(scheme.weight, symmetric=True)
+    grids = {grid_name(grid): grid for grid in _variants(scheme.weight)}
     for load in profile.loads:
         asked = (format is None or load.format == format) and (device is None or device in load.devices)
         held = [grid for name, grid in grids.items() if name in load.grids]
@@ -50,6 +48,58 @@ def choose(engine: str, scheme: Scheme, *, device: Device | None = None, format:
     reason = profile.reason(format, None, wanted, device)
     loads = sorted({f"{load.format} ({grid})" for load in profile.loads for grid in load.grids if device is None or device in load.devices})
     raise QuantkitError(f"{engine} does not load {scheme.name}{where}: {reason}", f"it loads {', '.join(loads)}")
+
+
+@dataclass(frozen=True)
+class MixtureChoice:
+    """Linears on several grids as an engine loads them. grids: by name of the grid, the parts that may be on it; base: the grid of what
+    is asked no more of. The rest is as in `FormatChoice`."""
+
+    engine: str
+    format: str
+    base: Grid
+    grids: dict[GridName, tuple[Part, ...]]
+    mtp: bool
+    quantization_config: dict[str, Any]
+    launch: tuple[str, ...]
+    notes: str
+
+    def allows(self, row: Parameter, grid: Grid) -> bool:
+        """Whether the engine takes the tensor on this grid."""
+        keys_agree = all(
+            getattr(grid, key) == value for key, value in self.quantization_config.items() if grid_name(grid).startswith("int4")
+        )
+        return part_of(row) in self.grids.get(grid_name(grid), ()) and (self.mtp or not row.mtp) and keys_agree
+
+    def quantizes(self, row: Parameter) -> bool:
+        """Whether the tensor may be on any grid."""
+        return any(part_of(row) in parts for parts in self.grids.values()) and (self.mtp or not row.mtp)
+
+
+def choose_mixture(engine: str, scheme: Scheme, *, device: Device | None = None, format: str | None = None) -> MixtureChoice:
+    """The engine's first mixture with the scheme's grid among others, symmetric where it has only that.
+
+    Raises QuantkitError where it loads one grid a checkpoint, or no mixture with this one.
+    """
+    profile = find_engine(engine)
+    rules = [rule for rule in profile.mixtures if (device is None or device in rule.devices) and (format is None or rule.format == format)]
+    for rule in rules:
+        for base in _variants(scheme.weight):
+            if grid_name(base) in rule.grids:
+                keys: dict[str, Any] = {key: getattr(base, key) for key in rule.quantization_keys}
+                return MixtureChoice(engine, rule.format, base, dict(rule.grids), rule.mtp != "plain", keys, rule.launch, rule.notes)
+    where = (f" in format {format}" if format else "") + (f" on {device}" if device else "")
+    there = sorted({f"{rule.format} ({', '.join(rule.grids)})" for rule in profile.mixtures})
+    if not there:
+        raise QuantkitError(f"{engine} loads one grid a checkpoint{where}, no mixture", "use --scheme alone, or another --engine")
+    raise QuantkitError(f"{engine} loads no mixture with the weights of {scheme.name}{where}", f"it loads {'; '.join(there)}")
+
+
+def _variants(grid: Grid) -> tuple[Grid, ...]:
+    """A grid, and the symmetric one that may stand in for it."""
+    if isinstance(grid, IntGrid) and not grid.symmetric:
+        return grid, replace(grid, symmetric=True)
+    return (grid,)
 
 
 def _choice(engine: str, load: LoadRule, grid: Grid) -> FormatChoice:

@@ -8,7 +8,7 @@ that were made in such checkpoints were found.
 from functools import cache
 
 from quantkit.assets import asset
-from quantkit.engines.profiles import Device, EngineProfile, GridName, LoadRule
+from quantkit.engines.profiles import Device, EngineProfile, GridName, LoadRule, MixtureRule
 from quantkit.settings_file import Strict, read_yaml
 
 
@@ -46,11 +46,11 @@ def loads_of(profile: EngineProfile, load: LoadRule) -> tuple[Loaded, ...]:
     return tuple(one for one in about if one.grid in load.grids and one.device in load.devices)
 
 
-def evidence(profile: EngineProfile, load: LoadRule) -> str:
+def evidence(profile: EngineProfile, load: LoadRule | MixtureRule) -> str:
     """In a few words: "run on H200, vLLM 0.22.1", "loaded by vllm-ascend 0.23.0, ranks 0 and 3 of 4", or "by source"."""
     if load.run:
         return f"run on {load.run_on}" if load.run_on else "run"
-    found = loads_of(profile, load)
+    found = loads_of(profile, load) if isinstance(load, LoadRule) else []
     if found and all(one.holds for one in found):
         return f"loaded by {profile.engine} {found[0].release} on a CPU, ranks {found[0].ranks}"
     return "by source"

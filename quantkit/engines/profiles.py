@@ -12,7 +12,7 @@ from pydantic import Field
 from quantkit.assets import asset
 from quantkit.errors import QuantkitError
 from quantkit.models.table import Parameter
-from quantkit.schemes import Fp4Grid, Grid, IntGrid, Mxfp4Grid
+from quantkit.schemes import Fp4Grid, Fp8BlockGrid, Grid, IntGrid, Mxfp4Grid
 from quantkit.settings_file import Strict, read_yaml
 
 Device = Literal["cuda", "npu", "cpu"]
@@ -55,6 +55,33 @@ class LoadRule(Strict):
     run_on: str | None = None
 
 
+class MixtureRule(Strict):
+    """Linears on several grids in one checkpoint that an engine loads. grids: the parts that may be on each; what is on none is plain.
+
+    Linears that the engine fuses, and all routed experts of a layer, are on one. Other fields: as of `LoadRule`.
+    """
+
+    format: str
+    variant: str
+    devices: tuple[Device, ...]
+    grids: dict[GridName, tuple[Part, ...]]
+    mtp: Literal["any", "quantized", "plain"] = "any"
+    mtp_prefix: str | None = None
+    fp4_siblings: Literal["error", "warn"] | None = None
+    tied_head: str | None = None
+    quantization_keys: tuple[Literal["group_size"], ...] = ()
+    launch: tuple[str, ...] = ()
+    notes: str = ""
+    sources: tuple[str, ...]
+    run: str | None = None
+    run_on: str | None = None
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Those that may be on some grid."""
+        return tuple(dict.fromkeys(part for parts in self.grids.values() for part in parts))
+
+
 class Refusal(Strict):
     """Why an engine does not load something; a list that is empty stands for all."""
 
@@ -80,6 +107,7 @@ class EngineProfile(Strict):
     reads: dict[str, tuple[str, ...]] = Field({})
     formats: dict[str, tuple[str, ...]] = Field({})
     loads: tuple[LoadRule, ...]
+    mixtures: tuple[MixtureRule, ...] = ()
     refuses: tuple[Refusal, ...] = ()
 
     def reason(self, format: str | None, variant: str | None, grid: GridName, device: Device | None) -> str:
@@ -118,6 +146,8 @@ def grid_name(grid: Grid) -> GridName:
             return "nvfp4"
         case Mxfp4Grid():
             return "mxfp4"
+        case Fp8BlockGrid():
+            return "fp8"
         case IntGrid(bits=8):
             return "int8"
         case IntGrid(group_size=None):

@@ -167,7 +167,9 @@ class ExecutorWeights:
         if module in self._read:
             return self._read.pop(module)
         stored = self.checkpoint.linears.get(module)
-        bits = stored.format.activation_bits if stored else 16
+        bits = 16
+        if stored is not None:
+            bits = stored.format.activation_bits if stored.grid is None else stored.format.activation_bits_of(stored.grid)
         joined, *others = (operand(share, self.dtype, bits) for share in self._shares(module))
         for other in others:
             joined = stack(joined, other)

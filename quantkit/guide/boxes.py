@@ -3,11 +3,11 @@
 import re
 from dataclasses import dataclass
 
+from quantkit.amounts import parse_bytes
 from quantkit.devices import find_device
 from quantkit.engines.profiles import Device
 from quantkit.errors import QuantkitError
 from quantkit.planning import accelerators, find_accelerator
-from quantkit.quantization.memory import parse_bytes
 
 PER_BOX = 8
 """Devices of one machine, in the layouts of recipes/deploy."""

@@ -204,9 +204,8 @@ def _ranks(checkpoint: Checkpoint, request: JobRequest, box: DeviceBox) -> int:
     if box.count == 1 or box.boxes > 1:
         return box.count
     job = open_job(request, checkpoint)
-    grids = {row.module: request.scheme.grid(expert=row.expert is not None, mtp=row.mtp) for row in job.linears}
     for ranks in range(box.count, 1, -1):
-        if box.count % ranks == 0 and find_split_problem(job.rows, grids.get, ParallelSizes(ranks)) is None:
+        if box.count % ranks == 0 and find_split_problem(job.rows, job.grids.get, ParallelSizes(ranks)) is None:
             return ranks
     return 1
 

@@ -1,6 +1,7 @@
 """Everything that can be known to be wrong before the first weight is read."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from quantkit.models.module_tree import read_tree
 from quantkit.models.stored import check_stored, read_model
 from quantkit.models.table import Parameter
 from quantkit.models.watched.architecture import WatchedArchitecture
-from quantkit.schemes import Scheme
+from quantkit.schemes import Grid, Scheme
 from quantkit.tokenizer.chat import ChatTokenizer
 
 DROPPED = {
@@ -123,16 +124,16 @@ def _reason(name: str) -> str:
     return next((reason for pattern, reason in DROPPED.items() if re.fullmatch(pattern, name)), "")
 
 
-def check_groups(rows: list[Parameter], scheme: Scheme, format: Format) -> None:
+def check_groups(rows: list[Parameter], scheme: Scheme, grids: Mapping[str, Grid], format: Format) -> None:
     """The group size divides the input channels of every linear that will be quantized, and the format can hold its shape."""
     if scheme.outside is not None and all(row.expert is None for row in rows):
         raise QuantkitError(
             f"{scheme.name} is for routed experts, and the model has none", "use int8-a8w8c16, or a scheme of 4 bits for all"
         )
     for row in rows:
-        if not format.quantizes(row.module, row.role, mtp=row.mtp):
+        if row.module not in grids:
             continue
-        grid = scheme.grid(expert=row.expert is not None, mtp=row.mtp)
+        grid = grids[row.module]
         if grid.group_size is not None and row.shape[1] % grid.group_size:
             raise QuantkitError(
                 f"group size {grid.group_size} does not divide the {row.shape[1]} input channels of {row.module}",

@@ -5,18 +5,18 @@ from typing import Any, cast
 
 from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.header import TensorSpec
-from quantkit.engines.choice import FormatChoice
+from quantkit.engines.choice import FormatChoice, MixtureChoice
 from quantkit.models.table import Parameter
 from quantkit.schemes import Grid
 
 
-def narrowed(target: Format, choice: FormatChoice, rows: Iterable[Parameter]) -> Format:
+def narrowed(target: Format, choice: FormatChoice | MixtureChoice, rows: Iterable[Parameter]) -> Format:
     """`target`, quantizing only the rows that `choice` allows."""
     return cast(Format, _Narrowed(target, choice, rows))
 
 
 class _Narrowed:
-    def __init__(self, target: Format, choice: FormatChoice, rows: Iterable[Parameter]) -> None:
+    def __init__(self, target: Format, choice: FormatChoice | MixtureChoice, rows: Iterable[Parameter]) -> None:
         self._target, self._keys = target, choice.quantization_config
         self._allowed = {row.module for row in rows if choice.quantizes(row)}
 

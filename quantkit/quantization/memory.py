@@ -131,20 +131,6 @@ def check_memory(peak: Peak, ceiling: int | None) -> None:
         )
 
 
-def parse_bytes(text: str) -> int:
-    """A size such as 16GiB, 64GB or 512MiB, in bytes."""
-    units = {"GiB": 2**30, "MiB": 2**20, "TiB": 2**40, "GB": 10**9, "MB": 10**6, "TB": 10**12}
-    for unit, factor in units.items():
-        if text.endswith(unit):
-            try:
-                value = float(text.removesuffix(unit))
-            except ValueError:
-                break
-            if value > 0:
-                return int(value * factor)
-    raise QuantkitError(f"{text!r} is no size", "write it as 16GiB or 64GB")
-
-
 def _moments(work: RunSizes, rows: list[Parameter]) -> list[int]:
     """Of one unit that is a sublayer: while its inputs are observed, while each one's scale is searched, while its readers are solved, and
     while it runs with what came of them."""

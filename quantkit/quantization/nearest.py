@@ -8,14 +8,15 @@ import torch
 from quantkit.calibrate.findings import Findings
 from quantkit.calibrate.parameter_reader import ParameterReader
 from quantkit.calibrate.ranks import Ranks
-from quantkit.calibrate.solver import Solver
+from quantkit.calibrate.solver import Solved
+from quantkit.calibrate.solvers import Solvers
 from quantkit.models.table import Parameter
 from quantkit.progress import OnEvent, Progress
 from quantkit.quantization.output import Output
 
 
 @torch.inference_mode()
-def round_units(source: ParameterReader, output: Output, solver: Solver, on_event: OnEvent, ranks: Ranks, begun: float = 0.0) -> Findings:
+def round_units(source: ParameterReader, output: Output, solvers: Solvers, on_event: OnEvent, ranks: Ranks, begun: float = 0.0) -> Findings:
     """Round every unit that is not finished, this rank's of them, and wait for the others.
 
     begun: share of the run's time that is behind it. Errors are of the weights themselves: there are no inputs to weigh them by.
@@ -27,7 +28,7 @@ def round_units(source: ParameterReader, output: Output, solver: Solver, on_even
     for number, (unit, rows) in enumerate(output.units.items()):
         found = output.done(unit)
         if ranks.mine(number) and not found:
-            _round_unit(unit, rows, source, output, solver, findings)
+            _round_unit(unit, rows, source, output, solvers, findings)
         done += sum(source.stored_bytes(row) for row in rows)
         on_event(
             Progress(
@@ -46,10 +47,12 @@ def _collected(output: Output) -> Findings:
     return findings
 
 
-def _round_unit(unit: str, rows: list[Parameter], source: ParameterReader, output: Output, solver: Solver, findings: Findings) -> None:
-    weights = {row.module: source.dequantized(row) for row in rows if output.quantizes(row)}
+def _round_unit(unit: str, rows: list[Parameter], source: ParameterReader, output: Output, solvers: Solvers, findings: Findings) -> None:
+    weights = {row.module: source.dequantized(row) for row in rows if output.rounds(row)}
     fused = {row.module: row.fused for row in rows if row.fused}
-    solved = solver.on(output.grid(rows[0])).nearest(weights, fused)
+    solved: dict[str, Solved] = {}
+    for solver, modules in solvers.alike(weights).items():
+        solved |= solver.nearest({module: weights[module] for module in modules}, fused)
     facts = findings.facts({module: one.rounded for module, one in solved.items()}, {})
     assert all(not math.isnan(one.error) for one in solved.values()), unit
     output.write(unit, {module: one.weight for module, one in solved.items()}, {}, facts)

@@ -6,15 +6,17 @@
 Only headers and small files are read.
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from quantkit.calibrate.units import units_of
-from quantkit.checkpoint.formats import find_format
+from quantkit.checkpoint.formats import compressed_mixed, find_format, modelslim
 from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.engines.check import check_model
-from quantkit.engines.choice import FormatChoice, choose
+from quantkit.engines.choice import FormatChoice, MixtureChoice, choose, choose_mixture
 from quantkit.engines.profiles import find_engine
 from quantkit.errors import QuantkitError
 from quantkit.models.table import Parameter
@@ -22,9 +24,14 @@ from quantkit.models.tied import check_stored_head
 from quantkit.quantization.checks import Inventory, check_companions, check_groups, take_inventory
 from quantkit.quantization.coverage import Coverage, coverage
 from quantkit.quantization.for_engine import narrowed
+from quantkit.quantization.mixture import Mixture, kept_grids
 from quantkit.quantization.pruning import open_pruned
 from quantkit.recipe import Recipe
-from quantkit.schemes import IntGrid, Method, Scheme, check_pair
+from quantkit.schemes import Fp8BlockGrid, Grid, IntGrid, Method, Scheme, check_pair
+
+NO_MIXTURE = Mixture()
+MIXING: dict[str, Format] = {format.name: format for format in (compressed_mixed.FORMAT, modelslim.FORMAT)}
+"""Formats whose linears may be on several grids, by the command line's name."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +39,18 @@ class JobRequest:
     """What is asked for, before a model is looked at.
 
     scheme: on the grid that the engine takes, with the recipe's group size. target: the format, `format` its command-line name.
-    choice: what the engine loads; None where none was named.
+    choice: what the engine loads; None where none was named. mixture: what is asked for besides; several: what the engine loads of linears
+    on several grids, None where none was named or it loads no such checkpoint. asked: the format that was named.
     """
 
     scheme: Scheme
     format: str
     target: Format
     recipe: Recipe
-    choice: FormatChoice | None
+    choice: FormatChoice | MixtureChoice | None
+    mixture: Mixture = NO_MIXTURE
+    several: MixtureChoice | None = None
+    asked: str | None = None
 
     @property
     def methods(self) -> tuple[Method, ...]:
@@ -49,12 +60,13 @@ class JobRequest:
 
 @dataclass(frozen=True)
 class Job:
-    """A request of one model. target: the format, which leaves alone what the engine does not take quantized."""
+    """A request of one model. target: the format. grids: of every linear that the output holds packed, by module."""
 
     request: JobRequest
     checkpoint: Checkpoint
     inventory: Inventory
     target: Format
+    grids: Mapping[str, Grid]
 
     @property
     def rows(self) -> list[Parameter]:
@@ -62,13 +74,19 @@ class Job:
 
     @property
     def linears(self) -> list[Parameter]:
-        """Those that the output holds quantized."""
-        return [row for row in self.rows if self.target.quantizes(row.module, row.role, mtp=row.mtp)]
+        """Those that are rounded."""
+        return [row for row in self.rows if row.module in self.grids and not isinstance(self.grids[row.module], Fp8BlockGrid)]
+
+    def stored_bytes(self, row: Parameter, grid: Grid | None) -> int:
+        """Of the tensors that a parameter becomes on a grid; on none it keeps its type, and is BF16 where the source packs it."""
+        if grid is not None:
+            return sum(spec.nbytes for spec in self.target.specs(row.module, (row.shape[0], row.shape[1]), grid))
+        return 2 * math.prod(row.shape) if row.module in self.checkpoint.linears else self.checkpoint.tensors[row.name].nbytes
 
     @cached_property
     def coverage(self) -> Coverage:
         """How much of it that is."""
-        return coverage(self.rows, {row.module for row in self.linears}, self.checkpoint.config)
+        return coverage(self.rows, self.grids, self.checkpoint.config)
 
     @cached_property
     def units(self) -> dict[str, list[Parameter]]:
@@ -78,15 +96,44 @@ class Job:
         return units_of(self.rows, [group for layer in layers for group in architecture.scale_groups(config, layer)])
 
 
-def read_request(scheme: Scheme, format: str, engine: str | None, recipe: Recipe) -> JobRequest:
+def read_request(scheme: Scheme, format: str, engine: str | None, recipe: Recipe, mixture: Mixture = NO_MIXTURE) -> JobRequest:
     """format: a command-line name, or "auto" for the scheme's first. Raises QuantkitError where no engine, or not `engine`, loads that."""
-    choice = choose(engine, scheme, format=None if format == "auto" else format) if engine else None
+    asked = None if format == "auto" else format
+    if mixture.chooses:
+        return _mixed_request(scheme, asked, engine, recipe, mixture)
+    choice = choose(engine, scheme, format=asked) if engine else None
     if choice is not None:
         scheme = replace(scheme, weight=choice.grid)
     name = choice.format if choice else scheme.formats[0] if format == "auto" else format
     check_pair(scheme, name)
     scheme = _with_group_size(scheme, recipe)
-    return JobRequest(scheme, name, find_format(name, scheme), recipe, choice)
+    several = _several(engine, scheme, asked) if mixture != NO_MIXTURE and engine else None
+    return JobRequest(scheme, name, find_format(name, scheme), recipe, choice, mixture, several, asked)
+
+
+def _mixed_request(scheme: Scheme, format: str | None, engine: str | None, recipe: Recipe, mixture: Mixture) -> JobRequest:
+    """Of grids that are chosen for every linear."""
+    if recipe.prune:
+        raise QuantkitError("grids are not chosen for a model that is pruned", "use --prune with --scheme, --keep or --preset")
+    if not (scheme.methods if recipe.methods is None else recipe.methods):
+        raise QuantkitError(f"{scheme.name} has no calibration, by which grids are chosen", "use --scheme awq-w4a16 or fp4-w4a16")
+    choice = choose_mixture(engine, scheme, format=format) if engine else None
+    if choice is not None:
+        scheme = replace(scheme, weight=choice.base)
+    name = choice.format if choice else format or (compressed_mixed.FORMAT.name if scheme.outside is None else scheme.formats[0])
+    target = MIXING.get(name)
+    if target is None or name not in scheme.formats:
+        able = [one for one in MIXING if one in scheme.formats]
+        remedy = f"use --format {' or '.join(able)}" if able else "use --scheme awq-w4a16"
+        raise QuantkitError(f"format {name} holds no mixture of grids with those of {scheme.name}", remedy)
+    return JobRequest(_with_group_size(scheme, recipe), name, target, recipe, choice, mixture, choice, format)
+
+
+def _several(engine: str, scheme: Scheme, format: str | None) -> MixtureChoice | None:
+    try:
+        return choose_mixture(engine, scheme, format=format)
+    except QuantkitError:  # then what is kept has 16 bits
+        return None
 
 
 def open_job(request: JobRequest, checkpoint: Checkpoint) -> Job:
@@ -109,9 +156,14 @@ def open_job(request: JobRequest, checkpoint: Checkpoint) -> Job:
         for unfit in check_model(find_engine(request.choice.engine), checkpoint, request.format):
             raise QuantkitError(unfit.problem, unfit.remedy)
         target = narrowed(target, request.choice, inventory.rows)
-    check_groups(inventory.rows, request.scheme, target)
-    job = Job(request, inventory.cut or checkpoint, inventory, target)
+    scheme, linears = request.scheme, [row for row in inventory.rows if target.quantizes(row.module, row.role, mtp=row.mtp)]
+    grids: dict[str, Grid] = {row.module: scheme.grid(expert=row.expert is not None, mtp=row.mtp) for row in linears}
+    job = Job(request, inventory.cut or checkpoint, inventory, target, grids)
     _check_choice(job)
+    if request.mixture.keep or request.mixture.preset:
+        job = _without_kept(job)
+    if not request.mixture.chooses:  # whose grids are chosen to fit
+        check_groups(inventory.rows, scheme, job.grids, job.target)
     if inventory.by_name and job.coverage.share < request.recipe.least_quantized:
         told = f"model_type {model_type!r} of {path / 'config.json'} is not one that quantkit has a table of ({inventory.told})"
         fault = f"{told}, and the run would quantize {job.coverage}"
@@ -119,10 +171,25 @@ def open_job(request: JobRequest, checkpoint: Checkpoint) -> Job:
     return job
 
 
+def _without_kept(job: Job) -> Job:
+    """The job without what is to be kept; in a format of several grids where what is left is on more than the scheme's."""
+    request, several = job.request, job.request.several
+    name = several.format if several else compressed_mixed.FORMAT.name
+    free = request.choice is None and request.asked in (None, name) and name in request.scheme.formats
+    grids = kept_grids(request.mixture, job.rows, job.grids, job.checkpoint, several, fp8=several is not None or free)
+    if set(grids.values()) <= set(job.grids.values()):
+        return replace(job, grids=grids)
+    base = several.base if several else request.scheme.weight
+    grids = {module: base if grid == request.scheme.weight else grid for module, grid in grids.items()}
+    request = replace(request, format=name, target=MIXING[name], choice=several, scheme=replace(request.scheme, weight=base))
+    target = narrowed(request.target, several, job.rows) if several else request.target
+    return replace(job, request=request, target=target, grids=grids)
+
+
 def _check_choice(job: Job) -> None:
     """What the engine takes quantized of this format leaves something to do, and the experts of a model that is calibrated among it."""
     choice = job.request.choice
-    if choice is None:
+    if not isinstance(choice, FormatChoice):
         return
     told = f"{choice.engine} takes {', '.join(choice.parts).replace('_', ' ')} quantized in {choice.format} {choice.variant}"
     if not job.linears:

@@ -6,7 +6,7 @@ journal until the output is complete.
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +22,30 @@ from quantkit.checkpoint.watch import Watch
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.models.table import Parameter
 from quantkit.quant.weights import Weight
-from quantkit.schemes import Grid, Scheme
+from quantkit.schemes import Fp8BlockGrid, Grid
 
 
 class Output:
-    """Writes units of parameters in one format. dropped: tensors of the source left out, with the reason."""
+    """Writes units of parameters in one format. grids: by module, of what it holds packed. dropped: tensors of the source left out, with
+    the reason."""
 
     def __init__(
-        self, source: ParameterReader, format: Format, scheme: Scheme, units: dict[str, list[Parameter]], dropped: dict[str, str]
+        self,
+        source: ParameterReader,
+        format: Format,
+        grids: Mapping[str, Grid],
+        units: dict[str, list[Parameter]],
+        dropped: dict[str, str],
     ) -> None:
-        self.source, self.format, self.scheme, self.units, self.dropped = source, format, scheme, units, dropped
+        self.source, self.format, self.grids, self.units, self.dropped = source, format, grids, units, dropped
         self.rows = {row.name: row for rows in units.values() for row in rows}
         self._writer: CheckpointWriter | None = None
         self._run = ""
 
     def specs(self, row: Parameter) -> list[TensorSpec]:
         """The tensors that one parameter becomes."""
-        if self.quantizes(row):
-            return self.format.specs(row.module, (row.shape[0], row.shape[1]), self.grid(row))
+        if row.module in self.grids:
+            return self.format.specs(row.module, (row.shape[0], row.shape[1]), self.grids[row.module])
         return [TensorSpec(row.name, self.source.dtype(row), row.shape)]
 
     def all_specs(self) -> list[TensorSpec]:
@@ -74,11 +80,9 @@ class Output:
 
     # --- UnitStore ------------------------------------------------------------------------------------------------------------
 
-    def quantizes(self, row: Parameter) -> bool:
-        return self.format.quantizes(row.module, row.role, mtp=row.mtp)
-
-    def grid(self, row: Parameter) -> Grid:
-        return self.scheme.grid(expert=row.expert is not None, mtp=row.mtp)
+    def rounds(self, row: Parameter) -> bool:
+        """Whether the parameter is rounded, and not packed as the source has it."""
+        return row.module in self.grids and not isinstance(self.grids[row.module], Fp8BlockGrid)
 
     def done(self, unit: str) -> bool:
         return self.writer.done(unit)
@@ -88,6 +92,8 @@ class Output:
         for row in self.units[unit]:
             if row.module in quantized:
                 tensors |= self.format.pack(row.module, quantized[row.module])
+            elif row.module in self.grids and not self.rounds(row):
+                tensors |= self.format.pack(row.module, self.source.checkpoint.weight(row.module))
             else:
                 tensors[row.name] = plain[row.name] if row.name in plain else self.source.plain(row)
         self.writer.write(unit, tensors, {**facts, "changed": sorted(plain)})
@@ -106,11 +112,11 @@ class Output:
         tensors, facts = self.writer.read(unit), self.writer.note(unit)
         weights, plain = {}, {}
         for row in self.units[unit]:
-            if self.quantizes(row):
+            if self.rounds(row):
                 # Packed bytes travel, and are unpacked on the device.
                 parts = {spec.name: tensors[spec.name].to(self.source.device) for spec in self.specs(row)}
                 weights[row.module] = self.format.unpack(row.module, parts)
-            else:
+            elif row.module not in self.grids:
                 plain[row.name] = tensors[row.name]
         return weights, plain, facts
 
@@ -139,14 +145,15 @@ class Output:
 
     # --- the end ---------------------------------------------------------------------------------------------------------
 
-    def finish(self, more: dict[str, bytes]) -> None:
-        """Write config, manifest, the files that belong to a model, and `more`; OUT exists when this returns."""
-        quantized: dict[str, Grid | None] = {row.module: self.grid(row) for row in self.rows.values() if self.quantizes(row)}
-        plain = [spec for row in self.rows.values() if not self.quantizes(row) for spec in self.specs(row)]
+    def finish(self, grid: Grid, more: dict[str, bytes]) -> None:
+        """Write config, manifest, the files that belong to a model, and `more`; OUT exists when this returns. grid: the scheme's, for
+        descriptions that name one."""
+        quantized: dict[str, Grid | None] = {row.module: self.grids[row.module] for row in self.rows.values() if row.module in self.grids}
+        plain = [spec for row in self.rows.values() if row.module not in self.grids for spec in self.specs(row)]
         files = read_companions(self.source.checkpoint.path)
-        files |= self.format.extra_files(self.scheme.weight, quantized, plain)
+        files |= self.format.extra_files(grid, quantized, plain)
         files |= more
-        block = self.format.config_block(self.scheme.weight, quantized, plain)
+        block = self.format.config_block(grid, quantized, plain)
         self.writer.finish(output_config(self.source.checkpoint.config, block), files, {"tensors": self.manifest()})
 
     def bytes_by_part(self) -> tuple[dict[str, int], dict[str, int]]:
@@ -170,8 +177,10 @@ class Output:
         return dict(sorted(entries.items()))
 
     def _fate(self, row: Parameter, changed: set[str]) -> dict[str, str]:
-        if self.quantizes(row):
+        if self.rounds(row):
             return {"status": "quantized"}
+        if row.module in self.grids:
+            return {"status": "copied", "reason": "packed as the source has it"}
         if row.name in changed:
             return {"status": "transformed", "reason": "scales folded in"}
         if self.source.parts(row) != (row.name,):

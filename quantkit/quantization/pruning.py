@@ -78,7 +78,7 @@ def prune(pruned: PrunedCheckpoint, sequences: Sequences, device: torch.device, 
     store = _Store(state)
     found = store.finished()
     if found is None:
-        source = SourceModel(ParameterReader(pruned.base, device), model.architecture, model.config, model.rows, set())
+        source = SourceModel(ParameterReader(pruned.base, device), model.architecture, model.config, model.rows, set(), set())
         found = SaliencyWalk(source, batches, store, tell).run(sequences)
         store.finish(found)
     routing = find_architecture(pruned.config).Config.from_dict(pruned.config).routing

@@ -40,7 +40,7 @@ class RunFacts:
 class Account:
     """What a report says besides the findings. Bytes are of tensors, by part of the model. source: its directory; command: what makes the
     output again; recipe: all its settings. quantized_share, left: as in `Coverage`; told: as in `Inventory`. experts_left: there are
-    routed experts, and none was quantized."""
+    routed experts, and none was quantized. allocation: `Chosen.account`, where grids were chosen."""
 
     model: str
     source: str
@@ -58,6 +58,7 @@ class Account:
     left: dict[str, int]
     experts_left: bool
     told: str = ""
+    allocation: dict[str, Any] | None = None
 
 
 def report_files(account: Account, findings: Findings, rows: Iterable[Parameter], run: RunFacts) -> dict[str, bytes]:
@@ -154,6 +155,7 @@ def _page(facts: dict[str, Any]) -> str:
         "agreement": layer_plot(_numbered(facts["expert_agreement"]), "share of the same experts", log=False),
         "scales": _scale_plot(facts["scales"]) if facts["scales"] else "",
         "sizes": _size_plot(facts["source_bytes"], facts["output_bytes"]),
+        "curve": curve_plot(facts["allocation"]) if facts["allocation"] else "",
     }
     return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
         facts=facts, plots=plots, worst=worst, methods=Counter(facts["methods"].values()).most_common()
@@ -205,6 +207,22 @@ def _scale_plot(scales: dict[str, list[float]]) -> str:
         axes.plot([place], [middle], marker="_", color=OURS, markersize=5)
     axes.set_yscale("log")
     label_axes(axes, "groups, first layer to last", "s: smallest, median, largest")
+    return plot.svg()
+
+
+def curve_plot(allocation: dict[str, Any]) -> str:
+    """Predicted KL over the size of the output, and where this output lies."""
+    axes, plot = draw(7.0, 2.6)
+    scale, unit = byte_unit(max(point["size"] for point in allocation["curve"]))
+    points = [(point["size"] / scale, point["kl"]) for point in allocation["curve"] if point["kl"] > 0]
+    axes.plot([x for x, _ in points], [y for _, y in points], marker="o", markersize=3, color=OURS, linewidth=1, label="best of each size")
+    if allocation["kl"] > 0:
+        axes.plot(
+            [allocation["size"] / scale], [allocation["kl"]], marker="D", markersize=7, color=THEIRS, linestyle="", label="this output"
+        )
+    axes.set_yscale("log")
+    label_axes(axes, f"size, {unit}", "predicted KL")
+    axes.legend(fontsize=8, frameon=False)
     return plot.svg()
 
 

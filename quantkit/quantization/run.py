@@ -1,10 +1,11 @@
 """quantize(): open the source, check everything, calibrate and write, account for every tensor."""
 
 import hashlib
+import json
 import math
 import shlex
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from quantkit.calibrate.data import OWN_TEXT, Sequences, load_sequences
 from quantkit.calibrate.findings import Findings
 from quantkit.calibrate.parameter_reader import ParameterReader
 from quantkit.calibrate.ranks import Ranks
-from quantkit.calibrate.solver import Solver
+from quantkit.calibrate.solvers import Solvers
 from quantkit.calibrate.source_model import SourceModel
 from quantkit.calibrate.unit_log import UnitLog
 from quantkit.calibrate.walk import Walk
@@ -27,14 +28,18 @@ from quantkit.checkpoint.pruned import PrunedCheckpoint
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import prepare
 from quantkit.devices import describe_hardware, find_device
+from quantkit.errors import QuantkitError
 from quantkit.expert_counts import FILE_NAME, ExpertCounts
 from quantkit.plots import layer_plot
 from quantkit.progress import Note, OnEvent, Progress, peak_memory, silent
+from quantkit.quantization.choosing import Chosen, Options, read_sensitivities, told_grids
 from quantkit.quantization.cost import RATES, job_work, seconds_of
 from quantkit.quantization.coverage import Coverage
+from quantkit.quantization.measuring import NAME, beside, find_sensitivities
 from quantkit.quantization.memory import Peak, check_memory, expected_peak
+from quantkit.quantization.mixture import Mixture
 from quantkit.quantization.nearest import round_units
-from quantkit.quantization.opening import Job, open_job, read_request
+from quantkit.quantization.opening import NO_MIXTURE, Job, JobRequest, open_job, read_request
 from quantkit.quantization.output import Output
 from quantkit.quantization.pruning import FILE_NAME as PRUNING
 from quantkit.quantization.pruning import PrunedExperts, prune, prune_as, told_pruned
@@ -42,7 +47,7 @@ from quantkit.quantization.report import Account, RunFacts, read_findings, repor
 from quantkit.quantization.verdict import judge
 from quantkit.recipe import Recipe
 from quantkit.result import Result
-from quantkit.schemes import Scheme
+from quantkit.schemes import Scheme, grid_label
 from quantkit.tokenizer.chat import ChatTokenizer
 
 
@@ -63,12 +68,16 @@ class QuantizationReport(Result):
     coverage: Coverage
     pruned: str = ""
     """How many routed experts a layer keeps, in words, where some were left out."""
+    allocation: dict[str, Any] | None = None
+    """What `Chosen.account` tells, where grids were chosen."""
     done_already: bool = False
     """Nothing was done: `out` was there, complete, from the same source and settings."""
 
     def to_json(self) -> dict[str, Any]:
         """Without the findings of single linears, which report.json has."""
         told = {key: value for key, value in vars(self).items() if key not in ("findings", "coverage")}
+        if self.allocation is None:
+            del told["allocation"]
         told |= {"quantized_share": self.coverage.share, "left": self.coverage.left}
         return told | {"mean_error": self.findings.mean_error, "next_token": self.findings.next_token, "out": str(self.out)}
 
@@ -90,6 +99,7 @@ class QuantizationReport(Result):
             ("size", f"{size(self.output_bytes)}, from {size(self.source_bytes)}"),
             *([("routed experts", f"{self.pruned}; what that loses is in the KL")] if self.pruned else []),
             ("quantized", str(self.coverage)),
+            *([] if self.allocation is None else [("grids", told_grids(self.allocation))]),
             ("time", span(self.seconds)),
             ("peak memory", f"{size(self.peak_memory)}, planned {size(self.planned_memory)}"),
             ("calibration", f"{self.calibration_tokens:,} tokens"),
@@ -111,6 +121,8 @@ def quantize(
     recipe: Recipe,
     *,
     engine: str | None = None,
+    mixture: Mixture = NO_MIXTURE,
+    sensitivities: Path | None = None,
     device: str = "auto",
     memory: int | None = None,
     overwrite: bool = False,
@@ -119,20 +131,25 @@ def quantize(
     """Quantize the checkpoint `source` into the directory `out`.
 
     format: a format's command-line name, or "auto" for the scheme's first. engine: write what this engine loads, or refuse.
-    recipe.calibration: a file or data set, None for quantkit's own text; not read by schemes that need none. memory: bytes of host
-    memory that the run must keep under. Raises QuantkitError before any long work where the source, the recipe, the memory or the
-    target do not fit; a run that was stopped goes on when it is called again with the same arguments, and of one that is complete the
-    report is told again.
+    mixture: which linears stay as they are, or are on other grids; sensitivities: what an earlier run measured for that.
+    recipe.calibration: a file or data set, None for quantkit's own text; not read by schemes that need none. memory: bytes of host memory
+    that the run must keep under. Raises QuantkitError before any long work where the source, the recipe, the memory or the target do not
+    fit; a run that was stopped goes on when it is called again with the same arguments, and of one that is complete the report is told
+    again.
     """
     start, ranks = time.perf_counter(), Ranks.meet()
-    inputs = [source, *([Path(recipe.calibration)] if recipe.calibration else [])]
+    inputs = [source, *(Path(one) for one in (recipe.calibration, sensitivities) if one)]
     prepare(out, inputs, ranks.rank)
-    run = _checked(source, scheme, format, engine, recipe, memory)
-    job = run.job
+    if sensitivities is not None and not mixture.chooses:
+        raise QuantkitError("sensitivities are for grids that are chosen", "give --bits or --size with --sensitivities")
+    run = _checked(source, read_request(scheme, format, engine, recipe, mixture), engine, memory)
     where = find_device(device)
+    if run.options is not None:
+        run = _with_grids(run, run.options, out, sensitivities, ranks, where, on_event if ranks.leads else silent)
+    job = run.job
     if ranks.size > 1 and where.type != "cpu":  # torchrun allows one thread; on a CPU results depend on their number
         torch.set_num_threads(ranks.cores)
-    output = Output(ParameterReader(job.checkpoint, where), job.target, job.request.scheme, job.units, job.inventory.dropped)
+    output = Output(ParameterReader(job.checkpoint, where), job.target, job.grids, job.units, job.inventory.dropped)
     if not overwrite and (manifest := made_for(out, run.fingerprint)):
         if isinstance(job.checkpoint, PrunedCheckpoint):
             prune_as(job.checkpoint, out)
@@ -160,28 +177,35 @@ def quantize(
             facts = RunFacts(datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), round(seconds, 1), describe_hardware(device), resumed)
             account = _account(run, output, source, out, engine)
             files = report_files(account, found, job.rows, facts) | _counts_file(run, found)
-            output.finish(files | ({} if pruned is None else {PRUNING: pruned.to_bytes()}))
+            files |= {} if pruned is None else {PRUNING: pruned.to_bytes()}
+            output.finish(job.request.scheme.weight, files | ({NAME: run.measured} if run.chosen else {}))
+            beside(out).unlink(missing_ok=True)
     return _report(run, output, out, start, found)
 
 
 @dataclass(frozen=True)
 class _Run:
-    """A job with its calibration text. sequences: none for a run without calibration. fingerprint: everything the output depends on."""
+    """A job with its calibration text. sequences: none for a run without calibration. fingerprint: everything the output depends on.
+    options: of grids that are to be chosen; chosen: which were, and measured, the file by which."""
 
     job: Job
     sequences: Sequences
     peak: Peak
     batches: Batches
     fingerprint: dict[str, str]
+    options: Options | None = None
+    chosen: Chosen | None = None
+    measured: bytes = b""
 
     @property
     def calibration_tokens(self) -> int:
         return sum(len(s) for s in self.sequences.calibration)
 
 
-def _checked(source: Path, scheme: Scheme, format: str, engine: str | None, recipe: Recipe, memory: int | None) -> _Run:
+def _checked(source: Path, request: JobRequest, engine: str | None, memory: int | None) -> _Run:
     """Everything that can be known to be wrong is, before the first weight is read."""
-    job = open_job(read_request(scheme, format, engine, recipe), Checkpoint.open(source))
+    job, recipe = open_job(request, Checkpoint.open(source)), request.recipe
+    options = Options(job) if request.mixture.chooses else None
     peak, batches = expected_peak(job, memory)
     check_memory(peak, memory)
     sequences = _sequences(source, recipe) if job.request.methods or recipe.prune else Sequences([], [])
@@ -189,7 +213,25 @@ def _checked(source: Path, scheme: Scheme, format: str, engine: str | None, reci
     fingerprint = _fingerprint(job.checkpoint, recipe, f"{name} for {engine}" if engine else name, sequences)
     if batches != Batches():
         fingerprint["batches for --memory"] = str(batches)
-    return _Run(job, sequences, peak, batches, fingerprint)
+    if request.mixture != NO_MIXTURE:
+        fingerprint["grids"] = _told_grids(job)
+    return _Run(job, sequences, peak, batches, fingerprint, options)
+
+
+def _told_grids(job: Job) -> str:
+    told = {module: grid_label(grid) for module, grid in job.grids.items()}
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+
+def _with_grids(run: _Run, options: Options, out: Path, given: Path | None, ranks: Ranks, device: torch.device, on_event: OnEvent) -> _Run:
+    """The run with grids chosen by what they cost, which the first rank measures where no file says it."""
+    if ranks.leads:
+        find_sensitivities(options, run.sequences, out, given, device, on_event)
+    ranks.wait()
+    path = next(path for path in (given, beside(out), out / NAME) if path is not None and path.is_file())
+    chosen = options.choose(read_sensitivities(path, options.job.checkpoint.fingerprint))
+    told = run.fingerprint | {"grids": _told_grids(chosen.job)}
+    return replace(run, job=chosen.job, fingerprint=told, chosen=chosen, measured=path.read_bytes())
 
 
 def _report(run: _Run, output: Output, out: Path, start: float, found: Findings, *, done_already: bool = False) -> QuantizationReport:
@@ -206,6 +248,7 @@ def _report(run: _Run, output: Output, out: Path, start: float, found: Findings,
         findings=found,
         coverage=run.job.coverage,
         pruned=told_pruned(run.job.checkpoint),
+        allocation=run.chosen.account() if run.chosen else None,
         done_already=done_already,
     )
 
@@ -232,18 +275,18 @@ def _pruned(run: _Run, output: Output, ranks: Ranks, on_event: OnEvent) -> Prune
 def _round(run: _Run, output: Output, ranks: Ranks, on_event: OnEvent, pruned: PrunedExperts | None) -> Findings:
     """Calibrate and write the decoder layers, then round whatever is left; without methods, round everything."""
     job, recipe, methods = run.job, run.job.request.recipe, run.job.request.methods
-    scheme, scale_dtype = job.request.scheme, job.target.scale_dtype
-    grid, bits = scheme.grid(expert=False, mtp=False), scheme.activation_bits
-    solver = Solver(grid, scale_dtype, recipe, methods, bits, run.batches.piece_values)
+    plain = Solvers(job.target, job.grids.__getitem__, recipe, (), run.batches.piece_values)
     if not methods:
-        return round_units(output.source, output, solver, on_event, ranks)
+        return round_units(output.source, output, plain, on_event, ranks)
+    solvers = Solvers(job.target, job.grids.__getitem__, recipe, methods, run.batches.piece_values)
     quantized = {row.module for row in job.linears}
-    model = SourceModel(output.source, job.inventory.architecture, job.inventory.config, job.rows, quantized)
+    frozen = job.grids.keys() - quantized
+    model = SourceModel(output.source, job.inventory.architecture, job.inventory.config, job.rows, quantized, frozen)
     log = UnitLog(model.units, output.source, output, on_event, _shares(job))
-    walk = Walk(model, solver, log, ranks, run.batches, job.inventory.ends(output.source))
+    walk = Walk(model, solvers, log, ranks, run.batches, job.inventory.ends(output.source))
     walk.unpruned = None if pruned is None else pruned.held_out
     findings = walk.run(run.sequences)
-    round_units(output.source, output, Solver(grid, scale_dtype, recipe, (), bits), on_event, ranks, begun=_WALKED)
+    round_units(output.source, output, plain, on_event, ranks, begun=_WALKED)
     return findings
 
 
@@ -264,7 +307,7 @@ def _shares(job: Job) -> dict[str, float]:
 def _account(run: _Run, output: Output, source: Path, out: Path, engine: str | None) -> Account:
     request, recipe = run.job.request, run.job.request.recipe
     named = ["--engine", engine] if engine else ["--format", request.format]
-    command = ["quantkit", "quantize", str(source), "--scheme", request.scheme.name, *named]
+    command = ["quantkit", "quantize", str(source), "--scheme", request.scheme.name, *named, *request.mixture.options()]
     if request.methods or recipe.prune:
         command += ["--calibration", recipe.calibration] if recipe.calibration else []
         command += ["--samples", str(recipe.samples), "--seq-len", str(recipe.seq_len)]
@@ -287,6 +330,7 @@ def _account(run: _Run, output: Output, source: Path, out: Path, engine: str | N
         output_bytes=after,
         quantized_share=run.job.coverage.share,
         left=run.job.coverage.left,
+        allocation=run.chosen.account() if run.chosen else None,
         experts_left=experts and not any(row.expert is not None for row in run.job.linears),
         told=run.job.inventory.told,
     )

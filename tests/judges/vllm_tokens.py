@@ -32,6 +32,7 @@ from quantkit.engines.check import check_checkpoint
 from quantkit.executor.load import load_model
 from quantkit.models.context import CausalContext
 from quantkit.quantization import quantize
+from quantkit.quantization.mixture import Mixture
 from quantkit.recipe import Recipe
 from quantkit.schemes import find_scheme
 
@@ -42,7 +43,9 @@ FORMATS: dict[str, tuple[str, str, str] | None] = {
     "ct-w4a16": ("awq-w4a16", "compressed-tensors", "vllm"),
     "ct-w4a16-symmetric": ("awq-w4a16", "compressed-tensors", "transformers"),
     "ct-w8a8": ("int8-a8w8c16", "compressed-tensors", "vllm"),
+    "ct-mixture": ("awq-w4a16", "compressed-tensors", "vllm"),
 }
+MIXTURE = Mixture(bits=5.5)
 MODELS = {**CONFIGS, "pangu_ultra_moe": PANGU}
 UNQUANTIZED = ("pangu_ultra_moe",)  # it has experts, and vLLM on CPU takes none quantized
 MAX_TOKENS = 24
@@ -79,11 +82,27 @@ def write_models(directory: Path, model: str, formats: list[str]) -> dict[str, P
         scheme, written, engine = asked
         paths[format] = directory / f"{model}-{format}"
         recipe = Recipe(scheme=scheme, calibration=str(text), samples=8, held_out=2, seq_len=64)
+        if format == "ct-mixture":
+            write_mixture(source, paths[format], recipe)
+            continue
         quantize(source, paths[format], find_scheme(scheme), written, recipe, engine=engine, device="cpu")
     if model == "llama" and "awq" in paths:
         paths["ct-w4a16 from awq"] = directory / "converted"
         convert(paths["awq"], paths["ct-w4a16 from awq"], format="compressed-tensors")
     return paths
+
+
+def write_mixture(source: Path, out: Path, recipe: Recipe) -> None:
+    """int4 in groups of 128 and of 32, and int8, in one checkpoint. vLLM has no NVFP4 on CPUs: it is made out to cost too much."""
+    options: dict[str, Any] = {"engine": "vllm", "device": "cpu", "mixture": MIXTURE}
+    first = quantize(source, out.with_name(f"{out.name}-first"), find_scheme(recipe.scheme), "compressed-tensors", recipe, **options)
+    measured = json.loads((first.out / "sensitivities.json").read_text())
+    for costs in measured["kl"].values():
+        costs["nvfp4"] = 1e3
+    given = out.with_name("sensitivities.json")
+    given.write_text(json.dumps(measured))
+    quantize(source, out, find_scheme(recipe.scheme), "compressed-tensors", recipe, sensitivities=given, **options)
+    assert len({linear.grid for linear in Checkpoint.open(out).linears.values()}) > 1
 
 
 def prompts(vocab: int) -> list[list[int]]:
@@ -164,7 +183,7 @@ def main() -> int:
                 print(f"FAIL {name}: vLLM would not load it: {answer['error'][:300]}")
                 failed += 1
                 continue
-            tie, tolerance = (INT8_TIE, INT8_TOLERANCE) if name.endswith("w8a8") else (TIE, TOLERANCE)
+            tie, tolerance = (INT8_TIE, INT8_TOLERANCE) if name.endswith(("w8a8", "mixture")) else (TIE, TOLERANCE)
             verdict = judge(path, prompts(320), answer, tie)
             good = verdict.passed(tolerance) and not refused
             failed += not good

@@ -10,10 +10,10 @@ import pytest
 import quantize_job
 import torch
 
+from quantkit.amounts import parse_bytes
 from quantkit.errors import QuantkitError
 from quantkit.planning import plan
 from quantkit.quantization import quantize
-from quantkit.quantization.memory import parse_bytes
 from quantkit.recipe import Recipe, load_recipe
 from quantkit.schemes import find_scheme
 

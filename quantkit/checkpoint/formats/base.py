@@ -120,6 +120,26 @@ class Format(ABC):
         """Why engines could not cut the module as the model's table does, if they could not. row_parallel: along its inputs."""
         return None
 
+    def takes(self, grid: Grid) -> bool:
+        """Whether some linears of a checkpoint may be on this grid, where others are not."""
+        return self.holds(grid)
+
+    def scale_dtype_of(self, grid: Grid) -> torch.dtype:
+        """`scale_dtype`, of a format whose linears may be on several grids."""
+        return self.scale_dtype
+
+    def activation_bits_of(self, grid: Grid) -> int:
+        """`activation_bits`, likewise."""
+        return self.activation_bits
+
+    def main_tensor(self, module: str, names: Container[str]) -> str:
+        """The tensor of a quantized linear that holds its codes. names: those of the checkpoint."""
+        return module + self.marker
+
+    def declared_grids(self, config: Mapping[str, Any]) -> Callable[[str], Grid | None] | None:
+        """The grid that config.json declares for a module, where it declares them module by module."""
+        return None
+
     def quantized_module(self, tensor: TensorSpec) -> str | None:
         """The quantized linear whose main tensor this is, if it is one."""
         if tensor.dtype == self.marker_dtype and tensor.name.endswith(self.marker):
@@ -213,6 +233,8 @@ def ignore_list(quantized: Iterable[str], linears: Iterable[str], spelling: Igno
             left.setdefault(re.split(r"\.\d+\.", module)[-1], []).append(module)
     for tail, modules in left.items():
         ways = (spelling.name(tail),) if modules == [tail] else spelling.tails(tail)
+        if any(name.endswith(f".{tail}") for name in quantized):
+            ways = ()  # linears of one name, of which only some are quantized
         safe = [entry for entry in ways if not any(spelling.matches(entry, name) for name in quantized)]
         entries.update(dict.fromkeys(safe[:1] or [spelling.name(module) for module in modules]))
     return list(entries)

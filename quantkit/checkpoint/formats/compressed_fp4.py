@@ -70,3 +70,4 @@ class CompressedFp4(Nvfp4):
 
 
 FORMAT = CompressedFp4()
+GRID = Fp4Grid()

@@ -17,7 +17,7 @@ from quantkit.checkpoint.header import TensorSpec
 from quantkit.quant.weights import IntWeight, Weight
 from quantkit.schemes import Grid, IntGrid
 
-_GRID = IntGrid(bits=8, group_size=None, symmetric=True)
+GRID = IntGrid(bits=8, group_size=None, symmetric=True)
 
 
 class CompressedInt8(Format):
@@ -30,7 +30,7 @@ class CompressedInt8(Format):
     activation_bits = 8
 
     def holds(self, grid: Grid) -> bool:
-        return grid == _GRID
+        return grid == GRID
 
     def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[StoredPart, ...]:
         return (
@@ -57,7 +57,7 @@ class CompressedInt8(Format):
         said = tuple(args.get(key) for key in ("num_bits", "type", "strategy", "symmetric"))
         if said != (8, "int", "channel", True):
             raise compressed.unreadable(args, "8-bit symmetric int by channel")
-        return _GRID
+        return GRID
 
     def ignored(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Callable[[str], bool] | None:
         return compressed.ignored(config)

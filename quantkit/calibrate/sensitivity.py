@@ -1,0 +1,234 @@
+"""What rounding each linear costs in the next token, told before anything is quantized by one pass over the original weights.
+
+Within a sublayer, every choice (choices.py) is rounded to nearest on each grid it may have, the sublayer is run, and the error in the
+residual stream is weighed by what it costs those who read it (output_cost.py). That cost has no unit from layer to layer, so each sublayer
+is also measured: a second path leaves the original one with all of the sublayer rounded, runs through the original weights to the head, and
+its KL there says what a unit of the sublayer's cost is worth. Costs of choices add up: errors are small, and of no common sign.
+
+Of a layer's routed experts a few are rounded, and their cost is scaled by the squared routing weights of all.
+
+Memory: the hidden states of all paths, no more tokens together than a calibrated run holds; of one sublayer its weights; one expert.
+Nothing depends on the number of experts. The paths are saved after each layer, so a stopped pass goes on from there.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quantkit.calibrate.batches import BATCH_TOKENS
+from quantkit.calibrate.choices import Choice
+from quantkit.calibrate.ends import Ends, TableEnds
+from quantkit.calibrate.expert_layer import expert_weights
+from quantkit.calibrate.experts import ExpertWeights
+from quantkit.calibrate.hidden_states import HiddenStates
+from quantkit.calibrate.inputs import as_read
+from quantkit.calibrate.layer_weights import LayerWeights
+from quantkit.calibrate.next_token_kl import BLOCK_ROWS, compare_paths
+from quantkit.calibrate.output_cost import ResidualStream
+from quantkit.calibrate.routing import Recorder, Routed, no_experts
+from quantkit.calibrate.solvers import Solvers
+from quantkit.calibrate.source_model import SourceModel
+from quantkit.calibrate.sublayer import Sublayer, run_attention, run_feed_forward, sublayer_of
+from quantkit.calibrate.units import attend_unit, feed_forward_unit
+from quantkit.models.table import GatedMlp
+from quantkit.models.weights import ExpertsOp
+from quantkit.schemes import Grid, grid_label
+
+MOST_TOKENS = 2**15
+"""Of all paths together: a second path leaves each sublayer, and R1 has 122."""
+PATH_TOKENS = (32, 2048)
+"""The fewest and the most tokens of one path."""
+SENSED_EXPERTS = 16
+"""Routed experts of a layer that are rounded."""
+JUDGED_PATHS = 16
+"""Paths whose logits are held together, a block of the head at a time."""
+
+
+@dataclass(frozen=True)
+class Sensitivities:
+    """kl: by choice and label of the grid, nats a token. asked: by layer, the tokens that chose each routed expert. tokens: of a path."""
+
+    kl: dict[str, dict[str, float]]
+    asked: dict[str, list[int]]
+    tokens: int
+
+
+class PassStore(Protocol):
+    """Where a pass keeps what it has, for a restart."""
+
+    def save(self, layer: int, hidden: Tensor, facts: dict[str, object]) -> None:
+        """hidden float32 [paths, T, H] at the input of `layer`, and what was found so far, in place of those saved before."""
+
+    def load(self) -> tuple[int, Tensor, dict[str, object]] | None: ...
+
+    def tell(self, unit: str, share: float) -> None:
+        """`unit` is in work, and `share` of the pass is behind it."""
+
+
+@dataclass
+class _Found:
+    """costs: by choice and label of the grid; probed: by unit, the cost of what its path carries; units: of each choice."""
+
+    costs: dict[str, dict[str, float]]
+    probed: dict[str, float]
+    units: dict[str, str]
+    asked: dict[str, list[int]]
+
+
+def pieces(sequences: Sequence[Tensor], layers: int, most: int) -> list[Tensor]:
+    """The beginning of the calibration text that one path takes, in whole sequences or the beginning of one. most: tokens of all paths."""
+    least, largest = PATH_TOKENS
+    left = max(least, min(min(MOST_TOKENS, most) // (2 * layers + 1), largest))
+    taken = []
+    for sequence in sequences:
+        if left < 2:
+            break
+        taken.append(sequence[:left])
+        left -= len(taken[-1])
+    return taken
+
+
+class SensitivityPass:
+    """solvers: on the grid that the paths round to, and of others. choices: those of decoder layers, with the grids that each may have.
+    ends: what is around the layers, where the table does not say it."""
+
+    def __init__(
+        self, model: SourceModel, solvers: Solvers, choices: Mapping[Choice, Sequence[Grid]], store: PassStore, ends: Ends | None = None
+    ) -> None:
+        self.ends = ends or TableEnds(model.weights, model.rows, model.config.rms_norm_eps)
+        self.model, self.solvers, self.store = model, solvers, store
+        self.by_module = {choice.rows[0].module: (choice, tuple(grids)) for choice, grids in choices.items()}
+        groups = [group for layer in model.layers for group in model.groups[layer]]
+        self.residual = ResidualStream(model.weights, model.rows, groups, ends)
+
+    @torch.inference_mode()
+    def run(self, sequences: Sequence[Tensor]) -> Sensitivities:
+        """sequences: what one path takes."""
+        lengths, layers = [len(one) for one in sequences], self.model.layers
+        saved = self.store.load()
+        if saved is None:
+            first, hidden, found = layers[0], self.ends.embedded(sequences).to(self.model.weights.device)[None], _Found({}, {}, {}, {})
+        else:
+            first, hidden, facts = saved[0], saved[1].to(self.model.weights.device), saved[2]
+            found = _Found(**facts)  # type: ignore[arg-type]
+        for layer in layers:
+            if layer < first:
+                continue
+            for unit, run in ((attend_unit(layer), run_attention), (feed_forward_unit(layer), run_feed_forward)):
+                if unit not in self.model.units:  # of a layer that is run whole
+                    continue
+                self.store.tell(unit, layers.index(layer) / len(layers))
+                hidden = self._sublayer(sublayer_of(self.model, self.solvers, unit, layer, run), layer, hidden, lengths, found)
+            if layer + 1 in layers:
+                self.store.save(layer + 1, hidden, dict(vars(found)))
+        return self._judged(hidden, found)
+
+    def _sublayer(self, sublayer: Sublayer, layer: int, hidden: Tensor, lengths: list[int], found: _Found) -> Tensor:
+        """All paths [P, T, H] through the original sublayer, and after them the one that leaves the original path here."""
+        weights = self.model.weights
+        tensors, base = weights.dequantized_all(sublayer.needed), hidden[0]
+        cost = self.residual.cost(self.model.units[sublayer.name], base, self.model.config.rms_norm_eps)
+        recorder = Recorder(len(hidden) * len(base))
+        after = _run(sublayer, tensors, hidden.flatten(0, 1), lengths * len(hidden), recorder)
+        routed = recorder.routed(len(base), len(base))
+        carried = self._linears(sublayer, tensors, base, lengths, after[: len(base)].clone(), cost, found)
+        if routed is not None:
+            carried += self._experts(layer, routed, after, cost, found)
+        found.probed[sublayer.name] = _cost_of(carried, cost)
+        after = after.view(hidden.shape)
+        return torch.cat((after, (after[0] + carried)[None]))
+
+    def _linears(
+        self, sublayer: Sublayer, tensors: dict[str, Tensor], base: Tensor, lengths: list[int], exact: Tensor, cost: Tensor, found: _Found
+    ) -> Tensor:
+        """The cost of every choice but the routed experts; returns the error of all of them rounded together, [T, H]."""
+        together: dict[str, Tensor] = {}
+        rounding: set[str] = set()
+        for row in sublayer.rows:
+            choice, grids = self.by_module.get(row.module, (None, ()))
+            if choice is None or choice.of_experts:
+                continue
+            for grid in grids:
+                solver, modules = self.solvers.on(grid), frozenset(choice.modules)
+                fused = {one.module: one.fused for one in choice.rows if one.fused}
+                solved = solver.nearest({one.module: tensors[one.name] for one in choice.rows}, fused)
+                values = {f"{module}.weight": one.values for module, one in solved.items()}
+                reads = modules if solver.activation_bits == 8 else frozenset()
+                error = _run(sublayer, tensors | values, base, lengths, no_experts, reads) - exact
+                found.costs.setdefault(choice.name, {})[grid_label(grid)] = _cost_of(error, cost)
+                found.units[choice.name] = sublayer.name
+                if grid == self.solvers.grid_of(choice.modules[0]):
+                    together |= values
+                    rounding |= reads
+        if not together:
+            return torch.zeros_like(base)
+        return _run(sublayer, tensors | together, base, lengths, no_experts, frozenset(rounding)) - exact
+
+    def _experts(self, layer: int, routed: Routed, after: Tensor, cost: Tensor, found: _Found) -> Tensor:
+        """Adds the outputs of the original routed experts to all paths `after` [P * T, H]; returns the error of those that are rounded."""
+        experts, count = self.model.experts(layer), routed.fitted
+        choice, grids = self.by_module.get(next(iter(experts.values())).gate.module, (None, ()))
+        found.asked[str(layer)] = routed.counts(len(experts)).tolist()
+        sensed = set(list(experts)[:: max(1, len(experts) // SENSED_EXPERTS)]) if choice else set()
+        errors = {grid: torch.zeros_like(after[:count]) for grid in grids}
+        asked = {True: 0.0, False: 0.0}
+        for number, rows in experts.items():
+            own = expert_weights(self.model, rows, {row.module: self.model.weights.dequantized(row) for row in rows.rows})
+            tokens, w = routed.of(number)
+            exact = own(routed.x[tokens]).mul_(w[:, None])
+            after.index_add_(0, tokens, exact)
+            base = int((tokens < count).sum())
+            tokens, w = tokens[:base], w[:base]
+            asked[number in sensed] += float(w.square().sum())
+            for grid in grids if number in sensed and base else ():
+                errors[grid].index_add_(0, tokens, self._rounded(rows, own, grid, routed.x[tokens]).mul_(w[:, None]) - exact[:base])
+        if choice is None:
+            return torch.zeros_like(after[:count])
+        of_all = sum(asked.values()) / asked[True] if asked[True] else 0.0
+        found.costs[choice.name] = {grid_label(grid): of_all * _cost_of(error, cost) for grid, error in errors.items()}
+        found.units[choice.name] = feed_forward_unit(layer)
+        return errors.get(self.solvers.grid_of(choice.modules[0]), torch.zeros_like(after[:count]))
+
+    def _rounded(self, rows: GatedMlp, own: ExpertWeights, grid: Grid, x: Tensor) -> Tensor:
+        """What an expert that is rounded to nearest makes of x [n, H]."""
+        solver = self.solvers.on(grid)
+        fused = {row.module: row.fused for row in rows.rows if row.fused}
+        solved = solver.nearest(dict(zip(rows.modules, (own.gate, own.up, own.down))), fused)
+        gate, up, down = (solved[module].values for module in rows.modules)
+        expert, bits = replace(own, gate=gate, up=up, down=down), solver.activation_bits
+        return expert.output(as_read(expert.hidden(as_read(x, bits)), bits))
+
+    def _judged(self, hidden: Tensor, found: _Found) -> Sensitivities:
+        """KL of every path at the head, shared out among the choices of the sublayer that it left."""
+        head = self.residual.head
+        self.store.tell(head.module, 1.0)
+        original, kls = self.ends.normed(hidden[0]), list[float]()
+        for start in range(1, len(hidden), JUDGED_PATHS):
+            paths = [self.ends.normed(one) for one in hidden[start : start + JUDGED_PATHS]]
+            kls += [one.kl for one in compare_paths(original, paths, self.model.weights.blocks(head, BLOCK_ROWS), self.ends.logits)]
+        worth = {unit: max(kl, 0.0) / probed if probed else 0.0 for (unit, probed), kl in zip(found.probed.items(), kls, strict=True)}
+        kl = {name: {label: cost * worth[found.units[name]] for label, cost in costs.items()} for name, costs in found.costs.items()}
+        return Sensitivities(kl, found.asked, len(original))
+
+
+def _run(
+    sublayer: Sublayer,
+    tensors: Mapping[str, Tensor],
+    hidden: Tensor,
+    lengths: list[int],
+    experts: ExpertsOp = no_experts,
+    int8_inputs: frozenset[str] = frozenset(),
+) -> Tensor:
+    """hidden [T, H] after a sublayer with these tensors."""
+    block, after = sublayer.build(LayerWeights(tensors, experts, int8_inputs=int8_inputs)), torch.empty_like(hidden)
+    for batch in HiddenStates(hidden, 0, lengths, BATCH_TOKENS).batches():
+        after[batch.part] = sublayer.run(block, hidden[batch.part], batch.lengths)
+    return after
+
+
+def _cost_of(error: Tensor, cost: Tensor) -> float:
+    """Mean over tokens of e^T C e; error [T, H], cost [H, H]."""
+    return float((error @ cost).mul_(error).sum(-1).mean())

@@ -1,0 +1,138 @@
+"""Linears on several grids in one compressed-tensors checkpoint: stored as each grid's own format stores it, and described so."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.utils.match import is_match
+from nearest import quantize_int
+from safetensors.torch import save_file
+from torch import Tensor
+
+from quantkit.checkpoint.formats import compressed_fp4, compressed_int4, compressed_int8
+from quantkit.checkpoint.formats.compressed_mixed import FORMAT, module_patterns
+from quantkit.checkpoint.header import TensorSpec
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import QuantkitError
+from quantkit.quant.fp4 import global_scale
+from quantkit.quant.rounding import Fp4Rounder, round_to_nearest
+from quantkit.quant.weights import Fp8BlockWeight, Weight, dequantize
+from quantkit.schemes import Fp4Grid, Fp8BlockGrid, Grid, IntGrid
+
+N, K = 64, 256
+W4, W4_FINE, W8 = IntGrid(4, 128, symmetric=False), IntGrid(4, 32, symmetric=True), IntGrid(8, None, symmetric=True)
+
+
+def weight(grid: Grid) -> Weight:
+    w = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
+    if isinstance(grid, IntGrid):
+        return quantize_int(w, grid, scale_dtype=FORMAT.scale_dtype_of(grid))
+    if isinstance(grid, Fp4Grid):
+        rounder = Fp4Rounder(global_scale(w.abs().amax()))
+        return rounder.weight(*round_to_nearest(w, rounder))
+    return Fp8BlockWeight(w.to(torch.float8_e4m3fn), torch.tensor([[0.5, 1.25]]))
+
+
+GRIDS: tuple[Grid, ...] = (W4, W4_FINE, W8, Fp4Grid(), Fp8BlockGrid())
+LAYOUT = {
+    "model.layers.0.self_attn.q_proj": W8,
+    "model.layers.1.self_attn.q_proj": W4,
+    "model.layers.1.mlp.experts.0.down_proj": Fp4Grid(),
+    "model.layers.1.mlp.experts.1.down_proj": Fp4Grid(),
+    "model.layers.2.mlp.experts.0.down_proj": W4_FINE,
+    "model.layers.2.mlp.experts.1.down_proj": W4_FINE,
+    "model.layers.11.self_attn.q_proj": Fp8BlockGrid(),
+}
+
+
+def test_there_is_a_member_for_each_grid() -> None:
+    assert all(FORMAT.takes(grid) for grid in GRIDS)
+    assert not FORMAT.takes(IntGrid(8, 128, symmetric=True))
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: type(grid).__name__ + str(grid.group_size))
+def test_a_linear_comes_back_as_it_was_and_tells_its_grid(grid: Grid) -> None:
+    before = weight(grid)
+    tensors = FORMAT.pack("m", before)
+    specs = {spec.name: spec for spec in FORMAT.specs("m", (N, K), grid)}
+    assert {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()} == {
+        name: (spec.dtype, spec.shape) for name, spec in specs.items()
+    }
+    assert FORMAT.stored("m", {name: TensorSpec(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()}, None) == ((N, K), grid)
+    assert torch.equal(dequantize(FORMAT.unpack("m", tensors)), dequantize(before))
+    assert FORMAT.activation_bits_of(grid) == (8 if grid == W8 else 16)
+
+
+def described(layout: Mapping[str, Grid]) -> dict[str, object]:
+    return FORMAT.config_block(None, dict(layout), [TensorSpec("model.layers.0.mlp.down_proj.weight", torch.bfloat16, (N, K))])
+
+
+def test_the_library_finds_every_module_in_the_group_of_its_grid() -> None:
+    block = described(LAYOUT)
+    config = QuantizationConfig.model_validate(block)
+    assert config.format == "mixed-precision"
+    formats = {W8: "int-quantized", W4: "pack-quantized", W4_FINE: "pack-quantized", Fp4Grid(): "nvfp4-pack-quantized"}
+    for module, grid in LAYOUT.items():
+        found = [g for g in config.config_groups.values() if any(is_match(module, torch.nn.Linear(1, 1), target) for target in g.targets)]
+        assert [g.format for g in found] == [formats.get(grid, "float-quantized")], module
+        if isinstance(grid, IntGrid):
+            assert (found[0].weights.num_bits, found[0].weights.group_size) == (grid.bits, grid.group_size)
+    assert not any("Linear" in g.targets for g in config.config_groups.values())
+
+
+def test_patterns_match_what_they_are_for_and_nothing_else() -> None:
+    layers = [f"model.layers.{layer}.mlp.experts.{e}.{side}_proj" for layer in (1, 2, 12) for e in range(20) for side in ("up", "down")]
+    chosen = [module for module in layers if "layers.2." not in module]
+    others = [module for module in layers if "layers.2." in module]
+    patterns = module_patterns(chosen, others)
+    assert len(patterns) == 1
+    assert [module for module in layers if any(re.match(pattern[3:], module) for pattern in patterns)] == chosen
+    odd = [layers[0], layers[3]]  # experts of one layer apart: by name
+    assert module_patterns(odd, [module for module in layers if module not in odd]) == odd
+
+
+def write(path: Path, layout: Mapping[str, Grid], told: Mapping[str, Grid]) -> Path:
+    """A checkpoint whose tensors are of one layout and whose config.json is of another."""
+    path.mkdir()
+    tensors: dict[str, Tensor] = {"model.layers.0.mlp.down_proj.weight": torch.zeros(N, K, dtype=torch.bfloat16)}
+    for module, grid in layout.items():
+        tensors |= FORMAT.pack(module, weight(grid))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps({"model_type": "x", "quantization_config": described(told)}))
+    return path
+
+
+def test_a_checkpoint_is_read_by_what_its_tensors_are(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(write(tmp_path / "a", LAYOUT, LAYOUT))
+    assert {module: linear.grid for module, linear in checkpoint.linears.items()} == LAYOUT
+    for module, grid in LAYOUT.items():
+        assert torch.equal(dequantize(checkpoint.weight(module)), dequantize(weight(grid)))
+        part, first = checkpoint.share(module, "N", 8, 16)
+        assert torch.equal(dequantize(part)[8 - first : 16 - first], dequantize(weight(grid))[8:16])
+
+
+@pytest.mark.parametrize("wrong", [Fp4Grid(), W8, IntGrid(4, 64, symmetric=False), IntGrid(4, 128, symmetric=True)], ids=str)
+def test_a_description_that_says_another_grid_is_refused(tmp_path: Path, wrong: Grid) -> None:
+    module = "model.layers.1.self_attn.q_proj"
+    with pytest.raises(QuantkitError, match=f"{module} is described as"):
+        Checkpoint.open(write(tmp_path / "a", LAYOUT, {**LAYOUT, module: wrong}))
+
+
+def test_a_group_that_is_not_read_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a", LAYOUT, LAYOUT)
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_1"]["format"] = "marlin-24"
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(QuantkitError, match=r"config_groups\.group_1"):
+        Checkpoint.open(path)
+
+
+def test_members_keep_their_own_layout() -> None:
+    for member, grid in ((compressed_int4.FORMAT, W4), (compressed_int8.FORMAT, W8), (compressed_fp4.FORMAT, Fp4Grid())):
+        own, mixed = member.pack("m", weight(grid)), FORMAT.pack("m", weight(grid))
+        assert own.keys() == mixed.keys()
+        assert all(torch.equal(own[name].view(torch.uint8), mixed[name].view(torch.uint8)) for name in own)

@@ -1,0 +1,246 @@
+"""--bits and --size from end to end: what is measured foretells what rounding costs, and the output holds what was chosen."""
+
+import itertools
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import make_model
+import pytest
+import torch
+from commands import command
+from output_files import files
+
+from quantkit.calibrate.next_token_kl import compare_paths
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.engines.check import check_checkpoint
+from quantkit.errors import QuantkitError
+from quantkit.models.stored import read_model
+from quantkit.planning import plan
+from quantkit.progress import Event, Note, Progress
+from quantkit.quantization import QuantizationReport, quantize
+from quantkit.quantization.choosing import Options
+from quantkit.quantization.measuring import beside
+from quantkit.quantization.mixture import Mixture
+from quantkit.quantization.opening import open_job, read_request
+from quantkit.recipe import Recipe
+from quantkit.schemes import Fp4Grid, Fp8BlockGrid, IntGrid, find_scheme
+
+SMALL = {"samples": 6, "held_out": 1, "seq_len": 64, "scale_points": 2, "fit_points": 2, "search_rows": 16, "min_expert_tokens": 16}
+SIZES = {"hidden_size": 128, "intermediate_size": 128, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
+CONFIG = make_model.tiny_config(num_hidden_layers=2, **SIZES)
+SCHEME = find_scheme("awq-w4a16")
+W4 = IntGrid(4, 128, symmetric=False)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("text") / "calibration.txt"
+    path.write_text("".join(map(chr, torch.randint(97, 123, (3000,), generator=torch.Generator().manual_seed(0)).tolist())))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Layers and halves of them differ in what they add to the residual stream."""
+    tensors = make_model.random_tensors(CONFIG)
+    for name, tensor in tensors.items():
+        louder = 3.0 if ".layers.0." in name else 0.5
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensors[name] = (louder * tensor.float()).bfloat16()
+    return make_model.write_fp8(tmp_path_factory.mktemp("models") / "fp8", CONFIG, tensors)
+
+
+def run(source: Path, out: Path, text: str, mixture: Mixture, **options: object) -> QuantizationReport:
+    recipe = Recipe(scheme=SCHEME.name, calibration=text, **SMALL)
+    return quantize(source, out, SCHEME, "auto", recipe, mixture=mixture, device="cpu", **options)
+
+
+@pytest.fixture(scope="module")
+def chosen(source: Path, text: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[QuantizationReport, list[Event]]:
+    """At 5 bits, stopped while it measures and again while it quantizes."""
+
+    class Stopped(Exception):
+        pass
+
+    out, told = tmp_path_factory.mktemp("out") / "mixed", list[Event]()
+    for phase, unit in (("measuring", "layers.1.feed_forward"), ("done", "layers.0.feed_forward")):
+
+        def stop(event: Event, phase: str = phase, unit: str = unit) -> None:
+            told.append(event)
+            if isinstance(event, Progress) and (event.phase, event.unit) == (phase, unit):
+                raise Stopped
+
+        with pytest.raises(Stopped):
+            run(source, out, text, Mixture(bits=5.0), on_event=stop)
+    return run(source, out, text, Mixture(bits=5.0), on_event=told.append), told
+
+
+def test_the_output_is_what_was_chosen(source: Path, chosen: tuple[QuantizationReport, list[Event]]) -> None:
+    report, written = chosen[0], Checkpoint.open(chosen[0].out)
+    told = json.loads((report.out / "report.json").read_text())["allocation"]
+    assert 4.5 < told["bits"] <= 5.0
+    assert told["size"] == report.output_bytes
+    rows = {row.module: row for row in read_model(written).rows}
+    grids = {linear.grid for linear in written.linears.values()}
+    assert len(grids) > 1
+    assert grids <= {W4, IntGrid(4, 32, symmetric=False), Fp4Grid(), IntGrid(8, None, symmetric=True), Fp8BlockGrid()}
+    for module, linear in written.linears.items():
+        siblings = [other for other, row in rows.items() if row.fused and row.fused == rows[module].fused]
+        assert {written.linears[other].grid for other in siblings} <= {linear.grid}, "fused linears share a grid"
+    for layer in (1, 2):
+        assert len({written.linears[module].grid for module, row in rows.items() if row.layer == layer and row.block == "expert"}) == 1
+    assert [problem for problem in check_checkpoint("vllm", written, device="cuda") if problem.severity == "error"] == []
+    assert "Grids that were chosen" in (report.out / "report.html").read_text()
+
+
+def test_a_stopped_run_measures_no_layer_twice_and_nothing_is_left_beside(chosen: tuple[QuantizationReport, list[Event]]) -> None:
+    measured = [event.unit for event in chosen[1] if isinstance(event, Progress) and event.phase == "measuring" and "layers" in event.unit]
+    assert measured.count("layers.0.attend") == 1
+    assert any(isinstance(event, Note) and "as measured before" in event.text for event in chosen[1])
+    assert sorted(path.name for path in chosen[0].out.parent.iterdir()) == [chosen[0].out.name]
+
+
+def test_it_writes_the_same_bytes_from_a_file_of_sensitivities(
+    source: Path, text: str, chosen: tuple[QuantizationReport, list[Event]], tmp_path: Path
+) -> None:
+    shutil.copy(chosen[0].out / "sensitivities.json", tmp_path / "s.json")
+    again = run(source, tmp_path / "out", text, Mixture(bits=5.0), sensitivities=tmp_path / "s.json")
+    assert files(again.out) == files(chosen[0].out)
+    planned = plan(source, SCHEME, mixture=Mixture(bits=5.0), sensitivities=tmp_path / "s.json")
+    assert planned.output_bytes == again.output_bytes
+    kls = [one.kl for one in planned.sizes]
+    assert kls == sorted(kls, reverse=True)
+    assert planned.sizes[0].kl > planned.sizes[-1].kl
+
+
+def test_measured_costs_foretell_what_rounding_one_choice_costs(source: Path, chosen: tuple[QuantizationReport, list[Event]]) -> None:
+    """Rank correlation over choices, each rounded alone to int4 in the whole model, on other tokens."""
+    kl = json.loads((chosen[0].out / "sensitivities.json").read_text())["kl"]
+    job = open_job(read_request(SCHEME, "auto", None, Recipe(scheme=SCHEME.name), Mixture(bits=5.0)), Checkpoint.open(source))
+    measured = measure_alone(job.checkpoint, Options(job))
+    names = sorted(measured)
+    assert len(names) == 11
+    predicted = [kl[name]["int4-g128-zero-points"] for name in names]
+    assert rank_correlation(predicted, [measured[name] for name in names]) > 0.8
+
+
+def measure_alone(checkpoint: Checkpoint, options: Options) -> dict[str, float]:
+    """KL of the whole model with one choice rounded to nearest, by choice."""
+    from quantkit.calibrate.solvers import Solvers
+    from quantkit.executor.weights import ExecutorWeights
+    from quantkit.models.context import CausalContext
+    from quantkit.quant.weights import dequantize
+
+    read = read_model(checkpoint)
+    solvers = Solvers(options.job.request.target, lambda module: W4, Recipe(scheme=SCHEME.name, **SMALL), ())
+    ids = torch.randint(0, 300, (128,), generator=torch.Generator().manual_seed(5))
+
+    class Rounded(Checkpoint):
+        """The source with some linears in the values that they are rounded to."""
+
+        values: dict[str, torch.Tensor] = {}  # noqa: RUF012
+
+        def weight(self, module: str, device: torch.device = torch.device("cpu")) -> torch.Tensor:  # noqa: B008
+            return self.values.get(module, dequantize(super().weight(module)))
+
+    twin = Rounded.open(checkpoint.path)
+
+    def states() -> torch.Tensor:
+        weights = ExecutorWeights(twin, read.rows, device=torch.device("cpu"), dtype=torch.float32, backend="reference")
+        with torch.inference_mode():
+            return read.architecture.Model(read.config, weights)(ids, CausalContext([len(ids)]))
+
+    original, found = states(), {}
+    head = dequantize(checkpoint.weight("lm_head"))
+    for choice in options.sensed():
+        plain = {row.module: dequantize(checkpoint.weight(row.module)) for row in choice.rows}
+        solved = solvers.on(W4).nearest(plain, {row.module: row.fused for row in choice.rows if row.fused})
+        twin.values = {module: one.values for module, one in solved.items()}
+        found[choice.name] = compare_paths(original, [states()], [head.float()])[0].kl
+    return found
+
+
+def rank_correlation(a: list[float], b: list[float]) -> float:
+    """Spearman's, without ties."""
+    ranks = [[sorted(values).index(value) for value in values] for values in (a, b)]
+    n = len(a)
+    return 1 - 6 * sum((x - y) ** 2 for x, y in zip(*ranks)) / (n * (n * n - 1))
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        (["--bits", "3"], "--bits 3 cannot be reached: the smallest is 4."),
+        (["--size", "0.1MB"], "cannot be reached: the smallest output is"),
+        (["--bits", "-1"], "--bits -1 is no number of bits a weight"),
+        (["--bits", "nan"], "is no number of bits a weight"),
+        (["--bits", "4.5", "--size", "9MB"], "give one of them"),
+        (["--size", "9 parrots"], "is no size"),
+        (["--bits", "4.5", "--format", "awq"], "format awq holds no mixture of grids"),
+        (["--bits", "4.5", "--scheme", "rtn-w4a16"], "has no calibration, by which grids are chosen"),
+        (["--bits", "4.5", "--engine", "chitu"], "chitu loads one grid a checkpoint, no mixture"),
+        (["--bits", "4.5", "--engine", "sglang"], "sglang loads one grid a checkpoint, no mixture"),
+        (["--bits", "4.5", "--read-weight", "2"], "--read-weight 2 is not between 0 and 1"),
+        (["--bits", "4.5", "--sensitivities", "nowhere.json"], "cannot read sensitivities nowhere.json"),
+        (["--bits", "4.5", "--preset", "experts-only"], "says what is kept"),
+    ],
+)
+def test_what_cannot_be_is_told_in_a_line(source: Path, asked: list[str], told: str) -> None:
+    answer = command("plan", str(source), *asked)
+    assert answer.code == 1
+    assert told in answer.error
+    assert answer.errors == 1
+
+
+def test_the_smallest_that_is_named_can_be_had(source: Path) -> None:
+    for option, too_small in (("--bits", "1"), ("--size", "0.1MB")):
+        least = command("plan", str(source), option, too_small).error.removesuffix(" or more").split()[-1]
+        answer = command("plan", str(source), option, least, "--json")
+        assert answer.code == 0, answer.err
+        assert {"bits", "bytes", "devices", "read_bytes", "kl"} == set(answer.json["sizes"][0])
+        assert answer.json["sizes"][0]["kl"] is None
+
+
+@pytest.mark.parametrize("damage", ["{}", "[]", "{", '{"kl": {"a": {"int8": NaN}}, "asked": {}, "tokens": 3, "source": "x"}'])
+def test_a_damaged_file_of_sensitivities_is_named(source: Path, tmp_path: Path, damage: str) -> None:
+    (tmp_path / "s.json").write_text(damage)
+    assert "s.json" in command("plan", str(source), "--bits", "5", "--sensitivities", str(tmp_path / "s.json")).error
+
+
+def test_sensitivities_of_another_model_are_refused(
+    source: Path, text: str, chosen: tuple[QuantizationReport, list[Event]], tmp_path: Path
+) -> None:
+    shutil.copytree(source, tmp_path / "other")
+    (tmp_path / "other" / "config.json").write_text(json.dumps({**CONFIG, **json.loads((source / "config.json").read_text()), "x": 1}))
+    with pytest.raises(QuantkitError, match="measured on another source"):
+        run(tmp_path / "other", tmp_path / "o", text, Mixture(bits=5.0), sensitivities=chosen[0].out / "sensitivities.json")
+    with pytest.raises(QuantkitError, match="give --bits or --size"):
+        run(source, tmp_path / "o", text, Mixture(), sensitivities=chosen[0].out / "sensitivities.json")
+    assert not beside(tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(
+    ("engine", "scheme"), [("vllm", "awq-w4a16"), ("vllm", "fp4-w4a16"), ("vllm-ascend", "int4-w4a8"), ("vllm-ascend", "awq-w4a16")]
+)
+def test_every_grid_that_is_offered_is_one_that_the_engine_takes(source: Path, engine: str, scheme: str) -> None:
+    job = open_job(read_request(find_scheme(scheme), "auto", engine, Recipe(scheme=scheme), Mixture(bits=8.5)), Checkpoint.open(source))
+    options, several = Options(job), job.request.several
+    assert several is not None
+    offered = {(row.block, grid) for choice, grids in options.grids.items() for row in choice.rows for grid in grids if grid is not None}
+    assert all(several.allows(row, grid) for choice, grids in options.grids.items() for row in choice.rows for grid in grids if grid)
+    if engine == "vllm-ascend":
+        assert {grid for block, grid in offered if block == "attention"} == {IntGrid(8, None, symmetric=True)}
+        assert len({grid for block, grid in offered if block == "expert"}) == 2
+    else:
+        assert {block for block, grid in offered if isinstance(grid, Fp8BlockGrid)} == {"attention", "mlp", "expert", "shared_expert"}
+
+
+def test_kept_kinds_are_not_chosen_for(source: Path) -> None:
+    request = read_request(SCHEME, "auto", None, Recipe(scheme=SCHEME.name), Mixture(keep=("attention",), bits=5.0))
+    options = Options(open_job(request, Checkpoint.open(source)))
+    assert not any(row.block == "attention" for choice in options.grids for row in choice.rows)
+    assert {grid for module, grid in options.job.grids.items() if "self_attn" in module} == {Fp8BlockGrid()}
+    assert replace(request, mixture=Mixture(bits=5.0)).mixture.chooses
+    assert list(itertools.islice(options.grids, 1))

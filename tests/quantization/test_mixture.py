@@ -1,0 +1,244 @@
+"""Linears that stay as the source has them: --keep and the preset experts-only, from the request to what the executor computes."""
+
+import json
+import shutil
+from pathlib import Path
+
+import make_model
+import pytest
+import torch
+from commands import command
+from output_files import files
+from safetensors import safe_open
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.engines.check import check_checkpoint
+from quantkit.engines.profiles import engine_names, find_engine
+from quantkit.errors import QuantkitError
+from quantkit.executor.load import load_model
+from quantkit.models.context import CausalContext
+from quantkit.models.stored import read_model
+from quantkit.planning import plan
+from quantkit.progress import Event, Progress
+from quantkit.quant.weights import dequantize
+from quantkit.quantization import QuantizationReport, quantize
+from quantkit.quantization.mixture import Mixture
+from quantkit.quantization.opening import open_job, read_request
+from quantkit.recipe import Recipe
+from quantkit.schemes import Fp4Grid, Fp8BlockGrid, IntGrid, find_scheme
+
+SMALL = {"samples": 4, "held_out": 2, "seq_len": 48, "scale_points": 3, "fit_points": 2, "search_rows": 16, "min_expert_tokens": 32}
+SIZES = {"hidden_size": 128, "intermediate_size": 128, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
+CONFIG = make_model.tiny_config(num_hidden_layers=2, **SIZES)
+INT8 = IntGrid(8, None, symmetric=True)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("text") / "calibration.txt"
+    path.write_text("".join(map(chr, torch.randint(97, 123, (2000,), generator=torch.Generator().manual_seed(0)).tolist())))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model.write_fp8(tmp_path_factory.mktemp("models") / "fp8", CONFIG, make_model.random_tensors(CONFIG))
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Channels of the norms differ, and rows have several groups, so that scales have something to do."""
+    config = make_model.tiny_config(num_hidden_layers=2, **{**SIZES, "hidden_size": 256})
+    tensors, generator = make_model.random_tensors(config), torch.Generator().manual_seed(1)
+    for name, tensor in tensors.items():
+        if tensor.dim() == 1 and "layernorm" in name:
+            tensors[name] = (tensor.float() * torch.randn(tensor.shape, generator=generator).exp()).bfloat16()
+    return make_model.write_dense(tmp_path_factory.mktemp("models") / "dense", config, tensors)
+
+
+def run(source: Path, out: Path, text: str, mixture: Mixture, scheme: str = "awq-w4a16", **options: object) -> QuantizationReport:
+    recipe = Recipe(scheme=scheme, calibration=text, **SMALL)
+    return quantize(source, out, find_scheme(scheme), "auto", recipe, mixture=mixture, device="cpu", **options)
+
+
+@pytest.fixture(scope="module")
+def experts_only(fp8: Path, text: str, tmp_path_factory: pytest.TempPathFactory) -> QuantizationReport:
+    return run(fp8, tmp_path_factory.mktemp("out") / "experts-only", text, Mixture(preset="experts-only"))
+
+
+def raw(path: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for shard in path.glob("*.safetensors"):
+        with safe_open(shard, framework="pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+def test_experts_only_leaves_fp8_blocks_untouched(fp8: Path, experts_only: QuantizationReport) -> None:
+    before, written, after = Checkpoint.open(fp8), Checkpoint.open(experts_only.out), raw(experts_only.out)
+    source = raw(fp8)
+    kept = 0
+    for row in read_model(written).rows:
+        if row.role != "linear":
+            continue
+        if row.block == "expert" and not row.mtp:
+            assert written.linears[row.module].grid == IntGrid(4, 128, symmetric=False), row.module
+        else:
+            assert isinstance(written.linears[row.module].grid, Fp8BlockGrid), row.module
+            assert torch.equal(after[row.name].view(torch.uint8), source[row.name].view(torch.uint8))
+            assert torch.equal(after[f"{row.module}.weight_scale"], source[f"{row.module}.weight_scale_inv"])
+            kept += 1
+    assert kept > 20
+    assert before.config["hidden_size"] == written.config["hidden_size"]
+    assert all(problem.severity == "warning" for problem in check_checkpoint("vllm", written, device="cuda"))
+    assert [p.severity for p in check_checkpoint("vllm-ascend", written)] == ["error"] * len(check_checkpoint("vllm-ascend", written)) != []
+
+
+def test_the_doctor_finds_nothing_wrong(experts_only: QuantizationReport) -> None:
+    answer = command("check", str(experts_only.out))
+    assert answer.code == 0, answer.out
+
+
+def test_the_plan_counts_the_bytes_that_are_written(fp8: Path, experts_only: QuantizationReport) -> None:
+    planned = plan(fp8, find_scheme("awq-w4a16"), mixture=Mixture(preset="experts-only"))
+    assert planned.output_bytes == experts_only.output_bytes == sum(t.nbytes for t in raw(experts_only.out).values())
+    assert planned.format == experts_only.format == "compressed-tensors"
+
+
+def test_the_executor_computes_what_the_tensors_say(experts_only: QuantizationReport, tmp_path: Path) -> None:
+    """Against the same weights decoded to a dense checkpoint by hand."""
+    written = Checkpoint.open(experts_only.out)
+    plain = {row.name: written.read(row.name) for row in read_model(written).rows if row.module not in written.linears}
+    plain |= {f"{module}.weight": dequantize(written.weight(module), torch.float32) for module in written.linears}
+    config = {key: value for key, value in written.config.items() if key != "quantization_config"}
+    twin = make_model.write_dense(tmp_path / "twin", config, plain)
+    ids = torch.arange(40) % 300
+    found = []
+    for path in (experts_only.out, twin):
+        loaded = load_model(path, device="cpu", dtype="float32")
+        with torch.inference_mode():
+            found.append(loaded.model.logits(loaded.model(ids, CausalContext([40]))))
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
+
+
+def test_a_stopped_run_goes_on_to_the_same_bytes(fp8: Path, text: str, experts_only: QuantizationReport, tmp_path: Path) -> None:
+    class Stopped(Exception):
+        pass
+
+    def stop(event: Event) -> None:
+        if isinstance(event, Progress) and event.phase == "done" and event.unit == "layers.1.attend":
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        run(fp8, tmp_path / "out", text, Mixture(preset="experts-only"), on_event=stop)
+    run(fp8, tmp_path / "out", text, Mixture(preset="experts-only"))
+    assert files(tmp_path / "out") == files(experts_only.out)
+
+
+def test_another_mixture_is_not_taken_for_the_same_run(fp8: Path, text: str, experts_only: QuantizationReport, tmp_path: Path) -> None:
+    shutil.copytree(experts_only.out, tmp_path / "out")
+    assert run(fp8, tmp_path / "out", text, Mixture(preset="experts-only")).done_already
+    with pytest.raises(QuantkitError, match="overwrite"):
+        run(fp8, tmp_path / "out", text, Mixture(keep=("attention",)))
+
+
+def test_kept_experts_of_a_plain_model_are_the_sources_but_for_the_scale(dense: Path, text: str, tmp_path: Path) -> None:
+    """Routed experts that are not rounded still read what the layer's scale was folded out of."""
+    report = run(dense, tmp_path / "out", text, Mixture(keep=("experts", "mtp")))
+    written = Checkpoint.open(report.out)
+    rows = {row.module: row for row in read_model(written).rows}
+    assert {rows[module].block for module in written.linears} == {"attention", "mlp", "shared_expert"}
+    assert written.format.variant == "gemm"  # one grid is left: no mixture is needed
+    before, after = raw(dense), raw(report.out)
+    norm, expert = "model.layers.1.post_attention_layernorm.weight", "model.layers.1.mlp.experts.3"
+    scale = before[norm].float() / after[norm].float()
+    assert float((scale - 1).abs().max()) > 0.1, "a scale was folded"
+    for side in ("gate", "up"):
+        name = f"{expert}.{side}_proj.weight"
+        torch.testing.assert_close(after[name].float(), before[name].float() * scale, rtol=2**-7, atol=0)
+    assert torch.equal(after[f"{expert}.down_proj.weight"], before[f"{expert}.down_proj.weight"])
+    found = load_model(report.out, device="cpu", dtype="float32")
+    with torch.inference_mode():
+        assert bool(found.model.logits(found.model(torch.arange(8), CausalContext([8]))).isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("scheme", "engine", "grids"),
+    [
+        ("awq-w4a16", "vllm", {IntGrid(4, 128, symmetric=False), Fp8BlockGrid()}),
+        ("fp4-w4a16", "vllm", {Fp4Grid(), Fp8BlockGrid()}),
+        ("awq-w4a16", "vllm-ascend", {IntGrid(4, 128, symmetric=True), INT8}),
+        ("int4-w4a8", "vllm-ascend", {IntGrid(4, None, symmetric=True), INT8}),
+        ("fp4-w4a16", "chitu", {Fp4Grid()}),
+    ],
+)
+def test_the_rest_of_experts_only_is_what_the_engine_takes(fp8: Path, scheme: str, engine: str, grids: set[object]) -> None:
+    request = read_request(find_scheme(scheme), "auto", engine, Recipe(scheme=scheme), Mixture(preset="experts-only"))
+    job = open_job(request, Checkpoint.open(fp8))
+    assert set(job.grids.values()) == grids
+    assert {row.block for row in job.linears if job.grids[row.module] == request.scheme.weight} == {"expert"}
+
+
+def test_a_bf16_source_keeps_bf16(dense: Path, text: str, tmp_path: Path) -> None:
+    planned = plan(dense, find_scheme("awq-w4a16"), mixture=Mixture(preset="experts-only"))
+    assert planned.format == "awq"
+    assert planned.output_bytes_by_part["attention"] == sum(
+        t.nbytes for name, t in raw(dense).items() if "self_attn" in name and ".layers.2." not in name
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        (["--keep", "attn"], "--keep 'attn' is no kind of sublayer; kinds are attention, mlp, shared, experts, mtp"),
+        (["--keep", ""], "--keep '' is no kind"),
+        (["--preset", "attention-only"], "preset 'attention-only' is not known; choose one of experts-only"),
+        (["--preset", "experts-only", "--keep", "mlp"], "says what is kept"),
+        (["--scheme", "awq-w4a16", "--keep", "attention,mlp,shared,experts,mtp"], "leaves no linear of this model to be rounded"),
+    ],
+)
+def test_what_cannot_be_meant_is_told_in_a_line(fp8: Path, asked: list[str], told: str) -> None:
+    answer = command("plan", str(fp8), *asked)
+    assert answer.code == 1
+    assert told in answer.err
+    assert len(answer.err.strip().splitlines()) == 1
+
+
+def test_a_model_without_the_kind_says_what_it_has(tmp_path: Path) -> None:
+    config = make_model.tiny_config(num_hidden_layers=1, first_k_dense_replace=1, num_nextn_predict_layers=0)
+    path = make_model.write_dense(tmp_path / "m", config, make_model.random_tensors(config))
+    with pytest.raises(QuantkitError, match="it has attention, mlp"):
+        plan(path, find_scheme("awq-w4a16"), mixture=Mixture(keep=("experts",)))
+    with pytest.raises(QuantkitError, match="leaves no linear"):
+        plan(path, find_scheme("awq-w4a16"), mixture=Mixture(preset="experts-only"))
+
+
+def test_profiles_name_formats_that_mix() -> None:
+    told = [(name, rule.format, rule.variant) for name in engine_names() for rule in find_engine(name).mixtures]
+    assert {(form, variant) for _, form, variant in told} == {("compressed-tensors", "mixed-precision"), ("modelslim", "ascendV1")}
+
+
+def test_fused_linears_on_several_grids_are_an_engines_fault(experts_only: QuantizationReport, tmp_path: Path) -> None:
+    """An int8 q_a beside an FP8 kv_a: engines make one linear of the two."""
+    shutil.copytree(experts_only.out, tmp_path / "out")
+    path = tmp_path / "out"
+    module = "model.layers.0.self_attn.q_a_proj"
+    tensors = raw(path)
+    written = Checkpoint.open(path)
+    rows, columns = written.shape(module)
+    tensors[f"{module}.weight"] = torch.zeros(rows, columns, dtype=torch.int8)
+    tensors[f"{module}.weight_scale"] = torch.ones(rows, 1)
+    for shard in path.glob("*.safetensors*"):
+        shard.unlink()
+    from safetensors.torch import save_file
+
+    save_file(tensors, path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    quantized = {name: linear.grid for name, linear in written.linears.items()} | {module: INT8}
+    specs = [tensor for name, tensor in written.tensors.items() if name.removesuffix(".weight") not in written.linears]
+    plain = [one for one in specs if not any(one.name.startswith(f"{linear}.") for linear in written.linears)]
+    config["quantization_config"] = written.format.config_block(None, quantized, plain)
+    (path / "config.json").write_text(json.dumps(config))
+    told = [problem.problem for problem in check_checkpoint("vllm", Checkpoint.open(path), device="cuda") if problem.severity == "error"]
+    assert len(told) == 1
+    assert "fused by vllm, and on several grids" in told[0]
