@@ -69,6 +69,10 @@ class DecoderLayer:
 
     def mlp_output(self, normed: Tensor) -> Tensor:
         """What the MLP or expert half adds to the residual stream."""
+        return self.mlp_sum(normed)
+
+    def mlp_sum(self, normed: Tensor) -> Tensor:
+        """What the MLP, or the experts together, make: all that is added, or what a norm behind the experts reads."""
         return self.all_reduce(self.mlp(normed))
 
 

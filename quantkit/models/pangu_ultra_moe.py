@@ -63,8 +63,10 @@ def parameters(config: Config) -> list[Parameter]:
             row = replace(row, other_name=row.name.replace(".mlp.gate.", ".mlp."), optional=True)
         rows.append(row)
         if row.name.endswith(".post_attention_layernorm.weight"):
-            for name in ("pre_mlp_layernorm", "post_mlp_layernorm"):
-                rows.append(replace(row, name=row.name.replace("post_attention_layernorm", name)))
+            assert row.layer is not None, row.name
+            rows.append(replace(row, name=row.name.replace("post_attention_layernorm", "pre_mlp_layernorm")))
+            behind = row.name.replace("post_attention_layernorm", "post_mlp_layernorm")
+            rows.append(replace(row, name=behind, behind_experts=config.is_moe(row.layer)))
     return rows
 
 
@@ -89,7 +91,7 @@ class DecoderLayer(decoder.DecoderLayer):
         return rms_norm(super().attention_output(normed, context), self.post_attention_norm, self.eps)
 
     def mlp_output(self, normed: Tensor) -> Tensor:
-        return rms_norm(super().mlp_output(normed), self.post_mlp_norm, self.eps)
+        return rms_norm(self.mlp_sum(normed), self.post_mlp_norm, self.eps)
 
 
 def _moe_mlp(config: deepseek_v3.Config, prefix: str, weights: Weights) -> MoeMlp:

@@ -34,6 +34,7 @@ class Parameter:
     `expert` is the number of a routed expert, whose three linears have block "expert".
     `segments`: rows that lie one after the other, each of which is cut by itself where ranks cut columns.
     `gain_offset` is what a norm adds to its stored gain before it multiplies by it: 1 in Gemma's.
+    `behind_experts`: a norm that what a layer's experts make together passes before it joins the residual stream.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Parameter:
     projection: Projection | None = None
     gain_offset: float = 0.0
     segments: tuple[int, ...] = ()
+    behind_experts: bool = False
 
     @property
     def module(self) -> str:

@@ -67,6 +67,10 @@ class Options:
             self.grids[choice] = tuple(found[:1] if choice.rows[0].mtp else found)
         if not any(row.layer is None and row.role == "norm" for row in job.rows):
             raise QuantkitError("grids cannot be chosen: the model's last operation is no norm that quantkit knows", "use --scheme alone")
+        if any(row.behind_experts for row in job.rows):
+            # What an expert's error costs is measured where it is added, not behind a norm.
+            told = f"grids of {job.checkpoint.path} cannot be chosen by their cost: it has a norm behind its experts"
+            raise QuantkitError(told, "use --keep, or --preset experts-only")
         if not any(len(grids) > 1 for grids in self.grids.values()):
             raise QuantkitError("there is nothing to choose: every linear may be on one grid only", "use --scheme alone")
         self._check_budget()

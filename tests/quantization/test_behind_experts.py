@@ -1,0 +1,81 @@
+"""A norm behind the routed experts, as openPangu-Ultra-MoE has it: calibration, pruning and what the report says heed it."""
+
+from pathlib import Path
+
+import make_model
+import pytest
+import torch
+from plain_weights import PlainWeights
+from torch import Tensor
+
+from quantkit.calibrate.data import load_sequences
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import QuantkitError
+from quantkit.models import find_architecture
+from quantkit.models.context import CausalContext
+from quantkit.quant.weights import dequantize
+from quantkit.quantization import quantize
+from quantkit.quantization.mixture import Mixture
+from quantkit.recipe import Recipe
+from quantkit.schemes import SCHEMES
+from quantkit.tokenizer.chat import ChatTokenizer
+
+CONFIG = {
+    **make_model.tiny_config(num_hidden_layers=3, n_routed_experts=4, num_experts_per_tok=2),
+    "model_type": "pangu_ultra_moe",
+    "rope_theta": 25600000.0,
+}
+for absent in ("rope_scaling", "n_group", "topk_group", "topk_method"):
+    CONFIG.pop(absent)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Norms far from 1, as those behind the experts are: what experts add without it is of another size altogether."""
+    generator, tensors = torch.Generator().manual_seed(3), {}
+    architecture = find_architecture(CONFIG)
+    for row in architecture.parameters(architecture.Config.from_dict(CONFIG)):
+        noise = torch.randn(row.shape, generator=generator)
+        value = 0.3 * noise.exp() if row.role == "norm" else noise * (1.0 if row.role in ("embedding", "head") else row.shape[-1] ** -0.5)
+        tensors[row.name] = value if row.role == "router_bias" else value.bfloat16()
+    path = make_model.write_dense(tmp_path_factory.mktemp("models") / "pangu", CONFIG, tensors)
+    letters = torch.randint(97, 123, (1500,), generator=generator).tolist()
+    (path.parent / "text.txt").write_text("".join(map(chr, letters)))
+    return path
+
+
+def recipe_of(source: Path, prune: float = 0.0) -> Recipe:
+    text = str(source.parent / "text.txt")
+    return Recipe(scheme="awq-w4a16", calibration=text, samples=10, held_out=4, seq_len=48, search_rows=16, prune=prune)
+
+
+def said(path: Path, sequences: list[Tensor]) -> Tensor:
+    """Log-probabilities of the next tokens by the whole model over what is stored."""
+    checkpoint = Checkpoint.open(path)
+    architecture = find_architecture(checkpoint.config)
+    config = architecture.Config.from_dict(checkpoint.config)
+    rows = [row for row in architecture.parameters(config) if not row.mtp and not (row.optional and row.name not in checkpoint.tensors)]
+    linears = checkpoint.linears
+    tensors = {
+        row.name: dequantize(checkpoint.weight(row.module)) if row.module in linears else checkpoint.read(row.name).float() for row in rows
+    }
+    model = architecture.Model(config, PlainWeights(tensors))
+    with torch.inference_mode():
+        return torch.cat([model.logits(model(ids, CausalContext([len(ids)]))) for ids in sequences]).log_softmax(-1)
+
+
+@pytest.mark.parametrize("prune", [0.0, 0.5])
+def test_the_report_says_what_the_whole_models_say(source: Path, tmp_path: Path, prune: float) -> None:
+    recipe = recipe_of(source, prune)
+    report = quantize(source, tmp_path / "out", SCHEMES["awq-w4a16"], "auto", recipe, device="cpu")
+    sizes = {"samples": recipe.samples, "held_out": recipe.held_out, "seq_len": recipe.seq_len, "seed": recipe.seed}
+    sequences = load_sequences(recipe.calibration, ChatTokenizer(source), **sizes)
+    before, after = (said(path, sequences.held_out) for path in (source, tmp_path / "out"))
+    found = report.findings.next_token
+    assert found["kl"] == pytest.approx(float((before.exp() * (before - after)).sum(-1).mean()), rel=0.02)
+
+
+def test_grids_by_their_cost_are_refused(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(QuantkitError, match="norm behind its experts"):
+        quantize(source, tmp_path / "out", SCHEMES["awq-w4a16"], "auto", recipe_of(source), mixture=Mixture(bits=5.0))
+    assert not (tmp_path / "out").exists()
