@@ -50,7 +50,7 @@ pytestmark = pytest.mark.skipif(cards.interpreted(), reason="the interpreter com
 MULTIPROCESSORS = {"sm_80": 108, "sm_86": 82, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_120": 170, "gfx90a": 104, "gfx942": 304}
 FEW = ("sm_80", "gfx942")
 MOST_REGISTERS, MOST_SPILLED = {"sm": 255, "gf": 512}, 256
-"""Of a thread; bytes of a thread that may lie in memory instead: none do in the kernels of a decode step."""
+"""Of a thread; bytes of a thread that may lie in memory instead in attention of prompts, and a quarter of them elsewhere."""
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int8: "i8", torch.int16: "i16"}
 TYPES |= {torch.int32: "i32", torch.int64: "i64"}
 HALF = torch.bfloat16
@@ -94,7 +94,7 @@ class Recorder:
         self.lines.append(f"{self.card} {self.operator} {name}: {registers} registers, {spilled} bytes spilled, {shared} of {room} shared")
         assert shared <= room, self.lines[-1]
         assert registers <= MOST_REGISTERS[self.card[:2]], self.lines[-1]
-        assert spilled <= (MOST_SPILLED if self.operator.endswith("_prefill") else 64), self.lines[-1]
+        assert spilled <= (MOST_SPILLED if self.operator.endswith("_prefill") else MOST_SPILLED // 4), self.lines[-1]
 
 
 def used(compiled: Any) -> tuple[int, int]:
