@@ -102,6 +102,13 @@ def test_every_source_tensor_is_accounted_for(source: Path, outputs: dict[str, Q
     ), "the MTP layer: quantized but in ModelOpt's format"
 
 
+def test_the_mtp_head_is_listed_as_sglang_calls_it(outputs: dict[str, QuantizationReport]) -> None:
+    out = outputs["fp4-w4a16"].out
+    config, side = (json.loads((out / name).read_text()) for name in ("config.json", "hf_quant_config.json"))
+    assert "model.shared_head.head" in config["quantization_config"]["ignore"]
+    assert "model.shared_head.head" in side["quantization"]["exclude_modules"]
+
+
 def test_compensated_weights_lose_less_than_rounded_ones(outputs: dict[str, QuantizationReport]) -> None:
     """Of the inputs' error, on held-out text; every linear of the decoder is there."""
     errors = outputs["awq-w4a16"].findings.errors

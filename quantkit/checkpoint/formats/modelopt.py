@@ -23,6 +23,7 @@ from quantkit.quant.packing import pack_pairs, unpack_pairs
 from quantkit.quant.weights import FP4_GROUP, Fp4Weight, Weight
 from quantkit.schemes import Fp4Grid, Grid
 
+_MTP_HEAD = "shared_head.head"
 _SIDE_FILE = "hf_quant_config.json"
 _WRITTEN = "W4A16_NVFP4"
 _ALGORITHMS = ("NVFP4", _WRITTEN)
@@ -90,7 +91,7 @@ class ModelOpt(Nvfp4):
             "quant_algo": _WRITTEN,
             "group_size": FP4_GROUP,
             "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}},
-            "ignore": ignore_list(quantized, plain_linears(plain, quantized), _SPELLING),
+            "ignore": _unquantized(quantized, plain),
             "producer": _PRODUCER,
         }
 
@@ -99,13 +100,20 @@ class ModelOpt(Nvfp4):
             "quant_algo": _WRITTEN,
             "kv_cache_quant_algo": None,
             "group_size": FP4_GROUP,
-            "exclude_modules": ignore_list(quantized, plain_linears(plain, quantized), _SPELLING),
+            "exclude_modules": _unquantized(quantized, plain),
         }
         described = {"producer": _PRODUCER, "quantization": quantization}
         return {_SIDE_FILE: json.dumps(described, indent=2).encode() + b"\n"}
 
     def quantizes(self, module: str, role: str, *, mtp: bool = False) -> bool:
         return role == "linear" and not mtp
+
+
+def _unquantized(quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> list[str]:
+    """With the name that SGLang has for an MTP layer's head: no entry about the layer covers it."""
+    entries = ignore_list(quantized, plain_linears(plain, quantized), _SPELLING)
+    with_mtp_head = any(spec.name.endswith(f".{_MTP_HEAD}.weight") for spec in plain)
+    return [*entries, f"model.{_MTP_HEAD}"] if with_mtp_head else entries
 
 
 def is_modelopt(config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:

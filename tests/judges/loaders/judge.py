@@ -165,7 +165,8 @@ def verdict(engine: str, job: dict[str, Any], judged: Path) -> list[str]:
         return [told["error"]]
     unused = re.compile(UNUSED.get(engine, r"(?!)"))
     found = [f"{parameter}: not written in full" for parameter in told["untouched"] if not unused.search(parameter)]
-    return found + faults(judged, load_file(job["out"] + ".safetensors"), Rank(job["rank"], job["of"]), told["unread"])
+    pieces = {name: piece for name, piece in load_file(job["out"] + ".safetensors").items() if not unused.search(f"{name.split('|')[0]} ")}
+    return found + faults(judged, pieces, Rank(job["rank"], job["of"]), told["unread"])
 
 
 def targets(path: Path) -> list[tuple[str, str]]:
