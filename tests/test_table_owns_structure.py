@@ -31,6 +31,7 @@ UNIT = "the name of a unit of work, which quantkit makes itself"
 OTHERS = "spellings of other writers, or of an architecture without a table, which a diagnosis is about"
 SPELLED: dict[str, dict[str, str]] = {
     "calibrate/units.py": {"layers.": UNIT, ".experts.": UNIT},
+    "calibrate/choices.py": {"layers.": UNIT, ".experts": UNIT},
     "quantization/memory.py": {"layers.": UNIT, ".experts": UNIT},
     "quantization/run.py": {"layers.": UNIT},
     "quantization/checks.py": {"lm_head\\.weight": "a head beside a tied embedding, for which the table has no row"},
@@ -38,6 +39,9 @@ SPELLED: dict[str, dict[str, str]] = {
         "lm_head": "what engines call the head, stored or tied",
         "embed_tokens": "a 2-D weight that no engine takes for a linear",
         r"(.*?\.layers\.\d+)\.": "entries of ignore lists cover a layer by its prefix: a spelling of the format",
+    },
+    "checkpoint/formats/compressed_mixed.py": {
+        r"(.*?\blayers\.)(\d+)\.(.+)": "a group's targets cover what is alike in every layer by one pattern: a spelling of the format",
     },
     "checkpoint/stacked.py": {"_proj": "how publishers name experts that they stack in one tensor"},
     "checkpoint/formats/modelslim.py": dict.fromkeys(("o_proj", "down_proj"), "the format slices scale_bias of these two, for vllm-ascend"),

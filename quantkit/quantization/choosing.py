@@ -125,7 +125,8 @@ class Options:
             count = sum(math.prod(row.shape) for row in choice.rows)
             bits = {grid: 8 * self._stored(choice, grid) / count for grid in grids}
             kl[choice.name] = {grid_label(grid): count / self.weights * 4.0 ** -bits[grid] for grid in grids}
-        routing = getattr(self.job.inventory.config, "routing", None)
+        config = self.job.inventory.config
+        routing = None if config is None else config.routing
         experts = {str(choice.layer): len({row.expert for row in choice.rows}) for choice in self.grids if choice.of_experts}
         chosen = routing.num_experts_per_tok if routing else 0
         return Sensitivities(kl, {layer: [chosen] * count for layer, count in experts.items()}, max(experts.values(), default=1))

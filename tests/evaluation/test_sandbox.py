@@ -219,7 +219,7 @@ def f(word):
         if ' rw-p' in line: found[line] = ctypes.string_at(low, high - low)
     found['cmdline'] = open('/proc/self/cmdline', 'rb').read()
     found.update({name: open(name, 'rb').read() for name in os.listdir('.')})
-    pipes = [n for n in range(3, 128) if os.path.exists(f'/proc/self/fd/{n}')]
+    pipes = [n for n in range(3, 4096) if os.path.exists(f'/proc/self/fd/{n}')]
     del line
     seen = [name for name, data in found.items() if b'expected-' + word in data]
     return seen, any(b'my own' in data for data in found.values()), len(pipes)

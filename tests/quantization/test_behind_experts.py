@@ -21,7 +21,7 @@ from quantkit.schemes import SCHEMES
 from quantkit.tokenizer.chat import ChatTokenizer
 
 CONFIG = {
-    **make_model.tiny_config(num_hidden_layers=3, n_routed_experts=4, num_experts_per_tok=2),
+    **make_model.tiny_config(num_hidden_layers=3, num_experts_per_tok=4),
     "model_type": "pangu_ultra_moe",
     "rope_theta": 25600000.0,
 }
@@ -29,19 +29,24 @@ for absent in ("rope_scaling", "n_group", "topk_group", "topk_method"):
     CONFIG.pop(absent)
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written(folder: Path, n_routed_experts: int) -> Path:
     """Norms far from 1, as those behind the experts are: what experts add without it is of another size altogether."""
+    config = {**CONFIG, "n_routed_experts": n_routed_experts}
     generator, tensors = torch.Generator().manual_seed(3), {}
-    architecture = find_architecture(CONFIG)
-    for row in architecture.parameters(architecture.Config.from_dict(CONFIG)):
+    architecture = find_architecture(config)
+    for row in architecture.parameters(architecture.Config.from_dict(config)):
         noise = torch.randn(row.shape, generator=generator)
         value = 0.3 * noise.exp() if row.role == "norm" else noise * (1.0 if row.role in ("embedding", "head") else row.shape[-1] ** -0.5)
         tensors[row.name] = value if row.role == "router_bias" else value.bfloat16()
-    path = make_model.write_dense(tmp_path_factory.mktemp("models") / "pangu", CONFIG, tensors)
     letters = torch.randint(97, 123, (1500,), generator=generator).tolist()
-    (path.parent / "text.txt").write_text("".join(map(chr, letters)))
-    return path
+    (folder / "text.txt").write_text("".join(map(chr, letters)))
+    return make_model.write_dense(folder / "pangu", config, tensors)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every token asks every expert: none is chosen otherwise for a last bit."""
+    return written(tmp_path_factory.mktemp("models"), 4)
 
 
 def recipe_of(source: Path, prune: float = 0.0) -> Recipe:
@@ -64,15 +69,22 @@ def said(path: Path, sequences: list[Tensor]) -> Tensor:
         return torch.cat([model.logits(model(ids, CausalContext([len(ids)]))) for ids in sequences]).log_softmax(-1)
 
 
-@pytest.mark.parametrize("prune", [0.0, 0.5])
-def test_the_report_says_what_the_whole_models_say(source: Path, tmp_path: Path, prune: float) -> None:
-    recipe = recipe_of(source, prune)
-    report = quantize(source, tmp_path / "out", SCHEMES["awq-w4a16"], "auto", recipe, device="cpu")
+def agrees(source: Path, out: Path, recipe: Recipe) -> None:
+    """KL that the report tells, and that of the whole models on the same text."""
+    report = quantize(source, out, SCHEMES["awq-w4a16"], "auto", recipe, device="cpu")
     sizes = {"samples": recipe.samples, "held_out": recipe.held_out, "seq_len": recipe.seq_len, "seed": recipe.seed}
     sequences = load_sequences(recipe.calibration, ChatTokenizer(source), **sizes)
-    before, after = (said(path, sequences.held_out) for path in (source, tmp_path / "out"))
-    found = report.findings.next_token
-    assert found["kl"] == pytest.approx(float((before.exp() * (before - after)).sum(-1).mean()), rel=0.02)
+    before, after = (said(path, sequences.held_out) for path in (source, out))
+    assert report.findings.next_token["kl"] == pytest.approx(float((before.exp() * (before - after)).sum(-1).mean()), rel=0.02)
+
+
+def test_the_report_says_what_the_whole_models_say(source: Path, tmp_path: Path) -> None:
+    agrees(source, tmp_path / "out", recipe_of(source))
+
+
+def test_of_experts_that_were_left_out_too(tmp_path: Path) -> None:
+    source = written(tmp_path, 8)
+    agrees(source, tmp_path / "out", recipe_of(source, 0.5))
 
 
 def test_grids_by_their_cost_are_refused(source: Path, tmp_path: Path) -> None:
