@@ -4,19 +4,16 @@ Routed experts add their outputs one after the other. Where such a norm is, the 
 plain sum of these outputs; the norm is computed when all are there.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from quantkit_kernels import rms_norm
 from torch import Tensor
 
 from quantkit.calibrate.hidden_states import HiddenStates
+from quantkit.calibrate.source_model import SourceModel
+from quantkit.calibrate.sublayer import Run, run_feed_forward
 from quantkit.models.decoder import DecoderLayer
-from quantkit.models.table import Parameter
-
-
-def norm_behind(rows: Iterable[Parameter]) -> Parameter | None:
-    """Of a layer's rows the norm behind its experts."""
-    return next((row for row in rows if row.behind_experts), None)
 
 
 def run_before_norm(block: DecoderLayer, hidden: Tensor, lengths: list[int]) -> Tensor:
@@ -25,15 +22,20 @@ def run_before_norm(block: DecoderLayer, hidden: Tensor, lengths: list[int]) -> 
     return hidden + block.mlp_sum(rms_norm(hidden, block.mlp_norm, block.eps))
 
 
-class StreamBefore:
-    """The residual stream of some paths before an expert half, kept until all experts have added to them."""
+@contextmanager
+def feed_forward(model: SourceModel, layer: int, paths: Iterable[HiddenStates]) -> Iterator[Run]:
+    """How the layer's MLP or expert half is run.
 
-    def __init__(self, paths: Iterable[HiddenStates]) -> None:
-        self._kept = [(path, path.hidden.clone()) for path in paths]
-
-    def join(self, gain: Tensor, eps: float) -> None:
-        """The paths' hidden states become those after the half. gain [H]: of the norm behind the experts."""
-        for path, stream in self._kept:
-            for batch in path.batches():
-                summed = path.hidden[batch.part] - stream[batch.part]
-                path.hidden[batch.part] = stream[batch.part] + rms_norm(summed, gain, eps)
+    All experts have added to the paths' hidden states when this ends; a norm behind them is computed then.
+    """
+    norm = next((row for row in model.layer_rows(layer) if row.behind_experts), None)
+    if norm is None:
+        yield run_feed_forward
+        return
+    kept = [(path, path.hidden.clone()) for path in paths]
+    yield run_before_norm
+    gain, eps = model.weights.dequantized(norm), model.config.rms_norm_eps
+    for path, stream in kept:
+        for batch in path.batches():
+            summed = path.hidden[batch.part] - stream[batch.part]
+            path.hidden[batch.part] = stream[batch.part] + rms_norm(summed, gain, eps)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quantkit.calibrate.allocator import keep_freed_blocks
 from quantkit.calibrate.batches import Batches
-from quantkit.calibrate.behind_experts import StreamBefore, norm_behind, run_before_norm
+from quantkit.calibrate.behind_experts import feed_forward
 from quantkit.calibrate.data import Sequences
 from quantkit.calibrate.expert_layer import expert_batch_values, expert_batches, expert_weights
 from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates
@@ -22,7 +22,7 @@ from quantkit.calibrate.layer_weights import LayerWeights
 from quantkit.calibrate.mtp import mtp_states
 from quantkit.calibrate.routing import Recorder, Routed
 from quantkit.calibrate.source_model import SourceModel
-from quantkit.calibrate.sublayer import Run, run_attention, run_feed_forward
+from quantkit.calibrate.sublayer import Run, run_attention
 from quantkit.calibrate.units import attend_unit, feed_forward_unit
 
 
@@ -96,13 +96,10 @@ class SaliencyWalk:
     def _layer(self, layer: int, states: HiddenStates, found: Saliency) -> None:
         self.tell(layer)
         self._advance(attend_unit(layer), layer, states, run_attention)
-        norm = norm_behind(self.model.layer_rows(layer)) if self.model.experts(layer) else None
-        before = None if norm is None else StreamBefore([states])
-        routed = self._advance(feed_forward_unit(layer), layer, states, run_feed_forward if norm is None else run_before_norm)
-        if routed is not None:
-            found.layers[layer] = self._experts(layer, states, routed)
-        if before is not None and norm is not None:
-            before.join(self.model.weights.dequantized(norm), self.model.config.rms_norm_eps)
+        with feed_forward(self.model, layer, [states]) as run:
+            routed = self._advance(feed_forward_unit(layer), layer, states, run)
+            if routed is not None:
+                found.layers[layer] = self._experts(layer, states, routed)
 
     def _advance(self, unit: str, layer: int, states: HiddenStates, run: Run) -> Routed | None:
         """Replace the hidden states by those after the sublayer; routed experts add their outputs afterwards."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quantkit.calibrate.allocator import keep_freed_blocks
 from quantkit.calibrate.batches import Batches
-from quantkit.calibrate.behind_experts import StreamBefore, norm_behind, run_before_norm
+from quantkit.calibrate.behind_experts import feed_forward
 from quantkit.calibrate.data import Sequences
 from quantkit.calibrate.ends import Ends, TableEnds
 from quantkit.calibrate.expert_layer import ExpertLayer
@@ -34,7 +34,7 @@ from quantkit.calibrate.scale import ScaledInput, scale_in_effect, scale_sublaye
 from quantkit.calibrate.solve import solve_sublayer
 from quantkit.calibrate.solvers import Solvers
 from quantkit.calibrate.source_model import SourceModel
-from quantkit.calibrate.sublayer import Run, Sublayer, advance, run_attention, run_feed_forward, sublayer_of, written_tensors
+from quantkit.calibrate.sublayer import Run, Sublayer, advance, run_attention, sublayer_of, written_tensors
 from quantkit.calibrate.unit_log import UnitLog
 from quantkit.calibrate.units import attend_unit, feed_forward_unit
 from quantkit.quant.gptq import Curvature
@@ -129,15 +129,9 @@ class Walk:
         experts = None
         if self.model.experts(layer):
             experts = ExpertLayer(self.model, layer, self.solvers, self.log, self.ranks, self.batches)
-        norm = norm_behind(self.model.layer_rows(layer)) if experts is not None else None
-        run = run_feed_forward if norm is None else run_before_norm
-        before = None
-        if norm is not None:
-            paths = [states.quantized, states.original, *(() if self.plain is None else (self.plain.states,))]
-            before = StreamBefore(paths)
-        self._walk(self._sublayer(feed_forward_unit(layer), layer, states, run), states, experts)
-        if before is not None and norm is not None:
-            before.join(self.model.weights.dequantized(norm), self.model.config.rms_norm_eps)
+        paths = [states.quantized, states.original, *(() if self.plain is None else (self.plain.states,))]
+        with feed_forward(self.model, layer, paths) as run:
+            self._walk(self._sublayer(feed_forward_unit(layer), layer, states, run), states, experts)
         fitted = states.quantized.fitted
         self.log.findings.hidden_error[str(layer)] = relative_distance(states.quantized.hidden[fitted:], states.original.hidden)
 

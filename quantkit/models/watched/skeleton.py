@@ -8,7 +8,7 @@ happens between two layers; a model where something does is refused.
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,11 +124,8 @@ class Skeleton:
             seen.append(hidden)
             raise _Reached
 
-        try:
-            with self._layers_replaced([stop] * len(self.layers)):
-                self.text(input_ids=ids[None], use_cache=False)
-        except _Reached:
-            pass
+        with suppress(_Reached), self._layers_replaced([stop] * len(self.layers)):
+            self.text(input_ids=ids[None], use_cache=False)
         return seen[0][0].float()
 
     def after_layers(self, hidden: Tensor) -> Tensor:
@@ -151,11 +148,8 @@ class Skeleton:
                 raise _Reached
             return answers[len(calls) - 1]
 
-        try:
-            with self._layers_replaced([answer] * len(self.layers)):
-                self.text(inputs_embeds=embedded, use_cache=False)
-        except _Reached:
-            pass
+        with suppress(_Reached), self._layers_replaced([answer] * len(self.layers)):
+            self.text(inputs_embeds=embedded, use_cache=False)
         return calls, given, answers
 
     @contextmanager
