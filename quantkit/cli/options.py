@@ -65,6 +65,7 @@ PromptLookup = Annotated[
     int, typer.Option(min=0, help="Tokens a step guessed from what prompt and answer said before; answers stay the same.")
 ]
 Tp = Annotated[int, typer.Option(min=1, help="Ranks that share the model, one per device; all are started here.")]
+Collectives = Annotated[str | None, typer.Option(help="int8 or fp8: the ranks add prompts in 8 bits a value; in the model's 16 otherwise.")]
 Prune = Annotated[
     str | None, typer.Option(metavar="SHARE", help="Leave out this share of every layer's routed experts, those that add least: 25%.")
 ]

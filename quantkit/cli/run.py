@@ -8,7 +8,19 @@ from typing import Annotated, Any
 import typer
 
 from quantkit import console
-from quantkit.cli.options import AsJson, Backend, Cache, CountExperts, Device, Drafts, Model, PromptLookup, Tp, names_of_engines
+from quantkit.cli.options import (
+    AsJson,
+    Backend,
+    Cache,
+    Collectives,
+    CountExperts,
+    Device,
+    Drafts,
+    Model,
+    PromptLookup,
+    Tp,
+    names_of_engines,
+)
 from quantkit.console import err, out, print_json
 from quantkit.errors import QuantkitError
 from quantkit.executor.server.tools.formats import NAMES as TOOL_PARSERS
@@ -29,6 +41,7 @@ def run(
     count_experts: CountExperts = None,
     cache: Cache = None,
     tp: Tp = 1,
+    collectives: Collectives = None,
     device: Device = "auto",
     backend: Backend = "auto",
     json_: AsJson = False,
@@ -45,7 +58,16 @@ def run(
     counted = _counting(count_experts)
     path = find_model(model)
     options = EngineOptions(
-        path, device, backend, max_batch=1, cache=cache, tp=tp, count_experts=counted, num_drafts=drafts, num_looked_up=prompt_lookup
+        path,
+        device,
+        backend,
+        max_batch=1,
+        cache=cache,
+        tp=tp,
+        collectives=collectives,
+        count_experts=counted,
+        num_drafts=drafts,
+        num_looked_up=prompt_lookup,
     )
     with console.status(f"loading {model}"):
         engine = open_engine(options)
@@ -126,6 +148,7 @@ def serve(
     count_experts: CountExperts = None,
     cache: Cache = None,
     tp: Tp = 1,
+    collectives: Collectives = None,
     device: Device = "auto",
     backend: Backend = "auto",
 ) -> None:
@@ -153,6 +176,7 @@ def serve(
                 prefix_cache=prefix_cache,
                 cache=cache,
                 tp=tp,
+                collectives=collectives,
                 count_experts=counted,
             )
         )

@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.devices import find_device
 from quantkit.errors import QuantkitError
 from quantkit.executor.budget import measure
 from quantkit.executor.cache import CachePlan
@@ -33,8 +32,7 @@ from quantkit.executor.leader import Leader
 from quantkit.executor.load import LoadedModel, load_model
 from quantkit.executor.logprobs import check_numbers, score_prompts, token_logprobs
 from quantkit.executor.options import EngineOptions
-from quantkit.executor.parallel import SINGLE, Parallel
-from quantkit.executor.rank_processes import environment_rank, launch
+from quantkit.executor.parallel import join
 from quantkit.executor.runner import ForwardPass, Runner
 from quantkit.executor.sampling import SamplingParams, check_defaults
 from quantkit.executor.scheduler import ScheduledStep, Scheduler
@@ -103,6 +101,7 @@ class Engine:
         prefix_cache: bool = False,
         cache: str | None = None,
         tp: int = 1,
+        collectives: str | None = None,
         count_experts: bool = False,
     ) -> "Engine":
         """Load a checkpoint directory.
@@ -118,7 +117,8 @@ class Engine:
         prefix_cache: whether requests that begin alike share what is computed of that. cache: int8 or fp8 keeps keys and values, or
         latents, in 8 bits; the model's 16 otherwise. tp: ranks that share the model; this process is
         rank 0 and starts the others on this machine, unless torchrun started them all: then each gets its rank's engine, and those above 0
-        are for `leader.follow` (`follower.lead_or_follow` does both). count_experts: `expert_counter` counts what every token asks of the
+        are for `leader.follow` (`follower.lead_or_follow` does both). collectives: int8 or fp8 adds prompts over ranks in 8 bits
+        (`coded_sums`). count_experts: `expert_counter` counts what every token asks of the
         routed experts; decode steps are then not captured. Raises QuantkitError where something does not fit.
         """
         return cls.open(
@@ -137,6 +137,7 @@ class Engine:
                 prefix_cache=prefix_cache,
                 cache=cache,
                 tp=tp,
+                collectives=collectives,
                 count_experts=count_experts,
             )
         )
@@ -147,7 +148,7 @@ class Engine:
         path = options.model_path
         tokenizer = ChatTokenizer(path)
         check_defaults(tokenizer.sampling_defaults, path / "generation_config.json")
-        parallel = _join(options)
+        parallel = join(options)
         try:
             loaded = load_model(
                 path,
@@ -387,13 +388,3 @@ def _check_eos(tokenizer: ChatTokenizer, vocab_size: int, path: Path) -> None:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
             said = f"{path}: eos_token_id {token!r:.100} is no token of the model, which has {vocab_size}"
             raise QuantkitError(said, "correct generation_config.json, config.json or tokenizer_config.json")
-
-
-def _join(options: EngineOptions) -> Parallel:
-    """This process's place: given by who started it, or rank 0 with ranks started here."""
-    if options.tp == 1:
-        return SINGLE
-    rank = environment_rank(options.tp)
-    parallel = Parallel(rank or 0, options.tp, launch(options) if rank is None else None)
-    parallel.connect(find_device(options.device))
-    return parallel

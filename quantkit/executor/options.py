@@ -23,7 +23,13 @@ class EngineOptions:
     prefix_cache: bool = False
     cache: str | None = None
     tp: int = 1
+    collectives: str | None = None
     count_experts: bool = False
+
+    @property
+    def answer_rows(self) -> int:
+        """Rows that a step of answers has at most, guesses included."""
+        return self.max_batch * (1 + max(self.num_drafts, self.num_looked_up))
 
     def to_json(self) -> str:
         return json.dumps({**asdict(self), "model_path": str(self.model_path)})

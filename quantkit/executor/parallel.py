@@ -15,9 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from quantkit.devices import find_device
 from quantkit.errors import QuantkitError
 from quantkit.executor.channel import Channel
-from quantkit.executor.rank_processes import RankProcesses
+from quantkit.executor.coded_sums import CodedSums, codes_of_sums
+from quantkit.executor.options import EngineOptions
+from quantkit.executor.rank_processes import RankProcesses, environment_rank, launch
 
 _VALUE_BYTES = 1 << 10
 """Bytes of a value that `gather` carries."""
@@ -35,6 +38,8 @@ class Parallel:
         self._channel: Channel | None = None
         self.peers: Any = None
         """The quantkit_kernels.cuda.collectives.Peers of this rank, where all ranks have one."""
+        self.coded_sums: CodedSums | None = None
+        """How sums of prompts are exchanged in 8 bits, where somebody asked for that."""
 
     def connect(self, device: torch.device) -> None:
         """Meet the other ranks, at MASTER_ADDR:MASTER_PORT where others started this one.
@@ -72,12 +77,17 @@ class Parallel:
                 warnings.warn(f"small collectives go through NCCL, which is slower: {fault}", RuntimeWarning, stacklevel=2)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over ranks, the same on each; x may be overwritten. On a CPU in float32, whatever x is."""
+        """Sum over ranks, the same on each; x may be overwritten. On a CPU in float32, whatever x is; in 8 bits where `coded_sums` takes
+        it."""
         if self.size == 1:
             return x
         if self.peers is not None and self.peers.adds(x):
             summed: Tensor = self.peers.all_reduce(x)
             return summed
+        coded = self.coded_sums
+        if coded is not None and coded.takes(x):
+            decoded: Tensor = self._guard(lambda: coded.all_reduce(x))
+            return decoded
         wide = x.float() if x.device.type == "cpu" else x.contiguous()
         self._guard(lambda: dist.all_reduce(wide))
         return wide.to(x.dtype)
@@ -151,3 +161,18 @@ class Parallel:
 
 SINGLE = Parallel(0, 1)
 """No other ranks."""
+
+
+def join(options: EngineOptions) -> Parallel:
+    """This process's place: given by who started it, or rank 0 with ranks started here. Raises QuantkitError for options of ranks that
+    cannot be met."""
+    device = find_device(options.device)
+    codes = codes_of_sums(options.collectives, options.tp, device)
+    if options.tp == 1:
+        return SINGLE
+    rank = environment_rank(options.tp)
+    parallel = Parallel(rank or 0, options.tp, launch(options) if rank is None else None)
+    parallel.connect(device)
+    if codes is not None:
+        parallel.coded_sums = CodedSums(codes, options.tp, options.answer_rows)
+    return parallel

@@ -39,7 +39,13 @@ class WholeEngine:
     expert_counter = None
 
     def __init__(self, options: EngineOptions) -> None:
-        asked = {"--tp": options.tp > 1, "--drafts": options.num_drafts, "--cache": options.cache, "--count-experts": options.count_experts}
+        asked = {
+            "--tp": options.tp > 1,
+            "--collectives": options.collectives,
+            "--drafts": options.num_drafts,
+            "--cache": options.cache,
+            "--count-experts": options.count_experts,
+        }
         if found := [name for name, given in asked.items() if given]:
             raise QuantkitError(f"{options.model_path} is computed by transformers, which has no {', '.join(found)} here", "leave it out")
         path = Path(options.model_path)

@@ -1,0 +1,153 @@
+"""Sums of prompts over ranks in 8 bits: within their bound, the same on every rank, in bytes, and off unless asked for."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from forked_ranks import run_ranks
+from quantkit_kernels import CODES
+from torch import Tensor
+from typer.testing import CliRunner
+
+from quantkit.cli import app
+from quantkit.errors import QuantkitError
+from quantkit.executor.coded_sums import GROUP, LEAST_ROWS, CodedSums, codes_of_sums
+from quantkit.executor.context import Chunk, PrefillContext
+from quantkit.executor.load import load_model
+from quantkit.executor.options import EngineOptions
+from quantkit.executor.parallel import Parallel
+
+CPU = torch.device("cpu")
+SIZE, ROWS, WIDTH = 3, 53, 4 * GROUP
+
+
+def part(rank: int, dtype: torch.dtype) -> Tensor:
+    """Rows of very different sizes, a group with one large value, a row of zeros and one of numbers that are none."""
+    rng = torch.Generator().manual_seed(rank)
+    x = torch.randn(ROWS, WIDTH, generator=rng) * torch.logspace(-6, 3, ROWS).unsqueeze(1)
+    x[5, GROUP + 3] *= 1e4
+    x[7] = 0.0
+    x[11, 2] = float("nan") if rank == 1 else 0.5
+    return x.to(dtype)
+
+
+def steps(x: Tensor, codes: torch.dtype) -> Tensor:
+    """How far a coded value may be from it."""
+    groups = x.unflatten(1, (-1, GROUP))
+    largest = groups.abs().amax(dim=-1, keepdim=True).clamp_min(1e-8)
+    step = largest / 252 if codes == torch.int8 else torch.maximum(groups.abs() / 16, largest / 455000)
+    return step.expand_as(groups).flatten(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_the_sum_is_within_its_bound(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    def compute(parallel: Parallel) -> list[Tensor]:
+        parallel.coded_sums = CodedSums(CODES[name], SIZE, 0)
+        mine = part(parallel.rank, dtype)
+        return [parallel.all_reduce(mine.clone()), parallel.all_reduce(mine[4:44].clone())]
+
+    found = run_ranks(SIZE, tmp_path, compute)
+    whole, cut = found[0]
+    assert all(torch.equal(one, other) or one.isnan().any() for ours in found[1:] for one, other in zip(ours, (whole, cut)))
+    parts = [part(rank, dtype).double() for rank in range(SIZE)]
+    exact = torch.stack(parts).sum(dim=0)
+    per_rank = torch.stack([steps(one, CODES[name]) for one in parts]).sum(dim=0)
+    bound = (per_rank + steps(exact.abs() + per_rank, CODES[name])) * (1 + 1e-5) + (exact.abs() * 2**-8 if dtype == torch.bfloat16 else 0)
+    good = ~exact.isnan().any(dim=1)
+    assert ((whole.double() - exact).abs() <= bound)[good].all()
+    assert whole.dtype == dtype
+    assert whole[11, :GROUP].isnan().all(), "what is no number does not become one"
+    assert not whole[11, GROUP:].isnan().any()
+    assert torch.equal(whole[4:44].nan_to_num(), cut.nan_to_num()), "a row's sum depends on nothing but the row"
+    coarse = (whole.double() - exact).abs()[good].sum() / exact.abs()[good].sum()
+    assert coarse > 1e-4, "these are not 8 bits"
+
+
+def test_what_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """130 bytes for 128 values, each way; short sums, and those of another width, as they were."""
+    sent: list[int] = []
+    scatter, gather, plain = dist.all_to_all_single, dist.all_gather, dist.all_reduce
+
+    def scattering(received: Tensor, x: Tensor) -> object:
+        sent.append(x.nbytes)
+        return scatter(received, x)
+
+    def gathering(parts: list[Tensor], x: Tensor) -> object:
+        sent.append(x.nbytes)
+        return gather(parts, x)
+
+    def summing(x: Tensor) -> object:
+        sent.append(-x.nbytes)
+        return plain(x)
+
+    monkeypatch.setattr(dist, "all_to_all_single", scattering)
+    monkeypatch.setattr(dist, "all_gather", gathering)
+    monkeypatch.setattr(dist, "all_reduce", summing)
+
+    def compute(parallel: Parallel) -> list[int]:
+        parallel.coded_sums = CodedSums(torch.int8, SIZE, 40)
+        assert torch.allclose(parallel.all_reduce(torch.ones(48, WIDTH)), torch.full((48, WIDTH), float(SIZE)), rtol=0.01)
+        for shape in ((40, WIDTH), (48, WIDTH + 2), (48, 2, GROUP)):
+            assert torch.equal(parallel.all_reduce(torch.ones(shape)), torch.full(shape, float(SIZE)))
+        parallel.coded_sums = None
+        parallel.all_reduce(torch.ones(48, WIDTH))
+        return sent
+
+    coded = 48 * WIDTH // GROUP * 130
+    exact = [-4 * 40 * WIDTH, -4 * 48 * (WIDTH + 2), -4 * 48 * 2 * GROUP, -4 * 48 * WIDTH]
+    assert run_ranks(SIZE, tmp_path, compute) == [[coded, coded // SIZE, *exact]] * SIZE
+
+
+def test_steps_of_answers_are_exact() -> None:
+    """However many guesses they check; and no sum of few rows is coded."""
+    options = EngineOptions(Path("model"), max_batch=20, num_drafts=1, num_looked_up=3, tp=2, collectives="int8")
+    sums = CodedSums(torch.int8, 2, options.answer_rows)
+    assert not sums.takes(torch.zeros(80, GROUP))
+    assert sums.takes(torch.zeros(81, GROUP))
+    few = CodedSums(torch.int8, 2, replace(options, max_batch=1, num_looked_up=0).answer_rows)
+    assert not few.takes(torch.zeros(LEAST_ROWS - 1, GROUP))
+    assert few.takes(torch.zeros(LEAST_ROWS, GROUP))
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_a_prompt_on_two_ranks(name: str, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """Its distribution moves by little, and not by nothing."""
+    token_ids = torch.arange(10, 74)
+
+    def log_probabilities(parallel: Parallel, codes: torch.dtype | None) -> Tensor:
+        parallel.coded_sums = None if codes is None else CodedSums(codes, 2, 0)
+        loaded = load_model(tiny_checkpoint, device="cpu", dtype="float32", parallel=parallel)
+        context = PrefillContext(loaded.new_cache(2), [Chunk(0, 64, torch.tensor([1]))])
+        return loaded.model.logits(loaded.model(token_ids, context)).log_softmax(dim=-1)
+
+    found = run_ranks(2, tmp_path, lambda parallel: [log_probabilities(parallel, codes) for codes in (None, CODES[name])])
+    assert torch.equal(found[0][1], found[1][1])
+    exact, coded = found[0]
+    divergence = (exact.exp() * (exact - coded)).sum(dim=-1).median()
+    assert 1e-9 < divergence < (1e-3 if name == "int8" else 1e-2)
+
+
+@pytest.mark.parametrize(
+    ("asked", "tp", "device", "told"),
+    [
+        ("int4", 2, CPU, "collectives of 'int4' are not known; use --collectives int8 or fp8"),
+        ("", 2, CPU, "collectives of '' are not known"),
+        ("int8", 1, CPU, "--collectives int8 is for several ranks, and there is one; give --tp"),
+        ("fp8", 2, SimpleNamespace(type="npu"), "a 910B has no FP8"),
+    ],
+)
+def test_what_cannot_be_met_is_refused(asked: str, tp: int, device: torch.device, told: str) -> None:
+    with pytest.raises(QuantkitError) as fault:
+        codes_of_sums(asked, tp, device)
+    assert told in str(fault.value)
+    assert codes_of_sums(None, tp, device) is None
+
+
+def test_refused_before_a_rank_is_started() -> None:
+    done = CliRunner().invoke(app, ["run", "tiny-r1", "--prompt", "a", "--device", "cpu", "--tp", "2", "--collectives", "int9"])
+    assert isinstance(done.exception, QuantkitError)
+    assert "--collectives int8 or fp8" in str(done.exception)
