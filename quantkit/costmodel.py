@@ -285,7 +285,7 @@ def kind_of(grid: Grid) -> str:
 
 def _cache_bytes(config: ModelConfig, devices: int) -> float:
     """Cached bytes per token on one device, all layers. Latent attention keeps the whole latent on every rank."""
-    return config.cache.width * 2 * config.num_cached_layers / config.cache.shares(devices)
+    return float(config.cache.token_bytes(16, devices) * config.num_cached_layers)
 
 
 def _predict(

@@ -68,7 +68,8 @@ class HostPeak:
 @dataclass(frozen=True)
 class Placement:
     """What one of `count` devices holds, in bytes. cache_tokens: tokens that fit beside the weights, of all requests together; None, as
-    cache_bytes_per_token, for an architecture that quantkit does not know. context: tokens of the request that must fit.
+    cache_bytes_per_token and state_bytes_per_request, for an architecture that quantkit does not know. context: tokens of the request that
+    must fit, and of all that are counted. state_bytes_per_request: what linear attention keeps of each, whatever its length.
     workspace_bytes: of the reserve, what is known to be taken, by what takes it; empty for hardware that is not known."""
 
     count: int
@@ -79,6 +80,7 @@ class Placement:
     workspace_bytes: dict[str, int]
     cache_bytes: int
     cache_bytes_per_token: int | None
+    state_bytes_per_request: int | None
     cache_tokens: int | None
     context: int
     assumption: str
@@ -278,7 +280,7 @@ def _placed(
     if job.inventory.by_name:
         quantized = {row.name for row in job.linears}
         weights = sum(-(-stored // devices.count) if row.name in quantized else stored for row, stored in rows)
-        fits, per_token, tokens = usable - reserve >= weights, None, None
+        fits, per_token, state, tokens = usable - reserve >= weights, None, None, None
         assumption = f"quantized linears split over {devices.count}, {told}; the cache of an unknown architecture is not counted"
     else:
         found = fit_rows(
@@ -292,10 +294,13 @@ def _placed(
             bits,
         )
         weights, fits, per_token, tokens = found.weight_bytes, found.fits, found.cache_bytes_per_token, found.tokens
+        state = found.state_bytes_per_request
         assumption = (
             f"tensor parallel over {devices.count}, MTP layer not loaded, {told}, {_CACHE_NAMES[bits]} cache; "
             "MLA's latent is whole on every device"
         )
+        if state:
+            assumption += f"; {size(state)} of states for each request of {context:,} tokens"
         if redundant:
             assumption += f"; experts whole, {redundant} copies a layer"
     return fits, Placement(
@@ -307,6 +312,7 @@ def _placed(
         workspace_bytes=workspaces,
         cache_bytes=max(usable - reserve - weights, 0),
         cache_bytes_per_token=per_token,
+        state_bytes_per_request=state,
         cache_tokens=tokens,
         context=context,
         assumption=assumption,

@@ -69,6 +69,8 @@ QWEN_NEXT = {
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 64,
 }
+INDEXED = make_model.tiny_config(num_hidden_layers=2, n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1)
+INDEXED |= {"index_topk": 12, "index_n_heads": 8, "index_head_dim": 128}
 KIMI = make_model.tiny_config(num_hidden_layers=2, n_group=1, topk_group=1, num_nextn_predict_layers=0)
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {**DENSE, "attention_bias": True, "mlp_bias": True},
@@ -83,6 +85,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_next": QWEN_NEXT,
     "qwen3_5_moe": {"text_config": QWEN_NEXT, **{key: DENSE[key] for key in ("vocab_size",)}},
     "kimi_k2": KIMI,
+    "deepseek_v32": INDEXED,
+    "glm_moe_dsa": {**INDEXED, "index_topk_freq": 2, "index_skip_topk_offset": 1},
     "qwen2": {**DENSE, "tie_word_embeddings": True},
     "qwen3": DENSE,
     "qwen3_moe": {**DENSE, **SPARSE},
@@ -107,6 +111,8 @@ CELLS = {
     "qwen3_next": ("awq-w4a16", "fp4-w4a16", "int8-a8w8c16"),
     "qwen3_5_moe": ("awq-w4a16",),
     "kimi_k2": (),
+    "deepseek_v32": ("awq-w4a16", "fp4-w4a16", "int8-a8w8c16"),
+    "glm_moe_dsa": (),
 }
 """Schemes that `make test` runs of an architecture that shares its code with others; `make test-families` runs every cell."""
 SHARED = {
@@ -121,9 +127,11 @@ SHARED = {
     "qwen3_next",
     "qwen3_5_moe",
     "kimi_k2",
+    "deepseek_v32",
+    "glm_moe_dsa",
 }
 """Architectures that eval is not run on."""
-ONE_RANK = {"PanguEmbedded", "kimi_k25", "mistral", "mixtral", "kimi_k2"}
+ONE_RANK = {"PanguEmbedded", "kimi_k25", "mistral", "mixtral", "kimi_k2", "glm_moe_dsa"}
 """Architectures whose split over ranks is another's, to the line."""
 BY_NAME = {"llama", "qwen3_moe", "pangu_ultra_moe"}
 EVERY_CELL = bool(os.environ.get("QUANTKIT_EVERY_CELL"))
@@ -242,9 +250,10 @@ def test_a_cache_in_8_bits_changes_little(source: Path) -> None:
     assert 0 < (coded - plain).norm() < 0.1 * plain.norm()
 
 
-def test_drafts_of_the_mtp_layer_change_no_token(tmp_path: Path) -> None:
-    """GLM's, which is DeepSeek's layer around GLM's block; it guesses at random here, and what it guesses is checked."""
-    model = make_model.write_dense(tmp_path / "model", CONFIGS["glm4_moe"], random_tensors(CONFIGS["glm4_moe"]))
+@pytest.mark.parametrize("name", ["glm4_moe", "glm_moe_dsa"])
+def test_drafts_of_the_mtp_layer_change_no_token(name: str, tmp_path: Path) -> None:
+    """GLM's, which is DeepSeek's layer around GLM's blocks; it guesses at random here, and what it guesses is checked."""
+    model = make_model.write_dense(tmp_path / "model", CONFIGS[name], random_tensors(CONFIGS[name]))
     engine = Engine.load(model, device="cpu", dtype="float32", max_batch=4, max_model_len=128, num_drafts=1)
     done = sorted(engine.generate(PROMPTS, SamplingParams(max_new_tokens=8, ignore_eos=True)), key=lambda one: one.index)
     engine.close()

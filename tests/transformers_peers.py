@@ -54,6 +54,23 @@ QWEN_NEXT = {
     "linear_value_head_dim": 8,
 }
 QWEN_3_5 = {key: value for key, value in QWEN_NEXT.items() if key not in ("norm_topk_prob", "mlp_only_layers")} | {"num_hidden_layers": 4}
+SPARSE = {
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+    "index_topk": 7,
+    "index_n_heads": 8,
+    "index_head_dim": 16,
+}
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": LLAMA3_ROPE}),

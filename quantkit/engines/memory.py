@@ -45,12 +45,15 @@ class ParallelSizes:
 
 @dataclass(frozen=True)
 class Fit:
-    """Bytes of the fullest device. tokens: how many fit in its cache, of all requests together; fits: at least one full request does."""
+    """Bytes of the fullest device. state_bytes_per_request: of linear attention, whatever the request's length, as quantkit's executor
+    holds it. tokens: how many fit beside the weights, of all requests together, each of `context` tokens; fits: at least one such request
+    does."""
 
     weight_bytes: int
     reserve_bytes: int
     usable_bytes: int
     cache_bytes_per_token: int
+    state_bytes_per_request: int
     tokens: int
     context: int
 
@@ -88,7 +91,9 @@ def fit_rows(
     reserve, usable = int(reserve_gib * GIB), int(memory_gib * fraction * GIB)
     cached = math.ceil(config.num_cached_layers / parallel.pipeline)
     per_token = cached * config.cache.token_bytes(cache_bits, parallel.tensor)
-    return Fit(weights, reserve, usable, per_token, max((usable - reserve - weights) // per_token, 0), context)
+    state = 0 if config.recurrent is None else math.ceil(config.recurrent.held_bytes(parallel.tensor) / parallel.pipeline)
+    tokens = max((usable - reserve - weights) * context // (per_token * context + state), 0)
+    return Fit(weights, reserve, usable, per_token, state, tokens, context)
 
 
 def check_split(checkpoint: Checkpoint, parallel: ParallelSizes) -> list[LoadProblem]:

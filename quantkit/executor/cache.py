@@ -52,6 +52,7 @@ class PagedCache:
     """Storage: `layers[i]` is [num_blocks, block_size, width], or a tensor for each of `parts`, the widths that lie apart; where there is a
     coding `CodedLatents`, or `CodedKeys` whose heads lie side by side. dtype: of what is neither code nor scale.
 
+    index_dim: width of the index keys beside latents, [num_blocks, block_size, index_dim] of `dtype` a layer; 0 for a model without.
     places: of a model some of whose layers keep nothing here, the number that each other layer has; states: what those keep.
     """
 
@@ -66,6 +67,7 @@ class PagedCache:
         device: torch.device | str,
         parts: tuple[int, ...] = (),
         coding: Coding | None = None,
+        index_dim: int = 0,
         places: Mapping[int, int] | None = None,
         states: RecurrentStates | None = None,
     ) -> None:
@@ -86,13 +88,15 @@ class PagedCache:
         else:
             latents = zip(storage(coding.dtype, parts[0]), storage(dtype, parts[1]), storage(torch.float32))
             self.layers = [CodedLatents(*one) for one in latents]
+        self._index = storage(dtype, index_dim) if index_dim else ()
         self.num_blocks, self.block_size, self.width, self.parts, self.coding = num_blocks, block_size, width, parts, coding
         self.dtype, self.device = dtype, torch.device(device)
         self._places, self._states = places, states
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for layer in self.layers for part in ((layer,) if isinstance(layer, Tensor) else layer))
+        kept = [part for layer in self.layers for part in ((layer,) if isinstance(layer, Tensor) else layer)]
+        return sum(part.nbytes for part in (*kept, *self._index))
 
     @property
     def doubles_angles(self) -> bool:
@@ -104,6 +108,10 @@ class PagedCache:
         stored = self.layers[layer]
         assert not isinstance(stored, CodedKeys), "a cache of latents"
         return stored
+
+    def index_keys(self, layer: int) -> Tensor:
+        """What the indexer of a layer reads, [num_blocks, block_size, index_dim]."""
+        return self._index[layer]
 
     def heads(self, layer: int, head_dim: int) -> KeyValues:
         """Keys and values of grouped-query attention, each [num_blocks, block_size, kv_heads, head_dim]."""

@@ -30,6 +30,7 @@ from quantkit.executor.cache import PagedCache
 from quantkit.models.context import Positions
 from quantkit.models.delta_rule import DeltaInputs, DeltaState, DeltaWeights, attend_sequence, attend_step
 from quantkit.models.rope import Rope
+from quantkit.models.sparse import IndexInputs, Selected, attend_selected, choose, joined
 from quantkit.models.weights import PrologOp
 
 
@@ -64,6 +65,12 @@ class CachedContext(Positions):
         """As `models.context.Context.store_mla`."""
         return mla_prepare(qkv_a, norms, self.cache_rotation(rope), self.cache.latents(layer), self.slots)
 
+    def store_index(self, layer: int, keys: Tensor) -> Tensor:
+        """The layer's index keys [num_blocks, block_size, D], with those of the new tokens [T, D]."""
+        index = self.cache.index_keys(layer)
+        index.flatten(0, 1).index_copy_(0, self.slots, keys.to(index.dtype))
+        return index
+
     def store_gqa(self, layer: int, qkv: Tensor, kv_heads: int, head_dim: int, norms: Norms | None, rope: Rope) -> Tensor:
         """As `models.context.Context.store_gqa`."""
         return gqa_prepare(qkv, norms, self.rotation(rope), self.cache.heads(layer, head_dim), self.slots)
@@ -81,8 +88,24 @@ class PrefillContext(CachedContext):
         tables = pad_sequence([chunk.blocks for chunk in chunks], batch_first=True)
         self.prompts = Prompts.of([(chunk.start, chunk.length) for chunk in chunks], tables)
 
-    def attend_mla(self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float) -> Tensor:
+    def select(self, layer: int, inputs: IndexInputs, topk: int) -> None:
+        """As `models.context.Context.select`."""
+        index, size, self.selected = self.store_index(layer, inputs.keys).flatten(0, 1), self.cache.block_size, None
+        if max(chunk.start + chunk.length for chunk in self.chunks) <= topk:
+            return
+        parts, row = [], 0
+        for chunk in self.chunks:
+            part, at = slice(row, row + chunk.length), torch.arange(chunk.start + chunk.length, device=self.cache.device)
+            slots = chunk.blocks[at // size] * size + at % size
+            places, counts = choose(IndexInputs(*(side[part] for side in inputs)), self.positions[part], topk, index[slots])
+            parts.append((slots[places], counts))
+            row += chunk.length
+        self.selected = joined(parts)
+
+    def attend_mla(self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float, topk: int = 0) -> Tensor:
         """As `models.context.Context.attend_mla`."""
+        if topk and self.selected is not None:
+            return attend_selected(q, kv_b, self.cache_rotation(rope), self.cache.latents(layer), self.selected, scale)
         return mla_prefill(q, kv_b, self.rotation(rope), self.cache.latents(layer), self.prompts, scale=scale)
 
     def attend_delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
@@ -126,8 +149,19 @@ class DecodeContext(CachedContext):
     def latents(self, layer: int) -> PagedLatents:
         return PagedLatents(self.cache.latents(layer), self.block_table, self.seq_lens, self.lengths)
 
-    def attend_mla(self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float) -> Tensor:
+    def select(self, layer: int, inputs: IndexInputs, topk: int) -> None:
+        """As `models.context.Context.select`. Which rows have more than `topk` tokens a captured step does not know: tables as wide as
+        that decide."""
+        index, size, self.selected = self.store_index(layer, inputs.keys), self.cache.block_size, None
+        if self.block_table.shape[1] * size > topk:
+            places, counts = choose(inputs, self.positions, topk, index, self.block_table)
+            slots = self.block_table.gather(1, places // size).long() * size + places % size
+            self.selected = Selected(slots, counts)
+
+    def attend_mla(self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float, topk: int = 0) -> Tensor:
         """As `models.context.Context.attend_mla`, absorbed."""
+        if topk and self.selected is not None:
+            return attend_selected(q, kv_b, self.cache_rotation(rope), self.cache.latents(layer), self.selected, scale)
         return mla_decode(q, kv_b, self.cache_rotation(rope), self.latents(layer), scale=scale)
 
     def attend_delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:

@@ -7,6 +7,7 @@ computes, before the cache is sized: what that took stays with the allocator, an
 
 import torch
 
+from quantkit.amounts import size
 from quantkit.devices import free_bytes
 from quantkit.errors import QuantkitError
 from quantkit.executor.cache import CachePlan, plan_cache
@@ -29,7 +30,11 @@ def plan_beside(loaded: LoadedModel, options: EngineOptions) -> CachePlan:
     """The same on every rank: what fits on the one with the least memory."""
     device = loaded.device
     free = free_beside(loaded, options.prefill_tokens or prefill_tokens(device))
-    free -= state_bytes(loaded.config.recurrent, options.max_batch, options.tp)
+    states = state_bytes(loaded.config.recurrent, options.max_batch, options.tp)
+    if states and free <= states:
+        told = f"the states of {options.max_batch} sequences take {size(states)}, and {size(free)} are free"
+        raise QuantkitError(told, "lower --max-batch, or free memory")
+    free -= states
     return plan_cache(
         bytes_per_token=loaded.cache_token_bytes,
         free_bytes=loaded.weights.parallel.minimum(free // (options.tp if device.type == "cpu" else 1)),

@@ -73,6 +73,7 @@ class LoadedModel:
             device=self.device,
             parts=layout.widths if len(layout.widths) > 1 else (),
             coding=coding,
+            index_dim=held.index_dim if isinstance(held, LatentCache) else 0,
             places=None if net is None else net.places_of_others(self.config.num_hidden_layers),
             states=None if net is None else RecurrentStates(net, places, self.device, self.weights.parallel.size),
         )
@@ -120,6 +121,7 @@ def load_model(
     codes = find_codes(cache, target)
     compute = find_dtype(dtype, target, isinstance(checkpoint.grid, IntGrid) and checkpoint.grid.bits == 4)
     _check_heads(config, parallel.size)
+    _check_sparse(config, target)
     if mtp:
         _check_mtp(checkpoint, config, rows)
     check_stored(checkpoint, (row for row in rows if mtp or not row.mtp))
@@ -142,6 +144,12 @@ def _check_heads(config: ModelConfig, size: int) -> None:
     for field, heads in counts.items():
         if heads % size:
             raise QuantkitError(f"the model has {field} = {heads}, which {size} ranks cannot share evenly", "use another --tp")
+
+
+def _check_sparse(config: ModelConfig, device: torch.device) -> None:
+    if device.type == "npu" and isinstance(config.cache, LatentCache) and config.cache.index_dim:
+        told = "sparse attention is not computed on NPUs: their captured steps are told lengths by the host, which does not select"
+        raise QuantkitError(told, "run it on another device")
 
 
 def _check_mtp(checkpoint: Checkpoint, config: ModelConfig, rows: list[Parameter]) -> None:

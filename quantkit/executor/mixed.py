@@ -6,6 +6,7 @@ from torch import Tensor
 from quantkit.executor.context import CachedContext, DecodeContext, PrefillContext
 from quantkit.models.delta_rule import DeltaInputs, DeltaWeights
 from quantkit.models.rope import Rope
+from quantkit.models.sparse import IndexInputs
 
 
 class MixedContext(CachedContext):
@@ -16,10 +17,16 @@ class MixedContext(CachedContext):
         super().__init__(answers.cache, torch.cat([one.positions for one in both]), torch.cat([one.slots for one in both]))
         self.answers, self.prompts, self._rows = answers, prompts, len(answers.positions)
 
-    def attend_mla(self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float) -> Tensor:
+    def select(self, layer: int, inputs: IndexInputs, topk: int) -> None:
+        """As `models.context.Context.select`."""
+        answers, prompts = (IndexInputs(*one) for one in zip(*(side.tensor_split([self._rows]) for side in inputs)))
+        self.answers.select(layer, answers, topk)
+        self.prompts.select(layer, prompts, topk)
+
+    def attend_mla(self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float, topk: int = 0) -> Tensor:
         """As `models.context.Context.attend_mla`: answers absorbed, prompts expanded."""
-        answers = self.answers.attend_mla(layer, q[: self._rows], kv_b, rope, scale)
-        return torch.cat((answers, self.prompts.attend_mla(layer, q[self._rows :], kv_b, rope, scale)))
+        answers = self.answers.attend_mla(layer, q[: self._rows], kv_b, rope, scale, topk)
+        return torch.cat((answers, self.prompts.attend_mla(layer, q[self._rows :], kv_b, rope, scale, topk)))
 
     def attend_delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
         """As `models.context.Context.attend_delta`."""

@@ -54,4 +54,4 @@ def check_states(net: DeltaNet | None, options: EngineOptions) -> None:
 
 def state_bytes(net: DeltaNet | None, places: int, ranks: int) -> int:
     """What `RecurrentStates` will hold on one rank; 0 for a model without."""
-    return 0 if net is None else 2 * (places + 1) * len(net.layers) * (net.state_bytes // ranks + 8)
+    return 0 if net is None else (places + 1) * net.held_bytes(ranks)

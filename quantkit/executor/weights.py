@@ -40,6 +40,10 @@ _SMALL_FP4 = 1 << 19
 thread, one token: 38 us expanded, 50 packed)."""
 
 
+_WIDE = ("router", "router_bias", "indexer_gate", "state")
+"""Roles that are computed with in float32: what chooses, and what a state is made of."""
+
+
 class ExecutorWeights:
     """Prepares for one device.
 
@@ -72,14 +76,14 @@ class ExecutorWeights:
         """Bytes held by everything handed out so far."""
 
     def tensor(self, name: str) -> Tensor:
-        """As `Weights.tensor`: float32 for the router, its bias and what a state is made of, the compute dtype for the rest."""
+        """As `Weights.tensor`: float32 for `_WIDE` roles, the compute dtype for the rest."""
         parameter, value = self._parameters[name], self.checkpoint.read(name, self._unpacked_on)
         if parameter.split == "column":
             parts = value.split(list(parameter.segments)) if parameter.segments else [value]
             value = torch.cat([part.chunk(self.parallel.size)[self.parallel.rank] for part in parts])
         elif parameter.split == "row" and self.parallel.rank:
             value = torch.zeros_like(value)  # a bias of partial sums counts once
-        value = value.to(self.device, torch.float32 if parameter.role in ("router", "router_bias", "state") else self.dtype)
+        value = value.to(self.device, torch.float32 if parameter.role in _WIDE else self.dtype)
         self.nbytes += value.numel() * value.element_size()
         return value
 

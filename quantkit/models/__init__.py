@@ -9,7 +9,9 @@ from quantkit.models.architecture import Architecture, ModelConfig
 
 ARCHITECTURES = (
     "deepseek_v3",
+    "deepseek_v32",
     "glm4_moe",
+    "glm_moe_dsa",
     "gpt_oss",
     "kimi_k2",
     "kimi_k25",
@@ -32,7 +34,9 @@ _FILES = {"PanguEmbedded": "pangu_embedded"}
 if TYPE_CHECKING:  # mypy proves that each file offers what is asked of it
     from quantkit.models import (
         deepseek_v3,
+        deepseek_v32,
         glm4_moe,
+        glm_moe_dsa,
         gpt_oss,
         kimi_k2,
         kimi_k25,
@@ -51,7 +55,9 @@ if TYPE_CHECKING:  # mypy proves that each file offers what is asked of it
     )
 
     _DEEPSEEK_V3: Architecture[deepseek_v3.Config] = deepseek_v3
+    _DEEPSEEK_V32: Architecture[deepseek_v32.Config] = deepseek_v32
     _GLM4_MOE: Architecture[glm4_moe.Config] = glm4_moe
+    _GLM_MOE_DSA: Architecture[glm_moe_dsa.Config] = glm_moe_dsa
     _GPT_OSS: Architecture[gpt_oss.Config] = gpt_oss
     _KIMI_K2: Architecture[kimi_k2.Config] = kimi_k2
     _KIMI_K25: Architecture[kimi_k25.Config] = kimi_k25

@@ -19,14 +19,16 @@ SCALE_BYTES = 4
 
 @dataclass(frozen=True)
 class LatentCache:
-    """Multi-head latent attention: a token and layer keep the latent and the rotated key that all heads share."""
+    """Multi-head latent attention: a token and layer keep the latent and the rotated key that all heads share; index_dim: width of the key
+    that an indexer reads beside them, 0 for a model without."""
 
     kv_lora_rank: int
     rope_dim: int
+    index_dim: int = 0
 
     @property
     def width(self) -> int:
-        """Values of a token and layer."""
+        """Values of a token and layer that attention reads."""
         return self.kv_lora_rank + self.rope_dim
 
     def shares(self, ranks: int) -> int:
@@ -34,8 +36,8 @@ class LatentCache:
         return 1
 
     def token_bytes(self, bits: CacheBits, ranks: int = 1) -> int:
-        """Of a token and layer on one rank: in 8 bits the latent's codes and a float32 scale, the rotary key has 16 always."""
-        return 2 * self.width if bits == 16 else self.kv_lora_rank + 2 * self.rope_dim + SCALE_BYTES
+        """Of a token and layer on one rank: in 8 bits the latent's codes and a float32 scale, rotary and index keys have 16 always."""
+        return 2 * self.index_dim + (2 * self.width if bits == 16 else self.kv_lora_rank + 2 * self.rope_dim + SCALE_BYTES)
 
     @property
     def read_by_head(self) -> int:

@@ -14,8 +14,10 @@ from quantkit_kernels.reference.prompts import attend_by_blocks, attend_one
 from torch import Tensor
 from torch.nn import functional as F
 
+from quantkit.errors import QuantkitError
 from quantkit.models.delta_rule import DeltaInputs, DeltaWeights, attend_sequence
 from quantkit.models.rope import Rope
+from quantkit.models.sparse import IndexInputs, Selected, attend_selected, choose, joined
 from quantkit.models.weights import PrologOp
 
 
@@ -23,12 +25,20 @@ class Context(Protocol):
     positions: Tensor
     """[T] int64, the position of each token in its sequence."""
 
+    def rotate(self, rope: Rope, x: Tensor) -> Tensor:
+        """x [T, heads, rope.dim] turned by the tokens' positions."""
+
     def store_mla(self, layer: int, qkv_a: Tensor, norms: Norms, rope: Rope) -> Tensor:
         """Multi-head latent attention, first part: norms the query part [q_lora] of qkv_a [T, q_lora + kv_lora + rope.dim], which is
         returned, and keeps the latent, normed, and the rotary key, turned, for `attend_mla` of this layer."""
 
-    def attend_mla(self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float) -> Tensor:
-        """Second part: q [T, heads, nope + rope.dim], its rotary part not yet turned; kv_b [heads, nope + v, kv_lora]. -> [T, heads, v]."""
+    def select(self, layer: int, inputs: IndexInputs, topk: int) -> None:
+        """Sparse attention, between the parts: keeps the index keys, and finds for each token the `topk` of its sequence, up to itself,
+        that score highest, for `attend_mla` until it is called again."""
+
+    def attend_mla(self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float, topk: int = 0) -> Tensor:
+        """Second part: q [T, heads, nope + rope.dim], its rotary part not yet turned; kv_b [heads, nope + v, kv_lora]. -> [T, heads, v].
+        topk: only so many tokens are seen, those that `select` found last; 0 for all."""
 
     def decode_mla(self, layer: int, x: Tensor, prolog: PrologOp, rope: Rope, scale: float) -> Tensor | None:
         """Both parts and the projections before them, x [T, H] -> [T, heads, v], by a prolog; None where this pass is not one for it."""
@@ -52,6 +62,8 @@ class Positions:
     def __init__(self, positions: Tensor) -> None:
         self.positions = positions
         self.rows = torch.arange(len(positions), device=positions.device)
+        self.selected: Selected | None = None
+        """What sparse attention reads; None where that is all."""
         self._rotations: dict[Rope, Rotation] = {}
 
     def rotation(self, rope: Rope) -> Rotation:
@@ -106,7 +118,24 @@ class CausalContext(Positions):
         self.stored.copy_(decoded(room))
         return q_a
 
-    def attend_mla(self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float) -> Tensor:
+    def select(self, layer: int, inputs: IndexInputs, topk: int) -> None:
+        self.selected, parts, start = None, [], 0
+        if max(self.seq_lens) <= topk:
+            return
+        for length in self.seq_lens:
+            part = slice(start, start + length)
+            own = IndexInputs(*(side[part] for side in inputs))
+            places, counts = choose(own, self.positions[part], topk, own.keys)
+            parts.append((places + start, counts))
+            start += length
+        self.selected = joined(parts)
+
+    def attend_mla(self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float, topk: int = 0) -> Tensor:
+        if topk and max(self.seq_lens) > topk:
+            if self.selected is None:
+                told = f"layer {layer} attends to the tokens that the layer before it selects, and was asked for alone"
+                raise QuantkitError(f"{told} on {max(self.seq_lens)} tokens", f"use texts of at most {topk} tokens, which it sees whole")
+            return attend_selected(q, kv_b, self.rotation(rope), self.stored, self.selected, scale)
         q = self.rotate_last(rope, q)
         k, v = expand_latents(self.stored[:, 0], kv_b, q.shape[2] - rope.dim)
         return self.attend(q, k, v, scale)

@@ -82,10 +82,10 @@ class Config:
         }
         for key, value in required.items():
             if config.get(key, value) != value:
-                raise QuantkitError(f"config.json has {key} = {config[key]!r}", f"deepseek_v3 here computes {value!r} only")
+                raise QuantkitError(f"config.json has {key} = {config[key]!r}", f"quantkit computes {value!r} only")
         refuse_attention_bias(config)
         if config.get("q_lora_rank", 0) is None:
-            raise QuantkitError("config.json has q_lora_rank null", "deepseek_v3 here needs the low-rank query projection of V3 and R1")
+            raise QuantkitError("config.json has q_lora_rank null", "quantkit needs the low-rank query projection of V3 and R1")
         values = read_fields(cls, config)
         rope = Rope.from_dict(config, values["qk_rope_head_dim"], interleaved=check_flag(config, "rope_interleave", default=True))
         made = cls(rope=rope, **values)

@@ -48,6 +48,10 @@ class DeltaNet:
         """Of one sequence in one layer: the state and the inputs of the convolution, in float32."""
         return 4 * (self.value_heads * self.key_dim * self.value_dim + sum(self.segments) * (self.kernel - 1))
 
+    def held_bytes(self, ranks: int = 1) -> int:
+        """Of one sequence over all layers on one rank: each state twice, with the number of tokens that it is of."""
+        return 2 * len(self.layers) * (self.state_bytes // ranks + 8)
+
 
 class DeltaInputs(NamedTuple):
     """What a layer's tokens bring. mixed [T, C]: queries, keys and values before the convolution; decay, rate float32 [T, value heads]: g,

@@ -50,7 +50,7 @@ def check_listed(checkpoint: Checkpoint, rows: Iterable[Parameter]) -> None:
     for name in checkpoint.tensors:
         module = name.removesuffix(".weight")
         row = by_module.get(module)
-        is_linear = ends_as_linear(name) if row is None else row.role in ("linear", "kv_b")
+        is_linear = ends_as_linear(name) if row is None else row.role in ("linear", "kv_b", "indexer")
         if is_linear and module not in checkpoint.linears and not ignored(module):
             raise QuantkitError(f"{module} is unquantized, but {checkpoint.described} does not list it so", "add it to the list")
 

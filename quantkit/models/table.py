@@ -8,9 +8,12 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Role = Literal["embedding", "head", "norm", "linear", "kv_b", "router", "router_bias", "bias", "state", "mtp_proj", "copied"]
-"""linear: may be quantized. kv_b: MLA's latent up-projection, absorbed at decode and kept in 16 bits. state: of a recurrence, in
-float32. copied: of another model beside the one that is computed. The rest is never quantized."""
+Role = Literal[
+    "embedding", "head", "norm", "linear", "kv_b", "router", "router_bias", "bias", "indexer", "indexer_gate", "state", "mtp_proj", "copied"
+]
+"""linear: may be quantized. kv_b: MLA's latent up-projection, absorbed at decode and kept in 16 bits. indexer: a linear of sparse
+attention's, kept in 16 bits; indexer_gate: what weighs its heads, in float32. state: of a recurrence, in float32. copied: of another model
+beside the one that is computed. The rest is never quantized."""
 
 Split = Literal["replicate", "column", "row", "vocab"]
 """Tensor parallel: column cuts N, row cuts K (outputs are partial sums), vocab cuts rows of the vocabulary."""

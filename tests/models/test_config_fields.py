@@ -11,7 +11,7 @@ import torch
 import transformers
 from plain_weights import PlainWeights
 from torch import Tensor
-from transformers_peers import CASES, QWEN_3_5, checkpoint_tensors, random_peer, whole
+from transformers_peers import CASES, QWEN_3_5, SPARSE, checkpoint_tensors, random_peer, whole
 
 from quantkit.errors import QuantkitError
 from quantkit.models import find_architecture
@@ -36,6 +36,9 @@ DEEPSEEK = {
 }
 BASES: dict[str, tuple[str, dict[str, Any]]] = {kind: CASES[kind] for kind in KINDS} | {"deepseek_v3": ("DeepseekV3", DEEPSEEK)}
 BASES = {name: (kind, {**extra, "num_hidden_layers": 2, "mlp_only_layers": []}) for name, (kind, extra) in BASES.items()}
+BASES |= {
+    name: (kind, {**SPARSE, "num_hidden_layers": 2}) for name, kind in (("deepseek_v32", "DeepseekV32"), ("glm_moe_dsa", "GlmMoeDsa"))
+}
 BASES["qwen3_5_moe"] = ("Qwen3_5MoeText", {**QWEN_3_5, "num_hidden_layers": 2})
 for name in ("qwen3_next", "qwen3_5_moe"):
     BASES[name][1]["layer_types"] = ["linear_attention", "full_attention"]
@@ -48,6 +51,8 @@ def others(name: str, value: Any) -> list[Any]:
     by_name: dict[str, list[Any]] = {
         "layer_types": [["sliding_attention", "full_attention"], ["full_attention"] * 2],
         "mlp_only_layers": [[1]],
+        "mlp_layer_types": [["sparse", "dense"]],
+        "indexer_types": [["full", "shared"]],
         "rope_parameters": [{"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}, {"rope_type": "default", "rope_theta": 300.0}],
         "sliding_window": [3, None],
         "head_dim": [20],

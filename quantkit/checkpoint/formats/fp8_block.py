@@ -67,7 +67,7 @@ class Fp8Block(Format):
         return {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": _BLOCK_SIZE}
 
     def quantizes(self, module: str, role: str, *, mtp: bool = False) -> bool:
-        return role in ("linear", "kv_b")
+        return role in ("linear", "kv_b", "indexer")
 
 
 FORMAT = Fp8Block()

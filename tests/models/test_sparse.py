@@ -1,0 +1,180 @@
+"""Sparse attention of DeepSeek-V3.2 and GLM-5 against transformers, in float32 on tiny random models."""
+
+from pathlib import Path
+from typing import Any
+
+import make_model
+import pytest
+import torch
+from plain_weights import PlainWeights
+from torch import Tensor
+from transformers_peers import SPARSE, checkpoint_tensors, random_peer
+
+from quantkit.errors import QuantkitError
+from quantkit.executor.context import Chunk, DecodeContext, PrefillContext
+from quantkit.executor.load import load_model
+from quantkit.executor.mixed import MixedContext
+from quantkit.models import deepseek_v3, find_architecture
+from quantkit.models.context import CausalContext
+
+YARN = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 10000.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v32": ("DeepseekV32", SPARSE),
+    "deepseek_v32-yarn": ("DeepseekV32", {**SPARSE, "rope_parameters": YARN, "mlp_layer_types": ["sparse", "dense", "sparse"]}),
+    "glm_moe_dsa": ("GlmMoeDsa", {**SPARSE, "n_group": 1, "topk_group": 1, "v_head_dim": 20}),
+    "glm_moe_dsa-shared": ("GlmMoeDsa", {**SPARSE, "indexer_types": ["full", "shared", "full"], "num_hidden_layers": 3}),
+    "glm_moe_dsa-frequency": ("GlmMoeDsa", {**SPARSE, "index_topk_freq": 2, "index_skip_topk_offset": 1, "num_hidden_layers": 4}),
+}
+"""7 tokens of up to 40 are seen."""
+
+
+class Case:
+    def __init__(self, kind: str, extra: dict[str, Any]) -> None:
+        self.peer = random_peer(kind, extra)
+        self.config = self.peer.config.to_dict()
+        self.tensors = checkpoint_tensors(self.peer)
+        self.architecture = find_architecture(self.config)
+
+    def logits(self, lengths: list[int], token_ids: Tensor, tensors: dict[str, Tensor] | None = None, **changes: Any) -> Tensor:
+        config = self.architecture.Config.from_dict({**self.config, **changes})
+        model = self.architecture.Model(config, PlainWeights(self.tensors if tensors is None else tensors))
+        with torch.no_grad():
+            return model.logits(model(token_ids, CausalContext(lengths)))
+
+    def expected(self, lengths: list[int], token_ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            return torch.cat([self.peer(one[None]).logits[0] for one in token_ids.split(lengths)])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_transformers(case: str) -> None:
+    """Sequences longer than index_topk, as long, and shorter."""
+    one = Case(*CASES[case])
+    lengths = [40, 7, 5, 31]
+    token_ids = torch.randint(0, 211, (sum(lengths),))
+    expected, found = one.expected(lengths, token_ids), one.logits(lengths, token_ids)
+    assert expected.abs().max() > 1
+    assert (found - expected).abs().max() < 1e-4
+    assert (one.logits(lengths, token_ids, index_topk=40) - expected).abs().max() > 1e-2, "the selection did nothing"
+    table = {row.name: row.shape for row in one.architecture.parameters(one.architecture.Config.from_dict(one.config)) if not row.optional}
+    assert table == {name: tuple(tensor.shape) for name, tensor in one.tensors.items()}
+
+
+def test_up_to_topk_tokens_it_is_dense_attention() -> None:
+    """DeepSeek-V3 over the same weights, to the bit."""
+    one, token_ids = Case(*CASES["deepseek_v32"]), torch.arange(1, 41)
+    config = deepseek_v3.Config.from_dict({**one.config, "n_routed_experts": 8, "num_nextn_predict_layers": 0})
+    model = deepseek_v3.Model(config, PlainWeights(one.tensors))
+    with torch.no_grad():
+        dense = model.logits(model(token_ids, CausalContext([40])))
+    assert torch.equal(one.logits([40], token_ids, index_topk=40), dense)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_folding_a_group_keeps_the_logits(case: str) -> None:
+    """Each group lists every reader of its producer, the indexer's too."""
+    one, token_ids = Case(*CASES[case]), torch.arange(3, 33)
+    config = one.architecture.Config.from_dict(one.config)
+    expected, folded = one.logits([30], token_ids), dict(one.tensors)
+    for layer in range(config.num_hidden_layers):
+        for group in one.architecture.scale_groups(config, layer):
+            producer = folded[f"{group.producer}.weight"]
+            scale = 2.0 ** torch.randint(-2, 3, (producer.shape[0],))  # nothing is rounded, so no choice can flip
+            folded[f"{group.producer}.weight"] = producer / (scale if group.producer_is_norm else scale[:, None])
+            for consumer in group.consumers:
+                folded[f"{consumer}.weight"] = folded[f"{consumer}.weight"] * scale
+    assert (one.logits([30], token_ids, folded) - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def tiny(**changes: Any) -> dict[str, Any]:
+    """Sizes at which every linear is quantized."""
+    return make_model.tiny_config(**{"model_type": "deepseek_v32", "index_topk": 12, "index_n_heads": 8, "index_head_dim": 128, **changes})
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from test_architectures import random_tensors
+
+    return make_model.write_dense(tmp_path_factory.mktemp("sparse") / "model", tiny(), random_tensors(tiny()))
+
+
+@pytest.mark.parametrize("cache", [None, "int8"])
+def test_prompts_in_chunks_and_steps_are_the_whole_text(source: Path, cache: str | None) -> None:
+    """Two sequences in one paged cache, over the blocks of both, by prompts, by steps and by both in one pass."""
+    loaded = load_model(source, device="cpu", dtype="bfloat16", cache=cache)
+    loaded.model.config = loaded.config
+    texts = [torch.arange(5, 75), torch.arange(200, 240)]
+    with torch.inference_mode():
+        whole = [loaded.model(text, CausalContext([len(text)], codes=loaded.codes)).float() for text in texts]
+        paged, found = loaded.new_cache(6), [[], []]
+        blocks = [torch.tensor([2, 4]), torch.tensor([5, 1])]
+        for start, stop in ((0, 9), (9, 33)):
+            chunks = [Chunk(start, stop - start, one) for one in blocks]
+            out = loaded.model(torch.cat([text[start:stop] for text in texts]), PrefillContext(paged, chunks))
+            for one, part in zip(found, out.split(stop - start)):
+                one.append(part)
+        for place in range(33, 40):
+            rows = torch.tensor([place, place])
+            slots = torch.stack([one[place // 64] * 64 + place % 64 for one in blocks])
+            steps = DecodeContext(paged, rows, torch.stack(blocks).int(), slots, [place + 1] * 2)
+            out = loaded.model(torch.stack([text[place] for text in texts]), steps)
+            for one, part in zip(found, out.split(1)):
+                one.append(part)
+        step = DecodeContext(paged, torch.tensor([40]), blocks[0][None].int(), blocks[0][:1] * 64 + 40, [41])
+        mixed = MixedContext(step, PrefillContext(paged, [Chunk(0, 40, torch.tensor([3]))]))
+        out = loaded.model(torch.cat((texts[0][40:41], texts[1])), mixed)
+        found[0].append(out[:1])
+    again, both = out[1:].float(), [torch.cat(one).float() for one in found]
+    for ours, expected in ((both[0], whole[0][:41]), (both[1], whole[1]), (again, whole[1])):
+        apart = (ours - expected).norm(dim=-1) / expected.norm(dim=-1)
+        assert apart.median() < 0.05, apart
+        assert (apart < 0.3).float().mean() > 0.9, apart
+
+
+def test_what_is_not_computed_is_refused() -> None:
+    architecture = find_architecture(tiny())
+    others: dict[str, Any] = {
+        "rope_interleave": False,
+        "indexer_rope_interleave": True,
+        "index_topk_freq": 4,
+        "index_topk_pattern": "FSSF",
+        "indexer_types": ["full"] * 3,
+        "mlp_layer_types": ["dense"],
+        "layer_types": ["full_attention"] * 3,
+        "index_topk": 0,
+        "index_head_dim": 8,
+        "num_local_experts": 4,
+        "attention_bias": True,
+        "mlp_bias": True,
+    }
+    for key, value in others.items():
+        with pytest.raises(QuantkitError, match=key):
+            architecture.Config.from_dict(tiny(**{key: value}))
+    glm = {**tiny(), "model_type": "glm_moe_dsa", "num_hidden_layers": 3}
+    architecture = find_architecture(glm)
+    assert architecture.Config.from_dict({**glm, "index_topk_pattern": "FFS", "indexer_rope_interleave": True}).indexer_types[2] == "shared"
+    for key, bad in {
+        "indexer_types": ["full"],
+        "index_topk_pattern": "FXS",
+        "index_topk_freq": 0,
+        "indexer_rope_interleave": False,
+    }.items():
+        with pytest.raises(QuantkitError, match=key):
+            architecture.Config.from_dict({**glm, key: bad})
+    with pytest.raises(QuantkitError, match="first layer"):
+        architecture.Config.from_dict({**glm, "index_topk_pattern": "SFF"})
+
+
+def test_a_layer_that_shares_is_not_computed_alone_on_long_texts() -> None:
+    one = Case(*CASES["glm_moe_dsa-shared"])
+    layer = one.architecture.DecoderLayer(one.architecture.Config.from_dict(one.config), 1, PlainWeights(one.tensors))
+    layer.attend(torch.randn(7, 64), CausalContext([7]))
+    with pytest.raises(QuantkitError, match="at most 7 tokens"):
+        layer.attend(torch.randn(8, 64), CausalContext([8]))
