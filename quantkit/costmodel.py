@@ -12,7 +12,7 @@ in the hardware's YAML: tensor parallelism over all devices; routing uniform, so
 on the chip; the parts of an operator either overlap (the slowest counts) or follow one another; operators follow one another.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -67,16 +67,32 @@ class SplitActivations(Strict):
 
 
 class Level(Strict):
-    """A way to run a step. hbm_efficiency: share of the bandwidth that products reach; cache_passes: times the cache is moved."""
+    """A way to run a step. hbm_efficiency: share of the bandwidth that products reach; cache_passes: times the cache is moved. decode
+    vector: serial, quantized weights multiplied row by row on the vector cores."""
 
     name: str
     summary: str
     hbm_efficiency: float
     cache_passes: float
-    decode: Literal["free", "overlapped", "serial"]
+    decode: Literal["free", "overlapped", "serial", "vector"]
     launch_us: float
     collective_us: float
     launches: str
+
+
+class Way(Strict):
+    """A captured step with other operators: which launches, on the named level, of weights of these kinds (`kind_of`). vector_experts:
+    experts are multiplied on the vector cores, for up to max_batch sequences; vector_linears: 4-bit linears too; int8_attention: what comes
+    before latent attention is int8."""
+
+    name: str
+    level: str
+    launches: str
+    kinds: tuple[str, ...]
+    max_batch: int | None = None
+    vector_experts: bool = False
+    vector_linears: bool = False
+    int8_attention: bool = False
 
 
 class Fabric(Strict):
@@ -109,10 +125,12 @@ class Hardware(Strict):
     decode: dict[str, Decode]
     split_activations: SplitActivations | None = None
     fabric: Fabric | None = None
+    ways: tuple[Way, ...] = ()
 
     @model_validator(mode="after")
     def _levels_name_launches(self) -> "Hardware":
-        unknown = {level.launches for level in self.levels} - self.launches.keys()
+        named = [level.launches for level in self.levels] + [way.launches for way in self.ways]
+        unknown = set(named) - self.launches.keys()
         if unknown:
             raise ValueError(f"levels name launches that are not listed: {', '.join(sorted(unknown))}")
         return self
@@ -149,6 +167,38 @@ class WeightTraffic:
     undecoded: bool = False
 
 
+@dataclass(frozen=True)
+class WholeStep:
+    """What is decoded, by how many devices, for how many sequences of how many tokens."""
+
+    config: ModelConfig
+    scheme: Scheme
+    hardware: Hardware
+    devices: int
+    batch: int
+    context: int
+
+    def predict(self, level: Level, loads: Iterable[tuple[WeightTraffic, Level]], name: str | None = None) -> Prediction:
+        """Cache, launches and collectives are the level's; each product is read and decoded as the level beside it says."""
+        parts = dict.fromkeys(PARTS, 0.0)
+        bandwidth = self.hardware.hbm_gb_s * level.hbm_efficiency * 1e6  # bytes per ms
+        for load, decoding in loads:
+            for part, spent in product_ms(load, decoding, bandwidth, self.hardware, self.batch).items():
+                parts[part] += spent
+        parts["cache"] = level.cache_passes * self._cache_bytes() / bandwidth
+        launches = count_launches(self.config, self.hardware, level.launches, self.scheme)
+        collectives = 2 * self.config.num_hidden_layers + 1 if self.devices > 1 and level.collective_us else 0
+        payload = self.batch * self.config.hidden_size * 2 * 2 * (self.devices - 1) / self.devices
+        parts["launches"] = launches * level.launch_us / 1e3
+        parts["collectives"] = collectives * (level.collective_us / 1e3 + payload / (self.hardware.link_gb_s * 1e6))
+        return Prediction(name or level.name, level.summary, self.batch, parts, launches, collectives)
+
+    def _cache_bytes(self) -> float:
+        """Of one device, all layers. Latent attention keeps the whole latent on every rank."""
+        per_token = self.config.cache.token_bytes(16, self.devices) * self.config.num_cached_layers
+        return float(per_token * self.batch * self.context)
+
+
 def load_hardware(name_or_path: str) -> Hardware:
     """A machine that ships with quantkit (recipes/hardware), by name in any case, or a YAML file."""
     path = find_yaml(name_or_path, "recipes", "hardware") or find_yaml(name_or_path.lower(), "recipes", "hardware")
@@ -167,8 +217,8 @@ def ladder(
     the mean over the steps that are meant.
     """
     loads = device_loads(parameters, config, scheme.weight, devices, batch, hardware.split_activations)
-    cache_bytes = _cache_bytes(config, devices) * batch * context
-    return [_predict(level, loads, cache_bytes, config, scheme, hardware, devices, batch) for level in hardware.levels]
+    step = WholeStep(config, scheme, hardware, devices, batch, context)
+    return [step.predict(level, [(load, level) for load in loads]) for level in hardware.levels]
 
 
 def predict(
@@ -283,35 +333,6 @@ def kind_of(grid: Grid) -> str:
     return "fp4" if isinstance(grid, Fp4Grid | Mxfp4Grid) else f"int{grid.storage_bits}"
 
 
-def _cache_bytes(config: ModelConfig, devices: int) -> float:
-    """Cached bytes per token on one device, all layers. Latent attention keeps the whole latent on every rank."""
-    return float(config.cache.token_bytes(16, devices) * config.num_cached_layers)
-
-
-def _predict(
-    level: Level,
-    loads: list[WeightTraffic],
-    cache_bytes: float,
-    config: ModelConfig,
-    scheme: Scheme,
-    hardware: Hardware,
-    devices: int,
-    batch: int,
-) -> Prediction:
-    bandwidth = hardware.hbm_gb_s * level.hbm_efficiency * 1e6  # bytes per ms
-    parts = dict.fromkeys(PARTS, 0.0)
-    for load in loads:
-        for part, spent in product_ms(load, level, bandwidth, hardware, batch).items():
-            parts[part] += spent
-    parts["cache"] = level.cache_passes * cache_bytes / bandwidth
-    launches = count_launches(config, hardware, level.launches, scheme)
-    collectives = 2 * config.num_hidden_layers + 1 if devices > 1 and level.collective_us else 0
-    payload = batch * config.hidden_size * 2 * 2 * (devices - 1) / devices
-    parts["launches"] = launches * level.launch_us / 1e3
-    parts["collectives"] = collectives * (level.collective_us / 1e3 + payload / (hardware.link_gb_s * 1e6))
-    return Prediction(level.name, level.summary, batch, parts, launches, collectives)
-
-
 def product_ms(load: WeightTraffic, level: Level, bandwidth: float, hardware: Hardware, batch: int) -> dict[str, float]:
     """Reading, decoding and multiplying the weights of one kind. Overlapped: the slowest counts; serial: all do.
 
@@ -321,14 +342,16 @@ def product_ms(load: WeightTraffic, level: Level, bandwidth: float, hardware: Ha
     spent = {"hbm": load.bytes / bandwidth}
     if level.decode == "free":
         return spent
+    cost = hardware.decode.get(load.kind)
+    if level.decode == "vector" and cost is not None:
+        return spent | {"vector": load.products * cost.vector_ops_per_row / (hardware.vector_gops * 1e6)}
     if load.undecoded:
         spent |= _undecoded_ms(load, hardware)
     else:
         spent |= _decoded_ms(load, hardware)
-    if level.decode == "serial":
+    if level.decode in ("serial", "vector"):
         return spent
     slowest = max(spent, key=lambda part: spent[part])
-    cost = hardware.decode.get(load.kind)
     if cost is not None and cost.vector_ops_per_row and not load.undecoded:
         alone = {"hbm": spent["hbm"], "vector": load.products * cost.vector_ops_per_row / (hardware.vector_gops * 1e6)}
         slowest_alone = max(alone, key=lambda part: alone[part])

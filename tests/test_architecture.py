@@ -19,7 +19,7 @@ LEVELS = [
     {"models"},
     {"calibrate", "executor", "engines"},
     {"conversion", "quantization", "evaluation", "inspection", "costmodel", "workspaces"},
-    {"planning", "clusters", "diagnosis", "playground"},
+    {"planning", "clusters", "launches", "diagnosis", "playground"},
     {"placement"},
     {"api"},
     {"guide"},

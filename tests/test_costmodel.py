@@ -14,6 +14,7 @@ from quantkit.assets import asset
 from quantkit.costmodel import PARTS, Hardware, Prediction, beside, bytes_per_weight, device_loads, ladder, load_hardware, predict, steps
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.results.published import published_speeds
+from quantkit.launches import ways
 from quantkit.models import deepseek_v3, llama
 from quantkit.models.rope import Rope
 from quantkit.schemes import find_scheme
@@ -198,6 +199,36 @@ def test_context_costs_cache_and_one_device_no_collectives(hardware: Hardware) -
     assert levels(hardware, "awq-w4a16", 1, devices=1)["eager"].num_collectives == 0
 
 
+WAYS = ("torch_npu", "torch_npu, int8-attention", "ascend", "ascend, int8-attention")
+
+
+@pytest.mark.parametrize("scheme", ["awq-w4a16", "fp4-w4a16", "int8-a8w8c16"])
+@pytest.mark.parametrize("batch", [1, 2, 4, 8, 32])
+def test_what_fewer_launches_buy(scheme: str, batch: int, hardware: Hardware) -> None:
+    """The first way is the level captured; of few tokens there are more; docs/ascend.md's table, figure by figure."""
+    found = {one.level: one for one in ways(R1_TABLE, R1, find_scheme(scheme), hardware, devices=8, batch=batch, context=384)}
+    if scheme != "fp4-w4a16":
+        assert found["torch_npu"].tpot_ms == pytest.approx(levels(hardware, scheme, batch)["captured"].tpot_ms, rel=2e-3)
+    assert ("ascend" in found) == (batch <= 4)
+    if found:
+        cells = [f"{found[name].tpot_ms:.1f}" if name in found else "-" for name in WAYS]
+        assert f"| {scheme} | {batch} | {' | '.join(cells)} |" in asset("docs", "ascend.md").read_text(), cells
+
+
+def test_experts_on_the_vector_cores_go_not_through_the_l2(hardware: Hardware) -> None:
+    """By hand: nine operations a weight and row, of the routed and shared experts and of linears."""
+    plain, mixed, few, both = ways(R1_TABLE, R1, find_scheme("awq-w4a16"), hardware, devices=8, batch=1, context=384)
+    assert few.parts["l2"] == both.parts["l2"] == 0 < plain.parts["l2"]
+    moe = sum(row.shape[0] * row.shape[1] for row in R1_TABLE if row.expert is not None and not row.mtp) / 8 / 32
+    rest = [row for row in R1_TABLE if row.role == "linear" and row.expert is None and not row.mtp]
+    others = sum(row.shape[0] * row.shape[1] / (1 if row.split == "replicate" else 8) for row in rest)
+    assert few.parts["vector"] == pytest.approx(9 * (moe + others) / 11e9)
+    # What comes before attention costs a byte a weight, not four bits and a quarter.
+    before = [row for row in rest if row.projection in ("q_a", "q_b", "kv_a")]
+    count = sum(row.shape[0] * row.shape[1] / (1 if row.split == "replicate" else 8) for row in before)
+    assert mixed.parts["hbm"] - plain.parts["hbm"] == pytest.approx(count * (1 - 4.25 / 8) / (1600 * 0.6 * 1e6))
+
+
 def test_a_dense_model_has_no_experts(hardware: Hardware) -> None:
     config = llama.Config.from_dict(
         {
@@ -222,9 +253,9 @@ def test_faults_are_told(tmp_path: Path) -> None:
     with pytest.raises(QuantkitError, match="910b9"):
         load_hardware("910b9")
     values = yaml.safe_load(asset("recipes", "hardware", "910b1.yaml").read_text())
-    values["levels"][0]["launches"] = "few"
+    values["levels"][0]["launches"] = "none such"
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(values))
-    with pytest.raises(QuantkitError, match="few"):
+    with pytest.raises(QuantkitError, match="none such"):
         load_hardware(str(tmp_path / "mine.yaml"))
     del values["hbm_gb_s"]
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(values))

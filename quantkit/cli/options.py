@@ -37,7 +37,9 @@ MaybeScheme = Annotated[
 Keep = Annotated[
     str | None, typer.Option(help="Kinds of sublayer to leave as they are: attention, mlp, shared, experts, mtp; a comma between.")
 ]
-Preset = Annotated[str | None, typer.Option(help="experts-only: routed experts are rounded, the rest stays.")]
+Preset = Annotated[
+    str | None, typer.Option(help="experts-only: routed experts are rounded, the rest stays. int8-attention: before latent attention int8.")
+]
 Bits = Annotated[float | None, typer.Option(help="Bits a weight on average, scales included: grids are chosen for every linear.")]
 Size = Annotated[str | None, typer.Option(help="The same by bytes of the output, such as 380GB.")]
 Sensed = Annotated[

@@ -26,6 +26,9 @@ Projection = Literal["q", "k", "v", "o", "q_a", "q_b", "kv_a", "kv_b", "gate", "
 """What a linear computes, whatever its name: of grouped-query attention, of latent attention (q_a and kv_a down, q_b and kv_b up again), of
 a gated MLP, down(SiLU(gate(x)) * up(x))."""
 
+BEFORE_LATENT_ATTENTION: tuple[Projection, ...] = ("q_a", "q_b", "kv_a")
+"""Linears of latent attention that come before it, and that an engine may compute in one operator with norms, rotation and cache."""
+
 
 @dataclass(frozen=True)
 class Parameter:

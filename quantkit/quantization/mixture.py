@@ -11,7 +11,7 @@ from quantkit.checkpoint.formats import fp8_block
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.engines.choice import MixtureChoice
 from quantkit.errors import QuantkitError
-from quantkit.models.table import Parameter
+from quantkit.models.table import BEFORE_LATENT_ATTENTION, Parameter
 from quantkit.schemes import Fp8BlockGrid, Grid, IntGrid
 
 INT8 = IntGrid(bits=8, group_size=None, symmetric=True)
@@ -26,8 +26,10 @@ KINDS: dict[str, Callable[[Parameter], bool]] = {
 }
 """Kinds of sublayer that may be kept: of latent or grouped attention, of a dense layer, of shared and of routed experts, of MTP layers."""
 
-PRESETS = ("experts-only",)
-"""experts-only: routed experts are rounded; the rest is kept, in int8 where the source has FP8 that the engine does not take."""
+PRESETS = ("experts-only", "int8-attention")
+"""experts-only: routed experts are rounded; the rest is kept, in int8 where the source has FP8 that the engine does not take.
+int8-attention: what comes before latent attention is in int8, the rest on the scheme's grid: Ascend NPUs have one operator for all of it,
+which takes int8 and no 4-bit weights."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,8 @@ def kept_grids(
     Raises QuantkitError where the model has nothing of a kind that is to be kept, or nothing would be rounded.
     """
     linears = [row for row in rows if row.role == "linear"]
+    if mixture.preset == "int8-attention":
+        return _with_int8_attention(linears, grids, choice)
     for kind in mixture.keep:
         if not any(KINDS[kind](row) for row in linears):
             there = [name for name, holds in KINDS.items() if any(map(holds, linears))]
@@ -126,6 +130,16 @@ def kept_grids(
         what = f"--preset {mixture.preset}" if mixture.preset else f"--keep {','.join(mixture.keep)}"
         raise QuantkitError(f"{what} leaves no linear of this model to be rounded", "keep less")
     return found
+
+
+def _with_int8_attention(linears: list[Parameter], grids: Mapping[str, Grid], choice: MixtureChoice | None) -> dict[str, Grid]:
+    taken = [row for row in linears if choice is None or choice.allows(row, INT8)]
+    before = [row for row in taken if row.block == "attention" and row.projection in BEFORE_LATENT_ATTENTION]
+    if {row.projection for row in before} != set(BEFORE_LATENT_ATTENTION):
+        engine = f" that {choice.engine} takes in int8 beside this scheme's grid" if choice else ""
+        told = f"--preset int8-attention: the model has no latent attention with {', '.join(BEFORE_LATENT_ATTENTION)}{engine}"
+        raise QuantkitError(told, "use --scheme alone, or --preset experts-only")
+    return {**grids, **{row.module: INT8 for row in before}}
 
 
 def _rest(mixture: Mixture, row: Parameter, checkpoint: Checkpoint, choice: MixtureChoice | None, fp8: bool) -> Grid | None:

@@ -107,7 +107,7 @@ def read_request(scheme: Scheme, format: str, engine: str | None, recipe: Recipe
     name = choice.format if choice else scheme.formats[0] if format == "auto" else format
     check_pair(scheme, name)
     scheme = _with_group_size(scheme, recipe)
-    several = _several(engine, scheme, asked) if mixture != NO_MIXTURE and engine else None
+    several = _several(engine, scheme, asked, mixture) if mixture != NO_MIXTURE and engine else None
     return JobRequest(scheme, name, find_format(name, scheme), recipe, choice, mixture, several, asked)
 
 
@@ -129,11 +129,13 @@ def _mixed_request(scheme: Scheme, format: str | None, engine: str | None, recip
     return JobRequest(_with_group_size(scheme, recipe), name, target, recipe, choice, mixture, choice, format)
 
 
-def _several(engine: str, scheme: Scheme, format: str | None) -> MixtureChoice | None:
+def _several(engine: str, scheme: Scheme, format: str | None, mixture: Mixture) -> MixtureChoice | None:
     try:
         return choose_mixture(engine, scheme, format=format)
-    except QuantkitError:  # then what is kept has 16 bits
-        return None
+    except QuantkitError:
+        if mixture.preset == "int8-attention":
+            raise
+        return None  # what is kept has 16 bits
 
 
 def open_job(request: JobRequest, checkpoint: Checkpoint) -> Job:

@@ -50,11 +50,12 @@ R1_ATTENTION = {
 
 @pytest.fixture(scope="session")
 def r1_attention(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A random model with R1's latent attention on a scheme's grid, made once; scheme bf16 is the model itself, and halves that with rotary
-    pairs half a head apart, as openPangu-Ultra-MoE has them."""
+    """A random model with R1's latent attention on a scheme's grid, made once; scheme bf16 is the model itself, halves that with rotary
+    pairs half a head apart, as openPangu-Ultra-MoE has them, and int8-attention int4 by that preset."""
     import make_model
 
     from quantkit.quantization import quantize
+    from quantkit.quantization.mixture import Mixture
     from quantkit.recipe import Recipe
     from quantkit.schemes import find_scheme
 
@@ -65,7 +66,10 @@ def r1_attention(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 
     def make(scheme: str) -> Path:
         if not (folder / scheme).exists():
-            quantize(source, folder / scheme, find_scheme(scheme), "auto", Recipe(scheme=scheme, methods=()), device="cpu")
+            mixture = Mixture(preset="int8-attention") if scheme == "int8-attention" else Mixture()
+            grids = "rtn-w4a16" if mixture.preset else scheme
+            recipe = Recipe(scheme=grids, methods=())
+            quantize(source, folder / scheme, find_scheme(grids), "auto", recipe, mixture=mixture, device="cpu")
         return folder / scheme
 
     return make

@@ -1,4 +1,4 @@
-"""The launches of a decode step that the cost model counts on are those of the executor on torch_npu's operators."""
+"""The launches of a decode step that the cost model counts on are those of the executor on torch_npu's operators and Triton kernels."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from ascend import npu_double
+from ascend import triton_double
+from ascend.test_executor import divergence, forced
+from quantkit_kernels import backends
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantkit.costmodel import Launches, load_hardware
@@ -32,28 +34,51 @@ class CountLaunches(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("scheme", "counted"), [("rtn-w4a16", "written"), ("int8-a8w8c16", "written_int8")])
+COUNTED = [
+    ("rtn-w4a16", "torch_npu", "written"),
+    ("int8-a8w8c16", "torch_npu", "written_int8"),
+    ("int8-attention", "torch_npu", "written_mixed"),
+    ("rtn-w4a16", "ascend", "few"),
+    ("int8-a8w8c16", "ascend", "few_int8"),
+    ("int8-attention", "ascend", "few_mixed"),
+]
+
+
+@pytest.mark.parametrize(("model", "backend", "counted"), COUNTED)
 @torch.no_grad()
-def test_launches_of_a_step(scheme: str, counted: str, r1_attention: Callable[[str], Path]) -> None:
+def test_launches_of_a_step(model: str, backend: str, counted: str, r1_attention: Callable[[str], Path]) -> None:
     """At R1's sizes of attention, a dense layer, one with experts, and what is launched once, of two sequences: slices of several rows
     must be copied where an operator wants them contiguous."""
-    found = []
-    with npu_double.installed():
-        engine = Engine.load(r1_attention(scheme), device="cpu", dtype="bfloat16", max_batch=4, max_model_len=256)
+    found, path = [], r1_attention(model)
+    with triton_double.installed():
+        engine = Engine.load(path, device="cpu", dtype="bfloat16", backend=backend, max_batch=4, max_model_len=256)
         sequences = [engine.submit(list(range(first, first + 20)), SamplingParams(max_new_tokens=8)) for first in (5, 50)]
         engine.step()
         engine.step()
-        model, hidden = engine.loaded.model, torch.randn(2, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
+        loaded, hidden = engine.loaded.model, torch.randn(2, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
         rows = engine.runner.rows([5, 6], [(one, one.num_cached) for one in sequences])
         context = rows.context(engine.cache)
-        for layer in model.layers:
+        for layer in loaded.layers:
             layer(hidden, hidden, context, layer.input_norm)  # tables made once a step are not a layer's
             with CountLaunches() as launches:
                 layer(hidden, hidden, context, layer.input_norm)
             found.append(len(launches.names))
         token_ids = torch.tensor([5, 6])
         with CountLaunches() as launches:
-            compute(model, (token_ids,), rows.context(engine.cache))
+            compute(loaded, (token_ids,), rows.context(engine.cache))
+        backends.prefer("auto", torch.device("cpu"))
     assert len(found) == 2
     dense, moe = found
     assert load_hardware("910b1").launches[counted] == Launches(dense_layer=dense, moe_layer=moe, step=len(launches.names) - dense - moe)
+
+
+@torch.no_grad()
+def test_decoding_on_the_triton_double(r1_attention: Callable[[str], Path]) -> None:
+    """Two launches in the place of five round less: next tokens' log-probabilities are those of backend torch_npu but for that."""
+    text, found = list(range(3, 23)), []
+    for backend in ("torch_npu", "ascend"):
+        with triton_double.installed() as called:
+            found.append(forced(r1_attention("int8-attention"), "bfloat16", backend, text, 16))
+            backends.prefer("auto", torch.device("cpu"))
+        assert (called.count("int4_down") > 0) == (backend == "ascend")
+    assert divergence(*found) < 2e-3

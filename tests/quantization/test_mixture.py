@@ -22,7 +22,7 @@ from quantkit.planning import plan
 from quantkit.progress import Event, Progress
 from quantkit.quant.weights import dequantize
 from quantkit.quantization import QuantizationReport, quantize
-from quantkit.quantization.mixture import Mixture
+from quantkit.quantization.mixture import Mixture, kept_grids
 from quantkit.quantization.opening import open_job, read_request
 from quantkit.recipe import Recipe
 from quantkit.schemes import Fp4Grid, Fp8BlockGrid, IntGrid, find_scheme
@@ -192,7 +192,7 @@ def test_a_bf16_source_keeps_bf16(dense: Path, text: str, tmp_path: Path) -> Non
     [
         (["--keep", "attn"], "--keep 'attn' is no kind of sublayer; kinds are attention, mlp, shared, experts, mtp"),
         (["--keep", ""], "--keep '' is no kind"),
-        (["--preset", "attention-only"], "preset 'attention-only' is not known; choose one of experts-only"),
+        (["--preset", "attention-only"], "preset 'attention-only' is not known; choose one of experts-only, int8-attention"),
         (["--preset", "experts-only", "--keep", "mlp"], "says what is kept"),
         (["--scheme", "awq-w4a16", "--keep", "attention,mlp,shared,experts,mtp"], "leaves no linear of this model to be rounded"),
     ],
@@ -242,3 +242,29 @@ def test_fused_linears_on_several_grids_are_an_engines_fault(experts_only: Quant
     told = [problem.problem for problem in check_checkpoint("vllm", Checkpoint.open(path), device="cuda") if problem.severity == "error"]
     assert len(told) == 1
     assert "fused by vllm, and on several grids" in told[0]
+
+
+def test_int8_before_latent_attention(dense: Path, tmp_path: Path) -> None:
+    """What Ascend's fused operator computes is int8, everything else of the scheme's grid; no calibration is needed for it."""
+    recipe = Recipe(scheme="rtn-w4a16", methods=())
+    report = quantize(
+        dense, tmp_path / "out", find_scheme("rtn-w4a16"), "auto", recipe, mixture=Mixture(preset="int8-attention"), device="cpu"
+    )
+    written = Checkpoint.open(report.out)
+    grids = {row.projection: written.linears[row.module].grid for row in read_model(written).rows if row.module in written.linears}
+    assert {name for name, grid in grids.items() if grid == INT8} == {"q_a", "q_b", "kv_a"}
+    assert all(grid == IntGrid(4, 128, symmetric=False) for name, grid in grids.items() if name not in ("q_a", "q_b", "kv_a"))
+    beside = plan(dense, find_scheme("awq-w4a16"), engine="vllm-ascend", mixture=Mixture(preset="int8-attention"))
+    assert beside.format == "compressed-tensors"
+    assert (written.linears["model.layers.0.self_attn.o_proj"].format.activation_bits_of(INT8), report.format) == (8, "compressed-tensors")
+
+
+def test_int8_before_latent_attention_is_refused(fp8: Path) -> None:
+    """Where an engine takes one grid a checkpoint, and where attention is not latent."""
+    mixture = Mixture(preset="int8-attention")
+    with pytest.raises(QuantkitError, match="one grid a checkpoint"):
+        plan(fp8, find_scheme("fp4-w4a16"), engine="sglang", mixture=mixture)
+    checkpoint = Checkpoint.open(fp8)
+    grouped = [row for row in read_model(checkpoint).rows if row.projection not in ("q_a", "kv_a")]
+    with pytest.raises(QuantkitError, match="no latent attention with q_a, q_b, kv_a"):
+        kept_grids(mixture, grouped, {}, checkpoint, None, fp8=False)

@@ -1,4 +1,4 @@
-"""Triton kernels for the Ascend 910B: int4, FP4 and int8 linears and experts.
+"""Triton kernels for the Ascend 910B: int4, FP4 and int8 linears and experts, and the router of few tokens.
 
 FP4 exists here alone on this chip: no operator of torch_npu reads E2M1. Lowered by triton-ascend 3.2.0 to its Ascend910B linalg IR, and
 that IR executed on a CPU (tests/ascend/lowered); never compiled by bishengir nor run on an NPU.
@@ -11,11 +11,12 @@ import torch
 
 from quantkit_kernels.ascend.chip import SPAN
 from quantkit_kernels.ascend.experts import AscendLayout
+from quantkit_kernels.ascend.gate import moe_gate, route
 from quantkit_kernels.ascend.linear import AscendLinear
 from quantkit_kernels.backends import Shape
 from quantkit_kernels.weights import Weight
 
-__all__ = ["experts_layout", "linear", "refused", "unusable"]
+__all__ = ["experts_layout", "linear", "moe_gate", "refused", "route", "unusable"]
 
 
 def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, shapes: tuple[Shape, ...]) -> str | None:
@@ -29,6 +30,8 @@ def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, sha
 
 def refused(operator: str, dtype: torch.dtype | None, shape: Shape | None) -> str | None:
     """Why the kernels cannot run an operator, whatever the machine; dtype and shape are None when asked in general."""
+    if operator in ("route", "moe_gate"):
+        return None
     family, _, weight_kind = operator.partition("_")
     if family not in ("linear", "experts") or weight_kind == "dense":
         return "has quantized weights only"

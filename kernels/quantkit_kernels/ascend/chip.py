@@ -21,6 +21,10 @@ CUBE_CORES = 20
 VECTOR_CORES = 40
 VECTOR_TOKENS = 2
 """Up to this many tokens the vector cores multiply alone."""
+FEW_TOKENS = 4
+"""Up to this many tokens a layer's experts are two launches, and its router's product one, on the vector cores."""
+ROUTER_TILE = (16, 256)
+"""Experts and input features of the router that are multiplied together, in float32."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from quantkit_kernels.ascend import launch
-from quantkit_kernels.ascend.chip import EXPERT_BLOCK_ROWS, VECTOR_TOKENS
+from quantkit_kernels.ascend.chip import EXPERT_BLOCK_ROWS, FEW_TOKENS
 from quantkit_kernels.ascend.layout import PackedTiles, allocate, place
 from quantkit_kernels.experts import Experts, ExpertsLayout
 from quantkit_kernels.functional import silu_and_mul
@@ -13,7 +13,7 @@ from quantkit_kernels.weights import Weight, stack
 
 
 class AscendExperts(Experts):
-    """One launch for gate and up of all experts, one for down."""
+    """One launch for gate and up of all experts, one for down; of few tokens these two are all."""
 
     def __init__(self, gate_up: PackedTiles, down: PackedTiles, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(down.num_experts, down.n, down.k, dtype, device, "ascend")
@@ -25,21 +25,20 @@ class AscendExperts(Experts):
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         x = x.contiguous()
-        if x.shape[0] <= VECTOR_TOKENS and self.gate_up.kind != "int8":
-            products = self._by_pair(x, topk_ids)
-        else:
-            products = self._by_block(x, topk_ids)
+        if x.shape[0] <= FEW_TOKENS and self.down.k % self.gate_up.bn == 0:
+            return self._by_pair(x, topk_ids, topk_weights)
+        products = self._by_block(x, topk_ids)
         weighted = products.unflatten(0, topk_ids.shape).float() * topk_weights.unsqueeze(-1)
         return weighted.sum(dim=1).to(x.dtype)
 
-    def _by_pair(self, x: Tensor, topk_ids: Tensor) -> Tensor:
-        """[T * k, H], every token-expert pair on its own."""
+    def _by_pair(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        """Every token-expert pair on its own, a token's summed in float32; gate's column tiles end where up's begin."""
         experts = topk_ids.flatten().to(torch.int32)
-        gate_up = x.new_empty(experts.shape[0], self.gate_up.n)
-        launch.run(launch.rows(self.gate_up, x, experts, gate_up, rows_per_x=topk_ids.shape[1]))
-        down = x.new_empty(experts.shape[0], self.hidden)
-        launch.run(launch.rows(self.down, silu_and_mul(gate_up), experts, down))
-        return down
+        activated = x.new_empty(experts.shape[0], self.down.k)
+        launch.run(launch.gate_up(self.gate_up, x, experts, activated))
+        out = torch.empty_like(x)
+        launch.run(launch.down(self.down, activated, experts, topk_weights.flatten(), out))
+        return out
 
     def _by_block(self, x: Tensor, topk_ids: Tensor) -> Tensor:
         """[T * k, H], pairs of one expert side by side.

@@ -1,5 +1,6 @@
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
-"""Triton kernels for the Ascend 910B: W4A16 int4 and FP4, and INT8 A8W8, of one linear or over the experts of a layer.
+"""Triton kernels for the Ascend 910B: W4A16 int4 and FP4, and INT8 A8W8, of one linear or over the experts of a layer. What computes the
+experts of few tokens in two launches is in few_tokens.py.
 
 Two families, for the chip has two kinds of core:
   *_rows     on the vector cores alone, one row of x at a time: for batches so small that the cube's 16 rows would be empty.
@@ -109,60 +110,69 @@ def store_block(out, acc, row, tile, m, n, BN: tl.constexpr):
 
 
 @triton.jit
-def int4_rows(
-    x, weight, scale, zero_point, experts, out, items, n, k, groups, rows_per_x,
+def int4_row(
+    x_row, weight, scale, zero_point, slot, spans, groups,
     GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """out[r] = x[r // rows_per_x] @ W[experts[r]].T; x [R, k]; out [R, n]; items = R * column tiles."""
+    """A row of x times a column tile, float32 [BN]; slot: which tile of all experts'."""
+    tile_scale = scale + slot * groups * BN
+    tile_zero = zero_point + slot * groups * BN
+    acc = tl.zeros((BN,), dtype=tl.float32)
+    for span in range(0, spans):
+        low, high = int4_values(nibbles(weight + slot * spans * HALF * BN, span, BN))
+        x_low, x_high = row_halves(x_row, span)
+        first, second = group_offsets(span, GROUP, BN)
+        low_sum = tl.sum(by_group(low * x_low[:, None], GROUP, BN), axis=1)
+        high_sum = tl.sum(by_group(high * x_high[:, None], GROUP, BN), axis=1)
+        if HAS_ZERO:
+            # sum of x * (code - zero) = sum of x * code - zero * sum of x: once per group, not per weight.
+            low_sum -= tl.load(tile_zero + first).to(tl.float32) * group_sums(x_low, GROUP)[:, None]
+            high_sum -= tl.load(tile_zero + second).to(tl.float32) * group_sums(x_high, GROUP)[:, None]
+        low_sum *= tl.load(tile_scale + first)
+        high_sum *= tl.load(tile_scale + second)
+        acc += tl.sum(low_sum + high_sum, axis=0)
+    return acc
+
+
+@triton.jit
+def fp4_row(x_row, weight, scale, global_scale, slot, spans, BN: tl.constexpr):
+    """A row of x times a column tile, float32 [BN]; slot: which tile of all experts'."""
+    tile_scale = scale + slot * spans * (2 * HALF // FP4_GROUP) * BN
+    acc = tl.zeros((BN,), dtype=tl.float32)
+    for span in range(0, spans):
+        low, high = e2m1_values(nibbles(weight + slot * spans * HALF * BN, span, BN))
+        x_low, x_high = row_halves(x_row, span)
+        first, second = group_offsets(span, FP4_GROUP, BN)
+        low_sum = tl.sum(by_group(low * x_low[:, None], FP4_GROUP, BN), axis=1) * e4m3_values(tile_scale + first)
+        high_sum = tl.sum(by_group(high * x_high[:, None], FP4_GROUP, BN), axis=1) * e4m3_values(tile_scale + second)
+        acc += tl.sum(low_sum + high_sum, axis=0)
+    return acc * tl.load(global_scale + slot * BN + tl.arange(0, BN))
+
+
+@triton.jit
+def int4_rows(
+    x, weight, scale, zero_point, experts, out, items, n, k, groups,
+    GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """out[r] = x[r] @ W[experts[r]].T; x [R, k]; out [R, n]; items = R * column tiles."""
     tiles = tl.cdiv(n, BN)
-    spans = k // (2 * HALF)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         row = item // tiles
         tile = item % tiles
         slot = tl.load(experts + row).to(tl.int64) * tiles + tile
-        x_row = x + (row // rows_per_x) * k
-        tile_scale = scale + slot * groups * BN
-        tile_zero = zero_point + slot * groups * BN
-        acc = tl.zeros((BN,), dtype=tl.float32)
-        for span in range(0, spans):
-            low, high = int4_values(nibbles(weight + slot * spans * HALF * BN, span, BN))
-            x_low, x_high = row_halves(x_row, span)
-            first, second = group_offsets(span, GROUP, BN)
-            low_sum = tl.sum(by_group(low * x_low[:, None], GROUP, BN), axis=1)
-            high_sum = tl.sum(by_group(high * x_high[:, None], GROUP, BN), axis=1)
-            if HAS_ZERO:
-                # sum of x * (code - zero) = sum of x * code - zero * sum of x: once per group, not per weight.
-                low_sum -= tl.load(tile_zero + first).to(tl.float32) * group_sums(x_low, GROUP)[:, None]
-                high_sum -= tl.load(tile_zero + second).to(tl.float32) * group_sums(x_high, GROUP)[:, None]
-            low_sum *= tl.load(tile_scale + first)
-            high_sum *= tl.load(tile_scale + second)
-            acc += tl.sum(low_sum + high_sum, axis=0)
+        acc = int4_row(x + row * k, weight, scale, zero_point, slot, k // (2 * HALF), groups, GROUP, HAS_ZERO, BN)
         store_row(out, acc, row, tile, n, BN)
 
 
 @triton.jit
-def fp4_rows(
-    x, weight, scale, global_scale, experts, out, items, n, k, rows_per_x,
-    BN: tl.constexpr,
-):  # fmt: skip
-    """out[r] = x[r // rows_per_x] @ W[experts[r]].T; x [R, k]; out [R, n]; items = R * column tiles."""
+def fp4_rows(x, weight, scale, global_scale, experts, out, items, n, k, BN: tl.constexpr):
+    """out[r] = x[r] @ W[experts[r]].T; x [R, k]; out [R, n]; items = R * column tiles."""
     tiles = tl.cdiv(n, BN)
-    spans = k // (2 * HALF)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         row = item // tiles
         tile = item % tiles
         slot = tl.load(experts + row).to(tl.int64) * tiles + tile
-        x_row = x + (row // rows_per_x) * k
-        tile_scale = scale + slot * spans * (2 * HALF // FP4_GROUP) * BN
-        acc = tl.zeros((BN,), dtype=tl.float32)
-        for span in range(0, spans):
-            low, high = e2m1_values(nibbles(weight + slot * spans * HALF * BN, span, BN))
-            x_low, x_high = row_halves(x_row, span)
-            first, second = group_offsets(span, FP4_GROUP, BN)
-            low_sum = tl.sum(by_group(low * x_low[:, None], FP4_GROUP, BN), axis=1) * e4m3_values(tile_scale + first)
-            high_sum = tl.sum(by_group(high * x_high[:, None], FP4_GROUP, BN), axis=1) * e4m3_values(tile_scale + second)
-            acc += tl.sum(low_sum + high_sum, axis=0)
-        acc *= tl.load(global_scale + slot * BN + tl.arange(0, BN))
+        acc = fp4_row(x + row * k, weight, scale, global_scale, slot, k // (2 * HALF), BN)
         store_row(out, acc, row, tile, n, BN)
 
 

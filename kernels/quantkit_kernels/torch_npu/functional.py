@@ -1,6 +1,8 @@
 """The operators of functional.py over torch_npu's fused ones. Where an operator's rules exclude the arguments (a model smaller than those
 it was made for), the plain torch of the reference runs on the NPU instead."""
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -39,7 +41,13 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
-    """npu_moe_gating_top_k divides sigmoid weights by their sum and softmax ones not; the other two cases are plain torch."""
+    ids, weights = choose(logits, bias, routing)
+    return plain.with_shared(ids, weights, logits.shape[1], routing.num_joined_experts)
+
+
+def choose(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+    """`route` without the joined experts. npu_moe_gating_top_k divides sigmoid weights by their sum and softmax ones not; the other two
+    cases are plain torch."""
     kwargs = {
         "bias": bias,
         "k_group": routing.topk_group,
@@ -52,9 +60,9 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
     args = (logits.float(), routing.num_experts_per_tok)
     divides = routing.scoring_func == "sigmoid"
     if divides != routing.norm_topk_prob or violated("npu_moe_gating_top_k", bind("npu_moe_gating_top_k", args, kwargs)):
-        return plain.route(logits, bias, routing)
+        return plain.route(logits, bias, replace(routing, num_joined_experts=0))
     weights, ids, _ = call("npu_moe_gating_top_k", *args, **kwargs)
-    return plain.with_shared(ids, weights, logits.shape[1], routing.num_joined_experts)
+    return ids, weights
 
 
 def moe_gate(x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from ascend.lowered.ascend_ir import lower
 from ascend.lowered.ir_facts import loops, peak_bytes, scalar_accesses
-from quantkit_kernels.ascend import chip, kernels, launch, layout
+from quantkit_kernels.ascend import chip, launch, layout
 from quantkit_kernels.samples import random_weight
 
 GRIDS = ("int4-asym-128", "int4-asym-64", "int4-asym-32", "int4-sym-128", "fp4", "int8")
@@ -20,7 +20,7 @@ def lowered(grid: str, bm: int) -> str:
     out, experts = torch.zeros(bm, 128, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int32)
     row_scale = torch.zeros(bm) if grid == "int8" else None
     one = launch.rows(packed, x, experts, out) if bm == 1 else launch.blocks(packed, x, row_scale, experts, out, bm)
-    return lower(getattr(kernels, one.kernel), one.args, one.constants)
+    return lower(one.function, one.args, one.constants)
 
 
 @pytest.mark.parametrize(("grid", "bm"), SHIPPED)

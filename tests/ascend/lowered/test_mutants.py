@@ -20,7 +20,7 @@ MUTANTS = {
     "int4_rows, nibbles swapped": ("int4_rows", "int4_values", "return ((container << 12) >> 12)", "return (container >> 4)"),
     "int4_rows, unsigned codes": ("int4_rows", "int4_values", "(container >> 4)", "((container >> 4) & 15)"),
     "int4_rows, wrong group": ("int4_rows", "group_offsets", "first = span * (2", "first = (span + 1) % 3 * (2"),
-    "int4_rows, zero point added": ("int4_rows", "int4_rows", "low_sum -= ", "low_sum += "),
+    "int4_rows, zero point added": ("int4_rows", "int4_row", "low_sum -= ", "low_sum += "),
     "int4_rows, halves of x swapped": (
         "int4_rows",
         "row_halves",
@@ -39,7 +39,7 @@ MUTANTS = {
     ),
     "fp4_rows, wrong group": ("fp4_rows", "group_offsets", "first = span * (2", "first = (span + 1) % 3 * (2"),
     "fp4_rows, scale shifted by 6": ("fp4_rows", "e4m3_values", "tl.int16) << 7)", "tl.int16) << 6)"),
-    "fp4_rows, global scale of tile 0": ("fp4_rows", "fp4_rows", "global_scale + slot * BN", "global_scale + 0 * BN"),
+    "fp4_rows, global scale of tile 0": ("fp4_rows", "fp4_row", "global_scale + slot * BN", "global_scale + 0 * BN"),
     "int4_blocks, nibbles swapped": ("int4_blocks", "int4_values", "return ((container << 12) >> 12)", "return (container >> 4)"),
     "int4_blocks, wrong group": ("int4_blocks", "group_offsets", "first = span * (2", "first = (span + 1) % 3 * (2"),
     "int4_blocks, zero point added": ("int4_blocks", "int4_blocks", "high -= ", "high += "),

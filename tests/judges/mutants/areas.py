@@ -7,7 +7,9 @@ STRICT, KERNEL_TESTS = "tests/ascend/lowered/test_strict.py", "tests/ascend/lowe
 CALLS, GIVEN = "tests/ascend/test_torch_npu.py", "tests/ascend/test_what_operators_get.py"
 LATENT, GROUPED = "tests/ascend/test_latent_attention.py", "tests/ascend/test_grouped_attention.py"
 BOUNDS, CHIP, PAIRS = "tests/ascend/test_rule_bounds.py", "tests/ascend/test_chip.py", "tests/ascend/test_group_pairs.py"
-FACTS = "tests/ascend/lowered/test_ir_facts.py"
+FACTS, FEW = "tests/ascend/lowered/test_ir_facts.py", "tests/ascend/lowered/test_few_tokens_ir.py"
+DOUBLE = "tests/ascend/test_few_tokens.py"
+OPERANDS, TO_THE_BIT = "tests/ascend/lowered/test_exact_operands.py", "tests/ascend/test_to_the_bit.py"
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Area:
 
 
 def _of_kernels(names: str) -> tuple[str, ...]:
-    return (STRICT, "-k", names)
+    return (STRICT, OPERANDS, "-k", names)
 
 
 AREAS = (
@@ -35,7 +37,9 @@ AREAS = (
         (STRICT,),
         {
             "int4_rows": _of_kernels("int4_rows"),
+            "int4_row": _of_kernels("int4_rows"),
             "fp4_rows": _of_kernels("fp4_rows"),
+            "fp4_row": _of_kernels("fp4_rows"),
             "int4_blocks": _of_kernels("int4_blocks"),
             "fp4_blocks": _of_kernels("fp4_blocks"),
             "int8_blocks": _of_kernels("int8_blocks"),
@@ -52,31 +56,50 @@ AREAS = (
             "store_block": _of_kernels("int8_blocks"),
         },
     ),
-    Area("Triton: launch and layout", f"{KERNELS}/ascend/launch.py", (CHIP, STRICT)),
+    Area(
+        "Triton kernels",
+        f"{KERNELS}/ascend/few_tokens.py",
+        (FEW, OPERANDS),
+        {
+            "int4_gate_up": (FEW, OPERANDS, "-k", "int4"),
+            "int4_down": (FEW, OPERANDS, "-k", "int4"),
+            "fp4_gate_up": (FEW, OPERANDS, "-k", "fp4"),
+            "fp4_down": (FEW, OPERANDS, "-k", "fp4"),
+            "int8_gate_up": (FEW, OPERANDS, "-k", "int8"),
+            "int8_down": (FEW, OPERANDS, "-k", "int8"),
+            "int8_row": (FEW, OPERANDS, "-k", "int8"),
+            "row_scale": (FEW, OPERANDS, "-k", "int8 or zeros"),
+            "swiglu": (FEW, "-k", "fp4"),
+            "router": (FEW, "-k", "router"),
+            "join": (FEW, "-k", "join"),
+        },
+    ),
+    Area("Triton: launch and layout", f"{KERNELS}/ascend/gate.py", (DOUBLE,)),
+    Area("Triton: launch and layout", f"{KERNELS}/ascend/launch.py", (CHIP, DOUBLE, STRICT)),
     Area("Triton: launch and layout", f"{KERNELS}/ascend/layout.py", (CHIP, STRICT)),
-    Area("Triton: launch and layout", f"{KERNELS}/ascend/linear.py", (STRICT, "-k", "linear")),
+    Area("Triton: launch and layout", f"{KERNELS}/ascend/linear.py", (STRICT, TO_THE_BIT, "-k", "linear or held")),
     Area(
         "Triton: launch and layout",
         f"{KERNELS}/ascend/experts.py",
-        (PAIRS, STRICT, "-k", "experts or pair"),
+        (PAIRS, DOUBLE, TO_THE_BIT, STRICT, "-k", "experts or pair or gate or held"),
         {"group_pairs": (PAIRS,)},
     ),
     Area("Triton: launch and layout", f"{KERNELS}/ascend/chip.py", (CHIP,)),
     Area("Triton: launch and layout", f"{KERNELS}/ascend/__init__.py", (CHIP,)),
     Area("torch_npu: rules", f"{KERNELS}/torch_npu/rules.py", (BOUNDS, CALLS, "-k", "not route and not experts")),
     Area("torch_npu: rules", f"{KERNELS}/torch_npu/attention_rules.py", (BOUNDS, CALLS, "-k", "not route and not experts")),
-    Area("torch_npu: calls", f"{KERNELS}/torch_npu/calls.py", (CALLS, GIVEN, LATENT)),
-    Area("torch_npu: calls", f"{KERNELS}/torch_npu/experts.py", (CALLS, GIVEN)),
+    Area("torch_npu: calls", f"{KERNELS}/torch_npu/calls.py", (CALLS, GIVEN, LATENT, TO_THE_BIT)),
+    Area("torch_npu: calls", f"{KERNELS}/torch_npu/experts.py", (CALLS, GIVEN, TO_THE_BIT)),
     Area(
         "torch_npu: calls",
         f"{KERNELS}/torch_npu/functional.py",
-        (CALLS, GIVEN, LATENT),
-        {"route": (CALLS,), "moe_gate": (CALLS,), "silu_and_mul": (CALLS,)},
+        (CALLS, GIVEN, LATENT, TO_THE_BIT),
+        {name: (CALLS, TO_THE_BIT) for name in ("route", "choose", "moe_gate", "silu_and_mul")},
     ),
     Area("torch_npu: calls", f"{KERNELS}/torch_npu/grouped.py", (GROUPED,)),
-    Area("torch_npu: calls", f"{KERNELS}/torch_npu/layout.py", (CALLS, GIVEN)),
-    Area("torch_npu: calls", f"{KERNELS}/torch_npu/linear.py", (CALLS, GIVEN, LATENT)),
-    Area("torch_npu: calls", f"{KERNELS}/torch_npu/prolog.py", (GIVEN, LATENT)),
+    Area("torch_npu: calls", f"{KERNELS}/torch_npu/layout.py", (CALLS, GIVEN, TO_THE_BIT)),
+    Area("torch_npu: calls", f"{KERNELS}/torch_npu/linear.py", (CALLS, GIVEN, LATENT, TO_THE_BIT)),
+    Area("torch_npu: calls", f"{KERNELS}/torch_npu/prolog.py", (GIVEN, LATENT, TO_THE_BIT)),
     Area("torch_npu: calls", f"{KERNELS}/torch_npu/machine.py", ("tests/ascend/test_machine.py",)),
     Area("torch_npu: calls", f"{KERNELS}/torch_npu/__init__.py", (CALLS, LATENT)),
     Area("Ascend C", "kernels/ascendc/fp4_gemv.cpp", ("tests/ascend/test_fp4_gemv.py", "-k", "kernel or offsets")),

@@ -14,6 +14,7 @@ import importlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -29,6 +30,7 @@ ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(Path(__file__).parent))
 
 from areas import AREAS, EXPLAINED, Area  # noqa: E402
+from by_class import BY_CLASS  # noqa: E402
 from by_hand import HAND  # noqa: E402
 from by_rule import Mutant, of_cpp, of_python  # noqa: E402
 
@@ -44,7 +46,8 @@ def mutants(every: bool) -> list[tuple[Area, Mutant]]:
     total = sum(map(len, pool.values()))
     for area, generated in pool.items():
         source = (ROOT / area.path).read_text()
-        found += [(area, _placed(area.path, source, *change)) for change in HAND.get(area.path, ())]
+        by_hand = (*HAND.get(area.path, ()), *BY_CLASS.get(area.path, ()))
+        found += [(area, _placed(area.path, source, *change)) for change in by_hand]
         count = len(generated) if every else min(len(generated), max(4, round(SAMPLE * len(generated) / total)))
         found += [(area, one) for one in random.Random(area.path).sample(generated, count)]
     return found
@@ -58,8 +61,8 @@ def _generated(area: Area) -> list[Mutant]:
 def _placed(path: str, source: str, old: str, new: str, what: str, function: str = "") -> Mutant:
     """A mutant by hand: its text stands once in the file, or in the function."""
     first = source.index(f"def {function}(") if function else 0
-    last = source.find("\n@", first) if function else -1
-    body = source[first : last if last > 0 else len(source)]
+    after = re.compile(r"\n(?:@|def |class )").search(source, first) if function else None
+    body = source[first : after.start() if after else len(source)]
     assert body.count(old) == 1, f"{path} {function} has {old!r} {body.count(old)} times: the mutant is out of date"
     start = first + body.index(old)
     return Mutant(path, start, start + len(old), new, old, f"by hand: {what}", source.count("\n", 0, start) + 1, function)

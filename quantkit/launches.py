@@ -1,0 +1,47 @@
+"""What fewer launches buy: the ways of a hardware file to run a captured step, each with the operators it calls.
+
+    for prediction in ways(parameters(config), config, scheme, hardware, devices=8, batch=1, context=384):
+        print(prediction.level, prediction.num_launches, prediction.tpot_ms)
+
+Launches are counted on the doubles of torch_npu and of the Triton kernels (tests/ascend/test_launches.py); times are `costmodel`'s.
+"""
+
+from collections.abc import Iterator
+
+from quantkit.costmodel import Hardware, Level, Prediction, Way, WeightTraffic, WholeStep, device_loads, kind_of
+from quantkit.models.architecture import ModelConfig
+from quantkit.models.table import BEFORE_LATENT_ATTENTION, Parameter
+from quantkit.schemes import IntGrid, Scheme
+
+_INT8 = IntGrid(bits=8, group_size=None, symmetric=True)
+
+
+def ways(
+    parameters: list[Parameter], config: ModelConfig, scheme: Scheme, hardware: Hardware, *, devices: int, batch: int, context: int
+) -> list[Prediction]:
+    """Those that take the scheme's weights and so many sequences."""
+    levels = {level.name: level for level in hardware.levels}
+    step = WholeStep(config, scheme, hardware, devices, batch, context)
+    found = []
+    for way in hardware.ways:
+        if kind_of(scheme.weight) in way.kinds and (way.max_batch is None or batch <= way.max_batch):
+            level = levels[way.level].model_copy(update={"launches": way.launches})
+            found.append(step.predict(level, _loads(way, parameters, step, level), way.name))
+    return found
+
+
+def _loads(way: Way, parameters: list[Parameter], step: WholeStep, level: Level) -> Iterator[tuple[WeightTraffic, Level]]:
+    """Experts, what comes before attention, and the rest, each with how it is decoded."""
+    on_vector, grid = level.model_copy(update={"decode": "vector"}), step.scheme.weight
+    experts = [row for row in parameters if row.expert is not None or row.block == "shared_expert"]
+    before = [row for row in parameters if row.projection in BEFORE_LATENT_ATTENTION and way.int8_attention]
+    taken = {row.name for row in (*experts, *before)}
+    rest = [row for row in parameters if row.name not in taken]
+    split = None if way.vector_linears else step.hardware.split_activations
+    linears_on_vector = way.vector_linears and step.scheme.activation_bits == 16
+    for rows, own, decoding in (
+        (experts, grid, on_vector if way.vector_experts else level),
+        (before, _INT8, level),
+        (rest, grid, on_vector if linears_on_vector else level),
+    ):
+        yield from ((load, decoding) for load in device_loads(rows, step.config, own, step.devices, step.batch, split))

@@ -1,0 +1,131 @@
+"""Every kernel on operands whose result float32 holds exactly, in any order of its sums: whole numbers of x and codes, scales of two bits,
+a factor that fp16 does not hold. So the result is float64's, rounded once where it is stored, to the bit."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from ascend import npu_double
+from ascend.lowered.ascend_ir import execute
+from quantkit_kernels import Fp4, Int4, Int8, dequantize
+from quantkit_kernels.ascend import launch, layout
+from quantkit_kernels.weights import Weight
+from torch import Tensor
+
+FACTORS = (2.0**40, 2.0**-40)
+GRIDS = ("int4-32", "int4-128", "fp4")
+
+
+@pytest.fixture(autouse=True)
+def few_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(launch, "cores", lambda device: (3, 5))
+    with npu_double.installed():
+        yield
+
+
+def named(kernel: str) -> Callable[[str], str]:
+    """The kernel of a grid, by which mutants' tests are chosen."""
+    return lambda grid: f"{grid.partition('-')[0]}_{kernel}-{grid}"
+
+
+def run(one: launch.KernelLaunch) -> None:
+    execute(one.function, one.programs, one.args, one.constants)
+
+
+def whole(grid: str, n: int, k: int, factor: float, rng: torch.Generator, least: int = -8) -> Weight:
+    """Codes from `least` on, scales of 1, 2 or 3 times the factor."""
+    if grid == "fp4":
+        codes = torch.randint(0 if least < 0 else 1, 16 if least < 0 else 8, (n, k), generator=rng, dtype=torch.uint8)
+        scale = torch.randint(1, 4, (n, k // 16), generator=rng).to(torch.float8_e4m3fn)
+        return Fp4(codes, scale, torch.full((n,), factor))
+    codes = torch.randint(least, 8, (n, k), generator=rng, dtype=torch.int8)
+    if grid == "int8":
+        return Int8(codes, torch.full((n, 1), factor) * 2.0 ** torch.randint(0, 3, (n, 1), generator=rng))
+    groups = k // int(grid.partition("-")[2])
+    zero = torch.randint(-8, 8, (n, groups), generator=rng, dtype=torch.int8) if least < 0 else torch.zeros(n, groups, dtype=torch.int8)
+    return Int4(codes, torch.randint(1, 4, (n, groups), generator=rng) * factor, zero)
+
+
+def packed_of(weights: list[Weight]) -> layout.PackedTiles:
+    packed = layout.allocate(weights[0], len(weights), torch.device("cpu"))
+    for index, weight in enumerate(weights):
+        layout.place(packed, index, weight)
+    return packed
+
+
+def times(x: Tensor, weight: Weight) -> Tensor:
+    return x.double() @ dequantize(weight, torch.float64).T
+
+
+def integers(rows: int, k: int, rng: torch.Generator, low: int = -4, high: int = 5) -> Tensor:
+    return torch.randint(low, high, (rows, k), generator=rng).bfloat16()
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize("grid", GRIDS, ids=named("rows"))
+def test_rows(grid: str, factor: float) -> None:
+    rng = torch.Generator().manual_seed(1)
+    weights = [whole(grid, 72, 256, factor, rng) for _ in range(2)]
+    x, out, experts = integers(3, 256, rng), torch.zeros(3, 72).bfloat16(), torch.tensor([1, 0, 1], dtype=torch.int32)
+    run(launch.rows(packed_of(weights), x, experts, out))
+    exact = torch.cat([times(x[row : row + 1], weights[expert]) for row, expert in enumerate(experts.tolist())])
+    assert torch.equal(out, exact.bfloat16())
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize("grid", [*GRIDS, "int8"], ids=named("blocks"))
+def test_blocks(grid: str, factor: float) -> None:
+    rng = torch.Generator().manual_seed(2)
+    weights = [whole(grid, 72, 256, factor, rng) for _ in range(2)]
+    x, out, experts = integers(20, 256, rng), torch.zeros(20, 72).bfloat16(), torch.tensor([1, 0], dtype=torch.int32)
+    scale = 2.0 ** torch.randint(-2, 3, (20,), generator=rng)
+    codes, rows = (x.to(torch.int8), scale) if grid == "int8" else (x, None)
+    run(launch.blocks(packed_of(weights), codes, rows, experts, out, 16))
+    exact = torch.cat([times(x[:16], weights[1]), times(x[16:], weights[0])])
+    assert torch.equal(out, (exact * scale.double().unsqueeze(1) if grid == "int8" else exact).bfloat16())
+
+
+def quantizable(rows: int, k: int, rng: torch.Generator) -> Tensor:
+    """Rows of whole numbers whose largest is 127: their scale is 1, their codes are they."""
+    x = integers(rows, k, rng, -100, 101)
+    x[:, 3] = torch.where(torch.arange(rows) % 2 == 0, -127, 127)
+    return x
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize("grid", [*GRIDS, "int8"], ids=named("down"))
+def test_down(grid: str, factor: float) -> None:
+    """Experts' weights have nine bits, one more than bf16 has."""
+    rng = torch.Generator().manual_seed(3)
+    weights = [whole(grid, 136, 128, factor, rng, least=-1) for _ in range(3)]
+    x = quantizable(4, 128, rng) if grid == "int8" else integers(4, 128, rng, -2, 3)
+    experts, share = torch.tensor([2, 0, 1, 2], dtype=torch.int32), 1 + (2 * torch.arange(4) + 1) / 256
+    out = torch.zeros(2, 136).bfloat16()
+    run(launch.down(packed_of(weights), x, experts, share, out))
+    products = torch.cat([times(x[row : row + 1], weights[expert]) for row, expert in enumerate(experts.tolist())])
+    exact = (products * share.double().unsqueeze(1)).unflatten(0, (2, 2)).sum(dim=1)
+    if grid == "int8":  # more bits than float32 has, by the last of them
+        torch.testing.assert_close(out.double(), exact, rtol=2**-8, atol=0)
+    else:
+        assert torch.equal(out, exact.bfloat16())
+
+
+@pytest.mark.parametrize("grid", [*GRIDS, "int8"], ids=named("gate_up"))
+def test_gate_up(grid: str) -> None:
+    """Gates above 30, which are their own SiLU: 1 + exp(-gate) is 1 there. Results that no fp16 holds."""
+    rng = torch.Generator().manual_seed(4)
+    pairs = [(whole(grid, 128, 128, 1.0, rng, least=1), whole(grid, 128, 128, 2.0**40, rng, least=-1)) for _ in range(2)]
+    gates, ups = zip(*pairs)
+    both = [type(gate)._make(torch.cat(parts) for parts in zip(gate, up)) for gate, up in pairs]
+    x = integers(2, 128, rng, 1, 3)
+    if grid == "int8":
+        x[:, 5] = 127
+    experts, out = torch.tensor([1, 0, 0], dtype=torch.int32).repeat(2), torch.zeros(6, 128).bfloat16()
+    run(launch.gate_up(packed_of(both), x, experts, out))
+    exact = []
+    for row, expert in enumerate(experts.tolist()):
+        gate, up = times(x[row // 3][None], gates[expert]), times(x[row // 3][None], ups[expert])
+        assert bool((gate > 30).all())
+        exact.append(gate * up)
+    torch.testing.assert_close(out.double(), torch.cat(exact), rtol=2**-8, atol=0)
+    assert float((out == torch.cat(exact).bfloat16()).float().mean()) > 0.99  # but where a product has 25 bits
