@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from quantkit.evaluation.grading import answer_words
 from quantkit.evaluation.grading.typesetting import normalize
 from quantkit.evaluation.grading.values import Value, has_number, read_last, read_sentence, read_value
 
@@ -101,8 +102,12 @@ _VERB = (
 )
 _CUE = re.compile(
     rf"(?i)(?:(?<![A-Za-z/])(?:answer|ans|correction)\.?(?:\s+(?:to|of|for)\s[^.:\n]{{1,60}}?)?[\s*_\"']*?|(?:答案|结果)\s*|(?<![\u4e00-\u9fff])答\s*(?=:))"
-    rf"(?:{_VERB}|(?=\n)|(?<=ans\.)|(?<=答))\s*:?|\#\#\#\#+"
+    rf"(?:{_VERB}|(?=\n)|(?<=ans\.)|(?<=答))\s*:?|\#\#\#\#+|{answer_words.STATED}"
 )
+_DOUBTED = re.compile(
+    r"(?i)(?:\bnot (?:the case|true)|\bfalse|\bwrong|\bincorrect|\bdoubt|n't (?:think|believe|say))\s+(?:that\s+)?[\w\s]{0,20}$"
+)
+_FOREIGN_DENIAL = re.compile(rf"(?i){answer_words.DENIED_AT_ONCE}(?!.*\s{answer_words.INSTEAD}\s)|{answer_words.DENIED_AFTERWARDS}")
 
 
 _CUES, _SENTENCE = 50, 600  # cues for an answer that are looked at, the last ones, and characters behind each
@@ -115,17 +120,24 @@ def _statements(text: str) -> list[tuple[int, str, bool]]:
     for match in list(_CUE.finditer(text))[-_CUES:]:
         rest = text[match.end() : match.end() + _SENTENCE]
         line = next((line for line in rest.split("\n") if line.strip(" *_:")), "")
-        found.append((match.start(), line, match["denied"] is not None))
+        is_denied = match["denied"] is not None or match["foreign_denial"] is not None
+        is_denied = is_denied or _DOUBTED.search(text[: match.start()][-60:]) is not None or _FOREIGN_DENIAL.search(line) is not None
+        found.append((match.start(), line, is_denied))
     return found
 
 
 _MARKS = re.compile(r"(?m)^[ \t]*(?:#{1,3}[ \t]+|>[ \t]?|[-*][ \t]+)|\*\*|__|`+(?:[a-z]+\n)?")
 _DISPLAYED = re.compile(r"\\\[|\\\]|\$\$")
+_TABLE_ROW = re.compile(r"(?m)^[ \t]*\|[ \t][^\n]*\|[ \t]*$")
 
 
 def _lines(text: str) -> str:
-    """Without headings, quotes, lists and emphasis; what is displayed stands on a line of its own."""
-    return _DISPLAYED.sub("\n", _MARKS.sub("", text))
+    """Without headings, quotes, lists and emphasis, of a table's row its last cell; what is displayed stands on a line of its own."""
+    return _DISPLAYED.sub("\n", _TABLE_ROW.sub(_last_cell, _MARKS.sub("", text)))
+
+
+def _last_cell(row: re.Match[str]) -> str:
+    return next((cell for cell in reversed(row[0].split("|")) if cell.strip()), "")
 
 
 _CALCULATION = re.compile(r"<<[^<>\n]*>>")  # as GSM8K's own solutions have them

@@ -6,6 +6,7 @@ names several letters, or a letter with the text of another option, or denies wh
 
 import re
 
+from quantkit.evaluation.grading import answer_words
 from quantkit.evaluation.grading.answers import LONGEST, Extraction, Found, boxes, last_box
 from quantkit.evaluation.grading.typesetting import END_TEXT, TEXT, normalize, plain
 
@@ -46,11 +47,17 @@ _ASKED = re.compile(
 _DENIED = r"(?P<denied>(?:isn't|is not|is never|cannot be|can't be|is (?:definitely|clearly|certainly) not)(?! [A-Z]\)? but)\b)"
 _PHRASE = re.compile(
     rf"(?i)\b(?:answer|option|choice)\s+(?:{_DENIED}|(?:is|must be|should be|would be|will be|has to be)\b\s*:?)\s*"
-    r"|(?<!not )\b(?:choose|pick|select|go with|opt for)\s+|(?<!不)(?<!不[能可应该])选择?(?!项)\s*|答案\s*[选是为](?!\s*:)"
+    r"|(?<=[.;,!] )(?:it|that)(?:'s| is| must be| has to be)\s+(?=(?:option |choice )?[(\[]?(?-i:[A-Z])[)\]]?\s*(?:[.;!\n]|$))"
+    rf"|{answer_words.STATED}"
+    r"|(?<!not )\b(?:choose|pick|select|go(?:ing)? with|opt(?:ing)? for|settl(?:e|ing) on)\s+"
+    r"|(?<!不)(?<!不[能可应该])选择?(?!项)\s*|答案\s*[选是为](?!\s*:)"
 )
+_FOREIGN_DENIAL = re.compile(rf"(?i){answer_words.DENIED_AT_ONCE}|{answer_words.DENIED_AFTERWARDS}")
 _JUDGED = re.compile(
     r"(?<![A-Za-z0-9'])[(\[]?(?P<letter>[A-Z])[)\]]?\s+(?:is|seems|must be)\s+(?:therefore |thus |clearly )?"
-    r"(?:the |a )?(?:(?:only |best |right |correct )*(?:correct|right|answer|choice|option))\b"
+    r"(?:the |a )?(?:(?:only |best |right |correct )*(?:correct|right|answer|choice|option))\b(?!,? (?:but|yet|at first)\b)"
+    r"|\b(?:[Ee]verything|[Aa]ll|[Ee]very option) (?:but|except) [(\[]?(?P<left>[A-Z])[)\]]?"
+    r" (?:can be|is|are|was) (?:excluded|eliminated|ruled out|wrong|incorrect)"
 )
 
 
@@ -62,10 +69,11 @@ def _statements(text: str) -> list[tuple[int, Found, str]]:
         found.append((match.start(), "asked", said))
     for match in list(_PHRASE.finditer(text))[-_CUES:]:
         said = _line(text, match.end())
-        found.append((match.start(), "phrase", f"not {said}" if match["denied"] else said))
+        is_denied = match["denied"] or match["foreign_denial"] or _FOREIGN_DENIAL.search(said)
+        found.append((match.start(), "phrase", f"not {said}" if is_denied else said))
     for match in list(_JUDGED.finditer(text))[-_CUES:]:
         if not re.search(r"(?i)\b(?:and|or|nor|neither|not)\s*[(\[]?$", text[max(0, match.start() - 20) : match.start()]):
-            found.append((match.start(), "phrase", match["letter"]))
+            found.append((match.start(), "phrase", match["letter"] or match["left"]))
     return [one for one in found if not re.search(r"\\f?box", one[2])]
 
 
@@ -87,10 +95,12 @@ _DENIAL = re.compile(
 )
 _LABEL = re.compile(r"(?P<open>[(\[{<\"']*)\s*(?P<letter>[A-Za-z])\s*(?P<close>[)\]}>\"']*)(?![A-Za-z0-9']|-[A-Za-z])")
 _JOINED = re.compile(
-    r"(?i)\s*(?:,|/|&|\+|-|\?|;|(?:, ?)?(?:and|or|to|as well as)\b|和|或|、)\s*"
-    r"(?:also |maybe |perhaps |probably |option |possibly )?[(\[]?(?P<letter>[A-Z])(?![A-Za-z0-9'])(?!\s+(?:is|was)\b)"
+    r"(?i)\s*(?:,|/|&|\+|-|\?|;|(?:, ?|\()?(?:and|or|to|as well as|maybe|perhaps|possibly)\b|和|或|、)\s*"
+    r"(?:also |maybe |perhaps |probably |option |possibly )?[(\[]?(?P<letter>[A-Z])(?![A-Za-z0-9']|\.[A-Za-z])(?!\s+(?:is|was)\b)"
 )
 _BESIDE = re.compile(r"\s+[(\[]?(?P<letter>[A-Z])(?![A-Za-z0-9'])(?!\s+[a-z])")
+_TAKEN_BACK = re.compile(r"(?i)\s*(?:is|was|are|seems)(?:\s+(?:not|never|wrong|incorrect|false|impossible)\b|n't\b)")
+_SYMBOL = re.compile(r"\s*(?:[_^]|=|\([a-z]\)|\([a-z],)")  # a letter of a formula: F = ma, F_1, F(x)
 _REASON = re.compile(
     r"\s*(?:$|[^\sA-Za-z]|(?:because|since|as|is|was|for|due|which|so|where|rather|not|and not|but|being|seems|fits|or|and|to)\b)"
 )
@@ -115,6 +125,8 @@ def read_choice(said: str, options: list[str]) -> str | None:
     letter, rest = label["letter"].upper(), said[label.end() :]
     if not label["close"] and (label["letter"] in "AI" or label["letter"].islower()) and not _REASON.match(rest):
         return None  # an article or a pronoun
+    if _TAKEN_BACK.match(rest) or (_SYMBOL.match(rest) and not _same(rest.lstrip(" ="), options[ord(letter) - 65])):
+        return NOTHING
     if _names_another(letter, rest, letters) or any(_same(rest, other) for other in options if not _same(other, options[ord(letter) - 65])):
         return NOTHING
     return letter
@@ -153,7 +165,7 @@ _CONCLUSION = re.compile(
 )
 _DOUBT = re.compile(
     r"(?i)\b(?:not|cannot|n't|neither|nor|wrong|incorrect|except|eliminated?|excluded?|reject(?:ed)?|discard(?:ed)?|ruled? out"
-    r"|over|either|or)\b|n't\b|[不非]|排除"
+    rf"|over|either|or)\b|n't\b|[不非]|排除|{answer_words.DENIED}"
 )
 
 
@@ -164,7 +176,8 @@ def _alone(text: str, options: list[str]) -> str | None:
         whole = read_choice(said, options)
         if whole not in (None, NOTHING) and len(said) < 120:
             return whole if not _DOUBT.search(said) else NOTHING
-    letters = LETTERS[: len(options)]
+    bound = re.findall(r"\b[Ll]et ([A-Z]) (?:be|denote|=)", said)
+    letters = "".join(letter for letter in LETTERS[: len(options)] if letter not in bound)
     for sentence in reversed(re.split(r"(?<=[.!?。])\s+|\n", said)):
         named = _labels(sentence, options, letters)
         if named:
@@ -178,6 +191,10 @@ def _alone(text: str, options: list[str]) -> str | None:
     return None
 
 
+_FORMULA_BEFORE = re.compile(r"(?:[=^*·×]|\w[/+]|\blet)\s*$", re.IGNORECASE)
+_FORMULA_BEHIND = re.compile(r"\s*(?:=(?!=)|[_^*·×]|/\w|\+\s*\w)|\([a-z]\)")
+
+
 def _labels(sentence: str, options: list[str], letters: str) -> list[str]:
     """Letters of the options that a sentence names, by letter or by text."""
     named = []
@@ -187,7 +204,10 @@ def _labels(sentence: str, options: list[str], letters: str) -> list[str]:
             named.append(LETTERS[number])
             sentence = re.sub(pattern, " ", sentence)
     for match in re.finditer(r"(?<![A-Za-z0-9'])([A-Z])(?![A-Za-z0-9'])", sentence):
-        is_word = match[1] in "AI" and re.match(r",?\s+(?!(?:and|or|nor|is|was)\b)[a-z]", sentence[match.end() :])
+        if _FORMULA_BEFORE.search(sentence[: match.start()]) or _FORMULA_BEHIND.match(sentence, match.end()):
+            continue
+        verbs = "is" if match[1] == "I" else "is|was"
+        is_word = match[1] in "AI" and re.match(rf",?\s+(?!(?:and|or|nor|{verbs})\b)[a-z]", sentence[match.end() :])
         if match[1] in letters and not is_word:
             named.append(match[1])
     return named

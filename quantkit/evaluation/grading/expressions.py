@@ -15,7 +15,7 @@ from quantkit.evaluation.grading.values import read_value
 LONGEST = 500  # characters of an answer that math-verify is asked about
 
 _OR = re.compile(r"(?i)\\text\s*\{\s*or\s*\}|\bor\b|\\pm|\\mp")
-_AND = re.compile(r"(?i)\\text\s*\{\s*(?:,\s*)?and\s*\}|\band\b")
+_AND = re.compile(r"(?i)(?:,\s*)?(?:\\text\s*\{\s*(?:,\s*)?and\s*\}|\band\b)")
 _LABEL = re.compile(r"^[A-Za-z](?:_\{?\w+\}?|\([a-z]\))?\s*(?:=|\\in(?![a-z]))|^(?:\\text\s*\{[^{}]*\}|\\?angle\s*[A-Z]+|[A-Z]{1,3})\s*=")
 _INTRODUCTION = re.compile(r"(?i)^(?:(?:therefore|thus|hence|then|simply|clearly|equal to|given by|exactly|the|:)\s+)+")
 
@@ -55,11 +55,19 @@ def comparable(gold: str, answer: str) -> str | None:
     if len(answer) > LONGEST or (_OR.search(answer) and not (_OR.search(gold) or "," in gold)):
         return None
     if not re.search(r"[=∈]|\\in(?![a-z])", gold):
-        answer = _LABEL.sub("", answer)
+        answer = _LABEL.sub("", answer).strip()
+    if (ours := _brackets(answer)) and (asked := _brackets(gold)) and ours != asked:
+        return None
     answer = re.sub(r"(?<=[\d})])\s*\\(?:text|mathrm)\s*\{[^{}]*\}(?:\^\{?\d\}?)?\s*$", "", answer) if "text" not in gold else answer
     if re.fullmatch(r"[A-Za-z\s\\{}']*", _normal(gold)) and "\\" not in _normal(gold):
         return None if len(_normal(gold)) > 1 else answer
     return _AND.sub(",", answer)
+
+
+def _brackets(text: str) -> str:
+    """What a pair or an interval begins and ends with, such as `[)`: [2, 5) is not (2, 5), and a point is not an interval."""
+    found = re.fullmatch(r"([(\[])[^()\[\]]*,[^()\[\]]*([)\]])", re.sub(r"\\(?:left|right)(?![a-z])", "", text).strip())
+    return found[1] + found[2] if found else ""
 
 
 def same_short(gold: str, said: str) -> bool:

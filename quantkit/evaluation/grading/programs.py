@@ -13,7 +13,7 @@ import pickletools
 import re
 import textwrap
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
@@ -184,12 +184,20 @@ def _parses(source: str) -> bool:
 
 def _defines(source: str, name: str) -> bool:
     tree = _tree(source)
-    for node in tree.body if isinstance(tree, ast.Module) else []:
+    for node in _at_the_top(tree.body) if isinstance(tree, ast.Module) else []:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == name:
             return True
         if isinstance(node, ast.Assign) and any(isinstance(target, ast.Name) and target.id == name for target in node.targets):
             return True
     return False
+
+
+def _at_the_top(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements whose names are the module's: those of its ifs, tries and withs too."""
+    for statement in statements:
+        yield statement
+        if isinstance(statement, ast.If | ast.Try | ast.With):
+            yield from _at_the_top([*statement.body, *getattr(statement, "orelse", [])])
 
 
 def _as_body(source: str) -> str:

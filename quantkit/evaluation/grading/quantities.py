@@ -9,14 +9,19 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from quantkit.evaluation.grading.typesetting import END_TEXT, TEXT
+from quantkit.evaluation.grading.units import CURRENCY, is_unit
 
 LONGEST = 60  # digits of a number; what is longer is no answer that anybody meant
 
-_CURRENCY = r"(?:US|CA|AU|NZ|HK)?[$€£¥₹₩]|(?:USD|EUR|GBP|RMB|CNY|INR|Rs\.?)(?![A-Za-z])"
-_SIGN = re.compile(rf"(?P<sign>(?:minus|negative)[\s{TEXT}{END_TEXT}]+|负|[-+]?)\s*(?:{_CURRENCY})?\s*(?P<inner>[-+]?)\s*", re.IGNORECASE)
+_SIGN = re.compile(rf"(?P<sign>(?:minus|negative)[\s{TEXT}{END_TEXT}]+|负|[-+]?)\s*(?:{CURRENCY})?\s*(?P<inner>[-+]?)\s*", re.IGNORECASE)
 _GROUPED = r"\d{1,3}(?:(?P<mark>[,'_ ])\d{3})(?:(?P=mark)\d{3})*(?!\d)|\d{1,2}(?:,\d{2})+,\d{3}(?!\d)"
 _DIGITS = rf"(?:{_GROUPED}|\d+)(?:\.\d+|\.(?![\d.]))?|\.\d+"
 _NUMBER = re.compile(rf"(?P<whole>{_DIGITS})(?:[eE](?P<power>[-+]?\d{{1,3}})(?![\w.]))?")
+# A point or a blank at thousands and a comma before decimals; alone, the comma needs what is paid or measured beside it.
+_COMMA = re.compile(
+    rf"(\d{{1,3}}(?:[. ]\d{{3}})+|\d+(?=,00(?!\d)|,\d{{1,2}}\s*(?:%|{CURRENCY})|,\d{{1,2}}\s+(?!(?:and|und|oder|or)\b)[^\W\d_]{{3}}))"
+    r",(\d{1,2})(?!\d|,\d)"
+)
 _RATIO = re.compile(r"(\d+(?:\.\d+)?)\s*/\s*(\d+(?:\.\d+)?)(?![\d.]*\s*/|\d)")
 _GAP = rf"[\s{TEXT}{END_TEXT}]+"
 _MIXED = re.compile(rf"(\d+){_GAP}(?:and{_GAP})?(\d+)\s*/\s*(\d+)(?!\d|\s*/)")
@@ -32,16 +37,22 @@ _SCALE = re.compile(
 )
 _MORE = re.compile(rf"{_GAP}and{_GAP}(?:(?:a|one)\s+(?P<part>half|quarter|third)(?![A-Za-z])|(?P<count>\d+)(?![\d.,]))", re.IGNORECASE)
 _PARTS = {"half": Fraction(1, 2), "quarter": Fraction(1, 4), "third": Fraction(1, 3)}
-_AFTER = re.compile(rf"\s*(?:%|percent(?![A-Za-z])|per cent(?![A-Za-z])|°\s*{TEXT}?\s*[CFK]?(?![A-Za-z]){END_TEXT}?|º|¢|(?:{_CURRENCY}))")
-_ORDINAL = re.compile(rf"(?:\^\s*\{{?)?\s*{TEXT}?(?:th|st|nd|rd)(?![A-Za-z]){END_TEXT}?\}}?")
+_AFTER = re.compile(
+    rf"\s*(?:%|percent(?![A-Za-z])|per cent(?![A-Za-z])|°\s*{TEXT}?\s*[CFK]?(?![A-Za-z]){END_TEXT}?|º|¢|(?:{CURRENCY})|[.,]-+(?!\d))"
+)
+_ORDINAL = re.compile(rf"(?:\^\s*\{{?)?\s*{TEXT}?(?:th|st|nd|rd)(?![A-Za-z]){END_TEXT}?\}}?(?!\s+[a-z])")
+_SHARE_OF_ANOTHER = re.compile(r"\s*(?:more|less|higher|lower|sure|certain|confident)(?![A-Za-z])")
+_CENTS = re.compile(r"(?:\s*(?:dollars?|euros?|pounds?))?\s+and\s+(\d{1,2})\s+(?:cents?|pence)(?![A-Za-z])")
 
 _ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen"
 _TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
 _NAMES = {name: number for number, name in enumerate(_ONES.split())} | {
     name: 10 * number for number, name in enumerate(_TENS.split(), start=2)
 }
+_SPOKEN_DECIMALS = re.compile(rf"\s+point((?:\s+(?:{'|'.join(_ONES.split()[:10])})\b)+)", re.IGNORECASE)
 _WORD_SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 _WORD = re.compile(r"[\s-]*([A-Za-z]+)")
+_AFTER_COMMA = re.compile(rf"(?:[\s-]*|,\s+(?=(?:{'|'.join(_NAMES)})\b))([A-Za-z]+)", re.IGNORECASE)
 _CHINESE = re.compile(r"[零〇一二两三四五六七八九十百千万亿]+(?:点[零〇一二三四五六七八九]+)?")
 _CHINESE_DIGITS = {c: n for n, c in enumerate("零一二三四五六七八九")} | {"〇": 0, "两": 2}
 _CHINESE_SCALES = {"十": 10, "百": 100, "千": 1000, "万": 10**4, "亿": 10**8}
@@ -66,6 +77,8 @@ def begin_quantity(text: str) -> Quantity | None:
         return None
     found = _scaled(text, found)
     after = _AFTER.match(text, found.end) or _ORDINAL.match(text, found.end)
+    if after is not None and _SHARE_OF_ANOTHER.match(text, after.end()):
+        return None
     negative = (signed["sign"].strip() not in ("", "+")) or signed["inner"] == "-"
     return Quantity(-found.value if negative else found.value, after.end() if after else found.end)
 
@@ -75,6 +88,8 @@ def _digits(text: str, start: int) -> Quantity | None:
         return Quantity(int(mixed[1]) + Fraction(int(mixed[2]), int(mixed[3])), mixed.end())
     if (ratio := _RATIO.match(text, start)) is not None and Fraction(ratio[2]):
         return Quantity(Fraction(ratio[1]) / Fraction(ratio[2]), ratio.end())
+    if (comma := _COMMA.match(text, start)) is not None:
+        return Quantity(Fraction(f"{re.sub('[. ]', '', comma[1])}.{comma[2]}"), comma.end())
     number = _NUMBER.match(text, start)
     if number is None or len(number["whole"]) > LONGEST:
         return None
@@ -97,6 +112,8 @@ def _scaled(text: str, found: Quantity) -> Quantity:
 
 
 def _more(text: str, found: Quantity, scale: Fraction) -> Quantity:
+    if scale == 1 and (cents := _CENTS.match(text, found.end)) is not None:
+        return Quantity(found.value + Fraction(int(cents[1]), 100), cents.end())
     more = _MORE.match(text, found.end)
     if more is None or (more["count"] and not 0 < int(more["count"]) < scale):
         return found
@@ -109,7 +126,7 @@ def _words(text: str, start: int) -> Quantity | None:
     if chinese is not None and len(chinese[0]) <= LONGEST:
         return Quantity(_chinese(chinese[0]), chinese.end())
     total, group, scale, end, after_and = 0, 0, 1, start, -1
-    while (match := _WORD.match(text, max(end, after_and))) is not None:
+    while (match := (_AFTER_COMMA if scale >= 1000 else _WORD).match(text, max(end, after_and))) is not None:
         word = match[1].lower()
         if word in ("a", "an") and end == start:
             following = _WORD.match(text, match.end())
@@ -131,7 +148,13 @@ def _words(text: str, start: int) -> Quantity | None:
         else:
             break
         end = match.end()
-    return _more(text, Quantity(Fraction(total + group), end), Fraction(scale)) if end > start else None
+    if end == start:
+        return None
+    decimals = _SPOKEN_DECIMALS.match(text, end)
+    if decimals is not None:
+        digits = "".join(str(_NAMES[name.lower()]) for name in decimals[1].split())
+        return Quantity(total + group + Fraction(f"0.{digits}"), decimals.end())
+    return _more(text, Quantity(Fraction(total + group), end), Fraction(scale))
 
 
 def _chinese(text: str) -> Fraction:
@@ -153,98 +176,6 @@ def _chinese(text: str) -> Fraction:
     for place, c in enumerate(decimals, start=1):
         value += Fraction(_CHINESE_DIGITS[c], 10**place)
     return value
-
-
-# ---------------------------------------------------------------------------------------------------------------------- units
-
-_KNOWN = (
-    "kg g mg lb lbs oz cm mm km m ft in yd mi mph kmh kph ml mL L l s h hr hrs min mins sec secs ms J kJ W kW N V kV Hz A GB MB KB TB pm am"
-)
-_KNOWN_UNITS = frozenset(_KNOWN.split()) | {
-    "°",
-    "px",
-    "sq",
-    "cu",
-    "pt",
-    "qt",
-    "gal",
-    "rpm",
-    "ppm",
-    "cal",
-    "kcal",
-    "pts",
-    "hp",
-    "yr",
-    "yrs",
-    "wk",
-}
-_SHORT_WORDS = {"a", "an", "at", "by", "he", "in", "is", "it", "of", "on", "so", "tv", "we", "us", "up"}
-_LETTER_UNITS = frozenset("mgshLlJWNVACFK")
-_NO_UNIT = {"and", "or", "to", "not", "nor", "too", "than", "except", "times", "plus", "minus", "over", "out", "divided", "multiplied"}
-_NO_UNIT |= {
-    "mod",
-    "modulo",
-    "squared",
-    "cubed",
-    "sqrt",
-    "root",
-    "factorial",
-    "pi",
-    "half",
-    "halves",
-    "third",
-    "thirds",
-    "quarter",
-    "quarters",
-}
-_NO_UNIT |= {
-    "double",
-    "twice",
-    "dozen",
-    "dozens",
-    "hundred",
-    "thousand",
-    "million",
-    "billion",
-    "trillion",
-    "below",
-    "above",
-    "versus",
-    "vs",
-}
-_NO_UNIT |= {"tenths", "hundredths", "thousandths", "fifths", "sixths", "sevenths", "eighths", "ninths"}
-_NO_UNIT |= {"wrong", "incorrect", "impossible", "quarters", "versus", "vs"}
-_CJK = re.compile(r"[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]+")
-_CJK_NO_UNIT = re.compile(r"[万萬亿百千十零一二三四五六七八九两倍至到或和与加减乘除以点负不]")
-_WORD_OR_CJK = re.compile(
-    r"(?P<space>[\s/·.(),'’\"-]*)(?P<word>[A-Za-zµΩ]+|[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]+)(?P<power>\^\s*\{?[23]\}?|[²³])?"
-)
-
-
-def is_unit(text: str, letters: bool) -> bool:
-    """Whether `text`, which stands behind a number, only says what is counted. `letters`: a letter can be a unit (18 m)."""
-    shown = text.replace(TEXT, " ").replace(END_TEXT, " ")
-    quoted = {word for part in re.findall(f"{TEXT}([^{END_TEXT}]*){END_TEXT}", text) for word in re.findall(r"[A-Za-z]+", part)}
-    shown = re.sub(r"\s+(?=\^|[²³])", "", shown.rstrip(" .。,;\"')").removesuffix("^").removesuffix("*").removesuffix("^").rstrip())
-    position, attached = 0, text[:1] not in (TEXT, " ")
-    while position < len(shown.rstrip(" )")):
-        match = _WORD_OR_CJK.match(shown, position)
-        if match is None or not _is_unit_word(match["word"], quoted, letters, attached and not match["space"]):
-            return False
-        position, attached = match.end(), False
-    return True
-
-
-def _is_unit_word(word: str, quoted: set[str], letters: bool, attached: bool) -> bool:
-    if _CJK.fullmatch(word):
-        return not _CJK_NO_UNIT.search(word.replace("千克", "").replace("千米", ""))
-    if word.lower() in _NO_UNIT:
-        return False
-    if len(word) == 1:
-        return word in quoted or (letters and word in _LETTER_UNITS) or (not attached and word == "a")
-    if attached:
-        return word in _KNOWN_UNITS
-    return len(word) > 2 or word in _KNOWN_UNITS or word.lower() in _SHORT_WORDS or word in quoted
 
 
 def read_quantity(text: str, letters: bool = True) -> Fraction | None:

@@ -45,7 +45,10 @@ _GONE = re.compile(
 )
 _SPACES = re.compile(r"\\(?:[,;:> ]|quad(?![a-z])|qquad(?![a-z])|thinspace|enspace|space(?![a-z]))|~")
 _DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degrees?(?![a-z])|\\textdegree")
-_DELIMITERS = re.compile(r"\\[()\[\]]|\\(?:begin|end)\{(?:equation|align|math|displaymath|center)\*?\}|(?<!\\)\$\$")
+_DELIMITERS = re.compile(
+    r"\\[()\[\]]|\\(?:begin|end)\{(?:equation|align|math|displaymath|center|aligned|gathered?|split|array)\*?\}(?:\{[clr|]*\})?"
+    r"|(?<!\\)\$\$"
+)
 _FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
 _TEXT_RATIO = re.compile(
     rf"\\[dtc]?frac\s*\{{\s*{TEXT}([^{{}}{END_TEXT}]*){END_TEXT}\s*\}}\s*\{{\s*{TEXT}([^{{}}{END_TEXT}]*){END_TEXT}\s*\}}"

@@ -1,0 +1,59 @@
+"""What may stand behind a number and leave it the number that it is: units, things that are counted; and currencies before or behind it."""
+
+import re
+
+from quantkit.evaluation.grading.typesetting import END_TEXT, TEXT
+
+_CODES = (
+    "USD|EUR|GBP|RMB|CNY|JPY|INR|CHF|CAD|AUD|NZD|HKD|SGD|KRW|RUB|BRL|MXN|PLN|SEK|NOK|DKK|CZK"
+    "|HUF|TRY|ZAR|THB|VND|IDR|PHP|MYR|ILS|AED|SAR|UAH"
+)
+SIGNS = r"$£¥\u20a0-\u20cf"
+"""Characters of a class in a pattern: signs of currencies."""
+CURRENCY = rf"(?:[A-Z]{{1,3}})?[{SIGNS}]|(?:{_CODES}|Rs\.?)(?![A-Za-z])"
+
+_KNOWN = (
+    "kg g mg lb lbs oz cm mm km m ft in yd mi mph kmh kph ml mL L l s h hr hrs min mins sec secs ms J kJ W kW N V kV Hz A GB MB KB TB pm am"
+    " ° px sq cu pt qt gal rpm ppm cal kcal pts hp yr yrs wk kr zł Kč lv"
+)
+_SHORT = "a an at by he in is it of on so tv we us up"
+_OTHERWISE = (
+    "and or to not nor too than except times plus minus over out divided multiplied mod modulo squared cubed sqrt root factorial pi half"
+    " halves third thirds quarter quarters double twice dozen dozens hundred thousand million billion trillion below above versus vs least"
+    " most point tenths hundredths thousandths fifths sixths sevenths eighths ninths wrong incorrect impossible fail fails"
+    " oder und nicht mal ou pas fois или и не раза por veces"
+)
+_KNOWN_UNITS, _SHORT_WORDS, _NO_UNIT = frozenset(_KNOWN.split()), frozenset(_SHORT.split()), frozenset(_OTHERWISE.split())
+_LETTER_UNITS = frozenset("mgshLlJWNVACFK")
+_CJK_RANGE = r"\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af"
+_CJK_NO_UNIT = re.compile(r"[万萬亿百千十零一二三四五六七八九两倍至到或和与加减乘除以点负不]|또는|아니|아닙")
+_WORD = re.compile(
+    rf"(?P<space>[\s/·.(),'’\"-]*)(?P<word>(?P<cjk>[{_CJK_RANGE}]+)|(?:(?![{_CJK_RANGE}])[^\W\d_πθ]|Ω)+)(?P<power>\^\s*\{{?[23]\}}?|[²³])?"
+)
+
+
+def is_unit(text: str, letters: bool) -> bool:
+    """Whether `text`, which stands behind a number, only says what is counted. `letters`: a letter can be a unit (18 m)."""
+    shown = text.replace(TEXT, " ").replace(END_TEXT, " ").replace("left over", "leftover")
+    quoted = {word for part in re.findall(f"{TEXT}([^{END_TEXT}]*){END_TEXT}", text) for word in re.findall(r"[A-Za-z]+", part)}
+    shown = re.sub(r"\s+(?=\^|[²³])", "", shown.rstrip(" .。,;\"')").removesuffix("^").removesuffix("*").removesuffix("^").rstrip())
+    position, attached = 0, text[:1] not in (TEXT, " ")
+    while position < len(shown.rstrip(" )")):
+        match = _WORD.match(shown, position)
+        if match is None or not _is_unit_word(match, quoted, letters, attached and not match["space"]):
+            return False
+        position, attached = match.end(), False
+    return True
+
+
+def _is_unit_word(match: re.Match[str], quoted: set[str], letters: bool, attached: bool) -> bool:
+    word = match["word"]
+    if match["cjk"]:
+        return not _CJK_NO_UNIT.search(word.replace("千克", "").replace("千米", ""))
+    if word.lower() in _NO_UNIT:
+        return False
+    if len(word) == 1:
+        return word in quoted or (letters and word in _LETTER_UNITS) or (not attached and word == "a")
+    if attached:
+        return word in _KNOWN_UNITS
+    return len(word) > 2 or word in _KNOWN_UNITS or word.lower() in _SHORT_WORDS or word in quoted
