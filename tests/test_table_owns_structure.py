@@ -44,7 +44,9 @@ SPELLED: dict[str, dict[str, str]] = {
         r"(.*?\blayers\.)(\d+)\.(.+)": "a group's targets cover what is alike in every layer by one pattern: a spelling of the format",
     },
     "checkpoint/stacked.py": {"_proj": "how publishers name experts that they stack in one tensor"},
-    "checkpoint/formats/modelslim.py": dict.fromkeys(("o_proj", "down_proj"), "the format slices scale_bias of these two, for vllm-ascend"),
+    "checkpoint/formats/modelslim_kinds.py": dict.fromkeys(
+        ("o_proj", "down_proj"), "the format slices scale_bias of these two, for vllm-ascend"
+    ),
     "checkpoint/formats/gptq.py": {"lm_head": "a key of GPTQ's description"},
     "diagnosis/behaviour.py": {"model.layers.": "what a report calls a sublayer"},
     "diagnosis/repair.py": {"model.layers.": OTHERS},

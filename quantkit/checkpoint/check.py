@@ -6,16 +6,19 @@ read: linears that the checkpoint declares unquantized may be left as DeepSeek's
 (NVIDIA's script for DeepSeek leaves the MTP layer as it was in the source).
 """
 
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.checkpoint.formats.base import FLOAT_DTYPES, Format
 from quantkit.checkpoint.header import TensorInfo
 from quantkit.devices import dtype_name
 from quantkit.errors import QuantkitError
-from quantkit.schemes import Grid, IntGrid
+from quantkit.schemes import Grid
 
+CACHE_PARTS = re.compile(r".*\.(?:[qkv]_(?:scale|zero_point)|kv_cache_(?:scale|offset))")
+"""Names of tensors with which engines quantize a cache: no part of a weight, and not used here."""
 _AGAIN = "download the checkpoint again, or ask its publisher"
 
 
@@ -82,7 +85,7 @@ def quantized_linear(path: Path, format: Format, grid: Grid | None, tensors: Map
 def _check_plain(path: Path, format: Format, tensor: TensorInfo) -> None:
     if tensor.name.endswith(format.own_suffixes):
         raise QuantkitError(f"{tensor.name} in {path / tensor.shard} belongs to no quantized weight", _AGAIN)
-    if tensor.dtype not in FLOAT_DTYPES:
+    if tensor.dtype not in FLOAT_DTYPES and not CACHE_PARTS.fullmatch(tensor.name):
         raise QuantkitError(
             f"{tensor.name} in {path / tensor.shard} is {dtype_name(tensor.dtype)}, which {format.name} ({format.variant}) does not have",
             "formats are mixed, or config.json is not the one of these weights",
@@ -97,25 +100,6 @@ def check_ignored(described: Path, format: Format, ignored: Callable[[str], bool
     for module, linear in linears.items():
         if ignored is not None and linear.format is format and ignored(module):
             raise QuantkitError(f"{described} lists {module} as unquantized, but its tensors are quantized", "correct the list")
-
-
-def check_declared(declared: Callable[[str], Grid | None] | None, format: Format, linears: Mapping[str, QuantizedLinear]) -> None:
-    """Refuse a description that puts a linear on another grid than its tensors are on: engines go by the description.
-
-    declared: the grid of a module; None where the format describes one grid for all.
-    """
-    for module, linear in linears.items() if declared is not None else ():
-        said = declared(module) if linear.format is format and declared is not None else linear.grid
-        if said != linear.grid and _in_groups(said, linear) != linear.grid:
-            raise QuantkitError(
-                f"{module} is described as {said or 'unquantized'}, and its tensors are {linear.grid}", "correct config_groups"
-            )
-
-
-def _in_groups(grid: Grid | None, linear: QuantizedLinear) -> Grid | None:
-    """int4 with a scale per row as one with a group as long as the row, which is stored alike."""
-    whole = isinstance(grid, IntGrid) and grid.bits == 4 and grid.group_size is None
-    return replace(grid, group_size=linear.shape[1]) if whole and isinstance(grid, IntGrid) else grid
 
 
 def _shape(shape: tuple[int, ...]) -> str:

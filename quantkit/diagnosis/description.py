@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from quantkit.checkpoint.check import QuantizedLinear, quantized_linear
+from quantkit.checkpoint.check import CACHE_PARTS, QuantizedLinear, quantized_linear
 from quantkit.checkpoint.description import check_description
 from quantkit.checkpoint.formats import FORMATS, detect_format, fp8_block
-from quantkit.checkpoint.formats.base import FLOAT_DTYPES, Format
+from quantkit.checkpoint.formats.base import FLOAT_DTYPES, Format, is_cache_alone
 from quantkit.checkpoint.header import TensorInfo
 from quantkit.devices import dtype_name
 from quantkit.diagnosis.findings import DiagnosisFindings
@@ -52,7 +52,7 @@ def describe(survey: Survey, findings: DiagnosisFindings) -> Described:
     except QuantkitError as fault:
         findings.add("description-unreadable", _described_in(survey), fault.problem, fault.remedy)
         return described
-    said = bool(survey.config.get("quantization_config") or survey.side)
+    said = bool(survey.config.get("quantization_config") or survey.side) and not is_cache_alone(survey.config, survey.side)
     packed = [name for name in survey.tensors if name.endswith(_PACKED)]
     if not said and packed:
         kinds = ", ".join(format.variant for format in seen) or "no format that quantkit knows"
@@ -118,7 +118,8 @@ def _read_format(survey: Survey, seen: list[Format], described: Described, findi
         if "two things" in fault.problem:
             findings.add("descriptions-disagree", list(survey.side), fault.problem)
         else:
-            findings.add("not-read", _described_in(survey), f"it says {_told(survey)}")
+            known = "does not read" in fault.problem
+            findings.add("not-read", _described_in(survey), f"it says {_told(survey)}" if known else fault.problem)
         return False
     try:
         described.grid = format.grid(survey.config, survey.side)
@@ -214,7 +215,8 @@ def _find_orphans(survey: Survey, described: Described, format: Format, findings
         tensor for tensor in survey.tensors.values() if tensor.name not in owned and tensor.name.rpartition(".")[0] not in described.broken
     ]
     orphans = [tensor.name for tensor in rest if tensor.name.endswith(format.own_suffixes or ("\0",))]
-    strange = [tensor for tensor in rest if tensor.dtype not in FLOAT_DTYPES and tensor.name not in orphans]
+    odd = [tensor for tensor in rest if tensor.dtype not in FLOAT_DTYPES and not CACHE_PARTS.fullmatch(tensor.name)]
+    strange = [tensor for tensor in odd if tensor.name not in orphans]
     if orphans:
         findings.add("part-orphan", orphans, "a part of a quantized weight whose codes are not there")
     if strange:

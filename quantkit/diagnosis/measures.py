@@ -52,13 +52,22 @@ def measure(rows: Rows, tensors: Mapping[str, Tensor]) -> Measures:
     if rows.codes is not None:
         codes, half = rows.codes, 2.0 ** (rows.bits - 1)
         centred = codes if rows.zero_point is None or rows.of_group is None else codes - rows.zero_point[:, rows.of_group]
-        offset, spread = float(centred.mean()), float(centred.square().mean().sqrt()) / half
+        offset, spread = _mean_inside(rows, centred), float(centred.square().mean().sqrt()) / half
         ends, beside = _share_at_ends(codes, 0), _share_at_ends(codes, 1)
         commonest = float((codes == codes.flatten().mode().values).float().mean())
         constant = float((codes == codes[:, :1]).all(1).float().mean())
         follows = correlation_with_zeros(rows, codes)
     rms = float(values.square().mean().sqrt())
     return Measures(rms, offset, spread, ends, beside, commonest, follows, constant, outlier, _digest(tensors), rows.bits)
+
+
+def _mean_inside(rows: Rows, centred: Tensor) -> float:
+    """Mean of code minus zero point; on a symmetric grid without the ends, for AutoRound gives the largest of a group the lowest code."""
+    assert rows.codes is not None
+    if rows.bits < 16 and (rows.zero_point is None or rows.zero_point.unique().numel() == 1):
+        inside = rows.codes.abs() < 2 ** (rows.bits - 1) - 1
+        return float(centred[inside].mean()) if bool(inside.any()) else 0.0
+    return float(centred.mean())
 
 
 def _share_at_ends(codes: Tensor, inside: int) -> float:

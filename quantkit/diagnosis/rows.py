@@ -12,7 +12,7 @@ from quantkit.checkpoint.check import QuantizedLinear
 from quantkit.checkpoint.formats.base import Axis, StoredPart
 from quantkit.checkpoint.formats.gptq import Gptq
 from quantkit.diagnosis.survey import Survey
-from quantkit.quant.weights import E2M1_VALUES, FP4_GROUP, Fp4Weight, IntWeight, Weight, dequantize
+from quantkit.quant.weights import E2M1_VALUES, FP4_GROUP, MX_GROUP, Fp4Weight, IntWeight, Mxfp4Weight, Weight, dequantize
 
 _RANGES, _ROWS = 4, 64
 """Rows that are taken apart: ranges, evenly spread, and rows of each."""
@@ -74,12 +74,12 @@ def _cut(tensor: Tensor, part: StoredPart, axis: Axis, start: int, stop: int) ->
 
 
 def _view(module: str, linear: QuantizedLinear, tensors: dict[str, Tensor]) -> Rows:
-    g_idx = tensors.get(f"{module}.g_idx")
-    if isinstance(linear.format, Gptq) and g_idx is not None:
-        weight = linear.format.unpack(module, {name: tensor for name, tensor in tensors.items() if not name.endswith(".g_idx")})
+    g_idx, format = tensors.get(f"{module}.g_idx"), linear.format.member(module)
+    if isinstance(format, Gptq) and g_idx is not None:
+        weight = format.unpack(module, {name: tensor for name, tensor in tensors.items() if not name.endswith(".g_idx")})
         count = tensors[f"{module}.scales"].shape[0]
         named = g_idx.long().clamp(0, count - 1)
-        of_group = named if linear.format.desc_act and bool(g_idx.any()) else None
+        of_group = named if format.desc_act and bool(g_idx.any()) else None
         return _of_weight(weight, of_group)
     return _of_weight(linear.format.unpack(module, tensors), None)
 
@@ -96,6 +96,10 @@ def _of_weight(weight: Weight, of_group: Tensor | None) -> Rows:
         groups = torch.arange(weight.shape[1]) // FP4_GROUP
         scale = weight.scale.float() * weight.global_scale
         return Rows(dequantize(weight), (), table[weight.codes.long()], None, scale, groups, 4)
+    if isinstance(weight, Mxfp4Weight):
+        groups = torch.arange(weight.shape[1]) // MX_GROUP
+        scale = torch.exp2(weight.exponent.float() - 127)
+        return Rows(dequantize(weight), (), torch.tensor(E2M1_VALUES)[weight.codes.long()], None, scale, groups, 4)
     return Rows(dequantize(weight), ())
 
 

@@ -103,19 +103,20 @@ class TensorCheck:
     def _check_index(self, module: str, linear: QuantizedLinear, tensors: dict[str, Tensor]) -> None:
         """GPTQ's groups of inputs: every group has as many as the others, and they are in order unless the description says otherwise."""
         g_idx = tensors.get(f"{module}.g_idx")
-        if g_idx is None or not isinstance(linear.format, Gptq):
+        format = linear.format.member(module)
+        if g_idx is None or not isinstance(format, Gptq):
             return
         count = tensors[f"{module}.scales"].shape[0]
         if int(g_idx.min()) < 0 or int(g_idx.max()) >= count:
             self.tell("act-order-wrong", f"{module}.g_idx", f"it names group {int(g_idx.max())}, and there are {count}")
             return
         members = torch.bincount(g_idx.long(), minlength=count)
-        if not in_order(g_idx, count) and not linear.format.desc_act:
+        if not in_order(g_idx, count) and not format.desc_act:
             self.tell("act-order-wrong", f"{module}.g_idx", "inputs are not in the order of their groups, and desc_act is false")
-        elif int(members.max()) != int(members.min()) and (linear.format.desc_act or bool(g_idx.any())):
+        elif int(members.max()) != int(members.min()) and (format.desc_act or bool(g_idx.any())):
             told = f"a group has {int(members.max())} inputs and another {int(members.min())}"
             self.tell("act-order-wrong", f"{module}.g_idx", told)
-        elif linear.format.desc_act and count > 1 and not bool(g_idx.any()):
+        elif format.desc_act and count > 1 and not bool(g_idx.any()):
             self.tell("act-order-wrong", f"{module}.g_idx", "it is all zeros, and desc_act is true")
 
     def _check_scales(self, module: str, linear: QuantizedLinear, rows: Rows, tensors: dict[str, Tensor]) -> None:

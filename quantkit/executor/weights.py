@@ -35,6 +35,8 @@ from quantkit.quant.weights import Fp4Weight, IntWeight, Mxfp4Weight, Weight, de
 _EXPANDED_SHARE = 0.25
 """Share of the free memory that a model may take expanded."""
 
+_INT4_GROUP = 128
+"""The longest group of the int4 operators."""
 _SMALL_FP4 = 1 << 19
 """Elements of an FP4 weight up to which a CPU is faster over it expanded: the kernels' own call takes 10 us to begin (1024 x 256, AVX2, one
 thread, one token: 38 us expanded, 50 packed)."""
@@ -173,7 +175,8 @@ class ExecutorWeights:
         stored = self.checkpoint.linears.get(module)
         bits = 16
         if stored is not None:
-            bits = stored.format.activation_bits if stored.grid is None else stored.format.activation_bits_of(stored.grid)
+            own = stored.format.member(module)
+            bits = own.activation_bits if stored.grid is None else own.activation_bits_of(stored.grid)
         joined, *others = (operand(share, self.dtype, bits) for share in self._shares(module))
         for other in others:
             joined = stack(joined, other)
@@ -262,13 +265,17 @@ def operand(weight: Weight, dtype: torch.dtype, activation_bits: int = 16) -> ke
 
     int8 and int4 per channel run with int8 activations where the format's `activation_bits` are 8, int4 a byte a code; other int4 and FP4
     are weight-only, MXFP4 by NVFP4's operators where that holds the same values; everything else, FP8 and weight-only int8 included, is
-    expanded to `dtype`.
+    expanded to `dtype`. Int4 whose groups are longer than the operators' has its scales repeated.
     """
     match weight:
         case IntWeight(bits=4, zero_point=None) if activation_bits == 8 and weight.scale.shape[1] == 1:
             return kernels.Int8(weight.codes, weight.scale)
         case IntWeight(bits=4) if weight.group_size in (32, 64, 128):
             return kernels.Int4(weight.codes, weight.scale, weight.zero_point)
+        case IntWeight(bits=4) if weight.group_size % _INT4_GROUP == 0:
+            copies = weight.group_size // _INT4_GROUP
+            points = None if weight.zero_point is None else weight.zero_point.repeat_interleave(copies, 1)
+            return kernels.Int4(weight.codes, weight.scale.repeat_interleave(copies, 1), points)
         case IntWeight(bits=8, zero_point=None) if activation_bits == 8 and weight.scale.shape[1] == 1:
             return kernels.Int8(weight.codes, weight.scale)
         case Fp4Weight():

@@ -8,6 +8,7 @@ from typing import Any
 
 from quantkit.calibrate.ends import Ends
 from quantkit.calibrate.parameter_reader import ParameterReader
+from quantkit.checkpoint.check import CACHE_PARTS
 from quantkit.checkpoint.companions import SETTINGS, read_companions
 from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.reader import Checkpoint
@@ -26,7 +27,7 @@ from quantkit.tokenizer.chat import ChatTokenizer
 DROPPED = {
     r".*\.rotary_emb\.inv_freq": "computed from config.json",
     r"lm_head\.weight": "the embedding once more, to which config.json ties it",
-    r".*\.[kv]_scale": "a scale of a quantized cache; this scheme's cache is 16-bit",
+    CACHE_PARTS.pattern: "a scale of a quantized cache; this scheme's cache is 16-bit",
     r".*\.(input_scale|activation_scale)": "a static activation scale of the source's own quantization",
 }
 """Tensors that a source may hold beside the parameters, by pattern, and why the output does not have them."""

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoint.formats import (
+    auto_round,
     awq,
     compressed_fp4,
     compressed_int4,
@@ -16,6 +17,7 @@ from quantkit.checkpoint.formats import (
     fp8_block,
     gptq,
     modelopt,
+    modelopt_mixed,
     modelslim,
     mxfp4,
 )
@@ -31,13 +33,16 @@ FORMATS: tuple[Format, ...] = (
     compressed_int4.FORMAT,
     compressed_fp4.FORMAT,
     compressed_int8.FORMAT,
+    *compressed_int8.OTHERS,
     compressed_int4.INT8_WORDS,
     compressed_mxfp4.FORMAT,
     compressed_mixed.FORMAT,
     *fp8.FORMATS,
     modelopt.FORMAT,
+    modelopt_mixed.FORMAT,
     modelslim.FORMAT,
     mxfp4.FORMAT,
+    auto_round.FORMAT,
 )
 
 
@@ -56,7 +61,7 @@ def detect_format(path: Path, config: Mapping[str, Any], side: Mapping[str, Any]
     """The one format that config.json, and the files of SIDE_FILES beside it, declare."""
     found = [format for format in FORMATS if format.detect(config, side)]
     if len(found) == 1:
-        return found[0]
+        return found[0].of_checkpoint(config, side)
     if found:
         said = " and ".join(sorted({format.name for format in found}))
         raise QuantkitError(f"{path} says two things of its quantization: {said}", "keep the files of one format only")

@@ -19,7 +19,12 @@ from quantkit.quant.weights import Weight
 from quantkit.schemes import Grid, IntGrid
 
 # JSON files beside config.json that say how a checkpoint is quantized.
-SIDE_FILES = ("hf_quant_config.json", "quant_model_description.json", "quant_config.json", "quantize_config.json")
+SLIM_FILES = (
+    "quant_model_description.json",
+    *(f"quant_model_description_{kind}.json" for kind in ("w8a8", "w8a8_dynamic", "w8a16", "w4a16", "w4a8_dynamic")),
+)
+"""ModelSlim's names for its description: today's, and those of its first releases."""
+SIDE_FILES = ("hf_quant_config.json", *SLIM_FILES, "quant_config.json", "quantize_config.json")
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -67,6 +72,7 @@ class Format(ABC):
     marker_dtype: ClassVar[torch.dtype]  # with this dtype
     own_suffixes: ClassVar[tuple[str, ...]]  # suffixes no other tensor has: alone, they are a fault
     is_source: ClassVar[bool] = False  # models are published so by those who trained them, and may be quantized further
+    writes_mixtures: ClassVar[bool] = False  # its config_block describes linears on several grids
     activation_bits: ClassVar[int] = 16  # 8: engines quantize the inputs of its linears to int8, per token
 
     @abstractmethod
@@ -132,6 +138,14 @@ class Format(ABC):
         """`activation_bits`, likewise."""
         return self.activation_bits
 
+    def of_checkpoint(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> "Format":
+        """The format for one checkpoint that it detects: another where the description says more than one thing (declared.py)."""
+        return self
+
+    def member(self, module: str) -> "Format":
+        """The format of one linear, where a checkpoint has several."""
+        return self
+
     def main_tensor(self, module: str, names: Container[str]) -> str:
         """The tensor of a quantized linear that holds its codes. names: those of the checkpoint."""
         return module + self.marker
@@ -158,6 +172,18 @@ def lifted(config: dict[str, Any]) -> dict[str, Any]:
         return config
     bare = {key: value for key, value in text.items() if key != "quantization_config"}
     return {**config, "text_config": bare, "quantization_config": text["quantization_config"]}
+
+
+def is_cache_alone(config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
+    """Whether the description is of a cache, and weights are not quantized: compressed-tensors' and ModelOpt's way to say so."""
+    block = config.get("quantization_config") or side.get("hf_quant_config.json", {}).get("quantization")
+    if not isinstance(block, dict) or not (block.get("kv_cache_scheme") or block.get("kv_cache_quant_algo")):
+        return False
+    groups = (block.get("config_groups") or {}).values()
+    weights = any(isinstance(group, dict) and group.get("weights") is not None for group in groups)
+    if block.get("quant_method") == "compressed-tensors":
+        return not weights
+    return block.get("quant_algo") is None and not weights and str(block.get("quant_method", "modelopt")).startswith("modelopt")
 
 
 def output_config(source: Mapping[str, Any], block: Mapping[str, Any]) -> dict[str, Any]:

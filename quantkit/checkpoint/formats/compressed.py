@@ -30,9 +30,29 @@ _SPELLING = IgnoreSpelling(
 )
 
 
+MIXED = "mixed-precision"
+CLASSES = ("Linear",)
+"""Targets of a group that mean every linear, by its class."""
+
+
 def detect(config: Mapping[str, Any], variant: str) -> bool:
+    """Whether the block says this variant; of several descriptions of weights, whatever it says, only MIXED."""
     block = config.get("quantization_config") or {}
-    return block.get("quant_method") == "compressed-tensors" and block.get("format") == variant
+    if block.get("quant_method") != "compressed-tensors":
+        return False
+    said = MIXED if len(weight_descriptions(config)) > 1 else block.get("format")
+    return bool(said == variant)
+
+
+def weight_descriptions(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The different descriptions of quantized weights."""
+    described: list[dict[str, Any]] = []
+    groups = config["quantization_config"].get("config_groups") or {}
+    for group in groups.values() if isinstance(groups, dict) else ():
+        args = group.get("weights") if isinstance(group, dict) else None
+        if isinstance(args, dict) and args not in described:
+            described.append(args)
+    return described
 
 
 def has_bits(config: Mapping[str, Any], bits: int) -> bool:
@@ -43,15 +63,11 @@ def has_bits(config: Mapping[str, Any], bits: int) -> bool:
 
 
 def weight_args(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The one description of quantized weights; several that differ are refused."""
-    described: list[dict[str, Any]] = []
-    for group in (config["quantization_config"].get("config_groups") or {}).values():
-        args = group.get("weights") if isinstance(group, dict) else None
-        if isinstance(args, dict) and args not in described:
-            described.append(args)
+    """The one description of quantized weights."""
+    described = weight_descriptions(config)
     if len(described) != 1:
-        fault = f"the checkpoint is compressed-tensors with {len(described)} different descriptions of weights"
-        raise QuantkitError(fault, "quantkit reads those with one")
+        fault = f"the checkpoint is compressed-tensors with {len(described)} descriptions of weights"
+        raise QuantkitError(fault, "download config.json again: its config_groups say how weights are stored")
     return described[0]
 
 
@@ -61,7 +77,23 @@ def unreadable(args: Mapping[str, Any], readable: str) -> QuantkitError:
 
 
 def ignored(config: Mapping[str, Any]) -> Callable[[str], bool]:
-    entries = config["quantization_config"].get("ignore") or []
+    """Whether a module is listed as unquantized, or no group is for it."""
+    listed = matcher(config["quantization_config"].get("ignore") or [])
+    groups = (config["quantization_config"].get("config_groups") or {}).values()
+    targets = [target for group in groups if isinstance(group, dict) for target in group.get("targets") or CLASSES]
+    if any(not is_name(target) for target in targets) or not targets:
+        return listed
+    meant = matcher(targets)
+    return lambda module: listed(module) or not meant(module)
+
+
+def is_name(target: Any) -> bool:
+    """Whether an entry of targets names modules, and no class."""
+    return isinstance(target, str) and ("." in target or target.startswith("re:"))
+
+
+def matcher(entries: Sequence[str]) -> Callable[[str], bool]:
+    """Whether a module is one of the entries: names, and regular expressions after "re:"."""
     exact = {entry for entry in entries if not entry.startswith("re:")}
     patterns = [regex.compile(entry[3:]) for entry in entries if entry.startswith("re:")]
     return lambda module: module in exact or any(_found(pattern, module) for pattern in patterns)
@@ -71,7 +103,7 @@ def _found(pattern: regex.Pattern[str], module: str) -> bool:
     try:
         return pattern.match(module, timeout=_DEADLINE_S) is not None
     except TimeoutError as error:
-        told = f"re:{pattern.pattern} in quantization_config.ignore of config.json takes too long to match"
+        told = f"re:{pattern.pattern} in quantization_config of config.json takes too long to match"
         raise QuantkitError(told, "write a simpler expression") from error
 
 

@@ -3,6 +3,9 @@
     X.weight int8 [N, K]   X.weight_scale float32 [N, 1]
 
 vLLM, SGLang, vllm-ascend and omni-infer load it. The scale is float32, omni-infer's own; the others copy it into their dtype.
+
+What llm-compressor also calls so is read, and never written: int4 a byte a code (its W4A8 and W4AFP8), groups, zero points, and one scale
+for all of a weight.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.formats import compressed
-from quantkit.checkpoint.formats.base import CODES, FLOAT_DTYPES, Format, StoredPart, stored_scale
+from quantkit.checkpoint.formats.base import CODES, FLOAT_DTYPES, Along, Format, StoredPart, along_groups, groups, stored_scale
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.quant.weights import IntWeight, Weight
 from quantkit.schemes import Grid, IntGrid
@@ -50,13 +53,10 @@ class CompressedInt8(Format):
         return IntWeight(tensors[f"{module}.weight"], tensors[f"{module}.weight_scale"].float(), None, bits=8)
 
     def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
-        return compressed.detect(config, self.variant)
+        return compressed.detect(config, self.variant) and not any(_is_other(args) for args in compressed.weight_descriptions(config))
 
     def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
-        args = compressed.weight_args(config)
-        said = tuple(args.get(key) for key in ("num_bits", "type", "strategy", "symmetric"))
-        if said != (8, "int", "channel", True):
-            raise compressed.unreadable(args, "8-bit symmetric int by channel")
+        compressed.weight_args(config)
         return GRID
 
     def ignored(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Callable[[str], bool] | None:
@@ -68,4 +68,62 @@ class CompressedInt8(Format):
         return compressed.config_block(self.variant, weights, activations, quantized, plain)
 
 
+def _is_other(args: Mapping[str, Any]) -> bool:
+    return tuple(args.get(key) for key in ("num_bits", "type", "strategy", "symmetric")) != (8, "int", "channel", True)
+
+
+class CompressedInts(CompressedInt8):
+    """bits: of a code. per_tensor: one scale, float [1].
+
+    Else X.weight_scale [N, G], and X.weight_zero_point int8 [N, G] where not symmetric.
+    """
+
+    own_suffixes = (".weight_scale", ".weight_zero_point")  # type: ignore[assignment]
+
+    def __init__(self, bits: int, *, per_tensor: bool = False) -> None:
+        self.bits, self.per_tensor = bits, per_tensor
+        self.activation_bits = 8 if per_tensor else 16  # type: ignore[misc]
+
+    def holds(self, grid: Grid) -> bool:
+        return False
+
+    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[StoredPart, ...]:
+        assert isinstance(grid, IntGrid), grid
+        codes = StoredPart(".weight", (torch.int8,), shape, axes=CODES)
+        if self.per_tensor:
+            return codes, StoredPart(".weight_scale", FLOAT_DTYPES, (1,))
+        count = groups(module, shape[1], grid)
+        along: tuple[Along, ...] = (("N", 1), along_groups(shape[1], count))
+        scale = StoredPart(".weight_scale", FLOAT_DTYPES, (shape[0], count), axes=along)
+        points = StoredPart(".weight_zero_point", (torch.int8,), (shape[0], count), axes=along)
+        return (codes, scale) if grid.symmetric else (codes, scale, points)
+
+    def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
+        codes, scale = tensors[f"{module}.weight"], tensors[f"{module}.weight_scale"].float()
+        if scale.dim() != 2 or self.per_tensor:
+            scale = scale.reshape(1, 1).expand(len(codes), 1).contiguous()
+        return IntWeight(codes, scale, tensors.get(f"{module}.weight_zero_point"), self.bits)
+
+    def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
+        if not compressed.detect(config, self.variant):
+            return False
+        said = [
+            (args.get("num_bits"), args.get("strategy") == "tensor") for args in compressed.weight_descriptions(config) if _is_other(args)
+        ]
+        # What is on no grid that is read, one of them must own: it says so.
+        known = bool(said) and said[0] in [(one.bits, one.per_tensor) for one in OTHERS]
+        return bool(said) and (said[0] == (self.bits, self.per_tensor) if known else self is OTHERS[0])
+
+    def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
+        args = compressed.weight_args(config)
+        size, strategy, bits = args.get("group_size"), args.get("strategy"), args.get("num_bits")
+        by_group = strategy == "group" and type(size) is int and size > 0
+        symmetric = bool(args.get("symmetric", True))
+        strategies = ("tensor",) if self.per_tensor and symmetric else ("channel",)
+        if bits != self.bits or args.get("type") != "int" or not (by_group or strategy in strategies):
+            raise compressed.unreadable(args, "4- or 8-bit int by group, channel or tensor")
+        return IntGrid(bits=bits, group_size=size if by_group else None, symmetric=symmetric)
+
+
 FORMAT = CompressedInt8()
+OTHERS = (CompressedInts(4), CompressedInts(8), CompressedInts(8, per_tensor=True))

@@ -5,25 +5,27 @@
     int8            int-quantized          X.weight int8
     FP8 in blocks   float-quantized        X.weight float8_e4m3fn [N, K]   X.weight_scale float32 [ceil(N / 128), ceil(K / 128)]
 
-A linear's tensors say which it is. config.json has a config group for each grid, with a format of its own, and names the modules of each:
-engines go by the names, so they must say what the tensors say. vLLM compares a target with a module's class before it looks into fused
+config.json has a config group for each grid, with a format of its own, and names the modules of each: engines go by the names, so they must
+say what the tensors are. Read, too, are groups of every other variant that has a file here, and several groups of one variant, which
+llm-compressor calls by that variant's name (declared.py). vLLM compares a target with a module's class before it looks into fused
 modules; a group for the class Linear would take every fused linear, and none is written.
 """
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.formats import compressed, compressed_fp4, compressed_int4, compressed_int8, fp8
+from quantkit.checkpoint.formats import compressed, compressed_fp4, compressed_int4, compressed_int8, compressed_mxfp4, fp8
 from quantkit.checkpoint.formats.base import CODES, FLOAT_DTYPES, Format, StoredPart
+from quantkit.checkpoint.formats.declared import Declared, Placed, Placement
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.errors import QuantkitError
 from quantkit.quant.weights import FP8_BLOCK, Fp4Weight, Fp8BlockWeight, IntWeight, Weight
-from quantkit.schemes import Fp8BlockGrid, Grid, IntGrid
+from quantkit.schemes import Fp8BlockGrid, Grid
 
 
 class _Fp8Blocks(fp8.CompressedFp8):
@@ -53,17 +55,23 @@ _FP8 = _Fp8Blocks(fp8.BLOCK)
 _MEMBERS: tuple[Format, ...] = (compressed_int4.FORMAT, compressed_fp4.FORMAT, compressed_int8.FORMAT, _FP8)
 
 
-_ONLY_GRIDS: dict[Format, Grid] = {
-    compressed_fp4.FORMAT: compressed_fp4.GRID,
-    compressed_int8.FORMAT: compressed_int8.GRID,
-    _FP8: Fp8BlockGrid(),
-}
-"""Of members that hold one."""
+_READ: tuple[Format, ...] = (
+    compressed_int4.FORMAT,
+    compressed_int4.INT8_WORDS,
+    compressed_fp4.FORMAT,
+    compressed_mxfp4.FORMAT,
+    compressed_int8.FORMAT,
+    *compressed_int8.OTHERS,
+    _FP8,
+    *(one for one in fp8.FORMATS if isinstance(one, fp8.CompressedFp8) and one.layout != fp8.BLOCK),
+)
+"""Of a group, by what it says of itself."""
 
 
 class CompressedMixed(Format):
     name = "compressed-tensors"
-    variant = "mixed-precision"
+    variant = compressed.MIXED
+    writes_mixtures = True
     scale_dtype = torch.float32
     marker = ".weight"
     marker_dtype = torch.int8
@@ -82,9 +90,6 @@ class CompressedMixed(Format):
     def activation_bits_of(self, grid: Grid) -> int:
         return _member(grid).activation_bits
 
-    def main_tensor(self, module: str, names: Container[str]) -> str:
-        return next((name for name in (f"{module}.weight_packed", f"{module}.weight") if name in names), f"{module}.weight")
-
     def quantized_module(self, tensor: TensorSpec) -> str | None:
         return next((module for member in _MEMBERS if (module := member.quantized_module(tensor))), None)
 
@@ -93,40 +98,24 @@ class CompressedMixed(Format):
         return _member(grid).parts(module, shape, grid)
 
     def stored(self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None) -> tuple[tuple[int, int], Grid | None]:
-        main = tensors[self.main_tensor(module, tensors)]
-        member = next(one for one in _MEMBERS if one.quantized_module(main) is not None)
-        shape, _ = member.stored(module, tensors, None)
-        if member is not compressed_int4.FORMAT:
-            return shape, _ONLY_GRIDS[member]
-        scale = tensors.get(f"{module}.weight_scale")
-        groups = scale.shape[-1] if scale is not None and len(scale.shape) == 2 else 0
-        size = shape[1] // groups if groups and shape[1] % groups == 0 else None
-        return shape, IntGrid(4, size, symmetric=f"{module}.weight_zero_point" not in tensors)
+        raise AssertionError(f"{self.name} {self.variant} is read by its description")
 
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
         return _member_of(weight).pack(module, weight)
 
     def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
-        main = tensors[self.main_tensor(module, tensors)]
-        spec = TensorSpec(self.main_tensor(module, tensors), main.dtype, tuple(main.shape))
-        return next(one for one in _MEMBERS if one.quantized_module(spec) is not None).unpack(module, tensors)
+        specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+        return next(one for one in _MEMBERS if any(one.quantized_module(spec) for spec in specs)).unpack(module, tensors)
 
     def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
         return compressed.detect(config, self.variant)
 
+    def of_checkpoint(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Format:
+        return Declared(self, _placed(config), _READ)
+
     def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
-        """None: there are several. Raises QuantkitError where a group is on a grid that is not read."""
-        _declared_groups(config)
+        """None: there are several."""
         return None
-
-    def declared_grids(self, config: Mapping[str, Any]) -> Callable[[str], Grid | None]:
-        groups = [(grid, *_matchers(targets)) for grid, targets in _declared_groups(config)]
-
-        def declared(module: str) -> Grid | None:
-            named = (grid for grid, by_name, _ in groups if by_name(module))
-            return next(named, next((grid for grid, _, by_class in groups if by_class), None))
-
-        return declared
 
     def ignored(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Callable[[str], bool] | None:
         return compressed.ignored(config)
@@ -162,28 +151,49 @@ def _member_of(weight: Weight) -> Format:
     return compressed_int4.FORMAT
 
 
-def _declared_groups(config: Mapping[str, Any]) -> list[tuple[Grid, list[str]]]:
-    """The grid and the targets of every group."""
-    groups = config["quantization_config"].get("config_groups") or {}
+def _placed(config: Mapping[str, Any]) -> Placed:
+    """By name before by class, as compressed-tensors matches; listed modules are on nothing."""
+    groups = [(placement, *_matchers(targets)) for placement, targets in _declared_groups(config)]
+    listed = compressed.matcher(config["quantization_config"].get("ignore") or [])
+
+    def placed(module: str) -> Placement | None:
+        if listed(module):
+            return None
+        named = (placement for placement, by_name, _ in groups if by_name(module))
+        return next(named, next((placement for placement, _, by_class in groups if by_class), None))
+
+    return placed
+
+
+def _declared_groups(config: Mapping[str, Any]) -> list[tuple[Placement, list[str]]]:
+    """The placement and the targets of every group that has weights."""
+    block = config["quantization_config"]
     found = []
-    for name, group in groups.items():
+    for name, group in (block.get("config_groups") or {}).items():
         if not isinstance(group, dict) or not isinstance(group.get("targets"), list):
             raise QuantkitError(f"config_groups.{name} of quantization_config names no targets", "download config.json again")
-        alone = {"quantization_config": {**config["quantization_config"], "format": group.get("format"), "config_groups": {name: group}}}
-        member = next((one for one in _MEMBERS if one.detect(alone, {})), None)
-        grid = None if member is None else member.grid(alone, {})
-        if grid is None:
-            told = f"config_groups.{name} of quantization_config is {group.get('format')}, with weights {group.get('weights')}"
-            raise QuantkitError(told, f"in a mixture quantkit reads {', '.join(one.variant for one in _MEMBERS)}")
-        found.append((grid, [str(target) for target in group["targets"]]))
+        if group.get("weights") is None:
+            continue
+        said = group.get("format") or (block.get("format") if block.get("format") != compressed.MIXED else None)
+        alone = {"quantization_config": {**block, "format": said, "config_groups": {name: group}}}
+        member = next((one for one in _READ if one.detect(alone, {})), None)
+        if member is None:
+            told = f"config_groups.{name} of quantization_config is {said}, with weights {_short(group['weights'])}"
+            raise QuantkitError(told, f"in a mixture quantkit reads {', '.join(dict.fromkeys(one.variant for one in _READ))}")
+        found.append((Placement(member, member.grid(alone, {})), [str(target) for target in group["targets"]]))
     return found
+
+
+def _short(args: Any) -> str:
+    """What is said of weights, without what is not said."""
+    return ", ".join(f"{key} {value}" for key, value in args.items() if value is not None) if isinstance(args, dict) else str(args)
 
 
 def _matchers(targets: Iterable[str]) -> tuple[Callable[[str], bool], bool]:
     """Whether a module is meant by its name; and whether every linear is, by its class."""
     entries = list(targets)
-    by_name = compressed.ignored({"quantization_config": {"ignore": [entry for entry in entries if entry != "Linear"]}})
-    return by_name, "Linear" in entries
+    by_name = compressed.matcher([entry for entry in entries if compressed.is_name(entry)])
+    return by_name, any(not compressed.is_name(entry) for entry in entries)
 
 
 def module_patterns(chosen: Collection[str], others: Collection[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Unquantized: X.weight in BF16, FP16 or FP32, and nothing said in config.json."""
+"""Unquantized: X.weight in BF16, FP16 or FP32, and nothing said in config.json, or of a cache alone."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.formats.base import CODES, FLOAT_DTYPES, SIDE_FILES, Format, StoredPart
+from quantkit.checkpoint.formats.base import CODES, FLOAT_DTYPES, SIDE_FILES, Format, StoredPart, is_cache_alone
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.quant.weights import Weight
 from quantkit.schemes import Grid
@@ -37,7 +37,8 @@ class DenseFormat(Format):
         return tensors[f"{module}.weight"]
 
     def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
-        return not config.get("quantization_config") and not any(name in side for name in SIDE_FILES)
+        nothing = not config.get("quantization_config") and not any(name in side for name in SIDE_FILES)
+        return nothing or is_cache_alone(config, side)
 
     def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
         return None

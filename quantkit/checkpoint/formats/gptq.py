@@ -25,6 +25,7 @@ from quantkit.checkpoint.formats.base import (
     require_multiple,
     stored_scale,
 )
+from quantkit.checkpoint.formats.declared import Declared, Placement
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.errors import QuantkitError
 from quantkit.quant.packing import pack_words, unpack_words
@@ -110,10 +111,26 @@ class Gptq(Format):
         if bits not in _BITS or type(size) is not int or type(symmetric) is not bool:
             told = f"bits {bits}, group_size {size}, sym {symmetric}"
             raise QuantkitError(f"the checkpoint is GPTQ with {told}", "quantkit reads GPTQ with 4 and 8 bits")
-        own = [name for name, settings in _dynamic(block).items() if not name.startswith("-:") and settings]
-        if own:
-            raise QuantkitError(f"the checkpoint is GPTQ with settings of their own for {own[0]}", "quantkit reads those with one for all")
         return IntGrid(bits=bits, group_size=size if size > 0 else None, symmetric=symmetric)
+
+    def of_checkpoint(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Format:
+        """Where GPTQModel's `dynamic` gives some modules other bits, groups or orders: the format and grid of each."""
+        block, ignored = _block(config, side), self.ignored(config, side)
+        own = [(regex.compile(name.removeprefix("+:")), settings) for name, settings in _dynamic(block).items() if _is_own(name, settings)]
+        if not own:
+            return self
+
+        def placed(module: str) -> Placement | None:
+            if (module == HEAD and not block.get("lm_head")) or (ignored is not None and ignored(module)):
+                return None
+            settings: Mapping[str, Any] = next((one for pattern, one in own if pattern.match(module)), {})
+            said = {"quantization_config": {**block, **settings, "dynamic": {}}}
+            format = next(
+                one for one in FORMATS if one.first == self.first and one.desc_act == bool(settings.get("desc_act", self.desc_act))
+            )
+            return Placement(format, format.grid(said, {}))
+
+        return Declared(self, placed, FORMATS)
 
     def ignored(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Callable[[str], bool] | None:
         block = _block(config, side)
@@ -173,6 +190,10 @@ def _said_format(block: Mapping[str, Any]) -> str:
 def _dynamic(block: Mapping[str, Any]) -> dict[str, Any]:
     found = block.get("dynamic")
     return found if isinstance(found, dict) else {}
+
+
+def _is_own(name: str, settings: Any) -> bool:
+    return not name.startswith("-:") and isinstance(settings, dict) and bool(settings)
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:

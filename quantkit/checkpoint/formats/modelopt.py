@@ -26,6 +26,7 @@ from quantkit.schemes import Fp4Grid, Grid
 _MTP_HEAD = "shared_head.head"
 _SIDE_FILE = "hf_quant_config.json"
 _WRITTEN = "W4A16_NVFP4"
+MIXED = "MIXED_PRECISION"
 _ALGORITHMS = ("NVFP4", _WRITTEN)
 # Engines look for the producer's name, so it is ModelOpt's, with the version whose bytes these are.
 _PRODUCER = {"name": "modelopt", "version": "0.47.0"}
@@ -69,14 +70,16 @@ class ModelOpt(Nvfp4):
         )
 
     def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
-        return is_modelopt(config, side) and "FP8" not in str(described(config, side).get("quant_algo"))  # fp8.py
+        said = str(described(config, side).get("quant_algo")) if is_modelopt(config, side) else "FP8"
+        return "FP8" not in said and said != MIXED  # fp8.py, modelopt_mixed.py
 
     def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
         block = described(config, side)
         algorithm, size = block.get("quant_algo"), _group_size(block)
         if algorithm not in _ALGORITHMS or size != FP4_GROUP:
-            fault = f"the checkpoint is ModelOpt with quant_algo {algorithm} and group_size {size}"
-            raise QuantkitError(fault, f"quantkit reads {' and '.join(_ALGORITHMS)} with group_size {FP4_GROUP}")
+            said = f"quant_algo {algorithm}" + (f" and group_size {size}" if algorithm in _ALGORITHMS else "")
+            known = f"{', '.join(_ALGORITHMS)} with group_size {FP4_GROUP}, FP8, FP8_PER_CHANNEL_PER_TOKEN, MXFP8 and mixtures of these"
+            raise QuantkitError(f"the checkpoint is ModelOpt with {said}", f"quantkit reads {known}: export it so, or quantize its source")
         return Fp4Grid()
 
     def ignored(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Callable[[str], bool] | None:

@@ -5,7 +5,8 @@
 
 Int4 is symmetric per channel, two rows to a byte in two's complement, the even row in the low bits. The kernel computes with
 codes + 8 and takes scale_bias = 8 * sum_k(code * scale) off again; layers cut along K carry the sum of each of 16 slices.
-vllm-ascend registers weight_offset as a parameter, so it must be there. config.json says nothing.
+vllm-ascend registers weight_offset as a parameter, so it must be there. config.json says nothing. What else ModelSlim writes is read by the
+type that each tensor has in the description (modelslim_kinds.py).
 """
 
 import json
@@ -15,7 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.formats.base import CODES, HEAD, Format, StoredPart, along_groups, require_multiple, stored_scale
+from quantkit.checkpoint.formats.base import (
+    CODES,
+    HEAD,
+    SLIM_FILES,
+    Format,
+    StoredPart,
+    along_groups,
+    require_multiple,
+    stored_scale,
+)
+from quantkit.checkpoint.formats.declared import Declared, Placed, Placement
+from quantkit.checkpoint.formats.modelslim_kinds import SLICES, SlimLinear, bias_slices
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.errors import QuantkitError
 from quantkit.quant.packing import from_twos_complement, pack_pairs, to_twos_complement, unpack_pairs
@@ -26,8 +38,22 @@ _SIDE_FILE = "quant_model_description.json"
 _INT8 = IntGrid(bits=8, group_size=None, symmetric=True)
 _INT4 = IntGrid(bits=4, group_size=None, symmetric=True)
 _TYPES: dict[str, Grid] = {"W8A8_DYNAMIC": _INT8, "W4A8_DYNAMIC": _INT4}
+_READ = (*_TYPES, "W8A8", "W8A8_MIX", "W8A16", "W4A16")
+_SECOND = ".weight_scale_second"
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _TYPE_NAMES = {grid: name for name, grid in _TYPES.items()}
-_SLICES = 16  # the largest tensor-parallel size a row-parallel scale_bias is cut for
+_KINDS: dict[tuple[str, bool, bool], Format] = {
+    **{("W8A8_DYNAMIC", second, new): SlimLinear(8, 8) for second in (False, True) for new in (False, True)},
+    **{(kind, False, new): SlimLinear(8, 8, static=True) for kind in ("W8A8", "W8A8_MIX") for new in (False, True)},
+    **{("W8A16", False, new): SlimLinear(8, 16) for new in (False, True)},
+    ("W4A16", False, False): SlimLinear(4, 16),
+    ("W4A8_DYNAMIC", False, False): SlimLinear(4, 8),
+    ("W4A8_DYNAMIC", True, False): SlimLinear(4, 8, second=True),
+    ("W4A8_DYNAMIC", True, True): SlimLinear(4, 8, "N", second=True),
+}
+"""By type, whether a linear has scales of two stages, and whether the description has a version."""
+_PACKED_W4A16: dict[bool, Format] = {True: SlimLinear(4, 16, "N"), False: SlimLinear(4, 16, "K")}
+"""In groups, or per channel."""
 
 
 class ModelSlim(Format):
@@ -45,12 +71,12 @@ class ModelSlim(Format):
     def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[StoredPart, ...]:
         rows, columns = shape
         scales = (
-            StoredPart(".weight_scale", (torch.float32,), (rows, 1), axes=(("N", 1), None)),
-            StoredPart(".weight_offset", (torch.float32,), (rows, 1), axes=(("N", 1), None)),
+            StoredPart(".weight_scale", _FLOATS, (rows, 1), axes=(("N", 1), None)),
+            StoredPart(".weight_offset", _FLOATS, (rows, 1), axes=(("N", 1), None)),
         )
         if grid == _INT8:
             return (StoredPart(".weight", (torch.int8,), shape, axes=CODES), *scales)
-        slices = _bias_slices(module)
+        slices = bias_slices(module)
         require_multiple(module, "outputs", rows, 2)
         require_multiple(module, "input channels", columns, slices)
         return (
@@ -67,7 +93,7 @@ class ModelSlim(Format):
         return (rows, columns), _INT8
 
     def split_fault(self, module: str, grid: Grid, *, row_parallel: bool) -> str | None:
-        if grid != _INT4 or row_parallel == (_bias_slices(module) == _SLICES):
+        if grid != _INT4 or row_parallel == (bias_slices(module) == SLICES):
             return None
         return "the format tells by its name whether an int4 linear is cut along its inputs, and this name says otherwise"
 
@@ -81,7 +107,7 @@ class ModelSlim(Format):
         }
         if weight.bits == 4:
             tensors[f"{module}.weight"] = pack_pairs(to_twos_complement(weight.codes.T)).T.contiguous().view(torch.int8)
-            sums = weight.codes.unflatten(1, (_bias_slices(module), -1)).sum(dim=-1, dtype=torch.int32)
+            sums = weight.codes.unflatten(1, (bias_slices(module), -1)).sum(dim=-1, dtype=torch.int32)
             tensors[f"{module}.scale_bias"] = 8 * sums * weight.scale
         return tensors
 
@@ -91,19 +117,27 @@ class ModelSlim(Format):
         codes, bits = tensors[f"{module}.weight"], 8
         if f"{module}.scale_bias" in tensors:
             codes, bits = from_twos_complement(unpack_pairs(codes.view(torch.uint8).T)).T.contiguous(), 4
-        return IntWeight(codes, tensors[f"{module}.weight_scale"], None, bits)
+        return IntWeight(codes, tensors[f"{module}.weight_scale"].float(), None, bits)
 
     def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
-        return _SIDE_FILE in side
+        return any(name in side for name in SLIM_FILES)
+
+    def of_checkpoint(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Format:
+        """Itself for what it writes; else each linear by its own type."""
+        described = _described(side)
+        types = {said for said in described.values() if isinstance(said, str)} - {"FLOAT"}
+        if "version" in described and not any(kind[0] in types for kind in _KINDS if kind[0] not in _TYPES) and not _has_seconds(described):
+            return self
+        return Declared(self, _placed(described), (self, *_KINDS.values(), *_PACKED_W4A16.values()))
 
     def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
-        said = side[_SIDE_FILE].get("model_quant_type")
+        said = _described(side).get("model_quant_type")
         if said not in _TYPES:
-            raise QuantkitError(f"{_SIDE_FILE} says model_quant_type {said}", f"quantkit reads {' and '.join(_TYPES)}")
+            raise QuantkitError(f"{_SIDE_FILE} says model_quant_type {said}", f"quantkit reads {', '.join(_READ)}")
         return _TYPES[said]
 
     def ignored(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Callable[[str], bool] | None:
-        described = side[_SIDE_FILE]
+        described = _described(side)
         return lambda module: described.get(f"{module}.weight") == "FLOAT"
 
     def config_block(self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> dict[str, Any]:
@@ -123,8 +157,33 @@ class ModelSlim(Format):
         return {_SIDE_FILE: json.dumps(description, indent=2).encode() + b"\n"}
 
 
-def _bias_slices(module: str) -> int:
-    return _SLICES if module.endswith(("down_proj", "o_proj")) else 1
+def _described(side: Mapping[str, Any]) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = next(side[name] for name in SLIM_FILES if name in side)
+    return found
+
+
+def _has_seconds(described: Mapping[str, Any]) -> bool:
+    return any(name.endswith(_SECOND) for name in described)
+
+
+def _placed(described: Mapping[str, Any]) -> Placed:
+    new = "version" in described
+
+    def placed(module: str) -> Placement | None:
+        kind = described.get(f"{module}.weight")
+        if kind in (None, "FLOAT"):
+            return None
+        second = f"{module}{_SECOND}" in described
+        format = _KINDS.get((str(kind), second, new))
+        if kind == "W4A16" and new:
+            format = _PACKED_W4A16[bool(described.get("group_size"))]
+        elif kind == "W4A8_DYNAMIC" and new and not second:
+            format = FORMAT
+        if format is None:
+            raise QuantkitError(f"{_SIDE_FILE} says that {module} is {kind}", f"quantkit reads {', '.join(_READ)}")
+        return Placement(format, None)
+
+    return placed
 
 
 FORMAT = ModelSlim()

@@ -128,8 +128,11 @@ class WholeModel:
 
     def _rounds(self, name: str) -> bool:
         """Whether a linear reads int8."""
-        linear = self.checkpoint.linears.get(self.skeleton.published.get(name, "").removesuffix(".weight"))
-        return linear is not None and linear.format.activation_bits == 8
+        return self._reads_int8(self.skeleton.published.get(name, "").removesuffix(".weight"))
+
+    def _reads_int8(self, module: str) -> bool:
+        linear = self.checkpoint.linears.get(module)
+        return linear is not None and linear.format.member(module).activation_bits == 8
 
     def _fill_experts(self, name: str, module: nn.Module) -> bool:
         """Stacked routed experts, from one tensor for each; whether they are stored so."""
@@ -140,8 +143,7 @@ class WholeModel:
         if not all(_is_stored(self.checkpoint, disk) for disk in found.names[0]):
             return False
         each = [[self._stored(disk) for disk in triple] for triple in found.names]
-        linear = self.checkpoint.linears.get(found.names[0][0].removesuffix(".weight"))
-        rounds = linear is not None and linear.format.activation_bits == 8
+        rounds = self._reads_int8(found.names[0][0].removesuffix(".weight"))
         module.forward = _experts(found, each, rounds)
         return True
 

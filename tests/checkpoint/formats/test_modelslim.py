@@ -69,6 +69,6 @@ def test_an_asymmetric_weight_is_refused() -> None:
         FORMAT.unpack("m", tensors)
 
 
-def test_static_activations_are_refused() -> None:
-    with pytest.raises(QuantkitError, match="model_quant_type W8A8; quantkit reads W8A8_DYNAMIC and W4A8_DYNAMIC"):
-        FORMAT.grid({}, {"quant_model_description.json": {"model_quant_type": "W8A8"}})
+def test_types_that_are_not_read_are_refused() -> None:
+    with pytest.raises(QuantkitError, match="model_quant_type W4A4_MXFP4; quantkit reads W8A8_DYNAMIC, W4A8_DYNAMIC, W8A8,"):
+        FORMAT.grid({}, {"quant_model_description.json": {"model_quant_type": "W4A4_MXFP4"}})
