@@ -35,8 +35,10 @@ def test_plans_by_the_rule_fit_the_card(name: str) -> None:
             few = cards.linear_plan(name, MULTIPROCESSORS, kind, n, k, 2000)
             assert (few is None) == (kind != "int8")
         for pairs in (0.1, 20, 50, 500):
-            plan = cards.experts_plan(name, kind, 2048, 7168, pairs)
-            assert cards.stage_bytes(plan, kind, doubled=True) * plan.stages <= room, (kind, pairs)
+            gate_up, down = cards.experts_plan(name, kind, 2048, 7000, pairs)
+            assert cards.stage_bytes(gate_up, kind, doubled=True) * gate_up.stages <= room, (kind, pairs)
+            assert cards.stage_bytes(down, kind) * down.stages <= room, (kind, pairs)
+            assert gate_up.tokens == down.tokens
 
 
 def test_a_table_of_this_machine_counts_for_more_than_the_one_that_ships() -> None:
@@ -49,6 +51,18 @@ def test_a_table_of_this_machine_counts_for_more_than_the_one_that_ships() -> No
     cards._table.cache_clear()
     assert cards.linear_plan("sm_90", 132, "int4", 2112, 7168, 1) == cards.Plan(128, 16, 2, 8, 3)
     assert cards.linear_plan("sm_90", 132, "int4", 7168, 16384, 512) == cards.Plan(128, 128, 1, 8, 3)
+
+
+def test_plans_of_experts_are_read_from_a_table() -> None:
+    """One pair an expert was measured: of a little more, as with a shared expert, the same plan; of many more the next one."""
+    path = cards.own_table("sm_80")
+    path.parent.mkdir(parents=True)
+    rows = [["fp4", 512, 256, most, [64, tokens, 1, 2, 4], [32, tokens, 1, 1, 3]] for most, tokens in ((256, 16), (2560, 32))]
+    path.write_text(json.dumps({"plans": {"linear": [], "experts": rows}}))
+    few, many = (cards.ExpertsPlan(cards.Plan(64, tokens, 1, 2, 4), cards.Plan(32, tokens, 1, 1, 3)) for tokens in (16, 32))
+    for pairs, expected in ((0.1, few), (1.1, few), (1.5, many), (100.0, many)):
+        assert cards.experts_plan("sm_80", "fp4", 256, 512, pairs) == expected
+    assert cards.experts_plan("sm_80", "fp4", 256, 1024, 1) not in (few, many)
 
 
 def test_words_hold_the_codes_of_four_planes() -> None:

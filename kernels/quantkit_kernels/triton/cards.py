@@ -8,6 +8,7 @@ import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -83,7 +84,7 @@ def linear_plan(name: str, processors: int, kind: str, n: int, k: int, tokens: i
     """The plan for W[n, k] of so many tokens; None: expand. name: the card's architecture."""
     if kind != "int8" and tokens > EXPAND_TOKENS:
         return None
-    measured = _nearest(_table(name)["linear"].get((kind, n, k)), tokens)
+    measured = _nearest(_table(name).linear.get((kind, n, k)), tokens)
     if measured is not None:
         return measured if measured.rows else None
     return fitting(_rule(processors, kind, n, -(-k // 128), tokens, shared_bytes(name)), kind, name)
@@ -106,23 +107,39 @@ def _rule(processors: int, kind: str, n: int, steps: int, tokens: int, room: int
 _MOST_SPLIT = 16
 
 
-def experts_plan(name: str, kind: str, intermediate: int, hidden: int, pairs_per_expert: float) -> Plan:
-    """The plan of both products of sorted pairs. A tile should hold all tokens of most experts."""
-    measured = _nearest(_table(name)["experts"].get((kind, hidden, intermediate)), round(pairs_per_expert * 256))
+_NEAR = 1.25
+"""A plan measured for experts holds for so many times the pairs: a shared expert beside the routed ones adds an eighth."""
+
+
+class ExpertsPlan(NamedTuple):
+    """How both products of sorted pairs are launched; their tiles have as many tokens."""
+
+    gate_up: Plan
+    down: Plan
+
+
+def experts_plan(name: str, kind: str, intermediate: int, hidden: int, pairs_per_expert: float) -> ExpertsPlan:
+    """A tile should hold all tokens of most experts."""
+    measured = _nearest(_table(name).experts.get((kind, hidden, intermediate)), round(pairs_per_expert * 256 / _NEAR))
     if measured is not None:
         return measured
     tokens = 16 if pairs_per_expert <= 12 else 32 if pairs_per_expert <= 24 else 64
     # Elsewhere, and with int8 on a B200, gate's and up's sums do not fit the registers.
     wide = kind != "int8" and pairs_per_expert > 96 and shared_bytes(name) >= SHARED_BYTES["sm_90"]
     plan = Plan(128, 128, 1, 8, 3) if wide else Plan(64, tokens, 1, 4, 4)
-    return fitting(plan, kind, name, doubled=True)
+    return ExpertsPlan(fitting(plan, kind, name, doubled=True), fitting(plan, kind, name))
+
+
+_WARPS = 24
+"""Of programs that are on a multiprocessor at once, where few tokens' experts are computed."""
 
 
 def experts_split(plan: Plan, processors: int, intermediate: int, hidden: int, tiles: int) -> int:
     """Programs that share K of gate and up, where few tokens' experts would not fill the card. tiles: of sorted pairs."""
     if plan.tokens > _FEW:
         return 1
-    return max(1, min(6 * processors // (tiles * -(-intermediate // plan.rows)), -(-hidden // 128) // 7, 8))
+    programs = _WARPS // plan.warps * processors
+    return max(1, min(programs // (tiles * -(-intermediate // plan.rows)), -(-hidden // 128) // 7, 8))
 
 
 def stage_bytes(plan: Plan, kind: str, doubled: bool = False) -> int:
@@ -144,28 +161,42 @@ def _power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-Rows = list[tuple[int, Plan]]
+_Found = TypeVar("_Found", Plan, ExpertsPlan)
 
 
-def _nearest(measured: Rows | None, tokens: int) -> Plan | None:
+def _nearest(measured: list[tuple[int, _Found]] | None, tokens: int) -> _Found | None:
     """The plan measured for `tokens` or the next larger number; that of the largest where there is none."""
     if not measured:
         return None
     return next((plan for most, plan in measured if tokens <= most), measured[-1][1])
 
 
+class Table(NamedTuple):
+    """Plans by kind and sizes, each with the most tokens it is for: of linears (N, K), of experts (hidden, intermediate; pairs an expert
+    times 256)."""
+
+    linear: dict[tuple[str, int, int], list[tuple[int, Plan]]]
+    experts: dict[tuple[str, int, int], list[tuple[int, ExpertsPlan]]]
+
+
 @functools.cache
-def _table(name: str) -> dict[str, dict[tuple[str, int, int], Rows]]:
-    tables: dict[str, dict[tuple[str, int, int], Rows]] = {"linear": {}, "experts": {}}
+def _table(name: str) -> Table:
+    table = Table({}, {})
     for path in (TABLES / f"{name}.json", own_table(name)):
         if path.exists():
-            found: dict[str, dict[tuple[str, int, int], Rows]] = {"linear": {}, "experts": {}}
-            for part, rows in json.loads(path.read_text())["plans"].items():
-                for kind, first, second, most, fields in rows:
-                    found[part].setdefault((kind, first, second), []).append((most, Plan(*fields)))
-            for part in tables:
-                tables[part] |= found[part]
-    return tables
+            found = _read(json.loads(path.read_text())["plans"])
+            table.linear.update(found.linear)
+            table.experts.update(found.experts)
+    return table
+
+
+def _read(plans: dict[str, Any]) -> Table:
+    table = Table({}, {})
+    for kind, n, k, most, fields in plans["linear"]:
+        table.linear.setdefault((kind, n, k), []).append((most, Plan(*fields)))
+    for kind, hidden, intermediate, most, *both in plans["experts"]:
+        table.experts.setdefault((kind, hidden, intermediate), []).append((most, ExpertsPlan(*(Plan(*fields) for fields in both))))
+    return table
 
 
 def own_table(name: str) -> Path:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quantkit_kernels.experts import Experts, ExpertsLayout
 from quantkit_kernels.triton import rows
-from quantkit_kernels.triton.cards import Plan, architecture, experts_plan, experts_split, multiprocessors
+from quantkit_kernels.triton.cards import ExpertsPlan, architecture, experts_plan, experts_split, multiprocessors
 from quantkit_kernels.triton.launch import SILU_MUL, WEIGH, Packed, Slots, multiply
 from quantkit_kernels.triton.layout import STRIP, PackedSteps, group_of, pack
 from quantkit_kernels.weights import Weight, kind, shape, to_device
@@ -36,16 +36,19 @@ class TritonExperts(Experts):
         results = [self.by_plan(*part, plan) for part in parts]
         return results[0] if len(results) == 1 else torch.cat(results)
 
-    def by_plan(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plan: Plan) -> Tensor:
+    def by_plan(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plan: ExpertsPlan, split: int = 0) -> Tensor:
+        """split: programs that share K of gate and up; 0 for as many as the rule says."""
         pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
-        slots = sort_pairs(topk_ids, self.num_experts, plan.tokens)
+        slots = sort_pairs(topk_ids, self.num_experts, plan.down.tokens)
         between = torch.empty(pairs, self.intermediate, dtype=self.dtype, device=x.device)
         codes, scale = self._quantized(x)
-        split = experts_split(plan, multiprocessors(self.device), self.intermediate, self.hidden, len(slots.tile_expert))
-        multiply(self.gate_up, codes, scale, between, replace(plan, split=split), epilogue=SILU_MUL, slots=slots, top_k=top_k)
+        tiles = len(slots.tile_expert)
+        split = split or experts_split(plan.gate_up, multiprocessors(self.device), self.intermediate, self.hidden, tiles)
+        first = replace(plan.gate_up, split=split)
+        multiply(self.gate_up, codes, scale, between, first, epilogue=SILU_MUL, slots=slots, top_k=top_k)
         weighed = torch.empty(pairs, self.hidden, dtype=torch.float32, device=x.device)
         codes, scale = self._quantized(between)
-        multiply(self.down, codes, scale, weighed, plan, epilogue=WEIGH, slots=slots, pair_weights=topk_weights)
+        multiply(self.down, codes, scale, weighed, plan.down, epilogue=WEIGH, slots=slots, pair_weights=topk_weights)
         y = torch.empty_like(x)
         rows.sum_pairs(weighed, y)
         return y

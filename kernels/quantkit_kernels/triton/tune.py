@@ -10,17 +10,29 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple
 from functools import partial
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from quantkit_kernels.samples import random_weight
 from quantkit_kernels.timing import copies_beyond_cache, seconds_in_turns
-from quantkit_kernels.triton.cards import Plan, architecture, fitting, linear_plan, multiprocessors, shared_bytes, stage_bytes
+from quantkit_kernels.triton.cards import (
+    ExpertsPlan,
+    Plan,
+    architecture,
+    fitting,
+    linear_plan,
+    multiprocessors,
+    shared_bytes,
+    stage_bytes,
+)
 from quantkit_kernels.triton.layout import PackedSteps
 from quantkit_kernels.triton.linear import TritonLinear
+from quantkit_kernels.triton.tune_experts import GRIDS, ExpertsCase, compile_experts, experts_of, kernels_of_experts, tune_experts
+from quantkit_kernels.triton.tune_experts import TOKENS as TOKENS_OF_EXPERTS
 
-GRIDS = {"int4": "int4-asym-128", "fp4": "fp4", "int8": "int8"}
 TOKENS = (1, 16, 32, 64, 128, 256, 512, 1024)
 Case = tuple[str, int, int, int]
 """Kind, N, K, tokens."""
@@ -88,13 +100,16 @@ def linears(kind: str, n: int, k: int, rng: torch.Generator) -> list[TritonLinea
 
 def compile_ahead(kernels: Sequence[tuple[str, int, Plan]], processes: int | None) -> None:
     """By running each once, on a weight of one tile and as many steps as it takes."""
-    distinct = list(dict.fromkeys((kind, min(tokens, plan.tokens), plan) for kind, tokens, plan in kernels))
-    count = min(processes or max(1, (os.cpu_count() or 2) - 2), len(distinct))
+    in_processes(_compile, list(dict.fromkeys((kind, min(tokens, plan.tokens), plan) for kind, tokens, plan in kernels)), processes)
+
+
+def in_processes(compile_one: Callable[[Any], None], work: Sequence[object], processes: int | None = None) -> None:
+    """Kernels that several processes compile lie in Triton's cache for this one."""
+    count = min(processes or max(1, (os.cpu_count() or 2) - 2), len(work))
     if count <= 1:
         return
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(count) as pool:
-        pool.map(_compile, distinct, chunksize=1)
+    with multiprocessing.get_context("spawn").Pool(count) as pool:
+        pool.map(compile_one, work, chunksize=1)
 
 
 def _compile(what: tuple[str, int, Plan]) -> None:
@@ -113,18 +128,45 @@ LINEARS = (
 """N and K of DeepSeek-R1's linears and of Qwen3-8B's."""
 
 
+EXPERTS = ((7168, 2048), (7168, 512))
+"""Hidden and intermediate size of DeepSeek-R1's experts, whole and of one rank of four."""
+
+
 def write_table(
-    device: torch.device, path: Path, kinds: Sequence[str] = tuple(GRIDS), linears: Sequence[tuple[int, int]] = LINEARS
+    device: torch.device,
+    path: Path,
+    kinds: Sequence[str] = tuple(GRIDS),
+    linears: Sequence[tuple[int, int]] = LINEARS,
+    experts: Sequence[tuple[int, int]] = EXPERTS,
 ) -> Iterator[str]:
     """Measures, and writes a table that cards.py reads. Yields a line for every case."""
     cases = [(kind, n, k, tokens) for kind in kinds for n, k in linears for tokens in TOKENS]
-    rows: list[list[object]] = []
+    rows: dict[str, list[list[object]]] = {"linear": [], "experts": []}
     for (kind, n, k, tokens), found in tune(cases, device):
         seconds, plan = found[0]
-        rows.append([kind, n, k, tokens, list(astuple(plan)) if plan else [0] * 5])
+        rows["linear"].append([kind, n, k, tokens, list(astuple(plan)) if plan else [0] * 5])
         yield f"{kind} {n} x {k}, {tokens} tokens: {seconds * 1e6:.1f} us, {plan or 'expanded'}"
-    table = {"card": torch.cuda.get_device_name(device), "torch": torch.__version__, "plans": {"linear": rows, "experts": []}}
+    for case, seconds, plans in tune_layers(kinds, experts, device):
+        rows["experts"].append([*case[:3], round(case.pairs_per_expert * 256), *(list(astuple(one)) for one in plans)])
+        yield f"{case.kind} experts {case.hidden} x {case.intermediate}, {case.tokens} tokens: {seconds * 1e6:.1f} us, {plans}"
+    table = {"card": torch.cuda.get_device_name(device), "torch": torch.__version__, "plans": rows}
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
         json.dump(table, file)
     Path(file.name).rename(path)
+
+
+def tune_layers(
+    kinds: Sequence[str], sizes: Sequence[tuple[int, int]], device: torch.device, tokens: Sequence[int] = TOKENS_OF_EXPERTS
+) -> Iterator[tuple[ExpertsCase, float, ExpertsPlan]]:
+    """Of every case of routed experts the seconds of the fastest plan, and it."""
+    cases = [ExpertsCase(kind, *one, count) for kind in kinds for one in sizes for count in tokens]
+    name, processors = architecture(device), multiprocessors(device)
+    in_processes(compile_experts, kernels_of_experts(name, processors, cases))
+    rng = torch.Generator(device)
+    for (kind, hidden, intermediate), some in groupby(cases, key=lambda case: case[:3]):
+        layer = experts_of(GRIDS[kind], hidden, intermediate, rng)
+        for case in some:
+            seconds, plan = tune_experts(layer, case, rng)[0]
+            yield case, seconds, plan
+        del layer

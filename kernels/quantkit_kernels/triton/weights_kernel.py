@@ -34,6 +34,9 @@ FP4_3 = tl.constexpr(
     " shr.u32 b, $1, 4; lop3.b32 $0, b, 0x00C000C0, a, 0xEA;}"
 )
 
+FP4_FACTORS_0 = tl.constexpr("shl.b32 $0, $1, 4; lop3.b32 $0, $0, 0x0FF00FF0, 0x60006000, 0xEA;")
+FP4_FACTORS_1 = tl.constexpr("shr.u32 $0, $1, 4; lop3.b32 $0, $0, 0x0FF00FF0, 0x60006000, 0xEA;")
+
 
 @triton.jit
 def dot(a, b, acc):
@@ -126,9 +129,18 @@ def int4_factors(scales, PART: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def fp4_factor(scales, PART: tl.constexpr):
-    """The scale of a group of 16, times 2^81. PART: which byte."""
-    return ((((scales >> (8 * PART)).to(tl.int32) & 255) << 4) | 0x6000).to(tl.int16).to(tl.bfloat16, bitcast=True)
+def fp4_factor(scales, PLANE: tl.constexpr, SUB: tl.constexpr, NVIDIA: tl.constexpr):
+    """The scale of a group of 16, times 2^81: byte 2 PLANE + SUB. By assembly two bytes at once, which two planes share."""
+    word = (scales >> (32 * (PLANE // 2))).to(tl.int32)
+    if NVIDIA:
+        if SUB == 0:
+            both = tl.inline_asm_elementwise(FP4_FACTORS_0, "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1)
+        else:
+            both = tl.inline_asm_elementwise(FP4_FACTORS_1, "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1)
+        found = both >> (16 * (PLANE % 2))
+    else:
+        found = (((word >> (8 * (2 * (PLANE % 2) + SUB))) & 255) << 4) | 0x6000
+    return found.to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
@@ -143,7 +155,7 @@ def plane(words, first, second, PLANE: tl.constexpr, SUB: tl.constexpr, KIND: tl
           NVIDIA: tl.constexpr):  # fmt: skip
     """Weights [BN, columns] of DTYPE. first, second: scale words; SUB: which half of the columns, with FP4."""
     if KIND == FP4:
-        return scaled(fp4_plane(words, PLANE, NVIDIA), 0.0, fp4_factor(first, 2 * PLANE + SUB), False, DTYPE, NVIDIA)
+        return scaled(fp4_plane(words, PLANE, NVIDIA), 0.0, fp4_factor(first, PLANE, SUB, NVIDIA), False, DTYPE, NVIDIA)
     else:
         if GROUP == 32:
             if PLANE < 2:
