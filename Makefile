@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: demo test test-families lint test-ascend test-triton test-engines test-vllm-cuda test-faults test-loaders test-placement test-packers test-evalscope test-lm-eval test-clients mutants-ascend acceptance-npu test-datasets clean
+.PHONY: demo wheel test test-families lint test-ascend test-triton test-engines test-vllm-cuda test-faults test-loaders test-placement test-packers test-evalscope test-lm-eval test-clients mutants-ascend acceptance-npu test-datasets clean
 
 demo: $(VENV)/run.stamp
 	$(BIN)/python tools/demo.py --out out/demo
@@ -21,6 +21,12 @@ lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
+
+# A wheel with the CUDA kernels compiled for Hopper: no toolkit and no compiling where it is installed. It needs nvcc here, and five minutes of
+# processor time. dist/ has it.
+wheel: $(VENV)/test.stamp
+	PYTHONPATH=.:kernels $(BIN)/python tools/compile_kernels.py --out build/libraries
+	QUANTKIT_LIBRARIES=build/libraries $(BIN)/python -m hatchling build --target wheel
 
 # Judges: other people's code in environments of its own. `beside` makes an environment see this one's packages.
 SITE := import sysconfig; print(sysconfig.get_path('purelib'))

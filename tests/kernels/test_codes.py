@@ -19,8 +19,6 @@ from quantkit_kernels import (
 from quantkit_kernels.codes import CODES, LARGEST, decode, decoded, empty_keys, empty_latents, encode
 from quantkit_kernels.cpu.build import why_no_library
 from quantkit_kernels.samples import TOLERANCE, code_latents, distance, grouped_attention, latent_attention
-from quantkit_kernels.triton.attention.decode import mla_decode as decode_in_triton
-from quantkit_kernels.triton.operators import mla_prepare as prepare_in_triton
 
 CPU = torch.device("cpu")
 BACKENDS = ["reference", pytest.param("cpu", marks=pytest.mark.skipif(bool(why_no_library("gqa")), reason=str(why_no_library("gqa"))))]
@@ -146,16 +144,6 @@ def test_gqa_prepare_stores_codes_of_what_it_would_have_stored(codes: torch.dtyp
         exact, stored = side.flatten(0, 1)[slots], decode(found, scales).flatten(0, 1)[slots]
         assert distance(stored, exact.double()) < (1.2e-2 if codes == torch.int8 else 4e-2)
     assert coded.key_scales.isnan().sum() == 29 * kv_heads
-
-
-def test_triton_leaves_latents_in_8_bits_to_the_reference() -> None:
-    case = latent_attention([1, 37], heads=5, block_size=16, sizes=(24, 16, 20, 64), dtype=torch.bfloat16, codes=torch.int8)
-    assert torch.equal(decode_in_triton(*case.arguments, case.scale), mla_decode(*case.arguments, scale=case.scale, backend="reference"))
-    qkv_a, slots = torch.randn(3, 24 + 40 + 16), torch.tensor([30, 0, 9])
-    norms, angles = Norms(torch.rand(24), torch.rand(40), 1e-6), torch.rand(3, 8)
-    rotation, room = Rotation(angles.cos(), angles.sin()), empty_latents((4, 8), 40, 16, torch.int8, torch.bfloat16, CPU)
-    q_a = prepare_in_triton(qkv_a, norms, rotation, room, slots)
-    assert torch.equal(q_a, mla_prepare(qkv_a, norms, rotation, room, slots, backend="reference"))
 
 
 def test_what_is_no_code_is_refused() -> None:

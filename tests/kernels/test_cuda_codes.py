@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from quantkit_kernels import Norms, Prompts, Rotation, gqa_decode, gqa_prefill, gqa_prepare, mla_decode, mla_prefill, mla_prepare
+from decode_attention import check_gqa_decode, check_mla_decode
+from quantkit_kernels import Norms, Prompts, Rotation, gqa_prefill, gqa_prepare, mla_prefill, mla_prepare
 from quantkit_kernels.codes import CODES, LARGEST, decode, decoded, empty_keys, empty_latents
 from quantkit_kernels.cuda.attention import prefill as cuda_prefill
-from quantkit_kernels.samples import TOLERANCE, code_latents, distance, grouped_attention, latent_attention
+from quantkit_kernels.samples import TOLERANCE, code_latents, distance, grouped_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 KINDS = pytest.mark.parametrize("codes", CODES.values(), ids=CODES)
@@ -19,21 +20,12 @@ R1 = (128, 64, 128, 512)
 @pytest.mark.parametrize("heads", [128, 32, 20, 8, 3])
 def test_mla_decode(codes: torch.dtype, dtype: torch.dtype, interleaved: bool, heads: int, poisoned_memory: None) -> None:
     for lengths, block_size in (([1, 0, 31, 32, 33, 64, 640, 1000], 64), ([5000, 1], 16), ([257] * 40, 64)):
-        case = latent_attention(lengths, heads, block_size, R1, dtype, "cuda", interleaved, codes)
-
-        def run(case: object = case) -> torch.Tensor:
-            return mla_decode(*case.arguments, scale=case.scale, backend="cuda")  # type: ignore[attr-defined]
-
-        out = run()
-        assert distance(out, case.exact) < TOLERANCE[dtype]
-        assert all(length or out[row].abs().max() == 0 for row, length in enumerate(lengths))
-        assert torch.equal(out, run())
+        check_mla_decode("cuda", "cuda", heads, block_size, R1, lengths, dtype, interleaved, codes)
 
 
 @KINDS
 def test_mla_decode_of_a_long_row(codes: torch.dtype, poisoned_memory: None) -> None:
-    case = latent_attention([30000, 77], 32, 64, R1, torch.bfloat16, "cuda", codes=codes)
-    assert distance(mla_decode(*case.arguments, scale=case.scale, backend="cuda"), case.exact) < TOLERANCE[torch.bfloat16]
+    check_mla_decode("cuda", "cuda", 32, 64, R1, [30000, 77], torch.bfloat16, codes=codes)
 
 
 @KINDS
@@ -87,15 +79,7 @@ def test_gqa_decode(
     dtype: torch.dtype,
     poisoned_memory: None,
 ) -> None:
-    case = grouped_attention(lengths, [1] * len(lengths), heads, width, block_size, dtype, "cuda", window, codes=codes)
-
-    def run() -> torch.Tensor:
-        return gqa_decode(case.q, case.pages, scale=case.scale, window=window, backend="cuda")
-
-    out = run()
-    assert distance(out, case.exact) < TOLERANCE[dtype]
-    assert all(length or out[row].abs().max() == 0 for row, length in enumerate(lengths))
-    assert torch.equal(out, run())
+    check_gqa_decode("cuda", "cuda", heads, width, block_size, window, lengths, dtype, codes)
 
 
 @KINDS

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from decode_attention import check_gqa_decode
 from quantkit_kernels import Norms, Prompts, Rotation, gqa_decode, gqa_prefill, gqa_prepare, mla_prefill
 from quantkit_kernels.cuda.attention import prefill as cuda_prefill
 from quantkit_kernels.samples import TOLERANCE, distance, grouped_attention
@@ -42,17 +43,7 @@ def test_gqa_decode(
     dtype: torch.dtype,
     poisoned_memory: None,
 ) -> None:
-    case = grouped_attention(lengths, [1] * len(lengths), heads, width, block_size, dtype, "cuda", window)
-
-    def run() -> torch.Tensor:
-        return gqa_decode(case.q, case.pages, scale=case.scale, window=window, backend="cuda")
-
-    out = run()
-    for row, length in enumerate(lengths):
-        assert length or out[row].abs().max() == 0
-    if any(lengths):
-        assert distance(out, case.exact) < TOLERANCE[dtype]
-    assert all(torch.equal(out, run()) for _ in range(5))
+    check_gqa_decode("cuda", "cuda", heads, width, block_size, window, lengths, dtype)
 
 
 def test_a_captured_gqa_decode_follows_the_lengths() -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from decode_attention import check_gqa_decode, check_mla_decode
 from kernel_weights import exact_experts, layer, random_experts
 from quantkit_kernels import (
     Norms,
@@ -13,7 +14,6 @@ from quantkit_kernels import (
     gqa_decode,
     gqa_prefill,
     gqa_prepare,
-    mla_decode,
     mla_prefill,
     moe_gate,
     prepare,
@@ -24,7 +24,7 @@ from quantkit_kernels import (
     silu_and_mul,
 )
 from quantkit_kernels.backends import why_unusable
-from quantkit_kernels.samples import GRIDS, TOLERANCE, distance, exact_linear, grouped_attention, latent_attention, random_weight
+from quantkit_kernels.samples import GRIDS, TOLERANCE, distance, exact_linear, grouped_attention, random_weight
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.skipif(why_unusable("rms_norm", "triton", DEVICE) is not None, reason="no GPU with Triton, and not interpreted")
@@ -176,10 +176,7 @@ def test_routing(scoring: str, experts: int, top_k: int, n_group: int, topk_grou
 @pytest.mark.parametrize(("heads", "width", "block_size"), [((6, 2), 16, 7), ((4, 4), 24, 64), ((40, 2), 80, 1)])
 def test_gqa_decode(heads: tuple[int, int], width: int, block_size: int, window: int) -> None:
     for lengths in ([1, 0, 37, 64], [300]):
-        case = grouped_attention(lengths, [1] * len(lengths), heads, width, block_size, torch.bfloat16, DEVICE, window)
-        out = gqa_decode(case.q, case.pages, scale=case.scale, window=window, backend="triton")
-        assert distance(out, case.exact) < TOLERANCE[torch.bfloat16]
-        assert len(lengths) == 1 or out[1].abs().max() == 0
+        check_gqa_decode("triton", DEVICE, heads, width, block_size, window, lengths, torch.bfloat16)
 
 
 @pytest.mark.parametrize("window", [0, 20])
@@ -197,10 +194,7 @@ def test_attention_sinks(window: int) -> None:
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_mla_decode(interleaved: bool) -> None:
     for lengths, heads, block_size in (([1, 0, 37, 64], 5, 16), ([300], 40, 64)):
-        case = latent_attention(lengths, heads, block_size, (24, 16, 20, 64), torch.float16, DEVICE, interleaved)
-        out = mla_decode(*case.arguments, scale=case.scale, backend="triton")
-        assert distance(out, case.exact) < TOLERANCE[torch.float16]
-        assert len(lengths) == 1 or out[1].abs().max() == 0
+        check_mla_decode("triton", DEVICE, heads, block_size, (24, 16, 20, 64), lengths, torch.float16, interleaved)
 
 
 @pytest.mark.parametrize("window", [0, 50])

@@ -19,7 +19,6 @@ from quantkit_kernels.triton.operators import add_rms_norm, gqa_prepare, mla_pre
 from quantkit_kernels.weights import Weight
 
 SINKS = ("gqa_decode", "gqa_prefill")
-NO_CODES = "the Triton kernels of a decode step read a cache of 16 bits only"
 
 __all__ = [
     "add_rms_norm",

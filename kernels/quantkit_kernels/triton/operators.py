@@ -1,12 +1,12 @@
 """Norms, activation, routing, rotary embedding and what attention does before it. Arguments arrive checked; what the kernels cannot take,
-caches in 8 bits or groups of experts that are no power of two, the reference computes."""
+such as groups of experts that are no power of two, the reference computes."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit_kernels import reference
-from quantkit_kernels.codes import CodedKeys, KeyValues
+from quantkit_kernels.codes import CodedKeys, CodedLatents, KeyValues
 from quantkit_kernels.latents import Latents
 from quantkit_kernels.paged import Norms, Rotation
 from quantkit_kernels.routing import Routing
@@ -110,36 +110,56 @@ def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bo
 
 
 def mla_prepare(qkv_a: Tensor, norms: Norms, rotation: Rotation, cache: Latents, slots: Tensor) -> Tensor:
-    if not isinstance(cache, Tensor):  # codes
-        return reference.mla_prepare(qkv_a, norms, rotation, cache, slots)
     from quantkit_kernels.triton.rope_kernel import mla_prepare as kernel
 
     tokens, q_lora, kv_lora, rotary = qkv_a.shape[0], norms.q.shape[0], norms.k.shape[0], 2 * rotation.cos.shape[1]
     q_a = torch.empty(tokens, q_lora, dtype=qkv_a.dtype, device=qkv_a.device)
     if tokens == 0:
         return q_a
+    latents, keys, scales = latent_parts(cache, kv_lora)
     tensors = (one.contiguous() for one in (qkv_a, norms.q, norms.k, rotation.cos, rotation.sin, slots))
     widths = {"Q_WIDTH": power_of_two(q_lora), "K_WIDTH": power_of_two(kv_lora), "R_WIDTH": power_of_two(rotary)}
-    kernel[(tokens, 2)](*tensors, q_a, cache, norms.eps, Q=q_lora, K=kv_lora, R=rotary, INTERLEAVED=rotation.interleaved, **widths)
+    kernel[(tokens, 2)](
+        *tensors, q_a, latents, keys, scales, latents.stride(1), keys.stride(1), norms.eps, torch.finfo(keys.dtype).max,
+        Q=q_lora, K=kv_lora, R=rotary, INTERLEAVED=rotation.interleaved, CODES=codes_of(cache), **widths,
+    )  # fmt: skip
     return q_a
+
+
+def latent_parts(cache: Latents, kv_lora: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Latents, rotary keys and scales, codes as bytes. Without codes the first two are parts of one tensor, and scales are nothing."""
+    if isinstance(cache, CodedLatents):
+        return cache.codes.view(torch.int8), cache.keys, cache.scales
+    assert isinstance(cache, Tensor), "one tensor, as cache_layout says"
+    return cache[..., :kv_lora], cache[..., kv_lora:], cache
+
+
+def codes_of(cache: Latents | KeyValues) -> int:
+    """CODES of the kernels."""
+    return {torch.int8: 1, torch.float8_e4m3fn: 2}.get(cache[0].dtype, 0)
 
 
 def gqa_prepare(qkv: Tensor, norms: Norms | None, rotation: Rotation, cache: KeyValues, slots: Tensor) -> Tensor:
     from quantkit_kernels.triton.rope_kernel import gqa_prepare as kernel
 
-    if isinstance(cache, CodedKeys):
-        return reference.gqa_prepare(qkv, norms, rotation, cache, slots)
-    keys, values = cache
-    kv_heads, width = keys.shape[2:]
+    kv_heads, width = cache[0].shape[2:]
     tokens, heads = qkv.shape[0], qkv.shape[1] // width - 2 * kv_heads
     q = torch.empty(tokens, heads, width, dtype=qkv.dtype, device=qkv.device)
     if tokens == 0:
         return q
+    sides = key_sides(cache)
     gains = (qkv, qkv) if norms is None else (norms.q.contiguous(), norms.k.contiguous())
     tensors = (one.contiguous() for one in (rotation.cos, rotation.sin, slots))
     kernel[(tokens, heads + 2 * kv_heads)](
-        qkv.contiguous(), *gains, *tensors, q, keys, values, heads, kv_heads, 0.0 if norms is None else norms.eps,
+        qkv.contiguous(), *gains, *tensors, q, *sides, heads, kv_heads, 0.0 if norms is None else norms.eps,
         D=width, R=2 * rotation.cos.shape[1], WIDTH=power_of_two(width), INTERLEAVED=rotation.interleaved, NORMED=norms is not None,
-        num_warps=1,
+        CODES=codes_of(cache), num_warps=1,
     )  # fmt: skip
     return q
+
+
+def key_sides(cache: KeyValues) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Keys, values and their scales, codes as bytes; without codes scales are nothing."""
+    if isinstance(cache, CodedKeys):
+        return cache.keys.view(torch.int8), cache.values.view(torch.int8), cache.key_scales, cache.value_scales
+    return cache[0], cache[1], cache[0], cache[1]

@@ -4,6 +4,7 @@
 import triton
 import triton.language as tl
 
+from quantkit_kernels.triton.codes_kernel import encoded, scale_of
 from quantkit_kernels.triton.weights_kernel import rounded
 
 
@@ -44,11 +45,13 @@ def rope(
 
 @triton.jit
 def mla_prepare(
-    qkv_a, q_norm, k_norm, cosines, sines, slots, q_a, cache, eps,
+    qkv_a, q_norm, k_norm, cosines, sines, slots, q_a, latents, keys, scales, latent_token, key_token, eps, largest_key,
     Q: tl.constexpr, K: tl.constexpr, R: tl.constexpr, Q_WIDTH: tl.constexpr, K_WIDTH: tl.constexpr, R_WIDTH: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
-    """A program per token and half: the query part normed to q_a; the latent normed and the rotary key turned, to the token's slot."""
+    """A program per token and half: the query part normed to q_a; the latent normed and the rotary key turned, to the token's slot. Slots
+    are latent_token numbers of `latents` apart, key_token of `keys`. CODES: codes_kernel.py; then keys are divided by their token's scale,
+    and are no larger than largest_key."""
     token = tl.program_id(0).to(tl.int64)
     row = qkv_a + token * (Q + K + R)
     TYPE: tl.constexpr = qkv_a.dtype.element_ty
@@ -59,13 +62,12 @@ def mla_prepare(
         gain = tl.load(q_norm + at, mask=at < Q, other=0.0).to(tl.float32)
         tl.store(q_a + token * Q + at, rounded(some * factor * gain, TYPE), mask=at < Q)
     else:
-        entry = cache + tl.load(slots + token) * (K + R)
+        slot = tl.load(slots + token)
         place = tl.arange(0, K_WIDTH)
         latent = tl.load(row + Q + place, mask=place < K, other=0.0).to(tl.float32)
         latent *= tl.rsqrt(tl.sum(latent * latent, 0) / K + eps)
         latent *= tl.load(k_norm + place, mask=place < K, other=0.0).to(tl.float32)
         latent = rounded(latent, TYPE).to(tl.float32)
-        tl.store(entry + place, rounded(latent, cache.dtype.element_ty), mask=place < K)
         channel = tl.arange(0, R_WIDTH)
         partner, pair, sign = partner_of(channel, R, INTERLEAVED)
         angle = token * (R // 2) + pair
@@ -74,15 +76,23 @@ def mla_prepare(
         one = tl.load(row + Q + K + channel, mask=channel < R, other=0.0).to(tl.float32)
         other = tl.load(row + Q + K + partner, mask=channel < R, other=0.0).to(tl.float32)
         turned = rounded(one * cosine + other * sine, TYPE).to(tl.float32)
-        tl.store(entry + K + channel, rounded(turned, cache.dtype.element_ty), mask=channel < R)
+        if CODES:
+            scale = tl.maximum(scale_of(tl.max(tl.abs(latent), 0), CODES), tl.div_rn(tl.max(tl.abs(turned), 0), largest_key))
+            tl.store(latents + slot * latent_token + place, encoded(latent, scale, CODES), mask=place < K)
+            turned = tl.div_rn(turned, scale)
+            tl.store(scales + slot, scale)
+        else:
+            tl.store(latents + slot * latent_token + place, rounded(latent, latents.dtype.element_ty), mask=place < K)
+        tl.store(keys + slot * key_token + channel, rounded(turned, keys.dtype.element_ty), mask=channel < R)
 
 
 @triton.jit
 def gqa_prepare(
-    qkv, q_norm, k_norm, cosines, sines, slots, q, keys, values, heads, kv_heads, eps,
-    D: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, NORMED: tl.constexpr,
+    qkv, q_norm, k_norm, cosines, sines, slots, q, keys, values, key_scales, value_scales, heads, kv_heads, eps,
+    D: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, NORMED: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
-    """A program per token and head, of queries, keys and values. D: a head's channels, of which the first R turn; WIDTH: a power of two."""
+    """A program per token and head, of queries, keys and values. D: a head's channels, of which the first R turn; WIDTH: a power of two.
+    CODES: codes_kernel.py."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     TYPE: tl.constexpr = qkv.dtype.element_ty
@@ -92,8 +102,7 @@ def gqa_prepare(
     one = tl.load(row + channel, mask=inside, other=0.0).to(tl.float32)
     slot = tl.load(slots + token)
     if head >= heads + kv_heads:
-        to = values + (slot * kv_heads + head - heads - kv_heads) * D + channel
-        tl.store(to, rounded(one, values.dtype.element_ty), mask=inside)
+        store_head(one, values, value_scales, slot * kv_heads + head - heads - kv_heads, channel, D, CODES)
     else:
         partner, pair, sign = partner_of(channel, R, INTERLEAVED)
         turns = channel < R
@@ -112,5 +121,15 @@ def gqa_prepare(
         if head < heads:
             tl.store(q + (token * heads + head) * D + channel, turned, mask=inside)
         else:
-            to = keys + (slot * kv_heads + head - heads) * D + channel
-            tl.store(to, rounded(turned.to(tl.float32), keys.dtype.element_ty), mask=inside)
+            store_head(turned.to(tl.float32), keys, key_scales, slot * kv_heads + head - heads, channel, D, CODES)
+
+
+@triton.jit
+def store_head(some, side, scales, place, channel, D: tl.constexpr, CODES: tl.constexpr):
+    """A head's numbers, float32 and zeros from D on, to its place among the heads of a cache's side."""
+    if CODES:
+        scale = scale_of(tl.max(tl.abs(some), 0), CODES)
+        tl.store(side + place * D + channel, encoded(some, scale, CODES), mask=channel < D)
+        tl.store(scales + place, scale)
+    else:
+        tl.store(side + place * D + channel, rounded(some, side.dtype.element_ty), mask=channel < D)

@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from quantkit_kernels import reference
+from quantkit_kernels.latents import parts_of
 from quantkit_kernels.paged import PagedKeys, PagedLatents, Rotation
 from quantkit_kernels.reference.functional import absorbed, values
 from quantkit_kernels.triton.cards import decode_cut, multiprocessors
+from quantkit_kernels.triton.operators import codes_of, key_sides, latent_parts
 from quantkit_kernels.triton.rows import power_of_two
 
 _LOG2E = 1.4426950408889634
@@ -25,35 +27,48 @@ class Turning(NamedTuple):
     rotation: Rotation
 
 
+class Cached(NamedTuple):
+    """What the kernel reads of a cache: keys and values [blocks, page, kv_heads, D], rotary keys [blocks, page, R] where a latent has them,
+    scales [blocks, page, kv_heads] of codes."""
+
+    keys: Tensor
+    values: Tensor
+    k_pe: Tensor
+    key_scales: Tensor
+    value_scales: Tensor
+    codes: int
+
+
 def gqa_decode(q: Tensor, pages: PagedKeys, scale: float, window: int, sinks: Tensor | None = None) -> Tensor:
-    keys = pages.keys
-    fits = q.dtype in _HALF and keys.dtype == q.dtype and all(side.is_contiguous() for side in pages.cache) and q.shape[2] <= 256
-    if not fits or q.numel() == 0:
+    keys, codes = pages.keys, codes_of(pages.cache)
+    fits = q.dtype in _HALF and (keys.dtype == q.dtype or codes > 0) and all(side.is_contiguous() for side in pages.cache)
+    if not fits or q.shape[2] > 256 or q.numel() == 0:
         return reference.gqa_decode(q, pages, scale, window, sinks)
+    sides = key_sides(pages.cache)
     shared = q.shape[1] // keys.shape[2]
     heads = min(64, max(16, power_of_two(shared)))
-    return _attend(q.contiguous(), keys, pages.values, pages, scale, window, shared, heads, sinks=sinks)
+    cached = Cached(sides[0], sides[1], q, sides[2], sides[3], codes)
+    return _attend(q.contiguous(), cached, pages, scale, window, shared, heads, sinks=sinks)
 
 
 def mla_decode(q: Tensor, kv_b: Tensor, rotation: Rotation, pages: PagedLatents, scale: float) -> Tensor:
     heads, width, rotary, cache = *q.shape[1:], 2 * rotation.cos.shape[1], pages.cache
-    if not isinstance(cache, Tensor):  # codes
+    nope, codes = width - rotary, codes_of(cache)
+    typed = parts_of(cache)[-2 if codes else 0].dtype == q.dtype and all(part.is_contiguous() for part in parts_of(cache))
+    if q.dtype not in _HALF or not typed or power_of_two(rotary) != rotary or rotary < 16 or q.numel() == 0:
         return reference.mla_decode(q, kv_b, rotation, pages, scale)
-    nope = width - rotary
-    fits = q.dtype in _HALF and cache.dtype == q.dtype and cache.is_contiguous() and power_of_two(rotary) == rotary and rotary >= 16
-    if not fits or q.numel() == 0:
-        return reference.mla_decode(q, kv_b, rotation, pages, scale)
-    q, one_head = q.contiguous(), cache.unsqueeze(2)
+    latents, k_pe, scales = latent_parts(cache, kv_b.shape[2])
+    q, one_head = q.contiguous(), latents.unsqueeze(2)
     turning = Turning(q[..., nope:], Rotation(rotation.cos.contiguous(), rotation.sin.contiguous(), rotation.interleaved))
     block = 16 if heads <= 16 else 32
-    attended = _attend(absorbed(q[..., :nope], kv_b), one_head, one_head, pages, scale, 0, heads, block, turning)
+    cached = Cached(one_head, one_head, k_pe, scales.unsqueeze(2), scales.unsqueeze(2), codes)
+    attended = _attend(absorbed(q[..., :nope], kv_b), cached, pages, scale, 0, heads, block, turning)
     return values(attended, kv_b, nope)
 
 
 def _attend(
     q: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    cached: Cached,
     pages: PagedKeys | PagedLatents,
     scale: float,
     window: int,
@@ -65,7 +80,8 @@ def _attend(
     """q [rows, heads, D], its last dimension without gaps -> [rows, heads, D]. block: heads of a program."""
     from quantkit_kernels.triton.attention.decode_kernel import attend_cached, merge
 
-    (rows, heads, width), page, kv_heads = q.shape, keys.shape[1], keys.shape[2]
+    (rows, heads, width), keys = q.shape, cached.keys
+    page, kv_heads = keys.shape[1:3]
     pe, (cos, sin, interleaved) = turning or Turning(q[..., :0], Rotation(q.new_empty(0), q.new_empty(0), False))
     rotary = pe.shape[2]
     padded = power_of_two(max(16, width))
@@ -80,11 +96,11 @@ def _attend(
         partial = torch.empty(rows, heads, splits, width, dtype=torch.float32, device=q.device)
         found = torch.empty(rows, heads, splits, dtype=torch.float32, device=q.device)
     attend_cached[(rows, head_blocks, splits)](
-        q, pe, cos, sin, keys, values, found if sinks is None else sinks, table, lengths, partial, found,
-        q.stride(0), q.stride(1), pe.stride(0), pe.stride(1), table.shape[1], heads, keys.stride(1), width + rotary, splits,
-        scale * _LOG2E, window,
+        q, pe, cos, sin, *cached[:5], found if sinks is None else sinks, table, lengths, partial, found,
+        q.stride(0), q.stride(1), pe.stride(0), pe.stride(1), table.shape[1], heads, keys.stride(1), width, cached.k_pe.stride(1), kv_heads,
+        splits, scale * _LOG2E, window,
         SHARED=shared, HEADS=block, D=width, D_PADDED=padded, R=rotary, PAGE=page, TOKENS=cut.tokens, INTERLEAVED=interleaved,
-        WINDOWED=window > 0, SUNK=sinks is not None, SPLIT=splits > 1, STAGES=cut.stages, num_warps=cut.warps,
+        WINDOWED=window > 0, SUNK=sinks is not None, SPLIT=splits > 1, CODES=cached.codes, STAGES=cut.stages, num_warps=cut.warps,
     )  # fmt: skip
     if splits > 1:
         columns, shares = min(128, padded), power_of_two(splits)

@@ -7,6 +7,7 @@ A program has some heads of a row and a share of its tokens; a second launch mer
 import triton
 import triton.language as tl
 
+from quantkit_kernels.triton.codes_kernel import LEAST_SCALE, decoded
 from quantkit_kernels.triton.rope_kernel import partner_of
 from quantkit_kernels.triton.weights_kernel import dot, rounded
 
@@ -25,13 +26,15 @@ def turned_part(pe, cosines, sines, row, asked, R: tl.constexpr, INTERLEAVED: tl
 
 @triton.jit
 def attend_cached(
-    q, q_pe, cosines, sines, keys, values, sinks, table, lengths, out, found,
-    q_row, q_head, pe_row, pe_head, table_width, heads, k_token, k_head, splits, scale, window,
+    q, q_pe, cosines, sines, keys, values, k_pe, key_scales, value_scales, sinks, table, lengths, out, found,
+    q_row, q_head, pe_row, pe_head, table_width, heads, k_token, k_head, k_pe_token, scales_token, splits, scale, window,
     SHARED: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr,
-    TOKENS: tl.constexpr, INTERLEAVED: tl.constexpr, WINDOWED: tl.constexpr, SUNK: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    TOKENS: tl.constexpr, INTERLEAVED: tl.constexpr, WINDOWED: tl.constexpr, SUNK: tl.constexpr, SPLIT: tl.constexpr, CODES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """q [rows, heads, D], and q_pe [rows, heads, R], not yet turned; keys of a token and key head D + R numbers. With R 0 values have D of
-    their own, else a key's first D are its value. scale: times log2(e).
+    """q [rows, heads, D], and q_pe [rows, heads, R], not yet turned; keys of a token and key head D numbers, and k_pe of a token R, turned.
+    With R 0 values have D of their own, else keys are the values. scale: times log2(e). CODES: codes_kernel.py, with a scale for each token
+    and key head, which with R 0 keys and values each have; the probabilities then take the values' scales, over the largest so far, along.
 
     SHARED: query heads of a key head. out [rows, heads, D]; or with SPLIT float32 [rows, heads, splits, D], and found
     [rows, heads, splits], the logarithm to base 2 of each share's sum.
@@ -48,7 +51,7 @@ def attend_cached(
     query = tl.load(from_row[:, None] + column[None, :], mask=asked[:, None] & whole[None, :], other=0.0)
     rotary = query
     if R > 0:
-        pe = D + tl.arange(0, R)
+        pe = tl.arange(0, R)
         rotary = turned_part(q_pe + row.to(tl.int64) * pe_row + head * pe_head, cosines, sines, row, asked, R, INTERLEAVED)
     length = tl.load(lengths + row).to(tl.int32)
     low = 0
@@ -66,6 +69,7 @@ def attend_cached(
         largest = tl.load(sinks + head, mask=first, other=float("-inf")) * 1.4426950408889634
         total = tl.where(first, 1.0, 0.0)
     sums = tl.zeros((HEADS, D_PADDED), tl.float32)
+    unit = LEAST_SCALE  # with codes, of the sums
     keys += kv_head * k_head
     values += kv_head * k_head
     for start in tl.range(begin, end, TOKENS, num_stages=STAGES):
@@ -73,10 +77,16 @@ def attend_cached(
         there = at < end
         places = tl.load(table + row * table_width + at // PAGE, mask=there, other=0).to(tl.int64) * PAGE + at % PAGE
         token = places[:, None] * k_token
-        k = tl.load(keys + token + column[None, :], mask=there[:, None] & whole[None, :], other=0.0)
+        k = tl.load(keys + token + column[None, :], mask=there[:, None] & whole[None, :], other=0)
+        if CODES:
+            k = decoded(k, CODES, query.dtype)
         scores = dot(query, tl.trans(k), tl.zeros((HEADS, TOKENS), tl.float32))
         if R > 0:
-            scores = dot(rotary, tl.trans(tl.load(keys + token + pe[None, :], mask=there[:, None], other=0.0)), scores)
+            turned = tl.load(k_pe + places[:, None] * k_pe_token + pe[None, :], mask=there[:, None], other=0.0)
+            scores = dot(rotary, tl.trans(turned), scores)
+        if CODES:
+            of_tokens = tl.load(key_scales + places * scales_token + kv_head, mask=there, other=0.0)
+            scores *= of_tokens[None, :]
         seen = there
         if WINDOWED:
             seen = seen & (at >= length - window)
@@ -89,9 +99,19 @@ def attend_cached(
         if R > 0:
             v = k
         else:
-            v = tl.load(values + token + column[None, :], mask=there[:, None] & whole[None, :], other=0.0)
+            v = tl.load(values + token + column[None, :], mask=there[:, None] & whole[None, :], other=0)
+        if CODES:
+            if R == 0:
+                v = decoded(v, CODES, query.dtype)
+                of_tokens = tl.load(value_scales + places * scales_token + kv_head, mask=there, other=0.0)
+            larger = tl.maximum(unit, tl.max(of_tokens, 0))
+            probabilities *= (of_tokens / larger)[None, :]
+            less *= unit / larger
+            unit = larger
         sums = dot(rounded(probabilities, v.dtype), v, sums * less[:, None])
         largest = top
+    if CODES:
+        sums *= unit
     result = sums / tl.where(total == 0.0, 1.0, total)[:, None]
     to = (row.to(tl.int64) * heads + head) * splits + part
     tl.store(out + to[:, None] * D + column[None, :], rounded(result, out.dtype.element_ty), mask=asked[:, None] & whole[None, :])
