@@ -30,7 +30,9 @@ OPERATORS = (
     "gqa_decode",
     "gqa_prefill",
 )
-BACKENDS = ("reference", "expanded", "cpu", "triton", "cuda", "ascend", "torch_npu")
+BACKENDS = ("reference", "expanded", "scaled_mm", "cpu", "triton", "cuda", "ascend", "torch_npu")
+ASKED_ONLY = ("scaled_mm",)
+"""Backends that "auto" never takes, for they compute something else than the weight's scheme says."""
 Shape = tuple[int, int]
 
 
@@ -120,7 +122,7 @@ def choose(operator: str, backend: str, device: torch.device, dtype: torch.dtype
 
 def serving(operator: str, backend: str, device: torch.device, dtype: torch.dtype | None = None, shapes: tuple[Shape, ...] = ()) -> str:
     """The backend asked for where it runs `operator`, else the best usable one."""
-    candidates = [name for name in reversed(BACKENDS) if name != "expanded" or operator.endswith("_dense")]
+    candidates = [name for name in reversed(BACKENDS) if name not in ASKED_ONLY and (name != "expanded" or operator.endswith("_dense"))]
     if device.type == "cpu":
         candidates.remove("triton")  # its interpreter, for tests
     if backend != "auto":

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quantkit_kernels import functional, grouped, prompts
-from quantkit_kernels.backends import BACKENDS, why_unusable
+from quantkit_kernels.backends import ASKED_ONLY, BACKENDS, why_unusable
 from quantkit_kernels.experts import ExpertsBuilder
 from quantkit_kernels.latents import Latents, cache_layout, doubled_angles, pairs_together, split_latents
 from quantkit_kernels.linear import prepare
@@ -71,8 +71,8 @@ def check(device: str | torch.device = "cpu", dtype: torch.dtype = torch.bfloat1
 
 
 def _backends(operator: str, device: torch.device, dtype: torch.dtype, shapes: tuple[tuple[int, int], ...]) -> list[str]:
-    """Those that run the operator; the slow reference only where nothing else does."""
-    usable = [name for name in BACKENDS if why_unusable(operator, name, device, dtype, shapes) is None]
+    """Those that run the operator as its scheme says; the slow reference only where nothing else does."""
+    usable = [name for name in BACKENDS if name not in ASKED_ONLY and why_unusable(operator, name, device, dtype, shapes) is None]
     chosen = [name for name in usable if name not in ("reference", "expanded") or (name == "expanded" and operator.endswith("_dense"))]
     return chosen or ["reference"]
 
