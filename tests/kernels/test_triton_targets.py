@@ -127,11 +127,11 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Rec
         ):
             if hasattr(found, function):
                 monkeypatch.setattr(found, function, lambda device, answer=answer: answer)
-    cards.decode_cut.cache_clear()
-    cards.prefill_cut.cache_clear()
+    for one in (cards.decode_cut, cards.prefill_cut, cards.overlapped):
+        one.cache_clear()
     yield recorder
-    cards.decode_cut.cache_clear()
-    cards.prefill_cut.cache_clear()
+    for one in (cards.decode_cut, cards.prefill_cut, cards.overlapped):
+        one.cache_clear()
     print("\n".join(recorder.lines))
 
 

@@ -55,6 +55,13 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
+def overlapped(device: torch.device) -> dict[str, bool]:
+    """What every launch of a decode step is given: from Hopper on a kernel begins while the one before it ends (`wait_for_input`)."""
+    name = architecture(device)
+    return {"PDL": True, "launch_pdl": True} if name.startswith("sm_") and int(name[3:]) >= 90 else {"PDL": False}
+
+
 def shared_bytes(name: str) -> int:
     """What a block may have on a card of this architecture; of a newer one of a known family, what the family's newest has."""
     if name in SHARED_BYTES:
@@ -126,7 +133,8 @@ def experts_plan(name: str, kind: str, intermediate: int, hidden: int, pairs_per
     tokens = 16 if pairs_per_expert <= 12 else 32 if pairs_per_expert <= 24 else 64
     # Elsewhere, and with int8 on a B200, gate's and up's sums do not fit the registers.
     wide = kind != "int8" and pairs_per_expert > 96 and shared_bytes(name) >= SHARED_BYTES["sm_90"]
-    plan = Plan(128, 128, 1, 8, 3) if wide else Plan(64, tokens, 1, 4, 4)
+    few = Plan(64, tokens, 1, 2, 3) if tokens == _FEW and name.startswith("sm_") else Plan(64, tokens, 1, 4, 4)
+    plan = Plan(128, 128, 1, 8, 3) if wide else few
     return ExpertsPlan(fitting(plan, kind, name, doubled=True), fitting(plan, kind, name))
 
 
@@ -206,11 +214,13 @@ def own_table(name: str) -> Path:
 
 @dataclass(frozen=True)
 class DecodeCut:
-    """How attention of a decode step is launched. tokens: taken at a time; warps; stages of copies in flight."""
+    """How attention of a decode step is launched. tokens: taken at a time; warps; stages of copies in flight; least: times that a program
+    takes tokens, at least, where several share a row."""
 
     tokens: int
     warps: int
     stages: int
+    least: int = 2
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quantkit_kernels.experts import Experts, ExpertsLayout
 from quantkit_kernels.triton import rows
-from quantkit_kernels.triton.cards import ExpertsPlan, architecture, experts_plan, experts_split, multiprocessors
+from quantkit_kernels.triton.cards import ExpertsPlan, architecture, experts_plan, experts_split, multiprocessors, overlapped
 from quantkit_kernels.triton.launch import SILU_MUL, WEIGH, Packed, Slots, multiply
 from quantkit_kernels.triton.layout import STRIP, PackedSteps, group_of, pack
 from quantkit_kernels.weights import Weight, kind, shape, to_device
@@ -65,8 +65,8 @@ def sort_pairs(topk_ids: Tensor, num_experts: int, tokens: int) -> Slots:
     tiles = min(pairs, num_experts) + pairs // tokens
     slots = Slots(*(torch.empty(size, dtype=torch.int32, device=topk_ids.device) for size in (tiles, tiles, tiles * tokens)))
     block = min(1024, max(128, rows.power_of_two(pairs)))
-    experts = max(2, rows.power_of_two(num_experts))
-    kernel[(num_experts,)](topk_ids, pairs, *slots, tiles, num_experts, EXPERTS=experts, TOKENS=tokens, BLOCK=block)
+    experts, how = max(2, rows.power_of_two(num_experts)), overlapped(topk_ids.device)
+    kernel[(num_experts,)](topk_ids, pairs, *slots, tiles, num_experts, EXPERTS=experts, TOKENS=tokens, BLOCK=block, **how)
     return slots
 
 

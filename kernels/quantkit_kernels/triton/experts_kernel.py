@@ -4,15 +4,19 @@
 import triton
 import triton.language as tl
 
+from quantkit_kernels.triton.weights_kernel import wait_for_input
+
 
 @triton.jit(do_not_specialize=["pairs", "tiles", "experts"])
 def sort_pairs(
-    ids, pairs, tile_expert, tile_count, order, tiles, experts, EXPERTS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr
+    ids, pairs, tile_expert, tile_count, order, tiles, experts, EXPERTS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """A program per expert: it counts the pairs of all experts, so that it knows where its own tiles begin, and writes them.
 
     EXPERTS: a power of two, at least `experts`. The last program also marks the tiles that no expert uses.
     """
+    wait_for_input(PDL)
     expert = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     number = tl.arange(0, EXPERTS)

@@ -6,13 +6,13 @@ import triton
 import triton.language as tl
 
 from quantkit_kernels.triton.multiply_kernel import sum_of_parts
-from quantkit_kernels.triton.weights_kernel import dot, rounded
+from quantkit_kernels.triton.weights_kernel import dot, rounded, wait_for_input
 
 
 @triton.jit
 def router_logits(
     x, router, logits, partial, arrived, tokens, experts, k,
-    SPLIT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    SPLIT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x [tokens, k] times router [experts, k] -> logits float32 [tokens, experts]."""
     tile = tl.program_id(0) // SPLIT
@@ -20,6 +20,7 @@ def router_logits(
     expert = tile * BN + tl.arange(0, BN)
     token = tl.arange(0, BM)
     column = tl.arange(0, BK)
+    wait_for_input(PDL)
     acc = tl.zeros((BN, BM), tl.float32)
     for start in range(part * BK, k, SPLIT * BK):
         inside = start + column < k

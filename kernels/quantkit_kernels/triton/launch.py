@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quantkit_kernels.triton.cards import Plan, interpreted
+from quantkit_kernels.triton.cards import Plan, interpreted, overlapped
 from quantkit_kernels.triton.layout import PackedSteps
 from quantkit_kernels.workspace import workspace
 
@@ -68,7 +68,7 @@ def multiply(
         KIND=KINDS[packed.kind], GROUP=packed.group, COLUMNS=COLUMNS[packed.kind], EPILOGUE=epilogue, EXPERTS=slots is not None,
         SPLIT=split, BN=plan.rows, BM=plan.tokens, EVEN_N=own_rows % plan.rows == 0, EVEN_K=packed.k % 128 == 0,
         NVIDIA=by_assembly(x.device), STAGES=plan.stages,
-        DTYPE=decoded_type(out.dtype if epilogue != WEIGH else x.dtype), num_warps=plan.warps,
+        DTYPE=decoded_type(out.dtype if epilogue != WEIGH else x.dtype), num_warps=plan.warps, **overlapped(x.device),
     )  # fmt: skip
 
 

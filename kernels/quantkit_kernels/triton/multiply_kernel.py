@@ -9,7 +9,7 @@ tile the last to arrive adds their sums up, in the order of K.
 import triton
 import triton.language as tl
 
-from quantkit_kernels.triton.weights_kernel import INT4, INT8, SPAN, dot, load_scales, plane, rounded
+from quantkit_kernels.triton.weights_kernel import INT4, INT8, SPAN, dot, fetch, load_scales, plane, rounded, wait_for_input
 
 STORE, SILU_MUL, WEIGH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -83,7 +83,7 @@ def multiply(
     m, n, k, out_n, steps, top_k, up,
     KIND: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, EPILOGUE: tl.constexpr, EXPERTS: tl.constexpr, SPLIT: tl.constexpr,
     BN: tl.constexpr, BM: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, NVIDIA: tl.constexpr, STAGES: tl.constexpr,
-    DTYPE: tl.constexpr,
+    DTYPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One linear: x[m, k] -> out[m, out_n]. EXPERTS: of a tile of sorted pairs, from x's rows pair // top_k to out's rows pair.
 
@@ -97,6 +97,14 @@ def multiply(
     if not EVEN_N:  # rows past the last are read as the last, and not written
         rows = tl.minimum(own, (up if EPILOGUE == SILU_MUL else n) - 1)
     slots = token_tile * BM + tl.arange(0, BM)
+    begin = steps * part // SPLIT
+    end = steps * (part + 1) // SPLIT
+    WIDTH: tl.constexpr = SPAN if KIND == INT8 else SPAN // 4
+    BYTES: tl.constexpr = BN * SPAN if KIND == INT8 else BN * SPAN // 2
+    if PDL and EVEN_N and not EXPERTS:  # weights are there before the tokens are
+        for ahead in tl.static_range(STAGES - 1):
+            fetch(codes + tl.minimum(begin + ahead, end - 1).to(tl.int64) * n * WIDTH + row_tile * BN * WIDTH, BYTES)
+    wait_for_input(PDL)
     expert = 0
     if EXPERTS:
         expert = tl.load(tile_expert + token_tile)
@@ -112,13 +120,10 @@ def multiply(
     places = source.to(tl.int64) * k
     n = n.to(tl.int64)
     weight_rows = n * expert
-    WIDTH: tl.constexpr = SPAN if KIND == INT8 else SPAN // 4
     codes += weight_rows * steps * WIDTH
     PER_STEP: tl.constexpr = 2 if KIND == INT4 and GROUP == 32 else 1
     scales += weight_rows * steps * PER_STEP
     row_scale += weight_rows
-    begin = steps * part // SPLIT
-    end = steps * (part + 1) // SPLIT
     acc = tl.zeros((BN, BM), tl.int32 if KIND == INT8 else tl.float32)
     more = acc
     for step in tl.range(begin, end, num_stages=STAGES):

@@ -10,7 +10,7 @@ from quantkit_kernels.codes import CodedKeys, CodedLatents, KeyValues
 from quantkit_kernels.latents import Latents
 from quantkit_kernels.paged import Norms, Rotation
 from quantkit_kernels.routing import Routing
-from quantkit_kernels.triton.cards import multiprocessors
+from quantkit_kernels.triton.cards import multiprocessors, overlapped
 from quantkit_kernels.triton.rows import power_of_two, warps_for
 from quantkit_kernels.workspace import workspace
 
@@ -44,7 +44,8 @@ def _norm(x: Tensor, residual: Tensor, weight: Tensor, normed: Tensor, total: Te
     width = x.shape[-1]
     block = power_of_two(width)
     grid = (x.numel() // width,)
-    kernel[grid](x, residual, weight.contiguous(), normed, total, width, eps, ADD=add, BLOCK=block, num_warps=warps_for(block))
+    how = {"num_warps": warps_for(block), **overlapped(x.device)}
+    kernel[grid](x, residual, weight.contiguous(), normed, total, width, eps, ADD=add, BLOCK=block, **how)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
@@ -56,7 +57,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     x = x.contiguous()
     y = x.new_empty(*x.shape[:-1], width)
     block = min(power_of_two(width), 1024)
-    kernel[(y.numel() // width, -(-width // block))](x, y, width, BLOCK=block)
+    kernel[(y.numel() // width, -(-width // block))](x, y, width, BLOCK=block, **overlapped(x.device))
     return y
 
 
@@ -75,6 +76,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
         EXPERTS=width, GROUPS=routing.n_group if grouped else 1, TOPK_GROUP=routing.topk_group if grouped else 1,
         TOP_K=routing.num_experts_per_tok, JOINED=routing.num_joined_experts, COLUMNS=power_of_two(columns),
         SIGMOID=routing.scoring_func == "sigmoid", BIASED=bias is not None, NORMED=routing.norm_topk_prob, num_warps=1,
+        **overlapped(logits.device),
     )  # fmt: skip
     return ids, weights
 
@@ -89,7 +91,7 @@ def moe_gate(x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing) -
     tiles, width = -(-experts // _GATE_ROWS), max(16, power_of_two(tokens))
     split = max(1, min(2 * multiprocessors(x.device) // tiles, -(-k // (2 * _GATE_STEP)), 16))
     partial, arrived = workspace(x.device, tiles * split * _GATE_ROWS * width)
-    shape = {"SPLIT": split, "BN": _GATE_ROWS, "BM": width, "BK": _GATE_STEP}
+    shape = {"SPLIT": split, "BN": _GATE_ROWS, "BM": width, "BK": _GATE_STEP, **overlapped(x.device)}
     router_logits[(tiles * split,)](x.contiguous(), router.contiguous(), logits, partial, arrived, tokens, experts, k, **shape)
     return route(logits, bias, routing)
 
@@ -104,7 +106,7 @@ def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bo
     y = torch.empty(tokens, heads, width, dtype=x.dtype, device=x.device)
     strides = (heads, x.stride(0), x.stride(1))
     tables = (positions.contiguous(), cos.contiguous(), sin.contiguous())
-    shape = {"R": width, "WIDTH": power_of_two(width), "HEADS": _HEADS}
+    shape = {"R": width, "WIDTH": power_of_two(width), "HEADS": _HEADS, **overlapped(x.device)}
     kernel[(tokens, -(-heads // _HEADS))](x, *tables, y, *strides, INTERLEAVED=interleaved, **shape)
     return y
 
@@ -121,7 +123,7 @@ def mla_prepare(qkv_a: Tensor, norms: Norms, rotation: Rotation, cache: Latents,
     widths = {"Q_WIDTH": power_of_two(q_lora), "K_WIDTH": power_of_two(kv_lora), "R_WIDTH": power_of_two(rotary)}
     kernel[(tokens, 2)](
         *tensors, q_a, latents, keys, scales, latents.stride(1), keys.stride(1), norms.eps, torch.finfo(keys.dtype).max,
-        Q=q_lora, K=kv_lora, R=rotary, INTERLEAVED=rotation.interleaved, CODES=codes_of(cache), **widths,
+        Q=q_lora, K=kv_lora, R=rotary, INTERLEAVED=rotation.interleaved, CODES=codes_of(cache), **widths, **overlapped(qkv_a.device),
     )  # fmt: skip
     return q_a
 
@@ -153,7 +155,7 @@ def gqa_prepare(qkv: Tensor, norms: Norms | None, rotation: Rotation, cache: Key
     kernel[(tokens, heads + 2 * kv_heads)](
         qkv.contiguous(), *gains, *tensors, q, *sides, heads, kv_heads, 0.0 if norms is None else norms.eps,
         D=width, R=2 * rotation.cos.shape[1], WIDTH=power_of_two(width), INTERLEAVED=rotation.interleaved, NORMED=norms is not None,
-        CODES=codes_of(cache), num_warps=1,
+        CODES=codes_of(cache), num_warps=1, **overlapped(qkv.device),
     )  # fmt: skip
     return q
 

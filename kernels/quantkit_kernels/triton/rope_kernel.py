@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from quantkit_kernels.triton.codes_kernel import encoded, scale_of
-from quantkit_kernels.triton.weights_kernel import rounded
+from quantkit_kernels.triton.weights_kernel import rounded, wait_for_input
 
 
 @triton.jit
@@ -25,9 +25,10 @@ def partner_of(channel, R: tl.constexpr, INTERLEAVED: tl.constexpr):
 @triton.jit
 def rope(
     x, positions, cosines, sines, y, heads, token_stride, head_stride,
-    R: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr,
+    R: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x [T, heads, R] turned to y, contiguous. WIDTH: a power of two, at least R."""
+    wait_for_input(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     channel = tl.arange(0, WIDTH)
@@ -47,11 +48,12 @@ def rope(
 def mla_prepare(
     qkv_a, q_norm, k_norm, cosines, sines, slots, q_a, latents, keys, scales, latent_token, key_token, eps, largest_key,
     Q: tl.constexpr, K: tl.constexpr, R: tl.constexpr, Q_WIDTH: tl.constexpr, K_WIDTH: tl.constexpr, R_WIDTH: tl.constexpr,
-    INTERLEAVED: tl.constexpr, CODES: tl.constexpr,
+    INTERLEAVED: tl.constexpr, CODES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program per token and half: the query part normed to q_a; the latent normed and the rotary key turned, to the token's slot. Slots
     are latent_token numbers of `latents` apart, key_token of `keys`. CODES: codes_kernel.py; then keys are divided by their token's scale,
     and are no larger than largest_key."""
+    wait_for_input(PDL)
     token = tl.program_id(0).to(tl.int64)
     row = qkv_a + token * (Q + K + R)
     TYPE: tl.constexpr = qkv_a.dtype.element_ty
@@ -90,9 +92,11 @@ def mla_prepare(
 def gqa_prepare(
     qkv, q_norm, k_norm, cosines, sines, slots, q, keys, values, key_scales, value_scales, heads, kv_heads, eps,
     D: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, NORMED: tl.constexpr, CODES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """A program per token and head, of queries, keys and values. D: a head's channels, of which the first R turn; WIDTH: a power of two.
     CODES: codes_kernel.py."""
+    wait_for_input(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     TYPE: tl.constexpr = qkv.dtype.element_ty

@@ -4,17 +4,20 @@
 import triton
 import triton.language as tl
 
+from quantkit_kernels.triton.weights_kernel import wait_for_input
+
 
 @triton.jit
 def route(
     logits, bias, ids, weights, experts, factor,
     EXPERTS: tl.constexpr, GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr, TOP_K: tl.constexpr, JOINED: tl.constexpr, COLUMNS: tl.constexpr,
-    SIGMOID: tl.constexpr, BIASED: tl.constexpr, NORMED: tl.constexpr,
+    SIGMOID: tl.constexpr, BIASED: tl.constexpr, NORMED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """EXPERTS, COLUMNS: powers of two, at least the experts and the columns; with fewer than all groups, exactly the experts.
 
     Among equals the lower number is better.
     """
+    wait_for_input(PDL)
     token = tl.program_id(0).to(tl.int64)
     number = tl.arange(0, EXPERTS)
     inside = number < experts

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from quantkit_kernels.triton.cards import overlapped
 from quantkit_kernels.triton.launch import COLUMNS, KINDS, Packed, by_assembly, decoded_type
 
 _EXPAND_ROWS = 64
@@ -15,7 +16,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     codes = torch.empty(x.shape, dtype=torch.int8, device=x.device)
     scale = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     block = min(power_of_two(x.shape[1]), 4096)
-    kernel[(x.shape[0],)](x, codes, scale, x.shape[1], BLOCK=block, num_warps=warps_for(block))
+    kernel[(x.shape[0],)](x, codes, scale, x.shape[1], BLOCK=block, num_warps=warps_for(block), **overlapped(x.device))
     return codes, scale
 
 
@@ -25,7 +26,7 @@ def sum_pairs(weighed: Tensor, y: Tensor) -> None:
 
     width = y.shape[1]
     block = min(power_of_two(width), 1024)
-    kernel[(y.shape[0], -(-width // block))](weighed, y, width, TOP_K=weighed.shape[0] // y.shape[0], BLOCK=block)
+    kernel[(y.shape[0], -(-width // block))](weighed, y, width, TOP_K=weighed.shape[0] // y.shape[0], BLOCK=block, **overlapped(y.device))
 
 
 def expanded(packed: Packed, dtype: torch.dtype) -> Tensor:

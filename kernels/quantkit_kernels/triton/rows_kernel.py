@@ -4,12 +4,13 @@
 import triton
 import triton.language as tl
 
-from quantkit_kernels.triton.weights_kernel import rounded
+from quantkit_kernels.triton.weights_kernel import rounded, wait_for_input
 
 
 @triton.jit
-def quantize_rows(x, codes, scale, k, BLOCK: tl.constexpr):
+def quantize_rows(x, codes, scale, k, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Symmetric int8: scale = max|x| / 127, 1 for a row of zeros; codes are rounded half to even."""
+    wait_for_input(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     largest = tl.zeros((BLOCK,), tl.float32)
@@ -27,8 +28,9 @@ def quantize_rows(x, codes, scale, k, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def add_rms_norm(x, residual, weight, normed, total, h, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+def add_rms_norm(x, residual, weight, normed, total, h, eps, ADD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """normed = weight * t / sqrt(mean(t^2) + eps) with t = x + residual rounded to x's type, which is stored in `total`; else t = x."""
+    wait_for_input(PDL)
     row = tl.program_id(0).to(tl.int64) * h
     at = tl.arange(0, BLOCK)
     inside = at < h
@@ -44,8 +46,9 @@ def add_rms_norm(x, residual, weight, normed, total, h, eps, ADD: tl.constexpr, 
 
 
 @triton.jit
-def silu_and_mul(x, y, width, BLOCK: tl.constexpr):
+def silu_and_mul(x, y, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """y [rows, width] = silu(gate) * up of x = [gate, up]."""
+    wait_for_input(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
@@ -55,8 +58,9 @@ def silu_and_mul(x, y, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def sum_pairs(weighed, y, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+def sum_pairs(weighed, y, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """y[t] = the sum of rows t * TOP_K .. t * TOP_K + TOP_K - 1 of weighed float32."""
+    wait_for_input(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width

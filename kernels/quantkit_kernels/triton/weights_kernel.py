@@ -39,6 +39,23 @@ FP4_FACTORS_1 = tl.constexpr("shr.u32 $0, $1, 4; lop3.b32 $0, $0, 0x0FF00FF0, 0x
 
 
 @triton.jit
+def wait_for_input(PDL: tl.constexpr):
+    """Before anything is read that an earlier kernel wrote, or written. With PDL (programmatic dependent launch) the next kernel may begin
+    as soon as all programs of this one have, and this one waits here until the one before it is done."""
+    if PDL:
+        tl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def fetch(address, SIZE: tl.constexpr):
+    """SIZE bytes, a multiple of 128, into the last cache."""
+    at = address.to(tl.int64) + tl.arange(0, SIZE // 128) * 128
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def dot(a, b, acc):
     """acc + a b in float32. The interpreter knows no product of bfloat16."""
     if INTERPRETED:

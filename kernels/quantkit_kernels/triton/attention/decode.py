@@ -9,7 +9,7 @@ from quantkit_kernels import reference
 from quantkit_kernels.latents import parts_of
 from quantkit_kernels.paged import PagedKeys, PagedLatents, Rotation
 from quantkit_kernels.reference.functional import absorbed, values
-from quantkit_kernels.triton.cards import decode_cut, multiprocessors
+from quantkit_kernels.triton.cards import decode_cut, multiprocessors, overlapped
 from quantkit_kernels.triton.operators import codes_of, key_sides, latent_parts
 from quantkit_kernels.triton.rows import power_of_two
 
@@ -86,10 +86,10 @@ def _attend(
     rotary = pe.shape[2]
     padded = power_of_two(max(16, width))
     table, lengths = pages.block_table.contiguous(), pages.seq_lens.contiguous()
-    cut = decode_cut(q.device, block, padded + rotary, latent=rotary > 0)
+    how, cut = overlapped(q.device), decode_cut(q.device, block, padded + rotary, latent=rotary > 0)
     head_blocks = kv_heads * -(-shared // block)
     most = table.shape[1] * page if not window else window + cut.tokens
-    splits = max(1, min(2 * multiprocessors(q.device) // (rows * head_blocks), -(-most // (2 * cut.tokens)), _MOST_SPLITS))
+    splits = max(1, min(2 * multiprocessors(q.device) // (rows * head_blocks), -(-most // (cut.least * cut.tokens)), _MOST_SPLITS))
     out = torch.empty(rows, heads, width, dtype=q.dtype, device=q.device)
     partial, found = out, out
     if splits > 1:
@@ -100,10 +100,10 @@ def _attend(
         q.stride(0), q.stride(1), pe.stride(0), pe.stride(1), table.shape[1], heads, keys.stride(1), width, cached.k_pe.stride(1), kv_heads,
         splits, scale * _LOG2E, window,
         SHARED=shared, HEADS=block, D=width, D_PADDED=padded, R=rotary, PAGE=page, TOKENS=cut.tokens, INTERLEAVED=interleaved,
-        WINDOWED=window > 0, SUNK=sinks is not None, SPLIT=splits > 1, CODES=cached.codes, STAGES=cut.stages, num_warps=cut.warps,
+        WINDOWED=window > 0, SUNK=sinks is not None, SPLIT=splits > 1, CODES=cached.codes, STAGES=cut.stages, num_warps=cut.warps, **how,
     )  # fmt: skip
     if splits > 1:
         columns, shares = min(128, padded), power_of_two(splits)
         grid = (rows * heads, -(-width // columns))
-        merge[grid](partial, found, out, splits, D=width, COLUMNS=columns, SPLITS=shares, AT_ONCE=min(_AT_ONCE, shares))
+        merge[grid](partial, found, out, splits, D=width, COLUMNS=columns, SPLITS=shares, AT_ONCE=min(_AT_ONCE, shares), **how)
     return out

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from quantkit_kernels.triton.codes_kernel import LEAST_SCALE, decoded
 from quantkit_kernels.triton.rope_kernel import partner_of
-from quantkit_kernels.triton.weights_kernel import dot, rounded
+from quantkit_kernels.triton.weights_kernel import dot, rounded, wait_for_input
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def attend_cached(
     q_row, q_head, pe_row, pe_head, table_width, heads, k_token, k_head, k_pe_token, scales_token, splits, scale, window,
     SHARED: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr,
     TOKENS: tl.constexpr, INTERLEAVED: tl.constexpr, WINDOWED: tl.constexpr, SUNK: tl.constexpr, SPLIT: tl.constexpr, CODES: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """q [rows, heads, D], and q_pe [rows, heads, R], not yet turned; keys of a token and key head D numbers, and k_pe of a token R, turned.
     With R 0 values have D of their own, else keys are the values. scale: times log2(e). CODES: codes_kernel.py, with a scale for each token
@@ -39,6 +39,7 @@ def attend_cached(
     SHARED: query heads of a key head. out [rows, heads, D]; or with SPLIT float32 [rows, heads, splits, D], and found
     [rows, heads, splits], the logarithm to base 2 of each share's sum.
     """
+    wait_for_input(PDL)
     row = tl.program_id(0)
     blocks: tl.constexpr = (SHARED + HEADS - 1) // HEADS
     kv_head = tl.program_id(1) // blocks
@@ -120,8 +121,11 @@ def attend_cached(
 
 
 @triton.jit
-def merge(partial, found, out, splits, D: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr):
+def merge(
+    partial, found, out, splits, D: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr
+):
     """A program per row and head, and COLUMNS of them: shares weighed by what they found. SPLITS: a power of two, at least splits."""
+    wait_for_input(PDL)
     row = tl.program_id(0).to(tl.int64)
     every = tl.arange(0, SPLITS)
     logs = tl.load(found + row * splits + every, mask=every < splits, other=float("-inf"))
