@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from quantkit_kernels.samples import random_weight
-from quantkit_kernels.triton import cards
+from quantkit_kernels.triton import cards, first_use
 from quantkit_kernels.triton.layout import SPAN, STRIP, pack
 from quantkit_kernels.weights import Int4
 
@@ -80,3 +80,18 @@ def test_words_hold_the_codes_of_four_planes() -> None:
     halves = packed.scales.contiguous().view(torch.float16)  # of a step and row: scale, zero point, scale, zero point
     found = halves.view(steps, rows, 4)[..., ::2].permute(1, 0, 2).reshape(rows, -1)[:70, :3].float() * packed.row_scale[:70, None]
     torch.testing.assert_close(found, weight.scale, rtol=1e-3, atol=0)
+
+
+def test_that_kernels_are_compiled_is_said_once_on_a_machine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(first_use, "architecture", lambda device: "sm_80")
+    monkeypatch.setattr(first_use, "_version", lambda: "3.6.0")
+    for _ in range(2):
+        first_use.announce.cache_clear()
+        first_use.announce(torch.device("cuda"))
+        first_use.announce(torch.device("cpu"))
+    assert caplog.text.count("compiling the Triton kernels") == 1
+    monkeypatch.setattr(first_use, "_version", lambda: "3.7.0")
+    first_use.announce.cache_clear()
+    first_use.announce(torch.device("cuda"))
+    assert caplog.text.count("compiling the Triton kernels") == 2
+    first_use.announce.cache_clear()

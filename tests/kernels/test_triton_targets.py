@@ -39,6 +39,7 @@ from quantkit_kernels import (  # noqa: E402
     route,
     silu_and_mul,
 )
+from quantkit_kernels.codes import empty_keys, empty_latents  # noqa: E402
 from quantkit_kernels.samples import random_weight  # noqa: E402
 from quantkit_kernels.triton import cards  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -48,7 +49,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 pytestmark = pytest.mark.skipif(cards.interpreted(), reason="the interpreter compiles nothing")
 
 MULTIPROCESSORS = {"sm_80": 108, "sm_86": 82, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_120": 170, "gfx90a": 104, "gfx942": 304}
-FEW = ("sm_80", "gfx942")
+FEW, EVERY = ("sm_80", "gfx942"), bool(os.environ.get("QUANTKIT_EVERY_CELL"))
 MOST_REGISTERS, MOST_SPILLED = {"sm": 255, "gf": 512}, 256
 """Of a thread; bytes of a thread that may lie in memory instead in attention of prompts, and a quarter of them elsewhere."""
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int8: "i8", torch.int16: "i16"}
@@ -110,7 +111,7 @@ def used(compiled: Any) -> tuple[int, int]:
     return int(re.search(r"REG:(\d+)", text)[1]), int(re.search(r"STACK:(\d+)", text)[1])
 
 
-@pytest.fixture(params=[pytest.param(name, id=name) for name in (MULTIPROCESSORS if os.environ.get("QUANTKIT_EVERY_CELL") else FEW)])
+@pytest.fixture(params=[pytest.param(name, id=name) for name in (MULTIPROCESSORS if EVERY else FEW)])
 def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """The CPU takes itself for this card."""
     from quantkit_kernels import triton as backend
@@ -144,17 +145,18 @@ def angles(tokens: int, rotary: int) -> Rotation:
 
 
 def linear(grid: str) -> None:
-    prepared = prepare(random_weight(grid, 4096, 1024, torch.Generator().manual_seed(0)), backend="triton")
-    for tokens in (2, 40, 100, 300, 2000):
-        prepared(zeros(tokens, 1024))
+    """Of few tokens two programs share K. What is left out by default are tiles between the smallest and the largest."""
+    prepared = prepare(random_weight(grid, 4096, 2048, torch.Generator().manual_seed(0)), backend="triton")
+    for tokens in (2, 300, 2000) if not EVERY else (2, 20, 40, 100, 300, 2000):
+        prepared(zeros(tokens, 2048))
 
 
 def experts(grid: str) -> None:
     rng = torch.Generator().manual_seed(0)
-    gate, down = random_weight(grid, 256, 512, rng), random_weight(grid, 512, 256, rng)
+    gate, down = random_weight(grid, 256, 2048, rng), random_weight(grid, 2048, 256, rng)
     prepared = prepare_experts([gate] * 8, [gate] * 8, [down] * 8, backend="triton")
-    for tokens in (1, 20, 128):
-        prepared(zeros(tokens, 512), zeros(tokens, 8, dtype=torch.int64), zeros(tokens, 8, dtype=torch.float32))
+    for tokens in (1, 128) if not EVERY else (1, 20, 128):
+        prepared(zeros(tokens, 2048), zeros(tokens, 8, dtype=torch.int64), zeros(tokens, 8, dtype=torch.float32))
 
 
 def operators() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -172,12 +174,18 @@ def operators() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "rope", lambda: rope(zeros(8, 128, 64), zeros(8, dtype=ints), *angles(64, 64)[:2], backend="triton")
     norms, slots = Norms(zeros(1536), zeros(512), 1e-6), zeros(8, dtype=ints)
     yield "mla_prepare", lambda: mla_prepare(zeros(8, 2112), norms, angles(8, 64), zeros(2, 64, 576), slots, backend="triton")
-    for rows, heads in ((1, 128), (8, 16)):
-        pages = PagedLatents(zeros(64, 64, 576), zeros(rows, 64, dtype=ints), zeros(rows, dtype=ints))
+    codes = empty_latents((2, 64), 512, 64, torch.float8_e4m3fn, HALF, torch.device("cpu"))
+    yield "mla_prepare", lambda: mla_prepare(zeros(8, 2112), norms, angles(8, 64), codes, slots, backend="triton")
+    for rows, heads, cache in ((1, 128, zeros(64, 64, 576)), (8, 16, zeros(64, 64, 576)), (1, 128, codes)):
+        pages = PagedLatents(cache, zeros(rows, 64, dtype=ints), zeros(rows, dtype=ints))
         q, kv_b = zeros(rows, heads, 192), zeros(heads, 256, 512)
         yield "mla_decode", lambda q=q, kv_b=kv_b, pages=pages: mla_decode(q, kv_b, angles(len(q), 64), pages, scale=1.0, backend="triton")
     of_head, cache = Norms(zeros(128), zeros(128), 1e-6), (zeros(2, 64, 8, 128), zeros(2, 64, 8, 128))
     yield "gqa_prepare", lambda: gqa_prepare(zeros(8, 48 * 128), of_head, angles(8, 128), cache, slots, backend="triton")
+    coded = empty_keys((2, 64, 8, 128), torch.int8, torch.device("cpu"))
+    yield "gqa_prepare", lambda: gqa_prepare(zeros(8, 48 * 128), of_head, angles(8, 128), coded, slots, backend="triton")
+    of_codes = PagedKeys(*coded[:2], zeros(2, 64, dtype=ints), zeros(2, dtype=ints), scales=coded.scales)
+    yield "gqa_decode", lambda: gqa_decode(zeros(2, 32, 128), of_codes, scale=1.0, backend="triton")
     for width, heads, window in ((128, 32, 0), (64, 64, 128), (256, 16, 0)):
         side, q = zeros(64, 64, 8, width), zeros(2, heads, width)
         keys = PagedKeys(side, side, zeros(2, 64, dtype=ints), zeros(2, dtype=ints))

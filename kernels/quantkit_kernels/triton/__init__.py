@@ -14,6 +14,7 @@ from quantkit_kernels.triton.attention.decode import gqa_decode, mla_decode
 from quantkit_kernels.triton.attention.prefill import gqa_prefill, mla_prefill
 from quantkit_kernels.triton.cards import interpreted
 from quantkit_kernels.triton.experts import TritonExpertsLayout
+from quantkit_kernels.triton.first_use import announce
 from quantkit_kernels.triton.linear import linear
 from quantkit_kernels.triton.operators import add_rms_norm, gqa_prepare, mla_prepare, moe_gate, rms_norm, rope, route, silu_and_mul
 from quantkit_kernels.weights import Weight
@@ -69,4 +70,5 @@ def _has_triton() -> bool:
 
 
 def experts_layout(num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device) -> TritonExpertsLayout:
+    announce(device)
     return TritonExpertsLayout(num_experts, gate, dtype, device)

@@ -7,6 +7,7 @@ from torch import Tensor
 from quantkit_kernels.linear import Linear
 from quantkit_kernels.triton import rows
 from quantkit_kernels.triton.cards import Plan, architecture, linear_plan, multiprocessors
+from quantkit_kernels.triton.first_use import announce
 from quantkit_kernels.triton.launch import Packed, multiply
 from quantkit_kernels.triton.layout import group_of, pack
 from quantkit_kernels.weights import Weight, kind, shape, to_device
@@ -40,4 +41,5 @@ class TritonLinear(Linear):
 
 
 def linear(weight: Weight, dtype: torch.dtype, device: torch.device) -> Linear:
+    announce(device)
     return TritonLinear(weight, dtype, device)

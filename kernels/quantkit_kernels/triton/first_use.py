@@ -1,0 +1,37 @@
+"""One line for who waits: Triton compiles each kernel where it is first used, and keeps it in its own cache."""
+
+import functools
+import hashlib
+import logging
+from pathlib import Path
+
+import torch
+
+from quantkit_kernels.compiled import cache_directory
+from quantkit_kernels.triton.cards import architecture
+
+_log = logging.getLogger(__name__)
+
+
+@functools.cache
+def announce(device: torch.device) -> None:
+    """Says once on a machine, for these sources and this Triton, that kernels are going to be compiled."""
+    if device.type != "cuda":
+        return
+    marker = cache_directory() / f"triton-{architecture(device)}-{_digest()}"
+    if not marker.exists():
+        _log.warning("compiling the Triton kernels as they are used, once on this machine: about 10 s in all")
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.touch()
+
+
+def _digest() -> str:
+    sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*_kernel.py")))
+    return hashlib.sha256(sources + _version().encode()).hexdigest()[:16]
+
+
+def _version() -> str:
+    """Of Triton, whose distribution has other names on AMD's cards."""
+    import triton
+
+    return str(triton.__version__)
