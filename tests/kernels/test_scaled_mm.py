@@ -8,7 +8,7 @@ from quantkit_kernels import backends
 from quantkit_kernels.backends import choose, serving, why_unusable
 from quantkit_kernels.samples import TOLERANCE, distance, random_weight
 from quantkit_kernels.scaled_mm.layout import packed, rounded_to_nvfp4, swizzled
-from quantkit_kernels.scaled_mm.linear import ScaledMmLinear, product
+from quantkit_kernels.scaled_mm.linear import linear, product
 from quantkit_kernels.weights import Fp4, decode_e2m1, dequantize
 
 CUDA = torch.device("cuda")
@@ -65,14 +65,19 @@ def product_of_bytes(x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tens
 
 
 @pytest.mark.parametrize("stacked", [False, True])
-def test_a_linear_is_the_product_of_both_as_they_were_rounded(stacked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[ScaledMmLinear.__module__], "product", product_of_bytes)
+def test_a_linear_is_the_product_of_both_as_they_were_rounded(
+    stacked: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = sys.modules[linear.__module__]
+    monkeypatch.setattr(module, "product", product_of_bytes)
     weight = random_weight("fp4", 48, 96, torch.Generator().manual_seed(1))
     assert isinstance(weight, Fp4)
     if stacked:  # of two tensors with global scales of their own
         weight = weight._replace(global_scale=torch.linspace(0.01, 0.02, 48))
     x = torch.randn(5, 96).bfloat16()
-    found = ScaledMmLinear(weight, torch.bfloat16, torch.device("cpu"))(x)
+    module._tell.cache_clear()
+    found = linear(weight, torch.bfloat16, torch.device("cpu"))(x)
+    assert "what runs is W4A4" in caplog.text
     exact = dequantize(Fp4(*rounded_to_nvfp4(x)), torch.float64) @ dequantize(weight, torch.float64).T
     assert distance(found, exact) < TOLERANCE[torch.bfloat16]
 

@@ -1,11 +1,16 @@
 """W4A4 linears: the weight's codes and scales as they are, activations rounded to NVFP4 row by row in groups of 16."""
 
+import functools
+import logging
+
 import torch
 from torch import Tensor
 
 from quantkit_kernels.linear import Linear
 from quantkit_kernels.scaled_mm.layout import packed, rounded_to_nvfp4, swizzled
 from quantkit_kernels.weights import Fp4, Weight, shape
+
+_log = logging.getLogger(__name__)
 
 
 class ScaledMmLinear(Linear):
@@ -35,4 +40,10 @@ def product(x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor) -> Tens
 
 def linear(weight: Weight, dtype: torch.dtype, device: torch.device) -> Linear:
     assert isinstance(weight, Fp4), type(weight)
+    _tell()
     return ScaledMmLinear(weight, dtype, device)
+
+
+@functools.cache
+def _tell() -> None:
+    _log.warning("backend scaled_mm rounds activations to NVFP4: what runs is W4A4, not what a W4A16 checkpoint was made for")
