@@ -55,11 +55,14 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+OVERLAPPED: tuple[str, ...] = ()
+"""Cards on which a kernel of a decode step begins while the one before it ends (`wait_for_input`); Hopper's and later could."""
+
+
 @functools.cache
 def overlapped(device: torch.device) -> dict[str, bool]:
-    """What every launch of a decode step is given: from Hopper on a kernel begins while the one before it ends (`wait_for_input`)."""
-    name = architecture(device)
-    return {"PDL": True, "launch_pdl": True} if name.startswith("sm_") and int(name[3:]) >= 90 else {"PDL": False}
+    """What every launch of a decode step is given for it."""
+    return {"PDL": True, "launch_pdl": True} if architecture(device) in OVERLAPPED else {"PDL": False}
 
 
 def shared_bytes(name: str) -> int:
