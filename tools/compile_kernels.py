@@ -3,7 +3,8 @@
     python tools/compile_kernels.py --out FOLDER [--architecture 90]
 
 The library is made by the nvcc at hand, with the CUDA runtime and libstdc++ inside, and is loaded once to see that it is whole. It asks
-for a driver of nvcc's major version of CUDA, and for the glibc of the machine it is made on; wheel_hook.py writes that into the wheel's name.
+for a driver of nvcc's major version of CUDA, and for the glibc of the machine it is made on, which wheel_hook.py writes into the wheel's
+name.
 """
 
 import argparse

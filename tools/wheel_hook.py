@@ -1,4 +1,4 @@
-"""Puts compiled CUDA kernels into the wheel: those in the folder QUANTKIT_LIBRARIES (`make wheel`). Without it a wheel is for any machine."""
+"""Puts compiled CUDA kernels into the wheel: those in the folder QUANTKIT_LIBRARIES (`make wheel`). Without it it is for any machine."""
 
 import os
 import re
