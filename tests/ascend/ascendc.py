@@ -1,0 +1,50 @@
+"""The Ascend C sources of kernels/ascendc compiled for a CPU, and their NumPy twins."""
+
+import ctypes
+import importlib.util
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from ascend.guard import run_guarded
+
+SOURCES = Path(__file__).parents[2] / "kernels" / "ascendc"
+CPU = Path(__file__).with_name("ascendc_on_cpu")
+
+
+def twin(name: str) -> ModuleType:
+    """kernels/ascendc/NAME.py, which is no package's."""
+    spec = importlib.util.spec_from_file_location(name, SOURCES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def compiled(source: Path, folder: Path) -> ctypes.CDLL:
+    """A source with `launch` over the CPU's version of Ascend C."""
+    library = folder / f"{source.stem}.so"
+    options = ["-std=c++17", "-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-I", str(CPU), "-I", str(SOURCES)]
+    subprocess.run(["g++", *options, str(source), "-o", str(library)], check=True)
+    return ctypes.CDLL(str(library))
+
+
+def launch(kernel: ctypes.CDLL, cores: int, eager: bool, operands: Sequence[torch.Tensor], sizes: Sequence[int]) -> None:
+    """One launch, the operands between guard pages; what breaks a rule of the headers ends the process that runs it.
+
+    eager: whether a core that sets a flag lets the others run.
+    """
+
+    def run(pointers: list[int]) -> None:
+        addresses = (ctypes.c_void_p * len(pointers))(*pointers)
+        kernel.launch(ctypes.c_uint32(cores), ctypes.c_bool(eager), addresses, (ctypes.c_uint32 * len(sizes))(*sizes))
+
+    run_guarded(run, operands)
+
+
+def poison(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory that nobody wrote: NaN in every float."""
+    return torch.full((*shape, dtype.itemsize), 0xFF, dtype=torch.uint8).view(dtype).squeeze(-1)

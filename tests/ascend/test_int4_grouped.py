@@ -1,0 +1,103 @@
+"""The int4 product in Ascend C, whose vector cores decode for the cube, and its NumPy twin: against float64 and each other."""
+
+import ctypes
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from ascend import ascendc
+
+
+@pytest.fixture(scope="module")
+def twin() -> ModuleType:
+    return ascendc.twin("int4_grouped")
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return ascendc.compiled(ascendc.CPU / "launch_int4_grouped.cpp", tmp_path_factory.mktemp("ascendc"))
+
+
+def random(n: int, k: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes [N, K] of -8..7, scales and zero points [N, K / 128]."""
+    rng = np.random.default_rng(seed)
+    scale = (rng.uniform(0.5, 2, (n, k // 128)) / 100).astype(np.float16).astype(np.float32)
+    return rng.integers(-8, 8, (n, k)).astype(np.int8), scale, rng.integers(-8, 8, (n, k // 128)).astype(np.float32)
+
+
+def packed(twin: ModuleType, weights: list[tuple[np.ndarray, ...]]) -> tuple[np.ndarray, np.ndarray]:
+    return np.stack([twin.pack(one[0]) for one in weights]), np.stack([twin.pack_parameters(*one[1:]) for one in weights])
+
+
+def rows(count: int, k: int) -> torch.Tensor:
+    """One of them zeros, one with a value far above its group's others."""
+    x = torch.randn(count, k, generator=torch.Generator().manual_seed(count))
+    x[0, :128] = 0
+    x[-1, 3] = 300
+    return x.bfloat16()
+
+
+def decoded(weight: tuple[np.ndarray, ...]) -> np.ndarray:
+    codes, scale, zero = (one.astype(np.float64) for one in weight)
+    return (codes - zero.repeat(128, axis=1)) * scale.repeat(128, axis=1)
+
+
+def test_where_a_code_lies(twin: ModuleType) -> None:
+    codes = random(512, 384, seed=0)[0]
+    bytes_ = twin.pack(codes)
+    assert bytes_.shape == (2, 3, 2, 8192)
+    for n, k in ((0, 0), (1, 0), (0, 1), (16, 32), (127, 63), (128, 64), (511, 383), (300, 200)):
+        byte = int(bytes_[n // 256, k // 128, n // 128 % 2, ((k // 32 % 2 * 8 + n // 16 % 8) * 16 + n % 16) * 32 + k % 32])
+        nibble = byte & 15 if k // 64 % 2 else byte >> 4
+        assert nibble == codes[n, k] & 15, (n, k)
+    assert np.array_equal(twin.unpack(bytes_), codes)
+
+
+def test_digits_are_within_their_bound(twin: ModuleType) -> None:
+    """At most max|x| / 127 / 256 of a group off, and a rounding of float32 or two."""
+    x = rows(9, 1024).float().numpy()
+    d1, d0, factors, sums = twin.digits(x)
+    groups = [one.reshape(9, -1, 128).astype(np.float64) for one in (x, d1, d0)]
+    near = factors[..., None].astype(np.float64) * 16 * (groups[1] + groups[2] / 128)
+    largest = np.abs(groups[0]).max(axis=-1, keepdims=True)
+    assert (np.abs(near - groups[0]) <= largest * (1 / (127 * 256) + 2**-21)).all()
+    assert np.array_equal(sums, (groups[1] + groups[2] / 128).sum(axis=-1))
+
+
+@pytest.mark.parametrize(("n", "k"), [(512, 7168), (7168, 256)])
+def test_experts_of_one_rank_against_float64(twin: ModuleType, n: int, k: int) -> None:
+    """Gate and up, and down, of R1's experts on one of 8 ranks: within the digits' bound, and one rounding to bf16."""
+    weights, x, ends = [random(n, k, seed) for seed in range(2)], rows(3, k), [1, 3]
+    y = twin.multiply(x.float().numpy(), *packed(twin, weights), np.array(ends)).astype(np.float64)
+    for row, weight in enumerate((weights[0], weights[1], weights[1])):
+        values, exact_x = decoded(weight), x[row].double().numpy()
+        largest = np.abs(exact_x).reshape(-1, 128).max(axis=1).repeat(128)
+        bound = np.abs(values) @ largest * (1 / (127 * 256) + 2**-21)
+        exact = values @ exact_x
+        assert (np.abs(y[row] - exact) <= bound + np.abs(exact) * 2.0**-8 + np.abs(values) @ np.abs(exact_x) * 2.0**-18).all()
+
+
+def run(kernel: ctypes.CDLL, cores: int, eager: bool, x: torch.Tensor, parts: list[torch.Tensor], ends: list[int]) -> torch.Tensor:
+    count, k, n = len(x), x.shape[1], parts[0].shape[1] * 256
+    scratch = [
+        ascendc.poison(count, 2, k, dtype=torch.int8),
+        ascendc.poison(count, 2, k // 128, 8, dtype=torch.float32),
+        ascendc.poison(cores, 4, 32768, dtype=torch.int8),
+        ascendc.poison(cores, 2, 16, 256, dtype=torch.int32),
+    ]
+    y = ascendc.poison(count, n, dtype=torch.bfloat16)
+    ascendc.launch(kernel, cores, eager, [x, *parts, torch.tensor(ends), *scratch, y], [count, len(ends), k, n])
+    return y
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize(("cores", "k"), [(1, 128), (2, 640), (5, 2304)])
+def test_the_kernel_gives_the_twins_bits(twin: ModuleType, kernel: ctypes.CDLL, cores: int, k: int, eager: bool) -> None:
+    """Experts of no, one, three and eleven rows, column tiles, more slots than groups and fewer, digits of a ragged chunk."""
+    ends = [1, 1, 4, 15] if k < 2304 else [1, 1, 3, 3]
+    weights = [random(512, k, seed) for seed in range(4)]
+    parts, x = packed(twin, weights), rows(ends[-1], k)
+    y = run(kernel, cores, eager, x, [*map(torch.from_numpy, parts)], ends)
+    expected = torch.from_numpy(twin.multiply(x.float().numpy(), *parts, np.array(ends))).bfloat16()
+    assert torch.equal(y, expected)
