@@ -50,3 +50,16 @@ def attend(q: Floats, keys: Floats, values: Floats, scale: float, *, block: int 
         weights = rescaled(weights, powers - new) + chances.sum(axis=1, keepdims=True)
         powers = new
     return sums / weights
+
+
+def attend_pages(
+    query: Floats, cache: Floats, width: int, block_table: NDArray[np.int32], lengths: list[int], scale: float, *, rounded: bool = True
+) -> Floats:
+    """Absorbed latent attention of a decode step: query [R, heads, D] over a row's own tokens in cache [blocks, block_size, D], whose first
+    `width` channels are the values -> [R, heads, width], float32; zeros for rows of no tokens."""
+    out = np.zeros((*query.shape[:2], width), np.float32)
+    for row, length in enumerate(lengths):
+        if length:
+            seen = cache[block_table[row]].reshape(-1, cache.shape[-1])[:length]
+            out[row] = attend(query[row], seen, seen[:, :width], scale, rounded=rounded)
+    return out

@@ -502,6 +502,7 @@ private:
         product.m = FRACTAL_ROWS;
         product.n = TILE_N;
         product.k = GROUP;
+        product.cmatrixInitVal = true;
         Mmad(sum, left, right, product);
         leftQueue.FreeTensor(left);
         rightQueue.FreeTensor(right);

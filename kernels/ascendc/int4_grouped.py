@@ -46,15 +46,13 @@ def digits(x: Floats) -> tuple[NDArray[np.int8], NDArray[np.int8], Floats, Float
     return first.astype(np.int8).reshape(x.shape), second.astype(np.int8).reshape(x.shape), factors, sums
 
 
-def multiply(
-    x: Floats, weight: NDArray[np.uint8], parameters: NDArray[np.float16], group_list: NDArray[np.int64]
-) -> Floats:
+def multiply(x: Floats, weight: NDArray[np.uint8], parameters: NDArray[np.float16], group_list: NDArray[np.int64]) -> Floats:
     """y float32 [R, N], values those of bf16.
 
     x [R, K], values those of bf16, sorted by expert; weight [E, ...] of `pack`; parameters [E, ...] of `pack_parameters`; group_list [E]:
     where each expert's rows end.
     """
-    experts, tiles, groups = weight.shape[:3]
+    tiles, groups = weight.shape[1:3]
     d1, d0, factors, sums = digits(x)
     y = np.zeros((len(x), tiles * TILE_N), np.float32)
     for expert, (first, last) in enumerate(zip([0, *group_list[:-1]], group_list)):

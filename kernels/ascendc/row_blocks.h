@@ -20,7 +20,6 @@ struct RowBlocks {
         item = core;
         expert = 0;
         block = 0;
-        rows = 0;
         start = 0;
         end = experts > 0 ? static_cast<uint32_t>(ends.GetValue(0)) : 0;
     }

@@ -27,7 +27,7 @@ def twin(name: str) -> ModuleType:
 def compiled(source: Path, folder: Path) -> ctypes.CDLL:
     """A source with `launch` over the CPU's version of Ascend C."""
     library = folder / f"{source.stem}.so"
-    options = ["-std=c++17", "-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-I", str(CPU), "-I", str(SOURCES)]
+    options = ["-std=c++17", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-I", str(CPU), "-I", str(SOURCES)]
     subprocess.run(["g++", *options, str(source), "-o", str(library)], check=True)
     return ctypes.CDLL(str(library))
 

@@ -1,21 +1,20 @@
 """AMLA's numerics: rescaling by integer addition is multiplication by a power of two, and attention stays within its stated error."""
 
-import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from ascend import ascendc, npu_double
+from ascend.test_r1_attention import forced
 
 
 @pytest.fixture(scope="module")
 def amla() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("amla", Path(__file__).parents[2] / "kernels" / "ascendc" / "amla.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return ascendc.twin("amla")
 
 
 def test_addition_to_the_exponent_is_multiplication(amla: ModuleType) -> None:
@@ -62,3 +61,32 @@ def test_a_wrong_step_is_seen(amla: ModuleType, monkeypatch: pytest.MonkeyPatch)
     plain = amla.rescaled
     monkeypatch.setattr(amla, "rescaled", lambda sums, steps: plain(sums, np.minimum(steps + 1, 0)))
     assert np.abs(amla.attend(q, keys, values, 1.0, block=16) - exact(q, keys, values, 1.0)[0]).max() > 0.01
+
+
+def test_a_model_whose_attention_rescales_by_addition(
+    amla: ModuleType, r1_attention: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R1's sizes of attention on the double, every decode step by the twin: each call within its bound, the tokens' distribution near."""
+    text = torch.randint(6, 310, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    calls = []
+
+    def by_addition(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        cache = torch.cat([a.key, a.key_rope], dim=-1).squeeze(1).float().numpy()
+        query = torch.cat([a.query, a.query_rope], dim=-1).squeeze(2).float().numpy()
+        found = amla.attend_pages(query, cache, a.value.shape[-1], a.block_table.numpy(), a.actual_seq_lengths_kv, a.scale)
+        for row, length in enumerate(a.actual_seq_lengths_kv):
+            seen = cache[a.block_table[row].numpy()].reshape(-1, cache.shape[-1])[:length]
+            expected, size = exact(query[row], seen, seen[:, : found.shape[-1]], a.scale)
+            largest = np.abs(query[row] @ seen.T).max() * a.scale * np.log2(np.e)
+            bound = ((length + 4 * -(-length // 512) + 16 + 4 * largest) * 2.0**-24 + 2.0**-8) * size
+            products = np.abs(query[row]) @ np.abs(seen).T  # scores of float32 sums, not exact ones
+            assert (np.abs(found[row] - expected) <= bound + 2 * cache.shape[-1] * 2.0**-24 * a.scale * products.max() * size).all()
+        calls.append(len(found))
+        return torch.from_numpy(found).unsqueeze(2).to(a.query.dtype), torch.full((1,), float("nan"))
+
+    with npu_double.installed():
+        plain = forced(r1_attention("bf16"), "bfloat16", "torch_npu", text, 24)
+        monkeypatch.setitem(npu_double.RESULTS, "npu_fused_infer_attention_score", by_addition)
+        ours = forced(r1_attention("bf16"), "bfloat16", "torch_npu", text, 24)
+    assert len(calls) >= 2 * 15
+    assert (plain.exp() * (plain - ours)).sum(dim=-1).median() < 1e-3

@@ -6,7 +6,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from ascend import ascendc
+from ascend import ascendc, cycles
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def run(kernel: ctypes.CDLL, cores: int, eager: bool, x: torch.Tensor, parts: li
 
 
 @pytest.mark.parametrize("eager", [False, True])
-@pytest.mark.parametrize(("cores", "k"), [(1, 128), (2, 640), (5, 2304)])
+@pytest.mark.parametrize(("cores", "k"), [(2, 640), (1, 128), (3, 2304)])
 def test_the_kernel_gives_the_twins_bits(twin: ModuleType, kernel: ctypes.CDLL, cores: int, k: int, eager: bool) -> None:
     """Experts of no, one, three and eleven rows, column tiles, more slots than groups and fewer, digits of a ragged chunk."""
     ends = [1, 1, 4, 15] if k < 2304 else [1, 1, 3, 3]
@@ -101,3 +101,12 @@ def test_the_kernel_gives_the_twins_bits(twin: ModuleType, kernel: ctypes.CDLL, 
     y = run(kernel, cores, eager, x, [*map(torch.from_numpy, parts)], ends)
     expected = torch.from_numpy(twin.multiply(x.float().numpy(), *parts, np.array(ends))).bfloat16()
     assert torch.equal(y, expected)
+
+
+def test_what_bounds_it(kernel: ctypes.CDLL) -> None:
+    """Counted while it runs: the HBM for a row or two, waits of the vector cores included, the L2 for eight."""
+    for rows, bound in ((1, "HBM"), (2, "HBM"), (8, "L2")):
+        item, _ = cycles.int4_item(kernel, rows, 56)
+        assert item.longest(waits=True)[1] == bound, item
+        assert item.hbm == 56 * (16384 + 1024) / cycles.HBM
+        assert item.l2 > 56 * 32768 / cycles.L2_WRITE

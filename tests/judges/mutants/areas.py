@@ -103,14 +103,16 @@ AREAS = (
     Area("torch_npu: calls", f"{KERNELS}/torch_npu/machine.py", ("tests/ascend/test_machine.py",)),
     Area("torch_npu: calls", f"{KERNELS}/torch_npu/__init__.py", (CALLS, LATENT)),
     Area("Ascend C", "kernels/ascendc/fp4_gemv.cpp", ("tests/ascend/test_fp4_gemv.py", "-k", "kernel or offsets")),
+    Area("Ascend C", "kernels/ascendc/row_blocks.h", ("tests/ascend/test_fp4_gemv.py", "-k", "kernel")),
+    Area("Ascend C", "kernels/ascendc/int4_grouped.cpp", ("tests/ascend/test_int4_grouped.py", "-k", "kernel")),
 )
 
 EXPLAINED = {
+    ("kernels/ascendc/row_blocks.h", "Next", "comparison"): "of a block that is just full: rows are the same either way",
     (
         "kernels/quantkit_kernels/ascend/kernels.py",
         "int8_blocks",
         "dropped argument",
     ): "a product of int8 onto an int32 sum is int32 anyway",
-    ("kernels/ascendc/fp4_gemv.cpp", "Finish", "narrower type"): "differs from 16 GB of y on, and a step has a few rows",
 }
 """Why mutants survive that do: by path, function and rule."""

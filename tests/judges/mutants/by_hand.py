@@ -1,9 +1,12 @@
 """Mutants by hand: those of an audit that the tests once missed, and mistakes that the rules do not make. By file: old, new, what it
 is, and the function it is in where the text stands in several."""
 
+from by_hand_ascendc import ASCENDC
+
 KERNELS = "kernels/quantkit_kernels"
 
 HAND: dict[str, tuple[tuple[str, ...], ...]] = {
+    **ASCENDC,
     f"{KERNELS}/ascend/kernels.py": (
         ("tl.num_programs(0)):", "tl.num_programs(0) + 1):", "T4: items past the first round are skipped", "fp4_rows"),
         ("tl.num_programs(0)):", "tl.num_programs(0) + 1):", "T4: items past the first round are skipped", "int4_rows"),
@@ -104,46 +107,5 @@ HAND: dict[str, tuple[tuple[str, ...], ...]] = {
     f"{KERNELS}/torch_npu/prolog.py": (
         ("rotation.cos, rotation.sin, cache, slots", "rotation.sin, rotation.cos, cache, slots", "sine for cosine"),
         ("pairs_together(rows[:, -PROLOG_ROPE:])", "rows[:, -PROLOG_ROPE:]", "pairs left apart"),
-    ),
-    "kernels/ascendc/fp4_gemv.cpp": (
-        ("        weightQueue.EnQue(weight);\n", "", "A5: weights not enqueued"),
-        (
-            "LocalTensor<int8_t> weight = weightQueue.DeQue<int8_t>();",
-            "LocalTensor<int8_t> weight = weightQueue.AllocTensor<int8_t>();",
-            "A6: weights not dequeued",
-        ),
-        ("        y = yQueue.DeQue<float>();\n", "", "A7: y not dequeued"),
-        ("        yQueue.EnQue(y);\n\n        y = yQueue.DeQue<float>();\n", "", "A7: y leaves before it is computed"),
-        (
-            "        globalScaleQueue.EnQue(global);\n        global = globalScaleQueue.DeQue<float>();\n",
-            "",
-            "A7: global scales read before they are there",
-        ),
-        (
-            "        Mul(y, y, global, TILE_N);\n        globalScaleQueue.FreeTensor(global);",
-            "        globalScaleQueue.FreeTensor(global);\n        Mul(y, y, global, TILE_N);",
-            "A10: freed before the last use",
-        ),
-        ("        SetAtomicNone();\n", "", "A12: the atomic mode stays on"),
-        ("        SetAtomicAdd<float>();\n", "", "y is overwritten"),
-        ("const uint64_t tile = expert * t.k", "const uint32_t tile = expert * t.k", "A14: weights' offset in 32 bits"),
-        ("const uint64_t group = (expert", "const uint32_t group = (expert", "A14: scales' offset in 32 bits"),
-        (
-            "        PipeBarrier<PIPE_V>();\n        Cast(bits, wide, RoundMode::CAST_RINT, HALF);",
-            "        Cast(bits, wide, RoundMode::CAST_RINT, HALF);",
-            "A8: no barrier, weights",
-        ),
-        (
-            "        PipeBarrier<PIPE_V>();\n        Cast(bits, wide, RoundMode::CAST_RINT, count);",
-            "        Cast(bits, wide, RoundMode::CAST_RINT, count);",
-            "A8: no barrier, scales",
-        ),
-        ("        PipeBarrier<PIPE_V>();\n        Brcb(", "        Brcb(", "A8: no barrier, x"),
-        ("            PipeBarrier<PIPE_V>();\n            MulAddDst(", "            MulAddDst(", "A8: no barrier, products"),
-        (
-            "        PipeBarrier<PIPE_V>();\n        Mul(y, y, global, TILE_N);",
-            "        Mul(y, y, global, TILE_N);",
-            "A8: no barrier, sums",
-        ),
     ),
 }

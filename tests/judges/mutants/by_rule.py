@@ -238,7 +238,7 @@ CPP_TOKENS = (
 )
 CPP_CONSTANT = re.compile(r"(?<=[(, ])(\d+)(?=[,);])")
 CPP_STATEMENT = re.compile(r"^ {8,}(\w[\w.]*(?:<[^;]*>)?\([^;]*\));$", re.MULTILINE)
-CPP_FUNCTION = re.compile(r"^\s*(?:extern \"C\" )?(?:__global__ )?__aicore__ (?:inline )?void (\w+)\(", re.MULTILINE)
+CPP_FUNCTION = re.compile(r"^\s*(?:extern \"C\" )?(?:__global__ )?__aicore__ (?:inline )?[\w<>]+ (\w+)\(", re.MULTILINE)
 
 
 def of_cpp(path: str, source: str) -> list[Mutant]:

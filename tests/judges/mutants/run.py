@@ -55,7 +55,7 @@ def mutants(every: bool) -> list[tuple[Area, Mutant]]:
 
 def _generated(area: Area) -> list[Mutant]:
     source = (ROOT / area.path).read_text()
-    return of_cpp(area.path, source) if area.path.endswith(".cpp") else of_python(area.path, source)
+    return of_cpp(area.path, source) if area.path.endswith((".cpp", ".h")) else of_python(area.path, source)
 
 
 def _placed(path: str, source: str, old: str, new: str, what: str, function: str = "") -> Mutant:
