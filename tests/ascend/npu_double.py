@@ -255,7 +255,8 @@ def _store(cache: Tensor, slots: Tensor, values: Tensor) -> None:
 
 
 def _transpose_batchmatmul(a: Any) -> Tensor:
-    return torch.einsum("thk,hkn->thn", a.input.double(), a.weight.double()).to(a.input.dtype).contiguous()
+    by_head = a.input.permute(a.perm_x1).double() @ a.weight.double()
+    return by_head.transpose(0, 1).to(a.input.dtype).contiguous()
 
 
 def _mla_prolog_v3(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -304,6 +305,8 @@ def _fused_infer_attention_score(a: Any) -> tuple[Tensor, Tensor]:
             query, seen[0] = torch.cat([query, a.query_rope[row].double()], dim=-1), torch.cat([seen[0], turned], dim=-1)
         keys, values = (side.repeat_interleave(shared, dim=0) for side in seen)
         out[row] = (query @ keys.transpose(1, 2) * a.scale).softmax(dim=-1) @ values
+    if a.input_layout == "BNSD_NBSD":
+        out = out.transpose(0, 1).contiguous()
     return out.to(a.query.dtype), torch.full((1,), math.nan)
 
 

@@ -25,14 +25,14 @@ class AscendExperts(Experts):
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         x = x.contiguous()
-        if x.shape[0] <= FEW_TOKENS and self.down.k % self.gate_up.bn == 0:
+        if x.shape[0] <= FEW_TOKENS:
             return self._by_pair(x, topk_ids, topk_weights)
         products = self._by_block(x, topk_ids)
         weighted = products.unflatten(0, topk_ids.shape).float() * topk_weights.unsqueeze(-1)
         return weighted.sum(dim=1).to(x.dtype)
 
     def _by_pair(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        """Every token-expert pair on its own, a token's summed in float32; gate's column tiles end where up's begin."""
+        """Every token-expert pair on its own, a token's summed in float32; gate ends with a column tile, for a span is whole tiles."""
         experts = topk_ids.flatten().to(torch.int32)
         activated = x.new_empty(experts.shape[0], self.down.k)
         launch.run(launch.gate_up(self.gate_up, x, experts, activated))

@@ -42,7 +42,14 @@ FUSED_INFER_ATTENTION_SCORE = (
         "query, key and value are fp16 or bf16 of one dtype",
         lambda a: a.query.dtype in HALVES and a.query.dtype == a.key.dtype == a.value.dtype,
     ),
-    Rule("layout BNSD: query [B, heads, 1, D]", lambda a: a.input_layout == "BNSD" and a.query.dim() == 4 and a.query.shape[2] == 1),
+    Rule(
+        "layout BNSD, or BNSD_NBSD with a rotary part: query [B, heads, 1, D]",
+        lambda a: (
+            a.input_layout in (("BNSD",) if a.query_rope is None else ("BNSD", "BNSD_NBSD"))
+            and a.query.dim() == 4
+            and a.query.shape[2] == 1
+        ),
+    ),
     Rule("everything is contiguous", lambda a: a.query.is_contiguous() and a.key.is_contiguous() and a.value.is_contiguous()),
     Rule("num_heads is the query's", lambda a: a.num_heads == a.query.shape[1] <= 256),
     Rule("heads share keys evenly", lambda a: a.num_heads % a.num_key_value_heads == 0),
@@ -75,7 +82,8 @@ FUSED_INFER_ATTENTION_SCORE = (
 )
 """Q_S = 1, paged. The manual lets block_size with a rotary part be any multiple of 16 up to 1024, and a mask be given. CANN's own check
 (ops-transformer at c29bc10: 16-bit MLA goes by fused_infer_attention_score_tiling_v3.cpp to its _check_feature.cpp) refuses a mask, an
-unpaged cache, and blocks other than 16 and 128."""
+unpaged cache, and blocks other than 16 and 128. Of BNSD_NBSD the manual (09fca6f) says in its table of layouts that Q_S is above 1, and in
+what it says of MLA that an A2 takes it; vllm-ascend calls it so with one query token."""
 
 KV_RMSNORM_ROPE_CACHE = (
     Rule("kv is fp16 or bf16 [T, 1, 1, 576]", lambda a: a.kv.dtype in HALVES and tuple(a.kv.shape[1:]) == (1, 1, 576)),
@@ -108,16 +116,32 @@ INTERLEAVE_ROPE = (
     Rule("everything is contiguous", lambda a: a.x.is_contiguous() and a.cos.is_contiguous() and a.sin.is_contiguous()),
 )
 
+
+def _heads_and_k(a: Arguments) -> tuple[int, int]:
+    """Of input, as perm_x1 says: heads come first or second."""
+    return a.input.shape[0 if list(a.perm_x1 or ())[:1] == [0] else 1], a.input.shape[2]
+
+
+def _input_is_below(a: Arguments) -> bool:
+    heads, k = _heads_and_k(a)
+    return bool((k if list(a.perm_x1 or ())[:1] == [0] else heads * k) < 65536)
+
+
 TRANSPOSE_BATCHMATMUL = (
-    Rule("input is a float [T, heads, K]", lambda a: a.input.dim() == 3 and a.input.dtype in FLOATS),
+    Rule("input is a float [T, heads, K] or [heads, T, K]", lambda a: a.input.dim() == 3 and a.input.dtype in FLOATS),
     Rule("weight is [heads, K, N] of input's dtype", lambda a: a.weight.dim() == 3 and a.weight.dtype == a.input.dtype),
-    Rule("weight has input's heads and K", lambda a: a.weight.shape[:2] == a.input.shape[1:]),
+    Rule("weight has input's heads and K", lambda a: tuple(a.weight.shape[:2]) == _heads_and_k(a)),
     Rule("nothing is empty", lambda a: a.input.numel() > 0 and a.weight.numel() > 0),
     Rule("K and N are multiples of 128", lambda a: a.weight.shape[1] % 128 == 0 and a.weight.shape[2] % 128 == 0),
-    Rule("heads times K and N are below 65536", lambda a: a.input.shape[1] * a.input.shape[2] < 65536 and a.weight.shape[2] < 65536),
     Rule(
-        "heads come second in input and output, first in weight: nothing else is used here",
-        lambda a: (list(a.perm_x1 or ()), list(a.perm_x2 or ()), list(a.perm_y or ())) == ([1, 0, 2], [0, 1, 2], [1, 0, 2]),
+        "N is below 65536, and K, times the heads where tokens come first",
+        lambda a: _input_is_below(a) and a.weight.shape[2] < 65536,
+    ),
+    Rule(
+        "heads come first or second in input, second in output, first in weight",
+        lambda a: (
+            list(a.perm_x1 or ()) in ([1, 0, 2], [0, 1, 2]) and list(a.perm_x2 or ()) == [0, 1, 2] and list(a.perm_y or ()) == [1, 0, 2]
+        ),
     ),
     Rule("output is not quantized or split, no bias", lambda a: a.bias is None and a.scale is None and a.batch_split_factor == 1),
 )

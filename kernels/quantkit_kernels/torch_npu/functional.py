@@ -107,7 +107,7 @@ def mla_prepare(qkv_a: Tensor, norms: Norms, rotation: Rotation, cache: Latents,
 
 def mla_decode(q: Tensor, kv_b: Tensor, rotation: Rotation, pages: PagedLatents, scale: float) -> Tensor:
     nope = q.shape[2] - (2 * rotation.cos.shape[1] if isinstance(pages.cache, Tensor) else ROPE)
-    absorbed, q_pe = by_head(q[..., :nope], kv_b[:, :nope]), q[..., nope:]
+    absorbed, q_pe = by_head(q[..., :nope], kv_b[:, :nope], order=[1, 0, 2]), q[..., nope:]
     if isinstance(pages.cache, Tensor):
         q_pe = turned(q_pe, rotation)
     else:
@@ -117,25 +117,26 @@ def mla_decode(q: Tensor, kv_b: Tensor, rotation: Rotation, pages: PagedLatents,
 
 
 def values(attended: Tensor, kv_b: Tensor, nope: int) -> Tensor:
-    """attended [B, heads, kv_lora] times W_UV [B, heads, V]."""
-    return by_head(attended, kv_b[:, nope:].transpose(1, 2))
+    """attended [heads, B, kv_lora] times W_UV -> [B, heads, V]."""
+    return by_head(attended, kv_b[:, nope:].transpose(1, 2), order=[0, 1, 2])
 
 
-def by_head(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, heads, K] times each head's weight [heads, K, N] -> [T, heads, N], tokens first again in the same launch."""
-    operator, permuted = "npu_transpose_batchmatmul", {"perm_x1": [1, 0, 2], "perm_x2": [0, 1, 2], "perm_y": [1, 0, 2]}
+def by_head(x: Tensor, weight: Tensor, order: list[int]) -> Tensor:
+    """x times each head's weight [heads, K, N] -> [T, heads, N], tokens first in the same launch. order: how x becomes [heads, T, K]."""
+    operator, permuted = "npu_transpose_batchmatmul", {"perm_x1": order, "perm_x2": [0, 1, 2], "perm_y": [1, 0, 2]}
     if violated(operator, bind(operator, (x, weight), permuted)):
-        return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+        return torch.bmm(x.permute(order), weight).transpose(0, 1)
     result: Tensor = call(operator, x, weight, **permuted)
     return result
 
 
 def attend(absorbed: Tensor, q_pe: Tensor, pages: PagedLatents, scale: float) -> Tensor:
     """Absorbed attention by npu_fused_infer_attention_score over the blocks where they lie: absorbed [B, heads, kv_lora], q_pe
-    [B, heads, R] in the cache's order of channels -> [B, heads, kv_lora].
+    [B, heads, R] in the cache's order of channels -> [heads, B, kv_lora], as the product with W_UV takes it.
 
-    A cache in two tensors goes in as DeepSeek-V3's latent and rotary parts, one in one tensor as keys of at most 512, whose first
-    channels are the values. The lengths are the host's: a captured graph is told them before each replay (accelerator.py).
+    A cache in two tensors goes in as DeepSeek-V3's latent and rotary parts, and comes out heads first as vllm-ascend asks for it
+    (BNSD_NBSD); one in one tensor as keys of at most 512, whose first channels are the values. The lengths are the
+    host's: a captured graph is told them before each replay (accelerator.py).
     """
     cache, block_table, seq_lens, lengths = pages
     operator = "npu_fused_infer_attention_score"
@@ -153,15 +154,15 @@ def attend(absorbed: Tensor, q_pe: Tensor, pages: PagedLatents, scale: float) ->
         query, keys = torch.cat([absorbed, q_pe], dim=-1), cache.unsqueeze(1)
     else:
         query, keys = absorbed, cache[0].unsqueeze(1)
-        kwargs |= {"query_rope": q_pe.unsqueeze(2).contiguous(), "key_rope": cache[1].unsqueeze(1)}
+        kwargs |= {"query_rope": q_pe.unsqueeze(2).contiguous(), "key_rope": cache[1].unsqueeze(1), "input_layout": "BNSD_NBSD"}
     kwargs["block_size"] = keys.shape[2]
     args = (query.unsqueeze(2).contiguous(), keys, keys)
     if isinstance(cache, Tensor) and violated(operator, bind(operator, args, kwargs)):
-        return plain.attend(query, pages, scale, kv_lora)
-    attended: Tensor = call(operator, *args, **kwargs)[0]
-    attended = attended.squeeze(2)[..., :kv_lora]
+        return plain.attend(query, pages, scale, kv_lora).transpose(0, 1)
+    attended: Tensor = call(operator, *args, **kwargs)[0].squeeze(2)
+    heads_first = attended[..., :kv_lora].transpose(0, 1) if isinstance(cache, Tensor) else attended
     # A row of length 0 attends to nothing: the manual does not say what the operator gives then.
-    return attended if all(known) else attended.masked_fill((seq_lens == 0)[:, None, None], 0.0)
+    return heads_first if all(known) else heads_first.masked_fill((seq_lens == 0)[:, None], 0.0)
 
 
 def _four(rotation: Rotation) -> tuple[Tensor, Tensor]:

@@ -106,11 +106,14 @@ def test_rotary() -> None:
 def test_latent_attention(heads: int) -> None:
     """At R1's sizes, and at those that go in as one vector."""
     pages = {"block_table": meta(8, 5, dtype=torch.int32), "actual_seq_lengths_kv": [640] * 8, "block_size": 128}
-    common = {"num_heads": heads, "num_key_value_heads": 1, "scale": 0.07, "input_layout": "BNSD", **pages}
+    common: dict[str, Any] = {"num_heads": heads, "num_key_value_heads": 1, "scale": 0.07, "input_layout": "BNSD", **pages}
     operator = "npu_fused_infer_attention_score"
     apart = {"query_rope": meta(8, heads, 1, 64), "key_rope": meta(40, 1, 128, 64)}
     attended, _ = calls.call(operator, meta(8, heads, 1, 512), meta(40, 1, 128, 512), meta(40, 1, 128, 512), **common, **apart)
     assert (attended.shape, attended.dtype) == ((8, heads, 1, 512), torch.bfloat16)
+    heads_first = {**common, **apart, "input_layout": "BNSD_NBSD"}
+    attended, _ = calls.call(operator, meta(8, heads, 1, 512), meta(40, 1, 128, 512), meta(40, 1, 128, 512), **heads_first)
+    assert attended.shape == (heads, 8, 1, 512)
     if heads <= 64:
         attended, _ = calls.call(operator, meta(8, heads, 1, 160), meta(40, 1, 128, 160), meta(40, 1, 128, 160), **common)
         assert (attended.shape, attended.dtype) == ((8, heads, 1, 160), torch.bfloat16)
@@ -122,6 +125,8 @@ def test_products_of_heads() -> None:
     for inputs, outputs in ((128, 512), (512, 128)):
         found = calls.call("npu_transpose_batchmatmul", meta(8, 16, inputs), meta(16, inputs, outputs), **permuted)
         assert (found.shape, found.dtype) == ((8, 16, outputs), torch.bfloat16)
+    found = calls.call("npu_transpose_batchmatmul", meta(128, 8, 512), meta(128, 512, 128), **{**permuted, "perm_x1": [0, 1, 2]})
+    assert found.shape == (8, 128, 128)
 
 
 def test_rotation_and_cache() -> None:

@@ -7,7 +7,7 @@ KERNELS = "kernels/quantkit_kernels"
 
 BY_CLASS: dict[str, tuple[tuple[str, ...], ...]] = {
     f"{KERNELS}/torch_npu/functional.py": (
-        ("kv_b[:, :nope])", "kv_b[:, -nope:])", "head offset: W_UV's rows for W_UK's", "mla_decode"),
+        ("kv_b[:, :nope],", "kv_b[:, -nope:],", "head offset: W_UV's rows for W_UK's", "mla_decode"),
         ("kv_b[:, nope:].transpose", "kv_b[:, : -nope].transpose", "head offset: W_UK's rows for W_UV's", "values"),
         ("else lengths)", "else [n - (n % 128 == 0) for n in lengths])", "page end: the last token of a full block", "attend"),
         ("else lengths)", "else [n + (n % 16 == 15) for n in lengths])", "page end: one token too many", "attend"),
@@ -42,7 +42,9 @@ BY_CLASS: dict[str, tuple[tuple[str, ...], ...]] = {
         ),
         ("return normed, total", "return normed, residual", "the stream before the sum", "add_rms_norm"),
         ("x.contiguous())", "x)", "layout: a slice as it lies", "silu_and_mul"),
-        (".transpose(0, 1), weight).transpose(0, 1)", ".transpose(0, 1), weight)", "transpose: tokens not first again", "by_head"),
+        ("weight).transpose(0, 1)", "weight)", "transpose: tokens not first again", "by_head"),
+        ("order=[0, 1, 2])", "order=[1, 0, 2])", "transpose: heads for tokens", "values"),
+        (', "input_layout": "BNSD_NBSD"}', "}", "layout: heads do not come first", "attend"),
     ),
     f"{KERNELS}/torch_npu/grouped.py": (
         ("else lengths)", "else [n - (n % 16 == 0) for n in lengths])", "page end: the last token of a full block"),
@@ -147,7 +149,7 @@ BY_CLASS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     f"{KERNELS}/ascend/experts.py": (
         ("topk_weights.flatten(), out))", "topk_weights.flatten().flip(0), out))", "weights of other choices"),
-        ("self.down.k % self.gate_up.bn == 0", "self.down.k % 2 == 0", "up begins within gate's last tile"),
+        ("x.shape[0] <= FEW_TOKENS", "x.shape[0] < FEW_TOKENS", "speed only: four tokens go by blocks"),
         ("* topk_weights.unsqueeze(-1)", "* topk_weights.to(x.dtype).unsqueeze(-1)", "rounding: weights in 16 bits"),
         ("return [*self.gate_up.tensors, *self.down.tensors]", "return [*self.gate_up.tensors]", "bytes: down is not held"),
     ),

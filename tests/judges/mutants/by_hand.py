@@ -53,8 +53,8 @@ HAND: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     f"{KERNELS}/torch_npu/functional.py": (
         (
-            "return attended if all(known) else attended.masked_fill((seq_lens == 0)[:, None, None], 0.0)",
-            "return attended",
+            "return heads_first if all(known) else heads_first.masked_fill((seq_lens == 0)[:, None], 0.0)",
+            "return heads_first",
             "N11: rows of no tokens not masked",
         ),
         (
