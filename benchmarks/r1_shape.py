@@ -1,12 +1,13 @@
-"""Quantize layers with DeepSeek-R1's true dimensions, and say how long one takes and how much memory.
+"""Quantize layers with DeepSeek-R1's true dimensions, or those of models after it, and say how long one takes and how much memory.
 
-    python benchmarks/r1_shape.py write DIR [--experts 256] [--layers 2]
+    python benchmarks/r1_shape.py write DIR [--shape r1|deepseek-v32|kimi-k2] [--experts 256] [--layers 2]
     python benchmarks/r1_shape.py run DIR [--scheme awq-w4a16] [--device cpu] [--samples 128] [--held-out 16] [--memory 16GiB] [--profile]
 
 `write` makes a checkpoint in R1's FP8 layout: hidden 7168, 128 heads, experts of 2048, vocabulary 129280, cut to one dense layer and
---layers - 1 MoE layers (12.8 GB with all 256 experts). Weights are Gaussian, of R1's size, with scales that differ from block to block;
-norm gains have a few large channels, so activations have outliers as a trained model's do. One pool of random codes is cut at another
-place for every tensor: drawing 12 billion of them would take longer than quantizing. Fewer experts make the same layer with less of it.
+--layers - 1 MoE layers (12.8 GB with all 256 experts), or with --layers 1 to one MoE layer. Weights are Gaussian, of R1's size, with scales
+that differ from block to block; norm gains have a few large channels, so activations have outliers as a trained model's do. One pool of
+random codes is cut at another place for every tensor: drawing 12 billion of them would take longer than quantizing. Fewer experts make the
+same layer with less of it.
 
 `run` quantizes it and prints one JSON object: seconds by phase, peak memory as the operating system counts it, and the plan's figure.
 Calibration text is random words, one token each, frequent ones more often (Zipf).
@@ -32,7 +33,7 @@ from torch import Tensor
 from quantkit.amounts import parse_bytes
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.writer import CheckpointWriter
-from quantkit.models import deepseek_v3
+from quantkit.models import find_architecture
 from quantkit.models.table import Parameter
 from quantkit.planning import plan
 from quantkit.progress import Event, Progress, peak_memory
@@ -44,8 +45,32 @@ POOL = 2**26
 BLOCK = 128
 
 
+SHAPES: dict[str, dict[str, Any]] = {
+    "r1": {},
+    "deepseek-v32": {"model_type": "deepseek_v32", "index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128},
+    "kimi-k2": {
+        "model_type": "kimi_k2",
+        "vocab_size": 163840,
+        "num_attention_heads": 64,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.827,
+        "max_position_embeddings": 131072,
+        "rope_theta": 50000,
+    },
+}
+"""What differs from R1."""
+
+
+def shape_config(shape: str, experts: int, layers: int) -> dict[str, Any]:
+    """A published config.json with fewer layers and, if wanted, fewer experts."""
+    made = r1_config(experts, layers) | SHAPES[shape]
+    groups = {"n_group": 1, "topk_group": 1} if experts < 16 else {}
+    return made | groups | {"first_k_dense_replace": min(layers - 1, 1), "num_experts_per_tok": min(experts, 8)}
+
+
 def r1_config(experts: int, layers: int) -> dict[str, Any]:
-    """R1's config.json with fewer layers and, if wanted, fewer experts."""
+    """R1's."""
     yarn = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
     return {
         "architectures": ["DeepseekV3ForCausalLM"],
@@ -87,7 +112,7 @@ def r1_config(experts: int, layers: int) -> dict[str, Any]:
 
 
 def is_fp8(row: Parameter) -> bool:
-    return row.role in ("linear", "kv_b")
+    return row.role in ("linear", "kv_b", "indexer")
 
 
 def specs(rows: list[Parameter]) -> Iterator[TensorSpec]:
@@ -113,7 +138,7 @@ class Values:
             gain = (0.3 * self.randn(row.shape)).exp() * (0.05 if "layernorm" in row.name else 1.0)
             gain[torch.randperm(len(gain), generator=self.generator)[: len(gain) // 500]] *= 8
             return {row.name: gain.bfloat16()}
-        if row.role == "router_bias":
+        if row.role in ("router_bias", "bias"):
             return {row.name: 0.01 * self.randn(row.shape)}
         spread = 1 / math.sqrt(row.shape[1])
         if not is_fp8(row):
@@ -132,9 +157,10 @@ class Values:
         return (flat[:count] if count <= len(flat) else flat.repeat(math.ceil(count / len(flat)))[:count]).view(shape)
 
 
-def write(path: Path, experts: int, layers: int) -> None:
-    config = r1_config(experts, layers)
-    rows = deepseek_v3.parameters(deepseek_v3.Config.from_dict(config))
+def write(path: Path, shape: str, experts: int, layers: int) -> None:
+    config = shape_config(shape, experts, layers)
+    architecture = find_architecture(config)
+    rows = architecture.parameters(architecture.Config.from_dict(config))
     values, start = Values(), time.perf_counter()
     with CheckpointWriter(path, list(specs(rows)), fingerprint={}, overwrite=True) as writer:
         for row in rows:
@@ -253,6 +279,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("write", "run"))
     parser.add_argument("path", type=Path)
+    parser.add_argument("--shape", choices=SHAPES, default="r1")
     parser.add_argument("--experts", type=int, default=256)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--scheme", default="awq-w4a16")
@@ -264,7 +291,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     given = parser.parse_args()
     if given.what == "write":
-        write(given.path, given.experts, given.layers)
+        write(given.path, given.shape, given.experts, given.layers)
     else:
         run(given.path, given.scheme, given.device, given.samples, given.held_out, given.seq_len, given.memory, given.profile)
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from quantkit.checkpoint.formats.base import FLOAT_DTYPES, Format
 from quantkit.checkpoint.header import TensorInfo
 from quantkit.devices import dtype_name
@@ -85,7 +87,8 @@ def quantized_linear(path: Path, format: Format, grid: Grid | None, tensors: Map
 def _check_plain(path: Path, format: Format, tensor: TensorInfo) -> None:
     if tensor.name.endswith(format.own_suffixes):
         raise QuantkitError(f"{tensor.name} in {path / tensor.shard} belongs to no quantized weight", _AGAIN)
-    if tensor.dtype not in FLOAT_DTYPES and not CACHE_PARTS.fullmatch(tensor.name):
+    is_table = tensor.dtype == torch.int64 and not tensor.name.endswith(".weight")  # of ids, as models that route by token have it
+    if tensor.dtype not in FLOAT_DTYPES and not is_table and not CACHE_PARTS.fullmatch(tensor.name):
         raise QuantkitError(
             f"{tensor.name} in {path / tensor.shard} is {dtype_name(tensor.dtype)}, which {format.name} ({format.variant}) does not have",
             "formats are mixed, or config.json is not the one of these weights",

@@ -114,6 +114,10 @@ class ModelConfig(Protocol):
         """The linear attention of layers that keep a state of each sequence; None for a model without."""
 
     @property
+    def longest_alone(self) -> int | None:
+        """Tokens of a text up to which each layer can be computed without the one before it, given its hidden states; None for any."""
+
+    @property
     def num_cached_layers(self) -> int:
         """Decoder layers that keep something of every token."""
 

@@ -113,6 +113,10 @@ class Config:
         return None
 
     @property
+    def longest_alone(self) -> int | None:
+        return None
+
+    @property
     def num_cached_layers(self) -> int:
         return self.num_hidden_layers
 

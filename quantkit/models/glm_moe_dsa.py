@@ -36,6 +36,10 @@ class Config(deepseek_v32.Config):
     def indexer_interleaved(self) -> bool:
         return True
 
+    @property
+    def longest_alone(self) -> int | None:
+        return self.index_topk if _SHARED in self.indexer_types else None
+
     def has_indexer(self, layer: int) -> bool:
         return layer >= len(self.indexer_types) or self.indexer_types[layer] == _FULL
 

@@ -91,6 +91,10 @@ class Config:
         return KeyValueCache(self.num_key_value_heads, self.head_dim)
 
     @property
+    def longest_alone(self) -> None:
+        return None
+
+    @property
     def num_cached_layers(self) -> int:
         return self.num_hidden_layers - (0 if self.recurrent is None else len(self.recurrent.layers))
 

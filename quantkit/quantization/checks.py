@@ -17,6 +17,7 @@ from quantkit.errors import QuantkitError
 from quantkit.model_files import LARGEST, is_there, read_json
 from quantkit.models import by_name as by_name_models
 from quantkit.models import is_known
+from quantkit.models.architecture import ModelConfig
 from quantkit.models.module_tree import read_tree
 from quantkit.models.stored import check_stored, read_model
 from quantkit.models.table import Parameter
@@ -94,6 +95,14 @@ def check_companions(path: Path, *, calibrated: bool) -> None:
             read_json(path / name, LARGEST)
     if calibrated or is_there(path / "tokenizer.json"):
         ChatTokenizer(path)
+
+
+def check_length(config: ModelConfig, seq_len: int) -> None:
+    """Layers are calibrated one by one, which some can be on short texts only."""
+    longest = config.longest_alone
+    if longest is not None and seq_len > longest:
+        told = f"texts of {seq_len} tokens are asked for, and layers that share an indexer can be calibrated on {longest} at most"
+        raise QuantkitError(told, f"use --seq-len {longest} or less, or --scheme rtn-w4a16, which needs no calibration")
 
 
 def _watched_inventory(checkpoint: Checkpoint) -> Inventory:

@@ -21,7 +21,7 @@ from quantkit.engines.profiles import find_engine
 from quantkit.errors import QuantkitError
 from quantkit.models.table import Parameter
 from quantkit.models.tied import check_stored_head
-from quantkit.quantization.checks import Inventory, check_companions, check_groups, take_inventory
+from quantkit.quantization.checks import Inventory, check_companions, check_groups, check_length, take_inventory
 from quantkit.quantization.coverage import Coverage, coverage
 from quantkit.quantization.for_engine import narrowed
 from quantkit.quantization.mixture import Mixture, kept_grids
@@ -151,6 +151,8 @@ def open_job(request: JobRequest, checkpoint: Checkpoint) -> Job:
     if prune:
         checkpoint = open_pruned(checkpoint, prune)
     inventory = take_inventory(checkpoint, calibrated=bool(request.methods))
+    if request.methods and not inventory.by_name:
+        check_length(inventory.config, request.recipe.seq_len)
     if checkpoint.has_weights:
         check_stored_head(checkpoint, inventory.rows)
     target = request.target

@@ -312,3 +312,15 @@ def test_values_that_are_not_finite_are_named(dtype: torch.dtype, bad: float) ->
     values[2, 1] = float("nan") if dtype == torch.float8_e4m3fn else bad
     with pytest.raises(QuantkitError, match=r"m\.weight holds 1 values that are NaN or infinite"):
         check_finite("m.weight", values.to(dtype))
+
+
+def test_a_table_of_ids_is_no_sign_of_another_format(tmp_path: Path) -> None:
+    """int64 beside floats, as DeepSeek-V4's layers that route by token have it; codes of a packed weight are refused still."""
+    config = make_model.tiny_config()
+    tensors = make_model.random_tensors(config) | {"model.layers.0.mlp.gate.tid2eid": torch.arange(12).view(4, 3)}
+    table = Checkpoint.open(make_model.write_dense(tmp_path / "table", config, tensors)).read("model.layers.0.mlp.gate.tid2eid")
+    assert torch.equal(table, torch.arange(12).view(4, 3))
+    for name, dtype in (("model.layers.0.mlp.gate_proj.weight", torch.int64), ("model.layers.0.mlp.gate.tid2eid", torch.int32)):
+        path = make_model.write_dense(tmp_path / name / str(dtype), config, tensors | {name: torch.zeros(4, 3, dtype=dtype)})
+        with pytest.raises(QuantkitError, match=f"{name} .* does not have"):
+            Checkpoint.open(path)

@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.engines.memory import ParallelSizes, fit
 from quantkit.errors import QuantkitError
+from quantkit.executor import headroom
 from quantkit.executor.engine import Engine
 from quantkit.executor.load import load_model
 from quantkit.executor.runner import Runner
@@ -19,6 +22,7 @@ from quantkit.executor.states import RecurrentStates, state_bytes
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
 from quantkit.models.delta_rule import DeltaInputs, DeltaNet, DeltaState, DeltaWeights, attend_sequence, attend_step
+from quantkit.models.stored import read_model
 
 CONFIG = {
     "model_type": "qwen3_next",
@@ -159,3 +163,25 @@ def _exact(inputs: DeltaInputs, weights: DeltaWeights, state: DeltaState) -> tup
             memory[head] += torch.outer(k[head // 2], rate[head] * (v[head] - k[head // 2] @ memory[head]))
         out.append(torch.stack([q[head // 2] @ memory[head] / 4 for head in range(4)]))
     return torch.stack(out), memory
+
+
+def test_plans_count_the_states_of_each_request(model: Path) -> None:
+    """Three requests of 50 tokens fit, and not one more; with a byte less two of them, and some tokens."""
+    checkpoint, whole = Checkpoint.open(model), ParallelSizes(1)
+    net = read_model(checkpoint).config.recurrent
+    assert net is not None
+    weights = fit(checkpoint, whole, 50, 1.0, 1.0, 0.0).weight_bytes
+    request = 50 * 2 * 2 * 2 * 16 + net.held_bytes()  # keys and values of two heads of 16, in one layer of four
+    assert net.held_bytes() == state_bytes(net, 0, 1) > 0
+    enough = fit(checkpoint, whole, 50, (weights + 3 * request) / 2**30, 1.0, 0.0)
+    assert (enough.tokens, enough.state_bytes_per_request) == (150, net.held_bytes())
+    assert fit(checkpoint, whole, 50, (weights + 3 * request - 1) / 2**30, 1.0, 0.0).tokens == 149
+    assert fit(checkpoint, whole, 50, (weights + request) / 2**30, 1.0, 0.0).fits
+    assert not fit(checkpoint, whole, 50, (weights + request - 1) / 2**30, 1.0, 0.0).fits
+
+
+def test_states_that_leave_no_room_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(headroom, "free_bytes", lambda device: 10**6)
+    with pytest.raises(QuantkitError, match="states of 64 sequences take") as fault:
+        Engine.load(model, device="cpu", dtype="float32", max_batch=64, max_model_len=128)
+    assert "--max-batch" in fault.value.remedy

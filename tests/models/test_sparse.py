@@ -16,6 +16,9 @@ from quantkit.executor.load import load_model
 from quantkit.executor.mixed import MixedContext
 from quantkit.models import deepseek_v3, find_architecture
 from quantkit.models.context import CausalContext
+from quantkit.quantization.run import quantize
+from quantkit.recipe import Recipe
+from quantkit.schemes import SCHEMES
 
 YARN = {
     "rope_type": "yarn",
@@ -98,18 +101,20 @@ def tiny(**changes: Any) -> dict[str, Any]:
     return make_model.tiny_config(**{"model_type": "deepseek_v32", "index_topk": 12, "index_n_heads": 8, "index_head_dim": 128, **changes})
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+SHARED = {"model_type": "glm_moe_dsa", "index_topk_pattern": "FSF"}
+
+
+def written(path: Path, **changes: Any) -> Path:
     from test_architectures import random_tensors
 
-    return make_model.write_dense(tmp_path_factory.mktemp("sparse") / "model", tiny(), random_tensors(tiny()))
+    return make_model.write_dense(path / "model", tiny(**changes), random_tensors(tiny(**changes)))
 
 
-@pytest.mark.parametrize("cache", [None, "int8"])
-def test_prompts_in_chunks_and_steps_are_the_whole_text(source: Path, cache: str | None) -> None:
+@pytest.mark.parametrize(("changes", "cache"), [({}, None), ({}, "int8"), (SHARED, None)])
+def test_prompts_in_chunks_and_steps_are_the_whole_text(changes: dict[str, Any], cache: str | None, tmp_path: Path) -> None:
     """Two sequences in one paged cache, over the blocks of both, by prompts, by steps and by both in one pass."""
+    source = written(tmp_path, **changes)
     loaded = load_model(source, device="cpu", dtype="bfloat16", cache=cache)
-    loaded.model.config = loaded.config
     texts = [torch.arange(5, 75), torch.arange(200, 240)]
     with torch.inference_mode():
         whole = [loaded.model(text, CausalContext([len(text)], codes=loaded.codes)).float() for text in texts]
@@ -178,3 +183,11 @@ def test_a_layer_that_shares_is_not_computed_alone_on_long_texts() -> None:
     layer.attend(torch.randn(7, 64), CausalContext([7]))
     with pytest.raises(QuantkitError, match="at most 7 tokens"):
         layer.attend(torch.randn(8, 64), CausalContext([8]))
+
+
+def test_a_calibration_on_longer_texts_is_refused_before_it_begins(tmp_path: Path) -> None:
+    source = written(tmp_path, **SHARED)
+    recipe = Recipe(scheme="awq-w4a16", seq_len=13)
+    with pytest.raises(QuantkitError, match="12 at most"):
+        quantize(source, tmp_path / "out", SCHEMES["awq-w4a16"], "auto", recipe, device="cpu")
+    quantize(source, tmp_path / "out", SCHEMES["rtn-w4a16"], "auto", Recipe(scheme="rtn-w4a16", seq_len=13), device="cpu")

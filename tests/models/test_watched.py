@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers_peers import CASES, EXPERTS, SHARED, checkpoint_tensors
+from transformers_peers import CASES, EXPERTS, SHARED, SPARSE, checkpoint_tensors
 
 from quantkit.calibrate.layer_weights import LayerWeights
 from quantkit.errors import QuantkitError
@@ -104,6 +104,8 @@ MLA = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_h
 DEEPSEEK = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 32, **MLA}
 TABLES = {case: (kind, extra) for case, (kind, extra) in CASES.items() if not {"mqa", "windows", "gpt_oss"} & set(case.split("-"))}
 TABLES["deepseek_v3"] = ("DeepseekV3", {**DEEPSEEK, "num_experts_per_tok": 3, "num_nextn_predict_layers": 0})
+
+TABLES |= {"deepseek_v32": ("DeepseekV32", SPARSE), "glm_moe_dsa": ("GlmMoeDsa", SPARSE)}
 
 
 @pytest.mark.parametrize("case", TABLES)
