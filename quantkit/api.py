@@ -15,7 +15,8 @@ from quantkit.amounts import parse_bytes
 from quantkit.checkpoint.remote import open_headers
 from quantkit.conversion import ConversionReport
 from quantkit.engines.check import check_checkpoint
-from quantkit.evaluation.distance.perplexity import Quality, measure
+from quantkit.evaluation.distance.perplexity import measure
+from quantkit.evaluation.distance.quality import Quality
 from quantkit.evaluation.results.figures import EvalResults
 from quantkit.evaluation.results.folder import results_folder
 from quantkit.evaluation.run import run_evaluation
@@ -171,6 +172,10 @@ def evaluate(
     allow_code_exec: bool = False,
     served_model: str | None = None,
     api_key: str | None = None,
+    model_revision: str | None = None,
+    timeout: float = 600.0,
+    retries: int = 5,
+    trust_kept: bool = False,
     device: str = "auto",
     backend: str = "auto",
     cache: str | None = None,
@@ -181,56 +186,55 @@ def evaluate(
     `out` folder of an earlier run, to compare with; a loss of `margin` (0.01: one point) counts as lost. out: the folder for samples and
     report, in which an interrupted run resumes. temperature, top_p and max_tokens replace those of the protocol (r1, evalscope, lm-eval).
     allow_code_exec: run programs that the model wrote, in the sandbox. concurrency: prompts in a batch, or requests in flight. cache: int8
-    or fp8 keeps keys and values of a model that is loaded here in 8 bits.
+    or fp8 keeps keys and values of a model that is loaded here in 8 bits. Of a server: timeout, the longest wait for the next piece of a
+    reply in seconds; retries, further tries of a request; model_revision, what it serves if it does not say so; trust_kept, reuse replies
+    in `out` without asking whether it is still the same model.
     """
-    generation = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
+    given = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     folder = Path(out) if out is not None else None
     against = str(baseline) if baseline is not None else None
+    options: dict[str, Any] = {"data_dir": Path(data_dir) if data_dir is not None else None, "limit": limit, "repeats": repeats}
+    options |= {"protocol": protocol, "baseline": against, "out": folder, "seed": seed, "margin": margin, "concurrency": concurrency}
+    options |= {"generation": {name: value for name, value in given.items() if value is not None}, "allow_code_exec": allow_code_exec}
+    options |= {"model_name": served_model, "api_key": api_key, "model_revision": model_revision, "trust_kept": trust_kept}
+    options |= {"timeout_s": timeout, "retries": retries, "device": device, "backend": backend, "cache": cache}
     with results_folder(folder, str(model), against), _counting("replies") as show:
-        return run_evaluation(
-            str(model),
-            [tasks] if isinstance(tasks, str) else list(tasks),
-            data_dir=Path(data_dir) if data_dir is not None else None,
-            limit=limit,
-            repeats=repeats,
-            protocol=protocol,
-            baseline=against,
-            out=folder,
-            seed=seed,
-            allow_code_exec=allow_code_exec,
-            concurrency=concurrency,
-            generation={name: value for name, value in generation.items() if value is not None},
-            margin=margin,
-            model_name=served_model,
-            api_key=api_key,
-            device=device,
-            backend=backend,
-            cache=cache,
-            progress=None if show is None else lambda p: show(f"{p.model} {p.task} {p.stage}", p.done, p.total),
-        )
+        progress = None if show is None else lambda p: show(f"{p.model} {p.task} {p.stage}", p.done, p.total)
+        return run_evaluation(str(model), [tasks] if isinstance(tasks, str) else list(tasks), progress=progress, **options)
 
 
 def perplexity(
     model: str | Path,
-    text: str | Path,
+    text: str | Path | None = None,
     *,
     baseline: str | Path | None = None,
     seq_len: int = 2048,
+    stride: int | None = None,
     limit: int | None = None,
+    sampled: str | None = None,
+    data_dir: str | Path | None = None,
+    max_tokens: int | None = None,
+    seed: int = 0,
+    served_model: str | None = None,
+    api_key: str | None = None,
     device: str = "auto",
     backend: str = "auto",
     cache: str | None = None,
 ) -> Quality:
     """Perplexity over the documents of `text` (.txt, or .jsonl of {"text": ...}); with `baseline` also how far `model` is from it.
 
-    seq_len: tokens of the longest document; longer ones are cut into pieces. limit: the first documents only. cache: int8 or fp8 lets
-    `model` attend to keys and values, or latents, in 8 bits, and the baseline not.
+    seq_len: tokens of the longest document; longer ones are cut into pieces, or with `stride` slid over in windows that far apart. limit:
+    the first documents, or problems, only. sampled: instead of a text, the task on whose prompts the baseline samples reasoning (at most
+    `max_tokens`, with `seed`), read from `data_dir`; one of the two models may then be the URL of a server. cache: int8 or fp8 lets `model`
+    attend to keys and values, or latents, in 8 bits, and the baseline not.
     """
     against = str(baseline) if baseline is not None else None
-    options: dict[str, Any] = {"seq_len": seq_len, "limit": limit, "device": device, "backend": backend, "cache": cache}
+    options: dict[str, Any] = {"seq_len": seq_len, "stride": stride, "limit": limit, "sampled": sampled, "max_tokens": max_tokens}
+    options |= {"data_dir": Path(data_dir) if data_dir is not None else None, "seed": seed, "device": device, "backend": backend}
+    options |= {"cache": cache, "served_model": served_model, "api_key": api_key}
     with _counting(f"tokens through {model}") as show:
         progress = None if show is None else lambda p: show(p.stage, p.done, p.total)
-        return measure(str(model), Path(text), baseline=against, progress=progress, **options)
+        return measure(str(model), Path(text) if text is not None else None, baseline=against, progress=progress, **options)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from quantkit.amounts import byte_unit, size, span
-from quantkit.evaluation.distance.perplexity import Quality
+from quantkit.evaluation.distance.quality import Quality
 from quantkit.result import Result
 
 

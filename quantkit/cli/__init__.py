@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from quantkit import __version__
-from quantkit.cli import bench, check, compare, evaluate, go, inspect, needle, place, playground, quantize, regrade, run
+from quantkit.cli import bench, check, compare, evaluate, go, inspect, needle, perplexity, place, playground, quantize, regrade, run
 from quantkit.cli.examples import epilog
 from quantkit.cli.stopping import Stopped
 from quantkit.console import tell, tell_error
@@ -39,7 +39,7 @@ COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("check", check.check),
     ("run", run.run),
     ("eval", evaluate.evaluate),
-    ("ppl", evaluate.ppl),
+    ("ppl", perplexity.ppl),
     ("regrade", regrade.regrade),
     ("compare", compare.compare),
     ("bench", bench.bench),

@@ -75,4 +75,6 @@ CountExperts = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Write how often the tokens asked each routed expert, for `quantkit place`."),
 ]
+ServedName = Annotated[str | None, typer.Option(help="The server's name of the model; asked of it otherwise.")]
+Key = Annotated[str | None, typer.Option(help="For a server.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]

@@ -93,6 +93,11 @@ class OpenAIServer:
                 yield event
 
 
+def is_url(model: str) -> bool:
+    """Whether a model is named by the address of a server."""
+    return model.startswith(("http://", "https://"))
+
+
 def base_url(url: str) -> str:
     """The address up to and including /v1."""
     url = url.rstrip("/")

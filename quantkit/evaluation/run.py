@@ -13,6 +13,7 @@ from quantkit.errors import QuantkitError
 from quantkit.evaluation import sandbox
 from quantkit.evaluation.asking import EvaluationProgress, Notice, Report, TaskRun, ask_and_grade, prepare, silent
 from quantkit.evaluation.generators.generator import Generator, check_own_cache
+from quantkit.evaluation.openai_server import is_url
 from quantkit.evaluation.results.comparing import compare_results
 from quantkit.evaluation.results.figures import EvalResults
 from quantkit.evaluation.results.writing import write_results
@@ -58,32 +59,28 @@ def run_evaluation(
 ) -> EvalResults:
     """Score `model` (a directory, a built-in name, a hub id, or the URL of an OpenAI-compatible server) on `tasks`.
 
-    protocol None: r1 for an endpoint and for a model whose chat template opens <think>, lm-eval for one that has no chat template, else
-    evalscope; which one and why is a notice.
+    protocol None: chosen by `_default_protocol`, which tells it.
     generation: sampling parameters to replace (temperature, top_p, max_tokens). limit: so many problems of each task, of all subjects.
     baseline: another model, or the `out` folder of an earlier run; adds a paired comparison at `margin` (0.01: one point).
     out: where samples.jsonl, results.json, report.html go and from where an interrupted run resumes; None keeps everything in memory.
-    allow_weak_sandbox: run programs where only limits hold them. notice: told the protocol, how programs are
-    held, and which replies are reused.
+    allow_weak_sandbox: run programs where only limits hold them. notice: told the protocol, how programs are held, what is reused.
     cache: of `model` where it is loaded here, int8 or fp8 for 8 bits; a baseline that is loaded here has the model's 16.
     export: "evalscope" also writes its report schema below out. count_experts: a file for what the model's experts were asked by the
     replies that were generated now; of a model in this process. concurrency: requests in flight, or prompts in a batch.
     Of a server: timeout_s, the longest wait for an event; retries, further tries of a request; model_revision, what it serves, where it
     does not say so itself; trust_kept, reuse replies in `out` without asking whether it is still the model that gave them.
-    Results of which `faults` is not empty carry no verdict. Raises QuantkitError for anything that cannot run, before anything long starts.
+    Results with `faults` carry no verdict. Raises QuantkitError for anything that cannot run, before anything long starts.
     """
     _check(tasks, limit, repeats, margin, export, out)
     protocol = protocol or _default_protocol(model, notice)
     works = [prepare(name, protocol, data_dir, limit, repeats, generation, seed) for name in tasks]
     check_consent(works, allow_code_exec, allow_weak_sandbox, notice)
     reference = read_baseline(baseline) if baseline is not None else None
-    server = _Server(model_name, model_revision, api_key, timeout_s, retries)
-    ask = _Asking(concurrency, server, trust_kept, device, backend, progress, notice)
-    if is_url(model):
-        check_own_cache(model, cache)
-    ask.check(model)
-    if count_experts is not None:
-        check_countable(model, count_experts)
+    ask = _Asking(
+        concurrency, _Server(model_name, model_revision, api_key, timeout_s, retries), trust_kept, device, backend, progress, notice
+    )
+    ask.check(model, cache)
+    check_countable(model, count_experts)
     if reference is None and baseline is not None:
         ask.check(baseline)
         reference = Baseline.of(ask.run(baseline, works, out / "baseline" if out else None))
@@ -131,18 +128,17 @@ def check_consent(works: list[TaskRun], allow_code_exec: bool, allow_weak_sandbo
     notice(str(found))
 
 
-def check_countable(model: str, file: Path) -> None:
-    """Refuse to count the experts of a server, or into a file that cannot be written."""
+def check_countable(model: str, file: Path | None) -> None:
+    """`file` None: nothing is counted. Refuse to count the experts of a server, or into a file that cannot be written."""
+    if file is None:
+        return
     if is_url(model):
         raise QuantkitError(f"the experts of {model} are asked elsewhere", "give --count-experts to the quantkit serve that runs the model")
     check_writable(file)
 
 
-def is_url(model: str) -> bool:
-    return model.startswith(("http://", "https://"))
-
-
 def _default_protocol(model: str, notice: Notice) -> str:
+    """r1 for an endpoint and for a model whose chat template opens <think>, lm-eval for one that has no chat template, else evalscope."""
     if is_url(model):
         chosen, reason = "r1", "it is an endpoint"
     else:
@@ -192,9 +188,10 @@ class _Asking:
         where = "not known (an endpoint)" if is_url(model) else describe_hardware(self.device)
         return EvalResults(generator.name, generator.identity, tasks, where, sandbox_level(works), None, __version__, out)
 
-    def check(self, model: str) -> None:
-        """Refuse a model that is not there, without loading one that is."""
+    def check(self, model: str, cache: str | None = None) -> None:
+        """Refuse a model that is not there, or a server with another cache, without loading one that is."""
         if is_url(model):
+            check_own_cache(model, cache)
             self._endpoint(model).close()
         else:
             find_model(model)

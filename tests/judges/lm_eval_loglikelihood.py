@@ -20,7 +20,7 @@ import torch
 import yaml
 from serving import serve
 
-from quantkit.evaluation.distance.perplexity import Watched
+from quantkit.evaluation.distance.watched import Watched
 from quantkit.executor.load import load_model
 from quantkit.hub import find_model
 from quantkit.tokenizer.chat import ChatTokenizer

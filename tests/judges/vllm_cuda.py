@@ -36,7 +36,7 @@ import quantkit
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.conversion import convert
 from quantkit.engines.check import check_checkpoint
-from quantkit.evaluation.distance.perplexity import Watched
+from quantkit.evaluation.distance.watched import Watched
 from quantkit.executor.load import load_model
 from quantkit.models.mlp import MoeMlp
 from quantkit.quantization import quantize

@@ -16,7 +16,7 @@ from quantkit.calibrate.data import load_sequences
 from quantkit.calibrate.sublayer import Sublayer
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError
-from quantkit.evaluation.distance.perplexity import Watched
+from quantkit.evaluation.distance.watched import Watched
 from quantkit.executor.load import load_model
 from quantkit.models import deepseek_v3
 from quantkit.models.table import ScaleGroup

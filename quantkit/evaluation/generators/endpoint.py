@@ -40,7 +40,8 @@ class Endpoint:
     """`url` is the server, with or without /v1 or a method behind it. `model` defaults to the only one that the server lists.
 
     `identity` says who answers, not where: the model's name, and `revision` where it is given, else what the server tells of it.
-    retries: further tries of a request that failed in passing. timeout_s: longest wait for the next event of a reply.
+    retries: further tries of a request that failed in passing. timeout_s: longest wait for the next event of a reply. top_logprobs: so
+    many tokens are told at every place of a reply to messages.
     """
 
     identity_is_certain = False
@@ -57,11 +58,13 @@ class Endpoint:
         timeout_s: float = TIMEOUT_S,
         retries: int = RETRIES,
         backoff_s: float = 1.0,
+        top_logprobs: int = 0,
     ) -> None:
         self.server = OpenAIServer(url, api_key=api_key, connect_timeout_s=connect_timeout_s, timeout_s=timeout_s)
         self._concurrency = concurrency
         self._retries = retries
         self._backoff_s = backoff_s
+        self._more: dict[str, Any] = {"logprobs": True, "top_logprobs": top_logprobs} if top_logprobs else {}
         entry = self.server.find_model(model)
         self.name: str = entry["id"]
         told = {"revision": revision} if revision else {name: value for name, value in entry.items() if name != "id"}
@@ -169,7 +172,7 @@ class Endpoint:
     async def _stream(self, client: httpx.AsyncClient, prompt: Prompt, parameters: Generation) -> ReplyReader:
         path = "/completions" if prompt.text is not None else "/chat/completions"
         reader = ReplyReader()
-        async with aclosing(self.server.stream(client, path, request_body(self.name, prompt, parameters))) as events:
+        async with aclosing(self.server.stream(client, path, request_body(self.name, prompt, parameters) | self._more)) as events:
             async for event in events:
                 reader.add(event)
         return reader

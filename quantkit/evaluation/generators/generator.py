@@ -37,7 +37,8 @@ class ModelReply:
     `think_open` says whether the prompt ended inside <think>, None where that is not known (an endpoint applies its own template).
     `reasoning` is set where the server parsed the thinking out of the text. `finish_reason` is stop, length, content_filter (a server's
     filter ended it), context (the request did not fit the model's context; `refusal` says so in the server's words, and there is no text)
-    or a server's own word. With `error` set, there is no reply. Times are seconds.
+    or a server's own word. With `error` set, there is no reply. Times are seconds. `logprobs`: of every token, as OpenAI's interface
+    tells them, where they were asked for; they are not kept.
     """
 
     index: int
@@ -50,6 +51,7 @@ class ModelReply:
     reasoning: str | None = None
     error: str | None = None
     refusal: str | None = None
+    logprobs: tuple[dict[str, Any], ...] = ()
 
 
 class Generator(Protocol):

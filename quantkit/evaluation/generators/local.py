@@ -33,10 +33,15 @@ class Local:
         count_experts: Path | None = None,
     ) -> None:
         self.name, self._counts_file = name, count_experts
-        self.identity: dict[str, Any] = {"checkpoint": content_hash(path)} | ({"cache": cache} if cache is not None else {})
+        self.identity: dict[str, Any] = {"checkpoint": content_hash(path)}
+        if cache is not None:
+            self.identity |= {"cache": cache}
         counted = count_experts is not None
         options = EngineOptions(path, device=device, backend=backend, max_batch=concurrency, cache=cache, count_experts=counted)
         self.engine = open_engine(options)
+        self._defaults = _server_defaults(self.engine.tokenizer)
+        if self._defaults:
+            self.identity |= {"sampling": self._defaults}
 
     def generate(self, prompts: Sequence[Prompt], parameters: Generation) -> Iterator[ModelReply]:
         encoded = [_encode(self.engine.tokenizer, prompt) for prompt in prompts]
@@ -52,6 +57,7 @@ class Local:
                 top_p=parameters.top_p,
                 seed=prompts[index].seed,
                 stop=parameters.stop,
+                **self._defaults,
             )
             for index in fitting
         ]
@@ -78,6 +84,13 @@ class Local:
         if self._counts_file is not None and self.engine.expert_counter is not None:
             self.engine.expert_counter.counts.write(self._counts_file)
         del self.engine
+
+
+def _server_defaults(tokenizer: ChatTokenizer) -> dict[str, Any]:
+    """What servers take of generation_config.json where a request does not say it, as no protocol does: the same model scores the same."""
+    defaults = {name: tokenizer.sampling_defaults.get(name) for name in ("top_k", "min_p", "repetition_penalty")}
+    nothing: dict[str, tuple[Any, ...]] = {"top_k": (None, 0, -1), "min_p": (None, 0), "repetition_penalty": (None, 1)}
+    return {name: value for name, value in defaults.items() if value not in nothing[name]}
 
 
 def _encode(tokenizer: ChatTokenizer, prompt: Prompt) -> tuple[list[int], bool]:

@@ -18,6 +18,7 @@ class ReplyReader:
 
     text: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
     finish_reason: str | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -38,6 +39,7 @@ class ReplyReader:
         thought = _text(part, "reasoning_content") or _text(part, "reasoning")
         if (text or thought) and self.finish_reason is not None:
             raise StreamError("the server sent text after the end of the reply")
+        self.logprobs += _objects(_object(choice, "logprobs"), "content")
         self.text.append(text)
         self.reasoning.append(thought)
         self.size += len(text) + len(thought)
@@ -59,6 +61,7 @@ class ReplyReader:
             completion_tokens=self.completion_tokens,
             latency_s=latency_s,
             reasoning=_joined(self.reasoning) or None,
+            logprobs=tuple(self.logprobs),
         )
 
     def _finish_reason(self) -> str:

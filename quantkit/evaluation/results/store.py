@@ -82,7 +82,7 @@ class ReplyJournal:
 
 
 def _row(reply: ModelReply) -> dict[str, Any]:
-    return {name: value for name, value in asdict(reply).items() if name not in ("index", "error")}
+    return {name: value for name, value in asdict(reply).items() if name not in ("index", "error", "logprobs")}
 
 
 def read_journal_head(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

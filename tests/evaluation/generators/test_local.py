@@ -1,3 +1,4 @@
+import json
 import shutil
 from pathlib import Path
 
@@ -48,6 +49,22 @@ def test_a_prompt_that_does_not_fit_is_a_miss_with_its_name_and_spares_the_other
     assert (replies[0].finish_reason, replies[0].error) == ("context", None)
     assert "the context is" in (replies[0].refusal or "")
     assert replies[1].error is None
+
+
+def test_what_servers_take_of_the_models_own_settings_is_taken_here_too(model: Local, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """top_k 1 leaves one token to draw; a protocol does not name it, and servers apply it."""
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny_checkpoint, copy)
+    file = copy / "generation_config.json"
+    settings = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(settings | {"temperature": 0.6, "top_p": 0.95, "top_k": 1}))
+    own = Local(copy, name="own", concurrency=2)
+    (drawn,) = own.generate([chat("7 + 5", seed=3)], Generation(temperature=1.0, max_tokens=8))
+    (greedy,) = model.generate([chat("7 + 5")], Generation(max_tokens=8))
+    (free,) = model.generate([chat("7 + 5", seed=3)], Generation(temperature=1.0, max_tokens=8))
+    assert drawn.text == greedy.text != free.text
+    assert own.identity["sampling"] == {"top_k": 1}
+    assert "sampling" not in model.identity
 
 
 @pytest.mark.parametrize("changed", ["*.safetensors", "tokenizer.json", "tokenizer_config.json"])

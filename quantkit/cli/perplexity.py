@@ -1,0 +1,76 @@
+"""ppl: how far a model's next tokens are from another's."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from quantkit import console
+from quantkit.cli.options import AsJson, Backend, Cache, CountExperts, Device, Key, ServedName, Target
+from quantkit.console import print_json
+
+Text = Annotated[Path | None, typer.Option(help="A .txt, or a .jsonl of {'text': ...}: one document a line.")]
+Beside = Annotated[str | None, typer.Option(help="The model it was made from: adds KL, agreement and error per layer.")]
+Length = Annotated[int, typer.Option(min=2, help="Longest document, tokens; longer ones are cut into pieces.")]
+Stride = Annotated[
+    int | None, typer.Option(min=1, help="Windows of --seq-len this far apart over whole documents; each scores what is new.")
+]
+Sampled = Annotated[
+    str | None, typer.Option(help="Instead of a text: a task on whose prompts the baseline, or the server, samples reasoning.")
+]
+
+
+def ppl(
+    model: Target,
+    text: Text = None,
+    baseline: Beside = None,
+    seq_len: Length = 2048,
+    stride: Stride = None,
+    sampled: Sampled = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder with that task's data files.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest sampled reply.")] = None,
+    seed: int = 0,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first documents, or problems.")] = None,
+    served_model: ServedName = None,
+    api_key: Key = None,
+    count_experts: CountExperts = None,
+    cache: Cache = None,
+    device: Device = "auto",
+    backend: Backend = "auto",
+    json_: AsJson = False,
+) -> None:
+    """Perplexity of a text; with a baseline also the distance from it, by token and by layer. One of the two may be a server."""
+    from quantkit.evaluation.distance.perplexity import measure
+    from quantkit.expert_counts import check_writable
+
+    if count_experts is not None:
+        check_writable(count_experts)
+    options: dict[str, Any] = {"seq_len": seq_len, "stride": stride, "limit": limit, "seed": seed, "max_tokens": max_tokens}
+    options |= {"sampled": sampled, "data_dir": data_dir, "count_experts": count_experts is not None}
+    options |= {"device": device, "backend": backend, "cache": cache, "served_model": served_model, "api_key": api_key}
+    told = _warning(model)
+    with console.samples_bar() as bar:
+        counts = console.counts(bar)
+
+        def show(p: Any) -> None:
+            nonlocal told
+            if told:
+                console.tell(told)
+                told = ""
+            counts(p.stage, f"tokens through the {p.stage}", p.done, p.total)
+
+        quality = measure(model, text, baseline=baseline, progress=show, **options)
+    if count_experts is not None and quality.expert_counts is not None:
+        quality.expert_counts.write(count_experts)
+    if json_:
+        return print_json(quality.to_json())
+    console.facts(model, quality.facts())
+
+
+def _warning(model: str) -> str:
+    """What to say of a model that is slow here; nothing of a server."""
+    from quantkit.evaluation.openai_server import is_url
+    from quantkit.executor.whole_engine import slow
+    from quantkit.hub import find_model
+
+    return "" if is_url(model) else slow(find_model(model))

@@ -1,0 +1,197 @@
+"""How far a model that is served is from one that is loaded here, by the top log-probabilities that servers tell.
+
+The server answers the prompts of a task, sampled at temperature 1, where raw and scaled log-probabilities are the same, and says for every
+token of its replies which tokens were likeliest and how likely. The model here then scores the same tokens. KL is taken over the tokens
+that the server named and all others as one: putting outcomes together never makes it larger (data processing inequality), so what is told
+is a lower bound, close where the named tokens hold nearly all probability.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import QuantkitError
+from quantkit.evaluation.distance.quality import Quality, TextProgress
+from quantkit.evaluation.distance.sampled import prompts_of
+from quantkit.evaluation.distance.watched import open_watched
+from quantkit.evaluation.distance.windows import Window
+from quantkit.evaluation.generators.endpoint import Endpoint
+from quantkit.evaluation.generators.generator import Generation, ModelReply
+from quantkit.hub import find_model
+from quantkit.tokenizer.chat import ChatTokenizer
+
+TOP = 20
+"""Tokens that a server is asked to name at each place; 20 is the most that OpenAI's interface allows."""
+_REST = 1e-6  # least probability of all others: less is the rounding of the server's figures
+_LOST = 0.02  # share of replies that may be missing
+
+
+@dataclass(frozen=True)
+class Served:
+    """The server's side. url: its address; the rest as for `quantkit eval`."""
+
+    url: str
+    model: str | None = None
+    api_key: str | None = None
+    concurrency: int = 8
+    timeout_s: float = 600.0
+    retries: int = 5
+
+
+@dataclass(frozen=True)
+class ToldReply:
+    """A reply as `window`, and for each of its tokens the server's log-probabilities by token id; those of its own tokens in `own`."""
+
+    window: Window
+    top: list[dict[int, float]]
+    own: list[float]
+
+
+@torch.inference_mode()
+def measure_served(
+    local: str,
+    served: Served,
+    *,
+    is_baseline: bool,
+    task: str,
+    data_dir: Path | None = None,
+    limit: int | None = None,
+    max_tokens: int | None = None,
+    seed: int = 0,
+    device: str = "auto",
+    backend: str = "auto",
+    cache: str | None = None,
+    progress: Callable[[TextProgress], None] | None = None,
+) -> Quality:
+    """KL(baseline || model) over the replies of the server to a task's prompts. is_baseline: the server's model is the baseline.
+
+    Raises QuantkitError where more than 2 % of the replies are lost, or the server tells nothing that can be compared.
+    """
+    path, tell = find_model(local), progress or (lambda _: None)
+    replies = _replies(path, served, task, data_dir, limit, max_tokens, seed)
+    watched = open_watched(path, device, backend, cache)
+    total, done = sum(len(reply.window.ids) for reply in replies), 0
+    found: list[_Row] = []
+    for reply in replies:
+        window = reply.window
+        rows = watched([window.ids]).final[window.first - 1 : -1]
+        logs = torch.cat([watched.head(part).float().log_softmax(dim=-1) for part in rows.split(128)]).cpu()
+        found.append(_compare(reply, logs, is_baseline))
+        done += len(window.ids)
+        tell(TextProgress("model", done, total))
+    return _quality(found, is_baseline)
+
+
+def _replies(
+    path: Path, served: Served, task: str, data_dir: Path | None, limit: int | None, max_tokens: int | None, seed: int
+) -> list[ToldReply]:
+    work, prompts = prompts_of(task, data_dir, limit, seed, max_tokens)
+    tokenizer = ChatTokenizer(path)
+    endpoint = Endpoint(
+        served.url,
+        model=served.model,
+        api_key=served.api_key,
+        concurrency=served.concurrency,
+        timeout_s=served.timeout_s,
+        retries=served.retries,
+        top_logprobs=TOP,
+    )
+    plain = Generation(temperature=1.0, top_p=1.0, max_tokens=work.setting.generation.max_tokens)
+    texts, told, lost = _by_text(tokenizer), [], ""
+    for reply in sorted(endpoint.generate(prompts, plain), key=lambda reply: reply.index):
+        try:
+            prompt = prompts[reply.index]
+            ids = tokenizer.encode(prompt.text) if prompt.text is not None else tokenizer.encode_chat(list(prompt.messages))
+            told.append(_told(reply, ids, texts))
+        except ValueError as error:
+            lost = str(error)
+    if len(told) < (1 - _LOST) * len(prompts):
+        raise QuantkitError(
+            f"{len(prompts) - len(told)} of {len(prompts)} replies of {served.url} cannot be compared: {lost}",
+            "compare with a server that tells log-probabilities (top_logprobs) and applies the same tokenizer and chat template",
+        )
+    return told
+
+
+def _by_text(tokenizer: ChatTokenizer) -> dict[str, int]:
+    """Token ids by their text, of texts that are one token's alone."""
+    ids = defaultdict(list)
+    for token in range(tokenizer.tokenizer.get_vocab_size()):
+        ids[tokenizer.token_text(token)].append(token)
+    return {text: found[0] for text, found in ids.items() if len(found) == 1}
+
+
+def _told(reply: ModelReply, prompt: list[int], texts: dict[str, int]) -> ToldReply:
+    """What the server said of its reply, up to the first token that its text does not name. Raises ValueError where that is nothing."""
+    if reply.error is not None or not reply.logprobs:
+        raise ValueError(reply.error or reply.refusal or "no log-probabilities came with the reply")
+    if reply.prompt_tokens and reply.prompt_tokens != len(prompt):
+        raise ValueError(f"the server read {reply.prompt_tokens} tokens of a prompt that has {len(prompt)} here")
+    ids: list[int] = []
+    top: list[dict[int, float]] = []
+    own: list[float] = []
+    for place in reply.logprobs:
+        token = texts.get(place["token"])
+        if token is None:
+            break
+        named = {texts[one["token"]]: float(one["logprob"]) for one in place.get("top_logprobs") or [] if one["token"] in texts}
+        ids.append(token)
+        own.append(float(place["logprob"]))
+        top.append(named | {token: own[-1]})
+    if not ids:
+        raise ValueError(f"its first token {reply.logprobs[0]['token']!r} is none of the tokenizer here")
+    return ToldReply(Window(torch.tensor(prompt + ids, dtype=torch.int64), len(prompt)), top, own)
+
+
+@dataclass
+class _Row:
+    """Of one reply: the divergence of every token, sums of both sides' -log p, equal top tokens, probability that the server named."""
+
+    divergences: list[float]
+    served_nll: float
+    local_nll: float
+    same_top1: int
+    named: float
+
+
+def _compare(reply: ToldReply, logs: Tensor, is_baseline: bool) -> _Row:
+    """logs: float32 [tokens of the reply, vocabulary], of the model here."""
+    row = _Row([], -math.fsum(reply.own), 0.0, 0, 0.0)
+    targets = reply.window.ids[reply.window.first :].tolist()
+    for place, (named, target) in enumerate(zip(reply.top, targets)):
+        ids = torch.tensor(list(named))
+        theirs = _with_rest(torch.tensor(list(named.values()), dtype=torch.float64))
+        ours = _with_rest(logs[place, ids].double())
+        base, model = (theirs, ours) if is_baseline else (ours, theirs)
+        row.divergences.append(max(0.0, float((base.exp() * (base - model)).sum())))
+        row.local_nll -= float(logs[place, target])
+        row.same_top1 += int(logs[place].argmax()) == max(named, key=lambda token: named[token])
+        row.named += min(1.0, float(torch.tensor(list(named.values()), dtype=torch.float64).exp().sum()))
+    return row
+
+
+def _with_rest(logs: Tensor) -> Tensor:
+    """Log-probabilities of the named tokens, and of all others as one."""
+    rest = (1 - logs.exp().sum()).clamp(min=_REST)
+    return torch.cat([logs, rest.log()[None]])
+
+
+def _quality(rows: list[_Row], is_baseline: bool) -> Quality:
+    tokens = sum(len(row.divergences) for row in rows)
+    served, local = (math.exp(sum(getattr(row, side) for row in rows) / tokens) for side in ("served_nll", "local_nll"))
+    means = torch.tensor([sum(row.divergences) / len(row.divergences) for row in rows], dtype=torch.float64)
+    return Quality(
+        ppl=local if is_baseline else served,
+        tokens=tokens,
+        documents=len(rows),
+        baseline_ppl=served if is_baseline else local,
+        kl=sum(sum(row.divergences) for row in rows) / tokens,
+        kl_stderr=float(means.std() / math.sqrt(len(rows))) if len(rows) > 1 else None,
+        top1_agree=sum(row.same_top1 for row in rows) / tokens,
+        named_share=sum(row.named for row in rows) / tokens,
+    )

@@ -1,0 +1,93 @@
+"""KL beside a server: our own server over loopback, and one that tells nothing."""
+
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from running_server import Running, load
+from safetensors.torch import load_file, save_file
+
+from quantkit.assets import asset
+from quantkit.errors import QuantkitError
+from quantkit.evaluation.distance.perplexity import measure
+from quantkit.evaluation.distance.served import TOP, Served, ToldReply, _compare, measure_served
+from quantkit.evaluation.distance.windows import Window
+from quantkit.hub import find_model
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    running = Running(load(find_model("tiny-r1")))
+    yield running.url
+    running.stop()
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """tiny-r1 with the last norm's gains smaller, so that it is less certain."""
+    copy = tmp_path_factory.mktemp("changed") / "model"
+    shutil.copytree(find_model("tiny-r1"), copy)
+    name = "model.norm.weight"
+    index = copy / "model.safetensors.index.json"
+    shard = copy / json.loads(index.read_text())["weight_map"][name] if index.exists() else copy / "model.safetensors"
+    tensors = load_file(shard)
+    tensors[name] = tensors[name] * 0.3
+    save_file(tensors, shard, metadata={"format": "pt"})
+    return copy
+
+
+def test_a_model_is_no_distance_from_itself_behind_a_server(server: str) -> None:
+    told = measure(server, baseline="tiny-r1", sampled="tiny-math", limit=3, max_tokens=40)
+    assert told.documents == 3
+    assert told.tokens > 60
+    assert told.kl is not None
+    assert told.kl < 1e-4
+    assert told.top1_agree is not None
+    assert told.top1_agree > 0.99
+    assert told.ppl == pytest.approx(told.baseline_ppl, rel=1e-3)
+    assert told.named_share is not None
+    assert 0.99 < told.named_share <= 1
+
+
+def test_which_side_the_server_is(server: str, changed: Path) -> None:
+    as_baseline = measure(str(changed), baseline=server, sampled="tiny-math", limit=3, max_tokens=40)
+    as_model = measure(server, baseline=str(changed), sampled="tiny-math", limit=3, max_tokens=40)
+    assert as_baseline.baseline_ppl == pytest.approx(as_model.ppl)
+    assert as_baseline.ppl == pytest.approx(as_model.baseline_ppl)
+    assert as_baseline.kl is not None
+    assert as_model.kl is not None
+    assert as_baseline.kl > 1e-3
+    assert as_model.kl > 1e-3
+    assert as_baseline.kl != as_model.kl
+
+
+def test_the_divergence_is_a_lower_bound_that_named_tokens_close() -> None:
+    logs = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    theirs = torch.randn(4, 50, generator=torch.Generator().manual_seed(1)).log_softmax(-1)
+    exact = (theirs.exp() * (theirs - logs)).sum(-1).tolist()
+    window = Window(torch.tensor([0, 1, 2, 3, 4]), 1)
+    found = {}
+    for named in (2, TOP, 50):
+        top = [{int(token): float(theirs[row, token]) for token in theirs[row].topk(named).indices} for row in range(4)]
+        top = [one | {target: float(theirs[row, target])} for row, (one, target) in enumerate(zip(top, (1, 2, 3, 4)))]
+        own = [float(theirs[row, row + 1]) for row in range(4)]
+        found[named] = _compare(ToldReply(window, top, own), logs, is_baseline=True).divergences
+    for row in range(4):
+        assert found[2][row] <= found[TOP][row] + 1e-6
+        assert found[TOP][row] <= exact[row] + 1e-6
+        assert math.isclose(found[50][row], exact[row], rel_tol=1e-3, abs_tol=2e-5)
+
+
+def test_what_cannot_be_compared_is_told(server: str, tiny_checkpoint: Path) -> None:
+    with pytest.raises(QuantkitError, match="two servers cannot"):
+        measure(server, baseline=server, sampled="tiny-math")
+    with pytest.raises(QuantkitError, match="replies only; give --sampled TASK"):
+        measure(server, asset("eval", "data", "tiny-heldout.jsonl"))
+    with pytest.raises(QuantkitError, match="has a cache of its own"):
+        measure(server, baseline="tiny-r1", sampled="tiny-math", cache="int8")
+    with pytest.raises(QuantkitError, match=r"1 of 1 replies of .* cannot be compared"):
+        measure_served(str(tiny_checkpoint), Served(server), is_baseline=False, task="tiny-math", limit=1, max_tokens=8)
