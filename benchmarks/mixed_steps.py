@@ -21,10 +21,9 @@ from grouped_model import MODELS, Bench
 
 from quantkit.executor import budget
 from quantkit.executor.cache import BLOCK_SIZE
-from quantkit.executor.context import Chunk, PrefillContext
 from quantkit.executor.graphs import DecodeRows
-from quantkit.executor.mixed import MixedContext
 from quantkit.executor.parallel import SINGLE
+from quantkit.executor.prompt_graphs import PromptRows
 from quantkit.executor.runner import Runner
 from quantkit.executor.scheduler import StepBudget
 
@@ -39,7 +38,7 @@ class Steps:
         self.cache = bench.cache(blocks * BLOCK_SIZE + options.prompt)
         self.runner = Runner(bench.model, self.cache)
         self.tables = (1 + np.arange(blocks, dtype=np.int32)).reshape(options.answers, self.per_row)
-        self.own = torch.arange(1 + blocks, 1 + blocks + -(-options.prompt // BLOCK_SIZE), device=bench.device)
+        self.own = list(range(1 + blocks, 1 + blocks + -(-options.prompt // BLOCK_SIZE)))
         self.step = 0
 
     def rows(self) -> DecodeRows:
@@ -49,26 +48,23 @@ class Steps:
         slots = self.tables[np.arange(count), positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
         return DecodeRows(np.arange(count), positions, slots, self.tables)
 
-    def prompt(self, start: int, length: int) -> tuple[torch.Tensor, PrefillContext]:
-        tokens = torch.randint(0, self.bench.config.vocab_size, (length,), device=self.bench.device)
-        return tokens, PrefillContext(self.cache, [Chunk(start, length, self.own)])
+    def prompt(self, start: int, length: int) -> list[PromptRows]:
+        return [PromptRows(torch.randint(0, self.bench.config.vocab_size, (length,)).tolist(), start, self.own)]
 
     def apart(self, start: int, length: int) -> None:
         self.runner.steps.run(self.rows()).greedy.tolist()
-        hidden = self.bench.model(*self.prompt(start, length))
+        hidden = self.runner.prompts.run(None, self.prompt(start, length))
         self.bench.model.logits(hidden[-1:]).argmax(dim=-1).tolist()
 
     def mixed(self, start: int, length: int) -> None:
-        rows = self.rows()
-        tokens, context = self.prompt(start, length)
-        ids = torch.cat((torch.from_numpy(rows.token_ids).to(tokens.device), tokens))
-        hidden = self.bench.model(ids, MixedContext(rows.context(self.cache), context))
+        hidden = self.runner.prompts.run(self.rows(), self.prompt(start, length))
         self.bench.model.logits(hidden[: self.options.answers + 1]).argmax(dim=-1).tolist()
 
     def gaps(self, mixed: bool, chunk: int) -> list[float]:
-        """Milliseconds of each step of the prompt, after one that warms up."""
+        """Milliseconds of each step of the prompt, after two that warm up and capture."""
         compute, found = self.mixed if mixed else self.apart, []
-        compute(0, chunk)
+        for _ in range(2):
+            compute(0, chunk)
         self.step = 0
         for start in range(0, self.options.prompt, chunk):
             began = time.perf_counter()

@@ -1,7 +1,7 @@
 """One tensor-parallel rank of DeepSeek-R1 on one device: time of a decode step against the bytes it must read, and time to first token.
 
-    python benchmarks/r1_rank.py [--tp 4] [--concurrency 1,8,32] [--context 640] [--long 30000] [--prefill 128] [--cache int8]
-        [--backend NAME] [--layers N] [--out FILE.json]
+    python benchmarks/r1_rank.py [--tp 4] [--concurrency 1,8,32] [--context 640] [--long 30000] [--prefill 128,4096] [--chunk 8192]
+        [--cache int8] [--backend NAME] [--layers N] [--out FILE.json]
     python benchmarks/r1_rank.py --tiny                 the same on a CPU in seconds, with small sizes: a test of the script
     python benchmarks/r1_rank.py --prefill-profile      also where the host spends a prompt's time
 
@@ -34,8 +34,8 @@ from r1_synthetic import R1, TINY, CountedExperts, SyntheticWeights, fill_cache
 from torch import Tensor
 
 from quantkit.executor.cache import BLOCK_SIZE, Coding, PagedCache, codes_of
-from quantkit.executor.context import Chunk, PrefillContext
 from quantkit.executor.graphs import DecodeRows, DecodeSteps, DeviceCapture, compute
+from quantkit.executor.prompt_graphs import PromptPasses, PromptRows
 from quantkit.models import deepseek_v3
 from quantkit.models.mlp import MoeMlp
 
@@ -68,6 +68,7 @@ class Rank:
         fill_cache(self.cache)
         self._capture = DeviceCapture(device) if device.type == "cuda" else lambda step, lengths: step
         self.steps = DecodeSteps(self.model, self.cache, self._capture)
+        self.prompts = PromptPasses(self.model, self.cache, self._capture)
 
     def draft_steps(self) -> DecodeSteps:
         """Of an MTP layer, made now."""
@@ -223,32 +224,34 @@ def kernel_table(rank: Rank, concurrency: int, context: int) -> list[tuple[str, 
     return sorted(found, key=lambda one: -one[2])
 
 
-def time_to_first_token(rank: Rank, length: int) -> float:
+def time_to_first_token(rank: Rank, length: int, chunk: int) -> float:
     """Seconds from a prompt's token ids on the host to its first answer token there: the median of five, after two to warm up."""
-    blocks = torch.arange(1, -(-length // BLOCK_SIZE) + 1, device=rank.device)
     times = []
     for _ in range(7):
         token_ids = rank.first_tokens(length)
         began = time.perf_counter()
-        first_token(rank, token_ids, blocks)
+        first_token(rank, token_ids, chunk)
         times.append(time.perf_counter() - began)
     return statistics.median(times[2:])
 
 
-def first_token(rank: Rank, token_ids: list[int], blocks: Tensor) -> None:
-    hidden = rank.model(torch.tensor(token_ids, device=rank.device), PrefillContext(rank.cache, [Chunk(0, len(token_ids), blocks)]))
+def first_token(rank: Rank, token_ids: list[int], chunk: int) -> None:
+    """A prompt in passes of `chunk` tokens, as an engine computes them: short ones captured."""
+    blocks = list(range(1, -(-len(token_ids) // BLOCK_SIZE) + 1))
+    for start in range(0, len(token_ids), chunk):
+        hidden = rank.prompts.run(None, [PromptRows(token_ids[start : start + chunk], start, blocks)])
     rank.model.logits(hidden[-1:]).argmax(dim=-1).tolist()
 
 
-def print_prefill_profile(rank: Rank, length: int) -> None:
+def print_prefill_profile(rank: Rank, length: int, chunk: int) -> None:
     """Where a prompt's time goes: on the host by function, and on the device in all."""
-    blocks, token_ids = torch.arange(1, -(-length // BLOCK_SIZE) + 1, device=rank.device), rank.first_tokens(length)
+    token_ids = rank.first_tokens(length)
     profiler = cProfile.Profile()
-    profiler.runcall(first_token, rank, token_ids, blocks)
+    profiler.runcall(first_token, rank, token_ids, chunk)
     pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
     if rank.device.type == "cuda":
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            first_token(rank, token_ids, blocks)
+            first_token(rank, token_ids, chunk)
             torch.cuda.synchronize()
         found = sorted(profile.key_averages(), key=lambda one: -one.self_device_time_total)
         print(f"{sum(one.count for one in found)} launches, {sum(one.self_device_time_total for one in found) / 1e3:.2f} ms in kernels")
@@ -268,7 +271,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         torch.cuda.empty_cache()
     began = time.perf_counter()
     batches = [int(one) for one in options.concurrency.split(",")]
-    tokens = max(max(batches) * (options.context + 2 * STEPS + BLOCK_SIZE + 4), options.long + STEPS + BLOCK_SIZE + 1)
+    tokens = max(max(batches) * (options.context + 2 * STEPS + BLOCK_SIZE + 4), options.long + STEPS + BLOCK_SIZE + 1, *options.prefill)
     rank = Rank(config, options.tp, tokens, device, codes_of(options.cache))
     report: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
@@ -293,9 +296,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         print(
             "  ".join(f"{key} {value:.4g}" for key, value in row.items() if isinstance(value, (int, float))), rank.steps.failure, flush=True
         )
-    report["ttft_ms"] = time_to_first_token(rank, options.prefill) * 1e3
+    report["ttft_ms"] = {length: time_to_first_token(rank, length, options.chunk) * 1e3 for length in options.prefill}
     longer = report["rows"][-1]["tpot_ms"] / report["rows"][0]["tpot_ms"]
-    print(f"TTFT of {options.prefill} tokens {report['ttft_ms']:.1f} ms; TPOT at {options.long} / at {options.context}: {longer:.2f}")
+    print("TTFT", ", ".join(f"of {length} tokens {ms:.1f} ms" for length, ms in report["ttft_ms"].items()))
+    print(f"TPOT at {options.long} / at {options.context}: {longer:.2f}", flush=True)
     for row in report["rows"]:
         row["parts_ms"] = part_row(rank, row)
         print(f"\nconcurrency {row['concurrency']}, context {row['context']}: ms by part (floor)")
@@ -305,7 +309,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         for row in report["rows"]:
             _print_kernels(rank, row)
     if options.prefill_profile:
-        print_prefill_profile(rank, options.prefill)
+        print_prefill_profile(rank, options.prefill[-1], options.chunk)
     drafts = rank.draft_steps()
     report["drafted_rows"] = []
     for row in report["rows"]:
@@ -343,7 +347,8 @@ def main() -> None:
     parser.add_argument("--concurrency", default="1,8,32")
     parser.add_argument("--context", type=int, default=640)
     parser.add_argument("--long", type=int, default=30000)
-    parser.add_argument("--prefill", type=int, default=128)
+    parser.add_argument("--prefill", type=lambda text: [int(one) for one in text.split(",")], default=[128])
+    parser.add_argument("--chunk", type=int, default=8192, help="tokens of a prompt in a pass")
     parser.add_argument("--prefill-profile", action="store_true")
     parser.add_argument("--cache", choices=CODES)
     parser.add_argument("--backend", default="auto", help="of kernels: serves every operator that it has")

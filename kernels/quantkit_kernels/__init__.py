@@ -15,7 +15,7 @@ from quantkit_kernels.latents import CacheLayout, Latents, cache_layout, doubled
 from quantkit_kernels.linear import Linear, prepare, prepare_dense, prepare_fp4, prepare_int4, prepare_int8, quantize_rows
 from quantkit_kernels.paged import Norms, PagedKeys, PagedLatents, Rotation
 from quantkit_kernels.prolog import MlaProlog, MlaSizes, MlaWeights, prepare_mla_prolog, why_no_prolog
-from quantkit_kernels.prompts import Prompts, gqa_prefill, mla_prefill
+from quantkit_kernels.prompts import PaddedPrompts, PromptPart, Prompts, SpansNow, gqa_prefill, mla_prefill
 from quantkit_kernels.routing import Routing, moe_gate, route
 from quantkit_kernels.self_check import Measurement, check
 from quantkit_kernels.weights import Dense, Fp4, Int4, Int8, Weight, dequantize, stack
@@ -45,11 +45,14 @@ __all__ = [
     "MlaWeights",
     "Norms",
     "OperatorRow",
+    "PaddedPrompts",
     "PagedKeys",
     "PagedLatents",
+    "PromptPart",
     "Prompts",
     "Rotation",
     "Routing",
+    "SpansNow",
     "Weight",
     "add_rms_norm",
     "cache_layout",

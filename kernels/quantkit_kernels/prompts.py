@@ -26,7 +26,7 @@ class Prompts:
     `gqa_decode` has it; starts int32 [B + 1], where each sequence's new tokens begin; seq_lens int32 [B], tokens cached.
     """
 
-    spans: tuple[tuple[int, int], ...]
+    spans: Sequence[tuple[int, int]]
     block_table: Tensor
     starts: Tensor
     seq_lens: Tensor
@@ -42,6 +42,11 @@ class Prompts:
     @property
     def tokens(self) -> int:
         return sum(length for _, length in self.spans)
+
+    @property
+    def longest(self) -> int:
+        """No sequence has more new tokens."""
+        return max(length for _, length in self.spans)
 
     def parts(self, block_size: int, room: int) -> list["PromptPart"]:
         """The cached tokens of all sequences, one sequence after the other, `room` at a time. Found once, not by every layer."""
@@ -69,6 +74,41 @@ class PromptPart(NamedTuple):
     firsts: Tensor
     lasts: Tensor
     rows: Tensor
+
+
+class SpansNow(list[tuple[int, int]]):
+    """Spans that are others in every pass: a graph would keep those of its capture, so there they may not be asked for."""
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("this attention of prompts wants their lengths on the host")
+        return super().__iter__()
+
+
+@dataclass(frozen=True)
+class PaddedPrompts(Prompts):
+    """Prompts of one size, whose spans and tensors are filled anew for every pass: what a graph of prompts is captured over.
+
+    size: new tokens of all sequences, padding included, which is a sequence too. part: all their cached tokens, for attention that
+    expands or decodes these; its slots may be more than there are tokens.
+    """
+
+    size: int = 0
+    part: PromptPart | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self.size
+
+    @property
+    def longest(self) -> int:
+        return self.size
+
+    def parts(self, block_size: int, room: int) -> list[PromptPart]:
+        """As of `Prompts`. RuntimeError where the cached tokens are more than are taken at a time."""
+        if self.part is None or len(self.part.slots) > room:
+            raise RuntimeError(f"attention of prompts takes {room} cached tokens at a time")
+        return [self.part]
 
 
 def gqa_prefill(

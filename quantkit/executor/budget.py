@@ -11,10 +11,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from quantkit.executor.context import Chunk, PrefillContext
 from quantkit.executor.graphs import DecodeRows
-from quantkit.executor.mixed import MixedContext
 from quantkit.executor.parallel import Parallel
+from quantkit.executor.prompt_graphs import PromptRows
 from quantkit.executor.runner import Runner
 from quantkit.executor.scheduler import StepBudget
 
@@ -62,7 +61,8 @@ class _Trial:
         self._runner, self._parallel = runner, parallel
 
     def seconds(self, compute: Callable[[], torch.Tensor]) -> float:
-        """The better of two, after one that compiles and captures."""
+        """The better of two, after one that compiles and one that captures."""
+        compute()
         compute()
         return min(self._once(compute), self._once(compute))
 
@@ -72,22 +72,18 @@ class _Trial:
         return -self._parallel.minimum(-round((time.perf_counter() - began) * 1e9)) * 1e-9
 
     def prompt(self, tokens: int) -> torch.Tensor:
-        return self._eager(tokens, self._prompt_context(tokens))
+        return self._with_prompt(None, tokens)
 
     def answers(self, rows: int) -> torch.Tensor:
         return self._runner.steps.run(self._rows(rows)).greedy
 
     def mixed(self, rows: int, tokens: int) -> torch.Tensor:
-        answers = self._rows(rows).context(self._runner.cache)
-        return self._eager(rows + tokens, MixedContext(answers, self._prompt_context(tokens)))
+        return self._with_prompt(self._rows(rows), tokens)
 
-    def _eager(self, tokens: int, context: PrefillContext | MixedContext) -> torch.Tensor:
-        hidden = self._runner.model(torch.zeros(tokens, dtype=torch.int64, device=self._runner.device), context)
+    def _with_prompt(self, answers: DecodeRows | None, tokens: int) -> torch.Tensor:
+        blocks = list(range(1, -(-tokens // self._runner.cache.block_size) + 1))
+        hidden = self._runner.prompts.run(answers, [PromptRows([0] * tokens, 0, blocks)])
         return self._runner.model.logits(hidden[:_ROWS]).argmax(dim=-1)
-
-    def _prompt_context(self, tokens: int) -> PrefillContext:
-        blocks = torch.arange(1, -(-tokens // self._runner.cache.block_size) + 1, device=self._runner.device)
-        return PrefillContext(self._runner.cache, [Chunk(0, tokens, blocks)])
 
     def _rows(self, rows: int) -> DecodeRows:
         """Rows that each write and see the first tokens of a block."""

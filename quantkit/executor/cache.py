@@ -103,6 +103,16 @@ class PagedCache:
         """Whether latents lie as those operators read them that want each angle twice (quantkit_kernels/latents.py)."""
         return bool(self.parts) and self.coding is None
 
+    @property
+    def keeps_states(self) -> bool:
+        """Whether layers keep a state of each sequence, besides tokens."""
+        return self._states is not None
+
+    @property
+    def read_in_place(self) -> bool:
+        """Whether prompts attend to tokens where they lie, as keys and values in 16 bits: latents are expanded first, codes decoded."""
+        return bool(self.parts) and self.coding is None
+
     def latents(self, layer: int) -> Latents:
         """Of latent attention."""
         stored = self.layers[layer]

@@ -6,6 +6,7 @@ DecodeContext computes one token per row: the up-projection is absorbed into the
 depend on how a prompt was cut into chunks.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,17 +77,15 @@ class CachedContext(Positions):
         return gqa_prepare(qkv, norms, self.rotation(rope), self.cache.heads(layer, head_dim), self.slots)
 
 
-class PrefillContext(CachedContext):
-    """Tokens of several chunks lie flat; each sees its sequence's cached tokens and, causally, its own chunk."""
+class PromptContext(CachedContext):
+    """New tokens of several sequences lie flat; each sees its sequence's cached tokens and, causally, the new ones.
 
-    def __init__(self, cache: PagedCache, chunks: list[Chunk]) -> None:
-        spans = [torch.arange(chunk.start, chunk.start + chunk.length, device=cache.device) for chunk in chunks]
-        size = cache.block_size
-        slots = torch.cat([chunk.blocks[span // size] * size + span % size for chunk, span in zip(chunks, spans)])
-        super().__init__(cache, torch.cat(spans), slots)
-        self.chunks = chunks
-        tables = pad_sequence([chunk.blocks for chunk in chunks], batch_first=True)
-        self.prompts = Prompts.of([(chunk.start, chunk.length) for chunk in chunks], tables)
+    chunks: what they are of, for layers with a state; others do not ask.
+    """
+
+    def __init__(self, cache: PagedCache, positions: Tensor, slots: Tensor, prompts: Prompts, chunks: Sequence[Chunk] = ()) -> None:
+        super().__init__(cache, positions, slots)
+        self.prompts, self.chunks = prompts, chunks
 
     def select(self, layer: int, inputs: IndexInputs, topk: int) -> None:
         """As `models.context.Context.select`."""
@@ -122,6 +121,18 @@ class PrefillContext(CachedContext):
     def attend_gqa(self, layer: int, q: Tensor, scale: float, window: int = 0, sinks: Tensor | None = None) -> Tensor:
         """As `models.context.Context.attend_gqa`."""
         return gqa_prefill(q, self.cache.heads(layer, q.shape[2]), self.prompts, scale=scale, window=window, sinks=sinks)
+
+
+class PrefillContext(PromptContext):
+    """Chunks of prompts, of any lengths."""
+
+    def __init__(self, cache: PagedCache, chunks: Sequence[Chunk]) -> None:
+        spans = [torch.arange(chunk.start, chunk.start + chunk.length, device=cache.device) for chunk in chunks]
+        size = cache.block_size
+        slots = torch.cat([chunk.blocks[span // size] * size + span % size for chunk, span in zip(chunks, spans)])
+        tables = pad_sequence([chunk.blocks for chunk in chunks], batch_first=True)
+        prompts = Prompts.of([(chunk.start, chunk.length) for chunk in chunks], tables)
+        super().__init__(cache, torch.cat(spans), slots, prompts, chunks)
 
 
 class DecodeContext(CachedContext):

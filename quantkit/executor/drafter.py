@@ -72,7 +72,7 @@ class Drafter:
             next_ids, rows = self._tensor(_known_next(done)), self._tensor(done.rows)
             if chosen is not None:
                 next_ids[rows] = chosen.token_ids
-            self._hidden = self.mtp(next_ids, done.hidden, done.where)
+            self._hidden = self.mtp(next_ids, done.hidden, done.where())
             if chosen is None or self.num_drafts == 0:
                 return None
             logits = self.mtp.logits(self._hidden[rows])

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from quantkit.executor.context import CachedContext, DecodeContext, PrefillContext
+from quantkit.executor.context import CachedContext, DecodeContext, PromptContext
 from quantkit.models.delta_rule import DeltaInputs, DeltaWeights
 from quantkit.models.rope import Rope
 from quantkit.models.sparse import IndexInputs
@@ -12,7 +12,7 @@ from quantkit.models.sparse import IndexInputs
 class MixedContext(CachedContext):
     """The rows of `answers`, then the tokens of `prompts`, both over one cache."""
 
-    def __init__(self, answers: DecodeContext, prompts: PrefillContext) -> None:
+    def __init__(self, answers: DecodeContext, prompts: PromptContext) -> None:
         both = (answers, prompts)
         super().__init__(answers.cache, torch.cat([one.positions for one in both]), torch.cat([one.slots for one in both]))
         self.answers, self.prompts, self._rows = answers, prompts, len(answers.positions)

@@ -1,6 +1,8 @@
 """The passes of a step: tokens of sequences in, hidden states and logits out."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -8,10 +10,11 @@ import torch
 from torch import Tensor
 
 from quantkit.executor.cache import PagedCache
-from quantkit.executor.context import Chunk, PrefillContext
+from quantkit.executor.context import PrefillContext
 from quantkit.executor.draws import Draws
 from quantkit.executor.graphs import Capture, DecodeRows, DecodeSteps, DeviceCapture, EagerSteps, why_eager
 from quantkit.executor.mixed import MixedContext
+from quantkit.executor.prompt_graphs import PromptPasses, PromptRows
 from quantkit.executor.sequence import Sequence
 from quantkit.models.architecture import MtpModel
 from quantkit.models.decoder import Model
@@ -29,7 +32,7 @@ class Span(NamedTuple):
 class ForwardPass:
     """What a pass computed: `hidden` [T, H] of the spans' tokens, one span after the other.
 
-    where: the tokens' places in the cache, `DecodeRows` where each attended by itself.
+    where: the tokens' places in the cache, `DecodeRows` where each attended by itself; else what makes the context of all.
     logits float32 [R, vocab] and greedy int64 [R] (the likeliest tokens): of the R tokens whose successors are to be chosen, None where
     there are none; rows: which of the T these are; counts: which sequence they belong to, and how many each has. Tensors are valid until
     the next pass.
@@ -37,7 +40,7 @@ class ForwardPass:
 
     spans: list[Span]
     hidden: Tensor
-    where: PrefillContext | MixedContext | DecodeRows
+    where: DecodeRows | Callable[[], PrefillContext | MixedContext]
     logits: Tensor | None
     greedy: Tensor | None
     rows: list[int]
@@ -53,8 +56,11 @@ class Runner:
         self._why_eager = eager or ("" if capture else why_eager(self.device))
         self._capture = None if self._why_eager else capture or DeviceCapture(self.device)
         self.steps = self.make_steps(model)
-        # An NPU's graphs want to know lengths, and draws have none.
-        self.draw = Draws(self._capture if capture or self.device.type == "cuda" else None)
+        # Attention of prompts on an NPU wants lengths on the host.
+        self.prompts = PromptPasses(model, cache, None if self.device.type == "npu" else self._capture)
+        # An NPU's graphs want to know lengths, and draws have none. Graphs of one pool write over each other's results, and draws come
+        # before all of a pass's have been read: theirs is another.
+        self.draw = Draws(capture or (DeviceCapture(self.device) if self._capture and self.device.type == "cuda" else None))
 
     def make_steps(self, model: Model | MtpModel) -> DecodeSteps | EagerSteps:
         """Decode steps over this cache: of the model, or of an MTP layer behind it."""
@@ -69,8 +75,7 @@ class Runner:
 
     def prefill(self, parts: list[tuple[Sequence, int]]) -> ForwardPass:
         """The next tokens of prompts; successors are chosen where a prompt is complete."""
-        spans = _prompt_spans(parts)
-        return self._eager(spans, self.prompt_context(spans), 0)
+        return self._with_prompts([], _prompt_spans(parts))
 
     def decode(self, sequences: list[Sequence]) -> ForwardPass:
         """The newest token of each sequence, and the drafted ones after it: successors of all are chosen."""
@@ -82,34 +87,29 @@ class Runner:
 
     def mixed(self, sequences: list[Sequence], parts: list[tuple[Sequence, int]]) -> ForwardPass:
         """Both in one pass: as `decode` of `sequences` and `prefill` of `parts`."""
-        answers, prompts = _answer_spans(sequences), _prompt_spans(parts)
-        rows = self._answer_rows(answers)
-        context = MixedContext(rows.context(self.cache), self.prompt_context(prompts))
-        return self._eager([*answers, *prompts], context, len(answers))
+        return self._with_prompts(_answer_spans(sequences), _prompt_spans(parts))
 
-    def _eager(self, spans: list[Span], context: PrefillContext | MixedContext, num_answers: int) -> ForwardPass:
-        """A pass launched operator by operator. The first `num_answers` of the spans are of answers."""
-        token_ids: list[int] = []
-        rows: list[int] = []
-        counts = []
-        for number, (sequence, start, length) in enumerate(spans):
-            chosen = length if number < num_answers else int(start + length == len(sequence.token_ids))
-            token_ids += [*sequence.token_ids, *sequence.drafts][start : start + length]
-            if number >= num_answers:
-                sequence.num_cached += length
-            if chosen:
-                rows += range(len(token_ids) - chosen, len(token_ids))
-                counts.append((sequence, chosen))
-        hidden = self.model(torch.tensor(token_ids, device=self.device), context)
+    def _with_prompts(self, answers: list[Span], prompts: list[Span]) -> ForwardPass:
+        own = [PromptRows(one.token_ids[start : start + length], start, one.blocks, one.state) for one, start, length in prompts]
+        given = self._answer_rows(answers) if answers else None
+        hidden = self.prompts.run(given, own)
+        rows = list(range(0 if given is None else len(given.token_ids)))
+        counts, end = [(one.sequence, one.length) for one in answers], len(rows)
+        for sequence, start, length in prompts:
+            end += length
+            sequence.num_cached += length
+            if start + length == len(sequence.token_ids):
+                rows.append(end - 1)
+                counts.append((sequence, 1))
+        spans, where = [*answers, *prompts], partial(self.prompts.context, given, own)
         if not rows:
-            return ForwardPass(spans, hidden, context, None, None, rows, counts)
+            return ForwardPass(spans, hidden, where, None, None, rows, counts)
         logits = self.model.logits(hidden[torch.tensor(rows, device=self.device)])
-        return ForwardPass(spans, hidden, context, logits, logits.argmax(dim=-1), rows, counts)
+        return ForwardPass(spans, hidden, where, logits, logits.argmax(dim=-1), rows, counts)
 
-    def prompt_context(self, spans: list[Span]) -> PrefillContext:
+    def prompt_context(self, spans: list[Span]) -> PrefillContext | MixedContext:
         """Where so many tokens of sequences attend, as prompts do."""
-        chunks = [Chunk(start, length, torch.tensor(one.blocks, device=self.device), one.state) for one, start, length in spans]
-        return PrefillContext(self.cache, chunks)
+        return self.prompts.context(None, [PromptRows([0] * length, start, one.blocks, one.state) for one, start, length in spans])
 
     def _answer_rows(self, spans: list[Span]) -> DecodeRows:
         token_ids = [token for span in spans for token in (span.sequence.token_ids[-1], *span.sequence.drafts)]

@@ -118,7 +118,7 @@ def _launch(q: Tensor, keys: Tensor, values: Tensor, out: Tensor, prompts: Promp
     rotary, page = given.pop("R", 0), given.pop("PAGE", 0)
     padded = {"D_PADDED": power_of_two(max(16, width)), "V_PADDED": power_of_two(max(16, given["V"]))}
     cut = prefill_cut(q.device, padded["D_PADDED"] + rotary)
-    grid = (-(-max(length for _, length in prompts.spans) // cut.queries), q.shape[1], len(prompts.spans))
+    grid = (-(-prompts.longest // cut.queries), q.shape[1], len(prompts.spans))
     attend_prompts[grid](
         q=q,
         keys=keys,

@@ -7,7 +7,7 @@
 
 namespace {
 
-constexpr int kSortWarps = 32;
+constexpr int kSortWarps = 16;
 
 // Counting sort of the pairs by expert, in their own order within one, by a single block: warps take consecutive parts of the pairs.
 __global__ void sort_pairs(const int* ids, int ids_stride, int pairs, int experts, int tokens, int tiles, int* tile_expert,

@@ -30,23 +30,34 @@ __device__ __forceinline__ int row_of(int slot, const int* order, const int* til
   return order ? order[slot] / top_k : slot;
 }
 
-// A block for eight slots, whose pieces of 128 bytes lie side by side, and 2 KB of each row, which a warp brings.
+// Word j of lane q of four neighbours becomes word q of lane j.
+__device__ __forceinline__ void transpose_words(uint4& v) {
+  const auto swap = [](uint32_t& first, uint32_t& second, int apart) {
+    const bool upper = threadIdx.x & apart;
+    const uint32_t theirs = __shfl_xor_sync(0xffffffffu, upper ? first : second, apart);
+    (upper ? first : second) = theirs;
+  };
+  swap(v.x, v.y, 1), swap(v.z, v.w, 1);
+  swap(v.x, v.z, 2), swap(v.y, v.w, 2);
+}
+
+// A block for eight slots, whose pieces of 128 bytes lie side by side, and 2 KB of each row, which a warp brings: 512 bytes at a time, and they
+// go as whole pieces.
 __global__ void arrange(const uint4* x, uint8_t* out, const int* order, const int* tile_count, int slots, int tokens, int top_k, int chunks) {
   wait_for_predecessor();
   let_successor_start();
-  const int slot = blockIdx.x * 8 + threadIdx.x / 32, segment = blockIdx.y * 32 + threadIdx.x % 32;
-  if (slot >= slots || segment * 4 >= chunks) return;
+  const int slot = blockIdx.x * 8 + threadIdx.x / 32, first = blockIdx.y * 128 + threadIdx.x % 32;
+  if (slot >= slots) return;
   const int row = row_of(slot, order, tile_count, tokens, top_k);
   if (row < 0) return;
-  uint4 from[4];
+  uint4 held[4];
 #pragma unroll
-  for (int q = 0; q < 4; ++q) from[q] = x[(size_t)row * chunks + segment * 4 + q];
-  const uint4 to[4] = {{from[0].x, from[1].x, from[2].x, from[3].x},
-                       {from[0].y, from[1].y, from[2].y, from[3].y},
-                       {from[0].z, from[1].z, from[2].z, from[3].z},
-                       {from[0].w, from[1].w, from[2].w, from[3].w}};
+  for (int i = 0; i < 4; ++i) held[i] = first + i * 32 < chunks ? x[(size_t)row * chunks + first + i * 32] : uint4{};
 #pragma unroll
-  for (int j = 0; j < 4; ++j) *reinterpret_cast<uint4*>(out + place(slot, segment * 4 + j, tokens, chunks)) = to[j];
+  for (int i = 0; i < 4; ++i) {
+    transpose_words(held[i]);
+    if (first + i * 32 < chunks) *reinterpret_cast<uint4*>(out + place(slot, first + i * 32, tokens, chunks)) = held[i];
+  }
 }
 
 // Rows quantized to int8, K in its own order. A block per slot; a thread has HELD chunks of codes in its registers, blockDim.x apart.

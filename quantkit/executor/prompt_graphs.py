@@ -1,0 +1,221 @@
+"""Passes with prompts as graphs: up to some hundred tokens a pass is launched more slowly than it is computed.
+
+A graph is captured for one size: rows of answers, tokens of prompts, sequences, blocks of their tables. What is not filled is padding, a
+sequence of its own that lies in block 0, which nobody owns. Sizes grow in steps of an eighth to a quarter, so that little of a pass is
+padding, and a size is captured when it comes a second time: what comes once costs no capture. Long passes are bound by the device and are
+launched operator by operator, as are those of models whose layers keep a state, which is read sequence after sequence.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from quantkit_kernels import PaddedPrompts, PromptPart, SpansNow
+from torch import Tensor
+
+from quantkit.executor.cache import PagedCache
+from quantkit.executor.context import Chunk, PrefillContext, PromptContext
+from quantkit.executor.graphs import MIN_TABLE_WIDTH, Capture, DecodeRows, StaticBuffers, power_of_two
+from quantkit.executor.mixed import MixedContext
+from quantkit.models.decoder import Model
+
+MOST_TOKENS = 1024
+"""Tokens of prompts in a pass that is captured. With more of them the device is busy all the time."""
+_LEAST_TOKENS = 16
+_MOST_SEEN = 8192
+"""Cached tokens of all prompts in a pass that is captured, where they are expanded or decoded."""
+_MOST_GRAPHS = 64
+"""Each holds some megabytes, and captures take a few tenths of a second."""
+
+
+class PromptRows(NamedTuple):
+    """New tokens of one sequence on the host, the first at position `start`. blocks: its cache; state: its place in the cache's states."""
+
+    token_ids: list[int]
+    start: int
+    blocks: list[int]
+    state: int = 0
+
+    @property
+    def span(self) -> tuple[int, int]:
+        return self.start, len(self.token_ids)
+
+
+class PassSize(NamedTuple):
+    """What a graph is captured for. answers: rows, and blocks of their tables; prompts: tokens, sequences with the padding one, blocks of
+    their tables, and cached tokens where these are listed."""
+
+    answers: tuple[int, int]
+    tokens: int
+    sequences: int
+    width: int
+    seen: int
+
+
+def size_of(answers: DecodeRows | None, prompts: list[PromptRows], cache: PagedCache) -> PassSize | None:
+    """The size that holds such a pass; None where it is too large for a graph."""
+    new = sum(len(one.token_ids) for one in prompts)
+    if new > MOST_TOKENS:
+        return None
+    tokens, seen = _rounded(new, _LEAST_TOKENS), 0
+    if not cache.read_in_place:
+        seen = _rounded(sum(sum(one.span) for one in prompts) + tokens - new, cache.block_size)
+        if seen > _MOST_SEEN:
+            return None
+    rows = (0, 0) if answers is None else (power_of_two(len(answers.token_ids)), _width(answers.tables.shape[1]))
+    return PassSize(rows, tokens, power_of_two(len(prompts) + 1), _width(max(len(one.blocks) for one in prompts)), seen)
+
+
+def _rounded(count: int, least: int) -> int:
+    """`count` or some more: in steps of an eighth of the power of two above it, and of no less than `least`."""
+    step = max(least, power_of_two(count) // 8)
+    return -(-count // step) * step
+
+
+def _width(blocks: int) -> int:
+    return max(power_of_two(blocks), MIN_TABLE_WIDTH)
+
+
+class PromptBuffers:
+    """Inputs of prompts of one size, side by side in one tensor that a single copy fills."""
+
+    def __init__(self, size: PassSize, block_size: int, device: torch.device) -> None:
+        self._size, self._block_size = size, block_size
+        wide, narrow = (size.tokens,) * 3 + (size.seen,), (size.sequences + 1,) + (size.sequences,) * 3 + (size.sequences * size.width,)
+        host = np.zeros(sum(wide) + -(-sum(narrow) // 2), dtype=np.int64)
+        self._host, self._device = torch.from_numpy(host), torch.zeros(len(host), dtype=torch.int64, device=device)
+        self._columns = _cut(host[: sum(wide)], wide) + _cut(host[sum(wide) :].view(np.int32), narrow)
+        longs = self._device[: sum(wide)].split(wide)
+        ints = self._device[sum(wide) :].view(torch.int32)[: sum(narrow)].split(narrow)
+        self.token_ids, self.positions, self.slots, seen = longs
+        starts, lengths, rows, zeros, tables = ints
+        part = PromptPart(seen, zeros, lengths, rows) if size.seen else None
+        self._spans = SpansNow()
+        self.prompts = PaddedPrompts(self._spans, tables.view(size.sequences, size.width), starts, lengths, size=size.tokens, part=part)
+
+    def fill(self, prompts: list[PromptRows]) -> None:
+        """Sequences that are not there are empty, the last one is padding."""
+        size = self._size
+        padding = PromptRows([0] * (size.tokens - sum(len(one.token_ids) for one in prompts)), 0, [])
+        every = [*prompts, *[PromptRows([], 0, [])] * (size.sequences - len(prompts) - 1), padding]
+        token_ids, positions, slots, seen, starts, lengths, rows, _, tables = self._columns
+        tables.fill(0)
+        seen.fill(0)
+        new = cached = 0
+        for number, one in enumerate(every):
+            table = tables[number * size.width : (number + 1) * size.width]
+            table[: len(one.blocks)] = one.blocks
+            start, length = one.span
+            at = np.arange(start + length)
+            places = table[at // self._block_size].astype(np.int64) * self._block_size + at % self._block_size
+            own = slice(new, new + length)
+            token_ids[own], positions[own], slots[own] = one.token_ids, at[start:], places[start:]
+            starts[number], lengths[number], rows[number] = new, start + length, cached
+            if size.seen:
+                seen[cached : cached + start + length] = places
+            new, cached = new + length, cached + start + length
+        starts[size.sequences] = new
+        self._spans[:] = [one.span for one in every]
+        self._device.copy_(self._host, non_blocking=self._device.is_cuda)
+
+    def context(self, cache: PagedCache) -> PromptContext:
+        return PromptContext(cache, self.positions, self.slots, self.prompts)
+
+
+def _cut(array: np.ndarray, sizes: tuple[int, ...]) -> list[np.ndarray]:
+    """Parts of so many elements, which share its memory."""
+    return np.split(array, np.cumsum(sizes))[: len(sizes)]
+
+
+class _Pass:
+    """One size: buffers, and what computes over them."""
+
+    def __init__(self, model: Model, cache: PagedCache, size: PassSize) -> None:
+        self._model, self._cache = model, cache
+        self._answers = StaticBuffers(*size.answers, cache.device) if size.answers[0] else None
+        self._prompts = PromptBuffers(size, cache.block_size, cache.device)
+        self.lengths = self._answers.lengths if self._answers else []
+        self.rows = size.answers[0] + size.tokens
+
+    def fill(self, answers: DecodeRows | None, prompts: list[PromptRows]) -> None:
+        if self._answers is not None and answers is not None:
+            self._answers.fill(answers)
+        self._prompts.fill(prompts)
+
+    def compute(self) -> Tensor:
+        """Hidden states of all rows, padding included."""
+        context = self._prompts.context(self._cache)
+        if self._answers is None:
+            return self._model(self._prompts.token_ids, context)
+        token_ids = torch.cat((self._answers.token_ids, self._prompts.token_ids))
+        return self._model(token_ids, MixedContext(self._answers.context(self._cache), context))
+
+
+class PromptPasses:
+    """Passes with prompts over a cache. capture: None where none are captured."""
+
+    def __init__(self, model: Model, cache: PagedCache, capture: Capture | None) -> None:
+        self.model, self.cache = model, cache
+        self._capture = None if cache.keeps_states else capture
+        self._met: set[PassSize] = set()
+        self._graphs: dict[PassSize, tuple[_Pass, Callable[[], Tensor]]] = {}
+        self._hidden: Tensor | None = None
+        """Where graphs leave their results: what others keep in the pool that they share may be written over by any of them."""
+
+    def run(self, answers: DecodeRows | None, prompts: list[PromptRows]) -> Tensor:
+        """Hidden states [T, H] of the answers' rows, then of the prompts' tokens, valid until the next pass."""
+        size = size_of(answers, prompts, self.cache) if self._capture is not None else None
+        if size is None or not self._ready(size, answers, prompts):
+            return self._eager(answers, prompts)
+        made, replay = self._graphs[size]
+        made.fill(answers, prompts)
+        hidden = replay()
+        count, first = sum(len(one.token_ids) for one in prompts), size.answers[0]
+        if answers is None or len(answers.token_ids) == first:
+            return hidden[: first + count]
+        return torch.cat((hidden[: len(answers.token_ids)], hidden[first : first + count]))
+
+    def context(self, answers: DecodeRows | None, prompts: list[PromptRows]) -> PrefillContext | MixedContext:
+        """Where such tokens attend."""
+        chunks = [Chunk(*one.span, torch.tensor(one.blocks, device=self.cache.device), one.state) for one in prompts]
+        context = PrefillContext(self.cache, chunks)
+        return context if answers is None else MixedContext(answers.context(self.cache), context)
+
+    def _eager(self, answers: DecodeRows | None, prompts: list[PromptRows]) -> Tensor:
+        token_ids = [] if answers is None else answers.token_ids.tolist()
+        token_ids += [token for one in prompts for token in one.token_ids]
+        return self.model(torch.tensor(token_ids, device=self.cache.device), self.context(answers, prompts))
+
+    def _ready(self, size: PassSize, answers: DecodeRows | None, prompts: list[PromptRows]) -> bool:
+        """Whether there is a graph of the size, captured now where the size comes a second time."""
+        if size in self._graphs:
+            return True
+        if size not in self._met or len(self._graphs) == _MOST_GRAPHS:
+            self._met.add(size)
+            return False
+        assert self._capture is not None, "asked before"
+        made = _Pass(self.model, self.cache, size)
+        # What the warm-up of a capture computes is written to the cache: it must be this pass, not a made-up one.
+        made.fill(answers, prompts)
+        room = self._room(made.rows)
+
+        def step() -> Tensor:
+            return room.copy_(made.compute())
+
+        try:
+            self._graphs[size] = (made, self._capture(step, made.lengths))
+        except RuntimeError as fault:
+            self._capture = None
+            told = str(fault).partition("\n")[0]
+            warnings.warn(f"a pass with prompts could not be captured: {told}; prompts are launched operator by operator", stacklevel=2)
+            return False
+        return True
+
+    def _room(self, rows: int) -> Tensor:
+        """For hidden states of so many rows. Graphs keep what they were captured with."""
+        if self._hidden is None or len(self._hidden) < rows:
+            like = self.model.embedding
+            self._hidden = torch.empty(rows, like.shape[1], dtype=like.dtype, device=like.device)
+        return self._hidden[:rows]

@@ -1,0 +1,156 @@
+"""Passes with prompts over static buffers compute what eager ones do, padded and replayed; large ones and ones that come once stay eager."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import make_model
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.executor import prompt_graphs
+from quantkit.executor.drafter import Drafter
+from quantkit.executor.engine import Engine
+from quantkit.executor.graphs import Capture
+from quantkit.executor.prompt_graphs import PassSize, PromptBuffers, PromptRows
+from quantkit.executor.runner import Runner
+from quantkit.executor.sampling import SamplingParams
+from quantkit.executor.scheduler import StepBudget
+from quantkit.models import find_architecture
+
+GROUPED = {
+    "model_type": "qwen3",
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+PROMPTS = [[7 + i] * 4 + list(range(20, 20 + length)) for i, length in enumerate((3, 90, 120, 30, 150, 64, 12))]
+PARAMS = [SamplingParams(max_new_tokens=8, ignore_eos=True, temperature=(i % 2) * 0.8, seed=i) for i in range(len(PROMPTS))]
+
+
+@pytest.fixture(scope="module")
+def grouped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    architecture, rng = find_architecture(GROUPED), torch.Generator().manual_seed(5)
+    rows = architecture.parameters(architecture.Config.from_dict(GROUPED))
+    scales = {row.name: 1.0 if row.role in ("embedding", "head") else row.shape[-1] ** -0.5 for row in rows}
+    tensors = {row.name: torch.randn(row.shape, generator=rng).mul_(scales[row.name]).bfloat16() for row in rows}
+    return make_model.write_dense(tmp_path_factory.mktemp("models") / "grouped", GROUPED, tensors)
+
+
+def in_place(step: Callable[[], object], lengths: list[int]) -> Callable[[], object]:
+    """As a graph behaves: computes on the buffers that the step was made with, and leaves results where the first ones lay."""
+    kept = step()
+
+    def replay() -> object:
+        for old, new in zip([kept] if isinstance(kept, Tensor) else kept, [step()] if isinstance(kept, Tensor) else step()):
+            if old.data_ptr() != new.data_ptr():
+                old.copy_(new)
+        return kept
+
+    return replay
+
+
+def load(path: Path, capture: Capture | None, num_drafts: int = 0, budget: StepBudget | None = None) -> Engine:
+    engine = Engine.load(path, device="cpu", dtype="float32", max_batch=4, max_model_len=320, num_drafts=num_drafts, prefix_cache=True)
+    if capture is not None:
+        engine.runner = Runner(engine.loaded.model, engine.cache, capture)
+        if engine.drafter is not None:
+            engine.drafter = Drafter(engine.loaded.mtp, engine.runner, num_drafts, engine.parallel)
+    engine.scheduler.budget = budget or StepBudget(512, 48)
+    return engine
+
+
+def tokens(engine: Engine) -> list[list[int]]:
+    return [one.token_ids for one in sorted(engine.generate(PROMPTS, PARAMS), key=lambda one: one.index)]
+
+
+@pytest.mark.parametrize(("kind", "mixed"), [("latents", False), ("latents with guesses", True), ("keys", True)])
+def test_padded_passes_give_the_tokens_of_eager_ones(tiny_checkpoint: Path, grouped: Path, kind: str, mixed: bool) -> None:
+    """Chunks of 1 to 48 tokens of up to four prompts, beside answers in one pass or apart, the prefixes known from the second time on."""
+    path, drafts = grouped if kind == "keys" else tiny_checkpoint, 2 if "guesses" in kind else 0
+    budget = StepBudget(64, 48, mixed=mixed)
+    expected = tokens(load(path, None, drafts, budget))
+    engine = load(path, in_place, drafts, budget)
+    assert [tokens(engine) for _ in range(2)] == [expected] * 2
+    sizes = list(engine.runner.prompts._graphs)
+    assert len(sizes) > 1
+    assert any(size.answers[0] for size in sizes) == mixed
+    assert {bool(size.seen) for size in sizes} == {kind != "keys"}
+    assert max(size.sequences for size in sizes) > 2
+
+
+@torch.inference_mode()
+def test_hidden_states_are_those_of_an_eager_pass(tiny_checkpoint: Path) -> None:
+    """Two chunks of two prompts, the second behind cached tokens, as a replay of buffers that held other prompts before."""
+    blocks, found = [[3, 1], [2]], []
+    first = [PromptRows(PROMPTS[2][:40], 0, blocks[0]), PromptRows(PROMPTS[1][:30], 0, blocks[1])]
+    second = [PromptRows(PROMPTS[2][40:75], 40, blocks[0]), PromptRows(PROMPTS[1][30:34], 30, blocks[1])]
+    other = [PromptRows(PROMPTS[0] * 5, 0, blocks[1]), PromptRows(PROMPTS[0][:4], 35, blocks[0])]
+    for capture in (None, in_place):
+        runner = load(tiny_checkpoint, capture).runner
+        if capture:
+            for _ in range(2):
+                runner.prompts.run(None, other)
+        found.append([runner.prompts.run(None, part).clone() for part in (first, second)])
+        if capture:
+            assert len(runner.prompts._graphs) == 1
+    for ours, theirs in zip(*found):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_what_is_not_filled_is_a_sequence_in_nobodys_block() -> None:
+    size = PassSize((0, 0), 8, 4, 2, 16)
+    buffers = PromptBuffers(size, 4, torch.device("cpu"))
+    buffers.fill([PromptRows([9] * 6, 0, [7, 8]), PromptRows([5, 6], 3, [2, 3])])
+    buffers.fill([PromptRows([4, 5, 6], 2, [5, 6])])
+    prompts, part = buffers.prompts, buffers.prompts.parts(4, 16)[0]
+    assert buffers.token_ids.tolist() == [4, 5, 6, 0, 0, 0, 0, 0]
+    assert buffers.positions.tolist() == [2, 3, 4, 0, 1, 2, 3, 4]
+    assert buffers.slots.tolist() == [22, 23, 24, 0, 1, 2, 3, 0]
+    assert (prompts.starts.tolist(), prompts.seq_lens.tolist()) == ([0, 3, 3, 3, 8], [5, 0, 0, 5])
+    assert prompts.block_table.tolist() == [[5, 6], [0, 0], [0, 0], [0, 0]]
+    assert part.slots.tolist() == [20, 21, 22, 23, 24, 0, 1, 2, 3, 0, *[0] * 6]
+    assert (part.rows.tolist(), part.firsts.tolist(), part.lasts.tolist()) == ([0, 5, 5, 5], [0] * 4, [5, 0, 0, 5])
+    assert list(prompts.spans) == [(2, 3), (0, 0), (0, 0), (0, 5)]
+    with pytest.raises(RuntimeError, match="takes 8 cached tokens at a time"):
+        prompts.parts(4, 8)
+
+
+@pytest.mark.parametrize("count", [1, 16, 17, 129, 300, 513, 700, 1000, 1024])
+def test_little_of_a_pass_is_padding(tiny_checkpoint: Path, count: int) -> None:
+    size = prompt_graphs.size_of(None, [PromptRows([0] * count, 0, [1] * 20)], load(tiny_checkpoint, None).cache)
+    assert size is not None
+    assert count <= size.tokens < max(count + 16, 1.25 * count)
+    assert size.tokens <= size.seen <= 1.25 * size.tokens + 64
+    assert size.width == 32
+
+
+@torch.inference_mode()
+def test_long_passes_and_states_are_not_captured(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = load(tiny_checkpoint, in_place).runner.prompts
+    monkeypatch.setattr(prompt_graphs, "MOST_TOKENS", 20)
+    monkeypatch.setattr(prompt_graphs, "_MOST_GRAPHS", 1)
+    for length in (21, 21, 5, 5, 5, 17, 17, 17):
+        assert passes.run(None, [PromptRows([3] * length, 0, [1])]).shape[0] == length
+    assert [size.tokens for size in passes._graphs] == [16], "none of 21 tokens, and no second graph"
+
+
+@torch.inference_mode()
+def test_a_failed_capture_is_computed_eagerly_and_says_why(tiny_checkpoint: Path) -> None:
+    def refuse(step: Callable[[], object], lengths: list[int]) -> Callable[[], object]:
+        raise RuntimeError("operation not permitted\nsecond line")
+
+    passes, prompt = load(tiny_checkpoint, refuse).runner.prompts, [PromptRows([3, 4, 5], 0, [1])]
+    eager = passes.run(None, prompt).clone()
+    with pytest.warns(UserWarning, match="a pass with prompts could not be captured: operation not permitted; prompts are launched"):
+        assert torch.equal(passes.run(None, prompt), eager)
+    assert torch.equal(passes.run(None, prompt), eager), "told once"
