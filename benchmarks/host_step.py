@@ -5,6 +5,7 @@
 An engine with tiny-r1's tokenizer and vocabulary answers; in place of the model stand hidden states and logits made once, so that what is
 left of a decode step is the host's: scheduling, tables, sampling, grammars, texts, what requests ask of logits. Time is the process's own
 processor time, which other work on the machine lengthens little. Every answer is about 100 to 100 + steps tokens long while it is measured.
+Texts that no stop string may end are read while the device computes: that time is told apart.
 """
 
 import argparse
@@ -49,8 +50,22 @@ class Stub:
         return Result(self.hidden[:count], self.logits[:count], self.greedy[:count])
 
 
-def microseconds(engine: Engine, users: int, steps: int, fields: dict[str, Any]) -> float:
-    """The median step's."""
+class Texts:
+    """Takes all running answers' texts, as a server does, and the time of it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.seconds = engine, 0.0
+        engine.meanwhile = self
+
+    def __call__(self) -> None:
+        began = time.process_time()
+        for sequence in self.engine.scheduler.running:
+            sequence.take_text()
+        self.seconds = time.process_time() - began
+
+
+def microseconds(engine: Engine, users: int, steps: int, fields: dict[str, Any]) -> tuple[float, float]:
+    """The median step's without texts, and of those."""
     known = dict(fields)
     if "grammar" in known:
         known["grammar"] = json_schema(SCHEMA)
@@ -58,15 +73,16 @@ def microseconds(engine: Engine, users: int, steps: int, fields: dict[str, Any])
         engine.submit([20 + user % 50] * 8, SamplingParams(max_new_tokens=400, ignore_eos=True, seed=user, **known), user)
     while sum(len(one.token_ids) for one in engine.scheduler.running) < 108 * users:
         engine.step()
-    times = []
+    times, texts = [], Texts(engine)
     for _ in range(steps):
         began = time.process_time()
         engine.step()
-        times.append((time.process_time() - began) * 1e6)
+        times.append(((time.process_time() - began - texts.seconds) * 1e6, texts.seconds * 1e6))
     assert len(engine.scheduler.running) == users, "nobody has finished"
     for sequence in list(engine.scheduler.running):
         engine.cancel(sequence)
-    return statistics.median(times)
+    step, text = (statistics.median(part) for part in zip(*times))
+    return step, text
 
 
 def main() -> None:
@@ -81,8 +97,9 @@ def main() -> None:
     engine.runner.steps = stub
     found = {}
     for kind, fields in KINDS.items():
-        found[kind] = microseconds(engine, options.users, options.steps, fields)
-        print(f"{kind}: {found[kind]:.0f} us a step at {options.users} users", flush=True)
+        step, text = microseconds(engine, options.users, options.steps, fields)
+        found[kind] = {"step": step, "texts": text}
+        print(f"{kind}: {step:.0f} us a step at {options.users} users, {text:.0f} us of texts beside the device", flush=True)
     if options.out:
         options.out.write_text(json.dumps({"users": options.users, "microseconds": found}, indent=1))
 

@@ -12,8 +12,7 @@ and its `fault`; the others go on. `step` raises only where nothing can be compu
 """
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -36,17 +35,9 @@ from quantkit.executor.parallel import join
 from quantkit.executor.runner import ForwardPass, Runner
 from quantkit.executor.sampling import SamplingParams, check_defaults
 from quantkit.executor.scheduler import ScheduledStep, Scheduler
-from quantkit.executor.sequence import Completion, FinishReason, Sequence, look_up
+from quantkit.executor.sequence import Completion, Delta, FinishReason, Sequence, look_up
 from quantkit.executor.states import check_states
 from quantkit.tokenizer.chat import ChatTokenizer
-
-
-@dataclass(frozen=True)
-class Delta:
-    """A piece of a streamed answer; `completion` comes with the last one."""
-
-    text: str
-    completion: Completion | None
 
 
 class Engine:
@@ -82,6 +73,8 @@ class Engine:
         self.grammars = Grammars(tokenizer.tokenizer, loaded.config.vocab_size, tokenizer.eos_ids)
         self.chooser = Chooser(loaded.config.vocab_size, loaded.device, lambda: self.tokenizer.eos_ids)
         self.acceptance = Acceptance()
+        self.meanwhile: Callable[[], None] = lambda: None
+        """Done while the device computes a step, once or twice: handing out what the step before it brought."""
 
     @classmethod
     def load(
@@ -295,6 +288,8 @@ class Engine:
         """
         before = [(len(sequence.token_ids), sequence.num_cached) for sequence in step.sequences]
         try:
+            if step.prefill:
+                self.meanwhile()  # a prompt may take the host as long as the device
             return self._finish_pass(self._compute(step))
         except Exception as fault:
             self._check_usable(fault)
@@ -332,6 +327,7 @@ class Engine:
         score_prompts(done, self.runner.model)
         chosen = self.chooser.choose(done, self.runner.draw) if done.counts else None
         guessed = self.drafter.guess(done, chosen) if self.drafter is not None else None
+        self.meanwhile()
         if chosen is not None:
             token_ids, guesses = self._agree(chosen.token_ids, guessed)
             self._append(done, token_ids)
@@ -356,7 +352,7 @@ class Engine:
         logprobs = token_logprobs(asked, done.logits, token_ids)
         for sequence, count in done.counts:
             kept = sequence.extend(token_ids[row : row + count], now)
-            if sequence.params.logprobs is not None:
+            if logprobs and sequence.params.logprobs is not None:
                 sequence.logprobs += logprobs[row : row + kept]
                 check_numbers(sequence, logprobs[row : row + kept])
             if count > 1:

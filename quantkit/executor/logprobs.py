@@ -17,7 +17,7 @@ _SCORED_TOGETHER = 256
 
 def token_logprobs(counts: list[int | None], logits: Tensor, chosen: list[int]) -> list[TokenLogprob]:
     """One per row of logits [R, V], where anybody asked; with as many alternatives as the row's own request wants (None: nothing)."""
-    if all(count is None for count in counts):
+    if counts.count(None) == len(counts):
         return []
     found = log_probabilities(logits, torch.tensor(chosen, device=logits.device), max(count or 0 for count in counts))
     rows = zip(counts, chosen, found.chosen.tolist(), found.top_ids.tolist(), found.top_values.tolist(), found.ranks.tolist())

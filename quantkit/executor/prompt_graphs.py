@@ -1,9 +1,9 @@
 """Passes with prompts as graphs: up to some hundred tokens a pass is launched more slowly than it is computed.
 
-A graph is captured for one size: rows of answers, tokens of prompts, sequences, blocks of their tables. What is not filled is padding, a
-sequence of its own that lies in block 0, which nobody owns. Sizes grow in steps of an eighth to a quarter, so that little of a pass is
-padding, and a size is captured when it comes a second time: what comes once costs no capture. Long passes are bound by the device and are
-launched operator by operator, as are those of models whose layers keep a state, which is read sequence after sequence.
+A graph is captured for one size: rows of answers, tokens of prompts, sequences, and what else its launches depend on. What is not filled
+is padding, a sequence of its own that lies in block 0, which nobody owns. Sizes grow in steps of an eighth to a quarter, so that little of
+a pass is padding, and a size is captured when it comes a second time: what comes once costs no capture. Long passes are bound by the device
+and are launched operator by operator, as are those of models whose layers keep a state, which is read sequence after sequence.
 """
 
 import warnings
@@ -26,6 +26,8 @@ MOST_TOKENS = 1024
 _LEAST_TOKENS = 16
 _MOST_SEEN = 8192
 """Cached tokens of all prompts in a pass that is captured, where they are expanded or decoded."""
+_MOST_BLOCKS = 4096
+"""Of a sequence in such a pass: all tables are as wide, for nothing depends on their width."""
 _MOST_GRAPHS = 64
 """Each holds some megabytes, and captures take a few tenths of a second."""
 
@@ -44,28 +46,29 @@ class PromptRows(NamedTuple):
 
 
 class PassSize(NamedTuple):
-    """What a graph is captured for. answers: rows, and blocks of their tables; prompts: tokens, sequences with the padding one, blocks of
-    their tables, and cached tokens where these are listed."""
+    """What a graph is captured for. answers: rows, and blocks of their tables; tokens, sequences: of prompts, with padding, which is a
+    sequence too; seen: their cached tokens, where these are listed."""
 
     answers: tuple[int, int]
     tokens: int
     sequences: int
-    width: int
     seen: int
 
 
 def size_of(answers: DecodeRows | None, prompts: list[PromptRows], cache: PagedCache) -> PassSize | None:
     """The size that holds such a pass; None where it is too large for a graph."""
     new = sum(len(one.token_ids) for one in prompts)
-    if new > MOST_TOKENS:
+    if new > MOST_TOKENS or max(len(one.blocks) for one in prompts) > _MOST_BLOCKS:
         return None
     tokens, seen = _rounded(new, _LEAST_TOKENS), 0
     if not cache.read_in_place:
         seen = _rounded(sum(sum(one.span) for one in prompts) + tokens - new, cache.block_size)
         if seen > _MOST_SEEN:
             return None
-    rows = (0, 0) if answers is None else (power_of_two(len(answers.token_ids)), _width(answers.tables.shape[1]))
-    return PassSize(rows, tokens, power_of_two(len(prompts) + 1), _width(max(len(one.blocks) for one in prompts)), seen)
+    rows = (0, 0)
+    if answers is not None:
+        rows = power_of_two(len(answers.token_ids)), max(power_of_two(answers.tables.shape[1]), MIN_TABLE_WIDTH)
+    return PassSize(rows, tokens, power_of_two(len(prompts) + 1), seen)
 
 
 def _rounded(count: int, least: int) -> int:
@@ -74,26 +77,24 @@ def _rounded(count: int, least: int) -> int:
     return -(-count // step) * step
 
 
-def _width(blocks: int) -> int:
-    return max(power_of_two(blocks), MIN_TABLE_WIDTH)
-
-
 class PromptBuffers:
     """Inputs of prompts of one size, side by side in one tensor that a single copy fills."""
 
-    def __init__(self, size: PassSize, block_size: int, device: torch.device) -> None:
-        self._size, self._block_size = size, block_size
-        wide, narrow = (size.tokens,) * 3 + (size.seen,), (size.sequences + 1,) + (size.sequences,) * 3 + (size.sequences * size.width,)
-        host = np.zeros(sum(wide) + -(-sum(narrow) // 2), dtype=np.int64)
+    def __init__(self, size: PassSize, width: int, block_size: int, device: torch.device) -> None:
+        """width: blocks of a table, at most."""
+        self._size, self._width, self._block_size = size, width, block_size
+        count, wide = size.sequences, (size.tokens,) * 3 + (size.seen,)
+        # Each begins at a multiple of 16 bytes, or Triton compiles its kernel for every way they might lie.
+        narrow = tuple(-(-one // 4) * 4 for one in (count + 1, count, count, count, count * width))
+        host = np.zeros(sum(wide) + sum(narrow) // 2, dtype=np.int64)
         self._host, self._device = torch.from_numpy(host), torch.zeros(len(host), dtype=torch.int64, device=device)
         self._columns = _cut(host[: sum(wide)], wide) + _cut(host[sum(wide) :].view(np.int32), narrow)
-        longs = self._device[: sum(wide)].split(wide)
-        ints = self._device[sum(wide) :].view(torch.int32)[: sum(narrow)].split(narrow)
+        longs, ints = self._device[: sum(wide)].split(wide), self._device[sum(wide) :].view(torch.int32).split(narrow)
         self.token_ids, self.positions, self.slots, seen = longs
-        starts, lengths, rows, zeros, tables = ints
+        starts, (lengths, rows, zeros) = ints[0][: count + 1], (one[:count] for one in ints[1:4])
         part = PromptPart(seen, zeros, lengths, rows) if size.seen else None
-        self._spans = SpansNow()
-        self.prompts = PaddedPrompts(self._spans, tables.view(size.sequences, size.width), starts, lengths, size=size.tokens, part=part)
+        self._spans, tables = SpansNow(), ints[4][: count * width].view(count, width)
+        self.prompts = PaddedPrompts(self._spans, tables, starts, lengths, size=size.tokens, part=part)
 
     def fill(self, prompts: list[PromptRows]) -> None:
         """Sequences that are not there are empty, the last one is padding."""
@@ -105,7 +106,7 @@ class PromptBuffers:
         seen.fill(0)
         new = cached = 0
         for number, one in enumerate(every):
-            table = tables[number * size.width : (number + 1) * size.width]
+            table = tables[number * self._width : (number + 1) * self._width]
             table[: len(one.blocks)] = one.blocks
             start, length = one.span
             at = np.arange(start + length)
@@ -135,7 +136,7 @@ class _Pass:
     def __init__(self, model: Model, cache: PagedCache, size: PassSize) -> None:
         self._model, self._cache = model, cache
         self._answers = StaticBuffers(*size.answers, cache.device) if size.answers[0] else None
-        self._prompts = PromptBuffers(size, cache.block_size, cache.device)
+        self._prompts = PromptBuffers(size, max(min(cache.num_blocks, _MOST_BLOCKS), MIN_TABLE_WIDTH), cache.block_size, cache.device)
         self.lengths = self._answers.lengths if self._answers else []
         self.rows = size.answers[0] + size.tokens
 

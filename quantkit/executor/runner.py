@@ -56,6 +56,7 @@ class Runner:
         self._why_eager = eager or ("" if capture else why_eager(self.device))
         self._capture = None if self._why_eager else capture or DeviceCapture(self.device)
         self.steps = self.make_steps(model)
+        self._tables = BlockTables()
         # Attention of prompts on an NPU wants lengths on the host.
         self.prompts = PromptPasses(model, cache, None if self.device.type == "npu" else self._capture)
         # An NPU's graphs want to know lengths, and draws have none. Graphs of one pool write over each other's results, and draws come
@@ -119,12 +120,30 @@ class Runner:
         """token_ids, one per (sequence, position), with where they lie in the cache."""
         size = self.cache.block_size
         positions = np.array([position for _, position in tokens])
-        tables = np.zeros((len(tokens), max(len(sequence.blocks) for sequence, _ in tokens)), dtype=np.int32)
-        for row, (sequence, _) in enumerate(tokens):
-            tables[row, : len(sequence.blocks)] = sequence.blocks
+        tables = self._tables.of([sequence.blocks for sequence, _ in tokens])
         slots = tables[np.arange(len(tokens)), positions // size] * size + positions % size
         states = np.array([sequence.state for sequence, _ in tokens])
         return DecodeRows(np.array(token_ids), positions, slots, tables, states)
+
+
+class BlockTables:
+    """Block tables as arrays. What is written once is kept while the same rows come again with the same blocks, or some more."""
+
+    def __init__(self) -> None:
+        self._array = np.zeros((0, 0), dtype=np.int32)
+        self._known: list[tuple[list[int], int]] = []
+
+    def of(self, blocks: list[list[int]]) -> np.ndarray:
+        """[rows, most blocks of a row], valid until the next call. A list that is the same object may only have grown."""
+        shape = (len(blocks), max(map(len, blocks)))
+        if self._array.shape != shape:
+            self._array, self._known = np.zeros(shape, dtype=np.int32), [([], 0)] * len(blocks)
+        for row, (own, (known, count)) in enumerate(zip(blocks, self._known)):
+            if own is not known or len(own) != count:
+                self._array[row, : len(own)] = own
+                self._array[row, len(own) :] = 0
+                self._known[row] = (own, len(own))
+        return self._array
 
 
 def _prompt_spans(parts: list[tuple[Sequence, int]]) -> list[Span]:

@@ -81,6 +81,8 @@ class Scheduler:
             for sequence in self.running:
                 self.prefix.publish(sequence)
         decode = self._grow([sequence for sequence in self.running if sequence.num_new == 1])
+        if not self.waiting and len(decode) == len(self.running):
+            return ScheduledStep([], decode)
         return ScheduledStep(self._prefill(self.budget.beside_answers if decode else self.budget.alone), decode)
 
     def remove(self, sequence: Sequence) -> None:
@@ -116,6 +118,8 @@ class Scheduler:
     def _grow(self, decoding: list[Sequence]) -> list[Sequence]:
         """A block more for each sequence that needs one, the oldest first; the youngest lose theirs where there are none."""
         for sequence in decoding:
+            if len(sequence.blocks) * self.block_size >= len(sequence.token_ids) + self.lookahead:
+                continue
             if not sequence.blocks:  # preempted a moment ago
                 continue
             missing = self._blocks_for(sequence) - len(sequence.blocks)

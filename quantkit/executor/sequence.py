@@ -54,6 +54,14 @@ class Completion:
     prompt_logprobs: list[TokenLogprob] | None = None
 
 
+@dataclass(frozen=True)
+class Delta:
+    """A piece of a streamed answer; `completion` comes with the last one."""
+
+    text: str
+    completion: Completion | None
+
+
 class Sequence:
     """State of one request. The engine appends tokens; the scheduler gives and takes blocks. guide: of its grammar, if any."""
 
@@ -101,6 +109,8 @@ class Sequence:
         watched = streams or params.stop or params.stop_token_ids or not params.skip_special_tokens
         self._stream = TextStream(tokenizer.tokenizer, params.stop, skip_special=params.skip_special_tokens) if watched else None
         self._text: list[str] = []
+        self._unread: list[int] = []
+        """Tokens whose text nobody has asked for yet: where no stop string may end the answer it can wait."""
         self._taken = self._taken_logprobs = 0
 
     @property
@@ -119,18 +129,19 @@ class Sequence:
 
     def extend(self, chosen: list[int], now: float) -> int:
         """The successors of the last token and of each draft: kept as long as the drafts were right. Returns how many were kept."""
-        kept = 0
-        for token_id, draft in zip(chosen, [*self.drafts, None]):
+        kept = 1
+        self._append(chosen[0], now)
+        for draft, token_id in zip(self.drafts, chosen[1:]):
+            if self.token_ids[-1] != draft or self.finish_reason:
+                break
             self._append(token_id, now)
             kept += 1
-            if token_id != draft or self.finish_reason:
-                break
         self.drafts = []
         self.num_cached = len(self.token_ids) - 1
         return kept
 
     def _append(self, token_id: int, now: float) -> None:
-        """A chosen token: kept, decoded where somebody watches, and the end of the answer noticed."""
+        """A chosen token: kept, and the end of the answer noticed."""
         assert self.finish_reason is None, (self.index, self.finish_reason)
         self.token_ids.append(token_id)
         if not self.first_token:
@@ -140,7 +151,10 @@ class Sequence:
         if token_id in self._end_ids:
             self.finish("stop")
             return
-        if (self._stream is not None and self._read(self._stream, token_id)) or ended:
+        if self._stream is not None:
+            self._unread.append(token_id)
+            ended = ended or bool(self.params.stop and self._read(self._stream))
+        if ended:
             self.finish("stop")
             return
         if len(self.token_ids) >= self.max_len:
@@ -155,11 +169,13 @@ class Sequence:
                 self.fault = fault
         return False
 
-    def _read(self, stream: TextStream, token_id: int) -> bool:
-        """Take the token's text; whether a stop string ended it. A fault is kept: the step it is found in goes on for the others."""
+    def _read(self, stream: TextStream) -> bool:
+        """Take the text of what is not read yet; whether a stop string ended it. A fault is kept: the step it is found in goes on for the
+        others."""
+        unread, self._unread = self._unread, []
         if self.fault is None:
             try:
-                self._text.append(stream.push(token_id))
+                self._text += map(stream.push, unread)
             except (KeyboardInterrupt, SystemExit):
                 raise
             except BaseException as fault:  # a panic of the tokenizer is no Exception
@@ -183,11 +199,13 @@ class Sequence:
 
     def finish(self, reason: FinishReason) -> None:
         self.finish_reason = reason
-        if self._stream is not None and not self._stream.stopped:
+        if self._stream is not None and not self._read(self._stream):
             self._text.append(self._stream.finish())
 
     def take_text(self) -> str:
-        """Text that is new since the last call; only for sequences that stream."""
+        """Text that is new since the last call; only for sequences that stream. A fault of the text is kept, for the next step to find."""
+        if self._stream is not None and self._unread:
+            self._read(self._stream)
         text = "".join(self._text[self._taken :])
         self._taken = len(self._text)
         return text

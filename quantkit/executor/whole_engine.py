@@ -12,11 +12,11 @@ import torch
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.devices import find_device
 from quantkit.errors import QuantkitError
-from quantkit.executor.engine import Delta, Engine
+from quantkit.executor.engine import Engine
 from quantkit.executor.follower import lead_or_follow
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.sampling import Batch, SamplingParams, check_defaults, sample
-from quantkit.executor.sequence import Completion, Sequence
+from quantkit.executor.sequence import Completion, Delta, Sequence
 from quantkit.model_files import read_json
 from quantkit.models import is_known
 from quantkit.models.watched.whole import SLOW, WholeModel

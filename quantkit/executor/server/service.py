@@ -92,8 +92,11 @@ class Service:
         self.open = 0
         self.fault: BaseException | None = None
         self._on_fault = on_fault
+        engine.meanwhile = self._hand_over
         self._inbox: queue.SimpleQueue[_Add | _Cancel | None] = queue.SimpleQueue()
         self._streams: dict[Sequence, AnswerStream] = {}
+        self._advanced: list[Sequence] = []
+        """What the last step returned, until its texts are on their way: the next step's device time is long enough for them."""
         self._thread = threading.Thread(target=self._run, name="quantkit-engine", daemon=True)
         self.prompt_tokens = Counter("quantkit_prompt_tokens_total", "Tokens of accepted prompts.")
         self.generated_tokens = Counter("quantkit_generated_tokens_total", "Tokens generated.")
@@ -169,9 +172,12 @@ class Service:
         try:
             while self._take_orders():
                 if self.engine.has_work:
-                    self._hand_over(self.engine.step())
+                    self._advanced = self.engine.step()
+                    if not self.engine.has_work:
+                        self._hand_over()
         except BaseException as fault:  # the thread's last act: whoever waits must hear of it
             self.fault = fault
+            self._hand_over()
             gone = EngineFault(f"the engine stopped: {fault}")
             self._loop.call_soon_threadsafe(self._tell_all, list(set(self._streams.values())), gone)
             raise
@@ -190,12 +196,14 @@ class Service:
                     self.engine.cancel(sequence)
         return True
 
-    def _hand_over(self, advanced: list[Sequence]) -> None:
+    def _hand_over(self) -> None:
         news: list[tuple[AnswerStream, Piece | RequestFault]] = []
+        advanced, self._advanced = self._advanced, []
         for sequence in advanced:
-            news.append((self._streams[sequence], _news(sequence)))
-            if sequence.finish_reason:
-                del self._streams[sequence]
+            if sequence in self._streams:  # not cancelled since
+                news.append((self._streams[sequence], _news(sequence)))
+                if sequence.finish_reason:
+                    del self._streams[sequence]
         if news:
             self._loop.call_soon_threadsafe(self._deliver, news)
 
