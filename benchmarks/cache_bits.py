@@ -7,13 +7,12 @@ mla_decode at DeepSeek-R1's sizes with as many heads as a tensor-parallel rank h
 """
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
+from command import measured, numbers, parser
 from quantkit_kernels import CODES, CodedKeys, CodedLatents, PagedKeys, PagedLatents, Rotation, gqa_decode, mla_decode
 from quantkit_kernels.latents import parts_of
 from quantkit_kernels.samples import code_keys, code_latents
@@ -99,18 +98,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    def numbers(text: str) -> list[int]:
-        return [int(one) for one in text.split(",")]
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=numbers, default=[1, 8, 32])
-    parser.add_argument("--context", type=numbers, default=[4096, 30000])
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    report = run(options)
-    if options.out:
-        options.out.write_text(json.dumps(report, indent=1))
+    options = parser(__doc__)
+    options.add_argument("--rows", type=numbers, default=[1, 8, 32])
+    options.add_argument("--context", type=numbers, default=[4096, 30000])
+    options.add_argument("--heads", type=int, default=32)
+    measured(run, options)
 
 
 if __name__ == "__main__":

@@ -8,14 +8,13 @@ plain and with guesses, chunks beside answers and captured draws: the tokens mus
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from command import measured, numbers, parser
 
 from quantkit.executor.adjust import Adjuster
 from quantkit.executor.draws import Draws
@@ -105,14 +104,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=lambda text: [int(one) for one in text.split(",")], default=[1, 8, 64])
-    parser.add_argument("--vocab", type=int, default=129280)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    report = run(options)
-    if options.out:
-        options.out.write_text(json.dumps(report, indent=1))
+    options = parser(__doc__)
+    options.add_argument("--rows", type=numbers, default=[1, 8, 64])
+    options.add_argument("--vocab", type=int, default=129280)
+    measured(run, options)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,13 @@ out: tokenizer and server. Cases whose cache does not fit the device are not run
 """
 
 import argparse
-import json
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from command import measured, numbers, parser
 from quantkit_kernels import CODES, prefer
 from quantkit_kernels.timing import read_bandwidth
 from r1_synthetic import CountedExperts, SyntheticWeights, fill_cache
@@ -175,22 +174,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    def numbers(text: str) -> list[int]:
-        return [int(one) for one in text.split(",") if one]
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, default="qwen3-8b")
-    parser.add_argument("--concurrency", type=numbers, default=[1, 8, 32, 64])
-    parser.add_argument("--context", type=numbers, default=[128, 1024, 4096, 16384])
-    parser.add_argument("--prefill", type=numbers, default=[4096, 16384])
-    parser.add_argument("--cache", choices=CODES)
-    parser.add_argument("--backend", default="auto", help="of kernels: serves every operator that it has")
-    parser.add_argument("--layers", type=int, default=0, help="of the model's; all by default")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    report = run(options)
-    if options.out:
-        options.out.write_text(json.dumps(report, indent=1))
+    options = parser(__doc__)
+    options.add_argument("--model", choices=MODELS, default="qwen3-8b")
+    options.add_argument("--concurrency", type=numbers, default=[1, 8, 32, 64])
+    options.add_argument("--context", type=numbers, default=[128, 1024, 4096, 16384])
+    options.add_argument("--prefill", type=numbers, default=[4096, 16384])
+    options.add_argument("--cache", choices=CODES)
+    options.add_argument("--backend", default="auto", help="of kernels: serves every operator that it has")
+    options.add_argument("--layers", type=int, default=0, help="of the model's; all by default")
+    measured(run, options)
 
 
 if __name__ == "__main__":

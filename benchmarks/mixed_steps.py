@@ -9,14 +9,13 @@ largest, the median, and the sum over all chunks, which is the prompt's time to 
 """
 
 import argparse
-import json
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from command import measured, numbers, parser
 from grouped_model import MODELS, Bench
 
 from quantkit.executor import budget
@@ -98,17 +97,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, default="qwen3-8b")
-    parser.add_argument("--answers", type=int, default=32)
-    parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--prompt", type=int, default=16384)
-    parser.add_argument("--chunks", type=lambda text: [int(one) for one in text.split(",")], default=[256, 512, 1024, 2048])
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    report = run(options)
-    if options.out:
-        options.out.write_text(json.dumps(report, indent=1))
+    options = parser(__doc__)
+    options.add_argument("--model", choices=MODELS, default="qwen3-8b")
+    options.add_argument("--answers", type=int, default=32)
+    options.add_argument("--context", type=int, default=1024)
+    options.add_argument("--prompt", type=int, default=16384)
+    options.add_argument("--chunks", type=numbers, default=[256, 512, 1024, 2048])
+    measured(run, options)
 
 
 if __name__ == "__main__":

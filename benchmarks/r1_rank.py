@@ -17,17 +17,16 @@ from an acceptance, which made-up weights do not have.
 
 import argparse
 import cProfile
-import json
 import pstats
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from command import measured, numbers, parser
 from quantkit_kernels import CODES, add_rms_norm, prefer
 from quantkit_kernels.timing import read_bandwidth, seconds_per_call
 from r1_synthetic import R1, TINY, CountedExperts, SyntheticWeights, fill_cache
@@ -270,8 +269,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if device.type == "cuda":
         torch.cuda.empty_cache()
     began = time.perf_counter()
-    batches = [int(one) for one in options.concurrency.split(",")]
-    tokens = max(max(batches) * (options.context + 2 * STEPS + BLOCK_SIZE + 4), options.long + STEPS + BLOCK_SIZE + 1, *options.prefill)
+    tokens = max(
+        max(options.concurrency) * (options.context + 2 * STEPS + BLOCK_SIZE + 4), options.long + STEPS + BLOCK_SIZE + 1, *options.prefill
+    )
     rank = Rank(config, options.tp, tokens, device, codes_of(options.cache))
     report: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
@@ -289,7 +289,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     print(", ".join(f"{key} {value if isinstance(value, (str, int)) else round(value, 2)}" for key, value in report.items()))
     print("backends:", ", ".join(f"{part} {backend}" for part, backend in backends.items()), flush=True)
     report["rows"] = []
-    for concurrency, context in [*((batch, options.context) for batch in batches), (1, options.long)]:
+    for concurrency, context in [*((batch, options.context) for batch in options.concurrency), (1, options.long)]:
         row = decode_row(rank, concurrency, context, bandwidth)
         row["why_eager"] = rank.steps.failure
         report["rows"].append(row)
@@ -342,23 +342,19 @@ def floor_of(part: str, read_gb: dict[str, float], bandwidth: float) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tp", type=int, default=4)
-    parser.add_argument("--concurrency", default="1,8,32")
-    parser.add_argument("--context", type=int, default=640)
-    parser.add_argument("--long", type=int, default=30000)
-    parser.add_argument("--prefill", type=lambda text: [int(one) for one in text.split(",")], default=[128])
-    parser.add_argument("--chunk", type=int, default=8192, help="tokens of a prompt in a pass")
-    parser.add_argument("--prefill-profile", action="store_true")
-    parser.add_argument("--cache", choices=CODES)
-    parser.add_argument("--backend", default="auto", help="of kernels: serves every operator that it has")
-    parser.add_argument("--layers", type=int, default=0, help="of the model's; all by default")
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    report = run(options)
-    if options.out:
-        options.out.write_text(json.dumps(report, indent=1))
+    options = parser(__doc__)
+    options.add_argument("--tp", type=int, default=4)
+    options.add_argument("--concurrency", type=numbers, default=[1, 8, 32])
+    options.add_argument("--context", type=int, default=640)
+    options.add_argument("--long", type=int, default=30000)
+    options.add_argument("--prefill", type=numbers, default=[128])
+    options.add_argument("--chunk", type=int, default=8192, help="tokens of a prompt in a pass")
+    options.add_argument("--prefill-profile", action="store_true")
+    options.add_argument("--cache", choices=CODES)
+    options.add_argument("--backend", default="auto", help="of kernels: serves every operator that it has")
+    options.add_argument("--layers", type=int, default=0, help="of the model's; all by default")
+    options.add_argument("--tiny", action="store_true")
+    measured(run, options)
 
 
 if __name__ == "__main__":
