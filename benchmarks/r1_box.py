@@ -40,7 +40,7 @@ from quantkit.executor.cache import BLOCK_SIZE, CachePlan
 from quantkit.executor.drafter import Acceptance
 from quantkit.executor.engine import Engine
 from quantkit.executor.graphs import DecodeSteps, EagerSteps
-from quantkit.executor.headroom import PREFILL_TOKENS
+from quantkit.executor.headroom import prefill_tokens
 from quantkit.executor.leader import follow
 from quantkit.executor.load import LoadedModel
 from quantkit.executor.parallel import Parallel
@@ -91,7 +91,7 @@ def make_engine(loaded: LoadedModel, batch: int, length: int, num_drafts: int) -
     plan = CachePlan(batch * blocks + 1, BLOCK_SIZE, length)
     tokenizer = ChatTokenizer(find_model("tiny-r1"))
     kind = DraftingEngine if num_drafts else Engine
-    return kind(loaded, tokenizer, plan, max_batch=batch, prefill_tokens=PREFILL_TOKENS, num_drafts=num_drafts)
+    return kind(loaded, tokenizer, plan, max_batch=batch, prefill_tokens=prefill_tokens(loaded.device), num_drafts=num_drafts)
 
 
 class DraftingEngine(Engine):

@@ -101,8 +101,8 @@ class Engine:
 
         max_batch: requests computed together. max_model_len: longest prompt plus answer (None: what model and cache allow).
         cache_tokens: tokens the cache holds, over all requests (None: what max_batch full contexts need, within a share of the memory).
-        prefill_tokens: prompt tokens of a step (None: PREFILL_TOKENS, on a CPU CPU_PREFILL_TOKENS). measure_steps: whether it is measured,
-        which takes some passes, how many of them a step computes beside running answers, where prefill_tokens is None, and whether in one
+        prefill_tokens: prompt tokens of a step (None: `headroom.PREFILL_TOKENS`). measure_steps: whether it is measured, which takes some
+        passes, how many of them a step computes beside running answers, where prefill_tokens is None, and whether in one
         pass with these (`budget.measure`): for servers, where somebody waits for each token. Then fewer tokens are guessed, or none, where
         that is faster (`guessing.Guessing`).
         num_drafts: tokens that the checkpoint's MTP layer guesses a step (0: none); the answers are the same, `acceptance` counts.

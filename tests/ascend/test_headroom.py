@@ -39,7 +39,7 @@ def test_the_engine_asks_so(quantized: Callable[[str], Path], monkeypatch: pytes
     per_token = loaded.num_cached_layers * loaded.cache_width * loaded.cache_dtype.itemsize
     assert planned.tokens <= (1 << 18) // per_token + planned.block_size  # a quarter of it on a CPU
     headroom.plan_beside(loaded, EngineOptions("model", max_batch=64))
-    assert asked == [96, headroom.CPU_PREFILL_TOKENS]
+    assert asked == [96, headroom.PREFILL_TOKENS["cpu"]]
 
 
 def test_the_prompt_goes_through_every_operator(quantized: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
