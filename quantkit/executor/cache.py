@@ -104,9 +104,9 @@ class PagedCache:
         return bool(self.parts) and self.coding is None
 
     @property
-    def keeps_states(self) -> bool:
-        """Whether layers keep a state of each sequence, besides tokens."""
-        return self._states is not None
+    def goes_by_sequence(self) -> bool:
+        """Whether layers read prompts sequence after sequence, and not by tables alone: states, and index keys."""
+        return self._states is not None or bool(self._index)
 
     @property
     def read_in_place(self) -> bool:
