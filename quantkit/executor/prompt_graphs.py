@@ -3,7 +3,7 @@
 A graph is captured for one size: rows of answers, tokens of prompts, sequences, and what else its launches depend on. What is not filled
 is padding, a sequence of its own that lies in block 0, which nobody owns. Sizes grow in steps of an eighth to a quarter, so that little of
 a pass is padding, and a size is captured when it comes a second time: what comes once costs no capture. Long passes are bound by the device
-and are launched operator by operator, as are those of models whose layers keep a state or index keys, which are read sequence after sequence.
+and are launched operator by operator, as are those of models whose layers read a state or index keys, sequence after sequence.
 """
 
 import warnings
