@@ -55,7 +55,7 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-OVERLAPPED: tuple[str, ...] = ()
+OVERLAPPED: tuple[str, ...] = ("sm_90",)
 """Cards on which a kernel of a decode step begins while the one before it ends (`wait_for_input`); Hopper's and later could."""
 
 
