@@ -71,7 +71,8 @@ template <typename T> void Duplicate(const LocalTensor<T> &d, const T &value, in
     for (int32_t i = 0; i < count; i++) d.put(i, value);
 }
 
-/* To whole numbers and to fewer bits with CAST_RINT, to more bits with CAST_NONE. A whole number that does not fit ends the program. */
+/* To whole numbers and to fewer bits with CAST_RINT, to more bits with CAST_NONE. What does not fit a whole number, NaN too,
+ * ends the program. */
 template <typename T, typename U> void Cast(const LocalTensor<T> &d, const LocalTensor<U> &a, RoundMode mode, uint32_t count) {
     const bool narrows = std::is_same_v<U, float> || (std::is_same_v<U, half> && std::is_integral_v<T>);
     REQUIRE((mode == RoundMode::CAST_RINT) == narrows);
@@ -81,8 +82,8 @@ template <typename T, typename U> void Cast(const LocalTensor<T> &d, const Local
         const auto value = a.at(i);
         if constexpr (std::is_integral_v<T>) {
             const float rounded = std::nearbyint(float(value));
-            REQUIRE(!(std::fabs(rounded) > (sizeof(T) == 1 ? 127.0f : sizeof(T) == 2 ? 32767.0f : 2e9f)) || std::isinf(rounded));
-            values[i] = std::isfinite(rounded) ? T(rounded) : T(0);
+            REQUIRE(std::fabs(rounded) <= (sizeof(T) == 1 ? 127.0f : sizeof(T) == 2 ? 32767.0f : 2147483520.0f));
+            values[i] = T(rounded);
         } else {
             values[i] = T(value);
         }

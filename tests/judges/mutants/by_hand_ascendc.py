@@ -128,7 +128,7 @@ ASCENDC: dict[str, tuple[tuple[str, ...], ...]] = {
             "    for (uint32_t step = 0; step < groups + LAG - 1; step++) {",
             "last group lost",
         ),
-        ("LAG = 2;", "LAG = 5;", "further ahead than slots and sums allow"),
+        ("LAG = 2;", "LAG = 8;", "further ahead than slots and sums allow"),
         ("t.k - first < CHUNK ? t.k - first : CHUNK", "CHUNK", "digits past the row"),
         (
             "items.Begin(groupList, t.experts, MAX_ROWS, t.n / TILE_N, pair,",
