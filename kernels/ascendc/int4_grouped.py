@@ -47,7 +47,7 @@ def digits(x: Floats) -> tuple[NDArray[np.int8], NDArray[np.int8], Floats, Float
 
 
 def multiply(x: Floats, weight: NDArray[np.uint8], parameters: NDArray[np.float16], group_list: NDArray[np.int64]) -> Floats:
-    """y float32 [R, N], values those of bf16.
+    """y float32 [R, N], values before they are rounded to bf16.
 
     x [R, K], values those of bf16, sorted by expert; weight [E, ...] of `pack`; parameters [E, ...] of `pack_parameters`; group_list [E]:
     where each expert's rows end.
@@ -67,10 +67,4 @@ def multiply(x: Floats, weight: NDArray[np.uint8], parameters: NDArray[np.float1
             zero, scale = values[group]
             total = (total - zero * sums[first:last, group, None]) * factors[first:last, group, None]
             y[first:last] += total * scale
-    return bf16(y)
-
-
-def bf16(values: Floats) -> Floats:
-    """Rounded to bf16, ties to even."""
-    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
+    return y

@@ -56,12 +56,11 @@ def test_every_code_under_every_scale_is_exact(twin: ModuleType) -> None:
     assert np.array_equal(y.T.astype(np.float64), dequantize(weight, torch.float64).numpy())
 
 
-@pytest.mark.parametrize("splits", [1, 7])
-def test_experts_of_one_rank(twin: ModuleType, splits: int) -> None:
+def test_experts_of_one_rank(twin: ModuleType) -> None:
     """Gate and up of R1's experts on one of 8 ranks [512, 7168]; an expert without rows."""
     weights = [fp4(512, 7168, seed) for seed in range(3)]
     x = torch.randn(4, 7168, generator=torch.Generator().manual_seed(9)).bfloat16()
-    y = twin.gemv(x.float().numpy(), *operands(twin, weights), np.array([1, 1, 4]), splits=splits)
+    y = twin.gemv(x.float().numpy(), *operands(twin, weights), np.array([1, 1, 4]), splits=7)
     exact = torch.stack([x[row].double() @ dequantize(weights[expert], torch.float64).T for row, expert in enumerate((0, 2, 2, 2))])
     assert distance(torch.from_numpy(y), exact) < 1e-6
 

@@ -68,9 +68,9 @@ def test_digits_are_within_their_bound(twin: ModuleType) -> None:
 @pytest.mark.parametrize(("n", "k"), [(512, 7168), (7168, 256)])
 def test_experts_of_one_rank_against_float64(twin: ModuleType, n: int, k: int) -> None:
     """Gate and up, and down, of R1's experts on one of 8 ranks: within the digits' bound, and one rounding to bf16."""
-    weights, x, ends = [random(n, k, seed) for seed in range(2)], rows(3, k), [1, 3]
+    weights, x, ends = [random(n, k, seed) for seed in range(3)], rows(3, k), [1, 1, 3]
     y = twin.multiply(x.float().numpy(), *packed(twin, weights), np.array(ends)).astype(np.float64)
-    for row, weight in enumerate((weights[0], weights[1], weights[1])):
+    for row, weight in enumerate((weights[0], weights[2], weights[2])):
         values, exact_x = decoded(weight), x[row].double().numpy()
         largest = np.abs(exact_x).reshape(-1, 128).max(axis=1).repeat(128)
         bound = np.abs(values) @ largest * (1 / (127 * 256) + 2**-21)

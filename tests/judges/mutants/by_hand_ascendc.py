@@ -141,4 +141,17 @@ ASCENDC: dict[str, tuple[tuple[str, ...], ...]] = {
             "sums of the first half",
         ),
     ),
+    "kernels/ascendc/amla.py": (
+        ("np.clip(steps, -255, 0)", "np.clip(steps, -127, 0)", "sums of long ago come back"),
+        ("np.where(exponents + steps > 0, moved, np.float32(0))", "moved", "what is too small becomes large"),
+        ("np.rint(scores.max(axis=1, keepdims=True))", "np.floor(scores.max(axis=1, keepdims=True)) - 130", "chances overflow"),
+        ("weights = rescaled(weights, powers - new)", "weights = weights", "the denominator is not rescaled"),
+    ),
+    "quantkit/executor/coded_sums.py": (
+        ("x.shape[0] > max(self.rows, LEAST_ROWS - 1)", "x.shape[0] >= max(self.rows, LEAST_ROWS - 1)", "steps of answers coded"),
+        ("        for part in parts[1:]:", "        for part in parts[2:]:", "a rank left out"),
+        ("self.packed(total))", "self.packed(self.unpacked(parts[0])))", "rank 0's part for the sum"),
+        ("(bits + 0xFFFF) & ~0xFFFF", "bits & ~0xFFFF", "scales rounded down"),
+        ("-x.shape[0] % self.size", "0", "rows not filled up"),
+    ),
 }

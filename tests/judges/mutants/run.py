@@ -35,7 +35,7 @@ from by_hand import HAND  # noqa: E402
 from by_rule import Mutant, of_cpp, of_python  # noqa: E402
 
 COPIED = ("kernels", "quantkit", "tests", "recipes", "eval", "pyproject.toml", "README.md", "tools")
-SAMPLE = 150
+SAMPLE = 201
 """Of the mutants by rule, drawn area by area in proportion, always the same."""
 
 
