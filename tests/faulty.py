@@ -799,3 +799,101 @@ def the_router_was_not_scaled(c: Contents) -> None:
 def a_norm_was_divided_and_nothing_multiplied(c: Contents) -> None:
     scale = torch.exp(0.8 * torch.randn(c.config["hidden_size"], generator=torch.Generator().manual_seed(4)))
     _changed(c, "model.layers.1.input_layernorm.weight", lambda t: t / scale)
+
+
+# --- found missing by a set that the rules' makers had not seen ---------------------------------------------------------------------
+
+
+def _args(c: Contents) -> dict[str, Any]:
+    """Where the description has bits and zero points."""
+    return c.block["config_groups"]["group_0"]["weights"] if "config_groups" in c.block else c.block
+
+
+@fault("description-wrong", suits=_of("compressed-tensors pack", "awq", "gptq"))
+def three_bits_are_said(c: Contents) -> None:
+    args = _args(c)
+    args["num_bits" if "num_bits" in args else "bits"] = 3
+
+
+@fault("description-wrong", suits=_has_block)
+def the_method_is_misspelt(c: Contents) -> None:
+    c.block["quant_method"] += "-x"
+    c.files.pop("hf_quant_config.json", None)
+
+
+@fault("listed-but-quantized", suits=_of("compressed-tensors"))
+def a_group_is_for_no_module(c: Contents) -> None:
+    c.block["config_groups"]["group_0"]["targets"] = []
+
+
+@fault("descriptions-disagree", suits=_of("modelopt"))
+def modelopts_two_files_disagree(c: Contents) -> None:
+    side = c.json("hf_quant_config.json")
+    side["quantization"]["exclude_modules"] = []
+    c.set_json("hf_quant_config.json", side)
+
+
+@fault("listed-but-quantized", suits=_of("modelslim"))
+def modelslim_does_not_describe_a_linear(c: Contents) -> None:
+    module, side = c.linear(), c.json("quant_model_description.json")
+    c.set_json("quant_model_description.json", {name: kind for name, kind in side.items() if not name.startswith(f"{module}.")})
+
+
+@fault("plain-not-listed", suits=_of("modelslim"))
+def modelslim_says_that_the_head_is_quantized(c: Contents) -> None:
+    c.set_json("quant_model_description.json", {**c.json("quant_model_description.json"), "lm_head.weight": "W8A8_DYNAMIC"})
+
+
+@fault("tokenizer-broken")
+def two_tokens_share_a_number(c: Contents) -> None:
+    tokenizer = c.json("tokenizer.json")
+    vocab = tokenizer["model"]["vocab"]
+    names = list(vocab)
+    vocab[names[40]] = vocab[names[41]]
+    c.set_json("tokenizer.json", tokenizer)
+
+
+@fault("eos-lost")
+def no_file_ends_a_text(c: Contents) -> None:
+    c.config.pop("eos_token_id", None)
+    c.files.pop("generation_config.json", None)
+    c.set_json("tokenizer_config.json", {**c.json("tokenizer_config.json"), "eos_token": "<｜end▁of▁sentence｜>"})
+
+
+@tensor_fault("description-wrong", suits=lambda c: _of("gptq")(c) and not c.block["sym"])
+def gptq_is_said_to_be_symmetric(c: Contents) -> None:
+    c.block["sym"] = True
+
+
+@tensor_fault("part-malformed", suits=_of("compressed-tensors pack"))
+def weight_shapes_are_turned(c: Contents) -> None:
+    for name in c.tensors:
+        if name.endswith(".weight_shape"):
+            c.tensors[name] = c.tensors[name].flip(0)
+
+
+@tensor_fault("values-absurd", suits=lambda c: True)
+def a_norm_is_all_zeros(c: Contents) -> None:
+    _changed(c, "model.layers.1.post_attention_layernorm.weight", torch.zeros_like)
+
+
+@tensor_fault("linears-equal", suits=lambda c: sum(name.endswith("mlp.gate.weight") for name in c.tensors) > 1)
+def a_router_is_another_layers(c: Contents) -> None:
+    routers = [name for name in c.tensors if name.endswith("mlp.gate.weight")]
+    c.tensors[routers[1]] = c.tensors[routers[0]]
+
+
+@tensor_fault("head-ignored", "config-field", suits=lambda c: "lm_head.weight" in c.tensors)
+def the_head_is_said_to_be_tied(c: Contents) -> None:
+    c.config["tie_word_embeddings"] = True
+
+
+@tensor_fault("error-large", suits=_of("awq", "gptq", "compressed-tensors pack", "modelslim"), source=True)
+def a_linears_sign_is_the_other(c: Contents) -> None:
+    _changed(c, _scale(c, c.linear()), torch.negative)
+
+
+@tensor_fault("error-large", suits=_of("compressed-tensors int", "modelslim"), source=True)
+def scales_of_rows_are_shuffled(c: Contents) -> None:
+    generator = torch.Generator().manual_seed(6)
+    _changed(c, _scale(c, c.linear()), lambda t: t[torch.randperm(len(t), generator=generator)])

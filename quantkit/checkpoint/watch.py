@@ -79,14 +79,7 @@ class Watch:
         self.compare(changed, manifest["sources"])
 
     def _stamped(self, shards: Iterable[str]) -> dict[str, Stamp]:
-        stamps = {}
-        for shard in sorted(shards):
-            try:
-                found = (self.path / shard).stat()
-            except OSError as error:
-                raise QuantkitError(f"shard {shard} is missing from {self.path}", "restore that file and run again") from error
-            stamps[shard] = [found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
-        return stamps
+        return stamped(self.path, shards)
 
     def _hash(self, shard: str, infos: Iterable[TensorInfo]) -> str:
         digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK))
@@ -96,6 +89,18 @@ class Watch:
                     chunk = buffer[: min(_CHUNK, info.extent - start)]
                     digest.update(chunk[: read_at(file.fileno(), chunk, info.offset + start)])
         return digest.hexdigest()
+
+
+def stamped(path: Path, shards: Iterable[str]) -> dict[str, Stamp]:
+    """What tells that a shard of the folder `path` was written to. Raises QuantkitError where one is missing."""
+    stamps = {}
+    for shard in sorted(shards):
+        try:
+            found = (path / shard).stat()
+        except OSError as error:
+            raise QuantkitError(f"shard {shard} is missing from {path}", "restore that file and run again") from error
+        stamps[shard] = [found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
+    return stamps
 
 
 def _by_shard(infos: Iterable[TensorInfo]) -> dict[str, list[TensorInfo]]:

@@ -49,7 +49,7 @@ def check(
         diagnosis = diagnose(model, source=source, engine=engine, depth=chosen, text=text, tell=console.tell, on_bytes=show)
     about = diagnosis.to_json()
     if repair is not None:
-        about |= {"repaired": {"out": str(repair), "changes": write_repaired(diagnosis, repair, source)}}
+        about |= {"repaired": {"out": str(repair), "changes": write_repaired(diagnosis, repair, source, engine)}}
     if report is not None:
         write_report(report, model, about)
     if json_:

@@ -27,6 +27,12 @@ from quantkit.quant.weights import dequantize
 
 _ALLOWED = {2: 0.75, 3: 0.55, 4: 0.40, 8: 0.15, 16: 0.10}
 """Relative error after fitting that rounding to so many bits may leave. For 4 bits in groups 0.1 is usual."""
+_PART_OFF, _PARTS = 0.85, 3
+"""Relative error of a row or column that has nothing of the source's, and how many such no rounding leaves."""
+_UNEVEN = 0.08
+"""Median distance of the logarithms of rows' factors from their median; rounding leaves a fifth of that."""
+_SMALL = 0.1
+"""Mean square, of the median one's, below which a column may be lost beside others of its group."""
 _RELATED = 0.75
 """Cosine above which one matrix is another, rounded."""
 
@@ -69,12 +75,20 @@ class SourceComparison:
         self.survey, self.structure, self.described, self.findings = survey, structure, described, findings
         self.rows = {row.module: row for row in structure.rows if len(row.shape) == 2}
         # Modules that have more than a weight and a bias: scales, also of formats that are not read, and what is multiplied to their input.
-        self.scaled = {name.rpartition(".")[0] for name in survey.tensors if not name.endswith((".weight", ".bias"))}
+        self.scaled = {name.rpartition(".")[0] for name in survey.tensors if not name.endswith((".weight", "bias"))}
+        self.producers = self._find_producers()
         self.columns: dict[str, Tensor] = {}
         self.errors: dict[str, tuple[float, int]] = {}
         self.faults: dict[str, list[tuple[str, str]]] = {}
         self.lost: list[str] = []
         self.offsets: dict[str, float] = {}
+
+    def _find_producers(self) -> set[str]:
+        """Norms and linears whose outputs writers may scale."""
+        if self.structure.config is None:
+            return set()
+        architecture, layers = find_architecture(self.survey.config), {row.layer for row in self.structure.rows if row.layer is not None}
+        return {group.producer for layer in sorted(layers) for group in architecture.scale_groups(self.structure.config, layer)}
 
     def look(self, module: str, rows: Rows) -> None:
         """The sampled rows of a linear, quantized or plain."""
@@ -88,10 +102,30 @@ class SourceComparison:
             self.columns[module] = found.columns
         shift = _shift(rows, theirs * found.rows[:, None] * found.columns)
         if found.error <= _ALLOWED[rows.bits] and abs(shift) < 0.6:
+            self._look_at_parts(module, rows, theirs, found)
             if not 0.6 < found.size < 1.6 and row is not None and not 0.25 < found.size < 4:
                 self._fault("scales-absurd", module, f"its values are {found.size:.3g} times the source's")
             return
         self._explain(module, rows, theirs, found, shift)
+
+    def _look_at_parts(self, module: str, rows: Rows, theirs: Tensor, found: SourceFit) -> None:
+        """Of a linear that is the source's in all: its sign, and rows and columns that are not."""
+        part = theirs * found.rows[:, None] * found.columns
+        if float((rows.values * theirs).sum()) < 0:
+            self._fault("error-large", module, "its values are the source's with the other sign")
+            return
+        if module in self.rows and self.producers and module not in self.producers and _are_uneven(found.rows):
+            self._fault("error-large", module, "its rows are not of the source's sizes, and nobody could have taken that into account")
+            return
+        left = (rows.values - part).square()
+        for axis, what in ((1, "rows"), (0, "columns")):
+            size = rows.values.square().mean(axis)
+            far = (left.mean(axis) > _PART_OFF**2 * size) & (size > _SMALL * size.median())
+            if int(far.sum()) >= _PARTS and float(far.float().mean()) < 0.5:
+                first = int(far.nonzero()[0])
+                told = f"{int(far.sum())} of {len(far)} {what} that were looked at have nothing of the source's, such as number {first}"
+                self._fault("error-large", module, told)
+                return
 
     def _explain(self, module: str, rows: Rows, theirs: Tensor, found: SourceFit, shift: float) -> None:
         told = f"error {found.error:.2f} where {rows.bits} bits leave at most {_ALLOWED[rows.bits]:.2f}"
@@ -173,9 +207,10 @@ class SourceComparison:
             self._check_folding()
 
     def _compare_tables(self) -> None:
-        """Embedding, head and norms outside the layers: nobody changes them."""
+        """Embedding, head, norms outside the layers and biases of routers: nobody changes them."""
         for row in self.structure.rows:
-            if row.mtp or row.layer is not None or row.name not in self.survey.tensors or row.module in self.described.linears:
+            nobodys = (row.layer is None and not row.mtp) or row.role == "router_bias" or self._is_nobodys_norm(row)
+            if not nobodys or row.name not in self.survey.tensors or row.module in self.described.linears:
                 continue
             if not self.checkpoint.has(row.name) or self.survey.tensors[row.name].shape != self.checkpoint.tensors[row.name].shape:
                 continue
@@ -189,6 +224,9 @@ class SourceComparison:
             error = float((ours - theirs).norm() / theirs.norm().clamp(min=1e-20))
             if error > 0.05:
                 self._fault("error-large", row.name, f"stored plain, and {error:.0%} off the source's")
+
+    def _is_nobodys_norm(self, row: Parameter) -> bool:
+        return row.role == "norm" and bool(self.producers) and row.module not in self.producers
 
     def _check_folding(self) -> None:
         """Norm by norm: what it lost, each of its readers must have gained."""
@@ -259,6 +297,13 @@ class SourceComparison:
         for module, (error, _) in self.errors.items():
             kinds.setdefault(module.rpartition(".")[2], []).append(error)
         return {kind: median(errors) for kind, errors in kinds.items()}
+
+
+def _are_uneven(rows: Tensor) -> bool:
+    """Whether factors of rows differ by more than rounding and clipping make them."""
+    logs = rows.abs().clamp(min=1e-6).log()
+    off = (logs - logs.median()).abs()
+    return float(off.median()) > _UNEVEN or float((off > 4 * _UNEVEN).float().mean()) > _UNEVEN
 
 
 def _shift(rows: Rows, theirs: Tensor) -> float:

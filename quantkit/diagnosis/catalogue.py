@@ -58,6 +58,8 @@ CATALOGUE: dict[str, Kind] = {
     "tensors-unknown": Kind("warning", "use the config.json of these weights; engines stop at such tensors, or leave them out"),
     # codes and scales
     "values-not-finite": Kind("error", "download those shards again; where they are so at the publisher's, quantize again"),
+    "values-absurd": Kind("error", "download those shards again; where they are so at the publisher's, quantize again"),
+    "head-ignored": Kind("error", "set tie_word_embeddings in config.json to what the source has"),
     "codes-unreadable": Kind("error", _AGAIN),
     "global-scale-inverted": Kind("error", _REPAIR),
     "zero-points-off": Kind("error", _REPAIR),

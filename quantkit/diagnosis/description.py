@@ -8,16 +8,20 @@ from typing import Any
 from quantkit.checkpoint.check import CACHE_PARTS, QuantizedLinear, quantized_linear
 from quantkit.checkpoint.description import check_description
 from quantkit.checkpoint.formats import FORMATS, detect_format, fp8_block
-from quantkit.checkpoint.formats.base import FLOAT_DTYPES, Format, is_cache_alone
+from quantkit.checkpoint.formats.base import FLOAT_DTYPES, SLIM_FILES, Format, is_cache_alone
 from quantkit.checkpoint.header import TensorInfo
 from quantkit.devices import dtype_name
 from quantkit.diagnosis.findings import DiagnosisFindings
 from quantkit.diagnosis.survey import Survey
 from quantkit.errors import QuantkitError
-from quantkit.schemes import Grid, IntGrid
+from quantkit.models.by_name import ends_as_linear
+from quantkit.schemes import Fp4Grid, Grid, IntGrid, Mxfp4Grid, grid_label
 
 _PACKED = (".qweight", ".weight_packed", ".weight_scale_inv", ".weight_scale_2", ".weight_scale", ".qzeros", "_packed", "_blocks")
 """Endings of tensors that only quantized weights have, in any format of the field."""
+OPT_FILE = "hf_quant_config.json"
+_TRIED = 16
+"""Linears that are tried as another format."""
 
 
 @dataclass
@@ -43,8 +47,8 @@ class Described:
         return module in self.linears or module in self.broken
 
 
-def describe(survey: Survey, findings: DiagnosisFindings) -> Described:
-    """The quantization as described and as stored, with a finding wherever they differ."""
+def describe(survey: Survey, shapes: Mapping[str, tuple[int, ...]], findings: DiagnosisFindings) -> Described:
+    """The quantization as described and as stored, with a finding wherever they differ. shapes: of weights by module, if known."""
     seen = _seen(survey.tensors)
     described = Described()
     try:
@@ -64,9 +68,10 @@ def describe(survey: Survey, findings: DiagnosisFindings) -> Described:
         told = _told(survey)
         findings.add("nothing-quantized", "config.json", f"it says {told}, and every tensor is plain")
         return described
-    if not _read_format(survey, seen, described, findings):
+    if not _read_format(survey, seen, shapes, described, findings):
         return described
     _collect(survey, described, findings)
+    _compare_files(survey, described, findings)
     return described
 
 
@@ -110,7 +115,9 @@ def _is_laid_out(format: Format, tensors: Mapping[str, TensorInfo], module: str)
     return tensors[f"{module}.scales"].shape[-1:] == (rows,)
 
 
-def _read_format(survey: Survey, seen: list[Format], described: Described, findings: DiagnosisFindings) -> bool:
+def _read_format(
+    survey: Survey, seen: list[Format], shapes: Mapping[str, tuple[int, ...]], described: Described, findings: DiagnosisFindings
+) -> bool:
     """Set the format, its grid and its list; False where it is one that quantkit does not read."""
     try:
         format = detect_format(survey.path / _described_in(survey), survey.config, survey.side)
@@ -118,15 +125,15 @@ def _read_format(survey: Survey, seen: list[Format], described: Described, findi
         if "two things" in fault.problem:
             findings.add("descriptions-disagree", list(survey.side), fault.problem)
         else:
-            known = "does not read" in fault.problem
-            findings.add("not-read", _described_in(survey), f"it says {_told(survey)}" if known else fault.problem)
+            unknown = "does not read" in fault.problem
+            _tell_unread(survey, seen, shapes, f"it says {_told(survey)}" if unknown else fault.problem, findings)
         return False
     try:
         described.grid = format.grid(survey.config, survey.side)
         described.ignored = format.ignored(survey.config, survey.side)
     except QuantkitError as fault:
         described.ignored = None
-        findings.add("not-read", _described_in(survey), fault.problem)
+        _tell_unread(survey, seen, shapes, fault.problem, findings)
         return False
     one_grid = format.declared_grids(survey.config) is None
     if seen and format not in seen and format.own_suffixes and one_grid:
@@ -135,6 +142,57 @@ def _read_format(survey: Survey, seen: list[Format], described: Described, findi
         return False
     described.format = format
     return True
+
+
+def _tell_unread(survey: Survey, seen: list[Format], shapes: Mapping[str, tuple[int, ...]], told: str, findings: DiagnosisFindings) -> None:
+    """A description that is not read: wrong where the tensors are, whole and in the model's shapes, those of a format that is."""
+    for format in seen:
+        named = (format.quantized_module(tensor) for tensor in survey.tensors.values())
+        modules = [module for module in named if module is not None and module in shapes][:_TRIED]
+        grid = next((one for one in _grids(survey, format, modules) if _are_whole(survey, format, one, modules, shapes)), None)
+        if modules and grid is not None:
+            kind = f"{format.name} {format.variant}, {grid_label(grid)}"
+            findings.add("description-wrong", _described_in(survey), f"{told}; the tensors are those of {kind}")
+            return
+    findings.add("not-read", _described_in(survey), told)
+
+
+def _grids(survey: Survey, format: Format, modules: list[str]) -> list[Grid]:
+    """What tensors of a format may be on, by the shapes of the first linear's scales."""
+    if not modules:
+        return []
+    grids: list[Grid] = [Fp4Grid(), Mxfp4Grid()]
+    for bits in (4, 8):
+        size = _group_size(survey, format, IntGrid(bits, None, symmetric=True), modules[0])
+        grids += [IntGrid(bits, one, symmetric) for one in {size, None} for symmetric in (True, False)]
+    return [grid for grid in grids if format.holds(grid)]
+
+
+def _are_whole(survey: Survey, format: Format, grid: Grid, modules: list[str], shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    try:
+        return all(_linear(survey, format, grid, module).shape == shapes[module] for module in modules)
+    except QuantkitError:
+        return False
+
+
+def _compare_files(survey: Survey, described: Described, findings: DiagnosisFindings) -> None:
+    """ModelOpt says everything twice, and engines differ in where they look; ModelSlim has a type for every tensor."""
+    block, side = survey.config.get("quantization_config") or {}, survey.side.get(OPT_FILE, {}).get("quantization")
+    if block and isinstance(side, dict) and described.format is not None:
+        other = described.format.ignored({}, survey.side)
+        differ = [key for key in ("quant_algo", "group_size") if key in side and key in block and side[key] != block[key]]
+        named = [name.removesuffix(".weight") for name in survey.tensors if ends_as_linear(name)]
+        listed = [
+            module for module in named if other is not None and described.ignored is not None and other(module) != described.ignored(module)
+        ]
+        if differ or listed:
+            told = f"{OPT_FILE} has another {', '.join(differ) or 'list of unquantized modules'} than config.json"
+            findings.add("descriptions-disagree", listed or OPT_FILE, told)
+    slim = next((survey.side[name] for name in SLIM_FILES if name in survey.side), {})
+    plain = [tensor.name for tensor in survey.tensors.values() if tensor.dtype in FLOAT_DTYPES and tensor.name.endswith(".weight")]
+    wrong = [name for name in plain if slim.get(name, "FLOAT") != "FLOAT" and not described.is_quantized(name.removesuffix(".weight"))]
+    if wrong:
+        findings.add("plain-not-listed", wrong, f"stored in 16 or 32 bits, and the description says {slim[wrong[0]]}")
 
 
 def _collect(survey: Survey, described: Described, findings: DiagnosisFindings) -> None:
@@ -154,6 +212,7 @@ def _collect(survey: Survey, described: Described, findings: DiagnosisFindings) 
             described.linears[module] = _linear(survey, own, described.grid, module)
         except QuantkitError as fault:
             kind = "part-missing" if "missing" in fault.problem else "part-malformed"
+            kind = "description-wrong" if "is described as" in fault.problem else kind
             faults.setdefault(kind, []).append((module, fault.problem))
             described.broken.add(module)
     for kind, told in faults.items():
@@ -163,7 +222,7 @@ def _collect(survey: Survey, described: Described, findings: DiagnosisFindings) 
 
 def _linear(survey: Survey, format: Format, grid: Grid | None, module: str) -> QuantizedLinear:
     marker = survey.tensors[format.main_tensor(module, survey.tensors)]
-    if len(marker.shape) != 2:
+    if len(marker.shape) != 2 or 0 in marker.shape:
         raise QuantkitError(f"{marker.name} has shape {list(marker.shape)}, and a linear has two dimensions")
     return quantized_linear(survey.path, format, grid, survey.tensors, module)
 
@@ -202,6 +261,8 @@ def _group_size(survey: Survey, format: Format, grid: Grid, module: str) -> int 
     """Input channels of a scale, from the shapes of the scales."""
     scale = next((survey.tensors[module + suffix] for suffix in (".scales", ".weight_scale") if module + suffix in survey.tensors), None)
     if scale is None or len(scale.shape) != 2 or len(survey.tensors[module + format.marker].shape) != 2:
+        return None
+    if 0 in scale.shape or 0 in survey.tensors[module + format.marker].shape:
         return None
     (_, columns), _ = format.stored(module, survey.tensors, grid)
     count = scale.shape[0] if format.marker == ".qweight" else scale.shape[1]

@@ -163,7 +163,7 @@ def examine(model: str, findings: DiagnosisFindings) -> Patient:
     seen = survey(model, findings)
     structure = read_table(seen, findings)
     rename(seen, structure, findings)
-    described = describe(seen, findings)
+    described = describe(seen, {row.module: row.shape for row in structure.rows}, findings)
     where = "config.json" if seen.config.get("quantization_config") else next(iter(seen.side), "config.json")
     compare(seen, structure, described, where, findings)
     check_settings(seen, structure, findings)

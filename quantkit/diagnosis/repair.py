@@ -4,6 +4,7 @@ Shards without a change are copied, so everything else is the same to the bit. A
 taken from the source goes into a shard of its own. The output appears whole, by one rename.
 """
 
+import copy
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ from quantkit.checkpoint.formats.gptq import Gptq
 from quantkit.checkpoint.header import TensorSpec, encode_header, read_header
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.diagnosis.diagnose import Diagnosis, Patient
+from quantkit.diagnosis.engine_keys import missing_keys
 from quantkit.diagnosis.survey import INDEX, Survey
 from quantkit.errors import QuantkitError
 from quantkit.hub import find_local
@@ -50,8 +52,11 @@ class Repair:
     added: list[Added] = field(default_factory=list)
 
 
-def repair(diagnosis: Diagnosis, out: Path, source: str | None = None) -> list[str]:
-    """Write the corrected checkpoint to `out`; returns what was changed, in words. Raises QuantkitError where nothing can be cured."""
+def repair(diagnosis: Diagnosis, out: Path, source: str | None = None, engine: str | None = None) -> list[str]:
+    """Write the corrected checkpoint to `out`; returns what was changed, in words. Raises QuantkitError where nothing can be cured.
+
+    engine: config.json and the list of unquantized modules also have what this engine reads there.
+    """
     patient = diagnosis.patient
     seen = patient.survey
     if not seen.has_weights:
@@ -63,6 +68,8 @@ def repair(diagnosis: Diagnosis, out: Path, source: str | None = None) -> list[s
     plan = Repair(dict(seen.config), _files(seen))
     origin = Checkpoint.open(path) if source is not None and (path := find_local(source)) is not None else None
     _plan(diagnosis, plan, origin)
+    if engine is not None:
+        _set_engine_keys(engine, patient, plan)
     if not plan.changes:
         raise QuantkitError(f"nothing that was found in {seen.path} has one cure", "see the remedies of the findings")
     _write(patient, plan, out)
@@ -124,7 +131,8 @@ def _set_lists(patient: Patient, plan: Repair) -> None:
     for name, content in described.format.extra_files(described.grid, quantized, plain).items():
         if name in seen.side:
             plan.files[name] = content
-    plan.changes.append("the list of unquantized modules was written anew, from what is stored")
+    if fresh or seen.side:
+        plan.changes.append("the list of unquantized modules was written anew, from what is stored")
 
 
 def _mend_zero_points(patient: Patient, plan: Repair) -> None:
@@ -179,6 +187,19 @@ def _announce_mtp(patient: Patient, plan: Repair) -> None:
     numbers = {int(name.split(".")[2]) for name in patient.survey.tensors if name.startswith("model.layers.")}
     plan.config["num_nextn_predict_layers"] = max(numbers) + 1 - layers
     plan.changes.append(f"num_nextn_predict_layers in config.json is {plan.config['num_nextn_predict_layers']}")
+
+
+def _set_engine_keys(engine: str, patient: Patient, plan: Repair) -> None:
+    """Of the checkpoint as the plan makes it: shapes and names are those of today's tensors."""
+    seen = patient.survey
+    side = {name: json.loads(plan.files[name]) if name in plan.files else value for name, value in seen.side.items()}
+    found = missing_keys(engine, Checkpoint(seen.path, copy.deepcopy(plan.config), side, seen.tensors))
+    plan.config |= found.config
+    if found.block:
+        _block(plan).update(found.block)
+    if found.listed:
+        _list_more(patient, plan, found.listed, [])
+    plan.changes += [f"for {engine}, {told}" for told in found.told]
 
 
 # --- from the source -------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """What stands beside the weights: tokenizer, end of a text, chat template, and config.json against the source's."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -39,7 +40,7 @@ _COMPUTED = (
     "tie_word_embeddings",
 )
 """Keys that change what any decoder computes: compared for an architecture without a table."""
-_TOLD = 80
+_TOLD, _SHOWN = 80, 4
 
 
 def check_settings(survey: Survey, structure: Structure, findings: DiagnosisFindings) -> None:
@@ -76,6 +77,10 @@ def _vocabulary(survey: Survey, findings: DiagnosisFindings) -> tuple[dict[str, 
         vocabulary = {token: number for token, number in (found or {}).items() if type(number) is int} if isinstance(found, dict) else {}
     if tokenizer and isinstance(model, dict) and not vocabulary:
         findings.add("tokenizer-broken", "tokenizer.json", "its vocabulary is empty")
+    numbers = Counter(vocabulary.values())
+    shared = [token for token, number in vocabulary.items() if numbers[number] > 1]
+    if shared:
+        findings.add("tokenizer-broken", "tokenizer.json", f"{shared[0]!r} and {shared[1]!r} have one number, {vocabulary[shared[0]]}")
     entries = tokenizer.get("added_tokens") or []
     added = {
         entry["content"]: entry["id"]
@@ -109,6 +114,8 @@ def _check_ends(survey: Survey, rows: int, tokens: Mapping[str, int], findings: 
     if unknown:
         findings.add("special-token-unknown", "tokenizer_config.json", f"{', '.join(unknown)}: tokenizer.json does not have it")
     end, said = special["eos_token"], {number for numbers in ends.values() for number in numbers}
+    if survey.config and not ends and end in tokens:
+        findings.add("eos-lost", "config.json", f"neither it nor generation_config.json ends a text, and the tokenizer does with {end!r}")
     if end in tokens and said and tokens[end] not in said:
         told = f"the tokenizer ends a text with {end!r}, number {tokens[end]}, and the model with {sorted(said)}"
         findings.add("eos-differs", list(ends), told)
@@ -158,6 +165,8 @@ def compare_settings(
     ours, theirs = survey.settings.get("tokenizer.json"), source.settings.get("tokenizer.json")
     if ours and theirs and _tokens(ours) != _tokens(theirs):
         findings.add("tokenizer-differs", "tokenizer.json", "another vocabulary, or other merges, than the source's")
+    elif ours and theirs and (moved := _moved_tokens(ours, theirs)):
+        findings.add("tokenizer-differs", "tokenizer.json", f"{', '.join(moved[:_SHOWN])} have other numbers than in the source's")
     mine, original = template_of(survey), template_of(source)
     if original and not mine:
         findings.add("template-missing", "chat template", "the source has one")
@@ -178,6 +187,15 @@ def _tokens(tokenizer: Mapping[str, Any]) -> str:
     model = model if isinstance(model, dict) else {}
     merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in model.get("merges") or []]
     return json.dumps([model.get("vocab"), merges], sort_keys=True)
+
+
+def _moved_tokens(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Added tokens that have another number in each; tokens that one of them lacks do not count."""
+    mine, other = (
+        {str(one.get("content")): one.get("id") for one in each.get("added_tokens") or [] if isinstance(one, dict)}
+        for each in (ours, theirs)
+    )
+    return [token for token, number in mine.items() if token in other and other[token] != number]
 
 
 def _compare_configs(

@@ -14,6 +14,7 @@ from quantkit.checkpoint.formats.gptq import Gptq, in_order
 from quantkit.diagnosis.description import Described
 from quantkit.diagnosis.findings import DiagnosisFindings
 from quantkit.diagnosis.measures import ORDERS, Measures, correlation_with_zeros, measure, reordered
+from quantkit.diagnosis.plain import PlainCheck
 from quantkit.diagnosis.rows import Rows, read_parts, take_rows
 from quantkit.diagnosis.structure import Structure
 from quantkit.diagnosis.survey import Survey
@@ -25,6 +26,8 @@ _ABSURD = 1e3
 """Times that a linear's size, or a row's, is off what is usual for its kind."""
 _SPREAD = 0.62
 """Of half the range: codes that are spread wider are none of one maximum. Even ones have 0.577."""
+_RUN = 512
+"""Bytes of codes that are not zero by chance."""
 _FOLLOWS = 0.3
 """Correlation of mean codes with zero points below which they do not belong together; true ones have 0.6 and more."""
 
@@ -45,6 +48,7 @@ class TensorCheck:
         self.offsets: dict[str, float] = {}
         self.inverted: list[str] = []
         self.told: dict[tuple[str, str], list[str]] = {}
+        self.plain_check = PlainCheck(survey, structure, findings)
 
     def tell(self, name: str, module: str, evidence: str) -> None:
         """Findings of one name are told together, with the evidence of the first."""
@@ -53,6 +57,7 @@ class TensorCheck:
     def finish(self) -> None:
         """Tell what was found."""
         self._compare()
+        self.plain_check.finish()
         for (name, _), entries in self.told.items():
             pairs = [entry.split("\0", 1) for entry in entries]
             self.findings.add(name, [module for module, _ in pairs], pairs[0][1])
@@ -69,14 +74,18 @@ class TensorCheck:
         for part in _blocks(self.survey, name):
             values = part.float() if part.dtype.itemsize == 1 else part
             bad += values.numel() - int(torch.isfinite(values).sum())
+            if not bad:
+                self.plain_check.look(part)
         if bad:
             self.tell("values-not-finite", name, f"{bad} values are NaN or infinite")
+        self.plain_check.done(name)
         return info.nbytes
 
     def linear(self, module: str, linear: QuantizedLinear) -> Rows | None:
         """A quantized linear: its parts, then its sampled rows. None where they cannot be decoded."""
         tensors = read_parts(self.survey, linear)
         self._check_parts(module, tensors)
+        self._check_filled(module, linear, tensors)
         self._check_index(module, linear, tensors)
         try:
             rows = take_rows(module, linear, tensors)
@@ -99,6 +108,19 @@ class TensorCheck:
                 bad = tensor.numel() - int(torch.isfinite(tensor).sum())
             if bad:
                 self.tell("values-not-finite", name, f"{bad} values are NaN or infinite")
+
+    def _check_filled(self, module: str, linear: QuantizedLinear, tensors: dict[str, Tensor]) -> None:
+        """Bytes that were never written read as zeros, in packed words a run of lowest codes; and what is said of the shape."""
+        shape = tensors.get(f"{module}.weight_shape")
+        if shape is not None and tuple(shape.tolist()) != linear.shape:
+            self.tell("part-malformed", f"{module}.weight_shape", f"it says {shape.tolist()}, and the codes are for {list(linear.shape)}")
+        codes = tensors.get(linear.format.main_tensor(module, tensors))
+        if codes is None or codes.dtype != torch.int32:  # zeros in other dtypes may be weights that are zero
+            return
+        flat = codes.contiguous().view(-1).view(torch.uint8)
+        runs = int((flat[: len(flat) // _RUN * _RUN].view(torch.int64).view(-1, _RUN // 8) == 0).all(1).sum())
+        if runs:
+            self.tell("codes-constant", module, f"{runs * _RUN:,} bytes of its codes in runs of {_RUN} are zero: they were not written")
 
     def _check_index(self, module: str, linear: QuantizedLinear, tensors: dict[str, Tensor]) -> None:
         """GPTQ's groups of inputs: every group has as many as the others, and they are in order unless the description says otherwise."""
@@ -145,6 +167,10 @@ class TensorCheck:
     def _check_codes(self, module: str, linear: QuantizedLinear, rows: Rows, found: Measures) -> None:
         if rows.codes is None or rows.bits < 4:
             return
+        points = rows.zero_point
+        said = isinstance(linear.grid, IntGrid) and linear.grid.symmetric and isinstance(linear.format.member(module), Gptq)
+        if said and points is not None and points.unique().numel() > 2:
+            self.tell("description-wrong", module, "it says sym true, and zero points differ: engines then leave them out")
         if found.commonest > 0.98:
             self.tell("codes-constant", module, f"{found.commonest:.1%} of its codes are one value")
             return

@@ -25,6 +25,7 @@ from quantkit.calibrate.saliency import Saliency, SaliencyWalk, Tell, choose_kep
 from quantkit.calibrate.source_model import SourceModel
 from quantkit.checkpoint.pruned import Kept, PrunedCheckpoint
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.watch import Stamp, stamped
 from quantkit.errors import QuantkitError
 from quantkit.model_files import read_json
 from quantkit.models import find_architecture, is_known
@@ -75,7 +76,7 @@ class PrunedExperts:
 def prune(pruned: PrunedCheckpoint, sequences: Sequences, device: torch.device, batches: Batches, state: Path, tell: Tell) -> PrunedExperts:
     """Find which experts add least, or what an earlier run found and left in the folder `state`, and see the others from now on."""
     model = read_model(pruned.base)
-    store = _Store(state)
+    store = _Store(state, stamped(pruned.base.path, {info.shard for info in pruned.base.tensors.values()}))
     found = store.finished()
     if found is None:
         source = SourceModel(ParameterReader(pruned.base, device), model.architecture, model.config, model.rows, set(), set())
@@ -178,9 +179,14 @@ def _check_alike(checkpoint: Checkpoint, rows: list[Parameter]) -> None:
 
 @dataclass
 class _Store:
-    """Files of a walk in the state folder of an unfinished output."""
+    """Files of a walk in the state folder of an unfinished output. stamps: of the source's shards, by name.
+
+    What was found in shards that were written to since is not used: the walk begins anew. Units that were made by another choice do not go
+    with what is found then, which the writer's watch tells.
+    """
 
     folder: Path
+    stamps: dict[str, Stamp]
     done: str = field(default="saliency.safetensors")
 
     def save(self, layer: int, hidden: Tensor, found: Saliency) -> None:
@@ -192,6 +198,8 @@ class _Store:
             return None
         with safe_open(path, framework="pt") as file:
             about = json.loads(file.metadata()["found"])
+            if about["stamps"] != self.stamps:
+                return None
             return about["layer"], file.get_tensor("hidden"), Saliency(_numbered(about["layers"]))
 
     def finish(self, found: Saliency) -> None:
@@ -204,11 +212,11 @@ class _Store:
         if not path.exists():
             return None
         with safe_open(path, framework="pt") as file:
-            layers = json.loads(file.metadata()["found"])["layers"]
-        return Saliency(_numbered(layers), load_file(path)["held_out"])
+            about = json.loads(file.metadata()["found"])
+        return Saliency(_numbered(about["layers"]), load_file(path)["held_out"]) if about["stamps"] == self.stamps else None
 
     def _write(self, name: str, tensors: dict[str, Tensor], found: Saliency, layer: int) -> None:
-        about = json.dumps({"layer": layer, "layers": found.layers})
+        about = json.dumps({"layer": layer, "layers": found.layers, "stamps": self.stamps})
         fresh = self.folder / f"{name}.new"
         save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, fresh, metadata={"found": about})
         fresh.replace(self.folder / name)

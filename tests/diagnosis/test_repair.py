@@ -12,6 +12,7 @@ from packed_model import write_packed
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.diagnosis.diagnose import diagnose
+from quantkit.diagnosis.engine_keys import missing_keys
 from quantkit.diagnosis.repair import repair
 from quantkit.errors import QuantkitError
 
@@ -80,6 +81,22 @@ def test_the_command_says_what_it_changed(models: dict[str, Path], tmp_path: Pat
     again = command("check", str(tmp_path / "bad"), "--repair", str(tmp_path / "out"), "--json")
     assert again.code == 1
     assert "exists" in again.error
+
+
+@pytest.mark.parametrize(("engine", "format"), [("vllm-ascend", "ct-int4"), ("sglang", "modelopt")])
+def test_what_an_engine_reads_is_set(engine: str, format: str, models: dict[str, Path], tmp_path: Path) -> None:
+    contents = faulty.Contents.of(models[format])
+    del contents.config["topk_method"]
+    answer = command("check", str(contents.write(tmp_path / "bad")), "--engine", engine, "--repair", str(tmp_path / "out"), "--json")
+    assert answer.code in (1, 2)
+    told = answer.json["repaired"]["changes"]
+    assert all(change.startswith(f"for {engine}, ") for change in told)
+    ours, good = Checkpoint.open(tmp_path / "out"), Checkpoint.open(models[format])
+    assert ours.config["topk_method"] == "noaux_tc"
+    assert engine != "vllm-ascend" or ours.config["quantization_config"]["group_size"] == 32
+    assert not missing_keys(engine, ours).told
+    for name in good.tensors:
+        assert torch.equal(ours.read(name).view(torch.uint8), good.read(name).view(torch.uint8)), name
 
 
 def test_what_has_no_cure_is_refused(models: dict[str, Path], tmp_path: Path) -> None:

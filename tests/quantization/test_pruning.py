@@ -1,6 +1,7 @@
 """`quantize --prune`: which experts go, that what is left is the smaller model written by hand, and that no interruption shows."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,21 @@ def test_a_run_stopped_while_it_chooses_goes_on(source: Path, text: Path, pruned
     same = {name for name in files(pruned) if not name.startswith("report")}
     assert {name: files(tmp_path / "out")[name] for name in same} == {name: files(pruned)[name] for name in same}
     assert quantize_again(source, text, tmp_path / "out")
+
+
+def test_a_source_that_was_written_to_while_the_run_was_stopped_is_looked_at_anew(source: Path, text: Path, tmp_path: Path) -> None:
+    def stop(event: Event) -> None:
+        if isinstance(event, Progress) and event.phase == "choosing experts" and event.unit == "layers.1":
+            raise RuntimeError("stopped")
+
+    shutil.copytree(source, tmp_path / "source")
+    with pytest.raises(RuntimeError, match="stopped"):
+        run(tmp_path / "source", text, tmp_path / "out", listen=stop)
+    shard = next((tmp_path / "source").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes())
+    again: list[str] = []
+    run(tmp_path / "source", text, tmp_path / "out", listen=lambda event: again.append(event.unit) if isinstance(event, Progress) else None)
+    assert again[:2] == ["layers.0", "layers.1"]
 
 
 def quantize_again(source: Path, text: Path, out: Path) -> bool:

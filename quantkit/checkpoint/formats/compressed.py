@@ -31,8 +31,8 @@ _SPELLING = IgnoreSpelling(
 
 
 MIXED = "mixed-precision"
-CLASSES = ("Linear",)
-"""Targets of a group that mean every linear, by its class."""
+_CLASSES = ("Linear", "Expert", "MLP", "Moe", "MoE")
+"""In the name of a class that a group is for: it has linears."""
 
 
 def detect(config: Mapping[str, Any], variant: str) -> bool:
@@ -80,10 +80,10 @@ def ignored(config: Mapping[str, Any]) -> Callable[[str], bool]:
     """Whether a module is listed as unquantized, or no group is for it."""
     listed = matcher(config["quantization_config"].get("ignore") or [])
     groups = (config["quantization_config"].get("config_groups") or {}).values()
-    targets = [target for group in groups if isinstance(group, dict) for target in group.get("targets") or CLASSES]
-    if any(not is_name(target) for target in targets) or not targets:
+    targets = [str(target) for group in groups if isinstance(group, dict) for target in group.get("targets", _CLASSES)]
+    if any(not is_name(target) and any(word in target for word in _CLASSES) for target in targets):
         return listed
-    meant = matcher(targets)
+    meant = matcher([target for target in targets if is_name(target)])
     return lambda module: listed(module) or not meant(module)
 
 

@@ -138,7 +138,7 @@ class ModelSlim(Format):
 
     def ignored(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Callable[[str], bool] | None:
         described = _described(side)
-        return lambda module: described.get(f"{module}.weight") == "FLOAT"
+        return lambda module: described.get(f"{module}.weight", "FLOAT") == "FLOAT"
 
     def config_block(self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> dict[str, Any]:
         return {}
