@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from ascend import ascendc, cycles
+from ascend.guard import sparse
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +102,20 @@ def test_the_kernel_gives_the_twins_bits(twin: ModuleType, kernel: ctypes.CDLL, 
     y = run(kernel, cores, eager, x, [*map(torch.from_numpy, parts)], ends)
     expected = torch.from_numpy(twin.multiply(x.float().numpy(), *parts, np.array(ends))).bfloat16()
     assert torch.equal(y, expected)
+
+
+def test_offsets_past_eight_gib(twin: ModuleType, kernel: ctypes.CDLL) -> None:
+    """The last of so many experts that its weights lie beyond 2^32 words."""
+    weight, parameters = map(torch.from_numpy, packed(twin, [random(256, 128, seed=1)]))
+    expert = (1 << 32) // (weight[0].numel() // 2) + 2
+    rooms = [sparse(expert + 1, one) for one in (weight, parameters)]
+    for room, one in zip(rooms, (weight, parameters)):
+        room[expert] = one[0]
+    x, ends = rows(1, 128), [0] * expert + [1]
+    x[0] = torch.arange(128)
+    y = run(kernel, 1, False, x, rooms, ends)
+    expected = twin.multiply(x.float().numpy(), weight.numpy(), parameters.numpy(), np.array([1]))
+    assert torch.equal(y, torch.from_numpy(expected).bfloat16())
 
 
 def test_what_bounds_it(kernel: ctypes.CDLL) -> None:

@@ -104,13 +104,17 @@ AREAS = (
     Area("torch_npu: calls", f"{KERNELS}/torch_npu/__init__.py", (CALLS, LATENT)),
     Area("Ascend C", "kernels/ascendc/fp4_gemv.cpp", ("tests/ascend/test_fp4_gemv.py", "-k", "kernel or offsets or bounds")),
     Area("Ascend C", "kernels/ascendc/row_blocks.h", ("tests/ascend/test_fp4_gemv.py", "-k", "kernel")),
-    Area("Ascend C", "kernels/ascendc/int4_grouped.cpp", ("tests/ascend/test_int4_grouped.py", "-k", "kernel or bounds")),
+    Area("Ascend C", "kernels/ascendc/int4_grouped.cpp", ("tests/ascend/test_int4_grouped.py", "-k", "kernel or offsets or bounds")),
     Area(
         "Ascend C: twins",
         "kernels/ascendc/fp4_gemv.py",
         ("tests/ascend/test_fp4_gemv.py", "-k", "not kernel and not offsets and not bounds"),
     ),
-    Area("Ascend C: twins", "kernels/ascendc/int4_grouped.py", ("tests/ascend/test_int4_grouped.py", "-k", "not kernel and not bounds")),
+    Area(
+        "Ascend C: twins",
+        "kernels/ascendc/int4_grouped.py",
+        ("tests/ascend/test_int4_grouped.py", "-k", "not kernel and not offsets and not bounds"),
+    ),
     Area("Ascend C: twins", "kernels/ascendc/amla.py", ("tests/ascend/test_amla.py", "-k", "not model")),
     Area("collectives in 8 bits", "quantkit/executor/coded_sums.py", ("tests/executor/test_coded_sums.py",)),
 )
@@ -120,6 +124,7 @@ EXPLAINED = {
     ("kernels/ascendc/int4_grouped.cpp", "Init", "constant"): "a queue has a buffer more than are used",
     ("kernels/ascendc/int4_grouped.cpp", "MakeDigits", "narrower type"): "differs from 500,000 rows of 8192 on, and a step has a few",
     ("kernels/ascendc/int4_grouped.cpp", "Process", "comparison"): "of a chunk that is just full: its values are the same either way",
+    ("kernels/ascendc/int4_grouped.cpp", "Share", "narrower type"): "a number of tiles, which 32 bits hold up to 32 TB of weights",
     ("kernels/ascendc/amla.py", "rescaled", "constant"): "a step of 256 takes every sum below what is kept, as one of 255 does",
     ("kernels/ascendc/row_blocks.h", "Next", "comparison"): "of a block that is just full: rows are the same either way",
     (
