@@ -1,11 +1,12 @@
 """Write a checkpoint of a published size that takes no room: headers with every tensor's name, dtype and shape over sparse files.
 
-    python benchmarks/headers.py kimi-k2|deepseek-v4-pro DIR [--layers N]
+    python benchmarks/headers.py kimi-k2|deepseek-v4-pro DIR [--layers N] [--experts N]
 
 Reading a tensor gives zeros, so plans can be made of it (`quantkit plan DIR`), and what rounding it costs in memory and time measured; what
 the weights are does not matter for that. Kimi-K2 is in FP8 blocks, as published. DeepSeek-V4-Pro, which quantkit has no table of, is in
 BF16, by the names that transformers gives its tensors; its sizes are those that transformers' own text tells (modeling_deepseek_v4.py), and
-1.6e12 parameters in all. --layers: the last so many, which have routed experts; all by default.
+1.6e12 parameters in all. --layers: so many, of which all but Kimi-K2's first of several have routed experts; all by
+default. --experts: so many in each, 384 by default.
 """
 
 import argparse
@@ -39,8 +40,8 @@ V4_PRO = {
 }
 
 
-def kimi_k2(layers: int | None) -> tuple[dict[str, Any], list[TensorSpec]]:
-    config = shape_config("kimi-k2", 384, layers or 61)
+def kimi_k2(layers: int | None, experts: int) -> tuple[dict[str, Any], list[TensorSpec]]:
+    config = shape_config("kimi-k2", experts, layers or 61)
     architecture, found = find_architecture(config), []
     for row in architecture.parameters(architecture.Config.from_dict(config)):
         if is_fp8(row):
@@ -51,13 +52,13 @@ def kimi_k2(layers: int | None) -> tuple[dict[str, Any], list[TensorSpec]]:
     return config, found
 
 
-def deepseek_v4_pro(layers: int | None) -> tuple[dict[str, Any], list[TensorSpec]]:
+def deepseek_v4_pro(layers: int | None, experts: int) -> tuple[dict[str, Any], list[TensorSpec]]:
     """Layers whose router is a table of ids come first, and are left out where not all are wanted."""
     from transformers.core_model_loading import revert_weight_conversion
 
     from quantkit.models.module_tree import build_model
 
-    config = V4_PRO | ({"num_hidden_layers": layers, "num_hash_layers": 0} if layers else {})
+    config = V4_PRO | {"n_routed_experts": experts} | ({"num_hidden_layers": layers, "num_hash_layers": 0} if layers else {})
     model: Any = build_model(config)
     tensors = revert_weight_conversion(model, dict(model.state_dict()))
     return config, [
@@ -93,8 +94,9 @@ def main() -> None:
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("path", type=Path)
     parser.add_argument("--layers", type=int)
+    parser.add_argument("--experts", type=int, default=384)
     given = parser.parse_args()
-    write(given.path, *SHAPES[given.shape](given.layers))
+    write(given.path, *SHAPES[given.shape](given.layers, given.experts))
 
 
 if __name__ == "__main__":
