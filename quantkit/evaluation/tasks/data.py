@@ -61,7 +61,11 @@ def problems(setting: Setting, grader: Grader, rows: list[Row]) -> list[Problem]
         if name in seen:
             raise QuantkitError(f"{setting.task.name}: id {name!r} occurs twice", "give every row its own id")
         seen.add(name)
-        found.append(Problem(name, fields, grader.gold(fields), str(fields.get("group", ""))))
+        try:
+            gold = grader.gold(fields)
+        except QuantkitError as fault:
+            raise QuantkitError(f"row {number} of {setting.task.name}: {fault.problem}", fault.remedy) from fault
+        found.append(Problem(name, fields, gold, str(fields.get("group", ""))))
     if not found:
         raise QuantkitError(f"{setting.task.name}: no problem is left", "look at the data file and the protocol's dates")
     return found
