@@ -91,7 +91,8 @@ def test_a_model_whose_attention_rescales_by_addition(
             products = np.abs(query[row]) @ np.abs(seen).T  # scores of float32 sums, not exact ones
             assert (np.abs(found[row] - expected) <= bound + 2 * cache.shape[-1] * 2.0**-24 * a.scale * products.max() * size).all()
         calls.append(len(found))
-        return torch.from_numpy(found).unsqueeze(2).to(a.query.dtype), torch.full((1,), float("nan"))
+        assert a.input_layout == "BNSD_NBSD"
+        return torch.from_numpy(found).unsqueeze(2).transpose(0, 1).contiguous().to(a.query.dtype), torch.full((1,), float("nan"))
 
     with npu_double.installed():
         plain = forced(r1_attention("bf16"), "bfloat16", "torch_npu", text, 24)
