@@ -80,7 +80,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "quantkit place MODEL --counts c.json --devices 8x64GiB --engine vllm-ascend",
     ),
     "deploy": (
-        "quantkit deploy out/awq --engine vllm",
+        "quantkit deploy out/awq --engine vllm --devices 4",
         "quantkit deploy out/awq --engine vllm-ascend --boxes 2 --context 32768",
     ),
 }

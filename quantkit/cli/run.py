@@ -210,10 +210,12 @@ def _written(engine: Any, file: Path | None) -> Iterator[None]:
 def deploy(
     model: Model,
     engine: Annotated[str, typer.Option(help="vllm, sglang, vllm-ascend or omni-infer.", autocompletion=names_of_engines)],
-    boxes: Annotated[int, typer.Option(min=1, help="Machines of 8 devices.")] = 1,
+    boxes: Annotated[int, typer.Option(min=1, help="Machines that share the model.")] = 1,
+    devices: Annotated[int | None, typer.Option(min=1, help="Devices of a machine; those of the layout otherwise, mostly 8.")] = None,
     layout: Annotated[str | None, typer.Option(help="A layout by name, such as one with prefill and decode apart.")] = None,
     context: Annotated[int, typer.Option(min=1, help="Tokens of the longest request.")] = 16384,
     hosts: Annotated[str | None, typer.Option(help="Addresses of the boxes, comma-separated.")] = None,
+    nic: Annotated[str, typer.Option(help="The network interface of these addresses.")] = "eth0",
     json_: AsJson = False,
 ) -> None:
     """Print the exact commands that serve a checkpoint with another engine, on one box or many, and whether it fits."""
@@ -223,8 +225,11 @@ def deploy(
     from quantkit.engines.launch import find_topology
 
     path = find_model(model)
-    planned = plan(path, engine, boxes=boxes, layout=layout, context=context, hosts=hosts.split(",") if hosts else None)
-    told = planned.as_dict() | {"decoding": decoding(Checkpoint.open(path), find_topology(engine, boxes, layout), planned.memory)}
+    addresses = hosts.split(",") if hosts else None
+    planned = plan(path, engine, boxes=boxes, devices=devices, layout=layout, context=context, hosts=addresses, nic=nic)
+    told = planned.as_dict() | {
+        "decoding": decoding(Checkpoint.open(path), find_topology(engine, boxes, layout, devices=devices), planned.memory)
+    }
     if json_:
         return print_json(told)
     console.show_deployment(told, [launch.script() for launch in planned.launches])

@@ -182,17 +182,17 @@ def deploy(
 ) -> Deployment:
     """Commands for every box, and the memory of every role.
 
-    devices: of the only box, where they are not those of the layout, which is then tensor parallel over them.
+    devices: of a box, where they are not those of the layout.
     layout: by name, such as "disaggregated-a2"; else the one of `boxes` boxes that runs prefill and decode together.
     context: tokens of the longest request. hosts: addresses of the boxes, in order of the roles, where their servers listen; one box whose
-    address is not given listens on loopback. nic: their network interface.
+    address is not given listens on loopback, and its engine finds its own interface. nic: the boxes' network interface.
     memory_gib: of one device, where it is not the recipe's. Raises QuantkitError for an engine, layout or number of hosts there is not.
     """
     recipe = _recipe(engine, device)
-    chosen = find_topology(engine, boxes, layout, device)
-    if devices is not None:
-        chosen = _on_devices(chosen, devices)
+    chosen = find_topology(engine, boxes, layout, device, devices)
     listen = "$ip" if hosts is not None or chosen.boxes > 1 else "127.0.0.1"
+    if hosts is None and chosen.boxes == 1:
+        recipe = _without_network(recipe)
     hosts = list(hosts) if hosts is not None else [f"box{number}" for number in range(chosen.boxes)]
     if len(hosts) != chosen.boxes:
         raise QuantkitError(f"{chosen.name} takes {chosen.boxes} boxes and {len(hosts)} hosts were given", "give one address a box")
@@ -248,24 +248,49 @@ def _recipe(engine: str, device: Device | None) -> LaunchRecipe:
     return min(found, key=lambda recipe: recipe.device != "npu")
 
 
-def find_topology(engine: str, boxes: int, name: str | None = None, device: Device | None = None) -> Topology:
-    """By name, or else the one of `boxes` boxes that runs prefill and decode together. Raises QuantkitError listing those there are."""
+def find_topology(engine: str, boxes: int, name: str | None = None, device: Device | None = None, devices: int | None = None) -> Topology:
+    """By name, or else the one of `boxes` boxes that runs prefill and decode together; on machines of `devices` where given.
+
+    Raises QuantkitError listing the layouts there are, or where ranks of a layout do not come out even on such machines.
+    """
     recipe = _recipe(engine, device)
     for layout in recipe.layouts:
         if layout.name == name or (name is None and layout.boxes == boxes and len(layout.roles) == 1):
-            return layout
+            return layout if devices is None else _on_devices(layout, devices)
     there = ", ".join(f"{layout.name} ({layout.boxes})" for layout in recipe.layouts)
     raise QuantkitError(f"{recipe.engine} has no layout {name or f'of {boxes} boxes'}", f"its layouts (and boxes) are {there}")
 
 
 def _on_devices(layout: Topology, devices: int) -> Topology:
-    """A layout of one box and one tensor-parallel group, over another number of devices. Raises QuantkitError for any other layout."""
-    role = layout.roles[0]
-    if layout.boxes > 1 or role.parallel.world != role.tensor_parallel:
-        raise QuantkitError(f"{layout.name} is laid out for machines of {layout.devices_per_box} devices", "give --boxes instead")
-    summary = f"One box, tensor parallel over {devices}." if devices > 1 else "One device."
-    roles = (role.model_copy(update={"tensor_parallel": devices}),)
+    """A layout on machines of another number of devices. Tensor parallel in a machine stays so; data-parallel groups become more or fewer.
+
+    Raises QuantkitError where the ranks of a role do not come out even.
+    """
+    if devices == layout.devices_per_box:
+        return layout
+    roles = tuple(_role_on(role, layout, devices) for role in layout.roles)
+    summary = layout.summary
+    if layout.boxes == 1 and roles[0].data_parallel == 1:
+        summary = f"One box, tensor parallel over {devices}." if devices > 1 else "One device."
     return layout.model_copy(update={"devices_per_box": devices, "roles": roles, "summary": summary})
+
+
+def _role_on(role: Role, layout: Topology, devices: int) -> Role:
+    boxes_of_group, part = divmod(role.tensor_parallel, layout.devices_per_box)
+    tensor = role.tensor_parallel if part else boxes_of_group * devices
+    group = tensor * role.pipeline_parallel
+    groups, left = divmod(role.boxes * devices, group)
+    if left or groups == 0 or (part and devices % tensor):
+        raise QuantkitError(
+            f"{layout.name} is laid out for machines of {layout.devices_per_box} devices, and {role.name} takes groups of {group}",
+            f"give --devices {layout.devices_per_box}, or another --layout",
+        )
+    return role.model_copy(update={"tensor_parallel": tensor, "data_parallel": groups})
+
+
+def _without_network(recipe: LaunchRecipe) -> LaunchRecipe:
+    kept = {key: value for key, value in recipe.environment.items() if value not in ("$ip", "$nic")}
+    return recipe.model_copy(update={"environment": kept})
 
 
 def _launches(

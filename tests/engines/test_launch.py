@@ -91,14 +91,18 @@ def test_servers_listen_where_they_must_and_ask_for_a_key(int8: Path, engine: st
             assert f"--host {'127.0.0.1' if len(made.launches) == 1 else launch.box}" in line
             assert "VLLM_API_KEY" in script or line.removesuffix(" &").endswith('--api-key "$QUANTKIT_API_KEY"')
         if serves:
-            head = script[: script.index("export VLLM") if "export VLLM" in script else script.index("\nexport")]
+            head = script[: script.index("\n", script.index("QUANTKIT_API_KEY:?"))]
             without = subprocess.run(["bash", "-c", f"{head}\necho started"], capture_output=True, text=True, env={})
             assert "QUANTKIT_API_KEY: set it" in without.stderr
             assert not without.stdout, "it starts nothing without a key"
 
 
 def test_one_box_with_an_address_listens_there(int8: Path) -> None:
-    assert "--host 10.0.0.1 " in deploy(int8, "vllm", hosts=["10.0.0.1"]).launches[0].script()
+    given, alone = (deploy(int8, "vllm", hosts=hosts).launches[0].script() for hosts in (["10.0.0.1"], None))
+    assert "--host 10.0.0.1 " in given
+    assert "VLLM_HOST_IP=10.0.0.1" in given
+    assert "box0" not in alone.replace("on box0", "")
+    assert "eth0" not in alone, "an interface that the machine may not have"
 
 
 def test_an_engine_that_does_not_load_the_checkpoint_is_told(int8: Path, tmp_path: Path) -> None:
@@ -153,5 +157,26 @@ def test_one_box_of_fewer_devices(int8: Path) -> None:
         ((_, command),) = made.launches[0].commands
         assert command[command.index("--tensor-parallel-size") + 1] == devices
     assert two.memory["server"].weight_bytes > 1.5 * eight.memory["server"].weight_bytes
-    with pytest.raises(QuantkitError, match="laid out for machines of 8 devices"):
-        deploy(int8, "vllm", boxes=2, devices=4)
+
+
+def test_many_boxes_of_fewer_devices(int8: Path) -> None:
+    """Tensor parallel inside each box, as many data-parallel groups as there are devices for, and no rank left over."""
+    two = deploy(int8, "vllm", boxes=2, devices=2)
+    for launch in two.launches:
+        ((_, command),) = launch.commands
+        sizes = [command[command.index(option) + 1] for option in ("--tensor-parallel-size", "--pipeline-parallel-size")]
+        assert sizes == ["2", "2"]
+    four = deploy(int8, "vllm", boxes=4, devices=2)
+    ((_, command),) = four.launches[3].commands
+    assert command[command.index("--data-parallel-size") + 1] == "8"
+    assert command[command.index("--data-parallel-start-rank") + 1] == "6"
+    with pytest.raises(QuantkitError, match="groups of 4"):
+        deploy(int8, "vllm-ascend", boxes=4, devices=3)
+
+
+def test_experts_shared_by_the_devices_of_one_box(int8: Path) -> None:
+    made = deploy(int8, "vllm", layout="one-box-experts", devices=4)
+    ((_, command),) = made.launches[0].commands
+    assert command[command.index("--data-parallel-size") + 1] == "4"
+    assert "--enable-expert-parallel" in command
+    assert made.memory["server"].weight_bytes < deploy(int8, "vllm", layout="one-box-experts", devices=2).memory["server"].weight_bytes
