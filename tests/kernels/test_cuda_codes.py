@@ -5,7 +5,6 @@ import torch
 from decode_attention import check_gqa_decode, check_mla_decode
 from quantkit_kernels import Norms, Prompts, Rotation, gqa_prefill, gqa_prepare, mla_prefill, mla_prepare
 from quantkit_kernels.codes import CODES, LARGEST, decode, decoded, empty_keys, empty_latents
-from quantkit_kernels.cuda.attention import prefill as cuda_prefill
 from quantkit_kernels.samples import TOLERANCE, code_latents, distance, grouped_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
@@ -133,7 +132,7 @@ def test_gqa_prefill(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All keys decoded at once, and in parts that begin within sequences."""
-    monkeypatch.setattr(cuda_prefill, "_EXPANDED_BYTES", room)
+    monkeypatch.setattr("quantkit_kernels.triton.attention.prefill._EXPANDED_BYTES", room)
     case = grouped_attention(lengths, news, heads, width, block_size, torch.bfloat16, "cuda", window, codes=codes)
     out = gqa_prefill(case.q, case.pages.cache, case.prompts, scale=case.scale, window=window, backend="cuda")
     assert distance(out, case.exact) < TOLERANCE[torch.bfloat16]
@@ -143,7 +142,7 @@ def test_gqa_prefill(
 @pytest.mark.parametrize("room", [1 << 29, 1 << 22])
 @pytest.mark.parametrize("sizes", [R1, (32, 16, 64, 96)])
 def test_mla_prefill(codes: torch.dtype, sizes: tuple[int, int, int, int], room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_prefill, "_EXPANDED_BYTES", room)
+    monkeypatch.setattr("quantkit_kernels.triton.attention.prefill._EXPANDED_BYTES", room)
     nope, rope, value, latent = sizes
     spans, heads = [(0, 300), (700, 40), (1500, 200)], 8
     tokens, rows = sum(new for _, new in spans), 1 + sum(-(-(start + new) // 64) for start, new in spans)

@@ -4,7 +4,6 @@ import pytest
 import torch
 from decode_attention import check_gqa_decode
 from quantkit_kernels import Norms, Prompts, Rotation, gqa_decode, gqa_prefill, gqa_prepare, mla_prefill
-from quantkit_kernels.cuda.attention import prefill as cuda_prefill
 from quantkit_kernels.samples import TOLERANCE, distance, grouped_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
@@ -129,7 +128,7 @@ def test_a_prompt_cut_anywhere_gives_the_same_bits() -> None:
 @pytest.mark.parametrize("sizes", [(128, 64, 128, 512), (32, 16, 64, 96)])
 def test_mla_prefill(sizes: tuple[int, int, int, int], interleaved: bool, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All latents expanded at once, and in parts that begin within sequences."""
-    monkeypatch.setattr(cuda_prefill, "_EXPANDED_BYTES", room)
+    monkeypatch.setattr("quantkit_kernels.triton.attention.prefill._EXPANDED_BYTES", room)
     nope, rope, value, latent = sizes
     spans, heads = [(0, 300), (700, 40), (1500, 200)], 8
     tokens, rows = sum(new for _, new in spans), 1 + sum(-(-(start + new) // 64) for start, new in spans)

@@ -20,6 +20,8 @@ pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest
 
 GRIDS = ("int4-asym-32", "int4-asym-64", "int4-asym-128", "int4-sym-128", "int8", "fp4")
 FOUR_BITS = tuple(grid for grid in GRIDS if grid != "int8")
+# Relative error of one activation rounded to the next int8 code, times the square root of K: a value halfway between two codes goes either way.
+ONE_CODE = 3 / 127
 SHAPES = ((32, 2), (32, 4), (64, 2), (64, 4), (128, 2), (128, 3), (256, 2))
 
 
@@ -53,7 +55,8 @@ def test_every_tile_matches_float64(grid: str, dtype: torch.dtype) -> None:
         for tokens, warpgroups in SHAPES:
             for split in range(1, min(8, x.shape[1] // 128) + 1):
                 plan = TilePerBlockPlan(tokens, warpgroups, split)
-                assert distance(linear.tiles(x, plan), exact) < TOLERANCE[dtype], (plan, where)
+                tolerance = TOLERANCE[dtype] + (ONE_CODE / x.shape[1] ** 0.5 if grid == "int8" else 0)
+                assert distance(linear.tiles(x, plan), exact) < tolerance, (plan, where)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
