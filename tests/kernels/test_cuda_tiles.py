@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest
 
 GRIDS = ("int4-asym-32", "int4-asym-64", "int4-asym-128", "int4-sym-128", "int8", "fp4")
 FOUR_BITS = tuple(grid for grid in GRIDS if grid != "int8")
-# Relative error of one activation rounded to the next int8 code, times the square root of K: a value halfway between two codes goes either way.
+# Relative error of one activation at the next int8 code, times the square root of K: halfway between two codes it goes either way.
 ONE_CODE = 3 / 127
 SHAPES = ((32, 2), (32, 4), (64, 2), (64, 4), (128, 2), (128, 3), (256, 2))
 
