@@ -12,7 +12,9 @@ import math
 from dataclasses import dataclass, replace
 
 from quantkit.calibrate.allocator import LARGEST_KEPT
-from quantkit.calibrate.batches import Batches
+from quantkit.calibrate.batches import BATCH_TOKENS, Batches
+from quantkit.calibrate.next_token_kl import BLOCK_ROWS
+from quantkit.calibrate.sensitivity import MOST_TOKENS, PATH_TOKENS
 from quantkit.checkpoint.writer import WAITING
 from quantkit.errors import QuantkitError
 from quantkit.models.table import Parameter
@@ -36,6 +38,8 @@ _PANELS = 3 * 512
 """Rows of such a square that are copied on the way."""
 _BATCH = 6
 """Matrices of the size of a batch of experts: as read, scaled, rounded, and what rounding needs."""
+_JUDGED = 5
+"""Logits of a block of the head alive together: both paths', and what their comparison makes of them."""
 _COPIED = 3
 """Bytes a value while a 16-bit tensor is copied: itself, and a mask that says where it is finite."""
 _GIB = 2**30
@@ -85,7 +89,12 @@ def expected_peak(job: Job, ceiling: int | None = None) -> tuple[Peak, Batches]:
         sequence=recipe.seq_len,
         batches=Batches(),
     )
+    measuring = Peak(0, 0, 0, "")
+    if job.request.mixture.chooses:
+        layers = {row.layer for row in job.rows if row.layer is not None and not row.mtp}
+        measuring = measuring_peak(work, len(layers))
     peak, batches = fitting_peak(work, ceiling if ceiling is None or not job.inventory.by_name else ceiling - MODULES_BYTES)
+    peak = max(peak, measuring, key=lambda one: one.total)
     return (replace(peak, process=peak.process + MODULES_BYTES) if job.inventory.by_name else peak), batches
 
 
@@ -98,6 +107,30 @@ def calibrated_peak(work: RunSizes) -> Peak:
         moments.append((_experts_bytes(work, layer), f"layers.{layer}.experts"))
     bytes_, unit = max(moments, key=lambda moment: moment[0])
     return Peak(PROCESS_BYTES, hidden, bytes_ + min(2 * LARGEST_KEPT, bytes_ // 8), unit)  # and freed blocks that wait for the next
+
+
+def measuring_peak(work: RunSizes, layers: int) -> Peak:
+    """The worst moment of the pass that measures what each grid costs.
+
+    Three copies of its paths are alive. They go through a sublayer with its original weights, those of one choice rounded, and those of
+    all rounded together.
+    """
+    paths, (least, most) = 2 * layers + 1, PATH_TOKENS
+    tokens = paths * max(least, min(MOST_TOKENS // paths, work.tokens // 3 // paths, most))
+    hidden, moments = 3 * tokens * work.hidden_size * _FLOAT, []
+    for unit, rows in work.units.items():
+        linears = [_FLOAT * _values(row) for row in rows if row.module in work.quantized]
+        if rows[0].layer is None or not linears:
+            continue
+        widest = max(row.shape[0] for row in rows if len(row.shape) == 2)
+        run = _RUN * _FLOAT * min(tokens, max(BATCH_TOKENS, work.sequence)) * widest
+        asked = (1 + _COPIED) * tokens * work.hidden_size * _FLOAT if any(row.role == "router" for row in rows) else 0
+        weights = _FLOAT * sum(map(_values, rows)) + sum(linears) + (_SOLVED + 1) * max(linears)
+        moments.append((weights + run + asked + 3 * _FLOAT * work.hidden_size**2, unit))
+    logits = min(BLOCK_ROWS, max(row.shape[0] for rows in work.units.values() for row in rows if row.layer is None))
+    moments.append((_JUDGED * _FLOAT * (tokens // paths) * logits, "head"))
+    bytes_, where = max(moments)
+    return Peak(PROCESS_BYTES, hidden, bytes_ + min(2 * LARGEST_KEPT, bytes_ // 8), where)
 
 
 def fitting_peak(work: RunSizes, ceiling: int | None) -> tuple[Peak, Batches]:
