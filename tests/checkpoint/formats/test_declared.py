@@ -1,6 +1,6 @@
 """Checkpoints whose description says module by module what a linear is on: AutoRound's, GPTQModel's dynamic, mixtures, ModelSlim's kinds.
 
-The bytes of each kind are packed by the formats' own tests, or spelled out here; files of the real writers: tests/judges/writers.py.
+The bytes of each kind are packed by the formats' own tests, or spelled out here. docs/formats.md says which real writers' files were read.
 """
 
 import json
