@@ -138,7 +138,8 @@ class ModelSlim(Format):
 
     def ignored(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Callable[[str], bool] | None:
         described = _described(side)
-        return lambda module: described.get(f"{module}.weight", "FLOAT") == "FLOAT"
+        # What is not described is not quantized; but vllm-ascend asks for the head's type, of one that is tied to the embedding too.
+        return lambda module: described.get(f"{module}.weight", None if module == HEAD else "FLOAT") == "FLOAT"
 
     def config_block(self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> dict[str, Any]:
         return {}
