@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: demo wheel test test-families lint test-ascend test-triton test-engines test-vllm-cuda test-faults test-loaders test-placement test-packers test-evalscope test-lm-eval test-clients mutants-ascend acceptance-npu test-datasets clean
+.PHONY: demo wheel test test-long test-families lint test-ascend test-triton test-engines test-vllm-cuda test-vllm-topologies test-faults test-loaders test-placement test-placement-loaders test-packers test-evalscope test-styles test-lm-eval test-clients mutants-ascend acceptance-npu ascendc test-datasets clean
 
 demo: $(VENV)/run.stamp
 	$(BIN)/python tools/demo.py --out out/demo
@@ -11,7 +11,13 @@ demo: $(VENV)/run.stamp
 # One thread: products of several threads are not the same to the last bit from run to run, and tests compare bytes.
 # Two processes, and a module's tests in one of them, which shares its fixtures.
 test: $(VENV)/test.stamp lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadscope
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(LONG:%=--ignore=%) --numprocesses 2 --dist loadscope
+
+# In CI, minutes long: the wheel and the sdist, each installed in an environment of its own; a stranger's day on an NPU, on the double; 2,000
+# requests made at random; files damaged at random.
+LONG := tests/test_package.py tests/ascend/test_acceptance.py tests/executor/server/test_fuzz.py tests/test_damaged_files.py
+test-long: $(VENV)/test.stamp
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(LONG) --numprocesses 2 --dist loadscope
 
 # Every architecture with every scheme, on ranks, by name and in eval: the cells of docs/models.md that `make test` leaves out.
 test-families: $(VENV)/test.stamp
@@ -56,6 +62,14 @@ TP ?= 1
 acceptance-npu:
 	PYTHONPATH=.:kernels $(PYTHON) tools/acceptance_npu.py $(if $(MODEL),--model $(MODEL) --tp $(TP))
 
+# The Ascend C kernels as operators of torch, where CANN and torch_npu are: backend ascend looks for them in the user's cache. SOC: the chip.
+SOC ?= Ascend910B1
+ASCENDC := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/quantkit/ascendc
+ascendc:
+	cmake -S kernels/ascendc -B build/ascendc -DSOC_VERSION=$(SOC) -DPYTHON=$(PYTHON) -DCMAKE_LIBRARY_OUTPUT_DIRECTORY=$(ASCENDC) -DCMAKE_BUILD_RPATH_USE_ORIGIN=ON
+	cmake --build build/ascendc
+	test -e $(ASCENDC)/libquantkit_ascendc_torch.so
+
 # Goes on where the last run stopped; delete out/mutants-ascend.jsonl to judge other tests.
 mutants-ascend: .venv-ascend/stamp
 	PYTHONPATH=.:kernels OMP_NUM_THREADS=1 .venv-ascend/bin/python tests/judges/mutants/run.py
@@ -88,6 +102,10 @@ VLLM ?= python3
 test-vllm-cuda: $(VENV)/test.stamp
 	$(BIN)/python tests/judges/vllm_cuda.py --vllm $(VLLM) --directory out/vllm-cuda
 
+# The commands of `quantkit deploy`, on this CPU: an hour of two cores. --device cuda --cards 2 on a host with GPUs, with a Python that has vLLM.
+test-vllm-topologies: $(VENV)/test.stamp .venv-vllm/stamp
+	OMP_NUM_THREADS=1 PYTHONPATH=.:kernels $(BIN)/python tests/judges/vllm_topologies.py --vllm .venv-vllm/bin/python --directory out/vllm-topologies --result
+
 .venv-vllm/stamp: tests/judges/vllm_venv.sh
 	bash tests/judges/vllm_venv.sh .venv-vllm
 	touch $@
@@ -97,6 +115,11 @@ test-faults: $(VENV)/test.stamp
 
 test-placement: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 PYTHONPATH=.:kernels $(BIN)/python tests/judges/placement.py
+
+# Files of `place`, read by the engines' own loaders: 65 MB of wheels, a few seconds.
+test-placement-loaders: $(VENV)/test.stamp
+	$(BIN)/pip download --quiet --no-deps --dest out/wheels sglang==0.5.23 vllm-ascend==0.23.0
+	OMP_NUM_THREADS=1 PYTHONPATH=.:kernels:tests $(BIN)/python tests/judges/placement_loaders.py --wheels out/wheels
 
 # An estimated quarter of an hour of CPU time, which was not measured as a whole, and 4 GB of disk for both environments.
 test-loaders: .venv-vllm-ascend/stamp .venv-sglang/stamp
@@ -125,6 +148,11 @@ test-evalscope: $(VENV)/run.stamp .venv-evalscope/stamp
 	$(PYTHON) -m venv .venv-evalscope
 	.venv-evalscope/bin/pip install --quiet 'evalscope[perf]==1.14.1'
 	touch $@
+
+# Every style of the corpus, of which test-evalscope and test-lm-eval take some hundreds a task: the table of docs/evaluation.md.
+test-styles: .venv-evalscope/stamp .venv-lm-eval/stamp
+	PYTHONPATH=. .venv-evalscope/bin/python tests/judges/style_agreement.py evalscope --whole
+	PYTHONPATH=. .venv-lm-eval/bin/python tests/judges/style_agreement.py lm-eval --whole
 
 test-lm-eval: $(VENV)/test.stamp .venv-lm-eval/stamp
 	PYTHONPATH=. .venv-lm-eval/bin/python tests/judges/lm_eval_parity.py

@@ -25,7 +25,7 @@ def measure(path: Path, count: int, options: dict[str, int]) -> dict[str, Any]:
     asked = [f"What is {17 * i % 889 + 11}+{29 * i % 997 + 3}?" for i in range(count)]
     prompts = [engine.tokenizer.encode_chat([{"role": "user", "content": one}]) for one in asked]
     tokens = sum(len(done.token_ids) for done in engine.generate(prompts, SamplingParams(max_new_tokens=256)))
-    found = engine.acceptance
+    found = engine.speculation.acceptance
     steps = tokens - found.accepted
     return {
         "guesses": found.drafted,

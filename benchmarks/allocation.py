@@ -31,7 +31,7 @@ from quantkit.tokenizer.chat import ChatTokenizer
 CPU = torch.device("cpu")
 
 
-class Rounded(Checkpoint):
+class RoundedSource(Checkpoint):
     """A source with the linears of `values` in what they are rounded to."""
 
     values: dict[str, Tensor]
@@ -41,7 +41,7 @@ class Rounded(Checkpoint):
 
 
 @torch.inference_mode()
-def hidden_states(source: Rounded, model: Model, ids: Tensor, lengths: list[int]) -> Tensor:
+def hidden_states(source: RoundedSource, model: Model, ids: Tensor, lengths: list[int]) -> Tensor:
     weights = ExecutorWeights(source, model.rows, device=CPU, dtype=torch.float32, backend="reference")
     return model.architecture.Model(model.config, weights)(ids, CausalContext(lengths))
 
@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=128)
     asked = parser.parse_args()
-    source = Rounded.open(find_model(asked.model))
+    source = RoundedSource.open(find_model(asked.model))
     source.values = {}
     scheme = find_scheme("awq-w4a16")
     recipe = load_recipe(scheme.name)

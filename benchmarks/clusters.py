@@ -17,7 +17,7 @@ from r1_headers import r1_config
 from quantkit.checkpoint.formats import compressed_int8
 from quantkit.clusters import ASSUMPTIONS, beside_rate
 from quantkit.costmodel import load_hardware
-from quantkit.engines.launch import find_topology
+from quantkit.engines.layouts import find_topology
 from quantkit.engines.memory import fit_rows
 from quantkit.models import find_architecture
 from quantkit.models.table import Parameter
@@ -58,7 +58,7 @@ def table() -> list[list[Any]]:
     rows, scheme = architecture.parameters(parsed), find_scheme("int8-a8w8c16")
     lines: list[list[Any]] = []
     for name in LAYOUTS:
-        topology = find_topology("vllm-ascend", 1, name)
+        topology = find_topology("vllm-ascend", name=name)
         assert topology.hardware is not None, name
         for rate in topology.published:
             parallel = next(role for role in topology.roles if role.name == rate.role).parallel

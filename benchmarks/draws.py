@@ -86,7 +86,7 @@ def same_tokens() -> dict[str, Any]:
         assert not engine.runner.why_eager, engine.runner.why_eager
         assert engine.runner.draw._sizes, "draws were captured"
         found.append([one.token_ids for one in done])
-        print(options, mixed, f"{time.perf_counter() - began:.1f} s", engine.acceptance, engine.scheduler.budget, flush=True)
+        print(options, mixed, f"{time.perf_counter() - began:.1f} s", engine.speculation.acceptance, engine.scheduler.budget, flush=True)
     return {"answers": len(found[0]), "same": [sum(a == b for a, b in zip(found[0], one)) for one in found[1:]]}
 
 

@@ -3,10 +3,10 @@
     python benchmarks/headers.py kimi-k2|deepseek-v4-pro DIR [--layers N] [--experts N]
 
 Reading a tensor gives zeros, so plans can be made of it (`quantkit plan DIR`), and what rounding it costs in memory and time measured; what
-the weights are does not matter for that. Kimi-K2 is in FP8 blocks, as published. DeepSeek-V4-Pro, which quantkit has no table of, is in
-BF16, by the names that transformers gives its tensors; its sizes are those that transformers' own text tells (modeling_deepseek_v4.py), and
-1.6e12 parameters in all. --layers: so many, of which all but Kimi-K2's first of several have routed experts; all by
-default. --experts: so many in each, 384 by default.
+the weights are does not matter for that. Kimi-K2 is in FP8 blocks, as published; DeepSeek-V4-Pro in its layout of FP4 experts and FP8
+blocks, with sizes that transformers' own text tells (modeling_deepseek_v4.py), 1.6e12 parameters in all.
+--layers: so many, of which all but Kimi-K2's first of several have routed experts; all by default. --experts: so many in each, 384 by
+default.
 """
 
 import argparse
@@ -21,7 +21,15 @@ from r1_shape import BLOCK, is_fp8, shape_config
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.models import find_architecture
 
-_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float8_e4m3fn: "F8_E4M3", torch.int64: "I64"}
+_NAMES = {
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int64: "I64",
+    torch.int8: "I8",
+    torch.float8_e8m0fnu: "F8_E8M0",
+}
+_PLAIN = {"streams": torch.float32, "router_bias": torch.float32, "indexer_gate": torch.float32, "router_table": torch.int64}
 _PER_SHARD = 1000
 V4_PRO = {
     "model_type": "deepseek_v4",
@@ -37,6 +45,15 @@ V4_PRO = {
     "o_lora_rank": 1024,
     "index_topk": 1024,
     "num_nextn_predict_layers": 0,
+    "vocab_size": 129280,
+    "num_experts_per_tok": 6,
+    "sliding_window": 128,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 1048576,
+    "expert_dtype": "fp4",
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [BLOCK, BLOCK]},
 }
 
 
@@ -54,16 +71,22 @@ def kimi_k2(layers: int | None, experts: int) -> tuple[dict[str, Any], list[Tens
 
 def deepseek_v4_pro(layers: int | None, experts: int) -> tuple[dict[str, Any], list[TensorSpec]]:
     """Layers whose router is a table of ids come first, and are left out where not all are wanted."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    from quantkit.models.module_tree import build_model
-
     config = V4_PRO | {"n_routed_experts": experts} | ({"num_hidden_layers": layers, "num_hash_layers": 0} if layers else {})
-    model: Any = build_model(config)
-    tensors = revert_weight_conversion(model, dict(model.state_dict()))
-    return config, [
-        TensorSpec(name, torch.bfloat16 if one.is_floating_point() else one.dtype, tuple(one.shape)) for name, one in tensors.items()
-    ]
+    architecture, found = find_architecture(config), []
+    for row in architecture.parameters(architecture.Config.from_dict(config)):
+        rows, columns = (*row.shape, 1)[:2]
+        scale = f"{row.module}.scale"
+        if row.expert is not None:
+            found += [
+                TensorSpec(row.name, torch.int8, (rows, columns // 2)),
+                TensorSpec(scale, torch.float8_e8m0fnu, (rows, columns // 32)),
+            ]
+        elif is_fp8(row) and ".compressor." not in row.name:
+            blocks = math.ceil(rows / BLOCK), math.ceil(columns / BLOCK)
+            found += [TensorSpec(row.name, torch.float8_e4m3fn, row.shape), TensorSpec(scale, torch.float8_e8m0fnu, blocks)]
+        else:
+            found.append(TensorSpec(row.name, _PLAIN.get(row.role, torch.bfloat16), row.shape))
+    return config, found
 
 
 SHAPES = {"kimi-k2": kimi_k2, "deepseek-v4-pro": deepseek_v4_pro}

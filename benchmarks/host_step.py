@@ -19,7 +19,7 @@ import torch
 
 from quantkit.executor.engine import Engine
 from quantkit.executor.grammar import json_schema
-from quantkit.executor.graphs import DecodeRows, Result
+from quantkit.executor.graphs import DecodeRows, StepResult
 from quantkit.executor.sampling import SamplingParams
 from quantkit.hub import find_model
 
@@ -45,9 +45,9 @@ class Stub:
         self.hidden, self.logits = torch.zeros(rows, 8), torch.randn(rows, vocab, generator=generator)
         self.greedy = self.logits.argmax(-1)
 
-    def run(self, rows: DecodeRows, *inputs: torch.Tensor) -> Result:
+    def run(self, rows: DecodeRows, *inputs: torch.Tensor) -> StepResult:
         count = len(rows.token_ids)
-        return Result(self.hidden[:count], self.logits[:count], self.greedy[:count])
+        return StepResult(self.hidden[:count], self.logits[:count], self.greedy[:count])
 
 
 class Texts:

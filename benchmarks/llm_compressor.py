@@ -1,7 +1,7 @@
 """One llm-compressor run, in llm-compressor's own environment: python llm_compressor.py MODEL TOKENS.json RECIPE OUT
 
-MODEL is a BF16 checkpoint of a DeepSeek-V3 model, TOKENS a list of lists of token ids. Recipes are the strongest found for each
-scheme, and their plain parts. Prints one JSON line: seconds of the work itself.
+MODEL is a BF16 checkpoint of a DeepSeek-V3, Qwen3 or Qwen3-MoE model, TOKENS a list of lists of token ids. Recipes are the strongest
+found for each scheme, and their plain parts. Prints one JSON line: seconds of the work itself.
 
 Three faults of 0.14.0.1 are stepped around, in its favour: its AWQ mapping does not resolve where dense and MoE layers mix, so both
 kinds get a mapping of their own, the router included; AWQ pins memory for an accelerator that a CPU-only host lacks; and its loading
@@ -27,35 +27,34 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 IGNORE = ["lm_head", "re:.*mlp.gate$", "re:.*kv_b_proj$"]
 """What quantkit leaves in 16 bits too: engines need kv_b_proj as it is."""
-PACK = 512
+PACK = 4096 if torch.cuda.is_available() else 512
+"""Tokens side by side."""
 SCHEMES = {"w4": "W4A16_ASYM", "fp4": "NVFP4A16", "int8": "W8A8"}
 
 
-def mappings(dense: int, layers: int) -> list[AWQMapping]:
-    """DeepSeek-V3's scale groups with the first `dense` layers apart from the others."""
+def mappings(config: Any) -> list[AWQMapping]:
+    """The scale groups of a DeepSeek-V3, Qwen3 or Qwen3-MoE model, dense layers apart from the others; routers are readers."""
+    latent, layers = hasattr(config, "kv_lora_rank"), config.num_hidden_layers
+    dense = layers if not hasattr(config, "moe_intermediate_size") else getattr(config, "first_k_dense_replace", 0)
     kinds = (
         (range(dense), ["re:.*mlp.gate_proj$", "re:.*mlp.up_proj$"]),
-        (
-            range(dense, layers),
-            ["re:.*mlp.gate$", "re:.*gate_proj$", "re:.*up_proj$"],
-        ),
+        (range(dense, layers), ["re:.*mlp.gate$", "re:.*gate_proj$", "re:.*up_proj$"]),
     )
-    found = [
-        AWQMapping("re:.*input_layernorm$", ["re:.*q_a_proj$", "re:.*kv_a_proj_with_mqa$"]),
-        AWQMapping("re:.*q_a_layernorm$", ["re:.*q_b_proj$"]),
-        AWQMapping("re:.*up_proj$", ["re:.*down_proj$"]),
-    ]
+    first = ["re:.*q_a_proj$", "re:.*kv_a_proj_with_mqa$"] if latent else ["re:.*q_proj$", "re:.*k_proj$", "re:.*v_proj$"]
+    inner = AWQMapping("re:.*q_a_layernorm$", ["re:.*q_b_proj$"]) if latent else AWQMapping("re:.*v_proj$", ["re:.*o_proj$"])
+    found = [AWQMapping("re:.*input_layernorm$", first), inner, AWQMapping("re:.*up_proj$", ["re:.*down_proj$"])]
     for numbers, readers in kinds:
         prefix = rf"re:.*layers\.({'|'.join(map(str, numbers))})\."
-        found.append(AWQMapping(f"{prefix}post_attention_layernorm$", [reader.replace("re:", prefix, 1) for reader in readers]))
+        if numbers:
+            found.append(AWQMapping(f"{prefix}post_attention_layernorm$", [reader.replace("re:", prefix, 1) for reader in readers]))
     return found
 
 
 def modifiers(recipe: str, model: Any) -> list[Any]:
-    """w4-awq-gptq, fp4-gptq, int8-smooth-gptq, ...: the grid, then the methods in order; a grid alone is rounding to nearest."""
+    """w4-awq-gptq, fp4-gptq, int8-smooth-gptq, int8-nearest, ...: the grid, then the methods in order; a grid alone rounds to nearest."""
     grid, *methods = recipe.split("-")
     scheme = {"targets": "Linear", "scheme": SCHEMES[grid], "ignore": IGNORE}
-    groups = mappings(model.config.first_k_dense_replace, model.config.num_hidden_layers)
+    groups = mappings(model.config)
     found: list[Any] = []
     if "awq" in methods:
         found.append(AWQModifier(mappings=groups))

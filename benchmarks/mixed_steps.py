@@ -27,7 +27,7 @@ from quantkit.executor.runner import Runner
 from quantkit.executor.scheduler import StepBudget
 
 
-class Steps:
+class MixedSteps:
     """A prompt beside `answers` rows of `context` tokens each."""
 
     def __init__(self, bench: Bench, options: argparse.Namespace) -> None:
@@ -75,7 +75,7 @@ class Steps:
 @torch.inference_mode()
 def run(options: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
-    steps = Steps(Bench(options.model, torch.device("cuda")), options)
+    steps = MixedSteps(Bench(options.model, torch.device("cuda")), options)
     alone = []
     for _ in range(12):
         began = time.perf_counter()

@@ -1,163 +1,80 @@
-"""Quality at the same bits: quantkit and llm-compressor on one model, one set of calibration tokens, one evaluator.
+"""Quality at the same bits: quantkit beside llm-compressor and AutoRound, on several models, one set of calibration tokens, one evaluator.
 
-    python benchmarks/quality.py --out OUT [--split final|tuning] [--seeds 0,1,2] [--schemes awq-w4a16,...] [--peer-python PYTHON]
+    python benchmarks/quality.py --out OUT [--judges DIR] [--models tiny-r1,deepseek,dense,experts] [--schemes awq-w4a16,...]
+        [--split final|tuning] [--seeds 0,1,2] [--samples 128] [--seq-len 512] [--peers NAME,...] [--variants FILE.json] [--jobs 1]
 
-The source is tiny-r1's FP8 checkpoint; the peer gets it decoded to BF16. Every output is read back by quantkit, decoded to float32 and
-run with float32 activations (rounded to int8 per token where the scheme says so), one document a sequence, so neither side gains by a
-kernel. KL(source || output) per token in nats. Intervals are percentile bootstraps over documents, paired; every figure is the mean
-over the calibration seeds. Settings are chosen on the tuning split; the final split is looked at once they are fixed.
+tiny-r1 is the built-in FP8 checkpoint; peers get it decoded to BF16. The others are those of judge_models.py in DIR. Every output is read
+back and judged by quality_evaluator.py. KL(source || output) per token in nats. Intervals are percentile bootstraps over documents, paired;
+every figure is the mean over the calibration seeds. Settings are chosen on the tuning split; the final split is looked at once they are
+fixed. --variants: {scheme: {name: {recipe key: value}}}, each a row beside ours; "mixture": {"bits": 4.5} is such a value, too. Last: for
+each scheme the ratio to the best peer, mean over models.
 Seconds are of whole processes, imports included: by the clock, and of all cores together, which a busy machine does not lengthen as much.
 A run that OUT holds already, with its seconds, is not repeated.
 """
 
 import argparse
+import itertools
 import json
-import os
+import math
 import random
+import resource
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from quantkit_kernels import SILU, Gating
+from quality_evaluator import Scores, ratio, run_model, score
 from torch import Tensor
-from torch.nn import functional as F
 
 from quantkit.calibrate.data import load_sequences
-from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import QuantkitError
 from quantkit.hub import find_model
-from quantkit.models import find_architecture
-from quantkit.models.context import CausalContext
-from quantkit.models.weights import ExpertsOp, LinearOp
-from quantkit.quant.weights import dequantize
 from quantkit.recipe import load_recipe
 from quantkit.tokenizer.chat import ChatTokenizer
 
 REPOSITORY = Path(__file__).parents[1]
 HELD_OUT = REPOSITORY / "eval/data/tiny-heldout.jsonl"
 SPLITS = {"tuning": (51_001, 128), "final": (51_002, 192)}
-"""Split -> seed and number of freshly drawn documents; the final split also has the shipped held-out file."""
+"""Split -> seed and number of freshly drawn documents of tiny-r1; its final split also has the shipped held-out file."""
+JUDGED_DOCUMENTS, JUDGED_TOKENS = 40, 256
+"""Of the held-out text of a trained judge: even ones tune, odd ones are final."""
 PEERS = {
-    "awq-w4a16": ("w4-awq-gptq", "w4-gptq"),
-    "fp4-w4a16": ("fp4-awq-gptq", "fp4-gptq"),
-    "int8-a8w8c16": ("int8-smooth-gptq", "int8-gptq"),
+    "awq-w4a16": ("w4-200", "w4-awq-gptq", "w4-gptq", "w4-nearest"),
+    "fp4-w4a16": ("fp4-200", "fp4-awq-gptq", "fp4-gptq", "fp4-nearest"),
+    "int8-a8w8c16": ("int8-smooth-gptq", "int8-gptq", "int8-nearest"),
 }
-TOKENS_A_PASS = 4096
+"""A number is AutoRound's iterations; nearest is plain rounding, which does not count as a peer."""
 
 
 @dataclass(frozen=True)
-class Scores:
-    """Per document, float64 [D]: summed KL, same first choices, predicted tokens; shares of experts chosen alike."""
+class Judge:
+    """A model that outputs are held against. calibration: its own text."""
 
-    kl: np.ndarray
-    top1: np.ndarray
-    tokens: np.ndarray
-    experts: np.ndarray
-
-
-# --- evaluator -----------------------------------------------------------------------------------------------------------
+    name: str
+    source: Path
+    calibration: Path
+    documents: list[Tensor]
 
 
-class Decoded:
-    """A checkpoint's weights in float32: the `Weights` of a forward. Inputs of int8 linears are rounded per token."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint = checkpoint
-        self.int8 = checkpoint.scheme is not None and checkpoint.scheme.activation_bits == 8
-        self.chosen: list[Tensor] = []
-
-    def tensor(self, name: str) -> Tensor:
-        return self.checkpoint.read(name).float()
-
-    def has(self, name: str) -> bool:
-        return self.checkpoint.has(name)
-
-    def dequantized(self, module: str) -> Tensor:
-        return dequantize(self.checkpoint.weight(module))
-
-    def linear(self, module: str) -> LinearOp:
-        return self.fused_linear((module,))
-
-    def fused_linear(self, modules: tuple[str, ...]) -> LinearOp:
-        weight = torch.cat([self.dequantized(module) for module in modules])
-        int8 = self.int8 and modules[0] in self.checkpoint.linears
-        return lambda x: F.linear(round_rows(x) if int8 else x, weight)
-
-    def experts(self, prefix: str, num_experts: int, gating: Gating = SILU) -> ExpertsOp:
-        assert gating == SILU, gating
-        sides = [[self.linear(f"{prefix}.{e}.{side}_proj") for side in ("gate", "up", "down")] for e in range(num_experts)]
-
-        def run(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-            self.chosen.append(topk_ids)
-            total = torch.zeros_like(x)
-            for expert, (gate, up, down) in enumerate(sides):
-                tokens, slots = (topk_ids == expert).nonzero(as_tuple=True)
-                mine = x[tokens]
-                total.index_add_(0, tokens, down(F.silu(gate(mine)) * up(mine)) * topk_weights[tokens, slots, None])
-            return total
-
-        return run
-
-    def experts_with_shared(self, prefix: str, num_experts: int, shared: str) -> ExpertsOp | None:
-        return None
-
-    def mla_prolog(self, *unused: Any) -> None:
-        """No operator of a decode step: documents are read whole."""
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return x
+def find_judge(name: str, folder: Path | None, split: str) -> Judge:
+    if name == "tiny-r1":
+        source = find_model(name)
+        return Judge(name, source, source / "calibration.jsonl", tiny_documents(split, ChatTokenizer(source)))
+    assert folder is not None, f"give --judges, where {name} is"
+    tokenizer = ChatTokenizer(folder / name)
+    lines = (folder / "held-out.jsonl").read_text(encoding="utf-8").splitlines()[split == "final" :: 2][:JUDGED_DOCUMENTS]
+    ids = [tokenizer.encode(json.loads(line)["text"])[:JUDGED_TOKENS] for line in lines]
+    return Judge(name, folder / name, folder / "own.jsonl", [torch.tensor(one, dtype=torch.int64) for one in ids])
 
 
-def round_rows(x: Tensor) -> Tensor:
-    """Nearest int8 values with one symmetric step per row."""
-    step = x.abs().amax(-1, keepdim=True).clamp(min=1e-8) / 127
-    return (x / step).round_().mul_(step)
-
-
-@torch.inference_mode()
-def run_model(path: Path, documents: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """For every document: log-probabilities [T, vocab], and the experts chosen, sorted, [layers, T, k]."""
-    checkpoint = Checkpoint.open(path)
-    architecture = find_architecture(checkpoint.config)
-    weights = Decoded(checkpoint)
-    model = architecture.Model(architecture.Config.from_dict(checkpoint.config), weights)
-    found = []
-    for part in _passes(documents):
-        weights.chosen.clear()
-        lengths = [len(ids) for ids in part]
-        logs = model.logits(model(torch.cat(part), CausalContext(lengths))).log_softmax(-1)
-        chosen = torch.stack(weights.chosen)
-        found += zip(logs.split(lengths), chosen.split(lengths, dim=1))
-    return found
-
-
-def _passes(documents: list[Tensor]) -> list[list[Tensor]]:
-    parts: list[list[Tensor]] = [[]]
-    for ids in documents:
-        if sum(map(len, parts[-1])) + len(ids) > TOKENS_A_PASS and parts[-1]:
-            parts.append([])
-        parts[-1].append(ids)
-    return parts
-
-
-def score(reference: list[tuple[Tensor, Tensor]], output: list[tuple[Tensor, Tensor]]) -> Scores:
-    rows = []
-    for (base, theirs), (logs, ours) in zip(reference, output, strict=True):
-        kl = (base.double().exp() * (base.double() - logs.double()))[:-1].sum()
-        same = (base.argmax(-1) == logs.argmax(-1))[:-1].sum()
-        alike = (theirs[..., :, None] == ours[..., None, :]).any(-1).float().mean()
-        rows.append((float(kl), float(same), len(base) - 1, float(alike)))
-    return Scores(*np.array(rows, dtype=np.float64).T)
-
-
-# --- documents -----------------------------------------------------------------------------------------------------------
-
-
-def documents(split: str, tokenizer: ChatTokenizer) -> list[Tensor]:
+def tiny_documents(split: str, tokenizer: ChatTokenizer) -> list[Tensor]:
     """Token ids of the split's documents; no problem of one split, or of the shipped files, is in another."""
     sys.path.insert(0, str(REPOSITORY / "tools/tiny_r1"))
     import texts
@@ -185,49 +102,66 @@ class Run:
 @dataclass(frozen=True)
 class Bench:
     out: Path
-    source: Path
-    peer_python: Path | None
+    device: str
+    peer_python: Path
     samples: int
+    seq_len: int
+    lock: threading.Lock
 
-    def ours(self, scheme: str, seed: int) -> Run:
-        target = self.out / f"quantkit-{scheme}-{seed}"
-        arguments = ["--scheme", scheme, "--out", str(target), "--seed", str(seed), "--samples", str(self.samples), "--overwrite"]
-        return timed([sys.executable, "-m", "quantkit", "quantize", str(self.source), *arguments], target)
+    def ours(self, judge: Judge, scheme: str, seed: int, name: str, settings: dict[str, Any]) -> Run:
+        target = self.out / f"{judge.name}-{name}-{scheme}-{seed}"
+        sizes = {"samples": self.samples, "seq_len": self.seq_len, "seed": seed, "calibration": str(judge.calibration)}
+        file = target.with_name(f"{target.name}.settings.json")
+        file.write_text(json.dumps(sizes | settings))
+        script = Path(__file__).with_name("quality_ours.py")
+        return timed([sys.executable, str(script), str(judge.source), str(target), scheme, self.device, str(file)], target)
 
-    def peer(self, recipe: str, seed: int) -> Run:
-        target = self.out / f"peer-{recipe}-{seed}"
+    def peer(self, judge: Judge, recipe: str, seed: int) -> Run:
+        target = self.out / f"{judge.name}-peer-{recipe}-{seed}"
+        with self.lock:
+            plain, tokens = self._plain(judge), self._tokens(judge, seed)
+        script = "quality_auto_round.py" if recipe.rpartition("-")[2].isdigit() else "llm_compressor.py"
+        return timed([str(self.peer_python), str(Path(__file__).with_name(script)), str(plain), str(tokens), recipe, str(target)], target)
+
+    def _plain(self, judge: Judge) -> Path:
+        """The source in BF16."""
+        if judge.name != "tiny-r1":
+            return judge.source
         plain = self.out / "bf16"
         if not plain.exists():
-            timed([sys.executable, "-m", "quantkit", "convert", str(self.source), str(plain), "--dtype", "bf16"], plain)
-        tokens = self.out / f"tokens-{seed}.json"
-        settings = load_recipe("awq-w4a16")
-        data = str(self.source / "calibration.jsonl")
-        sequences = load_sequences(
-            data,
-            ChatTokenizer(self.source),
-            samples=self.samples,
-            held_out=settings.held_out,
-            seq_len=settings.seq_len,
-            seed=seed,
-        )
-        tokens.write_text(json.dumps([ids.tolist() for ids in sequences.calibration]))
-        script = Path(__file__).with_name("llm_compressor.py")
-        return timed([str(self.peer_python), str(script), str(plain), str(tokens), recipe, str(target)], target)
+            timed([sys.executable, "-m", "quantkit", "convert", str(judge.source), str(plain), "--dtype", "bf16"], plain)
+        return plain
+
+    def _tokens(self, judge: Judge, seed: int) -> Path:
+        """The calibration tokens that ours sees with this seed, as a file."""
+        held_out = load_recipe("awq-w4a16").held_out
+        sizes = {"samples": self.samples, "seq_len": self.seq_len, "seed": seed, "held_out": held_out}
+        sequences = load_sequences(str(judge.calibration), ChatTokenizer(judge.source), **sizes)
+        path = self.out / f"{judge.name}-tokens-{seed}.json"
+        path.write_text(json.dumps([ids.tolist() for ids in sequences.calibration]))
+        return path
 
 
 def timed(command: list[str], target: Path) -> Run:
     """Run the command that makes `target`, unless it was run before."""
-    facts = target.with_suffix(".seconds")
+    facts = target.with_name(f"{target.name}.seconds")
     if target.exists() and facts.exists():
         return Run(target, **json.loads(facts.read_text()))
-    before, start = os.times(), time.perf_counter()
-    with target.with_suffix(".log").open("w") as file:
-        subprocess.run(command, check=True, stdout=file, stderr=file)
-    after = os.times()
-    cpu = after.children_user + after.children_system - before.children_user - before.children_system
-    seconds = {"wall": time.perf_counter() - start, "cpu": cpu}
+    start = time.perf_counter()
+    with target.with_name(f"{target.name}.log").open("w") as file:
+        wrapped = [sys.executable, __file__, "--time", f"{facts}.cpu", *command]
+        subprocess.run(wrapped, check=True, stdout=file, stderr=file)
+    seconds = {"wall": time.perf_counter() - start, "cpu": float(Path(f"{facts}.cpu").read_text())}
     facts.write_text(json.dumps(seconds))
     return Run(target, **seconds)
+
+
+def write_cpu_seconds(path: Path, command: list[str]) -> int:
+    """Run a command alone in this process, so that what its children took is its own."""
+    code = subprocess.run(command).returncode
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    path.write_text(str(used.ru_utime + used.ru_stime))
+    return code
 
 
 def peer_environment() -> Path:
@@ -238,6 +172,7 @@ def peer_environment() -> Path:
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(home)], check=True)
         wanted = ["llmcompressor==0.14.0.1", "transformers==5.17.0", "torch==2.13.0"]
         subprocess.run([str(home / "bin/pip"), "install", "-q", *wanted], check=True)
+        subprocess.run([str(home / "bin/pip"), "install", "-q", "--no-deps", "auto-round==0.16.1"], check=True)
         done.touch()
     return home / "bin/python"
 
@@ -256,15 +191,6 @@ def summary(runs: list[Scores]) -> dict[str, float]:
     }
 
 
-def ratio(ours: list[Scores], theirs: list[Scores], resamples: int = 2000) -> tuple[float, float, float]:
-    """KL of ours over theirs, and its 95 % interval over documents; seeds are averaged within a document."""
-    a, b = (np.mean([run.kl for run in runs], axis=0) for runs in (ours, theirs))
-    rng = np.random.default_rng(0)
-    draws = rng.integers(0, len(a), (resamples, len(a)))
-    low, high = np.quantile(a[draws].sum(1) / b[draws].sum(1), [0.025, 0.975])
-    return float(a.sum() / b.sum()), float(low), float(high)
-
-
 def line(row: dict[str, Any]) -> str:
     mean, low, high = row["ratio"]
     kl = f"KL {1e3 * row['kl']:.3f}e-3 (seeds {1e3 * row['kl_seeds']:.3f})"
@@ -272,37 +198,137 @@ def line(row: dict[str, Any]) -> str:
     return f"{kl}  top-1 {row['top1']:.4f}  experts {row['experts']:.4f}  {seconds}  ours / this {mean:.3f} [{low:.3f}, {high:.3f}]"
 
 
+def is_peer(name: str) -> bool:
+    return not name.startswith("quantkit") and not name.endswith("nearest")
+
+
+def means_over_models(tables: dict[str, dict[str, Any]], scheme: str) -> dict[str, float]:
+    """For each row of ours: geometric mean over the models of its KL by that of the model's best peer."""
+    ratios: dict[str, list[float]] = {}
+    for table in tables.values():
+        rows = table.get(scheme, {})
+        peers = [row["kl"] for name, row in rows.items() if is_peer(name)]
+        for name, row in rows.items() if peers else ():
+            if name.startswith("quantkit"):
+                ratios.setdefault(name, []).append(row["kl"] / min(peers))
+    return {name: math.exp(float(np.mean(np.log(found)))) for name, found in ratios.items()}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to quantize one judge by one scheme: a run for each seed, done or to come."""
+
+    judge: Judge
+    scheme: str
+    name: str
+    runs: list[Future[Run]]
+
+
+def started(bench: Bench, judges: list[Judge], pool: ThreadPoolExecutor, given: argparse.Namespace) -> list[Row]:
+    """Scheme by scheme, the peers first, which take longest."""
+    rows = []
+    for scheme in given.schemes:
+        peers = [recipe for recipe in PEERS[scheme] if given.peers is None or recipe in given.peers]
+        for recipe, judge in itertools.product(peers, judges):
+            rows.append(Row(judge, scheme, recipe, [pool.submit(bench.peer, judge, recipe, seed) for seed in given.seeds]))
+        ours = {"quantkit": {}} | {f"quantkit {name}": settings for name, settings in given.variants.get(scheme, {}).items()}
+        for (name, settings), judge in itertools.product(ours.items(), judges):
+            label = name.replace(" ", "-")
+            rows.append(Row(judge, scheme, name, [pool.submit(bench.ours, judge, scheme, seed, label, settings) for seed in given.seeds]))
+    return rows
+
+
+def as_finished(rows: list[Row]) -> Iterator[Row]:
+    """Rows as their last runs end."""
+    left = {id(row): len(row.runs) for row in rows}
+    of = {future: row for row in rows for future in row.runs}
+    for future in as_completed(of):
+        row = of[future]
+        left[id(row)] -= 1
+        if not left[id(row)]:
+            yield row
+
+
+class Table:
+    """What the runs of one judge by one scheme came to. reference: the source's own answers."""
+
+    def __init__(self, judge: Judge, device: torch.device, reference: list[tuple[Tensor, Tensor]]) -> None:
+        self.judge, self.device, self.reference = judge, device, reference
+        self.scores: dict[str, list[Scores]] = {}
+        self.seconds: dict[str, dict[str, float]] = {}
+
+    def take(self, row: Row) -> None:
+        """Judge the outputs of a row; one whose run failed, or whose output is none, is told and left out."""
+        try:
+            runs = [future.result() for future in row.runs]
+            self.scores[row.name] = [score(self.reference, run_model(run.path, self.judge.documents, self.device)) for run in runs]
+        except (subprocess.CalledProcessError, QuantkitError) as error:
+            print(f"{row.scheme} on {row.judge.name}, {row.name}: {error}", flush=True)
+            return
+        self.seconds[row.name] = {"wall": min(run.wall for run in runs), "cpu": min(run.cpu for run in runs)}
+        kl = " ".join(f"{1e3 * one.kl.sum() / one.tokens.sum():.3f}e-3" for one in self.scores[row.name])
+        print(f"{row.scheme} on {row.judge.name}, {row.name}: KL {kl}", flush=True)
+
+    def figures(self) -> dict[str, dict[str, Any]]:
+        first = self.scores.get("quantkit")
+        return {
+            name: summary(runs) | self.seconds[name] | {"ratio": ratio(first, runs) if first else (math.nan,) * 3}
+            for name, runs in self.scores.items()
+        }
+
+
+def run(given: argparse.Namespace) -> None:
+    given.out.mkdir(parents=True, exist_ok=True)
+    python = given.peer_python or (peer_environment() if given.peers != [] else Path(sys.executable))
+    bench = Bench(given.out.resolve(), given.device, python, given.samples, given.seq_len, threading.Lock())
+    device = torch.device(given.device)
+    judges = [find_judge(name, given.judges, given.split) for name in given.models]
+    with ThreadPoolExecutor(given.jobs) as pool:
+        rows = started(bench, judges, pool, given)
+        references = {judge.name: run_model(judge.source, judge.documents, device) for judge in judges}
+        tables = {judge.name: {scheme: Table(judge, device, references[judge.name]) for scheme in given.schemes} for judge in judges}
+        for row in as_finished(rows):
+            tables[row.judge.name][row.scheme].take(row)
+            (given.out / "quality.json").write_text(json.dumps(figures_of(tables), indent=1))
+    show(figures_of(tables), given.schemes)
+
+
+def figures_of(tables: dict[str, dict[str, Table]]) -> dict[str, dict[str, Any]]:
+    return {name: {scheme: table.figures() for scheme, table in own.items()} for name, own in tables.items()}
+
+
+def show(figures: dict[str, dict[str, Any]], schemes: list[str]) -> None:
+    for scheme, name in itertools.product(schemes, figures):
+        print(f"{scheme} on {name}", flush=True)
+        for label, row in figures[name][scheme].items():
+            print(f"  {label:18} {line(row)}", flush=True)
+    for scheme in schemes:
+        for name, mean in means_over_models(figures, scheme).items():
+            print(f"{scheme}, {name}: {mean:.3f} of the best peer, mean of {', '.join(figures)}", flush=True)
+
+
 def main() -> None:
+    if sys.argv[1:2] == ["--time"]:
+        sys.exit(write_cpu_seconds(Path(sys.argv[2]), sys.argv[3:]))
+
+    def words(text: str) -> list[str]:
+        return [word for word in text.split(",") if word]
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--judges", type=Path, help="folder of judge_models.py")
+    parser.add_argument("--models", type=words, default=["tiny-r1"])
     parser.add_argument("--split", choices=tuple(SPLITS), default="final")
-    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in words(text)], default=[0, 1, 2])
     parser.add_argument("--samples", type=int, default=128)
-    parser.add_argument("--schemes", default=",".join(PEERS))
-    parser.add_argument("--peer-python", type=Path, help="an environment that has llm-compressor; made otherwise")
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    seeds = [int(seed) for seed in args.seeds.split(",")]
-    source = find_model("tiny-r1")
-    bench = Bench(args.out.resolve(), source, args.peer_python or peer_environment(), args.samples)
-    ids = documents(args.split, ChatTokenizer(source))
-    reference = run_model(source, ids)
-    table = {}
-    for scheme in args.schemes.split(","):
-        rows = {"quantkit": [bench.ours(scheme, seed) for seed in seeds]}
-        rows |= {recipe: [bench.peer(recipe, seed) for seed in seeds] for recipe in PEERS[scheme]}
-        scores = {name: [score(reference, run_model(run.path, ids)) for run in runs] for name, runs in rows.items()}
-        best = min(PEERS[scheme], key=lambda name: summary(scores[name])["kl"])
-        table[scheme] = {
-            name: summary(runs)
-            | {"wall": min(run.wall for run in rows[name]), "cpu": min(run.cpu for run in rows[name])}
-            | {"ratio": ratio(scores["quantkit"], runs)}
-            for name, runs in scores.items()
-        }
-        print(f"{scheme}, best peer {best}", flush=True)
-        for name, row in table[scheme].items():
-            print(f"  {name:18} {line(row)}", flush=True)
-    (args.out / "quality.json").write_text(json.dumps(table, indent=1))
+    parser.add_argument("--seq-len", type=int, default=512)
+    parser.add_argument("--schemes", type=words, default=list(PEERS))
+    parser.add_argument("--peers", type=words, help="some of them only; an empty word for none")
+    parser.add_argument("--peer-python", type=Path, help="an environment that has the peers; made otherwise")
+    parser.add_argument("--variants", type=lambda path: json.loads(Path(path).read_text()), default={})
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at once")
+    run(parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -37,8 +37,8 @@ from quantkit.devices import describe_hardware
 from quantkit.evaluation.speed.engine import EngineTarget
 from quantkit.evaluation.speed.measure import measure_grid
 from quantkit.executor.cache import BLOCK_SIZE, CachePlan
-from quantkit.executor.drafter import Acceptance
 from quantkit.executor.engine import Engine
+from quantkit.executor.expert_parallel import NO_RANKS
 from quantkit.executor.graphs import DecodeSteps, EagerSteps
 from quantkit.executor.headroom import prefill_tokens
 from quantkit.executor.leader import follow
@@ -47,6 +47,7 @@ from quantkit.executor.parallel import Parallel
 from quantkit.executor.runner import Runner
 from quantkit.executor.sampling import SamplingParams
 from quantkit.executor.sequence import Sequence
+from quantkit.executor.speculation import Acceptance
 from quantkit.executor.weights import Gathered
 from quantkit.hub import find_model
 from quantkit.models import deepseek_v3
@@ -65,7 +66,8 @@ class BoxWeights(SyntheticWeights):
 
     def __init__(self, config: deepseek_v3.Config, parallel: Parallel, device: torch.device) -> None:
         super().__init__(config, parallel.size, device)
-        self.parallel = parallel
+        self.parallel = self.ranks = parallel
+        self.expert_ranks = NO_RANKS
 
     def linear(self, module: str) -> LinearOp:
         whole = super().linear(module)
@@ -120,7 +122,7 @@ def grid(engine: Engine, options: argparse.Namespace, output_len: int) -> list[d
     target = EngineTarget(engine, "R1", max(batches))
     for users in (1 << power for power in range(max(batches).bit_length())):  # every size of a step is captured
         list(target.run(options.input_len, 4, users, users, seed=-1))
-    engine.acceptance = Acceptance()
+    engine.speculation.acceptance = Acceptance()
     rows = measure_grid(target, [options.input_len], batches, output_len, requests_per_slot=1, warmup=1)
     alone = list(target.run(options.input_len, 2, 1, 7, seed=-2))
     engine.leader.dismiss()
@@ -280,9 +282,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     for num_drafts, users in [*((1, users) for users in batches), (3, 1)]:
         drafting = make_engine(loaded, max(batches), options.input_len + options.output_len, num_drafts)
         (row,) = grid(drafting, argparse.Namespace(**{**vars(options), "concurrency": str(users)}), options.output_len) or [{}]
-        assert drafting.drafter is not None, "made with drafts"
-        row |= {"num_drafts": num_drafts, "acceptance": drafting.acceptance.rate}
-        row |= {"step_device": device_steps(drafting.runner.steps), "mtp_device": device_steps(drafting.drafter.steps)}
+        assert drafting.speculation.drafter is not None, "made with drafts"
+        row |= {"num_drafts": num_drafts, "acceptance": drafting.speculation.acceptance.rate}
+        row |= {"step_device": device_steps(drafting.runner.steps), "mtp_device": device_steps(drafting.speculation.drafter.steps)}
         report["rows_mtp"].append(row)
         for part in ("step_device", "mtp_device"):
             for size, one in row[part].items():

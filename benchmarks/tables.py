@@ -11,6 +11,7 @@ A page shows a table where it has a marker, alone on a line; what follows it is 
     <!-- table NAME; ...; bare -->                                           without the line that says machine, commit and command
     <!-- loader matrix -->                                                   what each engine loads, with its evidence
     <!-- refusals -->                                                        what each engine does not load, and why
+    <!-- layouts -->                                                         deploy's layouts, and where their commands were run
 """
 
 import argparse
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from quantkit.engines.profiles import EngineProfile
 
 ROOT = Path(__file__).parent.parent
-MARKER = re.compile(r"(?m)^<!-- (table [^\n]*|loader matrix|refusals) -->\n(?:\*\*[^\n]*\n\n)?(?:(?:\||- )[^\n]*\n)*")
+MARKER = re.compile(r"(?m)^<!-- (table [^\n]*|loader matrix|refusals|layouts) -->\n(?:\*\*[^\n]*\n\n)?(?:(?:\||- )[^\n]*\n)*")
 ENGINES = ("vllm", "sglang", "vllm-ascend", "omni-infer", "chitu", "transformers")
 
 
@@ -51,6 +52,8 @@ def block(marker: str) -> str:
         return loader_matrix()
     if marker == "refusals":
         return refusals()
+    if marker == "layouts":
+        return layouts()
     name, *options = (part.strip() for part in marker.removeprefix("table ").split(";"))
     asked = {key.strip(): value.strip() for key, _, value in (option.partition(":") for option in options)}
     unknown = set(asked) - {"columns", "down", "across", "value", "bare"}
@@ -145,6 +148,25 @@ def refusals() -> str:
             where = f" on {' and '.join(refusal.devices)}" if refusal.devices else ""
             lines.append(f"- {', '.join((profile.engine, *refusal.formats, *refusal.variants, *refusal.grids))}{where}: {refusal.reason}\n")
     return "".join(lines)
+
+
+def layouts() -> str:
+    """A row for each checkpoint that a layout's commands were run with, and one for a layout that was run with none."""
+    from quantkit.engines.evidence import layout_runs
+    from quantkit.engines.layouts import recipes
+
+    rows = []
+    for recipe in recipes():
+        for layout in recipe.layouts:
+            runs = [run for run in layout_runs() if (run.engine, run.layout) == (recipe.engine, layout.name)]
+            for run in runs if recipe.device == "cuda" else []:
+                where = f"{run.ranks} ranks on {run.machine}, {run.release}"
+                name = f"{layout.name}, {run.options.split()[0]}" if run.options else layout.name
+                result = run.said if run.passed else f"{run.said}; **not enough**"
+                rows.append([recipe.engine, name, "yes" if run.guesses else "", where, f"{run.model} {run.format}", result])
+            if not runs or recipe.device != "cuda":
+                rows.append([recipe.engine, f"{layout.name} ({recipe.device})", "", "by source", "", ""])
+    return markdown(["engine", "layout", "MTP", "run on", "checkpoint", "result"], rows)
 
 
 def wanted() -> dict[Path, str]:

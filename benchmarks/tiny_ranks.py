@@ -29,7 +29,7 @@ def measure(engine: Engine, prompts: list[list[int]]) -> dict[str, Any]:
     """Answers, and tokens a second at concurrency 1 and 8, the same tokens computed once before."""
     params = SamplingParams(max_new_tokens=256)
     answers = [done.token_ids for done in sorted(engine.generate(prompts, params), key=lambda done: done.index)]
-    accepted = engine.acceptance.rate
+    accepted = engine.speculation.acceptance.rate
     found: dict[str, Any] = {"answers": answers, "acceptance": accepted}
     fixed = SamplingParams(max_new_tokens=96, ignore_eos=True)
     for users in (1, 8):

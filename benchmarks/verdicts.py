@@ -55,6 +55,12 @@ def whole(share: float, accuracy: float = 1.0) -> Draw:
     return draw
 
 
+Columns = list[str | tuple[str, str]]
+"""Names, or names with units."""
+Written = tuple[str, str, Columns, list[list[object]], list[str]]
+"""A table's name, title, columns, rows and notes."""
+
+
 @dataclass(frozen=True)
 class Line:
     """`loss` is the population's, in points."""
@@ -156,6 +162,68 @@ def advised(line: Line, runs: int, seed: int) -> tuple[int, float]:
     return asked, told / asked if asked else float("nan")
 
 
+def errors(runs: int) -> Written:
+    rows: list[list[object]] = []
+    for seed, line in enumerate(LINES):
+        counts = Counter(one.verdict for one in verdicts(line, runs, seed))
+        held, lost = (round(100 * counts[verdict] / runs, 1) for verdict in ("held", "lost"))
+        cover = round(100 * covered(line, runs, 100 + seed), 1)
+        rows.append([line.name, line.n, line.repeats, line.loss, held, lost, cover])
+        print(rows[-1], flush=True)
+    columns: Columns = [
+        *("truth", "problems", "repeats", ("population loses", "points")),
+        *(("says held", "%"), ("says lost", "%"), ("interval covers", "%")),
+    ]
+    notes = [
+        "held is false where the population loses 1 point or more, lost where it loses nothing",
+        "the interval is that of one model's accuracy",
+    ]
+    return "verdict-errors", f"Verdicts of {runs} simulated runs a line", columns, rows, notes
+
+
+def looks(runs: int) -> Written:
+    rows: list[list[object]] = []
+    for seed, line in enumerate((LINES[0], LINES[2], LINES[6], LINES[7])):
+        verdict = "held" if line.loss else "lost"
+        rows.append([line.name, line.n, line.loss, verdict, round(100 * ever_said(line, verdict, runs, 200 + seed), 1)])
+        print(rows[-1], flush=True)
+    columns: Columns = ["truth", "problems", ("population loses", "points"), "false verdict", ("said at any of five looks", "%")]
+    return "verdict-looks", f"Runs grown until they tell: 4, 8, 16, 32, 64 repeats; {runs} simulated runs a line", columns, rows, []
+
+
+def several_tasks(runs: int) -> Written:
+    rows: list[list[object]] = []
+    for seed, (line, tasks) in enumerate(((LINES[2], 5), (LINES[4], 5), (LINES[8], 5))):
+        verdict = "held" if line.loss else "lost"
+        said = round(100 * any_of_tasks(line, tasks, verdict, runs, 300 + seed), 1)
+        rows.append([line.name, line.n, line.repeats, line.loss, tasks, verdict, said])
+        print(rows[-1], flush=True)
+    columns: Columns = [
+        *("truth", "problems", "repeats", ("population loses", "points")),
+        *("tasks", "false verdict", ("said of any task", "%")),
+    ]
+    return "verdict-tasks", f"Several tasks in one run, Holm's correction; {runs} simulated runs a line", columns, rows, []
+
+
+def advice(runs: int) -> Written:
+    rows: list[list[object]] = []
+    for seed, line in enumerate((*LINES[:4], Line("every problem a little worse", spread(4, 1, 0.03), 200, 4, 3.0))):
+        asked, told = advised(line, runs, 400 + seed)
+        rows.append([line.name, line.n, line.repeats, line.loss, asked, round(100 * told)])
+        print(rows[-1], flush=True)
+    columns: Columns = [
+        *("truth", "problems", "repeats", ("population loses", "points")),
+        *("could not tell", ("told by a run of the size advised", "%")),
+    ]
+    return (
+        "verdict-advice",
+        "Advice: about N repeats, or problems, would tell",
+        columns,
+        rows,
+        ["problems advised are drawn anew, 100,000 at most"],
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=2000)
@@ -168,73 +236,12 @@ def main() -> None:
         "date": args.date,
         "command": f"python benchmarks/verdicts.py --runs {args.runs}",
     }
-    rows = []
-    for seed, line in enumerate(LINES):
-        counts = Counter(one.verdict for one in verdicts(line, args.runs, seed))
-        held, lost = (round(100 * counts[verdict] / args.runs, 1) for verdict in ("held", "lost"))
-        cover = round(100 * covered(line, args.runs, 100 + seed), 1)
-        rows.append([line.name, line.n, line.repeats, line.loss, held, lost, cover])
-        print(rows[-1], flush=True)
-    columns = [
-        "truth",
-        "problems",
-        "repeats",
-        ("population loses", "points"),
-        ("says held", "%"),
-        ("says lost", "%"),
-        ("interval covers", "%"),
-    ]
-    notes = [
-        "held is false where the population loses 1 point or more, lost where it loses nothing",
-        "the interval is that of one model's accuracy",
-    ]
-    write("verdict-errors", f"Verdicts of {args.runs} simulated runs a line", columns, rows, notes, about)
     few = max(args.runs // 4, 50)
-    rows = []
-    for seed, line in enumerate((LINES[0], LINES[2], LINES[6], LINES[7])):
-        verdict = "held" if line.loss else "lost"
-        rows.append([line.name, line.n, line.loss, verdict, round(100 * ever_said(line, verdict, few, 200 + seed), 1)])
-        print(rows[-1], flush=True)
-    columns = ["truth", "problems", ("population loses", "points"), "false verdict", ("said at any of five looks", "%")]
-    write("verdict-looks", f"Runs grown until they tell: 4, 8, 16, 32, 64 repeats; {few} simulated runs a line", columns, rows, [], about)
-    rows = []
-    for seed, (line, tasks) in enumerate(((LINES[2], 5), (LINES[4], 5), (LINES[8], 5))):
-        verdict = "held" if line.loss else "lost"
-        rows.append(
-            [
-                line.name,
-                line.n,
-                line.repeats,
-                line.loss,
-                tasks,
-                verdict,
-                round(100 * any_of_tasks(line, tasks, verdict, few, 300 + seed), 1),
-            ]
-        )
-        print(rows[-1], flush=True)
-    columns = ["truth", "problems", "repeats", ("population loses", "points"), "tasks", "false verdict", ("said of any task", "%")]
-    write("verdict-tasks", f"Several tasks in one run, Holm's correction; {few} simulated runs a line", columns, rows, [], about)
-    rows = []
-    for seed, line in enumerate(
-        (LINES[0], LINES[1], LINES[2], LINES[3], Line("every problem a little worse", spread(4, 1, 0.03), 200, 4, 3.0))
-    ):
-        asked, told = advised(line, max(args.runs // 20, 30), 400 + seed)
-        rows.append([line.name, line.n, line.repeats, line.loss, asked, round(100 * told)])
-        print(rows[-1], flush=True)
-    columns = ["truth", "problems", "repeats", ("population loses", "points"), "could not tell", ("told by a run of the size advised", "%")]
-    write(
-        "verdict-advice",
-        "Advice: about N repeats, or problems, would tell",
-        columns,
-        rows,
-        ["problems advised are drawn anew, 100,000 at most"],
-        about,
-    )
+    for table_of, runs in ((errors, args.runs), (looks, few), (several_tasks, few), (advice, max(args.runs // 20, 30))):
+        write(*table_of(runs), about)
 
 
-def write(
-    name: str, title: str, columns: list[str | tuple[str, str]], rows: list[list[object]], notes: list[str], about: dict[str, object]
-) -> None:
+def write(name: str, title: str, columns: Columns, rows: list[list[object]], notes: list[str], about: dict[str, object]) -> None:
     heads = [{"name": one} if isinstance(one, str) else {"name": one[0], "unit": one[1]} for one in columns]
     value = {"title": title, **about, "columns": heads, "rows": rows, "notes": notes}
     lines = json.dumps(value | {"columns": [], "rows": []}, indent=1)

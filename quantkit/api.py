@@ -47,6 +47,7 @@ def quantize(
     samples: int | None = None,
     seq_len: int | None = None,
     seed: int | None = None,
+    group_size: int | None = None,
     prune: float | None = None,
     device: str = "auto",
     memory: str | int | None = None,
@@ -57,16 +58,18 @@ def quantize(
 
     format: "auto" is the scheme's first. engine: write what this engine loads, or refuse. mixture: which linears stay as they are,
     or are on other grids; sensitivities: the file that an earlier run measured for that. recipe: a name, a YAML file or a value;
-    None is the scheme's own, and calibration (a file or a data set), samples (sequences), seq_len (tokens of each) and seed replace
-    what it says. Where nothing is named, the text that the model ships is taken, else quantkit's own. memory: of the host, bytes or
-    "16GiB", to keep under. prune: the share of every layer's routed experts to leave out, those that add least. on_event is called with
-    progress; without it a notebook or an interactive session shows it. A run that was stopped goes on when it is called again alike.
+    None is the scheme's own, and calibration (a file or a data set), samples (sequences), seq_len (tokens of each), seed and
+    group_size (input channels of int4 that share a scale) replace what it says. Where nothing is named, the text that the model
+    ships is taken, else quantkit's own. memory: of the host, bytes or "16GiB", to keep under. prune: the share of every layer's
+    routed experts to leave out, those that add least. on_event is called with progress; without it a notebook or an interactive
+    session shows it. A run that was stopped goes on when it is called again alike.
     """
     chosen = _scheme(scheme)
-    read_request(chosen, format, engine, _recipe(recipe or chosen.name), mixture)  # before a hub model is downloaded
+    given: dict[str, Any] = {"samples": samples, "seq_len": seq_len, "seed": seed, "group_size": group_size, "prune": prune}
+    asked = _recipe(recipe or chosen.name).with_given(**given)
+    read_request(chosen, format, engine, asked, mixture)  # before a hub model is downloaded
     source = find_model(str(model))
-    given: dict[str, Any] = {"calibration": calibration, "samples": samples, "seq_len": seq_len, "seed": seed, "prune": prune}
-    settings = load_settings(source, recipe or chosen.name, **given)
+    settings = load_settings(source, asked, calibration=calibration)
     limit = parse_bytes(memory) if isinstance(memory, str) else memory
     options: dict[str, Any] = {"engine": engine, "mixture": mixture, "device": device, "memory": limit, "overwrite": overwrite}
     with _listening(f"quantizing {model}", on_event) as listen:
@@ -74,21 +77,12 @@ def quantize(
         return quantization.quantize(source, Path(out), chosen, format, settings, **options, sensitivities=measured, on_event=listen)
 
 
-def load_settings(
-    source: Path,
-    recipe: str | Path | Recipe,
-    *,
-    calibration: str | Path | None = None,
-    samples: int | None = None,
-    seq_len: int | None = None,
-    seed: int | None = None,
-    prune: float | None = None,
-) -> Recipe:
-    """The recipe with what is not None in the place of its own. Where no text is named, it is the one that `source` ships, if it does."""
+def load_settings(source: Path, recipe: str | Path | Recipe, *, calibration: str | Path | None = None) -> Recipe:
+    """The recipe with the text that it is calibrated on: the one named, else the recipe's, else the one that `source` ships, if it does."""
     base = _recipe(recipe)
     shipped = source / "calibration.jsonl"
     text = calibration or base.calibration or (shipped if shipped.exists() else None)
-    return base.with_given(calibration=text and str(text), samples=samples, seq_len=seq_len, seed=seed, prune=prune)
+    return base.with_given(calibration=text and str(text))
 
 
 def plan(
@@ -103,6 +97,7 @@ def plan(
     devices: str = "8x64GiB",
     samples: int | None = None,
     seq_len: int | None = None,
+    group_size: int | None = None,
     context: int = 4096,
     cache: str | None = None,
 ) -> Plan:
@@ -122,7 +117,8 @@ def plan(
         "context": context,
         "cache": cache,
     }
-    return planning.plan(model, chosen, format, mixture=mixture, recipe=_recipe(recipe or chosen.name), **options)
+    asked = _recipe(recipe or chosen.name).with_given(group_size=group_size)
+    return planning.plan(model, chosen, format, mixture=mixture, recipe=asked, **options)
 
 
 def convert(

@@ -28,7 +28,7 @@ from quantkit.costmodel import (
     product_ms,
     touched_share,
 )
-from quantkit.engines.launch import PublishedRate, Topology
+from quantkit.engines.layouts import PublishedRate, Topology
 from quantkit.engines.memory import Fit, ParallelSizes
 from quantkit.errors import QuantkitError
 from quantkit.models.architecture import ModelConfig

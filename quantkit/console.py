@@ -331,11 +331,24 @@ def show_published(tables: list[dict[str, Any]]) -> None:
 
 
 def show_kernels(device: str, rows: list[dict[str, Any]]) -> None:
-    table = _table("operator", "backend", "usable", "serves", "reason")
-    for row in rows:
-        usable, serves = ("yes" if row[name] else "no" for name in ("usable", "taken"))
-        table.add_row(row["operator"], row["backend"], usable, serves, row["reason"])
+    """A row for each operator, and what each other backend lacks, said once."""
+    table, lacking = _table("operator", "served by", "usable too", "limits"), dict[tuple[str, str], list[str]]()
+    operators = list(dict.fromkeys(row["operator"] for row in rows))
+    for operator in operators:
+        of_operator = [row for row in rows if row["operator"] == operator]
+        serves = next(row for row in of_operator if row["taken"])
+        others = [row["backend"] for row in of_operator if row["usable"] and not row["taken"]]
+        table.add_row(operator, serves["backend"], " ".join(others), serves["reason"])
+        for row in of_operator:
+            if not row["usable"]:
+                lacking.setdefault((row["backend"], row["reason"]), []).append(operator)
     _show(f"on {device}", table)
+    unusable = _table("backend", "does not serve", "because")
+    for (backend, reason), unserved in lacking.items():
+        rest = [operator for operator in operators if operator not in unserved]
+        few = "any operator" if not rest else f"any but {' '.join(rest)}" if len(rest) < len(unserved) else " ".join(unserved)
+        unusable.add_row(backend, few, reason)
+    _show("not usable here", unusable)
 
 
 def show_measurement(row: dict[str, Any]) -> None:

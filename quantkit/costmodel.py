@@ -81,17 +81,19 @@ class Level(Strict):
 
 
 class Way(Strict):
-    """A captured step with other operators: which launches, on the named level, of weights of these kinds (`kind_of`). vector_experts:
-    experts are multiplied on the vector cores, for up to max_batch sequences; vector_linears: 4-bit linears too; int8_attention: what comes
-    before latent attention is int8."""
+    """A captured step with other operators: which launches, on the named level, of weights of these kinds (`kind_of`), for min_batch to
+    max_batch sequences. vector_experts: experts are multiplied on the vector cores; streamed_experts: as another level has it, by kernels
+    of our own; own_linears: 4-bit linears by our kernels; int8_attention: what comes before latent attention is int8."""
 
     name: str
     level: str
     launches: str
     kinds: tuple[str, ...]
+    min_batch: int = 1
     max_batch: int | None = None
     vector_experts: bool = False
-    vector_linears: bool = False
+    streamed_experts: str = ""
+    own_linears: bool = False
     int8_attention: bool = False
 
 
@@ -181,11 +183,12 @@ class WholeStep:
     def predict(self, level: Level, loads: Iterable[tuple[WeightTraffic, Level]], name: str | None = None) -> Prediction:
         """Cache, launches and collectives are the level's; each product is read and decoded as the level beside it says."""
         parts = dict.fromkeys(PARTS, 0.0)
-        bandwidth = self.hardware.hbm_gb_s * level.hbm_efficiency * 1e6  # bytes per ms
+        bandwidth = self.hardware.hbm_gb_s * 1e6  # bytes per ms
         for load, decoding in loads:
-            for part, spent in product_ms(load, decoding, bandwidth, self.hardware, self.batch).items():
+            rate = bandwidth * decoding.hbm_efficiency
+            for part, spent in product_ms(load, decoding, rate, self.hardware, self.batch).items():
                 parts[part] += spent
-        parts["cache"] = level.cache_passes * self._cache_bytes() / bandwidth
+        parts["cache"] = level.cache_passes * self._cache_bytes() / (bandwidth * level.hbm_efficiency)
         launches = count_launches(self.config, self.hardware, level.launches, self.scheme)
         collectives = 2 * self.config.num_hidden_layers + 1 if self.devices > 1 and level.collective_us else 0
         payload = self.batch * self.config.hidden_size * 2 * 2 * (self.devices - 1) / self.devices

@@ -7,6 +7,7 @@ Launches are counted on the doubles of torch_npu and of the Triton kernels (test
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from quantkit.costmodel import Hardware, Level, Prediction, Way, WeightTraffic, WholeStep, device_loads, kind_of
 from quantkit.models.architecture import ModelConfig
@@ -14,6 +15,10 @@ from quantkit.models.table import BEFORE_LATENT_ATTENTION, Parameter
 from quantkit.schemes import IntGrid, Scheme
 
 _INT8 = IntGrid(bits=8, group_size=None, symmetric=True)
+_VECTOR_ROWS = 2
+"""Rows of linears that the Triton kernels multiply on the vector cores."""
+_STREAMED = {"int4": "int4 in Ascend C", "fp4": "fp4 in Ascend C"}
+"""What decoding costs the kernels of kernels/ascendc, by the names of the hardware's `decode`."""
 
 
 def ways(
@@ -24,24 +29,26 @@ def ways(
     step = WholeStep(config, scheme, hardware, devices, batch, context)
     found = []
     for way in hardware.ways:
-        if kind_of(scheme.weight) in way.kinds and (way.max_batch is None or batch <= way.max_batch):
+        if kind_of(scheme.weight) in way.kinds and way.min_batch <= batch <= (way.max_batch or batch):
             level = levels[way.level].model_copy(update={"launches": way.launches})
-            found.append(step.predict(level, _loads(way, parameters, step, level), way.name))
+            found.append(step.predict(level, _loads(way, parameters, step, levels), way.name))
     return found
 
 
-def _loads(way: Way, parameters: list[Parameter], step: WholeStep, level: Level) -> Iterator[tuple[WeightTraffic, Level]]:
+def _loads(way: Way, parameters: list[Parameter], step: WholeStep, levels: dict[str, Level]) -> Iterator[tuple[WeightTraffic, Level]]:
     """Experts, what comes before attention, and the rest, each with how it is decoded."""
-    on_vector, grid = level.model_copy(update={"decode": "vector"}), step.scheme.weight
+    level, grid = levels[way.level], step.scheme.weight
+    on_vector = level.model_copy(update={"decode": "vector"})
     experts = [row for row in parameters if row.expert is not None or row.block == "shared_expert"]
     before = [row for row in parameters if row.projection in BEFORE_LATENT_ATTENTION and way.int8_attention]
     taken = {row.name for row in (*experts, *before)}
     rest = [row for row in parameters if row.name not in taken]
-    split = None if way.vector_linears else step.hardware.split_activations
-    linears_on_vector = way.vector_linears and step.scheme.activation_bits == 16
-    for rows, own, decoding in (
-        (experts, grid, on_vector if way.vector_experts else level),
-        (before, _INT8, level),
-        (rest, grid, on_vector if linears_on_vector else level),
-    ):
+    split = None if way.own_linears else step.hardware.split_activations
+    few = way.own_linears and step.scheme.activation_bits == 16 and step.batch <= _VECTOR_ROWS
+    for load in device_loads(experts, step.config, grid, step.devices, step.batch, split):
+        if way.streamed_experts and load.kind in _STREAMED:
+            yield replace(load, kind=_STREAMED[load.kind]), levels[way.streamed_experts]
+        else:
+            yield load, on_vector if way.vector_experts else level
+    for rows, own, decoding in ((before, _INT8, level), (rest, grid, on_vector if few else level)):
         yield from ((load, decoding) for load in device_loads(rows, step.config, own, step.devices, step.batch, split))

@@ -17,11 +17,12 @@ from quantkit.assets import asset
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.remote import open_headers
 from quantkit.costmodel import Hardware, load_hardware, predict
-from quantkit.engines.memory import ParallelSizes, fit_rows
+from quantkit.engines.memory import NO_DRAFT, DraftSizes, ParallelSizes, draft_sizes, fit_rows
 from quantkit.engines.profiles import Device
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.results.published import published_speeds
 from quantkit.executor.cache import codes_of
+from quantkit.executor.expert_parallel import check_experts
 from quantkit.models.architecture import CacheBits
 from quantkit.models.table import Parameter
 from quantkit.quantization.choosing import Options, read_sensitivities
@@ -29,7 +30,7 @@ from quantkit.quantization.cost import RATES, RunWork, job_work, seconds_of
 from quantkit.quantization.memory import expected_peak
 from quantkit.quantization.mixture import Mixture
 from quantkit.quantization.opening import NO_MIXTURE, Job, open_job, read_request
-from quantkit.quantization.sizes import PlannedSize, plan_choosing
+from quantkit.quantization.sizes import PlannedChoice, PlannedSize, plan_choosing
 from quantkit.recipe import Recipe, load_recipe
 from quantkit.result import Result
 from quantkit.schemes import Scheme
@@ -66,7 +67,24 @@ class HostPeak:
 
 
 @dataclass(frozen=True)
-class Placement:
+class PlacedRequest:
+    """What must fit beside the weights: one request of `context` tokens in a cache of `bits`. redundant: copies of routed experts a layer;
+    data: whether devices have requests of their own, and share nothing but the routed experts. draft: of the model that guesses."""
+
+    context: int
+    redundant: int
+    bits: CacheBits
+    data: bool
+    draft: DraftSizes = NO_DRAFT
+
+    def sizes(self, devices: int) -> ParallelSizes:
+        if self.data:
+            return ParallelSizes(1, data=devices, expert=True, redundant=self.redundant)
+        return ParallelSizes(devices, expert=self.redundant > 0, redundant=self.redundant)
+
+
+@dataclass(frozen=True)
+class DeviceShare:
     """What one of `count` devices holds, in bytes. cache_tokens: tokens that fit beside the weights, of all requests together; None, as
     cache_bytes_per_token and state_bytes_per_request, for an architecture that quantkit does not know. context: tokens of the request that
     must fit, and of all that are counted. state_bytes_per_request: what linear attention keeps of each, whatever its length.
@@ -109,7 +127,7 @@ class Plan(Result):
     output_bytes_without_mtp: int
     output_bytes_by_part: dict[str, int]
     fits: bool
-    devices: Placement
+    devices: DeviceShare
     host_peak_bytes: int
     host_least_bytes: int
     host_peak: HostPeak
@@ -165,6 +183,8 @@ def plan(
     redundant: int = 0,
     tokens: int | None = None,
     cache: str | None = None,
+    dp: int = 1,
+    draft: str | Path | None = None,
 ) -> Plan:
     """What quantize() with the same arguments will write and need, and whether its output serves `context` tokens on `devices`.
 
@@ -172,26 +192,27 @@ def plan(
     over it. devices: "8x64GiB", tensor parallel over all of them, or "8x910B1" for predicted decoding times as well. Raises QuantkitError
     where quantize() would refuse the source. redundant: copies of routed experts in each layer, all of which then
     lie whole on devices. tokens: of the calibration text, for the time; as many as the recipe takes at most otherwise.
-    cache: int8 or fp8 counts one of 8 bits, as quantkit has it; BF16 otherwise.
+    cache: int8 or fp8 counts one of 8 bits, as quantkit has it; BF16 otherwise. dp: the number of devices, where each is to have requests
+    of its own, a part of the routed experts, and everything else whole. draft: a draft model, which every device holds whole, and keeps
+    a cache for.
     """
     bits: CacheBits = 16 if codes_of(cache) is None else 8
     settings = (recipe or load_recipe(scheme.name)).with_given(samples=samples, seq_len=seq_len)
     request = read_request(scheme, format, engine, settings, mixture)
     target = read_devices(devices) if isinstance(devices, str) else devices
+    if dp not in (1, target.count):
+        raise QuantkitError(f"--dp {dp} is for as many devices, and there are {target.count}", f"give --dp {target.count}, or leave it out")
+    if draft is not None and dp > 1:
+        raise QuantkitError("--dp does not go with --draft", "give one or the other")
+    beside = NO_DRAFT if draft is None else draft_sizes(open_headers(str(draft)), bits)
+    place = PlacedRequest(context, redundant, bits, data=dp > 1, draft=beside)
     job = open_job(request, model if isinstance(model, Checkpoint) else open_headers(str(model)))
-    choosing = None
-    if mixture.chooses:
-        options = Options(job)
-        measured = None if sensitivities is None else read_sensitivities(sensitivities)
-
-        def holds(rows: list[tuple[Parameter, int]], count: int) -> bool:
-            return _placed(rows, options.job, replace(target, count=count), context, redundant, bits)[0]
-
-        choosing = plan_choosing(options, measured, holds)
-        job = choosing.job
+    check_experts(job.rows, dp)
+    choosing = _choose(job, sensitivities, target, place) if mixture.chooses else None
+    job = choosing.job if choosing else job
     rows = [(row, job.stored_bytes(row, job.grids.get(row.module))) for row in job.rows]
     output = sum(nbytes for _, nbytes in rows)
-    fits, placed = _placed(rows, job, target, context, redundant, bits)
+    fits, placed = _placed(rows, job, target, place)
     peak, least = (expected_peak(job, memory)[0] for memory in (None, 0))
     stored = sum(tensor.nbytes for tensor in job.checkpoint.whole.tensors.values())
     work = job_work(job, job.linears, stored + output, tokens)
@@ -213,9 +234,20 @@ def plan(
         disk_free_bytes=shutil.disk_usage(Path.cwd()).free,
         work=work,
         time=_times(work),
-        cost_model=None if choosing else _predicted(job, target, context),
+        cost_model=None if choosing or place.data else _predicted(job, target, context),
         sizes=choosing.sizes(target.count) if choosing else (),
     )
+
+
+def _choose(job: Job, sensitivities: Path | None, devices: Devices, place: PlacedRequest) -> PlannedChoice:
+    """Grids for the linears, and what other sizes would make."""
+    options = Options(job)
+    measured = None if sensitivities is None else read_sensitivities(sensitivities)
+
+    def holds(rows: list[tuple[Parameter, int]], count: int) -> bool:
+        return _placed(rows, options.job, replace(devices, count=count), place)[0]
+
+    return plan_choosing(options, measured, holds)
 
 
 class Accelerator(Strict):
@@ -270,40 +302,52 @@ def _workspaces(job: Job, devices: Devices, context: int) -> dict[str, int]:
     return reserved(job.rows, config, grid, devices=devices.count, context=context)
 
 
-def _placed(
-    rows: list[tuple[Parameter, int]], job: Job, devices: Devices, context: int, redundant: int, bits: CacheBits
-) -> tuple[bool, Placement]:
-    """Whether weights and one request of `context` tokens fit, and what a device then holds."""
-    usable, workspaces = int(devices.memory_bytes * MEMORY_FRACTION), _workspaces(job, devices, context)
+def _placed(rows: list[tuple[Parameter, int]], job: Job, devices: Devices, request: PlacedRequest) -> tuple[bool, DeviceShare]:
+    """Whether weights and one request fit, and what a device then holds."""
+    context, usable = request.context, int(devices.memory_bytes * MEMORY_FRACTION)
+    workspaces = _workspaces(job, replace(devices, count=1) if request.data else devices, context)
     reserve = max(int(RESERVE_GIB * 2**30), sum(workspaces.values()))
     told = f"{MEMORY_FRACTION:.0%} of each device usable, {reserve / 2**30:.3g} GiB of that for activations"
     if job.inventory.by_name:
         quantized = {row.name for row in job.linears}
         weights = sum(-(-stored // devices.count) if row.name in quantized else stored for row, stored in rows)
+        weights += request.draft.weight_bytes
         fits, per_token, state, tokens = usable - reserve >= weights, None, None, None
         assumption = f"quantized linears split over {devices.count}, {told}; the cache of an unknown architecture is not counted"
     else:
         found = fit_rows(
             rows,
             job.inventory.config,
-            ParallelSizes(devices.count, expert=redundant > 0, redundant=redundant),
+            request.sizes(devices.count),
             context,
             devices.memory_bytes / 2**30,
             MEMORY_FRACTION,
             reserve / 2**30,
-            bits,
+            request.bits,
+            request.draft,
         )
-        weights, fits, per_token, tokens = found.weight_bytes, found.fits, found.cache_bytes_per_token, found.tokens
+        weights, fits, per_token, tokens = (
+            found.weight_bytes,
+            found.fits,
+            found.cache_bytes_per_token,
+            found.tokens * (devices.count if request.data else 1),
+        )
         state = found.state_bytes_per_request
         assumption = (
-            f"tensor parallel over {devices.count}, MTP layer not loaded, {told}, {_CACHE_NAMES[bits]} cache; "
-            "MLA's latent is whole on every device"
+            f"{'data and expert' if request.data else 'tensor'} parallel over {devices.count}, MTP layer not loaded, {told}, "
+            f"{_CACHE_NAMES[request.bits]} cache; "
         )
+        if request.data:
+            assumption += "attention and shared experts whole on every device, and each request's cache on one"
+        else:
+            assumption += "MLA's latent is whole on every device"
         if state:
             assumption += f"; {size(state)} of states for each request of {context:,} tokens"
-        if redundant:
-            assumption += f"; experts whole, {redundant} copies a layer"
-    return fits, Placement(
+        if request.redundant:
+            assumption += f"; experts whole, {request.redundant} copies a layer"
+    if request.draft.weight_bytes:
+        assumption += f"; {size(request.draft.weight_bytes)} of a draft model on every device"
+    return fits, DeviceShare(
         count=devices.count,
         memory_bytes=devices.memory_bytes,
         usable_bytes=usable,

@@ -19,7 +19,7 @@ class Recipe(Strict):
     held_out: int = Field(16, ge=0, description="further sequences that methods are judged on and nothing is fitted to")
     seq_len: int = Field(512, ge=8)
     seed: int = 0
-    group_size: int | None = Field(None, description="overrides the scheme's group_size")
+    group_size: int | None = Field(None, ge=1, description="overrides the scheme's group_size")
     scale_points: int = Field(11, ge=2, description="points of the scale search, for each of its two families")
     search_rows: int = Field(64, ge=16, description="output rows of a linear that the scale search looks at")
     exact_router: bool = Field(False, description="scales that reach a 16-bit reader are powers of two, so folding changes no bit of it")

@@ -22,7 +22,8 @@ def reserved(
     """Bytes by what takes them. tokens: of a prompt computed in one step; context: the longest sequence, whose latents a prompt expands.
 
     decoded experts: the grouped product of 16-bit activations by 4-bit weights keeps a 16-bit copy of the weights of all experts it is
-    given (ops-transformer, grouped_matmul_tiling.cpp), the shared one among them; gate and up are the larger.
+    given (ops-transformer, grouped_matmul_tiling.cpp), the shared one among them; gate and up are the larger. int4 per channel goes with
+    8-bit activations, whose product decodes nothing.
     """
     layer = min((row.layer for row in parameters if row.expert is not None and row.layer is not None), default=None)
     experts = [row for row in parameters if row.expert is not None and row.layer == layer]
@@ -30,7 +31,7 @@ def reserved(
     inside = sum(row.shape[0] for row in experts if row.expert == 0 and row.projection in ("gate", "up")) // devices
     number = len({row.expert for row in experts}) + bool(shared)
     chosen = config.routing.num_experts_per_tok + bool(shared) if config.routing else 0
-    four_bits = isinstance(grid, IntGrid) and grid.bits == 4
+    four_bits = isinstance(grid, IntGrid) and grid.bits == 4 and grid.group_size is not None
     rows = tokens * chosen
     return {
         "decoded experts": number * inside * config.hidden_size * HALF if four_bits and experts else 0,

@@ -1,9 +1,19 @@
 """Fixtures that several packages' tests share."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import make_model
 import pytest
+import torch
+from quantkit_kernels import backends
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_backend_is_preferred() -> Iterator[None]:
+    """A model that is loaded with a backend prefers it for its whole process: not for the tests of the next file."""
+    yield
+    backends.prefer("auto", torch.device("cpu"))
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,7 @@
 """One decode step of attention on a device against float64: what the tests of several backends and of both kinds of cache ask."""
 
+from collections.abc import Callable
+
 import torch
 from quantkit_kernels import gqa_decode, mla_decode
 from quantkit_kernels.samples import TOLERANCE, distance, grouped_attention, latent_attention
@@ -45,8 +47,7 @@ def check_mla_decode(
     _check(run, case.exact, lengths, dtype)
 
 
-def _check(run: object, exact: torch.Tensor, lengths: list[int], dtype: torch.dtype) -> None:
-    assert callable(run)
+def _check(run: Callable[[], torch.Tensor], exact: torch.Tensor, lengths: list[int], dtype: torch.dtype) -> None:
     out = run()
     assert all(length or out[row].abs().max() == 0 for row, length in enumerate(lengths))
     if any(lengths):

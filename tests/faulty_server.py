@@ -56,6 +56,11 @@ class Wire:
         self.head()
         self.write(*pieces, every_s=every_s)
 
+    def chunked(self, *pieces: bytes, is_ended: bool = True) -> None:
+        """In chunks of HTTP/1.1, the last one of which may be missing."""
+        self.head(200, STREAM, Transfer_Encoding="chunked")
+        self.write(*(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces), b"0\r\n\r\n" if is_ended else b"")
+
     def refuse(self, status: int, message: str) -> None:
         self.head(status, "application/json")
         self.write(json.dumps({"error": {"message": message}}).encode())
@@ -103,6 +108,21 @@ WHOLE: dict[str, Behaviour] = {
     "empty choices between": lambda wire, body: wire.stream(_PIECES[0], event({"choices": []}), _PIECES[1], END),
     "the word null as finish reason": lambda wire, body: wire.stream(chunk(TEXT, finish_reason="null"), END),
     "another choice besides": lambda wire, body: wire.stream(*_PIECES, chunk("no", index=1), END),
+    "content in parts": lambda wire, body: wire.stream(
+        event({"choices": [{"delta": {"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}]}}]}),
+        event({"choices": [{"delta": {"content": [{"type": "text", "text": TEXT}]}}]}),
+        END,
+    ),
+    "reasoning in other fields": lambda wire, body: wire.stream(event({"choices": [{"delta": {"thinking": "hm"}}]}), chunk(TEXT), END),
+    "the last event twice": lambda wire, body: wire.stream(*_PIECES, STOP, STOP, USAGE, USAGE, DONE),
+    "usage null": lambda wire, body: wire.stream(*_PIECES, STOP, event({"choices": [], "usage": None}), DONE),
+    "characters cut between chunks": lambda wire, body: wire.chunked(*_in_bytes(b"".join(_PIECES) + END)),
+    "chunks without an end": lambda wire, body: wire.chunked(*_PIECES, END, is_ended=False),
+    "gone behind the finish reason": lambda wire, body: wire.chunked(*_PIECES, STOP, is_ended=False),
+    "gzip": lambda wire, body: (
+        wire.head(200, STREAM, Content_Encoding="gzip"),
+        wire.write(gzip.compress(b"".join(_PIECES) + END)),
+    )[0],
     "held open after the end": lambda wire, body: (wire.stream(*_PIECES, END), time.sleep(1.3))[0],
     "not streamed": lambda wire, body: (
         wire.head(200, "application/json"),
@@ -134,6 +154,14 @@ BROKEN: dict[str, Behaviour] = {
     "not UTF-8 in JSON's place": lambda wire, body: wire.stream(b"data: \xff\xfe\n\n", END),
     "nested without end": lambda wire, body: wire.stream(b"data: " + b"[" * 100_000 + b"\n\n", END),
     "no HTTP": lambda wire, body: wire.write(b"SSH-2.0-OpenSSH_9.2\r\n"),
+    "moved": lambda wire, body: wire.head(307, Location="http://127.0.0.1:1/v1/chat/completions"),
+    "an error with HTTP 200": lambda wire, body: (
+        wire.head(200, "application/json"),
+        wire.write(b'{"error": {"message": "overloaded", "code": 503}}'),
+    )[0],
+    "a part of the content of another type": lambda wire, body: wire.stream(
+        event({"choices": [{"delta": {"content": [{"type": "image_url", "image_url": {}}]}}]}), END
+    ),
     "500": lambda wire, body: wire.refuse(500, "broken"),
     "403": lambda wire, body: wire.refuse(403, "not this prompt"),
     "400": lambda wire, body: wire.refuse(400, "bad prompt"),

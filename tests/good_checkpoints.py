@@ -71,7 +71,8 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
     architecture = find_architecture(config)
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for row in architecture.parameters(architecture.Config.from_dict(config)):
+    rows = architecture.parameters(architecture.Config.from_dict(config))
+    for row in rows:
         noise = torch.randn(row.shape, generator=generator)
         if row.role == "router_bias":
             tensors[row.name] = noise * 0.1
@@ -80,6 +81,9 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
         else:
             columns = torch.exp(0.4 * torch.randn(row.shape[1], generator=generator))
             tensors[row.name] = (noise * columns / math.sqrt(row.shape[1])).bfloat16()
+    for row in rows:  # an MTP layer has copies of these
+        if row.mtp and row.role in ("embedding", "head"):
+            tensors[row.name] = tensors[next(one.name for one in rows if one.role == row.role and not one.mtp)].clone()
     return tensors
 
 

@@ -108,11 +108,10 @@ class DecoderLayer(decoder.DecoderLayer):
 
 
 class Model(decoder.Model):
+    layer_class = DecoderLayer
+
     def __init__(self, config: Config, weights: Weights) -> None:
-        self.config = config
-        self.embedding, self.norm = weights.tensor("tokens.weight"), weights.tensor("last_norm.weight")
-        self.layers = [DecoderLayer(config, layer, weights) for layer in range(config.num_hidden_layers)]
-        self.head = weights.linear("logits")
+        super().__init__(config, weights, "logits", embedding="tokens", norm="last_norm")
 
 
 MtpLayer = None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from make_model import write_tokenizer
+from make_model import write_dense, write_tokenizer
 from nearest import quantize_fp4, quantize_int
 from safetensors.torch import save_file
 from torch import Tensor
@@ -72,3 +72,11 @@ def write_packed(
         (path / file).write_bytes(content)
     write_tokenizer(path, config["vocab_size"])
     return path
+
+
+def write_random(path: Path, config: dict[str, Any], seed: int = 5) -> Path:
+    """Not packed: BF16 weights of every row of an architecture's table, which keep the size of hidden states."""
+    architecture, rng = find_architecture(config), torch.Generator().manual_seed(seed)
+    rows = architecture.parameters(architecture.Config.from_dict(config))
+    scales = {row.name: 1.0 if row.role in ("embedding", "head") else row.shape[-1] ** -0.5 for row in rows}
+    return write_dense(path, config, {row.name: torch.randn(row.shape, generator=rng).mul_(scales[row.name]).bfloat16() for row in rows})

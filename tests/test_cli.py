@@ -152,6 +152,15 @@ def test_a_base_model_is_run_raw_and_scored_by_its_protocol(tiny_checkpoint: Pat
 def test_kernels_and_deploy_answer(tiny_checkpoint: Path) -> None:
     rows = answer("kernels", "--device", "cpu")["rows"]
     assert all(row["usable"] or row["reason"] for row in rows)
+    table = command("kernels", "--device", "cpu").out
+    assert all(f"{row['operator']} " in table for row in rows)
+    assert table.count("runs on CUDA, not on cpu") == 1  # said once, for all operators
+    for more, said in (
+        ("--tune", "it is a CPU"),
+        ("--tune --check", "two measurements"),
+        ("--check --backend cpu", "--backend is for the table"),
+    ):
+        assert said in command("kernels", "--device", "cpu", *more.split()).error
     assert answer("deploy", tiny_checkpoint, "--engine", "vllm", "--boxes", "1")["launches"]
 
 
@@ -237,7 +246,9 @@ def test_damaged_weights(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("scheme: rtn-w4a16\ngroup_size: 96\n")
     source = make_model.write_fp8(tmp_path / "fp8", config, tensors)
-    assert "96" in said(source, "--recipe", recipe)
+    for given in (("--recipe", recipe), ("--group-size", "96")):
+        assert "group size 96 does not divide the" in (line := said(source, *given))
+        assert line.endswith("give --group-size 64")
 
     shard = next(path for path in source.glob("*.safetensors") if f"{name}_scale_inv" in load_file(path))
     whole = load_file(shard)

@@ -14,7 +14,7 @@ from packed_model import write_packed
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quantkit.checkpoint.formats import awq, compressed_fp4, compressed_int4, compressed_int8, modelopt, modelslim
+from quantkit.checkpoint.formats import awq, compressed_fp4, compressed_int4, compressed_int8, gptq, modelopt, modelslim
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.conversion import convert
 from quantkit.conversion import plan as module
@@ -221,6 +221,7 @@ def test_a_stopped_conversion_goes_on_to_the_same_bytes(packed: Any, tmp_path: P
         (awq.FORMAT, INT4, {"format": "awq", "dtype": "bf16"}, "either a format or a dtype"),
         (awq.FORMAT, INT4, {}, "either a format or a dtype"),
         (compressed_fp4.FORMAT, Fp4Grid(), {"format": "awq"}, "formats that can: compressed-tensors, modelopt"),
+        (gptq.FORMATS[2], INT4_SYMMETRIC, {"format": "awq"}, "is GPTQ with desc_act: .*--dtype bf16 makes it plain"),
     ],
 )
 def test_what_cannot_be_converted(packed: Any, tmp_path: Path, format: Any, grid: Any, options: dict[str, str], told: str) -> None:

@@ -7,6 +7,7 @@ import pytest
 import r1_headers
 from commands import command
 
+from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError
 from quantkit.planning import Plan, parse_devices, plan
 from quantkit.quantization import quantize
@@ -39,6 +40,18 @@ def test_a_cache_in_8_bits_has_room_for_more(tiny_checkpoint: Path) -> None:
     assert "8-bit cache" in narrow.assumption
     with pytest.raises(QuantkitError, match="cache of 'int4' is not known"):
         plan(tiny_checkpoint, find_scheme("awq-w4a16"), cache="int4")
+
+
+def test_a_draft_model_is_whole_on_every_device(tiny_checkpoint: Path, tiny_dense_checkpoint: Path) -> None:
+    scheme = find_scheme("awq-w4a16")
+    alone, beside = (plan(tiny_checkpoint, scheme, devices="2x64GiB", draft=draft).devices for draft in (None, tiny_dense_checkpoint))
+    stored = Checkpoint.open(tiny_dense_checkpoint).tensors
+    without_mtp = sum(tensor.nbytes for name, tensor in stored.items() if not name.startswith("model.layers.3."))
+    assert beside.weight_bytes - alone.weight_bytes == without_mtp
+    assert beside.cache_bytes_per_token == 2 * (alone.cache_bytes_per_token or 0)
+    assert beside.cache_tokens == pytest.approx((alone.cache_tokens or 0) / 2, rel=0.01)
+    with pytest.raises(QuantkitError, match="--dp does not go with --draft"):
+        plan(tiny_checkpoint, scheme, devices="2x64GiB", dp=2, draft=tiny_dense_checkpoint)
 
 
 def test_r1_in_eight_bits_does_not(r1: dict[str, Plan]) -> None:

@@ -37,7 +37,7 @@ def generate(path: Path, **options: int) -> tuple[list[list[int]], Any]:
     """Greedy continuations, and the MTP layer's acceptance."""
     engine = Engine.load(path, device="cpu", dtype="float32", max_batch=4, max_model_len=128, **options)
     done = sorted(engine.generate(PROMPTS, SamplingParams(max_new_tokens=12, ignore_eos=True)), key=lambda one: one.index)
-    return [one.token_ids for one in done], engine.acceptance
+    return [one.token_ids for one in done], engine.speculation.acceptance
 
 
 def problems(engine: str, path: Path) -> list[tuple[str, str]]:

@@ -43,12 +43,15 @@ SPELLED: dict[str, dict[str, str]] = {
     "checkpoint/formats/compressed_mixed.py": {
         r"(.*?\blayers\.)(\d+)\.(.+)": "a group's targets cover what is alike in every layer by one pattern: a spelling of the format",
     },
+    "checkpoint/renamed.py": {r"^model\.embed_tokens\.": "what transformers writes for a name of DeepSeek-V4's release"},
     "checkpoint/stacked.py": {"_proj": "how publishers name experts that they stack in one tensor"},
     "checkpoint/formats/modelslim_kinds.py": dict.fromkeys(
         ("o_proj", "down_proj"), "the format slices scale_bias of these two, for vllm-ascend"
     ),
     "checkpoint/formats/gptq.py": {"lm_head": "a key of GPTQ's description"},
     "diagnosis/behaviour.py": {"model.layers.": "what a report calls a sublayer"},
+    "diagnosis/description.py": {"lm_head": "a key of GPTQ's description"},
+    "diagnosis/side_scales.py": {r".*?\blayers\.\d+\.": OTHERS},
     "diagnosis/repair.py": {"model.layers.": OTHERS},
     "diagnosis/settings.py": {"model.embed_tokens.weight": OTHERS},
     "diagnosis/structure.py": dict.fromkeys(

@@ -31,7 +31,7 @@ def test_of_r1_on_eight_cards() -> None:
 
 
 def test_what_changes_it() -> None:
-    assert of("int8-a8w8c16")["decoded experts"] == of("fp4-w4a16")["decoded experts"] == 0
+    assert not any(of(scheme)["decoded experts"] for scheme in ("int8-a8w8c16", "fp4-w4a16", "int4-w4a8"))
     assert of("awq-w4a16", devices=1)["collectives"] == 0
     assert of("awq-w4a16", devices=16)["decoded experts"] == of("awq-w4a16")["decoded experts"] // 2
     assert of("awq-w4a16", tokens=1024)["rows of experts"] == of("awq-w4a16")["rows of experts"] // 2

@@ -7,6 +7,8 @@ import transformers
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from quantkit.checkpoint.renamed import known_names
+
 SHARED = {
     "vocab_size": 211,
     "hidden_size": 64,
@@ -54,7 +56,7 @@ QWEN_NEXT = {
     "linear_value_head_dim": 8,
 }
 QWEN_3_5 = {key: value for key, value in QWEN_NEXT.items() if key not in ("norm_topk_prob", "mlp_only_layers")} | {"num_hidden_layers": 4}
-SPARSE = {
+LATENT = {
     "moe_intermediate_size": 32,
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
@@ -67,10 +69,33 @@ SPARSE = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
     "num_key_value_heads": 4,
+}
+SPARSE = LATENT | {
     "index_topk": 7,
     "index_n_heads": 8,
     "index_head_dim": 16,
 }
+COMPRESSED = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 1,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "head_dim": 32,
+    "q_lora_rank": 24,
+    "o_groups": 2,
+    "o_lora_rank": 16,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention", "compressed_sparse_attention"],
+    "compress_rates": {"compressed_sparse_attention": 3, "heavily_compressed_attention": 7},
+    "index_n_heads": 24,
+    "index_head_dim": 16,
+    "index_topk": 3,
+    "qk_rope_head_dim": 8,
+    "num_hash_layers": 1,
+    "swiglu_limit": 1.5,
+}
+"""DeepSeek-V4: without intermediate_size, which is another name of moe_intermediate_size there."""
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
@@ -118,7 +143,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def random_peer(kind: str, extra: dict[str, Any], model_class: str | None = None) -> Any:
     """A transformers model with every parameter drawn at random, biases and norms included. model_class: where it is not called so."""
-    config = getattr(transformers, f"{kind}Config")(**{**SHARED, **extra})
+    shared = {key: value for key, value in SHARED.items() if kind != "DeepseekV4" or key != "intermediate_size"}
+    config = getattr(transformers, f"{kind}Config")(**{**shared, **extra})
     torch.manual_seed(7)
     model = getattr(transformers, model_class or f"{kind}ForCausalLM")(config).eval()
     for parameter in model.parameters():
@@ -127,6 +153,8 @@ def random_peer(kind: str, extra: dict[str, Any], model_class: str | None = None
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(torch.randn_like(buffer) * 0.2)
+        if name.endswith("tid2eid"):
+            buffer.copy_(torch.rand(len(buffer), config.n_routed_experts).topk(buffer.shape[1]).indices)
     return model
 
 
@@ -134,7 +162,10 @@ def checkpoint_tensors(model: Any) -> dict[str, Tensor]:
     """The state dict in the names of published checkpoints, by transformers' own conversion: it holds experts stacked. Those that are
     published stacked too are taken apart here, by hand."""
     tensors: dict[str, Tensor] = {}
-    for name, tensor in revert_weight_conversion(model, model.state_dict()).items():
+    stored = revert_weight_conversion(model, model.state_dict())
+    names = known_names({"model_type": model.config.model_type}, stored)
+    for name, tensor in stored.items():
+        name = names.get(name, name)
         module, _, last = name.rpartition(".")
         if not module.endswith("experts"):
             tensors[name] = tensor

@@ -49,13 +49,14 @@ def steps(
     greedy = ("run", "tiny-r1", "--prompt", PROMPT, "--max-new-tokens", "32", "--json")
     speeds = ("--output-len", "64", "--requests", "1", "--json")
     found = [
-        Step("machine", (*python, __file__, "--facts", device), 120),
+        Step("machine", (*python, __file__, "--facts", device), 90),
         Step("npu-smi", ("npu-smi", "info"), 20, is_json=False),
-        Step("packages", (sys.executable, "-m", "pip", "freeze"), 40, is_json=False),
-        Step("operators", (*program, "kernels", "--check", *on, "--json"), 600),
-        Step("tokens", (*program, *greedy, *on), 150),
+        Step("packages", (sys.executable, "-m", "pip", "freeze"), 20, is_json=False),
+        Step("ascendc", ("make", "-C", str(Path(__file__).parents[1]), "ascendc", f"PYTHON={sys.executable}"), 120, is_json=False),
+        Step("operators", (*program, "kernels", "--check", *on, "--json"), 590),
+        Step("tokens", (*program, *greedy, *on), 120),
         Step("tokens-on-cpu", (*program, *greedy, "--device", "cpu", "--backend", "reference"), 60),
-        Step("speeds-of-tiny-r1", (*program, "bench", "tiny-r1", *on, "--input-len", "128", "--concurrency", "1,8", *speeds), 150),
+        Step("speeds-of-tiny-r1", (*program, "bench", "tiny-r1", *on, "--input-len", "128", "--concurrency", "1,8", *speeds), 120),
     ]
     if model is not None:
         grid = ("--input-len", "128,1024", "--concurrency", "1,8,32", "--output-len", "128", "--requests", "1", "--warmup", "1", "--json")
@@ -115,13 +116,19 @@ def summary(folder: Path, ended: list[Ended]) -> dict[str, Any]:
     rows = _read(folder / "operators.json").get("rows", [])
     texts = [_read(folder / f"{name}.json").get("text") for name in ("tokens", "tokens-on-cpu")]
     return {
-        "steps": [asdict(one) for one in ended],
+        "steps": [{**asdict(one), "told": "" if one.how == "ok" else _last_line(folder / f"{one.name}.log")} for one in ended],
         "operators": len(rows),
         "operators_out_of_tolerance": [
             f"{row['operator']} of {row['backend']}, {row['case']}" for row in rows if row["error"] > row["tolerance"]
         ],
         "same_text_as_on_cpu": texts[0] == texts[1] if None not in texts else None,
     }
+
+
+def _last_line(path: Path) -> str:
+    """Of what a step told; a command that says why it ended says so last."""
+    lines = path.read_text(errors="replace").split("\n") if path.exists() else []
+    return next((line.strip()[:200] for line in reversed(lines) if line.strip()), "")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -150,8 +157,9 @@ def accept(folder: Path, chosen: list[Step]) -> dict[str, Any]:
 
 
 def _page(told: dict[str, Any]) -> str:
-    lines = ["# Acceptance on an NPU", "", "| step | ended | seconds |", "|---|---|---|"]
-    lines += [f"| {one['name']} | {one['how']} | {one['seconds']} |" for one in told["steps"]]
+    lines = ["# Acceptance on an NPU", "", "| step | ended | seconds | its last words, where it failed |", "|---|---|---|---|"]
+    lines += [f"| {one['name']} | {one['how']} | {one['seconds']} | {one['told'].replace('|', '/')} |" for one in told["steps"]]
+    lines += ["", "What a step printed lies in its name with .json or .txt, what it told besides in .log."]
     bad = told["operators_out_of_tolerance"]
     lines += ["", f"{told['operators']} operators measured, {len(bad)} out of tolerance{': ' if bad else ''}{'; '.join(bad)}."]
     same = {True: "the same as", False: "not the same as", None: "not known beside"}[told["same_text_as_on_cpu"]]

@@ -2,7 +2,8 @@
  * The kernels as operators of torch: torch.ops.quantkit_ascendc.int4_grouped and .fp4_gemv, on tensors of an NPU.
  *
  * NEVER BUILT, NEVER RUN: it needs torch_npu's and CANN's headers, and what ascendc_library generates. Layouts are those of int4_grouped.py and
- * fp4_gemv.py; the sources say what each operand is. Scratch comes from torch's allocator, on the current stream.
+ * fp4_gemv.py; the sources say what each operand is. cores: the device's, of the cube for int4_grouped and vector cores for fp4_gemv; more would
+ * wait for ever at SyncAll. Scratch comes from torch's allocator, on the current stream.
  */
 #include <ATen/ATen.h>
 #include <torch/library.h>
@@ -12,9 +13,6 @@
 #include "torch_npu/csrc/core/npu/NPUStream.h"
 
 namespace {
-constexpr int64_t AI_CORES = 24;
-constexpr int64_t VECTOR_CORES = 48;
-
 at::Tensor scratch(const at::Tensor &like, at::IntArrayRef shape, at::ScalarType dtype) { return at::empty(shape, like.options().dtype(dtype)); }
 
 void check(const at::Tensor &x, const at::Tensor &weight, const at::Tensor &group_list)
@@ -24,18 +22,19 @@ void check(const at::Tensor &x, const at::Tensor &weight, const at::Tensor &grou
     TORCH_CHECK(group_list.scalar_type() == at::kLong && group_list.size(0) == weight.size(0), "group_list is int64 [E]");
 }
 
-at::Tensor int4_grouped(const at::Tensor &x, const at::Tensor &weight, const at::Tensor &parameters, const at::Tensor &group_list)
+at::Tensor int4_grouped(const at::Tensor &x, const at::Tensor &weight, const at::Tensor &parameters, const at::Tensor &group_list,
+                        int64_t cores)
 {
     check(x, weight, group_list);
     const int64_t rows = x.size(0), k = x.size(1), n = weight.size(1) * 256;
     TORCH_CHECK(k % 128 == 0 && k <= 8192 && weight.size(2) == k / 128, "K is a multiple of 128 up to 8192, and the weight's");
     TORCH_CHECK(parameters.scalar_type() == at::kHalf && parameters.is_contiguous(), "parameters are float16, in one piece");
     const at::Tensor digits = scratch(x, {rows, 2, k}, at::kChar), factors = scratch(x, {rows, 2, k / 128, 8}, at::kFloat);
-    const at::Tensor slots = scratch(x, {AI_CORES, 4, 32768}, at::kChar), sums = scratch(x, {AI_CORES, 2, 16, 256}, at::kInt);
+    const at::Tensor slots = scratch(x, {cores, 4, 32768}, at::kChar), sums = scratch(x, {cores, 2, 16, 256}, at::kInt);
     at::Tensor y = scratch(x, {rows, n}, at::kBFloat16);
     if (rows > 0) {
         ACLRT_LAUNCH_KERNEL(int4_grouped)
-        (AI_CORES, c10_npu::getCurrentNPUStream().stream(false), x.data_ptr(), weight.data_ptr(), parameters.data_ptr(),
+        (cores, c10_npu::getCurrentNPUStream().stream(false), x.data_ptr(), weight.data_ptr(), parameters.data_ptr(),
          group_list.data_ptr(), digits.data_ptr(), factors.data_ptr(), slots.data_ptr(), sums.data_ptr(), y.data_ptr(),
          static_cast<uint32_t>(rows), static_cast<uint32_t>(weight.size(0)), static_cast<uint32_t>(k), static_cast<uint32_t>(n));
     }
@@ -43,7 +42,7 @@ at::Tensor int4_grouped(const at::Tensor &x, const at::Tensor &weight, const at:
 }
 
 at::Tensor fp4_gemv(const at::Tensor &x, const at::Tensor &weight, const at::Tensor &scale, const at::Tensor &global_scale,
-                    const at::Tensor &group_list, int64_t splits)
+                    const at::Tensor &group_list, int64_t splits, int64_t cores)
 {
     check(x, weight, group_list);
     const int64_t rows = x.size(0), k = x.size(1), n = weight.size(1) * 512, experts = weight.size(0);
@@ -55,7 +54,7 @@ at::Tensor fp4_gemv(const at::Tensor &x, const at::Tensor &weight, const at::Ten
     at::Tensor y = scratch(x, {rows, n}, at::kBFloat16);
     if (rows > 0) {
         ACLRT_LAUNCH_KERNEL(fp4_gemv)
-        (VECTOR_CORES, c10_npu::getCurrentNPUStream().stream(false), x.data_ptr(), weight.data_ptr(), scale.data_ptr(),
+        (cores, c10_npu::getCurrentNPUStream().stream(false), x.data_ptr(), weight.data_ptr(), scale.data_ptr(),
          global_scale.data_ptr(), group_list.data_ptr(), partial.data_ptr(), y.data_ptr(), static_cast<uint32_t>(experts),
          static_cast<uint32_t>(k), static_cast<uint32_t>(n), static_cast<uint32_t>(splits));
     }
@@ -65,8 +64,8 @@ at::Tensor fp4_gemv(const at::Tensor &x, const at::Tensor &weight, const at::Ten
 
 TORCH_LIBRARY(quantkit_ascendc, library)
 {
-    library.def("int4_grouped(Tensor x, Tensor weight, Tensor parameters, Tensor group_list) -> Tensor");
-    library.def("fp4_gemv(Tensor x, Tensor weight, Tensor scale, Tensor global_scale, Tensor group_list, int splits) -> Tensor");
+    library.def("int4_grouped(Tensor x, Tensor weight, Tensor parameters, Tensor group_list, int cores) -> Tensor");
+    library.def("fp4_gemv(Tensor x, Tensor weight, Tensor scale, Tensor global_scale, Tensor group_list, int splits, int cores) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(quantkit_ascendc, PrivateUse1, library)

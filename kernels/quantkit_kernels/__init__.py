@@ -7,7 +7,7 @@ Arguments that do not fit raise ValueError naming the argument.
 
 from quantkit_kernels.backends import BACKENDS, OPERATORS, OperatorRow, prefer, table
 from quantkit_kernels.codes import CODES, CodedKeys, CodedLatents, KeyValues
-from quantkit_kernels.experts import Experts, ExpertsBuilder, prepare_experts
+from quantkit_kernels.experts import NO_EXPERT, Experts, ExpertsBuilder, prepare_experts
 from quantkit_kernels.functional import add_rms_norm, mla_decode, mla_prepare, rms_norm, rope, silu_and_mul
 from quantkit_kernels.gating import SILU, ExpertBiases, Gating
 from quantkit_kernels.grouped import gqa_decode, gqa_prepare
@@ -18,11 +18,12 @@ from quantkit_kernels.prolog import MlaProlog, MlaSizes, MlaWeights, prepare_mla
 from quantkit_kernels.prompts import PaddedPrompts, PromptPart, Prompts, SpansNow, gqa_prefill, mla_prefill
 from quantkit_kernels.routing import Routing, moe_gate, route
 from quantkit_kernels.self_check import Measurement, check
-from quantkit_kernels.weights import Dense, Fp4, Int4, Int8, Weight, dequantize, stack
+from quantkit_kernels.weights import Dense, Fp4, Int4, Int8, NarrowInt8, Weight, dequantize, stack
 
 __all__ = [
     "BACKENDS",
     "CODES",
+    "NO_EXPERT",
     "OPERATORS",
     "SILU",
     "CacheLayout",
@@ -43,6 +44,7 @@ __all__ = [
     "MlaProlog",
     "MlaSizes",
     "MlaWeights",
+    "NarrowInt8",
     "Norms",
     "OperatorRow",
     "PaddedPrompts",

@@ -15,13 +15,21 @@ from quantkit_kernels.arguments import FLOAT_DTYPES, INDEX_DTYPES, check_compute
 from quantkit_kernels.gating import SILU, ExpertBiases, Gating
 from quantkit_kernels.weights import Weight, check_weight, kind, shape
 
+NO_EXPERT = -1
+"""An id that adds nothing, for `Experts` that have `takes_none`: of an expert that is elsewhere."""
+
 
 class Experts(ABC):
     """The prepared experts of one layer. Call it with x[T, H] of `dtype`, topk_ids[T, k], topk_weights[T, k] float32; it returns [T, H].
 
-    topk_ids are int32 or int64 in 0..num_experts-1 (checked on the CPU; on a device an id outside is undefined). A token may name an
-    expert twice; its contributions add up. The products are summed in float32.
+    topk_ids are int32 or int64 in 0..num_experts-1 (checked on the CPU; on a device an id outside is undefined), or NO_EXPERT. A
+    token may name an expert twice; its contributions add up. The products are summed in float32.
     """
+
+    takes_none = False
+    """Whether ids may be NO_EXPERT, where `asked` is below 1."""
+    asked = 1.0
+    """The share of a call's ids that name an expert, which kernels are chosen by; below 1 ids may be NO_EXPERT."""
 
     def __init__(self, num_experts: int, hidden: int, intermediate: int, dtype: torch.dtype, device: torch.device, backend: str) -> None:
         self.num_experts = num_experts

@@ -11,7 +11,7 @@ from quantkit_kernels.linear import quantize_rows
 from quantkit_kernels.paged import PagedKeys, PagedLatents, Rotation
 from quantkit_kernels.prompts import Prompts
 from quantkit_kernels.reference.grouped import picked
-from quantkit_kernels.weights import Dense, Fp4, Int4, Int8, Weight, dequantize
+from quantkit_kernels.weights import Dense, Fp4, Int4, Int8, NarrowInt8, Weight, dequantize
 
 GRIDS = ("int4-asym-32", "int4-asym-64", "int4-asym-128", "int4-sym-128", "int8", "fp4", "dense")
 # By norm ratio: what rounding of the result, and inside 16-bit operators of operands and scales too, explains.
@@ -26,6 +26,9 @@ def random_weight(grid: str, n: int, k: int, rng: torch.Generator) -> Weight:
     if grid == "int8":
         scale = (0.5 + torch.rand(n, 1, generator=rng, device=device)) / (70 * k**0.5)
         return Int8(torch.randint(-127, 128, (n, k), dtype=torch.int8, generator=rng, device=device), scale)
+    if grid == "int8-narrow":
+        scale = (0.5 + torch.rand(n, 1, generator=rng, device=device)) / (5 * k**0.5)
+        return NarrowInt8(torch.randint(-8, 8, (n, k), dtype=torch.int8, generator=rng, device=device), scale)
     if grid == "fp4":
         codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, generator=rng, device=device)
         scale = (0.25 + 3 * torch.rand(n, k // 16, generator=rng, device=device)).to(torch.float8_e4m3fn)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quantkit_kernels import functional, grouped, prompts
-from quantkit_kernels.backends import ASKED_ONLY, BACKENDS, why_unusable
+from quantkit_kernels.backends import ASKED_ONLY, BACKENDS, module, why_unusable
 from quantkit_kernels.experts import ExpertsBuilder
 from quantkit_kernels.latents import Latents, cache_layout, doubled_angles, pairs_together, split_latents
 from quantkit_kernels.linear import prepare
@@ -35,6 +35,8 @@ from quantkit_kernels.timing import copies_beyond_cache, read_bandwidth, seconds
 from quantkit_kernels.weights import Weight, rows, shape
 
 GRIDS = ("int4-asym-128", "int8", "fp4", "dense")
+NARROW = "int8-narrow"
+"""Experts with activations of 8 bits and codes of 4, where a backend holds them in 4."""
 LINEARS = {"q_a+kv_a": (2112, 7168), "q_b": (24576, 1536), "o": (7168, 16384), "gate_up": (4096, 7168), "down": (7168, 2048)}
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 7168, 2048, 256, 8
 _SAMPLED_ROWS = 512
@@ -99,10 +101,12 @@ def _experts(device: torch.device, dtype: torch.dtype, rng: torch.Generator, ban
     whole = device.type != "cpu"
     count, intermediate, top_k = (EXPERTS, INTERMEDIATE, TOP_K) if whole else (4, 256, 2)
     shapes = ((2 * intermediate, HIDDEN), (HIDDEN, intermediate))
-    for grid in GRIDS:
+    for grid in (*GRIDS, NARROW):
         operator = f"experts_{grid.split('-')[0]}"
         few = [[random_weight(grid, n, k, rng) for n, k in (shapes[1][::-1], shapes[1][::-1], shapes[1])] for _ in range(4)]
         for backend in _backends(operator, device, dtype, shapes):
+            if grid == NARROW and not getattr(module(backend), "NARROW_EXPERTS", False):
+                continue
             builder = ExpertsBuilder(count, backend=backend, dtype=dtype, device=device)
             for index in range(count):
                 builder.add(index, *few[index % 4])
@@ -114,7 +118,8 @@ def _experts(device: torch.device, dtype: torch.dtype, rng: torch.Generator, ban
                 error = distance(experts(x, ids, weights), exact_experts(x, ids, weights, few))
                 seconds = seconds_per_call([_call(experts, x, ids, weights)], device)
                 nbytes = experts.nbytes * ids.unique().numel() // count
-                yield _measured(operator, backend, f"E={count} T={tokens}", error, dtype, seconds, nbytes, bandwidth)
+                name = f"{'W4A8 ' if grid == NARROW else ''}E={count} T={tokens}"
+                yield _measured(operator, backend, name, error, dtype, seconds, nbytes, bandwidth)
 
 
 def exact_experts(x: Tensor, ids: Tensor, weights: Tensor, few: list[list[Weight]]) -> Tensor:

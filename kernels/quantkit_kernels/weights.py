@@ -35,6 +35,10 @@ class Int8(NamedTuple):
     scale: Tensor
 
 
+class NarrowInt8(Int8):
+    """Codes are of four bits, -8..7, as W4A8 has them: a backend may hold them so, and every one may hold a byte a code."""
+
+
 class Fp4(NamedTuple):
     """w = e2m1[codes] * scale * global_scale (NVFP4), one scale per 16 input features.
 
@@ -58,7 +62,7 @@ Weight = Int4 | Int8 | Fp4 | Dense
 
 def kind(weight: Weight) -> str:
     """The name of a weight's grid in operator names: int4, int8, fp4 or dense."""
-    return type(weight).__name__.lower()
+    return "int8" if isinstance(weight, Int8) else type(weight).__name__.lower()
 
 
 def shape(weight: Weight) -> tuple[int, int]:
@@ -129,7 +133,7 @@ def rows(weight: Weight, start: int, stop: int) -> Weight:
     if isinstance(weight, Dense):
         return Dense(weight.weight[start:stop])
     if isinstance(weight, Int8):
-        return Int8(weight.codes[start:stop], weight.scale[start:stop])
+        return type(weight)(weight.codes[start:stop], weight.scale[start:stop])
     if isinstance(weight, Int4):
         zero_point = None if weight.zero_point is None else weight.zero_point[start:stop]
         return Int4(weight.codes[start:stop], weight.scale[start:stop], zero_point)
@@ -149,7 +153,8 @@ def stack(first: Weight, second: Weight) -> Weight:
             zero_point = torch.cat([first.zero_point, second.zero_point])
         return Int4(torch.cat([first.codes, second.codes]), torch.cat([first.scale, second.scale]), zero_point)
     if isinstance(first, Int8) and isinstance(second, Int8):
-        return Int8(torch.cat([first.codes, second.codes]), torch.cat([first.scale, second.scale]))
+        joined = type(first) if type(first) is type(second) else Int8
+        return joined(torch.cat([first.codes, second.codes]), torch.cat([first.scale, second.scale]))
     if isinstance(first, Fp4) and isinstance(second, Fp4):
         scale = torch.cat([first.scale.view(torch.uint8), second.scale.view(torch.uint8)]).view(torch.float8_e4m3fn)
         parts = [part.global_scale.expand(shape(part)[0]) for part in (first, second)]

@@ -1,41 +1,48 @@
-"""A norm behind the routed experts, as openPangu-Ultra-MoE has it: it reads what all experts of a layer make together.
+"""What is behind the routed experts: openPangu-Ultra-MoE's norm, DeepSeek-V4's hyper-connection. It reads what all experts of a layer make
+together.
 
-Routed experts add their outputs one after the other. Where such a norm is, the hidden states meanwhile hold the residual stream and the
-plain sum of these outputs; the norm is computed when all are there.
+Routed experts add their outputs one after the other, to the first channels of the hidden states. Where something is behind them, the hidden
+states meanwhile hold what they held before and the plain sum of these outputs; the rest of the layer is computed when all are there.
 """
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from quantkit_kernels import rms_norm
 from torch import Tensor
 
 from quantkit.calibrate.hidden_states import HiddenStates
+from quantkit.calibrate.layer_weights import LayerWeights
+from quantkit.calibrate.routing import no_experts
 from quantkit.calibrate.source_model import SourceModel
 from quantkit.calibrate.sublayer import Run, run_feed_forward
 from quantkit.models.decoder import DecoderLayer
 
 
-def run_before_norm(block: DecoderLayer, hidden: Tensor, lengths: list[int]) -> Tensor:
-    """The expert half without the norm behind its experts: hidden [T, H] -> [T, H]."""
+def run_to_sum(block: DecoderLayer, hidden: Tensor, lengths: list[int]) -> Tensor:
+    """The expert half without what is behind its experts: hidden [T, W] -> [T, W]."""
     del lengths  # as in `feed_forward`, every token by itself
-    return hidden + block.mlp_sum(rms_norm(hidden, block.mlp_norm, block.eps))
+    after, summed = hidden.clone(), block.summed(hidden)
+    after[:, : summed.shape[1]] += summed
+    return after
 
 
 @contextmanager
 def feed_forward(model: SourceModel, layer: int, paths: Iterable[HiddenStates]) -> Iterator[Run]:
     """How the layer's MLP or expert half is run.
 
-    All experts have added to the paths' hidden states when this ends; a norm behind them is computed then.
+    All experts have added to the paths' hidden states when this ends; what is behind them is computed then.
     """
-    norm = next((row for row in model.layer_rows(layer) if row.behind_experts), None)
-    if norm is None:
+    if not any(row.behind_experts for row in model.layer_rows(layer)):
         yield run_feed_forward
         return
-    kept = [(path, path.hidden.clone()) for path in paths]
-    yield run_before_norm
-    gain, eps = model.weights.dequantized(norm), model.config.rms_norm_eps
-    for path, stream in kept:
+    width = model.config.hidden_size
+    kept = [(path, path.hidden[:, :width].clone()) for path in paths]  # experts add to no other channels
+    yield run_to_sum
+    rows = [row for row in model.layer_rows(layer) if row.expert is None and row.role not in ("linear", "embedding", "head", "mtp_proj")]
+    block = model.architecture.DecoderLayer(model.config, layer, LayerWeights(model.weights.dequantized_all(rows), no_experts))
+    for path, before in kept:
         for batch in path.batches():
-            summed = path.hidden[batch.part] - stream[batch.part]
-            path.hidden[batch.part] = stream[batch.part] + rms_norm(summed, gain, eps)
+            states = path.hidden[batch.part]
+            summed = states[:, :width] - before[batch.part]
+            states[:, :width] = before[batch.part]
+            path.hidden[batch.part] = block.with_sum(states, summed)

@@ -7,8 +7,11 @@ import torch
 from quantkit_kernels import rms_norm
 from torch import Tensor
 
+from quantkit.calibrate.layer_weights import LayerWeights
 from quantkit.calibrate.parameter_reader import ParameterReader
 from quantkit.errors import QuantkitError
+from quantkit.models.architecture import ModelConfig
+from quantkit.models.hyper import StreamsEnd, begun, packed, unpacked
 from quantkit.models.table import Parameter
 
 
@@ -20,7 +23,8 @@ class Ends(Protocol):
         """Whether the last norm takes the mean off, as LayerNorm does."""
 
     def embedded(self, sequences: Sequence[Tensor]) -> Tensor:
-        """Token ids of sequences -> what the first layer reads, float32 [T, H], one sequence after the other."""
+        """Token ids of sequences -> what the first layer reads, float32 [T, H], one sequence after the other; of several streams
+        `hyper.packed`."""
 
     def normed(self, hidden: Tensor) -> Tensor:
         """hidden [T, H] after the last layer -> what the head multiplies, [T, H]."""
@@ -30,21 +34,26 @@ class Ends(Protocol):
 
 
 class TableEnds:
-    """Of an architecture with a table: an embedding, an RMSNorm, a head."""
+    """Of an architecture with a table: an embedding, an RMSNorm, a head, and what makes one stream of several."""
 
     centred = False
 
-    def __init__(self, source: ParameterReader, rows: Sequence[Parameter], eps: float) -> None:
-        self.source, self.eps = source, eps
+    def __init__(self, source: ParameterReader, rows: Sequence[Parameter], config: ModelConfig) -> None:
+        self.source, self.eps, self.streams = source, config.rms_norm_eps, config.streams
+        self._end = [row for row in rows if row.role == "streams" and row.layer is None]
         self.embedding = next(row for row in rows if row.role == "embedding" and row.layer is None)
         self.norm = next(row for row in rows if row.layer is None and row.role == "norm")
 
     def embedded(self, sequences: Sequence[Tensor]) -> Tensor:
         table, ids = self.source.checkpoint.read(self.embedding.name), torch.cat([*sequences])
         check_vocabulary(ids, len(table))
-        return table[ids].float()
+        embedded = table[ids].float()
+        return embedded if self.streams is None else packed(begun(embedded, self.streams.count), ids)
 
     def normed(self, hidden: Tensor) -> Tensor:
+        if self.streams is not None:
+            end = StreamsEnd(self.streams, LayerWeights(self.source.dequantized_all(self._end)))
+            hidden = end(unpacked(hidden, self.streams.count)[0])
         return rms_norm(hidden, self.source.gain(self.norm), self.eps)
 
     def logits(self, products: Tensor, first: int) -> Tensor:

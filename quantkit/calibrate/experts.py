@@ -13,7 +13,7 @@ from quantkit_kernels import SILU, ExpertBiases, Gating
 from torch import Tensor
 from torch.nn import functional as F
 
-from quantkit.calibrate.hidden_states import HiddenStatePair
+from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates
 from quantkit.calibrate.inputs import as_read
 from quantkit.calibrate.routing import Routed
 from quantkit.calibrate.scale import ScaledInput
@@ -200,6 +200,11 @@ def add_outputs(
     if hidden is None:
         hidden = rounded.hidden(as_read(routed.x[tokens].div_(scale), activation_bits))
     read = as_read(hidden, activation_bits)
-    states.quantized.hidden.index_add_(0, tokens, rounded.output(read).mul_(w[:, None]))
+    add_weighted(states.quantized, tokens, rounded.output(read), w)
     tokens, w = (part[len(tokens) :] for part in routed.of(expert))
-    states.original.hidden.index_add_(0, tokens - routed.quantized, original(routed.x[tokens]).mul_(w[:, None]))
+    add_weighted(states.original, tokens - routed.quantized, original(routed.x[tokens]), w)
+
+
+def add_weighted(states: HiddenStates, tokens: Tensor, outputs: Tensor, w: Tensor) -> None:
+    """Add an expert's outputs [n, H], which are used up, times w [n] to the hidden states of tokens [n], in their first H channels."""
+    states.hidden[:, : outputs.shape[1]].index_add_(0, tokens, outputs.mul_(w[:, None]))

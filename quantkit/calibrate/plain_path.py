@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from quantkit.calibrate.experts import ExpertWeights
+from quantkit.calibrate.experts import ExpertWeights, add_weighted
 from quantkit.calibrate.hidden_states import HiddenStates
 from quantkit.calibrate.inputs import as_read
 from quantkit.calibrate.layer_weights import LayerWeights
@@ -50,7 +50,7 @@ class PlainPath:
                 gate, up, down = _nearest(weights, rows.rows, solver).values()
                 rounded, bits = replace(original, gate=gate, up=up, down=down), solver.activation_bits
             hidden = rounded.hidden(as_read(self.routed.x[tokens], bits))
-            self.states.hidden.index_add_(0, tokens, rounded.output(as_read(hidden, bits)).mul_(w[:, None]))
+            add_weighted(self.states, tokens, rounded.output(as_read(hidden, bits)), w)
 
     def _rounded(self, sublayer: Sublayer) -> dict[str, Tensor]:
         """Its tensors, one read and rounded after the other."""

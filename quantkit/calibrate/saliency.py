@@ -16,7 +16,9 @@ from quantkit.calibrate.allocator import keep_freed_blocks
 from quantkit.calibrate.batches import Batches
 from quantkit.calibrate.behind_experts import feed_forward
 from quantkit.calibrate.data import Sequences
+from quantkit.calibrate.ends import TableEnds
 from quantkit.calibrate.expert_layer import expert_batch_values, expert_batches, expert_weights
+from quantkit.calibrate.experts import add_weighted
 from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates
 from quantkit.calibrate.layer_weights import LayerWeights
 from quantkit.calibrate.mtp import mtp_states
@@ -74,9 +76,8 @@ class SaliencyWalk:
         return found
 
     def _embedded(self, sequences: Sequences) -> Tensor:
-        embedding = next(row for row in self.model.rows if row.role == "embedding" and row.layer is None)
-        table = self.model.weights.checkpoint.read(embedding.name)
-        return table[torch.cat([*sequences.calibration, *sequences.held_out])].float()
+        ends = TableEnds(self.model.weights, self.model.rows, self.model.config)
+        return ends.embedded([*sequences.calibration, *sequences.held_out])
 
     def _states(self, hidden: Tensor, sequences: Sequences) -> HiddenStates:
         lengths = [len(s) for s in (*sequences.calibration, *sequences.held_out)]
@@ -127,7 +128,7 @@ class SaliencyWalk:
                 outputs = original(routed.x[tokens])
                 fitted = int((tokens < routed.fitted).sum())
                 found.append(mean_contribution(outputs[:fitted], w[:fitted]))
-                states.hidden.index_add_(0, tokens, outputs.mul_(w[:, None]))
+                add_weighted(states, tokens, outputs, w)
         return found
 
 

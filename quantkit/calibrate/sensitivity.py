@@ -98,7 +98,7 @@ class SensitivityPass:
     def __init__(
         self, model: SourceModel, solvers: Solvers, choices: Mapping[Choice, Sequence[Grid]], store: PassStore, ends: Ends | None = None
     ) -> None:
-        self.ends = ends or TableEnds(model.weights, model.rows, model.config.rms_norm_eps)
+        self.ends = ends or TableEnds(model.weights, model.rows, model.config)
         self.model, self.solvers, self.store = model, solvers, store
         self.by_module = {choice.rows[0].module: (choice, tuple(grids)) for choice, grids in choices.items()}
         groups = [group for layer in model.layers for group in model.groups[layer]]

@@ -58,7 +58,7 @@ class Walk:
     def __init__(
         self, model: SourceModel, solvers: Solvers, log: UnitLog, ranks: Ranks, batches: Batches, ends: Ends | None = None
     ) -> None:
-        self.ends = ends or TableEnds(model.weights, model.rows, model.config.rms_norm_eps)
+        self.ends = ends or TableEnds(model.weights, model.rows, model.config)
         self.model, self.solvers, self.log, self.ranks, self.batches = model, solvers, log, ranks, batches
         groups = [group for layer in model.layers for group in model.groups[layer]]
         self.residual = ResidualStream(model.weights, model.rows, groups, ends)
@@ -151,10 +151,11 @@ class Walk:
         return sublayer_of(self.model, self.solvers, unit, layer, run, importance, outputs)
 
     def _output_cost(self, unit: str, layer: int, states: HiddenStates) -> Curvature | None:
-        """What an error costs in the residual stream after this sublayer, judged by the stream before it. None in an MTP layer, and where
-        an earlier run solved all that asks for it."""
+        """What an error costs in the residual stream after this sublayer, judged by the stream before it. None in an MTP layer, where an
+        earlier run solved all that asks for it, and where there are several streams, which mix."""
         solved = unit == attend_unit(layer) and self.log.store.done(unit)
         asked = self.solvers.compensates and self.solvers.recipe.output_curvature and self.residual.norm is not None
+        asked = asked and self.model.config.streams is None
         if solved or layer not in self.model.layers or not asked:
             return None
         cost = self.residual.cost(self.model.units[unit], states.hidden[: states.fitted], self.model.config.rms_norm_eps)

@@ -14,13 +14,19 @@ from pathlib import Path
 import torch
 
 from quantkit.checkpoint.formats.base import FLOAT_DTYPES, Format
-from quantkit.checkpoint.header import TensorInfo
+from quantkit.checkpoint.header import TensorInfo, TensorSpec
 from quantkit.devices import dtype_name
 from quantkit.errors import QuantkitError
 from quantkit.schemes import Grid
 
 CACHE_PARTS = re.compile(r".*\.(?:[qkv]_(?:scale|zero_point)|kv_cache_(?:scale|offset))")
 """Names of tensors with which engines quantize a cache: no part of a weight, and not used here."""
+_IDS = (torch.int64, torch.int32)
+"""Of tables of ids, as models that route by token have them."""
+MASK = "t2d"
+"""The model's tokens among which a head of EAGLE-3 guesses: bool [vocab]."""
+_CODES = (".weight", ".qweight", ".qzeros", ".weight_packed", ".weight_zero_point", ".weight_shape", ".g_idx", ".weight_g_idx")
+"""Tensors of whole numbers that are parts of a packed weight."""
 _AGAIN = "download the checkpoint again, or ask its publisher"
 
 
@@ -87,12 +93,19 @@ def quantized_linear(path: Path, format: Format, grid: Grid | None, tensors: Map
 def _check_plain(path: Path, format: Format, tensor: TensorInfo) -> None:
     if tensor.name.endswith(format.own_suffixes):
         raise QuantkitError(f"{tensor.name} in {path / tensor.shard} belongs to no quantized weight", _AGAIN)
-    is_table = tensor.dtype == torch.int64 and not tensor.name.endswith(".weight")  # of ids, as models that route by token have it
-    if tensor.dtype not in FLOAT_DTYPES and not is_table and not CACHE_PARTS.fullmatch(tensor.name):
+    if not is_plain(tensor):
         raise QuantkitError(
             f"{tensor.name} in {path / tensor.shard} is {dtype_name(tensor.dtype)}, which {format.name} ({format.variant}) does not have",
             "formats are mixed, or config.json is not the one of these weights",
         )
+
+
+def is_plain(tensor: TensorSpec) -> bool:
+    """Whether a tensor may be part of no quantized linear, by its dtype: a float, a table of ids, a mask of them, what a cache is
+    quantized with."""
+    is_table = tensor.dtype in _IDS and not tensor.name.endswith(_CODES)
+    is_mask = tensor.dtype == torch.bool and tensor.name == MASK
+    return tensor.dtype in FLOAT_DTYPES or is_table or is_mask or CACHE_PARTS.fullmatch(tensor.name) is not None
 
 
 def check_ignored(described: Path, format: Format, ignored: Callable[[str], bool] | None, linears: Mapping[str, QuantizedLinear]) -> None:

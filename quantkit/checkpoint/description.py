@@ -38,14 +38,16 @@ def _check(file: Path, prefix: str, values: Mapping[str, Any]) -> None:
         if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
             raise _fault(file, prefix + key, entries, "a list of module names")
         for entry in entries:
-            _check_pattern(file, prefix + key, entry)
+            if entry.startswith("re:"):
+                _check_pattern(file, prefix + key, entry, entry[3:])
+    of_gptq = values.get("dynamic")
+    for entry in of_gptq if isinstance(of_gptq, dict) else ():
+        _check_pattern(file, prefix + "dynamic", entry, entry.removeprefix("+:").removeprefix("-:"))
 
 
-def _check_pattern(file: Path, key: str, entry: str) -> None:
-    if not entry.startswith("re:"):
-        return
+def _check_pattern(file: Path, key: str, entry: str, pattern: str) -> None:
     try:
-        regex.compile(entry[3:])
+        regex.compile(pattern)
     except (regex.error, RecursionError) as error:
         raise QuantkitError(f"{file} has {entry!r} in {key}, which is no regular expression ({error})", "correct that file") from error
 

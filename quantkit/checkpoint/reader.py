@@ -19,6 +19,7 @@ from quantkit.checkpoint.description import check_description
 from quantkit.checkpoint.formats import detect_format, fp8_block
 from quantkit.checkpoint.formats.base import CODES, SIDE_FILES, Axis, Format, StoredPart, lifted
 from quantkit.checkpoint.header import TensorInfo, read_at, read_header
+from quantkit.checkpoint.renamed import renamed
 from quantkit.checkpoint.shards import CPU, Shards
 from quantkit.checkpoint.stacked import unstacked
 from quantkit.errors import QuantkitError
@@ -46,7 +47,7 @@ class Checkpoint:
         self.path = path
         self.config = config = lifted(config)
         self.side = side
-        self.tensors = tensors = unstacked(config, tensors)
+        self.tensors = tensors = unstacked(config, renamed(config, tensors))
         self.described = check_description(path, config, side)
         try:
             self.format: Format = detect_format(self.described, config, side)

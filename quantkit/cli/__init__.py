@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from quantkit import __version__
-from quantkit.cli import bench, check, compare, evaluate, go, inspect, needle, perplexity, place, playground, quantize, regrade, run
+from quantkit.cli import bench, check, compare, evaluate, go, inspect, needle, perplexity, place, playground, proxy, quantize, regrade, run
 from quantkit.cli.examples import epilog
 from quantkit.cli.stopping import Stopped
 from quantkit.console import tell, tell_error
@@ -49,6 +49,7 @@ COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("kernels", inspect.kernels),
     ("deploy", run.deploy),
     ("place", place.place),
+    ("proxy", proxy.proxy),
 )
 for name, command in COMMANDS:
     app.command(name, epilog=epilog(name))(command)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantkit import console
-from quantkit.cli.options import AsJson, Backend, Cache, Device, Key, ServedName, Target, Tp
+from quantkit.cli.options import AsJson, Backend, Cache, Device, Dp, Key, ServedName, Target, Tp
 from quantkit.console import print_json
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def bench(
     served_model: ServedName = None,
     cache: Cache = None,
     tp: Tp = 1,
+    dp: Dp = 1,
     device: Device = "auto",
     backend: Backend = "auto",
     out_dir: Out = None,
@@ -70,7 +71,8 @@ def bench(
     longest = output_len + (max(lengths) if not texts else max(map(len, texts)) + 64)  # a token is a character at least
     if out_dir is not None:
         check_folder(out_dir, local_models([model]))
-    place: dict[str, Any] = {"device": device, "backend": backend, "cache": cache, "tp": tp, "api_key": api_key, "model": served_model}
+    place: dict[str, Any] = {"device": device, "backend": backend, "cache": cache, "tp": tp, "dp": dp}
+    place |= {"api_key": api_key, "model": served_model}
     target = open_target(model, max_batch=max(users), max_model_len=longest, **place)
     load: dict[str, Any] = {"rates": rates, "prompts": texts, "requests_per_slot": requests, "warmup": warmup, "seed": seed}
     load |= {"requests": num_prompts or (100 if rates else None), "limits": limits}

@@ -66,6 +66,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "quantkit serve out/awq",
         "quantkit serve out/awq --port 9000 --max-model-len 8192",
         "quantkit serve MODEL --tool-parser hermes --log-requests",
+        "quantkit serve Qwen3-32B-AWQ --draft Qwen3-0.6B --prefix-cache",
     ),
     "playground": (
         "quantkit playground tiny-r1",
@@ -82,7 +83,9 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "deploy": (
         "quantkit deploy out/awq --engine vllm --devices 4",
         "quantkit deploy out/awq --engine vllm-ascend --boxes 2 --context 32768",
+        "quantkit deploy out/awq --engine vllm --layout four-boxes --boxes 2 --mtp 1",
     ),
+    "proxy": ("quantkit proxy --prefill http://10.0.0.1:8100 --decode http://10.0.0.2:8200",),
 }
 
 

@@ -46,7 +46,7 @@ def go(
     with console.status("looking at the machine"):
         from quantkit.guide.boxes import read_box
         from quantkit.guide.job import GoRequest, GuidedJob
-        from quantkit.guide.record import Choice, Record
+        from quantkit.guide.record import Agreed, Record
 
         box = read_box(devices)
     from quantkit.evaluation.results.folder import results_folder
@@ -62,7 +62,7 @@ def go(
         choice, expected = record.choice, None
         if choice is None:
             proposal = _agreed(request, scheme, engine, yes=yes)
-            choice, expected = Choice(proposal.chosen.scheme, proposal.chosen.engine, proposal.chosen.devices), proposal.seconds
+            choice, expected = Agreed(proposal.chosen.scheme, proposal.chosen.engine, proposal.chosen.devices), proposal.seconds
             record.agree(choice)
         else:
             console.tell(f"going on in {out}: {choice.scheme} for {choice.engine}, as agreed")

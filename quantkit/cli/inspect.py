@@ -41,8 +41,12 @@ def kernels(
     from quantkit.devices import find_device
 
     target = find_device(device)
+    if tune and check:
+        raise QuantkitError("--tune and --check are two measurements", "give one of them, then the other")
+    if (tune or check) and backend != "auto":
+        raise QuantkitError("--backend is for the table; --check runs every backend that is usable, --tune Triton's", "leave --backend out")
     if tune:
-        return _tune(target)
+        return _tune(target, json_)
     if not check:
         try:
             rows = [vars(row) for row in quantkit_kernels.table(target, backend)]
@@ -74,15 +78,17 @@ def kernels(
         raise fault
 
 
-def _tune(device: Any) -> None:
+def _tune(device: Any, json_: bool) -> None:
     from quantkit_kernels.backends import why_unusable
     from quantkit_kernels.triton.cards import architecture, own_table
     from quantkit_kernels.triton.tune import write_table
 
-    reason = why_unusable("linear_int4", "triton", device)
-    if reason is not None or device.type == "cpu":
-        raise QuantkitError(f"the Triton kernels do not run on {device}: {reason or 'a GPU is needed'}", "tune on a machine with a GPU")
+    reason = "it is a CPU" if device.type == "cpu" else why_unusable("linear_int4", "triton", device)
+    if reason is not None:
+        raise QuantkitError(f"plans of the Triton kernels cannot be measured on {device}: {reason}", "tune on a machine with a GPU")
     path = own_table(architecture(device))
     for line in write_table(device, path):
         console.tell(line)
+    if json_:
+        return print_json({"device": str(device), "architecture": architecture(device), "table": str(path)})
     console.tell(f"kept in {path}; a copy of it, sent to quantkit, becomes the table of {architecture(device)}")

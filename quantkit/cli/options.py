@@ -57,16 +57,30 @@ EngineName = Annotated[
 ]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A directory, tiny-r1 (built in), or a hub id.")]
 Target = Annotated[str, typer.Argument(metavar="MODEL|URL", help="A model to run in this process, or an OpenAI-compatible server.")]
+GroupSize = Annotated[int | None, typer.Option(min=1, help="Input channels of int4 that share a scale: 128, 64 or 32; 128 otherwise.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or npu.", autocompletion=device_names)]
 Backend = Annotated[str, typer.Option(help="Kernel backend; see `quantkit kernels`.")]
 Cache = Annotated[
     str | None, typer.Option(help="int8 or fp8: keys and values, or latents, are kept in 8 bits; in the model's 16 otherwise.")
 ]
-Drafts = Annotated[int, typer.Option(min=0, help="Tokens a step that the model's MTP layer guesses; the answers stay the same.")]
+Drafts = Annotated[
+    int, typer.Option(min=0, help="Tokens a step that the MTP layer, or --draft's model, guesses at most; the answers stay the same.")
+]
+Draft = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODEL",
+        help="A small model with the same tokens, or a head of EAGLE-3, which guesses instead of an MTP layer: 4, or --drafts.",
+    ),
+]
 PromptLookup = Annotated[
     int, typer.Option(min=0, help="Tokens a step guessed from what prompt and answer said before; answers stay the same.")
 ]
 Tp = Annotated[int, typer.Option(min=1, help="Ranks that share the model, one per device; all are started here.")]
+Dp = Annotated[
+    int,
+    typer.Option(min=1, help="Ranks, one per device, that answer requests of their own and share routed experts; not with --tp."),
+]
 Collectives = Annotated[str | None, typer.Option(help="int8 or fp8: the ranks add prompts in 8 bits a value; in the model's 16 otherwise.")]
 Prune = Annotated[
     str | None, typer.Option(metavar="SHARE", help="Leave out this share of every layer's routed experts, those that add least: 25%.")

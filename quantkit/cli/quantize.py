@@ -12,8 +12,11 @@ from quantkit.cli.options import (
     Bits,
     Cache,
     Device,
+    Dp,
+    Draft,
     EngineName,
     FormatName,
+    GroupSize,
     Keep,
     MaybeScheme,
     Model,
@@ -30,6 +33,8 @@ from quantkit.hub import find_model, plain_name
 
 if TYPE_CHECKING:
     from quantkit.quantization.mixture import Mixture
+    from quantkit.recipe import Recipe
+    from quantkit.schemes import Scheme
 
 
 def quantize(
@@ -52,6 +57,7 @@ def quantize(
     samples: Annotated[int | None, typer.Option(min=1, help="Calibration sequences.")] = None,
     seq_len: Annotated[int | None, typer.Option(min=8, help="Tokens of a calibration sequence.")] = None,
     seed: Annotated[int | None, typer.Option()] = None,
+    group_size: GroupSize = None,
     prune: Prune = None,
     device: Device = "auto",
     memory: Annotated[str | None, typer.Option(help="Host memory to keep under, such as 16GiB; refused at the start if it cannot.")] = None,
@@ -64,15 +70,15 @@ def quantize(
     from quantkit.quantization.mixture import read_mixture
     from quantkit.quantization.opening import read_request
     from quantkit.quantization.run import quantize as run_quantize
-    from quantkit.recipe import load_recipe
-    from quantkit.schemes import find_scheme
 
     mixture = read_mixture(keep=keep, preset=preset, bits=bits, size=size, read_weight=read_weight)
-    chosen, left_out = find_scheme(_scheme(scheme, mixture)), None if prune is None else parse_share(prune)
-    read_request(chosen, format_, engine, load_recipe(recipe or chosen.name), mixture)  # before a hub model is downloaded
+    chosen, settings = _asked(scheme, mixture, recipe)
+    given: dict[str, Any] = {"samples": samples, "seq_len": seq_len, "seed": seed, "group_size": group_size}
+    given["prune"] = None if prune is None else parse_share(prune)
+    settings = settings.with_given(**given)
+    read_request(chosen, format_, engine, settings, mixture)  # before a hub model is downloaded
     source = find_model(model)
-    given: dict[str, Any] = {"calibration": calibration, "samples": samples, "seq_len": seq_len, "seed": seed, "prune": left_out}
-    settings = load_settings(source, recipe or chosen.name, **given)
+    settings = load_settings(source, settings, calibration=calibration)
     target = out_dir or Path("-".join((plain_name(model), chosen.name, *mixture.words())))
     ceiling = parse_bytes(memory) if memory else None
     with stoppable(), console.bytes_bar() as bar:
@@ -94,11 +100,18 @@ def quantize(
     console.show(report)
 
 
-def _scheme(name: str | None, mixture: "Mixture") -> str:
-    """The scheme that was named, or the one of mixtures."""
+def _asked(name: str | None, mixture: "Mixture", recipe: str | None) -> "tuple[Scheme, Recipe]":
+    """The scheme that was named, the recipe's, or the one of mixtures; and the recipe, the scheme's own where none was named."""
+    from quantkit.recipe import load_recipe
+    from quantkit.schemes import find_scheme
+
+    if recipe is not None:
+        settings = load_recipe(recipe)
+        return find_scheme(name or settings.scheme), settings
     if name is None and not mixture.words():
-        raise typer.BadParameter("give one, or --preset, --bits or --size", param_hint="--scheme")
-    return name or "awq-w4a16"
+        raise typer.BadParameter("give one, or --recipe, --preset, --bits or --size", param_hint="--scheme")
+    chosen = find_scheme(name or "awq-w4a16")
+    return chosen, load_recipe(chosen.name)
 
 
 def plan(
@@ -117,8 +130,11 @@ def plan(
     samples: Annotated[int | None, typer.Option(min=1, help="Calibration sequences.")] = None,
     seq_len: Annotated[int | None, typer.Option(min=8, help="Tokens of a calibration sequence.")] = None,
     context: Annotated[int, typer.Option(min=1, help="Tokens of the longest request to serve.")] = 4096,
+    group_size: GroupSize = None,
     redundant: Annotated[int, typer.Option(min=0, help="Copies of routed experts in a layer, as for place.")] = 0,
     cache: Cache = None,
+    dp: Dp = 1,
+    draft: Draft = None,
     prune: Prune = None,
     json_: AsJson = False,
 ) -> None:
@@ -126,12 +142,10 @@ def plan(
     from quantkit.amounts import parse_share
     from quantkit.planning import plan as make_plan
     from quantkit.quantization.mixture import read_mixture
-    from quantkit.recipe import load_recipe
-    from quantkit.schemes import find_scheme
 
     mixture = read_mixture(keep=keep, preset=preset, bits=bits, size=size, read_weight=read_weight)
-    chosen = find_scheme(_scheme(scheme, mixture))
-    settings = load_recipe(recipe or chosen.name).with_given(prune=None if prune is None else parse_share(prune))
+    chosen, settings = _asked(scheme, mixture, recipe)
+    settings = settings.with_given(prune=None if prune is None else parse_share(prune), group_size=group_size)
     options: dict[str, Any] = {
         "devices": devices,
         "samples": samples,
@@ -139,6 +153,8 @@ def plan(
         "context": context,
         "redundant": redundant,
         "cache": cache,
+        "dp": dp,
+        "draft": draft,
     }
     about = make_plan(model, chosen, format_, engine=engine, mixture=mixture, sensitivities=sensitivities, recipe=settings, **options)
     if json_:

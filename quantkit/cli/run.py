@@ -15,6 +15,8 @@ from quantkit.cli.options import (
     Collectives,
     CountExperts,
     Device,
+    Dp,
+    Draft,
     Drafts,
     Model,
     PromptLookup,
@@ -37,10 +39,12 @@ def run(
     top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
     seed: int = 0,
     drafts: Drafts = 0,
+    draft: Draft = None,
     prompt_lookup: PromptLookup = 0,
     count_experts: CountExperts = None,
     cache: Cache = None,
     tp: Tp = 1,
+    dp: Dp = 1,
     collectives: Collectives = None,
     device: Device = "auto",
     backend: Backend = "auto",
@@ -62,11 +66,14 @@ def run(
         device,
         backend,
         max_batch=1,
+        measure_steps=True,
         cache=cache,
         tp=tp,
+        dp=dp,
         collectives=collectives,
         count_experts=counted,
         num_drafts=drafts,
+        draft=_draft(draft),
         num_looked_up=prompt_lookup,
     )
     with console.status(f"loading {model}"):
@@ -121,8 +128,14 @@ def _answer(engine: Any, ids: list[int], params: Any, json_: bool) -> str:
         )
     else:
         out.print()
-        console.tell(f"{tokens} tokens, {tokens / seconds:.0f} tokens/s, {completion.finish_reason}")
+        console.tell(f"{tokens} tokens, {tokens / seconds:.0f} tokens/s, {completion.finish_reason}{_guesses(engine)}")
     return str(completion.text)
+
+
+def _guesses(engine: Any) -> str:
+    """What to tell of guesses, where any were made."""
+    found = None if engine.speculation is None else engine.speculation.acceptance
+    return f", {found.rate:.0%} of {found.drafted} guesses kept" if found is not None and found.drafted else ""
 
 
 def serve(
@@ -143,11 +156,13 @@ def serve(
     chat_template: Annotated[Path | None, typer.Option(help="A chat template, instead of the model's own.")] = None,
     log_requests: Annotated[bool, typer.Option("--log-requests", help="A line on stderr for every request.")] = False,
     drafts: Drafts = 0,
+    draft: Draft = None,
     prompt_lookup: PromptLookup = 0,
     prefix_cache: Annotated[bool, typer.Option("--prefix-cache", help="Requests that begin alike share what is computed of that.")] = False,
     count_experts: CountExperts = None,
     cache: Cache = None,
     tp: Tp = 1,
+    dp: Dp = 1,
     collectives: Collectives = None,
     device: Device = "auto",
     backend: Backend = "auto",
@@ -172,10 +187,12 @@ def serve(
                 prefill_tokens=chunk_tokens,
                 measure_steps=True,
                 num_drafts=drafts,
+                draft=_draft(draft),
                 num_looked_up=prompt_lookup,
                 prefix_cache=prefix_cache,
                 cache=cache,
                 tp=tp,
+                dp=dp,
                 collectives=collectives,
                 count_experts=counted,
             )
@@ -188,6 +205,11 @@ def serve(
     options = ServeOptions(host, port, api_key, max_queue, limits=limits, tool_parser=tool_parser, log=log)
     with closing(engine), _written(engine, count_experts):
         run_server(engine, served_name or path.name, options)
+
+
+def _draft(name: str | None) -> Path | None:
+    """Where a draft model is."""
+    return None if name is None else find_model(name)
 
 
 def _counting(file: Path | None) -> bool:
@@ -210,23 +232,24 @@ def _written(engine: Any, file: Path | None) -> Iterator[None]:
 def deploy(
     model: Model,
     engine: Annotated[str, typer.Option(help="vllm, sglang, vllm-ascend or omni-infer.", autocompletion=names_of_engines)],
-    boxes: Annotated[int, typer.Option(min=1, help="Machines that share the model.")] = 1,
+    boxes: Annotated[int | None, typer.Option(min=1, help="Machines that share the model; those of the layout otherwise, or one.")] = None,
     devices: Annotated[int | None, typer.Option(min=1, help="Devices of a machine; those of the layout otherwise, mostly 8.")] = None,
     layout: Annotated[str | None, typer.Option(help="A layout by name, such as one with prefill and decode apart.")] = None,
     context: Annotated[int, typer.Option(min=1, help="Tokens of the longest request.")] = 16384,
     hosts: Annotated[str | None, typer.Option(help="Addresses of the boxes, comma-separated.")] = None,
     nic: Annotated[str, typer.Option(help="The network interface of these addresses.")] = "eth0",
+    mtp: Annotated[int, typer.Option(min=0, help="Tokens that the MTP layer guesses a step; 0 leaves it out.")] = 0,
     json_: AsJson = False,
 ) -> None:
     """Print the exact commands that serve a checkpoint with another engine, on one box or many, and whether it fits."""
     from quantkit.checkpoint.reader import Checkpoint
     from quantkit.clusters import decoding
     from quantkit.engines.launch import deploy as plan
-    from quantkit.engines.launch import find_topology
+    from quantkit.engines.layouts import find_topology
 
     path = find_model(model)
     addresses = hosts.split(",") if hosts else None
-    planned = plan(path, engine, boxes=boxes, devices=devices, layout=layout, context=context, hosts=addresses, nic=nic)
+    planned = plan(path, engine, boxes=boxes, devices=devices, layout=layout, context=context, hosts=addresses, nic=nic, guesses=mtp)
     told = planned.as_dict() | {
         "decoding": decoding(Checkpoint.open(path), find_topology(engine, boxes, layout, devices=devices), planned.memory)
     }

@@ -46,7 +46,7 @@ class Item:
     specs: tuple[TensorSpec, ...]
 
 
-class Plan:
+class ConversionPlan:
     """What every tensor of the source becomes."""
 
     def __init__(self, checkpoint: Checkpoint, target: str, dtype: torch.dtype | None) -> None:

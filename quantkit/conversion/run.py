@@ -10,7 +10,7 @@ from quantkit.checkpoint.manifest import made_for
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.watch import Watch
 from quantkit.checkpoint.writer import CheckpointWriter, prepare
-from quantkit.conversion.plan import Item, Plan
+from quantkit.conversion.plan import ConversionPlan, Item
 from quantkit.conversion.report import Change, ConversionReport, joined
 from quantkit.conversion.target import target_name
 from quantkit.devices import dtype_named
@@ -34,7 +34,7 @@ def convert(
     """
     start = time.perf_counter()
     prepare(out, [source])
-    plan = Plan(Checkpoint.open(source), target_name(format, dtype), None if dtype is None else dtype_named(dtype))
+    plan = ConversionPlan(Checkpoint.open(source), target_name(format, dtype), None if dtype is None else dtype_named(dtype))
     units = {f"{number:05d} {unit[0].name}": unit for number, unit in enumerate(plan.units())}
     watch = Watch(plan.checkpoint, {name: [part for item in unit for part in plan.parts(item)] for name, unit in units.items()})
     if not overwrite and (manifest := made_for(out, plan.fingerprint())):
@@ -50,7 +50,7 @@ def convert(
     return plan.report(out, start, changes)
 
 
-def _write(plan: Plan, units: dict[str, list[Item]], writer: CheckpointWriter, on_event: OnEvent) -> dict[str, Change]:
+def _write(plan: ConversionPlan, units: dict[str, list[Item]], writer: CheckpointWriter, on_event: OnEvent) -> dict[str, Change]:
     """Units that are not written yet, and what changed in all of them."""
     changes: dict[str, Change] = {}
     done = 0

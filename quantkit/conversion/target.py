@@ -4,6 +4,7 @@ import torch
 
 from quantkit.checkpoint.formats import FORMATS, compressed_int4, dense
 from quantkit.checkpoint.formats.base import Format
+from quantkit.checkpoint.formats.gptq import Gptq
 from quantkit.checkpoint.formats.nvfp4 import Nvfp4
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError
@@ -26,6 +27,9 @@ def find_target(checkpoint: Checkpoint, name: str, grid: Grid | None) -> Format:
     if grid is None:
         fault = f"{checkpoint.path} is {source.name}, and {name} holds rounded weights"
         raise QuantkitError(fault, "convert does not round: use quantkit quantize")
+    if isinstance(source, Gptq) and source.desc_act:
+        fault = f"{checkpoint.path} is GPTQ with desc_act: its scales belong to scattered inputs, and {name} has groups in order"
+        raise QuantkitError(fault, "--dtype bf16 makes it plain")
     for format in sorted(named, key=lambda one: one is source or not one.holds(grid)):
         if format is source:
             raise QuantkitError(f"{checkpoint.path} is already {name} {format.variant}", "there is nothing to convert")

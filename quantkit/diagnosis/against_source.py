@@ -6,8 +6,6 @@ is left is the error of rounding, or a fault. The fitted c of all readers of a n
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from statistics import median
 
 import torch
 from torch import Tensor
@@ -17,54 +15,42 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.remote import open_headers
 from quantkit.diagnosis.description import Described
 from quantkit.diagnosis.findings import DiagnosisFindings
+from quantkit.diagnosis.gains import Gain, mean_log, size_faults
 from quantkit.diagnosis.measures import ORDERS, reordered
 from quantkit.diagnosis.rows import Rows, plain_rows
+from quantkit.diagnosis.source_fit import (
+    GRID_VALUES,
+    SMALL,
+    SourceFit,
+    are_uneven,
+    cosine,
+    fit,
+    group_fault,
+    is_on_grid,
+    shift_of,
+    spread_of,
+    step_fault,
+)
 from quantkit.diagnosis.structure import Structure
 from quantkit.diagnosis.survey import Survey
 from quantkit.models import find_architecture
 from quantkit.models.table import Parameter, ScaleGroup
 from quantkit.quant.weights import dequantize
 
-_ALLOWED = {2: 0.75, 3: 0.55, 4: 0.40, 8: 0.15, 16: 0.10}
+_ALLOWED = {2: 0.75, 3: 0.55, 4: 0.40, 8: 0.15, 16: 0.01}
 """Relative error after fitting that rounding to so many bits may leave. For 4 bits in groups 0.1 is usual."""
 _PART_OFF, _PARTS = 0.85, 3
 """Relative error of a row or column that has nothing of the source's, and how many such no rounding leaves."""
-_UNEVEN = 0.08
-"""Median distance of the logarithms of rows' factors from their median; rounding leaves a fifth of that."""
-_SMALL = 0.1
-"""Mean square, of the median one's, below which a column may be lost beside others of its group."""
+_ON_GRID = 0.3
+"""Error of a plain matrix whose values were rounded before."""
+_FOLD_OFF = 0.05
+"""Median distance of the logarithms of what a norm lost and its reader gained; a reader that was rounded may be off by thrice its error."""
+_FOLLOWS = 0.7
+"""Times what a norm lost that its reader may be off, where the norm lost more than the reader's error: who gained nothing is off by all."""
+_CUT = 0.25
+"""Mean of the errors in steps: rounding leaves 0.01, and codes that were cut to the step below have half a step."""
 _RELATED = 0.75
 """Cosine above which one matrix is another, rounded."""
-
-
-@dataclass(frozen=True)
-class SourceFit:
-    """W' ~ diag(r) W diag(c). error: |W' - diag(r) W diag(c)| / |W'|. columns: c [K]. size: median of |r c|."""
-
-    error: float
-    columns: Tensor
-    rows: Tensor
-    size: float
-
-
-def fit(ours: Tensor, theirs: Tensor) -> SourceFit:
-    """Both float32 [n, K]."""
-    columns, rows = torch.ones(theirs.shape[1]), torch.ones(theirs.shape[0])
-    for _ in range(3):
-        part = theirs * rows[:, None]
-        columns = (ours * part).sum(0) / part.square().sum(0).clamp(min=1e-20)
-        part = theirs * columns
-        rows = (ours * part).sum(1) / part.square().sum(1).clamp(min=1e-20)
-    middle = float(rows.abs().median().clamp(min=1e-20))
-    rows, columns = rows / middle, columns * middle
-    left = ours - theirs * rows[:, None] * columns
-    norm = float(ours.norm())
-    return SourceFit(float(left.norm()) / norm if norm else 0.0, columns, rows, float(columns.abs().median() * rows.abs().median()))
-
-
-def cosine(ours: Tensor, theirs: Tensor) -> float:
-    """Of all elements, after fitting the columns: 1 where one is the other with rounding."""
-    return max(0.0, 1 - fit(ours, theirs).error ** 2) ** 0.5
 
 
 class SourceComparison:
@@ -76,19 +62,22 @@ class SourceComparison:
         self.rows = {row.module: row for row in structure.rows if len(row.shape) == 2}
         # Modules that have more than a weight and a bias: scales, also of formats that are not read, and what is multiplied to their input.
         self.scaled = {name.rpartition(".")[0] for name in survey.tensors if not name.endswith((".weight", "bias"))}
-        self.producers = self._find_producers()
+        self.groups = self._find_groups()
+        self.producers = {group.producer for group in self.groups}
+        self.gains: dict[str, Gain] = {}
+        self.agreed: set[str] = set()
         self.columns: dict[str, Tensor] = {}
         self.errors: dict[str, tuple[float, int]] = {}
         self.faults: dict[str, list[tuple[str, str]]] = {}
         self.lost: list[str] = []
         self.offsets: dict[str, float] = {}
 
-    def _find_producers(self) -> set[str]:
-        """Norms and linears whose outputs writers may scale."""
+    def _find_groups(self) -> list[ScaleGroup]:
+        """Norms and linears whose outputs writers may scale, with their readers."""
         if self.structure.config is None:
-            return set()
+            return []
         architecture, layers = find_architecture(self.survey.config), {row.layer for row in self.structure.rows if row.layer is not None}
-        return {group.producer for layer in sorted(layers) for group in architecture.scale_groups(self.structure.config, layer)}
+        return [group for layer in sorted(layers) for group in architecture.scale_groups(self.structure.config, layer)]
 
     def look(self, module: str, rows: Rows) -> None:
         """The sampled rows of a linear, quantized or plain."""
@@ -100,11 +89,20 @@ class SourceComparison:
         row = self.rows.get(module)
         if row is None or row.expert is None or row.expert < 8:  # a few experts tell of all: they were folded together
             self.columns[module] = found.columns
-        shift = _shift(rows, theirs * found.rows[:, None] * found.columns)
+        shift = shift_of(rows, theirs * found.rows[:, None] * found.columns)
         if found.error <= _ALLOWED[rows.bits] and abs(shift) < 0.6:
+            self.agreed.add(module)
+            self.gains[module] = Gain.of(found.rows, found.columns)
+            if abs(shift) > _CUT:
+                self._fault("error-large", module, f"values lie {shift:+.2f} steps off the source's in the mean: cut, not rounded")
+                return
             self._look_at_parts(module, rows, theirs, found)
-            if not 0.6 < found.size < 1.6 and row is not None and not 0.25 < found.size < 4:
-                self._fault("scales-absurd", module, f"its values are {found.size:.3g} times the source's")
+            return
+        if rows.codes is None and found.error < _ON_GRID and is_on_grid(rows.values):
+            self.agreed.add(module)
+            self.findings.add(
+                "values-on-grid", module, f"stored plain, on at most {GRID_VALUES} steps, and {found.error:.0%} off the source's"
+            )
             return
         self._explain(module, rows, theirs, found, shift)
 
@@ -114,13 +112,16 @@ class SourceComparison:
         if float((rows.values * theirs).sum()) < 0:
             self._fault("error-large", module, "its values are the source's with the other sign")
             return
-        if module in self.rows and self.producers and module not in self.producers and _are_uneven(found.rows):
+        if module in self.rows and self.producers and module not in self.producers and are_uneven(found.rows):
             self._fault("error-large", module, "its rows are not of the source's sizes, and nobody could have taken that into account")
+            return
+        if told := group_fault(rows, part) or step_fault(rows, found):
+            self._fault("error-large", module, told)
             return
         left = (rows.values - part).square()
         for axis, what in ((1, "rows"), (0, "columns")):
             size = rows.values.square().mean(axis)
-            far = (left.mean(axis) > _PART_OFF**2 * size) & (size > _SMALL * size.median())
+            far = (left.mean(axis) > _PART_OFF**2 * size) & (size > SMALL * size.median())
             if int(far.sum()) >= _PARTS and float(far.float().mean()) < 0.5:
                 first = int(far.nonzero()[0])
                 told = f"{int(far.sum())} of {len(far)} {what} that were looked at have nothing of the source's, such as number {first}"
@@ -128,7 +129,7 @@ class SourceComparison:
                 return
 
     def _explain(self, module: str, rows: Rows, theirs: Tensor, found: SourceFit, shift: float) -> None:
-        told = f"error {found.error:.2f} where {rows.bits} bits leave at most {_ALLOWED[rows.bits]:.2f}"
+        told = f"error {found.error:.2g} where {rows.bits} bits leave at most {_ALLOWED[rows.bits]:.2g}"
         if rows.codes is not None and 0.6 < abs(shift) < 1.4 and rows.bits < 16 and found.error < 0.95:
             self.offsets[module] = shift
             self._fault("zero-points-off", module, f"values lie {shift:+.2f} steps off the source's, all of them alike")
@@ -156,8 +157,8 @@ class SourceComparison:
                 codes = reordered(rows, order, axis)
                 if codes is None:
                     continue
-                centred = codes if rows.zero_point is None else codes - rows.zero_point[:, rows.of_group]
-                if cosine(centred * rows.scale[:, rows.of_group], theirs) > _RELATED:
+                centred = codes if rows.zero_point is None else codes - rows.by_input(rows.zero_point)
+                if cosine(centred * rows.by_input(rows.scale), theirs) > _RELATED:
                     return f"{name}, along the {along}"
         return ""
 
@@ -205,11 +206,13 @@ class SourceComparison:
                 self.findings.add(name, [module for module, _ in pairs], pairs[0][1])
         if not self.findings.has("packing-order", "transposed"):
             self._check_folding()
+            self._check_sizes()
 
     def _compare_tables(self) -> None:
         """Embedding, head, norms outside the layers and biases of routers: nobody changes them."""
         for row in self.structure.rows:
-            nobodys = (row.layer is None and not row.mtp) or row.role == "router_bias" or self._is_nobodys_norm(row)
+            outside = row.role in ("embedding", "head") or (row.layer is None and not row.mtp)
+            nobodys = outside or row.role == "router_bias" or self._is_nobodys_norm(row)
             if not nobodys or row.name not in self.survey.tensors or row.module in self.described.linears:
                 continue
             if not self.checkpoint.has(row.name) or self.survey.tensors[row.name].shape != self.checkpoint.tensors[row.name].shape:
@@ -222,7 +225,11 @@ class SourceComparison:
             if theirs is None or not bool(torch.isfinite(ours).all()):
                 continue
             error = float((ours - theirs).norm() / theirs.norm().clamp(min=1e-20))
-            if error > 0.05:
+            if len(row.shape) == 2 and 0.02 < error < _ON_GRID and is_on_grid(ours):
+                self.findings.add(
+                    "values-on-grid", row.name, f"stored plain, on at most {GRID_VALUES} steps, and {error:.0%} off the source's"
+                )
+            elif error > 0.02:
                 self._fault("error-large", row.name, f"stored plain, and {error:.0%} off the source's")
 
     def _is_nobodys_norm(self, row: Parameter) -> bool:
@@ -230,17 +237,27 @@ class SourceComparison:
 
     def _check_folding(self) -> None:
         """Norm by norm: what it lost, each of its readers must have gained."""
-        if self.structure.config is None:
-            return
-        architecture = find_architecture(self.survey.config)
-        layers = sorted({row.layer for row in self.structure.rows if row.layer is not None})
         wrong: dict[str, list[tuple[str, str]]] = {}
-        for layer in layers:
-            for group in architecture.scale_groups(self.structure.config, layer):
-                if group.producer_is_norm:
-                    self._check_group(group, wrong)
+        for group in self.groups:
+            if group.producer_is_norm:
+                self._check_group(group, wrong)
         for name, pairs in wrong.items():
             self.findings.add(name, [module for module, _ in pairs], pairs[0][1])
+
+    def _check_sizes(self) -> None:
+        """Chain by chain: what one made smaller, the next made larger."""
+        if self.findings.has("folding-broken", "router-not-compensated", "error-large"):
+            return
+        lost = {}
+        for group in self.groups:
+            name = f"{group.producer}.weight"
+            if group.producer_is_norm and name in self.survey.tensors and self.checkpoint.has(name):
+                ours, theirs = self.survey.shards.read(self.survey.tensors[name]).float(), self.checkpoint.read(name).float()
+                if ours.shape == theirs.shape:
+                    lost[group.producer] = mean_log(theirs) - mean_log(ours)
+        told = list(size_faults(self.groups, self.gains, lost))
+        if told and not self.findings.has("scales-absurd"):
+            self.findings.add("scales-absurd", [module for module, _ in told], told[0][1])
 
     def _check_group(self, group: ScaleGroup, wrong: dict[str, list[tuple[str, str]]]) -> None:
         name = f"{group.producer}.weight"
@@ -252,12 +269,13 @@ class SourceComparison:
         lost = theirs / torch.where(ours == 0, torch.ones_like(ours), ours)
         for module in group.consumers:
             gained = self._columns(module)
-            if gained is None or gained.shape != lost.shape:
-                continue
-            ratio = (gained / lost).abs().clamp(min=1e-6).log()
-            off = float((ratio - ratio.median()).abs().median())
-            moved = float((lost.log().abs() if bool((lost > 0).all()) else lost - 1).abs().median())
-            if off > max(0.25, 3 * self._noise(module)) or abs(float(ratio.median())) > 0.7:
+            if gained is None or gained.shape != lost.shape or not bool((gained.abs() > 0).float().mean() > 0.5):
+                continue  # of a matrix that is all zeros no factor is known
+            ratio, off, moved = gained / lost, spread_of(gained / lost), spread_of(lost)
+            follows = off < _FOLLOWS * moved or moved < max(_FOLD_OFF, self._noise(module))
+            # A linear whose outputs were scaled too has an open size, which `gains` tells.
+            resized = module not in self.producers and abs(float(ratio.abs().clamp(min=1e-6).log().median())) > 0.7
+            if off > max(_FOLD_OFF, 3 * self._noise(module)) or resized or not follows:
                 router = module in self.rows and self.rows[module].role == "router"
                 told = (
                     f"{group.producer} was divided by scales of median {float(lost.median()):.3g} (spread {moved:.2f}), and the columns of "
@@ -291,27 +309,9 @@ class SourceComparison:
             return False
         return module not in self.scaled
 
-    def mean_errors(self) -> dict[str, float]:
-        """Median relative error by kind of linear."""
-        kinds: dict[str, list[float]] = {}
-        for module, (error, _) in self.errors.items():
-            kinds.setdefault(module.rpartition(".")[2], []).append(error)
-        return {kind: median(errors) for kind, errors in kinds.items()}
 
-
-def _are_uneven(rows: Tensor) -> bool:
-    """Whether factors of rows differ by more than rounding and clipping make them."""
-    logs = rows.abs().clamp(min=1e-6).log()
-    off = (logs - logs.median()).abs()
-    return float(off.median()) > _UNEVEN or float((off > 4 * _UNEVEN).float().mean()) > _UNEVEN
-
-
-def _shift(rows: Rows, theirs: Tensor) -> float:
-    """Mean of (W' - W) in steps of the grid; 0 without one."""
-    if rows.codes is None or rows.scale is None or rows.of_group is None:
-        return 0.0
-    step = rows.scale[:, rows.of_group]
-    return float(((rows.values - theirs) / torch.where(step == 0, torch.ones_like(step), step)).mean())
+def _told_on_grid(error: float) -> str:
+    return f"stored plain, on at most {GRID_VALUES} steps, and {error:.0%} off the source's"
 
 
 def _name_exchange(module: str, other: str) -> str:

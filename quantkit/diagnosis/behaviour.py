@@ -10,14 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from quantkit_kernels import ExpertBiases, rms_norm
+from quantkit_kernels import ExpertBiases
 from torch import Tensor
 from torch.nn import functional as F
 
 from quantkit.assets import calibration_text
+from quantkit.calibrate.ends import TableEnds
 from quantkit.calibrate.experts import ExpertWeights
 from quantkit.calibrate.layer_weights import LayerWeights
+from quantkit.calibrate.parameter_reader import ParameterReader
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.shards import CPU
 from quantkit.diagnosis.findings import DiagnosisFindings
 from quantkit.evaluation.distance.documents import read_documents
 from quantkit.models.context import CausalContext
@@ -60,6 +63,7 @@ class _Side:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint, self.model = checkpoint, read_model(checkpoint)
+        self.ends = TableEnds(ParameterReader(checkpoint, CPU), self.model.rows, self.model.config)
         self.inputs: dict[str, Tensor] = {}
         self.chosen: Tensor | None = None
 
@@ -73,7 +77,8 @@ class _Side:
 
     def value(self, row: Parameter) -> Tensor:
         """float32."""
-        return dequantize(self.checkpoint.weight(row.module)) if len(row.shape) == 2 else self.checkpoint.read(row.name).float()
+        packed = row.module in self.checkpoint.linears
+        return dequantize(self.checkpoint.weight(row.module)) if packed else self.checkpoint.read(row.name).float()
 
     def _experts(self, experts: dict[int, GatedMlp]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         def run(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
@@ -108,9 +113,8 @@ def compare_behaviour(
     chosen = text or (shipped if shipped.is_file() else calibration_text())
     documents = read_documents(chosen, ChatTokenizer(source.path), seq_len=SEQ_LEN, limit=TOKENS // SEQ_LEN)[: TOKENS // SEQ_LEN]
     ours, theirs = _Side(checkpoint), _Side(source)
-    lengths, ids = [len(one) for one in documents], torch.cat(documents)
-    embeddings = [side.checkpoint.read(row.name)[ids].float() for side in (ours, theirs) if (row := side.by_role("embedding"))]
-    mine, right = embeddings
+    lengths = [len(one) for one in documents]
+    mine, right = (side.ends.embedded(documents) for side in (ours, theirs))
     errors: list[SublayerError] = []
     layers = theirs.model.config.num_hidden_layers
     for number in range(layers):
@@ -172,11 +176,9 @@ def _linears(ours: _Loaded, theirs: _Loaded) -> list[tuple[str, float]]:
 def _next_token_kl(ours: _Side, theirs: _Side, mine: Tensor, right: Tensor) -> float:
     logs = []
     for side, hidden in ((ours, mine), (theirs, right)):
-        norm = next(row for row in side.model.rows if row.role == "norm" and row.layer is None)
         head = side.by_role("head") or side.by_role("embedding")
         assert head is not None, f"{side.checkpoint.path} has no head"
-        normed = rms_norm(hidden, side.value(norm), side.model.config.rms_norm_eps)
-        logs.append(F.linear(normed, side.value(head)).log_softmax(-1))
+        logs.append(F.linear(side.ends.normed(hidden), side.value(head)).log_softmax(-1))
     one, other = logs
     kl = float((other.exp() * (other - one)).sum(-1).mean())
     return kl if math.isfinite(kl) else math.inf

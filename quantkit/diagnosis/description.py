@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from quantkit.checkpoint.check import CACHE_PARTS, QuantizedLinear, quantized_linear
+from quantkit.checkpoint.check import QuantizedLinear, is_plain, quantized_linear
 from quantkit.checkpoint.description import check_description
 from quantkit.checkpoint.formats import FORMATS, detect_format, fp8_block
-from quantkit.checkpoint.formats.base import FLOAT_DTYPES, SLIM_FILES, Format, is_cache_alone
+from quantkit.checkpoint.formats.base import FLOAT_DTYPES, HEAD, SLIM_FILES, Format, is_cache_alone
 from quantkit.checkpoint.header import TensorInfo
 from quantkit.devices import dtype_name
 from quantkit.diagnosis.findings import DiagnosisFindings
@@ -19,6 +19,8 @@ from quantkit.schemes import Fp4Grid, Grid, IntGrid, Mxfp4Grid, grid_label
 
 _PACKED = (".qweight", ".weight_packed", ".weight_scale_inv", ".weight_scale_2", ".weight_scale", ".qzeros", "_packed", "_blocks")
 """Endings of tensors that only quantized weights have, in any format of the field."""
+_PARTS = tuple(sorted({suffix for format in FORMATS for suffix in format.own_suffixes}))
+"""Endings of parts of a quantized weight, whatever the format."""
 OPT_FILE = "hf_quant_config.json"
 _TRIED = 16
 """Linears that are tried as another format."""
@@ -111,6 +113,8 @@ def _is_laid_out(format: Format, tensors: Mapping[str, TensorInfo], module: str)
     """AWQ and GPTQ have the same names: the first packs along the outputs, the other along the inputs."""
     if format.marker != ".qweight":
         return True
+    if len(tensors[f"{module}.qweight"].shape) != 2:
+        return False
     (rows, _), _ = format.stored(module, tensors, None)
     return tensors[f"{module}.scales"].shape[-1:] == (rows,)
 
@@ -149,26 +153,26 @@ def _tell_unread(survey: Survey, seen: list[Format], shapes: Mapping[str, tuple[
     for format in seen:
         named = (format.quantized_module(tensor) for tensor in survey.tensors.values())
         modules = [module for module in named if module is not None and module in shapes][:_TRIED]
-        grid = next((one for one in _grids(survey, format, modules) if _are_whole(survey, format, one, modules, shapes)), None)
-        if modules and grid is not None:
-            kind = f"{format.name} {format.variant}, {grid_label(grid)}"
+        fit = [one for one in _grids(survey, format, modules) if _are_whole(survey, format, one, modules, shapes)]
+        if modules and fit:
+            kind = f"{format.name} {format.variant}" + (f", {grid_label(fit[0])}" if fit[0] is not None else "")
             findings.add("description-wrong", _described_in(survey), f"{told}; the tensors are those of {kind}")
             return
     findings.add("not-read", _described_in(survey), told)
 
 
-def _grids(survey: Survey, format: Format, modules: list[str]) -> list[Grid]:
-    """What tensors of a format may be on, by the shapes of the first linear's scales."""
+def _grids(survey: Survey, format: Format, modules: list[str]) -> list[Grid | None]:
+    """What tensors of a format may be on, by the shapes of the first linear's scales; None: a source's own, which has no name."""
     if not modules:
         return []
     grids: list[Grid] = [Fp4Grid(), Mxfp4Grid()]
     for bits in (4, 8):
         size = _group_size(survey, format, IntGrid(bits, None, symmetric=True), modules[0])
         grids += [IntGrid(bits, one, symmetric) for one in {size, None} for symmetric in (True, False)]
-    return [grid for grid in grids if format.holds(grid)]
+    return [None] if format.is_source else [grid for grid in grids if format.holds(grid)]
 
 
-def _are_whole(survey: Survey, format: Format, grid: Grid, modules: list[str], shapes: Mapping[str, tuple[int, ...]]) -> bool:
+def _are_whole(survey: Survey, format: Format, grid: Grid | None, modules: list[str], shapes: Mapping[str, tuple[int, ...]]) -> bool:
     try:
         return all(_linear(survey, format, grid, module).shape == shapes[module] for module in modules)
     except QuantkitError:
@@ -176,23 +180,35 @@ def _are_whole(survey: Survey, format: Format, grid: Grid, modules: list[str], s
 
 
 def _compare_files(survey: Survey, described: Described, findings: DiagnosisFindings) -> None:
-    """ModelOpt says everything twice, and engines differ in where they look; ModelSlim has a type for every tensor."""
-    block, side = survey.config.get("quantization_config") or {}, survey.side.get(OPT_FILE, {}).get("quantization")
-    if block and isinstance(side, dict) and described.format is not None:
-        other = described.format.ignored({}, survey.side)
-        differ = [key for key in ("quant_algo", "group_size") if key in side and key in block and side[key] != block[key]]
-        named = [name.removesuffix(".weight") for name in survey.tensors if ends_as_linear(name)]
-        listed = [
-            module for module in named if other is not None and described.ignored is not None and other(module) != described.ignored(module)
-        ]
-        if differ or listed:
-            told = f"{OPT_FILE} has another {', '.join(differ) or 'list of unquantized modules'} than config.json"
-            findings.add("descriptions-disagree", listed or OPT_FILE, told)
+    """What is said twice, or of every tensor."""
+    block = survey.config.get("quantization_config") or {}
+    _compare_opt_files(survey, block, described, findings)
+    of_gptq = described.format is not None and described.format.name == "gptq"
+    if of_gptq and block.get("lm_head") is True and not described.is_quantized(HEAD):
+        findings.add("plain-not-listed", HEAD, "config.json says that it is quantized, and it is stored plain")
+    plain_by_name = block.get("modules_to_not_convert") if described.ignored is None else None
+    covered = [module for module in described.linears for one in plain_by_name or () if f"{module}.".startswith(f"{one}.")]
+    if covered:
+        findings.add("listed-but-quantized", covered, "modules_to_not_convert lists them as unquantized, and their tensors are quantized")
     slim = next((survey.side[name] for name in SLIM_FILES if name in survey.side), {})
     plain = [tensor.name for tensor in survey.tensors.values() if tensor.dtype in FLOAT_DTYPES and tensor.name.endswith(".weight")]
     wrong = [name for name in plain if slim.get(name, "FLOAT") != "FLOAT" and not described.is_quantized(name.removesuffix(".weight"))]
     if wrong:
         findings.add("plain-not-listed", wrong, f"stored in 16 or 32 bits, and the description says {slim[wrong[0]]}")
+
+
+def _compare_opt_files(survey: Survey, block: Mapping[str, Any], described: Described, findings: DiagnosisFindings) -> None:
+    """ModelOpt says everything twice, and engines differ in where they look."""
+    side = survey.side.get(OPT_FILE, {}).get("quantization")
+    if not block or not isinstance(side, dict) or described.format is None:
+        return
+    ours, other = described.ignored, described.format.ignored({}, survey.side)
+    differ = [key for key in ("quant_algo", "group_size") if key in side and key in block and side[key] != block[key]]
+    linears = [name.removesuffix(".weight") for name in survey.tensors if ends_as_linear(name)]
+    apart = [module for module in linears if ours is not None and other is not None and other(module) != ours(module)]
+    if differ or apart:
+        told = f"{OPT_FILE} has another {', '.join(differ) or 'list of unquantized modules'} than config.json"
+        findings.add("descriptions-disagree", apart or OPT_FILE, told)
 
 
 def _collect(survey: Survey, described: Described, findings: DiagnosisFindings) -> None:
@@ -275,8 +291,8 @@ def _find_orphans(survey: Survey, described: Described, format: Format, findings
     rest = [
         tensor for tensor in survey.tensors.values() if tensor.name not in owned and tensor.name.rpartition(".")[0] not in described.broken
     ]
-    orphans = [tensor.name for tensor in rest if tensor.name.endswith(format.own_suffixes or ("\0",))]
-    odd = [tensor for tensor in rest if tensor.dtype not in FLOAT_DTYPES and not CACHE_PARTS.fullmatch(tensor.name)]
+    orphans = [tensor.name for tensor in rest if tensor.name.endswith((*_PARTS, *format.own_suffixes))]
+    odd = [tensor for tensor in rest if not is_plain(tensor)]
     strange = [tensor for tensor in odd if tensor.name not in orphans]
     if orphans:
         findings.add("part-orphan", orphans, "a part of a quantized weight whose codes are not there")

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from quantkit.calibrate.solver import Solver
 from quantkit.checkpoint.companions import COMPANIONS
+from quantkit.checkpoint.formats.base import SLIM_FILES
 from quantkit.checkpoint.formats.gptq import Gptq
 from quantkit.checkpoint.header import TensorSpec, encode_header, read_header
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.diagnosis.description import OPT_FILE
 from quantkit.diagnosis.diagnose import Diagnosis, Patient
 from quantkit.diagnosis.engine_keys import missing_keys
 from quantkit.diagnosis.survey import INDEX, Survey
@@ -128,6 +130,8 @@ def _set_lists(patient: Patient, plan: Repair) -> None:
     for key in ("ignore", "modules_to_not_convert", "dynamic"):
         if key in fresh and seen.config.get("quantization_config"):
             _block(plan)[key] = fresh[key]
+        elif key in (seen.config.get("quantization_config") or {}):
+            del _block(plan)[key]
     for name, content in described.format.extra_files(described.grid, quantized, plain).items():
         if name in seen.side:
             plan.files[name] = content
@@ -212,8 +216,12 @@ def _take_settings(diagnosis: Diagnosis, plan: Repair, origin: Checkpoint) -> No
         own = {key: plan.config[key] for key in kept if key in plan.config}
         plan.config = {key: value for key, value in origin.config.items() if key not in kept} | own
         plan.changes.append("config.json is the source's, with its own quantization_config and dtype")
+    if has("class-wrong", "class-missing") and origin.config.get("architectures"):
+        plan.config["architectures"] = origin.config["architectures"]
+        plan.changes.append("architectures in config.json is the source's")
     if has("tokenizer-broken", "tokenizer-missing", "tokenizer-differs", "tokenizer-too-large", "template-missing", "template-broken",
-           "template-differs", "eos-outside", "eos-lost", "special-token-unknown"):  # fmt: skip
+           "template-differs", "template-foreign", "eos-outside", "eos-lost", "eos-differs", "token-outside", "sampling-wrong",
+           "sampling-differs", "special-token-unknown"):  # fmt: skip
         taken = [name for name in COMPANIONS if (origin.path / name).is_file() and name != "LICENSE"]
         plan.files |= {name: read_file(origin.path / name) for name in taken}
         for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
@@ -299,14 +307,13 @@ def _list_more(patient: Patient, plan: Repair, modules: list[str], quantized: li
     for key in ("ignore", "modules_to_not_convert"):
         if isinstance(block.get(key), list):
             block[key] += [module for module in modules if module not in block[key]]
-    side = "hf_quant_config.json"
-    if side in plan.files:
-        described = json.loads(plan.files[side])
-        listed = described.get("quantization", {}).setdefault("exclude_modules", [])
+    if OPT_FILE in plan.files:
+        beside = json.loads(plan.files[OPT_FILE])
+        listed = beside.get("quantization", {}).setdefault("exclude_modules", [])
         listed += [module for module in modules if module not in listed]
-        plan.files[side] = json.dumps(described, indent=2).encode() + b"\n"
-    slim = "quant_model_description.json"
-    if slim in plan.files:
+        plan.files[OPT_FILE] = json.dumps(beside, indent=2).encode() + b"\n"
+    slim = next((name for name in SLIM_FILES if name in plan.files), None)
+    if slim is not None:
         told = json.loads(plan.files[slim]) | {f"{module}.weight": "FLOAT" for module in modules}
         kind = told.get("model_quant_type")
         told |= {f"{module}{suffix}": kind for module in quantized for suffix in (".weight", ".weight_scale", ".weight_offset")}

@@ -28,7 +28,7 @@ _COLOURS = {"good": "#2e7d32", "doubtful": "#c7761a", "bad": "#b3261e"}
 
 
 def write_report(path: Path, model: str, about: dict[str, Any]) -> None:
-    """about: verdict and findings, as `Findings.to_json` has them. The page appears whole or not at all."""
+    """about: verdict and findings, as DiagnosisFindings.to_json has them. The page appears whole or not at all."""
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     page = environment.from_string(_PAGE).render(
         model=model, colours=_COLOURS, version=__version__, verdict=about["verdict"], findings=about["findings"]

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from jinja2 import TemplateSyntaxError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
+from quantkit.diagnosis.fields import check_fields
 from quantkit.diagnosis.findings import DiagnosisFindings
+from quantkit.diagnosis.generation import FILE, check_generation, compare_generation, end_tokens, ends_that_count
 from quantkit.diagnosis.structure import Structure
 from quantkit.diagnosis.survey import Survey
+from quantkit.diagnosis.templates import check_template, content_of, template_of
+from quantkit.diagnosis.texts import added_tokens, check_added, compare_additions, compare_texts, load
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -40,7 +41,7 @@ _COMPUTED = (
     "tie_word_embeddings",
 )
 """Keys that change what any decoder computes: compared for an architecture without a table."""
-_TOLD, _SHOWN = 80, 4
+_TOLD = 80
 
 
 def check_settings(survey: Survey, structure: Structure, findings: DiagnosisFindings) -> None:
@@ -53,8 +54,12 @@ def check_settings(survey: Survey, structure: Structure, findings: DiagnosisFind
         beyond = [token for token, number in vocabulary.items() if number >= rows]
         told = f"{len(beyond)} tokens have numbers of {rows} and more, and the embedding has {rows} rows"
         findings.add("tokenizer-too-large", "tokenizer.json", told)
+    check_fields(survey, structure, findings)
+    check_generation(survey, rows, findings)
+    check_added(survey, rows, findings)
     _check_ends(survey, rows, {**vocabulary, **added}, findings)
-    _check_template(survey, findings)
+    check_template(survey, {**vocabulary, **added}, findings)
+    load(survey, findings)
 
 
 def _embedding_rows(survey: Survey, structure: Structure) -> int:
@@ -81,80 +86,26 @@ def _vocabulary(survey: Survey, findings: DiagnosisFindings) -> tuple[dict[str, 
     shared = [token for token, number in vocabulary.items() if numbers[number] > 1]
     if shared:
         findings.add("tokenizer-broken", "tokenizer.json", f"{shared[0]!r} and {shared[1]!r} have one number, {vocabulary[shared[0]]}")
-    entries = tokenizer.get("added_tokens") or []
-    added = {
-        entry["content"]: entry["id"]
-        for entry in (entries if isinstance(entries, list) else [])
-        if isinstance(entry, dict) and isinstance(entry.get("content"), str) and type(entry.get("id")) is int
-    }
-    return vocabulary, added
-
-
-def end_tokens(survey: Survey) -> dict[str, list[int]]:
-    """Numbers of the tokens that end a text, by the file that says so."""
-    places = {"config.json": survey.config, "generation_config.json": survey.settings.get("generation_config.json", {})}
-    found = {}
-    for name, values in places.items():
-        said = values.get("eos_token_id")
-        numbers = said if isinstance(said, list) else [] if said is None else [said]
-        if numbers:
-            found[name] = [number for number in numbers if type(number) is int]
-    return found
+    return vocabulary, added_tokens(tokenizer)
 
 
 def _check_ends(survey: Survey, rows: int, tokens: Mapping[str, int], findings: DiagnosisFindings) -> None:
     ends = end_tokens(survey)
     for name, numbers in ends.items():
-        outside = [number for number in numbers if number < 0 or (rows and number >= rows)]
+        outside = [number for number in numbers if type(number) is not int or number < 0 or (rows and number >= rows)]
         if outside:
-            findings.add("eos-outside", name, f"eos_token_id {outside[0]}, and the embedding has {rows} rows")
-    described = survey.settings.get("tokenizer_config.json", {})
-    special = {name: _content(described.get(name)) for name in _SPECIAL}
+            findings.add("eos-outside", name, f"eos_token_id {outside[0]!r}, and the embedding has {rows} rows")
+    tokenizer_config = survey.settings.get("tokenizer_config.json", {})
+    special = {name: content_of(tokenizer_config.get(name)) for name in _SPECIAL}
     unknown = [f"{name} {token!r}" for name, token in special.items() if token and tokens and token not in tokens]
     if unknown:
         findings.add("special-token-unknown", "tokenizer_config.json", f"{', '.join(unknown)}: tokenizer.json does not have it")
-    end, said = special["eos_token"], {number for numbers in ends.values() for number in numbers}
+    end, said = special["eos_token"], ends_that_count(ends)
     if survey.config and not ends and end in tokens:
         findings.add("eos-lost", "config.json", f"neither it nor generation_config.json ends a text, and the tokenizer does with {end!r}")
-    if end in tokens and said and tokens[end] not in said:
-        told = f"the tokenizer ends a text with {end!r}, number {tokens[end]}, and the model with {sorted(said)}"
-        findings.add("eos-differs", list(ends), told)
-
-
-def _content(token: Any) -> str:
-    """A token of tokenizer_config.json: a text, or an object that holds one."""
-    content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else ""
-
-
-def template_of(survey: Survey) -> str:
-    """The chat template, wherever it stands; the default one of several. Empty without."""
-    if survey.template is not None:
-        return survey.template
-    for name in ("tokenizer_config.json", "chat_template.json"):
-        found = survey.settings.get(name, {}).get("chat_template")
-        if isinstance(found, list):
-            named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
-            found = named.get("default")
-        if isinstance(found, str):
-            return found
-    return ""
-
-
-def _check_template(survey: Survey, findings: DiagnosisFindings) -> None:
-    template = template_of(survey)
-    try:
-        ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(_without_generation(template))
-    except TemplateSyntaxError as fault:
-        findings.add("template-broken", "chat template", f"line {fault.lineno}: {fault.message}")
-
-
-def _without_generation(template: str) -> str:
-    """Without transformers' own tag, which marks what a model says."""
-    for dash in ("", "-"):
-        for end in ("", "-"):
-            template = template.replace(f"{{%{dash} generation {end}%}}", "").replace(f"{{%{dash} endgeneration {end}%}}", "")
-    return template
+    if end in tokens and said and str(tokens[end]) not in said:
+        told = f"the tokenizer ends a text with {end!r}, number {tokens[end]}, and the model with {', '.join(sorted(said))}"
+        findings.add("eos-differs", FILE if ends.get(FILE) else "config.json", told)
 
 
 def compare_settings(
@@ -165,17 +116,19 @@ def compare_settings(
     ours, theirs = survey.settings.get("tokenizer.json"), source.settings.get("tokenizer.json")
     if ours and theirs and _tokens(ours) != _tokens(theirs):
         findings.add("tokenizer-differs", "tokenizer.json", "another vocabulary, or other merges, than the source's")
-    elif ours and theirs and (moved := _moved_tokens(ours, theirs)):
-        findings.add("tokenizer-differs", "tokenizer.json", f"{', '.join(moved[:_SHOWN])} have other numbers than in the source's")
-    mine, original = template_of(survey), template_of(source)
-    if original and not mine:
+    elif (tokenizer := load(survey, findings)) is not None and (original := load(source, DiagnosisFindings())) is not None:
+        compare_texts(tokenizer, original, source, findings)
+    compare_additions(survey, source, findings)
+    compare_generation(survey, source, findings)
+    mine, other = template_of(survey), template_of(source)
+    if other and not mine:
         findings.add("template-missing", "chat template", "the source has one")
-    elif original.strip() != mine.strip() and original:
+    elif other.strip() != mine.strip() and other:
         findings.add("template-differs", "chat template", "it is not the source's")
-    here = {number for numbers in end_tokens(survey).values() for number in numbers}
-    there = {number for numbers in end_tokens(source).values() for number in numbers}
+    here = {str(number) for numbers in end_tokens(survey).values() for number in numbers}
+    there = {str(number) for numbers in end_tokens(source).values() for number in numbers}
     if there - here:
-        findings.add("eos-lost", "generation_config.json", f"the source also ends a text with {sorted(there - here)}")
+        findings.add("eos-lost", FILE, f"the source also ends a text with {', '.join(sorted(there - here))}")
     dtypes = [values.config.get("torch_dtype", values.config.get("dtype")) for values in (survey, source)]
     if all(dtypes) and dtypes[0] != dtypes[1]:
         findings.add("dtype-differs", "config.json", f"torch_dtype {dtypes[0]}, and the source's is {dtypes[1]}")
@@ -189,15 +142,6 @@ def _tokens(tokenizer: Mapping[str, Any]) -> str:
     return json.dumps([model.get("vocab"), merges], sort_keys=True)
 
 
-def _moved_tokens(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Added tokens that have another number in each; tokens that one of them lacks do not count."""
-    mine, other = (
-        {str(one.get("content")): one.get("id") for one in each.get("added_tokens") or [] if isinstance(one, dict)}
-        for each in (ours, theirs)
-    )
-    return [token for token, number in mine.items() if token in other and other[token] != number]
-
-
 def _compare_configs(
     survey: Survey, structure: Structure, source: Survey, source_structure: Structure, findings: DiagnosisFindings
 ) -> None:
@@ -209,6 +153,9 @@ def _compare_configs(
             for key in _COMPUTED
             if key in survey.config and key in source.config and survey.config[key] != source.config[key]
         ]
+    begin, other = (values.config.get("bos_token_id") for values in (survey, source))
+    if type(begin) is int and type(other) is int and begin != other:
+        differ.append(("bos_token_id", begin, other))
     # An MTP layer that was left out is told by its tensors.
     differ = [entry for entry in differ if entry[0] != "num_nextn_predict_layers"]
     if differ:

@@ -36,6 +36,8 @@ _OTHER_NAMES: tuple[tuple[str, str], ...] = (
     (r"\.attention\.", ".self_attn."),
 )
 """Spellings that writers put in the place of the published ones, and what they stand for."""
+_HEADS_LISTED = ("compressed-tensors", "modelopt")
+"""Formats whose readers take the head for a linear like the others, unless it is listed."""
 _MOE_FUSED = re.compile(r"\.experts\.(gate_up_proj|down_proj|gate_proj|up_proj|w13|w2)(?:\.|_|$)")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
@@ -104,6 +106,8 @@ def compare(survey: Survey, structure: Structure, described: Described, where: s
         linears = [row for row in structure.rows if row.role in ("linear", "kv_b")]
         plain = [row.module for row in linears if row.name in survey.tensors and not described.is_quantized(row.module)]
         known = {row.module for row in structure.rows}
+        if described.format is not None and described.format.name in _HEADS_LISTED:
+            plain += [row.module for row in structure.rows if row.role == "head" and not row.mtp and row.name in survey.tensors]
         plain += [
             name.removesuffix(".weight")
             for name in survey.tensors
@@ -172,6 +176,7 @@ def _tell_unknown(survey: Survey, structure: Structure, findings: DiagnosisFindi
     layers = structure.config.num_hidden_layers
     beyond = structure.config.num_hidden_layers + structure.config.num_nextn_predict_layers
     unknown = [name for name in survey.tensors if not _is_of(name, modules) and not any(re.fullmatch(p, name) for p in DROPPED)]
+    unknown = [name for name in unknown if not name.startswith(structure.config.copied)]
     later = [name for name in unknown if (found := _LAYER.search(name)) and int(found[1]) >= beyond]
     if later:
         mtp = any("eh_proj" in name or ".enorm" in name or ".hnorm" in name for name in later)

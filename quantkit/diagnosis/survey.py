@@ -14,6 +14,7 @@ from quantkit.checkpoint.companions import SETTINGS
 from quantkit.checkpoint.formats.base import SIDE_FILES
 from quantkit.checkpoint.header import TensorInfo, read_header
 from quantkit.checkpoint.remote import remote_tensor
+from quantkit.checkpoint.renamed import known_names
 from quantkit.checkpoint.shards import Shards
 from quantkit.checkpoint.stacked import unstacked
 from quantkit.diagnosis.findings import DiagnosisFindings
@@ -48,9 +49,10 @@ class Survey:
     has_weights: bool
 
     def __post_init__(self) -> None:
-        self.tensors = unstacked(self.config, self.tensors)
         self.shards = Shards(self.path)
         self.renamed: dict[str, str] = {}
+        self.rename(known_names(self.config, self.tensors))
+        self.tensors = unstacked(self.config, self.tensors)
 
     @property
     def nbytes(self) -> int:
@@ -63,7 +65,7 @@ class Survey:
         self.renamed |= {new: old for old, new in names.items()}
 
 
-def survey(model: str, findings: DiagnosisFindings) -> Survey:
+def survey_model(model: str, findings: DiagnosisFindings) -> Survey:
     """Look at a directory, a built-in name or a hub id. Raises QuantkitError where there is nothing to look at."""
     local = find_local(model)
     return _of_hub(model, findings) if local is None else of_folder(local, findings)
@@ -90,6 +92,8 @@ def _of_hub(model: str, findings: DiagnosisFindings) -> Survey:
 def _looked_at(path: Path, folder: Path, names: frozenset[str], header: Header, findings: DiagnosisFindings) -> Survey:
     """path: the model as it is told; folder: where its small files are; names: of all its files."""
     config = _json(folder, "config.json", findings)
+    if not config and not findings.has("config-unreadable"):
+        findings.add("config-unreadable", "config.json", "it is an empty object")
     side = {name: _json(folder, name, findings) for name in SIDE_FILES if name in names}
     settings = {name: _json(folder, name, findings, "tokenizer-broken") for name in _READ if name in names}
     template = _text(folder, TEMPLATE, findings) if TEMPLATE in names else None
@@ -177,10 +181,8 @@ def _joined(
     tensors: dict[str, TensorInfo] = {}
     for shard, own in held.items():
         for name, tensor in own.items():
-            if name not in tensors or weight_map.get(name) == shard:
-                if name in tensors and name not in weight_map:
-                    findings.add("tensor-twice", name, f"in {tensors[name].shard} and in {shard}, and no index says which")
-                tensors[name] = tensor
-            elif name not in weight_map:
+            if name in tensors and name not in weight_map:
                 findings.add("tensor-twice", name, f"in {tensors[name].shard} and in {shard}, and no index says which")
+            if name not in tensors or weight_map.get(name) == shard:
+                tensors[name] = tensor
     return tensors

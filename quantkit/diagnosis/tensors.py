@@ -3,7 +3,7 @@
 One linear is in memory at a time, and of plain tensors BLOCK bytes.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Container, Iterator
 from statistics import median
 
 import torch
@@ -11,31 +11,33 @@ from torch import Tensor
 
 from quantkit.checkpoint.check import QuantizedLinear
 from quantkit.checkpoint.formats.gptq import Gptq, in_order
+from quantkit.diagnosis.codes import code_faults
 from quantkit.diagnosis.description import Described
 from quantkit.diagnosis.findings import DiagnosisFindings
-from quantkit.diagnosis.measures import ORDERS, Measures, correlation_with_zeros, measure, reordered
+from quantkit.diagnosis.measures import LARGEST_GAIN, Measures, measure, not_finite
 from quantkit.diagnosis.plain import PlainCheck
 from quantkit.diagnosis.rows import Rows, read_parts, take_rows
+from quantkit.diagnosis.side_scales import IS_SIDE, SideScales
 from quantkit.diagnosis.structure import Structure
 from quantkit.diagnosis.survey import Survey
 from quantkit.errors import QuantkitError
-from quantkit.schemes import IntGrid
+from quantkit.schemes import Fp4Grid, IntGrid
 
-BLOCK = 64 << 20
+BLOCK = 16 << 20
 _ABSURD = 1e3
 """Times that a linear's size, or a row's, is off what is usual for its kind."""
-_SPREAD = 0.62
-"""Of half the range: codes that are spread wider are none of one maximum. Even ones have 0.577."""
+_SMALL = 1 / 32
+"""Times the usual size of its kind below which a linear does next to nothing."""
+_ALIKE, _USUALLY = 0.9, 0.5
+"""Share of the commonest scale of a linear that was not rounded with it, and what others of its kind have at most."""
+_ODD = ("codes-constant", "scales-absurd", "linears-equal", "gate-up-exchanged", "zero-points-off", "codes-shifted")
+"""Findings by what is usual: no faults where the source is so, too."""
 _RUN = 512
 """Bytes of codes that are not zero by chance."""
-_FOLLOWS = 0.3
-"""Correlation of mean codes with zero points below which they do not belong together; true ones have 0.6 and more."""
-
-OnBytes = Callable[[int], None]
 
 
 class TensorCheck:
-    """Collects what tensors tell. look() at each, then compare()."""
+    """Collects what tensors tell: plain() or linear() for each, then finish()."""
 
     def __init__(self, survey: Survey, structure: Structure, described: Described, findings: DiagnosisFindings) -> None:
         self.survey, self.described, self.findings = survey, described, findings
@@ -44,48 +46,53 @@ class TensorCheck:
         self.up_of = {
             row.module: ups.get((row.layer, row.expert)) for row in structure.rows if row.expert is not None and row.projection == "gate"
         }
+        self.fused = {row.module: row.fused for row in structure.rows if row.fused is not None}
+        self.global_scales: dict[str, dict[str, float]] = {}
         self.measures: dict[str, Measures] = {}
         self.offsets: dict[str, float] = {}
         self.inverted: list[str] = []
-        self.told: dict[tuple[str, str], list[str]] = {}
+        self.told: dict[str, list[tuple[str, str]]] = {}
+        block = survey.config.get("quantization_config") if described.linears else None
+        self.says_symmetric = isinstance(block, dict) and block.get("sym") is True
         self.plain_check = PlainCheck(survey, structure, findings)
+        self.side_scales = SideScales()
 
     def tell(self, name: str, module: str, evidence: str) -> None:
         """Findings of one name are told together, with the evidence of the first."""
-        self.told.setdefault((name, ""), []).append(f"{module}\0{evidence}")
+        self.told.setdefault(name, []).append((module, evidence))
 
-    def finish(self) -> None:
-        """Tell what was found."""
+    def finish(self, agreed: Container[str] = ()) -> None:
+        """Tell what was found. agreed: modules that are as the source has them, and may look odd."""
         self._compare()
-        self.plain_check.finish()
-        for (name, _), entries in self.told.items():
-            pairs = [entry.split("\0", 1) for entry in entries]
-            self.findings.add(name, [module for module, _ in pairs], pairs[0][1])
+        self.plain_check.finish(agreed)
+        self.side_scales.finish(self.findings)
+        for name, entries in self.told.items():
+            left = [(module, told) for module, told in entries if name not in _ODD or module not in agreed]
+            if left:
+                self.findings.add(name, [module for module, _ in left], left[0][1])
         self.told.clear()
 
     # --- by itself --------------------------------------------------------------------------------------------------------
 
-    def plain(self, name: str) -> int:
-        """A tensor that is no part of a quantized linear. Returns its bytes."""
-        info = self.survey.tensors[name]
-        if not info.dtype.is_floating_point:
-            return info.nbytes
+    def plain(self, name: str) -> None:
+        """A tensor that is no part of a quantized linear."""
+        if not self.survey.tensors[name].dtype.is_floating_point:
+            return
         bad = 0
         for part in _blocks(self.survey, name):
-            values = part.float() if part.dtype.itemsize == 1 else part
-            bad += values.numel() - int(torch.isfinite(values).sum())
-            if not bad:
-                self.plain_check.look(part)
+            bad += not_finite(part)
+            if IS_SIDE.fullmatch(name) and not bad:
+                self.side_scales.look(name, part)
+            elif not bad:
+                self.plain_check.look(name, part)
         if bad:
             self.tell("values-not-finite", name, f"{bad} values are NaN or infinite")
         self.plain_check.done(name)
-        return info.nbytes
 
     def linear(self, module: str, linear: QuantizedLinear) -> Rows | None:
         """A quantized linear: its parts, then its sampled rows. None where they cannot be decoded."""
         tensors = read_parts(self.survey, linear)
         self._check_parts(module, tensors)
-        self._check_filled(module, linear, tensors)
         self._check_index(module, linear, tensors)
         try:
             rows = take_rows(module, linear, tensors)
@@ -94,28 +101,28 @@ class TensorCheck:
             return None
         found = measure(rows, tensors)
         self.measures[module] = found
+        self._check_filled(module, linear, tensors, found)
         self._check_scales(module, linear, rows, tensors)
-        self._check_codes(module, linear, rows, found)
+        for name, evidence in code_faults(linear, rows, found, symmetric=self.says_symmetric):
+            self.tell(name, module, evidence)
         return rows
 
     def _check_parts(self, module: str, tensors: dict[str, Tensor]) -> None:
         for name, tensor in tensors.items():
             if not tensor.dtype.is_floating_point:
                 continue
-            if tensor.dtype == torch.float8_e4m3fn:
-                bad = int(((tensor.view(torch.uint8) & 0x7F) == 0x7F).sum())
-            else:
-                bad = tensor.numel() - int(torch.isfinite(tensor).sum())
-            if bad:
+            if bad := not_finite(tensor):
                 self.tell("values-not-finite", name, f"{bad} values are NaN or infinite")
+            elif IS_SIDE.fullmatch(name):
+                self.side_scales.look(name, tensor)
 
-    def _check_filled(self, module: str, linear: QuantizedLinear, tensors: dict[str, Tensor]) -> None:
+    def _check_filled(self, module: str, linear: QuantizedLinear, tensors: dict[str, Tensor], found: Measures) -> None:
         """Bytes that were never written read as zeros, in packed words a run of lowest codes; and what is said of the shape."""
         shape = tensors.get(f"{module}.weight_shape")
         if shape is not None and tuple(shape.tolist()) != linear.shape:
             self.tell("part-malformed", f"{module}.weight_shape", f"it says {shape.tolist()}, and the codes are for {list(linear.shape)}")
         codes = tensors.get(linear.format.main_tensor(module, tensors))
-        if codes is None or codes.dtype != torch.int32:  # zeros in other dtypes may be weights that are zero
+        if codes is None or codes.dtype != torch.int32 or found.rms == 0:  # zeros may be weights that are zero
             return
         flat = codes.contiguous().view(-1).view(torch.uint8)
         runs = int((flat[: len(flat) // _RUN * _RUN].view(torch.int64).view(-1, _RUN // 8) == 0).all(1).sum())
@@ -144,6 +151,8 @@ class TensorCheck:
     def _check_scales(self, module: str, linear: QuantizedLinear, rows: Rows, tensors: dict[str, Tensor]) -> None:
         found = self.measures[module]
         inverse = _global_scale(module, tensors)
+        if inverse is not None and module in self.fused:
+            self.global_scales.setdefault(self.fused[module], {})[module] = inverse[1]
         if inverse is not None and found.rms > 100:
             told = f"values have a root mean square of {found.rms:.1e}; with {inverse[0]} = {inverse[1]:.3g} the other way round "
             told += f"{inverse[2] * found.rms:.1e}"
@@ -155,59 +164,27 @@ class TensorCheck:
         dead = rows.scale == 0
         if bool(dead.any()) and isinstance(linear.grid, IntGrid):
             share = float(dead.float().mean())
-            if share > 1e-4 and bool((rows.codes * dead[:, rows.of_group].float()).any()):
+            if share > 1e-4 and bool((rows.codes * rows.by_input(dead.float())).any()):
                 self.tell("scales-zero", module, f"{share:.2%} of its scales are zero, and their codes are not")
         elif float(dead.float().mean()) > 0.05:
             self.tell("scales-zero", module, f"{float(dead.float().mean()):.2%} of its scales are zero")
+        negative = float((rows.scale < 0).float().mean())
+        if negative and not isinstance(linear.grid, IntGrid):
+            self.tell("scales-absurd", module, f"{negative:.2%} of its scales are negative, and FP4's have no sign")
         size = rows.scale.abs()
         usual = float(size.median())
         if usual > 0 and float(size.max()) > _ABSURD * usual:
             self.tell("scales-absurd", module, f"a scale is {float(size.max()) / usual:.0f} times the median scale")
 
-    def _check_codes(self, module: str, linear: QuantizedLinear, rows: Rows, found: Measures) -> None:
-        if rows.codes is None or rows.bits < 4:
-            return
-        points = rows.zero_point
-        said = isinstance(linear.grid, IntGrid) and linear.grid.symmetric and isinstance(linear.format.member(module), Gptq)
-        if said and points is not None and points.unique().numel() > 2:
-            self.tell("description-wrong", module, "it says sym true, and zero points differ: engines then leave them out")
-        if found.commonest > 0.98:
-            self.tell("codes-constant", module, f"{found.commonest:.1%} of its codes are one value")
-            return
-        if found.constant_rows > 0.05:
-            self.tell("codes-constant", module, f"{found.constant_rows:.1%} of its rows hold one code each")
-        group = rows.codes.shape[1] // rows.scale.shape[1] if rows.scale is not None else rows.codes.shape[1]
-        wide = isinstance(linear.grid, IntGrid) and found.spread > _SPREAD
-        if wide and found.ends < 2 * found.beside_ends:
-            told = f"codes are spread over {found.spread:.2f} of half the range, more than even ones: few lie at the zero point"
-            self.tell("codes-shifted", module, told)
-        elif wide or (found.ends > (0.4 if found.bits == 4 else 0.05) and group >= 32):
-            self.tell("codes-saturated", module, f"{found.ends:.1%} of its codes are at the ends of the range")
-        if found.follows is not None and found.follows < _FOLLOWS:
-            self._name_order(module, rows, found.follows)
-
-    def _name_order(self, module: str, rows: Rows, follows: float) -> None:
-        """Codes that do not lie around their zero points: the order that would put them there, if one does."""
-        best = ("", follows)
-        for name, order in ORDERS.items():
-            for axis, along in ((0, "outputs"), (1, "inputs")):
-                codes = reordered(rows, order, axis)
-                again = correlation_with_zeros(rows, codes) if codes is not None else None
-                if again is not None and again > best[1]:
-                    best = (f"{name}, along the {along}", again)
-        if best[1] > follows + 0.3:
-            told = f"mean codes of groups follow their zero points by {follows:.2f}, and by {best[1]:.2f} with {best[0]}"
-            self.tell("packing-order", module, told)
-        elif follows < 0.1:
-            self.tell("zero-points-foreign", module, f"mean codes of groups follow their zero points by {follows:.2f} only")
-
     # --- beside others of its kind -------------------------------------------------------------------------------------------
 
     def _compare(self) -> None:
         self._compare_sizes()
+        self._compare_scales()
         self._compare_offsets()
         self._find_equal()
         self._compare_gates()
+        self._compare_global_scales()
 
     def _kinds(self) -> dict[tuple[str, bool], list[str]]:
         kinds: dict[tuple[str, bool], list[str]] = {}
@@ -216,18 +193,50 @@ class TensorCheck:
         return kinds
 
     def _compare_sizes(self) -> None:
+        silent: dict[tuple[int | None, int | None], list[str]] = {}
         for modules in self._kinds().values():
             usual = median(self.measures[module].rms for module in modules)
             for module in modules:
-                rms, outlier = self.measures[module].rms, self.measures[module].outlier
-                if rms == 0 or usual == 0:
-                    continue
-                if len(modules) > 2 and not 1 / 32 < rms / usual < 32:
-                    self.tell("scales-absurd", module, f"its values are {rms / usual:.3g} times the size of others of its kind")
-                elif not 1e-9 < rms < 1e3:
-                    self.tell("scales-absurd", module, f"its values have a root mean square of {rms:.1e}")
-                elif outlier > _ABSURD:
-                    self.tell("scales-absurd", module, f"a row is {outlier:.0f} times the median row")
+                found = self.measures[module]
+                if len(modules) > 2 and usual > 0 and found.rms < _SMALL * usual and module in self.expert:
+                    silent.setdefault(self.expert[module], []).append(module)
+                elif told := self._size_fault(module, found, usual if len(modules) > 2 else 0.0):
+                    self.tell("scales-absurd", module, told)
+        for expert, modules in silent.items():
+            self._tell_silent(modules, len([one for one in self.measures if self.expert.get(one) == expert]))
+
+    def _size_fault(self, module: str, found: Measures, usual: float) -> str:
+        """usual: size of its kind, 0 if that is not known."""
+        if found.rms == 0:
+            self.tell("codes-constant", module, "all its values are zero")
+            return ""
+        if usual > 0 and not _SMALL < found.rms / usual < 1 / _SMALL:
+            return f"its values are {found.rms / usual:.3g} times the size of others of its kind"
+        if found.rms < 1e-9 or found.rms * max(self.described.linears[module].shape[1], 1) ** 0.5 > LARGEST_GAIN:
+            return f"its values have a root mean square of {found.rms:.1e}"
+        return f"a row is {found.outlier:.0f} times the median row" if found.outlier > _ABSURD else ""
+
+    def _tell_silent(self, modules: list[str], of: int) -> None:
+        """Experts that were hardly ever asked may be next to nothing: then all their linears are, and were written."""
+        first = self.measures[modules[0]]
+        if len(modules) == of and not any(self.measures[module].unwritten for module in modules):
+            self.findings.add("expert-silent", modules, f"its values have a root mean square of {first.rms:.1e}: it does next to nothing")
+            return
+        for module in modules:
+            found = self.measures[module]
+            name = "scales-absurd" if found.rms else "codes-constant"
+            self.tell(name, module, f"its values have a root mean square of {found.rms:.1e}, and others of its kind have not")
+
+    def _compare_scales(self) -> None:
+        """Scales of groups are as different as the weights; those of rows may be alike where the writer has one for a linear."""
+        for modules in self._kinds().values():
+            usual = median(self.measures[module].alike for module in modules)
+            for module in modules:
+                grid = self.described.linears[module].grid
+                grouped = isinstance(grid, Fp4Grid) or (isinstance(grid, IntGrid) and grid.group_size is not None)
+                alike = self.measures[module].alike
+                if alike > _ALIKE and (grouped or usual < _USUALLY) and self.measures[module].commonest < 0.98:
+                    self.tell("scales-absurd", module, f"{alike:.0%} of its scales are one value")
 
     def _compare_offsets(self) -> None:
         """Weights have a mean near zero: code minus zero point has one, too, unless zero points are one off."""
@@ -279,6 +288,13 @@ class TensorCheck:
                     self.tell(
                         "gate-up-exchanged", module, f"log of gate over up is {ratio:+.3f}, and {usual:+.3f} ± {noise:.3f} in its layer"
                     )
+
+    def _compare_global_scales(self) -> None:
+        for scales in self.global_scales.values():
+            if len(set(scales.values())) > 1:
+                told = ", ".join(f"{module.rpartition('.')[2]} {scale:.4g}" for module, scale in scales.items())
+                for module in scales:
+                    self.tell("global-scales-differ", module, f"engines run them as one linear with one global scale: {told}")
 
 
 def _global_scale(module: str, tensors: dict[str, Tensor]) -> tuple[str, float, float] | None:

@@ -1,8 +1,10 @@
-"""How it is known that an engine loads something: run, loaded by its own loader on a CPU, or read in its sources.
+"""How it is known that an engine loads something, or that its commands serve: run, loaded by its own loader on a CPU, or by its sources.
 
 recipes/engines/loaded.json is what tests/judges/loaders/judge.py found. For each format on one weight grid that an engine's released
 package was given it has the models, how many loads there were (a model on a rank) and how many were right, and how many of the faults
 that were made in such checkpoints were found.
+
+recipes/deploy/run.json is what tests/judges/vllm_topologies.py found: the commands of a layout, run, and tokens compared with quantkit's.
 """
 
 from functools import cache
@@ -32,6 +34,44 @@ class Loaded(Strict):
     def holds(self) -> bool:
         """Whether every load was right, and every fault found."""
         return self.loads == self.right > 0 and self.faults == self.found > 0
+
+
+class LayoutRun(Strict):
+    """A layout's commands, run with one checkpoint on `ranks` cards, or processes, of `machine`. guesses: of the MTP layer. options: those
+    that were added and change what is run.
+
+    equal of compared tokens were quantkit's; `passed` says whether they are enough. said: why there are none.
+    """
+
+    engine: str
+    release: str
+    machine: str
+    layout: str
+    ranks: int
+    guesses: int = 0
+    options: str = ""
+    model: str
+    format: str
+    compared: int = 0
+    equal: int = 0
+    passed: bool
+    said: str = ""
+
+
+@cache
+def layout_runs() -> tuple[LayoutRun, ...]:
+    """What the judge wrote."""
+    return read_yaml(asset("recipes", "deploy", "run.json"), tuple[LayoutRun, ...], "run make test-vllm-topologies, or restore that file")
+
+
+def layout_evidence(engine: str, layout: str, guesses: int = 0) -> str:
+    """Such as "run on CPU, vllm 0.32.0 (awq, ct-w8a8)": where, and with which formats, tokens were quantkit's; or "by source"."""
+    found: dict[str, set[str]] = {}
+    for run in layout_runs():
+        if (run.engine, run.layout, bool(run.guesses)) == (engine, layout, bool(guesses)) and run.passed:
+            found.setdefault(f"{run.machine}, {run.engine} {run.release}", set()).add(run.format)
+    said = [f"{where} ({', '.join(sorted(formats))})" for where, formats in found.items()]
+    return f"run on {'; '.join(said)}" if said else "by source"
 
 
 @cache

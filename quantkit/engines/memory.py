@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.engines.check import LoadProblem
 from quantkit.models.architecture import CacheBits, ModelConfig
+from quantkit.models.eagle3 import HeadConfig, is_head
 from quantkit.models.stored import read_model
 from quantkit.models.table import Parameter
 from quantkit.schemes import Grid, IntGrid
@@ -62,6 +63,27 @@ class Fit:
         return self.tokens >= self.context
 
 
+@dataclass(frozen=True)
+class DraftSizes:
+    """What a draft model, or a head of EAGLE-3, takes of each device, which has it whole: bytes of weights, and of a token in its cache."""
+
+    weight_bytes: int = 0
+    token_bytes: int = 0
+
+
+NO_DRAFT = DraftSizes()
+
+
+def draft_sizes(checkpoint: Checkpoint, cache_bits: CacheBits = 16) -> DraftSizes:
+    """As it is stored. MTP layers of a draft model are not loaded; a head's cache has 16 bits always."""
+    if is_head(checkpoint.config):
+        weights = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+        return DraftSizes(weights, HeadConfig.from_dict(checkpoint.config).decoder.cache.token_bytes(16))
+    model = read_model(checkpoint)
+    weights = sum(_stored_bytes(checkpoint, row) for row in model.rows if not row.mtp)
+    return DraftSizes(weights, model.config.num_cached_layers * model.config.cache.token_bytes(cache_bits))
+
+
 def fit(checkpoint: Checkpoint, parallel: ParallelSizes, context: int, memory_gib: float, fraction: float, reserve_gib: float) -> Fit:
     """Whether weights, reserve and one request of `context` tokens fit in the `fraction` of `memory_gib` that an engine may use."""
     model = read_model(checkpoint)
@@ -78,8 +100,10 @@ def fit_rows(
     fraction: float,
     reserve_gib: float,
     cache_bits: CacheBits = 16,
+    draft: DraftSizes = NO_DRAFT,
 ) -> Fit:
-    """The same for parameters with the bytes that each is, or will be, stored in. MTP layers are not counted."""
+    """The same for parameters with the bytes that each is, or will be, stored in, and a draft model beside them. MTP layers are not
+    counted."""
     experts = len({row.expert for row, _ in rows if row.expert is not None})
     stages = [0.0] * parallel.pipeline
     per_stage = math.ceil(config.num_hidden_layers / parallel.pipeline)
@@ -87,10 +111,10 @@ def fit_rows(
         if not row.mtp:
             outside = 0 if row.role == "embedding" else parallel.pipeline - 1
             stages[outside if row.layer is None else row.layer // per_stage] += stored * _share(row, parallel, experts)
-    weights = math.ceil(max(stages))
+    weights = math.ceil(max(stages)) + draft.weight_bytes
     reserve, usable = int(reserve_gib * GIB), int(memory_gib * fraction * GIB)
     cached = math.ceil(config.num_cached_layers / parallel.pipeline)
-    per_token = cached * config.cache.token_bytes(cache_bits, parallel.tensor)
+    per_token = cached * config.cache.token_bytes(cache_bits, parallel.tensor) + draft.token_bytes
     state = 0 if config.recurrent is None else math.ceil(config.recurrent.held_bytes(parallel.tensor) / parallel.pipeline)
     tokens = max((usable - reserve - weights) * context // (per_token * context + state), 0)
     return Fit(weights, reserve, usable, per_token, state, tokens, context)

@@ -110,6 +110,11 @@ class EngineProfile(Strict):
     mixtures: tuple[MixtureRule, ...] = ()
     refuses: tuple[Refusal, ...] = ()
 
+    def tells_of(self, format: str) -> bool:
+        """Whether a rule or a refusal names the format; of others nobody looked whether the engine loads them."""
+        named = {name for refusal in self.refuses for name in refusal.formats}
+        return format in named | {rule.format for rule in self.loads} | {rule.format for rule in self.mixtures}
+
     def reason(self, format: str | None, variant: str | None, grid: GridName, device: Device | None) -> str:
         """Why it does not load that: what a refusal says, or that nothing is known of it. None stands for any."""
 

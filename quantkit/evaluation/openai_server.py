@@ -83,7 +83,7 @@ class OpenAIServer:
         that sends nothing.
         """
         async with asyncio.timeout(self.timeout_s) as deadline, client.stream("POST", self.base + method, json=body) as response:
-            if response.is_error:
+            if not response.is_success:
                 await response.aread()
                 response.raise_for_status()
             async for event in _events(response):
@@ -109,7 +109,8 @@ def base_url(url: str) -> str:
 def fault(error: BaseException) -> str:
     """In words, with what the server said."""
     if isinstance(error, httpx.HTTPStatusError):
-        return f"HTTP {error.response.status_code}: {_message(error.response)}"
+        moved = error.response.headers.get("location", "") if error.response.is_redirect else ""
+        return f"HTTP {error.response.status_code}: {f'moved to {moved}' if moved else _message(error.response)}"
     if isinstance(error, StreamError):
         return str(error)
     if isinstance(error, TimeoutError | httpx.TimeoutException):

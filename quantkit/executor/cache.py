@@ -15,6 +15,7 @@ from quantkit_kernels import CODES, CodedKeys, CodedLatents, KeyValues, Latents,
 from torch import Tensor
 
 from quantkit.errors import QuantkitError
+from quantkit.executor.entries import CompressedEntries
 from quantkit.executor.states import RecurrentStates
 
 BLOCK_SIZE = 64
@@ -53,6 +54,7 @@ class PagedCache:
     coding `CodedLatents`, or `CodedKeys` whose heads lie side by side. dtype: of what is neither code nor scale.
 
     index_dim: width of the index keys beside latents, [num_blocks, block_size, index_dim] of `dtype` a layer; 0 for a model without.
+    entries: what a model of compressed attention keeps, whose layers keep nothing here.
     places: of a model some of whose layers keep nothing here, the number that each other layer has; states: what those keep.
     """
 
@@ -70,6 +72,7 @@ class PagedCache:
         index_dim: int = 0,
         places: Mapping[int, int] | None = None,
         states: RecurrentStates | None = None,
+        entries: CompressedEntries | None = None,
     ) -> None:
         assert sum(parts) in (0, width), (width, parts)
         assert coding is None or parts, "what is coded lies apart from what is not"
@@ -91,12 +94,12 @@ class PagedCache:
         self._index = storage(dtype, index_dim) if index_dim else ()
         self.num_blocks, self.block_size, self.width, self.parts, self.coding = num_blocks, block_size, width, parts, coding
         self.dtype, self.device = dtype, torch.device(device)
-        self._places, self._states = places, states
+        self._places, self._states, self._entries = places, states, entries
 
     @property
     def nbytes(self) -> int:
         kept = [part for layer in self.layers for part in ((layer,) if isinstance(layer, Tensor) else layer)]
-        return sum(part.nbytes for part in (*kept, *self._index))
+        return sum(part.nbytes for part in (*kept, *self._index)) + (self._entries.nbytes if self._entries else 0)
 
     @property
     def doubles_angles(self) -> bool:
@@ -105,8 +108,8 @@ class PagedCache:
 
     @property
     def goes_by_sequence(self) -> bool:
-        """Whether layers read prompts sequence after sequence, and not by tables alone: states, and index keys."""
-        return self._states is not None or bool(self._index)
+        """Whether layers read prompts sequence after sequence, and not by tables alone: states, index keys, entries."""
+        return self._states is not None or self._entries is not None or bool(self._index)
 
     @property
     def read_in_place(self) -> bool:
@@ -133,6 +136,11 @@ class PagedCache:
         """Of a model that has layers with a state."""
         assert self._states is not None, "made without"
         return self._states
+
+    def need_entries(self) -> CompressedEntries:
+        """Of a model of compressed attention."""
+        assert self._entries is not None, "made without"
+        return self._entries
 
 
 class BlockAllocator:

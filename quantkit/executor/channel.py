@@ -1,4 +1,4 @@
-"""Rank 0's messages to the other ranks: JSON over TCP, for every decode step waits for them and a process group's broadcast takes longer.
+"""Messages between rank 0 and the others: JSON over TCP, for every decode step waits for one and a process group's broadcast takes longer.
 
 Each connection begins with a key that only the ranks know.
 """
@@ -26,7 +26,7 @@ class Channel:
 
     def __init__(self, rank: int, size: int, exchange: Callable[[Any], list[Any]], *, spins: bool = False) -> None:
         self._spins = spins
-        host = os.environ["MASTER_ADDR"]
+        self._rank, host = rank, os.environ["MASTER_ADDR"]
         if rank:
             port, key = exchange(None)[0]
             connection = socket.create_connection((host, port), timeout=_CONNECT_SECONDS)
@@ -43,16 +43,24 @@ class Channel:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, message: Any) -> None:
-        """From rank 0 to everybody."""
-        text = json.dumps(message).encode()
+        """From rank 0 to everybody, from another to rank 0."""
+        text = _encoded(message)
         for connection in self._connections:
-            connection.sendall(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
+            connection.sendall(text)
 
     def receive(self) -> Any:
         """The next message of rank 0; waits for it."""
         if self._spins:
             _spin(self._connections[0])
-        return json.loads(_read(self._connections[0], int.from_bytes(_read(self._connections[0], _LENGTH_BYTES), "little")))
+        return _decoded(self._connections[0])
+
+    def collect(self, message: Any) -> list[Any]:
+        """A message of each rank, on rank 0 in the order of ranks; nothing on the others."""
+        if self._rank:
+            self.send([self._rank, message])
+            return []
+        told = dict(map(_decoded, self._connections))  # they connected in any order
+        return [message, *(told[rank] for rank in sorted(told))]
 
     def close(self) -> None:
         for connection in self._connections:
@@ -83,8 +91,18 @@ def _spin(connection: socket.socket) -> None:
         try:
             connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
             return
-        except BlockingIOError:
-            pass
+        except BlockingIOError:  # nothing has come yet
+            continue
+
+
+def _encoded(message: Any) -> bytes:
+    text = json.dumps(message).encode()
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def _decoded(connection: socket.socket) -> Any:
+    """The next message; waits for it."""
+    return json.loads(_read(connection, int.from_bytes(_read(connection, _LENGTH_BYTES), "little")))
 
 
 def _read(connection: socket.socket, count: int) -> bytes:

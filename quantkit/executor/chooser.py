@@ -19,7 +19,7 @@ from quantkit.executor.scheduler import ScheduledStep
 from quantkit.executor.sequence import Sequence
 
 
-class Chosen(NamedTuple):
+class ChosenTokens(NamedTuple):
     """token_ids int64 [R] on the device; what they were drawn with, None where all are the likeliest: sampling parameters, and places in
     the sequences int64 [R]."""
 
@@ -38,21 +38,19 @@ class Chooser:
 
     def prepare(self, step: ScheduledStep) -> None:
         """Begin what can be done before the step's logits are there."""
-        counts = [(sequence, 1 + len(sequence.drafts)) for sequence in step.decode]
-        counts += [(sequence, 1) for sequence, count in step.prefill if count == sequence.num_new]
-        self._masks.begin(counts)
+        self._masks.begin(step.successors)
 
-    def choose(self, done: ForwardPass, draw: Draws) -> Chosen:
+    def choose(self, done: ForwardPass, draw: Draws) -> ChosenTokens:
         """Of a pass that was prepared."""
         assert done.logits is not None, done.counts
         assert done.greedy is not None, done.counts
         adjusted = self._adjuster.adjust(done.logits, done.counts, self._eos_ids(), *self._masks.finished(self._device, self._vocab))
         batch = self._batch(done.counts)
         if batch is None:
-            return Chosen(done.greedy if adjusted is done.logits else adjusted.argmax(dim=-1))
+            return ChosenTokens(done.greedy if adjusted is done.logits else adjusted.argmax(dim=-1))
         places = [len(sequence.token_ids) + i for sequence, count in done.counts for i in range(count)]
         on_device = torch.tensor(places, device=self._device)
-        return Chosen(draw(adjusted, batch, on_device), batch, on_device)
+        return ChosenTokens(draw(adjusted, batch, on_device), batch, on_device)
 
     def _batch(self, counts: list[tuple[Sequence, int]]) -> Batch | None:
         known, batch = self._known

@@ -28,9 +28,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from quantkit.executor.cache import PagedCache
+from quantkit.models.compressed import CompressedAttention, CompressedInputs
 from quantkit.models.context import Positions
 from quantkit.models.delta_rule import DeltaInputs, DeltaState, DeltaWeights, attend_sequence, attend_step
+from quantkit.models.latent_window import LatentWindow, Seen, attend_seen, within
 from quantkit.models.rope import Rope
+from quantkit.models.short_conv import convolved, convolved_step, number_of
 from quantkit.models.sparse import IndexInputs, Selected, attend_selected, choose, joined
 from quantkit.models.weights import PrologOp
 
@@ -114,8 +117,43 @@ class PromptContext(CachedContext):
             place, before = (torch.tensor([number], device=self.cache.device) for number in (chunk.state, chunk.start))
             kept, which = states.read(layer, place, before)
             attended, state = attend_sequence(DeltaInputs(*one), weights, DeltaState(*(side[0] for side in kept)))
-            states.write(layer, place, before + chunk.length, DeltaState(*(side[None] for side in state)), which)
+            states.write(layer, place, before + chunk.length, [side[None] for side in state], which)
             out.append(attended)
+        return torch.cat(out)
+
+    def convolve(self, layer: int, part: int, x: Tensor, kernel: Tensor) -> Tensor:
+        """As `models.context.Context.convolve`, sequence after sequence."""
+        states, number, out = self.cache.need_states(), number_of(layer, part), []
+        lengths = [chunk.length for chunk in self.chunks]
+        for chunk, own, positions in zip(self.chunks, x.split(lengths), self.positions.split(lengths)):
+            place, before = (torch.tensor([count], device=self.cache.device) for count in (chunk.state, chunk.start))
+            (recent,), which = states.read(number, place, before)
+            made, kept = convolved(own, positions, recent[0], kernel)
+            states.write(number, place, before + chunk.length, [kept[None]], which)
+            out.append(made)
+        return torch.cat(out)
+
+    def attend_seen(self, layer: int, q: Tensor, attention: LatentWindow) -> Tensor:
+        """As `models.context.Context.attend_seen`."""
+        q, cached, size, window = self.rotate_last(attention.rope, q), self.cache.latents(layer), self.cache.block_size, attention.window
+        if attention.topk and self.selected is not None:
+            return attend_seen(q, cached, self.selected.seen, attention)
+        out, row = [], 0
+        for chunk in self.chunks:
+            part, first = slice(row, row + chunk.length), max(0, chunk.start - window + 1) if window else 0
+            at = torch.arange(first, chunk.start + chunk.length, device=self.cache.device)
+            seen = Seen(chunk.blocks[at // size] * size + at % size, within(self.positions[part], at, window))
+            out.append(attend_seen(q[part], cached, seen, attention))
+            row += chunk.length
+        return torch.cat(out)
+
+    def attend_compressed(self, layer: int, inputs: CompressedInputs, attention: CompressedAttention) -> Tensor:
+        """As `models.context.Context.attend_compressed`, sequence after sequence."""
+        entries, out, row = self.cache.need_entries(), [], 0
+        for chunk in self.chunks:
+            part = inputs.part(slice(row, row + chunk.length))
+            out.append(entries.attend_chunk(layer, part, attention, chunk.start, chunk.blocks, chunk.state))
+            row += chunk.length
         return torch.cat(out)
 
     def attend_gqa(self, layer: int, q: Tensor, scale: float, window: int = 0, sinks: Tensor | None = None) -> Tensor:
@@ -180,9 +218,36 @@ class DecodeContext(CachedContext):
         assert self.states is not None, "rows without places in the states"
         states = self.cache.need_states()
         kept, which = states.read(layer, self.states, self.positions)
-        attended, state = attend_step(inputs, weights, kept)
+        attended, state = attend_step(inputs, weights, DeltaState(*kept))
         states.write(layer, self.states, self.positions + 1, state, which)
         return attended
+
+    def attend_compressed(self, layer: int, inputs: CompressedInputs, attention: CompressedAttention) -> Tensor:
+        """As `models.context.Context.attend_compressed`."""
+        assert self.states is not None, "rows without places in the states"
+        return self.cache.need_entries().attend_rows(layer, inputs, attention, self.positions, self.block_table, self.states)
+
+    def convolve(self, layer: int, part: int, x: Tensor, kernel: Tensor) -> Tensor:
+        """As `models.context.Context.convolve`."""
+        assert self.states is not None, "rows without places in the states"
+        states, number = self.cache.need_states(), number_of(layer, part)
+        (recent,), which = states.read(number, self.states, self.positions)
+        made, kept = convolved_step(x, self.positions, recent, kernel)
+        states.write(number, self.states, self.positions + 1, [kept], which)
+        return made
+
+    def attend_seen(self, layer: int, q: Tensor, attention: LatentWindow) -> Tensor:
+        """As `models.context.Context.attend_seen`."""
+        seen = self.selected.seen if attention.topk and self.selected is not None else self._last(attention.window)
+        return attend_seen(self.rotate_last(attention.rope, q), self.cache.latents(layer), seen, attention)
+
+    def _last(self, window: int) -> Seen:
+        """The last `window` tokens of each row, 0 for all."""
+        size = self.cache.block_size
+        room = self.block_table.shape[1] * size
+        at = self.positions[:, None] - torch.arange(min(window or room, room), device=self.cache.device)
+        places = at.clamp(min=0)
+        return Seen(self.block_table.gather(1, places // size).long() * size + places % size, within(self.positions, at, window))
 
     def decode_mla(self, layer: int, x: Tensor, prolog: PrologOp, rope: Rope, scale: float) -> Tensor | None:
         """As `models.context.Context.decode_mla`."""

@@ -4,8 +4,8 @@
     for completion in engine.generate([engine.tokenizer.encode_chat(messages)], SamplingParams(max_new_tokens=512)):
         print(completion.text)
 
-`step` is the whole of it: schedule, compute, choose, append. A server calls add, step and cancel from one thread. With tp > 1 this is
-rank 0, which leads the other ranks (`leader.Leader`); their engines do what it tells them (`leader.follow`).
+`step` is the whole of it: schedule, compute, choose, append. A server calls add, step and cancel from one thread. With several ranks this
+is rank 0, which leads the others (`leader.Leader`); their engines do what it tells them (`leader.follow`).
 
 What goes wrong with one sequence (its text cannot be decoded, its row cannot be sampled) finishes that sequence with the reason "error"
 and its `fault`; the others go on. `step` raises only where nothing can be computed any more.
@@ -13,29 +13,35 @@ and its `fault`; the others go on. `step` raises only where nothing can be compu
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from quantkit.errors import QuantkitError
 from quantkit.executor.budget import measure
 from quantkit.executor.cache import CachePlan
+from quantkit.executor.checks import check_eos, check_request
 from quantkit.executor.chooser import Chooser
-from quantkit.executor.drafter import Acceptance, Drafter
+from quantkit.executor.draft_load import check_draft, load_draft, make_drafter
+from quantkit.executor.drafter import Drafter
+from quantkit.executor.eagle_head import LoadedHead
 from quantkit.executor.expert_counter import ExpertCounter
 from quantkit.executor.grammar import Grammars
-from quantkit.executor.guessing import MTP, Guessing
 from quantkit.executor.headroom import plan_beside, prefill_tokens
+from quantkit.executor.homes import Homes
+from quantkit.executor.joint import JointPass
 from quantkit.executor.leader import Leader
 from quantkit.executor.load import LoadedModel, load_model
 from quantkit.executor.logprobs import check_numbers, score_prompts, token_logprobs
+from quantkit.executor.mtp_drafter import MtpDrafter
 from quantkit.executor.options import EngineOptions
-from quantkit.executor.parallel import join
+from quantkit.executor.parallel import SINGLE, join
 from quantkit.executor.runner import ForwardPass, Runner
 from quantkit.executor.sampling import SamplingParams, check_defaults
 from quantkit.executor.scheduler import ScheduledStep, Scheduler
-from quantkit.executor.sequence import Completion, Delta, FinishReason, Sequence, look_up
+from quantkit.executor.sequence import Completion, Delta, FinishReason, Sequence
+from quantkit.executor.speculation import Speculation
 from quantkit.executor.states import check_states
 from quantkit.tokenizer.chat import ChatTokenizer
 
@@ -54,25 +60,31 @@ class Engine:
         measure_steps: bool = False,
         prefix_cache: bool = False,
         count_experts: bool = False,
+        draft: LoadedModel | LoadedHead | None = None,
     ) -> None:
         self.loaded, self.tokenizer, self.plan = loaded, tokenizer, plan
         self.max_model_len = plan.max_model_len
-        self.cache = loaded.new_cache(plan.num_blocks, max_batch)
+        self.parallel, homes = loaded.weights.ranks, loaded.weights.expert_ranks.size
+        own_batch = -(-max_batch // homes)
+        self.cache = loaded.new_cache(plan.num_blocks, own_batch)
         # A step may write the guesses it checks and then those it makes.
         lookahead = max(num_drafts, num_looked_up) + num_drafts
-        self.scheduler = Scheduler(plan, max_batch=max_batch, prefill_tokens=prefill_tokens, lookahead=lookahead, prefix_cache=prefix_cache)
-        self.guessing = Guessing(num_drafts, num_looked_up, measured=measure_steps)
+        amounts = {"max_batch": own_batch, "prefill_tokens": -(-prefill_tokens // homes), "lookahead": lookahead}
+        make = partial(Scheduler, plan, **amounts, prefix_cache=prefix_cache)
+        self.scheduler: Scheduler | Homes = make() if homes == 1 else Homes(homes, make)
         self.expert_counter: ExpertCounter | None = None
-        self.runner = Runner(loaded.model, self.cache, eager="experts are counted" if count_experts else "")
-        self.parallel = loaded.weights.parallel
-        self.drafter: Drafter | None = None
-        if num_drafts:
+        eager = "experts are counted" if count_experts else ""
+        self.runner = Runner(loaded.model, self.cache, eager=eager, experts=loaded.weights.expert_ranks)
+        drafter: Drafter | None = None
+        if draft is not None:
+            drafter = make_drafter(draft, loaded, plan, self.runner, num_drafts, self.parallel, shared=prefix_cache)
+        elif num_drafts:
             assert loaded.mtp is not None, "loaded with its MTP layer"
-            self.drafter = Drafter(loaded.mtp, self.runner, num_drafts, self.parallel)
+            drafter = MtpDrafter(loaded.mtp, self.runner, num_drafts, self.parallel)
+        self.speculation = Speculation(drafter, num_looked_up, measured=measure_steps)
         self.leader = Leader(self.parallel)
         self.grammars = Grammars(tokenizer.tokenizer, loaded.config.vocab_size, tokenizer.eos_ids)
         self.chooser = Chooser(loaded.config.vocab_size, loaded.device, lambda: self.tokenizer.eos_ids)
-        self.acceptance = Acceptance()
         self.meanwhile: Callable[[], None] = lambda: None
         """Done while the device computes a step, once or twice: handing out what the step before it brought."""
 
@@ -90,10 +102,12 @@ class Engine:
         prefill_tokens: int | None = None,
         measure_steps: bool = False,
         num_drafts: int = 0,
+        draft: Path | str | None = None,
         num_looked_up: int = 0,
         prefix_cache: bool = False,
         cache: str | None = None,
         tp: int = 1,
+        dp: int = 1,
         collectives: str | None = None,
         count_experts: bool = False,
     ) -> "Engine":
@@ -105,14 +119,17 @@ class Engine:
         passes, how many of them a step computes beside running answers, where prefill_tokens is None, and whether in one
         pass with these (`budget.measure`): for servers, where somebody waits for each token. Then fewer tokens are guessed, or none, where
         that is faster (`guessing.Guessing`).
-        num_drafts: tokens that the checkpoint's MTP layer guesses a step (0: none); the answers are the same, `acceptance` counts.
+        num_drafts: tokens that the checkpoint's MTP layer guesses a step (0: none); the answers are the same, `speculation` counts.
+        draft: a checkpoint directory of a smaller model with the same tokens, or of a head of EAGLE-3, which guesses instead; up to 4 where
+        num_drafts is 0.
         num_looked_up: tokens that are guessed from what prompt and answer said before, where the last three tokens stand there.
         prefix_cache: whether requests that begin alike share what is computed of that. cache: int8 or fp8 keeps keys and values, or
-        latents, in 8 bits; the model's 16 otherwise. tp: ranks that share the model; this process is
-        rank 0 and starts the others on this machine, unless torchrun started them all: then each gets its rank's engine, and those above 0
-        are for `leader.follow` (`follower.lead_or_follow` does both). collectives: int8 or fp8 adds prompts over ranks in 8 bits
-        (`coded_sums`). count_experts: `expert_counter` counts what every token asks of the
-        routed experts; decode steps are then not captured. Raises QuantkitError where something does not fit.
+        latents, in 8 bits; the model's 16 otherwise. tp: ranks that share the model; this process is rank 0 and starts the others on this
+        machine, unless torchrun started them all: then each gets its rank's engine, and those above 0 are for `leader.follow`
+        (`follower.lead_or_follow` does both). dp: ranks that answer requests of their own (homes.py) and share the routed experts alone;
+        max_batch, cache_tokens and prefill_tokens are of all together. collectives: int8 or fp8 adds prompts over ranks in 8 bits
+        (`coded_sums`). count_experts: `expert_counter` counts what every token asks of the routed experts; decode steps are then not
+        captured. Raises QuantkitError where something does not fit.
         """
         return cls.open(
             EngineOptions(
@@ -126,10 +143,12 @@ class Engine:
                 prefill_tokens=prefill_tokens,
                 measure_steps=measure_steps,
                 num_drafts=num_drafts,
+                draft=None if draft is None else Path(draft),
                 num_looked_up=num_looked_up,
                 prefix_cache=prefix_cache,
                 cache=cache,
                 tp=tp,
+                dp=dp,
                 collectives=collectives,
                 count_experts=count_experts,
             )
@@ -141,6 +160,8 @@ class Engine:
         path = options.model_path
         tokenizer = ChatTokenizer(path)
         check_defaults(tokenizer.sampling_defaults, path / "generation_config.json")
+        if options.draft is not None:
+            check_draft(options.draft, tokenizer)
         parallel = join(options)
         try:
             loaded = load_model(
@@ -148,23 +169,26 @@ class Engine:
                 device=options.device,
                 backend=options.backend,
                 dtype=options.dtype,
-                mtp=options.num_drafts > 0,
-                parallel=parallel,
+                mtp=options.num_drafts > 0 and options.draft is None,
+                parallel=parallel if options.dp == 1 else SINGLE,
+                expert_parallel=SINGLE if options.dp == 1 else parallel,
                 cache=options.cache,
             )
-            _check_eos(tokenizer, loaded.config.vocab_size, path)
-            check_states(loaded.config.recurrent, options)
+            check_eos(tokenizer.eos_ids, loaded.config.vocab_size, path)
+            check_states(loaded.keeps_states, options)
+            draft = None if options.draft is None else load_draft(options.draft, loaded, options)
             engine = cls(
                 loaded,
                 tokenizer,
-                plan_beside(loaded, options),
+                plan_beside(loaded, options, draft),
                 max_batch=options.max_batch,
                 prefill_tokens=options.prefill_tokens if options.prefill_tokens is not None else prefill_tokens(loaded.device),
-                num_drafts=options.num_drafts,
+                num_drafts=options.most_drafts,
                 num_looked_up=options.num_looked_up,
                 measure_steps=options.measure_steps,
                 prefix_cache=options.prefix_cache,
                 count_experts=options.count_experts,
+                draft=draft,
             )
             if options.measure_steps:
                 given = engine.scheduler.budget
@@ -249,8 +273,7 @@ class Engine:
 
         Raises where the device, or with tp > 1 the ranks' agreement, is lost.
         """
-        if (wanted := self.guessing.choose()) != (self.guessing.drafts, self.guessing.looked_up):
-            self.guess(*wanted)
+        if (wanted := self.speculation.choose()) is not None:
             self.leader.guess(*wanted)
         self.leader.step()
         advanced = self.compute_step()
@@ -259,12 +282,6 @@ class Engine:
                 self.cancel(sequence, "error")
                 sequence.fail(sequence.fault)
         return advanced
-
-    def guess(self, drafts: int, looked_up: int) -> None:
-        """Make so many guesses a step from now on: by the MTP layer, and looked up."""
-        self.guessing.drafts, self.guessing.looked_up = drafts, looked_up
-        if self.drafter is not None:
-            self.drafter.num_drafts = drafts
 
     @torch.inference_mode()
     def compute_step(self) -> list[Sequence]:
@@ -275,7 +292,7 @@ class Engine:
         for one in step.passes(self.scheduler.budget.mixed):
             advanced += self._pass(one)
         if step.decode and not step.prefill:
-            self.guessing.stepped(len(step.decode), rows, time.perf_counter() - began)
+            self.speculation.guessing.stepped(len(step.decode), rows, time.perf_counter() - began)
         for sequence in advanced:
             if sequence.finish_reason:
                 self.scheduler.remove(sequence)
@@ -290,7 +307,8 @@ class Engine:
         try:
             if step.prefill:
                 self.meanwhile()  # a prompt may take the host as long as the device
-            return self._finish_pass(self._compute(step))
+            joint = JointPass(step, self.parallel) if isinstance(self.scheduler, Homes) else None
+            return self._finish_pass(self._compute(step) if joint is None else joint.compute(self.chooser, self.runner), joint)
         except Exception as fault:
             self._check_usable(fault)
             done: list[Sequence] = []
@@ -322,20 +340,30 @@ class Engine:
         except Exception:
             raise fault from None
 
-    def _finish_pass(self, done: ForwardPass) -> list[Sequence]:
+    def _finish_pass(self, done: ForwardPass, joint: JointPass | None) -> list[Sequence]:
         """Choose the successors, guess behind them, append what the ranks agree on, and guess on. Returns the sequences that got tokens."""
         score_prompts(done, self.runner.model)
         chosen = self.chooser.choose(done, self.runner.draw) if done.counts else None
-        guessed = self.drafter.guess(done, chosen) if self.drafter is not None else None
+        guessed = self.speculation.begin(done, chosen)
         self.meanwhile()
-        if chosen is not None:
+        advanced, guesses = [sequence for sequence, _ in done.counts], list[int]()
+        if joint is not None:
+            advanced += self._append_all(done, joint, done.hidden.new_empty(0) if chosen is None else chosen.token_ids)
+        elif chosen is not None:
             token_ids, guesses = self._agree(chosen.token_ids, guessed)
             self._append(done, token_ids)
-            if self.drafter is not None:
-                self.drafter.draft(done, guesses)
-            if self.guessing.looked_up:
-                self.guessing.found(look_up([sequence for sequence, _ in done.counts], self.guessing.looked_up))
-        return [sequence for sequence, _ in done.counts]
+        self.speculation.finish(done, advanced, guesses)
+        return advanced
+
+    def _append_all(self, done: ForwardPass, joint: JointPass, chosen: Tensor) -> list[Sequence]:
+        """Every rank's tokens go to its sequences, here too. Returns those of other ranks."""
+        token_ids, elsewhere = joint.share(chosen)
+        if token_ids:
+            self._append(done, token_ids)
+        for sequence, tokens in elsewhere:
+            self._keep(sequence, tokens, time.perf_counter())
+        joint.report()
+        return [sequence for sequence, _ in elsewhere]
 
     def _agree(self, chosen: Tensor, guessed: Tensor | None) -> tuple[list[int], list[int]]:
         """Rank 0's tokens and guesses, on every rank; here the host waits for the device, once for both."""
@@ -351,36 +379,20 @@ class Engine:
         asked = [sequence.params.logprobs for sequence, count in done.counts for _ in range(count)]
         logprobs = token_logprobs(asked, done.logits, token_ids)
         for sequence, count in done.counts:
-            kept = sequence.extend(token_ids[row : row + count], now)
+            kept = self._keep(sequence, token_ids[row : row + count], now)
             if logprobs and sequence.params.logprobs is not None:
                 sequence.logprobs += logprobs[row : row + kept]
                 check_numbers(sequence, logprobs[row : row + kept])
-            if count > 1:
-                self.acceptance.drafted += count - 1
-                self.acceptance.accepted += kept - 1
-                self.guessing.checked(sequence.guessed_by, count - 1, kept - 1)
-            sequence.guessed_by = MTP
             row += count
+
+    def _keep(self, sequence: Sequence, token_ids: list[int], now: float) -> int:
+        """Tokens of one sequence, as long as its drafts were right. Returns how many."""
+        kept, drafted = sequence.extend(token_ids, now), len(token_ids) - 1
+        self.speculation.checked(sequence, drafted, kept - 1)
+        return kept
 
     def sequence(self, prompt: list[int], params: SamplingParams, index: int = 0, *, streams: bool = True) -> Sequence:
         """A request that is checked and not yet queued; touches nothing that `step` does, so any thread may call it."""
-        if not prompt:
-            raise QuantkitError("the prompt is empty", "give at least one token")
-        if len(prompt) >= self.max_model_len:
-            raise QuantkitError(
-                f"the prompt has {len(prompt)} tokens, the context is {self.max_model_len}", "shorten it, or raise --max-model-len"
-            )
-        vocab = self.loaded.config.vocab_size
-        if not 0 <= min(prompt) <= max(prompt) < vocab:
-            raise QuantkitError(f"the prompt has token ids outside 0..{vocab - 1}", "use the model's own tokenizer")
-        if any(not 0 <= token < vocab for token in params.named_tokens):
-            raise QuantkitError(f"logit_bias or stop_token_ids names a token outside 0..{vocab - 1}", "use the model's own tokenizer")
+        check_request(prompt, params, self.max_model_len, self.loaded.config.vocab_size)
         guide = None if params.grammar is None else self.grammars.guide(params.grammar, params.grammar_after)
         return Sequence(index, prompt, params, self.tokenizer, self.max_model_len, streams=streams, guide=guide)
-
-
-def _check_eos(tokenizer: ChatTokenizer, vocab_size: int, path: Path) -> None:
-    for token in tokenizer.eos_ids:
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-            said = f"{path}: eos_token_id {token!r:.100} is no token of the model, which has {vocab_size}"
-            raise QuantkitError(said, "correct generation_config.json, config.json or tokenizer_config.json")

@@ -33,6 +33,17 @@ class DecodeRows(NamedTuple):
     tables: np.ndarray
     states: np.ndarray = np.zeros(0, dtype=np.int64)
 
+    def padded(self, rows: int, width: int) -> "DecodeRows":
+        """With more rows, which are nobody's and belong to block 0, and tables of `width` blocks."""
+
+        def wider(array: np.ndarray, *shape: int) -> np.ndarray:
+            out = np.zeros(shape, dtype=array.dtype)
+            out[tuple(map(slice, array.shape))] = array
+            return out
+
+        token_ids, positions, slots, states = (wider(one, rows) for one in (self.token_ids, self.positions, self.slots, self.states))
+        return DecodeRows(token_ids, positions, slots, wider(self.tables, rows, width), states)
+
     def context(self, cache: PagedCache) -> DecodeContext:
         arrays = (self.positions, self.tables, self.slots, self.states)
         positions, tables, slots, states = (torch.from_numpy(array).to(cache.device) for array in arrays)
@@ -45,7 +56,7 @@ class DecodeRows(NamedTuple):
         return known
 
 
-class Result(NamedTuple):
+class StepResult(NamedTuple):
     """hidden [B, H] after the final norm, logits float32 [B, vocab], greedy int64 [B]: the likeliest token of each row."""
 
     hidden: Tensor
@@ -62,7 +73,16 @@ class Forward(Protocol):
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
-Step = Callable[[], Result]
+class TokenModel(Forward, Protocol):
+    """A model from token ids on. width: values of a token that it returns."""
+
+    embedding: Tensor
+
+    @property
+    def width(self) -> int: ...
+
+
+Step = Callable[[], StepResult]
 Computed = TypeVar("Computed")
 
 
@@ -72,11 +92,11 @@ class Capture(Protocol):
     def __call__(self, step: Callable[[], Computed], lengths: list[int], /) -> Callable[[], Computed]: ...
 
 
-def compute(model: Forward, inputs: tuple[Tensor, ...], context: DecodeContext) -> Result:
+def compute(model: Forward, inputs: tuple[Tensor, ...], context: DecodeContext) -> StepResult:
     """One decode step on any buffers; greedy sampling is part of it. inputs: token_ids [B], for an MTP layer also hidden [B, H]."""
     hidden = model(*inputs, context)
     logits = model.logits(hidden)
-    return Result(hidden, logits, logits.argmax(dim=-1))
+    return StepResult(hidden, logits, logits.argmax(dim=-1))
 
 
 class StaticBuffers:
@@ -123,7 +143,7 @@ class EagerSteps:
     def __init__(self, model: Forward, cache: PagedCache, failure: str) -> None:
         self.model, self.cache, self.failure = model, cache, failure
 
-    def run(self, rows: DecodeRows, *inputs: Tensor) -> Result:
+    def run(self, rows: DecodeRows, *inputs: Tensor) -> StepResult:
         """As `DecodeSteps.run`."""
         return compute(self.model, inputs or (torch.from_numpy(rows.token_ids).to(self.cache.device),), rows.context(self.cache))
 
@@ -137,11 +157,11 @@ class DecodeSteps:
         self.failure = ""
         """Why steps are computed eagerly from now on, where a capture failed."""
 
-    def run(self, rows: DecodeRows, *inputs: Tensor) -> Result:
+    def run(self, rows: DecodeRows, *inputs: Tensor) -> StepResult:
         """The pass. inputs: what the model reads that the device holds already, as `StaticBuffers.fill` takes it."""
         _, step = self.filled(rows, *inputs)
         result, count = step(), len(rows.token_ids)
-        return Result(*(part[:count] for part in result))
+        return StepResult(*(part[:count] for part in result))
 
     def filled(self, rows: DecodeRows, *inputs: Tensor) -> tuple[StaticBuffers, Step]:
         """The step for so many rows with tables so wide, ready to be computed."""
@@ -156,7 +176,7 @@ class DecodeSteps:
         return buffers, step
 
     def _captured(self, buffers: StaticBuffers) -> Step:
-        def step() -> Result:
+        def step() -> StepResult:
             return compute(self.model, buffers.inputs, buffers.context(self.cache))
 
         if self.failure:

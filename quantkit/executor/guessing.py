@@ -1,8 +1,9 @@
 """How many tokens a step guesses: chosen while running, from how often guesses were right and what steps have cost.
 
-With d guesses by the MTP layer and l looked up (lookup.py), B answers bring B * (1 + expected right guesses) tokens a step, in the time
-that a step of so many rows has taken. The pair with the most tokens a second is used; none is where guessing does not pay. What was not
-tried yet is taken for as good as it may be, so it is tried; more than was chosen is tried from time to time, for lengths and texts change.
+With d guesses computed, by an MTP layer or a draft model (drafter.py), and l looked up (lookup.py), B answers bring
+B * (1 + expected right guesses) tokens a step, in the time that a step of so many rows has taken. The pair with the most tokens a second
+is used; none is where guessing does not pay. What was not tried yet is taken for as good as it may be, so it is tried; more than was
+chosen is tried from time to time, for lengths and texts change.
 """
 
 import itertools
@@ -19,7 +20,8 @@ _EVERY, _PROBED = 16, 16
 _MARGIN = 1.01
 """By how much guessing must promise to be faster than not guessing."""
 
-MTP, LOOKUP = "mtp", "lookup"
+COMPUTED, LOOKUP = "computed", "lookup"
+"""Who guessed."""
 
 
 @dataclass
@@ -85,7 +87,7 @@ class Guessing:
         self.most_drafts, self.most_looked_up = most_drafts, most_looked_up
         self.measured = measured and most_drafts + most_looked_up > 0
         self.drafts, self.looked_up = most_drafts, most_looked_up
-        self.rates = {MTP: Rates(), LOOKUP: Rates()}
+        self.rates = {COMPUTED: Rates(), LOOKUP: Rates()}
         self._costs: dict[int, Costs] = {}
         self._found = 0.5
         """Share of answers for which something was looked up."""
@@ -132,6 +134,6 @@ class Guessing:
         """Tokens a second."""
         drafts, looked_up = pair
         found = self._found if looked_up else 0.0
-        right = (1 - found) * self.rates[MTP].expected(drafts) + found * self.rates[LOOKUP].expected(looked_up)
+        right = (1 - found) * self.rates[COMPUTED].expected(drafts) + found * self.rates[LOOKUP].expected(looked_up)
         seconds = self._costs[drafts].seconds(self._rows(drafts, looked_up))
         return self._answers * (1 + right) / seconds if seconds else float("inf")

@@ -12,6 +12,8 @@ from quantkit.devices import free_bytes
 from quantkit.errors import QuantkitError
 from quantkit.executor.cache import CachePlan, plan_cache
 from quantkit.executor.context import Chunk, PrefillContext
+from quantkit.executor.eagle_head import LoadedHead
+from quantkit.executor.entries import recent_bytes
 from quantkit.executor.load import LoadedModel
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.states import state_bytes
@@ -26,23 +28,26 @@ def prefill_tokens(device: torch.device) -> int:
     return PREFILL_TOKENS.get(device.type, PREFILL_TOKENS["cpu"])
 
 
-def plan_beside(loaded: LoadedModel, options: EngineOptions) -> CachePlan:
-    """The same on every rank: what fits on the one with the least memory."""
+def plan_beside(loaded: LoadedModel, options: EngineOptions, draft: LoadedModel | LoadedHead | None = None) -> CachePlan:
+    """The same on every rank: what fits on the one with the least memory. draft: what guesses, whose cache has as many blocks."""
     device = loaded.device
+    if isinstance(draft, LoadedModel):
+        free_beside(draft, options.prefill_tokens or prefill_tokens(device))
     free = free_beside(loaded, options.prefill_tokens or prefill_tokens(device))
-    states = state_bytes(loaded.config.recurrent, options.max_batch, options.tp)
+    states = state_bytes(loaded.config.recurrent, options.own_batch, options.tp)
+    states += recent_bytes(loaded.config.cache, options.own_batch, loaded.dtype)
     if states and free <= states:
-        told = f"the states of {options.max_batch} sequences take {size(states)}, and {size(free)} are free"
+        told = f"the states of {options.own_batch} sequences take {size(states)}, and {size(free)} are free"
         raise QuantkitError(told, "lower --max-batch, or free memory")
     free -= states
     return plan_cache(
-        bytes_per_token=loaded.cache_token_bytes,
-        free_bytes=loaded.weights.parallel.minimum(free // (options.tp if device.type == "cpu" else 1)),
+        bytes_per_token=loaded.cache_token_bytes + (0 if draft is None else draft.cache_token_bytes),
+        free_bytes=loaded.weights.ranks.minimum(free // (options.ranks if device.type == "cpu" else 1)),
         device_type=device.type,
-        max_batch=options.max_batch,
+        max_batch=options.own_batch,
         context_len=loaded.config.max_position_embeddings,
         max_model_len=options.max_model_len,
-        cache_tokens=options.cache_tokens,
+        cache_tokens=None if options.cache_tokens is None else -(-options.cache_tokens // options.dp),
         block_size=loaded.cache_layout.block_size,
     )
 

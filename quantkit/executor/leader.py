@@ -1,17 +1,20 @@
 """Rank 0 leads and the other ranks follow: its orders to them, and how they carry them out.
 
 Rank 0 takes requests. Before every step it tells the others, as JSON, what was added and cancelled since the last; then all ranks
-schedule and compute the same step, and take over the tokens that rank 0 chose. So nothing but rank 0 knows of servers or terminals.
+schedule and compute the same step, and take over the tokens that rank 0 chose; or each chose, where each has requests of its own. So
+nothing but rank 0 knows of servers or terminals.
 """
 
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 from quantkit.errors import QuantkitError
+from quantkit.executor.homes import Homes
 from quantkit.executor.parallel import Parallel
 from quantkit.executor.sampling import SamplingParams
 from quantkit.executor.scheduler import Scheduler
 from quantkit.executor.sequence import FinishReason, Sequence
+from quantkit.executor.speculation import Speculation
 
 
 class Leader:
@@ -41,7 +44,7 @@ class Leader:
             self._orders.append({"cancel": id(sequence)})
 
     def guess(self, drafts: int, looked_up: int) -> None:
-        """The others make so many guesses from now on, too."""
+        """The others make so many guesses from now on, too: computed, and looked up."""
         if not self.alone:
             self._orders.append({"guess": [drafts, looked_up]})
 
@@ -61,13 +64,12 @@ class Follower(Protocol):
     """What `follow` asks of an engine."""
 
     parallel: Parallel
-    scheduler: Scheduler
+    scheduler: Scheduler | Homes
+    speculation: Speculation
 
     def sequence(self, prompt: list[int], params: SamplingParams, index: int = 0, *, streams: bool = True) -> Sequence: ...
 
     def withdraw(self, sequence: Sequence, reason: FinishReason) -> None: ...
-
-    def guess(self, drafts: int, looked_up: int) -> None: ...
 
     def compute_step(self) -> list[Sequence]: ...
 
@@ -82,7 +84,7 @@ def follow(engine: Follower) -> None:
                 known[order["add"]] = engine.sequence(order["prompt"], params, streams=False)
                 engine.scheduler.add(known[order["add"]])
             elif "guess" in order:
-                engine.guess(*order["guess"])
+                engine.speculation.make(*order["guess"])
             elif order["cancel"] in known:
                 engine.withdraw(known[order["cancel"]], "cancelled")
         engine.compute_step()

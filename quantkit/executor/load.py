@@ -10,11 +10,13 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.devices import find_device, find_dtype
 from quantkit.errors import QuantkitError
 from quantkit.executor.cache import BLOCK_SIZE, Coding, PagedCache, find_codes
+from quantkit.executor.entries import CompressedEntries
 from quantkit.executor.even_channels import even_channels
+from quantkit.executor.expert_parallel import ExpertRanks, check_experts
 from quantkit.executor.parallel import SINGLE, Parallel
 from quantkit.executor.states import RecurrentStates
 from quantkit.executor.weights import ExecutorWeights
-from quantkit.models.architecture import KeyValueCache, LatentCache, ModelConfig, MtpModel
+from quantkit.models.architecture import CompressedCache, KeyValueCache, LatentCache, ModelConfig, MtpModel
 from quantkit.models.context import cached_dtype
 from quantkit.models.decoder import Model
 from quantkit.models.stored import check_stored, is_stored, read_model
@@ -49,6 +51,11 @@ class LoadedModel:
         return self.config.num_cached_layers + (self.mtp is not None)
 
     @property
+    def keeps_states(self) -> bool:
+        """Whether layers keep something of each running sequence, of a fixed size."""
+        return self.config.recurrent is not None or isinstance(self.config.cache, CompressedCache)
+
+    @property
     def cache_width(self) -> int:
         """Values of a token and layer that this rank keeps: a latent is every head's, keys and values are shared out with the heads."""
         return self.config.cache.width // self.config.cache.shares(self.weights.parallel.size)
@@ -61,11 +68,14 @@ class LoadedModel:
     def new_cache(self, num_blocks: int, places: int = 1) -> PagedCache:
         """Room for the tokens of so many blocks, and where layers keep a state for `places` sequences."""
         layout, held, coding, net = self.cache_layout, self.config.cache, None, self.config.recurrent
+        entries = None
+        if isinstance(held, CompressedCache):
+            entries = CompressedEntries(held, num_blocks, layout.block_size, places, self.dtype, self.device)
         if self.codes is not None:
             heads = self.cache_width // 2 // held.head_dim if isinstance(held, KeyValueCache) else 0
             coding = Coding(self.codes, heads)
         return PagedCache(
-            self.num_cached_layers,
+            self.num_cached_layers if entries is None else 0,
             num_blocks,
             self.cache_width,
             block_size=layout.block_size,
@@ -76,6 +86,7 @@ class LoadedModel:
             index_dim=held.index_dim if isinstance(held, LatentCache) else 0,
             places=None if net is None else net.places_of_others(self.config.num_hidden_layers),
             states=None if net is None else RecurrentStates(net, places, self.device, self.weights.parallel.size),
+            entries=entries,
         )
 
     @property
@@ -88,6 +99,8 @@ class LoadedModel:
                 return cache_layout(kv_lora_rank, rope_dim, self.dtype, self.device)
             case KeyValueCache():
                 return CacheLayout((self.cache_width // 2, self.cache_width // 2), BLOCK_SIZE)
+            case CompressedCache():
+                return CacheLayout((self.cache_width,), BLOCK_SIZE)
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -103,9 +116,11 @@ def load_model(
     dtype: str | None = None,
     mtp: bool = False,
     parallel: Parallel = SINGLE,
+    expert_parallel: Parallel = SINGLE,
     cache: str | None = None,
 ) -> LoadedModel:
-    """Open, check and prepare; the MTP layer only with `mtp`. cache: int8 or fp8 for a cache in 8 bits.
+    """Open, check and prepare; the MTP layer only with `mtp`. cache: int8 or fp8 for a cache in 8 bits. parallel: ranks that
+    cut linears; expert_parallel: ranks that share out the routed experts and have all else whole.
 
     backend: serves every operator that it has; what it lacks the best one serves. From now on that holds for the whole process. Raises
     QuantkitError for a fault of the checkpoint, the architecture, the device or the backend.
@@ -121,12 +136,17 @@ def load_model(
     codes = find_codes(cache, target)
     compute = find_dtype(dtype, target, isinstance(checkpoint.grid, IntGrid) and checkpoint.grid.bits == 4)
     _check_heads(config, parallel.size)
+    check_experts(rows, expert_parallel.size)
     _check_sparse(config, target)
+    _check_compressed(config, target, cache)
+    if expert_parallel.size > 1 and isinstance(config.cache, CompressedCache):
+        raise QuantkitError("compressed attention was never run with --dp", "use --tp")
     if mtp:
         _check_mtp(checkpoint, config, rows)
     check_stored(checkpoint, (row for row in rows if mtp or not row.mtp))
     check_stored_head(checkpoint, rows)
-    weights = ExecutorWeights(checkpoint, rows, device=target, dtype=compute, backend=backend, parallel=parallel)
+    expert_ranks = ExpertRanks(expert_parallel, target)
+    weights = ExecutorWeights(checkpoint, rows, device=target, dtype=compute, backend=backend, parallel=parallel, expert_ranks=expert_ranks)
     with torch.inference_mode():
         model = architecture.Model(config, weights)
         layer = architecture.MtpLayer(config, weights, 0) if mtp and architecture.MtpLayer else None
@@ -150,6 +170,15 @@ def _check_sparse(config: ModelConfig, device: torch.device) -> None:
     if device.type == "npu" and isinstance(config.cache, LatentCache) and config.cache.index_dim:
         told = "sparse attention is not computed on NPUs: their captured steps are told lengths by the host, which does not select"
         raise QuantkitError(told, "run it on another device")
+
+
+def _check_compressed(config: ModelConfig, device: torch.device, cache: str | None) -> None:
+    if not isinstance(config.cache, CompressedCache):
+        return
+    if device.type == "npu":
+        raise QuantkitError("compressed attention is not computed on NPUs", "run it on another device")
+    if cache is not None:
+        raise QuantkitError(f"no cache of {cache} for compressed attention: its entries have 16 bits", "leave --cache out")
 
 
 def _check_mtp(checkpoint: Checkpoint, config: ModelConfig, rows: list[Parameter]) -> None:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import QuantkitError
+from quantkit.executor.graphs import Forward
 from quantkit.executor.runner import ForwardPass, Span
 from quantkit.executor.sampling import log_probabilities
 from quantkit.executor.sequence import Sequence, TokenLogprob
-from quantkit.models.decoder import Model
 
 _SCORED_TOGETHER = 256
 """Tokens of a prompt whose logits are in memory at a time."""
@@ -24,7 +24,7 @@ def token_logprobs(counts: list[int | None], logits: Tensor, chosen: list[int]) 
     return [TokenLogprob(token, one, tuple(zip(ids, values))[: count or 0], rank) for count, token, one, ids, values, rank in rows]
 
 
-def score_prompts(done: ForwardPass, model: Model) -> None:
+def score_prompts(done: ForwardPass, model: Forward) -> None:
     """Give sequences that ask for it the log-probabilities of their prompts' tokens, as far as the pass computed them."""
     begin = 0
     for span in done.spans:
@@ -33,7 +33,7 @@ def score_prompts(done: ForwardPass, model: Model) -> None:
         begin += span.length
 
 
-def _score(span: Span, hidden: Tensor, model: Model) -> None:
+def _score(span: Span, hidden: Tensor, model: Forward) -> None:
     """hidden [length, H] of a span: a token's own row scores the one behind it. What is computed a second time is not scored again."""
     sequence, known = span.sequence, span.sequence.prompt_logprobs
     first, end = max(span.start, len(known)), min(span.start + span.length, sequence.prompt_len - 1)

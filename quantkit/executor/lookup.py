@@ -3,7 +3,16 @@
 They cost nothing to make (prompt lookup; github.com/apoorvumang/prompt-lookup-decoding) and are right where an answer quotes or repeats.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Tokens
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from quantkit.executor.chooser import ChosenTokens
+from quantkit.executor.guessing import LOOKUP
+from quantkit.executor.runner import ForwardPass
+from quantkit.executor.sequence import Sequence
 
 _LENGTH = 3
 """Tokens that must stand earlier."""
@@ -29,6 +38,31 @@ class Lookup:
             return []
         found = self._after.get(_key(tokens, len(tokens)))
         return [] if found is None else list(tokens[found : found + most])
+
+
+class Lookups:
+    """The lookups of an engine's sequences, as a source (speculation.py). count: tokens guessed a step, at most. found: is told for which
+    share of the sequences there was something, where it was looked for."""
+
+    def __init__(self, count: int, found: Callable[[float], None]) -> None:
+        self.count, self._found = count, found
+        self._of: WeakKeyDictionary[Sequence, Lookup] = WeakKeyDictionary()
+
+    def begin(self, done: ForwardPass, chosen: ChosenTokens | None) -> Tensor | None:
+        """As `speculation.Source.begin`: nothing is computed."""
+        return None
+
+    def finish(self, done: ForwardPass, advanced: list[Sequence], guesses: list[int]) -> None:
+        """As `speculation.Source.finish`: guesses in place of drafts that begin alike and are no more."""
+        if not self.count:
+            return
+        taken = 0
+        for sequence in advanced:
+            looked = self._of.setdefault(sequence, Lookup()).guesses(sequence.token_ids, min(self.count, sequence.num_wanted))
+            if looked and sequence.drafts[:1] in ([], looked[:1]) and len(looked) >= len(sequence.drafts):
+                sequence.drafts, sequence.guessed_by = looked, LOOKUP
+                taken += 1
+        self._found(taken / len(advanced))
 
 
 def _key(tokens: Tokens[int], place: int) -> int:

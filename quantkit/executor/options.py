@@ -4,6 +4,9 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+DRAFTS_OF_A_MODEL = 4
+"""Tokens that a draft model guesses a step, at most, where nobody said how many."""
+
 
 @dataclass(frozen=True)
 class EngineOptions:
@@ -19,22 +22,40 @@ class EngineOptions:
     prefill_tokens: int | None = None
     measure_steps: bool = False
     num_drafts: int = 0
+    draft: Path | None = None
     num_looked_up: int = 0
     prefix_cache: bool = False
     cache: str | None = None
     tp: int = 1
+    dp: int = 1
     collectives: str | None = None
     count_experts: bool = False
 
     @property
+    def ranks(self) -> int:
+        """Processes that share the model."""
+        return self.tp * self.dp
+
+    @property
+    def own_batch(self) -> int:
+        """Requests that a rank computes together: those it shares with others, or those that are its own."""
+        return -(-self.max_batch // self.dp)
+
+    @property
+    def most_drafts(self) -> int:
+        """Tokens that are guessed a step, at most, by whatever model."""
+        return self.num_drafts or (0 if self.draft is None else DRAFTS_OF_A_MODEL)
+
+    @property
     def answer_rows(self) -> int:
         """Rows that a step of answers has at most, guesses included."""
-        return self.max_batch * (1 + max(self.num_drafts, self.num_looked_up))
+        return self.max_batch * (1 + max(self.most_drafts, self.num_looked_up))
 
     def to_json(self) -> str:
-        return json.dumps({**asdict(self), "model_path": str(self.model_path)})
+        return json.dumps(asdict(self), default=str)  # paths
 
     @classmethod
     def from_json(cls, text: str) -> "EngineOptions":
         values = json.loads(text)
-        return cls(**{**values, "model_path": Path(values["model_path"])})
+        draft = None if values["draft"] is None else Path(values["draft"])
+        return cls(**{**values, "model_path": Path(values["model_path"]), "draft": draft})

@@ -1,4 +1,4 @@
-"""Tensor parallelism: the ranks' collectives, and messages from rank 0.
+"""Tensor and data parallelism: the ranks' collectives, and messages between them.
 
 On the GPUs of one host small tensors go through memory that the ranks open to each other, everything else through the device's library.
 """
@@ -24,6 +24,9 @@ from quantkit.executor.rank_processes import RankProcesses, environment_rank, la
 
 _VALUE_BYTES = 1 << 10
 """Bytes of a value that `gather` carries."""
+
+_SHARED_WORD = 4
+"""Tokens that `share` sends are so many, or a multiple: 16 bytes."""
 
 _FOREVER = timedelta(days=365)
 """An idle server's ranks wait for the next request this long."""
@@ -103,6 +106,27 @@ class Parallel:
         self._guard(lambda: dist.all_gather(parts, x.contiguous()))
         return torch.cat(parts, dim=-1)
 
+    def gather_rows(self, x: Tensor) -> Tensor:
+        """[T, n] of each rank, all as many -> [size * T, n], ranks in order."""
+        return self.all_gather(x.reshape(1, -1)).view(-1, x.shape[1])
+
+    def scatter_sum(self, x: Tensor) -> Tensor:
+        """[size * T, n] of each rank -> of their sum this rank's [T, n], added in float32 in the order of ranks."""
+        if self.peers is not None and self.peers.scatters(x):
+            summed: Tensor = self.peers.scatter_sum(x)
+            return summed
+        received = torch.empty_like(x)
+        self._guard(lambda: dist.all_to_all_single(received, x.contiguous()))
+        return received.view(self.size, -1, x.shape[1]).sum(dim=0, dtype=torch.float32).to(x.dtype)
+
+    def share(self, token_ids: Tensor, counts: list[int]) -> list[list[int]]:
+        """Each rank's token ids [counts[rank]] on every rank; all wait for their devices."""
+        padded = token_ids.new_zeros(1, -(-max(counts) // _SHARED_WORD) * _SHARED_WORD, dtype=torch.int32)
+        padded[0, : len(token_ids)] = token_ids
+        # As float32, which collectives of every kind carry; bits are not touched.
+        rows = self.all_gather(padded.view(torch.float32)).view(torch.int32).view(self.size, -1).tolist()
+        return [row[:count] for row, count in zip(rows, counts)]
+
     def minimum(self, value: int) -> int:
         """The smallest of the ranks' values."""
         found = torch.tensor([value])
@@ -141,6 +165,13 @@ class Parallel:
         assert channel is not None, "connect first"
         return self._guard(channel.receive)
 
+    def report(self, message: Any) -> list[Any]:
+        """A JSON value of each rank, on rank 0 in the order of ranks; nothing on the others."""
+        channel = self._channel
+        assert channel is not None, "connect first"
+        told: list[Any] = self._guard(lambda: channel.collect(message))
+        return told
+
     def close(self) -> None:
         """Leave the others; those that were started from here end. Nothing happens where there are none."""
         if self.size == 1:
@@ -168,11 +199,23 @@ def join(options: EngineOptions) -> Parallel:
     cannot be met."""
     device = find_device(options.device)
     codes = codes_of_sums(options.collectives, options.tp, device)
-    if options.tp == 1:
+    _check_data_parallel(options, device)
+    if options.ranks == 1:
         return SINGLE
-    rank = environment_rank(options.tp)
-    parallel = Parallel(rank or 0, options.tp, launch(options) if rank is None else None)
+    rank = environment_rank(options.ranks)
+    parallel = Parallel(rank or 0, options.ranks, launch(options) if rank is None else None)
     parallel.connect(device)
     if codes is not None:
         parallel.coded_sums = CodedSums(codes, options.tp, options.answer_rows)
     return parallel
+
+
+def _check_data_parallel(options: EngineOptions, device: torch.device) -> None:
+    """Raises QuantkitError for what ranks that each have requests of their own do not do."""
+    if options.dp == 1:
+        return
+    asked = {"--tp": options.tp > 1, "--drafts": options.num_drafts, "--draft": options.draft, "--count-experts": options.count_experts}
+    if found := [name for name, given in asked.items() if given]:
+        raise QuantkitError(f"--dp {options.dp} does not go with {', '.join(found)}", "give one or the other")
+    if device.type == "npu":
+        raise QuantkitError("--dp is for CUDA and CPUs: on NPUs it was never run", "use --tp")

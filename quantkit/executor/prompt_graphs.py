@@ -17,9 +17,8 @@ from torch import Tensor
 
 from quantkit.executor.cache import PagedCache
 from quantkit.executor.context import Chunk, PrefillContext, PromptContext
-from quantkit.executor.graphs import MIN_TABLE_WIDTH, Capture, DecodeRows, StaticBuffers, power_of_two
+from quantkit.executor.graphs import MIN_TABLE_WIDTH, Capture, DecodeRows, StaticBuffers, TokenModel, power_of_two
 from quantkit.executor.mixed import MixedContext
-from quantkit.models.decoder import Model
 
 MOST_TOKENS = 1024
 """Tokens of prompts in a pass that is captured. With more of them the device is busy all the time."""
@@ -133,7 +132,7 @@ def _cut(array: np.ndarray, sizes: tuple[int, ...]) -> list[np.ndarray]:
 class _Pass:
     """One size: buffers, and what computes over them."""
 
-    def __init__(self, model: Model, cache: PagedCache, size: PassSize) -> None:
+    def __init__(self, model: TokenModel, cache: PagedCache, size: PassSize) -> None:
         self._model, self._cache = model, cache
         self._answers = StaticBuffers(*size.answers, cache.device) if size.answers[0] else None
         self._prompts = PromptBuffers(size, max(min(cache.num_blocks, _MOST_BLOCKS), MIN_TABLE_WIDTH), cache.block_size, cache.device)
@@ -157,7 +156,7 @@ class _Pass:
 class PromptPasses:
     """Passes with prompts over a cache. capture: None where none are captured."""
 
-    def __init__(self, model: Model, cache: PagedCache, capture: Capture | None) -> None:
+    def __init__(self, model: TokenModel, cache: PagedCache, capture: Capture | None) -> None:
         self.model, self.cache = model, cache
         self._capture = None if cache.goes_by_sequence else capture
         self._met: set[PassSize] = set()
@@ -218,5 +217,5 @@ class PromptPasses:
         """For hidden states of so many rows. Graphs keep what they were captured with."""
         if self._hidden is None or len(self._hidden) < rows:
             like = self.model.embedding
-            self._hidden = torch.empty(rows, like.shape[1], dtype=like.dtype, device=like.device)
+            self._hidden = torch.empty(rows, self.model.width, dtype=like.dtype, device=like.device)
         return self._hidden[:rows]

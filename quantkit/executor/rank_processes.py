@@ -31,12 +31,12 @@ def environment_rank(size: int) -> int | None:
         return None
     world = int(os.environ["WORLD_SIZE"])
     if world != size:
-        raise QuantkitError(f"{world} processes were started and --tp is {size}", "make them equal")
+        raise QuantkitError(f"{world} processes were started for {size} ranks", "make --tp or --dp their number")
     return int(os.environ["RANK"])
 
 
 def launch(options: EngineOptions) -> "RankProcesses":
-    """Start ranks 1 .. tp - 1 on this machine, which meet in a store at a loopback address; their libraries' connections stay there too.
+    """Start the ranks above 0 on this machine, which meet in a store at a loopback address; their libraries' connections stay there too.
 
     Changes this process: the libraries' interfaces in its environment, which they read at a first collective, and its share of the
     threads. The others are stopped when it exits. A thread of it watches them, and ends it with exit code 1 where one dies and it does
@@ -44,12 +44,12 @@ def launch(options: EngineOptions) -> "RankProcesses":
     """
     store = _loopback_store()
     os.environ.update({name: os.environ.get(name, _loopback_interface()) for name in _INTERFACES})
-    threads = max(torch.get_num_threads() // options.tp, 1)
+    threads = max(torch.get_num_threads() // options.ranks, 1)
     torch.set_num_threads(threads)
     command = [sys.executable, "-m", "quantkit.executor.follower", options.to_json()]
     processes = {}
-    for rank in range(1, options.tp):
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(options.tp), "OMP_NUM_THREADS": str(threads)}
+    for rank in range(1, options.ranks):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(options.ranks), "OMP_NUM_THREADS": str(threads)}
         environment = {**os.environ, **_meeting(store), **place}
         processes[rank] = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     ranks = RankProcesses(processes, store)

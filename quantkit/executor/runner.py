@@ -12,12 +12,24 @@ from torch import Tensor
 from quantkit.executor.cache import PagedCache
 from quantkit.executor.context import PrefillContext
 from quantkit.executor.draws import Draws
-from quantkit.executor.graphs import Capture, DecodeRows, DecodeSteps, DeviceCapture, EagerSteps, why_eager
+from quantkit.executor.expert_parallel import NO_RANKS, ExpertRanks
+from quantkit.executor.graphs import (
+    Capture,
+    DecodeRows,
+    DecodeSteps,
+    DeviceCapture,
+    EagerSteps,
+    Forward,
+    StepResult,
+    TokenModel,
+    power_of_two,
+    why_eager,
+)
+from quantkit.executor.homes import Room
 from quantkit.executor.mixed import MixedContext
 from quantkit.executor.prompt_graphs import PromptPasses, PromptRows
+from quantkit.executor.scheduler import ScheduledStep
 from quantkit.executor.sequence import Sequence
-from quantkit.models.architecture import MtpModel
-from quantkit.models.decoder import Model
 
 
 class Span(NamedTuple):
@@ -49,21 +61,23 @@ class ForwardPass:
 
 class Runner:
     """A model with its cache on one device. capture: how decode steps are captured; by default as the device allows. eager: why they
-    must not be."""
+    must not be. experts: the ranks that share the routed experts; where there are several, passes are padded to a `Room`."""
 
-    def __init__(self, model: Model, cache: PagedCache, capture: Capture | None = None, *, eager: str = "") -> None:
-        self.model, self.cache, self.device = model, cache, cache.device
+    def __init__(
+        self, model: TokenModel, cache: PagedCache, capture: Capture | None = None, *, eager: str = "", experts: ExpertRanks = NO_RANKS
+    ) -> None:
+        self.model, self.cache, self.device, self.experts = model, cache, cache.device, experts
         self._why_eager = eager or ("" if capture else why_eager(self.device))
         self._capture = None if self._why_eager else capture or DeviceCapture(self.device)
         self.steps = self.make_steps(model)
         self._tables = BlockTables()
-        # Attention of prompts on an NPU wants lengths on the host.
-        self.prompts = PromptPasses(model, cache, None if self.device.type == "npu" else self._capture)
+        # Attention of prompts on an NPU wants lengths on the host. Ranks with requests of their own would capture at different times.
+        self.prompts = PromptPasses(model, cache, None if self.device.type == "npu" or experts.size > 1 else self._capture)
         # An NPU's graphs want to know lengths, and draws have none. Graphs of one pool write over each other's results, and draws come
         # before all of a pass's have been read: theirs is another.
         self.draw = Draws(capture or (DeviceCapture(self.device) if self._capture and self.device.type == "cuda" else None))
 
-    def make_steps(self, model: Model | MtpModel) -> DecodeSteps | EagerSteps:
+    def make_steps(self, model: Forward) -> DecodeSteps | EagerSteps:
         """Decode steps over this cache: of the model, or of an MTP layer behind it."""
         if self._capture is None:
             return EagerSteps(model, self.cache, self._why_eager)
@@ -80,21 +94,32 @@ class Runner:
 
     def decode(self, sequences: list[Sequence]) -> ForwardPass:
         """The newest token of each sequence, and the drafted ones after it: successors of all are chosen."""
-        spans = _answer_spans(sequences)
-        rows = self._answer_rows(spans)
-        result = self.steps.run(rows)
-        every, counts = list(range(len(rows.token_ids))), [(span.sequence, span.length) for span in spans]
-        return ForwardPass(spans, result.hidden, rows, result.logits, result.greedy, every, counts)
+        return self._without_prompts(_answer_spans(sequences))
 
     def mixed(self, sequences: list[Sequence], parts: list[tuple[Sequence, int]]) -> ForwardPass:
         """Both in one pass: as `decode` of `sequences` and `prefill` of `parts`."""
         return self._with_prompts(_answer_spans(sequences), _prompt_spans(parts))
 
-    def _with_prompts(self, answers: list[Span], prompts: list[Span]) -> ForwardPass:
+    def joint(self, step: ScheduledStep, room: Room) -> ForwardPass:
+        """This rank's part, which may be nothing, of a pass that several ranks compute together."""
+        answers = _answer_spans(step.decode)
+        return self._with_prompts(answers, _prompt_spans(step.prefill), room) if room.tokens else self._without_prompts(answers, room)
+
+    def _without_prompts(self, spans: list[Span], room: Room | None = None) -> ForwardPass:
+        rows, every = self._answer_rows(spans, room), list(range(_length(spans)))
+        self._expect(len(every), 0, room)
+        result = StepResult(*(part[: len(every)] for part in self.steps.run(rows)))
+        counts = [(span.sequence, span.length) for span in spans]
+        return ForwardPass(spans, result.hidden, rows, result.logits, result.greedy, every, counts)
+
+    def _with_prompts(self, answers: list[Span], prompts: list[Span], room: Room | None = None) -> ForwardPass:
         own = [PromptRows(one.token_ids[start : start + length], start, one.blocks, one.state) for one, start, length in prompts]
-        given = self._answer_rows(answers) if answers else None
-        hidden = self.prompts.run(given, own)
-        rows = list(range(0 if given is None else len(given.token_ids)))
+        given = self._answer_rows(answers, room) if answers or (room is not None and room.rows) else None
+        rows, new = list(range(_length(answers))), _length(prompts)
+        self._expect(len(rows), new, room)
+        hidden = self.prompts.run(given, own if room is None else [*own, *self._nobodys(room.tokens - new)])
+        if room is not None:
+            hidden = torch.cat((hidden[: len(rows)], hidden[room.rows : room.rows + new]))
         counts, end = [(one.sequence, one.length) for one in answers], len(rows)
         for sequence, start, length in prompts:
             end += length
@@ -112,18 +137,29 @@ class Runner:
         """Where so many tokens of sequences attend, as prompts do."""
         return self.prompts.context(None, [PromptRows([0] * length, start, one.blocks, one.state) for one, start, length in spans])
 
-    def _answer_rows(self, spans: list[Span]) -> DecodeRows:
+    def _answer_rows(self, spans: list[Span], room: Room | None = None) -> DecodeRows:
         token_ids = [token for span in spans for token in (span.sequence.token_ids[-1], *span.sequence.drafts)]
-        return self.rows(token_ids, [(sequence, start + i) for sequence, start, length in spans for i in range(length)])
+        rows = self.rows(token_ids, [(sequence, start + i) for sequence, start, length in spans for i in range(length)])
+        return rows if room is None else rows.padded(room.rows, room.width)
+
+    def _nobodys(self, tokens: int) -> list[PromptRows]:
+        """What fills a pass with prompts up: tokens that all lie in block 0."""
+        return [PromptRows([0] * tokens, 0, [0] * -(-tokens // self.cache.block_size))] if tokens else []
+
+    def _expect(self, answers: int, tokens: int, room: Room | None) -> None:
+        """Tell the experts which rows of the next pass are somebody's."""
+        if room is not None:
+            most = power_of_two(max(room.rows, 1)) + room.tokens  # steps of answers are captured for powers of two
+            self.experts.expect(most, (0, answers), (room.rows, room.rows + tokens))
 
     def rows(self, token_ids: list[int], tokens: list[tuple[Sequence, int]]) -> DecodeRows:
         """token_ids, one per (sequence, position), with where they lie in the cache."""
         size = self.cache.block_size
-        positions = np.array([position for _, position in tokens])
+        positions = np.array([position for _, position in tokens], dtype=np.int64)
         tables = self._tables.of([sequence.blocks for sequence, _ in tokens])
         slots = tables[np.arange(len(tokens)), positions // size] * size + positions % size
-        states = np.array([sequence.state for sequence, _ in tokens])
-        return DecodeRows(np.array(token_ids), positions, slots, tables, states)
+        states = np.array([sequence.state for sequence, _ in tokens], dtype=np.int64)
+        return DecodeRows(np.array(token_ids, dtype=np.int64), positions, slots, tables, states)
 
 
 class BlockTables:
@@ -135,7 +171,7 @@ class BlockTables:
 
     def of(self, blocks: list[list[int]]) -> np.ndarray:
         """[rows, most blocks of a row], valid until the next call. A list that is the same object may only have grown."""
-        shape = (len(blocks), max(map(len, blocks)))
+        shape = (len(blocks), max(map(len, blocks), default=0))
         if self._array.shape != shape:
             self._array, self._known = np.zeros(shape, dtype=np.int32), [([], 0)] * len(blocks)
         for row, (own, (known, count)) in enumerate(zip(blocks, self._known)):
@@ -144,6 +180,10 @@ class BlockTables:
                 self._array[row, len(own) :] = 0
                 self._known[row] = (own, len(own))
         return self._array
+
+
+def _length(spans: list[Span]) -> int:
+    return sum(span.length for span in spans)
 
 
 def _prompt_spans(parts: list[tuple[Sequence, int]]) -> list[Span]:

@@ -29,6 +29,16 @@ class ScheduledStep:
         """All that are computed, as `alone` has them."""
         return [*self.decode, *(sequence for sequence, _ in self.prefill)]
 
+    @property
+    def successors(self) -> list[tuple[Sequence, int]]:
+        """Sequences whose successors are chosen, with how many: one behind every guess too. Asked before the step is computed."""
+        answers = [(sequence, 1 + len(sequence.drafts)) for sequence in self.decode]
+        return answers + [(sequence, 1) for sequence, count in self.prefill if count == sequence.num_new]
+
+    def of(self, rank: int) -> "ScheduledStep":
+        """What one data-parallel rank computes of it."""
+        return ScheduledStep([part for part in self.prefill if part[0].home == rank], [one for one in self.decode if one.home == rank])
+
     def passes(self, mixed: bool) -> list["ScheduledStep"]:
         """What is computed at a time: all of it, or the decoding sequences and then the prompts; none where there is nothing."""
         parts = [self] if mixed else [ScheduledStep([], self.decode), ScheduledStep(self.prefill, [])]
@@ -73,8 +83,21 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
+    @property
+    def cache_usage(self) -> float:
+        """The share of its blocks that are in use."""
+        return 1 - self.allocator.num_free / self.allocator.num_blocks
+
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
+
+    def num_shared(self, sequence: Sequence) -> int:
+        """Blocks at the beginning of a sequence that the prefix cache holds."""
+        if self.prefix is None:
+            return 0
+        found = self.prefix.find(sequence)
+        self.prefix.give_back(found)
+        return len(found)
 
     def schedule(self) -> ScheduledStep:
         if self.prefix is not None:
@@ -152,6 +175,7 @@ class Scheduler:
         self.waiting.popleft()
         sequence.blocks = found + self.allocator.take(needed)
         sequence.num_cached, sequence.num_published = len(found) * self.block_size, len(found)
+        sequence.num_read = sequence.num_cached
         if not sequence.started:
             sequence.started, sequence.num_found = time.perf_counter(), sequence.num_cached
         sequence.state = self._places.pop()
@@ -163,7 +187,7 @@ class Scheduler:
             self.prefix.publish(sequence)
         self.allocator.give_back(sequence.blocks)
         self._places.append(sequence.state)
-        sequence.blocks, sequence.drafts, sequence.num_cached, sequence.state = [], [], 0, 0
+        sequence.blocks, sequence.drafts, sequence.num_cached, sequence.num_read, sequence.state = [], [], 0, 0, 0
 
     def _blocks_for(self, sequence: Sequence) -> int:
         tokens = min(len(sequence.token_ids) + self.lookahead, sequence.max_len)

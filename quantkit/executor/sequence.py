@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from quantkit.executor.grammar import Guide
-from quantkit.executor.guessing import LOOKUP, MTP
-from quantkit.executor.lookup import Lookup
+from quantkit.executor.guessing import COMPUTED
 from quantkit.executor.sampling import SamplingParams
 from quantkit.tokenizer.chat import ChatTokenizer, TextStream
 
@@ -81,11 +80,15 @@ class Sequence:
         self.prompt_len = len(prompt)
         self.max_len = min(len(prompt) + params.max_new_tokens, max_len)
         self.seed = random.getrandbits(63) if params.seed is None else params.seed
+        self.home = 0
+        """The data-parallel rank that computes it."""
         self.blocks: list[int] = []
         self.state = 0
         """Its place in the cache's states, where the model has some; 0 while it does not run."""
         self.num_cached = 0
         """Tokens whose cache entries exist: the first `num_cached` of `token_ids`."""
+        self.num_read = 0
+        """Tokens that a draft model has in its cache: the first `num_read`, which may be the newest, too."""
         self.num_found = 0
         """Prompt tokens that needed no computing when the sequence first ran, because the prefix cache held them."""
         self.num_published = 0
@@ -93,8 +96,7 @@ class Sequence:
         self.block_digests: list[bytes] = []
         self.drafts: list[int] = []
         """Guesses for the tokens after the last one, to be computed with it; `guessed_by` says who made them."""
-        self.guessed_by = MTP
-        self.lookup = Lookup()
+        self.guessed_by = COMPUTED
         self.finish_reason: FinishReason | None = None
         self.fault: BaseException | None = None
         """What went wrong with this request alone; whoever steps the engine finishes it for that."""
@@ -233,14 +235,3 @@ class Sequence:
             self.fault,
             None if self.params.prompt_logprobs is None else self.prompt_logprobs,
         )
-
-
-def look_up(sequences: list[Sequence], most: int) -> float:
-    """Guesses from what each said before, at most so many, in place of drafts that begin alike. Returns for which share there were any."""
-    found = 0
-    for sequence in sequences:
-        guesses = sequence.lookup.guesses(sequence.token_ids, min(most, sequence.num_wanted))
-        if guesses and sequence.drafts[:1] in ([], guesses[:1]) and len(guesses) >= len(sequence.drafts):
-            sequence.drafts, sequence.guessed_by = guesses, LOOKUP
-            found += 1
-    return found / len(sequences)

@@ -22,6 +22,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.shards import CPU
 from quantkit.devices import free_bytes
 from quantkit.errors import QuantkitError
+from quantkit.executor.expert_parallel import NO_RANKS, ExpertRanks, ExpertShare
 from quantkit.executor.parallel import SINGLE, Parallel
 from quantkit.executor.prefetch import find_prefetcher
 from quantkit.executor.slow import tell_slow
@@ -31,6 +32,7 @@ from quantkit.models.table import GatedMlp, Parameter
 from quantkit.models.weights import ExpertsOp, LinearOp, PrologOp
 from quantkit.quant.mxfp4 import is_nvfp4, to_nvfp4
 from quantkit.quant.weights import Fp4Weight, IntWeight, Mxfp4Weight, Weight, dequantize
+from quantkit.schemes import IntGrid
 
 _EXPANDED_SHARE = 0.25
 """Share of the free memory that a model may take expanded."""
@@ -42,7 +44,7 @@ _SMALL_FP4 = 1 << 19
 thread, one token: 38 us expanded, 50 packed)."""
 
 
-_WIDE = ("router", "router_bias", "indexer_gate", "state")
+_WIDE = ("router", "router_bias", "router_table", "indexer_gate", "state", "streams")
 """Roles that are computed with in float32: what chooses, and what a state is made of."""
 
 
@@ -50,7 +52,7 @@ class ExecutorWeights:
     """Prepares for one device.
 
     backend: a kernel backend's name, for what it has, or "auto". dtype: of activations. parameters: the model's table. parallel: this
-    rank's place.
+    rank's place among those that cut linears; expert_ranks: among those that share out routed experts, and cut nothing.
     """
 
     def __init__(
@@ -62,13 +64,17 @@ class ExecutorWeights:
         dtype: torch.dtype,
         backend: str = "auto",
         parallel: Parallel = SINGLE,
+        expert_ranks: ExpertRanks = NO_RANKS,
     ) -> None:
-        self.checkpoint = checkpoint
+        self.checkpoint, self.expert_ranks = checkpoint, expert_ranks
         self.device, self.dtype, self.backend, self.parallel = device, dtype, backend, parallel
+        self.ranks = expert_ranks.parallel if expert_ranks.size > 1 else parallel
+        """All that share the model."""
         self._parameters = {parameter.name: parameter for parameter in parameters}
         self._mlps = _gated_mlps(parameters)
-        expanded = sum(math.prod(parameter.shape) for parameter in parameters) * dtype.itemsize // parallel.size
-        self._may_expand = expanded < _EXPANDED_SHARE * free_bytes(device) / (parallel.size if device.type == "cpu" else 1)
+        shares = (parallel.size if row.expert is None else self.ranks.size for row in parameters)
+        expanded = sum(math.prod(row.shape) * dtype.itemsize // share for row, share in zip(parameters, shares))
+        self._may_expand = expanded < _EXPANDED_SHARE * free_bytes(device) / (self.ranks.size if device.type == "cpu" else 1)
         self._unpacked_on = device if device.type == "cuda" else CPU
         self._prefetcher = find_prefetcher(device, parallel)
         self._read: dict[str, kernels.Weight] = {}
@@ -130,37 +136,49 @@ class ExecutorWeights:
         return self._prefetcher.follow_prolog(prolog) if self._prefetcher else prolog
 
     def experts(self, prefix: str, num_experts: int, gating: kernels.Gating = kernels.SILU) -> ExpertsOp:
-        return self._experts(prefix, num_experts, (self._expert(f"{prefix}.{expert}") for expert in range(num_experts)), gating)
+        own = self.expert_ranks.own(num_experts)
+        modules = [f"{prefix}.{expert}" for expert in own]
+        prepared = self._experts(modules, map(self._expert, modules), gating)
+        return prepared if self.expert_ranks.size == 1 else ExpertShare(prepared, own, num_experts, self.expert_ranks)
 
     def experts_with_shared(self, prefix: str, num_experts: int, shared: str) -> ExpertsOp | None:
-        """As `Weights.experts_with_shared`: where the shared expert has the shapes and grid of the others."""
+        """As `Weights.experts_with_shared`: where the shared expert has the shapes and grid of the others, and no ranks share these out."""
+        if self.expert_ranks.size > 1:
+            return None
         first, last = self._expert(f"{prefix}.0"), self._expert(shared)
         if any(_form(one) != _form(other) for one, other in zip(first, last)):
             return None
-        others = (self._expert(f"{prefix}.{expert}") for expert in range(1, num_experts))
-        return self._experts(prefix, num_experts + 1, chain([first], others, [last]))
+        modules = [f"{prefix}.{expert}" for expert in range(num_experts)]
+        return self._experts([*modules, shared], chain([first], map(self._expert, modules[1:]), [last]))
 
     def _expert(self, module: str) -> list[kernels.Weight]:
-        return [self._operand(linear) for linear in self._mlps[module].modules]
+        return [self._narrowed(linear, self._operand(linear)) for linear in self._mlps[module].modules]
+
+    def _narrowed(self, module: str, weight: kernels.Weight) -> kernels.Weight:
+        """int8 whose codes are int4's is told so, where experts' backend holds four bits of each: a shared expert in int8 is then none of
+        them."""
+        stored = self.checkpoint.linears.get(module)
+        if not isinstance(weight, kernels.Int8) or stored is None or not isinstance(stored.grid, IntGrid) or stored.grid.bits != 4:
+            return weight
+        serving = backends.module(backends.serving("experts_int8", self.backend, self.device, self.dtype))
+        return kernels.NarrowInt8(*weight) if getattr(serving, "NARROW_EXPERTS", False) else weight
 
     def _biases(self, module: str) -> kernels.ExpertBiases | None:
         names = self._mlps[module].biases if module in self._mlps else ()
         return kernels.ExpertBiases(*map(self.tensor, names)) if names else None
 
-    def _experts(
-        self, prefix: str, count: int, experts: Iterable[list[kernels.Weight]], gating: kernels.Gating = kernels.SILU
-    ) -> ExpertsOp:
+    def _experts(self, modules: list[str], experts: Iterable[list[kernels.Weight]], gating: kernels.Gating = kernels.SILU) -> ExpertsOp:
         builder: kernels.ExpertsBuilder | None = None
-        for expert, (gate, up, down) in enumerate(experts):
-            biases = self._biases(f"{prefix}.{expert}")
+        for expert, (module, (gate, up, down)) in enumerate(zip(modules, experts)):
+            biases = self._biases(module)
             try:
                 if builder is None:
                     backend = self._backend("experts" if biases is None and gating == kernels.SILU else "linear", gate, down)
-                    builder = kernels.ExpertsBuilder(count, backend=backend, dtype=self.dtype, device=self.device, gating=gating)
+                    builder = kernels.ExpertsBuilder(len(modules), backend=backend, dtype=self.dtype, device=self.device, gating=gating)
                 builder.add(expert, gate, up, down, biases=biases)
             except ValueError as fault:
-                raise QuantkitError(f"{prefix}.{expert} cannot be prepared: {fault}", "quantize all experts of a layer alike") from fault
-        assert builder is not None, f"{prefix} has no experts"
+                raise QuantkitError(f"{module} cannot be prepared: {fault}", "quantize all experts of a layer alike") from fault
+        assert builder is not None, "a layer without experts"
         prepared = builder.finish()
         self.nbytes += prepared.nbytes
         return self._prefetcher.follow(prepared) if self._prefetcher else prepared

@@ -36,13 +36,16 @@ def open_engine(options: EngineOptions) -> "Engine | WholeEngine":
 class WholeEngine:
     """Raises QuantkitError for options that it does not have."""
 
-    expert_counter = None
+    expert_counter = speculation = None
 
     def __init__(self, options: EngineOptions) -> None:
         asked = {
             "--tp": options.tp > 1,
+            "--dp": options.dp > 1,
             "--collectives": options.collectives,
             "--drafts": options.num_drafts,
+            "--draft": options.draft,
+            "--prompt-lookup": options.num_looked_up,
             "--cache": options.cache,
             "--count-experts": options.count_experts,
         }

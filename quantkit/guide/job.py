@@ -27,7 +27,7 @@ from quantkit.evaluation.run import Report as EvalReport
 from quantkit.evaluation.run import run_evaluation
 from quantkit.guide.boxes import DeviceBox
 from quantkit.guide.proposal import QUANTKIT
-from quantkit.guide.record import Choice, Record
+from quantkit.guide.record import Agreed, Record
 from quantkit.hub import find_model, plain_name
 from quantkit.progress import OnEvent, silent
 from quantkit.quantization import run as quantization
@@ -123,7 +123,7 @@ class Outcome(Result):
 class GuidedJob:
     """One job in its folder. record: of that folder, which this process holds."""
 
-    def __init__(self, request: GoRequest, choice: Choice, record: Record, tell: Listeners) -> None:
+    def __init__(self, request: GoRequest, choice: Agreed, record: Record, tell: Listeners) -> None:
         self.request, self.choice, self.record, self.tell = request, choice, record, tell
         self.name = f"{plain_name(request.model)}-{choice.scheme}"
         self.target = request.out.absolute() / self.name

@@ -15,7 +15,7 @@ NAME = "go.json"
 
 
 @dataclass(frozen=True)
-class Choice:
+class Agreed:
     """What was agreed to. devices: those of the box that share the model."""
 
     scheme: str
@@ -39,12 +39,12 @@ class Record:
         self._state: dict[str, Any] = found or {"quantkit": __version__, "asked": asked, "choice": None, "steps": {}}
 
     @property
-    def choice(self) -> Choice | None:
+    def choice(self) -> Agreed | None:
         """None before it was agreed to."""
         chosen = self._state["choice"]
-        return None if chosen is None else Choice(**chosen)
+        return None if chosen is None else Agreed(**chosen)
 
-    def agree(self, choice: Choice) -> None:
+    def agree(self, choice: Agreed) -> None:
         self._state["choice"] = asdict(choice)
         self._write()
 

@@ -10,6 +10,7 @@ from quantkit.models.architecture import Architecture, ModelConfig
 ARCHITECTURES = (
     "deepseek_v3",
     "deepseek_v32",
+    "deepseek_v4",
     "glm4_moe",
     "glm_moe_dsa",
     "gpt_oss",
@@ -19,6 +20,7 @@ ARCHITECTURES = (
     "minimax_m2",
     "mistral",
     "mixtral",
+    "openpangu_v2",
     "PanguEmbedded",
     "pangu_ultra_moe",
     "qwen2",
@@ -34,6 +36,7 @@ _FILES = {"PanguEmbedded": "pangu_embedded"}
 if TYPE_CHECKING:  # mypy proves that each file offers what is asked of it
     from quantkit.models import (
         deepseek_v3,
+        deepseek_v4,
         deepseek_v32,
         glm4_moe,
         glm_moe_dsa,
@@ -44,6 +47,7 @@ if TYPE_CHECKING:  # mypy proves that each file offers what is asked of it
         minimax_m2,
         mistral,
         mixtral,
+        openpangu_v2,
         pangu_embedded,
         pangu_ultra_moe,
         qwen2,
@@ -56,6 +60,7 @@ if TYPE_CHECKING:  # mypy proves that each file offers what is asked of it
 
     _DEEPSEEK_V3: Architecture[deepseek_v3.Config] = deepseek_v3
     _DEEPSEEK_V32: Architecture[deepseek_v32.Config] = deepseek_v32
+    _DEEPSEEK_V4: Architecture[deepseek_v4.Config] = deepseek_v4
     _GLM4_MOE: Architecture[glm4_moe.Config] = glm4_moe
     _GLM_MOE_DSA: Architecture[glm_moe_dsa.Config] = glm_moe_dsa
     _GPT_OSS: Architecture[gpt_oss.Config] = gpt_oss
@@ -65,6 +70,7 @@ if TYPE_CHECKING:  # mypy proves that each file offers what is asked of it
     _MINIMAX_M2: Architecture[minimax_m2.Config] = minimax_m2
     _MISTRAL: Architecture[mistral.Config] = mistral
     _MIXTRAL: Architecture[mixtral.Config] = mixtral
+    _OPENPANGU_V2: Architecture[openpangu_v2.Config] = openpangu_v2
     _PANGU_EMBEDDED: Architecture[pangu_embedded.Config] = pangu_embedded
     _PANGU_ULTRA_MOE: Architecture[pangu_ultra_moe.Config] = pangu_ultra_moe
     _QWEN2: Architecture[qwen2.Config] = qwen2

@@ -1,15 +1,18 @@
 """What every architecture file offers, and what every config can be asked."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
-from quantkit_kernels import Gating, Routing
+from quantkit_kernels import SILU, Gating, Routing
 from torch import Tensor
 
 from quantkit.models.context import Context
 from quantkit.models.decoder import DecoderLayer, Model
 from quantkit.models.delta_rule import DeltaNet
+from quantkit.models.hyper import StreamSizes
+from quantkit.models.short_conv import ShortConvolutions
 from quantkit.models.table import Parameter, ScaleGroup
 from quantkit.models.weights import Weights
 
@@ -72,6 +75,48 @@ class KeyValueCache:
         return 2 * self.head_dim
 
 
+@dataclass(frozen=True)
+class CompressedCache:
+    """DeepSeek-V4's: a sequence keeps the last `window` tokens' vectors of head_dim, and a layer an entry for every so many tokens.
+
+    rates: of each layer, tokens of an entry, 0 for none, and whether an indexer reads a vector of index_dim for each entry.
+    """
+
+    head_dim: int
+    index_dim: int
+    window: int
+    rates: tuple[tuple[int, bool], ...]
+
+    @property
+    def width(self) -> int:
+        """Values of a token and layer in entries, on average, rounded up."""
+        values = sum((self.head_dim + selects * self.index_dim) / rate for rate, selects in self.rates if rate)
+        return math.ceil(values / len(self.rates))
+
+    def shares(self, ranks: int) -> int:
+        """Each rank holds the whole: all heads read one vector."""
+        return 1
+
+    def token_bytes(self, bits: CacheBits, ranks: int = 1) -> int:
+        """Of a token and layer, on average. It is not kept in 8 bits."""
+        return 2 * self.width
+
+    @property
+    def held_values(self) -> int:
+        """Values that a running sequence keeps of its last tokens, over all layers, each held twice."""
+        groups = sum(rate * (2 if selects else 1) * self.raw_width(selects) for rate, selects in self.rates)
+        return 2 * (len(self.rates) * self.window * self.head_dim + groups)
+
+    def raw_width(self, selects: bool) -> int:
+        """What a token brings to entries, the indexer's included: values and their weights, twice where groups overlap."""
+        return 4 * (self.head_dim + self.index_dim) if selects else 2 * self.head_dim
+
+    @property
+    def read_by_head(self) -> int:
+        """Values of a cached token that a query head is multiplied by: an entry's scores, then the entry."""
+        return 2 * self.width
+
+
 class ModelConfig(Protocol):
     """A config.json as its architecture read it. Fields have config.json's names."""
 
@@ -106,16 +151,20 @@ class ModelConfig(Protocol):
         """What is between the linears of routed experts."""
 
     @property
-    def cache(self) -> LatentCache | KeyValueCache:
+    def cache(self) -> LatentCache | KeyValueCache | CompressedCache:
         """What is kept of every token in every layer."""
 
     @property
-    def recurrent(self) -> DeltaNet | None:
-        """The linear attention of layers that keep a state of each sequence; None for a model without."""
+    def recurrent(self) -> DeltaNet | ShortConvolutions | None:
+        """The linear attention, or the convolutions, of layers that keep a state of each sequence; None for a model without."""
 
     @property
     def longest_alone(self) -> int | None:
         """Tokens of a text up to which each layer can be computed without the one before it, given its hidden states; None for any."""
+
+    @property
+    def streams(self) -> StreamSizes | None:
+        """The streams beside each other that a token's hidden states are made of, and its id with them (hyper.py); None for one stream."""
 
     @property
     def num_cached_layers(self) -> int:
@@ -127,6 +176,37 @@ class ModelConfig(Protocol):
 
     def is_moe(self, layer: int) -> bool:
         """Whether the layer has routed experts."""
+
+
+class ConfigDefaults:
+    """What a config answers where its architecture says nothing else: one residual stream, SiLU between the linears of experts, every layer
+    keeping something of each token and nothing of a sequence, no other model beside it."""
+
+    num_hidden_layers: int
+
+    @property
+    def gating(self) -> Gating:
+        return SILU
+
+    @property
+    def recurrent(self) -> DeltaNet | ShortConvolutions | None:
+        return None
+
+    @property
+    def longest_alone(self) -> int | None:
+        return None
+
+    @property
+    def streams(self) -> StreamSizes | None:
+        return None
+
+    @property
+    def num_cached_layers(self) -> int:
+        return self.num_hidden_layers
+
+    @property
+    def copied(self) -> tuple[str, ...]:
+        return ()
 
 
 class MtpModel(Protocol):

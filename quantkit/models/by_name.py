@@ -1,8 +1,8 @@
 """Parameters of a model whose architecture quantkit does not know: enough to round it without calibration.
 
-What a linear is, transformers' modules tell (module_tree.py); it is quantized where 128 divides its inputs and 8 its outputs. Where there
-is no such tree, a weight of these shapes is taken for one, unless a part of its name says that it is an embedding, a head, a router or a
-norm. Everything else is copied. No scale can be folded, for nobody says what reads what.
+What a linear is, transformers' modules tell (module_tree.py); it can be quantized where 32 divides its inputs and 8 its outputs. Where
+there is no such tree, a weight is taken for one where 128 divides its inputs, unless a part of its name says that it is an embedding, a
+head, a router or a norm. Everything else is copied. No scale can be folded, for nobody says what reads what.
 """
 
 import re
@@ -36,8 +36,8 @@ def parameters(shapes: Mapping[str, tuple[int, ...]], linears: Collection[str] |
 
 
 def fits(shape: tuple[int, ...]) -> bool:
-    """Whether a linear is quantized, by its shape."""
-    return len(shape) == 2 and shape[1] % 128 == 0 and shape[0] % 8 == 0
+    """Whether a linear can be quantized, by its shape: 32 is the smallest group that engines have kernels for."""
+    return len(shape) == 2 and shape[1] % 32 == 0 and shape[0] % 8 == 0
 
 
 def role(module: str) -> Role:
@@ -59,7 +59,7 @@ def _parameter(name: str, shape: tuple[int, ...], linears: Collection[str] | Non
     layer, expert = _LAYER.search(name), _EXPERT.search(name)
     module = name.removesuffix(".weight")
     linear = name in linears if linears is not None else name.endswith(".weight") and not _NOT_LINEAR.search(module)
-    taken = linear and fits(shape)
+    taken = linear and fits(shape) and (linears is not None or shape[1] % 128 == 0)
     role: Role = "linear" if taken else "head" if len(shape) == 2 else "norm"
     number = int(layer[1]) if layer else None
     split: Split = "row" if taken and _ROW.search(module) else "replicate"

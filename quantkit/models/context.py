@@ -15,8 +15,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantkit.errors import QuantkitError
+from quantkit.models.compressed import CompressedAttention, CompressedInputs, attend_text
 from quantkit.models.delta_rule import DeltaInputs, DeltaWeights, attend_sequence
+from quantkit.models.latent_window import LatentWindow, Seen, attend_seen, within
 from quantkit.models.rope import Rope
+from quantkit.models.short_conv import convolved
 from quantkit.models.sparse import IndexInputs, Selected, attend_selected, choose, joined
 from quantkit.models.weights import PrologOp
 
@@ -40,6 +43,12 @@ class Context(Protocol):
         """Second part: q [T, heads, nope + rope.dim], its rotary part not yet turned; kv_b [heads, nope + v, kv_lora]. -> [T, heads, v].
         topk: only so many tokens are seen, those that `select` found last; 0 for all."""
 
+    def attend_seen(self, layer: int, q: Tensor, attention: LatentWindow) -> Tensor:
+        """As `attend_mla`, over a part of the tokens, and learned ones: q [T, heads, nope + rope.dim] -> [T, heads, v]."""
+
+    def convolve(self, layer: int, part: int, x: Tensor, kernel: Tensor) -> Tensor:
+        """x [T, C] with what a convolution by kernel float32 [C, K] over each sequence adds (short_conv.py). part: which of the layer's."""
+
     def decode_mla(self, layer: int, x: Tensor, prolog: PrologOp, rope: Rope, scale: float) -> Tensor | None:
         """Both parts and the projections before them, x [T, H] -> [T, heads, v], by a prolog; None where this pass is not one for it."""
 
@@ -51,6 +60,9 @@ class Context(Protocol):
     def attend_gqa(self, layer: int, q: Tensor, scale: float, window: int = 0, sinks: Tensor | None = None) -> Tensor:
         """Second part: q [T, heads, head_dim] -> [T, heads, head_dim]; heads that stand side by side share keys. window: tokens that each
         sees, itself included; 0 for all. sinks float32 [heads]: the score of a key without a value that all tokens see."""
+
+    def attend_compressed(self, layer: int, inputs: CompressedInputs, attention: CompressedAttention) -> Tensor:
+        """Compressed attention over a window and the entries of a sequence -> [T, heads, head_dim]."""
 
     def attend_delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
         """Linear attention, over the state of each sequence before these tokens -> float32 [T, value heads, value_dim]."""
@@ -140,6 +152,23 @@ class CausalContext(Positions):
         k, v = expand_latents(self.stored[:, 0], kv_b, q.shape[2] - rope.dim)
         return self.attend(q, k, v, scale)
 
+    def attend_seen(self, layer: int, q: Tensor, attention: LatentWindow) -> Tensor:
+        q = self.rotate_last(attention.rope, q)
+        if self.selected is not None and 0 < attention.topk < max(self.seq_lens):
+            return attend_seen(q, self.stored, self.selected.seen, attention)
+        out, start = [], 0
+        for length in self.seq_lens:
+            slots = torch.arange(start, start + length, device=q.device)
+            seen = Seen(slots, within(self.positions[slots], self.positions[slots], attention.window))
+            out.append(attend_seen(q[slots], self.stored, seen, attention))
+            start += length
+        return torch.cat(out)
+
+    def convolve(self, layer: int, part: int, x: Tensor, kernel: Tensor) -> Tensor:
+        recent = kernel.new_zeros(kernel.shape[1] - 1, len(kernel))
+        parts = zip(x.split(self.seq_lens), self.positions.split(self.seq_lens))
+        return torch.cat([convolved(*one, recent, kernel)[0] for one in parts])
+
     def store_gqa(self, layer: int, qkv: Tensor, kv_heads: int, head_dim: int, norms: Norms | None, rope: Rope) -> Tensor:
         shape = (1, len(qkv), kv_heads, head_dim)
         self.keys, self.values = qkv.new_empty(2, *shape).unbind()
@@ -153,6 +182,10 @@ class CausalContext(Positions):
 
     def attend_gqa(self, layer: int, q: Tensor, scale: float, window: int = 0, sinks: Tensor | None = None) -> Tensor:
         return self.attend(q, self.keys[0], self.values[0], scale, window, sinks)
+
+    def attend_compressed(self, layer: int, inputs: CompressedInputs, attention: CompressedAttention) -> Tensor:
+        parts = zip(*(side.split(self.seq_lens) for side in inputs))
+        return torch.cat([attend_text(CompressedInputs(*one), attention) for one in parts])
 
     def attend_delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
         empty, parts = weights.empty(inputs.mixed.device), zip(*(side.split(self.seq_lens) for side in inputs))

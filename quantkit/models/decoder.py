@@ -8,6 +8,7 @@ residual included: `attend` and `feed_forward` compute the same, operator by ope
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
+import torch
 from quantkit_kernels import add_rms_norm, rms_norm
 from torch import Tensor
 from torch.nn import functional as F
@@ -32,7 +33,8 @@ def gain_of(weights: Weights, name: str, offset: float) -> Tensor:
 
 
 class DecoderLayer:
-    """attention: x [T, H], context -> [T, H]; mlp: x [T, H] -> [T, H]; both partial over ranks. mlp_norm: the norm before the second."""
+    """attention: x [T, H], context -> [T, H]; mlp: x [T, H] -> [T, H]; both partial over ranks. input_norm, mlp_norm: the
+    norms before the two."""
 
     def __init__(
         self,
@@ -43,10 +45,11 @@ class DecoderLayer:
         mlp: Mlp | MoeMlp,
         mlp_norm: str = "post_attention_layernorm",
         norm_offset: float = 0.0,
+        input_norm: str = "input_layernorm",
     ) -> None:
         self.eps, self.all_reduce = eps, weights.all_reduce
         self.attention, self.mlp = attention, mlp
-        self.input_norm = gain_of(weights, f"{prefix}.input_layernorm.weight", norm_offset)
+        self.input_norm = gain_of(weights, f"{prefix}.{input_norm}.weight", norm_offset)
         self.mlp_norm = gain_of(weights, f"{prefix}.{mlp_norm}.weight", norm_offset)
 
     def __call__(self, normed: Tensor, residual: Tensor, context: Context, next_norm: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,7 +64,15 @@ class DecoderLayer:
 
     def feed_forward(self, hidden: Tensor, context: Context) -> Tensor:
         """The MLP or expert half, residual included: hidden [T, H] -> [T, H]. It is the same for every context."""
-        return hidden + self.mlp_output(rms_norm(hidden, self.mlp_norm, self.eps))
+        return self.with_sum(hidden, self.summed(hidden))
+
+    def summed(self, hidden: Tensor) -> Tensor:
+        """What the MLP, or the experts together, make of hidden [T, H]: [T, H]."""
+        return self.mlp_sum(rms_norm(hidden, self.mlp_norm, self.eps))
+
+    def with_sum(self, hidden: Tensor, summed: Tensor) -> Tensor:
+        """The hidden states after the half, from those before it and what `summed` gave."""
+        return hidden + self.as_added(summed)
 
     def attention_output(self, normed: Tensor, context: Context) -> Tensor:
         """What the attention half adds to the residual stream."""
@@ -69,7 +80,11 @@ class DecoderLayer:
 
     def mlp_output(self, normed: Tensor) -> Tensor:
         """What the MLP or expert half adds to the residual stream."""
-        return self.mlp_sum(normed)
+        return self.as_added(self.mlp_sum(normed))
+
+    def as_added(self, summed: Tensor) -> Tensor:
+        """What is added of what the MLP or the experts make."""
+        return summed
 
     def mlp_sum(self, normed: Tensor) -> Tensor:
         """What the MLP, or the experts together, make: all that is added, or what a norm behind the experts reads."""
@@ -82,22 +97,41 @@ class Model:
     layer_class: ClassVar[type[Any]]
     """The architecture's layer, made from (config, layer, weights)."""
 
-    def __init__(self, config: StackConfig, weights: Weights, head: str = "lm_head", norm_offset: float = 0.0) -> None:
+    def __init__(
+        self,
+        config: StackConfig,
+        weights: Weights,
+        head: str = "lm_head",
+        norm_offset: float = 0.0,
+        *,
+        embedding: str = "model.embed_tokens",
+        norm: str = "model.norm",
+    ) -> None:
         self.config = config
-        self.embedding = weights.tensor("model.embed_tokens.weight")
+        self.embedding = weights.tensor(f"{embedding}.weight")
         self.layers: list[DecoderLayer] = [self.layer_class(config, layer, weights) for layer in range(config.num_hidden_layers)]
-        self.norm = gain_of(weights, "model.norm.weight", norm_offset)
+        self.norm = gain_of(weights, f"{norm}.weight", norm_offset)
         self.head = weights.linear(head)
+        self.read_at: tuple[int, ...] = ()
+        """Layers whose inputs are handed out behind the hidden states, side by side: a head of EAGLE-3 reads them."""
+
+    @property
+    def width(self) -> int:
+        """Values of a token that `__call__` returns."""
+        return self.embedding.shape[1] * (1 + len(self.read_at))
 
     def __call__(self, token_ids: Tensor, context: Context) -> Tensor:
-        """token_ids [T] -> hidden [T, H] after the final norm."""
+        """token_ids [T] -> hidden [T, H] after the final norm, and what `read_at` asks for, [T, width]."""
         residual = F.embedding(token_ids, self.embedding)
         normed = rms_norm(residual, self.layers[0].input_norm, self.config.rms_norm_eps)
         next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
-        for layer, next_norm in zip(self.layers, next_norms):
+        read: list[Tensor] = []
+        for number, (layer, next_norm) in enumerate(zip(self.layers, next_norms)):
+            if number in self.read_at:
+                read.append(residual.clone())  # operators may add to it in place
             normed, residual = layer(normed, residual, context, next_norm)
-        return normed
+        return torch.cat((normed, *read), dim=-1) if read else normed
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [T, H] -> float32 [T, vocab]."""
-        return self.head(hidden).float()
+        """hidden [T, H], or [T, width] -> float32 [T, vocab]."""
+        return self.head(hidden[:, : self.embedding.shape[1]].contiguous() if self.read_at else hidden).float()

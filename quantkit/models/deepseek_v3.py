@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit_kernels import SILU, Gating, Norms, Routing
+from quantkit_kernels import Norms, Routing
 from torch import Tensor
 
 from quantkit.errors import QuantkitError
 from quantkit.models import decoder, mtp
-from quantkit.models.architecture import LatentCache
+from quantkit.models.architecture import ConfigDefaults, LatentCache
 from quantkit.models.config import (
     CountOrNone,
     NumExperts,
@@ -42,7 +42,7 @@ MIXTURE = MixtureNames(bias="gate.e_score_correction_bias", shared="shared_exper
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(ConfigDefaults):
     """Fields as config.json names them."""
 
     vocab_size: int
@@ -103,26 +103,6 @@ class Config:
     @property
     def cache(self) -> LatentCache:
         return LatentCache(self.kv_lora_rank, self.qk_rope_head_dim)
-
-    @property
-    def gating(self) -> Gating:
-        return SILU
-
-    @property
-    def recurrent(self) -> None:
-        return None
-
-    @property
-    def longest_alone(self) -> int | None:
-        return None
-
-    @property
-    def num_cached_layers(self) -> int:
-        return self.num_hidden_layers
-
-    @property
-    def copied(self) -> tuple[str, ...]:
-        return ()
 
     @property
     def cache_width(self) -> int:

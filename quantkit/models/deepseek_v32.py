@@ -14,8 +14,8 @@ from quantkit.models import decoder, deepseek_v3, mtp
 from quantkit.models.architecture import LatentCache
 from quantkit.models.config import DECIDED, check_at_most, check_flag, refusal
 from quantkit.models.context import Context
+from quantkit.models.indexer import Indexer, IndexerSizes, indexer_parameters, with_indexer
 from quantkit.models.mlp import Mlp, MoeMlp
-from quantkit.models.sparse import Indexer, IndexerSizes, indexer_parameters
 from quantkit.models.table import Parameter, ScaleGroup
 from quantkit.models.weights import Weights
 
@@ -113,12 +113,7 @@ def parameters(config: Config) -> list[Parameter]:
 def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
     """DeepSeek-V3's groups; the indexer reads the input of the first linears, and the queries' latent."""
     groups = deepseek_v3.scale_groups(config, layer)
-    if not config.has_indexer(layer):
-        return groups
-    first, queries, *others = groups
-    prefix = f"model.layers.{layer}.self_attn.indexer"
-    first = replace(first, consumers=(*first.consumers, f"{prefix}.wk", f"{prefix}.weights_proj"))
-    return [first, replace(queries, consumers=(*queries.consumers, f"{prefix}.wq_b")), *others]
+    return with_indexer(groups, f"model.layers.{layer}.self_attn.indexer") if config.has_indexer(layer) else groups
 
 
 class Attention(deepseek_v3.Attention):

@@ -5,6 +5,7 @@ token reads S^T q. Queries, keys and values come through a short causal convolut
 tokens, C channels of the convolution, K its width.
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +17,9 @@ _CHUNK = 64
 """Tokens whose updates are found together."""
 _EPS = 1e-6
 """Of the norms of queries and keys."""
+
+StateShapes = dict[int, tuple[tuple[int, ...], ...]]
+"""What one rank keeps of a sequence in float32: by number, the shapes of the tensors that are read and written together."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +47,19 @@ class DeltaNet:
         """Layers without it, numbered."""
         return {layer: number for number, layer in enumerate(sorted({*range(num_layers)} - self.layers))}
 
-    @property
-    def state_bytes(self) -> int:
-        """Of one sequence in one layer: the state and the inputs of the convolution, in float32."""
-        return 4 * (self.value_heads * self.key_dim * self.value_dim + sum(self.segments) * (self.kernel - 1))
+    def state_shapes(self, ranks: int = 1) -> StateShapes:
+        """Of each layer: the inputs of the convolution, and the state."""
+        recent = (self.kernel - 1, sum(self.segments) // ranks)
+        return dict.fromkeys(sorted(self.layers), (recent, (self.value_heads // ranks, self.key_dim, self.value_dim)))
 
     def held_bytes(self, ranks: int = 1) -> int:
         """Of one sequence over all layers on one rank: each state twice, with the number of tokens that it is of."""
-        return 2 * len(self.layers) * (self.state_bytes // ranks + 8)
+        return held_bytes(self.state_shapes(ranks))
+
+
+def held_bytes(shapes: StateShapes) -> int:
+    """Of tensors of these shapes, held twice, and the number of tokens that each is of."""
+    return 2 * sum(8 + 4 * sum(map(math.prod, own)) for own in shapes.values())
 
 
 class DeltaInputs(NamedTuple):

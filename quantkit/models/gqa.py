@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quantkit.errors import QuantkitError
 from quantkit.models import decoder
-from quantkit.models.architecture import KeyValueCache
+from quantkit.models.architecture import ConfigDefaults, KeyValueCache
 from quantkit.models.config import DECIDED, CountOrNone, NumLayers, check_at_most, check_divides, read_fields
 from quantkit.models.context import Context
 from quantkit.models.decoder import gain_of
@@ -41,7 +41,7 @@ QkNorm = Literal["head", "all"]
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(ConfigDefaults):
     """Fields as config.json names them; below `tie_word_embeddings`, what the architecture file decides.
 
     sinks: whether each head has a score for a key without a value. windows: tokens that each layer's attention sees, the token itself
@@ -89,10 +89,6 @@ class Config:
     @property
     def cache(self) -> KeyValueCache:
         return KeyValueCache(self.num_key_value_heads, self.head_dim)
-
-    @property
-    def longest_alone(self) -> None:
-        return None
 
     @property
     def num_cached_layers(self) -> int:

@@ -35,8 +35,8 @@ class MixtureNames:
     """What an architecture calls the parts of a mixture of experts, below the mixture's own module; None: it has no such part.
 
     bias: of the router, which chooses and does not weigh; logit_bias: one that is part of its logits. shared_gate: the linear [1, H] whose
-    sigmoid the shared expert's output is multiplied by. linears: of the experts, routed and shared. gating, expert_bias: what is between
-    the linears of routed experts, and whether these have biases.
+    sigmoid the shared expert's output is multiplied by. linears: of the experts, routed and shared. gating: what is between these;
+    expert_bias: whether the routed ones have biases.
     """
 
     router: str = "gate"
@@ -144,7 +144,7 @@ def moe_scale_groups(prefix: str, norm: str, experts: int, names: MixtureNames =
     routed = [module for one in prefixes for module in names.linears.modules(one)[:2]]
     readers = (f"{prefix}.{names.router}", *gates, *own, *routed)
     groups = [ScaleGroup(f"{prefix}.gate_up", norm, True, readers, own[0] if own else readers[0], reaches_experts=True)]
-    if shared:
+    if shared and names.gating.is_linear_in_up:
         groups.append(up_down_group(shared, names=names.linears))
     if names.gating.is_linear_in_up and not names.expert_bias:
         groups += [up_down_group(one, expert, names.linears) for expert, one in enumerate(prefixes)]
@@ -158,10 +158,11 @@ def up_down_group(prefix: str, expert: int | None = None, names: MlpNames = PROJ
 
 
 class Mlp:
-    """down(SiLU(gate(x)) * up(x)), with a bias after each linear where `bias` says so."""
+    """down(SiLU(gate(x)) * up(x)), or with another gating, and a bias after each linear where `bias` says so."""
 
-    def __init__(self, prefix: str, weights: Weights, names: MlpNames = PROJ_NAMES, *, bias: bool = False) -> None:
+    def __init__(self, prefix: str, weights: Weights, names: MlpNames = PROJ_NAMES, *, bias: bool = False, gating: Gating = SILU) -> None:
         gate, up, down = names.modules(prefix)
+        self.gating = gating
         self.gate_up = weights.fused_linear((gate, up))
         self.down = weights.linear(down)
         self.gate_up_bias = torch.cat([weights.tensor(f"{one}.bias") for one in (gate, up)]) if bias else None
@@ -169,7 +170,9 @@ class Mlp:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, H], partial over ranks."""
-        return add_bias(self.down(silu_and_mul(add_bias(self.gate_up(x), self.gate_up_bias))), self.down_bias)
+        both = add_bias(self.gate_up(x), self.gate_up_bias)
+        gated = silu_and_mul(both) if self.gating == SILU else self.gating(*both.chunk(2, dim=-1))
+        return add_bias(self.down(gated), self.down_bias)
 
 
 def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -190,10 +193,10 @@ class MoeMlp:
         self.shared_gate = weights.tensor(f"{prefix}.{names.shared_gate}.weight").float() if names.shared_gate else None
         routed = (f"{prefix}.experts", routing.n_routed_experts)
         shared = f"{prefix}.{names.shared}" if names.shared else None
-        joined = weights.experts_with_shared(*routed, shared) if shared and self.shared_gate is None else None
+        joined = weights.experts_with_shared(*routed, shared) if shared and self.shared_gate is None and names.gating == SILU else None
         self.routing = routing if joined is None else replace(routing, num_joined_experts=1)
         self.experts = weights.experts(*routed, names.gating) if joined is None else joined
-        self.shared = Mlp(shared, weights, names.linears) if shared and joined is None else None
+        self.shared = Mlp(shared, weights, names.linears, gating=names.gating) if shared and joined is None else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, H], partial over ranks."""

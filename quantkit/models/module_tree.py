@@ -80,13 +80,21 @@ def build_model(config: Mapping[str, Any], attention: str = "eager") -> nn.Modul
     import transformers
 
     transformers.logging.set_verbosity_error()  # what it says of a config is of no use here
-    made = transformers.AutoConfig.for_model(**{key: value for key, value in config.items() if key != "quantization_config"})
+    given = {key: _number(value) for key, value in config.items() if key != "quantization_config"}
+    made = transformers.AutoConfig.for_model(**given)
     classes = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
     chosen = next((one for one in classes if type(made) in one._model_mapping), transformers.AutoModel)
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model: nn.Module = chosen.from_config(made, attn_implementation=attention, dtype=torch.float32)
     return model
+
+
+def _number(value: Any) -> Any:
+    """A value of config.json with the numbers in it that JSON has no name for, as transformers writes these."""
+    if isinstance(value, dict):
+        return float(value["__float__"]) if value.keys() == {"__float__"} else {key: _number(one) for key, one in value.items()}
+    return [_number(one) for one in value] if isinstance(value, list) else value
 
 
 def linear_weights(model: Any) -> dict[str, Tensor]:

@@ -17,12 +17,12 @@ from quantkit.models.table import Parameter
 from quantkit.models.weights import Weights
 
 
-class StackConfig(decoder.StackConfig, Protocol):
+class MtpStackConfig(decoder.StackConfig, Protocol):
     @property
     def num_nextn_predict_layers(self) -> int: ...
 
 
-def mtp_layers(config: StackConfig) -> range:
+def mtp_layers(config: MtpStackConfig) -> range:
     """Numbers of the MTP layers, which come after the others."""
     return range(config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_predict_layers)
 
@@ -46,7 +46,7 @@ class MtpLayer:
 
     layer_class: ClassVar[type[Any]]
 
-    def __init__(self, config: StackConfig, weights: Weights, index: int = 0) -> None:
+    def __init__(self, config: MtpStackConfig, weights: Weights, index: int = 0) -> None:
         layer = config.num_hidden_layers + index
         p = f"model.layers.{layer}"
         self.eps = config.rms_norm_eps

@@ -82,7 +82,7 @@ def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
 class DecoderLayer(decoder.DecoderLayer):
     def __init__(self, config: deepseek_v3.Config, layer: int, weights: Weights) -> None:
         p = f"model.layers.{layer}"
-        mlp = _moe_mlp(config, f"{p}.mlp", weights) if config.is_moe(layer) else Mlp(f"{p}.mlp", weights)
+        mlp = mixture_of(config, f"{p}.mlp", weights) if config.is_moe(layer) else Mlp(f"{p}.mlp", weights)
         super().__init__(p, config.rms_norm_eps, weights, Attention(config, layer, weights), mlp, mlp_norm="pre_mlp_layernorm")
         self.post_attention_norm = weights.tensor(f"{p}.post_attention_layernorm.weight")
         self.post_mlp_norm = weights.tensor(f"{p}.post_mlp_layernorm.weight")
@@ -90,11 +90,12 @@ class DecoderLayer(decoder.DecoderLayer):
     def attention_output(self, normed: Tensor, context: Context) -> Tensor:
         return rms_norm(super().attention_output(normed, context), self.post_attention_norm, self.eps)
 
-    def mlp_output(self, normed: Tensor) -> Tensor:
-        return rms_norm(self.mlp_sum(normed), self.post_mlp_norm, self.eps)
+    def as_added(self, summed: Tensor) -> Tensor:
+        return rms_norm(summed, self.post_mlp_norm, self.eps)
 
 
-def _moe_mlp(config: deepseek_v3.Config, prefix: str, weights: Weights) -> MoeMlp:
+def mixture_of(config: deepseek_v3.Config, prefix: str, weights: Weights) -> MoeMlp:
+    """The experts at `prefix`, with the router's bias by either name, or without."""
     names = ("gate.e_score_correction_bias", "e_score_correction_bias")
     bias = next((name for name in names if weights.has(f"{prefix}.{name}")), None)
     return MoeMlp(config.routing, prefix, weights, replace(deepseek_v3.MIXTURE, bias=bias))

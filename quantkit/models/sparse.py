@@ -1,12 +1,11 @@
-"""Sparse attention as DeepSeek-V3.2 has it (its paper, section 2.1): an indexer scores the tokens before a token, and latent attention
-reads those that score highest.
+"""Sparse attention as DeepSeek-V3.2 has it (its paper, section 2.1): an indexer (indexer.py) scores the tokens before a token, and latent
+attention reads those that score highest.
 
 score(t, s) = sum over the indexer's heads h of w[t, h] relu(q[t, h] . k[s]), in float32, in plain torch on every device. What is chosen
 is gathered and read by the operators of latent attention that read a cache. Symbols: T tokens, S tokens seen, D index_head_dim.
 """
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from quantkit_kernels import Latents, PagedLatents, Rotation, mla_decode
@@ -15,28 +14,12 @@ from quantkit_kernels.latents import by_slot, parts_of
 from torch import Tensor
 from torch.nn import functional as F
 
-from quantkit.models.rope import Rope
-from quantkit.models.table import Parameter
-from quantkit.models.weights import Weights
+from quantkit.models.latent_window import Seen
 
-if TYPE_CHECKING:
-    from quantkit.models.context import Context
-
-_EPS = 1e-6
-"""Of the norm of keys."""
 _SCORES = 1 << 25
 """Products of heads and keys that are held at once, float32."""
 _GATHERED = 1 << 17
 """Cached tokens that are gathered at once, over all rows."""
-
-
-@dataclass(frozen=True)
-class IndexerSizes:
-    """topk: tokens that are chosen for each."""
-
-    heads: int
-    head_dim: int
-    topk: int
 
 
 class IndexInputs(NamedTuple):
@@ -55,42 +38,10 @@ class Selected(NamedTuple):
     slots: Tensor
     counts: Tensor
 
-
-def indexer_parameters(sizes: IndexerSizes, prefix: str, hidden: int, q_lora: int, layer: int, *, mtp: bool = False) -> list[Parameter]:
-    """Every tensor of one layer's indexer at `prefix`. Every rank holds it whole."""
-
-    def row(name: str, *shape: int, role: str) -> Parameter:
-        return Parameter(f"{prefix}.{name}", shape, role, layer=layer, mtp=mtp, block="attention")  # type: ignore[arg-type]
-
-    return [
-        row("wq_b.weight", sizes.heads * sizes.head_dim, q_lora, role="indexer"),
-        row("wk.weight", sizes.head_dim, hidden, role="indexer"),
-        row("k_norm.weight", sizes.head_dim, role="norm"),
-        row("k_norm.bias", sizes.head_dim, role="bias"),
-        row("weights_proj.weight", sizes.heads, hidden, role="indexer_gate"),
-    ]
-
-
-class Indexer:
-    """rope: how its queries and keys are turned, in their first channels."""
-
-    def __init__(self, sizes: IndexerSizes, layer: int, prefix: str, rope: Rope, weights: Weights) -> None:
-        self.sizes, self.layer, self.rope = sizes, layer, rope
-        self.wq_b, self.wk = weights.dequantized(f"{prefix}.wq_b"), weights.dequantized(f"{prefix}.wk")
-        self.gain, self.shift = weights.tensor(f"{prefix}.k_norm.weight"), weights.tensor(f"{prefix}.k_norm.bias")
-        self.gate = weights.tensor(f"{prefix}.weights_proj.weight").float()
-
-    def __call__(self, x: Tensor, q_a: Tensor, context: "Context") -> None:
-        """Have the context choose. x [T, H]: the layer's normed input; q_a [T, q_lora]: the normed low-rank queries."""
-        heads, dim = self.sizes.heads, self.sizes.head_dim
-        queries = F.linear(q_a, self.wq_b).unflatten(-1, (heads, dim))
-        normed = F.layer_norm(F.linear(x, self.wk).float(), (dim,), self.gain.float(), self.shift.float(), _EPS)
-        keys = self._turned(normed.to(x.dtype)[:, None], context)[:, 0]
-        weights = F.linear(x.float(), self.gate) * (heads * dim) ** -0.5
-        context.select(self.layer, IndexInputs(self._turned(queries, context), keys, weights), self.sizes.topk)
-
-    def _turned(self, x: Tensor, context: "Context") -> Tensor:
-        return torch.cat((context.rotate(self.rope, x[..., : self.rope.dim].contiguous()), x[..., self.rope.dim :]), dim=-1)
+    @property
+    def seen(self) -> Seen:
+        """The same, as attention beside learned tokens reads it."""
+        return Seen(self.slots, torch.arange(self.slots.shape[1], device=self.slots.device) < self.counts[:, None])
 
 
 def choose(inputs: IndexInputs, positions: Tensor, topk: int, keys: Tensor, table: Tensor | None = None) -> tuple[Tensor, Tensor]:

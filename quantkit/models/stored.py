@@ -35,9 +35,19 @@ def read_model(checkpoint: Checkpoint) -> Model:
         problem = fault.problem.replace("config.json", told, 1) if "config.json" in fault.problem else f"{told}: {fault.problem}"
         raise QuantkitError(problem, fault.remedy) from fault
     rows = resolve(architecture.parameters(config), checkpoint.tensors)
-    rows += [Parameter(one.name, one.shape, "copied") for one in checkpoint.tensors.values() if one.name.startswith(config.copied)]
+    rows += _copied(checkpoint, config.copied)
     check_listed(checkpoint, rows)
     return Model(architecture, config, rows)
+
+
+def _copied(checkpoint: Checkpoint, prefixes: tuple[str, ...]) -> list[Parameter]:
+    """Rows of another model beside this one, whose tensors' names begin so. A packed linear is one row, and is copied decoded."""
+    if not prefixes:
+        return []
+    packed = {name for linear in checkpoint.linears.values() for name in linear.tensors}
+    found = [Parameter(one.name, one.shape, "copied") for one in checkpoint.tensors.values() if one.name not in packed]
+    found += [Parameter(f"{module}.weight", linear.shape, "copied") for module, linear in checkpoint.linears.items()]
+    return [row for row in found if row.name.startswith(prefixes)]
 
 
 def check_listed(checkpoint: Checkpoint, rows: Iterable[Parameter]) -> None:

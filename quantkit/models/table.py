@@ -9,11 +9,26 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Role = Literal[
-    "embedding", "head", "norm", "linear", "kv_b", "router", "router_bias", "bias", "indexer", "indexer_gate", "state", "mtp_proj", "copied"
+    "embedding",
+    "head",
+    "norm",
+    "linear",
+    "kv_b",
+    "router",
+    "router_bias",
+    "router_table",
+    "bias",
+    "indexer",
+    "indexer_gate",
+    "state",
+    "streams",
+    "mtp_proj",
+    "copied",
 ]
-"""linear: may be quantized. kv_b: MLA's latent up-projection, absorbed at decode and kept in 16 bits. indexer: a linear of sparse
-attention's, kept in 16 bits; indexer_gate: what weighs its heads, in float32. state: of a recurrence, in float32. copied: of another model
-beside the one that is computed. The rest is never quantized."""
+"""linear: may be quantized. router_table: ids of the experts of each token id. kv_b: MLA's latent up-projection, absorbed at decode and
+kept in 16 bits. indexer: a linear of sparse attention's, kept in 16 bits; indexer_gate: what weighs its heads, in float32. state: of a
+recurrence, in float32. streams: of hyper-connections, in float32. copied: of another model beside the one that is computed. The rest is
+never quantized."""
 
 Split = Literal["replicate", "column", "row", "vocab"]
 """Tensor parallel: column cuts N, row cuts K (outputs are partial sums), vocab cuts rows of the vocabulary."""
@@ -40,7 +55,7 @@ class Parameter:
     `expert` is the number of a routed expert, whose three linears have block "expert".
     `segments`: rows that lie one after the other, each of which is cut by itself where ranks cut columns.
     `gain_offset` is what a norm adds to its stored gain before it multiplies by it: 1 in Gemma's.
-    `behind_experts`: a norm that what a layer's experts make together passes before it joins the residual stream.
+    `behind_experts`: of what a layer's experts make together, before it joins the residual stream: a norm, a hyper-connection.
     """
 
     name: str

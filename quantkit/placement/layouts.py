@@ -40,7 +40,7 @@ class PlacedLayers:
 
 
 @dataclass(frozen=True)
-class Layout:
+class PlacementFormat:
     """write: the bytes of the file; options: what the engine is started with, for a file of that name. uneven: layers may have different
     numbers of slots. note: what has to be known."""
 
@@ -51,7 +51,7 @@ class Layout:
     note: str = ""
 
 
-def find_layout(engine: str) -> Layout:
+def find_layout(engine: str) -> PlacementFormat:
     if engine not in LAYOUTS:
         raise QuantkitError(f"no placement is written for engine {engine!r}", f"choose one of {', '.join(LAYOUTS)}")
     return LAYOUTS[engine]
@@ -115,10 +115,10 @@ def _omni_options(placed: PlacedLayers, file: Path) -> str:
 
 
 LAYOUTS = {
-    "vllm": Layout(
+    "vllm": PlacementFormat(
         ".json", _vllm, _vllm_options, note="no release of vLLM reads a placement yet; this is the file of its pull request 49572"
     ),
-    "sglang": Layout(".json", _sglang, _sglang_options),
-    "vllm-ascend": Layout(".json", _vllm_ascend, _vllm_ascend_options),
-    "omni-infer": Layout(".npy", _omni, _omni_options, uneven=True),
+    "sglang": PlacementFormat(".json", _sglang, _sglang_options),
+    "vllm-ascend": PlacementFormat(".json", _vllm_ascend, _vllm_ascend_options),
+    "omni-infer": PlacementFormat(".npy", _omni, _omni_options, uneven=True),
 }

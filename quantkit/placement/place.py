@@ -20,7 +20,7 @@ from quantkit.errors import QuantkitError
 from quantkit.expert_counts import ExpertCounts
 from quantkit.models.stored import Model, read_model
 from quantkit.placement.balance import Loads, Slots, balance, copy_experts, place_layer
-from quantkit.placement.layouts import Layout, PlacedLayers, find_layout
+from quantkit.placement.layouts import PlacedLayers, PlacementFormat, find_layout
 from quantkit.planning import MEMORY_FRACTION, RESERVE_GIB, Devices
 from quantkit.result import Result
 
@@ -282,7 +282,7 @@ def _bound(load: Loads, devices: int, slots: int) -> float:
     return min(1.0, float(load.sum()) / devices / busiest)
 
 
-def _write(target: Path, layout: Layout, placed: PlacedLayers) -> None:
+def _write(target: Path, layout: PlacementFormat, placed: PlacedLayers) -> None:
     fresh = target.with_name(f"{target.name}.new")
     fresh.write_bytes(layout.write(placed))
     fresh.replace(target)

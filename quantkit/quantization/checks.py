@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,11 @@ from quantkit.errors import QuantkitError
 from quantkit.model_files import LARGEST, is_there, read_json
 from quantkit.models import by_name as by_name_models
 from quantkit.models import is_known
-from quantkit.models.architecture import ModelConfig
 from quantkit.models.module_tree import read_tree
 from quantkit.models.stored import check_stored, read_model
 from quantkit.models.table import Parameter
 from quantkit.models.watched.architecture import WatchedArchitecture
-from quantkit.schemes import Grid, Scheme
+from quantkit.schemes import Grid, IntGrid, Scheme
 from quantkit.tokenizer.chat import ChatTokenizer
 
 DROPPED = {
@@ -97,9 +96,11 @@ def check_companions(path: Path, *, calibrated: bool) -> None:
         ChatTokenizer(path)
 
 
-def check_length(config: ModelConfig, seq_len: int) -> None:
-    """Layers are calibrated one by one, which some can be on short texts only."""
-    longest = config.longest_alone
+def check_length(inventory: Inventory, seq_len: int) -> None:
+    """Layers are calibrated one by one, which some can be on short texts only; and some models have no places for longer ones."""
+    if isinstance(inventory.architecture, WatchedArchitecture):
+        inventory.architecture.skeleton.check_length(seq_len)
+    longest = inventory.config.longest_alone
     if longest is not None and seq_len > longest:
         told = f"texts of {seq_len} tokens are asked for, and layers that share an indexer can be calibrated on {longest} at most"
         raise QuantkitError(told, f"use --seq-len {longest} or less, or --scheme rtn-w4a16, which needs no calibration")
@@ -134,6 +135,33 @@ def _reason(name: str) -> str:
     return next((reason for pattern, reason in DROPPED.items() if re.fullmatch(pattern, name)), "")
 
 
+GROUP_SIZES = (128, 64, 32)
+"""Of int4, that engines have kernels for."""
+
+
+def in_whole_groups(linears: list[Parameter], scheme: Scheme) -> list[Parameter]:
+    """Linears of an architecture without a table, less those that the scheme's groups do not divide: experts all or none, for engines hold
+    them in one tensor."""
+    odd = [row for row in linears if not _divides(scheme.grid(expert=row.expert is not None, mtp=row.mtp), row)]
+    without_experts = any(row.expert is not None for row in odd)
+    left = {row.name for row in odd}
+    return [row for row in linears if row.name not in left and not (without_experts and row.expert is not None)]
+
+
+def finer_group(rows: list[Parameter], scheme: Scheme) -> int | None:
+    """The largest group size below the scheme's that divides every linear; None where there is none, or no linear needs it."""
+    grid = scheme.weight
+    linears = [row for row in rows if row.role in ("linear", "kv_b")]
+    if not isinstance(grid, IntGrid) or grid.group_size is None or all(_divides(grid, row) for row in linears):
+        return None
+    finer = (replace(grid, group_size=size) for size in GROUP_SIZES if size < grid.group_size)
+    return next((one.group_size for one in finer if all(_divides(one, row) for row in linears)), None)
+
+
+def _divides(grid: Grid, row: Parameter) -> bool:
+    return grid.group_size is None or row.shape[1] % grid.group_size == 0
+
+
 def check_groups(rows: list[Parameter], scheme: Scheme, grids: Mapping[str, Grid], format: Format) -> None:
     """The group size divides the input channels of every linear that will be quantized, and the format can hold its shape."""
     if scheme.outside is not None and all(row.expert is None for row in rows):
@@ -144,11 +172,10 @@ def check_groups(rows: list[Parameter], scheme: Scheme, grids: Mapping[str, Grid
         if row.module not in grids:
             continue
         grid = grids[row.module]
-        if grid.group_size is not None and row.shape[1] % grid.group_size:
-            raise QuantkitError(
-                f"group size {grid.group_size} does not divide the {row.shape[1]} input channels of {row.module}",
-                "set group_size in the recipe to one that does",
-            )
+        if not _divides(grid, row):
+            smaller = finer_group(rows, scheme)
+            fault = f"group size {grid.group_size} does not divide the {row.shape[1]} input channels of {row.module}"
+            raise QuantkitError(fault, f"give --group-size {smaller}" if smaller else "use --scheme int8-a8w8c16, which has no groups")
         format.specs(row.module, (row.shape[0], row.shape[1]), grid)
         if told := format.split_fault(row.module, grid, row_parallel=row.split == "row"):
             raise QuantkitError(f"{format.name} cannot hold {row.module} for engines: {told}", "choose another format or scheme")

@@ -29,7 +29,7 @@ FINE_GROUP = 32
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenGrids:
     """A job whose grids were chosen. sensitivities: by which, None where only bytes are known."""
 
     job: Job
@@ -68,8 +68,8 @@ class Options:
         if not any(row.layer is None and row.role == "norm" for row in job.rows):
             raise QuantkitError("grids cannot be chosen: the model's last operation is no norm that quantkit knows", "use --scheme alone")
         if any(row.behind_experts for row in job.rows):
-            # What an expert's error costs is measured where it is added, not behind a norm.
-            told = f"grids of {job.checkpoint.path} cannot be chosen by their cost: it has a norm behind its experts"
+            # What an expert's error costs is measured where it is added, not behind a norm or a mixing of streams.
+            told = f"grids of {job.checkpoint.path} cannot be chosen by their cost: it has a norm, or several streams, behind its experts"
             raise QuantkitError(told, "use --keep, or --preset experts-only")
         if not any(len(grids) > 1 for grids in self.grids.values()):
             raise QuantkitError("there is nothing to choose: every linear may be on one grid only", "use --scheme alone")
@@ -108,11 +108,11 @@ class Options:
         }
         return {choice: grids for choice, grids in rounded.items() if grids}
 
-    def choose(self, sensitivities: Sensitivities) -> Chosen:
+    def choose(self, sensitivities: Sensitivities) -> ChosenGrids:
         """Raises QuantkitError where the sensitivities are of another model, or lack a grid."""
         budgeting = self.budgeting(sensitivities)
         allocation = budgeting.allocate(self.budget)
-        return Chosen(self.with_allocation(allocation), allocation, self.weights, self.other_bytes)
+        return ChosenGrids(self.with_allocation(allocation), allocation, self.weights, self.other_bytes)
 
     def with_allocation(self, allocation: Allocation) -> Job:
         """The job on the grids of an allocation."""
@@ -240,7 +240,7 @@ def rounded_labels(grids: Mapping[Choice, Sequence[Grid]]) -> str:
 
 
 def told_grids(account: Mapping[str, Any]) -> str:
-    """`Chosen.account` in a line."""
+    """`ChosenGrids.account` in a line."""
     counts = Counter(account["grids"].values())
     grids = ", ".join(f"{label} {count}" for label, count in counts.most_common())
     return f"{account['bits']:.3f} bits a weight ({grids}), predicted KL {account['kl']:.2e} if rounded to nearest"

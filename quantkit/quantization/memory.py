@@ -9,6 +9,7 @@ copies that are alive together in quantkit.calibrate and quantkit.quant; benchma
 """
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from quantkit.calibrate.allocator import LARGEST_KEPT
@@ -17,6 +18,7 @@ from quantkit.calibrate.next_token_kl import BLOCK_ROWS
 from quantkit.calibrate.sensitivity import MOST_TOKENS, PATH_TOKENS
 from quantkit.checkpoint.writer import WAITING
 from quantkit.errors import QuantkitError
+from quantkit.models.architecture import ModelConfig
 from quantkit.models.table import Parameter
 from quantkit.models.watched.skeleton import KEPT_BYTES
 from quantkit.quantization.opening import Job
@@ -47,11 +49,13 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class RunSizes:
-    """tokens: calibration and held-out; judged: the held-out ones; sequence: the longest. quantized: modules the output holds quantized."""
+    """tokens: calibration and held-out; judged: the held-out ones; sequence: the longest. quantized: modules the output holds quantized.
+    state_width: values of a token's hidden states, of all its streams."""
 
     units: dict[str, list[Parameter]]
     quantized: set[str]
     hidden_size: int
+    state_width: int
     experts_per_token: int
     tokens: int
     judged: int
@@ -83,6 +87,7 @@ def expected_peak(job: Job, ceiling: int | None = None) -> tuple[Peak, Batches]:
         units=job.units,
         quantized=quantized,
         hidden_size=job.inventory.config.hidden_size,
+        state_width=state_width(job.inventory.config),
         experts_per_token=routing.num_experts_per_tok if routing else 0,
         tokens=(recipe.samples + recipe.held_out) * recipe.seq_len,
         judged=recipe.held_out * recipe.seq_len,
@@ -98,9 +103,17 @@ def expected_peak(job: Job, ceiling: int | None = None) -> tuple[Peak, Batches]:
     return (replace(peak, process=peak.process + MODULES_BYTES) if job.inventory.by_name else peak), batches
 
 
+def state_width(config: ModelConfig) -> int:
+    """Values of a token's hidden states between sublayers."""
+    return config.hidden_size if config.streams is None else config.streams.count * config.hidden_size + 1
+
+
 def calibrated_peak(work: RunSizes) -> Peak:
     """The worst moment of a calibrated run."""
-    hidden = (work.tokens + 2 * work.judged) * work.hidden_size * _FLOAT  # the held-out ones also of the source and of plain rounding
+    width = work.state_width
+    if any(row.behind_experts for rows in work.units.values() for row in rows):
+        width += work.hidden_size  # what they were before the experts, until all of these have added
+    hidden = (work.tokens + 2 * work.judged) * width * _FLOAT  # the held-out ones also of the source and of plain rounding
     moments = [(bytes_, unit) for unit, rows in work.units.items() for bytes_ in _moments(work, rows)]
     layers = {row.layer for rows in work.units.values() for row in rows if row.expert is not None}
     for layer in sorted(layer for layer in layers if layer is not None)[:1]:
@@ -155,13 +168,27 @@ def nearest_peak(units: dict[str, list[Parameter]], quantized: set[str]) -> Peak
     return Peak(PROCESS_BYTES, 0, work + min(WAITING, waiting), where)
 
 
-def check_memory(peak: Peak, ceiling: int | None) -> None:
-    """Refuse a run that will not keep under `ceiling` bytes, with the least it needs."""
-    if ceiling is not None and peak.total > ceiling:
-        raise QuantkitError(
-            f"the run needs {peak.total / _GIB:.1f} GiB of memory at {peak.where} and --memory is {ceiling / _GIB:.1f} GiB",
-            f"give --memory {math.ceil(peak.total / _GIB * 2) / 2:g}GiB or more, or fewer --samples or a shorter --seq-len",
-        )
+def check_memory(job: Job, peak: Peak, ceiling: int | None) -> None:
+    """Refuse a run that will not keep under `ceiling` bytes, with the least it needs, and how many texts would fit."""
+    if ceiling is None or peak.total <= ceiling:
+        return
+    remedy = f"give --memory {math.ceil(peak.total / _GIB * 2) / 2:g}GiB or more"
+    if job.request.methods:
+        count = samples_within(job, ceiling)
+        remedy += f", or --samples {count}, which fits" if count else ", or a shorter --seq-len"
+    told = f"the run needs {peak.total / _GIB:.1f} GiB of memory at {peak.where} and --memory is {ceiling / _GIB:.1f} GiB"
+    raise QuantkitError(told, remedy)
+
+
+def samples_within(job: Job, ceiling: int) -> int:
+    """The most calibration texts, fewer than the recipe asks for, whose run keeps under `ceiling` bytes; 0 where not even one does."""
+    recipe = job.request.recipe
+
+    def fits(count: int) -> bool:
+        fewer = replace(job, request=replace(job.request, recipe=recipe.model_copy(update={"samples": count})))
+        return expected_peak(fewer, ceiling)[0].total <= ceiling
+
+    return bisect_left(range(1, recipe.samples), True, key=lambda count: not fits(count))
 
 
 def _moments(work: RunSizes, rows: list[Parameter]) -> list[int]:
@@ -178,7 +205,8 @@ def _moments(work: RunSizes, rows: list[Parameter]) -> list[int]:
         readers.setdefault(row.shape[1], []).append(_FLOAT * _values(row))
     squares = {columns: _FLOAT * columns**2 for columns in readers}
     passed = min(max(work.batches.tokens, work.sequence), work.tokens)
-    run = _RUN * _FLOAT * passed * max(row.shape[0] for row in rows if len(row.shape) == 2)
+    widest = max(row.shape[0] for row in rows if len(row.shape) == 2)
+    run = _RUN * _FLOAT * passed * (widest if work.state_width == work.hidden_size else max(widest, work.state_width))
     moments = [held + weights + sum(squares.values()) + run, held + weights + weights // _FLOAT + run]
     for columns, sizes in readers.items():
         # Every input has its Hessian, and those searched before their factors.

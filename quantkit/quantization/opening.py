@@ -21,7 +21,15 @@ from quantkit.engines.profiles import find_engine
 from quantkit.errors import QuantkitError
 from quantkit.models.table import Parameter
 from quantkit.models.tied import check_stored_head
-from quantkit.quantization.checks import Inventory, check_companions, check_groups, check_length, take_inventory
+from quantkit.quantization.checks import (
+    Inventory,
+    check_companions,
+    check_groups,
+    check_length,
+    finer_group,
+    in_whole_groups,
+    take_inventory,
+)
 from quantkit.quantization.coverage import Coverage, coverage
 from quantkit.quantization.for_engine import narrowed
 from quantkit.quantization.mixture import Mixture, kept_grids
@@ -151,8 +159,8 @@ def open_job(request: JobRequest, checkpoint: Checkpoint) -> Job:
     if prune:
         checkpoint = open_pruned(checkpoint, prune)
     inventory = take_inventory(checkpoint, calibrated=bool(request.methods))
-    if request.methods and not inventory.by_name:
-        check_length(inventory.config, request.recipe.seq_len)
+    if request.methods:
+        check_length(inventory, request.recipe.seq_len)
     if checkpoint.has_weights:
         check_stored_head(checkpoint, inventory.rows)
     target = request.target
@@ -161,6 +169,8 @@ def open_job(request: JobRequest, checkpoint: Checkpoint) -> Job:
             raise QuantkitError(unfit.problem, unfit.remedy)
         target = narrowed(target, request.choice, inventory.rows)
     scheme, linears = request.scheme, [row for row in inventory.rows if target.quantizes(row.module, row.role, mtp=row.mtp)]
+    if inventory.by_name:
+        linears = in_whole_groups(linears, scheme)
     grids: dict[str, Grid] = {row.module: scheme.grid(expert=row.expert is not None, mtp=row.mtp) for row in linears}
     job = Job(request, inventory.cut or checkpoint, inventory, target, grids)
     _check_choice(job)
@@ -171,7 +181,9 @@ def open_job(request: JobRequest, checkpoint: Checkpoint) -> Job:
     if inventory.by_name and job.coverage.share < request.recipe.least_quantized:
         told = f"model_type {model_type!r} of {path / 'config.json'} is not one that quantkit has a table of ({inventory.told})"
         fault = f"{told}, and the run would quantize {job.coverage}"
-        raise QuantkitError(fault, "set least_quantized in the recipe to less where that is meant")
+        remedy = "set least_quantized in the recipe to less where that is meant"
+        smaller = finer_group(inventory.rows, scheme)
+        raise QuantkitError(fault, f"give --group-size {smaller}, or {remedy}" if smaller else remedy)
     return job
 
 
@@ -208,5 +220,5 @@ def _with_group_size(scheme: Scheme, recipe: Recipe) -> Scheme:
     if recipe.group_size is None:
         return scheme
     if not isinstance(scheme.weight, IntGrid) or scheme.weight.group_size is None:
-        raise QuantkitError(f"the recipe sets group_size, and {scheme.name} has none to choose", "remove group_size from the recipe")
+        raise QuantkitError(f"a group size of {recipe.group_size} is given, and {scheme.name} has none to choose", "leave it out")
     return replace(scheme, weight=replace(scheme.weight, group_size=recipe.group_size))

@@ -55,6 +55,9 @@ def open_pruned(checkpoint: Checkpoint, share: float) -> PrunedCheckpoint:
         raise QuantkitError(
             f"the routed experts of {checkpoint.path} have biases, which are not pruned here", "quantize it without --prune"
         )
+    if any(row.role == "router_table" for row in model.rows):
+        told = f"layers of {checkpoint.path} choose experts by token id, and no table says which others stand for pruned ones"
+        raise QuantkitError(told, "quantize it without --prune")
     first = {layer: [group * sizes.of_group + number for group in range(sizes.groups) for number in range(sizes.kept)] for layer in layers}
     _check_alike(checkpoint, model.rows)
     return PrunedCheckpoint(checkpoint, _config(checkpoint, sizes), _kept(checkpoint, model.rows, first))

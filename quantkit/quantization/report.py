@@ -108,7 +108,8 @@ def _verdict(account: Account, held_out: dict[str, float] | None) -> dict[str, s
         compare = f"quantkit ppl OUT --baseline {shlex.quote(account.source)} --text FILE says how far it is"
         told = f"Not measured: no text was held out. {compare}."
         return {"word": "unknown", "sentence": told}
-    return vars(judge(held_out["kl"], held_out["top1_agree"], int(held_out["tokens"]), held_out.get("plain_kl")))
+    usual = account.scheme if account.allocation is None else ""
+    return vars(judge(held_out["kl"], held_out["top1_agree"], int(held_out["tokens"]), held_out.get("plain_kl"), usual))
 
 
 def _held_out(findings: Findings) -> dict[str, float] | None:

@@ -32,7 +32,7 @@ from quantkit.errors import QuantkitError
 from quantkit.expert_counts import FILE_NAME, ExpertCounts
 from quantkit.plots import layer_plot
 from quantkit.progress import Note, OnEvent, Progress, peak_memory, silent
-from quantkit.quantization.choosing import Chosen, Options, read_sensitivities, told_grids
+from quantkit.quantization.choosing import ChosenGrids, Options, read_sensitivities, told_grids
 from quantkit.quantization.cost import RATES, job_work, seconds_of
 from quantkit.quantization.coverage import Coverage
 from quantkit.quantization.measuring import NAME, beside, find_sensitivities
@@ -69,7 +69,7 @@ class QuantizationReport(Result):
     pruned: str = ""
     """How many routed experts a layer keeps, in words, where some were left out."""
     allocation: dict[str, Any] | None = None
-    """What `Chosen.account` tells, where grids were chosen."""
+    """What `ChosenGrids.account` tells, where grids were chosen."""
     done_already: bool = False
     """Nothing was done: `out` was there, complete, from the same source and settings."""
 
@@ -86,7 +86,8 @@ class QuantizationReport(Result):
         found = self.findings.next_token
         if not found:
             return "not measured: no text was held out; quantkit ppl says how far it is from the source"
-        return judge(found["kl"], found["top1_agree"], int(found["tokens"]), found.get("plain_kl")).sentence
+        usual = self.scheme if self.allocation is None else ""
+        return judge(found["kl"], found["top1_agree"], int(found["tokens"]), found.get("plain_kl"), usual).sentence
 
     @property
     def heading(self) -> str:
@@ -194,7 +195,7 @@ class _Run:
     batches: Batches
     fingerprint: dict[str, str]
     options: Options | None = None
-    chosen: Chosen | None = None
+    chosen: ChosenGrids | None = None
     measured: bytes = b""
 
     @property
@@ -207,7 +208,7 @@ def _checked(source: Path, request: JobRequest, engine: str | None, memory: int 
     job, recipe = open_job(request, Checkpoint.open(source)), request.recipe
     options = Options(job) if request.mixture.chooses else None
     peak, batches = expected_peak(job, memory)
-    check_memory(peak, memory)
+    check_memory(job, peak, memory)
     sequences = _sequences(source, recipe) if job.request.methods or recipe.prune else Sequences([], [])
     name = job.request.format
     fingerprint = _fingerprint(job.checkpoint, recipe, f"{name} for {engine}" if engine else name, sequences)
@@ -311,6 +312,7 @@ def _account(run: _Run, output: Output, source: Path, out: Path, engine: str | N
     if request.methods or recipe.prune:
         command += ["--calibration", recipe.calibration] if recipe.calibration else []
         command += ["--samples", str(recipe.samples), "--seq-len", str(recipe.seq_len)]
+    command += ["--group-size", str(recipe.group_size)] if recipe.group_size else []
     command += ["--prune", f"{recipe.prune:.6%}".replace("%", "").rstrip("0").rstrip(".") + "%"] if recipe.prune else []
     command += ["--seed", str(recipe.seed), "--out", str(out)]
     before, after = output.bytes_by_part()

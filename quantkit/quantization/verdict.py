@@ -10,6 +10,8 @@ NEAR, FAR = 0.01, 0.1
 """KL under the first is close to the source; above the second the answers are another model's."""
 NO_BETTER = 0.9
 """Share of plain rounding's KL from which a calibrated scheme was not worth its time."""
+USUAL = {"awq-w4a16": (0.19, 0.51), "fp4-w4a16": (0.24, 0.51), "int8-a8w8c16": (0.64, 0.89)}
+"""Least and most of plain rounding's KL that a scheme had on the models that judge it (docs/lab/2026-11-23-judges.md)."""
 
 Word = Literal["good", "fair", "poor"]
 
@@ -22,12 +24,15 @@ class Verdict:
     sentence: str
 
 
-def judge(kl: float, top1_agree: float, tokens: int, plain_kl: float | None = None) -> Verdict:
-    """kl, plain_kl: to the source, of the model and of plain rounding to the same grid; top1_agree: share of equal likeliest tokens."""
+def judge(kl: float, top1_agree: float, tokens: int, plain_kl: float | None = None, scheme: str = "") -> Verdict:
+    """kl, plain_kl: to the source, of the model and of plain rounding to the same grid; top1_agree: share of equal likeliest tokens.
+    scheme: whose usual share of plain rounding's KL is told, if it is known."""
     word: Word = "good" if kl < NEAR else "fair" if kl < FAR else "poor"
     beside, useless = "", plain_kl is not None and kl > NO_BETTER * plain_kl and plain_kl > 0
     if plain_kl is not None and plain_kl > 0:
         beside = f", {kl / plain_kl:.2f} of plain rounding's {plain_kl:.2e}"
+        if scheme in USUAL:
+            beside += " (usual: {:.2f} to {:.2f})".format(*USUAL[scheme])
     if useless and word == "good":
         word = "fair"
     meaning = {

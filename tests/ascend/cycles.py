@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 from ascend import ascendc
+from quantkit_kernels.ascend.streamed import enough_splits
 
 CORES, GHZ = 24, 1.85
 HBM, L2_READ, L2_WRITE, MTE3, L0 = 36.0, 110.0, 86.0, 64.0, 256.0
@@ -119,12 +120,6 @@ def experts_asked(tokens: int) -> tuple[float, float]:
     return asked, tokens * CHOSEN / asked
 
 
-def enough_splits(items: float, tiles: int) -> int:
-    """Equal parts of K, at most 16, that deal out most evenly; the fewest of those within a hundredth a part."""
-    parts = [one for one in range(1, 17) if tiles % one == 0]
-    return min(parts, key=lambda one: busiest(items * one, CORES) / (items * one / CORES) + one / 100)
-
-
 def busiest(items: float, cores: int) -> float:
     """Items of the core that has most."""
     return float(-(-items // cores))
@@ -147,7 +142,7 @@ def predict(kernels: dict[str, ctypes.CDLL], name: str, n: int, k: int, tokens: 
         else:
             item, count = fp4_item(kernels[name], each, k // 64), blocks * n / 512 / 2
         total, items = total + item * count, items + count
-    splits = 1 if name == "int4_grouped" else enough_splits(items, k // 64)
+    splits = 1 if name == "int4_grouped" else enough_splits(items, k // 64, CORES)
     uneven = busiest(items * splits, CORES) / (items * splits / CORES)
     cycles, bound = (total * (uneven / CORES) + digits).longest(waits)
     return cycles / GHZ / 1e3, bound, total.hbm / CORES / cycles

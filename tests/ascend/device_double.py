@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from copy import copy
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 from quantkit_kernels.torch_npu import rules
 from torch import Tensor
@@ -27,6 +27,16 @@ TOLD = {"npu_fused_infer_attention_score": ("actual_seq_lengths", "actual_seq_le
 
 CAPTURING: list[Any] = []
 """The graph that is being captured, if any."""
+
+
+class Warm(TorchDispatchMode):
+    """On a stream of its own operators are compiled, and sized their workspaces: what a capture may not do. Their names."""
+
+    NAMES: ClassVar[set[str]] = set()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.NAMES.add(_name(operator))
+        return operator(*args, **(kwargs or {}))
 
 
 class Refuse(TorchFunctionMode):
@@ -52,6 +62,8 @@ class Record(TorchDispatchMode):
         name = _name(operator)
         if name in WAITS:
             raise RuntimeError(f"{name}: operation not permitted when stream is capturing")
+        if name.startswith("npu_") and name not in Warm.NAMES:
+            raise RuntimeError(f"{name}: called the first time while a stream is capturing")
         self.inside = True
         results = operator(*args, **(kwargs or {}))
         self.inside = False
@@ -68,6 +80,7 @@ class NPUGraph:
 
     def replay(self) -> None:
         assert not self.waiting, "the last replay still waits for its lengths"
+        assert self not in TOLD_ANEW, "the last replay may still have to read what it was told"
         self.waiting = self.auto_dispatch_capture and any(_name(operator) in TOLD for operator, *_ in self.launches)
         if not self.waiting:
             self._run()
@@ -77,6 +90,7 @@ class NPUGraph:
         (told,) = cpu_update_input  # one for all, as the executor's layers attend to the same lengths
         for operator, _, kwargs, _ in self.launches:
             kwargs.update({key: told[key] for key in TOLD.get(_name(operator), ()) if key in told})
+        TOLD_ANEW.append(self)
         if self.waiting:
             self.waiting = False
             self._run()
@@ -98,26 +112,57 @@ def graph(target: NPUGraph, pool: object, stream: object, capture_error_mode: st
     target.auto_dispatch_capture = auto_dispatch_capture
     target.launches.clear()
     CAPTURING.append(target)
+    WORKED.clear()
     try:
         with Record(target.launches) as record, Refuse(record):
             yield
+        assert all(one.waited_for for one in WORKED), "a stream has work that nobody waits for"
     finally:
         CAPTURING.remove(target)
 
 
 class Stream:
-    def wait_stream(self, other: object) -> None: ...
+    """Work begins on one behind what it was told to wait for; and a capture may not end with work that nothing on the first stream waits
+    for."""
 
-    def synchronize(self) -> None: ...
+    def __init__(self) -> None:
+        self.waits = self.waited_for = False
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.waits = other.waited_for = True
+
+    def synchronize(self) -> None:
+        TOLD_ANEW.clear()
+
+
+TOLD_ANEW: list[Any] = []
+"""Graphs whose lengths were told, and whose replay may still be to read them."""
+WORKED: list[Stream] = []
+BEGUN: list[Stream] = []
+"""Streams that work is launched on now, in the place of the first."""
+
+
+@contextlib.contextmanager
+def on(stream: Stream) -> Iterator[None]:
+    assert stream.waits, "its work begins before what it reads is there"
+    stream.waits = stream.waited_for = False
+    BEGUN.append(stream)
+    try:
+        with Warm():
+            yield
+        WORKED.append(stream)
+    finally:
+        BEGUN.remove(stream)
 
 
 def driver() -> SimpleNamespace:
     """What torch.npu is to the executor."""
+    Warm.NAMES.clear()
     return SimpleNamespace(
         NPUGraph=NPUGraph,
         Stream=Stream,
         current_stream=Stream,
         graph=graph,
         graph_pool_handle=object,
-        stream=lambda stream: contextlib.nullcontext(),
+        stream=on,
     )

@@ -25,7 +25,7 @@ from quantkit_kernels.reference import prompts as plain_prompts
 from quantkit_kernels.reference.experts import LoopLayout
 from quantkit_kernels.routing import Routing
 from quantkit_kernels.torch_npu.prolog import prolog_refused
-from quantkit_kernels.weights import Fp4, Int4, Int8, Weight, dequantize, kind, shape
+from quantkit_kernels.weights import Fp4, Int4, Int8, NarrowInt8, Weight, dequantize, kind, shape
 from torch import Tensor
 
 from quantkit.executor.weights import ExecutorWeights
@@ -37,6 +37,7 @@ def installed() -> Iterator[None]:
     """Within it backend "reference" is this module's, and the CPU's own operators, which would be taken first, are not there."""
     here = SimpleNamespace(**{name: globals()[name] for name in (*FUNCTIONS, "cache_layout", "linear", "experts_layout", "unusable")})
     plain, chained = backends.module, ExecutorWeights.mla_prolog
+    here.NARROW_EXPERTS = True
     absent = SimpleNamespace(unusable=lambda *arguments: "the reference is asked for")
     replaced = {"reference": cast(ModuleType, here), "cpu": cast(ModuleType, absent)}
     backends.module = lambda name: replaced.get(name) or importlib.import_module(f"quantkit_kernels.{name}")
@@ -57,7 +58,8 @@ class ExactLinear(Linear):
     def __init__(self, weight: Weight, dtype: torch.dtype, device: torch.device, in_experts: bool = False) -> None:
         n, k = shape(weight)
         super().__init__(k, n, dtype, device, "reference")
-        if isinstance(weight, Int4) or (isinstance(weight, Int8) and in_experts and dtype == torch.bfloat16):
+        narrow = isinstance(weight, NarrowInt8)  # whose scales stay float32, as does what makes up for the split of rows
+        if isinstance(weight, Int4) or (isinstance(weight, Int8) and not narrow and in_experts and dtype == torch.bfloat16):
             weight = weight._replace(scale=weight.scale.to(dtype).float())
         self.weight, self.in_experts = weight, in_experts
 
@@ -67,6 +69,9 @@ class ExactLinear(Linear):
     def rows(self, x: Tensor) -> Tensor:
         if isinstance(self.weight, Int8):
             codes, scale = quantize_rows(x)
+            if isinstance(self.weight, NarrowInt8):
+                w, eights = self.weight.codes.double() * self.weight.scale.double(), 8 * torch.ones(1, x.shape[1], dtype=torch.float64)
+                return (((codes.double() - 8) @ w.T + (eights @ w.T).float()) * scale.double()).to(self.dtype)
             return ((codes.double() @ self.weight.codes.double().T) * self.weight.scale.double().T * scale.double()).to(self.dtype)
         if isinstance(self.weight, Int4):
             return (x.double() @ dequantize(self.weight, torch.float64).T).to(self.dtype)

@@ -155,7 +155,9 @@ def _grouped_matmul(a: Any) -> list[Tensor]:
     x, weight = a.x[0], a.weight[0]
     pieces = []
     for expert, rows in enumerate(x.double().split(a.group_list.tolist())):
-        if x.dtype == torch.int8:
+        if x.dtype == torch.int8 and weight.dtype == torch.int32:
+            pieces.append(_narrow_product(rows, weight[expert], a.scale[0][expert], a.bias[0][expert]))
+        elif x.dtype == torch.int8:
             pieces.append(rows @ weight[expert].double() * a.scale[0][expert].double())
         elif a.antiquant_scale is None:
             pieces.append(rows @ weight[expert].double())
@@ -166,6 +168,12 @@ def _grouped_matmul(a: Any) -> list[Tensor]:
     if a.per_token_scale is not None:
         product = product * a.per_token_scale[0].double().unsqueeze(-1)
     return [product.to(a.output_dtype or x.dtype)]
+
+
+def _narrow_product(rows: Tensor, carriers: Tensor, scale_bits: Tensor, bias: Tensor) -> Tensor:
+    """int8 by int4: rows are 16 h + l + 8, h and l of four bits, of which the 8 is left to the bias."""
+    scale = scale_bits.flatten().to(torch.int32).view(torch.float32).double()
+    return (rows - 8) @ uncarry_int4(carriers).double() * scale + bias.double()
 
 
 def _moe_gating_top_k(a: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -189,6 +197,8 @@ def _moe_init_routing_v2(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
     rows = a.x[order // top_k]
     counts = torch.bincount(ids, minlength=a.expert_num)
+    if a.expert_tokens_num_type == 0:
+        counts = counts.cumsum(0)
     scale = torch.full((len(order),), math.nan)
     if a.quant_mode == 1:
         rows, scale = _dynamic_quant(bind("npu_dynamic_quant", (rows,), {}))

@@ -66,6 +66,13 @@ def int8_gmm(scale: T, output: torch.dtype, row: T | None = None, **more: Any) -
     return quantized | {"scale": [scale], "per_token_scale": [row or T(4, dtype=F)], "output_dtype": output, **more}
 
 
+def narrow_gmm(k: int = 128, scale: T | None = None, bias: T | None = None, output: torch.dtype = B, **more: Any) -> Change:
+    """int8 rows by int4 weights."""
+    quantized = {"x": [T(4, k, dtype=I8)], "weight": [T(2, k, 8, dtype=I32)], "antiquant_scale": None, "antiquant_offset": None}
+    both = {"scale": [scale or T(2, 1, 64, dtype=I64)], "bias": [bias or T(2, 64, dtype=F)]}
+    return quantized | both | {"per_token_scale": [T(4, dtype=F)], "output_dtype": output, **more}
+
+
 def experts(count: int) -> Change:
     """So many experts whose counts cannot be read."""
     return {"group_list": T(count, dtype=I64), "weight": [T(count, 128, 8, dtype=I32)]} | {
@@ -80,6 +87,7 @@ def gate(experts: int, groups: int, k: int, k_group: int, **more: Any) -> Change
 INSIDE: list[tuple[str, Change]] = [
     (WQB, {"x": T(4, 128, dtype=H), "antiquant_scale": T(4, 64, dtype=H), "antiquant_offset": T(4, 64, dtype=H)}),
     (WQB, {"x": T(1, 128)}),
+    (FETCH, {"max_size": 1}),
     (WQB, {"antiquant_offset": None}),
     (WQB, {"weight": T(128, 64, dtype=I8)}),
     (WQB, {"weight": T(64, 128, dtype=I8, transposed=True)}),
@@ -115,6 +123,8 @@ INSIDE: list[tuple[str, Change]] = [
     (GMM, {"x": [T(4, 128, dtype=H)]} | {name: [T(2, 4, 64, dtype=H)] for name in ("antiquant_scale", "antiquant_offset")}),
     (GMM, int8_gmm(T(2, 8), B)),
     (GMM, int8_gmm(T(2, 8, dtype=F), H)),
+    (GMM, narrow_gmm()),
+    (GMM, narrow_gmm(18432, output=H)),
     (GATE, {"x": T(3, 64, dtype=F), "bias": T(64, dtype=F)}),
     (GATE, {"x": T(3, 64, dtype=H), "bias": None}),
     (GATE, gate(2048, 8, 8, 4)),
@@ -126,6 +136,7 @@ INSIDE: list[tuple[str, Change]] = [
     (GATE, gate(64, 4, 64, 4, norm_type=1, group_select_mode=0)),
     *((INIT, {"x": T(4, 8, dtype=dtype)}) for dtype in (H, F, I8)),
     (INIT, {"quant_mode": 1}),
+    (INIT, {"expert_tokens_num_type": 0}),
     (INIT, {"x": T(4, 8, dtype=F), "quant_mode": 1}),
     (FINAL, {"expanded_permuted_rows": T(8, 16, dtype=F), "scales": T(4, 2, dtype=F)}),
     (FINAL, {"expanded_permuted_rows": T(8, 16, dtype=H), "scales": T(4, 2, dtype=H)}),
@@ -138,6 +149,7 @@ INSIDE: list[tuple[str, Change]] = [
     (NORM, {"input": T(4, 128, dtype=H), "gamma": T(128, dtype=H)}),
     (ADD_NORM, {"x1": T(4, 128, dtype=F), "x2": T(4, 128, dtype=F), "gamma": T(128, dtype=F)}),
     (ADD_NORM, {"x1": T(1, 128), "x2": T(1, 128)}),
+    (ADD_NORM, {"x1": T(2, 4, 128), "x2": T(2, 4, 128)}),
     (CAST, {"acl_format": 2}),
     (FETCH, {"max_size": 1}),
     (FETCH, {"offset": 511}),
@@ -234,6 +246,12 @@ OUTSIDE: list[tuple[str, Change, str]] = [
     (GMM, int8_gmm(T(2, 8), B, T(4)), "per_token_scale"),
     (GMM, int8_gmm(T(2, 8), B, T(5, dtype=F)), "per_token_scale"),
     (GMM, {"offset": [T(1)]}, "not to be given"),
+    (GMM, narrow_gmm(18433), "at most 18432"),
+    (GMM, narrow_gmm(weight=[T(2, 8, 128, dtype=I32, transposed=True)], scale=T(2, 1, 64, dtype=I64)), "weight is contiguous"),
+    *((GMM, narrow_gmm(scale=one), "int64 [E, 1, N]") for one in (T(2, 64, dtype=I64), T(2, 1, 8, dtype=I64), T(2, 1, 64, dtype=F))),
+    *((GMM, narrow_gmm(bias=one), "int64 [E, 1, N]") for one in (T(2, 1, 64, dtype=F), T(2, 64), T(2, 8, dtype=F))),
+    *((GMM, narrow_gmm() | one, "int64 [E, 1, N]") for one in ({"bias": None}, {"output_dtype": F}, {"output_dtype": None})),
+    (GMM, narrow_gmm(per_token_scale=[T(4)]), "per_token_scale"),
     (GMM, {"activation_input": [T(1)]}, "not to be given"),
     (GMM, {"bias": [T(64)]}, "act_type"),
     (GMM, {"act_type": 1}, "act_type"),
@@ -262,7 +280,7 @@ OUTSIDE: list[tuple[str, Change, str]] = [
     (INIT, {"drop_pad_mode": 1}, "dropped"),
     *((INIT, {"active_num": number}, "dropped") for number in (-1, 7, 9)),
     *((INIT, {"active_expert_range": span}, "active") for span in ([0, 3], [1, 4], [])),
-    *((INIT, {"expert_tokens_num_type": kind}, "counts") for kind in (0, 2)),
+    *((INIT, {"expert_tokens_num_type": kind}, "counts") for kind in (-1, 2)),
     (INIT, {"expert_tokens_num_flag": False}, "counts"),
     (INIT, {"row_idx_type": 1}, "gather"),
     (INIT, {"scale": T(1, dtype=F)}, "not used"),
@@ -295,6 +313,7 @@ OUTSIDE: list[tuple[str, Change, str]] = [
     (ADD_NORM, {"x1": T(0, 128), "x2": T(0, 128)}, "not empty"),
     (ADD_NORM, {"gamma": T(127)}, "last dimension"),
     *((CAST, {"acl_format": number}, "acl_format") for number in (1, 3, 28, 30)),
+    (CAST, {"input": T(128, 4, dtype=I8, transposed=True)}, "contiguous"),
     *((FETCH, {"max_size": size}, "max_size") for size in (0, -1)),
     *((FETCH, {"offset": offset}, "offset") for offset in (-1, 512)),
     (FETCH, {"input": T(4, 128), "offset": 1024}, "offset"),

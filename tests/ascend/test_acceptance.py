@@ -32,7 +32,9 @@ def test_the_whole_day(acceptance: ModuleType, tmp_path: Path, monkeypatch: pyte
     chosen = acceptance.steps("cpu", None, 1, (*ON_THE_DOUBLE, "-m", "quantkit"), ON_THE_DOUBLE)
     assert sum(step.seconds for step in acceptance.steps("npu", "MODEL", 8)) <= 30 * 60
     slow = acceptance.Step("slow", (sys.executable, "-c", "import time; time.sleep(60)"), 1)
-    silent = acceptance.Step("silent", (sys.executable, "-c", "print('no object')"), 20)
+    silent = acceptance.Step(
+        "silent", (sys.executable, "-c", "import sys; print('no object'); sys.stderr.write('one line | more\\nthe last\\n\\n')"), 20
+    )
     short = [step for step in chosen if step.name in ("machine", "npu-smi", "operators", "tokens", "tokens-on-cpu")]
     told = acceptance.accept(tmp_path / "day", [slow, silent, *short])
     ended = {one["name"]: one["how"] for one in told["steps"]}
@@ -50,6 +52,7 @@ def test_the_whole_day(acceptance: ModuleType, tmp_path: Path, monkeypatch: pyte
     assert "not on cpu" in machine["why_decode_steps_are_not_captured"]
     page = (tmp_path / "day" / "summary.md").read_text()
     assert "| slow | not done after 1 s |" in page
+    assert "| the last |" in page
     assert "3 operators measured, 0 out of tolerance" in page
 
 

@@ -63,6 +63,7 @@ def test_refusals_name_the_reason() -> None:
     assert "bfloat16 and float16" in (ascend.refused("linear_int8", torch.float32, None) or "")
     assert "quantized weights" in (ascend.refused("rms_norm", None, None) or "")
     assert ascend.refused("linear_int8", torch.bfloat16, (2112, 7168)) is None
+    assert ascend.refused("linear_int4", torch.bfloat16, None) is None
 
 
 def test_a_launch_is_made_as_triton_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,13 @@ import torch
 from ascend import triton_double
 from kernel_weights import exact_experts, layer, random_experts
 from quantkit_kernels import Routing, ascend, moe_gate, reference
+from quantkit_kernels.ascend import gate, launch
 from quantkit_kernels.ascend.chip import COLUMNS, FEW_TOKENS, SPAN
-from quantkit_kernels.samples import distance
+from quantkit_kernels.ascend.experts import assigned
+from quantkit_kernels.samples import distance, random_weight
 
+LARGE = 2.0**20
+"""More than fp16 holds."""
 GRIDS = ("int4-asym-128", "int4-asym-32", "int4-sym-64", "fp4", "int8")
 
 
@@ -26,11 +30,11 @@ def test_experts_of_few_tokens_are_two_launches(grid: str, launched: list[str]) 
     experts = layer(weights, "ascend", torch.bfloat16)
     for tokens, top_k in ((1, 1), (2, 3), (FEW_TOKENS, 6), (FEW_TOKENS + 1, 2)):
         launched.clear()
-        x = torch.randn(tokens, 256, generator=rng).bfloat16()
-        ids, share = torch.rand(tokens, 6, generator=rng).topk(top_k, dim=-1).indices, torch.rand(tokens, top_k, generator=rng)
+        x = torch.randn(tokens, 512, generator=rng).bfloat16()[:, ::2]
+        ids, share = torch.rand(tokens, 6, generator=rng).topk(top_k, dim=-1).indices, torch.rand(tokens, top_k, generator=rng) * LARGE
         assert distance(experts(x, ids, share), exact_experts(x, ids, share, weights)) < 1.2e-2
         few = tokens <= FEW_TOKENS
-        assert launched == ([f"{kind}_gate_up", f"{kind}_down"] if few else [f"{kind}_blocks"] * 2), tokens
+        assert launched == ([f"{kind}_gate_up", f"{kind}_down"] if few else ["assign", f"{kind}_blocks", f"{kind}_blocks"]), tokens
 
 
 def test_gate_ends_with_a_column_tile() -> None:
@@ -55,12 +59,44 @@ def test_gate(joined: int, tokens: int, launched: list[str]) -> None:
     assert launched == ["router"] * (tokens <= FEW_TOKENS) + ["join"] * bool(joined)
 
 
-@pytest.mark.parametrize("grid", ["int4-asym-128", "fp4", "int8"])
-def test_what_tokens_give_their_experts_is_not_rounded(grid: str) -> None:
-    """Of many tokens: the sum is float32's of products and float32 weights."""
-    rng = torch.Generator().manual_seed(5)
-    experts, tokens = layer(random_experts(grid, 4, 128, 128, rng), "ascend", torch.bfloat16), FEW_TOKENS + 2
-    x, ids = torch.randn(tokens, 128, generator=rng).bfloat16(), torch.rand(tokens, 4, generator=rng).topk(2, dim=-1).indices
-    share = torch.rand(tokens, 2, generator=rng)
-    alone = [experts(x, ids[:, place : place + 1], torch.ones(tokens, 1)).float() * share[:, place : place + 1] for place in (0, 1)]
-    assert torch.equal(experts(x, ids, share), (alone[0] + alone[1]).bfloat16())
+@pytest.mark.parametrize("hidden", [512, 272])
+def test_gate_of_a_part_and_of_nothing(hidden: int, launched: list[str]) -> None:
+    """Rows that lie apart, widths that are no whole tiles of the router's, and no rows at all."""
+    rng, how = torch.Generator().manual_seed(3), Routing(40, 8, n_group=4, topk_group=2, num_joined_experts=1)
+    wide, router = torch.randn(2, 2 * hidden, generator=rng).bfloat16(), torch.randn(40, hidden, generator=rng)
+    bias = torch.rand(40, generator=rng)
+    for x in (wide[:, ::2], wide[:0, ::2]):
+        launched.clear()
+        ids, weights = moe_gate(x, router, bias, how, backend="ascend")
+        twin_ids, twin_weights = reference.moe_gate(x, router, bias, how)
+        assert torch.equal(ids.long(), twin_ids)
+        torch.testing.assert_close(weights, twin_weights, rtol=1e-5, atol=1e-6)
+        assert launched == (["router"] * (hidden == 512) + ["join"] if len(x) else [])
+
+
+def test_results_lie_where_their_operands_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[launch.KernelLaunch] = []
+    monkeypatch.setattr(launch, "run", launches.append)
+    meta, how = torch.device("meta"), Routing(40, 5, num_joined_experts=1)
+    chosen = torch.empty(2, 5, dtype=torch.int32, device=meta), torch.empty(2, 5, device=meta)
+    monkeypatch.setattr(gate, "choose", lambda logits, bias, routing: chosen)
+    found = [*gate.moe_gate(torch.empty(2, 512, dtype=torch.bfloat16, device=meta), torch.empty(40, 512, device=meta), None, how)]
+    blocks = assigned(torch.empty(6, dtype=torch.int64, device=meta), 20)
+    weight = random_weight("int8", 72, 256, torch.Generator().manual_seed(1))
+    found += [blocks.experts, blocks.first, blocks.last, *ascend.linear(weight, torch.bfloat16, meta).held()]
+    linear = ascend.linear(random_weight("fp4", 72, 256, torch.Generator().manual_seed(1)), torch.bfloat16, meta)
+    found += [linear(torch.empty(rows, 256, dtype=torch.bfloat16, device=meta)) for rows in (1, 17)]
+    found += [arg for one in launches for arg in one.args if isinstance(arg, torch.Tensor)]
+    assert {one.device for one in found} == {meta}
+    assert [one.kernel for one in launches] == ["router", "join", "assign", "fp4_rows", "fp4_blocks"]
+
+
+@pytest.mark.parametrize(("tokens", "top_k"), [(5, 1), (33, 4), (300, 2)])
+def test_blocks_are_known_before_the_experts_are(tokens: int, top_k: int) -> None:
+    """As many for all tokens at one expert as for tokens at all, and enough for every pair."""
+    for ids in (torch.zeros(tokens, top_k), torch.arange(tokens * top_k).view(tokens, top_k) % 7):
+        counts = torch.bincount(ids.flatten().long(), minlength=7)
+        found = assigned(counts, tokens * top_k)
+        assert len(found.experts) == tokens * top_k // 16 + min(tokens * top_k, 7)
+        used = found.experts >= 0
+        assert int((found.last - found.first)[used].sum()) == tokens * top_k

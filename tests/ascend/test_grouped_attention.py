@@ -23,6 +23,14 @@ def test_gqa_decode(heads: tuple[int, int], width: int, block_size: int, called:
     assert called == ["npu_fused_infer_attention_score"] * 2
 
 
+def test_queries_need_not_lie_in_one_piece(called: list[str]) -> None:
+    called.clear()
+    case = grouped_attention([17, 40], [1, 1], (8, 2), 64, 16, torch.bfloat16)
+    part = torch.cat([case.q, case.q], dim=-1)[..., :64]
+    assert distance(gqa_decode(part, case.pages, scale=case.scale, backend="torch_npu"), case.exact) < 1e-2
+    assert called == ["npu_fused_infer_attention_score"]
+
+
 def test_what_the_operator_does_not_take(called: list[str]) -> None:
     """A window, and blocks that are no multiple of 16: plain torch."""
     called.clear()

@@ -39,6 +39,10 @@ def test_the_engine_asks_so(quantized: Callable[[str], Path], monkeypatch: pytes
     per_token = loaded.num_cached_layers * loaded.cache_width * loaded.cache_dtype.itemsize
     assert planned.tokens <= (1 << 18) // per_token + planned.block_size  # a quarter of it on a CPU
     headroom.plan_beside(loaded, EngineOptions("model", max_batch=64))
+    with monkeypatch.context() as patched:
+        patched.setattr(headroom, "state_bytes", lambda *sizes: 1 << 19)
+        assert headroom.plan_beside(loaded, EngineOptions("model", max_batch=64)).tokens <= planned.tokens // 2 + planned.block_size
+    asked.pop()
     assert asked == [96, headroom.PREFILL_TOKENS["cpu"]]
 
 
@@ -48,6 +52,11 @@ def test_the_prompt_goes_through_every_operator(quantized: Callable[[str], Path]
         called.clear()
         headroom.warm_up(loaded, 40)
         assert {"npu_grouped_matmul", "npu_weight_quant_batchmatmul", "npu_moe_init_routing_v2"} <= set(called)
+        heads: list[int] = []
+        with monkeypatch.context() as patched:
+            patched.setattr(type(loaded.model), "logits", lambda self, hidden: heads.append(len(hidden)))
+            headroom.warm_up(loaded, 2 * loaded.cache_layout.block_size + 1)
+        assert heads == [1], "of the last token, as a step asks"
         given: list[torch.Tensor] = []
         monkeypatch.setattr(type(loaded.model), "__call__", lambda self, ids, context: given.append(ids) or full())
         with pytest.raises(QuantkitError, match="too little memory for a prompt of 40 tokens"):

@@ -18,8 +18,9 @@ from quantkit_kernels import (
     table,
     why_no_prolog,
 )
-from quantkit_kernels.latents import split_latents
+from quantkit_kernels.latents import pairs_apart, pairs_together, split_latents
 from quantkit_kernels.samples import distance, latent_attention, random_weight
+from quantkit_kernels.torch_npu.functional import attend
 
 pytestmark = pytest.mark.usefixtures("called")
 
@@ -88,6 +89,34 @@ def test_mla_decode_of_other_sizes(called: list[str]) -> None:
     case = latent_attention([17, 0, 24], 8, 128, (32, 32, 64, 128), torch.bfloat16)
     assert distance(functional.mla_decode(*case.arguments, scale=case.scale, backend="torch_npu"), case.exact) < 1e-2
     assert called == ["npu_rotary_mul", "npu_fused_infer_attention_score"]
+
+
+def test_queries_need_not_lie_in_one_piece() -> None:
+    """Parts of something wider, from one cache and from two; the operator's rules demand one piece."""
+    case = latent_attention([17, 24], 2, 16, (128, 64, 128, 512), torch.bfloat16)
+    pages, wide = case.arguments[3], random(2, 2, 2 * 576)
+    assert isinstance(pages.cache, torch.Tensor)
+    absorbed, q_pe = wide[..., :512], wide[..., 600:664]
+    for one in (pages, pages._replace(cache=split_latents(pages.cache, 512, True))):
+        expected = attend(absorbed.contiguous(), q_pe.contiguous(), one, 0.1)
+        assert torch.equal(attend(absorbed, q_pe, one, 0.1), expected)
+
+
+def test_two_caches_are_read_by_the_operator_alone() -> None:
+    """What it refuses is not computed in another way: three heads are no power of two."""
+    case = latent_attention([17, 24], 3, 16, (128, 64, 128, 512), torch.bfloat16)
+    pages = case.arguments[3]
+    assert isinstance(pages.cache, torch.Tensor)
+    with pytest.raises(AssertionError, match="a power of two"):
+        attend(random(2, 3, 512), random(2, 3, 64), pages._replace(cache=split_latents(pages.cache, 512, True)), 0.1)
+
+
+def test_pairs_of_any_rank() -> None:
+    assert pairs_apart(torch.arange(6)).tolist() == [0, 2, 4, 1, 3, 5]
+    for shape in ((3, 8), (3, 2, 8), (3, 2, 2, 8)):
+        x = random(*shape)
+        assert torch.equal(pairs_apart(x), halves(x))
+        assert torch.equal(pairs_together(halves(x)), x)
 
 
 def test_the_cache_lies_as_the_operators_want() -> None:

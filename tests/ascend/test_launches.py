@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from ascend import triton_double
+from ascend import ascendc_double, triton_double
 from ascend.test_executor import divergence, forced
 from quantkit_kernels import backends
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,35 +35,43 @@ class CountLaunches(TorchDispatchMode):
 
 
 COUNTED = [
-    ("rtn-w4a16", "torch_npu", "written"),
-    ("int8-a8w8c16", "torch_npu", "written_int8"),
-    ("int8-attention", "torch_npu", "written_mixed"),
-    ("rtn-w4a16", "ascend", "few"),
-    ("int8-a8w8c16", "ascend", "few_int8"),
-    ("int8-attention", "ascend", "few_mixed"),
+    ("rtn-w4a16", "torch_npu", 2, "written"),
+    ("int8-a8w8c16", "torch_npu", 2, "written_int8"),
+    ("int8-attention", "torch_npu", 2, "written_mixed"),
+    ("rtn-w4a16", "ascend", 2, "few"),
+    ("int8-a8w8c16", "ascend", 2, "few_int8"),
+    ("int8-attention", "ascend", 2, "few_mixed"),
+    ("rtn-w4a16", "ascend", 5, "many"),
+    ("int8-a8w8c16", "ascend", 5, "many_int8"),
+    ("int8-attention", "ascend", 5, "many_mixed"),
+    ("rtn-w4a16", "ascend, built", 2, "streamed"),
+    ("int8-attention", "ascend, built", 2, "streamed_mixed"),
+    ("rtn-w4a16", "ascend, built", 5, "streamed_many"),
+    ("int8-attention", "ascend, built", 5, "streamed_many_mixed"),
 ]
 
 
-@pytest.mark.parametrize(("model", "backend", "counted"), COUNTED)
+@pytest.mark.parametrize(("model", "backend", "batch", "counted"), COUNTED)
 @torch.no_grad()
-def test_launches_of_a_step(model: str, backend: str, counted: str, r1_attention: Callable[[str], Path]) -> None:
-    """At R1's sizes of attention, a dense layer, one with experts, and what is launched once, of two sequences: slices of several rows
+def test_launches_of_a_step(model: str, backend: str, batch: int, counted: str, r1_attention: Callable[[str], Path]) -> None:
+    """At R1's sizes of attention, a dense layer, one with experts, and what is launched once, of several sequences: slices of several rows
     must be copied where an operator wants them contiguous."""
     found, path = [], r1_attention(model)
-    with triton_double.installed():
-        engine = Engine.load(path, device="cpu", dtype="bfloat16", backend=backend, max_batch=4, max_model_len=256)
-        sequences = [engine.submit(list(range(first, first + 20)), SamplingParams(max_new_tokens=8)) for first in (5, 50)]
+    backend, built = backend.partition(",")[0], "built" in backend
+    with ascendc_double.installed() if built else triton_double.installed():
+        engine = Engine.load(path, device="cpu", dtype="bfloat16", backend=backend, max_batch=8, max_model_len=256)
+        sequences = [engine.submit(list(range(first, first + 20)), SamplingParams(max_new_tokens=8)) for first in range(5, 5 + batch)]
         engine.step()
         engine.step()
-        loaded, hidden = engine.loaded.model, torch.randn(2, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
-        rows = engine.runner.rows([5, 6], [(one, one.num_cached) for one in sequences])
+        loaded, hidden = engine.loaded.model, torch.randn(batch, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
+        rows = engine.runner.rows([5] * batch, [(one, one.num_cached) for one in sequences])
         context = rows.context(engine.cache)
         for layer in loaded.layers:
             layer(hidden, hidden, context, layer.input_norm)  # tables made once a step are not a layer's
             with CountLaunches() as launches:
                 layer(hidden, hidden, context, layer.input_norm)
             found.append(len(launches.names))
-        token_ids = torch.tensor([5, 6])
+        token_ids = torch.tensor([5] * batch)
         with CountLaunches() as launches:
             compute(loaded, (token_ids,), rows.context(engine.cache))
         backends.prefer("auto", torch.device("cpu"))
@@ -73,12 +81,14 @@ def test_launches_of_a_step(model: str, backend: str, counted: str, r1_attention
 
 
 @torch.no_grad()
-def test_decoding_on_the_triton_double(r1_attention: Callable[[str], Path]) -> None:
-    """Two launches in the place of five round less: next tokens' log-probabilities are those of backend torch_npu but for that."""
+def test_decoding_on_the_doubles_of_kernels(r1_attention: Callable[[str], Path]) -> None:
+    """Two launches in the place of five round less, and Ascend C takes rows apart into digits: next tokens' log-probabilities are those of
+    backend torch_npu but for that."""
     text, found = list(range(3, 23)), []
-    for backend in ("torch_npu", "ascend"):
-        with triton_double.installed() as called:
+    for backend, double in (("torch_npu", triton_double), ("ascend", triton_double), ("ascend", ascendc_double)):
+        with double.installed() as called:
             found.append(forced(r1_attention("int8-attention"), "bfloat16", backend, text, 16))
             backends.prefer("auto", torch.device("cpu"))
-        assert (called.count("int4_down") > 0) == (backend == "ascend")
-    assert divergence(*found) < 2e-3
+        assert (called.count("int4_down") > 0) == (len(found) == 2)
+    assert divergence(found[0], found[1]) < 2e-3
+    assert divergence(found[0], found[2]) < 2e-3

@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 from ascend import device_double, npu_double
 from ascend.test_executor import forced
-from quantkit_kernels import Linear, torch_npu
+from quantkit_kernels import torch_npu
 from torch import Tensor
 
 from quantkit.executor import prefetch, weights
@@ -24,6 +24,7 @@ class Noted(prefetch.Prefetcher):
         super().__init__(self.ask, device_double.driver())  # type: ignore[arg-type]
 
     def ask(self, tensors: list[Tensor], after: Tensor) -> None:
+        assert [self._stream] == device_double.BEGUN, "beside the collective, not before it"
         self.noted[-1] = ("collective", tensors)
         torch_npu.prefetch(tensors, after)
 
@@ -65,13 +66,39 @@ def test_the_next_weights_are_asked_for(quantized: Callable[[str], Path], monkey
 
 def test_what_holds_too_much_is_not_asked_for() -> None:
     noted = Noted()
-    tensors = {"small": [torch.zeros(8)], "large": [torch.zeros(prefetch.BUDGET // 4 + 1)]}
-    operators = [SimpleNamespace(held=lambda held=held: held) for held in tensors.values()]
-    small, large = (noted.follow(cast(Linear, operator)) for operator in operators)
-    assert same(small.held, tensors["small"])
-    assert large.held == []
+    assert prefetch.BUDGET == 32 << 20
+    tensors = {"just": [torch.zeros(8), torch.zeros(prefetch.BUDGET // 4 - 8)], "large": [torch.zeros(prefetch.BUDGET // 4 + 1)]}
+    operators = [SimpleNamespace(held=lambda held=held: held, q_b=None, qkv_a=None) for held in tensors.values()]
+    for follow in (noted.follow, lambda one: noted.follow_prolog(one)._first):
+        just, large = (follow(cast(Any, operator)) for operator in operators)
+        assert same(just.held, tensors["just"])
+        assert large.held == []
+
+
+def test_what_follows_a_collective_is_learnt_of_collectives_alone() -> None:
+    """Another operator came next where nobody added up; a capture ends with nothing that nobody waits for; who was stopped asks no more."""
+    noted, x = Noted(), torch.zeros(1)
+    held = {number: [torch.full((8,), number)] for number in (1, 2, 3)}
+
+    def add_up() -> list[Tensor]:
+        noted.during(lambda one: one, x)
+        return noted.noted[-1][1]
+
+    with npu_double.installed():
+        for number in (1, 2, 1):
+            noted.called(number, held[number])
+        assert add_up() == []
+        noted.called(3, held[3])
+        noted.called(1, held[1])
+        assert same(add_up(), held[3])
+        graph = device_double.NPUGraph()
+        with device_double.graph(graph, None, None, "thread_local", auto_dispatch_capture=True):
+            assert same(add_up(), held[3])
+        noted.stop()
+        assert add_up() == []
 
 
 def test_where_nothing_is_prefetched() -> None:
     assert prefetch.find_prefetcher(torch.device("cpu"), Parallel(0, 2)) is None
     assert prefetch.find_prefetcher(torch.device("cuda"), SINGLE) is None
+    assert prefetch.find_prefetcher(cast(Any, SimpleNamespace(type="npu")), SINGLE) is None

@@ -59,7 +59,7 @@ def test_linear(grid: str, dtype: torch.dtype, factor: float) -> None:
         assert torch.equal(ours(x), twin(x)), rows
 
 
-@pytest.mark.parametrize("grid", ["int4-asym-32", "int8", "dense"])
+@pytest.mark.parametrize("grid", ["int4-asym-32", "int8", "int8-narrow", "dense"])
 @pytest.mark.parametrize(("dtype", "factor"), [(torch.float16, 1.0), (torch.bfloat16, 2.0**20), (torch.bfloat16, 2.0**-30)], ids=str)
 def test_experts(grid: str, dtype: torch.dtype, factor: float) -> None:
     """gate and up are as they are, for a SiLU of a large value is linear; down is stretched, and tokens' weights too."""
@@ -141,7 +141,7 @@ def bytes_of(tensors: Any) -> set[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("backend", ["torch_npu", "ascend"])
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("grid", [*GRIDS, "int8-narrow"])
 def test_what_is_held_is_all_that_is_computed_with(grid: str, backend: str) -> None:
     """Else it is neither prefetched nor counted. The experts of FP4 on torch_npu and the gains of norms are small, and not prefetched."""
     rng = torch.Generator().manual_seed(1)

@@ -8,6 +8,8 @@ from ascend import npu_double
 from kernel_weights import exact_experts, layer, random_experts
 from quantkit_kernels import (
     Fp4,
+    Int8,
+    NarrowInt8,
     Routing,
     dequantize,
     functional,
@@ -74,18 +76,37 @@ def test_fp4_decodes_exactly() -> None:
     assert torch.equal(decoded.double(), dequantize(weight, torch.float64))
 
 
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("grid", [*GRIDS, "int8-narrow"])
 def test_experts(grid: str, called: list[str]) -> None:
     called.clear()
     rng = torch.Generator().manual_seed(2)
     weights = random_experts(grid, 6, 256, 128, rng)
     experts = layer(weights, "torch_npu", torch.bfloat16)
+    assert experts.num_experts == 6
     for tokens, top_k in ((1, 1), (5, 2), (33, 4)):
         x = random(tokens, 256, seed=tokens)
         ids = torch.rand(tokens, 6, generator=rng).topk(top_k, dim=-1).indices
         topk_weights = torch.rand(tokens, top_k, generator=rng)
         assert distance(experts(x, ids, topk_weights), exact_experts(x, ids, topk_weights, weights)) < 1.5e-2, tokens
     assert called.count("npu_grouped_matmul") == (0 if grid == "fp4" else 6)
+
+
+def test_experts_in_half_a_byte_a_code() -> None:
+    """W4A8: half the memory of int8, but for scales and biases; gate and up that no int32 carries whole stay int8."""
+    rng, ids, share = torch.Generator().manual_seed(2), torch.tensor([[0, 1], [1, 0], [1, 1]]), torch.ones(3, 2)
+    for width in (128, 126):
+        weights = random_experts("int8-narrow", 2, 128, width, rng)
+        experts, x = layer(weights, "torch_npu", torch.bfloat16), random(3, 128)
+        held = layer([[Int8(*one) for one in projection] for projection in weights], "torch_npu", torch.bfloat16).nbytes
+        assert (experts.nbytes < 0.6 * held) == (width == 128)
+        assert distance(experts(x, ids, share), exact_experts(x, ids, share, weights)) < 1.5e-2
+    wide = [NarrowInt8(torch.empty(8, k, device="meta"), torch.empty(8, 1, device="meta")) for k in (18432, 18433)]
+    assert [*map(layout.is_carried, wide)] == [True, False]
+    weight = NarrowInt8(torch.tensor([[-8, 7, 3, 1]] * 8).to(torch.int8), torch.full((8, 1), 0.5))
+    carriers, scale_bits, bias = layout.narrow_tensors(weight)
+    assert carriers.shape == (4, 1)
+    assert (scale_bits == 0x3F000000).all()
+    assert (bias == 8 * 3 * 0.5).all()
 
 
 def test_norms_and_activation(called: list[str]) -> None:

@@ -80,9 +80,19 @@ def test_layouts_at_rest() -> None:
     for grid in ("dense", "int8"):
         assert layout_of(nz_linear(random_weight(grid, 64, 64, rng), torch.bfloat16, torch.device("cpu")).weight) == NZ
     for grid in ("int4-asym-32", "dense", "fp4"):
-        assert {layout_of(one) for one in prepare(random_weight(grid, 64, 64, rng), backend="torch_npu").held()} == {"ND"}
+        held = prepare(random_weight(grid, 64, 64, rng), backend="torch_npu").held()
+        assert {layout_of(one) for one in held} == {"ND"}
+        assert all(one.is_contiguous() for one in held)
     for grid in ("int4-asym-32", "int8", "dense"):
         assert {layout_of(one) for one in layer(random_experts(grid, 3, 64, 32, rng), "torch_npu", torch.bfloat16).held()} == {"ND"}
+
+
+def test_scales_are_taken_as_they_lie() -> None:
+    weight = random_weight("int8", 64, 64, torch.Generator().manual_seed(1))
+    part = weight._replace(scale=torch.cat([weight.scale, weight.scale], dim=1)[:, :1])
+    ours, x = prepare(part, backend="torch_npu"), random(3, 64)
+    assert all(one.is_contiguous() for one in ours.held() if layout_of(one) == "ND")
+    assert torch.equal(ours(x), prepare(weight, backend="torch_npu")(x))
 
 
 def test_the_double_refuses_a_layout() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from ascend import npu_double
 from quantkit_kernels import ascend, backends
-from quantkit_kernels.ascend import launch
+from quantkit_kernels.ascend import chip, launch
 from quantkit_kernels.ascend.layout import FP4_RESCALE, unpack_nibbles
 from quantkit_kernels.linear import quantize_rows
 from torch import Tensor
@@ -36,6 +36,7 @@ def installed() -> Iterator[list[str]]:
     library.impl("launch", compute, "CPU")
 
     def run(one: launch.KernelLaunch) -> None:
+        check(one)
         by_number.append(one)
         torch.ops.ascend_double.launch([arg for arg in one.args if isinstance(arg, Tensor)], len(by_number) - 1)
 
@@ -51,6 +52,14 @@ def installed() -> Iterator[list[str]]:
         library._destroy()
         launch.run, ascend.unusable = plain, refused  # type: ignore[assignment]
         backends.find.cache_clear()
+
+
+def check(one: launch.KernelLaunch) -> None:
+    """What every launch keeps to: something to do, operands in one piece, whole numbers of 32 bits but for counts."""
+    operands = [arg for arg in one.args if isinstance(arg, Tensor)]
+    assert one.programs > 0, one.kernel
+    assert all(arg.is_contiguous() for arg in operands), f"{one.kernel} reads runs"
+    assert sum(arg.dtype == torch.int64 for arg in operands) == (one.kernel == "assign"), one.kernel
 
 
 def _columns(tiles: Tensor, n: int) -> Tensor:
@@ -123,24 +132,52 @@ def _down(one: launch.KernelLaunch) -> None:
 
 
 def _blocks(one: launch.KernelLaunch) -> None:
-    p = Packed(one, 2 if one.kernel.startswith("int8") else 1, 2)
-    x, (experts, out), bm = p.leading[0], p.trailing, one.constants["BM"]
-    for block, expert in enumerate(experts.tolist()):
-        rows = slice(block * bm, min((block + 1) * bm, len(x)))
-        if expert >= 0 and rows.start < rows.stop:
-            product = p.times(x[rows], expert, p.numbers[2])
-            out[rows] = (product * p.leading[1][rows].double().unsqueeze(1) if len(p.leading) > 1 else product).to(out.dtype)
+    p = Packed(one, 2 if one.kernel.startswith("int8") else 1, 4)
+    x, (experts, first, last, out) = p.leading[0], p.trailing
+    assert one.constants.get("BK", chip.SPAN) == chip.SPAN, "the tile that fits, as the weight is laid out"
+    for expert, start, end in zip(experts.tolist(), first.tolist(), last.tolist()):
+        if expert >= 0:
+            assert start < end <= start + one.constants["BM"], (start, end)
+            product = p.times(x[start:end], expert, p.numbers[1])
+            out[start:end] = (product * p.leading[1][start:end].double().unsqueeze(1) if len(p.leading) > 1 else product).to(out.dtype)
+
+
+def _assign(one: launch.KernelLaunch) -> None:
+    counts, experts, first, last, *_ = one.args
+    ends = counts.cumsum(0).tolist()  # type: ignore[union-attr]
+    found = [
+        (expert, row, min(row + one.constants["BM"], end))
+        for expert, (start, end) in enumerate(zip([0, *ends], ends))
+        for row in range(start, end, one.constants["BM"])
+    ]
+    experts.fill_(-1)  # type: ignore[union-attr]
+    for values, into in zip(zip(*found), (experts, first, last)):
+        into[: len(found)] = torch.tensor(values, dtype=torch.int32)  # type: ignore[index]
 
 
 def _router(one: launch.KernelLaunch) -> None:
-    x, weight, out, *_ = one.args
+    x, weight, out, items, *sizes = one.args
+    assert items == len(x) * -(-len(weight) // one.constants["BN"])  # type: ignore[arg-type]
+    assert sizes[1] % one.constants["BK"] == 0
     out.copy_(x.double() @ weight.double().T)  # type: ignore[union-attr]
 
 
 def _join(one: launch.KernelLaunch) -> None:
-    ids, weights, joined_ids, joined_weights, _, top_k, columns, first = one.args
+    ids, weights, joined_ids, joined_weights, tokens, top_k, columns, first = one.args
+    assert joined_ids.shape == (tokens, columns)  # type: ignore[union-attr]
+    assert {ids.dtype, joined_ids.dtype} == {torch.int32}  # type: ignore[union-attr]
+    width = one.constants["BK"]
+    assert columns <= width == 1 << (width - 1).bit_length(), "Triton's ranges are powers of two"
     joined_ids.copy_(torch.cat([ids, torch.arange(first, first + columns - top_k).int().expand(len(ids), -1)], dim=1))  # type: ignore
     joined_weights.copy_(torch.nn.functional.pad(weights, (0, columns - top_k), value=1.0))  # type: ignore
 
 
-RESULTS: dict[str, Any] = {"rows": _rows, "gate_up": _gate_up, "down": _down, "blocks": _blocks, "router": _router, "join": _join}
+RESULTS: dict[str, Any] = {
+    "rows": _rows,
+    "gate_up": _gate_up,
+    "down": _down,
+    "blocks": _blocks,
+    "assign": _assign,
+    "router": _router,
+    "join": _join,
+}

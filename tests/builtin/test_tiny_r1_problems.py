@@ -1,5 +1,6 @@
 """tiny-math cannot occur in training, its answers are right, and the shipped texts are what the generator writes."""
 
+import gzip
 import json
 import random
 import re
@@ -15,7 +16,8 @@ HELD_OUT = ROOT / "eval/data/tiny-heldout.jsonl"
 
 
 def rows(path: Path) -> list[dict[str, str]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    return [json.loads(line) for line in data.decode().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -47,15 +49,16 @@ def test_training_yields_no_key_of_the_evaluation_side(family: object) -> None:
 
 
 def test_the_larger_tasks_are_the_generators_and_cannot_occur_in_training() -> None:
-    task, held_out, more, lengths = texts.tasks()
-    every = [*task, *held_out, *more, *lengths]
+    made = texts.texts()
+    every = [*made.task, *made.held_out, *made.more, *made.lengths, *made.most]
     assert {problems.side(p.key) for p in every} == {"eval"}
-    assert len({p.key for p in every}) == len(every) == 200 + 64 + 1800 + 1000
-    assert rows(ROOT / "eval/data/tiny-math-2000.jsonl") == texts.rows(task + more)
-    assert rows(ROOT / "eval/data/tiny-math-steps.jsonl") == texts.rows_by_length(lengths)
-    assert {(p.family, p.steps) for p in lengths} == {(family.__name__, steps) for family, steps in texts.LENGTHS}
-    for name in ("tiny-math-2000", "tiny-math-steps"):
-        kept = rows(ROOT / f"eval/data/{name}.jsonl")
+    assert len({p.key for p in every}) == len(every) == 200 + 64 + 1800 + 1000 + 6000
+    assert rows(ROOT / "eval/data/tiny-math-2000.jsonl") == texts.rows(made.task + made.more)
+    assert rows(ROOT / "eval/data/tiny-math-8000.jsonl.gz") == texts.rows(made.task + made.more + made.most)
+    assert rows(ROOT / "eval/data/tiny-math-steps.jsonl") == texts.rows_by_length(made.lengths)
+    assert {(p.family, p.steps) for p in made.lengths} == {(family.__name__, steps) for family, steps in texts.LENGTHS}
+    for name in ("tiny-math-2000.jsonl", "tiny-math-8000.jsonl.gz", "tiny-math-steps.jsonl"):
+        kept = rows(ROOT / "eval/data" / name)
         assert len({row["id"] for row in kept}) == len({row["problem"] for row in kept}) == len(kept)
 
 

@@ -315,12 +315,13 @@ def test_values_that_are_not_finite_are_named(dtype: torch.dtype, bad: float) ->
 
 
 def test_a_table_of_ids_is_no_sign_of_another_format(tmp_path: Path) -> None:
-    """int64 beside floats, as DeepSeek-V4's layers that route by token have it; codes of a packed weight are refused still."""
+    """int64 or int32 beside floats, as DeepSeek-V4's layers that route by token have it; codes of a packed weight are refused still."""
     config = make_model.tiny_config()
-    tensors = make_model.random_tensors(config) | {"model.layers.0.mlp.gate.tid2eid": torch.arange(12).view(4, 3)}
-    table = Checkpoint.open(make_model.write_dense(tmp_path / "table", config, tensors)).read("model.layers.0.mlp.gate.tid2eid")
-    assert torch.equal(table, torch.arange(12).view(4, 3))
-    for name, dtype in (("model.layers.0.mlp.gate_proj.weight", torch.int64), ("model.layers.0.mlp.gate.tid2eid", torch.int32)):
+    tensors, ids = make_model.random_tensors(config), torch.arange(12).view(4, 3)
+    for kind in (torch.int64, torch.int32):
+        path = make_model.write_dense(tmp_path / str(kind), config, tensors | {"model.layers.0.mlp.gate.tid2eid": ids.to(kind)})
+        assert torch.equal(Checkpoint.open(path).read("model.layers.0.mlp.gate.tid2eid"), ids.to(kind))
+    for name, dtype in (("model.layers.0.mlp.gate_proj.weight", torch.int64), ("model.layers.0.mlp.gate_proj.qweight", torch.int32)):
         path = make_model.write_dense(tmp_path / name / str(dtype), config, tensors | {name: torch.zeros(4, 3, dtype=dtype)})
         with pytest.raises(QuantkitError, match=f"{name} .* does not have"):
             Checkpoint.open(path)

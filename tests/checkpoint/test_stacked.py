@@ -71,7 +71,8 @@ def mxfp4_model(path: Path) -> tuple[Path, dict[str, Tensor]]:
             tensors |= {f"{p}.self_attn.{side}_proj.weight": (rows, columns), f"{p}.self_attn.{side}_proj.bias": (rows,)}
         tensors |= {f"{p}.self_attn.sinks": (4,), f"{p}.mlp.router.weight": (experts, hidden), f"{p}.mlp.router.bias": (experts,)}
         tensors |= {f"{p}.mlp.experts.gate_up_proj_bias": (experts, 2 * width), f"{p}.mlp.experts.down_proj_bias": (experts, hidden)}
-    held = {name: (torch.randn(shape, generator=rng) / shape[-1] ** 0.5).bfloat16() for name, shape in tensors.items()}
+    held = {name: ("norm" in name) + torch.randn(shape, generator=rng) / shape[-1] ** 0.5 for name, shape in tensors.items()}
+    held = {name: tensor.bfloat16() for name, tensor in held.items()}
     for layer in range(2):
         for side, rows, columns in (("gate_up", 2 * width, hidden), ("down", hidden, width)):
             name = f"model.layers.{layer}.mlp.experts.{side}_proj"

@@ -52,7 +52,7 @@ def test_the_sublayer_and_its_linear_are_named(models: tuple[Path, Path], tmp_pa
 
 def test_a_router_that_was_left_unscaled_is_named(models: tuple[Path, Path], tmp_path: Path) -> None:
     contents = faulty.Contents.of(models[0])
-    faulty.the_router_was_not_scaled(contents)
+    faulty.against_source.the_router_was_not_scaled(contents)
     found = diagnose(str(contents.write(tmp_path / "bad")), source=str(models[0]), depth="behaviour").findings
     assert [finding.where for finding in found.found if finding.name == "router-strays"] == ["model.layers.2 feed-forward"]
 

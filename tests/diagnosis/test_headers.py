@@ -11,6 +11,7 @@ import r1_headers
 from commands import command
 from packed_model import write_packed
 
+from quantkit.assets import builtin_model
 from quantkit.diagnosis.catalogue import CATALOGUE
 from quantkit.diagnosis.diagnose import diagnose
 from quantkit.diagnosis.findings import EXIT_CODES, DiagnosisFindings
@@ -33,30 +34,35 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, Path]]:
         source = make_model.write_dense(folder / name, config, tensors)
         for format in formats:
             made.append((write_packed(folder / f"{name}-{format}", config, tensors, *good_checkpoints.FORMATS[format]), source))
-    return made
+    return [*made, (builtin_model("tiny-r1"), builtin_model("tiny-r1"))]
 
 
 def test_good_checkpoints_have_no_finding(good: list[tuple[Path, Path]]) -> None:
     for path, source in good:
         for given in (None, str(source)):
             assert diagnose(str(path), source=given).to_json() == {"verdict": "good", "findings": []}, path
-    assert diagnose("tiny-r1").findings.verdict == "good"
+
+
+@pytest.fixture(scope="module")
+def opened(good: list[tuple[Path, Path]]) -> list[tuple[faulty.Contents, Path]]:
+    """The same in memory, to be copied and changed."""
+    return [(faulty.Contents.of(path), source) for path, source in good]
 
 
 @pytest.mark.parametrize("fault", HEADERS, ids=lambda fault: fault.name)
-def test_a_fault_is_found(fault: faulty.Fault, good: list[tuple[Path, Path]], tmp_path: Path) -> None:
-    path, source, contents = next((path, source, contents) for path, source in good if fault.suits(contents := faulty.Contents.of(path)))
+def test_a_fault_is_found(fault: faulty.Fault, opened: list[tuple[faulty.Contents, Path]], tmp_path: Path) -> None:
+    contents, source = next((contents.copy(), source) for contents, source in opened if fault.suits(contents))
     fault.apply(contents)
     findings = diagnose(str(contents.write(tmp_path / "bad")), source=str(source) if fault.source else None).findings
-    assert {finding.name for finding in findings.found if finding.severity != "note"} & set(fault.finds), path
+    assert {finding.name for finding in findings.found if finding.severity != "note"} & set(fault.finds), findings.to_json()
     assert findings.verdict == ("bad" if CATALOGUE[fault.finds[0]].severity == "error" else "doubtful")
 
 
 def test_the_command_says_the_verdict_with_its_exit_code(good: list[tuple[Path, Path]], tmp_path: Path) -> None:
     contents = faulty.Contents.of(good[0][0])
-    faulty.mtp_was_dropped(contents)
+    faulty.mtp.mtp_was_dropped(contents)
     doubtful = contents.write(tmp_path / "doubtful")
-    faulty.a_norm_is_lost(contents)
+    faulty.structure.a_norm_is_lost(contents)
     bad = contents.write(tmp_path / "bad")
     for path, verdict in ((good[0][0], "good"), (doubtful, "doubtful"), (bad, "bad")):
         answer = command("check", str(path), "--report", str(tmp_path / "report.html"), "--json")

@@ -1,5 +1,6 @@
 """What has one cure is cured: the copy is good, and what was no fault is the same to the bit."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import faulty
@@ -18,31 +19,34 @@ from quantkit.errors import QuantkitError
 
 CONFIG = make_model.tiny_config(num_hidden_layers=2)
 CURED = (
-    (faulty.names_have_another_prefix, "ct-int4"),
-    (faulty.names_lack_their_prefix, "awq"),
-    (faulty.experts_have_mixtrals_names, "ct-int8"),
-    (faulty.index_is_missing, "awq"),
-    (faulty.index_names_the_wrong_shard, "ct-int4"),
-    (faulty.another_group_size_is_said, "ct-int4"),
-    (faulty.another_group_size_is_said, "awq"),
-    (faulty.experts_are_listed_as_plain, "ct-int4"),
-    (faulty.experts_are_listed_as_plain, "modelopt"),
-    (faulty.gptq_is_said_to_be_the_other_version, "gptq"),
-    (faulty.gptq_is_said_to_be_the_other_version, "gptq-v2"),
-    (faulty.zero_points_are_one_less, "awq"),
-    (faulty.global_scales_are_inverted, "ct-nvfp4"),
-    (faulty.one_global_scale_is_inverted, "modelopt"),
-    (faulty.mtp_is_stored_and_not_announced, "awq"),
+    (faulty.structure.names_have_another_prefix, "ct-int4"),
+    (faulty.structure.names_lack_their_prefix, "awq"),
+    (faulty.structure.experts_have_mixtrals_names, "ct-int8"),
+    (faulty.files.index_is_missing, "awq"),
+    (faulty.files.index_names_the_wrong_shard, "ct-int4"),
+    (faulty.description.another_group_size_is_said, "ct-int4"),
+    (faulty.description.another_group_size_is_said, "awq"),
+    (faulty.description.experts_are_listed_as_plain, "ct-int4"),
+    (faulty.description.experts_are_listed_as_plain, "modelopt"),
+    (faulty.codes.gptq_is_said_to_be_the_other_version, "gptq"),
+    (faulty.codes.gptq_is_said_to_be_the_other_version, "gptq-v2"),
+    (faulty.codes.zero_points_are_one_less, "awq"),
+    (faulty.codes.global_scales_are_inverted, "ct-nvfp4"),
+    (faulty.codes.one_global_scale_is_inverted, "modelopt"),
+    (faulty.mtp.mtp_is_stored_and_not_announced, "awq"),
 )
 FROM_SOURCE = (
-    (faulty.mtp_was_dropped, "ct-int4"),
-    (faulty.mtp_was_dropped_and_config_agrees, "awq"),
-    (faulty.mtp_was_dropped, "modelopt"),
-    (faulty.mtp_was_dropped, "modelslim"),
-    (faulty.the_head_is_lost, "ct-int4"),
-    (faulty.the_tokenizer_is_missing, "ct-int4"),
-    (faulty.rope_is_lost, "awq"),
-    (faulty.eos_is_no_token, "ct-int8"),
+    (faulty.mtp.mtp_was_dropped, "ct-int4"),
+    (faulty.mtp.mtp_was_dropped_and_config_agrees, "awq"),
+    (faulty.mtp.mtp_was_dropped, "modelopt"),
+    (faulty.mtp.mtp_was_dropped, "modelslim"),
+    (faulty.structure.the_head_is_lost, "ct-int4"),
+    (faulty.settings.the_tokenizer_is_missing, "ct-int4"),
+    (faulty.settings.rope_is_lost, "awq"),
+    (faulty.settings.eos_is_no_token, "ct-int8"),
+    (faulty.settings.the_class_is_another_models, "awq"),
+    (faulty.settings.texts_end_after_twenty_tokens, "awq"),
+    (faulty.settings.the_template_is_another_familys, "ct-int4"),
 )
 
 
@@ -56,7 +60,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(("fault", "format"), [*CURED, *FROM_SOURCE], ids=lambda value: getattr(value, "__name__", value))
-def test_a_fault_is_cured(fault: faulty.Any, format: str, models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_fault_is_cured(fault: Callable[[faulty.Contents], None], format: str, models: dict[str, Path], tmp_path: Path) -> None:
     contents = faulty.Contents.of(models[format])
     fault(contents)
     source = str(models["source"]) if (fault, format) in FROM_SOURCE else None
@@ -74,7 +78,7 @@ def test_a_fault_is_cured(fault: faulty.Any, format: str, models: dict[str, Path
 
 def test_the_command_says_what_it_changed(models: dict[str, Path], tmp_path: Path) -> None:
     contents = faulty.Contents.of(models["awq"])
-    faulty.names_lack_their_prefix(contents)
+    faulty.structure.names_lack_their_prefix(contents)
     answer = command("check", str(contents.write(tmp_path / "bad")), "--repair", str(tmp_path / "out"), "--json")
     assert answer.code == 2
     assert "names that engines look for" in answer.json["repaired"]["changes"][0]
@@ -101,7 +105,7 @@ def test_what_an_engine_reads_is_set(engine: str, format: str, models: dict[str,
 
 def test_what_has_no_cure_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
     contents = faulty.Contents.of(models["awq"])
-    faulty.codes_are_constant(contents)
+    faulty.codes.codes_are_constant(contents)
     with pytest.raises(QuantkitError, match="has one cure"):
         repair(diagnose(str(contents.write(tmp_path / "bad")), depth="tensors"), tmp_path / "out")
     assert not (tmp_path / "out").exists()

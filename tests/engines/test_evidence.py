@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import pytest
 
 from quantkit.engines import evidence as module
-from quantkit.engines.evidence import Loaded, evidence, loaded
+from quantkit.engines.evidence import LayoutRun, Loaded, evidence, layout_evidence, layout_runs, loaded
+from quantkit.engines.layouts import find_topology
 from quantkit.engines.profiles import EngineProfile, LoadRule, find_engine
 
 
@@ -47,3 +48,21 @@ def test_a_run_counts_for_more() -> None:
     profile = find_engine("vllm")
     awq = next(load for load in profile.loads if load.format == "awq" and "cuda" in load.devices)
     assert evidence(profile, awq) == "run on H200, vLLM 0.22.1"
+
+
+def test_every_run_is_of_a_layout() -> None:
+    for run in layout_runs():
+        find_topology(run.engine, name=run.layout)
+        assert run.passed <= (run.equal > 0 and run.compared >= run.equal), run
+
+
+def test_a_layout_is_said_to_run_where_its_tokens_were_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = LayoutRun(
+        engine="vllm", release="1", machine="CPU", layout="one-box", ranks=2, model="m", format="awq", compared=9, equal=9, passed=True
+    )
+    wrong = right.model_copy(update={"format": "ct-w8a8", "passed": False})
+    guessed = right.model_copy(update={"guesses": 1, "machine": "H200"})
+    monkeypatch.setattr(module, "layout_runs", lambda: (right, wrong, guessed, right.model_copy(update={"format": "source"})))
+    assert layout_evidence("vllm", "one-box") == "run on CPU, vllm 1 (awq, source)"
+    assert layout_evidence("vllm", "one-box", guesses=2) == "run on H200, vllm 1 (awq)"
+    assert layout_evidence("vllm", "two-boxes") == layout_evidence("sglang", "one-box") == "by source"

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from packed_model import write_packed
 
 from quantkit.checkpoint.formats import awq, compressed_int8
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.engines.launch import deploy, layout_names
+from quantkit.engines.launch import deploy
+from quantkit.engines.layouts import find_topology, layout_names
 from quantkit.engines.memory import ParallelSizes, check_split, fit
 from quantkit.errors import QuantkitError
 from quantkit.schemes import IntGrid
@@ -29,6 +31,13 @@ OPTIONS = {name: set(text.split()) for name, text in yaml.safe_load((DATA / "dep
 def int8(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = tiny_config(num_attention_heads=32, n_routed_experts=32, n_group=4)
     path = tmp_path_factory.mktemp("int8")
+    return write_packed(path, config, random_tensors(config), compressed_int8.FORMAT, IntGrid(8, None, symmetric=True))
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = tiny_config(first_k_dense_replace=3, num_nextn_predict_layers=0)
+    path = tmp_path_factory.mktemp("dense")
     return write_packed(path, config, random_tensors(config), compressed_int8.FORMAT, IntGrid(8, None, symmetric=True))
 
 
@@ -172,6 +181,45 @@ def test_many_boxes_of_fewer_devices(int8: Path) -> None:
     assert command[command.index("--data-parallel-start-rank") + 1] == "6"
     with pytest.raises(QuantkitError, match="groups of 4"):
         deploy(int8, "vllm-ascend", boxes=4, devices=3)
+
+
+def test_a_layout_on_another_number_of_boxes(int8: Path) -> None:
+    """Data-parallel groups become more or fewer, or pipeline stages where there are none; a published rate is of its own size alone."""
+    two = deploy(int8, "vllm", layout="four-boxes", boxes=2, devices=2)
+    commands = [launch.commands[0][1] for launch in two.launches]
+    assert [command[command.index("--data-parallel-size") + 1] for command in commands] == ["4", "4"]
+    assert commands[1][commands[1].index("--data-parallel-start-rank") + 1] == "2"
+    stages = deploy(int8, "vllm", layout="two-boxes", boxes=3).launches
+    for launch in stages:
+        (_, command), *_ = launch.commands
+        assert [command[command.index(option) + 1] for option in ("--pipeline-parallel-size", "--nnodes")] == ["3", "3"]
+    assert find_topology("vllm-ascend", None, "four-boxes").published
+    assert not find_topology("vllm-ascend", 8, "four-boxes").published
+    assert find_topology("vllm-ascend", 8, "four-boxes").roles[0].data_parallel == 16
+    for layout, boxes in (("one-box", 2), ("four-boxes", 1), ("disaggregated-a2", 12)):
+        with pytest.raises(QuantkitError, match=f"{layout} is a layout of"):
+            deploy(int8, "vllm-ascend", layout=layout, boxes=boxes)
+
+
+@pytest.mark.parametrize(("engine", "device", "layout"), LAUNCHES)
+def test_a_model_without_experts_is_asked_for_none(dense: Path, engine: str, device: str, layout: str) -> None:
+    """vLLM ends with "Number of experts in the model must be greater than 0 when expert parallelism is enabled"."""
+    for launch in deploy(dense, engine, layout=layout, device=device).launches:  # type: ignore[arg-type]
+        for _, command in launch.commands:
+            said = " ".join(command)
+            assert not re.search(r"--(enable-expert|ep-|moe|deepep)", said)
+            assert not {"deepep", "auto", "normal", "low_latency"} & set(command), "a value without its option"
+
+
+def test_guesses_of_the_mtp_layer(int8: Path, tmp_path: Path) -> None:
+    ((_, command),) = deploy(int8, "vllm", guesses=2).launches[0].commands
+    assert json.loads(command[command.index("--speculative-config") + 1]) == {"method": "mtp", "num_speculative_tokens": 2}
+    with pytest.raises(QuantkitError, match="omni-infer has no options for guesses"):
+        deploy(int8, "omni-infer", guesses=1)
+    config = tiny_config(num_nextn_predict_layers=0)
+    without = write_packed(tmp_path / "int8", config, random_tensors(config), compressed_int8.FORMAT, IntGrid(8, None, symmetric=True))
+    with pytest.raises(QuantkitError, match="has no MTP layer"):
+        deploy(without, "vllm", guesses=1)
 
 
 def test_experts_shared_by_the_devices_of_one_box(int8: Path) -> None:

@@ -43,11 +43,12 @@ def test_definitions_by_hand() -> None:
     assert row.to_json()["tpot_ms_p50"] == pytest.approx(15)
 
 
-def test_replies_of_one_token_have_no_tpot() -> None:
-    row = summarize([RequestTimes(0, 1, 1, 3, 1)], 3, 1)
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_replies_in_one_piece_have_no_tpot(tokens: int) -> None:
+    row = summarize([RequestTimes(0, 1, 1, 3, tokens)], 3, 1)
     assert row.tpot_ms is None
     assert row.tps is None
-    assert row.system_tps == 1
+    assert row.system_tps == tokens
 
 
 def test_percentiles_are_those_of_the_requests_and_left_out_where_they_are_too_few() -> None:
@@ -217,6 +218,21 @@ def test_requests_that_arrive_wait_for_room(server: str) -> None:
     paced = list(EndpointTarget(server).run(Workload(4, 1, requests=4, concurrency=4, rate=8.0, seed=2)))
     sent = [one.sent for one in paced]
     assert max(sent) - min(sent) >= 0.75 * max(Workload(4, 1, 4, 4, seed=2, rate=8.0).arrivals())
+
+
+def test_no_prompt_is_sent_twice() -> None:
+    """Not by a warm-up, not in a later cell, not in a later run: a server may keep what it computed, and would answer faster than it is."""
+    sent: list[str] = []
+
+    def note(wire: Wire, body: dict) -> None:
+        sent.append(body["messages"][0]["content"])
+        WHOLE["separators inside text"](wire, body)
+
+    with FaultyServer(note) as faulty:
+        for _ in range(2):
+            measure_grid(EndpointTarget(faulty.url), [24, 48], [1, 3], output_len=2, requests_per_slot=1)
+    assert len(sent) == 2 * 2 * 2 * (1 + 3)
+    assert len({words[: len(" time" * 20)] for words in sent}) == len(sent)
 
 
 @pytest.mark.parametrize("name", ["data null", "choices an object", "HTML", "bad gzip", "cut in a line", "reset"])

@@ -100,7 +100,7 @@ def test_with_drafts_chunks_and_shared_prefixes_it_is_the_same(engine: Engine, t
             assert 41 not in tokens
             assert ours == pytest.approx(theirs, abs=0.02), "the cache is bfloat16"
             assert prompt == pytest.approx(whole, abs=0.02)
-    assert other.acceptance.drafted > 0
+    assert other.speculation.acceptance.drafted > 0
     free = replace(EVERYTHING, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, logit_bias=())
     different = run(engine, prompts, free)[0][0] != run(engine, prompts, EVERYTHING)[0][0]
     assert different, "what was asked for changed nothing"

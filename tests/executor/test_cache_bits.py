@@ -6,6 +6,7 @@ from pathlib import Path
 import make_model
 import pytest
 import torch
+from packed_model import write_random
 from torch import Tensor
 
 from quantkit.errors import QuantkitError
@@ -47,11 +48,7 @@ PROMPTS = [[7 + i * 13 % 300 for i in range(length)] for length in (70, 5, 33)]
 @pytest.fixture(scope="module")
 def grouped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Grouped queries, some of whose keys leave the window."""
-    architecture, rng = find_architecture(GROUPED), torch.Generator().manual_seed(5)
-    rows = architecture.parameters(architecture.Config.from_dict(GROUPED))
-    scales = {row.name: 1.0 if row.role in ("embedding", "head") else row.shape[-1] ** -0.5 for row in rows}
-    tensors = {row.name: torch.randn(row.shape, generator=rng).mul_(scales[row.name]).bfloat16() for row in rows}
-    return make_model.write_dense(tmp_path_factory.mktemp("models") / "grouped", GROUPED, tensors)
+    return write_random(tmp_path_factory.mktemp("models") / "grouped", GROUPED)
 
 
 @pytest.fixture(params=["latents", "keys"])

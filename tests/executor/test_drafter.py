@@ -49,7 +49,7 @@ def test_tokens_are_those_of_plain_decoding(easy_checkpoint: Path, num_drafts: i
     params = [SamplingParams(max_new_tokens=20 + i, temperature=temperature, top_p=0.9, seed=i, ignore_eos=True) for i in range(6)]
     drafting = load(easy_checkpoint, num_drafts=num_drafts)
     assert tokens(drafting, params) == tokens(load(easy_checkpoint), params)
-    assert 0.2 < drafting.acceptance.rate < 1, "all or no guesses are right: the test tests half"
+    assert 0.2 < drafting.speculation.acceptance.rate < 1, "all or no guesses are right: the test tests half"
 
 
 def test_guesses_save_steps(easy_checkpoint: Path) -> None:
@@ -61,7 +61,7 @@ def test_guesses_save_steps(easy_checkpoint: Path) -> None:
         engine.step()
         steps += 1
     assert len(sequence.generated) == 40
-    assert steps == 40 - engine.acceptance.accepted
+    assert steps == 40 - engine.speculation.acceptance.accepted
 
 
 def test_with_chunks_preemption_stops_and_the_end_of_the_context(easy_checkpoint: Path) -> None:

@@ -49,7 +49,7 @@ def test_json_fits_its_schema_with_drafts_and_without(engine: Engine, tiny_check
         assert 1 <= value["days"] <= 14
     drafting = Engine.load(tiny_checkpoint, device="cpu", dtype="float32", max_batch=4, max_model_len=256, num_drafts=2)
     assert answers(drafting, **asked) == found
-    assert drafting.acceptance.drafted > 0
+    assert drafting.speculation.acceptance.drafted > 0
     if temperature:
         assert len(set(found)) > 1, "everybody says the same: nothing was sampled"
 

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit.executor.drafter import Drafter
 from quantkit.executor.engine import Engine
-from quantkit.executor.graphs import Capture, DecodeRows, DecodeSteps, Result, StaticBuffers, Step
+from quantkit.executor.graphs import Capture, DecodeRows, DecodeSteps, StaticBuffers, Step, StepResult
+from quantkit.executor.mtp_drafter import MtpDrafter
 from quantkit.executor.runner import Runner
 from quantkit.executor.sampling import SamplingParams
+from quantkit.executor.speculation import Speculation
 
 PROMPTS = [list(range(6 + i, 30 + 9 * i)) for i in range(11)]
 PARAMS = [
@@ -22,7 +23,7 @@ def in_place(step: Step, lengths: list[int]) -> Step:
     """As a graph behaves: computes on the buffers that the step was made with, and leaves results where the first ones lay."""
     kept = step()
 
-    def replay() -> Result:
+    def replay() -> StepResult:
         for old, new in zip(kept, step()):
             old.copy_(new)
         return kept
@@ -41,8 +42,8 @@ def load(path: Path, capture: Capture | None, num_drafts: int = 0) -> Engine:
     engine = Engine.load(path, device="cpu", dtype="float32", max_batch=8, max_model_len=256, num_drafts=num_drafts)
     if capture is not None:
         engine.runner = Runner(engine.loaded.model, engine.cache, capture)
-        if engine.drafter is not None:
-            engine.drafter = Drafter(engine.loaded.mtp, engine.runner, num_drafts, engine.parallel)
+        if engine.speculation.drafter is not None:
+            engine.speculation = Speculation(MtpDrafter(engine.loaded.mtp, engine.runner, num_drafts, engine.parallel), 0)
     return engine
 
 
@@ -64,9 +65,9 @@ def test_static_buffers_change_no_token(tiny_checkpoint: Path, expected: list[li
     assert tokens(engine) == expected
     assert engine.runner.why_eager == ""
     assert {rows for rows, _ in engine.runner.draw._sizes} >= {4, 8}, "draws are captured too"
-    if engine.drafter is not None:
-        assert isinstance(engine.drafter.steps, DecodeSteps), "the MTP layer is captured too"
-        assert engine.drafter.steps.failure == ""
+    if engine.speculation.drafter is not None:
+        assert isinstance(engine.speculation.drafter.steps, DecodeSteps), "the MTP layer is captured too"
+        assert engine.speculation.drafter.steps.failure == ""
 
 
 def test_a_failed_capture_is_computed_eagerly_and_says_why(tiny_checkpoint: Path, expected: list[list[int]]) -> None:
@@ -89,3 +90,19 @@ def test_rows_left_over_from_a_larger_batch_point_to_nobodys_block() -> None:
         [3, 0, 0, 0],
     ]
     assert buffers.tables.tolist() == [[9, 0], [0, 0], [0, 0], [0, 0]]
+
+
+def test_what_is_given_lies_first_and_the_rest_is_padding() -> None:
+    """Of every buffer: three rows of four, then one; lengths in the list that a graph was captured with."""
+    buffers = StaticBuffers(4, 16, torch.device("cpu"), torch.ones(1, 8))
+    lengths, hidden = buffers.lengths, torch.arange(24.0).view(3, 8)
+    for count in (3, 1):
+        columns = np.arange(1, 4 * count + 1).reshape(4, count)
+        tables = np.arange(1, 2 * count + 1, dtype=np.int32).reshape(count, 2)
+        buffers.fill(DecodeRows(columns[0], columns[1], columns[2], tables, columns[3]), torch.from_numpy(columns[0]), hidden[:count])
+        for buffer, given in zip((buffers.token_ids, buffers.positions, buffers.slots, buffers.states), columns):
+            assert buffer.tolist() == [*given, *[0] * (4 - count)]
+        assert buffers.tables[:count, :2].tolist() == tables.tolist()
+        assert int(buffers.tables.sum()) == tables.sum()
+        assert torch.equal(buffers.inputs[1][:count], hidden[:count])
+        assert lengths == [*(columns[1] + 1), *[1] * (4 - count)]

@@ -14,7 +14,7 @@ import torch
 from running_server import load
 
 from quantkit.executor.engine import Engine
-from quantkit.executor.guessing import LOOKUP, MTP, Costs, Guessing, Rates
+from quantkit.executor.guessing import COMPUTED, LOOKUP, Costs, Guessing, Rates
 from quantkit.executor.leader import Leader, follow
 from quantkit.executor.lookup import Lookup
 from quantkit.executor.sampling import SamplingParams
@@ -66,8 +66,8 @@ def test_tokens_are_those_without_guesses(options: dict[str, int], temperature: 
     given = [replace(one, max_new_tokens=48, frequency_penalty=0.0) for one in params(temperature)[:4]]
     found = [[one.token_ids for one in sorted(engine.generate(asked, given), key=lambda one: one.index)] for engine in (plain, guessing)]
     assert found[0] == found[1]
-    assert guessing.guessing.rates[LOOKUP].seen
-    assert 0 < guessing.acceptance.accepted < guessing.acceptance.drafted
+    assert guessing.speculation.guessing.rates[LOOKUP].seen
+    assert 0 < guessing.speculation.acceptance.accepted < guessing.speculation.acceptance.drafted
 
 
 def test_the_layer_catches_up(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def test_the_layer_catches_up(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Sequence, "extend", kept("always"))
     tokens(always, params(0.0))
     monkeypatch.setattr(Sequence, "extend", kept("paused"))
-    monkeypatch.setattr("quantkit.executor.drafter._MOST_BEHIND", 4)
+    monkeypatch.setattr("quantkit.executor.mtp_drafter._MOST_BEHIND", 4)
     steps = Counter[str]()
 
     def choose(self: Guessing) -> tuple[int, int]:
@@ -124,7 +124,7 @@ def test_never_slower_than_without(rate: float, answers: int, each: float) -> No
             kept = right(drafts)
             gained += 1 + kept
             if drafts:
-                guessing.checked(MTP, drafts, kept)
+                guessing.checked(COMPUTED, drafts, kept)
         guessing.stepped(answers, answers * (1 + drafts), seconds)
         drafts, total = guessing.drafts, total + seconds
         guessing.drafts, guessing.looked_up = guessing.choose()
@@ -160,7 +160,7 @@ def test_a_measured_engine_answers_the_same(tiny_checkpoint: Path) -> None:
     plain = tokens(load(tiny_checkpoint, max_model_len=128), asked)
     for _ in range(2):
         assert tokens(engine, asked) == plain
-    assert engine.guessing._costs.keys() >= {1, 2}
+    assert engine.speculation.guessing._costs.keys() >= {1, 2}
 
 
 def test_the_other_ranks_guess_as_many() -> None:
@@ -172,7 +172,7 @@ def test_the_other_ranks_guess_as_many() -> None:
     called: list[Any] = []
     follower = SimpleNamespace(
         parallel=SimpleNamespace(listen=lambda: next(heard)),
-        guess=lambda *given: called.append(given),
+        speculation=SimpleNamespace(make=lambda *given: called.append(given)),
         compute_step=lambda: called.append("step"),
     )
     follow(follower)  # type: ignore[arg-type]

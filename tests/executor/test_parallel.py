@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,15 +33,6 @@ PARAMS = [
     replace(PLAIN[3], grammar=regex("[a-z]{12,}")),
     replace(PLAIN[4], prompt_logprobs=0),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _threads_and_environment() -> Iterator[None]:
-    threads, environment = torch.get_num_threads(), dict(os.environ)
-    yield
-    torch.set_num_threads(threads)
-    os.environ.clear()
-    os.environ.update(environment)
 
 
 class BrokenStream:

@@ -3,20 +3,20 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import make_model
 import pytest
 import torch
+from packed_model import write_random
 from torch import Tensor
 
 from quantkit.executor import prompt_graphs
-from quantkit.executor.drafter import Drafter
 from quantkit.executor.engine import Engine
 from quantkit.executor.graphs import Capture
+from quantkit.executor.mtp_drafter import MtpDrafter
 from quantkit.executor.prompt_graphs import PassSize, PromptBuffers, PromptRows
 from quantkit.executor.runner import Runner
 from quantkit.executor.sampling import SamplingParams
 from quantkit.executor.scheduler import StepBudget
-from quantkit.models import find_architecture
+from quantkit.executor.speculation import Speculation
 
 GROUPED = {
     "model_type": "qwen3",
@@ -39,11 +39,7 @@ PARAMS = [SamplingParams(max_new_tokens=5, ignore_eos=True, temperature=(i % 2) 
 
 @pytest.fixture(scope="module")
 def grouped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    architecture, rng = find_architecture(GROUPED), torch.Generator().manual_seed(5)
-    rows = architecture.parameters(architecture.Config.from_dict(GROUPED))
-    scales = {row.name: 1.0 if row.role in ("embedding", "head") else row.shape[-1] ** -0.5 for row in rows}
-    tensors = {row.name: torch.randn(row.shape, generator=rng).mul_(scales[row.name]).bfloat16() for row in rows}
-    return make_model.write_dense(tmp_path_factory.mktemp("models") / "grouped", GROUPED, tensors)
+    return write_random(tmp_path_factory.mktemp("models") / "grouped", GROUPED)
 
 
 def in_place(step: Callable[[], object], lengths: list[int]) -> Callable[[], object]:
@@ -63,8 +59,8 @@ def load(path: Path, capture: Capture | None, num_drafts: int = 0, budget: StepB
     engine = Engine.load(path, device="cpu", dtype="float32", max_batch=4, max_model_len=320, num_drafts=num_drafts, prefix_cache=True)
     if capture is not None:
         engine.runner = Runner(engine.loaded.model, engine.cache, capture)
-        if engine.drafter is not None:
-            engine.drafter = Drafter(engine.loaded.mtp, engine.runner, num_drafts, engine.parallel)
+        if engine.speculation.drafter is not None:
+            engine.speculation = Speculation(MtpDrafter(engine.loaded.mtp, engine.runner, num_drafts, engine.parallel), 0)
     engine.scheduler.budget = budget or StepBudget(512, 48)
     return engine
 

@@ -1,9 +1,12 @@
 """What the host does between two steps: tables written once, texts read while the device computes."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from quantkit.executor import runner
 from quantkit.executor.engine import Engine
 from quantkit.executor.runner import BlockTables, Runner
 from quantkit.executor.sampling import SamplingParams
@@ -19,6 +22,39 @@ def test_tables_follow_lists_that_grow_and_others_in_their_place() -> None:
     second.append(7)
     assert tables.of([second, first]).tolist() == [[3, 4, 7], [1, 2, 0]]
     assert tables.of([first]).tolist() == [[1, 2]]
+
+
+def test_a_token_goes_where_its_position_says(tiny_checkpoint: Path) -> None:
+    """Before, at and behind the end of every block, and to no block of another sequence; a row attends to itself and all before."""
+    engine = Engine.load(tiny_checkpoint, device="cpu", dtype="float32", max_batch=2, max_model_len=256)
+    size, sequences = engine.cache.block_size, [SimpleNamespace(blocks=blocks, state=0) for blocks in ([7, 2, 9], [4, 1])]
+    tokens = [(one, position) for one in sequences for edge in range(len(one.blocks)) for position in (edge * size, edge * size + size - 1)]
+    rows = engine.runner.rows(list(range(len(tokens))), cast(Any, tokens))
+    assert rows.positions.tolist() == [position for _, position in tokens]
+    assert rows.slots.tolist() == [one.blocks[position // size] * size + position % size for one, position in tokens]
+    assert rows.tables.tolist() == [[*one.blocks, 0][:3] for one, _ in tokens]
+    assert rows.lengths == [position + 1 for _, position in tokens]
+
+
+def test_the_likeliest_token_of_each_prompt(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, passes, prefill = Engine.load(tiny_checkpoint, device="cpu", dtype="float32", max_batch=4, max_model_len=64), [], Runner.prefill
+    monkeypatch.setattr(Runner, "prefill", lambda self, parts: passes.append(prefill(self, parts)) or passes[-1])
+    for first in (5, 9, 20):
+        engine.submit([first, first + 1], SamplingParams(max_new_tokens=1))
+    engine.step()
+    assert [one.greedy.tolist() for one in passes] == [one.logits.argmax(dim=-1).tolist() for one in passes]
+    assert len(passes[0].logits) == len(passes[0].greedy) == 3
+
+
+@pytest.mark.parametrize(("kind", "made"), [("npu", ["steps"]), ("cuda", ["steps", "draws"])])
+def test_what_an_npu_does_not_capture(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, kind: str, made: list[str]) -> None:
+    """Its attention wants lengths on the host, which prompts and draws are not told anew."""
+    loaded, captures = Engine.load(tiny_checkpoint, device="cpu", dtype="float32", max_batch=2, max_model_len=64).loaded, list[object]()
+    monkeypatch.setattr(runner, "DeviceCapture", lambda device: captures.append(object()) or captures[-1])
+    cache = SimpleNamespace(device=SimpleNamespace(type=kind), block_size=16, read_in_place=False, goes_by_sequence=False)
+    found = Runner(loaded.model, cast(Any, cache))
+    assert len(captures) == len(made)
+    assert (found.prompts._capture is None) == (kind == "npu")
 
 
 @pytest.mark.parametrize("stop", [(), ("zzz",)])

@@ -13,8 +13,10 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.engines.memory import ParallelSizes, fit
 from quantkit.errors import QuantkitError
 from quantkit.executor import headroom
+from quantkit.executor.draft_load import load_draft
 from quantkit.executor.engine import Engine
 from quantkit.executor.load import load_model
+from quantkit.executor.options import EngineOptions
 from quantkit.executor.runner import Runner
 from quantkit.executor.sampling import SamplingParams
 from quantkit.executor.scheduler import StepBudget
@@ -129,6 +131,10 @@ def test_what_cannot_be_shared_or_guessed_is_refused(model: Path) -> None:
         Engine.load(model, device="cpu", num_drafts=1)
     with pytest.raises(QuantkitError, match="cannot be taken back where a guess is wrong; run it without --prompt-lookup"):
         Engine.load(model, device="cpu", num_looked_up=2)
+    with pytest.raises(QuantkitError, match="cannot be taken back where a guess is wrong; run it without --draft"):
+        Engine.load(model, device="cpu", draft=model)
+    with pytest.raises(QuantkitError, match="bring another draft model"):
+        load_draft(model, load_model(model, device="cpu"), EngineOptions(model, device="cpu"))
 
 
 def test_the_rule_token_by_token_is_the_rule_in_chunks() -> None:

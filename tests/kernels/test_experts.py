@@ -3,7 +3,7 @@
 import pytest
 import torch
 from kernel_weights import exact_experts, layer, random_experts
-from quantkit_kernels import BACKENDS, ExpertBiases, ExpertsBuilder, Gating, dequantize, prepare_experts
+from quantkit_kernels import BACKENDS, NO_EXPERT, ExpertBiases, ExpertsBuilder, Gating, dequantize, prepare_experts
 from quantkit_kernels.backends import why_unusable
 from quantkit_kernels.expanded.experts import GroupedLayout
 from quantkit_kernels.reference.experts import LoopExperts
@@ -42,6 +42,30 @@ def test_experts_match_float64(grid: str, backend: str, dtype: torch.dtype) -> N
         y = experts(x, ids, topk_weights)
         assert y.dtype == dtype
         assert distance(y, exact_experts(x, ids, topk_weights, weights)) < tolerance, (tokens, rng.initial_seed())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("grid", ["int4-asym-128", "int8", "dense"])
+def test_ids_of_no_expert_add_nothing(grid: str, backend: str) -> None:
+    """The numbers are those of the experts that are named: a part of them, or none."""
+    skip_unusable(grid, backend, torch.float32)
+    rng = torch.Generator().manual_seed(6)
+    weights = random_experts(grid, COUNT, HIDDEN, INTERMEDIATE, rng)
+    experts = layer(weights, backend, torch.float32)
+    assert experts.takes_none == isinstance(experts, LoopExperts)
+    if not experts.takes_none:
+        return
+    x = torch.randn(9, HIDDEN, generator=rng)
+    ids, topk_weights = routing(9, 3, rng)
+    gone = torch.rand(9, 3, generator=rng) < 0.5
+    gone[:2], gone[2] = True, False
+    assert isinstance(experts, LoopExperts)
+    expected = experts(x, ids, topk_weights.masked_fill(gone, 0.0))
+    for compute in (experts.sorted, experts.unsorted):
+        found = compute(x, ids.masked_fill(gone, NO_EXPERT), topk_weights)
+        assert not found[:2].any()
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert not experts(x[:2], ids[:2].masked_fill(gone[:2], NO_EXPERT), topk_weights[:2]).any()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -127,7 +151,7 @@ def test_no_tokens_and_bad_ids() -> None:
     experts = layer(random_experts("dense", COUNT, HIDDEN, INTERMEDIATE, rng), "auto", torch.float32)
     x = torch.randn(2, HIDDEN)
     assert experts(x[:0], torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2)).shape == (0, HIDDEN)
-    for bad in (COUNT, -1):
+    for bad in (COUNT, -2):
         with pytest.raises(ValueError, match="topk_ids"):
             experts(x, torch.tensor([[0], [bad]]), torch.ones(2, 1))
     with pytest.raises(ValueError, match="topk_weights: dtype"):

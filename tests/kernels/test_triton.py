@@ -52,7 +52,8 @@ def step_of(grid: str) -> int:
 def test_linears_of_any_shape(grid: str, poisoned_memory: None) -> None:
     rng = generator()
     sizes = torch.randint(1, 150, (3,), generator=rng, device=DEVICE).tolist()
-    for tokens, n, k in ((1, sizes[0], 128 * 3), (17, sizes[1], 11 * step_of(grid)), (70, sizes[2], 128), (1025, 16, 128)):
+    # Of one token 32 outputs at least: one or two may be sums that nearly cancel, whose rounding is large beside them.
+    for tokens, n, k in ((1, max(32, sizes[0]), 128 * 3), (17, sizes[1], 11 * step_of(grid)), (70, sizes[2], 128), (1025, 16, 128)):
         weight = random_weight(grid, n, k, rng)
         for dtype in usable(grid):
             x = torch.randn(tokens, k, generator=rng, device=DEVICE).to(dtype)
@@ -193,7 +194,7 @@ def test_attention_sinks(window: int) -> None:
 
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_mla_decode(interleaved: bool) -> None:
-    for lengths, heads, block_size in (([1, 0, 37, 64], 5, 16), ([300], 40, 64)):
+    for lengths, heads, block_size in (([1, 0, 37, 64], 5, 16), ([300], 40, 64), ([37], 40, 16)):  # the last in small programs
         check_mla_decode("triton", DEVICE, heads, block_size, (24, 16, 20, 64), lengths, torch.float16, interleaved)
 
 

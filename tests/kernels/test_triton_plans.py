@@ -43,14 +43,14 @@ def test_plans_by_the_rule_fit_the_card(name: str) -> None:
 
 def test_a_table_of_this_machine_counts_for_more_than_the_one_that_ships() -> None:
     shipped = cards.linear_plan("sm_90", 132, "int4", 2112, 7168, 1)
-    assert shipped == cards.Plan(64, 16, 14, 4, 3)
-    assert cards.linear_plan("sm_90", 132, "int4", 2112, 7168, 3) == cards.Plan(64, 16, 8, 4, 3)  # that of 16, the next larger
+    assert shipped == cards.LinearPlan(64, 16, 14, 4, 3)
+    assert cards.linear_plan("sm_90", 132, "int4", 2112, 7168, 3) == cards.LinearPlan(64, 16, 8, 4, 3)  # that of 16, the next larger
     path = cards.own_table("sm_90")
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps({"plans": {"linear": [["int4", 2112, 7168, 16, [128, 16, 2, 8, 3]]], "experts": []}}))
     cards._table.cache_clear()
-    assert cards.linear_plan("sm_90", 132, "int4", 2112, 7168, 1) == cards.Plan(128, 16, 2, 8, 3)
-    assert cards.linear_plan("sm_90", 132, "int4", 7168, 16384, 512) == cards.Plan(128, 128, 1, 8, 3)
+    assert cards.linear_plan("sm_90", 132, "int4", 2112, 7168, 1) == cards.LinearPlan(128, 16, 2, 8, 3)
+    assert cards.linear_plan("sm_90", 132, "int4", 7168, 16384, 512) == cards.LinearPlan(128, 128, 1, 8, 3)
 
 
 def test_plans_of_experts_are_read_from_a_table() -> None:
@@ -59,7 +59,7 @@ def test_plans_of_experts_are_read_from_a_table() -> None:
     path.parent.mkdir(parents=True)
     rows = [["fp4", 512, 256, most, [64, tokens, 1, 2, 4], [32, tokens, 1, 1, 3]] for most, tokens in ((256, 16), (2560, 32))]
     path.write_text(json.dumps({"plans": {"linear": [], "experts": rows}}))
-    few, many = (cards.ExpertsPlan(cards.Plan(64, tokens, 1, 2, 4), cards.Plan(32, tokens, 1, 1, 3)) for tokens in (16, 32))
+    few, many = (cards.ExpertsPlan(cards.LinearPlan(64, tokens, 1, 2, 4), cards.LinearPlan(32, tokens, 1, 1, 3)) for tokens in (16, 32))
     for pairs, expected in ((0.1, few), (1.1, few), (1.5, many), (100.0, many)):
         assert cards.experts_plan("sm_80", "fp4", 256, 512, pairs) == expected
     assert cards.experts_plan("sm_80", "fp4", 256, 1024, 1) not in (few, many)

@@ -11,7 +11,7 @@ import torch
 import transformers
 from plain_weights import PlainWeights
 from torch import Tensor
-from transformers_peers import CASES, QWEN_3_5, SPARSE, checkpoint_tensors, random_peer, whole
+from transformers_peers import CASES, COMPRESSED, LATENT, QWEN_3_5, SPARSE, checkpoint_tensors, random_peer, whole
 
 from quantkit.errors import QuantkitError
 from quantkit.models import find_architecture
@@ -19,26 +19,13 @@ from quantkit.models.context import CausalContext
 from quantkit.models.mlp import PROJ_NAMES
 
 KINDS = ["llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "glm4_moe", "gpt_oss", "minimax_m2"]
-DEEPSEEK = {
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "n_group": 4,
-    "topk_group": 2,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-    "num_mtp_layers": 0,
-    "num_key_value_heads": 4,
-}
+DEEPSEEK = LATENT | {"num_mtp_layers": 0}
 BASES: dict[str, tuple[str, dict[str, Any]]] = {kind: CASES[kind] for kind in KINDS} | {"deepseek_v3": ("DeepseekV3", DEEPSEEK)}
 BASES = {name: (kind, {**extra, "num_hidden_layers": 2, "mlp_only_layers": []}) for name, (kind, extra) in BASES.items()}
 BASES |= {
     name: (kind, {**SPARSE, "num_hidden_layers": 2}) for name, kind in (("deepseek_v32", "DeepseekV32"), ("glm_moe_dsa", "GlmMoeDsa"))
 }
+BASES["deepseek_v4"] = ("DeepseekV4", COMPRESSED)
 BASES["qwen3_5_moe"] = ("Qwen3_5MoeText", {**QWEN_3_5, "num_hidden_layers": 2})
 for name in ("qwen3_next", "qwen3_5_moe"):
     BASES[name][1]["layer_types"] = ["linear_attention", "full_attention"]

@@ -51,6 +51,15 @@ FOUND: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "apertus": ({}, {"attention_layernorm": QKV, "feedforward_layernorm": "up_proj"}),
     "lfm2": ({}, {"operator_norm": QKV, "ffn_norm": "w1 w3"}),
     "mamba": ({}, {"norm": "in_proj"}),
+    "gpt_bigcode": ({"max_position_embeddings": 32}, {"ln_1": "c_attn", "ln_2": "c_fc"}),
+    "recurrent_gemma": (
+        {"head_dim": 16, "lru_width": 64, "attention_window_size": 16, "block_types": ["recurrent", "attention"]},
+        {"temporal_pre_norm": "linear_y linear_x", "channel_pre_norm": GATE_UP},
+    ),
+    "bamba": (
+        {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1, "time_step_limit": [0.0, {"__float__": "Infinity"}]},
+        {"input_layernorm": "in_proj", "pre_ff_layernorm": GATE_UP},
+    ),
     "qwen2_vl": (
         {"text_config": {**TINY, "model_type": "qwen2_vl_text", "rope_parameters": ROPE}, "vision_config": VISION},
         {"input_layernorm": QKV, "post_attention_layernorm": GATE_UP},
@@ -79,6 +88,8 @@ WALKED = [
     "opt",
     "bloom",
     "mamba",
+    "gpt_bigcode",
+    "recurrent_gemma",
     "qwen2_vl",
     "qwen3_5_text",
     "olmo2",
@@ -177,6 +188,26 @@ def test_what_cannot_be_walked_is_refused_in_a_line(config: dict[str, Any], told
     with pytest.raises(QuantkitError, match=re.escape(told)) as fault:
         WatchedArchitecture(config)
     assert "rtn-w4a16" in fault.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"model_type": "gpt2"}, "its matrices are of Conv1D"),
+        ({"model_type": "bart", "d_model": 64, "decoder_layers": 2, "encoder_layers": 2}, "leaves out encoder_attn.k_proj"),
+    ],
+)
+def test_what_has_nothing_to_calibrate_is_refused_in_a_line(config: dict[str, Any], told: str) -> None:
+    with pytest.raises(QuantkitError, match=re.escape(told)):
+        WatchedArchitecture({**TINY, **config})
+
+
+def test_texts_longer_than_learned_positions_are_refused() -> None:
+    skeleton = WatchedArchitecture({**TINY, "model_type": "gpt_bigcode", "max_position_embeddings": 32}).skeleton
+    skeleton.check_length(32)
+    with pytest.raises(QuantkitError, match="32 positions computes no texts of 33 tokens") as fault:
+        skeleton.check_length(33)
+    assert "--seq-len 32" in fault.value.remedy
 
 
 def test_a_stored_tensor_of_another_shape_is_named() -> None:

@@ -88,6 +88,6 @@ def test_of_experts_that_were_left_out_too(tmp_path: Path) -> None:
 
 
 def test_grids_by_their_cost_are_refused(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(QuantkitError, match="norm behind its experts"):
+    with pytest.raises(QuantkitError, match="behind its experts"):
         quantize(source, tmp_path / "out", SCHEMES["awq-w4a16"], "auto", recipe_of(source), mixture=Mixture(bits=5.0))
     assert not (tmp_path / "out").exists()

@@ -45,6 +45,22 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_written(source: P
     assert report.planned_memory < 2**30
 
 
+def test_a_refusal_names_the_most_texts_that_fit(source: Path, tmp_path: Path) -> None:
+    recipe = load_recipe("awq-w4a16")
+    few, fewer = (plan(source, find_scheme("awq-w4a16"), samples=count).host_least_bytes for count in (41, 42))
+    with pytest.raises(QuantkitError, match="--samples 41, which fits"):
+        quantize(source, tmp_path / "out", find_scheme("awq-w4a16"), "auto", recipe, device="cpu", memory=(few + fewer) // 2)
+
+
+def test_states_are_kept_once_more_where_something_is_behind_the_experts_in_the_channels_they_add_to(tmp_path: Path) -> None:
+    from test_architectures import CONFIGS, random_tensors
+
+    config, tokens = CONFIGS["openpangu_v2"], (128 + 16 + 2 * 16) * 512
+    path = make_model.write_dense(tmp_path / "model", config, random_tensors(config))
+    streams = 4 * config["hidden_size"] + 1
+    assert plan(path, find_scheme("awq-w4a16")).host_peak.hidden_states == 4 * tokens * (streams + config["hidden_size"])
+
+
 def test_a_calibrated_run_keeps_under_the_least_it_may_be_given(source: Path, tmp_path: Path) -> None:
     """As the operating system counts, in a process of its own. A byte less is refused."""
     text = tmp_path / "calibration.txt"

@@ -166,3 +166,16 @@ def test_what_was_made_is_measured_and_run(model_type: str, scheme: str, tmp_pat
     assert done.token_ids == expected
     with pytest.raises(QuantkitError, match="which has no --tp here"):
         open_engine(EngineOptions(source, device="cpu", tp=2))
+
+
+def test_groups_that_do_not_divide_every_linear(tmp_path: Path) -> None:
+    """128 divides the inputs of o_proj alone: refused with the size that divides all; with it everything is quantized."""
+    source = written(peer("seed_oss", hidden_size=96, intermediate_size=160), tmp_path / "source")
+    with pytest.raises(QuantkitError, match=r"would quantize [\d.]+% of the weights.*give --group-size 32, or set least_quantized"):
+        run(source, tmp_path / "out", "rtn-w4a16")
+    recipe = recipe_of(source, "rtn-w4a16").with_given(group_size=32)
+    report = quantize(source, tmp_path / "out", SCHEMES["rtn-w4a16"], "auto", recipe)
+    assert len(Checkpoint.open(report.out).linears) == 7 * SIZES["num_hidden_layers"]
+    recipe = recipe_of(source, "rtn-w4a16").with_given(least_quantized=0)
+    few = Checkpoint.open(quantize(source, tmp_path / "few", SCHEMES["rtn-w4a16"], "auto", recipe).out)
+    assert {module.rpartition(".")[2] for module in few.linears} == {"o_proj"}

@@ -1,4 +1,5 @@
-"""Triton kernels for the Ascend 910B: int4, FP4 and int8 linears and experts, and the router of few tokens.
+"""Triton kernels for the Ascend 910B: int4, FP4 and int8 linears and experts, and the router of few tokens; and experts by the Ascend C
+kernels, where these were built.
 
 FP4 exists here alone on this chip: no operator of torch_npu reads E2M1. Lowered by triton-ascend 3.2.0 to its Ascend910B linalg IR, and
 that IR executed on a CPU (tests/ascend/lowered); never compiled by bishengir nor run on an NPU.
@@ -9,12 +10,14 @@ import importlib.util
 
 import torch
 
+from quantkit_kernels.ascend import streamed
 from quantkit_kernels.ascend.chip import SPAN
 from quantkit_kernels.ascend.experts import AscendLayout
 from quantkit_kernels.ascend.gate import moe_gate, route
 from quantkit_kernels.ascend.linear import AscendLinear
 from quantkit_kernels.backends import Shape
-from quantkit_kernels.weights import Weight
+from quantkit_kernels.experts import ExpertsLayout
+from quantkit_kernels.weights import Weight, stack
 
 __all__ = ["experts_layout", "linear", "moe_gate", "refused", "route", "unusable"]
 
@@ -48,7 +51,9 @@ def linear(weight: Weight, dtype: torch.dtype, device: torch.device) -> AscendLi
     return AscendLinear(weight, dtype, device)
 
 
-def experts_layout(num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device) -> AscendLayout:
+def experts_layout(num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device) -> ExpertsLayout:
+    if streamed.fits(stack(gate, gate), dtype, device) and streamed.fits(down, dtype, device):
+        return streamed.StreamedLayout(num_experts, dtype, device)
     return AscendLayout(num_experts, dtype, device)
 
 

@@ -18,11 +18,12 @@ def moe_gate(x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing) -
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
     """As torch_npu's, the joined experts' columns added in one launch."""
     ids, weights = choose(logits, bias, routing)
-    if not routing.num_joined_experts or not len(ids):
+    if not routing.num_joined_experts:
         return ids, weights
     joined_ids = torch.empty(len(ids), routing.columns, dtype=torch.int32, device=ids.device)
     joined_weights = torch.empty(len(ids), routing.columns, dtype=torch.float32, device=ids.device)
-    launch.run(launch.join(ids.to(torch.int32), weights, joined_ids, joined_weights, routing.n_routed_experts))
+    if len(ids):
+        launch.run(launch.join(ids.to(torch.int32), weights, joined_ids, joined_weights, routing.n_routed_experts))
     return joined_ids, joined_weights
 
 

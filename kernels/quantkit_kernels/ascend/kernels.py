@@ -4,7 +4,7 @@ experts of few tokens in two launches is in few_tokens.py.
 
 Two families, for the chip has two kinds of core:
   *_rows     on the vector cores alone, one row of x at a time: for batches so small that the cube's 16 rows would be empty.
-  *_blocks   vector cores decode a tile, cube cores multiply BM rows with it: for everything else.
+  *_blocks   vector cores decode a tile, cube cores multiply up to BM rows with it: for everything else. `assign` says which rows.
 A program takes the items pid, pid + programs, ...: launch one program per core. An item is one row (or block of rows) times one column
 tile; its expert is read from `experts`, and weights are offset by whole experts. layout.py holds the layouts: every load of a weight or
 scale is one run without gaps. Weights come in int8 containers, for the chip's compiler has no unsigned loads and no uint8 product.
@@ -178,20 +178,23 @@ def fp4_rows(x, weight, scale, global_scale, experts, out, items, n, k, BN: tl.c
 
 @triton.jit
 def int4_blocks(
-    x, weight, scale, zero_point, experts, out, items, m, n, k, groups,
+    x, weight, scale, zero_point, experts, begin, end, out, items, n, k, groups,
     GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """out[b] = x[b] @ W[experts[b]].T for blocks b of BM rows; x [m, k]; out [m, n]; a block with expert -1 is left alone."""
+    """out[r] = x[r] @ W[experts[b]].T for the rows r of blocks b: begin[b] to end[b], at most BM. x [m, k]; out [m, n]; a block with
+    expert -1 is left alone."""
     tiles = tl.cdiv(n, BN)
     spans = k // (2 * HALF)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         tile = item % tiles
-        expert = tl.load(experts + item // tiles)
+        block = item // tiles
+        expert = tl.load(experts + block)
         if expert >= 0:
             slot = expert.to(tl.int64) * tiles + tile
             tile_scale = scale + slot * groups * BN
             tile_zero = zero_point + slot * groups * BN
-            row = item // tiles * BM + tl.arange(0, BM)
+            row = tl.load(begin + block) + tl.arange(0, BM)
+            m = tl.load(end + block)
             x_block = x + row[:, None] * k + tl.arange(0, HALF)[None, :]
             acc = tl.zeros((BM, BN), dtype=tl.float32)
             for span in range(0, spans):
@@ -210,10 +213,10 @@ def int4_blocks(
 
 @triton.jit
 def fp4_blocks(
-    x, weight, scale, global_scale, experts, out, items, m, n, k,
+    x, weight, scale, global_scale, experts, begin, end, out, items, n, k,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """out[b] = x[b] @ W[experts[b]].T for blocks b of BM rows; x [m, k]; out [m, n]; a block with expert -1 is left alone.
+    """As int4_blocks.
 
     The product of a code and its e4m3 scale has six significant bits: the bf16 tile that the cube reads is exact.
     """
@@ -221,11 +224,13 @@ def fp4_blocks(
     spans = k // (2 * HALF)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         tile = item % tiles
-        expert = tl.load(experts + item // tiles)
+        block = item // tiles
+        expert = tl.load(experts + block)
         if expert >= 0:
             slot = expert.to(tl.int64) * tiles + tile
             tile_scale = scale + slot * spans * (2 * HALF // FP4_GROUP) * BN
-            row = item // tiles * BM + tl.arange(0, BM)
+            row = tl.load(begin + block) + tl.arange(0, BM)
+            m = tl.load(end + block)
             x_block = x + row[:, None] * k + tl.arange(0, HALF)[None, :]
             acc = tl.zeros((BM, BN), dtype=tl.float32)
             for span in range(0, spans):
@@ -240,21 +245,23 @@ def fp4_blocks(
 
 @triton.jit
 def int8_blocks(
-    x, row_scale, weight, scale, experts, out, items, m, n, k,
+    x, row_scale, weight, scale, experts, begin, end, out, items, n, k,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """out[b] = (x[b] @ W[experts[b]].T) * row_scale[b] * scale, x int8 [m, k]; the cube adds int8 products in int32, exactly."""
+    """As int4_blocks, times row_scale[r] and scale; x int8 [m, k]; the cube adds int8 products in int32, exactly."""
     tiles = tl.cdiv(n, BN)
     steps = k // BK
     inner = tl.arange(0, BK)
     column = tl.arange(0, BN)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         tile = item % tiles
-        expert = tl.load(experts + item // tiles)
+        block = item // tiles
+        expert = tl.load(experts + block)
         if expert >= 0:
             slot = expert.to(tl.int64) * tiles + tile
             tile_weight = weight + slot * steps * BK * BN
-            row = item // tiles * BM + tl.arange(0, BM)
+            row = tl.load(begin + block) + tl.arange(0, BM)
+            m = tl.load(end + block)
             x_block = x + row[:, None] * k + inner[None, :]
             acc = tl.zeros((BM, BN), dtype=tl.int32)
             for step in range(0, steps):
@@ -264,3 +271,21 @@ def int8_blocks(
             rows = tl.load(row_scale + row, mask=row < m, other=0.0)
             columns = tl.load(scale + slot * BN + column)
             store_block(out, acc.to(tl.float32) * rows[:, None] * columns[None, :], row, tile, m, n, BN)
+
+
+@triton.jit
+def assign(counts, experts, first, last, num_experts, blocks, BM: tl.constexpr):
+    """Blocks of at most BM rows of one expert, of rows sorted by expert; counts int64 [num_experts]. What is left over gets expert -1. One
+    program."""
+    block = 0
+    start = 0
+    for expert in range(0, num_experts):
+        end = start + tl.load(counts + expert).to(tl.int32)
+        for row in range(start, end, BM):
+            tl.store(experts + block, expert)
+            tl.store(first + block, row)
+            tl.store(last + block, tl.minimum(row + BM, end))
+            block += 1
+        start = end
+    for rest in range(block, blocks):
+        tl.store(experts + rest, -1)

@@ -52,17 +52,33 @@ def down(packed: PackedTiles, x: Tensor, experts: Tensor, weights: Tensor, out: 
     return KernelLaunch(f"{packed.kind}_down", min(items, cores(x.device)[1]), args, _constants(packed), FEW_TOKENS)
 
 
-def blocks(packed: PackedTiles, x: Tensor, row_scale: Tensor | None, experts: Tensor, out: Tensor, bm: int) -> KernelLaunch:
-    """out[b] = x[b] @ W[experts[b]].T for blocks of bm rows on the cube. x [M, k], int8 with row_scale [M] for int8 weights;
-    experts int32 [ceil(M / bm)], -1 for a block to leave alone; out [M, n]."""
+@dataclass(frozen=True)
+class Blocks:
+    """Which rows go by which expert on the cube, int32 [blocks] each: from `first` to `last`, at most `rows`; expert -1 for a block that is
+    left alone."""
+
+    rows: int
+    experts: Tensor
+    first: Tensor
+    last: Tensor
+
+
+def blocks(packed: PackedTiles, x: Tensor, row_scale: Tensor | None, of: Blocks, out: Tensor) -> KernelLaunch:
+    """out[r] = x[r] @ W[expert of r].T on the cube. x [M, k], int8 with row_scale [M] for int8 weights; out [M, n]."""
     assert (row_scale is not None) == (packed.kind == "int8"), packed.kind
-    items = experts.shape[0] * packed.tiles
+    items = of.experts.shape[0] * packed.tiles
     scales = () if row_scale is None else (row_scale,)
-    args: Arguments = (x, *scales, *packed.tensors, experts, out, items, x.shape[0], packed.n, packed.k, *_groups(packed))
-    constants = {**_constants(packed), "BM": bm}
+    args: Arguments = (x, *scales, *packed.tensors, of.experts, of.first, of.last, out, items, packed.n, packed.k, *_groups(packed))
+    constants = {**_constants(packed), "BM": of.rows}
     if packed.kind == "int8":
         constants["BK"] = SPAN
     return KernelLaunch(f"{packed.kind}_blocks", min(items, cores(x.device)[0]), args, constants)
+
+
+def assign(counts: Tensor, of: Blocks) -> KernelLaunch:
+    """Fills the blocks with the rows of experts that have counts int64 [E] of them, one expert after the other."""
+    args: Arguments = (counts, of.experts, of.first, of.last, counts.shape[0], of.experts.shape[0])
+    return KernelLaunch("assign", 1, args, {"BM": of.rows})
 
 
 def router(x: Tensor, weight: Tensor, out: Tensor) -> KernelLaunch:

@@ -35,9 +35,17 @@ def dense_launch(packed: PackedTiles, x: Tensor, out: Tensor) -> launch.KernelLa
         return launch.rows(packed, x, _zeros(m, x.device), out)
     bm = block_rows(m)
     codes, row_scale = dynamic_quant(x) if packed.kind == "int8" else (x, None)
-    return launch.blocks(packed, codes, row_scale, _zeros(-(-m // bm), x.device), out, bm)
+    return launch.blocks(packed, codes, row_scale, _in_order(m, bm, x.device), out)
 
 
 @functools.lru_cache(maxsize=256)
 def _zeros(size: int, device: torch.device) -> Tensor:
     return torch.zeros(size, dtype=torch.int32, device=device)
+
+
+@functools.lru_cache(maxsize=256)
+def _in_order(m: int, bm: int, device: torch.device) -> launch.Blocks:
+    """Of m rows of one weight."""
+    first = torch.arange(0, m, bm, dtype=torch.int32)
+    last = (first + bm).clamp(max=m)
+    return launch.Blocks(bm, _zeros(len(first), device), first.to(device), last.to(device))

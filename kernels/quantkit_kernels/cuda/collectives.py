@@ -23,7 +23,7 @@ MAX_BYTES = 1 << 21
 
 MAX_RANKS = 8
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-_SIDE_BY_SIDE = 3
+_SIDE_BY_SIDE, _OWN_PART = 3, 4
 _WORD = 16
 
 Exchange = Callable[[Any], list[Any]]
@@ -56,6 +56,15 @@ class Peers:
         """The sum over ranks, added in float32 in the order of ranks and rounded once: the same bits on every rank."""
         return self._exchange(x, torch.empty_like(x, memory_format=torch.contiguous_format), _DTYPES[x.dtype], 1)
 
+    def scatters(self, x: Tensor) -> bool:
+        """Whether `scatter_sum` takes x."""
+        return self._moves(x) and x.nbytes <= MAX_BYTES * self.size and x.nbytes % (_WORD * self.size) == 0
+
+    def scatter_sum(self, x: Tensor) -> Tensor:
+        """x [size * T, n] of each rank -> this rank's [T, n] of the sum, added in float32 in the order of ranks and rounded once."""
+        out = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
+        return self._exchange(x, out, _OWN_PART + _DTYPES[x.dtype], 1)
+
     def gathers(self, x: Tensor) -> bool:
         """Whether `all_gather` takes x."""
         return self._moves(x) and x.nbytes <= MAX_BYTES and x.shape[-1] * x.element_size() % _WORD == 0
@@ -70,10 +79,11 @@ class Peers:
 
     def _exchange(self, x: Tensor, out: Tensor, kind: int, row_words: int) -> Tensor:
         x = x.contiguous()
+        words = x.nbytes // _WORD // (self.size if kind >= _OWN_PART else 1)
         checked(
             library().qk_peer_exchange(
                 *(x.data_ptr(), out.data_ptr(), self._inboxes, self._state.data_ptr()),
-                *(kind, self.size, self.rank, x.nbytes // _WORD, row_words, MAX_BYTES // _WORD, stream_of(x.device)),
+                *(kind, self.size, self.rank, words, row_words, MAX_BYTES // _WORD, stream_of(x.device)),
             )
         )
         return out

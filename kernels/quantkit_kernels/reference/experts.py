@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quantkit_kernels.experts import BiasedExpertsLayout, Experts
+from quantkit_kernels.experts import NO_EXPERT, BiasedExpertsLayout, Experts
 from quantkit_kernels.gating import SILU, ExpertBiases, Gating
 from quantkit_kernels.linear import Linear
 from quantkit_kernels.reference.functional import silu_and_mul
@@ -22,6 +22,8 @@ PrepareLinear = Callable[[Weight, torch.dtype, torch.device], Linear]
 
 class LoopExperts(Experts):
     """One gate_up linear [2I, H] and one down linear [H, I] per expert. biases: of each expert [2I] and [H], float32, or none."""
+
+    takes_none = True
 
     def __init__(
         self,
@@ -57,7 +59,7 @@ class LoopExperts(Experts):
     def unsorted(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         """Every expert computes every token, and what a token did not ask for is dropped: no value reaches the host."""
         asked = torch.zeros(x.shape[0], self.num_experts, dtype=torch.float32, device=x.device)
-        asked.scatter_add_(1, topk_ids.long(), topk_weights)
+        asked.scatter_add_(1, topk_ids.long().clamp_min(0), topk_weights.masked_fill(topk_ids == NO_EXPERT, 0.0))
         summed = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in range(self.num_experts):
             product = self._one(expert, x).float()
@@ -70,8 +72,10 @@ class LoopExperts(Experts):
         """The experts that were asked for compute their own tokens."""
         top_k = topk_ids.shape[1]
         ids, order = topk_ids.reshape(-1).sort(stable=True)
-        if int(ids[0]) < 0 or int(ids[-1]) >= self.num_experts:
+        if int(ids[0]) < NO_EXPERT or int(ids[-1]) >= self.num_experts:
             raise ValueError(f"topk_ids: {int(ids[0])}..{int(ids[-1])}, expected 0..{self.num_experts - 1}")
+        none = int((ids == NO_EXPERT).sum())
+        ids, order = ids[none:], order[none:]
         counts = torch.bincount(ids, minlength=self.num_experts).tolist()
         token = order // top_k
         gathered = x[token]

@@ -31,7 +31,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
     scores = logits.float().sigmoid() if routing.scoring_func == "sigmoid" else logits.float().softmax(dim=-1)
     wanted = scores if bias is None else scores + bias
     if routing.topk_group < routing.n_group:
-        groups = wanted.view(wanted.shape[0], routing.n_group, -1)
+        groups = wanted.unflatten(1, (routing.n_group, -1))
         kept = groups.topk(2, dim=-1).values.sum(dim=-1).topk(routing.topk_group, dim=-1).indices
         dropped = torch.ones(groups.shape[:2], dtype=torch.bool, device=logits.device).scatter_(1, kept, False)
         # Minus infinity, not zero: with a negative bias a kept expert may score below zero.

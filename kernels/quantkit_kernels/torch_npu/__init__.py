@@ -86,6 +86,8 @@ NEEDS = {
 }
 """The operators of torch_npu behind each of ours. FP4 is decoded, and unquantized weights are multiplied, by torch's own."""
 
+NARROW_EXPERTS = True
+"""Experts of int8 whose codes have four bits are held in four."""
 NO_CODES = "operators of torch_npu want scales that were fixed before, and a cache in 8 bits has each token's own"
 LIMITS = {"mla_prolog": PROLOG_LIMITS}
 """What a usable operator was made for, where that is not everything."""

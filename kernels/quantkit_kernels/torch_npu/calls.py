@@ -15,10 +15,10 @@ from quantkit_kernels.torch_npu.rules import violated
 FRACTAL_NZ = 29
 
 
-def has_kernel(name: str, device: torch.device) -> bool:
-    """Whether an operator of torch_npu can be called with tensors on `device`."""
+def has_kernel(name: str, device: torch.device, library: str = "npu") -> bool:
+    """Whether an operator of torch_npu, or of another library, can be called with tensors on `device`."""
     key = "PrivateUse1" if device.type == "npu" else torch._C._dispatch_key_for_device(device.type)
-    operator = f"npu::{name}"
+    operator = f"{library}::{name}"
     return bool(torch._C._dispatch_has_kernel(operator) and torch._C._dispatch_has_kernel_for_dispatch_key(operator, key))
 
 
@@ -60,7 +60,8 @@ def quant_matmul(codes: Tensor, row_scale: Tensor, weight: Tensor, scale: Tensor
 def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor, dtype: torch.dtype, **scales: Tensor) -> Tensor:
     """x[M, K] times weight[e] [K, N] for the counts[e] rows of each expert in turn.
 
-    scales: antiquant_scale and antiquant_offset for int4 weights, scale and per_token_scale for int8, none for weights of x's dtype.
+    scales: antiquant_scale and antiquant_offset for int4 weights, scale and per_token_scale for int8, bias too for int4 beside int8 rows
+    (layout.narrow_tensors); none for weights of x's dtype.
     """
     lists = {name: [tensor] for name, tensor in scales.items()}
     kwargs = {"group_list": counts, "group_list_type": 1, "group_type": 0, "split_item": 2, "output_dtype": dtype, **lists}
@@ -68,10 +69,13 @@ def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor, dtype: torch.dtype
     return result
 
 
-def init_routing(x: Tensor, expert_ids: Tensor, num_experts: int, quantize: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def init_routing(
+    x: Tensor, expert_ids: Tensor, num_experts: int, quantize: bool, ends: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Rows of x sorted by expert. x [T, H]; expert_ids int32 [T, k].
 
-    Returns rows [T * k, H], int8 with `quantize`; where pair t * k + j went, int32 [T * k]; counts int64 [E]; scales float32 [T * k].
+    Returns rows [T * k, H], int8 with `quantize`; where pair t * k + j went, int32 [T * k]; counts int64 [E], or with `ends` where each
+    expert's rows end; scales float32 [T * k].
     """
     rows, places, counts, scale = call(
         "npu_moe_init_routing_v2",
@@ -79,7 +83,7 @@ def init_routing(x: Tensor, expert_ids: Tensor, num_experts: int, quantize: bool
         expert_ids,
         active_num=expert_ids.numel(),
         expert_num=num_experts,
-        expert_tokens_num_type=1,
+        expert_tokens_num_type=0 if ends else 1,
         expert_tokens_num_flag=True,
         quant_mode=1 if quantize else -1,
         active_expert_range=[0, num_experts],

@@ -6,34 +6,40 @@ from torch import Tensor
 from quantkit_kernels.experts import Experts, ExpertsLayout
 from quantkit_kernels.torch_npu.calls import dynamic_quant, finalize_routing, grouped_matmul, init_routing
 from quantkit_kernels.torch_npu.functional import silu_and_mul
-from quantkit_kernels.torch_npu.layout import int4_tensors
-from quantkit_kernels.weights import Dense, Int4, Int8, Weight, kind, shape, stack, to_device
+from quantkit_kernels.torch_npu.layout import int4_tensors, is_carried, narrow_tensors
+from quantkit_kernels.weights import Dense, Int4, Int8, NarrowInt8, Weight, kind, shape, stack, to_device
 
 Stacked = tuple[Tensor, ...]
-"""int4: carriers [E, K, N/8], scale, offset [E, K/g, N]. int8: codes [E, K, N], scale [E, N]. dense: weights [E, K, N]."""
+"""int4: carriers [E, K, N/8], scale, offset [E, K/g, N]. int8: codes [E, K, N], scale [E, N]. int8 of four bits: carriers [E, K, N/8],
+scale int64 [E, 1, N], bias [E, N]. dense: weights [E, K, N]."""
+NAMES = {"int4": ("antiquant_scale", "antiquant_offset"), "int8": ("scale", "bias"), "dense": ()}
+"""What the grouped product calls the tensors behind the weight."""
 
 
 class GroupedExperts(Experts):
-    def __init__(self, gate_up: Stacked, down: Stacked, hidden: int, intermediate: int, dtype: torch.dtype, device: torch.device) -> None:
+    """grid: the weights'; with int8 rows are quantized too."""
+
+    def __init__(
+        self, grid: str, gate_up: Stacked, down: Stacked, hidden: int, intermediate: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__(gate_up[0].shape[0], hidden, intermediate, dtype, device, "torch_npu")
-        self.gate_up = gate_up
-        self.down = down
+        self.grid, self.gate_up, self.down = grid, gate_up, down
 
     def held(self) -> list[Tensor]:
         return [*self.gate_up, *self.down]
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        quantized = self.gate_up[0].dtype == torch.int8
+        quantized = self.grid == "int8"
         rows, places, counts, scale = init_routing(x, topk_ids.to(torch.int32), self.num_experts, quantized)
         activated = silu_and_mul(self._multiply(self.gate_up, rows, counts, scale))
         codes, scale = dynamic_quant(activated) if quantized else (activated, scale)
         return finalize_routing(self._multiply(self.down, codes, counts, scale), places, topk_weights.to(self.dtype))
 
     def _multiply(self, stacked: Stacked, rows: Tensor, counts: Tensor, row_scale: Tensor) -> Tensor:
-        weight, *scales = stacked
-        if rows.dtype == torch.int8:
-            return grouped_matmul(rows, weight, counts, self.dtype, scale=scales[0], per_token_scale=row_scale)
-        named = dict(zip(("antiquant_scale", "antiquant_offset"), scales))
+        weight, *others = stacked
+        named = dict(zip(NAMES[self.grid], others))
+        if self.grid == "int8":
+            named["per_token_scale"] = row_scale
         return grouped_matmul(rows, weight, counts, self.dtype, **named)
 
 
@@ -50,6 +56,7 @@ class GroupedLayout(ExpertsLayout):
         down_tensors = self._tensors(down)
         if not self._gate_up:
             self._intermediate, self._hidden = shape(gate)
+            self._grid = kind(gate)
             self._gate_up = self._room(gate_up_tensors)
             self._down = self._room(down_tensors)
         for room, tensor in zip((*self._gate_up, *self._down), (*gate_up_tensors, *down_tensors)):
@@ -57,7 +64,7 @@ class GroupedLayout(ExpertsLayout):
 
     def finish(self) -> GroupedExperts:
         assert self._gate_up, "no expert was placed"
-        return GroupedExperts(self._gate_up, self._down, self._hidden, self._intermediate, self._dtype, self._device)
+        return GroupedExperts(self._grid, self._gate_up, self._down, self._hidden, self._intermediate, self._dtype, self._device)
 
     def _room(self, tensors: Stacked) -> Stacked:
         return tuple(torch.empty(self._num_experts, *tensor.shape, dtype=tensor.dtype, device=self._device) for tensor in tensors)
@@ -70,6 +77,8 @@ class GroupedLayout(ExpertsLayout):
             return (carriers, scale[0], offset[0]) if per_channel else (carriers, scale, offset)
         if isinstance(placed, Dense):
             return (placed.weight.T.to(self._dtype),)
+        if isinstance(placed, NarrowInt8) and is_carried(placed):
+            return narrow_tensors(placed)
         assert isinstance(placed, Int8), kind(placed)
         # The grouped product takes bf16 scales for bf16 outputs and fp32 ones for fp16.
         scale_dtype = torch.bfloat16 if self._dtype == torch.bfloat16 else torch.float32

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from quantkit_kernels.weights import Int4, group_size, shape
+from quantkit_kernels.torch_npu.rules import NARROW_INPUTS
+from quantkit_kernels.weights import Int4, NarrowInt8, group_size, shape
 
 CARRIED = 8
 
@@ -32,6 +33,23 @@ def int4_tensors(weight: Int4, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tens
     scale = weight.scale.T.to(dtype).contiguous()
     offset = torch.zeros_like(scale) if weight.zero_point is None else -weight.zero_point.T.to(dtype).contiguous()
     return carry_int4(weight.codes.T), scale, offset
+
+
+def is_carried(weight: NarrowInt8) -> bool:
+    """Whether the grouped product of int8 by int4 takes it; else it is held as int8."""
+    n, k = shape(weight)
+    return n % CARRIED == 0 and k <= NARROW_INPUTS
+
+
+def narrow_tensors(weight: NarrowInt8) -> tuple[Tensor, Tensor, Tensor]:
+    """Carriers int32 [K, N/8], scale int64 [1, N] and bias float32 [N] of the grouped product of int8 by int4.
+
+    A scale is the bits of a float32, as the operator's uint64 wants it. The operator splits a code of x into 16 h + l + 8, h and l of four
+    bits, and multiplies 16 h + l: the bias is what 8 adds, 8 times the sum of a column's scaled weights.
+    """
+    scale = weight.scale.flatten()
+    bias = 8 * weight.codes.double().sum(dim=1) * scale.double()
+    return carry_int4(weight.codes.T), scale.view(torch.int32).to(torch.int64).unsqueeze(0), bias.float()
 
 
 def antiquant_group(weight: Int4) -> int:

@@ -106,6 +106,10 @@ DYNAMIC_QUANT = (
 )
 
 
+NARROW_INPUTS = 18432
+"""Of int8 rows by int4 weights: aclnnGroupedMatmulV4 (ops-transformer at 50e9ae9), which has this for the A2; op-plugin's page has not."""
+
+
 def _grouped_rows(a: Arguments) -> bool:
     # Reading the counts would make a device wait: their sum is checked where that costs nothing.
     return a.group_list.device.type != "cpu" or sum(a.group_list.tolist()) == a.x[0].shape[0]
@@ -114,7 +118,7 @@ def _grouped_rows(a: Arguments) -> bool:
 def _grouped_dtypes(a: Arguments) -> bool:
     x, weight = a.x[0].dtype, a.weight[0].dtype
     if x == torch.int8:
-        return bool(weight == torch.int8)
+        return weight in (torch.int8, torch.int32)
     if a.antiquant_scale is None:
         return x in FLOATS and weight == x and a.output_dtype in (None, x)
     return x in HALVES and weight in (torch.int8, torch.int32)
@@ -129,6 +133,11 @@ def _grouped_scales(a: Arguments) -> bool:
     return tuple(scale[0].shape) == (e, n) or (_is_int4(weight) and per_group)
 
 
+def _narrow(a: Arguments) -> bool:
+    """int8 rows by int4 weights (A8W4)."""
+    return a.x[0].dtype == torch.int8 and _is_int4(a.weight[0])
+
+
 GROUPED_MATMUL = (
     Rule("one x, one weight, one output", lambda a: len(a.x) == len(a.weight) == 1 and a.split_item in (2, 3)),
     Rule("groups are along M", lambda a: a.group_type == 0),
@@ -138,7 +147,7 @@ GROUPED_MATMUL = (
     Rule("x is [M, K], weight [E, K, N] with x's K", lambda a: a.x[0].dim() == 2 and a.weight[0].shape[1] == a.x[0].shape[1]),
     Rule("x is not transposed", lambda a: a.x[0].is_contiguous()),
     Rule("last dimensions are below 65536", lambda a: max(a.x[0].shape[-1], _columns(a.weight[0])) < 65536),
-    Rule("int8 x with int8 weight, 16-bit x with int8 or int4 weight and antiquant_scale, or both of one float dtype", _grouped_dtypes),
+    Rule("int8 x with int8 or int4 weight, 16-bit x with these and antiquant_scale, or both of one float dtype", _grouped_dtypes),
     Rule("antiquant_scale is [E, N], or [E, G, N] for int4 with G dividing K", _grouped_scales),
     Rule("antiquant_scale is of x's dtype", lambda a: a.antiquant_scale is None or a.antiquant_scale[0].dtype == a.x[0].dtype),
     Rule(
@@ -153,6 +162,7 @@ GROUPED_MATMUL = (
         "int8: scale [E, N] is bf16 for bf16 outputs and fp32 for fp16 outputs",
         lambda a: (
             a.x[0].dtype != torch.int8
+            or _narrow(a)
             or (
                 tuple(a.scale[0].shape) == (a.weight[0].shape[0], a.weight[0].shape[2])
                 and (a.scale[0].dtype, a.output_dtype) in ((torch.bfloat16, torch.bfloat16), (torch.float32, torch.float16))
@@ -165,8 +175,22 @@ GROUPED_MATMUL = (
             a.x[0].dtype != torch.int8 or (a.per_token_scale[0].dtype == torch.float32 and a.per_token_scale[0].shape == (a.x[0].shape[0],))
         ),
     ),
+    Rule(
+        "int8 by int4: scale is int64 [E, 1, N], bias fp32 [E, N], outputs have 16 bits",
+        lambda a: (
+            not _narrow(a)
+            or (
+                (a.scale[0].dtype, tuple(a.scale[0].shape)) == (torch.int64, (a.weight[0].shape[0], 1, _columns(a.weight[0])))
+                and a.bias is not None
+                and (a.bias[0].dtype, tuple(a.bias[0].shape)) == (torch.float32, (a.weight[0].shape[0], _columns(a.weight[0])))
+                and a.output_dtype in HALVES
+            )
+        ),
+    ),
+    Rule("int8 by int4: the weight is contiguous", lambda a: not _narrow(a) or a.weight[0].is_contiguous()),
+    Rule(f"int8 by int4: K is at most {NARROW_INPUTS}", lambda a: not _narrow(a) or a.x[0].shape[1] <= NARROW_INPUTS),
     Rule("offset and activation_* are not to be given", lambda a: a.offset is None and a.activation_input is None),
-    Rule("bias and act_type are not used here", lambda a: a.bias is None and a.act_type == 0),
+    Rule("a bias goes with int8 by int4 only, act_type is not used here", lambda a: (a.bias is None or _narrow(a)) and a.act_type == 0),
 )
 
 MOE_GATING_TOP_K = (
@@ -187,7 +211,7 @@ MOE_INIT_ROUTING_V2 = (
     Rule("a quantized x is a float", lambda a: a.quant_mode == -1 or a.x.dtype in FLOATS),
     Rule("nothing is dropped", lambda a: a.drop_pad_mode == 0 and a.active_num == a.expert_idx.numel()),
     Rule("all experts are active", lambda a: list(a.active_expert_range) == [0, a.expert_num]),
-    Rule("counts are asked for", lambda a: a.expert_tokens_num_type == 1 and a.expert_tokens_num_flag),
+    Rule("counts are asked for, or where they add up", lambda a: a.expert_tokens_num_type in (0, 1) and a.expert_tokens_num_flag),
     Rule("rows are where tokens went (gather)", lambda a: a.row_idx_type == 0),
     Rule("scale and offset are not used here", lambda a: a.scale is None and a.offset is None),
 )
@@ -225,7 +249,10 @@ ADD_RMS_NORM = (
 )
 
 
-FORMAT_CAST = (Rule("acl_format is 2 (ND) or 29 (FRACTAL_NZ)", lambda a: a.acl_format in (2, 29)),)
+FORMAT_CAST = (
+    Rule("acl_format is 2 (ND) or 29 (FRACTAL_NZ)", lambda a: a.acl_format in (2, 29)),
+    Rule("input is contiguous: the manual does not say what becomes of another", lambda a: a.input.is_contiguous()),
+)
 
 PREFETCH = (
     Rule("max_size is positive", lambda a: a.max_size > 0),

@@ -74,7 +74,7 @@ def shared_bytes(name: str) -> int:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LinearPlan:
     """How multiply_kernel.py is launched. rows, tokens: of a tile; split: programs that share K; warps; stages of copies in flight."""
 
     rows: int
@@ -90,7 +90,7 @@ _FEW, _SOME = 16, 64
 """Tokens up to which a product is bound by reading weights, and by latency: then several programs share a multiprocessor and K."""
 
 
-def linear_plan(name: str, processors: int, kind: str, n: int, k: int, tokens: int) -> Plan | None:
+def linear_plan(name: str, processors: int, kind: str, n: int, k: int, tokens: int) -> LinearPlan | None:
     """The plan for W[n, k] of so many tokens; None: expand. name: the card's architecture."""
     if kind != "int8" and tokens > EXPAND_TOKENS:
         return None
@@ -100,16 +100,16 @@ def linear_plan(name: str, processors: int, kind: str, n: int, k: int, tokens: i
     return fitting(_rule(processors, kind, n, -(-k // 128), tokens, shared_bytes(name)), kind, name)
 
 
-def _rule(processors: int, kind: str, n: int, steps: int, tokens: int, room: int) -> Plan:
+def _rule(processors: int, kind: str, n: int, steps: int, tokens: int, room: int) -> LinearPlan:
     """What the plans measured on an H200 have in common: so many programs a multiprocessor, and as many steps of K for each at least."""
     width = max(16, min(128, _power_of_two(tokens)))
     if tokens <= _FEW:
-        plan, programs, least = Plan(64, width, 1, 4, 3), 6 * processors, 7
+        plan, programs, least = LinearPlan(64, width, 1, 4, 3), 6 * processors, 7
     elif tokens <= _SOME:
-        plan, programs, least = Plan(128, width, 1, 8, 3), 2 * processors, 14
+        plan, programs, least = LinearPlan(128, width, 1, 8, 3), 2 * processors, 14
     else:
         wide = tokens > 128 and room >= SHARED_BYTES["sm_90"] and -(-n // 128) * -(-tokens // 256) > processors // 3
-        plan, programs, least = Plan(128, 256 if wide else width, 1, 8, 3), processors, 14
+        plan, programs, least = LinearPlan(128, 256 if wide else width, 1, 8, 3), processors, 14
     tiles = -(-n // plan.rows) * -(-tokens // plan.tokens)
     return replace(plan, split=max(1, min(programs // tiles, steps // least, _MOST_SPLIT)))
 
@@ -124,8 +124,8 @@ _NEAR = 1.25
 class ExpertsPlan(NamedTuple):
     """How both products of sorted pairs are launched; their tiles have as many tokens."""
 
-    gate_up: Plan
-    down: Plan
+    gate_up: LinearPlan
+    down: LinearPlan
 
 
 def experts_plan(name: str, kind: str, intermediate: int, hidden: int, pairs_per_expert: float) -> ExpertsPlan:
@@ -136,8 +136,8 @@ def experts_plan(name: str, kind: str, intermediate: int, hidden: int, pairs_per
     tokens = 16 if pairs_per_expert <= 12 else 32 if pairs_per_expert <= 24 else 64
     # Elsewhere, and with int8 on a B200, gate's and up's sums do not fit the registers.
     wide = kind != "int8" and pairs_per_expert > 96 and shared_bytes(name) >= SHARED_BYTES["sm_90"]
-    few = Plan(64, tokens, 1, 2, 3) if tokens == _FEW and name.startswith("sm_") else Plan(64, tokens, 1, 4, 4)
-    plan = Plan(128, 128, 1, 8, 3) if wide else few
+    few = LinearPlan(64, tokens, 1, 2, 3) if tokens == _FEW and name.startswith("sm_") else LinearPlan(64, tokens, 1, 4, 4)
+    plan = LinearPlan(128, 128, 1, 8, 3) if wide else few
     return ExpertsPlan(fitting(plan, kind, name, doubled=True), fitting(plan, kind, name))
 
 
@@ -145,7 +145,7 @@ _WARPS = 24
 """Of programs that are on a multiprocessor at once, where few tokens' experts are computed."""
 
 
-def experts_split(plan: Plan, processors: int, intermediate: int, hidden: int, tiles: int) -> int:
+def experts_split(plan: LinearPlan, processors: int, intermediate: int, hidden: int, tiles: int) -> int:
     """Programs that share K of gate and up, where few tokens' experts would not fill the card. tiles: of sorted pairs."""
     if plan.tokens > _FEW:
         return 1
@@ -153,14 +153,14 @@ def experts_split(plan: Plan, processors: int, intermediate: int, hidden: int, t
     return max(1, min(programs // (tiles * -(-intermediate // plan.rows)), -(-hidden // 128) // 7, 8))
 
 
-def stage_bytes(plan: Plan, kind: str, doubled: bool = False) -> int:
+def stage_bytes(plan: LinearPlan, kind: str, doubled: bool = False) -> int:
     """Shared memory of a stage: of a step the codes and scales of a tile, twice for gate and up, and the tokens."""
     of_row = 128 if kind == "int8" else 64 + 8
     of_token = 128 if kind == "int8" else 256
     return plan.rows * of_row * (2 if doubled else 1) + plan.tokens * of_token
 
 
-def fitting(plan: Plan, kind: str, name: str, doubled: bool = False) -> Plan:
+def fitting(plan: LinearPlan, kind: str, name: str, doubled: bool = False) -> LinearPlan:
     """With as many of its stages as the card's shared memory holds."""
     room = shared_bytes(name)
     while plan.stages > 1 and stage_bytes(plan, kind, doubled) * plan.stages > room:
@@ -172,7 +172,7 @@ def _power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-_Found = TypeVar("_Found", Plan, ExpertsPlan)
+_Found = TypeVar("_Found", LinearPlan, ExpertsPlan)
 
 
 def _nearest(measured: list[tuple[int, _Found]] | None, tokens: int) -> _Found | None:
@@ -186,7 +186,7 @@ class Table(NamedTuple):
     """Plans by kind and sizes, each with the most tokens it is for: of linears (N, K), of experts (hidden, intermediate; pairs an expert
     times 256)."""
 
-    linear: dict[tuple[str, int, int], list[tuple[int, Plan]]]
+    linear: dict[tuple[str, int, int], list[tuple[int, LinearPlan]]]
     experts: dict[tuple[str, int, int], list[tuple[int, ExpertsPlan]]]
 
 
@@ -204,9 +204,9 @@ def _table(name: str) -> Table:
 def _read(plans: dict[str, Any]) -> Table:
     table = Table({}, {})
     for kind, n, k, most, fields in plans["linear"]:
-        table.linear.setdefault((kind, n, k), []).append((most, Plan(*fields)))
+        table.linear.setdefault((kind, n, k), []).append((most, LinearPlan(*fields)))
     for kind, hidden, intermediate, most, *both in plans["experts"]:
-        table.experts.setdefault((kind, hidden, intermediate), []).append((most, ExpertsPlan(*(Plan(*fields) for fields in both))))
+        table.experts.setdefault((kind, hidden, intermediate), []).append((most, ExpertsPlan(*(LinearPlan(*fields) for fields in both))))
     return table
 
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from quantkit_kernels.experts import Experts, ExpertsLayout
+from quantkit_kernels.pairs import Slots, empty_slots
 from quantkit_kernels.triton import rows
 from quantkit_kernels.triton.cards import ExpertsPlan, architecture, experts_plan, experts_split, multiprocessors, overlapped
-from quantkit_kernels.triton.launch import SILU_MUL, WEIGH, Packed, Slots, multiply
+from quantkit_kernels.triton.launch import SILU_MUL, WEIGH, ChosenExperts, Packed, multiply
 from quantkit_kernels.triton.layout import STRIP, PackedSteps, group_of, pack
 from quantkit_kernels.weights import Weight, kind, shape, to_device
 
@@ -39,10 +40,10 @@ class TritonExperts(Experts):
     def by_plan(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plan: ExpertsPlan, split: int = 0) -> Tensor:
         """split: programs that share K of gate and up; 0 for as many as the rule says."""
         pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
-        slots = sort_pairs(topk_ids, self.num_experts, plan.down.tokens)
+        slots = ChosenExperts(topk_ids.flatten()) if len(x) == 1 else sort_pairs(topk_ids, self.num_experts, plan.down.tokens)
         between = torch.empty(pairs, self.intermediate, dtype=self.dtype, device=x.device)
         codes, scale = self._quantized(x)
-        tiles = len(slots.tile_expert)
+        tiles = len(slots[0])
         split = split or experts_split(plan.gate_up, multiprocessors(self.device), self.intermediate, self.hidden, tiles)
         first = replace(plan.gate_up, split=split)
         multiply(self.gate_up, codes, scale, between, first, epilogue=SILU_MUL, slots=slots, top_k=top_k)
@@ -62,11 +63,12 @@ def sort_pairs(topk_ids: Tensor, num_experts: int, tokens: int) -> Slots:
     from quantkit_kernels.triton.experts_kernel import sort_pairs as kernel
 
     pairs = topk_ids.numel()
-    tiles = min(pairs, num_experts) + pairs // tokens
-    slots = Slots(*(torch.empty(size, dtype=torch.int32, device=topk_ids.device) for size in (tiles, tiles, tiles * tokens)))
+    slots = empty_slots(topk_ids, num_experts, tokens)
     block = min(1024, max(128, rows.power_of_two(pairs)))
     experts, how = max(2, rows.power_of_two(num_experts)), overlapped(topk_ids.device)
-    kernel[(num_experts,)](topk_ids, pairs, *slots, tiles, num_experts, EXPERTS=experts, TOKENS=tokens, BLOCK=block, **how)
+    kernel[(num_experts,)](
+        topk_ids, pairs, *slots, slots.tile_count.numel(), num_experts, EXPERTS=experts, TOKENS=tokens, BLOCK=block, **how
+    )
     return slots
 
 

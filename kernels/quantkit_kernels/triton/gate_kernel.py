@@ -6,13 +6,14 @@ import triton
 import triton.language as tl
 
 from quantkit_kernels.triton.multiply_kernel import sum_of_parts
-from quantkit_kernels.triton.weights_kernel import dot, rounded, wait_for_input
+from quantkit_kernels.triton.weights_kernel import dot, fetch_lines, rounded, wait_for_input
 
 
 @triton.jit
 def router_logits(
     x, router, logits, partial, arrived, tokens, experts, k,
-    SPLIT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, NVIDIA: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """x [tokens, k] times router [experts, k] -> logits float32 [tokens, experts]."""
     tile = tl.program_id(0) // SPLIT
@@ -20,6 +21,10 @@ def router_logits(
     expert = tile * BN + tl.arange(0, BN)
     token = tl.arange(0, BM)
     column = tl.arange(0, BK)
+    if PDL and NVIDIA:  # the router is there before the tokens are
+        lines = tl.minimum(expert, experts - 1)[:, None] * k + tl.arange(0, BK // 32)[None, :] * 32
+        for start in range(part * BK, k, SPLIT * BK):
+            fetch_lines(router + tl.minimum(start + lines, experts * k - 1))
     wait_for_input(PDL)
     acc = tl.zeros((BN, BM), tl.float32)
     for start in range(part * BK, k, SPLIT * BK):

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quantkit_kernels.triton.cards import Plan, interpreted, overlapped
+from quantkit_kernels.pairs import Slots
+from quantkit_kernels.triton.cards import LinearPlan, interpreted, overlapped
 from quantkit_kernels.triton.layout import PackedSteps
 from quantkit_kernels.workspace import workspace
 
@@ -14,16 +15,10 @@ COLUMNS = {"int4": 32, "fp4": 16, "int8": 32}
 STORE, SILU_MUL, WEIGH = range(3)
 
 
-class Slots(NamedTuple):
-    """Token-expert pairs sorted by expert, in tiles of one expert each.
+class ChosenExperts(NamedTuple):
+    """The pairs of one token, in the order of its experts: ids [pairs]."""
 
-    tile_expert int32 [tiles]: the expert of a tile, -1 for tiles that are not used. tile_count int32 [tiles]: the pairs in a tile.
-    order int32 [tiles * tokens of a tile]: the pair in a slot, undefined in the slots that a tile does not use.
-    """
-
-    tile_expert: Tensor
-    tile_count: Tensor
-    order: Tensor
+    ids: Tensor
 
 
 class Packed(NamedTuple):
@@ -41,10 +36,10 @@ def multiply(
     x: Tensor,
     x_scale: Tensor | None,
     out: Tensor,
-    plan: Plan,
+    plan: LinearPlan,
     *,
     epilogue: int = STORE,
-    slots: Slots | None = None,
+    slots: Slots | ChosenExperts | None = None,
     top_k: int = 1,
     pair_weights: Tensor | None = None,
 ) -> None:
@@ -55,17 +50,21 @@ def multiply(
     features = packed.n // 2 if epilogue == SILU_MUL else packed.n
     rows = row_scale.shape[-1]
     tiles = -(-features // plan.rows)
-    token_tiles = -(-x.shape[0] // plan.tokens) if slots is None else len(slots.tile_expert)
+    token_tiles = -(-x.shape[0] // plan.tokens) if slots is None else len(slots[0])
     split, sums = plan.split, 2 if epilogue == SILU_MUL else 1
     partial, arrived = workspace(x.device, tiles * token_tiles * split * sums * plan.rows * plan.tokens if split > 1 else 0)
     assert split == 1 or tiles * token_tiles <= len(arrived), (tiles, token_tiles)
     nothing, own_rows = row_scale, rows // 2 if epilogue == SILU_MUL else rows
+    tables = [arrived, slots[0] if slots else arrived, arrived]
+    if isinstance(slots, Slots):
+        tables = [slots.order, slots.tile_expert, slots.tile_count]
     kernel[(tiles * split, token_tiles)](
         x, nothing if x_scale is None else x_scale, codes, scales, row_scale, out, partial, arrived,
-        *(slots.order, slots.tile_expert, slots.tile_count) if slots else (arrived, arrived, arrived),
+        *tables,
         nothing if pair_weights is None else pair_weights,
         x.shape[0], rows, packed.k, out.shape[1], -(-packed.k // 128), top_k, rows // 2,
-        KIND=KINDS[packed.kind], GROUP=packed.group, COLUMNS=COLUMNS[packed.kind], EPILOGUE=epilogue, EXPERTS=slots is not None,
+        KIND=KINDS[packed.kind], GROUP=packed.group, COLUMNS=COLUMNS[packed.kind], EPILOGUE=epilogue,
+        EXPERTS=0 if slots is None else 1 if isinstance(slots, Slots) else 2,
         SPLIT=split, BN=plan.rows, BM=plan.tokens, EVEN_N=own_rows % plan.rows == 0, EVEN_K=packed.k % 128 == 0,
         NVIDIA=by_assembly(x.device), STAGES=plan.stages,
         DTYPE=decoded_type(out.dtype if epilogue != WEIGH else x.dtype), num_warps=plan.warps, **overlapped(x.device),

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from quantkit_kernels.linear import Linear
 from quantkit_kernels.triton import rows
-from quantkit_kernels.triton.cards import Plan, architecture, linear_plan, multiprocessors
+from quantkit_kernels.triton.cards import LinearPlan, architecture, linear_plan, multiprocessors
 from quantkit_kernels.triton.first_use import announce
 from quantkit_kernels.triton.launch import Packed, multiply
 from quantkit_kernels.triton.layout import group_of, pack
@@ -28,7 +28,7 @@ class TritonLinear(Linear):
         )
         return self.expand(x) if plan is None else self.tiles(x.contiguous(), plan)
 
-    def tiles(self, x: Tensor, plan: Plan) -> Tensor:
+    def tiles(self, x: Tensor, plan: LinearPlan) -> Tensor:
         """x[M, K] -> [M, N] by a given plan."""
         y = torch.empty(x.shape[0], self.out_features, dtype=self.dtype, device=x.device)
         codes, scale = rows.quantize_rows(x) if self.packed.kind == "int8" else (x, None)

@@ -12,6 +12,8 @@ import triton.language as tl
 from quantkit_kernels.triton.weights_kernel import INT4, INT8, SPAN, dot, fetch, load_scales, plane, rounded, wait_for_input
 
 STORE, SILU_MUL, WEIGH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+ONE_TOKEN = tl.constexpr(2)
+"""EXPERTS of one token: every pair is a tile of its own, and tile_expert are the chosen experts."""
 
 
 @triton.jit
@@ -106,7 +108,12 @@ def multiply(
             fetch(codes + tl.minimum(begin + ahead, end - 1).to(tl.int64) * n * WIDTH + row_tile * BN * WIDTH, BYTES)
     wait_for_input(PDL)
     expert = 0
-    if EXPERTS:
+    if EXPERTS == ONE_TOKEN:
+        expert = tl.load(tile_expert + token_tile)
+        there = tl.arange(0, BM) < 1
+        token = tl.full((BM,), 0, tl.int32) + token_tile
+        source = token // top_k
+    elif EXPERTS:
         expert = tl.load(tile_expert + token_tile)
         if expert < 0:
             return

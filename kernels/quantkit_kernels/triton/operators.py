@@ -11,6 +11,7 @@ from quantkit_kernels.latents import Latents
 from quantkit_kernels.paged import Norms, Rotation
 from quantkit_kernels.routing import Routing
 from quantkit_kernels.triton.cards import multiprocessors, overlapped
+from quantkit_kernels.triton.launch import by_assembly
 from quantkit_kernels.triton.rows import power_of_two, warps_for
 from quantkit_kernels.workspace import workspace
 
@@ -91,8 +92,9 @@ def moe_gate(x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing) -
     tiles, width = -(-experts // _GATE_ROWS), max(16, power_of_two(tokens))
     split = max(1, min(2 * multiprocessors(x.device) // tiles, -(-k // (2 * _GATE_STEP)), 16))
     partial, arrived = workspace(x.device, tiles * split * _GATE_ROWS * width)
-    shape = {"SPLIT": split, "BN": _GATE_ROWS, "BM": width, "BK": _GATE_STEP, **overlapped(x.device)}
-    router_logits[(tiles * split,)](x.contiguous(), router.contiguous(), logits, partial, arrived, tokens, experts, k, **shape)
+    shape = {"SPLIT": split, "BN": _GATE_ROWS, "BM": width, "BK": _GATE_STEP, "NVIDIA": by_assembly(x.device)}
+    tensors = (x.contiguous(), router.contiguous(), logits, partial, arrived)
+    router_logits[(tiles * split,)](*tensors, tokens, experts, k, **shape, **overlapped(x.device))
     return route(logits, bias, routing)
 
 

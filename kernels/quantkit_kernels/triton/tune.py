@@ -20,7 +20,7 @@ from quantkit_kernels.samples import random_weight
 from quantkit_kernels.timing import copies_beyond_cache, seconds_in_turns
 from quantkit_kernels.triton.cards import (
     ExpertsPlan,
-    Plan,
+    LinearPlan,
     architecture,
     fitting,
     linear_plan,
@@ -38,7 +38,7 @@ Case = tuple[str, int, int, int]
 """Kind, N, K, tokens."""
 
 
-def candidates(name: str, processors: int, case: Case) -> list[Plan]:
+def candidates(name: str, processors: int, case: Case) -> list[LinearPlan]:
     """What is tried: the rule's plan first."""
     kind, n, k, tokens = case
     steps, found = -(-k // 128), []
@@ -55,7 +55,7 @@ def candidates(name: str, processors: int, case: Case) -> list[Plan]:
         tiles = -(-n // rows) * -(-tokens // wide)
         for wave in waves:
             split = max(1, min(wave * processors // tiles, steps // 4, 16))
-            plan = fitting(Plan(rows, wide, split, warps, stages), kind, name)
+            plan = fitting(LinearPlan(rows, wide, split, warps, stages), kind, name)
             if plan not in found and stage_bytes(plan, kind) * plan.stages <= shared_bytes(name):
                 found.append(plan)
     return found
@@ -63,7 +63,7 @@ def candidates(name: str, processors: int, case: Case) -> list[Plan]:
 
 def tune(
     cases: Sequence[Case], device: torch.device, processes: int | None = None
-) -> Iterator[tuple[Case, list[tuple[float, Plan | None]]]]:
+) -> Iterator[tuple[Case, list[tuple[float, LinearPlan | None]]]]:
     """Of every case the seconds of each candidate, the fastest first; None is expansion."""
     name, processors = architecture(device), multiprocessors(device)
     work = [(case, candidates(name, processors, case)) for case in cases]
@@ -77,7 +77,7 @@ def tune(
             copies, of = linears(kind, n, k, rng), (kind, n, k)
         x = torch.randn(tokens, k, generator=rng, device=device).bfloat16()
         sides: list[list[Callable[[], object]]] = [[partial(one.tiles, x, plan) for one in copies] for plan in plans]
-        options: list[Plan | None] = [*plans]
+        options: list[LinearPlan | None] = [*plans]
         if kind != "int8" and tokens >= 256:
             sides.append([partial(one.expand, x) for one in copies])
             options.append(None)
@@ -99,7 +99,7 @@ def linears(kind: str, n: int, k: int, rng: torch.Generator) -> list[TritonLinea
     return found
 
 
-def compile_ahead(kernels: Sequence[tuple[str, int, Plan]], processes: int | None) -> None:
+def compile_ahead(kernels: Sequence[tuple[str, int, LinearPlan]], processes: int | None) -> None:
     """By running each once, on a weight of one tile and as many steps as it takes."""
     in_processes(_compile, list(dict.fromkeys((kind, min(tokens, plan.tokens), plan) for kind, tokens, plan in kernels)), processes)
 
@@ -113,7 +113,7 @@ def in_processes(compile_one: Callable[[Any], None], work: Sequence[object], pro
         pool.map(compile_one, work, chunksize=1)
 
 
-def _compile(what: tuple[str, int, Plan]) -> None:
+def _compile(what: tuple[str, int, LinearPlan]) -> None:
     kind, tokens, plan = what
     device = torch.device("cuda")
     rng = torch.Generator(device).manual_seed(0)

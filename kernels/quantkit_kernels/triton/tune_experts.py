@@ -10,7 +10,7 @@ from quantkit_kernels.samples import random_weight
 from quantkit_kernels.timing import seconds_in_turns
 from quantkit_kernels.triton.cards import (
     ExpertsPlan,
-    Plan,
+    LinearPlan,
     architecture,
     experts_plan,
     experts_split,
@@ -60,12 +60,12 @@ def _widths(pairs_per_expert: float) -> tuple[int, ...]:
     return (16, 32) if pairs_per_expert <= 16 else (32, 64) if pairs_per_expert <= 48 else (64, 128)
 
 
-def _launches(name: str, kind: str, width: int, doubled: bool) -> list[Plan]:
+def _launches(name: str, kind: str, width: int, doubled: bool) -> list[LinearPlan]:
     if width <= 32:
         shapes = [(64, 4, 4), (64, 4, 3), (64, 2, 4), (64, 2, 3), (32, 1, 4), (32, 2, 4), (128, 4, 3)]
     else:
         shapes = [(64, 4, 4), (64, 4, 3), (128, 8, 3), (128, 4, 3), (128, 8, 2), (128, 8, 4)]
-    plans = [Plan(rows, width, 1, warps, stages) for rows, warps, stages in shapes]
+    plans = [LinearPlan(rows, width, 1, warps, stages) for rows, warps, stages in shapes]
     return [plan for plan in plans if stage_bytes(plan, kind, doubled) * plan.stages <= shared_bytes(name)]
 
 
@@ -98,8 +98,8 @@ def kernels_of_experts(name: str, processors: int, cases: Sequence[ExpertsCase])
                 tiles = min(pairs, EXPERTS) + pairs // one.down.tokens
                 found[case.kind, one, experts_split(one.gate_up, processors, case.intermediate, case.hidden, tiles)] = None
     # Each product once is enough.
-    firsts: dict[tuple[str, Plan, int], Kernels] = {}
-    seconds: dict[tuple[str, Plan], Kernels] = {}
+    firsts: dict[tuple[str, LinearPlan, int], Kernels] = {}
+    seconds: dict[tuple[str, LinearPlan], Kernels] = {}
     for kind, plan, split in found:
         firsts.setdefault((kind, plan.gate_up, split), (kind, plan, split))
         seconds.setdefault((kind, plan.down), (kind, plan, split))

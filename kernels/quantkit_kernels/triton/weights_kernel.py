@@ -51,7 +51,13 @@ def wait_for_input(PDL: tl.constexpr):
 @triton.jit
 def fetch(address, SIZE: tl.constexpr):
     """SIZE bytes, a multiple of 128, into the last cache."""
-    at = address.to(tl.int64) + tl.arange(0, SIZE // 128) * 128
+    fetch_lines(address.to(tl.int64) + tl.arange(0, SIZE // 128) * 128)
+
+
+@triton.jit
+def fetch_lines(addresses):
+    """What lies at these addresses, to the end of its line of 128 bytes, into the last cache."""
+    at = addresses.to(tl.int64)
     tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)
 
 

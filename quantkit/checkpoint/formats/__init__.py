@@ -15,6 +15,7 @@ from quantkit.checkpoint.formats import (
     dense,
     fp8,
     fp8_block,
+    fp8_fp4,
     gptq,
     modelopt,
     modelopt_mixed,
@@ -27,6 +28,7 @@ from quantkit.schemes import Scheme
 
 FORMATS: tuple[Format, ...] = (
     dense.FORMAT,
+    fp8_fp4.FORMAT,
     fp8_block.FORMAT,
     awq.FORMAT,
     *gptq.FORMATS,

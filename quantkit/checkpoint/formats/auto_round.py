@@ -13,7 +13,7 @@ import regex
 
 from quantkit.checkpoint.formats import awq, compressed_fp4, compressed_int8, compressed_mxfp4, fp8, gptq
 from quantkit.checkpoint.formats.base import HEAD, Format
-from quantkit.checkpoint.formats.declared import Description, Placed, Placement
+from quantkit.checkpoint.formats.declared import DeclaredFormat, Description, Placed
 from quantkit.errors import QuantkitError
 from quantkit.quant.weights import FP4_GROUP, MX_GROUP
 from quantkit.schemes import Fp4Grid, IntGrid, Mxfp4Grid
@@ -21,13 +21,13 @@ from quantkit.schemes import Fp4Grid, IntGrid, Mxfp4Grid
 _PACKED: dict[str, Format] = {"auto_gptq": gptq.FORMATS[0], "gptqmodel": gptq.FORMATS[1], "auto_awq": awq.FORMAT}
 _FP8_CHANNEL, _FP8_TENSOR = fp8.ModelOptFp8(fp8.CHANNEL), fp8.ModelOptFp8(fp8.TENSOR)
 _MXFP8 = fp8.CompressedMxfp8(fp8.MX)
-_FLOATS: dict[tuple[Any, ...], Placement] = {
-    ("mx_fp", 4, MX_GROUP): Placement(compressed_mxfp4.FORMAT, Mxfp4Grid()),
-    ("nv_fp", 4, FP4_GROUP): Placement(compressed_fp4.FORMAT, Fp4Grid()),
-    ("mx_fp", 8, MX_GROUP): Placement(_MXFP8, None),
-    ("int", 8, -1): Placement(compressed_int8.FORMAT, compressed_int8.GRID),
-    ("fp", 8, -1): Placement(_FP8_CHANNEL, None),
-    ("fp", 8, 0): Placement(_FP8_TENSOR, None),
+_FLOATS: dict[tuple[Any, ...], DeclaredFormat] = {
+    ("mx_fp", 4, MX_GROUP): DeclaredFormat(compressed_mxfp4.FORMAT, Mxfp4Grid()),
+    ("nv_fp", 4, FP4_GROUP): DeclaredFormat(compressed_fp4.FORMAT, Fp4Grid()),
+    ("mx_fp", 8, MX_GROUP): DeclaredFormat(_MXFP8, None),
+    ("int", 8, -1): DeclaredFormat(compressed_int8.FORMAT, compressed_int8.GRID),
+    ("fp", 8, -1): DeclaredFormat(_FP8_CHANNEL, None),
+    ("fp", 8, 0): DeclaredFormat(_FP8_TENSOR, None),
 }
 """data_type, bits and group_size where tensors are compressed-tensors', or FP8."""
 _KEYS = ("bits", "group_size", "sym", "data_type")
@@ -51,7 +51,7 @@ class AutoRound(Description):
         in_blocks = _blocks(block.get("block_name_to_quantize", block.get("to_quant_block_names")))
         _placement("quantization_config", packing, usual)
 
-        def placed(module: str) -> Placement | None:
+        def placed(module: str) -> DeclaredFormat | None:
             own = extra.get(module)
             if own is None:
                 own = next((one for pattern, one in patterns if pattern.match(module)), None)
@@ -75,7 +75,7 @@ def _blocks(said: Any) -> Callable[[str], bool]:
     return (lambda module: module.startswith(prefixes)) if prefixes else (lambda module: module.rpartition(".")[2] != HEAD)
 
 
-def _placement(where: str, packing: str, said: Mapping[str, Any]) -> Placement | None:
+def _placement(where: str, packing: str, said: Mapping[str, Any]) -> DeclaredFormat | None:
     """None for 16 bits. Raises QuantkitError for what is not read."""
     bits, size, symmetric = said["bits"], said["group_size"], said["sym"]
     if type(bits) is int and bits >= 16:
@@ -83,7 +83,9 @@ def _placement(where: str, packing: str, said: Mapping[str, Any]) -> Placement |
     format = _PACKED.get(packing.rpartition(":")[2])
     sizes = type(size) is int and (size > 0 or size == -1)
     if format is not None and sizes and bits in ((4,) if format is awq.FORMAT else (4, 8)):
-        return Placement(format, IntGrid(bits, size if size > 0 else None, symmetric=symmetric is not False and format is not awq.FORMAT))
+        return DeclaredFormat(
+            format, IntGrid(bits, size if size > 0 else None, symmetric=symmetric is not False and format is not awq.FORMAT)
+        )
     found = None if format is not None else _FLOATS.get((str(said["data_type"]).removesuffix("8"), bits, size))
     if found is None:
         told = f"{where} is AutoRound's {packing} with {', '.join(f'{key} {value}' for key, value in said.items())}"

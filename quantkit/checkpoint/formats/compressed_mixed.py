@@ -21,7 +21,7 @@ from torch import Tensor
 
 from quantkit.checkpoint.formats import compressed, compressed_fp4, compressed_int4, compressed_int8, compressed_mxfp4, fp8
 from quantkit.checkpoint.formats.base import CODES, FLOAT_DTYPES, Format, StoredPart
-from quantkit.checkpoint.formats.declared import Declared, Placed, Placement
+from quantkit.checkpoint.formats.declared import Declared, DeclaredFormat, Placed
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.errors import QuantkitError
 from quantkit.quant.weights import FP8_BLOCK, Fp4Weight, Fp8BlockWeight, IntWeight, Weight
@@ -156,7 +156,7 @@ def _placed(config: Mapping[str, Any]) -> Placed:
     groups = [(placement, *_matchers(targets)) for placement, targets in _declared_groups(config)]
     listed = compressed.matcher(config["quantization_config"].get("ignore") or [])
 
-    def placed(module: str) -> Placement | None:
+    def placed(module: str) -> DeclaredFormat | None:
         if listed(module):
             return None
         named = (placement for placement, by_name, _ in groups if by_name(module))
@@ -165,7 +165,7 @@ def _placed(config: Mapping[str, Any]) -> Placed:
     return placed
 
 
-def _declared_groups(config: Mapping[str, Any]) -> list[tuple[Placement, list[str]]]:
+def _declared_groups(config: Mapping[str, Any]) -> list[tuple[DeclaredFormat, list[str]]]:
     """The placement and the targets of every group that has weights."""
     block = config["quantization_config"]
     found = []
@@ -180,7 +180,7 @@ def _declared_groups(config: Mapping[str, Any]) -> list[tuple[Placement, list[st
         if member is None:
             told = f"config_groups.{name} of quantization_config is {said}, with weights {_short(group['weights'])}"
             raise QuantkitError(told, f"in a mixture quantkit reads {', '.join(dict.fromkeys(one.variant for one in _READ))}")
-        found.append((Placement(member, member.grid(alone, {})), [str(target) for target in group["targets"]]))
+        found.append((DeclaredFormat(member, member.grid(alone, {})), [str(target) for target in group["targets"]]))
     return found
 
 

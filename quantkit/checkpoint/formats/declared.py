@@ -20,14 +20,14 @@ from quantkit.schemes import Grid, grid_label
 
 
 @dataclass(frozen=True)
-class Placement:
+class DeclaredFormat:
     """The format that a linear is stored in, and its grid there, None where the format has only one."""
 
     format: Format
     grid: Grid | None
 
 
-Placed = Callable[[str], Placement | None]
+Placed = Callable[[str], DeclaredFormat | None]
 """A module's placement; None: it is described as unquantized."""
 
 
@@ -98,7 +98,7 @@ class Declared(Format):
     def member(self, module: str) -> Format:
         return self._placement(module).format
 
-    def _placement(self, module: str) -> Placement:
+    def _placement(self, module: str) -> DeclaredFormat:
         found = self.placed(module)
         if found is None:
             raise QuantkitError(f"{module} is described as unquantized, and its tensors are quantized", "correct the description")
@@ -163,6 +163,6 @@ class Declared(Format):
         return self.origin.config_block(grid, quantized, plain) if self.origin.writes_mixtures else {}
 
 
-def _other(module: str, placement: Placement, seen: str) -> QuantkitError:
+def _other(module: str, placement: DeclaredFormat, seen: str) -> QuantkitError:
     label = placement.format.variant if placement.grid is None else grid_label(placement.grid)
     return QuantkitError(f"{module} is described as {label}, and its tensors are not: {seen}", "correct the description")

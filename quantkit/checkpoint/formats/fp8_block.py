@@ -28,6 +28,7 @@ class Fp8Block(Format):
     marker_dtype = torch.float8_e4m3fn
     own_suffixes = (".weight_scale_inv",)
     is_source = True
+    with_fp4 = False
 
     def holds(self, grid: Grid) -> bool:
         return False
@@ -52,7 +53,8 @@ class Fp8Block(Format):
 
     def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
         block = config.get("quantization_config") or {}
-        return block.get("quant_method") == "fp8" and block.get("weight_block_size") is not None
+        has_fp4 = "fp4" in (block.get("expert_dtype"), config.get("expert_dtype"))
+        return block.get("quant_method") == "fp8" and block.get("weight_block_size") is not None and has_fp4 == self.with_fp4
 
     def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
         block_size = config["quantization_config"].get("weight_block_size")

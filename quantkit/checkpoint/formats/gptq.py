@@ -25,7 +25,7 @@ from quantkit.checkpoint.formats.base import (
     require_multiple,
     stored_scale,
 )
-from quantkit.checkpoint.formats.declared import Declared, Placement
+from quantkit.checkpoint.formats.declared import Declared, DeclaredFormat
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.errors import QuantkitError
 from quantkit.quant.packing import pack_words, unpack_words
@@ -120,7 +120,7 @@ class Gptq(Format):
         if not own:
             return self
 
-        def placed(module: str) -> Placement | None:
+        def placed(module: str) -> DeclaredFormat | None:
             if (module == HEAD and not block.get("lm_head")) or (ignored is not None and ignored(module)):
                 return None
             settings: Mapping[str, Any] = next((one for pattern, one in own if pattern.match(module)), {})
@@ -128,7 +128,7 @@ class Gptq(Format):
             format = next(
                 one for one in FORMATS if one.first == self.first and one.desc_act == bool(settings.get("desc_act", self.desc_act))
             )
-            return Placement(format, format.grid(said, {}))
+            return DeclaredFormat(format, format.grid(said, {}))
 
         return Declared(self, placed, FORMATS)
 

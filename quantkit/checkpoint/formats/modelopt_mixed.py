@@ -9,18 +9,18 @@ from typing import Any
 
 from quantkit.checkpoint.formats import fp8, modelopt
 from quantkit.checkpoint.formats.base import Format
-from quantkit.checkpoint.formats.declared import Description, Placed, Placement
+from quantkit.checkpoint.formats.declared import DeclaredFormat, Description, Placed
 from quantkit.errors import QuantkitError
 from quantkit.quant.weights import FP4_GROUP, MX_GROUP
 from quantkit.schemes import Fp4Grid
 
-_NVFP4 = Placement(modelopt.FORMAT, Fp4Grid())
-_ALGORITHMS: dict[str, Placement] = {
+_NVFP4 = DeclaredFormat(modelopt.FORMAT, Fp4Grid())
+_ALGORITHMS: dict[str, DeclaredFormat] = {
     "NVFP4": _NVFP4,
     "W4A16_NVFP4": _NVFP4,
-    "FP8": Placement(fp8.ModelOptFp8(fp8.TENSOR), None),
-    "FP8_PER_CHANNEL_PER_TOKEN": Placement(fp8.ModelOptFp8(fp8.CHANNEL), None),
-    "MXFP8": Placement(fp8.ModelOptFp8(fp8.MX), None),
+    "FP8": DeclaredFormat(fp8.ModelOptFp8(fp8.TENSOR), None),
+    "FP8_PER_CHANNEL_PER_TOKEN": DeclaredFormat(fp8.ModelOptFp8(fp8.CHANNEL), None),
+    "MXFP8": DeclaredFormat(fp8.ModelOptFp8(fp8.MX), None),
 }
 
 
@@ -45,7 +45,7 @@ class ModelOptMixed(Description):
         return found.get
 
 
-def _placement(module: str, own: Any) -> Placement:
+def _placement(module: str, own: Any) -> DeclaredFormat:
     algorithm = own.get("quant_algo") if isinstance(own, dict) else None
     placement = _ALGORITHMS.get(str(algorithm))
     if placement is None or (placement is _NVFP4 and own.get("group_size", FP4_GROUP) != FP4_GROUP):

@@ -26,7 +26,7 @@ from quantkit.checkpoint.formats.base import (
     require_multiple,
     stored_scale,
 )
-from quantkit.checkpoint.formats.declared import Declared, Placed, Placement
+from quantkit.checkpoint.formats.declared import Declared, DeclaredFormat, Placed
 from quantkit.checkpoint.formats.modelslim_kinds import SLICES, SlimLinear, bias_slices
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.errors import QuantkitError
@@ -170,7 +170,7 @@ def _has_seconds(described: Mapping[str, Any]) -> bool:
 def _placed(described: Mapping[str, Any]) -> Placed:
     new = "version" in described
 
-    def placed(module: str) -> Placement | None:
+    def placed(module: str) -> DeclaredFormat | None:
         kind = described.get(f"{module}.weight")
         if kind in (None, "FLOAT"):
             return None
@@ -182,7 +182,7 @@ def _placed(described: Mapping[str, Any]) -> Placed:
             format = FORMAT
         if format is None:
             raise QuantkitError(f"{_SIDE_FILE} says that {module} is {kind}", f"quantkit reads {', '.join(_READ)}")
-        return Placement(format, None)
+        return DeclaredFormat(format, None)
 
     return placed
 

@@ -10,8 +10,9 @@ import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import httpx
@@ -173,8 +174,12 @@ class Endpoint:
         path = "/completions" if prompt.text is not None else "/chat/completions"
         reader = ReplyReader()
         async with aclosing(self.server.stream(client, path, request_body(self.name, prompt, parameters) | self._more)) as events:
-            async for event in events:
-                reader.add(event)
+            try:
+                async for event in events:
+                    reader.add(event)
+            except (httpx.TransportError, TimeoutError):
+                if reader.finish_reason is None:  # with one the reply is whole, however the connection ends
+                    raise
         return reader
 
     def close(self) -> None:
@@ -206,6 +211,12 @@ def _says_too_long(status: int, problem: str) -> bool:
 
 
 async def _wait_as_told(response: httpx.Response) -> None:
+    """Retry-After in seconds or as a date, a minute at most."""
     told = response.headers.get("retry-after", "")
+    seconds = 0.0
     if told.isdigit():
-        await asyncio.sleep(min(int(told), 60))
+        seconds = float(told)
+    elif told:
+        with suppress(ValueError, TypeError):
+            seconds = parsedate_to_datetime(told).timestamp() - time.time()
+    await asyncio.sleep(min(max(seconds, 0.0), 60.0))

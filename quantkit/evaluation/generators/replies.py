@@ -35,8 +35,9 @@ class ReplyReader:
 
     def _add_choice(self, choice: dict[str, Any]) -> None:
         part = _object(choice, "delta") or _object(choice, "message")
-        text = _text(part, "content") or _text(choice, "text")
-        thought = _text(part, "reasoning_content") or _text(part, "reasoning")
+        said, thought = _content(part)
+        text = said or _text(choice, "text")
+        thought += _text(part, "reasoning_content") or _text(part, "reasoning") or _text(part, "thinking")
         if (text or thought) and self.finish_reason is not None:
             raise StreamError("the server sent text after the end of the reply")
         self.logprobs += _objects(_object(choice, "logprobs"), "content")
@@ -92,6 +93,24 @@ def _text(holder: dict[str, Any], name: str) -> str:
     if not isinstance(value, str):
         raise StreamError(f"{name} is no text: {str(value)[:100]!r}")
     return value
+
+
+def _content(part: dict[str, Any]) -> tuple[str, str]:
+    """The text and the reasoning of a content, which some servers send as a list of typed parts."""
+    if not isinstance(part.get("content"), list):
+        return _text(part, "content"), ""
+    text, thought = "", ""
+    for one in _objects(part, "content"):
+        kind = one.get("type")
+        if kind not in ("text", "output_text", "thinking", "reasoning"):
+            raise StreamError(f"a part of the content is of type {kind!r}")
+        if kind in ("text", "output_text"):
+            text += _text(one, "text")
+        elif isinstance(one.get("thinking"), list):
+            thought += "".join(_text(inner, "text") for inner in _objects(one, "thinking"))
+        else:
+            thought += _text(one, "thinking") or _text(one, "text")
+    return text, thought
 
 
 def _count(holder: dict[str, Any], name: str) -> int:

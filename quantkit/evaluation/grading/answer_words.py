@@ -10,7 +10,7 @@ _NOT = r"(?:no|não|non|не|nie|ikke|inte|niet|không\s+phải)"
 
 STATED = (
     rf"(?<!\w)(?:{_NOUNS})(?:[\s*_]+(?!(?:{_VERBS}|{_NOT})\s)[^\W\d_]+){{0,3}}?[\s*_\"']*"
-    rf"(?P<foreign_denial>{_NOT}\s+)?(?:(?:n['’](?=est))?(?:{_VERBS})(?!\w)\s*:?|[はが은는이:=—→]|->|(?<=итого))"
+    rf"(?P<foreign_denial>{_NOT}\s+)?(?:(?:n['’](?=est))?(?:{_VERBS})(?!\w)\s*:?|[はが은는이:=—→][、,]?|->|(?<=итого))"
 )
 """Up to where the answer begins; the group foreign_denial is there where it is denied before its verb."""
 

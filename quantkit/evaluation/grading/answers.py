@@ -6,23 +6,28 @@ number of the text (`last`). What is found is read whole by values.py, or refuse
 
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
 
 from quantkit.evaluation.grading import answer_words
+from quantkit.evaluation.grading.conversions import restated
+from quantkit.evaluation.grading.prose import has_number, read_last, read_sentence
 from quantkit.evaluation.grading.typesetting import normalize
-from quantkit.evaluation.grading.values import Value, has_number, read_last, read_sentence, read_value
+from quantkit.evaluation.grading.values import Value, read_value
 
 Found = Literal["asked", "phrase", "last"]
 
 
 @dataclass(frozen=True)
 class Extraction:
-    """The answer as written, the value it states, and where it stood. `open_box`: the last box is never closed."""
+    """The answer as written, the value it states, and where it stood. `open_box`: the last box is never closed. `restated`: one
+    quantity in two units, where the reply ends with it."""
 
     text: str | None
     found: Found | None = None
     open_box: bool = False
     value: Value | None = None
+    restated: tuple[Fraction, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class BoxedText:
     end: int
 
 
-_BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?:\{|(?P<bare>-?\d+))")
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox|ovalbox|doublebox|shadowbox)\s*(?:\{|(?P<bare>-?\d+))")
 LONGEST = 100_000  # characters at the end of a text in which its answer is looked for
 _BOXES, _LONGEST_BOX = 100, 10_000  # boxes of a text that are looked at, the last ones, and characters of one
 
@@ -73,6 +78,17 @@ _TAKEN_BACK = re.compile(
     rf"(?i){_TYPESET}(?:is|was|are|would be|can)\s*(?:clearly |definitely )?"
     r"(?:not\b(?! only)|n't|wrong|incorrect|false|impossible|too (?:large|small|big|high|low))"
 )
+_WITHDRAWN = re.compile(
+    rf"(?i){_TYPESET}[.!?]?{_TYPESET}(?:(?:this|that|it) (?:cannot|can't) be (?:right|correct)"
+    r"|(?:(?:wait|hmm+|oops|no|actually|hold on|sorry|but|on second thoughts?|on reflection)[\s,.:!…—-]+)+"
+    r"(?:i (?:now )?(?:think|see|believe|realize)(?: that)? )?(?:this|that|it|the above)(?:'s| is| was| seems| must be)\s+"
+    r"(?:clearly |just )?"
+    r"(?:wrong|incorrect|not (?:right|correct)|false|impossible|mistaken|a mistake)\b(?!\s+to\b))"
+)
+_GIVES_UP = re.compile(
+    r"\b(?:I|[Ww]e) (?:could not|couldn't|cannot|can't|was unable to|were unable to|am unable to) "
+    r"(?:solve|determine|find) (?:it|this|the)\b"
+)
 _SCALE_BEHIND = re.compile(
     r"[\s$*)\\,;~]*(?:\\(?:text|mathrm)\s*\{)?\s*((?:dozen|hundred|thousand|million|billion|trillion)s?\b|[万亿])", re.IGNORECASE
 )
@@ -87,6 +103,8 @@ def last_box(text: str) -> Extraction:
     if not filled:
         return Extraction(None)
     last = filled[-1]
+    if _WITHDRAWN.match(text, last.end) or _GIVES_UP.search(text, last.end):
+        return Extraction("", "asked")
     if _DENIED.search(text[: last.start][-40:]) or _TAKEN_BACK.match(text, last.end):
         return Extraction("", "asked")
     if len(filled) > 1 and filled[-2].content != last.content and _JOINED.fullmatch(text, filled[-2].end, last.start):
@@ -96,16 +114,17 @@ def last_box(text: str) -> Extraction:
 
 
 _VERB = (
-    r"(?:(?P<denied>is\s+(?:clearly\s+|definitely\s+)?(?:not|never)(?!\s+\S{1,30}\s+but)|isn't|wasn't|cannot\s+be|can't\s+be|must\s+not\s+be|不是)"
-    r"|is|was|are|equals?|becomes|:|=|-+>?|→|—|comes\s+out\s+(?:as|to|at)|turns\s+out\s+to\s+be"
+    r"(?:(?P<denied>is\s+(?:clearly\s+|definitely\s+)?(?:not|never)(?!\s+\S{1,30}\s+but)|isn't|wasn't|cannot\s+be|can't\s+be|(?:must|should|could|would|may|might)\s+not\s+be|不是)"
+    r"|is|was|are|equals?|becomes|:|=+>|=|-+>?|→|—|comes\s+out\s+(?:as|to|at)|turns\s+out\s+to\s+be"
     r"|(?:should|must|would|will|can|could|might|may|has\s+to)\s+be|是|为|等于|>)"
 )
 _CUE = re.compile(
-    rf"(?i)(?:(?<![A-Za-z/])(?:answer|ans|correction)\.?(?:\s+(?:to|of|for)\s[^.:\n]{{1,60}}?)?[\s*_\"']*?|(?:答案|结果)\s*|(?<![\u4e00-\u9fff])答\s*(?=:))"
-    rf"(?:{_VERB}|(?=\n)|(?<=ans\.)|(?<=答))\s*:?|\#\#\#\#+|{answer_words.STATED}"
+    rf"(?i)(?:(?<![A-Za-z/])(?:answer|ans|correction|(?:right|correct|actual|true|corrected|requested|required|desired)\s+(?:value|number|result|count|total|sum|remainder|solution)|(?:value|number|result|count|total|sum)(?=\s+(?:should|must)\s))\.?(?:\s+(?:to|of|for)\s[^.:\n]{{1,60}}?(?=[\s$*)]*(?:(?:is|was|are|would|should|must|will|equals|isn't|cannot|can't|wasn't)(?![A-Za-z])|:)))?[\s*_\"']*?|(?:答案|结果)\s*|(?<![\u4e00-\u9fff])答\s*(?=:))"
+    rf"(?:{_VERB}|(?=\n)|(?<=answer)\s*[(,—](?=\s*[$*]*\d)|(?<=ans\.)|(?<=答))\s*:?|\#\#\#\#+|{answer_words.STATED}"
 )
 _DOUBTED = re.compile(
-    r"(?i)(?:\bnot (?:the case|true)|\bfalse|\bwrong|\bincorrect|\bdoubt|n't (?:think|believe|say))\s+(?:that\s+)?[\w\s]{0,20}$"
+    r"(?i)(?:\bno(?=\s+$)|\bassum(?:e|ing)\b|\bsuppos(?:e|ing)\b[\w\s,]{0,25}|\bif\b|\bwhether\b"
+    r"|\bnot (?:the case|true)|\bfalse|\bwrong|\bincorrect|\bdoubt|n't (?:think|believe|say))\s+(?:that\s+)?[\w\s]{0,20}$"
 )
 _FOREIGN_DENIAL = re.compile(rf"(?i){answer_words.DENIED_AT_ONCE}(?!.*\s{answer_words.INSTEAD}\s)|{answer_words.DENIED_AFTERWARDS}")
 
@@ -154,6 +173,8 @@ def find_number(text: str, letters: bool = True) -> Extraction:
         return box
     if box.found is not None:
         value = read_value(box.text or "", letters)
+        if value is None and (before := _equal_to(text)) is not None:
+            value = read_value(before, letters)
         behind = _stated(text[boxes(text)[0][-1].end :], letters)
         if behind is not None and behind.value is not None and behind.value != value:
             return behind
@@ -162,7 +183,14 @@ def find_number(text: str, letters: bool = True) -> Extraction:
     if stated is not None:
         return stated
     shown, last = read_last(_lines(text[-_ENDING:]), letters)
-    return Extraction(shown, "last", value=last) if shown is not None else Extraction(None)
+    return Extraction(shown, "last", value=last, restated=restated(text[-_SENTENCE:])) if shown is not None else Extraction(None)
+
+
+def _equal_to(text: str) -> str | None:
+    r"""The box before the last one, where both are said to be equal: \boxed{84 min} = \boxed{1 h 24 min}."""
+    found = boxes(text)[0]
+    is_equal = len(found) > 1 and re.fullmatch(rf"{_TYPESET}={_TYPESET}", text[found[-2].end : found[-1].start])
+    return found[-2].content if is_equal else None
 
 
 def last_statement(text: str) -> str | None:
@@ -178,11 +206,11 @@ def _stated(text: str, letters: bool) -> Extraction | None:
     for _, line, is_denied in reversed(_statements(text)):
         if not has_number(line):
             continue
-        instead = re.search(r"(?i)(?:[;,.]|\bbut\b)\s*(?:but |rather |it is |it's |it must be )+(.*)", line)
+        instead = re.search(r"(?i)(?:[;,.]|\bbut\b)\s*(?:but |rather |it is |it's |it must be |而?是)+(.*)", line)
         if is_denied and instead is not None and has_number(instead[1]):
             return Extraction(instead[1].strip()[:100], "phrase", value=read_sentence(instead[1], letters))
         if is_denied:
             denied = Extraction(line.strip(), "phrase")
             continue
-        return Extraction(line.strip()[:100], "phrase", value=read_sentence(line, letters))
+        return Extraction(line.strip()[:100], "phrase", value=read_sentence(line, letters), restated=restated(line))
     return denied

@@ -39,6 +39,7 @@ def find_choice(text: str, options: list[str]) -> Extraction:
 
 _EMPHASIS = re.compile(r"\*+|__+|`+|(?m:^[ \t]*(?:#+|>|-)[ \t]+)|\$|\\[()\[\]]")
 _NOUN = r"(?:answers?|ans|choice|option)\b\.?[\"']?"
+_GUESS = r"(?:guess|pick|bet|verdict|selection|conclusion)"
 _ASKED = re.compile(
     rf"(?i)(?<![A-Za-z/]){_NOUN}\s*(?:[:=]|\s-\s|(?=\n))\s*"
     rf"|(?im:^[^\w\n]*{_NOUN}\s+(?P<bare>[(\[]?[A-Z][)\].]*)\s*$)"
@@ -46,16 +47,24 @@ _ASKED = re.compile(
 )
 _DENIED = r"(?P<denied>(?:isn't|is not|is never|cannot be|can't be|is (?:definitely|clearly|certainly) not)(?! [A-Z]\)? but)\b)"
 _PHRASE = re.compile(
-    rf"(?i)\b(?:answer|option|choice)\s+(?:{_DENIED}|(?:is|must be|should be|would be|will be|has to be)\b\s*:?)\s*"
+    rf"(?i)\b(?:answer|option|choice|{_GUESS})\s+(?:{_DENIED}|(?:is|must be|should be|would be|will be|has to be)\b\s*:?)\s*"
     r"|(?<=[.;,!] )(?:it|that)(?:'s| is| must be| has to be)\s+(?=(?:option |choice )?[(\[]?(?-i:[A-Z])[)\]]?\s*(?:[.;!\n]|$))"
     rf"|{answer_words.STATED}"
-    r"|(?<!not )\b(?:choose|pick|select|go(?:ing)? with|opt(?:ing)? for|settl(?:e|ing) on)\s+"
+    r"|(?<![a-z])(?:finally|ultimately|eventually|in the end|in conclusion)[,:]?\s+(?=(?:option )?[(\[]?(?-i:[A-Z])[)\]]?\W*(?:[.;!\n]|$))"
+    r"|\bchang(?:e|ed|ing) (?:my|the) (?:answer|choice) (?:from [A-Z] )?to\s+"
+    r"|(?<!not )\b(?P<chosen>choose|pick|select|go(?:ing)? with|opt(?:ing)? for|settl(?:e|ing) on)\s+"
+    r"|\bI(?:'d| would|'ll| will)\s+(?:say|guess|answer)\s+(?=(?:option )?[(\[]?(?-i:[A-Z])(?![A-Za-z']))"
     r"|(?<!不)(?<!不[能可应该])选择?(?!项)\s*|答案\s*[选是为](?!\s*:)"
 )
+_NOT_CHOSEN = re.compile(r"(?:\bnot|n't|\bcannot|\bunable)\b[^.,;:\n]*$")
+_COUNTERFACTUAL = re.compile(r"\b[Ii]f\b[^.\n]*\b(?:were|had been|instead)\b[^.\n]*$")
 _FOREIGN_DENIAL = re.compile(rf"(?i){answer_words.DENIED_AT_ONCE}|{answer_words.DENIED_AFTERWARDS}")
 _JUDGED = re.compile(
     r"(?<![A-Za-z0-9'])[(\[]?(?P<letter>[A-Z])[)\]]?\s+(?:is|seems|must be)\s+(?:therefore |thus |clearly )?"
     r"(?:the |a )?(?:(?:only |best |right |correct )*(?:correct|right|answer|choice|option))\b(?!,? (?:but|yet|at first)\b)"
+    r"|(?<![A-Za-z0-9'])[(\[]?(?P<better>[A-Z])[)\]]?\s+(?:(?:is|fits|seems|looks|matches|works)\s+"
+    r"(?:clearly |much )?(?:the )?(?:better|best)(?: of the \w+)?"
+    r"|over|remains|stays|is (?:what |all that )?(?:left|remains))(?=[\s.,;!]|$)"
     r"|\b(?:[Ee]verything|[Aa]ll|[Ee]very option) (?:but|except) [(\[]?(?P<left>[A-Z])[)\]]?"
     r" (?:can be|is|are|was) (?:excluded|eliminated|ruled out|wrong|incorrect)"
 )
@@ -69,11 +78,14 @@ def _statements(text: str) -> list[tuple[int, Found, str]]:
         found.append((match.start(), "asked", said))
     for match in list(_PHRASE.finditer(text))[-_CUES:]:
         said = _line(text, match.end())
+        before = text[: match.start()][-_SENTENCE:]
+        if _COUNTERFACTUAL.search(before) or (match["chosen"] and _NOT_CHOSEN.search(before)):
+            continue
         is_denied = match["denied"] or match["foreign_denial"] or _FOREIGN_DENIAL.search(said)
         found.append((match.start(), "phrase", f"not {said}" if is_denied else said))
     for match in list(_JUDGED.finditer(text))[-_CUES:]:
         if not re.search(r"(?i)\b(?:and|or|nor|neither|not)\s*[(\[]?$", text[max(0, match.start() - 20) : match.start()]):
-            found.append((match.start(), "phrase", match["letter"] or match["left"]))
+            found.append((match.start(), "phrase", match["letter"] or match["better"] or match["left"]))
     return [one for one in found if not re.search(r"\\f?box", one[2])]
 
 
@@ -95,8 +107,8 @@ _DENIAL = re.compile(
 )
 _LABEL = re.compile(r"(?P<open>[(\[{<\"']*)\s*(?P<letter>[A-Za-z])\s*(?P<close>[)\]}>\"']*)(?![A-Za-z0-9']|-[A-Za-z])")
 _JOINED = re.compile(
-    r"(?i)\s*(?:,|/|&|\+|-|\?|;|(?:, ?|\()?(?:and|or|to|as well as|maybe|perhaps|possibly)\b|和|或|、)\s*"
-    r"(?:also |maybe |perhaps |probably |option |possibly )?[(\[]?(?P<letter>[A-Z])(?![A-Za-z0-9']|\.[A-Za-z])(?!\s+(?:is|was)\b)"
+    r"(?i)[\s\"'\])]*\?*\s*(?:,|/|&|\+|-|\?|;|\||(?:, ?|\()?(?:and/or|and|or|to|as well as|maybe|perhaps|possibly)\b|和|或|、)\s*"
+    r"(?:also |maybe |perhaps |probably |option |possibly )?[(\[\"']*(?P<letter>[A-Z])(?![A-Za-z0-9']|\.[A-Za-z])(?!\s+(?:is|was)\b)"
 )
 _BESIDE = re.compile(r"\s+[(\[]?(?P<letter>[A-Z])(?![A-Za-z0-9'])(?!\s+[a-z])")
 _TAKEN_BACK = re.compile(r"(?i)\s*(?:is|was|are|seems)(?:\s+(?:not|never|wrong|incorrect|false|impossible)\b|n't\b)")
@@ -123,6 +135,8 @@ def read_choice(said: str, options: list[str]) -> str | None:
     if label is None or label["letter"].upper() not in letters:
         return None
     letter, rest = label["letter"].upper(), said[label.end() :]
+    if letter == "I" and not label["close"] and re.match(r"\s+(?:was|am|have|had|do|did)\b", rest):
+        return None
     if not label["close"] and (label["letter"] in "AI" or label["letter"].islower()) and not _REASON.match(rest):
         return None  # an article or a pronoun
     if _TAKEN_BACK.match(rest) or (_SYMBOL.match(rest) and not _same(rest.lstrip(" ="), options[ord(letter) - 65])):
@@ -142,7 +156,7 @@ def _names_another(letter: str, rest: str, letters: str) -> bool:
 
 def _by_text(said: str, options: list[str]) -> str | None:
     """The option whose whole text is said, alone, before a comma, or with its letter behind it."""
-    pieces = [said, re.split(r"[,;(]|\.\s|\s-\s", said)[0]]
+    pieces = [said, re.split(r",(?!\d)|[;(]|\.\s|\s-\s", said)[0]]
     for piece in pieces:
         found = [number for number, option in enumerate(options) if len(_normal(option)) > 1 and _same(piece, option)]
         if len(found) == 1:
@@ -153,7 +167,7 @@ def _by_text(said: str, options: list[str]) -> str | None:
 
 
 def _normal(text: str) -> str:
-    return re.sub(r"[^\w+*/%<>=^.-]+", " ", plain(text).replace(TEXT, "").replace(END_TEXT, "").lower()).strip(" .-")
+    return re.sub(r"[^\w+*/%<>=^.-]+|(?<=\d)(?=[a-zA-Z])", " ", plain(text).replace(TEXT, "").replace(END_TEXT, "").lower()).strip(" .-")
 
 
 def _same(a: str, b: str) -> bool:
@@ -164,18 +178,51 @@ _CONCLUSION = re.compile(
     r"(?:\b(?:so|leaves|leaving|hence|thus|therefore|be|is|it's|only|with)|:)\s+(?:option |choice )?[(\[]?(?P<letter>[A-Z])[)\]]?\W*$"
 )
 _DOUBT = re.compile(
-    r"(?i)\b(?:not|cannot|n't|neither|nor|wrong|incorrect|except|eliminated?|excluded?|reject(?:ed)?|discard(?:ed)?|ruled? out"
+    r"(?i)\btempt\w*|\bdistract\w*|\btrap\b|\bcross(?:ed)? out\b|\bis out\b|\bfalse\b|\banything but\b|\bdoubt"
+    r"|\b(?:consider|evaluat|examin|analy[sz]|discuss|look at|check|test)\w*\b|:\s*$"
+    r"|\bplausible\b|\btoo\b|\bclose second\b|错误"
+    r"|\b(?:not|cannot|n't|neither|nor|wrong|incorrect|except|eliminated?|excluded?|reject(?:ed)?|discard(?:ed)?|ruled? out"
     rf"|over|either|or)\b|n't\b|[不非]|排除|{answer_words.DENIED}"
 )
 
 
+_ASKED_AND_DENIED = re.compile(r"(?i)(?<![A-Za-z])[(\[]?[A-Z][)\]]?\?\s*(?:no|nope|not quite|wrong)\b[\s,.:;!—-]*")
+_CONCEDED = re.compile(r"(?i)(?:(?<=[.!?]\s)|^)(?:(?:even )?though|although|while|whereas|unlike) [^,.\n]*, ")
+_VERDICT_LINE = re.compile(r"(?m)^[^\w\n]*[(\[]?(?P<letter>[A-Z])(?![A-Za-z'])(?P<said>.*)$")
+_REFUTED = re.compile(r"(?i)[❌✗✘✖×]|\b(?:incorrect|wrong|false|no|not|excluded|eliminated|ruled out)\b|n't\b|错误?|不")
+_AFFIRMED = re.compile(r"(?i)[✅✓✔☑]|\b(?:correct|right|true|yes)\b|正确|对")
+
+
+def _judged(text: str, letters: str) -> str | None:
+    """The option of a list that goes through all of them and finds one of them right, the others wrong; None where it is no such list."""
+    lines = [match for match in _VERDICT_LINE.finditer(text) if match["letter"] in letters]
+    refuted = {line["letter"] for line in lines if _REFUTED.search(line["said"])}
+    affirmed = {line["letter"] for line in lines if _AFFIRMED.search(line["said"])} - refuted
+    return affirmed.pop() if len(affirmed) == 1 and len(refuted) >= max(1, len(letters) - 1) else None
+
+
 def _alone(text: str, options: list[str]) -> str | None:
     """The choice of a reply without a statement: all that it says, or the only option that its last sentence names."""
-    said = text[-_ENDING:].strip()
+    said = _CONCEDED.sub("", _ASKED_AND_DENIED.sub("", text[-_ENDING:].strip()))
+    judged = _judged(said, LETTERS[: len(options)])
+    if judged is not None:
+        return judged
     if not re.search(r"\n|[.!?]\s", said[2:]):
         whole = read_choice(said, options)
+        conclusion = _CONCLUSION.search(said)
+        if (
+            conclusion is not None
+            and whole not in (None, NOTHING, conclusion["letter"])
+            and conclusion["letter"] in LETTERS[: len(options)]
+        ):
+            return conclusion["letter"]
         if whole not in (None, NOTHING) and len(said) < 120:
             return whole if not _DOUBT.search(said) else NOTHING
+    first = said.split("\n", 1)[0].strip()
+    if (label := re.fullmatch(r"[(\[]?([A-Z])(?:[)\]]?\.?|[)\].:]+\s+(.+))", first)) is not None and (
+        label[2] is None or any(_same(label[2], option) for option in options)
+    ):
+        return read_choice(first, options)
     bound = re.findall(r"\b[Ll]et ([A-Z]) (?:be|denote|=)", said)
     letters = "".join(letter for letter in LETTERS[: len(options)] if letter not in bound)
     for sentence in reversed(re.split(r"(?<=[.!?。])\s+|\n", said)):
@@ -186,12 +233,16 @@ def _alone(text: str, options: list[str]) -> str | None:
                 return named[0]
             if conclusion is not None and conclusion["letter"] in letters and not _DOUBT.search(sentence[conclusion.start() :]):
                 joined = re.search(r"(?i)\b(?:or|and|not|over|n't)\s*\W*$", sentence[: conclusion.start("letter")])
-                return NOTHING if joined or len(set(named)) == 1 else conclusion["letter"]
+                is_left = re.match(r"(?i)\W*(?:so|leav(?:es|ing)|hence|thus|therefore)\b", conclusion[0])
+                return NOTHING if joined or (len(set(named)) == 1 and not is_left) else conclusion["letter"]
             return NOTHING
     return None
 
 
-_FORMULA_BEFORE = re.compile(r"(?:[=^*·×]|\w[/+]|\blet)\s*$", re.IGNORECASE)
+_FORMULA_BEFORE = re.compile(
+    r"(?:[=^*·×]|\w[/+]|\b(?:let|force|point|set|matrix|vector|angle|event|mass|acceleration|energy|temperature|line|plane|function|vitamin|type|vertex))\s*$",
+    re.IGNORECASE,
+)
 _FORMULA_BEHIND = re.compile(r"\s*(?:=(?!=)|[_^*·×]|/\w|\+\s*\w)|\([a-z]\)")
 
 

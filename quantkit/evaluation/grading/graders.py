@@ -6,7 +6,7 @@ killable process, and only for the flexible score a stated answer or the last nu
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -95,9 +95,11 @@ def _read_value(problem: Problem, found: answers.Extraction, text: str, cut: boo
     if (missing := _missing(found, text, cut)) is not None:
         return missing
     if isinstance(found.value, Fraction):
-        if integer and found.value.denominator != 1:
+        if integer and (found.value.denominator != 1 or re.search(r"\d\s*(?:\\?%|[^.\d]*percent)\W*$", found.text or "")):
             return Grade("not-integer", answer=found.text)
         gold, value = read_value(problem.gold), found.value
+        if isinstance(gold, Fraction) and gold in found.restated:
+            value = gold
         if isinstance(gold, Fraction) and gold.denominator != 1 and "%" in (found.text or "") and value != gold:
             value /= 100
         return _verdict(value == gold, found, canonical(value))
@@ -148,6 +150,8 @@ def _read_short(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Gra
         found = answers.Extraction(text.strip().split("\n")[-1], "last")
     if (missing := _missing(found, text, cut)) is not None:
         return missing
+    if found.found == "phrase":  # as its prompts ask for it
+        found = replace(found, found="asked")
     assert found.text is not None
     return _verdict(expressions.same_short(problem.gold, found.text), found, found.text)
 

@@ -8,6 +8,7 @@ only a function body is appended to it.
 
 import ast
 import base64
+import html
 import json
 import pickletools
 import re
@@ -26,6 +27,10 @@ CONTEST_TIMEOUT_S = 6.0
 LONGEST = 1 << 18  # characters of a program; parsing more takes longer than it is worth
 _FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*(?:\{[ \t]*\.?)?([\w+#.-]*)")
 _QUOTED = re.compile(r"(?m)^[ \t]*>[ \t]?(?=[ \t]*(?:`{3,}|~{3,}))")
+_QUOTED_WHOLE = re.compile(r"\A\s*`([^`\n]+)`\s*\Z")
+_INDENTED = re.compile(r"(?m)^ {4}")
+_INDENTED_CODE = re.compile(r"\S[^\n]*\n[ \t]*\n {4}(?:def|class|import|from|@)\b")
+_MARKED_UP = re.compile(r"(?is)<pre[^<>]*>\s*<code(?:[^<>]*language-([\w+]+))?[^<>]*>(.*?)</code>\s*</pre>")
 _CLOSERS = 8  # fences inside one block that are tried as its end
 _PYTHON = re.compile(r"(?:py|python|ipython|pypy)[\d.]*")
 _START = re.compile(r"^(?:from |import |def |class |@|async def |[A-Za-z_][\w, *]* = )", re.MULTILINE)
@@ -50,6 +55,7 @@ def blocks(text: str) -> list[Block]:
 
     A last block that is never closed counts to the end of the text.
     """
+    text = _MARKED_UP.sub(lambda match: f"```{match[1] or ''}\n{html.unescape(match[2])}\n```", text)
     if _QUOTED.search(text):
         text = re.sub(r"(?m)^[ \t]*>[ \t]?", "", text)
     lines = text.splitlines(keepends=True)
@@ -87,6 +93,7 @@ def _python_first(fenced: list[Block]) -> list[Block]:
 def completed_function(text: str, prompt: str, entry_point: str) -> tuple[str, ...] | None:
     """Parts to run in order for a function that `prompt` begins, or None where the reply holds no code."""
     fenced = blocks(text)
+    text = _QUOTED_WHOLE.sub(r"\1", text if fenced else _INDENTED.sub("", text) if _INDENTED_CODE.search(text) else text)
     candidates = _python_first(fenced)
     for candidate in (*(block.source for block in candidates), text):
         if _defines(candidate, entry_point):
@@ -202,6 +209,7 @@ def _at_the_top(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 def _as_body(source: str) -> str:
     """Lines of a function body, indented if they are not."""
+    source = source.expandtabs(4)
     lines = source.splitlines()
     first = next((line for line in lines if line.strip()), "")
     return source if first[:1] in " \t" else textwrap.indent(source, "    ")

@@ -13,14 +13,22 @@ from quantkit.evaluation.grading.units import CURRENCY, is_unit
 
 LONGEST = 60  # digits of a number; what is longer is no answer that anybody meant
 
-_SIGN = re.compile(rf"(?P<sign>(?:minus|negative)[\s{TEXT}{END_TEXT}]+|负|[-+]?)\s*(?:{CURRENCY})?\s*(?P<inner>[-+]?)\s*", re.IGNORECASE)
+_SIGN = re.compile(
+    rf"(?P<sign>(?:minus|negative)[\s{TEXT}{END_TEXT}]+|负|零下|[-+]?)\s*(?:{CURRENCY})?\s*(?P<inner>[-+]?)\s*", re.IGNORECASE
+)
 _GROUPED = r"\d{1,3}(?:(?P<mark>[,'_ ])\d{3})(?:(?P=mark)\d{3})*(?!\d)|\d{1,2}(?:,\d{2})+,\d{3}(?!\d)"
 _DIGITS = rf"(?:{_GROUPED}|\d+)(?:\.\d+|\.(?![\d.]))?|\.\d+"
 _NUMBER = re.compile(rf"(?P<whole>{_DIGITS})(?:[eE](?P<power>[-+]?\d{{1,3}})(?![\w.]))?")
 # A point or a blank at thousands and a comma before decimals; alone, the comma needs what is paid or measured beside it.
 _COMMA = re.compile(
-    rf"(\d{{1,3}}(?:[. ]\d{{3}})+|\d+(?=,00(?!\d)|,\d{{1,2}}\s*(?:%|{CURRENCY})|,\d{{1,2}}\s+(?!(?:and|und|oder|or)\b)[^\W\d_]{{3}}))"
+    rf"(\d{{1,3}}(?:[. ]\d{{3}})+|\d+(?=,00(?!\d)|,\d{{1,2}}\s*(?:%|{CURRENCY})|,\d{{1,2}}\s+(?!(?:and|und|oder|or)\b)"
+    r"(?:[^\W\d_]{3}|(?:kg|km|cm|mm|ml|m|g|l|h)\b)))"
     r",(\d{1,2})(?!\d|,\d)"
+)
+# 1.500 €: a point at thousands, where what is paid is written with a comma before decimals.
+_POINTS = re.compile(
+    r"(?:(?<=€)|(?<=€\s)|(?<=R\$)|(?<=R\$\s)|(?=[\d.]+\s*(?:€|(?i:euros?|eur|kr|zł|Kč|lei|tl|pesos|reais|ft|rupiah|đồng|đ)(?![^\W\d_]))))"
+    r"(\d{1,3}(?:\.\d{3})+)(?![.\d])"
 )
 _RATIO = re.compile(r"(\d+(?:\.\d+)?)\s*/\s*(\d+(?:\.\d+)?)(?![\d.]*\s*/|\d)")
 _GAP = rf"[\s{TEXT}{END_TEXT}]+"
@@ -35,12 +43,16 @@ _SCALE = re.compile(
     r"|(?-i:[MB])(?![\w/]))|(?P<cjk>[百万萬亿]|千(?![克米瓦卡焦])))",
     re.IGNORECASE,
 )
-_MORE = re.compile(rf"{_GAP}and{_GAP}(?:(?:a|one)\s+(?P<part>half|quarter|third)(?![A-Za-z])|(?P<count>\d+)(?![\d.,]))", re.IGNORECASE)
+_MORE = re.compile(
+    rf"{_GAP}and{_GAP}(?:(?:(?P<times>a|one|two|three)[\s-]+)?(?P<part>half|quarter|third)s?(?![A-Za-z])|(?P<count>\d+)(?![\d.,]))",
+    re.IGNORECASE,
+)
+_TIMES = {"two": 2, "three": 3}
 _PARTS = {"half": Fraction(1, 2), "quarter": Fraction(1, 4), "third": Fraction(1, 3)}
 _AFTER = re.compile(
-    rf"\s*(?:%|percent(?![A-Za-z])|per cent(?![A-Za-z])|°\s*{TEXT}?\s*[CFK]?(?![A-Za-z]){END_TEXT}?|º|¢|(?:{CURRENCY})|[.,]-+(?!\d))"
+    rf"\s*(?:%|percent(?![A-Za-z])|per cent(?![A-Za-z])|°\s*{TEXT}?\s*[CFK]?(?![A-Za-z]){END_TEXT}?|º|¢|(?:{CURRENCY})|[.,/]-+(?!\d))"
 )
-_ORDINAL = re.compile(rf"(?:\^\s*\{{?)?\s*{TEXT}?(?:th|st|nd|rd)(?![A-Za-z]){END_TEXT}?\}}?(?!\s+[a-z])")
+_ORDINAL = re.compile(rf"(?:\^\s*\{{?)?\s*{TEXT}?(?:th|st|nd|rd)(?![A-Za-z]){END_TEXT}?\}}?(?![\s{TEXT}]+[A-Za-z])")
 _SHARE_OF_ANOTHER = re.compile(r"\s*(?:more|less|higher|lower|sure|certain|confident)(?![A-Za-z])")
 _CENTS = re.compile(r"(?:\s*(?:dollars?|euros?|pounds?))?\s+and\s+(\d{1,2})\s+(?:cents?|pence)(?![A-Za-z])")
 
@@ -90,6 +102,8 @@ def _digits(text: str, start: int) -> Quantity | None:
         return Quantity(Fraction(ratio[1]) / Fraction(ratio[2]), ratio.end())
     if (comma := _COMMA.match(text, start)) is not None:
         return Quantity(Fraction(f"{re.sub('[. ]', '', comma[1])}.{comma[2]}"), comma.end())
+    if (points := _POINTS.match(text, start)) is not None:
+        return Quantity(Fraction(points[1].replace(".", "")), points.end())
     number = _NUMBER.match(text, start)
     if number is None or len(number["whole"]) > LONGEST:
         return None
@@ -104,9 +118,9 @@ def _scaled(text: str, found: Quantity) -> Quantity:
     while (match := _SCALE.match(text, end)) is not None:
         scale *= _SCALES[(match["word"] or match["cjk"]).lower()]
         end = match.end()
-    smaller = re.compile(r"(\d+)([百十])?").match(text, end) if scale >= 100 and text[end - 1] in "百千万亿" else None
+    smaller = re.compile(r"(\d+)([千百十])?").match(text, end) if scale >= 100 and text[end - 1] in "百千万亿" else None
     if smaller is not None and int(smaller[1]) < scale:
-        part = int(smaller[1]) * {"百": 100, "十": 10}.get(smaller[2] or "", 1)
+        part = int(smaller[1]) * {"千": 1000, "百": 100, "十": 10}.get(smaller[2] or "", 1)
         return Quantity(found.value * scale + part, smaller.end())
     return _more(text, Quantity(found.value * scale, end), scale)
 
@@ -117,7 +131,9 @@ def _more(text: str, found: Quantity, scale: Fraction) -> Quantity:
     more = _MORE.match(text, found.end)
     if more is None or (more["count"] and not 0 < int(more["count"]) < scale):
         return found
-    return Quantity(found.value + (int(more["count"]) if more["count"] else scale * _PARTS[more["part"].lower()]), more.end())
+    if more["count"]:
+        return Quantity(found.value + int(more["count"]), more.end())
+    return Quantity(found.value + scale * _TIMES.get((more["times"] or "").lower(), 1) * _PARTS[more["part"].lower()], more.end())
 
 
 def _words(text: str, start: int) -> Quantity | None:
@@ -142,7 +158,7 @@ def _words(text: str, start: int) -> Quantity | None:
             group, scale = max(group, 1) * _WORD_SCALES[word], _WORD_SCALES[word]
             if scale >= 1000:
                 total, group = total + group, 0
-        elif word == "and" and end > start and after_and <= end:
+        elif word == "and" and scale >= 100 and after_and <= end:
             after_and = match.end()
             continue
         else:
@@ -178,13 +194,16 @@ def _chinese(text: str) -> Fraction:
     return value
 
 
+_NAMES_OF_IT = re.compile(r"(?<=[A-Za-z\x03 ])\s*\(\s*[A-Za-z](?:\s*,\s*[A-Za-z])+\s*\)$")  # 72 ordered pairs (a, b)
+
+
 def read_quantity(text: str, letters: bool = True) -> Fraction | None:
     """The one number that `text` is, with nothing around it but a unit or a remark in brackets, or None.
 
     Reads `$18.00`, `1,234`, `42 apples`, `25%` (as 25), `3 million`, `2 dozen`, `1 1/2`, `eighteen`, `七万`; refuses `200+4`, `{5,7}`,
     `18x`, `18:1`.
     """
-    text = _bare(text)
+    text = _NAMES_OF_IT.sub("", _bare(text))
     found = begin_quantity(text)
     if found is None:
         return None
@@ -193,7 +212,9 @@ def read_quantity(text: str, letters: bool = True) -> Fraction | None:
 
 def _bare(text: str) -> str:
     """Without quotes, brackets around the whole, an opening mark, a full stop."""
-    text = text.strip().strip("\"'").strip().rstrip("。.").strip()
+    text = text.strip().rstrip("。.").strip()
+    if text[:1] in ('"', "'") or not re.search(r"\d['\"]+$", text):  # behind a bare number a quote is a prime
+        text = text.strip("\"'").strip().rstrip("。.").strip()
     before = None
     while before != text:
         before = text
@@ -206,7 +227,15 @@ def _bare(text: str) -> str:
 
 
 _MODULO = re.compile(r"[\s(]*\\?(?:[pb]?mod(?:ulo)?)[\s{]*(\d+)[\s})]*$")
-_BASE_TEN = re.compile(r"^_\s*\{?\s*(?:10|ten)\s*\}?")
+# How many more: what it is more than is no number.
+_THAN = re.compile(
+    r"(?:\s+[a-z]+){0,3}?\s+(?:more|fewer|less|additional|older|younger|taller|shorter|longer|cheaper|further|faster|slower)"
+    r"(?:\s+[a-z]+){0,4}?\s+than"
+    r"(?!.*(?:\d|\b(?:half|twice|double|triple|one|two|three|four|five|six|seven|eight|nine|ten)\b))\s[^.;?]*\.?",
+    re.IGNORECASE,
+)
+_FROM_ZERO = re.compile(r"(?:°|degrees?)?\s*(?:C|F|Celsius|Fahrenheit)?\s*(?P<side>above|below)\s+zero\W*", re.IGNORECASE)
+_BASE_TEN = re.compile(rf"^_\s*\{{?\s*(?:10|{TEXT}?ten{END_TEXT}?)\s*\}}?")
 _REMARK = re.compile(r"^(?P<unit>[^()]*)\((?P<remark>[^()]*)\)\s*\.?$")
 
 
@@ -215,7 +244,9 @@ def _remarked(value: Fraction, rest: str, letters: bool) -> Fraction | None:
     modulo = _MODULO.fullmatch(rest.replace(TEXT, "").replace(END_TEXT, ""))
     if modulo is not None:
         return value % int(modulo[1]) if int(modulo[1]) else None
-    if not rest or is_unit(rest, letters):
+    if (from_zero := _FROM_ZERO.fullmatch(rest.strip())) is not None and value >= 0:
+        return value if from_zero["side"].lower() == "above" else -value
+    if not rest or is_unit(rest, letters) or (letters and _THAN.fullmatch(rest.replace(TEXT, " ").replace(END_TEXT, " "))):
         return value
     remark = _REMARK.match(rest.replace(TEXT, " ").replace(END_TEXT, " "))
     if remark is None or not is_unit(f" {remark['unit']}", letters):

@@ -18,7 +18,8 @@ _TAG = re.compile(
     rf"|(?P<close>{_CLOSES}|assistantfinal(?=\S))(?:(?<=final)[^<\n]*<\|message\|>)?",
     re.IGNORECASE,
 )
-_MARKS = re.compile(r"\A(?:\s*<\|\w+\|>)+|(?:<\|\w+\|>\s*)+\Z")
+_MARK = r"(?:<[|｜][^<>|｜]*[|｜]>|</?s>|\[/?INST\])"
+_MARKS = re.compile(rf"\A(?:\s*{_MARK})+|(?:{_MARK}\s*)+\Z")
 
 
 @dataclass(frozen=True)

@@ -14,29 +14,38 @@ CURRENCY = rf"(?:[A-Z]{{1,3}})?[{SIGNS}]|(?:{_CODES}|Rs\.?)(?![A-Za-z])"
 
 _KNOWN = (
     "kg g mg lb lbs oz cm mm km m ft in yd mi mph kmh kph ml mL L l s h hr hrs min mins sec secs ms J kJ W kW N V kV Hz A GB MB KB TB pm am"
-    " ° px sq cu pt qt gal rpm ppm cal kcal pts hp yr yrs wk kr zł Kč lv"
+    " ° px sq cu pt qt gal rpm ppm cal kcal pts hp Ft yr yrs wk kr zł Kč lv"
 )
-_SHORT = "a an at by he in is it of on so tv we us up"
+_SHORT = "no na em de da do en la le du il di al a an at by he in is it of on so tv we us up"
 _OTHERWISE = (
-    "and or to not nor too than except times plus minus over out divided multiplied mod modulo squared cubed sqrt root factorial pi half"
-    " halves third thirds quarter quarters double twice dozen dozens hundred thousand million billion trillion below above versus vs least"
-    " most point tenths hundredths thousandths fifths sixths sevenths eighths ninths wrong incorrect impossible fail fails"
-    " oder und nicht mal ou pas fois или и не раза por veces"
+    "and or to not cannot never nor too than except times plus minus over out divided multiplied mod modulo squared cubed sqrt"
+    " root factorial pi half halves third thirds quarter quarters double twice dozen dozens hundred thousand million billion"
+    " trillion below above versus vs least most point tenths hundredths thousandths fifths sixths sevenths eighths ninths wrong"
+    " incorrect impossible fail fails oder und nicht mal ou pas fois или и не раза por veces"
 )
 _KNOWN_UNITS, _SHORT_WORDS, _NO_UNIT = frozenset(_KNOWN.split()), frozenset(_SHORT.split()), frozenset(_OTHERWISE.split())
 _LETTER_UNITS = frozenset("mgshLlJWNVACFK")
 _CJK_RANGE = r"\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af"
-_CJK_NO_UNIT = re.compile(r"[万萬亿百千十零一二三四五六七八九两倍至到或和与加减乘除以点负不]|또는|아니|아닙")
+_CJK_NO_UNIT = re.compile(r"[万萬亿百千十零一二三四五六七八九两倍至到或和与加减乘除以点负]|不(?!同)|또는|아니|아닙")
 _WORD = re.compile(
-    rf"(?P<space>[\s/·.(),'’\"-]*)(?P<word>(?P<cjk>[{_CJK_RANGE}]+)|(?:(?![{_CJK_RANGE}])[^\W\d_πθ]|Ω)+)(?P<power>\^\s*\{{?[23]\}}?|[²³])?"
+    rf"(?P<space>[\s/·.(),'’\"-]*)(?P<word>(?P<cjk>[{_CJK_RANGE}]+)|(?:(?![{_CJK_RANGE}])[^\W\d_πθ²³]|[\u0900-\u0963\u0e30-\u0e4e]|Ω)+)(?P<power>\^\s*\{{?[23]\}}?|[²³])?"
 )
+
+
+_PART_OF_A_NAME = re.compile(r"\s*(?P<prime>['\"]+)\s*$|-(?:gon|fold|sided|th|digit|bit|dimensional|ary|tuple|cycle)(?![a-z])")
 
 
 def is_unit(text: str, letters: bool) -> bool:
     """Whether `text`, which stands behind a number, only says what is counted. `letters`: a letter can be a unit (18 m)."""
+    part = _PART_OF_A_NAME.match(text.replace(TEXT, "").replace(END_TEXT, ""))
+    if part is not None and not (letters and part["prime"]):  # 45" are inches
+        return False
     shown = text.replace(TEXT, " ").replace(END_TEXT, " ").replace("left over", "leftover")
-    quoted = {word for part in re.findall(f"{TEXT}([^{END_TEXT}]*){END_TEXT}", text) for word in re.findall(r"[A-Za-z]+", part)}
+    quoted = {word for part in re.findall(f"{TEXT}([^{END_TEXT}]*)", text) for word in re.findall(r"[A-Za-z]+", part)}
     shown = re.sub(r"\s+(?=\^|[²³])", "", shown.rstrip(" .。,;\"')").removesuffix("^").removesuffix("*").removesuffix("^").rstrip())
+    if re.search(r"\s[^\W\d_]{3}", shown):  # in prose short words are words, too, and a letter is the name of what is counted
+        quoted |= set(re.findall(r"(?<![^\W\d_])[^\W\d_]{2}(?![^\W\d_])|(?<=such )[a-z]\b|(?<=of )[a-z]\b|(?<=s )[a-z]\b", shown))
+    shown = re.sub(r"(?i)^\s+times$", "", shown)
     position, attached = 0, text[:1] not in (TEXT, " ")
     while position < len(shown.rstrip(" )")):
         match = _WORD.match(shown, position)

@@ -1,12 +1,13 @@
 """Requests to an OpenAI-compatible server, streamed, so that the first token's time is seen.
 
-Prompts are random words; a tokenizer, where one is given, cuts them to the exact length. Token counts come from the server's `usage`.
+Prompts are random words, others in every run: a server may keep what it computed of the last one's. A tokenizer, where one is given,
+cuts them to the exact length. Token counts come from the server's `usage`.
 Only a chunk that carries output (text or reasoning) counts as a token's arrival: role-only first chunks come before any computation.
 """
 
 import asyncio
 import itertools
-import random
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from typing import Any
@@ -30,6 +31,7 @@ class EndpointTarget:
     ) -> None:
         self.server = OpenAIServer(url, api_key=api_key)
         self.name, self.cut = url, cut
+        self._run = secrets.token_hex(8)
         self.model = str(self.server.find_model(model)["id"])
 
     def check(self, work: Workload) -> None:
@@ -41,7 +43,7 @@ class EndpointTarget:
     def _prompts(self, work: Workload) -> list[str]:
         if work.prompts:
             return [work.prompts[number % len(work.prompts)] for number in range(work.requests)]
-        generator = random.Random(work.seed)
+        generator = work.generator(self._run)
         texts = (" ".join(generator.choices(_WORDS, k=work.input_len)) for _ in range(work.requests))
         return [self.cut(text, work.input_len) if self.cut else text for text in texts]
 

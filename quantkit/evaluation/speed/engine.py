@@ -1,6 +1,5 @@
 """Requests to the engine in this process: no server in between, and no tokenizer unless prompts are given."""
 
-import random
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -55,7 +54,7 @@ class EngineTarget:
         if work.prompts:
             encoded = [self.engine.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in work.prompts[: work.requests]]
             return [encoded[number % len(encoded)] for number in range(work.requests)]
-        generator = random.Random(work.seed)
+        generator = work.generator()
         vocab = self.engine.loaded.config.vocab_size
         return [[generator.randrange(vocab) for _ in range(work.input_len)] for _ in range(work.requests)]
 

@@ -46,7 +46,8 @@ class RequestTimes:
 
     @property
     def tpot_ms(self) -> float | None:
-        if self.output_tokens < 2:
+        """None for a reply of one token, or one that came in one piece: of the others nothing is known."""
+        if self.output_tokens < 2 or self.last_token == self.first_token:
             return None
         return 1e3 * (self.last_token - self.first_token) / (self.output_tokens - 1)
 

@@ -16,12 +16,13 @@ def open_target(
     backend: str,
     cache: str | None = None,
     tp: int = 1,
+    dp: int = 1,
     api_key: str | None = None,
     model: str | None = None,
 ) -> Target:
     """A URL is a server, anything else a model to load. `max_model_len` counts prompt and reply; `model` is the server's name for it.
 
-    cache, tp: of a model loaded here, as `EngineOptions` has them. Raises QuantkitError where a server is to have another cache.
+    cache, tp, dp: of a model loaded here, as `EngineOptions` has them. Raises QuantkitError where a server is to have another cache.
     """
     if name.startswith(("http://", "https://")):
         check_own_cache(name, cache)
@@ -30,6 +31,6 @@ def open_target(
     from quantkit.executor.options import EngineOptions
 
     path = find_model(name)
-    options = EngineOptions(path, device, backend, max_batch=max_batch, max_model_len=max_model_len, cache=cache, tp=tp)
+    options = EngineOptions(path, device, backend, max_batch=max_batch, max_model_len=max_model_len, cache=cache, tp=tp, dp=dp)
     engine = lead_or_follow(options)
     return EngineTarget(engine, f"{name} on {engine.loaded.device}", max_batch)

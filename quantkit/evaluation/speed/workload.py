@@ -30,9 +30,13 @@ class Workload:
         """A few short requests of the same kind, as fast as they are answered."""
         return replace(self, output_len=min(self.output_len, 8), requests=requests, seed=seed, rate=None)
 
+    def generator(self, run: str = "") -> random.Random:
+        """Of its prompts and arrivals. By text: of a number Python's generator looks at the size alone, and -1 would be 1."""
+        return random.Random(f"{run} {self.seed}")
+
     def arrivals(self) -> Iterator[float]:
         """Seconds after the start at which requests arrive; all at once without a rate."""
-        generator = random.Random(self.seed)
+        generator = self.generator()
         at = 0.0
         for _ in range(self.requests):
             yield at

@@ -18,7 +18,7 @@ import numpy as np
 
 from quantkit.evaluation.statistics.bounds import ONE_SIDED, mean_bounds
 from quantkit.evaluation.statistics.estimates import mcnemar, problem_means
-from quantkit.evaluation.statistics.power import Seen, Spread, problems_needed, repeats_needed
+from quantkit.evaluation.statistics.power import Spread, UndecidedLook, problems_needed, repeats_needed
 
 Verdict = Literal["held", "lost", "cannot tell"]
 MARGIN = 0.01
@@ -170,7 +170,7 @@ def _sampling_variance(ours: Sequence[Sequence[float]], theirs: Sequence[Sequenc
     return float(np.mean([np.var(a, ddof=1) + np.var(b, ddof=1) for a, b in zip(ours, theirs)]))
 
 
-def _seen(differences: np.ndarray, sampling: float | None, repeats: int, maybe_nothing: bool) -> Seen:
+def _seen(differences: np.ndarray, sampling: float | None, repeats: int, maybe_nothing: bool) -> UndecidedLook:
     """What is planned with. With one repeat half of the spread is taken for sampling; else what is not gets a standard error more, since
     repeats do not lessen it. One discordant reply is the least spread a finite sample can exclude.
     """
@@ -178,10 +178,10 @@ def _seen(differences: np.ndarray, sampling: float | None, repeats: int, maybe_n
     spread = max(float(differences.var(ddof=1)) if n > 1 else 0.0, 1.0 / (n * repeats))
     sampling = spread / 2 if sampling is None else max(sampling, 1.0 / n)
     between = max(0.0, spread - sampling / repeats) + (spread * math.sqrt(2 / n) if repeats > 1 else 0.0)
-    return Seen(float(differences.mean()), Spread(between, sampling), n, repeats, maybe_nothing)
+    return UndecidedLook(float(differences.mean()), Spread(between, sampling), n, repeats, maybe_nothing)
 
 
-def _needed(seen: Seen, margin: float, greedy: bool, look: int) -> tuple[int | None, int | None]:
+def _needed(seen: UndecidedLook, margin: float, greedy: bool, look: int) -> tuple[int | None, int | None]:
     """(repeats, None) or (None, problems) for a verdict at the next look."""
     error = one_sided_error(look + 1)
     if not greedy and (asked := repeats_needed(seen, margin, error)) is not None:

@@ -46,7 +46,7 @@ def bound_distance(mean: float, variance: float, problems: int, one_sided: float
 
 
 @dataclass(frozen=True)
-class Seen:
+class UndecidedLook:
     """A look that could not tell: the difference on `problems`, each asked `repeats` times of both models. May nothing be lost?"""
 
     difference: float
@@ -63,7 +63,7 @@ def power(difference: float, uncertainty: float, variance: float, problems: int,
     return 1 - max(0.0, _below(floor, difference, uncertainty) - _below(ceiling, difference, uncertainty))
 
 
-def repeats_needed(seen: Seen, margin: float, one_sided: float = ONE_SIDED) -> int | None:
+def repeats_needed(seen: UndecidedLook, margin: float, one_sided: float = ONE_SIDED) -> int | None:
     """Repeats of both on the same problems that give a verdict with POWER; None where none do."""
 
     def enough(asked: int) -> bool:
@@ -74,7 +74,7 @@ def repeats_needed(seen: Seen, margin: float, one_sided: float = ONE_SIDED) -> i
     return _least(enough, seen.repeats + 1, MOST_REPEATS)
 
 
-def problems_needed(seen: Seen, margin: float, one_sided: float = ONE_SIDED) -> int:
+def problems_needed(seen: UndecidedLook, margin: float, one_sided: float = ONE_SIDED) -> int:
     """Problems, asked as often as now, that give a verdict with POWER."""
     variance = seen.spread.total(seen.repeats)
 
@@ -84,7 +84,7 @@ def problems_needed(seen: Seen, margin: float, one_sided: float = ONE_SIDED) -> 
     return _least(enough, seen.problems + 1, MOST_PROBLEMS) or MOST_PROBLEMS
 
 
-def _enough(seen: Seen, variance: float, problems: int, noise: tuple[float, float], margin: float, one_sided: float) -> bool:
+def _enough(seen: UndecidedLook, variance: float, problems: int, noise: tuple[float, float], margin: float, one_sided: float) -> bool:
     """noise: variance of the mean to come, and of the one that was seen."""
     fresh, doubt = noise
     if seen.maybe_nothing and power(0.0, math.sqrt(fresh), variance, problems, margin, one_sided) < POWER_OF_NOTHING:

@@ -141,11 +141,11 @@ class Service:
 
     def metrics(self) -> list[Metric]:
         scheduler = self.engine.scheduler
-        allocator, acceptance = scheduler.allocator, self.engine.acceptance
+        acceptance = self.engine.speculation.acceptance
         return [
             Gauge("quantkit_requests_running", "Requests being computed.", lambda: len(scheduler.running)),
             Gauge("quantkit_requests_waiting", "Requests in the queue.", lambda: max(self.open - len(scheduler.running), 0)),
-            Gauge("quantkit_cache_usage_ratio", "Share of the cache in use.", lambda: 1 - allocator.num_free / allocator.num_blocks),
+            Gauge("quantkit_cache_usage_ratio", "Share of the cache in use.", lambda: scheduler.cache_usage),
             Gauge("quantkit_preemptions_total", "Requests put back for lack of cache.", lambda: scheduler.num_preempted, "counter"),
             Gauge("quantkit_drafted_tokens_total", "Tokens guessed, of any source.", lambda: acceptance.drafted, "counter"),
             Gauge("quantkit_accepted_tokens_total", "Guessed tokens that were kept.", lambda: acceptance.accepted, "counter"),

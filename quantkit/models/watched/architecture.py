@@ -11,16 +11,17 @@ from quantkit_kernels import SILU, Gating, Routing
 from quantkit.checkpoint.stack import Stack
 from quantkit.errors import QuantkitError
 from quantkit.models import by_name
+from quantkit.models.architecture import ConfigDefaults
 from quantkit.models.table import Parameter, Projection, Role, ScaleGroup, Split
 from quantkit.models.watched.ends import LastNorm, Read, WatchedEnds, check_logits, last_norm
 from quantkit.models.watched.experts import StackedExperts, UnknownExperts, look_at_experts
-from quantkit.models.watched.kinds import Kind, look_at
+from quantkit.models.watched.kinds import LayerKind, look_at
 from quantkit.models.watched.layer import DecoderLayer, SiteWeights
 from quantkit.models.watched.skeleton import ROUTE, Skeleton, check_built
 
 
 @dataclass(frozen=True)
-class WatchedConfig:
+class WatchedConfig(ConfigDefaults):
     """Of the fields of `ModelConfig` those that calibration asks for."""
 
     vocab_size: int
@@ -46,7 +47,7 @@ class WatchedArchitecture:
         check_built(config)
         self.skeleton = skeleton = Skeleton(config)
         check_logits(skeleton)
-        self._by_kind: dict[str, Kind] = {}
+        self._by_kind: dict[str, LayerKind] = {}
         for layer in range(len(skeleton.layers)):
             if skeleton.kind(layer) not in self._by_kind:
                 self._by_kind[skeleton.kind(layer)] = look_at(skeleton, layer)
@@ -153,7 +154,7 @@ class WatchedArchitecture:
 
     # --- rows ----------------------------------------------------------------------------------------------------------------
 
-    def _row(self, name: str, layer: int, kind: Kind, row: Parameter, linears: Collection[str]) -> Parameter:
+    def _row(self, name: str, layer: int, kind: LayerKind, row: Parameter, linears: Collection[str]) -> Parameter:
         module = name.rpartition(".")[0]
         row = replace(row, block="attention" if module in kind.first else "mlp")
         if len(row.shape) == 2 and module in kind.plan.linears:

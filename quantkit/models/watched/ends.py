@@ -80,7 +80,8 @@ class WatchedEnds:
         return torch.cat([self.skeleton.first_states(ids) for ids in compact.split(lengths)])
 
     def normed(self, hidden: Tensor) -> Tensor:
-        parts = [self.skeleton.after_layers(part).float() for part in hidden.cpu().split(_BATCH)]
+        count = min(_BATCH, self.skeleton.positions or _BATCH)
+        parts = [self.skeleton.after_layers(part).float() for part in hidden.cpu().split(count)]
         return torch.cat(parts).to(hidden.device)
 
     def logits(self, products: Tensor, first: int) -> Tensor:

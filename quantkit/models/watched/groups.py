@@ -7,7 +7,7 @@ group is proven where the layer then computes what it did before.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ SAME = 1e-9
 
 
 @dataclass(frozen=True)
-class Seen:
+class SeenForward:
     """One forward of a layer: its output, and what every module that was called once read and made first, in the order of the calls."""
 
     output: Tensor
@@ -30,6 +30,8 @@ class Seen:
     outputs: dict[str, Tensor]
     returned: dict[str, int]
     """How many values a module returned as a tuple; 0: a tensor."""
+    called: frozenset[str] = frozenset()
+    """Modules that were called, once or more often."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,10 @@ class Watcher:
         self.modules = dict(block.module.named_modules())
         self.first = self.look()
 
-    def look(self) -> Seen:
+    def look(self) -> SeenForward:
         """The layer with the weights as they are now."""
         self.block.fill()
-        seen = Seen(torch.empty(0), {}, {}, {})
+        seen = SeenForward(torch.empty(0), {}, {}, {})
         more: set[str] = set()
 
         def hook(name: str) -> Any:
@@ -75,8 +77,11 @@ class Watcher:
         finally:
             for one in hooks:
                 one.remove()
-        once = [{name: value for name, value in part.items() if name not in more} for part in (seen.inputs, seen.outputs, seen.returned)]
-        return Seen(output, *once)  # type: ignore[arg-type]
+        called = frozenset(seen.inputs)
+        for part in (seen.inputs, seen.outputs, seen.returned):
+            for name in more:
+                part.pop(name)
+        return replace(seen, output=output, called=called)
 
     def groups(self) -> list[FoundGroup]:
         """All that are proven, one by one and together, in the order of the forward. A reader is in one of them at most."""
@@ -145,7 +150,7 @@ class Watcher:
         """Whether a module multiplies what it reads with a matrix that may be quantized, or chooses experts by it."""
         return self._columns(name) > 0
 
-    def _reads(self, name: str, seen: Seen, scale: Tensor) -> bool:
+    def _reads(self, name: str, seen: SeenForward, scale: Tensor) -> bool:
         before = self.first.inputs.get(name)
         return before is not None and before.shape[-1] == len(scale) and _alike(seen.inputs[name], before * scale)
 

@@ -9,14 +9,14 @@ from torch import Tensor
 from quantkit.errors import QuantkitError
 from quantkit.models.context import CausalContext
 from quantkit.models.watched.experts import experts_modules
-from quantkit.models.watched.groups import SAME, FoundGroup, Seen, Watcher, distance
-from quantkit.models.watched.layer import DecoderLayer, Halves, LayerPlan
+from quantkit.models.watched.groups import SAME, FoundGroup, SeenForward, Watcher, distance
+from quantkit.models.watched.layer import DecoderLayer, Halves, LayerPlan, NotExperts
 from quantkit.models.watched.skeleton import PROBED, ROUTE, Skeleton
 from quantkit.models.watched.stand_ins import StandIns
 
 
 @dataclass(frozen=True)
-class Kind:
+class LayerKind:
     """In names inside the layer. first: modules of the first half. ends: linears that nothing reads but the residual stream. order: modules
     with tensors as they are called. gain_offsets: of every norm, see `Parameter`."""
 
@@ -30,7 +30,7 @@ class Kind:
     """Experts of a token."""
 
 
-def look_at(skeleton: Skeleton, layer: int) -> Kind:
+def look_at(skeleton: Skeleton, layer: int) -> LayerKind:
     """Raises QuantkitError where the layer cannot be run on weights that are given to it one by one."""
     try:
         return _look_at(skeleton, layer)
@@ -41,7 +41,7 @@ def look_at(skeleton: Skeleton, layer: int) -> Kind:
         raise QuantkitError(f"{told} ({type(fault).__name__}: {fault!s:.80})", ROUTE) from fault
 
 
-def _look_at(skeleton: Skeleton, layer: int) -> Kind:
+def _look_at(skeleton: Skeleton, layer: int) -> LayerKind:
     module, names = skeleton.layers[layer], skeleton.names(layer)
     prefix = skeleton.prefixes[layer]
     linears = [name for name, _ in module.named_modules() if f"{prefix}.{name}.weight" in skeleton.linears]
@@ -49,12 +49,17 @@ def _look_at(skeleton: Skeleton, layer: int) -> Kind:
         if f"{name}.weight" not in names:
             raise QuantkitError(f"{skeleton.told}: checkpoints hold {name} in another form than transformers computes with", ROUTE)
     experts = [name for name, _ in experts_modules(module)]
-    plan = LayerPlan({name: (name,) for name in linears}, experts=dict.fromkeys(experts, 1.0))
+    if not linears and not experts:
+        others = {type(one).__name__ for one in module.modules() if any(own.dim() > 1 for own in one.parameters(recurse=False))}
+        told = f"{skeleton.told}: layer {layer} has no linears that quantkit quantizes; its matrices are of {', '.join(sorted(others))}"
+        raise QuantkitError(told, "use a model with linears: torch.nn.Linear, or stacked experts")
     tensors = dict(module.state_dict())
     weights = StandIns({disk: tuple(tensors[name].shape) for name, disk in names.items() if name in tensors})
-    hidden = torch.randn(PROBED, skeleton.hidden_size, generator=torch.Generator().manual_seed(layer))
-    watcher = Watcher(DecoderLayer(skeleton, layer, plan, weights), weights, hidden)
-    seen = watcher.first
+    watcher, experts = _watched(skeleton, layer, {name: (name,) for name in linears}, experts, weights)
+    plan, hidden, seen = watcher.block.plan, watcher.hidden, watcher.first
+    if idle := [name for name in linears if name not in seen.called]:
+        told = f"{skeleton.told}: transformers' layer {layer} leaves out {', '.join(idle)} where text alone goes through it"
+        raise QuantkitError(told, "quantkit calibrates decoders that read nothing but text")
     if not torch.isfinite(seen.output).all() or distance(seen.output, hidden) == 0:
         raise QuantkitError(f"{skeleton.told}: layer {layer} computes nothing finite of random weights", ROUTE)
     order = tuple(name for name in seen.inputs if next(module.get_submodule(name).parameters(recurse=False), None) is not None)
@@ -64,7 +69,20 @@ def _look_at(skeleton: Skeleton, layer: int) -> Kind:
     ends = frozenset(name for name in linears if _is_end(name, watcher, first))
     groups = tuple(group for group in watcher.groups() if len({one in first for one in (group.producer, *group.consumers)}) == 1)
     offsets = {name: watcher.gain_offset(name) for name in order if watcher.is_norm(name)}
-    return Kind(plan, groups, first, ends, order, offsets, weights.chosen)
+    return LayerKind(plan, groups, first, ends, order, offsets, weights.chosen)
+
+
+def _watched(
+    skeleton: Skeleton, layer: int, linears: dict[str, tuple[str, ...]], experts: list[str], weights: StandIns
+) -> tuple[Watcher, list[str]]:
+    """The layer once it has run, and those of `experts` that were asked as experts are."""
+    hidden = torch.randn(PROBED, skeleton.hidden_size, generator=torch.Generator().manual_seed(layer))
+    while True:
+        plan = LayerPlan(linears, experts=dict.fromkeys(experts, 1.0))
+        try:
+            return Watcher(DecoderLayer(skeleton, layer, plan, weights), weights, hidden), experts
+        except NotExperts as other:
+            experts = [name for name in experts if name != other.name]
 
 
 def _factor(name: str, watcher: Watcher) -> float:
@@ -83,7 +101,7 @@ def _factor(name: str, watcher: Watcher) -> float:
     return factor
 
 
-def _sites(linears: list[str], seen: Seen) -> dict[str, tuple[str, ...]]:
+def _sites(linears: list[str], seen: SeenForward) -> dict[str, tuple[str, ...]]:
     """Linears that read the same tensor, by each of them."""
     sites: list[list[str]] = []
     for name in linears:

@@ -26,6 +26,13 @@ class SiteWeights(Weights, Protocol):
         """The linear `module`, one of those of `site`, which read the same tensor."""
 
 
+class NotExperts(Exception):
+    """A module that holds several matrices in one tensor, and is not asked as routed experts are. name: inside the layer."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
 class _Reached(Exception):
     """The stream between two halves."""
 
@@ -144,7 +151,11 @@ class DecoderLayer:
         """Asked with the weights that an expert's output has in the residual stream."""
         op, factor = self.weights.experts(self.experts_name(module), count), self.plan.experts[module]
 
-        def forward(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
+            asked = (*args, *kwargs.values())
+            if len(asked) != 3 or not all(isinstance(one, Tensor) for one in asked) or asked[1].is_floating_point():
+                raise NotExperts(module)
+            x, topk_ids, topk_weights = asked
             return op(x.reshape(-1, x.shape[-1]), topk_ids, topk_weights.float() * factor).view_as(x)
 
         return forward

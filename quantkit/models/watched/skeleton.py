@@ -22,6 +22,8 @@ PROBED = 8
 """Tokens of the sequences that are run to look at a model."""
 KEPT_BYTES = 64 * 10**6
 """Of masks and tables, which are kept by the length of a sequence."""
+_POSITIONS = ("max_position_embeddings", "max_seq_len", "n_positions")
+"""What configs call the length of the longest text."""
 ROUTE = "use --scheme rtn-w4a16, which needs no calibration"
 
 
@@ -84,8 +86,23 @@ class Skeleton:
 
     def result(self, returned: Any) -> Tensor:
         """The hidden states of what a layer returned."""
-        first: Tensor = returned[0] if isinstance(returned, tuple) else returned
+        first: Tensor = returned[0] if isinstance(returned, tuple | list) else returned
         return first
+
+    @property
+    def positions(self) -> int | None:
+        """Tokens of the longest text that the model was made for; None where its config does not say."""
+        config = self.model.config.get_text_config()
+        return next((found for name in _POSITIONS if type(found := getattr(config, name, None)) is int), None)
+
+    def check_length(self, length: int) -> None:
+        """Raises QuantkitError where the model's forward does not take texts of `length` tokens, as with learned positions."""
+        try:
+            self.calls(length)
+        except Exception as fault:  # whatever a forward makes of a position that it has not
+            places = f"a model of {self.positions} positions" if self.positions else "the model"
+            remedy = f"use --seq-len {self.positions} or less" if self.positions else "use a smaller --seq-len"
+            raise QuantkitError(f"{self.told}: {places} computes no texts of {length} tokens ({fault!s:.80})", remedy) from fault
 
     # --- outside the layers ------------------------------------------------------------------------------------------------
 

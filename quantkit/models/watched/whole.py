@@ -51,13 +51,12 @@ class WholeModel:
     @property
     def max_position_embeddings(self) -> int | None:
         """Tokens of the longest text; None where config.json does not say."""
-        found = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        return found if isinstance(found, int) else None
+        return self.skeleton.positions
 
     @torch.no_grad()
     def forward(self, ids: Tensor) -> Passed:
-        """ids int64 [T] of one sequence."""
-        passed = Passed()
+        """ids int64 [T] of one sequence. Raises QuantkitError where these are more than the model has positions for."""
+        passed, longest = Passed(), self.max_position_embeddings
 
         def keep(number: int) -> Callable[..., None]:
             def hook(module: nn.Module, args: Any, made: Any) -> None:
@@ -70,6 +69,11 @@ class WholeModel:
         hooks.append(head.register_forward_pre_hook(lambda module, args: setattr(passed, "final", args[0][0])))
         try:
             self.model(input_ids=ids[None].to(self.device), use_cache=False)
+        except (IndexError, RuntimeError) as fault:
+            if longest is None or len(ids) <= longest:
+                raise
+            told = f"{self.checkpoint.path} has {longest} positions, and a text has {len(ids)} tokens"
+            raise QuantkitError(told, f"give --seq-len {longest}") from fault
         finally:
             for hook in hooks:
                 hook.remove()

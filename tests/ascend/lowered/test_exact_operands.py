@@ -7,6 +7,7 @@ import pytest
 import torch
 from ascend import npu_double
 from ascend.lowered.ascend_ir import execute
+from ascend.row_blocks import in_order
 from quantkit_kernels import Fp4, Int4, Int8, dequantize
 from quantkit_kernels.ascend import launch, layout
 from quantkit_kernels.weights import Weight
@@ -80,7 +81,7 @@ def test_blocks(grid: str, factor: float) -> None:
     x, out, experts = integers(20, 256, rng), torch.zeros(20, 72).bfloat16(), torch.tensor([1, 0], dtype=torch.int32)
     scale = 2.0 ** torch.randint(-2, 3, (20,), generator=rng)
     codes, rows = (x.to(torch.int8), scale) if grid == "int8" else (x, None)
-    run(launch.blocks(packed_of(weights), codes, rows, experts, out, 16))
+    run(launch.blocks(packed_of(weights), codes, rows, in_order(experts, len(x), 16), out))
     exact = torch.cat([times(x[:16], weights[1]), times(x[16:], weights[0])])
     assert torch.equal(out, (exact * scale.double().unsqueeze(1) if grid == "int8" else exact).bfloat16())
 

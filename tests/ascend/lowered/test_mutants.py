@@ -8,6 +8,7 @@ import pytest
 import torch
 from ascend.guard import OutsideOperands
 from ascend.lowered.ascend_ir import execute
+from ascend.row_blocks import in_order
 from quantkit_kernels import Fp4, samples
 from quantkit_kernels.ascend import kernels, launch, layout
 from quantkit_kernels.linear import quantize_rows
@@ -98,7 +99,7 @@ def passes(module: ModuleType, kernel: str) -> bool:
         experts = torch.tensor([-1, 1], dtype=torch.int32)
         codes, scale = quantize_rows(x)
         is_int8 = kernel.startswith("int8")
-        one = launch.blocks(packed, codes if is_int8 else x, scale.flatten() if is_int8 else None, experts, out, bm)
+        one = launch.blocks(packed, codes if is_int8 else x, scale.flatten() if is_int8 else None, in_order(experts, len(x), bm), out)
         expected[bm:rows] = samples.exact_linear(x[bm:], weights[1])
     assert one.kernel == kernel
     try:  # fewer programs than items, as on the chip

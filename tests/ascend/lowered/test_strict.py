@@ -8,6 +8,8 @@ import torch
 from ascend import npu_double
 from ascend.guard import sparse
 from ascend.lowered.ascend_ir import execute
+from ascend.row_blocks import in_order
+from ascend.triton_double import check
 from kernel_weights import exact_experts, random_experts
 from quantkit_kernels import Fp4, ascend, dequantize
 from quantkit_kernels.ascend import chip, launch, layout
@@ -35,6 +37,7 @@ def few_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def run(one: launch.KernelLaunch) -> None:
+    check(one)
     execute(one.function, one.programs, one.args, one.constants)
 
 
@@ -75,23 +78,40 @@ def test_rows(kernel: str, grid: str) -> None:
 @pytest.mark.parametrize(("kernel", "grid"), BLOCKS)
 @pytest.mark.parametrize("bm", [16, 32])
 def test_blocks(kernel: str, grid: str, bm: int) -> None:
+    """Whole blocks and ragged ones, in no order; rows of no block, and a block of no expert, are left alone."""
     n, k, experts = 152, 384, torch.tensor([2, -1, 1, 0, 1], dtype=torch.int32)
     packed, weights = stacked(grid, n, k, 3)
-    m = 4 * bm + 3
+    m = 3 * bm + 8
+    first, last = torch.tensor([3, 0, bm + 3, bm + 4, m - bm]).int(), torch.tensor([bm + 3, bm, bm + 4, 2 * bm + 1, m]).int()
     x = torch.randn(m, k, generator=torch.Generator().manual_seed(1)).bfloat16()
     codes, scale = quantize_rows(x)
     out, memory = output(m, n, 2)
     is_int8 = packed.kind == "int8"
-    one = launch.blocks(packed, codes if is_int8 else x, scale.flatten() if is_int8 else None, experts, out, bm)
+    blocks = launch.Blocks(bm, experts, first, last)
+    one = launch.blocks(packed, codes if is_int8 else x, scale.flatten() if is_int8 else None, blocks, out)
     assert (one.kernel, one.programs) == (kernel, 3)
     run(one)
-    for block, expert in enumerate(experts.tolist()):
-        rows = slice(block * bm, min((block + 1) * bm, m))
-        if expert < 0:
-            assert bool((out[rows] == CANARY).all()), "a block of no expert was written"
-        else:
+    written = torch.zeros(m, dtype=torch.bool)
+    for block, (expert, start, end) in enumerate(zip(experts.tolist(), first.tolist(), last.tolist())):
+        rows = slice(start, end)
+        if expert >= 0:
+            written[rows] = True
             assert distance(out[rows], exact_linear(x[rows], weights[expert])) < TOLERANCE[packed.kind], block
+    assert bool((out[~written] == CANARY).all()), "a row of no block was written"
     assert bool((memory[m:] == CANARY).all())
+
+
+@pytest.mark.parametrize(("counts", "spare"), [([1], 0), ([0, 3, 0, 16, 17, 0, 40], 2), ([0] * 256 + [2], 1), ([33, 0, 0], 3)])
+def test_assign(counts: list[int], spare: int) -> None:
+    """Every row is in one block of its expert, none holds more than 16; what is left over has expert -1."""
+    needed, rows = sum(-(-count // 16) for count in counts), sum(counts)
+    experts, first, last = (torch.full((needed + spare,), 777, dtype=torch.int32) for _ in range(3))
+    run(launch.assign(torch.tensor(counts), launch.Blocks(16, experts, first, last)))
+    assert (experts[needed:] == -1).all()
+    assert (first[needed:] == 777).all()
+    held = [(row, expert) for expert, *ends in zip(experts[:needed].tolist(), first.tolist(), last.tolist()) for row in range(*ends)]
+    assert held == list(zip(range(rows), [expert for expert, count in enumerate(counts) for _ in range(count)]))
+    assert ((last - first)[:needed] <= 16).all()
 
 
 @pytest.mark.parametrize("grid", ["int4-asym-64", "int4-sym-128", "fp4", "int8"])
@@ -150,7 +170,7 @@ def test_offsets_past_two_gib(kernel: str, grid: str) -> None:
     if kernel.endswith("rows"):
         one = launch.rows(packed, x, experts, out)
     else:
-        one = launch.blocks(packed, codes if is_int8 else x, scale.flatten() if is_int8 else None, experts, out, 16)
+        one = launch.blocks(packed, codes if is_int8 else x, scale.flatten() if is_int8 else None, in_order(experts, 1, 16), out)
     assert one.kernel == kernel
     run(one)
     assert distance(out, exact_linear(x, weight)) < TOLERANCE[packed.kind]

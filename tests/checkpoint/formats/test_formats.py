@@ -123,7 +123,7 @@ def test_every_scheme_has_its_formats(scheme) -> None:  # type: ignore[no-untype
 def test_formats_that_cannot_hold_a_scheme_are_refused() -> None:
     with pytest.raises(QuantkitError, match=r"format awq cannot hold int8-a8w8c16; use --format compressed-tensors"):
         find_format("awq", SCHEMES["int8-a8w8c16"])
-    with pytest.raises(QuantkitError, match=r"format 'gguf' is not known; choose one of dense, fp8-block, awq"):
+    with pytest.raises(QuantkitError, match=r"format 'gguf' is not known; choose one of dense, fp8-fp4, fp8-block, awq"):
         find_format("gguf", SCHEMES["awq-w4a16"])
 
 

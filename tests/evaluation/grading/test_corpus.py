@@ -50,4 +50,4 @@ def test_the_corpus_is_large_and_even() -> None:
     found = [style for task in TASKS for style in styles(task)]
     distinct = {(style.task, str(style.row), style.reply) for style in found}
     assert len(distinct) >= 2000
-    assert 0.4 < sum(not style.right for style in found) / len(found) < 0.6
+    assert 0.35 < sum(not style.right for style in found) / len(found) < 0.6

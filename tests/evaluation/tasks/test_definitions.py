@@ -19,7 +19,8 @@ TASKS = [
     "live_code_bench",
     "live_code_bench_v5",
 ]
-TASKS += ["live_code_bench_v6", "math_500", "mmlu", "mmlu_pro", "needle", "tiny-math", "tiny-math-2000", "tiny-math-steps"]
+TASKS += ["live_code_bench_v6", "math_500", "mmlu", "mmlu_pro", "needle", "tiny-math", "tiny-math-2000"]
+TASKS += ["tiny-math-8000", "tiny-math-steps"]
 
 
 def test_the_shipped_tasks_are_all_there_and_whole() -> None:

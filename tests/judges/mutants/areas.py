@@ -2,129 +2,135 @@
 
 from dataclasses import dataclass, field
 
-KERNELS = "kernels/quantkit_kernels"
-STRICT, KERNEL_TESTS = "tests/ascend/lowered/test_strict.py", "tests/ascend/lowered/test_kernels.py"
+KERNELS, EXECUTOR = "kernels/quantkit_kernels", "quantkit/executor"
+STRICT, STREAMED = "tests/ascend/lowered/test_strict.py", "tests/ascend/test_streamed.py"
 CALLS, GIVEN = "tests/ascend/test_torch_npu.py", "tests/ascend/test_what_operators_get.py"
 LATENT, GROUPED = "tests/ascend/test_latent_attention.py", "tests/ascend/test_grouped_attention.py"
-BOUNDS, CHIP, PAIRS = "tests/ascend/test_rule_bounds.py", "tests/ascend/test_chip.py", "tests/ascend/test_group_pairs.py"
-FACTS, FEW = "tests/ascend/lowered/test_ir_facts.py", "tests/ascend/lowered/test_few_tokens_ir.py"
-DOUBLE = "tests/ascend/test_few_tokens.py"
+BOUNDS, CHIP = "tests/ascend/test_rule_bounds.py", "tests/ascend/test_chip.py"
+FP4_GEMV, INT4_GROUPED = "tests/ascend/test_fp4_gemv.py", "tests/ascend/test_int4_grouped.py"
+FEW = "tests/ascend/lowered/test_few_tokens_ir.py"
+DOUBLE, CAPTURE = "tests/ascend/test_few_tokens.py", "tests/ascend/test_capture.py"
 OPERANDS, TO_THE_BIT = "tests/ascend/lowered/test_exact_operands.py", "tests/ascend/test_to_the_bit.py"
 
 
 @dataclass(frozen=True)
 class Area:
-    """A file and its tests, arguments of pytest. by_function: of a function, where others suffice; the longest name that fits counts."""
+    """A file and its tests. words: of a function that is not followed while it runs, what the names of its tests hold one of.
+
+    ruled: whether the rules change it too; where a file serves other devices as well, only what is meant for these tests is changed.
+    loaded_once: whether what survives in a fork is always run again in a process that imports everything anew: of what a process loads
+    once, and of ranks.
+    """
 
     name: str
     path: str
     tests: tuple[str, ...]
-    by_function: dict[str, tuple[str, ...]] = field(default_factory=dict, compare=False)
+    words: dict[str, tuple[str, ...]] = field(default_factory=dict, compare=False)
+    ruled: bool = True
+    loaded_once: bool = False
 
-    def tests_of(self, function: str) -> tuple[str, ...]:
-        fitting = [name for name in self.by_function if function == name or function.startswith(f"{name}.")]
-        return self.by_function[max(fitting, key=len)] if fitting else self.tests
+    def has(self, test: str, function: str) -> bool:
+        """Whether a test, by its node's name, may notice a change in a function, "" for none."""
+        file, _, name = test.partition("::")
+        words = self.words.get(function.partition(".")[0], self.words.get("", ()))
+        return file in self.tests and (not words or any(word in name for word in words))
 
 
-def _of_kernels(names: str) -> tuple[str, ...]:
-    return (STRICT, OPERANDS, "-k", names)
-
+KERNEL_WORDS = {
+    "int4_row": ("int4_rows",),
+    "int4_values": ("int4_rows",),
+    "e2m1_values": ("fp4_rows", "every_code"),
+    "e4m3_values": ("fp4_rows", "every_code"),
+    "fp4_row": ("fp4_rows",),
+    "row_halves": ("fp4_rows",),
+    "store_row": ("fp4_rows",),
+    "group_sums": ("int4_rows",),
+    "nibbles": ("fp4_rows",),
+    "by_group": ("int4_rows",),
+    "group_offsets": ("int4_rows", "fp4_rows"),
+    "multiplied": ("fp4_blocks",),
+    "store_block": ("int8_blocks",),
+} | {kernel: (kernel,) for kernel in ("int4_rows", "fp4_rows", "int4_blocks", "fp4_blocks", "int8_blocks", "assign")}
+FEW_WORDS = {
+    "int8_row": ("int8",),
+    "row_scale": ("int8", "zeros"),
+    "swiglu": ("fp4",),
+    "router": ("router",),
+    "join": ("join",),
+} | {f"{kind}_{part}": (kind,) for kind in ("int4", "fp4", "int8") for part in ("gate_up", "down")}
+SOURCE_WORDS = {"": ("kernel", "offsets", "bounds")}
 
 AREAS = (
-    Area(
-        "Triton kernels",
-        f"{KERNELS}/ascend/kernels.py",
-        (STRICT,),
-        {
-            "int4_rows": _of_kernels("int4_rows"),
-            "int4_row": _of_kernels("int4_rows"),
-            "fp4_rows": _of_kernels("fp4_rows"),
-            "fp4_row": _of_kernels("fp4_rows"),
-            "int4_blocks": _of_kernels("int4_blocks"),
-            "fp4_blocks": _of_kernels("fp4_blocks"),
-            "int8_blocks": _of_kernels("int8_blocks"),
-            "int4_values": _of_kernels("int4_rows"),
-            "e2m1_values": _of_kernels("fp4_rows or every_code"),
-            "e4m3_values": _of_kernels("fp4_rows or every_code"),
-            "row_halves": _of_kernels("fp4_rows"),
-            "store_row": _of_kernels("fp4_rows"),
-            "group_sums": _of_kernels("int4_rows"),
-            "nibbles": _of_kernels("fp4_rows"),
-            "by_group": _of_kernels("int4_rows"),
-            "group_offsets": _of_kernels("int4_rows or fp4_rows"),
-            "multiplied": _of_kernels("fp4_blocks"),
-            "store_block": _of_kernels("int8_blocks"),
-        },
-    ),
-    Area(
-        "Triton kernels",
-        f"{KERNELS}/ascend/few_tokens.py",
-        (FEW, OPERANDS),
-        {
-            "int4_gate_up": (FEW, OPERANDS, "-k", "int4"),
-            "int4_down": (FEW, OPERANDS, "-k", "int4"),
-            "fp4_gate_up": (FEW, OPERANDS, "-k", "fp4"),
-            "fp4_down": (FEW, OPERANDS, "-k", "fp4"),
-            "int8_gate_up": (FEW, OPERANDS, "-k", "int8"),
-            "int8_down": (FEW, OPERANDS, "-k", "int8"),
-            "int8_row": (FEW, OPERANDS, "-k", "int8"),
-            "row_scale": (FEW, OPERANDS, "-k", "int8 or zeros"),
-            "swiglu": (FEW, "-k", "fp4"),
-            "router": (FEW, "-k", "router"),
-            "join": (FEW, "-k", "join"),
-        },
-    ),
+    Area("Triton kernels", f"{KERNELS}/ascend/kernels.py", (STRICT, OPERANDS), KERNEL_WORDS),
+    Area("Triton kernels", f"{KERNELS}/ascend/few_tokens.py", (FEW, OPERANDS), FEW_WORDS),
     Area("Triton: launch and layout", f"{KERNELS}/ascend/gate.py", (DOUBLE,)),
     Area("Triton: launch and layout", f"{KERNELS}/ascend/launch.py", (CHIP, DOUBLE, STRICT)),
     Area("Triton: launch and layout", f"{KERNELS}/ascend/layout.py", (CHIP, STRICT)),
-    Area("Triton: launch and layout", f"{KERNELS}/ascend/linear.py", (STRICT, TO_THE_BIT, "-k", "linear or held")),
-    Area(
-        "Triton: launch and layout",
-        f"{KERNELS}/ascend/experts.py",
-        (PAIRS, DOUBLE, TO_THE_BIT, STRICT, "-k", "experts or pair or gate or held"),
-        {"group_pairs": (PAIRS,)},
-    ),
+    Area("Triton: launch and layout", f"{KERNELS}/ascend/linear.py", (STRICT, TO_THE_BIT, DOUBLE)),
+    Area("Triton: launch and layout", f"{KERNELS}/ascend/experts.py", (DOUBLE, TO_THE_BIT, STRICT)),
     Area("Triton: launch and layout", f"{KERNELS}/ascend/chip.py", (CHIP,)),
     Area("Triton: launch and layout", f"{KERNELS}/ascend/__init__.py", (CHIP,)),
-    Area("torch_npu: rules", f"{KERNELS}/torch_npu/rules.py", (BOUNDS, CALLS, "-k", "not route and not experts")),
-    Area("torch_npu: rules", f"{KERNELS}/torch_npu/attention_rules.py", (BOUNDS, CALLS, "-k", "not route and not experts")),
-    Area("torch_npu: calls", f"{KERNELS}/torch_npu/calls.py", (CALLS, GIVEN, LATENT, TO_THE_BIT)),
+    Area("Triton: launch and layout", f"{KERNELS}/ascend/streamed.py", (STREAMED,)),
+    Area("Triton: launch and layout", f"{KERNELS}/ascend/extension.py", (STREAMED,)),
+    Area("torch_npu: rules", f"{KERNELS}/torch_npu/rules.py", (BOUNDS, CALLS)),
+    Area("torch_npu: rules", f"{KERNELS}/torch_npu/attention_rules.py", (BOUNDS, CALLS)),
+    Area("torch_npu: calls", f"{KERNELS}/torch_npu/calls.py", (CALLS, GIVEN, LATENT, TO_THE_BIT, STREAMED)),
     Area("torch_npu: calls", f"{KERNELS}/torch_npu/experts.py", (CALLS, GIVEN, TO_THE_BIT)),
-    Area(
-        "torch_npu: calls",
-        f"{KERNELS}/torch_npu/functional.py",
-        (CALLS, GIVEN, LATENT, TO_THE_BIT),
-        {name: (CALLS, TO_THE_BIT) for name in ("route", "choose", "moe_gate", "silu_and_mul")},
-    ),
+    Area("torch_npu: calls", f"{KERNELS}/torch_npu/functional.py", (CALLS, GIVEN, LATENT, TO_THE_BIT, CAPTURE)),
     Area("torch_npu: calls", f"{KERNELS}/torch_npu/grouped.py", (GROUPED,)),
     Area("torch_npu: calls", f"{KERNELS}/torch_npu/layout.py", (CALLS, GIVEN, TO_THE_BIT)),
     Area("torch_npu: calls", f"{KERNELS}/torch_npu/linear.py", (CALLS, GIVEN, LATENT, TO_THE_BIT)),
     Area("torch_npu: calls", f"{KERNELS}/torch_npu/prolog.py", (GIVEN, LATENT, TO_THE_BIT)),
     Area("torch_npu: calls", f"{KERNELS}/torch_npu/machine.py", ("tests/ascend/test_machine.py",)),
     Area("torch_npu: calls", f"{KERNELS}/torch_npu/__init__.py", (CALLS, LATENT)),
-    Area("Ascend C", "kernels/ascendc/fp4_gemv.cpp", ("tests/ascend/test_fp4_gemv.py", "-k", "kernel or offsets or bounds")),
-    Area("Ascend C", "kernels/ascendc/row_blocks.h", ("tests/ascend/test_fp4_gemv.py", "-k", "kernel")),
-    Area("Ascend C", "kernels/ascendc/int4_grouped.cpp", ("tests/ascend/test_int4_grouped.py", "-k", "kernel or offsets or bounds")),
-    Area(
-        "Ascend C: twins",
-        "kernels/ascendc/fp4_gemv.py",
-        ("tests/ascend/test_fp4_gemv.py", "-k", "not kernel and not offsets and not bounds"),
-    ),
-    Area(
-        "Ascend C: twins",
-        "kernels/ascendc/int4_grouped.py",
-        ("tests/ascend/test_int4_grouped.py", "-k", "not kernel and not offsets and not bounds"),
-    ),
-    Area("Ascend C: twins", "kernels/ascendc/amla.py", ("tests/ascend/test_amla.py", "-k", "not model")),
-    Area("collectives in 8 bits", "quantkit/executor/coded_sums.py", ("tests/executor/test_coded_sums.py",)),
+    Area("Ascend C", "kernels/ascendc/fp4_gemv.cpp", (FP4_GEMV,), SOURCE_WORDS),
+    Area("Ascend C", "kernels/ascendc/row_blocks.h", (FP4_GEMV,), SOURCE_WORDS),
+    Area("Ascend C", "kernels/ascendc/int4_grouped.cpp", (INT4_GROUPED,), SOURCE_WORDS),
+    Area("Ascend C", "kernels/ascendc/binding.cpp", ("tests/ascend/lowered/test_binding.py",), ruled=False, loaded_once=True),
+    Area("Ascend C: twins", "kernels/ascendc/fp4_gemv.py", (FP4_GEMV,)),
+    Area("Ascend C: twins", "kernels/ascendc/int4_grouped.py", (INT4_GROUPED,)),
+    Area("Ascend C: twins", "kernels/ascendc/amla.py", ("tests/ascend/test_amla.py",)),
+    Area("collectives in 8 bits", f"{EXECUTOR}/coded_sums.py", ("tests/executor/test_coded_sums.py",), loaded_once=True),
+    Area("host", f"{EXECUTOR}/graphs.py", (CAPTURE, "tests/executor/test_graphs.py"), ruled=False),
+    Area("host", f"{EXECUTOR}/runner.py", ("tests/executor/test_runner.py",), ruled=False),
+    Area("host", f"{EXECUTOR}/prefetch.py", ("tests/ascend/test_prefetch.py",), ruled=False),
+    Area("host", f"{EXECUTOR}/headroom.py", ("tests/ascend/test_headroom.py",), ruled=False),
+    Area("host", f"{KERNELS}/accelerator.py", (CAPTURE,), ruled=False),
+    Area("host", f"{KERNELS}/latents.py", (LATENT, GROUPED), ruled=False),
 )
 
 EXPLAINED = {
+    (f"{EXECUTOR}/graphs.py", "", "by hand: bounds: an odd number of blocks"): "tables are powers of two wide, 16 at least: it is even",
+    (f"{EXECUTOR}/graphs.py", "", "by hand: rows of no tokens before the first fill"): "a step is filled before it is computed",
+    (f"{EXECUTOR}/graphs.py", "DecodeSteps", "kept from before"): "an empty pass writes to block 0 alone, which is nobody's",
+    (f"{EXECUTOR}/runner.py", "BlockTables", "wrong dtype"): "tables become int32 where they are copied, or read",
+    (f"{EXECUTOR}/headroom.py", "warm_up", "wrong dtype"): "embedding takes both",
+    (f"{KERNELS}/ascend/launch.py", "down", "swapped arguments"): "the lesser of two, in either order",
+    (f"{KERNELS}/ascend/launch.py", "router", "swapped arguments"): "the lesser of two, in either order",
+    (f"{KERNELS}/ascend/layout.py", "_column_tiles", "missing contiguous"): "it is copied to its place",
+    (f"{KERNELS}/ascend/streamed.py", "_int4", "widening left out"): "16 times -8 to 7 fits a byte",
+    (f"{KERNELS}/ascend/streamed.py", "_fp4", "wrong dtype"): "only the low 16 bits are kept",
+    (f"{KERNELS}/ascend/kernels.py", "multiplied", "other default"): "of rows past the last, which are not stored",
+    (f"{KERNELS}/ascend/kernels.py", "int8_blocks", "other default"): "of rows past the last, which are not stored",
+    (f"{KERNELS}/ascend/few_tokens.py", "row_scale", "other default"): "as the row of zeros below",
+    (f"{KERNELS}/ascend/few_tokens.py", "router", "other default"): "of rows past the router, which are not stored",
+    (f"{KERNELS}/ascend/few_tokens.py", "join", "other default"): "of columns that get another number",
+    (f"{KERNELS}/torch_npu/experts.py", "_tensors", "one choice only"): "scales of one group [E, 1, N] are those of a channel",
+    (f"{KERNELS}/torch_npu/linear.py", "Fp4Linear", "widening left out"): "a product with float32 is float32",
+    (
+        "kernels/ascendc/fp4_gemv.cpp",
+        "Fp4Gemv",
+        "barrier left out",
+    ): "the one behind SpreadX: those of Decode stand before its values are read",
     ("kernels/ascendc/fp4_gemv.cpp", "Init", "constant"): "a queue has a buffer more than are used",
     ("kernels/ascendc/int4_grouped.cpp", "Init", "constant"): "a queue has a buffer more than are used",
     ("kernels/ascendc/int4_grouped.cpp", "MakeDigits", "narrower type"): "differs from 500,000 rows of 8192 on, and a step has a few",
     ("kernels/ascendc/int4_grouped.cpp", "Process", "comparison"): "of a chunk that is just full: its values are the same either way",
     ("kernels/ascendc/int4_grouped.cpp", "Share", "narrower type"): "a number of tiles, which 32 bits hold up to 32 TB of weights",
+    ("kernels/ascendc/int4_grouped.py", "multiply", "wrong dtype"): "an annotation, or whole numbers that 32 bits hold",
+    ("kernels/ascendc/amla.py", "rescaled", "wrong dtype"): "an annotation, or whole numbers that 32 bits hold",
+    ("kernels/ascendc/amla.py", "attend", "wrong dtype"): "an annotation, or whole numbers that 32 bits hold",
+    ("kernels/ascendc/amla.py", "attend_pages", "wrong dtype"): "an annotation, or whole numbers that 32 bits hold",
     ("kernels/ascendc/amla.py", "rescaled", "constant"): "a step of 256 takes every sum below what is kept, as one of 255 does",
     ("kernels/ascendc/row_blocks.h", "Next", "comparison"): "of a block that is just full: rows are the same either way",
     (

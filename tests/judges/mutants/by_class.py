@@ -3,7 +3,7 @@
 By file: old, new, what it is, and the function it is in where the text stands in several.
 """
 
-KERNELS = "kernels/quantkit_kernels"
+from areas import KERNELS
 
 BY_CLASS: dict[str, tuple[tuple[str, ...], ...]] = {
     f"{KERNELS}/torch_npu/functional.py": (
@@ -145,12 +145,17 @@ BY_CLASS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     f"{KERNELS}/ascend/launch.py": (
         ("items = out.shape[0] * packed.tiles", "items = out.shape[0] * packed.tiles - 1", "loops: the last item", "rows"),
-        ("items = experts.shape[0] * packed.tiles", "items = (experts.shape[0] - 1) * packed.tiles", "loops: the last block", "blocks"),
+        (
+            "items = of.experts.shape[0] * packed.tiles",
+            "items = (of.experts.shape[0] - 1) * packed.tiles",
+            "loops: the last block",
+            "blocks",
+        ),
     ),
     f"{KERNELS}/ascend/experts.py": (
         ("topk_weights.flatten(), out))", "topk_weights.flatten().flip(0), out))", "weights of other choices"),
         ("x.shape[0] <= FEW_TOKENS", "x.shape[0] < FEW_TOKENS", "speed only: four tokens go by blocks"),
-        ("* topk_weights.unsqueeze(-1)", "* topk_weights.to(x.dtype).unsqueeze(-1)", "rounding: weights in 16 bits"),
+        ("places, topk_weights.to(self.dtype))", "places, topk_weights.half().to(self.dtype))", "rounding: weights by way of fp16"),
         ("return [*self.gate_up.tensors, *self.down.tensors]", "return [*self.gate_up.tensors]", "bytes: down is not held"),
     ),
     f"{KERNELS}/ascend/few_tokens.py": (

@@ -1,12 +1,13 @@
 """Mutants by hand: those of an audit that the tests once missed, and mistakes that the rules do not make. By file: old, new, what it
 is, and the function it is in where the text stands in several."""
 
+from areas import KERNELS
+from by_audit import AUDIT
+from by_class import BY_CLASS
 from by_hand_ascendc import ASCENDC
+from by_hand_host import HOST
 
-KERNELS = "kernels/quantkit_kernels"
-
-HAND: dict[str, tuple[tuple[str, ...], ...]] = {
-    **ASCENDC,
+AUDITED: dict[str, tuple[tuple[str, ...], ...]] = {
     f"{KERNELS}/ascend/kernels.py": (
         ("tl.num_programs(0)):", "tl.num_programs(0) + 1):", "T4: items past the first round are skipped", "fp4_rows"),
         ("tl.num_programs(0)):", "tl.num_programs(0) + 1):", "T4: items past the first round are skipped", "int4_rows"),
@@ -30,10 +31,10 @@ HAND: dict[str, tuple[tuple[str, ...], ...]] = {
         (", mask=target < n)", ")", "columns past n are written", "store_row"),
     ),
     f"{KERNELS}/ascend/experts.py": (
-        (".index_copy_(0, slots, pairs)", ".index_copy_(0, slots.flip(0), pairs)", "pairs at each other's rows"),
+        ("launch.run(launch.assign(counts, blocks))", "launch.run(launch.assign(counts.flip(0), blocks))", "rows of other experts"),
         (
-            "return self._multiply(self.down, silu_and_mul(gate_up), experts)[slots]",
-            "return self._multiply(self.down, silu_and_mul(gate_up), experts)[: len(slots)]",
+            "finalize_routing(self._multiply(self.down, codes, scale, blocks), places,",
+            "finalize_routing(self._multiply(self.down, codes, scale, blocks), places.sort().values,",
             "rows not brought back",
         ),
     ),
@@ -109,3 +110,10 @@ HAND: dict[str, tuple[tuple[str, ...], ...]] = {
         ("pairs_together(rows[:, -PROLOG_ROPE:])", "rows[:, -PROLOG_ROPE:]", "pairs left apart"),
     ),
 }
+
+TABLES = (AUDITED, ASCENDC, BY_CLASS, HOST, AUDIT)
+
+
+def of_path(path: str) -> list[tuple[str, ...]]:
+    """All mutants by hand of a source."""
+    return [one for table in TABLES for one in table.get(path, ())]

@@ -92,10 +92,10 @@ def of_python(path: str, source: str) -> list[Mutant]:
         for start, end, new, rule in _changes(node, places):
             line = source.count("\n", 0, start) + 1
             found.append(Mutant(path, start, end, new, source[start:end], rule, line, function))
-    return _numbered(found)
+    return numbered(found)
 
 
-def _numbered(found: list[Mutant]) -> list[Mutant]:
+def numbered(found: list[Mutant]) -> list[Mutant]:
     seen = Counter[tuple[str, ...]]()
     numbered = []
     for one in found:
@@ -248,7 +248,7 @@ def of_cpp(path: str, source: str) -> list[Mutant]:
         line = source.count("\n", 0, start) + 1
         names = [match[1] for match in CPP_FUNCTION.finditer(source, 0, start)]
         found.append(Mutant(path, start, end, new, source[start:end], rule, line, names[-1] if names else ""))
-    return _numbered(found)
+    return numbered(found)
 
 
 def _cpp_changes(source: str) -> Iterator[Change]:

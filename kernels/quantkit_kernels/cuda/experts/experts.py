@@ -33,6 +33,8 @@ MAX_PAIRS = 4096
 
 
 class CudaExperts(Experts):
+    takes_none = True
+
     def __init__(
         self,
         gate_up: PackedStrips,
@@ -53,7 +55,7 @@ class CudaExperts(Experts):
         return [tensor for tensor in (*self.gate_up, *self.down) if tensor is not None]
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        many = topk_ids.numel() >= SORTED_PER_EXPERT[self.kind] * self.num_experts
+        many = topk_ids.numel() * self.asked >= SORTED_PER_EXPERT[self.kind] * self.num_experts
         room = max_pairs(self.num_experts) if self.kind != "int8" else MAX_PAIRS
         tokens = (SORTED_PAIRS if many else room) // topk_ids.shape[1]
         parts = zip(x.contiguous().split(tokens), topk_ids.contiguous().split(tokens), topk_weights.contiguous().split(tokens))
@@ -63,15 +65,18 @@ class CudaExperts(Experts):
 
     def many_tokens(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         weights = (self.gate_up, self.down, self.kind, self.group, self.num_experts)
-        return sorted_experts(*weights, x, topk_ids, topk_weights, sorted_plan(self.kind, topk_ids.numel() / self.num_experts))
+        plan = sorted_plan(self.kind, topk_ids.numel() * self.asked / self.num_experts)
+        return sorted_experts(*weights, x, topk_ids, topk_weights, plan, self.asked < 1)
 
     def few_tokens(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
         plans = experts_plans(self.kind, self.hidden, self.intermediate, self.num_experts, pairs, top_k)
-        if plans is not None:
+        # The kernel of one token reads the weights that its ids name.
+        if plans is not None and (self.asked == 1 or not isinstance(plans[0], TokensInSharedPlan)):
             return self.two_products(x, topk_ids, topk_weights, plans)
         weights = (self.gate_up, self.down, self.kind, self.group, self.num_experts)
-        return fused_experts(*weights, x, topk_ids, topk_weights, experts_token_tiles(pairs / self.num_experts))
+        tiles = experts_token_tiles(pairs * self.asked / self.num_experts)
+        return fused_experts(*weights, x, topk_ids, topk_weights, tiles, self.asked < 1)
 
     def two_products(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plans: ExpertsPlans) -> Tensor:
         """gate_up and down in a launch each, by given plans."""
@@ -81,7 +86,7 @@ class CudaExperts(Experts):
         weighed = torch.empty(pairs, self.hidden, dtype=torch.float32, device=x.device)
         self._launch(self.down, WEIGH, between, weighed, topk_ids, topk_weights, plans[1])
         y = torch.empty_like(x)
-        sum_pairs(weighed, y)
+        sum_pairs(weighed, y, topk_ids if self.asked < 1 else None)
         return y
 
     def _launch(

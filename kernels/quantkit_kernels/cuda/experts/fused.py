@@ -37,11 +37,12 @@ def fused_experts(
     topk_ids: Tensor,
     topk_weights: Tensor,
     token_tiles: int,
+    some_none: bool = False,
 ) -> Tensor:
     """What `Experts` computes of x[T, H], topk_ids[T, k] and topk_weights[T, k] float32, all contiguous, by weights packed per expert.
 
     At most `max_pairs(num_experts)` pairs of at most MAX_EXPERTS experts. token_tiles (1 or 2): an entry has up to 8 * token_tiles tokens
-    of one expert, which are multiplied at once.
+    of one expert, which are multiplied at once. some_none: whether ids may be NO_EXPERT.
     """
     pairs, hidden = topk_ids.numel(), x.shape[1]
     intermediate = gate_up.row_scale.numel() // num_experts // 2
@@ -65,5 +66,5 @@ def fused_experts(
     layout = (FORMATS[kind], DTYPES[x.dtype], group)
     checked(library().qk_fused_experts(ctypes.byref(params), *layout, token_tiles, stream_of(x.device)))
     y = torch.empty_like(x)
-    sum_pairs(weighed, y, done)
+    sum_pairs(weighed, y, topk_ids if some_none else None, done)
     return y

@@ -11,8 +11,9 @@ from quantkit_kernels.cuda.build import library
 from quantkit_kernels.cuda.experts.sum_pairs import sum_pairs, sum_rounded_pairs
 from quantkit_kernels.cuda.launch import SILU_MUL, WEIGH, checked, stream_of
 from quantkit_kernels.cuda.layout import PackedStrips
-from quantkit_kernels.cuda.linears.tiles import Slots, multiply_tiles
+from quantkit_kernels.cuda.linears.tiles import multiply_tiles
 from quantkit_kernels.cuda.plans import ExpertTilesPlan, TilePerBlockPlan
+from quantkit_kernels.pairs import Slots, empty_slots
 
 SORTED_PAIRS = 40960
 """Pairs that are computed at once. What is kept between the launches takes about 45 KB a pair (R1)."""
@@ -20,10 +21,8 @@ SORTED_PAIRS = 40960
 
 def sort_pairs(topk_ids: Tensor, num_experts: int, tokens: int) -> Slots:
     """Slots for topk_ids int32 or int64 [T, k] in tiles of `tokens`: one launch, and the host does not wait for the device."""
-    pairs = topk_ids.numel()
-    tiles = min(pairs, num_experts) + pairs // tokens
-    slots = Slots(*(torch.empty(size, dtype=torch.int32, device=topk_ids.device) for size in (tiles, tiles, tiles * tokens)))
-    sizes = (topk_ids.element_size() // 4, pairs, num_experts, tokens, tiles)
+    slots = empty_slots(topk_ids, num_experts, tokens)
+    sizes = (topk_ids.element_size() // 4, topk_ids.numel(), num_experts, tokens, slots.tile_count.numel())
     checked(library().qk_sort_pairs(topk_ids.data_ptr(), *sizes, *(one.data_ptr() for one in slots), stream_of(topk_ids.device)))
     return slots
 
@@ -38,8 +37,10 @@ def sorted_experts(
     topk_ids: Tensor,
     topk_weights: Tensor,
     plan: TilePerBlockPlan | ExpertTilesPlan,
+    some_none: bool = False,
 ) -> Tensor:
-    """What `Experts` computes of x[T, H], topk_ids[T, k] and topk_weights[T, k] float32, all contiguous, by weights packed per expert."""
+    """What `Experts` computes of x[T, H], topk_ids[T, k] and topk_weights[T, k] float32, all contiguous, by weights packed per expert.
+    some_none: whether ids may be NO_EXPERT."""
     pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
     slots = sort_pairs(topk_ids, num_experts, plan.tokens)
     intermediate, hidden = gate_up.row_scale.numel() // num_experts // 2, x.shape[1]
@@ -50,5 +51,5 @@ def sorted_experts(
     packed = (down, kind, group)
     multiply_tiles(*packed, between, weighed, plan, epilogue=WEIGH, slots=slots, num_experts=num_experts, pair_weights=topk_weights)
     y = torch.empty_like(x)
-    (sum_rounded_pairs if rounded else sum_pairs)(weighed, y)
+    (sum_rounded_pairs if rounded else sum_pairs)(weighed, y, topk_ids if some_none else None)
     return y

@@ -1,7 +1,6 @@
 """Products in tiles, for more than a few tokens: activations are arranged for them first, then one of three kernels multiplies."""
 
 import ctypes
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,24 +10,13 @@ from quantkit_kernels.cuda.build import library
 from quantkit_kernels.cuda.launch import DTYPES, FORMATS, STORE, checked, stream_of
 from quantkit_kernels.cuda.layout import PackedStrips, pointers
 from quantkit_kernels.cuda.plans import ExpertTilesPlan, PersistentTilesPlan, TileAndSharePlan, TilePerBlockPlan
+from quantkit_kernels.pairs import Slots
 from quantkit_kernels.workspace import workspace
 
 SHARE_ROWS = 256
 """Rows of a tile of a TileAndSharePlan."""
 
 TilesPlan = TilePerBlockPlan | TileAndSharePlan | PersistentTilesPlan | ExpertTilesPlan
-
-
-class Slots(NamedTuple):
-    """Token-expert pairs sorted by expert. Each expert has tiles of its own, and each tile has slots for a fixed number of pairs.
-
-    tile_expert int32 [tiles]: the expert of a tile, -1 for tiles that are not used. tile_count int32 [tiles]: the pairs in a tile.
-    order int32 [tiles * tokens of a tile]: the pair in a slot, undefined in the slots that a tile does not use.
-    """
-
-    tile_expert: Tensor
-    tile_count: Tensor
-    order: Tensor
 
 
 def multiply_tiles(

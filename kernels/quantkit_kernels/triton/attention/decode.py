@@ -9,13 +9,17 @@ from quantkit_kernels import reference
 from quantkit_kernels.latents import parts_of
 from quantkit_kernels.paged import PagedKeys, PagedLatents, Rotation
 from quantkit_kernels.reference.functional import absorbed, values
-from quantkit_kernels.triton.cards import decode_cut, multiprocessors, overlapped
+from quantkit_kernels.triton.cards import DecodeCut, decode_cut, multiprocessors, overlapped
 from quantkit_kernels.triton.operators import codes_of, key_sides, latent_parts
 from quantkit_kernels.triton.rows import power_of_two
 
 _LOG2E = 1.4426950408889634
 _HALF = (torch.bfloat16, torch.float16)
 _MOST_SPLITS = 128
+_HEADS, _FEW_HEADS = 32, 16
+"""Of a program that attends to latents, which all its heads read."""
+_LARGE, _FEW_CUT = 128, DecodeCut(16, 4, 2, least=1)
+"""The tokens of a large program, and how small ones are launched: the fastest of ten on an H200."""
 _AT_ONCE = 32
 """Shares that the second launch has in registers."""
 
@@ -60,10 +64,21 @@ def mla_decode(q: Tensor, kv_b: Tensor, rotation: Rotation, pages: PagedLatents,
     latents, k_pe, scales = latent_parts(cache, kv_b.shape[2])
     q, one_head = q.contiguous(), latents.unsqueeze(2)
     turning = Turning(q[..., nope:], Rotation(rotation.cos.contiguous(), rotation.sin.contiguous(), rotation.interleaved))
-    block = 16 if heads <= 16 else 32
     cached = Cached(one_head, one_head, k_pe, scales.unsqueeze(2), scales.unsqueeze(2), codes)
-    attended = _attend(absorbed(q[..., :nope], kv_b), cached, pages, scale, 0, heads, block, turning)
+    block, cut = _latent_cut(q, pages)
+    attended = _attend(absorbed(q[..., :nope], kv_b), cached, pages, scale, 0, heads, block, turning, cut=cut)
     return values(attended, kv_b, nope)
+
+
+def _latent_cut(q: Tensor, pages: PagedLatents) -> tuple[int, DecodeCut | None]:
+    """Heads of a program, and how many tokens it takes at a time; None: as `decode_cut` says. Where large programs would leave most of the
+    device without work, as with one row of a short context, they are made small."""
+    rows, heads = q.shape[:2]
+    most = pages.block_table.shape[1] * parts_of(pages.cache)[0].shape[1]
+    programs = rows * -(-heads // _HEADS) * -(-most // _LARGE)
+    if programs <= multiprocessors(q.device):
+        return _FEW_HEADS, _FEW_CUT
+    return min(_HEADS, power_of_two(max(_FEW_HEADS, heads))), None
 
 
 def _attend(
@@ -76,8 +91,9 @@ def _attend(
     block: int,
     turning: Turning | None = None,
     sinks: Tensor | None = None,
+    cut: DecodeCut | None = None,
 ) -> Tensor:
-    """q [rows, heads, D], its last dimension without gaps -> [rows, heads, D]. block: heads of a program."""
+    """q [rows, heads, D], its last dimension without gaps -> [rows, heads, D]. block: heads of a program; cut: if not the card's."""
     from quantkit_kernels.triton.attention.decode_kernel import attend_cached, merge
 
     (rows, heads, width), keys = q.shape, cached.keys
@@ -86,7 +102,7 @@ def _attend(
     rotary = pe.shape[2]
     padded = power_of_two(max(16, width))
     table, lengths = pages.block_table.contiguous(), pages.seq_lens.contiguous()
-    how, cut = overlapped(q.device), decode_cut(q.device, block, padded + rotary, latent=rotary > 0)
+    how, cut = overlapped(q.device), cut or decode_cut(q.device, block, padded + rotary, latent=rotary > 0)
     head_blocks = kv_heads * -(-shared // block)
     most = table.shape[1] * page if not window else window + cut.tokens
     splits = max(1, min(2 * multiprocessors(q.device) // (rows * head_blocks), -(-most // (cut.least * cut.tokens)), _MOST_SPLITS))

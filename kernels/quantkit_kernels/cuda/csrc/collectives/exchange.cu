@@ -61,8 +61,8 @@ template <class T, int RANKS> __device__ __forceinline__ uint4 sum(const uint4 (
 struct Gather {};
 
 // One thread a word of 16 bytes. An inbox: two halves of RANKS parts of `room` words, a part per sender. T: what is added up, in float32; or
-// Gather: rows of `row_words` words of each rank come to lie side by side.
-template <class T, int RANKS>
+// Gather: rows of `row_words` words of each rank come to lie side by side. SCATTER: x has `words` words for each rank, which alone adds them.
+template <class T, int RANKS, bool SCATTER>
 __global__ void __launch_bounds__(MOST_THREADS)
     exchange(const uint4* x, uint4* out, const __grid_constant__ Inboxes inboxes, State* state, int rank, int words, int row_words, int room) {
   wait_for_predecessor();
@@ -73,9 +73,9 @@ __global__ void __launch_bounds__(MOST_THREADS)
   const bool mine = at < words;
   uint4 parts[RANKS] = {};
   if (mine) {
-    const uint4 own = sendable(x[at]);
 #pragma unroll
     for (int r = 0; r < RANKS; ++r) {
+      const uint4 own = sendable(x[at + (SCATTER ? (size_t)r * words : 0)]);
       if (r != rank) write_word(inboxes.of[r] + half + (size_t)rank * room + at, own);
       else parts[r] = own;
     }
@@ -106,20 +106,20 @@ __global__ void __launch_bounds__(MOST_THREADS)
   }
 }
 
-template <class T> int run(int ranks, const void* x, void* out, const Inboxes& inboxes, void* state, int rank, int words, int row_words, int room, void* stream) {
+template <class T, bool SCATTER = false> int run(int ranks, const void* x, void* out, const Inboxes& inboxes, void* state, int rank, int words, int row_words, int room, void* stream) {
   int threads = 128;
   while (threads < MOST_THREADS && (words + threads - 1) / threads > 132) threads *= 2;
   const auto go = [&](auto kernel) {
     return start(kernel, (words + threads - 1) / threads, threads, 0, stream, (const uint4*)x, (uint4*)out, inboxes, (State*)state, rank, words, row_words, room);
   };
   switch (ranks) {
-    case 2: return go(exchange<T, 2>);
-    case 3: return go(exchange<T, 3>);
-    case 4: return go(exchange<T, 4>);
-    case 5: return go(exchange<T, 5>);
-    case 6: return go(exchange<T, 6>);
-    case 7: return go(exchange<T, 7>);
-    case 8: return go(exchange<T, 8>);
+    case 2: return go(exchange<T, 2, SCATTER>);
+    case 3: return go(exchange<T, 3, SCATTER>);
+    case 4: return go(exchange<T, 4, SCATTER>);
+    case 5: return go(exchange<T, 5, SCATTER>);
+    case 6: return go(exchange<T, 6, SCATTER>);
+    case 7: return go(exchange<T, 7, SCATTER>);
+    case 8: return go(exchange<T, 8, SCATTER>);
   }
   return (int)cudaErrorInvalidValue;
 }
@@ -142,7 +142,8 @@ extern "C" int qk_inbox_open(const void* handle, void** memory) {
 
 extern "C" const char* qk_error_text(int error) { return cudaGetErrorString((cudaError_t)error); }
 
-// dtype: 0 bf16, 1 fp16, 2 float32, 3 whatever is to be put side by side. inboxes: a pointer per rank. words: of 16 bytes, at most `room`.
+// dtype: 0 bf16, 1 fp16, 2 float32, 3 whatever is to be put side by side; 4, 5, 6 as 0, 1, 2 where each rank adds its own part of x alone.
+// inboxes: a pointer per rank. words: of 16 bytes, of what a rank gets from one, at most `room`.
 extern "C" int qk_peer_exchange(const void* x, void* out, void* const* inboxes, void* state, int dtype, int ranks, int rank, int words, int row_words, int room,
                                 void* stream) {
   Inboxes all = {};
@@ -150,5 +151,8 @@ extern "C" int qk_peer_exchange(const void* x, void* out, void* const* inboxes, 
   if (dtype == 0) return run<__nv_bfloat16>(ranks, x, out, all, state, rank, words, row_words, room, stream);
   if (dtype == 1) return run<__half>(ranks, x, out, all, state, rank, words, row_words, room, stream);
   if (dtype == 2) return run<float>(ranks, x, out, all, state, rank, words, row_words, room, stream);
+  if (dtype == 4) return run<__nv_bfloat16, true>(ranks, x, out, all, state, rank, words, row_words, room, stream);
+  if (dtype == 5) return run<__half, true>(ranks, x, out, all, state, rank, words, row_words, room, stream);
+  if (dtype == 6) return run<float, true>(ranks, x, out, all, state, rank, words, row_words, room, stream);
   return run<Gather>(ranks, x, out, all, state, rank, words, row_words, room, stream);
 }

@@ -133,6 +133,7 @@ __global__ void __launch_bounds__(kThreads, Shape<FMT, G, RT, MT, BULK>::blocks)
     if (!wait_late) wait_for_predecessor();
     // The last expert first: a shared one, which all tokens ask for, would else be what the launch ends on.
     expert = p.by_expert ? gridDim.y - 1 - blockIdx.y : p.ids[(size_t)blockIdx.y * p.ids_stride];
+    if (expert < 0) return;
     total = list_pairs(p, expert, 0, tokens_per_tile, list);
     __syncthreads();
     // Without a block per expert there is one per pair, and an expert belongs to its first pair.

@@ -1,0 +1,52 @@
+"""The same quantity in two units: `0.8 hours, which is 48 minutes`. A reply that says both says either."""
+
+import re
+from fractions import Fraction
+
+from quantkit.evaluation.grading.quantities import begin_quantity
+from quantkit.evaluation.grading.typesetting import plain
+
+# Of every dimension: how many of its least unit a unit is.
+_DIMENSIONS: tuple[dict[str, int], ...] = (
+    {"second": 1, "sec": 1, "s": 1, "minute": 60, "min": 60, "hour": 3600, "hr": 3600, "h": 3600, "day": 86400, "week": 604800},
+    {"month": 1, "year": 12, "decade": 120},
+    {"millimeter": 1, "mm": 1, "centimeter": 10, "cm": 10, "meter": 1000, "metre": 1000, "m": 1000, "kilometer": 10**6, "km": 10**6},
+    {"inch": 1, "inche": 1, "foot": 12, "feet": 12, "yard": 36, "mile": 63360},
+    {"gram": 1, "g": 1, "kilogram": 1000, "kg": 1000, "ton": 10**6, "tonne": 10**6},
+    {"ounce": 1, "oz": 1, "pound": 16, "lb": 16},
+    {"milliliter": 1, "millilitre": 1, "ml": 1, "liter": 1000, "litre": 1000, "l": 1000},
+    {"cup": 1, "pint": 2, "quart": 4, "gallon": 16},
+    {"cent": 1, "¢": 1, "dollar": 100, "$": 100},
+)
+_BETWEEN = r"(?:\s*\((?:which is |i\.e\.,? |or |=\s*)?|\s*=\s*|,?\s+(?:which (?:is|equals)|i\.e\.,?|that is,?|or)\s+)(?:exactly |about )?"
+_NUMBER = r"[$]?\d[\d,]*(?:\.\d+)?(?:/\d+)?"
+_TWICE = re.compile(
+    rf"(?i)(?:({_NUMBER})\s*([a-z]+),?\s+(?:and\s+)?)?({_NUMBER})\s*([a-z¢]*\.?){_BETWEEN}({_NUMBER})\s*([a-z¢]*)\.?\)?\W*$"
+)
+
+
+def restated(sentence: str) -> tuple[Fraction, ...]:
+    """Both values of a sentence that ends with one quantity in two units; empty where it does not."""
+    match = _TWICE.search(plain(sentence.rsplit("\n", 1)[-1]))
+    if match is None:
+        return ()
+    larger = _amount(match[1], match[2]) if match[1] else None
+    first, second = _amount(match[3], match[4]), _amount(match[5], match[6])
+    if first is None or second is None or first[0] != second[0]:
+        return ()
+    whole = first[1] + (larger[1] if larger is not None and larger[0] == first[0] else 0)
+    if second[1] not in (first[1], whole):
+        return ()
+    values = [begin_quantity(match[number].lstrip("$")) for number in ((3, 5) if larger is None else (5,))]
+    return tuple(value.value for value in values if value is not None)
+
+
+def _amount(number: str, unit: str) -> tuple[int, Fraction] | None:
+    """(dimension, amount in its least unit)."""
+    name = "$" if number.startswith("$") else unit.lower().rstrip(".")
+    value = begin_quantity(number.lstrip("$"))
+    for place, dimension in enumerate(_DIMENSIONS):
+        least = dimension.get(name) or dimension.get(name.removesuffix("s"))
+        if least is not None and value is not None:
+            return place, value.value * least
+    return None

@@ -1,0 +1,27 @@
+"""What an engine refuses before it computes: requests that can never run, and ends of answers that are no tokens."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from quantkit.errors import QuantkitError
+from quantkit.executor.sampling import SamplingParams
+
+
+def check_request(prompt: list[int], params: SamplingParams, context: int, vocab: int) -> None:
+    """Raises QuantkitError where a prompt has no place in a context of so many tokens, or something is no token of the vocabulary."""
+    if not prompt:
+        raise QuantkitError("the prompt is empty", "give at least one token")
+    if len(prompt) >= context:
+        raise QuantkitError(f"the prompt has {len(prompt)} tokens, the context is {context}", "shorten it, or raise --max-model-len")
+    if not 0 <= min(prompt) <= max(prompt) < vocab:
+        raise QuantkitError(f"the prompt has token ids outside 0..{vocab - 1}", "use the model's own tokenizer")
+    if any(not 0 <= token < vocab for token in params.named_tokens):
+        raise QuantkitError(f"logit_bias or stop_token_ids names a token outside 0..{vocab - 1}", "use the model's own tokenizer")
+
+
+def check_eos(eos_ids: Iterable[object], vocab: int, path: Path) -> None:
+    """eos_ids: as the model at `path` names them."""
+    for token in eos_ids:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
+            said = f"{path}: eos_token_id {token!r:.100} is no token of the model, which has {vocab}"
+            raise QuantkitError(said, "correct generation_config.json, config.json or tokenizer_config.json")

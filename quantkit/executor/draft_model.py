@@ -1,0 +1,98 @@
+"""Guesses by a draft model: a small model over the same tokens, with a cache of its own (arXiv 2211.17192, without its sampling rule).
+
+Its cache has the blocks of the main model's, by the same numbers: what the scheduler gives, takes and shares holds for both. `num_read` of
+a sequence says how far the draft model has read it. It reads prompts with the main model, chunk by chunk, and each chosen token when it
+guesses what comes next. While no guesses are wanted answers are not read; what is missing is read at once when they are again, or
+when it has become much.
+
+Of a sequence that is longer than the draft model's positions nothing is guessed from there on.
+"""
+
+from torch import Tensor
+
+from quantkit.executor.drafter import Drafter
+from quantkit.executor.graphs import DecodeRows, StepResult
+from quantkit.executor.parallel import Parallel
+from quantkit.executor.prompt_graphs import PromptRows
+from quantkit.executor.runner import ForwardPass, Runner
+from quantkit.executor.sequence import Sequence
+from quantkit.models.context import Context
+from quantkit.models.decoder import Model
+
+_MOST_UNREAD = 1024
+"""Tokens of answers that a pass leaves unread; a graph reads as many at once (prompt_graphs.py)."""
+
+
+class SameTokens:
+    """A draft model over another's token ids. vocab: how many those are: tables of one family are padded to various sizes."""
+
+    def __init__(self, model: Model, vocab: int) -> None:
+        self._model, self._vocab = model, vocab
+        self.embedding, self.width = model.embedding, model.width
+
+    def __call__(self, token_ids: Tensor, context: Context) -> Tensor:
+        """As `Model.__call__`; an id that the model does not know is read as its last."""
+        known = len(self.embedding)
+        return self._model(token_ids.clamp(max=known - 1) if known < self._vocab else token_ids, context)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As `Model.logits`, of the other's ids at most."""
+        return self._model.logits(hidden)[:, : self._vocab]
+
+
+class ModelDrafter(Drafter):
+    """draft: computes the draft model, whole on every rank. reach: its positions. shared: whether blocks are found by later requests, so
+    that what is left behind in them should have been read."""
+
+    def __init__(self, draft: Runner, runner: Runner, count: int, parallel: Parallel, *, reach: int, shared: bool) -> None:
+        super().__init__(runner, count, parallel, reach)
+        self._draft, self._shared, self.steps = draft, shared, draft.steps
+        self._guessed = False
+        """Whether the tokens chosen in the last pass were read."""
+
+    def _behind(self, done: ForwardPass, token_ids: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        self._guessed = token_ids is not None and self.count > 0
+        if self._guessed or not isinstance(done.where, DecodeRows):
+            self._read([(sequence, start + length) for sequence, start, length in done.spans])
+        if token_ids is None or self.count == 0:
+            return None
+        places = [(sequence, len(sequence.token_ids) + i) for sequence, count in done.counts for i in range(count)]
+        within = [row for row, (_, place) in enumerate(places) if place < self._reach]
+        if not within:
+            return None
+        if len(within) == len(places):
+            return self._draft.steps.run(self._draft.rows([0] * len(places), places), token_ids)[1:]
+        rows = self._draft.rows([0] * len(within), [places[row] for row in within])
+        _, logits, greedy = self._draft.steps.run(rows, token_ids[self._tensor(within)])
+        number = {row: i for i, row in enumerate(within)}
+        # Rows past the reach have the first one's guess, which is not taken.
+        spread = self._tensor([number.get(row, 0) for row in range(len(places))])
+        return logits[spread], greedy[spread]
+
+    def _further(self, sequences: list[Sequence], made: int, guessed: Tensor, rows: list[int]) -> StepResult:
+        places = [(one, len(one.token_ids) + made - 1) for one in sequences]
+        return self._draft.steps.run(self._draft.rows([0] * len(sequences), places), guessed)
+
+    def _settle(self, done: ForwardPass) -> None:
+        advanced = [sequence for sequence, _ in done.counts]
+        if self._guessed:
+            for sequence in advanced:
+                sequence.num_read = min(len(sequence.token_ids), self._reach)
+            return
+        unread = sum(min(len(one.token_ids), self._reach) - one.num_read for one in advanced)
+        if unread > _MOST_UNREAD:
+            self._read([(one, len(one.token_ids)) for one in advanced])
+        elif self._shared:
+            self._read([(one, len(one.token_ids)) for one in advanced if one.finish_reason is not None])
+
+    def _read(self, sequences: list[tuple[Sequence, int]]) -> None:
+        """Sequences up to so many tokens, as far as these are known."""
+        parts: list[tuple[Sequence, int]] = []
+        for sequence, end in sequences:
+            known = min(end, len(sequence.token_ids), self._reach)
+            if known > sequence.num_read:
+                parts.append((sequence, known))
+        if parts:
+            self._draft.prompts.run(None, [PromptRows(one.token_ids[one.num_read : end], one.num_read, one.blocks) for one, end in parts])
+        for sequence, end in parts:
+            sequence.num_read = end

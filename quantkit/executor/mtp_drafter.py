@@ -1,0 +1,125 @@
+"""Guesses by the checkpoint's own MTP layer.
+
+The layer reads the main model's hidden state of token i and token i + 1, and guesses token i + 2 (arXiv 2412.19437, section 2.2). Further
+guesses feed the layer its own output. Its cache is a layer of the main model's, filled for every token that the main model computed.
+
+Where no guesses are wanted it is not run for every token: the tokens' hidden states are kept, and read at once when it is needed again or
+has fallen behind by some passes.
+"""
+
+import sys
+
+import torch
+from torch import Tensor
+
+from quantkit.executor.context import PrefillContext
+from quantkit.executor.drafter import Drafter
+from quantkit.executor.graphs import DecodeRows, Forward, StepResult
+from quantkit.executor.mixed import MixedContext
+from quantkit.executor.parallel import Parallel
+from quantkit.executor.runner import ForwardPass, Runner, Span
+from quantkit.executor.sequence import Sequence
+
+_MOST_BEHIND = 32
+"""Decode passes whose hidden states are kept."""
+
+
+class MtpDrafter(Drafter):
+    """mtp: the architecture's MtpLayer, or what is read as it is. own: computes over its cache, where that is not the model's."""
+
+    def __init__(
+        self, mtp: Forward, runner: Runner, count: int, parallel: Parallel, *, own: Runner | None = None, reach: int = sys.maxsize
+    ) -> None:
+        super().__init__(runner, count, parallel, reach)
+        self.mtp, self._own = mtp, own or runner
+        self.steps = self._own.make_steps(mtp)
+        self._hidden: Tensor | None = None
+        """The layer's own output behind the rows that count; None where it did not read the last pass."""
+        self._behind_by: list[tuple[Span, Tensor]] = []
+        """Tokens that the layer has not read, with their hidden states: of decode passes without guesses."""
+        self._passes_behind = 0
+
+    def _states(self, done: ForwardPass) -> Tensor:
+        """What the layer reads of a pass's tokens, [T, H]."""
+        return done.hidden
+
+    def _where(self, done: ForwardPass) -> PrefillContext | MixedContext:
+        """Where the tokens of a pass with prompts attend."""
+        assert not isinstance(done.where, DecodeRows), "a pass with prompts"
+        return done.where()
+
+    def _behind(self, done: ForwardPass, token_ids: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        self._hidden = None
+        if not isinstance(done.where, DecodeRows):
+            return self._behind_prompts(done, token_ids)
+        if self.count == 0:
+            return None
+        self._catch_up()
+        assert token_ids is not None, "every row of a decode pass counts"
+        self._hidden, logits, greedy = self.steps.run(done.where, token_ids, self._states(done))
+        return logits, greedy
+
+    def _behind_prompts(self, done: ForwardPass, token_ids: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        next_ids, rows = self._tensor(_known_next(done)), self._tensor(done.rows)
+        if token_ids is not None:
+            next_ids[rows] = token_ids
+        self._hidden = self.mtp(next_ids, self._states(done), self._where(done))[rows]
+        if token_ids is None or self.count == 0:
+            return None
+        logits = self.mtp.logits(self._hidden)
+        return logits, logits.argmax(dim=-1)
+
+    def _further(self, sequences: list[Sequence], made: int, guessed: Tensor, rows: list[int]) -> StepResult:
+        assert self._hidden is not None, "guesses were made"
+        # A place holds a token and the one after it: the layer's last is that before the guess.
+        places = [(one, len(one.token_ids) + made - 2) for one in sequences]
+        result = self.steps.run(self._own.rows([0] * len(sequences), places), guessed, self._hidden[self._tensor(rows)])
+        self._hidden = result.hidden
+        return result
+
+    def _settle(self, done: ForwardPass) -> None:
+        """Keep the hidden states of the tokens of a decode pass that was not read, for `_catch_up`."""
+        if self._hidden is not None:
+            return
+        hidden, row = self._states(done).clone(), 0
+        for sequence, start, length in done.spans:
+            kept = min(length, len(sequence.token_ids) - 1 - start)
+            if kept > 0 and sequence.finish_reason is None:
+                self._behind_by.append((Span(sequence, start, kept), hidden[row : row + kept]))
+            row += length
+        self._passes_behind += 1
+        if self._passes_behind >= _MOST_BEHIND:
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        """The layer reads what it has not read, of sequences that still have their cache."""
+        behind = [(span, hidden) for span, hidden in self._behind_by if span.start + span.length <= span.sequence.num_cached]
+        self._behind_by, self._passes_behind = [], 0
+        by_sequence: dict[Sequence, list[tuple[Span, Tensor]]] = {}
+        for span, hidden in behind:
+            by_sequence.setdefault(span.sequence, []).append((span, hidden))
+        runs = [run for own in by_sequence.values() for run in _joined(own)]
+        if runs:
+            next_ids = [token for (sequence, start, length), _ in runs for token in sequence.token_ids[start + 1 : start + 1 + length]]
+            context = self._own.prompt_context([span for span, _ in runs])
+            self.mtp(self._tensor(next_ids), torch.cat([hidden for _, hidden in runs]), context)
+
+
+def _joined(parts: list[tuple[Span, Tensor]]) -> list[tuple[Span, Tensor]]:
+    """Spans of one sequence as few, where one begins behind another."""
+    joined: list[tuple[Span, Tensor]] = []
+    for span, hidden in parts:
+        if joined and joined[-1][0].start + joined[-1][0].length == span.start:
+            before, states = joined.pop()
+            span, hidden = Span(span.sequence, before.start, before.length + span.length), torch.cat((states, hidden))
+        joined.append((span, hidden))
+    return joined
+
+
+def _known_next(done: ForwardPass) -> list[int]:
+    """The successor of every token of a pass, 0 where it is not known yet."""
+    following: list[int] = []
+    for sequence, start, length in done.spans:
+        known = sequence.token_ids[start + 1 : start + 1 + length]
+        following += known + [0] * (length - len(known))
+    return following

@@ -1,0 +1,88 @@
+"""Guesses of tokens to come, of whatever source: what the engine knows of them.
+
+A source guesses in two parts. It begins while the device has a pass's results and the host does not: what it computes then comes to the
+host with the chosen tokens. It finishes when these are known: guesses that can be of use are in `drafts` of the sequences then. Sources
+finish one after the other, and a later one may replace what an earlier one guessed.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from quantkit.executor.chooser import ChosenTokens
+from quantkit.executor.drafter import Drafter
+from quantkit.executor.guessing import COMPUTED, Guessing
+from quantkit.executor.lookup import Lookups
+from quantkit.executor.runner import ForwardPass
+from quantkit.executor.sequence import Sequence
+
+
+class Source(Protocol):
+    """count: guesses behind a token, at most; may be changed between steps."""
+
+    count: int
+
+    def begin(self, done: ForwardPass, chosen: ChosenTokens | None) -> Tensor | None:
+        """What may follow the tokens chosen behind the counted rows of a pass, [R] on the device; None where nothing is computed."""
+
+    def finish(self, done: ForwardPass, advanced: list[Sequence], guesses: list[int]) -> None:
+        """Drafts for sequences that got tokens, now appended. guesses: what `begin` returned; empty where that was nothing."""
+
+
+@dataclass
+class Acceptance:
+    """How many tokens were guessed, and how many of them were kept, since the engine was loaded."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def rate(self) -> float:
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+
+class Speculation:
+    """drafter: the source that computes guesses, if any. num_looked_up: tokens guessed from what was said, at most. measured: whether
+    fewer of either are guessed where that is faster."""
+
+    def __init__(self, drafter: Drafter | None, num_looked_up: int, *, measured: bool = False) -> None:
+        self.drafter, self.acceptance = drafter, Acceptance()
+        self.guessing = Guessing(drafter.count if drafter is not None else 0, num_looked_up, measured=measured)
+        self._lookups = Lookups(num_looked_up, self.guessing.found)
+        self._sources: list[Source] = [self._lookups] if drafter is None else [drafter, self._lookups]
+
+    def choose(self) -> tuple[int, int] | None:
+        """How many are computed and looked up from now on; None where that stays as it is."""
+        wanted = self.guessing.choose()
+        if wanted == (self.guessing.drafts, self.guessing.looked_up):
+            return None
+        self.make(*wanted)
+        return wanted
+
+    def make(self, drafts: int, looked_up: int) -> None:
+        """Guess so many a step from now on: computed, and looked up."""
+        self.guessing.drafts, self.guessing.looked_up = drafts, looked_up
+        self._lookups.count = looked_up
+        if self.drafter is not None:
+            self.drafter.count = drafts
+
+    def begin(self, done: ForwardPass, chosen: ChosenTokens | None) -> Tensor | None:
+        """As `Source.begin`, of all."""
+        found = [guesses for source in self._sources if (guesses := source.begin(done, chosen)) is not None]
+        assert len(found) < 2, "one source computes"
+        return found[0] if found else None
+
+    def finish(self, done: ForwardPass, advanced: list[Sequence], guesses: list[int]) -> None:
+        """As `Source.finish`, of all."""
+        if advanced:
+            for source in self._sources:
+                source.finish(done, advanced, guesses)
+
+    def checked(self, sequence: Sequence, count: int, kept: int) -> None:
+        """Of `count` guesses for a sequence the first `kept` were right."""
+        if count:
+            self.acceptance.drafted += count
+            self.acceptance.accepted += kept
+            self.guessing.checked(sequence.guessed_by, count, kept)
+        sequence.guessed_by = COMPUTED

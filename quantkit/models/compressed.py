@@ -1,0 +1,186 @@
+"""Attention of DeepSeek-V4: a window of recent tokens, and entries that stand for groups of tokens, all or those that an indexer selects.
+
+Keys and values are one vector, shared by all heads. `rate` tokens make an entry: the mean of what each brings, weighed channel by channel
+by a softmax of what each says of itself and of a bias for its place. With overlap a token brings two halves, one for its own group and one
+for the next, so an entry is of 2 rate tokens. A token sees entries of groups that end at it or before. Plain torch, scores in float32.
+
+Symbols: T tokens, D head_dim, E entries, W window, r rate.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from quantkit_kernels import rms_norm, rope
+from torch import Tensor
+from torch.nn import functional as F
+
+from quantkit.models.rope import Rope
+
+_SCORES = 1 << 25
+"""Products of heads and keys that are held at once, float32."""
+
+
+class CompressedInputs(NamedTuple):
+    """What a layer's tokens bring. q [T, heads, D] and kv [T, D], turned; raw [T, C]: values and weights of the entry that each goes into,
+    then the same for the entries that the indexer reads; index_q [T, index heads, index D], turned; index_weights float32 [T, index heads].
+    What a layer does not have is of width 0."""
+
+    q: Tensor
+    kv: Tensor
+    raw: Tensor
+    index_q: Tensor
+    index_weights: Tensor
+
+    def part(self, rows: slice) -> "CompressedInputs":
+        return CompressedInputs(*(side[rows] for side in self))
+
+
+class Entries(NamedTuple):
+    """kv [E, D], keys of the indexer [E, index D], or of several rows [B, E, ...]; numbers int64 [E] or [B, E]: of their groups."""
+
+    kv: Tensor
+    keys: Tensor
+    numbers: Tensor
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """How entries are made of one compressor. bias [r, D], or [r, 2 D] with overlap; gain [D] of the norm behind it, with its eps; rope: by
+    which an entry is turned, as its group's first token would be."""
+
+    rate: int
+    overlap: bool
+    bias: Tensor
+    gain: Tensor
+    eps: float
+    rope: Rope
+
+    @property
+    def width(self) -> int:
+        """Of what a token brings."""
+        return 2 * self.bias.shape[1]
+
+    @property
+    def reach(self) -> int:
+        """Tokens that an entry is made of."""
+        return 2 * self.rate if self.overlap else self.rate
+
+    def __call__(self, raw: Tensor, numbers: Tensor) -> Tensor:
+        """raw [n, reach, width] of the tokens of n entries, numbers int64 [n] of these -> [n, D]. Nothing is before the first group."""
+        values, weights = raw.chunk(2, dim=-1)
+        if self.overlap:
+            dim, r = self.gain.shape[0], self.rate
+            weights = weights + torch.cat((self.bias, self.bias))
+            values = torch.cat((values[:, :r, :dim], values[:, r:, dim:]), dim=1)
+            weights = torch.cat((weights[:, :r, :dim], weights[:, r:, dim:]), dim=1)
+            before = (numbers == 0)[:, None] & (torch.arange(2 * r, device=raw.device) < r)
+            values, weights = values.masked_fill(before[..., None], 0.0), weights.masked_fill(before[..., None], -torch.inf)
+        else:
+            weights = weights + self.bias
+        pooled = (values * weights.softmax(dim=1, dtype=torch.float32).to(values.dtype)).sum(dim=1)
+        return turned(rms_norm(pooled, self.gain, self.eps)[:, None], self.rope, numbers * self.rate)[:, 0]
+
+
+@dataclass(frozen=True)
+class CompressedAttention:
+    """One layer's. pooling, index_pooling: None for a layer that sees its window alone, or all entries. topk: entries that are seen of
+    each. sinks float32 [heads]: the score of a key without a value."""
+
+    window: int
+    scale: float
+    sinks: Tensor
+    pooling: Pooling | None = None
+    index_pooling: Pooling | None = None
+    topk: int = 0
+
+    @property
+    def rate(self) -> int:
+        return self.pooling.rate if self.pooling else 0
+
+    def pooled(self, raw: Tensor, numbers: Tensor) -> Entries:
+        """raw [n, reach, C] -> n entries."""
+        assert self.pooling is not None, "a layer without entries"
+        own = self.pooling.width
+        kv = self.pooling(raw[..., :own], numbers)
+        return Entries(kv, self.index_pooling(raw[..., own:], numbers) if self.index_pooling else kv[:, :0], numbers)
+
+    def chosen(self, inputs: CompressedInputs, positions: Tensor, index: Tensor, numbers: Tensor) -> Tensor:
+        """Places in the last dimension of `numbers` of the entries that score highest for each token, int64 [T, topk]; those that a token
+        does not see come last."""
+        products = (inputs.index_q.float() @ index.float().mT).relu_()
+        scores = (inputs.index_weights[:, None] @ products)[:, 0]
+        return scores.masked_fill_(~self._ended(positions, numbers), -torch.inf).topk(self.topk, dim=-1).indices
+
+    def _ended(self, positions: Tensor, numbers: Tensor) -> Tensor:
+        return numbers < (positions[:, None] + 1) // self.rate
+
+    def attended(self, inputs: CompressedInputs, positions: Tensor, recent: Tensor, places: Tensor, entries: Entries) -> Tensor:
+        """Tokens at positions int64 [T] over recent kv [S, D], or [T, S, D] of each, that stand at places int64 [S] or [T, S], and over
+        entries -> [T, heads, D]. A place below 0 is nobody's."""
+        own = places.dim() == 2
+        count = recent.shape[-2] + entries.kv.shape[-2]
+        step, out = max(1, _SCORES // (count * inputs.q.shape[1])), []
+        for first in range(0, len(positions), step):
+            rows = slice(first, first + step)
+            seen = Entries(*(side[rows] for side in entries)) if own else entries
+            keys, at = (recent[rows], places[rows]) if own else (recent, places)
+            out.append(self._attended(inputs.part(rows), positions[rows], keys, at, seen))
+        return torch.cat(out)
+
+    def _attended(self, inputs: CompressedInputs, positions: Tensor, recent: Tensor, places: Tensor, entries: Entries) -> Tensor:
+        distance = positions[:, None] - places
+        visible = torch.cat(((distance >= 0) & (distance < self.window) & (places >= 0), self._seen(inputs, positions, entries)), dim=1)
+        keys = torch.cat((recent, entries.kv), dim=-2) if entries.kv.shape[-2] else recent
+        scores = (inputs.q @ keys.mT).float() * self.scale
+        scores = scores.masked_fill(~visible[:, None], -torch.inf)
+        sinks = self.sinks.expand(len(scores), -1)[..., None]
+        shares = torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
+        return shares.to(keys.dtype) @ keys
+
+    def _seen(self, inputs: CompressedInputs, positions: Tensor, entries: Entries) -> Tensor:
+        """Which entries each token sees, bool [T, E]."""
+        count = entries.kv.shape[-2]
+        if not count:
+            return positions.new_zeros(len(positions), 0, dtype=torch.bool)
+        seen = self._ended(positions, entries.numbers)
+        if self.index_pooling is None or count <= self.topk:
+            return seen
+        places = self.chosen(inputs, positions, entries.keys, entries.numbers)
+        return seen & torch.zeros_like(seen).scatter_(1, places, True)
+
+
+def turned(x: Tensor, by: Rope, positions: Tensor, back: bool = False) -> Tensor:
+    """x [T, heads, D] with its last `by.dim` channels turned by the angles of positions [T], or back."""
+    cos, sin = by.cos_sin(positions)
+    rows = torch.arange(len(x), device=x.device)
+    last = rope(x[..., -by.dim :].contiguous(), rows, cos, -sin if back else sin, interleaved=by.interleaved)
+    return torch.cat((x[..., : -by.dim], last), dim=-1)
+
+
+def attend_text(inputs: CompressedInputs, attention: CompressedAttention) -> Tensor:
+    """A whole sequence: -> [T, heads, D]."""
+    positions = torch.arange(len(inputs.kv), device=inputs.kv.device)
+    entries = new_entries(inputs.raw, 0, 0, len(positions), attention)
+    return attention.attended(inputs, positions, inputs.kv, positions, entries)
+
+
+def new_entries(raw: Tensor, first: int, start: int, stop: int, attention: CompressedAttention) -> Entries:
+    """The entries whose groups end among the tokens start .. stop - 1. raw [n, C]: of the tokens first .. stop - 1, all that they need."""
+    rate = attention.rate
+    numbers = torch.arange(start // rate, stop // rate, device=raw.device) if rate else torch.zeros(0, dtype=torch.int64, device=raw.device)
+    if not len(numbers):
+        return Entries(raw.new_zeros(0, _dim(attention.pooling)), raw.new_zeros(0, _dim(attention.index_pooling)), numbers)
+    assert attention.pooling is not None, "a rate without what makes entries"
+    reach = attention.pooling.reach
+    at = ((numbers[:, None] + 1) * rate - reach + torch.arange(reach, device=raw.device) - first).clamp(min=0)
+    return attention.pooled(raw[at], numbers)
+
+
+def _dim(pooling: Pooling | None) -> int:
+    return 0 if pooling is None else pooling.gain.shape[0]
+
+
+def scored(x: Tensor, gate: Tensor, heads: int, dim: int) -> Tensor:
+    """What the indexer's heads count for each token, with every constant factor, float32 [T, heads]."""
+    return F.linear(x.float(), gate) * (heads * dim) ** -0.5

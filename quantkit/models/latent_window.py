@@ -1,0 +1,65 @@
+"""Latent attention that sees a part of the tokens: a window, or what an indexer selected, and learned tokens that all see.
+
+Absorbed and in plain torch on every device: queries are brought to the latent's side, and cached latents are read as they are. Symbols: T
+tokens, S tokens that are read, n learned ones, L kv_lora_rank, R rotary channels, N and V channels of a head's keys and values.
+"""
+
+from typing import NamedTuple
+
+import torch
+from quantkit_kernels import Latents
+from quantkit_kernels.latents import by_slot, entries
+from torch import Tensor
+
+from quantkit.models.rope import Rope
+
+_SCORES = 1 << 24
+"""Scores, and gathered values, that are held at once."""
+
+
+class LatentWindow(NamedTuple):
+    """What one layer's attention is over. kv_b [heads, N + V, L]; sinks [n, L + R]: learned latents and keys that all tokens see, as they
+    would be cached; topk: of a layer whose indexer selects so many tokens, else 0; window: tokens that each sees, itself included, 0 for
+    all."""
+
+    kv_b: Tensor
+    rope: Rope
+    scale: float
+    sinks: Tensor
+    topk: int = 0
+    window: int = 0
+
+
+class Seen(NamedTuple):
+    """What T tokens read: slots int64 [S] of all of them or [T, S] of each, places in a cache whose blocks lie one after the other;
+    mask bool [T, S]: which of these each sees."""
+
+    slots: Tensor
+    mask: Tensor
+
+
+def within(positions: Tensor, at: Tensor, window: int) -> Tensor:
+    """Which of the tokens at `at` int64 [S] or [T, S] those at positions [T] see, bool [T, S]: up to themselves, and no more than `window`
+    of them; 0 for all."""
+    distance = positions[:, None] - at
+    seen = (distance >= 0) & (at >= 0)
+    return seen & (distance < window) if window else seen
+
+
+def attend_seen(q: Tensor, cache: Latents, seen: Seen, attention: LatentWindow) -> Tensor:
+    """q [T, heads, N + R], its rotary part turned -> [T, heads, V]."""
+    flat, sinks, latent = by_slot(cache), attention.sinks.to(q.dtype), attention.kv_b.shape[2]
+    nope = q.shape[2] - attention.rope.dim
+    keys_up, values_up = attention.kv_b[:, :nope], attention.kv_b[:, nope:]
+    queries = torch.cat(((q[..., :nope].transpose(0, 1) @ keys_up).transpose(0, 1), q[..., nope:]), dim=-1)
+    own = seen.slots.dim() == 2
+    widest = max(q.shape[1], sinks.shape[1] if own else 1)
+    step, out = max(1, _SCORES // ((seen.mask.shape[1] + len(sinks)) * widest)), []
+    for first in range(0, len(q), step):
+        part = slice(first, first + step)
+        read = entries(flat, seen.slots[part] if own else seen.slots).to(q.dtype)
+        keys = torch.cat((sinks.expand(*read.shape[:-2], -1, -1), read), dim=-2)
+        scores = (queries[part] @ keys.mT).float() * attention.scale
+        scores[..., len(sinks) :].masked_fill_(~seen.mask[part, None], -torch.inf)
+        out.append(scores.softmax(dim=-1).to(q.dtype) @ keys[..., :latent])
+    return (torch.cat(out).transpose(0, 1) @ values_up.mT).transpose(0, 1)

@@ -1,0 +1,239 @@
+"""openPangu-2.0: openPangu-Ultra-MoE's latent attention and experts, over several residual streams.
+
+Each layer's attention sees learned tokens, and beside these a window, or what an indexer selects, or all; short convolutions go over the
+latents of queries and keys before they are normed, and over what the heads attended to. No library that is installed here computes it. What
+is computed is what the vendor's plain torch code has, which is public twice, as a model of transformers and as a calibration model; where
+the two differ, what both engines of the vendor have too. What public descriptions do not settle is listed in docs/models.md. The MTP layers
+are copied, for engines that run them. Symbols: T tokens, H hidden_size, n streams, L kv_lora_rank, R qk_rope_head_dim.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import torch
+from quantkit_kernels import rms_norm
+from torch import Tensor
+
+from quantkit.models import deepseek_v3, pangu_ultra_moe, streams_decoder
+from quantkit.models.architecture import LatentCache
+from quantkit.models.config import DECIDED, CountOrNone, check_at_most, check_count, check_flag, read_fields, refusal, refuse_attention_bias
+from quantkit.models.context import Context
+from quantkit.models.hyper import StreamNames, StreamSizes, end_parameters, stream_parameters
+from quantkit.models.indexer import Indexer, IndexerSizes, indexer_parameters, with_indexer
+from quantkit.models.latent_window import LatentWindow
+from quantkit.models.mlp import Mlp, check_groups
+from quantkit.models.rope import Rope
+from quantkit.models.short_conv import ShortConvolutions
+from quantkit.models.table import Block, Parameter, ScaleGroup, Split
+from quantkit.models.weights import Weights
+
+_EPS = 1e-6
+"""Of streams, whatever rms_norm_eps is."""
+_STREAMS = StreamNames(".phi.weight", ".branch_beta", ".branch_alpha", ".norm_gamma", "model.merge_mhc_module", "_pre")
+_ONLY: dict[str, Any] = {"hidden_act": "silu", "n_group": 1, "topk_group": 1, "scoring_func": "sigmoid"}
+_FLAGS = {
+    "use_mhc": True,
+    "mhc_use_gamma": True,
+    "sandwich_norm": True,
+    "use_mome": True,
+    "param_sink_with_value": False,
+    "attn_groupnorm": False,
+    "attn_elementwise_gate": False,
+    "attn_k_layernorm": False,
+    "vanilla_mlp": False,
+    "tie_word_embeddings": False,
+}
+"""Flags of config.json that are computed with one value only, which is that of a config.json without them."""
+
+
+@dataclass(frozen=True)
+class Config(pangu_ultra_moe.Config):
+    """Fields as config.json names them. router_sliding_window: tokens that a short convolution sees. windows: of each layer how many tokens
+    its attention sees, 0 for all; indexed: layers that an indexer selects for; drafts: MTP layers, which are copied."""
+
+    mhc_num_stream: int = 4
+    mhc_recur_norm: int = 20
+    param_sink_number: CountOrNone = 0
+    router_sliding_window: int = 3
+    index_topk: int = 2048
+    index_n_heads: int = 64
+    index_head_dim: int = 128
+    windows: Annotated[tuple[int, ...], DECIDED] = ()
+    indexed: Annotated[frozenset[int], DECIDED] = frozenset()
+    normed_ends: Annotated[frozenset[int], DECIDED] = frozenset()
+    drafts: Annotated[int, DECIDED] = 0
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any]) -> "Config":
+        """From config.json. Raises QuantkitError where a required field is missing or a value is one this file does not compute."""
+        for key, wanted in _ONLY.items():
+            if config.get(key, wanted) not in (None, wanted):
+                raise refusal(key, config[key], repr(wanted))
+        for key, flag in _FLAGS.items():
+            if check_flag(config, key, default=flag) != flag:
+                raise refusal(key, config[key], str(flag).lower())
+        refuse_attention_bias(config)
+        values = read_fields(cls, {**_ONLY, **config, "norm_topk_prob": check_flag(config, "norm_topk_prob", default=True)})
+        rope = Rope.from_dict(config, values["qk_rope_head_dim"], check_flag(config, "rope_interleave"), default_theta=None)
+        drafts = values.pop("num_nextn_predict_layers", 0)
+        made = cls(rope=rope, drafts=drafts, **values)
+        check_groups(made.routing)
+        check_at_most("qk_rope_head_dim", made.qk_rope_head_dim, "index_head_dim", made.index_head_dim)
+        check_count("router_sliding_window", made.router_sliding_window, least=2)
+        indexed, ends = (_read_layers(config, key, made.num_hidden_layers) for key in ("dsa_layers", "block_post_layernorm_idx"))
+        windows = _read_windows(config, made.num_hidden_layers, frozenset(indexed))
+        return replace(made, windows=windows, indexed=frozenset(indexed), normed_ends=frozenset(ends))
+
+    @property
+    def streams(self) -> StreamSizes:
+        return StreamSizes(self.mhc_num_stream, self.hidden_size, self.mhc_recur_norm, _EPS, self.rms_norm_eps, _STREAMS)
+
+    @property
+    def cache(self) -> LatentCache:
+        return LatentCache(self.kv_lora_rank, self.qk_rope_head_dim, self.index_head_dim)
+
+    @property
+    def recurrent(self) -> ShortConvolutions:
+        heads = self.num_attention_heads
+        latents = self.q_lora_rank + self.kv_lora_rank
+        return ShortConvolutions(self.router_sliding_window, latents, heads * self.v_head_dim, heads, self.num_hidden_layers)
+
+    @property
+    def copied(self) -> tuple[str, ...]:
+        return tuple(f"model.layers.{self.num_hidden_layers + number}." for number in range(self.drafts))
+
+    @property
+    def indexer(self) -> IndexerSizes:
+        return IndexerSizes(self.index_n_heads, self.index_head_dim, self.index_topk, centred=False)
+
+
+def _read_layers(config: dict[str, Any], key: str, num_layers: int) -> list[int]:
+    """Numbers of layers, of which there may be none."""
+    listed = config.get(key)
+    listed = [] if listed is None else listed
+    known = isinstance(listed, list) and all(type(one) is int and one >= 0 for one in listed)
+    if not known or len({*listed}) != len(listed):
+        raise refusal(key, config[key], "a list of layers, each once")
+    return [one for one in listed if one < num_layers]
+
+
+def _read_windows(config: dict[str, Any], num_layers: int, indexed: frozenset[int]) -> tuple[int, ...]:
+    """swa_layers have a window, of their own in sliding_window_list or all the same one."""
+    listed = config.get("swa_layers")
+    sliding = _read_layers(config, "swa_layers", num_layers)
+    if indexed & {*sliding}:
+        raise refusal("swa_layers", config["swa_layers"], "layers that are not in dsa_layers")
+    kinds = config.get("layer_types")
+    if kinds is not None and kinds != ["sliding_attention" if layer in sliding else "full_attention" for layer in range(num_layers)]:
+        raise refusal("layer_types", kinds, "sliding_attention for swa_layers and full_attention for the others")
+    sizes = config.get("sliding_window_list")
+    if sizes is None:
+        sizes = [config.get("sliding_window")] * len(listed or ())
+    if not isinstance(sizes, list) or len(sizes) < len(sliding):
+        raise refusal("sliding_window_list", sizes, "a window for each of swa_layers")
+    by_layer = {layer: check_count("sliding_window_list", sizes[number]) for number, layer in enumerate(sliding)}
+    return tuple(by_layer.get(layer, 0) for layer in range(num_layers))
+
+
+def parameters(config: Config) -> list[Parameter]:
+    """openPangu-Ultra-MoE's rows, with those of the streams, the convolutions, the learned tokens and the indexers."""
+    rows, streams = [], config.streams
+    for row in pangu_ultra_moe.parameters(config):
+        prefix = f"model.layers.{row.layer}"
+        if row.name == "model.norm.weight":
+            rows += end_parameters(streams)
+        elif row.name == f"{prefix}.input_layernorm.weight" and row.layer is not None:
+            rows += stream_parameters(streams, f"{prefix}.attn_mhc_module", row.layer, "attention")
+        elif row.name == f"{prefix}.pre_mlp_layernorm.weight" and row.layer is not None:
+            block: Block = "router" if config.is_moe(row.layer) else "mlp"
+            rows += stream_parameters(streams, f"{prefix}.mlp_mhc_module", row.layer, block)
+        rows.append(row)
+        if row.projection == "o" and row.layer is not None:
+            rows += _beside_attention(config, row.layer)
+        elif row.name == f"{prefix}.post_mlp_layernorm.weight" and row.layer in config.normed_ends:
+            shape = (config.mhc_num_stream * config.hidden_size,)
+            rows.append(replace(row, name=f"{prefix}.block_post_layernorm.weight", shape=shape))
+    return rows
+
+
+def _beside_attention(config: Config, layer: int) -> Iterator[Parameter]:
+    a, kernel, heads = f"model.layers.{layer}.self_attn", config.router_sliding_window, config.num_attention_heads * config.v_head_dim
+    channels = {"qa_conv": config.q_lora_rank, "compresskv_conv": config.kv_lora_rank, "o_conv": heads}
+    for name, count in channels.items():
+        split: Split = "column" if name == "o_conv" else "replicate"
+        yield Parameter(f"{a}.{name}.weight", (count, 1, kernel), "state", split, layer, block="attention")
+    sinks = {"param_sink_compressed_kv": config.kv_lora_rank, "param_sink_k_pe": config.qk_rope_head_dim}
+    for name, width in sinks.items() if config.param_sink_number else ():
+        yield Parameter(f"{a}.{name}", (config.param_sink_number, width), "bias", layer=layer, block="attention")
+    if layer in config.indexed:
+        yield from indexer_parameters(config.indexer, f"{a}.indexer", config.hidden_size, config.q_lora_rank, layer)
+
+
+def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
+    """openPangu-Ultra-MoE's groups; an indexer reads the input of the first linears, and the queries' latent."""
+    groups = pangu_ultra_moe.scale_groups(config, layer)
+    return with_indexer(groups, f"model.layers.{layer}.self_attn.indexer") if layer in config.indexed else groups
+
+
+class Attention(deepseek_v3.Attention):
+    def __init__(self, config: Config, layer: int, weights: Weights) -> None:
+        super().__init__(config, layer, weights)
+        a = f"model.layers.{layer}.self_attn"
+        self.window, self.topk, self.indexer = config.windows[layer], 0, None
+        latents, heads = ("qa_conv", "compresskv_conv"), ("o_conv",)
+        self.kernels = [torch.cat([weights.tensor(f"{a}.{name}.weight").float()[:, 0] for name in names]) for names in (latents, heads)]
+        some = config.param_sink_number > 0
+        self.sinks = [weights.tensor(f"{a}.{name}") for name in ("param_sink_compressed_kv", "param_sink_k_pe")] if some else None
+        if layer in config.indexed:
+            self.topk = config.index_topk
+            self.indexer = Indexer(config.indexer, layer, f"{a}.indexer", config.rope, weights)
+
+    def __call__(self, x: Tensor, context: Context) -> Tensor:
+        """x [T, H] -> [T, H], partial over ranks."""
+        c, layer = self.config, self.layer
+        latents, key = self.qkv_a(x).split([c.q_lora_rank + c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+        latents = context.convolve(layer, 0, latents, self.kernels[0])
+        q_a = context.store_mla(layer, torch.cat((latents, key), dim=-1), self.norms, c.rope)
+        if self.indexer is not None:
+            self.indexer(x, q_a, context)
+        q = self.q_b(q_a).unflatten(-1, (-1, c.qk_head_dim))
+        attention = LatentWindow(self.kv_b, c.rope, c.softmax_scale, self._learned(q), self.topk, self.window)
+        attended = context.attend_seen(layer, q, attention).flatten(1)
+        return self.o(context.convolve(layer, 1, attended, self.kernels[1]))
+
+    def _learned(self, like: Tensor) -> Tensor:
+        """The learned tokens as they would be cached, [param_sink_number, L + R]: their keys are not turned."""
+        if self.sinks is None:
+            return like.new_zeros(0, self.config.cache.width)
+        latents, keys = self.sinks
+        return torch.cat((rms_norm(latents, self.norms.k, self.norms.eps), keys), dim=-1)
+
+
+class DecoderLayer(streams_decoder.StreamsLayer):
+    def __init__(self, config: Config, layer: int, weights: Weights) -> None:
+        p = f"model.layers.{layer}"
+        mlp = pangu_ultra_moe.mixture_of(config, f"{p}.mlp", weights) if config.is_moe(layer) else Mlp(f"{p}.mlp", weights)
+        names = streams_decoder.LayerNames("attn_mhc_module", "mlp_mhc_module", "input_layernorm", "pre_mlp_layernorm")
+        super().__init__(p, config.streams, weights, Attention(config, layer, weights), mlp, names)
+        self.post_attention_norm = weights.tensor(f"{p}.post_attention_layernorm.weight")
+        self.post_mlp_norm = weights.tensor(f"{p}.post_mlp_layernorm.weight")
+        self.end_norm = weights.tensor(f"{p}.block_post_layernorm.weight") if layer in config.normed_ends else None
+
+    def attention_output(self, normed: Tensor, context: Context) -> Tensor:
+        return rms_norm(super().attention_output(normed, context), self.post_attention_norm, self.eps)
+
+    def as_added(self, summed: Tensor) -> Tensor:
+        return rms_norm(summed, self.post_mlp_norm, self.eps)
+
+    def ended(self, streams: Tensor) -> Tensor:
+        if self.end_norm is None:
+            return streams
+        return rms_norm(streams.flatten(1), self.end_norm, self.eps).unflatten(1, (self.count, -1))
+
+
+class Model(streams_decoder.StreamsModel):
+    layer_class = DecoderLayer
+
+
+MtpLayer = None

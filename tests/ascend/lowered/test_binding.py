@@ -1,0 +1,78 @@
+"""binding.cpp, built against torch and stand-ins of CANN's headers, and run over the CPU's version of Ascend C: experts of backend ascend.
+
+Here, and not with the other tests of Ascend C, because torch's headers take a compiler half a minute.
+"""
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from ascend import ascendc, ascendc_double, npu_double
+from kernel_weights import exact_experts, layer, random_experts
+from quantkit_kernels import backends
+from quantkit_kernels.ascend import streamed
+from quantkit_kernels.samples import distance
+from torch.utils import cpp_extension
+
+STAND_INS = Path(__file__).parents[1] / "cann_on_cpu"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("binding")
+    for name in ("int4_grouped", "fp4_gemv"):
+        ascendc.compiled(ascendc.CPU / f"launch_{name}.cpp", folder)
+    includes = [f"-I{one}" for one in (STAND_INS, *cpp_extension.include_paths())]
+    libraries = [f"-L{one}" for one in cpp_extension.library_paths()] + ["-ltorch", "-ltorch_cpu", "-lc10", "-ldl"]
+    options = ["-std=c++20", "-O0", "-shared", "-fPIC", "-Wall", "-Werror=return-type"]
+    command = ["g++", *options, *includes, str(ascendc.SOURCES / "binding.cpp"), *libraries, "-o", str(folder / "binding.so")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+@pytest.fixture
+def operators(built: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("ASCENDC_ON_CPU", str(built))
+    if not hasattr(torch.ops.quantkit_ascendc, "fp4_gemv"):
+        torch.ops.load_library(str(built / "binding.so"))
+    monkeypatch.setattr(streamed, "cores", lambda device: (3, 5))
+    backends.find.cache_clear()
+    with npu_double.installed():
+        monkeypatch.setattr("quantkit_kernels.ascend.unusable", lambda *arguments: None)
+        yield
+
+
+@pytest.mark.parametrize("grid", ["int4-asym-128", "int4-sym-128", "fp4"])
+def test_experts_by_the_binding(grid: str, operators: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twins' bits, which is what the double computes with; scratch is as large as the kernels use it, or memory would be spoilt."""
+    rng = torch.Generator().manual_seed(2)
+    weights = random_experts(grid, 5, 512, 256, rng)
+    experts = layer(weights, "ascend", torch.bfloat16)
+    assert isinstance(experts, streamed.StreamedExperts)
+    for tokens, top_k in ((1, 1), (7, 3), (20, 2)):
+        x = torch.randn(tokens, 512, generator=rng).bfloat16()
+        ids, share = torch.rand(tokens, 4, generator=rng).topk(top_k, dim=-1).indices, torch.rand(tokens, top_k, generator=rng)
+        ours = experts(x, ids, share)
+        assert distance(ours, exact_experts(x, ids, share, weights)) < 1.2e-2, tokens
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.ops, "quantkit_ascendc", ascendc_double)
+            assert torch.equal(ours, experts(x, ids, share)), tokens
+
+
+def test_what_the_binding_refuses(operators: None) -> None:
+    grouped, ends = torch.ops.quantkit_ascendc.int4_grouped, torch.tensor([1])
+    weight, parameters = torch.zeros(1, 1, 1, 2, 8192, dtype=torch.uint8), torch.zeros(1, 1, 1, 2, 2, 128, dtype=torch.float16)
+    x = torch.zeros(1, 128, dtype=torch.bfloat16)
+    assert grouped(x, weight, parameters, ends, 1).shape == (1, 256)
+    assert grouped(x[:0], weight, parameters, ends * 0, 1).shape == (0, 256)
+    for bad, words in (
+        ((x.half(), weight, parameters, ends), "bfloat16"),
+        ((x[:, :64].contiguous(), weight, parameters, ends), "multiple of 128"),
+        ((x, weight, parameters.float(), ends), "float16"),
+        ((x, weight, parameters, ends.int()), "int64"),
+    ):
+        with pytest.raises(RuntimeError, match=words):
+            grouped(*bad, 1)

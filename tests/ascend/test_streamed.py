@@ -1,0 +1,143 @@
+"""Experts by the Ascend C kernels: their layouts are the twins', and backend ascend takes them where they were built and fit."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ascend import ascendc, ascendc_double, triton_double
+from kernel_weights import exact_experts, layer, random_experts
+from quantkit_kernels import Fp4, Int4
+from quantkit_kernels.ascend import extension, streamed
+from quantkit_kernels.samples import distance, random_weight
+
+CPU = torch.device("cpu")
+HIDDEN, INNER = 512, 256
+"""As the kernels tile: gate and up of 512 rows, down of 512 by 256."""
+
+
+@pytest.fixture
+def launched() -> Iterator[list[str]]:
+    with ascendc_double.installed() as names:
+        yield names
+
+
+@pytest.mark.parametrize("grid", ["int4-asym-128", "int4-sym-128"])
+def test_int4_is_packed_as_its_twin_does_it(grid: str) -> None:
+    twin, weight = ascendc.twin("int4_grouped"), random_weight(grid, 512, 384, torch.Generator().manual_seed(1))
+    assert isinstance(weight, Int4)
+    codes, parameters = streamed.packed(weight)
+    zero = torch.zeros_like(weight.scale) if weight.zero_point is None else weight.zero_point.float()
+    assert np.array_equal(codes.numpy(), twin.pack(weight.codes.numpy()))
+    assert np.array_equal(parameters.numpy(), twin.pack_parameters(weight.scale.numpy(), zero.numpy()))
+    assert all(one.is_contiguous() for one in (codes, parameters))
+
+
+def test_fp4_is_packed_as_its_twin_does_it() -> None:
+    twin, weight = ascendc.twin("fp4_gemv"), random_weight("fp4", 1024, 192, torch.Generator().manual_seed(1))
+    assert isinstance(weight, Fp4)
+    for one in (weight, weight._replace(global_scale=torch.rand(1024))):
+        words, scale, global_scale = streamed.packed(one)
+        assert np.array_equal(words.view(torch.uint16).numpy(), twin.pack(one.codes.numpy()))
+        assert np.array_equal(scale.view(torch.uint8).numpy(), twin.pack_scales(one.scale.view(torch.uint8).numpy()))
+        assert torch.equal(global_scale, one.global_scale.expand(1024) * twin.RESCALE)
+
+
+@pytest.mark.parametrize("grid", ["int4-asym-128", "int4-sym-128", "fp4"])
+def test_experts(grid: str, launched: list[str]) -> None:
+    """Of one token and of many; experts that nobody asked; no Triton kernel is launched."""
+    rng = torch.Generator().manual_seed(2)
+    weights = random_experts(grid, 5, HIDDEN, INNER, rng)
+    experts = layer(weights, "ascend", torch.bfloat16)
+    assert isinstance(experts, streamed.StreamedExperts)
+    for tokens, top_k in ((1, 1), (7, 3), (12, 2)):
+        x = torch.randn(tokens, HIDDEN, generator=rng).bfloat16()
+        ids, share = torch.rand(tokens, 4, generator=rng).topk(top_k, dim=-1).indices, torch.rand(tokens, top_k, generator=rng)
+        assert distance(experts(x, ids, share), exact_experts(x, ids, share, weights)) < 1.2e-2, tokens
+    assert launched == []
+
+
+@pytest.mark.parametrize(
+    ("grid", "hidden", "inner", "dtype"),
+    [
+        ("int4-asym-128", HIDDEN, INNER, torch.float16),
+        ("int4-asym-64", HIDDEN, INNER, torch.bfloat16),
+        ("int4-asym-128", 384, INNER, torch.bfloat16),
+        ("fp4", HIDDEN, 128, torch.bfloat16),
+        ("int8", HIDDEN, INNER, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_goes_by_triton(grid: str, hidden: int, inner: int, dtype: torch.dtype, launched: list[str]) -> None:
+    """Rows of 16 bits that are not bfloat16, groups of 64, column tiles that are not whole, int8."""
+    if grid != "fp4" or dtype == torch.bfloat16:
+        experts = layer(random_experts(grid, 2, hidden, inner, torch.Generator().manual_seed(1)), "ascend", dtype)
+        experts(torch.zeros(1, hidden, dtype=dtype), torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1))
+        assert len(launched) == 2
+
+
+def test_sizes_at_their_bounds(launched: list[str]) -> None:
+    def fits(grid: str, n: int, k: int) -> bool:
+        weight = random_weight(grid, n, k, torch.Generator().manual_seed(1))
+        return streamed.fits(weight, torch.bfloat16, CPU)
+
+    assert [fits("int4-sym-128", *size) for size in ((256, 8192), (256, 8320), (128, 128), (384, 128))] == [True, False, False, False]
+    assert [fits("fp4", *size) for size in ((512, 64), (256, 64), (512, 96), (512, 8320))] == [True, False, False, True]
+
+
+def test_scales_that_float16_does_not_hold() -> None:
+    weight = random_weight("int4-sym-128", 256, 128, torch.Generator().manual_seed(1))
+    with pytest.raises(AssertionError, match="larger than float16"):
+        streamed.packed(weight._replace(scale=weight.scale * 1e8))
+
+
+def test_parts_of_k_fill_the_cores() -> None:
+    """Equal ones; none where items are enough, more where they are few."""
+    for items, tiles in ((1, 112), (9, 112), (48, 112), (1000, 112), (14, 4), (3, 7)):
+        parts = streamed.enough_splits(items, tiles, 48)
+        assert tiles % parts == 0
+        assert parts <= 16
+        busy, best = -(-items * parts // 48) / (items * parts), min(-(-items * one // 48) / (items * one) for one in (1, 2, 4, 7))
+        assert busy <= best * 1.2 or tiles % 7
+    assert streamed.enough_splits(48, 112, 48) == 1
+    assert streamed.enough_splits(3, 112, 48) == 16
+
+
+def test_where_the_library_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert extension.library() == tmp_path / "quantkit" / "ascendc" / extension.LIBRARY
+    assert not extension.has("int4_grouped", CPU)
+    monkeypatch.setenv("QUANTKIT_ASCENDC", str(tmp_path / "other.so"))
+    extension._load.cache_clear()
+    with pytest.raises(ValueError, match=r"QUANTKIT_ASCENDC names .*other.so, which does not exist: build it with `make ascendc`"):
+        extension._load()
+    extension._load.cache_clear()
+    monkeypatch.delenv("QUANTKIT_ASCENDC")
+    extension._load()  # what was not built is not missed
+    extension._load.cache_clear()
+
+
+def test_the_library_is_loaded_for_an_npu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And an operator of its namespace is there where that device has a kernel for it."""
+    loaded: list[int] = []
+    monkeypatch.setattr(extension, "_load", lambda: loaded.append(1))
+    library = torch.library.Library(extension.NAMESPACE, "FRAGMENT")
+    library.define("of_an_npu(Tensor x) -> Tensor")
+    library.impl("of_an_npu", lambda x: x, "PrivateUse1")
+    npu: Any = SimpleNamespace(type="npu")
+    try:
+        assert (extension.has("of_an_npu", CPU), loaded) == (False, [])
+        assert (extension.has("of_an_npu", npu), loaded) == (True, [1])
+        assert not extension.has("npu_swiglu", npu)
+    finally:
+        library._destroy()
+
+
+def test_without_the_library_triton_does_the_work() -> None:
+    with triton_double.installed() as names:
+        experts = layer(random_experts("int4-asym-128", 2, HIDDEN, INNER, torch.Generator().manual_seed(1)), "ascend", torch.bfloat16)
+        experts(torch.zeros(1, HIDDEN).bfloat16(), torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1))
+    assert names == ["int4_gate_up", "int4_down"]

@@ -1,0 +1,80 @@
+"""Texts over one cache, cut into chunks, steps and both in one pass at random: what a forward over a cache is held against the whole by."""
+
+import random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.executor.context import Chunk, DecodeContext, PrefillContext
+from quantkit.executor.mixed import MixedContext
+from quantkit.models.context import CausalContext
+
+
+def furthest_from_whole(loaded: Any, generator: random.Random) -> float:
+    """The largest difference of two texts that are cut at random from the same texts as a whole."""
+    texts = Texts(loaded, [torch.arange(150) * 7 % 211, torch.arange(140) * 11 % 211])
+    with torch.inference_mode():
+        whole = [loaded.model(text, CausalContext([len(text)])) for text in texts.texts]
+        texts.chunk([0, 1], generator.randint(1, 9))
+        while any(at < len(text) for at, text in zip(texts.at, texts.texts)):
+            texts.go_on(generator)
+    return max(float((torch.cat(found) - expected).abs().max()) for found, expected in zip(texts.found, whole))
+
+
+class Texts:
+    """Two texts over one cache, at any place of each."""
+
+    def __init__(self, loaded: Any, texts: list[Tensor]) -> None:
+        self.loaded, self.texts, self.cache, self.at = loaded, texts, loaded.new_cache(9, 3), [0, 0]
+        self.blocks, self.places = [torch.tensor([2, 4, 7]), torch.tensor([5, 1, 8])], [2, 1]
+        self.found: list[list[Tensor]] = [[], []]
+
+    def go_on(self, generator: random.Random) -> None:
+        """Some steps, and then a step of one text beside a chunk of the other, or a chunk of both."""
+        open_ones = [0, 1]
+        for _ in range(generator.randint(1, 4)):
+            open_ones = [one for one in open_ones if self.at[one] < len(self.texts[one])]
+            if open_ones:
+                self.step(open_ones)
+        if len(open_ones) == 2 and generator.random() < 0.5 and self.at[1] + 3 <= len(self.texts[1]) and self.at[0] < len(self.texts[0]):
+            self.both(0, 1, 3)
+        elif open_ones and all(self.at[one] < len(self.texts[one]) for one in open_ones):
+            self.chunk(open_ones, generator.randint(1, 50))
+
+    def chunk(self, which: list[int], most: int) -> None:
+        lengths = [min(most, len(self.texts[one]) - self.at[one]) for one in which]
+        self._run([self._chunk(one, length) for one, length in zip(which, lengths)], which, lengths)
+
+    def step(self, which: list[int]) -> None:
+        """With a row of padding."""
+        context = self._step(which)
+        out = self.loaded.model(torch.stack([*(self.texts[one][self.at[one]] for one in which), torch.tensor(0)]), context)
+        self._take(which, out.split(1))
+
+    def both(self, stepping: int, other: int, length: int) -> None:
+        context = MixedContext(self._step([stepping], padded=False), PrefillContext(self.cache, [self._chunk(other, length)]))
+        token_ids = torch.cat((self.texts[stepping][self.at[stepping] :][:1], self.texts[other][self.at[other] :][:length]))
+        self._take([stepping, other], self.loaded.model(token_ids, context).split([1, length]))
+
+    def _run(self, chunks: list[Chunk], which: list[int], lengths: list[int]) -> None:
+        token_ids = torch.cat([self.texts[one][self.at[one] :][:length] for one, length in zip(which, lengths)])
+        for _ in range(2):  # as an engine does after a failure: the second is as the first
+            out = self.loaded.model(token_ids, PrefillContext(self.cache, chunks))
+        self._take(which, out.split(lengths))
+
+    def _chunk(self, one: int, length: int) -> Chunk:
+        return Chunk(self.at[one], length, self.blocks[one], self.places[one])
+
+    def _step(self, which: list[int], padded: bool = True) -> DecodeContext:
+        rows = [(self.at[one], self.blocks[one], self.places[one]) for one in which]
+        rows += [(0, torch.zeros(3, dtype=torch.int64), 0)] if padded else []
+        positions, tables, places = zip(*rows)
+        size = self.cache.block_size
+        slots = torch.tensor([int(blocks[at // size]) * size + at % size for at, blocks, _ in rows])
+        return DecodeContext(self.cache, torch.tensor(positions), torch.stack(tables).int(), slots, None, torch.tensor(places))
+
+    def _take(self, which: list[int], parts: Any) -> None:
+        for one, part in zip(which, parts):
+            self.found[one].append(part)
+            self.at[one] += len(part)

@@ -1,0 +1,104 @@
+"""What is odd and legal has no finding above a note: padded vocabularies, files more and less, experts that nobody asked, equal experts."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import faulty
+import good_checkpoints
+import make_model
+import pytest
+import torch
+from packed_model import write_packed
+from torch import Tensor
+
+from quantkit.diagnosis.diagnose import diagnose
+
+CONFIG = good_checkpoints.QWEN3_MOE | {"num_hidden_layers": 2, "num_experts": 4}
+
+
+@pytest.fixture(scope="module")
+def tensors() -> dict[str, Tensor]:
+    return good_checkpoints.random_weights(CONFIG)
+
+
+def told(path: Path, source: Path | None = None) -> dict[str, str]:
+    """Findings and their severities."""
+    found = diagnose(str(path), source=None if source is None else str(source), depth="tensors").findings
+    return {finding.name: finding.severity for finding in found.found}
+
+
+def written(folder: Path, tensors: dict[str, Tensor], format: str) -> tuple[Path, Path]:
+    source = make_model.write_dense(folder / "source", CONFIG, tensors)
+    return write_packed(folder / format, CONFIG, tensors, *good_checkpoints.FORMATS[format]), source
+
+
+def _pad(c: faulty.Contents) -> None:
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        c.tensors[name] = torch.cat([c.tensors[name], torch.zeros_like(c.tensors[name])])
+    c.config["vocab_size"] *= 2
+
+
+def _leave_out(c: faulty.Contents) -> None:
+    del c.files["generation_config.json"]
+    c.config["dtype"] = c.config.pop("torch_dtype")
+    described = c.json("tokenizer_config.json")
+    c.set_json("tokenizer_config.json", {key: value for key, value in described.items() if key != "chat_template"})
+
+
+def _add(c: faulty.Contents) -> None:
+    def more(folder: Path) -> None:
+        (folder / "training_args.bin").write_bytes(b"0")
+        (folder / "special_tokens_map.json").write_text("{}")
+
+    c.broken["more"] = more
+    c.config |= {"pad_token_id": -1, "auto_map": {"AutoConfig": "configuration.Config"}}
+    c.set_json("generation_config.json", {"eos_token_id": [1, 2], "do_sample": True, "top_p": 1.0})
+    c.tensors |= {f"{module}.bias": torch.zeros(linear.shape[0]) for module, linear in c.linears.items()}
+
+
+@pytest.mark.parametrize("change", [_pad, _leave_out, _add], ids=lambda change: change.__name__)
+def test_files_and_fields_may_differ(change: Callable[[faulty.Contents], None], tensors: dict[str, Tensor], tmp_path: Path) -> None:
+    contents = faulty.Contents.of(written(tmp_path, tensors, "awq")[0])
+    change(contents)
+    assert told(contents.write(tmp_path / "odd")) == {}
+
+
+@pytest.mark.parametrize("format", ["ct-int4", "awq", "modelopt"])
+@pytest.mark.parametrize("size", [0.0, 1e-5])
+def test_an_expert_that_nobody_asked_is_a_note(size: float, format: str, tensors: dict[str, Tensor], tmp_path: Path) -> None:
+    small = {name: value * size if "layers.1.mlp.experts.2." in name else value for name, value in tensors.items()}
+    path, source = written(tmp_path, small, format)
+    assert set(told(path).values()) <= {"note"}
+    assert set(told(path, source).values()) <= {"note"}
+
+
+def test_experts_that_the_source_has_equal_are_no_fault(tensors: dict[str, Tensor], tmp_path: Path) -> None:
+    """A dense model's layer, taken for every expert, is how mixtures of experts may begin."""
+    equal = {name: tensors[re.sub(r"experts\.\d+\.", "experts.0.", name)].clone() for name in tensors}
+    path, source = written(tmp_path, equal, "ct-int4")
+    assert "linears-equal" in told(path)
+    assert told(path, source) == {}
+
+
+def test_a_format_that_an_engines_profile_does_not_know_is_a_note(tensors: dict[str, Tensor], tmp_path: Path) -> None:
+    path, _ = written(tmp_path, tensors, "gptq")
+    found = diagnose(str(path), engine="vllm").findings
+    assert [(finding.name, finding.severity) for finding in found.found] == [("engine-unknown", "note")]
+    assert found.exit_code == 0
+
+
+def test_a_linear_that_was_folded_on_both_sides_has_any_size(tensors: dict[str, Tensor], tmp_path: Path) -> None:
+    """AWQ divides up's rows and multiplies down's columns: only together are they the source's."""
+    scale = torch.exp(1 + torch.randn(CONFIG["moe_intermediate_size"], generator=torch.Generator().manual_seed(0)))
+    folded = dict(tensors)
+    for name in tensors:
+        if name.endswith(".up_proj.weight"):
+            folded[name] = (tensors[name].float() / scale[:, None]).bfloat16()
+        elif name.endswith(".down_proj.weight"):
+            folded[name] = (tensors[name].float() * scale).bfloat16()
+    path = write_packed(tmp_path / "folded", CONFIG, folded, *good_checkpoints.FORMATS["ct-int8"])
+    assert told(path, make_model.write_dense(tmp_path / "source", CONFIG, tensors)) == {}
+    config = json.loads((path / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3MoeForCausalLM"]

@@ -1,0 +1,146 @@
+"""The proxy between servers of this process: what each is asked, what the client gets, and what it is told when a server is dead.
+
+The servers stand in for vLLM's; tests/judges/vllm_topologies.py runs the proxy before vLLM itself.
+"""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from running_server import wait_for
+
+from quantkit.engines.proxy import REMOTE, proxy
+
+PLACE = {"remote_engine_id": "p", "remote_block_ids": [1, 2], "do_remote_prefill": True}
+ASKED = {"model": "m", "prompt": "a", "max_tokens": 9, "min_tokens": 4, "logprobs": 2}
+KEY = {"Authorization": "Bearer k"}
+
+
+class Answering(BaseHTTPRequestHandler):
+    """Keeps what it is asked. A prefill server says where the cache is; a decode server streams two events, or stops after the first."""
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self._say(b'{"data": []}')
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        server: Any = self.server
+        server.asked.append((self.path, dict(self.headers), body))
+        if server.says == "refuse":
+            return self._say(b'{"error": {"message": "too long"}}', 400)
+        if server.says == "stop":
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            self.wfile.write(b"data: 1\n\n")
+            return None
+        if "do_remote_decode" in body["kv_transfer_params"]:
+            return self._say(json.dumps({"kv_transfer_params": PLACE}).encode())
+        return self._say(b"data: 1\n\ndata: [DONE]\n\n", kind="text/event-stream")
+
+    def _say(self, content: bytes, status: int = 200, kind: str = "application/json") -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+
+@contextmanager
+def in_thread(server: Any) -> Iterator[Any]:
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(10)
+
+
+@contextmanager
+def answering(says: str = "") -> Iterator[Any]:
+    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Answering)
+    server.asked, server.says, server.url = [], says, f"http://127.0.0.1:{server.server_port}"
+    with in_thread(server):
+        yield server
+
+
+@contextmanager
+def running(prefill: list[str], decode: list[str]) -> Iterator[str]:
+    server = uvicorn.Server(uvicorn.Config(proxy(prefill, decode), port=0, log_level="critical"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    wait_for(lambda: server.started)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
+@pytest.fixture
+def dead() -> str:
+    """The address of a server that has gone."""
+    with answering() as server:
+        return str(server.url)
+
+
+def test_a_request_goes_to_one_of_each(dead: str) -> None:
+    with answering() as first, answering() as other, answering() as second, running([first.url, other.url], [dead, second.url]) as url:
+        answers = [httpx.post(f"{url}/v1/completions", json=ASKED, headers=KEY) for _ in range(4)]
+        assert [answer.text for answer in answers] == ["data: 1\n\ndata: [DONE]\n\n"] * 4
+        assert answers[0].headers["content-type"].startswith("text/event-stream")
+        assert len(first.asked) == len(other.asked) == 2, "they take turns"
+        assert len(second.asked) == 4, "a server that cannot be reached is passed over"
+        path, headers, body = first.asked[0]
+        assert (path, headers["Authorization"]) == ("/v1/completions", "Bearer k")
+        assert body == {"model": "m", "prompt": "a", "max_tokens": 1, "stream": False, "kv_transfer_params": REMOTE}
+        _, headers_then, body_then = second.asked[0]
+        assert body_then == ASKED | {"kv_transfer_params": PLACE}
+        assert headers_then["X-Request-Id"] == headers["X-Request-Id"]
+        assert httpx.get(f"{url}/health").status_code == 200
+        assert httpx.get(f"{url}/v1/models", headers=KEY).json() == {"data": []}
+
+
+def test_what_a_client_is_told_of_the_dead(dead: str) -> None:
+    with answering() as alive:
+        for role, prefill, decode in (("prefill", dead, alive.url), ("decode", alive.url, dead)):
+            with running([prefill], [decode]) as url:
+                answer = httpx.post(f"{url}/v1/chat/completions", json=ASKED)
+                assert answer.status_code == 503
+                assert f"no {role} server answers ({dead}: " in answer.json()["error"]["message"]
+                assert httpx.get(f"{url}/health").status_code == 503
+                assert httpx.post(f"{url}/v1/completions", content=b"[1").status_code == 400
+
+
+def test_a_server_that_stops_while_it_answers_is_named() -> None:
+    heard: list[bytes] = []
+
+    def listen(url: str) -> None:
+        with httpx.stream("POST", f"{url}/v1/completions", json=ASKED | {"stream": True}) as answer:
+            heard.extend(answer.iter_raw())
+
+    with answering() as first, answering("stop") as second, running([first.url], [second.url]) as url:
+        with pytest.raises(httpx.RemoteProtocolError):
+            listen(url)
+        events = [event.removeprefix(b"data: ") for event in b"".join(heard).split(b"\n\n") if event]
+        assert events[0] == b"1"
+        assert "stopped while it answered" in json.loads(events[1])["error"]["message"]
+
+
+def test_a_refusal_of_prefill_is_the_answer() -> None:
+    with answering("refuse") as first, answering() as second, running([first.url], [second.url]) as url:
+        answer = httpx.post(f"{url}/v1/completions", json=ASKED)
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, "too long")
+        assert not second.asked

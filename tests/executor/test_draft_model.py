@@ -1,0 +1,233 @@
+"""A draft model that somebody brought changes how many tokens a step brings, and no token."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import make_model
+import pytest
+import torch
+from forked_ranks import run_ranks
+from guessed_models import LLAMA, MIXED, PROMPTS, QWEN3, in_place, load, measured, tokens
+from tied_model import tied_tensors
+
+from quantkit.errors import QuantkitError
+from quantkit.executor.budget import StepBudget
+from quantkit.executor.draft_load import load_draft, make_drafter
+from quantkit.executor.draft_model import SameTokens
+from quantkit.executor.engine import Engine
+from quantkit.executor.graphs import DecodeSteps
+from quantkit.executor.headroom import plan_beside
+from quantkit.executor.leader import follow
+from quantkit.executor.load import load_model
+from quantkit.executor.options import EngineOptions
+from quantkit.executor.parallel import SINGLE, Parallel
+from quantkit.executor.sampling import SamplingParams
+from quantkit.executor.sequence import Sequence
+from quantkit.executor.speculation import Speculation
+from quantkit.tokenizer.chat import ChatTokenizer
+
+SMALL: dict[str, Any] = QWEN3 | {"num_hidden_layers": 1, "max_position_embeddings": 48}
+GREEDY = SamplingParams(max_new_tokens=40, ignore_eos=True)
+
+
+def write(path: Path, config: dict[str, Any], seed: int = 0, tokens: int = 320) -> Path:
+    """A random model whose layers change little, so that its first ones guess well, and sampled tokens are often the likeliest."""
+    tensors = tied_tensors(QWEN3 if config is SMALL else config, seed)
+    for name in tensors:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensors[name] = tensors[name] * 0.05
+        if name == "lm_head.weight":
+            tensors[name] = tensors[name] * 6
+    make_model.write_dense(path, config, {name: tensor for name, tensor in tensors.items() if name in tied_tensors(config)})
+    make_model.write_tokenizer(path, tokens)
+    return path
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """near: the first layer of qwen3 alone, of few positions. short: a table of fewer ids."""
+    folder = tmp_path_factory.mktemp("models")
+    found = {"qwen3": write(folder / "qwen3", QWEN3), "llama": write(folder / "llama", LLAMA, seed=3)}
+    found["near"] = write(folder / "near", SMALL)
+    found["short"] = write(folder / "short", LLAMA | {"vocab_size": 318}, seed=3, tokens=318)
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(models: dict[str, Path]) -> dict[str, list[list[int]]]:
+    """Answers without guesses."""
+    return {name: tokens(load(models[name]), MIXED) for name in ("qwen3", "llama")}
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "least", "most"),
+    [
+        ("qwen3", "qwen3", 1.0, 1.0),
+        ("llama", "llama", 1.0, 1.0),
+        ("qwen3", "near", 0.1, 0.9),
+        ("qwen3", "llama", 0.0, 0.1),
+        ("llama", "short", 0.5, 1.0),
+    ],
+)
+def test_tokens_are_those_of_plain_decoding(
+    models: dict[str, Path], plain: dict[str, list[list[int]]], target: str, draft: str, least: float, most: float
+) -> None:
+    """Greedy and sampled, in a batch, prompts in chunks. A draft model that is the model itself is always right."""
+    engine = load(models[target], models[draft], num_drafts=3, prefill_tokens=19)
+    engine.scheduler.budget = StepBudget(19, 7, mixed=True)
+    assert tokens(engine, MIXED) == plain[target]
+    assert least <= measured(engine) <= most
+
+
+def test_all_right_guesses_save_all_steps(models: dict[str, Path]) -> None:
+    engine, steps = load(models["qwen3"], models["qwen3"]), 0
+    sequence = engine.submit(PROMPTS[0], GREEDY)
+    while not sequence.finish_reason:
+        engine.step()
+        steps += 1
+    assert steps == 1 + -(-39 // 5), "four guesses where nobody said how many"
+
+
+def test_prefixes_and_preemption_keep_both_caches_in_step(models: dict[str, Path]) -> None:
+    """Whatever is found in the cache, or computed again, the draft model knows it too: the same model is always right."""
+    prompts = [PROMPTS[5] * 2 + [5 + i] for i in range(4)]
+    params = SamplingParams(max_new_tokens=80, ignore_eos=True)
+    expected = tokens(load(models["qwen3"], max_model_len=256), params, prompts)
+    engine = load(models["qwen3"], models["qwen3"], num_drafts=2, prefix_cache=True, max_model_len=256, cache_tokens=448)
+    for _ in range(2):
+        assert tokens(engine, params, prompts) == expected
+        assert measured(engine) == 1
+    assert engine.scheduler.num_preempted > 0
+    longer = [prompt + answer + [7] for prompt, answer in zip(prompts, expected)]
+    (done,) = engine.generate([longer[0]], SamplingParams(max_new_tokens=30, ignore_eos=True))
+    assert done.cached_tokens >= 128
+    assert measured(engine) == 1
+
+
+def test_after_a_pause_guesses_are_as_good(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers are not read while nothing is guessed, and are read before the next guess, or before their blocks are others'."""
+    engine = load(models["qwen3"], models["qwen3"], num_drafts=2, prefix_cache=True, max_model_len=256)
+    expected = tokens(load(models["qwen3"], max_model_len=256), GREEDY)
+    for most_unread in (8, 1024):
+        monkeypatch.setattr("quantkit.executor.draft_model._MOST_UNREAD", most_unread)
+        often = iter([(0, 0), *[(0, 0), (0, 0), (0, 0), (2, 0)] * 200])
+        monkeypatch.setattr(engine.speculation.guessing, "choose", often.__next__)
+        assert tokens(engine, GREEDY) == expected
+        assert measured(engine) == 1
+    monkeypatch.setattr(engine.speculation.guessing, "choose", lambda: (0, 0))
+    answers = tokens(engine, SamplingParams(max_new_tokens=40, ignore_eos=True))
+    monkeypatch.setattr(engine.speculation.guessing, "choose", lambda: (2, 0))
+    tokens(engine, GREEDY, [prompt + answer + [7] for prompt, answer in zip(PROMPTS, answers)])
+    assert measured(engine) == 1
+
+
+def test_nothing_is_guessed_behind_the_draft_models_positions(
+    models: dict[str, Path], plain: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guessed: list[int] = []
+    extend = Sequence.extend
+
+    def kept(self: Sequence, chosen: list[int], now: float) -> int:
+        guessed.extend(len(self.token_ids) + i for i in range(len(self.drafts)))
+        return extend(self, chosen, now)
+
+    monkeypatch.setattr(Sequence, "extend", kept)
+    engine = load(models["qwen3"], models["near"], num_drafts=3)
+    assert tokens(engine, MIXED) == plain["qwen3"]
+    assert max(guessed) == 47
+    assert max(len(prompt) for prompt in PROMPTS) > 48
+
+
+def test_captured_steps_change_no_token(models: dict[str, Path], plain: dict[str, list[list[int]]]) -> None:
+    """Guesses in static buffers, as graphs have them; the results of a pass lie where the next one of its size leaves its own."""
+    engine = load(models["qwen3"], models["near"], num_drafts=3)
+    draft = load_model(models["qwen3"], device="cpu", dtype="float32")
+    drafter = make_drafter(draft, engine.loaded, engine.plan, engine.runner, 3, SINGLE, shared=False, capture=in_place)
+    engine.speculation = Speculation(drafter, 2)
+    assert tokens(engine, MIXED) == plain["qwen3"]
+    assert isinstance(drafter.steps, DecodeSteps)
+    assert drafter.steps.failure == ""
+    assert measured(engine) == 1
+
+
+def test_two_ranks_guess_as_one(models: dict[str, Path], plain: dict[str, list[list[int]]], tmp_path: Path) -> None:
+    """Each rank has the draft model whole; what rank 0 guesses counts."""
+
+    def rank(parallel: Parallel) -> list[Any]:
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+        parallel._open_channel(torch.device("cpu"))
+        loaded = load_model(models["qwen3"], device="cpu", dtype="float32", parallel=parallel)
+        options = EngineOptions(models["qwen3"], device="cpu", dtype="float32", max_model_len=128, max_batch=4, draft=models["qwen3"])
+        draft = load_draft(models["qwen3"], loaded, options)
+        cache = plan_beside(loaded, options, draft)
+        engine = Engine(
+            loaded, ChatTokenizer(models["qwen3"]), cache, max_batch=4, prefill_tokens=31, num_drafts=3, num_looked_up=2, draft=draft
+        )
+        if parallel.rank:
+            follow(engine)
+            return [draft.nbytes, loaded.nbytes]
+        found = tokens(engine, MIXED)
+        engine.leader.dismiss()
+        return [found, engine.speculation.acceptance.rate]
+
+    (found, rate), (draft_bytes, nbytes) = run_ranks(2, tmp_path, rank)
+    assert found == plain["qwen3"]
+    assert rate > 0.9, "sums in another order may turn a tie"
+    assert draft_bytes > nbytes, "whole beside a half"
+
+
+def test_its_cache_is_planned(models: dict[str, Path]) -> None:
+    loaded, draft = (load_model(models[name], device="cpu", dtype="float32") for name in ("qwen3", "near"))
+    options = EngineOptions(models["qwen3"], device="cpu", max_batch=4, draft=models["near"])
+    assert options.answer_rows == 4 * 5
+    assert EngineOptions.from_json(options.to_json()) == options
+    engine = load(models["qwen3"], models["near"])
+    per_token = loaded.cache_token_bytes + draft.cache_token_bytes
+    assert per_token == 1.5 * loaded.cache_token_bytes
+    drafter = engine.speculation.drafter
+    assert drafter is not None
+    assert drafter.steps.cache.nbytes == engine.cache.nbytes / 2 == engine.plan.num_blocks * 64 * draft.cache_token_bytes
+
+
+def test_the_cache_of_both_is_bounded_by_the_memory(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, draft = (load_model(models[name], device="cpu", dtype="float32") for name in ("qwen3", "near"))
+    monkeypatch.setattr("quantkit.executor.headroom.free_bytes", lambda device: 4 * 3000 * loaded.cache_token_bytes)
+    options = EngineOptions(models["qwen3"], device="cpu", max_batch=64)
+    alone, beside = plan_beside(loaded, options), plan_beside(loaded, options, draft)
+    assert 2900 < alone.tokens < 3100
+    assert 1900 < beside.tokens < 2100
+
+
+@pytest.mark.parametrize(("vocab", "known"), [(300, 320), (352, 320)])
+def test_ids_that_one_model_lacks(models: dict[str, Path], vocab: int, known: int) -> None:
+    seen: list[torch.Tensor] = []
+    loaded = load_model(models["llama"], device="cpu", dtype="float32")
+
+    def forward(token_ids: torch.Tensor, context: Any) -> torch.Tensor:
+        seen.append(token_ids)
+        return token_ids
+
+    forward.embedding, forward.logits, forward.width = loaded.model.embedding, loaded.model.logits, 64  # type: ignore[attr-defined]
+    model = SameTokens(forward, vocab)  # type: ignore[arg-type]
+    model(torch.tensor([5, vocab - 1]), None)  # type: ignore[arg-type]
+    assert seen[0].tolist() == [5, min(vocab, known) - 1]
+    assert model.logits(torch.zeros(2, 64)).shape == (2, min(vocab, known))
+
+
+def test_other_tokens_are_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    other = write(tmp_path / "other", LLAMA)
+    text = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(text.replace('"<unused3>"', '"<swap>"').replace('"<unused5>"', '"<unused3>"'))
+    with pytest.raises(QuantkitError, match=r"other has other tokens than .*qwen3: 2 of 320 ids differ, 265 is '<swap>' there"):
+        load(models["qwen3"], other)
+    few = write(tmp_path / "few", LLAMA, tokens=300)
+    with pytest.raises(QuantkitError, match=r"few has 300 tokens, .*qwen3 has 320, and 300 are in both"):
+        load(models["qwen3"], few)
+    with pytest.raises(QuantkitError, match="nowhere"):
+        load(models["qwen3"], tmp_path / "nowhere")
+
+
+def test_what_cannot_be_taken_back_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(QuantkitError, match="--dp 2 does not go with --draft"):
+        load(models["qwen3"], models["near"], dp=2)

@@ -1,0 +1,83 @@
+"""Mixtures of experts of middle size, hidden 2048 and 64 experts, with random weights and rounded: in seconds, the same on every machine.
+
+Weights are whole random numbers times powers of two, and grids are those of rounding to nearest, so that a machine with GPUs and the one
+that judges write the same bytes.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from dense_models import EXPERTS
+from make_model import write_dense
+from torch import Tensor
+
+from quantkit.models import find_architecture
+from quantkit.quantization import quantize
+from quantkit.recipe import Recipe
+from quantkit.schemes import IntGrid, find_scheme
+
+_SIZES: dict[str, Any] = {"hidden_size": 2048, "num_attention_heads": 16, "moe_intermediate_size": 512, "num_experts_per_tok": 8}
+MIDDLE: dict[str, dict[str, Any]] = {
+    "deepseek_v3-middle": {
+        **EXPERTS["deepseek_v3"],
+        **_SIZES,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 16,
+        "intermediate_size": 4096,
+        "q_lora_rank": 768,
+        "n_routed_experts": 64,
+        "n_group": 8,
+        "topk_group": 4,
+    },
+    "qwen3_moe-middle": {**EXPERTS["qwen3_moe"], **_SIZES, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 64},
+}
+FORMATS = {
+    "awq": ("rtn-w4a16", "awq"),
+    "ct-w4a16-symmetric": ("rtn-w4a16", "compressed-tensors"),
+    "ct-w8a8": ("int8-a8w8c16", "compressed-tensors"),
+    "ct-nvfp4": ("fp4-w4a16", "compressed-tensors"),
+}
+
+
+def write_middle(directory: Path, model: str, formats: Iterable[str], device: str) -> None:
+    source = directory / model / "source"
+    if not source.exists():
+        write_dense(source, MIDDLE[model], _weights(MIDDLE[model]))
+    for format in formats:
+        out = directory / model / format
+        if format == "source" or (out / "config.json").exists():
+            continue
+        scheme, written = FORMATS[format]
+        asked = replace(find_scheme(scheme), methods=())
+        if format.endswith("symmetric"):
+            assert isinstance(asked.weight, IntGrid), asked
+            asked = replace(asked, weight=replace(asked.weight, symmetric=True))
+        quantize(source, out, asked, written, Recipe(scheme=scheme), engine="vllm", device=device)
+
+
+def _weights(config: dict[str, Any]) -> dict[str, Tensor]:
+    """BF16 tensors of every row of the architecture's table, evenly spread with the deviations of dense_models.random_weights."""
+    architecture = find_architecture(config)
+    generator = torch.Generator().manual_seed(0)
+    tensors: dict[str, Tensor] = {}
+    for row in architecture.parameters(architecture.Config.from_dict(config)):
+        even = (torch.randint(-127, 128, row.shape, generator=generator, dtype=torch.int16).bfloat16()) * 2.0**-6  # deviation 1.15
+        match row.role:
+            case "norm":
+                tensors[row.name] = 1 + even * 2.0**-3
+            case "router_bias":
+                tensors[row.other_name or row.name] = even.float() * 2.0**-3
+            case "bias" | "embedding":
+                tensors[row.name] = even
+            case "head":
+                tensors[row.name] = even * 2.0 ** round(2 - _half_bits(row.shape[1]))
+            case _:
+                tensors[row.name] = even * 2.0 ** -round(_half_bits(row.shape[1]))
+    return tensors
+
+
+def _half_bits(columns: int) -> float:
+    return (columns.bit_length() - 1) / 2

@@ -1,0 +1,220 @@
+"""DeepSeek-V4 against transformers, in float32 on tiny random models; over a cache, however a text is cut; and as it is published."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import make_model
+import pytest
+import torch
+from cut_texts import furthest_from_whole
+from plain_weights import PlainWeights
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers_peers import COMPRESSED, checkpoint_tensors, random_peer
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import QuantkitError
+from quantkit.executor.engine import Engine
+from quantkit.executor.load import load_model
+from quantkit.executor.runner import Runner
+from quantkit.executor.sampling import SamplingParams
+from quantkit.models import find_architecture
+from quantkit.models.context import CausalContext
+from quantkit.models.hyper import begun, packed
+from quantkit.quant.weights import dequantize
+from quantkit.quantization.run import quantize
+from quantkit.recipe import Recipe
+from quantkit.schemes import SCHEMES
+
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "beta_fast": 32, "beta_slow": 1}
+SIDES = {
+    "main": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+    "compress": {**YARN, "rope_theta": 900.0, "partial_rotary_factor": 0.25},
+}
+CASES: dict[str, dict[str, Any]] = {
+    "release": {"layer_types": None, "compress_rates": None, "compress_ratios": [4, 0, 128, 4, 0], "rope_scaling": YARN},
+    "odd": {"hc_mult": 3, "hc_sinkhorn_iters": 2, "head_dim": 24, "o_groups": 4, "scoring_func": "sigmoid", "index_n_heads": 3},
+    "ropes": {"rope_parameters": SIDES, "index_head_dim": 32, "mlp_layer_types": ["moe", "hash_moe", "moe", "moe"]},
+    "default": {"layer_types": None, "compress_rates": None, "compress_rate_csa": 2, "compress_rate_hca": 5, "rms_norm_eps": 1e-3},
+    "one-stream": {"hc_mult": 1, "partial_rotary_factor": 0.5, "qk_rope_head_dim": None, "sliding_window": 1, "num_hash_layers": 0},
+}
+
+
+class Case:
+    def __init__(self, changes: dict[str, Any]) -> None:
+        self.peer = random_peer("DeepseekV4", {key: value for key, value in {**COMPRESSED, **changes}.items() if value is not None})
+        self.config_dict, self.tensors = self.peer.config.to_dict(), checkpoint_tensors(self.peer)
+        self.architecture = find_architecture(self.config_dict)
+        self.config: Any = self.architecture.Config.from_dict(self.config_dict)
+
+    def logits(self, lengths: list[int], token_ids: Tensor, tensors: dict[str, Tensor] | None = None) -> Tensor:
+        model = self.architecture.Model(self.config, self.weights(tensors))
+        with torch.no_grad():
+            return model.logits(model(token_ids, CausalContext(lengths)))
+
+    def weights(self, tensors: dict[str, Tensor] | None = None) -> PlainWeights:
+        return PlainWeights(self.tensors if tensors is None else tensors, self.config.mixture.linears)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_transformers(case: str) -> None:
+    """Texts shorter and longer than the window, than a group of tokens, and with more entries than are selected; layer by layer as well."""
+    one, lengths = Case(CASES[case]), [40, 7, 1, 31]
+    token_ids = torch.randint(0, 211, (sum(lengths),), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        expected = torch.cat([one.peer(own[None]).logits[0] for own in token_ids.split(lengths)])
+    assert expected.abs().max() > 1
+    assert (one.logits(lengths, token_ids) - expected).abs().max() < 1e-4
+    assert {row.name: row.shape for row in one.architecture.parameters(one.config)} == {k: tuple(v.shape) for k, v in one.tensors.items()}
+    model = one.architecture.Model(one.config, one.weights())
+    hidden = packed(begun(one.tensors["embed.weight"][token_ids], one.config.hc_mult), token_ids)
+    with torch.no_grad():
+        for layer in model.layers:
+            hidden = layer.feed_forward(layer.attend(hidden, CausalContext(lengths)), CausalContext(lengths))
+        whole = model(token_ids, CausalContext(lengths))
+        end = F.rms_norm(model.end(hidden[:, :-1].unflatten(-1, (one.config.hc_mult, -1))), (64,), model.norm, one.config.rms_norm_eps)
+    assert (end - whole).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("case", ["release", "odd"])
+def test_folding_a_group_keeps_the_logits(case: str) -> None:
+    """Each group lists every reader of its producer: compressors and indexers too."""
+    one, token_ids, folded = Case(CASES[case]), torch.arange(3, 33), {}
+    expected, folded = one.logits([30], token_ids), dict(one.tensors)
+    for layer in range(one.config.num_hidden_layers):
+        for group in one.architecture.scale_groups(one.config, layer):
+            scale = 2.0 ** torch.randint(-2, 3, folded[f"{group.producer}.weight"].shape)  # nothing is rounded: no choice can flip
+            folded[f"{group.producer}.weight"] = folded[f"{group.producer}.weight"] / scale
+            for consumer in group.consumers:
+                folded[f"{consumer}.weight"] = folded[f"{consumer}.weight"] * scale
+    assert (one.logits([30], token_ids, folded) - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def tiny(**changes: Any) -> dict[str, Any]:
+    from test_architectures import CONFIGS
+
+    return {**CONFIGS["deepseek_v4"], **changes}
+
+
+def written(path: Path, **changes: Any) -> Path:
+    from test_architectures import random_tensors
+
+    return make_model.write_dense(path, tiny(**changes), random_tensors(tiny(**changes)))
+
+
+@pytest.mark.parametrize(("csa", "hca"), [(4, 128), (5, 70)])
+def test_a_text_is_the_same_however_it_is_cut(csa: int, hca: int, tmp_path: Path) -> None:
+    """Chunks of any lengths, steps and both in one pass, over groups that end inside blocks, at their ends, and every second one."""
+    loaded = load_model(written(tmp_path / "model", compress_rate_csa=csa, compress_rate_hca=hca), device="cpu", dtype="float32")
+    assert furthest_from_whole(loaded, random.Random(csa)) < 1e-4
+
+
+def test_steps_that_are_captured_give_the_same_tokens(tmp_path: Path) -> None:
+    """Over static buffers, padded in rows and tables, as graphs have them; a sequence that ends gives its place to another."""
+    source, params = written(tmp_path / "model"), SamplingParams(max_new_tokens=9, ignore_eos=True)
+    prompts = [list(range(10 + i, 40 + 9 * i)) for i in range(4)]
+    engine = Engine.load(source, device="cpu", dtype="float32", max_batch=2, max_model_len=128)
+    eager = {one.index: one.token_ids for one in engine.generate(prompts, params)}
+    engine.runner = Runner(engine.loaded.model, engine.cache, lambda step, _: step)
+    assert {one.index: one.token_ids for one in engine.generate(prompts, params)} == eager
+    assert engine.runner.why_eager == ""
+    ids = torch.tensor([*prompts[3], *eager[3]])
+    with torch.inference_mode():
+        found = engine.loaded.model.logits(engine.loaded.model(ids, CausalContext([len(ids)])))[len(prompts[3]) - 1 : -1].argmax(-1)
+    assert found.tolist() == eager[3]
+
+
+def _fp4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """E2M1 codes two to a byte, the first in the low bits, and a power of two for 32."""
+    groups = weight.float().unflatten(1, (-1, 32))
+    power = (groups.abs().amax(-1).clamp(min=1e-30) / 6).log2().ceil()
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    codes = ((groups / power.exp2()[..., None])[..., None] - values).abs().argmin(-1).flatten(1).to(torch.uint8)
+    return (codes[:, ::2] | codes[:, 1::2] << 4).view(torch.int8), power.exp2().to(torch.float8_e8m0fnu)
+
+
+def _fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    rows, columns = weight.shape
+    blocks = F.pad(weight.float(), (0, -columns % 128, 0, -rows % 128)).unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
+    scale = (blocks.abs().amax((1, 3)).clamp(min=1e-30) / 448).log2().ceil().exp2()
+    codes = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn).flatten(2).flatten(0, 1)[:rows, :columns]
+    return codes.contiguous(), scale.to(torch.float8_e8m0fnu)
+
+
+def as_published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """FP4 experts, FP8 linears, an MTP layer with the tensors of another, and a table of 32-bit ids."""
+    tensors = tensors | {f"mtp.0.{name.removeprefix('layers.1.')}": one.clone() for name, one in tensors.items() if name[:9] == "layers.1."}
+    made: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        last = name.split(".")[-2] if name.endswith(".weight") else ""
+        packed_as = _fp4 if ".experts." in name else _fp8 if last[:1] == "w" and tensor.dim() == 2 and ".compressor." not in name else None
+        if packed_as is None or last == "weights_proj":
+            made[name] = tensor.int() if tensor.dtype == torch.int64 else tensor
+        else:
+            made[name], made[f"{name.removesuffix('weight')}scale"] = packed_as(tensor)
+    return made
+
+
+QUANTIZATION = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+
+
+def test_the_published_layout_is_read_and_its_experts_are_kept(tmp_path: Path) -> None:
+    """To the bit what transformers decodes; MXFP4 experts stay as they are where they are asked for; the MTP layer is copied, decoded."""
+    from test_architectures import random_tensors
+
+    config = tiny(expert_dtype="fp4", quantization_config=QUANTIZATION)
+    stored = as_published(random_tensors(tiny()))
+    source = make_model.write_dense(tmp_path / "source", config, stored)
+    checkpoint, decode = Checkpoint.open(source), Fp8Dequantize(None)
+    for name in ("layers.0.ffn.experts.3.w2", "layers.1.ffn.experts.0.w1", "layers.2.attn.wo_a", "mtp.0.attn.wkv"):
+        values, scale = stored[f"{name}.weight"], stored[f"{name}.scale"].float()
+        wide = decode._unpack_fp4(values) if values.dtype == torch.int8 else values.float()
+        tall, long = (32 if values.dtype == torch.int8 else 128), (1 if values.dtype == torch.int8 else 128)
+        expected = wide * scale.repeat_interleave(long, 0).repeat_interleave(tall, 1)[: len(wide), : wide.shape[1]]
+        assert torch.equal(dequantize(checkpoint.weight(name)), expected), name
+    recipe = Recipe(scheme="mxfp4-w4a16", methods=())
+    quantize(source, tmp_path / "out", SCHEMES["mxfp4-w4a16"], "auto", recipe, device="cpu")
+    out = Checkpoint.open(tmp_path / "out")
+    name = "layers.1.ffn.experts.0.w1"
+    assert torch.equal(dequantize(out.weight(name)), dequantize(checkpoint.weight(name)))
+    beside = [name for name in out.tensors if name.startswith("mtp.")]
+    assert len(beside) == len({name.removesuffix(".scale") for name in stored if name.startswith("mtp.") and not name.endswith(".scale")})
+    assert torch.equal(out.read("mtp.0.attn.wkv.weight").float(), dequantize(checkpoint.weight("mtp.0.attn.wkv")))
+    with pytest.raises(QuantkitError, match="by token id"):
+        quantize(source, tmp_path / "no", SCHEMES["awq-w4a16"], "auto", Recipe(scheme="awq-w4a16", prune=0.25), device="cpu")
+
+
+def test_what_is_not_computed_is_refused(tmp_path: Path) -> None:
+    architecture = find_architecture(tiny())
+    others: dict[str, Any] = {
+        "hidden_act": "gelu",
+        "topk_method": "greedy",
+        "n_shared_experts": 2,
+        "tie_word_embeddings": True,
+        "norm_topk_prob": False,
+        "attention_bias": True,
+        "scoring_func": "softmax",
+        "o_groups": 3,
+        "compress_ratios": [0, 8, 128],
+        "layer_types": ["full_attention"] * 3,
+        "mlp_layer_types": ["moe"],
+        "num_hash_layers": -1,
+        "compress_rates": {"compressed_sparse_attention": 4},
+        "qk_rope_head_dim": 80,
+        "rope_parameters": {"main": {}, "compress": {}},
+        "num_experts_per_tok": 5,
+        "swiglu_limit": 0,
+        "index_topk": 0,
+    }
+    for key, value in others.items():
+        with pytest.raises(QuantkitError, match=key):
+            architecture.Config.from_dict(tiny(**{key: value}))
+    with pytest.raises(QuantkitError, match="--prefix-cache"):
+        Engine.load(written(tmp_path / "model"), device="cpu", max_batch=1, max_model_len=64, prefix_cache=True)
+    one = Case({})
+    outputs = one.tensors["layers.0.attn.wo_a.weight"]
+    of_a_rank = {**one.tensors, "layers.0.attn.wo_a.weight": outputs[: len(outputs) // 4]}
+    with pytest.raises(QuantkitError, match="o_groups = 2"):
+        one.architecture.DecoderLayer(one.config, 0, one.weights(of_a_rank))
