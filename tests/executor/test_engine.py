@@ -55,7 +55,7 @@ def test_batched_is_single(engine: Engine) -> None:
 
 
 def test_chunked_prefill_and_preemption_change_nothing(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache is float32: prompts cut elsewhere are sums in another order, and rounded to bfloat16 they decide between draws that nearly tie."""
+    """In float32 the cache, too: its rounding to bfloat16 turns another order of sums into other draws where two nearly tie."""
     monkeypatch.setattr("quantkit.executor.load.cached_dtype", lambda dtype: dtype)
     engine = Engine.load(tiny_checkpoint, device="cpu", dtype="float32", max_batch=8, max_model_len=512)
     prompts = questions(engine, 8)
