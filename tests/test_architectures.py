@@ -94,6 +94,7 @@ COMPRESSED = {
     "qk_rope_head_dim": 16,
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 1024,
+    "num_nextn_predict_layers": 1,
 }
 PANGU_2 = {
     **{key: value for key, value in PANGU.items() if key != "num_nextn_predict_layers"},
@@ -306,9 +307,9 @@ def test_a_cache_in_8_bits_changes_little(source: Path) -> None:
     assert 0 < (coded - plain).norm() < 0.1 * plain.norm()
 
 
-@pytest.mark.parametrize("name", ["glm4_moe", "glm_moe_dsa"])
+@pytest.mark.parametrize("name", ["glm4_moe", "glm_moe_dsa", "deepseek_v4"])
 def test_drafts_of_the_mtp_layer_change_no_token(name: str, tmp_path: Path) -> None:
-    """GLM's, which is DeepSeek's layer around GLM's blocks; it guesses at random here, and what it guesses is checked."""
+    """GLM's, which is DeepSeek's layer around GLM's blocks, and one behind streams; they guess at random, and guesses are checked."""
     model = make_model.write_dense(tmp_path / "model", CONFIGS[name], random_tensors(CONFIGS[name]))
     engine = Engine.load(model, device="cpu", dtype="float32", max_batch=4, max_model_len=128, num_drafts=1)
     done = sorted(engine.generate(PROMPTS, SamplingParams(max_new_tokens=8, ignore_eos=True)), key=lambda one: one.index)

@@ -51,10 +51,14 @@ class TableEnds:
         return embedded if self.streams is None else packed(begun(embedded, self.streams.count), ids)
 
     def normed(self, hidden: Tensor) -> Tensor:
-        if self.streams is not None:
-            end = StreamsEnd(self.streams, LayerWeights(self.source.dequantized_all(self._end)))
-            hidden = end(unpacked(hidden, self.streams.count)[0])
-        return rms_norm(hidden, self.source.gain(self.norm), self.eps)
+        return rms_norm(self.merged(hidden), self.source.gain(self.norm), self.eps)
+
+    def merged(self, hidden: Tensor) -> Tensor:
+        """hidden behind the last layer as one stream, [T, H]."""
+        if self.streams is None:
+            return hidden
+        end = StreamsEnd(self.streams, LayerWeights(self.source.dequantized_all(self._end)))
+        return end(unpacked(hidden, self.streams.count)[0])
 
     def logits(self, products: Tensor, first: int) -> Tensor:
         return products

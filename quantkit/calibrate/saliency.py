@@ -85,10 +85,9 @@ class SaliencyWalk:
         return HiddenStates(hidden.to(self.model.weights.device), fitted, lengths, self.batches.tokens)
 
     def _mtp_states(self, layer: int, states: HiddenStates, sequences: Sequences) -> HiddenStates:
-        norm = next(row for row in self.model.rows if row.role == "norm" and row.layer is None)
         fitted = Sequences([*sequences.calibration, *sequences.held_out], [])
         nothing = HiddenStates(states.hidden[:0], 0, [], states.batch_tokens)
-        found = mtp_states(self.model, layer, norm, HiddenStatePair(states, nothing), fitted).quantized
+        found = mtp_states(self.model, layer, HiddenStatePair(states, nothing), fitted).quantized
         found.fitted = sum(len(s) - 1 for s in sequences.calibration)
         return found
 

@@ -94,8 +94,7 @@ class Walk:
         self.plain = None
         for layer in self.model.mtp_layers:
             if any(row.mtp and row.module in self.model.quantized for row in self.model.layer_rows(layer)):
-                assert self.residual.norm is not None, "an MTP layer reads what the last norm made"
-                self._layer(layer, mtp_states(self.model, layer, self.residual.norm, states, sequences))
+                self._layer(layer, mtp_states(self.model, layer, states, sequences))
         return self.log.findings
 
     def _embedded(self, sequences: Sequences) -> HiddenStatePair:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quantkit.errors import QuantkitError
 from quantkit.executor.entries import CompressedEntries
+from quantkit.executor.recent import RecentTokens
 from quantkit.executor.states import RecurrentStates
 
 BLOCK_SIZE = 64
@@ -54,7 +55,7 @@ class PagedCache:
     coding `CodedLatents`, or `CodedKeys` whose heads lie side by side. dtype: of what is neither code nor scale.
 
     index_dim: width of the index keys beside latents, [num_blocks, block_size, index_dim] of `dtype` a layer; 0 for a model without.
-    entries: what a model of compressed attention keeps, whose layers keep nothing here.
+    entries: what a model of compressed attention keeps, whose layers keep nothing here. recent: what short convolutions read.
     places: of a model some of whose layers keep nothing here, the number that each other layer has; states: what those keep.
     """
 
@@ -73,6 +74,7 @@ class PagedCache:
         places: Mapping[int, int] | None = None,
         states: RecurrentStates | None = None,
         entries: CompressedEntries | None = None,
+        recent: RecentTokens | None = None,
     ) -> None:
         assert sum(parts) in (0, width), (width, parts)
         assert coding is None or parts, "what is coded lies apart from what is not"
@@ -94,7 +96,7 @@ class PagedCache:
         self._index = storage(dtype, index_dim) if index_dim else ()
         self.num_blocks, self.block_size, self.width, self.parts, self.coding = num_blocks, block_size, width, parts, coding
         self.dtype, self.device = dtype, torch.device(device)
-        self._places, self._states, self._entries = places, states, entries
+        self._places, self._states, self._entries, self._recent = places, states, entries, recent
 
     @property
     def nbytes(self) -> int:
@@ -109,7 +111,7 @@ class PagedCache:
     @property
     def goes_by_sequence(self) -> bool:
         """Whether layers read prompts sequence after sequence, and not by tables alone: states, index keys, entries."""
-        return self._states is not None or self._entries is not None or bool(self._index)
+        return any(one is not None for one in (self._states, self._entries, self._recent)) or bool(self._index)
 
     @property
     def read_in_place(self) -> bool:
@@ -136,6 +138,11 @@ class PagedCache:
         """Of a model that has layers with a state."""
         assert self._states is not None, "made without"
         return self._states
+
+    def need_recent(self) -> RecentTokens:
+        """Of a model with short convolutions."""
+        assert self._recent is not None, "made without"
+        return self._recent
 
     def need_entries(self) -> CompressedEntries:
         """Of a model of compressed attention."""

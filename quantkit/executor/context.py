@@ -123,14 +123,11 @@ class PromptContext(CachedContext):
 
     def convolve(self, layer: int, part: int, x: Tensor, kernel: Tensor) -> Tensor:
         """As `models.context.Context.convolve`, sequence after sequence."""
-        states, number, out = self.cache.need_states(), number_of(layer, part), []
+        recent, number, out = self.cache.need_recent(), number_of(layer, part), []
         lengths = [chunk.length for chunk in self.chunks]
         for chunk, own, positions in zip(self.chunks, x.split(lengths), self.positions.split(lengths)):
-            place, before = (torch.tensor([count], device=self.cache.device) for count in (chunk.state, chunk.start))
-            (recent,), which = states.read(number, place, before)
-            made, kept = convolved(own, positions, recent[0], kernel)
-            states.write(number, place, before + chunk.length, [kept[None]], which)
-            out.append(made)
+            first = max(0, chunk.start - kernel.shape[1] + 1)
+            out.append(convolved(own, positions, recent.chunk(number, chunk.state, first, chunk.start, own.float()), kernel))
         return torch.cat(out)
 
     def attend_seen(self, layer: int, q: Tensor, attention: LatentWindow) -> Tensor:
@@ -178,8 +175,8 @@ class DecodeContext(CachedContext):
 
     positions [B] int64 of the new tokens; block_table [B, n] int32 or int64; slots [B] int64, where the new tokens are written.
     A row's token sees positions 0 .. its own. A padding row writes to block 0 and sees what is there; its output is not read.
-    lengths: positions + 1 on the host, for backends that want them there. states int64 [B]: the sequences' places in the cache's states,
-    each of which has one row then.
+    lengths: positions + 1 on the host, for backends that want them there. states int64 [B]: the sequences' places in the cache's states;
+    a sequence of a model with a recurrence has one row then.
     """
 
     def __init__(
@@ -230,11 +227,9 @@ class DecodeContext(CachedContext):
     def convolve(self, layer: int, part: int, x: Tensor, kernel: Tensor) -> Tensor:
         """As `models.context.Context.convolve`."""
         assert self.states is not None, "rows without places in the states"
-        states, number = self.cache.need_states(), number_of(layer, part)
-        (recent,), which = states.read(number, self.states, self.positions)
-        made, kept = convolved_step(x, self.positions, recent, kernel)
-        states.write(number, self.states, self.positions + 1, [kept], which)
-        return made
+        recent, number = self.cache.need_recent(), number_of(layer, part)
+        seen = recent.rows(number, self.states, self.positions, x.float(), kernel.shape[1])
+        return convolved_step(x, self.positions, seen, kernel)
 
     def attend_seen(self, layer: int, q: Tensor, attention: LatentWindow) -> Tensor:
         """As `models.context.Context.attend_seen`."""

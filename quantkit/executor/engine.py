@@ -66,9 +66,9 @@ class Engine:
         self.max_model_len = plan.max_model_len
         self.parallel, homes = loaded.weights.ranks, loaded.weights.expert_ranks.size
         own_batch = -(-max_batch // homes)
-        self.cache = loaded.new_cache(plan.num_blocks, own_batch)
         # A step may write the guesses it checks and then those it makes.
         lookahead = max(num_drafts, num_looked_up) + num_drafts
+        self.cache = loaded.new_cache(plan.num_blocks, own_batch, lookahead)
         amounts = {"max_batch": own_batch, "prefill_tokens": -(-prefill_tokens // homes), "lookahead": lookahead}
         make = partial(Scheduler, plan, **amounts, prefix_cache=prefix_cache)
         self.scheduler: Scheduler | Homes = make() if homes == 1 else Homes(homes, make)
@@ -175,7 +175,7 @@ class Engine:
                 cache=options.cache,
             )
             check_eos(tokenizer.eos_ids, loaded.config.vocab_size, path)
-            check_states(loaded.keeps_states, options)
+            check_states(loaded.keeps_states, loaded.takes_back, options)
             draft = None if options.draft is None else load_draft(options.draft, loaded, options)
             engine = cls(
                 loaded,

@@ -13,10 +13,8 @@ from quantkit.errors import QuantkitError
 from quantkit.executor.cache import CachePlan, plan_cache
 from quantkit.executor.context import Chunk, PrefillContext
 from quantkit.executor.eagle_head import LoadedHead
-from quantkit.executor.entries import recent_bytes
 from quantkit.executor.load import LoadedModel
 from quantkit.executor.options import EngineOptions
-from quantkit.executor.states import state_bytes
 
 PREFILL_TOKENS = {"cuda": 4096, "npu": 2048, "cpu": 512}
 """Prompt tokens of a step: weights are read and decoded once for all of them, and whoever comes meanwhile waits for them. 16,384 tokens of
@@ -34,8 +32,7 @@ def plan_beside(loaded: LoadedModel, options: EngineOptions, draft: LoadedModel 
     if isinstance(draft, LoadedModel):
         free_beside(draft, options.prefill_tokens or prefill_tokens(device))
     free = free_beside(loaded, options.prefill_tokens or prefill_tokens(device))
-    states = state_bytes(loaded.config.recurrent, options.own_batch, options.tp)
-    states += recent_bytes(loaded.config.cache, options.own_batch, loaded.dtype)
+    states = loaded.sequence_bytes(options.own_batch, options.lookahead)
     if states and free <= states:
         told = f"the states of {options.own_batch} sequences take {size(states)}, and {size(free)} are free"
         raise QuantkitError(told, "lower --max-batch, or free memory")

@@ -14,11 +14,14 @@ from quantkit.executor.entries import CompressedEntries
 from quantkit.executor.even_channels import even_channels
 from quantkit.executor.expert_parallel import ExpertRanks, check_experts
 from quantkit.executor.parallel import SINGLE, Parallel
-from quantkit.executor.states import RecurrentStates
+from quantkit.executor.recent import RecentTokens, recent_bytes
+from quantkit.executor.states import RecurrentStates, state_bytes
 from quantkit.executor.weights import ExecutorWeights
 from quantkit.models.architecture import CompressedCache, KeyValueCache, LatentCache, ModelConfig, MtpModel
 from quantkit.models.context import cached_dtype
 from quantkit.models.decoder import Model
+from quantkit.models.delta_rule import DeltaNet
+from quantkit.models.short_conv import ShortConvolutions
 from quantkit.models.stored import check_stored, is_stored, read_model
 from quantkit.models.table import Parameter
 from quantkit.models.tied import check_stored_head
@@ -56,6 +59,24 @@ class LoadedModel:
         return self.config.recurrent is not None or isinstance(self.config.cache, CompressedCache)
 
     @property
+    def takes_back(self) -> bool:
+        """Whether tokens can be taken back from what these keep."""
+        return not isinstance(self.config.recurrent, DeltaNet)
+
+    def _recent_sizes(self) -> dict[int, tuple[int, int]]:
+        """Of the last tokens of a running sequence, as `RecentTokens` has it; the MTP layer's, too."""
+        held, net, drafts = self.config.cache, self.config.recurrent, int(self.mtp is not None)
+        if isinstance(held, CompressedCache):
+            return held.beside(drafts).kept()
+        return net.beside(drafts).kept(self.weights.parallel.size) if isinstance(net, ShortConvolutions) else {}
+
+    def sequence_bytes(self, places: int, ahead: int) -> int:
+        """What a cache for so many sequences holds beside their tokens' blocks. ahead: as `RecentTokens` has it."""
+        net, itemsize = self.config.recurrent, (torch.float32 if self.config.recurrent is not None else self.dtype).itemsize
+        states = state_bytes(net, places, self.weights.parallel.size) if isinstance(net, DeltaNet) else 0
+        return states + recent_bytes(self._recent_sizes(), ahead, places, itemsize)
+
+    @property
     def cache_width(self) -> int:
         """Values of a token and layer that this rank keeps: a latent is every head's, keys and values are shared out with the heads."""
         return self.config.cache.width // self.config.cache.shares(self.weights.parallel.size)
@@ -65,12 +86,16 @@ class LoadedModel:
         """Of a token, over all layers, on this rank."""
         return self.num_cached_layers * self.config.cache.token_bytes(16 if self.codes is None else 8, self.weights.parallel.size)
 
-    def new_cache(self, num_blocks: int, places: int = 1) -> PagedCache:
-        """Room for the tokens of so many blocks, and where layers keep a state for `places` sequences."""
+    def new_cache(self, num_blocks: int, places: int = 1, ahead: int = 0) -> PagedCache:
+        """Room for the tokens of so many blocks, and where layers keep something of each running sequence for `places` of these, of which
+        `ahead` tokens may be taken back."""
         layout, held, coding, net = self.cache_layout, self.config.cache, None, self.config.recurrent
-        entries = None
+        entries = recent = None
         if isinstance(held, CompressedCache):
-            entries = CompressedEntries(held, num_blocks, layout.block_size, places, self.dtype, self.device)
+            sizes = held.beside(int(self.mtp is not None))
+            entries = CompressedEntries(sizes, num_blocks, layout.block_size, places, self.dtype, self.device, ahead)
+        elif isinstance(net, ShortConvolutions):
+            recent = RecentTokens(self._recent_sizes(), ahead, places, torch.float32, self.device)
         if self.codes is not None:
             heads = self.cache_width // 2 // held.head_dim if isinstance(held, KeyValueCache) else 0
             coding = Coding(self.codes, heads)
@@ -85,8 +110,9 @@ class LoadedModel:
             coding=coding,
             index_dim=held.index_dim if isinstance(held, LatentCache) else 0,
             places=None if net is None else net.places_of_others(self.config.num_hidden_layers),
-            states=None if net is None else RecurrentStates(net, places, self.device, self.weights.parallel.size),
+            states=RecurrentStates(net, places, self.device, self.weights.parallel.size) if isinstance(net, DeltaNet) else None,
             entries=entries,
+            recent=recent,
         )
 
     @property
@@ -150,6 +176,8 @@ def load_model(
     with torch.inference_mode():
         model = architecture.Model(config, weights)
         layer = architecture.MtpLayer(config, weights, 0) if mtp and architecture.MtpLayer else None
+        if layer is not None:
+            layer.follow(model)
     if codes is not None:
         even_channels([*model.layers, *([layer.block] if layer is not None else [])], rows, checkpoint)
     return LoadedModel(model, layer, config, checkpoint, weights, target, compute, codes)

@@ -47,6 +47,11 @@ class EngineOptions:
         return self.num_drafts or (0 if self.draft is None else DRAFTS_OF_A_MODEL)
 
     @property
+    def lookahead(self) -> int:
+        """Tokens that a step may write behind those that stay: the guesses it checks and then those it makes."""
+        return max(self.most_drafts, self.num_looked_up) + self.most_drafts
+
+    @property
     def answer_rows(self) -> int:
         """Rows that a step of answers has at most, guesses included."""
         return self.max_batch * (1 + max(self.most_drafts, self.num_looked_up))

@@ -1,4 +1,4 @@
-"""What linear attention and short convolutions keep: for every running sequence a state of fixed size, beside the paged cache.
+"""What linear attention keeps: for every running sequence a state of fixed size, beside the paged cache.
 
 Each state is held twice, with the number of tokens it is of. A pass reads the one of the tokens before it and writes the other, so it may
 be computed again, as captures and retries do. Place 0 belongs to nobody: padding rows of a captured batch write there.
@@ -12,13 +12,12 @@ from torch import Tensor
 from quantkit.errors import QuantkitError
 from quantkit.executor.options import EngineOptions
 from quantkit.models.delta_rule import DeltaNet
-from quantkit.models.short_conv import ShortConvolutions
 
 
 class RecurrentStates:
     """Of `places` sequences. ranks: that share the heads."""
 
-    def __init__(self, net: DeltaNet | ShortConvolutions, places: int, device: torch.device | str, ranks: int = 1) -> None:
+    def __init__(self, net: DeltaNet, places: int, device: torch.device | str, ranks: int = 1) -> None:
         shapes, room = net.state_shapes(ranks), (2, places + 1)
         self._held = {number: [torch.zeros(*room, *shape, device=device) for shape in own] for number, own in shapes.items()}
         self._tokens = {number: torch.full(room, -1, dtype=torch.int64, device=device) for number in shapes}
@@ -41,16 +40,17 @@ class RecurrentStates:
         self._tokens[number][other, places] = tokens
 
 
-def check_states(keeps: bool, options: EngineOptions) -> None:
-    """Raises QuantkitError where options ask of layers with a state of each sequence what they cannot do. keeps: whether there are some."""
+def check_states(keeps: bool, takes_back: bool, options: EngineOptions) -> None:
+    """Raises QuantkitError where options ask of layers with a state of each sequence what they cannot do. keeps: whether there are some;
+    takes_back: whether tokens can be taken back from these."""
     told = f"{options.model_path} has layers whose state is of all the text before a token, which"
     if keeps and options.prefix_cache:
         raise QuantkitError(f"{told} requests cannot share block by block", "run it without --prefix-cache")
     guesses = {"--prompt-lookup": options.num_looked_up, "--draft": options.draft}
-    if keeps and (asked := " and ".join(name for name, given in guesses.items() if given)):
+    if keeps and not takes_back and (asked := " and ".join(name for name, given in guesses.items() if given)):
         raise QuantkitError(f"{told} cannot be taken back where a guess is wrong", f"run it without {asked}")
 
 
-def state_bytes(net: DeltaNet | ShortConvolutions | None, places: int, ranks: int) -> int:
-    """What `RecurrentStates` will hold on one rank; 0 for a model without."""
-    return 0 if net is None else (places + 1) * net.held_bytes(ranks)
+def state_bytes(net: DeltaNet, places: int, ranks: int) -> int:
+    """What `RecurrentStates` will hold on one rank."""
+    return (places + 1) * net.held_bytes(ranks)

@@ -2,16 +2,18 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar
 
 from quantkit_kernels import SILU, Gating, Routing
 from torch import Tensor
 
+from quantkit.models import compressed
 from quantkit.models.context import Context
 from quantkit.models.decoder import DecoderLayer, Model
 from quantkit.models.delta_rule import DeltaNet
 from quantkit.models.hyper import StreamSizes
+from quantkit.models.mtp import MtpReads
 from quantkit.models.short_conv import ShortConvolutions
 from quantkit.models.table import Parameter, ScaleGroup
 from quantkit.models.weights import Weights
@@ -101,11 +103,17 @@ class CompressedCache:
         """Of a token and layer, on average. It is not kept in 8 bits."""
         return 2 * self.width
 
-    @property
-    def held_values(self) -> int:
-        """Values that a running sequence keeps of its last tokens, over all layers, each held twice."""
-        groups = sum(rate * (2 if selects else 1) * self.raw_width(selects) for rate, selects in self.rates)
-        return 2 * (len(self.rates) * self.window * self.head_dim + groups)
+    def beside(self, drafts: int) -> "CompressedCache":
+        """With MTP layers, which have a window alone."""
+        return replace(self, rates=(*self.rates, *((0, False) for _ in range(drafts))))
+
+    def kept(self) -> dict[int, tuple[int, int]]:
+        """Of the last tokens of a running sequence, by `compressed.number_of`: how many, and the values of each."""
+        kept = {compressed.number_of(layer, 0): (self.window, self.head_dim) for layer in range(len(self.rates))}
+        for layer, (rate, selects) in enumerate(self.rates):
+            if rate:
+                kept[compressed.number_of(layer, 1)] = (rate * (1 + selects), self.raw_width(selects))
+        return kept
 
     def raw_width(self, selects: bool) -> int:
         """What a token brings to entries, the indexer's included: values and their weights, twice where groups overlap."""
@@ -210,18 +218,24 @@ class ConfigDefaults:
 
 
 class MtpModel(Protocol):
-    """A layer that predicts one token further: see `mtp.MtpLayer`."""
+    """A layer that predicts one token further: see `mtp.MtpLayer` and `streams_mtp.MtpLayer`. W: what the model hands out of a token."""
 
     block: DecoderLayer
+    embedding: Tensor
+    """Its own or the main model's, [vocab, H]; of some tokens alone while the layer is calibrated."""
+    reads: MtpReads
+
+    def follow(self, model: Model) -> None:
+        """Share what it shares with the main model, which hands out from now on what it reads."""
 
     def inputs(self, next_token_ids: Tensor, hidden: Tensor) -> Tensor:
-        """next_token_ids [T], hidden [T, H] after the main model's final norm -> the block's input [T, H]."""
+        """next_token_ids [T]: rows of the embedding; hidden: what it reads, one stream or several side by side -> the block's, as many."""
 
     def __call__(self, next_token_ids: Tensor, hidden: Tensor, context: Context) -> Tensor:
-        """-> hidden [T, H] after the layer's own last norm."""
+        """hidden [T, W] of the main model, or of this layer -> [T, W]."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [T, H] -> float32 [T, vocab]."""
+        """hidden [T, W] -> float32 [T, vocab]."""
 
 
 C = TypeVar("C")

@@ -150,6 +150,11 @@ class CompressedAttention:
         return seen & torch.zeros_like(seen).scatter_(1, places, True)
 
 
+def number_of(layer: int, part: int) -> int:
+    """Of what a layer keeps of a sequence's last tokens: part 0 are keys, part 1 is what goes into entries."""
+    return 2 * layer + part
+
+
 def turned(x: Tensor, by: Rope, positions: Tensor, back: bool = False) -> Tensor:
     """x [T, heads, D] with its last `by.dim` channels turned by the angles of positions [T], or back."""
     cos, sin = by.cos_sin(positions)

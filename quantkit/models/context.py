@@ -165,9 +165,8 @@ class CausalContext(Positions):
         return torch.cat(out)
 
     def convolve(self, layer: int, part: int, x: Tensor, kernel: Tensor) -> Tensor:
-        recent = kernel.new_zeros(kernel.shape[1] - 1, len(kernel))
         parts = zip(x.split(self.seq_lens), self.positions.split(self.seq_lens))
-        return torch.cat([convolved(*one, recent, kernel)[0] for one in parts])
+        return torch.cat([convolved(own, positions, own.float(), kernel) for own, positions in parts])
 
     def store_gqa(self, layer: int, qkv: Tensor, kv_heads: int, head_dim: int, norms: Norms | None, rope: Rope) -> Tensor:
         shape = (1, len(qkv), kv_heads, head_dim)

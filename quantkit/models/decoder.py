@@ -134,4 +134,4 @@ class Model:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [T, H], or [T, width] -> float32 [T, vocab]."""
-        return self.head(hidden[:, : self.embedding.shape[1]].contiguous() if self.read_at else hidden).float()
+        return self.head(hidden[:, : self.embedding.shape[1]].contiguous()).float()

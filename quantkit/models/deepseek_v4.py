@@ -1,8 +1,8 @@
 """DeepSeek-V4: compressed attention behind a short window, several residual streams, experts that the first layers choose by token id.
 
 The names are those of the published checkpoints; transformers writes some otherwise (checkpoint/renamed.py). As transformers computes it:
-queries and keys of the indexer are not turned by Hadamard's matrix nor rounded. The release's MTP layer (mtp.*) is copied, for engines that
-run it: transformers has no forward of it. Symbols: T tokens, H hidden_size, n streams (hc_mult), D head_dim.
+queries and keys of the indexer are not turned by Hadamard's matrix nor rounded. The MTP layer (mtp.*), which transformers has no forward
+of, is as the release's own code has it. Symbols: T tokens, H hidden_size, n streams (hc_mult), D head_dim.
 """
 
 from collections.abc import Iterator
@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantkit.errors import QuantkitError
-from quantkit.models import streams_decoder
+from quantkit.models import mtp, streams_decoder, streams_mtp
 from quantkit.models.architecture import CompressedCache, ConfigDefaults
 from quantkit.models.compressed import CompressedAttention, CompressedInputs, Pooling, scored, turned
-from quantkit.models.config import DECIDED, CountOrNone, NumExperts, NumLayers, read_fields
+from quantkit.models.config import DECIDED, CountOrNone, NumExperts, NumLayers, NumLayersOrNone, read_fields
 from quantkit.models.context import Context
 from quantkit.models.deepseek_v4_config import COMPRESSED, HEAVY, SCORINGS, check_sizes, read_ropes, read_schedules, refuse_others
 from quantkit.models.hyper import StreamSizes, end_parameters, stream_parameters
@@ -33,8 +33,8 @@ _LINEARS = MlpNames("w1", "w3", "w2")
 
 @dataclass(frozen=True)
 class Config(ConfigDefaults):
-    """Fields as config.json names them. kinds: of attention, by layer; rates: tokens of an entry, by kind; hashed: layers whose experts a
-    token's id chooses; ropes: of layers with a window alone, and of the others."""
+    """Fields as config.json names them. kinds: of attention, by layer, the MTP layers' too; rates: tokens of an entry, by kind; hashed:
+    layers whose experts a token's id chooses; ropes: of layers with a window alone, and of the others."""
 
     vocab_size: int
     hidden_size: int
@@ -53,6 +53,7 @@ class Config(ConfigDefaults):
     index_topk: int
     rms_norm_eps: float
     max_position_embeddings: int
+    num_nextn_predict_layers: NumLayersOrNone = 0
     hc_mult: int = 4
     hc_sinkhorn_iters: CountOrNone = 20
     hc_eps: float = 1e-6
@@ -69,14 +70,10 @@ class Config(ConfigDefaults):
         """From config.json. Raises QuantkitError where a required field is missing or a value is one this file does not compute."""
         refuse_others(config)
         made = cls(**read_fields(cls, config))
-        kinds, rates, hashed = read_schedules(config, made.num_hidden_layers)
+        kinds, rates, hashed = read_schedules(config, made.num_hidden_layers, made.num_nextn_predict_layers)
         made = replace(made, kinds=kinds, rates=rates, hashed=hashed, ropes=read_ropes(config, made.head_dim))
         check_sizes(made)
         return made
-
-    @property
-    def num_nextn_predict_layers(self) -> int:
-        return 0
 
     @property
     def streams(self) -> StreamSizes:
@@ -84,7 +81,7 @@ class Config(ConfigDefaults):
 
     @property
     def cache(self) -> CompressedCache:
-        return CompressedCache(self.head_dim, self.index_head_dim, self.sliding_window, self.entry_rates)
+        return CompressedCache(self.head_dim, self.index_head_dim, self.sliding_window, self.entry_rates[: self.num_hidden_layers])
 
     @property
     def entry_rates(self) -> tuple[tuple[int, bool], ...]:
@@ -109,6 +106,10 @@ class Config(ConfigDefaults):
         scale = self.routed_scaling_factor
         return Routing(self.n_routed_experts, self.num_experts_per_tok, True, self.scoring_func, routed_scaling_factor=scale)
 
+    def prefix(self, layer: int) -> str:
+        """What the names of a layer's tensors begin with."""
+        return f"layers.{layer}" if layer < self.num_hidden_layers else f"mtp.{layer - self.num_hidden_layers}"
+
     def is_moe(self, layer: int) -> bool:
         return True
 
@@ -118,23 +119,30 @@ class Config(ConfigDefaults):
 
 
 def parameters(config: Config) -> list[Parameter]:
-    """Every tensor of the checkpoint but the MTP layer's, in the order a forward pass meets them."""
+    """Every tensor of the checkpoint in the order a forward pass meets them, the MTP layers' last."""
     h, vocab = config.hidden_size, config.vocab_size
     rows = [Parameter("embed.weight", (vocab, h), "embedding")]
     for layer in range(config.num_hidden_layers):
-        p = f"layers.{layer}"
-        rows += stream_parameters(config.streams, f"{p}.hc_attn", layer, "attention")
-        rows.append(Parameter(f"{p}.attn_norm.weight", (h,), "norm", layer=layer))
-        rows += _attention_parameters(config, layer)
-        rows += stream_parameters(config.streams, f"{p}.hc_ffn", layer, "router")
-        rows.append(Parameter(f"{p}.ffn_norm.weight", (h,), "norm", layer=layer))
-        rows += _expert_parameters(config, layer)
+        rows += _layer_parameters(config, layer)
     rows += end_parameters(config.streams)
-    return [*rows, Parameter("norm.weight", (h,), "norm"), Parameter("head.weight", (vocab, h), "head", "vocab")]
+    rows += [Parameter("norm.weight", (h,), "norm"), Parameter("head.weight", (vocab, h), "head", "vocab")]
+    for layer in mtp.mtp_layers(config):
+        rows += streams_mtp.mtp_parameters(config.streams, config.prefix(layer), layer, _layer_parameters(config, layer))
+    return rows
+
+
+def _layer_parameters(config: Config, layer: int) -> Iterator[Parameter]:
+    h, p = config.hidden_size, config.prefix(layer)
+    yield from stream_parameters(config.streams, f"{p}.hc_attn", layer, "attention")
+    yield Parameter(f"{p}.attn_norm.weight", (h,), "norm", layer=layer)
+    yield from _attention_parameters(config, layer)
+    yield from stream_parameters(config.streams, f"{p}.hc_ffn", layer, "router")
+    yield Parameter(f"{p}.ffn_norm.weight", (h,), "norm", layer=layer)
+    yield from _expert_parameters(config, layer)
 
 
 def _attention_parameters(config: Config, layer: int) -> Iterator[Parameter]:
-    h, d, a = config.hidden_size, config.head_dim, f"layers.{layer}.attn"
+    h, d, a = config.hidden_size, config.head_dim, f"{config.prefix(layer)}.attn"
     heads, groups = config.num_attention_heads, config.o_groups
 
     def row(name: str, shape: tuple[int, ...], role: Role, split: Split = "replicate") -> Parameter:
@@ -175,7 +183,7 @@ def _compressor_parameters(prefix: str, hidden: int, dim: int, rate: int, overla
 
 def _expert_parameters(config: Config, layer: int) -> list[Parameter]:
     width, experts, names = config.moe_intermediate_size, config.n_routed_experts, config.names_of(layer)
-    prefix = f"layers.{layer}.ffn"
+    prefix = f"{config.prefix(layer)}.ffn"
     router, *others = moe_parameters(prefix, config.hidden_size, width, layer, experts, shared_width=width, names=names)
     if layer not in config.hashed:
         return [router, *others]
@@ -185,7 +193,8 @@ def _expert_parameters(config: Config, layer: int) -> list[Parameter]:
 
 def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
     """The norms before both halves and of the queries' latent, to all that reads them; gates that are clamped let no scale pass."""
-    p, a = f"layers.{layer}", f"layers.{layer}.attn"
+    p = config.prefix(layer)
+    a = f"{p}.attn"
     rate, selects = config.entry_rates[layer]
     readers = [f"{a}.wq_a", f"{a}.wkv", *([f"{a}.compressor.wkv", f"{a}.compressor.wgate"] if rate else [])]
     queries = [f"{a}.wq_b"]
@@ -204,7 +213,7 @@ class Attention:
     """Of a rank: its share of the heads, and the groups of outputs that these make."""
 
     def __init__(self, config: Config, layer: int, weights: Weights) -> None:
-        a = f"layers.{layer}.attn"
+        a = f"{config.prefix(layer)}.attn"
         rate, selects = config.entry_rates[layer]
         self.config, self.layer, self.selects = config, layer, selects
         self.rope = config.ropes[1 if rate else 0]
@@ -263,7 +272,7 @@ class MixtureV4(MoeMlp):
     """Experts by scores that are the square root of softplus, or a sigmoid; in the first layers by a table of token ids."""
 
     def __init__(self, config: Config, layer: int, weights: Weights) -> None:
-        prefix = f"layers.{layer}.ffn"
+        prefix = f"{config.prefix(layer)}.ffn"
         super().__init__(config.routing, prefix, weights, config.names_of(layer))
         self.table = weights.tensor(f"{prefix}.{_TABLE}").long() if layer in config.hashed else None
         if self.table is not None and not bool(((self.table >= 0) & (self.table < config.n_routed_experts)).all()):
@@ -288,7 +297,7 @@ class DecoderLayer(streams_decoder.StreamsLayer):
     mlp: MixtureV4
 
     def __init__(self, config: Config, layer: int, weights: Weights) -> None:
-        p, attention, mixture = f"layers.{layer}", Attention(config, layer, weights), MixtureV4(config, layer, weights)
+        p, attention, mixture = config.prefix(layer), Attention(config, layer, weights), MixtureV4(config, layer, weights)
         names = streams_decoder.LayerNames("hc_attn", "hc_ffn", "attn_norm", "ffn_norm")
         super().__init__(p, config.streams, weights, attention, mixture, names)
 
@@ -303,4 +312,5 @@ class Model(streams_decoder.StreamsModel):
         super().__init__(config, weights, "head", embedding="embed", norm="norm")
 
 
-MtpLayer = None
+class MtpLayer(streams_mtp.MtpLayer):
+    layer_class = DecoderLayer

@@ -51,8 +51,11 @@ def check_sizes(config: Any) -> None:
         check_at_most("the rotary embedding's channels", config.ropes[1].dim, "index_head_dim", config.index_head_dim)
 
 
-def read_schedules(config: dict[str, Any], num_layers: int) -> tuple[tuple[str, ...], tuple[int, int], frozenset[int]]:
-    """Kinds of attention by layer, tokens of an entry of the two that have some, and layers whose experts a token's id chooses."""
+def read_schedules(config: dict[str, Any], num_layers: int, drafts: int) -> tuple[tuple[str, ...], tuple[int, int], frozenset[int]]:
+    """Kinds of attention by layer, tokens of an entry of the two that have some, and layers whose experts a token's id chooses.
+
+    drafts: MTP layers, which come last. Those that no list goes on to have a window alone, as the release lists its own.
+    """
     kinds = config.get("layer_types")
     if kinds is None and config.get("compress_ratios") is not None:
         ratios = config["compress_ratios"]
@@ -62,7 +65,8 @@ def read_schedules(config: dict[str, Any], num_layers: int) -> tuple[tuple[str, 
         kinds = [_BY_RATIO[one] for one in ratios]
     if kinds is None:
         kinds = [HEAVY if layer < 2 or layer % 2 == 0 else COMPRESSED for layer in range(num_layers)]
-    found = _listed("layer_types", kinds, num_layers, (WINDOW, COMPRESSED, HEAVY))
+    kinds = [*kinds, *[WINDOW] * (num_layers + drafts - len(kinds))] if isinstance(kinds, list) and len(kinds) >= num_layers else kinds
+    found = _listed("layer_types", kinds, num_layers, (WINDOW, COMPRESSED, HEAVY), drafts)
     experts = config.get("mlp_layer_types")
     if experts is None:
         count = check_count("num_hash_layers", _or(config.get("num_hash_layers"), _HASH_LAYERS), least=0)
@@ -71,10 +75,10 @@ def read_schedules(config: dict[str, Any], num_layers: int) -> tuple[tuple[str, 
     return found, _read_rates(config), frozenset(layer for layer, kind in enumerate(listed) if kind == _HASHED)
 
 
-def _listed(name: str, kinds: Any, num_layers: int, known: tuple[str, ...]) -> tuple[str, ...]:
+def _listed(name: str, kinds: Any, num_layers: int, known: tuple[str, ...], drafts: int = 0) -> tuple[str, ...]:
     if not isinstance(kinds, list) or len(kinds) < num_layers or not {*map(str, kinds)} <= {*known}:
         raise refusal(name, kinds, f"{' or '.join(known)} for each of num_hidden_layers = {num_layers}")
-    return tuple(kinds[:num_layers])
+    return tuple(kinds[: num_layers + drafts])
 
 
 def _read_rates(config: dict[str, Any]) -> tuple[int, int]:

@@ -4,7 +4,7 @@ Symbols: T tokens, H hidden_size.
 """
 
 from collections.abc import Iterable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from quantkit_kernels import rms_norm
@@ -15,6 +15,9 @@ from quantkit.models import decoder
 from quantkit.models.context import Context
 from quantkit.models.table import Parameter
 from quantkit.models.weights import Weights
+
+MtpReads = Literal["normed", "merged", "streams"]
+"""What an MTP layer reads of the main model: its hidden states behind the final norm or before it, or the streams that they are made of."""
 
 
 class MtpStackConfig(decoder.StackConfig, Protocol):
@@ -45,6 +48,7 @@ class MtpLayer:
     """Predicts token i + 2 from the hidden state of token i and the embedding of token i + 1."""
 
     layer_class: ClassVar[type[Any]]
+    reads: MtpReads = "normed"
 
     def __init__(self, config: MtpStackConfig, weights: Weights, index: int = 0) -> None:
         layer = config.num_hidden_layers + index
@@ -57,6 +61,9 @@ class MtpLayer:
         self.block: decoder.DecoderLayer = self.layer_class(config, layer, weights)
         self.norm = weights.tensor(f"{p}.shared_head.norm.weight")
         self.head = weights.linear(f"{p}.shared_head.head")
+
+    def follow(self, model: decoder.Model) -> None:
+        """Embedding and head are the layer's own, and it reads the hidden states that every model hands out."""
 
     def inputs(self, next_token_ids: Tensor, hidden: Tensor) -> Tensor:
         """next_token_ids [T], hidden [T, H] after the main model's final norm -> the block's input [T, H]."""

@@ -4,13 +4,13 @@ y[t] = x[t] + sum over i < K of w[K - 1 - i] x[t - i]; the first K - 1 tokens of
 before it, so these are kept of each running sequence. Symbols: T tokens, C channels, K tokens that each sees, itself included.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quantkit.models.delta_rule import StateShapes, held_bytes
+_FLOAT, _COUNT = 4, 8
+"""Bytes of a value, and of a number of tokens."""
 
 
 @dataclass(frozen=True)
@@ -23,18 +23,22 @@ class ShortConvolutions:
     key_heads: int
     num_layers: int
 
-    def state_shapes(self, ranks: int = 1) -> StateShapes:
-        """Of each convolution, by `number_of`."""
+    def beside(self, drafts: int) -> "ShortConvolutions":
+        """With MTP layers."""
+        return replace(self, num_layers=self.num_layers + drafts)
+
+    def kept(self, ranks: int = 1) -> dict[int, tuple[int, int]]:
+        """Of the last tokens of a running sequence on one rank, by `number_of`: how many, and the values of each, float32."""
         sizes = (self.whole, self.shared // ranks)
-        return {number: ((self.kernel - 1, sizes[number % 2]),) for number in range(2 * self.num_layers)}
+        return {number: (self.kernel, sizes[number % 2]) for number in range(2 * self.num_layers)}
 
     def places_of_others(self, num_layers: int) -> None:
         """All layers keep latents beside."""
         return None
 
     def held_bytes(self, ranks: int = 1) -> int:
-        """Of one sequence over all layers on one rank: each state twice, with the number of tokens that it is of."""
-        return held_bytes(self.state_shapes(ranks))
+        """Of one sequence over all layers on one rank: each token's twice, with the number of tokens that they are of."""
+        return 2 * sum(_COUNT + _FLOAT * count * width for count, width in self.kept(ranks).values())
 
 
 def number_of(layer: int, part: int) -> int:
@@ -42,18 +46,17 @@ def number_of(layer: int, part: int) -> int:
     return 2 * layer + part
 
 
-def convolved(x: Tensor, positions: Tensor, recent: Tensor, kernel: Tensor) -> tuple[Tensor, Tensor]:
-    """Consecutive tokens of one sequence, x [T, C] at positions [T] behind recent float32 [K - 1, C], by kernel float32 [C, K]: -> [T, C],
-    and the last K - 1 inputs."""
-    padded = torch.cat((recent, x.float()))
+def convolved(x: Tensor, positions: Tensor, seen: Tensor, kernel: Tensor) -> Tensor:
+    """Consecutive tokens of one sequence, x [T, C] at positions [T], by kernel float32 [C, K] -> [T, C]. seen float32 [n, C]: x, behind
+    the K - 1 tokens before it as far as there are any."""
+    padded = F.pad(seen, (0, 0, len(x) + kernel.shape[1] - 1 - len(seen), 0))
     made = F.conv1d(padded.t()[None], kernel[:, None], groups=padded.shape[1])[0].t()
-    return _added(x, positions, made, kernel), padded[len(x) :]
+    return _added(x, positions, made, kernel)
 
 
-def convolved_step(x: Tensor, positions: Tensor, recent: Tensor, kernel: Tensor) -> tuple[Tensor, Tensor]:
-    """One token of each of B sequences, x [B, C] behind recent [B, K - 1, C]: as `convolved`."""
-    padded = torch.cat((recent, x.float()[:, None]), dim=1)
-    return _added(x, positions, (padded * kernel.t()).sum(1), kernel), padded[:, 1:]
+def convolved_step(x: Tensor, positions: Tensor, seen: Tensor, kernel: Tensor) -> Tensor:
+    """Tokens of any sequences, x [B, C], each with those before it, seen float32 [B, K, C]: as `convolved`."""
+    return _added(x, positions, (seen * kernel.t()).sum(1), kernel)
 
 
 def _added(x: Tensor, positions: Tensor, made: Tensor, kernel: Tensor) -> Tensor:

@@ -35,19 +35,26 @@ def read_model(checkpoint: Checkpoint) -> Model:
         problem = fault.problem.replace("config.json", told, 1) if "config.json" in fault.problem else f"{told}: {fault.problem}"
         raise QuantkitError(problem, fault.remedy) from fault
     rows = resolve(architecture.parameters(config), checkpoint.tensors)
-    rows += _copied(checkpoint, config.copied)
+    if config.copied:
+        rows = _without_other_drafts(checkpoint, rows, config.copied)
+        rows += _copied(checkpoint, config.copied, {row.name for row in rows})
     check_listed(checkpoint, rows)
     return Model(architecture, config, rows)
 
 
-def _copied(checkpoint: Checkpoint, prefixes: tuple[str, ...]) -> list[Parameter]:
-    """Rows of another model beside this one, whose tensors' names begin so. A packed linear is one row, and is copied decoded."""
-    if not prefixes:
-        return []
+def _without_other_drafts(checkpoint: Checkpoint, rows: list[Parameter], prefixes: tuple[str, ...]) -> list[Parameter]:
+    """The rows but those of MTP layers that may lack, and do: transformers writes none, others have draft models of another kind."""
+    own = {row.layer for row in rows if row.role == "mtp_proj" and is_stored(checkpoint, row)}
+    return [row for row in rows if not row.mtp or not row.name.startswith(prefixes) or row.layer in own]
+
+
+def _copied(checkpoint: Checkpoint, prefixes: tuple[str, ...], known: set[str]) -> list[Parameter]:
+    """Rows of another model beside this one, whose tensors' names begin so, and are not known. A packed linear is one row, and is copied
+    decoded."""
     packed = {name for linear in checkpoint.linears.values() for name in linear.tensors}
     found = [Parameter(one.name, one.shape, "copied") for one in checkpoint.tensors.values() if one.name not in packed]
     found += [Parameter(f"{module}.weight", linear.shape, "copied") for module, linear in checkpoint.linears.items()]
-    return [row for row in found if row.name.startswith(prefixes)]
+    return [row for row in found if row.name.startswith(prefixes) and row.name not in known]
 
 
 def check_listed(checkpoint: Checkpoint, rows: Iterable[Parameter]) -> None:

@@ -6,6 +6,7 @@ Hidden states between sublayers, as calibration walks them, are `hyper.packed`. 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+import torch
 from quantkit_kernels import rms_norm
 from torch import Tensor
 from torch.nn import functional as F
@@ -94,9 +95,28 @@ class StreamsModel(decoder.Model):
     ) -> None:
         super().__init__(config, weights, head, embedding=embedding, norm=norm)
         self.end, self.count = StreamsEnd(config.streams, weights), config.streams.count
+        self.hands_on = False
+        """Whether what an MTP layer reads is handed out behind the hidden states, side by side."""
+
+    @property
+    def width(self) -> int:
+        """As `decoder.Model.width`."""
+        return self.embedding.shape[1] * (1 + self.hands_on * self.num_handed)
+
+    @property
+    def num_handed(self) -> int:
+        """Vectors of hidden_size that an MTP layer reads of a token."""
+        return self.count
 
     def __call__(self, token_ids: Tensor, context: Context) -> Tensor:
+        """token_ids [T] -> hidden [T, H] after the final norm, and what is handed on, [T, width]."""
         streams = begun(F.embedding(token_ids, self.embedding), self.count)
         for layer in self.layers:
             _, streams = layer(token_ids, streams, context, self.norm)
-        return rms_norm(self.end(streams), self.norm, self.config.rms_norm_eps)
+        merged = self.end(streams)
+        normed = rms_norm(merged, self.norm, self.config.rms_norm_eps)
+        return torch.cat((normed, self.handed(streams, merged)), dim=-1) if self.hands_on else normed
+
+    def handed(self, streams: Tensor, merged: Tensor) -> Tensor:
+        """What an MTP layer reads, [T, num_handed H], of the streams [T, n, H] behind the last layer and of these merged, [T, H]."""
+        return streams.flatten(1)

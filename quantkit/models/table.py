@@ -4,6 +4,7 @@ Loader, calibration, converter, planner and executor read these rows; none of th
 Symbols: H = hidden_size, N x K = out x in features of a linear.
 """
 
+import re
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -86,9 +87,9 @@ class Parameter:
 
     @property
     def within_layer(self) -> str:
-        """The module's name inside its decoder layer: `self_attn.o_proj` of `model.layers.3.self_attn.o_proj`."""
+        """The module's name inside its layer: `self_attn.o_proj` of `model.layers.3.self_attn.o_proj`, `attn.wkv` of `mtp.0.attn.wkv`."""
         assert self.layer is not None, self.name
-        return self.module.split(f".{self.layer}.", 1)[1]
+        return re.split(r"\.\d+\.", self.module, maxsplit=1)[1]
 
     @property
     def part(self) -> str:

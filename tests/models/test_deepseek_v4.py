@@ -20,6 +20,7 @@ from quantkit.executor.engine import Engine
 from quantkit.executor.load import load_model
 from quantkit.executor.runner import Runner
 from quantkit.executor.sampling import SamplingParams
+from quantkit.executor.scheduler import StepBudget
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
 from quantkit.models.hyper import begun, packed
@@ -67,7 +68,8 @@ def test_logits_equal_transformers(case: str) -> None:
         expected = torch.cat([one.peer(own[None]).logits[0] for own in token_ids.split(lengths)])
     assert expected.abs().max() > 1
     assert (one.logits(lengths, token_ids) - expected).abs().max() < 1e-4
-    assert {row.name: row.shape for row in one.architecture.parameters(one.config)} == {k: tuple(v.shape) for k, v in one.tensors.items()}
+    rows = {row.name: row.shape for row in one.architecture.parameters(one.config) if not row.mtp}  # which transformers has not
+    assert rows == {k: tuple(v.shape) for k, v in one.tensors.items()}
     model = one.architecture.Model(one.config, one.weights())
     hidden = packed(begun(one.tensors["embed.weight"][token_ids], one.config.hc_mult), token_ids)
     with torch.no_grad():
@@ -76,6 +78,41 @@ def test_logits_equal_transformers(case: str) -> None:
         whole = model(token_ids, CausalContext(lengths))
         end = F.rms_norm(model.end(hidden[:, :-1].unflatten(-1, (one.config.hc_mult, -1))), (64,), model.norm, one.config.rms_norm_eps)
     assert (end - whole).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("case", ["release", "odd"])
+def test_the_mtp_layer_is_the_published_one(case: str) -> None:
+    """As the release's inference/model.py has it (MTPBlock): linears over the normed embedding of the next token and over each stream,
+    normed, added; a layer with a window, here transformers'; streams that end by weights of its own; the main model's head."""
+    layers = COMPRESSED["num_hidden_layers"] + 1
+    kinds = {"compress_ratios": [4, 0, 128, 4, 0], "layer_types": None, "compress_rates": None}
+    one, generator = Case({**CASES[case], **kinds, "num_hidden_layers": layers}), torch.Generator().manual_seed(5)
+    hidden, eps = one.config.hidden_size, one.config.rms_norm_eps
+    own = {name: torch.randn(hidden, generator=generator) for name in ("enorm.weight", "hnorm.weight")}
+    own |= {f"{side}_proj.weight": torch.randn(hidden, hidden, generator=generator) / hidden**0.5 for side in "eh"}
+    ends = [name for name in one.tensors if name.startswith("hc_head") or name == "norm.weight"]
+    tensors = {name.replace(f"layers.{layers - 1}.", "mtp.0."): tensor for name, tensor in one.tensors.items()}
+    tensors |= {f"mtp.0.{name}": tensor for name, tensor in (own | {name: one.tensors[name] for name in ends}).items()}
+    tensors |= {name: torch.randn(one.tensors[name].shape, generator=generator) for name in ends}
+    token_ids = torch.randint(0, 211, (40,), generator=generator)
+    next_ids = token_ids.roll(-1)
+
+    def mixed(module: torch.nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        embedded = F.rms_norm(one.tensors["embed.weight"][next_ids], (hidden,), own["enorm.weight"], eps) @ own["e_proj.weight"].T
+        streams = F.rms_norm(given[0], (hidden,), own["hnorm.weight"], eps) @ own["h_proj.weight"].T
+        return embedded[None, :, None] + streams, *given[1:]
+
+    one.peer.model.layers[layers - 1].register_forward_pre_hook(mixed)
+    config: Any = one.architecture.Config.from_dict({**one.config_dict, "num_hidden_layers": layers - 1, "num_nextn_predict_layers": 1})
+    weights = PlainWeights(tensors, config.mixture.linears)
+    model, mtp = one.architecture.Model(config, weights), one.architecture.MtpLayer(config, weights)
+    mtp.follow(model)
+    with torch.no_grad():
+        expected = one.peer(token_ids[None]).logits[0]
+        made = mtp(next_ids, model(token_ids, CausalContext([40])), CausalContext([40]))
+        assert (mtp.logits(made) - expected).abs().max() < 1e-4
+    assert expected.abs().max() > 1
+    assert made.shape == (40, model.width)
 
 
 @pytest.mark.parametrize("case", ["release", "odd"])
@@ -111,6 +148,48 @@ def test_a_text_is_the_same_however_it_is_cut(csa: int, hca: int, tmp_path: Path
     assert furthest_from_whole(loaded, random.Random(csa)) < 1e-4
 
 
+PROMPTS = [list(range(6 + i, 30 + 13 * i)) for i in range(5)]
+
+
+def drafted(path: Path, num_drafts: int, budget: StepBudget | None = None, **options: Any) -> tuple[list[list[int]], float]:
+    """Tokens, greedy and drawn, and the share of guesses that were kept."""
+    options = {"max_batch": 3, "max_model_len": 128, "num_drafts": num_drafts, **options}
+    engine = Engine.load(path, device="cpu", dtype="float32", **options)
+    if budget is not None:
+        engine.scheduler.budget = budget
+    params = [SamplingParams(max_new_tokens=20 + i, temperature=0.7 * (i % 2), seed=i, ignore_eos=True) for i in range(5)]
+    done = sorted(engine.generate(PROMPTS, params), key=lambda one: one.index)
+    assert options.get("cache_tokens") is None or engine.scheduler.num_preempted > 0
+    return [one.token_ids for one in done], engine.speculation.acceptance.rate
+
+
+@pytest.fixture(scope="module")
+def easy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Hidden states are nearly the embeddings, and so the next token follows from the last one; the MTP layer passes the embedding of the
+    next token through: guesses are often right."""
+    from test_architectures import random_tensors
+
+    tensors = random_tensors(tiny())
+    for name, tensor in tensors.items():
+        if name.endswith((".wo_b.weight", ".w2.weight", "mtp.0.h_proj.weight")):
+            tensors[name] = tensor * 0.1
+    tensors["head.weight"] = tensors["head.weight"] * 4
+    tensors["mtp.0.e_proj.weight"] = torch.eye(256).bfloat16()
+    return make_model.write_dense(tmp_path_factory.mktemp("models") / "easy", tiny(), tensors)
+
+
+@pytest.mark.parametrize(
+    ("budget", "options"),
+    [(None, {}), (StepBudget(16, 7, mixed=True), {}), (None, {"cache_tokens": 192, "max_model_len": 192}), (None, {"num_looked_up": 2})],
+    ids=["plain", "chunks", "preempted", "looked-up"],
+)
+def test_guesses_change_no_token(easy: Path, budget: StepBudget | None, options: dict[str, Any]) -> None:
+    """Guesses of the MTP layer, right and wrong ones: entries, windows and what is pooled are taken back."""
+    found, rate = drafted(easy, 3, budget, **options)
+    assert found == drafted(easy, 0)[0]
+    assert 0.1 < rate < 0.95
+
+
 def test_steps_that_are_captured_give_the_same_tokens(tmp_path: Path) -> None:
     """Over static buffers, padded in rows and tables, as graphs have them; a sequence that ends gives its place to another."""
     source, params = written(tmp_path / "model"), SamplingParams(max_new_tokens=9, ignore_eos=True)
@@ -144,12 +223,13 @@ def _fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def as_published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """FP4 experts, FP8 linears, an MTP layer with the tensors of another, and a table of 32-bit ids."""
-    tensors = tensors | {f"mtp.0.{name.removeprefix('layers.1.')}": one.clone() for name, one in tensors.items() if name[:9] == "layers.1."}
+    """FP4 experts, FP8 linears, a tensor of a draft model of another kind, and a table of 32-bit ids."""
+    tensors = tensors | {"mtp.1.main_norm.weight": tensors["norm.weight"].clone()}
     made: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         last = name.split(".")[-2] if name.endswith(".weight") else ""
-        packed_as = _fp4 if ".experts." in name else _fp8 if last[:1] == "w" and tensor.dim() == 2 and ".compressor." not in name else None
+        linear = (last[:1] == "w" or last in ("e_proj", "h_proj")) and tensor.dim() == 2 and ".compressor." not in name
+        packed_as = _fp4 if ".experts." in name else _fp8 if linear else None
         if packed_as is None or last == "weights_proj":
             made[name] = tensor.int() if tensor.dtype == torch.int64 else tensor
         else:
@@ -161,14 +241,15 @@ QUANTIZATION = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "wei
 
 
 def test_the_published_layout_is_read_and_its_experts_are_kept(tmp_path: Path) -> None:
-    """To the bit what transformers decodes; MXFP4 experts stay as they are where they are asked for; the MTP layer is copied, decoded."""
+    """To the bit what transformers decodes; MXFP4 experts stay as they are where they are asked for, the MTP layer's too, which guesses
+    from either; what is of another draft model is copied."""
     from test_architectures import random_tensors
 
     config = tiny(expert_dtype="fp4", quantization_config=QUANTIZATION)
     stored = as_published(random_tensors(tiny()))
     source = make_model.write_dense(tmp_path / "source", config, stored)
     checkpoint, decode = Checkpoint.open(source), Fp8Dequantize(None)
-    for name in ("layers.0.ffn.experts.3.w2", "layers.1.ffn.experts.0.w1", "layers.2.attn.wo_a", "mtp.0.attn.wkv"):
+    for name in ("layers.0.ffn.experts.3.w2", "layers.1.ffn.experts.0.w1", "layers.2.attn.wo_a", "mtp.0.e_proj"):
         values, scale = stored[f"{name}.weight"], stored[f"{name}.scale"].float()
         wide = decode._unpack_fp4(values) if values.dtype == torch.int8 else values.float()
         tall, long = (32 if values.dtype == torch.int8 else 128), (1 if values.dtype == torch.int8 else 128)
@@ -177,11 +258,12 @@ def test_the_published_layout_is_read_and_its_experts_are_kept(tmp_path: Path) -
     recipe = Recipe(scheme="mxfp4-w4a16", methods=())
     quantize(source, tmp_path / "out", SCHEMES["mxfp4-w4a16"], "auto", recipe, device="cpu")
     out = Checkpoint.open(tmp_path / "out")
-    name = "layers.1.ffn.experts.0.w1"
-    assert torch.equal(dequantize(out.weight(name)), dequantize(checkpoint.weight(name)))
-    beside = [name for name in out.tensors if name.startswith("mtp.")]
-    assert len(beside) == len({name.removesuffix(".scale") for name in stored if name.startswith("mtp.") and not name.endswith(".scale")})
-    assert torch.equal(out.read("mtp.0.attn.wkv.weight").float(), dequantize(checkpoint.weight("mtp.0.attn.wkv")))
+    for name in ("layers.1.ffn.experts.0.w1", "mtp.0.ffn.experts.2.w2"):
+        assert torch.equal(dequantize(out.weight(name)), dequantize(checkpoint.weight(name)))
+    assert torch.equal(out.read("mtp.0.e_proj.weight").float(), dequantize(checkpoint.weight("mtp.0.e_proj")))
+    assert torch.equal(out.read("mtp.1.main_norm.weight"), stored["norm.weight"])
+    guessed = [drafted(path, 2)[0] for path in (source, tmp_path / "out")]
+    assert guessed == [drafted(path, 0)[0] for path in (source, tmp_path / "out")]
     with pytest.raises(QuantkitError, match="by token id"):
         quantize(source, tmp_path / "no", SCHEMES["awq-w4a16"], "auto", Recipe(scheme="awq-w4a16", prune=0.25), device="cpu")
 
