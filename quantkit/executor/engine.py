@@ -24,7 +24,6 @@ from quantkit.executor.cache import CachePlan
 from quantkit.executor.checks import check_eos, check_request
 from quantkit.executor.chooser import Chooser
 from quantkit.executor.draft_load import check_draft, load_draft, make_drafter
-from quantkit.executor.drafter import Drafter
 from quantkit.executor.eagle_head import LoadedHead
 from quantkit.executor.expert_counter import ExpertCounter
 from quantkit.executor.grammar import Grammars
@@ -35,13 +34,14 @@ from quantkit.executor.leader import Leader
 from quantkit.executor.load import LoadedModel, load_model
 from quantkit.executor.logprobs import check_numbers, score_prompts, token_logprobs
 from quantkit.executor.mtp_drafter import MtpDrafter
+from quantkit.executor.mtp_heads import MtpHeads
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.parallel import SINGLE, join
 from quantkit.executor.runner import ForwardPass, Runner
 from quantkit.executor.sampling import SamplingParams, check_defaults
 from quantkit.executor.scheduler import ScheduledStep, Scheduler
 from quantkit.executor.sequence import Completion, Delta, FinishReason, Sequence
-from quantkit.executor.speculation import Speculation
+from quantkit.executor.speculation import Source, Speculation
 from quantkit.executor.states import check_states
 from quantkit.tokenizer.chat import ChatTokenizer
 
@@ -75,12 +75,17 @@ class Engine:
         self.expert_counter: ExpertCounter | None = None
         eager = "experts are counted" if count_experts else ""
         self.runner = Runner(loaded.model, self.cache, eager=eager, experts=loaded.weights.expert_ranks)
-        drafter: Drafter | None = None
+        drafter: Source | None = None
         if draft is not None:
             drafter = make_drafter(draft, loaded, plan, self.runner, num_drafts, self.parallel, shared=prefix_cache)
         elif num_drafts:
             assert loaded.mtp is not None, "loaded with its MTP layer"
-            drafter = MtpDrafter(loaded.mtp, self.runner, num_drafts, self.parallel)
+            several = len(loaded.mtp_layers) > 1
+            drafter = (
+                MtpHeads(loaded.mtp_layers, self.runner, num_drafts, self.parallel)
+                if several
+                else MtpDrafter(loaded.mtp, self.runner, num_drafts, self.parallel)
+            )
         self.speculation = Speculation(drafter, num_looked_up, measured=measure_steps)
         self.leader = Leader(self.parallel)
         self.grammars = Grammars(tokenizer.tokenizer, loaded.config.vocab_size, tokenizer.eos_ids)
@@ -169,7 +174,7 @@ class Engine:
                 device=options.device,
                 backend=options.backend,
                 dtype=options.dtype,
-                mtp=options.num_drafts > 0 and options.draft is None,
+                mtp=options.num_drafts if options.draft is None else 0,
                 parallel=parallel if options.dp == 1 else SINGLE,
                 expert_parallel=SINGLE if options.dp == 1 else parallel,
                 cache=options.cache,

@@ -30,13 +30,13 @@ from quantkit.schemes import IntGrid
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """`model`, `mtp` and `config` are the architecture file's Model, MtpLayer (where asked for) and Config.
+    """`model`, `mtp_layers` and `config` are the architecture file's Model, MtpLayers (as many as asked for) and Config.
 
     `nbytes` is what the prepared weights hold. codes: the dtype of a cache in 8 bits, None for one of 16.
     """
 
     model: Model
-    mtp: MtpModel | None
+    mtp_layers: tuple[MtpModel, ...]
     config: ModelConfig
     checkpoint: Checkpoint
     weights: ExecutorWeights
@@ -51,7 +51,12 @@ class LoadedModel:
     @property
     def num_cached_layers(self) -> int:
         """Layers that keep something of every token."""
-        return self.config.num_cached_layers + (self.mtp is not None)
+        return self.config.num_cached_layers + len(self.mtp_layers)
+
+    @property
+    def mtp(self) -> MtpModel | None:
+        """The first MTP layer."""
+        return next(iter(self.mtp_layers), None)
 
     @property
     def keeps_states(self) -> bool:
@@ -65,7 +70,7 @@ class LoadedModel:
 
     def _recent_sizes(self) -> dict[int, tuple[int, int]]:
         """Of the last tokens of a running sequence, as `RecentTokens` has it; the MTP layer's, too."""
-        held, net, drafts = self.config.cache, self.config.recurrent, int(self.mtp is not None)
+        held, net, drafts = self.config.cache, self.config.recurrent, len(self.mtp_layers)
         if isinstance(held, CompressedCache):
             return held.beside(drafts).kept()
         return net.beside(drafts).kept(self.weights.parallel.size) if isinstance(net, ShortConvolutions) else {}
@@ -92,7 +97,7 @@ class LoadedModel:
         layout, held, coding, net = self.cache_layout, self.config.cache, None, self.config.recurrent
         entries = recent = None
         if isinstance(held, CompressedCache):
-            sizes = held.beside(int(self.mtp is not None))
+            sizes = held.beside(len(self.mtp_layers))
             entries = CompressedEntries(sizes, num_blocks, layout.block_size, places, self.dtype, self.device, ahead)
         elif isinstance(net, ShortConvolutions):
             recent = RecentTokens(self._recent_sizes(), ahead, places, torch.float32, self.device)
@@ -140,12 +145,12 @@ def load_model(
     device: str = "auto",
     backend: str = "auto",
     dtype: str | None = None,
-    mtp: bool = False,
+    mtp: int = 0,
     parallel: Parallel = SINGLE,
     expert_parallel: Parallel = SINGLE,
     cache: str | None = None,
 ) -> LoadedModel:
-    """Open, check and prepare; the MTP layer only with `mtp`. cache: int8 or fp8 for a cache in 8 bits. parallel: ranks that
+    """Open, check and prepare. mtp: MTP layers, at most. cache: int8 or fp8 for a cache in 8 bits. parallel: ranks that
     cut linears; expert_parallel: ranks that share out the routed experts and have all else whole.
 
     backend: serves every operator that it has; what it lacks the best one serves. From now on that holds for the whole process. Raises
@@ -175,12 +180,13 @@ def load_model(
     weights = ExecutorWeights(checkpoint, rows, device=target, dtype=compute, backend=backend, parallel=parallel, expert_ranks=expert_ranks)
     with torch.inference_mode():
         model = architecture.Model(config, weights)
-        layer = architecture.MtpLayer(config, weights, 0) if mtp and architecture.MtpLayer else None
-        if layer is not None:
+        count = min(mtp, config.num_nextn_predict_layers) if architecture.MtpLayer else 0
+        layers = tuple(architecture.MtpLayer(config, weights, number) for number in range(count))  # type: ignore[misc]
+        for layer in layers:
             layer.follow(model)
     if codes is not None:
-        even_channels([*model.layers, *([layer.block] if layer is not None else [])], rows, checkpoint)
-    return LoadedModel(model, layer, config, checkpoint, weights, target, compute, codes)
+        even_channels([*model.layers, *(layer.block for layer in layers)], rows, checkpoint)
+    return LoadedModel(model, layers, config, checkpoint, weights, target, compute, codes)
 
 
 def _check_heads(config: ModelConfig, size: int) -> None:

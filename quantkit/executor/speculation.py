@@ -11,7 +11,6 @@ from typing import Protocol
 from torch import Tensor
 
 from quantkit.executor.chooser import ChosenTokens
-from quantkit.executor.drafter import Drafter
 from quantkit.executor.guessing import COMPUTED, Guessing
 from quantkit.executor.lookup import Lookups
 from quantkit.executor.runner import ForwardPass
@@ -46,7 +45,7 @@ class Speculation:
     """drafter: the source that computes guesses, if any. num_looked_up: tokens guessed from what was said, at most. measured: whether
     fewer of either are guessed where that is faster."""
 
-    def __init__(self, drafter: Drafter | None, num_looked_up: int, *, measured: bool = False) -> None:
+    def __init__(self, drafter: Source | None, num_looked_up: int, *, measured: bool = False) -> None:
         self.drafter, self.acceptance = drafter, Acceptance()
         self.guessing = Guessing(drafter.count if drafter is not None else 0, num_looked_up, measured=measured)
         self._lookups = Lookups(num_looked_up, self.guessing.found)

@@ -4,7 +4,7 @@ Each layer's attention sees learned tokens, and beside these a window, or what a
 latents of queries and keys before they are normed, and over what the heads attended to. No library that is installed here computes it. What
 is computed is what the vendor's plain torch code has, which is public twice, as a model of transformers and as a calibration model; where
 the two differ, what both engines of the vendor have too. What public descriptions do not settle is listed in docs/models.md. The MTP layers
-are copied, for engines that run them. Symbols: T tokens, H hidden_size, n streams, L kv_lora_rank, R qk_rope_head_dim.
+have one stream and no indexer. Symbols: T tokens, H hidden_size, n streams, L kv_lora_rank, R qk_rope_head_dim.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ import torch
 from quantkit_kernels import rms_norm
 from torch import Tensor
 
-from quantkit.models import deepseek_v3, pangu_ultra_moe, streams_decoder
+from quantkit.models import decoder, deepseek_v3, mtp, pangu_ultra_moe, streams_decoder
 from quantkit.models.architecture import LatentCache
 from quantkit.models.config import DECIDED, CountOrNone, check_at_most, check_count, check_flag, read_fields, refusal, refuse_attention_bias
 from quantkit.models.context import Context
@@ -49,8 +49,8 @@ _FLAGS = {
 
 @dataclass(frozen=True)
 class Config(pangu_ultra_moe.Config):
-    """Fields as config.json names them. router_sliding_window: tokens that a short convolution sees. windows: of each layer how many tokens
-    its attention sees, 0 for all; indexed: layers that an indexer selects for; drafts: MTP layers, which are copied."""
+    """Fields as config.json names them. router_sliding_window: tokens that a short convolution sees. windows: of each layer, MTP layers
+    too, how many tokens its attention sees, 0 for all; indexed: layers that an indexer selects for."""
 
     mhc_num_stream: int = 4
     mhc_recur_norm: int = 20
@@ -62,7 +62,6 @@ class Config(pangu_ultra_moe.Config):
     windows: Annotated[tuple[int, ...], DECIDED] = ()
     indexed: Annotated[frozenset[int], DECIDED] = frozenset()
     normed_ends: Annotated[frozenset[int], DECIDED] = frozenset()
-    drafts: Annotated[int, DECIDED] = 0
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "Config":
@@ -76,13 +75,12 @@ class Config(pangu_ultra_moe.Config):
         refuse_attention_bias(config)
         values = read_fields(cls, {**_ONLY, **config, "norm_topk_prob": check_flag(config, "norm_topk_prob", default=True)})
         rope = Rope.from_dict(config, values["qk_rope_head_dim"], check_flag(config, "rope_interleave"), default_theta=None)
-        drafts = values.pop("num_nextn_predict_layers", 0)
-        made = cls(rope=rope, drafts=drafts, **values)
+        made = cls(rope=rope, **values)
         check_groups(made.routing)
         check_at_most("qk_rope_head_dim", made.qk_rope_head_dim, "index_head_dim", made.index_head_dim)
         check_count("router_sliding_window", made.router_sliding_window, least=2)
         indexed, ends = (_read_layers(config, key, made.num_hidden_layers) for key in ("dsa_layers", "block_post_layernorm_idx"))
-        windows = _read_windows(config, made.num_hidden_layers, frozenset(indexed))
+        windows = _read_windows(config, made.num_hidden_layers, made.num_nextn_predict_layers, frozenset(indexed))
         return replace(made, windows=windows, indexed=frozenset(indexed), normed_ends=frozenset(ends))
 
     @property
@@ -101,7 +99,7 @@ class Config(pangu_ultra_moe.Config):
 
     @property
     def copied(self) -> tuple[str, ...]:
-        return tuple(f"model.layers.{self.num_hidden_layers + number}." for number in range(self.drafts))
+        return tuple(f"model.layers.{layer}." for layer in mtp.mtp_layers(self))
 
     @property
     def indexer(self) -> IndexerSizes:
@@ -118,13 +116,14 @@ def _read_layers(config: dict[str, Any], key: str, num_layers: int) -> list[int]
     return [one for one in listed if one < num_layers]
 
 
-def _read_windows(config: dict[str, Any], num_layers: int, indexed: frozenset[int]) -> tuple[int, ...]:
-    """swa_layers have a window, of their own in sliding_window_list or all the same one."""
+def _read_windows(config: dict[str, Any], num_layers: int, drafts: int, indexed: frozenset[int]) -> tuple[int, ...]:
+    """swa_layers have a window, of their own in sliding_window_list or all the same one. MTP layers, which come last, have those that the
+    list goes on with, where swa_layers does not name them."""
     listed = config.get("swa_layers")
-    sliding = _read_layers(config, "swa_layers", num_layers)
+    sliding = _read_layers(config, "swa_layers", num_layers + drafts)
     if indexed & {*sliding}:
         raise refusal("swa_layers", config["swa_layers"], "layers that are not in dsa_layers")
-    kinds = config.get("layer_types")
+    kinds, later = config.get("layer_types"), [*range(num_layers, num_layers + drafts)]
     if kinds is not None and kinds != ["sliding_attention" if layer in sliding else "full_attention" for layer in range(num_layers)]:
         raise refusal("layer_types", kinds, "sliding_attention for swa_layers and full_attention for the others")
     sizes = config.get("sliding_window_list")
@@ -132,8 +131,9 @@ def _read_windows(config: dict[str, Any], num_layers: int, indexed: frozenset[in
         sizes = [config.get("sliding_window")] * len(listed or ())
     if not isinstance(sizes, list) or len(sizes) < len(sliding):
         raise refusal("sliding_window_list", sizes, "a window for each of swa_layers")
+    sliding += [] if {*later} & {*sliding} else later[: len(sizes) - len(sliding)]
     by_layer = {layer: check_count("sliding_window_list", sizes[number]) for number, layer in enumerate(sliding)}
-    return tuple(by_layer.get(layer, 0) for layer in range(num_layers))
+    return tuple(by_layer.get(layer, 0) for layer in range(num_layers + drafts))
 
 
 def parameters(config: Config) -> list[Parameter]:
@@ -143,14 +143,14 @@ def parameters(config: Config) -> list[Parameter]:
         prefix = f"model.layers.{row.layer}"
         if row.name == "model.norm.weight":
             rows += end_parameters(streams)
-        elif row.name == f"{prefix}.input_layernorm.weight" and row.layer is not None:
+        elif row.name == f"{prefix}.input_layernorm.weight" and row.layer is not None and not row.mtp:
             rows += stream_parameters(streams, f"{prefix}.attn_mhc_module", row.layer, "attention")
-        elif row.name == f"{prefix}.pre_mlp_layernorm.weight" and row.layer is not None:
+        elif row.name == f"{prefix}.pre_mlp_layernorm.weight" and row.layer is not None and not row.mtp:
             block: Block = "router" if config.is_moe(row.layer) else "mlp"
             rows += stream_parameters(streams, f"{prefix}.mlp_mhc_module", row.layer, block)
         rows.append(row)
         if row.projection == "o" and row.layer is not None:
-            rows += _beside_attention(config, row.layer)
+            rows += [replace(one, mtp=row.mtp) for one in _beside_attention(config, row.layer)]
         elif row.name == f"{prefix}.post_mlp_layernorm.weight" and row.layer in config.normed_ends:
             shape = (config.mhc_num_stream * config.hidden_size,)
             rows.append(replace(row, name=f"{prefix}.block_post_layernorm.weight", shape=shape))
@@ -210,7 +210,7 @@ class Attention(deepseek_v3.Attention):
         return torch.cat((rms_norm(latents, self.norms.k, self.norms.eps), keys), dim=-1)
 
 
-class DecoderLayer(streams_decoder.StreamsLayer):
+class StreamsDecoderLayer(streams_decoder.StreamsLayer):
     def __init__(self, config: Config, layer: int, weights: Weights) -> None:
         p = f"model.layers.{layer}"
         mlp = pangu_ultra_moe.mixture_of(config, f"{p}.mlp", weights) if config.is_moe(layer) else Mlp(f"{p}.mlp", weights)
@@ -232,8 +232,45 @@ class DecoderLayer(streams_decoder.StreamsLayer):
         return rms_norm(streams.flatten(1), self.end_norm, self.eps).unflatten(1, (self.count, -1))
 
 
+class GuessingLayer(pangu_ultra_moe.DecoderLayer):
+    """An MTP layer's: as openPangu-Ultra-MoE has it, around this attention."""
+
+    attention_class = Attention
+
+
+def layer_of(config: Config, layer: int, weights: Weights) -> decoder.DecoderLayer:
+    """A layer by number, an MTP layer's behind the others."""
+    return (StreamsDecoderLayer if layer < config.num_hidden_layers else GuessingLayer)(config, layer, weights)
+
+
+DecoderLayer = layer_of
+
+
 class Model(streams_decoder.StreamsModel):
-    layer_class = DecoderLayer
+    layer_class = StreamsDecoderLayer
+    num_handed = 1
+
+    def handed(self, streams: Tensor, merged: Tensor) -> Tensor:
+        return merged
 
 
-MtpLayer = None
+class MtpLayer(mtp.MtpLayer):
+    """Reads hidden states before the final norm, and returns its own so, behind those after its norm."""
+
+    layer_class = GuessingLayer
+    reads: mtp.MtpReads = "merged"
+
+    def follow(self, model: decoder.Model) -> None:
+        """Have the main model hand out its merged streams behind its hidden states."""
+        assert isinstance(model, Model), "a layer behind streams"
+        model.hands_on = True
+
+    def __call__(self, next_token_ids: Tensor, hidden: Tensor, context: Context) -> Tensor:
+        """hidden [T, 2 H]: as the main model hands it out, and as it is returned, for the next MTP layer."""
+        inputs = self.inputs(next_token_ids, hidden[:, len(self.hnorm) :].contiguous())
+        made = self.block(rms_norm(inputs, self.block.input_norm, self.eps), inputs, context, self.norm)
+        return torch.cat(made, dim=-1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [T, 2 H] -> float32 [T, vocab]."""
+        return super().logits(hidden[:, : len(self.hnorm)].contiguous())

@@ -8,7 +8,7 @@ Rotary pairs: public code disagrees. The vendor's modeling file and its engine (
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from quantkit_kernels import rms_norm
 from torch import Tensor
@@ -80,10 +80,12 @@ def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
 
 
 class DecoderLayer(decoder.DecoderLayer):
+    attention_class: ClassVar[type[Any]] = Attention
+
     def __init__(self, config: deepseek_v3.Config, layer: int, weights: Weights) -> None:
         p = f"model.layers.{layer}"
         mlp = mixture_of(config, f"{p}.mlp", weights) if config.is_moe(layer) else Mlp(f"{p}.mlp", weights)
-        super().__init__(p, config.rms_norm_eps, weights, Attention(config, layer, weights), mlp, mlp_norm="pre_mlp_layernorm")
+        super().__init__(p, config.rms_norm_eps, weights, self.attention_class(config, layer, weights), mlp, mlp_norm="pre_mlp_layernorm")
         self.post_attention_norm = weights.tensor(f"{p}.post_attention_layernorm.weight")
         self.post_mlp_norm = weights.tensor(f"{p}.post_mlp_layernorm.weight")
 

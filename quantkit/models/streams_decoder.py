@@ -4,7 +4,7 @@ Hidden states between sublayers, as calibration walks them, are `hyper.packed`. 
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from quantkit_kernels import rms_norm
@@ -84,6 +84,9 @@ class StreamsLayer(decoder.DecoderLayer):
 
 
 class StreamsModel(decoder.Model):
+    num_handed: ClassVar[int] = 0
+    """Vectors of hidden_size that an MTP layer reads of a token; 0 for all streams."""
+
     def __init__(
         self,
         config: StreamsConfig,
@@ -101,12 +104,7 @@ class StreamsModel(decoder.Model):
     @property
     def width(self) -> int:
         """As `decoder.Model.width`."""
-        return self.embedding.shape[1] * (1 + self.hands_on * self.num_handed)
-
-    @property
-    def num_handed(self) -> int:
-        """Vectors of hidden_size that an MTP layer reads of a token."""
-        return self.count
+        return self.embedding.shape[1] * (1 + self.hands_on * (self.num_handed or self.count))
 
     def __call__(self, token_ids: Tensor, context: Context) -> Tensor:
         """token_ids [T] -> hidden [T, H] after the final norm, and what is handed on, [T, width]."""
@@ -118,5 +116,5 @@ class StreamsModel(decoder.Model):
         return torch.cat((normed, self.handed(streams, merged)), dim=-1) if self.hands_on else normed
 
     def handed(self, streams: Tensor, merged: Tensor) -> Tensor:
-        """What an MTP layer reads, [T, num_handed H], of the streams [T, n, H] behind the last layer and of these merged, [T, H]."""
+        """What an MTP layer reads of the streams [T, n, H] behind the last layer and of these merged, [T, H]."""
         return streams.flatten(1)

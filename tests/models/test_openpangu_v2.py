@@ -52,8 +52,8 @@ TINY: dict[str, Any] = {
     "router_sliding_window": 3,
     "param_sink_number": 5,
     "dsa_layers": [0, 3],
-    "swa_layers": [1, 2],
-    "sliding_window_list": [4, 9],
+    "swa_layers": [1, 2, 5, 6, 7],
+    "sliding_window_list": [4, 9, 6, 5, 7],
     "block_post_layernorm_idx": [0, 2],
     "index_topk": 7,
     "index_n_heads": 16,
@@ -95,6 +95,9 @@ class Statement:
         self.c, self.t = config, tensors
 
     def logits(self, token_ids: Tensor) -> Tensor:
+        return norm(self.merged(token_ids), self.t["model.norm.weight"], self.c["rms_norm_eps"]) @ self.t["lm_head.weight"].T
+
+    def merged(self, token_ids: Tensor) -> Tensor:
         n, eps = self.c["mhc_num_stream"], self.c["rms_norm_eps"]
         x = self.t["model.embed_tokens.weight"][token_ids].repeat(1, n)
         for layer in range(self.c["num_hidden_layers"]):
@@ -102,8 +105,21 @@ class Statement:
         merge = "model.merge_mhc_module"
         made = norm(x, self.t[f"{merge}.norm_gamma"], eps) @ self.t[f"{merge}.phi.weight"].T
         counts = torch.sigmoid(made * self.t[f"{merge}.branch_alpha_pre"] + self.t[f"{merge}.branch_beta_pre"]) + 1e-6
-        merged = torch.einsum("tn,tnh->th", counts, x.unflatten(1, (n, -1)))
-        return norm(merged, self.t["model.norm.weight"], eps) @ self.t["lm_head.weight"].T
+        return torch.einsum("tn,tnh->th", counts, x.unflatten(1, (n, -1)))
+
+    def guessed(self, number: int, next_ids: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """What an MTP layer makes of states [T, H] that were not normed, and its logits."""
+        layer, eps = self.c["num_hidden_layers"] + number, self.c["rms_norm_eps"]
+        p = f"model.layers.{layer}"
+
+        def normed(name: str, y: Tensor) -> Tensor:
+            return norm(y, self.t[f"{p}.{name}.weight"], eps)
+
+        embedded = normed("enorm", self.t[f"{p}.embed_tokens.weight"][next_ids])
+        x = torch.cat((embedded, normed("hnorm", states)), dim=-1) @ self.t[f"{p}.eh_proj.weight"].T
+        x = x + normed("post_attention_layernorm", self.attention(normed("input_layernorm", x), layer))
+        x = x + normed("post_mlp_layernorm", self.feed_forward(normed("pre_mlp_layernorm", x), layer))
+        return x, normed("shared_head.norm", x) @ self.t[f"{p}.shared_head.head.weight"].T
 
     def layer(self, x: Tensor, layer: int) -> Tensor:
         p, eps = f"model.layers.{layer}", self.c["rms_norm_eps"]
@@ -225,6 +241,47 @@ def test_logits_equal_the_description(case: str) -> None:
         assert (norm(end, model.norm, config.rms_norm_eps) - whole).abs().max() < 1e-4 * whole.abs().max()
 
 
+@pytest.mark.parametrize("num_drafts", [1, 3])
+def test_guesses_are_those_of_the_description(num_drafts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer computed anew over the whole text, one behind the other, gives the guesses that the engine makes over its caches; some of
+    them are right, for the next token follows from the last one; and no token is another than without them."""
+    monkeypatch.setattr(LoadedModel, "cache_dtype", torch.float32)
+    config = {**TINY, "vocab_size": 320}
+    tensors = random_tensors(config)
+    for name in tensors:
+        if name.endswith(("post_attention_layernorm.weight", "post_mlp_layernorm.weight")):
+            tensors[name] = tensors[name] * 0.1
+        elif name.endswith("shared_head.head.weight"):
+            tensors[name] = tensors["lm_head.weight"].clone()
+        elif name.endswith("embed_tokens.weight"):
+            tensors[name] = tensors["model.embed_tokens.weight"] * (8 if name == "model.embed_tokens.weight" else 1)
+        elif name.endswith("enorm.weight") or "shared_head.norm" in name:
+            tensors[name] = tensors["model.norm.weight"].clone() if "shared" in name else torch.ones(64)
+        elif name.endswith("eh_proj.weight"):
+            tensors[name] = torch.cat((torch.eye(64), tensors[name][:, 64:] * 0.1), dim=1)
+    source, params = make_model.write_dense(tmp_path / "model", config, tensors), SamplingParams(max_new_tokens=14, ignore_eos=True)
+    engine = Engine.load(source, device="cpu", dtype="float32", max_batch=3, max_model_len=128, num_drafts=num_drafts, prefill_tokens=25)
+    statement, compared = Statement(config, tensors), 0
+    prompts = [list(range(10 + i, 14 + 15 * i)) for i in range(3)]
+    sequences = [engine.submit(one, params, i) for i, one in enumerate(prompts)]
+    while engine.has_work:
+        engine.step()
+        for one in sequences:
+            if one.finish_reason is None and one.drafts:
+                ids = torch.tensor([*one.token_ids, *one.drafts])
+                states = statement.merged(ids[: len(one.token_ids) - 1])
+                for number, guess in enumerate(one.drafts):
+                    states, logits = statement.guessed(number, ids[1 + number :][: len(states)], states)
+                    assert logits[-1].max() - logits[-1, guess] < 1e-3
+                    compared += 1
+    assert compared > 20
+    assert 0.1 < engine.speculation.acceptance.rate < 0.95
+    plain = Engine.load(source, device="cpu", dtype="float32", max_batch=3, max_model_len=128)
+    drawn = [SamplingParams(max_new_tokens=14, temperature=0.6 * i, seed=i, ignore_eos=True) for i in range(3)]
+    expected = {one.index: one.token_ids for one in plain.generate(prompts, drawn)}
+    assert {one.index: one.token_ids for one in engine.generate(prompts, drawn)} == expected
+
+
 @pytest.mark.parametrize("case", ["release", "odd"])
 def test_folding_a_group_keeps_the_logits(case: str) -> None:
     """Each group lists every reader of its producer, indexers too."""
@@ -243,13 +300,8 @@ def test_folding_a_group_keeps_the_logits(case: str) -> None:
 
 
 def written(path: Path, **changes: Any) -> Path:
-    """With tensors of the MTP layers, which are not computed."""
     config = {**TINY, **changes}
-    tensors = random_tensors(config)
-    drafts = {
-        name.replace("layers.4", f"layers.{5 + i}"): one.clone() for i in range(3) for name, one in tensors.items() if "layers.4." in name
-    }
-    return make_model.write_dense(path, config, tensors | drafts)
+    return make_model.write_dense(path, config, random_tensors(config))
 
 
 def test_a_text_is_the_same_however_it_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,145 @@
+"""Guesses by several MTP layers of a checkpoint, one for each token ahead.
+
+Layer k reads, of token i, what layer k - 1 made of it (layer 0: the main model) and token i + 1 + k, and guesses token i + 2 + k
+(arXiv 2412.19437, section 2.2). Each has a cache of its own, of all tokens before. So behind the newest tokens layer k is computed where it
+read guesses the last time, and for the newest one, whose successors the layers before it have guessed. All attend as prompts do. Guesses
+beyond the layers are not made.
+
+Where no guesses are wanted what the main model made of the tokens is kept, and read at once later.
+"""
+
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from quantkit.executor.chooser import ChosenTokens
+from quantkit.executor.parallel import Parallel
+from quantkit.executor.runner import ForwardPass, Runner, Span
+from quantkit.executor.sampling import Batch
+from quantkit.executor.sequence import Sequence
+from quantkit.models.architecture import MtpModel
+
+_MOST_WAITING = 32
+"""Tokens of a sequence that wait for guesses to be wanted, at most."""
+
+
+@dataclass
+class _Read:
+    """What the layers have read of one sequence. done: by layer, how many tokens it has read as they are; waiting [n, W], by layer: what it
+    reads of the tokens behind these."""
+
+    done: list[int]
+    waiting: list[Tensor] = field(default_factory=list)
+
+
+class MtpHeads:
+    """As `speculation.Source`. layers: the checkpoint's, in order. count: tokens guessed a step, at most; may be changed between steps."""
+
+    def __init__(self, layers: tuple[MtpModel, ...], runner: Runner, count: int, parallel: Parallel) -> None:
+        self.layers, self.count, self.parallel = layers, count, parallel
+        self._runner = runner
+        self._read: WeakKeyDictionary[Sequence, _Read] = WeakKeyDictionary()
+
+    def begin(self, done: ForwardPass, chosen: ChosenTokens | None) -> Tensor | None:
+        """As `speculation.Source.begin`: nothing is guessed before the chosen tokens are known. A pass without any is read here."""
+        if chosen is None:
+            self._advance(done, set())
+        return None
+
+    def finish(self, done: ForwardPass, advanced: list[Sequence], guesses: list[int]) -> None:
+        """As `speculation.Source.finish`."""
+        self._advance(done, {sequence for sequence, _ in done.counts})
+
+    def _advance(self, done: ForwardPass, guessing: set[Sequence]) -> None:
+        """Read a pass, and guess behind the newest tokens of `guessing`."""
+        row, behind = 0, dict[Sequence, int]()
+        for sequence, start, length in done.spans:
+            kept = min(length, len(sequence.token_ids) - 1 - start)  # of what was guessed
+            if sequence.finish_reason is None:
+                self._take(sequence, start, done.hidden[row : row + kept])
+                wanted = max(min(self.count, sequence.num_wanted, len(self.layers)), 0) if sequence in guessing else 0
+                if wanted or len(self._read[sequence].waiting[0]) > _MOST_WAITING:
+                    behind[sequence] = wanted
+            row += length
+        self._compute(behind)
+
+    def _take(self, sequence: Sequence, start: int, hidden: Tensor) -> None:
+        """The main model computed the tokens start .. of a sequence: hidden [n, W]."""
+        read = self._read.get(sequence)
+        if read is None or start != read.done[0] + len(read.waiting[0]):  # new, or computed anew
+            count = len(self.layers)
+            read = self._read[sequence] = _Read([start] * count, [hidden[:0]] * count)
+        read.waiting[0] = torch.cat((read.waiting[0], hidden))
+
+    def _compute(self, wanted: dict[Sequence, int]) -> None:
+        """Have every layer read what it can of these sequences, and guess so many tokens of each."""
+        made: dict[Sequence, list[Tensor]] = {one: [] for one in wanted}
+        for number, layer in enumerate(self.layers):
+            spans = [span for one, count in wanted.items() if (span := self._span(one, number, count > number)).length]
+            if not spans:
+                continue
+            reading = torch.cat([self._read[one].waiting[number][:length] for one, _, length in spans])
+            hidden = layer(self._ids(spans, number, made), reading, self._runner.prompt_context(spans))
+            parts = hidden.split([span.length for span in spans])
+            guessing = {span.sequence: part[-1] for span, part in zip(spans, parts) if wanted[span.sequence] > number}
+            if guessing:
+                for sequence, guess in zip(guessing, self._guesses(layer, number, guessing)):
+                    made[sequence].append(guess)
+            for span, part in zip(spans, parts):
+                self._settle(span, number, part)
+        self._hand_out(made)
+
+    def _span(self, sequence: Sequence, number: int, guesses: bool) -> Span:
+        """What a layer reads: tokens whose successor so far on is known, and where it guesses all that the model has computed."""
+        read = self._read[sequence]
+        first, known = read.done[number], len(sequence.token_ids) - 1 - number
+        there = first + len(read.waiting[number])
+        return Span(sequence, first, (there if guesses else max(min(there, known), first)) - first)
+
+    def _ids(self, spans: list[Span], number: int, made: dict[Sequence, list[Tensor]]) -> Tensor:
+        """The tokens beside the hidden states of spans, int64 [T]: known ones, and then guessed ones."""
+        ids: list[int] = []
+        places: list[int] = []
+        guessed: list[Tensor] = []
+        for sequence, start, length in spans:
+            tokens, first = sequence.token_ids, start + 1 + number
+            for place in range(first, first + length):
+                if place >= len(tokens):
+                    places.append(len(ids))
+                    guessed.append(made[sequence][place - len(tokens)])
+                ids.append(tokens[place] if place < len(tokens) else 0)
+        found = torch.tensor(ids, dtype=torch.int64, device=self._runner.device)
+        if guessed:
+            found[torch.tensor(places, device=found.device)] = torch.stack(guessed)
+        return found
+
+    def _guesses(self, layer: MtpModel, number: int, guessing: dict[Sequence, Tensor]) -> list[Tensor]:
+        """What may follow `number` guesses of each sequence, from what the layer made of its newest token; drawn with the number that the
+        choice will draw with."""
+        logits, sequences = layer.logits(torch.stack([*guessing.values()])), [*guessing]
+        batch = Batch.of([one.params for one in sequences], [one.seed for one in sequences], logits.device)
+        if batch is None:
+            return list(logits.argmax(dim=-1).unbind())
+        places = torch.tensor([len(one.token_ids) + number for one in sequences], device=logits.device)
+        return list(self._runner.draw(logits, batch, places).clone().unbind())
+
+    def _settle(self, span: Span, number: int, made: Tensor) -> None:
+        """A layer read a span: what it made of tokens that it read as they are is for the next one, and the others are read again."""
+        read, known = self._read[span.sequence], len(span.sequence.token_ids) - 1 - number
+        sure = max(min(span.start + span.length, known) - span.start, 0)
+        if number + 1 < len(self.layers):
+            # What the next layer waits for is up to the first token that this one read; beyond what is sure it is for these guesses only.
+            before = read.waiting[number + 1][: span.start - read.done[number + 1]]
+            read.waiting[number + 1] = torch.cat((before, made))
+        read.done[number] += sure
+        read.waiting[number] = read.waiting[number][sure:].clone()
+
+    def _hand_out(self, made: dict[Sequence, list[Tensor]]) -> None:
+        guesses = [guess for own in made.values() for guess in own]
+        if not guesses:
+            return
+        agreed = iter(self.parallel.agree(torch.stack(guesses)))
+        for sequence, own in made.items():
+            sequence.drafts += [next(agreed) for _ in own]
