@@ -1,6 +1,6 @@
 """One evaluator for everybody's checkpoints: decoded to float32, float32 activations, documents alone, KL(source || output) in nats.
 
-Activations are rounded to int8, a step a token, where the scheme says so; no side gains by a kernel.
+Activations are rounded to int8, a step a token, or to NVFP4 under the stored scale, where the scheme says so; no side gains by a kernel.
 """
 
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
+from quantkit.models.reading import Reading
 from quantkit.models.weights import ExpertsOp, LinearOp
 from quantkit.quant.weights import dequantize
 
@@ -52,9 +53,13 @@ class Decoded:
         return self.fused_linear((module,))
 
     def fused_linear(self, modules: tuple[str, ...]) -> LinearOp:
-        weight = torch.cat([self.dequantized(module) for module in modules])
-        int8 = self.activation_bits(modules[0]) == 8
-        return lambda x: F.linear(round_rows(x) if int8 else x, weight)
+        weights = [self.checkpoint.weight(module, self.device) for module in modules]
+        dense = torch.cat([dequantize(weight) for weight in weights])
+        bits = self.activation_bits(modules[0])
+        if bits == 4:
+            reading = Reading.of(weights[0], bits)
+            return lambda x: F.linear(reading(x), dense)
+        return lambda x: F.linear(round_rows(x) if bits == 8 else x, dense)
 
     def activation_bits(self, module: str) -> int:
         """Of what the linear reads; siblings are alike."""

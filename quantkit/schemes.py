@@ -24,9 +24,13 @@ class IntGrid:
 
 @dataclass(frozen=True)
 class Fp4Grid:
-    """E2M1 values, an e4m3 scale per 16 input channels, one FP32 scale per tensor (NVFP4)."""
+    """E2M1 values, an e4m3 scale per 16 input channels, one FP32 scale per tensor (NVFP4).
+
+    activation_bits: 4 where what the linears read is rounded to NVFP4 too, under a scale per tensor that is stored with the weight.
+    """
 
     group_size: int = 16
+    activation_bits: int = 16
 
     @property
     def storage_bits(self) -> int:
@@ -65,8 +69,8 @@ def grid_label(grid: Grid | None) -> str:
             return "16-bit"
         case IntGrid(bits, size, symmetric):
             return "-".join((f"int{bits}", *([f"g{size}"] if size else []), *([] if symmetric else ["zero-points"])))
-        case Fp4Grid():
-            return "nvfp4"
+        case Fp4Grid(activation_bits=bits):
+            return "nvfp4" if bits == 16 else f"nvfp4-w4a{bits}"
         case Mxfp4Grid():
             return "mxfp4"
         case Fp8BlockGrid():
@@ -110,6 +114,14 @@ SCHEMES: dict[str, Scheme] = {
         ),
         Scheme("rtn-w4a16", _W4, 16, (), ("awq", "compressed-tensors"), "int4 in groups of 128, rounded to nearest, no calibration"),
         Scheme("fp4-w4a16", Fp4Grid(), 16, ("awq", "gptq"), ("modelopt", "compressed-tensors"), "NVFP4 weights, 16-bit activations"),
+        Scheme(
+            "nvfp4-w4a4",
+            Fp4Grid(activation_bits=4),
+            4,
+            ("awq", "gptq"),
+            ("compressed-tensors", "modelopt"),
+            "NVFP4 weights, NVFP4 activations",
+        ),
         Scheme("mxfp4-w4a16", Mxfp4Grid(), 16, ("awq", "gptq"), ("compressed-tensors",), "MXFP4 weights, 16-bit activations"),
         Scheme(
             "int8-a8w8c16",

@@ -12,7 +12,17 @@ from quantkit_kernels.functional import add_rms_norm, mla_decode, mla_prepare, r
 from quantkit_kernels.gating import SILU, ExpertBiases, Gating
 from quantkit_kernels.grouped import gqa_decode, gqa_prepare
 from quantkit_kernels.latents import CacheLayout, Latents, cache_layout, doubled_angles, pairs_apart, why_no_codes
-from quantkit_kernels.linear import Linear, prepare, prepare_dense, prepare_fp4, prepare_int4, prepare_int8, quantize_rows
+from quantkit_kernels.linear import (
+    Linear,
+    prepare,
+    prepare_dense,
+    prepare_fp4,
+    prepare_int4,
+    prepare_int8,
+    quantize_rows,
+    round_to_nvfp4,
+    why_no_rounded_inputs,
+)
 from quantkit_kernels.paged import Norms, PagedKeys, PagedLatents, Rotation
 from quantkit_kernels.prolog import MlaProlog, MlaSizes, MlaWeights, prepare_mla_prolog, why_no_prolog
 from quantkit_kernels.prompts import PaddedPrompts, PromptPart, Prompts, SpansNow, gqa_prefill, mla_prefill
@@ -80,10 +90,12 @@ __all__ = [
     "quantize_rows",
     "rms_norm",
     "rope",
+    "round_to_nvfp4",
     "route",
     "silu_and_mul",
     "stack",
     "table",
     "why_no_codes",
     "why_no_prolog",
+    "why_no_rounded_inputs",
 ]

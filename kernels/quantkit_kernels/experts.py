@@ -6,6 +6,7 @@ never exist together.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,7 +14,8 @@ from torch import Tensor
 from quantkit_kernels import backends
 from quantkit_kernels.arguments import FLOAT_DTYPES, INDEX_DTYPES, check_compute_dtype, check_tensor, require
 from quantkit_kernels.gating import SILU, ExpertBiases, Gating
-from quantkit_kernels.weights import Weight, check_weight, kind, shape
+from quantkit_kernels.linear import laid_out
+from quantkit_kernels.weights import Fp4, Weight, check_weight, kind, shape
 
 NO_EXPERT = -1
 """An id that adds nothing, for `Experts` that have `takes_none`: of an expert that is elsewhere."""
@@ -131,11 +133,16 @@ class ExpertsBuilder:
 
     def _begin(self, gate: Weight, down: Weight, biased: bool) -> ExpertsLayout:
         target, plain = gate[0].device if self._device is None else self._device, not biased and self._gating == SILU
-        operator = "experts" if plain else "linear"
+        rounds = isinstance(gate, Fp4) and gate.input_divisor is not None
+        operator = "experts" if plain and not rounds else "linear"
         name = backends.choose(f"{operator}_{kind(gate)}", self._backend, target, self._dtype, (_stacked(gate), shape(down)))
         found = backends.module(name)
-        if plain:
-            layout: ExpertsLayout = found.experts_layout(self.num_experts, gate, down, self._dtype, target)
+        layout: ExpertsLayout
+        if rounds:  # what is between the products is rounded, too, which no kernel of a whole layer does
+            loop = backends.module("reference").LoopLayout
+            layout = loop(self.num_experts, partial(laid_out, name), self._dtype, target, name, self._gating)
+        elif plain:
+            layout = found.experts_layout(self.num_experts, gate, down, self._dtype, target)
         elif hasattr(found, "gated_experts_layout"):
             layout = found.gated_experts_layout(self.num_experts, gate, down, self._dtype, target, self._gating)
         else:

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from quantkit_kernels import backends
 from quantkit_kernels.arguments import check_compute_dtype, require
-from quantkit_kernels.weights import Dense, Fp4, Int4, Int8, Weight, check_weight, kind, shape
+from quantkit_kernels.weights import FP4_GROUP_SIZE, Dense, Fp4, Int4, Int8, Weight, check_weight, kind, shape
 
 
 class Linear(ABC):
     """One prepared weight. Call it with x[..., K] of `dtype`; it returns [..., N] of the same dtype.
 
-    Int8 weights quantize each row of x to int8 inside the call (see `quantize_rows`). `nbytes` counts every byte the layout holds.
+    Int8 weights quantize each row of x to int8 inside the call (see `quantize_rows`), and FP4 weights with an input_divisor round x to
+    NVFP4 (see `round_to_nvfp4`). `nbytes` counts every byte the layout holds.
     """
 
     def __init__(self, in_features: int, out_features: int, dtype: torch.dtype, device: torch.device, backend: str) -> None:
@@ -59,9 +60,44 @@ def prepare(
     check_compute_dtype(dtype)
     target = weight[0].device if device is None else torch.device(device)
     name = backends.choose(f"linear_{kind(weight)}", backend, target, dtype, (shape(weight),))
-    linear: Linear = backends.module(name).linear(weight, dtype, target)
+    linear = laid_out(name, weight, dtype, target)
     assert linear.backend == name, (linear.backend, name)
     return linear
+
+
+def laid_out(backend: str, weight: Weight, dtype: torch.dtype, device: torch.device) -> Linear:
+    """`prepare` for a backend that was chosen. ValueError where it has no product of inputs rounded to NVFP4 and they are to be."""
+    make = backends.module(backend).linear
+    if not isinstance(weight, Fp4) or weight.input_divisor is None:
+        linear: Linear = make(weight, dtype, device)
+        return linear
+    refused = why_no_rounded_inputs(backend, device)
+    require(refused is None, f"backend: {backend} cannot round inputs to NVFP4: {refused}")
+    # Rounded inputs are exact in 16 bits as long as they are not divided; the weight's global scale takes that over.
+    plain = Fp4(weight.codes, weight.scale, weight.global_scale / weight.input_divisor)
+    return RoundedInputsLinear(make(plain, dtype, device), weight.input_divisor.to(device))
+
+
+def why_no_rounded_inputs(backend: str, device: torch.device) -> str | None:
+    """None where linears of this backend, or of the best one of a device ("auto"), run on inputs rounded to NVFP4; else the reason."""
+    if device.type == "npu" or backend in ("torch_npu", "ascend"):
+        return "an NPU has no FP4 and no e4m3 to round with"
+    return "its own rounding finds the divisor anew at every call" if backend == "scaled_mm" else None
+
+
+class RoundedInputsLinear(Linear):
+    """W4A4: x rounded to NVFP4, then the product of any backend by an FP4 weight. Where a card has FP4 units they are not used."""
+
+    def __init__(self, product: Linear, divisor: Tensor) -> None:
+        super().__init__(product.in_features, product.out_features, product.dtype, product.device, product.backend)
+        self.product, self.divisor = product, divisor
+
+    def held(self) -> list[Tensor]:
+        return [*self.product.held(), self.divisor]
+
+    def rows(self, x: Tensor) -> Tensor:
+        levels, scales = round_to_nvfp4(x, self.divisor)
+        return self.product.rows(levels.mul_(scales.unsqueeze(-1)).flatten(-2).to(self.dtype))
 
 
 def prepare_int4(
@@ -114,3 +150,24 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = wide.abs().amax(dim=-1, keepdim=True) / 127
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     return torch.round(wide / scale).clamp_(-127, 127).to(torch.int8), scale
+
+
+E2M1_MAX, E4M3_MAX = 6.0, 448.0
+_SCALE_OF_ZEROS = 0.125
+
+
+def round_to_nvfp4(x: Tensor, divisor: Tensor) -> tuple[Tensor, Tensor]:
+    """Inputs of W4A4 linears as compressed-tensors rounds them: x ~ level * scale / divisor, nearest, halves to the even code.
+
+    x float [..., K]; divisor float32, 2688 / the largest magnitude expected (what is larger saturates), [] or with as many dimensions as x.
+    Returns levels float32 [..., K/16, 16], of E2M1's values, and scales float32 [..., K/16], of e4m3's: largest of the group / 6 * divisor,
+    0.125 where that is zero. The arithmetic is float32, as in engines' kernels; compressed-tensors divides by 6 in x's dtype.
+    """
+    groups = x.float().unflatten(-1, (-1, FP4_GROUP_SIZE))
+    scales = (groups.abs().amax(dim=-1) / E2M1_MAX * divisor).clamp_(max=E4M3_MAX).to(torch.float8_e4m3fn).float()
+    scales = torch.where(scales == 0, _SCALE_OF_ZEROS, scales)
+    levels = (groups / (scales / divisor).unsqueeze(-1)).clamp_(-E2M1_MAX, E2M1_MAX)
+    # Spacing of E2M1: 1/2 up to 2, 1 up to 4, 2 up to 6. Rounding to even in it is rounding to the even code.
+    sizes = levels.abs()
+    spacing = torch.where(sizes < 2, 0.5, torch.where(sizes < 4, 1.0, 2.0))
+    return levels.div_(spacing).round_().mul_(spacing), scales

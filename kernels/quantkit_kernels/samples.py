@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quantkit_kernels.codes import CodedKeys, CodedLatents, KeyValues, empty_keys, empty_latents, store_keys, store_latents
 from quantkit_kernels.latents import by_slot, entries
-from quantkit_kernels.linear import quantize_rows
+from quantkit_kernels.linear import quantize_rows, round_to_nvfp4
 from quantkit_kernels.paged import PagedKeys, PagedLatents, Rotation
 from quantkit_kernels.prompts import Prompts
 from quantkit_kernels.reference.grouped import picked
@@ -44,10 +44,13 @@ def random_weight(grid: str, n: int, k: int, rng: torch.Generator) -> Weight:
 
 
 def exact_linear(x: Tensor, weight: Weight) -> Tensor:
-    """x[M, K] @ W.T in float64, from the values the codes stand for; for int8 over activations rounded as the operator states."""
+    """x[M, K] @ W.T in float64, from the values the codes stand for, over activations rounded as the operator states."""
     if isinstance(weight, Int8):
         codes, scale = quantize_rows(x)
         return (codes.double() * scale.double()) @ dequantize(weight, torch.float64).T
+    if isinstance(weight, Fp4) and weight.input_divisor is not None:
+        levels, scales = round_to_nvfp4(x, weight.input_divisor)
+        x = (levels.double() * scales.double().unsqueeze(-1)).flatten(-2) / weight.input_divisor.double()
     return x.double() @ dequantize(weight, torch.float64).T
 
 

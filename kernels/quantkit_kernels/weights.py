@@ -43,12 +43,14 @@ class Fp4(NamedTuple):
     """w = e2m1[codes] * scale * global_scale (NVFP4), one scale per 16 input features.
 
     codes uint8 [N, K] in 0..15, bit 3 the sign; scale float8_e4m3fn [N, K/16]; global_scale float32, a multiplier: a scalar,
-    or [N] where tensors with different global scales were stacked.
+    or [N] where tensors with different global scales were stacked. input_divisor float32 []: operators round their inputs to NVFP4 under
+    it before the product (W4A4, `round_to_nvfp4`); None: they do not.
     """
 
     codes: Tensor
     scale: Tensor
     global_scale: Tensor
+    input_divisor: Tensor | None = None
 
 
 class Dense(NamedTuple):
@@ -98,6 +100,8 @@ def check_weight(weight: Weight) -> None:
         require(weight.global_scale.dtype == torch.float32, f"global_scale: dtype {weight.global_scale.dtype}, expected torch.float32")
         fits = tuple(weight.global_scale.shape) in ((), (n,))
         require(fits, f"global_scale: shape {list(weight.global_scale.shape)}, expected [] or [{n}]")
+        if weight.input_divisor is not None:
+            check_tensor("input_divisor", weight.input_divisor, (), (torch.float32,))
 
 
 def dequantize(weight: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -138,7 +142,7 @@ def rows(weight: Weight, start: int, stop: int) -> Weight:
         zero_point = None if weight.zero_point is None else weight.zero_point[start:stop]
         return Int4(weight.codes[start:stop], weight.scale[start:stop], zero_point)
     global_scale = weight.global_scale if weight.global_scale.dim() == 0 else weight.global_scale[start:stop]
-    return Fp4(weight.codes[start:stop], weight.scale[start:stop], global_scale)
+    return Fp4(weight.codes[start:stop], weight.scale[start:stop], global_scale, weight.input_divisor)
 
 
 def stack(first: Weight, second: Weight) -> Weight:
@@ -158,8 +162,16 @@ def stack(first: Weight, second: Weight) -> Weight:
     if isinstance(first, Fp4) and isinstance(second, Fp4):
         scale = torch.cat([first.scale.view(torch.uint8), second.scale.view(torch.uint8)]).view(torch.float8_e4m3fn)
         parts = [part.global_scale.expand(shape(part)[0]) for part in (first, second)]
-        return Fp4(torch.cat([first.codes, second.codes]), scale, torch.cat(parts))
+        require(same_inputs(first, second), "cannot stack FP4 weights whose inputs are rounded differently")
+        return Fp4(torch.cat([first.codes, second.codes]), scale, torch.cat(parts), first.input_divisor)
     return Dense(torch.cat([first[0], second[0]]))
+
+
+def same_inputs(first: Fp4, second: Fp4) -> bool:
+    """Whether both read one input alike: as it is, or rounded under the same divisor."""
+    if first.input_divisor is None or second.input_divisor is None:
+        return first.input_divisor is second.input_divisor
+    return torch.equal(first.input_divisor, second.input_divisor)
 
 
 def to_device(weight: Weight, device: torch.device) -> Weight:

@@ -20,7 +20,7 @@ from quantkit.calibrate.sublayer import Sublayer
 from quantkit.calibrate.unit_log import UnitLog
 from quantkit.calibrate.units import expert_unit
 from quantkit.models.table import GatedMlp
-from quantkit.quant.weights import dequantize
+from quantkit.quant.weights import Weight, dequantize
 
 SCALE_EXPERTS = 8
 """Routed experts whose rows the search of the layer's scale looks at."""
@@ -67,7 +67,6 @@ class ExpertLayer:
         """Solve and write all experts, and add their outputs to the hidden states of both paths, and of plain rounding's."""
         self._report_routing(routed)
         solver = None if self.solver is None else ExpertSolver(self.solver, routed, read, sublayer.importance, sublayer.outputs)
-        bits = 16 if self.solver is None else self.solver.activation_bits
         if self.ranks.size > 1:
             mine = [batch for number, batch in enumerate(self.batches) if self.ranks.mine(number)]
             for originals in self._read(mine):
@@ -77,7 +76,7 @@ class ExpertLayer:
             rounded, hidden = self._written(solver, originals, read.scale)
             self.log.tell("propagating", self._unit(next(iter(originals))))
             for expert, original in originals.items():
-                add_outputs(states, routed, expert, original, rounded[expert], read.scale, hidden.get(expert), bits)
+                add_outputs(states, routed, expert, original, rounded[expert], read.scale, hidden.get(expert))
                 if plain is not None:
                     plain.add_expert(expert, self.experts[expert], original, self.solver)
                 self.log.finished(self._unit(expert))
@@ -126,7 +125,7 @@ class ExpertLayer:
         rounded = {}
         for expert in originals:
             weights, _ = self.log.load(self._unit(expert))
-            rounded[expert] = self._of({module: dequantize(weight) for module, weight in weights.items()}, expert)
+            rounded[expert] = self._read_as(weights, {module: dequantize(weight) for module, weight in weights.items()}, expert)
         return rounded, {}
 
     def _solve(self, solver: ExpertSolver, originals: Mapping[int, ExpertWeights]) -> tuple[dict[int, ExpertWeights], dict[int, Tensor]]:
@@ -137,8 +136,15 @@ class ExpertLayer:
         for expert in originals:
             own = {module: solved[module].rounded for module in self.experts[expert].modules}
             self.log.write(self._unit(expert), own, {}, {}, mine=not self.log.store.done(self._unit(expert)))
-        values = {module: one.values for module, one in solved.items()}
-        return {expert: self._of(values, expert) for expert in originals}, hidden
+        weights, values = ({module: getattr(one, part) for module, one in solved.items()} for part in ("weight", "values"))
+        return {expert: self._read_as(weights, values, expert) for expert in originals}, hidden
+
+    def _read_as(self, weights: Mapping[str, Weight], values: Mapping[str, Tensor], expert: int) -> ExpertWeights:
+        """A rounded expert, as it reads its inputs. values: what the weights decode to."""
+        assert self.solver is not None, "experts that are rounded"
+        rows = self.experts[expert]
+        readings = self.solver.readings(weights[rows.gate.module], weights[rows.down.module])
+        return replace(self._of(values, expert), readings=readings)
 
     def _of(self, values: Mapping[str, Tensor], expert: int) -> ExpertWeights:
         return expert_weights(self.model, self.experts[expert], values)

@@ -14,13 +14,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates
-from quantkit.calibrate.inputs import as_read
 from quantkit.calibrate.routing import Routed
 from quantkit.calibrate.scale import ScaledInput
 from quantkit.calibrate.scale_search import Consumer, choose_scale, sample_rows
 from quantkit.calibrate.solver import Solved, Solver
 from quantkit.calibrate.statistics import InputStatistics
+from quantkit.models.reading import AS_IT_IS, Reading
 from quantkit.models.table import GatedMlp
+from quantkit.quant.fp4 import input_divisor
 from quantkit.quant.gptq import Curvature
 from quantkit.quant.weights import dequantize, divide_rows, dividing_powers
 from quantkit.schemes import Fp4Grid, Mxfp4Grid
@@ -31,13 +32,14 @@ LAYER_ROWS = 512
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """float32 [I, H], [I, H], [H, I]."""
+    """float32 [I, H], [I, H], [H, I]. readings: how gate and up read, and how down does; `hidden` and `output` are given what is read."""
 
     gate: Tensor
     up: Tensor
     down: Tensor
     gating: Gating = SILU
     biases: ExpertBiases | None = None
+    readings: tuple[Reading, Reading] = (AS_IT_IS, AS_IT_IS)
 
     def hidden(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, I], the input of down."""
@@ -59,7 +61,8 @@ class ExpertWeights:
         return out if self.biases is None else out.add_(self.biases.down)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.output(self.hidden(x))
+        before, between = self.readings
+        return self.output(between(self.hidden(before(x))))
 
     @property
     def scales_inside(self) -> bool:
@@ -75,10 +78,8 @@ class ExpertSolver:
         self.solver, self.routed, self.read, self.importance, self.outputs = solver, routed, read, importance, outputs
         self.exact = isinstance(solver.grid, Fp4Grid | Mxfp4Grid)  # steps too coarse for any divisor but a power of two
         fitted = routed.x[: routed.fitted]
-        self.layer_rows = self._as_read(fitted[:: max(1, len(fitted) // LAYER_ROWS)][:LAYER_ROWS] / read.scale)
-
-    def _as_read(self, x: Tensor) -> Tensor:
-        return as_read(x, self.solver.activation_bits)
+        self.reading = Reading(solver.activation_bits, input_divisor(read.largest))
+        self.layer_rows = self.reading(fitted[:: max(1, len(fitted) // LAYER_ROWS)][:LAYER_ROWS] / read.scale)
 
     def solve(self, rows: Mapping[int, GatedMlp], experts: Mapping[int, ExpertWeights]) -> tuple[dict[str, Solved], dict[int, Tensor]]:
         """rows, experts: by number of the expert. Returns module -> solved, of three linears each, and
@@ -95,16 +96,19 @@ class ExpertSolver:
         hessian = torch.stack([one.hessian for one in asked])
         curvature, shown, fitted = self.solver.curvature(hessian), [one.of_layer for one in asked], [one.fitted for one in asked]
         inner = self._inner_scales([solved[rows[number].up.module] for number in experts], experts, curvature, hessian, shown)
-        hidden, downs, samples = {}, {}, []
+        hidden, downs, samples, largest = {}, {}, [], dict[str, Tensor]()
         for (number, weights), s, of_layer, count in zip(experts.items(), inner, shown, fitted):
             up = rows[number].up.module
             weight = divide_rows(solved[up].weight, s, self.solver.scale_dtype)
             solved[up] = replace(solved[up], weight=weight, values=dequantize(weight))
             one = asked.pop(0)
             hidden[number] = self._divided(one, solved[up].values, s) if weights.scales_inside else one.hidden
-            downs[rows[number].down.module] = weights.down * s
+            down = rows[number].down.module
+            downs[down] = weights.down * s
+            largest[down] = torch.cat([hidden[number][:count], of_layer / s]).abs().amax()
             samples.append(hidden[number][count:] if len(hidden[number]) > count else of_layer / s)
-        return solved | self.solver.solve_batch(downs, curvature.scaled(inner), samples, self.outputs), hidden
+        solved_downs = self.solver.solve_batch(downs, curvature.scaled(inner), samples, self.outputs)
+        return solved | {module: self.solver.reading_under(one, largest[module]) for module, one in solved_downs.items()}, hidden
 
     def _solve_readers(self, rows: Mapping[int, GatedMlp], experts: Mapping[int, ExpertWeights]) -> dict[str, Solved]:
         """gate and up of every expert, which read the layer's input."""
@@ -114,12 +118,13 @@ class ExpertSolver:
             for row, w in ((rows[number].gate, weights.gate), (rows[number].up, weights.up)):
                 stack[row.module] = w * self.read.scale
                 fused[row.module] = row.fused or row.module
-        return self.solver.solve_stack(stack, fused, self.read.curvature, self.read.sample)
+        solved = self.solver.solve_stack(stack, fused, self.read.curvature, self.read.sample)
+        return {module: self.solver.reading_under(one, self.read.largest) for module, one in solved.items()}
 
     def _ask(self, expert: int, weights: ExpertWeights) -> "_Asked":
         """Run gate and up, rounded, for the expert's tokens."""
         tokens, w, fitted = self.routed.quantized_of(expert)
-        x = self._as_read(self.routed.x[tokens].div_(self.read.scale))
+        x = self.reading(self.routed.x[tokens].div_(self.read.scale))
         of_layer = weights.hidden(self.layer_rows)
         if not weights.scales_inside:
             hidden = weights.hidden(x)
@@ -189,18 +194,16 @@ def add_outputs(
     rounded: ExpertWeights,
     scale: Tensor,
     hidden: Tensor | None,
-    activation_bits: int,
 ) -> None:
     """Add one expert's weighted outputs to the hidden states of both paths: the rounded expert's, and the original's.
 
-    hidden: what `ExpertSolver.solve` returned, for an expert that was solved in this run. activation_bits: what the rounded expert's
-    inputs have.
+    hidden: what `ExpertSolver.solve` returned, for an expert that was solved in this run.
     """
     tokens, w, _ = routed.quantized_of(expert)
+    before, between = rounded.readings
     if hidden is None:
-        hidden = rounded.hidden(as_read(routed.x[tokens].div_(scale), activation_bits))
-    read = as_read(hidden, activation_bits)
-    add_weighted(states.quantized, tokens, rounded.output(read), w)
+        hidden = rounded.hidden(before(routed.x[tokens].div_(scale)))
+    add_weighted(states.quantized, tokens, rounded.output(between(hidden)), w)
     tokens, w = (part[len(tokens) :] for part in routed.of(expert))
     add_weighted(states.original, tokens - routed.quantized, original(routed.x[tokens]), w)
 

@@ -10,7 +10,7 @@ from quantkit_kernels import SILU, Gating
 from torch import Tensor
 from torch.nn import functional as F
 
-from quantkit.calibrate.inputs import as_read
+from quantkit.models.reading import AS_IT_IS, Reading
 from quantkit.models.rope import Rope
 from quantkit.models.weights import ExpertsOp, LinearOp, PrologOp
 
@@ -18,10 +18,13 @@ Observer = Callable[[str, Tensor], None]
 """(module, its input [T, K]). Linears that share an input are observed once, under the first one's name."""
 
 
+NO_READINGS: Mapping[str, Reading] = {}
+
+
 class LayerWeights:
     """tensors: by full name, float32, on one device. Looked up at every call, so a caller may exchange a weight between calls.
 
-    unread: linears whose outputs nobody looks at in this run; they answer zeros. int8_inputs: linears that round what they read.
+    unread: linears whose outputs nobody looks at in this run; they answer zeros. readings: of linears that round what they read.
     """
 
     def __init__(
@@ -30,12 +33,12 @@ class LayerWeights:
         experts: ExpertsOp | None = None,
         observer: Observer | None = None,
         unread: frozenset[str] = frozenset(),
-        int8_inputs: frozenset[str] = frozenset(),
+        readings: Mapping[str, Reading] = NO_READINGS,
     ) -> None:
         self.tensors = tensors
         self.routed = experts
         self.observer = observer
-        self.unread, self.int8_inputs = unread, int8_inputs
+        self.unread, self.readings = unread, readings
         self.sites: dict[str, tuple[str, ...]] = {}
         """Linears that read one input, by the name it is observed under."""
 
@@ -58,7 +61,7 @@ class LayerWeights:
         def apply(x: Tensor) -> Tensor:
             if self.observer is not None and module == site[0]:
                 self.observer(module, x)
-            return self._apply(as_read(x.flatten(0, -2), 8).view_as(x) if module in self.int8_inputs else x, module)
+            return self._apply(self.readings.get(module, AS_IT_IS)(x), module)
 
         return apply
 
@@ -68,8 +71,8 @@ class LayerWeights:
         def apply(x: Tensor) -> Tensor:
             if self.observer is not None:
                 self.observer(modules[0], x)
-            rounded = as_read(x, 8) if self.int8_inputs.intersection(modules) else x
-            outputs = [self._apply(rounded if module in self.int8_inputs else x, module) for module in modules]
+            rounded = next((self.readings[module](x) for module in modules if module in self.readings), x)  # siblings read alike
+            outputs = [self._apply(rounded if module in self.readings else x, module) for module in modules]
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
         return apply

@@ -1,6 +1,7 @@
 """Plain rounding beside the calibrated path: the held-out tokens through weights that were rounded to nearest, and nothing else.
 
-It says what calibration was worth: the same tokens, grid and layers, as the scheme without its methods would have them.
+It says what calibration was worth: the same tokens, grid and layers, as the scheme without its methods would have them. Inputs that are
+rounded to NVFP4 have the divisor of their own largest value.
 """
 
 from dataclasses import dataclass, replace
@@ -9,7 +10,6 @@ from torch import Tensor
 
 from quantkit.calibrate.experts import ExpertWeights, add_weighted
 from quantkit.calibrate.hidden_states import HiddenStates
-from quantkit.calibrate.inputs import as_read
 from quantkit.calibrate.layer_weights import LayerWeights
 from quantkit.calibrate.parameter_reader import ParameterReader
 from quantkit.calibrate.routing import Recorder, Routed
@@ -33,7 +33,7 @@ class PlainPath:
         """Through this sublayer. Routed experts add their outputs afterwards."""
         recorder = Recorder(len(self.states.hidden))
         own = [row.module for row in sublayer.rows if row.module in sublayer.quantized]
-        block = sublayer.build(LayerWeights(self._rounded(sublayer), recorder, int8_inputs=self.solvers.int8_inputs(own)))
+        block = sublayer.build(LayerWeights(self._rounded(sublayer), recorder, readings=self.solvers.readings(own)))
         for batch in self.states.batches():
             self.states.hidden[batch.part] = sublayer.run(block, self.states.hidden[batch.part], batch.lengths)
         self.routed = recorder.routed(0, 0)
@@ -44,13 +44,12 @@ class PlainPath:
             return
         tokens, w = self.routed.of(number)
         if len(tokens):
-            rounded, bits = original, 16
+            rounded = original
             if solver is not None:
                 weights = dict(zip(rows.modules, (original.gate, original.up, original.down)))
                 gate, up, down = _nearest(weights, rows.rows, solver).values()
-                rounded, bits = replace(original, gate=gate, up=up, down=down), solver.activation_bits
-            hidden = rounded.hidden(as_read(self.routed.x[tokens], bits))
-            add_weighted(self.states, tokens, rounded.output(as_read(hidden, bits)), w)
+                rounded = replace(original, gate=gate, up=up, down=down, readings=solver.readings())
+            add_weighted(self.states, tokens, rounded(self.routed.x[tokens]), w)
 
     def _rounded(self, sublayer: Sublayer) -> dict[str, Tensor]:
         """Its tensors, one read and rounded after the other."""

@@ -78,11 +78,13 @@ class FoldedTensors(Mapping[str, Tensor]):
 
 @dataclass(frozen=True)
 class ScaledInput:
-    """What is known of an input after it was divided by scale [K], for whoever rounds its readers. sample: held-out rows [S, K]."""
+    """What is known of an input after it was divided by scale [K], for whoever rounds its readers. sample: held-out rows [S, K].
+    largest: the largest magnitude of calibration tokens, float32 []."""
 
     curvature: Curvature
     sample: Tensor
     scale: Tensor
+    largest: Tensor
 
 
 @dataclass(frozen=True)
@@ -106,8 +108,8 @@ def scaled_input(statistics: InputStatistics, solvers: Solvers, scale: Tensor | 
     """curvature: of the input as it was observed, where it was made already; its memory is used."""
     curvature = input_curvature(statistics.mean_hessian, solvers.recipe) if curvature is None else curvature
     if scale is None:
-        return ScaledInput(curvature, statistics.sample, torch.ones_like(statistics.absmax))
-    return ScaledInput(curvature.into_scaled(scale), statistics.sample / scale, scale)
+        return ScaledInput(curvature, statistics.sample, torch.ones_like(statistics.absmax), statistics.absmax.amax())
+    return ScaledInput(curvature.into_scaled(scale), statistics.sample / scale, scale, (statistics.absmax / scale).amax())
 
 
 def scale_sublayer(observed: Observed, source: ParameterReader, states: HiddenStatePair, experts: Sequence[Consumer] = ()) -> Scaled:

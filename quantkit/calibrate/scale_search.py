@@ -1,7 +1,7 @@
 """Which scale a group gets.
 
 A candidate is judged by what it leads to: the consumers' rows (a sample of them) are really rounded, compensated where the
-recipe compensates, and the losses relative to each consumer's own output are added up. For int8 activations the error of
+recipe compensates, and the losses relative to each consumer's own output are added up. For activations of 8 or 4 bits the error of
 rounding them is added. The identity is always among the candidates, so no group is worse off than without scales.
 """
 
@@ -14,7 +14,9 @@ from torch import Tensor
 
 from quantkit.calibrate.solver import Solver
 from quantkit.calibrate.statistics import InputStatistics
+from quantkit.models.reading import rounded_to_nvfp4
 from quantkit.quant.awq import candidate_scales, power_of_two, relative_weight
+from quantkit.quant.fp4 import input_divisor
 from quantkit.quant.gptq import Curvature
 from quantkit.quant.smooth import activation_loss, smoothing_candidates
 
@@ -63,11 +65,21 @@ def choose_scale(solver: Solver, consumers: Sequence[Consumer], curvature: Curva
         split = rows.split([sum(lengths) for _, lengths in stacks], dim=-2)
         loss = torch.cat([_losses(own, w, part, lengths, curvature) for (own, lengths), w in zip(stacks, split)], dim=-1)
         losses.append((loss * row_weight).sum(-1))
-        if "smooth" in solver.methods:
+        if "smooth" in solver.methods or solver.activation_bits == 4:
             energy = ((rows * part.unsqueeze(-2)).square() * row_weight.unsqueeze(-1)).sum(-2)
-            losses[-1] += activation_loss(inputs.sample / part.unsqueeze(-2), energy)
+            loss_of = nvfp4_loss if solver.activation_bits == 4 else activation_loss
+            losses[-1] += loss_of(inputs.sample / part.unsqueeze(-2), energy)
     best = torch.cat(losses).argmin(0)  # [...], the first of equals
     return candidates.gather(0, best[None, ..., None].expand(1, *candidates.shape[1:])).squeeze(0)
+
+
+def nvfp4_loss(x: Tensor, column_energy: Tensor) -> Tensor:
+    """Squared output error per token, float32 [...], of rounding rows x [..., T, K] to NVFP4 under the divisor of their largest value.
+
+    column_energy [..., K]: squared norm of each weight column. Errors of channels are taken as independent.
+    """
+    error = rounded_to_nvfp4(x, input_divisor(x.abs().amax((-1, -2), keepdim=True))).sub_(x)
+    return (error.square_().mean(-2) * column_energy).sum(-1)
 
 
 def _losses(solver: Solver, rows: Tensor, scale: Tensor, lengths: list[int], curvature: Curvature) -> Tensor:

@@ -24,8 +24,7 @@ from quantkit.calibrate.ends import Ends, TableEnds
 from quantkit.calibrate.expert_layer import expert_weights
 from quantkit.calibrate.experts import ExpertWeights
 from quantkit.calibrate.hidden_states import HiddenStates
-from quantkit.calibrate.inputs import as_read
-from quantkit.calibrate.layer_weights import LayerWeights
+from quantkit.calibrate.layer_weights import NO_READINGS, LayerWeights
 from quantkit.calibrate.next_token_kl import BLOCK_ROWS, compare_paths
 from quantkit.calibrate.output_cost import ResidualStream
 from quantkit.calibrate.routing import Recorder, Routed, no_experts
@@ -33,6 +32,7 @@ from quantkit.calibrate.solvers import Solvers
 from quantkit.calibrate.source_model import SourceModel
 from quantkit.calibrate.sublayer import Sublayer, run_attention, run_feed_forward, sublayer_of
 from quantkit.calibrate.units import attend_unit, feed_forward_unit
+from quantkit.models.reading import Reading
 from quantkit.models.table import GatedMlp
 from quantkit.models.weights import ExpertsOp
 from quantkit.schemes import Grid, grid_label
@@ -146,7 +146,7 @@ class SensitivityPass:
     ) -> Tensor:
         """The cost of every choice but the routed experts; returns the error of all of them rounded together, [T, H]."""
         together: dict[str, Tensor] = {}
-        rounding: set[str] = set()
+        rounding: dict[str, Reading] = {}
         for row in sublayer.rows:
             choice, grids = self.by_module.get(row.module, (None, ()))
             if choice is None or choice.of_experts:
@@ -156,7 +156,7 @@ class SensitivityPass:
                 fused = {one.module: one.fused for one in choice.rows if one.fused}
                 solved = solver.nearest({one.module: tensors[one.name] for one in choice.rows}, fused)
                 values = {f"{module}.weight": one.values for module, one in solved.items()}
-                reads = modules if solver.activation_bits == 8 else frozenset()
+                reads = dict.fromkeys(modules, Reading(solver.activation_bits))
                 error = _run(sublayer, tensors | values, base, lengths, no_experts, reads) - exact
                 found.costs.setdefault(choice.name, {})[grid_label(grid)] = _cost_of(error, cost)
                 found.units[choice.name] = sublayer.name
@@ -165,7 +165,7 @@ class SensitivityPass:
                     rounding |= reads
         if not together:
             return torch.zeros_like(base)
-        return _run(sublayer, tensors | together, base, lengths, no_experts, frozenset(rounding)) - exact
+        return _run(sublayer, tensors | together, base, lengths, no_experts, rounding) - exact
 
     def _experts(self, layer: int, routed: Routed, after: Tensor, cost: Tensor, found: _Found) -> Tensor:
         """Adds the outputs of the original routed experts to all paths `after` [P * T, H]; returns the error of those that are rounded."""
@@ -198,8 +198,7 @@ class SensitivityPass:
         fused = {row.module: row.fused for row in rows.rows if row.fused}
         solved = solver.nearest(dict(zip(rows.modules, (own.gate, own.up, own.down))), fused)
         gate, up, down = (solved[module].values for module in rows.modules)
-        expert, bits = replace(own, gate=gate, up=up, down=down), solver.activation_bits
-        return expert.output(as_read(expert.hidden(as_read(x, bits)), bits))
+        return replace(own, gate=gate, up=up, down=down, readings=solver.readings())(x)
 
     def _judged(self, hidden: Tensor, found: _Found) -> Sensitivities:
         """KL of every path at the head, shared out among the choices of the sublayer that it left."""
@@ -220,10 +219,10 @@ def _run(
     hidden: Tensor,
     lengths: list[int],
     experts: ExpertsOp = no_experts,
-    int8_inputs: frozenset[str] = frozenset(),
+    readings: Mapping[str, Reading] = NO_READINGS,
 ) -> Tensor:
     """hidden [T, H] after a sublayer with these tensors."""
-    block, after = sublayer.build(LayerWeights(tensors, experts, int8_inputs=int8_inputs)), torch.empty_like(hidden)
+    block, after = sublayer.build(LayerWeights(tensors, experts, readings=readings)), torch.empty_like(hidden)
     for batch in HiddenStates(hidden, 0, lengths, BATCH_TOKENS).batches():
         after[batch.part] = sublayer.run(block, hidden[batch.part], batch.lengths)
     return after

@@ -43,4 +43,4 @@ def _solve_site(scaled: Scaled, first: str, rows: list[Parameter], folded: Folde
     outputs = scaled.sublayer.outputs if scaled.sublayer.ends.issuperset(weights) else None
     read = scaled.inputs[first]
     solved = solver.solve_stack(weights, fused, read.curvature, read.sample, outputs)
-    return {module: one.rounded for module, one in solved.items()}
+    return {module: solver.reading_under(one, read.largest).rounded for module, one in solved.items()}

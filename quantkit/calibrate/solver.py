@@ -6,17 +6,18 @@ Where it is known what an error in each output costs, rows make up for rows too,
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from quantkit.calibrate.batches import PIECE_VALUES
-from quantkit.quant.fp4 import global_scale
+from quantkit.models.reading import Reading
+from quantkit.quant.fp4 import global_scale, input_divisor
 from quantkit.quant.gptq import Curvature, compensate, scaled_losses
 from quantkit.quant.rounding import Fp4Rounder, IntRounder, Mxfp4Rounder, Rounder, RoundingStep, round_to_nearest
 from quantkit.quant.two_sided import compensate_both, judged_outputs
-from quantkit.quant.weights import RoundedWeight
+from quantkit.quant.weights import Fp4Weight, RoundedWeight, Weight
 from quantkit.recipe import Recipe
 from quantkit.schemes import Fp4Grid, Grid, IntGrid, Method, Mxfp4Grid
 
@@ -87,6 +88,17 @@ class Solver:
         finer = 0.02 if self.grid.bits == 8 else 0.05
         shrink = tuple(1 - finer * i for i in range(self.recipe.fit_points)) if fit else (1.0,)
         return IntRounder(self.grid, self.scale_dtype, shrink)
+
+    def readings(self, inside: Weight | None = None, after: Weight | None = None) -> "tuple[Reading, Reading]":
+        """How an expert reads the layer's input, and its down projection what is between. The rounded linears tell divisors."""
+        return Reading.of(inside, self.activation_bits), Reading.of(after, self.activation_bits)
+
+    def reading_under(self, solved: Solved, largest: Tensor) -> Solved:
+        """With the divisor of its inputs, where they are rounded to NVFP4. largest: their largest magnitude, float32 []."""
+        if self.activation_bits != 4:
+            return solved
+        assert isinstance(solved.weight, Fp4Weight), type(solved.weight)
+        return replace(solved, weight=replace(solved.weight, input_divisor=input_divisor(largest)))
 
     def curvature(self, mean_hessian: Tensor) -> Curvature:
         """As `input_curvature`, of this recipe."""

@@ -1,10 +1,12 @@
 """The solver of every linear of one output, whose linears may be on several grids."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 from quantkit.calibrate.batches import PIECE_VALUES
 from quantkit.calibrate.solver import Solver
 from quantkit.checkpoint.formats.base import Format
+from quantkit.models.reading import Reading
+from quantkit.quant.weights import Weight
 from quantkit.recipe import Recipe
 from quantkit.schemes import Grid, Method
 
@@ -45,6 +47,7 @@ class Solvers:
             found.setdefault(self.of(module), []).append(module)
         return found
 
-    def int8_inputs(self, modules: Collection[str]) -> frozenset[str]:
-        """Of these, those that round what they read to int8."""
-        return frozenset(module for module in modules if self.of(module).activation_bits == 8)
+    def readings(self, modules: Collection[str], weights: Mapping[str, Weight] | None = None) -> dict[str, Reading]:
+        """Of these, those that round what they read, and how. weights: rounded ones, by module."""
+        bits = {module: self.of(module).activation_bits for module in modules}
+        return {module: Reading.of((weights or {}).get(module), own) for module, own in bits.items() if own < 16}

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from quantkit.calibrate.hidden_states import HiddenStates
-from quantkit.calibrate.layer_weights import LayerWeights
+from quantkit.calibrate.layer_weights import NO_READINGS, LayerWeights
 from quantkit.calibrate.parameter_reader import ParameterReader
 from quantkit.calibrate.routing import no_experts
 from quantkit.calibrate.solvers import Solvers
 from quantkit.calibrate.source_model import SourceModel
 from quantkit.models.context import CausalContext
 from quantkit.models.decoder import DecoderLayer
+from quantkit.models.reading import Reading
 from quantkit.models.table import Parameter, ScaleGroup
 from quantkit.quant.gptq import Curvature
 from quantkit.quant.weights import Weight, dequantize
@@ -105,12 +106,12 @@ def sublayer_of(
     )
 
 
-def advance(sublayer: Sublayer, tensors: Mapping[str, Tensor], states: HiddenStates, int8_inputs: frozenset[str] = frozenset()) -> None:
+def advance(sublayer: Sublayer, tensors: Mapping[str, Tensor], states: HiddenStates, readings: Mapping[str, Reading] = NO_READINGS) -> None:
     """Replace the hidden states by those after this sublayer with these tensors. Routed experts add their outputs afterwards.
 
-    int8_inputs: modules that round what they read to int8.
+    readings: of modules that round what they read.
     """
-    block = sublayer.build(LayerWeights(tensors, no_experts, int8_inputs=int8_inputs))
+    block = sublayer.build(LayerWeights(tensors, no_experts, readings=readings))
     for batch in states.batches():
         states.hidden[batch.part] = sublayer.run(block, states.hidden[batch.part], batch.lengths)
 

@@ -171,7 +171,7 @@ class Walk:
         written = self._found(sublayer, states, experts) if done else self._solved(sublayer, states, experts)
         self.log.enter("propagating", unit)
         tensors = written_tensors(sublayer, self.model.weights, written.weights, written.plain)
-        advance(sublayer, tensors, states.quantized, self.solvers.int8_inputs(written.weights))
+        advance(sublayer, tensors, states.quantized, self.solvers.readings(written.weights, written.weights))
         if experts is not None and written.routed is not None and written.read is not None:
             experts.run(sublayer, written.routed, written.read, states, self.plain)
         self.log.finished(unit)

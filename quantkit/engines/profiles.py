@@ -19,7 +19,7 @@ Device = Literal["cuda", "npu", "cpu"]
 Part = Literal["qkv_a", "attention", "kv_b", "mlp", "shared_experts", "experts"]
 """Parts of a model an engine treats as one. qkv_a: q_a_proj and kv_a_proj_with_mqa, which every engine fuses."""
 
-GridName = Literal["int4-asymmetric", "int4-symmetric", "int4-channel", "int8", "nvfp4", "mxfp4", "fp8", "dense"]
+GridName = Literal["int4-asymmetric", "int4-symmetric", "int4-channel", "int8", "nvfp4", "nvfp4-w4a4", "mxfp4", "fp8", "dense"]
 
 
 class LoadRule(Strict):
@@ -147,8 +147,8 @@ def engine_names() -> tuple[str, ...]:
 def grid_name(grid: Grid) -> GridName:
     """What profiles call a grid, whatever its group size."""
     match grid:
-        case Fp4Grid():
-            return "nvfp4"
+        case Fp4Grid(activation_bits=bits):
+            return "nvfp4" if bits == 16 else "nvfp4-w4a4"
         case Mxfp4Grid():
             return "mxfp4"
         case Fp8BlockGrid():

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from quantkit_kernels import CacheLayout, cache_layout, prefer
+from quantkit_kernels import CacheLayout, cache_layout, prefer, why_no_rounded_inputs
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.devices import find_device, find_dtype
@@ -170,6 +170,7 @@ def load_model(
     check_experts(rows, expert_parallel.size)
     _check_sparse(config, target)
     _check_compressed(config, target, cache)
+    _check_inputs(checkpoint, target, backend)
     if expert_parallel.size > 1 and isinstance(config.cache, CompressedCache):
         raise QuantkitError("compressed attention was never run with --dp", "use --tp")
     if mtp:
@@ -213,6 +214,16 @@ def _check_compressed(config: ModelConfig, device: torch.device, cache: str | No
         raise QuantkitError("compressed attention is not computed on NPUs", "run it on another device")
     if cache is not None:
         raise QuantkitError(f"no cache of {cache} for compressed attention: its entries have 16 bits", "leave --cache out")
+
+
+def _check_inputs(checkpoint: Checkpoint, device: torch.device, backend: str) -> None:
+    refused = why_no_rounded_inputs(backend, device)
+    rounds = (module for module, one in checkpoint.linears.items() if one.format.member(module).activation_bits == 4)
+    module = next(rounds, None) if refused else None
+    if module is not None:
+        where = device.type if backend == "auto" else f"backend {backend}"
+        told = f"{module} rounds what it reads to NVFP4 (W4A4), which is not computed on {where}: {refused}"
+        raise QuantkitError(told, "quantize the source with --scheme fp4-w4a16 or int8-a8w8c16, or run it on a CPU or with CUDA")
 
 
 def _check_mtp(checkpoint: Checkpoint, config: ModelConfig, rows: list[Parameter]) -> None:

@@ -6,6 +6,7 @@ token), each rank rounds its own inputs with their own scale: finer than one ran
 """
 
 import math
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -30,7 +31,7 @@ def cut_rows(weight: Weight, start: int, stop: int) -> Weight:
             zero_point = None if weight.zero_point is None else weight.zero_point[start:stop]
             return IntWeight(weight.codes[start:stop], weight.scale[start:stop], zero_point, weight.bits)
         case Fp4Weight():
-            return Fp4Weight(weight.codes[start:stop], weight.scale[start:stop], weight.global_scale)
+            return replace(weight, codes=weight.codes[start:stop], scale=weight.scale[start:stop])
         case Mxfp4Weight():
             return Mxfp4Weight(weight.codes[start:stop], weight.exponent[start:stop])
         case Fp8BlockWeight():
@@ -54,7 +55,7 @@ def cut_columns(weight: Weight, name: str, start: int, stop: int) -> Weight:
         case Fp4Weight():
             _check_group(name, math.gcd(FP4_GROUP, stop - start), FP4_GROUP, FP4_GROUP, stop - start)
             scale = weight.scale[:, start // FP4_GROUP : stop // FP4_GROUP].contiguous()
-            return Fp4Weight(weight.codes[:, start:stop].contiguous(), scale, weight.global_scale)
+            return replace(weight, codes=weight.codes[:, start:stop].contiguous(), scale=scale)
         case Mxfp4Weight():
             _check_group(name, math.gcd(MX_GROUP, stop - start), MX_GROUP, MX_GROUP, stop - start)
             exponent = weight.exponent[:, start // MX_GROUP : stop // MX_GROUP].contiguous()

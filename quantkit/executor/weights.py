@@ -15,7 +15,7 @@ from itertools import chain
 import quantkit_kernels as kernels
 import torch
 from quantkit_kernels import backends
-from quantkit_kernels.weights import kind, shape, stack
+from quantkit_kernels.weights import kind, same_inputs, shape, stack
 from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
@@ -281,9 +281,10 @@ class SideBySide:
 def operand(weight: Weight, dtype: torch.dtype, activation_bits: int = 16) -> kernels.Weight:
     """The kernel operand of a weight: the one place where a grid is matched to an operator.
 
-    int8 and int4 per channel run with int8 activations where the format's `activation_bits` are 8, int4 a byte a code; other int4 and FP4
-    are weight-only, MXFP4 by NVFP4's operators where that holds the same values; everything else, FP8 and weight-only int8 included, is
-    expanded to `dtype`. Int4 whose groups are longer than the operators' has its scales repeated.
+    int8 and int4 per channel run with int8 activations where the format's `activation_bits` are 8, int4 a byte a code; NVFP4 that brings a
+    divisor for its inputs rounds them; other int4 and FP4 are weight-only, MXFP4 by NVFP4's operators where that holds the same values;
+    everything else, FP8 and weight-only int8 included, is expanded to `dtype`. Int4 whose groups are longer than the operators' has its
+    scales repeated.
     """
     match weight:
         case IntWeight(bits=4, zero_point=None) if activation_bits == 8 and weight.scale.shape[1] == 1:
@@ -297,7 +298,7 @@ def operand(weight: Weight, dtype: torch.dtype, activation_bits: int = 16) -> ke
         case IntWeight(bits=8, zero_point=None) if activation_bits == 8 and weight.scale.shape[1] == 1:
             return kernels.Int8(weight.codes, weight.scale)
         case Fp4Weight():
-            return kernels.Fp4(weight.codes, weight.scale, weight.global_scale)
+            return kernels.Fp4(weight.codes, weight.scale, weight.global_scale, weight.input_divisor)
         case Mxfp4Weight() if is_nvfp4(weight):
             same = to_nvfp4(weight)
             return kernels.Fp4(same.codes, same.scale, same.global_scale)
@@ -320,6 +321,8 @@ def _alike(first: kernels.Weight, second: kernels.Weight) -> bool:
         return False
     if isinstance(first, kernels.Int4) and isinstance(second, kernels.Int4):
         return first.scale.shape[1] == second.scale.shape[1] and (first.zero_point is None) == (second.zero_point is None)
+    if isinstance(first, kernels.Fp4) and isinstance(second, kernels.Fp4):
+        return same_inputs(first, second)
     return True
 
 

@@ -1,6 +1,7 @@
 """NVFP4: E2M1 values, an e4m3 scale per 16 input channels, one float32 scale per tensor.
 
     w ~ e2m1[code] * scale[group] * global_scale          global_scale = amax(W) / (6 * 448), scale = amax_g / 6 / global_scale
+    x ~ e2m1[code] * scale[group] / divisor               divisor = 6 * 448 / amax(x)
 
 Linears that an engine fuses (gate and up; q_a and kv_a) must share the global scale: take `global_scale` of the amax over
 both and pass it in. Rounding is to nearest, ties to the even code, as ModelOpt and compressed-tensors do.
@@ -39,3 +40,8 @@ def global_scale(amax: Tensor) -> Tensor:
     divisor = E2M1_MAX * E4M3_MAX / amax.float()
     scale = divisor.reciprocal()
     return torch.where(amax > 0, scale, torch.ones_like(scale))
+
+
+def input_divisor(amax: Tensor) -> Tensor:
+    """Divisor float32 [...] of inputs whose largest magnitudes are `amax`, 1 for zeros: one that survives being inverted twice, too."""
+    return global_scale(amax).reciprocal()

@@ -57,11 +57,14 @@ class Fp4Weight:
     """w = e2m1[codes] * scale * global_scale, a scale per row and group of 16 input channels (NVFP4).
 
     codes uint8 [N, K] in 0..15, bit 3 the sign; scale float8_e4m3fn [N, K / 16]; global_scale float32 [], a multiplier.
+    input_divisor: where inputs are rounded to NVFP4 too, what the scales of their groups are divided by, float32 []; None where they
+    are not. It is a divisor because rounding begins with it (`quantkit_kernels.round_to_nvfp4`).
     """
 
     codes: Tensor
     scale: Tensor
     global_scale: Tensor
+    input_divisor: Tensor | None = None
 
     def __post_init__(self) -> None:
         rows, columns = self.codes.shape
@@ -71,6 +74,9 @@ class Fp4Weight:
         assert columns % FP4_GROUP == 0, f"groups of {FP4_GROUP} do not divide {columns} columns"
         assert self.global_scale.shape == (), f"global_scale has shape {tuple(self.global_scale.shape)}"
         assert self.global_scale.dtype == torch.float32, f"global_scale is {self.global_scale.dtype}"
+        if self.input_divisor is not None:
+            assert self.input_divisor.shape == (), f"input_divisor has shape {tuple(self.input_divisor.shape)}"
+            assert self.input_divisor.dtype == torch.float32, f"input_divisor is {self.input_divisor.dtype}"
 
     @property
     def shape(self) -> torch.Size:

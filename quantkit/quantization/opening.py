@@ -107,6 +107,9 @@ class Job:
 def read_request(scheme: Scheme, format: str, engine: str | None, recipe: Recipe, mixture: Mixture = NO_MIXTURE) -> JobRequest:
     """format: a command-line name, or "auto" for the scheme's first. Raises QuantkitError where no engine, or not `engine`, loads that."""
     asked = None if format == "auto" else format
+    if scheme.activation_bits == 4 and recipe.methods == ():
+        told = f"{scheme.name} has scales for what linears read, which calibration finds, and the recipe has no methods"
+        raise QuantkitError(told, "leave methods out of the recipe, or use --scheme fp4-w4a16")
     if mixture.chooses:
         return _mixed_request(scheme, asked, engine, recipe, mixture)
     choice = choose(engine, scheme, format=asked) if engine else None

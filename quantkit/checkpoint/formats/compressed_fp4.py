@@ -1,8 +1,9 @@
 """compressed-tensors nvfp4-pack-quantized: E2M1 codes two to a byte along the inputs, the even one in the low bits.
 
     X.weight_packed uint8 [N, K / 2]   X.weight_scale float8_e4m3fn [N, K / 16]   X.weight_global_scale float32 [1]
+    X.input_global_scale float32 [1], where input_activations are described as 4-bit floats in groups (W4A4)
 
-The global scale is a DIVISOR: w = e2m1 * weight_scale / weight_global_scale. `fp4.global_scale` makes multipliers whose
+Global scales are DIVISORS: w = e2m1 * weight_scale / weight_global_scale. `fp4.global_scale` makes multipliers whose
 reciprocal inverts back exactly; a multiplier from elsewhere may come back one unit in the last place off.
 """
 
@@ -14,11 +15,11 @@ from torch import Tensor
 
 from quantkit.checkpoint.formats import compressed
 from quantkit.checkpoint.formats.base import StoredPart
-from quantkit.checkpoint.formats.nvfp4 import CODE_PAIRS, GROUP_SCALES, Nvfp4, code_shapes
+from quantkit.checkpoint.formats.nvfp4 import CODE_PAIRS, GROUP_SCALES, Nvfp4, code_shapes, is_nvfp4
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.quant.packing import pack_pairs, unpack_pairs
 from quantkit.quant.weights import FP4_GROUP, Fp4Weight, Weight
-from quantkit.schemes import Fp4Grid, Grid
+from quantkit.schemes import Grid
 
 
 class CompressedFp4(Nvfp4):
@@ -33,41 +34,54 @@ class CompressedFp4(Nvfp4):
             StoredPart(".weight_packed", (torch.uint8,), codes, axes=CODE_PAIRS),
             StoredPart(".weight_scale", (torch.float8_e4m3fn,), scales, axes=GROUP_SCALES),
             StoredPart(".weight_global_scale", (torch.float32,), (1,)),
-            StoredPart(".input_global_scale", (torch.float32,), (1,), required=False),
+            StoredPart(".input_global_scale", (torch.float32,), (1,), required=self.rounds_inputs),
         )
 
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
         assert isinstance(weight, Fp4Weight), type(weight)
-        return {
+        tensors = {
             f"{module}.weight_packed": pack_pairs(weight.codes),
             f"{module}.weight_scale": weight.scale,
             f"{module}.weight_global_scale": weight.global_scale.reciprocal().reshape(1),
         }
+        if self.rounds_inputs:
+            assert weight.input_divisor is not None, module
+            tensors[f"{module}.input_global_scale"] = weight.input_divisor.reshape(1)
+        return tensors
 
     def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
         return Fp4Weight(
             codes=unpack_pairs(tensors[f"{module}.weight_packed"]),
             scale=tensors[f"{module}.weight_scale"],
             global_scale=tensors[f"{module}.weight_global_scale"].reciprocal().reshape(()),
+            input_divisor=tensors[f"{module}.input_global_scale"].reshape(()) if self.rounds_inputs else None,
         )
 
     def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
-        return compressed.detect(config, self.variant)
+        return compressed.detect(config, self.variant) and _rounds_inputs(config) == self.rounds_inputs
 
     def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
         args = compressed.weight_args(config)
         if args.get("num_bits") != 4 or args.get("type") != "float" or args.get("group_size") != FP4_GROUP:
             raise compressed.unreadable(args, f"4-bit float in groups of {FP4_GROUP}")
-        return Fp4Grid()
+        return self.own_grid
 
     def ignored(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Callable[[str], bool] | None:
         return compressed.ignored(config)
 
     def config_block(self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> dict[str, Any]:
         strategy = {"strategy": "tensor_group", "group_size": FP4_GROUP}
-        weights = {"num_bits": 4, "type": "float", "symmetric": True, **strategy, "dynamic": False}
-        return compressed.config_block(self.variant, weights, None, quantized, plain)
+        shared = {"num_bits": 4, "type": "float", "symmetric": True, **strategy}
+        activations = {**shared, "dynamic": "local"} if self.rounds_inputs else None
+        return compressed.config_block(self.variant, {**shared, "dynamic": False}, activations, quantized, plain)
+
+
+def _rounds_inputs(config: Mapping[str, Any]) -> bool:
+    """Whether groups with weights describe their inputs as NVFP4."""
+    groups = config["quantization_config"].get("config_groups") or {}
+    described = [group for group in groups.values() if isinstance(group, dict) and group.get("weights")] if isinstance(groups, dict) else []
+    return bool(described) and all(is_nvfp4(group.get("input_activations")) for group in described)
 
 
 FORMAT = CompressedFp4()
-GRID = Fp4Grid()
+W4A4 = CompressedFp4(4)

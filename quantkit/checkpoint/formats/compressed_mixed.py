@@ -52,13 +52,14 @@ class _Fp8Blocks(fp8.CompressedFp8):
 
 
 _FP8 = _Fp8Blocks(fp8.BLOCK)
-_MEMBERS: tuple[Format, ...] = (compressed_int4.FORMAT, compressed_fp4.FORMAT, compressed_int8.FORMAT, _FP8)
+_MEMBERS: tuple[Format, ...] = (compressed_int4.FORMAT, compressed_fp4.FORMAT, compressed_fp4.W4A4, compressed_int8.FORMAT, _FP8)
 
 
 _READ: tuple[Format, ...] = (
     compressed_int4.FORMAT,
     compressed_int4.INT8_WORDS,
     compressed_fp4.FORMAT,
+    compressed_fp4.W4A4,
     compressed_mxfp4.FORMAT,
     compressed_int8.FORMAT,
     *compressed_int8.OTHERS,
@@ -105,7 +106,10 @@ class CompressedMixed(Format):
 
     def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
         specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
-        return next(one for one in _MEMBERS if any(one.quantized_module(spec) for spec in specs)).unpack(module, tensors)
+        member = next(one for one in _MEMBERS if any(one.quantized_module(spec) for spec in specs))
+        if member is compressed_fp4.FORMAT and f"{module}.input_global_scale" in tensors:
+            member = compressed_fp4.W4A4
+        return member.unpack(module, tensors)
 
     def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
         return compressed.detect(config, self.variant)
@@ -143,8 +147,8 @@ def _member_of(weight: Weight) -> Format:
     match weight:
         case Fp8BlockWeight():
             return _FP8
-        case Fp4Weight():
-            return compressed_fp4.FORMAT
+        case Fp4Weight(input_divisor=divisor):
+            return compressed_fp4.FORMAT if divisor is None else compressed_fp4.W4A4
         case IntWeight(bits=8):
             return compressed_int8.FORMAT
     assert isinstance(weight, IntWeight), type(weight)

@@ -2,9 +2,13 @@
 
     X.weight uint8 [N, K / 2], low bits the even input   X.weight_scale float8_e4m3fn [N, K / 16]   X.weight_scale_2 float32 []
 
-weight_scale_2 is a MULTIPLIER. An input_scale (4-bit activations) is accepted and not used. The MTP layer stays in BF16: SGLang runs
-it unquantized. The description stands in hf_quant_config.json and, flat, in config.json, as ModelOpt has written both since 0.31:
-vLLM 0.22 to 0.32 takes W4A16_NVFP4 from config.json only ("Unknown ModelOpt quant algo" otherwise).
+    X.input_scale float32 [], where inputs are described as 4-bit floats (W4A4)
+
+weight_scale_2 and input_scale are MULTIPLIERS. That inputs are rounded is said by quant_algo NVFP4 and the input_activations of a config
+group together. With quant_algo alone, as in DeepSeek-R1-FP4, an input_scale is accepted and not used, which is how engines run such files
+where a card has no FP4 units. The MTP layer stays in BF16: SGLang runs it unquantized. The description stands in hf_quant_config.json and,
+flat, in config.json, as ModelOpt has written both since 0.31: vLLM 0.22 to 0.32 takes W4A16_NVFP4 from config.json only ("Unknown ModelOpt
+quant algo" otherwise).
 """
 
 import json
@@ -16,18 +20,18 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.formats.base import IgnoreSpelling, StoredPart, ignore_list, plain_linears
-from quantkit.checkpoint.formats.nvfp4 import CODE_PAIRS, GROUP_SCALES, Nvfp4, code_shapes
+from quantkit.checkpoint.formats.nvfp4 import CODE_PAIRS, GROUP_SCALES, Nvfp4, code_shapes, is_nvfp4
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.errors import QuantkitError
 from quantkit.quant.packing import pack_pairs, unpack_pairs
 from quantkit.quant.weights import FP4_GROUP, Fp4Weight, Weight
-from quantkit.schemes import Fp4Grid, Grid
+from quantkit.schemes import Grid
 
 _MTP_HEAD = "shared_head.head"
 _SIDE_FILE = "hf_quant_config.json"
-_WRITTEN = "W4A16_NVFP4"
+_W4A4, _W4A16 = "NVFP4", "W4A16_NVFP4"
 MIXED = "MIXED_PRECISION"
-_ALGORITHMS = ("NVFP4", _WRITTEN)
+_ALGORITHMS = (_W4A4, _W4A16)
 # Engines look for the producer's name, so it is ModelOpt's, with the version whose bytes these are.
 _PRODUCER = {"name": "modelopt", "version": "0.47.0"}
 _SPELLING = IgnoreSpelling(
@@ -51,27 +55,33 @@ class ModelOpt(Nvfp4):
             # chitu declares the same bytes as uint8
             StoredPart(".weight_scale", (torch.float8_e4m3fn, torch.uint8), scales, axes=GROUP_SCALES),
             StoredPart(".weight_scale_2", (torch.float32,), ()),
-            StoredPart(".input_scale", (torch.float32,), (), required=False),
+            StoredPart(".input_scale", (torch.float32,), (), required=self.rounds_inputs),
         )
 
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
         assert isinstance(weight, Fp4Weight), type(weight)
-        return {
+        tensors = {
             f"{module}.weight": pack_pairs(weight.codes),
             f"{module}.weight_scale": weight.scale,
             f"{module}.weight_scale_2": weight.global_scale,
         }
+        if self.rounds_inputs:
+            assert weight.input_divisor is not None, module
+            tensors[f"{module}.input_scale"] = weight.input_divisor.reciprocal()
+        return tensors
 
     def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
         return Fp4Weight(
             codes=unpack_pairs(tensors[f"{module}.weight"]),
             scale=tensors[f"{module}.weight_scale"].view(torch.float8_e4m3fn),
             global_scale=tensors[f"{module}.weight_scale_2"].reshape(()),
+            input_divisor=tensors[f"{module}.input_scale"].reciprocal().reshape(()) if self.rounds_inputs else None,
         )
 
     def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
-        said = str(described(config, side).get("quant_algo")) if is_modelopt(config, side) else "FP8"
-        return "FP8" not in said and said != MIXED  # fp8.py, modelopt_mixed.py
+        block = described(config, side) if is_modelopt(config, side) else {"quant_algo": "FP8"}
+        said = str(block.get("quant_algo"))
+        return "FP8" not in said and said != MIXED and _rounds_inputs(block) == self.rounds_inputs  # fp8.py, modelopt_mixed.py
 
     def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
         block = described(config, side)
@@ -80,7 +90,7 @@ class ModelOpt(Nvfp4):
             said = f"quant_algo {algorithm}" + (f" and group_size {size}" if algorithm in _ALGORITHMS else "")
             known = f"{', '.join(_ALGORITHMS)} with group_size {FP4_GROUP}, FP8, FP8_PER_CHANNEL_PER_TOKEN, MXFP8 and mixtures of these"
             raise QuantkitError(f"the checkpoint is ModelOpt with {said}", f"quantkit reads {known}: export it so, or quantize its source")
-        return Fp4Grid()
+        return self.own_grid
 
     def ignored(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Callable[[str], bool] | None:
         block = described(config, side)
@@ -88,19 +98,20 @@ class ModelOpt(Nvfp4):
         return None if entries is None else lambda module: any(_SPELLING.matches(entry, module) for entry in entries)
 
     def config_block(self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> dict[str, Any]:
-        weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": FP4_GROUP}
+        numbers = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": FP4_GROUP}
+        inputs = {"input_activations": numbers} if self.rounds_inputs else {}
         return {
             "quant_method": "modelopt",
-            "quant_algo": _WRITTEN,
+            "quant_algo": self._algorithm,
             "group_size": FP4_GROUP,
-            "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}},
+            "config_groups": {"group_0": {**inputs, "weights": numbers, "targets": ["Linear"]}},
             "ignore": _unquantized(quantized, plain),
             "producer": _PRODUCER,
         }
 
     def extra_files(self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> dict[str, bytes]:
         quantization = {
-            "quant_algo": _WRITTEN,
+            "quant_algo": self._algorithm,
             "kv_cache_quant_algo": None,
             "group_size": FP4_GROUP,
             "exclude_modules": _unquantized(quantized, plain),
@@ -110,6 +121,16 @@ class ModelOpt(Nvfp4):
 
     def quantizes(self, module: str, role: str, *, mtp: bool = False) -> bool:
         return role == "linear" and not mtp
+
+    @property
+    def _algorithm(self) -> str:
+        return _W4A4 if self.rounds_inputs else _W4A16
+
+
+def _rounds_inputs(block: Mapping[str, Any]) -> bool:
+    """Whether the description says so of the inputs, and not by its quant_algo alone."""
+    groups = (block.get("config_groups") or {}).values()
+    return block.get("quant_algo") == _W4A4 and any(is_nvfp4(group.get("input_activations")) for group in groups if isinstance(group, dict))
 
 
 def _unquantized(quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> list[str]:
@@ -140,3 +161,4 @@ def _group_size(block: Mapping[str, Any]) -> Any:
 
 
 FORMAT = ModelOpt()
+W4A4 = ModelOpt(4)

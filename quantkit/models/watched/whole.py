@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from quantkit_kernels import quantize_rows
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError
+from quantkit.models.reading import AS_IT_IS, Reading
 from quantkit.models.watched.ends import logits_of
 from quantkit.models.watched.experts import StackedExperts, UnknownExperts, experts_modules, look_at_experts
 from quantkit.models.watched.skeleton import Skeleton, check_built
@@ -109,9 +109,10 @@ class WholeModel:
                     module._buffers[key] = self._read(f"{name}.{key}")
                 elif one is not None:
                     module._buffers[key] = one.to(self.device)
-            if isinstance(module, nn.Linear) and self._rounds(f"{name}.weight"):
+            reading = self._reading(self.skeleton.published.get(f"{name}.weight", "").removesuffix(".weight"))
+            if isinstance(module, nn.Linear) and reading != AS_IT_IS:
                 own: Any = module
-                own.forward = _rounding(module)
+                own.forward = _rounding(module, reading)
         if self.skeleton.tied:
             head._parameters["weight"] = self.skeleton.text.get_input_embeddings().weight
 
@@ -130,13 +131,11 @@ class WholeModel:
         value = dequantize(value)
         return value.to(self.dtype) if value.is_floating_point() else value
 
-    def _rounds(self, name: str) -> bool:
-        """Whether a linear reads int8."""
-        return self._reads_int8(self.skeleton.published.get(name, "").removesuffix(".weight"))
-
-    def _reads_int8(self, module: str) -> bool:
+    def _reading(self, module: str) -> Reading:
+        """How a linear reads its input."""
         linear = self.checkpoint.linears.get(module)
-        return linear is not None and linear.format.member(module).activation_bits == 8
+        bits = 16 if linear is None else linear.format.member(module).activation_bits
+        return Reading.of(self.checkpoint.weight(module, self.device), bits) if bits == 4 else Reading(bits)
 
     def _fill_experts(self, name: str, module: nn.Module) -> bool:
         """Stacked routed experts, from one tensor for each; whether they are stored so."""
@@ -147,8 +146,8 @@ class WholeModel:
         if not all(_is_stored(self.checkpoint, disk) for disk in found.names[0]):
             return False
         each = [[self._stored(disk) for disk in triple] for triple in found.names]
-        rounds = self._reads_int8(found.names[0][0].removesuffix(".weight"))
-        module.forward = _experts(found, each, rounds)
+        readings = [[self._reading(disk.removesuffix(".weight")) for disk in (gate, down)] for gate, _, down in found.names]
+        module.forward = _experts(found, each, readings)
         return True
 
 
@@ -156,16 +155,11 @@ def _is_stored(checkpoint: Checkpoint, disk: str) -> bool:
     return disk.removesuffix(".weight") in checkpoint.linears or checkpoint.has(disk)
 
 
-def _as_int8(x: Tensor) -> Tensor:
-    codes, scale = quantize_rows(x.flatten(0, -2).float())
-    return (codes * scale).view_as(x).to(x.dtype)
+def _rounding(linear: nn.Linear, reading: Reading) -> Callable[[Tensor], Tensor]:
+    return lambda x: F.linear(reading(x.float()).to(x.dtype), linear.weight, linear.bias)
 
 
-def _rounding(linear: nn.Linear) -> Callable[[Tensor], Tensor]:
-    return lambda x: F.linear(_as_int8(x), linear.weight, linear.bias)
-
-
-def _experts(found: StackedExperts, each: list[list[Tensor]], rounds: bool) -> Callable[..., Tensor]:
+def _experts(found: StackedExperts, each: list[list[Tensor]], readings: list[list[Reading]]) -> Callable[..., Tensor]:
     """A mixture [T, H] -> [T, H] as a loop over the experts that are asked."""
 
     def forward(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
@@ -175,9 +169,10 @@ def _experts(found: StackedExperts, each: list[list[Tensor]], rounds: bool) -> C
                 continue
             gate, up, down = each[expert]
             tokens, slots = (topk_ids == expert).nonzero(as_tuple=True)
-            read = _as_int8(x[tokens]) if rounds else x[tokens]
+            before, between = readings[expert]
+            read = before(x[tokens].float()).to(x.dtype)
             hidden = found.gating(F.linear(read, gate), F.linear(read, up))
-            made = F.linear(_as_int8(hidden) if rounds else hidden, down)
+            made = F.linear(between(hidden.float()).to(x.dtype), down)
             out.index_add_(0, tokens, made * topk_weights[tokens, slots, None].to(made.dtype))
         return out
 
