@@ -7,6 +7,7 @@ One decoder layer with a quantized MLP and attention, an unquantized kv_b_proj a
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from quantkit.checkpoint.formats.base import Format, output_config
 from quantkit.checkpoint.header import TensorSpec
+from quantkit.quant.fp4 import input_divisor
 from quantkit.quant.weights import Weight
 from quantkit.schemes import Fp4Grid, Grid, IntGrid
 
@@ -47,8 +49,9 @@ def quantize(format: Format, grid: Grid | None, w: Tensor) -> Weight:
     match grid:
         case IntGrid():
             return quantize_int(w, grid, scale_dtype=format.scale_dtype)
-        case Fp4Grid():
-            return quantize_fp4(w)
+        case Fp4Grid(activation_bits=bits):
+            weight = quantize_fp4(w)
+            return weight if bits == 16 else replace(weight, input_divisor=input_divisor(torch.tensor(3.7)))
         case _:
             return quantize_fp8_block(w) if format.name == "fp8-block" else w.bfloat16()
 

@@ -6,6 +6,7 @@ write_packed(..., quantizes=lambda row: row.expert is not None)
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,20 @@ from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.models import find_architecture
 from quantkit.models.table import Parameter
-from quantkit.quant.fp4 import global_scale
+from quantkit.quant.fp4 import global_scale, input_divisor
 from quantkit.quant.rounding import Mxfp4Rounder, round_to_nearest
 from quantkit.quant.weights import Weight
 from quantkit.schemes import Fp4Grid, Grid, Mxfp4Grid
+
+LARGEST_INPUT = 16.0
+"""That inputs rounded to NVFP4 are calibrated for."""
 
 
 def rounded(weight: Tensor, format: Format, grid: Grid, amax: Tensor) -> Weight:
     """`weight` [N, K] on the grid; `amax` is the largest magnitude of it and its fused siblings."""
     if isinstance(grid, Fp4Grid):
-        return quantize_fp4(weight.float(), global_scale=global_scale(amax))
+        packed = quantize_fp4(weight.float(), global_scale=global_scale(amax))
+        return packed if grid.activation_bits == 16 else replace(packed, input_divisor=input_divisor(torch.tensor(LARGEST_INPUT)))
     if isinstance(grid, Mxfp4Grid):
         rounder = Mxfp4Rounder()
         return rounder.weight(*round_to_nearest(weight.float(), rounder))

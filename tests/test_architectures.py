@@ -134,7 +134,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "pangu_ultra_moe": {**PANGU, "rope_theta": 25600000.0},
 }
 CONFIGS = {name: {**config, "model_type": name} for name, config in CONFIGS.items()}
-USUAL = tuple(scheme for scheme in SCHEMES if scheme != "mxfp4-w4a16")
+USUAL = tuple(scheme for scheme in SCHEMES if scheme not in ("mxfp4-w4a16", "nvfp4-w4a4"))
 CELLS = {
     "llama": tuple(SCHEMES),
     "qwen2": USUAL,
@@ -272,7 +272,8 @@ def test_captured_decode_steps_give_the_eager_tokens(any_source: Path, tmp_path:
     model = any_source
     if scheme is not None:
         _skip_without_experts(any_source, scheme)
-        quantize(any_source, model := tmp_path / "out", SCHEMES[scheme], "auto", Recipe(scheme=scheme, methods=()), device="cpu")
+        few = {"samples": 4, "held_out": 1, "seq_len": 24} if scheme == "nvfp4-w4a4" else {"methods": ()}
+        quantize(any_source, model := tmp_path / "out", SCHEMES[scheme], "auto", Recipe(scheme=scheme, **few), device="cpu")
     drafts = json.loads((model / "config.json").read_text()).get("num_nextn_predict_layers", 0)
     params = SamplingParams(max_new_tokens=24, ignore_eos=True)
     for num_drafts in {0, drafts}:
@@ -323,7 +324,7 @@ def test_two_ranks_are_one(source: Path) -> None:
     assert logprobs(source, tp=2)[0] == logprobs(source)[0]
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme != "nvfp4-w4a4"])  # which is never rounded uncalibrated
 def test_an_unknown_architecture_is_rounded_by_name(source: Path, tmp_path: Path, scheme: str) -> None:
     """Told by name, the same linears are quantized to the same bytes as with the table, less what only a table knows."""
     _skip_without_experts(source, scheme)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quantkit_kernels.codes import CodedKeys, CodedLatents, KeyValues, empty_keys, empty_latents, store_keys, store_latents
 from quantkit_kernels.latents import by_slot, entries
-from quantkit_kernels.linear import quantize_rows, round_to_nvfp4
+from quantkit_kernels.linear import E2M1_MAX, E4M3_MAX, quantize_rows, round_to_nvfp4
 from quantkit_kernels.paged import PagedKeys, PagedLatents, Rotation
 from quantkit_kernels.prompts import Prompts
 from quantkit_kernels.reference.grouped import picked
@@ -19,7 +19,10 @@ TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
 def random_weight(grid: str, n: int, k: int, rng: torch.Generator) -> Weight:
-    """A weight W[n, k] whose product with unit activations is about one, with every code in use. It lives on the generator's device."""
+    """A weight W[n, k] whose product with unit activations is about one, with every code in use. It lives on the generator's device.
+
+    grid: one of GRIDS, "int8-narrow", or "fp4-w4a4", whose inputs are rounded for values up to 4.
+    """
     device = rng.device
     if grid == "dense":
         return Dense(torch.randn(n, k, generator=rng, device=device) / k**0.5)
@@ -29,10 +32,11 @@ def random_weight(grid: str, n: int, k: int, rng: torch.Generator) -> Weight:
     if grid == "int8-narrow":
         scale = (0.5 + torch.rand(n, 1, generator=rng, device=device)) / (5 * k**0.5)
         return NarrowInt8(torch.randint(-8, 8, (n, k), dtype=torch.int8, generator=rng, device=device), scale)
-    if grid == "fp4":
+    if grid in ("fp4", "fp4-w4a4"):
         codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, generator=rng, device=device)
         scale = (0.25 + 3 * torch.rand(n, k // 16, generator=rng, device=device)).to(torch.float8_e4m3fn)
-        return Fp4(codes, scale, torch.tensor(0.2 / k**0.5, device=device))
+        divisor = torch.tensor(E2M1_MAX * E4M3_MAX / 4, device=device) if grid == "fp4-w4a4" else None
+        return Fp4(codes, scale, torch.tensor(0.2 / k**0.5, device=device), divisor)
     _, symmetry, group = grid.split("-")
     groups = k // int(group)
     codes = torch.randint(-8, 8, (n, k), dtype=torch.int8, generator=rng, device=device)

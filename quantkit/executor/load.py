@@ -160,6 +160,7 @@ def load_model(
     read = read_model(checkpoint)
     architecture, config, rows = read.architecture, read.config, read.rows
     target = find_device(device)
+    _check_inputs(checkpoint, target, backend)
     try:
         prefer(backend, target)
     except ValueError as fault:
@@ -170,7 +171,6 @@ def load_model(
     check_experts(rows, expert_parallel.size)
     _check_sparse(config, target)
     _check_compressed(config, target, cache)
-    _check_inputs(checkpoint, target, backend)
     if expert_parallel.size > 1 and isinstance(config.cache, CompressedCache):
         raise QuantkitError("compressed attention was never run with --dp", "use --tp")
     if mtp:

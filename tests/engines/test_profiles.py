@@ -26,6 +26,7 @@ INT4 = IntGrid(4, 128, symmetric=False)
 INT4_G64 = IntGrid(4, 64, symmetric=False)
 INT4_SYMMETRIC = IntGrid(4, 128, symmetric=True)
 INT8 = IntGrid(8, None, symmetric=True)
+W4A4 = Fp4Grid(activation_bits=4)
 
 
 def linear(row: Parameter) -> bool:
@@ -97,8 +98,7 @@ def test_a_choice_is_a_load_or_a_reason(name: str, scheme: Any) -> None:
         assert choice.remedy.startswith("it loads")
     else:
         assert choice.format in scheme.formats
-        format = next(f for f in FORMATS if (f.name, f.variant) == (choice.format, choice.variant))
-        assert format.holds(choice.grid)
+        assert any(f.holds(choice.grid) for f in FORMATS if (f.name, f.variant) == (choice.format, choice.variant))
         assert "kv_b" not in choice.parts
 
 
@@ -130,10 +130,13 @@ def test_unknown_engine_lists_the_known() -> None:
         ("vllm", awq.FORMAT, INT4_G64, linear),
         ("vllm", compressed_int4.FORMAT, INT4_G64, linear),
         ("vllm", modelopt.FORMAT, Fp4Grid(), linear),
+        ("vllm", compressed_fp4.W4A4, W4A4, linear),
+        ("vllm", modelopt.W4A4, W4A4, linear),
         ("sglang", awq.FORMAT, INT4_G64, linear),
         ("sglang", compressed_int4.FORMAT, INT4_SYMMETRIC, no_qkv_a),
         ("sglang", compressed_int8.FORMAT, INT8, linear),
         ("sglang", modelopt.FORMAT, Fp4Grid(), no_mtp),
+        ("sglang", modelopt.W4A4, W4A4, no_mtp),
         ("vllm-ascend", compressed_int8.FORMAT, INT8, linear),
         ("omni-infer", compressed_int8.FORMAT, INT8, linear),
         ("chitu", modelopt.FORMAT, Fp4Grid(), no_mtp),
@@ -160,6 +163,9 @@ def test_nothing_to_say_of_what_an_engine_loads(packed: Any, engine: str, format
         ("vllm", modelslim.FORMAT, IntGrid(4, None, True), expert, None, "for Arm processors"),
         ("vllm", awq.FORMAT, INT4, linear, "cpu", "does not take shared_experts quantized"),
         ("vllm", modelopt.FORMAT, Fp4Grid(), linear, "cpu", "no FP4 kernel"),
+        ("vllm", compressed_fp4.W4A4, W4A4, linear, "cpu", "no FP4 kernel"),
+        ("chitu", modelopt.W4A4, W4A4, no_mtp, None, "16-bit activations"),
+        ("sglang", compressed_fp4.W4A4, W4A4, linear, None, "does not take qkv_a quantized"),
     ],
 )
 def test_what_an_engine_refuses(packed: Any, engine: str, format: Any, grid: Any, quantizes: Any, device: Any, told: str) -> None:

@@ -44,6 +44,20 @@ def test_experts_match_float64(grid: str, backend: str, dtype: torch.dtype) -> N
         assert distance(y, exact_experts(x, ids, topk_weights, weights)) < tolerance, (tokens, rng.initial_seed())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", ["reference", "expanded", "cpu"])
+def test_experts_round_what_is_between_to_nvfp4_too(backend: str, dtype: torch.dtype) -> None:
+    skip_unusable("fp4", backend, dtype)
+    rng = torch.Generator().manual_seed(8)
+    weights = random_experts("fp4-w4a4", COUNT, HIDDEN, INTERMEDIATE, rng)
+    experts = layer(weights, backend, dtype)
+    assert experts.backend == backend
+    x = torch.randn(33, HIDDEN, generator=rng).to(dtype)
+    ids, topk_weights = routing(33, 4, rng)
+    # What a rounding of 16 bits puts on the other side of a half is a step of four bits away; without the second rounding it is 0.09.
+    assert distance(experts(x, ids, topk_weights), exact_experts(x, ids, topk_weights, weights)) < 0.04
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("grid", ["int4-asym-128", "int8", "dense"])
 def test_ids_of_no_expert_add_nothing(grid: str, backend: str) -> None:

@@ -2,8 +2,22 @@
 
 import pytest
 import torch
-from quantkit_kernels import BACKENDS, Fp4, Int4, Int8, prepare, prepare_dense, prepare_fp4, prepare_int4, prepare_int8, quantize_rows
+from quantkit_kernels import (
+    BACKENDS,
+    Fp4,
+    Int4,
+    Int8,
+    prepare,
+    prepare_dense,
+    prepare_fp4,
+    prepare_int4,
+    prepare_int8,
+    quantize_rows,
+    round_to_nvfp4,
+    why_no_rounded_inputs,
+)
 from quantkit_kernels.backends import why_unusable
+from quantkit_kernels.linear import laid_out
 from quantkit_kernels.samples import GRIDS, TOLERANCE, distance, exact_linear, random_weight
 from quantkit_kernels.weights import stack
 
@@ -12,6 +26,8 @@ DTYPES = tuple(TOLERANCE)
 
 def skip_unusable(grid: str, backend: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     reason = why_unusable(f"linear_{grid.split('-')[0]}", backend, torch.device("cpu"), dtype, (shape,))
+    if grid == "fp4-w4a4":
+        reason = reason or why_no_rounded_inputs(backend, torch.device("cpu"))
     if reason is not None:
         pytest.skip(reason)
 
@@ -27,7 +43,7 @@ def _fresh_memory_is_poisoned() -> object:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("grid", [*GRIDS, "fp4-w4a4"])
 def test_linear_matches_float64(grid: str, backend: str, dtype: torch.dtype) -> None:
     rng = torch.Generator()
     rng.seed()
@@ -76,6 +92,23 @@ def test_int8_does_not_saturate(backend: str) -> None:
     linear = prepare_int8(torch.full((16, 512), 127, dtype=torch.int8), torch.ones(16, 1), backend=backend, dtype=torch.float32)
     y = linear(torch.full((1, 512), 127.0))
     assert torch.equal(y, torch.full((1, 16), 127.0 * 127 * 512))
+
+
+def test_inputs_are_rounded_to_nvfp4() -> None:
+    """Nearest, halves to the even code; beyond what the divisor is for they saturate. Backends that cannot say so."""
+    values = torch.tensor([0.0, 0.25, 0.26, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -5.0, 6.0, -0.75, 2.6, 0.1, -1.0, 4.0])
+    levels, scales = round_to_nvfp4(torch.stack([values * 2, values * 512, values * 0]), torch.tensor(1.0))
+    assert levels[0, 0].tolist() == [0, 0, 0.5, 1, 1, 2, 2, 4, 4, -4, 6, -1, 3, 0, -1, 4]
+    assert scales.flatten().tolist() == [2, 448, 0.125]
+    assert levels[1, 0, 8:11].tolist() == [6, -6, 6], "5 * 512 / 448 is beyond 5"
+    assert not levels[2].any()
+    weight = random_weight("fp4-w4a4", 32, 128, torch.Generator().manual_seed(4))
+    with pytest.raises(ValueError, match="torch_npu cannot round inputs to NVFP4"):
+        laid_out("torch_npu", weight, torch.bfloat16, torch.device("cpu"))
+    with pytest.raises(ValueError, match="inputs are rounded differently"):
+        stack(weight, random_weight("fp4", 32, 128, torch.Generator().manual_seed(4)))
+    with pytest.raises(ValueError, match="input_divisor"):
+        prepare(weight._replace(input_divisor=torch.ones(2)), backend="reference")
 
 
 def test_stack_is_both_weights() -> None:

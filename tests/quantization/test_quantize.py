@@ -123,7 +123,7 @@ def _nearest_error(report: QuantizationReport) -> float:
     return (4.5 / 15) ** 2 / 12
 
 
-@pytest.mark.parametrize("scheme", ["awq-w4a16", "int8-a8w8c16", "int4-w4a8"])
+@pytest.mark.parametrize("scheme", ["awq-w4a16", "int8-a8w8c16", "int4-w4a8", "nvfp4-w4a4"])
 def test_the_report_says_what_both_models_say_on_held_out_text(
     source: Path, text: str, outputs: dict[str, QuantizationReport], scheme: str
 ) -> None:

@@ -37,8 +37,8 @@ def _fields(weight: Weight) -> list[Tensor]:
         case IntWeight():
             zero_point = torch.zeros_like(weight.scale, dtype=torch.int8) if weight.zero_point is None else weight.zero_point
             return [weight.codes, weight.scale, zero_point]
-        case Fp4Weight():
-            return [weight.codes, weight.scale.float(), weight.global_scale]
+        case Fp4Weight(input_divisor=divisor):
+            return [weight.codes, weight.scale.float(), weight.global_scale, *([] if divisor is None else [divisor])]
         case Fp8BlockWeight():
             return [weight.codes.float(), weight.scale]
         case _:

@@ -8,7 +8,7 @@ import make_quantized
 import torch
 from nearest import quantize_fp4
 
-from quantkit.checkpoint.formats.modelopt import FORMAT
+from quantkit.checkpoint.formats.modelopt import FORMAT, W4A4
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.quant.weights import Fp4Weight
 from quantkit.schemes import SCHEMES, Fp4Grid
@@ -67,6 +67,24 @@ def test_description_in_config_json_is_read(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(path)
     assert checkpoint.format is FORMAT
     assert checkpoint.scheme is SCHEMES["fp4-w4a16"]
+
+
+def test_rounded_inputs_are_described_in_words(tmp_path: Path) -> None:
+    """By quant_algo alone, as in DeepSeek-R1-FP4, an input_scale is read and not used."""
+    grid = Fp4Grid(activation_bits=4)
+    path = make_quantized.write(tmp_path / "model", W4A4, grid)
+    assert (Checkpoint.open(path).format, Checkpoint.open(path).grid) == (W4A4, grid)
+    assert Checkpoint.open(path).scheme is SCHEMES["nvfp4-w4a4"]
+    flat = json.loads((path / "config.json").read_text())["quantization_config"]
+    assert flat["quant_algo"] == json.loads((path / "hf_quant_config.json").read_text())["quantization"]["quant_algo"] == "NVFP4"
+    (path / "config.json").write_text(json.dumps({"model_type": "deepseek_v3"}))
+    checkpoint = Checkpoint.open(path)
+    assert (checkpoint.format, checkpoint.grid) == (FORMAT, Fp4Grid())
+    module = f"{make_quantized.LAYER}.self_attn.o_proj"
+    weight = checkpoint.weight(module)
+    assert f"{module}.input_scale" in checkpoint.parts(module)
+    assert isinstance(weight, Fp4Weight)
+    assert weight.input_divisor is None
 
 
 def test_nvidias_wildcards() -> None:
