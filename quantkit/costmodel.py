@@ -228,7 +228,7 @@ def predict(
     config: dict[str, Any], scheme: Scheme, hardware: Hardware, *, devices: int, batches: Sequence[int], context: int
 ) -> dict[str, Any]:
     """The ladders of a model, from its config.json alone, for several batch sizes; JSON-ready."""
-    if scheme.outside is not None:
+    if scheme.outside is not None or scheme.activation_bits == 4:
         raise QuantkitError(
             f"decoding times of {scheme.name} are not predicted: no rate of its products is known", "give --devices 8x64GiB"
         )

@@ -13,6 +13,7 @@ from top_logprobs import distance, top_logprobs
 from quantkit.checkpoint.formats import compressed_fp4
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.conversion import convert
+from quantkit.costmodel import load_hardware, predict
 from quantkit.diagnosis.diagnose import diagnose
 from quantkit.engines.check import check_checkpoint
 from quantkit.errors import QuantkitError
@@ -24,8 +25,9 @@ from quantkit.inspection import describe
 from quantkit.planning import plan
 from quantkit.quant.weights import Fp4Weight, dequantize
 from quantkit.quantization import quantize
+from quantkit.quantization.mixture import Mixture
 from quantkit.recipe import Recipe
-from quantkit.schemes import Fp4Grid, find_scheme
+from quantkit.schemes import Fp4Grid, Fp8BlockGrid, find_scheme
 
 SCHEME = find_scheme("nvfp4-w4a4")
 
@@ -40,8 +42,8 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dense layer, one of experts, and an MTP layer."""
-    config = tiny_config(num_hidden_layers=2)
+    """A layer of experts, and an MTP layer."""
+    config = tiny_config(num_hidden_layers=1, first_k_dense_replace=0)
     return write_fp8(tmp_path_factory.mktemp("source"), config, random_tensors(config))
 
 
@@ -66,8 +68,8 @@ def test_every_linear_brings_a_scale_for_its_input(written: Path) -> None:
         assert checkpoint.read(f"{module}.input_global_scale").shape == (1,)
         divisors[module] = float(weight.input_divisor)
     for sides in (("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"), ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")):
-        assert len({divisors[f"model.layers.1.{side}"] for side in sides}) == 1
-    experts = {side: {divisors[f"model.layers.1.mlp.experts.{e}.{side}_proj"] for e in range(8)} for side in ("gate", "up", "down")}
+        assert len({divisors[f"model.layers.0.{side}"] for side in sides}) == 1
+    experts = {side: {divisors[f"model.layers.0.mlp.experts.{e}.{side}_proj"] for e in range(8)} for side in ("gate", "up", "down")}
     assert experts["gate"] == experts["up"]
     assert len(experts["gate"]) == 1
     assert len(experts["down"]) > 1
@@ -120,7 +122,7 @@ def test_a_stopped_run_ends_with_the_same_bytes(source: Path, written: Path, rec
         pass
 
     def stop(event: object) -> None:
-        if "layers.1.experts.4" in str(event):
+        if "layers.0.experts.4" in str(event):
             raise Stop
 
     with pytest.raises(Stop):
@@ -131,6 +133,17 @@ def test_a_stopped_run_ends_with_the_same_bytes(source: Path, written: Path, rec
         assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes(), path.name
 
 
+def test_beside_fp8_that_is_kept(source: Path, recipe: Recipe, tmp_path: Path) -> None:
+    """In a mixture, whose parts are read, solved and told apart by their own tensors."""
+    quantize(source, tmp_path / "out", SCHEME, "auto", recipe, mixture=Mixture(keep=("attention",)), device="cpu")
+    checkpoint = Checkpoint.open(tmp_path / "out")
+    assert {linear.grid for linear in checkpoint.linears.values()} == {SCHEME.weight, Fp8BlockGrid()}
+    for module, linear in checkpoint.linears.items():
+        assert linear.format.member(module).activation_bits == (16 if "self_attn" in module else 4)
+        assert (f"{module}.input_global_scale" in checkpoint.tensors) == ("self_attn" not in module)
+    assert diagnose(str(tmp_path / "out")).to_json()["findings"] == []
+
+
 def test_what_is_not_computed_is_refused(source: Path, written: Path, recipe: Recipe, tmp_path: Path) -> None:
     for refused in (
         lambda: quantize(source, tmp_path / "out", SCHEME, "auto", recipe.with_given(methods=()), device="cpu"),
@@ -138,9 +151,11 @@ def test_what_is_not_computed_is_refused(source: Path, written: Path, recipe: Re
     ):
         with pytest.raises(QuantkitError, match="nvfp4-w4a4 has scales for what linears read, which calibration finds"):
             refused()
-    with pytest.raises(
-        QuantkitError, match=r"down_proj rounds what it reads to NVFP4 \(W4A4\), which is not computed on backend torch_npu"
-    ):
+    with pytest.raises(QuantkitError, match="rounding activations saves none"):
+        plan(source, SCHEME, mixture=Mixture(bits=4.6))
+    with pytest.raises(QuantkitError, match="decoding times of nvfp4-w4a4 are not predicted"):
+        predict(tiny_config(), SCHEME, load_hardware("910B1"), devices=8, batches=(1,), context=640)
+    with pytest.raises(QuantkitError, match=r"_proj rounds what it reads to NVFP4 \(W4A4\), which is not computed on backend torch_npu"):
         load_model(written, device="cpu", backend="torch_npu")
 
 

@@ -255,11 +255,11 @@ def _take_tensors(diagnosis: Diagnosis, plan: Repair, origin: Checkpoint) -> Non
 
 
 def _quantized_alike(patient: Patient, wanted: list[Parameter]) -> set[str]:
-    """Modules of which the main layers have the like quantized, in a format that may hold them."""
+    """Modules of which the main layers have the like quantized, in a format that may hold them and needs no calibration."""
     described = patient.described
     format = described.format
     kinds = {(row.projection, row.block) for row in patient.structure.rows if row.module in described.linears and not row.mtp}
-    if format is None or described.grid is None:
+    if format is None or described.grid is None or format.activation_bits == 4:
         return set()
     return {
         row.module

@@ -126,6 +126,8 @@ def _mixed_request(scheme: Scheme, format: str | None, engine: str | None, recip
     """Of grids that are chosen for every linear."""
     if recipe.prune:
         raise QuantkitError("grids are not chosen for a model that is pruned", "use --prune with --scheme, --keep or --preset")
+    if scheme.activation_bits == 4:
+        raise QuantkitError("grids are chosen for bytes, and rounding activations saves none", "use --scheme fp4-w4a16, or awq-w4a16")
     if not (scheme.methods if recipe.methods is None else recipe.methods):
         raise QuantkitError(f"{scheme.name} has no calibration, by which grids are chosen", "use --scheme awq-w4a16 or fp4-w4a16")
     choice = choose_mixture(engine, scheme, format=format) if engine else None
