@@ -67,8 +67,10 @@ def choose_scale(solver: Solver, consumers: Sequence[Consumer], curvature: Curva
         losses.append((loss * row_weight).sum(-1))
         if "smooth" in solver.methods or solver.activation_bits == 4:
             energy = ((rows * part.unsqueeze(-2)).square() * row_weight.unsqueeze(-1)).sum(-2)
-            loss_of = nvfp4_loss if solver.activation_bits == 4 else activation_loss
-            losses[-1] += loss_of(inputs.sample / part.unsqueeze(-2), energy)
+        if solver.activation_bits == 4:  # one by one: rounding holds several copies of the sample
+            losses[-1] += torch.stack([nvfp4_loss(inputs.sample / scale.unsqueeze(-2), own) for scale, own in zip(part, energy)])
+        elif "smooth" in solver.methods:
+            losses[-1] += activation_loss(inputs.sample / part.unsqueeze(-2), energy)
     best = torch.cat(losses).argmin(0)  # [...], the first of equals
     return candidates.gather(0, best[None, ..., None].expand(1, *candidates.shape[1:])).squeeze(0)
 
