@@ -1,7 +1,7 @@
 """NVFP4: E2M1 values, an e4m3 scale per 16 input channels, one float32 scale per tensor.
 
     w ~ e2m1[code] * scale[group] * global_scale          global_scale = amax(W) / (6 * 448), scale = amax_g / 6 / global_scale
-    x ~ e2m1[code] * scale[group] / divisor               divisor = 6 * 448 / amax(x)
+    x ~ e2m1[code] * scale[group] / divisor               divisor = 6 * 448 / (4 amax(x)), amax(x) of calibration
 
 Linears that an engine fuses (gate and up; q_a and kv_a) must share the global scale: take `global_scale` of the amax over
 both and pass it in. Rounding is to nearest, ties to the even code, as ModelOpt and compressed-tensors do.
@@ -15,6 +15,9 @@ from quantkit.quant.weights import decode_e2m1 as decode_e2m1  # the inverse of 
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 E4M3_MIN = 2.0**-9
+INPUT_HEADROOM = 4.0
+"""Times that an input may be larger than any of calibration before it saturates. A power of two changes no other rounding: e4m3 has room
+for it as long as a group's largest value is not below amax / 7168."""
 
 
 def encode_e2m1(x: Tensor) -> Tensor:
@@ -43,5 +46,6 @@ def global_scale(amax: Tensor) -> Tensor:
 
 
 def input_divisor(amax: Tensor) -> Tensor:
-    """Divisor float32 [...] of inputs whose largest magnitudes are `amax`, 1 for zeros: one that survives being inverted twice, too."""
-    return global_scale(amax).reciprocal()
+    """Divisor float32 [...] of inputs whose largest magnitudes were `amax`, 1 for zeros: 2688 / (4 amax), one that survives being inverted
+    twice, too."""
+    return global_scale(INPUT_HEADROOM * amax).reciprocal()
