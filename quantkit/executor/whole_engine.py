@@ -1,4 +1,5 @@
-"""An engine for architectures without a file: transformers' own forward and cache, one request after the other, one token a step.
+"""An engine for architectures without a file: transformers' own forward and cache, one request after the other, one token a step. A model
+whose cache is none of keys and values, such as RWKV, computes the whole text for each.
 
 It offers of `Engine` what run and eval ask for.
 """
@@ -101,7 +102,7 @@ class WholeEngine:
             position = torch.tensor([len(sequence.token_ids) - 1], device=self.loaded.device)
             token = int(sample(logits, batch, position))
             sequence.extend([token], time.perf_counter())
-            fresh = [token]
+            fresh = sequence.token_ids if cache is None else [token]
             yield
 
 

@@ -178,6 +178,7 @@ def test_what_is_walked_is_what_transformers_computes(model_type: str) -> None:
         ({"model_type": "t5", "vocab_size": 64, "d_model": 32, "num_layers": 2}, "gives no logits of its text model alone"),
         ({**TINY, "model_type": "llama", "num_attention_heads": "four"}, "does not build it"),
         ({**TINY, "model_type": "gpt_oss", "num_local_experts": 4}, "the experts of GptOssExperts hold"),
+        ({**TINY, "model_type": "olmo_hybrid"}, "checkpoints hold linear_attn.conv1d in another form"),
         (
             {**TINY, "model_type": "flex_olmo", "num_experts": 4, "num_experts_per_tok": 2},
             "more is done with what the routed experts make than to add it",

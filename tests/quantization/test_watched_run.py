@@ -168,6 +168,23 @@ def test_what_was_made_is_measured_and_run(model_type: str, scheme: str, tmp_pat
         open_engine(EngineOptions(source, device="cpu", tp=2))
 
 
+@pytest.mark.parametrize(
+    ("model_type", "extra"), [("rwkv", {"attention_hidden_size": 128}), ("qwen3_5_text", {"layer_types": ["linear_attention"] * 2})]
+)
+def test_a_model_without_attention_runs(model_type: str, extra: dict[str, Any], tmp_path: Path) -> None:
+    """Transformers has no cache of keys and values for it, or one that cannot tell a text's length: each token computes the whole text."""
+    model = peer(model_type, **extra)
+    (done,) = open_engine(EngineOptions(written(model, tmp_path / model_type), device="cpu")).generate(
+        [[5, 6, 7]], SamplingParams(max_new_tokens=4, ignore_eos=True)
+    )
+    assert done.fault is None
+    text = [5, 6, 7]
+    with torch.inference_mode():
+        for _ in range(4):
+            text.append(int(model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))
+    assert done.token_ids == text[3:]
+
+
 def test_groups_that_do_not_divide_every_linear(tmp_path: Path) -> None:
     """128 divides the inputs of o_proj alone: refused with the size that divides all; with it everything is quantized."""
     source = written(peer("seed_oss", hidden_size=96, intermediate_size=160), tmp_path / "source")

@@ -45,10 +45,11 @@ def _look_at(skeleton: Skeleton, layer: int) -> LayerKind:
     module, names = skeleton.layers[layer], skeleton.names(layer)
     prefix = skeleton.prefixes[layer]
     linears = [name for name, _ in module.named_modules() if f"{prefix}.{name}.weight" in skeleton.linears]
-    for name in linears:
-        if f"{name}.weight" not in names:
-            raise QuantkitError(f"{skeleton.told}: checkpoints hold {name} in another form than transformers computes with", ROUTE)
     experts = [name for name, _ in experts_modules(module)]
+    for name, _ in module.named_parameters():
+        if name not in names and not name.startswith(tuple(f"{one}." for one in experts)):
+            told = f"{skeleton.told}: checkpoints hold {name.removesuffix('.weight')} in another form than transformers computes with"
+            raise QuantkitError(told, ROUTE)
     if not linears and not experts:
         others = {type(one).__name__ for one in module.modules() if any(own.dim() > 1 for own in one.parameters(recurse=False))}
         told = f"{skeleton.told}: layer {layer} has no linears that quantkit quantizes; its matrices are of {', '.join(sorted(others))}"

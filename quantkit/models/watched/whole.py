@@ -87,9 +87,16 @@ class WholeModel:
 
     @torch.no_grad()
     def next_logits(self, ids: list[int], cache: Any) -> tuple[Tensor, Any]:
-        """Of the token after `ids`, which follow those in `cache` (None at first): float32 [1, vocab], and what to give for the next."""
-        found = self.model(input_ids=torch.tensor([ids], device=self.device), past_key_values=cache, use_cache=True)
-        return found.logits[0, -1:].float(), found.past_key_values
+        """Of the token after `ids`, which follow those in `cache` (None at first): float32 [1, vocab], and what to give for the next; None
+        where the model has no cache of keys and values, and wants the whole text again."""
+        found = self.model(input_ids=torch.tensor([ids], device=self.device), past_key_values=cache, use_cache=self._has_cache)
+        return found.logits[0, -1:].float(), getattr(found, "past_key_values", None)
+
+    @property
+    def _has_cache(self) -> bool:
+        """Transformers' caches are told how long a text is by a layer that attends; a model may have none."""
+        kinds = getattr(self.model.config.get_text_config(), "layer_types", None)
+        return not kinds or any(kind.endswith("attention") and kind != "linear_attention" for kind in kinds)
 
     # --- weights -------------------------------------------------------------------------------------------------------------
 
@@ -118,8 +125,11 @@ class WholeModel:
 
     def _read(self, name: str) -> Tensor:
         disk = self.skeleton.published.get(name)
-        if disk is None or not (disk.removesuffix(".weight") in self.checkpoint.linears or self.checkpoint.has(disk)):
-            told = f"{self.checkpoint.path} lacks {disk or name}, which transformers computes with"
+        if disk is None:
+            told = f"{self.checkpoint.path} holds {name} in another form than transformers computes with"
+            raise QuantkitError(told, "compute it with transformers itself: quantkit converts no tensors there")
+        if not (disk.removesuffix(".weight") in self.checkpoint.linears or self.checkpoint.has(disk)):
+            told = f"{self.checkpoint.path} lacks {disk}, which transformers computes with"
             raise QuantkitError(told, "download the missing shard, or use the config.json of these weights")
         return self._stored(disk)
 
