@@ -14,6 +14,13 @@ PREFILL_TOKENS = 2048
 HALF = 2
 COLLECTIVE_BYTES = 2 * 200 * 10**6
 """HCCL's buffers, in and out, at the default HCCL_BUFFSIZE."""
+_CORES, _HEADS_AT_ONCE, _KEYS_AT_ONCE, _LATENT, _LIBRARY_BYTES = 24, 256, 512, 512, 16 << 20
+LATENT_ATTENTION_BYTES = _LIBRARY_BYTES + 2 * _CORES * _HEADS_AT_ONCE * (
+    _KEYS_AT_ONCE * (4 + 2) + _LATENT * (4 + 4) + 8 + (_LATENT + 16) * 4
+)
+"""What npu_fused_infer_attention_score asks for at most in a decode step of 16-bit latent attention (ops-transformer,
+fia_tiling_nonquant_mla.cpp): of two pieces a core, scores as float32 and 16 bits, two sums as float32; and the parts of keys that were
+dealt out to several cores. The library's own part is assumed."""
 
 
 def reserved(
@@ -23,7 +30,7 @@ def reserved(
 
     decoded experts: the grouped product of 16-bit activations by 4-bit weights keeps a 16-bit copy of the weights of all experts it is
     given (ops-transformer, grouped_matmul_tiling.cpp), the shared one among them; gate and up are the larger. int4 per channel goes with
-    8-bit activations, whose product decodes nothing.
+    8-bit activations, whose product decodes nothing. attention: of a decode step over latents; of other kinds it was not worked out.
     """
     layer = min((row.layer for row in parameters if row.expert is not None and row.layer is not None), default=None)
     experts = [row for row in parameters if row.expert is not None and row.layer == layer]
@@ -37,6 +44,7 @@ def reserved(
         "decoded experts": number * inside * config.hidden_size * HALF if four_bits and experts else 0,
         "rows of experts": rows * (2 * config.hidden_size + inside + inside // 2) * HALF,
         "prompt": tokens * config.hidden_size * 4 * HALF + _expanded(parameters, devices) * context * HALF,
+        "attention": LATENT_ATTENTION_BYTES if _expanded(parameters, devices) else 0,
         "collectives": COLLECTIVE_BYTES if devices > 1 else 0,
     }
 

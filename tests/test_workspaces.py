@@ -26,6 +26,7 @@ def test_of_r1_on_eight_cards() -> None:
     assert found["decoded experts"] == 257 * 512 * 7168 * 2
     assert found["rows of experts"] == 2048 * 9 * (2 * 7168 + 512 + 256) * 2
     assert found["prompt"] == 2048 * 7168 * 8 + 32768 * 16 * 256 * 2
+    assert found["attention"] == 16 * 2**20 + 24 * 2 * 256 * (512 * 6 + 512 * 8 + 8) + 24 * 2 * 256 * (512 + 2 * 8) * 4
     assert found["collectives"] == COLLECTIVE_BYTES
     assert sum(found.values()) < RESERVE_GIB * 2**30
 
@@ -39,7 +40,7 @@ def test_what_changes_it() -> None:
     dense |= {"num_key_value_heads": 4, "rms_norm_eps": 1e-6, "max_position_embeddings": 512, "rope_theta": 10000.0}
     config = llama.Config.from_dict(dense)
     found = reserved(llama.parameters(config), config, find_scheme("awq-w4a16").weight, devices=1, context=512)
-    assert found == {"decoded experts": 0, "rows of experts": 0, "prompt": 2048 * 256 * 8, "collectives": 0}
+    assert found == {"decoded experts": 0, "rows of experts": 0, "prompt": 2048 * 256 * 8, "attention": 0, "collectives": 0}
 
 
 def test_the_documented_command_leaves_room() -> None:

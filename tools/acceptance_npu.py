@@ -20,6 +20,11 @@ from typing import Any
 
 QUANTKIT = (sys.executable, "-m", "quantkit")
 PROMPT = "What is 12 + 7?"
+GUIDE = (
+    "What a step printed lies in its name with .json or .txt, what it told besides in .log: `machine` has versions and free memory",
+    "before and after a prompt, `operators` the error and the microseconds of every operator, `tokens` the built-in model's answer,",
+    "`speeds` what was measured, beside the published grid.",
+)
 
 
 @dataclass(frozen=True)
@@ -112,11 +117,14 @@ def facts(device: str) -> dict[str, Any]:
 
 
 def summary(folder: Path, ended: list[Ended]) -> dict[str, Any]:
-    """How the steps ended, what the operators' errors are worth, whether two machines wrote the same."""
+    """How the steps ended, what the operators' errors are worth, whether two machines wrote the same, what the machine is."""
     rows = _read(folder / "operators.json").get("rows", [])
     texts = [_read(folder / f"{name}.json").get("text") for name in ("tokens", "tokens-on-cpu")]
+    machine = _read(folder / "machine.json")
     return {
-        "steps": [{**asdict(one), "told": "" if one.how == "ok" else _last_line(folder / f"{one.name}.log")} for one in ended],
+        "versions": machine.get("versions", {}),
+        "why_decode_steps_are_not_captured": machine.get("why_decode_steps_are_not_captured"),
+        "steps": [{**asdict(one), "told": "" if one.how == "ok" else _last_words(folder / f"{one.name}.log")} for one in ended],
         "operators": len(rows),
         "operators_out_of_tolerance": [
             f"{row['operator']} of {row['backend']}, {row['case']}" for row in rows if row["error"] > row["tolerance"]
@@ -125,10 +133,11 @@ def summary(folder: Path, ended: list[Ended]) -> dict[str, Any]:
     }
 
 
-def _last_line(path: Path) -> str:
-    """Of what a step told; a command that says why it ended says so last."""
+def _last_words(path: Path) -> str:
+    """Of what a step told, three lines at most; a command that says why it ended says so last, and make only that it did."""
     lines = path.read_text(errors="replace").split("\n") if path.exists() else []
-    return next((line.strip()[:200] for line in reversed(lines) if line.strip()), "")
+    told = [line.strip() for line in lines if line.strip() and not line.startswith("make")]
+    return " ".join(told[-3:])[-200:]
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -159,7 +168,11 @@ def accept(folder: Path, chosen: list[Step]) -> dict[str, Any]:
 def _page(told: dict[str, Any]) -> str:
     lines = ["# Acceptance on an NPU", "", "| step | ended | seconds | its last words, where it failed |", "|---|---|---|---|"]
     lines += [f"| {one['name']} | {one['how']} | {one['seconds']} | {one['told'].replace('|', '/')} |" for one in told["steps"]]
-    lines += ["", "What a step printed lies in its name with .json or .txt, what it told besides in .log."]
+    lines += ["", *GUIDE]
+    lines += ["", f"Versions: {', '.join(f'{name} {version}' for name, version in told['versions'].items()) or 'not known'}."]
+    why = told["why_decode_steps_are_not_captured"]
+    captured = {None: "not known whether captured", "": "captured"}.get(why, f"not captured: {why}")
+    lines += ["", f"Decode steps: {captured}."]
     bad = told["operators_out_of_tolerance"]
     lines += ["", f"{told['operators']} operators measured, {len(bad)} out of tolerance{': ' if bad else ''}{'; '.join(bad)}."]
     same = {True: "the same as", False: "not the same as", None: "not known beside"}[told["same_text_as_on_cpu"]]

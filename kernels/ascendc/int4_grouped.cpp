@@ -4,7 +4,7 @@
  *
  * NEVER COMPILED FOR A DEVICE, NEVER RUN ON ONE. Its calls follow the declarations in Ascend C's public headers. What was executed is this
  * source over the tests' own CPU version of those instructions (tests/ascend/ascendc_on_cpu), cube, flags and all, which gives the bits of
- * int4_grouped.py, a NumPy twin. Synchronisation was executed with every core as a coroutine, in two orders. Speed is unproven.
+ * int4_grouped.py, a NumPy twin. Synchronisation was executed with every core as a coroutine, in four orders. Speed is unproven.
  *
  * A vector core of a 910B reaches the cube by memory alone, that is by the L2: of a decoded weight every byte is written and read there. So
  * weights go as int8, half of what 16 bits would take, and activations are two int8 digits of their group's largest value:

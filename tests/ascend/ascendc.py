@@ -12,6 +12,8 @@ from ascend.guard import run_guarded
 
 SOURCES = Path(__file__).parents[2] / "kernels" / "ascendc"
 CPU = Path(__file__).with_name("ascendc_on_cpu")
+ORDERS = range(4)
+"""Which cores let others run when they set a flag: none, vector cores (1), cube cores (2), both (3)."""
 
 
 def twin(name: str) -> ModuleType:
@@ -32,15 +34,15 @@ def compiled(source: Path, folder: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-def launch(kernel: ctypes.CDLL, cores: int, eager: bool, operands: Sequence[torch.Tensor], sizes: Sequence[int]) -> None:
+def launch(kernel: ctypes.CDLL, cores: int, order: int, operands: Sequence[torch.Tensor], sizes: Sequence[int]) -> None:
     """One launch, the operands between guard pages; what breaks a rule of the headers ends the process that runs it.
 
-    eager: whether a core that sets a flag lets the others run.
+    order: one of ORDERS; rules.cpp takes another choice for it.
     """
 
     def run(pointers: list[int]) -> None:
         addresses = (ctypes.c_void_p * len(pointers))(*pointers)
-        kernel.launch(ctypes.c_uint32(cores), ctypes.c_bool(eager), addresses, (ctypes.c_uint32 * len(sizes))(*sizes))
+        kernel.launch(ctypes.c_uint32(cores), ctypes.c_uint32(order), addresses, (ctypes.c_uint32 * len(sizes))(*sizes))
 
     run_guarded(run, operands)
 

@@ -68,7 +68,7 @@ def counted(kernel: ctypes.CDLL, operands: list[torch.Tensor], sizes: list[int],
     """Of one launch on one AI core, which for a kernel of vector cores alone is two."""
     number = 1 if mixed else 2
     addresses = (ctypes.c_void_p * len(operands))(*(one.data_ptr() for one in operands))
-    kernel.launch(ctypes.c_uint32(number), ctypes.c_bool(False), addresses, (ctypes.c_uint32 * len(sizes))(*sizes))
+    kernel.launch(ctypes.c_uint32(number), ctypes.c_uint32(0), addresses, (ctypes.c_uint32 * len(sizes))(*sizes))
     every = [Counts() for _ in range(3 if mixed else 2)]
     for index, one in enumerate(every):
         assert kernel.counts_of(index, ctypes.byref(one))

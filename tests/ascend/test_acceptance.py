@@ -25,7 +25,7 @@ def acceptance() -> ModuleType:
 
 
 def test_the_whole_day(acceptance: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step but npu-smi, which is not here; one that cannot be started, and one that runs on, end no other."""
+    """Every step but npu-smi, which is not here, compiling and speeds; one that cannot be started, and one that runs on, end no other."""
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join([str(ROOT / "tests"), str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
     )
@@ -35,7 +35,7 @@ def test_the_whole_day(acceptance: ModuleType, tmp_path: Path, monkeypatch: pyte
     silent = acceptance.Step(
         "silent", (sys.executable, "-c", "import sys; print('no object'); sys.stderr.write('one line | more\\nthe last\\n\\n')"), 20
     )
-    short = [step for step in chosen if step.name in ("machine", "npu-smi", "operators", "tokens", "tokens-on-cpu")]
+    short = [step for step in chosen if step.name in ("machine", "npu-smi", "packages", "operators", "tokens", "tokens-on-cpu")]
     told = acceptance.accept(tmp_path / "day", [slow, silent, *short])
     ended = {one["name"]: one["how"] for one in told["steps"]}
     assert ended["slow"] == "not done after 1 s"
@@ -52,7 +52,9 @@ def test_the_whole_day(acceptance: ModuleType, tmp_path: Path, monkeypatch: pyte
     assert "not on cpu" in machine["why_decode_steps_are_not_captured"]
     page = (tmp_path / "day" / "summary.md").read_text()
     assert "| slow | not done after 1 s |" in page
-    assert "| the last |" in page
+    assert "| one line / more the last |" in page
+    assert "Decode steps: not captured: graphs are captured on" in page
+    assert f"Versions: torch {machine['versions']['torch']}." in page
     assert "3 operators measured, 0 out of tolerance" in page
 
 
@@ -61,9 +63,12 @@ def test_what_is_wrong_is_in_the_summary(acceptance: ModuleType, tmp_path: Path)
     (tmp_path / "operators.json").write_text(json.dumps({"rows": rows}))
     (tmp_path / "tokens.json").write_text(json.dumps({"text": "19"}))
     (tmp_path / "tokens-on-cpu.json").write_text(json.dumps({"text": "91"}))
-    told = acceptance.summary(tmp_path, [acceptance.Ended("tokens", "ok", 1.0)])
+    (tmp_path / "ascendc.log").write_text("CMake Error:\n  ascendc.cmake not found; source\n  set_env.sh\n\nmake: *** [ascendc] Error 1\n")
+    told = acceptance.summary(tmp_path, [acceptance.Ended("tokens", "ok", 1.0), acceptance.Ended("ascendc", "ended with 2", 1.0)])
     assert told["operators_out_of_tolerance"] == ["linear_int4 of torch_npu, q_b"]
     assert told["same_text_as_on_cpu"] is False
     page = acceptance._page(told)
     assert "1 out of tolerance: linear_int4 of torch_npu, q_b" in page
     assert "not the same as" in page
+    assert "| CMake Error: ascendc.cmake not found; source set_env.sh |" in page
+    assert "Decode steps: not known whether captured." in page

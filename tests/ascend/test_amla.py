@@ -63,6 +63,19 @@ def test_the_error_stays_within_its_bound(amla: ModuleType, length: int, block: 
     assert (np.abs(found - expected) <= bound).all()
 
 
+def test_scores_far_below_zero(amla: ModuleType) -> None:
+    """A row is kept relative to its own largest, however small; a page's rows of one token and of none too."""
+    q, keys = np.full((2, 16), -8.0, np.float32), np.full((3, 16), 8.0, np.float32)
+    keys[1:, 0], q[1] = [7.5, 8.5], 1.0
+    values = np.arange(6, dtype=np.float32).reshape(3, 2)
+    np.testing.assert_allclose(amla.attend(q, keys, values, 1.0), exact(q, keys, values, 1.0)[0], rtol=1e-5)
+    cache, table = np.concatenate([np.zeros((1, 3, 16), np.float32), keys[None]]), np.array([[1], [0], [1]], np.int32)
+    paged = amla.attend_pages(np.stack([q, q, q]), cache, 2, table, [1, 0, 3], 1.0, rounded=False)
+    assert np.array_equal(paged[0], np.full((2, 2), 8.0))
+    assert not paged[1].any()
+    np.testing.assert_allclose(paged[2], exact(q, keys, keys[:, :2], 1.0)[0], rtol=1e-5)
+
+
 def test_a_wrong_step_is_seen(amla: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(1)
     q, keys = rng.standard_normal((4, 16)).astype(np.float32), rng.standard_normal((256, 16)).astype(np.float32) * 3

@@ -81,7 +81,7 @@ def run(kernel: ctypes.CDLL, cores: int, x: torch.Tensor, parts: list[torch.Tens
     blocks = sum(-(-(last - first) // 4) for first, last in zip([0, *ends[:-1]], ends))
     partial = ascendc.poison(blocks, n // 512, splits, 4, 512, dtype=torch.float32)
     y = ascendc.poison(len(x), n, dtype=torch.bfloat16)
-    ascendc.launch(kernel, cores, False, [x, *parts, torch.tensor(ends), partial, y], [len(ends), k, n, splits])
+    ascendc.launch(kernel, cores, 0, [x, *parts, torch.tensor(ends), partial, y], [len(ends), k, n, splits])
     return y
 
 

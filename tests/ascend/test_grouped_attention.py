@@ -3,7 +3,8 @@
 import pytest
 import torch
 from ascend.test_latent_attention import page_ends
-from quantkit_kernels import Prompts, Rotation, gqa_decode, gqa_prefill, mla_prefill
+from ascend.test_torch_npu import random
+from quantkit_kernels import Norms, Prompts, Rotation, gqa_decode, gqa_prefill, gqa_prepare, mla_prefill
 from quantkit_kernels.latents import split_latents
 from quantkit_kernels.samples import distance, grouped_attention
 
@@ -21,6 +22,20 @@ def test_gqa_decode(heads: tuple[int, int], width: int, block_size: int, called:
     assert all(distance(one, exact) < 1e-2 for one, exact, length in zip(ours, case.exact, lengths) if length)
     assert torch.equal(gqa_decode(case.q, case.pages._replace(lengths=lengths), scale=case.scale, backend="torch_npu"), ours)
     assert called == ["npu_fused_infer_attention_score"] * 2
+
+
+def test_gqa_prepare(called: list[str]) -> None:
+    """Heads normed and turned, keys and values cached."""
+    called.clear()
+    qkv, angles = random(5, (4 + 2 * 2) * 64), torch.rand(5, 32, generator=torch.Generator().manual_seed(1)) * 6
+    norms, rotation = Norms(random(64, seed=2), random(64, seed=3), 0.7), Rotation(angles.cos(), angles.sin(), False)
+    slots, found = torch.tensor([3, 0, 17, 31, 8]), []
+    for backend in ("torch_npu", "reference"):
+        cache = (torch.zeros(2, 16, 2, 64).bfloat16(), torch.zeros(2, 16, 2, 64).bfloat16())
+        found.append((gqa_prepare(qkv, norms, rotation, cache, slots, backend=backend), *cache))
+    for ours, twin in zip(*found):
+        assert distance(ours, twin.double()) < 4e-3
+    assert set(called) == {"npu_rms_norm", "npu_rotary_mul"}
 
 
 def test_queries_need_not_lie_in_one_piece(called: list[str]) -> None:

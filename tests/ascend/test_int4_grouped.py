@@ -79,7 +79,7 @@ def test_experts_of_one_rank_against_float64(twin: ModuleType, n: int, k: int) -
         assert (np.abs(y[row] - exact) <= bound + np.abs(exact) * 2.0**-8 + np.abs(values) @ np.abs(exact_x) * 2.0**-18).all()
 
 
-def run(kernel: ctypes.CDLL, cores: int, eager: bool, x: torch.Tensor, parts: list[torch.Tensor], ends: list[int]) -> torch.Tensor:
+def run(kernel: ctypes.CDLL, cores: int, order: int, x: torch.Tensor, parts: list[torch.Tensor], ends: list[int]) -> torch.Tensor:
     count, k, n = len(x), x.shape[1], parts[0].shape[1] * 256
     scratch = [
         ascendc.poison(count, 2, k, dtype=torch.int8),
@@ -88,18 +88,18 @@ def run(kernel: ctypes.CDLL, cores: int, eager: bool, x: torch.Tensor, parts: li
         ascendc.poison(cores, 2, 16, 256, dtype=torch.int32),
     ]
     y = ascendc.poison(count, n, dtype=torch.bfloat16)
-    ascendc.launch(kernel, cores, eager, [x, *parts, torch.tensor(ends), *scratch, y], [count, len(ends), k, n])
+    ascendc.launch(kernel, cores, order, [x, *parts, torch.tensor(ends), *scratch, y], [count, len(ends), k, n])
     return y
 
 
-@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("order", ascendc.ORDERS)
 @pytest.mark.parametrize(("cores", "k"), [(2, 640), (1, 128), (3, 2304)])
-def test_the_kernel_gives_the_twins_bits(twin: ModuleType, kernel: ctypes.CDLL, cores: int, k: int, eager: bool) -> None:
+def test_the_kernel_gives_the_twins_bits(twin: ModuleType, kernel: ctypes.CDLL, cores: int, k: int, order: int) -> None:
     """Experts of no, one, three and eleven rows, column tiles, more slots than groups and fewer, digits of a ragged chunk."""
     ends = [1, 1, 4, 15] if k < 2304 else [1, 1, 3, 3]
     weights = [random(512, k, seed) for seed in range(4)]
     parts, x = packed(twin, weights), rows(ends[-1], k)
-    y = run(kernel, cores, eager, x, [*map(torch.from_numpy, parts)], ends)
+    y = run(kernel, cores, order, x, [*map(torch.from_numpy, parts)], ends)
     expected = torch.from_numpy(twin.multiply(x.float().numpy(), *parts, np.array(ends))).bfloat16()
     assert torch.equal(y, expected)
 
@@ -113,7 +113,7 @@ def test_offsets_past_eight_gib(twin: ModuleType, kernel: ctypes.CDLL) -> None:
         room[expert] = one[0]
     x, ends = rows(1, 128), [0] * expert + [1]
     x[0] = torch.arange(128)
-    y = run(kernel, 1, False, x, rooms, ends)
+    y = run(kernel, 1, 0, x, rooms, ends)
     expected = twin.multiply(x.float().numpy(), weight.numpy(), parameters.numpy(), np.array([1]))
     assert torch.equal(y, torch.from_numpy(expected).bfloat16())
 

@@ -133,11 +133,11 @@ def test_the_cache_lies_as_the_operators_want() -> None:
         functional.mla_decode(q, kv_b, rotation, apart, scale=1.0, backend="reference")
 
 
-def layer_of(grid: str, seed: int = 3, heads: int = 2) -> MlaWeights:
+def layer_of(grid: str, seed: int = 3, heads: int = 2, nope: int = 128) -> MlaWeights:
     """One layer of R1's sizes but for the heads."""
     rng = torch.Generator().manual_seed(seed)
-    q_a, q_b, kv_a = (random_weight(grid, n, k, rng) for n, k in ((1536, 7168), (heads * 192, 1536), (576, 7168)))
-    kv_b = (torch.randn(heads, 256, 512, generator=rng) / 512**0.5).bfloat16()
+    q_a, q_b, kv_a = (random_weight(grid, n, k, rng) for n, k in ((1536, 7168), (heads * (nope + 64), 1536), (576, 7168)))
+    kv_b = (torch.randn(heads, nope + 128, 512, generator=rng) / 512**0.5).bfloat16()
     return MlaWeights(q_a, q_b, kv_a, kv_b, random(1536, seed=4).abs(), random(512, seed=5).abs())
 
 

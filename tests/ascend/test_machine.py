@@ -30,14 +30,14 @@ def test_what_stands_beside_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "driver.info").write_text("Version=25.2.0\n")
     npu = SimpleNamespace(
         device_count=lambda: 8,
-        get_device_name=lambda index: {0: "Ascend910B1"}[index],
-        get_device_limit=lambda index: {0: {"cube_core_num": 24, "vector_core_num": 48}}[index],
+        get_device_name=lambda index: {1: "Ascend910B1"}[index],
+        get_device_limit=lambda index: {1: {"cube_core_num": 24, "vector_core_num": 48}}[index],
     )
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
     monkeypatch.setattr(machine, "DRIVER", tmp_path / "driver.info")
     monkeypatch.setattr(torch, "get_device_module", lambda device: npu)
     monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(__version__="2.13.0"))
-    about = machine.describe(torch.device("cpu"))
+    about = machine.describe(torch.device("cpu", 1))
     assert about == {
         "torch": torch.__version__,
         "torch_npu": "2.13.0",

@@ -29,6 +29,7 @@ from quantkit.quant.weights import Weight
 PROMPTS = [list(range(6 + i, 30 + 9 * i)) for i in range(3)]
 CHAIN = {"npu_kv_rmsnorm_rope_cache", "npu_interleave_rope"}
 DECODED_BY = {"bf16": {"npu_mla_prolog_v3"}, "int8-a8w8c16": {"npu_mla_prolog_v3"}, "rtn-w4a16": CHAIN}
+MIXED = {"int8-attention": {"npu_mla_prolog_v3"}}
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +68,7 @@ def test_linears_without_a_prolog_are_read_once(r1_attention: Callable[[str], Pa
     assert len(attention) == len(set(attention))
 
 
-@pytest.mark.parametrize("scheme", DECODED_BY)
+@pytest.mark.parametrize("scheme", DECODED_BY | MIXED)
 def test_the_double_is_exact(scheme: str, r1_attention: Callable[[str], Path]) -> None:
     """Prefill and decode of three prompts: the tokens and log-probabilities of a second computation, bit for bit."""
     path = r1_attention(scheme)
@@ -79,7 +80,7 @@ def test_the_double_is_exact(scheme: str, r1_attention: Callable[[str], Path]) -
         assert engine.cache.block_size == 128
         got = answers(engine)
     fused = {"npu_mla_prolog_v3", *CHAIN}
-    assert set(called) & fused == DECODED_BY[scheme] | {"npu_kv_rmsnorm_rope_cache"}  # prefill caches by the chain
+    assert set(called) & fused == (DECODED_BY | MIXED)[scheme] | {"npu_kv_rmsnorm_rope_cache"}  # prefill caches by the chain
     assert "npu_fused_infer_attention_score" in called
     assert [one.token_ids for one in got] == [one.token_ids for one in expected]
     assert [one.logprobs for one in got] == [one.logprobs for one in expected]

@@ -13,10 +13,13 @@ from kernel_weights import exact_experts, layer, random_experts
 from quantkit_kernels import Fp4, Int4
 from quantkit_kernels.ascend import extension, streamed
 from quantkit_kernels.samples import distance, random_weight
+from quantkit_kernels.weights import stack
 
 CPU = torch.device("cpu")
 HIDDEN, INNER = 512, 256
 """As the kernels tile: gate and up of 512 rows, down of 512 by 256."""
+LARGE = 2.0**20
+"""More than fp16 holds."""
 
 
 @pytest.fixture
@@ -55,9 +58,18 @@ def test_experts(grid: str, launched: list[str]) -> None:
     assert isinstance(experts, streamed.StreamedExperts)
     for tokens, top_k in ((1, 1), (7, 3), (12, 2)):
         x = torch.randn(tokens, HIDDEN, generator=rng).bfloat16()
-        ids, share = torch.rand(tokens, 4, generator=rng).topk(top_k, dim=-1).indices, torch.rand(tokens, top_k, generator=rng)
+        ids, share = torch.rand(tokens, 4, generator=rng).topk(top_k, dim=-1).indices, torch.rand(tokens, top_k, generator=rng) * LARGE
         assert distance(experts(x, ids, share), exact_experts(x, ids, share, weights)) < 1.2e-2, tokens
     assert launched == []
+
+
+def test_gate_and_up_are_whole_tiles_together(launched: list[str]) -> None:
+    """And experts lie where they are used, on a device that is not where the weights come from."""
+    gate, up, down = random_experts("int4-asym-128", 2, 256, 128, torch.Generator().manual_seed(1))
+    assert isinstance(layer([gate, up, down], "ascend", torch.bfloat16), streamed.StreamedExperts)
+    made = streamed.StreamedLayout(2, torch.bfloat16, torch.device("meta"))
+    made._rooms = tuple(streamed.Streamed("int4", 256, 256, made._room(streamed.packed(one))) for one in (stack(gate[0], up[0]), down[0]))
+    assert {one.device.type for one in made.finish().held()} == {"meta"}
 
 
 @pytest.mark.parametrize(

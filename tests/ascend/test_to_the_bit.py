@@ -35,7 +35,7 @@ from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("called")
 CPU = torch.device("cpu")
-GRIDS = ("int4-asym-32", "int4-sym-128", "int8", "fp4", "dense")
+GRIDS = ("int4-asym-32", "int4-asym-64", "int4-sym-128", "int8", "fp4", "dense")
 LARGE = 2.0**40
 
 
@@ -104,12 +104,12 @@ def test_activation_and_rotation() -> None:
     assert torch.equal(ours, twin)
 
 
-@pytest.mark.parametrize("grid", ["dense", "int8"])
-def test_prolog(grid: str) -> None:
+@pytest.mark.parametrize(("grid", "nope"), [("dense", 128), ("int8", 128), ("dense", 192)])
+def test_prolog(grid: str, nope: int) -> None:
     """From projections to values, with both caches, at the ends of pages."""
-    weights, lengths = layer_of(grid), page_ends(16)
+    weights, lengths = layer_of(grid, nope=nope), page_ends(16)
     heads = len(weights.kv_b)
-    case = latent_attention(lengths, heads, 16, (128, 64, weights.kv_b.shape[1] - 128, 512), torch.bfloat16)
+    case = latent_attention(lengths, heads, 16, (nope, 64, 128, 512), torch.bfloat16)
     _, _, rotation, pages = case.arguments
     assert isinstance(pages.cache, Tensor)
     doubled = Rotation(*doubled_angles(*rotation[:2], torch.bfloat16))

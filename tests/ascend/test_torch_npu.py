@@ -47,6 +47,7 @@ def test_linear(grid: str, dtype: torch.dtype, called: list[str]) -> None:
         "dense": set(),
     }
     assert set(called) == expected[grid.split("-")[0]]
+    assert set(called) <= set(torch_npu.NEEDS[f"linear_{grid.split('-')[0]}"])
 
 
 @pytest.mark.parametrize(("group", "rows"), [(64, 8), (128, 1), (128, 16)])
@@ -69,9 +70,10 @@ def test_int4_of_one_group_per_row_is_per_channel() -> None:
 
 
 def test_fp4_decodes_exactly() -> None:
-    codes = torch.arange(16, dtype=torch.uint8).repeat(8, 4)
-    scale = torch.tensor([0.001953125, 0.015625, 1.0, 448.0]).to(torch.float8_e4m3fn).repeat(8, 1)
-    weight = Fp4(codes, scale, torch.tensor(0.5))
+    """All 16 codes under all 126 positive e4m3 scales."""
+    scale = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    codes, of_rows = torch.arange(16, dtype=torch.uint8).repeat(126, 4), 2.0 ** (torch.arange(126) % 3)
+    weight = Fp4(codes, scale.unsqueeze(1).repeat(1, 4), of_rows)
     decoded = prepare(weight, backend="torch_npu", dtype=torch.bfloat16)(torch.eye(64).bfloat16()).T
     assert torch.equal(decoded.double(), dequantize(weight, torch.float64))
 
@@ -89,6 +91,7 @@ def test_experts(grid: str, called: list[str]) -> None:
         topk_weights = torch.rand(tokens, top_k, generator=rng)
         assert distance(experts(x, ids, topk_weights), exact_experts(x, ids, topk_weights, weights)) < 1.5e-2, tokens
     assert called.count("npu_grouped_matmul") == (0 if grid == "fp4" else 6)
+    assert set(called) <= set(torch_npu.NEEDS[f"experts_{grid.split('-')[0]}"])
 
 
 def test_experts_in_half_a_byte_a_code() -> None:
@@ -126,7 +129,7 @@ def test_norms_and_activation(called: list[str]) -> None:
 def test_route(scoring: str, norm_topk_prob: bool, called: list[str]) -> None:
     called.clear()
     logits, bias = random(9, 256, dtype=torch.float32), random(256, dtype=torch.float32, seed=1) / 10
-    rule = Routing(256, 8, norm_topk_prob, scoring, n_group=8, topk_group=4, routed_scaling_factor=2.5)
+    rule = Routing(256, 8, norm_topk_prob, scoring, n_group=8, topk_group=4, routed_scaling_factor=2.5, num_joined_experts=1)
     ids, weights = route(logits, bias, rule, backend="torch_npu")
     twin_ids, twin_weights = reference.route(logits, bias, rule)
     assert torch.equal(ids.long(), twin_ids)
@@ -229,6 +232,7 @@ def test_a_call_that_breaks_a_rule_is_not_made(called: list[str]) -> None:
 def test_unusable_names_the_reason() -> None:
     cpu = torch.device("cpu")
     assert "bfloat16 and float16" in (torch_npu.unusable("linear_int8", cpu, torch.float32, ()) or "")
+    assert "bfloat16 and float16" in (torch_npu.unusable("experts_int8", cpu, torch.float32, ()) or "")
     assert "multiples of 8, not 12" in (torch_npu.unusable("linear_int4", cpu, torch.bfloat16, ((12, 64),)) or "")
     assert torch_npu.unusable("linear_int4", cpu, torch.bfloat16, ((16, 64),)) is None
     assert "does not run on cuda" in (torch_npu.unusable("rms_norm", torch.device("cuda"), None, ()) or "")

@@ -165,6 +165,28 @@ def test_the_prolog_takes_one_kind_of_weight(kinds: tuple[str, str, str]) -> Non
     assert prolog_refused(sizes, ("dense", "dense", "dense")) is None
 
 
+@pytest.mark.parametrize(
+    ("size", "value"), [("hidden", 7000), ("q_lora", 1024), ("kv_lora", 256), ("heads", 3), ("nope", 96), ("rope_dim", 32)]
+)
+def test_the_prolog_takes_sizes_it_was_made_for(size: str, value: int) -> None:
+    sizes = sizes_of(layer_of("dense"), 64)._replace(**{size: value})
+    assert f"not made for {size} = {value}, but" in (prolog_refused(sizes, ("dense", "dense", "dense")) or "")
+
+
+@pytest.mark.parametrize("grid", ["int4-asym-32", "int8", "fp4", "dense"])
+def test_linears_are_held_where_they_are_used(grid: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that is not where the weights come from, the prolog's too."""
+    module, meta = importlib.import_module("quantkit_kernels.torch_npu.linear"), torch.device("meta")
+    monkeypatch.setattr(module, "format_cast_nz", lambda weight: weight)
+    weight = random_weight(grid, 64, 64, torch.Generator().manual_seed(1))
+    held = module.linear(weight, torch.bfloat16, meta).held()
+    if grid in ("int8", "dense"):
+        weights = layer_of(grid)
+        prolog = torch_npu.mla_prolog(weights, sizes_of(weights, 64), EPS, True, torch.bfloat16, meta)
+        held += [*prolog.held(), prolog.kv_b, *prolog._gains]
+    assert {one.device.type for one in held} == {"meta"}
+
+
 @pytest.mark.parametrize("backend", ["torch_npu", "ascend"])
 @pytest.mark.parametrize("grid", ["int4-asym-32", "int8"])
 def test_experts_are_held_where_they_are_used(grid: str, backend: str) -> None:

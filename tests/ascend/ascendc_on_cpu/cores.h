@@ -1,7 +1,8 @@
 /*
  * The cores of a launch as coroutines: what each may count on of the others, and what it did.
  *
- * A core runs until it waits, or with `eager` until it sets a flag, too. What it sends to memory is there for others when a flag of that
+ * A core runs until it waits; vector cores, cube cores or both, as `yielding` says, until they set a flag, too. So either side may be as far
+ * ahead of the other as flags let it. What a core sends to memory is there for others when a flag of that
  * pipe is set, at SyncAll and at the end; what it reads is read when the buffer is dequeued, or when a flag of its pipe is set. So a flag
  * that is set too early, or not waited for, lets a core read what is not there yet, or what was overwritten. A count that is left over, a
  * core that waits for ever and a flag that SyncAll needs end the program.
@@ -46,7 +47,8 @@ struct Core {
 inline std::vector<std::unique_ptr<Core>> cores;
 inline Core *core = nullptr;
 inline ucontext_t scheduler;
-inline bool eager = false, meets = false;
+inline bool meets = false;
+inline uint32_t yielding = 0;  // bit 0: vector cores; bit 1: cube cores
 inline uint64_t progress = 0;
 inline std::function<void()> body;
 
@@ -79,7 +81,7 @@ template <uint8_t mode, pipe_t pipe> void CrossCoreSetFlag(uint16_t flag) {
         if (partner->set[flag] >= core->set[flag]) REQUIRE(++other->flags[flag] < 16);
     }
     progress++;
-    if (eager) yield();
+    if (yielding >> core->cube & 1) yield();
 }
 template <uint8_t mode = 0, pipe_t pipe = PIPE_S> void CrossCoreWaitFlag(uint16_t flag) {
     while (core->flags[flag] == 0) yield();

@@ -11,7 +11,7 @@ import pytest
 import torch
 from ascend import ascendc, ascendc_double, npu_double
 from kernel_weights import exact_experts, layer, random_experts
-from quantkit_kernels import backends
+from quantkit_kernels import Fp4, backends
 from quantkit_kernels.ascend import streamed
 from quantkit_kernels.samples import distance
 from torch.utils import cpp_extension
@@ -36,6 +36,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def operators(built: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("ASCENDC_ON_CPU", str(built))
+    monkeypatch.setenv("ASCENDC_CORES", "5")
     if not hasattr(torch.ops.quantkit_ascendc, "fp4_gemv"):
         torch.ops.load_library(str(built / "binding.so"))
     monkeypatch.setattr(streamed, "cores", lambda device: (3, 5))
@@ -68,7 +69,12 @@ def test_what_the_binding_refuses(operators: None) -> None:
     x = torch.zeros(1, 128, dtype=torch.bfloat16)
     assert grouped(x, weight, parameters, ends, 1).shape == (1, 256)
     assert grouped(x[:0], weight, parameters, ends * 0, 1).shape == (0, 256)
+    wide, square = torch.zeros(1, 65 * 128).bfloat16(), torch.zeros(2, 1, 1, 2, 8192, dtype=torch.uint8)
     for bad, words in (
+        ((wide, weight.expand(-1, -1, 65, -1, -1).contiguous(), parameters, ends), "up to 8192"),
+        ((torch.cat([x, x], dim=1), weight, parameters, ends), "and the weight's"),
+        ((x, square, parameters, ends), "group_list is int64"),
+        ((x, weight.expand(1, 2, 1, 2, 8192), parameters, ends), "in one piece"),
         ((x.half(), weight, parameters, ends), "bfloat16"),
         ((x[:, :64].contiguous(), weight, parameters, ends), "multiple of 128"),
         ((x, weight, parameters.float(), ends), "float16"),
@@ -76,3 +82,19 @@ def test_what_the_binding_refuses(operators: None) -> None:
     ):
         with pytest.raises(RuntimeError, match=words):
             grouped(*bad, 1)
+
+
+def test_parts_of_k(operators: None) -> None:
+    """Parts are added up in their order: what a large number takes with it depends on them. They leave no rest."""
+    gemv = torch.ops.quantkit_ascendc.fp4_gemv
+    ones = Fp4(torch.full((512, 256), 2, dtype=torch.uint8), torch.ones(512, 16).to(torch.float8_e4m3fn), torch.tensor(1.0))
+    weight, scale, global_scale = streamed.packed(ones)
+    parts, x = (weight[None], scale[None], global_scale[None]), torch.zeros(1, 256).bfloat16()
+    x[0, 0], x[0, 128], x[0, 192] = 2.0**30, -(2.0**30), 1.0
+    ends = torch.tensor([1])
+    assert [float(gemv(x, *parts, ends, splits, 5)[0, 0]) for splits in (1, 2, 4)] == [1.0, 0.0, 1.0]
+    for splits in (0, 3):
+        with pytest.raises(RuntimeError, match="splits divides"):
+            gemv(x, *parts, ends, splits, 5)
+    with pytest.raises(RuntimeError, match="K is a multiple of 64, and the weight's"):
+        gemv(x[:, :64].contiguous(), *parts, ends, 1, 5)

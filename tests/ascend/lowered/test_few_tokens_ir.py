@@ -164,6 +164,15 @@ def test_inner_loops(grid: str) -> None:
             assert peak_bytes(text, loop) <= 0.55 * chip.UNIFIED_BUFFER, one.kernel
 
 
+def test_join_is_vector_code() -> None:
+    ids, weights, joined = torch.zeros(4, 8, dtype=torch.int32), torch.zeros(4, 8), torch.zeros(4, 9)
+    one = launch.join(ids, weights, joined.int(), joined, 256)
+    text = lower(one.function, one.args, one.constants)
+    (loop,) = loops(text)
+    assert scalar_accesses(loop) == []
+    assert peak_bytes(text, loop) <= 0.55 * chip.UNIFIED_BUFFER
+
+
 def test_the_router_fits() -> None:
     one = launch.router(torch.zeros(1, 7168).bfloat16(), torch.zeros(256, 7168), torch.zeros(1, 256))
     text = lower(one.function, one.args, one.constants)

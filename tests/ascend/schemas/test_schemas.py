@@ -78,6 +78,11 @@ def test_experts_of_one_layer(tokens: int, kind: str) -> None:
         scales = {"antiquant_scale": meta(256, 56, 512), "antiquant_offset": meta(256, 56, 512)}
     gate_up = calls.grouped_matmul(rows, weight, counts, torch.bfloat16, **scales)
     assert (gate_up.shape, gate_up.dtype) == ((tokens * 8, 512), torch.bfloat16)
+    if quantize:  # W4A8
+        narrow = {"scale": meta(256, 1, 512, dtype=torch.int64), "bias": meta(256, 512, dtype=torch.float32), "per_token_scale": scale}
+        carriers = meta(256, 7168, 512 // layout.CARRIED, dtype=torch.int32)
+        narrowed = calls.grouped_matmul(rows, carriers, counts, torch.bfloat16, **narrow)
+        assert (narrowed.shape, narrowed.dtype) == (gate_up.shape, gate_up.dtype)
     activated = calls.call("npu_swiglu", gate_up)
     assert (activated.shape, activated.dtype) == ((tokens * 8, 256), torch.bfloat16)
     out = calls.finalize_routing(meta(tokens * 8, 7168), places, meta(tokens, 8))
@@ -117,6 +122,16 @@ def test_latent_attention(heads: int) -> None:
     if heads <= 64:
         attended, _ = calls.call(operator, meta(8, heads, 1, 160), meta(40, 1, 128, 160), meta(40, 1, 128, 160), **common)
         assert (attended.shape, attended.dtype) == ((8, heads, 1, 160), torch.bfloat16)
+
+
+@pytest.mark.parametrize(("heads", "key_heads", "width"), [(32, 8, 128), (8, 8, 64)])
+def test_grouped_attention(heads: int, key_heads: int, width: int) -> None:
+    """Pages whose key heads stand side by side."""
+    pages = {"block_table": meta(8, 5, dtype=torch.int32), "actual_seq_lengths_kv": [640] * 8, "block_size": 128}
+    common = {"num_heads": heads, "num_key_value_heads": key_heads, "scale": 0.07, "input_layout": "BNSD", **pages}
+    keys = meta(40, 128, key_heads * width)
+    attended, _ = calls.call("npu_fused_infer_attention_score", meta(8, heads, 1, width), keys, keys, **common)
+    assert (attended.shape, attended.dtype) == ((8, heads, 1, width), torch.bfloat16)
 
 
 def test_products_of_heads() -> None:

@@ -6,6 +6,7 @@ from by_audit import AUDIT
 from by_class import BY_CLASS
 from by_hand_ascendc import ASCENDC
 from by_hand_host import HOST
+from by_second_audit import SECOND_AUDIT
 
 AUDITED: dict[str, tuple[tuple[str, ...], ...]] = {
     f"{KERNELS}/ascend/kernels.py": (
@@ -111,7 +112,7 @@ AUDITED: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
 }
 
-TABLES = (AUDITED, ASCENDC, BY_CLASS, HOST, AUDIT)
+TABLES = (AUDITED, ASCENDC, BY_CLASS, HOST, AUDIT, SECOND_AUDIT)
 
 
 def of_path(path: str) -> list[tuple[str, ...]]:

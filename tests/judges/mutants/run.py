@@ -66,13 +66,14 @@ class Copy:
 def judge(left: list[tuple[Area, Mutant]], note: Callable[[Row], None]) -> None:
     """Run these, and tell of each how it ended."""
     sources = sorted({one.path for _, one in left if one.path.endswith(".py")})
-    files = list(dict.fromkeys(file for area, _ in left for file in area.tests))
+    files = list(dict.fromkeys(file for area, _ in sorted(left, key=lambda one: one[0].apart) for file in area.tests))
+    apart = {file for area, _ in left if area.apart for file in area.tests}
     with tempfile.TemporaryDirectory(prefix="mutants_") as folder:
         copy = Copy(Path(folder))
 
         def work(warm: Warm) -> None:
             failed = warm.verdict(sources, warm.items)
-            assert not failed, f"{failed} fails once the sources as they are were taken in anew"
+            assert not failed, f"{failed} fails once the sources as they are were taken in anew:\n{warm.report()}"
             for area, one in left:
                 began = time.monotonic()
                 tests, followed = warm.tests_of(one, area)
@@ -87,7 +88,7 @@ def judge(left: list[tuple[Area, Mutant]], note: Callable[[Row], None]) -> None:
         sys.path[:0] = [folder, str(copy.folder / "kernels")]
         os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
         sys.meta_path[:] = [one for one in sys.meta_path if "editable" not in repr(one).lower()]
-        ended = pytest.main(["-x", "-p", "no:cacheprovider", "--no-header", *files], plugins=[Warm(copy.folder, sources, work)])
+        ended = pytest.main(["-x", "-p", "no:cacheprovider", "--no-header", *files], plugins=[Warm(copy.folder, sources, apart, work)])
         assert ended == 0, f"pytest ended with {ended}"
 
 

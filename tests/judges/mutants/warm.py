@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
@@ -29,15 +29,17 @@ from by_rule import Mutant
 
 PATIENCE = 20.0
 """Seconds that any test may take, and ten times what it took before."""
+LONGEST = 60.0
+"""Seconds of a test that was not run before."""
 NO_VERDICT = 77
 """How a fork ends that could not run its tests."""
 
 
 class Warm:
-    """A plugin of pytest whose loop runs every test, and then `work`."""
+    """A plugin of pytest whose loop runs every test, and then `work`. apart: files whose tests run in a fork even then."""
 
-    def __init__(self, folder: Path, sources: Sequence[str], work: Callable[["Warm"], None]) -> None:
-        self.folder, self._work = folder, work
+    def __init__(self, folder: Path, sources: Sequence[str], apart: Set[str], work: Callable[["Warm"], None]) -> None:
+        self.folder, self._apart, self._work = folder, apart, work
         self._lines: dict[str, set[int]] = {str(folder / path): set() for path in sources if path.endswith(".py")}
         self.items: list[pytest.Item] = []
         self.seconds: dict[str, float] = {}
@@ -49,6 +51,8 @@ class Warm:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         self.items = list(session.items)
         for item, after in zip(self.items, [*self.items[1:], None]):
+            if item.nodeid.partition("::")[0] in self._apart:
+                continue
             began = time.monotonic()
             for lines in self._lines.values():
                 lines.clear()
@@ -69,8 +73,19 @@ class Warm:
         self._caches = [one for one in wrappers if getattr(one.__wrapped__, "__code__", self._trace.__code__).co_filename.startswith(here)]
         gc.collect()
         gc.freeze()  # pages that a fork's collector would copy
+        self._run_apart([item for item in self.items if item.nodeid not in self.seconds])
         self._work(self)
         return True
+
+    def _run_apart(self, items: list[pytest.Item]) -> None:
+        if not items:
+            return
+        began = time.monotonic()
+        self.seconds |= {item.nodeid: LONGEST for item in items}
+        self.touched |= {item.nodeid: {} for item in items}
+        failed = self.verdict((), items)
+        assert not failed, f"{failed} fails as it is:\n{self.report()}"
+        self.seconds |= {item.nodeid: time.monotonic() - began for item in items}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -124,6 +139,10 @@ class Warm:
             return (self.folder / "failed").read_text().partition("\n")[0] if code else ""
         return "ran on" if code == -signal.SIGALRM else f"signal {-code}" if code < 0 else f"exit {code}"
 
+    def report(self) -> str:
+        """Of the test that failed last, or what ended a fork before one did."""
+        return (self.folder / "failed").read_text()[-6000:]
+
     def _in_fork(self, paths: Sequence[str], items: Sequence[pytest.Item]) -> None:
         os.setsid()
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -141,8 +160,8 @@ class Warm:
         try:
             for one in self._caches:
                 one.cache_clear()
-            if items:  # what the last test left set up, of another folder
-                items[0].session._setupstate.teardown_exact(items[0])
+            if items:  # what the last test left set up but for the session's: of another folder, or of the source as it was
+                items[0].session._setupstate.teardown_exact(items[0].session)  # type: ignore[arg-type]
             for item, after in zip(items, [*items[1:], None]):
                 signal.setitimer(signal.ITIMER_REAL, PATIENCE + 10 * self.seconds[item.nodeid])
                 self._run(item, after)
