@@ -8,6 +8,7 @@ typesetting, units and politeness change nothing; what stands in the reasoning i
 """
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -21,6 +22,28 @@ TOTAL = 'from typing import List\n\n\ndef total(xs: List[int]) -> int:\n    """ 
 TOTAL_TEST = (
     "def check(candidate):\n    assert candidate([1, 2]) == 3\n    assert candidate([]) == 0\n    assert candidate([5, -7, 4]) == 2\n"
 )
+RUNNING = "def running_total(xs: list) -> list:\n    ''' Running sums of xs.\n    >>> running_total([1, 2, 3])\n    [1, 3, 6]\n    '''\n"
+RUNNING_RIGHT = """def running_total(xs: list) -> list:
+    out, s = [], 0
+    for x in xs:
+        s += x
+        out.append(s)
+    return out
+"""
+RUNNING_TEST = "def check(candidate):\n    assert candidate([]) == []\n    assert candidate([5, -5, 2]) == [5, 0, 2]\n"
+VOWELS = """from typing import List
+
+
+def _is_vowel(c: str) -> bool:
+    return c in "aeiou"
+
+
+def vowel_counts(words: List[str]) -> List[int]:
+    ''' How many lower-case vowels every word has. '''
+"""
+VOWELS_RIGHT = "def vowel_counts(words: List[str]) -> List[int]:\n    return [sum(_is_vowel(c) for c in w) for w in words]\n"
+VOWELS_TEST = "def check(candidate):\n    assert candidate([]) == []\n    assert candidate(['tree', 'sky', 'aeiou']) == [2, 0, 5]\n"
+FUNCTIONS = {"total": (TOTAL, TOTAL_TEST), "running": (RUNNING, RUNNING_TEST), "vowels": (VOWELS, VOWELS_TEST)}  # prompt, tests
 PAIR = "class Solution:\n    def pair(self, nums: List[int], target: int) -> List[int]:\n        "
 PAIR_RIGHT = """class Solution:
     def pair(self, nums: List[int], target: int) -> List[int]:
@@ -29,7 +52,16 @@ PAIR_RIGHT = """class Solution:
                 if nums[j] + a == target:
                     return [j, i]
 """
+GAP = "class Solution:\n    def widestGap(self, nums: List[int]) -> int:\n        "
+GAP_RIGHT = GAP + "nums = sorted(nums)\n        return max((b - a for a, b in zip(nums, nums[1:])), default=0)\n"
+CALLS = {  # starter code, method, tests
+    "call": (PAIR, "pair", [("[2, 7, 11]\n9", "[0, 1]"), ("[3, 3]\n6", "[0, 1]")]),
+    "gap": (GAP, "widestGap", [("[3, 6, 9, 1]", "3"), ("[10]", "0")]),
+}
 SOLUTIONS = {  # right, wrong
+    "running": (RUNNING_RIGHT, "def running_total(xs: list) -> list:\n    return [sum(xs)] * len(xs)\n"),
+    "vowels": (VOWELS_RIGHT, "def vowel_counts(words: List[str]) -> List[int]:\n    return [len(w) for w in words]\n"),
+    "gap": (GAP_RIGHT, GAP + "return max(nums) - min(nums)\n"),
     "total": ("def total(xs):\n    return sum(xs)\n", "def total(xs):\n    return 0\n"),
     "stdin": (
         "n = int(input())\nprint(sum(map(int, input().split())))\n",
@@ -67,22 +99,23 @@ def _choice_row(text: str) -> dict[str, Any]:
     return about | {"options": options, "answer": letter, "answer_index": ord(letter) - ord("A")}
 
 
-def _function_row(name: str) -> dict[str, Any]:
-    return {"task_id": "own/0", "prompt": TOTAL, "entry_point": name, "canonical_solution": "    return sum(xs)\n", "test": TOTAL_TEST}
+def _function_row(kind: str) -> dict[str, Any]:
+    prompt, test = FUNCTIONS[kind]
+    name, body = re.findall(r"(?m)^def (\w+)", prompt)[-1], SOLUTIONS[kind][0].partition("\n")[2]
+    return {"task_id": "own/0", "prompt": prompt, "entry_point": name, "canonical_solution": body, "test": test}
 
 
 def _contest_row(kind: str) -> dict[str, Any]:
-    by_call = kind == "call"
-    tests = [("[2, 7, 11]\n9", "[0, 1]"), ("[3, 3]\n6", "[0, 1]")] if by_call else [("3\n1 2 3\n", "6\n"), ("2\n-5 5\n", "0\n")]
-    made = [json.dumps([{"input": i, "output": o, "testtype": "functional" if by_call else "stdin"}]) for i, o in tests]
+    starter, name, tests = CALLS.get(kind, ("", None, [("3\n1 2 3\n", "6\n"), ("2\n-5 5\n", "0\n")]))
+    made = [json.dumps([{"input": i, "output": o, "testtype": "functional" if name else "stdin"}]) for i, o in tests]
     return {
         "question_id": kind,
-        "question_content": "Find two that add to target." if by_call else "Read n, then n integers; print their sum.",
-        "starter_code": PAIR if by_call else "",
+        "question_content": f"Write {name}." if name else "Read n, then n integers; print their sum.",
+        "starter_code": starter,
         "contest_date": "2024-09-01T00:00:00",
         "public_test_cases": made[0],
         "private_test_cases": made[1],
-        "metadata": '{"func_name": "pair"}' if by_call else "{}",
+        "metadata": json.dumps({"func_name": name} if name else {}),
     }
 
 
@@ -112,6 +145,6 @@ def _read(task: str) -> Iterator[Style]:
             continue
         assert mark in "+-", line
         reply = text.replace("⏎", "\n")
-        for name, value in zip(("‹R›", "‹W›", "‹P›"), (*solutions, TOTAL)):
+        for name, value in zip(("‹R›", "‹W›", "‹P›"), (*solutions, row.get("prompt", ""))):
             reply = reply.replace(name, value)
         yield Style(task, row, reply, mark == "+")

@@ -124,6 +124,18 @@ WHOLE: dict[str, Behaviour] = {
         wire.write(gzip.compress(b"".join(_PIECES) + END)),
     )[0],
     "held open after the end": lambda wire, body: (wire.stream(*_PIECES, END), time.sleep(1.3))[0],
+    "a stream as text/plain": lambda wire, body: (wire.head(200, "text/plain"), wire.write(*_PIECES, END))[0],
+    "a stream as JSON": lambda wire, body: (wire.head(200, "application/json"), wire.write(*_PIECES, END))[0],
+    "usage in floats": lambda wire, body: wire.stream(
+        *_PIECES, STOP, event({"choices": [], "usage": {"prompt_tokens": 3.0, "completion_tokens": 2.0}}), DONE
+    ),
+    "the choice's number as text": lambda wire, body: wire.stream(chunk(TEXT, index="0"), END),
+    "the finish reason in capitals": lambda wire, body: wire.stream(*_PIECES, chunk("", finish_reason="STOP"), DONE),
+    "error false": lambda wire, body: wire.stream(
+        *(piece.replace(b'{"choices"', b'{"error": false, "choices"') for piece in (*_PIECES, STOP)), DONE
+    ),
+    "more length promised than sent": lambda wire, body: (wire.head(200, STREAM, Content_Length="99999"), wire.write(*_PIECES, END))[0],
+    "junk behind the end": lambda wire, body: wire.stream(*_PIECES, END, b"data: {{{\n\n"),
     "not streamed": lambda wire, body: (
         wire.head(200, "application/json"),
         wire.write(json.dumps({"choices": [{"index": 0, "message": {"content": TEXT}, "finish_reason": "stop"}]}).encode()),
@@ -137,6 +149,10 @@ BROKEN: dict[str, Behaviour] = {
     "cut between lines": lambda wire, body: wire.stream(*_PIECES),
     "no finish reason": lambda wire, body: wire.stream(*_PIECES, USAGE, DONE),
     "half a line, then more": lambda wire, body: wire.stream(_PIECES[0][:30] + b"\n", _PIECES[1], END),
+    "bytes before the first event": lambda wire, body: wire.stream(b"\0\0", *_PIECES, END),
+    "an event without its field": lambda wire, body: wire.stream(_PIECES[0], _PIECES[1].removeprefix(b"data: "), END),
+    "ends of lines that are CR": lambda wire, body: wire.stream(*(piece.replace(b"\n", b"\r") for piece in (*_PIECES, END))),
+    "no body": lambda wire, body: wire.head(200, "application/json"),
     "data null": lambda wire, body: wire.stream(b"data: null\n\n", *_PIECES, END),
     "data a number": lambda wire, body: wire.stream(*_PIECES, b"data: 7\n\n", END),
     "an error in the stream": lambda wire, body: wire.stream(_PIECES[0], event({"error": {"message": "out of memory"}})),

@@ -6,6 +6,7 @@ stream after HTTP 200 counts as an error.
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import suppress
 from typing import Any
@@ -19,6 +20,7 @@ TIMEOUT_S = 600.0
 LONGEST_LINE = 64 * 2**20  # bytes; a longer event is a server gone wrong, not a token
 _MODEL_FACTS = ("root", "revision", "owned_by", "max_model_len")  # of an entry of /models, where they say more than its name
 _DRAIN_S = 1.0
+_FIELD = re.compile(r"(?:data|event|id|retry)?:")  # of an event, or a comment
 
 
 class StreamError(Exception):
@@ -121,17 +123,22 @@ def fault(error: BaseException) -> str:
 async def _events(response: httpx.Response) -> AsyncGenerator[dict[str, Any]]:
     """The JSON objects of a server-sent event stream, up to [DONE].
 
-    A plain JSON body (a server that ignores `stream`) is one event. Servers put an event on one `data:` line; one that is spread over
-    several, as the standard allows, is put together at the empty line that ends it.
+    A plain JSON body (a server that ignores `stream`) is one event. Its first line tells it from a stream where the content type, which
+    proxies change, is another. Servers put an event on one `data:` line; one that is spread over several, as the standard allows, is put
+    together at the empty line that ends it. A line that is no field is a stream gone wrong: text may have been in it.
     """
     kind = response.headers.get("content-type", "")
-    if "event-stream" not in kind:
-        await response.aread()
-        yield _parsed(response.text, f"the answer ({kind or 'no content type'})")
-        return
     pieces = response.aiter_bytes()
+    lines = read_lines(pieces)
     held: list[str] = []
-    async for line in read_lines(pieces):
+    is_stream = "event-stream" in kind
+    async for line in lines:
+        if line.strip() and _FIELD.match(line) is None:
+            if is_stream:
+                raise StreamError(f"a line that is no event: {line[:200]!r}")
+            yield _parsed("\n".join([line, *[more async for more in lines]]), f"the answer ({kind or 'no content type'})")
+            return
+        is_stream = is_stream or bool(line.strip())
         data = line.removeprefix("data:").strip(" ") if line.startswith("data:") else ""
         if data == "[DONE]":
             await _drain(pieces)
@@ -143,6 +150,8 @@ async def _events(response: httpx.Response) -> AsyncGenerator[dict[str, Any]]:
             held = []
     if held:
         yield _parsed("\n".join(held), "an event")
+    if not is_stream:
+        raise StreamError(f"the answer ({kind or 'no content type'}) is empty")
 
 
 def _ends(held: list[str]) -> bool:

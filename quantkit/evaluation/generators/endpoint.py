@@ -20,13 +20,22 @@ import httpx
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.generators.generator import Generation, ModelReply, Prompt
 from quantkit.evaluation.generators.replies import ReplyReader
-from quantkit.evaluation.openai_server import CONNECT_TIMEOUT_S, FAULTS, TIMEOUT_S, OpenAIServer, fault
+from quantkit.evaluation.openai_server import CONNECT_TIMEOUT_S, FAULTS, TIMEOUT_S, OpenAIServer, StreamError, fault
 
 RETRIES = 5
 _RETRIED = {408, 409, 425, 429, 500, 502, 503, 504, 529}
 _REFUSED = {401, 403, 404, 405}  # about the address or the key, if every request gets it; else about one prompt
 _HOPELESS = 4  # such refusals without a single reply, or as many as are in flight
-_TOO_LONG = ("maximum context length", "context length", "context window", "context_length_exceeded", "too long", "max_model_len")
+_TOO_LONG = (
+    "context length",
+    "context window",
+    "context limit",
+    "context_length_exceeded",
+    "too long",
+    "max_model_len",
+    "max_seq_len",
+    "max_new_tokens` must be",  # TGI
+)
 
 
 class _Fatal(Exception):
@@ -159,6 +168,8 @@ class Endpoint:
                 await _wait_as_told(error.response)
             except FAULTS as error:
                 problem = fault(error)
+                if isinstance(error, StreamError) and _says_too_long(400, problem):
+                    return ModelReply(index=-1, finish_reason="context", refusal=problem)
                 unreachable += isinstance(error, httpx.ConnectError)
         if unreachable == self._retries + 1:
             raise _Fatal("the server is gone", "start it and repeat the command; replies in --out are kept")
@@ -214,7 +225,7 @@ async def _wait_as_told(response: httpx.Response) -> None:
     """Retry-After in seconds or as a date, a minute at most."""
     told = response.headers.get("retry-after", "")
     seconds = 0.0
-    if told.isdigit():
+    if told.isdecimal():
         seconds = float(told)
     elif told:
         with suppress(ValueError, TypeError):

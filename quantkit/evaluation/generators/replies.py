@@ -27,7 +27,7 @@ class ReplyReader:
     def add(self, event: dict[str, Any]) -> None:
         """One event. Raises StreamError where it has no place in a reply."""
         for choice in _objects(event, "choices"):
-            if choice.get("index") in (None, 0):
+            if str(choice.get("index") or 0) == "0":
                 self._add_choice(choice)
         usage = _object(event, "usage")
         self.prompt_tokens = _count(usage, "prompt_tokens") or self.prompt_tokens
@@ -49,6 +49,7 @@ class ReplyReader:
         reason = choice.get("finish_reason")
         if reason is not None and not isinstance(reason, str):
             raise StreamError(f"finish_reason is {reason!r}")
+        reason = reason.lower() if reason else None
         if reason != "null":  # some servers write it as a word
             self.finish_reason = reason or self.finish_reason
 
@@ -115,9 +116,9 @@ def _content(part: dict[str, Any]) -> tuple[str, str]:
 
 def _count(holder: dict[str, Any], name: str) -> int:
     value = holder.get(name) or 0
-    if not isinstance(value, int) or value < 0:
+    if not isinstance(value, int | float) or value < 0 or value != value // 1:
         raise StreamError(f"{name} is no count: {str(value)[:100]!r}")
-    return value
+    return int(value)
 
 
 def _joined(pieces: list[str]) -> str:

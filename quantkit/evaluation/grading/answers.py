@@ -11,7 +11,7 @@ from typing import Literal
 
 from quantkit.evaluation.grading import answer_words
 from quantkit.evaluation.grading.conversions import restated
-from quantkit.evaluation.grading.prose import has_number, read_last, read_sentence
+from quantkit.evaluation.grading.prose import has_number, read_last, read_sentence, spoken
 from quantkit.evaluation.grading.typesetting import normalize
 from quantkit.evaluation.grading.values import Value, read_value
 
@@ -21,13 +21,14 @@ Found = Literal["asked", "phrase", "last"]
 @dataclass(frozen=True)
 class Extraction:
     """The answer as written, the value it states, and where it stood. `open_box`: the last box is never closed. `restated`: one
-    quantity in two units, where the reply ends with it."""
+    quantity in two units, where the reply ends with it. `listed`: the contents of boxes that are enumerated, the last one included."""
 
     text: str | None
     found: Found | None = None
     open_box: bool = False
     value: Value | None = None
     restated: tuple[Fraction, ...] = ()
+    listed: str | None = None
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,21 @@ class BoxedText:
     end: int
 
 
-_BOX = re.compile(r"\\(?:boxed|fbox|framebox|ovalbox|doublebox|shadowbox)\s*(?:\{|(?P<bare>-?\d+))")
 LONGEST = 100_000  # characters at the end of a text in which its answer is looked for
+_BOX_TOKENS = re.compile(r"<\|begin_of_box\|>([^<>|]*)<\|end_of_box\|>")  # as GLM writes them
+_NEXT_QUESTION = re.compile(r"\n[ \t]*\n[^\w\n]*(?:Question|Q|Human|User|Instruction)\s*\d*\s*:")
+_ANSWERED = re.compile(r"####\s*\S|(?i:\banswer\s*(?:is|:))|\\boxed\s*\{")
+
+
+def prepared(text: str) -> str:
+    """The end of a reply in plain characters, up to where a model that was not asked to stop makes up the next question."""
+    text = _BOX_TOKENS.sub(lambda match: f"\\boxed{{{match[1]}}}", normalize(text[-LONGEST:]))
+    answered = _ANSWERED.search(text)
+    following = _NEXT_QUESTION.search(text, answered.end()) if answered is not None else None
+    return text[: following.start()] if following is not None else text
+
+
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox|ovalbox|doublebox|shadowbox)\s*(?:\{|(?P<bare>-?\d+))")
 _BOXES, _LONGEST_BOX = 100, 10_000  # boxes of a text that are looked at, the last ones, and characters of one
 
 
@@ -108,9 +122,17 @@ def last_box(text: str) -> Extraction:
     if _DENIED.search(text[: last.start][-40:]) or _TAKEN_BACK.match(text, last.end):
         return Extraction("", "asked")
     if len(filled) > 1 and filled[-2].content != last.content and _JOINED.fullmatch(text, filled[-2].end, last.start):
-        return Extraction("", "asked")
+        return Extraction("", "asked", listed=_listed(text, filled))
     scale = _SCALE_BEHIND.match(text, last.end)
     return Extraction(f"{last.content} {scale[1]}" if scale else last.content, "asked")
+
+
+def _listed(text: str, filled: list[BoxedText]) -> str:
+    """The contents of the last boxes, as far back as each is joined to the next."""
+    first = len(filled) - 1
+    while first and _JOINED.fullmatch(text, filled[first - 1].end, filled[first].start):
+        first -= 1
+    return ", ".join(box.content for box in filled[first:])
 
 
 _VERB = (
@@ -126,6 +148,8 @@ _DOUBTED = re.compile(
     r"(?i)(?:\bno(?=\s+$)|\bassum(?:e|ing)\b|\bsuppos(?:e|ing)\b[\w\s,]{0,25}|\bif\b|\bwhether\b"
     r"|\bnot (?:the case|true)|\bfalse|\bwrong|\bincorrect|\bdoubt|n't (?:think|believe|say))\s+(?:that\s+)?[\w\s]{0,20}$"
 )
+_KIND = re.compile(r"(?i)\s*(?:an?|the|some)\s+(?:[a-z-]+\s+)?(?:integer|number)\s+(?:between|from|in|less|at|of)\b")
+"""What answers are in general: The answer must be an integer between 0 and 999."""
 _FOREIGN_DENIAL = re.compile(rf"(?i){answer_words.DENIED_AT_ONCE}(?!.*\s{answer_words.INSTEAD}\s)|{answer_words.DENIED_AFTERWARDS}")
 
 
@@ -139,6 +163,8 @@ def _statements(text: str) -> list[tuple[int, str, bool]]:
     for match in list(_CUE.finditer(text))[-_CUES:]:
         rest = text[match.end() : match.end() + _SENTENCE]
         line = next((line for line in rest.split("\n") if line.strip(" *_:")), "")
+        if _KIND.match(line):
+            continue
         is_denied = match["denied"] is not None or match["foreign_denial"] is not None
         is_denied = is_denied or _DOUBTED.search(text[: match.start()][-60:]) is not None or _FOREIGN_DENIAL.search(line) is not None
         found.append((match.start(), line, is_denied))
@@ -167,7 +193,7 @@ def find_number(text: str, letters: bool = True) -> Extraction:
 
     An answer that is stated behind the box, as a sentence, and is another one, replaces the box.
     """
-    text = _CALCULATION.sub("", normalize(text[-LONGEST:]))
+    text = _CALCULATION.sub("", prepared(text))
     box = last_box(text)
     if box.open_box:
         return box
@@ -179,11 +205,38 @@ def find_number(text: str, letters: bool = True) -> Extraction:
         if behind is not None and behind.value is not None and behind.value != value:
             return behind
         return Extraction(box.text, "asked", value=value)
-    stated = _stated(text, letters)
+    stated = _reconsidered(text, letters) or _stated(text, letters) or _answered_first(text, letters)
     if stated is not None:
         return stated
     shown, last = read_last(_lines(text[-_ENDING:]), letters)
     return Extraction(shown, "last", value=last, restated=restated(text[-_SENTENCE:])) if shown is not None else Extraction(None)
+
+
+_RECONSIDERS = re.compile(
+    r"(?i)(?:^|[.!?]\s{1,3}|\n[ \t]*)(?:wait|hold on|hmm+|let me (?:reconsider|rethink|recount|recalculate|redo))\b[^\w\n]*"
+)
+
+
+def _reconsidered(text: str, letters: bool) -> Extraction | None:
+    """What the text comes to behind the last point at which it thinks again, where that states no answer but ends in `So ... = 72`."""
+    text = text[-_ENDING:]
+    points = list(_RECONSIDERS.finditer(text))
+    rest = text[points[-1].end() :] if points else ""
+    if not _statements(text[: points[-1].start()] if points else "") or _statements(rest):
+        return None
+    concluded = re.search(r"(?s).*(?:^|[.!?]\s+|\n)(?:So|Thus|Hence|Therefore)\b,?(.*\d.*)$", rest)
+    value = read_last(_lines(concluded[1]), letters)[1] if concluded is not None else None
+    return Extraction(rest.strip()[-100:], "phrase", value=value) if value is not None else None
+
+
+_WORK = re.compile(r"\s{0,9}(\S[^\n]{0,60})\n[ \t]*\n\W*(?i:work|working|explanation|reasoning|steps|solution|calculation|because)\b")
+
+
+def _answered_first(text: str, letters: bool) -> Extraction | None:
+    """An answer that is the whole first line, before the work."""
+    first = _WORK.match(_lines(text))
+    value = read_value(first[1], letters) if first is not None else None
+    return Extraction(first[1], "phrase", value=value) if first is not None and value is not None else None
 
 
 def _equal_to(text: str) -> str | None:
@@ -212,5 +265,8 @@ def _stated(text: str, letters: bool) -> Extraction | None:
         if is_denied:
             denied = Extraction(line.strip(), "phrase")
             continue
-        return Extraction(line.strip()[:100], "phrase", value=read_sentence(line, letters), restated=restated(line))
+        value = read_sentence(line, letters)
+        if value is None and not re.search(r"\d", line):
+            value = spoken(line, letters)
+        return Extraction(line.strip()[:100], "phrase", value=value, restated=restated(line))
     return denied

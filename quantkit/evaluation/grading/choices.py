@@ -7,8 +7,9 @@ names several letters, or a letter with the text of another option, or denies wh
 import re
 
 from quantkit.evaluation.grading import answer_words
-from quantkit.evaluation.grading.answers import LONGEST, Extraction, Found, boxes, last_box
-from quantkit.evaluation.grading.typesetting import END_TEXT, TEXT, normalize, plain
+from quantkit.evaluation.grading.answers import Extraction, Found, boxes, find_number, last_box, prepared
+from quantkit.evaluation.grading.typesetting import END_TEXT, TEXT, plain
+from quantkit.evaluation.grading.values import read_value
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _CUES, _SENTENCE = 50, 300  # statements of a text that are looked at, the last ones, and characters of each
@@ -22,7 +23,7 @@ def find_choice(text: str, options: list[str]) -> Extraction:
 
     The text is NOTHING where the reply makes a statement that chooses none, and None where it makes none at all.
     """
-    text = _EMPHASIS.sub("", normalize(text[-LONGEST:]))
+    text = _BY_NUMBER.sub(_by_letter, _EMPHASIS.sub("", prepared(text)))
     box = last_box(text)
     if box.open_box:
         return box
@@ -33,8 +34,26 @@ def find_choice(text: str, options: list[str]) -> Extraction:
         chosen = read_choice(said, options)
         if chosen is not None:
             return Extraction(chosen, where)
-    alone = _alone(text, options)
+    alone = _alone(text, options) or _by_value(text, options)
     return Extraction(alone, "last") if alone is not None else Extraction(None)
+
+
+def _by_value(text: str, options: list[str]) -> str | None:
+    """Where all options are different numbers without units: what a reply without a letter comes to, read as a number."""
+    values = [read_value(option) for option in options]
+    if any(value is None or re.search(r"[^\W\d_]", plain(option)) for option, value in zip(options, values)):
+        return None
+    value = find_number(text).value if len(set(values)) == len(values) else None
+    return LETTERS[values.index(value)] if value in values else None
+
+
+_NUMBERS = ["first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth"]
+_BY_NUMBER = re.compile(rf"(?i)\bthe ({'|'.join(_NUMBERS)}) (?:option|choice)\b")
+
+
+def _by_letter(match: re.Match[str]) -> str:
+    """`The fourth option` is option D."""
+    return f"option {LETTERS[_NUMBERS.index(match[1].lower())]}"
 
 
 _EMPHASIS = re.compile(r"\*+|__+|`+|(?m:^[ \t]*(?:#+|>|-)[ \t]+)|\$|\\[()\[\]]")
@@ -112,6 +131,10 @@ _JOINED = re.compile(
 )
 _BESIDE = re.compile(r"\s+[(\[]?(?P<letter>[A-Z])(?![A-Za-z0-9'])(?!\s+[a-z])")
 _TAKEN_BACK = re.compile(r"(?i)\s*(?:is|was|are|seems)(?:\s+(?:not|never|wrong|incorrect|false|impossible)\b|n't\b)")
+_INSTEAD = re.compile(
+    r"(?i)[\s.,;?!…—-]*(?:(?:no|wait|sorry|actually|i mean|or rather)[\s,.:…—-]+)+(?:it's |it is |that's |make that |option )?"
+    r"(?=[(\[]?(?-i:[A-Z])(?![A-Za-z']))"
+)
 _SYMBOL = re.compile(r"\s*(?:[_^]|=|\([a-z]\)|\([a-z],)")  # a letter of a formula: F = ma, F_1, F(x)
 _REASON = re.compile(
     r"\s*(?:$|[^\sA-Za-z]|(?:because|since|as|is|was|for|due|which|so|where|rather|not|and not|but|being|seems|fits|or|and|to)\b)"
@@ -135,6 +158,8 @@ def read_choice(said: str, options: list[str]) -> str | None:
     if label is None or label["letter"].upper() not in letters:
         return None
     letter, rest = label["letter"].upper(), said[label.end() :]
+    if (instead := _INSTEAD.match(rest)) is not None:
+        return read_choice(rest[instead.end() :], options)
     if letter == "I" and not label["close"] and re.match(r"\s+(?:was|am|have|had|do|did)\b", rest):
         return None
     if not label["close"] and (label["letter"] in "AI" or label["letter"].islower()) and not _REASON.match(rest):
@@ -198,7 +223,9 @@ def _judged(text: str, letters: str) -> str | None:
     lines = [match for match in _VERDICT_LINE.finditer(text) if match["letter"] in letters]
     refuted = {line["letter"] for line in lines if _REFUTED.search(line["said"])}
     affirmed = {line["letter"] for line in lines if _AFFIRMED.search(line["said"])} - refuted
-    return affirmed.pop() if len(affirmed) == 1 and len(refuted) >= max(1, len(letters) - 1) else None
+    is_whole = len(refuted) >= max(1, len(letters) - 1)
+    is_marked = len(refuted) > 1 and len(refuted) + 1 == len({line["letter"] for line in lines})
+    return affirmed.pop() if len(affirmed) == 1 and (is_whole or is_marked) else None
 
 
 def _alone(text: str, options: list[str]) -> str | None:
@@ -227,6 +254,8 @@ def _alone(text: str, options: list[str]) -> str | None:
     letters = "".join(letter for letter in LETTERS[: len(options)] if letter not in bound)
     for sentence in reversed(re.split(r"(?<=[.!?。])\s+|\n", said)):
         named = _labels(sentence, options, letters)
+        if named and _is_item(sentence, said):
+            return NOTHING
         if named:
             conclusion = _CONCLUSION.search(sentence)
             if len(set(named)) == 1 and not _DOUBT.search(sentence):
@@ -237,6 +266,12 @@ def _alone(text: str, options: list[str]) -> str | None:
                 return NOTHING if joined or (len(set(named)) == 1 and not is_left) else conclusion["letter"]
             return NOTHING
     return None
+
+
+def _is_item(sentence: str, text: str) -> bool:
+    """Whether the sentence is the next one in a list of options, behind that of the letter before: the text ends without a choice."""
+    item = re.match(r"[(\[]?(?P<letter>[B-Z])[)\].:]+\s", sentence)
+    return item is not None and re.search(rf"(?<!\w){chr(ord(item['letter']) - 1)}[)\].:]+\s", text) is not None
 
 
 _FORMULA_BEFORE = re.compile(

@@ -4,7 +4,7 @@ import re
 from fractions import Fraction
 
 from quantkit.evaluation.grading.quantities import begin_quantity
-from quantkit.evaluation.grading.typesetting import plain
+from quantkit.evaluation.grading.typesetting import END_TEXT, TEXT, plain
 
 # Of every dimension: how many of its least unit a unit is.
 _DIMENSIONS: tuple[dict[str, int], ...] = (
@@ -39,6 +39,20 @@ def restated(sentence: str) -> tuple[Fraction, ...]:
         return ()
     values = [begin_quantity(match[number].lstrip("$")) for number in ((3, 5) if larger is None else (5,))]
     return tuple(value.value for value in values if value is not None)
+
+
+_ONE = re.compile(rf"(?i)\s*({_NUMBER})\s*([a-z¢]*)\W*")
+
+
+def in_unit_of(gold: str, said: str) -> Fraction | None:
+    """The number of `said` in the unit of `gold` (5.4 cents), where both have comparable ones: 0.054 dollars are 5.4."""
+    found = [_ONE.fullmatch(plain(text).replace(TEXT, " ").replace(END_TEXT, " ")) for text in (gold, said)]
+    amounts = [_amount(match[1], match[2]) if match is not None else None for match in found]
+    asked, given = amounts
+    number = begin_quantity(found[0][1].lstrip("$")) if found[0] is not None else None
+    if asked is None or given is None or number is None or asked[0] != given[0] or not asked[1]:
+        return None
+    return given[1] * number.value / asked[1]
 
 
 def _amount(number: str, unit: str) -> tuple[int, Fraction] | None:

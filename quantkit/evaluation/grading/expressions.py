@@ -6,10 +6,11 @@ A gold that is a plain number is left to the number reader. Else the two are com
 import re
 from fractions import Fraction
 
-from quantkit.evaluation.grading.answers import LONGEST as LONGEST_TEXT
-from quantkit.evaluation.grading.answers import Extraction, last_box, last_statement
+from quantkit.evaluation.grading.answers import Extraction, last_box, last_statement, prepared
 from quantkit.evaluation.grading.choices import read_choice
-from quantkit.evaluation.grading.typesetting import END_TEXT, TEXT, normalize, plain
+from quantkit.evaluation.grading.notation import intervals, latex
+from quantkit.evaluation.grading.prose import ASIDE
+from quantkit.evaluation.grading.typesetting import END_TEXT, TEXT, plain
 from quantkit.evaluation.grading.values import read_value
 
 _SHORT = 40  # characters of a reply that is nothing but its answer
@@ -18,21 +19,64 @@ LONGEST = 500  # characters of an answer that math-verify is asked about
 _ABOUT = r"\\approx(?![a-z])|≈"
 _OR = re.compile(r"(?i)\\text\s*\{\s*or\s*\}|\bor\b|\\pm|\\mp")
 _AND = re.compile(r"(?i)(?:,\s*)?(?:\\text\s*\{\s*(?:,\s*)?and\s*\}|\band\b)")
-_LABEL = re.compile(r"^[A-Za-z](?:_\{?\w+\}?|\([a-z]\))?\s*(?:=|\\in(?![a-z]))|^(?:\\text\s*\{[^{}]*\}|\\?angle\s*[A-Z]+|[A-Z]{1,3})\s*=")
-_BASE = re.compile(r"^\d+\s*_\s*\{?\s*(?:\\text\s*\{)?\s*(\w+)\s*\}*$")
+# A name in front: anything without a number in it, or one letter with an index or an argument.
+_LABEL = re.compile(r"^[A-Za-z](?:_\{?\w+\}?|\(\w\))?\s*(?:=|\\in(?![a-z]))|^[^=<>\d]{1,40}=")
+_IN_DEGREES = re.compile(r"=\s*[\d.]+\s*(?:\^\s*\{?\s*\\circ\s*\}?|°)$")
+_BASE = re.compile(r"^(\d+)\s*_\s*\{?\s*(?:\\text\s*\{)?\s*(\w+)\s*\}*$")
+_BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9", "ten": "10"}
 _INTRODUCTION = re.compile(r"(?i)^(?:(?:therefore|thus|hence|then|simply|clearly|equal to|given by|exactly|the|:)\s+)+")
 
 
 def find_expression(text: str) -> Extraction:
-    """The last box, else what the last sentence that states the answer says, as written."""
-    text = normalize(text[-LONGEST_TEXT:])
+    """The last box, several of them where they are enumerated, else what the last sentence that states the answer says, as written; else
+    what the last sentence says of its subject."""
+    text = prepared(text)
     box = last_box(text)
     if box.open_box or box.found is not None:
-        return box
+        return Extraction(box.listed, "asked") if box.listed else box
     said = last_statement(text)
+    if said is not None:
+        return Extraction(_expression_of(said), "phrase")
+    said = _concluded(text)
     if said is None and 0 < len(text.strip()) <= _SHORT and "\n" not in text.strip():
-        return Extraction(text.strip(), "last")
-    return Extraction(_expression_of(said), "phrase") if said is not None else Extraction(None)
+        said = text.strip()
+    return Extraction(said, "last") if said is not None else Extraction(None)
+
+
+_ENDING = 2000  # characters at the end of a text that states no answer
+_MATHEMATICS = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_HELD = "\x04(\\d+)\x04"  # a piece of mathematics while its sentence is read
+_ENUMERATED = re.compile(rf"{_HELD}(?:\s*(?:,|,?\s*and|,?\s*or)\s*{_HELD})*")
+_PREDICATE = re.compile(
+    r"(?is).*(?:(?<![a-z])(?:is|are|was|were|equals?|be|becomes)(?![a-z])|[是为]|等于|:)\s*(?:equal to |exactly |simply )?(\S.*)"
+)
+_UNSURE = re.compile(
+    r"(?i)\b(?:not|neither|nor|cannot|either|maybe|perhaps|might|may|could|if|unless|whether|suppose|assume|let|unable|sorry)\b|n't\b|\?\W*$|不"
+)
+
+
+def _concluded(text: str) -> str | None:
+    """What the last sentence says of its subject; of a sentence without a verb the mathematics at its end, or what is bold."""
+    pieces: list[str] = []
+
+    def hold(match: re.Match[str]) -> str:
+        pieces.append(next(part for part in match.groups() if part is not None))
+        return f"\x04{len(pieces) - 1}\x04"
+
+    sentences = re.split(r"(?<=[.!?。])\s+|\n", _MATHEMATICS.sub(hold, text[-_ENDING:]))
+    said = [part.strip() for part in sentences if re.search(r"\w", part) and not ASIDE.match(part)]
+    if not said or _UNSURE.search(said[-1]):
+        return None
+    predicate = _PREDICATE.fullmatch(said[-1])
+    found = _ENUMERATED.match(predicate[1].lstrip("* ")) if predicate else None
+    if found is None and re.search(rf"{_HELD}[\s.!*]*$", said[-1]):
+        found = list(_ENUMERATED.finditer(said[-1]))[-1]
+    if found is not None:
+        return ", ".join(pieces[int(number)].strip() for number in re.findall(_HELD, found[0]))
+    emphasized = re.findall(r"\*\*([^*]+)\*\*", said[-1])
+    said_last = emphasized[-1] if emphasized else predicate[1] if predicate else said[-1]
+    shown = re.sub(_HELD, lambda match: f"${pieces[int(match[1])]}$", said_last).strip(" *_.!")
+    return shown if 0 < len(shown) <= _SHORT else None
 
 
 def _expression_of(sentence: str) -> str:
@@ -57,33 +101,24 @@ def _normal(text: str) -> str:
 
 def comparable(gold: str, answer: str) -> str | None:
     """The answer as math-verify shall see it, or None where it cannot be the gold: too long, or several where one is asked for."""
-    answer = answer.strip().strip("$").strip().rstrip(".")
+    answer = latex(answer.strip().strip("$").strip().rstrip("."))
     answer = answer if re.search(_ABOUT, gold) else re.split(_ABOUT, answer)[0].strip() or answer
     if len(answer) > LONGEST or (_OR.search(answer) and not (_OR.search(gold) or "," in gold)):
         return None
-    answer = _as_interval(answer) if _brackets(gold) else answer
+    answer = answer if re.search(r"=|circ", gold) else _IN_DEGREES.sub("", answer).strip()
+    answer = intervals(answer) if _brackets(gold) or "\\infty" in gold else answer
     if not re.search(r"[=∈]|\\in(?![a-z])", gold):
         answer = _LABEL.sub("", answer).strip()
     if (ours := _brackets(answer)) and (asked := _brackets(gold)) and ours != asked:
         return None
     bases = [_BASE.search(text.strip().strip("$")) for text in (gold, answer)]
-    if bases[0] and bases[1] and bases[0][1] != bases[1][1]:
-        return None
+    if bases[0] and bases[1]:
+        same = bases[0][1] == bases[1][1] and len({_BASES.get(base[2], base[2]) for base in bases if base}) == 1
+        return gold if same else None
     answer = re.sub(r"(?<=[\d})])\s*\\(?:text|mathrm)\s*\{[^{}]*\}(?:\^\{?\d\}?)?\s*$", "", answer) if "text" not in gold else answer
     if re.fullmatch(r"[A-Za-z\s\\{}']*", _normal(gold)) and "\\" not in _normal(gold):
         return None if len(_normal(gold)) > 1 else answer
     return _AND.sub(",", answer)
-
-
-_INEQUALITY = re.compile(r"([^<>≤≥=]+?)\s*([<≤])\s*[a-z]\s*([<≤])\s*([^<>≤≥=]+)")
-
-
-def _as_interval(answer: str) -> str:
-    r"""0 < x \le 5 as (0, 5]; anything else as it is."""
-    match = _INEQUALITY.fullmatch(re.sub(r"\\leq?(?:slant)?(?![a-z])", "≤", answer))
-    if match is None:
-        return answer
-    return f"{'(' if match[2] == '<' else '['}{match[1]}, {match[4]}{')' if match[3] == '<' else ']'}"
 
 
 def _brackets(text: str) -> str:

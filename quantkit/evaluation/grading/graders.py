@@ -13,6 +13,7 @@ from typing import Any
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.generators.generator import ModelReply
 from quantkit.evaluation.grading import answers, choices, expressions, instructions, programs, reasoning
+from quantkit.evaluation.grading.conversions import in_unit_of
 from quantkit.evaluation.grading.math_equal import MathJudge
 from quantkit.evaluation.grading.quantities import canonical
 from quantkit.evaluation.grading.values import read_value
@@ -114,7 +115,10 @@ def _read_value(problem: Problem, found: answers.Extraction, text: str, cut: boo
 def _read_expression(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
     """MATH-500: a gold that is a number is read as one; any other is compared as text and by math-verify."""
     if isinstance(read_value(problem.gold), Fraction):
-        return _read_number(problem, text, cut, judge)
+        found = answers.find_number(text)
+        if found.text and (amount := in_unit_of(problem.gold, found.text)) is not None:
+            found = replace(found, value=amount)
+        return _read_value(problem, found, text, cut, judge, integer=False)
     found = expressions.find_expression(text)
     if (missing := _missing(found, text, cut)) is not None:
         return missing

@@ -8,81 +8,28 @@ only a function body is appended to it.
 
 import ast
 import base64
-import html
 import json
 import pickletools
 import re
 import textwrap
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from quantkit.errors import QuantkitError
 from quantkit.evaluation import sandbox
+from quantkit.evaluation.grading.code_blocks import Block, blocks
+from quantkit.evaluation.grading.source_names import bound, defines, is_sketch, only_defines, parses, tree_of, used
 from quantkit.evaluation.tasks.problems import Grade, Problem
 
 CONTEST_TIMEOUT_S = 6.0
-LONGEST = 1 << 18  # characters of a program; parsing more takes longer than it is worth
-_FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*(?:\{[ \t]*\.?)?([\w+#.-]*)")
-_QUOTED = re.compile(r"(?m)^[ \t]*>[ \t]?(?=[ \t]*(?:`{3,}|~{3,}))")
 _QUOTED_WHOLE = re.compile(r"\A\s*`([^`\n]+)`\s*\Z")
 _INDENTED = re.compile(r"(?m)^ {4}")
 _INDENTED_CODE = re.compile(r"\S[^\n]*\n[ \t]*\n {4}(?:def|class|import|from|@)\b")
-_MARKED_UP = re.compile(r"(?is)<pre[^<>]*>\s*<code(?:[^<>]*language-([\w+]+))?[^<>]*>(.*?)</code>\s*</pre>")
-_CLOSERS = 8  # fences inside one block that are tried as its end
-_PYTHON = re.compile(r"(?:py|python|ipython|pypy)[\d.]*")
 _START = re.compile(r"^(?:from |import |def |class |@|async def |[A-Za-z_][\w, *]* = )", re.MULTILINE)
 _STARTS, _CUTS = 40, 40  # places in bare text where a program may begin, and where it may end
 _READERS = {"input", "stdin", "fileinput", "mmap"}
-
-
-@dataclass(frozen=True)
-class Block:
-    """A fenced block: the first word behind the opening fence, in lower case, and the text without common indentation."""
-
-    tag: str
-    source: str
-
-    @property
-    def is_python(self) -> bool:
-        return _PYTHON.fullmatch(self.tag) is not None
-
-
-def blocks(text: str) -> list[Block]:
-    """Fenced blocks in order. A block ends at the first fence of its kind where it parses, else at the first: docstrings may hold fences.
-
-    A last block that is never closed counts to the end of the text.
-    """
-    text = _MARKED_UP.sub(lambda match: f"```{match[1] or ''}\n{html.unescape(match[2])}\n```", text)
-    if _QUOTED.search(text):
-        text = re.sub(r"(?m)^[ \t]*>[ \t]?", "", text)
-    lines = text.splitlines(keepends=True)
-    found, number = [], 0
-    while number < len(lines):
-        opened = _FENCE.match(lines[number])
-        number += 1
-        if opened is None or "`" in lines[number - 1][opened.end() :]:
-            continue
-        end = _end(lines, number, opened[1])
-        found.append(Block(opened[2].lower(), textwrap.dedent("".join(lines[number:end]))))
-        number = end + 1
-    return found
-
-
-def _end(lines: list[str], first: int, fence: str) -> int:
-    """The line of the fence that closes a block whose text begins at `first`."""
-    closing = re.compile(rf"[ \t]*{fence[0]}{{{len(fence)},}}[ \t]*$")
-    ends = []
-    for number in range(first, len(lines)):
-        if closing.match(lines[number].rstrip("\r\n")):
-            ends.append(number)
-            if _parses(textwrap.dedent("".join(lines[first:number]))):
-                return number
-            if len(ends) == _CLOSERS:
-                break
-    return ends[0] if ends else len(lines)
 
 
 def _python_first(fenced: list[Block]) -> list[Block]:
@@ -90,32 +37,46 @@ def _python_first(fenced: list[Block]) -> list[Block]:
     return [block for tagged in (True, False) for block in reversed(fenced) if block.is_python is tagged and (tagged or not block.tag)]
 
 
+def _parts(block: Block, fenced: list[Block]) -> list[str]:
+    """The block behind those before it that only import or define, where it uses a name of theirs that it does not define itself."""
+    own = bound(block.source)
+    parts, missing = [block.source], used(block.source) - own
+    for other in reversed(fenced[: fenced.index(block)]):
+        names = bound(other.source) if other.is_python and only_defines(other.source) else set()
+        if missing & names and not own & names:
+            parts.insert(0, other.source)
+            missing = (missing | used(other.source)) - names
+    return parts
+
+
 def completed_function(text: str, prompt: str, entry_point: str) -> tuple[str, ...] | None:
     """Parts to run in order for a function that `prompt` begins, or None where the reply holds no code."""
     fenced = blocks(text)
     text = _QUOTED_WHOLE.sub(r"\1", text if fenced else _INDENTED.sub("", text) if _INDENTED_CODE.search(text) else text)
     candidates = _python_first(fenced)
-    for candidate in (*(block.source for block in candidates), text):
-        if _defines(candidate, entry_point):
-            return _behind(prompt, candidate)
+    for block in candidates:
+        if defines(block.source, entry_point):
+            return _behind(prompt, *_parts(block, fenced))
+    if defines(text, entry_point):
+        return _behind(prompt, text)
     if candidates:
         body = max(reversed(candidates), key=lambda block: _likely_body(prompt, block))
         return (prompt + _as_body(body.source),)
-    bare = _bare(text, lambda source: _defines(source, entry_point))
+    bare = _bare(text, lambda source: defines(source, entry_point))
     if bare is not None:
         return _behind(prompt, bare)
     program = prompt + _as_body(text)
-    return (program,) if text.strip() and not fenced and _parses(program) else None
+    return (program,) if text.strip() and not fenced and parses(program) else None
 
 
-def _behind(prompt: str, function: str) -> tuple[str, ...]:
+def _behind(prompt: str, *parts: str) -> tuple[str, ...]:
     """A prompt that ends in a bare signature cannot stand by itself."""
-    return (prompt, function) if _parses(prompt) else (function,)
+    return (prompt, *parts) if parses(prompt) else parts
 
 
 def _likely_body(prompt: str, block: Block) -> tuple[bool, bool, bool]:
     returns = re.search(r"\b(return|yield|raise)\b", block.source) is not None
-    return _parses(prompt + _as_body(block.source)), returns, block.is_python
+    return parses(prompt + _as_body(block.source)), returns, block.is_python
 
 
 def _bare(text: str, does: Callable[[str], bool]) -> str | None:
@@ -123,7 +84,7 @@ def _bare(text: str, does: Callable[[str], bool]) -> str | None:
     for start, _ in zip(_START.finditer(text), range(_STARTS)):
         lines = text[start.start() :].splitlines(keepends=True)
         for _ in range(_CUTS):
-            tree = _tree("".join(lines))
+            tree = tree_of("".join(lines))
             if isinstance(tree, ast.Module):
                 break
             lines = lines[: max(0, min(tree, len(lines)) - 1)]
@@ -142,24 +103,29 @@ def whole_program(text: str, entry_point: str | None = None) -> str | None:
     """
     fenced = blocks(text)
     if not fenced:
-        tree = _tree(text)
+        tree = tree_of(text)
         is_program = isinstance(tree, ast.Module) and (len(tree.body) > 1 or _answers(text, entry_point) > 0)
         return text if is_program else _bare(text, lambda source: _answers(source, entry_point) > 0)
     candidates = _python_first(fenced)
-    best = max(candidates, key=lambda block: (_answers(block.source, entry_point), _parses(block.source), block.is_python), default=None)
-    return best.source if best is not None else None
+    best = max(candidates, key=lambda block: (_answers(block.source, entry_point), parses(block.source), block.is_python), default=None)
+    return "\n".join(_parts(best, fenced)) if best is not None else None
 
 
 def _answers(source: str, entry_point: str | None) -> int:
     """How well a program does what is asked: 0 not at all, 2 reads stdin or defines the function, 1 has a class Solution without it."""
-    tree = _tree(source)
+    tree = tree_of(source)
     if not isinstance(tree, ast.Module):
         return 0
     if entry_point is None:
         return 2 if any(_reads(node) for node in ast.walk(tree)) else 0
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Solution"]
-    methods = [node for found in classes for node in found.body if isinstance(node, ast.FunctionDef) and node.name == entry_point]
-    return 2 if methods or _defines(source, entry_point) else 1 if classes else 0
+    methods = [
+        node
+        for found in classes
+        for node in found.body
+        if isinstance(node, ast.FunctionDef) and node.name == entry_point and not is_sketch(node)
+    ]
+    return 2 if methods or defines(source, entry_point) else 1 if classes else 0
 
 
 def _reads(node: ast.AST) -> bool:
@@ -171,40 +137,6 @@ def _reads(node: ast.AST) -> bool:
         return isinstance(node.ctx, ast.Load) and (node.attr == "stdin" or (is_os and node.attr == "read"))
     is_open = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "open" and bool(node.args)
     return is_open and isinstance(node.args[0], ast.Constant) and node.args[0].value == 0  # type: ignore[attr-defined]
-
-
-def _tree(source: str) -> ast.Module | int:
-    """The parsed source, or the number of the line where it stops being Python."""
-    if len(source) > LONGEST:
-        return 0
-    try:
-        return ast.parse(source)
-    except SyntaxError as error:
-        return error.lineno or 0
-    except (ValueError, RecursionError, MemoryError):
-        return 0
-
-
-def _parses(source: str) -> bool:
-    return isinstance(_tree(source), ast.Module)
-
-
-def _defines(source: str, name: str) -> bool:
-    tree = _tree(source)
-    for node in _at_the_top(tree.body) if isinstance(tree, ast.Module) else []:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == name:
-            return True
-        if isinstance(node, ast.Assign) and any(isinstance(target, ast.Name) and target.id == name for target in node.targets):
-            return True
-    return False
-
-
-def _at_the_top(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements whose names are the module's: those of its ifs, tries and withs too."""
-    for statement in statements:
-        yield statement
-        if isinstance(statement, ast.If | ast.Try | ast.With):
-            yield from _at_the_top([*statement.body, *getattr(statement, "orelse", [])])
 
 
 def _as_body(source: str) -> str:
@@ -221,7 +153,7 @@ def grade_with_tests(problem: Problem, text: str) -> Grade:
     parts = completed_function(text, prompt, entry_point)
     if parts is None:
         return Grade("no-code")
-    helpers = next((source for source in (prompt, f"{prompt}\n    pass\n") if _parses(source)), "")
+    helpers = next((source for source in (prompt, f"{prompt}\n    pass\n") if parses(source)), "")
     tests = f"{problem.fields['test']}\ncheck({entry_point})"
     run = sandbox.run_tests(sandbox.Program(parts, entry_point), helpers, tests)
     return Grade(run.status, run.status == "passed", run.status == "passed", detail=run.detail)
@@ -299,7 +231,7 @@ def _arguments(text: str) -> list[Any]:
 
 def with_prelude(program: str) -> str:
     """The prelude in front, and in front of it the program's own imports from __future__, which must come first in a file."""
-    tree = _tree(program)
+    tree = tree_of(program)
     statements = tree.body if isinstance(tree, ast.Module) else []
     futures = [node for node in statements if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
     for statement in [ast.get_source_segment(program, node) for node in futures]:

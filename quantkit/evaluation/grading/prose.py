@@ -23,7 +23,7 @@ _GOES_ON = re.compile(
             r"[;。；、\n—]|\.(?=\s|$)|[!?](?=\s|$)|:(?=\s)|\s-+\s(?=[A-Za-z]{2})|</",
             r"(?<=[a-z])(?<!cent)\sof(?=\s[^,;.]*\d)|(?<=[a-z])\s(?:out\s+of|less\s+than|greater\s+than|not\s+exceeding)(?![A-Za-z])",
             rf"(?<!%)(?<!cent)\s(?:out\s+)?of(?=\s+{_DETERMINER}(?![A-Za-z]))|\sover(?=\s+(?:{_DETERMINER}|\d+\s+[a-z])(?![A-Za-z]))",
-            r"\s(?:because|since|(?<!times\s)as|which|so|where|when|given|due|for|after|before|by|if|but|while|from|with|on|at|that)(?![A-Za-z])",
+            r"\s(?:because|since|(?<!times\s)(?:as|that)|which|so|where|when|given|due|for|after|before|by|if|but|while|from|with|on|at)(?![A-Za-z])",
             r"\s(?:is|was|are|were|every|each)(?![A-Za-z])|\sin(?!\s+\d+\W*$)(?![A-Za-z])|\sto(?!\s+(?:[$]?\d|the\s+power))(?![A-Za-z])",
             rf"\sand(?![A-Za-z])(?!\s+(?:maybe\s+)?[$]?(?:\d|{_NUMBER_WORD}(?![A-Za-z])))",
         )
@@ -41,7 +41,7 @@ _INSTEAD = re.compile(
 _OFFERED = re.compile(
     r"(?i);\s*or\b[^.]*\d|[^.]*\d[^.\d]*\botherwise\b|[;,]\s*otherwise\b|[^.]*\b(?:might|could|may)\s+(?:\w+\s+){0,3}?be\s+\d"
     r"|[;?]\s*[$]?-?\d[\d.,]*(?!\d|\s+(?:would|is|was|has|does|misses|counts|ignores|can)\b)"
-    r"|,\s*(?:or\s+)?(?:perhaps|maybe|possibly|alternatively)\s+[$]?-?\d"
+    r"|,\s*(?:or\s+)?(?:perhaps|maybe|possibly|alternatively)\s+[$]?-?\d|[,;]\s*也(?:可能|许)"
 )
 _ROUNDED = re.compile(
     r"(?i)\d,?\s+(?:(?:which|that|and)\s+)?(?:is\s+|can be\s+)?(?:rounds?|rounded|rounding)\s+(?:up\s+|down\s+|off\s+)?to\s+(?:about\s+)?"
@@ -56,6 +56,7 @@ _IN_FRONT = re.compile(
 )
 _BEHIND = re.compile(
     r"(?i)(?<=[\w)%]),?\s+(?:since|because|where|while|whereas|rather\s+than|instead\s+of|compared\s+(?:to|with)|unlike|not(?=\s+[$]?\d)|as(?=\s[^,;]*=))\s.*$"
+    r"|,?\s+and\s+(?:it\s+)?(?:occurs|is\s+(?:attained|achieved|reached|obtained))\b.*$|,\s*当(?:且仅当)?[^,。]*时.*$"
     r"|(?<=\d)\s*—\s.*$|;\s*(?:for|since|because|indeed|note|here|with|when|if)\s[^,]*$"
     r"|:\s+(?=[^=:]*\d[^=:]*(?:,|\sand\s|\+)[^=:]*\d)[^=:]*$"
 )
@@ -85,6 +86,10 @@ _TAKEN_BACK = re.compile(
 )
 # The same once more: "7 hours 30 minutes, i.e. 7.5 hours".
 _AGAIN = re.compile(r"(?i),?\s(?:i\.e\.|that is|namely|or equivalently)[,:]?\s+(?P<again>[$]?\d.*)$")
+
+
+_COMPOUND = re.compile(r"(?<![\w.,])\d[\d,]*-[a-z]{3,}(?=\s+[a-z])")  # the 300-page book
+_CITED = re.compile(r"(?<=[\w.,;!?)*])\[\d+\](?!\()|【[^【】]*】")
 
 
 def has_number(text: str) -> bool:
@@ -145,8 +150,9 @@ _NAMED = re.compile(
     r"\s*[(#]?\d+(?:\.\d+)*(?![\d/]|[.,]\d|\s*[-+*/^=×])\)?[:.]?"
 )
 _O_CLOCK = re.compile(r"(?i)(?<![\d:])(\d{1,2}(?=\s?[ap]\.?m\b)|\d{1,2}(?=:00(?!\d)))(?::00)?(?:\s?[ap]\.?m\.?(?![a-z]))?")
-_ASIDE = re.compile(
-    r"(?i)^\s*\(?(?:note|notice|observe|remember)\s+that\b|^\s*\(?for\s+(?:comparison|reference)\b|^\s*\([^()]*\)\s*$"
+ASIDE = re.compile(
+    r"(?i)^\s*\(?(?:note|notice|observe|remember)\s+that\b|^\s*\[\d+\]\s|^\s*\(?for\s+(?:comparison|reference)\b|^\s*\([^()]*\)\s*$"
+    r"|^\s*(?:to\s+)?(?:double[- ]?)?(?:verify|check|verification|verifying|checking)\s*(?=:)"
     r"|^\s*(?:please|let\s+me\s+know|feel\s+free|i\s+hope|hope|(?:would|do|if)\s+you)\b"
 )
 _ASSUMED = re.compile(
@@ -215,7 +221,8 @@ def read_last(text: str, letters: bool = True) -> tuple[str | None, Value | None
     """The last number of a text that states no answer, as written and as a value: None where it is part of something else."""
     text = _NOT_THIS.sub("", text)
     text = _ASKED_AND_DENIED.sub("", text)
-    text = _NEEDED.sub(r"\1\2", text)
+    text = _CITED.sub("", _NEEDED.sub(r"\1\2", text))
+    text = without if re.search(r"\d", without := _COMPOUND.sub(" ", text)) else text
     if _CUT.search(text):
         return text.strip()[-100:], None
     shown = _O_CLOCK.sub(r"\1", plain(text).replace("$", " ").replace(TEXT, " ").replace(END_TEXT, " "))
@@ -226,9 +233,9 @@ def read_last(text: str, letters: bool = True) -> tuple[str | None, Value | None
         return shown, whole
     sentences = [part for part in re.split(_END, shown) if re.search(r"\d", part)]
     if not sentences:
-        spoken = [part for part in re.split(_END, shown) if has_number(part)]
-        return (spoken[-1].strip(), _predicate(spoken[-1], letters) or _spoken(spoken[-1], letters)) if spoken else (None, None)
-    sentences = [part for part in sentences if not _ASIDE.match(part)] or sentences
+        words = [part for part in re.split(_END, shown) if has_number(part)]
+        return (words[-1].strip(), _predicate(words[-1], letters) or spoken(words[-1], letters)) if words else (None, None)
+    sentences = [part for part in sentences if not ASIDE.match(part)] or sentences
     if _ASSUMED.search(sentences[-1]) or _DENIED.search(sentences[-1]) or _ASKED.match(sentences[-1]):
         return sentences[-1].strip(), None
     claim = _claim(sentences[-1])
@@ -254,7 +261,7 @@ def read_last(text: str, letters: bool = True) -> tuple[str | None, Value | None
     return last[0].strip(" ,."), None if changed else read_sentence(token, letters)
 
 
-def _spoken(sentence: str, letters: bool) -> Fraction | None:
+def spoken(sentence: str, letters: bool) -> Fraction | None:
     """`There are eighteen apples left.`, `一共有一千五百元。`"""
     if (
         numerals := re.search(

@@ -28,6 +28,8 @@ def _normalize_character(character: str) -> str:
         return str(unicodedata.digit(character))
     if character in "\u2212\u2013\ufe63\u2010\u2011":
         return "-"
+    if "\u24b6" <= character <= "\u24e9":  # letters in a circle
+        return unicodedata.normalize("NFKC", character)
     if character == "।":
         return "."
     if character in "\u2018\u2019":
@@ -55,6 +57,7 @@ _DELIMITERS = re.compile(
     r"\\[()\[\]]|\\(?:begin|end)\{(?:equation|align|math|displaymath|center|aligned|gathered?|split|array|matrix)\*?\}(?:\{[clr|]*\})?"
     r"|(?<!\\)\$\$"
 )
+_OVER = re.compile(r"\{?([^{}\\=]{1,60})\\over(?![A-Za-z])([^{}\\=]{1,60})\}?")
 _FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
 _TEXT_RATIO = re.compile(
     rf"\\[dtc]?frac\s*\{{\s*{TEXT}([^{{}}{END_TEXT}]*){END_TEXT}\s*\}}\s*\{{\s*{TEXT}([^{{}}{END_TEXT}]*){END_TEXT}\s*\}}"
@@ -62,7 +65,7 @@ _TEXT_RATIO = re.compile(
 _POWER_OF_TEN = re.compile(
     r"(?<=\d)\s*(?:\\times|\\cdot|\\ast|[×·*x])\s*10\s*\^\s*(?:\{\s*([-+]?\d+)\s*\}|([-+]?\d+))(?![\d.]|\s*[-+]\s*\d)"
 )
-_VULGAR = {c: unicodedata.normalize("NFKC", c).replace("\u2044", "/") for c in "¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
+VULGAR = {c: unicodedata.normalize("NFKC", c).replace("\u2044", "/") for c in "¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
 _RELATIONS = {
     r"\approx": "≈",
     r"\simeq": "≈",
@@ -111,11 +114,16 @@ def plain(text: str) -> str:
     text = _OVERLINED.sub(r"\1", _GONE.sub("", _unwrap(text)))
     text = _MARKDOWN.sub("", text)
     text = _TEXT_RATIO.sub(rf"{TEXT}\1/\2{END_TEXT}", text)
-    text = _FRACTION.sub(_fraction, text)
+    text = _FRACTION.sub(_fraction, over_to_frac(text))
     text = _POWER_OF_TEN.sub(lambda match: f"e{match[1] or match[2]}", text)
-    text = "".join(f" {_VULGAR[c]}" if c in _VULGAR else c for c in text)
+    text = "".join(f" {VULGAR[c]}" if c in VULGAR else c for c in text)
     text = _RELATION.sub(lambda match: _RELATIONS[match[0]], text)
     return _loose_braces(_ESCAPED.sub(r"\1", text)).strip()
+
+
+def over_to_frac(text: str) -> str:
+    r"""3 \over 4 as \frac{3}{4}."""
+    return _OVER.sub(lambda match: rf"\frac{{{match[1].strip()}}}{{{match[2].strip()}}}", text)
 
 
 def _unwrap(text: str) -> str:

@@ -21,7 +21,7 @@ _OTHERWISE = (
     "and or to not cannot never nor too than except times plus minus over out divided multiplied mod modulo squared cubed sqrt"
     " root factorial pi half halves third thirds quarter quarters double twice dozen dozens hundred thousand million billion"
     " trillion below above versus vs least most point tenths hundredths thousandths fifths sixths sevenths eighths ninths wrong"
-    " incorrect impossible fail fails oder und nicht mal ou pas fois или и не раза por veces"
+    " incorrect impossible fail fails oder und nicht mal ou pas fois или и не раза por veces या और से कम अधिक ज़्यादा"
 )
 _KNOWN_UNITS, _SHORT_WORDS, _NO_UNIT = frozenset(_KNOWN.split()), frozenset(_SHORT.split()), frozenset(_OTHERWISE.split())
 _LETTER_UNITS = frozenset("mgshLlJWNVACFK")
@@ -65,4 +65,4 @@ def _is_unit_word(match: re.Match[str], quoted: set[str], letters: bool, attache
         return word in quoted or (letters and word in _LETTER_UNITS) or (not attached and word == "a")
     if attached:
         return word in _KNOWN_UNITS
-    return len(word) > 2 or word in _KNOWN_UNITS or word.lower() in _SHORT_WORDS or word in quoted
+    return len(word) > 2 or word in _KNOWN_UNITS or word.lower() in _SHORT_WORDS or word in quoted or "\u0900" <= word[0] <= "\u0963"

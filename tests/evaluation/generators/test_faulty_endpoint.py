@@ -50,6 +50,8 @@ def test_a_burst_of_faults_passes() -> None:
         "Input is too long for requested model",
         "the request exceeds the available context size, try increasing the context window",
         "context_length_exceeded",
+        "input length and `max_tokens` exceed context limit: 5000 + 100 > 4096",
+        "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 4096",
     ],
 )
 def test_a_refused_context_is_a_miss_with_its_name(message: str) -> None:
@@ -59,9 +61,25 @@ def test_a_refused_context_is_a_miss_with_its_name(message: str) -> None:
     assert message in reply.refusal
 
 
+def test_a_context_refused_inside_the_stream_is_a_miss_too() -> None:
+    (reply,) = ask(lambda wire, body: wire.stream(event({"error": {"message": "maximum context length is 4096 tokens"}})))
+    assert (reply.finish_reason, reply.error) == ("context", None)
+
+
+def test_a_time_to_wait_that_is_no_number_costs_no_sample() -> None:
+    busy = iter(["²", "soon", "-5", "Mon, 01 Jan 1990 00:00:00 GMT"])
+
+    def answer(wire: Wire, body: dict) -> None:
+        if (told := next(busy, None)) is None:
+            return WHOLE["plain"](wire, body)
+        wire.head(429, "application/json", Retry_After=told)
+
+    assert ask(answer, retries=4)[0].text == TEXT
+
+
 @pytest.mark.parametrize(
     ("sent", "read"),
-    [("length", "length"), ("max_tokens", "length"), ("eos", "stop"), ("content_filter", "content_filter"), ("bananas", "bananas")],
+    [("length", "length"), ("MAX_TOKENS", "length"), ("eos", "stop"), ("content_filter", "content_filter"), ("bananas", "bananas")],
 )
 def test_finish_reasons_are_read_or_kept(sent: str, read: str) -> None:
     (reply,) = ask(lambda wire, body: wire.stream(chunk("4", finish_reason=sent), DONE))

@@ -6,8 +6,8 @@ import zlib
 import pytest
 
 from quantkit.errors import QuantkitError
+from quantkit.evaluation.grading.code_blocks import blocks
 from quantkit.evaluation.grading.programs import (
-    blocks,
     completed_function,
     contest_tests,
     grade_contest,

@@ -1,0 +1,88 @@
+"""Blocks of code in a reply: between fences, in HTML, or as a string of a JSON object."""
+
+import html
+import json
+import re
+import textwrap
+from dataclasses import dataclass
+
+from quantkit.evaluation.grading.source_names import LONGEST, parses
+
+_FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*(?:\{[ \t]*\.?)?([\w+#.-]*)")
+# A fence that shares its line: with the text before the block, with the first line of the program, or with its last.
+_LOOSE_FENCE = re.compile(
+    r"(?m)^(?P<intro>[^\n`]*[^\s`>])[ \t]*(?P<opens>```(?:python|py)\d?)[ \t]*$"
+    r"|^(?P<tag>```(?:python|py)\d?)[ \t]+(?=(?:def|class|import|from)\b)|^(?P<last>[^\n`]*[^\s`>])```[ \t]*$"
+)
+_QUOTED = re.compile(r"(?m)^[ \t]*>[ \t]?(?=[ \t]*(?:`{3,}|~{3,}))")
+_MARKED_UP = re.compile(r"(?is)<pre[^<>]*>\s*<code(?:[^<>]*language-([\w+]+))?[^<>]*>(.*?)</code>\s*</pre>")
+_CLOSERS = 8  # fences inside one block that are tried as its end
+_PYTHON = re.compile(r"(?:py|python|ipython|pypy)[\d.]*")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: the first word behind the opening fence, in lower case, and the text without common indentation."""
+
+    tag: str
+    source: str
+
+    @property
+    def is_python(self) -> bool:
+        return _PYTHON.fullmatch(self.tag) is not None
+
+
+def blocks(text: str) -> list[Block]:
+    """Fenced blocks in order. A block ends at the first fence of its kind where it parses, else at the first: docstrings may hold fences.
+
+    A last block that is never closed counts to the end of the text.
+    """
+    text = _MARKED_UP.sub(lambda match: f"```{match[1] or ''}\n{html.unescape(match[2])}\n```", text)
+    if _QUOTED.search(text):
+        text = re.sub(r"(?m)^[ \t]*>[ \t]?", "", text)
+    lines = _LOOSE_FENCE.sub(_on_its_own_line, text).splitlines(keepends=True)
+    found, number = [], 0
+    while number < len(lines):
+        opened = _FENCE.match(lines[number])
+        number += 1
+        if opened is None or "`" in lines[number - 1][opened.end() :]:
+            continue
+        end = _end(lines, number, opened[1])
+        block = Block(opened[2].lower(), textwrap.dedent("".join(lines[number:end])))
+        found += (_in_json(block.source) if block.tag == "json" else []) or [block]
+        number = end + 1
+    return found or _in_json(text)
+
+
+def _on_its_own_line(match: re.Match[str]) -> str:
+    if match["tag"]:
+        return f"{match['tag']}\n"
+    return f"{match['intro']}\n{match['opens']}" if match["opens"] else f"{match['last']}\n```"
+
+
+def _in_json(text: str) -> list[Block]:
+    """The programs among the strings of a reply, or of a block, that is one JSON object."""
+    text = re.sub(r"</?tool_call>", "", text).strip()
+    try:
+        held = json.loads(text) if text.startswith("{") and len(text) <= LONGEST else {}
+    except (ValueError, RecursionError):
+        return []
+    strings, values = [], list(held.values())
+    for value in values:
+        values += value.values() if isinstance(value, dict) else []
+        strings += [value] if isinstance(value, str) else []
+    return [Block("python", source) for source in strings if "\n" in source.strip() and parses(source)]
+
+
+def _end(lines: list[str], first: int, fence: str) -> int:
+    """The line of the fence that closes a block whose text begins at `first`."""
+    closing = re.compile(rf"[ \t]*{fence[0]}{{{len(fence)},}}[ \t]*$")
+    ends = []
+    for number in range(first, len(lines)):
+        if closing.match(lines[number].rstrip("\r\n")):
+            ends.append(number)
+            if parses(textwrap.dedent("".join(lines[first:number]))):
+                return number
+            if len(ends) == _CLOSERS:
+                break
+    return ends[0] if ends else len(lines)

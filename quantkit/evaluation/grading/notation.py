@@ -1,0 +1,63 @@
+r"""Mathematics as models write it, into the LaTeX that math-verify reads: `2√5`, `x² - 7`, `sqrt(5)`, `3 \over 4`, inequalities."""
+
+import re
+
+from quantkit.evaluation.grading.typesetting import VULGAR, over_to_frac
+
+_SIZES = re.compile(r"\\(?:[bB]igg?[lrm]?|left|right|displaystyle|textstyle)(?![A-Za-z])")
+_CHARACTERS = {
+    "π": r"\pi ",
+    "∞": r"\infty ",
+    "∪": r"\cup ",
+    "∩": r"\cap ",
+    "≤": r"\le ",
+    "≥": r"\ge ",
+    "≠": r"\ne ",
+    "∈": r"\in ",
+    "±": r"\pm ",
+    "·": r"\cdot ",
+    "×": r"\times ",
+    "÷": "/",
+    "°": r"^\circ ",
+    "θ": r"\theta ",
+}
+_HIGH = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻"
+_POWER = re.compile(f"[{_HIGH}]+")
+_ROOT = re.compile(r"(?:√|(?<![A-Za-z\\])sqrt(?=\())\s*(?:\(([^()]*)\)|(\d+|[a-z]))")
+_MATRIX = re.compile(r"\(\s*\\begin\{(?:small)?matrix\}(.*?)\\end\{(?:small)?matrix\}\s*\)", re.DOTALL)
+_PRODUCT = re.compile(r"(?<=[\w)])\s*\*\s*(?=[\w(\\])")
+
+
+def latex(text: str) -> str:
+    """`text` in LaTeX: characters, roots, powers and stars of plain text as commands, without commands of size."""
+    text = over_to_frac(_SIZES.sub("", text))
+    text = _MATRIX.sub(r"\\begin{pmatrix}\1\\end{pmatrix}", text)
+    text = _ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2]}}}", _PRODUCT.sub(r" \\cdot ", text))
+    text = _POWER.sub(lambda match: f"^{{{match[0].translate(str.maketrans(_HIGH, '0123456789-'))}}}", text)
+    for character, fraction in VULGAR.items():
+        text = text.replace(character, r"\frac{{{}}}{{{}}}".format(*fraction.split("/")))
+    return "".join(_CHARACTERS.get(character, character) for character in text)
+
+
+_OR = re.compile(r"\s*(?:\\text\s*\{\s*or\s*\}|\bor\b|\\lor(?![a-z])|\\cup(?![a-z]))\s*")
+_LESS = re.compile(r"\\leq?(?:slant)?(?![a-z])|<=")
+_MORE = re.compile(r"\\geq?(?:slant)?(?![a-z])|>=")
+_SIDE = r"[^<>≤≥=,]+?"
+_BETWEEN = re.compile(rf"({_SIDE})\s*([<≤])\s*[a-z]\s*([<≤])\s*({_SIDE})")
+_BELOW, _ABOVE = re.compile(rf"[a-z]\s*([<≤])\s*({_SIDE})"), re.compile(rf"[a-z]\s*([>≥])\s*({_SIDE})")
+
+
+def intervals(text: str) -> str:
+    r"""0 < x \le 5 as (0, 5], x < 2 or x > 3 as (-\infty, 2)\cup(3, \infty); anything else as it is."""
+    found = [_interval(part.strip()) for part in _OR.split(_MORE.sub("≥", _LESS.sub("≤", text)))]
+    return r"\cup".join(part for part in found if part) if all(found) else text
+
+
+def _interval(text: str) -> str | None:
+    if (match := _BETWEEN.fullmatch(text)) is not None:
+        return f"{'(' if match[2] == '<' else '['}{match[1]}, {match[4]}{')' if match[3] == '<' else ']'}"
+    if (match := _BELOW.fullmatch(text)) is not None:
+        return rf"(-\infty, {match[2]}{')' if match[1] == '<' else ']'}"
+    if (match := _ABOVE.fullmatch(text)) is not None:
+        return rf"{'(' if match[1] == '>' else '['}{match[2]}, \infty)"
+    return None
