@@ -23,6 +23,7 @@ from quantkit.diagnosis.source_fit import (
     SMALL,
     SourceFit,
     are_uneven,
+    column_noise,
     cosine,
     fit,
     group_fault,
@@ -44,7 +45,9 @@ _PART_OFF, _PARTS = 0.85, 3
 _ON_GRID = 0.3
 """Error of a plain matrix whose values were rounded before."""
 _FOLD_OFF = 0.05
-"""Median distance of the logarithms of what a norm lost and its reader gained; a reader that was rounded may be off by thrice its error."""
+"""Median distance of the logarithms of what a norm lost and its reader gained."""
+_NOISE = 6.0
+"""Times that a reader may be off by what rounding makes of the factors of its columns. Of good ones it is 1.8 at most."""
 _FOLLOWS = 0.7
 """Times what a norm lost that its reader may be off, where the norm lost more than the reader's error: who gained nothing is off by all."""
 _CUT = 0.25
@@ -67,6 +70,8 @@ class SourceComparison:
         self.gains: dict[str, Gain] = {}
         self.agreed: set[str] = set()
         self.columns: dict[str, Tensor] = {}
+        self.noise: dict[str, float] = {}
+        self.row_factors: dict[str, tuple[Tensor, tuple[tuple[int, int], ...]]] = {}
         self.errors: dict[str, tuple[float, int]] = {}
         self.faults: dict[str, list[tuple[str, str]]] = {}
         self.lost: list[str] = []
@@ -89,6 +94,8 @@ class SourceComparison:
         row = self.rows.get(module)
         if row is None or row.expert is None or row.expert < 8:  # a few experts tell of all: they were folded together
             self.columns[module] = found.columns
+            self.noise[module] = column_noise(rows.values, theirs, found)
+            self.row_factors[module] = found.rows, rows.ranges
         shift = shift_of(rows, theirs * found.rows[:, None] * found.columns)
         if found.error <= _ALLOWED[rows.bits] and abs(shift) < 0.6:
             self.agreed.add(module)
@@ -241,6 +248,8 @@ class SourceComparison:
         for group in self.groups:
             if group.producer_is_norm:
                 self._check_group(group, wrong)
+            else:
+                self._check_chain(group, wrong)
         for name, pairs in wrong.items():
             self.findings.add(name, [module for module, _ in pairs], pairs[0][1])
 
@@ -272,10 +281,11 @@ class SourceComparison:
             if gained is None or gained.shape != lost.shape or not bool((gained.abs() > 0).float().mean() > 0.5):
                 continue  # of a matrix that is all zeros no factor is known
             ratio, off, moved = gained / lost, spread_of(gained / lost), spread_of(lost)
-            follows = off < _FOLLOWS * moved or moved < max(_FOLD_OFF, self._noise(module))
+            noise = _NOISE * self.noise.get(module, 0.0)
+            follows = off < _FOLLOWS * moved or moved < max(_FOLD_OFF, noise)
             # A linear whose outputs were scaled too has an open size, which `gains` tells.
             resized = module not in self.producers and abs(float(ratio.abs().clamp(min=1e-6).log().median())) > 0.7
-            if off > max(_FOLD_OFF, 3 * self._noise(module)) or resized or not follows:
+            if off > max(_FOLD_OFF, noise) or resized or not follows:
                 router = module in self.rows and self.rows[module].role == "router"
                 told = (
                     f"{group.producer} was divided by scales of median {float(lost.median()):.3g} (spread {moved:.2f}), and the columns of "
@@ -283,9 +293,20 @@ class SourceComparison:
                 told += f"{module} were multiplied by others (off by {off:.2f} in log)"
                 wrong.setdefault("router-not-compensated" if router else "folding-broken", []).append((module, told))
 
-    def _noise(self, module: str) -> float:
-        error, _ = self.errors.get(module, (0.0, 16))
-        return error
+    def _check_chain(self, group: ScaleGroup, wrong: dict[str, list[tuple[str, str]]]) -> None:
+        """Rows of a linear that were divided, against the columns of its reader: in the rows that were looked at."""
+        if group.producer not in self.agreed or group.producer not in self.row_factors:
+            return
+        lost, ranges = self.row_factors[group.producer]
+        for module in group.consumers:
+            gained = self.columns.get(module)
+            if module not in self.agreed or gained is None or gained.shape[0] != self.rows[group.producer].shape[0]:
+                continue
+            product = torch.cat([gained[start:stop] for start, stop in ranges]) * lost
+            off, moved = spread_of(product), max(spread_of(gained), spread_of(lost))
+            if off > max(_FOLD_OFF, _NOISE * self.noise[module]) and off > _FOLLOWS * moved:
+                told = f"rows of {group.producer} and columns of {module} were scaled, and are off by {off:.2f} in log together"
+                wrong.setdefault("folding-broken", []).append((module, told))
 
     def _columns(self, module: str) -> Tensor | None:
         """Factors [K] of a module's columns; a plain one is fitted now."""
@@ -299,7 +320,7 @@ class SourceComparison:
         if theirs is None or theirs.shape != rows.values.shape or not bool(torch.isfinite(rows.values).all()):
             return None
         found = fit(rows.values, theirs)
-        self.errors[module] = (found.error, 16)
+        self.noise[module] = column_noise(rows.values, theirs, found)
         return found.columns
 
     def is_plain(self, name: str) -> bool:

@@ -13,6 +13,8 @@ _FOLLOWS = 0.3
 """Correlation of mean codes with zero points below which they do not belong together; true ones have 0.6 and more."""
 _ONE_SIDE = 0.04
 """Share of codes on one side of the zero point, of those that are not on it: weights lie on both."""
+_BETWEEN = 0.01
+"""Share of codes between the zero point and half of the range; normally a half."""
 _CONSTANT = 0.98
 _CONSTANT_LINES = 0.05
 """Share of rows or columns; models are padded by less."""
@@ -52,8 +54,19 @@ def _spread(linear: QuantizedLinear, rows: Rows, found: Measures) -> Iterator[To
         yield "codes-shifted", f"{found.positive:.0%} of its codes lie above the zero point: weights lie on both sides"
     elif wide and found.ends < 2 * found.beside_ends:
         yield "codes-shifted", f"codes are spread over {found.spread:.2f} of half the range, more than even ones: few lie at the zero point"
+    elif _is_of_three_values(rows):
+        return
     elif wide or (found.ends > (0.4 if found.bits == 4 else 0.05) and group >= 32):
         yield "codes-saturated", f"{found.ends:.1%} of its codes are at the ends of the range"
+
+
+def _is_of_three_values(rows: Rows) -> bool:
+    """Whether codes are the ends of the range and the zero point, and hardly any between: so are weights of three values, rounded to
+    nearest. Where a scale is too small, codes beside the zero point are as many as those on it."""
+    assert rows.codes is not None
+    off = (rows.codes if rows.zero_point is None else rows.codes - rows.by_input(rows.zero_point)).abs()
+    between = float(((off > 0) & (off < off.max() / 2)).float().mean())
+    return between < _BETWEEN and float((off == 0).float().mean()) > 4 * _BETWEEN
 
 
 def _order(rows: Rows, follows: float) -> Iterator[Told]:

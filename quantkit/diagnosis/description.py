@@ -1,5 +1,6 @@
 """What is quantized against what the checkpoint says is: both ways, from headers alone."""
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -195,6 +196,16 @@ def _compare_files(survey: Survey, described: Described, findings: DiagnosisFind
     wrong = [name for name in plain if slim.get(name, "FLOAT") != "FLOAT" and not described.is_quantized(name.removesuffix(".weight"))]
     if wrong:
         findings.add("plain-not-listed", wrong, f"stored in 16 or 32 bits, and the description says {slim[wrong[0]]}")
+    other = [module for module, linear in described.linears.items() if _is_of_other_bits(slim.get(f"{module}.weight"), linear.grid)]
+    if other:
+        told = f"it says {slim[f'{other[0]}.weight']}, and the tensors are {grid_label(described.linears[other[0]].grid)}"
+        findings.add("description-wrong", other, told)
+
+
+def _is_of_other_bits(said: object, grid: Grid | None) -> bool:
+    """Whether ModelSlim's type of a linear, such as W4A8_DYNAMIC, is not what is stored."""
+    found = re.match(r"W(\d+)A", str(said))
+    return found is not None and isinstance(grid, IntGrid) and grid.bits != int(found[1])
 
 
 def _compare_opt_files(survey: Survey, block: Mapping[str, Any], described: Described, findings: DiagnosisFindings) -> None:

@@ -23,6 +23,9 @@ def check_fields(survey: Survey, structure: Structure, findings: DiagnosisFindin
     config = survey.config
     if not config:
         return
+    if not isinstance(config.get("model_type"), str):
+        findings.add("config-field", "config.json", "it has no model_type, and engines choose the model's code and its fields by it")
+        return
     _check_class(config, findings)
     dtype = config.get("dtype", config.get("torch_dtype"))
     if isinstance(dtype, str) and dtype.removeprefix("torch.") not in _DTYPES:

@@ -12,6 +12,7 @@ from torch import Tensor
 from quantkit.checkpoint.formats.base import HEAD
 from quantkit.diagnosis.findings import DiagnosisFindings
 from quantkit.diagnosis.measures import LARGEST_GAIN, squares
+from quantkit.diagnosis.source_fit import is_on_grid
 from quantkit.diagnosis.structure import Structure, is_tied
 from quantkit.diagnosis.survey import Survey
 from quantkit.diagnosis.texts import token_count
@@ -21,6 +22,33 @@ _FAR = 200.0
 _SAMPLED = 65536
 _REPEATS, _COLUMNS = 0.25, 16
 """Share of rows that may be the same as the one before, and by how many columns that is seen. Reserved tokens share a row."""
+
+
+_WIDE = 16
+"""Rows that are sampled of a block, and the least that both sides of a matrix have to tell something."""
+_NEAR, _NEAR_SHARE, _HEAVY = 1 / 8, 0.002, 30.0
+"""Values below an eighth of the root mean square: a tenth of weights are, and none of those whose exponents were misread. Root mean square
+over the median magnitude: 1.5 for weights, up to 3 with large ones among them."""
+_SMALLEST = 1e-9
+
+
+def _misread(rows: Tensor) -> str:
+    """What tells that 16 bits were taken for those of the other float16: sizes that all are alike, or that have no usual one."""
+    size = rows.abs()
+    rms = size.square().mean(1, keepdim=True).sqrt()
+    known = rows[(rms[:, 0] > 0) & (rms[:, 0] < float("inf"))]
+    if known.numel() < _WIDE * _WIDE * 4 or is_on_grid(known):
+        return ""
+    size = known.abs()
+    rms = size.square().mean(1, keepdim=True).sqrt()
+    near = float((size < _NEAR * rms).float().mean())
+    if near < _NEAR_SHARE:
+        return f"{near:.2%} of its values are near zero, where a tenth of weights are: its bits are those of another dtype"
+    usual = torch.where(size == 0, float("nan"), size).nanmedian(1).values
+    heavy = float((rms[:, 0] / usual).median())
+    if heavy > _HEAVY:
+        return f"its root mean square is {heavy:.0f} times the median of its values: its bits are those of another dtype"
+    return ""
 
 
 class PlainCheck:
@@ -42,7 +70,7 @@ class PlainCheck:
 
     def _begin(self) -> None:
         self._squares, self._sum, self._count, self._seen, self._repeats = 0.0, 0.0, 0, 0, 0
-        self._digest = hashlib.blake2b(digest_size=16)
+        self._digest, self._misread = hashlib.blake2b(digest_size=16), ""
 
     def look(self, name: str, part: Tensor) -> None:
         """The next rows of a tensor."""
@@ -51,6 +79,8 @@ class PlainCheck:
             self._count += part.numel()
             flat = part.contiguous().view(-1).view(torch.uint8)
             self._digest.update(flat[:: max(len(flat) // _SAMPLED, 1)].contiguous().numpy().tobytes())
+        if part.dim() == 2 and min(part.shape) >= _WIDE and not self._misread:
+            self._misread = _misread(part[:: max(len(part) // _WIDE, 1)].float())
         if part.dim() == 1:
             self._sum += float(part.float().sum())
         elif part.dim() == 2:
@@ -80,6 +110,8 @@ class PlainCheck:
             table = row is not None and row.role == "embedding"
             if size * (1 if table else shape[1] ** 0.5) > LARGEST_GAIN:
                 self.absurd[name] = f"its values have a root mean square of {size:.2g}"
+            elif self._misread or 0 < size < _SMALLEST:
+                self.absurd[name] = self._misread or f"its values have a root mean square of {size:.2g}"
             elif size and self._repeats > _REPEATS * self._seen:
                 self.absurd[name] = f"{self._repeats} of {self._seen} rows are the same as the one before"
         elif row is not None and row.role == "norm" and self._sum / self._count + row.gain_offset <= 0:

@@ -89,9 +89,11 @@ def _plan(diagnosis: Diagnosis, plan: Repair, origin: Checkpoint | None) -> None
         plan.changes.append(f"{len(patient.survey.renamed)} tensors were given the names that engines look for")
     if has("index-wrong", "index-missing"):
         plan.changes.append("the index was written anew, from the shards")
+    if has("description-old-key"):
+        plan.changes.append("the description in config.json is under quantization_config alone")
     if has("group-size-wrong"):
         _set_group_size(patient, plan)
-    if has("listed-but-quantized", "plain-not-listed"):
+    if has("listed-but-quantized", "plain-not-listed", "list-matches-nothing"):
         _set_lists(patient, plan)
     if has("zero-points-off"):
         _mend_zero_points(patient, plan)
@@ -221,7 +223,7 @@ def _take_settings(diagnosis: Diagnosis, plan: Repair, origin: Checkpoint) -> No
         plan.changes.append("architectures in config.json is the source's")
     if has("tokenizer-broken", "tokenizer-missing", "tokenizer-differs", "tokenizer-too-large", "template-missing", "template-broken",
            "template-differs", "template-foreign", "eos-outside", "eos-lost", "eos-differs", "token-outside", "sampling-wrong",
-           "sampling-differs", "special-token-unknown"):  # fmt: skip
+           "sampling-differs", "special-token-unknown", "text-cut"):  # fmt: skip
         taken = [name for name in COMPANIONS if (origin.path / name).is_file() and name != "LICENSE"]
         plan.files |= {name: read_file(origin.path / name) for name in taken}
         for key in ("eos_token_id", "bos_token_id", "pad_token_id"):

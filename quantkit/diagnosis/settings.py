@@ -12,9 +12,10 @@ from quantkit.diagnosis.generation import FILE, check_generation, compare_genera
 from quantkit.diagnosis.structure import Structure
 from quantkit.diagnosis.survey import Survey
 from quantkit.diagnosis.templates import check_template, content_of, template_of
-from quantkit.diagnosis.texts import added_tokens, check_added, compare_additions, compare_texts, load
+from quantkit.diagnosis.texts import added_tokens, check_added, compare_additions, compare_lengths, compare_texts, load
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
+_ADAPTER = "adapter_config.json"
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 _COMPUTED = (
     "model_type",
@@ -54,6 +55,9 @@ def check_settings(survey: Survey, structure: Structure, findings: DiagnosisFind
         beyond = [token for token, number in vocabulary.items() if number >= rows]
         told = f"{len(beyond)} tokens have numbers of {rows} and more, and the embedding has {rows} rows"
         findings.add("tokenizer-too-large", "tokenizer.json", told)
+    if _ADAPTER in survey.names and survey.tensors:
+        told = "where PEFT is installed, transformers loads the model that it names, and the adapter, in the place of these weights"
+        findings.add("adapter-beside", _ADAPTER, told)
     check_fields(survey, structure, findings)
     check_generation(survey, rows, findings)
     check_added(survey, rows, findings)
@@ -120,6 +124,7 @@ def compare_settings(
         compare_texts(tokenizer, original, source, findings)
     compare_additions(survey, source, findings)
     compare_generation(survey, source, findings)
+    compare_lengths(survey, source, findings)
     mine, other = template_of(survey), template_of(source)
     if other and not mine:
         findings.add("template-missing", "chat template", "the source has one")

@@ -14,10 +14,18 @@ from quantkit.diagnosis.survey import Survey
 
 _OF_INPUTS = (".input_scale", ".input_global_scale", ".deq_scale")
 _LAYER = re.compile(r".*?\blayers\.\d+\.")
-_CACHED = re.compile(rf"({_LAYER.pattern})(.*)\.([kv]_scale)")
+_CACHED = re.compile(rf"({_LAYER.pattern})(.*)\.([kv]_scale|kv_cache_scale|kv_cache_offset)")
+_CACHE_SCALE = ".kv_cache_scale"
+"""ModelSlim's, by channel, with an offset beside it."""
 IS_SIDE = re.compile(r".*\.(?:input_scale|input_global_scale|deq_scale|pre_quant_scale|[qkv]_scale)")
 _FAR = 1e5
 """Times that an input's scale may be off the median of its kind: layers and experts differ by a hundred."""
+
+
+_TURNED = 500.0
+"""Times that a scale is off the others which was stored the other way round."""
+_LARGEST_OF_CACHE = 8.0
+"""Keys and values of no model reach that many times 448 in most layers."""
 
 
 def compare_side_scales(survey: Survey, described: Described, findings: DiagnosisFindings) -> None:
@@ -31,6 +39,8 @@ def compare_side_scales(survey: Survey, described: Described, findings: Diagnosi
     weights, inputs = _said_of(block, "weights"), _said_of(block, "input_activations")
     if inputs and all(one.get("dynamic") is False for one in inputs) and not _is_any(survey, *_OF_INPUTS):
         findings.add("part-missing", "config.json", "it says that inputs have static scales, and none is stored")
+    elif block.get("activation_scheme") == "static" and not _is_any(survey, *_OF_INPUTS):
+        findings.add("part-missing", "config.json", "activation_scheme is static, and no scale of inputs is stored")
     if any(one.get("actorder") in ("group", True) for one in weights) and not _is_any(survey, ".weight_g_idx"):
         findings.add("part-missing", "config.json", "it says actorder group, and no weight_g_idx tells the order")
     cache = block.get("kv_cache_scheme")
@@ -59,6 +69,9 @@ def _lost_of_cache(survey: Survey) -> Iterable[str]:
             held.setdefault((found[2], found[3]), set()).add(found[1])
     modules = {name.rpartition(".")[0] for name in survey.tensors}
     layers = {found[0] for name in survey.tensors if (found := _LAYER.match(name))}
+    for scale in [name for name in survey.tensors if name.endswith(_CACHE_SCALE)]:
+        if (offset := scale.removesuffix(_CACHE_SCALE) + ".kv_cache_offset") not in survey.tensors:
+            yield offset
     for (inside, scale), own in held.items():
         alike = {layer for layer in layers if any(f"{module}.".startswith(f"{layer}{inside}.") for module in modules)}
         if len(alike - own) * 2 < len(alike):
@@ -105,3 +118,16 @@ class SideScales:
             far = [name for name, size in sizes.items() if not 1 / _FAR < size / usual < _FAR]
             if far:
                 findings.add("scales-absurd", far, f"{sizes[far[0]] / usual:.1e} times the median of {kind}")
+            turned = [name for name, size in sizes.items() if name not in far and _is_turned(size, usual)]
+            if turned:
+                told = f"it is {sizes[turned[0]]:.3g}, and the median of {kind} {usual:.3g}: it is the other way round"
+                findings.add("scales-absurd", turned, told)
+            if kind.endswith((".k_scale", ".v_scale")) and usual > _LARGEST_OF_CACHE:
+                told = f"the median of {kind} is {usual:.3g}: what is cached would reach {448 * usual:.0f}; it is the other way round"
+                findings.add("scales-absurd", list(sizes), told)
+
+
+def _is_turned(size: float, usual: float) -> bool:
+    """Whether a scale is far off the others, and as large as they are the other way round."""
+    off, turned = max(size / usual, usual / size), max(size * usual, 1 / (size * usual))
+    return off > _TURNED and turned < 4

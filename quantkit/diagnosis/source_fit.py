@@ -44,6 +44,16 @@ def fit(ours: Tensor, theirs: Tensor) -> SourceFit:
     return SourceFit(float(left.norm()) / norm if norm else 0.0, columns, rows, float(columns.abs().median() * rows.abs().median()))
 
 
+def column_noise(ours: Tensor, theirs: Tensor, found: SourceFit) -> float:
+    """How far fitted factors of columns are off by rounding, in log: half of what the factors of every second row are off the others'."""
+    if len(ours) < 4:
+        return found.error
+    part = theirs * found.rows[:, None]
+    halves = [(ours[first::2] * part[first::2]).sum(0) / part[first::2].square().sum(0).clamp(min=1e-20) for first in (0, 1)]
+    one, other = (factors.abs().clamp(min=1e-6).log() for factors in halves)
+    return float((one - other).abs().median()) / 2
+
+
 def cosine(ours: Tensor, theirs: Tensor) -> float:
     """Of all elements, after fitting the columns: 1 where one is the other with rounding."""
     return max(0.0, 1 - fit(ours, theirs).error ** 2) ** 0.5
@@ -99,8 +109,12 @@ def is_on_grid(values: Tensor) -> bool:
 
 
 def shift_of(rows: Rows, theirs: Tensor) -> float:
-    """Mean of (W' - W) in steps of the grid; 0 without one."""
+    """Mean of (W' - W) in steps of the grid, without codes at the ends of an integer grid, which may be clamped; 0 without any."""
     if rows.codes is None or rows.scale is None or rows.of_group is None:
         return 0.0
     step = rows.by_input(rows.scale)
-    return float(((rows.values - theirs) / torch.where(step == 0, torch.ones_like(step), step)).mean())
+    off = (rows.values - theirs) / torch.where(step == 0, torch.ones_like(step), step)
+    if rows.is_e2m1:
+        return float(off.mean())
+    inside = rows.codes.abs() < 2 ** (rows.bits - 1) - 1
+    return float((off * inside).sum() / inside.sum().clamp(min=1))

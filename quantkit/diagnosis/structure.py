@@ -116,6 +116,7 @@ def compare(survey: Survey, structure: Structure, described: Described, where: s
             and not described.is_quantized(name.removesuffix(".weight"))
         ]
         compare_lists(described, plain, where, findings)
+        _compare_routers(structure, survey, described, where, findings)
         _compare_kinds(structure, survey, described, findings)
 
 
@@ -191,7 +192,12 @@ def _tell_unknown(survey: Survey, structure: Structure, findings: DiagnosisFindi
     if experts:
         findings.add("layers-beyond", experts, "experts that config.json does not count")
     rest = [name for name in inside if name not in experts]
-    if rest:
+    kinds = Counter(_LAYER.sub(".N.", name) for name in rest if name.endswith(".weight") and _LAYER.search(name))
+    foreign = [kind for kind, count in kinds.items() if count >= layers]
+    if foreign:
+        told = f"all {layers} layers hold {foreign[0].partition('.N.')[2]}, and a model of type {survey.config['model_type']} has none"
+        findings.add("architecture-wrong", [name for name in rest if _LAYER.sub(".N.", name) in foreign], told)
+    elif rest:
         findings.add("tensors-unknown", rest, f"{len(rest)} tensors that the architecture has no place for")
 
 
@@ -238,6 +244,22 @@ def _compare_kinds(structure: Structure, survey: Survey, described: Described, f
     routers = [row.module for row in rows if row.role in ("router", "embedding") and described.is_quantized(row.module)]
     if routers:
         findings.add("router-quantized", routers, "engines build it in 16 bits")
+
+
+def _compare_routers(structure: Structure, survey: Survey, described: Described, where: str, findings: DiagnosisFindings) -> None:
+    """Some engines build routers as linears that may be quantized. Whoever listed them meant all; writers that know them list none."""
+    block = survey.config.get("quantization_config")
+    entries = (block.get("ignore") or block.get("modules_to_not_convert")) if isinstance(block, dict) else None
+    routers = [row.module for row in structure.rows if row.role == "router" and row.name in survey.tensors and not row.mtp]
+    format = described.format
+    if described.ignored is None or format is None or format.name not in _HEADS_LISTED or not isinstance(entries, list) or not routers:
+        return
+    bare = [module for module in routers if not described.ignored(module)]
+    leaf = routers[0].rpartition(".")[2]
+    meant = [entry for entry in entries if str(entry).rstrip("$*.\\").endswith(leaf)]
+    if bare and (meant or len(bare) < len(routers)):
+        told = f"{where} lists {meant[0] if meant else 'other routers'} as unquantized, which does not match {bare[0]}"
+        findings.add("list-matches-nothing", bare, told)
 
 
 def _fewer(rows: Iterable[Parameter], described: Described) -> list[Parameter]:

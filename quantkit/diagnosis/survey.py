@@ -26,6 +26,7 @@ INDEX = "model.safetensors.index.json"
 TEMPLATE = "chat_template.jinja"
 _READ = (*SETTINGS, "tokenizer.json")
 """JSON files beside the weights that are looked at."""
+_OLDER_KEY = "compression_config"
 _AT_ONCE = 8
 """Headers that are read at a time: those of the hub wait for the network."""
 Header = Callable[[str], dict[str, TensorInfo]]
@@ -94,11 +95,28 @@ def _looked_at(path: Path, folder: Path, names: frozenset[str], header: Header, 
     config = _json(folder, "config.json", findings)
     if not config and not findings.has("config-unreadable"):
         findings.add("config-unreadable", "config.json", "it is an empty object")
+    config = _with_newer_key(config, findings)
     side = {name: _json(folder, name, findings) for name in SIDE_FILES if name in names}
     settings = {name: _json(folder, name, findings, "tokenizer-broken") for name in _READ if name in names}
     template = _text(folder, TEMPLATE, findings) if TEMPLATE in names else None
     tensors = _tensors(path, folder, names, header, findings)
     return Survey(path, config, {name: value for name, value in side.items() if value}, tensors, settings, template, names, True)
+
+
+def _with_newer_key(config: dict[str, Any], findings: DiagnosisFindings) -> dict[str, Any]:
+    """Releases of compressed-tensors before 0.5 wrote `compression_config`. vLLM reads it where there is no quantization_config."""
+    older = config.get(_OLDER_KEY)
+    if not isinstance(older, dict):
+        return config
+    newer = config.get("quantization_config")
+    if newer is None:
+        findings.add(
+            "description-old-key", "config.json", f"the description is under {_OLDER_KEY}, which vLLM reads, and transformers does not"
+        )
+    elif newer != older:
+        told = f"{_OLDER_KEY} says something else than quantization_config, which engines read where both are there"
+        findings.add("description-old-key", "config.json", told)
+    return {key: value for key, value in config.items() if key != _OLDER_KEY} | {"quantization_config": newer or older}
 
 
 def _json(path: Path, name: str, findings: DiagnosisFindings, finding: str = "config-unreadable") -> dict[str, Any]:
@@ -167,12 +185,15 @@ def _compare_index(weight_map: Mapping[str, str], held: Mapping[str, Mapping[str
     read = {shard for shard, tensors in held.items() if tensors}
     moved = [name for name, shard in weight_map.items() if shard in read and name not in held[shard] and name in everywhere]
     lost = [name for name, shard in weight_map.items() if shard in read and name not in everywhere]
+    left_out = [name for tensors in held.values() for name in tensors if weight_map and name not in weight_map]
     if moved:
         findings.add("index-wrong", moved, f"the index says {weight_map[moved[0]]}, and another shard holds it")
     if lost:
         findings.add(
             "index-wrong", lost, f"the index says {weight_map[lost[0]]}, and no shard holds it", "download that shard and the index"
         )
+    if left_out:
+        findings.add("index-wrong", left_out, f"{len(left_out)} tensors are stored, and the index leaves them out: so does transformers")
 
 
 def _joined(

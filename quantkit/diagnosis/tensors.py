@@ -14,6 +14,7 @@ from quantkit.checkpoint.formats.gptq import Gptq, in_order
 from quantkit.diagnosis.codes import code_faults
 from quantkit.diagnosis.description import Described
 from quantkit.diagnosis.findings import DiagnosisFindings
+from quantkit.diagnosis.lone import lone_block, lone_group
 from quantkit.diagnosis.measures import LARGEST_GAIN, Measures, measure, not_finite
 from quantkit.diagnosis.plain import PlainCheck
 from quantkit.diagnosis.rows import Rows, read_parts, take_rows
@@ -30,7 +31,7 @@ _SMALL = 1 / 32
 """Times the usual size of its kind below which a linear does next to nothing."""
 _ALIKE, _USUALLY = 0.9, 0.5
 """Share of the commonest scale of a linear that was not rounded with it, and what others of its kind have at most."""
-_ODD = ("codes-constant", "scales-absurd", "linears-equal", "gate-up-exchanged", "zero-points-off", "codes-shifted")
+_ODD = ("codes-constant", "scales-absurd", "linears-equal", "gate-up-exchanged", "zero-points-off", "codes-shifted", "codes-saturated")
 """Findings by what is usual: no faults where the source is so, too."""
 _RUN = 512
 """Bytes of codes that are not zero by chance."""
@@ -159,6 +160,9 @@ class TensorCheck:
             self.inverted.append(module)
             self.tell("global-scale-inverted", module, told)
             return
+        blocks = tensors.get(f"{module}.weight_scale_inv")
+        if told := lone_block(blocks) if blocks is not None and blocks.dim() == 2 else lone_group(rows):
+            self.tell("scales-absurd", module, told)
         if rows.scale is None or rows.codes is None or rows.of_group is None:
             return
         dead = rows.scale == 0

@@ -100,3 +100,12 @@ def compare_additions(survey: Survey, source: Survey, findings: DiagnosisFinding
     if differ:
         told = ", ".join(f"{key} {ours[key]} (source {theirs.get(key)})" for key in differ)
         findings.add("tokenizer-differs", "tokenizer_config.json", told)
+
+
+def compare_lengths(survey: Survey, source: Survey, findings: DiagnosisFindings) -> None:
+    """vLLM takes no longer text than the tokenizer's model_max_length."""
+    ours, theirs = (each.settings.get("tokenizer_config.json", {}).get("model_max_length") for each in (survey, source))
+    if isinstance(ours, int | float) and isinstance(theirs, int | float) and 0 < ours < theirs:
+        positions = source.config.get("max_position_embeddings")
+        if not isinstance(positions, int) or ours < positions:
+            findings.add("text-cut", "tokenizer_config.json", f"model_max_length is {ours:g}, and the source's {theirs:g}")

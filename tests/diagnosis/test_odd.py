@@ -102,3 +102,16 @@ def test_a_linear_that_was_folded_on_both_sides_has_any_size(tensors: dict[str, 
     assert told(path, make_model.write_dense(tmp_path / "source", CONFIG, tensors)) == {}
     config = json.loads((path / "config.json").read_text())
     assert config["architectures"] == ["Qwen3MoeForCausalLM"]
+
+
+@pytest.mark.parametrize("format", ["awq", "gptq-sym", "ct-int8", "modelslim-int4"])
+def test_weights_of_three_values_are_not_saturated(format: str, tensors: dict[str, Tensor], tmp_path: Path) -> None:
+    """Trained so, a row's codes are the zero point and the ends of the range."""
+    three = dict(tensors)
+    for name, value in tensors.items():
+        if name.endswith("_proj.weight"):
+            size = value.float().abs().mean(1, keepdim=True)
+            three[name] = ((value.float() / size).round().clamp(-1, 1) * size).bfloat16()
+    path, source = written(tmp_path, three, format)
+    assert told(path) == {}
+    assert told(path, source) == {}

@@ -34,6 +34,9 @@ CURED = (
     (faulty.codes.global_scales_are_inverted, "ct-nvfp4"),
     (faulty.codes.one_global_scale_is_inverted, "modelopt"),
     (faulty.mtp.mtp_is_stored_and_not_announced, "awq"),
+    (faulty.files.the_index_leaves_tensors_out, "ct-int4"),
+    (faulty.description.the_description_has_its_old_key, "ct-int8"),
+    (faulty.description.routers_are_listed_under_another_name, "ct-int4"),
 )
 FROM_SOURCE = (
     (faulty.mtp.mtp_was_dropped, "ct-int4"),
@@ -46,6 +49,7 @@ FROM_SOURCE = (
     (faulty.settings.eos_is_no_token, "ct-int8"),
     (faulty.settings.the_class_is_another_models, "awq"),
     (faulty.settings.texts_end_after_twenty_tokens, "awq"),
+    (faulty.settings.texts_are_said_to_be_short, "ct-int4"),
     (faulty.settings.the_template_is_another_familys, "ct-int4"),
 )
 

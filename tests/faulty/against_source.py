@@ -1,10 +1,12 @@
 """Faults in values that only a comparison with the source shows."""
 
 import torch
+from packed_model import rounded
 
 from faulty.codes import has_codes_around_zero, recode
 from faulty.contents import Contents
 from faulty.fault import change, codes_of, has_experts, has_four_bits, has_quantized_experts, of_format, scale_of, tensor_fault
+from quantkit.quant.weights import dequantize
 
 
 @tensor_fault(
@@ -139,3 +141,29 @@ def norms_are_squared(c: Contents) -> None:
 def codes_were_cut_and_not_rounded(c: Contents) -> None:
     lowest = -(2 ** (c.linears[c.linear()].grid.bits - 1))
     recode(c, lambda codes: (codes.int() - torch.arange(codes.numel()).view(codes.shape) % 2).clamp(min=lowest))
+
+
+def multiply_columns(c: Contents, module: str, factors: torch.Tensor) -> None:
+    """Round a quantized linear again, with other factors of its inputs."""
+    linear = c.linears[module]
+    values = dequantize(linear.format.unpack(module, {name: c.tensors[name] for name in linear.tensors})) * factors
+    c.tensors |= linear.format.pack(module, rounded(values, linear.format, linear.grid, values.abs().max()))
+
+
+def uneven(count: int) -> torch.Tensor:
+    return torch.exp(0.5 * torch.randn(count, generator=torch.Generator().manual_seed(8)))
+
+
+@tensor_fault("folding-broken", source=True)
+def smoothing_was_folded_into_linears_alone(c: Contents) -> None:
+    for side in "qkv":
+        module = f"model.layers.1.self_attn.{side}_proj"
+        if module in c.linears:
+            multiply_columns(c, module, uneven(c.config["hidden_size"]))
+    if "model.layers.1.self_attn.q_proj" not in c.linears:
+        multiply_columns(c, "model.layers.1.self_attn.q_a_proj", uneven(c.config["hidden_size"]))
+
+
+@tensor_fault("folding-broken", source=True)
+def down_was_multiplied_and_up_was_not_divided(c: Contents) -> None:
+    multiply_columns(c, c.linear(), uneven(c.linears[c.linear()].shape[1]))

@@ -191,3 +191,22 @@ def gate_and_up_have_other_global_scales(c: Contents) -> None:
     name = part(c, module, ".weight_scale_2", ".weight_global_scale")
     change(c, name, lambda scale: scale / 2 if name.endswith("_2") else scale * 2)
     change(c, scale_of(c, module), lambda scale: (scale * 2).clamp(max=448))
+
+
+@tensor_fault("scales-absurd", suits=of_format("awq", "gptq", "compressed-tensors pack", "compressed-tensors int", "modelslim"))
+def a_bit_of_a_scale_is_another(c: Contents) -> None:
+    name = scale_of(c, c.linear())
+    factor = torch.ones(c.tensors[name].numel()).index_fill(0, torch.tensor([5]), 256.0)
+    change(c, name, lambda scale: scale * factor.view(scale.shape))
+
+
+@tensor_fault("scales-absurd")
+def scales_of_the_cache_are_inverted(c: Contents) -> None:
+    for layer in range(c.config["num_hidden_layers"] + (1 if c.mtp else 0)):
+        c.tensors |= {f"model.layers.{layer}.self_attn.{side}_scale": torch.tensor(30.0 + layer) for side in "kv"}
+
+
+@tensor_fault("scales-absurd")
+def a_scale_of_inputs_is_inverted(c: Contents) -> None:
+    c.tensors |= {f"{module}.input_scale": torch.tensor(0.004) for module in c.linears}
+    c.tensors[f"{c.linear()}.input_scale"] = torch.tensor(250.0)

@@ -195,3 +195,38 @@ def fp8_linears_are_listed_as_plain(c: Contents) -> None:
 def a_layers_cache_has_no_scale(c: Contents) -> None:
     layers = range(c.config["num_hidden_layers"] + (1 if c.mtp else 0))
     c.tensors |= {f"model.layers.{layer}.self_attn.k_scale": torch.tensor(0.01) for layer in layers if layer != 1}
+
+
+@fault("description-old-key", suits=of_format("compressed-tensors"))
+def the_description_has_its_old_key(c: Contents) -> None:
+    c.config["compression_config"] = c.config.pop("quantization_config")
+
+
+@fault("description-old-key", suits=of_format("compressed-tensors"))
+def an_older_description_says_otherwise(c: Contents) -> None:
+    c.config["compression_config"] = {**c.block, "ignore": []}
+
+
+@fault("list-matches-nothing", suits=lambda c: of_format("compressed-tensors", "modelopt")(c) and has_experts(c))
+def routers_are_listed_under_another_name(c: Contents) -> None:
+    relist(c, [entry.replace("mlp", "feed_forward") for entry in listed(c)])
+
+
+@fault("description-wrong", suits=of_format("modelslim"))
+def modelslim_says_other_bits(c: Contents) -> None:
+    said = {"W8A8_DYNAMIC": "W4A8_DYNAMIC", "W4A8_DYNAMIC": "W8A8_DYNAMIC"}
+    side = c.json("quant_model_description.json")
+    c.set_json(
+        "quant_model_description.json", {name: said.get(kind, kind) if isinstance(kind, str) else kind for name, kind in side.items()}
+    )
+
+
+@fault("part-missing", suits=of_format("modelslim"), replays="vllm-ascend 2144, 5630: a cache without its offsets")
+def a_cache_in_8_bits_has_no_offsets(c: Contents) -> None:
+    for layer in range(c.config["num_hidden_layers"] + (1 if c.mtp else 0)):
+        c.tensors[f"model.layers.{layer}.self_attn.k_proj.kv_cache_scale"] = torch.full((64,), 0.02)
+
+
+@fault("part-missing", suits=lambda c: bool(c.linears) and c.format.name == "fp8-block")
+def fp8_inputs_are_said_to_be_static(c: Contents) -> None:
+    c.block["activation_scheme"] = "static"

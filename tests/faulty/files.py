@@ -71,3 +71,17 @@ def index_lists_what_is_nowhere(c: Contents) -> None:
 @fault("config-unreadable")
 def config_is_no_json(c: Contents) -> None:
     c.broken["config"] = lambda folder: (folder / "config.json").write_text("{'model_type': ") and None
+
+
+@fault("index-wrong")
+def the_index_leaves_tensors_out(c: Contents) -> None:
+    def edit(weight_map: dict[str, str]) -> None:
+        for name in list(weight_map)[3:6]:
+            del weight_map[name]
+
+    c.broken["index"] = edit_index(edit)
+
+
+@fault("adapter-beside")
+def an_adapter_lies_beside(c: Contents) -> None:
+    c.files["adapter_config.json"] = b'{"peft_type": "LORA", "base_model_name_or_path": "someone/base"}'

@@ -46,3 +46,13 @@ def the_last_norm_is_negative(c: Contents) -> None:
 def a_bias_has_no_place(c: Contents) -> None:
     module = c.linear("o_proj")
     c.tensors[f"{module}.bias"] = torch.ones(c.linears[module].shape[0], dtype=torch.float16)
+
+
+@tensor_fault("values-absurd", suits=lambda c: True)
+def bfloat16_is_read_as_float16(c: Contents) -> None:
+    c.tensors |= {name: tensor.view(torch.float16) for name, tensor in c.tensors.items() if tensor.dtype == torch.bfloat16}
+
+
+@tensor_fault("values-absurd", suits=lambda c: True)
+def float16_is_read_as_bfloat16(c: Contents) -> None:
+    c.tensors |= {name: tensor.half().view(torch.bfloat16) for name, tensor in c.tensors.items() if tensor.dtype == torch.bfloat16}

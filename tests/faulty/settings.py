@@ -222,3 +222,13 @@ def no_template_of_several_is_the_default(c: Contents) -> None:
 def two_files_have_other_templates(c: Contents) -> None:
     _template(c, "{% for m in messages %}{{ '[' + m['content'] + ']' }}{% endfor %}")
     c.files["chat_template.jinja"] = b"{% for m in messages %}{{ '<' + m['content'] + '>' }}{% endfor %}"
+
+
+@fault("config-field")
+def the_model_type_is_lost(c: Contents) -> None:
+    del c.config["model_type"]
+
+
+@fault("text-cut", source=True)
+def texts_are_said_to_be_short(c: Contents) -> None:
+    c.set_json("tokenizer_config.json", {**c.json("tokenizer_config.json"), "model_max_length": 128})

@@ -93,3 +93,10 @@ def a_plain_matrix_is_transposed(c: Contents) -> None:
 @fault("config-field")
 def config_lacks_a_size(c: Contents) -> None:
     del c.config["hidden_size"]
+
+
+@fault("architecture-wrong", suits=lambda c: c.config["model_type"] == "qwen3_moe")
+def the_model_is_said_to_be_an_older_one(c: Contents) -> None:
+    """It has no norms of queries and keys."""
+    c.config |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": len(c.experts)}
+    c.config["intermediate_size"] = c.config["moe_intermediate_size"]
