@@ -28,6 +28,7 @@ from quantkit.diagnosis.source_fit import (
     fit,
     group_fault,
     is_on_grid,
+    low_rank_fault,
     shift_of,
     spread_of,
     step_fault,
@@ -125,7 +126,11 @@ class SourceComparison:
         if told := group_fault(rows, part) or step_fault(rows, found):
             self._fault("error-large", module, told)
             return
-        left = (rows.values - part).square()
+        left = rows.values - part
+        if told := low_rank_fault(rows, left):
+            self._fault("error-large", module, told)
+            return
+        left = left.square()
         for axis, what in ((1, "rows"), (0, "columns")):
             size = rows.values.square().mean(axis)
             far = (left.mean(axis) > _PART_OFF**2 * size) & (size > SMALL * size.median())

@@ -117,6 +117,7 @@ CATALOGUE: dict[str, Kind] = {
     "not-loadable": Kind("error", _AGAIN),
     # notes
     "engine-unknown": Kind("note", "try it there, or quantkit convert it to a format that docs/formats.md has for the engine"),
+    "tokenizer-cuts": Kind("note", "set truncation and padding in tokenizer.json to null: programs that read it by themselves obey them"),
     "copies-differ": Kind("note", "copy the tensor of the model itself: some engines load the copy, and others share"),
     "expert-silent": Kind("note", "nothing, if the source has it so: --source SRC tells"),
     "values-on-grid": Kind("note", "nothing: a plain tensor holds values that were rounded to few steps"),

@@ -19,29 +19,30 @@ def lone_group(rows: Rows) -> str:
     """What is wrong in the sampled rows, in words; empty if nothing is."""
     if rows.scale is None or rows.codes is None or rows.of_group is None:
         return ""
+    # Scales first, which are few: codes of one linear are of about the same size in all groups.
+    if not _told(rows.scale.abs(), _LONE / 2):
+        return ""
     centred = rows.codes if rows.zero_point is None else rows.codes - rows.by_input(rows.zero_point)
     full = rows.group_means(centred.square()).sqrt()
     size = full * rows.scale.abs()
-    return _told(size, full >= _FULL * full.median())
+    return _told(torch.where(full >= _FULL * full.median(), size, size.clamp(max=float(size.median()))), _LONE)
 
 
 def lone_block(scales: Tensor) -> str:
     """The same of scales [rows, columns] of whole blocks, whose codes reach the end of their range in every block."""
-    size = scales.float().abs()
-    return _told(size, torch.ones_like(size, dtype=torch.bool))
+    return _told(scales.float().abs(), _LONE)
 
 
-def _told(size: Tensor, full: Tensor) -> str:
+def _told(size: Tensor, times: float) -> str:
+    """size: [rows, groups]."""
     if size.shape[0] < 4:
         return ""
     if size.shape[1] == 1:
         first, second = size.flatten().topk(2).values.tolist()
-        row = int(size.argmax())
-        alone = second > 0 and first > _LONE * second and bool(full[row])
-        return f"a row is {first / second:.0f} times as large as the next, in all of its codes" if alone else ""
+        return f"a row is {first / second:.0f} times as large as the next, in all of its codes" if 0 < times * second < first else ""
     usual = torch.maximum(size.median(1, keepdim=True).values, size.median(0, keepdim=True).values)
-    found = (size > _LONE * usual) & (usual > 0) & full
+    found = (size > times * usual) & (usual > 0)
     if not bool(found.any()):
         return ""
-    times = float((size / usual.clamp(min=1e-30))[found].max())
-    return f"all weights of a group are {times:.0f} times the usual size in its row and in its column"
+    largest = float((size / usual.clamp(min=1e-30))[found].max())
+    return f"all weights of a group are {largest:.0f} times the usual size in its row and in its column"

@@ -30,24 +30,31 @@ _NEAR, _NEAR_SHARE, _HEAVY = 1 / 8, 0.002, 30.0
 """Values below an eighth of the root mean square: a tenth of weights are, and none of those whose exponents were misread. Root mean square
 over the median magnitude: 1.5 for weights, up to 3 with large ones among them."""
 _SMALLEST = 1e-9
+_LARGEST = 1e6
+"""Of the gains of a norm, also in the median one's size."""
 
 
 def _misread(rows: Tensor) -> str:
     """What tells that 16 bits were taken for those of the other float16: sizes that all are alike, or that have no usual one."""
     size = rows.abs()
-    rms = size.square().mean(1, keepdim=True).sqrt()
-    known = rows[(rms[:, 0] > 0) & (rms[:, 0] < float("inf"))]
-    if known.numel() < _WIDE * _WIDE * 4 or is_on_grid(known):
+    size = size[size.amax(1) > 0]
+    if size.numel() < _WIDE * _WIDE * 4:
         return ""
-    size = known.abs()
-    rms = size.square().mean(1, keepdim=True).sqrt()
-    near = float((size < _NEAR * rms).float().mean())
-    if near < _NEAR_SHARE:
+    rms = torch.linalg.vector_norm(size, dim=1, keepdim=True) / size.shape[1] ** 0.5
+    near, usual = float((size < _NEAR * rms).float().mean()), size.median(1).values
+    heavy = float((rms[:, 0] / usual).median())  # infinite where most values are zero, which is another thing
+    if near < _NEAR_SHARE and not is_on_grid(rows):
         return f"{near:.2%} of its values are near zero, where a tenth of weights are: its bits are those of another dtype"
-    usual = torch.where(size == 0, float("nan"), size).nanmedian(1).values
-    heavy = float((rms[:, 0] / usual).median())
-    if heavy > _HEAVY:
+    if _HEAVY < heavy < float("inf") and not is_on_grid(rows):
         return f"its root mean square is {heavy:.0f} times the median of its values: its bits are those of another dtype"
+    return ""
+
+
+def _misread_gains(gains: Tensor) -> str:
+    size = gains.abs()
+    largest, usual = float(size.max()), float(size.median())
+    if largest > _LARGEST or (usual > 0 and largest > _LARGEST * usual):
+        return f"a norm multiplies by {largest:.2g} somewhere, and by {usual:.2g} in the median: its bytes are another dtype's"
     return ""
 
 
@@ -81,6 +88,8 @@ class PlainCheck:
             self._digest.update(flat[:: max(len(flat) // _SAMPLED, 1)].contiguous().numpy().tobytes())
         if part.dim() == 2 and min(part.shape) >= _WIDE and not self._misread:
             self._misread = _misread(part[:: max(len(part) // _WIDE, 1)].float())
+        elif part.dim() == 1 and name in self.rows and self.rows[name].role == "norm":
+            self._misread = _misread_gains(part.float())
         if part.dim() == 1:
             self._sum += float(part.float().sum())
         elif part.dim() == 2:
@@ -114,6 +123,8 @@ class PlainCheck:
                 self.absurd[name] = self._misread or f"its values have a root mean square of {size:.2g}"
             elif size and self._repeats > _REPEATS * self._seen:
                 self.absurd[name] = f"{self._repeats} of {self._seen} rows are the same as the one before"
+        elif self._misread:
+            self.absurd[name] = self._misread
         elif row is not None and row.role == "norm" and self._sum / self._count + row.gain_offset <= 0:
             self.absurd[name] = f"a norm multiplies by {self._sum / self._count + row.gain_offset:.2g} in the mean"
 

@@ -12,7 +12,7 @@ from quantkit.diagnosis.generation import FILE, check_generation, compare_genera
 from quantkit.diagnosis.structure import Structure
 from quantkit.diagnosis.survey import Survey
 from quantkit.diagnosis.templates import check_template, content_of, template_of
-from quantkit.diagnosis.texts import added_tokens, check_added, compare_additions, compare_lengths, compare_texts, load
+from quantkit.diagnosis.texts import added_tokens, check_added, check_length, compare_additions, compare_lengths, compare_texts, load
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
 _ADAPTER = "adapter_config.json"
@@ -63,6 +63,7 @@ def check_settings(survey: Survey, structure: Structure, findings: DiagnosisFind
     check_added(survey, rows, findings)
     _check_ends(survey, rows, {**vocabulary, **added}, findings)
     check_template(survey, {**vocabulary, **added}, findings)
+    check_length(survey, findings)
     load(survey, findings)
 
 

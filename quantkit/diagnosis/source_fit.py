@@ -15,6 +15,8 @@ _GROUP_OFF, _GROUPS_OFF = 0.12, 0.03
 """How far the scale of a group may be off what fits best, in the median, and the share of groups that may be by half."""
 GRID_VALUES = 16
 """The most values that a row of a matrix has, whose values were rounded before, among so many inputs."""
+_RANK, _MORE = 8, 1.5
+"""Rank that an adapter may have to be seen, and times that an error must be what rounding leaves."""
 _STEPS_OFF = 4.0
 """Times that an error may be what rounding to the nearest step leaves: GPTQ and AutoRound leave up to twice of it."""
 
@@ -45,13 +47,14 @@ def fit(ours: Tensor, theirs: Tensor) -> SourceFit:
 
 
 def column_noise(ours: Tensor, theirs: Tensor, found: SourceFit) -> float:
-    """How far fitted factors of columns are off by rounding, in log: half of what the factors of every second row are off the others'."""
+    """How far fitted factors of columns are off by rounding, in log: by what those of some rows are off those of other rows."""
     if len(ours) < 4:
         return found.error
-    part = theirs * found.rows[:, None]
-    halves = [(ours[first::2] * part[first::2]).sum(0) / part[first::2].square().sum(0).clamp(min=1e-20) for first in (0, 1)]
-    one, other = (factors.abs().clamp(min=1e-6).log() for factors in halves)
-    return float((one - other).abs().median()) / 2
+    step = max(len(ours) // 64, 1)
+    taken, part = ours[::step], theirs[::step] * found.rows[::step, None]
+    both, own = taken * part, part.square()
+    logs = [(both[first::2].sum(0) / own[first::2].sum(0).clamp(min=1e-20)).abs().clamp(min=1e-6).log() for first in (0, 1)]
+    return float((logs[0] - logs[1]).abs().median()) / 2 / step**0.5
 
 
 def cosine(ours: Tensor, theirs: Tensor) -> float:
@@ -100,6 +103,18 @@ def step_fault(rows: Rows, found: SourceFit) -> str:
     if found.error <= _STEPS_OFF * step + 0.01:
         return ""
     return f"error {found.error:.3f} where steps of its size leave {step:.3f}"
+
+
+def low_rank_fault(rows: Rows, left: Tensor) -> str:
+    """Whether what is left of a linear is a matrix of low rank: rounding leaves all directions alike. left: W' - W, fitted."""
+    if rows.scale is None or rows.of_group is None or rows.codes is None or min(left.shape) < 8 * _RANK:
+        return ""
+    step = float(rows.scale.square().mean().sqrt()) / 12**0.5
+    if float(torch.linalg.vector_norm(left)) / left.numel() ** 0.5 <= _MORE * step:
+        return ""
+    energy = torch.linalg.eigvalsh(left @ left.T if len(left) <= left.shape[1] else left.T @ left)
+    share = float(energy[-_RANK:].sum() / energy.sum().clamp(min=1e-30))
+    return f"what differs from the source has rank {_RANK} to {share:.0%}: an adapter was merged into one of the two" if share > 0.5 else ""
 
 
 def is_on_grid(values: Tensor) -> bool:

@@ -45,7 +45,11 @@ def load(survey: Survey, findings: DiagnosisFindings) -> Tokenizer | None:
     if not tokenizer or findings.has("tokenizer-broken"):
         return None
     try:
-        return Tokenizer.from_str(json.dumps(tokenizer))
+        loaded = Tokenizer.from_str(json.dumps(tokenizer))
+        # Engines lift both at every call, as transformers does.
+        loaded.no_truncation()
+        loaded.no_padding()
+        return loaded
     except BaseException as error:  # a panic of the library is no Exception
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
@@ -73,6 +77,19 @@ def check_added(survey: Survey, rows: int, findings: DiagnosisFindings) -> None:
             told = f"tokenizer_config.json gives {content!r} the number {number}, and tokenizer.json {added[content]}"
             findings.add("tokenizer-broken", "tokenizer_config.json", told)
             break
+
+
+def check_length(survey: Survey, findings: DiagnosisFindings) -> None:
+    """A tokenizer that was saved while it cut texts, or filled them up to one length, does so wherever nobody lifts it."""
+    tokenizer = survey.settings.get("tokenizer.json", {})
+    cut, filled = tokenizer.get("truncation"), tokenizer.get("padding")
+    told = []
+    if isinstance(cut, dict) and "max_length" in cut:
+        told.append(f"it cuts every text to {cut['max_length']} tokens")
+    if isinstance(filled, dict) and isinstance(strategy := filled.get("strategy"), dict):
+        told.append(f"it fills up every text to {strategy.get('Fixed')} tokens")
+    if told:
+        findings.add("tokenizer-cuts", "tokenizer.json", " and ".join(told) + ", where its reader does not lift that as transformers does")
 
 
 def compare_texts(ours: Tokenizer, theirs: Tokenizer, source: Survey, findings: DiagnosisFindings) -> None:

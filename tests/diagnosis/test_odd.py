@@ -104,6 +104,15 @@ def test_a_linear_that_was_folded_on_both_sides_has_any_size(tensors: dict[str, 
     assert config["architectures"] == ["Qwen3MoeForCausalLM"]
 
 
+def test_a_tokenizer_that_was_saved_while_it_cut_texts_is_a_note(tensors: dict[str, Tensor], tmp_path: Path) -> None:
+    """AutoRound saves it so, with the length of its calibration."""
+    path, source = written(tmp_path, tensors, "awq")
+    contents = faulty.Contents.of(path)
+    cut = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+    contents.set_json("tokenizer.json", {**contents.json("tokenizer.json"), "truncation": cut})
+    assert told(contents.write(tmp_path / "odd"), source) == {"tokenizer-cuts": "note"}
+
+
 @pytest.mark.parametrize("format", ["awq", "gptq-sym", "ct-int8", "modelslim-int4"])
 def test_weights_of_three_values_are_not_saturated(format: str, tensors: dict[str, Tensor], tmp_path: Path) -> None:
     """Trained so, a row's codes are the zero point and the ends of the range."""

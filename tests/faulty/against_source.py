@@ -167,3 +167,13 @@ def smoothing_was_folded_into_linears_alone(c: Contents) -> None:
 @tensor_fault("folding-broken", source=True)
 def down_was_multiplied_and_up_was_not_divided(c: Contents) -> None:
     multiply_columns(c, c.linear(), uneven(c.linears[c.linear()].shape[1]))
+
+
+@tensor_fault("error-large", source=True)
+def an_adapter_was_merged(c: Contents) -> None:
+    module, generator = c.linear("o_proj"), torch.Generator().manual_seed(12)
+    linear = c.linears[module]
+    values = dequantize(linear.format.unpack(module, {name: c.tensors[name] for name in linear.tensors}))
+    low = torch.randn(len(values), 4, generator=generator) @ torch.randn(4, values.shape[1], generator=generator)
+    values = values + 0.25 * values.norm() / low.norm() * low
+    c.tensors |= linear.format.pack(module, rounded(values, linear.format, linear.grid, values.abs().max()))

@@ -56,3 +56,9 @@ def bfloat16_is_read_as_float16(c: Contents) -> None:
 @tensor_fault("values-absurd", suits=lambda c: True)
 def float16_is_read_as_bfloat16(c: Contents) -> None:
     c.tensors |= {name: tensor.half().view(torch.bfloat16) for name, tensor in c.tensors.items() if tensor.dtype == torch.bfloat16}
+
+
+@tensor_fault("values-absurd", suits=lambda c: True)
+def norms_have_the_other_order_of_bytes(c: Contents) -> None:
+    for name in [name for name in c.tensors if name.endswith("layernorm.weight")]:
+        c.tensors[name] = c.tensors[name].view(torch.uint8).unflatten(0, (-1, 2)).flip(1).flatten().view(c.tensors[name].dtype)
