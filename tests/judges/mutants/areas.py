@@ -125,6 +125,12 @@ EXPLAINED = {
     (f"{KERNELS}/ascend/streamed.py", "_fp4", "wrong dtype"): "only the low 16 bits are kept",
     (f"{KERNELS}/ascend/kernels.py", "multiplied", "other default"): "of rows past the last, which are not stored",
     (f"{KERNELS}/ascend/kernels.py", "int8_blocks", "other default"): "of rows past the last, which are not stored",
+    (
+        f"{KERNELS}/ascend/kernels.py",
+        "int8_blocks",
+        "constant",
+    ): "speed only: of a grid's other axis there is one program, so items are computed again",
+    (f"{EXECUTOR}/coded_sums.py", "CodedSums", "missing contiguous"): "a view as another type of one byte needs no copy",
     (f"{KERNELS}/ascend/few_tokens.py", "row_scale", "other default"): "as the row of zeros below",
     (f"{KERNELS}/ascend/few_tokens.py", "router", "other default"): "of rows past the router, which are not stored",
     (f"{KERNELS}/ascend/few_tokens.py", "join", "other default"): "of columns that get another number",
