@@ -146,7 +146,7 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(tmp_path: Path, monkeypatch: py
     assert files(tmp_path / "out") == files(tmp_path / "undisturbed")
 
 
-@pytest.mark.parametrize(("model_type", "scheme"), [("gemma2", "awq-w4a16"), ("granitemoe", "int8-a8w8c16")])
+@pytest.mark.parametrize(("model_type", "scheme"), [("gemma2", "awq-w4a16"), ("granitemoe", "int8-a8w8c16"), ("granitemoe", "nvfp4-w4a4")])
 def test_what_was_made_is_measured_and_run(model_type: str, scheme: str, tmp_path: Path) -> None:
     """ppl tells the KL that the report tells, and transformers' own greedy answer comes out of run."""
     model = peer(model_type, **EXPERTS)
