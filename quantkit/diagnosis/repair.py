@@ -1,16 +1,13 @@
 """What has one cure, cured in a copy: names, index, description, lists, zero points, global scales, and what the source can give back.
 
-Shards without a change are copied, so everything else is the same to the bit. A shard with a changed tensor is written anew, and what is
-taken from the source goes into a shard of its own. The output appears whole, by one rename.
+repaired.py writes the copy.
 """
 
 import copy
 import json
-import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,39 +16,19 @@ from quantkit.calibrate.solver import Solver
 from quantkit.checkpoint.companions import COMPANIONS
 from quantkit.checkpoint.formats.base import SLIM_FILES
 from quantkit.checkpoint.formats.gptq import Gptq
-from quantkit.checkpoint.header import TensorSpec, encode_header, read_header
+from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.diagnosis.description import OPT_FILE
 from quantkit.diagnosis.diagnose import Diagnosis, Patient
 from quantkit.diagnosis.engine_keys import missing_keys
-from quantkit.diagnosis.survey import INDEX, Survey
+from quantkit.diagnosis.repaired import Added, Repair, write
+from quantkit.diagnosis.survey import Survey
 from quantkit.errors import QuantkitError
 from quantkit.hub import find_local
 from quantkit.model_files import read_file
 from quantkit.models.table import Parameter
 from quantkit.quant.weights import dequantize
 from quantkit.recipe import load_recipe
-
-_NEW_SHARD = "model-repaired.safetensors"
-
-
-@dataclass(frozen=True)
-class Added:
-    """Tensors that the checkpoint lacked. make: all of `specs`, by name."""
-
-    specs: list[TensorSpec]
-    make: Callable[[], dict[str, Tensor]]
-
-
-@dataclass
-class Repair:
-    """What is done: `changes` in words. config, files: their new contents. changed: tensors of which only values change."""
-
-    config: dict[str, Any]
-    files: dict[str, bytes]
-    changes: list[str] = field(default_factory=list)
-    changed: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
-    added: list[Added] = field(default_factory=list)
 
 
 def repair(diagnosis: Diagnosis, out: Path, source: str | None = None, engine: str | None = None) -> list[str]:
@@ -74,7 +51,7 @@ def repair(diagnosis: Diagnosis, out: Path, source: str | None = None, engine: s
         _set_engine_keys(engine, patient, plan)
     if not plan.changes:
         raise QuantkitError(f"nothing that was found in {seen.path} has one cure", "see the remedies of the findings")
-    _write(patient, plan, out)
+    write(patient.survey, plan, out)
     return plan.changes
 
 
@@ -94,7 +71,9 @@ def _plan(diagnosis: Diagnosis, plan: Repair, origin: Checkpoint | None) -> None
     if has("group-size-wrong"):
         _set_group_size(patient, plan)
     if has("listed-but-quantized", "plain-not-listed", "list-matches-nothing"):
-        _set_lists(patient, plan)
+        fresh = _set_lists(patient, plan)
+        if has("listed-but-quantized"):
+            _set_targets(plan, fresh)
     if has("zero-points-off"):
         _mend_zero_points(patient, plan)
     if has("global-scale-inverted"):
@@ -111,6 +90,8 @@ def _set_group_size(patient: Patient, plan: Repair) -> None:
     groups = [one["weights"] for one in (block.get("config_groups") or {}).values() if isinstance(one, dict) and one.get("weights")]
     for holder in groups or [block]:
         holder["group_size"] = size
+        if holder.get("strategy") == "channel":
+            holder["strategy"] = "group"
     plan.changes.append(f"group_size in config.json is {size}")
 
 
@@ -121,8 +102,8 @@ def _block(plan: Repair) -> dict[str, Any]:
     return found
 
 
-def _set_lists(patient: Patient, plan: Repair) -> None:
-    """The list of unquantized modules as the format writes it for what is stored."""
+def _set_lists(patient: Patient, plan: Repair) -> dict[str, Any]:
+    """The list of unquantized modules as the format writes it for what is stored; returns the whole description as it writes it."""
     described, seen = patient.described, patient.survey
     assert described.format is not None
     quantized = {module: linear.grid for module, linear in described.linears.items() if linear.format is described.format}
@@ -139,6 +120,18 @@ def _set_lists(patient: Patient, plan: Repair) -> None:
             plan.files[name] = content
     if fresh or seen.side:
         plan.changes.append("the list of unquantized modules was written anew, from what is stored")
+    return fresh
+
+
+def _set_targets(plan: Repair, fresh: dict[str, Any]) -> None:
+    """A single group is for all linears but those of the list, which was written anew; of several it is not known which one is for what."""
+    groups, whole = (plan.config.get("quantization_config") or {}).get("config_groups"), fresh.get("config_groups")
+    if not isinstance(groups, dict) or whole is None or len(groups) != 1 or len(whole) != 1:
+        return
+    (number,), (wanted,) = groups, whole.values()
+    if groups[number].get("targets") != wanted["targets"]:
+        _block(plan)["config_groups"][number]["targets"] = wanted["targets"]
+        plan.changes.append(f"{number} in config.json is for {', '.join(wanted['targets'])}")
 
 
 def _mend_zero_points(patient: Patient, plan: Repair) -> None:
@@ -225,6 +218,8 @@ def _take_settings(diagnosis: Diagnosis, plan: Repair, origin: Checkpoint) -> No
            "template-differs", "template-foreign", "eos-outside", "eos-lost", "eos-differs", "token-outside", "sampling-wrong",
            "sampling-differs", "special-token-unknown", "text-cut"):  # fmt: skip
         taken = [name for name in COMPANIONS if (origin.path / name).is_file() and name != "LICENSE"]
+        if has("template-broken", "template-differs", "template-foreign"):  # a file of its own hides tokenizer_config.json's
+            plan.files = {name: content for name, content in plan.files.items() if not name.startswith("chat_template.")}
         plan.files |= {name: read_file(origin.path / name) for name in taken}
         for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
             if key in origin.config:
@@ -234,23 +229,24 @@ def _take_settings(diagnosis: Diagnosis, plan: Repair, origin: Checkpoint) -> No
 
 def _take_tensors(diagnosis: Diagnosis, plan: Repair, origin: Checkpoint) -> None:
     """The head and MTP layers that are not stored: the source's, in BF16 where they were packed there, and listed as unquantized."""
-    structure, has = diagnosis.patient.structure, diagnosis.findings.has
-    wanted = [row for row in structure.lost if row.role == "head" and not row.mtp] if has("head-missing") else []
+    patient, has = diagnosis.patient, diagnosis.findings.has
+    stored = set(patient.survey.tensors) | {f"{module}.weight" for module in patient.described.linears}
+    theirs = [row for row in diagnosis.source.structure.rows if row.name not in stored] if diagnosis.source is not None else []
+    untied = patient.survey.config.get("tie_word_embeddings") and not plan.config.get("tie_word_embeddings")
+    among = patient.structure.lost if has("head-missing") else theirs if untied else []
+    wanted = [row for row in among if row.role == "head" and not row.mtp]
     if has("mtp-missing", "mtp-incomplete"):
-        theirs = diagnosis.source.structure.rows if diagnosis.source is not None else []
-        described = diagnosis.patient.described
-        stored = set(diagnosis.patient.survey.tensors) | {f"{module}.weight" for module in described.linears}
-        wanted += [row for row in theirs if row.mtp and row.name not in stored]
+        wanted += [row for row in theirs if row.mtp]
         for key in ("num_nextn_predict_layers", "num_mtp_layers"):
             if key in origin.config:
                 plan.config[key] = origin.config[key]
     wanted = [row for row in wanted if origin.has(row.name) or row.module in origin.linears]
-    quantized = _quantized_alike(diagnosis.patient, wanted)
+    quantized = _quantized_alike(patient, wanted)
     plain = [row for row in wanted if row.module not in quantized]
     plan.added += [Added([_plain_spec(origin, row)], _taken(origin, row)) for row in plain]
-    plan.added += [_rounded(diagnosis.patient, origin, rows) for rows in _together([row for row in wanted if row.module in quantized])]
+    plan.added += [_rounded(patient, origin, rows) for rows in _together([row for row in wanted if row.module in quantized])]
     if wanted:
-        _list_more(diagnosis.patient, plan, [row.module for row in plain if len(row.shape) == 2], sorted(quantized))
+        _list_more(patient, plan, [row.module for row in plain if len(row.shape) == 2], sorted(quantized))
         plan.changes.append(
             f"{len(wanted)} tensors are the source's, such as {wanted[0].name}; {len(quantized)} of them rounded as the others are"
         )
@@ -320,65 +316,3 @@ def _list_more(patient: Patient, plan: Repair, modules: list[str], quantized: li
         kind = told.get("model_quant_type")
         told |= {f"{module}{suffix}": kind for module in quantized for suffix in (".weight", ".weight_scale", ".weight_offset")}
         plan.files[slim] = json.dumps(told, indent=2).encode() + b"\n"
-
-
-# --- writing ------------------------------------------------------------------------------------------------------------------------
-
-
-def _write(patient: Patient, plan: Repair, out: Path) -> None:
-    partial = out.with_name(f"{out.name}.partial")
-    if partial.exists():
-        raise QuantkitError(f"{partial} is there from a run that was stopped", "remove it")
-    partial.mkdir(parents=True)
-    try:
-        _write_shards(patient.survey, plan, partial)
-        held = [tensor for shard in sorted(partial.glob("*.safetensors")) for tensor in read_header(shard)]
-        weight_map = {tensor.name: tensor.shard for tensor in held}
-        index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in held)}, "weight_map": dict(sorted(weight_map.items()))}
-        (partial / INDEX).write_text(json.dumps(index, indent=1))
-        (partial / "config.json").write_text(json.dumps(plan.config, indent=2) + "\n")
-        for name, content in plan.files.items():
-            (partial / name).write_bytes(content)
-        partial.rename(out)
-    except BaseException:
-        shutil.rmtree(partial)
-        raise
-
-
-def _write_shards(seen: Survey, plan: Repair, folder: Path) -> None:
-    by_shard: dict[str, list[str]] = {}
-    for name, info in seen.tensors.items():
-        by_shard.setdefault(info.shard, []).append(name)
-    for shard, names in by_shard.items():
-        changed = {name: plan.changed[name] for name in names if name in plan.changed}
-        if changed or any(name in seen.renamed for name in names):
-            _rewrite(seen, names, changed, folder / shard)
-        else:
-            shutil.copyfile(seen.path / shard, folder / shard)
-    if plan.added:
-        _save(folder / _NEW_SHARD, plan.added)
-
-
-def _rewrite(seen: Survey, names: list[str], changed: Mapping[str, Callable[[], Tensor]], target: Path) -> None:
-    """A shard anew, tensor by tensor, in the order of its bytes; a changed tensor has the dtype and shape it had."""
-    ordered = sorted(names, key=lambda name: seen.tensors[name].offset)
-    header, _ = encode_header([seen.tensors[name] for name in ordered])
-    with target.open("wb") as file:
-        file.write(header)
-        for name in ordered:
-            _append(file, changed[name]() if name in changed else seen.shards.read(seen.tensors[name]))
-
-
-def _save(target: Path, added: list[Added]) -> None:
-    header, _ = encode_header([spec for one in added for spec in one.specs])
-    with target.open("wb") as file:
-        file.write(header)
-        for one in added:
-            tensors = one.make()
-            for spec in one.specs:
-                _append(file, tensors[spec.name])
-
-
-def _append(file: BinaryIO, tensor: Tensor) -> None:
-    if tensor.numel():
-        file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)

@@ -37,6 +37,9 @@ CURED = (
     (faulty.files.the_index_leaves_tensors_out, "ct-int4"),
     (faulty.description.the_description_has_its_old_key, "ct-int8"),
     (faulty.description.routers_are_listed_under_another_name, "ct-int4"),
+    (faulty.description.a_group_is_for_no_module, "ct-int8"),
+    (faulty.description.the_group_is_for_attention_alone, "ct-int4"),
+    (faulty.description.groups_are_said_to_be_channels, "ct-int4"),
 )
 FROM_SOURCE = (
     (faulty.mtp.mtp_was_dropped, "ct-int4"),
@@ -51,6 +54,8 @@ FROM_SOURCE = (
     (faulty.settings.texts_end_after_twenty_tokens, "awq"),
     (faulty.settings.texts_are_said_to_be_short, "ct-int4"),
     (faulty.settings.the_template_is_another_familys, "ct-int4"),
+    (faulty.settings.a_file_that_is_a_pointer_hides_the_template, "awq"),
+    (faulty.structure.the_head_is_lost_and_said_to_be_tied, "ct-int4"),
 )
 
 

@@ -132,6 +132,16 @@ def a_group_is_for_no_module(c: Contents) -> None:
     c.block["config_groups"]["group_0"]["targets"] = []
 
 
+@fault("listed-but-quantized", suits=of_format("compressed-tensors"))
+def the_group_is_for_attention_alone(c: Contents) -> None:
+    c.block["config_groups"]["group_0"]["targets"] = [r"re:.*self_attn.*"]
+
+
+@fault("group-size-wrong", suits=lambda c: has_groups(c) and c.format.name == "compressed-tensors")
+def groups_are_said_to_be_channels(c: Contents) -> None:
+    c.block["config_groups"]["group_0"]["weights"] |= {"strategy": "channel", "group_size": None}
+
+
 @fault("descriptions-disagree", suits=of_format("modelopt"))
 def modelopts_two_files_disagree(c: Contents) -> None:
     side = c.json("hf_quant_config.json")

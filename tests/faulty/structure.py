@@ -33,6 +33,12 @@ def the_head_is_lost(c: Contents) -> None:
     del c.tensors["lm_head.weight"]
 
 
+@fault("config-differs", suits=lambda c: "lm_head.weight" in c.tensors, source=True)
+def the_head_is_lost_and_said_to_be_tied(c: Contents) -> None:
+    del c.tensors["lm_head.weight"]
+    c.config["tie_word_embeddings"] = True
+
+
 @fault("names-wrong", replays="GPTQModel 2694: model.layers for model.language_model.layers")
 def names_have_another_prefix(c: Contents) -> None:
     c.tensors = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in c.tensors.items()}
