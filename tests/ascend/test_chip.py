@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from ascend.row_blocks import in_order
 from quantkit_kernels import ascend
 from quantkit_kernels.ascend import chip, launch, layout
 from quantkit_kernels.samples import random_weight
@@ -53,6 +54,20 @@ def test_bytes_per_weight(grid: str, bits: float) -> None:
     packed = layout.pack(random_weight(grid, 256, 7168, torch.Generator().manual_seed(0)))
     held = sum(tensor.numel() * tensor.element_size() for tensor in packed.tensors)
     assert held * 8 / (256 * 7168) == pytest.approx(bits, rel=2e-3)
+
+
+def test_rows_beyond_offsets_of_32_bits_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "cores", lambda device: (24, 48))
+    packed = layout.pack(random_weight("fp4", 64, 7168, torch.Generator().manual_seed(0)))
+    most = (2**31 - 1) // 7168
+    for rows in (most, most + 1):
+        x, out = (torch.zeros(1, 1).bfloat16().expand(rows, width) for width in (7168, 64))
+        blocks = in_order(torch.zeros(-(-rows // 128), dtype=torch.int32), rows, 128)
+        if rows == most:
+            assert launch.blocks(packed, x, None, blocks, out).kernel == "fp4_blocks"
+            continue
+        with pytest.raises(ValueError, match=f"{rows} rows, at most {most}"):
+            launch.blocks(packed, x, None, blocks, out)
 
 
 def test_refusals_name_the_reason() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from quantkit_kernels.arguments import require
 from quantkit_kernels.ascend.chip import ROUTER_TILE, SPAN, cores
 from quantkit_kernels.ascend.layout import PackedTiles
 
@@ -64,7 +65,12 @@ class Blocks:
 
 
 def blocks(packed: PackedTiles, x: Tensor, row_scale: Tensor | None, of: Blocks, out: Tensor) -> KernelLaunch:
-    """out[r] = x[r] @ W[expert of r].T on the cube. x [M, k], int8 with row_scale [M] for int8 weights; out [M, n]."""
+    """out[r] = x[r] @ W[expert of r].T on the cube. x [M, k], int8 with row_scale [M] for int8 weights; out [M, n].
+
+    ValueError for more rows than the kernels' offsets, of 32 bits, can tell apart.
+    """
+    most = (2**31 - 1) // max(packed.n, packed.k)
+    require(x.shape[0] <= most, f"x: {x.shape[0]} rows, at most {most} of {packed.k} inputs and {packed.n} outputs: give fewer tokens")
     assert (row_scale is not None) == (packed.kind == "int8"), packed.kind
     items = of.experts.shape[0] * packed.tiles
     scales = () if row_scale is None else (row_scale,)
