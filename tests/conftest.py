@@ -16,6 +16,15 @@ def _no_backend_is_preferred() -> Iterator[None]:
     backends.prefer("auto", torch.device("cpu"))
 
 
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty gives NaN, so an element that is never written shows. Operators without a deterministic form, which CUDA has, warn."""
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small random DeepSeek-V3 in R1's FP8 layout: three shards, tokenizer, chat template. Read-only: copy it to change it."""

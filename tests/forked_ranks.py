@@ -1,5 +1,6 @@
 """Ranks as forks of the test's own process, which has imported everything: they meet over gloo through a file."""
 
+import gc
 import os
 import traceback
 from collections.abc import Callable
@@ -25,6 +26,8 @@ def run_ranks(size: int, folder: Path, compute: Callable[[Parallel], object]) ->
 
 
 def _rank(rank: int, size: int, folder: Path, compute: Callable[[Parallel], object]) -> int:
+    # What an earlier test left, such as a group of gloo, is not taken apart here: it would wait for threads that no fork has.
+    gc.freeze()
     try:
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"

@@ -57,9 +57,12 @@ def attend_seen(q: Tensor, cache: Latents, seen: Seen, attention: LatentWindow) 
     step, out = max(1, _SCORES // ((seen.mask.shape[1] + len(sinks)) * widest)), []
     for first in range(0, len(q), step):
         part = slice(first, first + step)
+        mask = seen.mask[part]
         read = entries(flat, seen.slots[part] if own else seen.slots).to(q.dtype)
+        # A slot that was never written may hold NaN, which a weight of 0 does not take away.
+        read.masked_fill_(~(mask if own else mask.any(dim=0))[..., None], 0)
         keys = torch.cat((sinks.expand(*read.shape[:-2], -1, -1), read), dim=-2)
         scores = (queries[part] @ keys.mT).float() * attention.scale
-        scores[..., len(sinks) :].masked_fill_(~seen.mask[part, None], -torch.inf)
+        scores[..., len(sinks) :].masked_fill_(~mask[:, None], -torch.inf)
         out.append(scores.softmax(dim=-1).to(q.dtype) @ keys[..., :latent])
     return (torch.cat(out).transpose(0, 1) @ values_up.mT).transpose(0, 1)

@@ -40,7 +40,7 @@ def test_the_engine_asks_so(quantized: Callable[[str], Path], monkeypatch: pytes
     assert planned.tokens <= (1 << 18) // per_token + planned.block_size  # a quarter of it on a CPU
     headroom.plan_beside(loaded, EngineOptions("model", max_batch=64))
     with monkeypatch.context() as patched:
-        patched.setattr(headroom, "state_bytes", lambda *sizes: 1 << 19)
+        patched.setattr(type(loaded), "sequence_bytes", lambda self, *sizes: 1 << 19)
         assert headroom.plan_beside(loaded, EngineOptions("model", max_batch=64)).tokens <= planned.tokens // 2 + planned.block_size
     asked.pop()
     assert asked == [96, headroom.PREFILL_TOKENS["cpu"]]

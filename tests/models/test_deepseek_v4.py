@@ -178,6 +178,7 @@ def easy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model.write_dense(tmp_path_factory.mktemp("models") / "easy", tiny(), tensors)
 
 
+@pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize(
     ("budget", "options"),
     [(None, {}), (StepBudget(16, 7, mixed=True), {}), (None, {"cache_tokens": 192, "max_model_len": 192}), (None, {"num_looked_up": 2})],

@@ -241,6 +241,7 @@ def test_logits_equal_the_description(case: str) -> None:
         assert (norm(end, model.norm, config.rms_norm_eps) - whole).abs().max() < 1e-4 * whole.abs().max()
 
 
+@pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("num_drafts", [1, 3])
 def test_guesses_are_those_of_the_description(num_drafts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer computed anew over the whole text, one behind the other, gives the guesses that the engine makes over its caches; some of
