@@ -4,8 +4,8 @@
 
 Every case is a dense model as `quantkit quantize` wrote it, calibration and folded scales included; both continue the same prompts
 greedily. Tokens and probabilities are compared, each position given the same tokens before it; where two tokens are as likely as
-BF16 can tell, either may come first, and the position is not counted. A control shows that this tells right from wrong: a model
-with its zero points shifted by one must not pass.
+BF16 can tell, by the figures of one or the other, either may come first, and the position is not counted. A control shows that this
+tells right from wrong: a model with its zero points shifted by one must not pass.
 """
 
 import argparse
@@ -134,8 +134,8 @@ def judge(
                 continue
             likely = table[position]
             differences.append(mean(abs(float(likely[other]) - value) for other, value in answer["logprobs"][step]))
-            first, second = likely.topk(2).values.tolist()
-            if first - second < tie:
+            theirs = sorted((value for _, value in answer["logprobs"][step]), reverse=True)
+            if any(first - second < tie for first, second in (likely.topk(2).values.tolist(), theirs[:2])):
                 continue
             compared += 1
             equal += int(likely.argmax()) == token

@@ -119,7 +119,7 @@ def test_gate_up(grid: str, factor: float) -> None:
     rng = torch.Generator().manual_seed(4)
     pairs = [(whole(grid, 128, 128, 1.0, rng, least=1), whole(grid, 128, 128, factor, rng, least=-1)) for _ in range(2)]
     gates, ups = zip(*pairs)
-    both = [type(gate)._make(torch.cat(parts) for parts in zip(gate, up)) for gate, up in pairs]
+    both = [type(gate)._make(None if parts[0] is None else torch.cat(parts) for parts in zip(gate, up)) for gate, up in pairs]
     x = integers(2, 128, rng, 1, 3) * (torch.arange(128) % 4 == 1)
     if grid == "int8":
         x[:, 5] = 127
