@@ -33,9 +33,8 @@ from quantkit.executor.joint import JointPass
 from quantkit.executor.leader import Leader
 from quantkit.executor.load import LoadedModel, load_model
 from quantkit.executor.logprobs import check_numbers, score_prompts, token_logprobs
-from quantkit.executor.mtp_drafter import MtpDrafter
-from quantkit.executor.mtp_heads import MtpHeads
-from quantkit.executor.options import EngineOptions
+from quantkit.executor.mtp_heads import by_mtp_layers
+from quantkit.executor.options import EngineOptions, lookahead_of
 from quantkit.executor.parallel import SINGLE, join
 from quantkit.executor.runner import ForwardPass, Runner
 from quantkit.executor.sampling import SamplingParams, check_defaults
@@ -66,8 +65,7 @@ class Engine:
         self.max_model_len = plan.max_model_len
         self.parallel, homes = loaded.weights.ranks, loaded.weights.expert_ranks.size
         own_batch = -(-max_batch // homes)
-        # A step may write the guesses it checks and then those it makes.
-        lookahead = max(num_drafts, num_looked_up) + num_drafts
+        lookahead = lookahead_of(num_drafts, num_looked_up)
         self.cache = loaded.new_cache(plan.num_blocks, own_batch, lookahead)
         amounts = {"max_batch": own_batch, "prefill_tokens": -(-prefill_tokens // homes), "lookahead": lookahead}
         make = partial(Scheduler, plan, **amounts, prefix_cache=prefix_cache)
@@ -79,13 +77,7 @@ class Engine:
         if draft is not None:
             drafter = make_drafter(draft, loaded, plan, self.runner, num_drafts, self.parallel, shared=prefix_cache)
         elif num_drafts:
-            assert loaded.mtp is not None, "loaded with its MTP layer"
-            several = len(loaded.mtp_layers) > 1
-            drafter = (
-                MtpHeads(loaded.mtp_layers, self.runner, num_drafts, self.parallel)
-                if several
-                else MtpDrafter(loaded.mtp, self.runner, num_drafts, self.parallel)
-            )
+            drafter = by_mtp_layers(loaded.mtp_layers, self.runner, num_drafts, self.parallel)
         self.speculation = Speculation(drafter, num_looked_up, measured=measure_steps)
         self.leader = Leader(self.parallel)
         self.grammars = Grammars(tokenizer.tokenizer, loaded.config.vocab_size, tokenizer.eos_ids)

@@ -15,14 +15,24 @@ import torch
 from torch import Tensor
 
 from quantkit.executor.chooser import ChosenTokens
+from quantkit.executor.mtp_drafter import MtpDrafter
 from quantkit.executor.parallel import Parallel
 from quantkit.executor.runner import ForwardPass, Runner, Span
 from quantkit.executor.sampling import Batch
 from quantkit.executor.sequence import Sequence
+from quantkit.executor.speculation import Source
 from quantkit.models.architecture import MtpModel
 
 _MOST_WAITING = 32
 """Tokens of a sequence that wait for guesses to be wanted, at most."""
+
+
+def by_mtp_layers(layers: tuple[MtpModel, ...], runner: Runner, count: int, parallel: Parallel) -> Source:
+    """What guesses `count` tokens a step, at most: of several layers each the token behind the one before, a single one all of them."""
+    assert layers, "loaded with its MTP layers"
+    if len(layers) > 1:
+        return MtpHeads(layers, runner, count, parallel)
+    return MtpDrafter(layers[0], runner, count, parallel)
 
 
 @dataclass

@@ -8,6 +8,11 @@ DRAFTS_OF_A_MODEL = 4
 """Tokens that a draft model guesses a step, at most, where nobody said how many."""
 
 
+def lookahead_of(num_drafts: int, num_looked_up: int) -> int:
+    """Tokens that a step may write behind those that stay: the guesses it checks and then those it makes."""
+    return max(num_drafts, num_looked_up) + num_drafts
+
+
 @dataclass(frozen=True)
 class EngineOptions:
     """The arguments of `Engine.load`, which says what each is."""
@@ -48,8 +53,8 @@ class EngineOptions:
 
     @property
     def lookahead(self) -> int:
-        """Tokens that a step may write behind those that stay: the guesses it checks and then those it makes."""
-        return max(self.most_drafts, self.num_looked_up) + self.most_drafts
+        """As `lookahead_of` has it."""
+        return lookahead_of(self.most_drafts, self.num_looked_up)
 
     @property
     def answer_rows(self) -> int:
