@@ -283,7 +283,7 @@ def test_captured_decode_steps_give_the_eager_tokens(any_source: Path, tmp_path:
         engine.runner = Runner(engine.loaded.model, engine.cache, lambda step, _: step)
         if engine.speculation.drafter is not None:
             assert engine.speculation.drafter.steps.failure == ""
-            engine.speculation = Speculation(MtpDrafter(engine.loaded.mtp, engine.runner, num_drafts, engine.parallel), 0)
+            engine.speculation = Speculation(MtpDrafter(engine.loaded.mtp_layers[0], engine.runner, num_drafts, engine.parallel), 0)
         eager = engine.generate(PROMPTS, params)
         assert {one.index: one.token_ids for one in captured} == {one.index: one.token_ids for one in eager}
 

@@ -54,11 +54,6 @@ class LoadedModel:
         return self.config.num_cached_layers + len(self.mtp_layers)
 
     @property
-    def mtp(self) -> MtpModel | None:
-        """The first MTP layer."""
-        return next(iter(self.mtp_layers), None)
-
-    @property
     def keeps_states(self) -> bool:
         """Whether layers keep something of each running sequence, of a fixed size."""
         return self.config.recurrent is not None or isinstance(self.config.cache, CompressedCache)

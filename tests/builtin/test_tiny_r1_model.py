@@ -86,7 +86,8 @@ def test_mtp_layer_guesses_the_token_after_next(loaded: LoadedModel, held_out: l
         tokens = torch.tensor(ids)
         with torch.inference_mode():
             hidden = loaded.model(tokens, CausalContext([len(ids)]))
-            guesses = loaded.mtp.logits(loaded.mtp(torch.roll(tokens, -1), hidden, CausalContext([len(ids)]))).argmax(-1)
+            (layer,) = loaded.mtp_layers
+            guesses = layer.logits(layer(torch.roll(tokens, -1), hidden, CausalContext([len(ids)]))).argmax(-1)
         start = ids.index(5)  # <think>
         right += int((guesses[start:-2] == tokens[start + 2 :]).sum())
         total += len(ids) - start - 2

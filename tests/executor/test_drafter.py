@@ -98,8 +98,8 @@ def test_guesses_follow_the_mtp_layer(tiny_checkpoint: Path) -> None:
     with torch.inference_mode():
         ids = torch.tensor(sequence.token_ids)
         context = CausalContext([len(ids) - 1])
-        hidden = engine.loaded.mtp(ids[1:], engine.loaded.model(ids[:-1], context), context)
-        logits = engine.loaded.mtp.logits(hidden)[-1]
+        hidden = engine.loaded.mtp_layers[0](ids[1:], engine.loaded.model(ids[:-1], context), context)
+        logits = engine.loaded.mtp_layers[0].logits(hidden)[-1]
     assert logits.max() - logits[sequence.drafts[0]] < 0.03
 
 

@@ -60,7 +60,7 @@ def load(path: Path, capture: Capture | None, num_drafts: int = 0, budget: StepB
     if capture is not None:
         engine.runner = Runner(engine.loaded.model, engine.cache, capture)
         if engine.speculation.drafter is not None:
-            engine.speculation = Speculation(MtpDrafter(engine.loaded.mtp, engine.runner, num_drafts, engine.parallel), 0)
+            engine.speculation = Speculation(MtpDrafter(engine.loaded.mtp_layers[0], engine.runner, num_drafts, engine.parallel), 0)
     engine.scheduler.budget = budget or StepBudget(512, 48)
     return engine
 

@@ -67,7 +67,7 @@ def test_promised_mtp_weights_are_told_as_such(tmp_path: Path) -> None:
         take_inventory(checkpoint)
     assert "config.json promises MTP weights (num_nextn_predict_layers = 1) that" in told.value.problem
     assert told.value.remedy == "set num_nextn_predict_layers to 0 there, or download the shards of layer 2"
-    assert load_model(tmp_path / "model", device="cpu").mtp is None  # nobody asked for it
+    assert load_model(tmp_path / "model", device="cpu").mtp_layers == ()  # nobody asked for it
     assert any(name.startswith("model.layers.2.") for name in describe(checkpoint).missing or [])
     written(tmp_path / "model", lambda config: config.update(num_nextn_predict_layers=0), mtp=False)
     take_inventory(Checkpoint.open(tmp_path / "model"))
