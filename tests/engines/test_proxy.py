@@ -4,6 +4,7 @@ The servers stand in for vLLM's; tests/judges/vllm_topologies.py runs the proxy 
 """
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -90,10 +91,11 @@ def running(prefill: list[str], decode: list[str]) -> Iterator[str]:
 
 
 @pytest.fixture
-def dead() -> str:
-    """The address of a server that has gone."""
-    with answering() as server:
-        return str(server.url)
+def dead() -> Iterator[str]:
+    """An address where nobody listens. Its port is held, so that no other server gets it."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{held.getsockname()[1]}"
 
 
 def test_a_request_goes_to_one_of_each(dead: str) -> None:
