@@ -58,14 +58,14 @@ class Measures:
 
 
 @dataclass(frozen=True)
-class Histogram:
+class CodeHistogram:
     """How often each value occurs. values: float32 [V], ascending, evenly spaced; counts: int64 [V]."""
 
     values: Tensor
     counts: Tensor
 
     @classmethod
-    def of(cls, codes: Tensor, step: float) -> "Histogram":
+    def of(cls, codes: Tensor, step: float) -> "CodeHistogram":
         """codes: float32, multiples of `step`, some hundreds of them apart at most."""
         low, high = torch.aminmax(codes)
         counts = torch.bincount(((codes - low) / step).to(torch.int16).flatten(), minlength=int((high - low) / step) + 1)
@@ -115,8 +115,8 @@ def measure(rows: Rows, tensors: Mapping[str, Tensor]) -> Measures:
     follows, positive, dead, constant = None, 0.5, None, [0.0, 0.0]
     if rows.codes is not None:
         step = 0.5 if rows.is_e2m1 else 1.0
-        codes = Histogram.of(rows.codes, step)
-        centred = codes if rows.zero_point is None else Histogram.of(rows.codes - rows.by_input(rows.zero_point), step)
+        codes = CodeHistogram.of(rows.codes, step)
+        centred = codes if rows.zero_point is None else CodeHistogram.of(rows.codes - rows.by_input(rows.zero_point), step)
         offset, spread = _mean_inside(rows, codes, centred), centred.rms / 2.0 ** (rows.bits - 1)
         ends, beside, commonest, positive = codes.ends(0), codes.ends(1), codes.commonest, centred.positive
         constant = [_share_of_constant(rows.codes, along) for along in (1, 0)]
@@ -150,19 +150,19 @@ def _share_of_constant(codes: Tensor, along: int) -> float:
     return float((low == high).float().mean())
 
 
-def _dead_bit(rows: Rows, codes: Histogram) -> int | None:
+def _dead_bit(rows: Rows, codes: CodeHistogram) -> int | None:
     """The lowest bit that all codes share. Of FP4 it is that of the mantissa; of 8 bits in floating point none is known."""
     if int(codes.counts.sum()) < _ENOUGH or not 4 <= rows.bits <= 8:
         return None
     if rows.is_e2m1:
         return 0 if codes.share(torch.isin(codes.values.abs(), torch.tensor(ODD_E2M1))) < _RARE else None
     # Codes that were clamped may have the bit at the ends alone.
-    inside = Histogram(codes.values[1:-1], codes.counts[1:-1])
+    inside = CodeHistogram(codes.values[1:-1], codes.counts[1:-1])
     several = int((inside.counts > _RARE * int(codes.counts.sum())).sum()) > 2
     return next((bit for part in ((codes, inside) if several else (codes,)) if (bit := part.dead_bit(rows.bits)) is not None), None)
 
 
-def _mean_inside(rows: Rows, codes: Histogram, centred: Histogram) -> float:
+def _mean_inside(rows: Rows, codes: CodeHistogram, centred: CodeHistogram) -> float:
     """Mean of code minus zero point; on a symmetric grid without the ends, for AutoRound gives the largest of a group the lowest code."""
     points = rows.zero_point.unique() if rows.zero_point is not None else torch.zeros(1)
     if rows.bits < 16 and len(points) == 1:

@@ -5,7 +5,7 @@ import torch
 from kernel_weights import exact_experts, layer, random_experts
 from quantkit_kernels import BACKENDS, NO_EXPERT, ExpertBiases, ExpertsBuilder, Gating, dequantize, prepare_experts
 from quantkit_kernels.backends import why_unusable
-from quantkit_kernels.expanded.experts import GroupedLayout
+from quantkit_kernels.expanded.experts import ExpandedLayout
 from quantkit_kernels.reference.experts import LoopExperts
 from quantkit_kernels.samples import GRIDS, TOLERANCE, distance
 from quantkit_kernels.weights import Dense, Weight
@@ -113,7 +113,7 @@ def test_experts_without_the_host_equal_sorted_ones() -> None:
 def test_grouped_experts_match_float64() -> None:
     rng = torch.Generator().manual_seed(9)
     weights = random_experts("dense", COUNT, HIDDEN, INTERMEDIATE, rng)
-    layout = GroupedLayout(COUNT, weights[0][0], torch.bfloat16, torch.device("cpu"))
+    layout = ExpandedLayout(COUNT, weights[0][0], torch.bfloat16, torch.device("cpu"))
     for expert in (3, 0, 5, 1, 2, 4):
         layout.place(expert, *(projection[expert] for projection in weights))
     experts = layout.finish()
@@ -138,7 +138,7 @@ def test_clamped_experts_with_biases_match_float64(grid: str, backend: str, bias
     sizes = (INTERMEDIATE, INTERMEDIATE, HIDDEN)
     biases = [ExpertBiases(*(torch.randn(size, generator=rng) * 3 for size in sizes)) for _ in range(COUNT)]
     builder = ExpertsBuilder(COUNT, backend="auto" if backend == "grouped" else backend, dtype=torch.bfloat16, gating=gating)
-    layout = GroupedLayout(COUNT, weights[0][0], torch.bfloat16, torch.device("cpu"), gating)
+    layout = ExpandedLayout(COUNT, weights[0][0], torch.bfloat16, torch.device("cpu"), gating)
     for expert in (3, 0, 5, 1, 2, 4):
         one = tuple(projection[expert] for projection in weights)
         if backend == "grouped":

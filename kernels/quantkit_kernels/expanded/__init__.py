@@ -7,7 +7,7 @@ activations are still rounded to int8 per token, and the codes are multiplied as
 import torch
 
 from quantkit_kernels.backends import Shape
-from quantkit_kernels.expanded.experts import GroupedLayout, why_not_grouped
+from quantkit_kernels.expanded.experts import ExpandedLayout, why_not_grouped
 from quantkit_kernels.expanded.linear import linear
 from quantkit_kernels.experts import ExpertsLayout
 from quantkit_kernels.gating import SILU, Gating
@@ -29,5 +29,5 @@ def gated_experts_layout(
     num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device, gating: Gating
 ) -> ExpertsLayout:
     if why_not_grouped(gate, down, dtype, device) is None:
-        return GroupedLayout(num_experts, gate, dtype, device, gating)
+        return ExpandedLayout(num_experts, gate, dtype, device, gating)
     return LoopLayout(num_experts, linear, dtype, device, "expanded", gating)

@@ -12,7 +12,7 @@ from quantkit_kernels.reference.functional import silu_and_mul
 from quantkit_kernels.weights import Weight, dequantize, kind, shape, stack
 
 
-class GroupedExperts(Experts):
+class ExpandedExperts(Experts):
     """gate_up [E, 2I, H] and down [E, H, I] in the compute dtype. biases: float32 [E, 2I] and [E, H], or none."""
 
     def __init__(self, gate_up: Tensor, down: Tensor, gating: Gating = SILU, biases: tuple[Tensor, Tensor] | None = None) -> None:
@@ -49,7 +49,7 @@ def why_not_grouped(weight: Weight, down: Weight, dtype: torch.dtype, device: to
     return "rows are not whole 16 bytes" if any(size % 8 for size in (*shape(weight), *shape(down))) else None
 
 
-class GroupedLayout(BiasedExpertsLayout):
+class ExpandedLayout(BiasedExpertsLayout):
     """Expands each expert as it comes into its place in the layer's tensors."""
 
     def __init__(self, num_experts: int, gate: Weight, dtype: torch.dtype, device: torch.device, gating: Gating = SILU) -> None:
@@ -64,7 +64,7 @@ class GroupedLayout(BiasedExpertsLayout):
         self._gate_up[index] = dequantize(stack(gate, up))
         self._down[index] = dequantize(down)
 
-    def finish(self) -> GroupedExperts:
+    def finish(self) -> ExpandedExperts:
         sides = zip(*(self._biases[index] for index in range(len(self._down)))) if self._biases else ()
         first_last = tuple(torch.stack(side) for side in sides)
-        return GroupedExperts(self._gate_up, self._down, self._gating, (first_last[0], first_last[1]) if first_last else None)
+        return ExpandedExperts(self._gate_up, self._down, self._gating, (first_last[0], first_last[1]) if first_last else None)

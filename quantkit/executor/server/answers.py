@@ -14,7 +14,7 @@ from quantkit.executor.server.tools.splitter import ToolCallSplitter
 from quantkit.tokenizer.chat import ChatTokenizer
 
 
-class Reading:
+class AnswerReader:
     """Reads the answers of a request in parts, a reader for each choice; what the request wants of thoughts and tools decides."""
 
     def __init__(self, prepared: Prepared, *, separates: bool) -> None:
@@ -45,7 +45,7 @@ class ChatAnswer:
         self.envelope = Envelope("chat.completion", model)
         self.id = self.envelope.id
         self._separates = body.separate_reasoning and tokenizer.end_think is not None
-        self._reading = Reading(prepared, separates=self._separates)
+        self._reading = AnswerReader(prepared, separates=self._separates)
 
     async def whole(self, stream: AnswerStream) -> dict[str, Any]:
         completions = await collected(stream)

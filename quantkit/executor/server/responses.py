@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from quantkit.errors import QuantkitError
 from quantkit.executor.sequence import Completion
-from quantkit.executor.server.answers import Reading
+from quantkit.executor.server.answers import AnswerReader
 from quantkit.executor.server.intake import Prepared
 from quantkit.executor.server.parts import AnswerParts
 from quantkit.executor.server.protocol import HARMLESS, MAX_MESSAGES
@@ -149,7 +149,7 @@ class ResponseAnswer:
         self.id = f"resp_{uuid.uuid4().hex}"
         self._prepared, self._body, self._tokenizer, self._model = prepared, body, tokenizer, model
         self._created = int(time.time())
-        self._reading = Reading(prepared, separates=tokenizer.end_think is not None)
+        self._reading = AnswerReader(prepared, separates=tokenizer.end_think is not None)
         self._items: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
         self._sequence = 0

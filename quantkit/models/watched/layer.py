@@ -33,7 +33,7 @@ class NotExperts(Exception):
         self.name = name
 
 
-class _Reached(Exception):
+class _BetweenHalves(Exception):
     """The stream between two halves."""
 
     def __init__(self, hidden: Tensor) -> None:
@@ -79,7 +79,7 @@ class DecoderLayer:
         assert halves is not None, "a layer that is run whole has no first half"
 
         def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            raise _Reached(args[0] if args else kwargs["hidden_states"])
+            raise _BetweenHalves(args[0] if args else kwargs["hidden_states"])
 
         hook = self.module.get_submodule(halves.cut).register_forward_pre_hook(stop, with_kwargs=True)
         try:
@@ -109,7 +109,7 @@ class DecoderLayer:
             try:
                 with torch.no_grad():
                     found = self.skeleton.result(self.module(hidden[part][None], *call.args, **call.kwargs))
-            except _Reached as reached:
+            except _BetweenHalves as reached:
                 found = reached.hidden
             if found.is_meta:
                 raise RuntimeError("it reads a weight that a linear was asked for")
