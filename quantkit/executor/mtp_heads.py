@@ -2,8 +2,11 @@
 
 Layer k reads, of token i, what layer k - 1 made of it (layer 0: the main model) and token i + 1 + k, and guesses token i + 2 + k
 (arXiv 2412.19437, section 2.2). Each has a cache of its own, of all tokens before. So behind the newest tokens layer k is computed where it
-read guesses the last time, and for the newest one, whose successors the layers before it have guessed. All attend as prompts do. Guesses
-beyond the layers are not made.
+read guesses the last time, and for the newest one, whose successors the layers before it have guessed. Guesses beyond the layers are not
+made.
+
+What is behind a step of answers is a few tokens a sequence: a decode step over rows, as guesses that are checked are, and so a graph where
+those are. Longer parts attend as prompts do.
 
 Where no guesses are wanted what the main model made of the tokens is kept, and read at once later.
 """
@@ -49,7 +52,11 @@ class MtpHeads:
 
     def __init__(self, layers: tuple[MtpModel, ...], runner: Runner, count: int, parallel: Parallel) -> None:
         self.layers, self.count, self.parallel = layers, count, parallel
+        self.steps = tuple(runner.make_steps(layer) for layer in layers)
+        """Of each layer."""
         self._runner = runner
+        # A step keeps `count` guesses and the token behind them; layer k reads k tokens again. Short convolutions have room for as many.
+        self._most_rows = 2 * count
         self._read: WeakKeyDictionary[Sequence, _Read] = WeakKeyDictionary()
 
     def begin(self, done: ForwardPass, chosen: ChosenTokens | None) -> Tensor | None:
@@ -86,20 +93,38 @@ class MtpHeads:
     def _compute(self, wanted: dict[Sequence, int]) -> None:
         """Have every layer read what it can of these sequences, and guess so many tokens of each."""
         made: dict[Sequence, list[Tensor]] = {one: [] for one in wanted}
-        for number, layer in enumerate(self.layers):
+        for number in range(len(self.layers)):
             spans = [span for one, count in wanted.items() if (span := self._span(one, number, count > number)).length]
             if not spans:
                 continue
             reading = torch.cat([self._read[one].waiting[number][:length] for one, _, length in spans])
-            hidden = layer(self._ids(spans, number, made), reading, self._runner.prompt_context(spans))
-            parts = hidden.split([span.length for span in spans])
-            guessing = {span.sequence: part[-1] for span, part in zip(spans, parts) if wanted[span.sequence] > number}
-            if guessing:
-                for sequence, guess in zip(guessing, self._guesses(layer, number, guessing)):
+            ends = torch.tensor([span.length for span in spans]).cumsum(0).tolist()
+            guessing = {span.sequence: end - 1 for span, end in zip(spans, ends) if wanted[span.sequence] > number}
+            ids, rows = self._ids(spans, number, made), [*guessing.values()]
+            hidden, found = self._read_rows(number, spans, ids, reading, rows)
+            if found is not None:
+                for sequence, guess in zip(guessing, self._guesses(number, [*guessing], found)):
                     made[sequence].append(guess)
-            for span, part in zip(spans, parts):
+            for span, part in zip(spans, hidden.split([span.length for span in spans])):
                 self._settle(span, number, part)
         self._hand_out(made)
+
+    def _read_rows(
+        self, number: int, spans: list[Span], ids: Tensor, reading: Tensor, rows: list[int]
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """A layer reads spans: what it makes of all tokens, [T, W], and of `rows` the logits and the likeliest tokens; None of none. All is
+        valid until a layer reads again."""
+        at = torch.tensor(rows, device=self._runner.device)
+        if rows and max(span.length for span in spans) <= self._most_rows:
+            places = [(one, start + i) for one, start, length in spans for i in range(length)]
+            result = self.steps[number].run(self._runner.rows([0] * len(places), places), ids, reading)
+            return result.hidden, (result.logits[at], result.greedy[at])
+        layer = self.layers[number]
+        hidden = layer(ids, reading, self._runner.prompt_context(spans))
+        if not rows:
+            return hidden, None
+        logits = layer.logits(hidden[at])
+        return hidden, (logits, logits.argmax(dim=-1))
 
     def _span(self, sequence: Sequence, number: int, guesses: bool) -> Span:
         """What a layer reads: tokens whose successor so far on is known, and where it guesses all that the model has computed."""
@@ -125,13 +150,13 @@ class MtpHeads:
             found[torch.tensor(places, device=found.device)] = torch.stack(guessed)
         return found
 
-    def _guesses(self, layer: MtpModel, number: int, guessing: dict[Sequence, Tensor]) -> list[Tensor]:
-        """What may follow `number` guesses of each sequence, from what the layer made of its newest token; drawn with the number that the
-        choice will draw with."""
-        logits, sequences = layer.logits(torch.stack([*guessing.values()])), [*guessing]
+    def _guesses(self, number: int, sequences: list[Sequence], found: tuple[Tensor, Tensor]) -> list[Tensor]:
+        """What may follow `number` guesses of each sequence, from logits and likeliest tokens behind its newest token; drawn with the
+        number that the choice will draw with."""
+        logits, greedy = found
         batch = Batch.of([one.params for one in sequences], [one.seed for one in sequences], logits.device)
         if batch is None:
-            return list(logits.argmax(dim=-1).unbind())
+            return list(greedy.unbind())
         places = torch.tensor([len(one.token_ids) + number for one in sequences], device=logits.device)
         return list(self._runner.draw(logits, batch, places).clone().unbind())
 

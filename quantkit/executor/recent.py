@@ -49,7 +49,7 @@ class RecentTokens:
         which, length = (ends[1, places] > ends[0, places]).long(), ring.shape[2]
         ring[which, places, positions % length] = x.to(ring.dtype)
         ends[which, places] = positions + 1
-        ends[1 - which, places] = -1
+        ends[1 - which, places] = torch.full_like(positions, -1)  # not a number of the host's: a capture takes none
         at = positions[:, None] - torch.arange(reach - 1, -1, -1, device=self._device)
         return ring[which[:, None], places[:, None], at % length].to(x.dtype)
 

@@ -276,9 +276,9 @@ class Attention:
         """Queries and keys [T, heads * D] normed over all heads, of which a rank has some: the ranks' sums of squares are added up."""
         c = self.config
         q, k, v = qkv.split([len(norms.q), len(norms.k), qkv.shape[1] - len(norms.q) - len(norms.k)], dim=-1)
-        squares = self.all_reduce(torch.stack([side.float().square().sum(-1) for side in (q, k)], dim=-1))
-        widths = squares.new_tensor([c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim])
-        factors = (squares / widths + norms.eps).rsqrt().unbind(-1)
+        squares = self.all_reduce(torch.stack([side.float().square().sum(-1) for side in (q, k)], dim=-1)).unbind(-1)
+        widths = (c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim)
+        factors = [(one / width + norms.eps).rsqrt() for one, width in zip(squares, widths)]
         normed = [(side.float() * factor[:, None]).to(qkv.dtype) * gain for side, factor, gain in zip((q, k), factors, norms)]
         return torch.cat((*normed, v), dim=-1)
 

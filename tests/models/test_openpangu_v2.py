@@ -8,15 +8,19 @@ import make_model
 import pytest
 import torch
 from cut_texts import furthest_from_whole
+from guessed_models import in_place
 from plain_weights import PlainWeights
 from torch import Tensor
 from torch.nn import functional as F
 
 from quantkit.errors import QuantkitError
 from quantkit.executor.engine import Engine
+from quantkit.executor.graphs import DecodeSteps
 from quantkit.executor.load import LoadedModel, load_model
+from quantkit.executor.mtp_heads import MtpHeads
 from quantkit.executor.runner import Runner
 from quantkit.executor.sampling import SamplingParams
+from quantkit.executor.speculation import Speculation
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
 from quantkit.models.hyper import begun, packed
@@ -242,10 +246,11 @@ def test_logits_equal_the_description(case: str) -> None:
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize("num_drafts", [1, 3])
-def test_guesses_are_those_of_the_description(num_drafts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each layer computed anew over the whole text, one behind the other, gives the guesses that the engine makes over its caches; some of
-    them are right, for the next token follows from the last one; and no token is another than without them."""
+@pytest.mark.parametrize(("num_drafts", "captured"), [(1, False), (3, True)])
+def test_guesses_are_those_of_the_description(num_drafts: int, captured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer computed anew over the whole text, one behind the other, gives the guesses that the engine makes over its caches, in
+    static buffers too, as graphs have them; some of them are right, for the next token follows from the last one; and no token is another
+    than without them."""
     monkeypatch.setattr(LoadedModel, "cache_dtype", torch.float32)
     config = {**TINY, "vocab_size": 320}
     tensors = random_tensors(config)
@@ -262,6 +267,9 @@ def test_guesses_are_those_of_the_description(num_drafts: int, tmp_path: Path, m
             tensors[name] = torch.cat((torch.eye(64), tensors[name][:, 64:] * 0.1), dim=1)
     source, params = make_model.write_dense(tmp_path / "model", config, tensors), SamplingParams(max_new_tokens=14, ignore_eos=True)
     engine = Engine.load(source, device="cpu", dtype="float32", max_batch=3, max_model_len=128, num_drafts=num_drafts, prefill_tokens=25)
+    if captured:
+        engine.runner = Runner(engine.loaded.model, engine.cache, in_place)
+        engine.speculation = Speculation(heads := MtpHeads(engine.loaded.mtp_layers, engine.runner, num_drafts, engine.parallel), 0)
     statement, compared = Statement(config, tensors), 0
     prompts = [list(range(10 + i, 14 + 15 * i)) for i in range(3)]
     sequences = [engine.submit(one, params, i) for i, one in enumerate(prompts)]
@@ -281,6 +289,8 @@ def test_guesses_are_those_of_the_description(num_drafts: int, tmp_path: Path, m
     drawn = [SamplingParams(max_new_tokens=14, temperature=0.6 * i, seed=i, ignore_eos=True) for i in range(3)]
     expected = {one.index: one.token_ids for one in plain.generate(prompts, drawn)}
     assert {one.index: one.token_ids for one in engine.generate(prompts, drawn)} == expected
+    if captured:
+        assert [(bool(steps._steps), steps.failure) for steps in heads.steps if isinstance(steps, DecodeSteps)] == [(True, "")] * 3
 
 
 @pytest.mark.parametrize("case", ["release", "odd"])

@@ -1,0 +1,61 @@
+"""What a decode step may not do where it is captured as a graph: take a number from the host, or have the host wait for one."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import make_model
+import pytest
+import torch
+from test_architectures import CONFIGS, PROMPTS, random_tensors
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from quantkit.executor.engine import Engine
+from quantkit.executor.mtp_heads import by_mtp_layers
+from quantkit.executor.runner import Runner
+from quantkit.executor.sampling import SamplingParams
+from quantkit.executor.speculation import Speculation
+
+FAMILIES = ["gpt_oss", "minimax_m2", "qwen3_next", "glm_moe_dsa", "deepseek_v4", "openpangu_v2"]
+"""Between them every kind of attention, state and expert that is computed in plain torch."""
+WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "_unique2", "lift_fresh")
+"""lift_fresh: a tensor made of Python's numbers."""
+
+
+class HostTraffic(TorchDispatchMode):
+    """Notes what a capture on CUDA would refuse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        indices = args[1] if name in ("index", "index_put", "index_put_") else ()
+        number = bool(indices) and name != "index" and args[2].dim() == 0  # PyTorch makes it on the host
+        if name in WAITS or number or any(one is not None and one.dtype == torch.bool for one in indices):
+            self.found.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_step_has_no_traffic_with_the_host(name: str, tmp_path: Path) -> None:
+    config, traffic, steps = CONFIGS[name], HostTraffic(), [0]
+
+    def watched(step: Callable[[], Any], lengths: list[int]) -> Callable[[], Any]:
+        def run() -> Any:
+            steps[0] += 1
+            with traffic:
+                return step()
+
+        return run
+
+    path, drafts = make_model.write_dense(tmp_path / name, config, random_tensors(config)), config.get("num_nextn_predict_layers", 0)
+    engine = Engine.load(path, device="cpu", dtype="float32", max_batch=3, max_model_len=128, num_drafts=drafts)
+    engine.runner = Runner(engine.loaded.model, engine.cache, watched)
+    engine.runner.prompts._capture = None
+    if drafts:
+        engine.speculation = Speculation(by_mtp_layers(engine.loaded.mtp_layers, engine.runner, drafts, engine.parallel), 0)
+    list(engine.generate(PROMPTS, SamplingParams(max_new_tokens=3, ignore_eos=True)))
+    assert steps[0] > 0
+    assert traffic.found == set()
