@@ -83,6 +83,7 @@ def test_what_is_no_whole_library_is_named_and_left(tmp_path: Path, caplog: pyte
 
 
 def test_a_wheel_carries_the_library_and_says_for_which_machines_it_is(whole: Path, tmp_path: Path) -> None:
+    pytest.importorskip("hatchling", reason="hatchling builds the wheel")
     command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "-d", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"QUANTKIT_LIBRARIES": str(whole.parent)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
