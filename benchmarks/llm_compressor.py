@@ -29,7 +29,7 @@ IGNORE = ["lm_head", "re:.*mlp.gate$", "re:.*kv_b_proj$"]
 """What quantkit leaves in 16 bits too: engines need kv_b_proj as it is."""
 PACK = 4096 if torch.cuda.is_available() else 512
 """Tokens side by side."""
-SCHEMES = {"w4": "W4A16_ASYM", "fp4": "NVFP4A16", "w4a4": "NVFP4", "int8": "W8A8"}
+SCHEMES = {"w4": "W4A16_ASYM", "fp4": "NVFP4A16", "w4a4": "NVFP4", "int8": "W8A8", "w4a8": "W4A8"}
 
 
 def mappings(config: Any) -> list[AWQMapping]:

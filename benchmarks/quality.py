@@ -49,6 +49,7 @@ PEERS = {
     "awq-w4a16": ("w4-200", "w4-awq-gptq", "w4-gptq", "w4-nearest"),
     "fp4-w4a16": ("fp4-200", "fp4-awq-gptq", "fp4-gptq", "fp4-nearest"),
     "nvfp4-w4a4": ("w4a4-awq-gptq", "w4a4-gptq", "w4a4-nearest"),
+    "int4-w4a8-groups": ("w4a8-200", "w4a8-awq-gptq", "w4a8-gptq", "w4a8-nearest"),
     "int8-a8w8c16": ("int8-smooth-gptq", "int8-gptq", "int8-nearest"),
 }
 """A number is AutoRound's iterations; nearest is plain rounding, which does not count as a peer."""

@@ -1,7 +1,9 @@
 """One AutoRound run, in its own environment: python quality_auto_round.py MODEL TOKENS.json RECIPE OUT
 
-MODEL is a BF16 checkpoint, TOKENS a list of lists of token ids of one length. Recipes are w4-ITERATIONS (int4 with zero points in groups of
-128) and fp4-ITERATIONS (NVFP4 weights, 16-bit activations). OUT is a BF16 checkpoint of the values that the codes stand for.
+MODEL is a BF16 checkpoint, TOKENS a list of lists of token ids of one length. Recipes are GRID-ITERATIONS, or GRID-v2-ITERATIONS for the
+second version of its method: w4 (int4 with zero points in groups of 128), fp4 (NVFP4 weights, 16-bit activations), int8 (a step a row,
+activations int8 a token) and w4a8 (int4 in groups of 128, the same activations). OUT is a BF16 checkpoint of the values that the codes
+stand for; OUT/activations.json says how many bits the inputs of its linears have, and which linears are kept.
 """
 
 import json
@@ -13,16 +15,20 @@ import torch
 from auto_round import AutoRound
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+INT8_TOKENS = {"act_bits": 8, "act_group_size": -1, "act_data_type": "int", "act_dynamic": True, "act_sym": True}
 GRIDS = {
     "w4": {"bits": 4, "group_size": 128, "sym": False, "data_type": "int"},
     "fp4": {"bits": 4, "group_size": 16, "sym": True, "data_type": "nv_fp", "act_bits": 16},
+    "int8": {"bits": 8, "group_size": -1, "sym": True, "data_type": "int", **INT8_TOKENS},
+    "w4a8": {"bits": 4, "group_size": 128, "sym": True, "data_type": "int", **INT8_TOKENS},
 }
+KEPT = ("lm_head", "kv_b_proj", "mlp.gate")
 
 
 def main() -> None:
     path, tokens, recipe, out = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text()), sys.argv[3], Path(sys.argv[4])
     start = time.perf_counter()
-    grid, iterations = recipe.split("-")
+    grid, *version, iterations = recipe.split("-")
     length = min(map(len, tokens))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
@@ -39,6 +45,7 @@ def main() -> None:
         device_map=device,
         batch_size=8,
         enable_torch_compile=False,
+        enable_alg_ext=version == ["v2"],
         **GRIDS[grid],
         **kept,
     )
@@ -46,6 +53,7 @@ def main() -> None:
     folder = next(path.parent for path in out.rglob("config.json"))  # OUT, or one of its own in OUT
     for file in list(folder.iterdir()) if folder != out else ():
         file.rename(out / file.name)
+    (out / "activations.json").write_text(json.dumps({"bits": GRIDS[grid].get("act_bits", 16), "kept": KEPT}))
     print(json.dumps({"seconds": time.perf_counter() - start}))
 
 

@@ -1,8 +1,10 @@
 """One evaluator for everybody's checkpoints: decoded to float32, float32 activations, documents alone, KL(source || output) in nats.
 
 Activations are rounded to int8, a step a token, or to NVFP4 under the stored scale, where the scheme says so; no side gains by a kernel.
+A checkpoint of decoded values says it in activations.json (quality_auto_round.py).
 """
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,8 @@ class Decoded:
     def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
         self.checkpoint, self.device = checkpoint, device
         self.chosen: list[Tensor] = []
+        told = checkpoint.path / "activations.json"
+        self.decoded: dict[str, Any] = json.loads(told.read_text()) if told.is_file() else {"bits": 16, "kept": []}
 
     def tensor(self, name: str) -> Tensor:
         return self.checkpoint.read(name).float().to(self.device)
@@ -65,7 +69,7 @@ class Decoded:
         """Of what the linear reads; siblings are alike."""
         stored = self.checkpoint.linears.get(module)
         if stored is None:
-            return 16
+            return 16 if module.endswith(tuple(self.decoded["kept"])) else int(self.decoded["bits"])
         own = stored.format.member(module)
         return own.activation_bits if stored.grid is None else own.activation_bits_of(stored.grid)
 

@@ -23,7 +23,7 @@ from quantkit.errors import QuantkitError
 from quantkit.models import find_architecture
 from quantkit.models.architecture import ModelConfig
 from quantkit.models.table import Parameter
-from quantkit.schemes import Fp4Grid, Grid, Mxfp4Grid, Scheme
+from quantkit.schemes import Fp4Grid, Grid, IntGrid, Mxfp4Grid, Scheme
 from quantkit.settings_file import Strict, find_yaml, read_yaml
 
 PARTS = ("hbm", "vector", "l2", "cube", "cache", "launches", "collectives")
@@ -228,7 +228,8 @@ def predict(
     config: dict[str, Any], scheme: Scheme, hardware: Hardware, *, devices: int, batches: Sequence[int], context: int
 ) -> dict[str, Any]:
     """The ladders of a model, from its config.json alone, for several batch sizes; JSON-ready."""
-    if scheme.outside is not None or scheme.activation_bits == 4:
+    in_groups = isinstance(scheme.weight, IntGrid) and scheme.weight.activation_bits == 8
+    if scheme.outside is not None or scheme.activation_bits == 4 or in_groups:
         raise QuantkitError(
             f"decoding times of {scheme.name} are not predicted: no rate of its products is known", "give --devices 8x64GiB"
         )

@@ -11,11 +11,16 @@ from quantkit.errors import QuantkitError
 
 @dataclass(frozen=True)
 class IntGrid:
-    """Integers of `bits` bits. One scale per `group_size` input channels of a row, or per row where it is None."""
+    """Integers of `bits` bits. One scale per `group_size` input channels of a row, or per row where it is None.
+
+    activation_bits: 8 of int4 in groups whose linears round what they read to int8, a step a token. Of every other grid of integers the
+    format says that.
+    """
 
     bits: int
     group_size: int | None
     symmetric: bool
+    activation_bits: int = 16
 
     @property
     def storage_bits(self) -> int:
@@ -67,8 +72,9 @@ def grid_label(grid: Grid | None) -> str:
     match grid:
         case None:
             return "16-bit"
-        case IntGrid(bits, size, symmetric):
-            return "-".join((f"int{bits}", *([f"g{size}"] if size else []), *([] if symmetric else ["zero-points"])))
+        case IntGrid(bits, size, symmetric, read):
+            parts = (f"int{bits}", *([f"g{size}"] if size else []), *([] if symmetric else ["zero-points"]), *(["a8"] if read == 8 else []))
+            return "-".join(parts)
         case Fp4Grid(activation_bits=bits):
             return "nvfp4" if bits == 16 else f"nvfp4-w4a{bits}"
         case Mxfp4Grid():
@@ -139,6 +145,14 @@ SCHEMES: dict[str, Scheme] = {
             ("modelslim",),
             "int4 routed experts and int8 linears, both per channel, int8 activations per token, BF16 cache",
             outside=_W8,
+        ),
+        Scheme(
+            "int4-w4a8-groups",
+            IntGrid(bits=4, group_size=128, symmetric=True, activation_bits=8),
+            8,
+            ("awq", "gptq"),
+            ("compressed-tensors",),
+            "int4 in groups of 128 without zero points, int8 activations per token",
         ),
     )
 }

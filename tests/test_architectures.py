@@ -135,7 +135,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "pangu_ultra_moe": {**PANGU, "rope_theta": 25600000.0},
 }
 CONFIGS = {name: {**config, "model_type": name} for name, config in CONFIGS.items()}
-USUAL = tuple(scheme for scheme in SCHEMES if scheme not in ("mxfp4-w4a16", "nvfp4-w4a4"))
+USUAL = tuple(scheme for scheme in SCHEMES if scheme not in ("mxfp4-w4a16", "nvfp4-w4a4", "int4-w4a8-groups"))
 CELLS = {
     "llama": tuple(SCHEMES),
     "qwen2": USUAL,

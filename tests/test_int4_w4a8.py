@@ -8,6 +8,7 @@ import quantkit_kernels as kernels
 import torch
 from make_model import random_tensors, tiny_config, write_fp8
 from nearest import quantize_int
+from rounded_inputs import distances
 from top_logprobs import distance, top_logprobs
 
 from quantkit.checkpoint.reader import Checkpoint
@@ -59,14 +60,9 @@ def test_experts_are_int4_and_the_rest_is_int8(written: Path) -> None:
 
 
 def test_it_runs_with_int8_activations_and_stays_near_its_source(written: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    (tmp_path / "text.jsonl").write_text(json.dumps({"text": "3 4 7 11 18 29 47 76 " * 8}) + "\n")
-    convert(written, tmp_path / "plain", dtype="fp32")
-    told = measure(str(written), tmp_path / "text.jsonl", baseline=str(tiny_checkpoint))
-    rounding = measure(str(written), tmp_path / "text.jsonl", baseline=str(tmp_path / "plain"))
-    assert told.kl is not None
-    assert rounding.kl is not None
-    assert 1e-7 < rounding.kl < 0.1, "activations are rounded"
-    assert 1e-7 < told.kl < 0.1
+    found = distances(written, tiny_checkpoint, tmp_path)
+    assert 1e-7 < found.rounding < 0.1, "activations are rounded"
+    assert 1e-7 < found.source < 0.1
     # Two ranks round their halves of an input apart: other answers, about as near those of unrounded activations (0.06 to 0.14 of a nat).
     one, two, unrounded = top_logprobs(written), top_logprobs(written, tp=2), top_logprobs(tmp_path / "plain")
     assert distance(two, one) > 0

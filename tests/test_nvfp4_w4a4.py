@@ -8,6 +8,7 @@ import quantkit_kernels as kernels
 import torch
 from make_model import random_tensors, tiny_config, write_dense, write_fp8
 from packed_model import write_packed
+from rounded_inputs import distances
 from top_logprobs import distance, top_logprobs
 
 from quantkit.checkpoint.formats import compressed_fp4
@@ -17,7 +18,6 @@ from quantkit.costmodel import load_hardware, predict
 from quantkit.diagnosis.diagnose import diagnose
 from quantkit.engines.check import check_checkpoint
 from quantkit.errors import QuantkitError
-from quantkit.evaluation.distance.perplexity import measure
 from quantkit.executor.load import load_model
 from quantkit.executor.split import cut_columns
 from quantkit.executor.weights import operand
@@ -79,14 +79,9 @@ def test_every_linear_brings_a_scale_for_its_input(written: Path) -> None:
 
 
 def test_it_computes_rounded_activations(written: Path, source: Path, tmp_path: Path) -> None:
-    (tmp_path / "text.jsonl").write_text(json.dumps({"text": "3 4 7 11 18 29 47 76 " * 8}) + "\n")
-    convert(written, tmp_path / "plain", dtype="fp32")
-    told = measure(str(written), tmp_path / "text.jsonl", baseline=str(source))
-    rounding = measure(str(written), tmp_path / "text.jsonl", baseline=str(tmp_path / "plain"))
-    assert told.kl is not None
-    assert rounding.kl is not None
-    assert 1e-6 < rounding.kl < 0.3, "activations are rounded"
-    assert 1e-6 < told.kl < 0.3
+    found = distances(written, source, tmp_path)
+    assert 1e-6 < found.rounding < 0.3, "activations are rounded"
+    assert 1e-6 < found.source < 0.3
 
 
 def test_ranks_round_their_inputs_as_one_does(written: Path) -> None:

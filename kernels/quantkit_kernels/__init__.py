@@ -28,7 +28,7 @@ from quantkit_kernels.prolog import MlaProlog, MlaSizes, MlaWeights, prepare_mla
 from quantkit_kernels.prompts import PaddedPrompts, PromptPart, Prompts, SpansNow, gqa_prefill, mla_prefill
 from quantkit_kernels.routing import Routing, moe_gate, route
 from quantkit_kernels.self_check import Measurement, check
-from quantkit_kernels.weights import Dense, Fp4, Int4, Int8, NarrowInt8, Weight, dequantize, stack
+from quantkit_kernels.weights import Dense, Fp4, Int4, Int4Int8, Int8, NarrowInt8, Weight, dequantize, stack
 
 __all__ = [
     "BACKENDS",
@@ -46,6 +46,7 @@ __all__ = [
     "Fp4",
     "Gating",
     "Int4",
+    "Int4Int8",
     "Int8",
     "KeyValues",
     "Latents",

@@ -14,8 +14,8 @@ from torch import Tensor
 from quantkit_kernels import backends
 from quantkit_kernels.arguments import FLOAT_DTYPES, INDEX_DTYPES, check_compute_dtype, check_tensor, require
 from quantkit_kernels.gating import SILU, ExpertBiases, Gating
-from quantkit_kernels.linear import laid_out
-from quantkit_kernels.weights import Fp4, Weight, check_weight, kind, shape
+from quantkit_kernels.linear import laid_out, rounds_inputs
+from quantkit_kernels.weights import Weight, check_weight, kind, shape
 
 NO_EXPERT = -1
 """An id that adds nothing, for `Experts` that have `takes_none`: of an expert that is elsewhere."""
@@ -133,7 +133,7 @@ class ExpertsBuilder:
 
     def _begin(self, gate: Weight, down: Weight, biased: bool) -> ExpertsLayout:
         target, plain = gate[0].device if self._device is None else self._device, not biased and self._gating == SILU
-        rounds = isinstance(gate, Fp4) and gate.input_divisor is not None
+        rounds = rounds_inputs(gate)
         operator = "experts" if plain and not rounds else "linear"
         name = backends.choose(f"{operator}_{kind(gate)}", self._backend, target, self._dtype, (_stacked(gate), shape(down)))
         found = backends.module(name)

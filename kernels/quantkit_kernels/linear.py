@@ -10,14 +10,14 @@ from torch import Tensor
 
 from quantkit_kernels import backends
 from quantkit_kernels.arguments import check_compute_dtype, require
-from quantkit_kernels.weights import FP4_GROUP_SIZE, Dense, Fp4, Int4, Int8, Weight, check_weight, kind, shape
+from quantkit_kernels.weights import FP4_GROUP_SIZE, Dense, Fp4, Int4, Int4Int8, Int8, Weight, check_weight, kind, shape
 
 
 class Linear(ABC):
     """One prepared weight. Call it with x[..., K] of `dtype`; it returns [..., N] of the same dtype.
 
-    Int8 weights quantize each row of x to int8 inside the call (see `quantize_rows`), and FP4 weights with an input_divisor round x to
-    NVFP4 (see `round_to_nvfp4`). `nbytes` counts every byte the layout holds.
+    Int8 and Int4Int8 weights quantize each row of x to int8 inside the call (see `quantize_rows`), and FP4 weights with an input_divisor
+    round x to NVFP4 (see `round_to_nvfp4`). `nbytes` counts every byte the layout holds.
     """
 
     def __init__(self, in_features: int, out_features: int, dtype: torch.dtype, device: torch.device, backend: str) -> None:
@@ -68,6 +68,8 @@ def prepare(
 def laid_out(backend: str, weight: Weight, dtype: torch.dtype, device: torch.device) -> Linear:
     """`prepare` for a backend that was chosen. ValueError where it has no product of inputs rounded to NVFP4 and they are to be."""
     make = backends.module(backend).linear
+    if isinstance(weight, Int4Int8):
+        return Int8InputsLinear(make(Int4(*weight), dtype, device))
     if not isinstance(weight, Fp4) or weight.input_divisor is None:
         linear: Linear = make(weight, dtype, device)
         return linear
@@ -78,11 +80,32 @@ def laid_out(backend: str, weight: Weight, dtype: torch.dtype, device: torch.dev
     return RoundedInputsLinear(make(plain, dtype, device), weight.input_divisor.to(device))
 
 
+def rounds_inputs(weight: Weight) -> bool:
+    """Whether the linear is a product by weights alone over inputs that are rounded before it."""
+    return isinstance(weight, Int4Int8) or (isinstance(weight, Fp4) and weight.input_divisor is not None)
+
+
 def why_no_rounded_inputs(backend: str, device: torch.device) -> str | None:
     """None where linears of this backend, or of the best one of a device ("auto"), run on inputs rounded to NVFP4; else the reason."""
     if device.type == "npu" or backend in ("torch_npu", "ascend"):
         return "an NPU has no FP4 and no e4m3 to round with"
     return "its own rounding finds the divisor anew at every call" if backend == "scaled_mm" else None
+
+
+class Int8InputsLinear(Linear):
+    """W4A8 in groups: x rounded to int8, then the product of any backend by an int4 weight. Products of int8 by int4 are not used."""
+
+    def __init__(self, product: Linear) -> None:
+        super().__init__(product.in_features, product.out_features, product.dtype, product.device, product.backend)
+        self.product = product
+
+    def held(self) -> list[Tensor]:
+        return self.product.held()
+
+    def rows(self, x: Tensor) -> Tensor:
+        codes, scale = quantize_rows(x)
+        # Codes over 128 are exact in 16 bits, and products no larger than those of inputs whose largest is 1.
+        return (self.product.rows((codes.float() / 128).to(self.dtype)).float() * (scale * 128)).to(self.dtype)
 
 
 class RoundedInputsLinear(Linear):

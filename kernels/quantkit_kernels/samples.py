@@ -11,7 +11,7 @@ from quantkit_kernels.linear import E2M1_MAX, E4M3_MAX, quantize_rows, round_to_
 from quantkit_kernels.paged import PagedKeys, PagedLatents, Rotation
 from quantkit_kernels.prompts import Prompts
 from quantkit_kernels.reference.grouped import picked
-from quantkit_kernels.weights import Dense, Fp4, Int4, Int8, NarrowInt8, Weight, dequantize
+from quantkit_kernels.weights import Dense, Fp4, Int4, Int4Int8, Int8, NarrowInt8, Weight, dequantize
 
 GRIDS = ("int4-asym-32", "int4-asym-64", "int4-asym-128", "int4-sym-128", "int8", "fp4", "dense")
 # By norm ratio: what rounding of the result, and inside 16-bit operators of operands and scales too, explains.
@@ -49,7 +49,7 @@ def random_weight(grid: str, n: int, k: int, rng: torch.Generator) -> Weight:
 
 def exact_linear(x: Tensor, weight: Weight) -> Tensor:
     """x[M, K] @ W.T in float64, from the values the codes stand for, over activations rounded as the operator states."""
-    if isinstance(weight, Int8):
+    if isinstance(weight, (Int8, Int4Int8)):
         codes, scale = quantize_rows(x)
         return (codes.double() * scale.double()) @ dequantize(weight, torch.float64).T
     if isinstance(weight, Fp4) and weight.input_divisor is not None:

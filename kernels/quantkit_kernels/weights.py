@@ -25,6 +25,10 @@ class Int4(NamedTuple):
     zero_point: Tensor | None
 
 
+class Int4Int8(Int4):
+    """W4A8 in groups: operators round their inputs to int8, a step a token (`quantize_rows`), before the product. Symmetric."""
+
+
 class Int8(NamedTuple):
     """w = codes * scale, one scale per output feature; activations are quantized to int8 per token inside the operator.
 
@@ -64,7 +68,7 @@ Weight = Int4 | Int8 | Fp4 | Dense
 
 def kind(weight: Weight) -> str:
     """The name of a weight's grid in operator names: int4, int8, fp4 or dense."""
-    return "int8" if isinstance(weight, Int8) else type(weight).__name__.lower()
+    return "int8" if isinstance(weight, Int8) else "int4" if isinstance(weight, Int4) else type(weight).__name__.lower()
 
 
 def shape(weight: Weight) -> tuple[int, int]:
@@ -140,7 +144,7 @@ def rows(weight: Weight, start: int, stop: int) -> Weight:
         return type(weight)(weight.codes[start:stop], weight.scale[start:stop])
     if isinstance(weight, Int4):
         zero_point = None if weight.zero_point is None else weight.zero_point[start:stop]
-        return Int4(weight.codes[start:stop], weight.scale[start:stop], zero_point)
+        return type(weight)(weight.codes[start:stop], weight.scale[start:stop], zero_point)
     global_scale = weight.global_scale if weight.global_scale.dim() == 0 else weight.global_scale[start:stop]
     return Fp4(weight.codes[start:stop], weight.scale[start:stop], global_scale, weight.input_divisor)
 
@@ -152,10 +156,11 @@ def stack(first: Weight, second: Weight) -> Weight:
     if isinstance(first, Int4) and isinstance(second, Int4):
         same = group_size(first) == group_size(second) and (first.zero_point is None) == (second.zero_point is None)
         require(same, "cannot stack int4 weights that differ in group size or symmetry")
+        require(type(first) is type(second), "cannot stack int4 weights whose inputs are rounded differently")
         zero_point = None
         if first.zero_point is not None and second.zero_point is not None:
             zero_point = torch.cat([first.zero_point, second.zero_point])
-        return Int4(torch.cat([first.codes, second.codes]), torch.cat([first.scale, second.scale]), zero_point)
+        return type(first)(torch.cat([first.codes, second.codes]), torch.cat([first.scale, second.scale]), zero_point)
     if isinstance(first, Int8) and isinstance(second, Int8):
         joined = type(first) if type(first) is type(second) else Int8
         return joined(torch.cat([first.codes, second.codes]), torch.cat([first.scale, second.scale]))

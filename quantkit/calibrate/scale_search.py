@@ -65,11 +65,11 @@ def choose_scale(solver: Solver, consumers: Sequence[Consumer], curvature: Curva
         split = rows.split([sum(lengths) for _, lengths in stacks], dim=-2)
         loss = torch.cat([_losses(own, w, part, lengths, curvature) for (own, lengths), w in zip(stacks, split)], dim=-1)
         losses.append((loss * row_weight).sum(-1))
-        if "smooth" in solver.methods or solver.activation_bits == 4:
+        if "smooth" in solver.methods or solver.activation_bits < 16:
             energy = ((rows * part.unsqueeze(-2)).square() * row_weight.unsqueeze(-1)).sum(-2)
         if solver.activation_bits == 4:  # one by one: rounding holds several copies of the sample
             losses[-1] += torch.stack([nvfp4_loss(inputs.sample / scale.unsqueeze(-2), own) for scale, own in zip(part, energy)])
-        elif "smooth" in solver.methods:
+        elif "smooth" in solver.methods or solver.activation_bits == 8:
             losses[-1] += activation_loss(inputs.sample / part.unsqueeze(-2), energy)
     best = torch.cat(losses).argmin(0)  # [...], the first of equals
     return candidates.gather(0, best[None, ..., None].expand(1, *candidates.shape[1:])).squeeze(0)

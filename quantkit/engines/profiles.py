@@ -19,7 +19,7 @@ Device = Literal["cuda", "npu", "cpu"]
 Part = Literal["qkv_a", "attention", "kv_b", "mlp", "shared_experts", "experts"]
 """Parts of a model an engine treats as one. qkv_a: q_a_proj and kv_a_proj_with_mqa, which every engine fuses."""
 
-GridName = Literal["int4-asymmetric", "int4-symmetric", "int4-channel", "int8", "nvfp4", "nvfp4-w4a4", "mxfp4", "fp8", "dense"]
+GridName = Literal["int4-asymmetric", "int4-symmetric", "int4-channel", "int4-w4a8", "int8", "nvfp4", "nvfp4-w4a4", "mxfp4", "fp8", "dense"]
 
 
 class LoadRule(Strict):
@@ -155,6 +155,8 @@ def grid_name(grid: Grid) -> GridName:
             return "fp8"
         case IntGrid(bits=8):
             return "int8"
+        case IntGrid(activation_bits=8):
+            return "int4-w4a8"
         case IntGrid(group_size=None):
             return "int4-channel"
         case IntGrid(symmetric=symmetric):

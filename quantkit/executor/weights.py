@@ -191,11 +191,12 @@ class ExecutorWeights:
         if module in self._read:
             return self._read.pop(module)
         stored = self.checkpoint.linears.get(module)
-        bits = 16
+        bits, in_groups = 16, False
         if stored is not None:
             own = stored.format.member(module)
             bits = own.activation_bits if stored.grid is None else own.activation_bits_of(stored.grid)
-        joined, *others = (operand(share, self.dtype, bits) for share in self._shares(module))
+            in_groups = stored.grid is not None and stored.grid.group_size is not None
+        joined, *others = (operand(share, self.dtype, bits, in_groups=in_groups) for share in self._shares(module))
         for other in others:
             joined = stack(joined, other)
         return joined
@@ -278,23 +279,22 @@ class SideBySide:
         return torch.cat([linear(x) for linear in self.linears], dim=-1)
 
 
-def operand(weight: Weight, dtype: torch.dtype, activation_bits: int = 16) -> kernels.Weight:
+def operand(weight: Weight, dtype: torch.dtype, activation_bits: int = 16, *, in_groups: bool = False) -> kernels.Weight:
     """The kernel operand of a weight: the one place where a grid is matched to an operator.
 
-    int8 and int4 per channel run with int8 activations where the format's `activation_bits` are 8, int4 a byte a code; NVFP4 that brings a
-    divisor for its inputs rounds them; other int4 and FP4 are weight-only, MXFP4 by NVFP4's operators where that holds the same values;
-    everything else, FP8 and weight-only int8 included, is expanded to `dtype`. Int4 whose groups are longer than the operators' has its
-    scales repeated.
+    int8 and symmetric int4 run with int8 activations where the format's `activation_bits` are 8, int4 per channel a byte a code; NVFP4
+    that brings a divisor for its inputs rounds them; other int4 and FP4 are weight-only, MXFP4 by NVFP4's operators where that holds the
+    same values; everything else, FP8 and weight-only int8 included, is expanded to `dtype`. Int4 whose groups are longer than the
+    operators' has its scales repeated. in_groups: the grid has groups, and a row with one scale is one of them.
     """
     match weight:
-        case IntWeight(bits=4, zero_point=None) if activation_bits == 8 and weight.scale.shape[1] == 1:
+        case IntWeight(bits=4, zero_point=None) if activation_bits == 8 and weight.scale.shape[1] == 1 and not in_groups:
             return kernels.Int8(weight.codes, weight.scale)
-        case IntWeight(bits=4) if weight.group_size in (32, 64, 128):
-            return kernels.Int4(weight.codes, weight.scale, weight.zero_point)
-        case IntWeight(bits=4) if weight.group_size % _INT4_GROUP == 0:
-            copies = weight.group_size // _INT4_GROUP
+        case IntWeight(bits=4) if weight.group_size in (32, 64, 128) or weight.group_size % _INT4_GROUP == 0:
+            copies = max(1, weight.group_size // _INT4_GROUP)
             points = None if weight.zero_point is None else weight.zero_point.repeat_interleave(copies, 1)
-            return kernels.Int4(weight.codes, weight.scale.repeat_interleave(copies, 1), points)
+            own = kernels.Int4Int8 if activation_bits == 8 and points is None else kernels.Int4
+            return own(weight.codes, weight.scale.repeat_interleave(copies, 1), points)
         case IntWeight(bits=8, zero_point=None) if activation_bits == 8 and weight.scale.shape[1] == 1:
             return kernels.Int8(weight.codes, weight.scale)
         case Fp4Weight():

@@ -33,6 +33,7 @@ FORMATS: tuple[Format, ...] = (
     awq.FORMAT,
     *gptq.FORMATS,
     compressed_int4.FORMAT,
+    compressed_int4.W4A8,
     compressed_fp4.FORMAT,
     compressed_fp4.W4A4,
     compressed_int8.FORMAT,

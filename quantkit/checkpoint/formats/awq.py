@@ -48,7 +48,7 @@ class Awq(Format):
     own_suffixes = (".qweight", ".qzeros", ".scales")
 
     def holds(self, grid: Grid) -> bool:
-        return isinstance(grid, IntGrid) and grid.bits == 4
+        return isinstance(grid, IntGrid) and (grid.bits, grid.activation_bits) == (4, 16)
 
     def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[StoredPart, ...]:
         assert isinstance(grid, IntGrid), grid

@@ -31,6 +31,8 @@ _SPELLING = IgnoreSpelling(
 
 
 MIXED = "mixed-precision"
+INT8_TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+"""How activations are described that are quantized so."""
 _CLASSES = ("Linear", "Expert", "MLP", "Moe", "MoE")
 """In the name of a class that a group is for: it has linears."""
 
@@ -60,6 +62,13 @@ def has_bits(config: Mapping[str, Any], bits: int) -> bool:
     groups = config["quantization_config"].get("config_groups")
     described = [group.get("weights") for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
     return bool(described) and all(isinstance(args, dict) and args.get("num_bits") == bits for args in described)
+
+
+def reads_int8(config: Mapping[str, Any]) -> bool:
+    """Whether linears quantize what they read to int8, a step a token that is found as it comes."""
+    groups = (config["quantization_config"].get("config_groups") or {}).values()
+    described = [group.get("input_activations") for group in groups if isinstance(group, dict) and group.get("weights") is not None]
+    return bool(described) and all(isinstance(args, dict) and INT8_TOKENS.items() <= args.items() for args in described)
 
 
 def weight_args(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,8 @@
     X.weight_packed int32 [N, K / P]   X.weight_scale bfloat16 [N, G]   X.weight_shape int64 [2] = (N, K)
     X.weight_zero_point int32 [N / P, G], asymmetric only, packed along the OUTPUTS
 
-Codes and zero points are signed, stored as v + 8 or v + 128: w = (q - z) * s. Activations have 16 bits (W4A16, W8A16).
+Codes and zero points are signed, stored as v + 8 or v + 128: w = (q - z) * s. Activations have 16 bits (W4A16, W8A16), or int4 codes come
+with input_activations of int8, a step a token (W4A8 in groups).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +35,7 @@ class CompressedInt4(Format):
         return 32 // self.bits
 
     def holds(self, grid: Grid) -> bool:
-        return isinstance(grid, IntGrid) and grid.bits == self.bits
+        return isinstance(grid, IntGrid) and grid.bits == self.bits and grid.activation_bits == 16
 
     def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[StoredPart, ...]:
         assert isinstance(grid, IntGrid), grid
@@ -86,7 +87,8 @@ class CompressedInt4(Format):
         return from_offset(unpack_words(words))
 
     def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
-        return compressed.detect(config, self.variant) and not compressed.has_bits(config, 8)
+        told = compressed.detect(config, self.variant) and not compressed.has_bits(config, 8)
+        return told and compressed.reads_int8(config) == (self.activation_bits == 8)
 
     def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
         args = compressed.weight_args(config)
@@ -94,7 +96,8 @@ class CompressedInt4(Format):
         by_group = args.get("strategy") == "group" and type(size) is int and size > 0
         if args.get("num_bits") != self.bits or args.get("type") != "int" or not (by_group or args.get("strategy") == "channel"):
             raise compressed.unreadable(args, f"{self.bits}-bit int by group or channel")
-        return IntGrid(bits=self.bits, group_size=size if by_group else None, symmetric=bool(args.get("symmetric", True)))
+        symmetric, reads = bool(args.get("symmetric", True)), self.activation_bits if by_group else 16
+        return IntGrid(bits=self.bits, group_size=size if by_group else None, symmetric=symmetric, activation_bits=reads)
 
     def ignored(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Callable[[str], bool] | None:
         return compressed.ignored(config)
@@ -103,7 +106,15 @@ class CompressedInt4(Format):
         assert isinstance(grid, IntGrid), grid
         strategy: dict[str, Any] = {"strategy": "group", "group_size": grid.group_size} if grid.group_size else {"strategy": "channel"}
         weights = {"num_bits": self.bits, "type": "int", "symmetric": grid.symmetric, **strategy, "dynamic": False}
-        return compressed.config_block(self.variant, weights, None, quantized, plain)
+        activations = compressed.INT8_TOKENS if self.activation_bits == 8 else None
+        return compressed.config_block(self.variant, weights, activations, quantized, plain)
+
+
+class _Int8Inputs(CompressedInt4):
+    activation_bits = 8
+
+    def holds(self, grid: Grid) -> bool:
+        return isinstance(grid, IntGrid) and (grid.bits, grid.symmetric, grid.activation_bits) == (4, True, 8)
 
 
 class _Fp16Scales(CompressedInt4):
@@ -124,6 +135,7 @@ class CompressedInt8Words(CompressedInt4):
 
 
 FORMAT = CompressedInt4()
+W4A8 = _Int8Inputs()
 INT8_WORDS = CompressedInt8Words()
 FP16_SCALES = _Fp16Scales()
 """For weights that come with such scales. Engines copy a scale into the dtype they run in, so float16 runs lose nothing."""

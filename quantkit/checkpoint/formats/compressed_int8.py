@@ -64,8 +64,7 @@ class CompressedInt8(Format):
 
     def config_block(self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> dict[str, Any]:
         weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
-        activations = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
-        return compressed.config_block(self.variant, weights, activations, quantized, plain)
+        return compressed.config_block(self.variant, weights, compressed.INT8_TOKENS, quantized, plain)
 
 
 def _is_other(args: Mapping[str, Any]) -> bool:
@@ -73,16 +72,16 @@ def _is_other(args: Mapping[str, Any]) -> bool:
 
 
 class CompressedInts(CompressedInt8):
-    """bits: of a code. per_tensor: one scale, float [1].
+    """bits: of a code. per_tensor: one scale, float [1]. activation_bits: 8 where what linears read is described as int8 per token.
 
     Else X.weight_scale [N, G], and X.weight_zero_point int8 [N, G] where not symmetric.
     """
 
     own_suffixes = (".weight_scale", ".weight_zero_point")  # type: ignore[assignment]
 
-    def __init__(self, bits: int, *, per_tensor: bool = False) -> None:
+    def __init__(self, bits: int, *, per_tensor: bool = False, activation_bits: int = 16) -> None:
         self.bits, self.per_tensor = bits, per_tensor
-        self.activation_bits = 8 if per_tensor else 16  # type: ignore[misc]
+        self.activation_bits = activation_bits  # type: ignore[misc]
 
     def holds(self, grid: Grid) -> bool:
         return False
@@ -112,7 +111,10 @@ class CompressedInts(CompressedInt8):
         ]
         # What is on no grid that is read, one of them must own: it says so.
         known = bool(said) and said[0] in [(one.bits, one.per_tensor) for one in OTHERS]
-        return bool(said) and (said[0] == (self.bits, self.per_tensor) if known else self is OTHERS[0])
+        if not said or not known:
+            return bool(said) and self is OTHERS[0]
+        told = self.bits == 8 or compressed.reads_int8(config) == (self.activation_bits == 8)
+        return said[0] == (self.bits, self.per_tensor) and told
 
     def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
         args = compressed.weight_args(config)
@@ -122,8 +124,9 @@ class CompressedInts(CompressedInt8):
         strategies = ("tensor",) if self.per_tensor and symmetric else ("channel",)
         if bits != self.bits or args.get("type") != "int" or not (by_group or strategy in strategies):
             raise compressed.unreadable(args, "4- or 8-bit int by group, channel or tensor")
-        return IntGrid(bits=bits, group_size=size if by_group else None, symmetric=symmetric)
+        reads = self.activation_bits if by_group and bits == 4 else 16
+        return IntGrid(bits=bits, group_size=size if by_group else None, symmetric=symmetric, activation_bits=reads)
 
 
 FORMAT = CompressedInt8()
-OTHERS = (CompressedInts(4), CompressedInts(8), CompressedInts(8, per_tensor=True))
+OTHERS = (CompressedInts(4), CompressedInts(4, activation_bits=8), CompressedInts(8), CompressedInts(8, per_tensor=True, activation_bits=8))

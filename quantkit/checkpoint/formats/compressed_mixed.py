@@ -57,6 +57,7 @@ _MEMBERS: tuple[Format, ...] = (compressed_int4.FORMAT, compressed_fp4.FORMAT, c
 
 _READ: tuple[Format, ...] = (
     compressed_int4.FORMAT,
+    compressed_int4.W4A8,
     compressed_int4.INT8_WORDS,
     compressed_fp4.FORMAT,
     compressed_fp4.W4A4,

@@ -51,7 +51,7 @@ class Gptq(Format):
         self.first = checkpoint_format == _FIRST
 
     def holds(self, grid: Grid) -> bool:
-        return isinstance(grid, IntGrid) and grid.bits in _BITS and not self.desc_act
+        return isinstance(grid, IntGrid) and grid.bits in _BITS and grid.activation_bits == 16 and not self.desc_act
 
     def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[StoredPart, ...]:
         assert isinstance(grid, IntGrid), grid

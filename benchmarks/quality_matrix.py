@@ -1,0 +1,326 @@
+"""Models x schemes x methods x seeds of quality.py on one GPU and many cores, in processes that stay, most wanted first, until time is up.
+
+    python benchmarks/quality_matrix.py run FILE.jsonl --judges DIR --out OUT [--seconds 500] [--gpu 9] [--cpu 4] [--variants FILE.json]
+    python benchmarks/quality_matrix.py table FILE.jsonl [--split tuning]
+
+run: every result is added to FILE at once, KL of every document on both splits; what FILE has is not run again. Both sides fit the same
+tokens: --samples documents of a judge's own text, drawn with the seed. A worker computes on the GPU, or, where CUDA is hidden from it, on
+one core. table: KL and its ratio to the best peer, the mean over seeds, with percentile bootstraps over documents.
+"""
+
+import argparse
+import json
+import math
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).parent
+PEERS = {
+    "awq-w4a16": ("w4-awq-gptq", "w4-200", "w4-gptq", "w4-nearest"),
+    "fp4-w4a16": ("fp4-awq-gptq", "fp4-200", "fp4-gptq", "fp4-nearest"),
+    "int8-a8w8c16": ("int8-smooth-gptq", "int8-200", "int8-gptq", "int8-nearest"),
+    "nvfp4-w4a4": ("w4a4-awq-gptq", "w4a4-gptq", "w4a4-nearest"),
+    "int4-w4a8-groups": ("w4a8-awq-gptq", "w4a8-200", "w4a8-gptq", "w4a8-nearest"),
+}
+STRONGEST = {"awq-w4a16": ("w4-1000",), "fp4-w4a16": ("fp4-v2-200", "fp4-1000"), "int8-a8w8c16": ("int8-1000",)}
+"""AutoRound's second version, and five times its iterations: of the first seed alone. The second version is one of symmetric grids."""
+ON_CPU = ("quantkit", "gptq", "smooth-gptq", "nearest")
+"""Methods that one core finishes in a minute or two."""
+
+
+@dataclass
+class Job:
+    judge: str
+    scheme: str
+    name: str
+    seed: int
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[str, str, str, int]:
+        return self.judge, self.scheme, self.name, self.seed
+
+    @property
+    def kind(self) -> str:
+        if self.name.startswith("quantkit"):
+            return "quantkit"
+        return "autoround" if self.name.rpartition("-")[2].isdigit() else "llmcompressor"
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.kind == "quantkit" or self.name.partition("-")[2] in ON_CPU
+
+
+def jobs(given: argparse.Namespace) -> list[Job]:
+    """Most wanted first: for each seed the schemes that have targets; then NVFP4's activations, then variants and AutoRound's longest."""
+    variants = json.loads(given.variants.read_text()) if given.variants else {}
+    found = []
+    for turn, seed in enumerate(given.seeds):
+        for scheme in given.schemes:
+            for name in (*PEERS[scheme], "quantkit"):
+                if turn == 0 or not name.endswith("nearest"):
+                    late = scheme in ("nvfp4-w4a4", "int4-w4a8-groups")
+                    found += [(2 * turn + 3 * late, Job(judge, scheme, name, seed)) for judge in given.models]
+            for name, settings in variants.get(scheme, {}).items():
+                found += [(10 + turn, Job(judge, scheme, f"quantkit {name}", seed, settings)) for judge in given.models]
+            for name in STRONGEST.get(scheme, ()) if turn == 0 else ():
+                found += [(9, Job(judge, scheme, name, seed)) for judge in given.models]
+    return [job for _, job in sorted(found, key=lambda pair: pair[0])]
+
+
+def tokens_of(given: argparse.Namespace) -> dict[tuple[str, int], Path]:
+    """The calibration tokens that ours sees with each seed, as files."""
+    from quantkit.calibrate.data import load_sequences
+    from quantkit.recipe import load_recipe
+    from quantkit.tokenizer.chat import ChatTokenizer
+
+    found, held_out = {}, load_recipe("awq-w4a16").held_out
+    sizes = {"samples": given.samples, "seq_len": given.seq_len, "held_out": held_out}
+    for judge in given.models:
+        tokenizer = ChatTokenizer(given.judges / judge)
+        for seed in given.seeds:
+            sequences = load_sequences(str(given.judges / "own.jsonl"), tokenizer, seed=seed, **sizes)
+            found[judge, seed] = given.out / f"{judge}-tokens-{seed}.json"
+            found[judge, seed].write_text(json.dumps([ids.tolist() for ids in sequences.calibration]))
+    return found
+
+
+class Worker:
+    """A quality_worker.py of one kind; `ask` raises EOFError where it died."""
+
+    def __init__(self, kind: str, log: Path, python: str, *, gpu: bool) -> None:
+        hidden = {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
+        self.kind = kind
+        self.process = subprocess.Popen(
+            [python, str(HERE / "quality_worker.py"), kind, str(log)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | hidden | {"OMP_NUM_THREADS": "1"},
+        )
+
+    def ask(self, job: dict[str, Any]) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            self.process.stdin.write(json.dumps(job) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError as error:
+            raise EOFError from error
+        line = self.process.stdout.readline()
+        if not line:
+            raise EOFError
+        return dict(json.loads(line))
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+class Matrix:
+    """Slots take jobs; outputs go to the scorer, which writes what they came to."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        given.out.mkdir(parents=True, exist_ok=True)
+        self.given, self.tokens, self.start = given, tokens_of(given), time.perf_counter()
+        done = [json.loads(line) for line in given.file.read_text().splitlines()] if given.file.exists() else []
+        had = {(row["judge"], row["scheme"], row["name"], row["seed"]) for row in done}
+        self.left = [job for job in jobs(given) if job.key not in had]
+        self.lock, self.outputs = threading.Lock(), queue.Queue[dict[str, Any] | None]()
+        self.workers: dict[str, Worker] = {}
+
+    def told(self, text: str) -> None:
+        print(f"{time.perf_counter() - self.start:6.1f} s  {text}", flush=True)
+
+    def take(self, kind: str | None, *, gpu: bool) -> Job | None:
+        """The first job; of the same kind as the last one of this slot, if the next few have it, as that spares imports."""
+        with self.lock:
+            able = [job for job in self.left if gpu or job.on_cpu]
+            same = [job for job in able[: self.given.ahead] if job.kind == kind]
+            job = (same or able or [None])[0]
+            if job is not None:
+                self.left.remove(job)
+            return job
+
+    def slot(self, name: str, *, gpu: bool) -> None:
+        while (job := self.take(self.workers[name].kind if name in self.workers else None, gpu=gpu)) is not None:
+            if name in self.workers and self.workers[name].kind != job.kind:
+                self.workers.pop(name).end()
+            if name not in self.workers:
+                python = sys.executable if job.kind == "quantkit" else self.given.peer_python
+                self.workers[name] = Worker(job.kind, self.given.out / f"{name}.log", python, gpu=gpu)
+            asked = self._asked(job)
+            try:
+                answer = self.workers[name].ask(asked)
+            except EOFError:
+                self.workers.pop(name).end()
+                answer = {"error": "the worker died"}
+            answer["on"] = name
+            if "error" in answer:
+                self.told(f"{' '.join(map(str, job.key))}: {answer['error']} ({name})")
+            else:
+                self.outputs.put(asked | answer)
+
+    def _asked(self, job: Job) -> dict[str, Any]:
+        given = self.given
+        sizes = {"samples": given.samples, "seq_len": given.seq_len, "seed": job.seed, "calibration": str(given.judges / "own.jsonl")}
+        return {
+            "judge": job.judge,
+            "scheme": job.scheme,
+            "name": job.name,
+            "seed": job.seed,
+            "source": str(given.judges / job.judge),
+            "tokens": str(self.tokens[job.judge, job.seed]),
+            "recipe": job.name,
+            "settings": sizes | job.settings,
+            "out": str(given.out / "-".join(map(str, job.key)).replace(" ", "-")),
+            "judges": str(given.judges),
+            "documents": given.documents,
+            "remove": True,
+        }
+
+    def score(self) -> None:
+        worker = Worker("score", self.given.out / "score.log", sys.executable, gpu=self.given.gpu > 0)
+        self.workers["score"] = worker
+        while (output := self.outputs.get()) is not None:
+            try:
+                answer = worker.ask(output)
+            except EOFError:
+                answer = {"error": "the worker died"}
+                worker = self.workers["score"] = Worker("score", self.given.out / "score.log", sys.executable, gpu=self.given.gpu > 0)
+            key = {name: output[name] for name in ("judge", "scheme", "name", "seed")}
+            label = " ".join(map(str, key.values()))
+            if "error" in answer:
+                self.told(f"{label}, judging: {answer['error']}")
+                continue
+            made = {name: output[name] for name in ("seconds", "on", "told") if name in output}
+            row = key | made | {name: answer[name] for name in ("scores", "headroom") if name in answer}
+            with self.given.file.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            means = [1e3 * sum(own["kl"]) / sum(own["tokens"]) for own in answer["scores"].values()]
+            kl = ", ".join(f"{mean:.3f}" for mean in means)
+            self.told(f"{label}: KL {kl} e-3 (tuning, final); {output['seconds']} s on {output['on']}, judged in {answer['seconds']}")
+        worker.end()
+
+    def run(self) -> None:
+        slots = [(f"gpu{i}", True) for i in range(self.given.gpu)] + [(f"cpu{i}", False) for i in range(self.given.cpu)]
+        threads = [threading.Thread(target=self.slot, args=(name,), kwargs={"gpu": gpu}, daemon=True) for name, gpu in slots]
+        scorer = threading.Thread(target=self.score, daemon=True)
+        for thread in (*threads, scorer):
+            thread.start()
+        until = self.start + self.given.seconds
+        for thread in threads:
+            thread.join(max(0.0, until - time.perf_counter()))
+        self.outputs.put(None)
+        scorer.join(max(0.0, until - time.perf_counter()))
+        for worker in list(self.workers.values()):
+            worker.end()
+        self.told(f"{len(self.left)} runs were not begun")
+
+
+# --- table -----------------------------------------------------------------------------------------------------------------
+
+Rows = dict[tuple[str, str, str], list[dict[str, Any]]]
+
+
+def read_rows(path: Path, split: str) -> Rows:
+    """(judge, scheme, name) -> its seeds' figures per document. NVFP4's headrooms are rows of their own."""
+    found: Rows = defaultdict(list)
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        key = row["judge"], row["scheme"]
+        found[*key, row["name"]].append(row["scores"][split] | {"seed": row["seed"]})
+        for headroom, own in row.get("headroom", {}).items():
+            found[*key, f"{row['name']}, headroom {headroom}"].append(own[split] | {"seed": row["seed"]})
+    return found
+
+
+def per_document(runs: list[dict[str, Any]]) -> np.ndarray:
+    return np.mean([run["kl"] for run in runs], axis=0)
+
+
+def kl(runs: list[dict[str, Any]]) -> float:
+    """Nats a token, the mean over seeds."""
+    return float(np.mean([sum(run["kl"]) / sum(run["tokens"]) for run in runs]))
+
+
+def is_peer(name: str) -> bool:
+    return not name.startswith("quantkit") and not name.endswith("nearest")
+
+
+def interval(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], resamples: int = 2000) -> tuple[float, float]:
+    """95 % of the ratio of summed KL over documents drawn again, paired."""
+    a, b = per_document(ours), per_document(theirs)
+    draws = np.random.default_rng(0).integers(0, len(a), (resamples, len(a)))
+    low, high = np.quantile(a[draws].sum(1) / b[draws].sum(1), [0.025, 0.975])
+    return float(low), float(high)
+
+
+def table(path: Path, split: str) -> None:
+    rows = read_rows(path, split)
+    ratios: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for scheme in dict.fromkeys(scheme for _, scheme, _ in rows):
+        for judge in dict.fromkeys(judge for judge, own, _ in rows if own == scheme):
+            own = {name: runs for (j, s, name), runs in rows.items() if (j, s) == (judge, scheme)}
+            peers = {name: kl(runs) for name, runs in own.items() if is_peer(name)}
+            best = min(peers, key=lambda name: peers[name]) if peers else None
+            print(f"{scheme} on {judge}, {split}; best peer {best}")
+            for name, runs in sorted(own.items(), key=lambda pair: kl(pair[1])):
+                top1 = np.mean([sum(run["top1"]) / sum(run["tokens"]) for run in runs])
+                spread = np.std([sum(run["kl"]) / sum(run["tokens"]) for run in runs], ddof=1) if len(runs) > 1 else math.nan
+                line = f"  {name:28} KL {1e3 * kl(runs):8.3f}e-3 ({1e3 * spread:.3f})  top-1 {top1:.4f}  seeds {len(runs)}"
+                if name.startswith("quantkit") and best is not None:
+                    # of the seeds that both have
+                    theirs = [run for run in own[best] if run["seed"] in {one["seed"] for one in runs}]
+                    mine = [run for run in runs if run["seed"] in {one["seed"] for one in theirs}]
+                    if mine:
+                        low, high = interval(mine, theirs)
+                        ratios[scheme, name].append(kl(mine) / kl(theirs))
+                        line += f"  {ratios[scheme, name][-1]:.3f} [{low:.3f}, {high:.3f}] of the best peer"
+                print(line)
+    for (scheme, name), own_ratios in ratios.items():
+        mean = math.exp(float(np.mean(np.log(own_ratios))))
+        print(f"{scheme}, {name}: {mean:.3f} of the best peer, mean of {len(own_ratios)}, worst {max(own_ratios):.3f}")
+
+
+def main() -> None:
+    def words(text: str) -> list[str]:
+        return [word for word in text.split(",") if word]
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("run", "table"))
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--judges", type=Path)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--models", type=words, default=["dense", "experts", "deepseek"])
+    parser.add_argument("--schemes", type=words, default=list(PEERS))
+    parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in words(text)], default=[0, 1, 2])
+    parser.add_argument("--samples", type=int, default=64)
+    parser.add_argument("--seq-len", type=int, default=512)
+    parser.add_argument("--documents", type=int, default=40, help="of each split")
+    parser.add_argument("--seconds", type=float, default=500)
+    parser.add_argument("--gpu", type=int, default=9, help="workers on the GPU")
+    parser.add_argument("--cpu", type=int, default=4, help="workers on a core")
+    parser.add_argument("--ahead", type=int, default=12, help="jobs among which a worker looks for its own kind")
+    parser.add_argument("--variants", type=Path)
+    parser.add_argument("--peer-python", default=sys.executable)
+    parser.add_argument("--split", choices=("tuning", "final"), default="final")
+    given = parser.parse_args()
+    if given.what == "run":
+        Matrix(given).run()
+    else:
+        table(given.file, given.split)
+
+
+if __name__ == "__main__":
+    main()
