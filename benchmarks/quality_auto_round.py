@@ -53,6 +53,9 @@ def main() -> None:
     folder = next(path.parent for path in out.rglob("config.json"))  # OUT, or one of its own in OUT
     for file in list(folder.iterdir()) if folder != out else ():
         file.rename(out / file.name)
+    config = json.loads((out / "config.json").read_text())
+    config.pop("quantization_config", None)  # of what was rounded; the values are plain
+    (out / "config.json").write_text(json.dumps(config))
     (out / "activations.json").write_text(json.dumps({"bits": GRIDS[grid].get("act_bits", 16), "kept": KEPT}))
     print(json.dumps({"seconds": time.perf_counter() - start}))
 
