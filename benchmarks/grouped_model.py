@@ -1,16 +1,17 @@
 """Models with grouped-query attention on one device: time of a decode step, by concurrency and context, against the bytes it must read.
 
     python benchmarks/grouped_model.py [--model qwen3-8b|qwen3-30b-a3b] [--concurrency 1,8,32,64] [--context 128,1024,4096,16384]
-        [--prefill 4096,16384] [--backend NAME] [--layers N] [--cache int8] [--out FILE.json]
+        [--prefill 4096,16384] [--backend NAME] [--layers N] [--bits 16] [--cache int8] [--kernels] [--out FILE.json]
 
-Weights are made up on the device, 4 bits in groups of 128 (r1_synthetic.py); the executor's own model, cache and captured decode step
-compute. TPOT is the wall clock from one step's tokens on the host to the next's; TTFT is that of one prompt in chunks of 2048 tokens. Left
-out: tokenizer and server. Cases whose cache does not fit the device are not run.
+Weights are made up on the device, 4 bits in groups of 128 or all 16 (r1_synthetic.py); the executor's own model, cache and captured decode
+step compute. TPOT is the wall clock from one step's tokens on the host to the next's; TTFT is that of one prompt in chunks of 2048 tokens.
+Left out: tokenizer and server. Cases whose cache does not fit the device are not run.
 """
 
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -51,12 +52,12 @@ STEPS, CHUNK = 12, 2048
 class Bench:
     """A model and room for its cache."""
 
-    def __init__(self, name: str, layers: int, device: torch.device, codes: torch.dtype | None = None) -> None:
+    def __init__(self, name: str, layers: int, device: torch.device, codes: torch.dtype | None = None, bits: int = 4) -> None:
         architecture, fields = MODELS[name]
         self.config: gqa.Config = architecture.Config.from_dict(fields | ({"num_hidden_layers": layers} if layers else {}))
         self.device, self.codes = device, codes
         self.token_bytes = self.config.num_hidden_layers * self.config.cache.token_bytes(16 if codes is None else 8)
-        self.weights = SyntheticWeights(self.config, 1, device, architecture.parameters(self.config))
+        self.weights = SyntheticWeights(self.config, 1, device, architecture.parameters(self.config), bits)
         self.model = architecture.Model(self.config, self.weights)
 
     def cache(self, tokens: int) -> PagedCache:
@@ -77,8 +78,8 @@ class Bench:
         fill_cache(cache)
         return cache
 
-    def decode(self, concurrency: int, context: int, bandwidth: float) -> dict[str, Any]:
-        """TPOT, the step's time by the device's clock, and what it cannot but read."""
+    def decode(self, concurrency: int, context: int, bandwidth: float, *, kernels: bool = False) -> dict[str, Any]:
+        """TPOT, the step's time by the device's clock, and what it cannot but read. kernels: also `launches_of` it."""
         per_row = -(-(context + STEPS + 1) // BLOCK_SIZE)
         cache = self.cache(concurrency * per_row * BLOCK_SIZE)
         steps = DecodeSteps(self.model, cache, DeviceCapture(self.device))
@@ -109,6 +110,7 @@ class Bench:
             "context": context,
             "tpot_ms": statistics.median(walls) * 1e3,
             "device_ms": self.device_ms(step_again),
+            "kernels": launches_of(step_again) if kernels else [],
             "floor_ms": read / bandwidth * 1e3,
             "captured_against_eager": float((captured.float() - eager.float()).norm() / eager.float().norm()),
             "why_eager": steps.failure,
@@ -140,6 +142,15 @@ class Bench:
         return statistics.median(times[2:]) * 1e3
 
 
+def launches_of(step: Callable[[], object]) -> list[tuple[str, int, float]]:
+    """The launches of one replay: name, count, milliseconds together; the longest first."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    found = [(one.key[:90], one.count, one.self_device_time_total / 1e3) for one in profile.key_averages() if one.self_device_time_total]
+    return sorted(found, key=lambda one: -one[2])
+
+
 @torch.inference_mode()
 def run(options: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
@@ -147,7 +158,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     bandwidth = read_bandwidth(device)
     torch.cuda.empty_cache()
     prefer(options.backend, device)
-    bench = Bench(options.model, options.layers, device, codes_of(options.cache))
+    bench = Bench(options.model, options.layers, device, codes_of(options.cache), options.bits)
     report: dict[str, Any] = {
         "model": options.model,
         "layers": bench.config.num_hidden_layers,
@@ -164,9 +175,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             if needed > 0.95 * torch.cuda.mem_get_info()[0]:
                 print(f"concurrency {concurrency}, context {context}: {needed / 1e9:.0f} GB of cache do not fit", flush=True)
                 continue
-            row = bench.decode(concurrency, context, bandwidth)
+            row = bench.decode(concurrency, context, bandwidth, kernels=options.kernels)
             report["rows"].append(row)
-            print("  ".join(f"{key} {value if isinstance(value, str) else round(value, 4)}" for key, value in row.items()), flush=True)
+            told = {key: value for key, value in row.items() if key != "kernels"}
+            print("  ".join(f"{key} {value if isinstance(value, str) else round(value, 4)}" for key, value in told.items()), flush=True)
+            for name, count, ms in row["kernels"][:16]:
+                print(f"  {ms:>8.3f} ms {count:>6} {name}", flush=True)
             torch.cuda.empty_cache()
     report["ttft_ms"] = {length: bench.first_token_ms(length) for length in options.prefill}
     print("TTFT ms", report["ttft_ms"])
@@ -182,6 +196,8 @@ def main() -> None:
     options.add_argument("--cache", choices=CODES)
     options.add_argument("--backend", default="auto", help="of kernels: serves every operator that it has")
     options.add_argument("--layers", type=int, default=0, help="of the model's; all by default")
+    options.add_argument("--bits", type=int, choices=(4, 16), default=4, help="of linears and experts")
+    options.add_argument("--kernels", action="store_true", help="also the launches of each step, the longest first")
     measured(run, options)
 
 

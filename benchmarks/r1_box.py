@@ -16,7 +16,6 @@ again. Rows of one user choose experts as unlike each other as those of two: rea
 
 import argparse
 import cProfile
-import json
 import os
 import pstats
 import random
@@ -29,18 +28,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from made_engine import joined_ranks, made_engine, made_model, report_of_ranks
 from r1_synthetic import R1, TINY, SyntheticWeights
 from torch import Tensor
 
-from quantkit.checkpoint.reader import Checkpoint
 from quantkit.devices import describe_hardware
 from quantkit.evaluation.speed.engine import EngineTarget
 from quantkit.evaluation.speed.measure import measure_grid
-from quantkit.executor.cache import BLOCK_SIZE, CachePlan
+from quantkit.evaluation.speed.workload import Workload
 from quantkit.executor.engine import Engine
-from quantkit.executor.expert_parallel import NO_RANKS
 from quantkit.executor.graphs import DecodeSteps, EagerSteps
-from quantkit.executor.headroom import prefill_tokens
 from quantkit.executor.leader import follow
 from quantkit.executor.load import LoadedModel
 from quantkit.executor.parallel import Parallel
@@ -49,10 +46,8 @@ from quantkit.executor.sampling import SamplingParams
 from quantkit.executor.sequence import Sequence
 from quantkit.executor.speculation import Acceptance
 from quantkit.executor.weights import Gathered
-from quantkit.hub import find_model
 from quantkit.models import deepseek_v3
 from quantkit.models.weights import LinearOp
-from quantkit.tokenizer.chat import ChatTokenizer
 
 ACCEPTANCE = 0.7
 """Share of guesses that count as right."""
@@ -67,7 +62,6 @@ class BoxWeights(SyntheticWeights):
     def __init__(self, config: deepseek_v3.Config, parallel: Parallel, device: torch.device) -> None:
         super().__init__(config, parallel.size, device)
         self.parallel = self.ranks = parallel
-        self.expert_ranks = NO_RANKS
 
     def linear(self, module: str) -> LinearOp:
         whole = super().linear(module)
@@ -78,22 +72,12 @@ class BoxWeights(SyntheticWeights):
 
 
 def build(config: deepseek_v3.Config, parallel: Parallel, device: torch.device) -> LoadedModel:
-    """As `load_model` returns it."""
-    weights: Any = BoxWeights(config, parallel, device)
+    """As `load_model` returns it, with one MTP layer."""
+    weights = BoxWeights(config, parallel, device)
     with torch.inference_mode():
         model = deepseek_v3.Model(config, weights)
         mtp = deepseek_v3.MtpLayer(config, weights)
-    tiny: Checkpoint = Checkpoint.open(find_model("tiny-r1"))
-    return LoadedModel(model, mtp, config, tiny, weights, device, torch.bfloat16)
-
-
-def make_engine(loaded: LoadedModel, batch: int, length: int, num_drafts: int) -> Engine:
-    """Room for `batch` requests of `length` tokens; the tokenizer only marks ends of answers, which benchmarks ignore."""
-    blocks = -(-(length + 2 * num_drafts) // BLOCK_SIZE) + 1
-    plan = CachePlan(batch * blocks + 1, BLOCK_SIZE, length)
-    tokenizer = ChatTokenizer(find_model("tiny-r1"))
-    kind = DraftingEngine if num_drafts else Engine
-    return kind(loaded, tokenizer, plan, max_batch=batch, prefill_tokens=prefill_tokens(loaded.device), num_drafts=num_drafts)
+    return made_model(model, config, weights, device, (mtp,))
 
 
 class DraftingEngine(Engine):
@@ -121,10 +105,10 @@ def grid(engine: Engine, options: argparse.Namespace, output_len: int) -> list[d
     batches = [int(one) for one in options.concurrency.split(",")]
     target = EngineTarget(engine, "R1", max(batches))
     for users in (1 << power for power in range(max(batches).bit_length())):  # every size of a step is captured
-        list(target.run(options.input_len, 4, users, users, seed=-1))
+        list(target.run(Workload(options.input_len, 4, users, users, seed=-1)))
     engine.speculation.acceptance = Acceptance()
     rows = measure_grid(target, [options.input_len], batches, output_len, requests_per_slot=1, warmup=1)
-    alone = list(target.run(options.input_len, 2, 1, 7, seed=-2))
+    alone = list(target.run(Workload(options.input_len, 2, 7, 1, seed=-2)))
     engine.leader.dismiss()
     return [{**asdict(row), "ttft_alone_s": statistics.median(one.ttft_s for one in alone)} for row in rows]
 
@@ -241,10 +225,8 @@ def _chain(call: Callable[[], object], device: torch.device, links: int = 50) ->
 
 @torch.inference_mode()
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cpu") if options.tiny else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    parallel = Parallel(rank, size)
-    parallel.connect(device)
+    parallel, device = joined_ranks(on_cpu=options.tiny)
+    rank, size = parallel.rank, parallel.size
     torch.manual_seed(0)
     config = deepseek_v3.Config.from_dict(TINY if options.tiny else R1)
     if options.layers:
@@ -266,7 +248,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     batches = [int(one) for one in options.concurrency.split(",")]
     began = time.perf_counter()
     loaded = build(config, parallel, device)
-    engine = make_engine(replace(loaded, mtp=None), max(batches), options.input_len + options.output_len, 0)
+    engine = made_engine(replace(loaded, mtp_layers=()), max(batches), options.input_len + options.output_len)
     say(f"weights and cache in {time.perf_counter() - began:.1f} s")
     report["rows"] = grid(engine, options, options.output_len)
     tell(say, "", report["rows"])
@@ -280,7 +262,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             say(f"  {ms:>8.3f} ms {count:>6} {name}")
     report["rows_mtp"] = []
     for num_drafts, users in [*((1, users) for users in batches), (3, 1)]:
-        drafting = make_engine(loaded, max(batches), options.input_len + options.output_len, num_drafts)
+        drafting = made_engine(loaded, max(batches), options.input_len + options.output_len, num_drafts=num_drafts, kind=DraftingEngine)
         (row,) = grid(drafting, argparse.Namespace(**{**vars(options), "concurrency": str(users)}), options.output_len) or [{}]
         assert drafting.speculation.drafter is not None, "made with drafts"
         row |= {"num_drafts": num_drafts, "acceptance": drafting.speculation.acceptance.rate}
@@ -327,11 +309,7 @@ def main() -> None:
     if options.tiny:
         options.input_len, options.output_len = min(options.input_len, 32), min(options.output_len, 16)
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    report = run(options)
-    if options.out and os.environ["RANK"] == "0":
-        options.out.write_text(json.dumps(report, indent=1))
-    dist.destroy_process_group()
+    report_of_ranks(run, options)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ Sums over 61 layers are not measured: `--layers` twice gives the time of a layer
 """
 
 import argparse
-import json
-import os
 import statistics
 import time
 from dataclasses import replace
@@ -19,25 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from made_engine import joined_ranks, made_engine, made_model, report_of_ranks
 from r1_box import BoxWeights
 from r1_synthetic import R1, TINY, fill_cache
 
-from quantkit.checkpoint.reader import Checkpoint
 from quantkit.devices import describe_hardware
-from quantkit.executor.cache import BLOCK_SIZE, CachePlan
 from quantkit.executor.engine import Engine
 from quantkit.executor.expert_parallel import ExpertRanks, ExpertShare
-from quantkit.executor.headroom import prefill_tokens
 from quantkit.executor.leader import follow
-from quantkit.executor.load import LoadedModel
 from quantkit.executor.parallel import SINGLE, Parallel
 from quantkit.executor.sampling import SamplingParams
 from quantkit.executor.scheduler import ScheduledStep, Scheduler
-from quantkit.hub import find_model
 from quantkit.models import deepseek_v3
 from quantkit.models.weights import ExpertsOp
-from quantkit.tokenizer.chat import ChatTokenizer
 
 WARM, TIMED = 6, 24
 """Steps that capture and warm up, and that are timed."""
@@ -60,15 +52,10 @@ class ShareWeights(BoxWeights):
 
 
 def make_engine(config: deepseek_v3.Config, parallel: Parallel, device: torch.device, users: int, tokens: int, data: bool) -> Engine:
-    weights: Any = (ShareWeights if data else BoxWeights)(config, parallel, device)
+    weights = (ShareWeights if data else BoxWeights)(config, parallel, device)
     with torch.inference_mode():
         model = deepseek_v3.Model(config, weights)
-    tiny = Checkpoint.open(find_model("tiny-r1"))
-    loaded = LoadedModel(model, None, config, tiny, weights, device, torch.bfloat16)
-    own = -(-users // parallel.size) if data else users
-    plan = CachePlan(own * (-(-tokens // BLOCK_SIZE) + 1) + 1, BLOCK_SIZE, tokens)
-    tokenizer = ChatTokenizer(find_model("tiny-r1"))
-    engine = Engine(loaded, tokenizer, plan, max_batch=users, prefill_tokens=prefill_tokens(device))
+    engine = made_engine(made_model(model, config, weights, device), users, tokens, homes=parallel.size if data else 1)
     fill_cache(engine.cache)
     return engine
 
@@ -128,10 +115,8 @@ def measure(engine: Engine, options: argparse.Namespace) -> list[dict[str, Any]]
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cpu") if options.tiny else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    parallel = Parallel(rank, size)
-    parallel.connect(device)
+    parallel, device = joined_ranks(on_cpu=options.tiny)
+    rank, size = parallel.rank, parallel.size
     config = replace(deepseek_v3.Config.from_dict(TINY if options.tiny else R1), num_hidden_layers=options.layers)
     report: dict[str, Any] = {"hardware": describe_hardware(device.type), "ranks": size, "layers": options.layers}
     if rank == 0:
@@ -165,11 +150,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.tiny:
         options.layers, options.users, options.contexts, options.input_len = 4, [3, 4], [40], 24
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    report = run(options)
-    if options.out and os.environ["RANK"] == "0":
-        options.out.write_text(json.dumps(report, indent=1))
-    dist.destroy_process_group()
+    report_of_ranks(run, options)
 
 
 if __name__ == "__main__":

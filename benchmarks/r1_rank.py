@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from command import measured, numbers, parser
+from grouped_model import launches_of
 from quantkit_kernels import CODES, add_rms_norm, prefer
 from quantkit_kernels.timing import read_bandwidth, seconds_per_call
 from r1_synthetic import R1, TINY, CountedExperts, SyntheticWeights, fill_cache
@@ -216,11 +217,7 @@ def part_row(rank: Rank, row: dict[str, Any]) -> dict[str, float]:
 def kernel_table(rank: Rank, concurrency: int, context: int) -> list[tuple[str, int, float]]:
     """The launches of one replay: name, count, milliseconds together; the longest first."""
     _, step = rank.steps.filled(rank.rows(rank.first_tokens(concurrency), context, context + STEPS + 1))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        step()
-        torch.cuda.synchronize()
-    found = [(one.key[:90], one.count, one.self_device_time_total / 1e3) for one in profile.key_averages() if one.self_device_time_total]
-    return sorted(found, key=lambda one: -one[2])
+    return launches_of(step)
 
 
 def time_to_first_token(rank: Rank, length: int, chunk: int) -> float:

@@ -16,6 +16,8 @@ from quantkit_kernels import CodedKeys, CodedLatents
 from torch import Tensor
 
 from quantkit.executor.cache import PagedCache
+from quantkit.executor.expert_parallel import NO_RANKS
+from quantkit.executor.parallel import SINGLE
 from quantkit.models import deepseek_v3
 from quantkit.models.table import Parameter
 from quantkit.models.weights import ExpertsOp, LinearOp
@@ -93,9 +95,12 @@ class SyntheticWeights:
     linears by part of the layer, moe: what was handed out; other: bytes of what a step reads besides.
     """
 
-    def __init__(self, config: Any, tp: int, device: torch.device, rows: list[Parameter] | None = None) -> None:
-        """rows: the architecture's table, DeepSeek-V3's where none is given."""
-        self.device, self.dtype = device, torch.bfloat16
+    ranks = parallel = SINGLE
+    expert_ranks = NO_RANKS
+
+    def __init__(self, config: Any, tp: int, device: torch.device, rows: list[Parameter] | None = None, bits: int = 4) -> None:
+        """rows: the architecture's table, DeepSeek-V3's where none is given. bits: of linears and experts, 4 or 16."""
+        self.device, self.dtype, self.bits = device, torch.bfloat16, bits
         self._shapes = {}
         for row in deepseek_v3.parameters(config) if rows is None else rows:
             shape = list(row.shape)
@@ -132,11 +137,11 @@ class SyntheticWeights:
         role, shape = self._shapes[f"{module}.weight"]
         if role in ("head", "mtp_proj"):
             return self._hand_out(_part(module), kernels.prepare_dense(self._normal(module)))
-        return self._hand_out(_part(module), kernels.prepare(self._int4(*shape), dtype=self.dtype))
+        return self._hand_out(_part(module), kernels.prepare(self._weight(*shape), dtype=self.dtype))
 
     def fused_linear(self, modules: tuple[str, ...]) -> LinearOp:
         shapes = [self._shapes[f"{module}.weight"][1] for module in modules]
-        fused = self._int4(sum(n for n, _ in shapes), shapes[0][1])
+        fused = self._weight(sum(n for n, _ in shapes), shapes[0][1])
         return self._hand_out(_part(modules[0]), kernels.prepare(fused, dtype=self.dtype))
 
     def experts(self, prefix: str, num_experts: int, gating: kernels.Gating = kernels.SILU) -> ExpertsOp:
@@ -150,7 +155,7 @@ class SyntheticWeights:
         if self._first_experts is None:
             builder = kernels.ExpertsBuilder(len(modules), dtype=self.dtype, device=self.device)
             for expert, module in enumerate(modules):
-                sides = [self._int4(*self._shapes[f"{module}.{side}_proj.weight"][1]) for side in ("gate", "up", "down")]
+                sides = [self._weight(*self._shapes[f"{module}.{side}_proj.weight"][1]) for side in ("gate", "up", "down")]
                 builder.add(expert, *sides)
             self._first_experts = experts = builder.finish()
         else:
@@ -177,6 +182,11 @@ class SyntheticWeights:
     def _normal(self, module: str) -> Tensor:
         shape = self._shapes[f"{module}.weight"][1]
         return torch.randn(shape, dtype=self.dtype, device=self.device) * shape[1] ** -0.5
+
+    def _weight(self, n: int, k: int) -> kernels.Weight:
+        if self.bits == 16:
+            return kernels.Dense(torch.randn(n, k, dtype=self.dtype, device=self.device).mul_(k**-0.5))
+        return self._int4(n, k)
 
     def _int4(self, n: int, k: int) -> kernels.Int4:
         """Codes over the whole range; with zero points of -2 .. 1 a weight's standard deviation is 4.75 scales."""

@@ -1,0 +1,54 @@
+"""Engines over made-up weights, and benchmarks whose ranks torchrun starts."""
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.executor.cache import BLOCK_SIZE, CachePlan
+from quantkit.executor.engine import Engine
+from quantkit.executor.headroom import prefill_tokens
+from quantkit.executor.load import LoadedModel
+from quantkit.executor.parallel import Parallel
+from quantkit.hub import find_model
+from quantkit.tokenizer.chat import ChatTokenizer
+
+
+def made_model(model: Any, config: Any, weights: Any, device: torch.device, mtp_layers: tuple[Any, ...] = ()) -> LoadedModel:
+    """As `load_model` returns it. The checkpoint is tiny-r1's: nothing is read from it."""
+    return LoadedModel(model, mtp_layers, config, Checkpoint.open(find_model("tiny-r1")), weights, device, torch.bfloat16)
+
+
+def made_engine(
+    loaded: LoadedModel, batch: int, length: int, *, homes: int = 1, num_drafts: int = 0, kind: type[Engine] = Engine
+) -> Engine:
+    """Room for `batch` requests of `length` tokens, shared out over `homes` ranks; the tokenizer only marks ends of answers, which
+    benchmarks ignore."""
+    blocks = -(-(length + 2 * num_drafts) // BLOCK_SIZE) + 1
+    plan = CachePlan(-(-batch // homes) * blocks + 1, BLOCK_SIZE, length)
+    tokenizer = ChatTokenizer(find_model("tiny-r1"))
+    return kind(loaded, tokenizer, plan, max_batch=batch, prefill_tokens=prefill_tokens(loaded.device), num_drafts=num_drafts)
+
+
+def joined_ranks(on_cpu: bool) -> tuple[Parallel, torch.device]:
+    """This process's place among torchrun's, connected, and its device."""
+    device = torch.device("cpu") if on_cpu else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    parallel = Parallel(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    parallel.connect(device)
+    return parallel, device
+
+
+def report_of_ranks(run: Callable[[argparse.Namespace], dict[str, Any]], options: argparse.Namespace) -> None:
+    """Run on every rank; rank 0 writes the report where `--out` says so."""
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    report = run(options)
+    out: Path | None = options.out
+    if out and os.environ["RANK"] == "0":
+        out.write_text(json.dumps(report, indent=1))
+    dist.destroy_process_group()
