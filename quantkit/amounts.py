@@ -47,7 +47,7 @@ def parse_bytes(text: str) -> int:
                 value = float(text.removesuffix(unit))
             except ValueError:
                 break
-            if value > 0:
+            if 0 < value < math.inf:
                 return int(value * factor)
     raise QuantkitError(f"{text!r} is no size", "write it as 16GiB or 64GB")
 

@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from quantkit import conversion, planning
-from quantkit.amounts import parse_bytes
+from quantkit.amounts import parse_bytes, parse_share
 from quantkit.checkpoint.remote import open_headers
 from quantkit.conversion import ConversionReport
 from quantkit.engines.check import check_checkpoint
+from quantkit.errors import QuantkitError
 from quantkit.evaluation.distance.perplexity import measure
 from quantkit.evaluation.distance.quality import Quality
 from quantkit.evaluation.results.figures import EvalResults
 from quantkit.evaluation.results.folder import results_folder
 from quantkit.evaluation.run import run_evaluation
-from quantkit.hub import find_model
+from quantkit.hub import find_model, plain_name
 from quantkit.inspection import Inspection, describe
 from quantkit.meter import Meter, somebody_looks
 from quantkit.planning import Plan
@@ -35,8 +36,8 @@ from quantkit.schemes import Scheme, find_scheme
 
 def quantize(
     model: str | Path,
-    out: str | Path,
-    scheme: str | Scheme,
+    out: str | Path | None = None,
+    scheme: str | Scheme | None = None,
     *,
     format: str = "auto",
     engine: str | None = None,
@@ -48,7 +49,7 @@ def quantize(
     seq_len: int | None = None,
     seed: int | None = None,
     group_size: int | None = None,
-    prune: float | None = None,
+    prune: str | float | None = None,
     device: str = "auto",
     memory: str | int | None = None,
     overwrite: bool = False,
@@ -56,38 +57,40 @@ def quantize(
 ) -> QuantizationReport:
     """Quantize `model` into the directory `out`, which appears when it is complete, with report.html in it.
 
-    format: "auto" is the scheme's first. engine: write what this engine loads, or refuse. mixture: which linears stay as they are,
-    or are on other grids; sensitivities: the file that an earlier run measured for that. recipe: a name, a YAML file or a value;
-    None is the scheme's own, and calibration (a file or a data set), samples (sequences), seq_len (tokens of each), seed and
-    group_size (input channels of int4 that share a scale) replace what it says. Where nothing is named, the text that the model
-    ships is taken, else quantkit's own. memory: of the host, bytes or "16GiB", to keep under. prune: the share of every layer's
-    routed experts to leave out, those that add least. on_event is called with progress; without it a notebook or an interactive
-    session shows it. A run that was stopped goes on when it is called again alike.
+    out: None is MODEL-SCHEME in the working directory. scheme: None is the recipe's, and that of a mixture awq-w4a16. format: "auto" is
+    the scheme's first. engine: write what this engine loads, or refuse. mixture: which linears stay as they are, or are on other grids;
+    sensitivities: the file that an earlier run measured for that. recipe: a name, a YAML file or a value; None is the scheme's own, and
+    calibration (a file or a data set), samples (sequences), seq_len (tokens of each), seed and group_size (input channels of int4 that
+    share a scale) replace what it says. Where nothing is named, the text that the model ships is taken, else quantkit's own. memory: of
+    the host, bytes or "16GiB", to keep under. prune: the share of every layer's routed experts to leave out, those that add least, 0.25
+    or "25%". on_event is called with progress; without it a notebook or an interactive session shows it. A run that was stopped goes on
+    when it is called again alike.
     """
-    chosen = _scheme(scheme)
-    given: dict[str, Any] = {"samples": samples, "seq_len": seq_len, "seed": seed, "group_size": group_size, "prune": prune}
-    asked = _recipe(recipe or chosen.name).with_given(**given)
+    given = {"samples": samples, "seq_len": seq_len, "seed": seed, "group_size": group_size}
+    chosen, asked = _asked(scheme, recipe, mixture, prune=prune, **given)
     read_request(chosen, format, engine, asked, mixture)  # before a hub model is downloaded
+    measured = None if sensitivities is None else Path(sensitivities)
+    target = Path(out if out is not None else "-".join((plain_name(str(model)), chosen.name, *mixture.words())))
+    options: dict[str, Any] = {"engine": engine, "mixture": mixture, "sensitivities": measured, "device": device, "overwrite": overwrite}
+    options["memory"] = parse_bytes(memory) if isinstance(memory, str) else memory
     source = find_model(str(model))
     settings = load_settings(source, asked, calibration=calibration)
-    limit = parse_bytes(memory) if isinstance(memory, str) else memory
-    options: dict[str, Any] = {"engine": engine, "mixture": mixture, "device": device, "memory": limit, "overwrite": overwrite}
     with _listening(f"quantizing {model}", on_event) as listen:
-        measured = None if sensitivities is None else Path(sensitivities)
-        return quantization.quantize(source, Path(out), chosen, format, settings, **options, sensitivities=measured, on_event=listen)
+        return quantization.quantize(source, target, chosen, format, settings, **options, on_event=listen)
 
 
-def load_settings(source: Path, recipe: str | Path | Recipe, *, calibration: str | Path | None = None) -> Recipe:
+def load_settings(source: Path, recipe: Recipe, *, calibration: str | Path | None = None) -> Recipe:
     """The recipe with the text that it is calibrated on: the one named, else the recipe's, else the one that `source` ships, if it does."""
-    base = _recipe(recipe)
     shipped = source / "calibration.jsonl"
-    text = calibration or base.calibration or (shipped if shipped.exists() else None)
-    return base.with_given(calibration=text and str(text))
+    text = recipe.calibration if calibration is None else calibration
+    if text is None and shipped.exists():
+        text = shipped
+    return recipe if text is None else recipe.with_given(calibration=str(text))
 
 
 def plan(
     model: str | Path,
-    scheme: str | Scheme,
+    scheme: str | Scheme | None = None,
     *,
     format: str = "auto",
     engine: str | None = None,
@@ -98,27 +101,25 @@ def plan(
     samples: int | None = None,
     seq_len: int | None = None,
     group_size: int | None = None,
+    prune: str | float | None = None,
     context: int = 4096,
+    redundant: int = 0,
     cache: str | None = None,
+    dp: int = 1,
+    draft: str | Path | None = None,
 ) -> Plan:
     """What quantize() with the same arguments will write and need, and whether the result serves `context` tokens on `devices`.
 
     Headers alone are read: no weight of a hub model is downloaded. devices: number and memory of each, tensor parallel over all, or
-    "8x910B1" for predicted decoding times as well. cache: int8 or fp8 counts a cache of 8 bits.
+    "8x910B1" for predicted decoding times as well. redundant: copies of routed experts in a layer. cache: int8 or fp8 counts a cache of 8
+    bits. dp: the number of devices, where each has requests of its own and shares routed experts alone. draft: a draft model, which every
+    device holds whole.
     """
-    chosen = _scheme(scheme)
+    chosen, asked = _asked(scheme, recipe, mixture, prune=prune, samples=samples, seq_len=seq_len, group_size=group_size)
     measured = None if sensitivities is None else Path(sensitivities)
-    options: dict[str, Any] = {
-        "engine": engine,
-        "sensitivities": measured,
-        "devices": devices,
-        "samples": samples,
-        "seq_len": seq_len,
-        "context": context,
-        "cache": cache,
-    }
-    asked = _recipe(recipe or chosen.name).with_given(group_size=group_size)
-    return planning.plan(model, chosen, format, mixture=mixture, recipe=asked, **options)
+    options: dict[str, Any] = {"engine": engine, "mixture": mixture, "sensitivities": measured, "recipe": asked, "devices": devices}
+    options |= {"context": context, "redundant": redundant, "cache": cache, "dp": dp, "draft": draft}
+    return planning.plan(model, chosen, format, **options)
 
 
 def convert(
@@ -265,9 +266,14 @@ def _counting(name: str) -> Iterator[Callable[[str, int, int], None] | None]:
         yield show
 
 
-def _scheme(scheme: str | Scheme) -> Scheme:
-    return scheme if isinstance(scheme, Scheme) else find_scheme(scheme)
-
-
-def _recipe(recipe: str | Path | Recipe) -> Recipe:
-    return recipe if isinstance(recipe, Recipe) else load_recipe(str(recipe))
+def _asked(
+    scheme: str | Scheme | None, recipe: str | Path | Recipe | None, mixture: Mixture, *, prune: str | float | None, **given: int | None
+) -> tuple[Scheme, Recipe]:
+    """The scheme that is named, the recipe's, or that of mixtures; and the recipe, or the scheme's own, with what is given."""
+    found = load_recipe(str(recipe)) if isinstance(recipe, str | Path) else recipe
+    if scheme is None and found is None and not mixture.words():
+        raise QuantkitError("no scheme is named", "give one, or a recipe or a mixture")
+    named = scheme if scheme is not None else found.scheme if found is not None else "awq-w4a16"
+    chosen = find_scheme(named) if isinstance(named, str) else named
+    share = parse_share(prune) if isinstance(prune, str) else prune
+    return chosen, (found or load_recipe(chosen.name)).with_given(prune=share, **given)

@@ -121,7 +121,9 @@ def read_header_of(name: str, shard: str, size: int) -> dict[str, RemoteTensor]:
 
 
 def _shards(listed: list[str]) -> list[str]:
-    """Those of the index where there is one: `model-*.safetensors` of `model.safetensors.index.json`. Others are another copy."""
+    """`model-*.safetensors` where there is an index, else `model.safetensors` where that is there. Others are another copy."""
+    if "model.safetensors" in listed and "model.safetensors.index.json" not in listed:
+        return ["model.safetensors"]
     stem = "model-" if "model.safetensors.index.json" in listed else ""
     return sorted(file for file in listed if file.endswith(".safetensors") and file.startswith(stem) and "/" not in file)
 

@@ -2,7 +2,7 @@
 
 import hashlib
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from quantkit.errors import QuantkitError
 from quantkit.schemes import Method
@@ -35,8 +35,14 @@ class Recipe(Strict):
     least_quantized: float = Field(0.5, ge=0, le=1, description="share of the weights of an unknown architecture that must be quantized")
 
     def with_given(self, **values: object) -> "Recipe":
-        """The recipe with those of the values that are not None."""
-        return self.model_copy(update={key: value for key, value in values.items() if value is not None})
+        """The recipe with those of the values that are not None. Raises QuantkitError for one that no recipe can have."""
+        given = {key: value for key, value in values.items() if value is not None}
+        try:
+            return Recipe.model_validate(self.model_dump() | given)
+        except ValidationError as error:
+            fault = error.errors()[0]
+            name = ".".join(map(str, fault["loc"]))
+            raise QuantkitError(f"{name} = {fault['input']!r}: {fault['msg']}", "see docs/quantize.md for what it may be") from error
 
     @property
     def fingerprint(self) -> str:

@@ -14,6 +14,7 @@ import pytest
 
 import quantkit
 import quantkit.quantization.run
+from quantkit.quantization.mixture import Mixture
 from quantkit.schemes import SCHEMES
 
 ROOT = Path(__file__).parent.parent
@@ -75,6 +76,30 @@ def test_a_scheme_and_a_model_are_values_too() -> None:
     by_value = quantkit.plan(ROOT / "quantkit" / "builtin" / "tiny-r1", SCHEMES["rtn-w4a16"])
     by_name = quantkit.plan("tiny-r1", "rtn-w4a16")
     assert by_value.output_bytes == by_name.output_bytes
+
+
+def test_the_scheme_may_be_the_recipes_or_a_mixtures(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert quantkit.quantize(tiny_checkpoint, recipe="rtn-w4a16").out == Path(f"{tiny_checkpoint.name}-rtn-w4a16")
+    assert quantkit.plan(tiny_checkpoint, mixture=Mixture(preset="experts-only")).scheme == "awq-w4a16"
+    whole, pruned = (quantkit.plan("tiny-r1", "rtn-w4a16", prune=share).output_bytes for share in (None, "25%"))
+    assert pruned < whole
+    with pytest.raises(quantkit.QuantkitError, match="no scheme is named"):
+        quantkit.plan(tiny_checkpoint)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"samples": 0}, {"samples": -3}, {"seq_len": 1}, {"group_size": 0}, {"prune": 1.5}, {"prune": "150%"}, {"samples": "many"}],
+)
+def test_values_that_no_recipe_can_have_are_named(tiny_checkpoint: Path, tmp_path: Path, given: dict[str, Any]) -> None:
+    for work in (
+        lambda: quantkit.plan(tiny_checkpoint, "awq-w4a16", **given),
+        lambda: quantkit.quantize(tiny_checkpoint, tmp_path / "out", "awq-w4a16", **given),
+    ):
+        with pytest.raises(quantkit.QuantkitError, match=next(iter(given)) if given != {"prune": "150%"} else "150%"):
+            work()
+    assert not list(tmp_path.iterdir())
 
 
 def test_results_are_not_written_among_a_models_files(tiny_checkpoint: Path) -> None:

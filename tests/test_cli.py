@@ -169,6 +169,27 @@ def test_usage_errors_exit_2() -> None:
     assert command("bench", "tiny-r1", "--input-len", "many").code == 2
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("quantize", "tiny-r1", "--scheme", ""),
+        ("quantize", "tiny-r1", "--scheme", "awq-w4a16", "--calibration", ""),
+        ("quantize", "tiny-r1", "--scheme", "rtn-w4a16", "--memory="),
+        ("eval", "tiny-r1", "--tasks", "tiny-math", "--out", ""),
+        ("serve", "tiny-r1", "--api-key", ""),
+        ("inspect", ""),
+    ],
+)
+def test_what_a_shell_left_empty_is_not_taken_for_the_default(
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ended = command(*arguments)
+    assert (ended.code, ended.errors, ended.out) == (2, 1, "")
+    assert "it is empty" in ended.error
+    assert not list(tmp_path.iterdir())
+
+
 def _copy(source: Path, target: Path) -> Path:
     shutil.copytree(source, target)
     return target

@@ -14,7 +14,7 @@ from packed_model import write_packed
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quantkit.checkpoint.formats import awq, compressed_fp4, compressed_int4, compressed_int8, gptq, modelopt, modelslim
+from quantkit.checkpoint.formats import awq, compressed_fp4, compressed_int4, compressed_int8, compressed_mxfp4, gptq, modelopt, modelslim
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.conversion import convert
 from quantkit.conversion import plan as module
@@ -22,7 +22,7 @@ from quantkit.conversion.differences import fit_scales
 from quantkit.errors import QuantkitError
 from quantkit.progress import Event, Progress
 from quantkit.quant.weights import Fp4Weight, IntWeight, dequantize
-from quantkit.schemes import Fp4Grid, IntGrid
+from quantkit.schemes import Fp4Grid, IntGrid, Mxfp4Grid
 
 INT4 = IntGrid(4, 128, symmetric=False)
 INT4_SYMMETRIC = IntGrid(4, 128, symmetric=True)
@@ -70,6 +70,17 @@ def test_exact_where_both_formats_hold_the_value(packed: Any, tmp_path: Path, so
     assert before.keys() == after.keys()
     for name, weight in before.items():
         assert torch.equal(weight, after[name]), name
+
+
+def test_activations_stay_as_they_are_or_are_told(packed: Any, tmp_path: Path) -> None:
+    """int8 weights that read 16 bits do not become int8 weights that round what they read, and the other way about it is said."""
+    rounded = packed(compressed_int8.FORMAT, INT8)
+    plain = convert(rounded, tmp_path / "gptq", format="gptq")
+    assert ("activations", "16 bits, 8 in the source") in plain.facts()
+    again = convert(tmp_path / "gptq", tmp_path / "compressed", format="compressed-tensors")
+    assert Checkpoint.open(tmp_path / "compressed").format.variant == "pack-quantized"
+    assert again.activation_bits == (16, 16)
+    assert "activations" not in dict(again.facts())
 
 
 def test_awq_keeps_its_fp16_scales_in_compressed_tensors(packed: Any, tmp_path: Path) -> None:
@@ -216,6 +227,9 @@ def test_a_stopped_conversion_goes_on_to_the_same_bytes(packed: Any, tmp_path: P
     [
         (awq.FORMAT, INT4, {"format": "modelslim"}, "modelslim cannot hold .* formats that can: awq, gptq, compressed-tensors"),
         (awq.FORMAT, INT4, {"format": "awq"}, "already awq gemm; there is nothing to convert"),
+        (compressed_int8.FORMAT, INT8, {"format": "compressed-tensors"}, "already compressed-tensors int-quantized"),
+        (compressed_mxfp4.FORMAT, Mxfp4Grid(), {"format": "compressed-tensors"}, "already compressed-tensors mxfp4-pack-quantized"),
+        (compressed_mxfp4.FORMAT, Mxfp4Grid(), {"format": "awq"}, r"\(mxfp4\); formats that can: compressed-tensors, modelopt"),
         (awq.FORMAT, INT4, {"format": "gguf"}, "'gguf' is not known; choose one of dense"),
         (awq.FORMAT, INT4, {"dtype": "int3"}, "'int3' is not known"),
         (awq.FORMAT, INT4, {"format": "awq", "dtype": "bf16"}, "either a format or a dtype"),

@@ -6,9 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import hub_server
+import make_model
 import pytest
 import r1_headers
 from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
 
 import quantkit
 from quantkit.checkpoint.reader import Checkpoint
@@ -46,6 +48,19 @@ def test_headers_are_those_of_the_files(hub: hub_server.Hub, tiny_checkpoint: Pa
     }
     assert remote.linears.keys() == local.linears.keys()
     assert "tokenizer.json" not in hub.sent
+
+
+def test_another_copy_beside_the_only_shard_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_model.tiny_config(num_hidden_layers=1, num_nextn_predict_layers=0)
+    folder = make_model.write_dense(tmp_path / "dense", config, make_model.random_tensors(config))
+    tensors = {name: tensor for shard in folder.glob("*.safetensors") for name, tensor in load_file(shard).items()}
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    save_file(tensors, folder / "model.safetensors")
+    save_file({"layers.0.attention.wq.weight": tensors["lm_head.weight"]}, folder / "consolidated.safetensors")
+    with hub_server.serve(folder, NAME) as server:
+        use(server, monkeypatch)
+        assert open_headers(NAME).tensors.keys() == tensors.keys()
 
 
 def test_a_weight_that_was_not_downloaded_is_named(hub: hub_server.Hub) -> None:

@@ -28,6 +28,7 @@ from quantkit.quant.weights import Weight
 from quantkit.schemes import SCHEMES, Grid, Scheme
 
 _INDEX = "model.safetensors.index.json"
+_WHOLE = "model.safetensors"
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _CHECKED = 2**26
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -222,6 +223,8 @@ def _only_shard(path: Path) -> Path:
     shards = sorted(path.glob("*.safetensors"))
     if len(shards) == 1:
         return shards[0]
+    if is_there(path / _WHOLE):  # as transformers reads it; others are another copy, such as Mistral's consolidated.safetensors
+        return path / _WHOLE
     if shards:
         raise QuantkitError(f"{path} has {len(shards)} safetensors files and no {_INDEX}", "download the index too")
     pickles = sorted(file.name for file in path.iterdir() if file.suffix in _PICKLES)

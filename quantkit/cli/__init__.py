@@ -16,6 +16,7 @@ import typer
 
 from quantkit import __version__
 from quantkit.cli import bench, check, compare, evaluate, go, inspect, needle, perplexity, place, playground, proxy, quantize, regrade, run
+from quantkit.cli.empty import FilledCommand
 from quantkit.cli.examples import epilog
 from quantkit.cli.stopping import Stopped
 from quantkit.console import tell, tell_error
@@ -52,7 +53,7 @@ COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("proxy", proxy.proxy),
 )
 for name, command in COMMANDS:
-    app.command(name, epilog=epilog(name))(command)
+    app.command(name, cls=FilledCommand, epilog=epilog(name))(command)
 
 
 def _show_version(asked: bool) -> None:

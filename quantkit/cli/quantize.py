@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -29,12 +29,9 @@ from quantkit.cli.options import (
 )
 from quantkit.cli.stopping import stoppable
 from quantkit.console import print_json
-from quantkit.hub import find_model, plain_name
 
 if TYPE_CHECKING:
     from quantkit.quantization.mixture import Mixture
-    from quantkit.recipe import Recipe
-    from quantkit.schemes import Scheme
 
 
 def quantize(
@@ -65,31 +62,31 @@ def quantize(
     json_: AsJson = False,
 ) -> None:
     """Quantize a checkpoint. A run that was stopped goes on when the same command is given again."""
-    from quantkit.amounts import parse_bytes, parse_share
-    from quantkit.api import load_settings
+    from quantkit import api
     from quantkit.quantization.mixture import read_mixture
-    from quantkit.quantization.opening import read_request
-    from quantkit.quantization.run import quantize as run_quantize
 
     mixture = read_mixture(keep=keep, preset=preset, bits=bits, size=size, read_weight=read_weight)
-    chosen, settings = _asked(scheme, mixture, recipe)
-    given: dict[str, Any] = {"samples": samples, "seq_len": seq_len, "seed": seed, "group_size": group_size}
-    given["prune"] = None if prune is None else parse_share(prune)
-    settings = settings.with_given(**given)
-    read_request(chosen, format_, engine, settings, mixture)  # before a hub model is downloaded
-    source = find_model(model)
-    settings = load_settings(source, settings, calibration=calibration)
-    target = out_dir or Path("-".join((plain_name(model), chosen.name, *mixture.words())))
-    ceiling = parse_bytes(memory) if memory else None
+    _check_named(scheme, recipe, mixture)
     with stoppable(), console.bytes_bar() as bar:
-        options: dict[str, Any] = {
-            "device": device,
-            "memory": ceiling,
-            "overwrite": overwrite,
-            "on_event": console.listener(bar, "quantizing"),
-        }
-        report = run_quantize(
-            source, target, chosen, format_, settings, engine=engine, mixture=mixture, sensitivities=sensitivities, **options
+        report = api.quantize(
+            model,
+            out_dir,
+            scheme,
+            format=format_,
+            engine=engine,
+            mixture=mixture,
+            sensitivities=sensitivities,
+            recipe=recipe,
+            calibration=calibration,
+            samples=samples,
+            seq_len=seq_len,
+            seed=seed,
+            group_size=group_size,
+            prune=prune,
+            device=device,
+            memory=memory,
+            overwrite=overwrite,
+            on_event=console.listener(bar, "quantizing"),
         )
     if os.environ.get("RANK", "0") != "0":
         return
@@ -100,18 +97,10 @@ def quantize(
     console.show(report)
 
 
-def _asked(name: str | None, mixture: "Mixture", recipe: str | None) -> "tuple[Scheme, Recipe]":
-    """The scheme that was named, the recipe's, or the one of mixtures; and the recipe, the scheme's own where none was named."""
-    from quantkit.recipe import load_recipe
-    from quantkit.schemes import find_scheme
-
-    if recipe is not None:
-        settings = load_recipe(recipe)
-        return find_scheme(name or settings.scheme), settings
-    if name is None and not mixture.words():
+def _check_named(scheme: str | None, recipe: str | None, mixture: "Mixture") -> None:
+    """Raises BadParameter where nothing says on which grid linears are to be."""
+    if scheme is None and recipe is None and not mixture.words():
         raise typer.BadParameter("give one, or --recipe, --preset, --bits or --size", param_hint="--scheme")
-    chosen = find_scheme(name or "awq-w4a16")
-    return chosen, load_recipe(chosen.name)
 
 
 def plan(
@@ -139,24 +128,30 @@ def plan(
     json_: AsJson = False,
 ) -> None:
     """Memory, disk, time and fit of a quantization, from config.json and headers alone; downloads no weight of a hub model."""
-    from quantkit.amounts import parse_share
-    from quantkit.planning import plan as make_plan
+    from quantkit import api
     from quantkit.quantization.mixture import read_mixture
 
     mixture = read_mixture(keep=keep, preset=preset, bits=bits, size=size, read_weight=read_weight)
-    chosen, settings = _asked(scheme, mixture, recipe)
-    settings = settings.with_given(prune=None if prune is None else parse_share(prune), group_size=group_size)
-    options: dict[str, Any] = {
-        "devices": devices,
-        "samples": samples,
-        "seq_len": seq_len,
-        "context": context,
-        "redundant": redundant,
-        "cache": cache,
-        "dp": dp,
-        "draft": draft,
-    }
-    about = make_plan(model, chosen, format_, engine=engine, mixture=mixture, sensitivities=sensitivities, recipe=settings, **options)
+    _check_named(scheme, recipe, mixture)
+    about = api.plan(
+        model,
+        scheme,
+        format=format_,
+        engine=engine,
+        mixture=mixture,
+        sensitivities=sensitivities,
+        recipe=recipe,
+        devices=devices,
+        samples=samples,
+        seq_len=seq_len,
+        group_size=group_size,
+        prune=prune,
+        context=context,
+        redundant=redundant,
+        cache=cache,
+        dp=dp,
+        draft=draft,
+    )
     if json_:
         return print_json(about.to_json())
     console.show(about)
@@ -176,12 +171,11 @@ def convert(
     json_: AsJson = False,
 ) -> None:
     """Convert between formats without recalibration, or to plain weights; says what was lost. Resumes as quantize does."""
-    from quantkit.conversion import convert as run_convert
+    from quantkit import api
 
     with stoppable(), console.bytes_bar() as bar:
-        report = run_convert(
-            find_model(source), target, format=format_, dtype=dtype, overwrite=overwrite, on_event=console.listener(bar, "converting")
-        )
+        listen = console.listener(bar, "converting")
+        report = api.convert(source, target, format=format_, dtype=dtype, overwrite=overwrite, on_event=listen)
     if report.done_already:
         console.tell(f"done already: {report.out}")
     if json_:

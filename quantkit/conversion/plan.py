@@ -18,7 +18,7 @@ from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.conversion.differences import as_dtype, fit_scales, stored_error
 from quantkit.conversion.report import Change, ConversionReport, joined
-from quantkit.conversion.target import common_grid, find_target, plain_dtype
+from quantkit.conversion.target import activation_bits, common_grid, find_target, plain_dtype
 from quantkit.devices import dtype_name
 from quantkit.engines.profiles import part_of
 from quantkit.models import by_name, is_known
@@ -120,6 +120,7 @@ class ConversionPlan:
             seconds=time.perf_counter() - start,
             peak_memory=peak_memory(),
             changes=changes,
+            activation_bits=(activation_bits(self.checkpoint), 16 if self.grid is None else self.target.activation_bits_of(self.grid)),
             done_already=done_already,
         )
 

@@ -20,7 +20,8 @@ class Change:
 class ConversionReport(Result):
     """What came of a conversion. Bytes are of tensors; peak_memory is this process's largest resident set, in bytes.
 
-    changes: by what happened and where, such as "awq to compressed-tensors: experts" or "copied".
+    changes: by what happened and where, such as "awq to compressed-tensors: experts" or "copied". activation_bits: of what quantized
+    linears read, in the source and in the output.
     """
 
     out: Path
@@ -31,6 +32,7 @@ class ConversionReport(Result):
     seconds: float
     peak_memory: int
     changes: dict[str, Change]
+    activation_bits: tuple[int, int]
     done_already: bool = False
     """Nothing was done: `out` was there, complete, from the same source and settings."""
 
@@ -53,6 +55,11 @@ class ConversionReport(Result):
             ("time", span(self.seconds)),
             ("peak memory", size(self.peak_memory)),
             ("exact", "yes, every value" if self.exact else "no"),
+            *(
+                [("activations", "{1} bits, {0} in the source".format(*self.activation_bits))]
+                if len(set(self.activation_bits)) == 2
+                else []
+            ),
             *((f"  {what}", told.format(one.weights, one.max_relative_error)) for what, one in self.changes.items()),
         ]
 

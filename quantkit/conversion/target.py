@@ -8,7 +8,7 @@ from quantkit.checkpoint.formats.gptq import Gptq
 from quantkit.checkpoint.formats.nvfp4 import Nvfp4
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError
-from quantkit.schemes import Grid, Mxfp4Grid
+from quantkit.schemes import Grid, Mxfp4Grid, grid_label
 
 
 def target_name(format: str | None, dtype: str | None) -> str:
@@ -30,14 +30,23 @@ def find_target(checkpoint: Checkpoint, name: str, grid: Grid | None) -> Format:
     if isinstance(source, Gptq) and source.desc_act:
         fault = f"{checkpoint.path} is GPTQ with desc_act: its scales belong to scattered inputs, and {name} has groups in order"
         raise QuantkitError(fault, "--dtype bf16 makes it plain")
-    for format in sorted(named, key=lambda one: one is source or not one.holds(grid)):
+    bits = activation_bits(checkpoint)
+    able = [format for format in FORMATS if _takes(format, grid)]
+    for format in sorted(able, key=lambda one: (not one.holds(grid), one.activation_bits_of(grid) != bits, one is source)):
+        if format.name != name:
+            continue
         if format is source:
             raise QuantkitError(f"{checkpoint.path} is already {name} {format.variant}", "there is nothing to convert")
-        if format.holds(grid) or (isinstance(grid, Mxfp4Grid) and isinstance(format, Nvfp4)):
-            exact = format is compressed_int4.FORMAT and source.scale_dtype == torch.float16
-            return compressed_int4.FP16_SCALES if exact else format
-    holders = ", ".join(dict.fromkeys(format.name for format in FORMATS if format.holds(grid)))
-    raise QuantkitError(f"{name} cannot hold the weights of {checkpoint.path} ({grid})", f"formats that can: {holders}")
+        exact = format is compressed_int4.FORMAT and source.scale_dtype == torch.float16
+        return compressed_int4.FP16_SCALES if exact else format
+    holders = ", ".join(dict.fromkeys(format.name for format in able))
+    fault = f"{name} cannot hold the weights of {checkpoint.path} ({grid_label(grid)})"
+    raise QuantkitError(fault, f"formats that can: {holders}" if holders else "--dtype bf16 makes it plain")
+
+
+def _takes(format: Format, grid: Grid) -> bool:
+    """Whether it has a place for such weights: what holds them, and NVFP4 for the values of MXFP4."""
+    return format.holds(grid) or (isinstance(grid, Mxfp4Grid) and isinstance(format, Nvfp4))
 
 
 def common_grid(checkpoint: Checkpoint) -> Grid | None:
@@ -46,6 +55,15 @@ def common_grid(checkpoint: Checkpoint) -> Grid | None:
         fault = f"{checkpoint.path} has weights on {len(grids)} grids"
         raise QuantkitError(fault, "only checkpoints with one can be converted; --dtype bf16 makes it plain")
     return next(iter(grids), None)
+
+
+def activation_bits(checkpoint: Checkpoint) -> int:
+    """Of what its quantized linears read: 8 or 4 where some round that, 16 elsewhere."""
+    found = set()
+    for module, linear in checkpoint.linears.items():
+        own = linear.format.member(module)
+        found.add(own.activation_bits if linear.grid is None else own.activation_bits_of(linear.grid))
+    return min(found, default=16)
 
 
 def plain_dtype(checkpoint: Checkpoint) -> torch.dtype:

@@ -129,7 +129,8 @@ def _sizes(model: Model, share: float) -> _Sizes:
     least = max(-(-routing.num_experts_per_tok // routing.topk_group), 2 if routing.topk_group < routing.n_group else 1)
     if left < least:
         why = f"a token chooses {routing.num_experts_per_tok} experts of {routing.topk_group} groups"
-        raise QuantkitError(f"{told}, and {why}", f"give --prune {int(100 * (of_group - least) / of_group)}% or less")
+        most = int(100 * (of_group - least) / of_group)
+        raise QuantkitError(f"{told}, and {why}", f"give --prune {most}% or less" if most > 0 else "leave --prune out: none can go")
     return _Sizes(routing.n_group, of_group, left)
 
 

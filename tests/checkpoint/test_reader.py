@@ -171,6 +171,16 @@ def _change(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Path], N
     return lambda path: _edit_tensors(path, lambda tensors: tensors.update({name: change(tensors[name])}))
 
 
+def test_another_copy_beside_the_weights_is_not_read(fp8_copy: Path) -> None:
+    """Mistral's repositories hold consolidated.safetensors, with names of its own, beside model.safetensors, and no index."""
+    tensors = {name: tensor for shard in _shards(fp8_copy) for name, tensor in load_file(shard).items()}
+    for file in (*_shards(fp8_copy), fp8_copy / _INDEX):
+        file.unlink()
+    save_file(tensors, fp8_copy / "model.safetensors")
+    save_file({"layers.0.attention.wq.weight": torch.zeros(2, 2)}, fp8_copy / "consolidated.safetensors")
+    assert Checkpoint.open(fp8_copy).tensors.keys() == tensors.keys()
+
+
 _LINEAR = "model.layers.0.self_attn.q_a_proj"
 
 
