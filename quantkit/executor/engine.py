@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from quantkit.executor.ahead import capture_ahead
 from quantkit.executor.budget import measure
 from quantkit.executor.cache import CachePlan
 from quantkit.executor.checks import check_eos, check_request
@@ -192,6 +193,7 @@ class Engine:
                 engine.scheduler.budget = measure(
                     engine.runner, parallel, given, options.max_batch, asked=options.prefill_tokens is not None
                 )
+                capture_ahead(engine.runner, parallel, options.max_batch * (1 + options.lookahead), engine.max_model_len)
             if options.count_experts:  # only now: measuring is nobody's text
                 engine.expert_counter = ExpertCounter(loaded)
             return engine

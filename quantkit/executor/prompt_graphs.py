@@ -70,6 +70,12 @@ def size_of(answers: DecodeRows | None, prompts: list[PromptRows], cache: PagedC
     return PassSize(rows, tokens, power_of_two(len(prompts) + 1), seen)
 
 
+def rounded_sizes(most: int) -> list[int]:
+    """The numbers of tokens of prompts that graphs are captured for, up to `most`."""
+    sizes = {_rounded(count, _LEAST_TOKENS) for count in range(1, most + 1)}
+    return sorted(size for size in sizes if size <= most)
+
+
 def _rounded(count: int, least: int) -> int:
     """`count` or some more: in steps of an eighth of the power of two above it, and of no less than `least`."""
     step = max(least, power_of_two(count) // 8)
@@ -163,6 +169,18 @@ class PromptPasses:
         self._graphs: dict[PassSize, tuple[_Pass, Callable[[], Tensor]]] = {}
         self._hidden: Tensor | None = None
         """Where graphs leave their results: what others keep in the pool that they share may be written over by any of them."""
+
+    @property
+    def captures(self) -> bool:
+        """Whether passes are captured at all."""
+        return self._capture is not None
+
+    def capture(self, prompts: list[PromptRows]) -> None:
+        """Compute such a pass and capture it now, where its size is captured at all."""
+        size = size_of(None, prompts, self.cache)
+        if size is not None:
+            self._met.add(size)
+        self.run(None, prompts)
 
     def run(self, answers: DecodeRows | None, prompts: list[PromptRows]) -> Tensor:
         """Hidden states [T, H] of the answers' rows, then of the prompts' tokens, valid until the next pass."""

@@ -8,10 +8,12 @@ import torch
 from packed_model import write_random
 from torch import Tensor
 
-from quantkit.executor import prompt_graphs
+from quantkit.executor import ahead, prompt_graphs
+from quantkit.executor.ahead import capture_ahead
 from quantkit.executor.engine import Engine
 from quantkit.executor.graphs import Capture
 from quantkit.executor.mtp_drafter import MtpDrafter
+from quantkit.executor.parallel import SINGLE
 from quantkit.executor.prompt_graphs import PassSize, PromptBuffers, PromptRows
 from quantkit.executor.runner import Runner
 from quantkit.executor.sampling import SamplingParams
@@ -151,3 +153,59 @@ def test_a_failed_capture_is_computed_eagerly_and_says_why(tiny_checkpoint: Path
     with pytest.warns(UserWarning, match="a pass with prompts could not be captured: operation not permitted; prompts are launched"):
         assert torch.equal(passes.run(None, prompt), eager)
     assert torch.equal(passes.run(None, prompt), eager), "told once"
+
+
+USERS = [list(range(5, 5 + length)) for length in (40, 7, 90)]
+
+
+class Counted:
+    """Captures as a CPU can, and counts them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, step: Callable[[], object], lengths: list[int]) -> Callable[[], object]:
+        self.count += 1
+        return in_place(step, lengths)
+
+
+def engine_of(grouped: Path, capture: Counted | None) -> Engine:
+    engine = Engine.load(grouped, device="cpu", dtype="float32", max_batch=3, max_model_len=320)
+    if capture is not None:
+        engine.runner = Runner(engine.loaded.model, engine.cache, capture)
+    return engine
+
+
+def answers(engine: Engine) -> list[list[int]]:
+    params = SamplingParams(max_new_tokens=6, ignore_eos=True)
+    return [next(iter(engine.generate([prompt], params))).token_ids for prompt in USERS] + [
+        one.token_ids for one in sorted(engine.generate(USERS, params), key=lambda one: one.index)
+    ]
+
+
+def test_nobody_waits_for_what_was_captured_ahead(grouped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "LEAST_FREE", 0)
+    expected, capture = answers(engine_of(grouped, None)), Counted()
+    engine = engine_of(grouped, capture)
+    done = capture_ahead(engine.runner, SINGLE, 3, engine.max_model_len)
+    # 1, 2 and 4 rows; 16 to 128 tokens by sixteens, 160 to 256 by 32s, 320.
+    assert done == capture.count == 3 + 13
+    assert answers(engine) == expected
+    assert capture.count == done
+
+
+@pytest.mark.parametrize("field", ["MOST_S", "LEAST_FREE"])
+def test_time_and_memory_are_bounded(grouped: Path, field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "LEAST_FREE", 0)
+    monkeypatch.setattr(ahead, field, 0.0 if field == "MOST_S" else 1 << 60)
+    engine = engine_of(grouped, capture := Counted())
+    assert capture_ahead(engine.runner, SINGLE, 3, 320) == capture.count == 0
+
+
+def test_nothing_is_computed_ahead_without_captures(grouped: Path) -> None:
+    engine = engine_of(grouped, None)
+    parts = [part for layer in engine.cache.layers for part in layer]
+    for part in parts:
+        part.fill_(1)
+    assert capture_ahead(engine.runner, SINGLE, 3, 320) == 0
+    assert all((part == 1).all() for part in parts)
