@@ -86,6 +86,8 @@ class LinearPlan:
 
 EXPAND_TOKENS = 1024
 """From more tokens on a 4-bit weight is decoded to 16 bits and multiplied by the vendor's library, whatever a table says."""
+_EXPANDED = {"int4": 512, "fp4": 256}
+"""From so many tokens on the rule says so, by kind."""
 _FEW, _SOME = 16, 64
 """Tokens up to which a product is bound by reading weights, and by latency: then several programs share a multiprocessor and K."""
 
@@ -97,13 +99,17 @@ def linear_plan(name: str, processors: int, kind: str, n: int, k: int, tokens: i
     measured = _nearest(_table(name).linear.get((kind, n, k)), tokens)
     if measured is not None:
         return measured if measured.rows else None
-    return fitting(_rule(processors, kind, n, -(-k // 128), tokens, shared_bytes(name)), kind, name)
+    if tokens >= _EXPANDED.get(kind, tokens + 1):
+        return None
+    return fitting(_rule(name, processors, n, -(-k // 128), tokens), kind, name)
 
 
-def _rule(processors: int, kind: str, n: int, steps: int, tokens: int, room: int) -> LinearPlan:
+def _rule(name: str, processors: int, n: int, steps: int, tokens: int) -> LinearPlan:
     """What the plans measured on an H200 have in common: so many programs a multiprocessor, and as many steps of K for each at least."""
-    width = max(16, min(128, _power_of_two(tokens)))
-    if tokens <= _FEW:
+    width, room = max(16, min(128, _power_of_two(tokens))), shared_bytes(name)
+    if tokens <= _FEW and name.startswith("sm_"):  # of two warps: the matrix instructions of four are waited for
+        plan, programs, least = LinearPlan(64, width, 1, 2, 3), 6 * processors, 4
+    elif tokens <= _FEW:
         plan, programs, least = LinearPlan(64, width, 1, 4, 3), 6 * processors, 7
     elif tokens <= _SOME:
         plan, programs, least = LinearPlan(128, width, 1, 8, 3), 2 * processors, 14

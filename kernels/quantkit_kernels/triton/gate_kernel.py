@@ -13,9 +13,9 @@ from quantkit_kernels.triton.weights_kernel import dot, fetch_lines, rounded, wa
 def router_logits(
     x, router, logits, partial, arrived, tokens, experts, k,
     SPLIT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, NVIDIA: tl.constexpr,
-    PDL: tl.constexpr,
+    ALONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """x [tokens, k] times router [experts, k] -> logits float32 [tokens, experts]."""
+    """x [tokens, k] times router [experts, k] -> logits float32 [tokens, experts]. ALONE: of one token."""
     tile = tl.program_id(0) // SPLIT
     part = tl.program_id(0) % SPLIT
     expert = tile * BN + tl.arange(0, BN)
@@ -37,7 +37,7 @@ def router_logits(
             near = rounded(weight, tl.bfloat16)
             acc = dot(near, some, acc)
             weight -= near.to(tl.float32)
-    acc, _, last = sum_of_parts(acc, acc, partial, arrived, tile, part, SPLIT, BN, BM, False)
+    acc, _, last = sum_of_parts(acc, acc, partial, arrived, tile, part, SPLIT, BN, BM, False, ALONE)
     if last:
         to = logits + token[None, :] * experts + expert[:, None]
         tl.store(to, acc, mask=(token < tokens)[None, :] & (expert < experts)[:, None])

@@ -67,7 +67,8 @@ def multiply(
         EXPERTS=0 if slots is None else 1 if isinstance(slots, Slots) else 2,
         SPLIT=split, BN=plan.rows, BM=plan.tokens, EVEN_N=own_rows % plan.rows == 0, EVEN_K=packed.k % 128 == 0,
         NVIDIA=by_assembly(x.device), STAGES=plan.stages,
-        DTYPE=decoded_type(out.dtype if epilogue != WEIGH else x.dtype), num_warps=plan.warps, **overlapped(x.device),
+        DTYPE=decoded_type(out.dtype if epilogue != WEIGH else x.dtype),
+        ALONE=x.shape[0] == 1 if slots is None else isinstance(slots, ChosenExperts), num_warps=plan.warps, **overlapped(x.device),
     )  # fmt: skip
 
 

@@ -53,28 +53,35 @@ def add_int8_step(acc, step, x, places, k, there, codes, n, rows, EVEN_K: tl.con
 
 
 @triton.jit
-def sum_of_parts(acc, more, partial, arrived, tile, part, SPLIT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, PAIR: tl.constexpr):
+def sum_of_parts(
+    acc, more, partial, arrived, tile, part,
+    SPLIT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, PAIR: tl.constexpr, ALONE: tl.constexpr,
+):  # fmt: skip
     """The sums of acc and, with PAIR, of more over the programs of a tile, and whether this one has them: the last to arrive. Counters are
-    zero before and after."""
+    zero before and after. ALONE: only the first of the BM tokens is one; its sums lie side by side, and the others are undefined."""
     at = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
+    there = None
+    if ALONE:
+        at = tl.arange(0, BM)[None, :] * BN + tl.arange(0, BN)[:, None]
+        there = (tl.arange(0, BM) < 1)[None, :]
     SIZE: tl.constexpr = BN * BM
     EACH: tl.constexpr = 2 * SIZE if PAIR else SIZE
     mine = partial + tile.to(tl.int64) * SPLIT * EACH
-    tl.store(mine + part * EACH + at, acc)
+    tl.store(mine + part * EACH + at, acc, mask=there)
     if PAIR:
-        tl.store(mine + part * EACH + SIZE + at, more)
+        tl.store(mine + part * EACH + SIZE + at, more, mask=there)
     tl.debug_barrier()
     before = tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu")
     last = before == SPLIT - 1
     if last:
         tl.debug_barrier()
-        acc = tl.load(mine + at, cache_modifier=".cg")
+        acc = tl.load(mine + at, mask=there, cache_modifier=".cg")
         if PAIR:
-            more = tl.load(mine + SIZE + at, cache_modifier=".cg")
+            more = tl.load(mine + SIZE + at, mask=there, cache_modifier=".cg")
         for other in tl.static_range(1, SPLIT):
-            acc += tl.load(mine + other * EACH + at, cache_modifier=".cg")
+            acc += tl.load(mine + other * EACH + at, mask=there, cache_modifier=".cg")
             if PAIR:
-                more += tl.load(mine + other * EACH + SIZE + at, cache_modifier=".cg")
+                more += tl.load(mine + other * EACH + SIZE + at, mask=there, cache_modifier=".cg")
         tl.store(arrived + tile, 0)
     return acc, more, last
 
@@ -85,11 +92,12 @@ def multiply(
     m, n, k, out_n, steps, top_k, up,
     KIND: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, EPILOGUE: tl.constexpr, EXPERTS: tl.constexpr, SPLIT: tl.constexpr,
     BN: tl.constexpr, BM: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, NVIDIA: tl.constexpr, STAGES: tl.constexpr,
-    DTYPE: tl.constexpr, PDL: tl.constexpr,
+    DTYPE: tl.constexpr, ALONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One linear: x[m, k] -> out[m, out_n]. EXPERTS: of a tile of sorted pairs, from x's rows pair // top_k to out's rows pair.
 
-    n: rows of the packed weight, of each expert; up: rows from a feature of gate to that of up, with SILU_MUL.
+    n: rows of the packed weight, of each expert; up: rows from a feature of gate to that of up, with SILU_MUL. ALONE: of each tile only the
+    first token is one.
     """
     row_tile = tl.program_id(0) // SPLIT
     part = tl.program_id(0) % SPLIT
@@ -147,7 +155,7 @@ def multiply(
     last = True
     if SPLIT > 1:
         tile = token_tile * (tl.num_programs(0) // SPLIT) + row_tile
-        result, other, last = sum_of_parts(result, other, partial, arrived, tile, part, SPLIT, BN, BM, EPILOGUE == SILU_MUL)
+        result, other, last = sum_of_parts(result, other, partial, arrived, tile, part, SPLIT, BN, BM, EPILOGUE == SILU_MUL, ALONE)
     if last:
         factor = 1.0
         if KIND == INT8:

@@ -92,7 +92,7 @@ def moe_gate(x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing) -
     tiles, width = -(-experts // _GATE_ROWS), max(16, power_of_two(tokens))
     split = max(1, min(2 * multiprocessors(x.device) // tiles, -(-k // (2 * _GATE_STEP)), 16))
     partial, arrived = workspace(x.device, tiles * split * _GATE_ROWS * width)
-    shape = {"SPLIT": split, "BN": _GATE_ROWS, "BM": width, "BK": _GATE_STEP, "NVIDIA": by_assembly(x.device)}
+    shape = {"SPLIT": split, "BN": _GATE_ROWS, "BM": width, "BK": _GATE_STEP, "ALONE": tokens == 1, "NVIDIA": by_assembly(x.device)}
     tensors = (x.contiguous(), router.contiguous(), logits, partial, arrived)
     router_logits[(tiles * split,)](*tensors, tokens, experts, k, **shape, **overlapped(x.device))
     return route(logits, bias, routing)

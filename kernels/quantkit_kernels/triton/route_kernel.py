@@ -43,13 +43,16 @@ def route(
         kept = tl.sum(better.to(tl.int32), 1) < TOPK_GROUP
         wanted = tl.reshape(tl.where(kept[:, None], of_group, float("-inf")), (EXPERTS,))
     column = tl.arange(0, COLUMNS)
+    # Numbers in the order of floats, and below them those of experts, so that the largest is the best and among equals the first.
+    bits = wanted.to(tl.int32, bitcast=True)
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+    key = ordered * 65536 + (65535 - number).to(tl.int64)
     chosen = tl.where(column >= TOP_K, experts + column - TOP_K, 0)
-    weight = tl.zeros((COLUMNS,), tl.float32)
     for i in tl.static_range(TOP_K):
-        at = tl.argmax(wanted, 0, tie_break_left=True)
-        chosen = tl.where(column == i, at, chosen)
-        weight = tl.where(column == i, tl.sum(tl.where(number == at, score, 0.0), 0), weight)
-        wanted = tl.where(number == at, float("-inf"), wanted)
+        best = tl.max(key, 0)
+        key = tl.where(key == best, -0x7FFFFFFFFFFFFFFF, key)
+        chosen = tl.where(column == i, 65535 - (best & 65535).to(tl.int32), chosen)
+    weight = tl.where(column < TOP_K, tl.gather(score, tl.minimum(chosen, EXPERTS - 1), 0), 0.0)
     if NORMED:
         weight = weight / (tl.sum(weight, 0) + 1e-20)
     weight = tl.where(column < TOP_K, weight * factor, 1.0)

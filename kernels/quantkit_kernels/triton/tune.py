@@ -125,8 +125,9 @@ def _compile(what: tuple[str, int, LinearPlan]) -> None:
 LINEARS = (
     *((2112, 7168), (24576, 1536), (7168, 16384), (4096, 7168), (7168, 2048), (36864, 7168), (7168, 18432)),
     *((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)),
+    *((6144, 1536), (7168, 4096), (9216, 7168), (7168, 4608)),
 )
-"""N and K of DeepSeek-R1's linears and of Qwen3-8B's."""
+"""N and K of DeepSeek-R1's linears, of Qwen3-8B's, and of those of R1 that one rank of four has a part of."""
 
 
 EXPERTS = ((7168, 2048), (7168, 512))
