@@ -71,10 +71,11 @@ def test_programs_that_share_k_add_up_in_order(grid: str) -> None:
     rng = generator()
     weight = random_weight(grid, 64, 128 * 16, rng)
     linear = prepare(weight, backend="triton")
-    x = torch.randn(3, 128 * 16, generator=rng, device=DEVICE).bfloat16()
-    first = linear(x)
-    assert distance(first, exact_linear(x, weight)) < TOLERANCE[torch.bfloat16]
-    assert torch.equal(linear(x), first)
+    for tokens in (1, 3):
+        x = torch.randn(tokens, 128 * 16, generator=rng, device=DEVICE).bfloat16()
+        first = linear(x)
+        assert distance(first, exact_linear(x, weight)) < TOLERANCE[torch.bfloat16]
+        assert torch.equal(linear(x), first)
 
 
 def test_every_code_of_fp4_and_scales_of_zero() -> None:
@@ -166,11 +167,12 @@ def test_routing(scoring: str, experts: int, top_k: int, n_group: int, topk_grou
         assert torch.equal(ids.long(), expected_ids)
         assert distance(weights, expected.double()) < 1e-6
     # Logits of size one: sigmoids of large ones are all 1, and among equals the choice is free.
-    x, router = torch.randn(5, 48, device=DEVICE).bfloat16(), torch.randn(experts, 48, device=DEVICE) / 7
-    ids, weights = moe_gate(x, router, None, rule, backend="triton")
-    expected_ids, expected = moe_gate(x, router, None, rule, backend="reference")
-    assert torch.equal(ids.long(), expected_ids)
-    assert distance(weights, expected.double()) < 1e-5
+    for tokens, width in ((5, 48), (1, 300)):  # of the second two programs share the width
+        x, router = torch.randn(tokens, width, device=DEVICE).bfloat16(), torch.randn(experts, width, device=DEVICE) / width**0.5
+        ids, weights = moe_gate(x, router, None, rule, backend="triton")
+        expected_ids, expected = moe_gate(x, router, None, rule, backend="reference")
+        assert torch.equal(ids.long(), expected_ids)
+        assert distance(weights, expected.double()) < 1e-5
 
 
 @pytest.mark.parametrize("window", [0, 1, 20])
