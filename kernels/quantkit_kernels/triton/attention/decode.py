@@ -20,8 +20,10 @@ _HEADS, _FEW_HEADS = 32, 16
 """Of a program that attends to latents, which all its heads read."""
 _LARGE, _FEW_CUT = 128, DecodeCut(16, 4, 2, least=1)
 """The tokens of a large program, and how small ones are launched: the fastest of ten on an H200."""
-_AT_ONCE = 32
-"""Shares that the second launch has in registers."""
+_AT_ONCE, _COLUMNS = 32, 128
+"""Shares that the second launch has in registers, and columns of a program."""
+_SHARES, _LATENT_AT_ONCE, _LATENT_COLUMNS = 16, 64, 64
+"""The same of latents cut in so many shares or more, which have few rows: more programs, and all of their loads at once."""
 
 
 class Turning(NamedTuple):
@@ -119,7 +121,9 @@ def _attend(
         WINDOWED=window > 0, SUNK=sinks is not None, SPLIT=splits > 1, CODES=cached.codes, STAGES=cut.stages, num_warps=cut.warps, **how,
     )  # fmt: skip
     if splits > 1:
-        columns, shares = min(128, padded), power_of_two(splits)
+        shares = power_of_two(splits)
+        at_once, columns = (_LATENT_AT_ONCE, _LATENT_COLUMNS) if rotary and shares >= _SHARES else (_AT_ONCE, _COLUMNS)
+        columns = min(columns, padded)
         grid = (rows * heads, -(-width // columns))
-        merge[grid](partial, found, out, splits, D=width, COLUMNS=columns, SPLITS=shares, AT_ONCE=min(_AT_ONCE, shares), **how)
+        merge[grid](partial, found, out, splits, D=width, COLUMNS=columns, SPLITS=shares, AT_ONCE=min(at_once, shares), **how)
     return out
