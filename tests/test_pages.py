@@ -47,6 +47,7 @@ def copy(tmp_path: Path) -> Path:
         *ROOT.glob("docs/pictures/*.svg"),
         ROOT / "docs/ascend.md",
         ROOT / "docs/evaluation.md",
+        ROOT / "docs/quantize.md",
         ROOT / "README.md",
     ):
         target = tmp_path / path.relative_to(ROOT)
