@@ -41,7 +41,8 @@ class _Console(Console):
     """Text is text. Into a file or a pipe, tables are as wide as they need to be, where COLUMNS does not say otherwise."""
 
     def __init__(self, *, stderr: bool = False) -> None:
-        narrow = (sys.stderr if stderr else sys.stdout).isatty() or "COLUMNS" in os.environ
+        stream = sys.stderr if stderr else sys.stdout
+        narrow = (stream is not None and stream.isatty()) or "COLUMNS" in os.environ
         super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False, width=None if narrow else _UNLIMITED)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:

@@ -162,6 +162,10 @@ def test_kernels_and_deploy_answer(tiny_checkpoint: Path) -> None:
     ):
         assert said in command("kernels", "--device", "cpu", *more.split()).error
     assert answer("deploy", tiny_checkpoint, "--engine", "vllm", "--boxes", "1")["launches"]
+    close, apart = (
+        answer("deploy", tiny_checkpoint, "--engine", "vllm", "--hosts", f"10.0.0.1,{space}10.0.0.2", "--boxes", "2") for space in ("", " ")
+    )
+    assert close == apart
 
 
 def test_usage_errors_exit_2() -> None:

@@ -5,7 +5,6 @@ Everything heavy is imported inside the command that needs it, so that `quantkit
 what to do, 2 on bad usage.
 """
 
-import io
 import os
 import sys
 import warnings
@@ -19,6 +18,7 @@ from quantkit.cli import bench, check, compare, evaluate, go, inspect, needle, p
 from quantkit.cli.empty import FilledCommand
 from quantkit.cli.examples import epilog
 from quantkit.cli.stopping import Stopped
+from quantkit.cli.streams import open_streams
 from quantkit.console import tell, tell_error
 from quantkit.errors import QuantkitError
 
@@ -74,14 +74,14 @@ def main() -> None:
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a terminal without a character is no reason to fail
+    open_streams()
     warnings.showwarning = lambda message, *_, **__: tell(f"warning: {message}")
     try:
         code = _run(debug, "--json" in sys.argv)
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever read our results has enough
+    except OSError as error:  # whoever read our results has enough, or has no room for them, which was told
+        if debug and not isinstance(error, BrokenPipeError):
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     raise SystemExit(code)
@@ -90,15 +90,19 @@ def main() -> None:
 def _run(debug: bool, as_json: bool) -> int:
     """Run the command; returns the exit code."""
     try:
+        _check_folder()
         code = app(prog_name="quantkit", standalone_mode=False)
         if code == _INTERRUPTED:
             tell_error("interrupted", "", title="", as_json=as_json)
+        sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except Stopped as stopped:
         tell_error(*stopped.told(), title="", as_json=as_json)
         return stopped.exit_code
     except _UsageError as error:
         return _tell_usage(error, as_json)
+    except BrokenPipeError:
+        raise
     except Exception as error:
         if debug:
             raise
@@ -107,9 +111,19 @@ def _run(debug: bool, as_json: bool) -> int:
         return 1
 
 
+def _check_folder() -> None:
+    """Raises QuantkitError in a folder that was removed under the shell, where libraries fail in ways that do not say so."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise QuantkitError("the working folder was removed", "cd to one that is there") from error
+
+
 def _in_words(error: Exception) -> tuple[str, str]:
     if isinstance(error, QuantkitError):
         return error.problem, error.remedy
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or 'the output'}: {error.strerror}", "mend that and give the same command; --debug shows where"
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
     return reason, "run again with --debug for the traceback"
 

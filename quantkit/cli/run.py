@@ -141,7 +141,7 @@ def _guesses(engine: Any) -> str:
 def serve(
     model: Model,
     host: str = "127.0.0.1",
-    port: int = 8000,
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     api_key: Annotated[str | None, typer.Option(envvar="QUANTKIT_API_KEY", help="Ask for this key.")] = None,
     max_batch: Annotated[int, typer.Option(min=1, help="Requests computed together.")] = 64,
     max_model_len: Annotated[int | None, typer.Option(min=1, help="Longest prompt plus answer.")] = None,
@@ -248,7 +248,7 @@ def deploy(
     from quantkit.engines.layouts import find_topology
 
     path = find_model(model)
-    addresses = hosts.split(",") if hosts else None
+    addresses = [host.strip() for host in hosts.split(",")] if hosts else None
     planned = plan(path, engine, boxes=boxes, devices=devices, layout=layout, context=context, hosts=addresses, nic=nic, guesses=mtp)
     told = planned.as_dict() | {
         "decoding": decoding(Checkpoint.open(path), find_topology(engine, boxes, layout, devices=devices), planned.memory)
