@@ -11,6 +11,7 @@ from typing import Literal
 
 from quantkit.evaluation.grading import answer_words
 from quantkit.evaluation.grading.conversions import restated
+from quantkit.evaluation.grading.languages import decimal_comma
 from quantkit.evaluation.grading.prose import has_number, read_last, read_sentence, spoken
 from quantkit.evaluation.grading.typesetting import normalize
 from quantkit.evaluation.grading.values import Value, read_value
@@ -43,7 +44,7 @@ class BoxedText:
 LONGEST = 100_000  # characters at the end of a text in which its answer is looked for
 _BOX_TOKENS = re.compile(r"<\|begin_of_box\|>([^<>|]*)<\|end_of_box\|>")  # as GLM writes them
 _NEXT_QUESTION = re.compile(r"\n[ \t]*\n[^\w\n]*(?:Question|Q|Human|User|Instruction)\s*\d*\s*:")
-_ANSWERED = re.compile(r"####\s*\S|(?i:\banswer\s*(?:is|:))|\\boxed\s*\{")
+_ANSWERED = re.compile(r"(?m:^\W{0,4}A\s*:\s*\S)|####\s*\S|(?i:\banswer\s*(?:is|:))|\\boxed\s*\{")
 
 
 def prepared(text: str) -> str:
@@ -146,7 +147,8 @@ _CUE = re.compile(
 )
 _DOUBTED = re.compile(
     r"(?i)(?:\bno(?=\s+$)|\bassum(?:e|ing)\b|\bsuppos(?:e|ing)\b[\w\s,]{0,25}|\bif\b|\bwhether\b"
-    r"|\bnot (?:the case|true)|\bfalse|\bwrong|\bincorrect|\bdoubt|n't (?:think|believe|say))\s+(?:that\s+)?[\w\s]{0,20}$"
+    r"|\bnot (?:the case|true)|\bfalse|\bwrong|\bincorrect|\bdoubt|\b(?:unable|not able) to\b"
+    r"|n't (?:think|believe|say))\s+(?:that\s+)?[\w\s]{0,20}$"
 )
 _KIND = re.compile(r"(?i)\s*(?:an?|the|some)\s+(?:[a-z-]+\s+)?(?:integer|number)\s+(?:between|from|in|less|at|of)\b")
 """What answers are in general: The answer must be an integer between 0 and 999."""
@@ -171,7 +173,7 @@ def _statements(text: str) -> list[tuple[int, str, bool]]:
     return found
 
 
-_MARKS = re.compile(r"(?m)^[ \t]*(?:#{1,3}[ \t]+|>[ \t]?|[-*][ \t]+)|\*\*|__|`+(?:[a-z]+\n)?")
+_MARKS = re.compile(r"(?m)^[ \t]*(?:#{1,3}[ \t]+|>+[ \t]?|[-*][ \t]+)|\*\*|__|`+(?:[a-z]+\n)?")
 _DISPLAYED = re.compile(r"\\\[|\\\]|\$\$")
 _TABLE_ROW = re.compile(r"(?m)^[ \t]*\|[ \t][^\n]*\|[ \t]*$")
 
@@ -188,12 +190,41 @@ def _last_cell(row: re.Match[str]) -> str:
 _CALCULATION = re.compile(r"<<[^<>\n]*>>")  # as GSM8K's own solutions have them
 
 
+_THOUSANDS = re.compile(r"(?<![\w.,])[1-9]\d{0,2}(?:\.\d{3})+(?![\d.]|,\d{3})")
+_DECIMAL_POINT = re.compile(r"(?<![\d.])\d+\.(?:\d{1,2}|\d{4,})(?![\d.])")
+
+
+_MIL = re.compile(r"(\d)\s+mil(?=\s+(?:de\s|[a-z]+[aeo]s\b)|\W*$)")  # Spanish and Portuguese: 45 mil habitantes
+_MILES = re.compile(r"(?<=[^\W\d_])(\s+\d+)\s+mil(?=\W*$|\s+[a-z])(?! (?:de|in)\b)")  # of other languages; $3 mil stands behind its sign
+_TURKISH = re.compile(r"(?<![\w.,])(\d{1,3}(?:\.\d{3})*)'(?:[dt][iıuü]r|[a-zçğıöşü]{1,3})(?![a-zçğıöşü])")  # 45.000'dir
+
+
+_OBJECT = re.compile(r"\s*(?:```(?:json)?\s*)?\{.*\}\s*(?:```)?\s*", re.DOTALL)
+_NAMED_VALUE = re.compile(r"""["'](?:final[_ ]?)?(?:answer|result|final)["']\s*:\s*(?:["']([^"']*)["']|(-?[\d.]+))\s*[,}]""", re.IGNORECASE)
+
+
+def _named_value(text: str) -> str:
+    """Of a reply that is a JSON object, the value of its answer, stated; any other text as it is."""
+    named = list(_NAMED_VALUE.finditer(text)) if _OBJECT.fullmatch(text) else []
+    return f"Answer: {named[0][1] or named[0][2]}" if len(named) == 1 else text
+
+
+def _with_thousands(text: str) -> str:
+    """Without the points at thousands, where the text's language writes so and no decimal point stands in it: 1.250 Liter."""
+    text = _MIL.sub(r"\1 thousand", text) if decimal_comma(text[-_ENDING:]) else text
+    text = _MILES.sub(r"\1 miles", text)
+    text = _TURKISH.sub(lambda match: match[1].replace(".", ""), text)
+    if not _THOUSANDS.search(text) or _DECIMAL_POINT.search(text) or not decimal_comma(text[-_ENDING:]):
+        return text
+    return _THOUSANDS.sub(lambda match: match[0].replace(".", ""), text)
+
+
 def find_number(text: str, letters: bool = True) -> Extraction:
     """The answer of a text whose answer is a number: the last box, else the last stated answer, else the last number.
 
     An answer that is stated behind the box, as a sentence, and is another one, replaces the box.
     """
-    text = _CALCULATION.sub("", prepared(text))
+    text = _with_thousands(_named_value(_CALCULATION.sub("", prepared(text))))
     box = last_box(text)
     if box.open_box:
         return box

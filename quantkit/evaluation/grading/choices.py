@@ -8,6 +8,7 @@ import re
 
 from quantkit.evaluation.grading import answer_words
 from quantkit.evaluation.grading.answers import Extraction, Found, boxes, find_number, last_box, prepared
+from quantkit.evaluation.grading.closings import refuses
 from quantkit.evaluation.grading.typesetting import END_TEXT, TEXT, plain
 from quantkit.evaluation.grading.values import read_value
 
@@ -23,7 +24,7 @@ def find_choice(text: str, options: list[str]) -> Extraction:
 
     The text is NOTHING where the reply makes a statement that chooses none, and None where it makes none at all.
     """
-    text = _BY_NUMBER.sub(_by_letter, _EMPHASIS.sub("", prepared(text)))
+    text = _SUFFIX.sub("", _BY_NUMBER.sub(_by_letter, _EMPHASIS.sub("", prepared(text))))
     box = last_box(text)
     if box.open_box:
         return box
@@ -34,6 +35,8 @@ def find_choice(text: str, options: list[str]) -> Extraction:
         chosen = read_choice(said, options)
         if chosen is not None:
             return Extraction(chosen, where)
+    if refuses(text) and not any(refuses(option) for option in options):
+        return Extraction(NOTHING, "last")
     alone = _alone(text, options) or _by_value(text, options)
     return Extraction(alone, "last") if alone is not None else Extraction(None)
 
@@ -49,6 +52,7 @@ def _by_value(text: str, options: list[str]) -> str | None:
 
 _NUMBERS = ["first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth"]
 _BY_NUMBER = re.compile(rf"(?i)\bthe ({'|'.join(_NUMBERS)}) (?:option|choice)\b")
+_SUFFIX = re.compile(r"(?<=\b[A-Z])'[dt][iıuü]r(?![a-z])")  # Turkish: D'dir
 
 
 def _by_letter(match: re.Match[str]) -> str:
@@ -73,7 +77,7 @@ _PHRASE = re.compile(
     r"|\bchang(?:e|ed|ing) (?:my|the) (?:answer|choice) (?:from [A-Z] )?to\s+"
     r"|(?<!not )\b(?P<chosen>choose|pick|select|go(?:ing)? with|opt(?:ing)? for|settl(?:e|ing) on)\s+"
     r"|\bI(?:'d| would|'ll| will)\s+(?:say|guess|answer)\s+(?=(?:option )?[(\[]?(?-i:[A-Z])(?![A-Za-z']))"
-    r"|(?<!不)(?<!不[能可应该])选择?(?!项)\s*|答案\s*[选是为](?!\s*:)"
+    r"|(?<!不)(?<!不[能可应该])选择?(?!项)\s*|答案\s*应?该?[选是为](?!\s*:)"
 )
 _NOT_CHOSEN = re.compile(r"(?:\bnot|n't|\bcannot|\bunable)\b[^.,;:\n]*$")
 _COUNTERFACTUAL = re.compile(r"\b[Ii]f\b[^.\n]*\b(?:were|had been|instead)\b[^.\n]*$")
@@ -82,10 +86,15 @@ _JUDGED = re.compile(
     r"(?<![A-Za-z0-9'])[(\[]?(?P<letter>[A-Z])[)\]]?\s+(?:is|seems|must be)\s+(?:therefore |thus |clearly )?"
     r"(?:the |a )?(?:(?:only |best |right |correct )*(?:correct|right|answer|choice|option))\b(?!,? (?:but|yet|at first)\b)"
     r"|(?<![A-Za-z0-9'])[(\[]?(?P<better>[A-Z])[)\]]?\s+(?:(?:is|fits|seems|looks|matches|works)\s+"
-    r"(?:clearly |much )?(?:the )?(?:better|best)(?: of the \w+)?"
+    r"(?:clearly |much )?(?:the )?(?:better|best|most (?:plausible|likely|appropriate|reasonable|suitable|accurate))(?: of the \w+)?"
     r"|over|remains|stays|is (?:what |all that )?(?:left|remains))(?=[\s.,;!]|$)"
     r"|\b(?:[Ee]verything|[Aa]ll|[Ee]very option) (?:but|except) [(\[]?(?P<left>[A-Z])[)\]]?"
     r" (?:can be|is|are|was) (?:excluded|eliminated|ruled out|wrong|incorrect)"
+    r"|\b(?:means|implies|indicates|suggests|gives|points to)\s+(?:option )?[(\[]?(?P<meant>[A-Z])[)\]]?"
+    r"(?=,?\s+(?:not|rather than|instead of)\s)"
+    r"|\b(?:rul(?:e|es|ed|ing) out|eliminat\w+|exclud\w+|reject\w*|dismiss\w*)"
+    r"\s+(?:everything|every option|all(?: (?:of )?(?:the )?(?:options|others|choices))?)\s+(?:but|except(?: for)?)"
+    r"\s+(?:option )?[(\[]?(?P<kept>[A-Z])(?![A-Za-z0-9'])"
 )
 
 
@@ -104,7 +113,7 @@ def _statements(text: str) -> list[tuple[int, Found, str]]:
         found.append((match.start(), "phrase", f"not {said}" if is_denied else said))
     for match in list(_JUDGED.finditer(text))[-_CUES:]:
         if not re.search(r"(?i)\b(?:and|or|nor|neither|not)\s*[(\[]?$", text[max(0, match.start() - 20) : match.start()]):
-            found.append((match.start(), "phrase", match["letter"] or match["better"] or match["left"]))
+            found.append((match.start(), "phrase", match["letter"] or match["better"] or match["left"] or match["kept"] or match["meant"]))
     return [one for one in found if not re.search(r"\\f?box", one[2])]
 
 
@@ -118,6 +127,8 @@ _INTRODUCTION = re.compile(
     r"(?i)^(?:(?:the |my )?(?:final |correct |right |best )*(?:answer|option|choice|letter)(?: is)?\s*:?\s*"
     r"|it is |it's |it must be |so |that "
     r"|i(?: would|'d|'ll| will)? (?:say|choose|pick|select|guess|believe|think|answer|go with|opt for) |not [A-Za-z] but |是|为|选择?|:\s*"
+    r"|(?:la|le|l'|die|der|das|el|il|lo|o|de|den|het|a(?= (?:letra|opção|alternativa)))\s+(?=\S)"
+    r"|(?:opción|opção|opzione|optie|lettre|letra|lettera|alternativa|buchstabe|вариант|буква|choix|opsi|seçenek)\s+"
     r"|(?:probably|most likely|likely|definitely|clearly|certainly|therefore|thus|then|hence|surely|simply|obviously|indeed|just),? )"
 )
 _DENIAL = re.compile(
@@ -205,7 +216,7 @@ _CONCLUSION = re.compile(
 _DOUBT = re.compile(
     r"(?i)\btempt\w*|\bdistract\w*|\btrap\b|\bcross(?:ed)? out\b|\bis out\b|\bfalse\b|\banything but\b|\bdoubt"
     r"|\b(?:consider|evaluat|examin|analy[sz]|discuss|look at|check|test)\w*\b|:\s*$"
-    r"|\bplausible\b|\btoo\b|\bclose second\b|错误"
+    r"|\bplausible\b|\b(?:could|might|may) be\b|\btoo\b|\bclose second\b|错误"
     r"|\b(?:not|cannot|n't|neither|nor|wrong|incorrect|except|eliminated?|excluded?|reject(?:ed)?|discard(?:ed)?|ruled? out"
     rf"|over|either|or)\b|n't\b|[不非]|排除|{answer_words.DENIED}"
 )
@@ -214,13 +225,16 @@ _DOUBT = re.compile(
 _ASKED_AND_DENIED = re.compile(r"(?i)(?<![A-Za-z])[(\[]?[A-Z][)\]]?\?\s*(?:no|nope|not quite|wrong)\b[\s,.:;!—-]*")
 _CONCEDED = re.compile(r"(?i)(?:(?<=[.!?]\s)|^)(?:(?:even )?though|although|while|whereas|unlike) [^,.\n]*, ")
 _VERDICT_LINE = re.compile(r"(?m)^[^\w\n]*[(\[]?(?P<letter>[A-Z])(?![A-Za-z'])(?P<said>.*)$")
+_NEXT_OPTION = re.compile(
+    r"(?<=[✗✘❌✓✔✅])\s+(?=[(\[]?[A-Z][)\]]?\s)|(?<=[.;!])\s+(?=(?:[Oo]ption )?[(\[]?[A-Z][)\]]?(?::|\s+(?:is|was)\s))"
+)
 _REFUTED = re.compile(r"(?i)[❌✗✘✖×]|\b(?:incorrect|wrong|false|no|not|excluded|eliminated|ruled out)\b|n't\b|错误?|不")
 _AFFIRMED = re.compile(r"(?i)[✅✓✔☑]|\b(?:correct|right|true|yes)\b|正确|对")
 
 
 def _judged(text: str, letters: str) -> str | None:
     """The option of a list that goes through all of them and finds one of them right, the others wrong; None where it is no such list."""
-    lines = [match for match in _VERDICT_LINE.finditer(text) if match["letter"] in letters]
+    lines = [match for match in _VERDICT_LINE.finditer(_NEXT_OPTION.sub("\n", text)) if match["letter"] in letters]
     refuted = {line["letter"] for line in lines if _REFUTED.search(line["said"])}
     affirmed = {line["letter"] for line in lines if _AFFIRMED.search(line["said"])} - refuted
     is_whole = len(refuted) >= max(1, len(letters) - 1)

@@ -20,7 +20,13 @@ _ABOUT = r"\\approx(?![a-z])|≈"
 _OR = re.compile(r"(?i)\\text\s*\{\s*or\s*\}|\bor\b|\\pm|\\mp")
 _AND = re.compile(r"(?i)(?:,\s*)?(?:\\text\s*\{\s*(?:,\s*)?and\s*\}|\band\b)")
 # A name in front: anything without a number in it, or one letter with an index or an argument.
-_LABEL = re.compile(r"^[A-Za-z](?:_\{?\w+\}?|\(\w\))?\s*(?:=|\\in(?![a-z]))|^[^=<>\d]{1,40}=")
+_LABEL = re.compile(r"^[A-Za-z](?:_\{?\w+\}?|\(\w\))?\s*(?:=|\\in(?![a-z]))|^[^=<>\d]{1,40}=|^(?:\\Pr|[PEV])\s*\([^()]{1,40}\)\s*=")
+# What is measured, behind a number with a constant: 12π cm², 3√2 units, 12π 平方厘米.
+_UNIT_BEHIND = re.compile(
+    r"(?<=[\w})π²])\s*(?:(?<![A-Za-z])(?:(?:square|cubic|sq\.?|cu\.?)\s+)?(?:[kcm]?m|in|ft|yd|mi|units?|inch(?:es)?|f(?:ee|oo)t|yards?|miles?"
+    r"|(?:centi|milli|kilo)?met(?:er|re)s?|radians?|rad|degrees?|seconds?|hours?|minutes?)(?:\s*(?:\^\s*\{?[23]\}?|[²³]|squared|cubed))?"
+    r"|[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]+)\s*$"
+)
 _IN_DEGREES = re.compile(r"=\s*[\d.]+\s*(?:\^\s*\{?\s*\\circ\s*\}?|°)$")
 _BASE = re.compile(r"^(\d+)\s*_\s*\{?\s*(?:\\text\s*\{)?\s*(\w+)\s*\}*$")
 _BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9", "ten": "10"}
@@ -69,13 +75,14 @@ def _concluded(text: str) -> str | None:
         return None
     predicate = _PREDICATE.fullmatch(said[-1])
     found = _ENUMERATED.match(predicate[1].lstrip("* ")) if predicate else None
-    if found is None and re.search(rf"{_HELD}[\s.!*]*$", said[-1]):
+    if found is None and re.search(rf"{_HELD}[\s.!*。]*$", said[-1]):
         found = list(_ENUMERATED.finditer(said[-1]))[-1]
     if found is not None:
         return ", ".join(pieces[int(number)].strip() for number in re.findall(_HELD, found[0]))
     emphasized = re.findall(r"\*\*([^*]+)\*\*", said[-1])
     said_last = emphasized[-1] if emphasized else predicate[1] if predicate else said[-1]
-    shown = re.sub(_HELD, lambda match: f"${pieces[int(match[1])]}$", said_last).strip(" *_.!")
+    said_last = re.split(r",?\s+(?:since|because)\s", said_last)[0]
+    shown = re.sub(_HELD, lambda match: f"${pieces[int(match[1])]}$", said_last).strip(" *_.!。")
     return shown if 0 < len(shown) <= _SHORT else None
 
 
@@ -88,9 +95,24 @@ def _expression_of(sentence: str) -> str:
     return re.split(r"\.(?:\s|$)|[。;]", sentence)[0]
 
 
+_NAMED = re.compile(r"(?:an?|the)?\s*([A-Za-z]{3,})\s+(?:function|number|triangle|curve|conic|sequence|series|value)s?")
+
+
 def same_text(gold: str, answer: str) -> bool:
-    """Whether the two are the same characters without typesetting, blanks, and the case of words."""
-    return _normal(gold) == _normal(answer) != ""
+    """Whether the two are the same characters without typesetting, blanks, and the case of words; `an odd function` is odd."""
+    named = _NAMED.fullmatch(answer.strip(" *.$"))
+    return _normal(gold) in (_normal(answer), _normal(named[1]) if named is not None else "") and _normal(gold) != ""
+
+
+def ends_with(gold: str, sentence: str) -> bool:
+    """Whether a sentence that states nothing ends with a gold of words: `Therefore she faces east.`"""
+    words = plain(gold).replace(TEXT, "").replace(END_TEXT, "").strip().lower()
+    is_worded = re.fullmatch(r"[a-z]{3,}(?: \w+)?", words) is not None
+    return (
+        is_worded
+        and re.search(rf"\b(?!than\b)\w+\s+{re.escape(words)}[\s.*!]*$", sentence.lower()) is not None
+        and not _UNSURE.search(sentence)
+    )
 
 
 def _normal(text: str) -> str:
@@ -101,15 +123,16 @@ def _normal(text: str) -> str:
 
 def comparable(gold: str, answer: str) -> str | None:
     """The answer as math-verify shall see it, or None where it cannot be the gold: too long, or several where one is asked for."""
-    answer = latex(answer.strip().strip("$").strip().rstrip("."))
+    answer = answer.strip().strip("$").strip().rstrip(".。").lstrip("= ")
+    answer = latex(_UNIT_BEHIND.sub("", answer) if not re.search(r"text|[\u3040-\u9fff]", gold) else answer)
     answer = answer if re.search(_ABOUT, gold) else re.split(_ABOUT, answer)[0].strip() or answer
     if len(answer) > LONGEST or (_OR.search(answer) and not (_OR.search(gold) or "," in gold)):
         return None
     answer = answer if re.search(r"=|circ", gold) else _IN_DEGREES.sub("", answer).strip()
-    answer = intervals(answer) if _brackets(gold) or "\\infty" in gold else answer
+    answer = intervals(answer) if _brackets(_LABEL.sub("", gold)) or "\\infty" in gold else answer
     if not re.search(r"[=∈]|\\in(?![a-z])", gold):
         answer = _LABEL.sub("", answer).strip()
-    if (ours := _brackets(answer)) and (asked := _brackets(gold)) and ours != asked:
+    if (ours := _brackets(answer)) and (asked := _brackets(_LABEL.sub("", gold))) and ours != asked:
         return None
     bases = [_BASE.search(text.strip().strip("$")) for text in (gold, answer)]
     if bases[0] and bases[1]:

@@ -105,6 +105,9 @@ def _read_value(problem: Problem, found: answers.Extraction, text: str, cut: boo
             value /= 100
         return _verdict(value == gold, found, canonical(value))
     if found.value is None:
+        gold = read_value(problem.gold)
+        if isinstance(gold, Fraction) and gold in found.restated:
+            return _verdict(True, found, canonical(gold))
         return Grade("not-integer" if integer else "wrong" if found.found == "asked" else "wrong-loose", answer=found.text)
     equal = judge.equal(problem.gold, found.value)
     if equal is None:
@@ -123,7 +126,7 @@ def _read_expression(problem: Problem, text: str, cut: bool, judge: MathJudge) -
     if (missing := _missing(found, text, cut)) is not None:
         return missing
     assert found.text is not None
-    if expressions.same_text(problem.gold, found.text):
+    if expressions.same_text(problem.gold, found.text) or (found.found == "last" and expressions.ends_with(problem.gold, found.text)):
         return _verdict(True, found, problem.gold)
     answer = expressions.comparable(problem.gold, found.text)
     equal = judge.equal(problem.gold, answer) if answer else False

@@ -2,7 +2,7 @@ r"""Mathematics as models write it, into the LaTeX that math-verify reads: `2√
 
 import re
 
-from quantkit.evaluation.grading.typesetting import VULGAR, over_to_frac
+from quantkit.evaluation.grading.typesetting import HIGH, VULGAR, over_to_frac
 
 _SIZES = re.compile(r"\\(?:[bB]igg?[lrm]?|left|right|displaystyle|textstyle)(?![A-Za-z])")
 _CHARACTERS = {
@@ -21,19 +21,21 @@ _CHARACTERS = {
     "°": r"^\circ ",
     "θ": r"\theta ",
 }
-_HIGH = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻"
-_POWER = re.compile(f"[{_HIGH}]+")
+_POWER = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
 _ROOT = re.compile(r"(?:√|(?<![A-Za-z\\])sqrt(?=\())\s*(?:\(([^()]*)\)|(\d+|[a-z]))")
+_PI = re.compile(r"(?<![A-Za-z\\{])pi(?![A-Za-z])")
+_FUNCTIONS = re.compile(r"(?<![A-Za-z\\{])(sin|cos|tan|cot|sec|csc|ln|log)(?=\s*\(|\s+[a-z\d\\](?![a-z]))")
 _MATRIX = re.compile(r"\(\s*\\begin\{(?:small)?matrix\}(.*?)\\end\{(?:small)?matrix\}\s*\)", re.DOTALL)
 _PRODUCT = re.compile(r"(?<=[\w)])\s*\*\s*(?=[\w(\\])")
 
 
 def latex(text: str) -> str:
     """`text` in LaTeX: characters, roots, powers and stars of plain text as commands, without commands of size."""
-    text = over_to_frac(_SIZES.sub("", text))
+    text = _FUNCTIONS.sub(r"\\\1 ", text)
+    text = over_to_frac(_PI.sub(r"\\pi ", _SIZES.sub("", text)))
     text = _MATRIX.sub(r"\\begin{pmatrix}\1\\end{pmatrix}", text)
     text = _ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2]}}}", _PRODUCT.sub(r" \\cdot ", text))
-    text = _POWER.sub(lambda match: f"^{{{match[0].translate(str.maketrans(_HIGH, '0123456789-'))}}}", text)
+    text = _POWER.sub(lambda match: f"^{{{match[0].translate(HIGH)}}}", text)
     for character, fraction in VULGAR.items():
         text = text.replace(character, r"\frac{{{}}}{{{}}}".format(*fraction.split("/")))
     return "".join(_CHARACTERS.get(character, character) for character in text)

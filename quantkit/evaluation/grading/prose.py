@@ -4,7 +4,9 @@ import re
 from fractions import Fraction
 
 from quantkit.evaluation.grading import answer_words
+from quantkit.evaluation.grading.closings import refuses, unchecked
 from quantkit.evaluation.grading.quantities import begin_quantity, read_quantity
+from quantkit.evaluation.grading.roles import by_cases, claimed
 from quantkit.evaluation.grading.typesetting import END_TEXT, TEXT, plain
 from quantkit.evaluation.grading.values import CHANGES, LONGEST, NUMBER_BEGINS, UNSOLVED, Value, read_value
 
@@ -30,7 +32,10 @@ _GOES_ON = re.compile(
     ),
     re.IGNORECASE,
 )
-_REMARK = re.compile(r"\s\((?!\s*(?:or\s|\\?[pb]?mod|dozen|hundred|thousand|million|billion))[^()]*\)")
+_REMARK = re.compile(
+    r"(?:\s|(?<=[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]))"
+    r"\((?!\s*(?:or\s|\\?[pb]?mod|dozen|hundred|thousand|million|billion))[^()]*\)"
+)
 _FACTORIAL = re.compile(r"(\d)!(?=\s*(?:\$|\\\)|[.,;])|\s+[a-z])")
 _NOT_BUT = re.compile(rf"(?i)^\s*(?:not|nicht|pas|no|não|non|не|nie)\s.{{1,60}}?\s{answer_words.INSTEAD}(?:\srather)?\s")
 # What is said instead of the number before it; without a word between them, both are offered.
@@ -51,15 +56,28 @@ _ROUNDED = re.compile(
 _IN_FRONT = re.compile(
     r"(?i)^\s*(?:in|after|before|for|over|at|with|on|during|within|of|out of|given|since|because|as|given that|if|when|to\s+[a-z]+)\s"
     r"[^,.;]*\d[^,;]*,\s+(?=.*\d)"
+    r"|^[^,。]*\d[^,。]*(?:后|以后|之后|时|前|的话|中),"
     r"|^\s*(?:in|after|by)\s+(?:week\s+|day\s+|year\s+)?\d+\s+(?:(?:second|minute|hour|day|week|month|year)s?\s+)?"
     r"(?=(?:she|he|they|it|we|you|I|[A-Z][a-z]+)\s.*\d)"
 )
 _BEHIND = re.compile(
     r"(?i)(?<=[\w)%]),?\s+(?:since|because|where|while|whereas|rather\s+than|instead\s+of|compared\s+(?:to|with)|unlike|not(?=\s+[$]?\d)|as(?=\s[^,;]*=))\s.*$"
     r"|,?\s+and\s+(?:it\s+)?(?:occurs|is\s+(?:attained|achieved|reached|obtained))\b.*$|,\s*当(?:且仅当)?[^,。]*时.*$"
+    r"|,\s+(?:which\s+is\s+|that\s+is\s+)?[$]?\d[\d.,]*(?:\s+[a-z]+){0,2}\s+(?:more|fewer|less|[a-z]{3,}er)\s+than\b.*$|,\s+who(?:se)?\s[^,]*$"
+    r"|,\s+which\s+is\s+(?:about|approximately|roughly|around|nearly|almost)\s.*$|才能?[^,]*$"
+    r"|,\s+and\s+in\s+\d+\s+[a-z]+\s+(?:it\s+is\s+)?\d+\W*$"
     r"|(?<=\d)\s*—\s.*$|;\s*(?:for|since|because|indeed|note|here|with|when|if)\s[^,]*$"
     r"|:\s+(?=[^=:]*\d[^=:]*(?:,|\sand\s|\+)[^=:]*\d)[^=:]*$"
 )
+_MIDDLE = re.compile(r"(?i),?\s+(?:and|but|so)\s+(?:since|because|as)\s[^,]*,\s+(?=.*\d)")  # = 7.5, and since there is no half bus, 8
+_ROUND = re.compile(r"(?i)\b(?:we\s+)?round\s+(?:it\s+|this\s+)?(?:up|down|off)?\s*to\s+(?=[$]?\d+\W*(?:[a-z]+\W*)?$)")
+_PARTICLE = re.compile(r"(?i)^(?P<said>.*\b(?:heeft|heb|hebben|houdt|houden|blijven|blijft)\b.*\d.*?)\s+over(?=\W*$)")
+_MORE_THAN = re.compile(
+    r"(?i)(?P<said>\d[\d.,]*(?:\s+[^\W\d_]+){0,2}?)\s+(?:de\s+plus|de\s+moins|más|menos|mehr|weniger|in\s+più|in\s+meno|a\s+mais|a\s+menos|meer|minder)"
+    r"\s+(?:que|als|di|do\s+que|rispetto|dan)\s+\D*$"
+)
+# What it is now, then what it will be.
+_LATER = re.compile(r"(?i)^(?=[^,]*\b(?:now|currently|presently|today)\b)(?P<said>[^,]*\d[^,]*),?\s+and\s+in\s+\d+\s+[a-z]+\s.*$")
 # What it is, then when or by what it is so: `is 540 when the side is 18`, `p + q = 540 with p = 539`.
 _AND_WHEN = re.compile(
     r"(?i)(?<=[\w)])(?P<said>\s*(?:=|\s(?:is|are|was|were|equals?)\s)\s*(?:exactly\s|just\s|only\s|thus\s|therefore\s)*[$]?-?\d[\d,.]*(?:\s+[a-z]+)?)"
@@ -79,6 +97,7 @@ _ASKED_AND_DENIED = re.compile(r"(?i)(?<![\w.])[$]?\d[\d.,]*\?\s*no\b[\s,.:—-]
 _NEEDED = re.compile(
     r"(?i)(\b(?:needs?|must|has to|have to|had to|should|requires?|required)\b[^.;,\d]{0,40}\s)at least\s(?=[$]?\d)"
     r"|(\b(?:can|could|may)\b[^.;,\d]{0,40}\s)(?:at most|up to)\s(?=[$]?\d)"
+    r"|()\bat least\s(?=[$]?\d[\d.,]*\s+(?:[a-z]+\s+){1,3}(?:is|are)\s+(?:needed|required|necessary)\b)"
 )
 _SHARE = re.compile(r"(?i)^[^,]*\d\s?%[^,\d]*,\s+(?:or|i\.e\.|that is,?|which (?:is|makes|equals))\s+(?=[$]?\d)")
 _TAKEN_BACK = re.compile(
@@ -89,6 +108,9 @@ _AGAIN = re.compile(r"(?i),?\s(?:i\.e\.|that is|namely|or equivalently)[,:]?\s+(
 
 
 _COMPOUND = re.compile(r"(?<![\w.,])\d[\d,]*-[a-z]{3,}(?=\s+[a-z])")  # the 300-page book
+_OTHER_UNIT = re.compile(
+    r"(?P<exact>\d\s*(?P<unit>[A-Za-z]{1,12}))\s*≈\s*[\d.,]+\s*(?!(?P=unit)\b)[A-Za-z]+(?=\W*$)"
+)  # 1250 L ≈ 330 gallons
 _CITED = re.compile(r"(?<=[\w.,;!?)*])\[\d+\](?!\()|【[^【】]*】")
 
 
@@ -99,10 +121,13 @@ def has_number(text: str) -> bool:
 def _claim(sentence: str) -> str:
     """Without remarks in brackets, the circumstances in front, the reasons behind."""
     sentence = re.sub(r"\s+(?=[,;])", "", re.sub(r"\s+", " ", sentence))
+    sentence = _MIDDLE.sub(" so ", _ROUND.sub("is ", sentence))
+    sentence = _PARTICLE.sub(r"\g<said>", _MORE_THAN.sub(r"\g<said>", sentence))
     for pattern in (_REMARK, _BEHIND, _IN_FRONT):
         without = pattern.sub("", sentence)
         sentence = without if has_number(without) else sentence
-    sentence = _TO_DO.sub(r"\g<said>", _AND_WHEN.sub(r"\g<said>", sentence))
+    sentence = _LATER.sub(r"\g<said>", sentence)
+    sentence = claimed(_TO_DO.sub(r"\g<said>", _AND_WHEN.sub(r"\g<said>", sentence)))
     without = _KNOWN.sub(r"\g<whose> ", sentence)
     return without if re.search(r"\d", without) else sentence
 
@@ -156,7 +181,7 @@ ASIDE = re.compile(
     r"|^\s*(?:please|let\s+me\s+know|feel\s+free|i\s+hope|hope|(?:would|do|if)\s+you)\b"
 )
 _ASSUMED = re.compile(
-    r"(?i)^\s*(?:(?:now|next|then),?\s+)?(?:we\s+)?(?:suppose|assume|set|try|consider|let(?!\s+(?:me|us)\b|'s))\b[^,]*$|\b(?:where|let|if|suppose|assume|assuming)\s+\w+\s*(?:=|is|be|equals)\s*[$]?-?\d[\d.,]*\s*\.?\s*$"
+    r"(?i)^\s*(?:for|when|if)\s+\w+\s*=\s*-?\d[\d.,]*\s[^\d=]*$|^\s*(?:(?:now|next|then),?\s+)?(?:we\s+)?(?:suppose|assume|set|try|consider|let(?!\s+(?:me|us)\b|'s))\b[^,]*$|\b(?:where|let|if|suppose|assume|assuming)\s+\w+\s*(?:=|is|be|equals)\s*[$]?-?\d[\d.,]*\s*\.?\s*$"
 )
 _CUT = re.compile(
     r"(?i)(?:[=+,:(×]|\b(?:the|an?|of|to|and|or|but|we|i|is|are|that|which|so|then|let|if|with|for|by|from|at|as|because|since|when|need|he|she|they))\s*$"
@@ -164,7 +189,8 @@ _CUT = re.compile(
 _ASKED = re.compile(r"(?i)^\s*(?:is|are|was|could|can|would|does|do|should)\s.*\?\s*$")
 _CONCLUDES = re.compile(
     r"(?i)[\s,](?:so|thus|hence|therefore|gives|yields|now|leaving)[\s,]|,\s*i\.e\.,?\s|,\s*giving\s|,\s+(?:which\s+)?mean(?:s|ing)\s(?:that\s)?"
-    r"|,\s*(?:for\s+|making\s+|giving\s+)?a\s+(?:grand\s+)?total\s+of\s|\sin\s+(?=\d[\d,]*\s+(?:[a-z]+\s+)?ways\b)"
+    r"|,\s*(?:for\s+|making\s+|giving\s+)?a\s+(?:grand\s+)?total\s+of\s|,?\s+(?:totall?ing|amounting\s+to|adding\s+up\s+to|bringing\s+the\s+\w+\s+to)\s"
+    r"|(?:\bper\s+[a-z]+|(?<=\d)\s+an?\s+[a-z]+|\beach\s+[a-z]+),?\s+and\s+(?=[$]?\d[\d.,]*(?:\s+[a-z]+)?\s+(?:per|an?|each)\s)|\sin\s+(?=\d[\d,]*\s+(?:[a-z]+\s+)?ways\b)"
     r"|\san?\s+(?:total|sum|remainder|difference|product|profit|quotient|average|balance)\s+of\s(?=[$]?\d)"
     r"|,\s+which\s+(?:is|makes|leaves|equals|comes\s+to)\s+(?=[$]?\d[\d,.]*(?:\s+[a-z]+)?\W*$)"
     r"|\sand\s+(?:then\s+)?(?:(?:he|she|they|it)\s+)?(?:has|have|had|made|makes|got|gets|spent|[a-z]{2,}ed)\s(?=(?:an?\s+)?[$]?\d)"
@@ -219,16 +245,20 @@ def _predicate(sentence: str, letters: bool) -> Value | None:
 
 def read_last(text: str, letters: bool = True) -> tuple[str | None, Value | None]:
     """The last number of a text that states no answer, as written and as a value: None where it is part of something else."""
-    text = _NOT_THIS.sub("", text)
+    if refuses(text):
+        return text.strip()[-100:], None
+    text = _NOT_THIS.sub("", unchecked(re.sub(r"(?<=\d)!+(?=\s*$)", "", text)))
     text = _ASKED_AND_DENIED.sub("", text)
-    text = _CITED.sub("", _NEEDED.sub(r"\1\2", text))
-    text = without if re.search(r"\d", without := _COMPOUND.sub(" ", text)) else text
+    text = _CITED.sub("", _NEEDED.sub(r"\1\2\3", text))
+    text = without if has_number(without := _COMPOUND.sub(" ", text)) else text
     if _CUT.search(text):
         return text.strip()[-100:], None
     shown = _O_CLOCK.sub(r"\1", plain(text).replace("$", " ").replace(TEXT, " ").replace(END_TEXT, " "))
-    shown = _NAMED.sub(" ", shown)
-    is_one = not re.search(_END, shown.strip()) and not _DENIED.search(shown) and not _ASSUMED.search(shown)
-    whole = read_value(shown, letters) if is_one else None
+    shown = _OTHER_UNIT.sub(r"\g<exact>", _NAMED.sub(" ", shown))
+    is_one = (
+        not re.search(_END, shown.strip()) and not _DENIED.search(claimed(shown)) and not _ASSUMED.search(shown) and not by_cases(shown)
+    )
+    whole = read_value(_AND_WHEN.sub(r"\g<said>", claimed(shown)), letters) if is_one else None
     if whole is not None:
         return shown, whole
     sentences = [part for part in re.split(_END, shown) if re.search(r"\d", part)]
@@ -236,10 +266,12 @@ def read_last(text: str, letters: bool = True) -> tuple[str | None, Value | None
         words = [part for part in re.split(_END, shown) if has_number(part)]
         return (words[-1].strip(), _predicate(words[-1], letters) or spoken(words[-1], letters)) if words else (None, None)
     sentences = [part for part in sentences if not ASIDE.match(part)] or sentences
-    if _ASSUMED.search(sentences[-1]) or _DENIED.search(sentences[-1]) or _ASKED.match(sentences[-1]):
+    if _ASSUMED.search(sentences[-1]) or _DENIED.search(claimed(sentences[-1])) or _ASKED.match(sentences[-1]) or by_cases(sentences[-1]):
         return sentences[-1].strip(), None
     claim = _claim(sentences[-1])
     conclusion = _conclusion(claim)
+    if not re.search(r"\d", claim):
+        return sentences[-1].strip(), spoken(claim, letters)
     if any(_GIVES_UP.search(part) for part in sentences[-2:]):
         return sentences[-1].strip(), None
     if _EACH_ITS_OWN.search(conclusion) or _TWO_NAMED.search(claim) or UNSOLVED.match(sentences[-1]):

@@ -21,8 +21,9 @@ _DIGITS = rf"(?:{_GROUPED}|\d+)(?:\.\d+|\.(?![\d.]))?|\.\d+"
 _NUMBER = re.compile(rf"(?P<whole>{_DIGITS})(?:[eE](?P<power>[-+]?\d{{1,3}})(?![\w.]))?")
 # A point or a blank at thousands and a comma before decimals; alone, the comma needs what is paid or measured beside it.
 _COMMA = re.compile(
-    rf"(\d{{1,3}}(?:[. ]\d{{3}})+|\d+(?=,00(?!\d)|,\d{{1,2}}\s*(?:%|{CURRENCY})|,\d{{1,2}}\s+(?!(?:and|und|oder|or)\b)"
-    r"(?:[^\W\d_]{3}|(?:kg|km|cm|mm|ml|m|g|l|h)\b)))"
+    rf"(\d{{1,3}}(?:[. ]\d{{3}})+|(?:(?<=€)|(?<=€\s))\d+(?=,\d\d(?!\d))"
+    rf"|\d+(?=,00(?!\d)|,\d{{1,2}}\s*(?:%|{CURRENCY})|,\d{{1,2}}\s+(?!(?:and|und|oder|or)\b)"
+    r"(?:[^\W\d_]{3}|(?:kg|km|cm|mm|ml|m|g|l|h|[а-я]{1,2})\b)))"
     r",(\d{1,2})(?!\d|,\d)"
 )
 # 1.500 €: a point at thousands, where what is paid is written with a comma before decimals.
@@ -39,7 +40,7 @@ _SCALES |= {"million": 10**6, "millions": 10**6, "mil": 10**6, "mn": 10**6, "m":
 _SCALES |= {"bn": 10**9, "b": 10**9, "trillion": 10**12, "trillions": 10**12, "百": 100, "千": 1000, "万": 10**4, "萬": 10**4, "亿": 10**8}
 _SCALE = re.compile(
     rf"[\s{TEXT}{END_TEXT}-]*(?:"
-    r"(?P<word>(?:dozens?|hundreds?|thousands?|millions?|billions?|trillions?|lakh|crore|mil|mn|bn)(?![A-Za-z])|[kK](?![\w/])"
+    r"(?P<word>(?:dozens?|hundreds?|thousands?|millions?|billions?|trillions?|lakh|crore|mil(?=\W*$)|mn|bn)(?![A-Za-z])|[kK](?![\w/])"
     r"|(?-i:[MB])(?![\w/]))|(?P<cjk>[百万萬亿]|千(?![克米瓦卡焦])))",
     re.IGNORECASE,
 )

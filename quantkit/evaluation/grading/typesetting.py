@@ -47,7 +47,7 @@ _LOOKS = re.compile(
 )
 _GONE = re.compile(
     r"\\(?:phantom|hphantom|vphantom|hspace|vspace|hspace\*|color|label|tag|unicode)\s*\{[^{}]*\}|\\bbox\s*(?:\[[^\[\]]*\])?"
-    r"|</?(?:b|i|u|em|strong|span|sup|p|br|mark|div|h[1-6])\b[^<>]*>|</?[A-Za-z_]{4,}>"
+    r"|</?(?:b|i|u|em|strong|span|sup|p|br|mark|div|h[1-6])\b[^<>]*>|</?[A-Za-z_]{4,}>|\[/?[A-Z]{4,}\]"
     r"|\\(?:left|right|bigl?|bigr|Bigl?|Bigr|displaystyle|textstyle|tiny|scriptsize|footnotesize|small|normalsize|large|Large|LARGE|huge|Huge"
     r"|bfseries|bf|rm|it|tt|sf|limits|nolimits|hfill|hss|relax|par|noindent|newline|mathstrut|strut|boldmath|therefore|implies|Rightarrow|Longrightarrow|blacksquare|square|Box|qed|checkmark|surd(?=\s*$))(?![A-Za-z])|\\!"
 )
@@ -63,8 +63,10 @@ _TEXT_RATIO = re.compile(
     rf"\\[dtc]?frac\s*\{{\s*{TEXT}([^{{}}{END_TEXT}]*){END_TEXT}\s*\}}\s*\{{\s*{TEXT}([^{{}}{END_TEXT}]*){END_TEXT}\s*\}}"
 )
 _POWER_OF_TEN = re.compile(
-    r"(?<=\d)\s*(?:\\times|\\cdot|\\ast|[×·*x])\s*10\s*\^\s*(?:\{\s*([-+]?\d+)\s*\}|([-+]?\d+))(?![\d.]|\s*[-+]\s*\d)"
+    r"(?<=\d)\s*(?:\\times|\\cdot|\\ast|[×·*x])\s*10\s*(?:\^\s*(?:\{\s*([-+]?\d+)\s*\}|([-+]?\d+))|([⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+))(?![\d.]|\s*[-+]\s*\d)"
 )
+HIGH = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+"""Raised digits as plain ones."""
 VULGAR = {c: unicodedata.normalize("NFKC", c).replace("\u2044", "/") for c in "¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
 _RELATIONS = {
     r"\approx": "≈",
@@ -115,7 +117,7 @@ def plain(text: str) -> str:
     text = _MARKDOWN.sub("", text)
     text = _TEXT_RATIO.sub(rf"{TEXT}\1/\2{END_TEXT}", text)
     text = _FRACTION.sub(_fraction, over_to_frac(text))
-    text = _POWER_OF_TEN.sub(lambda match: f"e{match[1] or match[2]}", text)
+    text = _POWER_OF_TEN.sub(lambda match: f"e{match[1] or match[2] or match[3].translate(HIGH)}", text)
     text = "".join(f" {VULGAR[c]}" if c in VULGAR else c for c in text)
     text = _RELATION.sub(lambda match: _RELATIONS[match[0]], text)
     return _loose_braces(_ESCAPED.sub(r"\1", text)).strip()

@@ -23,7 +23,8 @@ _RESIDUE = re.compile(r"\s*-?\d+\s*≡([^=≈≡]*mod[^=≈≡]*)$")
 _RESIDUE_FIRST = re.compile(r"\s*(-?\d+)\s*≡\s*[A-Za-z]\w?\s*\(?\\?(?:[pb]?mod)\b[^=≈≡]*$")
 NUMBER_BEGINS = re.compile(rf"(?:(?:minus|negative)\s+|负)?[-+]?\s*(?:[{SIGNS}]\s*)?[-+]?\s*(?:\d|\.\d)")
 _ARROW = re.compile(r"^(?:=+>|-+>|[→⇒⟹∴])\s*")
-UNSOLVED = re.compile(r"(?:[^\d=]*\s)?(?:\d+\s*[a-z]|\d*\s*[a-z]\s*\^\s*\{?\d+\}?|\|[a-z]\|)\s*=(?=\s*-?[\d.,]+\W*$)")
+_FUNCTION = re.compile(r"^\s*\\?(?:Pr|[A-Za-z])\s*\([^()\d]{1,20}(?:[=<>≤≥]\s*\d+)?\)\s*(?==)")  # P(X = 2) = 3/8
+UNSOLVED = re.compile(r"(?:[^\d=]*\s)?(?:\d+\s*[a-z]|\d*\s*[a-z]\s*\^\s*\{?\d+\}?|\|[a-z]\|)\s*=(?=\s*-?[\d.,]+(?:,\s+as\s[a-z ]+)?\W*$)")
 """An equation that leaves a multiple or a power of its one unknown: So 2n = 540."""
 # Words in front of a number that make it another number, or no number at all.
 CHANGES = re.compile(
@@ -42,7 +43,7 @@ def read_value(text: str, letters: bool = True) -> Value | None:
     """What an answer that stands by itself states; `letters`: single letters of known units are units (18 m)."""
     if len(text) > LONGEST:
         return None
-    shown = _ARROW.sub("", plain(text))
+    shown = _FUNCTION.sub("", _ARROW.sub("", plain(text)))
     if _BOUND.search(shown):
         return None
     either = re.split(r",?\s+or\s+", shown)
@@ -53,6 +54,7 @@ def read_value(text: str, letters: bool = True) -> Value | None:
         return _alone(residue[1], letters)
     if UNSOLVED.match(shown):
         return None
+    shown = re.sub(r"\(\s*(=[^()]*\d)\s*\)(?=\W*$)", r"\1", shown)  # 160 (= 40 + 120)
     exact, _, about = shown.partition("≈")
     if re.search(r"\d", exact) and re.fullmatch(r"\s*-?\d*\.\d+\W*", about):
         shown = exact

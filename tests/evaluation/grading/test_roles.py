@@ -1,0 +1,42 @@
+"""Which number of a sentence is its claim, and what a reply ends with besides its answer."""
+
+import pytest
+
+from quantkit.evaluation.grading.answers import find_number
+from quantkit.evaluation.grading.closings import refuses, unchecked
+from quantkit.evaluation.grading.roles import by_cases, claimed
+
+
+@pytest.mark.parametrize(
+    ("sentence", "left"),
+    [
+        ("Maria will be 36 years old in 2030.", "Maria will be 36 years old."),
+        ("There are 2030 ways.", "There are 2030 ways."),
+        ("Il reste 33 pommes sur 40.", "Il reste 33 pommes."),
+        ("The price fell to 20 after 3 days.", "The price fell to 20."),
+        ("She has 3 cats and 4 dogs.", "She has 3 cats and 4 dogs."),
+    ],
+)
+def test_numbers_that_are_governed_are_not_claimed(sentence: str, left: str) -> None:
+    assert claimed(sentence) == left
+
+
+def test_a_sentence_may_leave_its_number_open() -> None:
+    assert by_cases("It is 36 if she has had her birthday, and 35 if she has not.")
+    assert not by_cases("If each box holds 8, she needs 9 boxes.")
+
+
+def test_a_check_brings_nothing_new_unless_it_doubts() -> None:
+    assert unchecked("8 x 30 = 240.\n\nCheck: 240 / 30 = 8") == "8 x 30 = 240."
+    doubted = "8 x 30 = 250.\n\nCheck: 250 / 30 is wrong, so 240"
+    assert unchecked(doubted) == doubted
+
+
+def test_a_refusal_is_no_answer_unless_one_is_given_all_the_same() -> None:
+    assert refuses("I cannot determine the age. If she was born in 1994, she would be 36.")
+    assert not refuses("I cannot prove it, but the answer is 36.")
+
+
+@pytest.mark.parametrize(("reply", "value"), [("Der Tank fasst 1.250 Liter.", 1250), ("The rope is 1.250 m long.", 1.25)])
+def test_a_point_at_thousands_is_read_by_language(reply: str, value: float) -> None:
+    assert find_number(reply).value == value
