@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.checkpoint.stack import Stack
+from quantkit.errors import QuantkitError
 from quantkit.models.watched.experts import UnknownExperts, experts_modules, look_at_experts
 
 _MOST = {"num_hidden_layers": 1000} | dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 10_000)
@@ -83,7 +84,10 @@ def build_model(config: Mapping[str, Any], attention: str = "eager") -> nn.Modul
     given = {key: _number(value) for key, value in config.items() if key != "quantization_config"}
     made = transformers.AutoConfig.for_model(**given)
     classes = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
-    chosen = next((one for one in classes if type(made) in one._model_mapping), transformers.AutoModel)
+    known = [one for one in classes if type(made) in one._model_mapping]
+    # Of some kinds there is a class of the text model alone, too, whose tensors are called otherwise: what wrote the checkpoint decides.
+    written = (one for one in known if getattr(one._model_mapping[type(made)], "__name__", "") in (config.get("architectures") or ()))
+    chosen = next(written, known[0] if known else transformers.AutoModel)
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model: nn.Module = chosen.from_config(made, attn_implementation=attention, dtype=torch.float32)
@@ -142,11 +146,22 @@ def _is_filter(name: str, modules: Mapping[str, nn.Module]) -> bool:
     return isinstance(modules.get(name.rpartition(".")[0]), nn.Conv1d)
 
 
+def text_model(model: Any) -> Any:
+    """What holds the decoder layers: the model's decoder, or its base where what it calls so holds none, as a head may be called."""
+    found = model.get_decoder() if hasattr(model, "get_decoder") else model
+    return found if _lists(found) else model.base_model
+
+
+def _lists(module: nn.Module) -> list[nn.ModuleList]:
+    return [one for one in module.modules() if isinstance(one, nn.ModuleList)]
+
+
 def decoder_stack(model: Any) -> Iterator[tuple[str, nn.Module]]:
     """The decoder layers of the text model, by name: its first list of as many modules as there are layers, or else its first list."""
-    text = model.get_decoder() if hasattr(model, "get_decoder") else model
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    lists = [module for module in text.modules() if isinstance(module, nn.ModuleList)]
+    lists = _lists(text_model(model))
+    if not lists:
+        raise QuantkitError(f"transformers' {type(model).__name__} has no list of layers", "use a model that has one")
     layers = next((one for one in lists if len(one) == count), lists[0])
     prefix = next(name for name, module in model.named_modules() if module is layers)
     for number, layer in enumerate(layers):

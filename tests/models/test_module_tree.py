@@ -49,6 +49,22 @@ def test_what_only_looks_like_one_is_left(model_type: str, extra: dict[str, Any]
     assert not any(left in name or "lm_head" in name or "embed" in name for name in names), names
 
 
+@pytest.mark.parametrize(
+    ("model_type", "architectures", "begins"),
+    [
+        ("qwen3_5", ["Qwen3_5ForConditionalGeneration"], "model.language_model.layers."),
+        ("qwen3_5", ["Qwen3_5ForCausalLM"], "model.layers."),
+        ("modernbert-decoder", ["ModernBertDecoderForCausalLM"], "model.layers."),  # what it calls its decoder is its head
+    ],
+)
+def test_names_are_those_of_the_class_that_wrote_the_checkpoint(model_type: str, architectures: list[str], begins: str) -> None:
+    """Of some kinds transformers has one class with a vision tower and one of the text model alone."""
+    text = {"text_config": dict(SHARED)} if model_type == "qwen3_5" else {**SHARED, "pad_token_id": 0}
+    tree = read_tree({"model_type": model_type, "architectures": architectures, **text})
+    assert tree.linears, tree.why
+    assert all(name.startswith(begins) for name in tree.linears), tree.linears
+
+
 def test_where_there_is_no_tree_it_says_why() -> None:
     assert "does not know 'never'" in read_tree({"model_type": "never"}).why
     assert "does not build it" in read_tree({"model_type": "llama", **SHARED, "num_attention_heads": "four"}).why

@@ -6,6 +6,7 @@ A stored code is unsigned 0..15 and a zero point is stored as it is (no minus on
 is one with z = 8 everywhere.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -37,6 +38,24 @@ _SPELLING = IgnoreSpelling(
     name=lambda module: module,
     matches=lambda entry, module: entry in module,
 )
+
+
+def _unquantized(quantized: Sequence[str], linears: Sequence[str]) -> list[str]:
+    """modules_to_not_convert: parts outside the layers in which nothing is quantized, such as a vision tower, are one entry each, by
+    their own name alone, for engines put them elsewhere in the model, and an ending such as attn.qkv may be part of what engines call
+    linears that they join; of the others as `ignore_list` has it."""
+    holders = {name[: dot.start()] for name in quantized for dot in re.finditer(r"\.", name)}
+    towers: dict[str, None] = {}
+    left = []
+    for module in linears:
+        whole = next((above for dot in re.finditer(r"\.", module) if (above := module[: dot.start()]) not in holders), "")
+        entry = f"{whole.rpartition('.')[2]}."
+        outside = whole and not re.search(r"\.\d+(\.|$)", whole)
+        if outside and (entry in towers or not any(_SPELLING.matches(entry, name) for name in quantized)):
+            towers[entry] = None
+        else:
+            left.append(module)
+    return [*towers, *ignore_list(quantized, left, _SPELLING)]
 
 
 class Awq(Format):
@@ -108,7 +127,7 @@ class Awq(Format):
             "group_size": grid.group_size or -1,
             "zero_point": True,
             "version": "gemm",
-            "modules_to_not_convert": ignore_list(quantized, plain_linears(plain, quantized), _SPELLING) or None,
+            "modules_to_not_convert": _unquantized(list(quantized), plain_linears(plain, quantized)) or None,
         }
 
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from quantkit.checkpoint.formats.awq import FORMAT
+from quantkit.checkpoint.header import TensorSpec
 from quantkit.errors import QuantkitError
 from quantkit.quant.weights import IntWeight, dequantize
 from quantkit.schemes import IntGrid
@@ -64,3 +65,18 @@ def test_scales_that_float16_cannot_hold_are_a_bug() -> None:
     weight = IntWeight(torch.ones(8, 32, dtype=torch.int8), torch.full((8, 1), 0.1), None, bits=4)
     with pytest.raises(AssertionError, match="not representable"):
         FORMAT.pack("m", weight)
+
+
+def test_a_vision_tower_is_one_entry_that_catches_no_joined_linear() -> None:
+    """SGLang takes an entry for a substring of a module's name, and joins q, k and v: attn.qkv would be self_attn.qkv_proj."""
+    text = [f"model.language_model.layers.{layer}.self_attn.{side}_proj" for layer in range(2) for side in "qkvo"]
+    plain = {
+        "model.visual.blocks.0.attn.qkv.weight": (48, 16),
+        "model.visual.merger.linear_fc1.weight": (16, 16),
+        "model.language_model.layers.1.linear_attn.in_proj_a.weight": (4, 16),
+        "lm_head.weight": (32, 16),
+    }
+    grid = IntGrid(bits=4, group_size=16, symmetric=False)
+    block = FORMAT.config_block(grid, dict.fromkeys(text, grid), [TensorSpec(name, torch.bfloat16, shape) for name, shape in plain.items()])
+    assert block["modules_to_not_convert"] == ["visual.", "lm_head", "linear_attn.in_proj_a"]
+    assert not any(entry in "model.layers.0.self_attn.qkv_proj" for entry in block["modules_to_not_convert"])
