@@ -28,6 +28,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from quantkit.amounts import size
 from quantkit.checkpoint.background_writer import BackgroundWriter
 from quantkit.checkpoint.header import TensorInfo, TensorSpec, read_at
 from quantkit.checkpoint.journal import Journal, JournalEntry, journals, lock_path, read_entries
@@ -307,11 +308,8 @@ def _stored_chunks(descriptor: int, info: TensorInfo) -> Iterator[memoryview]:
 def _check_disk(partial: Path, needed: int) -> None:
     free = shutil.disk_usage(partial).free
     if needed > free:
-        missing = (needed - free) / 1e9
-        raise QuantkitError(
-            f"{partial.parent} has {free / 1e9:.1f} GB free and the output needs {needed / 1e9:.1f} GB more",
-            f"free {missing:.1f} GB, or choose another --out",
-        )
+        fault = f"{partial.parent} has {size(free)} free and the output needs {size(needed)} more"
+        raise QuantkitError(fault, f"free {size(needed - free)}, or choose another --out")
 
 
 def _intact(path: Path, shard: Shard) -> bool:
