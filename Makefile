@@ -14,8 +14,8 @@ test: $(VENV)/test.stamp lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(LONG:%=--ignore=%) --numprocesses 2 --dist loadscope
 
 # In CI, minutes long: the wheel and the sdist, each installed in an environment of its own; a stranger's day on an NPU, on the double; 2,000
-# requests made at random; files damaged at random.
-LONG := tests/test_package.py tests/ascend/test_acceptance.py tests/executor/server/test_fuzz.py tests/test_damaged_files.py
+# requests made at random; files damaged at random; benchmarks of ranks, on two processes.
+LONG := tests/test_benchmarks.py tests/test_package.py tests/ascend/test_acceptance.py tests/executor/server/test_fuzz.py tests/test_damaged_files.py
 test-long: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(LONG) --numprocesses 2 --dist loadscope
 

@@ -94,14 +94,15 @@ class ExpertSolver:
             for number, weights in experts.items()
         ]
         hessian = torch.stack([one.hessian for one in asked])
-        curvature, shown, fitted = self.solver.curvature(hessian), [one.of_layer for one in asked], [one.fitted for one in asked]
+        curvature, shown = self.solver.curvature(hessian), [one.shown for one in asked]
         inner = self._inner_scales([solved[rows[number].up.module] for number in experts], experts, curvature, hessian, shown)
         hidden, downs, samples, largest = {}, {}, [], dict[str, Tensor]()
-        for (number, weights), s, of_layer, count in zip(experts.items(), inner, shown, fitted):
+        for (number, weights), s in zip(experts.items(), inner):
             up = rows[number].up.module
             weight = divide_rows(solved[up].weight, s, self.solver.scale_dtype)
             solved[up] = replace(solved[up], weight=weight, values=dequantize(weight))
             one = asked.pop(0)
+            of_layer, count = one.of_layer, one.fitted
             hidden[number] = self._divided(one, solved[up].values, s) if weights.scales_inside else one.hidden
             down = rows[number].down.module
             downs[down] = weights.down * s
@@ -126,12 +127,13 @@ class ExpertSolver:
         tokens, w, fitted = self.routed.quantized_of(expert)
         x = self.reading(self.routed.x[tokens].div_(self.read.scale))
         of_layer = weights.hidden(self.layer_rows)
-        if not weights.scales_inside:
-            hidden = weights.hidden(x)
-            return _Asked(x, hidden, hidden, of_layer, self._down_hessian(hidden[:fitted], w[:fitted], of_layer), fitted)
-        gated = weights.gated(x)
-        hidden = gated * (x @ weights.up.t())
-        return _Asked(x, gated, hidden, of_layer, self._down_hessian(hidden[:fitted], w[:fitted], of_layer), fitted)
+        if weights.scales_inside:
+            gated = weights.gated(x)
+            hidden = gated * (x @ weights.up.t())
+        else:
+            gated = hidden = weights.hidden(x)
+        own = hidden[:fitted], w[:fitted], of_layer
+        return _Asked(x, gated, hidden, of_layer, self._down_hessian(*own), self._shown(*own), fitted)
 
     def _divided(self, asked: "_Asked", up: Tensor, scale: Tensor) -> Tensor:
         """What the down projection reads when up's rows are divided by `scale`, in the memory of what it read before."""
@@ -143,7 +145,7 @@ class ExpertSolver:
     def _inner_scales(
         self, ups: list[Solved], experts: Mapping[int, ExpertWeights], curvature: Curvature, hessian: Tensor, shown: list[Tensor]
     ) -> Tensor:
-        """Scales between up and down of every expert, [B, I]. curvature and hessian: of what down reads, unscaled."""
+        """Scales between up and down of every expert, [B, I]. curvature, hessian and shown: of what down reads, unscaled."""
         scaled = {"awq", "smooth"} & set(self.solver.methods) and all(weights.scales_inside for weights in experts.values())
         if not scaled:
             return torch.ones(hessian.shape[:-1], device=hessian.device)
@@ -169,13 +171,26 @@ class ExpertSolver:
         own, shared = hidden * w[:, None], of_layer * (blend / len(of_layer) * mean_square).sqrt()
         return (own.t() @ own).addmm_(shared.t(), shared).div_(max(len(own) + blend, 1))
 
+    def _shown(self, hidden: Tensor, w: Tensor, of_layer: Tensor) -> Tensor:
+        """Rows [R, I] of what down reads, the expert's own and the layer's in the Hessian's proportion, each times what it counts there."""
+        count = len(of_layer)
+        own = min(len(hidden), round(count * len(hidden) / max(len(hidden) + self.solver.recipe.min_expert_tokens, 1)))
+        picked, others = _evenly(len(hidden), own, w.device), _evenly(count, count - own, w.device)
+        mean_square = w.square().mean() if len(w) else torch.ones((), device=w.device)
+        return torch.cat([hidden[picked] * w[picked, None], of_layer[others] * mean_square.sqrt()])
+
+
+def _evenly(length: int, count: int, device: torch.device) -> Tensor:
+    """`count` numbers below `length`, evenly spaced."""
+    return torch.arange(count, device=device) * length // max(count, 1)
+
 
 @dataclass(frozen=True)
 class _Asked:
     """One expert on its n tokens, of which the first `fitted` are calibration, and on R rows of the layer.
 
     x [n, H]: its input, scaled. gated [n, I]: f(gate(x)), where a scale can move inside; hidden [n, I]: what down reads. of_layer
-    [R, I]: that of the rows. hessian [I, I]: of what down reads.
+    [R, I]: that of the rows. hessian [I, I]: of what down reads. shown [R, I]: rows that stand for it.
     """
 
     x: Tensor
@@ -183,6 +198,7 @@ class _Asked:
     hidden: Tensor
     of_layer: Tensor
     hessian: Tensor
+    shown: Tensor
     fitted: int
 
 
