@@ -73,7 +73,7 @@ def test_int8_on_ranks_is_no_less_exact(tmp_path: Path, monkeypatch: pytest.Monk
     config = make_model.tiny_config(num_nextn_predict_layers=0)
     path = write_packed(tmp_path / "model", config, make_model.random_tensors(config), compressed_int8.FORMAT, IntGrid(8, None, True))
     found = {tp: top_logprobs(path, tp) for tp in (1, 2, 4)}
-    monkeypatch.setattr(weights, "operand", lambda weight, dtype, bits: kernels.Dense(dequantize(weight, dtype)))
+    monkeypatch.setattr(weights, "operand", lambda weight, dtype, bits, in_groups: kernels.Dense(dequantize(weight, dtype)))
     unrounded = top_logprobs(path)
     cost = distance(found[1], unrounded)
     assert 0.05 < cost < 0.3, "rounding activations costs something, and not everything"

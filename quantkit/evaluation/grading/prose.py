@@ -244,9 +244,12 @@ def _predicate(sentence: str, letters: bool) -> Value | None:
 
 
 def read_last(text: str, letters: bool = True) -> tuple[str | None, Value | None]:
-    """The last number of a text that states no answer, as written and as a value: None where it is part of something else."""
+    """The last number of a text that states no answer, as written and as a value: None where it is part of something else.
+
+    Of a text that says it has no answer, neither.
+    """
     if refuses(text):
-        return text.strip()[-100:], None
+        return None, None
     text = _NOT_THIS.sub("", unchecked(re.sub(r"(?<=\d)!+(?=\s*$)", "", text)))
     text = _ASKED_AND_DENIED.sub("", text)
     text = _CITED.sub("", _NEEDED.sub(r"\1\2\3", text))
