@@ -67,11 +67,9 @@ class Decoded:
 
     def activation_bits(self, module: str) -> int:
         """Of what the linear reads; siblings are alike."""
-        stored = self.checkpoint.linears.get(module)
-        if stored is None:
-            return 16 if module.endswith(tuple(self.decoded["kept"])) else int(self.decoded["bits"])
-        own = stored.format.member(module)
-        return own.activation_bits if stored.grid is None else own.activation_bits_of(stored.grid)
+        if module in self.checkpoint.linears:
+            return self.checkpoint.activation_bits(module)
+        return 16 if module.endswith(tuple(self.decoded["kept"])) else int(self.decoded["bits"])
 
     def experts(self, prefix: str, num_experts: int, gating: Gating = SILU) -> ExpertsOp:
         assert gating == SILU, gating

@@ -228,8 +228,7 @@ def predict(
     config: dict[str, Any], scheme: Scheme, hardware: Hardware, *, devices: int, batches: Sequence[int], context: int
 ) -> dict[str, Any]:
     """The ladders of a model, from its config.json alone, for several batch sizes; JSON-ready."""
-    in_groups = isinstance(scheme.weight, IntGrid) and scheme.weight.activation_bits == 8
-    if scheme.outside is not None or scheme.activation_bits == 4 or in_groups:
+    if scheme.outside or scheme.activation_bits == 4 or (isinstance(scheme.weight, IntGrid) and scheme.weight.activation_bits == 8):
         raise QuantkitError(
             f"decoding times of {scheme.name} are not predicted: no rate of its products is known", "give --devices 8x64GiB"
         )

@@ -166,9 +166,8 @@ class ExpertSolver:
 
     def _down_hessian(self, hidden: Tensor, w: Tensor, of_layer: Tensor) -> Tensor:
         """Mean over tokens of w^2 h h^T, [I, I]: of the expert's own [n, I], blended with those of the layer [R, I]."""
-        mean_square = w.square().mean() if len(w) else torch.ones((), device=w.device)
         blend = self.solver.recipe.min_expert_tokens
-        own, shared = hidden * w[:, None], of_layer * (blend / len(of_layer) * mean_square).sqrt()
+        own, shared = hidden * w[:, None], of_layer * (blend / len(of_layer) * _mean_square(w)).sqrt()
         return (own.t() @ own).addmm_(shared.t(), shared).div_(max(len(own) + blend, 1))
 
     def _shown(self, hidden: Tensor, w: Tensor, of_layer: Tensor) -> Tensor:
@@ -176,8 +175,12 @@ class ExpertSolver:
         count = len(of_layer)
         own = min(len(hidden), round(count * len(hidden) / max(len(hidden) + self.solver.recipe.min_expert_tokens, 1)))
         picked, others = _evenly(len(hidden), own, w.device), _evenly(count, count - own, w.device)
-        mean_square = w.square().mean() if len(w) else torch.ones((), device=w.device)
-        return torch.cat([hidden[picked] * w[picked, None], of_layer[others] * mean_square.sqrt()])
+        return torch.cat([hidden[picked] * w[picked, None], of_layer[others] * _mean_square(w).sqrt()])
+
+
+def _mean_square(w: Tensor) -> Tensor:
+    """What a row of the layer counts among an expert's own, whose routing weights are w [n]."""
+    return w.square().mean() if len(w) else torch.ones((), device=w.device)
 
 
 def _evenly(length: int, count: int, device: torch.device) -> Tensor:

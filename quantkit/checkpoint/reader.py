@@ -121,6 +121,14 @@ class Checkpoint:
             return self.linears[module].shape
         return self._info(f"{module}.weight").shape
 
+    def activation_bits(self, module: str) -> int:
+        """Of what the linear `module` reads: 8 or 4 where it rounds that, else 16."""
+        linear = self.linears.get(module)
+        if linear is None:
+            return 16
+        own = linear.format.member(module)
+        return own.activation_bits if linear.grid is None else own.activation_bits_of(linear.grid)
+
     def parts(self, module: str) -> tuple[str, ...]:
         """Names of the stored tensors that make up a module's weight."""
         if module in self.linears:

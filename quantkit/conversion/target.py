@@ -59,11 +59,7 @@ def common_grid(checkpoint: Checkpoint) -> Grid | None:
 
 def activation_bits(checkpoint: Checkpoint) -> int:
     """Of what its quantized linears read: 8 or 4 where some round that, 16 elsewhere."""
-    found = set()
-    for module, linear in checkpoint.linears.items():
-        own = linear.format.member(module)
-        found.add(own.activation_bits if linear.grid is None else own.activation_bits_of(linear.grid))
-    return min(found, default=16)
+    return min((checkpoint.activation_bits(module) for module in checkpoint.linears), default=16)
 
 
 def plain_dtype(checkpoint: Checkpoint) -> torch.dtype:

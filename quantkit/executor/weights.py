@@ -191,11 +191,8 @@ class ExecutorWeights:
         if module in self._read:
             return self._read.pop(module)
         stored = self.checkpoint.linears.get(module)
-        bits, in_groups = 16, False
-        if stored is not None:
-            own = stored.format.member(module)
-            bits = own.activation_bits if stored.grid is None else own.activation_bits_of(stored.grid)
-            in_groups = stored.grid is not None and stored.grid.group_size is not None
+        bits = self.checkpoint.activation_bits(module)
+        in_groups = stored is not None and stored.grid is not None and stored.grid.group_size is not None
         joined, *others = (operand(share, self.dtype, bits, in_groups=in_groups) for share in self._shares(module))
         for other in others:
             joined = stack(joined, other)

@@ -74,11 +74,4 @@ def _is_unit_word(match: re.Match[str], quoted: set[str], letters: bool, attache
         return word in quoted or (letters and word in _LETTER_UNITS) or (not attached and word == "a")
     if attached:
         return word in _KNOWN_UNITS
-    return (
-        len(word) > 2
-        or word in _KNOWN_UNITS
-        or word.lower() in _SHORT_WORDS
-        or word in quoted
-        or not word.isascii()
-        or "\u0900" <= word[0] <= "\u0963"
-    )
+    return len(word) > 2 or word in _KNOWN_UNITS or word.lower() in _SHORT_WORDS or word in quoted or not word.isascii()

@@ -143,8 +143,7 @@ class WholeModel:
 
     def _reading(self, module: str) -> Reading:
         """How a linear reads its input."""
-        linear = self.checkpoint.linears.get(module)
-        bits = 16 if linear is None else linear.format.member(module).activation_bits
+        bits = self.checkpoint.activation_bits(module)
         return Reading.of(self.checkpoint.weight(module, self.device), bits) if bits == 4 else Reading(bits)
 
     def _fill_experts(self, name: str, module: nn.Module) -> bool:
