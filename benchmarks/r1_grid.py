@@ -1,4 +1,5 @@
-"""DeepSeek-R1's true shapes on all GPUs of a box, as a server runs them: the published grid, guesses, prompts in 8-bit sums and beside answers.
+"""DeepSeek-R1's true shapes on all GPUs of a box, as a server runs them: the published grid, guesses, sums in 8 bits, prompts
+beside answers.
 
     torchrun --nproc-per-node 4 benchmarks/r1_grid.py --out FILE.json [--parts wanted,guesses,sums,beside,rest] [--seconds 400]
     torchrun --nproc-per-node 2 benchmarks/r1_grid.py --tiny       the same on a CPU (gloo) in seconds: a test of the script
@@ -9,9 +10,9 @@ a prompt it computes beside answers. Cells are input lengths and concurrencies o
 request, all at once, and its answer has 512 tokens; that of a single user behind a longer prompt has 128, for there a token takes as long
 as the next. Not in these figures: a server and a tokenizer.
 
-Steps of every size are captured before. Prompts of up to 1024 tokens are computed twice before, for their passes are captured when they
-come a second time; a single longer one once; several longer ones are not. `captured` says how many passes were captured while a cell ran,
-each of which takes some tenths of a second. The file is written after every part and cell; a part that fails is told and the next one
+Steps of every size are captured before. Prompts of up to 1024 tokens in all are computed twice before, for their passes are captured when
+they come a second time; the longest single prompt once. `captured` says how many passes with prompts were captured while a cell ran, each
+of which takes some tenths of a second. The file is written after every part and cell; a part that fails is told and the next one
 begins; `--seconds` after the start of the process no further cell begins.
 """
 
@@ -28,14 +29,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from made_engine import joined_ranks, led, made_engine, report_of_ranks, served_engine
 from r1_box import build
 from r1_guesses import PUBLISHED, DraftingEngine, guesses_row, plain_row, warm
 from r1_prompts import beside_row, sum_rows
 from r1_synthetic import R1, TINY
 
+from quantkit.assets import asset
 from quantkit.devices import describe_hardware
-from quantkit.evaluation.results.published import published_speeds
 from quantkit.evaluation.speed.engine import EngineTarget
 from quantkit.evaluation.speed.measure import summarize
 from quantkit.evaluation.speed.workload import Workload
@@ -79,17 +81,19 @@ class Sizes:
 
 def published_cells() -> list[dict[str, Any]]:
     """Rows of the report on one box of eight."""
-    (table,) = (one for one in published_speeds() if one["name"] == "r1-0528-w4a16-910b1")
-    return [row | {"input_len": int(row["input_len"]), "concurrency": int(row["concurrency"])} for row in table["rows"]]
+    tables = yaml.safe_load(asset("eval", "reference", "speed.yaml").read_text())
+    (table,) = (one for one in tables if one["name"] == "r1-0528-w4a16-910b1")
+    return [dict(zip(table["columns"], row)) for row in table["rows"]]
 
 
 def sizes_of_r1() -> Sizes:
-    """The most wanted cells first: few tokens in for 1, 8 and 32 users, then single long prompts, then most users of every length."""
+    """The most wanted cells first: few tokens in for 1, 8 and 32 users, then single long prompts, then most users of every length; those of
+    six users last."""
     asked = {(row["input_len"], row["concurrency"]) for row in published_cells()} | {(16384, 1)}
     short = [(128, users) for users in (1, 8, 32)]
     alone = sorted(one for one in asked if one[1] == 1 and one[0] > 1024)
     most = {length: max(users for at, users in asked if at == length) for length, _ in asked}
-    rest = sorted(asked - {*short, *alone}, key=lambda one: (one[1] != most[one[0]], one))
+    rest = sorted(asked - {*short, *alone}, key=lambda one: (one[1] != most[one[0]], one[1] == 6, one))
     cells = [Cell(length, users, 128 if users == 1 and length > 128 else 512) for length, users in (*short, *alone, *rest)]
     return Sizes(cells, len(short) + len(alone))
 
@@ -163,14 +167,22 @@ def make_engine(box: Box, loaded: LoadedModel) -> None:
 
 
 def measure_cells(box: Box, cells: list[Cell], part: str) -> None:
-    led(box.engine, lambda: [measure_cell(box, cell, part) for cell in cells if not box.is_late])
+    def measured() -> None:
+        alone = [cell.input_len for cell in cells if cell.users == 1]
+        if max(alone, default=0) > MOST_TOKENS:  # its passes are those of all shorter ones
+            list(EngineTarget(box.engine, "R1", 1).run(Workload(max(alone), 2, 1, 1, seed=-1)))
+        for cell in cells:
+            if not box.is_late:
+                measure_cell(box, cell, part)
+
+    led(box.engine, measured)
 
 
 def measure_cell(box: Box, cell: Cell, part: str) -> None:
     """Rank 0: one request of every user."""
     target, passes, began = EngineTarget(box.engine, "R1", cell.users), box.engine.runner.prompts, time.perf_counter()
     work = Workload(cell.input_len, cell.output_len, cell.users, cell.users, seed=cell.input_len + cell.users)
-    for turn in range(2 if cell.input_len <= MOST_TOKENS else int(cell.users == 1)):
+    for turn in range(2 if cell.users * cell.input_len <= MOST_TOKENS else 0):
         list(target.run(replace(work, output_len=2, seed=-1 - turn)))
     before = passes.num_captured
     row = summarize(list(target.run(work)), cell.input_len, cell.users).to_json()
@@ -183,7 +195,7 @@ def measure_cell(box: Box, cell: Cell, part: str) -> None:
 
 
 def measure_guesses(box: Box, loaded: LoadedModel) -> None:
-    """Chosen while running and fixed, right as often as published; then never right, beside no layer that guesses."""
+    """Never right, beside an engine without a layer that guesses; then as often right as published, chosen while running and fixed."""
     input_len, output_len = (128, 512) if box.parallel.peers is not None or loaded.device.type != "cpu" else (24, 16)
     engine = made_engine(loaded, max(box.sizes.users), input_len + output_len, num_drafts=MOST_GUESSES, kind=DraftingEngine)
     assert isinstance(engine, DraftingEngine)
@@ -192,8 +204,9 @@ def measure_guesses(box: Box, loaded: LoadedModel) -> None:
             break
         warm(engine, input_len, users, MOST_GUESSES)
         work = Workload(input_len, output_len, users, users, seed=users)
-        for _ in range(2 if users == 1 else 1):  # a single answer is short
-            box.add("guesses", plain_row(box.engine, work))
+        for _ in range(2 if users == 1 else 1):
+            if users == 1:  # one answer is short; of more there are cells
+                box.add("guesses", plain_row(box.engine, work))
             box.add("guesses", guesses_row(engine, work, MOST_GUESSES, None, 0.0))
         for fixed in (None, 1, MOST_GUESSES):
             few = work if fixed is None else replace(work, output_len=output_len // 2)
@@ -217,7 +230,9 @@ def measure_beside(box: Box) -> None:
 def print_table(report: dict[str, Any]) -> None:
     """The grid beside the report's figures, then the guesses."""
     published = {(row["input_len"], row["concurrency"]): row for row in published_cells()}
-    print(f"\n{'in':>6} {'users':>5} {'out':>4} {'TTFT s':>8} {'report':>7} {'TPOT ms':>8} {'report':>7} {'median':>7} {'tok/s':>7} captured")
+    print(
+        f"\n{'in':>6} {'users':>5} {'out':>4} {'TTFT s':>8} {'report':>7} {'TPOT ms':>8} {'report':>7} {'median':>7} {'tok/s':>7} captured"
+    )
     for row in sorted(report.get("wanted", []) + report.get("rest", []), key=lambda row: (row["input_len"], row["concurrency"])):
         other = published.get((row["input_len"], row["concurrency"]), {})
         print(
@@ -239,7 +254,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     config = deepseek_v3.Config.from_dict(TINY if options.tiny else R1)
     if options.layers:
         config = replace(config, num_hidden_layers=options.layers)
-    about = {"hardware": describe_hardware(device.type), "torch": torch.__version__, "tp": parallel.size, "layers": config.num_hidden_layers}
+    about = {
+        "hardware": describe_hardware(device.type),
+        "torch": torch.__version__,
+        "tp": parallel.size,
+        "layers": config.num_hidden_layers,
+    }
     box = Box(parallel, TINY_SIZES if options.tiny else sizes_of_r1(), options.out, options.seconds, about)
     box.say(f"{about}, all-reduce by {'peers' if parallel.peers is not None else 'the library'}")
     loaded = build(config, parallel, device)

@@ -99,8 +99,8 @@ class Costs:
 
 
 class Guessing:
-    """most_drafts, most_looked_up: guesses of each source after a token, at most. measured: whether fewer are made where that pays; then none
-    at first, for what they are measured by."""
+    """most_drafts, most_looked_up: guesses of each source after a token, at most. measured: whether fewer are made where that pays; then
+    none at first, for what they are held against."""
 
     def __init__(self, most_drafts: int, most_looked_up: int, *, measured: bool = False) -> None:
         self.most_drafts, self.most_looked_up = most_drafts, most_looked_up

@@ -103,6 +103,23 @@ def test_the_layer_catches_up(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyP
     assert sum(seen["always"][at] == seen["paused"][at] for at in both) >= 0.95 * len(both), "the cache is bfloat16: a tie may turn"
 
 
+def test_a_layer_without_guesses_reads_in_large_passes(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of it is computed in a step without guesses: neither the layer, nor what it makes of hidden states."""
+    engine = load(tiny_checkpoint, max_model_len=128, num_drafts=1)
+    drafter: Any = engine.speculation.drafter
+    read: list[int] = []
+    states = drafter._states
+    monkeypatch.setattr(drafter, "_states", lambda hidden: (read.append(len(hidden)), states(hidden))[1])
+    engine.speculation.make(0, 0)
+    sequence = engine.submit(PROMPTS[0], SamplingParams(max_new_tokens=64, ignore_eos=True))
+    while len(sequence.generated) < 41:
+        engine.step()
+    assert read == [len(PROMPTS[0])]
+    engine.speculation.make(1, 0)
+    engine.step()
+    assert read == [len(PROMPTS[0]), 40, 1], "what was behind at once, then the step's own"
+
+
 class Simulated:
     """Steps of `answers` answers whose guesses are right with a probability; `cost` of computed guesses and rows, in steps without."""
 
