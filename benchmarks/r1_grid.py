@@ -48,6 +48,7 @@ from quantkit.executor.graphs import MIN_TABLE_WIDTH, power_of_two
 from quantkit.executor.load import LoadedModel
 from quantkit.executor.parallel import Parallel
 from quantkit.executor.prompt_graphs import MOST_TOKENS
+from quantkit.executor.scheduler import Scheduler
 from quantkit.models import deepseek_v3
 
 BEGAN = time.perf_counter()
@@ -142,7 +143,9 @@ class Box:
             told = traceback.format_exc()
             self.report.setdefault("failed", {})[name] = told
             print(f"rank {self.parallel.rank}, {name}: {told}", flush=True)
-            for one in [*self.engine.scheduler.running, *self.engine.scheduler.waiting]:
+            scheduler = self.engine.scheduler
+            assert isinstance(scheduler, Scheduler), "ranks share every request"
+            for one in [*scheduler.running, *scheduler.waiting]:
                 self.engine.withdraw(one, "cancelled")
         self.save()
 

@@ -109,7 +109,13 @@ def test_a_layer_without_guesses_reads_in_large_passes(tiny_checkpoint: Path, mo
     drafter: Any = engine.speculation.drafter
     read: list[int] = []
     states = drafter._states
-    monkeypatch.setattr(drafter, "_states", lambda hidden: (read.append(len(hidden)), states(hidden))[1])
+
+    def seen(hidden: torch.Tensor) -> torch.Tensor:
+        read.append(len(hidden))
+        made: torch.Tensor = states(hidden)
+        return made
+
+    monkeypatch.setattr(drafter, "_states", seen)
     engine.speculation.make(0, 0)
     sequence = engine.submit(PROMPTS[0], SamplingParams(max_new_tokens=64, ignore_eos=True))
     while len(sequence.generated) < 41:
