@@ -2,7 +2,8 @@
 
 Every rank walks the whole model, so all hold the same hidden states. The routed experts, nearly all of the work, are divided: each rank
 reads, solves and writes its batches, and runs their experts for everybody. What they add to the hidden states goes to all ranks, over the
-devices' own library, and is added in the order of the experts. A batch is the same whoever solves it, so the files are those of one process.
+devices' own library, and is added in the order of the experts. A batch is the same whoever solves it, so the files are those of one
+process.
 """
 
 import os
