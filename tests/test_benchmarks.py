@@ -26,6 +26,13 @@ def test_two_ranks_on_a_processor(script: str, last: str) -> None:
     assert last in ran.stdout
 
 
+def test_one_device() -> None:
+    command = [sys.executable, str(BENCHMARKS / "head_cost.py"), "--tiny", "--users", "1", "--output-len", "12", "--input-len", "24"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=400, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert "chosen / none" in ran.stdout
+
+
 def test_the_published_grid_begins_with_what_is_wanted_most(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
     import r1_grid
