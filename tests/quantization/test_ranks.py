@@ -17,8 +17,6 @@ from quantkit.calibrate.experts import ExpertWeights
 from quantkit.executor.parallel import Parallel
 from quantkit.quantization.output import Output
 
-RANKS = 2
-
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -27,17 +25,18 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_two_ranks_write_the_bytes_of_one(text: Path, tmp_path: Path) -> None:
-    """Each solves a batch of experts of every layer, and runs them for the other."""
+def test_ranks_write_the_bytes_of_one(text: Path, tmp_path: Path) -> None:
+    """Two ranks solve a batch of experts of every layer each, and run them for the other; of three one has none."""
     config = make_model.tiny_config(num_hidden_layers=2, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2)
     source = make_model.write_fp8(tmp_path / "source", config, make_model.random_tensors(config))
-    for out in ("one", "two"):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-        command = command if out == "two" else [sys.executable]
-        arguments = [quantize_job.__file__, str(source), str(text), str(tmp_path / out), "once"]
+    for ranks in (1, 2, 3):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command = command if ranks > 1 else [sys.executable]
+        arguments = [quantize_job.__file__, str(source), str(text), str(tmp_path / str(ranks)), "once"]
         done = subprocess.run([*command, *arguments], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-    assert files(tmp_path / "two") == files(tmp_path / "one")
+    assert files(tmp_path / "2") == files(tmp_path / "1")
+    assert files(tmp_path / "3") == files(tmp_path / "1")
 
 
 def test_a_rank_reads_its_own_experts_alone(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
