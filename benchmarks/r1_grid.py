@@ -207,9 +207,8 @@ def measure_guesses(box: Box, loaded: LoadedModel) -> None:
             break
         warm(engine, input_len, users, MOST_GUESSES)
         work = Workload(input_len, output_len, users, users, seed=users)
-        for _ in range(2 if users == 1 else 1):
-            if users == 1:  # one answer is short; of more there are cells
-                box.add("guesses", plain_row(box.engine, work))
+        for _ in range(2):  # in turns
+            box.add("guesses", plain_row(box.engine, work))
             box.add("guesses", guesses_row(engine, work, MOST_GUESSES, None, 0.0))
         for fixed in (None, 1, MOST_GUESSES):
             few = work if fixed is None else replace(work, output_len=output_len // 2)
@@ -278,8 +277,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
     for name in options.parts.split(","):
         box.part(name, measures[name])
+    if device.type == "cuda":
+        box.report["reserved_gb"] = torch.cuda.max_memory_reserved(device) / 1e9
+        box.save()
     if parallel.rank == 0:
         print_table(box.report)
+    if "failed" in box.report:
+        os._exit(1)  # what was broken off holds the others up when they part
     return box.report
 
 

@@ -2,7 +2,8 @@
 
 A running answer waits for the prompt tokens that a step computes beside it, so they should be few; but weights are read for each step
 anew, and between two chunks come the answers' own steps, so with too few of them a prompt takes longer. `measure` doubles their number
-until the rate of prompt tokens hardly grows, or until everybody would wait too long.
+until the rate of prompt tokens hardly grows, or until everybody would wait too long. A chunk is measured in the midst of a long prompt,
+where it is computed as it is then: with many tokens before it, and as a graph only where such chunks are.
 """
 
 import time
@@ -27,19 +28,24 @@ H200 took 512 tokens of Qwen3-8B, with these it takes 1024: with more a pass alo
 have their first token after 0.78 of the time that they need with 512."""
 
 
+_SEEN = 8192
+"""Tokens of its prompt that a chunk is measured behind, where prompts may be so long."""
+
+
 @torch.inference_mode()
-def measure(runner: Runner, parallel: Parallel, budget: StepBudget, max_batch: int, *, asked: bool) -> StepBudget:
+def measure(runner: Runner, parallel: Parallel, budget: StepBudget, max_batch: int, *, asked: bool, longest: int = 0) -> StepBudget:
     """All ranks at the same time, before any request: what is in the cache is overwritten.
 
-    budget: tokens that are allowed. asked: whether somebody chose them, so that only the mixing is to be measured.
+    budget: tokens that are allowed. asked: whether somebody chose them, so that only the mixing is to be measured. longest: tokens of a
+    prompt; 0: as many as a chunk has.
     """
     most = min(budget.alone, (runner.cache.num_blocks - 1) * runner.cache.block_size)
     if max_batch == 1:
         return budget
-    trial, rows = _Trial(runner, parallel), min(_ROWS, max_batch - 1)
+    trial, rows = _Trial(runner, parallel, longest), min(_ROWS, max_batch - 1)
     step = trial.seconds(lambda: trial.answers(rows))
-    longest = max(_LONGEST_S, _STEPS * step)
-    chunk = most if asked else _knee(lambda tokens: trial.seconds(lambda: trial.prompt(tokens)), most, longest)
+    patience = max(_LONGEST_S, _STEPS * step)
+    chunk = most if asked else _knee(lambda tokens: trial.seconds(lambda: trial.prompt(tokens)), most, patience)
     apart = step + trial.seconds(lambda: trial.prompt(chunk))
     return StepBudget(budget.alone, chunk, mixed=trial.seconds(lambda: trial.mixed(rows, chunk)) < apart)
 
@@ -59,8 +65,9 @@ def _knee(seconds: Callable[[int], float], most: int, longest: float) -> int:
 class _Trial:
     """Passes over made-up tokens, in the cache's blocks from 1 on; each as long as the slowest rank takes."""
 
-    def __init__(self, runner: Runner, parallel: Parallel) -> None:
+    def __init__(self, runner: Runner, parallel: Parallel, longest: int) -> None:
         self._runner, self._parallel = runner, parallel
+        self._longest = min(longest, (runner.cache.num_blocks - 1) * runner.cache.block_size)
 
     def seconds(self, compute: Callable[[], torch.Tensor]) -> float:
         """The better of two, after one that compiles and one that captures."""
@@ -83,8 +90,9 @@ class _Trial:
         return self._with_prompt(self._rows(rows), tokens)
 
     def _with_prompt(self, answers: DecodeRows | None, tokens: int) -> torch.Tensor:
-        blocks = list(range(1, -(-tokens // self._runner.cache.block_size) + 1))
-        hidden = self._runner.prompts.run(answers, [PromptRows([0] * tokens, 0, blocks)])
+        start = max(0, min(_SEEN, self._longest - tokens))
+        blocks = list(range(1, -(-(start + tokens) // self._runner.cache.block_size) + 1))
+        hidden = self._runner.prompts.run(answers, [PromptRows([0] * tokens, start, blocks)])
         return self._runner.model.logits(hidden[:_ROWS]).argmax(dim=-1)
 
     def _rows(self, rows: int) -> DecodeRows:

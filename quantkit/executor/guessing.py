@@ -27,7 +27,7 @@ _TRIAL = 1 + _DROPPED + _TRIED
 """Steps that something new is tried for: the guesses of the first are checked in the second."""
 _MARGIN = 1.01
 """By how much guessing must promise to be faster than not guessing."""
-_LENT, _SHARE, _SAVED = 1.0, 0.0075, 4.0
+_LENT, _SHARE, _SAVED = 1.0, 0.0075, 12.0
 """The credit at first; what every step adds to it; and what is saved up at most."""
 _ENOUGH, _SPARE = 0.5, 2.0
 """Of the credit: to guess again after a debt, and to try what does not promise to pay."""

@@ -19,7 +19,7 @@ from quantkit.executor.parallel import Parallel
 from quantkit.executor.runner import ForwardPass, Runner, Span
 from quantkit.executor.sequence import Sequence
 
-_MOST_BEHIND = 1024
+_MOST_BEHIND = 4096
 """Tokens whose hidden states are kept, those of one pass at least."""
 
 
@@ -53,6 +53,7 @@ class MtpDrafter(Drafter):
         if not isinstance(done.where, DecodeRows):
             return self._behind_prompts(done, token_ids)
         if self.count == 0:
+            self._hold(done.hidden)  # now, while the device is busy
             return None
         self._catch_up()
         assert token_ids is not None, "every row of a decode pass counts"
@@ -81,18 +82,21 @@ class MtpDrafter(Drafter):
         """Keep the hidden states of the tokens of a decode pass that was not read, for `_catch_up`."""
         if self._hidden is not None:
             return
-        hidden, row = done.hidden, 0
-        if self._held is None or self._num_held + len(hidden) > len(self._held):
-            self._catch_up()
-        if self._held is None or len(hidden) > len(self._held):
-            self._held = hidden.new_empty(max(_MOST_BEHIND, len(hidden)), hidden.shape[1])
-        self._held[self._num_held : self._num_held + len(hidden)] = hidden
+        row = 0
         for sequence, start, length in done.spans:
             kept = min(length, len(sequence.token_ids) - 1 - start)
             if kept > 0 and sequence.finish_reason is None:
                 self._behind_by.append((Span(sequence, start, kept), self._num_held + row))
             row += length
         self._num_held += row
+
+    def _hold(self, hidden: Tensor) -> None:
+        """Those of a pass whose tokens are to be read later; the rows behind `_num_held`, until `_settle` knows which are kept."""
+        if self._held is None or self._num_held + len(hidden) > len(self._held):
+            self._catch_up()
+        if self._held is None or len(hidden) > len(self._held):
+            self._held = hidden.new_empty(max(_MOST_BEHIND, len(hidden)), hidden.shape[1])
+        self._held[self._num_held : self._num_held + len(hidden)] = hidden
 
     def _catch_up(self) -> None:
         """The layer reads what it has not read, of sequences that still have their cache."""

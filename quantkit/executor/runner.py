@@ -69,7 +69,8 @@ class Runner:
         self.model, self.cache, self.device, self.experts = model, cache, cache.device, experts
         self._why_eager = eager or ("" if capture else why_eager(self.device))
         self._capture = None if self._why_eager else capture or DeviceCapture(self.device)
-        self.steps = self.make_steps(model)
+        self._given = capture
+        self.steps = self._steps_of(model, self._capture)
         self._tables = BlockTables()
         # Attention of prompts on an NPU wants lengths on the host. Ranks with requests of their own would capture at different times.
         self.prompts = PromptPasses(model, cache, None if self.device.type == "npu" or experts.size > 1 else self._capture)
@@ -78,10 +79,12 @@ class Runner:
         self.draw = Draws(capture or (DeviceCapture(self.device) if self._capture and self.device.type == "cuda" else None))
 
     def make_steps(self, model: Forward) -> DecodeSteps | EagerSteps:
-        """Decode steps over this cache: of the model, or of an MTP layer behind it."""
-        if self._capture is None:
-            return EagerSteps(model, self.cache, self._why_eager)
-        return DecodeSteps(model, self.cache, self._capture)
+        """Decode steps over this cache of an MTP layer behind the model. What the model's leave is read after them, so their memory is
+        another."""
+        return self._steps_of(model, self._capture and (self._given or DeviceCapture(self.device)))
+
+    def _steps_of(self, model: Forward, capture: Capture | None) -> DecodeSteps | EagerSteps:
+        return EagerSteps(model, self.cache, self._why_eager) if capture is None else DecodeSteps(model, self.cache, capture)
 
     @property
     def why_eager(self) -> str:

@@ -91,3 +91,20 @@ def test_both_reasons_are_told(npu: DeviceCapture, quantized: Callable[[str], Pa
 def test_which_devices_capture() -> None:
     assert why_eager(torch.device("cuda")) == ""
     assert "not on cpu" in why_eager(torch.device("cpu"))
+
+
+def test_graphs_are_captured_on_one_stream(npu: DeviceCapture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that one has let go of is the next one's only there. A capture that failed leaves its stream behind."""
+    streams, make = list[object](), npu._driver.Stream
+    monkeypatch.setattr(npu._driver, "Stream", lambda: streams.append(make()) or streams[-1])
+    for _ in range(3):
+        npu(lambda: torch.zeros(1), [])
+    assert len(streams) == 1
+
+    def broken() -> None:
+        raise RuntimeError("cannot be captured")
+
+    with pytest.raises(RuntimeError, match="cannot be captured"):
+        npu(broken, [])
+    npu(lambda: torch.zeros(1), [])
+    assert len(streams) == 2

@@ -13,6 +13,7 @@ from running_server import Running, load, wait_for
 from quantkit.executor import budget
 from quantkit.executor.engine import Engine
 from quantkit.executor.parallel import SINGLE
+from quantkit.executor.prompt_graphs import PromptRows
 from quantkit.executor.runner import Runner
 from quantkit.executor.sampling import SamplingParams
 from quantkit.executor.scheduler import ScheduledStep, StepBudget
@@ -168,11 +169,26 @@ def test_what_is_measured_is_a_budget(tiny_checkpoint: Path) -> None:
     assert alone == StepBudget(512, 512), "one request waits for nobody"
 
 
+@pytest.mark.parametrize(("longest", "start"), [(0, 0), (40, 8), (100_000, 8192)])
+def test_a_chunk_is_measured_in_the_midst_of_a_long_prompt(longest: int, start: int) -> None:
+    asked: list[PromptRows] = []
+    hidden = torch.zeros(32, 4)
+    runner: Any = SimpleNamespace(
+        cache=SimpleNamespace(num_blocks=1001, block_size=16),
+        prompts=SimpleNamespace(run=lambda answers, prompts: asked.extend(prompts) or hidden),
+        model=SimpleNamespace(logits=lambda hidden: hidden),
+    )
+    budget._Trial(runner, SINGLE, longest).prompt(32)
+    (one,) = asked
+    assert one.span == (start, 32)
+    assert one.blocks == list(range(1, -(-(start + 32) // 16) + 1))
+
+
 def test_the_slowest_rank_decides(tiny_checkpoint: Path) -> None:
     engine = load(tiny_checkpoint)
     told: list[int] = []
     parallel: Any = SimpleNamespace(minimum=lambda value: told.append(value) or -2_000_000_000)
-    trial = budget._Trial(engine.runner, parallel)
+    trial = budget._Trial(engine.runner, parallel, 0)
     with torch.inference_mode():
         assert trial.seconds(lambda: trial.prompt(32)) == 2.0
         assert trial.mixed(2, 32).shape == (8,)

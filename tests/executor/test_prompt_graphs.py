@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -129,6 +131,16 @@ def test_little_of_a_pass_is_padding(tiny_checkpoint: Path, count: int) -> None:
     assert size is not None
     assert count <= size.tokens < max(count + 16, 1.25 * count)
     assert size.tokens <= size.seen <= 1.25 * size.tokens + 64
+
+
+def test_chunks_behind_others_are_captured_only_where_they_are_short(tiny_checkpoint: Path) -> None:
+    """What is expanded or decoded is part of the size: a long prompt's chunks would each be captured, and none used again."""
+    latents = load(tiny_checkpoint, None).cache
+    assert not latents.read_in_place
+    for count, start, captured in ((256, 512, True), (257, 512, False), (512, 0, True)):
+        assert (prompt_graphs.size_of(None, [PromptRows([0] * count, start, [1] * 60)], latents) is not None) == captured
+    in_place: Any = SimpleNamespace(read_in_place=True, block_size=16)
+    assert prompt_graphs.size_of(None, [PromptRows([0] * 512, 512, [1] * 70)], in_place) is not None
 
 
 @torch.inference_mode()
