@@ -2,7 +2,7 @@
 
 A running answer waits for the prompt tokens that a step computes beside it, so they should be few; but weights are read for each step
 anew, and between two chunks come the answers' own steps, so with too few of them a prompt takes longer. `measure` doubles their number
-until the rate of prompt tokens hardly grows, or until everybody would wait too long.
+until everybody would wait too long, and takes the fewest that come near the best rate of prompt tokens.
 """
 
 import time
@@ -19,12 +19,11 @@ from quantkit.executor.scheduler import StepBudget
 
 _FEWEST, _ROWS = 32, 8
 """Prompt tokens of the first chunk measured; rows of answers beside which it is."""
-_GAIN = 1.02
-"""By how much the rate must grow for twice the tokens."""
+_NEAR = 1.02
+"""How much faster the best rate may be than that of the chunk that is taken."""
 _LONGEST_S, _STEPS = 0.15, 4
-"""A chunk may take so long, or as long as so many steps of the answers beside it, if that is longer: they wait for it. With 1.1 and 0.05 an
-H200 took 512 tokens of Qwen3-8B, with these it takes 1024: with more a pass alone is hardly faster. With 4096, 32 prompts of 4096 tokens
-have their first token after 0.78 of the time that they need with 512."""
+"""A chunk may take so long, or as long as so many steps of the answers beside it, if that is longer: they wait for it. With chunks of 4096, 32
+prompts of 4096 tokens of Qwen3-8B have their first token on an H200 after 0.78 of the time that they need with 512."""
 
 
 @torch.inference_mode()
@@ -39,21 +38,22 @@ def measure(runner: Runner, parallel: Parallel, budget: StepBudget, max_batch: i
     trial, rows = _Trial(runner, parallel), min(_ROWS, max_batch - 1)
     step = trial.seconds(lambda: trial.answers(rows))
     longest = max(_LONGEST_S, _STEPS * step)
-    chunk = most if asked else _knee(lambda tokens: trial.seconds(lambda: trial.prompt(tokens)), most, longest)
+    chunk = most if asked else _knee(lambda tokens: trial.seconds(lambda: trial.prompt(tokens)), most, longest, step)
     apart = step + trial.seconds(lambda: trial.prompt(chunk))
     return StepBudget(budget.alone, chunk, mixed=trial.seconds(lambda: trial.mixed(rows, chunk)) < apart)
 
 
-def _knee(seconds: Callable[[int], float], most: int, longest: float) -> int:
-    """The chunk from which on larger ones bring little, or take longer than `longest`. seconds: of a pass over so many tokens."""
+def _knee(seconds: Callable[[int], float], most: int, longest: float, step: float) -> int:
+    """The fewest tokens of a chunk whose rate, with the answers' own step of `step` seconds after each, is near the best one of chunks that
+    take no longer than `longest`. seconds: of a pass over so many tokens. All are measured: passes of more than 1024 tokens are not
+    captured, so that twice the tokens may bring less where four times bring more."""
     tokens = min(_FEWEST, most)
-    took = seconds(tokens)
-    while 2 * tokens <= most and 2 * took <= longest:
-        twice = seconds(2 * tokens)
-        if 2 * tokens / twice < _GAIN * tokens / took:
-            break
-        tokens, took = 2 * tokens, twice
-    return tokens
+    took = {tokens: seconds(tokens)}
+    while 2 * tokens <= most and 2 * took[tokens] <= longest:
+        tokens *= 2
+        took[tokens] = seconds(tokens)
+    each = {tokens: (step + pass_s) / tokens for tokens, pass_s in took.items()}
+    return min(tokens for tokens, one in each.items() if one <= _NEAR * min(each.values()))
 
 
 class _Trial:
