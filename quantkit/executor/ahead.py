@@ -54,7 +54,7 @@ def _passes(runner: Runner, rows: int, tokens: int) -> Iterator[Callable[[], obj
     widest = power_of_two(-(-min(tokens, room) // size))
     powers = [1 << power for power in range(power_of_two(rows).bit_length())]
     for count in powers:
-        yield partial(_decode, runner, count, MIN_TABLE_WIDTH)
+        yield partial(capture_decode, runner, count, MIN_TABLE_WIDTH)
     longest = min(MOST_TOKENS, tokens, room)
     if runner.prompts.captures:
         for length in rounded_sizes(longest):
@@ -62,12 +62,12 @@ def _passes(runner: Runner, rows: int, tokens: int) -> Iterator[Callable[[], obj
     width = 2 * MIN_TABLE_WIDTH
     while width <= widest:
         for count in powers:
-            yield partial(_decode, runner, count, width)
+            yield partial(capture_decode, runner, count, width)
         width *= 2
 
 
-def _decode(runner: Runner, rows: int, width: int) -> None:
-    """Rows that each write the first token of a block and see nothing else, with tables of so many blocks."""
+def capture_decode(runner: Runner, rows: int, width: int) -> None:
+    """A step of rows that each write the first token of a block and see nothing else, with tables of `width` blocks."""
     zeros = np.zeros(rows, dtype=np.int64)
     tables = np.zeros((rows, width), dtype=np.int32)
     tables[:, 0] = 1

@@ -286,12 +286,13 @@ class Engine:
     def compute_step(self) -> list[Sequence]:
         """The step of this rank: as `step`, but sequences with a fault that are not finished stay until rank 0 cancels them."""
         began, step = time.perf_counter(), self.scheduler.schedule()
-        rows = sum(1 + len(one.drafts) for one in step.decode)
+        rows, accepted = sum(1 + len(one.drafts) for one in step.decode), self.speculation.acceptance.accepted
         advanced: list[Sequence] = []
         for one in step.passes(self.scheduler.budget.mixed):
             advanced += self._pass(one)
         if step.decode and not step.prefill:
-            self.speculation.guessing.stepped(len(step.decode), rows, time.perf_counter() - began)
+            kept = self.speculation.acceptance.accepted - accepted
+            self.speculation.guessing.stepped(len(step.decode), rows, kept, time.perf_counter() - began)
         for sequence in advanced:
             if sequence.finish_reason:
                 self.scheduler.remove(sequence)

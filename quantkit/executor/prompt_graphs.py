@@ -175,6 +175,11 @@ class PromptPasses:
         """Whether passes are captured at all."""
         return self._capture is not None
 
+    @property
+    def num_captured(self) -> int:
+        """Sizes of passes that are captured."""
+        return len(self._graphs)
+
     def capture(self, prompts: list[PromptRows]) -> None:
         """Compute such a pass and capture it now, where its size is captured at all."""
         size = size_of(None, prompts, self.cache)
