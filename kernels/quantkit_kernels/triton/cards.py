@@ -84,6 +84,15 @@ class LinearPlan:
     stages: int
 
 
+@dataclass(frozen=True)
+class WgmmaPlan(LinearPlan):
+    """How wgmma_kernel.py is launched. left: the weight is the left operand; programs: on a multiprocessor, each of which computes tile
+    after tile, or 0 for one to each part of a tile."""
+
+    left: bool
+    programs: int
+
+
 EXPAND_TOKENS = 1024
 """From more tokens on a 4-bit weight is decoded to 16 bits and multiplied by the vendor's library, whatever a table says."""
 _EXPANDED = {"int4": 512, "fp4": 256}
