@@ -1,25 +1,15 @@
-"""Products in int8 on Hopper: where wgmma_kernel.py serves, and its launch."""
-
-import functools
-import importlib.util
+"""A launch of wgmma_kernel.py."""
 
 import torch
 from torch import Tensor
 
-from quantkit_kernels.triton.cards import WgmmaPlan, multiprocessors, overlapped
+from quantkit_kernels.triton.cards import multiprocessors, overlapped
 from quantkit_kernels.triton.layout import SPAN, PackedSteps
+from quantkit_kernels.triton.wgmma_plans import WgmmaPlan
 from quantkit_kernels.workspace import workspace
 
 _BAND_TOKENS = 2048
 """Of a band of tiles: with as many rows of the weight beside them, about what the programs of 132 multiprocessors compute at once."""
-
-
-@functools.cache
-def has_gluon() -> bool:
-    """Whether this Triton has the language of wgmma_kernel.py: from 3.6 on."""
-    return (
-        importlib.util.find_spec("triton") is not None and importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper") is not None
-    )
 
 
 def multiply(steps: PackedSteps, x: Tensor, x_scale: Tensor, out: Tensor, plan: WgmmaPlan) -> None:

@@ -148,10 +148,11 @@ def finish(
         of_row = gl.load(row_scale + row * BN + features, mask=row * BN + features < n, other=0.0)
         result = acc.to(gl.float32) * gl.expand_dims(of_row, 1 - ACROSS) * gl.expand_dims(of_token, ACROSS)
         WIDE: gl.constexpr = BN // 8 if BN // 8 < 32 else 32  # threads of a warp side by side, of eight features each
-        if LEFT:
-            ROWS: gl.constexpr = gl.BlockedLayout([8, 1], [WIDE, 32 // WIDE], [1, WARPS], [0, 1])
-        else:
-            ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // WIDE, WIDE], [WARPS, 1], [1, 0])
+        ROWS: gl.constexpr = (
+            gl.BlockedLayout([8, 1], [WIDE, 32 // WIDE], [1, WARPS], [0, 1])
+            if LEFT
+            else gl.BlockedLayout([1, 8], [32 // WIDE, WIDE], [WARPS, 1], [1, 0])
+        )
         write(result.to(out.dtype.element_ty), out, token, row, m, n, BM, BN, ACROSS, ROWS)
 
 
