@@ -2,6 +2,7 @@
 
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -170,6 +171,28 @@ def test_a_dip_behind_captured_passes_does_not_end_the_search() -> None:
     clock = Clocked(0.5e-3, 24e-6, launches=4e-3)
     assert 2048 / (3e-3 + clock(2048)) < 1.02 * 1024 / (3e-3 + clock(1024))
     assert budget._knee(clock, 4096, 0.25, 3e-3) == 4096
+
+
+class Launched:
+    """A trial whose passes are replayed in 24 us a token, and launched in no less than `launches`."""
+
+    def __init__(self, launches: float) -> None:
+        self.launches = launches
+
+    def seconds(self, took: Callable[[], float]) -> float:
+        return took()
+
+    def prompt(self, tokens: int) -> float:
+        return 24e-6 * tokens
+
+    def launched(self, tokens: int) -> float:
+        return max(self.launches, self.prompt(tokens))
+
+
+@pytest.mark.parametrize(("launches", "most", "captured"), [(45e-3, 4096, 1024), (14e-3, 4096, 512), (0.0, 4096, 64), (45e-3, 100, 100)])
+def test_passes_are_captured_where_they_wait_for_launches(launches: float, most: int, captured: int) -> None:
+    trial: Any = Launched(launches)
+    assert budget._captured(trial, most) == captured
 
 
 def test_what_is_measured_is_a_budget(tiny_checkpoint: Path) -> None:
