@@ -123,7 +123,7 @@ def main() -> int:
     parser.add_argument("--topologies", default="tensor,experts,apart,apart-twice", help=f"of {', '.join(TOPOLOGIES)}")
     parser.add_argument("--input-len", type=int, default=512)
     parser.add_argument("--output-len", type=int, default=64)
-    parser.add_argument("--first-rate", type=float, default=8)
+    parser.add_argument("--first-rate", type=float, default=16)
     parser.add_argument("--per-rate", type=float, default=3, help="seconds that requests of a rate arrive for")
     parser.add_argument("--ttft", type=float, default=1.0, help="limit in seconds, of 95 %% of the requests")
     parser.add_argument("--tpot", type=float, default=50.0, help="limit in milliseconds, likewise")

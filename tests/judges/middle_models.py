@@ -44,6 +44,7 @@ FORMATS = {
     "ct-w4a16-symmetric": ("rtn-w4a16", "compressed-tensors"),
     "ct-w8a8": ("int8-a8w8c16", "compressed-tensors"),
     "ct-nvfp4": ("fp4-w4a16", "compressed-tensors"),
+    "modelopt": ("fp4-w4a16", "modelopt"),
 }
 _LEFT_ALONE = 2.0**-8  # what is added to a channel that holds a code, and what a router makes of the other channels
 _ROUTER = 8.0
@@ -52,7 +53,7 @@ _ROUTER = 8.0
 def write_middle(directory: Path, model: str, formats: Iterable[str], device: str) -> None:
     source = directory / model / "source"
     if not source.exists():
-        write_dense(source, MIDDLE[model], _weights(MIDDLE[model]))
+        write_dense(source, MIDDLE[model], weights(MIDDLE[model]))
     for format in formats:
         out = directory / model / format
         if format == "source" or (out / "config.json").exists():
@@ -65,7 +66,7 @@ def write_middle(directory: Path, model: str, formats: Iterable[str], device: st
         quantize(source, out, asked, written, Recipe(scheme=scheme), engine="vllm", device=device)
 
 
-def _weights(config: dict[str, Any]) -> dict[str, Tensor]:
+def weights(config: dict[str, Any]) -> dict[str, Tensor]:
     """BF16 tensors of every row of the architecture's table, evenly spread with the deviations of dense_models.random_weights."""
     architecture = find_architecture(config)
     generator = torch.Generator().manual_seed(0)

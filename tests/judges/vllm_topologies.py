@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -37,6 +38,7 @@ from vllm_tokens import INT8_TIE, MAX_TOKENS, TIE, judge
 from quantkit.conversion import convert
 from quantkit.engines.evidence import LayoutRun, layout_runs
 from quantkit.engines.launch import Deployment, deploy
+from quantkit.errors import QuantkitError
 from quantkit.quantization import quantize
 from quantkit.recipe import Recipe
 from quantkit.schemes import find_scheme
@@ -149,19 +151,25 @@ def run(directory: Path, cases: Sequence[Case], seconds: float, beside: int, las
     began = time.monotonic()
 
     def one(number: int, case: Case) -> None:
+        answers: Any
         if time.monotonic() - began > last:
             print(f"{' '.join(case)}: not started, no time is left", flush=True)
             return
-        server = start(number, case)
-        servers.append(server)
-        answers = _answers(case, server, seconds)
-        if not stopped.is_set():
-            said = answers["error"] if isinstance(answers, dict) else f"answered {server.guessed()}"
-            print(f"[{time.monotonic() - server.began:.0f} s] {' '.join(case)}: {said}", flush=True)
+        with ExitStack() as ending:
+            try:
+                server = start(number, case)
+                servers.append(server)
+                ending.callback(server.end)
+                answers, said = _answers(case, server, seconds)
+            except (RuntimeError, OSError, KeyError, httpx.HTTPError, QuantkitError) as problem:
+                said = f"{type(problem).__name__}: {problem}"
+                answers = {"error": said}
+            if stopped.is_set():
+                return
+            print(f"[{time.monotonic() - began:.0f} s] {' '.join(case)}: {said}", flush=True)
             with lock:
                 told[" ".join(case)] = answers
                 path.write_text(json.dumps(told))
-        server.end()
 
     pool = ThreadPoolExecutor(beside)
     try:
@@ -174,14 +182,13 @@ def run(directory: Path, cases: Sequence[Case], seconds: float, beside: int, las
             server.end()
 
 
-def _answers(case: Case, server: Server, seconds: float) -> Any:
-    """Of a server once it is up, or why there are none."""
+def _answers(case: Case, server: Server, seconds: float) -> tuple[Any, str]:
+    """Of a server once it is up, and a word about it. Raises RuntimeError, OSError, KeyError or httpx.HTTPError where there are none."""
     model, format, _ = case
-    try:
-        server.wait(seconds)
-        return [server.answer(format, prompt) for prompt in prompts_of(model)]
-    except (RuntimeError, OSError, KeyError, httpx.HTTPError) as problem:
-        return {"error": f"{type(problem).__name__}: {problem}; see {server.logs}.*.log"}
+    server.wait(seconds)
+    up = time.monotonic() - server.began
+    answers = [server.answer(format, prompt) for prompt in prompts_of(model)]
+    return answers, f"up after {up:.0f} s; {server.guessed()}"
 
 
 def prompts_of(model: str) -> list[list[int]]:
