@@ -46,7 +46,7 @@ def served_engine(loaded: LoadedModel, blocks: int, length: int, batch: int) -> 
     the same time. blocks: of the cache; length: of a request."""
     plan, tokenizer = CachePlan(blocks + 1, BLOCK_SIZE, length), ChatTokenizer(find_model("tiny-r1"))
     engine = Engine(loaded, tokenizer, plan, max_batch=batch, prefill_tokens=prefill_tokens(loaded.device), measure_steps=True)
-    engine.scheduler.budget = measure(engine.runner, engine.parallel, engine.scheduler.budget, batch, asked=False, longest=length)
+    engine.scheduler.budget = measure(engine.runner, engine.parallel, engine.scheduler.budget, batch, asked=False)
     capture_ahead(engine.runner, engine.parallel, batch, length)
     return engine
 

@@ -61,8 +61,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     given, asked = engine.scheduler.budget, options.chunk_tokens is not None
     if asked:
         given = StepBudget(given.alone, options.chunk_tokens)
-    longest = engine.max_model_len
-    chosen = given if asked else budget.measure(engine.runner, SINGLE, given, max(options.users), asked=False, longest=longest)
+    chosen = budget.measure(engine.runner, SINGLE, given, max(options.users), asked=False) if not asked else given
     engine.scheduler.budget = chosen
     report["beside_answers"], report["mixed"], report["budget_s"] = chosen.beside_answers, chosen.mixed, time.perf_counter() - began
     if not options.cold:

@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             report["rows"].append(row)
             print("  ".join(f"{key} {value if isinstance(value, bool) else round(value, 2)}" for key, value in row.items()), flush=True)
     began = time.perf_counter()
-    found = budget.measure(steps.runner, SINGLE, StepBudget(2048, 2048), options.answers, asked=False, longest=options.prompt)
+    found = budget.measure(steps.runner, SINGLE, StepBudget(2048, 2048), options.answers, asked=False)
     report["measured"] = {"beside_answers": found.beside_answers, "mixed": found.mixed, "seconds": time.perf_counter() - began}
     print({key: report[key] for key in ("device", "decode_ms", "measured")}, flush=True)
     return report

@@ -16,7 +16,7 @@ import torch
 from quantkit.devices import free_bytes
 from quantkit.executor.graphs import MIN_TABLE_WIDTH, DecodeRows, power_of_two
 from quantkit.executor.parallel import Parallel
-from quantkit.executor.prompt_graphs import MOST_TOKENS, PromptRows, rounded_sizes
+from quantkit.executor.prompt_graphs import PromptRows, rounded_sizes
 from quantkit.executor.runner import Runner
 
 MOST_S = 6.0
@@ -55,7 +55,7 @@ def _passes(runner: Runner, rows: int, tokens: int) -> Iterator[Callable[[], obj
     powers = [1 << power for power in range(power_of_two(rows).bit_length())]
     for count in powers:
         yield partial(capture_decode, runner, count, MIN_TABLE_WIDTH)
-    longest = min(MOST_TOKENS, tokens, room)
+    longest = min(runner.prompts.most_tokens, tokens, room)
     if runner.prompts.captures:
         for length in rounded_sizes(longest):
             yield partial(_prompt, runner, length)

@@ -190,8 +190,9 @@ class Engine:
             )
             if options.measure_steps:
                 given = engine.scheduler.budget
-                asked, longest = options.prefill_tokens is not None, engine.max_model_len
-                engine.scheduler.budget = measure(engine.runner, parallel, given, options.max_batch, asked=asked, longest=longest)
+                engine.scheduler.budget = measure(
+                    engine.runner, parallel, given, options.max_batch, asked=options.prefill_tokens is not None
+                )
                 capture_ahead(engine.runner, parallel, options.max_batch * (1 + options.lookahead), engine.max_model_len)
             if options.count_experts:  # only now: measuring is nobody's text
                 engine.expert_counter = ExpertCounter(loaded)

@@ -199,20 +199,18 @@ class DecodeSteps:
 
 
 class DeviceCapture:
-    """Captures graphs of a device (CUDA's, or an NPU's) that share one memory pool, on one stream: an allocator hands memory that was let
-    go of to the same stream again, and a stream for each graph would take as much again for each. What a graph leaves is valid until
-    another of them is replayed."""
+    """Captures graphs of a device (CUDA's, or an NPU's) that share one memory pool: each may write over what another keeps there, but for
+    what it returned. All are captured on one stream, for a pool's memory that was freed serves its own stream alone."""
 
     def __init__(self, device: torch.device) -> None:
         driver = accelerator.module(device)
         assert driver is not None, device
         self._driver = driver
-        self._pool = driver.graph_pool_handle()
-        self._stream: Any = None
+        self._pool, self._stream = driver.graph_pool_handle(), driver.Stream()
 
     def __call__(self, step: Callable[[], Computed], lengths: list[int], /) -> Callable[[], Computed]:
-        driver, current = self._driver, self._driver.current_stream()
-        stream, self._stream = self._stream or driver.Stream(), None  # a capture that fails leaves its stream behind
+        driver, stream = self._driver, self._stream
+        current = driver.current_stream()
         stream.wait_stream(current)
         with driver.stream(stream):
             step()  # compiles, sizes workspaces and sets up libraries: none of which may happen in a capture
@@ -220,8 +218,6 @@ class DeviceCapture:
         graph = accelerator.new_graph(driver)
         with accelerator.capture(driver, graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             result = step()
-
-        self._stream = stream
 
         def replay() -> Computed:
             accelerator.replay(driver, graph, lengths)

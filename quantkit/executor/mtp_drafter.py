@@ -31,7 +31,7 @@ class MtpDrafter(Drafter):
     ) -> None:
         super().__init__(runner, count, parallel, reach)
         self.mtp, self._own = mtp, own or runner
-        self.steps = self._own.make_steps(mtp)
+        self.steps = self._own.steps_behind(mtp)
         self._hidden: Tensor | None = None
         """The layer's own output behind the rows that count; None where it did not read the last pass."""
         self._behind_by: list[tuple[Span, int]] = []

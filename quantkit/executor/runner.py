@@ -69,8 +69,8 @@ class Runner:
         self.model, self.cache, self.device, self.experts = model, cache, cache.device, experts
         self._why_eager = eager or ("" if capture else why_eager(self.device))
         self._capture = None if self._why_eager else capture or DeviceCapture(self.device)
+        self.steps = self._steps(model, self._capture)
         self._given = capture
-        self.steps = self._steps_of(model, self._capture)
         self._tables = BlockTables()
         # Attention of prompts on an NPU wants lengths on the host. Ranks with requests of their own would capture at different times.
         self.prompts = PromptPasses(model, cache, None if self.device.type == "npu" or experts.size > 1 else self._capture)
@@ -78,12 +78,12 @@ class Runner:
         # before all of a pass's have been read: theirs is another.
         self.draw = Draws(capture or (DeviceCapture(self.device) if self._capture and self.device.type == "cuda" else None))
 
-    def make_steps(self, model: Forward) -> DecodeSteps | EagerSteps:
-        """Decode steps over this cache of an MTP layer behind the model. What the model's leave is read after them, so their memory is
-        another."""
-        return self._steps_of(model, self._capture and (self._given or DeviceCapture(self.device)))
+    def steps_behind(self, layer: Forward) -> DecodeSteps | EagerSteps:
+        """Decode steps over this cache of a layer that guesses. Its graphs have a pool of their own: they are replayed while the model's
+        last results are still to be read."""
+        return self._steps(layer, None if self._capture is None else self._given or DeviceCapture(self.device))
 
-    def _steps_of(self, model: Forward, capture: Capture | None) -> DecodeSteps | EagerSteps:
+    def _steps(self, model: Forward, capture: Capture | None) -> DecodeSteps | EagerSteps:
         return EagerSteps(model, self.cache, self._why_eager) if capture is None else DecodeSteps(model, self.cache, capture)
 
     @property

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -133,26 +131,31 @@ def test_little_of_a_pass_is_padding(tiny_checkpoint: Path, count: int) -> None:
     assert size.tokens <= size.seen <= 1.25 * size.tokens + 64
 
 
-def test_chunks_behind_others_are_captured_only_where_they_are_short(tiny_checkpoint: Path) -> None:
-    """What is expanded or decoded is part of the size: a long prompt's chunks would each be captured, and none used again."""
-    latents = load(tiny_checkpoint, None).cache
-    assert not latents.read_in_place
-    for count, start, captured in ((256, 512, True), (257, 512, False), (512, 0, True)):
-        assert (prompt_graphs.size_of(None, [PromptRows([0] * count, start, [1] * 60)], latents) is not None) == captured
-    in_place: Any = SimpleNamespace(read_in_place=True, block_size=16)
-    assert prompt_graphs.size_of(None, [PromptRows([0] * 512, 512, [1] * 70)], in_place) is not None
-
-
 @torch.inference_mode()
 def test_long_passes_and_states_are_not_captured(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     passes = load(tiny_checkpoint, in_place).runner.prompts
-    monkeypatch.setattr(prompt_graphs, "MOST_TOKENS", 20)
+    passes.limit(20)
     monkeypatch.setattr(prompt_graphs, "_MOST_GRAPHS", 1)
     monkeypatch.setattr(prompt_graphs, "_MOST_BLOCKS", 2)
     assert len(passes.run(None, [PromptRows([3], 0, [1, 2, 3])])) == len(passes.run(None, [PromptRows([3], 0, [1, 2, 3])])) == 1
     for length in (21, 21, 5, 5, 5, 17, 17, 17):
         assert passes.run(None, [PromptRows([3] * length, 0, [1])]).shape[0] == length
     assert [size.tokens for size in passes._graphs] == [16], "none of 21 tokens or three blocks, and no second graph"
+
+
+@torch.inference_mode()
+def test_a_limit_lets_go_of_larger_graphs(tiny_checkpoint: Path) -> None:
+    passes = load(tiny_checkpoint, in_place).runner.prompts
+    prompts = {length: [PromptRows([3 + one for one in range(length)], 0, [1, 2])] for length in (16, 48)}
+    expected = {length: passes.launch(None, prompt).clone() for length, prompt in prompts.items()}
+    for prompt in prompts.values():
+        passes.capture(prompt)
+    assert passes.num_captured == 2
+    passes.limit(32)
+    for length, prompt in prompts.items():
+        passes.capture(prompt)
+        assert torch.equal(passes.run(None, prompt), expected[length])
+    assert [size.tokens for size in passes._graphs] == [16]
 
 
 @torch.inference_mode()

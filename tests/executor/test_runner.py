@@ -55,9 +55,6 @@ def test_what_an_npu_does_not_capture(tiny_checkpoint: Path, monkeypatch: pytest
     found = Runner(loaded.model, cast(Any, cache))
     assert len(captures) == len(made)
     assert (found.prompts._capture is None) == (kind == "npu")
-    layer = found.make_steps(loaded.model)
-    assert len(captures) == len(made) + 1, "what the model's graphs leave is read after those of a layer that guesses"
-    assert layer._capture is captures[-1] is not found.steps._capture  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("stop", [(), ("zzz",)])

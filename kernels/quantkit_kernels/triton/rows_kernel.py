@@ -8,23 +8,40 @@ from quantkit_kernels.triton.weights_kernel import rounded, wait_for_input
 
 
 @triton.jit
-def quantize_rows(x, codes, scale, k, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Symmetric int8: scale = max|x| / 127, 1 for a row of zeros; codes are rounded half to even."""
+def quantize_rows(x, codes, scale, k, BLOCK: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr):
+    """Symmetric int8: scale = max|x| / 127, 1 for a row of zeros; codes are rounded half to even. WHOLE: a block holds the row, which is
+    read once; a longer one is read twice."""
     wait_for_input(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
-    largest = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, k, BLOCK):
-        some = tl.load(x + row * k + start + at, mask=start + at < k, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.abs(some))
-    step = tl.div_rn(tl.max(largest, 0), 127.0)
-    step = tl.where(step == 0.0, 1.0, step)
-    for start in range(0, k, BLOCK):
-        some = tl.load(x + row * k + start + at, mask=start + at < k, other=0.0).to(tl.float32)
-        level = (tl.div_rn(some, step) + 12582912.0) - 12582912.0  # 1.5 * 2^23: to the nearest whole number, ties to even
-        level = tl.minimum(tl.maximum(level, -127.0), 127.0)
-        tl.store(codes + row * k + start + at, level.to(tl.int8), mask=start + at < k)
+    if WHOLE:
+        some = tl.load(x + row * k + at, mask=at < k, other=0.0).to(tl.float32)
+        step = step_of(tl.abs(some))
+        tl.store(codes + row * k + at, level_of(some, step), mask=at < k)
+    else:
+        largest = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, k, BLOCK):
+            some = tl.load(x + row * k + start + at, mask=start + at < k, other=0.0).to(tl.float32)
+            largest = tl.maximum(largest, tl.abs(some))
+        step = step_of(largest)
+        for start in range(0, k, BLOCK):
+            some = tl.load(x + row * k + start + at, mask=start + at < k, other=0.0).to(tl.float32)
+            tl.store(codes + row * k + start + at, level_of(some, step), mask=start + at < k)
     tl.store(scale + row, step)
+
+
+@triton.jit
+def step_of(magnitudes):
+    """What a code of 1 stands for, in a row of these magnitudes."""
+    step = tl.div_rn(tl.max(magnitudes, 0), 127.0)
+    return tl.where(step == 0.0, 1.0, step)
+
+
+@triton.jit
+def level_of(values, step):
+    """float32 values over `step`, to the nearest whole number, ties to even: int8."""
+    level = (tl.div_rn(values, step) + 12582912.0) - 12582912.0  # 1.5 * 2^23 leaves no room for a fraction
+    return tl.minimum(tl.maximum(level, -127.0), 127.0).to(tl.int8)
 
 
 @triton.jit
