@@ -6,8 +6,9 @@ is used; none is where guessing does not pay. What was not tried yet is taken fo
 more; one more than was chosen is tried from time to time, for lengths and texts change.
 
 Trying may lose time, so there is a credit, in steps without guesses: a little at first, and a small share of every step. A step with
-guesses adds the steps without that its tokens would have taken, and takes what it took itself. Who is in debt guesses nothing until some
-credit is there again: so a source that is never right costs no more than what it was lent, however good it looked.
+guesses adds the steps without that its tokens would have taken, and takes what it took itself. Who is in debt guesses nothing until there
+is credit again for beginning anew, when a layer must read what it has not: so a source that is never right costs no more than what it was
+lent, however good it looked.
 """
 
 import itertools
@@ -27,10 +28,10 @@ _TRIAL = 1 + _DROPPED + _TRIED
 """Steps that something new is tried for: the guesses of the first are checked in the second."""
 _MARGIN = 1.01
 """By how much guessing must promise to be faster than not guessing."""
-_LENT, _SHARE, _SAVED = 1.0, 0.0075, 12.0
+_LENT, _SHARE, _SAVED = 0.75, 0.0075, 12.0
 """The credit at first; what every step adds to it; and what is saved up at most."""
-_ENOUGH, _SPARE = 0.5, 2.0
-"""Of the credit: to guess again after a debt, and to try what does not promise to pay."""
+_ENOUGH = 0.5
+"""Of the credit, beside the cost of beginning anew: to guess again after a debt, or to try what does not promise to pay."""
 _SLOWEST = 4.0
 """Steps without guesses that one with guesses is charged at most: a slower one is the machine's."""
 
@@ -114,7 +115,7 @@ class Guessing:
         self._found = 0.5
         """Share of answers for which something was looked up."""
         self._credit, self._in_debt = _LENT, False
-        self._steps = self._answers = self._next = self._choices = 0
+        self._steps = self._answers = self._next = self._choices = self._tried_until = 0
 
     def checked(self, source: str, count: int, kept: int) -> None:
         """Of an answer's `count` guesses the first `kept` were right."""
@@ -135,21 +136,28 @@ class Guessing:
         """Guesses of each source from now on."""
         if not self.measured or not self._answers:
             return self.drafts, self.looked_up
-        if self._in_debt or not self._tried(0):
+        if not self._tried(0) or (self._in_debt and self._steps >= self._tried_until):
             self._next = 0
             return 0, 0
         if self._steps < self._next:
             return self.drafts, self.looked_up
         self._choices += 1
-        best = max(itertools.product(range(self.most_drafts + 1), range(self.most_looked_up + 1)), key=self._rate)
-        if self._rate(best) < _MARGIN * self._rate((0, 0)):
+        plain, known = self._rate((0, 0)), 0
+        while known < self.most_drafts and self._tried(known + 1):
+            known += 1
+        # One more than were tried, where those pay; the first of all for what it promises.
+        most = min(known + (known == 0 or self._rate((known, 0)) >= plain), self.most_drafts)
+        best = max(itertools.product(range(most + 1), range(self.most_looked_up + 1)), key=self._rate)
+        if self._rate(best) < _MARGIN * plain:
             best = (0, 0)
-        new = next((drafts for drafts in range(1, best[0] + 1) if not self._tried(drafts)), None)
-        if new is not None:
-            self._next = self._steps + _TRIAL
-            return new, 0
-        if self._choices % _PROBED == 0 if any(best) else self._credit >= _SPARE:
-            self._next = self._steps + (1 if any(best) else _TRIAL)
+        if best[0] > known:
+            self._next = self._tried_until = self._steps + _TRIAL
+            return best[0], 0
+        if not any(best) and self._credit >= self._enough():
+            self._next = self._tried_until = self._steps + _TRIAL
+            return min(1, self.most_drafts), min(1, self.most_looked_up)
+        if any(best) and self._choices % _PROBED == 0:
+            self._next = self._steps + 1
             return min(best[0] + 1, self.most_drafts), min(best[1] + 1, self.most_looked_up)
         self._next = self._steps + _EVERY
         return best
@@ -165,7 +173,12 @@ class Guessing:
         if guessed and not first:
             self._credit += 1 + kept / answers - min(seconds / plain, _SLOWEST)
         self._credit = min(self._credit, _SAVED)
-        self._in_debt = self._credit < (_ENOUGH if self._in_debt else 0.0)
+        self._in_debt = self._credit < (self._enough() if self._in_debt else 0.0)
+
+    def _enough(self) -> float:
+        """Credit that beginning anew takes. Its first step has rows of answers alone."""
+        plain, first = (self.costs[drafts].seconds(self._answers) for drafts in (0, min(1, self.most_drafts)))
+        return _ENOUGH + (max(first / plain - 1, 0.0) if plain and first else 0.0)
 
     def _rows(self, drafts: int, looked_up: int) -> int:
         found = self._found if looked_up else 0.0

@@ -172,22 +172,23 @@ def test_never_slower_than_without(rate: float, answers: int, each: float) -> No
 
 
 def box_of_four(drafts: int, rows: int) -> float:
-    """A step of R1 on four H200 beside one without guesses, one user: its rows by what was measured, and guesses of its layer."""
-    return {1: 1.0, 2: 1.19, 3: 1.36, 4: 1.5}[rows] + 0.07 * drafts
+    """A step of R1 on four H200 beside one without guesses, one user: its rows by what was measured, and guesses of its layer. Where none
+    were checked the layer reads what it has not read, which takes two steps."""
+    return {1: 3.0 if drafts else 1.0, 2: 1.19, 3: 1.36, 4: 1.5}[rows] + 0.07 * drafts
 
 
 def head_of_eagle(drafts: int, rows: int) -> float:
     """A dense model of 8B, one user: rows cost nothing, a guess a tenth of a step."""
-    return 1.0 + 0.1 * drafts + 0.002 * rows
+    return 1.0 + 0.1 * drafts + 0.002 * rows + (0.5 if drafts and rows == 1 else 0.0)
 
 
 @pytest.mark.parametrize(("most", "cost"), [(3, box_of_four), (4, head_of_eagle)])
-@pytest.mark.parametrize("tokens", [192, 512, 4000])
-def test_guesses_that_are_never_right_cost_little(tokens: int, most: int, cost: Callable[[int, int], float]) -> None:
+@pytest.mark.parametrize(("tokens", "most_lost"), [(192, 0.045), (512, 0.02), (4000, 0.0125)])
+def test_guesses_that_are_never_right_cost_little(tokens: int, most_lost: float, most: int, cost: Callable[[int, int], float]) -> None:
     """From the first token on, where nothing is known of them; over many answers, what chance brings is evened out."""
     runs = [Simulated(0.0, 1, most, cost, seed) for seed in range(8)]
     taken = sum(run.until(tokens) for run in runs) / len(runs)
-    assert taken <= 1.02 * cost(0, 1), taken
+    assert taken <= (1 + most_lost) * cost(0, 1), taken
 
 
 @pytest.mark.parametrize(("rate", "tokens"), [(0.69, 512), (0.85, 512), (0.69, 4000)])
