@@ -135,7 +135,7 @@ FUNCTIONS: dict[str, list[type]] = {
     "qk_silu_and_mul": [_POINTER, _POINTER, *[_INT] * 3, _POINTER],
     "qk_rope": [*[_POINTER] * 5, *[_INT] * 6, _LONG, _LONG, _POINTER],
     "qk_route": [_POINTER, _INT, _INT, ctypes.POINTER(RouteParams), _POINTER],
-    "qk_moe_gate": [_POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, ctypes.POINTER(RouteParams), _POINTER],
+    "qk_moe_gate": [_POINTER, _POINTER, _INT, _INT, _POINTER, ctypes.POINTER(RouteParams), _POINTER],
     "qk_mla_prepare": [ctypes.POINTER(MlaPrepare), _INT, _POINTER],
     "qk_mla_prepare_codes": [ctypes.POINTER(MlaPrepare), ctypes.POINTER(MlaCodesOut), _INT, _INT, _POINTER],
     "qk_mla_decode": [ctypes.POINTER(MlaDecode), _INT, _POINTER],

@@ -74,9 +74,8 @@ def moe_gate(x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing) -
         return route(_logits(x, router), bias, routing)
     x, router = x.contiguous(), router.contiguous()
     ids, weights, params = _results_and_params(tokens, bias, routing, x.device)
-    partial = torch.empty(_GATE_PARTS * tokens * experts, dtype=torch.float32, device=x.device)
-    pointers = (partial.data_ptr(), _arrived(x.device).data_ptr(), ctypes.byref(params), stream_of(x.device))
-    checked(library().qk_moe_gate(x.data_ptr(), router.data_ptr(), tokens, hidden, *pointers))
+    sums = _sums(x.device)
+    checked(library().qk_moe_gate(x.data_ptr(), router.data_ptr(), tokens, hidden, sums.data_ptr(), ctypes.byref(params), stream_of(x.device)))
     return ids, weights
 
 
@@ -123,9 +122,9 @@ def _results_and_params(tokens: int, bias: Tensor | None, routing: Routing, devi
 
 
 @functools.cache
-def _arrived(device: torch.device) -> Tensor:
-    """Counters that every launch of the gate leaves at zero."""
-    return torch.zeros(2, dtype=torch.int32, device=device)
+def _sums(device: torch.device) -> Tensor:
+    """Room for the gate's sums, of which every launch leaves all bits set."""
+    return torch.full((_GATE_PARTS * _GATE_TOKENS * _GATE_EXPERTS,), -1, dtype=torch.int32, device=device)
 
 
 def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
