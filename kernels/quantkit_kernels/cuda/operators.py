@@ -123,8 +123,8 @@ def _results_and_params(tokens: int, bias: Tensor | None, routing: Routing, devi
 
 @functools.cache
 def _sums(device: torch.device) -> Tensor:
-    """Room for the gate's sums, of which every launch leaves all bits set."""
-    return torch.full((_GATE_PARTS * _GATE_TOKENS * _GATE_EXPERTS,), -1, dtype=torch.int32, device=device)
+    """Room for the gate's sums, which every launch leaves as it was (signals.cuh)."""
+    return torch.full((_GATE_PARTS * _GATE_TOKENS * _GATE_EXPERTS,), -0.0, dtype=torch.float32, device=device)
 
 
 def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

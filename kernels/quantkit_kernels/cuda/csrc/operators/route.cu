@@ -7,6 +7,7 @@
 #include "common/lanes.cuh"
 #include "common/launch.cuh"
 #include "common/mma.cuh"
+#include "common/signals.cuh"
 
 // In no namespace, for a C function that takes a type of an unnamed namespace is not exported.
 struct RouteParams {
@@ -138,12 +139,8 @@ template <class T, int PER> __global__ void route(const T* logits, const RoutePa
 // cores are as exact as one in float32. 16 x 8 blocks share out the experts and K; a block reads its 16 rows' part of K once. Then as many
 // blocks as there are tokens wait for the sums of all blocks, add up one token's logits and choose. The others are gone by then, so none
 // waits for a place on the device.
-//
-// A sum is its own signal: where it will be lies kNothing until it is there, and who reads it leaves kNothing again. So no block waits until
-// its sums are in memory before it tells of them, and none asks for them after it was told.
 
 constexpr int kExperts = 256, kParts = 8, kWarps = 8, kSteps = 8, kMostTokens = 64;
-constexpr uint32_t kNothing = 0xffffffffu;  // a number that is none, as no arithmetic makes it
 static_assert(32 * kWarps == kExperts, "a thread for each expert");
 
 // A lane's share of 16 rows of the router over `count` steps of 16 along K, in float32. Its places along K of a step are 4 part .. 4 part + 3.
@@ -198,29 +195,7 @@ __device__ __forceinline__ void multiply(const uint2 (&b)[kSteps], const uint32_
   for (int c = 0; c < 4; ++c) red[(2 * part + c % 2) * 16 + g + 8 * (c / 2)] = sums[0][c] + (sums[1][c] + sums[2][c]);
 }
 
-// A sum for another block.
-__device__ __forceinline__ void hand_over(uint32_t* to, float sum) {
-  const uint32_t bits = __float_as_uint(sum);
-  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(to), "r"(bits == kNothing ? 0x7fffffffu : bits) : "memory");
-}
-// The total of kParts sums that lie `stride` apart, when all are there.
-__device__ __forceinline__ float take_over(uint32_t* from, size_t stride) {
-  uint32_t bits[kParts];
-  bool there;
-  do {
-    there = true;
-#pragma unroll
-    for (int j = 0; j < kParts; ++j) asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(bits[j]) : "l"(from + j * stride) : "memory");
-#pragma unroll
-    for (int j = 0; j < kParts; ++j) there &= bits[j] != kNothing;
-  } while (!there);
-  float total = 0;
-#pragma unroll
-  for (int j = 0; j < kParts; ++j) total += __uint_as_float(bits[j]), from[j * stride] = kNothing;
-  return total;
-}
-
-__global__ void __launch_bounds__(32 * kWarps, 1) moe_gate(const __nv_bfloat16* x, const float* router, int tokens, int k, uint32_t* sums, const RouteParams r) {
+__global__ void __launch_bounds__(32 * kWarps, 1) moe_gate(const __nv_bfloat16* x, const float* router, int tokens, int k, float* sums, const RouteParams r) {
   __shared__ float red[kWarps][kMostTokens * 16];  // [token][expert]
   __shared__ __align__(16) float scores[kExperts];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -252,7 +227,7 @@ __global__ void __launch_bounds__(32 * kWarps, 1) moe_gate(const __nv_bfloat16* 
   const int token = blockIdx.y * gridDim.x + blockIdx.x;
   if (token >= tokens) return;
 
-  const float logit = take_over(sums + (size_t)token * kExperts + threadIdx.x, (size_t)tokens * kExperts);
+  const float logit = take_over(sums + (size_t)token * kExperts + threadIdx.x, (size_t)tokens * kExperts, kParts);
   scores[threadIdx.x] = r.softmax ? logit : sigmoid(logit);
   __syncthreads();
   if (warp > 0) return;
@@ -276,7 +251,7 @@ extern "C" int qk_route(const void* logits, int dtype, int tokens, const RoutePa
 }
 
 // x [tokens, k] bf16, router [256, k] float32; at most 64 tokens, k a multiple of 16 and at most 8192. sums is room for 8 * tokens * 256
-// numbers, all of whose bits are set between calls.
-extern "C" int qk_moe_gate(const void* x, const float* router, int tokens, int k, void* sums, const RouteParams* r, void* s) {
-  return start(moe_gate, dim3(kExperts / 16, kParts), 32 * kWarps, 0, s, (const __nv_bfloat16*)x, router, tokens, k, (uint32_t*)sums, *r);
+// numbers, all of them kNothing between calls.
+extern "C" int qk_moe_gate(const void* x, const float* router, int tokens, int k, float* sums, const RouteParams* r, void* s) {
+  return start(moe_gate, dim3(kExperts / 16, kParts), 32 * kWarps, 0, s, (const __nv_bfloat16*)x, router, tokens, k, sums, *r);
 }
