@@ -80,8 +80,8 @@ def test_every_included_file_is_there() -> None:
 
 
 def test_no_load_is_moved_past_the_wait_for_the_predecessor() -> None:
-    """ptxas begins an ld.global.nc, which __ldg is too, as late as behind griddepcontrol.wait: weights would be asked for when the predecessor
-    has ended. Kernels that wait first may have some."""
+    """ptxas moves ld.global.nc, which __ldg is too, behind griddepcontrol.wait: weights would be asked for when the predecessor has ended.
+    Kernels that wait first may have some."""
     for path in sorted(build.SOURCES.rglob("*.cu*")):
         text = re.sub(r"//.*", "", path.read_text())
         late = {"ld.global.nc", "__ldg("} & set(re.findall(r"ld\.global\.nc|__ldg\(", text))

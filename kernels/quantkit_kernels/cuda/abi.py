@@ -16,7 +16,7 @@ class GemmParams(ctypes.Structure):
     """linears/gemm_params.cuh."""
 
     _fields_ = [
-        *_fields(_POINTER, "words scales zeros row_scale x x_scale out ids pair_weights partial arrived"),
+        *_fields(_POINTER, "words scales zeros row_scale x x_scale out ids pair_weights sums"),
         *_fields(_INT, "ids_stride pairs top_k by_expert m n k out_n wn split epilogue"),
     ]
 

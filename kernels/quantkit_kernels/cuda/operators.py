@@ -2,7 +2,6 @@
 types or widths, the reference computes."""
 
 import ctypes
-import functools
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +12,7 @@ from quantkit_kernels.cuda.abi import RouteParams
 from quantkit_kernels.cuda.build import library
 from quantkit_kernels.cuda.launch import DTYPES, checked, stream_of
 from quantkit_kernels.routing import Routing
+from quantkit_kernels.workspace import room_for_sums
 
 _LOGIT_DTYPES = {**DTYPES, torch.float32: 2}
 _GATE_EXPERTS, _GATE_TOKENS, _GATE_PARTS = 256, 64, 8  # of the kernel that also multiplies
@@ -74,8 +74,9 @@ def moe_gate(x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing) -
         return route(_logits(x, router), bias, routing)
     x, router = x.contiguous(), router.contiguous()
     ids, weights, params = _results_and_params(tokens, bias, routing, x.device)
-    sums = _sums(x.device)
-    checked(library().qk_moe_gate(x.data_ptr(), router.data_ptr(), tokens, hidden, sums.data_ptr(), ctypes.byref(params), stream_of(x.device)))
+    sums = room_for_sums(x.device, _GATE_PARTS * tokens * experts)
+    pointers = (sums.data_ptr(), ctypes.byref(params), stream_of(x.device))
+    checked(library().qk_moe_gate(x.data_ptr(), router.data_ptr(), tokens, hidden, *pointers))
     return ids, weights
 
 
@@ -119,12 +120,6 @@ def _results_and_params(tokens: int, bias: Tensor | None, routing: Routing, devi
         routed_scaling_factor=routing.routed_scaling_factor,
     )
     return ids, weights, params
-
-
-@functools.cache
-def _sums(device: torch.device) -> Tensor:
-    """Room for the gate's sums, which every launch leaves as it was (signals.cuh)."""
-    return torch.full((_GATE_PARTS * _GATE_TOKENS * _GATE_EXPERTS,), -0.0, dtype=torch.float32, device=device)
 
 
 def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

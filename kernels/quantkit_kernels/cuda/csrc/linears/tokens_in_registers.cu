@@ -69,7 +69,7 @@ __device__ void finish_tile(const GemmParams& p, Acc* red, int block_n, int part
   __syncthreads();
   if (p.split > 1) {
     // The last of the blocks that share K was started last, so it may wait for the others.
-    Acc* all = reinterpret_cast<Acc*>(p.partial) + (size_t)tile_id * p.split * outputs;
+    Acc* all = reinterpret_cast<Acc*>(p.sums) + (size_t)tile_id * p.split * outputs;
     if (part < p.split - 1) {
       for (int i = threadIdx.x; i < outputs; i += kThreads) hand_over(all + (size_t)part * outputs + i, red[i]);
       return;
