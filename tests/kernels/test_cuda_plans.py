@@ -110,7 +110,7 @@ def test_lists_of_the_most_pairs_fit(experts: int) -> None:
 
 
 def test_tiles_of_sorted_experts_have_room_for_those_of_most() -> None:
-    assert [sorted_plan("int4", per_expert).tokens for per_expert in (9.0, 33.0, 64.0, 500.0)] == [32, 96, 96, 160]
+    assert [sorted_plan("int4", per_expert).tokens for per_expert in (9.0, 24.0, 33.0, 64.0, 500.0)] == [24, 32, 48, 96, 160]
     assert [sorted_plan("int8", per_expert).tokens for per_expert in (9.0, 33.0, 64.0, 500.0)] == [96, 96, 96, 160]
 
 

@@ -8,7 +8,7 @@
 
 namespace {
 
-constexpr int kSlots = 4, kMultiprocessors = 132;
+constexpr int kSlots = 4;
 constexpr int kEntryStride = 2 * kEntry + 16, kTileBytes = kTile * kEntryStride;  // bytes
 constexpr int kScoreStride = kTile + 8, kProbStride = 2 * kTile + 16;             // floats; bytes
 constexpr int attend_bytes(int head_tiles) { return kSlots * kTileBytes + 16 * head_tiles * (4 * kScoreStride * 4 + kProbStride + 4) + kSlots * 8; }
@@ -223,8 +223,7 @@ template <class T, int HT> __global__ void __launch_bounds__(kThreads, 1) attend
 
 template <class T> int launch_attend(const void* q, const void* cache, const Attend& p, int rows, void* s) {
   static const cudaError_t allowed[] = {allow(attend<T, 1>, attend_bytes(1)), allow(attend<T, 2>, attend_bytes(2))};
-  // Where that leaves no block without a multiprocessor, 16 heads a block: each has half as much to compute and to write.
-  const int tiles = p.heads > 16 && (p.heads + 15) / 16 * p.splits * rows > kMultiprocessors ? 2 : 1;
+  const int tiles = p.heads > 16 ? 2 : 1;
   if (allowed[tiles - 1] != cudaSuccess) return (int)allowed[tiles - 1];
   const dim3 grid((p.heads + 16 * tiles - 1) / (16 * tiles), p.splits, rows);
   if (tiles == 2) return start(attend<T, 2>, grid, kThreads, attend_bytes(2), s, (const T*)q, (const T*)cache, p);

@@ -6,7 +6,7 @@
 // the rows: `wn` warps of 32 rows side by side; the other warps take turns along K, a chunk of 128 each. Where W has fewer rows, the blocks of
 // a cluster share `split` times as many rows and have a part of K each, so that x comes once for all those rows.
 //
-// Two or four more warps copy x into a ring in shared memory, which all warps read. For INT4 they also add up x over each group, once for all warps,
+// Two more warps copy x into a ring in shared memory, which all warps read. For INT4 they also add up x over each group, once for all warps,
 // because zero points need that sum. A warp's weights come through a ring of its own; a lane reads what it copied itself, so no warp waits
 // for another there. Both are copied 16 bytes at a time: a bulk copy of the 256 bytes that x has side by side takes 25 ns.
 //
@@ -30,17 +30,17 @@
 namespace {
 
 constexpr int kMathWarps = 18;  // warps that multiply: as many rows of `wn` warps as there are warps for
+constexpr int kCopyWarps = 2;   // warps that bring x, a chunk each in turn
 
 template <int FMT, int G, int MT> struct Layout {
   using S = Shape<FMT, G, 2, MT, true>;
-  static constexpr int copy_warps = MT == 1 ? 4 : 2;  // warps that bring x, a chunk each in turn
-  static constexpr int threads = 32 * (kMathWarps + copy_warps), tokens = 8 * MT;
+  static constexpr int threads = 32 * (kMathWarps + kCopyWarps), tokens = 8 * MT;
   static constexpr int row = 256;         // bytes of a token's chunk
   static constexpr int pitch = row + 64;  // in shared memory: no two lanes that read at once meet in a bank
   static constexpr int groups = FMT == kInt4 ? 128 / G : 0;
   static constexpr int sums = groups * tokens * 4, place = tokens * pitch + sums;  // bytes of a chunk
   static constexpr int places = kMathWarps, ahead = places / 4;  // chunks in the ring, those of a helper on their way
-  static constexpr int steps = MT == 1 ? 8 : 3;             // of a warp's weights on their way
+  static constexpr int steps = 3;                           // of a warp's weights on their way: behind more of them x comes later
   static constexpr int weights = kMathWarps * steps * S::step_bytes;
   static constexpr int barriers_at = weights + places * place, factors_at = barriers_at + places * 16;
   static constexpr int bytes = factors_at + kMathWarps * 32 * 4;
@@ -126,28 +126,34 @@ template <class T, int G, int MT> __device__ __forceinline__ void add_up_tokens(
   }
 }
 
-// A warp that brings x: every `copy_warps`th chunk of the block's, which begin at `x`, when its place is free, and tells when it is there. Of
-// `rows` rows, one after the other, it brings the first chunks first.
-template <int FMT, class T, int G, int MT>
-__device__ __forceinline__ void bring_tokens(const GemmParams& p, const char* x, int helper, int rows, int chunks, uint32_t ring, uint32_t filled, uint32_t emptied) {
+// A warp that brings x: every `kCopyWarps`th chunk of the block's, which begin at `x`, when its place is free, and tells when it is there. Of
+// `rows` rows, one after the other, it brings the first chunks first. meanwhile: done when the first chunks were asked for.
+template <int FMT, class T, int G, int MT, class Meanwhile>
+__device__ __forceinline__ void bring_tokens(const GemmParams& p, const char* x, int helper, int rows, int chunks, uint32_t ring, uint32_t filled, uint32_t emptied, const Meanwhile& meanwhile) {
   using D = Layout<FMT, G, MT>;
   constexpr int pieces = D::row / 16, at_once = 32 / pieces;  // copies of a token's chunk, and so many tokens in one instruction
   const int lane = threadIdx.x & 31, token = lane / pieces, column = lane % pieces * 16;
   const size_t row_bytes = (size_t)p.k * 2;
   const char* from = x + token * row_bytes + helper * D::row + column;
-  int place = helper, phase = 1, there = helper;
-  for (int c = helper; c < chunks + D::ahead * D::copy_warps; c += D::copy_warps) {
+  int place = helper, phase = 1, there = helper, c = helper;
+  const auto request = [&] {
     if (c < chunks) {
       if (rows > 1) from = x + c % rows * row_bytes + c / rows * D::row + column;
       if (c >= D::places) wait_for(emptied + place * 8, phase);
 #pragma unroll
       for (int i = 0; i < D::tokens; i += at_once)
         if (token + i < p.m) copy16(ring + place * D::place + (token + i) * D::pitch + column, from + i * row_bytes);
-      from += D::copy_warps * D::row;
-      if ((place += D::copy_warps) >= D::places) place -= D::places, phase ^= 1;
+      from += kCopyWarps * D::row;
+      if ((place += kCopyWarps) >= D::places) place -= D::places, phase ^= 1;
     }
     end_copies();
-    if (c < D::ahead * D::copy_warps) continue;
+    c += kCopyWarps;
+  };
+#pragma unroll
+  for (int i = 0; i < D::ahead; ++i) request();
+  meanwhile();
+  while (c < chunks + D::ahead * kCopyWarps) {
+    request();
     wait_for_copies<D::ahead>();
     __syncwarp();
     if constexpr (FMT == kInt4) {
@@ -155,16 +161,16 @@ __device__ __forceinline__ void bring_tokens(const GemmParams& p, const char* x,
       __syncwarp();
     }
     if (lane == 0) arrive(filled + there * 8);
-    if ((there += D::copy_warps) >= D::places) there -= D::places;
+    if ((there += kCopyWarps) >= D::places) there -= D::places;
   }
 }
 
 // The factors of a block's rows for each of the pairs that it adds up, [pair][row], with the pairs' routing weights.
-template <int HELPERS> __device__ __forceinline__ void write_factors(const GemmParams& p, float* factors, int helper, int first, int rows) {
+__device__ __forceinline__ void write_factors(const GemmParams& p, float* factors, int helper, int first, int rows) {
   const int lane = threadIdx.x & 31, expert = lane < p.pairs ? p.ids[(size_t)lane * p.ids_stride] : 0;
   const float weight = lane < p.pairs ? p.pair_weights[lane] : 0.f;
 #pragma unroll 9
-  for (int i = helper * 32; i < p.pairs * rows; i += 32 * HELPERS) {
+  for (int i = helper * 32; i < p.pairs * rows; i += 32 * kCopyWarps) {
     const int pair = i / rows, row = first + i % rows + lane;
     const float* of_expert = p.row_scale + (size_t)__shfl_sync(0xffffffffu, expert, pair) * p.n;
     factors[i + lane] = of_expert[min(row, p.n - 1)] * __shfl_sync(0xffffffffu, weight, pair);
@@ -185,28 +191,39 @@ template <int FMT, class T, int G, int MT> __global__ void __launch_bounds__(Lay
   const auto* factors = reinterpret_cast<const float*>(shared + D::factors_at);
 
   // Of a token's experts each pair has its own, which blocks compute or, where they add up, warps. The routing of a layer's second product was
-  // there before its first began.
+  // there before its first began; of the first, x is there with the routing, and is asked for before the weights, behind which it would come
+  // later.
   const int pair = together ? min(warp_k, wk - 1) : blockIdx.y;
-  if (p.epilogue == kSiluMul && p.ids) wait_for_predecessor();
+  const bool tokens_first = p.ids && p.epilogue == kSiluMul;
+  if (tokens_first) wait_for_predecessor();
   const int expert = p.ids ? p.ids[(size_t)pair * p.ids_stride] : 0;
   if (threadIdx.x == 0) {
     for (int i = 0; i < D::places; ++i) init_barrier(filled + i * 8), init_barrier(emptied + i * 8, present);
   }
   if (warp >= kMathWarps) {
-    __syncthreads();
-    // Factors of rows come with the first tokens.
-    if (together) write_factors<D::copy_warps>(p, const_cast<float*>(factors), warp - kMathWarps, first, rows);
-    else
+    const auto copy_factors = [&] {
       for (int i = lane * 4; warp == kMathWarps && i < present * 32; i += 128) copy16(shared_address(factors + i), p.row_scale + (size_t)expert * p.n + first + i);
-    wait_for_predecessor();
+    };
+    if (!tokens_first) {
+      __syncthreads();
+      if (together) write_factors(p, const_cast<float*>(factors), warp - kMathWarps, first, rows);
+      else copy_factors();  // which come with the first tokens
+      wait_for_predecessor();
+    }
     const char* x = reinterpret_cast<const char*>(p.x) + (size_t)(p.epilogue == kWeigh ? pair : 0) * p.k * 2 + begin * D::row;
-    bring_tokens<FMT, T, G, MT>(p, x, warp - kMathWarps, together ? wk : 1, together ? wk * chunks : chunks, ring, filled, emptied);
+    bring_tokens<FMT, T, G, MT>(p, x, warp - kMathWarps, together ? wk : 1, together ? wk * chunks : chunks, ring, filled, emptied, [&] {
+      if (tokens_first) {
+        __syncthreads();
+        copy_factors();
+      }
+    });
     wait_for_copies<0>();
     __syncthreads();
   } else {
     // A warp's chunks of its rows: every `apart`th from `at` on.
     const int at = together ? 0 : begin + warp_k, apart = together ? 1 : wk;
     const int row = first + warp_n * 32, tile = row % 64 / 16, own = warp_n >= present || warp_k >= wk ? 0 : together ? chunks : (chunks - warp_k + wk - 1) / wk;
+    if (tokens_first) __syncthreads();
     Copied<FMT, G, MT> weights;
     const size_t strip = (size_t)expert * (p.n / 64) + row / 64;
     weights.start(p, shared_address(shared) + warp * D::steps * D::S::step_bytes, strip * (p.k / 128) + at, tile, apart, 2 * own);
@@ -214,7 +231,7 @@ template <int FMT, class T, int G, int MT> __global__ void __launch_bounds__(Lay
     stream.clear();
     stream.point(p, expert, row, at, apart);
     stream.request_factors(0, own > 0), stream.request_factors(1, own > 0);
-    __syncthreads();
+    if (!tokens_first) __syncthreads();
     Lane sums;
     sums.clear();
     int place = warp_k, phase = 0;
