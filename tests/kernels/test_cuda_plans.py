@@ -7,7 +7,6 @@ from quantkit_kernels.cuda.plans import (
     AnyPlan,
     ExpandPlan,
     PersistentTilesPlan,
-    SumPairsPlan,
     TileAndSharePlan,
     TilePerBlockPlan,
     TokensInRegistersPlan,
@@ -25,10 +24,6 @@ def check(plan: AnyPlan, rows: int, k: int, pairs: int = 1) -> None:
         return
     if isinstance(plan, PersistentTilesPlan):
         assert plan in persistent_tiles_plans(2048), plan
-        return
-    if isinstance(plan, SumPairsPlan):
-        assert 1 <= plan.wn * pairs <= 18, (plan, pairs)
-        assert -(-rows // (32 * plan.wn)) <= CLUSTERS_AT_ONCE[1], (plan, rows)
         return
     if isinstance(plan, TokensInSharedPlan):
         assert plan.token_tiles in (1, 2), plan
@@ -95,7 +90,7 @@ def test_plans_of_experts_fit(tokens: int, top_k: int) -> None:
                 assert tokens > 1 or intermediate < 512, "one token's larger experts take two launches"
                 assert count <= 1024, "more experts than a block lists"
                 continue
-            of_one_token = any(isinstance(plan, TokensInSharedPlan | SumPairsPlan) for plan in plans)
+            of_one_token = any(isinstance(plan, TokensInSharedPlan) for plan in plans)
             assert not of_one_token or (tokens == 1 and kind != "int8"), plans
             check(plans[0], 2 * intermediate, hidden, top_k)
             check(plans[1], hidden, intermediate, top_k)
@@ -112,9 +107,3 @@ def test_lists_of_the_most_pairs_fit(experts: int) -> None:
 def test_tiles_of_sorted_experts_have_room_for_those_of_most() -> None:
     assert [sorted_plan("int4", per_expert).tokens for per_expert in (9.0, 24.0, 33.0, 64.0, 500.0)] == [24, 32, 48, 96, 160]
     assert [sorted_plan("int8", per_expert).tokens for per_expert in (9.0, 33.0, 64.0, 500.0)] == [96, 96, 96, 160]
-
-
-def test_one_token_adds_up_its_pairs_in_the_second_product_of_a_rank() -> None:
-    """Of a rank of R1 with its shared expert as the 257th; the whole layer's weights are too many for blocks of unequal work."""
-    assert isinstance(experts_plans("int4", 7168, 512, 257, 9, 9)[1], SumPairsPlan)  # type: ignore[index]
-    assert isinstance(experts_plans("int4", 7168, 2048, 256, 8, 8)[1], TokensInSharedPlan)  # type: ignore[index]

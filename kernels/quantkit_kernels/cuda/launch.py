@@ -6,7 +6,7 @@ FORMATS = {"int4": 0, "fp4": 1, "int8": 2}
 DTYPES = {torch.bfloat16: 0, torch.float16: 1}
 CODES = {torch.int8: 0, torch.float8_e4m3fn: 1}
 """Of a cache in 8 bits."""
-STORE, SILU_MUL, WEIGH, SUM_PAIRS = range(4)
+STORE, SILU_MUL, WEIGH = range(3)
 """`Epilogue` of common/packed.cuh: what becomes of a product."""
 
 

@@ -35,8 +35,6 @@ _MATH_WARPS = 18
 """Warps of a block of tokens_in_shared that multiply."""
 _LEAST_ROWS, _LEAST_INTERMEDIATE = 2048, 512
 """Smaller linears are faster by tokens_in_registers than by tokens_in_shared, smaller experts by fused_experts."""
-_MOST_SUMMED_K = 1024
-"""Of larger experts a launch of its own for the sum costs less than blocks that have not all the same number of rows."""
 
 
 @dataclass(frozen=True)
@@ -83,22 +81,11 @@ def tokens_in_shared_plans(rows: int, k: int, tokens: int, pairs: int = 1) -> It
 
 
 @dataclass(frozen=True)
-class SumPairsPlan:
-    """Grid of tokens_in_shared.cu for the second product of one token's experts with the sum over them, in 4 bits.
-
-    A block has its rows of all pairs, and each pair takes the place of a part of K. wn: warps side by side along N, 32 rows each; wn times
-    the pairs is at most 18.
-    """
-
-    wn: int
-
-
-@dataclass(frozen=True)
 class TilePerBlockPlan:
     """Grid of tile_per_block.cu: a block computes one tile.
 
-    tokens: tokens of a tile (32, 64, 128 or 256; in 4 bits also 24 or 48). warpgroups: strips of 64 rows of a tile, one a warpgroup (2; with
-    32 or 64 tokens also 4, with 128 also 3). split: blocks of a cluster, which share K (1 to 8).
+    tokens: tokens of a tile (32, 64, 128 or 256; in 4 bits also 24 or 48). warpgroups: strips of 64 rows of a tile, one a warpgroup (2;
+    with 32 or 64 tokens also 4, with 128 also 3). split: blocks of a cluster, which share K (1 to 8).
     """
 
     tokens: int
@@ -155,7 +142,7 @@ class ExpandPlan:
 
 
 AnyPlan = TokensInRegistersPlan | TokensInSharedPlan | TilePerBlockPlan | TileAndSharePlan | PersistentTilesPlan | ExpandPlan
-ExpertsPlans = tuple[TokensInRegistersPlan | TokensInSharedPlan, TokensInRegistersPlan | TokensInSharedPlan | SumPairsPlan]
+ExpertsPlans = tuple[TokensInRegistersPlan | TokensInSharedPlan, TokensInRegistersPlan | TokensInSharedPlan]
 """Of gate_up and down."""
 
 SORTED_PER_EXPERT = {"int4": 9, "fp4": 9, "int8": 8}
@@ -205,14 +192,6 @@ def _tokens_in_shared_plan(rows: int, k: int, tokens: int, pairs: int = 1) -> To
     return min(plans, key=cost, default=None)
 
 
-def _sum_pairs_plan(rows: int, k: int, pairs: int) -> SumPairsPlan | None:
-    """Where one block's weights of all pairs are few, and the blocks all on the device at once."""
-    wn = _MATH_WARPS // pairs
-    if wn == 0 or k > _MOST_SUMMED_K or -(-rows // (32 * wn)) > CLUSTERS_AT_ONCE[1]:
-        return None
-    return SumPairsPlan(wn)
-
-
 def _many_tokens_plan(kind: str, rows: int, k: int, tokens: int) -> TilePerBlockPlan | PersistentTilesPlan | ExpandPlan:
     if tokens > 1024 and kind != "int8":
         return ExpandPlan()
@@ -230,7 +209,7 @@ def experts_plans(kind: str, hidden: int, intermediate: int, num_experts: int, p
     if kind != "int8":
         if pairs == top_k and intermediate >= _LEAST_INTERMEDIATE:
             first = _tokens_in_shared_plan(2 * intermediate, hidden, 1, pairs)
-            second = _sum_pairs_plan(hidden, intermediate, pairs) or _tokens_in_shared_plan(hidden, intermediate, 1, pairs)
+            second = _tokens_in_shared_plan(hidden, intermediate, 1, pairs)
             if first is not None and second is not None:
                 return first, second
         if num_experts <= MAX_EXPERTS:

@@ -13,13 +13,12 @@ from quantkit_kernels.cuda.build import library
 from quantkit_kernels.cuda.experts.fused import fused_experts, max_pairs
 from quantkit_kernels.cuda.experts.sorted import SORTED_PAIRS, sorted_experts
 from quantkit_kernels.cuda.experts.sum_pairs import sum_pairs
-from quantkit_kernels.cuda.launch import SILU_MUL, SUM_PAIRS, WEIGH
+from quantkit_kernels.cuda.launch import SILU_MUL, WEIGH
 from quantkit_kernels.cuda.layout import PackedStrips, group_of, interleaved, pack, pointers
 from quantkit_kernels.cuda.linears.few_tokens import quantize_rows, tokens_in_registers, tokens_in_shared
 from quantkit_kernels.cuda.plans import (
     SORTED_PER_EXPERT,
     ExpertsPlans,
-    SumPairsPlan,
     TokensInRegistersPlan,
     TokensInSharedPlan,
     experts_plans,
@@ -80,16 +79,13 @@ class CudaExperts(Experts):
         return fused_experts(*weights, x, topk_ids, topk_weights, tiles, self.asked < 1)
 
     def two_products(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plans: ExpertsPlans) -> Tensor:
-        """gate_up and down in a launch each, by given plans, and the sum in one of its own where down's has it not."""
+        """gate_up and down in a launch each, by given plans."""
         pairs = topk_ids.numel()
         between = torch.empty(pairs, self.intermediate, dtype=self.dtype, device=x.device)
         self._launch(self.gate_up, SILU_MUL, x, between, topk_ids, topk_weights, plans[0])
-        y = torch.empty_like(x)
-        if isinstance(plans[1], SumPairsPlan):
-            self._launch(self.down, SUM_PAIRS, between, y, topk_ids, topk_weights, TokensInSharedPlan(1, plans[1].wn, 1))
-            return y
         weighed = torch.empty(pairs, self.hidden, dtype=torch.float32, device=x.device)
         self._launch(self.down, WEIGH, between, weighed, topk_ids, topk_weights, plans[1])
+        y = torch.empty_like(x)
         sum_pairs(weighed, y, topk_ids if self.asked < 1 else None)
         return y
 

@@ -22,7 +22,7 @@
 namespace {
 
 enum Format { kInt4 = 0, kFp4 = 1, kInt8 = 2 };
-enum Epilogue { kStore = 0, kSiluMul = 1, kWeigh = 2, kSumPairs = 3 };
+enum Epilogue { kStore = 0, kSiluMul = 1, kWeigh = 2 };
 
 template <class T> struct Pair;
 template <> struct Pair<__nv_bfloat16> { using type = __nv_bfloat162; };

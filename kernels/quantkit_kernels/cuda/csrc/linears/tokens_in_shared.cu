@@ -11,9 +11,6 @@
 // for another there. Both are copied 16 bytes at a time: a bulk copy of the 256 bytes that x has side by side takes 25 ns.
 //
 // Sums of the warps along K meet in shared memory and are added up in the order of blocks and warps: results do not depend on timing.
-//
-// The second product of one token's experts may be added up over them at once (kSumPairs): a block then has its rows of all pairs, each pair
-// in the place of a part of K.
 
 #include <cuda_runtime.h>
 #include <stdint.h>
@@ -126,19 +123,17 @@ template <class T, int G, int MT> __device__ __forceinline__ void add_up_tokens(
   }
 }
 
-// A warp that brings x: every `kCopyWarps`th chunk of the block's, which begin at `x`, when its place is free, and tells when it is there. Of
-// `rows` rows, one after the other, it brings the first chunks first. meanwhile: done when the first chunks were asked for.
-template <int FMT, class T, int G, int MT, class Meanwhile>
-__device__ __forceinline__ void bring_tokens(const GemmParams& p, const char* x, int helper, int rows, int chunks, uint32_t ring, uint32_t filled, uint32_t emptied, const Meanwhile& meanwhile) {
+// A warp that brings x: every `kCopyWarps`th chunk of the block's, which begin at `x`, when its place is free, and tells when it is there.
+template <int FMT, class T, int G, int MT>
+__device__ __forceinline__ void bring_tokens(const GemmParams& p, const char* x, int helper, int chunks, uint32_t ring, uint32_t filled, uint32_t emptied) {
   using D = Layout<FMT, G, MT>;
   constexpr int pieces = D::row / 16, at_once = 32 / pieces;  // copies of a token's chunk, and so many tokens in one instruction
   const int lane = threadIdx.x & 31, token = lane / pieces, column = lane % pieces * 16;
   const size_t row_bytes = (size_t)p.k * 2;
   const char* from = x + token * row_bytes + helper * D::row + column;
-  int place = helper, phase = 1, there = helper, c = helper;
-  const auto request = [&] {
+  int place = helper, phase = 1, there = helper;
+  for (int c = helper; c < chunks + D::ahead * kCopyWarps; c += kCopyWarps) {
     if (c < chunks) {
-      if (rows > 1) from = x + c % rows * row_bytes + c / rows * D::row + column;
       if (c >= D::places) wait_for(emptied + place * 8, phase);
 #pragma unroll
       for (int i = 0; i < D::tokens; i += at_once)
@@ -147,13 +142,7 @@ __device__ __forceinline__ void bring_tokens(const GemmParams& p, const char* x,
       if ((place += kCopyWarps) >= D::places) place -= D::places, phase ^= 1;
     }
     end_copies();
-    c += kCopyWarps;
-  };
-#pragma unroll
-  for (int i = 0; i < D::ahead; ++i) request();
-  meanwhile();
-  while (c < chunks + D::ahead * kCopyWarps) {
-    request();
+    if (c < D::ahead * kCopyWarps) continue;
     wait_for_copies<D::ahead>();
     __syncwarp();
     if constexpr (FMT == kInt4) {
@@ -165,73 +154,44 @@ __device__ __forceinline__ void bring_tokens(const GemmParams& p, const char* x,
   }
 }
 
-// The factors of a block's rows for each of the pairs that it adds up, [pair][row], with the pairs' routing weights.
-__device__ __forceinline__ void write_factors(const GemmParams& p, float* factors, int helper, int first, int rows) {
-  const int lane = threadIdx.x & 31, expert = lane < p.pairs ? p.ids[(size_t)lane * p.ids_stride] : 0;
-  const float weight = lane < p.pairs ? p.pair_weights[lane] : 0.f;
-#pragma unroll 9
-  for (int i = helper * 32; i < p.pairs * rows; i += 32 * kCopyWarps) {
-    const int pair = i / rows, row = first + i % rows + lane;
-    const float* of_expert = p.row_scale + (size_t)__shfl_sync(0xffffffffu, expert, pair) * p.n;
-    factors[i + lane] = of_expert[min(row, p.n - 1)] * __shfl_sync(0xffffffffu, weight, pair);
-  }
-}
-
 template <int FMT, class T, int G, int MT> __global__ void __launch_bounds__(Layout<FMT, G, MT>::threads, 1) tokens_in_shared(const GemmParams p) {
   using D = Layout<FMT, G, MT>;
   using Lane = Sums<FMT, T, G, 2, MT, true>;
   extern __shared__ __align__(128) char shared[];
   const int lane = threadIdx.x & 31, warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
-  const bool together = p.epilogue == kSumPairs;
-  const int rows = p.wn * 32, pitch = rows + 4, wk = together ? p.pairs : kMathWarps / p.wn, warp_n = warp % p.wn, warp_k = warp / p.wn;
+  const int rows = p.wn * 32, pitch = rows + 4, wk = kMathWarps / p.wn, warp_n = warp % p.wn, warp_k = warp / p.wn;
   const int part = blockIdx.x % p.split, first = blockIdx.x / p.split * rows, present = min(p.wn, (p.n - first) / 32);
   const int begin = p.k / 128 * part / p.split, chunks = p.k / 128 * (part + 1) / p.split - begin;
   const uint32_t ring = shared_address(shared) + D::weights, filled = shared_address(shared) + D::barriers_at, emptied = filled + D::places * 8;
   auto* red = reinterpret_cast<float*>(shared);  // [warp along K][token][pitch], once the rings are done with
   const auto* factors = reinterpret_cast<const float*>(shared + D::factors_at);
 
-  // Of a token's experts each pair has its own, which blocks compute or, where they add up, warps. The routing of a layer's second product was
-  // there before its first began; of the first, x is there with the routing, and is asked for before the weights, behind which it would come
-  // later.
-  const int pair = together ? min(warp_k, wk - 1) : blockIdx.y;
-  const bool tokens_first = p.ids && p.epilogue == kSiluMul;
-  if (tokens_first) wait_for_predecessor();
+  // Of a token's experts each pair has its own. The routing of a layer's second product was there before its first began.
+  const int pair = blockIdx.y;
+  if (p.ids && p.epilogue != kWeigh) wait_for_predecessor();
   const int expert = p.ids ? p.ids[(size_t)pair * p.ids_stride] : 0;
   if (threadIdx.x == 0) {
     for (int i = 0; i < D::places; ++i) init_barrier(filled + i * 8), init_barrier(emptied + i * 8, present);
   }
   if (warp >= kMathWarps) {
-    const auto copy_factors = [&] {
-      for (int i = lane * 4; warp == kMathWarps && i < present * 32; i += 128) copy16(shared_address(factors + i), p.row_scale + (size_t)expert * p.n + first + i);
-    };
-    if (!tokens_first) {
-      __syncthreads();
-      if (together) write_factors(p, const_cast<float*>(factors), warp - kMathWarps, first, rows);
-      else copy_factors();  // which come with the first tokens
-      wait_for_predecessor();
-    }
+    __syncthreads();
+    // Factors of rows come with the first tokens.
+    for (int i = lane * 4; warp == kMathWarps && i < present * 32; i += 128) copy16(shared_address(factors + i), p.row_scale + (size_t)expert * p.n + first + i);
+    wait_for_predecessor();
     const char* x = reinterpret_cast<const char*>(p.x) + (size_t)(p.epilogue == kWeigh ? pair : 0) * p.k * 2 + begin * D::row;
-    bring_tokens<FMT, T, G, MT>(p, x, warp - kMathWarps, together ? wk : 1, together ? wk * chunks : chunks, ring, filled, emptied, [&] {
-      if (tokens_first) {
-        __syncthreads();
-        copy_factors();
-      }
-    });
+    bring_tokens<FMT, T, G, MT>(p, x, warp - kMathWarps, chunks, ring, filled, emptied);
     wait_for_copies<0>();
     __syncthreads();
   } else {
-    // A warp's chunks of its rows: every `apart`th from `at` on.
-    const int at = together ? 0 : begin + warp_k, apart = together ? 1 : wk;
-    const int row = first + warp_n * 32, tile = row % 64 / 16, own = warp_n >= present || warp_k >= wk ? 0 : together ? chunks : (chunks - warp_k + wk - 1) / wk;
-    if (tokens_first) __syncthreads();
+    const int row = first + warp_n * 32, tile = row % 64 / 16, own = warp_n < present && warp_k < wk ? (chunks - warp_k + wk - 1) / wk : 0;
     Copied<FMT, G, MT> weights;
     const size_t strip = (size_t)expert * (p.n / 64) + row / 64;
-    weights.start(p, shared_address(shared) + warp * D::steps * D::S::step_bytes, strip * (p.k / 128) + at, tile, apart, 2 * own);
+    weights.start(p, shared_address(shared) + warp * D::steps * D::S::step_bytes, strip * (p.k / 128) + begin + warp_k, tile, wk, 2 * own);
     Operands<FMT, G, 2, MT> stream;
     stream.clear();
-    stream.point(p, expert, row, at, apart);
+    stream.point(p, expert, row, begin + warp_k, wk);
     stream.request_factors(0, own > 0), stream.request_factors(1, own > 0);
-    if (!tokens_first) __syncthreads();
+    __syncthreads();
     Lane sums;
     sums.clear();
     int place = warp_k, phase = 0;
@@ -273,7 +233,7 @@ template <int FMT, class T, int G, int MT> __global__ void __launch_bounds__(Lay
 #pragma unroll
     for (int e = 0; e < 4; ++e) y[e] = 0;
     int block = 0, w = 0;
-    for (int left = p.split * wk, pair = 0; left > 0; left -= at_once, pair += at_once) {
+    for (int left = p.split * wk; left > 0; left -= at_once) {
       float share[at_once][4];
 #pragma unroll
       for (int s = 0; s < at_once; ++s) {
@@ -284,10 +244,10 @@ template <int FMT, class T, int G, int MT> __global__ void __launch_bounds__(Lay
       for (int s = 0; s < at_once; ++s)
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-          if (s < left) y[e] += together ? share[s][e] * factors[(pair + s) * rows + row + e] : share[s][e];
+          if (s < left) y[e] += share[s][e];
     }
 #pragma unroll
-    for (int e = 0; e < 4; ++e) y[e] *= together ? 1.f : factors[row + e];
+    for (int e = 0; e < 4; ++e) y[e] *= factors[row + e];
   };
   // Each block of a cluster has its share of them.
   const bool silu = p.epilogue == kSiluMul;
@@ -314,7 +274,7 @@ template <int FMT, class T, int G, int MT> __global__ void __launch_bounds__(Lay
     T rounded[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) rounded[e] = T(y[e]);
-    store_run<T, 4>(p, blockIdx.y + t, feature, rounded);
+    store_run<T, 4>(p, pair + t, feature, rounded);
   }
   if (p.split > 1) cluster_barrier();  // the others have read this block's sums
 }
@@ -325,7 +285,7 @@ template <int FMT, class T, int G, int MT> int launch(const GemmParams& p, void*
   static const cudaError_t allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, D::bytes);
   if (allowed != cudaSuccess) return (int)allowed;
   const int blocks = (p.n + p.wn * 32 - 1) / (p.wn * 32) * p.split;
-  return start_clusters(kernel, dim3(blocks, p.ids && p.epilogue != kSumPairs ? p.pairs : 1), D::threads, D::bytes, p.split, stream, p);
+  return start_clusters(kernel, dim3(blocks, p.ids ? p.pairs : 1), D::threads, D::bytes, p.split, stream, p);
 }
 
 template <int FMT, class T, int G> int launch(const GemmParams& p, int token_tiles, void* stream) {
