@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from quantkit.amounts import parse_bytes, size, span
 from quantkit.assets import asset
 from quantkit.checkpoint.reader import Checkpoint
@@ -25,7 +27,7 @@ from quantkit.executor.cache import codes_of
 from quantkit.executor.expert_parallel import check_experts
 from quantkit.models.architecture import CacheBits
 from quantkit.models.table import Parameter
-from quantkit.quantization.choosing import Options, read_sensitivities
+from quantkit.quantization.choosing import Options, check_wanted, read_sensitivities
 from quantkit.quantization.cost import RATES, RunWork, job_work, seconds_of
 from quantkit.quantization.memory import expected_peak
 from quantkit.quantization.mixture import Mixture
@@ -157,7 +159,10 @@ class Plan(Result):
             ("output", f"{size(self.output_bytes)} ({self.format}), without MTP {size(self.output_bytes_without_mtp)}"),
             *((f"  {part}", size(count)) for part, count in self.output_bytes_by_part.items()),
             ("fits", "yes" if self.fits else "NO"),
-            (f"  {placed.count} devices of {size(placed.memory_bytes)}", f"{size(placed.weight_bytes)} of weights each"),
+            (
+                f"  {placed.count} device{'s' if placed.count > 1 else ''} of {size(placed.memory_bytes)}",
+                f"{size(placed.weight_bytes)} of weights each",
+            ),
             ("  room for the cache", f"{size(placed.cache_bytes)} each{room}"),
             ("  assuming", placed.assumption),
             *((f"  at {one.bits:.2f} bits", one.told()) for one in self.sizes),
@@ -196,6 +201,7 @@ def plan(
     of its own, a part of the routed experts, and everything else whole. draft: a draft model, which every device holds whole, and keeps
     a cache for.
     """
+    check_wanted(sensitivities, mixture)
     bits: CacheBits = 16 if codes_of(cache) is None else 8
     settings = (recipe or load_recipe(scheme.name)).with_given(samples=samples, seq_len=seq_len)
     request = read_request(scheme, format, engine, settings, mixture)
@@ -208,6 +214,8 @@ def plan(
     place = PlacedRequest(context, redundant, bits, data=dp > 1, draft=beside)
     job = open_job(request, model if isinstance(model, Checkpoint) else open_headers(str(model)))
     check_experts(job.rows, dp)
+    if redundant and all(row.expert is None for row in job.rows):
+        raise QuantkitError("the model has no routed experts to copy", "leave out --redundant")
     choosing = _choose(job, sensitivities, target, place) if mixture.chooses else None
     job = choosing.job if choosing else job
     rows = [(row, job.stored_bytes(row, job.grids.get(row.module))) for row in job.rows]
@@ -268,23 +276,21 @@ def find_accelerator(name: str) -> Accelerator | None:
 
 
 def read_devices(text: str) -> Devices:
-    """ "8x64GiB", "8xH100" by a name of recipes/go/devices.yaml, or "8x910B1" and "8xFILE.yaml" of hardware whose speed is known too."""
-    count, _, kind = text.partition("x")
-    if not re.fullmatch(r"[1-9]\d*", count) or re.fullmatch(r"\S*[KMGT]i?B", kind):
-        return Devices(*parse_devices(text))
+    """ "8x64GiB", "8xH100" by a name of recipes/go/devices.yaml, "8x910B1" or "8xFILE.yaml" of hardware whose speed is known too, or "cpu":
+    this machine's memory. Raises QuantkitError for anything else."""
+    if text.lower() in ("cpu", "1xcpu"):
+        return Devices(1, psutil.virtual_memory().total)
+    found = re.fullmatch(r"(\d{1,6})x(.+)", text)
+    if not found or int(found[1]) < 1 or re.fullmatch(r"[\d.]+", found[2]):
+        raise QuantkitError(f"devices {text!r} make no sense", "write 8x64GiB, 8xH100, 8x910B1 or cpu")
+    count, kind = int(found[1]), found[2]
+    if re.fullmatch(r".*[kmgt]i?b", kind, re.IGNORECASE):
+        return Devices(count, parse_bytes(kind))
     known = find_accelerator(kind)
     if known is not None and find_yaml(kind.lower(), "recipes", "hardware") is None:
-        return Devices(int(count), known.memory_gib * 2**30)
+        return Devices(count, known.memory_gib * 2**30)
     hardware = load_hardware(kind)
-    return Devices(int(count), round(hardware.memory_gb) * 2**30, hardware)
-
-
-def parse_devices(text: str) -> tuple[int, int]:
-    """ "8x64GiB" -> (8, bytes of one)."""
-    found = re.fullmatch(r"(\d+)x(.+)", text)
-    if not found or int(found[1]) < 1:
-        raise QuantkitError(f"devices {text!r} make no sense", "write them as 8x64GiB")
-    return int(found[1]), parse_bytes(found[2])
+    return Devices(count, round(hardware.memory_gb) * 2**30, hardware)
 
 
 def _by_part(rows: list[tuple[Parameter, int]]) -> dict[str, int]:

@@ -56,3 +56,14 @@ def test_a_shell_completes_names(typed: str, offered: set[str], monkeypatch: pyt
 
 def test_engines_are_those_with_a_profile() -> None:
     assert tuple(names_of_engines()) == engine_names()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_option_says_what_it_is_for(name: str) -> None:
+    silent = [one.opts[0] for one in GROUP.commands[name].params if not getattr(one, "help", None)]
+    assert not silent
+
+
+def test_an_answers_length_has_the_name_of_eval_too() -> None:
+    context = GROUP.commands["run"].make_context("run", ["tiny-r1", "--max-tokens", "7"])
+    assert context.params["max_new_tokens"] == 7

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from quantkit import console
-from quantkit.cli.options import Backend, Device, Model
+from quantkit.cli.options import Backend, Device, Model, Port
 from quantkit.console import err
 from quantkit.hub import find_model
 
@@ -13,7 +13,7 @@ from quantkit.hub import find_model
 def playground(
     model: Model,
     other: Annotated[str | None, typer.Argument(metavar="OTHER", help="A second model, such as MODEL quantized.")] = None,
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8001,
+    port: Port = 8001,
     context: Annotated[int, typer.Option(min=16, help="Tokens of a prompt and its answer, at most.")] = 4096,
     device: Device = "auto",
     backend: Backend = "auto",

@@ -4,14 +4,15 @@ from typing import Annotated
 
 import typer
 
+from quantkit.cli.options import Host, Port
 from quantkit.errors import QuantkitError
 
 
 def proxy(
     prefill: Annotated[str, typer.Option(help="Addresses of the servers for prefill, comma-separated: http://10.0.0.1:8100.")],
     decode: Annotated[str, typer.Option(help="Addresses of the servers for decode, comma-separated.")],
-    host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
 ) -> None:
     """Send requests to a server for prefill, then to one for decode that takes the cache over: vLLM's with a KV connector."""
     import uvicorn

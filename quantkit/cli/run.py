@@ -18,26 +18,30 @@ from quantkit.cli.options import (
     Dp,
     Draft,
     Drafts,
+    Host,
     Model,
+    Port,
     PromptLookup,
+    Seed,
+    TopP,
     Tp,
     names_of_engines,
 )
 from quantkit.console import err, out, print_json
 from quantkit.errors import QuantkitError
 from quantkit.executor.server.tools.formats import NAMES as TOOL_PARSERS
-from quantkit.expert_counts import check_writable
 from quantkit.hub import find_model
+from quantkit.whole_files import check_writable
 
 
 def run(
     model: Model,
     prompt: Annotated[str | None, typer.Option(help="One question; without it, a chat.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without a chat template: for base models.")] = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 512,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "--max-tokens", min=1, help="Longest answer, tokens.")] = 512,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
-    seed: int = 0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
     drafts: Drafts = 0,
     draft: Draft = None,
     prompt_lookup: PromptLookup = 0,
@@ -140,8 +144,8 @@ def _guesses(engine: Any) -> str:
 
 def serve(
     model: Model,
-    host: str = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
     api_key: Annotated[str | None, typer.Option(envvar="QUANTKIT_API_KEY", help="Ask for this key.")] = None,
     max_batch: Annotated[int, typer.Option(min=1, help="Requests computed together.")] = 64,
     max_model_len: Annotated[int | None, typer.Option(min=1, help="Longest prompt plus answer.")] = None,
@@ -215,7 +219,7 @@ def _draft(name: str | None) -> Path | None:
 def _counting(file: Path | None) -> bool:
     """Whether experts are counted. Refuses a file that could not be written at the end."""
     if file is not None:
-        check_writable(file)
+        check_writable(file, "--count-experts")
     return file is not None
 
 
