@@ -19,11 +19,13 @@ def playground(
     backend: Backend = "auto",
 ) -> None:
     """Ask in the browser: answers side by side, tokens coloured by the divergence, experts that changed."""
+    from quantkit.listening import bound
     from quantkit.playground.play import Playground
-    from quantkit.playground.serve import serve
+    from quantkit.playground.serve import HOST, serve
 
     models = [(name, find_model(name)) for name in (model, other) if name is not None]
-    with console.status(f"loading {' and '.join(name for name, _ in models)}"):
-        opened = Playground.open(models, device=device, backend=backend, context=context)
-    err.print(f"the playground is on http://127.0.0.1:{port}/ (Ctrl-C ends it)", soft_wrap=True)
-    serve(opened, port)
+    with bound(HOST, port) as sockets:
+        with console.status(f"loading {' and '.join(name for name, _ in models)}"):
+            opened = Playground.open(models, device=device, backend=backend, context=context)
+        err.print(f"the playground is on http://{HOST}:{port}/ (Ctrl-C ends it)", soft_wrap=True)
+        serve(opened, port, sockets)

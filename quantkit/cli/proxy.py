@@ -18,9 +18,11 @@ def proxy(
     import uvicorn
 
     from quantkit.engines.proxy import proxy as in_front_of
+    from quantkit.listening import bound
 
     servers = [[url.strip() for url in urls.split(",")] for urls in (prefill, decode)]
     for url in (url for urls in servers for url in urls):
         if not url.startswith(("http://", "https://")):
             raise QuantkitError(f"{url!r} is no address of a server", "give one such as http://10.0.0.1:8100")
-    uvicorn.run(in_front_of(*servers), host=host, port=port, log_level="warning")
+    with bound(host, port) as sockets:
+        uvicorn.Server(uvicorn.Config(in_front_of(*servers), log_level="warning")).run(sockets)

@@ -1,7 +1,8 @@
 """Running a model: run, serve, and deploy, which prints how another engine would."""
 
+import os
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +31,7 @@ from quantkit.cli.options import (
 from quantkit.console import err, out, print_json
 from quantkit.errors import QuantkitError
 from quantkit.executor.server.tools.formats import NAMES as TOOL_PARSERS
+from quantkit.executor.server.tools.formats import named_format
 from quantkit.hub import find_model
 from quantkit.whole_files import check_writable
 
@@ -177,38 +179,45 @@ def serve(
     from quantkit.executor.server.app import Limits
     from quantkit.executor.server.serve import ServeOptions
     from quantkit.executor.server.serve import serve as run_server
+    from quantkit.listening import bound
+    from quantkit.model_files import read_text
+    from quantkit.tokenizer.template import ChatTemplate
 
     counted = _counting(count_experts)
+    if tool_parser != "auto":
+        named_format(tool_parser)
+    template = None if chat_template is None else ChatTemplate(read_text(chat_template), str(chat_template))
     path = find_model(model)
-    with console.status(f"loading {model}"):
-        engine = lead_or_follow(
-            EngineOptions(
-                path,
-                device=device,
-                backend=backend,
-                max_batch=max_batch,
-                max_model_len=max_model_len,
-                prefill_tokens=chunk_tokens,
-                measure_steps=True,
-                num_drafts=drafts,
-                draft=_draft(draft),
-                num_looked_up=prompt_lookup,
-                prefix_cache=prefix_cache,
-                cache=cache,
-                tp=tp,
-                dp=dp,
-                collectives=collectives,
-                count_experts=counted,
-            )
-        )
-    if chat_template is not None:
-        engine.tokenizer.use_template(chat_template)
-    err.print(f"serving {model} on http://{host}:{port}/v1", soft_wrap=True)
-    limits = Limits(max_input=max_input, max_output=max_output)
-    log = console.tell if log_requests else None
-    options = ServeOptions(host, port, api_key, max_queue, limits=limits, tool_parser=tool_parser, log=log)
-    with closing(engine), _written(engine, count_experts):
-        run_server(engine, served_name or path.name, options)
+    asked = EngineOptions(
+        path,
+        device=device,
+        backend=backend,
+        max_batch=max_batch,
+        max_model_len=max_model_len,
+        prefill_tokens=chunk_tokens,
+        measure_steps=True,
+        num_drafts=drafts,
+        draft=_draft(draft),
+        num_looked_up=prompt_lookup,
+        prefix_cache=prefix_cache,
+        cache=cache,
+        tp=tp,
+        dp=dp,
+        collectives=collectives,
+        count_experts=counted,
+    )
+    leads = os.environ.get("RANK", "0") == "0"  # another rank of torchrun listens to nobody
+    with bound(host, port) if leads else nullcontext([]) as sockets:
+        with console.status(f"loading {model}"):
+            engine = lead_or_follow(asked)
+        if template is not None:
+            engine.tokenizer.use_template(template)
+        err.print(f"serving {model} on http://{host}:{port}/v1", soft_wrap=True)
+        limits = Limits(max_input=max_input, max_output=max_output)
+        log = console.tell if log_requests else None
+        options = ServeOptions(host, port, api_key, max_queue, limits=limits, tool_parser=tool_parser, log=log)
+        with closing(engine), _written(engine, count_experts):
+            run_server(engine, served_name or path.name, options, sockets)
 
 
 def _draft(name: str | None) -> Path | None:
