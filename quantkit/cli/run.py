@@ -2,8 +2,9 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
+from socket import socket
 from typing import Annotated, Any
 
 import typer
@@ -179,7 +180,6 @@ def serve(
     from quantkit.executor.server.app import Limits
     from quantkit.executor.server.serve import ServeOptions
     from quantkit.executor.server.serve import serve as run_server
-    from quantkit.listening import bound
     from quantkit.model_files import read_text
     from quantkit.tokenizer.template import ChatTemplate
 
@@ -206,8 +206,7 @@ def serve(
         collectives=collectives,
         count_experts=counted,
     )
-    leads = os.environ.get("RANK", "0") == "0"  # another rank of torchrun listens to nobody
-    with bound(host, port) if leads else nullcontext([]) as sockets:
+    with _sockets(host, port) as sockets:
         with console.status(f"loading {model}"):
             engine = lead_or_follow(asked)
         if template is not None:
@@ -218,6 +217,13 @@ def serve(
         options = ServeOptions(host, port, api_key, max_queue, limits=limits, tool_parser=tool_parser, log=log)
         with closing(engine), _written(engine, count_experts):
             run_server(engine, served_name or path.name, options, sockets)
+
+
+def _sockets(host: str, port: int) -> AbstractContextManager[list[socket]]:
+    """Where this process is to listen; nowhere as another rank of torchrun."""
+    from quantkit.listening import bound
+
+    return bound(host, port) if os.environ.get("RANK", "0") == "0" else nullcontext([])
 
 
 def _draft(name: str | None) -> Path | None:
