@@ -202,16 +202,10 @@ def plan(
     a cache for.
     """
     check_wanted(sensitivities, mixture)
-    bits: CacheBits = 16 if codes_of(cache) is None else 8
     settings = (recipe or load_recipe(scheme.name)).with_given(samples=samples, seq_len=seq_len)
     request = read_request(scheme, format, engine, settings, mixture)
     target = read_devices(devices) if isinstance(devices, str) else devices
-    if dp not in (1, target.count):
-        raise QuantkitError(f"--dp {dp} is for as many devices, and there are {target.count}", f"give --dp {target.count}, or leave it out")
-    if draft is not None and dp > 1:
-        raise QuantkitError("--dp does not go with --draft", "give one or the other")
-    beside = NO_DRAFT if draft is None else draft_sizes(open_headers(str(draft)), bits)
-    place = PlacedRequest(context, redundant, bits, data=dp > 1, draft=beside)
+    place = _read_place(target.count, context, redundant, cache, dp, draft)
     job = open_job(request, model if isinstance(model, Checkpoint) else open_headers(str(model)))
     check_experts(job.rows, dp)
     if redundant and all(row.expert is None for row in job.rows):
@@ -245,6 +239,16 @@ def plan(
         cost_model=None if choosing or place.data else _predicted(job, target, context),
         sizes=choosing.sizes(target.count) if choosing else (),
     )
+
+
+def _read_place(devices: int, context: int, redundant: int, cache: str | None, dp: int, draft: str | Path | None) -> PlacedRequest:
+    bits: CacheBits = 16 if codes_of(cache) is None else 8
+    if dp not in (1, devices):
+        raise QuantkitError(f"--dp {dp} is for as many devices, and there are {devices}", f"give --dp {devices}, or leave it out")
+    if draft is not None and dp > 1:
+        raise QuantkitError("--dp does not go with --draft", "give one or the other")
+    beside = NO_DRAFT if draft is None else draft_sizes(open_headers(str(draft)), bits)
+    return PlacedRequest(context, redundant, bits, data=dp > 1, draft=beside)
 
 
 def _choose(job: Job, sensitivities: Path | None, devices: Devices, place: PlacedRequest) -> PlannedChoice:

@@ -26,7 +26,6 @@ def device_names() -> list[str]:
     return ["auto", "cpu", "cuda", "npu"]
 
 
-SchemeName = Annotated[str, typer.Option(help=f"{', '.join(scheme_names()[:-1])} or {scheme_names()[-1]}.", autocompletion=scheme_names)]
 MaybeScheme = Annotated[
     str | None,
     typer.Option(
