@@ -33,12 +33,17 @@ def check(
 ) -> None:
     """What is wrong with a checkpoint: files, names, codes, scales, MTP layer, tokenizer. Exits 0 if good, 1 if doubtful, 2 if bad."""
     from quantkit.diagnosis.diagnose import DEPTHS, diagnose
+    from quantkit.diagnosis.repair import check_new
     from quantkit.diagnosis.repair import repair as write_repaired
     from quantkit.diagnosis.report import write_report
     from quantkit.whole_files import check_writable
 
     if depth not in ("auto", *DEPTHS):
         raise typer.BadParameter(f"{depth!r} is none of {', '.join(DEPTHS)}", param_hint="--depth")
+    if text is not None and depth not in ("auto", "behaviour"):
+        raise typer.BadParameter("it is computed with --depth behaviour alone", param_hint="--text")
+    if repair is not None:
+        check_new(repair)
     if report is not None:
         report.parent.mkdir(parents=True, exist_ok=True)
         check_writable(report, "--report")

@@ -75,6 +75,8 @@ def evaluate(
         from quantkit.cli.plan_evaluation import show_plan
 
         return show_plan(names, data_dir, limit, protocol or "r1", baseline, accuracy, margin, json_)
+    if accuracy is not None:
+        raise typer.BadParameter("it is expected for --plan alone", param_hint="--accuracy")
     sampling = (("max_tokens", max_tokens), ("temperature", temperature), ("top_p", top_p))
     options: dict[str, Any] = {"data_dir": data_dir, "limit": limit, "repeats": repeats, "protocol": protocol, "baseline": baseline}
     options |= {"out": out_dir, "generation": {name: value for name, value in sampling if value is not None}, "margin": margin}

@@ -43,6 +43,10 @@ def ppl(
     from quantkit.evaluation.distance.perplexity import measure
     from quantkit.whole_files import check_writable
 
+    if sampled is None:
+        for option, given in (("--data-dir", data_dir), ("--max-tokens", max_tokens)):
+            if given is not None:
+                raise typer.BadParameter("it is for --sampled alone", param_hint=option)
     if count_experts is not None:
         check_writable(count_experts, "--count-experts")
     options: dict[str, Any] = {"seq_len": seq_len, "stride": stride, "limit": limit, "seed": seed, "max_tokens": max_tokens}

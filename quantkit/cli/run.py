@@ -66,6 +66,7 @@ def run(
         raise QuantkitError("--json needs --prompt", "a chat cannot be one JSON object")
     if raw and prompt is None:
         raise QuantkitError("--raw needs --prompt", "give the text that is to be continued")
+    params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
     counted = _counting(count_experts)
     path = find_model(model)
     options = EngineOptions(
@@ -87,7 +88,6 @@ def run(
         engine = open_engine(options)
     if told := slow(path):
         console.tell(told)
-    params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
     with closing(engine), _written(engine, count_experts):
         if prompt is not None:
             tokenizer = engine.tokenizer
