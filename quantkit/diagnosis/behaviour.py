@@ -100,7 +100,7 @@ class _Side:
         return next((row for row in self.model.rows if row.role == role and row.layer is None), None)
 
 
-def read_compared(source: Path, text: Path | None) -> list[list[int]]:
+def read_compared(source: Path, text: Path | None) -> list[Tensor]:
     """Token ids of what both models are to compute: a text, .txt or .jsonl; without, what the source ships for calibration, or quantkit's
     own. Raises QuantkitError where it cannot be read."""
     shipped = source / "calibration.jsonl"
@@ -110,7 +110,7 @@ def read_compared(source: Path, text: Path | None) -> list[list[int]]:
 
 @torch.inference_mode()
 def compare_behaviour(
-    checkpoint: Checkpoint, source: Checkpoint, documents: list[list[int]], findings: DiagnosisFindings
+    checkpoint: Checkpoint, source: Checkpoint, documents: list[Tensor], findings: DiagnosisFindings
 ) -> tuple[list[SublayerError], float]:
     """The errors of all sublayers, and the mean KL of the next token in nats. documents: of `read_compared`.
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.remote import HeadersOnly, open_headers
@@ -109,7 +110,7 @@ def diagnose(
     return diagnosis
 
 
-def _documents(source: str | None, text: Path | None) -> list[list[int]]:
+def _documents(source: str | None, text: Path | None) -> list[Tensor]:
     """What both models are to compute, read before anything else is."""
     folder = None if source is None else find_local(source)
     if folder is None:
@@ -117,7 +118,7 @@ def _documents(source: str | None, text: Path | None) -> list[list[int]]:
     return read_compared(folder, text)
 
 
-def _look_at_behaviour(patient: Patient, source: str | None, documents: list[list[int]], diagnosis: Diagnosis) -> None:
+def _look_at_behaviour(patient: Patient, source: str | None, documents: list[Tensor], diagnosis: Diagnosis) -> None:
     if source is None or not patient.survey.has_weights:
         raise QuantkitError(
             f"{patient.survey.path} is not on this machine, so it computes nothing", "download it, or leave out --depth behaviour"
