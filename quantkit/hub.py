@@ -141,6 +141,8 @@ def _find_directory(name: str) -> Path | None:
         return builtin_model(name)
     if path.exists():
         raise QuantkitError(f"{name} is a file", "give the directory that holds config.json and the safetensors shards")
+    if path.with_name(f"{path.name}.partial").is_dir():
+        raise QuantkitError(f"{name} is not finished", "give the command that makes it again: it goes on")
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise QuantkitError(f"model {name} does not exist", f"give a directory, {', '.join(BUILTIN_MODELS)}, or a hub id such as org/name")
     return None
@@ -170,4 +172,5 @@ def _told(name: str, remedy: str) -> Iterator[None]:
         raise
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise QuantkitError(f"hub model {name} cannot be had: {reason}", remedy) from error
+        folder = f"there is no folder {name} here, and " if Path(name).parent.is_dir() else ""
+        raise QuantkitError(f"{folder}hub model {name} cannot be had: {reason}", remedy) from error

@@ -118,6 +118,18 @@ def test_a_model_that_the_hub_does_not_have(hub: hub_server.Hub) -> None:
         open_headers("org/other")
 
 
+def test_a_path_that_leads_nowhere_is_no_hub_model_alone(hub: hub_server.Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """out/awq has the form of a hub id."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(QuantkitError, match="there is no folder out/awq here, and hub model out/awq cannot be had"):
+        find_model("out/awq")
+    (tmp_path / "out" / "awq.partial").mkdir()
+    for name in ("out/awq", str(tmp_path / "out" / "awq")):
+        with pytest.raises(QuantkitError, match="out/awq is not finished; give the command that makes it again"):
+            find_model(name)
+
+
 def test_a_model_without_safetensors(tmp_path: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "pickles"
     folder.mkdir()

@@ -336,10 +336,6 @@ class SourceComparison:
         return module not in self.scaled
 
 
-def _told_on_grid(error: float) -> str:
-    return f"stored plain, on at most {GRID_VALUES} steps, and {error:.0%} off the source's"
-
-
 def _name_exchange(module: str, other: str) -> str:
     if module.rpartition(".")[0] == other.rpartition(".")[0]:
         return "gate-up-exchanged"
