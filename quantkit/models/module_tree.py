@@ -147,9 +147,13 @@ def _is_filter(name: str, modules: Mapping[str, nn.Module]) -> bool:
 
 
 def text_model(model: Any) -> Any:
-    """What holds the decoder layers: the model's decoder, or its base where what it calls so holds none, as a head may be called."""
+    """What holds the decoder layers: the model's decoder, or its base where what it calls so holds none, as a head may be called; and where
+    it calls itself so, the part of it that has layers and embedding."""
     found = model.get_decoder() if hasattr(model, "get_decoder") else model
-    return found if _lists(found) else model.base_model
+    found = found if _lists(found) else model.base_model
+    embedding = model.get_input_embeddings()
+    inner = [one for one in model.children() if _lists(one) and any(part is embedding for part in one.modules())]
+    return inner[0] if found is model and len(inner) == 1 else found
 
 
 def _lists(module: nn.Module) -> list[nn.ModuleList]:
