@@ -48,7 +48,7 @@ def observe(sublayer: Sublayer, tensors: Mapping[str, Tensor], states: HiddenSta
         observer.held_out = batch.held_out
         sublayer.run(block, states.quantized.hidden[batch.part], batch.lengths)
     if recorder.asked:  # which experts the original path chooses
-        block = sublayer.build(LayerWeights(tensors, recorder, unread=frozenset(row.module for row in sublayer.rows)))
+        block = sublayer.build(LayerWeights(tensors, recorder, unread=sublayer.ends))
         for batch in states.original.batches():
             sublayer.run(block, states.original.hidden[batch.part], batch.lengths)
     routed = recorder.routed(states.quantized.fitted, len(states.quantized.hidden))

@@ -109,6 +109,7 @@ def linear_weights(model: Any) -> dict[str, Tensor]:
         modules = dict(layer.named_modules())
         for name, module in modules.items():
             above = [modules[name.rsplit(".", cut)[0]] for cut in range(1, name.count(".") + 1)]
+            above += [layer] * (len(above) == 1)  # a router may lie beside the module of the experts
             left = isinstance(module, nn.Linear) and (_is_router(module, above) or _is_inside_mixer(module, above, hidden))
             if isinstance(module, nn.Linear) and not left and not _chooses(above):
                 found[f"{layer_name}.{name}.weight"] = module.weight

@@ -21,6 +21,7 @@ from quantkit.evaluation.distance.perplexity import measure
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.sampling import SamplingParams
 from quantkit.executor.whole_engine import open_engine
+from quantkit.models.watched.architecture import WatchedArchitecture
 from quantkit.quant.weights import dequantize
 from quantkit.quantization.run import QuantizationReport, quantize
 from quantkit.recipe import Recipe
@@ -103,19 +104,22 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("gemma4_text", "fp4-w4a16", GEMMA4),
     ("afmoe", "awq-w4a16", {**EXPERTS, "moe_intermediate_size": 128, "num_dense_layers": 1, "num_experts_per_tok": 4, "sliding_window": 32}),
     ("flex_olmo", "awq-w4a16", {**EXPERTS, "num_experts_per_tok": 4}),  # no norm before the experts
+    ("minimax", "fp4-w4a16", {**EXPERTS, "num_experts_per_tok": 4, "layer_types": ["full_attention"] * 2}),  # one unit, experts behind attention
 ]
 
 
 def stacked(tensors: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
-    """With the experts as transformers has them."""
-    for name in [name for name, _ in model.named_modules()]:
-        if name.endswith(".experts"):
-            each = [[tensors.pop(f"{name}.{e}.{side}_proj.weight") for side in ("gate", "up", "down")] for e in range(4)]
-            tensors[f"{name}.gate_up_proj"] = torch.stack([torch.cat((gate, up)) for gate, up, _ in each])
-            tensors[f"{name}.down_proj"] = torch.stack([down for _, _, down in each])
-            if model.config.model_type == "llama4_text":
-                tensors |= {key: tensors[key].mT for key in (f"{name}.gate_up_proj", f"{name}.down_proj")}
-    return {name.replace("block_sparse_moe.router.layer", "block_sparse_moe.router"): one for name, one in tensors.items()}
+    """By transformers' names, with the experts as it has them."""
+    architecture = WatchedArchitecture(model.config.to_dict())
+    for found in architecture.experts.values():
+        inner, outer = sorted(found.parameters, key=lambda name: "gate_up" not in name)
+        each = [[tensors.pop(name) for name in triple] for triple in found.names]
+        tensors[inner] = torch.stack([torch.cat((gate, up)) for gate, up, _ in each])
+        tensors[outer] = torch.stack([down for _, _, down in each])
+        if model.config.model_type == "llama4_text":
+            tensors |= {name: tensors[name].mT for name in (inner, outer)}
+    names = {disk: name for name, disk in architecture.skeleton.published.items()}
+    return {names.get(name, name): one for name, one in tensors.items()}
 
 
 @pytest.mark.parametrize(("model_type", "scheme", "extra"), CASES, ids=[case[0] for case in CASES])
@@ -127,7 +131,7 @@ def test_the_report_says_of_the_output_what_transformers_says(model_type: str, s
     found = report.findings.next_token
     assert report.coverage.share > 0.98
     assert any("computed by transformers' modules: " in line and "scale groups proven" in line for line in told)
-    assert len(report.findings.scales) >= (0 if model_type == "flex_olmo" else 2)
+    assert len(report.findings.scales) >= (0 if model_type in ("flex_olmo", "minimax") else 2)
     recipe = recipe_of(source, scheme)
     sizes = {"samples": recipe.samples, "held_out": recipe.held_out, "seq_len": recipe.seq_len, "seed": recipe.seed}
     sequences = load_sequences(recipe.calibration, ChatTokenizer(source), **sizes)
