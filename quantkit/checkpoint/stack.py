@@ -21,13 +21,23 @@ class Stack:
     turned: bool = False
     either: bool = False
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all parts, expert by expert."""
+        return tuple(name for expert in self.parts for name in expert)
+
+    @property
+    def whole_shape(self) -> tuple[int, int, int]:
+        """Of the tensor, as transformers has it."""
+        rows, columns = self.shape[0] * len(self.parts[0]), self.shape[1]
+        return (len(self.parts), columns, rows) if self.turned else (len(self.parts), rows, columns)
+
     def is_turned(self, info: TensorInfo) -> bool | None:
         """Whether this tensor holds turned matrices; None where it is not the stack."""
-        whole = (self.shape[0] * len(self.parts[0]), self.shape[1])
-        for turned in (self.turned, not self.turned) if self.either else (self.turned,):
-            if info.shape == (len(self.parts), *(whole[::-1] if turned else whole)):
-                return turned
-        return None
+        count, *other = self.whole_shape
+        if info.shape == self.whole_shape:
+            return self.turned
+        return not self.turned if self.either and info.shape == (count, *other[::-1]) else None
 
     def cut(self, info: TensorInfo, turned: bool) -> Iterable[TensorInfo]:
         """The parts as stored tensors."""

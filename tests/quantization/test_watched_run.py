@@ -16,6 +16,7 @@ from transformers_peers import checkpoint_tensors
 from quantkit.calibrate.data import load_sequences
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.conversion import convert
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.distance.perplexity import measure
 from quantkit.executor.options import EngineOptions
@@ -142,6 +143,11 @@ def test_the_report_says_of_the_output_what_transformers_says(model_type: str, s
         after = torch.cat([model(input_ids=ids[None]).logits[0] for ids in sequences.held_out]).log_softmax(-1)
     assert found["kl"] == pytest.approx(float(F.kl_div(after, before, log_target=True, reduction="batchmean")), rel=0.02)
     assert found["kl"] < found["plain_kl"]
+    if model_type in STACKED:  # plain again, and as transformers saved it: nothing is missing
+        again = convert(tmp_path / "out", tmp_path / "plain", dtype="fp32").out
+        loaded, facts = transformers.AutoModelForCausalLM.from_pretrained(again, output_loading_info=True)
+        assert not (facts["missing_keys"] or facts["unexpected_keys"] or facts["mismatched_keys"])
+        assert all(torch.equal(one, model.state_dict()[name]) for name, one in loaded.state_dict().items())
 
 
 @pytest.mark.parametrize(("model_type", "scheme"), [("stablelm", "int8-a8w8c16"), ("olmoe", "int4-w4a8")])
