@@ -75,7 +75,9 @@ def test_shards_in_a_folder_below_are_those_that_the_index_names(
     with hub_server.serve(folder, NAME) as server:
         use(server, monkeypatch)
         remote, local = open_headers(NAME), Checkpoint.open(folder)
-        assert {name: (t.shape, t.shard) for name, t in remote.tensors.items()} == {name: (t.shape, t.shard) for name, t in local.tensors.items()}
+        assert {name: (t.shape, t.shard) for name, t in remote.tensors.items()} == {
+            name: (t.shape, t.shard) for name, t in local.tensors.items()
+        }
         assert {diagnose(one, depth="headers").findings.verdict for one in (NAME, str(folder))} == {"good"}
         assert find_local(NAME) is None
         assert Checkpoint.open(find_model(NAME)).fingerprint == local.fingerprint

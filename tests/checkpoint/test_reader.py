@@ -194,7 +194,9 @@ def test_shards_may_lie_in_folders_below(fp8_copy: Path) -> None:
 def test_a_folder_below_may_not_lead_out_of_the_models(fp8_copy: Path, tmp_path: Path) -> None:
     shutil.move(shards_below(fp8_copy) / "weights", tmp_path / "elsewhere")
     (fp8_copy / "weights").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(QuantkitError, match=r"model-00001-of-000003\.safetensors is a link to .*elsewhere.*, outside of the model's folder"):
+    with pytest.raises(
+        QuantkitError, match=r"model-00001-of-000003\.safetensors is a link to .*elsewhere.*, outside of the model's folder"
+    ):
         Checkpoint.open(fp8_copy)
 
 

@@ -196,7 +196,9 @@ def published(architecture: WatchedArchitecture, model: Any) -> dict[str, Tensor
     return tensors
 
 
-def experts_of(architecture: WatchedArchitecture, layer: int, tensors: dict[str, Tensor], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+def experts_of(
+    architecture: WatchedArchitecture, layer: int, tensors: dict[str, Tensor], x: Tensor, ids: Tensor, weights: Tensor
+) -> Tensor:
     """What the routed experts of a layer make, each of its own matrices."""
     made = torch.zeros_like(x)
     for expert, names in enumerate(architecture.experts[layer].names):

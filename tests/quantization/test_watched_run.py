@@ -100,12 +100,24 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("phi", "mxfp4-w4a16", {}),
     ("granitemoe", "awq-w4a16", {**EXPERTS, "intermediate_size": 128, "residual_multiplier": 0.4}),  # experts in one tensor
     ("olmoe", "awq-w4a16", {**EXPERTS, "hidden_act": "gelu"}),
-    # Experts that are each given an input of their own, turned; a norm behind the experts, and a dense MLP beside them; shared experts there.
-    ("llama4_text", "awq-w4a16", {"num_experts_per_tok": 1, "num_local_experts": 4, "intermediate_size": 128, "intermediate_size_mlp": 256}),
+    # Experts that are each given an input of their own, turned; norms behind the experts, a dense MLP or a shared expert beside them.
+    (
+        "llama4_text",
+        "awq-w4a16",
+        {"num_experts_per_tok": 1, "num_local_experts": 4, "intermediate_size": 128, "intermediate_size_mlp": 256},
+    ),
     ("gemma4_text", "fp4-w4a16", GEMMA4),
-    ("afmoe", "awq-w4a16", {**EXPERTS, "moe_intermediate_size": 128, "num_dense_layers": 1, "num_experts_per_tok": 4, "sliding_window": 32}),
+    (
+        "afmoe",
+        "awq-w4a16",
+        {**EXPERTS, "moe_intermediate_size": 128, "num_dense_layers": 1, "num_experts_per_tok": 4, "sliding_window": 32},
+    ),
     ("flex_olmo", "awq-w4a16", {**EXPERTS, "num_experts_per_tok": 4}),  # no norm before the experts
-    ("minimax", "fp4-w4a16", {**EXPERTS, "num_experts_per_tok": 4, "layer_types": ["full_attention"] * 2}),  # one unit, experts behind attention
+    (
+        "minimax",
+        "fp4-w4a16",
+        {**EXPERTS, "num_experts_per_tok": 4, "layer_types": ["full_attention"] * 2},
+    ),  # one unit, experts behind attention
 ]
 
 
@@ -146,7 +158,7 @@ def test_the_report_says_of_the_output_what_transformers_says(model_type: str, s
     if model_type in STACKED:  # plain again, and as transformers saved it: nothing is missing
         again = convert(tmp_path / "out", tmp_path / "plain", dtype="fp32").out
         loaded, facts = transformers.AutoModelForCausalLM.from_pretrained(again, output_loading_info=True)
-        assert not (facts["missing_keys"] or facts["unexpected_keys"] or facts["mismatched_keys"])
+        assert not any(facts[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
         assert all(torch.equal(one, model.state_dict()[name]) for name, one in loaded.state_dict().items())
 
 

@@ -218,7 +218,9 @@ def _stored(model: Any, name: str, held: _Held) -> tuple[tuple[tuple[str, str, s
     either = not all(_is_there(by_first, one) for one in (gate_up, down))
     if not all(_is_there(by_first, one.mT if either else one) for one in (gate_up, down)):
         raise UnknownExperts(f"checkpoints hold {name} in another form than one matrix an expert, or all in one tensor")
-    triples = tuple((f"{name}.{e}.gate_proj.weight", f"{name}.{e}.up_proj.weight", f"{name}.{e}.down_proj.weight") for e in range(held.count))
+    triples = tuple(
+        (f"{name}.{e}.gate_proj.weight", f"{name}.{e}.up_proj.weight", f"{name}.{e}.down_proj.weight") for e in range(held.count)
+    )
     stacks = (
         Stack(by_first[0.0][0], tuple((gate, up) for gate, up, _ in triples), (held.width, held.hidden), held.turned, either),
         Stack(

@@ -116,8 +116,7 @@ class DecoderLayer:
     def summed(self, hidden: Tensor, context: CausalContext) -> Tensor:
         """hidden [T, at least H] -> what the experts together add to zeros, and what the linears beside them make: [T, H and more]."""
         hidden = hidden[:, : self.skeleton.hidden_size]
-        sizes = [self.module.get_submodule(name).weight.shape[0] for name in self.plan.beside]
-        self._made = {name: hidden.new_empty(len(hidden), int(size)) for name, size in zip(self.plan.beside, sizes)}
+        self._made = {name: hidden.new_empty(len(hidden), self._outputs(name)) for name in self.plan.beside}
         self.feed_forward(hidden, context)
         made, self._made = list(self._made.values()), {}
         return torch.cat((torch.zeros_like(hidden), *made), dim=1)
@@ -126,8 +125,8 @@ class DecoderLayer:
         """hidden [T, H and more], with what linears beside the experts made; summed [T, H] -> [T, H] after the layer. No other linear is
         asked."""
         width = self.skeleton.hidden_size
-        sizes = [int(self.module.get_submodule(name).weight.shape[0]) for name in self.plan.beside]
-        self._answers = _Answers(summed, dict(zip(self.plan.beside, hidden[:, width:].split(sizes, dim=1))))
+        made = hidden[:, width:].split([self._outputs(name) for name in self.plan.beside], dim=1)
+        self._answers = _Answers(summed, dict(zip(self.plan.beside, made)))
         try:
             return self.feed_forward(hidden[:, :width], context)
         finally:
@@ -177,6 +176,12 @@ class DecoderLayer:
             return
         module._parameters[key] = nn.Parameter(self.weights.tensor(disk), requires_grad=False)
 
+    def _outputs(self, module: str) -> int:
+        """Of a linear."""
+        weight = self.module.get_submodule(module)._parameters["weight"]
+        assert weight is not None, module
+        return int(weight.shape[0])
+
     def disk(self, module: str) -> str:
         """The name on disk of a module of this layer."""
         return self.names[f"{module}.weight"].removesuffix(".weight")
@@ -207,7 +212,7 @@ class DecoderLayer:
             if self._answers is None:
                 made = op(x)
             else:
-                shape = (*x.shape[:-1], self.skeleton.layers[self.layer].get_submodule(name).weight.shape[0])
+                shape = (*x.shape[:-1], self._outputs(name))
                 found = self._answers.linears.get(name)
                 made = x.new_zeros(shape) if found is None else found[self._part].reshape(shape)
             if name in self._made:
