@@ -139,7 +139,8 @@ _LABEL = re.compile(r"(?P<open>[(\[{<\"']*)\s*(?P<letter>[A-Za-z])\s*(?P<close>[
 _JOINED = re.compile(
     r"(?i)(?:\s*\([^()]*\))?"
     r"[\s\"'\])]*\?*\s*(?:,|/|&|\+|-|\?|;|\||(?:, ?|\()?(?:and/or|and|or|to|as well as|maybe|perhaps|possibly)\b|和|或|、)\s*"
-    r"(?:also |maybe |perhaps |probably |option |possibly )?[(\[\"']*(?P<letter>[A-Z])(?![A-Za-z0-9']|\.[A-Za-z])(?!\s+(?:is|was)\b)"
+    r"(?:also |maybe |perhaps |probably |option |possibly )?[(\[\"']*(?P<letter>[A-Z])(?![A-Za-z0-9']|\.[A-Za-z])"
+    r"(?!\s+(?:is|was|would|could|has|does|[a-z]{2,}s)\b)"
 )
 _BESIDE = re.compile(r"\s+[(\[]?(?P<letter>[A-Z])(?![A-Za-z0-9'])(?!\s+[a-z])")
 _TAKEN_BACK = re.compile(r"(?i)\s*(?:is|was|are|seems)(?:\s+(?:not|never|wrong|incorrect|false|impossible)\b|n't\b)")

@@ -28,6 +28,7 @@ _GOVERNED = re.compile(
     r"|its|another|to|to\s+(?!(?:get|obtain|give|make|have|find)\b)[a-z]+|selling|buying|other)\s+$"
 )
 _NAMED = re.compile(r"([A-Za-z]{2,})(?:\s*[:=]|\s+(?:is|of|was|are))?\s+$")  # has area 42
+_DONE = {"pay", "earn", "sell", "buy", "give", "eat", "drive", "run", "save"}  # verbs, which name no number
 _AMOUNT_OF = re.compile(r"(?i)(?P<noun>[a-z]+)\s+of\s+$")
 _PART_OF = re.compile(r"\s+of\s+(?:(?:the|its|these|those|all|his|her|their)\s+)*\d")
 _PRONOUN = re.compile(r"(?i)^\W*(?:(?:and|so|now|later|in\s+\d+\s+\w+)\W+)*(?:she|he|it|they|this|that|who|which|we|i)\b")
@@ -59,7 +60,7 @@ class _Tally:
 def _is_governed(number: Number, asked: Asked) -> bool:
     """Whether a preposition makes the number a circumstance: in 8 hours, at $30; not of what is asked for: an income of $1250."""
     amount = _AMOUNT_OF.search(number.before)
-    if amount is not None and stem(amount["noun"]) in asked.words | {"total", "sum", "average", "earn"}:
+    if amount is not None and stem(amount["noun"]) in asked.words | {"total", "averag", "earn"}:
         return False
     if _PART_OF.match(number.sentence, number.end) or number.is_result or TAKES.search(number.before):
         return False
@@ -100,11 +101,18 @@ def _tallies(sentence: str, asked: Asked) -> dict[Fraction, _Tally]:
 def _tally(number: Number, clause: str, here: frozenset[str], nouns: list[str], asked: Asked) -> _Tally:
     """What speaks for a number: `here`, the question's words around it; `nouns`, what it or the number before it counts."""
     told_by_kind = {noun for noun in asked.counted if number.counted and (noun in nouns or noun == asked.counted[-1])}
-    words = min(len(here - told_by_kind), 3) + len(here & {"total", "left"})
+    words = min(len(here - told_by_kind), 3) + len(here & {"total", "left"}) + bool(here & asked.circumstances)
     kind = _of_kind(number, nouns, asked)
     is_given = number.value in asked.given and not number.is_result
     is_concluded = not is_given and _CONCLUSION.match(clause) is not None
-    points = words + kind + _around(clause, asked) + _own_points(number, asked) - is_given + 2 * is_concluded
+    points = (
+        words
+        + kind
+        + _around(clause, asked)
+        + _own_points(number, asked)
+        - (is_given and not here & asked.circumstances)
+        + 2 * is_concluded
+    )
     if _CONDITION.match(clause) and not asked.when and not (number.is_result and not _REASON.match(clause)):
         points -= 2
     return _Tally(points, words, max(kind, 0), is_concluded or number.is_result, is_given)
@@ -139,7 +147,7 @@ def _own_points(number: Number, asked: Asked) -> int:
     """Whether the number is computed, governed by a preposition, or the value of a letter."""
     points = int(number.is_result) - 2 * _is_governed(number, asked) + (TAKES.search(number.before) is not None)
     named = _NAMED.search(number.before)
-    points += named is not None and stem(named[1]) in asked.words
+    points += named is not None and stem(named[1]) in asked.words - _DONE
     label = _LABEL.search(number.before)
     if label is not None:
         points += 1 if asked.words == {label["label"].lower()} else -2
@@ -165,7 +173,11 @@ def answering(sentences: Sequence[str], question: str, said: Fraction | None) ->
     if last is None:
         return None
     if (said is None or said in asked.given) and not any(tally.evidence for tally in last.values()):
-        new = [value for value, tally in last.items() if not tally.is_given]
+        new = [
+            value
+            for value, tally in last.items()
+            if not tally.is_given and tally.points > -MARGIN and (said is not None or tally.is_concluded)
+        ]
         return new[0] if len(new) == 1 else None
     is_afterthought = listed < 2 and len(sentences) > 1 and not re.search(rf"(?i)=|\b{CONCLUDES}|\bnow\b", sentences[-1])
     before = _weighed(sentences[-2], asked) if is_afterthought else None

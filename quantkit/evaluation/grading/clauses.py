@@ -28,7 +28,7 @@ CONCLUDES = (
 )
 CONDITIONS = (
     r"(?:because|since|when|after|before|if|as|given|once|although|though|while|whereas|where|with(?!\s+an?\s)|attained|achieved|instead\s+of"
-    r"|rather\s+than|of\s+(?:which|whom|them))\b"
+    r"|rather\s+than|of\s+(?:which|whom))\b"
 )
 _BOUNDARY = re.compile(
     rf"(?i)[;:—\n。、]|\((?=[^\d)]*[a-z]{{2}})|,(?!\d{{3}}(?!\d))|(?<=\w)\.\s|(?<![\w-])(?:{CONCLUDES}|{CONDITIONS}|(?:and|which|but|then)\b)"

@@ -165,7 +165,7 @@ def read_sentence(text: str, letters: bool = True) -> Value | None:
     return read_value(again["again"], letters) if again is not None else value
 
 
-_TOKEN = re.compile(r"(?<![A-Za-z\d_.])(?:[-+]\s?)?[$€£¥₹]?\s?(?:\d|\.\d)[\d,.'_]*")
+_TOKEN = re.compile(r"(?<![A-Za-z\d_.])(?:[-+]\s?)?[$€£¥₹]?\s?(?:\d{1,3}(?: \d{3})+(?![\d-])|(?:\d|\.\d)[\d,.'_]*)")
 _NO_ANSWER_BEFORE = re.compile(
     r"(?:[-+*/^×÷·√:<>≤≥≠±(]|\\[A-Za-z]+\{?|(?<![A-Za-z])(?:or|to|of the|of her|of his|of their)|\d\s*(?:,|and|&|和|到|至|或))\s*$"
     r"|[不非]是\s*$"

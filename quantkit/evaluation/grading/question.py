@@ -13,13 +13,15 @@ from quantkit.evaluation.grading.typesetting import END_TEXT, TEXT, plain
 @dataclass(frozen=True)
 class Asked:
     """`counted`: what is counted (`how many dark chocolates`), its last word the noun; `words`: the stems of what is asked; `given`:
-    numbers that the question tells; `kind`: `$` for money, `%` for a share, `/` for a rate; `denied`: how many are not; `another_time`:
-    not now; `when`: after how many years; `told`: the question's words, as they stand.
+    numbers that the question tells; `circumstances`: of the words those behind a preposition (`in the afternoon`); `kind`: `$` for
+    money, `%` for a share, `/` for a rate; `denied`: how many are not; `another_time`: not now; `when`: after how many years; `told`:
+    the words of what is asked, as they stand.
     """
 
     counted: tuple[str, ...]
     words: frozenset[str]
     given: frozenset[Fraction]
+    circumstances: frozenset[str]
     kind: str
     denied: bool
     another_time: bool
@@ -113,6 +115,7 @@ _MONEY = re.compile(
     r"(?i)\bhow\s+much\s+(?:money|profit)\b|\bhow\s+much\b[^.?]*\b(?:pay|cost|spend|spent|earn|make|made|owe|charge|save|money|change|price)\b"
     r"|\bdollars?\b|\b(?:profit|price|cost|income|salary|revenue|earnings|savings|rent)\b"
 )
+_CIRCUMSTANCE = re.compile(r"(?i)\b(?:in|on|at|for|during|by|from|after|before)\s+((?:[a-z]+\s+){0,2}[a-z]+)")
 _SHARE = re.compile(r"(?i)\bpercent(?:age)?\b|%")
 _RATE = re.compile(r"(?i)\b(?:per|speed|rate|how\s+fast)\b")
 _ANOTHER_TIME = re.compile(r"(?i)\b(?:will|was|were|had|did|ago)\b|\bin\s+(?:the\s+end|\w+\s+(?:years?|months?|weeks?|days?))\b")
@@ -147,9 +150,10 @@ def read_question(question: str) -> Asked | None:
         counted=nouns,
         words=words,
         given=frozenset(number.value for number in told),
+        circumstances=frozenset(word for match in _CIRCUMSTANCE.finditer(asked) for word in stems(match[1]) & words) - {"total", "left"},
         kind=kind,
         denied=NEGATED.search(asked) is not None,
         another_time=_ANOTHER_TIME.search(asked) is not None,
         when=_WHEN.search(sentences[-1]) is not None,
-        told=frozenset(re.findall(r"[a-z]+", shown.lower())),
+        told=frozenset(re.findall(r"[a-z]+", target.lower())),
     )
