@@ -14,6 +14,7 @@ from quantkit_kernels.cuda.plans import (
     _measured,
     experts_plans,
     linear_plan,
+    one_token_plan,
     persistent_tiles_plans,
     sorted_plan,
 )
@@ -87,13 +88,21 @@ def test_plans_of_experts_fit(tokens: int, top_k: int) -> None:
             plans = experts_plans(kind, hidden, intermediate, count, tokens * top_k, top_k)
             if plans is None:
                 assert kind != "int8", "one launch for both products is for 4 bits"
-                assert tokens > 1 or intermediate < 512, "one token's larger experts take two launches"
                 assert count <= 1024, "more experts than a block lists"
                 continue
-            of_one_token = any(isinstance(plan, TokensInSharedPlan) for plan in plans)
-            assert not of_one_token or (tokens == 1 and kind != "int8"), plans
             check(plans[0], 2 * intermediate, hidden, top_k)
             check(plans[1], hidden, intermediate, top_k)
+
+
+@pytest.mark.parametrize("top_k", [1, 4, 8, 9])
+def test_plans_of_one_token_fit(top_k: int) -> None:
+    """A pair's blocks have all rows of both products; of a rank's share as of a whole layer there is a plan."""
+    for hidden, intermediate in ((7168, 2048), (7168, 512), (7680, 512), (2048, 768)):
+        plan = one_token_plan(hidden, intermediate, top_k)
+        assert plan is not None, (hidden, intermediate)
+        check(TokensInSharedPlan(1, plan.wn, plan.split), 2 * intermediate, hidden, top_k)
+        check(TokensInSharedPlan(1, plan.down_wn, 1), hidden, intermediate, top_k)
+    assert one_token_plan(7168, 256, top_k) is None, "smaller experts are faster by fused_experts"
 
 
 @pytest.mark.parametrize("experts", [1, 8, 128, 257, 1024])
