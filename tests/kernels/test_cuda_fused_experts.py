@@ -6,8 +6,7 @@ from quantkit_kernels import ExpertsBuilder
 from quantkit_kernels.backends import why_unusable
 from quantkit_kernels.cuda.experts.experts import CudaExperts
 from quantkit_kernels.cuda.experts.fused import fused_experts
-from quantkit_kernels.cuda.experts.one_token import one_token
-from quantkit_kernels.cuda.plans import OneTokenPlan
+from quantkit_kernels.cuda.plans import TokensInSharedPlan
 from quantkit_kernels.samples import TOLERANCE, distance, random_weight
 from quantkit_kernels.self_check import exact_experts
 from quantkit_kernels.weights import Weight
@@ -73,11 +72,14 @@ def test_one_token_with_tokens_in_shared_memory_matches_float64(grid: str, dtype
             weights = torch.rand(1, top_k, generator=rng, device=DEVICE)
             for ids in (spread, torch.full_like(spread, 4), spread.int()):
                 exact = exact_experts(x, ids, weights, few)
-                for plan in (OneTokenPlan(1, 1, 2), OneTokenPlan(3, 2, 7), OneTokenPlan(18, 4, 5), OneTokenPlan(2, 8, 18)):
-                    held = (experts.gate_up, experts.down, experts.kind, experts.group, 9)
-                    y = one_token(*held, x, ids, weights, plan)
-                    assert distance(y, exact) < 2 * TOLERANCE[dtype], (hidden, top_k, plan, seed)
-                    assert torch.equal(y, one_token(*held, x, ids, weights, plan)), (hidden, top_k, plan, seed)
+                for plans in (
+                    (TokensInSharedPlan(1, 1, 1), TokensInSharedPlan(1, 2, 1)),
+                    (TokensInSharedPlan(1, 3, 2), TokensInSharedPlan(1, 7, 3)),
+                    (TokensInSharedPlan(1, 18, 4), TokensInSharedPlan(1, 5, 8)),
+                ):
+                    y = experts.two_products(x, ids, weights, plans)
+                    assert distance(y, exact) < 2 * TOLERANCE[dtype], (hidden, top_k, plans, seed)
+                    assert torch.equal(y, experts.two_products(x, ids, weights, plans)), (hidden, top_k, plans, seed)
                 assert distance(experts(x, ids, weights), exact) < 2 * TOLERANCE[dtype], (hidden, top_k, seed)
 
 

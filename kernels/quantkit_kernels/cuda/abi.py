@@ -127,7 +127,6 @@ FUNCTIONS: dict[str, list[type]] = {
     "qk_quantize_arranged": [*[_POINTER] * 5, *[_INT] * 5, _POINTER],
     "qk_quantize_rows": [*[_POINTER] * 3, *[_INT] * 3, _POINTER],
     "qk_fused_experts": [ctypes.POINTER(FusedExpertsParams), *[_INT] * 4, _POINTER],
-    "qk_one_token": [*[ctypes.POINTER(GemmParams)] * 2, _POINTER, *[_INT] * 3, _POINTER],
     "qk_sort_pairs": [_POINTER, *[_INT] * 5, *[_POINTER] * 4],
     "qk_sum_pairs": [_POINTER, _POINTER, _POINTER, *[_INT] * 5, _POINTER, _INT, _POINTER],
     "qk_sum_rounded_pairs": [_POINTER, _POINTER, _POINTER, *[_INT] * 5, _POINTER],

@@ -11,9 +11,9 @@ A plan, its name in plans.json, its kernel's file and its C function have one na
     expand                1024 tokens and more, 4 bits: the weight is expanded to 16 bits, and cuBLAS multiplies
 
 plans.json holds the linears and experts of DeepSeek-R1 and openPangu-Ultra-MoE, whole and as a quarter of them (tensor parallel over four),
-as kernels/tune.py measured them. A row is a kind, the weight's sizes, the most tokens that the plans are for, and the plans: one of a
-linear, two of experts, each its name and its fields. Experts have rows in int8 only: in 4 bits one_token.cu or fused_experts.cu
-computes them. Nothing is measured on the user's machine.
+as kernels/tune.py measured them, but for rows of one token, which were measured inside a step. A row is a kind, the weight's sizes, the
+most tokens that the plans are for, and the plans: one of a linear, two of experts, each its name and its fields. Experts have rows in int8
+only: in 4 bits fused_experts.cu or tokens_in_shared.cu computes them. Nothing is measured on the user's machine.
 """
 
 import functools
@@ -81,18 +81,6 @@ def tokens_in_shared_plans(rows: int, k: int, tokens: int, pairs: int = 1) -> It
 
 
 @dataclass(frozen=True)
-class OneTokenPlan:
-    """Grid of one_token.cu, for the experts of one token in 4 bits.
-
-    wn, split: of gate_up, as in TokensInSharedPlan. down_wn: the same of down, whose K no blocks share.
-    """
-
-    wn: int
-    split: int
-    down_wn: int
-
-
-@dataclass(frozen=True)
 class TilePerBlockPlan:
     """Grid of tile_per_block.cu: a block computes one tile.
 
@@ -154,7 +142,7 @@ class ExpandPlan:
 
 
 AnyPlan = TokensInRegistersPlan | TokensInSharedPlan | TilePerBlockPlan | TileAndSharePlan | PersistentTilesPlan | ExpandPlan
-ExpertsPlans = tuple[TokensInRegistersPlan, TokensInRegistersPlan]
+ExpertsPlans = tuple[TokensInRegistersPlan | TokensInSharedPlan, TokensInRegistersPlan | TokensInSharedPlan]
 """Of gate_up and down."""
 
 SORTED_PER_EXPERT = {"int4": 9, "fp4": 9, "int8": 8}
@@ -218,8 +206,14 @@ def _many_tokens_plan(kind: str, rows: int, k: int, tokens: int) -> TilePerBlock
 
 def experts_plans(kind: str, hidden: int, intermediate: int, num_experts: int, pairs: int, top_k: int) -> ExpertsPlans | None:
     """Plans for gate_up and down of `pairs` token-expert pairs; None where fused_experts computes both in one launch."""
-    if kind != "int8" and num_experts <= MAX_EXPERTS:
-        return None
+    if kind != "int8":
+        if pairs == top_k and intermediate >= _LEAST_INTERMEDIATE:
+            first = _tokens_in_shared_plan(2 * intermediate, hidden, 1, pairs)
+            second = _tokens_in_shared_plan(hidden, intermediate, 1, pairs)
+            if first is not None and second is not None:
+                return first, second
+        if num_experts <= MAX_EXPERTS:
+            return None
     per_expert = pairs / num_experts
     if per_expert > 6:
         # A block's tokens should be all of most experts' tokens: weights are read again for more of them.
@@ -233,13 +227,6 @@ def experts_plans(kind: str, hidden: int, intermediate: int, num_experts: int, p
         assert isinstance(down, TokensInRegistersPlan), down
         return gate_up, down
     return TokensInRegistersPlan(1, 4, 1, 1, bulk=True), TokensInRegistersPlan(1, 4, 1, 1, bulk=True)
-
-
-def one_token_plan(hidden: int, intermediate: int, pairs: int) -> OneTokenPlan | None:
-    """The plan for one token's experts in 4 bits; None where fused_experts is faster, or a block's rows of down would be too many."""
-    first = _tokens_in_shared_plan(2 * intermediate, hidden, 1, pairs) if intermediate >= _LEAST_INTERMEDIATE else None
-    down_wn = next((plan.wn for plan in tokens_in_shared_plans(hidden, intermediate, 1, pairs) if plan.split == 1), None)
-    return None if first is None or down_wn is None else OneTokenPlan(first.wn, first.split, down_wn)
 
 
 def experts_token_tiles(per_expert: float) -> int:

@@ -1,8 +1,8 @@
 """Routed experts: which kernels compute them, by the number of token-expert pairs and the grid.
 
-One token in 4 bits: one_token.py. Few: fused.py. Many tokens: sorted.py. Others: three launches, gate_up with SiLU, down with the routing
-weights, and the sum over each token's experts; int8 adds two launches that quantize the activations. No launch depends on the routing's
-values, so a step can be captured in a graph.
+Few tokens in 4 bits: fused.py. Many tokens: sorted.py. Others: three launches, gate_up with SiLU, down with the routing weights, and the
+sum over each token's experts; int8 adds two launches that quantize the activations. No launch depends on the routing's values, so a step
+can be captured in a graph.
 """
 
 import torch
@@ -11,19 +11,18 @@ from torch import Tensor
 from quantkit_kernels.cuda.abi import GemmParams
 from quantkit_kernels.cuda.build import library
 from quantkit_kernels.cuda.experts.fused import fused_experts, max_pairs
-from quantkit_kernels.cuda.experts.one_token import one_token
 from quantkit_kernels.cuda.experts.sorted import SORTED_PAIRS, sorted_experts
 from quantkit_kernels.cuda.experts.sum_pairs import sum_pairs
 from quantkit_kernels.cuda.launch import SILU_MUL, WEIGH
 from quantkit_kernels.cuda.layout import PackedStrips, group_of, interleaved, pack, pointers
-from quantkit_kernels.cuda.linears.few_tokens import quantize_rows, tokens_in_registers
+from quantkit_kernels.cuda.linears.few_tokens import quantize_rows, tokens_in_registers, tokens_in_shared
 from quantkit_kernels.cuda.plans import (
     SORTED_PER_EXPERT,
     ExpertsPlans,
     TokensInRegistersPlan,
+    TokensInSharedPlan,
     experts_plans,
     experts_token_tiles,
-    one_token_plan,
     sorted_plan,
 )
 from quantkit_kernels.experts import Experts, ExpertsLayout
@@ -71,15 +70,11 @@ class CudaExperts(Experts):
 
     def few_tokens(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
-        weights = (self.gate_up, self.down, self.kind, self.group, self.num_experts)
-        # The kernel of one token reads the weights that its ids name.
-        if pairs == top_k and self.kind != "int8" and self.asked == 1:
-            plan = one_token_plan(self.hidden, self.intermediate, pairs)
-            if plan is not None:
-                return one_token(*weights, x, topk_ids, topk_weights, plan)
         plans = experts_plans(self.kind, self.hidden, self.intermediate, self.num_experts, pairs, top_k)
-        if plans is not None:
+        # The kernel of one token reads the weights that its ids name.
+        if plans is not None and (self.asked == 1 or not isinstance(plans[0], TokensInSharedPlan)):
             return self.two_products(x, topk_ids, topk_weights, plans)
+        weights = (self.gate_up, self.down, self.kind, self.group, self.num_experts)
         tiles = experts_token_tiles(pairs * self.asked / self.num_experts)
         return fused_experts(*weights, x, topk_ids, topk_weights, tiles, self.asked < 1)
 
@@ -102,7 +97,7 @@ class CudaExperts(Experts):
         out: Tensor,
         ids: Tensor,
         weights: Tensor,
-        plan: TokensInRegistersPlan,
+        plan: TokensInRegistersPlan | TokensInSharedPlan,
     ) -> None:
         by_expert = ids.numel() > self.num_experts
         params = GemmParams(
@@ -123,6 +118,10 @@ class CudaExperts(Experts):
         if self.kind == "int8":
             codes, scale = quantize_rows(x)
             params.x, params.x_scale = codes.data_ptr(), scale.data_ptr()
+        if isinstance(plan, TokensInSharedPlan):
+            params.m = 1
+            tokens_in_shared(params, self.kind, self.dtype, self.group, plan, self.device)
+            return
         grid_y = self.num_experts if by_expert else ids.numel()
         tokens_in_registers(params, self.kind, self.dtype, self.group, plan, grid_y, self.device)
 
