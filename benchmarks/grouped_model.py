@@ -49,7 +49,7 @@ MODELS = {"qwen3-8b": (qwen3, QWEN3_8B), "qwen3-30b-a3b": (qwen3_moe, QWEN3_30B_
 STEPS, CHUNK = 12, 2048
 
 
-class Bench:
+class GroupedBench:
     """A model and room for its cache."""
 
     def __init__(self, name: str, layers: int, device: torch.device, codes: torch.dtype | None = None, bits: int = 4) -> None:
@@ -158,7 +158,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     bandwidth = read_bandwidth(device)
     torch.cuda.empty_cache()
     prefer(options.backend, device)
-    bench = Bench(options.model, options.layers, device, codes_of(options.cache), options.bits)
+    bench = GroupedBench(options.model, options.layers, device, codes_of(options.cache), options.bits)
     report: dict[str, Any] = {
         "model": options.model,
         "layers": bench.config.num_hidden_layers,

@@ -50,7 +50,7 @@ class Stub:
         return StepResult(self.hidden[:count], self.logits[:count], self.greedy[:count])
 
 
-class Texts:
+class TextReader:
     """Takes all running answers' texts, as a server does, and the time of it."""
 
     def __init__(self, engine: Engine) -> None:
@@ -73,7 +73,7 @@ def microseconds(engine: Engine, users: int, steps: int, fields: dict[str, Any])
         engine.submit([20 + user % 50] * 8, SamplingParams(max_new_tokens=400, ignore_eos=True, seed=user, **known), user)
     while sum(len(one.token_ids) for one in engine.scheduler.running) < 108 * users:
         engine.step()
-    times, texts = [], Texts(engine)
+    times, texts = [], TextReader(engine)
     for _ in range(steps):
         began = time.process_time()
         engine.step()

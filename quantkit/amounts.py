@@ -39,12 +39,13 @@ def span(seconds: float) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """A size such as 16GiB, 64GB or 512MiB, in bytes."""
-    units = {"GiB": 2**30, "MiB": 2**20, "TiB": 2**40, "GB": 10**9, "MB": 10**6, "TB": 10**12}
+    """A size such as 16GiB, 64GB or 500kB, in bytes; units in any case."""
+    units = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+    written = text.lower()
     for unit, factor in units.items():
-        if text.endswith(unit):
+        if written.endswith(unit):
             try:
-                value = float(text.removesuffix(unit))
+                value = float(written.removesuffix(unit))
             except ValueError:
                 break
             if 0 < value < math.inf:

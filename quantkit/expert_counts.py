@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from quantkit.errors import QuantkitError
 from quantkit.model_files import read_json
+from quantkit.whole_files import write_whole
 
 KIND = "expert counts"
 FILE_NAME = "expert_counts.json"
@@ -58,28 +59,20 @@ class ExpertCounts:
         return (json.dumps({"quantkit": KIND, **vars(self), "layers": layers}) + "\n").encode()
 
     def write(self, path: Path) -> None:
-        """The file appears complete."""
-        fresh = path.with_name(f"{path.name}.new")
-        fresh.write_bytes(self.to_bytes())
-        fresh.replace(path)
+        """The file appears whole."""
+        write_whole(path, self.to_bytes())
 
     @classmethod
     def read(cls, path: Path) -> "ExpertCounts":
         """Raises QuantkitError for anything but such a file."""
+        if not path.exists():
+            raise QuantkitError(f"{path} does not exist", _REMEDY)
         found = read_json(path)
         if found.get("quantkit") != KIND or not isinstance(found.get("layers"), dict):
             raise QuantkitError(f"{path} is no file of expert counts", _REMEDY)
         hidden_size, experts, tokens = (_count(path, name, found.get(name)) for name in ("hidden_size", "experts", "tokens"))
         layers = {_layer(path, name): _counts(path, name, row, experts) for name, row in found["layers"].items()}
         return cls(str(found.get("model_type")), hidden_size, experts, tokens, layers)
-
-
-def check_writable(path: Path) -> None:
-    """Raise QuantkitError, before hours of work, where the counts could not be written."""
-    if path.is_dir():
-        raise QuantkitError(f"{path} is a directory", "give --count-experts the name of a file")
-    if not path.parent.is_dir():
-        raise QuantkitError(f"there is no folder {path.parent} to write {path.name} in", "make it, or give another file")
 
 
 def _layer(path: Path, name: str) -> int:

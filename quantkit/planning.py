@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from quantkit.amounts import parse_bytes, size, span
 from quantkit.assets import asset
 from quantkit.checkpoint.reader import Checkpoint
@@ -25,7 +27,7 @@ from quantkit.executor.cache import codes_of
 from quantkit.executor.expert_parallel import check_experts
 from quantkit.models.architecture import CacheBits
 from quantkit.models.table import Parameter
-from quantkit.quantization.choosing import Options, read_sensitivities
+from quantkit.quantization.choosing import Options, check_wanted, read_sensitivities
 from quantkit.quantization.cost import RATES, RunWork, job_work, seconds_of
 from quantkit.quantization.memory import expected_peak
 from quantkit.quantization.mixture import Mixture
@@ -157,7 +159,10 @@ class Plan(Result):
             ("output", f"{size(self.output_bytes)} ({self.format}), without MTP {size(self.output_bytes_without_mtp)}"),
             *((f"  {part}", size(count)) for part, count in self.output_bytes_by_part.items()),
             ("fits", "yes" if self.fits else "NO"),
-            (f"  {placed.count} devices of {size(placed.memory_bytes)}", f"{size(placed.weight_bytes)} of weights each"),
+            (
+                f"  {placed.count} device{'s' if placed.count > 1 else ''} of {size(placed.memory_bytes)}",
+                f"{size(placed.weight_bytes)} of weights each",
+            ),
             ("  room for the cache", f"{size(placed.cache_bytes)} each{room}"),
             ("  assuming", placed.assumption),
             *((f"  at {one.bits:.2f} bits", one.told()) for one in self.sizes),
@@ -196,18 +201,15 @@ def plan(
     of its own, a part of the routed experts, and everything else whole. draft: a draft model, which every device holds whole, and keeps
     a cache for.
     """
-    bits: CacheBits = 16 if codes_of(cache) is None else 8
+    check_wanted(sensitivities, mixture)
     settings = (recipe or load_recipe(scheme.name)).with_given(samples=samples, seq_len=seq_len)
     request = read_request(scheme, format, engine, settings, mixture)
     target = read_devices(devices) if isinstance(devices, str) else devices
-    if dp not in (1, target.count):
-        raise QuantkitError(f"--dp {dp} is for as many devices, and there are {target.count}", f"give --dp {target.count}, or leave it out")
-    if draft is not None and dp > 1:
-        raise QuantkitError("--dp does not go with --draft", "give one or the other")
-    beside = NO_DRAFT if draft is None else draft_sizes(open_headers(str(draft)), bits)
-    place = PlacedRequest(context, redundant, bits, data=dp > 1, draft=beside)
+    place = _read_place(target.count, context, redundant, cache, dp, draft)
     job = open_job(request, model if isinstance(model, Checkpoint) else open_headers(str(model)))
     check_experts(job.rows, dp)
+    if redundant and all(row.expert is None for row in job.rows):
+        raise QuantkitError("the model has no routed experts to copy", "leave out --redundant")
     choosing = _choose(job, sensitivities, target, place) if mixture.chooses else None
     job = choosing.job if choosing else job
     rows = [(row, job.stored_bytes(row, job.grids.get(row.module))) for row in job.rows]
@@ -239,6 +241,16 @@ def plan(
     )
 
 
+def _read_place(devices: int, context: int, redundant: int, cache: str | None, dp: int, draft: str | Path | None) -> PlacedRequest:
+    bits: CacheBits = 16 if codes_of(cache) is None else 8
+    if dp not in (1, devices):
+        raise QuantkitError(f"--dp {dp} is for as many devices, and there are {devices}", f"give --dp {devices}, or leave it out")
+    if draft is not None and dp > 1:
+        raise QuantkitError("--dp does not go with --draft", "give one or the other")
+    beside = NO_DRAFT if draft is None else draft_sizes(open_headers(str(draft)), bits)
+    return PlacedRequest(context, redundant, bits, data=dp > 1, draft=beside)
+
+
 def _choose(job: Job, sensitivities: Path | None, devices: Devices, place: PlacedRequest) -> PlannedChoice:
     """Grids for the linears, and what other sizes would make."""
     options = Options(job)
@@ -268,23 +280,21 @@ def find_accelerator(name: str) -> Accelerator | None:
 
 
 def read_devices(text: str) -> Devices:
-    """ "8x64GiB", "8xH100" by a name of recipes/go/devices.yaml, or "8x910B1" and "8xFILE.yaml" of hardware whose speed is known too."""
-    count, _, kind = text.partition("x")
-    if not re.fullmatch(r"[1-9]\d*", count) or re.fullmatch(r"\S*[KMGT]i?B", kind):
-        return Devices(*parse_devices(text))
+    """ "8x64GiB", "8xH100" by a name of recipes/go/devices.yaml, "8x910B1" or "8xFILE.yaml" of hardware whose speed is known too, or "cpu":
+    this machine's memory. Raises QuantkitError for anything else."""
+    if text.lower() in ("cpu", "1xcpu"):
+        return Devices(1, psutil.virtual_memory().total)
+    found = re.fullmatch(r"(\d{1,6})x(.+)", text)
+    if not found or int(found[1]) < 1 or re.fullmatch(r"[\d.]+", found[2]):
+        raise QuantkitError(f"devices {text!r} make no sense", "write 8x64GiB, 8xH100, 8x910B1 or cpu")
+    count, kind = int(found[1]), found[2]
+    if re.fullmatch(r".*[kmgt]i?b", kind, re.IGNORECASE):
+        return Devices(count, parse_bytes(kind))
     known = find_accelerator(kind)
     if known is not None and find_yaml(kind.lower(), "recipes", "hardware") is None:
-        return Devices(int(count), known.memory_gib * 2**30)
+        return Devices(count, known.memory_gib * 2**30)
     hardware = load_hardware(kind)
-    return Devices(int(count), round(hardware.memory_gb) * 2**30, hardware)
-
-
-def parse_devices(text: str) -> tuple[int, int]:
-    """ "8x64GiB" -> (8, bytes of one)."""
-    found = re.fullmatch(r"(\d+)x(.+)", text)
-    if not found or int(found[1]) < 1:
-        raise QuantkitError(f"devices {text!r} make no sense", "write them as 8x64GiB")
-    return int(found[1]), parse_bytes(found[2])
+    return Devices(count, round(hardware.memory_gb) * 2**30, hardware)
 
 
 def _by_part(rows: list[tuple[Parameter, int]]) -> dict[str, int]:

@@ -118,10 +118,11 @@ def _store(pointer: Pointer, values: Any, mask: Tensor | None = None) -> None:
     pointer.flat[offset[inside]] = torch.as_tensor(values).expand(offset.shape)[inside].to(pointer.flat.dtype)
 
 
-def _atomic_add(pointer: Pointer, value: int, sem: str, scope: str) -> int:
-    before = int(pointer.flat[pointer.offset])
-    pointer.flat[pointer.offset] += value
-    return before
+def _atomic_add(pointer: Pointer, values: Any, mask: Tensor | None = None, sem: str = "", scope: str = "") -> Any:
+    offset, inside = pointer.cells(mask)
+    before = pointer.flat[torch.where(inside, offset, 0)].clone()
+    pointer.flat.index_add_(0, offset[inside], torch.as_tensor(values, dtype=pointer.flat.dtype).expand(offset.shape)[inside])
+    return before if offset.dim() else int(before)
 
 
 class _Memory(list[Any]):

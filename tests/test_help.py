@@ -56,3 +56,44 @@ def test_a_shell_completes_names(typed: str, offered: set[str], monkeypatch: pyt
 
 def test_engines_are_those_with_a_profile() -> None:
     assert tuple(names_of_engines()) == engine_names()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_option_says_what_it_is_for(name: str) -> None:
+    silent = [one.opts[0] for one in GROUP.commands[name].params if not getattr(one, "help", None)]
+    assert not silent
+
+
+def test_an_answers_length_has_the_name_of_eval_too() -> None:
+    context = GROUP.commands["run"].make_context("run", ["tiny-r1", "--max-tokens", "7"])
+    assert context.params["max_new_tokens"] == 7
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            "eval tiny-r1 --tasks tiny-math --accuracy 0.9",
+            "Invalid value for --accuracy: it is expected for --plan alone",
+        ),
+        ("ppl tiny-r1 --text a.txt --data-dir .", "Invalid value for --data-dir: it is for --sampled alone; see quantkit ppl --help"),
+        ("ppl tiny-r1 --text a.txt --max-tokens 9", "Invalid value for --max-tokens: it is for --sampled alone; see quantkit ppl --help"),
+        ("check tiny-r1 --text a.txt --depth headers", "Invalid value for --text: it is computed with --depth behaviour alone"),
+        ("nope", "No such command 'nope'; see quantkit --help"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(line: str, said: str) -> None:
+    answer = command(*line.split())
+    assert (answer.code, answer.out) == (2, "")
+    assert answer.error.startswith(f"error: {said}")
+
+
+def test_the_short_name_of_help() -> None:
+    assert command("-h").out == command("--help").out
+    assert command("run", "-h").out == command("run", "--help").out
+
+
+def test_sampling_is_checked_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quantkit.executor.engine.Engine.open", lambda *_: pytest.fail("a model is loaded"))
+    answer = command("run", "tiny-r1", "--prompt", "1", "--top-p", "0")
+    assert (answer.code, answer.err) == (1, "error: top_p is 0.0; use a number above 0 and at most 1\n")

@@ -3,13 +3,15 @@
 from pathlib import Path
 
 import make_model
+import psutil
 import pytest
 import r1_headers
 from commands import command
+from tied_model import TIED, tied_tensors
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError
-from quantkit.planning import Plan, parse_devices, plan
+from quantkit.planning import Devices, Plan, plan, read_devices
 from quantkit.quantization import quantize
 from quantkit.recipe import Recipe, load_recipe
 from quantkit.schemes import SCHEMES, find_scheme
@@ -114,8 +116,8 @@ def test_known_hardware_is_predicted_too() -> None:
     assert plan("tiny-r1", find_scheme("awq-w4a16"), devices="8x64GiB").devices.workspace_bytes == {}
     named = plan("tiny-r1", find_scheme("awq-w4a16"), devices="8xh100")
     assert (named.devices.memory_bytes, named.cost_model) == (79 * 2**30, None)
-    with pytest.raises(QuantkitError, match="hardware 64 is not known"):
-        plan("tiny-r1", find_scheme("awq-w4a16"), devices="8x64")
+    with pytest.raises(QuantkitError, match="hardware FOO is not known"):
+        plan("tiny-r1", find_scheme("awq-w4a16"), devices="8xFOO")
 
 
 def test_samples_are_the_recipes_unless_given(tiny_checkpoint: Path) -> None:
@@ -126,8 +128,16 @@ def test_samples_are_the_recipes_unless_given(tiny_checkpoint: Path) -> None:
 
 
 def test_devices_are_read_and_faults_told() -> None:
-    assert parse_devices("8x64GiB") == (8, 64 * 2**30)
-    assert parse_devices("4x141GB") == (4, 141 * 10**9)
-    for text in ("8", "0x64GiB", "8x64", "8xGiB", "8x-1GiB"):
-        with pytest.raises(QuantkitError, match=r"make no sense|is no size"):
-            parse_devices(text)
+    assert read_devices("8x64GiB") == Devices(8, 64 * 2**30)
+    assert read_devices("4x141GB") == Devices(4, 141 * 10**9)
+    assert read_devices("2x8gib") == Devices(2, 8 * 2**30)
+    assert read_devices("cpu") == Devices(1, psutil.virtual_memory().total)
+    for text in ("8", "8x", "0x64GiB", "8x64", "8xGiB", "8x-1GiB", ""):
+        with pytest.raises(QuantkitError, match=r"devices '.*' make no sense; write 8x64GiB, 8xH100, 8x910B1 or cpu|is no size"):
+            read_devices(text)
+
+
+def test_copies_of_experts_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    dense = make_model.write_dense(tmp_path / "dense", TIED, tied_tensors())
+    with pytest.raises(QuantkitError, match="no routed experts to copy; leave out --redundant"):
+        plan(dense, find_scheme("awq-w4a16"), redundant=2)

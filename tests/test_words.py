@@ -229,6 +229,20 @@ def test_stopped_before_anything_is_there(source: Path, here: Path, monkeypatch:
     assert said.json["error"]["message"].startswith("interrupted: no unit is done")
 
 
+def test_stopped_while_it_is_imported() -> None:
+    stopped = (
+        "import sys\n"
+        "class Stop:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'quantkit.cli': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Stop())\n"
+        "from quantkit.__main__ import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", stopped], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
 # --- two at one output -------------------------------------------------------------------------------------------------------
 
 

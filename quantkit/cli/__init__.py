@@ -28,6 +28,7 @@ _INTERRUPTED = 130
 app = typer.Typer(
     help="Quantize DeepSeek-R1 class models, run them on one box, and show that accuracy held.",
     no_args_is_help=True,
+    context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
     epilog="Any command takes --debug for the traceback of a failure.",
 )
@@ -132,5 +133,5 @@ def _tell_usage(error: Any, as_json: bool) -> int:
     if len(sys.argv) == 1:
         error.show()  # the help
     else:
-        tell_error(error.format_message(), f"see {error.ctx.command_path if error.ctx else 'quantkit'} --help", as_json=as_json)
+        tell_error(error.format_message().rstrip("."), f"see {error.ctx.command_path if error.ctx else 'quantkit'} --help", as_json=as_json)
     return int(error.exit_code)

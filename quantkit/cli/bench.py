@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantkit import console
-from quantkit.cli.options import AsJson, Backend, Cache, Device, Dp, Key, ServedName, Target, Tp
+from quantkit.cli.options import AsJson, Backend, Cache, Device, Dp, Key, Seed, ServedName, Target, Tp
 from quantkit.console import print_json
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def bench(
     goodput: Goodput = None,
     prompts: Prompts = None,
     warmup: Warmup = 1,
-    seed: int = 0,
+    seed: Seed = 0,
     api_key: Key = None,
     served_model: ServedName = None,
     cache: Cache = None,
@@ -64,6 +64,7 @@ def bench(
     from quantkit.evaluation.speed.measure import measure_grid
     from quantkit.evaluation.speed.targets import open_target
     from quantkit.evaluation.speed.workload import read_prompts
+    from quantkit.whole_files import check_writable
 
     lengths, users = _integers("--input-len", input_len), _integers("--concurrency", concurrency)
     rates, limits = _rates(request_rate), _limits(goodput)
@@ -77,6 +78,9 @@ def bench(
     load: dict[str, Any] = {"rates": rates, "prompts": texts, "requests_per_slot": requests, "warmup": warmup, "seed": seed}
     load |= {"requests": num_prompts or (100 if rates else None), "limits": limits}
     with closing(target):
+        if out_dir is not None:
+            out_dir.mkdir(parents=True, exist_ok=True)
+            check_writable(out_dir / "bench.json", "--out")
         rows = measure_grid(target, lengths, users, output_len, on_row=partial(_show_row, bool(texts)), **load)
     result = _result(model, target, device, output_len, limits, cache, rows)
     if out_dir:

@@ -33,11 +33,20 @@ def check(
 ) -> None:
     """What is wrong with a checkpoint: files, names, codes, scales, MTP layer, tokenizer. Exits 0 if good, 1 if doubtful, 2 if bad."""
     from quantkit.diagnosis.diagnose import DEPTHS, diagnose
+    from quantkit.diagnosis.repair import check_new
     from quantkit.diagnosis.repair import repair as write_repaired
     from quantkit.diagnosis.report import write_report
+    from quantkit.whole_files import check_writable
 
     if depth not in ("auto", *DEPTHS):
         raise typer.BadParameter(f"{depth!r} is none of {', '.join(DEPTHS)}", param_hint="--depth")
+    if text is not None and depth not in ("auto", "behaviour"):
+        raise typer.BadParameter("it is computed with --depth behaviour alone", param_hint="--text")
+    if repair is not None:
+        check_new(repair)
+    if report is not None:
+        report.parent.mkdir(parents=True, exist_ok=True)
+        check_writable(report, "--report")
     by_itself = "behaviour" if text is not None else "headers" if find_local(model) is None else "tensors"
     chosen: Any = by_itself if depth == "auto" else depth
     with console.bytes_bar() as bar:
@@ -48,6 +57,8 @@ def check(
 
         diagnosis = diagnose(model, source=source, engine=engine, depth=chosen, text=text, tell=console.tell, on_bytes=show)
     about = diagnosis.to_json()
+    if not json_:
+        console.show_diagnosis(model, about)
     if repair is not None:
         about |= {"repaired": {"out": str(repair), "changes": write_repaired(diagnosis, repair, source, engine)}}
     if report is not None:
@@ -55,7 +66,6 @@ def check(
     if json_:
         console.print_json(about)
     else:
-        console.show_diagnosis(model, about)
         for change in about.get("repaired", {}).get("changes", []):
             console.tell(f"repaired: {change}")
     raise typer.Exit(diagnosis.findings.exit_code)

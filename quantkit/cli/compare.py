@@ -6,14 +6,14 @@ from typing import Annotated
 import typer
 
 from quantkit import console
-from quantkit.cli.options import AsJson
+from quantkit.cli.options import AsJson, Seed
 from quantkit.console import print_json
 
 
 def compare(
     runs: Annotated[list[Path], typer.Argument(metavar="BASELINE RUN...", help="The --out folders of eval; the first is the baseline.")],
     margin: Annotated[float, typer.Option(help="Loss that counts as lost, as a share.")] = 0.01,
-    seed: int = 0,
+    seed: Seed = 0,
     out_dir: Annotated[Path | None, typer.Option("--out", help="Folder for comparison.html and comparison.json.")] = None,
     json_: AsJson = False,
 ) -> None:

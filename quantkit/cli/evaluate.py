@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantkit import console
-from quantkit.cli.options import AsJson, Backend, Cache, CountExperts, Device, Key, ServedName, Target
+from quantkit.cli.options import AsJson, Backend, Cache, CountExperts, Device, Key, Seed, ServedName, Target
 from quantkit.cli.stopping import stoppable
 from quantkit.console import print_json
 
@@ -21,9 +21,9 @@ Repeats = Annotated[int | None, typer.Option(min=1, help="Replies per problem; t
 Protocol = Annotated[str | None, typer.Option(help="r1, r1-0528, report, evalscope or lm-eval.")]
 Baseline = Annotated[str | None, typer.Option(help="A model, or the --out folder of an earlier run, to compare with.")]
 Out = Annotated[Path | None, typer.Option("--out", help="Folder for results, samples and the report; an interrupted run resumes there.")]
-AtLeastOne = Annotated[int | None, typer.Option(min=1)]
-Temperature = Annotated[float | None, typer.Option(min=0)]
-TopP = Annotated[float | None, typer.Option(min=0, max=1)]
+MaxTokens = Annotated[int | None, typer.Option(min=1, help="Longest reply, tokens; the protocol's otherwise.")]
+Temperature = Annotated[float | None, typer.Option(min=0, help="0 is greedy; the protocol's otherwise.")]
+MaybeTopP = Annotated[float | None, typer.Option(min=0, max=1, help="As for run; the protocol's otherwise.")]
 Margin = Annotated[float, typer.Option(help="Loss that counts as lost, as a share.")]
 Concurrency = Annotated[int, typer.Option(min=1, help="Requests in flight, or prompts in a batch.")]
 RunCode = Annotated[bool, typer.Option(help="Run programs the model wrote, in the sandbox.")]
@@ -46,11 +46,11 @@ def evaluate(
     protocol: Protocol = None,
     baseline: Baseline = None,
     out_dir: Out = None,
-    max_tokens: AtLeastOne = None,
+    max_tokens: MaxTokens = None,
     temperature: Temperature = None,
-    top_p: TopP = None,
+    top_p: MaybeTopP = None,
     margin: Margin = 0.01,
-    seed: int = 0,
+    seed: Seed = 0,
     concurrency: Concurrency = 64,
     allow_code_exec: RunCode = False,
     allow_weak_sandbox: RunWeakly = False,
@@ -75,6 +75,8 @@ def evaluate(
         from quantkit.cli.plan_evaluation import show_plan
 
         return show_plan(names, data_dir, limit, protocol or "r1", baseline, accuracy, margin, json_)
+    if accuracy is not None:
+        raise typer.BadParameter("it is expected for --plan alone", param_hint="--accuracy")
     sampling = (("max_tokens", max_tokens), ("temperature", temperature), ("top_p", top_p))
     options: dict[str, Any] = {"data_dir": data_dir, "limit": limit, "repeats": repeats, "protocol": protocol, "baseline": baseline}
     options |= {"out": out_dir, "generation": {name: value for name, value in sampling if value is not None}, "margin": margin}

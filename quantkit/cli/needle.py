@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from quantkit import console
+from quantkit.cli.options import Seed
 
 
 def needle(
@@ -16,16 +17,16 @@ def needle(
     lengths: Annotated[str, typer.Option(help="Tokens of a prompt, comma-separated; 4k is 4096.")] = "4k,8k,16k,32k,60k",
     kinds: Annotated[str, typer.Option(help="single, multikey, keys, comma-separated.")] = "single,multikey,keys",
     count: Annotated[int, typer.Option(min=1, help="Problems of every length and kind.")] = 10,
-    seed: int = 0,
+    seed: Seed = 0,
 ) -> None:
     """Make long texts with hidden numbers, from 4K to 60K tokens and more: eval's task `needle` asks for the numbers."""
     import json
 
     from quantkit.errors import QuantkitError
-    from quantkit.evaluation.results.store import write_atomically
     from quantkit.evaluation.tasks.needle import KINDS, needle_rows
     from quantkit.hub import find_local
     from quantkit.tokenizer.chat import ChatTokenizer
+    from quantkit.whole_files import check_writable, write_whole
 
     folder = find_local(tokenizer)
     if folder is None:
@@ -33,10 +34,11 @@ def needle(
     chosen = [kind.strip() for kind in kinds.split(",")]
     if unknown := [kind for kind in chosen if kind not in KINDS]:
         raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(KINDS)}", param_hint="--kinds")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    check_writable(out, "--out")
     tokens = ChatTokenizer(folder)
     rows = list(needle_rows(lambda text: len(tokens.encode_rendered(text)), _lengths(lengths), chosen, count, seed))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(out, "".join(json.dumps(row) + "\n" for row in rows))
+    write_whole(out, "".join(json.dumps(row) + "\n" for row in rows))
     console.tell(f"{len(rows)} problems in {out}; quantkit eval MODEL --tasks needle --data-dir {out.parent.parent}")
 
 

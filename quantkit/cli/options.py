@@ -26,7 +26,6 @@ def device_names() -> list[str]:
     return ["auto", "cpu", "cuda", "npu"]
 
 
-SchemeName = Annotated[str, typer.Option(help=f"{', '.join(scheme_names()[:-1])} or {scheme_names()[-1]}.", autocompletion=scheme_names)]
 MaybeScheme = Annotated[
     str | None,
     typer.Option(
@@ -66,6 +65,9 @@ Cache = Annotated[
 Drafts = Annotated[
     int, typer.Option(min=0, help="Tokens a step that the MTP layer, or --draft's model, guesses at most; the answers stay the same.")
 ]
+DraftHeld = Annotated[
+    str | None, typer.Option("--draft", metavar="MODEL", help="A model that is to guess: every device holds it whole, and its cache.")
+]
 Draft = Annotated[
     str | None,
     typer.Option(
@@ -91,4 +93,8 @@ CountExperts = Annotated[
 ]
 ServedName = Annotated[str | None, typer.Option(help="The server's name of the model; asked of it otherwise.")]
 Key = Annotated[str | None, typer.Option(help="For a server.")]
+TopP = Annotated[float, typer.Option(min=0, max=1, help="Tokens are drawn from the likeliest that have this share together.")]
+Seed = Annotated[int, typer.Option(help="Of what is drawn at random; the same seed draws the same.")]
+Host = Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 is every one of this machine.")]
+Port = Annotated[int, typer.Option(min=1, max=65535, help="The port to listen on.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]

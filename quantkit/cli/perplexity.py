@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from quantkit import console
-from quantkit.cli.options import AsJson, Backend, Cache, CountExperts, Device, Key, ServedName, Target
+from quantkit.cli.options import AsJson, Backend, Cache, CountExperts, Device, Key, Seed, ServedName, Target
 from quantkit.console import print_json
 
 Text = Annotated[Path | None, typer.Option(help="A .txt, or a .jsonl of {'text': ...}: one document a line.")]
@@ -29,7 +29,7 @@ def ppl(
     sampled: Sampled = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder with that task's data files.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest sampled reply.")] = None,
-    seed: int = 0,
+    seed: Seed = 0,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first documents, or problems.")] = None,
     served_model: ServedName = None,
     api_key: Key = None,
@@ -41,10 +41,14 @@ def ppl(
 ) -> None:
     """Perplexity of a text; with a baseline also the distance from it, by token and by layer. One of the two may be a server."""
     from quantkit.evaluation.distance.perplexity import measure
-    from quantkit.expert_counts import check_writable
+    from quantkit.whole_files import check_writable
 
+    if sampled is None:
+        for option, given in (("--data-dir", data_dir), ("--max-tokens", max_tokens)):
+            if given is not None:
+                raise typer.BadParameter("it is for --sampled alone", param_hint=option)
     if count_experts is not None:
-        check_writable(count_experts)
+        check_writable(count_experts, "--count-experts")
     options: dict[str, Any] = {"seq_len": seq_len, "stride": stride, "limit": limit, "seed": seed, "max_tokens": max_tokens}
     options |= {"sampled": sampled, "data_dir": data_dir, "count_experts": count_experts is not None}
     options |= {"device": device, "backend": backend, "cache": cache, "served_model": served_model, "api_key": api_key}
@@ -60,11 +64,12 @@ def ppl(
             counts(p.stage, f"tokens through the {p.stage}", p.done, p.total)
 
         quality = measure(model, text, baseline=baseline, progress=show, **options)
+    if json_:
+        print_json(quality.to_json())
+    else:
+        console.facts(model, quality.facts())
     if count_experts is not None and quality.expert_counts is not None:
         quality.expert_counts.write(count_experts)
-    if json_:
-        return print_json(quality.to_json())
-    console.facts(model, quality.facts())
 
 
 def _warning(model: str) -> str:

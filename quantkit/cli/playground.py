@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from quantkit import console
-from quantkit.cli.options import Backend, Device, Model
+from quantkit.cli.options import Backend, Device, Model, Port
 from quantkit.console import err
 from quantkit.hub import find_model
 
@@ -13,17 +13,19 @@ from quantkit.hub import find_model
 def playground(
     model: Model,
     other: Annotated[str | None, typer.Argument(metavar="OTHER", help="A second model, such as MODEL quantized.")] = None,
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8001,
+    port: Port = 8001,
     context: Annotated[int, typer.Option(min=16, help="Tokens of a prompt and its answer, at most.")] = 4096,
     device: Device = "auto",
     backend: Backend = "auto",
 ) -> None:
     """Ask in the browser: answers side by side, tokens coloured by the divergence, experts that changed."""
+    from quantkit.listening import bound
     from quantkit.playground.play import Playground
-    from quantkit.playground.serve import serve
+    from quantkit.playground.serve import HOST, serve
 
     models = [(name, find_model(name)) for name in (model, other) if name is not None]
-    with console.status(f"loading {' and '.join(name for name, _ in models)}"):
-        opened = Playground.open(models, device=device, backend=backend, context=context)
-    err.print(f"the playground is on http://127.0.0.1:{port}/ (Ctrl-C ends it)", soft_wrap=True)
-    serve(opened, port)
+    with bound(HOST, port) as sockets:
+        with console.status(f"loading {' and '.join(name for name, _ in models)}"):
+            opened = Playground.open(models, device=device, backend=backend, context=context)
+        err.print(f"the playground is on http://{HOST}:{port}/ (Ctrl-C ends it)", soft_wrap=True)
+        serve(opened, port, sockets)

@@ -4,22 +4,25 @@ from typing import Annotated
 
 import typer
 
+from quantkit.cli.options import Host, Port
 from quantkit.errors import QuantkitError
 
 
 def proxy(
     prefill: Annotated[str, typer.Option(help="Addresses of the servers for prefill, comma-separated: http://10.0.0.1:8100.")],
     decode: Annotated[str, typer.Option(help="Addresses of the servers for decode, comma-separated.")],
-    host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
 ) -> None:
     """Send requests to a server for prefill, then to one for decode that takes the cache over: vLLM's with a KV connector."""
     import uvicorn
 
     from quantkit.engines.proxy import proxy as in_front_of
+    from quantkit.listening import bound
 
     servers = [[url.strip() for url in urls.split(",")] for urls in (prefill, decode)]
     for url in (url for urls in servers for url in urls):
         if not url.startswith(("http://", "https://")):
             raise QuantkitError(f"{url!r} is no address of a server", "give one such as http://10.0.0.1:8100")
-    uvicorn.run(in_front_of(*servers), host=host, port=port, log_level="warning")
+    with bound(host, port) as sockets:
+        uvicorn.Server(uvicorn.Config(in_front_of(*servers), log_level="warning")).run(sockets)

@@ -1,8 +1,10 @@
 """Running a model: run, serve, and deploy, which prints how another engine would."""
 
+import os
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
+from socket import socket
 from typing import Annotated, Any
 
 import typer
@@ -18,26 +20,31 @@ from quantkit.cli.options import (
     Dp,
     Draft,
     Drafts,
+    Host,
     Model,
+    Port,
     PromptLookup,
+    Seed,
+    TopP,
     Tp,
     names_of_engines,
 )
 from quantkit.console import err, out, print_json
 from quantkit.errors import QuantkitError
 from quantkit.executor.server.tools.formats import NAMES as TOOL_PARSERS
-from quantkit.expert_counts import check_writable
+from quantkit.executor.server.tools.formats import named_format
 from quantkit.hub import find_model
+from quantkit.whole_files import check_writable
 
 
 def run(
     model: Model,
     prompt: Annotated[str | None, typer.Option(help="One question; without it, a chat.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without a chat template: for base models.")] = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 512,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "--max-tokens", min=1, help="Longest answer, tokens.")] = 512,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
-    seed: int = 0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
     drafts: Drafts = 0,
     draft: Draft = None,
     prompt_lookup: PromptLookup = 0,
@@ -59,6 +66,7 @@ def run(
         raise QuantkitError("--json needs --prompt", "a chat cannot be one JSON object")
     if raw and prompt is None:
         raise QuantkitError("--raw needs --prompt", "give the text that is to be continued")
+    params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
     counted = _counting(count_experts)
     path = find_model(model)
     options = EngineOptions(
@@ -80,7 +88,6 @@ def run(
         engine = open_engine(options)
     if told := slow(path):
         console.tell(told)
-    params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
     with closing(engine), _written(engine, count_experts):
         if prompt is not None:
             tokenizer = engine.tokenizer
@@ -140,8 +147,8 @@ def _guesses(engine: Any) -> str:
 
 def serve(
     model: Model,
-    host: str = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
     api_key: Annotated[str | None, typer.Option(envvar="QUANTKIT_API_KEY", help="Ask for this key.")] = None,
     max_batch: Annotated[int, typer.Option(min=1, help="Requests computed together.")] = 64,
     max_model_len: Annotated[int | None, typer.Option(min=1, help="Longest prompt plus answer.")] = None,
@@ -173,38 +180,50 @@ def serve(
     from quantkit.executor.server.app import Limits
     from quantkit.executor.server.serve import ServeOptions
     from quantkit.executor.server.serve import serve as run_server
+    from quantkit.model_files import read_text
+    from quantkit.tokenizer.template import ChatTemplate
 
     counted = _counting(count_experts)
+    if tool_parser != "auto":
+        named_format(tool_parser)
+    template = None if chat_template is None else ChatTemplate(read_text(chat_template), str(chat_template))
     path = find_model(model)
-    with console.status(f"loading {model}"):
-        engine = lead_or_follow(
-            EngineOptions(
-                path,
-                device=device,
-                backend=backend,
-                max_batch=max_batch,
-                max_model_len=max_model_len,
-                prefill_tokens=chunk_tokens,
-                measure_steps=True,
-                num_drafts=drafts,
-                draft=_draft(draft),
-                num_looked_up=prompt_lookup,
-                prefix_cache=prefix_cache,
-                cache=cache,
-                tp=tp,
-                dp=dp,
-                collectives=collectives,
-                count_experts=counted,
-            )
-        )
-    if chat_template is not None:
-        engine.tokenizer.use_template(chat_template)
-    err.print(f"serving {model} on http://{host}:{port}/v1", soft_wrap=True)
-    limits = Limits(max_input=max_input, max_output=max_output)
-    log = console.tell if log_requests else None
-    options = ServeOptions(host, port, api_key, max_queue, limits=limits, tool_parser=tool_parser, log=log)
-    with closing(engine), _written(engine, count_experts):
-        run_server(engine, served_name or path.name, options)
+    asked = EngineOptions(
+        path,
+        device=device,
+        backend=backend,
+        max_batch=max_batch,
+        max_model_len=max_model_len,
+        prefill_tokens=chunk_tokens,
+        measure_steps=True,
+        num_drafts=drafts,
+        draft=_draft(draft),
+        num_looked_up=prompt_lookup,
+        prefix_cache=prefix_cache,
+        cache=cache,
+        tp=tp,
+        dp=dp,
+        collectives=collectives,
+        count_experts=counted,
+    )
+    with _sockets(host, port) as sockets:
+        with console.status(f"loading {model}"):
+            engine = lead_or_follow(asked)
+        if template is not None:
+            engine.tokenizer.use_template(template)
+        err.print(f"serving {model} on http://{host}:{port}/v1", soft_wrap=True)
+        limits = Limits(max_input=max_input, max_output=max_output)
+        log = console.tell if log_requests else None
+        options = ServeOptions(host, port, api_key, max_queue, limits=limits, tool_parser=tool_parser, log=log)
+        with closing(engine), _written(engine, count_experts):
+            run_server(engine, served_name or path.name, options, sockets)
+
+
+def _sockets(host: str, port: int) -> AbstractContextManager[list[socket]]:
+    """Where this process is to listen; nowhere as another rank of torchrun."""
+    from quantkit.listening import bound
+
+    return bound(host, port) if os.environ.get("RANK", "0") == "0" else nullcontext([])
 
 
 def _draft(name: str | None) -> Path | None:
@@ -215,7 +234,7 @@ def _draft(name: str | None) -> Path | None:
 def _counting(file: Path | None) -> bool:
     """Whether experts are counted. Refuses a file that could not be written at the end."""
     if file is not None:
-        check_writable(file)
+        check_writable(file, "--count-experts")
     return file is not None
 
 

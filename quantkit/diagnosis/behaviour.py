@@ -100,18 +100,22 @@ class _Side:
         return next((row for row in self.model.rows if row.role == role and row.layer is None), None)
 
 
+def read_compared(source: Path, text: Path | None) -> list[Tensor]:
+    """Token ids of what both models are to compute: a text, .txt or .jsonl; without, what the source ships for calibration, or quantkit's
+    own. Raises QuantkitError where it cannot be read."""
+    shipped = source / "calibration.jsonl"
+    chosen = text or (shipped if shipped.is_file() else calibration_text())
+    return read_documents(chosen, ChatTokenizer(source), seq_len=SEQ_LEN, limit=TOKENS // SEQ_LEN)[: TOKENS // SEQ_LEN]
+
+
 @torch.inference_mode()
 def compare_behaviour(
-    checkpoint: Checkpoint, source: Checkpoint, text: Path | None, findings: DiagnosisFindings
+    checkpoint: Checkpoint, source: Checkpoint, documents: list[Tensor], findings: DiagnosisFindings
 ) -> tuple[list[SublayerError], float]:
-    """The errors of all sublayers, and the mean KL of the next token in nats. text: .txt or .jsonl; without, what the
-    source ships for calibration, or quantkit's own.
+    """The errors of all sublayers, and the mean KL of the next token in nats. documents: of `read_compared`.
 
     Raises QuantkitError where one of the two is not computed here.
     """
-    shipped = source.path / "calibration.jsonl"
-    chosen = text or (shipped if shipped.is_file() else calibration_text())
-    documents = read_documents(chosen, ChatTokenizer(source.path), seq_len=SEQ_LEN, limit=TOKENS // SEQ_LEN)[: TOKENS // SEQ_LEN]
     ours, theirs = _Side(checkpoint), _Side(source)
     lengths = [len(one) for one in documents]
     mine, right = (side.ends.embedded(documents) for side in (ours, theirs))

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.remote import HeadersOnly, open_headers
 from quantkit.diagnosis.against_source import SourceComparison, is_matrix
-from quantkit.diagnosis.behaviour import SublayerError, compare_behaviour
+from quantkit.diagnosis.behaviour import SublayerError, compare_behaviour, read_compared
 from quantkit.diagnosis.description import Described, describe
 from quantkit.diagnosis.findings import DiagnosisFindings
 from quantkit.diagnosis.rows import plain_rows
@@ -80,10 +81,11 @@ def diagnose(
     engine: also what keeps that engine from loading it. depth: how deep it looks; each depth holds the one before. text: what both
     compute for the behaviour, quantkit's own without. tell: what is about to
     be done, and how long it takes. on_bytes: bytes of tensors that were looked at, and all of them. Raises QuantkitError where there is no
-    such model or engine.
+    such model or engine, or the text cannot be read.
     """
     if engine is not None:
         find_engine(engine)
+    documents = _documents(source, text) if depth == "behaviour" else []
     start = time.perf_counter()
     findings = DiagnosisFindings()
     tell("headers: seconds")
@@ -103,19 +105,29 @@ def diagnose(
     if depth == "behaviour":
         tell("behaviour: both models read once, about twice as long again")
         start = time.perf_counter()
-        _look_at_behaviour(patient, source, text, diagnosis)
+        _look_at_behaviour(patient, source, documents, diagnosis)
         diagnosis.seconds["behaviour"] = time.perf_counter() - start
     return diagnosis
 
 
-def _look_at_behaviour(patient: Patient, source: str | None, text: Path | None, diagnosis: Diagnosis) -> None:
-    if source is None or find_local(source) is None or not patient.survey.has_weights:
+def _documents(source: str | None, text: Path | None) -> list[Tensor]:
+    """What both models are to compute, read before anything else is."""
+    folder = None if source is None else find_local(source)
+    if folder is None:
         raise QuantkitError("behaviour is compared with the source's", "give --source, a model on this machine")
+    return read_compared(folder, text)
+
+
+def _look_at_behaviour(patient: Patient, source: str | None, documents: list[Tensor], diagnosis: Diagnosis) -> None:
+    if source is None or not patient.survey.has_weights:
+        raise QuantkitError(
+            f"{patient.survey.path} is not on this machine, so it computes nothing", "download it, or leave out --depth behaviour"
+        )
     seen = patient.survey
     try:
         checkpoint = Checkpoint(seen.path, seen.config, seen.side, seen.tensors)
         check_stored(checkpoint, [row for row in read_model(checkpoint).rows if not row.mtp])
-        errors, kl = compare_behaviour(checkpoint, open_headers(source), text, diagnosis.findings)
+        errors, kl = compare_behaviour(checkpoint, open_headers(source), documents, diagnosis.findings)
     except QuantkitError as fault:
         if diagnosis.findings.verdict != "bad" and patient.described.readable:  # else `not-read` has told
             diagnosis.findings.add("not-loadable", str(seen.path), fault.problem, fault.remedy)

@@ -31,6 +31,12 @@ from quantkit.quant.weights import dequantize
 from quantkit.recipe import load_recipe
 
 
+def check_new(out: Path) -> None:
+    """Raises QuantkitError where the copy has no place."""
+    if out.exists():
+        raise QuantkitError(f"{out} exists", "choose another --repair")
+
+
 def repair(diagnosis: Diagnosis, out: Path, source: str | None = None, engine: str | None = None) -> list[str]:
     """Write the corrected checkpoint to `out`; returns what was changed, in words. Raises QuantkitError where nothing can be cured.
 
@@ -40,8 +46,7 @@ def repair(diagnosis: Diagnosis, out: Path, source: str | None = None, engine: s
     seen = patient.survey
     if not seen.has_weights:
         raise QuantkitError(f"{seen.path} is not on this machine", "download it, and repair the copy")
-    if out.exists():
-        raise QuantkitError(f"{out} exists", "choose another --repair")
+    check_new(out)
     if diagnosis.findings.has("shard-missing", "shard-damaged", "config-unreadable"):
         raise QuantkitError(f"{seen.path} lacks files that nothing can replace", "download them first")
     plan = Repair(dict(seen.config), _files(seen))

@@ -6,6 +6,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from quantkit import __version__
+from quantkit.whole_files import write_whole
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{{ verdict }}: {{ model }}</title>
@@ -28,12 +29,9 @@ _COLOURS = {"good": "#2e7d32", "doubtful": "#c7761a", "bad": "#b3261e"}
 
 
 def write_report(path: Path, model: str, about: dict[str, Any]) -> None:
-    """about: verdict and findings, as DiagnosisFindings.to_json has them. The page appears whole or not at all."""
+    """about: verdict and findings, as DiagnosisFindings.to_json has them. Raises QuantkitError where the page cannot be written."""
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     page = environment.from_string(_PAGE).render(
         model=model, colours=_COLOURS, version=__version__, verdict=about["verdict"], findings=about["findings"]
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    begun = path.with_name(f"{path.name}.partial")
-    begun.write_text(page, encoding="utf-8")
-    begun.replace(path)
+    write_whole(path, page)

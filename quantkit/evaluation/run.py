@@ -19,8 +19,8 @@ from quantkit.evaluation.results.figures import EvalResults
 from quantkit.evaluation.results.writing import write_results
 from quantkit.evaluation.statistics.baseline import Baseline, read_baseline
 from quantkit.evaluation.statistics.comparison import MARGIN
-from quantkit.expert_counts import check_writable
 from quantkit.hub import find_model
+from quantkit.whole_files import check_writable
 
 __all__ = ["EvaluationProgress", "ask_and_grade", "prepare", "run_evaluation"]
 
@@ -134,7 +134,7 @@ def check_countable(model: str, file: Path | None) -> None:
         return
     if is_url(model):
         raise QuantkitError(f"the experts of {model} are asked elsewhere", "give --count-experts to the quantkit serve that runs the model")
-    check_writable(file)
+    check_writable(file, "--count-experts")
 
 
 def _default_protocol(model: str, notice: Notice) -> str:

@@ -199,7 +199,7 @@ def plan_cache(
     does not fit the model or the memory.
     """
     if max_model_len is not None and max_model_len > context_len:
-        raise QuantkitError(f"context of {max_model_len} tokens asked for, the model has {context_len}", "lower --max-model-len")
+        raise QuantkitError(f"context of {max_model_len} tokens asked for, the model has {context_len}", "ask for no more than that")
     budget = int(free_bytes * _CACHE_SHARE[device_type]) // bytes_per_token
     wanted = max_model_len or context_len
     if cache_tokens is None:

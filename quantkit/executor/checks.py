@@ -12,7 +12,7 @@ def check_request(prompt: list[int], params: SamplingParams, context: int, vocab
     if not prompt:
         raise QuantkitError("the prompt is empty", "give at least one token")
     if len(prompt) >= context:
-        raise QuantkitError(f"the prompt has {len(prompt)} tokens, the context is {context}", "shorten it, or raise --max-model-len")
+        raise QuantkitError(f"the prompt has {len(prompt)} tokens, the context is {context}", "shorten it")
     if not 0 <= min(prompt) <= max(prompt) < vocab:
         raise QuantkitError(f"the prompt has token ids outside 0..{vocab - 1}", "use the model's own tokenizer")
     if any(not 0 <= token < vocab for token in params.named_tokens):

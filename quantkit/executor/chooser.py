@@ -28,34 +28,44 @@ class ChosenTokens(NamedTuple):
     places: Tensor | None = None
 
 
+class _Rows(NamedTuple):
+    """Rows that are drawn for. batch: as for `ChosenTokens`. asks: whether any of them wants logits changed, grammars aside."""
+
+    counts: list[tuple[Sequence, int]]
+    batch: Batch | None
+    asks: bool
+
+
 class Chooser:
     """eos_ids: tells the tokens that may end an answer."""
 
     def __init__(self, vocab: int, device: torch.device, eos_ids: Callable[[], frozenset[int]]) -> None:
         self._vocab, self._device, self._eos_ids = vocab, device, eos_ids
         self._adjuster, self._masks = Adjuster(vocab, device), Masks()
-        self._known: tuple[list[tuple[Sequence, int]], Batch | None] = ([], None)
+        self._known = _Rows([], None, False)
 
     def prepare(self, step: ScheduledStep) -> None:
         """Begin what can be done before the step's logits are there."""
-        self._masks.begin(step.successors)
+        self._masks.begin(step.successors if step.guided else ())
 
     def choose(self, done: ForwardPass, draw: Draws) -> ChosenTokens:
         """Of a pass that was prepared."""
         assert done.logits is not None, done.counts
         assert done.greedy is not None, done.counts
-        adjusted = self._adjuster.adjust(done.logits, done.counts, self._eos_ids(), *self._masks.finished(self._device, self._vocab))
-        batch = self._batch(done.counts)
+        first_masks, allowed = self._masks.finished(self._device, self._vocab)
+        counts, batch, asks = self._known if done.counts == self._known.counts else self._look_at(done.counts)
+        adjusted = done.logits
+        if asks or allowed is not None:
+            adjusted = self._adjuster.adjust(adjusted, counts, self._eos_ids(), first_masks, allowed)
         if batch is None:
             return ChosenTokens(done.greedy if adjusted is done.logits else adjusted.argmax(dim=-1))
-        places = [len(sequence.token_ids) + i for sequence, count in done.counts for i in range(count)]
+        places = [len(sequence.token_ids) + i for sequence, count in counts for i in range(count)]
         on_device = torch.tensor(places, device=self._device)
         return ChosenTokens(draw(adjusted, batch, on_device), batch, on_device)
 
-    def _batch(self, counts: list[tuple[Sequence, int]]) -> Batch | None:
-        known, batch = self._known
-        if counts != known:
-            each = [sequence for sequence, count in counts for _ in range(count)]
-            batch = Batch.of([one.params for one in each], [one.seed for one in each], self._device)
-            self._known = (list(counts), batch)
-        return batch
+    def _look_at(self, counts: list[tuple[Sequence, int]]) -> "_Rows":
+        each = [sequence for sequence, count in counts for _ in range(count)]
+        batch = Batch.of([one.params for one in each], [one.seed for one in each], self._device)
+        asks = any(one.adjusts or one.params.min_new_tokens for one in each)
+        self._known = _Rows(list(counts), batch, asks)
+        return self._known

@@ -33,7 +33,7 @@ from quantkit.executor.homes import Homes
 from quantkit.executor.joint import JointPass
 from quantkit.executor.leader import Leader
 from quantkit.executor.load import LoadedModel, load_model
-from quantkit.executor.logprobs import check_numbers, score_prompts, token_logprobs
+from quantkit.executor.logprobs import check_numbers, row_logprobs, score_prompts
 from quantkit.executor.mtp_heads import by_mtp_layers
 from quantkit.executor.options import EngineOptions, lookahead_of
 from quantkit.executor.parallel import SINGLE, join
@@ -62,11 +62,10 @@ class Engine:
         count_experts: bool = False,
         draft: LoadedModel | LoadedHead | None = None,
     ) -> None:
-        self.loaded, self.tokenizer, self.plan = loaded, tokenizer, plan
-        self.max_model_len = plan.max_model_len
+        self.loaded, self.tokenizer, self.plan, self.max_model_len = loaded, tokenizer, plan, plan.max_model_len
         self.parallel, homes = loaded.weights.ranks, loaded.weights.expert_ranks.size
         own_batch = -(-max_batch // homes)
-        lookahead = lookahead_of(num_drafts, num_looked_up)
+        self._guesses = (lookahead := lookahead_of(num_drafts, num_looked_up)) > 0
         self.cache = loaded.new_cache(plan.num_blocks, own_batch, lookahead)
         amounts = {"max_batch": own_batch, "prefill_tokens": -(-prefill_tokens // homes), "lookahead": lookahead}
         make = partial(Scheduler, plan, **amounts, prefix_cache=prefix_cache)
@@ -286,7 +285,8 @@ class Engine:
     def compute_step(self) -> list[Sequence]:
         """The step of this rank: as `step`, but sequences with a fault that are not finished stay until rank 0 cancels them."""
         began, step = time.perf_counter(), self.scheduler.schedule()
-        rows, accepted = sum(1 + len(one.drafts) for one in step.decode), self.speculation.acceptance.accepted
+        rows = sum(1 + len(one.drafts) for one in step.decode) if self._guesses else len(step.decode)
+        accepted = self.speculation.acceptance.accepted
         advanced: list[Sequence] = []
         for one in step.passes(self.scheduler.budget.mixed):
             advanced += self._pass(one)
@@ -303,7 +303,7 @@ class Engine:
 
         Where it fails, each sequence has a pass of its own: those that fail again are finished for that.
         """
-        before = [(len(sequence.token_ids), sequence.num_cached) for sequence in step.sequences]
+        began, cached = time.perf_counter(), {sequence: sequence.num_cached for sequence, _ in step.prefill}
         try:
             if step.prefill:
                 self.meanwhile()  # a prompt may take the host as long as the device
@@ -313,11 +313,11 @@ class Engine:
             self._check_usable(fault)
             done: list[Sequence] = []
             alone = step.alone()
-            for (sequence, own), (length, cached) in zip(alone, before):
-                if len(sequence.token_ids) > length:  # it had its token when the pass failed
+            for sequence, own in alone:
+                if sequence.last_token >= began:  # it had its token when the pass failed
                     done.append(sequence)
                     continue
-                sequence.num_cached = cached
+                sequence.num_cached = cached.get(sequence, sequence.num_cached)
                 if len(alone) > 1:
                     done += self._pass(own)
                 else:
@@ -376,8 +376,11 @@ class Engine:
         """The rows' tokens go to their sequences, which keep them as long as their drafts were right."""
         assert done.logits is not None, done.counts
         now, row = time.perf_counter(), 0
-        asked = [sequence.params.logprobs for sequence, count in done.counts for _ in range(count)]
-        logprobs = token_logprobs(asked, done.logits, token_ids)
+        logprobs = row_logprobs(done.counts, done.logits, token_ids)
+        if not logprobs and len(token_ids) == len(done.counts):  # nobody had a draft
+            for (sequence, _), token_id in zip(done.counts, token_ids):
+                sequence.extend([token_id], now)
+            return
         for sequence, count in done.counts:
             kept = self._keep(sequence, token_ids[row : row + count], now)
             if logprobs and sequence.params.logprobs is not None:
@@ -387,8 +390,9 @@ class Engine:
 
     def _keep(self, sequence: Sequence, token_ids: list[int], now: float) -> int:
         """Tokens of one sequence, as long as its drafts were right. Returns how many."""
-        kept, drafted = sequence.extend(token_ids, now), len(token_ids) - 1
-        self.speculation.checked(sequence, drafted, kept - 1)
+        kept = sequence.extend(token_ids, now)
+        if len(token_ids) > 1:
+            self.speculation.checked(sequence, len(token_ids) - 1, kept - 1)
         return kept
 
     def sequence(self, prompt: list[int], params: SamplingParams, index: int = 0, *, streams: bool = True) -> Sequence:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import QuantkitError
-from quantkit.executor.graphs import Forward
+from quantkit.executor.graphs import DecodeRows, Forward
 from quantkit.executor.runner import ForwardPass, Span
 from quantkit.executor.sampling import log_probabilities
 from quantkit.executor.sequence import Sequence, TokenLogprob
@@ -15,10 +15,15 @@ _SCORED_TOGETHER = 256
 """Tokens of a prompt whose logits are in memory at a time."""
 
 
-def token_logprobs(counts: list[int | None], logits: Tensor, chosen: list[int]) -> list[TokenLogprob]:
-    """One per row of logits [R, V], where anybody asked; with as many alternatives as the row's own request wants (None: nothing)."""
-    if counts.count(None) == len(counts):
+def row_logprobs(counts: list[tuple[Sequence, int]], logits: Tensor, chosen: list[int]) -> list[TokenLogprob]:
+    """As `token_logprobs`, for the rows of sequences with so many each; empty where nobody asked."""
+    if not any([sequence.params.logprobs is not None for sequence, _ in counts]):
         return []
+    return token_logprobs([sequence.params.logprobs for sequence, count in counts for _ in range(count)], logits, chosen)
+
+
+def token_logprobs(counts: list[int | None], logits: Tensor, chosen: list[int]) -> list[TokenLogprob]:
+    """One per row of logits [R, V], with as many alternatives as the row's own request wants (None: nothing)."""
     found = log_probabilities(logits, torch.tensor(chosen, device=logits.device), max(count or 0 for count in counts))
     rows = zip(counts, chosen, found.chosen.tolist(), found.top_ids.tolist(), found.top_values.tolist(), found.ranks.tolist())
     return [TokenLogprob(token, one, tuple(zip(ids, values))[: count or 0], rank) for count, token, one, ids, values, rank in rows]
@@ -26,6 +31,8 @@ def token_logprobs(counts: list[int | None], logits: Tensor, chosen: list[int]) 
 
 def score_prompts(done: ForwardPass, model: Forward) -> None:
     """Give sequences that ask for it the log-probabilities of their prompts' tokens, as far as the pass computed them."""
+    if isinstance(done.where, DecodeRows):
+        return  # of answers alone
     begin = 0
     for span in done.spans:
         if span.sequence.params.prompt_logprobs is not None:

@@ -111,8 +111,10 @@ class Runner:
     def _without_prompts(self, spans: list[Span], room: Room | None = None) -> ForwardPass:
         rows, every = self._answer_rows(spans, room), list(range(_length(spans)))
         self._expect(len(every), 0, room)
-        result = StepResult(*(part[: len(every)] for part in self.steps.run(rows)))
-        counts = [(span.sequence, span.length) for span in spans]
+        result = self.steps.run(rows)
+        if room is not None:
+            result = StepResult(*(part[: len(every)] for part in result))
+        counts = [(sequence, length) for sequence, _, length in spans]
         return ForwardPass(spans, result.hidden, rows, result.logits, result.greedy, every, counts)
 
     def _with_prompts(self, answers: list[Span], prompts: list[Span], room: Room | None = None) -> ForwardPass:
@@ -141,8 +143,11 @@ class Runner:
         return self.prompts.context(None, [PromptRows([0] * length, start, one.blocks, one.state) for one, start, length in spans])
 
     def _answer_rows(self, spans: list[Span], room: Room | None = None) -> DecodeRows:
-        token_ids = [token for span in spans for token in (span.sequence.token_ids[-1], *span.sequence.drafts)]
-        rows = self.rows(token_ids, [(sequence, start + i) for sequence, start, length in spans for i in range(length)])
+        if _length(spans) == len(spans):
+            rows = self.rows([one.token_ids[-1] for one, _, _ in spans], [(one, start) for one, start, _ in spans])
+        else:
+            token_ids = [token for one, _, _ in spans for token in (one.token_ids[-1], *one.drafts)]
+            rows = self.rows(token_ids, [(one, start + i) for one, start, length in spans for i in range(length)])
         return rows if room is None else rows.padded(room.rows, room.width)
 
     def _nobodys(self, tokens: int) -> list[PromptRows]:
@@ -160,7 +165,8 @@ class Runner:
         size = self.cache.block_size
         positions = np.array([position for _, position in tokens], dtype=np.int64)
         tables = self._tables.of([sequence.blocks for sequence, _ in tokens])
-        slots = tables[np.arange(len(tokens)), positions // size] * size + positions % size
+        block, place = np.divmod(positions, size)
+        slots = tables[np.arange(len(tokens)), block] * size + place
         states = np.array([sequence.state for sequence, _ in tokens], dtype=np.int64)
         return DecodeRows(np.array(token_ids, dtype=np.int64), positions, slots, tables, states)
 
@@ -186,7 +192,7 @@ class BlockTables:
 
 
 def _length(spans: list[Span]) -> int:
-    return sum(span.length for span in spans)
+    return sum([length for _, _, length in spans])
 
 
 def _prompt_spans(parts: list[tuple[Sequence, int]]) -> list[Span]:

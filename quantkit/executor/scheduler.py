@@ -30,6 +30,11 @@ class ScheduledStep:
         return [*self.decode, *(sequence for sequence, _ in self.prefill)]
 
     @property
+    def guided(self) -> bool:
+        """Whether a grammar holds any of them."""
+        return any([sequence.guide for sequence in self.sequences])
+
+    @property
     def successors(self) -> list[tuple[Sequence, int]]:
         """Sequences whose successors are chosen, with how many: one behind every guess too. Asked before the step is computed."""
         answers = [(sequence, 1 + len(sequence.drafts)) for sequence in self.decode]
@@ -103,7 +108,7 @@ class Scheduler:
         if self.prefix is not None:
             for sequence in self.running:
                 self.prefix.publish(sequence)
-        decode = self._grow([sequence for sequence in self.running if sequence.num_new == 1])
+        decode = self._grow([sequence for sequence in self.running if len(sequence.token_ids) - sequence.num_cached == 1])
         if not self.waiting and len(decode) == len(self.running):
             return ScheduledStep([], decode)
         return ScheduledStep(self._prefill(self.budget.beside_answers if decode else self.budget.alone), decode)
@@ -187,7 +192,8 @@ class Scheduler:
             self.prefix.publish(sequence)
         self.allocator.give_back(sequence.blocks)
         self._places.append(sequence.state)
-        sequence.blocks, sequence.drafts, sequence.num_cached, sequence.num_read, sequence.state = [], [], 0, 0, 0
+        sequence.drop_drafts()
+        sequence.blocks, sequence.num_cached, sequence.num_read, sequence.state = [], 0, 0, 0
 
     def _blocks_for(self, sequence: Sequence) -> int:
         tokens = min(len(sequence.token_ids) + self.lookahead, sequence.max_len)

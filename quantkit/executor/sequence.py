@@ -133,14 +133,19 @@ class Sequence:
         """The successors of the last token and of each draft: kept as long as the drafts were right. Returns how many were kept."""
         kept = 1
         self._append(chosen[0], now)
-        for draft, token_id in zip(self.drafts, chosen[1:]):
-            if self.token_ids[-1] != draft or self.finish_reason:
-                break
-            self._append(token_id, now)
-            kept += 1
-        self.drafts = []
+        if self.drafts:
+            for draft, token_id in zip(self.drafts, chosen[1:]):
+                if self.token_ids[-1] != draft or self.finish_reason:
+                    break
+                self._append(token_id, now)
+                kept += 1
+            self.drafts = []
         self.num_cached = len(self.token_ids) - 1
         return kept
+
+    def drop_drafts(self) -> None:
+        """Guesses that nobody will check."""
+        self.drafts, self.guessed_by = [], COMPUTED
 
     def _append(self, token_id: int, now: float) -> None:
         """A chosen token: kept, and the end of the answer noticed."""

@@ -22,7 +22,6 @@ from quantkit.devices import default_dtype, find_device, free_bytes
 from quantkit.engines.launch import deploy
 from quantkit.evaluation.distance.perplexity import Report as TextReport
 from quantkit.evaluation.distance.perplexity import measure
-from quantkit.evaluation.results.store import write_atomically
 from quantkit.evaluation.run import Report as EvalReport
 from quantkit.evaluation.run import run_evaluation
 from quantkit.guide.boxes import DeviceBox
@@ -36,6 +35,7 @@ from quantkit.recipe import Recipe, load_recipe
 from quantkit.result import Result
 from quantkit.schemes import find_scheme
 from quantkit.tokenizer.chat import ChatTokenizer
+from quantkit.whole_files import write_whole
 
 STEPS = ("quantize", "measure", "score", "launch")
 DOCUMENTS = 24
@@ -235,7 +235,7 @@ class GuidedJob:
 
     def _written(self, scripts: dict[str, str]) -> list[str]:
         for name, text in scripts.items():
-            write_atomically(self.target.parent / name, text)
+            write_whole(self.target.parent / name, text)
         return list(scripts)
 
 

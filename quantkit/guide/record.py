@@ -8,8 +8,8 @@ from typing import Any
 
 from quantkit import __version__
 from quantkit.errors import QuantkitError
-from quantkit.evaluation.results.store import write_atomically
 from quantkit.model_files import read_json
+from quantkit.whole_files import write_whole
 
 NAME = "go.json"
 
@@ -68,7 +68,7 @@ class Record:
         self._write()
 
     def _write(self) -> None:
-        write_atomically(self._path, json.dumps(self._state, indent=1) + "\n")
+        write_whole(self._path, json.dumps(self._state, indent=1) + "\n")
 
 
 def _begun(out: Path, found: dict[str, Any]) -> bool:

@@ -20,9 +20,10 @@ from quantkit.errors import QuantkitError
 from quantkit.expert_counts import ExpertCounts
 from quantkit.models.stored import Model, read_model
 from quantkit.placement.balance import Loads, Slots, balance, copy_experts, place_layer
-from quantkit.placement.layouts import PlacedLayers, PlacementFormat, find_layout
+from quantkit.placement.layouts import PlacedLayers, find_layout
 from quantkit.planning import MEMORY_FRACTION, RESERVE_GIB, Devices
 from quantkit.result import Result
+from quantkit.whole_files import check_writable, write_whole
 
 ENOUGH = 0.95
 """A balance that nobody gains much over; the redundancy that is advised reaches it."""
@@ -117,10 +118,9 @@ def place(
     _check_slots(experts, number, redundant)
     fits = None if isinstance(devices, int) else _check_fits(checkpoint, devices, redundant)
     target = out or Path(f"expert-placement-{engine}{layout.suffix}")
-    if target.is_dir() or not target.parent.is_dir():
-        raise QuantkitError(f"cannot write {target}", "give --out the name of a file in a folder that is there")
+    check_writable(target, "--out")
     placed = PlacedLayers(place_layers(loads, number, redundant, uneven=layout.uneven), read.config.num_hidden_layers, experts)
-    _write(target, layout, placed)
+    write_whole(target, layout.write(placed))
     found = {layer: balance(slots, loads[layer]) for layer, slots in placed.layers.items()}
     mean = float(np.mean(list(found.values())))
     expert_bytes, total = _expert_bytes(checkpoint, read)
@@ -280,9 +280,3 @@ def _bound(load: Loads, devices: int, slots: int) -> float:
     """No placement of so many slots is more even: its busiest copy lies somewhere."""
     busiest = float((load / copy_experts(load, slots, devices)).max())
     return min(1.0, float(load.sum()) / devices / busiest)
-
-
-def _write(target: Path, layout: PlacementFormat, placed: PlacedLayers) -> None:
-    fresh = target.with_name(f"{target.name}.new")
-    fresh.write_bytes(layout.write(placed))
-    fresh.replace(target)

@@ -20,7 +20,7 @@ from quantkit.engines.choice import MixtureChoice
 from quantkit.errors import QuantkitError
 from quantkit.models.table import Parameter
 from quantkit.quantization.allocation import Allocation, Budgeting, Option
-from quantkit.quantization.mixture import FP8, INT8, is_fp8
+from quantkit.quantization.mixture import FP8, INT8, Mixture, is_fp8
 from quantkit.quantization.opening import Job
 from quantkit.schemes import Fp4Grid, Fp8BlockGrid, Grid, IntGrid, grid_label
 
@@ -205,6 +205,12 @@ def _exact(grid: Grid | None) -> bool:
 
 def _lacks(what: str) -> QuantkitError:
     return QuantkitError(f"the sensitivities do not say {what}", "measure them on this model for this engine: leave out --sensitivities")
+
+
+def check_wanted(sensitivities: Path | None, mixture: Mixture) -> None:
+    """Raises QuantkitError where sensitivities are given and no grid is chosen."""
+    if sensitivities is not None and not mixture.chooses:
+        raise QuantkitError("sensitivities are for grids that are chosen", "give --bits or --size with --sensitivities")
 
 
 def read_sensitivities(path: Path, source: str | None = None) -> Sensitivities:

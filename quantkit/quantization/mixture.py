@@ -62,6 +62,8 @@ class Mixture:
             raise QuantkitError(f"--preset {self.preset} says what is kept", "leave out --keep, --bits and --size")
         if not 0 <= self.read_weight <= 1:
             raise QuantkitError(f"--read-weight {self.read_weight:g} is not between 0 and 1", "0 counts bytes stored, 1 bytes read")
+        if self.read_weight and not self.chooses:
+            raise QuantkitError("--read-weight is for grids that are chosen", "give --bits or --size with it")
 
     @property
     def chooses(self) -> bool:

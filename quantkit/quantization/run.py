@@ -28,11 +28,10 @@ from quantkit.checkpoint.pruned import PrunedCheckpoint
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import prepare
 from quantkit.devices import describe_hardware, find_device
-from quantkit.errors import QuantkitError
 from quantkit.expert_counts import FILE_NAME, ExpertCounts
 from quantkit.plots import layer_plot
 from quantkit.progress import Note, OnEvent, Progress, peak_memory, silent
-from quantkit.quantization.choosing import ChosenGrids, Options, read_sensitivities, told_grids
+from quantkit.quantization.choosing import ChosenGrids, Options, check_wanted, read_sensitivities, told_grids
 from quantkit.quantization.cost import RATES, job_work, seconds_of
 from quantkit.quantization.coverage import Coverage
 from quantkit.quantization.measuring import NAME, beside, find_sensitivities
@@ -141,8 +140,7 @@ def quantize(
     start, ranks = time.perf_counter(), Ranks.meet()
     inputs = [source, *(Path(one) for one in (recipe.calibration, sensitivities) if one)]
     prepare(out, inputs, ranks.rank)
-    if sensitivities is not None and not mixture.chooses:
-        raise QuantkitError("sensitivities are for grids that are chosen", "give --bits or --size with --sensitivities")
+    check_wanted(sensitivities, mixture)
     run = _checked(source, read_request(scheme, format, engine, recipe, mixture), engine, memory)
     where = find_device(device)
     if run.options is not None:

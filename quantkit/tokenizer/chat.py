@@ -94,9 +94,9 @@ class ChatTokenizer:
         conversation = [_with_reasoning(message) for message in messages]
         return self.templates[named].render({**given, "messages": conversation, "add_generation_prompt": add_generation_prompt})
 
-    def use_template(self, file: Path) -> None:
+    def use_template(self, template: ChatTemplate) -> None:
         """Render conversations by another template than the model's own."""
-        self.templates = {"default": ChatTemplate(read_text(file), str(file))}
+        self.templates = {"default": template}
 
     def encode_chat(self, messages: list[Message], **variables: Any) -> list[int]:
         """Token ids of the rendered conversation, ready to be answered."""

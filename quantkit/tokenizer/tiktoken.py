@@ -16,7 +16,6 @@ from quantkit.errors import QuantkitError
 from quantkit.model_files import read_file, read_text
 
 _AGAIN = "copy it from the original model"
-_SAVE = "save tokenizer.json with transformers"
 _LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
 _NAMES = ("pat_str", "PAT_STR", "_pat_str", "pattern")
 LLAMA = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -6,10 +6,11 @@ import faulty
 import good_checkpoints
 import make_model
 import pytest
+from commands import command
 from packed_model import write_packed
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.diagnosis.behaviour import compare_behaviour
+from quantkit.diagnosis.behaviour import compare_behaviour, read_compared
 from quantkit.diagnosis.diagnose import diagnose
 from quantkit.diagnosis.findings import DiagnosisFindings
 from quantkit.errors import QuantkitError
@@ -36,7 +37,7 @@ def test_rounding_is_no_finding(models: tuple[Path, Path]) -> None:
 
 def test_a_model_is_itself(models: tuple[Path, Path]) -> None:
     findings = DiagnosisFindings()
-    errors, kl = compare_behaviour(*(Checkpoint.open(models[0]) for _ in range(2)), None, findings)
+    errors, kl = compare_behaviour(*(Checkpoint.open(models[0]) for _ in range(2)), read_compared(models[0], None), findings)
     assert (findings.found, kl) == ([], 0)
     assert {error.own for error in errors} | {error.together for error in errors} == {0}
 
@@ -60,3 +61,15 @@ def test_a_router_that_was_left_unscaled_is_named(models: tuple[Path, Path], tmp
 def test_behaviour_needs_a_source(models: tuple[Path, Path]) -> None:
     with pytest.raises(QuantkitError, match="give --source"):
         diagnose(str(models[0]), depth="behaviour")
+
+
+def test_a_text_that_cannot_be_read_is_told_first_and_is_no_fault_of_the_checkpoint(models: tuple[Path, Path]) -> None:
+    told: list[str] = []
+    with pytest.raises(QuantkitError, match=r"text nowhere\.txt cannot be read"):
+        diagnose(str(models[1]), source=str(models[0]), depth="behaviour", text=Path("nowhere.txt"), tell=told.append)
+    assert not told
+
+
+def test_a_repair_that_has_no_place_is_refused_first(models: tuple[Path, Path], tmp_path: Path) -> None:
+    answer = command("check", str(models[1]), "--repair", str(tmp_path))
+    assert (answer.code, answer.out, answer.err) == (1, "", f"error: {tmp_path} exists; choose another --repair\n")

@@ -29,11 +29,12 @@ def test_products_of_any_shape_and_plan(seed: int) -> None:
     x = torch.randn(m, k, generator=rng).bfloat16()
     x_codes, x_scale = quantize_rows(x)
     out, arrived = torch.full((m * n,), float("nan"), dtype=torch.bfloat16), torch.zeros(tiles, dtype=torch.int32)
-    partial = torch.zeros(tiles * split * tokens * rows, dtype=torch.int32)
+    sums = torch.zeros(tiles * tokens * rows, dtype=torch.int32)
     multiply(
         programs, Descriptor(x_codes, (tokens, 128)), Descriptor(codes.flatten(0, 1), (rows, 128)), Pointer(x_scale[:, 0]),
-        Pointer(row_scale), Pointer(out), Pointer(partial), Pointer(arrived), m, n, padded, steps, token_tiles, row_tiles,
-        BM=tokens, BN=rows, SPLIT=split, STAGES=stages, LEFT=left, BAND=choose.choice((1, 2, 8)), WARPS=choose.choice((4, 8)), PDL=True,
+        Pointer(row_scale), Pointer(out), Pointer(sums), Pointer(arrived), m, n, padded, steps, split, token_tiles, row_tiles,
+        BM=tokens, BN=rows, SHARED=split > 1, STAGES=stages, LEFT=left, BAND=choose.choice((1, 2, 8)), WARPS=4, PDL=True,
     )  # fmt: skip
     assert distance(out.view(m, n), exact_linear(x, weight)) < TOLERANCE[torch.bfloat16]
     assert not arrived.any()
+    assert not sums.any()

@@ -183,6 +183,8 @@ def rank_correlation(a: list[float], b: list[float]) -> float:
         (["--bits", "4.5", "--engine", "chitu"], "chitu loads one grid a checkpoint, no mixture"),
         (["--bits", "4.5", "--engine", "sglang"], "sglang loads one grid a checkpoint, no mixture"),
         (["--bits", "4.5", "--read-weight", "2"], "--read-weight 2 is not between 0 and 1"),
+        (["--scheme", "awq-w4a16", "--read-weight", "0.5"], "--read-weight is for grids that are chosen; give --bits or --size"),
+        (["--scheme", "awq-w4a16", "--sensitivities", "nowhere.json"], "sensitivities are for grids that are chosen; give --bits or"),
         (["--bits", "4.5", "--sensitivities", "nowhere.json"], "cannot read sensitivities nowhere.json"),
         (["--bits", "4.5", "--preset", "experts-only"], "says what is kept"),
     ],

@@ -80,7 +80,10 @@ def test_a_calibrated_run_keeps_under_the_least_it_may_be_given(source: Path, tm
     assert 0.2 * least < int(done.stdout) <= least
 
 
-@pytest.mark.parametrize(("text", "size"), [("16GiB", 2**34), ("64GB", 64 * 10**9), ("1.5TiB", 3 * 2**39), ("512MiB", 2**29)])
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("16GiB", 2**34), ("64GB", 64 * 10**9), ("1.5TiB", 3 * 2**39), ("512MiB", 2**29), ("500kB", 500_000), ("16gb", 16 * 10**9)],
+)
 def test_sizes(text: str, size: int) -> None:
     assert parse_bytes(text) == size
 

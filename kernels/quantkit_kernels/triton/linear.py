@@ -10,7 +10,7 @@ from quantkit_kernels.triton.cards import AnyPlan, architecture, linear_plan, mu
 from quantkit_kernels.triton.first_use import announce
 from quantkit_kernels.triton.launch import Packed, multiply
 from quantkit_kernels.triton.layout import group_of, pack
-from quantkit_kernels.triton.wgmma_plans import WgmmaPlan
+from quantkit_kernels.triton.wgmma_plans import WgmmaPlan, has_wgmma
 from quantkit_kernels.weights import Weight, kind, shape, to_device
 
 
@@ -19,6 +19,8 @@ class TritonLinear(Linear):
         n, k = shape(weight)
         super().__init__(k, n, dtype, device, "triton")
         self.packed = Packed(pack(to_device(weight, device)), kind(weight), group_of(weight), n, k)
+        if self.packed.kind == "int8" and has_wgmma(architecture(device), k):
+            wgmma.zeros(device)
 
     def held(self) -> list[Tensor]:
         return list(self.packed.steps)

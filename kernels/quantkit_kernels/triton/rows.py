@@ -17,10 +17,12 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
     codes = torch.empty(x.shape, dtype=torch.int8, device=x.device)
     scale = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-    whole = x.shape[1] <= _WIDEST
-    block = power_of_two(x.shape[1]) if whole else _PART
-    how = {"num_warps": warps_for(block // 2), **overlapped(x.device)}
-    kernel[(x.shape[0],)](x, codes, scale, x.shape[1], BLOCK=block, WHOLE=whole, **how)
+    width = x.shape[1]
+    whole = width <= _WIDEST
+    block = 1 << (width.bit_length() - 1) if whole else _PART
+    rest = power_of_two(width - block) if whole and width > block else 0
+    how = {"num_warps": warps_for(power_of_two(min(width, block + rest)) // 2), **overlapped(x.device)}
+    kernel[(x.shape[0],)](x, codes, scale, width, BLOCK=block, REST=rest, WHOLE=whole, **how)
     return codes, scale
 
 

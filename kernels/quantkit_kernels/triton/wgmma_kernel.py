@@ -3,8 +3,8 @@
 next, and then the tensor units stand still; here one product is under way while the next is issued.
 
 Tiles of BM tokens and BN rows of the weight come by TMA into STAGES places of shared memory, a step of 128 input features at a time. A
-program computes tile after tile, and what it loads runs ahead of what it multiplies, over the end of a tile, too. With SPLIT > 1 it
-computes the SPLIT-th part of one tile's steps; the last of a tile to arrive adds the sums up, exactly, for they are whole numbers.
+program computes tile after tile, and what it loads runs ahead of what it multiplies, over the end of a tile, too. SHARED: it computes one
+of `split` parts of a tile's steps and adds it to sums in memory, exactly, in any order, for they are whole numbers.
 """
 
 from triton.experimental import gluon
@@ -17,8 +17,6 @@ SPAN = gl.constexpr(128)
 """Input features of a step."""
 WIDEST = gl.constexpr(128)
 """Columns of one instruction: of int8 Triton 3.6 lowers no wider ones that divide a tile."""
-AT_ONCE = gl.constexpr(32)
-"""Sums of a thread in a tile, up to which all parts of it are read at once."""
 
 
 @gluon.jit
@@ -31,10 +29,10 @@ def place(tile, token_tiles, row_tiles, BAND: gl.constexpr):
     return first + inside % size, inside // size
 
 
-@gluon.jit(do_not_specialize=["m", "steps", "token_tiles", "row_tiles"])
+@gluon.jit(do_not_specialize=["m", "steps", "split", "token_tiles", "row_tiles"])
 def multiply_int8(
-    x, w, x_scale, row_scale, out, partial, arrived, m, n, rows, steps, token_tiles, row_tiles,
-    BM: gl.constexpr, BN: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr, LEFT: gl.constexpr, BAND: gl.constexpr,
+    x, w, x_scale, row_scale, out, sums, arrived, m, n, rows, steps, split, token_tiles, row_tiles,
+    BM: gl.constexpr, BN: gl.constexpr, SHARED: gl.constexpr, STAGES: gl.constexpr, LEFT: gl.constexpr, BAND: gl.constexpr,
     WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """out[m, n] of x int8 [m, k], a descriptor of tiles [BM, 128], and w int8 [steps * rows, 128], of tiles [BN, 128]. LEFT: the weight is
@@ -50,11 +48,11 @@ def multiply_int8(
     there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(there.index(i), count=1)
-    part = gl.program_id(0) % SPLIT
-    begin = steps * part // SPLIT
-    end = steps * (part + 1) // SPLIT
-    tile = gl.program_id(0) // SPLIT
-    programs = gl.num_programs(0) // SPLIT
+    part = gl.program_id(0) % split
+    begin = steps * part // split
+    end = steps * (part + 1) // split
+    tile = gl.program_id(0) // split
+    programs = gl.num_programs(0) // split
     tiles = (token_tiles * row_tiles - tile + programs - 1) // programs
     total = tiles * (end - begin)
 
@@ -106,60 +104,70 @@ def multiply_int8(
                 phase ^= 1
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         at = tile + index * programs
-        finish(
-            acc, at, part, x_scale, row_scale, out, partial, arrived, m, n, token_tiles, row_tiles, BM, BN, SPLIT, LEFT, BAND, WARPS, SUMS
-        )
+        token_tile, row_tile = place(at, token_tiles, row_tiles, BAND)
+        mine = sums + at * (BM * BN)
+        finish(acc, mine, arrived + at, split, x_scale, row_scale, out, token_tile, row_tile, m, n, BM, BN, SHARED, LEFT, WARPS, SUMS)
 
 
 @gluon.jit
 def finish(
-    acc, tile, part, x_scale, row_scale, out, partial, arrived, m, n, token_tiles, row_tiles,
-    BM: gl.constexpr, BN: gl.constexpr, SPLIT: gl.constexpr, LEFT: gl.constexpr, BAND: gl.constexpr, WARPS: gl.constexpr,
-    SUMS: gl.constexpr,
+    acc, mine, arrived, split, x_scale, row_scale, out, token, row, m, n,
+    BM: gl.constexpr, BN: gl.constexpr, SHARED: gl.constexpr, LEFT: gl.constexpr, WARPS: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
-    """The parts of a tile are added up, scaled and written. Counters are zero before and after."""
+    """A tile is scaled and written, if it is shared by the last program to arrive. Its sums and counter are zero before and after."""
     ACROSS: gl.constexpr = 0 if LEFT else 1  # the dimension that a vector of tokens lacks
-    token, row = place(tile, token_tiles, row_tiles, BAND)
-    tokens = gl.arange(0, BM, gl.SliceLayout(ACROSS, SUMS))
-    features = gl.arange(0, BN, gl.SliceLayout(1 - ACROSS, SUMS))
-    inside = token * BM + tokens < m
-    last = True
-    if SPLIT > 1:
-        SIZE: gl.constexpr = BM * BN
-        mine = partial + tile * (SPLIT * SIZE)
-        cell = gl.expand_dims(tokens, ACROSS) * BN + gl.expand_dims(features, 1 - ACROSS)
-        kept = gl.expand_dims(inside, ACROSS) & (gl.expand_dims(features, 1 - ACROSS) >= 0)
-        gl.store(mine + part * SIZE + cell, acc, mask=kept)
+    WIDE: gl.constexpr = BN // 8 if BN // 8 < 32 else 32  # threads of a warp side by side, of eight features each
+    ROWS: gl.constexpr = (
+        gl.BlockedLayout([8, 1], [WIDE, 32 // WIDE], [1, WARPS], [0, 1])
+        if LEFT
+        else gl.BlockedLayout([1, 8], [32 // WIDE, WIDE], [WARPS, 1], [1, 0])
+    )
+    if SHARED:
+        kept = tokens_there(token, m, BM, BN, ACROSS, SUMS)
+        gl.atomic_add(mine + cells(BN, BM, ACROSS, SUMS), acc, mask=kept, sem="relaxed", scope="gpu")
         gl.thread_barrier()
-        before = gl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu")
-        last = before == SPLIT - 1
-        if last:
+        before = gl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu")
+        if before == split - 1:
             gl.thread_barrier()
-            acc = gl.load(mine + cell, mask=kept, other=0, cache_modifier=".cg")
-            if SIZE <= 32 * WARPS * AT_ONCE:
-                for other in gl.static_range(1, SPLIT):
-                    acc += gl.load(mine + other * SIZE + cell, mask=kept, other=0, cache_modifier=".cg")
-            else:
-                for other in range(1, SPLIT):
-                    acc += gl.load(mine + other * SIZE + cell, mask=kept, other=0, cache_modifier=".cg")
-            gl.store(arrived + tile, 0)
-    if last:
-        of_token = gl.load(x_scale + token * BM + tokens, mask=inside, other=0.0)
-        of_row = gl.load(row_scale + row * BN + features, mask=row * BN + features < n, other=0.0)
-        result = acc.to(gl.float32) * gl.expand_dims(of_row, 1 - ACROSS) * gl.expand_dims(of_token, ACROSS)
-        WIDE: gl.constexpr = BN // 8 if BN // 8 < 32 else 32  # threads of a warp side by side, of eight features each
-        ROWS: gl.constexpr = (
-            gl.BlockedLayout([8, 1], [WIDE, 32 // WIDE], [1, WARPS], [0, 1])
-            if LEFT
-            else gl.BlockedLayout([1, 8], [32 // WIDE, WIDE], [WARPS, 1], [1, 0])
-        )
-        write(result.to(out.dtype.element_ty), out, token, row, m, n, BM, BN, ACROSS, ROWS)
+            there = tokens_there(token, m, BM, BN, ACROSS, ROWS)
+            at = mine + cells(BN, BM, ACROSS, ROWS)
+            total = gl.load(at, mask=there, other=0, cache_modifier=".cg")
+            gl.store(at, gl.zeros([BN, BM] if LEFT else [BM, BN], gl.int32, ROWS), mask=there)
+            gl.store(arrived, 0)
+            write(total, x_scale, row_scale, out, token, row, m, n, BM, BN, ACROSS, ROWS, ROWS)
+    else:
+        write(acc, x_scale, row_scale, out, token, row, m, n, BM, BN, ACROSS, SUMS, ROWS)
 
 
 @gluon.jit
-def write(values, out, token, row, m, n, BM: gl.constexpr, BN: gl.constexpr, ACROSS: gl.constexpr, ROWS: gl.constexpr):
-    at = token * BM + gl.arange(0, BM, gl.SliceLayout(ACROSS, ROWS))
-    own = row * BN + gl.arange(0, BN, gl.SliceLayout(1 - ACROSS, ROWS))
-    inside = gl.expand_dims(at < m, ACROSS) & gl.expand_dims(own < n, 1 - ACROSS)
-    to = out + gl.expand_dims(at.to(gl.int64) * n, ACROSS) + gl.expand_dims(own, 1 - ACROSS)
-    gl.store(to, gl.convert_layout(values, ROWS), mask=inside)
+def cells(BN: gl.constexpr, BM: gl.constexpr, ACROSS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Where each sum of a tile lies: token after token."""
+    tokens = gl.arange(0, BM, gl.SliceLayout(ACROSS, LAYOUT))
+    features = gl.arange(0, BN, gl.SliceLayout(1 - ACROSS, LAYOUT))
+    return gl.expand_dims(tokens, ACROSS) * BN + gl.expand_dims(features, 1 - ACROSS)
+
+
+@gluon.jit
+def tokens_there(token, m, BM: gl.constexpr, BN: gl.constexpr, ACROSS: gl.constexpr, LAYOUT: gl.constexpr):
+    tokens = gl.arange(0, BM, gl.SliceLayout(ACROSS, LAYOUT))
+    features = gl.arange(0, BN, gl.SliceLayout(1 - ACROSS, LAYOUT))
+    return gl.expand_dims(token * BM + tokens < m, ACROSS) & gl.expand_dims(features >= 0, 1 - ACROSS)
+
+
+@gluon.jit
+def write(
+    sums, x_scale, row_scale, out, token, row, m, n,
+    BM: gl.constexpr, BN: gl.constexpr, ACROSS: gl.constexpr, LAYOUT: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """out = sums by both scales. LAYOUT: of the sums; ROWS: in which features of a token lie in a thread side by side."""
+    at = token * BM + gl.arange(0, BM, gl.SliceLayout(ACROSS, LAYOUT))
+    own = row * BN + gl.arange(0, BN, gl.SliceLayout(1 - ACROSS, LAYOUT))
+    of_token = gl.load(x_scale + at, mask=at < m, other=0.0)
+    of_row = gl.load(row_scale + own, mask=own < n, other=0.0)
+    scaled = sums.to(gl.float32) * gl.expand_dims(of_row, 1 - ACROSS) * gl.expand_dims(of_token, ACROSS)
+    values = gl.convert_layout(scaled.to(out.dtype.element_ty), ROWS)
+    to_token = token * BM + gl.arange(0, BM, gl.SliceLayout(ACROSS, ROWS))
+    to_row = row * BN + gl.arange(0, BN, gl.SliceLayout(1 - ACROSS, ROWS))
+    inside = gl.expand_dims(to_token < m, ACROSS) & gl.expand_dims(to_row < n, 1 - ACROSS)
+    to = out + gl.expand_dims(to_token.to(gl.int64) * n, ACROSS) + gl.expand_dims(to_row, 1 - ACROSS)
+    gl.store(to, values, mask=inside)

@@ -42,31 +42,33 @@ def shared_bytes(plan: WgmmaPlan) -> int:
     return plan.stages * ((plan.rows + plan.tokens) * SPAN + 8) + plan.rows * plan.tokens
 
 
-def wgmma_rule(processors: int, n: int, k: int, tokens: int) -> WgmmaPlan | None:
-    """None: a plan of multiply_kernel.py."""
-    if tokens <= 16:
-        return None
+def wgmma_rule(processors: int, n: int, k: int, tokens: int) -> WgmmaPlan:
+    """What the plans measured on an H200 have in common."""
     return wgmma_candidates(processors, n, k, tokens)[0]
 
 
 def wgmma_candidates(processors: int, n: int, k: int, tokens: int) -> list[WgmmaPlan]:
-    """The rule's first."""
+    """What --tune tries, the rule's first."""
     found: list[WgmmaPlan] = []
     for rows, wide, warps, stages, left, programs in _shapes(tokens):
         tiles, steps = -(-n // rows) * -(-tokens // wide), -(-k // SPAN)
-        split = max(1, min(programs * processors // tiles, steps // 4, _MOST_SPLIT))
-        plan = WgmmaPlan(rows, wide, split, warps, stages, left, programs if split == 1 else 0)
-        if plan not in found and shared_bytes(plan) * programs <= _SHARED_BYTES:
-            found.append(plan)
+        shared = max(1, min(programs * processors // tiles, steps // 4, _MOST_SPLIT))
+        for split in dict.fromkeys((shared, min(shared, 2), 1)):
+            plan = WgmmaPlan(rows, wide, split, warps, stages, left, programs if split == 1 else 0)
+            if plan not in found:
+                found.append(plan)
     return found
 
 
 def _shapes(tokens: int) -> list[tuple[int, int, int, int, bool, int]]:
+    """Rows and tokens of a tile, warps, stages, whether the weight is left, programs on a multiprocessor."""
     width = max(16, 1 << (tokens - 1).bit_length())
     if width <= 32:
-        return [(128, width, 4, 6, True, 2), (64, width, 4, 8, True, 2), (256, width, 8, 5, True, 1)]
+        return [(64, width, 4, 8, True, 2), (128, width, 4, 6, True, 2), (64, width, 4, 4, True, 4)]
     if width <= 64:
-        return [(128, 64, 4, 4, True, 2), (128, 64, 4, 4, False, 2), (64, 64, 4, 6, True, 2)]
+        return [(64, 64, 4, 6, True, 2), (128, 64, 4, 4, True, 2), (64, 64, 4, 10, False, 1), (32, 64, 4, 14, False, 1)]
     if width <= 128:
-        return [(128, 128, 4, 3, False, 2), (128, 128, 8, 6, False, 1), (128, 64, 4, 4, False, 2), (256, 128, 8, 4, False, 1)]
-    return [(256, 128, 8, 4, False, 1), (128, 256, 8, 4, False, 1), (128, 128, 4, 3, False, 2), (128, 128, 8, 6, False, 1)]
+        return [(128, 128, 8, 6, False, 1), (128, 128, 4, 3, False, 2), (64, 128, 4, 4, False, 2), (64, 64, 4, 10, False, 1)]
+    if width <= 256:
+        return [(128, 128, 8, 6, False, 1), (64, 128, 4, 4, False, 2), (128, 128, 4, 3, False, 2), (64, 64, 4, 6, False, 2)]
+    return [(128, 256, 8, 4, False, 1), (128, 128, 4, 3, False, 2), (128, 128, 8, 6, False, 1), (256, 128, 8, 4, False, 1)]

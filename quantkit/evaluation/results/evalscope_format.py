@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.evaluation.results.figures import EvalResults, TaskResult
-from quantkit.evaluation.results.store import write_atomically
 from quantkit.evaluation.statistics.estimates import pass_at_k
+from quantkit.whole_files import write_whole
 
 
 def write_reports(out: Path, results: EvalResults) -> list[Path]:
@@ -19,7 +19,7 @@ def write_reports(out: Path, results: EvalResults) -> list[Path]:
     files = []
     for name, task in results.tasks.items():
         files.append(folder / f"{name.replace('-', '_')}.json")
-        write_atomically(files[-1], json.dumps(report(results.model, task), indent=4, ensure_ascii=False) + "\n")
+        write_whole(files[-1], json.dumps(report(results.model, task), indent=4, ensure_ascii=False) + "\n")
     return files
 
 

@@ -15,11 +15,11 @@ from quantkit.evaluation.results import plots
 from quantkit.evaluation.results.figures import EvalResults, Sample, TaskResult
 from quantkit.evaluation.results.pages import render
 from quantkit.evaluation.results.published import published_scores
-from quantkit.evaluation.results.store import write_atomically
 from quantkit.evaluation.statistics.baseline import Baseline
 from quantkit.evaluation.statistics.estimates import interval, problem_means
 from quantkit.evaluation.tasks.problems import REASONS, Problem
 from quantkit.evaluation.tasks.prompts import prompt_parts
+from quantkit.whole_files import write_whole
 
 FAILURES, SUCCESSES = 60, 20  # problems shown per task
 _TEXT = 20_000  # characters of one reply or prompt
@@ -28,7 +28,7 @@ _TEXT = 20_000  # characters of one reply or prompt
 def write_report(path: Path, results: EvalResults, baseline: Baseline | None) -> None:
     tasks = [_task(results.model, task, baseline) for task in results.tasks.values()]
     page = render("report.html.j2", results=results, tasks=tasks, baseline=baseline.name if baseline else None)
-    write_atomically(path, page)
+    write_whole(path, page)
 
 
 def _task(model: str, task: TaskResult, baseline: Baseline | None) -> dict[str, Any]:

@@ -8,11 +8,11 @@ from typing import Any
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.results import plots
 from quantkit.evaluation.results.pages import render
-from quantkit.evaluation.results.store import write_atomically
 from quantkit.evaluation.statistics.baseline import Baseline, read_baseline
 from quantkit.evaluation.statistics.bounds import mean_bounds
 from quantkit.evaluation.statistics.comparison import Comparison, compare, corrected
 from quantkit.evaluation.statistics.estimates import accuracy, problem_means
+from quantkit.whole_files import write_whole
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ def write_page(out: Path, table: RunsSideBySide) -> None:
         compared = [(_label(run.name), run.comparisons[task]) for run in table.runs if task in run.comparisons]
         if compared:
             drawn[task]["differences"] = plots.differences_plot(compared)
-    write_atomically(out / "comparison.html", render("comparison.html.j2", table=table, plots=drawn))
-    write_atomically(out / "comparison.json", json.dumps(table.to_json(), indent=1) + "\n")
+    write_whole(out / "comparison.html", render("comparison.html.j2", table=table, plots=drawn))
+    write_whole(out / "comparison.json", json.dumps(table.to_json(), indent=1) + "\n")
 
 
 def _label(name: str) -> str:

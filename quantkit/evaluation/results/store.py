@@ -16,6 +16,7 @@ from typing import Any
 
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.generators.generator import ModelReply, Prompt
+from quantkit.whole_files import write_whole
 
 Key = tuple[str, int]  # problem id, repeat
 
@@ -47,7 +48,7 @@ class ReplyJournal:
         self.kept: dict[Key, ModelReply] = {}
         self.probe: ModelProbe | None = None
         if not self.path.exists():
-            write_atomically(self.path, json.dumps({"facts": facts, "request": request or {}}) + "\n")
+            write_whole(self.path, json.dumps({"facts": facts, "request": request or {}}) + "\n")
         self.path.touch()  # the one of its task that was used last is regraded
         self._read()
 
@@ -118,7 +119,7 @@ class Looks:
         if list(samples) not in made:
             made.append(list(samples))
             if self._path is not None:
-                write_atomically(self._path, json.dumps(self._made, indent=1) + "\n")
+                write_whole(self._path, json.dumps(self._made, indent=1) + "\n")
         return made.index(list(samples)) + 1
 
 
@@ -131,14 +132,8 @@ def _changes(folder: Path, task: str, facts: dict[str, Any]) -> list[str]:
     return [name for name in facts if before.get(name) != facts[name]]
 
 
-def write_atomically(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
-
-
 def write_samples(path: Path, samples: list[dict[str, Any]]) -> None:
-    write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in samples))
+    write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in samples))
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:

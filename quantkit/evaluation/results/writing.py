@@ -6,9 +6,10 @@ from typing import Any
 from quantkit.evaluation.results.evalscope_format import write_reports
 from quantkit.evaluation.results.figures import EvalResults
 from quantkit.evaluation.results.report import write_report
-from quantkit.evaluation.results.store import write_atomically, write_samples
+from quantkit.evaluation.results.store import write_samples
 from quantkit.evaluation.statistics.baseline import Baseline
 from quantkit.evaluation.tasks.prompts import prompt_parts
+from quantkit.whole_files import write_whole
 
 
 def write_results(results: EvalResults, reference: Baseline | None, export: str | None = None) -> None:
@@ -19,7 +20,7 @@ def write_results(results: EvalResults, reference: Baseline | None, export: str 
     write_report(results.out / "report.html", results, reference)
     if export == "evalscope":
         write_reports(results.out / "evalscope", results)
-    write_atomically(results.out / "results.json", json.dumps(results.to_json(), indent=2) + "\n")
+    write_whole(results.out / "results.json", json.dumps(results.to_json(), indent=2) + "\n")
 
 
 def _prompts(results: EvalResults) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from quantkit import __version__, plots
-from quantkit.evaluation.results.store import write_atomically
+from quantkit.whole_files import write_whole
 
 COLUMNS = {
     "input_len": "input tokens",
@@ -25,7 +25,7 @@ _TEMPLATE = Path(__file__).with_name("report.html.j2")
 def write_report(out: Path, result: dict[str, Any]) -> None:
     """`result` as `quantkit bench --json` prints it: `hardware` is the machine in one line, `published` what others told of this model."""
     out.mkdir(parents=True, exist_ok=True)
-    write_atomically(out / "bench.json", json.dumps(result, indent=1) + "\n")
+    write_whole(out / "bench.json", json.dumps(result, indent=1) + "\n")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     rows = result["rows"]
     drawn = [
@@ -36,7 +36,7 @@ def write_report(out: Path, result: dict[str, Any]) -> None:
     page = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
         result=result, plots=drawn, columns=COLUMNS, version=__version__
     )
-    write_atomically(out / "bench.html", page)
+    write_whole(out / "bench.html", page)
 
 
 def _curves(rows: list[dict[str, Any]], key: str, label: str) -> str:

@@ -65,10 +65,3 @@ class ReasoningSplitter:
         text = text.lstrip("\n")
         self._fresh = not text
         return text
-
-
-def split_reasoning(text: str, inside: bool) -> Parts:
-    """The whole answer at once."""
-    splitter = ReasoningSplitter(inside)
-    first, last = splitter.push(text), splitter.finish()
-    return Parts(first.reasoning + last.reasoning, first.content + last.content)

@@ -2,8 +2,9 @@
 
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from socket import socket
 
 import uvicorn
 
@@ -11,6 +12,7 @@ from quantkit.errors import QuantkitError
 from quantkit.executor.engine import Engine
 from quantkit.executor.server.app import Limits, create_app
 from quantkit.executor.server.service import Service
+from quantkit.listening import not_free
 
 _SWITCH_SECONDS = 0.0005
 """How long a thread may keep the interpreter while the other waits: the default of 5 ms would be added to every decode step."""
@@ -33,24 +35,22 @@ class ServeOptions:
     log: Callable[[str], None] | None = None
 
 
-def serve(engine: Engine, model_name: str, options: ServeOptions) -> None:
+def serve(engine: Engine, model_name: str, options: ServeOptions, sockets: Sequence[socket]) -> None:
     """Serve until SIGINT or SIGTERM: then no new connections, running answers finish within grace_s, the rest is cancelled.
 
-    Raises QuantkitError where the address is taken or the engine broke.
+    sockets: of `listening.bound`. Raises QuantkitError where another listens there by now, or the engine broke.
     """
     service = Service(engine, max_queue=options.max_queue, on_fault=lambda: setattr(server, "should_exit", True))
     app = create_app(service, model_name, api_key=options.api_key, limits=options.limits, tool_parser=options.tool_parser, log=options.log)
-    config = uvicorn.Config(
-        app, host=options.host, port=options.port, log_level="warning", access_log=False, timeout_graceful_shutdown=options.grace_s
-    )
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=options.grace_s)
     server = uvicorn.Server(config)
     sys.setswitchinterval(_SWITCH_SECONDS)
     # uvicorn raises the signal again once it has shut down; being told to stop is not a failure.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     try:
-        server.run()
-    except SystemExit as fault:  # uvicorn's answer to an address it cannot have
-        raise QuantkitError(f"cannot serve on {options.host}:{options.port}", "choose another --port") from fault
+        server.run(list(sockets))
+    except OSError as fault:
+        raise not_free(options.host, options.port, fault) from fault
     if service.fault is not None:
         raise QuantkitError(f"the engine stopped: {service.fault}", "see the error above; start again with --debug") from service.fault

@@ -1,0 +1,77 @@
+"""Files that appear whole or not at all, and commands that say before their work that theirs could not be written."""
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from commands import command
+
+from quantkit.errors import QuantkitError
+from quantkit.whole_files import check_writable, write_whole
+
+TOO_LONG = "x" * 250
+"""A name that files may have, and their beginnings not."""
+
+
+@contextmanager
+def _room_for(size: int) -> Iterator[None]:
+    """No file may grow beyond `size` bytes: as on a disk that fills."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_what_stood_there_stays_and_nothing_is_left_behind(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    write_whole(path, "before")
+    with _room_for(100), pytest.raises(QuantkitError, match=r"cannot write .*results\.json: File too large; mend that"):
+        write_whole(path, "after" * 1000)
+    assert path.read_text() == "before"
+    assert [one.name for one in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_a_file_that_could_not_be_written_is_told_before(tmp_path: Path) -> None:
+    check_writable(tmp_path / "c.json", "--out")
+    assert not list(tmp_path.iterdir())
+    for path, said in (
+        (tmp_path, f"{tmp_path} is a directory; give --out the name of a file"),
+        (tmp_path / "no" / "c.json", "there is no folder"),
+        (tmp_path / TOO_LONG, "File name too long"),
+    ):
+        with pytest.raises(QuantkitError, match=said):
+            check_writable(path, "--out")
+    with _room_for(0), pytest.raises(QuantkitError, match="File too large"):
+        check_writable(tmp_path / "c.json", "--out")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("work", "arguments"),
+    [
+        ("quantkit.hub.builtin_model", ("check", "tiny-r1", "--report")),
+        ("quantkit.hub.builtin_model", ("run", "tiny-r1", "--prompt", "1 + 1", "--count-experts")),
+        ("quantkit.hub.builtin_model", ("ppl", "tiny-r1", "--text", "TEXT", "--count-experts")),
+        ("quantkit.evaluation.tasks.needle.needle_rows", ("needle", "tiny-r1", "--lengths", "512", "--out")),
+    ],
+)
+def test_commands_refuse_first(tmp_path: Path, work: str, arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work, lambda *_: pytest.fail("work began"))
+    answer = command(*arguments, str(tmp_path / TOO_LONG))
+    assert (answer.code, answer.out) == (1, "")
+    assert f"cannot write {tmp_path}" in answer.error
+    assert "File name too long" in answer.error
+
+
+def test_findings_are_told_where_the_page_cannot_be_written(tmp_path: Path) -> None:
+    report = tmp_path / "report.html"
+    with _room_for(200):  # enough for the look beforehand
+        answer = command("check", "tiny-r1", "--depth", "headers", "--report", str(report))
+    assert answer.code == 1
+    assert answer.out.startswith("good: tiny-r1")
+    assert f"cannot write {report}" in answer.err
+    assert not list(tmp_path.iterdir())
