@@ -68,11 +68,11 @@ def soften(scores, largest, total, scale, positions, at, high, MASKED: gl.conste
     return probabilities, top, total * less + gl.sum(probabilities, 1), less
 
 
-@gluon.jit(do_not_specialize=["table_width", "together", "tiles"])
+@gluon.jit(do_not_specialize=["table_width", "heads", "shared", "together", "tiles"])
 def attend_prompts(
     q, q_pe, keys, k_pe, values, out, lse, starts, seq_lens, table, firsts, lasts, key_rows,
-    q_token, q_head, pe_token, k_head, v_head, table_width, heads, together, tiles, scale,
-    SHARED: gl.constexpr, D: gl.constexpr, D_PADDED: gl.constexpr, R: gl.constexpr, V: gl.constexpr, V_PADDED: gl.constexpr,
+    q_token, q_head, pe_token, k_head, v_head, table_width, heads, shared, together, tiles, scale,
+    D: gl.constexpr, D_PADDED: gl.constexpr, R: gl.constexpr, V: gl.constexpr, V_PADDED: gl.constexpr,
     PAGE: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """A program per BM new tokens, head and sequence: of `together` heads at a time the last tokens, which see most, first.
@@ -120,7 +120,7 @@ def attend_prompts(
         steps = gl.maximum((high - low + BN - 1) // BN, 1)
         # Up to here every token sees every key of a block.
         whole = gl.maximum(gl.minimum(past + first_token + 1, high) - low, 0) // BN
-        kv_head = head // SHARED
+        kv_head = head // shared
         k_column = kv_head * k_head
         v_column = kv_head * v_head
         table += sequence * table_width
