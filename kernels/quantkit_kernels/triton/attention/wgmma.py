@@ -51,8 +51,8 @@ def attend(
         q, given["q_pe"], _tiles(_rows(keys), box, given["D_PADDED"]), _tiles(given["k_pe"], box, rotary) if rotary else given["k_pe"],
         _tiles(_rows(values), box, given["V_PADDED"]), out, given["lse"], prompts.starts, prompts.seq_lens, given["table"], given["firsts"],
         given["lasts"], given["key_rows"], q.stride(0), q.stride(1), given["pe_token"], given["k_head"], given["v_head"],
-        given["table_width"], heads, min(cut.together, heads), tiles, scale,
-        SHARED=given["SHARED"], D=width, D_PADDED=given["D_PADDED"], R=rotary, V=given["V"], V_PADDED=given["V_PADDED"], PAGE=page,
+        given["table_width"], heads, given["SHARED"], min(cut.together, heads), tiles, scale,
+        D=width, D_PADDED=given["D_PADDED"], R=rotary, V=given["V"], V_PADDED=given["V_PADDED"], PAGE=page,
         BM=cut.queries, BN=cut.keys, BOX=box, STAGES=cut.stages, WARPS=_WARPS, num_warps=_WARPS,
     )  # fmt: skip
 
