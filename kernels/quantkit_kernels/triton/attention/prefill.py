@@ -1,4 +1,5 @@
-"""Attention of prompts: one Triton kernel over pages, or over latents that were expanded. What it cannot take, the reference computes."""
+"""Attention of prompts: one Triton kernel over pages, or over latents that were expanded, and one for Hopper (wgmma.py), for what has no
+window and no sinks. What neither can take, the reference computes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ from quantkit_kernels.triton.operators import rope
 from quantkit_kernels.triton.rows import power_of_two
 
 _LOG2E = 1.4426950408889634
-_EXPANDED_BYTES = 1 << 29
+_EXPANDED_BYTES = 1 << 30
 """Of keys and values that are expanded at a time, whatever the length of the prompts."""
 
 _HALF = (torch.bfloat16, torch.float16)

@@ -6,38 +6,43 @@ import torch
 from torch import Tensor
 
 from quantkit_kernels.prompts import Prompts
-from quantkit_kernels.triton.cards import architecture, shared_bytes
+from quantkit_kernels.triton.cards import architecture, multiprocessors, shared_bytes
 
 _BOX = 64
 """Tokens of a page that are copied at once."""
+_WARPS = 8
+_BARRIERS = 1024
+"""Bytes beside the tiles, rounded up."""
+_TOGETHER = 8
+"""Heads that are computed at a time, so that programs at work share what the last cache holds."""
 
 
 class WgmmaCut(NamedTuple):
-    """queries, keys: of a block; stages: places for blocks of keys and values; together: heads whose last tokens are computed first."""
+    """queries, keys: of a block; stages: places for a block of keys and one of values."""
 
     queries: int
     keys: int
     stages: int
-    together: int
+
+
+_CUTS = (WgmmaCut(128, 128, 2), WgmmaCut(128, 64, 2))
+_NARROW = WgmmaCut(128, 64, 4)
+"""Of keys and values of 64 numbers at most: two programs fit a multiprocessor."""
 
 
 def wgmma_cut(device: torch.device, width: int, rotary: int, value: int, page: int, limited: bool) -> WgmmaCut | None:
-    """For keys of `width` and `rotary` numbers and values of `value`, padded to powers of two; None: prefill_kernel.py. limited: there is a
-    window, or there are sinks."""
+    """What was fastest on an H200, for keys of `width` and `rotary` numbers and values of `value`, padded to powers of two; None: the
+    launch is prefill_kernel.py's. page: tokens of a page, or 0; limited: there is a window, or there are sinks."""
     if architecture(device) != "sm_90" or limited or page % _BOX:
         return None
-    for cut in _CUTS:
-        if shared_needed(cut, width, rotary, value) <= shared_bytes("sm_90"):
-            return cut
-    return None
+    if max(width + rotary, value) <= 64:
+        return _NARROW
+    room = shared_bytes("sm_90") - _BARRIERS
+    return next((cut for cut in _CUTS if _tile_bytes(cut, width + rotary, value) <= room), None)
 
 
-_CUTS = (WgmmaCut(128, 128, 2, 8), WgmmaCut(128, 64, 2, 8))
-_BARRIERS = 1024
-
-
-def shared_needed(cut: WgmmaCut, width: int, rotary: int, value: int) -> int:
-    return 2 * (cut.queries * (width + rotary) + cut.stages * cut.keys * (width + rotary + value)) + _BARRIERS
+def _tile_bytes(cut: WgmmaCut, key: int, value: int) -> int:
+    return 2 * (cut.queries * key + cut.stages * cut.keys * (key + value))
 
 
 def attend(
@@ -46,18 +51,16 @@ def attend(
     """As `_launch` of prefill.py. scale: times log2(e)."""
     page, rotary = given["PAGE"], given["R"]
     box = min(cut.keys, _BOX) if page else cut.keys
-    tiles, heads = -(-prompts.longest // cut.queries), q.shape[1]
-    _kernel()[(tiles * heads, len(prompts.spans))](
+    tiles, heads, sequences = -(-prompts.longest // cut.queries), q.shape[1], len(prompts.spans)
+    few = tiles * heads * sequences <= 2 * multiprocessors(q.device)  # then the longest of all heads come first
+    _kernel()[(tiles * heads, sequences)](
         q, given["q_pe"], _tiles(_rows(keys), box, given["D_PADDED"]), _tiles(given["k_pe"], box, rotary) if rotary else given["k_pe"],
         _tiles(_rows(values), box, given["V_PADDED"]), out, given["lse"], prompts.starts, prompts.seq_lens, given["table"], given["firsts"],
         given["lasts"], given["key_rows"], q.stride(0), q.stride(1), given["pe_token"], given["k_head"], given["v_head"],
-        given["table_width"], heads, given["SHARED"], min(cut.together, heads), tiles, scale,
+        given["table_width"], heads, given["SHARED"], heads if few else min(_TOGETHER, heads), tiles, scale,
         D=width, D_PADDED=given["D_PADDED"], R=rotary, V=given["V"], V_PADDED=given["V_PADDED"], PAGE=page,
         BM=cut.queries, BN=cut.keys, BOX=box, STAGES=cut.stages, WARPS=_WARPS, num_warps=_WARPS,
     )  # fmt: skip
-
-
-_WARPS = 8
 
 
 def _rows(side: Tensor) -> Tensor:
