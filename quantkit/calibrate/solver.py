@@ -13,8 +13,9 @@ from torch import Tensor
 
 from quantkit.calibrate.batches import PIECE_VALUES
 from quantkit.models.reading import Reading
+from quantkit.quant.compensation import compensate
 from quantkit.quant.fp4 import global_scale, input_divisor
-from quantkit.quant.gptq import Curvature, compensate, scaled_losses
+from quantkit.quant.gptq import Curvature, scaled_losses
 from quantkit.quant.rounding import Fp4Rounder, IntRounder, Mxfp4Rounder, Rounder, RoundingStep, round_to_nearest
 from quantkit.quant.two_sided import compensate_both, judged_outputs
 from quantkit.quant.weights import Fp4Weight, RoundedWeight, Weight
@@ -81,6 +82,11 @@ class Solver:
     @property
     def sweeps(self) -> int:
         return self.recipe.sweeps if "descent" in self.methods else 0
+
+    @property
+    def learns(self) -> bool:
+        """Whether codes of gated MLPs are learned, from those that the other methods find."""
+        return "learned" in self.methods
 
     def rounder(self, amax: Tensor, fit: bool = True) -> Rounder:
         """amax float32 [] or [..., N]: the largest weight of the tensor, fused siblings included. `fit` off: plain extremes."""
@@ -201,7 +207,7 @@ class Solver:
 
     def _finish(self, w: Tensor, parts: "list[_Part]", amax: Tensor) -> Solved:
         """One linear from its rows. Plain rounding is kept where the method clearly loses to it on held-out inputs."""
-        method = "+".join(self.methods) or "nearest"
+        method = "+".join(name for name in self.methods if name != "learned") or "nearest"
         whole, own, plain = torch.stack([part.squares for part in parts]).sum(0)
         costs = [part.judged for part in parts if part.judged is not None]
         kept = own
