@@ -1,6 +1,7 @@
 """A quantization recipe: everything a run depends on besides the model, as one YAML file."""
 
 import hashlib
+from typing import Literal
 
 from pydantic import Field, ValidationError
 
@@ -21,6 +22,7 @@ class Recipe(Strict):
     seed: int = 0
     group_size: int | None = Field(None, ge=1, description="overrides the scheme's group_size")
     scale_points: int = Field(11, ge=2, description="points of the scale search, for each of its two families")
+    weight_points: int = Field(0, ge=0, description="exponents of the weights' sizes that it tries with each of the activations'")
     search_rows: int = Field(64, ge=16, description="output rows of a linear that the scale search looks at")
     exact_router: bool = Field(False, description="scales that reach a 16-bit reader are powers of two, so folding changes no bit of it")
     damping: float = Field(0.003, gt=0, description="added to the Hessian's diagonal, as a share of its mean")
@@ -31,6 +33,8 @@ class Recipe(Strict):
     fit_points: int = Field(3, ge=1, description="steps tried for each group when it is rounded")
     sweeps: int = Field(4, ge=1, description="of descent over a linear's columns, where it is among the methods")
     iterations: int = Field(200, ge=1, description="of learned rounding, where it is among the methods")
+    reach: float = Field(0.5, gt=0, description="how far it moves a weight in all, in distances between two values of the grid")
+    learn_from: Literal["codes", "weights"] = Field("codes", description="what it begins with: other methods' codes, or plain rounding")
     min_expert_tokens: int = Field(256, ge=0, description="experts with fewer routed tokens lean on the layer's shared statistics")
 
     prune: float = Field(0.0, ge=0, lt=1, description="share of every layer's routed experts that is left out, those that add least")

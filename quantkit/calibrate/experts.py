@@ -137,7 +137,7 @@ class ExpertSolver:
         before = [solved[module] for module in rows.modules]
         _, between = self.solver.readings(before[0].weight, before[2].weight)
         loss = MlpLoss(original.gating, between, self.cost)
-        return dict(zip(rows.modules, learn_mlp(sources, before, own, held_out, loss, self.solver.recipe.iterations)))
+        return dict(zip(rows.modules, learn_mlp(sources, before, own, held_out, loss, self.solver.recipe)))
 
     def _solve_readers(self, rows: Mapping[int, GatedMlp], experts: Mapping[int, ExpertWeights]) -> dict[str, Solved]:
         """gate and up of every expert, which read the layer's input."""

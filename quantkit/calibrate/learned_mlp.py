@@ -18,6 +18,7 @@ from quantkit.models.reading import Reading
 from quantkit.quant.gptq import Curvature
 from quantkit.quant.learned import LearnedRounding, ways
 from quantkit.quant.weights import RoundedWeight, dequantize
+from quantkit.recipe import Recipe
 
 ROWS = 2048
 """Tokens of one step."""
@@ -73,15 +74,15 @@ class MlpLoss:
 
 
 def learn_mlp(
-    sources: Sequence[Tensor], solved: Sequence[Solved], rows: MlpRows, held_out: MlpRows, loss: MlpLoss, iterations: int
+    sources: Sequence[Tensor], solved: Sequence[Solved], rows: MlpRows, held_out: MlpRows, loss: MlpLoss, recipe: Recipe
 ) -> list[Solved]:
     """Gate, up and down with codes learned from those they have. sources: what they were rounded from. Where held-out rows lose by it, or
     there are none, they stay as they are."""
     if not len(rows.x) or not len(held_out.x):
         return list(solved)
-    learned = [LearnedRounding(w, one.weight) for w, one in zip(sources, solved)]
+    learned = [LearnedRounding(w, one.weight, from_codes=recipe.learn_from == "codes") for w, one in zip(sources, solved)]
     generator = torch.Generator().manual_seed(0)
-    for way in ways(iterations).tolist():
+    for way in ways(recipe.iterations, recipe.reach).tolist():
         drawn = torch.randint(len(rows.x), (ROWS,), generator=generator).to(rows.x.device) if len(rows.x) > ROWS else slice(None)
         gradients = loss.gradients([one.values() for one in learned], rows.some(drawn))
         for one, gradient in zip(learned, gradients):

@@ -38,7 +38,7 @@ def learn_sublayer(scaled: Scaled, solved: SolvedSublayer, source: ParameterRead
         rows = MlpRows(inner(x), target, torch.ones_like(x[:, 0]))
         loss = MlpLoss(gating, between, cost_matrix(scaled.sublayer.outputs))
         fitted, held_out = rows.some(slice(states.fitted)), rows.some(slice(states.fitted, None))
-        learned = learn_mlp(sources, before, fitted, held_out, loss, scaled.sublayer.solvers.recipe.iterations)
+        learned = learn_mlp(sources, before, fitted, held_out, loss, scaled.sublayer.solvers.recipe)
         linears |= {name: one.rounded for name, one in zip(mlp.modules, learned)}
     return SolvedSublayer(linears, solved.plain)
 

@@ -172,7 +172,7 @@ class Solver:
             values, step = self._round(batch, per_row, curvature)
         else:
             judge = judged_outputs(outputs, JUDGED_OUTPUTS)
-            values, step = compensate_both(batch, curvature, outputs, self.rounder(per_row), sweeps=self.sweeps)
+            values, step = compensate_both(batch, curvature, outputs, self.rounder(amax[:, None]), sweeps=self.sweeps)
         nearest, _ = round_to_nearest(batch, self.rounder(per_row, fit=False))
         return {
             module: self._finish(w, [_Part(values[i], _rows(step, i), *_told(w, (values[i], nearest[i]), samples[i], judge))], amax[i])

@@ -1,8 +1,9 @@
 """Rounding that is learned (SignRound, arXiv 2309.05516): where a weight lies between two values of the grid moves against the sign of the
 gradient of a loss, a fixed way at a time, while the values that are computed with stay on the grid.
 
-It begins with codes that another method found: a weight begins where it is, or as near to that as its code allows. Steps and zero points
-stay as they are. All ways together are `REACH` of the distance between two values, so a code changes by one at most.
+It begins with steps, zero points and codes that another method found. Steps and zero points stay as they are. A weight begins where it is,
+or, where the codes are to be begun with, as near to that as its code allows. All ways together are some part of the distance between two
+values.
 
 Shapes: w [N, K], one linear.
 """
@@ -13,23 +14,23 @@ from torch import Tensor
 from quantkit.quant.rounding import RoundingStep, rounder_of, with_values
 from quantkit.quant.weights import RoundedWeight, dequantize
 
-REACH = 0.5
-"""How far a weight can move in all, in distances between two values of the grid where it begins."""
 _INSIDE = 0.49
 """How far from its code's value a weight may begin, in the same distances: half would be another code's."""
 
 
 class LearnedRounding:
-    """One linear on its way. w float32 [N, K]: what is to be rounded; weight: as it was rounded before."""
+    """One linear on its way. w float32 [N, K]: what is to be rounded; weight: as it was rounded before; from_codes: see above."""
 
-    def __init__(self, w: Tensor, weight: RoundedWeight) -> None:
+    def __init__(self, w: Tensor, weight: RoundedWeight, *, from_codes: bool) -> None:
         self.weight = weight
         self.rounder, step = rounder_of(weight)
         self.step = RoundingStep(step.step.unsqueeze(-1), None if step.zero is None else step.zero.unsqueeze(-1))  # [N, G, 1]
         values = self._grouped(dequantize(weight))
         self.distance = self.rounder.spacing(values, self.step)
-        room = _INSIDE * self.distance
-        self.place = values + (self._grouped(w) - values).clamp(-room, room)
+        self.place = self._grouped(w).clone()
+        if from_codes:
+            room = _INSIDE * self.distance
+            self.place = values + self.place.sub_(values).clamp_(-room, room)
 
     def values(self) -> Tensor:
         """What the weight would decode to now, [N, K]."""
@@ -48,7 +49,7 @@ class LearnedRounding:
         return t.unflatten(-1, (self.step.step.shape[-2], -1))
 
 
-def ways(iterations: int) -> Tensor:
-    """How far each of the iterations moves: falling in a straight line to nothing, `REACH` together."""
+def ways(iterations: int, reach: float) -> Tensor:
+    """How far each of the iterations moves: falling in a straight line to nothing, `reach` together."""
     falling = torch.arange(iterations, 0, -1, dtype=torch.float64)
-    return REACH * falling / falling.sum()
+    return reach * falling / falling.sum()
