@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates
-from quantkit.calibrate.learned_mlp import MlpLoss, MlpRows, cost_matrix, learn_mlp
 from quantkit.calibrate.routing import Routed
 from quantkit.calibrate.scale import ScaledInput
 from quantkit.calibrate.scale_search import Consumer, choose_scale, sample_rows
@@ -80,9 +79,7 @@ class ExpertSolver:
         self.exact = isinstance(solver.grid, Fp4Grid | Mxfp4Grid)  # steps too coarse for any divisor but a power of two
         fitted = routed.x[: routed.fitted]
         self.reading = Reading(solver.activation_bits, input_divisor(read.largest))
-        self.layer_input = fitted[:: max(1, len(fitted) // LAYER_ROWS)][:LAYER_ROWS]
-        self.layer_rows = self.reading(self.layer_input / read.scale)
-        self.cost = cost_matrix(outputs) if solver.learns else None
+        self.layer_rows = self.reading(fitted[:: max(1, len(fitted) // LAYER_ROWS)][:LAYER_ROWS] / read.scale)
 
     def solve(self, rows: Mapping[int, GatedMlp], experts: Mapping[int, ExpertWeights]) -> tuple[dict[str, Solved], dict[int, Tensor]]:
         """rows, experts: by number of the expert. Returns module -> solved, of three linears each, and
@@ -112,32 +109,7 @@ class ExpertSolver:
             largest[down] = torch.cat([hidden[number][:count], of_layer / s]).abs().amax()
             samples.append(hidden[number][count:] if len(hidden[number]) > count else of_layer / s)
         solved_downs = self.solver.solve_batch(downs, curvature.scaled(inner), samples, self.outputs)
-        solved |= {module: self.solver.reading_under(one, largest[module]) for module, one in solved_downs.items()}
-        if not self.solver.learns or not all(weights.scales_inside for weights in experts.values()):
-            return solved, hidden
-        for (number, weights), s in zip(experts.items(), inner):
-            sources = (weights.gate * self.read.scale, weights.up * self.read.scale / s[:, None], weights.down * s)
-            solved |= self._learn(number, rows[number], weights, sources, solved)
-        return solved, {}  # what down reads is another then
-
-    def _learn(
-        self, expert: int, rows: GatedMlp, original: ExpertWeights, sources: tuple[Tensor, Tensor, Tensor], solved: Mapping[str, Solved]
-    ) -> dict[str, Solved]:
-        """The three linears with codes that are learned together, on the expert's tokens and the layer's, as its Hessian has them."""
-        tokens, w, fitted = self.routed.quantized_of(expert)
-        x = self.routed.x[tokens]
-        shared = w.new_full((len(self.layer_input),), self.solver.recipe.min_expert_tokens / len(self.layer_input))
-        read, target, count = self.reading(x / self.read.scale), original(x), w.square()
-        own = MlpRows(
-            torch.cat([read[:fitted], self.layer_rows]),
-            torch.cat([target[:fitted], original(self.layer_input)]),
-            torch.cat([count[:fitted], shared * _mean_square(w[:fitted])]),
-        )
-        held_out = MlpRows(read[fitted:], target[fitted:], count[fitted:])
-        before = [solved[module] for module in rows.modules]
-        _, between = self.solver.readings(before[0].weight, before[2].weight)
-        loss = MlpLoss(original.gating, between, self.cost)
-        return dict(zip(rows.modules, learn_mlp(sources, before, own, held_out, loss, self.solver.recipe)))
+        return solved | {module: self.solver.reading_under(one, largest[module]) for module, one in solved_downs.items()}, hidden
 
     def _solve_readers(self, rows: Mapping[int, GatedMlp], experts: Mapping[int, ExpertWeights]) -> dict[str, Solved]:
         """gate and up of every expert, which read the layer's input."""

@@ -83,11 +83,6 @@ class Solver:
     def sweeps(self) -> int:
         return self.recipe.sweeps if "descent" in self.methods else 0
 
-    @property
-    def learns(self) -> bool:
-        """Whether codes of gated MLPs are learned, from those that the other methods find."""
-        return "learned" in self.methods
-
     def rounder(self, amax: Tensor, fit: bool = True) -> Rounder:
         """amax float32 [] or [..., N]: the largest weight of the tensor, fused siblings included. `fit` off: plain extremes."""
         if isinstance(self.grid, Fp4Grid):
@@ -207,7 +202,7 @@ class Solver:
 
     def _finish(self, w: Tensor, parts: "list[_Part]", amax: Tensor) -> Solved:
         """One linear from its rows. Plain rounding is kept where the method clearly loses to it on held-out inputs."""
-        method = "+".join(name for name in self.methods if name != "learned") or "nearest"
+        method = "+".join(self.methods) or "nearest"
         whole, own, plain = torch.stack([part.squares for part in parts]).sum(0)
         costs = [part.judged for part in parts if part.judged is not None]
         kept = own

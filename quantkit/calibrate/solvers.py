@@ -29,10 +29,6 @@ class Solvers:
     def compensates(self) -> bool:
         return "gptq" in self.methods
 
-    @property
-    def learns(self) -> bool:
-        return "learned" in self.methods
-
     def of(self, module: str) -> Solver:
         """What rounds this linear."""
         return self.on(self.grid_of(module))

@@ -23,7 +23,6 @@ from quantkit.calibrate.ends import Ends, TableEnds
 from quantkit.calibrate.expert_layer import ExpertLayer
 from quantkit.calibrate.findings import Findings
 from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates, relative_distance
-from quantkit.calibrate.learned_sublayer import learn_sublayer
 from quantkit.calibrate.mtp import mtp_states
 from quantkit.calibrate.next_token_kl import BLOCK_ROWS, JUDGED_TOKENS, compare_next_tokens
 from quantkit.calibrate.observe import Observed, observe
@@ -188,9 +187,6 @@ class Walk:
         del observed, consumers
         self.log.enter("solving", unit)
         solved = solve_sublayer(scaled, weights)
-        if self.solvers.learns:
-            self.log.enter("learning", unit)
-            solved = learn_sublayer(scaled, solved, weights, states.quantized, self.model.config.gating)
         self.log.write(unit, solved.linears, solved.plain, scaled.scales, mine=self.ranks.leads)
         return Written(solved.weights, solved.plain, routed, scaled.experts_input)
 

@@ -5,6 +5,7 @@ Shapes: w [..., N, K]; leading dimensions (experts) run as one batch.
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from quantkit.quant.descent import descend
@@ -30,8 +31,9 @@ def compensate_under(w: Tensor, step: RoundingStep, curvature: Curvature, rounde
     """The same from steps [..., N, G] that were fitted before, which are kept where there are no sweeps."""
     order = curvature.order
     columns, steps = take(w.mT, order), Steps(step, step_groups(order, w, rounder))
-    values, loss = gptq(columns, curvature, rounder, steps)
-    if sweeps:
-        loss = descend(values, columns, curvature, rounder, steps, sweeps)
+    seen = torch.empty_like(columns) if sweeps else None
+    values, loss = gptq(columns, curvature, rounder, steps, seen)
+    if seen is not None:
+        loss = descend(values, seen, curvature, rounder, steps, sweeps)
         step = steps.of_rows
     return CompensatedRows(put_back(values, order).mT.contiguous(), step, loss)

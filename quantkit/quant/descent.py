@@ -1,14 +1,15 @@
 """Coordinate descent (as CDQuant, arXiv 2406.17542): columns that GPTQ rounded are rounded again, against the errors all others now have.
 
 GPTQ lets a column make up for those before it, never for those after. Here a column's best value is what it is plus (E H)_k / H_kk, and the
-loss tr(E H E^T) falls with every column. After each sweep over the columns every group gets the step that is best for its codes, where
+loss tr(E H E^T) falls with every column. Between two sweeps over the columns every group gets the step that is best for its codes, where
 what the format stores of it is better than what it had.
 
 With D the change that each column of a block wants before the block is touched, A the block of H under its diagonal, row i divided by H_ii,
 and L the errors of rounding, what the columns want one after the other is (I + A)^-1 D + (I - (I + A)^-1) L: a block of GPTQ's with another
-target and another reaction, so the same loop, or kernel, rounds it. As there, H = V V^T, and V^T E is held: its square is the loss.
+target and another reaction, so the same loop, or kernel, rounds it. As there, H = V V^T, and V^T E is held.
+A sweep is twice GPTQ's arithmetic, and so is a fit of all steps.
 
-Shapes: w and values [..., K, N], columns in the order of the curvature; leading dimensions (experts) run as one batch.
+Shapes: values and seen [..., K, N], columns in the order of the curvature; leading dimensions (experts) run as one batch.
 """
 
 import torch
@@ -21,12 +22,13 @@ WIDEST = 0.3
 """By how much a step changes at most in one sweep, as a share of itself."""
 
 
-def descend(values: Tensor, w: Tensor, curvature: Curvature, rounder: Rounder, steps: Steps, sweeps: int) -> Tensor:
-    """Lower the loss of `values` for W, and change them and the steps in place. Returns the loss [..., N]."""
-    seen = curvature.factor.mT @ (w - values)
-    for _ in range(sweeps):
+def descend(values: Tensor, seen: Tensor, curvature: Curvature, rounder: Rounder, steps: Steps, sweeps: int) -> Tensor:
+    """Lower the loss of `values`, whose errors E are known by seen = V^T E: values, steps and seen change in place. Returns the loss
+    [..., N]."""
+    for number in range(sweeps):
+        if number:
+            _refit(values, seen, curvature, rounder, steps)
         _sweep(values, seen, curvature, rounder, steps)
-        _refit(values, seen, curvature, rounder, steps)
     return seen.square().sum(-2)
 
 

@@ -136,9 +136,9 @@ def scaled_losses(w: Tensor, scale: Tensor, curvature: Curvature, rounder: Round
     return loss.unflatten(-1, (len(scale), -1)).movedim(-2, 0)
 
 
-def gptq(w: Tensor, curvature: Curvature, rounder: Rounder, steps: "Steps") -> tuple[Tensor, Tensor]:
+def gptq(w: Tensor, curvature: Curvature, rounder: Rounder, steps: "Steps", seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Values of the grid [..., K, N], and loss [..., N], of W transposed, [..., K, N]: a channel is one run of memory. All in the order
-    of the curvature."""
+    of the curvature. seen [..., K, N], if given, becomes V^T E, whose square is the loss."""
     columns, factor, round_block = w.shape[-2], curvature.factor, block_rounder(w.device)
     error, values = torch.empty_like(w), torch.empty_like(w)
     loss = torch.zeros_like(w[..., 0, :])
@@ -155,7 +155,10 @@ def gptq(w: Tensor, curvature: Curvature, rounder: Rounder, steps: "Steps") -> t
             pivot = triangle.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
             target = block + inverse.mT @ carried
             errors = round_block(target, -(pivot * inverse).mT, rounder, steps.of(start, stop), values[..., start:stop, :])
-            loss += (errors * pivot).square_().sum(-2)
+            own = errors.mul_(pivot)
+            if seen is not None:
+                seen[..., start:stop, :] = own
+            loss += own.square_().sum(-2)
             torch.sub(block, values[..., start:stop, :], out=error[..., start:stop, :])
     return values, loss
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quantkit.quant.fp4 import E2M1_MAX, E4M3_MAX, E4M3_MIN, encode_e2m1
 from quantkit.quant.integer import int_params, int_range, round_int
-from quantkit.quant.weights import FP4_GROUP, MX_GROUP, Fp4Weight, IntWeight, Mxfp4Weight, RoundedWeight, decode_e8m0
+from quantkit.quant.weights import FP4_GROUP, MX_GROUP, Fp4Weight, IntWeight, Mxfp4Weight, RoundedWeight
 from quantkit.schemes import IntGrid
 
 _CACHED_VALUES = 2**17
@@ -47,9 +47,6 @@ class Rounder(Protocol):
 
     def stored(self, step: Tensor) -> Tensor:
         """Steps [..., N] as the nearest that the format holds."""
-
-    def spacing(self, values: Tensor, step: RoundingStep) -> Tensor:
-        """How far a value of the grid is from its neighbour nearer to zero, or from the nearest one, for shapes as in `snap`."""
 
     def side_by_side(self) -> "Rounder":
         """The same, for all groups of a row at once: [..., G, N, g] in place of [..., N, g]."""
@@ -88,9 +85,6 @@ class IntRounder:
 
     def stored(self, step: Tensor) -> Tensor:
         return step.to(self.scale_dtype).float()
-
-    def spacing(self, values: Tensor, step: RoundingStep) -> Tensor:
-        return step.step
 
     def side_by_side(self) -> "IntRounder":
         return self
@@ -133,9 +127,6 @@ class Fp4Rounder:
     def stored(self, step: Tensor) -> Tensor:
         return (step / self.global_scale).clamp(E4M3_MIN, E4M3_MAX).to(torch.float8_e4m3fn).float() * self.global_scale
 
-    def spacing(self, values: Tensor, step: RoundingStep) -> Tensor:
-        return _e2m1_spacing(values / step.step, at_ends=torch.le) * step.step
-
     def side_by_side(self) -> "Fp4Rounder":
         return self if self.global_scale.dim() == 0 else replace(self, global_scale=self.global_scale.unsqueeze(-2))
 
@@ -171,9 +162,6 @@ class Mxfp4Rounder:
     def stored(self, step: Tensor) -> Tensor:
         return step.log2().round().clamp(*_E8M0_RANGE).exp2()
 
-    def spacing(self, values: Tensor, step: RoundingStep) -> Tensor:
-        return _e2m1_spacing(values / step.step, at_ends=torch.le) * step.step
-
     def side_by_side(self) -> "Mxfp4Rounder":
         return self
 
@@ -184,32 +172,9 @@ class Mxfp4Rounder:
 
 def _snap_e2m1(w: Tensor, step: Tensor) -> Tensor:
     level = w / step
-    spacing = _e2m1_spacing(level, at_ends=torch.lt)  # rounding to even in it is RNE on the codes
+    # Spacing of E2M1 at |level|: 1/2 up to 2, 1 up to 4, 2 up to 6. Rounding to even in it is RNE on the codes.
+    spacing = torch.where(level.abs() < 2, 0.5, torch.where(level.abs() < 4, 1.0, 2.0))
     return (level / spacing).round_().mul_(spacing).clamp_(-E2M1_MAX, E2M1_MAX).mul_(step)
-
-
-def _e2m1_spacing(level: Tensor, at_ends: Callable[[Tensor, float], Tensor]) -> Tensor:
-    """Of E2M1 at |level|: 1/2 up to 2, 1 up to 4, 2 up to 6; at_ends: whether 2 and 4 belong to what is below."""
-    size = level.abs()
-    return torch.where(at_ends(size, 2), 0.5, torch.where(at_ends(size, 4), 1.0, 2.0))
-
-
-def rounder_of(weight: RoundedWeight) -> tuple[Rounder, RoundingStep]:
-    """What rounds to the grid of a stored weight, and the steps [N, G] that it has."""
-    match weight:
-        case IntWeight(scale=scale, zero_point=zero, bits=bits):
-            grid = IntGrid(bits, weight.group_size, symmetric=zero is None)
-            return IntRounder(grid, scale.dtype), RoundingStep(scale, None if zero is None else zero.float())
-        case Fp4Weight(scale=scale, global_scale=multiplier):
-            return Fp4Rounder(multiplier), RoundingStep(scale.float() * multiplier, None)
-        case Mxfp4Weight(exponent=exponent):
-            return Mxfp4Rounder(), RoundingStep(decode_e8m0(exponent), None)
-
-
-def with_values(weight: RoundedWeight, values: Tensor) -> RoundedWeight:
-    """The weight with codes that stand for `values` float32 [N, K], which lie on its grid."""
-    rounder, step = rounder_of(weight)
-    return replace(weight, codes=rounder.weight(values, step).codes)
 
 
 def _best(rounder: Rounder, candidates: list[RoundingStep], groups: Tensor, importance: Tensor | None) -> RoundingStep:
