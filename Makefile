@@ -102,7 +102,7 @@ VLLM ?= python3
 test-vllm-cuda: $(VENV)/test.stamp
 	$(BIN)/python tests/judges/vllm_cuda.py --vllm $(VLLM) --directory out/vllm-cuda
 
-# The commands of `quantkit deploy`, on this CPU: an hour of two cores. --device cuda --cards 2 on a host with GPUs, with a Python that has vLLM.
+# The commands of `quantkit deploy`, on this CPU: an hour of two cores. --device cuda --cards 4 on a host with GPUs, with a Python that has vLLM.
 test-vllm-topologies: $(VENV)/test.stamp .venv-vllm/stamp
 	OMP_NUM_THREADS=1 PYTHONPATH=.:kernels $(BIN)/python tests/judges/vllm_topologies.py --vllm .venv-vllm/bin/python --directory out/vllm-topologies --result
 

@@ -5,19 +5,24 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.executor.ahead import capture_ahead
+from quantkit.executor.budget import measure
 from quantkit.executor.cache import BLOCK_SIZE, CachePlan
 from quantkit.executor.engine import Engine
 from quantkit.executor.headroom import prefill_tokens
+from quantkit.executor.leader import follow
 from quantkit.executor.load import LoadedModel
 from quantkit.executor.parallel import Parallel
 from quantkit.hub import find_model
 from quantkit.tokenizer.chat import ChatTokenizer
+
+Result = TypeVar("Result")
 
 
 def made_model(model: Any, config: Any, weights: Any, device: torch.device, mtp_layers: tuple[Any, ...] = ()) -> LoadedModel:
@@ -34,6 +39,27 @@ def made_engine(
     plan = CachePlan(-(-batch // homes) * blocks + 1, BLOCK_SIZE, length)
     tokenizer = ChatTokenizer(find_model("tiny-r1"))
     return kind(loaded, tokenizer, plan, max_batch=batch, prefill_tokens=prefill_tokens(loaded.device), num_drafts=num_drafts)
+
+
+def served_engine(loaded: LoadedModel, blocks: int, length: int, batch: int) -> Engine:
+    """As `quantkit serve` has it: how much of a prompt is computed beside answers is measured, and graphs are captured ahead. All ranks at
+    the same time. blocks: of the cache; length: of a request."""
+    plan, tokenizer = CachePlan(blocks + 1, BLOCK_SIZE, length), ChatTokenizer(find_model("tiny-r1"))
+    engine = Engine(loaded, tokenizer, plan, max_batch=batch, prefill_tokens=prefill_tokens(loaded.device), measure_steps=True)
+    engine.scheduler.budget = measure(engine.runner, engine.parallel, engine.scheduler.budget, batch, asked=False)
+    capture_ahead(engine.runner, engine.parallel, batch, length)
+    return engine
+
+
+def led(engine: Engine, measured: Callable[[], Result]) -> Result | None:
+    """What rank 0 measures while the others follow; None on those."""
+    if engine.parallel.rank:
+        follow(engine)
+        return None
+    try:
+        return measured()
+    finally:
+        engine.leader.dismiss()
 
 
 def joined_ranks(on_cpu: bool) -> tuple[Parallel, torch.device]:

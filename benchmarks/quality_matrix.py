@@ -1,11 +1,12 @@
-"""Models x schemes x methods x seeds of quality.py on one GPU and many cores, in processes that stay, most wanted first, until time is up.
+"""Models x schemes x methods x seeds of quality.py on GPUs and many cores, in processes that stay, most wanted first, until time is up.
 
     python benchmarks/quality_matrix.py run FILE.jsonl --judges DIR --out OUT [--seconds 500] [--gpu 9] [--cpu 4] [--variants FILE.json]
     python benchmarks/quality_matrix.py table FILE.jsonl [--split tuning]
 
 run: every result is added to FILE at once, KL of every document on both splits; what FILE has is not run again. Both sides fit the same
-tokens: --samples documents of a judge's own text, drawn with the seed. A worker computes on the GPU, or, where CUDA is hidden from it, on
-one core. table: KL and its ratio to the best peer, the mean over seeds, with percentile bootstraps over documents.
+tokens: --samples documents of a judge's own text, drawn with the seed. A worker computes on one of the GPUs, or, where CUDA is hidden from
+it, on one core; every GPU has one more that judges. table: KL and its ratio to the best peer, the mean over seeds, with percentile
+bootstraps over documents.
 """
 
 import argparse
@@ -62,19 +63,20 @@ class Job:
 
 
 def jobs(given: argparse.Namespace) -> list[Job]:
-    """Most wanted first: for each seed the schemes that have targets; then NVFP4's activations, then variants and AutoRound's longest."""
+    """Most wanted first: AutoRound's longest, which would not end otherwise; then for each seed the schemes that have targets, variants of
+    ours, and the other schemes."""
     variants = json.loads(given.variants.read_text()) if given.variants else {}
     found = []
     for turn, seed in enumerate(given.seeds):
         for scheme in given.schemes:
-            for name in (*PEERS[scheme], "quantkit"):
+            late = scheme in ("nvfp4-w4a4", "int4-w4a8-groups")
+            for name in (*(PEERS[scheme] if given.peers else ()), "quantkit"):
                 if turn == 0 or not name.endswith("nearest"):
-                    late = scheme in ("nvfp4-w4a4", "int4-w4a8-groups")
-                    found += [(2 * turn + 3 * late, Job(judge, scheme, name, seed)) for judge in given.models]
+                    found += [(3 * turn + 2 * late, Job(judge, scheme, name, seed)) for judge in given.models]
             for name, settings in variants.get(scheme, {}).items():
-                found += [(10 + turn, Job(judge, scheme, f"quantkit {name}", seed, settings)) for judge in given.models]
-            for name in STRONGEST.get(scheme, ()) if turn == 0 else ():
-                found += [(9, Job(judge, scheme, name, seed)) for judge in given.models]
+                found += [(3 * turn + 1 + late, Job(judge, scheme, f"quantkit {name}", seed, settings)) for judge in given.models]
+            for name in STRONGEST.get(scheme, ()) if turn == 0 and given.peers and given.longest else ():
+                found += [(-1, Job(judge, scheme, name, seed)) for judge in given.models]
     return [job for _, job in sorted(found, key=lambda pair: pair[0])]
 
 
@@ -98,15 +100,15 @@ def tokens_of(given: argparse.Namespace) -> dict[tuple[str, int], Path]:
 class Worker:
     """A quality_worker.py of one kind; `ask` raises EOFError where it died."""
 
-    def __init__(self, kind: str, log: Path, python: str, *, gpu: bool) -> None:
-        hidden = {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
+    def __init__(self, kind: str, log: Path, python: str, card: str) -> None:
+        """card: the number of a GPU; an empty word for none."""
         self.kind = kind
         self.process = subprocess.Popen(
             [python, str(HERE / "quality_worker.py"), kind, str(log)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | hidden | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": card, "OMP_NUM_THREADS": "1"},
         )
 
     def ask(self, job: dict[str, Any]) -> dict[str, Any]:
@@ -152,13 +154,13 @@ class Matrix:
                 self.left.remove(job)
             return job
 
-    def slot(self, name: str, *, gpu: bool) -> None:
-        while (job := self.take(self.workers[name].kind if name in self.workers else None, gpu=gpu)) is not None:
+    def slot(self, name: str, card: str) -> None:
+        while (job := self.take(self.workers[name].kind if name in self.workers else None, gpu=bool(card))) is not None:
             if name in self.workers and self.workers[name].kind != job.kind:
                 self.workers.pop(name).end()
             if name not in self.workers:
                 python = sys.executable if job.kind == "quantkit" else self.given.peer_python
-                self.workers[name] = Worker(job.kind, self.given.out / f"{name}.log", python, gpu=gpu)
+                self.workers[name] = Worker(job.kind, self.given.out / f"{name}.log", python, card)
             asked = self._asked(job)
             try:
                 answer = self.workers[name].ask(asked)
@@ -189,43 +191,54 @@ class Matrix:
             "remove": True,
         }
 
-    def score(self) -> None:
-        worker = Worker("score", self.given.out / "score.log", sys.executable, gpu=self.given.gpu > 0)
-        self.workers["score"] = worker
+    def score(self, name: str, card: str) -> None:
         while (output := self.outputs.get()) is not None:
+            if name not in self.workers:
+                self.workers[name] = Worker("score", self.given.out / f"{name}.log", sys.executable, card)
             try:
-                answer = worker.ask(output)
+                answer = self.workers[name].ask(output)
             except EOFError:
+                self.workers.pop(name).end()
                 answer = {"error": "the worker died"}
-                worker = self.workers["score"] = Worker("score", self.given.out / "score.log", sys.executable, gpu=self.given.gpu > 0)
-            key = {name: output[name] for name in ("judge", "scheme", "name", "seed")}
-            label = " ".join(map(str, key.values()))
-            if "error" in answer:
-                self.told(f"{label}, judging: {answer['error']}")
-                continue
-            made = {name: output[name] for name in ("seconds", "on", "told") if name in output}
-            row = key | made | {name: answer[name] for name in ("scores", "headroom") if name in answer}
-            with self.given.file.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            means = [1e3 * sum(own["kl"]) / sum(own["tokens"]) for own in answer["scores"].values()]
-            kl = ", ".join(f"{mean:.3f}" for mean in means)
-            self.told(f"{label}: KL {kl} e-3 (tuning, final); {output['seconds']} s on {output['on']}, judged in {answer['seconds']}")
-        worker.end()
+            self.keep(output, answer)
+
+    def keep(self, output: dict[str, Any], answer: dict[str, Any]) -> None:
+        """A line of FILE for an output that was judged."""
+        key = {name: output[name] for name in ("judge", "scheme", "name", "seed")}
+        label = " ".join(map(str, key.values()))
+        if "error" in answer:
+            self.told(f"{label}, judging: {answer['error']}")
+            return
+        made = {name: output[name] for name in ("seconds", "on", "told") if name in output}
+        row = key | made | {name: answer[name] for name in ("scores", "headroom") if name in answer}
+        with self.lock, self.given.file.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        means = [1e3 * sum(own["kl"]) / sum(own["tokens"]) for own in answer["scores"].values()]
+        kl = ", ".join(f"{mean:.3f}" for mean in means)
+        self.told(f"{label}: KL {kl} e-3 (tuning, final); {output['seconds']} s on {output['on']}, judged in {answer['seconds']}")
 
     def run(self) -> None:
-        slots = [(f"gpu{i}", True) for i in range(self.given.gpu)] + [(f"cpu{i}", False) for i in range(self.given.cpu)]
-        threads = [threading.Thread(target=self.slot, args=(name,), kwargs={"gpu": gpu}, daemon=True) for name, gpu in slots]
-        scorer = threading.Thread(target=self.score, daemon=True)
-        for thread in (*threads, scorer):
+        """One job of every GPU comes before a second of any."""
+        slots = [(f"gpu{card}-{i}", card) for i in range(self.given.gpu) for card in self.given.cards]
+        slots += [(f"cpu{i}", "") for i in range(self.given.cpu)]
+        judging = [(f"score{card}", card) for card in self.given.cards or [""]]
+        scorers = [threading.Thread(target=self.score, args=one, daemon=True) for one in judging]
+        threads = [threading.Thread(target=self.slot, args=one, daemon=True) for one in slots]
+        for thread in (*threads, *scorers):
             thread.start()
         until = self.start + self.given.seconds
         for thread in threads:
             thread.join(max(0.0, until - time.perf_counter()))
-        self.outputs.put(None)
-        scorer.join(max(0.0, until - time.perf_counter()))
+        for _ in scorers:
+            self.outputs.put(None)
+        for thread in scorers:
+            thread.join(max(0.0, until - time.perf_counter()))
+        with self.lock:
+            left = len(self.left)
+            self.left.clear()
         for worker in list(self.workers.values()):
             worker.end()
-        self.told(f"{len(self.left)} runs were not begun")
+        self.told(f"{left} runs were not begun")
 
 
 # --- table -----------------------------------------------------------------------------------------------------------------
@@ -309,10 +322,13 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--documents", type=int, default=40, help="of each split")
     parser.add_argument("--seconds", type=float, default=500)
-    parser.add_argument("--gpu", type=int, default=9, help="workers on the GPU")
+    parser.add_argument("--cards", type=words, default=["0"], help="numbers of the GPUs; an empty word for none")
+    parser.add_argument("--gpu", type=int, default=9, help="workers on each of them")
     parser.add_argument("--cpu", type=int, default=4, help="workers on a core")
     parser.add_argument("--ahead", type=int, default=12, help="jobs among which a worker looks for its own kind")
     parser.add_argument("--variants", type=Path)
+    parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help="others' programs beside ours")
+    parser.add_argument("--longest", action=argparse.BooleanOptionalAction, default=True, help="AutoRound's 1,000 iterations, too")
     parser.add_argument("--peer-python", default=sys.executable)
     parser.add_argument("--split", choices=("tuning", "final"), default="final")
     given = parser.parse_args()

@@ -18,7 +18,6 @@ import argparse
 import cProfile
 import os
 import pstats
-import random
 import statistics
 import time
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from made_engine import joined_ranks, made_engine, made_model, report_of_ranks
+from r1_guesses import DraftingEngine
 from r1_synthetic import R1, TINY, SyntheticWeights
 from torch import Tensor
 
@@ -42,15 +42,10 @@ from quantkit.executor.leader import follow
 from quantkit.executor.load import LoadedModel
 from quantkit.executor.parallel import Parallel
 from quantkit.executor.runner import Runner
-from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.sequence import Sequence
 from quantkit.executor.speculation import Acceptance
 from quantkit.executor.weights import Gathered
 from quantkit.models import deepseek_v3
 from quantkit.models.weights import LinearOp
-
-ACCEPTANCE = 0.7
-"""Share of guesses that count as right."""
 
 SHORT_OUTPUT = 64
 """Tokens of an answer where the step is only compared: with the library's all-reduce, or under a profiler."""
@@ -78,23 +73,6 @@ def build(config: deepseek_v3.Config, parallel: Parallel, device: torch.device) 
         model = deepseek_v3.Model(config, weights)
         mtp = deepseek_v3.MtpLayer(config, weights)
     return made_model(model, config, weights, device, (mtp,))
-
-
-class DraftingEngine(Engine):
-    """Its requests' guesses are right as often as ACCEPTANCE says."""
-
-    def sequence(self, prompt: list[int], params: SamplingParams, index: int = 0, *, streams: bool = True) -> Sequence:
-        checked = super().sequence(prompt, params, index, streams=False)
-        return DrawnSequence(index, prompt, replace(params, seed=checked.seed), self.tokenizer, self.max_model_len, streams=False)
-
-
-class DrawnSequence(Sequence):
-    """Which guesses are right is drawn from the request's seed, the same on every rank."""
-
-    def extend(self, chosen: list[int], now: float) -> int:
-        draws = [random.Random(self.seed + len(self.token_ids) + i).random() for i in range(len(self.drafts))]
-        self.drafts = [token if number < ACCEPTANCE else -1 for token, number in zip(chosen, draws)]
-        return super().extend(chosen, now)
 
 
 def grid(engine: Engine, options: argparse.Namespace, output_len: int) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ Sums over 61 layers are not measured: `--layers` twice gives the time of a layer
 """
 
 import argparse
+import json
 import statistics
 import time
 from dataclasses import replace
@@ -95,21 +96,28 @@ def prompts(engine: Engine, users: int, length: int) -> dict[str, Any]:
     return {"prompts": users, "length": length, "ttft_mean_s": statistics.mean(first), "ttft_last_s": first[-1]}
 
 
+def tell(name: str, row: dict[str, Any]) -> dict[str, Any]:
+    print(name, "  ".join(f"{key} {value:.4g}" for key, value in row.items()), flush=True)
+    return row
+
+
 @torch.inference_mode()
-def measure(engine: Engine, options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(engine: Engine, options: argparse.Namespace, name: str) -> list[dict[str, Any]]:
     """Rank 0 measures, the others follow."""
     Scheduler.schedule = warm_schedule  # type: ignore[method-assign]
     rows = []
     if engine.parallel.rank:
         follow(engine)
     else:
-        rows = [decode_steps(engine, users, context) for context in options.contexts for users in options.users]
+        for context in options.contexts:
+            for users in options.users:
+                rows.append(tell(name, decode_steps(engine, users, context)))
         engine.leader.dismiss()
     Scheduler.schedule = plain_schedule  # type: ignore[method-assign]
     if engine.parallel.rank:
         follow(engine)
     else:
-        rows.append(prompts(engine, max(options.users), options.input_len))
+        rows.append(tell(name, prompts(engine, max(options.users), options.input_len)))
         engine.leader.dismiss()
     return rows
 
@@ -126,12 +134,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         began = time.perf_counter()
         engine = make_engine(config, parallel, device, max(options.users), max(options.contexts) + WARM + TIMED + 8, data)
         built = time.perf_counter() - began
-        report[name] = measure(engine, options)
+        report[name] = measure(engine, options, name)
         gigabytes = torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else 0.0
         if rank == 0:
             print(f"{name}: made in {built:.1f} s, {gigabytes:.1f} GB at most; steps {engine.runner.why_eager or 'captured'}", flush=True)
-            for row in report[name]:
-                print(name, "  ".join(f"{key} {value:.4g}" for key, value in row.items()), flush=True)
+            if options.out:
+                options.out.write_text(json.dumps(report, indent=1))
         del engine
         if device.type == "cuda":
             torch.cuda.empty_cache()

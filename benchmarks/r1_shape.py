@@ -2,6 +2,7 @@
 
     python benchmarks/r1_shape.py write DIR [--shape r1|deepseek-v32|kimi-k2] [--experts 256] [--layers 2]
     python benchmarks/r1_shape.py run DIR [--scheme awq-w4a16] [--device cpu] [--samples 128] [--held-out 16] [--memory 16GiB] [--profile]
+    torchrun --nproc-per-node 4 benchmarks/r1_shape.py run DIR --device cuda             on several cards; seconds are those of rank 0
 
 `write` makes a checkpoint in R1's FP8 layout: hidden 7168, 128 heads, experts of 2048, vocabulary 129280, cut to one dense layer and
 --layers - 1 MoE layers (12.8 GB with all 256 experts), or with --layers 1 to one MoE layer. Weights are Gaussian, of R1's size, with scales
@@ -218,8 +219,9 @@ class Phases:
 
 
 def run(path: Path, scheme: str, device: str, samples: int, held_out: int, seq_len: int, memory: str | None, profile: bool) -> None:
-    out = path.with_name(f"{path.name}-{scheme}")
-    shutil.rmtree(out, ignore_errors=True)
+    out, leads = path.with_name(f"{path.name}-{scheme}"), os.environ.get("RANK", "0") == "0"
+    if leads:
+        shutil.rmtree(out, ignore_errors=True)
     settings = {"calibration": str(path / "calibration.jsonl"), "samples": samples, "held_out": held_out, "seq_len": seq_len}
     recipe = load_recipe(scheme).model_copy(update=settings)
     planned = plan(path, find_scheme(scheme), recipe=recipe, samples=samples, seq_len=seq_len)
@@ -229,6 +231,8 @@ def run(path: Path, scheme: str, device: str, samples: int, held_out: int, seq_l
     with _profiled(profile):
         report = quantize(path, out, find_scheme(scheme), "auto", recipe, device=device, memory=ceiling, on_event=phases)
     after = resource.getrusage(resource.RUSAGE_SELF)
+    if not leads:
+        return
     layers: dict[str, float] = defaultdict(float)
     for name, seconds in phases.seconds.items():
         layers[".".join(name.split(":")[0].split(" ")[0].split(".")[:2])] += seconds

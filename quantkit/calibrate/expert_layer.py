@@ -1,14 +1,14 @@
 """The routed experts of one layer on their way through a run: read a batch at a time, solved or found finished, written, and run."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from quantkit_kernels import ExpertBiases
 from torch import Tensor
 
 from quantkit.calibrate.batches import Batches
-from quantkit.calibrate.experts import ExpertSolver, ExpertWeights, add_outputs
-from quantkit.calibrate.hidden_states import HiddenStatePair
+from quantkit.calibrate.experts import ExpertSolver, ExpertWeights, add_weighted, quantized_outputs
+from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates
 from quantkit.calibrate.plain_path import PlainPath
 from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.routing import Routed
@@ -36,6 +36,25 @@ def expert_weights(model: SourceModel, rows: GatedMlp, values: Mapping[str, Tens
     gate, up, down = (values[module] for module in rows.modules)
     biases = [model.weights.dequantized(model.by_name[name]) for name in rows.biases]
     return ExpertWeights(gate, up, down, model.config.gating, ExpertBiases(*biases) if biases else None)
+
+
+@dataclass(frozen=True)
+class _Expert:
+    """On the rank that has read it. hidden: as `ExpertSolver.solve` returned it, where the expert was solved now."""
+
+    original: ExpertWeights
+    rounded: ExpertWeights
+    hidden: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Path:
+    """Hidden states that an expert adds to: w [n] times `outputs` [n, H] of it, in its tokens [n]."""
+
+    states: HiddenStates
+    tokens: Tensor
+    w: Tensor
+    outputs: Callable[[_Expert], Tensor]
 
 
 class ExpertLayer:
@@ -67,19 +86,49 @@ class ExpertLayer:
         """Solve and write all experts, and add their outputs to the hidden states of both paths, and of plain rounding's."""
         self._report_routing(routed)
         solver = None if self.solver is None else ExpertSolver(self.solver, routed, read, sublayer.importance, sublayer.outputs)
-        if self.ranks.size > 1:
-            mine = [batch for number, batch in enumerate(self.batches) if self.ranks.mine(number)]
-            for originals in self._read(mine):
-                self._written(solver, originals, read.scale)
+        rank, size = self.ranks.rank, self.ranks.size
+        reading = self._read([batch for number, batch in enumerate(self.batches) if self.ranks.mine(number)])
+        for start in range(0, len(self.batches), size):
+            together = self.batches[start : start + size]  # one for every rank
+            own: dict[int, _Expert] = {}
+            if rank < len(together):
+                originals = next(reading)
+                rounded, hidden = self._written(solver, originals, read.scale)
+                own = {expert: _Expert(weights, rounded[expert], hidden.get(expert)) for expert, weights in originals.items()}
+                del originals, rounded, hidden
+            for source, batch in enumerate(together):
+                self.log.tell("propagating", self._unit(batch[0]))
+                for expert in batch:
+                    for path in self._paths(expert, routed, read.scale, states, plain):
+                        self._add(path, expert, own.get(expert), source)
+                    self.log.finished(self._unit(expert))
+        if size > 1:
             self.ranks.share(self.log.store)
-        for originals in self._read(self.batches):
-            rounded, hidden = self._written(solver, originals, read.scale)
-            self.log.tell("propagating", self._unit(next(iter(originals))))
-            for expert, original in originals.items():
-                add_outputs(states, routed, expert, original, rounded[expert], read.scale, hidden.get(expert))
-                if plain is not None:
-                    plain.add_expert(expert, self.experts[expert], original, self.solver)
-                self.log.finished(self._unit(expert))
+            for expert in (expert for number, batch in enumerate(self.batches) if not self.ranks.mine(number) for expert in batch):
+                self.log.take(self._unit(expert))
+
+    def _paths(self, expert: int, routed: Routed, scale: Tensor, states: HiddenStatePair, plain: PlainPath | None) -> "Iterator[_Path]":
+        """Of those that run through an expert: the rounded one, the original, and plain rounding's."""
+        tokens, w = routed.of(expert)
+        count = len(routed.quantized_of(expert)[0])
+        yield _Path(
+            states.quantized, tokens[:count], w[:count], lambda one: quantized_outputs(routed, expert, one.rounded, scale, one.hidden)
+        )
+        held_out = tokens[count:]
+        yield _Path(states.original, held_out - routed.quantized, w[count:], lambda one: one.original(routed.x[held_out]))
+        if plain is not None and plain.routed is not None:
+            asked, own = plain.asked(expert)
+            yield _Path(plain.states, asked, own, lambda one: plain.expert_outputs(expert, self.experts[expert], one.original, self.solver))
+
+    def _add(self, path: "_Path", expert: int, own: "_Expert | None", source: int) -> None:
+        """An expert's weighted outputs, computed by rank `source`, which has its weights."""
+        if not len(path.tokens):
+            return
+        if own is not None:
+            outputs = path.outputs(own)
+        else:
+            outputs = path.states.hidden.new_empty(len(path.tokens), self.experts[expert].down.shape[0])
+        add_weighted(path.states, path.tokens, self.ranks.send(outputs, source), path.w)
 
     def _unit(self, expert: int) -> str:
         return expert_unit(self.layer, expert)

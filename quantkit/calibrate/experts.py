@@ -13,7 +13,7 @@ from quantkit_kernels import SILU, ExpertBiases, Gating
 from torch import Tensor
 from torch.nn import functional as F
 
-from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates
+from quantkit.calibrate.hidden_states import HiddenStates
 from quantkit.calibrate.routing import Routed
 from quantkit.calibrate.scale import ScaledInput
 from quantkit.calibrate.scale_search import Consumer, choose_scale, sample_rows
@@ -205,26 +205,16 @@ class _Asked:
     fitted: int
 
 
-def add_outputs(
-    states: HiddenStatePair,
-    routed: Routed,
-    expert: int,
-    original: ExpertWeights,
-    rounded: ExpertWeights,
-    scale: Tensor,
-    hidden: Tensor | None,
-) -> None:
-    """Add one expert's weighted outputs to the hidden states of both paths: the rounded expert's, and the original's.
+def quantized_outputs(routed: Routed, expert: int, rounded: ExpertWeights, scale: Tensor, hidden: Tensor | None) -> Tensor:
+    """One rounded expert's outputs [n, H], unweighted, for the tokens of `Routed.quantized_of`.
 
     hidden: what `ExpertSolver.solve` returned, for an expert that was solved in this run.
     """
-    tokens, w, _ = routed.quantized_of(expert)
     before, between = rounded.readings
     if hidden is None:
+        tokens, _, _ = routed.quantized_of(expert)
         hidden = rounded.hidden(before(routed.x[tokens].div_(scale)))
-    add_weighted(states.quantized, tokens, rounded.output(between(hidden)), w)
-    tokens, w = (part[len(tokens) :] for part in routed.of(expert))
-    add_weighted(states.original, tokens - routed.quantized, original(routed.x[tokens]), w)
+    return rounded.output(between(hidden))
 
 
 def add_weighted(states: HiddenStates, tokens: Tensor, outputs: Tensor, w: Tensor) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from quantkit.calibrate.experts import ExpertWeights, add_weighted
+from quantkit.calibrate.experts import ExpertWeights
 from quantkit.calibrate.hidden_states import HiddenStates
 from quantkit.calibrate.layer_weights import LayerWeights
 from quantkit.calibrate.parameter_reader import ParameterReader
@@ -38,18 +38,21 @@ class PlainPath:
             self.states.hidden[batch.part] = sublayer.run(block, self.states.hidden[batch.part], batch.lengths)
         self.routed = recorder.routed(0, 0)
 
-    def add_expert(self, number: int, rows: GatedMlp, original: ExpertWeights, solver: Solver | None) -> None:
-        """One expert's weighted outputs. solver: on the experts' grid; None where the output does not quantize them."""
-        if self.routed is None:
-            return
-        tokens, w = self.routed.of(number)
-        if len(tokens):
-            rounded = original
-            if solver is not None:
-                weights = dict(zip(rows.modules, (original.gate, original.up, original.down)))
-                gate, up, down = _nearest(weights, rows.rows, solver).values()
-                rounded = replace(original, gate=gate, up=up, down=down, readings=solver.readings())
-            add_weighted(self.states, tokens, rounded(self.routed.x[tokens]), w)
+    def asked(self, number: int) -> tuple[Tensor, Tensor]:
+        """Tokens [n] that choose an expert, and its weights [n]."""
+        assert self.routed is not None, "a sublayer with routed experts"
+        return self.routed.of(number)
+
+    def expert_outputs(self, number: int, rows: GatedMlp, original: ExpertWeights, solver: Solver | None) -> Tensor:
+        """One expert's outputs [n, H], unweighted, for the tokens that choose it. solver: on the experts' grid; None where the output does
+        not quantize them."""
+        assert self.routed is not None, "a sublayer with routed experts"
+        rounded, (tokens, _) = original, self.routed.of(number)
+        if solver is not None:
+            weights = dict(zip(rows.modules, (original.gate, original.up, original.down)))
+            gate, up, down = _nearest(weights, rows.rows, solver).values()
+            rounded = replace(original, gate=gate, up=up, down=down, readings=solver.readings())
+        return rounded(self.routed.x[tokens])
 
     def _rounded(self, sublayer: Sublayer) -> dict[str, Tensor]:
         """Its tensors, one read and rounded after the other."""

@@ -1,14 +1,16 @@
 """Several processes at one output: `torchrun --nproc-per-node N -m quantkit quantize ...`.
 
-Every rank walks the whole model, so all hold the same hidden states and nothing but turns is exchanged. The routed experts, nearly all
-of the work, are divided: each rank solves and writes its batches, and reads the others' from the output, which all ranks share.
-A batch is the same whoever solves it, and outputs are added in the order of the experts, so the files are those of one process.
+Every rank walks the whole model, so all hold the same hidden states. The routed experts, nearly all of the work, are divided: each rank
+reads, solves and writes its batches, and runs their experts for everybody. What they add to the hidden states goes to all ranks, over the
+devices' own library, and is added in the order of the experts. A batch is the same whoever solves it, so the files are those of one
+process.
 """
 
 import os
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch import Tensor
 
 from quantkit.calibrate.unit_store import UnitStore
 
@@ -21,6 +23,8 @@ class Ranks:
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
+        self._group: dist.ProcessGroup | None = None
+        """Of the devices' library, where the ranks compute on devices; made when it is first used."""
 
     @classmethod
     def meet(cls) -> "Ranks":
@@ -50,6 +54,14 @@ class Ranks:
         store.settle()
         self.wait()
         store.reread()
+
+    def send(self, values: Tensor, source: int) -> Tensor:
+        """Those of rank `source`, on every rank; the others' are written over."""
+        if self.size > 1 and values.numel():
+            if self._group is None and values.device.type != "cpu":
+                self._group = dist.new_group(backend={"cuda": "nccl", "npu": "hccl"}[values.device.type], timeout=_PATIENCE)
+            dist.broadcast(values, source, group=self._group)
+        return values
 
     def wait(self) -> None:
         """For all ranks to come here."""

@@ -78,6 +78,10 @@ class Solver:
     def compensates(self) -> bool:
         return "gptq" in self.methods
 
+    @property
+    def sweeps(self) -> int:
+        return self.recipe.sweeps if "descent" in self.methods else 0
+
     def rounder(self, amax: Tensor, fit: bool = True) -> Rounder:
         """amax float32 [] or [..., N]: the largest weight of the tensor, fused siblings included. `fit` off: plain extremes."""
         if isinstance(self.grid, Fp4Grid):
@@ -131,7 +135,8 @@ class Solver:
         both = {}
         if outputs is not None:
             for module, w in weights.items():
-                both[module] = compensate_both(w, curvature, outputs, self.rounder(amax[module]), _most_rows(w, self.piece_values))
+                most = _most_rows(w, self.piece_values)
+                both[module] = compensate_both(w, curvature, outputs, self.rounder(amax[module]), most, self.sweeps)
         for piece in _pieces(weights, self.piece_values):
             stacked = [weights[module][rows] for module, rows in piece]
             per_row = torch.cat([amax[module].expand(len(w)) for (module, _), w in zip(piece, stacked)])
@@ -161,7 +166,7 @@ class Solver:
             values, step = self._round(batch, per_row, curvature)
         else:
             judge = judged_outputs(outputs, JUDGED_OUTPUTS)
-            values, step = compensate_both(batch, curvature, outputs, self.rounder(per_row))
+            values, step = compensate_both(batch, curvature, outputs, self.rounder(per_row), sweeps=self.sweeps)
         nearest, _ = round_to_nearest(batch, self.rounder(per_row, fit=False))
         return {
             module: self._finish(w, [_Part(values[i], _rows(step, i), *_told(w, (values[i], nearest[i]), samples[i], judge))], amax[i])
@@ -190,7 +195,7 @@ class Solver:
     def _round(self, w: Tensor, amax: Tensor, curvature: Curvature) -> tuple[Tensor, RoundingStep]:
         """Values and steps by this recipe."""
         if self.compensates:
-            result = compensate(w, curvature, self.rounder(amax))
+            result = compensate(w, curvature, self.rounder(amax), self.sweeps)
             return result.values, result.step
         return round_to_nearest(w, self.rounder(amax), curvature.diagonal)
 

@@ -52,6 +52,10 @@ class UnitLog:
         self._found.add(unit)
         return weights, plain
 
+    def take(self, unit: str) -> None:
+        """What another rank found out of a unit that it has written."""
+        self.findings.take(self.store.facts(unit))
+
     def enter(self, phase: str, unit: str) -> None:
         """A phase of a sublayer begins, with other sizes than the last. An expert's phases find the blocks of the expert before."""
         give_back()

@@ -26,6 +26,9 @@ class UnitStore(Protocol):
     def load(self, unit: str) -> tuple[dict[str, Weight], dict[str, Tensor], dict[str, Any]]:
         """A finished unit as it was written, its weights on the device, and its facts."""
 
+    def facts(self, unit: str) -> dict[str, Any]:
+        """Those of a finished unit alone."""
+
     def save_state(self, layer: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         """Keep the hidden states at the input of a layer, and what was found out so far, for a restart, in place of those kept before."""
 

@@ -81,7 +81,7 @@ class Walk:
             self.log.findings = Findings(**facts)
             states = self._states(tensors["quantized"], tensors["original"], sequences)
             begun = tensors.get("plain")  # an older run kept none
-        if begun is not None and self.ranks.leads:
+        if begun is not None:  # on every rank: each computes what its experts add to it
             hidden = begun.to(states.original.hidden.device)
             self.plain = PlainPath(replace(states.original, hidden=hidden), self.model.weights, self.solvers)
         for layer in self.model.layers:

@@ -87,8 +87,9 @@ def _tune(device: Any, json_: bool) -> None:
     if reason is not None:
         raise QuantkitError(f"plans of the Triton kernels cannot be measured on {device}: {reason}", "tune on a machine with a GPU")
     path = own_table(architecture(device))
+    console.tell(f"plans are kept in {path}, those of a weight as soon as it is measured")
     for line in write_table(device, path):
         console.tell(line)
     if json_:
         return print_json({"device": str(device), "architecture": architecture(device), "table": str(path)})
-    console.tell(f"kept in {path}; a copy of it, sent to quantkit, becomes the table of {architecture(device)}")
+    console.tell(f"a copy of {path}, sent to quantkit, becomes the table of {architecture(device)}")

@@ -38,7 +38,7 @@ class Loaded(Strict):
 
 class LayoutRun(Strict):
     """A layout's commands, run with one checkpoint on `ranks` cards, or processes, of `machine`. guesses: of the MTP layer. options: those
-    that were added and change what is run.
+    that were added and change what is run, or "2-of-each" where there were two servers of each kind.
 
     equal of compared tokens were quantkit's; `passed` says whether they are enough. said: why there are none.
     """

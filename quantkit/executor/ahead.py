@@ -16,7 +16,7 @@ import torch
 from quantkit.devices import free_bytes
 from quantkit.executor.graphs import MIN_TABLE_WIDTH, DecodeRows, power_of_two
 from quantkit.executor.parallel import Parallel
-from quantkit.executor.prompt_graphs import MOST_TOKENS, PromptRows, rounded_sizes
+from quantkit.executor.prompt_graphs import PromptRows, rounded_sizes
 from quantkit.executor.runner import Runner
 
 MOST_S = 6.0
@@ -54,20 +54,20 @@ def _passes(runner: Runner, rows: int, tokens: int) -> Iterator[Callable[[], obj
     widest = power_of_two(-(-min(tokens, room) // size))
     powers = [1 << power for power in range(power_of_two(rows).bit_length())]
     for count in powers:
-        yield partial(_decode, runner, count, MIN_TABLE_WIDTH)
-    longest = min(MOST_TOKENS, tokens, room)
+        yield partial(capture_decode, runner, count, MIN_TABLE_WIDTH)
+    longest = min(runner.prompts.most_tokens, tokens, room)
     if runner.prompts.captures:
         for length in rounded_sizes(longest):
             yield partial(_prompt, runner, length)
     width = 2 * MIN_TABLE_WIDTH
     while width <= widest:
         for count in powers:
-            yield partial(_decode, runner, count, width)
+            yield partial(capture_decode, runner, count, width)
         width *= 2
 
 
-def _decode(runner: Runner, rows: int, width: int) -> None:
-    """Rows that each write the first token of a block and see nothing else, with tables of so many blocks."""
+def capture_decode(runner: Runner, rows: int, width: int) -> None:
+    """A step of rows that each write the first token of a block and see nothing else, with tables of `width` blocks."""
     zeros = np.zeros(rows, dtype=np.int64)
     tables = np.zeros((rows, width), dtype=np.int32)
     tables[:, 0] = 1

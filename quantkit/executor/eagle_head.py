@@ -67,8 +67,8 @@ class HeadDrafter(MtpDrafter):
         super().__init__(head, runner, count, parallel, own=Runner(head, cache, capture), reach=reach)
         self._head = head
 
-    def _states(self, done: ForwardPass) -> Tensor:
-        return self._head.combine(done.hidden[:, -self._head.read_width :].contiguous())
+    def _states(self, hidden: Tensor) -> Tensor:
+        return self._head.combine(hidden[:, -self._head.read_width :].contiguous())
 
     def _where(self, done: ForwardPass) -> PrefillContext | MixedContext:
         return self._own.prompt_context(done.spans)

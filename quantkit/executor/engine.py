@@ -275,10 +275,9 @@ class Engine:
             self.leader.guess(*wanted)
         self.leader.step()
         advanced = self.compute_step()
-        for sequence in advanced:
-            if sequence.fault is not None:
-                self.cancel(sequence, "error")
-                sequence.fail(sequence.fault)
+        for sequence, fault in [(one, one.fault) for one in advanced if one.fault is not None]:
+            self.cancel(sequence, "error")
+            sequence.fail(fault)
         return advanced
 
     @torch.inference_mode()
@@ -286,14 +285,15 @@ class Engine:
         """The step of this rank: as `step`, but sequences with a fault that are not finished stay until rank 0 cancels them."""
         began, step = time.perf_counter(), self.scheduler.schedule()
         rows = sum(1 + len(one.drafts) for one in step.decode) if self._guesses else len(step.decode)
+        accepted = self.speculation.acceptance.accepted
         advanced: list[Sequence] = []
         for one in step.passes(self.scheduler.budget.mixed):
             advanced += self._pass(one)
         if step.decode and not step.prefill:
-            self.speculation.guessing.stepped(len(step.decode), rows, time.perf_counter() - began)
-        for sequence in advanced:
-            if sequence.finish_reason:
-                self.scheduler.remove(sequence)
+            kept = self.speculation.acceptance.accepted - accepted
+            self.speculation.guessing.stepped(len(step.decode), rows, kept, time.perf_counter() - began)
+        for sequence in [one for one in advanced if one.finish_reason]:
+            self.scheduler.remove(sequence)
         return advanced
 
     def _pass(self, step: ScheduledStep) -> list[Sequence]:

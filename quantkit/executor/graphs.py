@@ -199,17 +199,18 @@ class DecodeSteps:
 
 
 class DeviceCapture:
-    """Captures graphs of a device (CUDA's, or an NPU's) that share one memory pool."""
+    """Captures graphs of a device (CUDA's, or an NPU's) that share one memory pool: each may write over what another keeps there, but for
+    what it returned. All are captured on one stream, for a pool's memory that was freed serves its own stream alone."""
 
     def __init__(self, device: torch.device) -> None:
         driver = accelerator.module(device)
         assert driver is not None, device
         self._driver = driver
-        self._pool = driver.graph_pool_handle()
+        self._pool, self._stream = driver.graph_pool_handle(), driver.Stream()
 
     def __call__(self, step: Callable[[], Computed], lengths: list[int], /) -> Callable[[], Computed]:
-        driver = self._driver
-        stream, current = driver.Stream(), driver.current_stream()
+        driver, stream = self._driver, self._stream
+        current = driver.current_stream()
         stream.wait_stream(current)
         with driver.stream(stream):
             step()  # compiles, sizes workspaces and sets up libraries: none of which may happen in a capture

@@ -2,12 +2,19 @@
 
 With d guesses computed, by an MTP layer or a draft model (drafter.py), and l looked up (lookup.py), B answers bring
 B * (1 + expected right guesses) tokens a step, in the time that a step of so many rows has taken. The pair with the most tokens a second
-is used; none is where guessing does not pay. What was not tried yet is taken for as good as it may be, so it is tried; more than was
-chosen is tried from time to time, for lengths and texts change.
+is used; none is where guessing does not pay. What was not tried yet is taken for as good as it may be, so it is tried, fewer guesses before
+more; one more than was chosen is tried from time to time, for lengths and texts change.
+
+Trying may lose time, so there is a credit, in steps without guesses: a little at first, and a small share of every step. A step with
+guesses adds the steps without that its tokens would have taken, and takes what it took itself. Who is in debt guesses nothing until there
+is credit again for beginning anew, when a layer must read what it has not: so a source that is never right costs no more than what it was
+lent, however good it looked.
 """
 
 import itertools
 from dataclasses import dataclass, field
+
+from quantkit.executor.graphs import power_of_two
 
 _PRIOR_RATE, _PRIOR_WEIGHT = 0.7, 4.0
 """What is taken for the share of right guesses before any was seen, and as how many guesses that counts."""
@@ -17,8 +24,16 @@ _TRIED, _DROPPED = 2, 1
 """Times that a cost must have been seen to be believed; the first times, which compile and capture, do not count."""
 _EVERY, _PROBED = 16, 16
 """Steps between choices, and choices between those that try a guess more for one step."""
+_TRIAL = 1 + _DROPPED + _TRIED
+"""Steps that something new is tried for: the guesses of the first are checked in the second."""
 _MARGIN = 1.01
 """By how much guessing must promise to be faster than not guessing."""
+_LENT, _SHARE, _SAVED = 0.75, 0.0075, 12.0
+"""The credit at first; what every step adds to it; and what is saved up at most."""
+_ENOUGH = 0.5
+"""Of the credit, beside the cost of beginning anew: to guess again after a debt, or to try what does not promise to pay."""
+_SLOWEST = 4.0
+"""Steps without guesses that one with guesses is charged at most: a slower one is the machine's."""
 
 COMPUTED, LOOKUP = "computed", "lookup"
 """Who guessed."""
@@ -69,6 +84,10 @@ class Costs:
         """Whether steps of about so many rows were seen often enough."""
         return any(times >= _TRIED + _DROPPED for one, times in self._times.items() if rows <= 1.5 * one <= 2.25 * rows)
 
+    def by_rows(self, unit: float = 1.0) -> dict[int, float]:
+        """What is known, in parts of a second."""
+        return {rows: seconds * unit for rows, seconds in sorted(self._seconds.items())}
+
     def seconds(self, rows: float) -> float | None:
         """Between what is known of fewer and of more rows; None where nothing is."""
         fewer = max((one for one in self._seconds if one <= rows), default=None)
@@ -81,17 +100,22 @@ class Costs:
 
 
 class Guessing:
-    """most_drafts, most_looked_up: guesses of each source after a token, at most. measured: whether fewer are made where that pays."""
+    """most_drafts, most_looked_up: guesses of each source after a token, at most. measured: whether fewer are made where that pays; then
+    none at first, for what they are held against."""
 
     def __init__(self, most_drafts: int, most_looked_up: int, *, measured: bool = False) -> None:
         self.most_drafts, self.most_looked_up = most_drafts, most_looked_up
         self.measured = measured and most_drafts + most_looked_up > 0
-        self.drafts, self.looked_up = most_drafts, most_looked_up
+        self.drafts, self.looked_up = (0, 0) if self.measured else (most_drafts, most_looked_up)
         self.rates = {COMPUTED: Rates(), LOOKUP: Rates()}
-        self._costs: dict[int, Costs] = {}
+        self.costs: dict[int, Costs] = {drafts: Costs() for drafts in range(most_drafts + 1)}
+        """Of steps, by how many guesses they compute."""
+        self._met: set[tuple[int, int]] = set()
+        """Sizes of steps, by guesses and rows, that came: the first time they are captured, which is not charged."""
         self._found = 0.5
         """Share of answers for which something was looked up."""
-        self._steps = self._answers = self._next = self._choices = 0
+        self._credit, self._in_debt = _LENT, False
+        self._steps = self._answers = self._next = self._choices = self._tried_until = 0
 
     def checked(self, source: str, count: int, kept: int) -> None:
         """Of an answer's `count` guesses the first `kept` were right."""
@@ -101,9 +125,10 @@ class Guessing:
         """For so many of the step's answers something was looked up."""
         self._found = _KEPT * self._found + (1 - _KEPT) * share
 
-    def stepped(self, answers: int, rows: int, seconds: float) -> None:
-        """A step that computed answers alone: so many, with so many rows, their guesses included."""
-        self._costs.setdefault(self.drafts, Costs()).add(rows, seconds)
+    def stepped(self, answers: int, rows: int, kept: int, seconds: float) -> None:
+        """A step that computed answers alone: so many, with so many rows, their guesses included, of which `kept` were right."""
+        self._charge(answers, rows, kept, seconds)
+        self.costs[self.drafts].add(rows, seconds)
         self._answers = answers
         self._steps += 1
 
@@ -111,29 +136,64 @@ class Guessing:
         """Guesses of each source from now on."""
         if not self.measured or not self._answers:
             return self.drafts, self.looked_up
-        for drafts in range(self.most_drafts, -1, -1):
-            if not self._costs.setdefault(drafts, Costs()).tried(self._rows(drafts, 0)):
-                return drafts, 0
+        if not self._tried(0) or (self._in_debt and self._steps >= self._tried_until):
+            self._next = 0
+            return 0, 0
         if self._steps < self._next:
             return self.drafts, self.looked_up
         self._choices += 1
-        best = max(itertools.product(range(self.most_drafts + 1), range(self.most_looked_up + 1)), key=self._rate)
-        if self._rate(best) < _MARGIN * self._rate((0, 0)):
+        plain, known = self._rate((0, 0)), 0
+        while known < self.most_drafts and self._tried(known + 1):
+            known += 1
+        # One more than were tried, where those pay; the first of all for what it promises.
+        most = min(known + (known == 0 or self._rate((known, 0)) >= plain), self.most_drafts)
+        best = max(itertools.product(range(most + 1), range(self.most_looked_up + 1)), key=self._rate)
+        if self._rate(best) < _MARGIN * plain:
             best = (0, 0)
-        if self._choices % _PROBED == 0:
+        if best[0] > known:
+            self._next = self._tried_until = self._steps + _TRIAL
+            return best[0], 0
+        if not any(best) and self._credit >= self._enough():
+            self._next = self._tried_until = self._steps + _TRIAL
+            return min(1, self.most_drafts), min(1, self.most_looked_up)
+        if any(best) and self._choices % _PROBED == 0:
             self._next = self._steps + 1
             return min(best[0] + 1, self.most_drafts), min(best[1] + 1, self.most_looked_up)
         self._next = self._steps + _EVERY
         return best
 
+    def _charge(self, answers: int, rows: int, kept: int, seconds: float) -> None:
+        """What a step brought and took, on the credit."""
+        size, plain = (self.drafts, power_of_two(rows)), self.costs[0].seconds(answers)
+        first, guessed = size not in self._met, self.drafts > 0 or rows > answers
+        self._met.add(size)
+        if plain is None:
+            return
+        self._credit += _SHARE
+        if guessed and not first:
+            self._credit += 1 + kept / answers - min(seconds / plain, _SLOWEST)
+        self._credit = min(self._credit, _SAVED)
+        self._in_debt = self._credit < (self._enough() if self._in_debt else 0.0)
+
+    def _enough(self) -> float:
+        """Credit that beginning anew takes. Its first step has rows of answers alone."""
+        plain, first = (self.costs[drafts].seconds(self._answers) for drafts in (0, min(1, self.most_drafts)))
+        return _ENOUGH + (max(first / plain - 1, 0.0) if plain and first else 0.0)
+
     def _rows(self, drafts: int, looked_up: int) -> int:
         found = self._found if looked_up else 0.0
         return round(self._answers * (1 + (1 - found) * drafts + found * max(looked_up, drafts)))
 
+    def _tried(self, drafts: int) -> bool:
+        """Whether it is known what so many computed guesses cost."""
+        return self.costs[drafts].tried(self._rows(drafts, 0))
+
     def _rate(self, pair: tuple[int, int]) -> float:
-        """Tokens a second."""
+        """Tokens a second; of guesses that were not tried, with the cost of the most of those that were."""
         drafts, looked_up = pair
         found = self._found if looked_up else 0.0
         right = (1 - found) * self.rates[COMPUTED].expected(drafts) + found * self.rates[LOOKUP].expected(looked_up)
-        seconds = self._costs[drafts].seconds(self._rows(drafts, looked_up))
-        return self._answers * (1 + right) / seconds if seconds else float("inf")
+        known = next((fewer for fewer in range(drafts, 0, -1) if self._tried(fewer)), 0)
+        seconds = self.costs[known].seconds(self._rows(known, looked_up))
+        assert seconds, "steps without guesses come first"
+        return self._answers * (1 + right) / seconds

@@ -3,13 +3,12 @@
 The layer reads the main model's hidden state of token i and token i + 1, and guesses token i + 2 (arXiv 2412.19437, section 2.2). Further
 guesses feed the layer its own output. Its cache is a layer of the main model's, filled for every token that the main model computed.
 
-Where no guesses are wanted it is not run for every token: the tokens' hidden states are kept, and read at once when it is needed again or
-has fallen behind by some passes.
+Where no guesses are wanted it is not run for every token: the tokens' hidden states are kept, which is one copy a pass, and read at once
+when it is needed again or has fallen behind by many.
 """
 
 import sys
 
-import torch
 from torch import Tensor
 
 from quantkit.executor.context import PrefillContext
@@ -20,8 +19,8 @@ from quantkit.executor.parallel import Parallel
 from quantkit.executor.runner import ForwardPass, Runner, Span
 from quantkit.executor.sequence import Sequence
 
-_MOST_BEHIND = 32
-"""Decode passes whose hidden states are kept."""
+_MOST_BEHIND = 4096
+"""Tokens whose hidden states are kept, those of one pass at least."""
 
 
 class MtpDrafter(Drafter):
@@ -32,16 +31,17 @@ class MtpDrafter(Drafter):
     ) -> None:
         super().__init__(runner, count, parallel, reach)
         self.mtp, self._own = mtp, own or runner
-        self.steps = self._own.make_steps(mtp)
+        self.steps = self._own.steps_behind(mtp)
         self._hidden: Tensor | None = None
         """The layer's own output behind the rows that count; None where it did not read the last pass."""
-        self._behind_by: list[tuple[Span, Tensor]] = []
-        """Tokens that the layer has not read, with their hidden states: of decode passes without guesses."""
-        self._passes_behind = 0
+        self._behind_by: list[tuple[Span, int]] = []
+        """Tokens that the layer has not read, of decode passes without guesses, and the row of `_held` where their hidden states begin."""
+        self._held: Tensor | None = None
+        self._num_held = 0
 
-    def _states(self, done: ForwardPass) -> Tensor:
-        """What the layer reads of a pass's tokens, [T, H]."""
-        return done.hidden
+    def _states(self, hidden: Tensor) -> Tensor:
+        """What the layer reads of tokens, [T, H], from what the model made of them."""
+        return hidden
 
     def _where(self, done: ForwardPass) -> PrefillContext | MixedContext:
         """Where the tokens of a pass with prompts attend."""
@@ -53,17 +53,18 @@ class MtpDrafter(Drafter):
         if not isinstance(done.where, DecodeRows):
             return self._behind_prompts(done, token_ids)
         if self.count == 0:
+            self._hold(done.hidden)  # now, while the device is busy
             return None
         self._catch_up()
         assert token_ids is not None, "every row of a decode pass counts"
-        self._hidden, logits, greedy = self.steps.run(done.where, token_ids, self._states(done))
+        self._hidden, logits, greedy = self.steps.run(done.where, token_ids, self._states(done.hidden))
         return logits, greedy
 
     def _behind_prompts(self, done: ForwardPass, token_ids: Tensor | None) -> tuple[Tensor, Tensor] | None:
         next_ids, rows = self._tensor(_known_next(done)), self._tensor(done.rows)
         if token_ids is not None:
             next_ids[rows] = token_ids
-        self._hidden = self.mtp(next_ids, self._states(done), self._where(done))[rows]
+        self._hidden = self.mtp(next_ids, self._states(done.hidden), self._where(done))[rows]
         if token_ids is None or self.count == 0:
             return None
         logits = self.mtp.logits(self._hidden)
@@ -81,39 +82,44 @@ class MtpDrafter(Drafter):
         """Keep the hidden states of the tokens of a decode pass that was not read, for `_catch_up`."""
         if self._hidden is not None:
             return
-        hidden, row = self._states(done).clone(), 0
+        row = 0
         for sequence, start, length in done.spans:
             kept = min(length, len(sequence.token_ids) - 1 - start)
             if kept > 0 and sequence.finish_reason is None:
-                self._behind_by.append((Span(sequence, start, kept), hidden[row : row + kept]))
+                self._behind_by.append((Span(sequence, start, kept), self._num_held + row))
             row += length
-        self._passes_behind += 1
-        if self._passes_behind >= _MOST_BEHIND:
+        self._num_held += row
+
+    def _hold(self, hidden: Tensor) -> None:
+        """Those of a pass whose tokens are to be read later; the rows behind `_num_held`, until `_settle` knows which are kept."""
+        if self._held is None or self._num_held + len(hidden) > len(self._held):
             self._catch_up()
+        if self._held is None or len(hidden) > len(self._held):
+            self._held = hidden.new_empty(max(_MOST_BEHIND, len(hidden)), hidden.shape[1])
+        self._held[self._num_held : self._num_held + len(hidden)] = hidden
 
     def _catch_up(self) -> None:
         """The layer reads what it has not read, of sequences that still have their cache."""
-        behind = [(span, hidden) for span, hidden in self._behind_by if span.start + span.length <= span.sequence.num_cached]
-        self._behind_by, self._passes_behind = [], 0
-        by_sequence: dict[Sequence, list[tuple[Span, Tensor]]] = {}
-        for span, hidden in behind:
-            by_sequence.setdefault(span.sequence, []).append((span, hidden))
-        runs = [run for own in by_sequence.values() for run in _joined(own)]
-        if runs:
-            next_ids = [token for (sequence, start, length), _ in runs for token in sequence.token_ids[start + 1 : start + 1 + length]]
-            context = self._own.prompt_context([span for span, _ in runs])
-            self.mtp(self._tensor(next_ids), torch.cat([hidden for _, hidden in runs]), context)
+        behind = [(span, row) for span, row in self._behind_by if span.start + span.length <= span.sequence.num_cached]
+        self._behind_by, self._num_held = [], 0
+        spans, rows = _joined(behind)
+        if spans:
+            assert self._held is not None, "what is behind is held"
+            next_ids = [token for sequence, start, length in spans for token in sequence.token_ids[start + 1 : start + 1 + length]]
+            self.mtp(self._tensor(next_ids), self._states(self._held[self._tensor(rows)]), self._own.prompt_context(spans))
 
 
-def _joined(parts: list[tuple[Span, Tensor]]) -> list[tuple[Span, Tensor]]:
-    """Spans of one sequence as few, where one begins behind another."""
-    joined: list[tuple[Span, Tensor]] = []
-    for span, hidden in parts:
-        if joined and joined[-1][0].start + joined[-1][0].length == span.start:
-            before, states = joined.pop()
-            span, hidden = Span(span.sequence, before.start, before.length + span.length), torch.cat((states, hidden))
-        joined.append((span, hidden))
-    return joined
+def _joined(parts: list[tuple[Span, int]]) -> tuple[list[Span], list[int]]:
+    """Parts of sequences, in the order they came, as spans that are as few as may be, and the rows of their tokens, which follow each other
+    in a part."""
+    runs: dict[Sequence, list[tuple[int, list[int]]]] = {}
+    for (sequence, start, length), row in parts:
+        own = runs.setdefault(sequence, [])
+        if not own or own[-1][0] + len(own[-1][1]) != start:
+            own.append((start, []))
+        own[-1][1].extend(range(row, row + length))
+    found = [(Span(sequence, start, len(rows)), rows) for sequence, own in runs.items() for start, rows in own]
+    return [span for span, _ in found], [row for _, rows in found for row in rows]
 
 
 def _known_next(done: ForwardPass) -> list[int]:

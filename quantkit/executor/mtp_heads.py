@@ -52,7 +52,7 @@ class MtpHeads:
 
     def __init__(self, layers: tuple[MtpModel, ...], runner: Runner, count: int, parallel: Parallel) -> None:
         self.layers, self.count, self.parallel = layers, count, parallel
-        self.steps = tuple(runner.make_steps(layer) for layer in layers)
+        self.steps = tuple(runner.steps_behind(layer) for layer in layers)
         """Of each layer."""
         self._runner = runner
         # A step keeps `count` guesses and the token behind them; layer k reads k tokens again. Short convolutions have room for as many.

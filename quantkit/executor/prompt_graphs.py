@@ -21,7 +21,7 @@ from quantkit.executor.graphs import MIN_TABLE_WIDTH, Capture, DecodeRows, Stati
 from quantkit.executor.mixed import MixedContext
 
 MOST_TOKENS = 1024
-"""Tokens of prompts in a pass that is captured. With more of them the device is busy all the time."""
+"""Tokens of prompts in a pass that is captured, at most. With more of them the device is busy all the time."""
 _LEAST_TOKENS = 16
 _MOST_SEEN = 8192
 """Cached tokens of all prompts in a pass that is captured, where they are expanded or decoded."""
@@ -54,10 +54,10 @@ class PassSize(NamedTuple):
     seen: int
 
 
-def size_of(answers: DecodeRows | None, prompts: list[PromptRows], cache: PagedCache) -> PassSize | None:
-    """The size that holds such a pass; None where it is too large for a graph."""
+def size_of(answers: DecodeRows | None, prompts: list[PromptRows], cache: PagedCache, most: int = MOST_TOKENS) -> PassSize | None:
+    """The size that holds such a pass; None where it is too large for a graph. most: tokens of prompts of a pass that is captured."""
     new = sum(len(one.token_ids) for one in prompts)
-    if new > MOST_TOKENS or max(len(one.blocks) for one in prompts) > _MOST_BLOCKS:
+    if new > most or max(len(one.blocks) for one in prompts) > _MOST_BLOCKS:
         return None
     tokens, seen = _rounded(new, _LEAST_TOKENS), 0
     if not cache.read_in_place:
@@ -165,6 +165,8 @@ class PromptPasses:
     def __init__(self, model: TokenModel, cache: PagedCache, capture: Capture | None) -> None:
         self.model, self.cache = model, cache
         self._capture = None if cache.goes_by_sequence else capture
+        self.most_tokens = MOST_TOKENS
+        """Of prompts in a pass that is captured."""
         self._met: set[PassSize] = set()
         self._graphs: dict[PassSize, tuple[_Pass, Callable[[], Tensor]]] = {}
         self._hidden: Tensor | None = None
@@ -175,18 +177,28 @@ class PromptPasses:
         """Whether passes are captured at all."""
         return self._capture is not None
 
+    @property
+    def num_captured(self) -> int:
+        """Sizes of passes that are captured."""
+        return len(self._graphs)
+
+    def limit(self, tokens: int) -> None:
+        """Passes with more tokens of prompts are launched operator by operator; their graphs are let go of."""
+        self.most_tokens = min(tokens, MOST_TOKENS)
+        self._graphs = {size: graph for size, graph in self._graphs.items() if size.tokens <= self.most_tokens}
+
     def capture(self, prompts: list[PromptRows]) -> None:
         """Compute such a pass and capture it now, where its size is captured at all."""
-        size = size_of(None, prompts, self.cache)
+        size = size_of(None, prompts, self.cache, self.most_tokens)
         if size is not None:
             self._met.add(size)
         self.run(None, prompts)
 
     def run(self, answers: DecodeRows | None, prompts: list[PromptRows]) -> Tensor:
         """Hidden states [T, H] of the answers' rows, then of the prompts' tokens, valid until the next pass."""
-        size = size_of(answers, prompts, self.cache) if self._capture is not None else None
+        size = size_of(answers, prompts, self.cache, self.most_tokens) if self._capture is not None else None
         if size is None or not self._ready(size, answers, prompts):
-            return self._eager(answers, prompts)
+            return self.launch(answers, prompts)
         made, replay = self._graphs[size]
         made.fill(answers, prompts)
         hidden = replay()
@@ -201,7 +213,8 @@ class PromptPasses:
         context = PrefillContext(self.cache, chunks)
         return context if answers is None else MixedContext(answers.context(self.cache), context)
 
-    def _eager(self, answers: DecodeRows | None, prompts: list[PromptRows]) -> Tensor:
+    def launch(self, answers: DecodeRows | None, prompts: list[PromptRows]) -> Tensor:
+        """As `run`, operator by operator."""
         token_ids = [] if answers is None else answers.token_ids.tolist()
         token_ids += [token for one in prompts for token in one.token_ids]
         return self.model(torch.tensor(token_ids, device=self.cache.device), self.context(answers, prompts))

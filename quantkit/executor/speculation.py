@@ -50,6 +50,7 @@ class Speculation:
         self.guessing = Guessing(drafter.count if drafter is not None else 0, num_looked_up, measured=measured)
         self._lookups = Lookups(num_looked_up, self.guessing.found)
         self._sources: list[Source] = [self._lookups] if drafter is None else [drafter, self._lookups]
+        self.make(self.guessing.drafts, self.guessing.looked_up)
 
     def choose(self) -> tuple[int, int] | None:
         """How many are computed and looked up from now on; None where that stays as it is."""

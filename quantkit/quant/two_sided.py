@@ -10,7 +10,7 @@ column by column. Rows of one block do not see each other's errors.
 import torch
 from torch import Tensor
 
-from quantkit.quant.gptq import Curvature, Steps, gptq, put_back, step_groups, take
+from quantkit.quant.gptq import Curvature, Steps, put_back, rounded_columns, step_groups, take
 from quantkit.quant.rounding import Rounder, RoundingStep, fit_steps
 
 ROW_BLOCKS = 8
@@ -18,10 +18,11 @@ ROW_BLOCKS = 8
 
 
 def compensate_both(
-    w: Tensor, curvature: Curvature, outputs: Curvature, rounder: Rounder, most_rows: int | None = None
+    w: Tensor, curvature: Curvature, outputs: Curvature, rounder: Rounder, most_rows: int | None = None, sweeps: int = 0
 ) -> tuple[Tensor, RoundingStep]:
     """Values of the grid for W float32 [..., N, K], and the steps [..., N, G]. curvature: of the inputs, as for `compensate`;
-    outputs: of the outputs, one [N, N] for all; most_rows: of a block, where memory is short."""
+    outputs: of the outputs, one [N, N] for all; most_rows: of a block, where memory is short; sweeps: of descent in every block, before
+    the next makes up for it."""
     step = fit_steps(w, rounder, curvature.conditional)
     order, groups = curvature.order, step_groups(curvature.order, w, rounder)
     values = torch.empty_like(w)
@@ -40,7 +41,7 @@ def compensate_both(
             # Solved as rows times an upper triangle: a batch of experts shares it.
             target += torch.linalg.solve_triangular(outputs.factor[start:stop, start:stop], carried.mT, upper=True, left=False).mT
         own = RoundingStep(step.step.index_select(-2, rows), None if step.zero is None else step.zero.index_select(-2, rows))
-        rounded, _ = gptq(take(target.mT, order), curvature, rounder, Steps(own, groups))
+        rounded, _ = rounded_columns(take(target.mT, order), curvature, rounder, Steps(own, groups), sweeps)
         values.index_copy_(-2, rows, put_back(rounded, order).mT)
         start = stop
     return values, step

@@ -10,7 +10,7 @@ from quantkit_kernels import accelerator, torch_npu
 
 from quantkit.executor import weights
 from quantkit.executor.engine import Engine
-from quantkit.executor.graphs import DeviceCapture, why_eager
+from quantkit.executor.graphs import DecodeSteps, DeviceCapture, why_eager
 from quantkit.executor.prefetch import Prefetcher
 from quantkit.executor.runner import Runner
 from quantkit.executor.sampling import SamplingParams
@@ -73,6 +73,26 @@ def test_a_capture_that_prefetching_ends_is_tried_without(
         asked.clear()
         assert tokens(engine) == eager
     assert asked == []
+
+
+def test_graphs_are_captured_on_one_stream_but_for_a_layers_behind(
+    quantized: Callable[[str], Path], npu: DeviceCapture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory of a pool serves one stream; and what the model returned is read after the layer behind it was replayed."""
+    streams = []
+    kept = accelerator.capture
+    monkeypatch.setattr(accelerator, "capture", lambda *given, **options: streams.append(options["stream"]) or kept(*given, **options))
+    with npu_double.installed():
+        engine = Engine.load(quantized("rtn-w4a16"), device="cpu", dtype="bfloat16", backend="torch_npu", max_batch=4, max_model_len=256)
+        monkeypatch.setattr("quantkit.executor.runner.why_eager", lambda device: "")
+        engine.runner = Runner(engine.loaded.model, engine.cache)
+        tokens(engine)
+        behind, model = engine.runner.steps_behind(engine.loaded.model), engine.runner.steps
+    assert len(streams) > 1
+    assert len(set(map(id, streams))) == 1, "sizes share a stream"
+    assert isinstance(behind, DecodeSteps)
+    assert isinstance(model, DecodeSteps)
+    assert behind._capture._pool is not model._capture._pool  # type: ignore[attr-defined]
 
 
 def test_both_reasons_are_told(npu: DeviceCapture, quantized: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:

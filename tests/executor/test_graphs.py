@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quantkit.executor.engine import Engine
-from quantkit.executor.graphs import Capture, DecodeRows, DecodeSteps, StaticBuffers, Step, StepResult
+from quantkit.executor.graphs import Capture, DecodeRows, DecodeSteps, DeviceCapture, StaticBuffers, Step, StepResult
 from quantkit.executor.mtp_drafter import MtpDrafter
 from quantkit.executor.runner import Runner
 from quantkit.executor.sampling import SamplingParams
@@ -49,6 +49,21 @@ def load(path: Path, capture: Capture | None, num_drafts: int = 0) -> Engine:
 
 def tokens(engine: Engine) -> list[list[int]]:
     return [done.token_ids for done in sorted(engine.generate(PROMPTS, PARAMS), key=lambda done: done.index)]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_graphs_share_their_memory() -> None:
+    """What one needs while it computes serves all others."""
+    device, room = torch.device("cuda", 0), 1 << 24
+    capture = DeviceCapture(device)
+
+    def step() -> torch.Tensor:
+        return (torch.ones(room, device=device) * 2).sum()
+
+    replays, before = [capture(step, [])], torch.cuda.memory_reserved(device)
+    replays += [capture(step, []) for _ in range(8)]
+    assert torch.cuda.memory_reserved(device) - before < 4 * room
+    assert [float(replay()) for replay in replays] == [2.0 * room] * 9
 
 
 @pytest.fixture(scope="module")

@@ -103,35 +103,110 @@ def test_the_layer_catches_up(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyP
     assert sum(seen["always"][at] == seen["paused"][at] for at in both) >= 0.95 * len(both), "the cache is bfloat16: a tie may turn"
 
 
+def test_a_layer_without_guesses_reads_in_large_passes(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of it is computed in a step without guesses: neither the layer, nor what it makes of hidden states."""
+    engine = load(tiny_checkpoint, max_model_len=128, num_drafts=1)
+    drafter: Any = engine.speculation.drafter
+    read: list[int] = []
+    states = drafter._states
+
+    def seen(hidden: torch.Tensor) -> torch.Tensor:
+        read.append(len(hidden))
+        made: torch.Tensor = states(hidden)
+        return made
+
+    monkeypatch.setattr(drafter, "_states", seen)
+    engine.speculation.make(0, 0)
+    sequence = engine.submit(PROMPTS[0], SamplingParams(max_new_tokens=64, ignore_eos=True))
+    while len(sequence.generated) < 41:
+        engine.step()
+    assert read == [len(PROMPTS[0])]
+    engine.speculation.make(1, 0)
+    engine.step()
+    assert read == [len(PROMPTS[0]), 40, 1], "what was behind at once, then the step's own"
+
+
+class Simulated:
+    """Steps of `answers` answers whose guesses are right with a probability; `cost` of computed guesses and rows, in steps without."""
+
+    def __init__(self, rate: float, answers: int, most: int, cost: Callable[[int, int], float], seed: int = 7) -> None:
+        self.rate, self.answers, self.cost = rate, answers, cost
+        self.guessing = Guessing(most, 0, measured=True)
+        self._draw = random.Random(seed)
+        self._checked = self.guessing.drafts
+        self.seconds, self.tokens = 0.0, 0
+
+    def step(self) -> None:
+        guessing, rows = self.guessing, self.answers * (1 + self._checked)
+        seconds, kept = self.cost(guessing.drafts, rows) * self._draw.uniform(0.97, 1.03), 0
+        for _ in range(self.answers if self._checked else 0):
+            right = next((at for at in range(self._checked) if self._draw.random() >= self.rate), self._checked)
+            guessing.checked(COMPUTED, self._checked, right)
+            kept += right
+        guessing.stepped(self.answers, rows, kept, seconds)
+        self._checked = guessing.drafts
+        self.seconds += seconds
+        self.tokens += self.answers + kept
+        guessing.drafts, guessing.looked_up = guessing.choose()
+
+    def until(self, tokens: int) -> float:
+        """Time of an answer's token, of so many, in steps without guesses."""
+        while self.tokens < self.answers * tokens:
+            self.step()
+        return self.seconds / self.tokens * self.answers
+
+    def fixed(self, drafts: int) -> float:
+        """Of a token, where every step has as many guesses."""
+        return self.cost(drafts, self.answers * (1 + drafts)) / sum(self.rate**place for place in range(drafts + 1))
+
+
 @pytest.mark.parametrize(
     ("rate", "answers", "each"), [(0.05, 1, 0.0), (0.05, 8, 0.5), (0.4, 8, 0.02), (0.6, 1, 0.5), (0.9, 1, 0.02), (0.9, 8, 0.5)]
 )
 def test_never_slower_than_without(rate: float, answers: int, each: float) -> None:
-    """Guesses right with a probability, a pass of r rows costing 1 + each * r, a guess 0.05: within 2 % of the best fixed number."""
-    draw = random.Random(7)
+    """Guesses right with a probability, a pass of r rows costing 1 + each * r, a guess 0.05: within 2 % of none, 6 % of the best number."""
+    run = Simulated(rate, answers, 3, lambda drafts, rows: 1 + each * rows + 0.05 * drafts)
+    taken, fixed = run.until(4000), [run.fixed(drafts) for drafts in range(4)]
+    assert taken <= 1.02 * fixed[0], (run.guessing.drafts, taken, fixed)
+    assert taken <= 1.06 * min(fixed), (run.guessing.drafts, taken, fixed)
 
-    def step(drafts: int, rows: int) -> float:
-        return (1 + each * rows + 0.05 * drafts) * draw.uniform(0.97, 1.06)
 
-    def right(count: int) -> int:
-        return next((at for at in range(count) if draw.random() >= rate), count)
+def box_of_four(drafts: int, rows: int) -> float:
+    """A step of R1 on four H200 beside one without guesses, one user: its rows by what was measured, and guesses of its layer. Where none
+    were checked the layer reads what it has not read, which takes two steps."""
+    return {1: 3.0 if drafts else 1.0, 2: 1.19, 3: 1.36, 4: 1.5}[rows] + 0.07 * drafts
 
-    guessing = Guessing(3, 0, measured=True)
-    total, gained, drafts = 0.0, 0, 3
-    for _ in range(4000):
-        seconds = step(guessing.drafts, answers * (1 + drafts))
-        for _ in range(answers):
-            kept = right(drafts)
-            gained += 1 + kept
-            if drafts:
-                guessing.checked(COMPUTED, drafts, kept)
-        guessing.stepped(answers, answers * (1 + drafts), seconds)
-        drafts, total = guessing.drafts, total + seconds
-        guessing.drafts, guessing.looked_up = guessing.choose()
-    fixed = [(1 + each * answers * (1 + d) + 0.05 * d) / (1 + sum(rate**i for i in range(1, d + 1))) for d in range(4)]
-    taken = total / gained * answers / 1.015  # the mean of the noise
-    assert taken <= 1.02 * fixed[0], (guessing.drafts, taken, fixed)
-    assert taken <= 1.06 * min(fixed), (guessing.drafts, taken, fixed)
+
+def head_of_eagle(drafts: int, rows: int) -> float:
+    """A dense model of 8B, one user: rows cost nothing, a guess a tenth of a step."""
+    return 1.0 + 0.1 * drafts + 0.002 * rows + (0.5 if drafts and rows == 1 else 0.0)
+
+
+@pytest.mark.parametrize(("most", "cost"), [(3, box_of_four), (4, head_of_eagle)])
+@pytest.mark.parametrize(("tokens", "most_lost"), [(192, 0.045), (512, 0.02), (4000, 0.0125)])
+def test_guesses_that_are_never_right_cost_little(tokens: int, most_lost: float, most: int, cost: Callable[[int, int], float]) -> None:
+    """From the first token on, where nothing is known of them; over many answers, what chance brings is evened out."""
+    runs = [Simulated(0.0, 1, most, cost, seed) for seed in range(8)]
+    taken = sum(run.until(tokens) for run in runs) / len(runs)
+    assert taken <= (1 + most_lost) * cost(0, 1), taken
+
+
+@pytest.mark.parametrize(("rate", "tokens"), [(0.69, 512), (0.85, 512), (0.69, 4000)])
+def test_guesses_that_pay_are_soon_made(rate: float, tokens: int) -> None:
+    """Three guesses of R1's layer, of which 0.69 are right as was published: within 10 % of the best number from the first token on."""
+    runs = [Simulated(rate, 1, 3, box_of_four, seed) for seed in range(8)]
+    taken = sum(run.until(tokens) for run in runs) / len(runs)
+    assert taken <= 1.1 * min(runs[0].fixed(drafts) for drafts in range(4)), taken
+
+
+def test_guesses_that_become_right_are_made_again() -> None:
+    """And no more where they are wrong from then on."""
+    run = Simulated(0.0, 1, 3, box_of_four)
+    run.until(3000)
+    run.rate, run.seconds, run.tokens = 0.9, 0.0, 0
+    assert run.until(3000) <= 0.7
+    run.rate, run.seconds, run.tokens = 0.0, 0.0, 0
+    assert run.until(3000) <= 1.02
 
 
 def test_costs_lie_between_known_ones() -> None:
@@ -160,7 +235,7 @@ def test_a_measured_engine_answers_the_same(tiny_checkpoint: Path) -> None:
     plain = tokens(load(tiny_checkpoint, max_model_len=128), asked)
     for _ in range(2):
         assert tokens(engine, asked) == plain
-    assert engine.speculation.guessing._costs.keys() >= {1, 2}
+    assert engine.speculation.guessing.costs[1].by_rows()
 
 
 def test_the_other_ranks_guess_as_many() -> None:

@@ -2,6 +2,7 @@
 
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -134,26 +135,64 @@ def test_answers_go_on_while_a_long_prompt_is_computed(tiny_checkpoint: Path, mo
 
 
 class Clocked:
-    """Passes that take as long as a rule says."""
+    """Passes that take as long as a rule says: those of up to 1024 tokens are captured, others cost `launches` more."""
 
-    def __init__(self, fixed: float, each: float) -> None:
-        self.fixed, self.each, self.passes = fixed, each, 0
+    def __init__(self, fixed: float, each: float, launches: float = 0.0) -> None:
+        self.fixed, self.each, self.launches, self.passes = fixed, each, launches, 0
 
     def __call__(self, tokens: int) -> float:
         self.passes += 1
-        return self.fixed + self.each * tokens
+        return self.fixed + self.each * tokens + self.launches * (tokens > 1024)
 
 
 @pytest.mark.parametrize(
-    ("fixed", "each", "chosen"),
-    [(0.0, 1e-6, 32), (10e-3, 30e-6, 2048), (5e-3, 200e-6, 1024), (1e-3, 100e-6, 256), (0.2, 1e-6, 32), (0.01, 2e-3, 64)],
+    ("fixed", "each", "step", "chosen"),
+    [
+        (0.0, 1e-6, 0.0, 32),
+        (10e-3, 30e-6, 0.0, 4096),
+        (5e-3, 200e-6, 0.0, 1024),
+        (1e-3, 100e-6, 0.0, 512),
+        (0.2, 1e-6, 0.0, 32),
+        (0.01, 2e-3, 0.0, 64),
+        (0.0, 24e-6, 4e-3, 4096),
+        (0.0, 24e-6, 0.1e-3, 256),
+    ],
 )
-def test_the_chunk_is_where_more_tokens_bring_little(fixed: float, each: float, chosen: int) -> None:
-    """Weights' time alone makes larger chunks worth while, the arithmetic of each token does not; and nobody waits long."""
+def test_the_chunk_is_where_more_tokens_bring_little(fixed: float, each: float, step: float, chosen: int) -> None:
+    """The time of weights, and of the answers' own step between chunks, makes larger chunks worth while; nobody waits long."""
     clock = Clocked(fixed, each)
-    assert budget._knee(clock, 2048, 0.25) == chosen
-    assert budget._knee(clock, 48, 0.25) == 32
-    assert clock.passes <= 8
+    assert budget._knee(clock, 4096, 0.25, step) == chosen
+    assert budget._knee(clock, 48, 0.25, step) == 32
+    assert clock.passes <= 10
+
+
+def test_a_dip_behind_captured_passes_does_not_end_the_search() -> None:
+    """2048 tokens bring no more than 1024 where only the latter are captured, 4096 do."""
+    clock = Clocked(0.5e-3, 24e-6, launches=4e-3)
+    assert 2048 / (3e-3 + clock(2048)) < 1.02 * 1024 / (3e-3 + clock(1024))
+    assert budget._knee(clock, 4096, 0.25, 3e-3) == 4096
+
+
+class Launched:
+    """A trial whose passes are replayed in 24 us a token, and launched in no less than `launches`."""
+
+    def __init__(self, launches: float) -> None:
+        self.launches = launches
+
+    def seconds(self, took: Callable[[], float]) -> float:
+        return took()
+
+    def prompt(self, tokens: int) -> float:
+        return 24e-6 * tokens
+
+    def launched(self, tokens: int) -> float:
+        return max(self.launches, self.prompt(tokens))
+
+
+@pytest.mark.parametrize(("launches", "most", "captured"), [(45e-3, 4096, 1024), (14e-3, 4096, 512), (0.0, 4096, 64), (45e-3, 100, 100)])
+def test_passes_are_captured_where_they_wait_for_launches(launches: float, most: int, captured: int) -> None:
+    trial: Any = Launched(launches)
+    assert budget._captured(trial, most) == captured
 
 
 def test_what_is_measured_is_a_budget(tiny_checkpoint: Path) -> None:

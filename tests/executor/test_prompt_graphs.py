@@ -134,13 +134,28 @@ def test_little_of_a_pass_is_padding(tiny_checkpoint: Path, count: int) -> None:
 @torch.inference_mode()
 def test_long_passes_and_states_are_not_captured(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     passes = load(tiny_checkpoint, in_place).runner.prompts
-    monkeypatch.setattr(prompt_graphs, "MOST_TOKENS", 20)
+    passes.limit(20)
     monkeypatch.setattr(prompt_graphs, "_MOST_GRAPHS", 1)
     monkeypatch.setattr(prompt_graphs, "_MOST_BLOCKS", 2)
     assert len(passes.run(None, [PromptRows([3], 0, [1, 2, 3])])) == len(passes.run(None, [PromptRows([3], 0, [1, 2, 3])])) == 1
     for length in (21, 21, 5, 5, 5, 17, 17, 17):
         assert passes.run(None, [PromptRows([3] * length, 0, [1])]).shape[0] == length
     assert [size.tokens for size in passes._graphs] == [16], "none of 21 tokens or three blocks, and no second graph"
+
+
+@torch.inference_mode()
+def test_a_limit_lets_go_of_larger_graphs(tiny_checkpoint: Path) -> None:
+    passes = load(tiny_checkpoint, in_place).runner.prompts
+    prompts = {length: [PromptRows([3 + one for one in range(length)], 0, [1, 2])] for length in (16, 48)}
+    expected = {length: passes.launch(None, prompt).clone() for length, prompt in prompts.items()}
+    for prompt in prompts.values():
+        passes.capture(prompt)
+    assert passes.num_captured == 2
+    passes.limit(32)
+    for length, prompt in prompts.items():
+        passes.capture(prompt)
+        assert torch.equal(passes.run(None, prompt), expected[length])
+    assert [size.tokens for size in passes._graphs] == [16]
 
 
 @torch.inference_mode()

@@ -2,8 +2,8 @@
 
     python tests/judges/dead_worker.py --url http://127.0.0.1:8000 --model NAME --pid PID [--key KEY]
 
-PID is a process of the server on this machine, such as VLLM::Worker_TP1; it is killed two seconds after the streams began. Prints one
-JSON object; times are seconds after the kill.
+PID is a process of the server on this machine, such as VLLM::Worker_TP1; it is killed while streams run. Prints one JSON object;
+times are seconds after the kill.
 """
 
 import argparse
@@ -18,19 +18,18 @@ from typing import Any
 import httpx
 
 STREAMS = 8
-TOKENS = 400
 
 
 class Stream(threading.Thread):
     """One request whose tokens are counted, and how it ended."""
 
-    def __init__(self, url: str, headers: dict[str, str], model: str) -> None:
+    def __init__(self, url: str, headers: dict[str, str], model: str, max_tokens: int) -> None:
         super().__init__(daemon=True)
-        self.url, self.headers, self.model = url, headers, model
+        self.url, self.headers, self.model, self.max_tokens = url, headers, model, max_tokens
         self.tokens, self.said, self.ended = 0, "it has not ended", 0.0
 
     def run(self) -> None:
-        asked = {"model": self.model, "prompt": "1 2 3 4 5", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
+        asked = {"model": self.model, "prompt": "1 2 3 4 5", "max_tokens": self.max_tokens, "ignore_eos": True, "stream": True}
         try:
             with httpx.stream("POST", f"{self.url}/v1/completions", json=asked, headers=self.headers, timeout=60) as answer:
                 if answer.status_code != 200:
@@ -60,11 +59,14 @@ def health(url: str) -> str:
         return type(problem).__name__
 
 
-def observed(url: str, headers: dict[str, str], model: str, pid: int, seconds: float) -> dict[str, Any]:
-    streams = [Stream(url, headers, model) for _ in range(STREAMS)]
+def observed(
+    url: str, headers: dict[str, str], model: str, pid: int, seconds: float, *, tokens: int = 400, after: float = 2
+) -> dict[str, Any]:
+    """STREAMS of `tokens` tokens each; the process is killed `after` seconds, and its clients are watched for `seconds` more."""
+    streams = [Stream(url, headers, model, tokens) for _ in range(STREAMS)]
     for stream in streams:
         stream.start()
-    time.sleep(2)
+    time.sleep(after)
     before = [stream.tokens for stream in streams]
     os.kill(pid, signal.SIGKILL)
     killed = time.monotonic()
@@ -72,9 +74,9 @@ def observed(url: str, headers: dict[str, str], model: str, pid: int, seconds: f
     while time.monotonic() - killed < seconds:
         healths.setdefault(health(url), round(time.monotonic() - killed, 1))
         time.sleep(0.5)
-    after = Stream(url, headers, model)
-    after.start()
-    after.join(20)
+    again = Stream(url, headers, model, 8)
+    again.start()
+    again.join(20)
     ends: dict[str, list[float]] = {}
     for stream in streams:
         ends.setdefault(stream.said, []).append(round(stream.ended - killed, 1) if stream.ended else seconds)
@@ -82,7 +84,7 @@ def observed(url: str, headers: dict[str, str], model: str, pid: int, seconds: f
         "tokens of each stream before the kill": before,
         "ends of streams, and when": {said: [min(times), max(times), len(times)] for said, times in ends.items()},
         "/health, and when first": healths,
-        "a request after": after.said,
+        "a request after": again.said,
     }
 
 
@@ -92,10 +94,12 @@ def main() -> int:
     parser.add_argument("--model", required=True)
     parser.add_argument("--pid", type=int, required=True)
     parser.add_argument("--key", default="")
+    parser.add_argument("--tokens", type=int, default=400, help="of each stream")
+    parser.add_argument("--after", type=float, default=2, help="seconds that streams run before the kill")
     parser.add_argument("--seconds", type=float, default=15, help="to look on after the kill")
     asked = parser.parse_args()
     headers = {"Authorization": f"Bearer {asked.key}"} if asked.key else {}
-    print(json.dumps(observed(asked.url, headers, asked.model, asked.pid, asked.seconds), indent=1))
+    print(json.dumps(observed(asked.url, headers, asked.model, asked.pid, asked.seconds, tokens=asked.tokens, after=asked.after), indent=1))
     return 0
 
 

@@ -181,17 +181,24 @@ def verdict(directory: Path, model: str, format: str, engine: str, answer: Any) 
 def routing_ties(path: Path, sequences: list[list[int]]) -> list[Tensor]:
     """bool [tokens] a sequence: where the experts of any layer change in FP32, or with router weights moved by a last place of BF16."""
     documents = [torch.tensor(sequence) for sequence in sequences]
-    chosen = []
-    for dtype, seed in (("bfloat16", None), ("float32", None), ("bfloat16", 0), ("bfloat16", 1), ("bfloat16", 2)):
-        loaded = load_model(path, device="cpu", dtype=dtype)
-        for layer in loaded.model.layers:
-            if seed is not None and isinstance(layer.mlp, MoeMlp):
-                sign = torch.randn(layer.mlp.router.shape, generator=torch.Generator().manual_seed(seed)).sign()
-                layer.mlp.router = layer.mlp.router * (1 + sign * 2**-8)
-        experts = Watched(loaded)(documents).topk_ids
-        chosen.append(torch.cat([ids.sort(1).values for ids in experts.values()], dim=1))
+    chosen = [_chosen(Watched(load_model(path, device="cpu", dtype="float32")), documents)]
+    loaded = load_model(path, device="cpu", dtype="bfloat16")
+    routers = [(layer.mlp, layer.mlp.router) for layer in loaded.model.layers if isinstance(layer.mlp, MoeMlp)]
+    watched = Watched(loaded)
+    chosen.append(_chosen(watched, documents))
+    for seed in range(3):
+        for mlp, router in routers:
+            sign = torch.randn(router.shape, generator=torch.Generator().manual_seed(seed)).sign()
+            mlp.router = router * (1 + sign * 2**-8)
+        chosen.append(_chosen(watched, documents))
     changed = torch.stack([(other != chosen[0]).any(1) for other in chosen[1:]]).any(0)
     return list(changed.split([len(sequence) for sequence in sequences]))
+
+
+def _chosen(watched: Watched, documents: list[Tensor]) -> Tensor:
+    """int64 [tokens, layers x experts a token]: the experts that each token gets, sorted in each layer."""
+    experts = watched(documents).topk_ids
+    return torch.cat([ids.sort(1).values for ids in experts.values()], dim=1)
 
 
 def main() -> int:

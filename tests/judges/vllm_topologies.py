@@ -1,13 +1,12 @@
 """The commands that `quantkit deploy` prints, run on one host: vLLM must give quantkit's tokens in every topology.
 
     make test-vllm-topologies                    # vLLM on CPU, of .venv-vllm
-    python tests/judges/vllm_topologies.py --vllm PYTHON --directory DIR --device cuda --cards 2
+    python tests/judges/vllm_topologies.py --vllm PYTHON --directory DIR --device cuda --cards 4 --beside 8 --eager
 
-A box of `deploy` is as many of this host's cards (on a CPU: processes) as the topology takes; every box has processes of its own, and
-addresses are those of loopback. Of the printed commands the program is filled in (PYTHON -m vllm.entrypoints.cli.main), the ports, and
-memory, so that several servers run beside each other; --eager adds --enforce-eager, which leaves out compiling and graphs. Where prefill
-and decode are apart, `quantkit proxy` stands in front, as the layout says. Tokens are judged as vllm_cuda.py judges them, and a control
-must fail: an answer with two prompts' continuations exchanged.
+A box of `deploy` is as many of this host's cards (on a CPU: processes) as the topology takes. vllm_server.py starts the commands; memory
+is given, so that several servers run beside each other on the same cards. --eager adds --enforce-eager, which leaves out compiling and
+graphs. Tokens are judged as vllm_cuda.py judges them, of at least HALF of the positions, and a control must fail: an answer with two
+prompts' continuations exchanged.
 
 The steps, each with its files in --directory, can run on different machines: write (quantkit), run (vLLM), compare (quantkit on a CPU).
 """
@@ -15,17 +14,15 @@ The steps, each with its files in --directory, can run on different machines: wr
 import argparse
 import hashlib
 import json
-import os
-import re
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -35,47 +32,50 @@ import vllm_tokens
 from dense_models import CONFIGS, random_weights
 from make_model import write_dense
 from middle_models import MIDDLE, write_middle
+from vllm_server import Server
 from vllm_tokens import INT8_TIE, MAX_TOKENS, TIE, judge
 
 from quantkit.conversion import convert
 from quantkit.engines.evidence import LayoutRun, layout_runs
 from quantkit.engines.launch import Deployment, deploy
+from quantkit.errors import QuantkitError
 from quantkit.quantization import quantize
 from quantkit.recipe import Recipe
 from quantkit.schemes import find_scheme
 
-KEY = "key-of-this-run"
 CONTEXT = 1024
 CACHE = 2**28
-FIRST_PORT, PORTS = 20000, 64  # below those that the system gives away
-# A server's memory is given, not measured: what its neighbours take meanwhile would count as its own.
+HALF = 0.5  # of the positions must be counted: of a few it says nothing that they are equal
 Case = tuple[str, ...]  # model, format, topology
 DENSE = {f"{name}-dense": CONFIGS[name] for name in ("deepseek_v3", "qwen3")}
-MEMORY = {
-    "cuda": ("--gpu-memory-utilization", "0.02", "--kv-cache-memory-bytes", str(CACHE)),
-    "cpu": ("--kv-cache-memory-bytes", str(CACHE), "--max-num-seqs", "8", "--max-num-batched-tokens", "1024"),
-}
+# A server's memory is given, not measured: what its neighbours take meanwhile would count as its own.
+FEW = ("--kv-cache-memory-bytes", str(CACHE), "--max-num-seqs", "8", "--max-num-batched-tokens", "1024")
+MEMORY = {"cuda": ("--gpu-memory-utilization", "0.02", *FEW), "cpu": FEW}
 # Without compiling. On a CPU the later stages of a pipeline need the warming up that --enforce-eager leaves out: vLLM 0.32.0 stops with
 # an AssertionError at the first request (v1/worker/cpu_worker.py, _should_warm_up_model).
 EAGER = ("--enforce-eager",)
 EAGER_STAGES = ("--compilation-config", '{"mode": 2, "backend": "eager"}')
-# A box sees no shared memory of another: vLLM tells by it who is on the same machine.
-APART = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "box")
-SETTINGS = {
-    "cuda": {**vllm_cuda.SETTINGS, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
-    "cpu": {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
-}
 
 
 @dataclass(frozen=True)
 class Topology:
-    """What `deploy` is asked for. boxes: the host's cards are shared out to so many, or `devices` to each. more: options beside its own."""
+    """What `deploy` is asked for. boxes: the host's cards are shared out to so many, or `devices` to each. times: the commands are run so
+    often, each on its share of the cards, with one proxy in front of all. more: options beside the layout's own."""
 
     layout: str
     boxes: int = 1
     devices: int | None = None
     guesses: int = 0
+    times: int = 1
     more: tuple[str, ...] = ()
+
+    def ranks(self, cards: int) -> int:
+        return self.devices * self.boxes * self.times if self.devices else cards
+
+    @property
+    def options(self) -> str:
+        """What a result tells of it beside its layout."""
+        return " ".join([*([f"{self.times}-of-each"] if self.times > 1 else []), *self.more])
 
 
 TOPOLOGIES = {
@@ -85,20 +85,32 @@ TOPOLOGIES = {
     "experts": Topology("one-box-experts"),
     "experts-over-boxes": Topology("four-boxes", boxes=2),
     "apart": Topology("prefill-decode", boxes=2),
+    "apart-twice": Topology("prefill-decode", boxes=2, times=2),
     "mtp": Topology("one-box", guesses=1),
+    "mtp-alone": Topology("one-box", devices=1, guesses=1),
+    "mtp-experts": Topology("one-box-experts", guesses=1),
     "copies": Topology(
         "one-box-experts", more=("--enable-eplb", "--eplb-config", '{"num_redundant_experts": 8, "step_interval": 16, "window_size": 16}')
     ),
 }
 CASES = {
-    "cuda": (
-        *(("deepseek_v3-middle", "awq", topology) for topology in TOPOLOGIES if topology not in ("tensor-in-pipeline", "copies")),
-        ("deepseek_v3-middle", "ct-w4a16-symmetric", "copies"),  # vLLM copies no experts of AWQ
-        *(("deepseek_v3-middle", "ct-w8a8", topology) for topology in ("tensor", "pipeline", "experts", "apart", "mtp")),
-        *(("deepseek_v3-middle", "ct-nvfp4", topology) for topology in ("tensor", "pipeline", "experts")),
-        ("deepseek_v3-middle", "ct-w4a16-symmetric", "tensor"),
-        *(("qwen3_moe-middle", "awq", topology) for topology in ("tensor", "pipeline", "experts")),
-        *(("qwen3_moe-middle", "ct-w8a8", topology) for topology in ("tensor", "experts")),
+    "cuda": (  # the most wanted first
+        *(("deepseek_v3-middle", "awq", topology) for topology in ("tensor", "pipeline", "experts", "apart", "apart-twice", "mtp")),
+        ("deepseek_v3-middle", "awq", "experts-over-boxes"),
+        *(("deepseek_v3-middle", "ct-w8a8", topology) for topology in ("tensor", "pipeline", "experts", "apart", "apart-twice", "mtp")),
+        *(("deepseek_v3-middle", "ct-nvfp4", topology) for topology in ("tensor", "pipeline", "experts", "apart", "mtp")),
+        *(("deepseek_v3-middle", "ct-w4a16-symmetric", topology) for topology in ("tensor", "pipeline", "experts", "apart", "mtp")),
+        *(("qwen3_moe-middle", format, topology) for format in ("awq", "ct-w8a8") for topology in ("tensor", "pipeline", "experts")),
+        *(("qwen3_moe-middle", format, "experts") for format in ("ct-nvfp4", "ct-w4a16-symmetric")),
+        # Trained, so that guesses of its MTP layer are taken; vLLM's kernels take none of its linears cut for four cards.
+        *(("tiny-r1", format, "mtp-alone") for format in ("ct-w4a16-symmetric", "ct-w8a8", "ct-nvfp4")),
+        ("tiny-r1", "ct-w8a8", "experts"),
+        ("deepseek_v3-middle", "awq", "mtp-experts"),
+        ("deepseek_v3-middle", "ct-w8a8", "experts-over-boxes"),
+        ("qwen3_moe-middle", "awq", "apart-twice"),
+        # vLLM copies no experts of AWQ, of int8, or of int4 where Marlin multiplies by them.
+        ("deepseek_v3-middle", "modelopt", "copies"),
+        ("deepseek_v3-middle", "source", "copies"),
     ),
     # vLLM on CPU takes no experts quantized, and shares none out over data-parallel ranks: 0.32.0 stops with a NotImplementedError
     # (device_communicators/base_device_communicator.py, all_gatherv). Of several boxes each may have one rank: it takes a CPU for one
@@ -118,161 +130,80 @@ CASES = {
 }
 
 
-class Server:
-    """One deployment's processes, and the answers of the first of them."""
-
-    def __init__(
-        self, made: Deployment, number: int, cards: Sequence[int], device: str, python: str, logs: Path, more: Sequence[str]
-    ) -> None:
-        self.logs, self.began = logs, time.monotonic()
-        self.processes: list[subprocess.Popen[bytes]] = []
-        self._ports = iter(range(FIRST_PORT + PORTS * number, FIRST_PORT + PORTS * (number + 1), 4))
-        tiny = {"VLLM_MLA_DISABLE": "1"} if logs.name.startswith("tiny-r1") else {}  # its heads are too small for it
-        self._told = {**os.environ, **SETTINGS[device], **tiny, "VLLM_API_KEY": KEY}
-        meeting, served = {role: next(self._ports) for role in {launch.role for launch in made.launches}}, {}
-        cards_per_box = len(cards) // len(made.launches)
-        for box, launch in enumerate(made.launches):
-            for environment, command in launch.commands:
-                if "--port" in command:
-                    served[launch.role] = (command[command.index("--host") + 1], next(self._ports))
-                filled = _filled(command, python, served[launch.role][1], meeting[launch.role])
-                visible = ",".join(map(str, cards[box * cards_per_box : (box + 1) * cards_per_box]))
-                apart = APART if len(made.launches) > 1 and _may_be_apart() else ()
-                self._start([*apart, *filled, *more], {**environment, "CUDA_VISIBLE_DEVICES": visible}, str(box))
-        urls = {role: f"http://{host}:{port}" for role, (host, port) in served.items()}
-        self.url = urls.get("server") or f"http://127.0.0.1:{next(self._ports)}"
-        if "prefill" in urls:
-            asked = ["proxy", "--prefill", urls["prefill"], "--decode", urls["decode"], "--port", self.url[-5:]]
-            self._start([sys.executable, "-m", "quantkit", *asked], {}, "proxy")
-
-    def _start(self, command: list[str], environment: dict[str, str], name: str) -> None:
-        told = {**self._told, **environment, "VLLM_PORT": str(next(self._ports) + 1)}
-        log = (self.logs.parent / f"{self.logs.name}.{name}.log").open("wb")
-        log.write(f"$ {' '.join(command)}\n".encode())
-        log.flush()
-        self.processes.append(subprocess.Popen(command, env=told, stdout=log, stderr=subprocess.STDOUT, start_new_session=True))
-
-    def up(self) -> bool:
-        """Whether it serves. Raises RuntimeError where a process of it ended."""
-        ended = [number for number, process in enumerate(self.processes) if process.poll() is not None]
-        if ended:
-            raise RuntimeError(f"process {ended[0]} ended with {self.processes[ended[0]].returncode}")
-        try:
-            return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
-        except httpx.TransportError:
-            return False
-
-    def answer(self, model: str, prompt: list[int]) -> dict[str, Any]:
-        """{"tokens", "logprobs"} as vllm_run.py gives them, of a greedy continuation."""
-        asked = {"model": model, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "logprobs": 5, "ignore_eos": True}
-        asked |= {"return_tokens_as_token_ids": True}
-        reply = httpx.post(f"{self.url}/v1/completions", json=asked, headers={"Authorization": f"Bearer {KEY}"}, timeout=300)
-        if reply.status_code != 200:
-            raise RuntimeError(f"it answers {reply.status_code}: {reply.text[:300]}")
-        found = reply.json()["choices"][0]["logprobs"]
-        top = [[[_token(name), value] for name, value in position.items()] for position in found["top_logprobs"]]
-        return {"tokens": [_token(name) for name in found["tokens"]], "logprobs": top}
-
-    def guessed(self) -> str:
-        """What the server counts of its MTP layer's guesses; empty where it has none."""
-        counted = dict(re.findall(r"^vllm:spec_decode_num_(draft_tokens|accepted_tokens)_total{[^}]*} ([0-9.]+)$", self._metrics(), re.M))
-        return f"{float(counted['accepted_tokens']):.0f} of {float(counted['draft_tokens']):.0f} guesses taken" if len(counted) == 2 else ""
-
-    def _metrics(self) -> str:
-        return httpx.get(f"{self.url}/metrics", timeout=5).text
-
-    def end(self) -> None:
-        for process in self.processes:
-            if process.poll() is None:
-                process.terminate()
-        until = time.monotonic() + 10
-        for process in self.processes:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(until - time.monotonic(), 0.1))
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, 9)  # vLLM's workers too, which a stopped server may leave
-            process.wait()
-
-
-@cache
-def _may_be_apart() -> bool:
-    """Whether this machine lets a process have mounts of its own."""
-    return subprocess.run([*APART, "true"], capture_output=True).returncode == 0
-
-
-def _token(name: str) -> int:
-    return int(name.removeprefix("token_id:"))
-
-
-def _filled(command: Sequence[str], python: str, port: int, meeting: int) -> list[str]:
-    words = [python, "-m", "vllm.entrypoints.cli.main", *command[1:]] if command[0] == "vllm" else list(command)
-    for option, value in (("--port", port), ("--master-port", meeting), ("--data-parallel-rpc-port", meeting)):
-        if option in words:
-            words[words.index(option) + 1] = str(value)
-    return words
-
-
-def deployment(path: Path, name: str, cards: int) -> Deployment:
+def deployments(path: Path, name: str, cards: int) -> list[Deployment]:
+    """What is printed for a topology, as often as it is run. Each box has an address of its own."""
     topology = TOPOLOGIES[name]
-    devices = topology.devices or cards // topology.boxes
-    hosts = [f"127.0.0.{box + 1}" for box in range(topology.boxes)] if topology.boxes > 1 else None
-    asked: dict[str, Any] = {"boxes": topology.boxes, "devices": devices, "hosts": hosts, "nic": "lo", "guesses": topology.guesses}
-    return deploy(path, "vllm", layout=topology.layout, device="cuda", context=CONTEXT, **asked)
+    devices = topology.devices or cards // topology.boxes // topology.times
+    made = []
+    for turn in range(topology.times):
+        hosts = [f"127.0.0.{turn * topology.boxes + box + 1}" for box in range(topology.boxes)] if topology.boxes > 1 else None
+        asked: dict[str, Any] = {"boxes": topology.boxes, "devices": devices, "hosts": hosts, "nic": "lo", "guesses": topology.guesses}
+        made.append(deploy(path, "vllm", layout=topology.layout, device="cuda", context=CONTEXT, **asked))
+    return made
 
 
-def run(directory: Path, cases: Sequence[Case], seconds: float, beside: int, start: Callable[[int, Case], Server]) -> None:
-    """Writes DIRECTORY/topologies.json as answers come: one a case, or {"error": text}. `beside` servers run at a time."""
-    path = directory / "topologies.json"
+def run(directory: Path, cases: Sequence[Case], seconds: float, beside: int, last: float, start: Callable[[int, Case], Server]) -> None:
+    """Writes DIRECTORY/topologies.json as answers come: one a case, or {"error": text}. `beside` servers run at a time, and none is
+    started after `last` seconds."""
+    path, lock, stopped = directory / "topologies.json", threading.Lock(), threading.Event()
     told = json.loads(path.read_text()) if path.exists() else {}
-    waiting, running, ending = list(enumerate(cases)), list[tuple[Case, Server]](), list[threading.Thread]()
-    try:
-        while waiting or running:
-            while waiting and len(running) < beside:
-                number, case = waiting.pop(0)
-                running.append((case, start(number, case)))
-            for case, server in list(running):
-                answers = _answers(case, server, seconds)
-                if answers is None:
-                    continue
-                running.remove((case, server))
+    servers: list[Server] = []
+    began = time.monotonic()
+
+    def one(number: int, case: Case) -> None:
+        answers: Any
+        if time.monotonic() - began > last:
+            print(f"{' '.join(case)}: not started, no time is left", flush=True)
+            return
+        with ExitStack() as ending:
+            try:
+                server = start(number, case)
+                servers.append(server)
+                ending.callback(server.end)
+                answers, said = _answers(case, server, seconds)
+            except (RuntimeError, OSError, KeyError, httpx.HTTPError, QuantkitError) as problem:
+                said = f"{type(problem).__name__}: {problem}"
+                answers = {"error": said}
+            if stopped.is_set():
+                return
+            print(f"[{time.monotonic() - began:.0f} s] {' '.join(case)}: {said}", flush=True)
+            with lock:
                 told[" ".join(case)] = answers
                 path.write_text(json.dumps(told))
-                said = answers["error"] if isinstance(answers, dict) else f"answered {server.guessed()}"
-                print(f"[{time.monotonic() - server.began:.0f} s] {' '.join(case)}: {said}", flush=True)
-                ending.append(threading.Thread(target=server.end))
-                ending[-1].start()
-            time.sleep(0.5)
-    finally:
-        for _, server in running:
-            server.end()
-        for thread in ending:
-            thread.join()
 
-
-def _answers(case: Case, server: Server, seconds: float) -> Any:
-    """Of a server that is up, or why there are none; None while it comes up."""
-    model, format, _ = case
+    pool = ThreadPoolExecutor(beside)
     try:
-        if server.up():
-            return [server.answer(format, prompt) for prompt in prompts_of(model)]
-        if time.monotonic() - server.began > seconds:
-            raise RuntimeError("it did not come up in time")
-    except (RuntimeError, OSError, KeyError, httpx.HTTPError) as problem:
-        return {"error": f"{type(problem).__name__}: {problem}; see {server.logs}.*.log"}
-    return None
+        for running in [pool.submit(one, number, case) for number, case in enumerate(cases)]:
+            running.result()
+    finally:
+        stopped.set()
+        pool.shutdown(wait=False, cancel_futures=True)
+        for server in servers:
+            server.end()
+
+
+def _answers(case: Case, server: Server, seconds: float) -> tuple[Any, str]:
+    """Of a server once it is up, and a word about it. Raises RuntimeError, OSError, KeyError or httpx.HTTPError where there are none."""
+    model, format, _ = case
+    server.wait(seconds)
+    up = time.monotonic() - server.began
+    answers = [server.answer(format, prompt) for prompt in prompts_of(model)]
+    return answers, f"up after {up:.0f} s; {server.guessed()}"
 
 
 def prompts_of(model: str) -> list[list[int]]:
     return vllm_cuda.asked_of(model.partition("-")[0])
 
 
-def compare(directory: Path, cards: int, machine: str, engine: str) -> list[LayoutRun]:
-    """Prints a line a case, and of the first that answered the control, which must fail."""
+def compare(directory: Path, cards: int, machine: str, engine: str, beside: int) -> list[LayoutRun]:
+    """Prints a line a case, and of the first that answered the control, which must fail. `beside` cases are judged at a time."""
     told = json.loads((directory / "topologies.json").read_text())
     runs = []
-    for name, answers in told.items():
-        runs.append(_run(directory, name, answers, cards, machine, engine))
-        print(f"{'ok  ' if runs[-1].passed else 'FAIL'} {name}: {runs[-1].said}", flush=True)
+    with ProcessPoolExecutor(beside, get_context("spawn")) as pool:
+        judged = [pool.submit(_run, directory, name, answers, cards, machine, engine) for name, answers in told.items()]
+        for name, waited in zip(told, judged):
+            runs.append(waited.result())
+            print(f"{'ok  ' if runs[-1].passed else 'FAIL'} {name}: {runs[-1].said}", flush=True)
     answered = next((name for name, answers in told.items() if not isinstance(answers, dict)), None)
     if answered is not None:
         control = _run(directory, answered, told[answered][::-1], cards, machine, engine)
@@ -286,17 +217,17 @@ def compare(directory: Path, cards: int, machine: str, engine: str) -> list[Layo
 def _run(directory: Path, name: str, answers: Any, cards: int, machine: str, engine: str) -> LayoutRun:
     model, format, topology = name.split()
     asked = TOPOLOGIES[topology]
-    ranks = asked.boxes * asked.devices if asked.devices else cards
     program, release = engine.split()
-    about: dict[str, Any] = {"engine": program, "release": release, "machine": machine, "layout": asked.layout, "ranks": ranks}
-    about |= {"guesses": asked.guesses, "options": " ".join(asked.more), "model": model, "format": format}
+    about: dict[str, Any] = {"engine": program, "release": release, "machine": machine, "layout": asked.layout, "ranks": asked.ranks(cards)}
+    about |= {"guesses": asked.guesses, "options": asked.options, "model": model, "format": format}
     if isinstance(answers, dict):
         return LayoutRun(**about, passed=False, said=answers["error"].partition("; see ")[0])
     path, prompts = directory / model / format, prompts_of(model)
     ties = None if model in DENSE else vllm_cuda.routing_ties(path, [prompt + each["tokens"] for prompt, each in zip(prompts, answers)])
     found = judge(path, prompts, answers, INT8_TIE if format == "ct-w8a8" else TIE, ties)
     tolerance = 0.2 if format == "ct-w8a8" else vllm_cuda.TOLERANCE
-    good = found.compared > 0 and found.equal >= vllm_cuda.SAME * found.compared and found.median < tolerance
+    enough = found.compared >= HALF * MAX_TOKENS * len(prompts)
+    good = enough and found.equal >= vllm_cuda.SAME * found.compared and found.median < tolerance
     said = f"{found.equal} of {found.compared} tokens, log-probabilities differ by {found.median:.4f}, {found.difference:.4f} in the mean"
     return LayoutRun(**about, compared=found.compared, equal=found.equal, passed=good, said=said)
 
@@ -353,8 +284,9 @@ def main() -> int:
     parser.add_argument("--cards", type=int, default=2)
     parser.add_argument("--steps", default="write,run,compare")
     parser.add_argument("--cases", help="MODEL:FORMAT:TOPOLOGY, comma-separated; those of the device otherwise")
-    parser.add_argument("--beside", type=int, default=1, help="servers at a time")
+    parser.add_argument("--beside", type=int, default=1, help="servers, and judgements, at a time")
     parser.add_argument("--seconds", type=float, default=420, help="that a server may take to come up")
+    parser.add_argument("--last", type=float, default=float("inf"), help="seconds after which no further server is started")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--engine", default="vllm 0.32.0")
     parser.add_argument("--machine", default="CPU", help="as the result names it: CPU, H200")
@@ -370,16 +302,18 @@ def main() -> int:
 
         def start(number: int, case: Case) -> Server:
             model, format, topology = case
-            made = deployment(asked.directory / model / format, topology, asked.cards)
+            made = deployments(asked.directory / model / format, topology, asked.cards)
             stages = asked.device == "cpu" and "pipeline" in topology
             compiled = () if asked.device == "cuda" and not asked.eager else EAGER_STAGES if stages else EAGER
             more = [*MEMORY[asked.device], *compiled, *TOPOLOGIES[topology].more]
-            return Server(made, number, range(asked.cards), asked.device, asked.vllm, asked.directory / "-".join(case), more)
+            ranks = TOPOLOGIES[topology].ranks(asked.cards)
+            cards = [(number * ranks + rank) % asked.cards for rank in range(ranks)] if asked.device == "cuda" else range(asked.cards)
+            return Server(made, number, cards, asked.device, asked.vllm, asked.directory / "-".join(case), more)
 
-        run(asked.directory, cases, asked.seconds, asked.beside, start)
+        run(asked.directory, cases, asked.seconds, asked.beside, asked.last, start)
     if "compare" not in asked.steps:
         return 0
-    runs = compare(asked.directory, asked.cards, asked.machine, asked.engine)
+    runs = compare(asked.directory, asked.cards, asked.machine, asked.engine, asked.beside)
     if asked.result:
         keep(runs)
     return int(not all(run.passed for run in runs))

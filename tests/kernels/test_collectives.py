@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from quantkit_kernels.cuda import collectives as peers
-from quantkit_kernels.cuda.collectives import MAX_SUM_BYTES, Peers
+from quantkit_kernels.cuda.collectives import MAX_BYTES, MAX_SUM_BYTES, Peers
 
 from quantkit.executor.parallel import Parallel
 
@@ -71,6 +71,28 @@ def test_one_rank_that_cannot_stops_all(monkeypatch: pytest.MonkeyPatch) -> None
     assert said[0].endswith("no compiler")
 
 
+@pytest.mark.parametrize("rows", [1, 32, 33, 128])
+def test_more_rows_than_a_call_takes_are_gathered_in_several(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's part is played: of each call it puts what came from two ranks side by side. No call is longer than an inbox."""
+    calls: list[int] = []
+
+    def exchange(self: Peers, x: torch.Tensor, out: torch.Tensor, kind: int, row_words: int) -> torch.Tensor:
+        assert x.nbytes <= MAX_BYTES
+        assert row_words * 16 == x.shape[1] * 2
+        calls.append(len(x))
+        return out.copy_(torch.cat((x, x + 1), dim=1))
+
+    monkeypatch.setattr(Peers, "_exchange", exchange)
+    two = object.__new__(Peers)
+    two.rank, two.size, two.device = 0, 2, torch.device("cpu")
+    x = torch.arange(rows * 32320).view(rows, 32320).remainder(251).bfloat16()
+    assert two.gathers(x)
+    assert torch.equal(two.all_gather(x), torch.cat((x, x + 1), dim=1))
+    assert calls == [32] * (rows // 32) + [rows % 32] * (rows % 32 > 0)
+    assert not two.gathers(x.new_zeros(129, 32320)), "that is the library's"
+    assert not two.gathers(x.new_zeros(1, MAX_BYTES // 2 + 8)), "no row is cut"
+
+
 def _rank(rank: int, size: int, port: int) -> None:
     """Sums of all sizes and types, eager and captured, many times: exact where the values are, and the same bits on every rank."""
     device = torch.device("cuda", rank)
@@ -115,12 +137,13 @@ def check_sums(parallel: Parallel, rank: int, size: int, device: torch.device) -
 
 
 def check_gather(parallel: Parallel, rank: int, size: int, device: torch.device) -> None:
-    for turn, (tokens, dtype) in enumerate((t, d) for t in (1, 3, 16, 32) for d in (torch.bfloat16, torch.float32)):
+    for turn, (tokens, dtype) in enumerate((t, d) for t in (1, 3, 16, 32, 33, 64, 127, 128) for d in (torch.bfloat16, torch.float32)):
         shape = (tokens, 32320 if dtype == torch.bfloat16 else 96)
         mine = whole_numbers(rank, turn, shape, dtype, device)
         assert parallel.peers.gathers(mine)
         expected = torch.cat([whole_numbers(r, turn, shape, dtype, device) for r in range(size)], dim=-1)
         assert torch.equal(parallel.all_gather(mine), expected), (turn, shape)
+    assert not parallel.peers.gathers(mine.new_zeros(160, 32320, dtype=torch.bfloat16))
     odd = torch.full((2, 3), float(rank), device=device)
     assert not parallel.peers.gathers(odd)
     assert torch.equal(parallel.all_gather(odd)[0], torch.arange(size, device=device).repeat_interleave(3).float())

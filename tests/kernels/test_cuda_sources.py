@@ -11,6 +11,8 @@ SOURCES = [re.sub(r"//.*", "", path.read_text()) for path in sorted(build.SOURCE
 EXPORTED = re.compile(r'extern "C" ([\w\s*]+?)(\w+)\(([^)]*)\)')
 FUNCTIONS = {name: (result, taken) for text in SOURCES for result, name, taken in EXPORTED.findall(text)}
 """By name: what each function returns, and its parameters."""
+WAITS_FIRST = ("fused_experts.cu", "expand.cu")
+"""Sources whose kernels read nothing before their predecessor has ended, or have none."""
 STRUCTURES = [one for _, one in inspect.getmembers(abi, inspect.isclass) if issubclass(one, ctypes.Structure)]
 SCALARS = {"int": ctypes.c_int, "float": ctypes.c_float, "int64_t": ctypes.c_int64, "size_t": ctypes.c_size_t}
 SCALARS |= {one.__name__: one for one in STRUCTURES}
@@ -75,3 +77,12 @@ def test_every_included_file_is_there() -> None:
     for text in SOURCES:
         for name in re.findall(r'#include "(.*)"', text):
             assert (build.SOURCES / name).is_file(), name
+
+
+def test_no_load_is_moved_past_the_wait_for_the_predecessor() -> None:
+    """ptxas moves ld.global.nc, which __ldg is too, behind griddepcontrol.wait: weights would be asked for when the predecessor has ended.
+    Kernels that wait first may have some."""
+    for path in sorted(build.SOURCES.rglob("*.cu*")):
+        text = re.sub(r"//.*", "", path.read_text())
+        late = {"ld.global.nc", "__ldg("} & set(re.findall(r"ld\.global\.nc|__ldg\(", text))
+        assert not late or path.name in WAITS_FIRST, (path.name, late)

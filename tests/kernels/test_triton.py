@@ -89,10 +89,12 @@ def test_every_code_of_fp4_and_scales_of_zero() -> None:
     assert distance(prepare(weight, backend="triton")(x), exact_linear(x, weight)) < TOLERANCE[torch.bfloat16]
 
 
-def test_activations_are_rounded_as_the_operator_states() -> None:
+@pytest.mark.parametrize("width", [1, 256, 300, (1 << 15) + 16])
+def test_activations_are_rounded_as_the_operator_states(width: int) -> None:
+    """Rows that a program holds, and longer ones."""
     from quantkit_kernels.triton.rows import quantize_rows as launched
 
-    x = torch.randn(5, 300, generator=generator(), device=DEVICE).half()
+    x = torch.randn(5, width, generator=generator(), device=DEVICE).half()
     x[1] = 0
     codes, scale = launched(x)
     expected = quantize_rows(x)

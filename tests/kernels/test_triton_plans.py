@@ -1,13 +1,16 @@
 """Plans of the Triton backend, without Triton or a device: rules fit the card, tables are read, layouts decode to the weight."""
 
 import json
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from quantkit_kernels.samples import random_weight
-from quantkit_kernels.triton import cards, first_use
+from quantkit_kernels.triton import cards, first_use, tune, wgmma_plans
 from quantkit_kernels.triton.layout import SPAN, STRIP, pack
+from quantkit_kernels.triton.wgmma_plans import WgmmaPlan
 from quantkit_kernels.weights import Int4
 
 MULTIPROCESSORS = 108
@@ -97,3 +100,34 @@ def test_that_kernels_are_compiled_is_said_once_on_a_machine(monkeypatch: pytest
     first_use.announce(torch.device("cuda"))
     assert caplog.text.count("compiling the Triton kernels") == 2
     first_use.announce.cache_clear()
+
+
+def test_a_tune_that_is_stopped_keeps_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a weight that an earlier run measured, the new plans; of others, the earlier ones; of the one it was stopped at, none."""
+    plain, by_wgmma = cards.LinearPlan(64, 16, 4, 2, 3), WgmmaPlan(128, 64, 1, 4, 4, True, 2)
+
+    def measured(kind: str, n: int, k: int, device: torch.device, compile_all: object) -> Iterator[tuple[int, list[object]]]:
+        yield 16, [(1e-6, plain), (2e-6, by_wgmma)]
+        if n == 192:
+            raise KeyboardInterrupt
+        yield 64, [(1e-6, by_wgmma), (2e-6, plain)]
+
+    monkeypatch.setattr(tune, "tune", measured)
+    monkeypatch.setattr(tune, "compilers", nullcontext)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    path = cards.own_table("sm_90")
+    path.parent.mkdir(parents=True)
+    earlier = {"linear": [["int8", 64, 128, 1, [32, 16, 1, 1, 2]], ["int4", 64, 128, 1, [32, 16, 1, 1, 2]]], "experts": []}
+    path.write_text(json.dumps({"plans": earlier}))
+    with pytest.raises(KeyboardInterrupt):
+        list(tune.write_table(torch.device("cuda"), path, ("int8",), ((64, 128), (192, 128)), ()))
+    plans = json.loads(path.read_text())["plans"]
+    fields = [64, 16, 4, 2, 3]
+    assert plans["linear"] == [earlier["linear"][1], ["int8", 64, 128, 16, fields], ["int8", 64, 128, 64, fields]]
+    assert plans["wgmma"] == [[64, 128, 16, [0] * 7], [64, 128, 64, [128, 64, 1, 4, 4, 1, 2]]]
+    cards._table.cache_clear()
+    for here in (True, False):
+        monkeypatch.setattr(wgmma_plans, "has_gluon", lambda here=here: here)
+        assert cards.linear_plan("sm_90", 132, "int8", 64, 128, 16) == plain
+        assert cards.linear_plan("sm_90", 132, "int8", 64, 128, 17) == (by_wgmma if here else plain)
+    assert list(tmp_path.rglob("tmp*")) == []

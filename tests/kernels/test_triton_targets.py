@@ -44,6 +44,8 @@ from quantkit_kernels.samples import random_weight  # noqa: E402
 from quantkit_kernels.triton import cards  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 pytestmark = pytest.mark.skipif(cards.interpreted(), reason="the interpreter compiles nothing")
@@ -66,6 +68,7 @@ class Recorder:
 
     def __init__(self, card: str) -> None:
         self.card, self.operator, self.lines = card, "", []
+        self.assembly: list[tuple[str, str]] = []
         self._seen: set[str] = set()
 
     def launch(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
@@ -79,6 +82,9 @@ class Recorder:
                 signature[parameter.name], constants[parameter.name] = "constexpr", value
                 continue
             tensor = isinstance(value, torch.Tensor)
+            if isinstance(value, TensorDescriptor):
+                signature[parameter.name] = f"tensordesc<{TYPES[value.base.dtype]}{value.block_shape},{value.layout!r}>"
+                continue
             signature[parameter.name] = f"*{TYPES[value.dtype]}" if tensor else "fp32" if isinstance(value, float) else "i32"
             if tensor or (isinstance(value, int) and value % 16 == 0 and not fixed):
                 attributes[place,] = [["tt.divisibility", 16]]
@@ -86,11 +92,12 @@ class Recorder:
         if key in self._seen:
             return
         self._seen.add(key)
-        source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+        source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constexprs=constants, attrs=attributes)
         self._judge(kernel.fn.__name__, triton.compile(source, target=target_of(self.card), options=options))
 
     def _judge(self, name: str, compiled: Any) -> None:
         registers, spilled = used(compiled)
+        self.assembly.append((name, compiled.asm.get("ptx", "")))
         shared, room = compiled.metadata.shared, cards.shared_bytes(self.card)
         self.lines.append(f"{self.card} {self.operator} {name}: {registers} registers, {spilled} bytes spilled, {shared} of {room} shared")
         assert shared <= room, self.lines[-1]
@@ -119,7 +126,7 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Rec
     recorder, name = Recorder(request.param), request.param
     monkeypatch.setattr(JITFunction, "run", lambda kernel, *a, **k: recorder.launch(kernel, *a, **k))
     monkeypatch.setattr(backend, "interpreted", lambda: True)
-    for module in ("cards", "linear", "experts", "operators", "attention.decode", "rows", "launch"):
+    for module in ("cards", "linear", "experts", "operators", "attention.decode", "rows", "launch", "wgmma"):
         found = __import__(f"quantkit_kernels.triton.{module}", fromlist=["x"])
         for function, answer in (
             ("architecture", name),
@@ -144,10 +151,10 @@ def angles(tokens: int, rotary: int) -> Rotation:
     return Rotation(zeros(tokens, rotary // 2, dtype=torch.float32), zeros(tokens, rotary // 2, dtype=torch.float32))
 
 
-def linear(grid: str) -> None:
+def linear(grid: str, every: bool = EVERY) -> None:
     """Of few tokens two programs share K. What is left out by default are tiles between the smallest and the largest."""
     prepared = prepare(random_weight(grid, 4096, 2048, torch.Generator().manual_seed(0)), backend="triton")
-    for tokens in (2, 300, 2000) if not EVERY else (2, 20, 40, 100, 300, 2000):
+    for tokens in (2, 20, 40, 100, 300, 2000) if every else (2, 300, 2000):
         prepared(zeros(tokens, 2048))
 
 
@@ -203,3 +210,15 @@ def test_every_operator_compiles_within_the_limits_of_the_card(card: Recorder) -
     for card.operator, run in operators():
         run()
     assert len({line.split()[1] for line in card.lines}) == len({name for name, _ in operators()})
+
+
+@pytest.mark.parametrize("card", ["sm_90"], indirect=True)
+def test_int8_on_hopper_is_by_wgmma_and_one_product_is_under_way_while_the_next_is_issued(card: Recorder) -> None:
+    card.operator = "linear_int8"
+    linear("int8", every=True)
+    by_wgmma = [text for name, text in card.assembly if name == "multiply_int8"]
+    assert len(by_wgmma) >= 4
+    for text in by_wgmma:
+        assert "wgmma.mma_async.sync.aligned" in text
+        assert "cp.async.bulk.tensor" in text
+        assert "wgmma.wait_group.sync.aligned 1;" in text

@@ -16,7 +16,7 @@ class GemmParams(ctypes.Structure):
     """linears/gemm_params.cuh."""
 
     _fields_ = [
-        *_fields(_POINTER, "words scales zeros row_scale x x_scale out ids pair_weights partial arrived"),
+        *_fields(_POINTER, "words scales zeros row_scale x x_scale out ids pair_weights sums"),
         *_fields(_INT, "ids_stride pairs top_k by_expert m n k out_n wn split epilogue"),
     ]
 
@@ -135,7 +135,7 @@ FUNCTIONS: dict[str, list[type]] = {
     "qk_silu_and_mul": [_POINTER, _POINTER, *[_INT] * 3, _POINTER],
     "qk_rope": [*[_POINTER] * 5, *[_INT] * 6, _LONG, _LONG, _POINTER],
     "qk_route": [_POINTER, _INT, _INT, ctypes.POINTER(RouteParams), _POINTER],
-    "qk_moe_gate": [_POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, ctypes.POINTER(RouteParams), _POINTER],
+    "qk_moe_gate": [_POINTER, _POINTER, _INT, _INT, _POINTER, ctypes.POINTER(RouteParams), _POINTER],
     "qk_mla_prepare": [ctypes.POINTER(MlaPrepare), _INT, _POINTER],
     "qk_mla_prepare_codes": [ctypes.POINTER(MlaPrepare), ctypes.POINTER(MlaCodesOut), _INT, _INT, _POINTER],
     "qk_mla_decode": [ctypes.POINTER(MlaDecode), _INT, _POINTER],

@@ -19,7 +19,10 @@ MAX_SUM_BYTES = 1 << 21
 """146 tokens of 7168 values. At 128 tokens on four H200 a sum takes 19 us, NCCL's 31; a longer one needs larger inboxes."""
 
 MAX_BYTES = 1 << 21
-"""Of one rank's part of what is gathered: 32 tokens' logits over 129280 tokens on 4 ranks."""
+"""Of one rank's part in a call: 32 tokens' logits over 129280 tokens on 4 ranks."""
+
+MAX_GATHERS = 4
+"""Calls that gather one tensor, as many rows at a time as a call takes: 128 tokens' logits."""
 
 MAX_RANKS = 8
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -67,12 +70,17 @@ class Peers:
 
     def gathers(self, x: Tensor) -> bool:
         """Whether `all_gather` takes x."""
-        return self._moves(x) and x.nbytes <= MAX_BYTES and x.shape[-1] * x.element_size() % _WORD == 0
+        row = x.shape[-1] * x.element_size()
+        return self._moves(x) and row % _WORD == 0 and row <= MAX_BYTES and x.nbytes <= MAX_GATHERS * (MAX_BYTES // row) * row
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[..., n] of each rank -> [..., size * n], ranks in order."""
-        out = x.new_empty(*x.shape[:-1], self.size * x.shape[-1])
-        return self._exchange(x, out, _SIDE_BY_SIDE, x.shape[-1] * x.element_size() // _WORD)
+        rows, row = x.reshape(-1, x.shape[-1]), x.shape[-1] * x.element_size()
+        out = x.new_empty(len(rows), self.size * x.shape[-1])
+        most = MAX_BYTES // row
+        for own, gathered in zip(rows.split(most), out.split(most)):
+            self._exchange(own, gathered, _SIDE_BY_SIDE, row // _WORD)
+        return out.view(*x.shape[:-1], -1)
 
     def _moves(self, x: Tensor) -> bool:
         return x.device == self.device and x.dtype in _DTYPES and x.numel() > 0

@@ -2,7 +2,6 @@
 types or widths, the reference computes."""
 
 import ctypes
-import functools
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +12,7 @@ from quantkit_kernels.cuda.abi import RouteParams
 from quantkit_kernels.cuda.build import library
 from quantkit_kernels.cuda.launch import DTYPES, checked, stream_of
 from quantkit_kernels.routing import Routing
+from quantkit_kernels.workspace import room_for_sums
 
 _LOGIT_DTYPES = {**DTYPES, torch.float32: 2}
 _GATE_EXPERTS, _GATE_TOKENS, _GATE_PARTS = 256, 64, 8  # of the kernel that also multiplies
@@ -74,8 +74,8 @@ def moe_gate(x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing) -
         return route(_logits(x, router), bias, routing)
     x, router = x.contiguous(), router.contiguous()
     ids, weights, params = _results_and_params(tokens, bias, routing, x.device)
-    partial = torch.empty(_GATE_PARTS * tokens * experts, dtype=torch.float32, device=x.device)
-    pointers = (partial.data_ptr(), _arrived(x.device).data_ptr(), ctypes.byref(params), stream_of(x.device))
+    sums = room_for_sums(x.device, _GATE_PARTS * tokens * experts)
+    pointers = (sums.data_ptr(), ctypes.byref(params), stream_of(x.device))
     checked(library().qk_moe_gate(x.data_ptr(), router.data_ptr(), tokens, hidden, *pointers))
     return ids, weights
 
@@ -120,12 +120,6 @@ def _results_and_params(tokens: int, bias: Tensor | None, routing: Routing, devi
         routed_scaling_factor=routing.routed_scaling_factor,
     )
     return ids, weights, params
-
-
-@functools.cache
-def _arrived(device: torch.device) -> Tensor:
-    """Counters that every launch of the gate leaves at zero."""
-    return torch.zeros(2, dtype=torch.int32, device=device)
 
 
 def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

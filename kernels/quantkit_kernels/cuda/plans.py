@@ -84,8 +84,8 @@ def tokens_in_shared_plans(rows: int, k: int, tokens: int, pairs: int = 1) -> It
 class TilePerBlockPlan:
     """Grid of tile_per_block.cu: a block computes one tile.
 
-    tokens: tokens of a tile (32, 64, 128 or 256). warpgroups: strips of 64 rows of a tile, one a warpgroup (2; up to 64 tokens also 4, with
-    128 also 3). split: blocks of a cluster, which share K (1 to 8).
+    tokens: tokens of a tile (32, 64, 128 or 256; in 4 bits also 24 or 48). warpgroups: strips of 64 rows of a tile, one a warpgroup (2;
+    with 32 or 64 tokens also 4, with 128 also 3). split: blocks of a cluster, which share K (1 to 8).
     """
 
     tokens: int
@@ -147,6 +147,8 @@ ExpertsPlans = tuple[TokensInRegistersPlan | TokensInSharedPlan, TokensInRegiste
 
 SORTED_PER_EXPERT = {"int4": 9, "fp4": 9, "int8": 8}
 """From so many pairs an expert on, the kernels of sorted.py are faster."""
+_NARROW_TILES = ((18.0, 24), (26.0, 32), (44.0, 48))
+"""Tokens of a tile of tile_per_block in 4 bits, for so many pairs an expert at most."""
 MAX_EXPERTS = 1024
 """The most experts that fused_experts.cu takes."""
 _FEW_TOKENS = 16
@@ -234,8 +236,9 @@ def experts_token_tiles(per_expert: float) -> int:
 
 def sorted_plan(kind: str, per_expert: float) -> TilePerBlockPlan | ExpertTilesPlan:
     """The plan for sorted pairs, so many an expert on average. A tile should hold all tokens of most experts."""
-    if kind != "int8" and per_expert <= 24:
-        return TilePerBlockPlan(32, 2, 1)
+    narrow = next((tokens for most, tokens in _NARROW_TILES if per_expert <= most), None)
+    if kind != "int8" and narrow is not None:
+        return TilePerBlockPlan(narrow, 2, 1)
     return ExpertTilesPlan(96 if per_expert <= 78 else 160)
 
 

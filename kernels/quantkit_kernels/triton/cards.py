@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from quantkit_kernels.compiled import cache_directory
+from quantkit_kernels.triton.wgmma_plans import WgmmaPlan, has_wgmma, wgmma_rule
 
 TABLES = Path(__file__).parent / "tables"
 _KIB = 1024
@@ -92,10 +93,18 @@ _FEW, _SOME = 16, 64
 """Tokens up to which a product is bound by reading weights, and by latency: then several programs share a multiprocessor and K."""
 
 
-def linear_plan(name: str, processors: int, kind: str, n: int, k: int, tokens: int) -> LinearPlan | None:
+AnyPlan = LinearPlan | WgmmaPlan
+
+
+def linear_plan(name: str, processors: int, kind: str, n: int, k: int, tokens: int) -> AnyPlan | None:
     """The plan for W[n, k] of so many tokens; None: expand. name: the card's architecture."""
     if kind != "int8" and tokens > EXPAND_TOKENS:
         return None
+    if kind == "int8" and has_wgmma(name, k):
+        table = _table(name).wgmma
+        by_wgmma = _nearest(table[n, k], tokens) if (n, k) in table else wgmma_rule(processors, n, k, tokens)
+        if by_wgmma is not None:
+            return by_wgmma
     measured = _nearest(_table(name).linear.get((kind, n, k)), tokens)
     if measured is not None:
         return measured if measured.rows else None
@@ -178,7 +187,7 @@ def _power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-_Found = TypeVar("_Found", LinearPlan, ExpertsPlan)
+_Found = TypeVar("_Found", LinearPlan, ExpertsPlan, WgmmaPlan | None)
 
 
 def _nearest(measured: list[tuple[int, _Found]] | None, tokens: int) -> _Found | None:
@@ -190,29 +199,33 @@ def _nearest(measured: list[tuple[int, _Found]] | None, tokens: int) -> _Found |
 
 class Table(NamedTuple):
     """Plans by kind and sizes, each with the most tokens it is for: of linears (N, K), of experts (hidden, intermediate; pairs an expert
-    times 256)."""
+    times 256), of int8 linears on Hopper (N, K), None where a plan of `linear` is faster."""
 
     linear: dict[tuple[str, int, int], list[tuple[int, LinearPlan]]]
     experts: dict[tuple[str, int, int], list[tuple[int, ExpertsPlan]]]
+    wgmma: dict[tuple[int, int], list[tuple[int, WgmmaPlan | None]]]
 
 
 @functools.cache
 def _table(name: str) -> Table:
-    table = Table({}, {})
+    table = Table({}, {}, {})
     for path in (TABLES / f"{name}.json", own_table(name)):
         if path.exists():
             found = _read(json.loads(path.read_text())["plans"])
             table.linear.update(found.linear)
             table.experts.update(found.experts)
+            table.wgmma.update(found.wgmma)
     return table
 
 
 def _read(plans: dict[str, Any]) -> Table:
-    table = Table({}, {})
+    table = Table({}, {}, {})
     for kind, n, k, most, fields in plans["linear"]:
         table.linear.setdefault((kind, n, k), []).append((most, LinearPlan(*fields)))
     for kind, hidden, intermediate, most, *both in plans["experts"]:
         table.experts.setdefault((kind, hidden, intermediate), []).append((most, ExpertsPlan(*(LinearPlan(*fields) for fields in both))))
+    for n, k, most, fields in plans.get("wgmma", []):
+        table.wgmma.setdefault((n, k), []).append((most, WgmmaPlan(*fields) if fields[0] else None))
     return table
 
 

@@ -5,11 +5,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit_kernels.linear import Linear
-from quantkit_kernels.triton import rows
-from quantkit_kernels.triton.cards import LinearPlan, architecture, linear_plan, multiprocessors
+from quantkit_kernels.triton import rows, wgmma
+from quantkit_kernels.triton.cards import AnyPlan, architecture, linear_plan, multiprocessors
 from quantkit_kernels.triton.first_use import announce
 from quantkit_kernels.triton.launch import Packed, multiply
 from quantkit_kernels.triton.layout import group_of, pack
+from quantkit_kernels.triton.wgmma_plans import WgmmaPlan, has_wgmma
 from quantkit_kernels.weights import Weight, kind, shape, to_device
 
 
@@ -18,6 +19,8 @@ class TritonLinear(Linear):
         n, k = shape(weight)
         super().__init__(k, n, dtype, device, "triton")
         self.packed = Packed(pack(to_device(weight, device)), kind(weight), group_of(weight), n, k)
+        if self.packed.kind == "int8" and has_wgmma(architecture(device), k):
+            wgmma.zeros(device)
 
     def held(self) -> list[Tensor]:
         return list(self.packed.steps)
@@ -28,11 +31,15 @@ class TritonLinear(Linear):
         )
         return self.expand(x) if plan is None else self.tiles(x.contiguous(), plan)
 
-    def tiles(self, x: Tensor, plan: LinearPlan) -> Tensor:
+    def tiles(self, x: Tensor, plan: AnyPlan) -> Tensor:
         """x[M, K] -> [M, N] by a given plan."""
         y = torch.empty(x.shape[0], self.out_features, dtype=self.dtype, device=x.device)
         codes, scale = rows.quantize_rows(x) if self.packed.kind == "int8" else (x, None)
-        multiply(self.packed, codes, scale, y, plan)
+        if isinstance(plan, WgmmaPlan):
+            assert scale is not None, self.packed.kind
+            wgmma.multiply(self.packed.steps, codes, scale, y, plan)
+        else:
+            multiply(self.packed, codes, scale, y, plan)
         return y
 
     def expand(self, x: Tensor) -> Tensor:

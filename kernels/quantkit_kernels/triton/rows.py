@@ -7,6 +7,8 @@ from quantkit_kernels.triton.cards import overlapped
 from quantkit_kernels.triton.launch import COLUMNS, KINDS, Packed, by_assembly, decoded_type
 
 _EXPAND_ROWS = 64
+_WIDEST, _PART = 1 << 15, 1 << 12
+"""Activations of a token that a program holds while they are quantized, 64 a thread; of more it takes so many at a time, twice."""
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -15,8 +17,12 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
     codes = torch.empty(x.shape, dtype=torch.int8, device=x.device)
     scale = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-    block = min(power_of_two(x.shape[1]), 4096)
-    kernel[(x.shape[0],)](x, codes, scale, x.shape[1], BLOCK=block, num_warps=warps_for(block), **overlapped(x.device))
+    width = x.shape[1]
+    whole = width <= _WIDEST
+    block = 1 << (width.bit_length() - 1) if whole else _PART
+    rest = power_of_two(width - block) if whole and width > block else 0
+    how = {"num_warps": warps_for(power_of_two(min(width, block + rest)) // 2), **overlapped(x.device)}
+    kernel[(x.shape[0],)](x, codes, scale, width, BLOCK=block, REST=rest, WHOLE=whole, **how)
     return codes, scale
 
 

@@ -4,27 +4,63 @@
 import triton
 import triton.language as tl
 
-from quantkit_kernels.triton.weights_kernel import rounded, wait_for_input
+from quantkit_kernels.triton.weights_kernel import INTERPRETED, rounded, wait_for_input
 
 
 @triton.jit
-def quantize_rows(x, codes, scale, k, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Symmetric int8: scale = max|x| / 127, 1 for a row of zeros; codes are rounded half to even."""
+def quantize_rows(x, codes, scale, k, BLOCK: tl.constexpr, REST: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr):
+    """Symmetric int8: scale = max|x| / 127, 1 for a row of zeros; codes are rounded half to even. WHOLE: the row is BLOCK numbers and up to
+    REST more, read once; a longer one is read twice, in blocks."""
     wait_for_input(PDL)
     row = tl.program_id(0).to(tl.int64)
+    x += row * k
+    codes += row * k
     at = tl.arange(0, BLOCK)
-    largest = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, k, BLOCK):
-        some = tl.load(x + row * k + start + at, mask=start + at < k, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.abs(some))
-    step = tl.div_rn(tl.max(largest, 0), 127.0)
-    step = tl.where(step == 0.0, 1.0, step)
-    for start in range(0, k, BLOCK):
-        some = tl.load(x + row * k + start + at, mask=start + at < k, other=0.0).to(tl.float32)
-        level = (tl.div_rn(some, step) + 12582912.0) - 12582912.0  # 1.5 * 2^23: to the nearest whole number, ties to even
-        level = tl.minimum(tl.maximum(level, -127.0), 127.0)
-        tl.store(codes + row * k + start + at, level.to(tl.int8), mask=start + at < k)
+    if WHOLE:
+        some = tl.load(x + at).to(tl.float32)
+        largest = tl.max(tl.abs(some), 0)
+        if REST > 0:
+            beyond = BLOCK + tl.arange(0, REST)
+            more = tl.load(x + beyond, mask=beyond < k, other=0.0).to(tl.float32)
+            largest = tl.maximum(largest, tl.max(tl.abs(more), 0))
+        step = step_of(largest)
+        tl.store(codes + at, codes_of(some, step))
+        if REST > 0:
+            tl.store(codes + beyond, codes_of(more, step), mask=beyond < k)
+    else:
+        magnitude = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, k, BLOCK):
+            some = tl.load(x + start + at, mask=start + at < k, other=0.0).to(tl.float32)
+            magnitude = tl.maximum(magnitude, tl.abs(some))
+        step = step_of(tl.max(magnitude, 0))
+        for start in range(0, k, BLOCK):
+            some = tl.load(x + start + at, mask=start + at < k, other=0.0).to(tl.float32)
+            tl.store(codes + start + at, codes_of(some, step), mask=start + at < k)
     tl.store(scale + row, step)
+
+
+@triton.jit
+def step_of(largest):
+    """What a code of 1 stands for, in a row of numbers up to `largest`."""
+    step = tl.div_rn(largest, 127.0)
+    return tl.where(step == 0.0, 1.0, step)
+
+
+@triton.jit
+def codes_of(values, step):
+    """float32 values, of 127 steps at most, over `step`, to the nearest whole number, ties to even: int8.
+
+    The quotient is corrected by its remainder, which rounds it as a division does (Markstein, IBM J. Res. Dev. 34, 1990) in a third of
+    the instructions. Where 1 / step is no normal number, and in the interpreter, which rounds between product and sum, it is a division.
+    """
+    if not INTERPRETED and step > 2.0**-100:
+        inverse = tl.div_rn(1.0, step)
+        quotient = values * inverse
+        quotient = tl.fma(tl.fma(-quotient, step, values), inverse, quotient)
+    else:
+        quotient = tl.div_rn(values, step)
+    # 1.5 * 2^23 leaves no room for a fraction, and the number in the lowest bits.
+    return (quotient + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @triton.jit

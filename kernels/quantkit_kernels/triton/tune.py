@@ -1,6 +1,7 @@
 """Measures plans of products on this card: a table as cards.py reads it. It takes minutes, and nothing of it happens while a model runs.
 
-Kernels of the candidates are compiled by several processes first. Times are of graph replays over weights that rotate beyond the cache.
+Weight after weight: kernels of its candidates are compiled by several processes, measured, and the best are on disk before the next, so
+that a run that is stopped keeps what it has. Times are of graph replays over weights that rotate beyond the cache.
 """
 
 import json
@@ -8,9 +9,9 @@ import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from quantkit_kernels.samples import random_weight
 from quantkit_kernels.timing import copies_beyond_cache, seconds_in_turns
 from quantkit_kernels.triton.cards import (
+    AnyPlan,
     ExpertsPlan,
     LinearPlan,
     architecture,
@@ -32,23 +34,28 @@ from quantkit_kernels.triton.layout import PackedSteps
 from quantkit_kernels.triton.linear import TritonLinear
 from quantkit_kernels.triton.tune_experts import GRIDS, ExpertsCase, compile_experts, experts_of, kernels_of_experts, tune_experts
 from quantkit_kernels.triton.tune_experts import TOKENS as TOKENS_OF_EXPERTS
+from quantkit_kernels.triton.wgmma_plans import WgmmaPlan, has_wgmma, wgmma_candidates
 
 TOKENS = (1, 16, 32, 64, 128, 256, 512, 1024)
+MORE_TOKENS = {"int8": (4096,)}
+"""Of kinds that are never decoded for the vendor's library."""
 Case = tuple[str, int, int, int]
 """Kind, N, K, tokens."""
+Compilers = Callable[[Callable[[Any], None], Sequence[Any]], object]
+"""Compiles each of several kernels, so that they lie in Triton's cache for this process."""
 
 
-def candidates(name: str, processors: int, case: Case) -> list[LinearPlan]:
+def candidates(name: str, processors: int, case: Case) -> list[AnyPlan]:
     """What is tried: the rule's plan first."""
     kind, n, k, tokens = case
-    steps, found = -(-k // 128), []
+    steps, found = -(-k // 128), list[AnyPlan]()
     ruled = linear_plan(name, processors, kind, n, k, tokens)
     if ruled is not None:
         found.append(ruled)
     width = max(16, min(256, 1 << (tokens - 1).bit_length()))
     if tokens <= 64:
-        shapes, waves = [(64, width, 4, 3), (128, width, 4, 3), (128, width, 8, 3)], [1, 2, 4, 6]
-        shapes += [(64, width, 2, 3), (64, width, 2, 4)] * (tokens <= 32)
+        shapes, waves = [(64, width, 4, 3), (64, width, 4, 5), (128, width, 4, 3), (128, width, 8, 3)], [1, 2, 4, 6]
+        shapes += [(64, width, 2, 3), (64, width, 2, 4), (64, width, 2, 5)] * (tokens <= 32)
     else:
         shapes, waves = [(128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 4)] + [(128, 256, 8, 3)] * (width == 256), [1, 2]
     for rows, wide, warps, stages in shapes:
@@ -58,31 +65,29 @@ def candidates(name: str, processors: int, case: Case) -> list[LinearPlan]:
             plan = fitting(LinearPlan(rows, wide, split, warps, stages), kind, name)
             if plan not in found and stage_bytes(plan, kind) * plan.stages <= shared_bytes(name):
                 found.append(plan)
+    if kind == "int8" and has_wgmma(name, k):
+        found += [plan for plan in wgmma_candidates(processors, n, k, tokens) if plan not in found]
     return found
 
 
 def tune(
-    cases: Sequence[Case], device: torch.device, processes: int | None = None
-) -> Iterator[tuple[Case, list[tuple[float, LinearPlan | None]]]]:
-    """Of every case the seconds of each candidate, the fastest first; None is expansion."""
+    kind: str, n: int, k: int, device: torch.device, compile_all: Compilers
+) -> Iterator[tuple[int, list[tuple[float, AnyPlan | None]]]]:
+    """Of every number of tokens the seconds of each candidate, the fastest first; None is expansion."""
     name, processors = architecture(device), multiprocessors(device)
-    work = [(case, candidates(name, processors, case)) for case in cases]
-    compile_ahead([(case[0], case[3], plan) for case, plans in work for plan in plans], processes)
+    work = [(tokens, candidates(name, processors, (kind, n, k, tokens))) for tokens in (*TOKENS, *MORE_TOKENS.get(kind, ()))]
+    compile_all(_compile, list(dict.fromkeys((kind, min(tokens, plan.tokens), plan) for tokens, plans in work for plan in plans)))
     rng = torch.Generator(device)
-    copies: list[TritonLinear] = []
-    of: tuple[str, int, int] | None = None
-    for case, plans in work:
-        kind, n, k, tokens = case
-        if of != (kind, n, k):
-            copies, of = linears(kind, n, k, rng), (kind, n, k)
+    copies = linears(kind, n, k, rng)
+    for tokens, plans in work:
         x = torch.randn(tokens, k, generator=rng, device=device).bfloat16()
         sides: list[list[Callable[[], object]]] = [[partial(one.tiles, x, plan) for one in copies] for plan in plans]
-        options: list[LinearPlan | None] = [*plans]
+        options: list[AnyPlan | None] = [*plans]
         if kind != "int8" and tokens >= 256:
             sides.append([partial(one.expand, x) for one in copies])
             options.append(None)
         times = seconds_in_turns(sides, device)
-        yield case, sorted(zip(times, options, strict=True), key=lambda one: one[0])
+        yield tokens, sorted(zip(times, options, strict=True), key=lambda one: one[0])
 
 
 def linears(kind: str, n: int, k: int, rng: torch.Generator) -> list[TritonLinear]:
@@ -99,21 +104,16 @@ def linears(kind: str, n: int, k: int, rng: torch.Generator) -> list[TritonLinea
     return found
 
 
-def compile_ahead(kernels: Sequence[tuple[str, int, LinearPlan]], processes: int | None) -> None:
-    """By running each once, on a weight of one tile and as many steps as it takes."""
-    in_processes(_compile, list(dict.fromkeys((kind, min(tokens, plan.tokens), plan) for kind, tokens, plan in kernels)), processes)
-
-
-def in_processes(compile_one: Callable[[Any], None], work: Sequence[object], processes: int | None = None) -> None:
-    """Kernels that several processes compile lie in Triton's cache for this one."""
-    count = min(processes or max(1, (os.cpu_count() or 2) - 2), len(work))
-    if count <= 1:
-        return
+@contextmanager
+def compilers() -> Iterator[Compilers]:
+    """By several processes, each of which runs a kernel once."""
+    count = max(1, (os.cpu_count() or 2) - 2)
     with multiprocessing.get_context("spawn").Pool(count) as pool:
-        pool.map(compile_one, work, chunksize=1)
+        yield partial(pool.map, chunksize=1)
 
 
-def _compile(what: tuple[str, int, LinearPlan]) -> None:
+def _compile(what: tuple[str, int, AnyPlan]) -> None:
+    """On a weight of one tile and as many steps as it takes."""
     kind, tokens, plan = what
     device = torch.device("cuda")
     rng = torch.Generator(device).manual_seed(0)
@@ -134,6 +134,23 @@ EXPERTS = ((7168, 2048), (7168, 512))
 """Hidden and intermediate size of DeepSeek-R1's experts, whole and of one rank of four."""
 
 
+class TableFile:
+    """A table on disk. Plans of a weight take the place of those that an earlier run measured; others stay."""
+
+    def __init__(self, path: Path, device: torch.device) -> None:
+        self._path, self._machine = path, {"card": torch.cuda.get_device_name(device), "torch": torch.__version__}
+        self._plans: dict[str, list[list[Any]]] = json.loads(path.read_text())["plans"] if path.exists() else {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def put(self, section: str, weight: Sequence[object], rows: Sequence[Sequence[object]]) -> None:
+        """rows: what follows the weight's kind and sizes in each of its rows."""
+        others = [row for row in self._plans.get(section, []) if row[: len(weight)] != list(weight)]
+        self._plans |= {"linear": [], "experts": []} | self._plans | {section: others + [[*weight, *row] for row in rows]}
+        with tempfile.NamedTemporaryFile("w", dir=self._path.parent, delete=False) as file:
+            json.dump({**self._machine, "plans": self._plans}, file)
+        Path(file.name).rename(self._path)
+
+
 def write_table(
     device: torch.device,
     path: Path,
@@ -141,34 +158,46 @@ def write_table(
     linears: Sequence[tuple[int, int]] = LINEARS,
     experts: Sequence[tuple[int, int]] = EXPERTS,
 ) -> Iterator[str]:
-    """Measures, and writes a table that cards.py reads. Yields a line for every case."""
-    cases = [(kind, n, k, tokens) for kind in kinds for n, k in linears for tokens in TOKENS]
-    rows: dict[str, list[list[object]]] = {"linear": [], "experts": []}
-    for (kind, n, k, tokens), found in tune(cases, device):
-        seconds, plan = found[0]
-        rows["linear"].append([kind, n, k, tokens, list(astuple(plan)) if plan else [0] * 5])
-        yield f"{kind} {n} x {k}, {tokens} tokens: {seconds * 1e6:.1f} us, {plan or 'expanded'}"
-    for case, seconds, plans in tune_layers(kinds, experts, device):
-        rows["experts"].append([*case[:3], round(case.pairs_per_expert * 256), *(list(astuple(one)) for one in plans)])
-        yield f"{case.kind} experts {case.hidden} x {case.intermediate}, {case.tokens} tokens: {seconds * 1e6:.1f} us, {plans}"
-    table = {"card": torch.cuda.get_device_name(device), "torch": torch.__version__, "plans": rows}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        json.dump(table, file)
-    Path(file.name).rename(path)
+    """Measures, and writes a table that cards.py reads, anew after every weight. Yields a line for every case."""
+    table = TableFile(path, device)
+    with compilers() as compile_all:
+        for kind in kinds:
+            for n, k in linears:
+                rows: dict[str, list[list[object]]] = {"linear": [], "wgmma": []}
+                for tokens, found in tune(kind, n, k, device, compile_all):
+                    for section, plan in best_of(found).items():
+                        rows[section].append([tokens, plan])
+                    yield f"{kind} {n} x {k}, {tokens} tokens: {found[0][0] * 1e6:.1f} us, {found[0][1] or 'expanded'}"
+                table.put("linear", (kind, n, k), rows["linear"])
+                if rows["wgmma"]:
+                    table.put("wgmma", (n, k), rows["wgmma"])
+        for kind in kinds:
+            for hidden, intermediate in experts:
+                layers = []
+                for case, seconds, plans in tune_layer(kind, hidden, intermediate, device, compile_all):
+                    layers.append([round(case.pairs_per_expert * 256), *(list(astuple(one)) for one in plans)])
+                    yield f"{kind} experts {hidden} x {intermediate}, {case.tokens} tokens: {seconds * 1e6:.1f} us, {plans}"
+                table.put("experts", (kind, hidden, intermediate), layers)
 
 
-def tune_layers(
-    kinds: Sequence[str], sizes: Sequence[tuple[int, int]], device: torch.device, tokens: Sequence[int] = TOKENS_OF_EXPERTS
+def best_of(found: Sequence[tuple[float, AnyPlan | None]]) -> dict[str, list[int]]:
+    """Of candidates, the fastest first, what a table's sections are given. Zeros: expansion, or no plan by wgmma."""
+    plain = next(plan for _, plan in found if not isinstance(plan, WgmmaPlan))
+    chosen = {"linear": [*map(int, astuple(plain))] if plain else [0] * 5}
+    if any(isinstance(plan, WgmmaPlan) for _, plan in found):
+        first = found[0][1]
+        chosen["wgmma"] = [*map(int, astuple(first))] if isinstance(first, WgmmaPlan) else [0] * 7
+    return chosen
+
+
+def tune_layer(
+    kind: str, hidden: int, intermediate: int, device: torch.device, compile_all: Compilers, token_counts: Sequence[int] = TOKENS_OF_EXPERTS
 ) -> Iterator[tuple[ExpertsCase, float, ExpertsPlan]]:
-    """Of every case of routed experts the seconds of the fastest plan, and it."""
-    cases = [ExpertsCase(kind, *one, count) for kind in kinds for one in sizes for count in tokens]
-    name, processors = architecture(device), multiprocessors(device)
-    in_processes(compile_experts, kernels_of_experts(name, processors, cases))
+    """Of every number of tokens the seconds of the fastest plan of routed experts, and it."""
+    cases = [ExpertsCase(kind, hidden, intermediate, count) for count in token_counts]
+    compile_all(compile_experts, kernels_of_experts(architecture(device), multiprocessors(device), cases))
     rng = torch.Generator(device)
-    for (kind, hidden, intermediate), some in groupby(cases, key=lambda case: case[:3]):
-        layer = experts_of(GRIDS[kind], hidden, intermediate, rng)
-        for case in some:
-            seconds, plan = tune_experts(layer, case, rng)[0]
-            yield case, seconds, plan
-        del layer
+    layer = experts_of(GRIDS[kind], hidden, intermediate, rng)
+    for case in cases:
+        seconds, plan = tune_experts(layer, case, rng)[0]
+        yield case, seconds, plan

@@ -18,7 +18,7 @@ from quantkit.evaluation.openai_server import FAULTS, OpenAIServer, fault
 from quantkit.evaluation.speed.measure import RequestTimes, now
 from quantkit.evaluation.speed.workload import Workload
 
-_WORDS = ("time", "person", "year", "way", "day", "thing", "man", "world", "life", "hand", "part", "child", "eye", "place", "work", "week")
+WORDS = ("time", "person", "year", "way", "day", "thing", "man", "world", "life", "hand", "part", "child", "eye", "place", "work", "week")
 _OUTPUT_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls")
 
 
@@ -44,7 +44,7 @@ class EndpointTarget:
         if work.prompts:
             return [work.prompts[number % len(work.prompts)] for number in range(work.requests)]
         generator = work.generator(self._run)
-        texts = (" ".join(generator.choices(_WORDS, k=work.input_len)) for _ in range(work.requests))
+        texts = (" ".join(generator.choices(WORDS, k=work.input_len)) for _ in range(work.requests))
         return [self.cut(text, work.input_len) if self.cut else text for text in texts]
 
     def close(self) -> None:

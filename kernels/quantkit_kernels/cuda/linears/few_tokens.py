@@ -9,7 +9,7 @@ from quantkit_kernels.cuda.abi import GemmParams
 from quantkit_kernels.cuda.build import library
 from quantkit_kernels.cuda.launch import DTYPES, FORMATS, checked, stream_of
 from quantkit_kernels.cuda.plans import TokensInRegistersPlan, TokensInSharedPlan
-from quantkit_kernels.workspace import workspace
+from quantkit_kernels.workspace import room_for_sums
 
 
 def tokens_in_registers(
@@ -18,8 +18,7 @@ def tokens_in_registers(
     """grid_y: blocks for the tokens, or for the experts."""
     if plan.split > 1:
         floats = params.n * plan.split * 8 * plan.token_tiles * grid_y
-        partial, arrived = workspace(device, floats)
-        params.partial, params.arrived = partial.data_ptr(), arrived.data_ptr()
+        params.sums = room_for_sums(device, floats).data_ptr()
     params.wn, params.split = plan.wn, plan.split
     layout = (FORMATS[kind], DTYPES[dtype], group)
     shape = (plan.token_tiles, plan.row_tiles, plan.bulk, grid_y)

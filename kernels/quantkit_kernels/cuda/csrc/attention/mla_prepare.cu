@@ -27,17 +27,26 @@ struct MlaCodesOut {
 
 namespace {
 
-template <class T> __device__ void norm_row(const T* from, const T* weight, T* to, int width, float eps) {
+// A thread's first eight gains of a row: long in no cache, so they are asked for before the row is there.
+template <class T> __device__ __forceinline__ Eight<T> first_gains(const T* weight, int width) {
+  return threadIdx.x * 8 < width ? *reinterpret_cast<const Eight<T>*>(weight + threadIdx.x * 8) : Eight<T>{};
+}
+
+template <class T> __device__ void norm_row(const T* from, const T* weight, const Eight<T>& gains, T* to, int width, float eps) {
+  // What a thread reads first it keeps; rows of up to 2048 need no more.
+  const int at = threadIdx.x * 8;
+  Eight<T> kept = {};
   float squares = 0;
-  for (int i = threadIdx.x * 8; i < width; i += blockDim.x * 8) {
+  for (int i = at; i < width; i += blockDim.x * 8) {
     const Eight<T> v = *reinterpret_cast<const Eight<T>*>(from + i);
 #pragma unroll
     for (int j = 0; j < 8; ++j) squares += v.get(j) * v.get(j);
+    if (i == at) kept = v;
   }
   const float factor = rsqrtf(block_sum(squares) / width + eps);
-  for (int i = threadIdx.x * 8; i < width; i += blockDim.x * 8) {
-    Eight<T> v = *reinterpret_cast<const Eight<T>*>(from + i);
-    const Eight<T> w = *reinterpret_cast<const Eight<T>*>(weight + i);
+  for (int i = at; i < width; i += blockDim.x * 8) {
+    Eight<T> v = i == at ? kept : *reinterpret_cast<const Eight<T>*>(from + i);
+    const Eight<T> w = i == at ? gains : *reinterpret_cast<const Eight<T>*>(weight + i);
 #pragma unroll
     for (int j = 0; j < 8; ++j) v.set(j, v.get(j) * factor * w.get(j));
     *reinterpret_cast<Eight<T>*>(to + i) = v;
@@ -48,34 +57,37 @@ template <class T> __device__ void norm_row(const T* from, const T* weight, T* t
 template <class T>
 __global__ void mla_prepare(const T* qkv_a, const T* q_norm, const T* kv_norm, const float* cosines, const float* sines, const int64_t* slots, T* q_a, T* cache, int q_lora,
                             int kv_lora, int rope, int interleaved, float eps) {
+  const Eight<T> gains = blockIdx.y == 0 ? first_gains(q_norm, q_lora) : first_gains(kv_norm, kv_lora);
   wait_for_predecessor();
   let_successor_start();
   const int token = blockIdx.x, width = kv_lora + rope;
   const T* row = qkv_a + (size_t)token * (q_lora + width);
   if (blockIdx.y == 0) {
-    norm_row(row, q_norm, q_a + (size_t)token * q_lora, q_lora, eps);
+    norm_row(row, q_norm, gains, q_a + (size_t)token * q_lora, q_lora, eps);
     return;
   }
   T* entry = cache + slots[token] * width;
-  norm_row(row + q_lora, kv_norm, entry, kv_lora, eps);
   const int half = rope / 2;
-  for (int i = threadIdx.x; i < half; i += blockDim.x) {
+  const T* key = row + q_lora + kv_lora;
+  // By the last threads first, as the row's norm is the first ones' work.
+  for (int i = blockDim.x - 1 - threadIdx.x; i < half; i += blockDim.x) {
     const int first = interleaved ? 2 * i : i, second = interleaved ? 2 * i + 1 : i + half;
-    const float c = cosines[token * half + i], s = sines[token * half + i];
-    const float a = float(row[q_lora + kv_lora + first]), b = float(row[q_lora + kv_lora + second]);
+    const float c = cosines[token * half + i], s = sines[token * half + i], a = float(key[first]), b = float(key[second]);
     entry[kv_lora + first] = T(a * c - b * s);
     entry[kv_lora + second] = T(a * s + b * c);
   }
+  norm_row(row + q_lora, kv_norm, gains, entry, kv_lora, eps);
 }
 
 // The same into codes. Values are rounded to T before they are encoded, and computed anew for each of the two passes over them.
 template <class T, class Code> __global__ void mla_prepare_codes(const MlaPrepare p, const MlaCodesOut to) {
+  const Eight<T> gains_q = blockIdx.y == 0 ? first_gains((const T*)p.q_norm, p.q_lora) : Eight<T>{};
   wait_for_predecessor();
   let_successor_start();
   const int token = blockIdx.x, width = p.kv_lora + p.rope, half = p.rope / 2;
   const T* row = (const T*)p.qkv_a + (size_t)token * (p.q_lora + width);
   if (blockIdx.y == 0) {
-    norm_row(row, (const T*)p.q_norm, (T*)p.q_a + (size_t)token * p.q_lora, p.q_lora, p.eps);
+    norm_row(row, (const T*)p.q_norm, gains_q, (T*)p.q_a + (size_t)token * p.q_lora, p.q_lora, p.eps);
     return;
   }
   const T *latent = row + p.q_lora, *key = latent + p.kv_lora, *gains = (const T*)p.kv_norm;

@@ -24,20 +24,35 @@ __device__ __forceinline__ void multiply_values(float (&acc)[2][4], const char* 
   }
 }
 
-// The weighed sum of row `row0 + r`'s parts, of which this warp takes every `warps_per_row`th: a lane has 4 of each 128 columns.
-__device__ __forceinline__ void merge_parts(float4 (&sum)[4], const Attend& p, const float* shares, int row0, int r, int head, int warp, int lane, int warps_per_row) {
-  const int parts = parts_of(tiles_of(p.lengths[(row0 + r) * p.lengths_stride], p.tile), p.splits);
-  const float4* weighted = reinterpret_cast<const float4*>(p.weighted + ((size_t)(row0 + r) * p.heads + head) * p.splits * kLatent) + lane;
-#pragma unroll 4
-  for (int s = warp % warps_per_row; s < parts; s += warps_per_row) {
-    const float share = shares[r * p.splits + s];
+// The weighed sum of row `row0 + r`'s parts, of which this warp takes every `step`th: a lane has 4 of each 128 columns.
+struct Merge {
+  static constexpr int ahead = 3;  // of a warp's parts, which are asked for before it is known what they weigh
+  const float4* from;
+  int first, parts, step;
+  float4 asked[ahead][4];
+
+  __device__ __forceinline__ void request() {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float4 v = __ldcg(weighted + s * (kLatent / 4) + i * 32);
-      sum[i].x += share * v.x, sum[i].y += share * v.y, sum[i].z += share * v.z, sum[i].w += share * v.w;
-    }
+    for (int a = 0; a < ahead; ++a)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (first + a * step < parts) asked[a][i] = __ldcg(from + (first + a * step) * (kLatent / 4) + i * 32);
   }
-}
+  __device__ __forceinline__ static void add(float4& sum, float share, const float4& v) {
+    sum.x += share * v.x, sum.y += share * v.y, sum.z += share * v.z, sum.w += share * v.w;
+  }
+  __device__ __forceinline__ void add_up(float4 (&sum)[4], const float* shares) const {
+#pragma unroll
+    for (int a = 0; a < ahead; ++a)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (first + a * step < parts) add(sum[i], shares[first + a * step], asked[a][i]);
+#pragma unroll 4
+    for (int s = first + ahead * step; s < parts; s += step)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) add(sum[i], shares[s], __ldcg(from + s * (kLatent / 4) + i * 32));
+  }
+};
 
 // out[row, head] = (merged parts) W_UV. A block per head, 64 of its values, and eight rows.
 template <class T> __global__ void __launch_bounds__(kThreads, 2) project(const T* kv_b, T* out, int rows, const Attend p) {
@@ -53,12 +68,17 @@ template <class T> __global__ void __launch_bounds__(kThreads, 2) project(const 
     const int r = i / (kLatent / 8), at = i % (kLatent / 8);
     copy16(shared_address(shared) + r * kLatentStride + at * 16, from + r * kLatent + at * 8);
   }
+  // Warps are shared out over the rows, and a row's warps over its parts. Lengths are older than the queries.
+  const int warps_per_row = here > 4 ? 1 : here > 2 ? 2 : here > 1 ? 4 : 8, r = warp / warps_per_row;
+  const auto parts_of_row = [&](int row) { return row < here ? parts_of(tiles_of(p.lengths[(row0 + row) * p.lengths_stride], p.tile), p.splits) : 0; };
+  const int parts = parts_of_row(warp);
+  Merge merge{reinterpret_cast<const float4*>(p.weighted + ((size_t)(row0 + r) * p.heads + head) * p.splits * kLatent) + lane, warp % warps_per_row, parts_of_row(r), warps_per_row};
   wait_for_predecessor();
   let_successor_start();
 
+  merge.request();
   // What each part weighs.
   if (warp < here) {
-    const int parts = parts_of(tiles_of(p.lengths[(row0 + warp) * p.lengths_stride], p.tile), p.splits);
     const float2* found = p.found + ((size_t)(row0 + warp) * p.heads + head) * p.splits;
     float2 mine[kMostSplits / 32];
     float top = -INFINITY, total = 0;
@@ -77,10 +97,8 @@ template <class T> __global__ void __launch_bounds__(kThreads, 2) project(const 
       if (i * 32 + lane < parts) shares[warp * p.splits + i * 32 + lane] = mine[i].x / total;
   }
   __syncthreads();
-  // Warps are shared out over the rows, and a row's warps over its parts.
-  const int warps_per_row = here > 4 ? 1 : here > 2 ? 2 : here > 1 ? 4 : 8, r = warp / warps_per_row;
   float4 sum[4] = {};
-  if (r < here) merge_parts(sum, p, shares, row0, r, head, warp, lane, warps_per_row);
+  merge.add_up(sum, shares + r * p.splits);
 #pragma unroll
   for (int i = 0; i < 4; ++i) *reinterpret_cast<float4*>(sums + warp * kLatent + i * 128 + lane * 4) = sum[i];
   __syncthreads();

@@ -1,7 +1,9 @@
 // How every kernel is launched, and what it calls first.
 //
 // A kernel may start while its predecessor writes its last results (programmatic dependent launch). Until `wait_for_predecessor` it may
-// read only what no kernel of the step writes; `let_successor_start` allows the next one to begin as this one's blocks end.
+// read only what no kernel of the step writes; `let_successor_start` allows the next one to begin as this one's blocks end. A kernel that
+// allows it before its own wait lets the next one begin beside its predecessor: what that may read does not change, for its wait is for this
+// kernel's end, which is after the predecessor's.
 
 #pragma once
 
@@ -13,6 +15,20 @@ namespace {
 
 __device__ __forceinline__ void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void let_successor_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Of what no kernel of the step writes, where `wanted`, else zeros: for what is read before `wait_for_predecessor`. Loads by ld.global.nc or
+// __ldg will not do there: ptxas moves them past griddepcontrol.wait, as it may, and they begin when the predecessor has ended.
+__device__ __forceinline__ float load_constant(const float* p, bool wanted) {
+  float v = 0.f;
+  asm volatile("{.reg .pred wanted; setp.ne.b32 wanted, %2, 0; @wanted ld.global.f32 %0, [%1];}" : "+f"(v) : "l"(p), "r"((int)wanted) : "memory");
+  return v;
+}
+__device__ __forceinline__ float4 load_constant(const float4* p, bool wanted) {
+  float4 v = {};
+  asm volatile("{.reg .pred wanted; setp.ne.b32 wanted, %5, 0; @wanted ld.global.v4.f32 {%0,%1,%2,%3}, [%4];}"
+               : "+f"(v.x), "+f"(v.y), "+f"(v.z), "+f"(v.w) : "l"(p), "r"((int)wanted) : "memory");
+  return v;
+}
 
 // `cluster` blocks along x share their shared memory.
 template <class... Arguments>

@@ -40,12 +40,16 @@ __device__ __forceinline__ uint64_t weights_at(uint32_t address, int j) {
 }
 
 #define QK_SUMS_8(c, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3]), c(d[i + 4]), c(d[i + 5]), c(d[i + 6]), c(d[i + 7])
+#define QK_SUMS_12(c, i) QK_SUMS_8(c, i), c(d[i + 8]), c(d[i + 9]), c(d[i + 10]), c(d[i + 11])
 #define QK_SUMS_16(c, i) QK_SUMS_8(c, i), QK_SUMS_8(c, i + 8)
+#define QK_SUMS_24(c, i) QK_SUMS_12(c, i), QK_SUMS_12(c, i + 12)
 #define QK_SUMS_32(c, i) QK_SUMS_16(c, i), QK_SUMS_16(c, i + 16)
 #define QK_SUMS_48(c, i) QK_SUMS_32(c, i), QK_SUMS_16(c, i + 32)
 #define QK_SUMS_64(c, i) QK_SUMS_32(c, i), QK_SUMS_32(c, i + 32)
 #define QK_SUMS_80(c, i) QK_SUMS_64(c, i), QK_SUMS_16(c, i + 64)
 #define QK_SUMS_128(c, i) QK_SUMS_64(c, i), QK_SUMS_64(c, i + 64)
+#define QK_NAMES_12 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11"
+#define QK_NAMES_24 QK_NAMES_12 ",%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23"
 #define QK_NAMES_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define QK_NAMES_32 QK_NAMES_16 "," "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define QK_NAMES_48 QK_NAMES_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
@@ -57,12 +61,16 @@ __device__ __forceinline__ uint64_t weights_at(uint32_t address, int j) {
   "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111," \
   "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 // The operands after so many sums.
+#define QK_AFTER_12 "{%12,%13,%14,%15}, %16"
+#define QK_AFTER_24 "{%24,%25,%26,%27}, %28"
 #define QK_AFTER_16 "{%16,%17,%18,%19}, %20"
 #define QK_AFTER_32 "{%32,%33,%34,%35}, %36"
 #define QK_AFTER_48 "{%48,%49,%50,%51}, %52"
 #define QK_AFTER_64 "{%64,%65,%66,%67}, %68"
 #define QK_AFTER_80 "{%80,%81,%82,%83}, %84"
 #define QK_AFTER_128 "{%128,%129,%130,%131}, %132"
+#define QK_BOTH_12 "%12, %13"
+#define QK_BOTH_24 "%24, %25"
 #define QK_BOTH_16 "%16, %17"
 #define QK_BOTH_32 "%32, %33"
 #define QK_BOTH_48 "%48, %49"
@@ -84,8 +92,10 @@ __device__ __forceinline__ uint64_t weights_at(uint32_t address, int j) {
                  "}, " QK_BOTH_##sums ", add;}" : QK_SUMS_##sums("+r", 0) : "l"(weights), "l"(tokens));                                   \
   }
 
-// d += a * tokens, 32 to 256 of them, for 16 along K in T, or for 32 in int8.
+// d += a * tokens, 24 to 256 of them, for 16 along K in T, or for 32 in int8.
+QK_WGMMA_OF(24, 12)
 QK_WGMMA_OF(32, 16)
+QK_WGMMA_OF(48, 24)
 QK_WGMMA_OF(64, 32)
 QK_WGMMA_OF(96, 48)
 QK_WGMMA_OF(128, 64)
@@ -94,9 +104,15 @@ QK_WGMMA_OF(256, 128)
 
 #undef QK_WGMMA_OF
 #undef QK_WGMMA
+#undef QK_AFTER_12
 #undef QK_AFTER_16
+#undef QK_AFTER_24
+#undef QK_BOTH_12
 #undef QK_BOTH_16
+#undef QK_BOTH_24
+#undef QK_NAMES_12
 #undef QK_NAMES_16
+#undef QK_NAMES_24
 #undef QK_AFTER_32
 #undef QK_BOTH_32
 #undef QK_NAMES_32
@@ -113,7 +129,9 @@ QK_WGMMA_OF(256, 128)
 #undef QK_NAMES_80
 #undef QK_NAMES_128
 #undef QK_SUMS_8
+#undef QK_SUMS_12
 #undef QK_SUMS_16
+#undef QK_SUMS_24
 #undef QK_SUMS_32
 #undef QK_SUMS_48
 #undef QK_SUMS_64

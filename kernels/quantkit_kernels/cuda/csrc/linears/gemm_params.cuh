@@ -15,8 +15,7 @@ struct GemmParams {
   void* out;                  // kStore [M, N], kSiluMul [pairs, N/2] in T; kWeigh [pairs, N] float
   const int* ids;             // [pairs] expert of each token-expert pair, null for one linear; stride in ints
   const float* pair_weights;  // [pairs], kWeigh
-  float* partial;             // [tiles][split][rows of a block][tokens of a block]
-  int* arrived;               // [tiles], zero between calls
+  float* sums;                // [tiles][split][rows of a block][tokens of a block], kNothing between calls
   int ids_stride, pairs, top_k, by_expert;
   int m, n, k, out_n;         // n is padded to whole strips, out_n is what is stored
   int wn, split, epilogue;

@@ -39,7 +39,9 @@ template <int FMT, class T, int G, int NT, int WGS> struct Finish {
   template <int MANY, int EACH> __device__ __forceinline__ void whole(const Acc (&acc)[MANY][EACH]) const {
     const int lane = threadIdx.x & 31, row = threadIdx.x / 32 * 16 + (lane >> 2), q = lane & 3;
     const float scale[2] = {row_scale[row], row_scale[row + 8]};
+    // Of 24 or 48 tokens the last four times eight are not all there: what repeats the last eight is not stored.
     const auto result = [&](int i, int h, int e) {
+      i = i < NT / 8 ? i : NT / 8 - 1;
       const float y = float(acc[i * 8 / (2 * EACH)][i * 4 % EACH + 2 * h + e]) * scale[h];
       return FMT == kInt8 ? y * x_scale[i * 8 + 2 * q + e] : y;
     };

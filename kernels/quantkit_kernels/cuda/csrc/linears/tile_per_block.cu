@@ -140,6 +140,10 @@ template <int FMT, class T, int G, int NT, int WGS, bool SHARES = false> int lau
 }
 
 template <int FMT, class T, int G> int launch(const TileParams& p, int tokens, int warpgroups, void* stream) {
+  if constexpr (FMT != kInt8) {
+    if (tokens == 24) return launch<FMT, T, G, 24, 2>(p, stream);
+    if (tokens == 48) return launch<FMT, T, G, 48, 2>(p, stream);
+  }
   if (tokens == 32) return warpgroups == 2 ? launch<FMT, T, G, 32, 2>(p, stream) : launch<FMT, T, G, 32, 4>(p, stream);
   if (tokens == 64) return warpgroups == 2 ? launch<FMT, T, G, 64, 2>(p, stream) : launch<FMT, T, G, 64, 4>(p, stream);
   if (tokens == 128) return warpgroups == 2 ? launch<FMT, T, G, 128, 2>(p, stream) : launch<FMT, T, G, 128, 3>(p, stream);
@@ -154,7 +158,7 @@ template <int FMT, class T, int G> int launch_shares(const TileParams& p, int to
 
 using bf16 = __nv_bfloat16;
 
-// dtype: 0 bf16, 1 fp16. tokens: of a tile, 32, 64, 128 or 256; warpgroups: 2 or, up to 64 tokens, 4 or, with 128, 3. Returns a cudaError_t.
+// dtype: 0 bf16, 1 fp16. tokens: of a tile, 32, 64, 128 or 256, in 4 bits also 24 or 48; warpgroups: 2 or, with 32 or 64 tokens, 4 or, with 128, 3. Returns a cudaError_t.
 extern "C" int qk_tile_per_block(const TileParams* p, int format, int dtype, int group, int tokens, int warpgroups, void* s) {
   const auto run = [&](auto launcher) { return launcher(*p, tokens, warpgroups, s); };
   if (format == kFp4) return run(launch<kFp4, bf16, 16>);

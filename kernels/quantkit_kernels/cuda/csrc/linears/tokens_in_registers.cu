@@ -7,8 +7,8 @@
 // to 190 KB a multiprocessor are on their way without a register spent on them. A lane's share of x comes through L1.
 //
 // A block is 8 warps: `wn` of them side by side along N (16 * RT rows each), the others along K, where they take chunks of 128 in turn. Blocks
-// may split K further (`split`). Partial sums of warps meet in shared memory; those of blocks meet in a workspace, and the last block to
-// arrive adds them up in a fixed order: results do not depend on timing.
+// may split K further (`split`). Partial sums of warps meet in shared memory; those of blocks meet in a workspace, where the last of these
+// blocks adds them up in their order (signals.cuh): results do not depend on timing.
 //
 // A kernel may start while its predecessor writes its last results (programmatic dependent launch). It asks for weights, which nothing
 // computes, at once, and for everything else after griddepcontrol.wait.
@@ -19,6 +19,7 @@
 #include <type_traits>
 
 #include "common/launch.cuh"
+#include "common/signals.cuh"
 #include "linears/gemm_params.cuh"
 #include "linears/warp_sums.cuh"
 #include "linears/warp_weights.cuh"
@@ -59,7 +60,6 @@ template <int FMT, class T, int RT, int MT, class Acc>
 __device__ void finish_tile(const GemmParams& p, Acc* red, int block_n, int part, int expert, int tile_id, const int* tokens, int count) {
   constexpr int tokens_per_tile = 8 * MT;
   const int rows = p.wn * RT * 16, wk = kWarps / p.wn, outputs = rows * tokens_per_tile;
-  __shared__ int last;
   // The sum over this block's warps goes to the first warp's place.
   for (int i = threadIdx.x; i < outputs; i += kThreads) {
     Acc sum = 0;
@@ -68,21 +68,13 @@ __device__ void finish_tile(const GemmParams& p, Acc* red, int block_n, int part
   }
   __syncthreads();
   if (p.split > 1) {
-    Acc* mine = reinterpret_cast<Acc*>(p.partial) + ((size_t)tile_id * p.split + part) * outputs;
-    for (int i = threadIdx.x; i < outputs; i += kThreads) __stcg(mine + i, red[i]);
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) last = atomicAdd(p.arrived + tile_id, 1) == p.split - 1;
-    __syncthreads();
-    if (!last) return;
-    __threadfence();
-    const Acc* all = reinterpret_cast<const Acc*>(p.partial) + (size_t)tile_id * p.split * outputs;
-    for (int i = threadIdx.x; i < outputs; i += kThreads) {
-      Acc sum = 0;
-      for (int s = 0; s < p.split; ++s) sum += __ldcg(all + (size_t)s * outputs + i);
-      red[i] = sum;
+    // The last of the blocks that share K was started last, so it may wait for the others.
+    Acc* all = reinterpret_cast<Acc*>(p.sums) + (size_t)tile_id * p.split * outputs;
+    if (part < p.split - 1) {
+      for (int i = threadIdx.x; i < outputs; i += kThreads) hand_over(all + (size_t)part * outputs + i, red[i]);
+      return;
     }
-    if (threadIdx.x == 0) p.arrived[tile_id] = 0;
+    for (int i = threadIdx.x; i < outputs; i += kThreads) red[i] = take_over(all + i, outputs, p.split - 1) + red[i];
     __syncthreads();
   }
   const float* row_scale = p.row_scale + (size_t)expert * p.n + (size_t)block_n * rows;

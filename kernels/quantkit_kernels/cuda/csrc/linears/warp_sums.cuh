@@ -17,13 +17,13 @@ namespace {
 template <int WORDS> __device__ __forceinline__ void load_words(uint32_t* to, const uint8_t* p, bool wanted) {
   static_assert(WORDS == 4 || WORDS == 2 || WORDS == 1);
   if constexpr (WORDS == 4) {
-    asm volatile("{.reg .pred wanted; setp.ne.b32 wanted, %5, 0; @wanted ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];}"
+    asm volatile("{.reg .pred wanted; setp.ne.b32 wanted, %5, 0; @wanted ld.global.v4.u32 {%0,%1,%2,%3}, [%4];}"
                  : "+r"(to[0]), "+r"(to[1]), "+r"(to[2]), "+r"(to[3]) : "l"(p), "r"((int)wanted));
   } else if constexpr (WORDS == 2) {
-    asm volatile("{.reg .pred wanted; setp.ne.b32 wanted, %3, 0; @wanted ld.global.nc.v2.u32 {%0,%1}, [%2];}"
+    asm volatile("{.reg .pred wanted; setp.ne.b32 wanted, %3, 0; @wanted ld.global.v2.u32 {%0,%1}, [%2];}"
                  : "+r"(to[0]), "+r"(to[1]) : "l"(p), "r"((int)wanted));
   } else {
-    asm volatile("{.reg .pred wanted; setp.ne.b32 wanted, %2, 0; @wanted ld.global.nc.u32 %0, [%1];}" : "+r"(to[0]) : "l"(p), "r"((int)wanted));
+    asm volatile("{.reg .pred wanted; setp.ne.b32 wanted, %2, 0; @wanted ld.global.u32 %0, [%1];}" : "+r"(to[0]) : "l"(p), "r"((int)wanted));
   }
 }
 __device__ __forceinline__ void load_tokens(uint4& v, const char* p, bool wanted) {

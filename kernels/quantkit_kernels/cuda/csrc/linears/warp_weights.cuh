@@ -13,9 +13,9 @@ namespace {
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kSharedBytes = 112 << 10;  // of a block, two to a multiprocessor, less the barriers
 
-// Loads under a predicate, which leave the registers as they are where nothing is wanted.
+// Loads under a predicate, which leave the registers as they are where nothing is wanted. Not by ld.global.nc, see `load_constant`.
 __device__ __forceinline__ void load_weights(uint4& v, const uint4* p, bool wanted) {
-  asm volatile("{.reg .pred wanted; setp.ne.b32 wanted, %5, 0; @wanted ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];}"
+  asm volatile("{.reg .pred wanted; setp.ne.b32 wanted, %5, 0; @wanted ld.global.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];}"
                : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(p), "r"((int)wanted));
 }
 

@@ -17,8 +17,9 @@ template <class T> __global__ void add_rms_norm(const T* x, const T* residual, c
   const int at = threadIdx.x * 8;
   Eight<T> kept = {}, gain = {};
   if (at < h) gain = *reinterpret_cast<const Eight<T>*>(weight + at);
-  wait_for_predecessor();
+  // One block, or a few: the next kernel may ask for its weights while this one waits.
   let_successor_start();
+  wait_for_predecessor();
   const size_t row = (size_t)blockIdx.x * h;
   const T* source = residual ? total : x;
   float squares = 0;

@@ -7,6 +7,7 @@
 #include "common/lanes.cuh"
 #include "common/launch.cuh"
 #include "common/mma.cuh"
+#include "common/signals.cuh"
 
 // In no namespace, for a C function that takes a type of an unnamed namespace is not exported.
 struct RouteParams {
@@ -25,27 +26,33 @@ __device__ __forceinline__ uint32_t ordered(float v) {
   return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
 }
 
-// One warp chooses for one token. Lane l has experts l * per .. l * per + per - 1, per at most PER; a group is those of whole lanes, 1, 2,
-// 4, ... of them. Among equals the lower index is better.
-template <int PER> __device__ __forceinline__ void choose(const RouteParams& r, int token, int per, const float (&logit)[PER], const float (&bias)[PER]) {
+// Scores of one token's logits. Lane l has experts l * per .. l * per + per - 1, per at most PER.
+template <int PER> __device__ __forceinline__ void softmax(const RouteParams& r, int per, const float (&logit)[PER], float (&score)[PER]) {
+  const int first_expert = (threadIdx.x & 31) * per;
+  const auto mine = [&](int i) { return i < per && first_expert + i < r.n_routed_experts; };
+  float largest = -INFINITY, sum = 0;
+#pragma unroll
+  for (int i = 0; i < PER; ++i)
+    if (mine(i)) largest = fmaxf(largest, logit[i]);
+  for (int o = 16; o; o >>= 1) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, o));
+#pragma unroll
+  for (int i = 0; i < PER; ++i)
+    if (mine(i)) sum += expf(logit[i] - largest);
+  sum = warp_sum(sum);
+#pragma unroll
+  for (int i = 0; i < PER; ++i) score[i] = expf(logit[i] - largest) / sum;
+}
+__device__ __forceinline__ float sigmoid(float logit) { return 1.f / (1.f + expf(-logit)); }
+
+// One warp chooses for one token, by scores that lie as logits do; a group is those of whole lanes, 1, 2, 4, ... of them. Among equals the
+// lower index is better.
+template <int PER> __device__ __forceinline__ void choose(const RouteParams& r, int token, int per, const float (&score)[PER], const float (&bias)[PER]) {
   const int lane = threadIdx.x & 31, first_expert = lane * per;
   const auto mine = [&](int i) { return i < per && first_expert + i < r.n_routed_experts; };
-  float score[PER], largest = -INFINITY, sum = 0;
-  if (r.softmax) {
-#pragma unroll
-    for (int i = 0; i < PER; ++i)
-      if (mine(i)) largest = fmaxf(largest, logit[i]);
-    for (int o = 16; o; o >>= 1) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, o));
-#pragma unroll
-    for (int i = 0; i < PER; ++i)
-      if (mine(i)) sum += expf(logit[i] - largest);
-    sum = warp_sum(sum);
-  }
   uint32_t key[PER];
   float best = -INFINITY, second = -INFINITY;
 #pragma unroll
   for (int i = 0; i < PER; ++i) {
-    score[i] = r.softmax ? expf(logit[i] - largest) / sum : 1.f / (1.f + expf(-logit[i]));
     const float choice = mine(i) ? score[i] + bias[i] : -INFINITY;
     key[i] = mine(i) ? ordered(choice) : 0;
     second = fmaxf(second, fminf(best, choice));
@@ -101,11 +108,11 @@ template <int PER> __device__ __forceinline__ void choose(const RouteParams& r, 
   }
 }
 
-// A lane's biases, which no kernel writes: they may be read before the predecessor is done.
+// A lane's biases.
 template <int PER> __device__ __forceinline__ void load_bias(const RouteParams& r, int per, float (&bias)[PER]) {
   const int first = (threadIdx.x & 31) * per;
 #pragma unroll
-  for (int i = 0; i < PER; ++i) bias[i] = r.bias && i < per && first + i < r.n_routed_experts ? __ldg(r.bias + first + i) : 0.f;
+  for (int i = 0; i < PER; ++i) bias[i] = load_constant(r.bias + first + i, r.bias && i < per && first + i < r.n_routed_experts);
 }
 
 template <class T, int PER> __global__ void route(const T* logits, const RouteParams r) {
@@ -116,17 +123,25 @@ template <class T, int PER> __global__ void route(const T* logits, const RoutePa
   let_successor_start();
 #pragma unroll
   for (int i = 0; i < PER; ++i) logit[i] = i < per && first + i < r.n_routed_experts ? float(logits[(size_t)blockIdx.x * r.n_routed_experts + first + i]) : 0.f;
-  choose(r, blockIdx.x, per, logit, bias);
+  float score[PER];
+  if (r.softmax) {
+    softmax(r, per, logit, score);
+  } else {
+#pragma unroll
+    for (int i = 0; i < PER; ++i) score[i] = sigmoid(logit[i]);
+  }
+  choose(r, blockIdx.x, per, score, bias);
 }
 
 // --- with the product, for few tokens ---------------------------------------------------------------------------------------
 //
 // The router is float32 and x bfloat16: a weight is the sum of three bfloat16 numbers to its last bit, so three products on the tensor
 // cores are as exact as one in float32. 16 x 8 blocks share out the experts and K; a block reads its 16 rows' part of K once. Then as many
-// blocks as there are tokens wait for all of them, add up one token's logits and choose. The others are gone by then, so none waits for
-// a place on the device.
+// blocks as there are tokens wait for the sums of all blocks, add up one token's logits and choose. The others are gone by then, so none
+// waits for a place on the device.
 
 constexpr int kExperts = 256, kParts = 8, kWarps = 8, kSteps = 8, kMostTokens = 64;
+static_assert(32 * kWarps == kExperts, "a thread for each expert");
 
 // A lane's share of 16 rows of the router over `count` steps of 16 along K, in float32. Its places along K of a step are 4 part .. 4 part + 3.
 struct RouterSlice { float4 w[kSteps][2]; };
@@ -136,7 +151,7 @@ __device__ __forceinline__ void load_router(RouterSlice& slice, const float* rou
 #pragma unroll
   for (int i = 0; i < kSteps; ++i)
 #pragma unroll
-    for (int h = 0; h < 2; ++h) slice.w[i][h] = i < count ? __ldg(reinterpret_cast<const float4*>(row + (size_t)h * 8 * k + i * 16)) : float4{};
+    for (int h = 0; h < 2; ++h) slice.w[i][h] = load_constant(reinterpret_cast<const float4*>(row + (size_t)h * 8 * k + i * 16), i < count);
 }
 
 // Each weight as the sum of three bfloat16 numbers.
@@ -156,47 +171,33 @@ __device__ __forceinline__ void split_in_three(const RouterSlice& slice, uint32_
     }
 }
 
-// A warp's products of all tokens, to red [token][expert of 16].
-__device__ __forceinline__ void multiply(const __nv_bfloat16* x, int tokens, int k, int begin, int count, const uint32_t (&a)[kSteps][3][4], float* red) {
-  const int lane = threadIdx.x & 31, g = lane >> 2, part = lane & 3;
-  for (int first = 0; first < tokens; first += 8) {
-    const __nv_bfloat16* from = x + (size_t)min(first + g, tokens - 1) * k + begin * 16 + 4 * part;
-    uint2 b[kSteps];
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) b[i] = i < count ? *reinterpret_cast<const uint2*>(from + i * 16) : uint2{};
-    float sums[3][4] = {};
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i)
-#pragma unroll
-      for (int term = 0; term < 3; ++term) mma<__nv_bfloat16>(sums[term], a[i][term], b[i].x, b[i].y);
-#pragma unroll
-    for (int c = 0; c < 4; ++c) red[(first + 2 * part + c % 2) * 16 + g + 8 * (c / 2)] = sums[0][c] + (sums[1][c] + sums[2][c]);
-  }
-}
-
-// Until all blocks have arrived.
-__device__ __forceinline__ void wait_for_blocks(const int* arrived) {
-  if ((threadIdx.x & 31) == 0) {
-    int there;
-    do asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(there) : "l"(arrived) : "memory");
-    while (there < (int)(gridDim.x * gridDim.y));
-  }
-  __syncwarp();
-}
-// A token's logits, of 8 experts a lane.
-__device__ __forceinline__ void add_up_logits(const float* partial, int tokens, int token, float (&logit)[kExperts / 32]) {
+// A lane's share of 8 tokens from `first` on. The compiler leaves these loads before the work on the weights.
+__device__ __forceinline__ void load_eight(uint2 (&b)[kSteps], const __nv_bfloat16* x, int tokens, int first, int k, int begin, int count) {
   const int lane = threadIdx.x & 31;
+  const __nv_bfloat16* from = x + (size_t)min(first + (lane >> 2), tokens - 1) * k + begin * 16 + 4 * (lane & 3);
 #pragma unroll
-  for (int j = 0; j < kParts; ++j)
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float4 v = __ldcg(reinterpret_cast<const float4*>(partial + ((size_t)j * tokens + token) * kExperts + lane * 8) + h);
-      logit[4 * h] += v.x, logit[4 * h + 1] += v.y, logit[4 * h + 2] += v.z, logit[4 * h + 3] += v.w;
-    }
+  for (int i = 0; i < kSteps; ++i) {
+    b[i] = {};
+    asm volatile("{.reg .pred wanted; setp.ne.b32 wanted, %3, 0; @wanted ld.global.v2.u32 {%0,%1}, [%2];}"
+                 : "+r"(b[i].x), "+r"(b[i].y) : "l"(from + i * 16), "r"((int)(i < count)) : "memory");
+  }
 }
 
-__global__ void __launch_bounds__(32 * kWarps, 1) moe_gate(const __nv_bfloat16* x, const float* router, int tokens, int k, float* partial, int* arrived, const RouteParams r) {
+// A warp's products of 8 tokens, to red [token][expert of 16].
+__device__ __forceinline__ void multiply(const uint2 (&b)[kSteps], const uint32_t (&a)[kSteps][3][4], float* red) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, part = lane & 3;
+  float sums[3][4] = {};
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i)
+#pragma unroll
+    for (int term = 0; term < 3; ++term) mma<__nv_bfloat16>(sums[term], a[i][term], b[i].x, b[i].y);
+#pragma unroll
+  for (int c = 0; c < 4; ++c) red[(2 * part + c % 2) * 16 + g + 8 * (c / 2)] = sums[0][c] + (sums[1][c] + sums[2][c]);
+}
+
+__global__ void __launch_bounds__(32 * kWarps, 1) moe_gate(const __nv_bfloat16* x, const float* router, int tokens, int k, float* sums, const RouteParams r) {
   __shared__ float red[kWarps][kMostTokens * 16];  // [token][expert]
+  __shared__ __align__(16) float scores[kExperts];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int slice = blockIdx.y * kWarps + warp, steps = k / 16;
   const int begin = steps * slice / (kParts * kWarps), count = steps * (slice + 1) / (kParts * kWarps) - begin;
@@ -207,27 +208,34 @@ __global__ void __launch_bounds__(32 * kWarps, 1) moe_gate(const __nv_bfloat16* 
   wait_for_predecessor();
   let_successor_start();
 
+  uint2 b[kSteps];
+  load_eight(b, x, tokens, 0, k, begin, count);
   uint32_t a[kSteps][3][4];
   split_in_three(weights, a);
-  multiply(x, tokens, k, begin, count, a, red[warp]);
+  for (int first = 0;;) {
+    multiply(b, a, red[warp] + first * 16);
+    if ((first += 8) >= tokens) break;
+    load_eight(b, x, tokens, first, k, begin, count);
+  }
   __syncthreads();
   for (int i = threadIdx.x; i < tokens * 16; i += 32 * kWarps) {
     float sum = 0;
 #pragma unroll
     for (int j = 0; j < kWarps; ++j) sum += red[j][i];
-    __stcg(partial + ((size_t)blockIdx.y * tokens + i / 16) * kExperts + blockIdx.x * 16 + i % 16, sum);
+    hand_over(sums + ((size_t)blockIdx.y * tokens + i / 16) * kExperts + blockIdx.x * 16 + i % 16, sum);
   }
-  __syncthreads();
-  if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" :: "l"(arrived) : "memory");
   const int token = blockIdx.y * gridDim.x + blockIdx.x;
-  if (token >= tokens || warp > 0) return;
+  if (token >= tokens) return;
 
-  wait_for_blocks(arrived);
-  float logit[kExperts / 32] = {};
-  add_up_logits(partial, tokens, token, logit);
-  // The last to have waited leaves the counters as it found them.
-  if (lane == 0 && atomicAdd(arrived + 1, 1) == tokens - 1) arrived[0] = 0, arrived[1] = 0;
-  choose(r, token, kExperts / 32, logit, bias);
+  const float logit = take_over(sums + (size_t)token * kExperts + threadIdx.x, (size_t)tokens * kExperts, kParts);
+  scores[threadIdx.x] = r.softmax ? logit : sigmoid(logit);
+  __syncthreads();
+  if (warp > 0) return;
+  float score[kExperts / 32];
+#pragma unroll
+  for (int i = 0; i < kExperts / 32; i += 4) *reinterpret_cast<float4*>(score + i) = *reinterpret_cast<const float4*>(scores + lane * (kExperts / 32) + i);
+  if (r.softmax) softmax(r, kExperts / 32, score, score);
+  choose(r, token, kExperts / 32, score, bias);
 }
 
 }  // namespace
@@ -242,8 +250,8 @@ extern "C" int qk_route(const void* logits, int dtype, int tokens, const RoutePa
   return dtype == 0 ? run((const __nv_bfloat16*)logits) : dtype == 1 ? run((const __half*)logits) : run((const float*)logits);
 }
 
-// x [tokens, k] bf16, router [256, k] float32; at most 64 tokens, k a multiple of 16 and at most 8192. partial is room for 8 * tokens * 256
-// numbers; arrived holds two zeros between calls.
-extern "C" int qk_moe_gate(const void* x, const float* router, int tokens, int k, float* partial, int* arrived, const RouteParams* r, void* s) {
-  return start(moe_gate, dim3(kExperts / 16, kParts), 32 * kWarps, 0, s, (const __nv_bfloat16*)x, router, tokens, k, partial, arrived, *r);
+// x [tokens, k] bf16, router [256, k] float32; at most 64 tokens, k a multiple of 16 and at most 8192. sums is room for 8 * tokens * 256
+// numbers, all of them kNothing between calls.
+extern "C" int qk_moe_gate(const void* x, const float* router, int tokens, int k, float* sums, const RouteParams* r, void* s) {
+  return start(moe_gate, dim3(kExperts / 16, kParts), 32 * kWarps, 0, s, (const __nv_bfloat16*)x, router, tokens, k, sums, *r);
 }

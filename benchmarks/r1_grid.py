@@ -1,0 +1,302 @@
+"""DeepSeek-R1's true shapes on all GPUs of a box, as a server runs them: the published grid, guesses, sums in 8 bits, prompts
+beside answers.
+
+    torchrun --nproc-per-node 4 benchmarks/r1_grid.py --out FILE.json [--parts wanted,guesses,sums,beside,rest] [--seconds 400]
+    torchrun --nproc-per-node 2 benchmarks/r1_grid.py --tiny       the same on a CPU (gloo) in seconds: a test of the script
+
+Weights, cache and collectives are those of r1_box.py, in W4A16; the engine is made once and measures, as `quantkit serve` does, how much of
+a prompt it computes beside answers. Cells are input lengths and concurrencies of a published report (eval/reference/speed.yaml), K being
+1024, and one prompt of 16K: `wanted` are few answers to short prompts and single long prompts, `rest` are all others. Every user sends one
+request, all at once, and its answer has 512 tokens; that of a single user behind a longer prompt has 128, for there a token takes as long
+as the next. Not in these figures: a server and a tokenizer.
+
+Steps of every size are captured before. Prompts of up to 1024 tokens in all are computed twice before, for their passes are captured when
+they come a second time; the longest single prompt once. `captured` says how many passes with prompts were captured while a cell ran, each
+of which takes some tenths of a second. The file is written after every part and cell; a part that fails is told and the next one
+begins; `--seconds` after the start of the process no further cell begins.
+"""
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from made_engine import joined_ranks, led, made_engine, report_of_ranks, served_engine
+from r1_box import build
+from r1_guesses import PUBLISHED, DraftingEngine, guesses_row, plain_row, warm
+from r1_prompts import beside_row, sum_rows
+from r1_synthetic import R1, TINY
+
+from quantkit.assets import asset
+from quantkit.devices import describe_hardware
+from quantkit.evaluation.speed.engine import EngineTarget
+from quantkit.evaluation.speed.measure import summarize
+from quantkit.evaluation.speed.workload import Workload
+from quantkit.executor.ahead import capture_decode
+from quantkit.executor.cache import BLOCK_SIZE
+from quantkit.executor.engine import Engine
+from quantkit.executor.graphs import MIN_TABLE_WIDTH, power_of_two
+from quantkit.executor.load import LoadedModel
+from quantkit.executor.parallel import Parallel
+from quantkit.executor.prompt_graphs import MOST_TOKENS
+from quantkit.executor.scheduler import Scheduler
+from quantkit.models import deepseek_v3
+
+BEGAN = time.perf_counter()
+MOST_GUESSES = 3
+PARTS = ("wanted", "guesses", "sums", "beside", "rest")
+
+
+@dataclass(frozen=True)
+class Cell:
+    input_len: int
+    users: int
+    output_len: int
+
+    @property
+    def blocks(self) -> int:
+        return self.users * (-(-(self.input_len + self.output_len) // BLOCK_SIZE) + 1)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured: of R1, or of a test of the script."""
+
+    cells: list[Cell]
+    wanted: int
+    """The first so many cells."""
+    users: tuple[int, ...] = (1, 8, 32)
+    sums: tuple[int, ...] = (8192, 16384)
+    beside: tuple[int, int, int] = (32, 1024, 16384)
+    chunks: tuple[int | None, ...] = (None, 512, 2048)
+
+
+def published_cells() -> list[dict[str, Any]]:
+    """Rows of the report on one box of eight."""
+    tables = yaml.safe_load(asset("eval", "reference", "speed.yaml").read_text())
+    (table,) = (one for one in tables if one["name"] == "r1-0528-w4a16-910b1")
+    return [dict(zip(table["columns"], row)) for row in table["rows"]]
+
+
+def sizes_of_r1() -> Sizes:
+    """The most wanted cells first: few tokens in for 1, 8 and 32 users, then single long prompts, then most users of every length; those of
+    six users last."""
+    asked = {(row["input_len"], row["concurrency"]) for row in published_cells()} | {(16384, 1)}
+    short = [(128, users) for users in (1, 8, 32)]
+    alone = sorted(one for one in asked if one[1] == 1 and one[0] > 1024)
+    most = {length: max(users for at, users in asked if at == length) for length, _ in asked}
+    rest = sorted(asked - {*short, *alone}, key=lambda one: (one[1] != most[one[0]], one[1] == 6, one))
+    cells = [Cell(length, users, 128 if users == 1 and length > 128 else 512) for length, users in (*short, *alone, *rest)]
+    return Sizes(cells, len(short) + len(alone))
+
+
+TINY_SIZES = Sizes([Cell(24, 1, 8), Cell(24, 2, 8), Cell(96, 1, 4), Cell(96, 2, 6)], 3, (1, 2), (64, 96), (2, 24, 96), (None, 32))
+
+
+@dataclass
+class Box:
+    """One rank's place, and what was found so far; rank 0 writes it down."""
+
+    parallel: Parallel
+    sizes: Sizes
+    out: Path | None
+    seconds: float
+    report: dict[str, Any]
+    engine: Engine = field(init=False)
+
+    @property
+    def is_late(self) -> bool:
+        return time.perf_counter() - BEGAN > self.seconds
+
+    def say(self, text: str) -> None:
+        if self.parallel.rank == 0:
+            print(f"{time.perf_counter() - BEGAN:6.1f} s  {text}", flush=True)
+
+    def add(self, part: str, row: dict[str, Any]) -> None:
+        """A row of a part, told and written; nothing on ranks above 0."""
+        if self.parallel.rank == 0:
+            self.report.setdefault(part, []).append(row)
+            self.say(f"{part}: " + "  ".join(f"{key} {value:.4g}" for key, value in row.items() if isinstance(value, (int, float))))
+            self.save()
+
+    def save(self) -> None:
+        if self.out is not None and self.parallel.rank == 0:
+            self.out.write_text(json.dumps(self.report, indent=1))
+
+    def part(self, name: str, measure: Callable[["Box"], None]) -> None:
+        """Where it fails the others go on, with an engine in which nobody is left."""
+        if not self.parallel.minimum(int(not self.is_late)):
+            self.say(f"{name}: no time is left for it")
+            return
+        try:
+            measure(self)
+        except Exception:
+            told = traceback.format_exc()
+            self.report.setdefault("failed", {})[name] = told
+            print(f"rank {self.parallel.rank}, {name}: {told}", flush=True)
+            scheduler = self.engine.scheduler
+            assert isinstance(scheduler, Scheduler), "ranks share every request"
+            for one in [*scheduler.running, *scheduler.waiting]:
+                self.engine.withdraw(one, "cancelled")
+        self.save()
+
+
+def make_engine(box: Box, loaded: LoadedModel) -> None:
+    """With room for the largest cell, and every size of a decode step of a cell captured."""
+    answers, context, prompt = box.sizes.beside
+    blocks = max(*(cell.blocks for cell in box.sizes.cells), Cell(context, answers, 512).blocks + Cell(prompt, 1, 1).blocks)
+    length = max(cell.input_len + cell.output_len for cell in box.sizes.cells)
+    box.engine = served_engine(replace(loaded, mtp_layers=()), blocks, length, answers + 1)
+    box.report["budget"] = vars(box.engine.scheduler.budget)
+    box.report["cache_tokens"] = blocks * BLOCK_SIZE
+    box.say(f"prompts: {box.report['budget']}; cache of {blocks * BLOCK_SIZE} tokens, {box.engine.cache.nbytes / 1e9:.1f} GB")
+    wanted = {(power_of_two(-(-(cell.input_len + cell.output_len) // BLOCK_SIZE)), cell.users) for cell in box.sizes.cells}
+    if box.engine.runner.why_eager:
+        box.say(box.engine.runner.why_eager)
+        return
+    for width, users in sorted(wanted):
+        for rows in [1 << power for power in range(power_of_two(users).bit_length())]:
+            capture_decode(box.engine.runner, rows, max(width, MIN_TABLE_WIDTH))
+    box.say("decode steps are captured")
+
+
+def measure_cells(box: Box, cells: list[Cell], part: str) -> None:
+    def measured() -> None:
+        alone = [cell.input_len for cell in cells if cell.users == 1]
+        if max(alone, default=0) > MOST_TOKENS:  # its passes are those of all shorter ones
+            list(EngineTarget(box.engine, "R1", 1).run(Workload(max(alone), 2, 1, 1, seed=-1)))
+        for cell in cells:
+            if not box.is_late:
+                measure_cell(box, cell, part)
+
+    led(box.engine, measured)
+
+
+def measure_cell(box: Box, cell: Cell, part: str) -> None:
+    """Rank 0: one request of every user."""
+    target, passes, began = EngineTarget(box.engine, "R1", cell.users), box.engine.runner.prompts, time.perf_counter()
+    work = Workload(cell.input_len, cell.output_len, cell.users, cell.users, seed=cell.input_len + cell.users)
+    for turn in range(2 if cell.users * cell.input_len <= MOST_TOKENS else 0):
+        list(target.run(replace(work, output_len=2, seed=-1 - turn)))
+    before = passes.num_captured
+    row = summarize(list(target.run(work)), cell.input_len, cell.users).to_json()
+    kept = ("input_len", "concurrency", "output_len", "ttft_s", "tpot_ms", "system_tps", "latency_s", "itl_ms", "itl_ms_p50")
+    found = {key: row[key] for key in kept if row.get(key) is not None} | {"captured": passes.num_captured - before}
+    if cell.users == 1 and cell.input_len <= MOST_TOKENS:
+        alone = list(target.run(Workload(cell.input_len, 2, 7, 1, seed=-2)))
+        found["ttft_alone_s"] = statistics.median(one.ttft_s for one in alone)
+    box.add(part, found | {"took_s": time.perf_counter() - began})
+
+
+def measure_guesses(box: Box, loaded: LoadedModel) -> None:
+    """Never right, beside an engine without a layer that guesses; then as often right as published, chosen while running and fixed."""
+    input_len, output_len = (128, 512) if box.parallel.peers is not None or loaded.device.type != "cpu" else (24, 16)
+    engine = made_engine(loaded, max(box.sizes.users), input_len + output_len, num_drafts=MOST_GUESSES, kind=DraftingEngine)
+    assert isinstance(engine, DraftingEngine)
+    for users in box.sizes.users:
+        if not box.parallel.minimum(int(not box.is_late)):
+            break
+        warm(engine, input_len, users, MOST_GUESSES)
+        work = Workload(input_len, output_len, users, users, seed=users)
+        for _ in range(2):  # in turns
+            box.add("guesses", plain_row(box.engine, work))
+            box.add("guesses", guesses_row(engine, work, MOST_GUESSES, None, 0.0))
+        for fixed in (None, 1, MOST_GUESSES):
+            few = work if fixed is None else replace(work, output_len=output_len // 2)
+            box.add("guesses", guesses_row(engine, few, MOST_GUESSES, fixed, PUBLISHED))
+    del engine
+    gc.collect()
+    if loaded.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def measure_sums(box: Box) -> None:
+    for row in sum_rows(box.engine, list(box.sizes.sums)):
+        box.add("sums", row)
+
+
+def measure_beside(box: Box) -> None:
+    for chunk in box.sizes.chunks:
+        box.add("beside", beside_row(box.engine, *box.sizes.beside, chunk))
+
+
+def print_table(report: dict[str, Any]) -> None:
+    """The grid beside the report's figures, then the guesses."""
+    published = {(row["input_len"], row["concurrency"]): row for row in published_cells()}
+    print(
+        f"\n{'in':>6} {'users':>5} {'out':>4} {'TTFT s':>8} {'report':>7} {'TPOT ms':>8} {'report':>7} {'median':>7} {'tok/s':>7} captured"
+    )
+    for row in sorted(report.get("wanted", []) + report.get("rest", []), key=lambda row: (row["input_len"], row["concurrency"])):
+        other = published.get((row["input_len"], row["concurrency"]), {})
+        print(
+            f"{row['input_len']:>6} {row['concurrency']:>5} {row['output_len']:>4.0f} {row['ttft_s']:>8.3f} {other.get('ttft_s', '-'):>7} "
+            f"{row['tpot_ms']:>8.2f} {other.get('tpot_ms', '-'):>7} {row.get('itl_ms_p50', float('nan')):>7.2f} {row['system_tps']:>7.0f} "
+            f"{row['captured']}"
+        )
+    for row in report.get("guesses", []):
+        kept = f", kept {row['kept']:.3f}, {row['tokens_a_step']:.2f} a step, last {row['guessed_last']}" if "kept" in row else ""
+        right = f" right {row['right']}" if "right" in row else ""
+        print(f"{row['users']} users, guesses {row['guesses']}{right}: {row['tpot_ms']:.3f} ms{kept}")
+    print("failed:", ", ".join(report.get("failed", {})) or "nothing", flush=True)
+
+
+@torch.inference_mode()
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    parallel, device = joined_ranks(on_cpu=options.tiny)
+    torch.manual_seed(0)
+    config = deepseek_v3.Config.from_dict(TINY if options.tiny else R1)
+    if options.layers:
+        config = replace(config, num_hidden_layers=options.layers)
+    about = {
+        "hardware": describe_hardware(device.type),
+        "torch": torch.__version__,
+        "tp": parallel.size,
+        "layers": config.num_hidden_layers,
+    }
+    box = Box(parallel, TINY_SIZES if options.tiny else sizes_of_r1(), options.out, options.seconds, about)
+    box.say(f"{about}, all-reduce by {'peers' if parallel.peers is not None else 'the library'}")
+    loaded = build(config, parallel, device)
+    box.say("weights are made")
+    make_engine(box, loaded)
+    first, rest = box.sizes.cells[: box.sizes.wanted], box.sizes.cells[box.sizes.wanted :]
+    measures: dict[str, Callable[[Box], None]] = {
+        "wanted": lambda box: measure_cells(box, first, "wanted"),
+        "guesses": lambda box: measure_guesses(box, loaded),
+        "sums": measure_sums,
+        "beside": measure_beside,
+        "rest": lambda box: measure_cells(box, rest, "rest"),
+    }
+    for name in options.parts.split(","):
+        box.part(name, measures[name])
+    if device.type == "cuda":
+        box.report["reserved_gb"] = torch.cuda.max_memory_reserved(device) / 1e9
+        box.save()
+    if parallel.rank == 0:
+        print_table(box.report)
+    if "failed" in box.report:
+        os._exit(1)  # what was broken off holds the others up when they part
+    return box.report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--seconds", type=float, default=400.0)
+    parser.add_argument("--layers", type=int, help="only so many of the 61: a test of the script")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--out", type=Path)
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    report_of_ranks(run, parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()

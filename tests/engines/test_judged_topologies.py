@@ -1,0 +1,75 @@
+"""What tests/judges/vllm_topologies.py starts and judges by: the commands on four cards, and models whose routers are decided."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "judges"))
+
+import middle_models
+import torch
+from make_model import write_dense
+from vllm_cuda import routing_ties
+from vllm_topologies import CASES, TOPOLOGIES, deployments
+
+SMALL: dict[str, Any] = {"hidden_size": 512, "num_attention_heads": 2, "moe_intermediate_size": 64}
+MODELS = {
+    "deepseek_v3-middle": SMALL | {"num_key_value_heads": 2, "intermediate_size": 128, "q_lora_rank": 64, "num_nextn_predict_layers": 0},
+    "qwen3_moe-middle": SMALL | {"num_key_value_heads": 2, "head_dim": 64},
+}
+
+
+def ties(path: Path, name: str) -> int:
+    """Tokens of 120 whose experts BF16 may tell otherwise."""
+    config = middle_models.MIDDLE[name] | MODELS[name]
+    write_dense(path, config, middle_models.weights(config))
+    generator = torch.Generator().manual_seed(1)
+    return sum(int(tied.sum()) for tied in routing_ties(path, torch.randint(8, 320, (3, 40), generator=generator).tolist()))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_routers_of_middle_models_are_decided(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ties(tmp_path / "decided", name) == 0
+    monkeypatch.setattr(middle_models, "_ROUTER", 0.0)  # what is left of a router is random
+    assert ties(tmp_path / "random", name) > 3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = middle_models.MIDDLE["deepseek_v3-middle"] | MODELS["deepseek_v3-middle"] | {"num_nextn_predict_layers": 1}
+    return write_dense(tmp_path_factory.mktemp("model") / "m", config, middle_models.weights(config))
+
+
+@pytest.mark.parametrize(
+    ("topology", "tensor", "pipeline", "data", "boxes"),
+    [
+        ("tensor", 4, 1, 1, 1),
+        ("pipeline", 2, 2, 1, 2),
+        ("experts", 1, 1, 4, 1),
+        ("experts-over-boxes", 1, 1, 4, 2),
+        ("apart", 2, 1, 1, 2),
+        ("apart-twice", 1, 1, 1, 4),
+        ("mtp-alone", 1, 1, 1, 1),
+    ],
+)
+def test_commands_take_four_cards(model: Path, topology: str, tensor: int, pipeline: int, data: int, boxes: int) -> None:
+    launches = [launch for made in deployments(model, topology, 4) for launch in made.launches]
+    assert len({launch.box for launch in launches}) == len(launches) == boxes
+    for launch in launches:
+        ((_, command),) = launch.commands
+
+        def option(name: str, words: tuple[str, ...] = command) -> int:
+            return int(words[words.index(name) + 1]) if name in words else 1
+
+        found = option("--tensor-parallel-size"), option("--pipeline-parallel-size"), option("--data-parallel-size")
+        assert found == (tensor, pipeline, data)
+    alone = TOPOLOGIES[topology].devices
+    assert TOPOLOGIES[topology].ranks(4) == (alone or 4) == tensor * pipeline * data * (boxes if topology.startswith("apart") else 1)
+
+
+def test_cases_are_of_topologies_and_formats() -> None:
+    for model, format, topology in CASES["cuda"]:
+        assert topology in TOPOLOGIES
+        assert model == "tiny-r1" or format == "source" or format in middle_models.FORMATS

@@ -1,0 +1,171 @@
+"""Load curves of the commands that `quantkit deploy` prints: latency at request rates that double until it passes a limit.
+
+    python tests/judges/load_curves.py --vllm PYTHON --directory DIR --cards 4
+
+The model is one that vllm_topologies.py wrote in DIRECTORY, with a tokenizer of whole words. All servers are started beside each other on
+the same cards, with their graphs, and measured one after the other, each by as many clients as it takes: a client is what `quantkit
+bench URL --request-rate` runs. The requests of a rate arrive for --per-rate seconds (Poisson). Then a process of each server is killed
+while streams run (dead_worker.py): of its ranks the second, or of its servers for decode the last. Writes DIRECTORY/load-curves.json.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from dead_worker import observed
+from vllm_server import KEY, Server
+from vllm_topologies import TOPOLOGIES, deployments
+from word_tokenizer import with_words
+
+from quantkit.errors import QuantkitError
+from quantkit.evaluation.speed.endpoint import EndpointTarget
+from quantkit.evaluation.speed.measure import RequestTimes, summarize
+from quantkit.evaluation.speed.workload import Workload
+
+CLIENTS = 8
+USERS = 1024  # requests that may be open at a time
+FEWEST = 64  # requests of a rate
+# Several servers share a card, and none needs much of it.
+MEMORY = ("--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", str(2**33), "--max-num-seqs", "256")
+# Whose death is looked at: by its title, among all processes of the server or of the one with that number.
+KILLED = {
+    "tensor": ("VLLM::Worker_TP1", None),
+    "pipeline": ("VLLM::Worker_PP1", None),
+    "experts": ("VLLM::EngineCore_DP1", None),
+    "apart": ("VLLM::Worker_TP1", 1),
+    "apart-twice": ("VLLM::EngineCore", 3),
+}
+COLUMNS = (
+    "topology",
+    "offered_rate",
+    "request_rate",
+    "ttft_s_p50",
+    "ttft_s_p95",
+    "tpot_ms_p50",
+    "tpot_ms_p95",
+    "tokens_per_second",
+    "failed",
+)
+
+
+def ask(url: str, model: str, work: Workload) -> list[RequestTimes]:
+    """One client's requests."""
+    return list(EndpointTarget(url, model, api_key=KEY).run(work))
+
+
+def measured(pool: Executor, url: str, model: str, lengths: tuple[int, int], rate: float | None, requests: int) -> dict[str, Any]:
+    """One row: `requests` of (input, output) tokens at `rate` in all, or without one as fast as USERS / CLIENTS users ask."""
+    share, users = rate and rate / CLIENTS, USERS // CLIENTS
+    works = [Workload(*lengths, requests // CLIENTS, users, round((rate or 0) * 100) + client, share) for client in range(CLIENTS)]
+    times = [one for client in [pool.submit(ask, url, model, work) for work in works] for one in client.result()]
+    row = summarize(times, lengths[0], USERS, rate=rate).to_json()
+    good = [one for one in times if one.error is None]
+    series = {"ttft_s": [one.ttft_s for one in good], "tpot_ms": [one.tpot_ms for one in good if one.tpot_ms is not None]}
+    for name, values in series.items():
+        row |= {f"{name}_p{percent}": round(float(np.percentile(values, percent)), 4) for percent in (50, 95) if values}
+    return row
+
+
+def curve(pool: Executor, url: str, model: str, asked: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows at doubling rates; the last is the first that passes a limit, loses a request or is not kept up with."""
+    lengths = (asked.input_len, asked.output_len)
+    measured(pool, url, model, lengths, None, FEWEST)  # warms up
+    rows, rate = list[dict[str, Any]](), asked.first_rate
+    until = time.monotonic() + asked.seconds
+    while time.monotonic() < until:
+        rows.append(measured(pool, url, model, lengths, rate, max(FEWEST, round(rate * asked.per_rate))))
+        slow = rows[-1]["ttft_s_p95"] > asked.ttft or rows[-1]["tpot_ms_p95"] > asked.tpot
+        if slow or rows[-1]["failed"]:
+            break
+        rate *= 2
+    return rows
+
+
+def killed(name: str, server: Server, model: str) -> dict[str, Any]:
+    """What clients see when one process dies, by dead_worker.py."""
+    title, number = KILLED[name]
+    found = server.find(title, number)
+    return {"killed": title} | observed(server.url, {"Authorization": f"Bearer {KEY}"}, model, found, 12, tokens=900, after=0.7)
+
+
+def told(name: str, row: dict[str, Any]) -> str:
+    return " ".join(f"{name if column == 'topology' else _short(row.get(column)):>18}" for column in COLUMNS)
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def start(path: Path, asked: argparse.Namespace, names: Sequence[str]) -> dict[str, Server]:
+    eager = ["--enforce-eager"] if asked.eager else []
+    made = {name: deployments(path, name, asked.cards) for name in names}
+    logs = {name: asked.directory / f"load-{name}" for name in names}
+    return {
+        name: Server(made[name], 100 + number, range(asked.cards), "cuda", asked.vllm, logs[name], [*MEMORY, *eager])
+        for number, name in enumerate(names)
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vllm", default=sys.executable, help="python of an environment with vLLM")
+    parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--model", default="deepseek_v3-middle/awq", help="of DIRECTORY")
+    parser.add_argument("--cards", type=int, default=4)
+    parser.add_argument("--topologies", default="tensor,experts,apart,apart-twice", help=f"of {', '.join(TOPOLOGIES)}")
+    parser.add_argument("--input-len", type=int, default=512)
+    parser.add_argument("--output-len", type=int, default=64)
+    parser.add_argument("--first-rate", type=float, default=16)
+    parser.add_argument("--per-rate", type=float, default=3, help="seconds that requests of a rate arrive for")
+    parser.add_argument("--ttft", type=float, default=1.0, help="limit in seconds, of 95 %% of the requests")
+    parser.add_argument("--tpot", type=float, default=50.0, help="limit in milliseconds, likewise")
+    parser.add_argument("--seconds", type=float, default=30, help="after which a curve begins no further rate")
+    parser.add_argument("--wait", type=float, default=150, help="seconds that servers may take to come up")
+    parser.add_argument("--eager", action="store_true")
+    asked = parser.parse_args()
+    path = with_words(asked.directory / asked.model, asked.directory / "words" / Path(asked.model).name)
+    result: dict[str, Any] = {"model": asked.model, "input_len": asked.input_len, "output_len": asked.output_len, "curves": {}, "dead": {}}
+    servers = start(path, asked, asked.topologies.split(","))
+    print(told("topology", {column: column for column in COLUMNS}), flush=True)
+
+    def keep() -> None:
+        (asked.directory / "load-curves.json").write_text(json.dumps(result, indent=1))
+
+    try:
+        with ProcessPoolExecutor(CLIENTS, get_context("spawn")) as pool:
+            for name, server in servers.items():
+                try:
+                    server.wait(asked.wait)
+                    result["curves"][name] = curve(pool, server.url, path.name, asked)
+                except (RuntimeError, OSError, QuantkitError, httpx.HTTPError) as problem:
+                    result["curves"][name] = f"{type(problem).__name__}: {problem}"
+                    print(f"{name}: {problem}", flush=True)
+                    continue
+                finally:
+                    keep()
+                print("\n".join(told(name, row) for row in result["curves"][name]), flush=True)
+        serving = [name for name, rows in result["curves"].items() if not isinstance(rows, str)]
+        with ThreadPoolExecutor(len(servers)) as threads:
+            for name, waited in [(name, threads.submit(killed, name, servers[name], path.name)) for name in serving]:
+                try:
+                    result["dead"][name] = waited.result()
+                except (OSError, httpx.HTTPError) as problem:
+                    result["dead"][name] = f"{type(problem).__name__}: {problem}"
+                print(f"{name}: {json.dumps(result['dead'][name])}", flush=True)
+                keep()
+    finally:
+        for server in servers.values():
+            server.end()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
