@@ -275,10 +275,9 @@ class Engine:
             self.leader.guess(*wanted)
         self.leader.step()
         advanced = self.compute_step()
-        for sequence in advanced:
-            if sequence.fault is not None:
-                self.cancel(sequence, "error")
-                sequence.fail(sequence.fault)
+        for sequence, fault in [(one, one.fault) for one in advanced if one.fault is not None]:
+            self.cancel(sequence, "error")
+            sequence.fail(fault)
         return advanced
 
     @torch.inference_mode()
@@ -293,9 +292,8 @@ class Engine:
         if step.decode and not step.prefill:
             kept = self.speculation.acceptance.accepted - accepted
             self.speculation.guessing.stepped(len(step.decode), rows, kept, time.perf_counter() - began)
-        for sequence in advanced:
-            if sequence.finish_reason:
-                self.scheduler.remove(sequence)
+        for sequence in [one for one in advanced if one.finish_reason]:
+            self.scheduler.remove(sequence)
         return advanced
 
     def _pass(self, step: ScheduledStep) -> list[Sequence]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quantkit.errors import QuantkitError
 from quantkit.executor.graphs import DecodeRows, Forward
-from quantkit.executor.runner import ForwardPass, Span
+from quantkit.executor.runner import ForwardPass
 from quantkit.executor.sampling import log_probabilities
 from quantkit.executor.sequence import Sequence, TokenLogprob
 
@@ -34,22 +34,23 @@ def score_prompts(done: ForwardPass, model: Forward) -> None:
     if isinstance(done.where, DecodeRows):
         return  # of answers alone
     begin = 0
-    for span in done.spans:
-        if span.sequence.params.prompt_logprobs is not None:
-            _score(span, done.hidden[begin : begin + span.length], model)
-        begin += span.length
+    for sequence, start, length in done.spans:
+        if sequence.params.prompt_logprobs is not None:
+            _score(sequence, start, done.hidden[begin : begin + length], model)
+        begin += length
 
 
-def _score(span: Span, hidden: Tensor, model: Forward) -> None:
-    """hidden [length, H] of a span: a token's own row scores the one behind it. What is computed a second time is not scored again."""
-    sequence, known = span.sequence, span.sequence.prompt_logprobs
-    first, end = max(span.start, len(known)), min(span.start + span.length, sequence.prompt_len - 1)
-    for start in range(first, end, _SCORED_TOGETHER):
-        stop = min(start + _SCORED_TOGETHER, end)
-        logits = model.logits(hidden[start - span.start : stop - span.start])
-        following = sequence.token_ids[start + 1 : stop + 1]
+def _score(sequence: Sequence, start: int, hidden: Tensor, model: Forward) -> None:
+    """hidden [length, H] of the tokens from `start` on: a token's own row scores the one behind it. What is computed a second time is not
+    scored again."""
+    known = sequence.prompt_logprobs
+    first, end = max(start, len(known)), min(start + len(hidden), sequence.prompt_len - 1)
+    for begin in range(first, end, _SCORED_TOGETHER):
+        stop = min(begin + _SCORED_TOGETHER, end)
+        logits = model.logits(hidden[begin - start : stop - start])
+        following = sequence.token_ids[begin + 1 : stop + 1]
         known += token_logprobs([sequence.params.prompt_logprobs] * len(following), logits, following)
-        check_numbers(sequence, known[start:])
+        check_numbers(sequence, known[begin:])
 
 
 def check_numbers(sequence: Sequence, found: list[TokenLogprob]) -> None:

@@ -97,42 +97,43 @@ class Runner:
 
     def decode(self, sequences: list[Sequence]) -> ForwardPass:
         """The newest token of each sequence, and the drafted ones after it: successors of all are chosen."""
-        return self._without_prompts(_answer_spans(sequences))
+        return self._without_prompts(sequences)
 
     def mixed(self, sequences: list[Sequence], parts: list[tuple[Sequence, int]]) -> ForwardPass:
         """Both in one pass: as `decode` of `sequences` and `prefill` of `parts`."""
-        return self._with_prompts(_answer_spans(sequences), _prompt_spans(parts))
+        return self._with_prompts(sequences, _prompt_spans(parts))
 
     def joint(self, step: ScheduledStep, room: Room) -> ForwardPass:
         """This rank's part, which may be nothing, of a pass that several ranks compute together."""
-        answers = _answer_spans(step.decode)
-        return self._with_prompts(answers, _prompt_spans(step.prefill), room) if room.tokens else self._without_prompts(answers, room)
+        if room.tokens:
+            return self._with_prompts(step.decode, _prompt_spans(step.prefill), room)
+        return self._without_prompts(step.decode, room)
 
-    def _without_prompts(self, spans: list[Span], room: Room | None = None) -> ForwardPass:
-        rows, every = self._answer_rows(spans, room), list(range(_length(spans)))
+    def _without_prompts(self, answers: list[Sequence], room: Room | None = None) -> ForwardPass:
+        rows, every = self._answer_rows(answers, room), list(range(_num_rows(answers)))
         self._expect(len(every), 0, room)
         result = self.steps.run(rows)
         if room is not None:
             result = StepResult(*(part[: len(every)] for part in result))
-        counts = [(sequence, length) for sequence, _, length in spans]
-        return ForwardPass(spans, result.hidden, rows, result.logits, result.greedy, every, counts)
+        counts = [(sequence, 1 + len(sequence.drafts)) for sequence in answers]
+        return ForwardPass(_answer_spans(answers), result.hidden, rows, result.logits, result.greedy, every, counts)
 
-    def _with_prompts(self, answers: list[Span], prompts: list[Span], room: Room | None = None) -> ForwardPass:
+    def _with_prompts(self, answers: list[Sequence], prompts: list[Span], room: Room | None = None) -> ForwardPass:
         own = [PromptRows(one.token_ids[start : start + length], start, one.blocks, one.state) for one, start, length in prompts]
         given = self._answer_rows(answers, room) if answers or (room is not None and room.rows) else None
-        rows, new = list(range(_length(answers))), _length(prompts)
+        rows, new = list(range(_num_rows(answers))), sum(length for _, _, length in prompts)
         self._expect(len(rows), new, room)
         hidden = self.prompts.run(given, own if room is None else [*own, *self._nobodys(room.tokens - new)])
         if room is not None:
             hidden = torch.cat((hidden[: len(rows)], hidden[room.rows : room.rows + new]))
-        counts, end = [(one.sequence, one.length) for one in answers], len(rows)
+        counts, end = [(sequence, 1 + len(sequence.drafts)) for sequence in answers], len(rows)
         for sequence, start, length in prompts:
             end += length
             sequence.num_cached += length
             if start + length == len(sequence.token_ids):
                 rows.append(end - 1)
                 counts.append((sequence, 1))
-        spans, where = [*answers, *prompts], partial(self.prompts.context, given, own)
+        spans, where = [*_answer_spans(answers), *prompts], partial(self.prompts.context, given, own)
         if not rows:
             return ForwardPass(spans, hidden, where, None, None, rows, counts)
         logits = self.model.logits(hidden[torch.tensor(rows, device=self.device)])
@@ -142,12 +143,12 @@ class Runner:
         """Where so many tokens of sequences attend, as prompts do."""
         return self.prompts.context(None, [PromptRows([0] * length, start, one.blocks, one.state) for one, start, length in spans])
 
-    def _answer_rows(self, spans: list[Span], room: Room | None = None) -> DecodeRows:
-        if _length(spans) == len(spans):
-            rows = self.rows([one.token_ids[-1] for one, _, _ in spans], [(one, start) for one, start, _ in spans])
+    def _answer_rows(self, answers: list[Sequence], room: Room | None = None) -> DecodeRows:
+        if _num_rows(answers) == len(answers):
+            rows = self.rows([one.token_ids[-1] for one in answers], [(one, one.num_cached) for one in answers])
         else:
-            token_ids = [token for one, _, _ in spans for token in (one.token_ids[-1], *one.drafts)]
-            rows = self.rows(token_ids, [(one, start + i) for one, start, length in spans for i in range(length)])
+            token_ids = [token for one in answers for token in (one.token_ids[-1], *one.drafts)]
+            rows = self.rows(token_ids, [(one, one.num_cached + i) for one in answers for i in range(1 + len(one.drafts))])
         return rows if room is None else rows.padded(room.rows, room.width)
 
     def _nobodys(self, tokens: int) -> list[PromptRows]:
@@ -191,8 +192,9 @@ class BlockTables:
         return self._array
 
 
-def _length(spans: list[Span]) -> int:
-    return sum([length for _, _, length in spans])
+def _num_rows(answers: list[Sequence]) -> int:
+    """One for each newest token, and for each draft."""
+    return len(answers) + sum([len(one.drafts) for one in answers])
 
 
 def _prompt_spans(parts: list[tuple[Sequence, int]]) -> list[Span]:
@@ -200,4 +202,5 @@ def _prompt_spans(parts: list[tuple[Sequence, int]]) -> list[Span]:
 
 
 def _answer_spans(sequences: list[Sequence]) -> list[Span]:
-    return [Span(sequence, sequence.num_cached, 1 + len(sequence.drafts)) for sequence in sequences]
+    new = tuple.__new__  # half the time of Span(...), for every answer of every step
+    return [new(Span, (sequence, sequence.num_cached, 1 + len(sequence.drafts))) for sequence in sequences]
