@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from command import measured, numbers, parser
-from grouped_model import MODELS, Bench
+from grouped_model import MODELS, GroupedBench
 from made_engine import made_model
 from r1_synthetic import SyntheticWeights
 
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         fields = fields | {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
         MODELS[model] = (MODELS[model][0], fields | {"num_hidden_layers": 8, "vocab_size": 512})
         fields = MODELS[model][1]
-    bench = Bench(model, 0, device, bits=options.bits)
+    bench = GroupedBench(model, 0, device, bits=options.bits)
     plain = made_model(bench.model, bench.config, bench.weights, device)
     report: dict[str, Any] = {"device": torch.cuda.get_device_name() if not options.tiny else "cpu", "bits": options.bits, "rows": []}
     length = options.input_len + options.output_len

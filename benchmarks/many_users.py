@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from command import measured, numbers, parser
-from grouped_model import MODELS, Bench
+from grouped_model import MODELS, GroupedBench
 from made_engine import made_engine, made_model
 
 from quantkit.executor import budget
@@ -52,7 +52,7 @@ def round_of(engine: Engine, users: int, input_len: int, output_len: int, vocab:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    bench = Bench(options.model, options.layers, device, bits=options.bits)
+    bench = GroupedBench(options.model, options.layers, device, bits=options.bits)
     vocab = bench.config.vocab_size
     loaded = made_model(bench.model, bench.config, bench.weights, device)
     engine = made_engine(loaded, max(options.users), options.input_len + options.output_len)

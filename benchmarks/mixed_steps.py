@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from command import measured, numbers, parser
-from grouped_model import MODELS, Bench
+from grouped_model import MODELS, GroupedBench
 
 from quantkit.executor import budget
 from quantkit.executor.cache import BLOCK_SIZE
@@ -30,7 +30,7 @@ from quantkit.executor.scheduler import StepBudget
 class MixedSteps:
     """A prompt beside `answers` rows of `context` tokens each."""
 
-    def __init__(self, bench: Bench, options: argparse.Namespace) -> None:
+    def __init__(self, bench: GroupedBench, options: argparse.Namespace) -> None:
         self.bench, self.options = bench, options
         self.per_row = -(-(options.context + 4096) // BLOCK_SIZE)
         blocks = options.answers * self.per_row
@@ -75,7 +75,7 @@ class MixedSteps:
 @torch.inference_mode()
 def run(options: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
-    steps = MixedSteps(Bench(options.model, torch.device("cuda")), options)
+    steps = MixedSteps(GroupedBench(options.model, torch.device("cuda")), options)
     alone = []
     for _ in range(12):
         began = time.perf_counter()
