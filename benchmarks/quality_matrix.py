@@ -63,8 +63,8 @@ class Job:
 
 
 def jobs(given: argparse.Namespace) -> list[Job]:
-    """Most wanted first: AutoRound's longest, which would not end otherwise; then for each seed the schemes that have targets, variants of
-    ours, and the other schemes."""
+    """Most wanted first: the first scheme's longest of AutoRound, which would not end otherwise; then for each seed the schemes that have
+    targets, variants of ours, and the other schemes; then the longest of other schemes."""
     variants = json.loads(given.variants.read_text()) if given.variants else {}
     found = []
     for turn, seed in enumerate(given.seeds):
@@ -76,7 +76,7 @@ def jobs(given: argparse.Namespace) -> list[Job]:
             for name, settings in variants.get(scheme, {}).items():
                 found += [(3 * turn + 1 + late, Job(judge, scheme, f"quantkit {name}", seed, settings)) for judge in given.models]
             for name in STRONGEST.get(scheme, ()) if turn == 0 and given.peers and given.longest else ():
-                found += [(-1, Job(judge, scheme, name, seed)) for judge in given.models]
+                found += [(-1 if scheme == given.schemes[0] else 99, Job(judge, scheme, name, seed)) for judge in given.models]
     return [job for _, job in sorted(found, key=lambda pair: pair[0])]
 
 

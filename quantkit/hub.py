@@ -2,7 +2,7 @@
 
 `find_model` gives a directory, and downloads a hub model whole. `read_headers` gives what `plan` and `inspect` need of a hub
 model: config files, and the headers of its shards by HTTP range requests. It downloads no weight: 16 MB for DeepSeek-R1's 163
-shards of 688 GB. The index is not read: 9 MB that say what the headers say.
+shards of 688 GB. The index is not read, 9 MB that say what the headers say, but where shards lie in folders below, which it names.
 """
 
 from collections.abc import Iterator
@@ -17,6 +17,7 @@ from quantkit.errors import QuantkitError
 from quantkit.model_files import LARGEST, read_json
 
 _DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "tokenization_*.py")
+_INDEX = "model.safetensors.index.json"
 _CONNECTIONS = 8
 """Headers that are asked for at a time."""
 
@@ -75,7 +76,7 @@ def read_headers(name: str, wanted: tuple[str, ...]) -> RemoteHeaders:
     api = HfApi()
     with _told(name, "check the name and the network, or give a directory"):
         listed = [file.rfilename for file in api.model_info(name).siblings or []]
-        shards = _shards(listed)
+        shards = _shards(name, listed)
         files = {file: read_json(Path(hf_hub_download(name, file)), LARGEST) for file in wanted if file in listed}
         with ThreadPoolExecutor(_CONNECTIONS) as pool:
             headers = list(pool.map(lambda shard: api.parse_safetensors_file_metadata(name, shard), shards))
@@ -97,7 +98,7 @@ def fetch_small(name: str, wanted: tuple[str, ...]) -> tuple[Path, dict[str, int
     from huggingface_hub.hf_api import RepoFile
 
     with _told(name, "check the name and the network, or give a directory"):
-        sizes = {entry.path: entry.size for entry in HfApi().list_repo_tree(name) if isinstance(entry, RepoFile)}
+        sizes = {entry.path: entry.size for entry in HfApi().list_repo_tree(name, recursive=True) if isinstance(entry, RepoFile)}
         folders = [Path(hf_hub_download(name, file)).parent for file in wanted if file in sizes]
     if not folders:
         raise QuantkitError(f"hub model {name} has none of the files of a model", "give a model in the layout of transformers")
@@ -120,12 +121,18 @@ def read_header_of(name: str, shard: str, size: int) -> dict[str, RemoteTensor]:
     return {key: RemoteTensor(one.dtype, tuple(one.shape), one.data_offsets) for key, one in header.tensors.items()}
 
 
-def _shards(listed: list[str]) -> list[str]:
-    """`model-*.safetensors` where there is an index, else `model.safetensors` where that is there. Others are another copy."""
-    if "model.safetensors" in listed and "model.safetensors.index.json" not in listed:
-        return ["model.safetensors"]
-    stem = "model-" if "model.safetensors.index.json" in listed else ""
-    return sorted(file for file in listed if file.endswith(".safetensors") and file.startswith(stem) and "/" not in file)
+def _shards(name: str, listed: list[str]) -> list[str]:
+    """`model-*.safetensors` where there is an index, else `model.safetensors` where that is there. Others are another copy, unless they lie
+    in folders below and the index names them."""
+    from huggingface_hub import hf_hub_download
+
+    files = [file for file in listed if file.endswith(".safetensors")]
+    if _INDEX not in listed:
+        return ["model.safetensors"] if "model.safetensors" in files else sorted(file for file in files if "/" not in file)
+    if any("/" in file for file in files):
+        named = read_json(Path(hf_hub_download(name, _INDEX)), LARGEST).get("weight_map")
+        return sorted({*files} & {*map(str, named.values())}) if isinstance(named, dict) else []
+    return sorted(file for file in files if file.startswith("model-"))
 
 
 def _find_directory(name: str) -> Path | None:
@@ -156,7 +163,7 @@ def _cached(name: str) -> Path | None:
     if not isinstance(found, str):
         return None
     folder = Path(found).parent
-    index = folder / "model.safetensors.index.json"
+    index = folder / _INDEX
     if not index.exists():
         return folder if (folder / "model.safetensors").exists() else None
     shards = read_json(index, LARGEST).get("weight_map")

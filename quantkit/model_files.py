@@ -1,7 +1,8 @@
 """Opening the files of a model's folder, which anybody may have made.
 
 Only regular files are opened, and none makes the reader wait. A link may not lead out of the folder; in the hub's cache, where every
-file of a snapshot is a link, it may lead anywhere in the repository's own folder. Sizes are limited before a byte is read.
+file of a snapshot is a link, it may lead anywhere in the repository's own folder. Sizes are limited before a byte is read. Shards may lie
+in folders below, where the index names them so.
 """
 
 import json
@@ -36,15 +37,21 @@ def is_there(path: Path) -> bool:
     return os.path.lexists(path)
 
 
-def open_file(path: Path) -> int:
-    """A descriptor for reading. Raises QuantkitError where `path` is no regular file, cannot be read, or leads out of its folder."""
+def is_inside(name: str) -> bool:
+    """Whether a name of an index leads to a file of the model's folder, or of a folder below it, by its words alone."""
+    return not name.startswith("/") and all(part not in ("", ".", "..") for part in name.split("/"))
+
+
+def open_file(path: Path, folder: Path | None = None) -> int:
+    """A descriptor for reading. folder: of the model, where `path` is in a folder below it. Raises QuantkitError where `path` is no regular
+    file, cannot be read, or leads out of the model's folder."""
     try:
         target = Path(os.path.realpath(path, strict=True))
         mode = target.stat().st_mode
         if not stat.S_ISREG(mode):
             kind = next((name for test, name in _KINDS if test(mode)), "special file")
             raise QuantkitError(f"{path} is a {kind}, not a file", _AGAIN)
-        if not any(target.is_relative_to(root) for root in _roots(path.parent)):
+        if not any(target.is_relative_to(root) for root in _roots(folder or path.parent)):
             raise QuantkitError(
                 f"{path} is a link to {target}, outside of the model's folder", "put the file itself there, or remove the link"
             )

@@ -116,24 +116,31 @@ SCHEMES: dict[str, Scheme] = {
     scheme.name: scheme
     for scheme in (
         Scheme(
-            "awq-w4a16", _W4, 16, ("awq", "gptq"), ("awq", "compressed-tensors"), "int4 in groups of 128, activation-aware, compensated"
+            "awq-w4a16",
+            _W4,
+            16,
+            ("awq", "gptq", "descent"),
+            ("awq", "compressed-tensors"),
+            "int4 in groups of 128, activation-aware, compensated",
         ),
         Scheme("rtn-w4a16", _W4, 16, (), ("awq", "compressed-tensors"), "int4 in groups of 128, rounded to nearest, no calibration"),
-        Scheme("fp4-w4a16", Fp4Grid(), 16, ("awq", "gptq"), ("modelopt", "compressed-tensors"), "NVFP4 weights, 16-bit activations"),
+        Scheme(
+            "fp4-w4a16", Fp4Grid(), 16, ("awq", "gptq", "descent"), ("modelopt", "compressed-tensors"), "NVFP4 weights, 16-bit activations"
+        ),
         Scheme(
             "nvfp4-w4a4",
             Fp4Grid(activation_bits=4),
             4,
-            ("awq", "gptq"),
+            ("awq", "gptq", "descent"),
             ("compressed-tensors", "modelopt"),
             "NVFP4 weights, NVFP4 activations",
         ),
-        Scheme("mxfp4-w4a16", Mxfp4Grid(), 16, ("awq", "gptq"), ("compressed-tensors",), "MXFP4 weights, 16-bit activations"),
+        Scheme("mxfp4-w4a16", Mxfp4Grid(), 16, ("awq", "gptq", "descent"), ("compressed-tensors",), "MXFP4 weights, 16-bit activations"),
         Scheme(
             "int8-a8w8c16",
             _W8,
             8,
-            ("smooth", "gptq"),
+            ("smooth", "awq", "gptq"),
             ("compressed-tensors", "modelslim"),
             "int8 weights per channel, int8 activations per token, BF16 cache",
         ),
@@ -150,7 +157,7 @@ SCHEMES: dict[str, Scheme] = {
             "int4-w4a8-groups",
             IntGrid(bits=4, group_size=128, symmetric=True, activation_bits=8),
             8,
-            ("awq", "gptq"),
+            ("awq", "gptq", "descent"),
             ("compressed-tensors",),
             "int4 in groups of 128 without zero points, int8 activations per token",
         ),

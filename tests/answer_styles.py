@@ -1,9 +1,10 @@
 """The corpus of answer styles: how models end their replies, each with the verdict of a person who read it.
 
-A file of evaluation/grading/corpus holds one task. `= GOLD` begins a problem (mmlu_pro: `= LETTER | option | option ...`); then every line
-is a reply, behind `+` where a reader calls it right and `-` where not. `⏎` stands for a new line; in programs `‹R›` and `‹W›` stand for a
-right and a wrong solution and `‹P›` for the prompt. Verdicts were written down before any grader saw them. What the reader goes by: the
-reply's own last answer counts, whole, as its writer would explain it; several answers, or one that is taken back, are no answer;
+A file of evaluation/grading/corpus holds one task. `= GOLD` begins a problem (mmlu_pro: `= LETTER | option | option ...`), and
+`? QUESTION` behind it says what is asked, where it matters; then every line is a reply, behind `+` where a reader calls it right and `-`
+where not. `⏎` stands for a new line; in programs `‹R›` and `‹W›` stand for a right and a wrong solution and `‹P›` for the prompt. Verdicts
+were written down before any grader saw them. What the reader goes by: the reply's own last answer counts, whole, as its writer would
+explain it; several answers, or one that is taken back, are no answer;
 typesetting, units and politeness change nothing; what stands in the reasoning is not said.
 """
 
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 CORPUS = Path(__file__).parent / "evaluation" / "grading" / "corpus"
+UNTOLD = "Which is it?"
 TASKS = ("aime24", "gsm8k", "math_500", "mmlu_pro", "humaneval", "live_code_bench")
 
 TOTAL = 'from typing import List\n\n\ndef total(xs: List[int]) -> int:\n    """ Sum of xs. """\n'
@@ -81,31 +83,31 @@ class Style:
     right: bool
 
 
-def _number_row(gold: str) -> dict[str, Any]:
-    return {"id": gold, "problem": "Which number is it?", "answer": gold}
+def _number_row(gold: str, question: str) -> dict[str, Any]:
+    return {"id": gold, "problem": question, "answer": gold}
 
 
-def _gsm8k_row(gold: str) -> dict[str, Any]:
-    return {"question": "How many are there?", "answer": f"So many.\n#### {gold}"}
+def _gsm8k_row(gold: str, question: str) -> dict[str, Any]:
+    return {"question": question, "answer": f"So many.\n#### {gold}"}
 
 
-def _math_row(gold: str) -> dict[str, Any]:
-    return {"unique_id": gold, "problem": "What is it?", "answer": gold, "solution": f"\\boxed{{{gold}}}", "subject": "Algebra", "level": 1}
+def _math_row(gold: str, question: str) -> dict[str, Any]:
+    return {"unique_id": gold, "problem": question, "answer": gold, "solution": f"\\boxed{{{gold}}}", "subject": "Algebra", "level": 1}
 
 
-def _choice_row(text: str) -> dict[str, Any]:
+def _choice_row(text: str, question: str) -> dict[str, Any]:
     letter, *options = (part.strip() for part in text.split("|"))
-    about = {"question_id": 1, "question": "Which is it?", "category": "other", "cot_content": ""}
+    about = {"question_id": 1, "question": question, "category": "other", "cot_content": ""}
     return about | {"options": options, "answer": letter, "answer_index": ord(letter) - ord("A")}
 
 
-def _function_row(kind: str) -> dict[str, Any]:
+def _function_row(kind: str, question: str) -> dict[str, Any]:
     prompt, test = FUNCTIONS[kind]
     name, body = re.findall(r"(?m)^def (\w+)", prompt)[-1], SOLUTIONS[kind][0].partition("\n")[2]
     return {"task_id": "own/0", "prompt": prompt, "entry_point": name, "canonical_solution": body, "test": test}
 
 
-def _contest_row(kind: str) -> dict[str, Any]:
+def _contest_row(kind: str, question: str) -> dict[str, Any]:
     starter, name, tests = CALLS.get(kind, ("", None, [("3\n1 2 3\n", "6\n"), ("2\n-5 5\n", "0\n")]))
     made = [json.dumps([{"input": i, "output": o, "testtype": "functional" if name else "stdin"}]) for i, o in tests]
     return {
@@ -135,13 +137,16 @@ def styles(task: str) -> tuple[Style, ...]:
 
 
 def _read(task: str) -> Iterator[Style]:
-    row, solutions = {}, ("", "")
+    gold, row, solutions = "", {}, ("", "")
     for line in (CORPUS / f"{task}.txt").read_text(encoding="utf-8").split("\n"):
         if not line:
             continue
         mark, text = line[:1], line[2:]
         if mark == "=":
-            row, solutions = _ROWS[task](text), SOLUTIONS.get(text, ("", ""))
+            gold, row, solutions = text, _ROWS[task](text, UNTOLD), SOLUTIONS.get(text, ("", ""))
+            continue
+        if mark == "?":
+            row = _ROWS[task](gold, text.replace("⏎", "\n"))
             continue
         assert mark in "+-", line
         reply = text.replace("⏎", "\n")

@@ -135,6 +135,17 @@ WHOLE: dict[str, Behaviour] = {
         *(piece.replace(b'{"choices"', b'{"error": false, "choices"') for piece in (*_PIECES, STOP)), DONE
     ),
     "more length promised than sent": lambda wire, body: (wire.head(200, STREAM, Content_Length="99999"), wire.write(*_PIECES, END))[0],
+    "counts that are not known": lambda wire, body: wire.stream(
+        *_PIECES, STOP, event({"choices": [], "usage": {"prompt_tokens": -1, "completion_tokens": -1}}), DONE
+    ),
+    "the end in small letters": lambda wire, body: wire.stream(*_PIECES, STOP, USAGE, b"data: [done]\n\n"),
+    "words that say it still works": lambda wire, body: wire.stream(
+        b"data: ping\n\n", _PIECES[0], b"event: keepalive\ndata: keep-alive\n\n", _PIECES[1], b"data: HEARTBEAT\n\n", END
+    ),
+    "JSON lines": lambda wire, body: (
+        wire.head(200, "application/x-ndjson"),
+        wire.write(*(piece.removeprefix(b"data: ") for piece in (*_PIECES, STOP, USAGE))),
+    )[0],
     "junk behind the end": lambda wire, body: wire.stream(*_PIECES, END, b"data: {{{\n\n"),
     "not streamed": lambda wire, body: (
         wire.head(200, "application/json"),
@@ -153,6 +164,12 @@ BROKEN: dict[str, Behaviour] = {
     "an event without its field": lambda wire, body: wire.stream(_PIECES[0], _PIECES[1].removeprefix(b"data: "), END),
     "ends of lines that are CR": lambda wire, body: wire.stream(*(piece.replace(b"\n", b"\r") for piece in (*_PIECES, END))),
     "no body": lambda wire, body: wire.head(200, "application/json"),
+    "a word that says nothing known": lambda wire, body: wire.stream(*_PIECES, b"data: overloaded\n\n", END),
+    "JSON lines cut": lambda wire, body: (
+        wire.head(200, "application/x-ndjson"),
+        wire.write(_PIECES[0].removeprefix(b"data: "), _PIECES[1].removeprefix(b"data: ")[:30]),
+    )[0],
+    "content a number": lambda wire, body: wire.stream(event({"choices": [{"delta": {"content": 7}}]}), END),
     "data null": lambda wire, body: wire.stream(b"data: null\n\n", *_PIECES, END),
     "data a number": lambda wire, body: wire.stream(*_PIECES, b"data: 7\n\n", END),
     "an error in the stream": lambda wire, body: wire.stream(_PIECES[0], event({"error": {"message": "out of memory"}})),

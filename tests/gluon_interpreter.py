@@ -1,9 +1,10 @@
-"""An interpreter of Gluon kernels on the CPU, as far as wgmma_kernel.py goes: the same source over torch tensors, program after program.
+"""An interpreter of Gluon kernels on the CPU, as far as both wgmma_kernel.py go: the same source over torch tensors, program after program.
 
 Triton's own interpreter does not take Gluon. Layouts mean nothing here; what is refused is what a card would hang or err on: a barrier that
 is waited for while nothing is on its way, a place that is loaded before its product is done, an address outside a tensor.
 """
 
+import itertools
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -45,16 +46,54 @@ class Pointer:
 class Place:
     """A tile in shared memory: free, full, or being read by a product."""
 
-    def __init__(self) -> None:
-        self.value, self.state = torch.empty(0), "free"
+    def __init__(self, dtype: torch.dtype, *shape: int) -> None:
+        self.value, self.state, self.missing = torch.empty(shape, dtype=dtype), "free", shape[0]
 
     def permute(self, order: tuple[int, int]) -> "Turned":
         return Turned(self, order)
+
+    def slice(self, first: int, length: int) -> "Rows":
+        return Rows(self, first, length)
+
+    def fill(self, values: Tensor, first: int = 0) -> None:
+        assert self.state == "free", "loaded before its product was done"
+        self.value[first : first + len(values)] = values
+        self.missing -= len(values)
+        assert self.missing >= 0, "loaded twice"
+        if self.missing == 0:
+            self.state = "full"
+
+    def free(self) -> None:
+        self.state, self.missing = "free", len(self.value)
+        if self.value.is_floating_point():
+            self.value.fill_(float("nan"))
+
+    def load(self, layout: None) -> Tensor:
+        assert self.state == "full", self.state
+        return self.value.clone()
+
+    def store(self, values: Tensor) -> None:
+        assert self.state != "read", "written while a product reads it"
+        self.value.copy_(values)
+        self.state, self.missing = "full", 0
+
+
+class Rows:
+    def __init__(self, place: Place, first: int, length: int) -> None:
+        self.place, self.first, self.length = place, first, length
+
+    def fill(self, values: Tensor) -> None:
+        assert len(values) == self.length
+        self.place.fill(values, self.first)
 
 
 class Turned:
     def __init__(self, place: Place, order: tuple[int, int]) -> None:
         self.place, self.order = place, order
+
+    @property
+    def value(self) -> Tensor:
+        return self.place.value.permute(self.order)
 
 
 class Barrier:
@@ -74,8 +113,9 @@ class Machine:
     """One program at a time. Products that were issued keep their places until they have been waited for."""
 
     def __init__(self) -> None:
-        self.program, self.programs = 0, 1
-        self.issued: list[tuple[Place, Place]] = []
+        self.program, self.programs = (0,), (1,)
+        self.issued: list[tuple[Place, ...]] = []
+        self.lasting: set[Place] = set()
 
     def expect(self, barrier: Barrier, count: int, pred: bool = True) -> None:
         if pred:
@@ -85,25 +125,41 @@ class Machine:
     def wait(self, barrier: Barrier, phase: int) -> None:
         assert barrier.ended % 2 != phase, "waited for what is not on its way"
 
-    def copy(self, source: Descriptor, at: list[int], barrier: Barrier, to: Place, pred: bool = True) -> None:
+    def copy(self, source: Descriptor, at: list[int], barrier: Barrier, to: Place | Rows, pred: bool = True) -> None:
         if pred:
-            assert to.state == "free", "loaded before its product was done"
-            to.value, to.state = source.tile((at[0], at[1])), "full"
-            barrier.arrive(to.value.numel() * to.value.element_size())
+            tile = source.tile((int(at[0]), int(at[1])))
+            to.fill(tile)
+            barrier.arrive(tile.numel() * tile.element_size())
 
-    def product(self, a: Place, b: Turned, acc: Tensor, is_async: bool) -> Tensor:
+    def product(self, a: Place | Tensor, b: Place | Turned, acc: Tensor, is_async: bool, use_acc: bool = True) -> Tensor:
         assert is_async
-        for place in (a, b.place):
-            assert place.state == "full", place.state
+        places = [one.place if isinstance(one, Turned) else one for one in (a, b) if not isinstance(one, Tensor)]
+        for place in places:
+            assert place.state in (("full", "read") if place in self.lasting else ("full",)), place.state
             place.state = "read"
-        self.issued.append((a, b.place))
-        return acc + a.value.int() @ b.place.value.permute(b.order).int()
+        self.issued.append(tuple(places))
+        left, right = (one if isinstance(one, Tensor) else one.value for one in (a, b))
+        product = left.to(acc.dtype) @ right.to(acc.dtype)
+        return acc + product if use_acc else product
 
-    def products_done(self, num_outstanding: int, deps: tuple[Tensor]) -> Tensor:
+    def products_done(self, num_outstanding: int, deps: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         while len(self.issued) > num_outstanding:
             for place in self.issued.pop(0):
-                place.state = "free"
-        return deps[0]
+                if place in self.lasting:
+                    place.state = "full"
+                else:
+                    place.free()
+        return deps[0] if len(deps) == 1 else deps
+
+    def allocate(self, dtype: torch.dtype, shape: list[int], layout: object) -> Any:
+        """Barriers, or places of a ring; or one place, which stays as it is after a product."""
+        if dtype == torch.int64:
+            return _Memory(Barrier() for _ in range(shape[0]))
+        if len(shape) == 3:
+            return _Memory(Place(dtype, *shape[1:]) for _ in range(shape[0]))
+        place = Place(dtype, *shape)
+        self.lasting.add(place)
+        return place
 
 
 def _load(pointer: Pointer, mask: Tensor | None = None, other: float = 0, cache_modifier: str = "") -> Tensor:
@@ -130,25 +186,35 @@ class _Memory(list[Any]):
         return self[place]
 
 
-_KINDS = {torch.int64: Barrier, torch.int8: Place}
+def _where(which: Any, one: Any, other: Any) -> Any:
+    if isinstance(one, Tensor) and one.dim():
+        return torch.where(which, one, other)
+    return torch.where(which, torch.as_tensor(one), other) if isinstance(which, Tensor) and which.dim() else one if which else other
+
+
+def _of_tensors(whole: Callable[[Tensor, Tensor], Tensor], numbers: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda one, other: whole(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else numbers(one, other)
 
 
 def _modules(machine: Machine) -> dict[str, ModuleType]:
     language, gluon, hopper = ModuleType("language"), ModuleType("gluon"), ModuleType("hopper")
     vars(language).update(
         constexpr=lambda value: value, int8=torch.int8, int32=torch.int32, int64=torch.int64, float32=torch.float32,
-        static_range=range, minimum=min, maximum=max, where=lambda which, one, other: one if which else other,
-        program_id=lambda axis: machine.program, num_programs=lambda axis: machine.programs,
+        static_range=range, minimum=_of_tensors(torch.minimum, min), maximum=_of_tensors(torch.maximum, max), where=_where,
+        program_id=lambda axis: machine.program[axis], num_programs=lambda axis: machine.programs[axis],
+        full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype), exp2=torch.exp2, log2=torch.log2, max=torch.amax,
+        sum=torch.sum, NVMMASharedLayout=SimpleNamespace(get_default_for=_nothing),
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype), arange=lambda first, end, layout: torch.arange(first, end),
         expand_dims=torch.unsqueeze, convert_layout=lambda values, layout: values, load=_load, store=_store, atomic_add=_atomic_add,
-        allocate_shared_memory=lambda dtype, shape, layout: _Memory(_KINDS[dtype]() for _ in range(shape[0])),
-        **dict.fromkeys(("NVMMADistributedLayout", "SliceLayout", "BlockedLayout", "inline_asm_elementwise", "thread_barrier"), _nothing),
+        allocate_shared_memory=machine.allocate,
+        **dict.fromkeys(("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout"), _nothing),
+        **dict.fromkeys(("inline_asm_elementwise", "thread_barrier"), _nothing),
     )  # fmt: skip
     vars(gluon).update(language=language, jit=lambda function=None, **named: function or (lambda one: one))
     vars(hopper).update(
         mbarrier=SimpleNamespace(init=_nothing, MBarrierLayout=_nothing, expect=machine.expect, wait=machine.wait),
         tma=SimpleNamespace(async_copy_global_to_shared=machine.copy),
-        warpgroup_mma=machine.product, warpgroup_mma_wait=machine.products_done,
+        warpgroup_mma=machine.product, warpgroup_mma_wait=machine.products_done, fence_async_shared=_nothing,
     )  # fmt: skip
     root = "triton.experimental"
     found = {name: ModuleType(name) for name in ("triton", root, f"{root}.gluon.language.nvidia")}
@@ -175,16 +241,17 @@ def _instead(modules: dict[str, ModuleType]) -> Any:
 
 
 def interpreted(source: Path, kernel: str) -> Callable[..., None]:
-    """A kernel of a file, as a function of the number of programs and then its own arguments."""
+    """A kernel of a file, as a function of the number of programs, along one axis or several, and then its own arguments."""
     machine = Machine()
     names: dict[str, Any] = {"__name__": source.stem}
     with _instead(_modules(machine)):
         exec(compile(source.read_text(), str(source), "exec"), names)
 
-    def run(programs: int, *args: object, **named: object) -> None:
-        machine.programs = programs
-        for machine.program in range(programs):
+    def run(programs: int | tuple[int, ...], *args: object, **named: object) -> None:
+        machine.programs = programs if isinstance(programs, tuple) else (programs,)
+        for machine.program in itertools.product(*map(range, machine.programs)):  # noqa: B020
             names[kernel](*args, **named)
             assert not machine.issued
+            machine.lasting.clear()
 
     return run

@@ -46,10 +46,12 @@ def serve(folder: Path, name: str = "org/model") -> Iterator[Hub]:
             self._file(body=True)
 
         def _listing(self) -> object:
-            files = sorted(path for path in folder.iterdir() if path.is_file())
+            files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
             if "/tree/" in self.path:
-                return [{"type": "file", "path": path.name, "size": path.stat().st_size, "oid": COMMIT} for path in files]
-            return {"id": name, "sha": COMMIT, "siblings": [{"rfilename": path.name} for path in files]}
+                below = "recursive=true" in self.path.lower()
+                there = {file: path for file, path in files.items() if below or "/" not in file}
+                return [{"type": "file", "path": file, "size": path.stat().st_size, "oid": COMMIT} for file, path in there.items()]
+            return {"id": name, "sha": COMMIT, "siblings": [{"rfilename": file} for file in files]}
 
         def _file(self, *, body: bool) -> None:
             asked = re.fullmatch(rf"/{name}/resolve/[^/]+/(.+)", self.path)

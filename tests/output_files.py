@@ -1,4 +1,4 @@
-"""The files of a quantized checkpoint, to be compared with those of another run."""
+"""The files of a quantized checkpoint, to be compared with those of another run; and shards moved to a folder below."""
 
 import json
 import re
@@ -21,3 +21,14 @@ def files(directory: Path) -> dict[str, bytes]:
             del manifest["files"][name]
         found |= {REPORTS[0]: json.dumps(facts).encode(), REPORTS[1]: page, "manifest.json": json.dumps(manifest).encode()}
     return found
+
+
+def shards_below(model: Path) -> Path:
+    """The same model with its shards in the folder `weights` below, where its index names them. Returns `model`."""
+    index = model / "model.safetensors.index.json"
+    told = json.loads(index.read_text())
+    (model / "weights").mkdir()
+    for shard in set(told["weight_map"].values()):
+        (model / shard).rename(model / "weights" / shard)
+    index.write_text(json.dumps({"weight_map": {name: f"weights/{shard}" for name, shard in told["weight_map"].items()}}))
+    return model

@@ -7,14 +7,17 @@ from pathlib import Path
 
 import hub_server
 import make_model
+import output_files
 import pytest
 import r1_headers
+import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 import quantkit
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.remote import open_headers
+from quantkit.diagnosis.diagnose import diagnose
 from quantkit.errors import QuantkitError
 from quantkit.hub import find_local, find_model
 from quantkit.recipe import Recipe
@@ -61,6 +64,23 @@ def test_another_copy_beside_the_only_shard_is_not_read(tmp_path: Path, monkeypa
     with hub_server.serve(folder, NAME) as server:
         use(server, monkeypatch)
         assert open_headers(NAME).tensors.keys() == tensors.keys()
+
+
+def test_shards_in_a_folder_below_are_those_that_the_index_names(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = output_files.shards_below(shutil.copytree(tiny_checkpoint, tmp_path / "model"))
+    (folder / "original").mkdir()
+    save_file({"layers.0.attention.wq.weight": torch.zeros(2, 2)}, folder / "original" / "consolidated.safetensors")
+    with hub_server.serve(folder, NAME) as server:
+        use(server, monkeypatch)
+        remote, local = open_headers(NAME), Checkpoint.open(folder)
+        assert {name: (t.shape, t.shard) for name, t in remote.tensors.items()} == {
+            name: (t.shape, t.shard) for name, t in local.tensors.items()
+        }
+        assert {diagnose(one, depth="headers").findings.verdict for one in (NAME, str(folder))} == {"good"}
+        assert find_local(NAME) is None
+        assert Checkpoint.open(find_model(NAME)).fingerprint == local.fingerprint
 
 
 def test_a_weight_that_was_not_downloaded_is_named(hub: hub_server.Hub) -> None:

@@ -48,7 +48,7 @@ def observe(sublayer: Sublayer, tensors: Mapping[str, Tensor], states: HiddenSta
         observer.held_out = batch.held_out
         sublayer.run(block, states.quantized.hidden[batch.part], batch.lengths)
     if recorder.asked:  # which experts the original path chooses
-        block = sublayer.build(LayerWeights(tensors, recorder, unread=frozenset(row.module for row in sublayer.rows)))
+        block = sublayer.build(LayerWeights(tensors, recorder, unread=sublayer.ends))
         for batch in states.original.batches():
             sublayer.run(block, states.original.hidden[batch.part], batch.lengths)
     routed = recorder.routed(states.quantized.fitted, len(states.quantized.hidden))
@@ -61,12 +61,12 @@ def observe(sublayer: Sublayer, tensors: Mapping[str, Tensor], states: HiddenSta
 
 def _observe_experts_input(sublayer: Sublayer, routed: Routed, states: HiddenStatePair, observer: Observer) -> None:
     """Where no linear but a router reads the experts' input, it was not observed: a router is no linear."""
-    group = sublayer.reaching_experts
-    if group is None or group.observe in observer:
+    site = sublayer.experts_site
+    if site is None or site in observer:
         return
     for batch in states.quantized.batches():
         observer.held_out = batch.held_out
-        observer(group.observe, routed.x[batch.part])
+        observer(site, routed.x[batch.part])
 
 
 def probe(sublayer: Sublayer, tensors: Mapping[str, Tensor], states: HiddenStatePair) -> Probe:

@@ -100,8 +100,8 @@ class Scaled:
     @property
     def experts_input(self) -> ScaledInput | None:
         """What the routed experts read; None without experts."""
-        group = self.sublayer.reaching_experts
-        return None if group is None else self.inputs[group.observe]
+        site = self.sublayer.experts_site
+        return None if site is None else self.inputs[site]
 
 
 def scaled_input(statistics: InputStatistics, solvers: Solvers, scale: Tensor | None, curvature: Curvature | None = None) -> ScaledInput:
@@ -180,9 +180,8 @@ def _to_round(observed: Observed) -> Iterator[str]:
     for first, modules in observed.sites.items():
         if not observed.sublayer.quantized.isdisjoint(modules):
             yield first
-    group = observed.sublayer.reaching_experts
-    if group is not None:
-        yield group.observe
+    if observed.sublayer.experts_site is not None:
+        yield observed.sublayer.experts_site
 
 
 def _check_same(observed: Observed, after: Probe) -> None:

@@ -96,10 +96,12 @@ def _at_once(rows: Tensor) -> int:
 
 
 def _candidates(solver: Solver, consumers: Sequence[Consumer], inputs: InputStatistics) -> Tensor:
-    rows = [consumer.rows for consumer in consumers]
-    points = solver.recipe.scale_points
+    """All ones first. "smooth" has largest magnitudes of activations and weights, "awq" their sizes in the mean; both of them, both."""
+    rows, recipe, found = [consumer.rows for consumer in consumers], solver.recipe, []
     if "smooth" in solver.methods:
         weight_max = torch.stack([w.abs().amax(-2) for w in rows]).amax(0)
-        return smoothing_candidates(inputs.absmax, weight_max, points)
-    size = inputs.mean_hessian.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
-    return candidate_scales(size, relative_weight(rows, solver.group_size), points)
+        found.append(smoothing_candidates(inputs.absmax, weight_max, recipe.scale_points))
+    if "awq" in solver.methods:
+        size = inputs.mean_hessian.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
+        found.append(candidate_scales(size, relative_weight(rows, solver.group_size), recipe.scale_points, recipe.weight_points))
+    return torch.cat(found)

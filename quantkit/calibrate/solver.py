@@ -13,8 +13,9 @@ from torch import Tensor
 
 from quantkit.calibrate.batches import PIECE_VALUES
 from quantkit.models.reading import Reading
+from quantkit.quant.compensation import compensate
 from quantkit.quant.fp4 import global_scale, input_divisor
-from quantkit.quant.gptq import Curvature, compensate, scaled_losses
+from quantkit.quant.gptq import Curvature, scaled_losses
 from quantkit.quant.rounding import Fp4Rounder, IntRounder, Mxfp4Rounder, Rounder, RoundingStep, round_to_nearest
 from quantkit.quant.two_sided import compensate_both, judged_outputs
 from quantkit.quant.weights import Fp4Weight, RoundedWeight, Weight
@@ -166,7 +167,7 @@ class Solver:
             values, step = self._round(batch, per_row, curvature)
         else:
             judge = judged_outputs(outputs, JUDGED_OUTPUTS)
-            values, step = compensate_both(batch, curvature, outputs, self.rounder(per_row), sweeps=self.sweeps)
+            values, step = compensate_both(batch, curvature, outputs, self.rounder(amax[:, None]), sweeps=self.sweeps)
         nearest, _ = round_to_nearest(batch, self.rounder(per_row, fit=False))
         return {
             module: self._finish(w, [_Part(values[i], _rows(step, i), *_told(w, (values[i], nearest[i]), samples[i], judge))], amax[i])

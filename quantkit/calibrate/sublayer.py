@@ -15,6 +15,7 @@ from quantkit.calibrate.parameter_reader import ParameterReader
 from quantkit.calibrate.routing import no_experts
 from quantkit.calibrate.solvers import Solvers
 from quantkit.calibrate.source_model import SourceModel
+from quantkit.calibrate.units import feed_forward_unit
 from quantkit.models.context import CausalContext
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.reading import Reading
@@ -46,6 +47,7 @@ class Sublayer:
     built whole, but the other sublayer's linears are asked for only when they run. groups: the scale groups inside it, those inside one
     routed expert left out. stored: dtype on disk of what stays unquantized, by tensor name. quantized: modules that are rounded;
     frozen: those that the output holds packed as the source does. solvers: of what is rounded.
+    experts: the first linear of its routed experts, None where it has none.
     importance: what a squared error in each channel of the residual stream counts after this sublayer, float32 [H]; None: alike.
     outputs: what an error there costs, [H, H], where GPTQ is to heed it.
     """
@@ -60,6 +62,7 @@ class Sublayer:
     quantized: set[str]
     frozen: set[str]
     solvers: Solvers
+    experts: str | None
     importance: Tensor | None
     outputs: Curvature | None
 
@@ -74,8 +77,14 @@ class Sublayer:
 
     @property
     def reaching_experts(self) -> ScaleGroup | None:
-        """The group whose scale the routed experts read; None without experts."""
+        """The group whose scale the routed experts read; None without experts, and where none was proven."""
         return next((group for group in self.groups if group.reaches_experts), None)
+
+    @property
+    def experts_site(self) -> str | None:
+        """What the routed experts' input is observed under; None without experts."""
+        group = self.reaching_experts
+        return self.experts if group is None else group.observe
 
 
 def sublayer_of(
@@ -90,6 +99,7 @@ def sublayer_of(
     """One half of a decoder layer by its unit, from the model's table."""
     rows, needed = model.sublayer_rows(unit, layer)
     own = {row.name for row in rows}
+    experts = next(iter(model.experts(layer).values()), None) if unit == feed_forward_unit(layer) else None
     return Sublayer(
         name=unit,
         build=lambda weights: model.architecture.DecoderLayer(model.config, layer, weights),
@@ -101,6 +111,7 @@ def sublayer_of(
         quantized=model.quantized,
         frozen=model.frozen,
         solvers=solvers,
+        experts=None if experts is None else experts.gate.module,
         importance=importance,
         outputs=outputs,
     )

@@ -157,7 +157,8 @@ class Walk:
         asked = asked and self.model.config.streams is None
         if solved or layer not in self.model.layers or not asked:
             return None
-        cost = self.residual.cost(self.model.units[unit], states.hidden[: states.fitted], self.model.config.rms_norm_eps)
+        stream = states.hidden[: states.fitted, : self.model.config.hidden_size]  # there may be more, beside experts
+        cost = self.residual.cost(self.model.units[unit], stream, self.model.config.rms_norm_eps)
         return Curvature.of(cost, self.solvers.recipe.output_damping)
 
     # --- one sublayer ----------------------------------------------------------------------------------------------------
@@ -197,10 +198,10 @@ class Walk:
             return Written(*self._loaded(sublayer.name))
         observed = self._observed(sublayer, states)
         weights, plain = self._loaded(sublayer.name)
-        group = sublayer.reaching_experts
-        assert group is not None, f"no scale group of {sublayer.name} reaches its experts"
-        scale = scale_in_effect(sublayer, group, self.model.weights, plain)
-        return Written(weights, plain, observed.routed, scaled_input(observed.inputs[group.observe], self.solvers, scale))
+        group, site = sublayer.reaching_experts, sublayer.experts_site
+        assert site is not None, f"{sublayer.name} has experts"
+        scale = None if group is None else scale_in_effect(sublayer, group, self.model.weights, plain)
+        return Written(weights, plain, observed.routed, scaled_input(observed.inputs[site], self.solvers, scale))
 
     def _loaded(self, unit: str) -> tuple[Mapping[str, Weight], Mapping[str, Tensor]]:
         weights, plain = self.log.load(unit)

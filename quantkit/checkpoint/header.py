@@ -95,9 +95,10 @@ class TensorPart(TensorInfo):
         return side[self.first :: self.step][: self.shape[0]]
 
 
-def read_header(path: Path) -> list[TensorInfo]:
-    """Tensors of one safetensors file, in the order of their bytes. Raises QuantkitError for a damaged file."""
-    with os.fdopen(open_file(path), "rb") as file:
+def read_header(folder: Path, shard: str) -> list[TensorInfo]:
+    """Tensors of one safetensors file of a model's folder, in the order of their bytes. Raises QuantkitError for a damaged file."""
+    path = folder / shard
+    with os.fdopen(open_file(path, folder), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         prefix = file.read(8)
         length = int.from_bytes(prefix, "little")
@@ -111,13 +112,13 @@ def read_header(path: Path) -> list[TensorInfo]:
     if not isinstance(entries, dict):
         raise _damaged(path, "has a header that is not a JSON object")
     entries.pop("__metadata__", None)
-    tensors = [_tensor(path, name, entry, 8 + length) for name, entry in entries.items()]
+    tensors = [_tensor(path, shard, name, entry, 8 + length) for name, entry in entries.items()]
     tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
     _check_extent(path, tensors, 8 + length, size)
     return tensors
 
 
-def _tensor(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
+def _tensor(path: Path, shard: str, name: str, entry: Any, data_start: int) -> TensorInfo:
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise _senseless(path, name)
     shape, offsets = entry["shape"], entry["data_offsets"]
@@ -127,7 +128,7 @@ def _tensor(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
         raise _senseless(path, name)
     if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
         raise QuantkitError(f"{name} in {path} has dtype {entry['dtype']}", f"quantkit reads {', '.join(DTYPES)}")
-    tensor = TensorInfo(name, DTYPES[entry["dtype"]], tuple(shape), path.name, data_start + offsets[0])
+    tensor = TensorInfo(name, DTYPES[entry["dtype"]], tuple(shape), shard, data_start + offsets[0])
     if offsets[1] - offsets[0] != tensor.nbytes:
         raise _senseless(path, name)
     return tensor

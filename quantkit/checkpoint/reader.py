@@ -23,7 +23,7 @@ from quantkit.checkpoint.renamed import renamed
 from quantkit.checkpoint.shards import CPU, Shards
 from quantkit.checkpoint.stacked import unstacked
 from quantkit.errors import QuantkitError
-from quantkit.model_files import LARGEST, is_there, read_json
+from quantkit.model_files import LARGEST, is_inside, is_there, read_json
 from quantkit.quant.weights import Weight
 from quantkit.schemes import SCHEMES, Grid, Scheme
 
@@ -189,7 +189,7 @@ def _read_tensors(path: Path) -> dict[str, TensorInfo]:
     """All tensors of the shards: those of the index where there is one, else those of the only shard."""
     index_path = _find_index(path)
     if index_path is None:
-        return {tensor.name: tensor for tensor in read_header(_only_shard(path))}
+        return {tensor.name: tensor for tensor in read_header(path, _only_shard(path))}
     weight_map = read_json(index_path, LARGEST).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise QuantkitError(f"{index_path} has no weight_map", "download or copy that file again")
@@ -227,12 +227,12 @@ def _find_index(path: Path) -> Path | None:
     return found[0] if found else None
 
 
-def _only_shard(path: Path) -> Path:
+def _only_shard(path: Path) -> str:
     shards = sorted(path.glob("*.safetensors"))
     if len(shards) == 1:
-        return shards[0]
+        return shards[0].name
     if is_there(path / _WHOLE):  # as transformers reads it; others are another copy, such as Mistral's consolidated.safetensors
-        return path / _WHOLE
+        return _WHOLE
     if shards:
         raise QuantkitError(f"{path} has {len(shards)} safetensors files and no {_INDEX}", "download the index too")
     pickles = sorted(file.name for file in path.iterdir() if file.suffix in _PICKLES)
@@ -244,10 +244,10 @@ def _only_shard(path: Path) -> Path:
 
 
 def _read_shard(path: Path, shard: str, index_path: Path) -> dict[str, TensorInfo]:
-    if Path(shard).name != shard or not shard.endswith(".safetensors"):
+    if not is_inside(shard) or not shard.endswith(".safetensors"):
         raise QuantkitError(f"{index_path} names the shard {shard!r}, which is no safetensors file beside it", "download the index again")
     if not is_there(path / shard):
         raise QuantkitError(
             f"shard {shard} is missing from {path} ({index_path.name} names it)", "download it, or restore it, and run again"
         )
-    return {tensor.name: tensor for tensor in read_header(path / shard)}
+    return {tensor.name: tensor for tensor in read_header(path, shard)}

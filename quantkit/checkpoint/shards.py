@@ -99,7 +99,7 @@ class Shards:
     def descriptor(self, shard: str) -> int:
         with self._lock:
             if shard not in self._descriptors:
-                self._descriptors[shard] = open_file(self.path / shard)
+                self._descriptors[shard] = open_file(self.path / shard, self.path)
             return self._descriptors[shard]
 
     def __del__(self) -> None:

@@ -16,12 +16,14 @@ from quantkit.checkpoint.formats.base import output_config
 from quantkit.checkpoint.formats.nvfp4 import Nvfp4
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.stack import Stack
 from quantkit.conversion.differences import as_dtype, fit_scales, stored_error
 from quantkit.conversion.report import Change, ConversionReport, joined
 from quantkit.conversion.target import activation_bits, common_grid, find_target, plain_dtype
 from quantkit.devices import dtype_name
 from quantkit.engines.profiles import part_of
 from quantkit.models import by_name, is_known
+from quantkit.models.module_tree import read_tree
 from quantkit.models.stored import check_listed, read_model
 from quantkit.models.table import Parameter
 from quantkit.progress import peak_memory
@@ -36,7 +38,8 @@ UNIT_BYTES = 64 * 2**20
 class Item:
     """A linear that is quantized in the source (`name` is the module), or any other tensor (`name` is its own).
 
-    key: under which its change is reported. quantized: whether it is so in the output.
+    key: under which its change is reported. quantized: whether it is so in the output. stack: of routed experts that the source has one by
+    one and the output, which is plain, as the model is published: all in one tensor.
     """
 
     name: str
@@ -44,6 +47,7 @@ class Item:
     quantized: bool
     key: str
     specs: tuple[TensorSpec, ...]
+    stack: Stack | None = None
 
 
 class ConversionPlan:
@@ -64,6 +68,8 @@ class ConversionPlan:
         parts = {name for linear in checkpoint.linears.values() for name in linear.tensors}
         self.items = [self._linear(module) for module in checkpoint.linears]
         self.items += [self._tensor(name) for name in checkpoint.tensors if name not in parts]
+        if self.target is dense.FORMAT:
+            self._stack_items()
         self.total_bytes = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
 
     def _linear(self, module: str) -> Item:
@@ -86,6 +92,16 @@ class ConversionPlan:
         key = f"{dtype_name(info.dtype)} to {dtype_name(dtype)}" if cast else "copied"
         return Item(name, False, False, key, (TensorSpec(name, dtype, info.shape),))
 
+    def _stack_items(self) -> None:
+        """Put together what is published in one tensor, and was cut up to be quantized: transformers looks for it so."""
+        own = {item.specs[0].name: item for item in self.items}
+        for stack in published_stacks_of(self.checkpoint):
+            names = stack.names
+            if stack.name not in own and own.keys() >= {*names}:
+                spec = TensorSpec(stack.name, own[names[0]].specs[0].dtype, stack.whole_shape)
+                self.items = [item for item in self.items if item.specs[0].name not in names]
+                self.items.append(Item(stack.name, False, False, own[names[0]].key, (spec,), stack))
+
     def specs(self) -> list[TensorSpec]:
         return [spec for item in self.items for spec in item.specs]
 
@@ -105,6 +121,8 @@ class ConversionPlan:
 
     def parts(self, item: Item) -> tuple[str, ...]:
         """The tensors of the source that it is made from."""
+        if item.stack is not None:
+            return tuple(part for name in item.stack.names for part in self.checkpoint.parts(name.removesuffix(".weight")))
         return tuple(self.checkpoint.linears[item.name].tensors) if item.linear else (item.name,)
 
     def source_bytes(self, item: Item) -> int:
@@ -136,6 +154,8 @@ class ConversionPlan:
 
     def _convert(self, item: Item) -> tuple[dict[str, Tensor], float]:
         name, dtype = item.specs[0].name, item.specs[0].dtype
+        if item.stack is not None:
+            return self._stacked(item.specs[0], item.stack)
         if not item.linear:
             tensor = self.checkpoint.read(item.name)
             return ({name: tensor}, 0.0) if tensor.dtype == dtype else as_dtype(name, tensor.float(), dtype)
@@ -144,6 +164,16 @@ class ConversionPlan:
             return as_dtype(name, dequantize(weight), dtype)
         packed = self.target.pack(item.name, self._fitted(item.name, weight))
         return packed, stored_error(item.name, weight, self.target.unpack(item.name, packed))
+
+    def _stacked(self, spec: TensorSpec, stack: Stack) -> tuple[dict[str, Tensor], float]:
+        """All experts of a layer in one tensor, decoded one after the other."""
+        whole, worst = torch.empty(spec.shape, dtype=spec.dtype), 0.0
+        for room, names in zip(whole.mT if stack.turned else whole, stack.parts):
+            for place, name in zip(room.split(stack.shape[0]), names):
+                made, error = as_dtype(name, dequantize(self.checkpoint.weight(name.removesuffix(".weight"))).float(), spec.dtype)
+                place.copy_(made[name])
+                worst = max(worst, error)
+        return {spec.name: whole}, worst
 
     def _fitted(self, module: str, weight: Weight) -> Weight:
         """As the target stores it."""
@@ -195,6 +225,12 @@ class ConversionPlan:
             for name in self.parts(item):
                 entries[name] = {"status": status, "became": became}
         return dict(sorted(entries.items()))
+
+
+def published_stacks_of(checkpoint: Checkpoint) -> tuple[Stack, ...]:
+    """Tensors of all routed experts of a layer that checkpoints of this architecture hold; none of one that quantkit has a table for."""
+    experts = any(".experts." in module for module in checkpoint.linears)
+    return read_tree(checkpoint.config).stacks if experts and not is_known(checkpoint.config) else ()
 
 
 def _rows(checkpoint: Checkpoint) -> dict[str, Parameter]:

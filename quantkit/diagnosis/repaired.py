@@ -47,8 +47,7 @@ def write(seen: Survey, plan: Repair, out: Path) -> None:
         raise QuantkitError(f"{partial} is there from a run that was stopped", "remove it")
     partial.mkdir(parents=True)
     try:
-        _write_shards(seen, plan, partial)
-        held = [tensor for shard in sorted(partial.glob("*.safetensors")) for tensor in read_header(shard)]
+        held = [tensor for shard in _write_shards(seen, plan, partial) for tensor in read_header(partial, shard)]
         weight_map = {tensor.name: tensor.shard for tensor in held}
         index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in held)}, "weight_map": dict(sorted(weight_map.items()))}
         (partial / INDEX).write_text(json.dumps(index, indent=1))
@@ -61,11 +60,13 @@ def write(seen: Survey, plan: Repair, out: Path) -> None:
         raise
 
 
-def _write_shards(seen: Survey, plan: Repair, folder: Path) -> None:
+def _write_shards(seen: Survey, plan: Repair, folder: Path) -> list[str]:
+    """Returns their names."""
     by_shard: dict[str, list[str]] = {}
     for name, info in seen.tensors.items():
         by_shard.setdefault(info.shard, []).append(name)
     for shard, names in by_shard.items():
+        (folder / shard).parent.mkdir(parents=True, exist_ok=True)
         changed = {name: plan.changed[name] for name in names if name in plan.changed}
         if changed or any(name in seen.renamed for name in names):
             _rewrite(seen, names, changed, folder / shard)
@@ -73,6 +74,7 @@ def _write_shards(seen: Survey, plan: Repair, folder: Path) -> None:
             shutil.copyfile(seen.path / shard, folder / shard)
     if plan.added:
         _save(folder / _NEW_SHARD, plan.added)
+    return sorted({*by_shard, *([_NEW_SHARD] if plan.added else ())})
 
 
 def _rewrite(seen: Survey, names: list[str], changed: Mapping[str, Callable[[], Tensor]], target: Path) -> None:

@@ -20,7 +20,7 @@ from quantkit.checkpoint.stacked import unstacked
 from quantkit.diagnosis.findings import DiagnosisFindings
 from quantkit.errors import QuantkitError
 from quantkit.hub import fetch_small, find_local, read_header_of
-from quantkit.model_files import LARGEST, is_there, read_json, read_text
+from quantkit.model_files import LARGEST, is_inside, is_there, read_json, read_text
 
 INDEX = "model.safetensors.index.json"
 TEMPLATE = "chat_template.jinja"
@@ -31,6 +31,8 @@ _AT_ONCE = 8
 """Headers that are read at a time: those of the hub wait for the network."""
 Header = Callable[[str], dict[str, TensorInfo]]
 """A shard's name -> its tensors by name. Raises QuantkitError for a damaged one."""
+Holds = Callable[[str], bool]
+"""Whether a shard that an index names in a folder below is there."""
 
 
 @dataclass
@@ -75,7 +77,14 @@ def survey_model(model: str, findings: DiagnosisFindings) -> Survey:
 def of_folder(path: Path, findings: DiagnosisFindings) -> Survey:
     """Every file of a folder that tells something, the headers of all shards among them."""
     names = frozenset(file.name for file in path.iterdir())
-    return _looked_at(path, path, names, lambda shard: {info.name: info for info in read_header(path / shard)}, findings)
+
+    def holds(shard: str) -> bool:
+        return is_there(path / shard)
+
+    def header(shard: str) -> dict[str, TensorInfo]:
+        return {info.name: info for info in read_header(path, shard)}
+
+    return _looked_at(path, path, names, holds, header, findings)
 
 
 def _of_hub(model: str, findings: DiagnosisFindings) -> Survey:
@@ -87,11 +96,11 @@ def _of_hub(model: str, findings: DiagnosisFindings) -> Survey:
         return {name: remote_tensor(model, shard, name, entry) for name, entry in entries.items()}
 
     names = frozenset(name for name in sizes if "/" not in name)
-    return replace(_looked_at(Path(model), folder, names, header, findings), has_weights=False)
+    return replace(_looked_at(Path(model), folder, names, sizes.__contains__, header, findings), has_weights=False)
 
 
-def _looked_at(path: Path, folder: Path, names: frozenset[str], header: Header, findings: DiagnosisFindings) -> Survey:
-    """path: the model as it is told; folder: where its small files are; names: of all its files."""
+def _looked_at(path: Path, folder: Path, names: frozenset[str], holds: Holds, header: Header, findings: DiagnosisFindings) -> Survey:
+    """path: the model as it is told; folder: where its small files are; names: of all its files; holds: whether a folder below has one."""
     config = _json(folder, "config.json", findings)
     if not config and not findings.has("config-unreadable"):
         findings.add("config-unreadable", "config.json", "it is an empty object")
@@ -99,7 +108,7 @@ def _looked_at(path: Path, folder: Path, names: frozenset[str], header: Header, 
     side = {name: _json(folder, name, findings) for name in SIDE_FILES if name in names}
     settings = {name: _json(folder, name, findings, "tokenizer-broken") for name in _READ if name in names}
     template = _text(folder, TEMPLATE, findings) if TEMPLATE in names else None
-    tensors = _tensors(path, folder, names, header, findings)
+    tensors = _tensors(path, folder, names, holds, header, findings)
     return Survey(path, config, {name: value for name, value in side.items() if value}, tensors, settings, template, names, True)
 
 
@@ -135,9 +144,12 @@ def _text(path: Path, name: str, findings: DiagnosisFindings) -> str:
         return ""
 
 
-def _tensors(path: Path, folder: Path, names: frozenset[str], header: Header, findings: DiagnosisFindings) -> dict[str, TensorInfo]:
+def _tensors(
+    path: Path, folder: Path, names: frozenset[str], holds: Holds, header: Header, findings: DiagnosisFindings
+) -> dict[str, TensorInfo]:
     weight_map = _weight_map(folder, findings)
     there = {name for name in names if name.endswith(".safetensors")}
+    there |= {name for name in set(weight_map.values()) if "/" in name and is_inside(name) and holds(name)}
     # Names of an index that lead elsewhere are no shards of this folder.
     wanted = set(weight_map.values()) if weight_map else there
     missing = sorted(shard for shard in wanted if shard not in there)

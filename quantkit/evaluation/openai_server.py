@@ -21,6 +21,7 @@ LONGEST_LINE = 64 * 2**20  # bytes; a longer event is a server gone wrong, not a
 _MODEL_FACTS = ("root", "revision", "owned_by", "max_model_len")  # of an entry of /models, where they say more than its name
 _DRAIN_S = 1.0
 _FIELD = re.compile(r"(?:data|event|id|retry)?:")  # of an event, or a comment
+_ALIVE = re.compile(r"(?i)(?:ping|pong|keep-?_?alive|heartbeat)")  # what some servers send as an event to say that they still work
 
 
 class StreamError(Exception):
@@ -123,9 +124,10 @@ def fault(error: BaseException) -> str:
 async def _events(response: httpx.Response) -> AsyncGenerator[dict[str, Any]]:
     """The JSON objects of a server-sent event stream, up to [DONE].
 
-    A plain JSON body (a server that ignores `stream`) is one event. Its first line tells it from a stream where the content type, which
-    proxies change, is another. Servers put an event on one `data:` line; one that is spread over several, as the standard allows, is put
-    together at the empty line that ends it. A line that is no field is a stream gone wrong: text may have been in it.
+    A plain JSON body (a server that ignores `stream`) is one event, and so is every line of a body of JSON lines. The first line tells
+    them from a stream where the content type, which proxies change, is another. Servers put an event on one `data:` line; one that is
+    spread over several, as the standard allows, is put together at the empty line that ends it. A line that is no field is a stream gone
+    wrong: text may have been in it.
     """
     kind = response.headers.get("content-type", "")
     pieces = response.aiter_bytes()
@@ -136,14 +138,15 @@ async def _events(response: httpx.Response) -> AsyncGenerator[dict[str, Any]]:
         if line.strip() and _FIELD.match(line) is None:
             if is_stream:
                 raise StreamError(f"a line that is no event: {line[:200]!r}")
-            yield _parsed("\n".join([line, *[more async for more in lines]]), f"the answer ({kind or 'no content type'})")
+            async for event in _plain(line, lines, f"the answer ({kind or 'no content type'})"):
+                yield event
             return
         is_stream = is_stream or bool(line.strip())
         data = line.removeprefix("data:").strip(" ") if line.startswith("data:") else ""
-        if data == "[DONE]":
+        if data.upper() == "[DONE]":
             await _drain(pieces)
             return
-        if data:
+        if data and (held or not _ALIVE.fullmatch(data)):
             held.append(data)
         if held and (not line or _ends(held)):
             yield _parsed("\n".join(held), "an event")
@@ -152,6 +155,19 @@ async def _events(response: httpx.Response) -> AsyncGenerator[dict[str, Any]]:
         yield _parsed("\n".join(held), "an event")
     if not is_stream:
         raise StreamError(f"the answer ({kind or 'no content type'}) is empty")
+
+
+async def _plain(first: str, lines: AsyncIterator[str], what: str) -> AsyncGenerator[dict[str, Any]]:
+    """The objects of a body that is no event stream: of JSON lines, where the first one is an object by itself, else of one document."""
+    try:
+        json.loads(first)
+    except (ValueError, RecursionError):
+        yield _parsed("\n".join([first, *[more async for more in lines]]), what)
+        return
+    yield _parsed(first, what)
+    async for line in lines:
+        if line.strip():
+            yield _parsed(line, what)
 
 
 def _ends(held: list[str]) -> bool:

@@ -64,13 +64,13 @@ class DecoderLayer:
 
     def feed_forward(self, hidden: Tensor, context: Context) -> Tensor:
         """The MLP or expert half, residual included: hidden [T, H] -> [T, H]. It is the same for every context."""
-        return self.with_sum(hidden, self.summed(hidden))
+        return self.with_sum(hidden, self.summed(hidden, context), context)
 
-    def summed(self, hidden: Tensor) -> Tensor:
+    def summed(self, hidden: Tensor, context: Context) -> Tensor:
         """What the MLP, or the experts together, make of hidden [T, H]: [T, H]."""
         return self.mlp_sum(rms_norm(hidden, self.mlp_norm, self.eps))
 
-    def with_sum(self, hidden: Tensor, summed: Tensor) -> Tensor:
+    def with_sum(self, hidden: Tensor, summed: Tensor, context: Context) -> Tensor:
         """The hidden states after the half, from those before it and what `summed` gave."""
         return hidden + self.as_added(summed)
 

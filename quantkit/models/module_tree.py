@@ -109,6 +109,7 @@ def linear_weights(model: Any) -> dict[str, Tensor]:
         modules = dict(layer.named_modules())
         for name, module in modules.items():
             above = [modules[name.rsplit(".", cut)[0]] for cut in range(1, name.count(".") + 1)]
+            above += [layer] * (len(above) == 1)  # a router may lie beside the module of the experts
             left = isinstance(module, nn.Linear) and (_is_router(module, above) or _is_inside_mixer(module, above, hidden))
             if isinstance(module, nn.Linear) and not left and not _chooses(above):
                 found[f"{layer_name}.{name}.weight"] = module.weight
@@ -147,9 +148,13 @@ def _is_filter(name: str, modules: Mapping[str, nn.Module]) -> bool:
 
 
 def text_model(model: Any) -> Any:
-    """What holds the decoder layers: the model's decoder, or its base where what it calls so holds none, as a head may be called."""
+    """What holds the decoder layers: the model's decoder, or its base where what it calls so holds none, as a head may be called; and where
+    it calls itself so, the part of it that has layers and embedding."""
     found = model.get_decoder() if hasattr(model, "get_decoder") else model
-    return found if _lists(found) else model.base_model
+    found = found if _lists(found) else model.base_model
+    embedding = model.get_input_embeddings()
+    inner = [one for one in model.children() if _lists(one) and any(part is embedding for part in one.modules())]
+    return inner[0] if found is model and len(inner) == 1 else found
 
 
 def _lists(module: nn.Module) -> list[nn.ModuleList]:

@@ -57,10 +57,10 @@ class StreamsLayer(decoder.DecoderLayer):
         streams, _ = unpacked(hidden, self.count)
         return repacked(hidden, self._attend(streams, context))
 
-    def summed(self, hidden: Tensor) -> Tensor:
+    def summed(self, hidden: Tensor, context: Context) -> Tensor:
         return self._summed(*unpacked(hidden, self.count))
 
-    def with_sum(self, hidden: Tensor, summed: Tensor) -> Tensor:
+    def with_sum(self, hidden: Tensor, summed: Tensor, context: Context) -> Tensor:
         streams, _ = unpacked(hidden, self.count)
         return repacked(hidden, self._joined(streams, summed))
 

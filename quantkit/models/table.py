@@ -57,6 +57,7 @@ class Parameter:
     `segments`: rows that lie one after the other, each of which is cut by itself where ranks cut columns.
     `gain_offset` is what a norm adds to its stored gain before it multiplies by it: 1 in Gemma's.
     `behind_experts`: of what a layer's experts make together, before it joins the residual stream: a norm, a hyper-connection.
+    `beside_experts`: of a linear whose output is read there, too, beside what the experts make.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Parameter:
     gain_offset: float = 0.0
     segments: tuple[int, ...] = ()
     behind_experts: bool = False
+    beside_experts: bool = False
 
     @property
     def module(self) -> str:

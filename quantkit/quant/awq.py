@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 
-def candidate_scales(activation: Tensor, weight: Tensor, points: int) -> Tensor:
-    """Candidate scales [2 * points, ..., K], normalised so that sqrt(max * min) = 1; the first is all ones.
+def candidate_scales(activation: Tensor, weight: Tensor, points: int, weight_points: int = 0) -> Tensor:
+    """Candidate scales [(2 + weight_points) * points, ..., K], normalised so that sqrt(max * min) = 1; the first is all ones.
 
     activation [..., K]: size of each input channel. weight [..., K]: mean over the consumers' rows of |w| / max |w| of its group.
     """
@@ -21,7 +21,8 @@ def candidate_scales(activation: Tensor, weight: Tensor, points: int) -> Tensor:
     x = activation.clamp(min=1e-8)
     plain = x**ratios
     duo = plain / (weight ** (1 - ratios) + 1e-4)
-    return torch.cat([_normalised(plain), _normalised(duo)])
+    exponents = torch.linspace(0, 1, weight_points + 2)[1:-1].tolist()
+    return torch.cat([_normalised(one) for one in (plain, duo, *(plain / (weight**exponent + 1e-4) for exponent in exponents))])
 
 
 def _normalised(scale: Tensor) -> Tensor:

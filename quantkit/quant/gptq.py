@@ -10,10 +10,6 @@ Scaling channels by s turns H into D^-1 H D^-1 (D = diag s) and V into D^-1 V: a
 The order is by falling energy of the channels ("static activation ordering"): the largest go first, when there are still many others
 left to compensate. Steps are fitted beforehand, to the groups as they lie in memory, so the format needs no record of the order.
 
-Going over the columns again, each against the errors that all others now have, lowers the loss further (descent, as in CDQuant,
-arXiv 2406.17542): a column's best value is what it is plus (E H)_k / H_kk. Written with the errors of rounding, a block of such columns is
-a block of GPTQ's with another target and another reaction.
-
 Shapes: w [..., N, K], factors [..., K, K]; leading dimensions (experts, candidates) broadcast and run as one batch.
 """
 
@@ -32,15 +28,6 @@ BLOCK = 128
 STRIP = 16
 _PANEL = 512
 """Rows of a large square that are put in order at a time."""
-
-
-@dataclass(frozen=True)
-class CompensatedRows:
-    """values float32 [..., N, K] on the grid; step and zero [..., N, G]; loss float32 [..., N] = diag(E H E^T), damping included."""
-
-    values: Tensor
-    step: RoundingStep
-    loss: Tensor
 
 
 @dataclass(frozen=True)
@@ -135,15 +122,6 @@ def reverse_(square: Tensor) -> Tensor:
     return square
 
 
-def compensate(w: Tensor, curvature: Curvature, rounder: Rounder, sweeps: int = 0) -> CompensatedRows:
-    """Values of the grid for W float32 [..., N, K], channels as they lie in memory; the curvature has W's leading dimensions, or none.
-    sweeps: of descent, after GPTQ."""
-    step = fit_steps(w, rounder, curvature.conditional)
-    order = curvature.order
-    values, loss = rounded_columns(take(w.mT, order), curvature, rounder, Steps(step, step_groups(order, w, rounder)), sweeps)
-    return CompensatedRows(put_back(values, order).mT.contiguous(), step, loss)
-
-
 def scaled_losses(w: Tensor, scale: Tensor, curvature: Curvature, rounder: Rounder) -> Tensor:
     """Loss [C, ..., N] of compensated W s, for inputs divided by s. W float32 [..., N, K], scale [C, ..., K]: candidates.
 
@@ -158,10 +136,10 @@ def scaled_losses(w: Tensor, scale: Tensor, curvature: Curvature, rounder: Round
     return loss.unflatten(-1, (len(scale), -1)).movedim(-2, 0)
 
 
-def gptq(w: Tensor, curvature: Curvature, rounder: Rounder, steps: "Steps") -> tuple[Tensor, Tensor]:
+def gptq(w: Tensor, curvature: Curvature, rounder: Rounder, steps: "Steps", seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Values of the grid [..., K, N], and loss [..., N], of W transposed, [..., K, N]: a channel is one run of memory. All in the order
-    of the curvature."""
-    columns, factor, round_block = w.shape[-2], curvature.factor, _block_rounder(w.device)
+    of the curvature. seen [..., K, N], if given, becomes V^T E, whose square is the loss."""
+    columns, factor, round_block = w.shape[-2], curvature.factor, block_rounder(w.device)
     error, values = torch.empty_like(w), torch.empty_like(w)
     loss = torch.zeros_like(w[..., 0, :])
     for outer in range(0, columns, OUTER):
@@ -177,43 +155,15 @@ def gptq(w: Tensor, curvature: Curvature, rounder: Rounder, steps: "Steps") -> t
             pivot = triangle.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
             target = block + inverse.mT @ carried
             errors = round_block(target, -(pivot * inverse).mT, rounder, steps.of(start, stop), values[..., start:stop, :])
-            loss += (errors * pivot).square_().sum(-2)
+            own = errors.mul_(pivot)
+            if seen is not None:
+                seen[..., start:stop, :] = own
+            loss += own.square_().sum(-2)
             torch.sub(block, values[..., start:stop, :], out=error[..., start:stop, :])
     return values, loss
 
 
-def rounded_columns(w: Tensor, curvature: Curvature, rounder: Rounder, steps: "Steps", sweeps: int) -> tuple[Tensor, Tensor]:
-    """As `gptq`, and then so many sweeps of descent over all columns."""
-    values, loss = gptq(w, curvature, rounder, steps)
-    return values, descend_(values, w, curvature, rounder, steps, sweeps) if sweeps else loss
-
-
-def descend_(values: Tensor, w: Tensor, curvature: Curvature, rounder: Rounder, steps: "Steps", sweeps: int) -> Tensor:
-    """Round every column of `values` [..., K, N] again, in place, each to what is best for W with all others as they are. Returns the
-    loss [..., N]. The curvature's order is that of the columns.
-
-    With D the change that each column of a block wants by the errors before the block is touched, A the block of H under its diagonal,
-    row i divided by H_ii, and L the errors of rounding, what the columns want one after the other is (I + A)^-1 D + (I - (I + A)^-1) L.
-    """
-    columns, factor, round_block = w.shape[-2], curvature.factor, _block_rounder(w.device)
-    seen = factor.mT @ (w - values)  # V^T E: its square is the loss
-    for _ in range(sweeps):
-        for start in range(0, columns, BLOCK):
-            stop = min(start + BLOCK, columns)
-            rows = factor[..., start:stop, start:]
-            own = rows @ rows.mT
-            diagonal = own.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-            one = torch.eye(stop - start, device=w.device)
-            unit = (own / diagonal).tril(-1) + one
-            inverse = torch.linalg.solve_triangular(unit, one.expand_as(unit), upper=False)
-            before = values[..., start:stop, :].clone()
-            target = before + inverse @ ((rows @ seen[..., start:, :]) / diagonal)
-            round_block(target, one - inverse, rounder, steps.of(start, stop), values[..., start:stop, :])
-            seen[..., start:, :] -= rows.mT @ (values[..., start:stop, :] - before)
-    return seen.square().sum(-2)
-
-
-def _block_rounder(device: torch.device) -> Callable[[Tensor, Tensor, Rounder, RoundingStep, Tensor], Tensor]:
+def block_rounder(device: torch.device) -> Callable[[Tensor, Tensor, Rounder, RoundingStep, Tensor], Tensor]:
     if device.type != "cuda":
         return _round_block
     from quantkit.quant.block_kernel import round_block  # Triton comes with PyTorch's builds for GPUs
@@ -267,6 +217,11 @@ class Steps:
             scale = self.scale[..., start:stop, :]
             step = step.unflatten(-1, (scale.shape[-1], -1)).div_(scale.unsqueeze(-1)).flatten(-2)
         return RoundingStep(step, zero)
+
+    @property
+    def of_rows(self) -> RoundingStep:
+        """As they were given, [..., N, G], with what has become of them."""
+        return RoundingStep(self.step.step.mT.contiguous(), None if self.step.zero is None else self.step.zero.mT.contiguous())
 
 
 def _side_by_side(step: RoundingStep) -> RoundingStep:

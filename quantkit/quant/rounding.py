@@ -45,6 +45,9 @@ class Rounder(Protocol):
     def snap(self, w: Tensor, step: RoundingStep) -> Tensor:
         """Nearest values of the grid. w float32 [..., N] or, with a step of [..., N, 1], [..., N, g]."""
 
+    def stored(self, step: Tensor) -> Tensor:
+        """Steps [..., N] as the nearest that the format holds."""
+
     def side_by_side(self) -> "Rounder":
         """The same, for all groups of a row at once: [..., G, N, g] in place of [..., N, g]."""
 
@@ -79,6 +82,9 @@ class IntRounder:
         if step.zero is None:
             return level.clamp_(low, high).mul_(step.step)
         return level.add_(step.zero).clamp_(low, high).sub_(step.zero).mul_(step.step)
+
+    def stored(self, step: Tensor) -> Tensor:
+        return step.to(self.scale_dtype).float()
 
     def side_by_side(self) -> "IntRounder":
         return self
@@ -118,6 +124,9 @@ class Fp4Rounder:
     def snap(self, w: Tensor, step: RoundingStep) -> Tensor:
         return _snap_e2m1(w, step.step)
 
+    def stored(self, step: Tensor) -> Tensor:
+        return (step / self.global_scale).clamp(E4M3_MIN, E4M3_MAX).to(torch.float8_e4m3fn).float() * self.global_scale
+
     def side_by_side(self) -> "Fp4Rounder":
         return self if self.global_scale.dim() == 0 else replace(self, global_scale=self.global_scale.unsqueeze(-2))
 
@@ -149,6 +158,9 @@ class Mxfp4Rounder:
 
     def snap(self, w: Tensor, step: RoundingStep) -> Tensor:
         return _snap_e2m1(w, step.step)
+
+    def stored(self, step: Tensor) -> Tensor:
+        return step.log2().round().clamp(*_E8M0_RANGE).exp2()
 
     def side_by_side(self) -> "Mxfp4Rounder":
         return self

@@ -10,7 +10,8 @@ column by column. Rows of one block do not see each other's errors.
 import torch
 from torch import Tensor
 
-from quantkit.quant.gptq import Curvature, Steps, put_back, rounded_columns, step_groups, take
+from quantkit.quant.compensation import compensate_under
+from quantkit.quant.gptq import Curvature
 from quantkit.quant.rounding import Rounder, RoundingStep, fit_steps
 
 ROW_BLOCKS = 8
@@ -24,7 +25,6 @@ def compensate_both(
     outputs: of the outputs, one [N, N] for all; most_rows: of a block, where memory is short; sweeps: of descent in every block, before
     the next makes up for it."""
     step = fit_steps(w, rounder, curvature.conditional)
-    order, groups = curvature.order, step_groups(curvature.order, w, rounder)
     values = torch.empty_like(w)
     size = -(-len(outputs.order) // ROW_BLOCKS)
     blocks = outputs.order.split(size if most_rows is None else min(size, most_rows))
@@ -41,8 +41,10 @@ def compensate_both(
             # Solved as rows times an upper triangle: a batch of experts shares it.
             target += torch.linalg.solve_triangular(outputs.factor[start:stop, start:stop], carried.mT, upper=True, left=False).mT
         own = RoundingStep(step.step.index_select(-2, rows), None if step.zero is None else step.zero.index_select(-2, rows))
-        rounded, _ = rounded_columns(take(target.mT, order), curvature, rounder, Steps(own, groups), sweeps)
-        values.index_copy_(-2, rows, put_back(rounded, order).mT)
+        rounded = compensate_under(target, own, curvature, rounder, sweeps)
+        values.index_copy_(-2, rows, rounded.values)
+        if sweeps:
+            step.step.index_copy_(-2, rows, rounded.step.step)
         start = stop
     return values, step
 

@@ -10,6 +10,7 @@ copies that are alive together in quantkit.calibrate and quantkit.quant; benchma
 
 import math
 from bisect import bisect_left
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from quantkit.calibrate.allocator import LARGEST_KEPT
@@ -113,6 +114,10 @@ def calibrated_peak(work: RunSizes) -> Peak:
     width = work.state_width
     if any(row.behind_experts for rows in work.units.values() for row in rows):
         width += work.hidden_size  # what they were before the experts, until all of these have added
+        beside = Counter[int | None]()
+        for row in (row for rows in work.units.values() for row in rows if row.beside_experts):
+            beside[row.layer] += row.shape[0]
+        width += max(beside.values(), default=0)
     hidden = (work.tokens + 2 * work.judged) * width * _FLOAT  # the held-out ones also of the source and of plain rounding
     moments = [(bytes_, unit) for unit, rows in work.units.items() for bytes_ in _moments(work, rows)]
     layers = {row.layer for rows in work.units.values() for row in rows if row.expert is not None}

@@ -7,6 +7,7 @@ from torch import Tensor
 from quantkit.calibrate.scale_search import Consumer, choose_scale
 from quantkit.calibrate.solver import Solver
 from quantkit.calibrate.statistics import InputStatistics
+from quantkit.quant.gptq import Curvature
 from quantkit.recipe import Recipe
 from quantkit.schemes import IntGrid, Method
 
@@ -53,3 +54,39 @@ def test_rows_without_importance_do_not_choose_the_scale() -> None:
 
     every = torch.cat([rows, ignored])
     assert loss(chosen(Consumer(every, 1.0, own, importance))) < loss(chosen(Consumer(every, 1.0, own)))
+
+
+def test_both_families_of_scales_are_tried_where_both_are_asked_for() -> None:
+    """The best of awq's and smooth's candidates together, with activations of 8 bits."""
+    x = inputs(1, 1024)
+    x[:, 5] *= (torch.arange(1024) % 97 == 0) * 30.0  # large now and then: largest magnitudes and mean sizes differ
+    hessian = x.t() @ x / len(x)
+    statistics = InputStatistics(hessian, x.abs().amax(0), x[:256])
+    rows = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
+
+    def own(*methods: Method) -> Solver:
+        return Solver(IntGrid(8, None, symmetric=True), torch.float32, Recipe(scheme="int8-a8w8c16"), methods, activation_bits=8)
+
+    def chosen(*methods: Method) -> Tensor:
+        asked = own(*methods, "gptq")
+        return choose_scale(asked, [Consumer(rows, 1.0, asked)], asked.curvature(hessian), statistics, exact=False)
+
+    smooth, awq, both = chosen("smooth"), chosen("awq"), chosen("smooth", "awq")
+    assert not torch.equal(smooth, awq)
+    assert torch.equal(both, smooth) or torch.equal(both, awq)
+
+
+@pytest.mark.parametrize("outputs", [False, True])
+def test_descent_lowers_the_error_of_held_out_inputs(outputs: bool) -> None:
+    w = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
+    x, held_out = inputs(1, 2048).split(1024)
+    cost = torch.randn(N, N, generator=torch.Generator().manual_seed(2)) + 3 * torch.eye(N)
+    found = []
+    for methods in (("gptq",), ("gptq", "descent")):
+        own = solver(*methods)
+        judged = Curvature.of(cost @ cost.t(), 0.05) if outputs else None
+        solved = own.solve_stack({"a": w}, {}, own.curvature(x.t() @ x / len(x)), held_out, judged)["a"]
+        assert solved.method == "+".join(methods)
+        error = (w - solved.values) @ held_out.t()
+        found.append(float((error * (cost @ cost.t() @ error if outputs else error)).sum()))
+    assert found[1] < 0.98 * found[0]

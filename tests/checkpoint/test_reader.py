@@ -14,6 +14,7 @@ import make_quantized
 import pytest
 import torch
 from module_names import module_names
+from output_files import shards_below
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -21,6 +22,7 @@ from torch import Tensor
 from quantkit.checkpoint.formats import awq, compressed_fp4, compressed_int4, compressed_int8, fp8_block, modelopt, modelslim
 from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.reader import Checkpoint, check_finite
+from quantkit.diagnosis.diagnose import diagnose
 from quantkit.errors import QuantkitError
 from quantkit.quant.weights import dequantize
 from quantkit.schemes import Fp4Grid, Grid, IntGrid
@@ -181,6 +183,23 @@ def test_another_copy_beside_the_weights_is_not_read(fp8_copy: Path) -> None:
     assert Checkpoint.open(fp8_copy).tensors.keys() == tensors.keys()
 
 
+def test_shards_may_lie_in_folders_below(fp8_copy: Path) -> None:
+    before = {name: Checkpoint.open(fp8_copy).read(name).view(torch.uint8) for name in Checkpoint.open(fp8_copy).tensors}
+    checkpoint = Checkpoint.open(shards_below(fp8_copy))
+    assert {tensor.shard.partition("/")[0] for tensor in checkpoint.tensors.values()} == {"weights"}
+    assert all(torch.equal(checkpoint.read(name).view(torch.uint8), one) for name, one in before.items())
+    assert diagnose(str(fp8_copy), depth="headers").findings.verdict == "good"
+
+
+def test_a_folder_below_may_not_lead_out_of_the_models(fp8_copy: Path, tmp_path: Path) -> None:
+    shutil.move(shards_below(fp8_copy) / "weights", tmp_path / "elsewhere")
+    (fp8_copy / "weights").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(
+        QuantkitError, match=r"model-00001-of-000003\.safetensors is a link to .*elsewhere.*, outside of the model's folder"
+    ):
+        Checkpoint.open(fp8_copy)
+
+
 _LINEAR = "model.layers.0.self_attn.q_a_proj"
 
 
@@ -191,6 +210,7 @@ _LINEAR = "model.layers.0.self_attn.q_a_proj"
         (_truncate_shard, r"model-00003-of-000003\.safetensors is truncated"),
         (_index_names_a_ghost, r"says that model\.ghost\.weight is in model-00001-of-000003\.safetensors, and it is not"),
         (_index_points_outside, r"names the shard '\.\./secret\.safetensors'"),
+        (lambda path: (shards_below(path) / "weights" / "model-00002-of-000003.safetensors").unlink(), "shard weights/.* is missing from"),
         (_two_shards_hold_one_name, r"extra\.weight is in both"),
         (lambda path: (path / _INDEX).unlink(), "has 3 safetensors files and no model.safetensors.index.json"),
         (lambda path: (path / _INDEX).write_text("{}"), "has no weight_map"),

@@ -48,7 +48,7 @@ def test_a_block_is_a_slice(
     stored: Path, name: str, block: shards.Block | None, device: torch.device, buffer: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shards, "BUFFER", buffer)
-    info = {tensor.name: tensor for tensor in read_header(stored / "model.safetensors")}[name]
+    info = {tensor.name: tensor for tensor in read_header(stored, "model.safetensors")}[name]
     found = Shards(stored).read(info, block, device)
     expected = TENSORS[name] if block is None else TENSORS[name][tuple(slice(*span) for span in block)]
     assert found.dtype == expected.dtype
@@ -57,7 +57,7 @@ def test_a_block_is_a_slice(
 
 
 def test_bytes_are_counted_as_read(stored: Path) -> None:
-    infos = {tensor.name: tensor for tensor in read_header(stored / "model.safetensors")}
+    infos = {tensor.name: tensor for tensor in read_header(stored, "model.safetensors")}
     for name, block, count in (
         ("wide", ((2, 9), (0, 3000)), 7 * 12000),
         ("wide", ((0, 12), (1000, 1600)), 12 * 2400),

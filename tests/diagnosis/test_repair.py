@@ -9,6 +9,7 @@ import make_model
 import pytest
 import torch
 from commands import command
+from output_files import shards_below
 from packed_model import write_packed
 
 from quantkit.checkpoint.reader import Checkpoint
@@ -83,6 +84,14 @@ def test_a_fault_is_cured(fault: Callable[[faulty.Contents], None], format: str,
     for name in good.tensors:
         if not name.startswith(mtp) and "global_scale" not in name and "scale_2" not in name:
             assert torch.equal(ours.read(name).view(torch.uint8), good.read(name).view(torch.uint8)), name
+
+
+def test_shards_stay_in_their_folder(models: dict[str, Path], tmp_path: Path) -> None:
+    contents = faulty.Contents.of(models["ct-int4"])
+    faulty.description.experts_are_listed_as_plain(contents)
+    bad = shards_below(contents.write(tmp_path / "bad"))
+    assert repair(diagnose(str(bad), depth="tensors"), tmp_path / "out")
+    assert {tensor.shard.partition("/")[0] for tensor in Checkpoint.open(tmp_path / "out").tensors.values()} == {"weights"}
 
 
 def test_the_command_says_what_it_changed(models: dict[str, Path], tmp_path: Path) -> None:

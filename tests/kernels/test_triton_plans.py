@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from quantkit_kernels.samples import random_weight
-from quantkit_kernels.triton import cards, first_use, tune, wgmma_plans
+from quantkit_kernels.triton import cards, first_use, tune, wgmma, wgmma_plans
 from quantkit_kernels.triton.layout import SPAN, STRIP, pack
 from quantkit_kernels.triton.wgmma_plans import WgmmaPlan
 from quantkit_kernels.weights import Int4
@@ -25,7 +25,8 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
 
 
 @pytest.mark.parametrize("name", [*cards.SHARED_BYTES, "sm_103", "gfx1100", "sm_300"])
-def test_plans_by_the_rule_fit_the_card(name: str) -> None:
+def test_plans_by_the_rule_fit_the_card(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wgmma_plans, "has_gluon", lambda: False)
     room = cards.shared_bytes(name)
     assert room <= 227 << 10
     for kind in ("int4", "fp4", "int8"):
@@ -35,6 +36,7 @@ def test_plans_by_the_rule_fit_the_card(name: str) -> None:
                 assert (plan is None) == (tokens >= {"int4": 512, "fp4": 256, "int8": tokens + 1}[kind])
                 if plan is None:
                     continue
+                assert isinstance(plan, cards.LinearPlan)
                 assert cards.stage_bytes(plan, kind) * plan.stages <= room, (kind, n, k, tokens)
                 assert 1 <= plan.split <= max(1, -(-k // 128)), plan
             few = cards.linear_plan(name, MULTIPROCESSORS, kind, n, k, 2000)
@@ -44,6 +46,24 @@ def test_plans_by_the_rule_fit_the_card(name: str) -> None:
             assert cards.stage_bytes(gate_up, kind, doubled=True) * gate_up.stages <= room, (kind, pairs)
             assert cards.stage_bytes(down, kind) * down.stages <= room, (kind, pairs)
             assert gate_up.tokens == down.tokens
+
+
+def test_plans_by_wgmma_fit_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the rule and of those that --tune tries; where K is shared, sums of all tiles have room. K that TMA cannot read goes without."""
+    monkeypatch.setattr(wgmma_plans, "has_gluon", lambda: True)
+    for n, k in ((64, 128), (2112, 7168), (7168, 16384), (24576, 1536), (151936, 4000)):
+        for tokens in (1, 16, 17, 64, 65, 128, 300, 1024, 5000):
+            rule, *others = wgmma_plans.wgmma_candidates(132, n, k, tokens)
+            assert rule == wgmma_plans.wgmma_rule(132, n, k, tokens)
+            assert rule == cards.linear_plan("sm_90", 132, "int8", n, k, tokens) or (n, k) in cards._table("sm_90").wgmma
+            for plan in (rule, *others):
+                assert wgmma_plans.shared_bytes(plan) * max(1, plan.programs) <= cards.shared_bytes("sm_90"), plan
+                tiles = -(-n // plan.rows) * -(-tokens // plan.tokens)
+                assert plan.split <= -(-k // 128)
+                assert plan.split == 1 or (tiles <= wgmma.COUNTERS and tiles * plan.rows * plan.tokens <= wgmma.SUMS), plan
+    for name, k in (("sm_90", 4008), ("sm_80", 4000), ("sm_100", 4000)):
+        assert isinstance(cards.linear_plan(name, 132, "int8", 512, k, 300), cards.LinearPlan)
+    assert isinstance(cards.linear_plan("sm_90", 132, "int8", 512, 4000, 300), WgmmaPlan)
 
 
 def test_a_table_of_this_machine_counts_for_more_than_the_one_that_ships() -> None:

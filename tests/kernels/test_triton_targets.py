@@ -126,7 +126,7 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Rec
     recorder, name = Recorder(request.param), request.param
     monkeypatch.setattr(JITFunction, "run", lambda kernel, *a, **k: recorder.launch(kernel, *a, **k))
     monkeypatch.setattr(backend, "interpreted", lambda: True)
-    for module in ("cards", "linear", "experts", "operators", "attention.decode", "rows", "launch", "wgmma"):
+    for module in ("cards", "linear", "experts", "operators", "attention.decode", "attention.wgmma", "rows", "launch", "wgmma"):
         found = __import__(f"quantkit_kernels.triton.{module}", fromlist=["x"])
         for function, answer in (
             ("architecture", name),
@@ -222,3 +222,18 @@ def test_int8_on_hopper_is_by_wgmma_and_one_product_is_under_way_while_the_next_
         assert "wgmma.mma_async.sync.aligned" in text
         assert "cp.async.bulk.tensor" in text
         assert "wgmma.wait_group.sync.aligned 1;" in text
+
+
+@pytest.mark.parametrize("card", ["sm_90"], indirect=True)
+def test_prompts_on_hopper_are_by_wgmma_and_softmax_runs_beside_a_product(card: Recorder) -> None:
+    for card.operator, run in operators():
+        if card.operator.endswith("_prefill"):
+            run()
+    by_wgmma = [text for name, text in card.assembly if name == "attend_prompts"]
+    assert len(by_wgmma) >= 4
+    assert not any("mma.sync" in text for text in by_wgmma)
+    for text in by_wgmma:
+        assert "cp.async.bulk.tensor" in text
+        under_way = text.split("wgmma.wait_group.sync.aligned 1;")
+        assert len(under_way) == 3  # blocks without a mask, and with one
+        assert all("ex2.approx" in part.split("wgmma.wait_group.sync.aligned 0;")[0] for part in under_way[1:])

@@ -17,6 +17,7 @@ from quantkit.quantization.run import quantize
 from quantkit.recipe import Recipe
 from quantkit.schemes import SCHEMES
 
+GEMMA4 = {"num_experts": 8, "top_k_experts": 2, "enable_moe_block": True, "moe_intermediate_size": 32, "hidden_size_per_layer_input": 0}
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32}
 
 
@@ -39,6 +40,7 @@ def test_it_finds_the_linears_of_the_table(case: str) -> None:
         ("llava", {"text_config": {**SHARED, "model_type": "llama"}}, "language_model.model.layers.N.mlp.up_proj", "vision_tower"),
         ("gpt_oss", {"num_local_experts": 4}, "self_attn.q_proj", "experts"),
         ("qwen3_next", {"num_experts": 8}, "mlp.shared_expert.up_proj", "conv1d"),
+        ("gemma4_text", GEMMA4, "mlp.up_proj", "router.proj"),
     ],
 )
 def test_what_only_looks_like_one_is_left(model_type: str, extra: dict[str, Any], found: str, left: str) -> None:

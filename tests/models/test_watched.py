@@ -1,13 +1,16 @@
 """Architectures without a file of their own: what transformers computes is what is walked, and scale groups are found by watching it."""
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers_peers import CASES, EXPERTS, SHARED, SPARSE, checkpoint_tensors
+from torch.nn import functional as F
+from transformers.core_model_loading import revert_weight_conversion
+from transformers_peers import CASES, EXPERTS, LATENT, SHARED, SPARSE
 
 from quantkit.calibrate.layer_weights import LayerWeights
 from quantkit.errors import QuantkitError
@@ -15,6 +18,7 @@ from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
 from quantkit.models.table import ScaleGroup
 from quantkit.models.watched.architecture import WatchedArchitecture
+from quantkit.models.watched.layer import DecoderLayer
 
 TINY = {
     **SHARED,
@@ -30,6 +34,19 @@ VISION = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}
 ROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
 QKV, GATE_UP = "q_proj k_proj v_proj", "gate_proj up_proj"
 ROUTED = " ".join([GATE_UP] * EXPERTS["num_experts"])
+LLAMA4 = {"num_experts_per_tok": 1, "num_local_experts": 3, "intermediate_size_mlp": 128, "head_dim": 16, "attention_chunk_size": 16}
+GEMMA4 = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "hidden_size_per_layer_input": 0,
+    "enable_moe_block": True,
+    "num_experts": 3,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 32,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+AFMOE = {"head_dim": 16, "num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_dense_layers": 0}
 FOUND: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "gemma2": ({"head_dim": 16}, {"input_layernorm": QKV, "pre_feedforward_layernorm": GATE_UP}),
     "gemma3_text": ({"head_dim": 16}, {"input_layernorm": QKV, "pre_feedforward_layernorm": GATE_UP}),
@@ -73,6 +90,23 @@ FOUND: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "phimoe": ({"num_local_experts": 2}, {"input_layernorm": QKV, "post_attention_layernorm": "gate w1 w3 w1 w3"}),
     "olmo2": ({}, {"up_proj": "down_proj"}),  # its norms come after what they would scale
     "exaone4": ({"sliding_window": 8}, {"up_proj": "down_proj"}),
+    "arcee": ({}, {"input_layernorm": QKV, "post_attention_layernorm": "up_proj"}),
+    "cohere2": ({}, {"input_layernorm": f"{QKV} {GATE_UP}"}),
+    "persimmon": ({}, {"input_layernorm": "query_key_value", "post_attention_layernorm": "dense_h_to_4h"}),
+    "llama4_text": (
+        {**LLAMA4, "moe_layers": [0]},  # each expert reads what its router made of the norm's output
+        {"input_layernorm": QKV, "post_attention_layernorm": f"router {GATE_UP} {GATE_UP} {GATE_UP} {GATE_UP}"},
+    ),
+    "gemma4_text": (
+        GEMMA4,
+        {"input_layernorm": QKV, "pre_feedforward_layernorm": GATE_UP, "pre_feedforward_layernorm_2": f"{GATE_UP} {GATE_UP} {GATE_UP}"},
+    ),
+    "afmoe": (AFMOE, {"input_layernorm": f"{QKV} gate_proj", "pre_mlp_layernorm": f"gate {GATE_UP} {GATE_UP} {GATE_UP}"}),
+    "flex_olmo": ({"num_experts": 3, "num_experts_per_tok": 2}, {"up_proj": "down_proj"}),
+    "axk1": (
+        {**LATENT, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "n_routed_experts": 2, "num_experts_per_tok": 2},
+        {"input_layernorm": "q_a_proj kv_a_proj_with_mqa", "post_attention_layernorm": f"gate {GATE_UP} {GATE_UP} {GATE_UP}"},
+    ),
 }
 """model_type -> more of its config, and of its first layer: what makes a tensor -> what reads it, by the last part of their names."""
 
@@ -93,6 +127,12 @@ WALKED = [
     "qwen2_vl",
     "qwen3_5_text",
     "olmo2",
+    "olmoe",
+    "llama4_text",
+    "gemma4_text",
+    "afmoe",
+    "flex_olmo",
+    "axk1",
 ]
 
 
@@ -146,16 +186,54 @@ def peer_of(model_type: str, extra: dict[str, Any]) -> Any:
     return model
 
 
+def published(architecture: WatchedArchitecture, model: Any) -> dict[str, Tensor]:
+    """The state dict in the names of published checkpoints, with stacks of experts cut up."""
+    tensors = {name: tensor.clone() for name, tensor in revert_weight_conversion(model, model.state_dict()).items()}
+    for stack in architecture.stacks:
+        whole = tensors.pop(stack.name)
+        for names, one in zip(stack.parts, whole.mT if stack.turned else whole):
+            tensors |= dict(zip(names, one.chunk(len(names))))
+    return tensors
+
+
+def experts_of(
+    architecture: WatchedArchitecture, layer: int, tensors: dict[str, Tensor], x: Tensor, ids: Tensor, weights: Tensor
+) -> Tensor:
+    """What the routed experts of a layer make, each of its own matrices."""
+    made = torch.zeros_like(x)
+    for expert, names in enumerate(architecture.experts[layer].names):
+        gate, up, down = (tensors[name] for name in names)
+        share = (weights * (ids == expert)).sum(-1, keepdim=True)
+        made += F.linear(architecture.config.gating(F.linear(x, gate), F.linear(x, up)), down) * share
+    return made
+
+
+def behind_experts(block: DecoderLayer, hidden: Tensor, context: CausalContext) -> Tensor:
+    """As `calibrate.behind_experts`, with all experts at once: what they make together is seen where the linears beside them are run."""
+    op, width = block.weights.experts("", 0), hidden.shape[1]
+    made: list[Tensor] = []
+
+    def keep(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        made.append(op(x, ids, weights))
+        return torch.zeros_like(x)
+
+    block.weights.routed = keep  # type: ignore[attr-defined]
+    block.fill()
+    beside = block.summed(hidden, context)
+    return block.with_sum(torch.cat((hidden, beside[:, width:]), dim=1), torch.cat(made), context)
+
+
 def walked_logits(architecture: WatchedArchitecture, tensors: dict[str, Tensor], sequences: list[Tensor]) -> Tensor:
     """As a calibrated run goes: embedding, the halves of every layer over all sequences, last norm, head."""
     ends, context = architecture.ends(tensors.__getitem__, torch.device("cpu")), CausalContext([len(ids) for ids in sequences])
     rows = architecture.parameters({name: tuple(tensor.shape) for name, tensor in tensors.items()})
     hidden = ends.embedded(sequences)
     for layer, kind in enumerate(architecture.kinds):
-        block = architecture.DecoderLayer(architecture.config, layer, LayerWeights(tensors))
+        experts = partial(experts_of, architecture, layer, tensors)
+        block = architecture.DecoderLayer(architecture.config, layer, LayerWeights(tensors, experts))
         if kind.plan.halves is not None:
             hidden = block.attend(hidden, context)
-        hidden = block.feed_forward(hidden, context)
+        hidden = behind_experts(block, hidden, context) if kind.behind else block.feed_forward(hidden, context)
     head = min((row for row in rows if row.role in ("head", "embedding")), key=lambda row: row.role != "head")
     return ends.logits(ends.normed(hidden) @ tensors[head.name].t(), 0)
 
@@ -166,8 +244,8 @@ def test_what_is_walked_is_what_transformers_computes(model_type: str) -> None:
     sequences = [torch.arange(5, 16), torch.arange(40, 70)]
     with torch.inference_mode():
         expected = torch.cat([model(input_ids=ids[None]).logits[0] for ids in sequences])
-        tensors = {name: tensor.clone() for name, tensor in checkpoint_tensors(model).items()}
-        found = walked_logits(WatchedArchitecture(model.config.to_dict()), tensors, sequences)
+        architecture = WatchedArchitecture(model.config.to_dict())
+        found = walked_logits(architecture, published(architecture, model), sequences)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -179,10 +257,8 @@ def test_what_is_walked_is_what_transformers_computes(model_type: str) -> None:
         ({**TINY, "model_type": "llama", "num_attention_heads": "four"}, "does not build it"),
         ({**TINY, "model_type": "gpt_oss", "num_local_experts": 4}, "the experts of GptOssExperts hold"),
         ({**TINY, "model_type": "olmo_hybrid"}, "checkpoints hold linear_attn.conv1d in another form"),
-        (
-            {**TINY, "model_type": "flex_olmo", "num_experts": 4, "num_experts_per_tok": 2},
-            "more is done with what the routed experts make than to add it",
-        ),
+        ({**TINY, "model_type": "llama4_text", **LLAMA4, "num_experts_per_tok": 2}, "gives each of the experts that it asks another input"),
+        ({**TINY, "model_type": "gemma4_text", **GEMMA4, "hidden_size_per_layer_input": 8}, "layers cannot be run one by one"),
     ],
 )
 def test_what_cannot_be_walked_is_refused_in_a_line(config: dict[str, Any], told: str) -> None:

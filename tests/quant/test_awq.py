@@ -14,6 +14,15 @@ def test_candidates_begin_with_the_identity_and_are_centred() -> None:
     assert torch.corrcoef(torch.stack([candidates[5], activation]))[0, 1] > 0.999, "the last plain candidate is the activations' own size"
 
 
+def test_weight_points_add_candidates_between_plain_and_whole_weights() -> None:
+    activation, weight = torch.rand(64) + 0.1, torch.rand(64) * 0.9 + 0.1
+    few, more = candidate_scales(activation, weight, 5), candidate_scales(activation, weight, 5, weight_points=3)
+    assert more.shape == (25, 64)
+    assert torch.equal(more[:10], few)
+    wanted = activation**0.75 / (weight**0.5 + 1e-4)  # the fourth of five powers, the second of three exponents
+    torch.testing.assert_close(more[18] / wanted, (more[18] / wanted)[:1].expand(64))
+
+
 def test_batched_candidates_are_those_of_each() -> None:
     activation, weight = torch.rand(3, 64) + 0.1, torch.rand(3, 64)
     together = candidate_scales(activation, weight, 4)

@@ -6,7 +6,8 @@ from rounding_problem import ROUNDERS, K, N, problem
 from torch import Tensor
 
 from quantkit.quant import two_sided
-from quantkit.quant.gptq import Curvature, compensate
+from quantkit.quant.compensation import compensate
+from quantkit.quant.gptq import Curvature
 from quantkit.quant.rounding import RoundingStep
 from quantkit.quant.two_sided import compensate_both, judged_outputs
 

@@ -13,14 +13,14 @@ _BAND_TOKENS = 2048
 """Of a band of tiles: with as many rows of the weight beside them, about what the programs of 132 multiprocessors compute at once."""
 
 
-_SUMS, _COUNTERS = 1 << 22, 1 << 12
+SUMS, COUNTERS = 1 << 22, 1 << 12
 """Of programs that share K no more than two are on a multiprocessor, so that their tiles are few."""
 
 
 @functools.cache
 def zeros(device: torch.device) -> tuple[Tensor, Tensor]:
     """int32 sums and counters that every launch leaves at zero, made before a graph is captured. Launches are on one stream at a time."""
-    return torch.zeros(_SUMS, dtype=torch.int32, device=device), torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
+    return torch.zeros(SUMS, dtype=torch.int32, device=device), torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
 def multiply(steps: PackedSteps, x: Tensor, x_scale: Tensor, out: Tensor, plan: WgmmaPlan) -> None:

@@ -42,33 +42,63 @@ def shared_bytes(plan: WgmmaPlan) -> int:
     return plan.stages * ((plan.rows + plan.tokens) * SPAN + 8) + plan.rows * plan.tokens
 
 
+Shape = tuple[int, int, int, int, bool, int]
+"""Rows and tokens of a tile, warps, stages, whether the weight is left, programs on a multiprocessor."""
+_SHALLOW = 2048
+"""K up to which the way out of a tile counts, which two programs of a multiprocessor hide from one another."""
+
+
 def wgmma_rule(processors: int, n: int, k: int, tokens: int) -> WgmmaPlan:
-    """What the plans measured on an H200 have in common."""
-    return wgmma_candidates(processors, n, k, tokens)[0]
+    """What the plans measured on an H200 have in common: the largest tiles of which there are enough, and from 17 tokens on K is shared
+    only where a third or half of the multiprocessors would have none."""
+
+    def tiles(rows: int, wide: int) -> int:
+        return -(-n // rows) * -(-tokens // wide)
+
+    if tokens <= 16:
+        return _shared((128, 16, 4, 6, True, 2), processors, n, k, tokens)
+    if tokens <= 32:
+        shape: Shape = (64, 32, 4, 8, True, 2)
+        enough = tiles(64, 32) >= processors * 2 // 3
+    else:
+        shape = (64, 64, 4, 10, False, 1)
+        if tokens > 256 and k > _SHALLOW and tiles(128, 256) >= processors * 4 // 5:
+            shape = (128, 256, 8, 4, False, 1)
+        elif tokens > 64 and k <= _SHALLOW and tiles(128, 128) >= processors:
+            shape = (128, 128, 4, 3, False, 2)
+        elif tokens > 64 and tiles(128, 128) >= processors * (3 if tokens > 128 else 2) // 6:
+            shape = (128, 128, 8, 6, False, 1)
+        enough = shape[0] > 64 or 2 * tiles(*shape[:2]) > processors
+    return _plan(shape, 1) if enough else _shared(shape, processors, n, k, tokens)
 
 
 def wgmma_candidates(processors: int, n: int, k: int, tokens: int) -> list[WgmmaPlan]:
     """What --tune tries, the rule's first."""
-    found: list[WgmmaPlan] = []
-    for rows, wide, warps, stages, left, programs in _shapes(tokens):
-        tiles, steps = -(-n // rows) * -(-tokens // wide), -(-k // SPAN)
-        shared = max(1, min(programs * processors // tiles, steps // 4, _MOST_SPLIT))
-        for split in dict.fromkeys((shared, min(shared, 2), 1)):
-            plan = WgmmaPlan(rows, wide, split, warps, stages, left, programs if split == 1 else 0)
-            if plan not in found:
-                found.append(plan)
-    return found
+    found = [wgmma_rule(processors, n, k, tokens)]
+    for shape in _shapes(tokens):
+        shared = _shared(shape, processors, n, k, tokens)
+        found += [shared, _plan(shape, min(shared.split, 2)), _plan(shape, 1)]
+    return list(dict.fromkeys(found))
 
 
-def _shapes(tokens: int) -> list[tuple[int, int, int, int, bool, int]]:
-    """Rows and tokens of a tile, warps, stages, whether the weight is left, programs on a multiprocessor."""
-    width = max(16, 1 << (tokens - 1).bit_length())
-    if width <= 32:
-        return [(64, width, 4, 8, True, 2), (128, width, 4, 6, True, 2), (64, width, 4, 4, True, 4)]
-    if width <= 64:
-        return [(64, 64, 4, 6, True, 2), (128, 64, 4, 4, True, 2), (64, 64, 4, 10, False, 1), (32, 64, 4, 14, False, 1)]
-    if width <= 128:
-        return [(128, 128, 8, 6, False, 1), (128, 128, 4, 3, False, 2), (64, 128, 4, 4, False, 2), (64, 64, 4, 10, False, 1)]
-    if width <= 256:
-        return [(128, 128, 8, 6, False, 1), (64, 128, 4, 4, False, 2), (128, 128, 4, 3, False, 2), (64, 64, 4, 6, False, 2)]
-    return [(128, 256, 8, 4, False, 1), (128, 128, 4, 3, False, 2), (128, 128, 8, 6, False, 1), (256, 128, 8, 4, False, 1)]
+def _plan(shape: Shape, split: int) -> WgmmaPlan:
+    rows, wide, warps, stages, left, programs = shape
+    return WgmmaPlan(rows, wide, split, warps, stages, left, programs if split == 1 else 0)
+
+
+def _shared(shape: Shape, processors: int, n: int, k: int, tokens: int) -> WgmmaPlan:
+    """With K shared among as many programs as fit."""
+    tiles, steps = -(-n // shape[0]) * -(-tokens // shape[1]), -(-k // SPAN)
+    return _plan(shape, max(1, min(shape[-1] * processors // tiles, steps // 4, _MOST_SPLIT)))
+
+
+def _shapes(tokens: int) -> list[Shape]:
+    if tokens <= 32:
+        width = 16 if tokens <= 16 else 32
+        return [(128, width, 4, 6 if width == 16 else 5, True, 2), (64, width, 4, 8, True, 2), (64, width, 4, 4, True, 4)]
+    if tokens <= 64:
+        return [(64, 64, 4, 10, False, 1), (64, 64, 4, 6, True, 2), (128, 64, 4, 4, True, 2)]
+    found: list[Shape] = [(128, 128, 8, 6, False, 1), (128, 128, 4, 3, False, 2), (64, 64, 4, 6, False, 2)]
+    if tokens <= 256:
+        return [*found, (64, 128, 4, 4, False, 2), (64, 64, 4, 10, False, 1)]
+    return [*found, (128, 256, 8, 4, False, 1), (256, 128, 8, 4, False, 1)]

@@ -115,10 +115,11 @@ def _content(part: dict[str, Any]) -> tuple[str, str]:
 
 
 def _count(holder: dict[str, Any], name: str) -> int:
+    """A number of tokens; 0 is not known, which some servers write as a negative number."""
     value = holder.get(name) or 0
-    if not isinstance(value, int | float) or value < 0 or value != value // 1:
+    if not isinstance(value, int | float) or value != value // 1:
         raise StreamError(f"{name} is no count: {str(value)[:100]!r}")
-    return int(value)
+    return max(int(value), 0)
 
 
 def _joined(pieces: list[str]) -> str:

@@ -62,3 +62,11 @@ IN_YEAR = "im|bis|seit|ab|en|dès|depuis|desde|nel|dal|em|w|od|в|с|к|i|sedan"
 YEAR = r"jahr(?:e|es)?|l['’]an(?:née)?|(?:el\s+)?año|(?:o\s+)?ano|l['’]anno|anno|rok(?:u)?|năm|året|jaar|tahun"
 YEAR_BEHIND = "年度?|년|год[ау]?|roku|yılında"
 WILL_BE = "wird|sera|será|avrà|terá|tendrá|aura"
+IN_TOTAL = (
+    r"insgesamt|zusammen|gesamt\w*|en tout|au total|en total|in totale|in tutto|no total|ao todo|totaal|totalt|łącznie|razem"
+    r"|celkem|toplam\w*|всего|вместе|итого|共|总共|一共|合计|合計|全部で|총|모두"
+)
+LEFT = (
+    r"übrig|bleib\w*|blieb\w*|rest(?:e|ent|ait|an|ano|am|ante)\b|qued(?:a|an|ó|aron)\b|sobra\w*|riman\w*|осталось|остал\w+|оста[её]тся|zosta\w+"
+    r"|zbýv\w*|zůstal\w*|zbylo|kal(?:dı|ır|an)\b|over\b|剩|残|余り|남"
+)

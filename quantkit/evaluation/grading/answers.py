@@ -219,7 +219,7 @@ def _with_thousands(text: str) -> str:
     return _THOUSANDS.sub(lambda match: match[0].replace(".", ""), text)
 
 
-def find_number(text: str, letters: bool = True) -> Extraction:
+def find_number(text: str, letters: bool = True, question: str = "") -> Extraction:
     """The answer of a text whose answer is a number: the last box, else the last stated answer, else the last number.
 
     An answer that is stated behind the box, as a sentence, and is another one, replaces the box.
@@ -239,7 +239,7 @@ def find_number(text: str, letters: bool = True) -> Extraction:
     stated = _reconsidered(text, letters) or _stated(text, letters) or _answered_first(text, letters)
     if stated is not None:
         return stated
-    shown, last = read_last(_lines(text[-_ENDING:]), letters)
+    shown, last = read_last(_lines(text[-_ENDING:]), letters, question)
     return Extraction(shown, "last", value=last, restated=restated(text[-_SENTENCE:])) if shown is not None else Extraction(None)
 
 

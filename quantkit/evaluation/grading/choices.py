@@ -137,8 +137,10 @@ _DENIAL = re.compile(
 )
 _LABEL = re.compile(r"(?P<open>[(\[{<\"']*)\s*(?P<letter>[A-Za-z])\s*(?P<close>[)\]}>\"']*)(?![A-Za-z0-9']|-[A-Za-z])")
 _JOINED = re.compile(
-    r"(?i)[\s\"'\])]*\?*\s*(?:,|/|&|\+|-|\?|;|\||(?:, ?|\()?(?:and/or|and|or|to|as well as|maybe|perhaps|possibly)\b|和|或|、)\s*"
-    r"(?:also |maybe |perhaps |probably |option |possibly )?[(\[\"']*(?P<letter>[A-Z])(?![A-Za-z0-9']|\.[A-Za-z])(?!\s+(?:is|was)\b)"
+    r"(?i)(?:\s*\([^()]*\))?"
+    r"[\s\"'\])]*\?*\s*(?:,|/|&|\+|-|\?|;|\||(?:, ?|\()?(?:and/or|and|or|to|as well as|maybe|perhaps|possibly)\b|和|或|、)\s*"
+    r"(?:also |maybe |perhaps |probably |option |possibly )?[(\[\"']*(?P<letter>[A-Z])(?![A-Za-z0-9']|\.[A-Za-z])"
+    r"(?!\s+(?:is|was|would|could|has|does|[a-z]{2,}s)\b)"
 )
 _BESIDE = re.compile(r"\s+[(\[]?(?P<letter>[A-Z])(?![A-Za-z0-9'])(?!\s+[a-z])")
 _TAKEN_BACK = re.compile(r"(?i)\s*(?:is|was|are|seems)(?:\s+(?:not|never|wrong|incorrect|false|impossible)\b|n't\b)")
@@ -223,6 +225,7 @@ _DOUBT = re.compile(
 
 
 _ASKED_AND_DENIED = re.compile(r"(?i)(?<![A-Za-z])[(\[]?[A-Z][)\]]?\?\s*(?:no|nope|not quite|wrong)\b[\s,.:;!—-]*")
+_CONTRAST = re.compile(r"(?i),\s+(?:(?:and|but)\s+)?(?:not|rather than|instead of)\s+[^,.;]*(?=\W*$)")  # it is meiosis (B), not mitosis (A)
 _CONCEDED = re.compile(r"(?i)(?:(?<=[.!?]\s)|^)(?:(?:even )?though|although|while|whereas|unlike) [^,.\n]*, ")
 _VERDICT_LINE = re.compile(r"(?m)^[^\w\n]*[(\[]?(?P<letter>[A-Z])(?![A-Za-z'])(?P<said>.*)$")
 _NEXT_OPTION = re.compile(
@@ -267,6 +270,8 @@ def _alone(text: str, options: list[str]) -> str | None:
     bound = re.findall(r"\b[Ll]et ([A-Z]) (?:be|denote|=)", said)
     letters = "".join(letter for letter in LETTERS[: len(options)] if letter not in bound)
     for sentence in reversed(re.split(r"(?<=[.!?。])\s+|\n", said)):
+        alone = _CONTRAST.sub("", sentence)
+        sentence = alone if _labels(alone, options, letters) else sentence
         named = _labels(sentence, options, letters)
         if named and _is_item(sentence, said):
             return NOTHING

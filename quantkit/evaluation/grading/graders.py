@@ -84,12 +84,17 @@ def _verdict(correct: bool, found: answers.Extraction, answer: str | None) -> Gr
     return Grade(reason, correct, correct and strict, answer)
 
 
+def _question(problem: Problem) -> str:
+    """What was asked, where the task's rows say it."""
+    return str(problem.fields.get("problem") or "")
+
+
 def _read_integer(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
-    return _read_value(problem, answers.find_number(text, letters=False), text, cut, judge, integer=True)
+    return _read_value(problem, answers.find_number(text, letters=False, question=_question(problem)), text, cut, judge, integer=True)
 
 
 def _read_number(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
-    return _read_value(problem, answers.find_number(text), text, cut, judge, integer=False)
+    return _read_value(problem, answers.find_number(text, question=_question(problem)), text, cut, judge, integer=False)
 
 
 def _read_value(problem: Problem, found: answers.Extraction, text: str, cut: bool, judge: MathJudge, integer: bool) -> Grade:
@@ -115,10 +120,13 @@ def _read_value(problem: Problem, found: answers.Extraction, text: str, cut: boo
     return _verdict(equal, found, problem.gold if equal else found.text)
 
 
+_FACTOR = re.compile(r"\d\s*[A-Za-z]\s*$")  # 2k
+
+
 def _read_expression(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
     """MATH-500: a gold that is a number is read as one; any other is compared as text and by math-verify."""
-    if isinstance(read_value(problem.gold), Fraction):
-        found = answers.find_number(text)
+    if isinstance(read_value(problem.gold), Fraction) and not _FACTOR.search(problem.gold):
+        found = answers.find_number(text, question=_question(problem))
         if found.text and (amount := in_unit_of(problem.gold, found.text)) is not None:
             found = replace(found, value=amount)
         return _read_value(problem, found, text, cut, judge, integer=False)

@@ -26,12 +26,13 @@ _ROOT = re.compile(r"(?:√|(?<![A-Za-z\\])sqrt(?=\())\s*(?:\(([^()]*)\)|(\d+|[a
 _PI = re.compile(r"(?<![A-Za-z\\{])pi(?![A-Za-z])")
 _FUNCTIONS = re.compile(r"(?<![A-Za-z\\{])(sin|cos|tan|cot|sec|csc|ln|log)(?=\s*\(|\s+[a-z\d\\](?![a-z]))")
 _MATRIX = re.compile(r"\(\s*\\begin\{(?:small)?matrix\}(.*?)\\end\{(?:small)?matrix\}\s*\)", re.DOTALL)
+_PLUS_MINUS = re.compile(r"\+\s*\(\s*-\s*([\w.]+)\s*\)(?!\s*\^)")  # 6 + (-5)i
 _PRODUCT = re.compile(r"(?<=[\w)])\s*\*\s*(?=[\w(\\])")
 
 
 def latex(text: str) -> str:
     """`text` in LaTeX: characters, roots, powers and stars of plain text as commands, without commands of size."""
-    text = _FUNCTIONS.sub(r"\\\1 ", text)
+    text = _PLUS_MINUS.sub(r"- \1", _FUNCTIONS.sub(r"\\\1 ", text))
     text = over_to_frac(_PI.sub(r"\\pi ", _SIZES.sub("", text)))
     text = _MATRIX.sub(r"\\begin{pmatrix}\1\\end{pmatrix}", text)
     text = _ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2]}}}", _PRODUCT.sub(r" \\cdot ", text))

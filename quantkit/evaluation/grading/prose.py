@@ -1,9 +1,11 @@
 """What prose says the answer is: a sentence that states it, or the last sentence of a text that states none."""
 
+import functools
 import re
 from fractions import Fraction
 
 from quantkit.evaluation.grading import answer_words
+from quantkit.evaluation.grading.claims import answering
 from quantkit.evaluation.grading.closings import refuses, unchecked
 from quantkit.evaluation.grading.quantities import begin_quantity, read_quantity
 from quantkit.evaluation.grading.roles import by_cases, claimed
@@ -109,8 +111,9 @@ _AGAIN = re.compile(r"(?i),?\s(?:i\.e\.|that is|namely|or equivalently)[,:]?\s+(
 
 _COMPOUND = re.compile(r"(?<![\w.,])\d[\d,]*-[a-z]{3,}(?=\s+[a-z])")  # the 300-page book
 _OTHER_UNIT = re.compile(
-    r"(?P<exact>\d\s*(?P<unit>[A-Za-z]{1,12}))\s*≈\s*[\d.,]+\s*(?!(?P=unit)\b)[A-Za-z]+(?=\W*$)"
-)  # 1250 L ≈ 330 gallons
+    r"(?P<exact>\d\s*(?P<unit>[A-Za-z]{1,12}))(?:\s*≈\s*[\d.,]+\s*(?!(?P=unit)\b)[A-Za-z]+(?=\W*$)|\s*\(\s*(?:or\s+)?(?:≈|about|approx\w*\.?|roughly)[^()]*\))"
+)  # 1250 L ≈ 330 gallons, 45 mph (≈ 72 km/h)
+_WHERE = re.compile(r"(?<=\d)\s*,\s*where\s+[A-Za-z]\w?\s*=\s*-?\d[\d.,]*(?=\W*$)")  # Q + R = 699, where N = 5694
 _CITED = re.compile(r"(?<=[\w.,;!?)*])\[\d+\](?!\()|【[^【】]*】")
 
 
@@ -162,7 +165,7 @@ def read_sentence(text: str, letters: bool = True) -> Value | None:
     return read_value(again["again"], letters) if again is not None else value
 
 
-_TOKEN = re.compile(r"(?<![A-Za-z\d_.])(?:[-+]\s?)?[$€£¥₹]?\s?(?:\d|\.\d)[\d,.'_]*")
+_TOKEN = re.compile(r"(?<![A-Za-z\d_.])(?:[-+]\s?)?[$€£¥₹]?\s?(?:\d{1,3}(?: \d{3})+(?![\d-])|(?:\d|\.\d)[\d,.'_]*)")
 _NO_ANSWER_BEFORE = re.compile(
     r"(?:[-+*/^×÷·√:<>≤≥≠±(]|\\[A-Za-z]+\{?|(?<![A-Za-z])(?:or|to|of the|of her|of his|of their)|\d\s*(?:,|and|&|和|到|至|或))\s*$"
     r"|[不非]是\s*$"
@@ -243,10 +246,10 @@ def _predicate(sentence: str, letters: bool) -> Value | None:
     return read_value(computed["result"] if computed else match["said"], letters)
 
 
-def read_last(text: str, letters: bool = True) -> tuple[str | None, Value | None]:
+def read_last(text: str, letters: bool = True, question: str = "") -> tuple[str | None, Value | None]:
     """The last number of a text that states no answer, as written and as a value: None where it is part of something else.
 
-    Of a text that says it has no answer, neither.
+    Of a text that says it has no answer, neither. Of several numbers that which the question asks for.
     """
     if refuses(text):
         return None, None
@@ -256,19 +259,20 @@ def read_last(text: str, letters: bool = True) -> tuple[str | None, Value | None
     text = without if has_number(without := _COMPOUND.sub(" ", text)) else text
     if _CUT.search(text):
         return text.strip()[-100:], None
-    shown = _O_CLOCK.sub(r"\1", plain(text).replace("$", " ").replace(TEXT, " ").replace(END_TEXT, " "))
-    shown = _OTHER_UNIT.sub(r"\g<exact>", _NAMED.sub(" ", shown))
+    shown, paid = _shown(plain(text).replace("$", " ")), _shown(_with_money(plain(_TIMES.sub("×", text))))
     is_one = (
         not re.search(_END, shown.strip()) and not _DENIED.search(claimed(shown)) and not _ASSUMED.search(shown) and not by_cases(shown)
     )
     whole = read_value(_AND_WHEN.sub(r"\g<said>", claimed(shown)), letters) if is_one else None
+    asks = functools.partial(_asked_for, _sentences(paid), question)
     if whole is not None:
-        return shown, whole
-    sentences = [part for part in re.split(_END, shown) if re.search(r"\d", part)]
+        return shown, asks(whole)
+    sentences = _sentences(shown)
     if not sentences:
         words = [part for part in re.split(_END, shown) if has_number(part)]
-        return (words[-1].strip(), _predicate(words[-1], letters) or spoken(words[-1], letters)) if words else (None, None)
-    sentences = [part for part in sentences if not ASIDE.match(part)] or sentences
+        if not words:
+            return None, None
+        return words[-1].strip(), _asked_for(words, question, _predicate(words[-1], letters) or spoken(words[-1], letters))
     if _ASSUMED.search(sentences[-1]) or _DENIED.search(claimed(sentences[-1])) or _ASKED.match(sentences[-1]) or by_cases(sentences[-1]):
         return sentences[-1].strip(), None
     claim = _claim(sentences[-1])
@@ -277,15 +281,17 @@ def read_last(text: str, letters: bool = True) -> tuple[str | None, Value | None
         return sentences[-1].strip(), spoken(claim, letters)
     if any(_GIVES_UP.search(part) for part in sentences[-2:]):
         return sentences[-1].strip(), None
-    if _EACH_ITS_OWN.search(conclusion) or _TWO_NAMED.search(claim) or UNSOLVED.match(sentences[-1]):
+    if UNSOLVED.match(sentences[-1]):
         return sentences[-1].strip(), None
+    if _TWO_NAMED.search(claim) or _EACH_ITS_OWN.search(conclusion):
+        return sentences[-1].strip(), asks(None)
     total = _TOTAL.search(claim)
     said = _predicate(conclusion, letters) or (read_sentence(total["total"], letters) if total and has_number(total["total"]) else None)
     if said is not None:
-        return sentences[-1].strip(), said
+        return sentences[-1].strip(), asks(said)
     stated = read_sentence(conclusion, letters)
     if stated is not None:
-        return sentences[-1].strip(), stated
+        return sentences[-1].strip(), asks(stated)
     clause = re.split(r"[=≈]", claim)[-1]
     tokens = list(_TOKEN.finditer(clause))
     if not tokens:
@@ -293,7 +299,36 @@ def read_last(text: str, letters: bool = True) -> tuple[str | None, Value | None
     last = tokens[-1]
     before, token = clause[: last.start()], clause[last.start() :]
     changed = _NO_ANSWER_BEFORE.search(before) or CHANGES.search(re.split(r"[,;.]\s", before)[-1][-30:])
-    return last[0].strip(" ,."), None if changed else read_sentence(token, letters)
+    return last[0].strip(" ,."), asks(None if changed else read_sentence(token, letters))
+
+
+_TIMES = re.compile(r"(?<=\d)\s*\*\s*(?=[$(]?[\d.])")
+_CLOSES = re.compile(r"\S[$](?=[\s.,;:!?)]|$)")  # dollar signs are mathematics' where one closes a piece, else of what is paid
+
+
+def _with_money(text: str) -> str:
+    """Dollar signs stay where they are of what is paid."""
+    return text.replace("$", " ") if _CLOSES.search(text) else text
+
+
+def _shown(text: str) -> str:
+    """Without the marks of text, numbers that only name something, and the same in another unit."""
+    text = _O_CLOCK.sub(r"\1", text.replace(TEXT, " ").replace(END_TEXT, " "))
+    return _OTHER_UNIT.sub(r"\g<exact>", _WHERE.sub("", _NAMED.sub(" ", text)))
+
+
+def _sentences(shown: str) -> list[str]:
+    """The sentences with digits; those beside the matter only where there is no other."""
+    found = [part for part in re.split(_END, shown) if re.search(r"\d", part)]
+    return [part for part in found if not ASIDE.match(part)] or found
+
+
+def _asked_for(sentences: list[str], question: str, said: Value | None) -> Value | None:
+    """`said`, which the last sentence's grammar says, or the number that answers the question clearly better."""
+    if not question or isinstance(said, str):
+        return said
+    better = answering(sentences, question, said)
+    return said if better is None else better
 
 
 def spoken(sentence: str, letters: bool) -> Fraction | None:

@@ -87,6 +87,7 @@ def _circumstance(match: re.Match[str]) -> str:
 _CONDITION = rf"(?:if|when|unless|provided|assuming|otherwise|depending|in case|{answer_words.IF})"
 _BY_CASES = re.compile(
     rf"(?i)\d[^.;]*?\s{_CONDITION}\b[^.]*?(?:,|;|\b(?:and|or|but|while|{answer_words.AND})\b)[^.]*?\d[^.]*?\b{_CONDITION}(?!\w)"
+    r"|\d[^.;,]*,?\s+or\s+(?:(?:it|he|she|they)\s+\w+\s+)?[$]?\d[\d.,]*(?:\s+[a-z]+)?\s+(?:if|when|unless|depending)\b"
     r"|\bit depends\b|\bdepend(?:s|ing) on (?:whether|how|which|what|if)\b"
 )
 _SEVERAL = re.compile(

@@ -30,7 +30,7 @@ UNSOLVED = re.compile(r"(?:[^\d=]*\s)?(?:\d+\s*[a-z]|\d*\s*[a-z]\s*\^\s*\{?\d+\}
 CHANGES = re.compile(
     r"(?i)(?<![A-Za-z])(?:not|no|never|neither|nor|cannot|between|somewhere|exceed(?:s|ed|ing)?|divides|surpass(?:es|ed)?|either|or|and|than|least|most|over|under|above|below|beyond|except|other|but"
     r"|half|third|quarter|twice|double|triple|thrice|squared?|cubed?|root|close(?=\s+to)|log|ln|lg|sin|cos|tan|sqrt|exp|floor|ceil|max|min|abs|mod|times|plus"
-    r"|multiple|multiples|divided|thought|doubt|doubtful|unlikely|wrong|incorrect|january|february|march|april|may|june|july|august|september|october|november|december|dozen|hundred|thousand"
+    r"|multiple|multiples|divided(?!\s+into)|thought|doubt|doubtful|unlikely|wrong|incorrect|january|february|march|april|may|june|july|august|september|october|november|december|dozen|hundred|thousand"
     r"|million|billion|[a-z]+n't|(?<!adds )(?<!add )(?<!sums )(?<!sum )up\s+to)(?![A-Za-z])|[不非]|[大小多少高低]于|至[少多]|超过"
     r"|(?i:menos|más|moins|plus|weniger|mehr|meno|più|менее|более|меньше|больше)\s+(?:(?:de|als|di|que|чем)\s+)?$|(?i:digits|squares?|cubes?|reciprocal|inverse|root|logarithm)\s+of\s*$|(?i:divisors?|divisible|multiples?|factors?|order)\s+(?:of|by)\s*$"
 )
@@ -74,13 +74,26 @@ def _chained(sides: list[str], letters: bool) -> Value | None:
     numbers = set()
     for side in sides:
         number = read_quantity(side, letters)
-        if number is not None:
-            numbers.add(number)
+        computed = number if number is not None else _computed(side)
+        if computed is not None and (number is not None or computed.denominator == 1):
+            numbers.add(computed)
         elif _NOT_A_LABEL.search(re.sub(r"\([^()]*\)", "", side)):
             return None
     if numbers:
         return numbers.pop() if len(numbers) == 1 else None
     return _expression(sides[-1]) if sides else None
+
+
+_SUM = re.compile(r"\s*-?\d{1,9}(?:\s*(?:[-+*×·]|\\cdot|\\times)\s*\d{1,9})+\s*")
+
+
+def _computed(side: str) -> Fraction | None:
+    """The value of a side that is a sum or a product of whole numbers: 330 + 55."""
+    if not _SUM.fullmatch(side):
+        return None
+    terms = re.split(r"(?<=\d)\s*(?=[-+])", side.strip())
+    factors = [re.findall(r"\d+", term) for term in terms]
+    return Fraction(sum((-1 if term.startswith("-") else 1) * math.prod(map(int, part)) for term, part in zip(terms, factors)))
 
 
 _LEADING = re.compile(

@@ -135,19 +135,22 @@ class WatchedArchitecture:
             for site in kind.plan.linears.values()
             if not any(set(site) & set(group.consumers) for group in kind.groups)
         )
+        left |= dict.fromkeys(
+            name for kind in self._by_kind.values() for name in kind.plan.experts if not any(name in one.consumers for one in kind.groups)
+        )
         kinds = len(self._by_kind)
         told = f"computed by transformers' modules: {len(linears)} scale groups proven in {kinds} kind{'s' * (kinds > 1)} of layers"
         return told + (f"; no scale for what is read by {', '.join(left)}" if left else "")
 
     def _experts_of(self, layer: int) -> StackedExperts | None:
-        """Those of a layer. Raises QuantkitError where they are not understood, or no norm's scale reaches them."""
+        """Those of a layer. Raises QuantkitError where they are not understood."""
         kind, skeleton = self.kinds[layer], self.skeleton
         if not kind.plan.experts:
             return None
         name, *more = kind.plan.experts
         try:
-            if more or not any(name in group.consumers for group in kind.groups):
-                raise UnknownExperts("no norm was proven to make what its routed experts read")
+            if more:
+                raise UnknownExperts("a layer has several mixtures of experts")
             return look_at_experts(skeleton.model, f"{skeleton.prefixes[layer]}.{name}", skeleton.layers[layer].get_submodule(name))
         except UnknownExperts as fault:
             raise QuantkitError(f"{skeleton.told}: {fault}", ROUTE) from fault
@@ -156,7 +159,8 @@ class WatchedArchitecture:
 
     def _row(self, name: str, layer: int, kind: LayerKind, row: Parameter, linears: Collection[str]) -> Parameter:
         module = name.rpartition(".")[0]
-        row = replace(row, block="attention" if module in kind.first else "mlp")
+        row = replace(row, block="attention" if module in kind.first else "mlp", behind_experts=module in kind.behind)
+        row = replace(row, beside_experts=module in kind.plan.beside and len(row.shape) == 2)
         if len(row.shape) == 2 and module in kind.plan.linears:
             fits = row.name in linears and by_name.fits(row.shape)
             role: Role = by_name.role(row.module) if fits else "router"

@@ -113,9 +113,12 @@ def logits_of(skeleton: Skeleton, products: Tensor) -> Tensor:
     def text_forward(*args: Any, **kwargs: Any) -> Any:
         return _Answer(products[None])
 
-    zeros = torch.zeros(1, len(products), skeleton.hidden_size)
-    with torch.no_grad(), replaced({head: head_forward, skeleton.text: text_forward}):
-        found: Tensor = skeleton.model(inputs_embeds=zeros, use_cache=False).logits
+    def embedded(ids: Tensor) -> Tensor:
+        return torch.zeros(*ids.shape, skeleton.hidden_size)
+
+    ids = torch.zeros(1, len(products), dtype=torch.int64)  # of embeddings a model with a vision tower asks which are an image's
+    with torch.no_grad(), replaced({head: head_forward, skeleton.text: text_forward, skeleton.text.get_input_embeddings(): embedded}):
+        found: Tensor = skeleton.model(input_ids=ids, use_cache=False).logits
     return found[0].to(products.dtype)
 
 

@@ -112,9 +112,22 @@ class Watcher:
             self._scale(alone, scale)
             seen = self.look()
             if _alike(seen.outputs.get(name), self.first.outputs[name] * scale):
-                readers = [one for one in seen.inputs if self._columns(one) == len(scale) and self._reads(one, seen, scale)]
-                return FoundGroup(name, tuple(readers), offset, biased) if readers else None
+                readers = self._readers(seen, scale)
+                return FoundGroup(name, readers, offset, biased) if readers else None
         return None
+
+    def _readers(self, seen: SeenForward, scale: Tensor) -> tuple[str, ...]:
+        """What reads just the scaled output. What experts read may be multiplied by what a router makes of it, so where there are experts
+        it is looked again, with a router that heeds the scale."""
+        readers: tuple[str, ...] = ()
+        while found := tuple(one for one in seen.inputs if self._columns(one) == len(scale) and self._reads(one, seen, scale)):
+            if len(found) == len(readers) or not self.block.plan.experts:
+                return found
+            for one in found:
+                if one not in readers:
+                    self._divide_columns(one, scale)
+            readers, seen = found, self.look()
+        return readers
 
     def _offsets(self, name: str) -> tuple[float | None, ...]:
         """What a module may be: a linear; or a norm that multiplies by its weight, or by that and 1."""

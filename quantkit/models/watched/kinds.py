@@ -10,7 +10,7 @@ from quantkit.errors import QuantkitError
 from quantkit.models.context import CausalContext
 from quantkit.models.watched.experts import experts_modules
 from quantkit.models.watched.groups import SAME, FoundGroup, SeenForward, Watcher, distance
-from quantkit.models.watched.layer import DecoderLayer, Halves, LayerPlan, NotExperts
+from quantkit.models.watched.layer import DecoderLayer, Halves, LayerPlan, NotExperts, SeveralInputs
 from quantkit.models.watched.skeleton import PROBED, ROUTE, Skeleton
 from quantkit.models.watched.stand_ins import StandIns
 
@@ -28,6 +28,8 @@ class LayerKind:
     gain_offsets: Mapping[str, float]
     chosen: int = 0
     """Experts of a token."""
+    behind: frozenset[str] = frozenset()
+    """Modules that read what the routed experts make together."""
 
 
 def look_at(skeleton: Skeleton, layer: int) -> LayerKind:
@@ -66,11 +68,15 @@ def _look_at(skeleton: Skeleton, layer: int) -> LayerKind:
     order = tuple(name for name in seen.inputs if next(module.get_submodule(name).parameters(recurse=False), None) is not None)
     halves, first = _halves(watcher)
     factors = {name: _factor(name, watcher) for name in experts}
-    plan = replace(plan, linears=_sites(linears, seen), halves=halves, experts=factors)
+    plan = replace(plan, linears=_sites(linears, seen), halves=halves, experts={name: factor or 1.0 for name, factor in factors.items()})
+    behind: frozenset[str] = frozenset()
+    for name in (name for name, factor in factors.items() if factor is None):
+        behind = _behind(name, watcher, order)
+        plan = replace(plan, beside=_beside(name, watcher, halves, linears))
     ends = frozenset(name for name in linears if _is_end(name, watcher, first))
     groups = tuple(group for group in watcher.groups() if len({one in first for one in (group.producer, *group.consumers)}) == 1)
     offsets = {name: watcher.gain_offset(name) for name in order if watcher.is_norm(name)}
-    return LayerKind(plan, groups, first, ends, order, offsets, weights.chosen)
+    return LayerKind(plan, groups, first, ends, order, offsets, weights.chosen, behind)
 
 
 def _watched(
@@ -84,22 +90,66 @@ def _watched(
             return Watcher(DecoderLayer(skeleton, layer, plan, weights), weights, hidden), experts
         except NotExperts as other:
             experts = [name for name in experts if name != other.name]
+        except SeveralInputs as fault:
+            told = f"{skeleton.told}: a token gives each of the experts that it asks another input"
+            raise QuantkitError(told, ROUTE) from fault
 
 
-def _factor(name: str, watcher: Watcher) -> float:
-    """What the answers of a module of experts are multiplied by before they are added to the residual stream."""
+def _answered(name: str, watcher: Watcher) -> tuple[Tensor, SeenForward, SeenForward]:
+    """Answers of a module of experts, and the layer with these and with none."""
     answer = torch.randn(watcher.hidden.shape, generator=torch.Generator().manual_seed(17))
-    outputs = []
+    seen = []
     for value in (answer, torch.zeros_like(answer)):
         watcher.weights.restore()
         watcher.weights.answers[watcher.block.experts_name(name)] = value
-        outputs.append(watcher.look().output)
+        seen.append(watcher.look())
     watcher.weights.restore()
-    added = outputs[0] - outputs[1]
+    return answer, seen[0], seen[1]
+
+
+def _factor(name: str, watcher: Watcher) -> float | None:
+    """What the answers of a module of experts are multiplied by before they are added to the residual stream; None where more is done."""
+    answer, seen, without = _answered(name, watcher)
+    added = seen.output - without.output
     factor = float((added * answer).sum() / answer.square().sum())
-    if distance(added, factor * answer) > SAME or factor == 0:
+    return None if distance(added, factor * answer) > SAME or factor == 0 else factor
+
+
+def _behind(name: str, watcher: Watcher, order: tuple[str, ...]) -> frozenset[str]:
+    """Modules with tensors of their own that read what the experts make. Raises QuantkitError where there is none, or a linear is one."""
+    _, seen, without = _answered(name, watcher)
+    reads = [one for one in order if one != name and one in seen.inputs and not torch.equal(seen.inputs[one], without.inputs[one])]
+    if not reads or any(watcher.is_read_by(one) for one in reads):
         raise QuantkitError(f"{watcher.block.skeleton.told}: more is done with what the routed experts make than to add it", ROUTE)
-    return factor
+    return frozenset(reads)
+
+
+def _beside(name: str, watcher: Watcher, halves: Halves | None, linears: list[str]) -> tuple[str, ...]:
+    """Of the linears those whose outputs are read behind the experts, beside what these make together: the others may answer zeros then."""
+    block, context = watcher.block, CausalContext([len(watcher.hidden)])
+    before = block.plan
+    block.plan = replace(before, halves=halves)
+    hidden = watcher.hidden if halves is None else block.attend(watcher.hidden, context)
+    answer = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(17))
+    watcher.weights.answers[block.experts_name(name)] = answer
+    expected = block.feed_forward(hidden, context)
+
+    def joined(beside: list[str]) -> Tensor:
+        block.plan = replace(block.plan, beside=tuple(beside))
+        kept = torch.cat((hidden, block.summed(hidden, context)[:, hidden.shape[1] :]), dim=1)
+        return block.with_sum(kept, answer, context)
+
+    kept = [one for one in linears if one in watcher.first.called]
+    for one in list(kept):
+        fewer = [other for other in kept if other != one]
+        if distance(joined(fewer), expected) < SAME:
+            kept = fewer
+    same = distance(joined(kept), expected) < SAME
+    block.plan = before
+    watcher.weights.restore()
+    if not same:
+        raise QuantkitError(f"{block.skeleton.told}: what is behind its routed experts cannot be computed after them", ROUTE)
+    return tuple(kept)
 
 
 def _sites(linears: list[str], seen: SeenForward) -> dict[str, tuple[str, ...]]:

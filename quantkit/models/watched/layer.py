@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.models.context import CausalContext
+from quantkit.models.watched.experts import Asked
 from quantkit.models.watched.skeleton import Skeleton
 from quantkit.models.weights import LinearOp, Weights
 
@@ -31,6 +32,10 @@ class NotExperts(Exception):
 
     def __init__(self, name: str) -> None:
         self.name = name
+
+
+class SeveralInputs(Exception):
+    """Routed experts that a token asks with several inputs."""
 
 
 class _BetweenHalves(Exception):
@@ -53,11 +58,21 @@ class Halves:
 class LayerPlan:
     """What runs of a layer, in names inside it. halves: None for a layer that is run whole. linears: module -> the linears that read the
     same tensor, itself included, the first in order first. experts: modules of stacked routed experts, with what
-    their output is multiplied by before it is added to the residual stream."""
+    their output is multiplied by before it is added to the residual stream; 1 where more is done with it, and then `beside` are linears
+    whose outputs are read there, too."""
 
     linears: Mapping[str, tuple[str, ...]]
     halves: Halves | None = None
     experts: Mapping[str, float] = field(default_factory=dict)
+    beside: tuple[str, ...] = ()
+
+
+@dataclass
+class _Answers:
+    """What is answered in the place of operators. experts: all together [T, H]; linears: [T, N] by module, zeros for any other."""
+
+    experts: Tensor
+    linears: Mapping[str, Tensor]
 
 
 class DecoderLayer:
@@ -67,6 +82,9 @@ class DecoderLayer:
         self.skeleton, self.layer, self.plan, self.weights = skeleton, layer, plan, weights
         self.module = skeleton.fresh(layer)
         self.names = skeleton.names(layer)
+        self._part = slice(0, 0)  # of the tokens that are run
+        self._answers: _Answers | None = None
+        self._made: dict[str, Tensor] = {}
         self.fill()
 
     def whole(self, hidden: Tensor, context: CausalContext) -> Tensor:
@@ -95,6 +113,25 @@ class DecoderLayer:
         with replaced({self.module.get_submodule(name): forward for name, forward in zeros.items()}):
             return self._run(hidden, context)
 
+    def summed(self, hidden: Tensor, context: CausalContext) -> Tensor:
+        """hidden [T, at least H] -> what the experts together add to zeros, and what the linears beside them make: [T, H and more]."""
+        hidden = hidden[:, : self.skeleton.hidden_size]
+        self._made = {name: hidden.new_empty(len(hidden), self._outputs(name)) for name in self.plan.beside}
+        self.feed_forward(hidden, context)
+        made, self._made = list(self._made.values()), {}
+        return torch.cat((torch.zeros_like(hidden), *made), dim=1)
+
+    def with_sum(self, hidden: Tensor, summed: Tensor, context: CausalContext) -> Tensor:
+        """hidden [T, H and more], with what linears beside the experts made; summed [T, H] -> [T, H] after the layer. No other linear is
+        asked."""
+        width = self.skeleton.hidden_size
+        made = hidden[:, width:].split([self._outputs(name) for name in self.plan.beside], dim=1)
+        self._answers = _Answers(summed, dict(zip(self.plan.beside, made)))
+        try:
+            return self.feed_forward(hidden[:, :width], context)
+        finally:
+            self._answers = None
+
     def _run(self, hidden: Tensor, context: CausalContext) -> Tensor:
         """Sequence by sequence: a layer sees one as the model's own forward shows it."""
         made = torch.empty_like(hidden)
@@ -104,7 +141,7 @@ class DecoderLayer:
                 if table is not None and not table.is_meta:
                     module._buffers[key] = table.to(hidden.device)
         for length in context.seq_lens:
-            part = slice(start, start + length)
+            part = self._part = slice(start, start + length)
             call = self.skeleton.calls(length)[self.layer].on(hidden.device)
             try:
                 with torch.no_grad():
@@ -131,13 +168,19 @@ class DecoderLayer:
                     module._buffers[key] = self.weights.tensor(disk)
             if name in self.plan.linears:
                 site = tuple(self.disk(one) for one in self.plan.linears[name])
-                module.forward = self._linear(module, self.weights.linear_of(self.disk(name), site))
+                module.forward = self._linear(name, module, self.weights.linear_of(self.disk(name), site))
 
     def _fill_one(self, module: nn.Module, key: str, name: str) -> None:
         disk = self.names.get(name)
         if disk is None or name.removesuffix(".weight") in self.plan.linears or not self.weights.has(disk):
             return
         module._parameters[key] = nn.Parameter(self.weights.tensor(disk), requires_grad=False)
+
+    def _outputs(self, module: str) -> int:
+        """Of a linear."""
+        weight = self.module.get_submodule(module)._parameters["weight"]
+        assert weight is not None, module
+        return int(weight.shape[0])
 
     def disk(self, module: str) -> str:
         """The name on disk of a module of this layer."""
@@ -152,19 +195,29 @@ class DecoderLayer:
         op, factor = self.weights.experts(self.experts_name(module), count), self.plan.experts[module]
 
         def forward(*args: Any, **kwargs: Any) -> Tensor:
-            asked = (*args, *kwargs.values())
-            if len(asked) != 3 or not all(isinstance(one, Tensor) for one in asked) or asked[1].is_floating_point():
+            asked = Asked.of((*args, *kwargs.values()), count)
+            if asked is None:
                 raise NotExperts(module)
-            x, topk_ids, topk_weights = asked
-            return op(x.reshape(-1, x.shape[-1]), topk_ids, topk_weights.float() * factor).view_as(x)
+            if len(asked.x) != self._part.stop - self._part.start:
+                raise SeveralInputs(module)
+            if self._answers is not None:
+                return asked.answer(self._answers.experts[self._part])
+            return asked.answer(op(asked.x, asked.topk_ids, asked.topk_weights.float() * factor))
 
         return forward
 
-    @staticmethod
-    def _linear(module: nn.Module, op: LinearOp) -> Callable[[Tensor], Tensor]:
+    def _linear(self, name: str, module: nn.Module, op: LinearOp) -> Callable[[Tensor], Tensor]:
         def forward(x: Tensor) -> Tensor:
             bias: Tensor | None = module._parameters.get("bias")
-            return op(x) if bias is None else op(x) + bias
+            if self._answers is None:
+                made = op(x)
+            else:
+                shape = (*x.shape[:-1], self._outputs(name))
+                found = self._answers.linears.get(name)
+                made = x.new_zeros(shape) if found is None else found[self._part].reshape(shape)
+            if name in self._made:
+                self._made[name][self._part] = made.reshape(-1, made.shape[-1])
+            return made if bias is None else made + bias
 
         return forward
 

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.stack import cut_up
 from quantkit.errors import QuantkitError
 from quantkit.models.reading import AS_IT_IS, Reading
 from quantkit.models.watched.ends import logits_of
-from quantkit.models.watched.experts import StackedExperts, UnknownExperts, experts_modules, look_at_experts
+from quantkit.models.watched.experts import Asked, StackedExperts, UnknownExperts, experts_modules, look_at_experts
 from quantkit.models.watched.skeleton import Skeleton, check_built
 from quantkit.quant.weights import dequantize
 
@@ -122,6 +123,15 @@ class WholeModel:
                 own.forward = _rounding(module, reading)
         if self.skeleton.tied:
             head._parameters["weight"] = self.skeleton.text.get_input_embeddings().weight
+        self._place_the_rest()
+
+    def _place_the_rest(self) -> None:
+        """Parts that no text goes through: NaN, in no memory. A model asks its first tensor for the device to compute on."""
+        for module in self.model.modules():
+            for key, one in module._parameters.items():
+                if one is not None and one.is_meta:
+                    value = torch.full((), torch.nan, dtype=self.dtype, device=self.device).expand(one.shape)
+                    module._parameters[key] = nn.Parameter(value, requires_grad=False)
 
     def _read(self, name: str) -> Tensor:
         disk = self.skeleton.published.get(name)
@@ -147,13 +157,15 @@ class WholeModel:
         return Reading.of(self.checkpoint.weight(module, self.device), bits) if bits == 4 else Reading(bits)
 
     def _fill_experts(self, name: str, module: nn.Module) -> bool:
-        """Stacked routed experts, from one tensor for each; whether they are stored so."""
+        """Stacked routed experts, from one tensor for each; whether they are stored so, or stacked otherwise than transformers has them."""
         try:
             found = look_at_experts(self.model, name, module)
         except UnknownExperts:
             return False
         if not all(_is_stored(self.checkpoint, disk) for disk in found.names[0]):
-            return False
+            if all(f"{name}.{key}" in self.skeleton.published for key in module._parameters):
+                return False
+            self.checkpoint = cut_up(self.checkpoint, found.stacks)
         each = [[self._stored(disk) for disk in triple] for triple in found.names]
         readings = [[self._reading(disk.removesuffix(".weight")) for disk in (gate, down)] for gate, _, down in found.names]
         module.forward = _experts(found, each, readings)
@@ -169,9 +181,12 @@ def _rounding(linear: nn.Linear, reading: Reading) -> Callable[[Tensor], Tensor]
 
 
 def _experts(found: StackedExperts, each: list[list[Tensor]], readings: list[list[Reading]]) -> Callable[..., Tensor]:
-    """A mixture [T, H] -> [T, H] as a loop over the experts that are asked."""
+    """A mixture as a loop over the experts that are asked."""
 
-    def forward(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+    def forward(*given: Tensor) -> Tensor:
+        asked = Asked.of(given, len(each))
+        assert asked is not None, "experts that were looked at are asked as they were"
+        x, topk_ids, topk_weights = asked.x, asked.topk_ids, asked.topk_weights
         out = torch.zeros_like(x)
         for expert in topk_ids.unique().tolist():
             if expert >= len(each):  # a place for no expert
@@ -183,6 +198,6 @@ def _experts(found: StackedExperts, each: list[list[Tensor]], readings: list[lis
             hidden = found.gating(F.linear(read, gate), F.linear(read, up))
             made = F.linear(between(hidden.float()).to(x.dtype), down)
             out.index_add_(0, tokens, made * topk_weights[tokens, slots, None].to(made.dtype))
-        return out
+        return asked.answer(out)
 
     return forward

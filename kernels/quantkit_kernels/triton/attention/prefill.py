@@ -1,4 +1,5 @@
-"""Attention of prompts: one Triton kernel over pages, or over latents that were expanded. What it cannot take, the reference computes."""
+"""Attention of prompts: one Triton kernel over pages, or over latents that were expanded, and one for Hopper (wgmma.py), for what has no
+window and no sinks. What neither can take, the reference computes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +13,13 @@ from quantkit_kernels.codes import CodedKeys, CodedLatents, KeyValues, decode
 from quantkit_kernels.latents import Latents, by_slot, entries, parts_of
 from quantkit_kernels.paged import Rotation
 from quantkit_kernels.prompts import PromptPart, Prompts
+from quantkit_kernels.triton.attention.wgmma import attend, wgmma_cut
 from quantkit_kernels.triton.cards import prefill_cut
 from quantkit_kernels.triton.operators import rope
 from quantkit_kernels.triton.rows import power_of_two
 
 _LOG2E = 1.4426950408889634
-_EXPANDED_BYTES = 1 << 29
+_EXPANDED_BYTES = 1 << 30
 """Of keys and values that are expanded at a time, whatever the length of the prompts."""
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -109,14 +111,19 @@ def _merged(found: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def _launch(q: Tensor, keys: Tensor, values: Tensor, out: Tensor, prompts: Prompts, scale: float, width: int, **given: Any) -> None:
-    from quantkit_kernels.triton.attention.prefill_kernel import attend_prompts
-
     sunk = "sinks" in given
     names = ("q_pe", "k_pe", "sinks", "lse", "table", "firsts", "lasts", "key_rows")
     pointers = {name: given.pop(name, prompts.starts) for name in names}
     numbers = {name: given.pop(name, 0) for name in ("pe_token", "k_pe_token", "table_width", "window")}
     rotary, page = given.pop("R", 0), given.pop("PAGE", 0)
     padded = {"D_PADDED": power_of_two(max(16, width)), "V_PADDED": power_of_two(max(16, given["V"]))}
+    by_wgmma = wgmma_cut(q.device, padded["D_PADDED"], rotary, padded["V_PADDED"], page, sunk or numbers["window"] > 0)
+    if by_wgmma is not None:
+        launched = {**pointers, **numbers, **given, **padded, "R": rotary, "PAGE": page}
+        attend(q, keys, values, out, prompts, scale * _LOG2E, width, by_wgmma, **launched)
+        return
+    from quantkit_kernels.triton.attention.prefill_kernel import attend_prompts
+
     cut = prefill_cut(q.device, padded["D_PADDED"] + rotary)
     grid = (-(-prompts.longest // cut.queries), q.shape[1], len(prompts.spans))
     attend_prompts[grid](

@@ -1,0 +1,83 @@
+"""A launch of wgmma_kernel.py, for what it takes: keys without a window or sinks, in pages of 64 tokens or a multiple, or row by row."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantkit_kernels.prompts import Prompts
+from quantkit_kernels.triton.cards import architecture, multiprocessors, shared_bytes
+
+_BOX = 64
+"""Tokens of a page that are copied at once."""
+_WARPS = 8
+_BARRIERS = 1024
+"""Bytes beside the tiles, rounded up."""
+_TOGETHER = 8
+"""Heads that are computed at a time, so that programs at work share what the last cache holds."""
+
+
+class WgmmaCut(NamedTuple):
+    """queries, keys: of a block; stages: places for a block of keys and one of values."""
+
+    queries: int
+    keys: int
+    stages: int
+
+
+_CUTS = (WgmmaCut(128, 128, 2), WgmmaCut(128, 64, 2))
+_NARROW = WgmmaCut(128, 64, 4)
+"""Of keys and values of 64 numbers at most: two programs fit a multiprocessor."""
+
+
+def wgmma_cut(device: torch.device, width: int, rotary: int, value: int, page: int, limited: bool) -> WgmmaCut | None:
+    """What was fastest on an H200, for keys of `width` and `rotary` numbers and values of `value`, padded to powers of two; None: the
+    launch is prefill_kernel.py's. page: tokens of a page, or 0; limited: there is a window, or there are sinks."""
+    if architecture(device) != "sm_90" or limited or page % _BOX:
+        return None
+    if max(width + rotary, value) <= 64:
+        return _NARROW
+    room = shared_bytes("sm_90") - _BARRIERS
+    return next((cut for cut in _CUTS if _tile_bytes(cut, width + rotary, value) <= room), None)
+
+
+def _tile_bytes(cut: WgmmaCut, key: int, value: int) -> int:
+    return 2 * (cut.queries * key + cut.stages * cut.keys * (key + value))
+
+
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, out: Tensor, prompts: Prompts, scale: float, width: int, cut: WgmmaCut, **given: Any
+) -> None:
+    """As `_launch` of prefill.py. scale: times log2(e)."""
+    page, rotary = given["PAGE"], given["R"]
+    box = min(cut.keys, _BOX) if page else cut.keys
+    tiles, heads, sequences = -(-prompts.longest // cut.queries), q.shape[1], len(prompts.spans)
+    few = tiles * heads * sequences <= 2 * multiprocessors(q.device)  # then the longest of all heads come first
+    _kernel()[(tiles * heads, sequences)](
+        q, given["q_pe"], _tiles(_rows(keys), box, given["D_PADDED"]), _tiles(given["k_pe"], box, rotary) if rotary else given["k_pe"],
+        _tiles(_rows(values), box, given["V_PADDED"]), out, given["lse"], prompts.starts, prompts.seq_lens, given["table"], given["firsts"],
+        given["lasts"], given["key_rows"], q.stride(0), q.stride(1), given["pe_token"], given["k_head"], given["v_head"],
+        given["table_width"], heads, given["SHARED"], heads if few else min(_TOGETHER, heads), tiles, scale,
+        D=width, D_PADDED=given["D_PADDED"], R=rotary, V=given["V"], V_PADDED=given["V_PADDED"], PAGE=page,
+        BM=cut.queries, BN=cut.keys, BOX=box, STAGES=cut.stages, WARPS=_WARPS, num_warps=_WARPS,
+    )  # fmt: skip
+
+
+def _rows(side: Tensor) -> Tensor:
+    """Keys or values of pages, of tokens and heads, or of tokens: a row a token."""
+    return side.flatten(0, -3).flatten(1) if side.dim() > 2 else side
+
+
+def _tiles(rows: Tensor, tokens: int, columns: int) -> Any:
+    """rows, as TMA copies `tokens` and `columns` of them."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = gl.NVMMASharedLayout.get_default_for([tokens, columns], gl.bfloat16 if rows.dtype == torch.bfloat16 else gl.float16)
+    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [tokens, columns], layout)
+
+
+def _kernel() -> Any:
+    from quantkit_kernels.triton.attention.wgmma_kernel import attend_prompts
+
+    return attend_prompts

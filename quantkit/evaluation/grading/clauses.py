@@ -1,0 +1,118 @@
+"""A sentence's clauses and numbers: what each number is by its grammar, whatever was asked."""
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+from quantkit.evaluation.grading.quantities import begin_quantity
+from quantkit.evaluation.grading.units import SIGNS, is_unit
+from quantkit.evaluation.grading.values import CHANGES
+
+_ONES = "one|two|three|four|five|six|seven|eight|nine"
+SPOKEN = (
+    rf"(?:{_ONES}|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen"
+    rf"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty(?:[- ](?:{_ONES}))?)"
+)
+"""A number in English words."""
+_NUMBER = re.compile(
+    rf"(?<![A-Za-z\d.,^{{_])(?:(?<![\d)%]\s)(?<![\d)%])-(?=[{SIGNS}.\d]))?[{SIGNS}]?\s?"
+    r"(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s?/\s?\d[\d.,]*\d|/\d)?(?!\d)(?<!,)"
+    rf"|(?<![\w-])(?i:{SPOKEN}(?:\s+(?:dozen|hundred|thousand|million))?|(?:a|half a)\s+dozen)(?![\w-])"
+    r"(?!\s+(?:of\s+(?:the|them|these|which)|by|another)\b)"
+)
+
+
+CONCLUDES = (
+    r"(?:so|thus|hence|therefore|leaving|making|giving|totall?ing|for(?=\s+a\b|\s+[$]\d)|(?:which|that)\s+(?:is|leaves|makes|gives|means|brings|comes)"
+    r"|(?:with|for|,)?\s*a\s+(?:grand\s+)?total\s+of)\b"
+)
+CONDITIONS = (
+    r"(?:because|since|when|after|before|if|as|given|once|although|though|while|whereas|where|with(?!\s+an?\s)|attained|achieved|instead\s+of"
+    r"|rather\s+than|of\s+(?:which|whom))\b"
+)
+_BOUNDARY = re.compile(
+    rf"(?i)[;:—\n。、]|\((?=[^\d)]*[a-z]{{2}})|,(?!\d{{3}}(?!\d))|(?<=\w)\.\s|(?<![\w-])(?:{CONCLUDES}|{CONDITIONS}|(?:and|which|but|then)\b)"
+    r"|(?<=\w)\s(?=(?:he|she|they|it|we)\s+(?!an?\b))"
+)
+_OPERATOR_BEHIND = re.compile(
+    r"%?(?:\s+(?!(?:and|while|with|so|then|is|are)\b)[A-Za-z'/]+){0,6}?(?:\s*\([^()]*\)|\))?"
+    r"(?:\s*(?:[-+*×·÷=^](?!\s*[A-Za-z]{3})|/(?!\s*[A-Za-z])|x(?=\s*[$\d]))"
+    r"|\s+(?:times(?=\s+(?:[$\d]|[a-z]+\s+(?:is|equals|makes)\b))|divided|multiplied|minus|plus)\b)"
+)
+_OPERATOR_BEFORE = re.compile(r"(?:\d\(|[+*/×·÷]|[\w)]\s*-|\d\s*x|\b(?:times|divided\s+by|multiplied\s+by|minus|plus))\s*[($]*$")
+_RESULT = re.compile(
+    r"\d(?:[\w\s%.,$)]|/(?=[a-z])){0,40}?(?:[-+*/×·÷]|\bx|%\s+of|(?<=\d)\()\s?[$(]*\.?\d(?:(?!\b(?:while|with|where|so|then)\b)[^=;])*=\s*$"
+)
+_ATTACHED = re.compile(r"[^\W\d_]+|[²³!^√]|\s+(?:squared|cubed|factorial|times)\b")
+_JOINS = re.compile(r"(?i)^[\s,;]*(?:and|but|or)\b|\b(?:all\s+but|other|more\s+than)\b")
+# What takes its object behind a preposition: is left with 6, adds up to 12, drops by 50 to 350, works out at 45.
+TAKES = re.compile(
+    r"(?i)\b(?:(?:left|leav(?:es|ing)|end(?:s|ed|ing)?\s+up)(?:\s+[a-z]+)?\s+with|(?:add|sum|amount|come|total|lead|rise|rose|drop|fall|fell"
+    r"|increase|decrease|reduce|grow|grew|go|goes|went|down)(?:s|ed|es|ped)?(?:\s+[a-z]+)?(?:\s+(?:from|by)\s+[$]?\d[\d.,]*)?(?:\s+(?:up|down))?\s+to"
+    r"|works?\s+out\s+at)\s+$|,\s+for\s+$"
+)
+# Words that end what is counted: prepositions, verbs, what is said of the whole.
+_NO_NOUN = (
+    r"(?:of|in|on|at|for|from|and|is|are|was|were|to|per|each|every|a|an|by|with|than|if|that|who|will|it|he|she|they|we|you|has|have|had|left|remain\w*|more|[a-z]+ed|own|let|stay"
+    r"|go|went|like|prefer|make|need|wins?|now|then|today|total|altogether|together)\b"
+)
+_NEXT_WORDS = re.compile(rf"(?:[\s-]+(?!{_NO_NOUN})[^\W\d_]+){{0,4}}")
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number of a sentence, where it stands, and what counts for it beside the words around it."""
+
+    sentence: str
+    start: int
+    end: int
+    value: Fraction
+
+    @property
+    def before(self) -> str:
+        return self.sentence[: self.start]
+
+    @property
+    def is_result(self) -> bool:
+        return _RESULT.search(self.before) is not None
+
+    @property
+    def is_operand(self) -> bool:
+        """Whether it is part of a calculation, not its result."""
+        if _OPERATOR_BEHIND.match(self.sentence, self.end):
+            return True
+        return not self.is_result and _OPERATOR_BEFORE.search(self.before) is not None
+
+    @property
+    def counted(self) -> list[str]:
+        """The words behind it that say what it counts."""
+        behind = _NEXT_WORDS.match(self.sentence, self.end)
+        return re.findall(r"[^\W\d_]+", behind[0]) if behind is not None else []
+
+    def is_another(self, clause: int) -> bool:
+        """Whether the words around it make it another number: half of 12, 12 squared, 12x; `clause`: where its clause begins."""
+        attached = _ATTACHED.match(self.sentence, self.end)
+        if attached is not None and not is_unit(attached[0], letters=True):
+            return True
+        return not self.is_result and CHANGES.search(_JOINS.sub("", self.sentence[clause : self.start])[-30:]) is not None
+
+
+def numbers_of(sentence: str) -> list[Number]:
+    found: list[Number] = []
+    for match in _NUMBER.finditer(sentence):
+        start = match.end() - len(match[0].lstrip())
+        quantity = begin_quantity(sentence[start:]) if not found or start >= found[-1].end else None
+        if quantity is not None:
+            found.append(Number(sentence, start, max(start + quantity.end, match.end()), quantity.value))
+    return found
+
+
+def clauses_of(sentence: str, numbers: list["Number"]) -> list[tuple[int, int]]:
+    """Where clauses begin and end. A pronoun begins one only where a number stands before it: after 5 days | he spends."""
+    starts = [0]
+    for match in _BOUNDARY.finditer(sentence):
+        if any(number.start < match.start() < number.end for number in numbers) or TAKES.search(sentence[: match.end()] + " "):
+            continue  # seven and a half; leaving him with 9
+        if match[0].strip() or re.search(r"\d", sentence[starts[-1] : match.start()]):
+            starts.append(match.start())
+    return [(start, end) for start, end in zip(starts, [*starts[1:], len(sentence)]) if end > start]

@@ -1,0 +1,39 @@
+"""A linear rounded by GPTQ, and then by sweeps of descent where they are asked for: values, the steps they have, and the loss that is left.
+
+Shapes: w [..., N, K]; leading dimensions (experts) run as one batch.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.quant.descent import descend
+from quantkit.quant.gptq import Curvature, Steps, gptq, put_back, step_groups, take
+from quantkit.quant.rounding import Rounder, RoundingStep, fit_steps
+
+
+@dataclass(frozen=True)
+class CompensatedRows:
+    """values float32 [..., N, K] on the grid; step and zero [..., N, G]; loss float32 [..., N] = diag(E H E^T), damping included."""
+
+    values: Tensor
+    step: RoundingStep
+    loss: Tensor
+
+
+def compensate(w: Tensor, curvature: Curvature, rounder: Rounder, sweeps: int = 0) -> CompensatedRows:
+    """Values of the grid for W float32 [..., N, K], channels as they lie in memory; the curvature has W's leading dimensions, or none."""
+    return compensate_under(w, fit_steps(w, rounder, curvature.conditional), curvature, rounder, sweeps)
+
+
+def compensate_under(w: Tensor, step: RoundingStep, curvature: Curvature, rounder: Rounder, sweeps: int) -> CompensatedRows:
+    """The same from steps [..., N, G] that were fitted before, which are kept where there are no sweeps."""
+    order = curvature.order
+    columns, steps = take(w.mT, order), Steps(step, step_groups(order, w, rounder))
+    seen = torch.empty_like(columns) if sweeps else None
+    values, loss = gptq(columns, curvature, rounder, steps, seen)
+    if seen is not None:
+        loss = descend(values, seen, curvature, rounder, steps, sweeps)
+        step = steps.of_rows
+    return CompensatedRows(put_back(values, order).mT.contiguous(), step, loss)

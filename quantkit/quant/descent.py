@@ -1,0 +1,79 @@
+"""Coordinate descent (as CDQuant, arXiv 2406.17542): columns that GPTQ rounded are rounded again, against the errors all others now have.
+
+GPTQ lets a column make up for those before it, never for those after. Here a column's best value is what it is plus (E H)_k / H_kk, and the
+loss tr(E H E^T) falls with every column. Between two sweeps over the columns every group gets the step that is best for its codes, where
+what the format stores of it is better than what it had.
+
+With D the change that each column of a block wants before the block is touched, A the block of H under its diagonal, row i divided by H_ii,
+and L the errors of rounding, what the columns want one after the other is (I + A)^-1 D + (I - (I + A)^-1) L: a block of GPTQ's with another
+target and another reaction, so the same loop, or kernel, rounds it. As there, H = V V^T, and V^T E is held.
+A sweep is twice GPTQ's arithmetic, and so is a fit of all steps.
+
+Shapes: values and seen [..., K, N], columns in the order of the curvature; leading dimensions (experts) run as one batch.
+"""
+
+import torch
+from torch import Tensor
+
+from quantkit.quant.gptq import BLOCK, Curvature, Steps, block_rounder, take
+from quantkit.quant.rounding import Rounder, RoundingStep
+
+WIDEST = 0.3
+"""By how much a step changes at most in one sweep, as a share of itself."""
+
+
+def descend(values: Tensor, seen: Tensor, curvature: Curvature, rounder: Rounder, steps: Steps, sweeps: int) -> Tensor:
+    """Lower the loss of `values`, whose errors E are known by seen = V^T E: values, steps and seen change in place. Returns the loss
+    [..., N]."""
+    for number in range(sweeps):
+        if number:
+            _refit(values, seen, curvature, rounder, steps)
+        _sweep(values, seen, curvature, rounder, steps)
+    return seen.square().sum(-2)
+
+
+def _sweep(values: Tensor, seen: Tensor, curvature: Curvature, rounder: Rounder, steps: Steps) -> None:
+    """Every column once. seen: V^T E, kept true."""
+    columns, factor, round_block = values.shape[-2], curvature.factor, block_rounder(values.device)
+    for start in range(0, columns, BLOCK):
+        stop = min(start + BLOCK, columns)
+        rows = factor[..., start:stop, start:]
+        own = rows @ rows.mT
+        diagonal = own.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+        one = torch.eye(stop - start, device=values.device)
+        unit = (own / diagonal).tril(-1) + one
+        inverse = torch.linalg.solve_triangular(unit, one.expand_as(unit), upper=False)
+        before = values[..., start:stop, :].clone()
+        target = before + inverse @ ((rows @ seen[..., start:, :]) / diagonal)
+        round_block(target, one - inverse, rounder, steps.of(start, stop), values[..., start:stop, :])
+        seen[..., start:, :] -= rows.mT @ (values[..., start:stop, :] - before)
+
+
+def _refit(values: Tensor, seen: Tensor, curvature: Curvature, rounder: Rounder, steps: Steps) -> None:
+    """Every group's step once: a group whose values are all multiplied by 1 + d loses 2 d P.S - d^2 P.P, P what V^T makes of them."""
+    sizes, zeros = steps.step.step, steps.step.zero
+    places = steps.groups.argsort(dim=-1, stable=True).unflatten(-1, (sizes.shape[-2], -1))
+    for group in range(sizes.shape[-2]):
+        place, size = places[..., group, :], sizes[..., group, :]
+        own = take(values, place)
+        part = take(curvature.factor, place).mT @ own
+        gain, weight = (part * seen).sum(-2), part.square().sum(-2)
+        wanted = rounder.stored(size * (1 + (gain / weight.clamp(min=1e-30)).clamp(-WIDEST, WIDEST)))
+        change = wanted / size - 1
+        change = torch.where(2 * change * gain > change.square() * weight, change, 0.0)
+        better = change != 0
+        size = torch.where(better, wanted, size)
+        codes = own / sizes[..., group, :].unsqueeze(-2)
+        zero = None if zeros is None else zeros[..., group, :].unsqueeze(-2)
+        scaled = rounder.snap(codes * size.unsqueeze(-2), RoundingStep(size.unsqueeze(-2), zero))  # the same codes
+        seen -= part * change.unsqueeze(-2)
+        sizes[..., group, :] = size
+        _put(values, place, scaled)
+
+
+def _put(values: Tensor, place: Tensor, own: Tensor) -> None:
+    """Rows `place` [..., g] of [..., K, N] replaced."""
+    if place.dim() == 1:
+        values.index_copy_(-2, place, own)
+    else:
+        values.scatter_(-2, place.unsqueeze(-1).expand_as(own), own)

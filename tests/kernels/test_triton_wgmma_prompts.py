@@ -1,0 +1,96 @@
+"""Attention of prompts on Hopper, its kernel's source interpreted on the CPU: right for every shape, block, page and part of the keys."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gluon_interpreter import Descriptor, Pointer, interpreted
+from quantkit_kernels import Prompts, Rotation, reference, triton
+from quantkit_kernels.samples import TOLERANCE, distance, grouped_attention
+from quantkit_kernels.triton.attention import prefill, wgmma
+from torch import Tensor
+
+KERNEL = interpreted(Path(triton.__file__).parent / "attention" / "wgmma_kernel.py", "attend_prompts")
+
+
+class Launched:
+    """Stands in for the kernel of a launch: runs it interpreted."""
+
+    def __init__(self, calls: list[dict[str, Any]]) -> None:
+        self.calls = calls
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, num_warps: int, **named: Any) -> None:
+            self.calls.append(named)
+            KERNEL(grid, *(Pointer(one.flatten()) if isinstance(one, Tensor) else one for one in args), **named)
+
+        return launch
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The CPU takes itself for a Hopper card; of every launch what is known when it is compiled."""
+    found: list[dict[str, Any]] = []
+    monkeypatch.setattr(wgmma, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(wgmma, "_kernel", lambda: Launched(found))
+    monkeypatch.setattr(wgmma, "_tiles", lambda rows, tokens, columns: Descriptor(rows, (tokens, columns)))
+    monkeypatch.setattr(prefill, "rope", reference.rope)
+    return found
+
+
+def chosen(choose: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut = wgmma.WgmmaCut(choose.choice((64, 128)), choose.choice((64, 128)), choose.choice((2, 3)))
+    monkeypatch.setattr(wgmma, "_CUTS", (cut,))
+    monkeypatch.setattr(wgmma, "_NARROW", cut)
+    monkeypatch.setattr(wgmma, "_TOGETHER", choose.choice((1, 2, 4)))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_pages(seed: int, calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    choose = random.Random(seed)
+    torch.manual_seed(seed)
+    width, dtype = choose.choice((16, 64, 80, 96, 128)), choose.choice((torch.bfloat16, torch.float16))
+    chosen(choose, monkeypatch)
+    seen = [choose.randint(1, 400) for _ in range(choose.randint(1, 3))]
+    new = [choose.choice((1, length, choose.randint(1, length))) for length in seen]
+    case = grouped_attention(seen, new, choose.choice(((6, 2), (3, 3), (4, 1))), width, choose.choice((64, 128)), dtype)
+    keys, values = case.pages.cache
+    out = prefill.gqa_prefill(case.q, (keys, values), case.prompts, case.scale, 0)
+    assert distance(out, case.exact) < TOLERANCE[dtype]
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_latents_in_parts(seed: int, calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    choose = random.Random(seed)
+    torch.manual_seed(seed)
+    nope, rotary, value, latent, heads = choose.choice((64, 128)), choose.choice((16, 64)), choose.choice((32, 128)), 40, 3
+    chosen(choose, monkeypatch)
+    monkeypatch.setattr(prefill, "_EXPANDED_BYTES", choose.choice((1 << 29, 150 * heads * (nope + value) * 2)))
+    spans = [(choose.choice((0, choose.randint(1, 200))), choose.randint(1, 180)) for _ in range(choose.randint(1, 3))]
+    tokens, blocks = sum(length for _, length in spans), 24
+    q, kv_b = torch.randn(tokens, heads, nope + rotary).half(), (torch.randn(heads, nope + value, latent) / latent**0.5).half()
+    cache, angles = torch.randn(blocks * len(spans), 16, latent + rotary).half(), torch.rand(tokens, rotary // 2) * 6
+    rotation = Rotation(angles.cos(), angles.sin())
+    prompts = Prompts.of(spans, torch.randperm(blocks * len(spans)).view(len(spans), blocks))
+    scale = (nope + rotary) ** -0.5
+    exact = reference.mla_prefill(q.float(), kv_b.float(), rotation, cache.float(), prompts, scale)
+    out = prefill.mla_prefill(q, kv_b, rotation, cache, prompts, scale, reference.rope)
+    assert distance(out, exact.double()) < 2 * TOLERANCE[torch.float16]
+    assert calls
+
+
+def test_prompts_that_the_kernel_does_not_take_are_the_other_ones() -> None:
+    cpu = torch.device("cpu")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(wgmma, "architecture", lambda device: "sm_90")
+        assert wgmma.wgmma_cut(cpu, 128, 64, 128, 0, False) == wgmma.WgmmaCut(128, 128, 2)
+        assert wgmma.wgmma_cut(cpu, 256, 0, 256, 64, False) == wgmma.WgmmaCut(128, 64, 2)
+        assert wgmma.wgmma_cut(cpu, 64, 0, 64, 128, False) == wgmma.WgmmaCut(128, 64, 4)
+        assert wgmma.wgmma_cut(cpu, 128, 0, 128, 16, False) is None
+        assert wgmma.wgmma_cut(cpu, 128, 0, 128, 64, True) is None
+        for other in ("sm_80", "sm_100", "sm_120", "gfx942"):
+            patched.setattr(wgmma, "architecture", lambda device, other=other: other)
+            assert wgmma.wgmma_cut(cpu, 128, 0, 128, 64, False) is None

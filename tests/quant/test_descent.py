@@ -1,0 +1,83 @@
+"""Descent ends where no column and no step could be better, on every grid, batched or not, and tells the loss that is left."""
+
+import pytest
+import torch
+from rounding_problem import ROUNDERS, K, problem
+from torch import Tensor
+
+from quantkit.quant.compensation import CompensatedRows, compensate
+from quantkit.quant.gptq import Curvature, damp_
+from quantkit.quant.rounding import RoundingStep
+from quantkit.quant.two_sided import compensate_both
+from quantkit.quant.weights import dequantize
+
+
+def loss(w: Tensor, values: Tensor, hessian: Tensor) -> Tensor:
+    error = (w - values).double()
+    return ((error @ hessian.double()) * error).sum(-1)
+
+
+def spread(step: RoundingStep) -> RoundingStep:
+    """Steps [N, G] as [N, K]."""
+    times = K // step.step.shape[-1]
+    return RoundingStep(step.step.repeat_interleave(times, -1), None if step.zero is None else step.zero.repeat_interleave(times, -1))
+
+
+def settled(name: str) -> tuple[Tensor, Tensor, CompensatedRows, CompensatedRows]:
+    """W and its damped Hessian; compensated, and after many sweeps."""
+    w, hessian = problem()
+    hessian = damp_(hessian.clone(), 0.01)
+    curvature = Curvature.of(hessian, 1e-12)
+    return w, hessian, compensate(w, curvature, ROUNDERS[name]), compensate(w, curvature, ROUNDERS[name], sweeps=30)
+
+
+@pytest.mark.parametrize("name", ROUNDERS)
+def test_no_column_could_be_better(name: str) -> None:
+    w, hessian, compensated, descended = settled(name)
+    torch.testing.assert_close(descended.loss.double(), loss(w, descended.values, hessian), rtol=1e-3, atol=1e-6)
+    assert (descended.loss <= compensated.loss * (1 + 1e-5)).all()
+    assert descended.loss.sum() < 0.99 * compensated.loss.sum()
+    wanted = descended.values + ((w - descended.values).double() @ hessian.double() / hessian.diagonal().double()).float()
+    again = ROUNDERS[name].snap(wanted, spread(descended.step))
+    assert (again != descended.values).float().mean() < 0.002, "but for ties within float32"
+
+
+@pytest.mark.parametrize("name", ROUNDERS)
+def test_no_step_that_is_stored_could_be_better(name: str) -> None:
+    """Ten times a row, one group's values are multiplied by what its next stored step would be to the step it has."""
+    w, hessian, _, descended = settled(name)
+    rounder, groups = ROUNDERS[name], descended.step.step.shape[-1]
+    assert torch.equal(dequantize(rounder.weight(descended.values, descended.step)), descended.values), "values lie on the stored grid"
+    before = loss(w, descended.values, hessian)
+    for group in range(0, groups, max(1, groups // 5)):
+        columns = slice(group * (K // groups), (group + 1) * (K // groups))
+        for factor in (1.07, 0.93) if name == "fp4" else (1.004, 0.996):
+            size = descended.step.step[:, group]
+            other = rounder.stored(size * factor)
+            values = descended.values.clone()
+            values[:, columns] *= (other / size)[:, None]
+            assert (loss(w, values, hessian) >= before * (1 - 1e-6)).float().mean() > 0.97
+
+
+def test_a_batch_is_each_of_its_parts() -> None:
+    w, hessian = (torch.stack(parts) for parts in zip(*(problem(seed) for seed in range(3))))
+    together = compensate(w, Curvature.of(hessian, 0.01), ROUNDERS["int4"], sweeps=2)
+    for i in range(3):
+        alone = compensate(w[i], Curvature.of(hessian[i], 0.01), ROUNDERS["int4"], sweeps=2)
+        assert (alone.values - together.values[i]).abs().gt(1e-3).float().mean() < 0.01
+        torch.testing.assert_close(alone.loss, together.loss[i], rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("name", ["int4-fitted", "fp4"])
+def test_rows_that_make_up_for_rows_gain_too(name: str) -> None:
+    w, hessian = problem()
+    strong = torch.randn(len(w), 4, generator=torch.Generator().manual_seed(1))
+    cost = strong @ strong.t() + 0.05 * torch.eye(len(w))
+    inputs, outputs = Curvature.of(hessian, 0.01), Curvature.of(cost, 0.01)
+    found = []
+    for sweeps in (0, 4):
+        values, step = compensate_both(w, inputs, outputs, ROUNDERS[name], sweeps=sweeps)
+        torch.testing.assert_close(ROUNDERS[name].snap(values, spread(step)), values)
+        error = (w - values).double()
+        found.append(float(((cost.double() @ error) * (error @ hessian.double())).sum()))
+    assert found[1] < 0.99 * found[0]
