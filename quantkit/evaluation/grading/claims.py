@@ -17,7 +17,7 @@ from quantkit.evaluation.grading.units import SIGNS
 _UNSURE = re.compile(
     r"(?i)\b(?:or|maybe|perhaps|possibly|might|either|neither|depending|otherwise|unless|no|cannot|wait|hmm|nor|suppose|assume|assuming"
     r"|between|about|approximately|exceed\w*|at\s+(?:least|most)|(?<!add )(?<!adds )(?<!adding )(?<!sum )(?<!sums )up\s+to|than|wrong"
-    rf"|incorrect)\b|\bnot\s+[$]?-?\d|[?≈<>≤≥≠±≡]|(?:\d|(?<![a-z]){SPOKEN})\s*\(\s*\d"
+    rf"|fail(?:s|ed)?|incorrect)\b|\bnot\s+[$]?-?\d|[?≈<>≤≥≠±≡]|(?:\d|(?<![a-z]){SPOKEN})\s*\(\s*\d"
 )
 _BOUND = re.compile(r"(?i)\s+(?:up\s+to|at\s+most|less\s+than|not\s+exceeding|below)\s+(?P<number>\d[\d,]*)(?!\d|\.\d)")
 _CONDITION, _CONCLUSION = (re.compile(rf"(?i)^[\s,;]*{words}") for words in (CONDITIONS, CONCLUDES))
@@ -60,7 +60,7 @@ class _Tally:
 def _is_governed(number: Number, asked: Asked) -> bool:
     """Whether a preposition makes the number a circumstance: in 8 hours, at $30; not of what is asked for: an income of $1250."""
     amount = _AMOUNT_OF.search(number.before)
-    if amount is not None and stem(amount["noun"]) in asked.words | {"total", "averag", "earn"}:
+    if amount is not None and stem(amount["noun"]) in (asked.words - set(asked.counted)) | {"total", "averag", "earn"}:
         return False
     if _PART_OF.match(number.sentence, number.end) or number.is_result or TAKES.search(number.before):
         return False
@@ -123,6 +123,7 @@ def _around(clause: str, asked: Asked) -> int:
     points = -(
         (asked.another_time and _NOW.search(clause) is not None) or (_FIRST.search(clause) is not None and "first" not in asked.told)
     )
+    points -= "left" in stems(clause) - asked.words
     return points - 2 * ((NEGATED.search(clause) is not None) != asked.denied)
 
 
@@ -183,7 +184,7 @@ def answering(sentences: Sequence[str], question: str, said: Fraction | None) ->
     before = _weighed(sentences[-2], asked) if is_afterthought else None
     if before and not any(tally.words or (tally.kind and asked.counted) for tally in last.values()):
         first = _first(before, None)
-        return first if first is not None and before[first].words >= MARGIN else None
+        return first if first is not None and before[first].words and before[first].evidence > MARGIN else None
     if said is not None and said not in last and said not in asked.given:  # grammar has read more than a number
         return None
     return _first(last, said)
@@ -207,7 +208,8 @@ def _first(tallies: dict[Fraction, _Tally], said: Fraction | None) -> Fraction |
     first, *others = sorted(tallies, key=lambda value: -tallies[value].points)
     best, runner_up = tallies[first], tallies[others[0]].points if others else -MARGIN
     before = tallies.get(said) if said is not None else None
-    is_firm = before is not None and (before.is_concluded or best.evidence <= before.evidence) and not before.is_given
+    is_concluded = before is not None and before.is_concluded and (before.kind > 0 or not best.kind)
+    is_firm = before is not None and not before.is_given and (is_concluded or best.evidence <= before.evidence)
     margin = MARGIN if is_firm else 1
     leads = best.points > runner_up and best.points >= (before.points if before else runner_up) + margin
     return first if leads and best.evidence and first != said else None

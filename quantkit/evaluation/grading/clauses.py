@@ -27,11 +27,11 @@ CONCLUDES = (
     r"|(?:with|for|,)?\s*a\s+(?:grand\s+)?total\s+of)\b"
 )
 CONDITIONS = (
-    r"(?:because|since|when|after|before|if|as|given|once|although|though|while|whereas|where|with(?!\s+an?\s)|attained|achieved|instead\s+of"
+    r"(?:because|since|when|after|before|if|as|given|once|although|though|where|with(?!\s+an?\s)|attained|achieved|instead\s+of"
     r"|rather\s+than|of\s+(?:which|whom))\b"
 )
 _BOUNDARY = re.compile(
-    rf"(?i)[;:—\n。、]|\((?=[^\d)]*[a-z]{{2}})|,(?!\d{{3}}(?!\d))|(?<=\w)\.\s|(?<![\w-])(?:{CONCLUDES}|{CONDITIONS}|(?:and|which|but|then)\b)"
+    rf"(?i)[;:—\n。、]|\((?=[^\d)]*[a-z]{{2}})|,(?!\d{{3}}(?!\d))|(?<=\w)\.\s|(?<![\w-])(?:{CONCLUDES}|{CONDITIONS}|(?:and|which|but|then|while|whereas)\b)"
     r"|(?<=\w)\s(?=(?:he|she|they|it|we)\s+(?!an?\b))"
 )
 _OPERATOR_BEHIND = re.compile(
@@ -43,7 +43,7 @@ _OPERATOR_BEFORE = re.compile(r"(?:\d\(|[+*/×·÷]|[\w)]\s*-|\d\s*x|\b(?:times|
 _RESULT = re.compile(
     r"\d(?:[\w\s%.,$)]|/(?=[a-z])){0,40}?(?:[-+*/×·÷]|\bx|%\s+of|(?<=\d)\()\s?[$(]*\.?\d(?:(?!\b(?:while|with|where|so|then)\b)[^=;])*=\s*$"
 )
-_ATTACHED = re.compile(r"[^\W\d_]+|[²³!^√]|\s+(?:squared|cubed|factorial|times)\b")
+_ATTACHED = re.compile(r"[^\W\d_]+|[²³!^√]|\s+(?:squared|cubed|factorial)\b|(?P<factor>\s+times\s+(?:as|the|more)\b)")
 _JOINS = re.compile(r"(?i)^[\s,;]*(?:and|but|or)\b|\b(?:all\s+but|other|more\s+than)\b")
 # What takes its object behind a preposition: is left with 6, adds up to 12, drops by 50 to 350, works out at 45.
 TAKES = re.compile(
@@ -90,9 +90,9 @@ class Number:
         return re.findall(r"[^\W\d_]+", behind[0]) if behind is not None else []
 
     def is_another(self, clause: int) -> bool:
-        """Whether the words around it make it another number: half of 12, 12 squared, 12x; `clause`: where its clause begins."""
+        """Whether the words around it make it another number: half of 12, 12 squared, 12x, 4 times as many; `clause`: where it begins."""
         attached = _ATTACHED.match(self.sentence, self.end)
-        if attached is not None and not is_unit(attached[0], letters=True):
+        if attached is not None and (attached["factor"] or not is_unit(attached[0], letters=True)):
             return True
         return not self.is_result and CHANGES.search(_JOINS.sub("", self.sentence[clause : self.start])[-30:]) is not None
 

@@ -39,6 +39,7 @@ _CLASSES = (
     "buy bought purchase",
     "give gave given",
     "eat ate eaten",
+    "use used",
     "drive drove driven",
     "run ran",
     "fast speed mph kmh",
