@@ -43,6 +43,7 @@ _OPERATOR_BEFORE = re.compile(r"(?:\d\(|[+*/×·÷]|[\w)]\s*-|\d\s*x|\b(?:times|
 _RESULT = re.compile(
     r"\d(?:[\w\s%.,$)]|/(?=[a-z])){0,40}?(?:[-+*/×·÷]|\bx|%\s+of|(?<=\d)\()\s?[$(]*\.?\d(?:(?!\b(?:while|with|where|so|then)\b)[^=;])*=\s*$"
 )
+_COMPARED = re.compile(r"\s+(?:[a-z]+\s+){0,2}?(?:more|fewer|less|[a-z]{3,}er)\s+(?:[a-z]+\s+){0,2}?than\b")
 _ATTACHED = re.compile(r"[^\W\d_]+|[²³!^√]|\s+(?:squared|cubed|factorial)\b|(?P<factor>\s+times\s+(?:as|the|more)\b)")
 _JOINS = re.compile(r"(?i)^[\s,;]*(?:and|but|or)\b|\b(?:all\s+but|other|more\s+than)\b")
 # What takes its object behind a preposition: is left with 6, adds up to 12, drops by 50 to 350, works out at 45.
@@ -89,10 +90,15 @@ class Number:
         behind = _NEXT_WORDS.match(self.sentence, self.end)
         return re.findall(r"[^\W\d_]+", behind[0]) if behind is not None else []
 
-    def is_another(self, clause: int) -> bool:
-        """Whether the words around it make it another number: half of 12, 12 squared, 12x, 4 times as many; `clause`: where it begins."""
+    def is_another(self, clause: int, compares: bool) -> bool:
+        """Whether the words around it make it another number: half of 12, 12 squared, 12x, 4 times as many; `clause`: where it begins.
+
+        Nor is it one that compares (4 years older than), unless that is asked for.
+        """
         attached = _ATTACHED.match(self.sentence, self.end)
         if attached is not None and (attached["factor"] or not is_unit(attached[0], letters=True)):
+            return True
+        if not compares and _COMPARED.match(self.sentence, self.end):
             return True
         return not self.is_result and CHANGES.search(_JOINS.sub("", self.sentence[clause : self.start])[-30:]) is not None
 
