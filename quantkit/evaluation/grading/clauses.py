@@ -54,8 +54,8 @@ TAKES = re.compile(
 )
 # Words that end what is counted: prepositions, verbs, what is said of the whole.
 _NO_NOUN = (
-    r"(?:of|in|on|at|for|from|and|is|are|was|were|to|per|each|every|a|an|by|with|than|if|that|who|will|it|he|she|they|we|you|has|have|had|left|remain\w*|more|[a-z]+ed|own|let|stay"
-    r"|go|went|like|prefer|make|need|wins?|now|then|today|total|altogether|together)\b"
+    r"(?:of|in|on|at|for|from|and|is|are|was|were|to|per|each|every|a|an|by|with|than|if|that|who|will|it|he|she|they|we|you|has|have|had"
+    r"|left|remain\w*|more|[a-z]+ed|own|let|stay|go|went|like|prefer|make|need|wins?|now|then|today|total|altogether|together)\b"
 )
 _NEXT_WORDS = re.compile(rf"(?:[\s-]+(?!{_NO_NOUN})[^\W\d_]+){{0,4}}")
 
@@ -75,7 +75,8 @@ class Number:
 
     @property
     def is_result(self) -> bool:
-        return _RESULT.search(self.before) is not None
+        """Whether a calculation of numbers comes out at it."""
+        return self.before.rstrip().endswith("=") and _RESULT.search(self.before) is not None
 
     @property
     def is_operand(self) -> bool:
