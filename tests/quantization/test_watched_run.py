@@ -229,6 +229,41 @@ def test_a_model_without_attention_runs(model_type: str, extra: dict[str, Any], 
     assert done.token_ids == text[3:]
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_experts_that_are_stacked_either_way(turned: bool, tmp_path: Path) -> None:
+    """Qwen3-VL-MoE is published with its experts turned, and transformers 5 saves them as it computes with them."""
+    text = {
+        **SIZES,
+        **EXPERTS,
+        "model_type": "qwen3_vl_moe_text",
+        "moe_intermediate_size": 256,
+        "rope_parameters": {"rope_type": "default"},
+    }
+    text["rope_parameters"] |= {"rope_theta": 10000.0, "mrope_section": [6, 5, 5]}
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "depth": 1,
+        "num_heads": 2,
+        "out_hidden_size": 128,
+        "deepstack_visual_indexes": [0],
+    }
+    config = transformers.AutoConfig.for_model("qwen3_vl_moe", text_config=text, vision_config={**vision, "num_position_embeddings": 16})
+    torch.manual_seed(7)
+    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    tensors = {name: one.mT.contiguous() if turned and ".experts." in name else one.clone() for name, one in model.state_dict().items()}
+    source = write_dense(tmp_path / "source", {**model.config.to_dict(), "vocab_size": SIZES["vocab_size"]}, tensors)
+    ids = torch.arange(5, 25)
+    with torch.inference_mode():
+        expected = model(input_ids=ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None]).mean()
+    assert measure(str(source), [ids], device="cpu").ppl == pytest.approx(float((-expected).exp()), rel=1e-4)
+    report = run(source, tmp_path / "out", "awq-w4a16")
+    assert report.coverage.share > 0.75  # beside a vision tower
+    found = measure(str(report.out), [ids], baseline=str(source), device="cpu").kl
+    assert found is not None
+    assert 0 < found < 0.01
+
+
 def test_groups_that_do_not_divide_every_linear(tmp_path: Path) -> None:
     """128 divides the inputs of o_proj alone: refused with the size that divides all; with it everything is quantized."""
     source = written(peer("seed_oss", hidden_size=96, intermediate_size=160), tmp_path / "source")
