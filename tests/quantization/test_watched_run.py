@@ -157,7 +157,8 @@ def test_the_report_says_of_the_output_what_transformers_says(model_type: str, s
     assert found["kl"] < found["plain_kl"]
     if model_type in STACKED:  # plain again, and as transformers saved it: nothing is missing
         again = convert(tmp_path / "out", tmp_path / "plain", dtype="fp32").out
-        loaded, facts = transformers.AutoModelForCausalLM.from_pretrained(again, output_loading_info=True)
+        kind: Any = transformers.AutoModelForCausalLM
+        loaded, facts = kind.from_pretrained(again, output_loading_info=True)
         assert not any(facts[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
         assert all(torch.equal(one, model.state_dict()[name]) for name, one in loaded.state_dict().items())
 
@@ -232,23 +233,11 @@ def test_a_model_without_attention_runs(model_type: str, extra: dict[str, Any], 
 @pytest.mark.parametrize("turned", [False, True])
 def test_experts_that_are_stacked_either_way(turned: bool, tmp_path: Path) -> None:
     """Qwen3-VL-MoE is published with its experts turned, and transformers 5 saves them as it computes with them."""
-    text = {
-        **SIZES,
-        **EXPERTS,
-        "model_type": "qwen3_vl_moe_text",
-        "moe_intermediate_size": 256,
-        "rope_parameters": {"rope_type": "default"},
-    }
-    text["rope_parameters"] |= {"rope_theta": 10000.0, "mrope_section": [6, 5, 5]}
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "depth": 1,
-        "num_heads": 2,
-        "out_hidden_size": 128,
-        "deepstack_visual_indexes": [0],
-    }
-    config = transformers.AutoConfig.for_model("qwen3_vl_moe", text_config=text, vision_config={**vision, "num_position_embeddings": 16})
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]}
+    text = {**SIZES, **EXPERTS, "model_type": "qwen3_vl_moe_text", "moe_intermediate_size": 256, "rope_parameters": rope}
+    vision: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 128}
+    vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+    config = transformers.AutoConfig.for_model("qwen3_vl_moe", text_config=text, vision_config=vision)
     torch.manual_seed(7)
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     tensors = {name: one.mT.contiguous() if turned and ".experts." in name else one.clone() for name, one in model.state_dict().items()}
