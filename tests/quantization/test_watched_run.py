@@ -17,6 +17,7 @@ from quantkit.calibrate.data import load_sequences
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.conversion import convert
+from quantkit.diagnosis.diagnose import diagnose
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.distance.perplexity import measure
 from quantkit.executor.options import EngineOptions
@@ -251,6 +252,19 @@ def test_experts_that_are_stacked_either_way(turned: bool, tmp_path: Path) -> No
     found = measure(str(report.out), [ids], baseline=str(source), device="cpu").kl
     assert found is not None
     assert 0 < found < 0.01
+
+
+def test_check_does_not_call_scales_wrong_that_no_table_tells_of(tmp_path: Path) -> None:
+    """What a linear gained the norm before it lost: which that is only a table says."""
+    model = peer("bitnet")
+    source = written(model, tmp_path / "source")
+    tensors = model.state_dict()
+    for name in [name for name in tensors if name.endswith("ffn_sub_norm.weight")]:
+        tensors[name].mul_(0.5)
+        tensors[name.replace("ffn_sub_norm", "down_proj")].mul_(2)
+    run(written(model, tmp_path / "scaled"), tmp_path / "out", "rtn-w4a16")
+    found = diagnose(str(tmp_path / "out"), source=str(source), depth="tensors").findings
+    assert not found.has("scales-absurd"), found.found
 
 
 def test_groups_that_do_not_divide_every_linear(tmp_path: Path) -> None:
