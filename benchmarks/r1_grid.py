@@ -10,10 +10,10 @@ a prompt it computes beside answers. Cells are input lengths and concurrencies o
 request, all at once, and its answer has 512 tokens; that of a single user behind a longer prompt has 128, for there a token takes as long
 as the next. Not in these figures: a server and a tokenizer.
 
-Steps of every size are captured before. Prompts of up to 1024 tokens in all are computed twice before, for their passes are captured when
-they come a second time; the longest single prompt once. `captured` says how many passes with prompts were captured while a cell ran, each
-of which takes some tenths of a second. The file is written after every part and cell; a part that fails is told and the next one
-begins; `--seconds` after the start of the process no further cell begins.
+Steps of every size are captured before. Prompts of up to 1024 tokens in all are computed nine times before, for their passes are captured
+when they have come eight times; the longest single prompt once. `captured` says how many passes with prompts were captured while a cell
+ran, each of which takes some tenths of a second. The file is written after every part and cell; a part that fails is told and the next
+one begins; `--seconds` after the start of the process no further cell begins.
 """
 
 import argparse
@@ -47,7 +47,7 @@ from quantkit.executor.engine import Engine
 from quantkit.executor.graphs import MIN_TABLE_WIDTH, power_of_two
 from quantkit.executor.load import LoadedModel
 from quantkit.executor.parallel import Parallel
-from quantkit.executor.prompt_graphs import MOST_TOKENS
+from quantkit.executor.prompt_graphs import LAUNCHED_FIRST, MOST_TOKENS
 from quantkit.executor.scheduler import Scheduler
 from quantkit.models import deepseek_v3
 
@@ -185,7 +185,7 @@ def measure_cell(box: Box, cell: Cell, part: str) -> None:
     """Rank 0: one request of every user."""
     target, passes, began = EngineTarget(box.engine, "R1", cell.users), box.engine.runner.prompts, time.perf_counter()
     work = Workload(cell.input_len, cell.output_len, cell.users, cell.users, seed=cell.input_len + cell.users)
-    for turn in range(2 if cell.users * cell.input_len <= MOST_TOKENS else 0):
+    for turn in range(LAUNCHED_FIRST + 1 if cell.users * cell.input_len <= MOST_TOKENS else 0):
         list(target.run(replace(work, output_len=2, seed=-1 - turn)))
     before = passes.num_captured
     row = summarize(list(target.run(work)), cell.input_len, cell.users).to_json()

@@ -113,7 +113,8 @@ class Machine:
     """One program at a time. Products that were issued keep their places until they have been waited for."""
 
     def __init__(self) -> None:
-        self.program, self.programs = (0,), (1,)
+        self.program: tuple[int, ...] = (0,)
+        self.programs: tuple[int, ...] = (1,)
         self.issued: list[tuple[Place, ...]] = []
         self.lasting: set[Place] = set()
 

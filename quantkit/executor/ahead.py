@@ -77,4 +77,4 @@ def capture_decode(runner: Runner, rows: int, width: int) -> None:
 def _prompt(runner: Runner, length: int) -> None:
     """A prompt of one user."""
     blocks = list(range(1, -(-length // runner.cache.block_size) + 1))
-    runner.prompts.capture([PromptRows([0] * length, 0, blocks)])
+    runner.prompts.capture(None, [PromptRows([0] * length, 0, blocks)])

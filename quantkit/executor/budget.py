@@ -83,7 +83,7 @@ class _Trial:
         self._runner, self._parallel = runner, parallel
 
     def seconds(self, compute: Callable[[], torch.Tensor]) -> float:
-        """The better of two, after one that compiles and one that captures."""
+        """The better of two, after two that compile and capture."""
         compute()
         compute()
         return min(self._once(compute), self._once(compute))
@@ -107,7 +107,7 @@ class _Trial:
         return self._with_prompt(self._rows(rows), tokens)
 
     def _with_prompt(self, answers: DecodeRows | None, tokens: int) -> torch.Tensor:
-        return self._logits(self._runner.prompts.run(answers, self._prompt(tokens)))
+        return self._logits(self._runner.prompts.capture(answers, self._prompt(tokens)))
 
     def _prompt(self, tokens: int) -> list[PromptRows]:
         return [PromptRows([0] * tokens, 0, list(range(1, -(-tokens // self._runner.cache.block_size) + 1)))]

@@ -2,11 +2,12 @@
 
 A graph is captured for one size: rows of answers, tokens of prompts, sequences, and what else its launches depend on. What is not filled
 is padding, a sequence of its own that lies in block 0, which nobody owns. Sizes grow in steps of an eighth to a quarter, so that little of
-a pass is padding, and a size is captured when it comes a second time: what comes once costs no capture. Long passes are bound by the device
-and are launched operator by operator, as are those of models whose layers read a state or index keys, sequence after sequence.
+a pass is padding, and a size is captured when it has come some times: what comes a few times costs no capture. Long passes are bound by the
+device and are launched operator by operator, as are those of models whose layers read a state or index keys, sequence after sequence.
 """
 
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -22,6 +23,9 @@ from quantkit.executor.mixed import MixedContext
 
 MOST_TOKENS = 1024
 """Tokens of prompts in a pass that is captured, at most. With more of them the device is busy all the time."""
+LAUNCHED_FIRST = 8
+"""Times that a size is launched before it is captured. A capture takes as long as its launches cost ten to thirty passes, and everybody
+waits for it: where prompts of 8192 tokens meet, one of four ranks of R1 met 16 sizes of 1024 tokens, most of them less than eight times."""
 _LEAST_TOKENS = 16
 _MOST_SEEN = 8192
 """Cached tokens of all prompts in a pass that is captured, where they are expanded or decoded."""
@@ -167,7 +171,7 @@ class PromptPasses:
         self._capture = None if cache.goes_by_sequence else capture
         self.most_tokens = MOST_TOKENS
         """Of prompts in a pass that is captured."""
-        self._met: set[PassSize] = set()
+        self._met: Counter[PassSize] = Counter()
         self._graphs: dict[PassSize, tuple[_Pass, Callable[[], Tensor]]] = {}
         self._hidden: Tensor | None = None
         """Where graphs leave their results: what others keep in the pool that they share may be written over by any of them."""
@@ -187,12 +191,12 @@ class PromptPasses:
         self.most_tokens = min(tokens, MOST_TOKENS)
         self._graphs = {size: graph for size, graph in self._graphs.items() if size.tokens <= self.most_tokens}
 
-    def capture(self, prompts: list[PromptRows]) -> None:
-        """Compute such a pass and capture it now, where its size is captured at all."""
-        size = size_of(None, prompts, self.cache, self.most_tokens)
+    def capture(self, answers: DecodeRows | None, prompts: list[PromptRows]) -> Tensor:
+        """As `run`, captured now where the size is captured at all."""
+        size = size_of(answers, prompts, self.cache, self.most_tokens)
         if size is not None:
-            self._met.add(size)
-        self.run(None, prompts)
+            self._met[size] = LAUNCHED_FIRST
+        return self.run(answers, prompts)
 
     def run(self, answers: DecodeRows | None, prompts: list[PromptRows]) -> Tensor:
         """Hidden states [T, H] of the answers' rows, then of the prompts' tokens, valid until the next pass."""
@@ -220,11 +224,11 @@ class PromptPasses:
         return self.model(torch.tensor(token_ids, device=self.cache.device), self.context(answers, prompts))
 
     def _ready(self, size: PassSize, answers: DecodeRows | None, prompts: list[PromptRows]) -> bool:
-        """Whether there is a graph of the size, captured now where the size comes a second time."""
+        """Whether there is a graph of the size, captured now where the size has come often enough."""
         if size in self._graphs:
             return True
-        if size not in self._met or len(self._graphs) == _MOST_GRAPHS:
-            self._met.add(size)
+        if self._met[size] < LAUNCHED_FIRST or len(self._graphs) == _MOST_GRAPHS:
+            self._met[size] += 1
             return False
         assert self._capture is not None, "asked before"
         made = _Pass(self.model, self.cache, size)

@@ -39,6 +39,12 @@ PROMPTS = [[7 + i] * 4 + list(range(20, 20 + length)) for i, length in enumerate
 PARAMS = [SamplingParams(max_new_tokens=5, ignore_eos=True, temperature=(i % 2) * 0.8, seed=i) for i in range(len(PROMPTS))]
 
 
+@pytest.fixture(autouse=True)
+def captured_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A size that comes a second time is captured."""
+    monkeypatch.setattr(prompt_graphs, "LAUNCHED_FIRST", 1)
+
+
 @pytest.fixture(scope="module")
 def grouped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_random(tmp_path_factory.mktemp("models") / "grouped", GROUPED)
@@ -144,16 +150,27 @@ def test_long_passes_and_states_are_not_captured(tiny_checkpoint: Path, monkeypa
 
 
 @torch.inference_mode()
+def test_a_size_is_launched_some_times_first(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes, prompt = load(tiny_checkpoint, in_place).runner.prompts, [PromptRows([3, 4, 5], 0, [1])]
+    monkeypatch.setattr(prompt_graphs, "LAUNCHED_FIRST", 3)
+    captured = []
+    for _ in range(5):
+        passes.run(None, prompt)
+        captured.append(passes.num_captured)
+    assert captured == [0, 0, 0, 1, 1]
+
+
+@torch.inference_mode()
 def test_a_limit_lets_go_of_larger_graphs(tiny_checkpoint: Path) -> None:
     passes = load(tiny_checkpoint, in_place).runner.prompts
     prompts = {length: [PromptRows([3 + one for one in range(length)], 0, [1, 2])] for length in (16, 48)}
     expected = {length: passes.launch(None, prompt).clone() for length, prompt in prompts.items()}
     for prompt in prompts.values():
-        passes.capture(prompt)
+        passes.capture(None, prompt)
     assert passes.num_captured == 2
     passes.limit(32)
     for length, prompt in prompts.items():
-        passes.capture(prompt)
+        passes.capture(None, prompt)
         assert torch.equal(passes.run(None, prompt), expected[length])
     assert [size.tokens for size in passes._graphs] == [16]
 

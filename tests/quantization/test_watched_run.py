@@ -17,6 +17,7 @@ from quantkit.calibrate.data import load_sequences
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.conversion import convert
+from quantkit.diagnosis.diagnose import diagnose
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.distance.perplexity import measure
 from quantkit.executor.options import EngineOptions
@@ -157,7 +158,8 @@ def test_the_report_says_of_the_output_what_transformers_says(model_type: str, s
     assert found["kl"] < found["plain_kl"]
     if model_type in STACKED:  # plain again, and as transformers saved it: nothing is missing
         again = convert(tmp_path / "out", tmp_path / "plain", dtype="fp32").out
-        loaded, facts = transformers.AutoModelForCausalLM.from_pretrained(again, output_loading_info=True)
+        kind: Any = transformers.AutoModelForCausalLM
+        loaded, facts = kind.from_pretrained(again, output_loading_info=True)
         assert not any(facts[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
         assert all(torch.equal(one, model.state_dict()[name]) for name, one in loaded.state_dict().items())
 
@@ -227,6 +229,42 @@ def test_a_model_without_attention_runs(model_type: str, extra: dict[str, Any], 
         for _ in range(4):
             text.append(int(model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))
     assert done.token_ids == text[3:]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_experts_that_are_stacked_either_way(turned: bool, tmp_path: Path) -> None:
+    """Qwen3-VL-MoE is published with its experts turned, and transformers 5 saves them as it computes with them."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]}
+    text = {**SIZES, **EXPERTS, "model_type": "qwen3_vl_moe_text", "moe_intermediate_size": 256, "rope_parameters": rope}
+    vision: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 128}
+    vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+    config = transformers.AutoConfig.for_model("qwen3_vl_moe", text_config=text, vision_config=vision)
+    torch.manual_seed(7)
+    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    tensors = {name: one.mT.contiguous() if turned and ".experts." in name else one.clone() for name, one in model.state_dict().items()}
+    source = write_dense(tmp_path / "source", {**model.config.to_dict(), "vocab_size": SIZES["vocab_size"]}, tensors)
+    ids = torch.arange(5, 25)
+    with torch.inference_mode():
+        expected = model(input_ids=ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None]).mean()
+    assert measure(str(source), [ids], device="cpu").ppl == pytest.approx(float((-expected).exp()), rel=1e-4)
+    report = run(source, tmp_path / "out", "awq-w4a16")
+    assert report.coverage.share > 0.75  # beside a vision tower
+    found = measure(str(report.out), [ids], baseline=str(source), device="cpu").kl
+    assert found is not None
+    assert 0 < found < 0.01
+
+
+def test_check_does_not_call_scales_wrong_that_no_table_tells_of(tmp_path: Path) -> None:
+    """What a linear gained the norm before it lost: which that is only a table says."""
+    model = peer("bitnet")
+    source = written(model, tmp_path / "source")
+    tensors = model.state_dict()
+    for name in [name for name in tensors if name.endswith("ffn_sub_norm.weight")]:
+        tensors[name].mul_(0.5)
+        tensors[name.replace("ffn_sub_norm", "down_proj")].mul_(2)
+    run(written(model, tmp_path / "scaled"), tmp_path / "out", "rtn-w4a16")
+    found = diagnose(str(tmp_path / "out"), source=str(source), depth="tensors").findings
+    assert not found.has("scales-absurd"), found.found
 
 
 def test_groups_that_do_not_divide_every_linear(tmp_path: Path) -> None:

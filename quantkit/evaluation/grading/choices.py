@@ -247,7 +247,7 @@ def _judged(text: str, letters: str) -> str | None:
 
 def _alone(text: str, options: list[str]) -> str | None:
     """The choice of a reply without a statement: all that it says, or the only option that its last sentence names."""
-    said = _CONCEDED.sub("", _ASKED_AND_DENIED.sub("", text[-_ENDING:].strip()))
+    said = _CONTRAST.sub("", _CONCEDED.sub("", _ASKED_AND_DENIED.sub("", text[-_ENDING:].strip())))
     judged = _judged(said, LETTERS[: len(options)])
     if judged is not None:
         return judged

@@ -16,8 +16,8 @@ from quantkit.evaluation.grading.units import SIGNS
 
 _UNSURE = re.compile(
     r"(?i)\b(?:or|maybe|perhaps|possibly|might|either|neither|depending|otherwise|unless|no|cannot|wait|hmm|nor|suppose|assume|assuming"
-    r"|between|about|approximately|exceed\w*|at\s+(?:least|most)|(?<!add )(?<!adds )(?<!adding )(?<!sum )(?<!sums )up\s+to|than|wrong"
-    rf"|incorrect)\b|\bnot\s+[$]?-?\d|[?≈<>≤≥≠±≡]|(?:\d|(?<![a-z]){SPOKEN})\s*\(\s*\d"
+    r"|between|about|approximately|exceed\w*|at\s+(?:least|most)|(?<!add )(?<!adds )(?<!adding )(?<!sum )(?<!sums )up\s+to|wrong"
+    rf"|fail(?:s|ed)?|incorrect)\b|\bnot\s+[$]?-?\d|[?≈<>≤≥≠±≡]|(?:\d|(?<![a-z]){SPOKEN})\s*\(\s*\d"
 )
 _BOUND = re.compile(r"(?i)\s+(?:up\s+to|at\s+most|less\s+than|not\s+exceeding|below)\s+(?P<number>\d[\d,]*)(?!\d|\.\d)")
 _CONDITION, _CONCLUSION = (re.compile(rf"(?i)^[\s,;]*{words}") for words in (CONDITIONS, CONCLUDES))
@@ -54,13 +54,13 @@ class _Tally:
 
     @property
     def evidence(self) -> int:
-        return self.words + self.kind
+        return self.words + max(self.kind, 0)
 
 
 def _is_governed(number: Number, asked: Asked) -> bool:
     """Whether a preposition makes the number a circumstance: in 8 hours, at $30; not of what is asked for: an income of $1250."""
     amount = _AMOUNT_OF.search(number.before)
-    if amount is not None and stem(amount["noun"]) in asked.words | {"total", "averag", "earn"}:
+    if amount is not None and stem(amount["noun"]) in (asked.words - set(asked.counted)) | {"total", "averag", "earn"}:
         return False
     if _PART_OF.match(number.sentence, number.end) or number.is_result or TAKES.search(number.before):
         return False
@@ -89,7 +89,7 @@ def _tallies(sentence: str, asked: Asked) -> dict[Fraction, _Tally]:
         else:
             here = matched = own | waiting | (matched if _PRONOUN.match(clause) else frozenset())
         for number in numbers:
-            if number.is_operand or number.is_another(start) or stem(sentence[number.start : number.end]) in asked.words:
+            if number.is_operand or number.is_another(start, asked.compares) or stem(sentence[number.start : number.end]) in asked.words:
                 continue  # the last: all four of these
             nouns = [stem(word) for word in number.counted] or nouns
             tally = _tally(number, clause, here, nouns, asked)
@@ -104,7 +104,8 @@ def _tally(number: Number, clause: str, here: frozenset[str], nouns: list[str], 
     words = min(len(here - told_by_kind), 3) + len(here & {"total", "left"}) + bool(here & asked.circumstances)
     kind = _of_kind(number, nouns, asked)
     is_given = number.value in asked.given and not number.is_result
-    is_concluded = not is_given and _CONCLUSION.match(clause) is not None
+    is_of_the_rest = "left" in stems(clause) - asked.words
+    is_concluded = not is_given and not is_of_the_rest and _CONCLUSION.match(clause) is not None
     points = (
         words
         + kind
@@ -115,7 +116,7 @@ def _tally(number: Number, clause: str, here: frozenset[str], nouns: list[str], 
     )
     if _CONDITION.match(clause) and not asked.when and not (number.is_result and not _REASON.match(clause)):
         points -= 2
-    return _Tally(points, words, max(kind, 0), is_concluded or number.is_result, is_given)
+    return _Tally(points, words, kind, is_concluded or number.is_result, is_given)
 
 
 def _around(clause: str, asked: Asked) -> int:
@@ -123,6 +124,7 @@ def _around(clause: str, asked: Asked) -> int:
     points = -(
         (asked.another_time and _NOW.search(clause) is not None) or (_FIRST.search(clause) is not None and "first" not in asked.told)
     )
+    points -= 2 * ("left" in stems(clause) - asked.words)
     return points - 2 * ((NEGATED.search(clause) is not None) != asked.denied)
 
 
@@ -147,7 +149,7 @@ def _own_points(number: Number, asked: Asked) -> int:
     """Whether the number is computed, governed by a preposition, or the value of a letter."""
     points = int(number.is_result) - 2 * _is_governed(number, asked) + (TAKES.search(number.before) is not None)
     named = _NAMED.search(number.before)
-    points += named is not None and stem(named[1]) in asked.words - _DONE
+    points += named is not None and stem(named[1]) in asked.words - _DONE - set(asked.counted)
     label = _LABEL.search(number.before)
     if label is not None:
         points += 1 if asked.words == {label["label"].lower()} else -2
@@ -181,9 +183,9 @@ def answering(sentences: Sequence[str], question: str, said: Fraction | None) ->
         return new[0] if len(new) == 1 else None
     is_afterthought = listed < 2 and len(sentences) > 1 and not re.search(rf"(?i)=|\b{CONCLUDES}|\bnow\b", sentences[-1])
     before = _weighed(sentences[-2], asked) if is_afterthought else None
-    if before and not any(tally.words or (tally.kind and asked.counted) for tally in last.values()):
+    if before and not any(tally.words or (tally.kind > 0 and asked.counted) for tally in last.values()):
         first = _first(before, None)
-        return first if first is not None and before[first].words >= MARGIN else None
+        return first if first is not None and before[first].words and before[first].evidence > MARGIN else None
     if said is not None and said not in last and said not in asked.given:  # grammar has read more than a number
         return None
     return _first(last, said)
@@ -205,9 +207,10 @@ def _first(tallies: dict[Fraction, _Tally], said: Fraction | None) -> Fraction |
     if not tallies:
         return None
     first, *others = sorted(tallies, key=lambda value: -tallies[value].points)
-    best, runner_up = tallies[first], tallies[others[0]].points if others else -MARGIN
+    best, runner_up = tallies[first], tallies[others[0]].points if others else -2 * MARGIN
     before = tallies.get(said) if said is not None else None
-    is_firm = before is not None and (before.is_concluded or best.evidence <= before.evidence) and not before.is_given
+    is_concluded = before is not None and before.is_concluded and before.kind > -2  # else it is of another kind
+    is_firm = before is not None and not before.is_given and (is_concluded or best.evidence <= before.evidence)
     margin = MARGIN if is_firm else 1
     leads = best.points > runner_up and best.points >= (before.points if before else runner_up) + margin
     return first if leads and best.evidence and first != said else None

@@ -27,11 +27,11 @@ CONCLUDES = (
     r"|(?:with|for|,)?\s*a\s+(?:grand\s+)?total\s+of)\b"
 )
 CONDITIONS = (
-    r"(?:because|since|when|after|before|if|as|given|once|although|though|while|whereas|where|with(?!\s+an?\s)|attained|achieved|instead\s+of"
+    r"(?:because|since|when|after|before|if|as|given|once|although|though|where|with(?!\s+an?\s)|attained|achieved|instead\s+of"
     r"|rather\s+than|of\s+(?:which|whom))\b"
 )
 _BOUNDARY = re.compile(
-    rf"(?i)[;:—\n。、]|\((?=[^\d)]*[a-z]{{2}})|,(?!\d{{3}}(?!\d))|(?<=\w)\.\s|(?<![\w-])(?:{CONCLUDES}|{CONDITIONS}|(?:and|which|but|then)\b)"
+    rf"(?i)[;:—\n。、]|\((?=[^\d)]*[a-z]{{2}})|,(?!\d{{3}}(?!\d))|(?<=\w)\.\s|(?<![\w-])(?:{CONCLUDES}|{CONDITIONS}|(?:and|which|but|then|while|whereas)\b)"
     r"|(?<=\w)\s(?=(?:he|she|they|it|we)\s+(?!an?\b))"
 )
 _OPERATOR_BEHIND = re.compile(
@@ -43,7 +43,8 @@ _OPERATOR_BEFORE = re.compile(r"(?:\d\(|[+*/×·÷]|[\w)]\s*-|\d\s*x|\b(?:times|
 _RESULT = re.compile(
     r"\d(?:[\w\s%.,$)]|/(?=[a-z])){0,40}?(?:[-+*/×·÷]|\bx|%\s+of|(?<=\d)\()\s?[$(]*\.?\d(?:(?!\b(?:while|with|where|so|then)\b)[^=;])*=\s*$"
 )
-_ATTACHED = re.compile(r"[^\W\d_]+|[²³!^√]|\s+(?:squared|cubed|factorial|times)\b")
+_COMPARED = re.compile(r"\s+(?:[a-z]+\s+){0,2}?(?:more|fewer|less|[a-z]{3,}er)\s+(?:[a-z]+\s+){0,2}?than\b")
+_ATTACHED = re.compile(r"[^\W\d_]+|[²³!^√]|\s+(?:squared|cubed|factorial)\b|(?P<factor>\s+times\s+(?:as|the|more)\b)")
 _JOINS = re.compile(r"(?i)^[\s,;]*(?:and|but|or)\b|\b(?:all\s+but|other|more\s+than)\b")
 # What takes its object behind a preposition: is left with 6, adds up to 12, drops by 50 to 350, works out at 45.
 TAKES = re.compile(
@@ -53,8 +54,8 @@ TAKES = re.compile(
 )
 # Words that end what is counted: prepositions, verbs, what is said of the whole.
 _NO_NOUN = (
-    r"(?:of|in|on|at|for|from|and|is|are|was|were|to|per|each|every|a|an|by|with|than|if|that|who|will|it|he|she|they|we|you|has|have|had|left|remain\w*|more|[a-z]+ed|own|let|stay"
-    r"|go|went|like|prefer|make|need|wins?|now|then|today|total|altogether|together)\b"
+    r"(?:of|in|on|at|for|from|and|is|are|was|were|to|per|each|every|a|an|by|with|than|if|that|who|will|it|he|she|they|we|you|has|have|had"
+    r"|left|remain\w*|more|[a-z]+ed|own|let|stay|go|went|like|prefer|make|need|wins?|now|then|today|total|altogether|together)\b"
 )
 _NEXT_WORDS = re.compile(rf"(?:[\s-]+(?!{_NO_NOUN})[^\W\d_]+){{0,4}}")
 
@@ -74,7 +75,8 @@ class Number:
 
     @property
     def is_result(self) -> bool:
-        return _RESULT.search(self.before) is not None
+        """Whether a calculation of numbers comes out at it."""
+        return self.before.rstrip().endswith("=") and _RESULT.search(self.before) is not None
 
     @property
     def is_operand(self) -> bool:
@@ -89,10 +91,15 @@ class Number:
         behind = _NEXT_WORDS.match(self.sentence, self.end)
         return re.findall(r"[^\W\d_]+", behind[0]) if behind is not None else []
 
-    def is_another(self, clause: int) -> bool:
-        """Whether the words around it make it another number: half of 12, 12 squared, 12x; `clause`: where its clause begins."""
+    def is_another(self, clause: int, compares: bool) -> bool:
+        """Whether the words around it make it another number: half of 12, 12 squared, 12x, 4 times as many; `clause`: where it begins.
+
+        Nor is it one that compares (4 years older than), unless that is asked for.
+        """
         attached = _ATTACHED.match(self.sentence, self.end)
-        if attached is not None and not is_unit(attached[0], letters=True):
+        if attached is not None and (attached["factor"] or not is_unit(attached[0], letters=True)):
+            return True
+        if not compares and _COMPARED.match(self.sentence, self.end):
             return True
         return not self.is_result and CHANGES.search(_JOINS.sub("", self.sentence[clause : self.start])[-30:]) is not None
 

@@ -14,7 +14,8 @@ from quantkit.evaluation.grading.typesetting import END_TEXT, TEXT, plain
 class Asked:
     """`counted`: what is counted (`how many dark chocolates`), its last word the noun; `words`: the stems of what is asked; `given`:
     numbers that the question tells; `circumstances`: of the words those behind a preposition (`in the afternoon`); `kind`: `$` for
-    money, `%` for a share, `/` for a rate; `denied`: how many are not; `another_time`: not now; `when`: after how many years; `told`:
+    money, `%` for a share, `/` for a rate; `denied`: how many are not; `another_time`: not now; `when`: after how many years;
+    `compares`: by how much; `told`:
     the words of what is asked, as they stand.
     """
 
@@ -26,6 +27,7 @@ class Asked:
     denied: bool
     another_time: bool
     when: bool
+    compares: bool
     told: frozenset[str]
 
 
@@ -39,6 +41,7 @@ _CLASSES = (
     "buy bought purchase",
     "give gave given",
     "eat ate eaten",
+    "use used",
     "drive drove driven",
     "run ran",
     "fast speed mph kmh",
@@ -119,6 +122,7 @@ _CIRCUMSTANCE = re.compile(r"(?i)\b(?:in|on|at|for|during|by|from|after|before)\
 _SHARE = re.compile(r"(?i)\bpercent(?:age)?\b|%")
 _RATE = re.compile(r"(?i)\b(?:per|speed|rate|how\s+fast)\b")
 _ANOTHER_TIME = re.compile(r"(?i)\b(?:will|was|were|had|did|ago)\b|\bin\s+(?:the\s+end|\w+\s+(?:years?|months?|weeks?|days?))\b")
+_COMPARES = re.compile(r"(?i)\bthan\b|\bdifference\b|\bcompared\b|\bhow\s+(?:many|much)\s+(?:\w+\s+)?(?:more|fewer|less|[a-z]{3,}er)\b")
 _WHEN = re.compile(r"(?i)\b(?:in|after|within)\s+how\s+(?:many|long)\b")
 NEGATED = re.compile(r"(?i)\b(?:not|never|without)\b|n't\b")
 
@@ -154,6 +158,7 @@ def read_question(question: str) -> Asked | None:
         kind=kind,
         denied=NEGATED.search(asked) is not None,
         another_time=_ANOTHER_TIME.search(asked) is not None,
+        compares=_COMPARES.search(target) is not None,
         when=_WHEN.search(sentences[-1]) is not None,
         told=frozenset(re.findall(r"[a-z]+", target.lower())),
     )

@@ -163,7 +163,9 @@ class WholeModel:
         except UnknownExperts:
             return False
         if not all(_is_stored(self.checkpoint, disk) for disk in found.names[0]):
-            if all(f"{name}.{key}" in self.skeleton.published for key in module._parameters):
+            as_they_are = all(f"{name}.{key}" in self.skeleton.published for key in module._parameters)
+            stored = {stack: self.checkpoint.tensors.get(stack.name) for stack in found.stacks}
+            if as_they_are and all(info is None or stack.is_turned(info) == stack.turned for stack, info in stored.items()):
                 return False
             self.checkpoint = cut_up(self.checkpoint, found.stacks)
         each = [[self._stored(disk) for disk in triple] for triple in found.names]

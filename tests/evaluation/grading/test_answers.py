@@ -154,3 +154,16 @@ def test_find_choice(text: str, letter: str | None, where: str | None) -> None:
 )
 def test_canonical_spelling_is_one_per_value(number: str, text: str) -> None:
     assert canonical(Fraction(number)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("Answer: A (thing b) or B", NOTHING),
+        ("The best choice is E; D would need F = 4 N.", "E"),
+        ("It is thing b (B), not thing a (A).", "B"),
+        ("The best choice is E; D", NOTHING),
+    ],
+)
+def test_another_letter_behind_the_choice(text: str, letter: str) -> None:
+    assert find_choice(text, [f"thing {letter}" for letter in "abcdefghij"]).text == letter

@@ -11,6 +11,8 @@ from quantkit.evaluation.grading.notation import intervals, latex
         (r"\sqrt{5}", r"\sqrt{5}"),
         ("x² - 7x", "x^{2} - 7x"),
         (r"3 \over 4", r"\frac{3}{4}"),
+        ("6 + (-5)i", "6 - 5i"),
+        ("6 + (-5)^2", "6 + (-5)^2"),
         (r"\bigl(3, 4\bigr)", "(3, 4)"),
         (r"\left(\begin{smallmatrix} 0 & 1 \end{smallmatrix}\right)", r"\begin{pmatrix} 0 & 1 \end{pmatrix}"),
     ],

@@ -40,3 +40,20 @@ def test_a_refusal_is_no_answer_unless_one_is_given_all_the_same() -> None:
 @pytest.mark.parametrize(("reply", "value"), [("Der Tank fasst 1.250 Liter.", 1250), ("The rope is 1.250 m long.", 1.25)])
 def test_a_point_at_thousands_is_read_by_language(reply: str, value: float) -> None:
     assert find_number(reply).value == value
+
+
+@pytest.mark.parametrize(
+    ("reply", "value"),
+    [
+        (r"\boxed{330 + 50 = 385}", None),
+        (r"\boxed{330 + 55 = 385}", 385),
+        (r"\boxed{12 \cdot 17 = 205}", None),
+        ("It rides at 45 mph (≈ 72 km/h)", 45),
+        ("$Q+R = 699$, where $N = 5694$.", 699),
+        ("She will be 20 years old, or 25 if we count from today.", None),
+        ("L'école reçoit 1 430 crayons.", 1430),
+        ("The disk is divided into 371 regions.", 371),
+    ],
+)
+def test_sums_conversions_and_remarks(reply: str, value: int | None) -> None:
+    assert find_number(reply).value == value
