@@ -3,13 +3,13 @@
 import argparse
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from quantkit_kernels import accelerator
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.executor.ahead import capture_ahead
@@ -78,9 +78,5 @@ def report_of_ranks(run: Callable[[argparse.Namespace], dict[str, Any]], options
     out: Path | None = options.out
     if out and os.environ["RANK"] == "0":
         out.write_text(json.dumps(report, indent=1))
-    if dist.get_backend() == "gloo":
-        dist.destroy_process_group()
-        return
-    # Graphs still hold NCCL's communicator: taking it apart waited for them without end on four cards.
-    sys.stdout.flush()
-    os._exit(0)
+    accelerator.let_go_of_graphs()  # they hold NCCL's communicator: without this it did not end on four cards
+    dist.destroy_process_group()

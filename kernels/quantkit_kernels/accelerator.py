@@ -3,11 +3,16 @@
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
 GRAPHS = {"cuda": "CUDAGraph", "npu": "NPUGraph"}
 """What the class of a captured graph is called, by device type. Elsewhere nothing is captured."""
+
+
+_MADE: WeakSet[Any] = WeakSet()
+"""Graphs that are alive."""
 
 
 def module(device: torch.device) -> ModuleType | None:
@@ -40,4 +45,13 @@ def is_npu(graph: Any) -> bool:
 def new_graph(driver: ModuleType) -> Any:
     """An empty graph, for `driver.graph(...)` to capture into."""
     name = next(name for name in GRAPHS.values() if hasattr(driver, name))
-    return getattr(driver, name)()
+    graph = getattr(driver, name)()
+    _MADE.add(graph)
+    return graph
+
+
+def let_go_of_graphs() -> None:
+    """No graph of this process can be replayed any more. A communicator whose collectives graphs hold does not end before they do."""
+    for graph in list(_MADE):
+        graph.reset()
+    _MADE.clear()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from quantkit_kernels import accelerator
 from torch import Tensor
 
 from quantkit.devices import find_device
@@ -176,6 +177,7 @@ class Parallel:
         """Leave the others; those that were started from here end. Nothing happens where there are none."""
         if self.size == 1:
             return
+        accelerator.let_go_of_graphs()
         dist.destroy_process_group()
         if self._channel is not None:
             self._channel.close()

@@ -95,6 +95,9 @@ class NPUGraph:
             self.waiting = False
             self._run()
 
+    def reset(self) -> None:
+        self.launches.clear()
+
     def _run(self) -> None:
         for operator, args, kwargs, results in self.launches:
             for old, new in zip(tree_leaves(results), tree_leaves(operator(*args, **kwargs))):

@@ -11,6 +11,7 @@ from quantkit_kernels import accelerator, torch_npu
 from quantkit.executor import weights
 from quantkit.executor.engine import Engine
 from quantkit.executor.graphs import DecodeSteps, DeviceCapture, why_eager
+from quantkit.executor.parallel import Parallel
 from quantkit.executor.prefetch import Prefetcher
 from quantkit.executor.runner import Runner
 from quantkit.executor.sampling import SamplingParams
@@ -93,6 +94,19 @@ def test_graphs_are_captured_on_one_stream_but_for_a_layers_behind(
     assert isinstance(behind, DecodeSteps)
     assert isinstance(model, DecodeSteps)
     assert behind._capture._pool is not model._capture._pool  # type: ignore[attr-defined]
+
+
+def test_ranks_that_part_let_go_of_graphs_first(npu: DeviceCapture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's communicator waits for graphs that hold its sums."""
+    accelerator.let_go_of_graphs()  # those of other tests
+    order: list[str] = []
+    monkeypatch.setattr(device_double.NPUGraph, "reset", lambda graph: order.append("graph"))
+    monkeypatch.setattr("torch.distributed.destroy_process_group", lambda: order.append("group"))
+    x = torch.zeros(3)
+    replays = [npu(lambda: x + 1, []), npu(lambda: x + 2, [])]
+    Parallel(1, 2).close()
+    assert order == ["graph", "graph", "group"]
+    assert len(replays) == 2
 
 
 def test_both_reasons_are_told(npu: DeviceCapture, quantized: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
