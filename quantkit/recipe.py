@@ -30,7 +30,7 @@ class Recipe(Strict):
     output_curvature: bool = Field(True, description="GPTQ weighs errors in the residual stream by what they cost those who read it")
     output_damping: float = Field(0.05, gt=0, description="added to the diagonal of that cost, as a share of its mean")
     fit_points: int = Field(3, ge=1, description="steps tried for each group when it is rounded")
-    sweeps: int = Field(2, ge=1, description="of descent over a linear's columns, where it is among the methods")
+    sweeps: int = Field(4, ge=1, description="of descent over a linear's columns, where it is among the methods")
     min_expert_tokens: int = Field(256, ge=0, description="experts with fewer routed tokens lean on the layer's shared statistics")
 
     prune: float = Field(0.0, ge=0, lt=1, description="share of every layer's routed experts that is left out, those that add least")

@@ -83,7 +83,7 @@ def grid_label(grid: Grid | None) -> str:
             return "fp8"
 
 
-Method = Literal["awq", "gptq", "smooth", "descent"]
+Method = Literal["awq", "gptq", "smooth", "descent", "steps"]
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ SCHEMES: dict[str, Scheme] = {
             ("compressed-tensors", "modelopt"),
             "NVFP4 weights, NVFP4 activations",
         ),
-        Scheme("mxfp4-w4a16", Mxfp4Grid(), 16, ("awq", "gptq", "descent"), ("compressed-tensors",), "MXFP4 weights, 16-bit activations"),
+        Scheme("mxfp4-w4a16", Mxfp4Grid(), 16, ("awq", "gptq"), ("compressed-tensors",), "MXFP4 weights, 16-bit activations"),
         Scheme(
             "int8-a8w8c16",
             _W8,

@@ -14,6 +14,7 @@ from torch import Tensor
 from quantkit.calibrate.batches import PIECE_VALUES
 from quantkit.models.reading import Reading
 from quantkit.quant.compensation import compensate
+from quantkit.quant.descent import Descent
 from quantkit.quant.fp4 import global_scale, input_divisor
 from quantkit.quant.gptq import Curvature, scaled_losses
 from quantkit.quant.rounding import Fp4Rounder, IntRounder, Mxfp4Rounder, Rounder, RoundingStep, round_to_nearest
@@ -80,8 +81,8 @@ class Solver:
         return "gptq" in self.methods
 
     @property
-    def sweeps(self) -> int:
-        return self.recipe.sweeps if "descent" in self.methods else 0
+    def descent(self) -> Descent | None:
+        return Descent(self.recipe.sweeps, "steps" in self.methods) if "descent" in self.methods else None
 
     def rounder(self, amax: Tensor, fit: bool = True) -> Rounder:
         """amax float32 [] or [..., N]: the largest weight of the tensor, fused siblings included. `fit` off: plain extremes."""
@@ -137,7 +138,7 @@ class Solver:
         if outputs is not None:
             for module, w in weights.items():
                 most = _most_rows(w, self.piece_values)
-                both[module] = compensate_both(w, curvature, outputs, self.rounder(amax[module]), most, self.sweeps)
+                both[module] = compensate_both(w, curvature, outputs, self.rounder(amax[module]), most, self.descent)
         for piece in _pieces(weights, self.piece_values):
             stacked = [weights[module][rows] for module, rows in piece]
             per_row = torch.cat([amax[module].expand(len(w)) for (module, _), w in zip(piece, stacked)])
@@ -167,7 +168,7 @@ class Solver:
             values, step = self._round(batch, per_row, curvature)
         else:
             judge = judged_outputs(outputs, JUDGED_OUTPUTS)
-            values, step = compensate_both(batch, curvature, outputs, self.rounder(amax[:, None]), sweeps=self.sweeps)
+            values, step = compensate_both(batch, curvature, outputs, self.rounder(amax[:, None]), descent=self.descent)
         nearest, _ = round_to_nearest(batch, self.rounder(per_row, fit=False))
         return {
             module: self._finish(w, [_Part(values[i], _rows(step, i), *_told(w, (values[i], nearest[i]), samples[i], judge))], amax[i])
@@ -196,7 +197,7 @@ class Solver:
     def _round(self, w: Tensor, amax: Tensor, curvature: Curvature) -> tuple[Tensor, RoundingStep]:
         """Values and steps by this recipe."""
         if self.compensates:
-            result = compensate(w, curvature, self.rounder(amax), self.sweeps)
+            result = compensate(w, curvature, self.rounder(amax), self.descent)
             return result.values, result.step
         return round_to_nearest(w, self.rounder(amax), curvature.diagonal)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.quant.descent import descend
+from quantkit.quant.descent import Descent, descend
 from quantkit.quant.gptq import Curvature, Steps, gptq, put_back, step_groups, take
 from quantkit.quant.rounding import Rounder, RoundingStep, fit_steps
 
@@ -22,18 +22,18 @@ class CompensatedRows:
     loss: Tensor
 
 
-def compensate(w: Tensor, curvature: Curvature, rounder: Rounder, sweeps: int = 0) -> CompensatedRows:
+def compensate(w: Tensor, curvature: Curvature, rounder: Rounder, descent: Descent | None = None) -> CompensatedRows:
     """Values of the grid for W float32 [..., N, K], channels as they lie in memory; the curvature has W's leading dimensions, or none."""
-    return compensate_under(w, fit_steps(w, rounder, curvature.conditional), curvature, rounder, sweeps)
+    return compensate_under(w, fit_steps(w, rounder, curvature.conditional), curvature, rounder, descent)
 
 
-def compensate_under(w: Tensor, step: RoundingStep, curvature: Curvature, rounder: Rounder, sweeps: int) -> CompensatedRows:
-    """The same from steps [..., N, G] that were fitted before, which are kept where there are no sweeps."""
+def compensate_under(w: Tensor, step: RoundingStep, curvature: Curvature, rounder: Rounder, descent: Descent | None) -> CompensatedRows:
+    """The same from steps [..., N, G] that were fitted before, which are kept where descent does not fit them."""
     order = curvature.order
     columns, steps = take(w.mT, order), Steps(step, step_groups(order, w, rounder))
-    seen = torch.empty_like(columns) if sweeps else None
+    seen = None if descent is None else torch.empty_like(columns)
     values, loss = gptq(columns, curvature, rounder, steps, seen)
-    if seen is not None:
-        loss = descend(values, seen, curvature, rounder, steps, sweeps)
+    if descent is not None and seen is not None:
+        loss = descend(values, seen, curvature, rounder, steps, descent)
         step = steps.of_rows
     return CompensatedRows(put_back(values, order).mT.contiguous(), step, loss)

@@ -1,8 +1,8 @@
 """Coordinate descent (as CDQuant, arXiv 2406.17542): columns that GPTQ rounded are rounded again, against the errors all others now have.
 
 GPTQ lets a column make up for those before it, never for those after. Here a column's best value is what it is plus (E H)_k / H_kk, and the
-loss tr(E H E^T) falls with every column. Between two sweeps over the columns every group gets the step that is best for its codes, where
-what the format stores of it is better than what it had.
+loss tr(E H E^T) falls with every column. Where steps are to be fitted, between two sweeps over the columns every group
+gets the one that is best for its codes, if what the format stores of it is better than what it had.
 
 With D the change that each column of a block wants before the block is touched, A the block of H under its diagonal, row i divided by H_ii,
 and L the errors of rounding, what the columns want one after the other is (I + A)^-1 D + (I - (I + A)^-1) L: a block of GPTQ's with another
@@ -12,21 +12,32 @@ A sweep is twice GPTQ's arithmetic, and so is a fit of all steps.
 Shapes: values and seen [..., K, N], columns in the order of the curvature; leading dimensions (experts) run as one batch.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from quantkit.quant.gptq import BLOCK, Curvature, Steps, block_rounder, take
 from quantkit.quant.rounding import Rounder, RoundingStep
 
+
+@dataclass(frozen=True)
+class Descent:
+    """sweeps: over all columns. fits_steps: of the groups, between two sweeps."""
+
+    sweeps: int
+    fits_steps: bool = False
+
+
 WIDEST = 0.3
 """By how much a step changes at most in one sweep, as a share of itself."""
 
 
-def descend(values: Tensor, seen: Tensor, curvature: Curvature, rounder: Rounder, steps: Steps, sweeps: int) -> Tensor:
+def descend(values: Tensor, seen: Tensor, curvature: Curvature, rounder: Rounder, steps: Steps, descent: Descent) -> Tensor:
     """Lower the loss of `values`, whose errors E are known by seen = V^T E: values, steps and seen change in place. Returns the loss
     [..., N]."""
-    for number in range(sweeps):
-        if number:
+    for number in range(descent.sweeps):
+        if number and descent.fits_steps:
             _refit(values, seen, curvature, rounder, steps)
         _sweep(values, seen, curvature, rounder, steps)
     return seen.square().sum(-2)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quantkit.quant.compensation import compensate_under
+from quantkit.quant.descent import Descent
 from quantkit.quant.gptq import Curvature
 from quantkit.quant.rounding import Rounder, RoundingStep, fit_steps
 
@@ -19,11 +20,11 @@ ROW_BLOCKS = 8
 
 
 def compensate_both(
-    w: Tensor, curvature: Curvature, outputs: Curvature, rounder: Rounder, most_rows: int | None = None, sweeps: int = 0
+    w: Tensor, curvature: Curvature, outputs: Curvature, rounder: Rounder, most_rows: int | None = None, descent: Descent | None = None
 ) -> tuple[Tensor, RoundingStep]:
     """Values of the grid for W float32 [..., N, K], and the steps [..., N, G]. curvature: of the inputs, as for `compensate`;
-    outputs: of the outputs, one [N, N] for all; most_rows: of a block, where memory is short; sweeps: of descent in every block, before
-    the next makes up for it."""
+    outputs: of the outputs, one [N, N] for all; most_rows: of a block, where memory is short; descent: of every block, before the
+    next makes up for it."""
     step = fit_steps(w, rounder, curvature.conditional)
     values = torch.empty_like(w)
     size = -(-len(outputs.order) // ROW_BLOCKS)
@@ -41,9 +42,9 @@ def compensate_both(
             # Solved as rows times an upper triangle: a batch of experts shares it.
             target += torch.linalg.solve_triangular(outputs.factor[start:stop, start:stop], carried.mT, upper=True, left=False).mT
         own = RoundingStep(step.step.index_select(-2, rows), None if step.zero is None else step.zero.index_select(-2, rows))
-        rounded = compensate_under(target, own, curvature, rounder, sweeps)
+        rounded = compensate_under(target, own, curvature, rounder, descent)
         values.index_copy_(-2, rows, rounded.values)
-        if sweeps:
+        if descent is not None:
             step.step.index_copy_(-2, rows, rounded.step.step)
         start = stop
     return values, step

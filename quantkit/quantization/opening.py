@@ -110,8 +110,9 @@ def read_request(scheme: Scheme, format: str, engine: str | None, recipe: Recipe
     if scheme.activation_bits == 4 and recipe.methods == ():
         told = f"{scheme.name} has scales for what linears read, which calibration finds, and the recipe has no methods"
         raise QuantkitError(told, "leave methods out of the recipe, or use --scheme fp4-w4a16")
-    if "descent" in (recipe.methods or ()) and "gptq" not in (recipe.methods or ()):
-        raise QuantkitError("the recipe's methods have descent without gptq, whose codes it begins with", "add gptq before it")
+    for method, before in (("descent", "gptq"), ("steps", "descent")):
+        if method in (recipe.methods or ()) and before not in (recipe.methods or ()):
+            raise QuantkitError(f"the recipe's methods have {method} without {before}, which it works on", f"add {before} before it")
     if mixture.chooses:
         return _mixed_request(scheme, asked, engine, recipe, mixture)
     choice = choose(engine, scheme, format=asked) if engine else None

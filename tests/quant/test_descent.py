@@ -6,6 +6,7 @@ from rounding_problem import ROUNDERS, K, problem
 from torch import Tensor
 
 from quantkit.quant.compensation import CompensatedRows, compensate
+from quantkit.quant.descent import Descent
 from quantkit.quant.gptq import Curvature, damp_
 from quantkit.quant.rounding import RoundingStep
 from quantkit.quant.two_sided import compensate_both
@@ -28,7 +29,7 @@ def settled(name: str) -> tuple[Tensor, Tensor, CompensatedRows, CompensatedRows
     w, hessian = problem()
     hessian = damp_(hessian.clone(), 0.01)
     curvature = Curvature.of(hessian, 1e-12)
-    return w, hessian, compensate(w, curvature, ROUNDERS[name]), compensate(w, curvature, ROUNDERS[name], sweeps=30)
+    return w, hessian, compensate(w, curvature, ROUNDERS[name]), compensate(w, curvature, ROUNDERS[name], Descent(30, fits_steps=True))
 
 
 @pytest.mark.parametrize("name", ROUNDERS)
@@ -61,9 +62,9 @@ def test_no_step_that_is_stored_could_be_better(name: str) -> None:
 
 def test_a_batch_is_each_of_its_parts() -> None:
     w, hessian = (torch.stack(parts) for parts in zip(*(problem(seed) for seed in range(3))))
-    together = compensate(w, Curvature.of(hessian, 0.01), ROUNDERS["int4"], sweeps=2)
+    together = compensate(w, Curvature.of(hessian, 0.01), ROUNDERS["int4"], Descent(2))
     for i in range(3):
-        alone = compensate(w[i], Curvature.of(hessian[i], 0.01), ROUNDERS["int4"], sweeps=2)
+        alone = compensate(w[i], Curvature.of(hessian[i], 0.01), ROUNDERS["int4"], Descent(2))
         assert (alone.values - together.values[i]).abs().gt(1e-3).float().mean() < 0.01
         torch.testing.assert_close(alone.loss, together.loss[i], rtol=0.02, atol=0)
 
@@ -75,9 +76,20 @@ def test_rows_that_make_up_for_rows_gain_too(name: str) -> None:
     cost = strong @ strong.t() + 0.05 * torch.eye(len(w))
     inputs, outputs = Curvature.of(hessian, 0.01), Curvature.of(cost, 0.01)
     found = []
-    for sweeps in (0, 4):
-        values, step = compensate_both(w, inputs, outputs, ROUNDERS[name], sweeps=sweeps)
+    for descent in (None, Descent(4, fits_steps=True)):
+        values, step = compensate_both(w, inputs, outputs, ROUNDERS[name], descent=descent)
         torch.testing.assert_close(ROUNDERS[name].snap(values, spread(step)), values)
         error = (w - values).double()
         found.append(float(((cost.double() @ error) * (error @ hessian.double())).sum()))
     assert found[1] < 0.99 * found[0]
+
+
+def test_steps_stay_where_they_are_not_to_be_fitted() -> None:
+    w, hessian = problem()
+    curvature = Curvature.of(hessian, 0.01)
+    first, plain, fitted = (
+        compensate(w, curvature, ROUNDERS["int4-fitted"], one) for one in (None, Descent(4), Descent(4, fits_steps=True))
+    )
+    assert torch.equal(plain.step.step, first.step.step)
+    assert not torch.equal(fitted.step.step, first.step.step)
+    assert fitted.loss.sum() < plain.loss.sum() < first.loss.sum()
