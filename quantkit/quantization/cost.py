@@ -1,8 +1,9 @@
 """How long a run should take: its arithmetic and its bytes over what a machine does of each in a second.
 
 Operations are counted from the shapes, 2 per multiplication and addition: two forward passes of every token, half of a symmetric Hessian
-for every input, its factorization, and GPTQ of every linear, on both sides of what writes to the residual stream. What is smaller is
-left out: searches, steps tried, held-out errors, the cost of errors in that stream.
+for every input, its factorization, and GPTQ of every linear, on both sides of what writes to the residual stream. A sweep of descent counts
+as GPTQ does: it has twice the operations, all in large products, which run at about twice the rate of everything together. What is smaller
+is left out: searches, steps tried, held-out errors, the cost of errors in that stream.
 """
 
 from collections.abc import Iterable, Sequence
@@ -44,12 +45,13 @@ class RunWork:
     linears: int
 
 
-def work_of(linears: Sequence[Parameter], tokens: int, chosen: float, transferred: int) -> RunWork:
-    """Of quantizing `linears` on `tokens` tokens, of which every routed expert sees the share `chosen`; no tokens: no calibration."""
+def work_of(linears: Sequence[Parameter], tokens: int, chosen: float, transferred: int, sweeps: int = 0) -> RunWork:
+    """Of quantizing `linears` on `tokens` tokens, of which every routed expert sees the share `chosen`; no tokens: no calibration. sweeps:
+    of descent behind GPTQ."""
     if not tokens:
         return RunWork(0.0, transferred, 0)
     alone = sum(row.expert is None for row in linears)  # routed experts are solved many at a time
-    return RunWork(operations(linears, tokens, chosen), transferred, alone)
+    return RunWork(operations(linears, tokens, chosen, sweeps), transferred, alone)
 
 
 def job_work(job: Job, linears: Sequence[Parameter], transferred: int, tokens: int | None = None) -> RunWork:
@@ -60,7 +62,8 @@ def job_work(job: Job, linears: Sequence[Parameter], transferred: int, tokens: i
     routing = job.inventory.config.routing if experts and calibrated else None
     chosen = routing.num_experts_per_tok / experts if routing else 1.0
     most = (recipe.samples + recipe.held_out) * recipe.seq_len
-    return work_of(linears, (tokens or most) if calibrated else 0, chosen, transferred)
+    sweeps = recipe.sweeps if "descent" in job.request.methods else 0
+    return work_of(linears, (tokens or most) if calibrated else 0, chosen, transferred, sweeps)
 
 
 def seconds_of(work: RunWork, rate: Rate, cores: int = 1) -> float:
@@ -69,13 +72,13 @@ def seconds_of(work: RunWork, rate: Rate, cores: int = 1) -> float:
     return work.operations / flops + work.transferred / rate.disk + work.linears * LINEAR_SECONDS
 
 
-def operations(linears: Iterable[Parameter], tokens: int, chosen: float) -> float:
-    """Floating-point operations of a calibrated run."""
+def operations(linears: Iterable[Parameter], tokens: int, chosen: float, sweeps: int) -> float:
+    """Floating-point operations of a calibrated run, those of sweeps as told above."""
     total, observed = 0.0, set[str]()
     for row in linears:
         n, k = row.shape
         seen = tokens * chosen if row.expert is not None else tokens
-        total += _FORWARDS * 2.0 * seen * n * k + float(n) * k * k
+        total += _FORWARDS * 2.0 * seen * n * k + float(n) * k * k * (1 + sweeps)
         total += float(n) * n * k if row.split == "row" else 0.0
         # Gate and up of all experts of a layer share one input, and so do siblings of a fused linear.
         site = f"{row.layer}.gate_up" if row.expert is not None and row.fused else row.fused or row.module
