@@ -5,6 +5,7 @@ model: config files, and the headers of its shards by HTTP range requests. It do
 shards of 688 GB. The index is not read, 9 MB that say what the headers say, but where shards lie in folders below, which it names.
 """
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -150,6 +151,8 @@ def _find_directory(name: str) -> Path | None:
         raise QuantkitError(f"{name} is a file", "give the directory that holds config.json and the safetensors shards")
     if path.with_name(f"{path.name}.partial").is_dir():
         raise QuantkitError(f"{name} is not finished", "give the command that makes it again: it goes on")
+    if re.fullmatch(r"[\w.\-]+:\d+(/.*)?", name):
+        raise QuantkitError(f"model {name} does not exist", f"give a server's address as http://{name}, where a command takes one")
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise QuantkitError(f"model {name} does not exist", f"give a directory, {', '.join(BUILTIN_MODELS)}, or a hub id such as org/name")
     return None

@@ -150,6 +150,12 @@ def test_a_path_that_leads_nowhere_is_no_hub_model_alone(hub: hub_server.Hub, tm
             find_model(name)
 
 
+@pytest.mark.parametrize("name", ["127.0.0.1:8000", "localhost:8000/v1"])
+def test_an_address_without_its_scheme_is_told(name: str) -> None:
+    with pytest.raises(QuantkitError, match=f"model {name} does not exist; give a server's address as http://{name}"):
+        find_model(name)
+
+
 def test_a_model_without_safetensors(tmp_path: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "pickles"
     folder.mkdir()
