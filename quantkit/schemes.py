@@ -116,12 +116,7 @@ SCHEMES: dict[str, Scheme] = {
     scheme.name: scheme
     for scheme in (
         Scheme(
-            "awq-w4a16",
-            _W4,
-            16,
-            ("awq", "gptq", "descent"),
-            ("awq", "compressed-tensors"),
-            "int4 in groups of 128, activation-aware, compensated",
+            "awq-w4a16", _W4, 16, ("awq", "gptq"), ("awq", "compressed-tensors"), "int4 in groups of 128, activation-aware, compensated"
         ),
         Scheme("rtn-w4a16", _W4, 16, (), ("awq", "compressed-tensors"), "int4 in groups of 128, rounded to nearest, no calibration"),
         Scheme(
@@ -131,7 +126,7 @@ SCHEMES: dict[str, Scheme] = {
             "nvfp4-w4a4",
             Fp4Grid(activation_bits=4),
             4,
-            ("awq", "gptq", "descent"),
+            ("awq", "gptq"),
             ("compressed-tensors", "modelopt"),
             "NVFP4 weights, NVFP4 activations",
         ),
@@ -157,7 +152,7 @@ SCHEMES: dict[str, Scheme] = {
             "int4-w4a8-groups",
             IntGrid(bits=4, group_size=128, symmetric=True, activation_bits=8),
             8,
-            ("awq", "gptq", "descent"),
+            ("awq", "gptq"),
             ("compressed-tensors",),
             "int4 in groups of 128 without zero points, int8 activations per token",
         ),
