@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.engines.memory import draft_sizes
 from quantkit.errors import QuantkitError
+from quantkit.executor import prompt_graphs
 from quantkit.executor.eagle_head import load_head
 from quantkit.executor.engine import Engine
 from quantkit.executor.graphs import DecodeSteps
@@ -198,8 +199,9 @@ def test_two_ranks_guess_as_one(models: dict[str, Path], plain: list[list[int]],
     assert rate > 0.4
 
 
-def test_further_guesses_read_its_own_output(models: dict[str, Path], plain: list[list[int]]) -> None:
+def test_further_guesses_read_its_own_output(models: dict[str, Path], plain: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """In static buffers, as graphs have them, its own and the model's, guesses are as good as without, and as many right in a row."""
+    monkeypatch.setattr(prompt_graphs, "LAUNCHED_FIRST", 1)
     eager, static = (load(models["target"], models["knowing"], num_drafts=3) for _ in range(2))
     head = load_head(models["knowing"], static.loaded, EngineOptions(models["target"]))
     static.runner = Runner(static.loaded.model, static.cache, in_place)

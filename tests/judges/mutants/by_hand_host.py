@@ -23,7 +23,7 @@ HOST: dict[str, tuple[tuple[str, ...], ...]] = {
         ("        self.failure = told\n", "", "a failed capture is tried at every size"),
     ),
     f"{EXECUTOR}/runner.py": (
-        ("* size + positions % size", "* size + (positions + 1) % size", "off by one: slots"),
+        ("block] * size + place", "block] * size + (place + 1) % size", "off by one: slots"),
         ("positions // size] * size", "(positions + 1) // size] * size", "off by one: the block of a slot"),
         ("own is not known or len(own) != count", "own is not known", "stale buffer: a sequence's new block is not seen"),
         ("own is not known or len(own) != count", "len(own) != count", "stale buffer: another sequence of as many blocks"),
