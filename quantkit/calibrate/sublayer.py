@@ -20,6 +20,7 @@ from quantkit.models.context import CausalContext
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.reading import Reading
 from quantkit.models.table import Parameter, ScaleGroup
+from quantkit.models.weights import ExpertsOp
 from quantkit.quant.gptq import Curvature
 from quantkit.quant.weights import Weight, dequantize
 
@@ -117,12 +118,18 @@ def sublayer_of(
     )
 
 
-def advance(sublayer: Sublayer, tensors: Mapping[str, Tensor], states: HiddenStates, readings: Mapping[str, Reading] = NO_READINGS) -> None:
+def advance(
+    sublayer: Sublayer,
+    tensors: Mapping[str, Tensor],
+    states: HiddenStates,
+    readings: Mapping[str, Reading] = NO_READINGS,
+    experts: ExpertsOp = no_experts,
+) -> None:
     """Replace the hidden states by those after this sublayer with these tensors. Routed experts add their outputs afterwards.
 
-    readings: of modules that round what they read.
+    readings: of modules that round what they read. experts: told what the routed experts are asked, and answers zeros.
     """
-    block = sublayer.build(LayerWeights(tensors, no_experts, readings=readings))
+    block = sublayer.build(LayerWeights(tensors, experts, readings=readings))
     for batch in states.batches():
         states.hidden[batch.part] = sublayer.run(block, states.hidden[batch.part], batch.lengths)
 

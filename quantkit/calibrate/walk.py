@@ -29,7 +29,7 @@ from quantkit.calibrate.observe import Observed, observe
 from quantkit.calibrate.output_cost import ResidualStream
 from quantkit.calibrate.plain_path import PlainPath
 from quantkit.calibrate.ranks import Ranks
-from quantkit.calibrate.routing import Routed
+from quantkit.calibrate.routing import AskedAgain, Routed
 from quantkit.calibrate.scale import ScaledInput, scale_in_effect, scale_sublayer, scaled_input
 from quantkit.calibrate.solve import solve_sublayer
 from quantkit.calibrate.solvers import Solvers
@@ -172,9 +172,13 @@ class Walk:
         written = self._found(sublayer, states, experts) if done else self._solved(sublayer, states, experts)
         self.log.enter("propagating", unit)
         tensors = written_tensors(sublayer, self.model.weights, written.weights, written.plain)
-        advance(sublayer, tensors, states.quantized, self.solvers.readings(written.weights, written.weights))
+        readings = self.solvers.readings(written.weights, written.weights)
         if experts is not None and written.routed is not None and written.read is not None:
+            # Attention may stand before them in this sublayer, and a router that took a scale is stored rounded: both count now.
+            advance(sublayer, tensors, states.quantized, readings, AskedAgain(written.routed, written.read.scale))
             experts.run(sublayer, written.routed, written.read, states, self.plain)
+        else:
+            advance(sublayer, tensors, states.quantized, readings)
         self.log.finished(unit)
 
     def _solved(self, sublayer: Sublayer, states: HiddenStatePair, experts: ExpertLayer | None) -> Written:

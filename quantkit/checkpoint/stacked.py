@@ -14,7 +14,8 @@ from typing import Any
 from quantkit.checkpoint.header import TensorInfo, TensorPart
 
 _LINEAR = "_proj"
-_SIDES = {"gate_up": ("gate", "up"), "down": ("down",)}
+SIDES = {"gate_up": ("gate", "up"), "down": ("down",)}
+"""What a stacked tensor is called, without `_proj`, and whose rows it has."""
 _KINDS = {"": ".weight", "_bias": ".bias", "_blocks": ".blocks", "_scales": ".scales"}
 
 
@@ -49,7 +50,7 @@ def _experts(tensor: TensorInfo, stacking: Stacking) -> Iterator[TensorInfo]:
     """The experts' parts of a stacked tensor; none of any other."""
     prefix, _, last = tensor.name.rpartition(".")
     side, found, kind = last.partition(_LINEAR)
-    if not found or side not in _SIDES or kind not in _KINDS or not prefix.endswith("experts"):
+    if not found or side not in SIDES or kind not in _KINDS or not prefix.endswith("experts"):
         return
     if len(tensor.shape) != {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}[kind] or 0 in tensor.shape:
         return
@@ -57,8 +58,8 @@ def _experts(tensor: TensorInfo, stacking: Stacking) -> Iterator[TensorInfo]:
     one = tensor.nbytes // tensor.shape[0]
     for expert in range(tensor.shape[0]):
         whole = TensorInfo(tensor.name, tensor.dtype, shape, tensor.shard, tensor.offset + expert * one)
-        for number, linear in enumerate(_SIDES[side]):
-            yield _part(f"{prefix}.{expert}.{linear}{_LINEAR}{_KINDS[kind]}", whole, number, len(_SIDES[side]), kind, stacking)
+        for number, linear in enumerate(SIDES[side]):
+            yield _part(f"{prefix}.{expert}.{linear}{_LINEAR}{_KINDS[kind]}", whole, number, len(SIDES[side]), kind, stacking)
 
 
 def _part(name: str, whole: TensorInfo, number: int, of: int, kind: str, stacking: Stacking) -> TensorInfo:

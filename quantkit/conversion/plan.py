@@ -1,8 +1,9 @@
 """What every tensor of a source becomes."""
 
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from quantkit.checkpoint.formats.base import output_config
 from quantkit.checkpoint.formats.nvfp4 import Nvfp4
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.stack import Stack
+from quantkit.checkpoint.stack import Stack, table_stacks
 from quantkit.conversion.differences import as_dtype, fit_scales, stored_error
 from quantkit.conversion.report import Change, ConversionReport, joined
 from quantkit.conversion.target import activation_bits, common_grid, find_target, plain_dtype
@@ -39,7 +40,7 @@ class Item:
     """A linear that is quantized in the source (`name` is the module), or any other tensor (`name` is its own).
 
     key: under which its change is reported. quantized: whether it is so in the output. stack: of routed experts that the source has one by
-    one and the output, which is plain, as the model is published: all in one tensor.
+    one and the output, which is plain, as the model is published: all in one tensor. pieces: what they would be one by one, by name.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Item:
     key: str
     specs: tuple[TensorSpec, ...]
     stack: Stack | None = None
+    pieces: Mapping[str, "Item"] = field(default_factory=dict)
 
 
 class ConversionPlan:
@@ -95,12 +97,13 @@ class ConversionPlan:
     def _stack_items(self) -> None:
         """Put together what is published in one tensor, and was cut up to be quantized: transformers looks for it so."""
         own = {item.specs[0].name: item for item in self.items}
-        for stack in published_stacks_of(self.checkpoint):
-            names = stack.names
-            if stack.name not in own and own.keys() >= {*names}:
-                spec = TensorSpec(stack.name, own[names[0]].specs[0].dtype, stack.whole_shape)
-                self.items = [item for item in self.items if item.specs[0].name not in names]
-                self.items.append(Item(stack.name, False, False, own[names[0]].key, (spec,), stack))
+        for stack in published_stacks_of(self.checkpoint, {name: item.specs[0].shape for name, item in own.items()}):
+            if stack.name not in own and own.keys() >= {*stack.names}:
+                pieces = {name: own.pop(name) for name in stack.names}
+                dtype = reduce(torch.promote_types, (piece.specs[0].dtype for piece in pieces.values()))
+                key = next(iter(pieces.values())).key
+                own[stack.name] = Item(stack.name, False, False, key, (TensorSpec(stack.name, dtype, stack.whole_shape),), stack, pieces)
+        self.items = list(own.values())
 
     def specs(self) -> list[TensorSpec]:
         return [spec for item in self.items for spec in item.specs]
@@ -122,7 +125,7 @@ class ConversionPlan:
     def parts(self, item: Item) -> tuple[str, ...]:
         """The tensors of the source that it is made from."""
         if item.stack is not None:
-            return tuple(part for name in item.stack.names for part in self.checkpoint.parts(name.removesuffix(".weight")))
+            return tuple(part for piece in item.pieces.values() for part in self.parts(piece))
         return tuple(self.checkpoint.linears[item.name].tensors) if item.linear else (item.name,)
 
     def source_bytes(self, item: Item) -> int:
@@ -155,7 +158,7 @@ class ConversionPlan:
     def _convert(self, item: Item) -> tuple[dict[str, Tensor], float]:
         name, dtype = item.specs[0].name, item.specs[0].dtype
         if item.stack is not None:
-            return self._stacked(item.specs[0], item.stack)
+            return self._stacked(item, item.stack)
         if not item.linear:
             tensor = self.checkpoint.read(item.name)
             return ({name: tensor}, 0.0) if tensor.dtype == dtype else as_dtype(name, tensor.float(), dtype)
@@ -165,14 +168,14 @@ class ConversionPlan:
         packed = self.target.pack(item.name, self._fitted(item.name, weight))
         return packed, stored_error(item.name, weight, self.target.unpack(item.name, packed))
 
-    def _stacked(self, spec: TensorSpec, stack: Stack) -> tuple[dict[str, Tensor], float]:
+    def _stacked(self, item: Item, stack: Stack) -> tuple[dict[str, Tensor], float]:
         """All experts of a layer in one tensor, decoded one after the other."""
-        whole, worst = torch.empty(spec.shape, dtype=spec.dtype), 0.0
-        for room, names in zip(whole.mT if stack.turned else whole, stack.parts):
-            for place, name in zip(room.split(stack.shape[0]), names):
-                made, error = as_dtype(name, dequantize(self.checkpoint.weight(name.removesuffix(".weight"))).float(), spec.dtype)
-                place.copy_(made[name])
-                worst = max(worst, error)
+        spec, worst = item.specs[0], 0.0
+        whole = torch.empty(spec.shape, dtype=spec.dtype)
+        for name, room in stack.rooms(whole).items():
+            made, error = self._convert(item.pieces[name])
+            room.copy_(made[name])
+            worst = max(worst, error)
         return {spec.name: whole}, worst
 
     def _fitted(self, module: str, weight: Weight) -> Weight:
@@ -227,10 +230,12 @@ class ConversionPlan:
         return dict(sorted(entries.items()))
 
 
-def published_stacks_of(checkpoint: Checkpoint) -> tuple[Stack, ...]:
-    """Tensors of all routed experts of a layer that checkpoints of this architecture hold; none of one that quantkit has a table for."""
-    experts = any(".experts." in module for module in checkpoint.linears)
-    return read_tree(checkpoint.config).stacks if experts and not is_known(checkpoint.config) else ()
+def published_stacks_of(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Stack, ...]:
+    """Tensors of all routed experts of a layer that checkpoints of this architecture hold, and transformers looks for. shapes: of what the
+    output has expert by expert."""
+    if is_known(checkpoint.config):
+        return tuple(table_stacks(checkpoint.config, shapes))
+    return read_tree(checkpoint.config).stacks if any(".experts." in module for module in checkpoint.linears) else ()
 
 
 def _rows(checkpoint: Checkpoint) -> dict[str, Parameter]:

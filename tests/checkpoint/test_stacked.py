@@ -7,13 +7,15 @@ from typing import Any
 import make_model
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
-from transformers_peers import CASES, checkpoint_tensors, random_peer
+from transformers_peers import CASES, QWEN_3_5, checkpoint_tensors, random_peer, whole
 
 from quantkit.checkpoint.header import TensorPart
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.stack import table_stacks
 from quantkit.conversion import convert
 from quantkit.diagnosis.diagnose import diagnose
 from quantkit.engines.check import check_checkpoint
@@ -134,6 +136,42 @@ def test_the_published_model_runs_and_converts(published: Path, tmp_path: Path) 
         ours, theirs = first.weight(module), second.weight(module)
         assert torch.equal(ours.codes, theirs.codes)
         assert torch.equal(ours.exponent, theirs.exponent)
+
+
+def test_transformers_loads_what_was_made_plain(published: Path, tmp_path: Path) -> None:
+    """Of MXFP4 as published, and of int4 with every expert by itself."""
+    recipe = Recipe(scheme="awq-w4a16", methods=(), group_size=32)
+    quantize(published, tmp_path / "int4", SCHEMES["awq-w4a16"], "auto", recipe, device="cpu")
+    for source in (published, tmp_path / "int4"):
+        plain = convert(source, tmp_path / f"{source.name}-plain", dtype="float32").out
+        loaded, facts = transformers.AutoModelForCausalLM.from_pretrained(plain, output_loading_info=True)
+        assert not any(facts[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        tensors, checkpoint = checkpoint_tensors(loaded), Checkpoint.open(source)
+        assert len([name for name in tensors if ".experts." in name]) == 2 * 4 * 6
+        for name, tensor in tensors.items():
+            module = name.removesuffix(".weight")
+            held = dequantize(checkpoint.weight(module)) if module in checkpoint.linears else checkpoint.read(name)
+            assert torch.equal(tensor, held.float()), name
+
+
+def test_experts_one_by_one_are_stacked_as_transformers_has_them(tmp_path: Path) -> None:
+    peer, config, tensors = whole(QWEN_3_5)
+    make_model.write_dense(tmp_path / "apart", config | {"vocab_size": 320}, tensors)
+    plain = convert(tmp_path / "apart", tmp_path / "plain", dtype="float32").out
+    stored = {name: tensor for name, tensor in load_file(plain / "model-00001-of-00001.safetensors").items() if ".experts." in name}
+    expected = {name: tensor for name, tensor in peer.state_dict().items() if ".experts." in name}
+    assert len(expected) == 2 * 4
+    assert stored.keys() == {name.replace("model.", "model.language_model.", 1) for name in expected}
+    assert all(torch.equal(stored[name.replace("model.", "model.language_model.", 1)], tensor) for name, tensor in expected.items())
+
+
+def test_a_stack_of_which_an_expert_lacks_a_tensor_stays_apart() -> None:
+    shapes = {f"mlp.experts.{e}.{side}_proj.weight": (8, 4) for e in range(2) for side in ("gate", "up")}
+    (stack,) = table_stacks(CONFIG, shapes)
+    assert (stack.name, stack.whole_shape) == ("mlp.experts.gate_up_proj", (2, 4, 16))
+    assert list(table_stacks(CONFIG, {name: shape for name, shape in shapes.items() if "1.up" not in name})) == []
+    assert list(table_stacks(CONFIG, shapes | {"mlp.experts.3.gate_proj.weight": (8, 4)})) == []
+    assert list(table_stacks({"model_type": "qwen3_moe"}, shapes)) == []
 
 
 def test_engines_and_the_checkup_know_it_as_it_is_published(published: Path) -> None:
