@@ -16,6 +16,11 @@ _EXPERT = re.compile(r"(.*experts)\.(0|[1-9]\d{0,5})\.\w+_proj\.(weight|bias)")
 """Name of an expert's tensor, as `unstacked` has it: the module of experts, the expert's number and the kind."""
 
 
+def is_of_expert(name: str) -> bool:
+    """Whether a tensor is one expert's."""
+    return _EXPERT.fullmatch(name) is not None
+
+
 @dataclass(frozen=True)
 class Stack:
     """A stored tensor [E, R, C], and the names of what it is cut into: of every expert's rows equal parts, in their order.

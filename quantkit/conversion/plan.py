@@ -17,7 +17,7 @@ from quantkit.checkpoint.formats.base import output_config
 from quantkit.checkpoint.formats.nvfp4 import Nvfp4
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.stack import Stack, table_stacks
+from quantkit.checkpoint.stack import Stack, is_of_expert, table_stacks
 from quantkit.conversion.differences import as_dtype, fit_scales, stored_error
 from quantkit.conversion.report import Change, ConversionReport, joined
 from quantkit.conversion.target import activation_bits, common_grid, find_target, plain_dtype
@@ -231,11 +231,11 @@ class ConversionPlan:
 
 
 def published_stacks_of(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Stack, ...]:
-    """Tensors of all routed experts of a layer that checkpoints of this architecture hold, and transformers looks for. shapes: of what the
-    output has expert by expert."""
+    """Tensors of all routed experts of a layer that checkpoints of this architecture hold, and transformers looks for. shapes: of the
+    output's tensors by name, experts one by one."""
     if is_known(checkpoint.config):
         return tuple(table_stacks(checkpoint.config, shapes))
-    return read_tree(checkpoint.config).stacks if any(".experts." in module for module in checkpoint.linears) else ()
+    return read_tree(checkpoint.config).stacks if any(map(is_of_expert, shapes)) else ()
 
 
 def _rows(checkpoint: Checkpoint) -> dict[str, Parameter]:
