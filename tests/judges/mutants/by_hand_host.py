@@ -24,7 +24,7 @@ HOST: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     f"{EXECUTOR}/runner.py": (
         ("block] * size + place", "block] * size + (place + 1) % size", "off by one: slots"),
-        ("positions // size] * size", "(positions + 1) // size] * size", "off by one: the block of a slot"),
+        ("tokens)), block] * size", "tokens)), block - 1] * size", "off by one: the block of a slot"),
         ("own is not known or len(own) != count", "own is not known", "stale buffer: a sequence's new block is not seen"),
         ("own is not known or len(own) != count", "len(own) != count", "stale buffer: another sequence of as many blocks"),
         ("                self._array[row, len(own) :] = 0\n", "", "blocks of the sequence before stay behind"),
