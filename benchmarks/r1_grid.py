@@ -103,7 +103,7 @@ TINY_SIZES = Sizes([Cell(24, 1, 8), Cell(24, 2, 8), Cell(96, 1, 4), Cell(96, 2, 
 
 
 @dataclass
-class Box:
+class GridRun:
     """One rank's place, and what was found so far; rank 0 writes it down."""
 
     parallel: Parallel
@@ -132,7 +132,7 @@ class Box:
         if self.out is not None and self.parallel.rank == 0:
             self.out.write_text(json.dumps(self.report, indent=1))
 
-    def part(self, name: str, measure: Callable[["Box"], None]) -> None:
+    def part(self, name: str, measure: Callable[["GridRun"], None]) -> None:
         """Where it fails the others go on, with an engine in which nobody is left."""
         if not self.parallel.minimum(int(not self.is_late)):
             self.say(f"{name}: no time is left for it")
@@ -150,7 +150,7 @@ class Box:
         self.save()
 
 
-def make_engine(box: Box, loaded: LoadedModel) -> None:
+def make_engine(box: GridRun, loaded: LoadedModel) -> None:
     """With room for the largest cell, and every size of a decode step of a cell captured."""
     answers, context, prompt = box.sizes.beside
     blocks = max(*(cell.blocks for cell in box.sizes.cells), Cell(context, answers, 512).blocks + Cell(prompt, 1, 1).blocks)
@@ -169,7 +169,7 @@ def make_engine(box: Box, loaded: LoadedModel) -> None:
     box.say("decode steps are captured")
 
 
-def measure_cells(box: Box, cells: list[Cell], part: str) -> None:
+def measure_cells(box: GridRun, cells: list[Cell], part: str) -> None:
     def measured() -> None:
         alone = [cell.input_len for cell in cells if cell.users == 1]
         if max(alone, default=0) > MOST_TOKENS:  # its passes are those of all shorter ones
@@ -181,7 +181,7 @@ def measure_cells(box: Box, cells: list[Cell], part: str) -> None:
     led(box.engine, measured)
 
 
-def measure_cell(box: Box, cell: Cell, part: str) -> None:
+def measure_cell(box: GridRun, cell: Cell, part: str) -> None:
     """Rank 0: one request of every user."""
     target, passes, began = EngineTarget(box.engine, "R1", cell.users), box.engine.runner.prompts, time.perf_counter()
     work = Workload(cell.input_len, cell.output_len, cell.users, cell.users, seed=cell.input_len + cell.users)
@@ -197,7 +197,7 @@ def measure_cell(box: Box, cell: Cell, part: str) -> None:
     box.add(part, found | {"took_s": time.perf_counter() - began})
 
 
-def measure_guesses(box: Box, loaded: LoadedModel) -> None:
+def measure_guesses(box: GridRun, loaded: LoadedModel) -> None:
     """Never right, beside an engine without a layer that guesses; then as often right as published, chosen while running and fixed."""
     input_len, output_len = (128, 512) if box.parallel.peers is not None or loaded.device.type != "cpu" else (24, 16)
     engine = made_engine(loaded, max(box.sizes.users), input_len + output_len, num_drafts=MOST_GUESSES, kind=DraftingEngine)
@@ -219,12 +219,12 @@ def measure_guesses(box: Box, loaded: LoadedModel) -> None:
         torch.cuda.empty_cache()
 
 
-def measure_sums(box: Box) -> None:
+def measure_sums(box: GridRun) -> None:
     for row in sum_rows(box.engine, list(box.sizes.sums)):
         box.add("sums", row)
 
 
-def measure_beside(box: Box) -> None:
+def measure_beside(box: GridRun) -> None:
     for chunk in box.sizes.chunks:
         box.add("beside", beside_row(box.engine, *box.sizes.beside, chunk))
 
@@ -262,13 +262,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "tp": parallel.size,
         "layers": config.num_hidden_layers,
     }
-    box = Box(parallel, TINY_SIZES if options.tiny else sizes_of_r1(), options.out, options.seconds, about)
+    box = GridRun(parallel, TINY_SIZES if options.tiny else sizes_of_r1(), options.out, options.seconds, about)
     box.say(f"{about}, all-reduce by {'peers' if parallel.peers is not None else 'the library'}")
     loaded = build(config, parallel, device)
     box.say("weights are made")
     make_engine(box, loaded)
     first, rest = box.sizes.cells[: box.sizes.wanted], box.sizes.cells[box.sizes.wanted :]
-    measures: dict[str, Callable[[Box], None]] = {
+    measures: dict[str, Callable[[GridRun], None]] = {
         "wanted": lambda box: measure_cells(box, first, "wanted"),
         "guesses": lambda box: measure_guesses(box, loaded),
         "sums": measure_sums,

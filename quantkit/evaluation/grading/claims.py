@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from quantkit.evaluation.grading.clauses import CONCLUDES, CONDITIONS, SPOKEN, TAKES, Number, clauses_of, numbers_of
-from quantkit.evaluation.grading.question import NEGATED, Asked, read_question, stem, stems
+from quantkit.evaluation.grading.question import NEGATED, AskedFor, read_question, stem, stems
 from quantkit.evaluation.grading.units import SIGNS
 
 _UNSURE = re.compile(
@@ -57,7 +57,7 @@ class _Tally:
         return self.words + max(self.kind, 0)
 
 
-def _is_governed(number: Number, asked: Asked) -> bool:
+def _is_governed(number: Number, asked: AskedFor) -> bool:
     """Whether a preposition makes the number a circumstance: in 8 hours, at $30; not of what is asked for: an income of $1250."""
     amount = _AMOUNT_OF.search(number.before)
     if amount is not None and stem(amount["noun"]) in (asked.words - set(asked.counted)) | {"total", "averag", "earn"}:
@@ -69,7 +69,7 @@ def _is_governed(number: Number, asked: Asked) -> bool:
     return _GOVERNED.search(number.before) is not None
 
 
-def _tallies(sentence: str, asked: Asked) -> dict[Fraction, _Tally]:
+def _tallies(sentence: str, asked: AskedFor) -> dict[Fraction, _Tally]:
     """What speaks for each number of a sentence that is no part of a calculation.
 
     Words of a clause without a number of its own (`In 10 years, ...`) count for the next ones; so do those that a pronoun takes up.
@@ -98,7 +98,7 @@ def _tallies(sentence: str, asked: Asked) -> dict[Fraction, _Tally]:
     return found
 
 
-def _tally(number: Number, clause: str, here: frozenset[str], nouns: list[str], asked: Asked) -> _Tally:
+def _tally(number: Number, clause: str, here: frozenset[str], nouns: list[str], asked: AskedFor) -> _Tally:
     """What speaks for a number: `here`, the question's words around it; `nouns`, what it or the number before it counts."""
     told_by_kind = {noun for noun in asked.counted if number.counted and (noun in nouns or noun == asked.counted[-1])}
     words = min(len(here - told_by_kind), 3) + len(here & {"total", "left"}) + bool(here & asked.circumstances)
@@ -119,7 +119,7 @@ def _tally(number: Number, clause: str, here: frozenset[str], nouns: list[str], 
     return _Tally(points, words, kind, is_concluded or number.is_result, is_given)
 
 
-def _around(clause: str, asked: Asked) -> int:
+def _around(clause: str, asked: AskedFor) -> int:
     """What the clause tells of its numbers, whatever the question's words: another time, what is not."""
     points = -(
         (asked.another_time and _NOW.search(clause) is not None) or (_FIRST.search(clause) is not None and "first" not in asked.told)
@@ -128,7 +128,7 @@ def _around(clause: str, asked: Asked) -> int:
     return points - 2 * ((NEGATED.search(clause) is not None) != asked.denied)
 
 
-def _of_kind(number: Number, nouns: list[str], asked: Asked) -> int:
+def _of_kind(number: Number, nouns: list[str], asked: AskedFor) -> int:
     """Whether the number counts what the question counts; without a noun it counts the same as the number before it."""
     behind = number.sentence[number.end :]
     written = number.sentence[number.start : number.end]
@@ -145,7 +145,7 @@ def _of_kind(number: Number, nouns: list[str], asked: Asked) -> int:
     return points
 
 
-def _own_points(number: Number, asked: Asked) -> int:
+def _own_points(number: Number, asked: AskedFor) -> int:
     """Whether the number is computed, governed by a preposition, or the value of a letter."""
     points = int(number.is_result) - 2 * _is_governed(number, asked) + (TAKES.search(number.before) is not None)
     named = _NAMED.search(number.before)
@@ -194,7 +194,7 @@ def answering(sentences: Sequence[str], question: str, said: Fraction | None) ->
 _ITEM = re.compile(r"[^\d:]{1,40}:[^\d:]{0,3}\d[^:]{0,40}$")
 
 
-def _weighed(sentence: str, asked: Asked) -> dict[Fraction, _Tally] | None:
+def _weighed(sentence: str, asked: AskedFor) -> dict[Fraction, _Tally] | None:
     """What speaks for the numbers of a sentence; None where it is too long or unsure."""
     sentence = _BOUND.sub(lambda match: "" if Fraction(match["number"].replace(",", "")) in asked.given else match[0], sentence)
     if len(sentence) > LONGEST or any(match[0].lower() not in asked.told for match in _UNSURE.finditer(sentence)):

@@ -11,7 +11,7 @@ from quantkit.evaluation.grading.typesetting import END_TEXT, TEXT, plain
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedFor:
     """`counted`: what is counted (`how many dark chocolates`), its last word the noun; `words`: the stems of what is asked; `given`:
     numbers that the question tells; `circumstances`: of the words those behind a preposition (`in the afternoon`); `kind`: `$` for
     money, `%` for a share, `/` for a rate; `denied`: how many are not; `another_time`: not now; `when`: after how many years;
@@ -132,7 +132,7 @@ _OF_THESE = re.compile(r"(?i)\s+of\s+(?:the|them|these|those|which)\b")
 
 
 @lru_cache(maxsize=64)
-def read_question(question: str) -> Asked | None:
+def read_question(question: str) -> AskedFor | None:
     """What the last question or request of a text asks for; None where it asks for no number."""
     shown = plain(question).replace("$ ", " ").replace(TEXT, " ").replace(END_TEXT, " ")
     sentences = [part for part in re.split(r"(?<=[.?!])\s+|\n+", shown) if _ASKS.search(part)]
@@ -150,7 +150,7 @@ def read_question(question: str) -> Asked | None:
     words = stems(asked)
     if not words:
         return None
-    return Asked(
+    return AskedFor(
         counted=nouns,
         words=words,
         given=frozenset(number.value for number in told),
