@@ -83,7 +83,7 @@ def grid_label(grid: Grid | None) -> str:
             return "fp8"
 
 
-Method = Literal["awq", "gptq", "smooth", "descent", "steps"]
+Method = Literal["awq", "gptq", "smooth", "drift", "descent", "steps"]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
     python quantize_job.py SOURCE TEXT OUT kill TIMES SECONDS   killed so many times at random moments of a run of about SECONDS, and
                                                                 as often in the middle of a write; then left alone
-    python quantize_job.py SOURCE TEXT OUT once [BYTES]         one run, also as a rank of torchrun; its --memory
+    python quantize_job.py SOURCE TEXT OUT once [BYTES] [METHOD ...]  one run, also as a rank of torchrun; its --memory, 0 for none, and
+                                                                its recipe's methods
     python quantize_job.py SOURCE TEXT OUT full MIB             on a file system that is too small, then with room
 Prints one JSON object. It forks, so that torch is imported once and not for every run.
 """
@@ -14,6 +15,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -23,15 +25,24 @@ from quantkit.errors import QuantkitError
 from quantkit.progress import Event, Note, Progress
 from quantkit.quantization import QuantizationReport, quantize
 from quantkit.recipe import Recipe
-from quantkit.schemes import find_scheme
+from quantkit.schemes import Method, find_scheme
 
 SMALL = {"samples": 6, "held_out": 2, "seq_len": 32, "scale_points": 3, "fit_points": 2, "search_rows": 16, "min_expert_tokens": 16}
 SCHEME = "awq-w4a16"
+METHODS: tuple[Method, ...] | None = None
+"""Of its recipe; None for the scheme's own."""
 expert_layer.expert_batch_values = lambda device_type, batches: min(2 * 3 * 128 * 256, batches.expert_values)  # two of make_model's experts
 
 
-def run(source: Path, text: Path, out: Path, facts: Path | None = None, memory: int | None = None) -> QuantizationReport:
-    """One run; the units that it finds finished are counted in `facts`."""
+def run(
+    source: Path,
+    text: Path,
+    out: Path,
+    facts: Path | None = None,
+    memory: int | None = None,
+    also: Callable[[Event], None] = lambda event: None,
+) -> QuantizationReport:
+    """One run; the units that it finds finished are counted in `facts`. also: told every event, too."""
     found = 0
 
     def on_event(event: Event) -> None:
@@ -39,8 +50,9 @@ def run(source: Path, text: Path, out: Path, facts: Path | None = None, memory: 
         found += isinstance(event, Note) and event.text.endswith("found finished")
         if facts is not None and isinstance(event, Progress):
             facts.write_text(str(found))
+        also(event)
 
-    recipe = Recipe(scheme=SCHEME, calibration=str(text), **SMALL)
+    recipe = Recipe(scheme=SCHEME, calibration=str(text), methods=METHODS, **SMALL)
     return quantize(source, out, find_scheme(SCHEME), "auto", recipe, device="cpu", memory=memory, on_event=on_event)
 
 
@@ -109,6 +121,7 @@ if __name__ == "__main__":
     if sys.argv[4] == "kill":
         print(json.dumps(kill_and_start_again(source, text, out, int(sys.argv[5]), float(sys.argv[6]))))
     elif sys.argv[4] == "once":
-        print(run(source, text, out, memory=int(sys.argv[5]) if len(sys.argv) > 5 else None).peak_memory)
+        METHODS = tuple(sys.argv[6:]) or None  # type: ignore[assignment]
+        print(run(source, text, out, memory=(int(sys.argv[5]) if len(sys.argv) > 5 else 0) or None).peak_memory)
     else:
         print(json.dumps(fill_the_disk(source, text, out, int(sys.argv[5]))))

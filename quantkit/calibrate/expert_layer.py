@@ -9,6 +9,7 @@ from torch import Tensor
 from quantkit.calibrate.batches import Batches
 from quantkit.calibrate.experts import ExpertSolver, ExpertWeights, add_weighted, quantized_outputs
 from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates
+from quantkit.calibrate.original_path import OriginalPath
 from quantkit.calibrate.plain_path import PlainPath
 from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.routing import Routed
@@ -82,10 +83,21 @@ class ExpertLayer:
             consumers += [Consumer(sample_rows(w, count), share, self.solver) for w in (weights.gate, weights.up)]
         return consumers
 
-    def run(self, sublayer: Sublayer, routed: Routed, read: ScaledInput, states: HiddenStatePair, plain: PlainPath | None) -> None:
-        """Solve and write all experts, and add their outputs to the hidden states of both paths, and of plain rounding's."""
+    def run(
+        self,
+        sublayer: Sublayer,
+        routed: Routed,
+        read: ScaledInput,
+        states: HiddenStatePair,
+        plain: PlainPath | None,
+        path: OriginalPath | None,
+    ) -> None:
+        """Solve and write all experts, and add their outputs to the hidden states of both paths, of plain rounding's, and of the
+        calibration tokens on the original one."""
         self._report_routing(routed)
-        solver = None if self.solver is None else ExpertSolver(self.solver, routed, read, sublayer.importance, sublayer.outputs)
+        solver, original = None, None if path is None else path.routed
+        if self.solver is not None:
+            solver = ExpertSolver(self.solver, routed, read, sublayer.importance, sublayer.outputs, original)
         rank, size = self.ranks.rank, self.ranks.size
         reading = self._read([batch for number, batch in enumerate(self.batches) if self.ranks.mine(number)])
         for start in range(0, len(self.batches), size):
@@ -99,16 +111,18 @@ class ExpertLayer:
             for source, batch in enumerate(together):
                 self.log.tell("propagating", self._unit(batch[0]))
                 for expert in batch:
-                    for path in self._paths(expert, routed, read.scale, states, plain):
-                        self._add(path, expert, own.get(expert), source)
+                    for one in self._paths(expert, routed, read.scale, states, plain, path):
+                        self._add(one, expert, own.get(expert), source)
                     self.log.finished(self._unit(expert))
         if size > 1:
             self.ranks.share(self.log.store)
             for expert in (expert for number, batch in enumerate(self.batches) if not self.ranks.mine(number) for expert in batch):
                 self.log.take(self._unit(expert))
 
-    def _paths(self, expert: int, routed: Routed, scale: Tensor, states: HiddenStatePair, plain: PlainPath | None) -> "Iterator[_Path]":
-        """Of those that run through an expert: the rounded one, the original, and plain rounding's."""
+    def _paths(
+        self, expert: int, routed: Routed, scale: Tensor, states: HiddenStatePair, plain: PlainPath | None, path: OriginalPath | None
+    ) -> "Iterator[_Path]":
+        """Of those that run through an expert: the rounded one, the original, plain rounding's, and the original of calibration tokens."""
         tokens, w = routed.of(expert)
         count = len(routed.quantized_of(expert)[0])
         yield _Path(
@@ -119,6 +133,8 @@ class ExpertLayer:
         if plain is not None and plain.routed is not None:
             asked, own = plain.asked(expert)
             yield _Path(plain.states, asked, own, lambda one: plain.expert_outputs(expert, self.experts[expert], one.original, self.solver))
+        if path is not None and path.routed is not None:
+            yield _Path(path.states, *path.asked(expert), lambda one: path.expert_outputs(expert, one.original))
 
     def _add(self, path: "_Path", expert: int, own: "_Expert | None", source: int) -> None:
         """An expert's weighted outputs, computed by rank `source`, which has its weights."""

@@ -13,6 +13,7 @@ from quantkit_kernels import SILU, ExpertBiases, Gating
 from torch import Tensor
 from torch.nn import functional as F
 
+from quantkit.calibrate.drift import expert_drift, taken
 from quantkit.calibrate.hidden_states import HiddenStates
 from quantkit.calibrate.routing import Routed
 from quantkit.calibrate.scale import ScaledInput
@@ -72,14 +73,23 @@ class ExpertWeights:
 
 class ExpertSolver:
     """Solves experts of one layer. read: their input, whose scale is folded into the layer's norm; importance [H] and outputs: see
-    `Sublayer`."""
+    `Sublayer`; original: what experts are asked by the calibration tokens on the original path, where these run through it."""
 
-    def __init__(self, solver: Solver, routed: Routed, read: ScaledInput, importance: Tensor | None, outputs: Curvature | None) -> None:
+    def __init__(
+        self,
+        solver: Solver,
+        routed: Routed,
+        read: ScaledInput,
+        importance: Tensor | None,
+        outputs: Curvature | None,
+        original: Routed | None = None,
+    ) -> None:
+        self.original = original
         self.solver, self.routed, self.read, self.importance, self.outputs = solver, routed, read, importance, outputs
         self.exact = isinstance(solver.grid, Fp4Grid | Mxfp4Grid)  # steps too coarse for any divisor but a power of two
         fitted = routed.x[: routed.fitted]
         self.reading = Reading(solver.activation_bits, input_divisor(read.largest))
-        self.layer_rows = self.reading(fitted[:: max(1, len(fitted) // LAYER_ROWS)][:LAYER_ROWS] / read.scale)
+        self.layer_rows = self.reading(_of_layer(fitted) / read.scale)
 
     def solve(self, rows: Mapping[int, GatedMlp], experts: Mapping[int, ExpertWeights]) -> tuple[dict[str, Solved], dict[int, Tensor]]:
         """rows, experts: by number of the expert. Returns module -> solved, of three linears each, and
@@ -95,6 +105,7 @@ class ExpertSolver:
         ]
         hessian = torch.stack([one.hessian for one in asked])
         curvature, shown = self.solver.curvature(hessian), [one.shown for one in asked]
+        aimed = self._aimed_downs(experts, asked, curvature)
         inner = self._inner_scales([solved[rows[number].up.module] for number in experts], experts, curvature, hessian, shown)
         hidden, downs, samples, largest = {}, {}, [], dict[str, Tensor]()
         for (number, weights), s in zip(experts.items(), inner):
@@ -105,7 +116,7 @@ class ExpertSolver:
             of_layer, count = one.of_layer, one.fitted
             hidden[number] = self._divided(one, solved[up].values, s) if weights.scales_inside else one.hidden
             down = rows[number].down.module
-            downs[down] = weights.down * s
+            downs[down] = aimed[number] * s
             largest[down] = torch.cat([hidden[number][:count], of_layer / s]).abs().amax()
             samples.append(hidden[number][count:] if len(hidden[number]) > count else of_layer / s)
         solved_downs = self.solver.solve_batch(downs, curvature.scaled(inner), samples, self.outputs)
@@ -117,7 +128,7 @@ class ExpertSolver:
         fused: dict[str, str] = {}
         for number, weights in experts.items():
             for row, w in ((rows[number].gate, weights.gate), (rows[number].up, weights.up)):
-                stack[row.module] = w * self.read.scale
+                stack[row.module] = self.read.aimed(w * self.read.scale)
                 fused[row.module] = row.fused or row.module
         solved = self.solver.solve_stack(stack, fused, self.read.curvature, self.read.sample)
         return {module: self.solver.reading_under(one, self.read.largest) for module, one in solved.items()}
@@ -134,6 +145,25 @@ class ExpertSolver:
             gated = hidden = weights.hidden(x)
         own = hidden[:fitted], w[:fitted], of_layer
         return _Asked(x, gated, hidden, of_layer, self._down_hessian(*own), self._shown(*own), fitted)
+
+    def _aimed_downs(self, experts: Mapping[int, ExpertWeights], asked: "list[_Asked]", curvature: Curvature) -> dict[int, Tensor]:
+        """What is rounded in place of the down projections, by expert: see drift.py."""
+        if self.original is None:
+            return {number: weights.down for number, weights in experts.items()}
+        changes, lost, gained = [], [], []
+        for (number, weights), one in zip(experts.items(), asked):
+            tokens, w, fitted = self.routed.quantized_of(number)
+            own = weights.hidden(self.original.x[tokens[:fitted]]), one.hidden[:fitted], w[:fitted]
+            layer = weights.hidden(_of_layer(self.original.x)), one.of_layer
+            changes.append(weights.down @ expert_drift(*own, layer, self.solver.recipe.min_expert_tokens))
+        change = curvature.solved(torch.stack(changes))
+        for (number, weights), one, own_change in zip(experts.items(), asked, change):
+            tokens, w, fitted = self.routed.quantized_of(number)
+            o = weights.hidden(self.routed.x[tokens[fitted:] - self.routed.fitted + self.routed.quantized])
+            lost.append((o - one.hidden[fitted:]) * w[fitted:, None] @ weights.down.t())
+            gained.append(one.hidden[fitted:] * w[fitted:, None] @ own_change.t())
+        share = taken(torch.cat(lost), torch.cat(gained))
+        return {number: torch.addcmul(weights.down, own, share) for (number, weights), own in zip(experts.items(), change)}
 
     def _divided(self, asked: "_Asked", up: Tensor, scale: Tensor) -> Tensor:
         """What the down projection reads when up's rows are divided by `scale`, in the memory of what it read before."""
@@ -176,6 +206,11 @@ class ExpertSolver:
         own = min(len(hidden), round(count * len(hidden) / max(len(hidden) + self.solver.recipe.min_expert_tokens, 1)))
         picked, others = _evenly(len(hidden), own, w.device), _evenly(count, count - own, w.device)
         return torch.cat([hidden[picked] * w[picked, None], of_layer[others] * _mean_square(w).sqrt()])
+
+
+def _of_layer(x: Tensor) -> Tensor:
+    """LAYER_ROWS rows of the layer's input [T, H], evenly spaced."""
+    return x[:: max(1, len(x) // LAYER_ROWS)][:LAYER_ROWS]
 
 
 def _mean_square(w: Tensor) -> Tensor:

@@ -1,11 +1,13 @@
-"""A sublayer's first value: what its linears read on the calibration tokens, with its original weights."""
+"""A sublayer's first value: what its linears read on the calibration tokens, with its original weights, and what they read on the original
+path."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from quantkit.calibrate.hidden_states import HiddenStatePair
+from quantkit.calibrate.drift import Drift, DriftSum
+from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates, TokenBatch
 from quantkit.calibrate.layer_weights import LayerWeights
 from quantkit.calibrate.routing import Recorder, Routed
 from quantkit.calibrate.statistics import InputStatistics, Observer
@@ -29,7 +31,8 @@ class Observed:
     """A sublayer as it was before anything of it changed.
 
     sites: the linears that read one input, by the module it is observed under. inputs: the statistics of these inputs, and of the routed
-    experts' input. routed: what the experts are asked, on both paths. probe: against which folding is checked.
+    experts' input. routed: what the experts are asked, on both paths. probe: against which folding is checked. drifts: of the inputs,
+    where calibration tokens run through the original path too.
     """
 
     sublayer: Sublayer
@@ -37,29 +40,53 @@ class Observed:
     inputs: dict[str, InputStatistics]
     routed: Routed | None
     probe: Probe
+    drifts: dict[str, Drift]
 
 
-def observe(sublayer: Sublayer, tensors: Mapping[str, Tensor], states: HiddenStatePair) -> Observed:
-    """Run the original weights `tensors` over `states`, which are left as they are."""
+def observe(sublayer: Sublayer, tensors: Mapping[str, Tensor], states: HiddenStatePair, original: HiddenStates | None = None) -> Observed:
+    """Run the original weights `tensors` over `states`, and over `original`, the calibration tokens on the original path, if given. All are
+    left as they are."""
     observer, recorder = Observer(HELD_OUT_ROWS), Recorder(len(states.quantized.hidden) + len(states.original.hidden))
     weights = LayerWeights(tensors, recorder, observer, unread=sublayer.ends)
     block = sublayer.build(weights)
     for batch in states.quantized.batches():
         observer.held_out = batch.held_out
         sublayer.run(block, states.quantized.hidden[batch.part], batch.lengths)
-    if recorder.asked:  # which experts the original path chooses
-        block = sublayer.build(LayerWeights(tensors, recorder, unread=sublayer.ends))
+    total = DriftSum(HELD_OUT_ROWS)
+    if recorder.asked or original is not None:  # which experts the original path chooses, and what its linears read
+        block = sublayer.build(LayerWeights(tensors, recorder, None if original is None else total.keep, unread=sublayer.ends))
         for batch in states.original.batches():
             sublayer.run(block, states.original.hidden[batch.part], batch.lengths)
+    if original is not None:
+        _compare(sublayer, tensors, states, original, total)
     routed = recorder.routed(states.quantized.fitted, len(states.quantized.hidden))
     if routed is not None:
-        _observe_experts_input(sublayer, routed, states, observer)
+        _observe_experts_input(sublayer, routed, states, observer, total if original is not None else None)
     own = {row.module for row in sublayer.rows}
     sites = {first: modules for first, modules in weights.sites.items() if first in own}
-    return Observed(sublayer, sites, observer.means(), routed, probe(sublayer, tensors, states))
+    return Observed(sublayer, sites, observer.means(), routed, probe(sublayer, tensors, states), total.means())
 
 
-def _observe_experts_input(sublayer: Sublayer, routed: Routed, states: HiddenStatePair, observer: Observer) -> None:
+def calibration_batches(states: HiddenStates) -> Iterator[TokenBatch]:
+    return (batch for batch in states.batches() if not batch.held_out)
+
+
+def _compare(sublayer: Sublayer, tensors: Mapping[str, Tensor], states: HiddenStatePair, original: HiddenStates, total: DriftSum) -> None:
+    """Every input of both paths beside each other, with the original weights."""
+    quantized, recorders = states.quantized, (Recorder(states.quantized.fitted), Recorder(states.quantized.fitted))
+    see = (total.hear, total.compare)
+    blocks = [sublayer.build(LayerWeights(tensors, one, seen, unread=sublayer.ends)) for one, seen in zip(recorders, see)]
+    for batch in calibration_batches(quantized):
+        for block, path in zip(blocks, (quantized, original)):
+            sublayer.run(block, path.hidden[batch.part], batch.lengths)
+    x, o = (one.routed(quantized.fitted, quantized.fitted) for one in recorders)
+    site = sublayer.experts_site
+    if x is not None and o is not None and site is not None and site not in total:
+        total.hear(site, x.x)
+        total.compare(site, o.x)
+
+
+def _observe_experts_input(sublayer: Sublayer, routed: Routed, states: HiddenStatePair, observer: Observer, total: DriftSum | None) -> None:
     """Where no linear but a router reads the experts' input, it was not observed: a router is no linear."""
     site = sublayer.experts_site
     if site is None or site in observer:
@@ -67,6 +94,9 @@ def _observe_experts_input(sublayer: Sublayer, routed: Routed, states: HiddenSta
     for batch in states.quantized.batches():
         observer.held_out = batch.held_out
         observer(site, routed.x[batch.part])
+    if total is not None:
+        for batch in states.original.batches():
+            total.keep(site, routed.x[routed.quantized :][batch.part])
 
 
 def probe(sublayer: Sublayer, tensors: Mapping[str, Tensor], states: HiddenStatePair) -> Probe:

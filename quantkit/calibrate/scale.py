@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from quantkit.calibrate.drift import Drift, taken
 from quantkit.calibrate.hidden_states import HiddenStatePair, relative_distance
 from quantkit.calibrate.observe import Observed, Probe, probe
 from quantkit.calibrate.parameter_reader import ParameterReader
@@ -79,12 +81,27 @@ class FoldedTensors(Mapping[str, Tensor]):
 @dataclass(frozen=True)
 class ScaledInput:
     """What is known of an input after it was divided by scale [K], for whoever rounds its readers. sample: held-out rows [S, K].
-    largest: the largest magnitude of calibration tokens, float32 []."""
+    largest: the largest magnitude of calibration tokens, float32 []. drift: None where readers are to answer what they read."""
 
     curvature: Curvature
     sample: Tensor
     scale: Tensor
     largest: Tensor
+    drift: Drift | None = None
+
+    @cached_property
+    def _answer(self) -> Tensor:
+        """[K, K], by which a reader's weight changes."""
+        assert self.drift is not None, "an input that was heard on both paths"
+        return self.curvature.solved(self.drift.inputs)
+
+    def aimed(self, w: Tensor) -> Tensor:
+        """What is rounded in place of a reader's weight w [N, K], in its memory."""
+        if self.drift is None:
+            return w
+        change = w @ self._answer
+        share = taken((self.drift.sample - self.sample) @ w.t(), self.sample @ change.t())
+        return w.addcmul_(change, share)
 
 
 @dataclass(frozen=True)
@@ -104,12 +121,15 @@ class Scaled:
         return None if site is None else self.inputs[site]
 
 
-def scaled_input(statistics: InputStatistics, solvers: Solvers, scale: Tensor | None, curvature: Curvature | None = None) -> ScaledInput:
-    """curvature: of the input as it was observed, where it was made already; its memory is used."""
+def scaled_input(
+    statistics: InputStatistics, solvers: Solvers, scale: Tensor | None, curvature: Curvature | None = None, drift: Drift | None = None
+) -> ScaledInput:
+    """curvature: of the input as it was observed, where it was made already; its memory is used. drift: of the input as it was observed."""
     curvature = input_curvature(statistics.mean_hessian, solvers.recipe) if curvature is None else curvature
     if scale is None:
-        return ScaledInput(curvature, statistics.sample, torch.ones_like(statistics.absmax), statistics.absmax.amax())
-    return ScaledInput(curvature.into_scaled(scale), statistics.sample / scale, scale, (statistics.absmax / scale).amax())
+        return ScaledInput(curvature, statistics.sample, torch.ones_like(statistics.absmax), statistics.absmax.amax(), drift)
+    drift = None if drift is None else drift.scaled(scale)
+    return ScaledInput(curvature.into_scaled(scale), statistics.sample / scale, scale, (statistics.absmax / scale).amax(), drift)
 
 
 def scale_sublayer(observed: Observed, source: ParameterReader, states: HiddenStatePair, experts: Sequence[Consumer] = ()) -> Scaled:
@@ -132,11 +152,11 @@ def scale_sublayer(observed: Observed, source: ParameterReader, states: HiddenSt
         scale = choose_scale(solver, consumers, curvature, statistics, exact)
         folding, scale = _fold(sublayer, group, scale, source, folding)
         scales[group.name] = scale
-        inputs[group.observe] = scaled_input(statistics, sublayer.solvers, scale, curvature)
+        inputs[group.observe] = scaled_input(statistics, sublayer.solvers, scale, curvature, observed.drifts.get(group.observe))
     _check_same(observed, probe(sublayer, FoldedTensors(sublayer, source, folding), states))
     for first in _to_round(observed):
         if first not in inputs:
-            inputs[first] = scaled_input(observed.inputs[first], sublayer.solvers, None)
+            inputs[first] = scaled_input(observed.inputs[first], sublayer.solvers, None, drift=observed.drifts.get(first))
     return Scaled(sublayer, observed.sites, inputs, scales, folding)
 
 

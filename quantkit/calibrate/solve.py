@@ -1,9 +1,11 @@
 """A sublayer's third value: what the output holds of it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates
+from quantkit.calibrate.observe_ends import observe_ends
 from quantkit.calibrate.parameter_reader import ParameterReader
 from quantkit.calibrate.scale import FoldedTensors, Scaled
 from quantkit.calibrate.solver import Rounded, Solver
@@ -23,12 +25,26 @@ class SolvedSublayer:
         return {module: one.weight for module, one in self.linears.items()}
 
 
-def solve_sublayer(scaled: Scaled, source: ParameterReader) -> SolvedSublayer:
-    """Every linear that the output holds quantized. The linears of one input at a time are held in float32, the widest input's first."""
+def solve_sublayer(
+    scaled: Scaled, source: ParameterReader, states: HiddenStatePair, original: HiddenStates | None = None
+) -> SolvedSublayer:
+    """Every linear that the output holds quantized. The linears of one input at a time are held in float32, the widest input's first.
+
+    states, original: before this sublayer; where `original` has the calibration tokens on the original path, those who write to the
+    residual stream come last, and make up for what was rounded before them.
+    """
     sublayer, folded = scaled.sublayer, FoldedTensors(scaled.sublayer, source, scaled.folding)
     rows = {row.module: row for row in sublayer.rows}
     linears: dict[str, Rounded] = {}
-    for first, modules in sorted(scaled.sites.items(), key=lambda site: -rows[site[0]].shape[1]):
+    sites = sorted(scaled.sites.items(), key=lambda site: -rows[site[0]].shape[1])
+    if original is not None:
+        sites.sort(key=lambda site: sublayer.ends.issuperset(site[1]))
+    seen = original is None
+    for first, modules in sites:
+        if not seen and sublayer.ends.issuperset(modules):
+            assert original is not None
+            weights = {module: one.weight for module, one in linears.items()}
+            scaled, seen = replace(scaled, inputs=scaled.inputs | observe_ends(scaled, folded, weights, states, original)), True
         own = [rows[module] for module in modules if module in sublayer.quantized]
         for solver, alike in sublayer.solvers.alike([row.module for row in own]).items():
             linears |= _solve_site(scaled, first, [rows[module] for module in alike], folded, solver)
@@ -38,9 +54,9 @@ def solve_sublayer(scaled: Scaled, source: ParameterReader) -> SolvedSublayer:
 
 def _solve_site(scaled: Scaled, first: str, rows: list[Parameter], folded: FoldedTensors, solver: Solver) -> dict[str, Rounded]:
     """The linears of one input that are on one grid."""
-    weights = {row.module: folded[row.name] for row in rows}
+    read = scaled.inputs[first]
+    weights = {row.module: read.aimed(folded[row.name]) for row in rows}
     fused = {row.module: row.fused for row in rows if row.fused}
     outputs = scaled.sublayer.outputs if scaled.sublayer.ends.issuperset(weights) else None
-    read = scaled.inputs[first]
     solved = solver.solve_stack(weights, fused, read.curvature, read.sample, outputs)
     return {module: solver.reading_under(one, read.largest).rounded for module, one in solved.items()}

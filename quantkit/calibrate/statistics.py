@@ -22,6 +22,23 @@ class InputStatistics:
     sample: Tensor
 
 
+class HeldOutRows:
+    """Evenly spaced rows of what is shown, until there are `count`."""
+
+    def __init__(self, count: int) -> None:
+        self._count, self._kept = count, list[Tensor]()
+
+    def keep(self, x: Tensor) -> None:
+        """x float32 [T, K]."""
+        room = self._count - sum(len(part) for part in self._kept)
+        if room > 0:
+            self._kept.append(x[:: max(1, x.shape[0] // self._count)][:room].clone())
+
+    def rows(self, like: Tensor) -> Tensor:
+        """[S, K]; like: where there are none, its last dimension and device count."""
+        return torch.cat(self._kept) if self._kept else like.new_empty(0, like.shape[-1])
+
+
 class StatisticsSum:
     """What `InputStatistics` are made from, batch by batch.
 
@@ -32,8 +49,7 @@ class StatisticsSum:
         self._hessian = torch.zeros(channels, channels, dtype=torch.float32, device=device)  # its panels up to the diagonal
         self._absmax = torch.zeros(channels, dtype=torch.float32, device=device)
         self._tokens = 0
-        self._sample_rows = sample_rows
-        self._sample: list[Tensor] = []
+        self._sample = HeldOutRows(sample_rows)
 
     def add(self, x: Tensor) -> None:
         """x float32 [T, K] of calibration tokens."""
@@ -44,10 +60,8 @@ class StatisticsSum:
         self._tokens += x.shape[0]
 
     def keep(self, x: Tensor) -> None:
-        """x float32 [T, K] of held-out tokens: evenly spaced rows are kept until there are enough."""
-        room = self._sample_rows - sum(len(part) for part in self._sample)
-        if room > 0:
-            self._sample.append(x[:: max(1, x.shape[0] // self._sample_rows)][:room].clone())
+        """x float32 [T, K] of held-out tokens."""
+        self._sample.keep(x)
 
     def mean(self) -> InputStatistics:
         """The statistics; this sum ends here, for they take its memory."""
@@ -55,7 +69,7 @@ class StatisticsSum:
         for start in range(0, len(hessian), PANEL):
             stop = start + PANEL
             hessian[start:stop, stop:] = hessian[stop:, start:stop].t()
-        return InputStatistics(hessian, self._absmax, torch.cat(self._sample) if self._sample else hessian.new_empty(0, len(hessian)))
+        return InputStatistics(hessian, self._absmax, self._sample.rows(hessian))
 
 
 class Observer:

@@ -26,6 +26,7 @@ from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates, rela
 from quantkit.calibrate.mtp import mtp_states
 from quantkit.calibrate.next_token_kl import BLOCK_ROWS, JUDGED_TOKENS, compare_next_tokens
 from quantkit.calibrate.observe import Observed, observe
+from quantkit.calibrate.original_path import OriginalPath
 from quantkit.calibrate.output_cost import ResidualStream
 from quantkit.calibrate.plain_path import PlainPath
 from quantkit.calibrate.ranks import Ranks
@@ -63,6 +64,8 @@ class Walk:
         groups = [group for layer in model.layers for group in model.groups[layer]]
         self.residual = ResidualStream(model.weights, model.rows, groups, ends)
         self.plain: PlainPath | None = None
+        self.path: OriginalPath | None = None
+        """Of the calibration tokens, where the recipe has drift."""
         self.unpruned: Tensor | None = None
         """Hidden states of the held-out tokens after the last layer of the model that experts were pruned of, [T, H]."""
 
@@ -76,14 +79,20 @@ class Walk:
         if saved is None:
             states = self._embedded(sequences)
             begun = states.original.hidden.clone() if len(states.original.hidden) else None
+            fitted = states.quantized.hidden[: states.quantized.fitted].clone() if "drift" in self.solvers.methods else None
         else:
             first, tensors, facts = saved
             self.log.findings = Findings(**facts)
             states = self._states(tensors["quantized"], tensors["original"], sequences)
             begun = tensors.get("plain")  # an older run kept none
+            fitted = tensors["fitted"] if "drift" in self.solvers.methods else None
         if begun is not None:  # on every rank: each computes what its experts add to it
             hidden = begun.to(states.original.hidden.device)
             self.plain = PlainPath(replace(states.original, hidden=hidden), self.model.weights, self.solvers)
+        if fitted is not None:
+            lengths = [len(s) for s in sequences.calibration]
+            path = HiddenStates(fitted.to(states.quantized.hidden.device), len(fitted), lengths, self.batches.tokens)
+            self.path = OriginalPath(path)
         for layer in self.model.layers:
             if layer >= first:
                 self._decoder_layer(layer, states)
@@ -91,7 +100,7 @@ class Walk:
                 self._skip(layer)
         if len(states.original.hidden) and self.ranks.leads:
             self._judge(states)
-        self.plain = None
+        self.plain = self.path = None
         for layer in self.model.mtp_layers:
             if any(row.mtp and row.module in self.model.quantized for row in self.model.layer_rows(layer)):
                 self._layer(layer, mtp_states(self.model, layer, states, sequences))
@@ -120,6 +129,8 @@ class Walk:
             hidden = {"quantized": states.quantized.hidden, "original": states.original.hidden}
             if self.plain is not None:
                 hidden["plain"] = self.plain.states.hidden
+            if self.path is not None:
+                hidden["fitted"] = self.path.states.hidden
             self.log.store.save_state(layer + 1, hidden, self.log.findings.to_dict())
 
     def _layer(self, layer: int, states: HiddenStatePair) -> None:
@@ -128,7 +139,7 @@ class Walk:
         experts = None
         if self.model.experts(layer):
             experts = ExpertLayer(self.model, layer, self.solvers, self.log, self.ranks, self.batches)
-        paths = [states.quantized, states.original, *(() if self.plain is None else (self.plain.states,))]
+        paths = [states.quantized, states.original, *(one.states for one in (self.plain, self.path) if one is not None)]
         with feed_forward(self.model, layer, paths) as run:
             self._walk(self._sublayer(feed_forward_unit(layer), layer, states, run), states, experts)
         fitted = states.quantized.fitted
@@ -170,13 +181,18 @@ class Walk:
             self.plain.advance(sublayer)
         done = self.log.store.done(unit)
         written = self._found(sublayer, states, experts) if done else self._solved(sublayer, states, experts)
+        if self.path is not None:
+            source = self.model.weights.dequantized_all(sublayer.needed)
+            advance(sublayer, source, states.original)
+            self.path.advance(sublayer, source)
+            del source
         self.log.enter("propagating", unit)
         tensors = written_tensors(sublayer, self.model.weights, written.weights, written.plain)
         readings = self.solvers.readings(written.weights, written.weights)
         if experts is not None and written.routed is not None and written.read is not None:
             # Attention may stand before them in this sublayer, and a router that took a scale is stored rounded: both count now.
             advance(sublayer, tensors, states.quantized, readings, AskedAgain(written.routed, written.read.scale))
-            experts.run(sublayer, written.routed, written.read, states, self.plain)
+            experts.run(sublayer, written.routed, written.read, states, self.plain, self.path)
         else:
             advance(sublayer, tensors, states.quantized, readings)
         self.log.finished(unit)
@@ -191,21 +207,24 @@ class Walk:
         scaled = scale_sublayer(observed, weights, states, consumers)
         del observed, consumers
         self.log.enter("solving", unit)
-        solved = solve_sublayer(scaled, weights)
+        solved = solve_sublayer(scaled, weights, states, None if self.path is None else self.path.states)
         self.log.write(unit, solved.linears, solved.plain, scaled.scales, mine=self.ranks.leads)
         return Written(solved.weights, solved.plain, routed, scaled.experts_input)
 
     def _found(self, sublayer: Sublayer, states: HiddenStatePair, experts: ExpertLayer | None) -> Written:
         """Finished before; its experts may not be."""
         if experts is None:
-            advance(sublayer, self.model.weights.dequantized_all(sublayer.needed), states.original)
+            if self.path is None:
+                advance(sublayer, self.model.weights.dequantized_all(sublayer.needed), states.original)
             return Written(*self._loaded(sublayer.name))
         observed = self._observed(sublayer, states)
         weights, plain = self._loaded(sublayer.name)
         group, site = sublayer.reaching_experts, sublayer.experts_site
         assert site is not None, f"{sublayer.name} has experts"
         scale = None if group is None else scale_in_effect(sublayer, group, self.model.weights, plain)
-        return Written(weights, plain, observed.routed, scaled_input(observed.inputs[site], self.solvers, scale))
+        return Written(
+            weights, plain, observed.routed, scaled_input(observed.inputs[site], self.solvers, scale, drift=observed.drifts.get(site))
+        )
 
     def _loaded(self, unit: str) -> tuple[Mapping[str, Weight], Mapping[str, Tensor]]:
         weights, plain = self.log.load(unit)
@@ -213,11 +232,13 @@ class Walk:
         return weights, plain
 
     def _observed(self, sublayer: Sublayer, states: HiddenStatePair) -> Observed:
-        """Observed on the quantized path; the original path goes on, and nobody asks for the original matrices again."""
+        """Observed on the quantized path. Where nobody compares the paths once more, the original one goes on, and nobody asks for the
+        original matrices again."""
         self.log.enter("observing", sublayer.name)
         tensors = self.model.weights.dequantized_all(sublayer.needed)
-        observed = observe(sublayer, tensors, states)
-        advance(sublayer, tensors, states.original)
+        observed = observe(sublayer, tensors, states, None if self.path is None else self.path.states)
+        if self.path is None:
+            advance(sublayer, tensors, states.original)
         return observed
 
     # --- the end of the stack ----------------------------------------------------------------------------------------------

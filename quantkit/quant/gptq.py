@@ -72,6 +72,13 @@ class Curvature:
     def _in_place(self, permuted: Tensor) -> Tensor:
         return torch.empty_like(permuted).scatter_(-1, self.order.expand_as(permuted), permuted)
 
+    def solved(self, a: Tensor) -> Tensor:
+        """A H^-1 for A [..., N, K], channels as they lie in memory."""
+        order = self.order.unsqueeze(-2).expand_as(a)
+        half = torch.linalg.solve_triangular(self.factor.mT, a.gather(-1, order), upper=False, left=False)
+        half = torch.linalg.solve_triangular(self.factor, half, upper=True, left=False)
+        return torch.empty_like(a).scatter_(-1, order, half)
+
     def scaled(self, scale: Tensor) -> "Curvature":
         """The curvature for inputs divided by `scale` [..., K]."""
         s = scale.gather(-1, self.order)

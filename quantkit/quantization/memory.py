@@ -51,7 +51,7 @@ _GIB = 2**30
 @dataclass(frozen=True)
 class RunSizes:
     """tokens: calibration and held-out; judged: the held-out ones; sequence: the longest. quantized: modules the output holds quantized.
-    state_width: values of a token's hidden states, of all its streams."""
+    state_width: values of a token's hidden states, of all its streams. drift: calibration tokens run through the original path too."""
 
     units: dict[str, list[Parameter]]
     quantized: set[str]
@@ -62,6 +62,12 @@ class RunSizes:
     judged: int
     sequence: int
     batches: Batches
+    drift: bool = False
+
+    @property
+    def beside(self) -> int:
+        """Tokens that run through the original path besides the held-out ones."""
+        return self.tokens - self.judged if self.drift else 0
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,7 @@ def expected_peak(job: Job, ceiling: int | None = None) -> tuple[Peak, Batches]:
         judged=recipe.held_out * recipe.seq_len,
         sequence=recipe.seq_len,
         batches=Batches(),
+        drift="drift" in job.request.methods,
     )
     measuring = Peak(0, 0, 0, "")
     if job.request.mixture.chooses:
@@ -118,7 +125,7 @@ def calibrated_peak(work: RunSizes) -> Peak:
         for row in (row for rows in work.units.values() for row in rows if row.beside_experts):
             beside[row.layer] += row.shape[0]
         width += max(beside.values(), default=0)
-    hidden = (work.tokens + 2 * work.judged) * width * _FLOAT  # the held-out ones also of the source and of plain rounding
+    hidden = (work.tokens + 2 * work.judged + work.beside) * width * _FLOAT  # the held-out ones of the source and of plain rounding, too
     moments = [(bytes_, unit) for unit, rows in work.units.items() for bytes_ in _moments(work, rows)]
     layers = {row.layer for rows in work.units.values() for row in rows if row.expert is not None}
     for layer in sorted(layer for layer in layers if layer is not None)[:1]:
@@ -203,12 +210,14 @@ def _moments(work: RunSizes, rows: list[Parameter]) -> list[int]:
     if rows[0].layer is None or rows[0].expert is not None or not linears:
         return []
     weights = _FLOAT * sum(_values(row) for row in rows)
-    asked = (work.tokens + 2 * work.judged) * work.hidden_size * _FLOAT if any(row.role == "router" for row in rows) else 0
+    asked = (work.tokens + 2 * work.judged + work.beside) * work.hidden_size * _FLOAT if any(row.role == "router" for row in rows) else 0
     held = asked + _FLOAT * work.hidden_size**2  # and what an error in the residual stream costs
     readers: dict[int, list[int]] = {}  # bytes of the linears, by their input channels
     for row in linears:
         readers.setdefault(row.shape[1], []).append(_FLOAT * _values(row))
     squares = {columns: _FLOAT * columns**2 for columns in readers}
+    if work.drift:
+        held += sum(squares.values())
     passed = min(max(work.batches.tokens, work.sequence), work.tokens)
     widest = max(row.shape[0] for row in rows if len(row.shape) == 2)
     run = _RUN * _FLOAT * passed * (widest if work.state_width == work.hidden_size else max(widest, work.state_width))
@@ -219,7 +228,8 @@ def _moments(work: RunSizes, rows: list[Parameter]) -> list[int]:
         moments.append(held + others + _SEARCHED * squares[columns] + _FLOAT * _PANELS * columns)
         piece = min(_FLOAT * max(work.batches.piece_values, columns), max(sizes))
         solved = sum(map(sum, readers.values())) // _FLOAT  # a byte a value of those solved before
-        moments.append(held + sum(squares.values()) + solved + sum(sizes) + _SOLVED * max(sizes) + _PIECE * piece)
+        aimed = squares[columns] + max(sizes) if work.drift else 0  # what changes a weight, and by how much
+        moments.append(held + sum(squares.values()) + solved + sum(sizes) + _SOLVED * max(sizes) + _PIECE * piece + aimed)
     return moments
 
 
@@ -233,10 +243,14 @@ def _experts_bytes(work: RunSizes, layer: int) -> int:
     batch = min(count, max(1, work.batches.expert_values // values))
     shared = sum(_values(row) for row in rows if row.block in ("mlp", "router", "shared_expert"))
     width = min(row.shape[0] for row in expert)
-    asked = (work.tokens + 2 * work.judged) * work.hidden_size * _FLOAT
+    asked = (work.tokens + 2 * work.judged + work.beside) * work.hidden_size * _FLOAT
     busiest = min(work.tokens, 4 * work.tokens * work.experts_per_token // count)
     tokens = _FLOAT * busiest * (2 * work.hidden_size + 3 * width)
     squares = _FLOAT * (5 * work.hidden_size**2 + 4 * batch * width**2)
+    if work.drift:
+        squares += _FLOAT * 2 * work.hidden_size**2  # of the layer's input: its drift, and what changes a weight
+        squares += _FLOAT * 3 * batch * values // len(expert)  # of the down projections: by how much they change, in the making
+        tokens += _FLOAT * busiest * (work.hidden_size + 2 * width)
     return asked + 2 * _FLOAT * shared + squares + _BATCH * _FLOAT * batch * values + tokens
 
 

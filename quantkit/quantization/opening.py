@@ -110,7 +110,7 @@ def read_request(scheme: Scheme, format: str, engine: str | None, recipe: Recipe
     if scheme.activation_bits == 4 and recipe.methods == ():
         told = f"{scheme.name} has scales for what linears read, which calibration finds, and the recipe has no methods"
         raise QuantkitError(told, "leave methods out of the recipe, or use --scheme fp4-w4a16")
-    for method, before in (("descent", "gptq"), ("steps", "descent")):
+    for method, before in (("drift", "gptq"), ("descent", "gptq"), ("steps", "descent")):
         if method in (recipe.methods or ()) and before not in (recipe.methods or ()):
             raise QuantkitError(f"the recipe's methods have {method} without {before}, which it works on", f"add {before} before it")
     if mixture.chooses:

@@ -1,0 +1,146 @@
+"""What a linear lost on the way to it is made up for where held-out rows agree, and a run with it goes on and spreads like any other."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import make_model
+import pytest
+import quantize_job
+import torch
+from output_files import files
+from torch import Tensor
+
+from quantkit.calibrate.drift import DriftSum, expert_drift, taken
+from quantkit.calibrate.scale import ScaledInput
+from quantkit.errors import QuantkitError
+from quantkit.planning import plan
+from quantkit.progress import Event, Progress
+from quantkit.quant.gptq import Curvature, damp_
+from quantkit.quantization.opening import read_request
+from quantkit.recipe import Recipe, load_recipe
+from quantkit.schemes import find_scheme
+
+K, N, T = 24, 10, 4096
+METHODS = ("awq", "gptq", "drift")
+
+
+def paths(seed: int, rows: int = T) -> tuple[Tensor, Tensor]:
+    """x and o [rows, K]: channels of o that x lost a part of, which the others tell."""
+    generator = torch.Generator().manual_seed(seed)
+    o = torch.randn(rows, 6, generator=generator) @ torch.randn(6, K, generator=torch.Generator().manual_seed(0))
+    o += 0.3 * torch.randn(rows, K, generator=generator)
+    return o - 0.2 * o.roll(1, 1), o
+
+
+def heard(x: Tensor, o: Tensor, scale: Tensor, held_out: tuple[Tensor, Tensor]) -> ScaledInput:
+    """In two batches, the input divided by scale."""
+    total = DriftSum(128)
+    for part in (slice(0, T // 4), slice(T // 4, T)):
+        total.hear("a", x[part])
+        total.compare("a", o[part])
+    total.keep("a", held_out[1])
+    drift = total.means()["a"].scaled(scale)
+    curvature = Curvature.of(x.t() @ x / len(x), 1e-6).scaled(scale)
+    return ScaledInput(curvature, held_out[0] / scale, scale, x.abs().amax(), drift)
+
+
+def test_a_product_with_the_inverse() -> None:
+    x, _ = paths(1)
+    hessian = torch.stack([x.t() @ x / T, x[:100].t() @ x[:100] / 100])
+    a = torch.randn(2, N, K, generator=torch.Generator().manual_seed(0))
+    exact = torch.linalg.solve(damp_(hessian.clone(), 0.01).double(), a.double(), left=False)
+    torch.testing.assert_close(Curvature.of(hessian, 0.01).solved(a).double(), exact, rtol=1e-3, atol=1e-3)
+
+
+def test_the_answer_is_that_of_the_original_path() -> None:
+    """Of inputs that were lost by a linear map, all comes back; the scale only folds."""
+    (x, o), (other_x, other_o) = paths(1), paths(2, 128)
+    w = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
+    scale = torch.linspace(0.5, 2, K)
+    aimed = heard(x, o, scale, (other_x, other_o)).aimed(w * scale) / scale
+    lost = (other_o - other_x) @ w.t()
+    left = other_o @ w.t() - other_x @ aimed.t()
+    assert left.square().sum() < 1e-3 * lost.square().sum()
+
+
+def test_held_out_rows_decide_how_much_is_taken() -> None:
+    """Nothing, where they lack the contrary; half, where they lack half; all, where there are none."""
+    x, o = paths(1)
+    w = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
+    other_x, other_o = paths(2, 128)
+    one = torch.ones(K)
+    full = heard(x, o, one, (other_x[:0], other_o[:0])).aimed(w.clone()) - w
+    torch.testing.assert_close(heard(x, o, one, (other_x, 2 * other_x - other_o)).aimed(w.clone()), w, rtol=0, atol=1e-6)
+    half = heard(x, o, one, (other_x, (other_x + other_o) / 2)).aimed(w.clone()) - w
+    assert float((half - full / 2).norm() / full.norm()) < 0.02
+    assert taken(torch.ones(4, 2), 0.5 * torch.ones(4, 2)) == 1, "never more than all"
+
+
+def test_rows_of_the_layer_count_as_in_the_hessian() -> None:
+    x, o = paths(1, 64)
+    w = torch.linspace(0.1, 1, 40)
+    found = expert_drift(o[:40], x[:40], w, (o[40:], x[40:]), 16)
+    own = sum(w[i] ** 2 * torch.outer(o[i] - x[i], x[i]) for i in range(40))
+    shared = sum(torch.outer(o[i] - x[i], x[i]) for i in range(40, 64)) * w.square().mean() * 16 / 24
+    torch.testing.assert_close(found, (own + shared) / 56)
+    torch.testing.assert_close(expert_drift(o[:0], x[:0], w[:0], (o, x), 16), (o - x).t() @ x / 64)
+
+
+# --- runs ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "calibration.txt"
+    path.write_text("".join(map(chr, torch.randint(97, 123, (400,), generator=torch.Generator().manual_seed(0)).tolist())))
+    return path
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = make_model.tiny_config(num_hidden_layers=2, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2)
+    return make_model.write_fp8(tmp_path_factory.mktemp("models") / "source", config, make_model.random_tensors(config))
+
+
+class Stopped(Exception):
+    pass
+
+
+def stop_at(unit: str, phase: str) -> Callable[[Event], None]:
+    def on_event(event: Event) -> None:
+        if isinstance(event, Progress) and (event.unit, event.phase) == (unit, phase):
+            raise Stopped
+
+    return on_event
+
+
+@pytest.mark.parametrize("unit", ["layers.0.feed_forward", "layers.1.attend", "layers.1.experts.2"])
+def test_a_stopped_run_and_two_ranks_write_the_same_bytes(
+    unit: str, source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantize_job, "METHODS", METHODS)
+    torch.set_num_threads(1)
+    whole = quantize_job.run(source, text, tmp_path / "whole")
+    assert any(method.endswith("drift") for method in whole.findings.methods.values())
+    with pytest.raises(Stopped):
+        quantize_job.run(source, text, tmp_path / "out", also=stop_at(unit, "propagating"))
+    assert not (tmp_path / "out").exists()
+    quantize_job.run(source, text, tmp_path / "out")
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    if unit.startswith("layers.0"):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", quantize_job.__file__]
+        done = subprocess.run(
+            [*command, str(source), str(text), str(tmp_path / "two"), "once", "0", *METHODS], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert files(tmp_path / "two") == files(tmp_path / "whole")
+
+
+def test_it_is_planned_and_needs_gptq(source: Path) -> None:
+    scheme, recipe = find_scheme("awq-w4a16"), load_recipe("awq-w4a16")
+    more = plan(source, scheme, recipe=recipe.model_copy(update={"methods": METHODS})).host_peak_bytes
+    assert more - plan(source, scheme, recipe=recipe).host_peak_bytes >= 128 * 512 * 256 * 4, "calibration tokens are held twice"
+    with pytest.raises(QuantkitError, match="drift without gptq"):
+        read_request(scheme, "auto", None, Recipe(scheme="awq-w4a16", methods=("awq", "drift")))
