@@ -1,4 +1,4 @@
-"""The published grid by the scheduler alone: what it computes in which step, over what passes of R1's shapes on four H200 were measured to take.
+"""The published grid by the scheduler alone: what it computes in which step, over what passes of R1's shapes took on four H200.
 
     python benchmarks/scheduled_prompts.py [--chunk 2560] [--doubles-at 17400] [--inputs 1024,4096 ...] [--floor 0.155]
 
@@ -7,18 +7,19 @@ in seconds, and a run on cards be predicted. Every user sends one request, all a
 token, mean milliseconds for each one after it, and the largest gap between two tokens of an answer.
 
 The times: passes with prompts and steps of benchmarks/results/r1-grid.json, between which it goes in straight lines; 44.5 ms more for each
-4096 tokens behind which 4096 stand, of which 4.8 are latents expanded again; and a pass with prompts that is no graph is launched in no less than
-`--floor`.
+4096 tokens behind which 4096 stand, of which 4.8 are latents expanded again; and a pass with prompts that is no graph is launched in no
+less than `--floor`.
 """
 
 import argparse
 import statistics
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from command import numbers, parser, measured
+from command import measured, numbers, parser
+from r1_grid import published_cells
 
 from quantkit.executor.cache import BLOCK_SIZE, CachePlan
 from quantkit.executor.sampling import SamplingParams
@@ -26,14 +27,13 @@ from quantkit.executor.scheduler import ScheduledStep, Scheduler, StepBudget
 from quantkit.executor.sequence import Sequence as Request
 from quantkit.hub import find_model
 from quantkit.tokenizer.chat import ChatTokenizer
-from r1_grid import published_cells
 
 PASSES = ((16, 0.020), (128, 0.0355), (512, 0.075), (1024, 0.0985), (2048, 0.158), (4096, 0.263), (8192, 0.500))
 """Tokens of prompts at the beginning, and seconds without their attention."""
 STEPS = ((1, 5.0e-3), (2, 6.23e-3), (4, 7.35e-3), (8, 10.25e-3), (16, 15.1e-3), (32, 22.07e-3))
 """Answers, and seconds of a step at some hundred tokens of context."""
 PAIR, EXPANDED, CACHED = 2.37e-9, 1.16e-6, 3.3e-8
-"""Seconds of a new token of a prompt and one that it sees, of a token of a prompt whose latents are expanded, of one that an answer sees."""
+"""Seconds of a new token of a prompt and one that it sees, of a token whose latents are expanded, of one that an answer sees."""
 BESIDE = 0.3
 """Of a step of answers, what they cost in one pass with prompts, which reads the weights in any case."""
 CAPTURED = 1024
@@ -82,7 +82,7 @@ def cell(budget: StepBudget, times: Times, tokenizer: ChatTokenizer, length: int
         scheduler.add(one)
     first: dict[Request, float] = {}
     last: dict[Request, float] = {}
-    gaps, most = [0.0], 0
+    gaps = [0.0]
     while scheduler.has_work:
         step = scheduler.schedule()
         now += times.seconds(step)

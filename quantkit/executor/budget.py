@@ -82,7 +82,7 @@ def _captured(trial: "_Trial", most: int) -> int:
 
 
 class _Passes:
-    """What is known of passes over the first tokens of a prompt. seconds: measures one of so many; step: of the answers, after each chunk."""
+    """Passes over the first tokens of a prompt. seconds: measures one of so many; step: of the answers, after each chunk."""
 
     def __init__(self, seconds: Callable[[int], float], step: float) -> None:
         self._measure, self._step = seconds, step
@@ -94,7 +94,7 @@ class _Passes:
         return self.took[tokens]
 
     def knee(self, most: int, longest: float) -> int:
-        """The fewest tokens of a chunk whose rate is near the best one of those that take no longer than `longest` with the answers' step."""
+        """The fewest tokens of a chunk whose rate is near the best of those that take, with the answers' step, no longer than `longest`."""
         sizes = [min(_FEWEST, most)]
         while 2 * sizes[-1] <= most:
             sizes.append(2 * sizes[-1])
@@ -122,7 +122,7 @@ class _Passes:
         return fits, too_long
 
     def doubles_at(self, chunk: int, start: int, behind: float) -> int:
-        """Behind how many tokens one costs twice as much, from a chunk's `behind` seconds behind `start` of them; 0 where it costs no more."""
+        """Behind how many tokens one costs twice as much, from a chunk's `behind` seconds behind `start`; 0 where it costs no more."""
         took = self.seconds(chunk)
         pair, each = (behind - took) / (chunk * start), took / chunk
         longer = min((tokens for tokens in self.took if tokens > chunk), default=chunk)
