@@ -72,7 +72,9 @@ class Engine:
         self.scheduler: Scheduler | Homes = make() if homes == 1 else Homes(homes, make)
         self.expert_counter: ExpertCounter | None = None
         eager = "experts are counted" if count_experts else ""
-        self.runner = Runner(loaded.model, self.cache, eager=eager, experts=loaded.weights.expert_ranks)
+        # Elsewhere sums are computed by what computes the rest, or were never measured so.
+        turns = self.parallel.turns if loaded.device.type == "cuda" and self.parallel.size > 1 and homes == 1 else None
+        self.runner = Runner(loaded.model, self.cache, eager=eager, experts=loaded.weights.expert_ranks, turns=turns)
         drafter: Source | None = None
         if draft is not None:
             drafter = make_drafter(draft, loaded, plan, self.runner, num_drafts, self.parallel, shared=prefix_cache)
