@@ -72,9 +72,7 @@ class Engine:
         self.scheduler: Scheduler | Homes = make() if homes == 1 else Homes(homes, make)
         self.expert_counter: ExpertCounter | None = None
         eager = "experts are counted" if count_experts else ""
-        # Elsewhere sums are computed by what computes the rest, or were never measured so.
-        turns = self.parallel.turns if loaded.device.type == "cuda" and self.parallel.size > 1 and homes == 1 else None
-        self.runner = Runner(loaded.model, self.cache, eager=eager, experts=loaded.weights.expert_ranks, turns=turns)
+        self.runner = Runner(loaded.model, self.cache, eager=eager, experts=loaded.weights.expert_ranks)
         drafter: Source | None = None
         if draft is not None:
             drafter = make_drafter(draft, loaded, plan, self.runner, num_drafts, self.parallel, shared=prefix_cache)
@@ -114,7 +112,7 @@ class Engine:
 
         max_batch: requests computed together. max_model_len: longest prompt plus answer (None: what model and cache allow).
         cache_tokens: tokens the cache holds, over all requests (None: what max_batch full contexts need, within a share of the memory).
-        prefill_tokens: prompt tokens of a step (None: `headroom.PREFILL_TOKENS`). measure_steps: whether it is measured, which takes some
+        prefill_tokens: prompt tokens of a step (None: `headroom.prefill_tokens`). measure_steps: whether it is measured, which takes some
         passes, how many of them a step computes beside running answers, where prefill_tokens is None, and whether in one
         pass with these (`budget.measure`): for servers, where somebody waits for each token. Then fewer tokens are guessed, or none, where
         that is faster (`guessing.Guessing`).
@@ -176,12 +174,13 @@ class Engine:
             check_eos(tokenizer.eos_ids, loaded.config.vocab_size, path)
             check_states(loaded.keeps_states, loaded.takes_back, options)
             draft = None if options.draft is None else load_draft(options.draft, loaded, options)
+            plan = plan_beside(loaded, options, draft)
             engine = cls(
                 loaded,
                 tokenizer,
-                plan_beside(loaded, options, draft),
+                plan,
                 max_batch=options.max_batch,
-                prefill_tokens=options.prefill_tokens if options.prefill_tokens is not None else prefill_tokens(loaded.device),
+                prefill_tokens=options.prefill_tokens if options.prefill_tokens is not None else prefill_tokens(loaded, plan),
                 num_drafts=options.most_drafts,
                 num_looked_up=options.num_looked_up,
                 measure_steps=options.measure_steps,

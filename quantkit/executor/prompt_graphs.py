@@ -40,7 +40,7 @@ LEAST_IN_TURNS = 6144
 """Tokens of prompts of a pass that is computed in two halves, where ranks add up. A half reads all weights for itself, and experts of a
 mixture are slower with few tokens each: with fewer tokens the halves take longer than the sums that they hide."""
 _HALF_STEP = 128
-"""A first half has so many tokens or a multiple."""
+"""A first half has so many tokens or a multiple, where that is not none."""
 
 
 class PromptRows(NamedTuple):
@@ -60,7 +60,8 @@ def halved(prompts: list[PromptRows]) -> tuple[list[PromptRows], list[PromptRows
     """About half of the tokens, and the others, in their order: one sequence may be in both."""
     first: list[PromptRows] = []
     second: list[PromptRows] = []
-    room = sum(len(one.token_ids) for one in prompts) // 2 // _HALF_STEP * _HALF_STEP
+    half = sum(len(one.token_ids) for one in prompts) // 2
+    room = half // _HALF_STEP * _HALF_STEP or half
     for one in prompts:
         own = min(len(one.token_ids), room)
         room -= own
