@@ -1,7 +1,7 @@
-"""DeepSeek-R1's true shapes on all GPUs of a box, as a server runs them: the published grid, guesses, sums in 8 bits, prompts
-beside answers.
+"""DeepSeek-R1's true shapes on all GPUs of a box, as a server runs them: the published grid, guesses, sums in 8 bits, sums while another
+half computes, prompts beside answers.
 
-    torchrun --nproc-per-node 4 benchmarks/r1_grid.py --out FILE.json [--parts alone,many,beside,guesses,rest,sums] [--seconds 400]
+    torchrun --nproc-per-node 4 benchmarks/r1_grid.py --out FILE.json [--parts alone,many,beside,guesses,turns,rest,sums] [--seconds 400]
     torchrun --nproc-per-node 2 benchmarks/r1_grid.py --tiny       the same on a CPU (gloo) in seconds: a test of the script
 
 Weights, cache and collectives are those of r1_box.py, in W4A16; the engine is made once and measures, as `quantkit serve` does, how much of
@@ -11,7 +11,7 @@ others, the longest prompts first. Every user sends one request, all at once, an
 longer prompt has 128, for there a token takes as long as the next. Not in these figures: a server and a tokenizer. What the scheduler alone
 says of a cell: scheduled_prompts.py.
 
-Steps of every size are captured before, and prompts of up to 1024 tokens in all; a prompt of three steps comes once before. `captured`
+Steps of every size are captured before, and prompts of up to 1024 tokens in all; a prompt of two steps comes once before. `captured`
 says how many passes with prompts were captured while a cell ran, each of which takes some tenths of a second, and `largest_gap_ms` how long
 an answer waited for a token at most. The file is written after every part and cell; a part that fails is told and the next
 one begins; `--seconds` after the start of the process no further cell begins.
@@ -34,7 +34,7 @@ import yaml
 from made_engine import joined_ranks, led, made_engine, report_of_ranks, served_engine
 from r1_box import build
 from r1_guesses import PUBLISHED, DraftingEngine, guesses_row, plain_row, warm
-from r1_prompts import beside_row, sum_rows
+from r1_prompts import beside_row, sum_rows, turn_rows
 from r1_synthetic import R1, TINY
 
 from quantkit.assets import asset
@@ -54,9 +54,9 @@ from quantkit.models import deepseek_v3
 
 BEGAN = time.perf_counter()
 MOST_GUESSES = 3
-_WARM = 3
+_WARM = 2
 """Steps of a single prompt before the cells of a part are measured: those of a longer one are not others."""
-PARTS = ("alone", "many", "beside", "guesses", "rest", "sums")
+PARTS = ("alone", "many", "beside", "guesses", "turns", "rest", "sums")
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,14 @@ class Sizes:
     rest: list[Cell]
     users: tuple[int, ...] = (1, 8, 32)
     sums: tuple[int, ...] = (8192, 16384)
+    turns: tuple[tuple[int, tuple[int, ...], int], ...] = (
+        (16384, (4096, 8192), 2),
+        (61440, (8192,), 1),
+        (8192, (4096, 8192), 2),
+        (30720, (8192,), 1),
+        (4096, (4096,), 2),
+    )
+    """Prompts, tokens of their passes, prompts that are timed."""
     beside: tuple[int, int, int] = (32, 1024, 16384)
     chunks: tuple[int | None, ...] = (None, 1024)
 
@@ -107,7 +115,16 @@ def sizes_of_r1() -> Sizes:
     return Sizes(first, second, third)
 
 
-TINY_SIZES = Sizes([Cell(24, 1, 8), Cell(96, 1, 4)], [Cell(96, 2, 6)], [Cell(24, 2, 8)], (1, 2), (64, 96), (2, 24, 96), (None, 32))
+TINY_SIZES = Sizes(
+    [Cell(24, 1, 8), Cell(96, 1, 4)],
+    [Cell(96, 2, 6)],
+    [Cell(24, 2, 8)],
+    (1, 2),
+    (64, 96),
+    ((96, (16, 32), 1),),
+    (2, 24, 96),
+    (None, 32),
+)
 
 
 @dataclass
@@ -242,6 +259,12 @@ def measure_sums(box: GridRun) -> None:
         box.add("sums", row)
 
 
+def measure_turns(box: GridRun) -> None:
+    for length, chunks, rounds in box.sizes.turns:
+        if box.parallel.minimum(int(not box.is_late)):
+            box.add("turns", turn_rows(box.engine, length, list(chunks), rounds))
+
+
 def measure_beside(box: GridRun) -> None:
     for chunk in box.sizes.chunks:
         box.add("beside", beside_row(box.engine, *box.sizes.beside, chunk))
@@ -291,6 +314,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "many": lambda box: measure_cells(box, box.sizes.many, "many"),
         "beside": measure_beside,
         "guesses": lambda box: measure_guesses(box, loaded),
+        "turns": measure_turns,
         "rest": lambda box: measure_cells(box, box.sizes.rest, "rest"),
         "sums": measure_sums,
     }

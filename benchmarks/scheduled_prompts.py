@@ -1,14 +1,14 @@
 """The published grid by the scheduler alone: what it computes in which step, over what passes of R1's shapes took on four H200.
 
-    python benchmarks/scheduled_prompts.py [--chunk 2560] [--doubles-at 17400] [--inputs 1024,4096 ...] [--floor 0.155]
+    python benchmarks/scheduled_prompts.py [--chunk 2560] [--doubles-at 23000] [--inputs 1024,4096 ...] [--floor 0.155]
 
 Nothing is computed and no time passes: a step of the scheduler's is charged what `PASSES` says, so that a rule can be tried on every cell
 in seconds, and a run on cards be predicted. Every user sends one request, all at once, 512 tokens out. Printed: mean seconds to the first
 token, mean milliseconds for each one after it, and the largest gap between two tokens of an answer.
 
-The times: passes with prompts and steps of benchmarks/results/r1-grid.json, between which it goes in straight lines; 44.5 ms more for each
-4096 tokens behind which 4096 stand, of which 4.8 are latents expanded again; and a pass with prompts that is no graph is launched in no
-less than `--floor`.
+The times: passes with prompts and steps of benchmarks/results/r1-grid.json as of commit 932a246, between which it goes in straight lines; 33 ms
+more for each 4096 tokens in front of which 4096 stand (one rank alone since 27 November; 44 on the box before), of which 4.8 are latents
+expanded again; and a pass with prompts that is no graph is launched in no less than `--floor`.
 """
 
 import argparse
@@ -32,7 +32,7 @@ PASSES = ((16, 0.020), (128, 0.0355), (512, 0.075), (1024, 0.0985), (2048, 0.158
 """Tokens of prompts at the beginning, and seconds without their attention."""
 STEPS = ((1, 5.0e-3), (2, 6.23e-3), (4, 7.35e-3), (8, 10.25e-3), (16, 15.1e-3), (32, 22.07e-3))
 """Answers, and seconds of a step at some hundred tokens of context."""
-PAIR, EXPANDED, CACHED = 2.37e-9, 1.16e-6, 3.3e-8
+PAIR, EXPANDED, CACHED = 1.67e-9, 1.16e-6, 3.3e-8
 """Seconds of a new token of a prompt and one that it sees, of a token whose latents are expanded, of one that an answer sees."""
 BESIDE = 0.3
 """Of a step of answers, what they cost in one pass with prompts, which reads the weights in any case."""
@@ -125,9 +125,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--alone", type=int, default=4096, help="tokens of prompts in a step where nobody answers")
+    options.add_argument("--alone", type=int, default=8192, help="tokens of prompts in a step where nobody answers")
     options.add_argument("--chunk", type=int, default=2560, help="and beside answers")
-    options.add_argument("--doubles-at", type=int, default=17400, help="0: chunks are as long behind any context")
+    options.add_argument("--doubles-at", type=int, default=23000, help="0: chunks are as long behind any context")
     options.add_argument("--floor", type=float, default=0.155)
     options.add_argument("--inputs", type=numbers, help="these input lengths alone")
     measured(run, options)
