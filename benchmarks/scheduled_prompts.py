@@ -6,7 +6,7 @@ Nothing is computed and no time passes: a step of the scheduler's is charged wha
 in seconds, and a run on cards be predicted. Every user sends one request, all at once, 512 tokens out. Printed: mean seconds to the first
 token, mean milliseconds for each one after it, and the largest gap between two tokens of an answer.
 
-The times: passes with prompts and steps of benchmarks/results/r1-grid.json as of commit 932a246, between which it goes in straight lines; 33 ms
+The times: passes with prompts and steps of R1's grid at commit 932a246, between which it goes in straight lines; 33 ms
 more for each 4096 tokens in front of which 4096 stand (one rank alone since 27 November; 44 on the box before), of which 4.8 are latents
 expanded again; and a pass with prompts that is no graph is launched in no less than `--floor`.
 """
