@@ -1,4 +1,4 @@
-"""A launch of wgmma_kernel.py, for what it takes: keys without a window or sinks, in pages of 64 tokens or a multiple, or row by row."""
+"""A launch of wgmma_kernel.py, for what it takes: keys in pages of 64 tokens or a multiple, or row by row."""
 
 from typing import Any, NamedTuple
 
@@ -34,10 +34,10 @@ _NARROW = WgmmaCut(128, 2, False)
 """Of keys and values of 64 numbers at most: two programs fit a multiprocessor."""
 
 
-def wgmma_cut(device: torch.device, width: int, rotary: int, value: int, page: int, limited: bool) -> WgmmaCut | None:
+def wgmma_cut(device: torch.device, width: int, rotary: int, value: int, page: int) -> WgmmaCut | None:
     """What was fastest on an H200, for keys of `width` and `rotary` numbers and values of `value`, padded to powers of two; None: the
-    launch is prefill_kernel.py's. page: tokens of a page, or 0; limited: there is a window, or there are sinks."""
-    if architecture(device) != "sm_90" or limited or page % _BOX:
+    launch is prefill_kernel.py's. page: tokens of a page, or 0."""
+    if architecture(device) != "sm_90" or page % _BOX:
         return None
     if max(width + rotary, value) <= 64:
         return _NARROW
@@ -59,11 +59,11 @@ def attend(
     few = tiles * heads * sequences <= 2 * multiprocessors(q.device)  # then the longest of all heads come first
     _kernel()[(tiles * heads, sequences)](
         q, given["q_pe"], _tiles(_rows(keys), box, given["D_PADDED"]), _tiles(given["k_pe"], box, rotary) if rotary else given["k_pe"],
-        _tiles(_rows(values), box, given["V_PADDED"]), out, given["lse"], prompts.starts, prompts.seq_lens, given["table"], given["firsts"],
-        given["lasts"], given["key_rows"], q.stride(0), q.stride(1), given["pe_token"], given["k_head"], given["v_head"],
-        given["table_width"], heads, given["SHARED"], heads if few else min(_TOGETHER, heads), tiles, scale,
+        _tiles(_rows(values), box, given["V_PADDED"]), given["sinks"], out, given["lse"], prompts.starts, prompts.seq_lens, given["table"],
+        given["firsts"], given["lasts"], given["key_rows"], q.stride(0), q.stride(1), given["pe_token"], given["k_head"], given["v_head"],
+        given["table_width"], heads, given["SHARED"], heads if few else min(_TOGETHER, heads), tiles, scale, given["window"],
         D=width, D_PADDED=given["D_PADDED"], R=rotary, V=given["V"], V_PADDED=given["V_PADDED"], PAGE=page,
-        BN=cut.keys, BOX=box, STAGES=cut.stages, TURNS=cut.turns, num_warps=_WARPS,
+        WINDOWED=given["window"] > 0, SUNK=given["SUNK"], BN=cut.keys, BOX=box, STAGES=cut.stages, TURNS=cut.turns, num_warps=_WARPS,
     )  # fmt: skip
 
 
