@@ -31,14 +31,14 @@ class DraftingEngine(Engine):
     acceptance = 0.7
 
     def sequence(self, prompt: list[int], params: SamplingParams, index: int = 0, *, streams: bool = True) -> Sequence:
-        checked = super().sequence(prompt, params, index, streams=False)
-        drawn = DrawnSequence(index, prompt, replace(params, seed=checked.seed), self.tokenizer, self.max_model_len, streams=False)
+        super().sequence(prompt, params, index, streams=False)  # checks it
+        drawn = DrawnSequence(index, prompt, replace(params, seed=1000 * sum(prompt)), self.tokenizer, self.max_model_len, streams=False)
         drawn.acceptance = self.acceptance
         return drawn
 
 
 class DrawnSequence(Sequence):
-    """Which guesses are right is drawn from the request's seed, the same on every rank."""
+    """Which guesses are right is drawn from the prompt and their places: the same on every rank, and for any number of guesses."""
 
     acceptance: float
 

@@ -69,7 +69,7 @@ class ModelDrafter(Drafter):
         spread = self._tensor([number.get(row, 0) for row in range(len(places))])
         return logits[spread], greedy[spread]
 
-    def _further(self, sequences: list[Sequence], made: int, guessed: Tensor, rows: list[int]) -> StepResult:
+    def _further(self, sequences: list[Sequence], made: int, guessed: Tensor, rows: Tensor | None) -> StepResult:
         places = [(one, len(one.token_ids) + made - 1) for one in sequences]
         return self._draft.steps.run(self._draft.rows([0] * len(sequences), places), guessed)
 

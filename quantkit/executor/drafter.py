@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from quantkit.devices import sent
 from quantkit.executor.chooser import ChosenTokens
 from quantkit.executor.graphs import DecodeSteps, EagerSteps, StepResult
 from quantkit.executor.parallel import Parallel
@@ -35,6 +36,8 @@ class Drafter(ABC):
         self._runner = runner
         self._lengths: list[int] = []
         """Of the sequences of the last pass that get tokens, before they did."""
+        self._first: Tensor | None = None
+        """The first guess behind each of its rows, on the device."""
 
     @abstractmethod
     def _behind(self, done: ForwardPass, token_ids: Tensor | None) -> tuple[Tensor, Tensor] | None:
@@ -42,8 +45,9 @@ class Drafter(ABC):
         nothing is guessed. Tokens of prompts are read here."""
 
     @abstractmethod
-    def _further(self, sequences: list[Sequence], made: int, guessed: Tensor, rows: list[int]) -> StepResult:
-        """What may follow the guesses [n] made last, the `made`th of each sequence. rows: which row of the last result each came from."""
+    def _further(self, sequences: list[Sequence], made: int, guessed: Tensor, rows: Tensor | None) -> StepResult:
+        """What may follow the guesses [n] made last, the `made`th of each sequence. rows [n]: which row of the last result each came from;
+        None: all, in their order."""
 
     @abstractmethod
     def _settle(self, done: ForwardPass) -> None:
@@ -56,9 +60,10 @@ class Drafter(ABC):
         if found is None or chosen is None:
             return None
         logits, greedy = found
-        if chosen.batch is None or chosen.places is None:
-            return greedy
-        return self._runner.draw(logits, chosen.batch, chosen.places + 1)
+        self._first = greedy
+        if chosen.batch is not None and chosen.places is not None:
+            self._first = self._runner.draw(logits, chosen.batch, chosen.places + 1)
+        return self._first
 
     def finish(self, done: ForwardPass, advanced: list[Sequence], guesses: list[int]) -> None:
         """As `speculation.Source.finish`."""
@@ -79,18 +84,21 @@ class Drafter(ABC):
         self._chain(waiting, rows)
 
     def _chain(self, sequences: list[Sequence], rows: list[int]) -> None:
-        """Further guesses, each behind the one before it: the host waits once for all of them."""
+        """Further guesses, each behind the one before it: the host waits once for all of them. What it tells the device for the first is
+        good for the next ones, as long as all sequences go on."""
         found: list[tuple[list[Sequence], Tensor]] = []
-        guessed, made = self._tensor([one.drafts[-1] for one in sequences]), 1
+        last, batch, places, made = self._first, None, self._tensor([]), 1
         while still := [i for i, one in enumerate(sequences) if self._wanted(one) > made]:
-            sequences, rows = [sequences[i] for i in still], [rows[i] for i in still]
-            guessed = guessed if len(still) == len(guessed) else guessed[self._tensor(still)]
-            result = self._further(sequences, made, guessed, rows)
-            batch = Batch.of([one.params for one in sequences], [one.seed for one in sequences], result.logits.device)
-            places = self._tensor([len(one.token_ids) + made for one in sequences])
-            guessed = result.greedy.clone() if batch is None else self._runner.draw(result.logits, batch, places)
-            found.append((sequences, guessed))
-            rows, made = list(range(len(sequences))), made + 1
+            assert last is not None, "the first guesses were made"
+            at = None
+            if made == 1 or len(still) < len(sequences):
+                sequences, at = [sequences[i] for i in still], self._tensor([rows[i] for i in still])
+                last, batch = last[at], Batch.of([one.params for one in sequences], [one.seed for one in sequences], last.device)
+                places = places if batch is None else self._tensor([len(one.token_ids) + made for one in sequences])
+            result = self._further(sequences, made, last, at)
+            last = result.greedy.clone() if batch is None else self._runner.draw(result.logits, batch, places)
+            found.append((sequences, last))
+            rows, made, places = list(range(len(sequences))), made + 1, places + 1
         if found:
             agreed = iter(self.parallel.agree(torch.cat([guesses for _, guesses in found])))
             for guessing, _ in found:
@@ -102,4 +110,4 @@ class Drafter(ABC):
         return min(self.count, sequence.num_wanted, self._reach - len(sequence.token_ids))
 
     def _tensor(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._runner.device)
+        return sent(values, self._runner.device, torch.int64)

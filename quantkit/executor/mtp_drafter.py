@@ -70,11 +70,12 @@ class MtpDrafter(Drafter):
         logits = self.mtp.logits(self._hidden)
         return logits, logits.argmax(dim=-1)
 
-    def _further(self, sequences: list[Sequence], made: int, guessed: Tensor, rows: list[int]) -> StepResult:
+    def _further(self, sequences: list[Sequence], made: int, guessed: Tensor, rows: Tensor | None) -> StepResult:
         assert self._hidden is not None, "guesses were made"
         # A place holds a token and the one after it: the layer's last is that before the guess.
         places = [(one, len(one.token_ids) + made - 2) for one in sequences]
-        result = self.steps.run(self._own.rows([0] * len(sequences), places), guessed, self._hidden[self._tensor(rows)])
+        hidden = self._hidden if rows is None else self._hidden[rows]
+        result = self.steps.run(self._own.rows([0] * len(sequences), places), guessed, hidden)
         self._hidden = result.hidden
         return result
 
