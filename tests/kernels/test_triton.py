@@ -25,7 +25,6 @@ from quantkit_kernels import (
 )
 from quantkit_kernels.backends import why_unusable
 from quantkit_kernels.samples import GRIDS, TOLERANCE, distance, exact_linear, grouped_attention, random_weight
-from quantkit_kernels.triton.many_pairs import sort_many_pairs
 from quantkit_kernels.triton.operators import cut_in_three
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -243,29 +242,6 @@ def test_what_is_cached(interleaved: bool, normed: bool) -> None:
     for ours, exact in zip(*found, strict=True):
         assert ours.dtype == torch.float16
         assert distance(ours, exact.double()) < TOLERANCE[torch.float16]
-
-
-@pytest.mark.parametrize(
-    ("pairs", "top_k", "experts", "tokens", "some_none"),
-    [(1, 1, 3, 16, False), (900, 9, 257, 160, False), (5200, 8, 64, 32, True), (2304, 9, 30, 160, False)],
-)
-def test_many_pairs_keep_their_order_in_tiles_of_their_expert(pairs: int, top_k: int, experts: int, tokens: int, some_none: bool) -> None:
-    rng = generator()
-    ids = torch.randint(-1 if some_none else 0, experts, (pairs // top_k, top_k), generator=rng, device=DEVICE)
-    ids[:, -1] = experts - 1  # of every token, as a shared one
-    for dtype in (torch.int64, torch.int32):
-        slots = sort_many_pairs(ids.to(dtype), experts, tokens)
-        flat, tile = ids.flatten().cpu(), 0
-        kept = [one.cpu() for one in slots]
-        for expert in range(experts):
-            own = (flat == expert).nonzero().flatten()
-            for first in range(0, len(own), tokens):
-                part = own[first : first + tokens]
-                assert (kept[0][tile], kept[1][tile]) == (expert, len(part))
-                assert kept[2][tile * tokens : tile * tokens + len(part)].tolist() == part.tolist()
-                tile += 1
-        assert (kept[0][tile:] == -1).all()
-        assert (kept[1][tile:] == 0).all()
 
 
 def test_three_numbers_of_bfloat16_are_one_of_float32() -> None:

@@ -1,7 +1,7 @@
 """Routed experts of many tokens: token-expert pairs are sorted by expert, then each expert's weights are multiplied with its tokens.
 
-Six launches, eight with many pairs, and none depends on the routing's values: the sort; for gate_up with SiLU the arrangement of the
-activations and the product; for down with the routing weights the same two; the sum over each token's experts.
+Six launches, and none depends on the routing's values: the sort; for gate_up with SiLU the arrangement of the activations and the product;
+for down with the routing weights the same two; the sum over each token's experts.
 """
 
 import torch
@@ -14,20 +14,14 @@ from quantkit_kernels.cuda.layout import PackedStrips
 from quantkit_kernels.cuda.linears.tiles import multiply_tiles
 from quantkit_kernels.cuda.plans import ExpertTilesPlan, TilePerBlockPlan
 from quantkit_kernels.pairs import Slots, empty_slots
-from quantkit_kernels.triton.many_pairs import sort_many_pairs
 
 SORTED_PAIRS = 81920
 """Pairs that are computed at once. What is kept between the launches takes about 45 KB a pair (R1). 8192 tokens of R1 ask for 73,728: in
 two parts a rank of four of an H200 takes 1.04 of the time for a whole prompt."""
 
-MANY_PAIRS = 16384
-"""From here on several blocks sort, in three launches: a single one takes 88 us for the 36,864 pairs of 4096 tokens of R1."""
-
 
 def sort_pairs(topk_ids: Tensor, num_experts: int, tokens: int) -> Slots:
-    """Slots for topk_ids int32 or int64 [T, k] in tiles of `tokens`; the host does not wait for the device."""
-    if topk_ids.numel() >= MANY_PAIRS:
-        return sort_many_pairs(topk_ids, num_experts, tokens)
+    """Slots for topk_ids int32 or int64 [T, k] in tiles of `tokens`: one launch, and the host does not wait for the device."""
     slots = empty_slots(topk_ids, num_experts, tokens)
     sizes = (topk_ids.element_size() // 4, topk_ids.numel(), num_experts, tokens, slots.tile_count.numel())
     checked(library().qk_sort_pairs(topk_ids.data_ptr(), *sizes, *(one.data_ptr() for one in slots), stream_of(topk_ids.device)))

@@ -67,7 +67,7 @@ def produce(
     R: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, K_BYTES: gl.constexpr,
     V_BYTES: gl.constexpr,
 ):  # fmt: skip
-    """Of `blocks` blocks from number `begin` on, copy the keys of one, then the values of the one before, which are asked for in this order."""
+    """Of `blocks` blocks from number `begin` on, copy the keys of one, then the values of the one before, as they are asked for."""
     keys, k_pe, values = descriptors
     ks, pes, vs = places
     k_there, k_free, v_there, v_free = barriers
@@ -172,9 +172,7 @@ def consume(
             scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
             mbarrier.arrive(k_free.index(k_place), count=1)
             at = keys_of + block * BN
-            probabilities, largest, total, less = soften(
-                scores, largest, total, scale, positions, at, high, window, masked == 1, WINDOWED
-            )
+            probabilities, largest, total, less = soften(scores, largest, total, scale, positions, at, high, window, masked == 1, WINDOWED)
             following = gl.convert_layout(probabilities.to(DTYPE), LEFT)
             k_place, k_phase = next_place(k_place, k_phase, STAGES)
             # Without a loop between, the assembler moves arithmetic behind the wait for products, and nothing runs beside them.
