@@ -2,6 +2,7 @@
 half computes, prompts beside answers.
 
     torchrun --nproc-per-node 4 benchmarks/r1_grid.py --out FILE.json [--parts alone,many,beside,guesses,turns,rest,sums] [--seconds 400]
+    torchrun --nproc-per-node 1 benchmarks/r1_grid.py --rank-of 4 [--cells 4096x16,8192x8]     one of four ranks on one card, without sums
     torchrun --nproc-per-node 2 benchmarks/r1_grid.py --tiny       the same on a CPU (gloo) in seconds: a test of the script
 
 Weights, cache and collectives are those of r1_box.py, in W4A16; the engine is made once and measures, as `quantkit serve` does, how much of
@@ -31,11 +32,12 @@ from typing import Any
 
 import torch
 import yaml
-from made_engine import joined_ranks, led, made_engine, report_of_ranks, served_engine
+from command import numbers
+from made_engine import joined_ranks, led, made_engine, made_model, report_of_ranks, served_engine
 from r1_box import build
 from r1_guesses import PUBLISHED, DraftingEngine, guesses_row, plain_row, warm
 from r1_prompts import beside_row, sum_rows, turn_rows
-from r1_synthetic import R1, TINY
+from r1_synthetic import R1, TINY, SyntheticWeights
 
 from quantkit.assets import asset
 from quantkit.devices import describe_hardware
@@ -89,6 +91,11 @@ class Sizes:
     """Prompts, tokens of their passes, prompts that are timed."""
     beside: tuple[int, int, int] = (32, 1024, 16384)
     chunks: tuple[int | None, ...] = (None, 1024)
+
+    def only(self, cells: list[tuple[int, int]]) -> "Sizes":
+        """Those input lengths and users."""
+        parts = {name: [one for one in vars(self)[name] if (one.input_len, one.users) in cells] for name in ("alone", "many", "rest")}
+        return replace(self, alone=parts["alone"], many=parts["many"], rest=parts["rest"])
 
     @property
     def cells(self) -> list[Cell]:
@@ -175,6 +182,18 @@ class GridRun:
         self.save()
 
 
+def cells_of(text: str) -> list[tuple[int, int]]:
+    """Input lengths and users of 4096x16,8192x8."""
+    return [(int(length), int(users)) for length, users in (one.split("x") for one in text.split(","))]
+
+
+def one_rank(config: deepseek_v3.Config, tp: int, device: torch.device) -> LoadedModel:
+    """As `r1_box.build`, of one rank of `tp` without the others: partial sums go straight into the residual."""
+    weights = SyntheticWeights(config, tp, device)
+    with torch.inference_mode():
+        return made_model(deepseek_v3.Model(config, weights), config, weights, device, (deepseek_v3.MtpLayer(config, weights),))
+
+
 def make_engine(box: GridRun, loaded: LoadedModel) -> None:
     """With room for the largest cell, and every size of a decode step of a cell captured."""
     answers, context, prompt = box.sizes.beside
@@ -206,6 +225,9 @@ def capture_prompts(engine: Engine, cell: Cell) -> None:
 
 
 def measure_cells(box: GridRun, cells: list[Cell], part: str) -> None:
+    if not cells:
+        return
+
     def measured() -> None:
         longest = min(max(cell.input_len for cell in cells), _WARM * box.engine.scheduler.budget.alone)
         if longest > MOST_TOKENS:
@@ -301,12 +323,18 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     about = {
         "hardware": describe_hardware(device.type),
         "torch": torch.__version__,
-        "tp": parallel.size,
+        "tp": options.rank_of or parallel.size,
+        "ranks": parallel.size,
         "layers": config.num_hidden_layers,
     }
-    box = GridRun(parallel, TINY_SIZES if options.tiny else sizes_of_r1(), options.out, options.seconds, about)
+    sizes = TINY_SIZES if options.tiny else sizes_of_r1()
+    if options.cells:
+        sizes = sizes.only(options.cells)
+    if options.users:
+        sizes = replace(sizes, users=tuple(options.users))
+    box = GridRun(parallel, sizes, options.out, options.seconds, about)
     box.say(f"{about}, all-reduce by {'peers' if parallel.peers is not None else 'the library'}")
-    loaded = build(config, parallel, device)
+    loaded = one_rank(config, options.rank_of, device) if options.rank_of else build(config, parallel, device)
     box.say("weights are made")
     make_engine(box, loaded)
     measures: dict[str, Callable[[GridRun], None]] = {
@@ -334,8 +362,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--seconds", type=float, default=400.0)
+    parser.add_argument("--rank-of", type=int, help="one rank of so many, alone")
+    parser.add_argument("--cells", type=cells_of, help="these alone")
     parser.add_argument("--layers", type=int, help="only so many of the 61: a test of the script")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--users", type=numbers, help="of guesses, these alone")
     parser.add_argument("--out", type=Path)
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     report_of_ranks(run, parser.parse_args())
