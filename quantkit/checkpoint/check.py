@@ -19,8 +19,8 @@ from quantkit.devices import dtype_name
 from quantkit.errors import QuantkitError
 from quantkit.schemes import Grid
 
-CACHE_PARTS = re.compile(r".*\.(?:[qkv]_(?:scale|zero_point)|kv_cache_(?:scale|offset))")
-"""Names of tensors with which engines quantize a cache: no part of a weight, and not used here."""
+CACHE_PARTS = re.compile(r".*\.(?:[qkv]_(?:scale|zero_point)|kv_cache_(?:scale|offset)|fa_[qkv]\.(?:scale|offset))")
+"""Names of tensors with which engines quantize a cache: no part of a weight, and not used here. fa_*: of latents, ModelSlim's FAKQuant."""
 _IDS = (torch.int64, torch.int32)
 """Of tables of ids, as models that route by token have them."""
 MASK = "t2d"

@@ -14,7 +14,7 @@ from quantkit.diagnosis.survey import Survey
 
 _OF_INPUTS = (".input_scale", ".input_global_scale", ".deq_scale")
 _LAYER = re.compile(r".*?\blayers\.\d+\.")
-_CACHED = re.compile(rf"({_LAYER.pattern})(.*)\.([kv]_scale|kv_cache_scale|kv_cache_offset)")
+_CACHED = re.compile(rf"({_LAYER.pattern})(.*)\.([kv]_scale|kv_cache_scale|kv_cache_offset|fa_[qkv]\.(?:scale|offset))")
 _CACHE_SCALE = ".kv_cache_scale"
 """ModelSlim's, by channel, with an offset beside it."""
 IS_SIDE = re.compile(r".*\.(?:input_scale|input_global_scale|deq_scale|pre_quant_scale|[qkv]_scale)")

@@ -237,6 +237,15 @@ def a_cache_in_8_bits_has_no_offsets(c: Contents) -> None:
         c.tensors[f"model.layers.{layer}.self_attn.k_proj.kv_cache_scale"] = torch.full((64,), 0.02)
 
 
+@fault("part-missing", suits=lambda c: of_format("modelslim")(c) and c.config["num_hidden_layers"] > 1)
+def latents_in_8_bits_lack_a_scale(c: Contents) -> None:
+    for layer in range(c.config["num_hidden_layers"] + (1 if c.mtp else 0)):
+        for one, heads in (("fa_q", 4), ("fa_k", 1), ("fa_v", 1)):
+            c.tensors[f"model.layers.{layer}.self_attn.{one}.offset"] = torch.zeros(heads, 1, dtype=torch.int8)
+            if (layer, one) != (1, "fa_k"):
+                c.tensors[f"model.layers.{layer}.self_attn.{one}.scale"] = torch.full((heads, 1), 0.02)
+
+
 @fault("part-missing", suits=lambda c: bool(c.linears) and c.format.name == "fp8-block")
 def fp8_inputs_are_said_to_be_static(c: Contents) -> None:
     c.block["activation_scheme"] = "static"
