@@ -144,3 +144,9 @@ def test_it_is_planned_and_needs_gptq(source: Path) -> None:
     assert more - plan(source, scheme, recipe=recipe).host_peak_bytes >= 128 * 512 * 256 * 4, "calibration tokens are held twice"
     with pytest.raises(QuantkitError, match="drift without gptq"):
         read_request(scheme, "auto", None, Recipe(scheme="awq-w4a16", methods=("awq", "drift")))
+
+
+def test_the_longer_recipe_of_awq_is_found_by_name() -> None:
+    longer = load_recipe("awq-w4a16-descent")
+    assert read_request(find_scheme(longer.scheme), "auto", None, longer).methods == ("awq", "gptq", "descent")
+    assert longer.sweeps == 6

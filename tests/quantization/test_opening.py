@@ -125,6 +125,7 @@ CASES: dict[str, Case] = {
     "engine without the format": (fp8, "int8-a8w8c16", {"engine": "vllm", "format": "modelslim"}, {}, False),
     "group size of int8": (fp8, "int8-a8w8c16", {}, {"group_size": 64}, False),
     "descent without GPTQ": (fp8, "awq-w4a16", {}, {"methods": ("awq", "descent")}, False),
+    "drift without GPTQ": (fp8, "awq-w4a16", {}, {"methods": ("awq", "drift")}, False),
     "steps without descent": (fp8, "awq-w4a16", {}, {"methods": ("awq", "gptq", "steps")}, False),
     "group size 96": (fp8, "awq-w4a16", {}, {"group_size": 96}, False),
     "no experts": (dense(first_k_dense_replace=3, num_nextn_predict_layers=0), "int4-w4a8", {}, {}, False),
