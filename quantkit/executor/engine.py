@@ -378,7 +378,7 @@ class Engine:
         logprobs = row_logprobs(done.counts, done.logits, token_ids)
         if not logprobs and len(token_ids) == len(done.counts):  # nobody had a draft
             for (sequence, _), token_id in zip(done.counts, token_ids):
-                sequence.extend([token_id], now)
+                sequence.follow(token_id, now)
             return
         for sequence, count in done.counts:
             kept = self._keep(sequence, token_ids[row : row + count], now)

@@ -27,6 +27,7 @@ from quantkit.executor.graphs import (
     why_eager,
 )
 from quantkit.executor.homes import Room
+from quantkit.executor.kept_rows import KeptRows
 from quantkit.executor.mixed import MixedContext
 from quantkit.executor.prompt_graphs import PromptPasses, PromptRows
 from quantkit.executor.scheduler import ScheduledStep
@@ -81,7 +82,7 @@ class Runner:
         self._capture = None if self._why_eager else capture or DeviceCapture(self.device)
         self.steps = self._steps(model, self._capture)
         self._given = capture
-        self._tables = BlockTables()
+        self._tables, self._kept = BlockTables(), KeptRows(cache.block_size)
         # Attention of prompts on an NPU wants lengths on the host. Ranks with requests of their own would capture at different times.
         captured = None if self.device.type == "npu" or experts.size > 1 else self._capture
         self.prompts = PromptPasses(model, cache, captured, turns)
@@ -156,7 +157,9 @@ class Runner:
 
     def _answer_rows(self, answers: list[Sequence], room: Room | None = None) -> DecodeRows:
         if _num_rows(answers) == len(answers):
-            rows = self.rows([one.token_ids[-1] for one in answers], [(one, one.num_cached) for one in answers])
+            rows = self._kept.next(answers) or self._kept.keep(
+                answers, self.rows([one.token_ids[-1] for one in answers], [(one, one.num_cached) for one in answers])
+            )
         else:
             token_ids = [token for one in answers for token in (one.token_ids[-1], *one.drafts)]
             rows = self.rows(token_ids, [(one, one.num_cached + i) for one in answers for i in range(1 + len(one.drafts))])
