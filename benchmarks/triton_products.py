@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from command import measured, parser
+from command import measured, numbers, parser
 from quantkit_kernels import ExpertsBuilder, prepare
 from quantkit_kernels.backends import why_unusable
 from quantkit_kernels.linear import Linear
@@ -76,9 +76,9 @@ class Product(NamedTuple):
     tokens: int
 
 
-def products(kinds: Sequence[str], only_open: bool) -> list[Product]:
+def products(kinds: Sequence[str], token_counts: Sequence[int], only_open: bool) -> list[Product]:
     """A kind's after those of the kind before, a linear's side by side."""
-    found = [Product(kind, name, tokens) for kind in kinds for name in LINEARS for tokens in TOKENS]
+    found = [Product(kind, name, count) for kind in kinds for name in LINEARS for count in token_counts]
     return [one for one in found if not (only_open and one.kind == "fp4") or one.tokens in OPEN_FP4.get(one.linear, ())]
 
 
@@ -97,14 +97,13 @@ def errors_of(what: tuple[str, str, int, Sequence[tuple[str, int, int]]]) -> lis
     return found
 
 
-def compiled(device: torch.device, kinds: Sequence[str], only_open: bool) -> list[tuple[str, int, int, int, float]]:
+def compiled(device: torch.device, wanted: Sequence[Product]) -> list[tuple[str, int, int, int, float]]:
     """Every kernel that will be timed, made by running it once; and the error of every product, odd ones too."""
     work: list[tuple[str, str, int, list[tuple[str, int, int]]]] = []
-    for kind in kinds:
-        for tokens in TOKENS:
-            names = [one.linear for one in products((kind,), only_open) if one.tokens == tokens]
-            halves = (names[::2], names[1::2])
-            work += [(str(device), kind, tokens, [(GRIDS[kind], *LINEARS[name]) for name in half]) for half in halves if half]
+    for kind, tokens in dict.fromkeys((one.kind, one.tokens) for one in wanted):
+        names = [one.linear for one in wanted if (one.kind, one.tokens) == (kind, tokens)]
+        halves = (names[::2], names[1::2])
+        work += [(str(device), kind, tokens, [(GRIDS[kind], *LINEARS[name]) for name in half]) for half in halves if half]
     work += [(str(device), grid, tokens, [(grid, n, k)]) for grid, n, k, tokens in ODD]
     if device.type == "cpu":
         return [found for one in work for found in errors_of(one)]
@@ -173,19 +172,21 @@ def working(calls: dict[str, list[Call]], device: torch.device) -> dict[str, lis
     return found
 
 
-def timed_linears(device: torch.device, kinds: Sequence[str], only_open: bool, peer: Any, until: float) -> Iterator[dict[str, Any]]:
+def timed_linears(device: torch.device, wanted: Sequence[Product], peer: Any, until: float) -> Iterator[dict[str, Any]]:
     rng = torch.Generator(device).manual_seed(1)
     name, processors = architecture(device), multiprocessors(device)
-    wanted = products(kinds, only_open)
     for kind, linear in dict.fromkeys((one.kind, one.linear) for one in wanted):
         if time.monotonic() > until:
             return
         n, k = LINEARS[linear]
         make = sides(kind, n, k, rng, peer)
         for tokens in (one.tokens for one in wanted if (one.kind, one.linear) == (kind, linear)):
-            calls = working(make(torch.randn(tokens, k, generator=rng, device=device).bfloat16()), device)
-            times = dict(zip(calls, (1e6 * one for one in seconds_in_turns(list(calls.values()), device)), strict=True))
             plan = linear_plan(name, processors, kind, n, k, tokens)
+            calls = working(make(torch.randn(tokens, k, generator=rng, device=device).bfloat16()), device)
+            same = plan is None and calls.pop("library", None) is not None
+            times = dict(zip(calls, (1e6 * one for one in seconds_in_turns(list(calls.values()), device)), strict=True))
+            if same:  # the same launches
+                times["library"] = times["triton"]
             yield {"kind": kind, "linear": linear, "n": n, "k": k, "tokens": tokens, "plan": str(plan), **times}
         del make
         if device.type == "cuda":
@@ -249,9 +250,9 @@ def shown(cell: dict[str, Any]) -> str:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     began = time.monotonic()
     device = torch.device(options.device)
-    kinds, until = options.kinds, began + options.seconds
+    wanted, until = products(options.kinds, options.tokens, options.open), began + options.seconds
     report: dict[str, Any] = {"device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "torch": torch.__version__}
-    report["errors"] = [] if options.checked else compiled(device, kinds, options.open)
+    report["errors"] = [] if options.checked else compiled(device, wanted)
     beyond = [one for one in report["errors"] if one[4] > TOLERANCE[torch.bfloat16]]
     print(f"{time.monotonic() - began:.0f} s: {len(report['errors'])} products against float64, beyond the tolerance: {beyond}", flush=True)
     print("largest:", {kind: max((one[4] for one in report["errors"] if kind in one[0]), default=None) for kind in GRIDS}, flush=True)
@@ -265,7 +266,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             print(f"vLLM's kernels cannot be loaded, all else is timed: {fault}", flush=True)
     report["cells"] = []
     timed = (
-        timed_linears(device, kinds, options.open, peer, until),
+        timed_linears(device, wanted, peer, until),
         timed_experts(device, options.experts, peer, until),
     )
     for cell in (cell for part in timed for cell in part):
@@ -285,6 +286,7 @@ def main() -> None:
     listed = partial(str.split, sep=",")
     options.add_argument("--kinds", type=listed, default=list(GRIDS))
     options.add_argument("--experts", type=listed, default=[])
+    options.add_argument("--tokens", type=numbers, default=list(TOKENS))
     options.add_argument("--open", action="store_true")
     options.add_argument("--checked", action="store_true", help="compiled and held against float64 by an earlier run")
     options.add_argument("--vllm", type=Path)

@@ -20,10 +20,10 @@ from command import measured, numbers, parser
 from grouped_model import QWEN3_8B
 from quantkit_kernels import Weight, prefer
 from quantkit_kernels.samples import random_weight
-from r1_synthetic import R1, SyntheticWeights, fill_cache
+from r1_synthetic import R1, CountedExperts, SyntheticWeights, fill_cache
 
 from quantkit.executor.cache import BLOCK_SIZE, PagedCache
-from quantkit.executor.graphs import DecodeRows, DecodeSteps, DeviceCapture
+from quantkit.executor.graphs import DecodeRows, DecodeSteps, DeviceCapture, compute
 from quantkit.models import deepseek_v3, qwen3
 
 BACKENDS = ("cuda", "triton")
@@ -36,8 +36,9 @@ class GridWeights(SyntheticWeights):
     grid = "int4-asym-128"
 
     def _weight(self, n: int, k: int) -> Weight:
-        rng = torch.Generator(self.device).manual_seed(n + k)
-        return random_weight(self.grid, n, k, rng)
+        if self.grid == "int4-asym-128":
+            return self._int4(n, k)
+        return random_weight(self.grid, n, k, torch.Generator(self.device).manual_seed(int(torch.randint(1 << 30, (1,)))))
 
 
 class Step:
@@ -83,6 +84,14 @@ class Step:
         _, step = self.steps.filled(self.rows(self.first_tokens(users), context, context + WALLS + 2))
         return step
 
+    def distinct_experts(self, users: int, context: int) -> float:
+        """Of an average layer, in a step of random tokens."""
+        buffers, _ = self.steps.filled(self.rows(self.first_tokens(users), context, context + WALLS + 2))
+        CountedExperts.distinct = []
+        compute(self.model, buffers.inputs, buffers.context(self.cache))
+        counts, CountedExperts.distinct = CountedExperts.distinct, None
+        return statistics.mean(counts or [0])
+
     def first_tokens(self, users: int) -> list[int]:
         return torch.randint(0, self.config.vocab_size, (users,)).tolist()
 
@@ -112,6 +121,7 @@ def replay_ms(step: Callable[[], object], device: torch.device) -> float:
 def row(sides: dict[str, Step], users: int, context: int, device: torch.device) -> dict[str, Any]:
     """The first step captures, and compiles what is to be compiled."""
     walls = {name: side.wall_ms(users, context) for name, side in sides.items()}
+    distinct = {name: side.distinct_experts(users, context) for name, side in sides.items()}
     steps = {name: side.replay(users, context) for name, side in sides.items()}
     turns: list[dict[str, float]] = []
     for turn in range(REPLAYS + 2):
@@ -119,7 +129,7 @@ def row(sides: dict[str, Step], users: int, context: int, device: torch.device) 
         turns.append({name: replay_ms(steps[name], device) for name in order})
     found = {name: statistics.median(one[name] for one in turns[2:]) for name in steps}
     why = [side.steps.failure for side in sides.values()]
-    return {"users": users, "context": context, "device_ms": found, "wall_ms": walls, "why_eager": why}
+    return {"users": users, "context": context, "device_ms": found, "wall_ms": walls, "distinct_experts": distinct, "why_eager": why}
 
 
 @torch.inference_mode()
@@ -142,7 +152,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 report["rows"].append(found)
                 walls = {name: round(ms, 3) for name, ms in found["wall_ms"].items()}
                 shown = {name: round(ms, 3) for name, ms in times.items()}
-                print(f"{model} {grid}, {users} users: {shown} ratio {found['ratio']:.3f}, wall {walls}", found["why_eager"], flush=True)
+                told = f"{model} {grid}, {users} users: {shown} ratio {found['ratio']:.3f}, wall {walls}"
+                print(told, found["distinct_experts"], found["why_eager"], flush=True)
             del sides
             if device.type == "cuda":
                 torch.cuda.empty_cache()
