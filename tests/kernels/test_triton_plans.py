@@ -1,6 +1,7 @@
 """Plans of the Triton backend, without Triton or a device: rules fit the card, tables are read, layouts decode to the weight."""
 
 import json
+import signal
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -153,3 +154,10 @@ def test_a_tune_that_is_stopped_keeps_what_it_measured(tmp_path: Path, monkeypat
         assert cards.linear_plan("sm_90", 132, "int8", 64, 128, 16) == plain
         assert cards.linear_plan("sm_90", 132, "int8", 64, 128, 17) == (by_wgmma if here else plain)
     assert list(tmp_path.rglob("tmp*")) == []
+
+
+def test_processes_that_compile_leave_an_interrupt_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who stops `--tune` is not shown a traceback of each."""
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    with tune.compilers() as compile_all:
+        assert compile_all(signal.getsignal, [signal.SIGINT]) == [signal.SIG_IGN]
