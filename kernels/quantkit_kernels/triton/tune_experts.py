@@ -21,7 +21,7 @@ from quantkit_kernels.triton.experts import TritonExperts, TritonExpertsLayout
 
 GRIDS = {"int4": "int4-asym-128", "fp4": "fp4", "int8": "int8"}
 TOP_K, EXPERTS = 8, 256
-TOKENS = (1, 8, 32, 64, 256, 512, 1024)
+TOKENS = (1, 8, 64, 256, 512, 1024)
 """Of which each gives a token 8 of 256 experts."""
 _CHOICES = 3
 """Choices of experts that take turns."""
@@ -62,7 +62,7 @@ def _widths(pairs_per_expert: float) -> tuple[int, ...]:
 
 def _launches(name: str, kind: str, width: int, doubled: bool) -> list[LinearPlan]:
     if width <= 32:
-        shapes = [(64, 4, 4), (64, 4, 3), (64, 2, 4), (64, 2, 3), (32, 1, 4), (32, 2, 4), (128, 4, 3), (64, 2, 5), (32, 2, 6), (128, 8, 3)]
+        shapes = [(64, 4, 4), (64, 4, 3), (64, 2, 4), (64, 2, 3), (32, 1, 4), (32, 2, 4), (128, 4, 3)]
     else:
         shapes = [(64, 4, 4), (64, 4, 3), (128, 8, 3), (128, 4, 3), (128, 8, 2), (128, 8, 4)]
     plans = [LinearPlan(rows, width, 1, warps, stages) for rows, warps, stages in shapes]
