@@ -65,6 +65,8 @@ EXPERTS = (256, 7168, 2048, 8)
 """How many, hidden and intermediate size, experts of a token."""
 EXPERT_TOKENS = (1, 4, 16, 64, 512, 2048)
 SAMPLED = 384
+PROCESS_BYTES = 12 << 30
+"""Of a process that lays out the largest weight."""
 FEWEST_INT_MM = 17
 """Rows that torch._int_mm takes, at least."""
 Call = Callable[[], object]
@@ -108,7 +110,8 @@ def compiled(device: torch.device, wanted: Sequence[Product]) -> list[tuple[str,
     if device.type == "cpu":
         return [found for one in work for found in errors_of(one)]
     work.sort(key=lambda one: -one[2])
-    with multiprocessing.get_context("spawn").Pool(min(14, max(1, (os.cpu_count() or 2) - 2))) as pool:
+    room = torch.cuda.mem_get_info()[0] // PROCESS_BYTES
+    with multiprocessing.get_context("spawn").Pool(max(1, min((os.cpu_count() or 2) - 2, room))) as pool:
         return [found for part in pool.imap_unordered(errors_of, work) for found in part]
 
 
