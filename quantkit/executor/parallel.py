@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from quantkit_kernels import accelerator
+from quantkit_kernels import accelerator, add_rms_norm
 from torch import Tensor
 
 from quantkit.devices import find_device
@@ -95,6 +95,13 @@ class Parallel:
         wide = x.float() if x.device.type == "cpu" else x.contiguous()
         self._guard(lambda: dist.all_reduce(wide))
         return wide.to(x.dtype)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """`quantkit_kernels.add_rms_norm` of `all_reduce(x)`: in one launch where the ranks' memory takes x."""
+        if self.peers is not None and self.peers.norms(x, gain):
+            normed, total = self.peers.add_rms_norm(x, residual, gain, eps)
+            return normed, total
+        return add_rms_norm(self.all_reduce(x), residual, gain, eps)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[..., n] of each rank -> [..., size * n], ranks in order."""
