@@ -54,13 +54,13 @@ struct Merge {
   }
 };
 
-// out[row, head] = (merged parts) W_UV. A block per head, 64 of its values, and eight rows.
-template <class T> __global__ void __launch_bounds__(kThreads, 2) project(const T* kv_b, T* out, int rows, const Attend p) {
+// out[row, head] = (merged parts) W_UV. A block per head, 64 of its values, and `each` rows, at most eight.
+template <class T> __global__ void __launch_bounds__(kThreads, 2) project(const T* kv_b, T* out, int rows, int each, const Attend p) {
   extern __shared__ __align__(128) char shared[];
   char* latents = shared + kProjectRows * kLatentStride;
   float* sums = reinterpret_cast<float*>(latents + 8 * kLatentStride);  // [warp][512], then [half of K][64][8]
   float* shares = sums + kWarps * kLatent;                              // [row][split]
-  const int head = blockIdx.x, value0 = blockIdx.y * kProjectRows, row0 = blockIdx.z * 8, here = min(8, rows - row0);
+  const int head = blockIdx.x, value0 = blockIdx.y * kProjectRows, row0 = blockIdx.z * each, here = min(each, rows - row0);
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, part = lane & 3, matrix = lane >> 3, matrix_row = lane & 7;
 
   const T* from = kv_b + ((size_t)head * (kNope + kValue) + kNope + value0) * kLatent;
@@ -128,7 +128,9 @@ template <class T> __global__ void __launch_bounds__(kThreads, 2) project(const 
 template <class T> int launch_project(const void* kv_b, void* out, const Attend& p, int rows, void* s) {
   static const cudaError_t allowed = allow(project<T>, project_bytes(kMostSplits));
   if (allowed != cudaSuccess) return (int)allowed;
-  return start(project<T>, dim3(p.heads, kValue / kProjectRows, (rows + 7) / 8), kThreads, project_bytes(p.splits), s, (const T*)kv_b, (T*)out, rows, p);
+  // Few rows have many parts, and reading those is what takes long: two blocks share them out.
+  const int each = min(8, (rows + 1) / 2);
+  return start(project<T>, dim3(p.heads, kValue / kProjectRows, (rows + each - 1) / each), kThreads, project_bytes(p.splits), s, (const T*)kv_b, (T*)out, rows, each, p);
 }
 
 }  // namespace
