@@ -23,7 +23,7 @@ from quantkit.evaluation.speed.workload import Workload
 from quantkit.executor.cache import BLOCK_SIZE, CachePlan
 from quantkit.executor.eagle_head import LoadedHead
 from quantkit.executor.engine import Engine
-from quantkit.executor.headroom import prefill_tokens
+from quantkit.executor.headroom import usual_tokens
 from quantkit.executor.load import LoadedModel
 from quantkit.hub import find_model
 from quantkit.models.eagle3 import Eagle3Head, HeadConfig, parameters
@@ -44,7 +44,7 @@ def made_head(loaded: LoadedModel, fields: dict[str, Any], bits: int) -> LoadedH
 
 def made(loaded: LoadedModel, head: LoadedHead | None, users: int, length: int, *, chosen: bool = True) -> Engine:
     plan = CachePlan(users * (-(-(length + 2 * GUESSES) // BLOCK_SIZE) + 1) + 1, BLOCK_SIZE, length)
-    tokenizer, given = ChatTokenizer(find_model("tiny-r1")), {"max_batch": users, "prefill_tokens": prefill_tokens(loaded.device)}
+    tokenizer, given = ChatTokenizer(find_model("tiny-r1")), {"max_batch": users, "prefill_tokens": usual_tokens(loaded.device)}
     return Engine(loaded, tokenizer, plan, **given, draft=head, num_drafts=GUESSES if head else 0, measure_steps=chosen)
 
 

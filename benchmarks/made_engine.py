@@ -39,14 +39,14 @@ def made_engine(
     blocks = -(-(length + 2 * num_drafts) // BLOCK_SIZE) + 1
     plan = CachePlan(-(-batch // homes) * blocks + 1, BLOCK_SIZE, length)
     tokenizer = ChatTokenizer(find_model("tiny-r1"))
-    return kind(loaded, tokenizer, plan, max_batch=batch, prefill_tokens=prefill_tokens(loaded.device), num_drafts=num_drafts)
+    return kind(loaded, tokenizer, plan, max_batch=batch, prefill_tokens=prefill_tokens(loaded, plan), num_drafts=num_drafts)
 
 
 def served_engine(loaded: LoadedModel, blocks: int, length: int, batch: int) -> Engine:
     """As `quantkit serve` has it: how much of a prompt is computed beside answers is measured, and graphs are captured ahead. All ranks at
     the same time. blocks: of the cache; length: of a request."""
     plan, tokenizer = CachePlan(blocks + 1, BLOCK_SIZE, length), ChatTokenizer(find_model("tiny-r1"))
-    engine = Engine(loaded, tokenizer, plan, max_batch=batch, prefill_tokens=prefill_tokens(loaded.device), measure_steps=True)
+    engine = Engine(loaded, tokenizer, plan, max_batch=batch, prefill_tokens=prefill_tokens(loaded, plan), measure_steps=True)
     engine.scheduler.budget = measure(engine.runner, engine.parallel, engine.scheduler.budget, batch, asked=False)
     capture_ahead(engine.runner, engine.parallel, batch, length)
     return engine

@@ -1,7 +1,7 @@
-"""DeepSeek-R1's true shapes on all GPUs of a box, as a server runs them: the published grid, guesses, sums in 8 bits, prompts
-beside answers.
+"""DeepSeek-R1's true shapes on all GPUs of a box, as a server runs them: the published grid, guesses, sums in 8 bits, sums while another
+half computes, prompts beside answers.
 
-    torchrun --nproc-per-node 4 benchmarks/r1_grid.py --out FILE.json [--parts wanted,guesses,sums,beside,rest] [--seconds 400]
+    torchrun --nproc-per-node 4 benchmarks/r1_grid.py --out FILE.json [--parts wanted,guesses,sums,turns,beside,rest] [--seconds 400]
     torchrun --nproc-per-node 2 benchmarks/r1_grid.py --tiny       the same on a CPU (gloo) in seconds: a test of the script
 
 Weights, cache and collectives are those of r1_box.py, in W4A16; the engine is made once and measures, as `quantkit serve` does, how much of
@@ -33,7 +33,7 @@ import yaml
 from made_engine import joined_ranks, led, made_engine, report_of_ranks, served_engine
 from r1_box import build
 from r1_guesses import PUBLISHED, DraftingEngine, guesses_row, plain_row, warm
-from r1_prompts import beside_row, sum_rows
+from r1_prompts import beside_row, sum_rows, turn_rows
 from r1_synthetic import R1, TINY
 
 from quantkit.assets import asset
@@ -53,7 +53,7 @@ from quantkit.models import deepseek_v3
 
 BEGAN = time.perf_counter()
 MOST_GUESSES = 3
-PARTS = ("wanted", "guesses", "sums", "beside", "rest")
+PARTS = ("wanted", "guesses", "sums", "turns", "beside", "rest")
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,14 @@ class Sizes:
     """The first so many cells."""
     users: tuple[int, ...] = (1, 8, 32)
     sums: tuple[int, ...] = (8192, 16384)
+    turns: tuple[tuple[int, tuple[int, ...], int], ...] = (
+        (16384, (4096, 8192), 2),
+        (61440, (8192,), 1),
+        (8192, (4096, 8192), 2),
+        (30720, (8192,), 1),
+        (4096, (4096,), 2),
+    )
+    """Prompts, tokens of their passes, prompts that are timed."""
     beside: tuple[int, int, int] = (32, 1024, 16384)
     chunks: tuple[int | None, ...] = (None, 512, 2048)
 
@@ -99,7 +107,9 @@ def sizes_of_r1() -> Sizes:
     return Sizes(cells, len(short) + len(alone))
 
 
-TINY_SIZES = Sizes([Cell(24, 1, 8), Cell(24, 2, 8), Cell(96, 1, 4), Cell(96, 2, 6)], 3, (1, 2), (64, 96), (2, 24, 96), (None, 32))
+TINY_SIZES = Sizes(
+    [Cell(24, 1, 8), Cell(24, 2, 8), Cell(96, 1, 4), Cell(96, 2, 6)], 3, (1, 2), (64, 96), ((96, (16, 32), 1),), (2, 24, 96), (None, 32)
+)
 
 
 @dataclass
@@ -224,6 +234,12 @@ def measure_sums(box: GridRun) -> None:
         box.add("sums", row)
 
 
+def measure_turns(box: GridRun) -> None:
+    for length, chunks, rounds in box.sizes.turns:
+        if box.parallel.minimum(int(not box.is_late)):
+            box.add("turns", turn_rows(box.engine, length, list(chunks), rounds))
+
+
 def measure_beside(box: GridRun) -> None:
     for chunk in box.sizes.chunks:
         box.add("beside", beside_row(box.engine, *box.sizes.beside, chunk))
@@ -272,6 +288,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "wanted": lambda box: measure_cells(box, first, "wanted"),
         "guesses": lambda box: measure_guesses(box, loaded),
         "sums": measure_sums,
+        "turns": measure_turns,
         "beside": measure_beside,
         "rest": lambda box: measure_cells(box, rest, "rest"),
     }

@@ -1,11 +1,12 @@
 """An interpreter of Gluon kernels on the CPU, as far as both wgmma_kernel.py go: the same source over torch tensors, program after program.
 
 Triton's own interpreter does not take Gluon. Layouts mean nothing here; what is refused is what a card would hang or err on: a barrier that
-is waited for while nothing is on its way, a place that is loaded before its product is done, an address outside a tensor.
+is waited for while nothing is on its way, a place that is loaded before its products are done, an address outside a tensor.
 """
 
 import itertools
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,10 +45,11 @@ class Pointer:
 
 
 class Place:
-    """A tile in shared memory: free, full, or being read by a product."""
+    """A tile in shared memory: loaded once more when as many have read it as `readers`, and none reads."""
 
-    def __init__(self, dtype: torch.dtype, *shape: int) -> None:
-        self.value, self.state, self.missing = torch.empty(shape, dtype=dtype), "free", shape[0]
+    def __init__(self, readers: int, dtype: torch.dtype, *shape: int) -> None:
+        self.value, self.readers, self.missing = torch.empty(shape, dtype=dtype), readers, shape[0]
+        self.reading, self.read = 0, readers
 
     def permute(self, order: tuple[int, int]) -> "Turned":
         return Turned(self, order)
@@ -56,26 +58,49 @@ class Place:
         return Rows(self, first, length)
 
     def fill(self, values: Tensor, first: int = 0) -> None:
-        assert self.state == "free", "loaded before its product was done"
+        if self.missing == 0:
+            assert self.read == self.readers, "loaded before its products were done"
+            self.missing = len(self.value)
         self.value[first : first + len(values)] = values
         self.missing -= len(values)
         assert self.missing >= 0, "loaded twice"
-        if self.missing == 0:
-            self.state = "full"
+        self.read = 0
 
-    def free(self) -> None:
-        self.state, self.missing = "free", len(self.value)
-        if self.value.is_floating_point():
+    def begin(self) -> None:
+        assert self.missing == 0, "read before it was loaded"
+        assert self.read < self.readers, "read twice"
+        self.reading += 1
+
+    def end(self) -> None:
+        self.reading, self.read = self.reading - 1, self.read + 1
+        if self.read == self.readers and self.value.is_floating_point():
             self.value.fill_(float("nan"))
 
     def load(self, layout: None) -> Tensor:
-        assert self.state == "full", self.state
+        assert self.missing == 0
         return self.value.clone()
 
     def store(self, values: Tensor) -> None:
-        assert self.state != "read", "written while a product reads it"
         self.value.copy_(values)
-        self.state, self.missing = "full", 0
+        self.missing = 0
+
+
+class Kept(Place):
+    """A tile that stays as it is, however often it is read."""
+
+    def __init__(self, dtype: torch.dtype, *shape: int) -> None:
+        super().__init__(0, dtype, *shape)
+
+    def begin(self) -> None:
+        assert self.missing == 0, "read before it was written"
+        self.reading += 1
+
+    def end(self) -> None:
+        self.reading -= 1
+
+    def store(self, values: Tensor) -> None:
+        assert not self.reading, "written while a product reads it"
+        super().store(values)
 
 
 class Rows:
@@ -97,59 +122,115 @@ class Turned:
 
 
 class Barrier:
-    """Of one arrival: its phase ends when the bytes that were announced are there."""
+    """Its phase ends when all have arrived, and the bytes that were announced are there."""
 
     def __init__(self) -> None:
-        self.ended, self.announced, self.missing = 0, False, 0
+        self.ended, self.count, self.arrived, self.missing = 0, 1, 0, 0
 
-    def arrive(self, count: int) -> None:
-        assert self.announced
-        self.missing -= count
-        if self.missing == 0:
-            self.ended, self.announced = self.ended + 1, False
+    def init(self, count: int) -> None:
+        self.count = count
+
+    def arrive(self, count: int, brought: int = 0) -> None:
+        self.arrived, self.missing = self.arrived + count, self.missing - brought
+        assert self.arrived <= self.count, "more arrive than are awaited"
+        if self.arrived == self.count and self.missing == 0:
+            self.ended, self.arrived = self.ended + 1, 0
 
 
 class Machine:
-    """One program at a time. Products that were issued keep their places until they have been waited for."""
+    """One program at a time, and of its partitions one until it has to wait. Products that were issued keep their places until they have
+    been waited for."""
 
     def __init__(self) -> None:
         self.program: tuple[int, ...] = (0,)
         self.programs: tuple[int, ...] = (1,)
-        self.issued: list[tuple[Place, ...]] = []
-        self.lasting: set[Place] = set()
+        self.issued: dict[int, list[tuple[Place, ...]]] = {}
+        self.readers = 1
+        self.turn = threading.Condition()
+        self.running: list[int] = []
 
-    def expect(self, barrier: Barrier, count: int, pred: bool = True) -> None:
+    @staticmethod
+    def init(barrier: Barrier, count: int) -> None:
+        barrier.init(count)
+
+    @staticmethod
+    def arrive(barrier: Barrier, count: int, pred: bool = True) -> None:
         if pred:
-            assert not barrier.announced, "announced twice"
-            barrier.announced, barrier.missing = True, count
+            barrier.arrive(count)
 
-    def wait(self, barrier: Barrier, phase: int) -> None:
-        assert barrier.ended % 2 != phase, "waited for what is not on its way"
+    @staticmethod
+    def expect(barrier: Barrier, count: int, pred: bool = True) -> None:
+        if pred:
+            barrier.missing += count
+            barrier.arrive(1)
 
-    def copy(self, source: Descriptor, at: list[int], barrier: Barrier, to: Place | Rows, pred: bool = True) -> None:
+    def wait(self, barrier: Barrier, phase: int, pred: bool = True) -> None:
+        if pred and barrier.ended % 2 == phase:
+            self.give_way(lambda: barrier.ended % 2 != phase)
+
+    def give_way(self, until: Callable[[], bool]) -> None:
+        """Let the other partitions run, one after the other, until it holds."""
+        me, tried = threading.get_ident(), 0
+        while not until():
+            assert tried <= 2 * len(self.running), "waited for what is not on its way"
+            tried += 1
+            self.pass_on(me)
+
+    def pass_on(self, me: int) -> None:
+        if len(self.running) < 2:
+            return
+        self.running.append(self.running.pop(0))
+        self.turn.notify_all()
+        self.turn.wait_for(lambda: self.running[0] == me)
+
+    def specialize(self, partitions: list[tuple[Callable[..., None], tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
+        """The last partition loads, the others read."""
+        faults: list[BaseException] = []
+
+        def run(function: Callable[..., None], args: tuple[Any, ...]) -> None:
+            me = threading.get_ident()
+            with self.turn:
+                self.turn.wait_for(lambda: bool(self.running) and self.running[0] == me)
+                try:
+                    function(*args)
+                except BaseException as fault:
+                    faults.append(fault)
+                self.running.remove(me)
+                self.turn.notify_all()
+
+        threads = [threading.Thread(target=run, args=one, daemon=True) for one in partitions]
+        with self.turn:
+            for thread in threads:
+                thread.start()
+            self.running = [thread.ident for thread in threads if thread.ident is not None]
+            self.turn.notify_all()
+        for thread in threads:
+            thread.join()
+        if faults:
+            raise faults[0]
+
+    @staticmethod
+    def copy(source: Descriptor, at: list[int], barrier: Barrier, to: Place | Rows, pred: bool = True) -> None:
         if pred:
             tile = source.tile((int(at[0]), int(at[1])))
             to.fill(tile)
-            barrier.arrive(tile.numel() * tile.element_size())
+            barrier.arrive(0, tile.numel() * tile.element_size())
 
     def product(self, a: Place | Tensor, b: Place | Turned, acc: Tensor, is_async: bool, use_acc: bool = True) -> Tensor:
         assert is_async
         places = [one.place if isinstance(one, Turned) else one for one in (a, b) if not isinstance(one, Tensor)]
         for place in places:
-            assert place.state in (("full", "read") if place in self.lasting else ("full",)), place.state
-            place.state = "read"
-        self.issued.append(tuple(places))
+            place.begin()
+        self.issued.setdefault(threading.get_ident(), []).append(tuple(places))
         left, right = (one if isinstance(one, Tensor) else one.value for one in (a, b))
         product = left.to(acc.dtype) @ right.to(acc.dtype)
         return acc + product if use_acc else product
 
     def products_done(self, num_outstanding: int, deps: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
-        while len(self.issued) > num_outstanding:
-            for place in self.issued.pop(0):
-                if place in self.lasting:
-                    place.state = "full"
-                else:
-                    place.free()
+        issued = self.issued.get(threading.get_ident(), [])
+        while len(issued) > num_outstanding:
+            for place in issued.pop(0):
+                place.end()
         return deps[0] if len(deps) == 1 else deps
 
     def allocate(self, dtype: torch.dtype, shape: list[int], layout: object) -> Any:
@@ -157,10 +238,8 @@ class Machine:
         if dtype == torch.int64:
             return _Memory(Barrier() for _ in range(shape[0]))
         if len(shape) == 3:
-            return _Memory(Place(dtype, *shape[1:]) for _ in range(shape[0]))
-        place = Place(dtype, *shape)
-        self.lasting.add(place)
-        return place
+            return _Memory(Place(self.readers, dtype, *shape[1:]) for _ in range(shape[0]))
+        return Kept(dtype, *shape)
 
 
 def _load(pointer: Pointer, mask: Tensor | None = None, other: float = 0, cache_modifier: str = "") -> Tensor:
@@ -207,13 +286,15 @@ def _modules(machine: Machine) -> dict[str, ModuleType]:
         sum=torch.sum, NVMMASharedLayout=SimpleNamespace(get_default_for=_nothing),
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype), arange=lambda first, end, layout: torch.arange(first, end),
         expand_dims=torch.unsqueeze, convert_layout=lambda values, layout: values, load=_load, store=_store, atomic_add=_atomic_add,
-        allocate_shared_memory=machine.allocate,
+        allocate_shared_memory=machine.allocate, warp_specialize=machine.specialize,
         **dict.fromkeys(("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout"), _nothing),
         **dict.fromkeys(("inline_asm_elementwise", "thread_barrier"), _nothing),
     )  # fmt: skip
     vars(gluon).update(language=language, jit=lambda function=None, **named: function or (lambda one: one))
     vars(hopper).update(
-        mbarrier=SimpleNamespace(init=_nothing, MBarrierLayout=_nothing, expect=machine.expect, wait=machine.wait),
+        mbarrier=SimpleNamespace(
+            init=machine.init, MBarrierLayout=_nothing, expect=machine.expect, arrive=machine.arrive, wait=machine.wait
+        ),
         tma=SimpleNamespace(async_copy_global_to_shared=machine.copy),
         warpgroup_mma=machine.product, warpgroup_mma_wait=machine.products_done, fence_async_shared=_nothing,
     )  # fmt: skip
@@ -241,9 +322,11 @@ def _instead(modules: dict[str, ModuleType]) -> Any:
                 sys.modules[name] = module
 
 
-def interpreted(source: Path, kernel: str) -> Callable[..., None]:
-    """A kernel of a file, as a function of the number of programs, along one axis or several, and then its own arguments."""
+def interpreted(source: Path, kernel: str, readers: int = 1) -> Callable[..., None]:
+    """A kernel of a file, as a function of the number of programs, along one axis or several, and then its own arguments. readers: products
+    that read a place before it is loaded again."""
     machine = Machine()
+    machine.readers = readers
     names: dict[str, Any] = {"__name__": source.stem}
     with _instead(_modules(machine)):
         exec(compile(source.read_text(), str(source), "exec"), names)
@@ -252,7 +335,7 @@ def interpreted(source: Path, kernel: str) -> Callable[..., None]:
         machine.programs = programs if isinstance(programs, tuple) else (programs,)
         for machine.program in itertools.product(*map(range, machine.programs)):  # noqa: B020
             names[kernel](*args, **named)
-            assert not machine.issued
-            machine.lasting.clear()
+            assert not any(machine.issued.values())
+            machine.issued.clear()
 
     return run

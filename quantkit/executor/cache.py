@@ -192,15 +192,17 @@ def plan_cache(
     max_model_len: int | None,
     cache_tokens: int | None,
     block_size: int = BLOCK_SIZE,
+    left_bytes: int = 0,
 ) -> CachePlan:
     """Size the cache: what was asked for, else all that `max_batch` full contexts need, at most a share of the free memory.
 
-    context_len: positions the model was built for. bytes_per_token: over all layers. Raises QuantkitError where what was asked for
+    context_len: positions the model was built for. bytes_per_token: over all layers. left_bytes: of the free memory that are left, where
+    the share leaves less. Raises QuantkitError where what was asked for
     does not fit the model or the memory.
     """
     if max_model_len is not None and max_model_len > context_len:
         raise QuantkitError(f"context of {max_model_len} tokens asked for, the model has {context_len}", "ask for no more than that")
-    budget = int(free_bytes * _CACHE_SHARE[device_type]) // bytes_per_token
+    budget = min(int(free_bytes * _CACHE_SHARE[device_type]), free_bytes - left_bytes) // bytes_per_token
     wanted = max_model_len or context_len
     if cache_tokens is None:
         tokens = min(max_batch * -(-wanted // block_size) * block_size, budget)  # sequences share no block

@@ -112,7 +112,7 @@ class Engine:
 
         max_batch: requests computed together. max_model_len: longest prompt plus answer (None: what model and cache allow).
         cache_tokens: tokens the cache holds, over all requests (None: what max_batch full contexts need, within a share of the memory).
-        prefill_tokens: prompt tokens of a step (None: `headroom.PREFILL_TOKENS`). measure_steps: whether it is measured, which takes some
+        prefill_tokens: prompt tokens of a step (None: `headroom.prefill_tokens`). measure_steps: whether it is measured, which takes some
         passes, how many of them a step computes beside running answers, where prefill_tokens is None, and whether in one
         pass with these (`budget.measure`): for servers, where somebody waits for each token. Then fewer tokens are guessed, or none, where
         that is faster (`guessing.Guessing`).
@@ -174,12 +174,13 @@ class Engine:
             check_eos(tokenizer.eos_ids, loaded.config.vocab_size, path)
             check_states(loaded.keeps_states, loaded.takes_back, options)
             draft = None if options.draft is None else load_draft(options.draft, loaded, options)
+            plan = plan_beside(loaded, options, draft)
             engine = cls(
                 loaded,
                 tokenizer,
-                plan_beside(loaded, options, draft),
+                plan,
                 max_batch=options.max_batch,
-                prefill_tokens=options.prefill_tokens if options.prefill_tokens is not None else prefill_tokens(loaded.device),
+                prefill_tokens=options.prefill_tokens if options.prefill_tokens is not None else prefill_tokens(loaded, plan),
                 num_drafts=options.most_drafts,
                 num_looked_up=options.num_looked_up,
                 measure_steps=options.measure_steps,

@@ -5,6 +5,9 @@ On an NPU the operators themselves take memory that no header tells: CANN's grou
 computes, before the cache is sized: what that took stays with the allocator, and what is free afterwards is free.
 """
 
+from contextlib import suppress
+from functools import partial
+
 import torch
 
 from quantkit.amounts import size
@@ -15,31 +18,64 @@ from quantkit.executor.context import Chunk, PrefillContext
 from quantkit.executor.eagle_head import LoadedHead
 from quantkit.executor.load import LoadedModel
 from quantkit.executor.options import EngineOptions
+from quantkit.models.architecture import LatentCache
 
 PREFILL_TOKENS = {"cuda": 4096, "npu": 2048, "cpu": 512}
-"""Prompt tokens of a step: weights are read and decoded once for all of them, and whoever comes meanwhile waits for them. 16,384 tokens of
-one of four ranks of R1 take an H200 1.54 s in steps of 2048, 1.38 of 4096, 1.35 of 8192."""
+"""Prompt tokens of a step: weights are read and decoded once for all of them, and whoever comes meanwhile waits for them."""
+LONG_PREFILL_TOKENS = 8192
+"""Of a mixture whose every step expands all latents of a prompt anew, on a CUDA device that has memory for it. 16,384 tokens of one of four
+ranks of R1 take an H200 1.174 s in steps of 4096, 1.148 of 8192."""
+_GRAPHS_BYTES = 3 << 29
+"""What captured steps take beside a step that is launched."""
+_ROWS, _PAIR_ROWS, _EXPANDED_BYTES = 8, 2.6, 1 << 30
+"""Rows of the hidden size that a step holds of a token, and of a token and expert, places without a pair included; latents expanded at a
+time."""
+_MOST_FOR_STEPS = 0.25
+"""The largest share of free memory that a cache leaves to long steps."""
 
 
-def prefill_tokens(device: torch.device) -> int:
-    """Of a step, where nobody chose."""
+def usual_tokens(device: torch.device) -> int:
+    """Of a step on such a device, where nobody chose."""
     return PREFILL_TOKENS.get(device.type, PREFILL_TOKENS["cpu"])
 
 
+def prefill_tokens(loaded: LoadedModel, plan: CachePlan) -> int:
+    """Of a step, where nobody chose: on every rank what the one with the least memory has room for beside the planned cache."""
+    usual, needed = usual_tokens(loaded.device), long_step_bytes(loaded)
+    if needed is None:
+        return usual
+    left = free_bytes(loaded.device) - plan.num_blocks * plan.block_size * loaded.cache_token_bytes
+    return LONG_PREFILL_TOKENS if loaded.weights.ranks.minimum(left) >= needed else usual
+
+
+def long_step_bytes(loaded: LoadedModel) -> int | None:
+    """What a step of LONG_PREFILL_TOKENS takes; None for models and devices that have no such steps."""
+    config = loaded.config
+    latents = isinstance(config.cache, LatentCache) and not config.cache.index_dim
+    if loaded.device.type != "cuda" or not latents or config.routing is None or loaded.weights.expert_ranks.size > 1:
+        return None
+    asked = config.routing.num_experts_per_tok + 1  # the shared one, too
+    rows = LONG_PREFILL_TOKENS * (_ROWS + asked * _PAIR_ROWS)
+    return int(rows * config.hidden_size * loaded.dtype.itemsize) + _EXPANDED_BYTES + _GRAPHS_BYTES
+
+
 def plan_beside(loaded: LoadedModel, options: EngineOptions, draft: LoadedModel | LoadedHead | None = None) -> CachePlan:
-    """The same on every rank: what fits on the one with the least memory. draft: what guesses, whose cache has as many blocks."""
+    """The same on every rank: what fits on the one with the least memory. draft: what guesses, whose cache has as many blocks. Where
+    nobody chose, the cache leaves room for long steps, unless what was asked for would not fit then."""
     device = loaded.device
+    tokens = options.prefill_tokens or usual_tokens(device)
     if isinstance(draft, LoadedModel):
-        free_beside(draft, options.prefill_tokens or prefill_tokens(device))
-    free = free_beside(loaded, options.prefill_tokens or prefill_tokens(device))
+        free_beside(draft, tokens)
+    free = free_beside(loaded, tokens)
     states = loaded.sequence_bytes(options.own_batch, options.lookahead)
     if states and free <= states:
         told = f"the states of {options.own_batch} sequences take {size(states)}, and {size(free)} are free"
         raise QuantkitError(told, "lower --max-batch, or free memory")
-    free -= states
-    return plan_cache(
+    free = loaded.weights.ranks.minimum((free - states) // (options.ranks if device.type == "cpu" else 1))
+    plan = partial(
+        plan_cache,
         bytes_per_token=loaded.cache_token_bytes + (0 if draft is None else draft.cache_token_bytes),
-        free_bytes=loaded.weights.ranks.minimum(free // (options.ranks if device.type == "cpu" else 1)),
+        free_bytes=free,
         device_type=device.type,
         max_batch=options.own_batch,
         context_len=loaded.config.max_position_embeddings,
@@ -47,6 +83,11 @@ def plan_beside(loaded: LoadedModel, options: EngineOptions, draft: LoadedModel 
         cache_tokens=None if options.cache_tokens is None else -(-options.cache_tokens // options.dp),
         block_size=loaded.cache_layout.block_size,
     )
+    for_steps = long_step_bytes(loaded) or 0
+    if options.prefill_tokens is None and options.cache_tokens is None and 0 < for_steps <= _MOST_FOR_STEPS * free:
+        with suppress(QuantkitError):
+            return plan(left_bytes=for_steps)
+    return plan()
 
 
 def free_beside(loaded: LoadedModel, tokens: int) -> int:

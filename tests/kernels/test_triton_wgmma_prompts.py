@@ -12,7 +12,7 @@ from quantkit_kernels.samples import TOLERANCE, distance, grouped_attention
 from quantkit_kernels.triton.attention import prefill, wgmma
 from torch import Tensor
 
-KERNEL = interpreted(Path(triton.__file__).parent / "attention" / "wgmma_kernel.py", "attend_prompts")
+KERNEL = interpreted(Path(triton.__file__).parent / "attention" / "wgmma_kernel.py", "attend_prompts", readers=2)
 
 
 class Launched:
@@ -41,7 +41,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def chosen(choose: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
-    cut = wgmma.WgmmaCut(choose.choice((64, 128)), choose.choice((64, 128)), choose.choice((2, 3)))
+    cut = wgmma.WgmmaCut(choose.choice((64, 128)), choose.choice((2, 3)), choose.random() < 0.5)
     monkeypatch.setattr(wgmma, "_CUTS", (cut,))
     monkeypatch.setattr(wgmma, "_NARROW", cut)
     monkeypatch.setattr(wgmma, "_TOGETHER", choose.choice((1, 2, 4)))
@@ -85,9 +85,9 @@ def test_prompts_that_the_kernel_does_not_take_are_the_other_ones() -> None:
     cpu = torch.device("cpu")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(wgmma, "architecture", lambda device: "sm_90")
-        assert wgmma.wgmma_cut(cpu, 128, 64, 128, 0, False) == wgmma.WgmmaCut(128, 128, 2)
-        assert wgmma.wgmma_cut(cpu, 256, 0, 256, 64, False) == wgmma.WgmmaCut(128, 64, 2)
-        assert wgmma.wgmma_cut(cpu, 64, 0, 64, 128, False) == wgmma.WgmmaCut(128, 64, 4)
+        assert wgmma.wgmma_cut(cpu, 128, 64, 128, 0, False) == wgmma.WgmmaCut(128, 2, False)
+        assert wgmma.wgmma_cut(cpu, 256, 0, 256, 64, False) == wgmma.WgmmaCut(64, 2, True)
+        assert wgmma.wgmma_cut(cpu, 64, 0, 64, 128, False) == wgmma._NARROW
         assert wgmma.wgmma_cut(cpu, 128, 0, 128, 16, False) is None
         assert wgmma.wgmma_cut(cpu, 128, 0, 128, 64, True) is None
         for other in ("sm_80", "sm_100", "sm_120", "gfx942"):

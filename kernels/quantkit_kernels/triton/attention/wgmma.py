@@ -10,7 +10,10 @@ from quantkit_kernels.triton.cards import architecture, multiprocessors, shared_
 
 _BOX = 64
 """Tokens of a page that are copied at once."""
-_WARPS = 8
+_QUERIES = 128
+"""Of a program."""
+_WARPS = 4
+"""Of a partition of queries."""
 _BARRIERS = 1024
 """Bytes beside the tiles, rounded up."""
 _TOGETHER = 8
@@ -18,15 +21,16 @@ _TOGETHER = 8
 
 
 class WgmmaCut(NamedTuple):
-    """queries, keys: of a block; stages: places for a block of keys and one of values."""
+    """keys: of a block; stages: places for blocks of keys, and of values; turns: whether the partitions issue products in turns."""
 
-    queries: int
     keys: int
     stages: int
+    turns: bool
 
 
-_CUTS = (WgmmaCut(128, 128, 2), WgmmaCut(128, 64, 2))
-_NARROW = WgmmaCut(128, 64, 4)
+_CUTS = (WgmmaCut(128, 2, False), WgmmaCut(64, 2, True))
+"""With turns the first is 1 to 2 % slower over latents; without them the second was not measured."""
+_NARROW = WgmmaCut(128, 2, False)
 """Of keys and values of 64 numbers at most: two programs fit a multiprocessor."""
 
 
@@ -42,7 +46,7 @@ def wgmma_cut(device: torch.device, width: int, rotary: int, value: int, page: i
 
 
 def _tile_bytes(cut: WgmmaCut, key: int, value: int) -> int:
-    return 2 * (cut.queries * key + cut.stages * cut.keys * (key + value))
+    return 2 * (_QUERIES * key + cut.stages * cut.keys * (key + value))
 
 
 def attend(
@@ -51,7 +55,7 @@ def attend(
     """As `_launch` of prefill.py. scale: times log2(e)."""
     page, rotary = given["PAGE"], given["R"]
     box = min(cut.keys, _BOX) if page else cut.keys
-    tiles, heads, sequences = -(-prompts.longest // cut.queries), q.shape[1], len(prompts.spans)
+    tiles, heads, sequences = -(-prompts.longest // _QUERIES), q.shape[1], len(prompts.spans)
     few = tiles * heads * sequences <= 2 * multiprocessors(q.device)  # then the longest of all heads come first
     _kernel()[(tiles * heads, sequences)](
         q, given["q_pe"], _tiles(_rows(keys), box, given["D_PADDED"]), _tiles(given["k_pe"], box, rotary) if rotary else given["k_pe"],
@@ -59,7 +63,7 @@ def attend(
         given["lasts"], given["key_rows"], q.stride(0), q.stride(1), given["pe_token"], given["k_head"], given["v_head"],
         given["table_width"], heads, given["SHARED"], heads if few else min(_TOGETHER, heads), tiles, scale,
         D=width, D_PADDED=given["D_PADDED"], R=rotary, V=given["V"], V_PADDED=given["V_PADDED"], PAGE=page,
-        BM=cut.queries, BN=cut.keys, BOX=box, STAGES=cut.stages, WARPS=_WARPS, num_warps=_WARPS,
+        BN=cut.keys, BOX=box, STAGES=cut.stages, TURNS=cut.turns, num_warps=_WARPS,
     )  # fmt: skip
 
 

@@ -1,9 +1,9 @@
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
-"""Attention of prompts on Hopper, in Gluon, Triton's lower language: what prefill_kernel.py computes, over the same blocks of keys, with
-keys and values copied by TMA, and the product of probabilities and values under way while the next scores become probabilities.
+"""Attention of prompts on Hopper, in Gluon, Triton's lower language: what prefill_kernel.py computes, over the same blocks of keys.
 
-Step t of a program takes the keys of block t and the values of block t - 1. They come into one of STAGES places of shared memory, behind
-one barrier; the place is loaded again as soon as both products of the step are done.
+A program has two partitions of four warps, each with 64 queries of its own, and one warp that copies keys and values by TMA to both, into
+places of shared memory, which the two give back when their products are done. In a partition the product of the last probabilities and the
+values is under way while the next scores become probabilities; and while one partition does that, the other one's products run.
 """
 
 from triton.experimental import gluon
@@ -12,56 +12,87 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 """Its name from Triton 3.9 on, and before."""
+BM = gl.constexpr(128)
+"""Queries of a program."""
+HALF = gl.constexpr(64)
+"""Queries of a partition."""
+WARPS = gl.constexpr(4)
 
 
 @gluon.jit
-def load_queries(
-    to, pointer, begin, first, new, stride, column, BM: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr
-):  # fmt: skip
-    """BM of a sequence's new tokens from `first` on, D numbers of each; zeros beyond."""
+def load_queries(to, pointer, begin, first, new, stride, column, D: gl.constexpr, WIDTH: gl.constexpr):
+    """HALF of a sequence's new tokens from `first` on, D numbers of each; zeros beyond."""
     WIDE: gl.constexpr = WIDTH // 8 if WIDTH // 8 < 32 else 32  # threads of a warp side by side, of eight numbers each
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // WIDE, WIDE], [WARPS, 1], [1, 0])
-    rows = gl.expand_dims(first + gl.arange(0, BM, gl.SliceLayout(1, ROWS)), 1)
+    rows = gl.expand_dims(first + gl.arange(0, HALF, gl.SliceLayout(1, ROWS)), 1)
     columns = gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, ROWS)), 0)
     at = (begin + rows).to(gl.int64) * stride + column + columns
     to.store(gl.load(pointer + at, mask=(rows < new) & (columns < D), other=0.0))
 
 
 @gluon.jit
-def rows_of(table, table_width, block, PAGE: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr):
-    """Where the first and the last box of a block of pages begin."""
-    if PAGE == 0:
-        return 0, 0
-    first = block * BN
-    last = first + BN - BOX
-    one = gl.load(table + gl.minimum(first // PAGE, table_width - 1)) * PAGE + first % PAGE
-    return one, gl.load(table + gl.minimum(last // PAGE, table_width - 1)) * PAGE + last % PAGE
+def rows_of(table, table_width, row, block, PAGE: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr):
+    """Where the first and the last box of a block begin."""
+    first = row + block * BN
+    last = first
+    if PAGE > 0:
+        end = block * BN + BN - BOX
+        last = gl.load(table + gl.minimum(end // PAGE, table_width - 1)) * PAGE + end % PAGE
+        first = gl.load(table + gl.minimum(block * BN // PAGE, table_width - 1)) * PAGE + block * BN % PAGE
+    return first, last
 
 
 @gluon.jit
-def fetch(
-    step, steps, row, rows, rows_before, there, sources, places, slot, columns,
-    BN: gl.constexpr, BOX: gl.constexpr, R: gl.constexpr, PAGE: gl.constexpr, K_BYTES: gl.constexpr,
-    V_BYTES: gl.constexpr, FIRST: gl.constexpr,
-):  # fmt: skip
-    """Load what a step needs: keys from `row` on, or from rows of pages, and values from BN rows before, or from those of the pages before.
-    The FIRST step has no values; with the keys of the last nothing is done."""
-    keys, k_pe, values = sources
-    ks, pes, vs = places
-    inside = step <= steps
-    arrival = there.index(slot)
-    mbarrier.expect(arrival, K_BYTES if FIRST else K_BYTES + V_BYTES, pred=inside)
-    if PAGE == 0:
-        load_tile(keys, [row, columns[0]], arrival, ks.index(slot), pred=inside)
-        if R > 0:
-            load_tile(k_pe, [row, 0], arrival, pes.index(slot), pred=inside)
-        if not FIRST:
-            load_tile(values, [row - BN, columns[1]], arrival, vs.index(slot), pred=inside)
+def next_place(place, phase, STAGES: gl.constexpr):
+    place += 1
+    if place == STAGES:
+        place = 0
+        phase ^= 1
+    return place, phase
+
+
+@gluon.jit
+def load_box(source, row, column, there, place, at: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr):
+    """A tile, or one of its two boxes."""
+    if BN == BOX:
+        load_tile(source, [row, column], there, place)
     else:
-        for box in gl.static_range(BN // BOX):
-            load_tile(keys, [rows[box], columns[0]], arrival, ks.index(slot).slice(box * BOX, BOX), pred=inside)
-            if not FIRST:
-                load_tile(values, [rows_before[box], columns[1]], arrival, vs.index(slot).slice(box * BOX, BOX), pred=inside)
+        load_tile(source, [row, column], there, place.slice(at, BOX))
+
+
+@gluon.jit
+def produce(
+    blocks, row, table, table_width, descriptors, places, barriers, k_column, v_column,
+    R: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, K_BYTES: gl.constexpr,
+    V_BYTES: gl.constexpr,
+):  # fmt: skip
+    """Copy the keys of block t, then the values of block t - 1, which are asked for in this order."""
+    keys, k_pe, values = descriptors
+    ks, pes, vs = places
+    k_there, k_free, v_there, v_free = barriers
+    first, last = rows_of(table, table_width, row, 0, PAGE, BN, BOX)
+    first_before, last_before = first - BN, last - BN  # other values than `first`: aliases are not carried by the loop
+    k_place, k_phase, v_place, v_phase = 0, 1, 0, 1
+    for block in range(blocks + 1):
+        first_next, last_next = rows_of(table, table_width, row, block + 1, PAGE, BN, BOX)
+        if block < blocks:
+            mbarrier.wait(k_free.index(k_place), k_phase)
+            mbarrier.expect(k_there.index(k_place), K_BYTES)
+            load_box(keys, first, k_column, k_there.index(k_place), ks.index(k_place), 0, BN, BOX)
+            if BN > BOX:
+                load_box(keys, last, k_column, k_there.index(k_place), ks.index(k_place), BOX, BN, BOX)
+            if R > 0:
+                load_tile(k_pe, [first, 0], k_there.index(k_place), pes.index(k_place))
+            k_place, k_phase = next_place(k_place, k_phase, STAGES)
+        if block > 0:
+            mbarrier.wait(v_free.index(v_place), v_phase)
+            mbarrier.expect(v_there.index(v_place), V_BYTES)
+            load_box(values, first_before, v_column, v_there.index(v_place), vs.index(v_place), 0, BN, BOX)
+            if BN > BOX:
+                load_box(values, last_before, v_column, v_there.index(v_place), vs.index(v_place), BOX, BN, BOX)
+            v_place, v_phase = next_place(v_place, v_phase, STAGES)
+        first_before, last_before = first, last
+        first, last = first_next, last_next
 
 
 @gluon.jit
@@ -80,17 +111,79 @@ def soften(scores, largest, total, scale, positions, at, high, MASKED: gl.conste
 
 
 @gluon.jit
-def score(qs, q_pes, places, slot, blank, R: gl.constexpr):
-    """Issue the product of queries and a block of keys."""
-    scores = warpgroup_mma(qs, places[0].index(slot).permute((1, 0)), blank, use_acc=False, is_async=True)
+def score(queries, places, place, blank, R: gl.constexpr):
+    scores = warpgroup_mma(queries[0], places[0].index(place).permute((1, 0)), blank, use_acc=False, is_async=True)
     if R > 0:
-        scores = warpgroup_mma(q_pes, places[1].index(slot).permute((1, 0)), scores, is_async=True)
+        scores = warpgroup_mma(queries[1], places[1].index(place).permute((1, 0)), scores, is_async=True)
     return scores
 
 
 @gluon.jit
-def clear_beyond(place, kept, BN: gl.constexpr, WARPS: gl.constexpr):
-    """What a page holds beyond a sequence may be NaN."""
+def consume(
+    half, q, q_pe, queries, places, barriers, turns, out, lse, begin, new, first_token, past, low, high, blocks,
+    q_token, q_head, pe_token, head, heads, scale,
+    D: gl.constexpr, D_PADDED: gl.constexpr, R: gl.constexpr, V: gl.constexpr, V_PADDED: gl.constexpr, PAGE: gl.constexpr,
+    BN: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+):  # fmt: skip
+    """The queries from first_token on, over all blocks. TURNS: the partitions issue their products one after the other."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, V_PADDED, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    OF_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    DTYPE: gl.constexpr = q.dtype.element_ty
+    vs = places[2]
+    k_there, k_free, v_there, v_free = barriers
+    load_queries(queries[0], q, begin, first_token, new, q_token, head * q_head, D, D_PADDED)
+    if R > 0:
+        load_queries(queries[1], q_pe, begin, first_token, new, pe_token, head * R, R, R)
+    fence_async_shared()
+    # Up to here every token sees every key of a block.
+    whole = gl.maximum(gl.minimum(past + first_token + 1, high) - low, 0) // BN
+    positions = past + first_token + gl.arange(0, HALF, OF_ROW)
+    keys_of = low + gl.arange(0, BN, gl.SliceLayout(0, SCORES))
+    largest = gl.full([HALF], float("-inf"), gl.float32, OF_ROW)
+    total = gl.zeros([HALF], gl.float32, OF_ROW)
+    sums = gl.zeros([HALF, V_PADDED], gl.float32, SUMS)
+    blank = gl.zeros([HALF, BN], gl.float32, SCORES)
+    mbarrier.wait(k_there.index(0), 0)
+    scores = warpgroup_mma_wait(num_outstanding=0, deps=(score(queries, places, 0, blank, R),))
+    mbarrier.arrive(k_free.index(0), count=1)
+    probabilities, largest, total, less = soften(scores, largest, total, scale, positions, keys_of, high, True)
+    p = gl.convert_layout(probabilities.to(DTYPE), LEFT)
+    k_place, k_phase, v_place, v_phase, turn = 1, 0, 0, 0, 0
+    mbarrier.wait(k_there.index(k_place), k_phase, pred=blocks > 1)
+    for masked in gl.static_range(2):
+        for block in range(1 if masked == 0 else gl.maximum(whole, 1), whole if masked == 0 else blocks):
+            if TURNS:
+                mbarrier.wait(turns.index(half), turn)
+                turn ^= 1
+            scores = score(queries, places, k_place, blank, R)
+            mbarrier.wait(v_there.index(v_place), v_phase)
+            sums = warpgroup_mma(p, vs.index(v_place), sums, is_async=True)
+            if TURNS:
+                mbarrier.arrive(turns.index(1 - half), count=1)
+            scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
+            mbarrier.arrive(k_free.index(k_place), count=1)
+            probabilities, largest, total, less = soften(scores, largest, total, scale, positions, keys_of + block * BN, high, masked == 1)
+            following = gl.convert_layout(probabilities.to(DTYPE), LEFT)
+            k_place, k_phase = next_place(k_place, k_phase, STAGES)
+            # Without a loop between, the assembler moves arithmetic behind the wait for products, and nothing runs beside them.
+            mbarrier.wait(k_there.index(k_place), k_phase, pred=block + 1 < blocks)
+            sums, p = warpgroup_mma_wait(num_outstanding=0, deps=(sums, following))
+            mbarrier.arrive(v_free.index(v_place), count=1)
+            v_place, v_phase = next_place(v_place, v_phase, STAGES)
+            sums = sums * gl.expand_dims(gl.convert_layout(less, gl.SliceLayout(1, SUMS)), 1)
+    mbarrier.wait(v_there.index(v_place), v_phase)
+    if PAGE > 0:
+        clear_beyond(vs.index(v_place), past + new - (blocks - 1) * BN, BN)
+    sums = warpgroup_mma(p, vs.index(v_place), sums, is_async=True)
+    sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
+    finish(sums, largest, total, out, lse, begin, new, first_token, head, heads, V, V_PADDED, PAGE, SUMS, OF_ROW)
+
+
+@gluon.jit
+def clear_beyond(place, kept, BN: gl.constexpr):
+    """What a page holds beyond a sequence may be NaN. Both partitions write the same."""
     if kept < BN:
         ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
         inside = gl.arange(0, BN, gl.SliceLayout(1, ROWS)) < kept
@@ -98,12 +191,30 @@ def clear_beyond(place, kept, BN: gl.constexpr, WARPS: gl.constexpr):
         fence_async_shared()
 
 
+@gluon.jit
+def finish(
+    sums, largest, total, out, lse, begin, new, first_token, head, heads,
+    V: gl.constexpr, V_PADDED: gl.constexpr, PAGE: gl.constexpr, SUMS: gl.constexpr, OF_ROW: gl.constexpr,
+):  # fmt: skip
+    tokens = first_token + gl.arange(0, HALF, OF_ROW)
+    to_lse = lse + (begin + tokens).to(gl.int64) * heads + head
+    share = 1 / gl.where(total == 0.0, 1.0, total)
+    if PAGE == 0:
+        gl.store(to_lse, largest + gl.log2(total), mask=tokens < new)
+    result = sums * gl.expand_dims(gl.convert_layout(share, gl.SliceLayout(1, SUMS)), 1)
+    rows = gl.expand_dims(first_token + gl.arange(0, HALF, gl.SliceLayout(1, SUMS)), 1)
+    columns = gl.expand_dims(gl.arange(0, V_PADDED, gl.SliceLayout(0, SUMS)), 0)
+    to = ((begin + rows).to(gl.int64) * heads + head) * V + columns
+    inside = (rows < new) & (columns < V)
+    gl.store(out + to, result.to(out.dtype.element_ty), mask=inside)
+
+
 @gluon.jit(do_not_specialize=["table_width", "heads", "shared", "together", "tiles"])
 def attend_prompts(
     q, q_pe, keys, k_pe, values, out, lse, starts, seq_lens, table, firsts, lasts, key_rows,
     q_token, q_head, pe_token, k_head, v_head, table_width, heads, shared, together, tiles, scale,
-    D: gl.constexpr, D_PADDED: gl.constexpr, R: gl.constexpr, V: gl.constexpr, V_PADDED: gl.constexpr,
-    PAGE: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
+    D: gl.constexpr, D_PADDED: gl.constexpr, R: gl.constexpr, V: gl.constexpr, V_PADDED: gl.constexpr, PAGE: gl.constexpr,
+    BN: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """A program per BM new tokens, head and sequence: of `together` heads at a time the last tokens, which see most, first.
 
@@ -117,103 +228,62 @@ def attend_prompts(
     head = group * together + inside % size
     begin = gl.load(starts + sequence)
     new = gl.load(starts + sequence + 1) - begin
-    first_token = (tiles - 1 - inside // size) * BM
-    if first_token < new:
-        SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN, 16])
-        SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, V_PADDED, 16])
-        LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-        OF_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    first = (tiles - 1 - inside // size) * BM
+    if first < new:
         DTYPE: gl.constexpr = q.dtype.element_ty
-        K_BYTES: gl.constexpr = BN * (D_PADDED + R) * 2
-        V_BYTES: gl.constexpr = BN * V_PADDED * 2
-        qs = gl.allocate_shared_memory(DTYPE, [BM, D_PADDED], gl.NVMMASharedLayout.get_default_for([BM, D_PADDED], DTYPE))
+        Q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, D_PADDED], DTYPE)
         ks = gl.allocate_shared_memory(DTYPE, [STAGES, BN, D_PADDED], keys.layout)
         vs = gl.allocate_shared_memory(DTYPE, [STAGES, BN, V_PADDED], values.layout)
-        q_pes = qs
+        one = gl.allocate_shared_memory(DTYPE, [HALF, D_PADDED], Q)
+        other = gl.allocate_shared_memory(DTYPE, [HALF, D_PADDED], Q)
         pes = ks
+        one_pe = one
+        other_pe = other
         if R > 0:
-            q_pes = gl.allocate_shared_memory(DTYPE, [BM, R], gl.NVMMASharedLayout.get_default_for([BM, R], DTYPE))
+            Q_PE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, R], DTYPE)
             pes = gl.allocate_shared_memory(DTYPE, [STAGES, BN, R], k_pe.layout)
-        there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+            one_pe = gl.allocate_shared_memory(DTYPE, [HALF, R], Q_PE)
+            other_pe = gl.allocate_shared_memory(DTYPE, [HALF, R], Q_PE)
+        k_there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        v_there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(STAGES):
-            mbarrier.init(there.index(i), count=1)
-
-        seq_len = gl.load(seq_lens + sequence)
-        past = seq_len - new
+            mbarrier.init(k_there.index(i), count=1)
+            mbarrier.init(v_there.index(i), count=1)
+            mbarrier.init(k_free.index(i), count=2)
+            mbarrier.init(v_free.index(i), count=2)
+        mbarrier.init(turns.index(0), count=1)
+        mbarrier.init(turns.index(1), count=1)
+        mbarrier.arrive(turns.index(0), count=1)
+        places = (ks, pes, vs)
+        barriers = (k_there, k_free, v_there, v_free)
+        past = gl.load(seq_lens + sequence) - new
         low = 0
-        high = past + gl.minimum(first_token + BM, new)
+        high = past + gl.minimum(first + BM, new)
         row = 0
         if PAGE == 0:
             low = gl.load(firsts + sequence)
             high = gl.minimum(high, gl.load(lasts + sequence))
             row = gl.load(key_rows + sequence) + low
-        steps = gl.maximum((high - low + BN - 1) // BN, 1)
-        # Up to here every token sees every key of a block.
-        whole = gl.maximum(gl.minimum(past + first_token + 1, high) - low, 0) // BN
+        blocks = gl.maximum((high - low + BN - 1) // BN, 1)
         kv_head = head // shared
-        columns = (kv_head * k_head, kv_head * v_head)
-        sources = (keys, k_pe, values)
-        places = (ks, pes, vs)
-        table += sequence * table_width
-        rows = rows_of(table, table_width, 0, PAGE, BN, BOX)
-        before = rows
-        for i in gl.static_range(STAGES):
-            fetch(i, steps, row, rows, before, there, sources, places, i, columns, BN, BOX, R, PAGE, K_BYTES, V_BYTES, i == 0)
-            row += BN
-            before = rows
-            rows = rows_of(table, table_width, i + 1, PAGE, BN, BOX)
-        load_queries(qs, q, begin, first_token, new, q_token, head * q_head, BM, D, D_PADDED, WARPS)
-        if R > 0:
-            load_queries(q_pes, q_pe, begin, first_token, new, pe_token, head * R, BM, R, R, WARPS)
-        fence_async_shared()
-
-        positions = past + first_token + gl.arange(0, BM, OF_ROW)
-        keys_of = low + gl.arange(0, BN, gl.SliceLayout(0, SCORES))
-        largest = gl.full([BM], float("-inf"), gl.float32, OF_ROW)
-        total = gl.zeros([BM], gl.float32, OF_ROW)
-        sums = gl.zeros([BM, V_PADDED], gl.float32, SUMS)
-        blank = gl.zeros([BM, BN], gl.float32, SCORES)
-        mbarrier.wait(there.index(0), 0)
-        scores = score(qs, q_pes, places, 0, blank, R)
-        scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
-        probabilities, largest, total, less = soften(scores, largest, total, scale, positions, keys_of, high, True)
-        p = gl.convert_layout(probabilities.to(DTYPE), LEFT)
-        fetch(STAGES, steps, row, rows, before, there, sources, places, 0, columns, BN, BOX, R, PAGE, K_BYTES, V_BYTES, False)
-        slot = 1
-        phase = 0
-        mbarrier.wait(there.index(1), 0)
-        for masked in gl.static_range(2):
-            for step in range(1 if masked == 0 else gl.maximum(whole, 1), whole if masked == 0 else steps):
-                row += BN
-                before = rows
-                rows = rows_of(table, table_width, step + STAGES, PAGE, BN, BOX)
-                scores = score(qs, q_pes, places, slot, blank, R)
-                sums = warpgroup_mma(p, vs.index(slot), sums, is_async=True)
-                scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
-                at = keys_of + step * BN
-                probabilities, largest, total, less = soften(scores, largest, total, scale, positions, at, high, masked == 1)
-                p_next = gl.convert_layout(probabilities.to(DTYPE), LEFT)
-                now = slot
-                slot += 1
-                if slot == STAGES:
-                    slot = 0
-                    phase ^= 1
-                # The assembler moves arithmetic behind a wait for products, unless there is a loop between.
-                mbarrier.wait(there.index(slot), phase)
-                sums, p = warpgroup_mma_wait(num_outstanding=0, deps=(sums, p_next))
-                ahead = step + STAGES
-                fetch(ahead, steps, row, rows, before, there, sources, places, now, columns, BN, BOX, R, PAGE, K_BYTES, V_BYTES, False)
-                sums = sums * gl.expand_dims(gl.convert_layout(less, gl.SliceLayout(1, SUMS)), 1)
-        if PAGE > 0:
-            clear_beyond(vs.index(slot), seq_len - (steps - 1) * BN, BN, WARPS)
-        sums = warpgroup_mma(p, vs.index(slot), sums, is_async=True)
-        sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
-        if PAGE == 0:
-            tokens = first_token + gl.arange(0, BM, OF_ROW)
-            gl.store(lse + (begin + tokens).to(gl.int64) * heads + head, largest + gl.log2(total), mask=tokens < new)
-        total = gl.convert_layout(gl.where(total == 0.0, 1.0, total), gl.SliceLayout(1, SUMS))
-        result = sums / gl.expand_dims(total, 1)
-        tokens = gl.expand_dims(first_token + gl.arange(0, BM, gl.SliceLayout(1, SUMS)), 1)
-        columns = gl.expand_dims(gl.arange(0, V_PADDED, gl.SliceLayout(0, SUMS)), 0)
-        to = out + ((begin + tokens).to(gl.int64) * heads + head) * V + columns
-        gl.store(to, result.to(out.dtype.element_ty), mask=(tokens < new) & (columns < V))
+        gl.warp_specialize(
+            [
+                (consume, (
+                    0, q, q_pe, (one, one_pe), places, barriers, turns, out, lse, begin, new, first, past, low, high, blocks,
+                    q_token, q_head, pe_token, head, heads, scale, D, D_PADDED, R, V, V_PADDED, PAGE, BN, STAGES, TURNS,
+                )),
+                (consume, (
+                    1, q, q_pe, (other, other_pe), places, barriers, turns, out, lse, begin, new, first + HALF, past, low, high,
+                    blocks, q_token, q_head, pe_token, head, heads, scale, D, D_PADDED, R, V, V_PADDED, PAGE, BN, STAGES, TURNS,
+                )),
+                (produce, (
+                    blocks, row, table + sequence * table_width, table_width, (keys, k_pe, values), places, barriers,
+                    kv_head * k_head, kv_head * v_head, R, PAGE, BN, BOX, STAGES, BN * (D_PADDED + R) * 2, BN * V_PADDED * 2,
+                )),
+            ],
+            [WARPS, 1],
+            [240, 24],
+        )  # fmt: skip

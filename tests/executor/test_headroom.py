@@ -1,0 +1,83 @@
+"""How many tokens of prompts a step computes where nobody chose: more of a mixture over latents, where memory is left for them."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from quantkit.errors import QuantkitError
+from quantkit.executor import headroom
+from quantkit.executor.cache import plan_cache
+from quantkit.executor.headroom import LONG_PREFILL_TOKENS, PREFILL_TOKENS, long_step_bytes, plan_beside, prefill_tokens
+from quantkit.executor.load import LoadedModel, load_model
+from quantkit.executor.options import EngineOptions
+from quantkit.models.architecture import KeyValueCache
+
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture
+def loaded(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
+    """On a card, as far as headroom asks."""
+    monkeypatch.setattr(LoadedModel, "cache_layout", SimpleNamespace(block_size=64))
+    return replace(load_model(tiny_checkpoint, device="cpu", dtype="bfloat16"), device=CUDA)
+
+
+def free(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(headroom, "free_bytes", lambda device: count)
+
+
+def test_a_mixture_over_latents_has_long_steps_where_memory_is_left(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = long_step_bytes(loaded)
+    assert needed is not None
+    rows = LONG_PREFILL_TOKENS * loaded.config.hidden_size * 2
+    assert needed > rows * 2 * (loaded.config.routing.num_experts_per_tok + 1)  # what experts read and write of every pair
+    plan = plan_cache(bytes_per_token=loaded.cache_token_bytes, free_bytes=1 << 34, device_type="cuda", max_batch=2, context_len=512,
+                      max_model_len=None, cache_tokens=None)  # fmt: skip
+    held = plan.num_blocks * plan.block_size * loaded.cache_token_bytes
+    free(monkeypatch, held + needed)
+    assert prefill_tokens(loaded, plan) == LONG_PREFILL_TOKENS
+    free(monkeypatch, held + needed - 1)
+    assert prefill_tokens(loaded, plan) == PREFILL_TOKENS["cuda"]
+    with monkeypatch.context() as patched:  # another rank has less
+        free(patched, held + needed)
+        patched.setattr(type(loaded.weights.ranks), "minimum", lambda self, value: value - 1)
+        assert prefill_tokens(loaded, plan) == PREFILL_TOKENS["cuda"]
+
+
+def test_others_have_the_steps_that_their_device_has(loaded: LoadedModel) -> None:
+    cache = loaded.config.cache
+    for kind in ("cpu", "npu"):
+        assert long_step_bytes(replace(loaded, device=SimpleNamespace(type=kind))) is None
+    for held in (KeyValueCache(2, 16), replace(cache, index_dim=32)):  # type: ignore[type-var]
+        config = SimpleNamespace(cache=held, routing=loaded.config.routing)
+        assert long_step_bytes(replace(loaded, config=config)) is None
+    dense = SimpleNamespace(cache=cache, routing=None)
+    assert long_step_bytes(replace(loaded, config=dense)) is None
+
+
+def test_the_cache_leaves_room_and_nothing_is_refused_for_it(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = long_step_bytes(loaded)
+    assert needed is not None
+    per_block = 64 * loaded.cache_token_bytes
+    options = EngineOptions(Path("model"), max_batch=1 << 20)  # as much as there is
+    whole = 5 * needed
+    free(monkeypatch, whole)
+    plan = plan_beside(loaded, options)
+    assert abs(whole - needed - (plan.num_blocks - 1) * per_block) < 2 * per_block
+    chosen = plan_beside(loaded, replace(options, prefill_tokens=4096))
+    assert abs(0.9 * whole - (chosen.num_blocks - 1) * per_block) < 2 * per_block
+    few = 3 * needed  # a third of it for steps would be too much
+    free(monkeypatch, few)
+    assert abs(0.9 * few - (plan_beside(loaded, options).num_blocks - 1) * per_block) < 2 * per_block
+    # A context that fits beside short steps only.
+    long = replace(loaded, config=replace(loaded.config, max_position_embeddings=1 << 40))  # type: ignore[type-var]
+    free(monkeypatch, whole)
+    most = int(0.88 * whole) // per_block * 64
+    assert plan_beside(long, replace(options, max_model_len=most)).max_model_len == most
+    with pytest.raises(QuantkitError, match="fewer than the context"):
+        plan_beside(long, replace(options, max_model_len=int(0.92 * whole) // per_block * 64))
+    asked = plan_beside(long, replace(options, cache_tokens=most))
+    assert asked.tokens >= most
