@@ -95,6 +95,40 @@ def test_more_rows_than_a_call_takes_are_gathered_in_several(rows: int, monkeypa
     assert not two.gathers(x.new_zeros(1, MAX_BYTES // 2 + 8)), "no row is cut"
 
 
+def test_a_sum_with_its_norm_is_one_launch_but_for_those_who_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels' parts are played. Whoever takes turns passes the turn on at every sum, which one launch with the norm would not do."""
+    said: list[str] = []
+
+    def one_launch(
+        self: Peers, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        said.append("one launch")
+        return x, residual
+
+    monkeypatch.setattr(Peers, "add_rms_norm", one_launch)
+    monkeypatch.setattr(Peers, "all_reduce", lambda self, x: x)
+    parallel = Parallel(0, 2)
+    parallel.peers = two = object.__new__(Peers)
+    two.rank, two.size, two.device = 0, 2, torch.device("cpu")
+    x = torch.ones(2, 64, dtype=torch.bfloat16)
+    parallel.add_rms_norm(x, x, x[0], 1e-6)
+    assert said == ["one launch"]
+    parallel.add_rms_norm(x, x, x[0].float(), 1e-6)
+    assert said == ["one launch"], "the kernel takes gains of x's type"
+
+    def half(name: str) -> torch.Tensor:
+        for _ in range(2):
+            normed, total = parallel.add_rms_norm(x, x, x[0], 1e-6)
+            said.append(name)
+        assert (total == 2).all()
+        return normed
+
+    said.clear()
+    first, second = parallel.turns.both(lambda: half("first"), lambda: half("second"), two.device)
+    assert said == ["first", "second", "first", "second"]
+    assert torch.equal(first, second)
+
+
 def _rank(rank: int, size: int, port: int) -> None:
     """Sums of all sizes and types, eager and captured, many times: exact where the values are, and the same bits on every rank."""
     device = torch.device("cuda", rank)
