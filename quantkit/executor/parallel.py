@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from quantkit_kernels import accelerator, add_rms_norm
+from quantkit_kernels import accelerator
 from torch import Tensor
 
 from quantkit.devices import find_device
@@ -116,13 +116,6 @@ class Parallel:
         self.turns.pass_on()
         self._guard(under_way.wait)  # a device's stream waits, not this thread
         return wide.to(x.dtype)
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """`quantkit_kernels.add_rms_norm` of `all_reduce(x)`: in one launch where the ranks' memory takes x and nobody takes turns."""
-        if self.peers is not None and not self.turns.taken and self.peers.norms(x, gain):
-            normed, total = self.peers.add_rms_norm(x, residual, gain, eps)
-            return normed, total
-        return add_rms_norm(self.all_reduce(x), residual, gain, eps)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[..., n] of each rank -> [..., size * n], ranks in order."""

@@ -21,9 +21,8 @@ template <class T> __device__ __forceinline__ float4 four_of(const T* from) {
 // one is negative nothing was computed. Null: there is none. Sets the `count` counters of fused_experts.cu, if there are any, to zero.
 template <class From, class T>
 __global__ void sum_pairs(const From* pairs, T* out, const int* ids, int stride, int top_k, int hidden, int* counters, int count) {
-  // A few blocks: the next kernel may ask for its weights while these wait.
-  let_successor_start();
   wait_for_predecessor();
+  let_successor_start();
   const int threads = gridDim.x * gridDim.y * blockDim.x, thread = (blockIdx.y * gridDim.x + blockIdx.x) * blockDim.x + threadIdx.x;
   for (int i = thread; i < count; i += threads) counters[i] = 0;
   const int at = (blockIdx.y * blockDim.x + threadIdx.x) * 4;
