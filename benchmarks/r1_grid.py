@@ -1,18 +1,20 @@
 """DeepSeek-R1's true shapes on all GPUs of a box, as a server runs them: the published grid, guesses, sums in 8 bits, sums while another
 half computes, prompts beside answers.
 
-    torchrun --nproc-per-node 4 benchmarks/r1_grid.py --out FILE.json [--parts wanted,guesses,sums,turns,beside,rest] [--seconds 400]
+    torchrun --nproc-per-node 4 benchmarks/r1_grid.py --out FILE.json [--parts alone,many,beside,guesses,turns,rest,sums] [--seconds 400]
+    torchrun --nproc-per-node 1 benchmarks/r1_grid.py --rank-of 4 [--cells 4096x16,8192x8]     one of four ranks on one card, without sums
     torchrun --nproc-per-node 2 benchmarks/r1_grid.py --tiny       the same on a CPU (gloo) in seconds: a test of the script
 
 Weights, cache and collectives are those of r1_box.py, in W4A16; the engine is made once and measures, as `quantkit serve` does, how much of
 a prompt it computes beside answers. Cells are input lengths and concurrencies of a published report (eval/reference/speed.yaml), K being
-1024, and one prompt of 16K: `wanted` are few answers to short prompts and single long prompts, `rest` are all others. Every user sends one
-request, all at once, and its answer has 512 tokens; that of a single user behind a longer prompt has 128, for there a token takes as long
-as the next. Not in these figures: a server and a tokenizer.
+1024, and one prompt of 16K: `alone` is one user with few tokens or a long prompt, `many` the most users of every longer prompt, `rest` all
+others, the longest prompts first. Every user sends one request, all at once, and its answer has 512 tokens; that of a single user behind a
+longer prompt has 128, for there a token takes as long as the next. Not in these figures: a server and a tokenizer. What the scheduler alone
+says of a cell: scheduled_prompts.py.
 
-Steps of every size are captured before. Prompts of up to 1024 tokens in all are computed nine times before, for their passes are captured
-when they have come eight times; the longest single prompt once. `captured` says how many passes with prompts were captured while a cell
-ran, each of which takes some tenths of a second. The file is written after every part and cell; a part that fails is told and the next
+Steps of every size are captured before, and prompts of up to 1024 tokens in all; a prompt of two steps comes once before. `captured`
+says how many passes with prompts were captured while a cell ran, each of which takes some tenths of a second, and `largest_gap_ms` how long
+an answer waited for a token at most. The file is written after every part and cell; a part that fails is told and the next
 one begins; `--seconds` after the start of the process no further cell begins.
 """
 
@@ -30,11 +32,12 @@ from typing import Any
 
 import torch
 import yaml
-from made_engine import joined_ranks, led, made_engine, report_of_ranks, served_engine
+from command import numbers
+from made_engine import joined_ranks, led, made_engine, made_model, report_of_ranks, served_engine
 from r1_box import build
 from r1_guesses import PUBLISHED, DraftingEngine, guesses_row, plain_row, warm
 from r1_prompts import beside_row, sum_rows, turn_rows
-from r1_synthetic import R1, TINY
+from r1_synthetic import R1, TINY, SyntheticWeights
 
 from quantkit.assets import asset
 from quantkit.devices import describe_hardware
@@ -47,13 +50,15 @@ from quantkit.executor.engine import Engine
 from quantkit.executor.graphs import MIN_TABLE_WIDTH, power_of_two
 from quantkit.executor.load import LoadedModel
 from quantkit.executor.parallel import Parallel
-from quantkit.executor.prompt_graphs import LAUNCHED_FIRST, MOST_TOKENS
+from quantkit.executor.prompt_graphs import MOST_TOKENS, PromptRows
 from quantkit.executor.scheduler import Scheduler
 from quantkit.models import deepseek_v3
 
 BEGAN = time.perf_counter()
 MOST_GUESSES = 3
-PARTS = ("wanted", "guesses", "sums", "turns", "beside", "rest")
+_WARM = 2
+"""Steps of a single prompt before the cells of a part are measured: those of a longer one are not others."""
+PARTS = ("alone", "many", "beside", "guesses", "turns", "rest", "sums")
 
 
 @dataclass(frozen=True)
@@ -71,9 +76,9 @@ class Cell:
 class Sizes:
     """What is measured: of R1, or of a test of the script."""
 
-    cells: list[Cell]
-    wanted: int
-    """The first so many cells."""
+    alone: list[Cell]
+    many: list[Cell]
+    rest: list[Cell]
     users: tuple[int, ...] = (1, 8, 32)
     sums: tuple[int, ...] = (8192, 16384)
     turns: tuple[tuple[int, tuple[int, ...], int], ...] = (
@@ -85,7 +90,16 @@ class Sizes:
     )
     """Prompts, tokens of their passes, prompts that are timed."""
     beside: tuple[int, int, int] = (32, 1024, 16384)
-    chunks: tuple[int | None, ...] = (None, 512, 2048)
+    chunks: tuple[int | None, ...] = (None, 1024)
+
+    def only(self, cells: list[tuple[int, int]]) -> "Sizes":
+        """Those input lengths and users."""
+        parts = {name: [one for one in vars(self)[name] if (one.input_len, one.users) in cells] for name in ("alone", "many", "rest")}
+        return replace(self, alone=parts["alone"], many=parts["many"], rest=parts["rest"])
+
+    @property
+    def cells(self) -> list[Cell]:
+        return [*self.alone, *self.many, *self.rest]
 
 
 def published_cells() -> list[dict[str, Any]]:
@@ -96,19 +110,27 @@ def published_cells() -> list[dict[str, Any]]:
 
 
 def sizes_of_r1() -> Sizes:
-    """The most wanted cells first: few tokens in for 1, 8 and 32 users, then single long prompts, then most users of every length; those of
-    six users last."""
+    """The grid in the order of what is asked most."""
     asked = {(row["input_len"], row["concurrency"]) for row in published_cells()} | {(16384, 1)}
-    short = [(128, users) for users in (1, 8, 32)]
-    alone = sorted(one for one in asked if one[1] == 1 and one[0] > 1024)
     most = {length: max(users for at, users in asked if at == length) for length, _ in asked}
-    rest = sorted(asked - {*short, *alone}, key=lambda one: (one[1] != most[one[0]], one[1] == 6, one))
-    cells = [Cell(length, users, 128 if users == 1 and length > 128 else 512) for length, users in (*short, *alone, *rest)]
-    return Sizes(cells, len(short) + len(alone))
+    alone = [(128, 1), *sorted(one for one in asked if one[1] == 1 and one[0] > 1024)]
+    many = sorted((one for one in most.items() if one[0] > 128 and one[1] > 1), reverse=True)
+    rest = sorted(asked - {*alone, *many}, key=lambda one: (-one[0], one[1]))
+    first, second, third = (
+        [Cell(at, users, 128 if users == 1 and at > 128 else 512) for at, users in part] for part in (alone, many, rest)
+    )
+    return Sizes(first, second, third)
 
 
 TINY_SIZES = Sizes(
-    [Cell(24, 1, 8), Cell(24, 2, 8), Cell(96, 1, 4), Cell(96, 2, 6)], 3, (1, 2), (64, 96), ((96, (16, 32), 1),), (2, 24, 96), (None, 32)
+    [Cell(24, 1, 8), Cell(96, 1, 4)],
+    [Cell(96, 2, 6)],
+    [Cell(24, 2, 8)],
+    (1, 2),
+    (64, 96),
+    ((96, (16, 32), 1),),
+    (2, 24, 96),
+    (None, 32),
 )
 
 
@@ -160,6 +182,18 @@ class GridRun:
         self.save()
 
 
+def cells_of(text: str) -> list[tuple[int, int]]:
+    """Input lengths and users of 4096x16,8192x8."""
+    return [(int(length), int(users)) for length, users in (one.split("x") for one in text.split(","))]
+
+
+def one_rank(config: deepseek_v3.Config, tp: int, device: torch.device) -> LoadedModel:
+    """As `r1_box.build`, of one rank of `tp` without the others: partial sums go straight into the residual."""
+    weights = SyntheticWeights(config, tp, device)
+    with torch.inference_mode():
+        return made_model(deepseek_v3.Model(config, weights), config, weights, device, (deepseek_v3.MtpLayer(config, weights),))
+
+
 def make_engine(box: GridRun, loaded: LoadedModel) -> None:
     """With room for the largest cell, and every size of a decode step of a cell captured."""
     answers, context, prompt = box.sizes.beside
@@ -176,14 +210,28 @@ def make_engine(box: GridRun, loaded: LoadedModel) -> None:
     for width, users in sorted(wanted):
         for rows in [1 << power for power in range(power_of_two(users).bit_length())]:
             capture_decode(box.engine.runner, rows, max(width, MIN_TABLE_WIDTH))
-    box.say("decode steps are captured")
+    short = [cell for cell in box.sizes.cells if cell.input_len * cell.users <= MOST_TOKENS]
+    for cell in short:
+        capture_prompts(box.engine, cell)
+    box.say("decode steps and short prompts are captured")
+
+
+@torch.inference_mode()
+def capture_prompts(engine: Engine, cell: Cell) -> None:
+    """The one pass that computes the prompts of all users. All ranks at the same time."""
+    each = -(-cell.input_len // BLOCK_SIZE)
+    tables = [list(range(1 + user * each, 1 + (user + 1) * each)) for user in range(cell.users)]
+    engine.runner.prompts.capture(None, [PromptRows([user] * cell.input_len, 0, table) for user, table in enumerate(tables)])
 
 
 def measure_cells(box: GridRun, cells: list[Cell], part: str) -> None:
+    if not cells:
+        return
+
     def measured() -> None:
-        alone = [cell.input_len for cell in cells if cell.users == 1]
-        if max(alone, default=0) > MOST_TOKENS:  # its passes are those of all shorter ones
-            list(EngineTarget(box.engine, "R1", 1).run(Workload(max(alone), 2, 1, 1, seed=-1)))
+        longest = min(max(cell.input_len for cell in cells), _WARM * box.engine.scheduler.budget.alone)
+        if longest > MOST_TOKENS:
+            list(EngineTarget(box.engine, "R1", 1).run(Workload(longest, 2, 1, 1, seed=-1)))
         for cell in cells:
             if not box.is_late:
                 measure_cell(box, cell, part)
@@ -195,12 +243,12 @@ def measure_cell(box: GridRun, cell: Cell, part: str) -> None:
     """Rank 0: one request of every user."""
     target, passes, began = EngineTarget(box.engine, "R1", cell.users), box.engine.runner.prompts, time.perf_counter()
     work = Workload(cell.input_len, cell.output_len, cell.users, cell.users, seed=cell.input_len + cell.users)
-    for turn in range(LAUNCHED_FIRST + 1 if cell.users * cell.input_len <= MOST_TOKENS else 0):
-        list(target.run(replace(work, output_len=2, seed=-1 - turn)))
     before = passes.num_captured
-    row = summarize(list(target.run(work)), cell.input_len, cell.users).to_json()
+    times = list(target.run(work))
+    row = summarize(times, cell.input_len, cell.users).to_json()
     kept = ("input_len", "concurrency", "output_len", "ttft_s", "tpot_ms", "system_tps", "latency_s", "itl_ms", "itl_ms_p50")
-    found = {key: row[key] for key in kept if row.get(key) is not None} | {"captured": passes.num_captured - before}
+    found = {key: row[key] for key in kept if row.get(key) is not None}
+    found |= {"largest_gap_ms": max(max(one.gaps) for one in times) * 1e3, "captured": passes.num_captured - before}
     if cell.users == 1 and cell.input_len <= MOST_TOKENS:
         alone = list(target.run(Workload(cell.input_len, 2, 7, 1, seed=-2)))
         found["ttft_alone_s"] = statistics.median(one.ttft_s for one in alone)
@@ -217,12 +265,11 @@ def measure_guesses(box: GridRun, loaded: LoadedModel) -> None:
             break
         warm(engine, input_len, users, MOST_GUESSES)
         work = Workload(input_len, output_len, users, users, seed=users)
-        for _ in range(2):  # in turns
-            box.add("guesses", plain_row(box.engine, work))
-            box.add("guesses", guesses_row(engine, work, MOST_GUESSES, None, 0.0))
-        for fixed in (None, 1, MOST_GUESSES):
-            few = work if fixed is None else replace(work, output_len=output_len // 2)
+        for fixed in (None, 1, 2, MOST_GUESSES):
+            few = work if fixed is None or users == 1 else replace(work, output_len=output_len // 2)
             box.add("guesses", guesses_row(engine, few, MOST_GUESSES, fixed, PUBLISHED))
+        box.add("guesses", plain_row(box.engine, work))
+        box.add("guesses", guesses_row(engine, work, MOST_GUESSES, None, 0.0))
     del engine
     gc.collect()
     if loaded.device.type == "cuda":
@@ -248,15 +295,16 @@ def measure_beside(box: GridRun) -> None:
 def print_table(report: dict[str, Any]) -> None:
     """The grid beside the report's figures, then the guesses."""
     published = {(row["input_len"], row["concurrency"]): row for row in published_cells()}
-    print(
-        f"\n{'in':>6} {'users':>5} {'out':>4} {'TTFT s':>8} {'report':>7} {'TPOT ms':>8} {'report':>7} {'median':>7} {'tok/s':>7} captured"
-    )
-    for row in sorted(report.get("wanted", []) + report.get("rest", []), key=lambda row: (row["input_len"], row["concurrency"])):
+    names = (("in", 6), ("users", 5), ("out", 4), ("TTFT s", 8), ("report", 7), ("TPOT ms", 8), ("report", 7), ("median", 7), ("tok/s", 7))
+    print("\n" + " ".join(name.rjust(width) for name, width in (*names, ("gap ms", 7))), "captured")
+    for row in sorted(
+        (row for part in ("alone", "many", "rest") for row in report.get(part, [])), key=lambda row: (row["input_len"], row["concurrency"])
+    ):
         other = published.get((row["input_len"], row["concurrency"]), {})
         print(
             f"{row['input_len']:>6} {row['concurrency']:>5} {row['output_len']:>4.0f} {row['ttft_s']:>8.3f} {other.get('ttft_s', '-'):>7} "
             f"{row['tpot_ms']:>8.2f} {other.get('tpot_ms', '-'):>7} {row.get('itl_ms_p50', float('nan')):>7.2f} {row['system_tps']:>7.0f} "
-            f"{row['captured']}"
+            f"{row['largest_gap_ms']:>7.1f} {row['captured']}"
         )
     for row in report.get("guesses", []):
         kept = f", kept {row['kept']:.3f}, {row['tokens_a_step']:.2f} a step, last {row['guessed_last']}" if "kept" in row else ""
@@ -275,22 +323,28 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     about = {
         "hardware": describe_hardware(device.type),
         "torch": torch.__version__,
-        "tp": parallel.size,
+        "tp": options.rank_of or parallel.size,
+        "ranks": parallel.size,
         "layers": config.num_hidden_layers,
     }
-    box = GridRun(parallel, TINY_SIZES if options.tiny else sizes_of_r1(), options.out, options.seconds, about)
+    sizes = TINY_SIZES if options.tiny else sizes_of_r1()
+    if options.cells:
+        sizes = sizes.only(options.cells)
+    if options.users:
+        sizes = replace(sizes, users=tuple(options.users))
+    box = GridRun(parallel, sizes, options.out, options.seconds, about)
     box.say(f"{about}, all-reduce by {'peers' if parallel.peers is not None else 'the library'}")
-    loaded = build(config, parallel, device)
+    loaded = one_rank(config, options.rank_of, device) if options.rank_of else build(config, parallel, device)
     box.say("weights are made")
     make_engine(box, loaded)
-    first, rest = box.sizes.cells[: box.sizes.wanted], box.sizes.cells[box.sizes.wanted :]
     measures: dict[str, Callable[[GridRun], None]] = {
-        "wanted": lambda box: measure_cells(box, first, "wanted"),
-        "guesses": lambda box: measure_guesses(box, loaded),
-        "sums": measure_sums,
-        "turns": measure_turns,
+        "alone": lambda box: measure_cells(box, box.sizes.alone, "alone"),
+        "many": lambda box: measure_cells(box, box.sizes.many, "many"),
         "beside": measure_beside,
-        "rest": lambda box: measure_cells(box, rest, "rest"),
+        "guesses": lambda box: measure_guesses(box, loaded),
+        "turns": measure_turns,
+        "rest": lambda box: measure_cells(box, box.sizes.rest, "rest"),
+        "sums": measure_sums,
     }
     for name in options.parts.split(","):
         box.part(name, measures[name])
@@ -308,8 +362,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--seconds", type=float, default=400.0)
+    parser.add_argument("--rank-of", type=int, help="one rank of so many, alone")
+    parser.add_argument("--cells", type=cells_of, help="these alone")
     parser.add_argument("--layers", type=int, help="only so many of the 61: a test of the script")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--users", type=numbers, help="of guesses, these alone")
     parser.add_argument("--out", type=Path)
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     report_of_ranks(run, parser.parse_args())

@@ -1,9 +1,9 @@
 """Guesses of an MTP layer on R1's shapes, of which some count as right: how many pay, and what guesses that are never right cost.
 
-Made-up weights guess nothing right, so whether a guess counts as right is drawn when its successor was chosen: the layer has computed and
-sampled, the guess went through the whole model, cache and rows were kept for it, and only the comparison of two token ids is replaced. A
-right guess brings a token, a wrong one is computed again. Rows of one user choose experts as unlike each other as those of two: real
-text's successive tokens share some. r1_box.py and r1_grid.py measure with it.
+Made-up weights guess nothing right, so whether a guess is right is drawn when its successor was chosen: the layer has computed and sampled,
+the guess went through the whole model, cache and rows were kept for it, and then what the model chose in its place is made the guess, or
+another token. A right guess brings a token, behind a wrong one is computed again. Rows of one user choose experts as unlike each other as
+those of two: real text's successive tokens share some. r1_box.py and r1_grid.py measure with it.
 """
 
 import random
@@ -11,12 +11,18 @@ import statistics
 from dataclasses import replace
 from typing import Any
 
+import torch
 from made_engine import led
 
+from quantkit.devices import sent
 from quantkit.evaluation.speed.engine import EngineTarget
 from quantkit.evaluation.speed.measure import RequestTimes
 from quantkit.evaluation.speed.workload import Workload
+from quantkit.executor.chooser import Chooser, ChosenTokens
+from quantkit.executor.draws import Draws
 from quantkit.executor.engine import Engine
+from quantkit.executor.load import LoadedModel
+from quantkit.executor.runner import ForwardPass
 from quantkit.executor.sampling import SamplingParams
 from quantkit.executor.sequence import Sequence
 from quantkit.executor.speculation import Speculation
@@ -30,22 +36,32 @@ class DraftingEngine(Engine):
 
     acceptance = 0.7
 
+    def __init__(self, loaded: LoadedModel, *given: Any, **options: Any) -> None:
+        super().__init__(loaded, *given, **options)
+        self.chooser = DrawnChooser(self)
+
     def sequence(self, prompt: list[int], params: SamplingParams, index: int = 0, *, streams: bool = True) -> Sequence:
-        checked = super().sequence(prompt, params, index, streams=False)
-        drawn = DrawnSequence(index, prompt, replace(params, seed=checked.seed), self.tokenizer, self.max_model_len, streams=False)
-        drawn.acceptance = self.acceptance
-        return drawn
+        """Its seed follows from the prompt: the same on every rank, and for any number of guesses."""
+        return super().sequence(prompt, replace(params, seed=1000 * sum(prompt)), index, streams=False)
 
 
-class DrawnSequence(Sequence):
-    """Which guesses are right is drawn from the request's seed, the same on every rank."""
+class DrawnChooser(Chooser):
+    """Which guesses are right is drawn from their sequence's seed and their places."""
 
-    acceptance: float
+    def __init__(self, engine: DraftingEngine) -> None:
+        super().__init__(engine.loaded.config.vocab_size, engine.loaded.device, lambda: engine.tokenizer.eos_ids)
+        self._engine = engine
 
-    def extend(self, chosen: list[int], now: float) -> int:
-        draws = [random.Random(self.seed + len(self.token_ids) + i).random() for i in range(len(self.drafts))]
-        self.drafts = [token if number < self.acceptance else -1 for token, number in zip(chosen, draws)]
-        return super().extend(chosen, now)
+    def choose(self, done: ForwardPass, draw: Draws) -> ChosenTokens:
+        """As `Chooser.choose`, but behind every token before a guess."""
+        chosen, wanted = super().choose(done, draw), []
+        for sequence, count in done.counts:
+            for place, guess in enumerate(sequence.drafts[: count - 1], len(sequence.token_ids)):
+                right = random.Random(sequence.seed + place).random() < self._engine.acceptance
+                wanted.append(guess if right else (guess + 1) % self._vocab)
+            wanted.append(-1)
+        told = sent(wanted, chosen.token_ids.device)
+        return chosen._replace(token_ids=torch.where(told < 0, chosen.token_ids, told))
 
 
 def plain_row(engine: Engine, work: Workload) -> dict[str, Any]:

@@ -383,6 +383,7 @@ def show_deployment(plan: dict[str, Any], scripts: list[str]) -> None:
     for note in plan["notes"]:
         tell(note)
     for problem in plan["problems"]:
-        err.print(f"{problem['severity']}: {problem['problem']}; {problem['remedy']}", soft_wrap=True)
+        if problem["severity"] != "error":  # an error ends the command, and is its last line
+            err.print(f"{problem['severity']}: {problem['problem']}; {problem['remedy']}", soft_wrap=True)
     for script in scripts:
         out.print(script, soft_wrap=True)

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import platform
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -69,6 +70,12 @@ def free_bytes(device: torch.device) -> int:
     import psutil
 
     return psutil.virtual_memory().available
+
+
+def sent(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Numbers of the host as a tensor of `device`, which was not waited for: `torch.tensor(values, device=...)` waits until everything that
+    was launched is done. CUDA has copied what is pageable when the call returns."""
+    return torch.tensor(values, dtype=dtype).to(device, non_blocking=device.type == "cuda")
 
 
 def describe_hardware(device: str = "auto") -> str:

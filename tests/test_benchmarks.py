@@ -39,8 +39,10 @@ def test_the_published_grid_begins_with_what_is_wanted_most(monkeypatch: pytest.
 
     sizes, published = r1_grid.sizes_of_r1(), r1_grid.published_cells()
     places = [(cell.input_len, cell.users) for cell in sizes.cells]
-    assert places[:3] == [(128, 1), (128, 8), (128, 32)]
-    assert places[3 : sizes.wanted] == [(1024 * length, 1) for length in (4, 8, 16, 20, 30, 60)]
+    assert [(cell.input_len, cell.users) for cell in sizes.alone] == [(128, 1), *((1024 * at, 1) for at in (4, 8, 16, 20, 30, 60))]
+    assert [(cell.input_len, cell.users) for cell in sizes.many] == [
+        (1024 * at, users) for at, users in ((30, 2), (20, 2), (8, 8), (4, 16), (1, 32))
+    ]
     assert len(published) == 30
     assert sorted(places) == sorted([*((row["input_len"], row["concurrency"]) for row in published), (16384, 1)])
     assert {cell.output_len for cell in sizes.cells if cell.users > 1} == {512}

@@ -168,6 +168,15 @@ def test_kernels_and_deploy_answer(tiny_checkpoint: Path) -> None:
     assert close == apart
 
 
+def test_deploy_fails_where_the_engine_does_not_load_the_checkpoint(tiny_checkpoint: Path) -> None:
+    for more in ((), ("--json",)):
+        refused = command("deploy", str(tiny_checkpoint), "--engine", "vllm-ascend", "--boxes", "1", *more)
+        assert refused.code == 1
+        assert f"vllm-ascend cannot serve {tiny_checkpoint}: vllm-ascend does not load fp8-block" in refused.error
+        assert refused.err.count("error: ") == 1
+        assert "vllm serve" in refused.out or refused.json["launches"]  # the commands are printed all the same
+
+
 def test_usage_errors_exit_2() -> None:
     assert command("quantize").code == 2
     assert command("bench", "tiny-r1", "--input-len", "many").code == 2

@@ -260,7 +260,10 @@ def deploy(
     mtp: Annotated[int, typer.Option(min=0, help="Tokens that the MTP layer guesses a step; 0 leaves it out.")] = 0,
     json_: AsJson = False,
 ) -> None:
-    """Print the exact commands that serve a checkpoint with another engine, on one box or many, and whether it fits."""
+    """Print the exact commands that serve a checkpoint with another engine, on one box or many, and whether it fits.
+
+    The exit code is 1 where the engine does not load it.
+    """
     from quantkit.checkpoint.reader import Checkpoint
     from quantkit.clusters import decoding
     from quantkit.engines.launch import deploy as plan
@@ -273,5 +276,9 @@ def deploy(
         "decoding": decoding(Checkpoint.open(path), find_topology(engine, boxes, layout, devices=devices), planned.memory)
     }
     if json_:
-        return print_json(told)
-    console.show_deployment(told, [launch.script() for launch in planned.launches])
+        print_json(told)
+    else:
+        console.show_deployment(told, [launch.script() for launch in planned.launches])
+    if planned.refusal is not None:
+        console.tell_error(planned.refusal.problem, planned.refusal.remedy, as_json=False)
+        raise typer.Exit(1)

@@ -75,7 +75,15 @@ class Deployment:
 
     @property
     def ready(self) -> bool:
-        return all(role.fits for role in self.memory.values()) and not any(found.severity == "error" for found in self.problems)
+        return all(role.fits for role in self.memory.values()) and self.refusal is None
+
+    @property
+    def refusal(self) -> QuantkitError | None:
+        """Why the engine cannot load the checkpoint as the layout splits it, in one error; None where it can."""
+        errors = [found for found in self.problems if found.severity == "error"]
+        if not errors:
+            return None
+        return QuantkitError(f"{self.engine} cannot serve {self.model}: {'; '.join(found.problem for found in errors)}", errors[0].remedy)
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "ready": self.ready}

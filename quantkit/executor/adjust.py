@@ -10,6 +10,7 @@ from collections.abc import Sequence as Items
 import torch
 from torch import Tensor
 
+from quantkit.devices import sent
 from quantkit.executor.sequence import Sequence
 
 
@@ -55,10 +56,10 @@ class Adjuster:
         if asking:
             self._penalize(adjusted, asking)
         if early:
-            rows, tokens = torch.tensor(early, device=self._device).T
+            rows, tokens = sent(early, self._device).T
             adjusted[rows, tokens] = float("-inf")
         if masked:
-            rows, masks = torch.tensor(masked, device=self._device).T
+            rows, masks = sent(masked, self._device).T
             assert allowed is not None, "rows are masked by it"
             adjusted[rows] = adjusted[rows].masked_fill_(~allowed[masks], float("-inf"))
         return adjusted
@@ -74,11 +75,11 @@ class Adjuster:
             drafted += [(len(places) + i, draft) for i in range(1, count) for draft in sequence.drafts[:i]]
             places += [(row, self._slots[sequence]) for row in range(first, first + count)]
             asked += [(params.repetition_penalty, params.presence_penalty, params.frequency_penalty)] * count
-        rows, slots = torch.tensor(places, device=self._device).T
-        repetition, presence, frequency = torch.tensor(asked, device=self._device).T.unsqueeze(-1)
+        rows, slots = sent(places, self._device).T
+        repetition, presence, frequency = sent(asked, self._device).T.unsqueeze(-1)
         values, times, said = adjusted[rows] + self._bias[slots], self._times[slots], self._said[slots]
         if drafted:
-            of_row, tokens = torch.tensor(drafted, device=self._device).T
+            of_row, tokens = sent(drafted, self._device).T
             times.index_put_((of_row, tokens), times.new_ones(()), accumulate=True)
             said[of_row, tokens] = True
         values = torch.where(said, torch.where(values > 0, values / repetition, values * repetition), values)
@@ -95,7 +96,7 @@ class Adjuster:
             new += [slot * self._vocab + token for token in sequence.token_ids[known:]]
             self._counted[slot] = len(sequence.token_ids)
         if new:
-            places = torch.tensor(new, device=self._device)
+            places = sent(new, self._device)
             self._times.view(-1).index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
             self._said.view(-1)[places] = True
 
@@ -108,10 +109,10 @@ class Adjuster:
         self._slots[sequence], self._counted[slot] = slot, sequence.prompt_len
         for table in (self._times, self._said, self._bias):
             table[slot].zero_()
-        self._said[slot, torch.tensor(sequence.token_ids[: sequence.prompt_len], device=self._device)] = True
+        self._said[slot, sent(sequence.token_ids[: sequence.prompt_len], self._device)] = True
         if sequence.params.logit_bias:
             ids, values = zip(*sequence.params.logit_bias)
-            self._bias[slot].index_add_(0, torch.tensor(ids, device=self._device), torch.tensor(values, device=self._device))
+            self._bias[slot].index_add_(0, sent(ids, self._device), sent(values, self._device))
         return slot
 
     def _grow(self) -> None:

@@ -2,8 +2,11 @@
 on the loaded model.
 
 A running answer waits for the prompt tokens that a step computes beside it, so they should be few; but weights are read for each step
-anew, and between two chunks come the answers' own steps, so with too few of them a prompt takes longer. `measure` doubles their number
-until everybody would wait too long, and takes the fewest that come near the best rate of prompt tokens.
+anew, and between two chunks come the answers' own steps, so with too few of them a prompt takes longer. `measure` finds how many tokens
+nobody waits too long for, and takes the fewest of them that come near the best rate of prompt tokens.
+
+Chunks of a long prompt lie behind a context, ever another one. So passes are measured as these are computed: launched, not replayed; and
+once more behind some thousand cached tokens, for there a token costs more.
 
 A pass that is captured waits for no launch. That is worth its capture, which takes as long as some passes and happens while users wait,
 only where launching is what a pass waits for: with many tokens, and sooner in large models, the device is busy all the time.
@@ -11,6 +14,7 @@ only where launching is what a pass waits for: with many tokens, and sooner in l
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +26,7 @@ from quantkit.executor.runner import Runner
 from quantkit.executor.scheduler import StepBudget
 
 _FEWEST, _ROWS = 32, 8
-"""Prompt tokens of the first chunk measured; rows of answers beside which it is."""
+"""Prompt tokens of the shortest chunk; rows of answers beside which chunks are measured."""
 _WORTH = 1.1
 """How much slower a pass must be launched than replayed, for graphs of its size to be captured."""
 _LEAST_CAPTURED = 64
@@ -30,9 +34,15 @@ _LEAST_CAPTURED = 64
 _NEAR = 1.02
 """How much faster the best rate may be than that of the chunk that is taken."""
 _LONGEST_S, _STEPS = 0.2, 4
-"""A chunk may take so long, or as long as so many steps of the answers beside it, if that is longer: they wait for it. With chunks of 4096
-tokens, 32 prompts of 4096 of Qwen3-8B have their first token on an H200 after 0.78 of the time that they need with 512. On four of R1's
-ranks a prompt of 16,384 beside 32 answers needs 1.7 s with chunks of 2048 and 2.5 with 1024, and the answers wait 0.26 s and 0.18."""
+"""A chunk and the answers' step may take so long, or as long as so many of these steps, if that is longer: answers wait for it. With chunks
+of 4096 tokens, 32 prompts of 4096 of Qwen3-8B have their first token on an H200 after 0.78 of the time that they need with 512. On four of
+R1's ranks a prompt of 16,384 beside 32 answers needs 1.7 s with chunks of 2048 and 2.5 with 1024, and the answers wait 0.26 s and 0.18."""
+_BEHIND = 3
+"""Chunks of context behind which a chunk is measured again, where the cache has room for them."""
+_STRIDE = 7
+"""Between the ids of made-up tokens: other tokens ask for other experts, whose weights are read."""
+_CHEAPEST = 0.5
+"""Of a pass's mean time a token, what one more takes at least: passes that wait for their launches look as if tokens were free."""
 
 
 @torch.inference_mode()
@@ -41,40 +51,93 @@ def measure(runner: Runner, parallel: Parallel, budget: StepBudget, max_batch: i
 
     budget: tokens that are allowed. asked: whether somebody chose them, so that only the mixing is to be measured.
     """
-    most = min(budget.alone, (runner.cache.num_blocks - 1) * runner.cache.block_size)
+    room = (runner.cache.num_blocks - 1) * runner.cache.block_size
+    most = min(budget.alone, room)
     if max_batch == 1:
         return budget
     trial, rows = _Trial(runner, parallel), min(_ROWS, max_batch - 1)
-    step = trial.seconds(lambda: trial.answers(rows))
+    step = trial.seconds(trial.answers, rows)
     if runner.prompts.captures:
         runner.prompts.limit(_captured(trial, most))
-    longest = max(_LONGEST_S, _STEPS * step)
-    chunk = most if asked else _knee(lambda tokens: trial.seconds(lambda: trial.prompt(tokens)), most, longest, step)
-    apart = step + trial.seconds(lambda: trial.prompt(chunk))
-    return StepBudget(budget.alone, chunk, mixed=trial.seconds(lambda: trial.mixed(rows, chunk)) < apart)
+    chunk, doubles_at = most, 0
+    if not asked:
+        passes = _Passes(lambda tokens: trial.seconds(trial.launched, tokens), step)
+        chunk = passes.knee(most, max(_LONGEST_S, _STEPS * step))
+        if (behind := min(_BEHIND, room // chunk - 1)) > 0:
+            for part in range(behind):
+                trial.launched(chunk, part * chunk)
+            doubles_at = passes.doubles_at(chunk, behind * chunk, trial.seconds(trial.launched, chunk, behind * chunk))
+    apart = step + trial.seconds(trial.launched, chunk)
+    return StepBudget(budget.alone, chunk, mixed=trial.seconds(trial.mixed, rows, chunk) < apart, doubles_at=doubles_at)
 
 
 def _captured(trial: "_Trial", most: int) -> int:
     """The most tokens of a pass that is worth a graph."""
     tokens = min(MOST_TOKENS, most)
     while tokens > _LEAST_CAPTURED:
-        if trial.seconds(lambda: trial.launched(tokens)) >= _WORTH * trial.seconds(lambda: trial.prompt(tokens)):  # noqa: B023  called at once
+        if trial.seconds(trial.launched, tokens) >= _WORTH * trial.seconds(trial.prompt, tokens):
             break
         tokens //= 2
     return tokens
 
 
-def _knee(seconds: Callable[[int], float], most: int, longest: float, step: float) -> int:
-    """The fewest tokens of a chunk whose rate, with the answers' own step of `step` seconds after each, is near the best one of chunks that
-    take no longer than `longest`. seconds: of a pass over so many tokens. All are measured: passes of more than 1024 tokens are not
-    captured, so that twice the tokens may bring less where four times bring more."""
-    tokens = min(_FEWEST, most)
-    took = {tokens: seconds(tokens)}
-    while 2 * tokens <= most and 2 * took[tokens] <= longest:
-        tokens *= 2
-        took[tokens] = seconds(tokens)
-    each = {tokens: (step + pass_s) / tokens for tokens, pass_s in took.items()}
-    return min(tokens for tokens, one in each.items() if one <= _NEAR * min(each.values()))
+class _Passes:
+    """Passes over the first tokens of a prompt. seconds: measures one of so many; step: of the answers, after each chunk."""
+
+    def __init__(self, seconds: Callable[[int], float], step: float) -> None:
+        self._measure, self._step = seconds, step
+        self.took: dict[int, float] = {}
+
+    def seconds(self, tokens: int) -> float:
+        if tokens not in self.took:
+            self.took[tokens] = self._measure(tokens)
+        return self.took[tokens]
+
+    def knee(self, most: int, longest: float) -> int:
+        """The fewest tokens of a chunk whose rate is near the best of those that take, with the answers' step, no longer than `longest`."""
+        sizes = [min(_FEWEST, most)]
+        while 2 * sizes[-1] <= most:
+            sizes.append(2 * sizes[-1])
+        fits, too_long = self._longest(sizes, longest)
+        if fits == 0 and self._gap(sizes[0]) > longest:  # no chunk is short enough: then half of the time may be its tokens'
+            longest = 2 * self._gap(sizes[0])
+            fits, too_long = self._longest(sizes, longest)
+        chunk = sizes[fits]
+        if too_long < len(sizes) and (left := longest - self._gap(chunk)) > 0:
+            more = left / (self.seconds(sizes[too_long]) - self.seconds(chunk)) * (sizes[too_long] - chunk)
+            chunk += int(more) // (unit := max(chunk // 8, 1)) * unit
+        best = self._each(chunk)
+        for fewer in reversed(sizes[: fits + 1]):
+            if self._each(fewer) > _NEAR * best:
+                break
+            chunk, best = fewer, min(best, self._each(fewer))
+        return chunk
+
+    def _longest(self, sizes: list[int], longest: float) -> tuple[int, int]:
+        """Which of the sizes is the last that takes no longer, and which the first that does; the first of all is not asked."""
+        fits, too_long = 0, len(sizes)
+        while too_long - fits > 1:
+            middle = (fits + too_long) // 2
+            fits, too_long = (middle, too_long) if self._gap(sizes[middle]) <= longest else (fits, middle)
+        return fits, too_long
+
+    def doubles_at(self, chunk: int, start: int, behind: float) -> int:
+        """Behind how many tokens one costs twice as much, from a chunk's `behind` seconds behind `start`; 0 where it costs no more."""
+        took = self.seconds(chunk)
+        pair, each = (behind - took) / (chunk * start), took / chunk
+        longer = min((tokens for tokens in self.took if tokens > chunk), default=chunk)
+        shorter = max((tokens for tokens in self.took if tokens < chunk), default=chunk) if longer == chunk else chunk
+        if longer > shorter:
+            # Tokens of the longer pass see each other, which is no part of what one costs that sees nothing.
+            more = (self.seconds(longer) - self.seconds(shorter)) / (longer - shorter) - pair * (shorter + longer) / 2
+            each = max(more, _CHEAPEST * each)
+        return round(each / pair) if pair > 0 else 0
+
+    def _gap(self, tokens: int) -> float:
+        return self._step + self.seconds(tokens)
+
+    def _each(self, tokens: int) -> float:
+        return self._gap(tokens) / tokens
 
 
 class _Trial:
@@ -82,12 +145,16 @@ class _Trial:
 
     def __init__(self, runner: Runner, parallel: Parallel) -> None:
         self._runner, self._parallel = runner, parallel
+        self._known: dict[tuple[Any, ...], float] = {}
+        """Seconds by what was computed, and its sizes."""
 
-    def seconds(self, compute: Callable[[], torch.Tensor]) -> float:
-        """The better of two, after two that compile and capture."""
-        compute()
-        compute()
-        return min(self._once(compute), self._once(compute))
+    def seconds(self, compute: Callable[..., torch.Tensor], *sizes: int) -> float:
+        """The better of two, after two that compile and capture; measured once for each size."""
+        if (compute, *sizes) not in self._known:
+            for _ in range(2):
+                compute(*sizes)
+            self._known[compute, *sizes] = min(self._once(lambda: compute(*sizes)) for _ in range(2))
+        return self._known[compute, *sizes]
 
     def _once(self, compute: Callable[[], torch.Tensor]) -> float:
         began = time.perf_counter()
@@ -95,23 +162,27 @@ class _Trial:
         return -self._parallel.minimum(-round((time.perf_counter() - began) * 1e9)) * 1e-9
 
     def prompt(self, tokens: int) -> torch.Tensor:
-        return self._with_prompt(None, tokens)
+        """As a graph."""
+        return self._logits(self._runner.prompts.capture(None, self._prompt(tokens)))
 
-    def launched(self, tokens: int) -> torch.Tensor:
-        """As `prompt`, operator by operator."""
-        return self._logits(self._runner.prompts.launch(None, self._prompt(tokens)))
+    def launched(self, tokens: int, start: int = 0) -> torch.Tensor:
+        """Operator by operator, behind `start` cached tokens."""
+        return self._logits(self._runner.prompts.launch(None, self._prompt(tokens, start)))
 
     def answers(self, rows: int) -> torch.Tensor:
         return self._runner.steps.run(self._rows(rows)).greedy
 
     def mixed(self, rows: int, tokens: int) -> torch.Tensor:
-        return self._with_prompt(self._rows(rows), tokens)
+        """Both in one pass, operator by operator."""
+        return self._logits(self._runner.prompts.launch(self._rows(rows), self._prompt(tokens)))
 
-    def _with_prompt(self, answers: DecodeRows | None, tokens: int) -> torch.Tensor:
-        return self._logits(self._runner.prompts.capture(answers, self._prompt(tokens)))
+    def _prompt(self, tokens: int, start: int = 0) -> list[PromptRows]:
+        blocks = range(1, -(-(start + tokens) // self._runner.cache.block_size) + 1)
+        return [PromptRows(self._ids(start, tokens).tolist(), start, list(blocks))]
 
-    def _prompt(self, tokens: int) -> list[PromptRows]:
-        return [PromptRows([0] * tokens, 0, list(range(1, -(-tokens // self._runner.cache.block_size) + 1)))]
+    def _ids(self, start: int, count: int) -> np.ndarray:
+        """Of made-up tokens, every one of the vocabulary as often as another."""
+        return _STRIDE * np.arange(start, start + count) % len(self._runner.model.embedding)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._runner.model.logits(hidden[:_ROWS]).argmax(dim=-1)
@@ -119,4 +190,5 @@ class _Trial:
     def _rows(self, rows: int) -> DecodeRows:
         """Rows that each write and see the first tokens of a block."""
         zeros = np.zeros(rows, dtype=np.int64)
-        return DecodeRows(zeros, zeros, zeros + self._runner.cache.block_size, np.ones((rows, 1), dtype=np.int32), zeros)
+        slots = zeros + self._runner.cache.block_size
+        return DecodeRows(self._ids(0, rows), zeros, slots, np.ones((rows, 1), dtype=np.int32), zeros)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quantkit.devices import sent
 from quantkit.executor.adjust import Adjuster
 from quantkit.executor.draws import Draws
 from quantkit.executor.masks import Masks
@@ -60,7 +61,7 @@ class Chooser:
         if batch is None:
             return ChosenTokens(done.greedy if adjusted is done.logits else adjusted.argmax(dim=-1))
         places = [len(sequence.token_ids) + i for sequence, count in counts for i in range(count)]
-        on_device = torch.tensor(places, device=self._device)
+        on_device = sent(places, self._device)
         return ChosenTokens(draw(adjusted, batch, on_device), batch, on_device)
 
     def _look_at(self, counts: list[tuple[Sequence, int]]) -> "_Rows":

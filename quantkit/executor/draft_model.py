@@ -11,7 +11,7 @@ Of a sequence that is longer than the draft model's positions nothing is guessed
 from torch import Tensor
 
 from quantkit.executor.drafter import Drafter
-from quantkit.executor.graphs import DecodeRows, StepResult
+from quantkit.executor.graphs import DecodeRows, DevicePlaces, StepResult
 from quantkit.executor.parallel import Parallel
 from quantkit.executor.prompt_graphs import PromptRows
 from quantkit.executor.runner import ForwardPass, Runner
@@ -45,8 +45,8 @@ class ModelDrafter(Drafter):
     that what is left behind in them should have been read."""
 
     def __init__(self, draft: Runner, runner: Runner, count: int, parallel: Parallel, *, reach: int, shared: bool) -> None:
-        super().__init__(runner, count, parallel, reach)
-        self._draft, self._shared, self.steps = draft, shared, draft.steps
+        super().__init__(runner, count, parallel, reach, own=draft)
+        self._shared, self.steps = shared, draft.steps
         self._guessed = False
         """Whether the tokens chosen in the last pass were read."""
 
@@ -61,17 +61,16 @@ class ModelDrafter(Drafter):
         if not within:
             return None
         if len(within) == len(places):
-            return self._draft.steps.run(self._draft.rows([0] * len(places), places), token_ids)[1:]
-        rows = self._draft.rows([0] * len(within), [places[row] for row in within])
-        _, logits, greedy = self._draft.steps.run(rows, token_ids[self._tensor(within)])
+            return self._own.steps.run(self._own.rows([0] * len(places), places), token_ids)[1:]
+        rows = self._own.rows([0] * len(within), [places[row] for row in within])
+        _, logits, greedy = self._own.steps.run(rows, token_ids[self._tensor(within)])
         number = {row: i for i, row in enumerate(within)}
         # Rows past the reach have the first one's guess, which is not taken.
         spread = self._tensor([number.get(row, 0) for row in range(len(places))])
         return logits[spread], greedy[spread]
 
-    def _further(self, sequences: list[Sequence], made: int, guessed: Tensor, rows: list[int]) -> StepResult:
-        places = [(one, len(one.token_ids) + made - 1) for one in sequences]
-        return self._draft.steps.run(self._draft.rows([0] * len(sequences), places), guessed)
+    def _further(self, guessed: Tensor, rows: Tensor | None, where: DecodeRows, places: DevicePlaces | None) -> StepResult:
+        return self._own.steps.run(where, guessed, places=places)
 
     def _settle(self, done: ForwardPass) -> None:
         advanced = [sequence for sequence, _ in done.counts]
@@ -93,6 +92,6 @@ class ModelDrafter(Drafter):
             if known > sequence.num_read:
                 parts.append((sequence, known))
         if parts:
-            self._draft.prompts.run(None, [PromptRows(one.token_ids[one.num_read : end], one.num_read, one.blocks) for one, end in parts])
+            self._own.prompts.run(None, [PromptRows(one.token_ids[one.num_read : end], one.num_read, one.blocks) for one, end in parts])
         for sequence, end in parts:
             sequence.num_read = end

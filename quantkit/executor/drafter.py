@@ -5,8 +5,10 @@ guesses as long as they are what it chose. So the tokens are those of plain deco
 come out of a step. A guess for a sampled token draws with the number the choice will draw with, so where the two distributions agree the
 tokens do too.
 
-The first guess is made behind every row of a pass, before the host knows which guesses of the last step were right: chosen tokens and new
-guesses come to the host together. What was written to a cache for wrong ones is written again before it is read.
+Guesses are made before the host knows which guesses of the last step were right: the device compares them with what was chosen
+(accepted.py), and goes on behind the last that was. Chosen tokens and new guesses come to the host together. An NPU, whose operators want
+lengths on the host, makes the first guess behind every row, and the host waits for it before the further ones. What was written to a cache
+for wrong guesses is written again before it is read.
 """
 
 import sys
@@ -15,8 +17,10 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from quantkit.devices import sent
+from quantkit.executor.accepted import Accepted
 from quantkit.executor.chooser import ChosenTokens
-from quantkit.executor.graphs import DecodeSteps, EagerSteps, StepResult
+from quantkit.executor.graphs import DecodeRows, DecodeSteps, DevicePlaces, EagerSteps, StepResult
 from quantkit.executor.parallel import Parallel
 from quantkit.executor.runner import ForwardPass, Runner
 from quantkit.executor.sampling import Batch
@@ -25,16 +29,21 @@ from quantkit.executor.sequence import Sequence
 
 class Drafter(ABC):
     """runner: of the model that is guessed for. count: tokens guessed a step, at most; may be changed between steps. reach: tokens of a
-    sequence behind which nothing can be guessed any more."""
+    sequence behind which nothing can be guessed any more. own: computes guesses, over its cache. behind: by how many places a further
+    guess's lies before its token."""
 
     steps: DecodeSteps | EagerSteps
     """What computes guesses."""
 
-    def __init__(self, runner: Runner, count: int, parallel: Parallel, reach: int = sys.maxsize) -> None:
+    def __init__(self, runner: Runner, count: int, parallel: Parallel, reach: int = sys.maxsize, *, own: Runner, behind: int = 0) -> None:
         self.count, self.parallel, self._reach = count, parallel, reach
-        self._runner = runner
+        self._runner, self._own, self._shift = runner, own, behind
+        self.waits = runner.device.type == "npu"
+        """Whether the host waits for the first guess before the further ones."""
         self._lengths: list[int] = []
         """Of the sequences of the last pass that get tokens, before they did."""
+        self._first: Tensor | None = None
+        """The first guess behind each of its rows, on the device."""
 
     @abstractmethod
     def _behind(self, done: ForwardPass, token_ids: Tensor | None) -> tuple[Tensor, Tensor] | None:
@@ -42,29 +51,60 @@ class Drafter(ABC):
         nothing is guessed. Tokens of prompts are read here."""
 
     @abstractmethod
-    def _further(self, sequences: list[Sequence], made: int, guessed: Tensor, rows: list[int]) -> StepResult:
-        """What may follow the guesses [n] made last, the `made`th of each sequence. rows: which row of the last result each came from."""
+    def _further(self, guessed: Tensor, rows: Tensor | None, where: DecodeRows, places: DevicePlaces | None) -> StepResult:
+        """What may follow the guesses [n] made last. rows [n]: which row of the last result each came from; None: all, in their order.
+        where, places: the guesses' places, as `DecodeSteps.run` takes them."""
 
     @abstractmethod
     def _settle(self, done: ForwardPass) -> None:
         """The pass's tokens were appended, and guesses made."""
 
     def begin(self, done: ForwardPass, chosen: ChosenTokens | None) -> Tensor | None:
-        """As `speculation.Source.begin`."""
+        """As `speculation.Source.begin`: how many guesses of each sequence were right, and then those that are new, one row of sequences
+        after the other; where the host waits, the first guess behind each row."""
         self._lengths = [len(sequence.token_ids) for sequence, _ in done.counts]
         found = self._behind(done, None if chosen is None else chosen.token_ids)
         if found is None or chosen is None:
             return None
         logits, greedy = found
-        if chosen.batch is None or chosen.places is None:
-            return greedy
-        return self._runner.draw(logits, chosen.batch, chosen.places + 1)
+        self._first = greedy
+        if chosen.batch is not None and chosen.places is not None:
+            self._first = self._runner.draw(logits, chosen.batch, chosen.places + 1)
+        return self._first if self.waits else self._chained(done, chosen, self._first)
 
     def finish(self, done: ForwardPass, advanced: list[Sequence], guesses: list[int]) -> None:
         """As `speculation.Source.finish`."""
-        if guesses:
+        if guesses and self.waits:
             self._guess(done, guesses)
+        elif guesses:
+            self._take(done, guesses)
         self._settle(done)
+
+    def _chained(self, done: ForwardPass, chosen: ChosenTokens, first: Tensor) -> Tensor:
+        """All guesses, each behind the one before it; the host waits for nothing."""
+        accepted = Accepted.of(done.counts, chosen.token_ids)
+        rows: Tensor | None = accepted.rows
+        guesses, batch, drawn_at = [first[accepted.rows]], None, accepted.rows
+        if chosen.batch is not None and chosen.places is not None:
+            batch, drawn_at = Batch(*(one[accepted.rows] for one in chosen.batch)), chosen.places[accepted.rows] + 1
+        places = accepted.newest + 1 - self._shift
+        where = self._own.rows([0] * len(done.counts), [(sequence, 0) for sequence, _ in done.counts])
+        tables = torch.from_numpy(where.tables).to(first.device, non_blocking=first.is_cuda) if self.count > 1 else None
+        for _ in range(1, self.count):
+            assert tables is not None, "made for this"
+            at = DevicePlaces.of(places, tables, self._own.cache.block_size, self._reach)
+            result = self._further(guesses[-1], rows, where, at)
+            drawn_at, places, rows = drawn_at + 1, places + 1, None
+            guesses.append(result.greedy.clone() if batch is None else self._runner.draw(result.logits, batch, drawn_at))
+        return torch.cat((accepted.right, *guesses))
+
+    def _take(self, done: ForwardPass, found: list[int]) -> None:
+        """Drafts from what `_chained` returned, as many as can be of use."""
+        number = len(done.counts)
+        for place, ((sequence, _), length) in enumerate(zip(done.counts, self._lengths)):
+            assert sequence.finish_reason is not None or len(sequence.token_ids) == length + 1 + found[place], "the device compared"
+            wanted = max(self._wanted(sequence), 0)
+            sequence.drafts += found[number + place :: number][:wanted]
 
     def _guess(self, done: ForwardPass, guesses: list[int]) -> None:
         """Drafts for the sequences of a pass, the first from `guesses` [R] of its rows."""
@@ -81,15 +121,17 @@ class Drafter(ABC):
     def _chain(self, sequences: list[Sequence], rows: list[int]) -> None:
         """Further guesses, each behind the one before it: the host waits once for all of them."""
         found: list[tuple[list[Sequence], Tensor]] = []
-        guessed, made = self._tensor([one.drafts[-1] for one in sequences]), 1
+        last, made = self._first, 1
         while still := [i for i, one in enumerate(sequences) if self._wanted(one) > made]:
-            sequences, rows = [sequences[i] for i in still], [rows[i] for i in still]
-            guessed = guessed if len(still) == len(guessed) else guessed[self._tensor(still)]
-            result = self._further(sequences, made, guessed, rows)
-            batch = Batch.of([one.params for one in sequences], [one.seed for one in sequences], result.logits.device)
-            places = self._tensor([len(one.token_ids) + made for one in sequences])
-            guessed = result.greedy.clone() if batch is None else self._runner.draw(result.logits, batch, places)
-            found.append((sequences, guessed))
+            assert last is not None, "the first guesses were made"
+            sequences, at = [sequences[i] for i in still], self._tensor([rows[i] for i in still])
+            batch = Batch.of([one.params for one in sequences], [one.seed for one in sequences], last.device)
+            places = [(one, len(one.token_ids) + made - 1 - self._shift) for one in sequences]
+            result = self._further(last[at], at, self._own.rows([0] * len(sequences), places), None)
+            last = result.greedy.clone()
+            if batch is not None:
+                last = self._runner.draw(result.logits, batch, self._tensor([len(one.token_ids) + made for one in sequences]))
+            found.append((sequences, last))
             rows, made = list(range(len(sequences))), made + 1
         if found:
             agreed = iter(self.parallel.agree(torch.cat([guesses for _, guesses in found])))
@@ -102,4 +144,4 @@ class Drafter(ABC):
         return min(self.count, sequence.num_wanted, self._reach - len(sequence.token_ids))
 
     def _tensor(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._runner.device)
+        return sent(values, self._runner.device, torch.int64)

@@ -44,9 +44,11 @@ class DecodeRows(NamedTuple):
         token_ids, positions, slots, states = (wider(one, rows) for one in (self.token_ids, self.positions, self.slots, self.states))
         return DecodeRows(token_ids, positions, slots, wider(self.tables, rows, width), states)
 
-    def context(self, cache: PagedCache) -> DecodeContext:
+    def context(self, cache: PagedCache, places: "DevicePlaces | None" = None) -> DecodeContext:
         arrays = (self.positions, self.tables, self.slots, self.states)
         positions, tables, slots, states = (torch.from_numpy(array).to(cache.device) for array in arrays)
+        if places is not None:
+            return DecodeContext(cache, places.positions, tables, places.slots, None, states)
         return DecodeContext(cache, positions, tables, slots, self.lengths, states)
 
     @property
@@ -54,6 +56,23 @@ class DecodeRows(NamedTuple):
         """Tokens that each row attends to."""
         known: list[int] = (self.positions + 1).tolist()
         return known
+
+
+class DevicePlaces(NamedTuple):
+    """positions and slots int64 [B] of rows, where the device knows them before the host does: instead of those of `DecodeRows`. Not for
+    an NPU, whose operators want lengths on the host."""
+
+    positions: Tensor
+    slots: Tensor
+
+    @classmethod
+    def of(cls, places: Tensor, tables: Tensor, block_size: int, reach: int) -> "DevicePlaces":
+        """places int64 [B] in sequences, whose blocks are in tables [B, n]. Those from `reach` on, and those without a block, are nobody's:
+        they lie in block 0, and see what the tables have."""
+        end = min(reach, tables.shape[1] * block_size)
+        within = places.clamp(max=end - 1)
+        found = tables.gather(1, (within // block_size)[:, None])[:, 0].long()
+        return cls(within, torch.where(places < end, found, 0) * block_size + places % block_size)
 
 
 class StepResult(NamedTuple):
@@ -116,8 +135,8 @@ class StaticBuffers:
         self.inputs = (self.token_ids,) if hidden is None else (self.token_ids, hidden.new_zeros(rows, hidden.shape[1]))
         """What the model reads before the context."""
 
-    def fill(self, rows: DecodeRows, *inputs: Tensor) -> None:
-        """inputs: those of `self.inputs` that the device holds already, in place of what `rows` says.
+    def fill(self, rows: DecodeRows, *inputs: Tensor, places: DevicePlaces | None = None) -> None:
+        """inputs: those of `self.inputs` that the device holds already, in place of what `rows` says; places: as well.
 
         The host may write the next values as soon as this returns: CUDA copies them from pageable memory before it returns, and waits
         for nothing that was launched before.
@@ -130,7 +149,7 @@ class StaticBuffers:
         tables[: rows.tables.shape[0], : rows.tables.shape[1]] = rows.tables
         self._device.copy_(torch.from_numpy(self._host), non_blocking=self._device.is_cuda)
         self.lengths[:] = (columns[1] + 1).tolist()
-        for buffer, given in zip(self.inputs, inputs):
+        for buffer, given in (*zip(self.inputs, inputs), *zip((self.positions, self.slots), places or ())):
             buffer[: len(given)].copy_(given)
 
     def context(self, cache: PagedCache) -> DecodeContext:
@@ -143,9 +162,10 @@ class EagerSteps:
     def __init__(self, model: Forward, cache: PagedCache, failure: str) -> None:
         self.model, self.cache, self.failure = model, cache, failure
 
-    def run(self, rows: DecodeRows, *inputs: Tensor) -> StepResult:
+    def run(self, rows: DecodeRows, *inputs: Tensor, places: DevicePlaces | None = None) -> StepResult:
         """As `DecodeSteps.run`."""
-        return compute(self.model, inputs or (torch.from_numpy(rows.token_ids).to(self.cache.device),), rows.context(self.cache))
+        given = inputs or (torch.from_numpy(rows.token_ids).to(self.cache.device),)
+        return compute(self.model, given, rows.context(self.cache, places))
 
 
 class DecodeSteps:
@@ -157,22 +177,22 @@ class DecodeSteps:
         self.failure = ""
         """Why steps are computed eagerly from now on, where a capture failed."""
 
-    def run(self, rows: DecodeRows, *inputs: Tensor) -> StepResult:
-        """The pass. inputs: what the model reads that the device holds already, as `StaticBuffers.fill` takes it."""
-        _, step = self.filled(rows, *inputs)
+    def run(self, rows: DecodeRows, *inputs: Tensor, places: DevicePlaces | None = None) -> StepResult:
+        """The pass. inputs, places: what the device holds already, as `StaticBuffers.fill` takes it."""
+        _, step = self.filled(rows, *inputs, places=places)
         result, count = step(), len(rows.token_ids)
         return StepResult(*(part[:count] for part in result))
 
-    def filled(self, rows: DecodeRows, *inputs: Tensor) -> tuple[StaticBuffers, Step]:
+    def filled(self, rows: DecodeRows, *inputs: Tensor, places: DevicePlaces | None = None) -> tuple[StaticBuffers, Step]:
         """The step for so many rows with tables so wide, ready to be computed."""
         size = (power_of_two(len(rows.token_ids)), max(power_of_two(rows.tables.shape[1]), MIN_TABLE_WIDTH))
         if size not in self._steps:
             buffers = StaticBuffers(*size, self.cache.device, *inputs[1:])
             # What the warm-up of a capture computes is written to the cache: it must be this pass, not a made-up one.
-            buffers.fill(rows, *inputs)
+            buffers.fill(rows, *inputs, places=places)
             self._steps[size] = (buffers, self._captured(buffers))
         buffers, step = self._steps[size]
-        buffers.fill(rows, *inputs)
+        buffers.fill(rows, *inputs, places=places)
         return buffers, step
 
     def _captured(self, buffers: StaticBuffers) -> Step:

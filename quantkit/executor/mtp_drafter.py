@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quantkit.executor.context import PrefillContext
 from quantkit.executor.drafter import Drafter
-from quantkit.executor.graphs import DecodeRows, Forward, StepResult
+from quantkit.executor.graphs import DecodeRows, DevicePlaces, Forward, StepResult
 from quantkit.executor.mixed import MixedContext
 from quantkit.executor.parallel import Parallel
 from quantkit.executor.runner import ForwardPass, Runner, Span
@@ -29,8 +29,9 @@ class MtpDrafter(Drafter):
     def __init__(
         self, mtp: Forward, runner: Runner, count: int, parallel: Parallel, *, own: Runner | None = None, reach: int = sys.maxsize
     ) -> None:
-        super().__init__(runner, count, parallel, reach)
-        self.mtp, self._own = mtp, own or runner
+        # A place holds a token and the one after it: the layer's last is that before the guess.
+        super().__init__(runner, count, parallel, reach, own=own or runner, behind=1)
+        self.mtp = mtp
         self.steps = self._own.steps_behind(mtp)
         self._hidden: Tensor | None = None
         """The layer's own output behind the rows that count; None where it did not read the last pass."""
@@ -70,11 +71,10 @@ class MtpDrafter(Drafter):
         logits = self.mtp.logits(self._hidden)
         return logits, logits.argmax(dim=-1)
 
-    def _further(self, sequences: list[Sequence], made: int, guessed: Tensor, rows: list[int]) -> StepResult:
+    def _further(self, guessed: Tensor, rows: Tensor | None, where: DecodeRows, places: DevicePlaces | None) -> StepResult:
         assert self._hidden is not None, "guesses were made"
-        # A place holds a token and the one after it: the layer's last is that before the guess.
-        places = [(one, len(one.token_ids) + made - 2) for one in sequences]
-        result = self.steps.run(self._own.rows([0] * len(sequences), places), guessed, self._hidden[self._tensor(rows)])
+        hidden = self._hidden if rows is None else self._hidden[rows]
+        result = self.steps.run(where, guessed, hidden, places=places)
         self._hidden = result.hidden
         return result
 

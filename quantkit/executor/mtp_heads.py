@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from quantkit.devices import sent
 from quantkit.executor.chooser import ChosenTokens
 from quantkit.executor.mtp_drafter import MtpDrafter
 from quantkit.executor.parallel import Parallel
@@ -114,7 +115,7 @@ class MtpHeads:
     ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """A layer reads spans: what it makes of all tokens, [T, W], and of `rows` the logits and the likeliest tokens; None of none. All is
         valid until a layer reads again."""
-        at = torch.tensor(rows, device=self._runner.device)
+        at = sent(rows, self._runner.device)
         if rows and max(span.length for span in spans) <= self._most_rows:
             places = [(one, start + i) for one, start, length in spans for i in range(length)]
             result = self.steps[number].run(self._runner.rows([0] * len(places), places), ids, reading)
@@ -145,9 +146,9 @@ class MtpHeads:
                     places.append(len(ids))
                     guessed.append(made[sequence][place - len(tokens)])
                 ids.append(tokens[place] if place < len(tokens) else 0)
-        found = torch.tensor(ids, dtype=torch.int64, device=self._runner.device)
+        found = sent(ids, self._runner.device, torch.int64)
         if guessed:
-            found[torch.tensor(places, device=found.device)] = torch.stack(guessed)
+            found[sent(places, found.device)] = torch.stack(guessed)
         return found
 
     def _guesses(self, number: int, sequences: list[Sequence], found: tuple[Tensor, Tensor]) -> list[Tensor]:
@@ -157,7 +158,7 @@ class MtpHeads:
         batch = Batch.of([one.params for one in sequences], [one.seed for one in sequences], logits.device)
         if batch is None:
             return list(greedy.unbind())
-        places = torch.tensor([len(one.token_ids) + number for one in sequences], device=logits.device)
+        places = sent([len(one.token_ids) + number for one in sequences], logits.device)
         return list(self._runner.draw(logits, batch, places).clone().unbind())
 
     def _settle(self, span: Span, number: int, made: Tensor) -> None:

@@ -217,6 +217,7 @@ def _urgent() -> Any:
     """NCCL's kernels go before others that wait for a place on the device: whoever needs a sum needs it soon."""
     options = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
+    options._timeout = _FOREVER  # torch warns where it is not the group's
     return options
 
 

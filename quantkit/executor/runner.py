@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quantkit.devices import sent
 from quantkit.executor.cache import PagedCache
 from quantkit.executor.context import PrefillContext
 from quantkit.executor.draws import Draws
@@ -146,7 +147,7 @@ class Runner:
         spans, where = [*_answer_spans(answers), *prompts], partial(self.prompts.context, given, own)
         if not rows:
             return ForwardPass(spans, hidden, where, None, None, rows, counts)
-        logits = self.model.logits(hidden[torch.tensor(rows, device=self.device)])
+        logits = self.model.logits(hidden[sent(rows, self.device)])
         return ForwardPass(spans, hidden, where, logits, logits.argmax(dim=-1), rows, counts)
 
     def prompt_context(self, spans: list[Span]) -> PrefillContext | MixedContext:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from quantkit.devices import sent
 from quantkit.errors import QuantkitError
 
 MAX_TEMPERATURE = 100.0
@@ -154,11 +155,11 @@ class Batch(NamedTuple):
         if all(one.temperature == 0 for one in params):
             return None
         return cls(
-            torch.tensor([max(one.temperature, _COLDEST) if one.temperature else 0.0 for one in params], device=device),
-            torch.tensor([max(one.top_p, _SMALLEST) for one in params], device=device),
-            torch.tensor([one.min_p for one in params], device=device),
-            torch.tensor([one.top_k or _NO_LIMIT for one in params], device=device),
-            torch.tensor([signed64(seed) for seed in seeds], device=device),
+            sent([max(one.temperature, _COLDEST) if one.temperature else 0.0 for one in params], device),
+            sent([max(one.top_p, _SMALLEST) for one in params], device),
+            sent([one.min_p for one in params], device),
+            sent([one.top_k or _NO_LIMIT for one in params], device),
+            sent([signed64(seed) for seed in seeds], device),
         )
 
 

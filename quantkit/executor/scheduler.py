@@ -1,12 +1,14 @@
 """Who computes what in the next step: continuous batching over a limited cache.
 
 Sequences that decode go first, one token each; beside them a step prefills a limited number of tokens, so a long prompt is computed in
-chunks, and whoever has begun to answer gets tokens in every step. Of every chunk it leaves half to prompts that fit in one step. A
+chunks, and whoever has begun to answer gets tokens in every step. Behind a long context a token costs more, so that there are fewer of them
+in a chunk: answers wait as long for every chunk. Of every chunk it leaves half to prompts that fit in one step. A
 sequence enters when its whole prompt has blocks, and grows a block at a time. When the cache is full the youngest sequence gives its
 blocks up and waits at the head of the queue; later it computes its tokens again. Nothing is lost, and since its random numbers depend on
 positions alone it goes on as it would have.
 """
 
+import math
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -15,6 +17,12 @@ from itertools import chain
 from quantkit.executor.cache import BlockAllocator, CachePlan
 from quantkit.executor.prefix import PrefixBlocks
 from quantkit.executor.sequence import Sequence
+
+_UNIT = 64
+"""Chunks whose tokens differ in cost have whole units of so many: kernels compute tokens in blocks."""
+_FEWEST_OF = 4
+"""A chunk has no fewer tokens than the first one divided by this, however long the context: what a pass costs beside its tokens would be
+most of it."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +66,30 @@ class ScheduledStep:
 @dataclass(frozen=True)
 class StepBudget:
     """Tokens of prompts that a step computes: `alone` where nobody decodes, `beside_answers` where somebody does. mixed: whether both
-    are computed in one pass."""
+    are computed in one pass.
+
+    doubles_at: behind so many cached tokens a new one costs twice what it costs at the beginning of a prompt, so that a step computes
+    fewer than `beside_answers`, which are those of a first chunk; 0 where all cost the same.
+    """
 
     alone: int
     beside_answers: int
     mixed: bool = False
+    doubles_at: int = 0
+
+    def cost(self, start: int, count: int) -> float:
+        """Of `count` tokens from position `start` on, in tokens that see nothing: each sees those before it, on the mean half of these."""
+        return count * (1 + (start + count / 2) / self.doubles_at) if self.doubles_at else count
+
+    def fitting(self, start: int, count: int, room: float) -> int:
+        """How many of `count` tokens from `start` on cost no more than `room`: all, or whole units of `_UNIT` where costs differ."""
+        if not self.doubles_at:
+            return min(count, int(room))
+        if self.cost(start, count) <= room:
+            return count
+        first = self.doubles_at + start
+        most = int(math.sqrt(first * first + 2 * self.doubles_at * room) - first + 1e-3)
+        return min(count, most - most % _UNIT)
 
 
 class Scheduler:
@@ -111,7 +138,7 @@ class Scheduler:
         decode = self._grow([sequence for sequence in self.running if len(sequence.token_ids) - sequence.num_cached == 1])
         if not self.waiting and len(decode) == len(self.running):
             return ScheduledStep([], decode)
-        return ScheduledStep(self._prefill(self.budget.beside_answers if decode else self.budget.alone), decode)
+        return ScheduledStep(self._prefill(self.budget if decode else StepBudget(self.budget.alone, self.budget.alone)), decode)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence that finished or was cancelled, wherever it is."""
@@ -121,26 +148,35 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
 
-    def _prefill(self, tokens: int) -> list[tuple[Sequence, int]]:
-        """Prompts to compute next, in the order they came, with how many of their tokens, `tokens` in all; then those that take more than
-        this step.
+    def _prefill(self, budget: StepBudget) -> list[tuple[Sequence, int]]:
+        """Prompts to compute next, in the order they came, with how many of their tokens, which cost as much as `budget.beside_answers` in
+        all; then those that take more than this step.
 
         The latter get half of the step, and whatever the others leave.
         """
         parts: list[tuple[Sequence, int]] = []
         long: list[Sequence] = []
-        budget = tokens
+        whole = left = budget.cost(0, budget.beside_answers)
+        least = budget.beside_answers // _FEWEST_OF
+
+        def take(sequence: Sequence, room: float) -> bool:
+            """Tokens of a sequence, where nothing else is computed no less than `least`. Whether there were any."""
+            nonlocal left
+            count = max(budget.fitting(sequence.num_cached, sequence.num_new, room), 0 if parts else min(sequence.num_new, least))
+            if count:
+                parts.append((sequence, count))
+                left -= budget.cost(sequence.num_cached, count)
+            return count > 0
+
         prompts = chain([sequence for sequence in self.running if sequence.num_new > 1], iter(self._admit, None))
-        while (free := budget - (tokens // 2 if long else 0)) > 0 and (sequence := next(prompts, None)):
-            if sequence.num_new > tokens:
+        while (room := left - (whole // 2 if long else 0)) >= 1 and (sequence := next(prompts, None)):
+            if budget.cost(sequence.num_cached, sequence.num_new) > whole:
                 long.append(sequence)
-                continue
-            parts.append((sequence, min(sequence.num_new, free)))
-            budget -= parts[-1][1]
+            elif not take(sequence, room):
+                break
         for sequence in long:
-            if budget:
-                parts.append((sequence, min(sequence.num_new, budget)))
-                budget -= parts[-1][1]
+            if left < 1 or not take(sequence, left):
+                break
         return parts
 
     def _grow(self, decoding: list[Sequence]) -> list[Sequence]:

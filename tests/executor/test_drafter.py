@@ -1,5 +1,7 @@
 """Guessing with the MTP layer changes how many tokens a step brings, and no token."""
 
+import random
+from collections import Counter
 from pathlib import Path
 
 import make_model
@@ -7,8 +9,16 @@ import pytest
 import torch
 
 from quantkit.errors import QuantkitError
+from quantkit.executor.accepted import Accepted
+from quantkit.executor.drafter import Drafter
 from quantkit.executor.engine import Engine
+from quantkit.executor.graphs import DevicePlaces
+from quantkit.executor.mtp_heads import by_mtp_layers
+from quantkit.executor.parallel import Parallel
+from quantkit.executor.runner import Runner
 from quantkit.executor.sampling import SamplingParams
+from quantkit.executor.sequence import Sequence
+from quantkit.executor.speculation import Speculation
 
 PROMPTS = [list(range(6 + i, 30 + 3 * i)) for i in range(6)]
 
@@ -50,6 +60,61 @@ def test_tokens_are_those_of_plain_decoding(easy_checkpoint: Path, num_drafts: i
     drafting = load(easy_checkpoint, num_drafts=num_drafts)
     assert tokens(drafting, params) == tokens(load(easy_checkpoint), params)
     assert 0.2 < drafting.speculation.acceptance.rate < 1, "all or no guesses are right: the test tests half"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_guesses_are_the_same_however_they_are_computed(easy_checkpoint: Path, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a host that waits for the first, as for an NPU; in one chain, which the host waits for once a step; over static buffers."""
+    params = [SamplingParams(max_new_tokens=20 + 7 * i, temperature=temperature, seed=i, ignore_eos=True) for i in range(6)]
+    found, waited = [], Counter[str]()
+    agree = Parallel.agree
+
+    def counted(self: Parallel, x: torch.Tensor) -> list[int]:
+        waited[kind] += 1
+        return agree(self, x)
+
+    monkeypatch.setattr(Parallel, "agree", counted)
+    for kind in ("waits", "chain", "captured"):
+        engine = load(easy_checkpoint, num_drafts=3)
+        if kind == "captured":
+            engine.runner = Runner(engine.loaded.model, engine.cache, lambda step, _: step)
+            engine.speculation = Speculation(by_mtp_layers(engine.loaded.mtp_layers, engine.runner, 3, engine.parallel), 0)
+        drafter = engine.speculation.drafter
+        assert isinstance(drafter, Drafter)
+        assert not drafter.waits
+        drafter.waits = kind == "waits"
+        found.append((tokens(engine, params), vars(engine.speculation.acceptance)))
+    assert found[0] == found[1] == found[2]
+    assert waited["chain"] == waited["captured"] < 0.6 * waited["waits"]
+
+
+def test_the_device_finds_what_the_host_will_keep(easy_checkpoint: Path) -> None:
+    draw, tokenizer = random.Random(5), load(easy_checkpoint).tokenizer
+    for _ in range(40):
+        counts, chosen = [], list[int]()
+        for index in range(draw.randrange(1, 5)):
+            one = Sequence(index, [1] * draw.randrange(1, 9), SamplingParams(ignore_eos=True), tokenizer, 64, streams=False)
+            one.drafts = [draw.randrange(2) for _ in range(draw.randrange(4))]
+            counts.append((one, 1 + len(one.drafts)))
+            chosen += [draw.randrange(2) for _ in range(counts[-1][1])]
+        found, row = Accepted.of(counts, torch.tensor(chosen)), 0
+        for place, (one, count) in enumerate(counts):
+            before = len(one.token_ids)
+            kept = one.extend(chosen[row : row + count], 1.0)
+            assert (int(found.right[place]), int(found.rows[place])) == (kept - 1, row + kept - 1)
+            assert int(found.newest[place]) == before + kept - 1 == len(one.token_ids) - 1
+            row += count
+
+
+def test_places_that_are_nobodys_lie_in_block_0() -> None:
+    """Behind the last block, behind the blocks of a sequence, and from the reach on; and nothing is read beyond the tables."""
+    tables = torch.tensor([[5, 7], [3, 0]], dtype=torch.int32)
+    found = DevicePlaces.of(torch.tensor([9, 3]), tables, 8, 1000)
+    assert (found.positions.tolist(), found.slots.tolist()) == ([9, 3], [7 * 8 + 1, 3 * 8 + 3])
+    found = DevicePlaces.of(torch.tensor([17, 12]), tables, 8, 1000)
+    assert (found.positions.tolist(), found.slots.tolist()) == ([15, 12], [1, 4])
+    found = DevicePlaces.of(torch.tensor([9, 6]), tables, 8, 6)
+    assert (found.positions.tolist(), found.slots.tolist()) == ([5, 5], [1, 6])
 
 
 def test_guesses_save_steps(easy_checkpoint: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from quantkit.executor.cache import CachePlan
 from quantkit.executor.engine import Engine
 from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.scheduler import Scheduler
+from quantkit.executor.scheduler import Scheduler, StepBudget
 from quantkit.executor.sequence import Sequence
 from quantkit.tokenizer.chat import ChatTokenizer
 
@@ -19,14 +19,22 @@ def tokenizer(tiny_checkpoint: Path) -> ChatTokenizer:
     return ChatTokenizer(tiny_checkpoint)
 
 
-def schedule(tokenizer: ChatTokenizer, lengths: list[int], max_batch: int = 8) -> list[dict[int, int]]:
-    """Steps until every prompt is computed: tokens of each prompt, by its number."""
-    scheduler = Scheduler(CachePlan(200, 64, 4096), max_batch=max_batch, prefill_tokens=BUDGET)
+def schedule(tokenizer: ChatTokenizer, lengths: list[int], max_batch: int = 8, beside: StepBudget | None = None) -> list[dict[int, int]]:
+    """Steps until every prompt is computed: tokens of each prompt, by its number. beside: a budget, for prompts beside an answer."""
+    scheduler = Scheduler(CachePlan(200, 64, 8192), max_batch=max_batch, prefill_tokens=BUDGET)
+    if beside is not None:
+        scheduler.budget = beside
+        scheduler.add(answer := Sequence(len(lengths), [1] * 2, SamplingParams(max_new_tokens=2000), tokenizer, 8192, streams=False))
+        ((_, answer.num_cached),) = scheduler.schedule().prefill
+        answer.token_ids.append(1)
     for index, length in enumerate(lengths):
-        scheduler.add(Sequence(index, [1] * length, SamplingParams(), tokenizer, 4096, streams=False))
+        scheduler.add(Sequence(index, [1] * length, SamplingParams(), tokenizer, 8192, streams=False))
     steps: list[dict[int, int]] = []
     while scheduler.waiting or any(sequence.num_new > 1 for sequence in scheduler.running):
         step = scheduler.schedule()
+        for sequence in step.decode if beside is not None else ():
+            sequence.num_cached += 1
+            sequence.token_ids.append(1)
         steps.append({sequence.index: count for sequence, count in step.prefill})
         for sequence, count in step.prefill:
             sequence.num_cached += count
@@ -54,6 +62,40 @@ def test_short_prompts_pass_several_long_ones_and_do_not_stop_them(tokenizer: Ch
     assert all(step.get(0, 0) >= BUDGET // 2 for step in steps[:10])
     assert {2, 3, 4, 5, 6} <= {index for step in steps[:4] for index in step}
     assert not any(1 in step for step in steps[:9]), "long prompts are computed one after the other"
+
+
+def test_chunks_behind_long_contexts_have_fewer_tokens(tokenizer: ChatTokenizer) -> None:
+    """Each costs as much as the first, in whole blocks, until there are too few for what a pass costs in any case."""
+    budget = StepBudget(1024, 512, doubles_at=1000)
+    steps = schedule(tokenizer, [6000], beside=budget)
+    counts = [step[0] for step in steps]
+    assert counts[0] == 512
+    assert counts[:-1] == sorted(counts[:-1], reverse=True)
+    assert all(count % 64 == 0 for count in counts[:-1])
+    starts = [sum(counts[:number]) for number in range(len(counts))]
+    costs = [budget.cost(start, count) for start, count in zip(starts, counts)]
+    whole = budget.cost(0, 512)
+    assert all(cost <= whole for cost, count in zip(costs, counts) if count > 128)
+    assert min(counts[:-1]) == 128
+    assert all(budget.cost(start, count + 64) > whole for start, count in zip(starts, counts[:-1]))
+
+
+def test_what_costs_more_leaves_less_to_others(tokenizer: ChatTokenizer) -> None:
+    """A prompt that does not fit begins with whole blocks, or later: not with some tokens of its own pass."""
+    budget = StepBudget(1024, 512, doubles_at=4000)
+    assert schedule(tokenizer, [400, 400], beside=budget)[0] == {0: 400, 1: 64}
+    assert schedule(tokenizer, [470, 400], beside=budget)[0] == {0: 470}
+    assert schedule(tokenizer, [470, 20], beside=budget)[0] == {0: 470, 1: 20}
+    assert schedule(tokenizer, [512], beside=budget) == [{0: 512}]
+
+
+def test_where_nobody_answers_all_tokens_cost_the_same(tokenizer: ChatTokenizer) -> None:
+    scheduler = Scheduler(CachePlan(200, 64, 8192), max_batch=2, prefill_tokens=BUDGET)
+    scheduler.budget = StepBudget(512, 128, doubles_at=100)
+    scheduler.add(long := Sequence(0, [1] * 1500, SamplingParams(), tokenizer, 8192, streams=False))
+    for expected in (512, 512, 476):
+        assert scheduler.schedule().prefill == [(long, expected)]
+        long.num_cached += expected
 
 
 def test_tokens_are_those_of_computing_alone(tiny_checkpoint: Path) -> None:

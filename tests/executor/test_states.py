@@ -91,8 +91,8 @@ def test_answers_are_those_of_the_whole_text(model: Path) -> None:
 
 @pytest.mark.parametrize(
     ("budget", "options"),
-    [(StepBudget(16, 16), {}), (StepBudget(24, 8, mixed=True), {}), (None, {"cache_tokens": 192})],
-    ids=["chunks", "mixed", "preempted"],
+    [(StepBudget(16, 16), {}), (StepBudget(24, 8, mixed=True), {}), (None, {"cache_tokens": 192}), (None, {"measure_steps": True})],
+    ids=["chunks", "mixed", "preempted", "measured"],
 )
 def test_answers_do_not_depend_on_how_they_are_computed(model: Path, budget: StepBudget | None, options: dict[str, Any]) -> None:
     same(list(answers(model, budget, **options)), list(answers(model)))

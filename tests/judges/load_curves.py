@@ -40,7 +40,7 @@ KILLED = {
     "tensor": ("VLLM::Worker_TP1", None),
     "pipeline": ("VLLM::Worker_PP1", None),
     "experts": ("VLLM::EngineCore_DP1", None),
-    "apart": ("VLLM::Worker_TP1", 1),
+    "apart": ("VLLM::EngineCore", 1),
     "apart-twice": ("VLLM::EngineCore", 3),
 }
 COLUMNS = (
@@ -51,7 +51,7 @@ COLUMNS = (
     "ttft_s_p95",
     "tpot_ms_p50",
     "tpot_ms_p95",
-    "tokens_per_second",
+    "system_tps",
     "failed",
 )
 
@@ -82,8 +82,7 @@ def curve(pool: Executor, url: str, model: str, asked: argparse.Namespace) -> li
     until = time.monotonic() + asked.seconds
     while time.monotonic() < until:
         rows.append(measured(pool, url, model, lengths, rate, max(FEWEST, round(rate * asked.per_rate))))
-        slow = rows[-1]["ttft_s_p95"] > asked.ttft or rows[-1]["tpot_ms_p95"] > asked.tpot
-        if slow or rows[-1]["failed"]:
+        if rows[-1]["failed"] or rows[-1]["ttft_s_p95"] > asked.ttft or rows[-1]["tpot_ms_p95"] > asked.tpot:
             break
         rate *= 2
     return rows

@@ -25,6 +25,7 @@ from quantkit_kernels import (
 )
 from quantkit_kernels.backends import why_unusable
 from quantkit_kernels.samples import GRIDS, TOLERANCE, distance, exact_linear, grouped_attention, random_weight
+from quantkit_kernels.triton.operators import cut_in_three
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.skipif(why_unusable("rms_norm", "triton", DEVICE) is not None, reason="no GPU with Triton, and not interpreted")
@@ -241,3 +242,12 @@ def test_what_is_cached(interleaved: bool, normed: bool) -> None:
     for ours, exact in zip(*found, strict=True):
         assert ours.dtype == torch.float16
         assert distance(ours, exact.double()) < TOLERANCE[torch.float16]
+
+
+def test_three_numbers_of_bfloat16_are_one_of_float32() -> None:
+    values = torch.randn(37, 211, generator=generator(), device=DEVICE) * torch.logspace(-20, 20, 211, device=DEVICE)
+    parts, rest = cut_in_three(values), values
+    assert torch.equal(parts.double().sum(dim=0), values.double())
+    for part in parts:
+        assert torch.equal(part, rest.to(torch.bfloat16))
+        rest = rest - part.float()

@@ -47,16 +47,19 @@ def chosen(choose: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wgmma, "_TOGETHER", choose.choice((1, 2, 4)))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(24))
 def test_pages(seed: int, calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     choose = random.Random(seed)
     torch.manual_seed(seed)
     width, dtype = choose.choice((16, 64, 80, 96, 128)), choose.choice((torch.bfloat16, torch.float16))
     chosen(choose, monkeypatch)
+    monkeypatch.setattr(wgmma, "_LEAST_WINDOW", 1)
     seen = [choose.randint(1, 400) for _ in range(choose.randint(1, 3))]
     new = [choose.choice((1, length, choose.randint(1, length))) for length in seen]
-    case = grouped_attention(seen, new, choose.choice(((6, 2), (3, 3), (4, 1))), width, choose.choice((64, 128)), dtype)
-    out = prefill.gqa_prefill(case.q, case.pages[:2], case.prompts, case.scale, 0)
+    heads, window = choose.choice(((6, 2), (3, 3), (4, 1))), choose.choice((0, 0, 1, 17, 128, 190))
+    sinks = torch.randn(heads[0]) * 2 if choose.random() < 0.4 else None
+    case = grouped_attention(seen, new, heads, width, choose.choice((64, 128)), dtype, window=window, sinks=sinks)
+    out = prefill.gqa_prefill(case.q, case.pages[:2], case.prompts, case.scale, window, sinks)
     assert distance(out, case.exact) < TOLERANCE[dtype]
     assert len(calls) == 1
 
@@ -85,11 +88,12 @@ def test_prompts_that_the_kernel_does_not_take_are_the_other_ones() -> None:
     cpu = torch.device("cpu")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(wgmma, "architecture", lambda device: "sm_90")
-        assert wgmma.wgmma_cut(cpu, 128, 64, 128, 0, False) == wgmma.WgmmaCut(128, 2, False)
-        assert wgmma.wgmma_cut(cpu, 256, 0, 256, 64, False) == wgmma.WgmmaCut(64, 2, True)
-        assert wgmma.wgmma_cut(cpu, 64, 0, 64, 128, False) == wgmma._NARROW
-        assert wgmma.wgmma_cut(cpu, 128, 0, 128, 16, False) is None
-        assert wgmma.wgmma_cut(cpu, 128, 0, 128, 64, True) is None
+        assert wgmma.wgmma_cut(cpu, 128, 64, 128, 0, 0) == wgmma.WgmmaCut(128, 2, False)
+        assert wgmma.wgmma_cut(cpu, 256, 0, 256, 64, 0) == wgmma.WgmmaCut(64, 2, True)
+        assert wgmma.wgmma_cut(cpu, 64, 0, 64, 128, 0) == wgmma._NARROW
+        assert wgmma.wgmma_cut(cpu, 128, 0, 128, 16, 0) is None
+        assert wgmma.wgmma_cut(cpu, 128, 0, 128, 64, 511) is None
+        assert wgmma.wgmma_cut(cpu, 128, 0, 128, 64, 512) == wgmma.WgmmaCut(128, 2, False)
         for other in ("sm_80", "sm_100", "sm_120", "gfx942"):
             patched.setattr(wgmma, "architecture", lambda device, other=other: other)
-            assert wgmma.wgmma_cut(cpu, 128, 0, 128, 64, False) is None
+            assert wgmma.wgmma_cut(cpu, 128, 0, 128, 64, 0) is None

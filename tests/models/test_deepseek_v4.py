@@ -191,6 +191,12 @@ def test_guesses_change_no_token(easy: Path, budget: StepBudget | None, options:
     assert 0.1 < rate < 0.95
 
 
+@pytest.mark.usefixtures("poisoned_memory")
+def test_what_is_measured_at_load_is_in_no_answer(easy: Path) -> None:
+    """Passes over made-up tokens, behind a context too, leave entries and windows of nobody."""
+    assert drafted(easy, 0, measure_steps=True)[0] == drafted(easy, 0)[0]
+
+
 def test_steps_that_are_captured_give_the_same_tokens(tmp_path: Path) -> None:
     """Over static buffers, padded in rows and tables, as graphs have them; a sequence that ends gives its place to another."""
     source, params = written(tmp_path / "model"), SamplingParams(max_new_tokens=9, ignore_eos=True)

@@ -12,11 +12,12 @@ from quantkit_kernels.cuda.abi import RouteParams
 from quantkit_kernels.cuda.build import library
 from quantkit_kernels.cuda.launch import DTYPES, checked, stream_of
 from quantkit_kernels.routing import Routing
+from quantkit_kernels.triton.operators import cut_in_three
 from quantkit_kernels.workspace import room_for_sums
 
 _LOGIT_DTYPES = {**DTYPES, torch.float32: 2}
 _GATE_EXPERTS, _GATE_TOKENS, _GATE_PARTS = 256, 64, 8  # of the kernel that also multiplies
-_TENSOR_CORE_TOKENS = 512  # fewer are bound by the launches, of which cutting the router takes a dozen
+_TENSOR_CORE_TOKENS = 512
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -84,11 +85,7 @@ def _logits(x: Tensor, router: Tensor) -> Tensor:
     """x @ router.T in float32. Many tokens go by the tensor cores: three numbers of bfloat16 add up to one of float32 to its last bit."""
     if x.dtype != torch.bfloat16 or x.shape[0] < _TENSOR_CORE_TOKENS:
         return F.linear(x.float(), router)
-    parts, rest = [], router
-    for _ in range(3):
-        parts.append(rest.to(torch.bfloat16))
-        rest = rest - parts[-1].float()
-    products = torch.mm(x, torch.cat(parts).T, out_dtype=torch.float32)
+    products = torch.mm(x, cut_in_three(router).flatten(0, 1).T, out_dtype=torch.float32)
     return products.unflatten(1, (3, -1)).sum(dim=1)
 
 

@@ -41,3 +41,14 @@ def router_logits(
     if last:
         to = logits + token[None, :] * experts + expert[:, None]
         tl.store(to, acc, mask=(token < tokens)[None, :] & (expert < experts)[:, None])
+
+
+@triton.jit(do_not_specialize=["count"])
+def cut_in_three(values, parts, count, BLOCK: tl.constexpr):
+    """values float32 [count] -> parts bfloat16 [3, count], which add up to them to the last bit."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    rest = tl.load(values + at, mask=at < count, other=0.0)
+    for part in tl.static_range(3):
+        near = rounded(rest, tl.bfloat16)
+        tl.store(parts + part * count + at, near, mask=at < count)
+        rest -= near.to(tl.float32)

@@ -19,6 +19,7 @@ _WIDEST = 1 << 15
 """Numbers of a row that a program holds."""
 _HEADS = 8
 _GATE_TOKENS, _GATE_ROWS, _GATE_STEP = 64, 16, 128
+_CUT = 2048
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -96,6 +97,16 @@ def moe_gate(x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing) -
     tensors = (x.contiguous(), router.contiguous(), logits, partial, arrived)
     router_logits[(tiles * split,)](*tensors, tokens, experts, k, **shape, **overlapped(x.device))
     return route(logits, bias, routing)
+
+
+def cut_in_three(values: Tensor) -> Tensor:
+    """values float32 [..] -> bfloat16 [3, ..], which add up to them to the last bit."""
+    from quantkit_kernels.triton.gate_kernel import cut_in_three as kernel
+
+    values = values.contiguous()
+    parts = torch.empty(3, *values.shape, dtype=torch.bfloat16, device=values.device)
+    kernel[(-(-values.numel() // _CUT),)](values, parts, values.numel(), BLOCK=_CUT)
+    return parts
 
 
 def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

@@ -1,5 +1,5 @@
-"""Attention of prompts: one Triton kernel over pages, or over latents that were expanded, and one for Hopper (wgmma.py), for what has no
-window and no sinks. What neither can take, the reference computes."""
+"""Attention of prompts: one Triton kernel over pages, or over latents that were expanded, and one for Hopper (wgmma.py). What neither can
+take, the reference computes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -117,9 +117,9 @@ def _launch(q: Tensor, keys: Tensor, values: Tensor, out: Tensor, prompts: Promp
     numbers = {name: given.pop(name, 0) for name in ("pe_token", "k_pe_token", "table_width", "window")}
     rotary, page = given.pop("R", 0), given.pop("PAGE", 0)
     padded = {"D_PADDED": power_of_two(max(16, width)), "V_PADDED": power_of_two(max(16, given["V"]))}
-    by_wgmma = wgmma_cut(q.device, padded["D_PADDED"], rotary, padded["V_PADDED"], page, sunk or numbers["window"] > 0)
+    by_wgmma = wgmma_cut(q.device, padded["D_PADDED"], rotary, padded["V_PADDED"], page, numbers["window"])
     if by_wgmma is not None:
-        launched = {**pointers, **numbers, **given, **padded, "R": rotary, "PAGE": page}
+        launched = {**pointers, **numbers, **given, **padded, "R": rotary, "PAGE": page, "SUNK": sunk}
         attend(q, keys, values, out, prompts, scale * _LOG2E, width, by_wgmma, **launched)
         return
     from quantkit_kernels.triton.attention.prefill_kernel import attend_prompts

@@ -17,6 +17,7 @@ BM = gl.constexpr(128)
 HALF = gl.constexpr(64)
 """Queries of a partition."""
 WARPS = gl.constexpr(4)
+LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
@@ -62,19 +63,19 @@ def load_box(source, row, column, there, place, at: gl.constexpr, BN: gl.constex
 
 @gluon.jit
 def produce(
-    blocks, row, table, table_width, descriptors, places, barriers, k_column, v_column,
+    begin, blocks, row, table, table_width, descriptors, places, barriers, k_column, v_column,
     R: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, K_BYTES: gl.constexpr,
     V_BYTES: gl.constexpr,
 ):  # fmt: skip
-    """Copy the keys of block t, then the values of block t - 1, which are asked for in this order."""
+    """Of `blocks` blocks from number `begin` on, copy the keys of one, then the values of the one before, as they are asked for."""
     keys, k_pe, values = descriptors
     ks, pes, vs = places
     k_there, k_free, v_there, v_free = barriers
-    first, last = rows_of(table, table_width, row, 0, PAGE, BN, BOX)
+    first, last = rows_of(table, table_width, row, begin, PAGE, BN, BOX)
     first_before, last_before = first - BN, last - BN  # other values than `first`: aliases are not carried by the loop
     k_place, k_phase, v_place, v_phase = 0, 1, 0, 1
     for block in range(blocks + 1):
-        first_next, last_next = rows_of(table, table_width, row, block + 1, PAGE, BN, BOX)
+        first_next, last_next = rows_of(table, table_width, row, begin + block + 1, PAGE, BN, BOX)
         if block < blocks:
             mbarrier.wait(k_free.index(k_place), k_phase)
             mbarrier.expect(k_there.index(k_place), K_BYTES)
@@ -96,10 +97,12 @@ def produce(
 
 
 @gluon.jit
-def soften(scores, largest, total, scale, positions, at, high, MASKED: gl.constexpr):
+def soften(scores, largest, total, scale, positions, at, high, window, MASKED: gl.constexpr, WINDOWED: gl.constexpr):
     """-> probabilities, the largest scores and the sums so far, and what sums before are worth now."""
     if MASKED:
         seen = (gl.expand_dims(at, 0) <= gl.expand_dims(positions, 1)) & gl.expand_dims(at < high, 0)
+        if WINDOWED:
+            seen = seen & (gl.expand_dims(at, 0) > gl.expand_dims(positions - window, 1))
         scores = gl.where(seen, scores, float("-inf"))
     top = gl.maximum(largest, gl.max(scores, 1) * scale)
     base = top
@@ -120,12 +123,13 @@ def score(queries, places, place, blank, R: gl.constexpr):
 
 @gluon.jit
 def consume(
-    half, q, q_pe, queries, places, barriers, turns, out, lse, begin, new, first_token, past, low, high, blocks,
-    q_token, q_head, pe_token, head, heads, scale,
+    half, q, q_pe, queries, places, barriers, turns, sinks, out, lse, begin, new, first_token, past, low, high, blocks,
+    q_token, q_head, pe_token, head, heads, scale, window,
     D: gl.constexpr, D_PADDED: gl.constexpr, R: gl.constexpr, V: gl.constexpr, V_PADDED: gl.constexpr, PAGE: gl.constexpr,
-    BN: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+    WINDOWED: gl.constexpr, SUNK: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
-    """The queries from first_token on, over all blocks. TURNS: the partitions issue their products one after the other."""
+    """The queries from first_token on, over blocks of keys from position `low` on. TURNS: the partitions issue their products one after the
+    other."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, V_PADDED, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
@@ -138,17 +142,20 @@ def consume(
         load_queries(queries[1], q_pe, begin, first_token, new, pe_token, head * R, R, R)
     fence_async_shared()
     # Up to here every token sees every key of a block.
-    whole = gl.maximum(gl.minimum(past + first_token + 1, high) - low, 0) // BN
+    whole = 0 if WINDOWED else gl.maximum(gl.minimum(past + first_token + 1, high) - low, 0) // BN
     positions = past + first_token + gl.arange(0, HALF, OF_ROW)
     keys_of = low + gl.arange(0, BN, gl.SliceLayout(0, SCORES))
     largest = gl.full([HALF], float("-inf"), gl.float32, OF_ROW)
     total = gl.zeros([HALF], gl.float32, OF_ROW)
+    if SUNK:  # one more key, which every token sees
+        largest = total + gl.load(sinks + head) * LOG2E
+        total += 1.0
     sums = gl.zeros([HALF, V_PADDED], gl.float32, SUMS)
     blank = gl.zeros([HALF, BN], gl.float32, SCORES)
     mbarrier.wait(k_there.index(0), 0)
     scores = warpgroup_mma_wait(num_outstanding=0, deps=(score(queries, places, 0, blank, R),))
     mbarrier.arrive(k_free.index(0), count=1)
-    probabilities, largest, total, less = soften(scores, largest, total, scale, positions, keys_of, high, True)
+    probabilities, largest, total, less = soften(scores, largest, total, scale, positions, keys_of, high, window, True, WINDOWED)
     p = gl.convert_layout(probabilities.to(DTYPE), LEFT)
     k_place, k_phase, v_place, v_phase, turn = 1, 0, 0, 0, 0
     mbarrier.wait(k_there.index(k_place), k_phase, pred=blocks > 1)
@@ -164,7 +171,8 @@ def consume(
                 mbarrier.arrive(turns.index(1 - half), count=1)
             scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
             mbarrier.arrive(k_free.index(k_place), count=1)
-            probabilities, largest, total, less = soften(scores, largest, total, scale, positions, keys_of + block * BN, high, masked == 1)
+            at = keys_of + block * BN
+            probabilities, largest, total, less = soften(scores, largest, total, scale, positions, at, high, window, masked == 1, WINDOWED)
             following = gl.convert_layout(probabilities.to(DTYPE), LEFT)
             k_place, k_phase = next_place(k_place, k_phase, STAGES)
             # Without a loop between, the assembler moves arithmetic behind the wait for products, and nothing runs beside them.
@@ -175,7 +183,7 @@ def consume(
             sums = sums * gl.expand_dims(gl.convert_layout(less, gl.SliceLayout(1, SUMS)), 1)
     mbarrier.wait(v_there.index(v_place), v_phase)
     if PAGE > 0:
-        clear_beyond(vs.index(v_place), past + new - (blocks - 1) * BN, BN)
+        clear_beyond(vs.index(v_place), past + new - low - (blocks - 1) * BN, BN)
     sums = warpgroup_mma(p, vs.index(v_place), sums, is_async=True)
     sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
     finish(sums, largest, total, out, lse, begin, new, first_token, head, heads, V, V_PADDED, PAGE, SUMS, OF_ROW)
@@ -211,10 +219,10 @@ def finish(
 
 @gluon.jit(do_not_specialize=["table_width", "heads", "shared", "together", "tiles"])
 def attend_prompts(
-    q, q_pe, keys, k_pe, values, out, lse, starts, seq_lens, table, firsts, lasts, key_rows,
-    q_token, q_head, pe_token, k_head, v_head, table_width, heads, shared, together, tiles, scale,
+    q, q_pe, keys, k_pe, values, sinks, out, lse, starts, seq_lens, table, firsts, lasts, key_rows,
+    q_token, q_head, pe_token, k_head, v_head, table_width, heads, shared, together, tiles, scale, window,
     D: gl.constexpr, D_PADDED: gl.constexpr, R: gl.constexpr, V: gl.constexpr, V_PADDED: gl.constexpr, PAGE: gl.constexpr,
-    BN: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+    WINDOWED: gl.constexpr, SUNK: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """A program per BM new tokens, head and sequence: of `together` heads at a time the last tokens, which see most, first.
 
@@ -267,20 +275,26 @@ def attend_prompts(
             low = gl.load(firsts + sequence)
             high = gl.minimum(high, gl.load(lasts + sequence))
             row = gl.load(key_rows + sequence) + low
+        unseen = 0  # blocks before the window of the first query
+        if WINDOWED:
+            unseen = gl.maximum(past + first - window + 1 - low, 0) // BN
+        low += unseen * BN
         blocks = gl.maximum((high - low + BN - 1) // BN, 1)
         kv_head = head // shared
         gl.warp_specialize(
             [
                 (consume, (
-                    0, q, q_pe, (one, one_pe), places, barriers, turns, out, lse, begin, new, first, past, low, high, blocks,
-                    q_token, q_head, pe_token, head, heads, scale, D, D_PADDED, R, V, V_PADDED, PAGE, BN, STAGES, TURNS,
+                    0, q, q_pe, (one, one_pe), places, barriers, turns, sinks, out, lse, begin, new, first, past, low, high, blocks,
+                    q_token, q_head, pe_token, head, heads, scale, window, D, D_PADDED, R, V, V_PADDED, PAGE, WINDOWED, SUNK, BN,
+                    STAGES, TURNS,
                 )),
                 (consume, (
-                    1, q, q_pe, (other, other_pe), places, barriers, turns, out, lse, begin, new, first + HALF, past, low, high,
-                    blocks, q_token, q_head, pe_token, head, heads, scale, D, D_PADDED, R, V, V_PADDED, PAGE, BN, STAGES, TURNS,
+                    1, q, q_pe, (other, other_pe), places, barriers, turns, sinks, out, lse, begin, new, first + HALF, past, low, high,
+                    blocks, q_token, q_head, pe_token, head, heads, scale, window, D, D_PADDED, R, V, V_PADDED, PAGE, WINDOWED, SUNK,
+                    BN, STAGES, TURNS,
                 )),
                 (produce, (
-                    blocks, row, table + sequence * table_width, table_width, (keys, k_pe, values), places, barriers,
+                    unseen, blocks, row, table + sequence * table_width, table_width, (keys, k_pe, values), places, barriers,
                     kv_head * k_head, kv_head * v_head, R, PAGE, BN, BOX, STAGES, BN * (D_PADDED + R) * 2, BN * V_PADDED * 2,
                 )),
             ],
