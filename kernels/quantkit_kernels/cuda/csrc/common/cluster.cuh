@@ -25,12 +25,6 @@ __device__ __forceinline__ void copy_to_both(uint32_t to, const void* from, uint
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
                :: "r"(to), "l"(from), "r"(bytes), "r"(barrier), "h"((uint16_t)3) : "memory");
 }
-// The float at the place of `at` in another block of the cluster.
-__device__ __forceinline__ float read_from(uint32_t at, int block) {
-  float v;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address_in(at, block)) : "memory");
-  return v;
-}
 // Four words at the place of `at` in another block of the cluster.
 template <class Acc> __device__ __forceinline__ void read_from(Acc (&v)[4], uint32_t at, int block) {
   uint32_t w[4];

@@ -55,22 +55,9 @@ __device__ int list_pairs(const GemmParams& p, int expert, int first, int room, 
   return total;
 }
 
-// The factor of the row whose results a thread stores, and of the row of up beside one of gate. They are asked for with the first weights: no
-// cache has them.
-struct RowFactors {
-  float first, second;
-
-  __device__ __forceinline__ RowFactors(const GemmParams& p, int rows, int row0, int expert) {
-    const bool pairs = p.epilogue == kSiluMul;
-    const int r = threadIdx.x % (pairs ? rows / 2 : rows);  // rows of gate and up come as 8 of one, 8 of the other
-    const float* from = p.row_scale + (size_t)expert * p.n + row0 + (pairs ? r / 8 * 16 + r % 8 : r);
-    first = load_constant(from, true), second = load_constant(from + 8, pairs);
-  }
-};
-
 // Sums over warps along K are in `red` [warp along K][rows of the block][tokens]; what they become is the epilogue's business.
 template <int FMT, class T, int RT, int MT, class Acc>
-__device__ void finish_tile(const GemmParams& p, Acc* red, int block_n, int part, const RowFactors& factors, int tile_id, const int* tokens, int count) {
+__device__ void finish_tile(const GemmParams& p, Acc* red, int block_n, int part, int expert, int tile_id, const int* tokens, int count) {
   constexpr int tokens_per_tile = 8 * MT;
   const int rows = p.wn * RT * 16, wk = kWarps / p.wn, outputs = rows * tokens_per_tile;
   // The sum over this block's warps goes to the first warp's place.
@@ -90,19 +77,21 @@ __device__ void finish_tile(const GemmParams& p, Acc* red, int block_n, int part
     for (int i = threadIdx.x; i < outputs; i += kThreads) red[i] = take_over(all + i, outputs, p.split - 1) + red[i];
     __syncthreads();
   }
-  const int produced = p.epilogue == kSiluMul ? rows / 2 : rows;  // a divisor of the number of threads
+  const float* row_scale = p.row_scale + (size_t)expert * p.n + (size_t)block_n * rows;
+  const int produced = p.epilogue == kSiluMul ? rows / 2 : rows;
   for (int i = threadIdx.x; i < produced * count; i += kThreads) {
     const int r = i % produced, t = i / produced, token = tokens[t];
     const float x_scale = FMT == kInt8 ? p.x_scale[p.epilogue == kSiluMul ? token / p.top_k : token] : 1.f;
     const int feature = block_n * produced + r;
     if (feature >= p.out_n) continue;
     if (p.epilogue == kSiluMul) {
+      // Rows come as 8 of gate, 8 of up.
       const int gate = (r / 8) * 16 + r % 8;
-      const float a = float(red[gate * tokens_per_tile + t]) * factors.first * x_scale;
-      const float b = float(red[(gate + 8) * tokens_per_tile + t]) * factors.second * x_scale;
+      const float a = float(red[gate * tokens_per_tile + t]) * row_scale[gate] * x_scale;
+      const float b = float(red[(gate + 8) * tokens_per_tile + t]) * row_scale[gate + 8] * x_scale;
       store<T>(p.out, (size_t)token * p.out_n + feature, gated(a, b));
     } else {
-      const float y = float(red[r * tokens_per_tile + t]) * factors.first * x_scale;
+      const float y = float(red[r * tokens_per_tile + t]) * row_scale[r] * x_scale;
       if (p.epilogue == kWeigh) reinterpret_cast<float*>(p.out)[(size_t)token * p.out_n + feature] = y * p.pair_weights[token];
       else store<T>(p.out, (size_t)token * p.out_n + feature, y);
     }
@@ -147,7 +136,6 @@ __global__ void __launch_bounds__(kThreads, Shape<FMT, G, RT, MT, BULK>::blocks)
     if (threadIdx.x < tokens_per_tile) list[threadIdx.x] = first + threadIdx.x;
   }
 
-  const RowFactors factors(p, p.wn * RT * 16, block_n * p.wn * RT * 16, expert);
   for (;;) {
     weights.start(p, ((size_t)expert * (p.n / 64) + row / 64) * (p.k / 128) + begin, tile, wk, 2 * chunks);
     Operands<FMT, G, RT, MT> stream;
@@ -197,7 +185,7 @@ __global__ void __launch_bounds__(kThreads, Shape<FMT, G, RT, MT, BULK>::blocks)
         for (int c = 0; c < 4; ++c) mine[(nt * 16 + (c / 2) * 8 + g) * tokens_per_tile + mt * 8 + q * 2 + c % 2] = sums.acc[nt][mt][c];
     __syncthreads();
     const int tile_id = blockIdx.y * (gridDim.x / p.split) + block_n;
-    finish_tile<FMT, T, RT, MT, Acc>(p, red, block_n, part, factors, tile_id, list, count);
+    finish_tile<FMT, T, RT, MT, Acc>(p, red, block_n, part, expert, tile_id, list, count);
     first += tokens_per_tile;
     if (first >= total) return;
     __syncthreads();
@@ -207,7 +195,6 @@ __global__ void __launch_bounds__(kThreads, Shape<FMT, G, RT, MT, BULK>::blocks)
 }
 
 template <int FMT, class T, int G, int RT, int MT, bool BULK> int launch(const GemmParams& p, int grid_y, void* stream) {
-  if (p.wn * RT * 16 > kThreads) return (int)cudaErrorInvalidValue;  // all results of a thread are of one row
   auto kernel = tokens_in_registers<FMT, T, G, RT, MT, BULK>;
   constexpr int bytes = Shape<FMT, G, RT, MT, BULK>::bytes;
   static const cudaError_t allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);

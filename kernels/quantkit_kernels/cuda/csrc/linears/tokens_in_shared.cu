@@ -170,7 +170,6 @@ template <int FMT, class T, int G, int MT> __global__ void __launch_bounds__(Lay
   const int pair = blockIdx.y;
   if (p.ids && p.epilogue != kWeigh) wait_for_predecessor();
   const int expert = p.ids ? p.ids[(size_t)pair * p.ids_stride] : 0;
-  const float pair_weight = p.epilogue == kWeigh ? p.pair_weights[pair] : 1.f;
   if (threadIdx.x == 0) {
     for (int i = 0; i < D::places; ++i) init_barrier(filled + i * 8), init_barrier(emptied + i * 8, present);
   }
@@ -226,39 +225,56 @@ template <int FMT, class T, int G, int MT> __global__ void __launch_bounds__(Lay
             red[(warp_k * D::tokens + mt * 8 + (lane & 3) * 2 + c % 2) * pitch + warp_n * 32 + nt * 16 + c / 2 * 8 + (lane >> 2)] = sums.acc[nt][mt][c];
     }
   }
-  __syncthreads();
-  // The sum of one result over the block's warps along K, and over all blocks of the cluster.
-  const auto of_block = [&](int row, int t) {
-    const float* at = red + t * pitch + row;
-    float y = 0;
-#pragma unroll 6
-    for (int w = 0; w < wk; ++w) y += at[w * D::tokens * pitch];
-    return y;
-  };
-  const auto of_all = [&](int row, int t) {
-    if (p.split == 1) return of_block(row, t) * factors[row];
-    float share[8], y = 0;
+  if (p.split > 1) cluster_barrier();
+  else __syncthreads();
+  // Four results of a token from `row` of the block on.
+  const auto add_up = [&](float (&y)[4], int row, int t) {
+    constexpr int at_once = 6;
 #pragma unroll
-    for (int b = 0; b < 8; ++b) share[b] = b < p.split ? read_from(shared_address(red + t * pitch + row), b) : 0.f;
+    for (int e = 0; e < 4; ++e) y[e] = 0;
+    int block = 0, w = 0;
+    for (int left = p.split * wk; left > 0; left -= at_once) {
+      float share[at_once][4];
 #pragma unroll
-    for (int b = 0; b < 8; ++b) y += share[b];
-    return y * factors[row];
+      for (int s = 0; s < at_once; ++s) {
+        if (s < left) read_from(share[s], shared_address(red + (w * D::tokens + t) * pitch + row), block);
+        if (++w == wk) w = 0, ++block;
+      }
+#pragma unroll
+      for (int s = 0; s < at_once; ++s)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          if (s < left) y[e] += share[s][e];
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e) y[e] *= factors[row + e];
   };
-  if (p.split > 1) {
-    // A block's sums lie in its first warps' places: whoever adds one up is the only one to read it.
-    for (int i = threadIdx.x; i < rows * p.m; i += D::threads) red[i / rows * pitch + i % rows] = of_block(i % rows, i / rows);
-    cluster_barrier();
-  }
   // Each block of a cluster has its share of them.
   const bool silu = p.epilogue == kSiluMul;
-  const int produced = silu ? rows / 2 : rows, results = produced * p.m, to = results * (part + 1) / p.split;
-  for (int i = results * part / p.split + threadIdx.x; i < to; i += D::threads) {
-    const int r = i % produced, t = i / produced, feature = (silu ? first / 2 : first) + r;
+  const int produced = silu ? rows / 2 : rows, fours = produced / 4 * p.m, to = fours * (part + 1) / p.split;
+  for (int i = fours * part / p.split + threadIdx.x; i < to; i += D::threads) {
+    const int r = i % (produced / 4) * 4, t = i / (produced / 4), feature = (silu ? first / 2 : first) + r;
     if (feature >= p.out_n) continue;
-    const int row = silu ? r / 8 * 16 + r % 8 : r;  // rows come as 8 of gate, 8 of up
-    const float y = silu ? gated(of_all(row, t), of_all(row + 8, t)) : of_all(row, t);
-    if (p.epilogue == kWeigh) reinterpret_cast<float*>(p.out)[(size_t)pair * p.out_n + feature] = y * pair_weight;
-    else store<T>(p.out, (size_t)(pair + t) * p.out_n + feature, y);
+    float y[4];
+    add_up(y, silu ? r / 8 * 16 + r % 8 : r, t);
+    if (silu) {  // rows come as 8 of gate, 8 of up
+      float up[4];
+      add_up(up, r / 8 * 16 + r % 8 + 8, t);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) y[e] = gated(y[e], up[e]);
+    }
+    if (p.epilogue == kWeigh) {
+      const float weight = p.pair_weights[pair];
+      float* out = reinterpret_cast<float*>(p.out) + (size_t)pair * p.out_n + feature;
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if (feature + e < p.out_n) out[e] = y[e] * weight;
+      continue;
+    }
+    T rounded[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) rounded[e] = T(y[e]);
+    store_run<T, 4>(p, pair + t, feature, rounded);
   }
   if (p.split > 1) cluster_barrier();  // the others have read this block's sums
 }
