@@ -180,7 +180,7 @@ class Engine:
                 tokenizer,
                 plan,
                 max_batch=options.max_batch,
-                prefill_tokens=options.prefill_tokens if options.prefill_tokens is not None else prefill_tokens(loaded, plan),
+                prefill_tokens=options.prefill_tokens if options.prefill_tokens is not None else prefill_tokens(loaded, plan, draft),
                 num_drafts=options.most_drafts,
                 num_looked_up=options.num_looked_up,
                 measure_steps=options.measure_steps,
