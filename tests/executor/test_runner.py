@@ -72,6 +72,19 @@ def test_rows_that_are_kept_are_those_made_anew(tiny_checkpoint: Path, monkeypat
     assert 0 < made["anew"] < 100, "most steps kept them"
 
 
+def test_a_sequence_that_was_computed_again_has_rows_of_its_new_blocks(tiny_checkpoint: Path) -> None:
+    """Even where it comes back a token further, in the middle of a block: its last chunk left one token."""
+    engine = Engine.load(tiny_checkpoint, device="cpu", dtype="float32", max_batch=1, max_model_len=64)
+    one = Sequence(0, [1, 2, 3], SamplingParams(max_new_tokens=4), engine.tokenizer, 64, streams=False)
+    one.blocks, one.num_cached = [3], 2
+    engine.runner._answer_rows([one])
+    one.follow(4, 1.0)
+    one.blocks = [5]
+    found = engine.runner._answer_rows([one])
+    assert found.tables[0, 0] == 5
+    assert found.slots.tolist() == [5 * engine.cache.block_size + 3]
+
+
 def test_the_likeliest_token_of_each_prompt(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, passes, prefill = Engine.load(tiny_checkpoint, device="cpu", dtype="float32", max_batch=4, max_model_len=64), [], Runner.prefill
     monkeypatch.setattr(Runner, "prefill", lambda self, parts: passes.append(prefill(self, parts)) or passes[-1])
