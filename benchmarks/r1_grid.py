@@ -1,7 +1,7 @@
-"""DeepSeek-R1's true shapes on all GPUs of a box, as a server runs them: the published grid, guesses, sums in 8 bits, sums while another
-half computes, prompts beside answers.
+"""DeepSeek-R1's true shapes on all GPUs of a box, as a server runs them: the published grid, guesses, sums in 8 bits, prompts
+beside answers.
 
-    torchrun --nproc-per-node 4 benchmarks/r1_grid.py --out FILE.json [--parts alone,many,beside,guesses,turns,rest,sums] [--seconds 400]
+    torchrun --nproc-per-node 4 benchmarks/r1_grid.py --out FILE.json [--parts alone,many,beside,guesses,rest,sums] [--seconds 400]
     torchrun --nproc-per-node 1 benchmarks/r1_grid.py --rank-of 4 [--cells 4096x16,8192x8]     one of four ranks on one card, without sums
     torchrun --nproc-per-node 2 benchmarks/r1_grid.py --tiny       the same on a CPU (gloo) in seconds: a test of the script
 
@@ -36,7 +36,7 @@ from command import numbers
 from made_engine import joined_ranks, led, made_engine, made_model, report_of_ranks, served_engine
 from r1_box import build
 from r1_guesses import PUBLISHED, DraftingEngine, guesses_row, plain_row, warm
-from r1_prompts import beside_row, sum_rows, turn_rows
+from r1_prompts import beside_row, sum_rows
 from r1_synthetic import R1, TINY, SyntheticWeights
 
 from quantkit.assets import asset
@@ -58,7 +58,7 @@ BEGAN = time.perf_counter()
 MOST_GUESSES = 3
 _WARM = 2
 """Steps of a single prompt before the cells of a part are measured: those of a longer one are not others."""
-PARTS = ("alone", "many", "beside", "guesses", "turns", "rest", "sums")
+PARTS = ("alone", "many", "beside", "guesses", "rest", "sums")
 
 
 @dataclass(frozen=True)
@@ -81,14 +81,6 @@ class Sizes:
     rest: list[Cell]
     users: tuple[int, ...] = (1, 8, 32)
     sums: tuple[int, ...] = (8192, 16384)
-    turns: tuple[tuple[int, tuple[int, ...], int], ...] = (
-        (16384, (4096, 8192), 2),
-        (61440, (8192,), 1),
-        (8192, (4096, 8192), 2),
-        (30720, (8192,), 1),
-        (4096, (4096,), 2),
-    )
-    """Prompts, tokens of their passes, prompts that are timed."""
     beside: tuple[int, int, int] = (32, 1024, 16384)
     chunks: tuple[int | None, ...] = (None, 1024)
 
@@ -128,7 +120,6 @@ TINY_SIZES = Sizes(
     [Cell(24, 2, 8)],
     (1, 2),
     (64, 96),
-    ((96, (16, 32), 1),),
     (2, 24, 96),
     (None, 32),
 )
@@ -281,12 +272,6 @@ def measure_sums(box: GridRun) -> None:
         box.add("sums", row)
 
 
-def measure_turns(box: GridRun) -> None:
-    for length, chunks, rounds in box.sizes.turns:
-        if box.parallel.minimum(int(not box.is_late)):
-            box.add("turns", turn_rows(box.engine, length, list(chunks), rounds))
-
-
 def measure_beside(box: GridRun) -> None:
     for chunk in box.sizes.chunks:
         box.add("beside", beside_row(box.engine, *box.sizes.beside, chunk))
@@ -342,7 +327,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "many": lambda box: measure_cells(box, box.sizes.many, "many"),
         "beside": measure_beside,
         "guesses": lambda box: measure_guesses(box, loaded),
-        "turns": measure_turns,
         "rest": lambda box: measure_cells(box, box.sizes.rest, "rest"),
         "sums": measure_sums,
     }

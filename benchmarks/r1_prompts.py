@@ -1,5 +1,4 @@
-"""Prompts of R1's shapes on a box, through an engine as a server has it: summed over ranks in 8 bits, or while another half of a pass
-computes, and arriving while answers run.
+"""Prompts of R1's shapes on a box, through an engine as a server has it: summed over ranks in 8 bits, and arriving while answers run.
 
 r1_grid.py measures with it.
 """
@@ -38,21 +37,6 @@ def sum_rows(engine: Engine, lengths: list[int]) -> list[dict[str, Any]]:
         engine.parallel.coded_sums = None
         rows.append(row)
     return rows
-
-
-@torch.inference_mode()
-def turn_rows(engine: Engine, length: int, chunks: list[int], rounds: int) -> dict[str, Any]:
-    """Seconds of a prompt to its first token, by tokens of a pass, computed whole and in two halves; all in turns, the median of `rounds`
-    after one. All ranks compute it without messages between them."""
-    passes = engine.runner.prompts
-    own, times = (passes.turns, passes.least_in_turns), dict[str, list[float]]()
-    for _ in range(rounds + 1):
-        for chunk in chunks:
-            for name, turns in (("whole", None), ("halves", engine.parallel.turns)):
-                passes.turns, passes.least_in_turns = turns, 3 * chunk // 4
-                times.setdefault(f"{chunk}_{name}_s", []).append(_first_token(engine, length, chunk))
-    passes.turns, passes.least_in_turns = own
-    return {"tokens": length} | {name: statistics.median(took[1:]) for name, took in times.items()}
 
 
 def _first_token(engine: Engine, length: int, chunk: int) -> float:

@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from quantkit.executor.scheduler import StepBudget
+from quantkit.hub import find_model
+from quantkit.tokenizer.chat import ChatTokenizer
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
@@ -46,3 +50,17 @@ def test_the_published_grid_begins_with_what_is_wanted_most(monkeypatch: pytest.
     assert len(published) == 30
     assert sorted(places) == sorted([*((row["input_len"], row["concurrency"]) for row in published), (16384, 1)])
     assert {cell.output_len for cell in sizes.cells if cell.users > 1} == {512}
+
+
+@pytest.mark.parametrize(("chunk", "doubles_at", "seconds", "gap"), [(2560, 23000, 3.0, 0.205), (1024, 0, 4.6, 0.16)])
+def test_cells_by_the_scheduler_alone(chunk: int, doubles_at: int, seconds: float, gap: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 prompts of 4096: with chunks that are as long as answers may wait they come sooner, and answers wait no longer than that."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import scheduled_prompts
+
+    tokenizer, times = ChatTokenizer(find_model("tiny-r1")), scheduled_prompts.Times(0.155)
+    budget = StepBudget(8192, chunk, mixed=True, doubles_at=doubles_at)
+    found = scheduled_prompts.cell(budget, times, tokenizer, 4096, 16)
+    assert seconds - 0.5 < found["ttft_s"] < seconds
+    assert found["largest_gap_s"] < gap
+    assert scheduled_prompts.cell(budget, times, tokenizer, 128, 1)["ttft_s"] == pytest.approx(0.0355, abs=1e-4)

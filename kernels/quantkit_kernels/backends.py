@@ -122,12 +122,29 @@ def choose(operator: str, backend: str, device: torch.device, dtype: torch.dtype
 
 def serving(operator: str, backend: str, device: torch.device, dtype: torch.dtype | None = None, shapes: tuple[Shape, ...] = ()) -> str:
     """The backend asked for where it runs `operator`, else the best usable one."""
-    candidates = [name for name in reversed(BACKENDS) if name not in ASKED_ONLY and (name != "expanded" or operator.endswith("_dense"))]
-    if device.type == "cpu":
-        candidates.remove("triton")  # its interpreter, for tests
+    candidates = _candidates(operator, device)
     if backend != "auto":
         candidates.insert(0, backend)
     return next(name for name in candidates if why_unusable(operator, name, device, dtype, shapes) is None)
+
+
+def _candidates(operator: str, device: torch.device) -> list[str]:
+    """Backends that "auto" may take, the best first."""
+    found = [name for name in reversed(BACKENDS) if name not in ASKED_ONLY and (name != "expanded" or operator.endswith("_dense"))]
+    if device.type == "cpu":
+        found.remove("triton")  # its interpreter, for tests
+    return found
+
+
+def serving_gates(kind: str, backend: str, device: torch.device, dtype: torch.dtype | None = None, shapes: tuple[Shape, ...] = ()) -> str:
+    """The backend of experts with biases or a `Gating` of their own, of weights of a kind: the one that serves linears, which a loop runs,
+    but on a GPU the best of those whose kernels compute a whole layer of them, where that one's do not."""
+    asked = _PREFERRED.get(device.type, "auto") if backend == "auto" else backend
+    chosen = serving(f"linear_{kind}", asked, device, dtype, shapes)
+    if device.type != "cuda" or hasattr(module(chosen), "gated_experts_layout") or asked == "reference":
+        return chosen
+    able = (name for name in _candidates(f"experts_{kind}", device) if hasattr(module(name), "gated_experts_layout"))
+    return next((name for name in able if why_unusable(f"experts_{kind}", name, device, dtype, shapes) is None), chosen)
 
 
 def _check_name(backend: str) -> None:

@@ -87,9 +87,10 @@ class ExpertsBuilder:
     ...     builder.add(index, gate, up, down)      # Int4, Int8, Fp4 or Dense: gate and up [I, H], down [H, I]
     >>> experts = builder.finish()
 
-    All experts of a layer have the same shapes and grids. gating: what is between gate, up and down, where it is not silu(gate) * up. With
-    another one, or with biases, experts are a loop over the backend's linears, or torch's grouped product. Raises ValueError naming what
-    does not fit, an expert that is added twice, or, in `finish`, those that are missing.
+    All experts of a layer have the same shapes and grids. gating: what is between gate, up and down, where it is not silu(gate) * up.
+    Another one, and biases, are part of Triton's kernels and of torch's grouped product; of other backends such experts are a loop over
+    their linears, and "auto" takes Triton's on a GPU. Raises ValueError naming what does not fit, an expert that is added twice, or, in
+    `finish`, those that are missing.
     """
 
     def __init__(
@@ -133,9 +134,12 @@ class ExpertsBuilder:
 
     def _begin(self, gate: Weight, down: Weight, biased: bool) -> ExpertsLayout:
         target, plain = gate[0].device if self._device is None else self._device, not biased and self._gating == SILU
-        rounds = rounds_inputs(gate)
+        rounds, shapes = rounds_inputs(gate), (_stacked(gate), shape(down))
+        asked = self._backend
+        if asked == "auto" and not plain and not rounds and self._gating.is_formula:
+            asked = backends.serving_gates(kind(gate), asked, target, self._dtype, shapes)
         operator = "experts" if plain and not rounds else "linear"
-        name = backends.choose(f"{operator}_{kind(gate)}", self._backend, target, self._dtype, (_stacked(gate), shape(down)))
+        name = backends.choose(f"{operator}_{kind(gate)}", asked, target, self._dtype, shapes)
         found = backends.module(name)
         layout: ExpertsLayout
         if rounds:  # what is between the products is rounded, too, which no kernel of a whole layer does

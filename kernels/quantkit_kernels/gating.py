@@ -18,6 +18,11 @@ class Gating:
     shift: float = 0.0
 
     @property
+    def is_formula(self) -> bool:
+        """Whether alpha, limit and shift say all, so that a kernel can compute it; a subclass calls what it likes."""
+        return type(self) is Gating
+
+    @property
     def is_linear_in_up(self) -> bool:
         """Whether a scale can move from up's rows to down's columns."""
         return self.limit is None and self.shift == 0

@@ -6,7 +6,7 @@ anew, and between two chunks come the answers' own steps, so with too few of the
 nobody waits too long for, and takes the fewest of them that come near the best rate of prompt tokens.
 
 Chunks of a long prompt lie behind a context, ever another one. So passes are measured as these are computed: launched, not replayed; and
-once more behind some thousand cached tokens, for there a token costs more.
+half a chunk behind a long context, for there a token costs more.
 
 A pass that is captured waits for no launch. That is worth its capture, which takes as long as some passes and happens while users wait,
 only where launching is what a pass waits for: with many tokens, and sooner in large models, the device is busy all the time.
@@ -37,8 +37,12 @@ _LONGEST_S, _STEPS = 0.2, 4
 """A chunk and the answers' step may take so long, or as long as so many of these steps, if that is longer: answers wait for it. With chunks
 of 4096 tokens, 32 prompts of 4096 of Qwen3-8B have their first token on an H200 after 0.78 of the time that they need with 512. On four of
 R1's ranks a prompt of 16,384 beside 32 answers needs 1.7 s with chunks of 2048 and 2.5 with 1024, and the answers wait 0.26 s and 0.18."""
-_BEHIND = 3
-"""Chunks of context behind which a chunk is measured again, where the cache has room for them."""
+_BEHIND, _FEWEST_BEHIND = 8, 2
+"""Chunks of context behind which half a chunk is measured, where the cache has room for them; with room for fewer no context is long."""
+_TURNS = 8
+"""What a token costs, and what one that it sees, are found in turns from each other."""
+_NEVER = 1 << 24
+"""Tokens of context: where one costs twice as much only behind more than so many, all cost the same."""
 _STRIDE = 7
 """Between the ids of made-up tokens: other tokens ask for other experts, whose weights are read."""
 _CHEAPEST = 0.5
@@ -63,10 +67,10 @@ def measure(runner: Runner, parallel: Parallel, budget: StepBudget, max_batch: i
     if not asked:
         passes = _Passes(lambda tokens: trial.seconds(trial.launched, tokens), step)
         chunk = passes.knee(most, max(_LONGEST_S, _STEPS * step))
-        if (behind := min(_BEHIND, room // chunk - 1)) > 0:
+        if (behind := min(_BEHIND, room // chunk - 1)) >= _FEWEST_BEHIND:
             for part in range(behind):
                 trial.launched(chunk, part * chunk)
-            doubles_at = passes.doubles_at(chunk, behind * chunk, trial.seconds(trial.launched, chunk, behind * chunk))
+            doubles_at = passes.doubles_at(chunk, behind * chunk, trial.seconds(trial.launched, chunk // 2, behind * chunk))
     apart = step + trial.seconds(trial.launched, chunk)
     return StepBudget(budget.alone, chunk, mixed=trial.seconds(trial.mixed, rows, chunk) < apart, doubles_at=doubles_at)
 
@@ -122,16 +126,21 @@ class _Passes:
         return fits, too_long
 
     def doubles_at(self, chunk: int, start: int, behind: float) -> int:
-        """Behind how many tokens one costs twice as much, from a chunk's `behind` seconds behind `start`; 0 where it costs no more."""
+        """Behind how many tokens one costs twice as much; 0 where it costs no more. behind: seconds of half a chunk behind `start` tokens.
+
+        Half a chunk is about what is computed there, so what a pass costs for each token behind which it is, however few its own are, is in
+        it: latents that are expanded.
+        """
         took = self.seconds(chunk)
-        pair, each = (behind - took) / (chunk * start), took / chunk
         longer = min((tokens for tokens in self.took if tokens > chunk), default=chunk)
-        shorter = max((tokens for tokens in self.took if tokens < chunk), default=chunk) if longer == chunk else chunk
-        if longer > shorter:
-            # Tokens of the longer pass see each other, which is no part of what one costs that sees nothing.
-            more = (self.seconds(longer) - self.seconds(shorter)) / (longer - shorter) - pair * (shorter + longer) / 2
-            each = max(more, _CHEAPEST * each)
-        return round(each / pair) if pair > 0 else 0
+        shorter = max((tokens for tokens in self.took if tokens < chunk), default=0) if longer == chunk else chunk
+        slope = (self.seconds(longer) - (self.seconds(shorter) if shorter else 0.0)) / (longer - shorter)
+        least, half, each = _CHEAPEST * took / chunk, chunk // 2, 0.0
+        for _ in range(_TURNS):  # tokens of a pass see each other, which is no part of what one costs that sees nothing
+            token = max(slope / (1 + each * (shorter + longer) / 2), least)
+            pairs = half * (start + half / 2) - chunk * chunk / 2
+            each = max((behind - took) / token + chunk - half, 0.0) / pairs
+        return round(1 / each) if each > 1 / _NEVER else 0
 
     def _gap(self, tokens: int) -> float:
         return self._step + self.seconds(tokens)

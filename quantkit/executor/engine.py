@@ -180,7 +180,7 @@ class Engine:
                 tokenizer,
                 plan,
                 max_batch=options.max_batch,
-                prefill_tokens=options.prefill_tokens if options.prefill_tokens is not None else prefill_tokens(loaded, plan),
+                prefill_tokens=options.prefill_tokens if options.prefill_tokens is not None else prefill_tokens(loaded, plan, draft),
                 num_drafts=options.most_drafts,
                 num_looked_up=options.num_looked_up,
                 measure_steps=options.measure_steps,
@@ -378,7 +378,7 @@ class Engine:
         logprobs = row_logprobs(done.counts, done.logits, token_ids)
         if not logprobs and len(token_ids) == len(done.counts):  # nobody had a draft
             for (sequence, _), token_id in zip(done.counts, token_ids):
-                sequence.extend([token_id], now)
+                sequence.follow(token_id, now)
             return
         for sequence, count in done.counts:
             kept = self._keep(sequence, token_ids[row : row + count], now)

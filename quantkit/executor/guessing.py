@@ -12,6 +12,7 @@ lent, however good it looked.
 """
 
 import itertools
+from collections import Counter
 from dataclasses import dataclass, field
 
 from quantkit.executor.graphs import power_of_two
@@ -28,10 +29,12 @@ _TRIAL = 1 + _DROPPED + _TRIED
 """Steps that something new is tried for: the guesses of the first are checked in the second."""
 _MARGIN = 1.01
 """By how much guessing must promise to be faster than not guessing."""
-_LENT, _SHARE, _SAVED = 0.75, 0.0075, 12.0
+_LENT, _SHARE, _SAVED = 0.5, 0.005, 12.0
 """The credit at first; what every step adds to it; and what is saved up at most."""
 _ENOUGH = 0.5
 """Of the credit, beside the cost of beginning anew: to guess again after a debt, or to try what does not promise to pay."""
+_READING = 2.0
+"""Of the credit, what beginning anew is taken to cost before it was seen: a layer reads what it has not, operator by operator."""
 _SLOWEST = 4.0
 """Steps without guesses that one with guesses is charged at most: a slower one is the machine's."""
 
@@ -88,6 +91,10 @@ class Costs:
         """What is known, in parts of a second."""
         return {rows: seconds * unit for rows, seconds in sorted(self._seconds.items())}
 
+    def of(self, rows: int) -> float | None:
+        """Of just so many."""
+        return self._seconds.get(rows)
+
     def seconds(self, rows: float) -> float | None:
         """Between what is known of fewer and of more rows; None where nothing is."""
         fewer = max((one for one in self._seconds if one <= rows), default=None)
@@ -110,8 +117,8 @@ class Guessing:
         self.rates = {COMPUTED: Rates(), LOOKUP: Rates()}
         self.costs: dict[int, Costs] = {drafts: Costs() for drafts in range(most_drafts + 1)}
         """Of steps, by how many guesses they compute."""
-        self._met: set[tuple[int, int]] = set()
-        """Sizes of steps, by guesses and rows, that came: the first time they are captured, which is not charged."""
+        self._met: Counter[tuple[int, int]] = Counter()
+        """How often sizes of steps came, by guesses and rows: the first time they are captured, and are charged as the second."""
         self._found = 0.5
         """Share of answers for which something was looked up."""
         self._credit, self._in_debt = _LENT, False
@@ -165,20 +172,20 @@ class Guessing:
     def _charge(self, answers: int, rows: int, kept: int, seconds: float) -> None:
         """What a step brought and took, on the credit."""
         size, plain = (self.drafts, power_of_two(rows)), self.costs[0].seconds(answers)
-        first, guessed = size not in self._met, self.drafts > 0 or rows > answers
-        self._met.add(size)
+        self._met[size] += 1
         if plain is None:
             return
         self._credit += _SHARE
-        if guessed and not first:
-            self._credit += 1 + kept / answers - min(seconds / plain, _SLOWEST)
+        if self.drafts > 0 or rows > answers:
+            slower, times = 1 - min(seconds / plain, _SLOWEST), (0, 2, 1)[min(self._met[size], 3) - 1]
+            self._credit += kept / answers + times * slower
         self._credit = min(self._credit, _SAVED)
         self._in_debt = self._credit < (self._enough() if self._in_debt else 0.0)
 
     def _enough(self) -> float:
         """Credit that beginning anew takes. Its first step has rows of answers alone."""
-        plain, first = (self.costs[drafts].seconds(self._answers) for drafts in (0, min(1, self.most_drafts)))
-        return _ENOUGH + (max(first / plain - 1, 0.0) if plain and first else 0.0)
+        plain, first = self.costs[0].seconds(self._answers), self.costs[min(1, self.most_drafts)].of(self._answers)
+        return _ENOUGH + (max(first / plain - 1, 0.0) if plain and first else _READING)
 
     def _rows(self, drafts: int, looked_up: int) -> int:
         found = self._found if looked_up else 0.0

@@ -39,12 +39,14 @@ def usual_tokens(device: torch.device) -> int:
     return PREFILL_TOKENS.get(device.type, PREFILL_TOKENS["cpu"])
 
 
-def prefill_tokens(loaded: LoadedModel, plan: CachePlan) -> int:
-    """Of a step, where nobody chose: on every rank what the one with the least memory has room for beside the planned cache."""
+def prefill_tokens(loaded: LoadedModel, plan: CachePlan, draft: LoadedModel | LoadedHead | None = None) -> int:
+    """Of a step, where nobody chose: on every rank what the one with the least memory has room for beside the planned cache, and that of
+    what guesses."""
     usual, needed = usual_tokens(loaded.device), long_step_bytes(loaded)
     if needed is None:
         return usual
-    left = free_bytes(loaded.device) - plan.num_blocks * plan.block_size * loaded.cache_token_bytes
+    token_bytes = loaded.cache_token_bytes + (0 if draft is None else draft.cache_token_bytes)
+    left = free_bytes(loaded.device) - plan.num_blocks * plan.block_size * token_bytes
     return LONG_PREFILL_TOKENS if loaded.weights.ranks.minimum(left) >= needed else usual
 
 

@@ -22,7 +22,6 @@ from quantkit.executor.channel import Channel
 from quantkit.executor.coded_sums import CodedSums, codes_of_sums
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.rank_processes import RankProcesses, environment_rank, launch
-from quantkit.executor.turns import Turns
 
 _VALUE_BYTES = 1 << 10
 """Bytes of a value that `gather` carries."""
@@ -45,8 +44,6 @@ class Parallel:
         """The quantkit_kernels.cuda.collectives.Peers of this rank, where all ranks have one."""
         self.coded_sums: CodedSums | None = None
         """How sums of prompts are exchanged in 8 bits, where somebody asked for that."""
-        self.turns = Turns()
-        """Who computes while sums of another are under way."""
 
     def connect(self, device: torch.device) -> None:
         """Meet the other ranks, at MASTER_ADDR:MASTER_PORT where others started this one.
@@ -63,8 +60,7 @@ class Parallel:
 
     def _meet(self, device: torch.device) -> None:
         backend = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}[device.type]
-        given = {"pg_options": _urgent()} if backend == "nccl" else {}
-        self._guard(lambda: dist.init_process_group(backend, rank=self.rank, world_size=self.size, timeout=_FOREVER, **given))
+        self._guard(lambda: dist.init_process_group(backend, rank=self.rank, world_size=self.size, timeout=_FOREVER))
         if self.size > 1:
             self._control = dist.new_group(backend="gloo", timeout=_FOREVER)
             self._guard(lambda: self._open_channel(device))
@@ -86,14 +82,9 @@ class Parallel:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over ranks, the same on each; x may be overwritten. On a CPU in float32, whatever x is; in 8 bits where `coded_sums` takes
-        it. Whoever takes turns passes the turn on."""
+        it."""
         if self.size == 1:
             return x
-        if self.turns.taken:
-            return self._all_reduce_meanwhile(x)
-        return self._all_reduce_now(x)
-
-    def _all_reduce_now(self, x: Tensor) -> Tensor:
         if self.peers is not None and self.peers.adds(x):
             summed: Tensor = self.peers.all_reduce(x)
             return summed
@@ -103,18 +94,6 @@ class Parallel:
             return decoded
         wide = x.float() if x.device.type == "cpu" else x.contiguous()
         self._guard(lambda: dist.all_reduce(wide))
-        return wide.to(x.dtype)
-
-    def _all_reduce_meanwhile(self, x: Tensor) -> Tensor:
-        """The other one computes until this sum is there."""
-        if self.coded_sums is not None or (self.peers is not None and self.peers.adds(x)):
-            summed = self._all_reduce_now(x)
-            self.turns.pass_on()
-            return summed
-        wide = x.float() if x.device.type == "cpu" else x.contiguous()
-        under_way = self._guard(lambda: dist.all_reduce(wide, async_op=True))
-        self.turns.pass_on()
-        self._guard(under_way.wait)  # a device's stream waits, not this thread
         return wide.to(x.dtype)
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -211,14 +190,6 @@ class Parallel:
         except (RuntimeError, OSError) as fault:
             lost = self._ranks.why_lost() if self._ranks else "another rank stopped"
             raise QuantkitError(lost, "see its own message above; start again") from fault
-
-
-def _urgent() -> Any:
-    """NCCL's kernels go before others that wait for a place on the device: whoever needs a sum needs it soon."""
-    options = dist.ProcessGroupNCCL.Options()
-    options.is_high_priority_stream = True
-    options._timeout = _FOREVER  # torch warns where it is not the group's
-    return options
 
 
 SINGLE = Parallel(0, 1)

@@ -20,7 +20,6 @@ from quantkit.executor.cache import PagedCache
 from quantkit.executor.context import Chunk, PrefillContext, PromptContext
 from quantkit.executor.graphs import MIN_TABLE_WIDTH, Capture, DecodeRows, StaticBuffers, TokenModel, power_of_two
 from quantkit.executor.mixed import MixedContext
-from quantkit.executor.turns import Turns
 
 MOST_TOKENS = 1024
 """Tokens of prompts in a pass that is captured, at most. With more of them the device is busy all the time."""
@@ -36,13 +35,6 @@ _MOST_GRAPHS = 64
 """Each holds some megabytes, and captures take a few tenths of a second."""
 
 
-LEAST_IN_TURNS = 6144
-"""Tokens of prompts of a pass that is computed in two halves, where ranks add up. A half reads all weights for itself, and experts of a
-mixture are slower with few tokens each: with fewer tokens the halves take longer than the sums that they hide."""
-_HALF_STEP = 128
-"""A first half has so many tokens or a multiple, where that is not none."""
-
-
 class PromptRows(NamedTuple):
     """New tokens of one sequence on the host, the first at position `start`. blocks: its cache; state: its place in the cache's states."""
 
@@ -54,22 +46,6 @@ class PromptRows(NamedTuple):
     @property
     def span(self) -> tuple[int, int]:
         return self.start, len(self.token_ids)
-
-
-def halved(prompts: list[PromptRows]) -> tuple[list[PromptRows], list[PromptRows]]:
-    """About half of the tokens, and the others, in their order: one sequence may be in both."""
-    first: list[PromptRows] = []
-    second: list[PromptRows] = []
-    half = sum(len(one.token_ids) for one in prompts) // 2
-    room = half // _HALF_STEP * _HALF_STEP or half
-    for one in prompts:
-        own = min(len(one.token_ids), room)
-        room -= own
-        if own:
-            first.append(one._replace(token_ids=one.token_ids[:own]))
-        if own < len(one.token_ids):
-            second.append(one._replace(token_ids=one.token_ids[own:], start=one.start + own))
-    return first, second
 
 
 class PassSize(NamedTuple):
@@ -188,12 +164,10 @@ class _Pass:
 
 
 class PromptPasses:
-    """Passes with prompts over a cache. capture: None where none are captured. turns: of ranks whose sums are worth hiding."""
+    """Passes with prompts over a cache. capture: None where none are captured."""
 
-    def __init__(self, model: TokenModel, cache: PagedCache, capture: Capture | None, turns: Turns | None = None) -> None:
+    def __init__(self, model: TokenModel, cache: PagedCache, capture: Capture | None) -> None:
         self.model, self.cache = model, cache
-        self.turns = None if cache.goes_by_sequence else turns
-        self.least_in_turns = LEAST_IN_TURNS
         self._capture = None if cache.goes_by_sequence else capture
         self.most_tokens = MOST_TOKENS
         """Of prompts in a pass that is captured."""
@@ -244,14 +218,7 @@ class PromptPasses:
         return context if answers is None else MixedContext(answers.context(self.cache), context)
 
     def launch(self, answers: DecodeRows | None, prompts: list[PromptRows]) -> Tensor:
-        """As `run`, operator by operator; a long pass in halves that take turns."""
-        if self.turns is None or sum(len(one.token_ids) for one in prompts) < self.least_in_turns:
-            return self._launch(answers, prompts)
-        first, second = halved(prompts)
-        halves = self.turns.both(lambda: self._launch(answers, first), lambda: self._launch(None, second), self.cache.device)
-        return torch.cat(halves)
-
-    def _launch(self, answers: DecodeRows | None, prompts: list[PromptRows]) -> Tensor:
+        """As `run`, operator by operator."""
         token_ids = [] if answers is None else answers.token_ids.tolist()
         token_ids += [token for one in prompts for token in one.token_ids]
         return self.model(torch.tensor(token_ids, device=self.cache.device), self.context(answers, prompts))

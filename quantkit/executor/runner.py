@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantkit.devices import sent
 from quantkit.executor.cache import PagedCache
 from quantkit.executor.context import PrefillContext
 from quantkit.executor.draws import Draws
@@ -27,11 +26,11 @@ from quantkit.executor.graphs import (
     why_eager,
 )
 from quantkit.executor.homes import Room
+from quantkit.executor.kept_rows import KeptRows
 from quantkit.executor.mixed import MixedContext
 from quantkit.executor.prompt_graphs import PromptPasses, PromptRows
 from quantkit.executor.scheduler import ScheduledStep
 from quantkit.executor.sequence import Sequence
-from quantkit.executor.turns import Turns
 
 
 class Span(NamedTuple):
@@ -63,28 +62,19 @@ class ForwardPass:
 
 class Runner:
     """A model with its cache on one device. capture: how decode steps are captured; by default as the device allows. eager: why they
-    must not be. experts: the ranks that share the routed experts; where there are several, passes are padded to a `Room`. turns: as
-    `PromptPasses` has it."""
+    must not be. experts: the ranks that share the routed experts; where there are several, passes are padded to a `Room`."""
 
     def __init__(
-        self,
-        model: TokenModel,
-        cache: PagedCache,
-        capture: Capture | None = None,
-        *,
-        eager: str = "",
-        experts: ExpertRanks = NO_RANKS,
-        turns: Turns | None = None,
+        self, model: TokenModel, cache: PagedCache, capture: Capture | None = None, *, eager: str = "", experts: ExpertRanks = NO_RANKS
     ) -> None:
         self.model, self.cache, self.device, self.experts = model, cache, cache.device, experts
         self._why_eager = eager or ("" if capture else why_eager(self.device))
         self._capture = None if self._why_eager else capture or DeviceCapture(self.device)
         self.steps = self._steps(model, self._capture)
         self._given = capture
-        self._tables = BlockTables()
+        self._tables, self._kept = BlockTables(), KeptRows(cache.block_size)
         # Attention of prompts on an NPU wants lengths on the host. Ranks with requests of their own would capture at different times.
-        captured = None if self.device.type == "npu" or experts.size > 1 else self._capture
-        self.prompts = PromptPasses(model, cache, captured, turns)
+        self.prompts = PromptPasses(model, cache, None if self.device.type == "npu" or experts.size > 1 else self._capture)
         # An NPU's graphs want to know lengths, and draws have none. Graphs of one pool write over each other's results, and draws come
         # before all of a pass's have been read: theirs is another.
         self.draw = Draws(capture or (DeviceCapture(self.device) if self._capture and self.device.type == "cuda" else None))
@@ -147,7 +137,7 @@ class Runner:
         spans, where = [*_answer_spans(answers), *prompts], partial(self.prompts.context, given, own)
         if not rows:
             return ForwardPass(spans, hidden, where, None, None, rows, counts)
-        logits = self.model.logits(hidden[sent(rows, self.device)])
+        logits = self.model.logits(hidden[torch.tensor(rows, device=self.device)])
         return ForwardPass(spans, hidden, where, logits, logits.argmax(dim=-1), rows, counts)
 
     def prompt_context(self, spans: list[Span]) -> PrefillContext | MixedContext:
@@ -156,7 +146,9 @@ class Runner:
 
     def _answer_rows(self, answers: list[Sequence], room: Room | None = None) -> DecodeRows:
         if _num_rows(answers) == len(answers):
-            rows = self.rows([one.token_ids[-1] for one in answers], [(one, one.num_cached) for one in answers])
+            rows = self._kept.next(answers) or self._kept.keep(
+                answers, self.rows([one.token_ids[-1] for one in answers], [(one, one.num_cached) for one in answers])
+            )
         else:
             token_ids = [token for one in answers for token in (one.token_ids[-1], *one.drafts)]
             rows = self.rows(token_ids, [(one, one.num_cached + i) for one in answers for i in range(1 + len(one.drafts))])

@@ -18,7 +18,7 @@ from quantkit.executor.cache import BlockAllocator, CachePlan
 from quantkit.executor.prefix import PrefixBlocks
 from quantkit.executor.sequence import Sequence
 
-_UNIT = 64
+_UNIT = 128
 """Chunks whose tokens differ in cost have whole units of so many: kernels compute tokens in blocks."""
 _FEWEST_OF = 4
 """A chunk has no fewer tokens than the first one divided by this, however long the context: what a pass costs beside its tokens would be

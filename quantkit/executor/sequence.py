@@ -143,6 +143,11 @@ class Sequence:
         self.num_cached = len(self.token_ids) - 1
         return kept
 
+    def follow(self, chosen: int, now: float) -> None:
+        """As `extend`, by one token where there are no drafts."""
+        self._append(chosen, now)
+        self.num_cached = len(self.token_ids) - 1
+
     def drop_drafts(self) -> None:
         """Guesses that nobody will check."""
         self.drafts, self.guessed_by = [], COMPUTED

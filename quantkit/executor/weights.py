@@ -15,6 +15,7 @@ from itertools import chain
 import quantkit_kernels as kernels
 import torch
 from quantkit_kernels import backends
+from quantkit_kernels.linear import rounds_inputs
 from quantkit_kernels.weights import kind, same_inputs, shape, stack
 from torch import Tensor
 
@@ -173,7 +174,8 @@ class ExecutorWeights:
             biases = self._biases(module)
             try:
                 if builder is None:
-                    backend = self._backend("experts" if biases is None and gating == kernels.SILU else "linear", gate, down)
+                    plain = biases is None and gating == kernels.SILU
+                    backend = self._backend("experts", gate, down) if plain else self._gates_backend(gate, down)
                     builder = kernels.ExpertsBuilder(len(modules), backend=backend, dtype=self.dtype, device=self.device, gating=gating)
                 builder.add(expert, gate, up, down, biases=biases)
             except ValueError as fault:
@@ -254,6 +256,13 @@ class ExecutorWeights:
             self._told_slow = True
             tell_slow(f"{operator}_{grid}", weights[0], self.device, self.dtype)
         return chosen
+
+    def _gates_backend(self, gate: kernels.Weight, down: kernels.Weight) -> str:
+        """As `_backend`, of experts with biases or a gating of their own."""
+        if rounds_inputs(gate):
+            return self._backend("linear", gate, down)
+        found = backends.serving_gates(kind(gate), self.backend, self.device, self.dtype, (shape(gate), shape(down)))
+        return found if hasattr(backends.module(found), "gated_experts_layout") else self._backend("linear", gate, down)
 
 
 class Gathered:

@@ -183,7 +183,7 @@ def head_of_eagle(drafts: int, rows: int) -> float:
 
 
 @pytest.mark.parametrize(("most", "cost"), [(3, box_of_four), (4, head_of_eagle)])
-@pytest.mark.parametrize(("tokens", "most_lost"), [(192, 0.045), (512, 0.02), (4000, 0.0125)])
+@pytest.mark.parametrize(("tokens", "most_lost"), [(192, 0.02), (512, 0.01), (4000, 0.0075)])
 def test_guesses_that_are_never_right_cost_little(tokens: int, most_lost: float, most: int, cost: Callable[[int, int], float]) -> None:
     """From the first token on, where nothing is known of them; over many answers, what chance brings is evened out."""
     runs = [Simulated(0.0, 1, most, cost, seed) for seed in range(8)]
@@ -193,10 +193,10 @@ def test_guesses_that_are_never_right_cost_little(tokens: int, most_lost: float,
 
 @pytest.mark.parametrize(("rate", "tokens"), [(0.69, 512), (0.85, 512), (0.69, 4000)])
 def test_guesses_that_pay_are_soon_made(rate: float, tokens: int) -> None:
-    """Three guesses of R1's layer, of which 0.69 are right as was published: within 10 % of the best number from the first token on."""
+    """Three guesses of R1's layer, of which 0.69 are right as was published: within 4 % of the best number from the first token on."""
     runs = [Simulated(rate, 1, 3, box_of_four, seed) for seed in range(8)]
     taken = sum(run.until(tokens) for run in runs) / len(runs)
-    assert taken <= 1.1 * min(runs[0].fixed(drafts) for drafts in range(4)), taken
+    assert taken <= 1.04 * min(runs[0].fixed(drafts) for drafts in range(4)), taken
 
 
 @pytest.mark.parametrize(

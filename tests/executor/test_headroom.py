@@ -41,6 +41,11 @@ def test_a_mixture_over_latents_has_long_steps_where_memory_is_left(loaded: Load
     assert prefill_tokens(loaded, plan) == LONG_PREFILL_TOKENS
     free(monkeypatch, held + needed - 1)
     assert prefill_tokens(loaded, plan) == PREFILL_TOKENS["cuda"]
+    drafts = replace(loaded)  # its cache has as many blocks
+    free(monkeypatch, 2 * held + needed - 1)
+    assert prefill_tokens(loaded, plan, drafts) == PREFILL_TOKENS["cuda"]
+    free(monkeypatch, 2 * held + needed)
+    assert prefill_tokens(loaded, plan, drafts) == LONG_PREFILL_TOKENS
     with monkeypatch.context() as patched:  # another rank has less
         free(patched, held + needed)
         patched.setattr(type(loaded.weights.ranks), "minimum", lambda self, value: value - 1)

@@ -137,12 +137,13 @@ def test_answers_go_on_while_a_long_prompt_is_computed(tiny_checkpoint: Path, mo
 class Clocked:
     """Passes that take as long as a rule says, and no less than launching them."""
 
-    def __init__(self, fixed: float, each: float, launches: float = 0.0, pair: float = 0.0) -> None:
-        self.fixed, self.each, self.launches, self.pair, self.measured = fixed, each, launches, pair, list[int]()
+    def __init__(self, fixed: float, each: float, launches: float = 0.0, pair: float = 0.0, seen: float = 0.0) -> None:
+        self.fixed, self.each, self.launches, self.pair, self.seen, self.measured = fixed, each, launches, pair, seen, list[int]()
 
     def __call__(self, tokens: int, start: int = 0) -> float:
         self.measured.append(tokens)
-        return max(self.launches, self.fixed + self.each * tokens + self.pair * tokens * (start + tokens / 2))
+        alone = self.fixed + self.each * tokens
+        return max(self.launches, alone + self.pair * tokens * (start + tokens / 2) + self.seen * start)
 
 
 @pytest.mark.parametrize(
@@ -178,24 +179,28 @@ def test_few_sizes_are_measured_and_each_of_them_once() -> None:
     assert sorted(clock.measured) == [512, 2048, 2560, 4096]
 
 
-@pytest.mark.parametrize(("launches", "most", "longest"), [(0.0, 4096, 0.25), (0.0, 2048, 0.4), (0.155, 4096, 0.2), (0.155, 2048, 0.25)])
-def test_behind_how_many_tokens_one_costs_twice(launches: float, most: int, longest: float) -> None:
-    """What a pass costs beside its tokens, and launches, are no part of what a token costs; chunks of that budget all take as long."""
-    clock = Clocked(52e-3, 52e-6, launches, pair=3e-9)
+@pytest.mark.parametrize("seen", [0.0, 1.16e-6])
+@pytest.mark.parametrize(("launches", "most", "longest"), [(0.0, 4096, 0.25), (0.0, 2048, 0.4), (0.155, 8192, 0.2)])
+def test_chunks_behind_a_context_take_as_long(launches: float, most: int, longest: float, seen: float) -> None:
+    """What a pass costs beside its tokens, launches, and what it costs for each token that it is behind, as latents that are expanded."""
+    clock = Clocked(52e-3, 48e-6, launches, pair=1.8e-9, seen=seen)
     passes = budget._Passes(clock, 10e-3)
     chunk = passes.knee(most, longest)
-    found = passes.doubles_at(chunk, 3 * chunk, clock(chunk, 3 * chunk))
-    assert found == pytest.approx(52e-6 / 3e-9, rel=0.35 if launches and most == 2048 else 0.05)
+    found = passes.doubles_at(chunk, 8 * chunk, clock(chunk // 2, 8 * chunk))
+    assert seen or found == pytest.approx(48e-6 / 1.8e-9, rel=0.1)
     limit = StepBudget(most, chunk, doubles_at=found)
-    for start in (4096, 16384):
+    for start in (4096, 8192, 16384, 28672, 40960):
         count = limit.fitting(start, 1 << 20, limit.cost(0, chunk))
         assert count < chunk
-        assert clock(count, start) <= max(clock(chunk), launches) * 1.05
+        assert clock(count, start) <= 1.08 * clock(chunk)
+        assert clock(count + 128, start) > 0.88 * clock(chunk)
 
 
 def test_tokens_that_cost_the_same_everywhere_count_once() -> None:
-    passes = budget._Passes(Clocked(1e-3, 1e-4), 0.0)
-    assert passes.doubles_at(512, 2048, Clocked(1e-3, 1e-4)(512)) == 0
+    clock = Clocked(1e-3, 1e-4)
+    passes = budget._Passes(clock, 0.0)
+    chunk = passes.knee(512, 1.0)
+    assert passes.doubles_at(chunk, 8 * chunk, clock(chunk // 2)) == 0
 
 
 class Launched:

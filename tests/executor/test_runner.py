@@ -1,5 +1,7 @@
 """What the host does between two steps: tables written once, texts read while the device computes."""
 
+import random
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,6 +12,7 @@ from quantkit.executor import runner
 from quantkit.executor.engine import Engine
 from quantkit.executor.runner import BlockTables, Runner
 from quantkit.executor.sampling import SamplingParams
+from quantkit.executor.sequence import Sequence
 
 
 def test_tables_follow_lists_that_grow_and_others_in_their_place() -> None:
@@ -34,6 +37,52 @@ def test_a_token_goes_where_its_position_says(tiny_checkpoint: Path) -> None:
     assert rows.slots.tolist() == [one.blocks[position // size] * size + position % size for one, position in tokens]
     assert rows.tables.tolist() == [[*one.blocks, 0][:3] for one, _ in tokens]
     assert rows.lengths == [position + 1 for _, position in tokens]
+
+
+def test_rows_that_are_kept_are_those_made_anew(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sequences that grow, whose blocks come when they are needed or earlier, that are computed again in other blocks, or end."""
+    engine = Engine.load(tiny_checkpoint, device="cpu", dtype="float32", max_batch=4, max_model_len=512)
+    draw, size, anew = random.Random(3), engine.cache.block_size, Runner.rows
+    made, params = Counter[str](), SamplingParams(max_new_tokens=4000, ignore_eos=True)
+    monkeypatch.setattr(Runner, "rows", lambda self, *given: made.update(["anew"]) or anew(self, *given))
+
+    def sequence(index: int) -> Sequence:
+        one = Sequence(index, [draw.randrange(9)] * draw.randrange(1, 3 * size), params, engine.tokenizer, 4096, streams=False)
+        one.state, one.num_cached = index, len(one.token_ids) - 1
+        return one
+
+    running = [sequence(index) for index in range(4)]
+    for step in range(300):
+        if step % 37 == 36:
+            running[draw.randrange(4)] = sequence(step)
+        if step % 23 == 22:
+            running[0].blocks = []
+            running = [*running[1:], running[0]]
+        for one in running:
+            missing = -(-(len(one.token_ids) + draw.randrange(9)) // size) - len(one.blocks)
+            one.blocks += [draw.randrange(1, 99) for _ in range(missing)]
+        found = engine.runner._answer_rows(running)
+        expected = anew(engine.runner, [one.token_ids[-1] for one in running], [(one, one.num_cached) for one in running])
+        for name in ("token_ids", "positions", "slots", "states"):
+            assert getattr(found, name).tolist() == getattr(expected, name).tolist(), (step, name)
+        for row, one in enumerate(running):
+            needed = one.num_cached // size + 1
+            assert found.tables[row, :needed].tolist() == one.blocks[:needed], step
+            one.follow(draw.randrange(99), 1.0)
+    assert 0 < made["anew"] < 100, "most steps kept them"
+
+
+def test_a_sequence_that_was_computed_again_has_rows_of_its_new_blocks(tiny_checkpoint: Path) -> None:
+    """Even where it comes back a token further, in the middle of a block: its last chunk left one token."""
+    engine = Engine.load(tiny_checkpoint, device="cpu", dtype="float32", max_batch=1, max_model_len=64)
+    one = Sequence(0, [1, 2, 3], SamplingParams(max_new_tokens=4), engine.tokenizer, 64, streams=False)
+    one.blocks, one.num_cached = [3], 2
+    engine.runner._answer_rows([one])
+    one.follow(4, 1.0)
+    one.blocks = [5]
+    found = engine.runner._answer_rows([one])
+    assert found.tables[0, 0] == 5
+    assert found.slots.tolist() == [5 * engine.cache.block_size + 3]
 
 
 def test_the_likeliest_token_of_each_prompt(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

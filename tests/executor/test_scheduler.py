@@ -71,20 +71,20 @@ def test_chunks_behind_long_contexts_have_fewer_tokens(tokenizer: ChatTokenizer)
     counts = [step[0] for step in steps]
     assert counts[0] == 512
     assert counts[:-1] == sorted(counts[:-1], reverse=True)
-    assert all(count % 64 == 0 for count in counts[:-1])
+    assert all(count % 128 == 0 for count in counts[:-1])
     starts = [sum(counts[:number]) for number in range(len(counts))]
     costs = [budget.cost(start, count) for start, count in zip(starts, counts)]
     whole = budget.cost(0, 512)
     assert all(cost <= whole for cost, count in zip(costs, counts) if count > 128)
     assert min(counts[:-1]) == 128
-    assert all(budget.cost(start, count + 64) > whole for start, count in zip(starts, counts[:-1]))
+    assert all(budget.cost(start, count + 128) > whole for start, count in zip(starts, counts[:-1]))
 
 
 def test_what_costs_more_leaves_less_to_others(tokenizer: ChatTokenizer) -> None:
     """A prompt that does not fit begins with whole blocks, or later: not with some tokens of its own pass."""
     budget = StepBudget(1024, 512, doubles_at=4000)
-    assert schedule(tokenizer, [400, 400], beside=budget)[0] == {0: 400, 1: 64}
-    assert schedule(tokenizer, [470, 400], beside=budget)[0] == {0: 470}
+    assert schedule(tokenizer, [400, 400], beside=budget)[0] == {0: 400}
+    assert schedule(tokenizer, [370, 400], beside=budget)[0] == {0: 370, 1: 128}
     assert schedule(tokenizer, [470, 20], beside=budget)[0] == {0: 470, 1: 20}
     assert schedule(tokenizer, [512], beside=budget) == [{0: 512}]
 

@@ -129,3 +129,19 @@ def test_the_reference_is_told_with_its_time(tiny_checkpoint: Path, weights: Exe
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert slow._backend("linear", int4) == "reference"
+
+
+def test_experts_of_another_gate_go_where_kernels_for_it_are(weights: ExecutorWeights, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU has none, and runs a loop over linears; inputs that are rounded need that loop everywhere."""
+    int4 = operand(quantize_int(W[:24, :64], IntGrid(4, 32, False), scale_dtype=torch.float16), torch.bfloat16)
+    rounded = kernels.Fp4(*operand(quantize_fp4(W[:24, :64]), torch.bfloat16)[:3], torch.tensor(700.0))
+    assert weights._gates_backend(int4, int4) == weights._backend("linear", int4)
+    of_linears = weights._backend("linear", rounded)
+    monkeypatch.setattr(kernels.backends, "serving_gates", lambda *asked: "triton")
+    assert weights._gates_backend(int4, int4) == "triton"
+    assert weights._gates_backend(rounded, rounded) == of_linears
+    monkeypatch.setattr(kernels.backends, "serving_gates", lambda *asked: "expanded")
+    monkeypatch.setattr(weights, "_backend", lambda *asked: pytest.fail("the plain gate's backend was asked for"))
+    experts = weights.experts("model.layers.1.mlp.experts", 4, kernels.Gating(limit=7.0))
+    assert isinstance(experts, kernels.Experts)
+    assert experts.backend == "expanded"

@@ -2,9 +2,12 @@
 
 import pytest
 import torch
-from quantkit_kernels import BACKENDS, OPERATORS, prefer, prepare, table
-from quantkit_kernels.backends import why_unusable
+from quantkit_kernels import BACKENDS, OPERATORS, ExpertsBuilder, Gating, backends, prefer, prepare, table
+from quantkit_kernels.backends import serving_gates, why_unusable
+from quantkit_kernels.experts import ExpertsLayout
+from quantkit_kernels.reference.experts import LoopLayout
 from quantkit_kernels.samples import random_weight
+from quantkit_kernels.triton.experts import TritonExpertsLayout
 
 
 def test_table_has_every_pair_once_and_a_reason_for_every_refusal() -> None:
@@ -67,3 +70,56 @@ def test_reasons_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(triton, "_has_triton", lambda: False)
     assert why_unusable("linear_int4", "triton", torch.device("cuda")) == "triton is not installed: pip install triton"
+
+
+def on_hopper(monkeypatch: pytest.MonkeyPatch, *usable: str) -> torch.device:
+    """A GPU that is not here, on which these backends run everything."""
+    monkeypatch.setattr(backends, "why_unusable", lambda operator, name, *others: None if name in usable else "not here")
+    return torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("asked", "usable", "taken"),
+    [
+        ("auto", ("cuda", "triton", "reference"), "triton"),
+        ("cuda", ("cuda", "triton", "reference"), "triton"),
+        ("triton", ("cuda", "triton", "reference"), "triton"),
+        ("reference", ("cuda", "triton", "reference"), "reference"),
+        ("auto", ("cuda", "reference"), "cuda"),
+        ("auto", ("triton", "reference"), "triton"),
+    ],
+)
+def test_gates_that_are_no_silu_go_to_who_has_kernels_for_them(
+    asked: str, usable: tuple[str, ...], taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = on_hopper(monkeypatch, *usable)
+    assert serving_gates("fp4", asked, device) == taken
+    prefer(asked if asked in usable else "auto", device)
+    try:
+        assert serving_gates("fp4", "auto", device) == taken
+    finally:
+        prefer("auto", device)
+
+
+class Told(Gating):
+    """Computes something else than its numbers say."""
+
+
+@pytest.mark.parametrize(
+    ("gating", "grid", "layout"),
+    [(Gating(limit=7.0), "fp4", TritonExpertsLayout), (Told(), "fp4", LoopLayout), (Gating(limit=7.0), "fp4-w4a4", LoopLayout)],
+)
+def test_a_layer_takes_the_layout_of_its_gate(
+    gating: Gating, grid: str, layout: type[ExpertsLayout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = on_hopper(monkeypatch, "cuda", "triton", "reference")
+    weight = random_weight(grid, 64, 64, torch.Generator().manual_seed(0))
+    monkeypatch.setattr("quantkit_kernels.triton.announce", lambda device: None)
+    assert type(ExpertsBuilder(2, device=device, gating=gating)._begin(weight, weight, False)) is layout
+
+
+def test_the_table_says_that_another_backend_serves_such_gates() -> None:
+    told = {(row.operator, row.backend): row.reason for row in table("cpu")}
+    assert "gates" not in told["experts_fp4", "reference"]
+    assert "gates" in backends._limits(backends.module("cuda"), "experts_fp4")
+    assert "gates" not in backends._limits(backends.module("cuda"), "linear_fp4")

@@ -3,8 +3,11 @@
 import pytest
 import torch
 from decode_attention import check_gqa_decode, check_mla_decode
-from kernel_weights import exact_experts, layer, random_experts
+from kernel_weights import exact_experts, exact_gated_experts, layer, random_experts
 from quantkit_kernels import (
+    ExpertBiases,
+    ExpertsBuilder,
+    Gating,
     Norms,
     Prompts,
     Rotation,
@@ -24,7 +27,9 @@ from quantkit_kernels import (
     silu_and_mul,
 )
 from quantkit_kernels.backends import why_unusable
+from quantkit_kernels.gating import SILU
 from quantkit_kernels.samples import GRIDS, TOLERANCE, distance, exact_linear, grouped_attention, random_weight
+from quantkit_kernels.triton.experts import TritonExperts
 from quantkit_kernels.triton.operators import cut_in_three
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -135,6 +140,38 @@ def test_experts_whose_programs_share_k(grid: str) -> None:
     for _ in range(2):
         y = experts(x.to(DEVICE), ids.to(DEVICE), topk_weights.to(DEVICE)).cpu()
         assert distance(y, exact) < 2e-2, rng.initial_seed()
+
+
+GATES = {"gpt-oss": Gating(1.702, 7.0, 1.0), "DeepSeek-V4": Gating(limit=3.0), "SiLU": SILU, "shifted": Gating(shift=-0.5)}
+"""With a smaller limit than DeepSeek-V4's 10, so that it is reached on either side."""
+
+
+@pytest.mark.parametrize(("grid", "gate", "biased"), [
+    ("fp4", "gpt-oss", True), ("int4-asym-32", "gpt-oss", True), ("int8", "gpt-oss", True), ("int4-asym-128", "DeepSeek-V4", False),
+    ("fp4", "DeepSeek-V4", False), ("int8", "DeepSeek-V4", False), ("int4-sym-128", "SiLU", True), ("int4-asym-64", "shifted", False),
+])  # fmt: skip
+def test_experts_with_gates_and_biases(grid: str, gate: str, biased: bool) -> None:
+    """Of widths that are no whole strips: one token, whose programs share K, and many of a short K. Expert 2 is asked by none."""
+    rng, gating = torch.Generator(), GATES[gate]
+    rng.seed()
+    inner = {"64": 192, "128": 128}.get(grid.split("-")[-1], 96)
+    for tokens, hidden in ((1, 128 * 15), (20, 128)):
+        weights = random_experts(grid, 3, hidden, inner, rng)
+        sizes = (inner, inner, hidden)
+        biases = [ExpertBiases(*(2 * torch.randn(size, generator=rng) for size in sizes)) if biased else None for _ in range(3)]
+        builder = ExpertsBuilder(3, backend="triton", dtype=torch.bfloat16, device=DEVICE, gating=gating)
+        for expert in (1, 0, 2):
+            builder.add(expert, *(side[expert] for side in weights), biases=biases[expert])
+        experts = builder.finish()
+        assert isinstance(experts, TritonExperts)
+        x = 4 * torch.randn(tokens, hidden, generator=rng).bfloat16()
+        ids, topk_weights = torch.randint(0, 2, (tokens, 2), generator=rng), torch.rand(tokens, 2, generator=rng)
+        y = experts(x.to(DEVICE), ids.to(DEVICE), topk_weights.to(DEVICE)).cpu()
+        exact = exact_gated_experts(x, ids, topk_weights, weights, gating, biases)
+        assert distance(y, exact) < (2e-2 if grid == "int8" else 2 * TOLERANCE[torch.bfloat16]), (tokens, rng.initial_seed())
+        # Neither is left out.
+        others = [(SILU, biases)] * (gating != SILU) + [(gating, [None] * 3)] * biased
+        assert all(distance(exact_gated_experts(x, ids, topk_weights, weights, *other), exact) > 0.05 for other in others)
 
 
 @pytest.mark.parametrize("dtype", tuple(TOLERANCE), ids=str)

@@ -18,6 +18,9 @@ import torch
 triton = pytest.importorskip("triton", reason="compiling needs triton")
 
 from quantkit_kernels import (  # noqa: E402
+    ExpertBiases,
+    ExpertsBuilder,
+    Gating,
     Norms,
     PagedKeys,
     PagedLatents,
@@ -166,11 +169,24 @@ def experts(grid: str) -> None:
         prepared(zeros(tokens, 2048), zeros(tokens, 8, dtype=torch.int64), zeros(tokens, 8, dtype=torch.float32))
 
 
+def gated_experts(grid: str) -> None:
+    """With everything that a gate can have, as gpt-oss has it."""
+    rng = torch.Generator().manual_seed(0)
+    gate, down = random_weight(grid, 256, 2048, rng), random_weight(grid, 2048, 256, rng)
+    builder = ExpertsBuilder(8, backend="triton", gating=Gating(1.702, 7.0, 1.0))
+    for expert in range(8):
+        builder.add(expert, gate, gate, down, biases=ExpertBiases(torch.zeros(256), torch.zeros(256), torch.zeros(2048)))
+    prepared = builder.finish()
+    for tokens in (1, 128):
+        prepared(zeros(tokens, 2048), zeros(tokens, 8, dtype=torch.int64), zeros(tokens, 8, dtype=torch.float32))
+
+
 def operators() -> Iterator[tuple[str, Callable[[], object]]]:
     """Every operator, at R1's sizes and at those of models with grouped queries."""
     for kind, grid in (("int4", "int4-asym-128"), ("fp4", "fp4"), ("int8", "int8")):
         yield f"linear_{kind}", lambda grid=grid: linear(grid)
         yield f"experts_{kind}", lambda grid=grid: experts(grid)
+        yield f"gated_experts_{kind}", lambda grid=grid: gated_experts(grid)
     x, rule = zeros(8, 7168), Routing(256, 8, n_group=8, topk_group=4, num_joined_experts=1)
     single, ints = torch.float32, torch.int64
     yield "rms_norm", lambda: rms_norm(x, x[0], 1e-6, backend="triton")

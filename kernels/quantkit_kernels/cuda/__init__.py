@@ -21,6 +21,7 @@ from quantkit_kernels.reference.functional import cache_layout
 from quantkit_kernels.weights import Weight
 
 __all__ = [
+    "LIMITS",
     "add_rms_norm",
     "cache_layout",
     "experts_layout",
@@ -38,6 +39,9 @@ __all__ = [
     "silu_and_mul",
     "unusable",
 ]
+
+
+LIMITS = {f"experts_{kind}": "gates other than SiLU alone, biases: another backend" for kind in ("int4", "int8", "fp4")}
 
 
 def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, shapes: tuple[Shape, ...]) -> str | None:

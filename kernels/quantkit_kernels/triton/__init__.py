@@ -9,6 +9,9 @@ import importlib.util
 import torch
 
 from quantkit_kernels.backends import Shape
+from quantkit_kernels.experts import ExpertsLayout
+from quantkit_kernels.gating import SILU, Gating
+from quantkit_kernels.reference.experts import LoopLayout
 from quantkit_kernels.reference.functional import cache_layout
 from quantkit_kernels.triton.attention.decode import gqa_decode, mla_decode
 from quantkit_kernels.triton.attention.prefill import gqa_prefill, mla_prefill
@@ -25,6 +28,7 @@ __all__ = [
     "add_rms_norm",
     "cache_layout",
     "experts_layout",
+    "gated_experts_layout",
     "gqa_decode",
     "gqa_prefill",
     "gqa_prepare",
@@ -69,6 +73,14 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def experts_layout(num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device) -> TritonExpertsLayout:
+def experts_layout(num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device) -> ExpertsLayout:
+    return gated_experts_layout(num_experts, gate, down, dtype, device, SILU)
+
+
+def gated_experts_layout(
+    num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device, gating: Gating
+) -> ExpertsLayout:
     announce(device)
-    return TritonExpertsLayout(num_experts, gate, dtype, device)
+    if not gating.is_formula:
+        return LoopLayout(num_experts, linear, dtype, device, "triton", gating)
+    return TritonExpertsLayout(num_experts, gate, dtype, device, gating)

@@ -1,4 +1,5 @@
-"""Routed experts: pairs sorted by expert, gate and up with SiLU, down with the routing weights, and the sum over each token's experts.
+"""Routed experts: pairs sorted by expert, gate and up with what is between them and down, down with the routing weights, and the sum over
+each token's experts. Biases and gates that are clamped or shifted are part of the two products.
 
 No launch depends on the routing's values, so a step can be captured in a graph.
 """
@@ -8,7 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quantkit_kernels.experts import Experts, ExpertsLayout
+from quantkit_kernels.experts import BiasedExpertsLayout, Experts
+from quantkit_kernels.gating import SILU, ExpertBiases, Gating
 from quantkit_kernels.pairs import Slots, empty_slots
 from quantkit_kernels.triton import rows
 from quantkit_kernels.triton.cards import ExpertsPlan, architecture, experts_plan, experts_split, multiprocessors, overlapped
@@ -21,12 +23,14 @@ MOST_PAIRS = 16384
 
 
 class TritonExperts(Experts):
-    def __init__(self, gate_up: Packed, down: Packed, num_experts: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, gate_up: Packed, down: Packed, num_experts: int, dtype: torch.dtype, device: torch.device, gating: Gating = SILU
+    ) -> None:
         super().__init__(num_experts, down.n, down.k, dtype, device, "triton")
-        self.gate_up, self.down = gate_up, down
+        self.gate_up, self.down, self.gating = gate_up, down, gating
 
     def held(self) -> list[Tensor]:
-        return [*self.gate_up.steps, *self.down.steps]
+        return [*self.gate_up.held(), *self.down.held()]
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         plan = experts_plan(
@@ -46,7 +50,7 @@ class TritonExperts(Experts):
         tiles = len(slots[0])
         split = split or experts_split(plan.gate_up, multiprocessors(self.device), self.intermediate, self.hidden, tiles)
         first = replace(plan.gate_up, split=split)
-        multiply(self.gate_up, codes, scale, between, first, epilogue=SILU_MUL, slots=slots, top_k=top_k)
+        multiply(self.gate_up, codes, scale, between, first, epilogue=SILU_MUL, slots=slots, top_k=top_k, gating=self.gating)
         weighed = torch.empty(pairs, self.hidden, dtype=torch.float32, device=x.device)
         codes, scale = self._quantized(between)
         multiply(self.down, codes, scale, weighed, plan.down, epilogue=WEIGH, slots=slots, pair_weights=topk_weights)
@@ -72,16 +76,17 @@ def sort_pairs(topk_ids: Tensor, num_experts: int, tokens: int) -> Slots:
     return slots
 
 
-class TritonExpertsLayout(ExpertsLayout):
+class TritonExpertsLayout(BiasedExpertsLayout):
     """Packs each expert, as it comes, into its place in the layer's tensors: gate's rows, padded to whole strips, then up's."""
 
-    def __init__(self, num_experts: int, gate: Weight, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, num_experts: int, gate: Weight, dtype: torch.dtype, device: torch.device, gating: Gating = SILU) -> None:
+        self._gating, self._biases = gating, list[Tensor]()
         self._count, self._dtype, self._device = num_experts, dtype, device
         self._kind, self._group = kind(gate), group_of(gate)
         self._intermediate, self._hidden = shape(gate)
         self._layers: list[PackedSteps] = []
 
-    def place(self, index: int, gate: Weight, up: Weight, down: Weight) -> None:
+    def place(self, index: int, gate: Weight, up: Weight, down: Weight, biases: ExpertBiases | None = None) -> None:
         first, second, third = (pack(to_device(weight, self._device)) for weight in (gate, up, down))
         packed = [_side_by_side(first, second), third]
         if not self._layers:
@@ -89,12 +94,23 @@ class TritonExpertsLayout(ExpertsLayout):
         for layer, one in zip(self._layers, packed, strict=True):
             for room, part in zip(layer, one, strict=True):
                 room[index] = part
+        if biases is not None:
+            self._place_biases(index, biases)
+
+    def _place_biases(self, index: int, biases: ExpertBiases) -> None:
+        """As the rows of the weights lie."""
+        if not self._biases:
+            self._biases = [torch.zeros_like(layer.row_scale) for layer in self._layers]
+        up = self._biases[0].shape[1] // 2
+        for room, start, bias in zip((self._biases[0], *self._biases), (0, up, 0), (biases.gate, biases.up, biases.down), strict=True):
+            room[index, start : start + len(bias)] = bias
 
     def finish(self) -> TritonExperts:
         gate_up, down = self._layers
-        first = Packed(gate_up, self._kind, self._group, 2 * self._intermediate, self._hidden)
-        second = Packed(down, self._kind, self._group, self._hidden, self._intermediate)
-        return TritonExperts(first, second, self._count, self._dtype, self._device)
+        biases = self._biases or (None, None)
+        first = Packed(gate_up, self._kind, self._group, 2 * self._intermediate, self._hidden, biases[0])
+        second = Packed(down, self._kind, self._group, self._hidden, self._intermediate, biases[1])
+        return TritonExperts(first, second, self._count, self._dtype, self._device, self._gating)
 
 
 def _side_by_side(gate: PackedSteps, up: PackedSteps) -> PackedSteps:

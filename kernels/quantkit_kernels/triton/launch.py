@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from quantkit_kernels.gating import SILU, Gating
 from quantkit_kernels.pairs import Slots
 from quantkit_kernels.triton.cards import LinearPlan, interpreted, overlapped
 from quantkit_kernels.triton.layout import PackedSteps
@@ -22,13 +23,17 @@ class ChosenExperts(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Weights [N, K] of one linear or of all experts, their grid and the type they are decoded to."""
+    """Weights [N, K] of one linear or of all experts, and their grid. bias: float32, of as many rows as the packed weight has."""
 
     steps: PackedSteps
     kind: str
     group: int
     n: int
     k: int
+    bias: Tensor | None = None
+
+    def held(self) -> list[Tensor]:
+        return [*self.steps, *([] if self.bias is None else [self.bias])]
 
 
 def multiply(
@@ -42,8 +47,9 @@ def multiply(
     slots: Slots | ChosenExperts | None = None,
     top_k: int = 1,
     pair_weights: Tensor | None = None,
+    gating: Gating = SILU,
 ) -> None:
-    """Write the product of x and the weight into `out`. Experts: the row of a pair is that of token pair // top_k."""
+    """Write the product of x and the weight into `out`. Experts: the row of a pair is that of token pair // top_k; gating: of SILU_MUL."""
     from quantkit_kernels.triton.multiply_kernel import multiply as kernel
 
     codes, scales, row_scale = packed.steps
@@ -59,7 +65,8 @@ def multiply(
     if isinstance(slots, Slots):
         tables = [slots.order, slots.tile_expert, slots.tile_count]
     kernel[(tiles * split, token_tiles)](
-        x, nothing if x_scale is None else x_scale, codes, scales, row_scale, out, partial, arrived,
+        x, nothing if x_scale is None else x_scale, codes, scales, row_scale,
+        nothing if packed.bias is None else packed.bias, out, partial, arrived,
         *tables,
         nothing if pair_weights is None else pair_weights,
         x.shape[0], rows, packed.k, out.shape[1], -(-packed.k // 128), top_k, rows // 2,
@@ -68,7 +75,8 @@ def multiply(
         SPLIT=split, BN=plan.rows, BM=plan.tokens, EVEN_N=own_rows % plan.rows == 0, EVEN_K=packed.k % 128 == 0,
         NVIDIA=by_assembly(x.device), STAGES=plan.stages,
         DTYPE=decoded_type(out.dtype if epilogue != WEIGH else x.dtype),
-        ALONE=x.shape[0] == 1 if slots is None else isinstance(slots, ChosenExperts), num_warps=plan.warps, **overlapped(x.device),
+        ALONE=x.shape[0] == 1 if slots is None else isinstance(slots, ChosenExperts), BIASED=packed.bias is not None,
+        ALPHA=gating.alpha, LIMIT=gating.limit or 0.0, SHIFT=gating.shift, num_warps=plan.warps, **overlapped(x.device),
     )  # fmt: skip
 
 

@@ -86,18 +86,34 @@ def sum_of_parts(
     return acc, more, last
 
 
+@triton.jit
+def gated(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr):
+    """`quantkit_kernels.Gating` of float32; LIMIT 0 for none. What is no number stays none."""
+    if LIMIT > 0:
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, up)
+        up = tl.where(up < -LIMIT, -LIMIT, up)
+    if SHIFT != 0:
+        up = up + SHIFT
+    if ALPHA == 1:
+        return gate / (1.0 + tl.exp(-gate)) * up
+    else:
+        return gate / (1.0 + tl.exp(-ALPHA * gate)) * up
+
+
 @triton.jit(do_not_specialize=["m", "steps", "top_k"])
 def multiply(
-    x, x_scale, codes, scales, row_scale, out, partial, arrived, order, tile_expert, tile_count, pair_weights,
+    x, x_scale, codes, scales, row_scale, bias, out, partial, arrived, order, tile_expert, tile_count, pair_weights,
     m, n, k, out_n, steps, top_k, up,
     KIND: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, EPILOGUE: tl.constexpr, EXPERTS: tl.constexpr, SPLIT: tl.constexpr,
     BN: tl.constexpr, BM: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, NVIDIA: tl.constexpr, STAGES: tl.constexpr,
-    DTYPE: tl.constexpr, ALONE: tl.constexpr, PDL: tl.constexpr,
+    DTYPE: tl.constexpr, ALONE: tl.constexpr, BIASED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One linear: x[m, k] -> out[m, out_n]. EXPERTS: of a tile of sorted pairs, from x's rows pair // top_k to out's rows pair.
 
     n: rows of the packed weight, of each expert; up: rows from a feature of gate to that of up, with SILU_MUL. ALONE: of each tile only the
-    first token is one.
+    first token is one. BIASED: bias float32 as row_scale lies. ALPHA, LIMIT, SHIFT: of `gated`.
     """
     row_tile = tl.program_id(0) // SPLIT
     part = tl.program_id(0) % SPLIT
@@ -139,6 +155,8 @@ def multiply(
     PER_STEP: tl.constexpr = 2 if KIND == INT4 and GROUP == 32 else 1
     scales += weight_rows * steps * PER_STEP
     row_scale += weight_rows
+    if BIASED:
+        bias += weight_rows
     acc = tl.zeros((BN, BM), tl.int32 if KIND == INT8 else tl.float32)
     more = acc
     for step in tl.range(begin, end, num_stages=STAGES):
@@ -161,9 +179,13 @@ def multiply(
         if KIND == INT8:
             factor = tl.load(x_scale + source, mask=there, other=0.0)[None, :]
         result = result * tl.load(row_scale + rows)[:, None] * factor
+        if BIASED:
+            result += tl.load(bias + rows)[:, None]
         if EPILOGUE == SILU_MUL:
             other = other * tl.load(row_scale + rows + up)[:, None] * factor
-            result = result / (1.0 + tl.exp(-result)) * other
+            if BIASED:
+                other += tl.load(bias + rows + up)[:, None]
+            result = gated(result, other, ALPHA, LIMIT, SHIFT)
         if EPILOGUE == WEIGH:
             result = result * tl.load(pair_weights + token, mask=there, other=0.0)[None, :]
         to = out + token.to(tl.int64)[None, :] * out_n + own[:, None]

@@ -7,6 +7,7 @@ that a run that is stopped keeps what it has. Times are of graph replays over we
 import json
 import multiprocessing
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -108,7 +109,8 @@ def linears(kind: str, n: int, k: int, rng: torch.Generator) -> list[TritonLinea
 def compilers() -> Iterator[Compilers]:
     """By several processes, each of which runs a kernel once."""
     count = max(1, (os.cpu_count() or 2) - 2)
-    with multiprocessing.get_context("spawn").Pool(count) as pool:
+    # Who stops the command stops its first process, which ends the others: they need not say so one by one.
+    with multiprocessing.get_context("spawn").Pool(count, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
         yield partial(pool.map, chunksize=1)
 
 

@@ -8,25 +8,26 @@
 
 namespace {
 
-constexpr int kAbsorbColumns = 64, kAbsorbStride = 2 * kAbsorbColumns + 16;  // bytes: eight rows of a matrix lie in different banks
+constexpr int kAbsorbThreads = 128, kAbsorbColumns = 64, kAbsorbBlocks = kLatent / kAbsorbColumns, kAbsorbStride = 2 * kAbsorbColumns + 16;  // bytes: eight rows of a matrix lie in different banks
 
-// out[token, head] = [q_nope W_UK, turned q_pe]. A block per head and 64 columns, and one for the rotary part.
+// out[token, head] = [q_nope W_UK, turned q_pe]. A block per head, 64 columns and eight tokens or so many more, and others for the rotary part.
 template <class T>
-__global__ void __launch_bounds__(128) absorb(const T* q, const T* kv_b, const float* cosines, const float* sines, T* out, int tokens, int heads, int interleaved) {
+__global__ void __launch_bounds__(kAbsorbThreads) absorb(const T* q, const T* kv_b, const float* cosines, const float* sines, T* out, int tokens, int heads, int interleaved) {
   __shared__ __align__(16) char w[kNope * kAbsorbStride];
   const int head = blockIdx.x, column = blockIdx.y * kAbsorbColumns, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, part = lane & 3;
   if (column < kLatent) {
     const T* from = kv_b + (size_t)head * (kNope + kValue) * kLatent + column;
 #pragma unroll
-    for (int i = 0; i < kNope * kAbsorbColumns / 8 / 128; ++i) {
-      const int chunk = i * 128 + threadIdx.x, row = chunk / 8, at = chunk % 8;
+    for (int i = 0; i < kNope * kAbsorbColumns / 8 / kAbsorbThreads; ++i) {
+      const int chunk = i * kAbsorbThreads + threadIdx.x, row = chunk / 8, at = chunk % 8;
       copy16(shared_address(w) + row * kAbsorbStride + at * 16, from + row * kLatent + at * 8);
     }
   }
   wait_for_predecessor();
   let_successor_start();
-  if (column == kLatent) {
-    for (int i = threadIdx.x; i < tokens * (kRope / 2); i += 128) {
+  if (column >= kLatent) {
+    const int block = (blockIdx.y - kAbsorbBlocks) * gridDim.z + blockIdx.z, blocks = (gridDim.y - kAbsorbBlocks) * gridDim.z;
+    for (int i = block * kAbsorbThreads + threadIdx.x; i < tokens * (kRope / 2); i += blocks * kAbsorbThreads) {
       const int token = i / (kRope / 2), pair = i % (kRope / 2);
       const int first = interleaved ? 2 * pair : pair, second = interleaved ? 2 * pair + 1 : pair + kRope / 2;
       const T* from = q + ((size_t)token * heads + head) * kQuery + kNope;
@@ -44,7 +45,7 @@ __global__ void __launch_bounds__(128) absorb(const T* q, const T* kv_b, const f
   const uint32_t at = shared_address(w) + ((lane >> 4) * 8 + (lane & 7)) * kAbsorbStride + (warp * 16 + ((lane >> 3) & 1) * 8) * 2;
 #pragma unroll
   for (int k = 0; k < kNope / 16; ++k) load_matrices_transposed(a[k], at + k * 16 * kAbsorbStride);
-  for (int first = 0; first < tokens; first += 8) {
+  for (int first = 8 * blockIdx.z; first < tokens; first += 8 * gridDim.z) {
     const int from = min(first + g, tokens - 1);
     const uint32_t* row = reinterpret_cast<const uint32_t*>(q + ((size_t)from * heads + head) * kQuery);
     uint32_t b[kNope / 16][2];
@@ -62,7 +63,9 @@ __global__ void __launch_bounds__(128) absorb(const T* q, const T* kv_b, const f
 }
 
 template <class T> int launch_absorb(const void* q, const void* kv_b, const float* cosines, const float* sines, void* out, int rows, int heads, int interleaved, void* s) {
-  return start(absorb<T>, dim3(heads, kLatent / kAbsorbColumns + 1), 128, 0, s, (const T*)q, (const T*)kv_b, cosines, sines, (T*)out, rows, heads, interleaved);
+  // Up to 32 tokens no block takes turns: each would wait for its queries anew.
+  const int turning = rows * (kRope / 2) > kAbsorbThreads ? 2 : 1;
+  return start(absorb<T>, dim3(heads, kAbsorbBlocks + turning, min(4, (rows + 7) / 8)), kAbsorbThreads, 0, s, (const T*)q, (const T*)kv_b, cosines, sines, (T*)out, rows, heads, interleaved);
 }
 
 }  // namespace

@@ -87,14 +87,11 @@ template <class T, int N> __device__ __forceinline__ void exponentiate(T (&proba
   }
 }
 
-// A warp's copies of four rows, of which lane i knows where row i % 4 begins.
-template <class T> __device__ __forceinline__ void copy_rows(uint32_t to, const T* from, int lane) {
-#pragma unroll
-  for (int i = 0; i < kEntry * 2 * 4 / 16 / 32; ++i) {
-    const int chunk = i * 32 + lane, which = chunk / (kEntry / 8), at = chunk % (kEntry / 8) * 16;
-    const char* source = reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, (unsigned long long)from, which)) + at;
-    copy16(to + which * kEntryStride + at, source);
-  }
+// A warp's copies of four rows, of which lane i knows where row i % 4 begins: in bulk, for copies of 16 bytes take as long as the products.
+template <class T> __device__ __forceinline__ void copy_rows(uint32_t to, const T* from, uint32_t barrier, int lane) {
+  if (lane == 0) expect_bytes(barrier, 4 * kEntry * 2);
+  __syncwarp();
+  if (lane < 4) copy_bulk(to + lane * kEntryStride, from, kEntry * 2, barrier);
 }
 
 // A part's result: of each head the largest score and the sum of its probabilities, and a warp's 64 columns of the sums of latents.
@@ -127,7 +124,8 @@ template <class T, int HT> __global__ void __launch_bounds__(kThreads, 1) attend
   const int head0 = blockIdx.x * heads_here, split = blockIdx.y, row = blockIdx.z;
 
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kSlots; ++i) init_barrier(barriers + i * 8, kThreads);
+    for (int i = 0; i < kSlots; ++i) init_barrier(barriers + i * 8, kWarps);
+    show_barriers_to_copies();
   }
   __syncthreads();
   const int length = p.lengths[row * p.lengths_stride], tiles = tiles_of(length, kTile), parts = parts_of(tiles, p.splits);
@@ -144,9 +142,7 @@ template <class T, int HT> __global__ void __launch_bounds__(kThreads, 1) attend
   const auto request = [&](int turn, Place place) {
     const T* from = turn == 0 ? q + ((size_t)row * p.heads + min(head0 + of_tile, p.heads - 1)) * kEntry
                               : cache + ((size_t)place.block * p.block_size + place.offset) * kEntry;
-    const uint32_t to = ring + turn % kSlots * kTileBytes + warp * 4 * kEntryStride;
-    copy_rows(to, from, lane);
-    arrive_after_copies(barriers + turn % kSlots * 8);
+    copy_rows(ring + turn % kSlots * kTileBytes + warp * 4 * kEntryStride, from, barriers + turn % kSlots * 8, lane);
   };
   const auto await = [&](int turn) { wait_for(barriers + turn % kSlots * 8, turn / kSlots & 1); };
 
@@ -211,8 +207,7 @@ template <class T, int HT> __global__ void __launch_bounds__(kThreads, 1) attend
     for (int k = 0; k < kTile / 16; ++k) {
       uint32_t a[HT][4], latents[4][4];
       load_operands<HT>(a, latents, probabilities, tile, k, warp, matrix, matrix_row);
-      // The slot of the turn before this one is free since the first barrier. Copies hold up reads of shared memory, so they are asked
-      // for when only the tensor cores have something to do.
+      // The slot of the turn before this one is free since the first barrier.
       if (k == kTile / 16 - 1 && more) request(turn + kSlots - 1, next);
       add_latents<T, HT>(sums, a, latents);
     }

@@ -41,20 +41,35 @@ __device__ __forceinline__ void store_matrices_transposed(uint32_t at, const uin
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" :: "r"(at), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }
 
+// Four columns of a head's query, in a block of 64 of them.
+template <class T> __device__ __forceinline__ void store_query(char* block, const uint2& four, int head, int column) {
+  if (column < kLatent) {  // of 16 columns a lane has 4q .. 4q + 3, as 2q, 2q + 1 and 8 + 2q, 8 + 2q + 1
+    const int at = column % 64 / 16 * 32 + column % 16;
+    *reinterpret_cast<uint32_t*>(block + swizzled(head, at)) = two_queries<T>(four.x);
+    *reinterpret_cast<uint32_t*>(block + swizzled(head, at + 16)) = two_queries<T>(four.y);
+  } else {
+    const T* v = reinterpret_cast<const T*>(&four);
+    struct __align__(8) { T v[4]; } less = {T(float(v[0]) / kQueryStep), T(float(v[1]) / kQueryStep), T(float(v[2]) / kQueryStep), T(float(v[3]) / kQueryStep)};
+    *reinterpret_cast<uint2*>(block + swizzled(head, column % 64 * 2)) = *reinterpret_cast<const uint2*>(&less);
+  }
+}
+
 // The queries of 32 heads, divided by kQueryStep; heads past the last repeat it.
 template <class T> __device__ __forceinline__ void store_queries(char* to, const T* row, int head0, int heads) {
-  for (int i = threadIdx.x; i < kCodeHeads * (kEntry / 4); i += kThreads) {
-    const int head = i / (kEntry / 4), column = i % (kEntry / 4) * 4;
-    const uint2 four = *reinterpret_cast<const uint2*>(row + (size_t)min(head0 + head, heads - 1) * kEntry + column);
-    char* block = to + column / 64 * (kCodeHeads * 128);
-    if (column < kLatent) {  // of 16 columns a lane has 4q .. 4q + 3, as 2q, 2q + 1 and 8 + 2q, 8 + 2q + 1
-      const int at = column % 64 / 16 * 32 + column % 16;
-      *reinterpret_cast<uint32_t*>(block + swizzled(head, at)) = two_queries<T>(four.x);
-      *reinterpret_cast<uint32_t*>(block + swizzled(head, at + 16)) = two_queries<T>(four.y);
-    } else {
-      const T* v = reinterpret_cast<const T*>(&four);
-      struct __align__(8) { T v[4]; } less = {T(float(v[0]) / kQueryStep), T(float(v[1]) / kQueryStep), T(float(v[2]) / kQueryStep), T(float(v[3]) / kQueryStep)};
-      *reinterpret_cast<uint2*>(block + swizzled(head, column % 64 * 2)) = *reinterpret_cast<const uint2*>(&less);
+  // So many loads at once: the compiler moves none before a store to shared memory.
+  constexpr int turns = kCodeHeads * (kEntry / 4) / kThreads, at_once = turns / 2;
+  static_assert(turns * kThreads == kCodeHeads * (kEntry / 4) && turns % at_once == 0);
+  for (int turn = 0; turn < turns; turn += at_once) {
+    uint2 fours[at_once];
+#pragma unroll
+    for (int j = 0; j < at_once; ++j) {
+      const int i = (turn + j) * kThreads + threadIdx.x, head = i / (kEntry / 4), column = i % (kEntry / 4) * 4;
+      fours[j] = *reinterpret_cast<const uint2*>(row + (size_t)min(head0 + head, heads - 1) * kEntry + column);
+    }
+#pragma unroll
+    for (int j = 0; j < at_once; ++j) {
+      const int i = (turn + j) * kThreads + threadIdx.x, head = i / (kEntry / 4), column = i % (kEntry / 4) * 4;
+      store_query<T>(to + column / 64 * (kCodeHeads * 128), fours[j], head, column);
     }
   }
 }

@@ -58,8 +58,8 @@ template <class T>
 __global__ void mla_prepare(const T* qkv_a, const T* q_norm, const T* kv_norm, const float* cosines, const float* sines, const int64_t* slots, T* q_a, T* cache, int q_lora,
                             int kv_lora, int rope, int interleaved, float eps) {
   const Eight<T> gains = blockIdx.y == 0 ? first_gains(q_norm, q_lora) : first_gains(kv_norm, kv_lora);
-  wait_for_predecessor();
   let_successor_start();
+  wait_for_predecessor();
   const int token = blockIdx.x, width = kv_lora + rope;
   const T* row = qkv_a + (size_t)token * (q_lora + width);
   if (blockIdx.y == 0) {
@@ -82,8 +82,8 @@ __global__ void mla_prepare(const T* qkv_a, const T* q_norm, const T* kv_norm, c
 // The same into codes. Values are rounded to T before they are encoded, and computed anew for each of the two passes over them.
 template <class T, class Code> __global__ void mla_prepare_codes(const MlaPrepare p, const MlaCodesOut to) {
   const Eight<T> gains_q = blockIdx.y == 0 ? first_gains((const T*)p.q_norm, p.q_lora) : Eight<T>{};
-  wait_for_predecessor();
   let_successor_start();
+  wait_for_predecessor();
   const int token = blockIdx.x, width = p.kv_lora + p.rope, half = p.rope / 2;
   const T* row = (const T*)p.qkv_a + (size_t)token * (p.q_lora + width);
   if (blockIdx.y == 0) {

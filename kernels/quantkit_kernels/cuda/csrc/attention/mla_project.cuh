@@ -24,43 +24,45 @@ __device__ __forceinline__ void multiply_values(float (&acc)[2][4], const char* 
   }
 }
 
-// The weighed sum of row `row0 + r`'s parts, of which this warp takes every `step`th: a lane has 4 of each 128 columns.
-struct Merge {
-  static constexpr int ahead = 3;  // of a warp's parts, which are asked for before it is known what they weigh
+// The weighed sum of row `row0 + r`'s parts, of which this warp takes every `step`th: a lane has 4 of each 128 columns. AHEAD of a warp's parts
+// are on their way, the first before it is known what they weigh.
+template <int AHEAD> struct Merge {
   const float4* from;
   int first, parts, step;
-  float4 asked[ahead][4];
+  float4 asked[AHEAD][4];
 
+  __device__ __forceinline__ void request(int a, int part) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (part < parts) asked[a][i] = __ldcg(from + part * (kLatent / 4) + i * 32);
+  }
   __device__ __forceinline__ void request() {
 #pragma unroll
-    for (int a = 0; a < ahead; ++a)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (first + a * step < parts) asked[a][i] = __ldcg(from + (first + a * step) * (kLatent / 4) + i * 32);
+    for (int a = 0; a < AHEAD; ++a) request(a, first + a * step);
   }
   __device__ __forceinline__ static void add(float4& sum, float share, const float4& v) {
     sum.x += share * v.x, sum.y += share * v.y, sum.z += share * v.z, sum.w += share * v.w;
   }
-  __device__ __forceinline__ void add_up(float4 (&sum)[4], const float* shares) const {
+  __device__ __forceinline__ void add_up(float4 (&sum)[4], const float* shares) {
+    for (int s = first; s < parts; s += AHEAD * step)
 #pragma unroll
-    for (int a = 0; a < ahead; ++a)
+      for (int a = 0; a < AHEAD; ++a) {
+        const int part = s + a * step;
+        if (part >= parts) continue;
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (first + a * step < parts) add(sum[i], shares[first + a * step], asked[a][i]);
-#pragma unroll 4
-    for (int s = first + ahead * step; s < parts; s += step)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) add(sum[i], shares[s], __ldcg(from + s * (kLatent / 4) + i * 32));
+        for (int i = 0; i < 4; ++i) add(sum[i], shares[part], asked[a][i]);
+        request(a, part + AHEAD * step);
+      }
   }
 };
 
-// out[row, head] = (merged parts) W_UV. A block per head, 64 of its values, and eight rows.
-template <class T> __global__ void __launch_bounds__(kThreads, 2) project(const T* kv_b, T* out, int rows, const Attend p) {
+// out[row, head] = (merged parts) W_UV. A block per head, 64 of its values, and `each` rows, at most eight.
+template <class T, int AHEAD, int BLOCKS> __global__ void __launch_bounds__(kThreads, BLOCKS) project(const T* kv_b, T* out, int rows, int each, const Attend p) {
   extern __shared__ __align__(128) char shared[];
   char* latents = shared + kProjectRows * kLatentStride;
   float* sums = reinterpret_cast<float*>(latents + 8 * kLatentStride);  // [warp][512], then [half of K][64][8]
   float* shares = sums + kWarps * kLatent;                              // [row][split]
-  const int head = blockIdx.x, value0 = blockIdx.y * kProjectRows, row0 = blockIdx.z * 8, here = min(8, rows - row0);
+  const int head = blockIdx.x, value0 = blockIdx.y * kProjectRows, row0 = blockIdx.z * each, here = min(each, rows - row0);
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, part = lane & 3, matrix = lane >> 3, matrix_row = lane & 7;
 
   const T* from = kv_b + ((size_t)head * (kNope + kValue) + kNope + value0) * kLatent;
@@ -72,7 +74,7 @@ template <class T> __global__ void __launch_bounds__(kThreads, 2) project(const 
   const int warps_per_row = here > 4 ? 1 : here > 2 ? 2 : here > 1 ? 4 : 8, r = warp / warps_per_row;
   const auto parts_of_row = [&](int row) { return row < here ? parts_of(tiles_of(p.lengths[(row0 + row) * p.lengths_stride], p.tile), p.splits) : 0; };
   const int parts = parts_of_row(warp);
-  Merge merge{reinterpret_cast<const float4*>(p.weighted + ((size_t)(row0 + r) * p.heads + head) * p.splits * kLatent) + lane, warp % warps_per_row, parts_of_row(r), warps_per_row};
+  Merge<AHEAD> merge{reinterpret_cast<const float4*>(p.weighted + ((size_t)(row0 + r) * p.heads + head) * p.splits * kLatent) + lane, warp % warps_per_row, parts_of_row(r), warps_per_row};
   wait_for_predecessor();
   let_successor_start();
 
@@ -102,10 +104,10 @@ template <class T> __global__ void __launch_bounds__(kThreads, 2) project(const 
 #pragma unroll
   for (int i = 0; i < 4; ++i) *reinterpret_cast<float4*>(sums + warp * kLatent + i * 128 + lane * 4) = sum[i];
   __syncthreads();
-  // Rows beyond the last repeat its sums, which costs nothing and is not stored.
-  for (int i = threadIdx.x; i < 8 * kLatent; i += kThreads) {
+  // Rows beyond the last are whatever lies there: a column of the product is of its own row only, and theirs is not stored.
+  for (int i = threadIdx.x; i < here * kLatent; i += kThreads) {
     const int at = i / kLatent, column = i % kLatent;
-    const float* first = sums + min(at, here - 1) * warps_per_row * kLatent + column;
+    const float* first = sums + at * warps_per_row * kLatent + column;
     float v = 0;
     for (int w = 0; w < warps_per_row; ++w) v += first[w * kLatent];
     reinterpret_cast<T*>(latents + at * kLatentStride)[column] = T(v);
@@ -125,10 +127,17 @@ template <class T> __global__ void __launch_bounds__(kThreads, 2) project(const 
   }
 }
 
-template <class T> int launch_project(const void* kv_b, void* out, const Attend& p, int rows, void* s) {
-  static const cudaError_t allowed = allow(project<T>, project_bytes(kMostSplits));
+template <class T, int AHEAD, int BLOCKS> int launch_project(const void* kv_b, void* out, const Attend& p, int rows, int each, void* s) {
+  auto kernel = project<T, AHEAD, BLOCKS>;
+  static const cudaError_t allowed = allow(kernel, project_bytes(kMostSplits));
   if (allowed != cudaSuccess) return (int)allowed;
-  return start(project<T>, dim3(p.heads, kValue / kProjectRows, (rows + 7) / 8), kThreads, project_bytes(p.splits), s, (const T*)kv_b, (T*)out, rows, p);
+  return start(kernel, dim3(p.heads, kValue / kProjectRows, (rows + each - 1) / each), kThreads, project_bytes(p.splits), s, (const T*)kv_b, (T*)out, rows, each, p);
+}
+
+template <class T> int launch_project(const void* kv_b, void* out, const Attend& p, int rows, void* s) {
+  // Few rows have many parts, and reading those is what takes long: two blocks share the rows out, with a multiprocessor for each.
+  if (rows <= 8) return launch_project<T, 9, 1>(kv_b, out, p, rows, (rows + 1) / 2, s);
+  return launch_project<T, 3, 2>(kv_b, out, p, rows, 8, s);
 }
 
 }  // namespace
