@@ -1,6 +1,8 @@
 """What tests/judges/vllm_topologies.py starts and judges by: the commands on four cards, and models whose routers are decided."""
 
 import sys
+from argparse import Namespace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +10,14 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "judges"))
 
+import load_curves
 import middle_models
 import torch
 from make_model import write_dense
 from vllm_cuda import routing_ties
 from vllm_topologies import CASES, TOPOLOGIES, deployments
+
+from quantkit.evaluation.speed.measure import SpeedRow
 
 SMALL: dict[str, Any] = {"hidden_size": 512, "num_attention_heads": 2, "moe_intermediate_size": 64}
 MODELS = {
@@ -73,3 +78,17 @@ def test_cases_are_of_topologies_and_formats() -> None:
     for model, format, topology in CASES["cuda"]:
         assert topology in TOPOLOGIES
         assert model == "tiny-r1" or format == "source" or format in middle_models.FORMATS
+
+
+def test_a_load_curve_ends_with_a_rate_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(pool: object, url: str, model: str, lengths: tuple[int, int], rate: float | None, requests: int) -> dict[str, Any]:
+        if rate == 32:
+            return {"failed": requests}  # without answers, no percentiles
+        return {"failed": 0, "ttft_s_p95": 0.1, "tpot_ms_p95": 2.0}
+
+    monkeypatch.setattr(load_curves, "measured", measured)
+    asked = Namespace(input_len=8, output_len=8, first_rate=16, per_rate=1, seconds=60, ttft=1, tpot=50)
+    rows = load_curves.curve(None, "", "", asked)  # type: ignore[arg-type]
+    assert [row["failed"] for row in rows] == [0, load_curves.FEWEST]
+    told = {"topology"} | {f"{name}_p{percent}" for name in ("ttft_s", "tpot_ms") for percent in (50, 95)}
+    assert set(load_curves.COLUMNS) - told <= {field.name for field in fields(SpeedRow)}
