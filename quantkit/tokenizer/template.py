@@ -41,6 +41,10 @@ class ChatTemplate:
             raise QuantkitError(
                 f"the chat template in {self.name} {reply['ended']}", "use the model's own template, or a shorter conversation"
             )
+        if "unreadable" in reply:
+            raise QuantkitError(
+                f"the chat template in {self.name} is no template: {reply['unreadable']}", "copy it from the original model"
+            )
         if "fault" in reply:
             raise QuantkitError(f"the chat template in {self.name} refuses these messages: {reply['fault']}", "check roles and contents")
         return reply["text"]
@@ -58,7 +62,7 @@ class _Worker:
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, line: bytes) -> dict[str, str]:
-        """Its answer, {text} or {fault}; {ended} where it had to be ended, or ended by itself."""
+        """Its answer, {text}, {fault} or {unreadable}; {ended} where it had to be ended, or ended by itself."""
         with self._lock:
             return self._exchange(line)
 
