@@ -36,18 +36,25 @@ class ChatTemplate:
             line = json.dumps({"source": self.source, "variables": variables}).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
             raise QuantkitError(f"the messages cannot be written as JSON: {error}", "give texts, numbers, lists and objects") from error
-        reply = _worker.ask(line)
+        reply = self._asked(line)
         if "ended" in reply:
             raise QuantkitError(
                 f"the chat template in {self.name} {reply['ended']}", "use the model's own template, or a shorter conversation"
             )
-        if "unreadable" in reply:
-            raise QuantkitError(
-                f"the chat template in {self.name} is no template: {reply['unreadable']}", "copy it from the original model"
-            )
         if "fault" in reply:
             raise QuantkitError(f"the chat template in {self.name} refuses these messages: {reply['fault']}", "check roles and contents")
         return reply["text"]
+
+    def check(self) -> None:
+        """Raises QuantkitError where it is no template; which messages it takes shows when it is given some."""
+        self._asked(json.dumps({"source": self.source, "variables": {}}).encode() + b"\n")
+
+    def _asked(self, line: bytes) -> dict[str, str]:
+        reply = _worker.ask(line)
+        if "unreadable" in reply:
+            told = f"the chat template in {self.name} is no template: {reply['unreadable']}"
+            raise QuantkitError(told, "copy it from the original model")
+        return reply
 
 
 class _Worker:

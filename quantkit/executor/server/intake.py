@@ -238,8 +238,9 @@ def _place(error: ErrorDetails, fields: dict[str, Any]) -> list[str | int]:
     place: list[str | int] = []
     value: Any = fields
     for part in error["loc"]:
-        if (isinstance(value, dict) and part in value) or (isinstance(value, list) and isinstance(part, int) and part < len(value)):
-            place, value = [*place, part], value[part]
+        inner = value.get(part) if isinstance(value, dict) else value[part] if isinstance(value, list) and isinstance(part, int) else None
+        if inner is not None:
+            place, value = [*place, part], inner
         elif error["type"] == "missing" and part == error["loc"][-1]:
             place = [*place, part]
     return place
