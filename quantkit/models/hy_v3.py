@@ -3,11 +3,11 @@
 The MTP layer is as vLLM 0.32 computes it (model_executor/models/hy_v3_mtp.py); transformers has no forward of it.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from quantkit.models import gqa, mtp
-from quantkit.models.config import NumLayersOrNone, check_count, check_number, read_fields, refusal
+from quantkit.models.config import MOST_LAYERS, check_count, check_number, refusal
 from quantkit.models.gqa import DecoderLayer, Model, scale_groups
 from quantkit.models.mlp import MixtureNames, read_routing
 from quantkit.models.qwen3_moe import COUNT
@@ -28,13 +28,7 @@ _COMPUTED = {
 _THETA, _SCALING, _SHARED = 11_158_840.0, 2.826, 1
 """transformers' own, where config.json leaves them out."""
 _DENSE, _SPARSE = "dense", "sparse"
-
-
-@dataclass(frozen=True)
-class _Fields:
-    """What config.json has beside the shared fields."""
-
-    num_nextn_predict_layers: NumLayersOrNone = 0
+_MTP = "num_nextn_predict_layers"
 
 
 class Config(gqa.Config):
@@ -54,7 +48,7 @@ class Config(gqa.Config):
             mixture=MixtureNames(router="router.gate", bias="expert_bias", shared="shared_mlp"),
             shared_width=width * check_count("num_shared_experts", config.get("num_shared_experts", _SHARED)),
             dense_layers=_dense_layers(config, values["num_hidden_layers"]),
-            num_nextn_predict_layers=read_fields(_Fields, config).get("num_nextn_predict_layers", 0),
+            num_nextn_predict_layers=check_count(_MTP, config.get(_MTP) or 0, least=0, most=MOST_LAYERS),
         )
 
 
