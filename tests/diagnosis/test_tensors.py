@@ -53,7 +53,6 @@ def test_a_fault_is_found(fault: faulty.Fault, opened: list[tuple[faulty.Content
         ("codes_are_saturated", "ct-int4"),
         ("the_method_is_misspelt", "modelopt"),
         ("modelopts_two_files_disagree", "modelopt"),
-        ("groups_are_said_to_be_channels", "ct-int4-asym"),
     ],
 )
 def test_a_fault_is_found_in_a_dense_model(name: str, format: str, tmp_path: Path) -> None:
@@ -65,7 +64,7 @@ def test_a_fault_is_found_in_a_dense_model(name: str, format: str, tmp_path: Pat
     contents = faulty.Contents.of(path)
     fault.apply(contents)
     found = diagnose(str(contents.write(tmp_path / "bad")), depth=fault.depth).findings
-    assert {finding.name for finding in found.found} & set(fault.finds), found.to_json()
+    assert fault.finds[0] in {finding.name for finding in found.found}, found.to_json()
 
 
 def test_good_checkpoints_have_no_finding(good: list[tuple[Path, Path]]) -> None:
