@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-Run = Callable[[argparse.Namespace], dict[str, Any]]
+Measure = Callable[[argparse.Namespace], dict[str, Any]]
 
 
 def numbers(text: str) -> list[int]:
@@ -19,7 +19,7 @@ def parser(told: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=told, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
-def measured(run: Run, options: argparse.ArgumentParser) -> None:
+def measured(run: Measure, options: argparse.ArgumentParser) -> None:
     """Run with the options given, and write the report where `--out` says so."""
     options.add_argument("--out", type=Path)
     given = options.parse_args()

@@ -93,7 +93,7 @@ def tiny_documents(split: str, tokenizer: ChatTokenizer) -> list[Tensor]:
 
 
 @dataclass(frozen=True)
-class Run:
+class TimedRun:
     """One output, and the seconds of the process that made it: by the clock, and of all cores."""
 
     path: Path
@@ -110,7 +110,7 @@ class Bench:
     seq_len: int
     lock: threading.Lock
 
-    def ours(self, judge: Judge, scheme: str, seed: int, name: str, settings: dict[str, Any]) -> Run:
+    def ours(self, judge: Judge, scheme: str, seed: int, name: str, settings: dict[str, Any]) -> TimedRun:
         target = self.out / f"{judge.name}-{name}-{scheme}-{seed}"
         sizes = {"samples": self.samples, "seq_len": self.seq_len, "seed": seed, "calibration": str(judge.calibration)}
         file = target.with_name(f"{target.name}.settings.json")
@@ -118,7 +118,7 @@ class Bench:
         script = Path(__file__).with_name("quality_ours.py")
         return timed([sys.executable, str(script), str(judge.source), str(target), scheme, self.device, str(file)], target)
 
-    def peer(self, judge: Judge, recipe: str, seed: int) -> Run:
+    def peer(self, judge: Judge, recipe: str, seed: int) -> TimedRun:
         target = self.out / f"{judge.name}-peer-{recipe}-{seed}"
         with self.lock:
             plain, tokens = self._plain(judge), self._tokens(judge, seed)
@@ -144,18 +144,18 @@ class Bench:
         return path
 
 
-def timed(command: list[str], target: Path) -> Run:
+def timed(command: list[str], target: Path) -> TimedRun:
     """Run the command that makes `target`, unless it was run before."""
     facts = target.with_name(f"{target.name}.seconds")
     if target.exists() and facts.exists():
-        return Run(target, **json.loads(facts.read_text()))
+        return TimedRun(target, **json.loads(facts.read_text()))
     start = time.perf_counter()
     with target.with_name(f"{target.name}.log").open("w") as file:
         wrapped = [sys.executable, __file__, "--time", f"{facts}.cpu", *command]
         subprocess.run(wrapped, check=True, stdout=file, stderr=file)
     seconds = {"wall": time.perf_counter() - start, "cpu": float(Path(f"{facts}.cpu").read_text())}
     facts.write_text(json.dumps(seconds))
-    return Run(target, **seconds)
+    return TimedRun(target, **seconds)
 
 
 def write_cpu_seconds(path: Path, command: list[str]) -> int:
@@ -223,7 +223,7 @@ class Row:
     judge: Judge
     scheme: str
     name: str
-    runs: list[Future[Run]]
+    runs: list[Future[TimedRun]]
 
 
 def started(bench: Bench, judges: list[Judge], pool: ThreadPoolExecutor, given: argparse.Namespace) -> list[Row]:
@@ -251,7 +251,7 @@ def as_finished(rows: list[Row]) -> Iterator[Row]:
             yield row
 
 
-class Table:
+class JudgeTable:
     """What the runs of one judge by one scheme came to. reference: the source's own answers."""
 
     def __init__(self, judge: Judge, device: torch.device, reference: list[tuple[Tensor, Tensor]]) -> None:
@@ -288,14 +288,14 @@ def run(given: argparse.Namespace) -> None:
     with ThreadPoolExecutor(given.jobs) as pool:
         rows = started(bench, judges, pool, given)
         references = {judge.name: run_model(judge.source, judge.documents, device) for judge in judges}
-        tables = {judge.name: {scheme: Table(judge, device, references[judge.name]) for scheme in given.schemes} for judge in judges}
+        tables = {judge.name: {scheme: JudgeTable(judge, device, references[judge.name]) for scheme in given.schemes} for judge in judges}
         for row in as_finished(rows):
             tables[row.judge.name][row.scheme].take(row)
             (given.out / "quality.json").write_text(json.dumps(figures_of(tables), indent=1))
     show(figures_of(tables), given.schemes)
 
 
-def figures_of(tables: dict[str, dict[str, Table]]) -> dict[str, dict[str, Any]]:
+def figures_of(tables: dict[str, dict[str, JudgeTable]]) -> dict[str, dict[str, Any]]:
     return {name: {scheme: table.figures() for scheme, table in own.items()} for name, own in tables.items()}
 
 

@@ -40,7 +40,7 @@ ON_CPU = ("quantkit", "gptq", "smooth-gptq", "nearest")
 
 
 @dataclass
-class Job:
+class QualityJob:
     judge: str
     scheme: str
     name: str
@@ -62,7 +62,7 @@ class Job:
         return self.kind == "quantkit" or self.name.partition("-")[2] in ON_CPU
 
 
-def jobs(given: argparse.Namespace) -> list[Job]:
+def jobs(given: argparse.Namespace) -> list[QualityJob]:
     """Most wanted first: the first scheme's longest of AutoRound, which would not end otherwise; then for each seed the schemes that have
     targets, variants of ours, and the other schemes; then the longest of other schemes."""
     variants = json.loads(given.variants.read_text()) if given.variants else {}
@@ -72,11 +72,11 @@ def jobs(given: argparse.Namespace) -> list[Job]:
             late = scheme in ("nvfp4-w4a4", "int4-w4a8-groups")
             for name in (*(PEERS[scheme] if given.peers else ()), "quantkit"):
                 if turn == 0 or not name.endswith("nearest"):
-                    found += [(3 * turn + 2 * late, Job(judge, scheme, name, seed)) for judge in given.models]
+                    found += [(3 * turn + 2 * late, QualityJob(judge, scheme, name, seed)) for judge in given.models]
             for name, settings in variants.get(scheme, {}).items():
-                found += [(3 * turn + 1 + late, Job(judge, scheme, f"quantkit {name}", seed, settings)) for judge in given.models]
+                found += [(3 * turn + 1 + late, QualityJob(judge, scheme, f"quantkit {name}", seed, settings)) for judge in given.models]
             for name in STRONGEST.get(scheme, ()) if turn == 0 and given.peers and given.longest else ():
-                found += [(-1 if scheme == given.schemes[0] else 99, Job(judge, scheme, name, seed)) for judge in given.models]
+                found += [(-1 if scheme == given.schemes[0] else 99, QualityJob(judge, scheme, name, seed)) for judge in given.models]
     return [job for _, job in sorted(found, key=lambda pair: pair[0])]
 
 
@@ -129,7 +129,7 @@ class Worker:
         self.process.wait()
 
 
-class Matrix:
+class QualityMatrix:
     """Slots take jobs; outputs go to the scorer, which writes what they came to."""
 
     def __init__(self, given: argparse.Namespace) -> None:
@@ -144,7 +144,7 @@ class Matrix:
     def told(self, text: str) -> None:
         print(f"{time.perf_counter() - self.start:6.1f} s  {text}", flush=True)
 
-    def take(self, kind: str | None, *, gpu: bool) -> Job | None:
+    def take(self, kind: str | None, *, gpu: bool) -> QualityJob | None:
         """The first job; of the same kind as the last one of this slot, if the next few have it, as that spares imports."""
         with self.lock:
             able = [job for job in self.left if gpu or job.on_cpu]
@@ -173,7 +173,7 @@ class Matrix:
             else:
                 self.outputs.put(asked | answer)
 
-    def _asked(self, job: Job) -> dict[str, Any]:
+    def _asked(self, job: QualityJob) -> dict[str, Any]:
         given = self.given
         sizes = {"samples": given.samples, "seq_len": given.seq_len, "seed": job.seed, "calibration": str(given.judges / "own.jsonl")}
         return {
@@ -333,7 +333,7 @@ def main() -> None:
     parser.add_argument("--split", choices=("tuning", "final"), default="final")
     given = parser.parse_args()
     if given.what == "run":
-        Matrix(given).run()
+        QualityMatrix(given).run()
     else:
         table(given.file, given.split)
 

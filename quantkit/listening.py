@@ -21,9 +21,15 @@ def bound(host: str, port: int) -> Iterator[list[socket.socket]]:
         yield sockets
 
 
+def address(host: str, port: int) -> str:
+    """As it stands in a URL, where an IPv6 host has brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def not_free(host: str, port: int, error: OSError) -> QuantkitError:
     """What to say where `port` cannot be had at `host`."""
-    return QuantkitError(f"cannot serve on {host}:{port}: {error.strerror}", "choose another --port, or another --host where there is one")
+    told = f"cannot serve on {address(host, port)}: {error.strerror}"
+    return QuantkitError(told, "choose another --port, or another --host where there is one")
 
 
 def _addresses(host: str, port: int) -> Sequence[tuple[socket.AddressFamily, tuple[object, ...]]]:

@@ -21,6 +21,8 @@ LARGEST_SETTINGS = 16 << 20
 _DEEPEST = 100
 """Objects and lists inside one another. A deeper file could be read, and not be written again."""
 _AGAIN = "download or copy that file again"
+_POINTER = b"version https://git-lfs.github.com/spec/"
+"""How the file begins that a clone has in place of a large one, where Git LFS is not installed."""
 _KINDS = (
     (stat.S_ISDIR, "directory"),
     (stat.S_ISFIFO, "pipe"),
@@ -44,7 +46,7 @@ def is_inside(name: str) -> bool:
 
 def open_file(path: Path, folder: Path | None = None) -> int:
     """A descriptor for reading. folder: of the model, where `path` is in a folder below it. Raises QuantkitError where `path` is no regular
-    file, cannot be read, or leads out of the model's folder."""
+    file, stands for one of Git LFS, cannot be read, or leads out of the model's folder."""
     try:
         target = Path(os.path.realpath(path, strict=True))
         mode = target.stat().st_mode
@@ -55,7 +57,11 @@ def open_file(path: Path, folder: Path | None = None) -> int:
             raise QuantkitError(
                 f"{path} is a link to {target}, outside of the model's folder", "put the file itself there, or remove the link"
             )
-        return os.open(target, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = os.open(target, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+        if os.pread(descriptor, len(_POINTER), 0) == _POINTER:
+            os.close(descriptor)
+            raise QuantkitError(f"{path} is a pointer of Git LFS, not the file itself", "run `git lfs pull` there, or use `hf download`")
+        return descriptor
     except FileNotFoundError:
         if path.is_symlink():
             raise QuantkitError(f"{path} is a link to {os.readlink(path)}, which does not exist", _AGAIN) from None

@@ -1,13 +1,11 @@
 """Damaged checkpoints: rules that make of a good one many that anybody could hand to quantkit.
 
-`by_rule` goes through the fields and faults one would think of. `at_random` knows nothing of what the files mean: it flips, cuts and
-repeats bytes, and puts random values at random places of the JSON; nothing in quantkit was written with its cases in mind.
+`by_rule` goes through the fields and faults one would think of; random_damage.py knows nothing of what the files mean.
 """
 
 import copy
 import json
 import os
-import random
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -95,7 +93,8 @@ def _edited(file: str, name: str, edit: Callable[[Any], object]) -> Damage:
     return Damage(f"{file}: {name}", file, apply)
 
 
-def _written(file: str, name: str, content: bytes) -> Damage:
+def written(file: str, name: str, content: bytes) -> Damage:
+    """The file with that content."""
     return Damage(f"{file}: {name}", file, lambda folder: _write(folder / file, content))
 
 
@@ -172,7 +171,7 @@ def _texts(model: Path) -> Iterator[Damage]:
         good = (model / file).read_bytes()
         text = good.decode()
         for part in (1, 2, 3, 5, 9):
-            yield _written(file, f"{part} tenths", good[: len(good) * part // 10])
+            yield written(file, f"{part} tenths", good[: len(good) * part // 10])
         for name, content in {
             "empty": b"",
             "blank": b" \n",
@@ -192,7 +191,7 @@ def _texts(model: Path) -> Iterator[Damage]:
             "half a character": good.rstrip()[:-1] + b',"x":"\\ud800"}',
             "16 MiB": good.rstrip()[:-1] + b',"x":"' + b"x" * (17 << 20) + b'"}',
         }.items():
-            yield _written(file, name, content)
+            yield written(file, name, content)
 
 
 def _headers(model: Path, shard: str) -> Iterator[Damage]:
@@ -205,7 +204,7 @@ def _headers(model: Path, shard: str) -> Iterator[Damage]:
         changed = copy.deepcopy(header)
         edit(changed)
         text = json.dumps(changed).encode()
-        return _written(shard, name, len(text).to_bytes(8, "little") + text + data)
+        return written(shard, name, len(text).to_bytes(8, "little") + text + data)
 
     for name in names[:: max(len(names) // 6, 1)]:
         for key in ("dtype", "shape", "data_offsets"):
@@ -224,17 +223,17 @@ def _headers(model: Path, shard: str) -> Iterator[Damage]:
     for value in VALUES[::2]:
         yield rewritten(f"__metadata__ = {_said(value)}", lambda h, v=value: h.__setitem__("__metadata__", v))
     for count in (0, 1, length - 1, length + 1, 2**20, 99_999_999, 100_000_001, 2**40, 2**64 - 1):
-        yield _written(shard, f"header of {count}", count.to_bytes(8, "little") + content[8:])
+        yield written(shard, f"header of {count}", count.to_bytes(8, "little") + content[8:])
     for part in (0, 4, 8, 100, len(content) // 2, len(content) - 1):
-        yield _written(shard, f"{part} bytes", content[:part])
-    yield _written(shard, "one byte more", content + b"\0")
+        yield written(shard, f"{part} bytes", content[:part])
+    yield written(shard, "one byte more", content + b"\0")
     for name, text in {
         "deep": DEEP.encode(),
         "UTF-16": json.dumps(header).encode("utf-16"),
         "pickle": b"\x80\x04\x95",
         "list": b"[]",
     }.items():
-        yield _written(shard, f"header {name}", len(text).to_bytes(8, "little") + text + data)
+        yield written(shard, f"header {name}", len(text).to_bytes(8, "little") + text + data)
     for size in (99_000_000, 10**10):
         yield Damage(f"{shard}: sparse {size}", shard, lambda folder, s=size: _sparse(folder / shard, s))
 
@@ -305,7 +304,7 @@ def _replaced(path: Path, make: Callable[[Path], object]) -> None:
 def _templates(model: Path) -> Iterator[Damage]:
     for template in TEMPLATES:
         content = template.encode(errors="surrogatepass")
-        yield _written("chat_template.jinja", _said(template), content)
+        yield written("chat_template.jinja", _said(template), content)
         yield _edited("tokenizer_config.json", f"template {_said(template)}", _set("chat_template", template))
     for content in (
         b"\xff\xfe{{ messages }}",
@@ -314,7 +313,7 @@ def _templates(model: Path) -> Iterator[Damage]:
         b"x" * (17 << 20),
         b"\xef\xbb\xbf{{ messages[0].content }}",
     ):
-        yield _written("chat_template.jinja", _said(content), content)
+        yield written("chat_template.jinja", _said(content), content)
     for said in (
         [],
         [{}],
@@ -325,95 +324,6 @@ def _templates(model: Path) -> Iterator[Damage]:
         [{"name": "x", "template": "x"}],
     ):
         yield _edited("tokenizer_config.json", f"templates {_said(said)}", _set("chat_template", said))
-
-
-def at_random(model: Path, seed: int, count: int) -> Iterator[Damage]:
-    """`count` damages of files of a checkpoint that depend on the seed alone."""
-    draw = random.Random(seed)
-    shard = next(model.glob("*.safetensors")).name
-    for number in range(count):
-        file = draw.choice((*JSON_FILES, "config.json", shard))
-        content = (model / file).read_bytes()
-        if file == shard or draw.random() < 0.4:
-            reach = 8 + int.from_bytes(content[:8], "little") if file == shard else len(content)
-            yield _written(file, f"bytes {seed}.{number}", _shaken(content, reach, draw))
-        else:
-            yield _written(file, f"values {seed}.{number}", json.dumps(_perturbed(json.loads(content), draw)).encode())
-
-
-def _shaken(content: bytes, reach: int, draw: random.Random) -> bytes:
-    changed = bytearray(content)
-    for _ in range(draw.choice((1, 1, 1, 2, 4))):
-        at, length = draw.randrange(min(reach, len(changed))), draw.choice((1, 1, 2, 8, 50))
-        match draw.randrange(4):
-            case 0:
-                changed[at] ^= 1 << draw.randrange(8)
-            case 1:
-                del changed[at : at + length]
-            case 2:
-                changed[at:at] = changed[at : at + length] * draw.choice((1, 3))
-            case _:
-                changed[at : at + length] = draw.randbytes(length)
-    return bytes(changed)
-
-
-def _perturbed(value: Any, draw: random.Random) -> Any:
-    places = list(_places(value))
-    for _ in range(draw.choice((1, 1, 2, 3))):
-        # The upper levels are few and matter most; a place further down is one of thousands.
-        holder, key = draw.choice(places[:40] if draw.random() < 0.7 else places)
-        other, other_key = draw.choice(places)
-        try:
-            match draw.randrange(5):
-                case 0:
-                    holder.pop(key)
-                case 1:
-                    holder[key] = copy.deepcopy(other[other_key])
-                case 2 if isinstance(holder[key], int | float):
-                    holder[key] = draw.choice((-1, 2, 0.5, 1000, 10**9)) * holder[key] + draw.choice((-1, 0, 1))
-                case 3:
-                    holder[key] = _wrapped(holder[key], draw)
-                case _:
-                    holder[key] = _random_value(draw, 0)
-        except (KeyError, IndexError):  # an earlier change took the place away
-            continue
-    return value
-
-
-def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    level = [value]
-    while level:
-        inner = []
-        for holder in level:
-            for key, held in holder.items() if isinstance(holder, dict) else enumerate(holder):
-                yield holder, key
-                if isinstance(held, dict | list):
-                    inner.append(held)
-        level = inner
-
-
-def _wrapped(value: Any, draw: random.Random) -> Any:
-    return draw.choice(([value], {"x": value}, str(value), [value] * 3, not value))
-
-
-def _random_value(draw: random.Random, depth: int) -> Any:
-    match draw.randrange(8 if depth < 3 else 6):
-        case 0:
-            return draw.randint(-(2 ** draw.randrange(80)), 2 ** draw.randrange(80))
-        case 1:
-            return draw.choice((-1, 1)) * 10 ** draw.uniform(-320, 308)
-        case 2:
-            return "".join(chr(draw.choice((draw.randrange(128), draw.randrange(0xD800), 0xD800))) for _ in range(draw.randrange(20)))
-        case 3:
-            return draw.choice((True, False, None))
-        case 4:
-            return draw.choice((NAN, INFINITY, 0, ""))
-        case 5:
-            return draw.choice(VALUES)
-        case 6:
-            return [_random_value(draw, depth + 1) for _ in range(draw.randrange(5))]
-        case _:
-            return {str(_random_value(draw, 3))[:9]: _random_value(draw, depth + 1) for _ in range(draw.randrange(5))}
 
 
 def copied(model: Path, folder: Path) -> Path:

@@ -14,6 +14,7 @@ from quantkit.executor.server.app import create_app
 from quantkit.executor.server.service import Service
 
 KEY = "secret"
+MESSAGES = [{"role": "user", "content": "What is 12+30?"}]
 
 
 class Running:
@@ -48,3 +49,9 @@ def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
 
 def load(path: Path, **options: int) -> Engine:
     return Engine.load(path, device="cpu", dtype="float32", **{"max_batch": 4, "max_model_len": 1024, **options})
+
+
+def idle(running: Running) -> bool:
+    """Whether nothing is asked of the server, and no block of its cache is held."""
+    scheduler = running.engine.scheduler
+    return running.service.open == 0 and not scheduler.has_work and scheduler.allocator.num_free == scheduler.allocator.num_blocks

@@ -152,3 +152,35 @@ def _seconds(command: list[str]) -> float:
     start = time.perf_counter()
     subprocess.run(command, capture_output=True, check=True)
     return time.perf_counter() - start
+
+
+OWN_NAMES = {"Config", "Model", "DecoderLayer", "Attention", "MtpLayer"}
+"""Classes that each architecture has."""
+
+
+def class_names(files: dict[str, str]) -> dict[str, list[str]]:
+    """files: source by path -> where each class stands, less an architecture's own and what a backend calls by its operator."""
+    found: dict[str, list[str]] = {}
+    for path, source in files.items():
+        architecture = "/models/" in path or path.endswith("/model.py")
+        backend = "/quantkit_kernels/" in path and path.count("/") > 2
+        for node in ast.walk(ast.parse(source)):
+            by_rule = isinstance(node, ast.ClassDef) and (
+                (architecture and node.name in OWN_NAMES) or (backend and node.name.endswith(("Linear", "Experts")))
+            )
+            if isinstance(node, ast.ClassDef) and not by_rule:
+                found.setdefault(node.name, []).append(f"{path}:{node.lineno}")
+    return found
+
+
+def test_a_class_name_means_one_thing() -> None:
+    paths = [path for folder in ("quantkit", "kernels", "benchmarks", "tools") for path in sorted((ROOT / folder).rglob("*.py"))]
+    names = class_names({str(path.relative_to(ROOT)): path.read_text() for path in paths})
+    assert len(names) > 500
+    assert {name: places for name, places in names.items() if len(places) > 1} == {}
+
+
+def test_names_of_two_classes_are_found() -> None:
+    own = "class Config:\n  pass\nclass Table:\n  pass"
+    names = class_names({"quantkit/models/a.py": own, "quantkit/models/b.py": own, "quantkit/c.py": "class Config:\n  pass"})
+    assert names == {"Table": ["quantkit/models/a.py:3", "quantkit/models/b.py:3"], "Config": ["quantkit/c.py:1"]}

@@ -60,6 +60,8 @@ GLM = {
     "use_qk_norm": True,
     "num_nextn_predict_layers": 1,
 }
+HY_3 = {**DENSE, **SPARSE, "num_shared_experts": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1}
+SOLAR = {key: value for key, value in GLM.items() if key not in ("first_k_dense_replace", "use_qk_norm", "num_nextn_predict_layers")}
 GPT_OSS = {**DENSE, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128, "sliding_window": 16}
 QWEN_NEXT = {
     **DENSE,
@@ -120,10 +122,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mixtral": MIXTRAL,
     "qwen2_moe": {**DENSE, **SPARSE, "shared_expert_intermediate_size": 256},
     "glm4_moe": GLM,
+    "hy_v3": HY_3,
+    "solar_open": SOLAR,
     "minimax_m2": {**MIXTRAL, "rotary_dim": 32},
     "gpt_oss": GPT_OSS,
     "qwen3_next": QWEN_NEXT,
     "qwen3_5_moe": {"text_config": QWEN_NEXT, **{key: DENSE[key] for key in ("vocab_size",)}},
+    "qwen3_5": {"text_config": QWEN_NEXT, "vocab_size": DENSE["vocab_size"]},
     "kimi_k2": KIMI,
     "deepseek_v32": INDEXED,
     "glm_moe_dsa": INDEXED,
@@ -152,6 +157,9 @@ CELLS = {
     "gpt_oss": ("awq-w4a16", "fp4-w4a16", "int8-a8w8c16"),
     "qwen3_next": ("awq-w4a16", "fp4-w4a16", "int8-a8w8c16"),
     "qwen3_5_moe": ("awq-w4a16",),
+    "qwen3_5": ("awq-w4a16",),
+    "hy_v3": ("awq-w4a16",),
+    "solar_open": ("awq-w4a16",),
     "kimi_k2": (),
     "deepseek_v32": ("awq-w4a16", "fp4-w4a16", "int8-a8w8c16"),
     "glm_moe_dsa": (),
@@ -170,6 +178,9 @@ SHARED = {
     "gpt_oss",
     "qwen3_next",
     "qwen3_5_moe",
+    "qwen3_5",
+    "hy_v3",
+    "solar_open",
     "kimi_k2",
     "deepseek_v32",
     "glm_moe_dsa",
@@ -177,7 +188,7 @@ SHARED = {
     "openpangu_v2",
 }
 """Architectures that eval is not run on."""
-ONE_RANK = {"PanguEmbedded", "kimi_k25", "mistral", "mixtral", "kimi_k2", "glm_moe_dsa", "openpangu_v2"}
+ONE_RANK = {"PanguEmbedded", "kimi_k25", "mistral", "mixtral", "kimi_k2", "glm_moe_dsa", "openpangu_v2", "solar_open"}
 """Architectures whose split over ranks is another's, but for the heads' convolution of openpangu_v2: `make test-families` runs them."""
 SHORT_NAMES = {"mixtral", "minimax_m2", "deepseek_v4"}
 """Architectures whose experts have w1, w2 and w3, by which ModelSlim's format cannot tell how engines cut int4."""
@@ -314,9 +325,9 @@ def test_a_cache_in_8_bits_changes_little(source: Path) -> None:
     assert 0 < (coded - plain).norm() < 0.1 * plain.norm()
 
 
-@pytest.mark.parametrize("name", ["glm4_moe", "glm_moe_dsa", "deepseek_v4"])
+@pytest.mark.parametrize("name", ["glm4_moe", "glm_moe_dsa", "hy_v3", "deepseek_v4"])
 def test_drafts_of_the_mtp_layer_change_no_token(name: str, tmp_path: Path) -> None:
-    """GLM's, which is DeepSeek's layer around GLM's blocks, and one behind streams; they guess at random, and guesses are checked."""
+    """DeepSeek's layer around other blocks, one that shares embedding and head, one behind streams; they guess at random."""
     model = make_model.write_dense(tmp_path / "model", CONFIGS[name], random_tensors(CONFIGS[name]))
     engine = Engine.load(model, device="cpu", dtype="float32", max_batch=4, max_model_len=128, num_drafts=1)
     done = sorted(engine.generate(PROMPTS, SamplingParams(max_new_tokens=8, ignore_eos=True)), key=lambda one: one.index)

@@ -20,6 +20,7 @@ from typing import Any
 import damage
 import make_model
 import pytest
+import random_damage
 import typer
 from damage import Damage
 
@@ -179,5 +180,5 @@ def test_damage_by_rule_is_told(part: int, rules: list[Damage], model: Path, tex
 
 @pytest.mark.parametrize("seed", [11, 12])
 def test_damage_at_random_is_told(seed: int, model: Path, text: Path, tmp_path: Path) -> None:
-    found = faults(list(damage.at_random(model, seed, 150)), model, text, tmp_path)
+    found = faults(list(random_damage.at_random(model, seed, 150)), model, text, tmp_path)
     assert not found, "\n".join(found)

@@ -8,7 +8,15 @@ import pytest
 from commands import command
 
 from quantkit.errors import QuantkitError
-from quantkit.listening import bound
+from quantkit.listening import address, bound
+
+
+def test_an_ipv6_host_has_brackets() -> None:
+    assert (address("::1", 8000), address("127.0.0.1", 80), address("box", 1)) == ("[::1]:8000", "127.0.0.1:80", "box:1")
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as listening:
+        port = listening.getsockname()[1]
+        with pytest.raises(QuantkitError, match=rf"cannot serve on \[::1\]:{port}"), bound("::1", port):
+            pass
 
 
 @pytest.fixture
@@ -50,12 +58,17 @@ def test_a_port_that_is_taken_is_told_before_a_model_is_loaded(
 
 @pytest.mark.parametrize(
     ("asked", "said"),
-    [(("--tool-parser", "x"), "there is no tool parser 'x'"), (("--chat-template", "nowhere.jinja"), "nowhere.jinja does not exist")],
+    [
+        (("--tool-parser", "x"), "there is no tool parser 'x'"),
+        (("--chat-template", "nowhere.jinja"), "nowhere.jinja does not exist"),
+        (("--chat-template", "BROKEN"), "is no template: Expected an expression"),
+    ],
 )
 def test_what_a_server_cannot_use_is_told_before_a_model_is_loaded(
     asked: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quantkit.executor.engine.Engine.open", lambda *_: pytest.fail("a model is loaded"))
-    answer = command("serve", "tiny-r1", *asked)
+    (tmp_path / "broken.jinja").write_text("{% for x in %}")
+    answer = command("serve", "tiny-r1", *(one.replace("BROKEN", str(tmp_path / "broken.jinja")) for one in asked))
     assert answer.code == 1
     assert said in answer.error

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from quantkit.checkpoint.companions import read_companions
+from quantkit.checkpoint.header import read_header
 from quantkit.errors import QuantkitError
 from quantkit.model_files import LARGEST_SETTINGS, is_there, open_file, read_json, read_text
 
@@ -52,6 +53,17 @@ def test_a_folder_called_snapshots_is_no_hub_cache(tmp_path: Path) -> None:
     (model / "config.json").symlink_to("../../secret.json")
     with pytest.raises(QuantkitError, match="outside of the model's folder"):
         read_json(model / "config.json")
+
+
+def test_pointers_of_git_lfs_are_told(folder: Path) -> None:
+    """A clone without Git LFS has them in place of shards and tokenizer.json."""
+    for name in ("model.safetensors", "tokenizer.json"):
+        (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n")
+    for read in (lambda: read_header(folder, "model.safetensors"), lambda: read_json(folder / "tokenizer.json")):
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(QuantkitError, match="is a pointer of Git LFS, not the file itself; run `git lfs pull` there"):
+            read()
+        assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_links_inside_the_folder_are_followed(folder: Path) -> None:

@@ -45,6 +45,15 @@ GLM = {
     "routed_scaling_factor": 2.5,
     "num_mtp_layers": 0,
 }
+HY_V3 = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "num_shared_experts": 2,
+    "moe_intermediate_size": 32,
+    "head_dim": 24,
+    "router_scaling_factor": 1.7,
+}
+SOLAR = {key: value for key, value in GLM.items() if key != "num_mtp_layers"}
 GPT_OSS = {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 24, "sliding_window": 9, "rope_parameters": YARN_ROPE}
 QWEN_NEXT = {
     **EXPERTS,
@@ -56,6 +65,7 @@ QWEN_NEXT = {
     "linear_value_head_dim": 8,
 }
 QWEN_3_5 = {key: value for key, value in QWEN_NEXT.items() if key not in ("norm_topk_prob", "mlp_only_layers")} | {"num_hidden_layers": 4}
+QWEN_3_5_DENSE = {key: value for key, value in QWEN_3_5.items() if "expert" not in key and key != "moe_intermediate_size"}
 LATENT = {
     "moe_intermediate_size": 32,
     "n_routed_experts": 8,
@@ -125,6 +135,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4_moe": ("Glm4Moe", {**GLM, "attention_bias": True, "use_qk_norm": True, "n_group": 4, "topk_group": 2}),
     "glm4_moe-plain": ("Glm4Moe", {**GLM, "norm_topk_prob": False, "first_k_dense_replace": 0, "partial_rotary_factor": 0.25}),
+    "hy_v3": ("HYV3", HY_V3),
+    "hy_v3-types": ("HYV3", {**HY_V3, "mlp_layer_types": ["sparse", "dense", "sparse"], "num_key_value_heads": 4}),
+    "solar_open": ("SolarOpen", {**SOLAR, "n_group": 4, "topk_group": 2, "rope_parameters": YARN_ROPE}),
+    "solar_open-biases": ("SolarOpen", {**SOLAR, "attention_bias": True, "norm_topk_prob": False}),
     "minimax_m2": ("MiniMaxM2", {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 32, "rotary_dim": 16}),
     "minimax_m2-whole": ("MiniMaxM2", {"num_local_experts": 8, "head_dim": 24, "num_key_value_heads": 4}),
     "gpt_oss": ("GptOss", {**GPT_OSS, "rope_parameters": None}),
@@ -178,11 +192,11 @@ def checkpoint_tensors(model: Any) -> dict[str, Tensor]:
     return tensors
 
 
-def whole(extra: dict[str, Any]) -> tuple[Any, dict[str, Any], dict[str, Tensor]]:
-    """A random text model of Qwen3.5-MoE, with the config.json and the names of the model around it."""
-    peer = random_peer("Qwen3_5MoeText", extra, "Qwen3_5MoeForCausalLM")
+def whole(extra: dict[str, Any], kind: str = "Qwen3_5Moe") -> tuple[Any, dict[str, Any], dict[str, Tensor]]:
+    """A random text model of Qwen3.5-MoE or Qwen3.5, with the config.json and the names of the model around it."""
+    peer = random_peer(f"{kind}Text", extra, f"{kind}ForCausalLM")
     rope = {**peer.config.rope_parameters, "mrope_section": [1, 1, 1], "mrope_interleaved": True}
-    config = {"model_type": "qwen3_5_moe", "text_config": {**peer.config.to_dict(), "rope_parameters": rope}}
+    config = {"model_type": kind.lower().replace("moe", "_moe"), "text_config": {**peer.config.to_dict(), "rope_parameters": rope}}
     tensors = {}
     for name, tensor in checkpoint_tensors(peer).items():
         bare = name.replace("model.language_model.", "model.", 1)

@@ -28,7 +28,7 @@ GUIDE = (
 
 
 @dataclass(frozen=True)
-class Step:
+class AcceptanceStep:
     """A command and its longest time in seconds. is_json: whether what it prints is one JSON object."""
 
     name: str
@@ -48,28 +48,32 @@ class Ended:
 
 def steps(
     device: str, model: str | None, tp: int, program: Sequence[str] = QUANTKIT, python: Sequence[str] = (sys.executable,)
-) -> list[Step]:
+) -> list[AcceptanceStep]:
     """In the order of how much is lost without them. program: quantkit; python: what runs this file."""
     on = ("--device", device)
     greedy = ("run", "tiny-r1", "--prompt", PROMPT, "--max-new-tokens", "32", "--json")
     speeds = ("--output-len", "64", "--requests", "1", "--json")
     found = [
-        Step("machine", (*python, __file__, "--facts", device), 90),
-        Step("npu-smi", ("npu-smi", "info"), 20, is_json=False),
-        Step("packages", (sys.executable, "-m", "pip", "freeze"), 20, is_json=False),
-        Step("ascendc", ("make", "-C", str(Path(__file__).parents[1]), "ascendc", f"PYTHON={sys.executable}"), 120, is_json=False),
-        Step("operators", (*program, "kernels", "--check", *on, "--json"), 590),
-        Step("tokens", (*program, *greedy, *on), 120),
-        Step("tokens-on-cpu", (*program, *greedy, "--device", "cpu", "--backend", "reference"), 60),
-        Step("speeds-of-tiny-r1", (*program, "bench", "tiny-r1", *on, "--input-len", "128", "--concurrency", "1,8", *speeds), 120),
+        AcceptanceStep("machine", (*python, __file__, "--facts", device), 90),
+        AcceptanceStep("npu-smi", ("npu-smi", "info"), 20, is_json=False),
+        AcceptanceStep("packages", (sys.executable, "-m", "pip", "freeze"), 20, is_json=False),
+        AcceptanceStep(
+            "ascendc", ("make", "-C", str(Path(__file__).parents[1]), "ascendc", f"PYTHON={sys.executable}"), 120, is_json=False
+        ),
+        AcceptanceStep("operators", (*program, "kernels", "--check", *on, "--json"), 590),
+        AcceptanceStep("tokens", (*program, *greedy, *on), 120),
+        AcceptanceStep("tokens-on-cpu", (*program, *greedy, "--device", "cpu", "--backend", "reference"), 60),
+        AcceptanceStep(
+            "speeds-of-tiny-r1", (*program, "bench", "tiny-r1", *on, "--input-len", "128", "--concurrency", "1,8", *speeds), 120
+        ),
     ]
     if model is not None:
         grid = ("--input-len", "128,1024", "--concurrency", "1,8,32", "--output-len", "128", "--requests", "1", "--warmup", "1", "--json")
-        found.append(Step("speeds", (*program, "bench", model, *on, "--tp", str(tp), *grid), 660))
+        found.append(AcceptanceStep("speeds", (*program, "bench", model, *on, "--tp", str(tp), *grid), 660))
     return found
 
 
-def run(step: Step, folder: Path) -> Ended:
+def run(step: AcceptanceStep, folder: Path) -> Ended:
     """Its standard output to NAME.json or NAME.txt, the rest to NAME.log."""
     out = folder / f"{step.name}.{'json' if step.is_json else 'txt'}"
     began = time.monotonic()
@@ -149,7 +153,7 @@ def _read(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def accept(folder: Path, chosen: list[Step]) -> dict[str, Any]:
+def accept(folder: Path, chosen: list[AcceptanceStep]) -> dict[str, Any]:
     """Run every step and write the summary, again after each: what was interrupted is told too."""
     folder.mkdir(parents=True, exist_ok=True)
     ended: list[Ended] = []

@@ -9,9 +9,22 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+_NO_HOME = "/nonexistent"
+
 
 def cache_directory() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quantkit"
+    """Of a user without a home it is where nothing can be."""
+    home = os.path.expanduser("~")
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path(home if os.path.isabs(home) else _NO_HOME) / ".cache") / "quantkit"
+
+
+def why_no_cache() -> str | None:
+    """None where a library can be kept, else the reason and what helps."""
+    folder = cache_directory()
+    there = next(one for one in (folder, *folder.parents) if one.exists())
+    if os.access(there, os.W_OK | os.X_OK) and there.is_dir():
+        return None
+    return f"{folder} cannot be written, where kernels are kept that are compiled at first use; set XDG_CACHE_HOME to a folder that can"
 
 
 def compile_into(target: Path, command: Sequence[str], sources: Sequence[Path]) -> None:

@@ -33,10 +33,6 @@ class Layout:
         """Bytes of all tensors, as the index states them."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    @property
-    def file_bytes(self) -> int:
-        return sum(shard.size for shard in self.shards)
-
 
 def plan_layout(specs: Sequence[TensorSpec], shard_bytes: int) -> Layout:
     """Shards of at most `shard_bytes` of tensors, filled in the order of `specs`; one module's tensors stay together."""

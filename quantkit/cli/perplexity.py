@@ -10,7 +10,9 @@ from quantkit.cli.options import AsJson, Backend, Cache, CountExperts, Device, K
 from quantkit.console import print_json
 
 Text = Annotated[Path | None, typer.Option(help="A .txt, or a .jsonl of {'text': ...}: one document a line.")]
-Beside = Annotated[str | None, typer.Option(help="The model it was made from: adds KL, agreement and error per layer.")]
+Beside = Annotated[
+    str | None, typer.Option(help="The model it was made from: adds KL and agreement at the tokens that are scored, and error per layer.")
+]
 Length = Annotated[int, typer.Option(min=2, help="Longest document, tokens; longer ones are cut into pieces.")]
 Stride = Annotated[
     int | None, typer.Option(min=1, help="Windows of --seq-len this far apart over whole documents; each scores what is new.")

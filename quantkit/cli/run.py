@@ -180,6 +180,7 @@ def serve(
     from quantkit.executor.server.app import Limits
     from quantkit.executor.server.serve import ServeOptions
     from quantkit.executor.server.serve import serve as run_server
+    from quantkit.listening import address
     from quantkit.model_files import read_text
     from quantkit.tokenizer.template import ChatTemplate
 
@@ -187,6 +188,8 @@ def serve(
     if tool_parser != "auto":
         named_format(tool_parser)
     template = None if chat_template is None else ChatTemplate(read_text(chat_template), str(chat_template))
+    if template is not None:
+        template.check()
     path = find_model(model)
     asked = EngineOptions(
         path,
@@ -211,7 +214,7 @@ def serve(
             engine = lead_or_follow(asked)
         if template is not None:
             engine.tokenizer.use_template(template)
-        err.print(f"serving {model} on http://{host}:{port}/v1", soft_wrap=True)
+        err.print(f"serving {model} on http://{address(host, port)}/v1", soft_wrap=True)
         limits = Limits(max_input=max_input, max_output=max_output)
         log = console.tell if log_requests else None
         options = ServeOptions(host, port, api_key, max_queue, limits=limits, tool_parser=tool_parser, log=log)

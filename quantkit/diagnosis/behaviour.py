@@ -19,11 +19,11 @@ from quantkit.calibrate.ends import TableEnds
 from quantkit.calibrate.experts import ExpertWeights
 from quantkit.calibrate.layer_weights import LayerWeights
 from quantkit.calibrate.parameter_reader import ParameterReader
+from quantkit.calibrate.sublayer import Run, run_attention, run_feed_forward
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.shards import CPU
 from quantkit.diagnosis.findings import DiagnosisFindings
 from quantkit.evaluation.distance.documents import read_documents
-from quantkit.models.context import CausalContext
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.mlp import MoeMlp
 from quantkit.models.stored import Model, read_model
@@ -39,11 +39,7 @@ _CHOICES = 0.9
 _KL = 2.0
 """nats a token. Text that a model was not made for, or a model that was not trained, brings 4 bits to 1."""
 
-Run = Callable[[DecoderLayer, Tensor, list[int]], Tensor]
-_HALVES: tuple[tuple[str, Run], ...] = (
-    ("attention", lambda layer, x, lengths: layer.attend(x, CausalContext(lengths))),
-    ("feed-forward", lambda layer, x, lengths: layer.feed_forward(x, CausalContext(lengths))),
-)
+_HALVES: tuple[tuple[str, Run], ...] = (("attention", run_attention), ("feed-forward", run_feed_forward))
 
 
 @dataclass(frozen=True)

@@ -62,10 +62,11 @@ def _spread(linear: QuantizedLinear, rows: Rows, found: Measures) -> Iterator[To
 
 def _is_of_three_values(rows: Rows) -> bool:
     """Whether codes are the ends of the range and the zero point, and hardly any between: so are weights of three values, rounded to
-    nearest. Where a scale is too small, codes beside the zero point are as many as those on it."""
+    nearest. Where a scale is too small, codes beside the zero point are as many as those on it; where it is four times too small, they
+    are half of the range away."""
     assert rows.codes is not None
     off = (rows.codes if rows.zero_point is None else rows.codes - rows.by_input(rows.zero_point)).abs()
-    between = float(((off > 0) & (off < off.max() / 2)).float().mean())
+    between = float(((off > 0) & (off < 0.75 * off.max())).float().mean())
     return between < _BETWEEN and float((off == 0).float().mean()) > 4 * _BETWEEN
 
 

@@ -215,7 +215,7 @@ def _compare_opt_files(survey: Survey, block: Mapping[str, Any], described: Desc
         return
     ours, other = described.ignored, described.format.ignored({}, survey.side)
     differ = [key for key in ("quant_algo", "group_size") if key in side and key in block and side[key] != block[key]]
-    linears = [name.removesuffix(".weight") for name in survey.tensors if ends_as_linear(name)]
+    linears = [name.removesuffix(".weight") for name in survey.tensors if ends_as_linear(name) or name == f"{HEAD}.weight"]
     apart = [module for module in linears if ours is not None and other is not None and other(module) != ours(module)]
     if differ or apart:
         told = f"{OPT_FILE} has another {', '.join(differ) or 'list of unquantized modules'} than config.json"

@@ -102,10 +102,6 @@ class LaunchRecipe(Strict):
     layouts: tuple[Topology, ...]
 
 
-def layout_names(engine: str, device: Device | None = None) -> tuple[str, ...]:
-    return tuple(layout.name for layout in find_recipe(engine, device).layouts)
-
-
 @cache
 def recipes() -> tuple[LaunchRecipe, ...]:
     """Of every engine and device."""

@@ -15,6 +15,7 @@ from quantkit.errors import QuantkitError
 from quantkit.executor.engine import Engine
 from quantkit.executor.leader import follow
 from quantkit.executor.options import EngineOptions
+from quantkit.executor.rank_processes import leave_fault
 
 _WATCH_SECONDS = 0.2
 
@@ -46,7 +47,7 @@ def main() -> None:
     try:
         lead_or_follow(EngineOptions.from_json(sys.argv[1]))
     except QuantkitError as fault:
-        sys.stderr.write(f"quantkit: rank {os.environ['RANK']}: {fault}\n")
+        leave_fault(fault)  # rank 0 finds most by itself, and tells them once
         sys.exit(1)
 
 

@@ -188,8 +188,9 @@ class Parallel:
         try:
             return collective()
         except (RuntimeError, OSError) as fault:
-            lost = self._ranks.why_lost() if self._ranks else "another rank stopped"
-            raise QuantkitError(lost, "see its own message above; start again") from fault
+            if self._ranks is None:
+                raise QuantkitError("another rank stopped", "see its own message above; start again") from fault
+            raise self._ranks.why_lost() from fault
 
 
 SINGLE = Parallel(0, 1)

@@ -58,6 +58,16 @@ def launch(options: EngineOptions) -> "RankProcesses":
     return ranks
 
 
+def leave_fault(fault: QuantkitError) -> None:
+    """Leave for rank 0 why this rank ends, in the store where they meet."""
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
+    store.set(_fault_of(int(os.environ["RANK"])), str(fault))
+
+
+def _fault_of(rank: int) -> str:
+    return f"quantkit-fault-{rank}"
+
+
 class RankProcesses:
     """The processes of ranks 1 .. size - 1, and the store they meet in, which lives as long as this does."""
 
@@ -65,6 +75,8 @@ class RankProcesses:
         self.processes, self._store = processes, store
         self.dead = ""
         """Which rank died."""
+        self.refused = False
+        """Whether it said why."""
         self.noticed = threading.Event()
         """The main thread saw a collective fail, and will say why."""
         self.stopping = False
@@ -84,19 +96,28 @@ class RankProcesses:
                 else:
                     os.environ[name] = value
 
-    def why_lost(self) -> str:
+    def why_lost(self) -> QuantkitError:
         """Which rank died; asked by the main thread when a collective failed."""
         self.noticed.set()
         until = time.monotonic() + 2
         while not self.dead and time.monotonic() < until:
             time.sleep(_WATCH_SECONDS / 4)
-        return self.dead or "the ranks lost each other"
+        if self.refused:
+            return QuantkitError(self.dead, "start again")
+        return QuantkitError(self.dead or "the ranks lost each other", "see what it wrote above; start again")
 
     def find_dead(self) -> None:
-        """Look once whether a rank died that was not told to stop."""
+        """Look once whether a rank died that was not told to stop, or left why it is about to."""
         for rank, process in self.processes.items():
-            if process.poll() is not None and not self.stopping:
-                self.dead = f"rank {rank} of {len(self.processes) + 1} died ({_how(process.returncode)})"
+            ended = process.poll() is not None
+            if self.stopping or not (ended or self.noticed.is_set()):
+                continue
+            which, left = f"rank {rank} of {len(self.processes) + 1}", _fault_of(rank)
+            if self._store.check([left]):
+                self.refused, self.dead = True, f"{which}: {self._store.get(left).decode()}"
+            elif ended:
+                self.dead = f"{which} died ({_how(process.returncode)})"
+            if self.dead:
                 return
 
     def stop(self) -> None:

@@ -14,6 +14,7 @@ ARCHITECTURES = (
     "glm4_moe",
     "glm_moe_dsa",
     "gpt_oss",
+    "hy_v3",
     "kimi_k2",
     "kimi_k25",
     "llama",
@@ -26,9 +27,11 @@ ARCHITECTURES = (
     "qwen2",
     "qwen2_moe",
     "qwen3",
+    "qwen3_5",
     "qwen3_5_moe",
     "qwen3_moe",
     "qwen3_next",
+    "solar_open",
 )
 _FILES = {"PanguEmbedded": "pangu_embedded"}
 """Files that are not named after the model_type."""
@@ -41,6 +44,7 @@ if TYPE_CHECKING:  # mypy proves that each file offers what is asked of it
         glm4_moe,
         glm_moe_dsa,
         gpt_oss,
+        hy_v3,
         kimi_k2,
         kimi_k25,
         llama,
@@ -53,9 +57,11 @@ if TYPE_CHECKING:  # mypy proves that each file offers what is asked of it
         qwen2,
         qwen2_moe,
         qwen3,
+        qwen3_5,
         qwen3_5_moe,
         qwen3_moe,
         qwen3_next,
+        solar_open,
     )
 
     _DEEPSEEK_V3: Architecture[deepseek_v3.Config] = deepseek_v3
@@ -64,6 +70,7 @@ if TYPE_CHECKING:  # mypy proves that each file offers what is asked of it
     _GLM4_MOE: Architecture[glm4_moe.Config] = glm4_moe
     _GLM_MOE_DSA: Architecture[glm_moe_dsa.Config] = glm_moe_dsa
     _GPT_OSS: Architecture[gpt_oss.Config] = gpt_oss
+    _HY_V3: Architecture[hy_v3.Config] = hy_v3
     _KIMI_K2: Architecture[kimi_k2.Config] = kimi_k2
     _KIMI_K25: Architecture[kimi_k25.Config] = kimi_k25
     _LLAMA: Architecture[llama.Config] = llama
@@ -76,9 +83,11 @@ if TYPE_CHECKING:  # mypy proves that each file offers what is asked of it
     _QWEN2: Architecture[qwen2.Config] = qwen2
     _QWEN2_MOE: Architecture[qwen2_moe.Config] = qwen2_moe
     _QWEN3: Architecture[qwen3.Config] = qwen3
+    _QWEN3_5: Architecture[qwen3_5.Config] = qwen3_5
     _QWEN3_5_MOE: Architecture[qwen3_5_moe.Config] = qwen3_5_moe
     _QWEN3_MOE: Architecture[qwen3_moe.Config] = qwen3_moe
     _QWEN3_NEXT: Architecture[qwen3_next.Config] = qwen3_next
+    _SOLAR_OPEN: Architecture[solar_open.Config] = solar_open
 
 
 def is_known(config: Mapping[str, Any]) -> bool:

@@ -21,11 +21,11 @@ _LARGEST_COUNT = 2**31 - 1
 """Of a size or a number of things: torch and the kernels count in 32 bits."""
 _LARGEST_NUMBER = 1e6
 _SOURCE = "use the config.json that came with the model"
-MOST_EXPERTS = 100_000
+MOST_EXPERTS, MOST_LAYERS = 100_000, 10_000
 
 # More layers and experts than anybody has trained, and few enough to count through.
-NumLayers = Annotated[int, Range(1, 10_000)]
-NumLayersOrNone = Annotated[int, Range(0, 10_000)]
+NumLayers = Annotated[int, Range(1, MOST_LAYERS)]
+NumLayersOrNone = Annotated[int, Range(0, MOST_LAYERS)]
 NumExperts = Annotated[int, Range(1, MOST_EXPERTS)]
 CountOrNone = Annotated[int, Range(0, _LARGEST_COUNT)]
 

@@ -37,13 +37,11 @@ class Config(gqa.Config):
             config = {**config, "num_nextn_predict_layers": config["num_mtp_layers"]}
         values = gqa.read_config(config, partial_rotary_factor=_TURNED, own=("use_qk_norm",))
         fields = read_fields(_Fields, config)
-        routing = _routing(config)
-        check_groups(routing)
         return cls(
             **values,
             qkv_bias=check_flag(config, "attention_bias"),
             qk_norm="head" if check_flag(config, "use_qk_norm") else None,
-            routing=routing,
+            routing=read_grouped_routing(config),
             mixture=MIXTURE,
             shared_width=check_count("moe_intermediate_size", values.get("moe_intermediate_size")) * fields["n_shared_experts"],
             dense_layers=frozenset(range(min(fields["first_k_dense_replace"], values["num_hidden_layers"]))),
@@ -51,13 +49,16 @@ class Config(gqa.Config):
         )
 
 
-def _routing(config: dict[str, Any]) -> Routing:
-    return replace(
+def read_grouped_routing(config: dict[str, Any]) -> Routing:
+    """Experts in groups, chosen by sigmoid. Raises QuantkitError where they cannot be chosen so."""
+    routing = replace(
         read_routing(config, ("n_routed_experts", "num_local_experts"), check_flag(config, "norm_topk_prob", default=True), "sigmoid"),
         n_group=check_count("n_group", config.get("n_group", 1)),
         topk_group=check_count("topk_group", config.get("topk_group", 1)),
         routed_scaling_factor=check_number("routed_scaling_factor", config.get("routed_scaling_factor", 1.0)),
     )
+    check_groups(routing)
+    return routing
 
 
 def parameters(config: Config) -> list[Parameter]:

@@ -14,10 +14,14 @@ from torch.nn import functional as F
 from quantkit.models import decoder
 from quantkit.models.context import Context
 from quantkit.models.table import Parameter
-from quantkit.models.weights import Weights
+from quantkit.models.weights import LinearOp, Weights
 
 MtpReads = Literal["normed", "merged", "streams"]
 """What an MTP layer reads of the main model: its hidden states behind the final norm or before it, or the streams that they are made of."""
+
+
+FINAL_NORM = "shared_head.norm"
+"""What the norm behind an MTP layer's block is called, below the layer."""
 
 
 class MtpStackConfig(decoder.StackConfig, Protocol):
@@ -31,16 +35,24 @@ def mtp_layers(config: MtpStackConfig) -> range:
 
 
 def mtp_parameters(hidden: int, vocab: int, layer: int, block: Iterable[Parameter]) -> list[Parameter]:
-    """Every tensor of one MTP layer. block: those of its decoder layer."""
+    """Every tensor of one MTP layer with an embedding and a head of its own. block: those of its decoder layer."""
     p = f"model.layers.{layer}"
     return [
         Parameter(f"{p}.embed_tokens.weight", (vocab, hidden), "embedding", layer=layer, mtp=True),
+        *sharing_mtp_parameters(hidden, layer, block, FINAL_NORM),
+        Parameter(f"{p}.shared_head.head.weight", (vocab, hidden), "head", "vocab", layer=layer, mtp=True),
+    ]
+
+
+def sharing_mtp_parameters(hidden: int, layer: int, block: Iterable[Parameter], final_norm: str) -> list[Parameter]:
+    """Every tensor of one MTP layer that shares the main model's embedding and head."""
+    p = f"model.layers.{layer}"
+    return [
         Parameter(f"{p}.enorm.weight", (hidden,), "norm", layer=layer, mtp=True),
         Parameter(f"{p}.hnorm.weight", (hidden,), "norm", layer=layer, mtp=True),
         Parameter(f"{p}.eh_proj.weight", (hidden, 2 * hidden), "mtp_proj", layer=layer, mtp=True),
         *block,
-        Parameter(f"{p}.shared_head.norm.weight", (hidden,), "norm", layer=layer, mtp=True),
-        Parameter(f"{p}.shared_head.head.weight", (vocab, hidden), "head", "vocab", layer=layer, mtp=True),
+        Parameter(f"{p}.{final_norm}.weight", (hidden,), "norm", layer=layer, mtp=True),
     ]
 
 
@@ -48,22 +60,29 @@ class MtpLayer:
     """Predicts token i + 2 from the hidden state of token i and the embedding of token i + 1."""
 
     layer_class: ClassVar[type[Any]]
+    final_norm: ClassVar[str] = FINAL_NORM
+    shares: ClassVar[bool] = False
+    """Whether embedding and head are the main model's."""
     reads: MtpReads = "normed"
 
     def __init__(self, config: MtpStackConfig, weights: Weights, index: int = 0) -> None:
         layer = config.num_hidden_layers + index
         p = f"model.layers.{layer}"
         self.eps = config.rms_norm_eps
-        self.embedding = weights.tensor(f"{p}.embed_tokens.weight")
+        self.embedding: Tensor
+        self.head: LinearOp
         self.enorm = weights.tensor(f"{p}.enorm.weight")
         self.hnorm = weights.tensor(f"{p}.hnorm.weight")
         self.eh_proj = weights.linear(f"{p}.eh_proj")
         self.block: decoder.DecoderLayer = self.layer_class(config, layer, weights)
-        self.norm = weights.tensor(f"{p}.shared_head.norm.weight")
-        self.head = weights.linear(f"{p}.shared_head.head")
+        self.norm = weights.tensor(f"{p}.{self.final_norm}.weight")
+        if not self.shares:
+            self.embedding, self.head = weights.tensor(f"{p}.embed_tokens.weight"), weights.linear(f"{p}.shared_head.head")
 
     def follow(self, model: decoder.Model) -> None:
-        """Embedding and head are the layer's own, and it reads the hidden states that every model hands out."""
+        """Share embedding and head where they are the main model's. It reads the hidden states that every model hands out."""
+        if self.shares:
+            self.embedding, self.head = model.embedding, model.head
 
     def inputs(self, next_token_ids: Tensor, hidden: Tensor) -> Tensor:
         """next_token_ids [T], hidden [T, H] after the main model's final norm -> the block's input [T, H]."""
@@ -71,7 +90,7 @@ class MtpLayer:
         return self.eh_proj(torch.cat((embedded, rms_norm(hidden, self.hnorm, self.eps)), dim=-1))
 
     def __call__(self, next_token_ids: Tensor, hidden: Tensor, context: Context) -> Tensor:
-        """-> hidden [T, H] after shared_head.norm; also the `hidden` of a further MTP step."""
+        """-> hidden [T, H] after the final norm; also the `hidden` of a further MTP step."""
         inputs = self.inputs(next_token_ids, hidden)
         normed, _ = self.block(rms_norm(inputs, self.block.input_norm, self.eps), inputs, context, self.norm)
         return normed

@@ -1,75 +1,24 @@
-"""Qwen3.5-MoE: Qwen3-Next with a linear for each part of the linear attention, experts in every layer, and a vision tower, which is copied.
-
-The text model is computed. Rotary embeddings of three axes (mrope) are plain ones for text, whose tokens have one place on all of them.
-The MTP layer (mtp.*) is copied, for engines that run it; transformers has no forward of it.
-"""
+"""Qwen3.5-MoE: Qwen3.5 with Qwen2-MoE's experts in every layer."""
 
 from typing import Any
 
 from quantkit.models import gqa
-from quantkit.models.config import check_count, check_flag, refusal
-from quantkit.models.gqa import MtpLayer
-from quantkit.models.inner import InnerWeights, renamed_groups, renamed_rows
+from quantkit.models.config import check_count
 from quantkit.models.mlp import MixtureNames, read_routing
+from quantkit.models.qwen3_5 import DecoderLayer, Model, MtpLayer, parameters, read_decoder, read_text, scale_groups
 from quantkit.models.qwen3_moe import COUNT
-from quantkit.models.qwen3_next import DEFAULTS, TURNED, read_delta_net
-from quantkit.models.table import Parameter, ScaleGroup
-from quantkit.models.weights import Weights
-from quantkit.models.windows import refuse_windows
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
-
-_ROPES = ("rope_scaling", "rope_parameters")
-_OF_IMAGES = ("mrope_section", "mrope_interleaved")
-
-
-def _rename(name: str) -> str:
-    return f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name
 
 
 class Config(gqa.Config):
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "Config":
-        text = config.get("text_config")
-        if not isinstance(text, dict):
-            raise refusal("text_config", text, "an object")
-        tied = check_flag(config, "tie_word_embeddings", default=check_flag(text, "tie_word_embeddings"))
+        text = read_text(config)
         width = check_count("moe_intermediate_size", text.get("moe_intermediate_size"))
-        text = {**DEFAULTS, **text, "tie_word_embeddings": tied, "intermediate_size": width}
-        for key in _ROPES:
-            if isinstance(text.get(key), dict):
-                text[key] = {name: value for name, value in text[key].items() if name not in _OF_IMAGES}
-        refuse_windows({key: value for key, value in text.items() if key != "layer_types"})
-        values, bias = gqa.read_config(text, partial_rotary_factor=TURNED), check_flag(text, "attention_bias")
         return cls(
-            **values,
-            qk_norm="head",
-            qkv_bias=bias,
-            o_bias=bias,
+            **read_decoder({**text, "intermediate_size": width}),
             routing=read_routing(text, COUNT, True, "softmax"),
             mixture=MixtureNames(shared="shared_expert", shared_gate="shared_expert_gate"),
             shared_width=check_count("shared_expert_intermediate_size", text.get("shared_expert_intermediate_size")),
-            recurrent=read_delta_net(text, values["num_hidden_layers"], joined=False),
-            output_gate=True,
-            norm_offset=1.0,
-            copied=("mtp.", "model.visual."),
         )
-
-
-def parameters(config: Config) -> list[Parameter]:
-    """The text model's tensors in the order a forward pass meets them."""
-    return renamed_rows(gqa.parameters(config), _rename)
-
-
-def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
-    return renamed_groups(gqa.scale_groups(config, layer), _rename)
-
-
-class DecoderLayer(gqa.DecoderLayer):
-    def __init__(self, config: Config, layer: int, weights: Weights) -> None:
-        super().__init__(config, layer, InnerWeights(weights, _rename))
-
-
-class Model(gqa.Model):
-    def __init__(self, config: Config, weights: Weights) -> None:
-        super().__init__(config, InnerWeights(weights, _rename))

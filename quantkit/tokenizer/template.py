@@ -36,7 +36,7 @@ class ChatTemplate:
             line = json.dumps({"source": self.source, "variables": variables}).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
             raise QuantkitError(f"the messages cannot be written as JSON: {error}", "give texts, numbers, lists and objects") from error
-        reply = _worker.ask(line)
+        reply = self._asked(line)
         if "ended" in reply:
             raise QuantkitError(
                 f"the chat template in {self.name} {reply['ended']}", "use the model's own template, or a shorter conversation"
@@ -44,6 +44,17 @@ class ChatTemplate:
         if "fault" in reply:
             raise QuantkitError(f"the chat template in {self.name} refuses these messages: {reply['fault']}", "check roles and contents")
         return reply["text"]
+
+    def check(self) -> None:
+        """Raises QuantkitError where it is no template; which messages it takes shows when it is given some."""
+        self._asked(json.dumps({"source": self.source, "variables": {}}).encode() + b"\n")
+
+    def _asked(self, line: bytes) -> dict[str, str]:
+        reply = _worker.ask(line)
+        if "unreadable" in reply:
+            told = f"the chat template in {self.name} is no template: {reply['unreadable']}"
+            raise QuantkitError(told, "copy it from the original model")
+        return reply
 
 
 class _Worker:
@@ -58,7 +69,7 @@ class _Worker:
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, line: bytes) -> dict[str, str]:
-        """Its answer, {text} or {fault}; {ended} where it had to be ended, or ended by itself."""
+        """Its answer, {text}, {fault} or {unreadable}; {ended} where it had to be ended, or ended by itself."""
         with self._lock:
             return self._exchange(line)
 

@@ -1,4 +1,4 @@
-"""Child process of template.py: one JSON line in ({source, variables}) and one JSON line out ({text} or {fault}).
+"""Child process of template.py: one JSON line in ({source, variables}) and one JSON line out ({text}, {fault} or {unreadable}).
 
 A chat template is a program that comes with a model. Jinja's sandbox keeps it from Python's own objects and limits neither time nor memory,
 so it runs here, under limits of the system: of memory for the process, of processor time for each rendering. Past the latter the system
@@ -17,7 +17,7 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -58,10 +58,12 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separat
 
 
 def answer(line: str) -> dict[str, str]:
-    """The rendered text, or why there is none."""
+    """The rendered text, or why there is none: it cannot be read, or it fails."""
     try:
         request = json.loads(line)
         text = _compiled(request["source"]).render(**request["variables"])
+    except TemplateSyntaxError as error:
+        return {"unreadable": f"{error.message}, line {error.lineno}"}
     except Exception as error:  # whatever a program can raise
         return {"fault": f"{error}" if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"}
     return {"text": text} if len(text) <= _LONGEST else {"fault": f"it makes {len(text)} characters of them"}

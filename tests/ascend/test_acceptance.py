@@ -31,8 +31,8 @@ def test_the_whole_day(acceptance: ModuleType, tmp_path: Path, monkeypatch: pyte
     )
     chosen = acceptance.steps("cpu", None, 1, (*ON_THE_DOUBLE, "-m", "quantkit"), ON_THE_DOUBLE)
     assert sum(step.seconds for step in acceptance.steps("npu", "MODEL", 8)) <= 30 * 60
-    slow = acceptance.Step("slow", (sys.executable, "-c", "import time; time.sleep(60)"), 1)
-    silent = acceptance.Step(
+    slow = acceptance.AcceptanceStep("slow", (sys.executable, "-c", "import time; time.sleep(60)"), 1)
+    silent = acceptance.AcceptanceStep(
         "silent", (sys.executable, "-c", "import sys; print('no object'); sys.stderr.write('one line | more\\nthe last\\n\\n')"), 20
     )
     short = [step for step in chosen if step.name in ("machine", "npu-smi", "packages", "operators", "tokens", "tokens-on-cpu")]

@@ -21,16 +21,16 @@ def rows(path: Path) -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def task() -> list[problems.Problem]:
+def task() -> list[problems.StoryProblem]:
     return list(texts.distinct(random.Random(31_001), "eval", texts.MATH, set()))
 
 
-def test_the_task_is_the_generators(task: list[problems.Problem]) -> None:
+def test_the_task_is_the_generators(task: list[problems.StoryProblem]) -> None:
     assert [(row["problem"], row["answer"]) for row in rows(TASK)] == [(p.question, p.answer) for p in task]
     assert len({row["id"] for row in rows(TASK)}) == 200
 
 
-def test_every_key_of_the_task_is_on_the_evaluation_side(task: list[problems.Problem]) -> None:
+def test_every_key_of_the_task_is_on_the_evaluation_side(task: list[problems.StoryProblem]) -> None:
     assert {problems.side(p.key) for p in task} == {"eval"}
     assert len({p.key for p in task}) == 200
 
@@ -74,7 +74,7 @@ def test_a_key_holds_all_numbers_and_no_words(family: object) -> None:
     assert numbers(problem.question) <= numbers(problem.key)
 
 
-def test_reasoning_is_right_arithmetic(task: list[problems.Problem]) -> None:
+def test_reasoning_is_right_arithmetic(task: list[problems.StoryProblem]) -> None:
     for problem in task:
         steps = re.findall(r"(?:^|: )([\d +*/-]+) = (\d+)\.$", problem.reasoning, re.MULTILINE)
         assert len(steps) == problem.reasoning.count("=") >= 2
@@ -83,7 +83,7 @@ def test_reasoning_is_right_arithmetic(task: list[problems.Problem]) -> None:
         assert problem.response.endswith(problem.sentence.format(f"\\boxed{{{problem.answer}}}"))
 
 
-def test_held_out_and_calibration_text_keep_to_their_sides(tiny_r1: Path, task: list[problems.Problem]) -> None:
+def test_held_out_and_calibration_text_keep_to_their_sides(tiny_r1: Path, task: list[problems.StoryProblem]) -> None:
     held_out = list(texts.distinct(random.Random(31_002), "eval", texts.HELD_OUT, {p.key for p in task}))
     assert [row["text"] for row in rows(HELD_OUT)] == [texts.conversation(p) for p in held_out]
     rng = random.Random(31_003)

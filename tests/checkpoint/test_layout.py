@@ -20,7 +20,7 @@ def test_shards_are_full_but_no_fuller_and_keep_modules_together() -> None:
     assert [shard.name for shard in layout.shards] == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     assert {tensor.shard for name, tensor in layout.tensors.items() if ".2." in name} == {"model-00002-of-00002.safetensors"}
     assert layout.total_size == 4 * module_bytes
-    assert layout.file_bytes == 4 * module_bytes + sum(len(shard.header) for shard in layout.shards)
+    assert sum(shard.size for shard in layout.shards) == 4 * module_bytes + sum(len(shard.header) for shard in layout.shards)
     assert len(plan_layout(_SPECS, shard_bytes=2 * module_bytes - 1).shards) == 4
 
 

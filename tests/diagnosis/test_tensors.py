@@ -47,6 +47,26 @@ def test_a_fault_is_found(fault: faulty.Fault, opened: list[tuple[faulty.Content
     assert findings.verdict == ("bad" if CATALOGUE[fault.finds[0]].severity == "error" else "doubtful")
 
 
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [
+        ("codes_are_saturated", "ct-int4"),
+        ("the_method_is_misspelt", "modelopt"),
+        ("modelopts_two_files_disagree", "modelopt"),
+    ],
+)
+def test_a_fault_is_found_in_a_dense_model(name: str, format: str, tmp_path: Path) -> None:
+    """Of these `make test` tries another format, and `make test-faults` missed them here."""
+    config = good_checkpoints.QWEN3 | {"num_hidden_layers": 2}
+    path = write_packed(tmp_path / "good", config, good_checkpoints.random_weights(config), *good_checkpoints.FORMATS[format])
+    assert diagnose(str(path), depth="tensors").findings.verdict == "good"
+    fault = next(one for one in faulty.FAULTS if one.name == name)
+    contents = faulty.Contents.of(path)
+    fault.apply(contents)
+    found = diagnose(str(contents.write(tmp_path / "bad")), depth=fault.depth).findings
+    assert fault.finds[0] in {finding.name for finding in found.found}, found.to_json()
+
+
 def test_good_checkpoints_have_no_finding(good: list[tuple[Path, Path]]) -> None:
     for path, source in good:
         assert diagnose(str(path), source=str(source), depth="tensors").to_json() == {"verdict": "good", "findings": []}, path

@@ -14,7 +14,7 @@ from packed_model import write_packed
 from quantkit.checkpoint.formats import awq, compressed_int8
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.engines.launch import deploy
-from quantkit.engines.layouts import find_topology, layout_names
+from quantkit.engines.layouts import find_recipe, find_topology
 from quantkit.engines.memory import ParallelSizes, check_split, fit
 from quantkit.errors import QuantkitError
 from quantkit.schemes import IntGrid
@@ -22,7 +22,7 @@ from quantkit.schemes import IntGrid
 GIB = 2**30
 DATA = Path(__file__).parent.parent / "data"
 RECIPES = [("vllm", "cuda"), ("sglang", "cuda"), ("sglang", "npu"), ("vllm-ascend", "npu"), ("omni-infer", "npu")]
-LAUNCHES = [(engine, device, layout) for engine, device in RECIPES for layout in layout_names(engine, device)]
+LAUNCHES = [(engine, device, layout) for engine, device in RECIPES for layout in (one.name for one in find_recipe(engine, device).layouts)]
 
 OPTIONS = {name: set(text.split()) for name, text in yaml.safe_load((DATA / "deploy_options.yaml").read_text()).items()}
 

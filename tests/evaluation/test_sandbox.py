@@ -146,7 +146,9 @@ def test_the_walls_are_what_holds(victim: Victim) -> None:
         assert run.status == "passed", (name, run)
 
 
-def run(program: str, tests: str = "assert f(2) == 4, 'not four'", timeout_s: float = 6.0, level: Level | None = None) -> sandbox.Run:
+def run(
+    program: str, tests: str = "assert f(2) == 4, 'not four'", timeout_s: float = 6.0, level: Level | None = None
+) -> sandbox.ProgramRun:
     return sandbox.run_tests(sandbox.Program((program,), "f"), "", tests, timeout_s=timeout_s, level=level)
 
 
@@ -250,7 +252,7 @@ def test_the_level_is_found_by_trying_again(monkeypatch: pytest.MonkeyPatch) -> 
     tries = itertools.count(1)
     real = runs._judged
 
-    def busy(*arguments: Any) -> sandbox.Run:
+    def busy(*arguments: Any) -> sandbox.ProgramRun:
         if next(tries) < 4:
             raise boxes.BoxFault("unshare: Resource temporarily unavailable")
         return real(*arguments)

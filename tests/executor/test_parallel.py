@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,7 +21,8 @@ from quantkit.errors import QuantkitError
 from quantkit.executor.engine import Engine
 from quantkit.executor.grammar import regex
 from quantkit.executor.leader import Leader
-from quantkit.executor.parallel import Parallel
+from quantkit.executor.options import EngineOptions
+from quantkit.executor.parallel import Parallel, join
 from quantkit.executor.sampling import SamplingParams
 from quantkit.executor.sequence import Completion
 
@@ -100,6 +102,24 @@ def test_a_rank_that_dies_is_named_within_seconds(tiny_checkpoint: Path) -> None
         for _ in stream:
             pass
     assert time.monotonic() - start < 8
+    torch.distributed.destroy_process_group()
+
+
+def test_what_every_rank_refuses_is_told_once(tiny_checkpoint: Path) -> None:
+    command = [sys.executable, "-m", "quantkit", "run", str(tiny_checkpoint), "--raw", "--prompt", "a", "--device", "cpu", "--tp", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: the model has num_attention_heads = 4")
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+def test_what_one_rank_alone_refuses_is_told_with_its_number(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """Rank 1 misses a shard; this process, rank 0, opens no model and waits for it."""
+    model = shutil.copytree(tiny_checkpoint, tmp_path / "model")
+    next(model.glob("*.safetensors")).unlink()
+    parallel = join(EngineOptions(model, device="cpu", tp=2))
+    with pytest.raises(QuantkitError, match=r"^rank 1 of 2: shard .* is missing from .*; start again$"):
+        parallel.report(1)
     torch.distributed.destroy_process_group()
 
 

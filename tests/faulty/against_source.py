@@ -5,7 +5,7 @@ from packed_model import rounded
 
 from faulty.codes import has_codes_around_zero, recode
 from faulty.contents import Contents
-from faulty.fault import change, codes_of, has_experts, has_four_bits, has_quantized_experts, of_format, scale_of, tensor_fault
+from faulty.fault import change, codes_of, has_experts, has_four_bits, has_groups, has_quantized_experts, of_format, scale_of, tensor_fault
 from quantkit.quant.weights import dequantize
 
 
@@ -108,7 +108,7 @@ def a_linear_is_twice_as_large(c: Contents) -> None:
     change(c, scale_of(c, c.linear("o_proj")), lambda t: t * 2)
 
 
-@tensor_fault("error-large", suits=of_format("awq", "gptq", "compressed-tensors pack"), source=True)
+@tensor_fault("error-large", suits=lambda c: has_groups(c) and of_format("awq", "gptq", "compressed-tensors pack")(c), source=True)
 def scales_of_groups_are_in_another_order(c: Contents) -> None:
     module = c.linear("o_proj")
     change(c, scale_of(c, module), lambda t: t.roll(1, 0 if scale_of(c, module).endswith(".scales") else 1))

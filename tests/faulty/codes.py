@@ -66,8 +66,9 @@ def has_codes_around_zero(c: Contents) -> bool:
     return of_format("compressed-tensors int", "compressed-tensors pack")(c) and c.linears[c.linear()].grid.symmetric
 
 
-@tensor_fault("codes-saturated", suits=of_format("awq", "gptq", "compressed-tensors pack"))
+@tensor_fault("codes-saturated", "codes-constant", suits=of_format("awq", "gptq", "compressed-tensors pack"))
 def codes_are_saturated(c: Contents) -> None:
+    """Two of their bits are always zero, which is told where channels are wide and few codes reach an end."""
     multiply_codes(c, 4)
 
 

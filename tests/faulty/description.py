@@ -137,7 +137,7 @@ def the_group_is_for_attention_alone(c: Contents) -> None:
     c.block["config_groups"]["group_0"]["targets"] = [r"re:.*self_attn.*"]
 
 
-@fault("group-size-wrong", suits=lambda c: has_groups(c) and c.format.name == "compressed-tensors")
+@fault("group-size-wrong", "part-malformed", suits=lambda c: has_groups(c) and c.format.name == "compressed-tensors")
 def groups_are_said_to_be_channels(c: Contents) -> None:
     c.block["config_groups"]["group_0"]["weights"] |= {"strategy": "channel", "group_size": None}
 

@@ -203,7 +203,7 @@ def the_template_is_another_familys(c: Contents) -> None:
     _template(c, _CHATML + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}")
 
 
-@fault("template-broken")
+@fault("tokenizer-broken")
 def a_file_that_is_a_pointer_hides_the_template(c: Contents) -> None:
     c.files["chat_template.jinja"] = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 4317\n"
 

@@ -11,7 +11,7 @@ import torch
 import transformers
 from plain_weights import PlainWeights
 from torch import Tensor
-from transformers_peers import CASES, COMPRESSED, LATENT, QWEN_3_5, SPARSE, checkpoint_tensors, random_peer, whole
+from transformers_peers import CASES, COMPRESSED, LATENT, QWEN_3_5, QWEN_3_5_DENSE, SPARSE, checkpoint_tensors, random_peer, whole
 
 from quantkit.errors import QuantkitError
 from quantkit.models import find_architecture
@@ -19,6 +19,7 @@ from quantkit.models.context import CausalContext
 from quantkit.models.mlp import PROJ_NAMES
 
 KINDS = ["llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "glm4_moe", "gpt_oss", "minimax_m2"]
+KINDS += ["hy_v3", "solar_open"]
 DEEPSEEK = LATENT | {"num_mtp_layers": 0}
 BASES: dict[str, tuple[str, dict[str, Any]]] = {kind: CASES[kind] for kind in KINDS} | {"deepseek_v3": ("DeepseekV3", DEEPSEEK)}
 BASES = {name: (kind, {**extra, "num_hidden_layers": 2, "mlp_only_layers": []}) for name, (kind, extra) in BASES.items()}
@@ -27,7 +28,8 @@ BASES |= {
 }
 BASES["deepseek_v4"] = ("DeepseekV4", COMPRESSED)
 BASES["qwen3_5_moe"] = ("Qwen3_5MoeText", {**QWEN_3_5, "num_hidden_layers": 2})
-for name in ("qwen3_next", "qwen3_5_moe"):
+BASES["qwen3_5"] = ("Qwen3_5Text", {**QWEN_3_5_DENSE, "num_hidden_layers": 2})
+for name in ("qwen3_next", "qwen3_5_moe", "qwen3_5"):
     BASES[name][1]["layer_types"] = ["linear_attention", "full_attention"]
 NOT_OF_THE_MODEL = {"transformers_version", "architectures", "output_hidden_states", "return_dict", "dtype", "chunk_size_feed_forward"}
 NOT_OF_THE_MODEL |= {"is_encoder_decoder", "id2label", "label2id", "problem_type", "output_attentions", "num_mtp_layers"}
@@ -82,8 +84,8 @@ def test_every_field_is_computed_or_refused(base: str) -> None:
 
 def peer_of(kind: str, extra: dict[str, Any]) -> tuple[Any, dict[str, Any], dict[str, Tensor]]:
     """The model of transformers, and its config.json and tensors as they are published."""
-    if kind == "Qwen3_5MoeText":
-        return whole(extra)
+    if kind.startswith("Qwen3_5"):
+        return whole(extra, kind.removesuffix("Text"))
     peer = random_peer(kind, extra)
     return peer, peer.config.to_dict(), checkpoint_tensors(peer)
 

@@ -1,12 +1,14 @@
-"""Qwen3.5-MoE's text model inside the whole one, by its names, against transformers; experts stacked as they are published."""
+"""Qwen3.5's text models, dense and of experts, inside the whole ones, against transformers; experts stacked as published."""
 
 import json
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from plain_weights import PlainWeights
 from safetensors.torch import save_file
-from transformers_peers import QWEN_3_5, whole
+from transformers_peers import QWEN_3_5, QWEN_3_5_DENSE, whole
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.models import find_architecture
@@ -16,8 +18,9 @@ from quantkit.models.stored import check_stored, read_model
 VISION = "model.visual.patch_embed.proj.weight"
 
 
-def test_logits_equal_transformers() -> None:
-    peer, config, tensors = whole(QWEN_3_5)
+@pytest.mark.parametrize(("kind", "extra"), [("Qwen3_5Moe", QWEN_3_5), ("Qwen3_5", QWEN_3_5_DENSE)])
+def test_logits_equal_transformers(kind: str, extra: dict[str, Any]) -> None:
+    peer, config, tensors = whole(extra, kind)
     architecture = find_architecture(config)
     made, token_ids = architecture.Config.from_dict(config), torch.randint(0, 211, (50,))
     with torch.no_grad():

@@ -67,6 +67,14 @@ def test_template_cannot_leave_the_sandbox(tiny_checkpoint: Path, tmp_path: Path
         ChatTokenizer(tmp_path / "model").render(MESSAGES)
 
 
+def test_a_template_that_is_none_is_told_as_that(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """Not as messages that it refuses: nobody's messages are at fault."""
+    shutil.copytree(tiny_checkpoint, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ bos_token }}\n{% for x in %}")
+    with pytest.raises(QuantkitError, match=r"chat_template\.jinja is no template: Expected an expression.*, line 2; copy it"):
+        ChatTokenizer(tmp_path / "model").render(MESSAGES)
+
+
 def test_no_tokenizer_is_told(tmp_path: Path) -> None:
     with pytest.raises(QuantkitError, match=r"has no tokenizer\.json"):
         ChatTokenizer(tmp_path)

@@ -10,13 +10,13 @@ from fractions import Fraction
 
 
 @dataclass(frozen=True)
-class Problem:
+class Exercise:
     question: str
     steps: list[str]
     answer: str
 
 
-def linear_system(rng: random.Random) -> Problem:
+def linear_system(rng: random.Random) -> Exercise:
     x, y = rng.randint(-9, 12), rng.randint(-9, 12)
     a, b, c, d = (rng.choice([-5, -4, -3, -2, 2, 3, 4, 5, 7]) for _ in range(4))
     while a * d == b * c:
@@ -29,10 +29,10 @@ def linear_system(rng: random.Random) -> Problem:
         f"Put that into the first equation: {a}x = {p} - ({b})({y}) = {p - b * y}, so x = {x}.",
         f"Check in the second: {c}({x}) + ({d})({y}) = {c * x} + {d * y} = {q}. Right.",
     ]
-    return Problem(f"Solve for x and y: {a}x + ({b})y = {p} and {c}x + ({d})y = {q}.", steps, f"x = {x}, y = {y}")
+    return Exercise(f"Solve for x and y: {a}x + ({b})y = {p} and {c}x + ({d})y = {q}.", steps, f"x = {x}, y = {y}")
 
 
-def quadratic(rng: random.Random) -> Problem:
+def quadratic(rng: random.Random) -> Exercise:
     a, r, s = rng.choice([1, 1, 2, 3]), rng.randint(-11, 11), rng.randint(-11, 11)
     b, c = -a * (r + s), a * r * s
     disc = b * b - 4 * a * c
@@ -44,10 +44,10 @@ def quadratic(rng: random.Random) -> Problem:
         f"Vieta as a check: the sum is {r + s} = -b/a and the product {r * s} = c/a.",
     ]
     answer = f"t = {r}" if r == s else f"t = {min(r, s)} or t = {max(r, s)}"
-    return Problem(f"Find all real t with {a}t^2 + ({b})t + ({c}) = 0.", steps, answer)
+    return Exercise(f"Find all real t with {a}t^2 + ({b})t + ({c}) = 0.", steps, answer)
 
 
-def euclid(rng: random.Random) -> Problem:
+def euclid(rng: random.Random) -> Exercise:
     g = rng.choice([1, 3, 4, 6, 7, 12, 13, 15, 18])
     m, n = g * rng.randint(11, 160), g * rng.randint(11, 160)
     a, b = max(m, n), min(m, n)
@@ -60,14 +60,14 @@ def euclid(rng: random.Random) -> Problem:
     steps.append(f"The last remainder that is not zero is {p}, so gcd({a}, {b}) = {p}.")
     steps.append(f"Going back up: {p} = ({s0}) * {a} + ({t0}) * {b}. Check: {s0 * a} + ({t0 * b}) = {s0 * a + t0 * b}.")
     steps.append(f"The least common multiple is {a} * {b} / {p} = {a * b // p}.")
-    return Problem(
+    return Exercise(
         f"Compute the greatest common divisor and the least common multiple of {a} and {b}, and write the divisor as a combination of both.",
         steps,
         f"gcd = {p}, lcm = {a * b // p}, {p} = ({s0})*{a} + ({t0})*{b}",
     )
 
 
-def divisors(rng: random.Random) -> Problem:
+def divisors(rng: random.Random) -> Exercise:
     n = math.prod(rng.choice([2, 2, 2, 3, 3, 5, 7, 11, 13, 17]) for _ in range(rng.randint(4, 7)))
     steps, rest, powers, p = [], n, {}, 2
     while rest > 1:
@@ -84,10 +84,10 @@ def divisors(rng: random.Random) -> Problem:
     )
     parts = " * ".join(f"({p}^{e + 1} - 1)/{p - 1}" if p > 2 else f"(2^{e + 1} - 1)" for p, e in powers.items())
     steps.append(f"Their sum is {parts} = {total}.")
-    return Problem(f"Factor {n}. How many positive divisors does it have, and what is their sum?", steps, f"{product}; {count}; {total}")
+    return Exercise(f"Factor {n}. How many positive divisors does it have, and what is their sum?", steps, f"{product}; {count}; {total}")
 
 
-def price_changes(rng: random.Random) -> Problem:
+def price_changes(rng: random.Random) -> Exercise:
     price = rng.randint(12, 480) * 5
     changes = [rng.choice([-30, -25, -20, -15, -10, -5, 5, 8, 10, 12, 20, 25]) for _ in range(rng.randint(3, 4))]
     thing = rng.choice(["A coat", "A share", "A bicycle", "The monthly rent of a stall", "A crate of oranges", "A second-hand camera"])
@@ -103,10 +103,10 @@ def price_changes(rng: random.Random) -> Problem:
     steps.append("which is wrong because each percentage is taken of another base.")
     told = ", then ".join(f"{'rises' if change > 0 else 'falls'} by {abs(change)} %" for change in changes)
     question = f"{thing} costs {price}. The price {told}. What is it now, and by how many percent did it change altogether?"
-    return Problem(question, steps, f"{float(now):.2f}, {100 * (ratio - 1):+.2f} %")
+    return Exercise(question, steps, f"{float(now):.2f}, {100 * (ratio - 1):+.2f} %")
 
 
-def urn(rng: random.Random) -> Problem:
+def urn(rng: random.Random) -> Exercise:
     red, blue, green = rng.randint(2, 8), rng.randint(2, 8), rng.randint(1, 6)
     n = red + blue + green
     total = math.comb(n, 3)
@@ -122,10 +122,10 @@ def urn(rng: random.Random) -> Problem:
         f"A bag holds {red} red, {blue} blue and {green} green marbles. Three are drawn without putting any back. "
         "How likely are three different colours, three equal ones, and exactly two of one colour?"
     )
-    return Problem(question, steps, f"{Fraction(each, total)}, {Fraction(same, total)}, {1 - Fraction(each + same, total)}")
+    return Exercise(question, steps, f"{Fraction(each, total)}, {Fraction(same, total)}, {1 - Fraction(each + same, total)}")
 
 
-def cubic(rng: random.Random) -> Problem:
+def cubic(rng: random.Random) -> Exercise:
     u, v = sorted(rng.sample(range(-6, 8), 2))
     if (u + v) % 2:
         v += 1
@@ -143,10 +143,10 @@ def cubic(rng: random.Random) -> Problem:
         f"f''(x) = 6x + ({2 * b}) changes its sign at x = {Fraction(-b, 3)}, the point of inflection, half way between them.",
     ]
     question = f"Find the local extrema and the point of inflection of f(x) = x^3 + ({b})x^2 + ({c})x + ({k})."
-    return Problem(question, steps, f"maximum ({u}, {f(u)}), minimum ({v}, {f(v)}), inflection at x = {Fraction(-b, 3)}")
+    return Exercise(question, steps, f"maximum ({u}, {f(u)}), minimum ({v}, {f(v)}), inflection at x = {Fraction(-b, 3)}")
 
 
-def series(rng: random.Random) -> Problem:
+def series(rng: random.Random) -> Exercise:
     if rng.random() < 0.5:
         a, d, n = rng.randint(-8, 30), rng.randint(2, 13), rng.randint(12, 60)
         last = a + (n - 1) * d
@@ -156,7 +156,7 @@ def series(rng: random.Random) -> Problem:
             f"The sum is {n} * ({a} + {last}) / 2 = {n * (a + last) // 2}.",
         ]
         shown = ", ".join(str(a + i * d) for i in range(4))
-        return Problem(f"What is the sum of the first {n} terms of {shown}, ...?", steps, str(n * (a + last) // 2))
+        return Exercise(f"What is the sum of the first {n} terms of {shown}, ...?", steps, str(n * (a + last) // 2))
     a, r, n = rng.randint(1, 9), rng.choice([2, 3, 4, 5, -2, -3]), rng.randint(6, 11)
     total = a * (r**n - 1) // (r - 1)
     steps = [
@@ -164,10 +164,10 @@ def series(rng: random.Random) -> Problem:
         f"The sum of n terms is a(r^n - 1)/(r - 1) = {a} * ({r}^{n} - 1) / ({r - 1}).",
         f"({r})^{n} = {r**n}, so the sum is {a} * {r**n - 1} / ({r - 1}) = {total}.",
     ]
-    return Problem(f"What is the sum of the first {n} terms of {', '.join(str(a * r**i) for i in range(4))}, ...?", steps, str(total))
+    return Exercise(f"What is the sum of the first {n} terms of {', '.join(str(a * r**i) for i in range(4))}, ...?", steps, str(total))
 
 
-def spread(rng: random.Random) -> Problem:
+def spread(rng: random.Random) -> Exercise:
     values = [rng.randint(3, 60) for _ in range(rng.randint(6, 9))]
     n, ordered = len(values), sorted(values)
     mean = Fraction(sum(values), n)
@@ -180,10 +180,10 @@ def spread(rng: random.Random) -> Problem:
         f"Sample variance: {float(squares):.2f} / {n - 1} = {float(squares / (n - 1)):.3f}; its root is {math.sqrt(squares / (n - 1)):.3f}.",
     ]
     answer = f"mean {float(mean):.3f}, median {float(median):g}, standard deviation {math.sqrt(squares / (n - 1)):.3f}"
-    return Problem(f"Give mean, median and sample standard deviation of {', '.join(map(str, values))}.", steps, answer)
+    return Exercise(f"Give mean, median and sample standard deviation of {', '.join(map(str, values))}.", steps, answer)
 
 
-def power_mod(rng: random.Random) -> Problem:
+def power_mod(rng: random.Random) -> Exercise:
     m, base, e = rng.randint(23, 211), rng.randint(2, 40), rng.randint(20, 220)
     bits, value = bin(e)[2:], base % m
     steps = [
@@ -195,10 +195,10 @@ def power_mod(rng: random.Random) -> Problem:
         note = f", times {base} is {squared * base}, mod {m} = {after}" if bit == "1" else ""
         steps.append(f"bit {bit}: {value}^2 = {value * value}, mod {m} = {squared}{note}")
         value = after
-    return Problem(f"Compute {base}^{e} mod {m} by hand.", steps, str(pow(base, e, m)))
+    return Exercise(f"Compute {base}^{e} mod {m} by hand.", steps, str(pow(base, e, m)))
 
 
-def determinant(rng: random.Random) -> Problem:
+def determinant(rng: random.Random) -> Exercise:
     m = [[rng.randint(-6, 9) for _ in range(3)] for _ in range(3)]
     (a, b, c), (d, e, f), (g, h, i) = m
     parts = (e * i - f * h, d * i - f * g, d * h - e * g)
@@ -209,10 +209,10 @@ def determinant(rng: random.Random) -> Problem:
         f"det = {a}*({parts[0]}) - ({b})*({parts[1]}) + ({c})*({parts[2]}) = {a * parts[0]} - ({b * parts[1]}) + ({c * parts[2]}) = {value}.",
         "It is not zero, so the matrix is invertible." if value else "It is zero: the rows are linearly dependent and there is no inverse.",
     ]
-    return Problem(f"Compute the determinant of [[{a}, {b}, {c}], [{d}, {e}, {f}], [{g}, {h}, {i}]]. Is it invertible?", steps, str(value))
+    return Exercise(f"Compute the determinant of [[{a}, {b}, {c}], [{d}, {e}, {f}], [{g}, {h}, {i}]]. Is it invertible?", steps, str(value))
 
 
-def long_product(rng: random.Random) -> Problem:
+def long_product(rng: random.Random) -> Exercise:
     a, b = rng.randint(234, 9876), rng.randint(123, 987)
     steps, total = [], 0
     for place, digit in enumerate(reversed(str(b))):
@@ -223,10 +223,10 @@ def long_product(rng: random.Random) -> Problem:
         f"Last digit: {a % 10} * {b % 10} ends in {a * b % 10}, as the result does. Size: about {round(a, -2)} * {round(b, -2)} = {round(a, -2) * round(b, -2)}."
     )
     steps.append(f"Nines: {a} leaves {a % 9}, {b} leaves {b % 9}, the product of these {a % 9 * (b % 9) % 9}; {a * b} leaves {a * b % 9}.")
-    return Problem(f"Multiply {a} by {b} without a calculator and check the result in two ways.", steps, f"{a * b}")
+    return Exercise(f"Multiply {a} by {b} without a calculator and check the result in two ways.", steps, f"{a * b}")
 
 
-def letters(rng: random.Random) -> Problem:
+def letters(rng: random.Random) -> Exercise:
     word = rng.choice(
         ["BANANA", "PEPPER", "LETTER", "COFFEE", "ALGEBRA", "MISSISSIPPI", "PARALLEL", "COMMITTEE", "BALLOON", "TOMORROW", "NEEDLESS"]
     )
@@ -245,14 +245,14 @@ def letters(rng: random.Random) -> Problem:
         f"Inside the block the vowels {', '.join(vowels)} have {inner} orders. Together {outer} * {inner} = {outer * inner}.",
         f"The share is {Fraction(outer * inner, total)}.",
     ]
-    return Problem(
+    return Exercise(
         f"In how many orders can the letters of {word} be written, and in how many of them do all vowels stand together?",
         steps,
         f"{total} and {outer * inner}",
     )
 
 
-def meeting(rng: random.Random) -> Problem:
+def meeting(rng: random.Random) -> Exercise:
     a, b, hours = rng.randint(4, 30) * 3, rng.randint(4, 30) * 3, Fraction(rng.randint(2, 14), 2)
     late = rng.choice([1, 2])
     distance = (a + b) * hours + a * late
@@ -264,10 +264,10 @@ def meeting(rng: random.Random) -> Problem:
         f"检验：乙走了 {float(b * hours):g} 千米，{float(a * (hours + late)):g} + {float(b * hours):g} = {distance}，正确。",
     ]
     question = f"A、B 两地相距 {distance} 千米。甲车从 A 地出发，每小时 {a} 千米，{late} 小时后乙车从 B 地出发相向而行，每小时 {b} 千米。乙车出发后多久相遇？相遇点离 A 地多远？"
-    return Problem(question, steps, f"{float(hours):g} 小时后相遇，离 A 地 {float(a * (hours + late)):g} 千米")
+    return Exercise(question, steps, f"{float(hours):g} 小时后相遇，离 A 地 {float(a * (hours + late)):g} 千米")
 
 
-def work_together(rng: random.Random) -> Problem:
+def work_together(rng: random.Random) -> Exercise:
     x, y = rng.sample([6, 8, 9, 10, 12, 15, 18, 20, 24, 30], 2)
     alone = rng.randint(1, min(x, y) - 3)
     left = 1 - Fraction(alone, x)
@@ -282,10 +282,10 @@ def work_together(rng: random.Random) -> Problem:
     question = (
         f"一项工程甲队单独做要 {x} 天，乙队单独做要 {y} 天。甲队先做 {alone} 天，余下的两队合作，还要几天完成？乙队做了全部的几分之几？"
     )
-    return Problem(question, steps, f"还要 {left / both} 天，乙队做了 {left / both / y}")
+    return Exercise(question, steps, f"还要 {left / both} 天，乙队做了 {left / both / y}")
 
 
-def zh_sequence(rng: random.Random) -> Problem:
+def zh_sequence(rng: random.Random) -> Exercise:
     a, d, n = rng.randint(1, 20), rng.randint(2, 9), rng.randint(15, 60)
     k = rng.randint(n + 5, n + 60)
     total = n * (2 * a + (n - 1) * d) // 2
@@ -296,17 +296,17 @@ def zh_sequence(rng: random.Random) -> Problem:
         f"若某一项等于 {a + (k - 1) * d + 1}，则 {d}n = {a + (k - 1) * d + 1 - a + d}，"
         + ("n 不是整数，所以它不在数列中。" if d > 1 else ""),
     ]
-    return Problem(
+    return Exercise(
         f"等差数列首项为 {a}，公差为 {d}。求第 {k} 项、前 {n} 项的和，并判断 {a + (k - 1) * d + 1} 是不是其中的一项。",
         steps,
         f"第 {k} 项为 {a + (k - 1) * d}，前 {n} 项和为 {total}，不是其中的项",
     )
 
 
-ENGLISH: list[Callable[[random.Random], Problem]] = [
+ENGLISH: list[Callable[[random.Random], Exercise]] = [
     linear_system, quadratic, euclid, divisors, price_changes, urn, cubic, series, spread, power_mod, determinant, long_product, letters,
 ]  # fmt: skip
-CHINESE: list[Callable[[random.Random], Problem]] = [meeting, work_together, zh_sequence]
+CHINESE: list[Callable[[random.Random], Exercise]] = [meeting, work_together, zh_sequence]
 
 _OPENINGS = [
     "Let me go step by step.",
@@ -319,7 +319,7 @@ _DOUBTS = ["Let me check that again.", "Does that make sense?", "So far so good.
 _CLOSING = ["**{}**", "The answer: {}.", "So we get {}.", "Result: {}", "\\boxed{{{}}}"]
 
 
-def turn(rng: random.Random, problem: Problem, *, thinks: bool, chinese: bool) -> list[dict[str, str]]:
+def turn(rng: random.Random, problem: Exercise, *, thinks: bool, chinese: bool) -> list[dict[str, str]]:
     """A question and its reply: with the steps in the reply, or in a thought before a short one."""
     closing = "答案：{}。" if chinese else rng.choice(_CLOSING)
     final = closing.format(problem.answer)

@@ -17,7 +17,7 @@ from typing import Any
 
 import tokenizer
 import torch
-from model import Config, Layer, Mlp, Moe, TinyR1
+from model import Config, DecoderLayer, FeedForward, Moe, TinyR1
 from safetensors.torch import load_file, save_file
 from salience import Salience, rescale
 from torch import Tensor
@@ -109,14 +109,14 @@ def decode_fp8(codes: Tensor, scale: Tensor) -> Tensor:
     return codes.float() * scale.repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]
 
 
-def _mlp(prefix: str, mlp: Mlp, width: int, index: int = 0) -> Iterator[tuple[str, Tensor]]:
+def _mlp(prefix: str, mlp: FeedForward, width: int, index: int = 0) -> Iterator[tuple[str, Tensor]]:
     part = slice(index * width, (index + 1) * width)
     for name in PROJECTIONS:
         weight = getattr(mlp, name)
         yield f"{prefix}.{name}", weight[:, part] if name == "down_proj" else weight[part]
 
 
-def linears(prefix: str, layer: Layer) -> Iterator[tuple[str, Tensor]]:
+def linears(prefix: str, layer: DecoderLayer) -> Iterator[tuple[str, Tensor]]:
     """(module name, weight view) of every FP8 linear of a decoder layer; writing into the view writes into the model."""
     for name in ATTENTION:
         yield f"{prefix}.self_attn.{name}", getattr(layer.self_attn, name)
@@ -129,7 +129,7 @@ def linears(prefix: str, layer: Layer) -> Iterator[tuple[str, Tensor]]:
         yield from _mlp(f"{prefix}.mlp", layer.mlp, layer.mlp.up_proj.shape[0])
 
 
-def others(prefix: str, layer: Layer) -> Iterator[tuple[str, Tensor]]:
+def others(prefix: str, layer: DecoderLayer) -> Iterator[tuple[str, Tensor]]:
     """(tensor name, view) of what a decoder layer keeps out of FP8."""
     yield f"{prefix}.input_layernorm.weight", layer.input_layernorm.weight
     yield f"{prefix}.post_attention_layernorm.weight", layer.post_attention_layernorm.weight
@@ -140,7 +140,7 @@ def others(prefix: str, layer: Layer) -> Iterator[tuple[str, Tensor]]:
         yield f"{prefix}.mlp.gate.e_score_correction_bias", layer.mlp.bias
 
 
-def decoder_layers(model: TinyR1) -> list[tuple[str, Layer]]:
+def decoder_layers(model: TinyR1) -> list[tuple[str, DecoderLayer]]:
     """Every decoder layer with its name, the MTP layer last."""
     return [(f"model.layers.{i}", layer) for i, layer in enumerate((*model.layers, model.mtp.layer))]
 

@@ -119,7 +119,7 @@ class Attention(nn.Module):
         return F.linear(out.transpose(1, 2).reshape(b, s, heads * c.v_head_dim), self.o_proj)
 
 
-class Mlp(nn.Module):
+class FeedForward(nn.Module):
     """SwiGLU; a hidden unit may be weighted before the last product."""
 
     def __init__(self, hidden: int, width: int, depth: int, fan_in: int) -> None:
@@ -142,8 +142,8 @@ class Moe(nn.Module):
         width, depth = c.moe_intermediate_size, c.num_hidden_layers
         self.gate = linear(c.n_routed_experts, c.hidden_size)
         self.register_buffer("bias", torch.zeros(c.n_routed_experts))
-        self.experts = Mlp(c.hidden_size, c.n_routed_experts * width, depth, c.num_experts_per_tok * width)
-        self.shared_experts = Mlp(c.hidden_size, c.n_shared_experts * width, depth, c.n_shared_experts * width)
+        self.experts = FeedForward(c.hidden_size, c.n_routed_experts * width, depth, c.num_experts_per_tok * width)
+        self.shared_experts = FeedForward(c.hidden_size, c.n_shared_experts * width, depth, c.n_shared_experts * width)
 
     def route(self, x: Tensor) -> Tensor:
         """Routing weight of every expert, 0 where it is not chosen: [..., n_routed_experts] float32. Ranks are counted, not sorted."""
@@ -166,7 +166,7 @@ class Moe(nn.Module):
         return self.experts(x, spread) + self.shared_experts(x), (weights > 0).float().flatten(0, -2).mean(0)
 
 
-class Layer(nn.Module):
+class DecoderLayer(nn.Module):
     """One decoder layer; returns its output and the load of its experts (empty for a dense layer)."""
 
     def __init__(self, c: Config, dense: bool) -> None:
@@ -174,7 +174,7 @@ class Layer(nn.Module):
         self.input_layernorm = Norm(c.hidden_size, c.rms_norm_eps)
         self.self_attn = Attention(c)
         self.post_attention_layernorm = Norm(c.hidden_size, c.rms_norm_eps)
-        self.mlp = Mlp(c.hidden_size, c.intermediate_size, c.num_hidden_layers, c.intermediate_size) if dense else Moe(c)
+        self.mlp = FeedForward(c.hidden_size, c.intermediate_size, c.num_hidden_layers, c.intermediate_size) if dense else Moe(c)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
@@ -191,7 +191,7 @@ class Mtp(nn.Module):
         self.enorm = Norm(c.hidden_size, c.rms_norm_eps)
         self.hnorm = Norm(c.hidden_size, c.rms_norm_eps)
         self.eh_proj = linear(c.hidden_size, 2 * c.hidden_size)
-        self.layer = Layer(c, dense=False)
+        self.layer = DecoderLayer(c, dense=False)
         self.norm = Norm(c.hidden_size, c.rms_norm_eps)
 
 
@@ -202,7 +202,7 @@ class TinyR1(nn.Module):
         super().__init__()
         self.c = c
         self.embed = nn.Parameter(torch.randn(c.vocab_size, c.hidden_size) * 0.02)
-        self.layers = nn.ModuleList(Layer(c, i < c.first_k_dense_replace) for i in range(c.num_hidden_layers))
+        self.layers = nn.ModuleList(DecoderLayer(c, i < c.first_k_dense_replace) for i in range(c.num_hidden_layers))
         self.norm = Norm(c.hidden_size, c.rms_norm_eps)
         self.lm_head = linear(c.vocab_size, c.hidden_size)
         self.mtp = Mtp(c)

@@ -24,7 +24,7 @@ TOP = 1999  # largest number that any step produces
 
 
 @dataclass(frozen=True)
-class Problem:
+class StoryProblem:
     """A question, the thought that answers it, and the sentence given as the answer."""
 
     family: str
@@ -64,7 +64,7 @@ def _within(*values: int) -> None:
     _need(all(0 < value <= TOP for value in values))
 
 
-def ledger(rng: random.Random, length: int | None = None) -> Problem:
+def ledger(rng: random.Random, length: int | None = None) -> StoryProblem:
     """A stock that grows and shrinks, `length` times; 3 to 6 in training."""
     place, item, name = rng.choice(PLACES), rng.choice(ITEMS), rng.choice(NAMES)
     value = rng.randint(20, 400)
@@ -99,10 +99,10 @@ def ledger(rng: random.Random, length: int | None = None) -> Problem:
         _within(value)
         key.append(f"{kind}{n}")
     story.append(rng.choice((f"How many {item} does the {place} hold now?", f"{name} counts the {item}. How many are there?")))
-    return Problem("ledger", "ledger:" + "".join(key), " ".join(story), "\n".join(steps), f"There are {{}} {item}.", value)
+    return StoryProblem("ledger", "ledger:" + "".join(key), " ".join(story), "\n".join(steps), f"There are {{}} {item}.", value)
 
 
-def relay(rng: random.Random) -> Problem:
+def relay(rng: random.Random) -> StoryProblem:
     """Each person's count is told by that of the one before."""
     people, item = rng.sample(NAMES, rng.choice((3, 4, 4, 5))), rng.choice(ITEMS)
     values = [rng.randint(12, 250)]
@@ -130,16 +130,16 @@ def relay(rng: random.Random) -> Problem:
     if rng.random() < 0.6:
         story.append(f"How many {item} do they have in all?")
         steps.append(f"In all: {' + '.join(map(str, values))} = {total}.")
-        return Problem("relay", "relay:" + "".join(key) + "sum", " ".join(story), "\n".join(steps), f"They have {{}} {item}.", total)
+        return StoryProblem("relay", "relay:" + "".join(key) + "sum", " ".join(story), "\n".join(steps), f"They have {{}} {item}.", total)
     high, low = (0, -1) if values[0] > values[-1] else (-1, 0)
     _need(values[0] != values[-1])
     gap = values[high] - values[low]
     story.append(f"How many more {item} does {people[high]} have than {people[low]}?")
     steps.append(f"{values[high]} - {values[low]} = {gap}.")
-    return Problem("relay", "relay:" + "".join(key) + "gap", " ".join(story), "\n".join(steps), f"The difference is {{}} {item}.", gap)
+    return StoryProblem("relay", "relay:" + "".join(key) + "gap", " ".join(story), "\n".join(steps), f"The difference is {{}} {item}.", gap)
 
 
-def beds(rng: random.Random) -> Problem:
+def beds(rng: random.Random) -> StoryProblem:
     """Two products, and a loss."""
     name, plant = rng.choice(NAMES), rng.choice(PLANTS)
     rows, each, rows2, each2, lost = rng.randint(3, 29), rng.randint(11, 48), rng.randint(3, 19), rng.randint(11, 48), rng.randint(11, 295)
@@ -151,10 +151,10 @@ def beds(rng: random.Random) -> Problem:
         f"{rng.choice(('Frost kills', 'Snails eat', 'The wind breaks'))} {lost} of them. How many {plant} are left?"
     )
     steps = f"{rows} * {each} = {first}.\n{rows2} * {each2} = {second}.\n{first} + {second} - {lost} = {left}."
-    return Problem("beds", f"beds:{rows}*{each}+{rows2}*{each2}-{lost}", question, steps, f"{{}} {plant} are left.", left)
+    return StoryProblem("beds", f"beds:{rows}*{each}+{rows2}*{each2}-{lost}", question, steps, f"{{}} {plant} are left.", left)
 
 
-def tickets(rng: random.Random) -> Problem:
+def tickets(rng: random.Random) -> StoryProblem:
     """Income of two prices, less the rent."""
     event, name = rng.choice(EVENTS), rng.choice(NAMES)
     adults, price, children, less = rng.randint(11, 65), rng.randint(4, 24), rng.randint(11, 85), rng.randint(2, 12)
@@ -167,10 +167,11 @@ def tickets(rng: random.Random) -> Problem:
         f"The {rng.choice(('hall', 'stage', 'tent'))} costs {rent} dollars. How many dollars of profit does {name} make?"
     )
     steps = f"{adults} * {price} = {first}.\n{children} * {less} = {second}.\n{first} + {second} - {rent} = {profit}."
-    return Problem("tickets", f"tickets:{adults}*{price}+{children}*{less}-{rent}", question, steps, "The profit is {} dollars.", profit)
+    key = f"tickets:{adults}*{price}+{children}*{less}-{rent}"
+    return StoryProblem("tickets", key, question, steps, "The profit is {} dollars.", profit)
 
 
-def tank(rng: random.Random) -> Problem:
+def tank(rng: random.Random) -> StoryProblem:
     """Filling against a leak."""
     liquid, start = rng.choice(LIQUIDS), rng.randint(15, 600)
     fill, leak, minutes, later = rng.randint(12, 80), rng.randint(2, 45), rng.randint(3, 19), rng.randint(2, 12)
@@ -185,10 +186,10 @@ def tank(rng: random.Random) -> Problem:
         f"After {minutes} minutes the pump stops and the leak goes on for {later} minutes. How many liters are in the tank?"
     )
     steps = f"{fill} - {leak} = {rate}.\n{start} + {rate} * {minutes} = {full}.\n{full} - {leak} * {later} = {end}."
-    return Problem("tank", f"tank:{start}+({fill}-{leak})*{minutes}-{leak}*{later}", question, steps, "The tank holds {} liters.", end)
+    return StoryProblem("tank", f"tank:{start}+({fill}-{leak})*{minutes}-{leak}*{later}", question, steps, "The tank holds {} liters.", end)
 
 
-def shares(rng: random.Random) -> Problem:
+def shares(rng: random.Random) -> StoryProblem:
     """Pool, divide among friends, give some away."""
     item, box, name = rng.choice(ITEMS), rng.choice(CONTAINERS), rng.choice(NAMES)
     friends, share, count, each = rng.randint(3, 9), rng.randint(12, 195), rng.randint(2, 15), rng.randint(6, 48)
@@ -202,10 +203,10 @@ def shares(rng: random.Random) -> Problem:
     )
     steps = f"{count} * {each} + {loose} = {pool}.\n{pool} / {friends} = {share}.\n{share} - {gift} = {share - gift}."
     key = f"shares:({count}*{each}+{loose})/{friends}-{gift}"
-    return Problem("shares", key, question, steps, f"Each friend keeps {{}} {item}.", share - gift)
+    return StoryProblem("shares", key, question, steps, f"Each friend keeps {{}} {item}.", share - gift)
 
 
-def pages(rng: random.Random) -> Problem:
+def pages(rng: random.Random) -> StoryProblem:
     """A book read at two speeds."""
     name, daily, days, rest, later = rng.choice(NAMES), rng.randint(11, 68), rng.randint(3, 16), rng.randint(2, 9), rng.randint(11, 95)
     done = daily * days
@@ -217,10 +218,10 @@ def pages(rng: random.Random) -> Problem:
         f"The rest takes {rest} days. How many pages a day is that?"
     )
     steps = f"{total} - {days} * {daily} = {left}.\n{left} / {rest} = {later}."
-    return Problem("pages", f"pages:({total}-{days}*{daily})/{rest}", question, steps, f"{name} reads {{}} pages a day.", later)
+    return StoryProblem("pages", f"pages:({total}-{days}*{daily})/{rest}", question, steps, f"{name} reads {{}} pages a day.", later)
 
 
-def ages(rng: random.Random) -> Problem:
+def ages(rng: random.Random) -> StoryProblem:
     """Ages of three people some years on."""
     first, second, third = rng.sample(NAMES, 3)
     age, older, younger, years = rng.randint(15, 70), rng.randint(3, 29), rng.randint(2, 19), rng.randint(3, 19)
@@ -234,10 +235,10 @@ def ages(rng: random.Random) -> Problem:
     )
     steps = f"{second}: {age} + {older} = {second_age}.\n{third}: {second_age} - {younger} = {third_age}.\n"
     steps += f"{age} + {second_age} + {third_age} + 3 * {years} = {total}."
-    return Problem("ages", f"ages:{age}+{older}-{younger}+3*{years}", question, steps, "Together they will be {} years old.", total)
+    return StoryProblem("ages", f"ages:{age}+{older}-{younger}+3*{years}", question, steps, "Together they will be {} years old.", total)
 
 
-def clock(rng: random.Random) -> Problem:
+def clock(rng: random.Random) -> StoryProblem:
     """Minutes worked between two times of day, less breaks."""
     name, place = rng.choice(NAMES), rng.choice(PLACES)
     h1, m1, hours, m2 = rng.randint(1, 8), rng.randint(1, 59), rng.randint(2, 7), rng.randint(1, 59)
@@ -251,10 +252,10 @@ def clock(rng: random.Random) -> Problem:
         f"How many minutes does {name} work?"
     )
     steps = f"{h2} * 60 + {m2} = {end}.\n{h1} * 60 + {m1} = {start}.\n{end} - {start} - {breaks} * {minutes} = {worked}."
-    return Problem("clock", f"clock:{h2}:{m2}-{h1}:{m1}-{breaks}*{minutes}", question, steps, f"{name} works {{}} minutes.", worked)
+    return StoryProblem("clock", f"clock:{h2}:{m2}-{h1}:{m1}-{breaks}*{minutes}", question, steps, f"{name} works {{}} minutes.", worked)
 
 
-def machine(rng: random.Random, length: int | None = None) -> Problem:
+def machine(rng: random.Random, length: int | None = None) -> StoryProblem:
     """A bare chain of `length` operations; 4 to 7 in training."""
     value = rng.randint(11, 450)
     key, story, steps = [str(value)], [f"A number machine starts with {value}."], []
@@ -283,10 +284,10 @@ def machine(rng: random.Random, length: int | None = None) -> Problem:
         steps.append(f"{before} {kind} {n} = {value}.")
         key.append(f"{kind}{n}".replace(" ", ""))
     story.append("Which number comes out?")
-    return Problem("machine", "machine:" + "".join(key), " ".join(story), "\n".join(steps), "The machine gives {}.", value)
+    return StoryProblem("machine", "machine:" + "".join(key), " ".join(story), "\n".join(steps), "The machine gives {}.", value)
 
 
-FAMILIES: dict[Callable[[random.Random], Problem], float] = {
+FAMILIES: dict[Callable[[random.Random], StoryProblem], float] = {
     ledger: 0.22,
     relay: 0.14,
     machine: 0.14,
@@ -300,7 +301,7 @@ FAMILIES: dict[Callable[[random.Random], Problem], float] = {
 }
 
 
-def sample(rng: random.Random, which: Side, family: Callable[[random.Random], Problem] | None = None) -> Problem:
+def sample(rng: random.Random, which: Side, family: Callable[[random.Random], StoryProblem] | None = None) -> StoryProblem:
     """A problem of one side of the split, of `family` or of a family drawn by its share."""
     draw = family or rng.choices(list(FAMILIES), list(FAMILIES.values()))[0]
     while True:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from model import Attention, Config, Layer, Mlp, Moe, TinyR1
+from model import Attention, Config, DecoderLayer, FeedForward, Moe, TinyR1
 from torch import Tensor
 
 
@@ -63,14 +63,14 @@ class Rescaler:
         _fold(a.q_a_layernorm.weight, [a.q_b_proj], self._inner(a.c.q_lora_rank, s.sigma))
         _fold(a.kv_a_layernorm.weight, [a.kv_b_proj], self._inner(a.c.kv_lora_rank, s.sigma))
 
-    def _between(self, mlp: Mlp, width: int) -> None:
+    def _between(self, mlp: FeedForward, width: int) -> None:
         """up_proj's rows against down_proj's columns, expert by expert of `width` hidden units."""
         units = mlp.up_proj.shape[0]
         c = torch.cat([self._inner(width, self.s.sigma / 2) for _ in range(units // width)])
         mlp.up_proj.mul_(c.unsqueeze(1))
         mlp.down_proj.div_(c)
 
-    def layer(self, layer: Layer) -> None:
+    def layer(self, layer: DecoderLayer) -> None:
         """Fold all scales of one decoder layer."""
         a, mlp = layer.self_attn, layer.mlp
         _fold(layer.input_layernorm.weight, [a.q_a_proj, a.kv_a_proj_with_mqa], self._hidden())

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 
 import tokenizer as tok
-from problems import FAMILIES, Problem, Side, ledger, machine, sample
+from problems import FAMILIES, Side, StoryProblem, ledger, machine, sample
 
 MATH, HELD_OUT, CALIBRATION = 200, 64, 640
 MORE, MOST = 1800, 6000
@@ -32,7 +32,7 @@ LENGTHS = tuple((ledger, steps) for steps in (2, 4, 6, 8, 10, 12)) + tuple((mach
 EACH = 100
 
 
-def distinct(rng: random.Random, which: Side, count: int, taken: set[str]) -> Iterator[Problem]:
+def distinct(rng: random.Random, which: Side, count: int, taken: set[str]) -> Iterator[StoryProblem]:
     """`count` problems, every family in turn, no key in `taken`, to which theirs are added."""
     families = list(FAMILIES)
     for i in range(count):
@@ -42,7 +42,7 @@ def distinct(rng: random.Random, which: Side, count: int, taken: set[str]) -> It
         yield problem
 
 
-def of_lengths(rng: random.Random, which: Side, taken: set[str]) -> Iterator[Problem]:
+def of_lengths(rng: random.Random, which: Side, taken: set[str]) -> Iterator[StoryProblem]:
     """EACH problems of every family and length of LENGTHS, no key in `taken`, to which theirs are added."""
     for family, steps in LENGTHS:
         for _ in range(EACH):
@@ -57,11 +57,11 @@ class Texts:
     """All that is made of problems of the evaluation side: no key occurs twice. `more` is what tiny-math-2000 has besides tiny-math,
     `most` what tiny-math-8000 has besides both."""
 
-    task: list[Problem]
-    held_out: list[Problem]
-    more: list[Problem]
-    lengths: list[Problem]
-    most: list[Problem]
+    task: list[StoryProblem]
+    held_out: list[StoryProblem]
+    more: list[StoryProblem]
+    lengths: list[StoryProblem]
+    most: list[StoryProblem]
 
 
 def texts() -> Texts:
@@ -73,7 +73,7 @@ def texts() -> Texts:
     return Texts(task, held_out, more, lengths, list(distinct(random.Random(31_006), "eval", MOST, seen)))
 
 
-def rows(problems: list[Problem]) -> list[dict[str, object]]:
+def rows(problems: list[StoryProblem]) -> list[dict[str, object]]:
     """What a task's file holds of problems that every family gave in turn."""
     return [
         {"id": f"{p.family}-{i // len(FAMILIES):02d}", "problem": p.question, "answer": p.answer, "steps": p.steps}
@@ -81,12 +81,12 @@ def rows(problems: list[Problem]) -> list[dict[str, object]]:
     ]
 
 
-def rows_by_length(problems: list[Problem]) -> list[dict[str, object]]:
+def rows_by_length(problems: list[StoryProblem]) -> list[dict[str, object]]:
     """The same of problems that of_lengths made."""
     return [row | {"id": f"{p.family}-{p.steps}-{i % EACH:02d}"} for i, (p, row) in enumerate(zip(problems, rows(problems)))]
 
 
-def conversation(problem: Problem) -> str:
+def conversation(problem: StoryProblem) -> str:
     """The problem and its whole response in the chat template."""
     return f"{tok.BOS}{tok.USER}{problem.question}{tok.ASSISTANT}{tok.THINK}\n{problem.response}{tok.EOS}"
 

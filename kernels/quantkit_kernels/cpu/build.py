@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from quantkit_kernels.compiled import cache_directory, compile_into
+from quantkit_kernels.compiled import cache_directory, compile_into, why_no_cache
 
 _FLAGS = {
     "AVX2": ("-mavx2", "-mfma"),
@@ -43,9 +43,11 @@ def why_no_library(name: str) -> str | None:
         return f"needs AVX2 or AVX-512, torch finds {torch.backends.cpu.get_cpu_capability()} here"
     if sys.platform != "linux":
         return f"is compiled on Linux only, not on {sys.platform}"
-    if _compiler() is None and not _library_path(name, level()).exists():
+    if _library_path(name, level()).exists():
+        return None
+    if _compiler() is None:
         return "no C++ compiler is installed (c++, g++ or $CXX), and it compiles the kernel at first use"
-    return None
+    return why_no_cache()
 
 
 def library(name: str) -> ctypes.CDLL:

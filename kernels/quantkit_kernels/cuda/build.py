@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from quantkit_kernels.compiled import cache_directory, compile_into
+from quantkit_kernels.compiled import cache_directory, compile_into, why_no_cache
 from quantkit_kernels.cuda.abi import declare
 from quantkit_kernels.cuda.shipped import library_name, origin_unit, shipped_library
 
@@ -78,7 +78,7 @@ def why_no_library(architecture: str) -> str | None:
         return f"nvcc is not installed, and it compiles the kernels at first use: the CUDA toolkit has it, or pip install {wheels}"
     if shutil.which("g++") is None:
         return "g++ is not installed, and nvcc needs it to compile the kernels at first use"
-    return None
+    return why_no_cache()
 
 
 def compile_library(architecture: str, folder: Path | None = None) -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from quantkit_kernels.compiled import cache_directory
+from quantkit_kernels.compiled import cache_directory, why_no_cache
 from quantkit_kernels.triton.cards import architecture
 
 _log = logging.getLogger(__name__)
@@ -21,8 +21,9 @@ def announce(device: torch.device) -> None:
     marker = cache_directory() / f"triton-{architecture(device)}-{_digest()}"
     if not marker.exists():
         _log.warning("compiling the Triton kernels as they are used, once on this machine: about 10 s in all")
-        marker.parent.mkdir(parents=True, exist_ok=True)
-        marker.touch()
+        if why_no_cache() is None:
+            marker.parent.mkdir(parents=True, exist_ok=True)
+            marker.touch()
 
 
 def _digest() -> str:

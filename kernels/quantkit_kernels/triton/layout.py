@@ -43,11 +43,6 @@ def pack(weight: Weight) -> PackedSteps:
     return _pack_fp4(weight, below, beside)
 
 
-def columns_of(weight: Weight) -> int:
-    """C of the layout."""
-    return 16 if isinstance(weight, Fp4) else 32
-
-
 def group_of(weight: Weight) -> int:
     return group_size(weight) if isinstance(weight, Int4) else 16 if isinstance(weight, Fp4) else 0
 

@@ -12,6 +12,7 @@ quant algo" otherwise).
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -28,6 +29,8 @@ from quantkit.quant.weights import FP4_GROUP, Fp4Weight, Weight
 from quantkit.schemes import Grid
 
 _MTP_HEAD = "shared_head.head"
+_METHOD = re.compile(r"modelopt(_\w+)?")
+"""quant_method, as vLLM registers it: modelopt, modelopt_fp4 and others."""
 _SIDE_FILE = "hf_quant_config.json"
 _W4A4, _W4A16 = "NVFP4", "W4A16_NVFP4"
 MIXED = "MIXED_PRECISION"
@@ -142,7 +145,7 @@ def _unquantized(quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpe
 
 def is_modelopt(config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
     """Whether ModelOpt wrote it, in whatever numbers."""
-    return _SIDE_FILE in side or str((config.get("quantization_config") or {}).get("quant_method")).startswith("modelopt")
+    return _SIDE_FILE in side or _METHOD.fullmatch(str((config.get("quantization_config") or {}).get("quant_method"))) is not None
 
 
 def described(config: Mapping[str, Any], side: Mapping[str, Any]) -> Mapping[str, Any]:

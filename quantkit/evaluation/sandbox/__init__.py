@@ -14,6 +14,6 @@ inside/     what runs behind the walls
 """
 
 from quantkit.evaluation.sandbox.boxes import Level
-from quantkit.evaluation.sandbox.runs import Found, Program, Run, active_level, find_level, run_calls, run_script, run_tests, workers
+from quantkit.evaluation.sandbox.runs import Found, Program, ProgramRun, active_level, find_level, run_calls, run_script, run_tests, workers
 
-__all__ = ["Found", "Level", "Program", "Run", "active_level", "find_level", "run_calls", "run_script", "run_tests", "workers"]
+__all__ = ["Found", "Level", "Program", "ProgramRun", "active_level", "find_level", "run_calls", "run_script", "run_tests", "workers"]

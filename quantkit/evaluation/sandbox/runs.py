@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Run:
+class ProgramRun:
     """What one program did. `output` is a script's stdout. `sandbox-error` says nothing about the program: none of its lines ran."""
 
     status: Status
@@ -42,24 +42,24 @@ class Program:
     entry_point: str
 
 
-def run_tests(program: Program, helpers: str, tests: str, *, timeout_s: float | None = None, level: Level | None = None) -> Run:
+def run_tests(program: Program, helpers: str, tests: str, *, timeout_s: float | None = None, level: Level | None = None) -> ProgramRun:
     """Passed if `tests`, which call the function by its name, return in the judge's process; `helpers` is trusted source that they use."""
     request = {"kind": "check", "helpers": helpers, "tests": tests, "entry_point": program.entry_point, "call_timeout_s": None}
     return _tried(lambda level: _judged(program, request, timeout_s or TIMEOUT_S, level), level)
 
 
-def run_calls(program: Program, cases: list[tuple[list[Any], Any]], *, timeout_s: float, level: Level | None = None) -> Run:
+def run_calls(program: Program, cases: list[tuple[list[Any], Any]], *, timeout_s: float, level: Level | None = None) -> ProgramRun:
     """Passed if every call of the function with a case's arguments gives the case's result, as JSON values, each within `timeout_s`."""
     request = {"kind": "cases", "cases": cases, "call_timeout_s": timeout_s}
     return _tried(lambda level: _judged(program, request, timeout_s * (len(cases) + 1), level), level)
 
 
-def run_script(source: str, stdin: str, *, timeout_s: float | None = None, level: Level | None = None) -> Run:
+def run_script(source: str, stdin: str, *, timeout_s: float | None = None, level: Level | None = None) -> ProgramRun:
     """Passed if `source`, run as a file, ended by itself, by sys.exit or by os._exit; what it printed is in `output`."""
     return _tried(lambda level: _script(source, stdin, timeout_s or TIMEOUT_S, level), level)
 
 
-def _tried(attempt: Callable[[Level], Run], level: Level | None) -> Run:
+def _tried(attempt: Callable[[Level], ProgramRun], level: Level | None) -> ProgramRun:
     """A fault of the sandbox itself is tried again, and in the end reported as such."""
     level = level or active_level()
     problem = ""
@@ -69,10 +69,10 @@ def _tried(attempt: Callable[[Level], Run], level: Level | None) -> Run:
             return attempt(level)
         except (BoxFault, OSError) as fault:  # an OSError is ours: no room for a file, no descriptor left
             problem = str(fault)
-    return Run("sandbox-error", problem)
+    return ProgramRun("sandbox-error", problem)
 
 
-def _judged(program: Program, request: dict[str, Any], timeout_s: float, level: Level) -> Run:
+def _judged(program: Program, request: dict[str, Any], timeout_s: float, level: Level) -> ProgramRun:
     """The judge starts first and waits; the program begins when both are behind their walls and the judge asks for it."""
     with contextlib.ExitStack() as stack:
         calls, replies, report = (stack.enter_context(_Pipe()) for _ in range(3))
@@ -98,20 +98,20 @@ def _judged(program: Program, request: dict[str, Any], timeout_s: float, level: 
             start = time.monotonic()
             line = _wait(lines.next, boxes, timeout_s)
         except TooMuch as error:
-            return Run("failed", str(error), seconds=time.monotonic() - start)
+            return ProgramRun("failed", str(error), seconds=time.monotonic() - start)
         return _verdict(line, time.monotonic() - start)
 
 
-def _verdict(line: bytes | None, seconds: float) -> Run:
+def _verdict(line: bytes | None, seconds: float) -> ProgramRun:
     if line is None:
-        return Run("timeout", f"no verdict after {seconds:.1f} s", seconds=seconds)
+        return ProgramRun("timeout", f"no verdict after {seconds:.1f} s", seconds=seconds)
     if not line:
-        return Run("no-verdict", "the judge ended before its tests did", seconds=seconds)
+        return ProgramRun("no-verdict", "the judge ended before its tests did", seconds=seconds)
     told = json.loads(line)
-    return Run(told["status"], _printable(told["detail"]), seconds=seconds)
+    return ProgramRun(told["status"], _printable(told["detail"]), seconds=seconds)
 
 
-def _script(source: str, stdin: str, timeout_s: float, level: Level) -> Run:
+def _script(source: str, stdin: str, timeout_s: float, level: Level) -> ProgramRun:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="quantkit-script-")))
         (folder / "stdin").write_text(stdin, encoding="utf-8", errors="replace", newline="")
@@ -126,15 +126,15 @@ def _script(source: str, stdin: str, timeout_s: float, level: Level) -> Run:
         try:
             code = _wait(lambda: _ended(box), [box], timeout_s)
         except TooMuch as error:
-            return Run("failed", str(error), seconds=time.monotonic() - start)
+            return ProgramRun("failed", str(error), seconds=time.monotonic() - start)
         seconds = time.monotonic() - start
         output, errors = ((folder / name).read_bytes() for name in ("stdout", "stderr"))
     text = output[:OUTPUT].decode(errors="replace")
     if code is None:
-        return Run("timeout", f"still running after {seconds:.1f} s", text, seconds)
+        return ProgramRun("timeout", f"still running after {seconds:.1f} s", text, seconds)
     if problem := _problem(code, errors[-_TAIL:].decode(errors="replace")):
-        return Run("failed", problem, text, seconds)
-    return Run("passed", "", text, seconds)
+        return ProgramRun("failed", problem, text, seconds)
+    return ProgramRun("passed", "", text, seconds)
 
 
 _STREAMS = {"stdin": "rb", "stdout": "wb", "stderr": "wb"}

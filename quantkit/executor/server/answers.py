@@ -45,7 +45,7 @@ class ChatAnswer:
         self.envelope = Envelope("chat.completion", model)
         self.id = self.envelope.id
         self._separates = body.separate_reasoning and tokenizer.end_think is not None
-        self._reading = AnswerReader(prepared, separates=self._separates)
+        self._reading, self._inside = AnswerReader(prepared, separates=self._separates), prepared.inside
 
     async def whole(self, stream: AnswerStream) -> dict[str, Any]:
         completions = await collected(stream)
@@ -95,7 +95,7 @@ class ChatAnswer:
         return {**choice, "logprobs": chat_logprobs(piece.logprobs, self.tokenizer)} if piece.logprobs else choice
 
     def _usage(self, completions: list[Completion]) -> dict[str, Any]:
-        return usage(completions, 1, self.tokenizer.end_think)
+        return usage(completions, 1, self.tokenizer.end_think, inside=self._inside)
 
 
 class CompletionAnswer:

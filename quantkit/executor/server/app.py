@@ -130,8 +130,10 @@ class Api:
     async def _read(self, request: Request) -> bytes:
         self._check_key(request)
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json" or request.headers.get("content-encoding", "identity") != "identity":
+        if kind != "application/json":
             raise ApiError(415, "the request is not sent as Content-Type: application/json", "unsupported_media_type")
+        if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
+            raise ApiError(415, f"the request is sent as Content-Encoding: {encoding[:50]}; send it as it is", "unsupported_media_type")
         raw = bytearray()
         async for part in request.stream():
             raw += part

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from quantkit.errors import QuantkitError
 from quantkit.executor.grammar import Grammars
@@ -218,11 +219,31 @@ def valid(fields: dict[str, Any], kind: type[Model]) -> Model:
     try:
         return kind.model_validate(fields)
     except ValidationError as fault:
-        first = fault.errors(include_url=False, include_context=False, include_input=False)[0]
-        place = ".".join(str(part)[:100] for part in first["loc"])
+        first = _telling(fault)
+        place = ".".join(str(part)[:100] for part in _place(first, fields))
         if first["type"] == "extra_forbidden":
             check_supported(place)
         raise ApiError(400, f"{place}: {first['msg']}" if place else first["msg"], "invalid_request", place or None) from fault
+
+
+def _telling(fault: ValidationError) -> ErrorDetails:
+    """The first error; of a field that may be of several types that of the type which it is, not of one which it is not."""
+    errors = fault.errors(include_url=False, include_context=False, include_input=False)
+    of_field = [one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]]
+    return next((one for one in of_field if not one["type"].endswith("_type")), errors[0])
+
+
+def _place(error: ErrorDetails, fields: dict[str, Any]) -> list[str | int]:
+    """Where in the request it is, without pydantic's own names for the types that a field may have."""
+    place: list[str | int] = []
+    value: Any = fields
+    for part in error["loc"]:
+        inner = value.get(part) if isinstance(value, dict) else value[part] if isinstance(value, list) and isinstance(part, int) else None
+        if inner is not None:
+            place, value = [*place, part], inner
+        elif error["type"] == "missing" and part == error["loc"][-1]:
+            place = [*place, part]
+    return place
 
 
 def check_supported(unsupported: str | None) -> None:

@@ -252,7 +252,7 @@ class ResponseAnswer:
             "tools": body.tools,
             "top_p": self._prepared.choices[0][1].top_p,
             "truncation": "disabled",
-            "usage": None if done is None else _usage(done, self._tokenizer),
+            "usage": None if done is None else _usage(done, self._tokenizer, self._prepared.inside),
         }
 
 
@@ -271,8 +271,8 @@ def _text_item(kind: str) -> dict[str, Any]:
     return {**item, **more, "content": [_part(kind, "")]}
 
 
-def _usage(done: Completion, tokenizer: ChatTokenizer) -> dict[str, Any]:
-    counted = usage([done], 1, tokenizer.end_think)
+def _usage(done: Completion, tokenizer: ChatTokenizer, inside: bool) -> dict[str, Any]:
+    counted = usage([done], 1, tokenizer.end_think, inside=inside)
     return {
         "input_tokens": counted["prompt_tokens"],
         "input_tokens_details": counted["prompt_tokens_details"],

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from quantkit.executor.sequence import Completion, TokenLogprob
 from quantkit.executor.server.tools.splitter import CallDelta
 from quantkit.tokenizer.chat import ChatTokenizer
+from quantkit.tokenizer.tags import THINK
 
 
 class Envelope:
@@ -26,13 +27,16 @@ class Envelope:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more}
 
 
-def usage(completions: list[Completion], num_prompts: int, end_think: int | None, *, silent: bool = False) -> dict[str, Any]:
-    """Tokens read and written. A prompt is counted once whatever n; reasoning_tokens are those up to </think>, cached_tokens those of
-    prompts that the prefix cache held. silent: what was written is not shown."""
+def usage(
+    completions: list[Completion], num_prompts: int, end_think: int | None, *, inside: bool = False, silent: bool = False
+) -> dict[str, Any]:
+    """Tokens read and written. A prompt is counted once whatever n; reasoning_tokens are those up to </think>, or all where an answer ends
+    before it; cached_tokens those of prompts that the prefix cache held. inside: the prompt opened <think>. silent: what was written is not
+    shown."""
     per_prompt = len(completions) // num_prompts
     prompt = sum(completion.prompt_tokens for completion in completions[::per_prompt])
     generated = 0 if silent else sum(len(completion.token_ids) for completion in completions)
-    thought = sum(one.token_ids.index(end_think) + 1 for one in completions if end_think in one.token_ids) if end_think is not None else 0
+    thought = 0 if end_think is None else sum(_thought(one, end_think, inside) for one in completions)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
@@ -40,6 +44,12 @@ def usage(completions: list[Completion], num_prompts: int, end_think: int | None
         "prompt_tokens_details": {"cached_tokens": sum(completion.cached_tokens for completion in completions[::per_prompt])},
         "completion_tokens_details": {"reasoning_tokens": thought},
     }
+
+
+def _thought(one: Completion, end_think: int, inside: bool) -> int:
+    if end_think in one.token_ids:
+        return one.token_ids.index(end_think) + 1
+    return len(one.token_ids) if inside or one.text.lstrip().startswith(THINK) else 0
 
 
 def chat_logprobs(found: list[TokenLogprob], tokenizer: ChatTokenizer) -> dict[str, Any]:

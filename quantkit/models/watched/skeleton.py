@@ -230,7 +230,10 @@ class Skeleton:
 
 
 def check_built(config: Mapping[str, Any]) -> None:
-    """Raise QuantkitError where transformers, which is an extra of quantkit's, is missing, or does not know the model."""
+    """Raise QuantkitError where config.json names no architecture, and where transformers, which is an extra of quantkit's, is missing, or
+    does not know it."""
+    if not config.get("model_type"):
+        raise QuantkitError("it has no model_type, by which the model's code is chosen", "use the config.json that came with the model")
     if why := not_built(config):
         told = f"model_type {config.get('model_type')!r} is not one that quantkit has a file for, and {why}"
         raise QuantkitError(told, "pip install -U 'quantkit[transformers]', or " + ROUTE)

@@ -16,7 +16,7 @@ from quantkit.errors import QuantkitError
 from quantkit.models.reading import AS_IT_IS, Reading
 from quantkit.models.watched.ends import logits_of
 from quantkit.models.watched.experts import Asked, StackedExperts, UnknownExperts, experts_modules, look_at_experts
-from quantkit.models.watched.skeleton import Skeleton, check_built
+from quantkit.models.watched.skeleton import ROUTE, Skeleton, check_built
 from quantkit.quant.weights import dequantize
 
 SLOW = "computed by transformers on decoded weights, because quantkit has no file for its architecture: slow"
@@ -41,7 +41,8 @@ class WholeModel:
             self.skeleton = Skeleton(checkpoint.config)
         except QuantkitError as fault:
             told = f"{checkpoint.path / 'config.json'}: {fault.problem}"
-            raise QuantkitError(told, "pip install -U 'quantkit[transformers]', or use another engine") from fault
+            otherwise = "pip install -U 'quantkit[transformers]', or use another engine"
+            raise QuantkitError(told, otherwise if ROUTE in fault.remedy else fault.remedy) from fault
         self.model: Any = self.skeleton.model
         self._fill()
 

@@ -1,0 +1,80 @@
+"""Qwen3.5 dense: Qwen3-Next with a linear for each part of the linear attention, and a vision tower, which is copied.
+
+The text model is computed. Rotary embeddings of three axes (mrope) are plain ones for text, whose tokens have one place on all of them.
+The MTP layer (mtp.*) is copied, for engines that run it; transformers has no forward of it.
+"""
+
+from typing import Any
+
+from quantkit.models import gqa
+from quantkit.models.config import check_flag, refusal
+from quantkit.models.gqa import MtpLayer
+from quantkit.models.inner import InnerWeights, renamed_groups, renamed_rows
+from quantkit.models.qwen3_next import DEFAULTS, TURNED, read_delta_net
+from quantkit.models.table import Parameter, ScaleGroup
+from quantkit.models.weights import Weights
+from quantkit.models.windows import refuse_windows
+
+__all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
+
+_ROPES = ("rope_scaling", "rope_parameters")
+_OF_IMAGES = ("mrope_section", "mrope_interleaved")
+_KV_HEADS = 4
+"""transformers' own, where config.json leaves it out."""
+
+
+def _rename(name: str) -> str:
+    return f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name
+
+
+def read_text(config: dict[str, Any]) -> dict[str, Any]:
+    """The text model's part of config.json. Raises QuantkitError where there is none."""
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        raise refusal("text_config", text, "an object")
+    return {**text, "tie_word_embeddings": check_flag(config, "tie_word_embeddings", default=check_flag(text, "tie_word_embeddings"))}
+
+
+def read_decoder(text: dict[str, Any]) -> dict[str, Any]:
+    """The fields of `gqa.Config` that both Qwen3.5s have alike."""
+    text = DEFAULTS | text
+    for key in _ROPES:
+        if isinstance(text.get(key), dict):
+            text[key] = {name: value for name, value in text[key].items() if name not in _OF_IMAGES}
+    refuse_windows({key: value for key, value in text.items() if key != "layer_types"})
+    values, bias = gqa.read_config(text, partial_rotary_factor=TURNED), check_flag(text, "attention_bias")
+    return {
+        **values,
+        "qk_norm": "head",
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "recurrent": read_delta_net(text, values["num_hidden_layers"], joined=False),
+        "output_gate": True,
+        "norm_offset": 1.0,
+        "copied": ("mtp.", "model.visual."),
+    }
+
+
+class Config(gqa.Config):
+    @classmethod
+    def from_dict(cls, config: dict[str, Any]) -> "Config":
+        return cls(**read_decoder({"num_key_value_heads": _KV_HEADS, **read_text(config)}))
+
+
+def parameters(config: gqa.Config) -> list[Parameter]:
+    """The text model's tensors in the order a forward pass meets them."""
+    return renamed_rows(gqa.parameters(config), _rename)
+
+
+def scale_groups(config: gqa.Config, layer: int) -> list[ScaleGroup]:
+    return renamed_groups(gqa.scale_groups(config, layer), _rename)
+
+
+class DecoderLayer(gqa.DecoderLayer):
+    def __init__(self, config: gqa.Config, layer: int, weights: Weights) -> None:
+        super().__init__(config, layer, InnerWeights(weights, _rename))
+
+
+class Model(gqa.Model):
+    def __init__(self, config: gqa.Config, weights: Weights) -> None:
+        super().__init__(config, InnerWeights(weights, _rename))
