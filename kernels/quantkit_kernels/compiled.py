@@ -21,7 +21,7 @@ def cache_directory() -> Path:
 def why_no_cache() -> str | None:
     """None where a library can be kept, else the reason and what helps."""
     folder = cache_directory()
-    there = next(one for one in (folder, *folder.parents) if one.exists())
+    there = next(one for one in (folder, *folder.parents) if os.path.exists(one))  # Path.exists raises below a folder that is closed
     if os.access(there, os.W_OK | os.X_OK) and there.is_dir():
         return None
     return f"{folder} cannot be written, where kernels are kept that are compiled at first use; set XDG_CACHE_HOME to a folder that can"
