@@ -113,9 +113,8 @@ class Engine:
         max_batch: requests computed together. max_model_len: longest prompt plus answer (None: what model and cache allow).
         cache_tokens: tokens the cache holds, over all requests (None: what max_batch full contexts need, within a share of the memory).
         prefill_tokens: prompt tokens of a step (None: `headroom.prefill_tokens`). measure_steps: whether it is measured, which takes some
-        passes, how many of them a step computes beside running answers, where prefill_tokens is None, and whether in one
-        pass with these (`budget.measure`): for servers, where somebody waits for each token. Then fewer tokens are guessed, or none, where
-        that is faster (`guessing.Guessing`).
+        passes, how many of them a step computes beside running answers, where prefill_tokens is None, and whether in one pass with these
+        (`budget.measure`): for servers, where each token is waited for. Then fewer are guessed where that is faster (`guessing.Guessing`).
         num_drafts: tokens that the checkpoint's MTP layer guesses a step (0: none); the answers are the same, `speculation` counts.
         draft: a checkpoint directory of a smaller model with the same tokens, or of a head of EAGLE-3, which guesses instead; up to 4 where
         num_drafts is 0.
