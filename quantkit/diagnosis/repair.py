@@ -49,20 +49,29 @@ def repair(diagnosis: Diagnosis, out: Path, source: str | None = None, engine: s
     check_new(out)
     if diagnosis.findings.has("shard-missing", "shard-damaged", "config-unreadable"):
         raise QuantkitError(f"{seen.path} lacks files that nothing can replace", "download them first")
-    plan = Repair(dict(seen.config), _files(seen))
+    files, unreadable = _files(seen)
+    plan = Repair(dict(seen.config), files)
     origin = Checkpoint.open(path) if source is not None and (path := find_local(source)) is not None else None
     _plan(diagnosis, plan, origin)
     if engine is not None:
         _set_engine_keys(engine, patient, plan)
     if not plan.changes:
         raise QuantkitError(f"nothing that was found in {seen.path} has one cure", "see the remedies of the findings")
+    plan.changes += [f"{name} was left out: {fault}" for name, fault in unreadable.items() if name not in plan.files]
     write(patient.survey, plan, out)
     return plan.changes
 
 
-def _files(seen: Survey) -> dict[str, bytes]:
-    names = [name for name in (*COMPANIONS, *seen.side) if name in seen.names]
-    return {name: read_file(seen.path / name) for name in names}
+def _files(seen: Survey) -> tuple[dict[str, bytes], dict[str, QuantkitError]]:
+    """What lies beside the weights, and why some of it cannot be read."""
+    found, unreadable = dict[str, bytes](), dict[str, QuantkitError]()
+    for name in (*COMPANIONS, *seen.side):
+        if name in seen.names:
+            try:
+                found[name] = read_file(seen.path / name)
+            except QuantkitError as fault:
+                unreadable[name] = fault
+    return found, unreadable
 
 
 def _plan(diagnosis: Diagnosis, plan: Repair, origin: Checkpoint | None) -> None:

@@ -13,7 +13,7 @@ HOST: dict[str, tuple[tuple[str, ...], ...]] = {
         ("buffer[: len(given)].copy_(given)", "buffer[-len(given) :].copy_(given)", "hidden states at the last rows"),
         ("self.lengths = [1] * rows", "self.lengths = [0] * rows", "rows of no tokens before the first fill"),
         (
-            "        buffers, step = self._steps[size]\n        buffers.fill(rows, *inputs)\n",
+            "        buffers, step = self._steps[size]\n        buffers.fill(rows, *inputs, places=places)\n",
             "        buffers, step = self._steps[size]\n",
             "stale buffer: nothing is filled",
         ),
@@ -67,8 +67,8 @@ HOST: dict[str, tuple[tuple[str, ...], ...]] = {
         ("-(-tokens // loaded.cache_layout.block_size)", "tokens // loaded.cache_layout.block_size", "bounds: a ragged block"),
         ("min(tokens, loaded.config.max_position_embeddings)", "tokens", "bounds: more than the model has positions"),
         ("        loaded.model.logits(hidden[-1:])\n", "", "the head's memory is not counted"),
-        ("minimum(free // (options.ranks", "maximum(free // (options.ranks", "the rank with the most memory"),
-        ("    free -= states\n", "", "states are not counted"),
+        ("minimum((free - states) // (options.ranks", "maximum((free - states) // (options.ranks", "the rank with the most memory"),
+        ("minimum((free - states) //", "minimum(free //", "states are not counted"),
     ),
     f"{KERNELS}/accelerator.py": (
         ("        driver.current_stream().synchronize()", "        pass", "told anew before the last replay has read it"),
