@@ -8,14 +8,13 @@ import asyncio
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
 
 from quantkit.errors import QuantkitError
 from quantkit.executor.grammar import Grammars
@@ -226,14 +225,14 @@ def valid(fields: dict[str, Any], kind: type[Model]) -> Model:
         raise ApiError(400, f"{place}: {first['msg']}" if place else first["msg"], "invalid_request", place or None) from fault
 
 
-def _telling(fault: ValidationError) -> ErrorDetails:
+def _telling(fault: ValidationError) -> Mapping[str, Any]:
     """The first error; of a field that may be of several types that of the type which it is, not of one which it is not."""
     errors = fault.errors(include_url=False, include_context=False, include_input=False)
     of_field = [one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]]
     return next((one for one in of_field if not one["type"].endswith("_type")), errors[0])
 
 
-def _place(error: ErrorDetails, fields: dict[str, Any]) -> list[str | int]:
+def _place(error: Mapping[str, Any], fields: dict[str, Any]) -> list[str | int]:
     """Where in the request it is, without pydantic's own names for the types that a field may have."""
     place: list[str | int] = []
     value: Any = fields
