@@ -3,6 +3,7 @@
 A config.json may say anything. Every field is checked for type and range before it is used, and a fault is told with the field's name.
 """
 
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -104,6 +105,13 @@ def refusal(name: str, value: Any, wanted: str) -> QuantkitError:
     """The fault of a field of config.json that is not what is `wanted`."""
     said = repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:57]}..."
     return QuantkitError(f"config.json has {name} = {said}, expected {wanted}", _SOURCE)
+
+
+def refuse_other_values(config: dict[str, Any], computed: Mapping[str, Any], architecture: str) -> None:
+    """computed: by field, the only value that quantkit computes, which is also what a field that is left out means."""
+    for name, value in computed.items():
+        if config.get(name, value) != value:
+            raise refusal(name, config[name], f"{value!r}, which is what quantkit computes of {architecture}")
 
 
 def refuse_attention_bias(config: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from quantkit.models import gqa, mtp
-from quantkit.models.config import MOST_LAYERS, check_count, check_number, refusal
+from quantkit.models.config import MOST_LAYERS, check_count, check_number, refusal, refuse_other_values
 from quantkit.models.gqa import DecoderLayer, Model, scale_groups
 from quantkit.models.mlp import MixtureNames, read_routing
 from quantkit.models.qwen3_moe import COUNT
@@ -34,9 +34,7 @@ _MTP = "num_nextn_predict_layers"
 class Config(gqa.Config):
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "Config":
-        for key, value in _COMPUTED.items():
-            if config.get(key, value) != value:
-                raise refusal(key, config[key], f"{value!r}, which is what quantkit computes of Hy3")
+        refuse_other_values(config, _COMPUTED, "Hy3")
         refuse_windows(config)
         values = gqa.read_config({"head_dim": 128, "num_key_value_heads": 8, **config}, default_theta=_THETA)
         width = check_count("moe_intermediate_size", values.get("moe_intermediate_size"))

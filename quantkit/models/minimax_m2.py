@@ -3,7 +3,7 @@
 from typing import Any
 
 from quantkit.models import gqa
-from quantkit.models.config import check_count, refusal
+from quantkit.models.config import check_count, refusal, refuse_other_values
 from quantkit.models.gqa import DecoderLayer, Model, MtpLayer, parameters, scale_groups
 from quantkit.models.mixtral import COUNT, LINEARS, MODULE
 from quantkit.models.mlp import MixtureNames, read_routing
@@ -26,9 +26,7 @@ class Config(gqa.Config):
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "Config":
         """The release promises MTP modules (use_mtp) and ships no weights of them: there are none here."""
-        for key, value in _COMPUTED.items():
-            if config.get(key, value) != value:
-                raise refusal(key, config[key], f"{value!r}, which is what quantkit computes of MiniMax-M2")
+        refuse_other_values(config, _COMPUTED, "MiniMax-M2")
         kinds = config.get("attn_type_list") or []
         if not isinstance(kinds, list) or any(kind != 1 for kind in kinds):
             raise refusal("attn_type_list", kinds, "a list of 1, full attention")
