@@ -8,6 +8,7 @@ import other_names
 import pytest
 import quantize_job
 import torch
+from letters import write_letters
 from torch.nn import functional as F
 
 from quantkit.checkpoint.reader import Checkpoint
@@ -43,8 +44,7 @@ def test_it_is_rounded(model: Path, tmp_path: Path) -> None:
 
 
 def test_it_is_calibrated(model: Path, tmp_path: Path) -> None:
-    text = tmp_path / "calibration.txt"
-    text.write_text("".join(map(chr, torch.randint(97, 123, (400,), generator=torch.Generator().manual_seed(0)).tolist())))
+    text = write_letters(tmp_path / "calibration.txt")
     settings = Recipe(scheme="awq-w4a16", calibration=str(text), **quantize_job.SMALL)
     report = as_planned(model, tmp_path / "out", "compressed-tensors", settings)
     found = report.findings

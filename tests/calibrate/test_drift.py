@@ -9,6 +9,7 @@ import make_model
 import pytest
 import quantize_job
 import torch
+from letters import write_letters
 from output_files import files
 from torch import Tensor
 
@@ -93,9 +94,7 @@ def test_rows_of_the_layer_count_as_in_the_hessian() -> None:
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "calibration.txt"
-    path.write_text("".join(map(chr, torch.randint(97, 123, (400,), generator=torch.Generator().manual_seed(0)).tolist())))
-    return path
+    return write_letters(tmp_path_factory.mktemp("text") / "calibration.txt")
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import make_model
 import pytest
 import quantize_job
 import torch
+from letters import write_letters
 from torch import Tensor
 
 from quantkit import models
@@ -107,8 +108,7 @@ def test_other_names_give_the_same_bits(architecture: None, tmp_path: Path) -> N
         num_hidden_layers=2, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2, num_nextn_predict_layers=0
     )
     tensors = make_model.random_tensors(config)
-    text = tmp_path / "calibration.txt"
-    text.write_text("".join(map(chr, torch.randint(97, 123, (400,), generator=torch.Generator().manual_seed(0)).tolist())))
+    text = write_letters(tmp_path / "calibration.txt")
     usual = make_model.write_dense(tmp_path / "usual", config, tensors)
     other = make_model.write_dense(
         tmp_path / "other", {**config, "model_type": "renamed"}, {renamed(name): tensor for name, tensor in tensors.items()}

@@ -10,6 +10,7 @@ import make_model
 import pytest
 import torch
 from commands import command
+from letters import write_letters
 from output_files import files
 
 from quantkit.calibrate.next_token_kl import compare_paths
@@ -36,9 +37,7 @@ W4 = IntGrid(4, 128, symmetric=False)
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("text") / "calibration.txt"
-    path.write_text("".join(map(chr, torch.randint(97, 123, (3000,), generator=torch.Generator().manual_seed(0)).tolist())))
-    return str(path)
+    return str(write_letters(tmp_path_factory.mktemp("text") / "calibration.txt", 3000))
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ import make_model
 import pytest
 import quantize_job
 import torch
+from letters import write_letters
 from output_files import files
 
 from quantkit.checkpoint.writer import CheckpointWriter
@@ -30,9 +31,7 @@ KILLS = 2
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "calibration.txt"
-    path.write_text("".join(map(chr, torch.randint(97, 123, (400,), generator=torch.Generator().manual_seed(0)).tolist())))
-    return path
+    return write_letters(tmp_path_factory.mktemp("text") / "calibration.txt")
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import Any
 import make_model
 import pytest
 import quantize_job
-import torch
+from letters import write_letters
 
 from quantkit.amounts import parse_bytes
 from quantkit.errors import QuantkitError
@@ -63,8 +63,7 @@ def test_states_are_kept_once_more_where_something_is_behind_the_experts_in_the_
 
 def test_a_calibrated_run_keeps_under_the_least_it_may_be_given(source: Path, tmp_path: Path) -> None:
     """As the operating system counts, in a process of its own. A byte less is refused."""
-    text = tmp_path / "calibration.txt"
-    text.write_text("".join(map(chr, torch.randint(97, 123, (4000,), generator=torch.Generator().manual_seed(0)).tolist())))
+    text = write_letters(tmp_path / "calibration.txt", 4000)
     recipe = Recipe(scheme="awq-w4a16", **quantize_job.SMALL)
     about = plan(source, find_scheme("awq-w4a16"), samples=6, seq_len=32, recipe=recipe)
     least = about.host_least_bytes

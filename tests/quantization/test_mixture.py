@@ -8,6 +8,7 @@ import make_model
 import pytest
 import torch
 from commands import command
+from letters import write_letters
 from output_files import files
 from safetensors import safe_open
 
@@ -35,9 +36,7 @@ INT8 = IntGrid(8, None, symmetric=True)
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("text") / "calibration.txt"
-    path.write_text("".join(map(chr, torch.randint(97, 123, (2000,), generator=torch.Generator().manual_seed(0)).tolist())))
-    return str(path)
+    return str(write_letters(tmp_path_factory.mktemp("text") / "calibration.txt", 2000))
 
 
 @pytest.fixture(scope="module")

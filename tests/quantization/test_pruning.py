@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from commands import command
+from letters import write_letters
 from output_files import files
 from torch import Tensor
 
@@ -38,9 +39,7 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "calibration.txt"
-    path.write_text("".join(map(chr, torch.randint(97, 123, (400,), generator=torch.Generator().manual_seed(0)).tolist())))
-    return path
+    return write_letters(tmp_path_factory.mktemp("text") / "calibration.txt")
 
 
 @pytest.fixture(scope="module")

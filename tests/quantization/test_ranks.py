@@ -10,6 +10,7 @@ import pytest
 import quantize_job
 import torch
 from forked_ranks import run_ranks
+from letters import write_letters
 from output_files import files
 
 from quantkit.calibrate.expert_layer import ExpertLayer
@@ -20,9 +21,7 @@ from quantkit.quantization.output import Output
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "calibration.txt"
-    path.write_text("".join(map(chr, torch.randint(97, 123, (400,), generator=torch.Generator().manual_seed(0)).tolist())))
-    return path
+    return write_letters(tmp_path_factory.mktemp("text") / "calibration.txt")
 
 
 def test_ranks_write_the_bytes_of_one(text: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from letters import write_letters
 from make_model import write_dense
 from output_files import files
 from torch import Tensor
@@ -69,8 +70,7 @@ def run(source: Path, out: Path, scheme: str, told: list[str] | None = None) -> 
 
 def recipe_of(source: Path, scheme: str) -> Recipe:
     """With a text of its own, beside the source."""
-    text = source.parent / "calibration.txt"
-    text.write_text("".join(map(chr, torch.randint(97, 123, (600,), generator=torch.Generator().manual_seed(0)).tolist())))
+    text = write_letters(source.parent / "calibration.txt", 600)
     return Recipe(scheme=scheme, calibration=str(text), samples=6, held_out=2, seq_len=48, scale_points=3, fit_points=1, search_rows=16)
 
 
