@@ -266,7 +266,13 @@ def main() -> int:
     if "write" in asked.steps:
         for case in asked.cases:
             write_shape(asked.directory, case.model, case.form, asked.layers, asked.device)
-    return run(asked.cases, asked) if "run" in asked.steps else 0
+    if "run" not in asked.steps:
+        return 0
+    written = [case for case in asked.cases if (asked.directory / case.model / case.form / "config.json").exists()]
+    for case in asked.cases:
+        if case not in written:
+            print(f"{case.name}: not written", flush=True)
+    return run(written, asked) or int(written != asked.cases)
 
 
 if __name__ == "__main__":
