@@ -5,8 +5,8 @@ A running answer waits for the prompt tokens that a step computes beside it, so 
 anew, and between two chunks come the answers' own steps, so with too few of them a prompt takes longer. `measure` finds how many tokens
 nobody waits too long for, and takes the fewest of them that come near the best rate of prompt tokens.
 
-The longest step is computed once before anything is measured: on four H200 the first prompts of R1 that filled one had their first token
-four seconds late.
+The longest step is computed once before anything is measured: on four H200 the first two prompts of R1 that filled one together had their
+first tokens four seconds late, once.
 
 Chunks of a long prompt lie behind a context, ever another one. So passes are measured as these are computed: launched, not replayed; and
 half a chunk behind a long context, for there a token costs more.
@@ -62,7 +62,7 @@ def measure(runner: Runner, parallel: Parallel, budget: StepBudget, max_batch: i
     most = min(budget.alone, room)
     trial = _Trial(runner, parallel)
     if runner.device.type != "cpu":
-        trial.launched(most)[:1].tolist()  # what is compiled, loaded and allocated for a step this long, no prompt waits for
+        trial.together(most)[:1].tolist()  # what is compiled, loaded and allocated for a step this long, no prompt waits for
     if max_batch == 1:
         return budget
     rows = min(_ROWS, max_batch - 1)
@@ -183,6 +183,10 @@ class _Trial:
     def launched(self, tokens: int, start: int = 0) -> torch.Tensor:
         """Operator by operator, behind `start` cached tokens."""
         return self._logits(self._runner.prompts.launch(None, self._prompt(tokens, start)))
+
+    def together(self, tokens: int) -> torch.Tensor:
+        """Operator by operator, half of the tokens each of two prompts."""
+        return self._logits(self._runner.prompts.launch(None, 2 * self._prompt(-(-tokens // 2))))
 
     def answers(self, rows: int) -> torch.Tensor:
         return self._runner.steps.run(self._rows(rows)).greedy

@@ -14,6 +14,7 @@ from running_server import Running, load, wait_for
 from quantkit.executor import budget
 from quantkit.executor.engine import Engine
 from quantkit.executor.parallel import SINGLE
+from quantkit.executor.prompt_graphs import PromptRows
 from quantkit.executor.runner import Runner
 from quantkit.executor.sampling import SamplingParams
 from quantkit.executor.scheduler import ScheduledStep, StepBudget
@@ -236,17 +237,18 @@ def test_what_is_measured_is_a_budget(tiny_checkpoint: Path) -> None:
     assert alone == StepBudget(512, 512), "one request waits for nobody"
 
 
-@pytest.mark.parametrize(("device", "computed"), [("cuda", [448]), ("cpu", [])])
-def test_the_longest_step_is_computed_before_the_first_request(device: str, computed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as a prompt fills one, or the cache holds. A CPU has nothing to compile, and computes for seconds."""
-    launched: list[int] = []
+@pytest.mark.parametrize(("device", "computed"), [("cuda", [[224, 224]]), ("cpu", [])])
+def test_the_longest_step_is_computed_before_the_first_request(device: str, computed: list[int]) -> None:
+    """Of two prompts, as long as a step is, or as the cache holds. A CPU has nothing to compile, and computes for seconds."""
+    launched: list[list[int]] = []
 
-    def launch(self: Any, tokens: int) -> torch.Tensor:
-        launched.append(tokens)
-        return torch.zeros(8)
+    def launch(answers: None, prompts: list[PromptRows]) -> torch.Tensor:
+        launched.append([len(one.token_ids) for one in prompts])
+        return torch.zeros(sum(launched[-1]), 4)
 
-    monkeypatch.setattr(budget._Trial, "launched", launch)
-    runner: Any = SimpleNamespace(device=torch.device(device), cache=SimpleNamespace(num_blocks=8, block_size=64))
+    model = SimpleNamespace(embedding=torch.zeros(100, 4), logits=lambda hidden: hidden)
+    cache = SimpleNamespace(num_blocks=8, block_size=64)
+    runner: Any = SimpleNamespace(device=torch.device(device), cache=cache, model=model, prompts=SimpleNamespace(launch=launch))
     assert budget.measure(runner, SINGLE, StepBudget(512, 512), 1, asked=True) == StepBudget(512, 512)
     assert launched == computed
 
@@ -261,5 +263,6 @@ def test_the_slowest_rank_decides(tiny_checkpoint: Path) -> None:
         assert trial.seconds(trial.prompt, 32) == 2.0
         assert trial.mixed(2, 32).shape == (8,)
         assert trial.launched(32, 64).shape == (8,)
+        assert trial.together(31).shape == (8,)
     assert len(told) == 2, "what is known is not measured again"
     assert all(value < 0 for value in told)
