@@ -44,10 +44,11 @@ def test_a_model_of_repeated_layers_has_all_its_tensors(model: str, form: str, t
 
 def test_a_line_of_a_cell_is_below_one_where_ours_is_better() -> None:
     theirs, ours = {"ttft_s": 2.0, "tpot_ms": 10.0, "system_tps": 100.0}, {"ttft_s": 1.0, "tpot_ms": 12.0, "system_tps": 125.0}
-    assert told("m", "1x1", {"vllm": [theirs], "quantkit": [ours]}) == (
-        "m | 1x1 | ttft_s 2 1 (0.50) | tpot_ms 10 12 (1.20) | system_tps 100 125 (0.80)"
-    )
-    assert told("m", "1x1", {"vllm": [theirs]}) == "m | 1x1 | vllm measured"
+    assert told("m", "1x1", {"vllm": [theirs], "quantkit": [ours], "quantkit-8": [theirs]}) == [
+        "m | 1x1 | quantkit | ttft_s 2 1 (0.50) | tpot_ms 10 12 (1.20) | system_tps 100 125 (0.80)",
+        "m | 1x1 | quantkit-8 | ttft_s 2 2 (1.00) | tpot_ms 10 10 (1.00) | system_tps 100 100 (1.00)",
+    ]
+    assert told("m", "1x1", {"vllm": [theirs]}) == ["m | 1x1 | vllm measured"]
 
 
 def test_gaps_are_counted_while_the_long_prompt_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:

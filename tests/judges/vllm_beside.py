@@ -34,7 +34,7 @@ from quantkit.evaluation.speed.endpoint import EndpointTarget
 from quantkit.evaluation.speed.measure import RequestTimes, summarize
 from quantkit.evaluation.speed.workload import Workload
 
-ENGINES = ("vllm", "quantkit")
+PEER, OURS = "vllm", "quantkit"
 CELLS = "4096x32,1024x32,gap,1024x64,128x64,128x8,128x32,4096x8,1024x8,1024x1,4096x1,128x1,16000x1,16000x8,4096x64,16000x32,16000x64"
 FIRST_PORT = 19100
 USERS, CONTEXT, OUTPUT = 64, 16640, 64
@@ -79,8 +79,12 @@ class Server:
             return False
 
 
+def engines(asked: argparse.Namespace) -> tuple[str, ...]:
+    return (PEER, OURS, *([f"{OURS}-{asked.chunk_tokens}"] if asked.chunk_tokens else []))
+
+
 def command(engine: str, path: Path, case: Case, port: int, asked: argparse.Namespace) -> list[str]:
-    if engine == "vllm":
+    if engine == PEER:
         words = ["--max-model-len", str(CONTEXT), "--max-num-seqs", str(USERS), "--tensor-parallel-size", str(case.tp)]
         if asked.cache_tokens:
             words += ["--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(asked.cache_tokens * token_bytes(path) // case.tp)]
@@ -88,6 +92,7 @@ def command(engine: str, path: Path, case: Case, port: int, asked: argparse.Name
     else:
         words = ["--max-model-len", str(CONTEXT), "--max-batch", str(USERS), "--tp", str(case.tp), "--device", asked.device]
         words += ["--cache-tokens", str(asked.cache_tokens)] if asked.cache_tokens else []
+        words += ["--chunk-tokens", str(asked.chunk_tokens)] if engine != OURS else []
         program = [sys.executable, "-m", "quantkit"]
     return [*program, "serve", str(path), "--host", "127.0.0.1", "--port", str(port), *words]
 
@@ -100,8 +105,8 @@ def token_bytes(path: Path) -> int:
 
 def start(cases: list[Case], asked: argparse.Namespace) -> None:
     """All servers of all cases. Two that fit side by side have cards of their own."""
-    for number, (case, engine) in enumerate((case, engine) for engine in ENGINES for case in cases):
-        first = case.tp if engine == "quantkit" and 2 * case.tp <= asked.cards else 0
+    for number, (case, engine) in enumerate((case, engine) for engine in engines(asked) for case in cases):
+        first = case.tp if engine != PEER and 2 * case.tp <= asked.cards else 0
         port = FIRST_PORT + number
         told = {**os.environ, **SETTINGS["cuda"], "CUDA_VISIBLE_DEVICES": ",".join(str(first + card) for card in range(case.tp))}
         log = (asked.directory / f"beside-{case.name.replace(':', '-')}-{engine}.log").open("wb")
@@ -205,7 +210,8 @@ def measure(cases: list[Case], asked: argparse.Namespace, until: float, found: d
                 took = attempt(f"{case.name} {engine} {cell}", server, gap_of if cell == "gap" else partial(cell_of, cell=cell))
                 rows |= {engine: took} if took else {}
             (asked.directory / "beside.json").write_text(json.dumps(found, indent=1))
-            print(told(case.name, cell, rows), flush=True)
+            for line in told(case.name, cell, rows):
+                print(line, flush=True)
 
 
 def attempt(name: str, server: Server, measured: Callable[[str], Rows | None]) -> Rows | None:
@@ -217,15 +223,18 @@ def attempt(name: str, server: Server, measured: Callable[[str], Rows | None]) -
         return None
 
 
-def told(name: str, cell: str, rows: dict[str, Rows]) -> str:
-    """A line of a cell: vLLM's figure, ours, and ours over theirs, of rates theirs over ours, so that 1 or less is what is asked."""
-    if set(rows) != set(ENGINES):
-        return f"{name} | {cell} | {', '.join(rows) or 'nothing'} measured"
-    said = []
-    for key in KEYS if cell != "gap" else ("gap_s", "ttft_s"):
-        theirs, ours = (statistics.median(row[key] for row in rows[engine]) for engine in ENGINES)
-        said.append(f"{key} {theirs:.4g} {ours:.4g} ({theirs / ours if key == 'system_tps' else ours / theirs:.2f})")
-    return " | ".join([name, cell, *said])
+def told(name: str, cell: str, rows: dict[str, Rows]) -> list[str]:
+    """Lines of a cell: vLLM's figure, ours, and ours over theirs, of rates theirs over ours, so that 1 or less is what is asked."""
+    if PEER not in rows or len(rows) == 1:
+        return [f"{name} | {cell} | {', '.join(rows) or 'nothing'} measured"]
+    lines = []
+    for engine in rows:
+        said = [name, cell, engine]
+        for key in KEYS if cell != "gap" else ("gap_s", "ttft_s"):
+            theirs, ours = (statistics.median(row[key] for row in rows[one]) for one in (PEER, engine))
+            said.append(f"{key} {theirs:.4g} {ours:.4g} ({theirs / ours if key == 'system_tps' else ours / theirs:.2f})")
+        lines += [" | ".join(said)] if engine != PEER else []
+    return lines
 
 
 def run(cases: list[Case], asked: argparse.Namespace) -> int:
@@ -238,7 +247,7 @@ def run(cases: list[Case], asked: argparse.Namespace) -> int:
         measure(cases, asked, until, found)
     finally:
         end(cases)
-    return int(any(set(rows) != set(ENGINES) for case in cases for rows in found.get(case.name, {"": {}}).values()))
+    return int(any(set(rows) != set(engines(asked)) for case in cases for rows in found.get(case.name, {"": {}}).values()))
 
 
 def case_of(text: str) -> Case:
@@ -257,6 +266,7 @@ def main() -> int:
     parser.add_argument("--cells", default=CELLS, help="TOKENSxUSERS and gap")
     parser.add_argument("--cards", type=int, default=1)
     parser.add_argument("--cache-tokens", type=int, default=0, help="of each server, where several share a card; what fits otherwise")
+    parser.add_argument("--chunk-tokens", type=int, default=0, help="of another server of ours, beside the one that chooses")
     parser.add_argument("--layers", type=int, default=0, help="of the models; all by default")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--wait", type=float, default=150, help="seconds that servers may take to come up")
