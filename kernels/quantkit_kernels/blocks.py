@@ -19,5 +19,5 @@ def blocked_matmul(x: Tensor, out_features: int, expand: Callable[[int, int], Te
     step = max(1, BLOCK_BYTES // (x.shape[1] * x.element_size() * multiple)) * multiple
     for start in range(0, out_features, step):
         stop = min(start + step, out_features)
-        y[:, start:stop] = x @ expand(start, stop).T
+        torch.mm(x, expand(start, stop).T, out=y[:, start:stop])
     return y

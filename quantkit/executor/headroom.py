@@ -20,7 +20,7 @@ from quantkit.executor.load import LoadedModel
 from quantkit.executor.options import EngineOptions
 from quantkit.models.architecture import LatentCache
 
-PREFILL_TOKENS = {"cuda": 4096, "npu": 2048, "cpu": 512}
+PREFILL_TOKENS = {"cuda": 4096, "npu": 2048, "cpu": 1024}
 """Prompt tokens of a step: weights are read and decoded once for all of them, and whoever comes meanwhile waits for them."""
 LONG_PREFILL_TOKENS = 8192
 """Of a mixture whose every step expands all latents of a prompt anew, on a CUDA device that has memory for it. 16,384 tokens of one of four

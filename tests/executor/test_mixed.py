@@ -33,7 +33,7 @@ def tokens(engine: Engine) -> list[list[int]]:
 @pytest.mark.parametrize("options", [{}, {"num_drafts": 2, "prefix_cache": True, "cache_tokens": 512}])
 def test_tokens_are_those_of_passes_apart(tiny_checkpoint: Path, options: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     engine = load(tiny_checkpoint, max_model_len=320, **options)
-    assert engine.scheduler.budget == StepBudget(512, 512), "nothing is measured unless asked for"
+    assert engine.scheduler.budget == StepBudget(1024, 1024), "nothing is measured unless asked for"
     apart = tokens(engine)
     sizes: list[tuple[int, int]] = []
     mixed = Runner.mixed
@@ -229,8 +229,8 @@ def test_passes_are_captured_where_they_wait_for_launches(launches: float, most:
 def test_what_is_measured_is_a_budget(tiny_checkpoint: Path) -> None:
     engine = load(tiny_checkpoint, measure_steps=True, max_model_len=256)
     found = engine.scheduler.budget
-    assert found.alone == 512
-    assert 32 <= found.beside_answers <= 512
+    assert found.alone == 1024
+    assert 32 <= found.beside_answers <= 1024
     asked = load(tiny_checkpoint, measure_steps=True, prefill_tokens=48, max_model_len=256).scheduler.budget
     assert (asked.alone, asked.beside_answers) == (48, 48)
     alone = budget.measure(engine.runner, SINGLE, StepBudget(512, 512), 1, asked=False)

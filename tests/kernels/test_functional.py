@@ -18,6 +18,7 @@ from quantkit_kernels import (
     route,
     silu_and_mul,
 )
+from quantkit_kernels.backends import choose
 from quantkit_kernels.samples import TOLERANCE, distance, latent_attention
 
 DTYPES = tuple(TOLERANCE)
@@ -39,6 +40,16 @@ def test_norms_and_activation(dtype: torch.dtype) -> None:
         assert distance(normed, norm(total)) < TOLERANCE[dtype]
         gate, up = x.double().chunk(2, dim=-1)
         assert distance(silu_and_mul(x), gate / (1 + (-gate).exp()) * up) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_activation_by_rows_is_that_of_all_at_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last bit, whatever rows are left over, of slices too."""
+    monkeypatch.setattr("quantkit_kernels.cpu.functional._ROWS_BYTES", 3 * 4 * 96)
+    for shape in ((1, 96), (7, 96), (2, 5, 96), (96,), (0, 96)):
+        x = torch.randn(*shape[:-1], 2 * shape[-1]).to(dtype)[..., : shape[-1]]
+        assert torch.equal(silu_and_mul(x, backend="cpu"), silu_and_mul(x, backend="reference"))
+    assert choose("silu_and_mul", "auto", torch.device("cpu")) == "cpu"
 
 
 def plain_route(

@@ -6,6 +6,7 @@ int8   int8.cpp for few rows, VNNI, AVX2 or the compiler's own vectors. For more
        weight; else `_weight_int8pack_mm` and float32 products of expanded blocks.
 fp4    fp4.cpp, AVX-512 or AVX2; 4.5 bits per weight.
 gqa    gqa.cpp, decoding over pages.
+silu   torch's, by rows that stay in a cache.
 
 The C++ is compiled by the user's compiler at first use.
 """
@@ -14,12 +15,13 @@ import torch
 
 from quantkit_kernels.backends import SINKS, Shape
 from quantkit_kernels.cpu.build import why_no_library
+from quantkit_kernels.cpu.functional import silu_and_mul
 from quantkit_kernels.cpu.grouped import gqa_decode, gqa_prefill, mla_prefill
 from quantkit_kernels.cpu.linear import linear, refused
 from quantkit_kernels.reference.experts import LoopLayout
 from quantkit_kernels.weights import Weight
 
-__all__ = ["SINKS", "experts_layout", "gqa_decode", "gqa_prefill", "linear", "mla_prefill", "unusable"]
+__all__ = ["SINKS", "experts_layout", "gqa_decode", "gqa_prefill", "linear", "mla_prefill", "silu_and_mul", "unusable"]
 
 
 def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, shapes: tuple[Shape, ...]) -> str | None:
@@ -29,7 +31,7 @@ def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, sha
         return "backend expanded is torch's own matmul already"
     if operator == "gqa_decode":
         return why_no_library("gqa")
-    if operator in ("gqa_prefill", "mla_prefill"):
+    if operator in ("gqa_prefill", "mla_prefill", "silu_and_mul"):
         return None
     if not operator.startswith(("linear_", "experts_")):
         return "the reference is torch's own operators already"

@@ -38,10 +38,10 @@ class Int4Linear(Linear):
 
     def rows(self, x: Tensor) -> Tensor:
         if x.shape[0] >= _EXPANDED_ROWS and int4.packed_as_known():
-            scale, offset = self.scale_and_offset.float().unbind(-1)
+            scale, offset = (side.float().contiguous() for side in self.scale_and_offset.unbind(-1))
 
             def expanded(start: int, stop: int) -> Tensor:
-                return int4.expand(self.packed, scale.contiguous(), offset.contiguous(), self.group_size, start, stop, self._wide)
+                return int4.expand(self.packed, scale, offset, self.group_size, start, stop, self._wide)
 
             return blocked_matmul(x.to(self._wide), self.out_features, expanded, int4.BLOCK).to(self.dtype)
         y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), self.packed, self.group_size, self.scale_and_offset)

@@ -86,15 +86,15 @@ def attend_by_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     Where keys and values differ in size, torch on a CPU makes all T x S scores and passes over them several times: 2.3 times as slow.
     Scores and probabilities are float32, as in torch's own attention: rounded to 16 bits they cost more than the 16-bit weights do.
     """
-    keys, values = (t.transpose(0, 1).float() for t in (k, v))
+    keys, values = (t.transpose(0, 1).float().contiguous() for t in (k, v))
     shared, past = q.shape[1] // len(keys), len(k) - len(q)
-    queries = q.float().unflatten(1, (-1, shared)).permute(1, 2, 0, 3)  # [kv_heads, shared, T, D]
+    queries = (q.float() * scale).unflatten(1, (-1, shared)).permute(1, 2, 0, 3)  # [kv_heads, shared, T, D]
     step = _QUERIES if shared == 1 else _QUERIES // 2
     out = q.new_empty(len(q), q.shape[1], v.shape[-1])
     later = torch.full((step, step), -torch.inf).triu_(1)
     for start in range(0, len(q), step):
         stop = min(start + step, len(q))
-        scores = queries[:, :, start:stop].flatten(1, 2) @ keys[:, : past + stop].mT * scale
+        scores = queries[:, :, start:stop].flatten(1, 2) @ keys[:, : past + stop].mT
         scores.unflatten(1, (shared, -1))[..., past + start :] += later[: stop - start, : stop - start]
         found = (scores.softmax(-1) @ values[:, : past + stop]).unflatten(1, (shared, -1))
         out[start:stop] = found.permute(2, 0, 1, 3).flatten(1, 2)
